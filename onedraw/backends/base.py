@@ -1,0 +1,45 @@
+"""What the engine knows of a device: a backend takes a plan and gives an outcome.
+
+In: Plan. Out: Outcome. What a backend cannot do stands in its Capacity, is checked once at the border
+(`engine/service.py`) and refused by name; nothing is silently downgraded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NewType, Protocol
+
+from onedraw.types import Outcome, Plan
+
+Ticket = NewType("Ticket", int)
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The numbers and abilities the engine plans with."""
+
+    vocab: int
+    max_context: int
+    lanes: int
+    pages: int
+    page_size: int
+    chunk: int = 1  # prompt rows that do not reach the prompt's end stop at multiples of it
+    recurrent: bool = False  # has state that only moves forward: pages alone do not restore a prefix
+    returns_logits: bool = True  # can choose by any law; without it only plain argmax
+    logits_per_position: bool = True  # can verify drafts
+    max_drafts: int = 64  # drafts of one row in one turn
+    device: str = "cpu"
+    dtype: str = "f32"
+
+
+class Backend(Protocol):
+    """One device, or several under one roof. `submit` never blocks; a sequence rides in one ticket at a time."""
+
+    @property
+    def capacity(self) -> Capacity: ...
+
+    def submit(self, plan: Plan) -> Ticket: ...
+
+    def collect(self, ticket: Ticket) -> Outcome: ...
+
+    def close(self) -> None: ...

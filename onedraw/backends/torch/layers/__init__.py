@@ -1,0 +1,1 @@
+"""The layers of a stack: functions of their arguments."""

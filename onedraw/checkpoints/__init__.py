@@ -1,0 +1,1 @@
+"""Bytes on disk to named tensors: one reader per format, mapped, streamed layer by layer."""

@@ -1,0 +1,1 @@
+"""The turn: sequences, scheduler, engine, and the one thread border."""

@@ -1,0 +1,94 @@
+"""The exception tree. Every error a user can cause has a class, a code and a sentence that says what to do.
+
+OnedrawError                 anything we say on purpose
+├── BadRequest               the caller's mistake: 400, with `param` and `code`
+│   ├── BadParameter         one parameter is out of range or unknown
+│   ├── ContextOverflow      prompt + max_tokens over the context
+│   └── Unsupported          a wish this backend or build cannot honour, by name
+├── Barren                   the law left no token to choose
+├── QueueFull                too many waiting: 429, try again
+├── Draining                 the server is shutting down: 503
+├── TurnFailed               an exception in a turn: 500, with an id that the log has too
+├── ModelError               the checkpoint cannot be used
+│   ├── NotFound             no such model, and how to get it
+│   ├── Corrupt              names file and tensor
+│   └── UnsupportedModel     names the architecture or config key, lists what is supported
+├── NoRoom                   memory for not even one sequence, says how much is needed
+└── BadSetting               a flag or environment variable is wrong
+"""
+
+from __future__ import annotations
+
+
+class OnedrawError(Exception):
+    """`code` is for programs, the message for people. `status` is the HTTP status it becomes."""
+
+    code: str = "error"
+    status: int = 500
+    param: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        if param is not None:
+            self.param = param
+        if code is not None:
+            self.code = code
+
+
+class BadRequest(OnedrawError):
+    code, status = "invalid_request", 400
+
+
+class BadParameter(BadRequest):
+    code = "invalid_parameter"
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(f"{param}: {message}", param=param)
+
+
+class ContextOverflow(BadRequest):
+    code = "context_length_exceeded"
+
+
+class Unsupported(BadRequest):
+    code = "unsupported"
+
+
+class Barren(BadRequest):
+    code = "no_token_left"
+
+
+class QueueFull(OnedrawError):
+    code, status = "queue_full", 429
+
+
+class Draining(OnedrawError):
+    code, status = "shutting_down", 503
+
+
+class TurnFailed(OnedrawError):
+    code, status = "internal_error", 500
+
+
+class ModelError(OnedrawError):
+    code = "model_error"
+
+
+class NotFound(ModelError):
+    code, status = "model_not_found", 404
+
+
+class Corrupt(ModelError):
+    code = "corrupt_checkpoint"
+
+
+class UnsupportedModel(ModelError):
+    code = "unsupported_model"
+
+
+class NoRoom(OnedrawError):
+    code = "no_room"
+
+
+class BadSetting(OnedrawError):
+    code = "bad_setting"

@@ -1,0 +1,1 @@
+"""Host-side accounts of pages and lanes: integers only."""

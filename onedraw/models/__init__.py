@@ -1,0 +1,1 @@
+"""What a model is: data only, no torch, no jax."""

@@ -1,0 +1,1 @@
+"""Characters: tokenizer, chat template, detokenizer, stop strings, channels."""

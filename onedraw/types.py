@@ -1,0 +1,263 @@
+"""The frozen nouns that cross package borders, and the axis glossary.
+
+In: nothing. Out: the types every other package speaks. No torch, no text, no web.
+
+Axes, used in shape comments everywhere
+    T  tokens of a turn, all rows one after the other      C  positions at which a token is chosen
+    V  vocabulary          H  query heads                  K  key/value heads
+    G  query heads per key/value head (H // K)             D  head size
+    E  hidden width        F  feed-forward width           P  pages     S  slots in a page
+
+Glossary
+    row      what one sequence does in one turn            plan     the rows of one turn
+    lane     a slot of per-sequence state                  page     a slot of S key/value positions
+    lease    what a sequence holds of lanes and pages      draft    a guessed token, not yet chosen
+    position absolute index of a token, the prompt counts  outcome  what a turn chose
+    known    tokens that are settled: prompt and chosen    computed positions whose state is settled
+    piece    what a client sees of a reply                 channel  which part of a reply a piece is
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from onedraw.errors import BadParameter
+
+SEED_LIMIT = 2**53  # seeds travel through JSON numbers, which are exact below this
+MAX_TOP_LOGPROBS = 128
+
+LogprobsMode = Literal["raw", "processed"]
+Finish = Literal["stop", "length", "cancelled"]
+Channel = Literal["content", "reasoning", "tool"]
+
+
+@dataclass(frozen=True, slots=True)
+class DryParams:
+    """ "Don't repeat yourself": a penalty on the token that would extend a repetition.
+
+    If the last n tokens also stand earlier in the history and were followed there by token x, and
+    n >= allowed_length, x loses multiplier * base ** (n - allowed_length). Matches never cross a breaker.
+    """
+
+    multiplier: float
+    base: float = 1.75
+    allowed_length: int = 2
+    range: int = 0  # how many of the last tokens are searched; 0: all of them
+    breakers: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        _check("dry_multiplier", self.multiplier, low=0.0)
+        _check("dry_base", self.base, low=1.0)
+        _check("dry_allowed_length", self.allowed_length, low=1)
+        _check("dry_range", self.range, low=0)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Everything that shapes the choice of a token, besides the logits and the history."""
+
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # 1: off
+    min_p: float = 0.0  # 0: off
+    repetition_penalty: float = 1.0  # over prompt and output
+    frequency_penalty: float = 0.0  # over output
+    presence_penalty: float = 0.0  # over output
+    dry: DryParams | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, added), tokens distinct
+    seed: int = 0
+    max_tokens: int = 16  # 0 only with prompt_logprobs: score the prompt, choose nothing
+    min_tokens: int = 0  # before these many, no stop id may be chosen
+    stop_ids: frozenset[int] = frozenset()  # a chosen one ends the reply; it belongs to the ids
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that may not be completed
+    logprobs: int | None = None  # how many alternatives beside the chosen; None: no logprobs
+    logprobs_mode: LogprobsMode = "raw"
+    prompt_logprobs: int | None = None  # the same for every prompt token but the first
+    checksums: bool = False  # a checksum of logits and scores with every chosen token
+
+    def __post_init__(self) -> None:
+        _check("temperature", self.temperature, low=0.0, high=100.0)
+        _check("top_k", self.top_k, low=0)
+        _check("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
+        _check("min_p", self.min_p, low=0.0, high=1.0)
+        _check("repetition_penalty", self.repetition_penalty, low=0.0, open_low=True)
+        _check("frequency_penalty", self.frequency_penalty, low=-100.0, high=100.0)
+        _check("presence_penalty", self.presence_penalty, low=-100.0, high=100.0)
+        _check("seed", self.seed, low=0, high=SEED_LIMIT - 1)
+        _check("max_tokens", self.max_tokens, low=1 if self.prompt_logprobs is None else 0)
+        _check("min_tokens", self.min_tokens, low=0, high=max(self.max_tokens, 0))
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check(name, getattr(self, name), low=0, high=MAX_TOP_LOGPROBS)
+        for _, value in self.logit_bias:
+            if math.isnan(value) or value == math.inf:
+                raise BadParameter("logit_bias", f"must be a number or -inf, not {value}")
+        if any(not word for word in self.bad_words):
+            raise BadParameter("bad_words", "an empty word would ban everything")
+
+    @property
+    def greedy(self) -> bool:
+        """No noise: temperature 0, or a top_k of 1, which leaves nothing to draw."""
+        return self.temperature == 0 or self.top_k == 1
+
+    @property
+    def counts_history(self) -> bool:
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
+
+def _check(name: str, value: float, *, low: float, high: float = math.inf, open_low: bool = False) -> None:
+    """Refuse NaN and what lies outside [low, high] ((low, high] when open_low)."""
+    if math.isnan(value) or value > high or value < low or (open_low and value == low):
+        opening = "(" if open_low else "["
+        bound = f"{opening}{low:g}, {high:g}]" if high != math.inf else f"{'>' if open_low else '>='} {low:g}"
+        raise BadParameter(
+            name, f"must be in {bound}, not {value:g}" if "[" in bound or "(" in bound else f"must be {bound}, not {value:g}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt to be continued once. Several choices or prompts are several requests."""
+
+    id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    priority: int = 0
+    arrival: float = 0.0
+
+
+@dataclass(slots=True)
+class History:
+    """The tokens a choice may look back on. Owner: the sequence, on the engine thread.
+
+    A backend reads it between submit and collect, when it does not change. `output` and the counts grow together.
+    """
+
+    prompt: tuple[int, ...]
+    output: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+    def slice(self, start: int, stop: int) -> list[int]:
+        """Tokens at absolute positions [start, stop)."""
+        edge = len(self.prompt)
+        if stop <= edge:
+            return list(self.prompt[start:stop])
+        if start >= edge:
+            return self.output[start - edge : stop - edge]
+        return [*self.prompt[start:], *self.output[: stop - edge]]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A guessed token; `parent` is the index of the draft it follows, -1 for the row's last known token."""
+
+    token: int
+    parent: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one sequence does in one turn: known tokens [start, stop), then drafts."""
+
+    request_id: str
+    lane: int
+    pages: Sequence[int]  # page of position p: pages[p // page_size]; covers stop + drafts
+    start: int
+    tokens: tuple[int, ...]  # known tokens at [start, start + len(tokens))
+    drafts: tuple[Draft, ...]
+    prompt_stop: int  # positions before it are prompt; from it on the step form holds
+    chooses: bool  # the row reaches the end of the known tokens
+    params: SamplingParams
+    history: History
+    score_from: int | None = None  # score known tokens from this position on (prompt logprobs)
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """The logprob of one token and of the likeliest at its position, best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One chosen token."""
+
+    token: int
+    logprobs: Logprobs | None = None
+    checksum: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowOutcome:
+    """What a row gave: kept drafts, then one new token; nothing chosen for a middle chunk."""
+
+    chosen: tuple[Choice, ...] = ()
+    scored: tuple[Logprobs, ...] = ()  # of known tokens [max(score_from, start + 1) …], see Row.score_from
+    barren: bool = False  # the law left no token at the position after `chosen`
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    rows: tuple[RowOutcome, ...]
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """How many tokens a reply cost, and where they came from."""
+
+    prompt: int = 0
+    completion: int = 0
+    cached: int = 0  # prompt tokens taken from the prefix cache
+    kept: int = 0  # drafts kept
+    rejected: int = 0  # drafts rejected
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a client sees: text that is final, and the ids, logprobs and checksums behind it.
+
+    Ids may run ahead of text (half a character, a possible stop string) within one piece stream, never the
+    other way round. The last piece has a finish, and only it has usage.
+    """
+
+    index: int = 0  # which choice
+    channel: Channel = "content"
+    text: str = ""
+    choices: tuple[Choice, ...] = ()
+    finish: Finish | None = None
+    stop_reason: str | int | None = None  # the stop string or stop id that ended the reply
+    usage: Usage | None = None
+    prompt_logprobs: tuple[Logprobs, ...] | None = None  # on the first piece, when asked for
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """What a client may know of the served model."""
+
+    name: str
+    family: str
+    vocab: int
+    max_context: int
+    eos_ids: tuple[int, ...]
+    defaults: Mapping[str, float | int]  # sampling values of the checkpoint's generation_config
+    fingerprint: str
+    created: int = 0
+    dtype: str = "f32"
+    device: str = "cpu"

@@ -1,0 +1,148 @@
+"""What a caller may wish of a reply, in the caller's words: strings, missing values, the checkpoint's defaults.
+
+In: keyword wishes from HTTP, the command line or Python. Out: an Ask for the door, with every value settled and checked.
+This is the one place where user-level names become SamplingParams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from onedraw.door import Ask, Door, fresh_seed
+from onedraw.errors import BadParameter, BadRequest, ContextOverflow
+from onedraw.types import DryParams, LogprobsMode, SamplingParams
+
+DEFAULT_BREAKERS = ("\n", ":", '"', "*")
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """None: not asked for; then the checkpoint's generation_config decides, then the neutral value."""
+
+    temperature: float | None = None
+    top_k: int | None = None  # 0 or -1: off
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_range: int | None = None  # 0 or -1: the whole history
+    dry_sequence_breakers: tuple[str, ...] | None = None
+    logit_bias: Mapping[int, float] | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    n: int = 1
+    logprobs: int | None = None
+    logprobs_mode: LogprobsMode = "raw"
+    prompt_logprobs: int | None = None
+    checksums: bool = False
+    skip_special_tokens: bool = True
+
+    @classmethod
+    def of(cls, **wishes: Any) -> Wishes:
+        """Wishes from keywords; an unknown name is refused with the known ones; None means not asked for."""
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(wishes) - known)
+        if unknown:
+            raise BadParameter(unknown[0], f"unknown; known: {', '.join(sorted(known))}")
+        for name in ("stop", "bad_words"):
+            if isinstance(wishes.get(name), str):
+                wishes[name] = (wishes[name],)
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in wishes.items() if v is not None})
+
+
+def settle(wishes: Wishes, *, door: Door, prompt: tuple[int, ...], default_max_tokens: int | None = None, label: str = "") -> Ask:
+    """An Ask with every value decided. default_max_tokens None: as many as the context has room for."""
+    card = door.card
+    check_ids("prompt", prompt, vocab=card.vocab)
+    if not prompt:
+        raise BadRequest("the prompt is empty; it needs at least one token", param="prompt", code="empty_prompt")
+    max_tokens = wishes.max_tokens if wishes.max_tokens is not None else default_max_tokens
+    room = card.max_context - len(prompt)
+    if max_tokens is None:
+        max_tokens = max(room, 1)
+    if max_tokens > room:
+        raise ContextOverflow(
+            f"the prompt has {len(prompt)} tokens and max_tokens is {max_tokens}: together {len(prompt) + max_tokens}, "
+            f"over the context of {card.max_context}; shorten the prompt, ask for fewer tokens or serve with a larger --max-context",
+            param="max_tokens" if room > 0 else "prompt",
+        )
+    check_ids("stop_token_ids", wishes.stop_token_ids, vocab=card.vocab)
+    eos = () if wishes.ignore_eos else card.eos_ids
+    params = SamplingParams(
+        **_sampling_values(wishes, card.defaults),
+        dry=_dry(wishes, door),
+        logit_bias=_bias(wishes.logit_bias, vocab=card.vocab),
+        seed=fresh_seed() if wishes.seed is None else wishes.seed,
+        max_tokens=max_tokens,
+        min_tokens=wishes.min_tokens or 0,
+        stop_ids=frozenset((*eos, *wishes.stop_token_ids)),
+        bad_words=_bad_words(wishes.bad_words, door),
+        logprobs=wishes.logprobs,
+        logprobs_mode=wishes.logprobs_mode,
+        prompt_logprobs=wishes.prompt_logprobs,
+        checksums=wishes.checksums,
+    )
+    if any(not s for s in wishes.stop):
+        raise BadParameter("stop", "an empty stop string would stop everything")
+    return Ask(prompt=prompt, params=params, stop=wishes.stop, n=wishes.n, skip_special=wishes.skip_special_tokens, label=label)
+
+
+def check_ids(name: str, ids: tuple[int, ...], *, vocab: int) -> None:
+    for token in ids:
+        if not 0 <= token < vocab:
+            raise BadParameter(name, f"token id {token} is outside the vocabulary of {vocab}")
+
+
+def _sampling_values(wishes: Wishes, defaults: Mapping[str, float | int]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
+        wish = getattr(wishes, name)
+        if wish is None:
+            wish = defaults.get(name)
+        if wish is not None:
+            values[name] = wish
+    if values.get("top_k") == -1:
+        values["top_k"] = 0
+    return values
+
+
+def _dry(wishes: Wishes, door: Door) -> DryParams | None:
+    if not wishes.dry_multiplier:
+        return None
+    texts = DEFAULT_BREAKERS if wishes.dry_sequence_breakers is None else wishes.dry_sequence_breakers
+    return DryParams(
+        multiplier=wishes.dry_multiplier,
+        base=1.75 if wishes.dry_base is None else wishes.dry_base,
+        allowed_length=2 if wishes.dry_allowed_length is None else wishes.dry_allowed_length,
+        range=max(wishes.dry_range or 0, 0),
+        breakers=door.tokenizer.ids_containing(texts),
+    )
+
+
+def _bias(bias: Mapping[int, float] | None, *, vocab: int) -> tuple[tuple[int, float], ...]:
+    if not bias:
+        return ()
+    check_ids("logit_bias", tuple(bias), vocab=vocab)
+    return tuple(sorted((int(k), float(v)) for k, v in bias.items()))
+
+
+def _bad_words(words: tuple[str, ...], door: Door) -> tuple[tuple[int, ...], ...]:
+    """Each word as it is spelled at the start of a text and after a space."""
+    spelled: dict[tuple[int, ...], None] = {}
+    for word in words:
+        for text in (word, " " + word.lstrip(" ")):
+            ids = door.encode(text, add_special=False)
+            if ids:
+                spelled[ids] = None
+    return tuple(spelled)
