@@ -174,7 +174,7 @@ class Row:
     chooses: bool  # the row reaches the end of the known tokens
     params: SamplingParams
     history: History
-    score_from: int | None = None  # score known tokens from this position on (prompt logprobs)
+    scores: bool = False  # give the logprobs of prompt tokens at [start + 1, min(stop + 1, prompt_stop))
 
     @property
     def stop(self) -> int:
@@ -208,7 +208,7 @@ class RowOutcome:
     """What a row gave: kept drafts, then one new token; nothing chosen for a middle chunk."""
 
     chosen: tuple[Choice, ...] = ()
-    scored: tuple[Logprobs, ...] = ()  # of known tokens [max(score_from, start + 1) …], see Row.score_from
+    scored: tuple[Logprobs, ...] = ()  # see Row.scores
     barren: bool = False  # the law left no token at the position after `chosen`
 
 

@@ -1,32 +1,149 @@
-"""The only thread border: callers on any thread, the engine on its own. (interface; body follows)"""
+"""The only thread border: callers on any thread, the engine on its own.
+
+In: submit and cancel from any thread. Out: events, called on the engine thread (a sink must not block).
+What the backend cannot honour is refused here, before any work. Cancelling is a note read at the start of a turn.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
 
-from onedraw.errors import OnedrawError
-from onedraw.types import Choice, Finish, Logprobs, Request, Usage
+from onedraw.backends.base import Capacity
+from onedraw.engine.engine import Engine, Event, Sink
+from onedraw.engine.stats import Stats
+from onedraw.errors import BadParameter, ContextOverflow, Draining, QueueFull, Unsupported
+from onedraw.types import Request, SamplingParams
 
+__all__ = ["Event", "Service", "Sink"]
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """What a request's sink hears after a turn. The last one has a finish or an error."""
-
-    request_id: str
-    chosen: tuple[Choice, ...] = ()
-    finish: Finish | None = None
-    stop_id: int | None = None
-    usage: Usage = Usage()
-    scored: tuple[Logprobs, ...] | None = None  # logprobs of the prompt's tokens but the first, once, when asked for
-    error: OnedrawError | None = None
-
-
-Sink = Callable[[Event], None]
+log = logging.getLogger("onedraw.engine")
 
 
 class Service:
-    def check(self, request: Request) -> None: ...
-    def submit(self, requests: Sequence[tuple[Request, Sink]]) -> None: ...
-    def cancel(self, request_id: str) -> None: ...
-    def close(self, drain_seconds: float = 0.0) -> None: ...
+    """Runs an engine on a thread of its own."""
+
+    def __init__(self, engine: Engine, *, queue_limit: int = 256) -> None:
+        self._engine = engine
+        self._queue_limit = queue_limit
+        self._news = threading.Condition()
+        self._arrivals: deque[tuple[Request, Sink]] = deque()
+        self._cancelled: deque[str] = deque()
+        self._draining = False
+        self._stop = False
+        self._stats = engine.stats()
+        self._thread = threading.Thread(target=self._run, name="onedraw-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def capacity(self) -> Capacity:
+        return self._engine.backend.capacity
+
+    @property
+    def ready(self) -> bool:
+        return self._thread.is_alive() and not self._draining
+
+    def stats(self) -> Stats:
+        """As of the last turn."""
+        return self._stats
+
+    def check(self, request: Request) -> None:
+        """Raise what makes a request impossible here."""
+        capacity, params = self.capacity, request.params
+        for token in request.prompt:
+            if not 0 <= token < capacity.vocab:
+                raise BadParameter("prompt", f"token id {token} is outside the vocabulary of {capacity.vocab}")
+        if not request.prompt:
+            raise BadParameter("prompt", "needs at least one token")
+        total = len(request.prompt) + params.max_tokens
+        if total > capacity.max_context:
+            raise ContextOverflow(
+                f"the prompt has {len(request.prompt)} tokens and max_tokens is {params.max_tokens}: together {total}, "
+                f"over the context of {capacity.max_context}",
+                param="max_tokens",
+            )
+        if not capacity.returns_logits and not _plain_argmax(params):
+            raise Unsupported(
+                "this backend does not return logits, so only plain greedy decoding is served: temperature 0 and no "
+                "penalty, bias, min_tokens, bans or logprobs",
+                code="sampling_unsupported",
+            )
+
+    def submit(self, requests: Sequence[tuple[Request, Sink]]) -> None:
+        """Take all of them or none."""
+        for request, _ in requests:
+            self.check(request)
+        with self._news:
+            if self._draining or self._stop:
+                raise Draining("the server is shutting down and takes no new requests")
+            if self._stats.waiting + len(self._arrivals) + len(requests) > self._queue_limit + self._free_lanes():
+                raise QueueFull(f"{self._queue_limit} requests are waiting already; try again in a moment")
+            self._arrivals.extend(requests)
+            self._news.notify()
+
+    def cancel(self, request_id: str) -> None:
+        with self._news:
+            self._cancelled.append(request_id)
+            self._news.notify()
+
+    def close(self, drain_seconds: float = 0.0) -> None:
+        """Refuse new requests, let the running ones finish for at most this long, then end the thread."""
+        with self._news:
+            self._draining = True
+        deadline = time.monotonic() + drain_seconds
+        while time.monotonic() < deadline and self._thread.is_alive() and (self._arrivals or self._engine.busy):
+            time.sleep(0.01)
+        with self._news:
+            self._stop = True
+            self._news.notify()
+        self._thread.join()
+
+    def _free_lanes(self) -> int:
+        return max(self.capacity.lanes - self._stats.running, 0)
+
+    def _run(self) -> None:
+        engine = self._engine
+        while self._listen():
+            engine.turn()
+            self._stats = engine.stats()
+            if not engine.busy:
+                engine.scheduler.ledger.audit()
+        engine.fail_all(Draining("the server was shut down before this request finished"))
+        self._stats = engine.stats()
+        engine.backend.close()
+
+    def _listen(self) -> bool:
+        """Take in arrivals and cancellations; sleep while there is nothing to do. False: stop."""
+        with self._news:
+            while not (self._stop or self._arrivals or self._cancelled or self._engine.busy):
+                self._news.wait()
+            if self._stop:
+                for request, sink in self._arrivals:
+                    self._engine.add(request, sink)
+                return False
+            arrivals, self._arrivals = self._arrivals, deque()
+            cancelled, self._cancelled = self._cancelled, deque()
+        for request, sink in arrivals:
+            self._engine.add(request, sink)
+        for request_id in cancelled:
+            self._engine.cancel(request_id)
+        if cancelled or arrivals:
+            self._stats = self._engine.stats()
+        return True
+
+
+def _plain_argmax(params: SamplingParams) -> bool:
+    return (
+        params.temperature == 0
+        and not params.counts_history
+        and params.dry is None
+        and not params.logit_bias
+        and not params.min_tokens
+        and not params.bad_words
+        and params.logprobs is None
+        and params.prompt_logprobs is None
+        and not params.checksums
+    )

@@ -1,0 +1,75 @@
+# Two commands do all set-up on a fresh machine with Python 3.11+, make and gcc:
+#   make serve    .venv, packages, the default model, a server on 127.0.0.1:8000
+#   make test     .venv, packages, the tests
+# Every installation runs through constraints.txt. A stamp inside .venv is written last, so what was cut off is done again.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+MODEL ?= smollm2
+ARGS ?=
+.DEFAULT_GOAL := help
+.PHONY: help serve test test-long test-device check format bench docs clean
+
+help:
+	@echo "make serve        set up and serve $(MODEL) on 127.0.0.1:8000 (MODEL=…, ARGS='--port 9000')"
+	@echo "make test         set up and run the tests"
+	@echo "make check        format, lint, types, import walls"
+	@echo "make format       rewrite the sources in the project's format"
+	@echo "make test-long    soak, kill loops, large statistics"
+	@echo "make test-device  what needs an accelerator"
+	@echo "make bench        measure $(MODEL) on this machine"
+	@echo "make docs         write the generated parts of docs/ again"
+	@echo "make clean        remove .venv and all caches of this folder"
+
+serve: $(VENV)/.stamp-serve
+	exec $(BIN)/onedraw serve $(MODEL) $(ARGS)
+
+test: $(VENV)/.stamp-test
+	$(BIN)/python -m pytest -m "not long and not device" $(ARGS)
+
+test-long: $(VENV)/.stamp-test
+	$(BIN)/python -m pytest -m long $(ARGS)
+
+test-device: $(VENV)/.stamp-test
+	$(BIN)/python -m pytest -m device tests/device $(ARGS)
+
+check: $(VENV)/.stamp-check
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.stamp-check
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.stamp-serve
+	$(BIN)/onedraw bench $(MODEL) $(ARGS)
+
+docs: $(VENV)/.stamp-serve
+	$(BIN)/python -m onedraw.cli.reference > docs/cli.md.tmp
+	mv docs/cli.md.tmp docs/cli.md
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# ---------------------------------------------------------------------------------------------- set-up
+
+$(VENV)/.stamp-serve: EXTRAS := serve,terminal,models
+$(VENV)/.stamp-test: EXTRAS := serve,terminal,models,test
+$(VENV)/.stamp-check: EXTRAS := serve,terminal,models,test,check
+
+# A .venv is kept if its Python runs, it stands where it was made, and no installation in it was cut off.
+$(VENV)/.stamp-%: pyproject.toml constraints.txt
+	@if ! $(BIN)/python -c 'import pip' 2>/dev/null || [ -e $(VENV)/.installing ] \
+	    || ! grep -qF '$(CURDIR)/$(VENV)' $(VENV)/pyvenv.cfg; then \
+	    rm -rf $(VENV); \
+	    $(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Onedraw needs Python 3.11 or later: make PYTHON=python3.12 …")' \
+	    && echo "making $(VENV)" && $(PYTHON) -m venv $(VENV); \
+	fi
+	@touch $(VENV)/.installing
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	@rm $(VENV)/.installing
+	@touch $@

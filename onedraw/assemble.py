@@ -1,0 +1,198 @@
+"""Settings → a running model behind its door. The only file that names concrete classes.
+
+In: Settings. Out: a Door whose service is ready. Errors say what is missing; nothing half-built stays behind.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from onedraw import __version__
+from onedraw.backends.base import Backend, Capacity
+from onedraw.backends.fake import FakeBackend
+from onedraw.backends.plan import MemoryPlan, memory_plan
+from onedraw.checkpoints.base import Checkpoint, open_checkpoint
+from onedraw.checkpoints.pull import resolve
+from onedraw.door import Door
+from onedraw.engine.engine import Engine
+from onedraw.engine.scheduler import Scheduler
+from onedraw.engine.service import Service
+from onedraw.errors import BadSetting
+from onedraw.memory.ledger import Ledger
+from onedraw.models.loading import Described, describe
+from onedraw.settings import Settings, default_cache_dir
+from onedraw.speculation.proposer import Proposer, Silent
+from onedraw.text.template import ChatTemplate
+from onedraw.text.tokenizer import Tokenizer
+from onedraw.text.toy import READABLE, toy_template, toy_tokenizer
+from onedraw.types import ModelCard
+
+if TYPE_CHECKING:
+    from onedraw.backends.torch.selfcheck import SelfCheck
+
+Progress = Callable[[str], None]
+
+
+def open_door(settings: Settings, progress: Progress | None = None, *, proposer: Proposer | None = None) -> Door:
+    """Load a model and start its engine. `progress` hears one line per stage."""
+    tell = progress or (lambda line: None)
+    match settings.backend:
+        case "fake":
+            return _fake_door(settings, proposer or Silent())
+        case "torch":
+            return _torch_door(settings, tell, proposer or Silent())
+
+
+def make_service(backend: Backend, settings: Settings, proposer: Proposer) -> Service:
+    """The engine around a backend, on its own thread."""
+    capacity = backend.capacity
+    # Pages alone do not restore a recurrent state, so such backends compute every prompt.
+    ledger = Ledger(
+        pages=capacity.pages,
+        lanes=capacity.lanes,
+        page_size=capacity.page_size,
+        reuse=settings.prefix_cache and not capacity.recurrent,
+    )
+    scheduler = Scheduler(ledger=ledger, capacity=capacity, proposer=proposer, turn_tokens=settings.turn_tokens)
+    return Service(Engine(backend=backend, scheduler=scheduler), queue_limit=settings.queue_limit)
+
+
+def find_checkpoint(settings: Settings, progress: Progress | None = None) -> Checkpoint:
+    """The model's name → an open checkpoint, pulled first where it must be."""
+    path = resolve(settings.model, settings.cache_dir or default_cache_dir(), progress=progress)
+    return open_checkpoint(path)
+
+
+def plan_memory(settings: Settings, described: Described, *, dtype: str) -> MemoryPlan:
+    return memory_plan(
+        described.spec,
+        dtype=dtype,
+        max_context=settings.max_context,
+        max_batch=settings.max_batch,
+        page_size=settings.page_size,
+        kv_memory=settings.kv_memory,
+    )
+
+
+def read_text(checkpoint: Checkpoint) -> tuple[Tokenizer, ChatTemplate | None]:
+    """Tokenizer and chat template, from the folder's files or the GGUF's key-values."""
+    if checkpoint.dialect == "gguf":
+        return Tokenizer.from_gguf(checkpoint.config), ChatTemplate.from_gguf(checkpoint.config)
+    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    return Tokenizer.from_folder(folder), ChatTemplate.from_folder(folder)
+
+
+def pick_device(settings: Settings) -> tuple[str, str]:
+    """Device and dtype to run with, where the settings say auto."""
+    import torch
+
+    device = settings.device
+    if device == "auto":
+        device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise BadSetting(f"--device: {device!r} is no device; write cpu, cuda or cuda:0") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise BadSetting(f"--device {device}: this torch finds no CUDA device; use --device cpu")
+    if kind not in ("cpu", "cuda"):
+        raise BadSetting(f"--device: {kind!r} is not supported; cpu and cuda are")
+    dtype = settings.dtype if settings.dtype != "auto" else ("f32" if kind == "cpu" else "bf16")
+    return device, dtype
+
+
+# ---------------------------------------------------------------------- the two kinds of door
+
+
+def _fake_door(settings: Settings, proposer: Proposer) -> Door:
+    tokenizer = toy_tokenizer()
+    context = settings.max_context or 2048
+    per_sequence = -(-context // settings.page_size)
+    backend = FakeBackend(
+        vocab=tokenizer.vocab_size,
+        pages=settings.kv_memory or settings.max_batch * per_sequence,  # a fake page weighs one byte
+        lanes=settings.max_batch,
+        page_size=settings.page_size,
+        max_context=context,
+        favoured=tokenizer.encode(READABLE, add_special=False),
+    )
+    card = _card(settings, family="fake", weights="fake", capacity=backend.capacity, eos=(tokenizer.eos_id or 0,), defaults={})
+    return Door(service=make_service(backend, settings, proposer), tokenizer=tokenizer, template=toy_template(), card=card)
+
+
+def _torch_door(settings: Settings, tell: Progress, proposer: Proposer) -> Door:
+    import torch
+
+    from onedraw.backends.torch.backend import TorchBackend
+
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    checkpoint = find_checkpoint(settings, tell)
+    try:
+        described = describe(checkpoint)
+        device, dtype = pick_device(settings)
+        plan = plan_memory(settings, described, dtype=dtype)
+        tell(f"loading {checkpoint.path.name} ({described.spec.family}, {described.spec.parameters / 1e6:.0f} M parameters)")
+        tokenizer, template = read_text(checkpoint)
+        backend = TorchBackend(
+            described.spec,
+            described.weights(checkpoint),
+            dtype=dtype,
+            device=device,
+            lanes=settings.max_batch,
+            pages=plan.pages,
+            page_size=settings.page_size,
+            max_context=plan.max_context,
+            check=settings.self_check,
+        )
+        weights = checkpoint.fingerprint()
+    finally:
+        checkpoint.close()
+    _tell_check(backend.report, tell)
+    card = _card(
+        settings,
+        family=described.spec.family,
+        weights=weights,
+        capacity=backend.capacity,
+        eos=tuple(described.eos_ids),
+        defaults=described.defaults,
+    )
+    return Door(service=make_service(backend, settings, proposer), tokenizer=tokenizer, template=template, card=card)
+
+
+def _tell_check(report: SelfCheck | None, tell: Progress) -> None:
+    if report is None:
+        tell("self-check skipped")
+    elif report.holds:
+        tell(f"self-check: {len(report.findings)} of {len(report.findings)} hold, a row computes from its row")
+    else:
+        for finding in report.findings:
+            if not finding.holds:
+                tell(f"self-check: does NOT hold on this machine: {finding.what}; batching may change low bits")
+
+
+def _card(
+    settings: Settings,
+    *,
+    family: str,
+    weights: str,
+    capacity: Capacity,
+    eos: tuple[int, ...],
+    defaults: dict[str, float | int],
+) -> ModelCard:
+    name = settings.served_name or Path(settings.model).stem or settings.model
+    return ModelCard(
+        name=name,
+        family=family,
+        vocab=capacity.vocab,
+        max_context=capacity.max_context,
+        eos_ids=eos,
+        defaults=defaults,
+        fingerprint=f"onedraw-{__version__}-{weights[:12]}-{capacity.device}-{capacity.dtype}-c{capacity.chunk}",
+        created=int(time.time()),
+        dtype=capacity.dtype,
+        device=capacity.device,
+    )

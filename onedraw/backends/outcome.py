@@ -1,0 +1,26 @@
+"""What a row's choices amount to: kept drafts, then one new token. The same for every backend.
+
+In: a row and the choice after its last known token and after each draft. Out: RowOutcome.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from onedraw.sampling.law import NO_TOKEN
+from onedraw.sampling.verify import kept
+from onedraw.types import Choice, Logprobs, Row, RowOutcome
+
+
+def row_outcome(row: Row, choices: Sequence[Choice | None], scored: tuple[Logprobs, ...] = ()) -> RowOutcome:
+    """choices[0] stands after the last known token, choices[1 + i] after draft i; None: the law left no token there.
+
+    Choices a mismatch makes unreachable may be missing at the end. No choices at all: a middle chunk.
+    """
+    if not choices:
+        return RowOutcome(scored=scored)
+    tokens = [NO_TOKEN if choice is None else choice.token for choice in choices]
+    path = kept(row.drafts, tokens)
+    reached = [choices[0], *(choices[1 + index] for index in path)]
+    chosen = tuple(choice for choice in reached if choice is not None)
+    return RowOutcome(chosen, scored, barren=len(chosen) < len(reached))

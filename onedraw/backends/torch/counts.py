@@ -1,0 +1,89 @@
+"""How often each lane's request has seen each token: what the penalties read.
+
+In: positions with their histories. Out: counts per row. A lane's buffer follows its history by a mark, so a decode
+step adds one token; drafts are added to a copy, for their own position only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from onedraw.types import History
+
+
+class Place(Protocol):
+    """What a position says about where it stands."""
+
+    @property
+    def lane(self) -> int: ...
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def history(self) -> History: ...
+    @property
+    def drafts(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What a lane's buffer holds: this request's prompt, and this many known tokens."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    known: int
+
+    def leads_to(self, place: Place) -> bool:
+        """The place has the same request, as far on or farther. Known tokens never change, prompts are compared last."""
+        same = self.request_id == place.request_id and self.known <= len(place.history)
+        return same and (self.prompt is place.history.prompt or self.prompt == place.history.prompt)
+
+
+class LaneCounts:
+    """Owner: the sampler. The buffers exist from the first position that has penalties."""
+
+    def __init__(self, *, vocab: int, lanes: int, device: torch.device) -> None:
+        self._output = torch.zeros(lanes, vocab, dtype=torch.int32, device=device)
+        self._prompt = torch.zeros(lanes, vocab, dtype=torch.bool, device=device)
+        self._marks: list[Mark | None] = [None] * lanes
+        self._device = device
+
+    def read(self, places: Sequence[Place]) -> tuple[Tensor, Tensor]:
+        """Counts in the output, and whether a token stands in prompt or output, drafts included.   [C, V] each"""
+        self._follow(places)
+        lanes = torch.tensor([place.lane for place in places], device=self._device)
+        counts = self._output[lanes]
+        _add(counts, [(row, token) for row, place in enumerate(places) for token in place.drafts])
+        return counts, (counts > 0).logical_or_(self._prompt[lanes])
+
+    def _follow(self, places: Sequence[Place]) -> None:
+        """Bring the buffers of these lanes up to date with their histories."""
+        grown: list[tuple[int, int]] = []
+        for place in places:
+            history, mark = place.history, self._marks[place.lane]
+            known = len(history)
+            if mark is None or not mark.leads_to(place):
+                self._open(place.lane, history.prompt)
+                start = len(history.prompt)
+            else:
+                start = mark.known
+            grown.extend((place.lane, token) for token in history.slice(start, known))
+            self._marks[place.lane] = Mark(place.request_id, history.prompt, known)
+        _add(self._output, grown)
+
+    def _open(self, lane: int, prompt: tuple[int, ...]) -> None:
+        self._output[lane] = 0
+        self._prompt[lane] = False
+        self._prompt[lane, torch.tensor(prompt, dtype=torch.int64, device=self._device)] = True
+
+
+def _add(counts: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    """One more for each (row, token); a pair that stands twice counts twice."""
+    if pairs:
+        rows, tokens = torch.tensor(pairs, device=counts.device).unbind(1)
+        one = torch.ones((), dtype=counts.dtype, device=counts.device)
+        counts.index_put_((rows, tokens), one, accumulate=True)

@@ -1,0 +1,98 @@
+"""Paged attention in one form for all rows: prompt chunks, single tokens, drafts.
+
+In: queries q [T, H, D], the layer's pages, and the turn's groups of tiles (`inputs.py`). Out: [T, H * D].
+
+Keys are read in blocks of 64 absolute positions. A tile is a few neighbouring queries of one row; every (tile, block)
+pair is one product of a fixed shape. The maximum over blocks is exact in any order; block sums are added in pairs of
+neighbours inside spans of 16 blocks that lie on absolute multiples, spans one after the other. Blocks a query does not
+see add exact zeros, so neither batch, nor chunk, nor tile changes a bit of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onedraw.backends.torch.layers.elementwise import exp
+from onedraw.models.spec import AttentionSpec
+
+BLOCK = 64  # keys per block
+SPAN = 16  # blocks per span
+
+
+@dataclass(frozen=True, slots=True)
+class TileGroup:
+    """Tiles of one height, and the blocks they read. All index tensors are made once per turn."""
+
+    height: int  # queries per tile
+    queries: Tensor  # [N * height] token behind each tile slot; the last query repeats as padding
+    slots: Tensor  # [t] tile slot of each token of this group
+    tokens: Tensor  # [t] the tokens of this group
+    pair_tile: Tensor  # [X] tile of each pair
+    pair_pages: Tensor  # [X * BLOCK / S] pages of each pair's block
+    pair_place: Tensor  # [X] where the pair's sums go in the padded [N, spans * leaves]
+    mask: Tensor  # [X, 1, 1, height, BLOCK] 0 where the query sees the key, -inf where not
+    tiles: int
+    spans: int
+    leaves: int  # blocks per span that are kept, a power of two up to SPAN
+
+
+def page_rows(group: TileGroup, kv_heads: int) -> Tensor:
+    """Rows of a page store [P * K, S * D] in the order (pair, head, page of the block)."""
+    per_block = len(group.pair_pages) // len(group.pair_tile)
+    pages = group.pair_pages.view(-1, 1, per_block) * kv_heads
+    heads = torch.arange(kv_heads, device=pages.device).view(1, -1, 1)
+    return (pages + heads).reshape(-1)
+
+
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, *, groups: list[TileGroup], rows: list[Tensor], spec: AttentionSpec
+) -> Tensor:
+    """q [T, H, D] over page stores [P * K, S * D]; rows[i] is page_rows of groups[i]."""
+    out = q.new_empty(q.shape[0], spec.heads * spec.head_dim)
+    scaled = q * spec.scale
+    for group, row in zip(groups, rows, strict=True):
+        result = _attend_group(scaled, keys, values, group=group, rows=row, spec=spec)
+        out.index_copy_(0, group.tokens, result.index_select(0, group.slots))
+    return out
+
+
+def _attend_group(q: Tensor, keys: Tensor, values: Tensor, *, group: TileGroup, rows: Tensor, spec: AttentionSpec) -> Tensor:
+    kv, per, dim, height = spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim, group.height
+    tiles, pairs = group.tiles, len(group.pair_tile)
+    tiled = q.index_select(0, group.queries).view(tiles, height, kv, per, dim).permute(0, 2, 3, 1, 4)
+    tiled = tiled.reshape(tiles, kv * per * height * dim)
+    left = tiled.index_select(0, group.pair_tile).view(pairs * kv, per * height, dim)
+    right = keys.index_select(0, rows).view(pairs * kv, BLOCK, dim)
+    scores = torch.bmm(left, right.transpose(1, 2)).float()  # [X * K, G * height, BLOCK]
+    scores.view(pairs, kv, per, height, BLOCK).add_(group.mask)
+    peak = scores.amax(-1).view(pairs, -1)  # [X, K * G * height]
+    peak = _spread(peak, group, fill=float("-inf")).amax(1)  # [N, K * G * height]
+    scores.view(pairs, -1, BLOCK).sub_(peak.index_select(0, group.pair_tile).unsqueeze(-1))
+    weights = exp(scores)
+    total = _ordered_sum(weights.sum(-1).view(pairs, -1), group)  # [N, K * G * height]
+    mixed = torch.bmm(weights.to(values.dtype), values.index_select(0, rows).view(pairs * kv, BLOCK, dim)).float()
+    mixed = _ordered_sum(mixed.view(pairs, -1), group).view(tiles, kv * per, height, dim)
+    mixed = mixed / total.view(tiles, kv * per, height, 1)
+    return mixed.transpose(1, 2).reshape(tiles * height, kv * per * dim).to(q.dtype)
+
+
+def _spread(parts: Tensor, group: TileGroup, *, fill: float) -> Tensor:
+    """Pairs [X, W] at their places among all blocks of their tile: [N, spans * leaves, W]."""
+    places = group.tiles * group.spans * group.leaves
+    wide = parts.new_full((places, parts.shape[1]), fill)
+    wide.index_copy_(0, group.pair_place, parts)
+    return wide.view(group.tiles, group.spans * group.leaves, -1)
+
+
+def _ordered_sum(parts: Tensor, group: TileGroup) -> Tensor:
+    """Sum over the blocks of each tile in the one order: neighbours in a span, then span after span. [N, W]"""
+    wide = _spread(parts, group, fill=0.0).view(group.tiles, group.spans, group.leaves, -1)
+    while wide.shape[2] > 1:
+        wide = wide[:, :, 0::2] + wide[:, :, 1::2]
+    total = wide[:, 0, 0]
+    for span in range(1, group.spans):
+        total = total + wide[:, span, 0]
+    return total

@@ -1,0 +1,41 @@
+"""Functions of single numbers whose bits do not depend on where in a tensor the number stands.
+
+In: tensors whose size is a multiple of 64. Out: the same shape. See `exact.py` for why the library alone is not enough.
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onedraw.backends.torch.exact import apply_elementwise
+from onedraw.models.spec import Activation
+
+
+def exp(x: Tensor) -> Tensor:
+    return apply_elementwise(torch.exp, x)
+
+
+def softcapped(x: Tensor, cap: float) -> Tensor:
+    return apply_elementwise(torch.tanh, x / cap) * cap
+
+
+def gated(gate_up: Tensor, activation: Activation) -> Tensor:
+    """activation(gate) * up for [T, 2F] with the gate in the first half: [T, F]."""
+    width = gate_up.shape[1] // 2
+    gate = gate_up[:, :width].contiguous()
+    match activation:
+        case "silu":
+            opened = apply_elementwise(F.silu, gate)
+        case "gelu_tanh":
+            opened = apply_elementwise(_gelu_tanh, gate)
+        case _:
+            assert_never(activation)
+    return opened * gate_up[:, width:]
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")

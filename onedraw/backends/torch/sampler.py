@@ -1,0 +1,316 @@
+"""Choosing tokens for many positions at once, by the law of `sampling/law.py`.
+
+In: logits [C, V'] and for each row its parameters, history and drafts. Out: a Choice per row, or None where the law
+left no token. A row's token, logprobs and checksum have the same bits whatever the other rows are (see `exact.py`).
+
+Work that no row asks for is skipped; work that some rows ask for is done on those rows alone. Nothing is copied to the
+host before the end, where one small integer tensor has everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onedraw.backends.torch.counts import LaneCounts
+from onedraw.backends.torch.exact import first_best, likeliest, masses, padded, reach
+from onedraw.backends.torch.noise import gumbel, key_words
+from onedraw.sampling.adjust import Recall, adjustment, inside
+from onedraw.sampling.law import NO_TOKEN, SMALLEST_TEMPERATURE, checksum_weights, log_shares, min_p_limit
+from onedraw.sampling.noise import key
+from onedraw.types import Choice, History, Logprobs, SamplingParams
+
+SLAB_ELEMENTS = {"cpu": 2**19, "cuda": 2**24}  # logits worked on at a time: bounds the temporaries, fits caches
+
+# Columns of what comes back to the host, in front of the likeliest tokens.
+TOKEN, CHECKSUM, TOTAL, CHOSEN, TOP = range(5)
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """One position at which a token is chosen. `drafts` are the guessed tokens between history and position."""
+
+    lane: int
+    params: SamplingParams
+    history: History
+    drafts: tuple[int, ...]
+    request_id: str
+
+    @property
+    def index(self) -> int:
+        return len(self.history) + len(self.drafts)
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """The law's result for the rows of a slab: deficits, the largest one each row keeps, and whether a token is left."""
+
+    deficit: Tensor  # [C, V] float32
+    limit: Tensor | None  # [C, 1] float32; None: everything is kept
+    sound: Tensor  # [C] bool
+
+    def kept(self, rows: Tensor | None = None) -> Tensor:
+        """Deficits with the dropped tokens at infinity.   [C, V]"""
+        deficit = self.deficit if rows is None else self.deficit[rows]
+        if self.limit is None:
+            return deficit
+        limit = self.limit if rows is None else self.limit[rows]
+        return deficit.masked_fill(deficit > limit, torch.inf)
+
+
+class Sampler:
+    """Owner: the backend. Remembers nothing that could change an answer, only counts that save time."""
+
+    def __init__(self, *, vocab: int, lanes: int, device: torch.device) -> None:
+        self._vocab = vocab
+        self._width = padded(vocab)
+        self._lanes = lanes
+        self._device = device
+        self._counts: LaneCounts | None = None
+        self._recalls: dict[int, tuple[str, Recall]] = {}
+        self._weights: Tensor | None = None  # [2, V] int64, of logits and of scores
+
+    def choose(self, logits: Tensor, positions: Sequence[Position]) -> list[Choice | None]:
+        """One choice per row of `logits` ([C, V'] float32; columns past the vocabulary are never chosen)."""
+        if not positions:
+            return []
+        top = max((-1 if p.params.logprobs is None else p.params.logprobs for p in positions), default=-1)
+        columns = 1 if top < 0 and not any(p.params.checksums for p in positions) else TOP + max(top, 0)
+        slabs = [self._slab(logits[span], positions[span], columns) for span in self._spans(len(positions))]
+        answers = slabs[0] if len(slabs) == 1 else torch.cat(slabs)
+        return [_choice(p.params, row) for p, row in zip(positions, answers.cpu().numpy(), strict=True)]
+
+    def score(self, logits: Tensor, tokens: Sequence[int], top: int) -> list[Logprobs]:
+        """The model's own logprobs of given tokens, and of the `top` likeliest beside them."""
+        if not tokens:
+            return []
+        slabs = []
+        for span in self._spans(len(tokens)):
+            raw = self._padded(logits[span])
+            answers = torch.zeros(len(raw), TOP + top, dtype=torch.int64, device=self._device)
+            self._describe(answers, None, _deficits(raw), torch.tensor(tokens[span], device=self._device))
+            slabs.append(answers)
+        return [_logprobs(row, top) for row in torch.cat(slabs).cpu().numpy()]
+
+    def _spans(self, rows: int) -> list[slice]:
+        step = max(1, SLAB_ELEMENTS.get(self._device.type, 2**19) // self._width)
+        return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+    def _padded(self, logits: Tensor) -> Tensor:
+        """Exactly the vocabulary, then -inf up to a whole number of vectors."""
+        if logits.shape[1] == self._width == self._vocab:
+            return logits
+        raw = torch.full((len(logits), self._width), -torch.inf, dtype=torch.float32, device=self._device)
+        raw[:, : self._vocab] = logits[:, : self._vocab]
+        return raw
+
+    # ── one slab ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _slab(self, logits: Tensor, positions: Sequence[Position], columns: int) -> Tensor:
+        """What the host needs to know of these rows.   [C, columns] int64"""
+        raw = self._padded(logits)
+        law = self._law(raw, positions)
+        tokens = first_best(self._values(law, positions))
+        answers = torch.zeros(len(positions), columns, dtype=torch.int64, device=self._device)
+        answers[:, TOKEN] = torch.where(law.sound, tokens, NO_TOKEN)
+        own = [row for row, p in enumerate(positions) if p.params.logprobs is not None and p.params.logprobs_mode == "raw"]
+        if own:
+            rows = self._rows(own, len(positions))
+            self._describe(answers, rows, _deficits(raw if rows is None else raw[rows]), tokens)
+        lawful = [
+            row for row, p in enumerate(positions) if p.params.logprobs is not None and p.params.logprobs_mode == "processed"
+        ]
+        if lawful:
+            rows = self._rows(lawful, len(positions))
+            self._describe(answers, rows, law.kept(rows), tokens)
+        if any(p.params.checksums for p in positions):
+            answers[:, CHECKSUM] = self._checksums(raw, law)
+        return answers
+
+    def _law(self, raw: Tensor, positions: Sequence[Position]) -> Law:
+        scores = self._adjusted(raw, positions)
+        best = scores.amax(1) + 0.0  # -0.0 becomes 0.0
+        sound = (best > -torch.inf) & (best < torch.inf)
+        if scores is not raw:
+            sound &= raw.amax(1) < torch.inf  # a ban may have hidden what is wrong with the logits
+        deficit = best[:, None] - scores
+        if any(p.params.temperature not in (0, 1) for p in positions):
+            deficit /= self._column([_divisor(p.params.temperature) for p in positions])
+        return Law(deficit, self._limit(deficit, positions), sound)
+
+    def _values(self, law: Law, positions: Sequence[Position]) -> Tensor:
+        """What is compared: noise less deficit, or the deficit alone where the choice is greedy.   [C, V]"""
+        noisy = [row for row, p in enumerate(positions) if not p.params.greedy]
+        if noisy:
+            noise = gumbel(*key_words(self._keys([positions[row] for row in noisy]), self._device), self._width)
+        if len(noisy) == len(positions):
+            values = noise.sub_(law.deficit)
+        else:
+            values = -law.deficit
+            if noisy:
+                values[self._index(noisy)] += noise
+        if law.limit is not None:
+            values.masked_fill_(law.deficit > law.limit, -torch.inf)
+        return values
+
+    def _keys(self, positions: Sequence[Position]) -> list[tuple[int, int]]:
+        return [key(p.params.seed, p.index) for p in positions]
+
+    # ── steps 1 to 3: bias, penalties, bans ───────────────────────────────────────────────────────────────────────
+
+    def _adjusted(self, raw: Tensor, positions: Sequence[Position]) -> Tensor:
+        """`raw` itself where nothing is asked for."""
+        host = [adjustment(p.params, p.history, p.drafts, self._recall(p)) for p in positions]
+        biased = [(row, *pair) for row, p in enumerate(positions) for pair in p.params.logit_bias if 0 <= pair[0] < self._vocab]
+        counting = [row for row, p in enumerate(positions) if p.params.counts_history]
+        penalized = [(row, *pair) for row, known in enumerate(host) for pair in known.penalized]
+        banned = [(row, token) for row, known in enumerate(host) for token in inside(known.banned, self._vocab)]
+        if not (biased or counting or penalized or banned):
+            return raw
+        scores = raw.clone()
+        if biased:
+            rows, tokens, values = self._entries(biased)
+            scores[rows, tokens] += values
+        if counting:
+            self._penalize(scores, counting, positions)
+        if penalized:
+            rows, tokens, values = self._entries(penalized)
+            scores[rows, tokens] -= values
+        if banned:
+            rows, tokens = torch.tensor(banned, device=self._device).unbind(1)
+            scores[rows, tokens] = -torch.inf
+        return scores
+
+    def _penalize(self, scores: Tensor, counting: Sequence[int], positions: Sequence[Position]) -> None:
+        """Repetition, frequency, presence, in this order, on the rows that count their history."""
+        if self._counts is None:
+            self._counts = LaneCounts(vocab=self._width, lanes=self._lanes, device=self._device)
+        places = [positions[row] for row in counting]
+        output, seen = self._counts.read(places)
+        rows = self._rows(counting, len(positions))
+        part = scores if rows is None else scores[rows]
+        repetition = self._column([p.params.repetition_penalty for p in places])
+        part = torch.where(seen, torch.where(part > 0, part / repetition, part * repetition), part)
+        part -= output.to(torch.float32) * self._column([p.params.frequency_penalty for p in places])
+        part -= (output > 0).to(torch.float32) * self._column([p.params.presence_penalty for p in places])
+        if rows is None:
+            scores.copy_(part)
+        else:
+            scores[rows] = part
+
+    def _recall(self, position: Position) -> Recall | None:
+        if position.params.dry is None:
+            return None
+        known = self._recalls.get(position.lane)
+        if known is None or known[0] != position.request_id:
+            known = self._recalls[position.lane] = (position.request_id, Recall())
+        return known[1]
+
+    # ── steps 5 to 7: the filters as one limit per row ────────────────────────────────────────────────────────────
+
+    def _limit(self, deficit: Tensor, positions: Sequence[Position]) -> Tensor | None:
+        hot = [(row, p.params) for row, p in enumerate(positions) if p.params.temperature > 0]
+        counted = [(row, params.top_k) for row, params in hot if 0 < params.top_k < self._vocab]
+        shared = [(row, params.top_p) for row, params in hot if params.top_p < 1]
+        if not (counted or shared or any(params.min_p > 0 for _, params in hot)):
+            return None
+        limits = [torch.inf] * len(positions)
+        for row, params in hot:
+            limits[row] = min_p_limit(params.min_p)
+        limit = self._column(limits)
+        if counted:
+            self._lower(limit, deficit, counted, by_mass=False)
+        if shared:
+            self._lower(limit, deficit, shared, by_mass=True)
+        return limit
+
+    def _lower(self, limit: Tensor, deficit: Tensor, wishes: Sequence[tuple[int, float]], *, by_mass: bool) -> None:
+        """top-k (`by_mass` false: wishes are counts) or top-p (wishes are shares of the mass still kept)."""
+        rows = self._rows([row for row, _ in wishes], len(deficit))
+        part = deficit if rows is None else deficit[rows]
+        wish = torch.tensor([value for _, value in wishes], dtype=torch.float64).to(self._device)
+        bound = limit if rows is None else limit[rows]
+        if by_mass:
+            weights = masses(part).masked_fill_(part > bound, 0)
+            total = weights.sum(1)
+            target = torch.minimum((wish * total.to(torch.float64)).ceil().to(torch.int64).clamp_(min=1), total)
+        else:
+            weights = torch.ones((), dtype=torch.int64, device=self._device).expand_as(part)
+            target = wish.to(torch.int64)
+        bound = torch.minimum(bound, reach(part, weights, target)[:, None])
+        if rows is None:
+            limit.copy_(bound)
+        else:
+            limit[rows] = bound
+
+    # ── what is reported beside the token ─────────────────────────────────────────────────────────────────────────
+
+    def _describe(self, answers: Tensor, rows: Tensor | None, deficit: Tensor, tokens: Tensor) -> None:
+        """Total mass, deficit of the token and the likeliest tokens, for these rows of `answers`."""
+        chosen = deficit.gather(1, (tokens if rows is None else tokens[rows])[:, None])
+        parts = [masses(deficit).sum(1, keepdim=True), chosen.view(torch.int32).to(torch.int64)]
+        top = answers.shape[1] - TOP
+        if top:
+            parts.append(likeliest(deficit, min(top, self._vocab)))
+        found = torch.cat(parts, 1)
+        if rows is None:
+            answers[:, TOTAL : TOTAL + found.shape[1]] = found
+        else:
+            answers[rows, TOTAL : TOTAL + found.shape[1]] = found
+
+    def _checksums(self, raw: Tensor, law: Law) -> Tensor:
+        if self._weights is None:
+            weights = np.stack(checksum_weights(self._vocab))
+            self._weights = torch.nn.functional.pad(torch.from_numpy(weights), (0, self._width - self._vocab)).to(self._device)
+        first, second = self._weights
+        scores = 0.0 - law.kept()
+        total: Tensor = (raw.view(torch.int32).to(torch.int64) * first).sum(1)
+        total += (scores.view(torch.int32).to(torch.int64) * second).sum(1)
+        total &= 2**63 - 1
+        return total
+
+    # ── small tensors ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _rows(self, rows: Sequence[int], count: int) -> Tensor | None:
+        """Row numbers as an index; None for all rows, which then need no copy."""
+        return None if len(rows) == count else self._index(rows)
+
+    def _index(self, rows: Sequence[int]) -> Tensor:
+        return torch.tensor(rows, dtype=torch.int64).to(self._device)
+
+    def _column(self, values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32).to(self._device)[:, None]
+
+    def _entries(self, entries: Sequence[tuple[int, int, float]]) -> tuple[Tensor, Tensor, Tensor]:
+        rows, tokens, values = zip(*entries, strict=True)
+        return self._index(rows), self._index(tokens), self._column(values)[:, 0]
+
+
+def _divisor(temperature: float) -> float:
+    """Temperature 0 takes the scores as they are."""
+    return max(temperature, SMALLEST_TEMPERATURE) if temperature > 0 else 1.0
+
+
+def _deficits(raw: Tensor) -> Tensor:
+    return (raw.amax(1) + 0.0)[:, None] - raw
+
+
+def _choice(params: SamplingParams, row: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Choice | None:
+    token = int(row[TOKEN])
+    if token == NO_TOKEN:
+        return None
+    logprobs = None if params.logprobs is None else _logprobs(row, params.logprobs)
+    return Choice(token, logprobs, int(row[CHECKSUM]) if params.checksums else None)
+
+
+def _logprobs(row: np.ndarray[tuple[int], np.dtype[np.int64]], top: int) -> Logprobs:
+    bits = np.concatenate([row[CHOSEN : CHOSEN + 1], row[TOP : TOP + top] >> 32]).astype(np.int32)
+    deficit = bits.view(np.float32)
+    values = log_shares(deficit, int(row[TOTAL])).tolist()
+    ids = (row[TOP : TOP + top] & 0xFFFFFFFF).tolist()
+    kept = zip(ids, values[1:], np.isfinite(deficit[1:]).tolist(), strict=True)
+    return Logprobs(values[0], tuple((token, value) for token, value, finite in kept if finite))

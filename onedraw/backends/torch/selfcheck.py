@@ -1,0 +1,124 @@
+"""Does a row compute from its row on this machine? Asked at start, answered in bits.
+
+In: a stack and its state before anything is served. Out: the row rule that holds, and findings that say plainly what
+does not. Libraries change with versions, processors and shapes, so this is measured, not assumed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onedraw.backends.torch.inputs import Shape, make_inputs
+from onedraw.backends.torch.layers.linear import Linear, RowRule
+from onedraw.backends.torch.stack import Stack
+from onedraw.backends.torch.state import State
+from onedraw.types import History, Plan, Row, SamplingParams
+
+ROWS = (1, 2, 5, 16, 64)
+DEPTH = 2  # layers that the whole-turn comparison runs
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    what: str
+    holds: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SelfCheck:
+    rule: RowRule
+    tile_heights: tuple[int, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def holds(self) -> bool:
+        return all(f.holds for f in self.findings)
+
+
+def self_check(stack: Stack, state: State, *, shape: Shape) -> SelfCheck:
+    """Find the first row rule and tile heights that hold; say what holds with them."""
+    rules = _candidates(shape.rule)
+    samples = _one_per_shape(stack.linears())
+    rule = next((r for r in rules if all(_rows_agree(linear, r) for linear in samples)), rules[-1])
+    stack.obey(rule)
+    findings = [Finding(f"product {x.out_features} x {x.in_features}", _rows_agree(x, rule)) for x in samples]
+    heights, whole = shape.tile_heights, False
+    for heights in (shape.tile_heights, shape.tile_heights[-1:]):
+        candidate = Shape(shape.page_size, shape.scratch_page, shape.windows, heights, rule)
+        whole = _turns_agree(stack, state, candidate)
+        if whole:
+            break
+    findings.append(Finding("a row alone, in a batch, and in chunks", whole))
+    return SelfCheck(rule, heights, tuple(findings))
+
+
+def _candidates(first: RowRule) -> list[RowRule]:
+    wider = [RowRule(floor=n) for n in (4, 8, 16)] if first.block is None else []
+    return [first, *wider, RowRule(block=16), RowRule(block=64)]
+
+
+def _one_per_shape(linears: list[Linear]) -> list[Linear]:
+    return list({(x.out_features, x.in_features, x.bias is None): x for x in linears}.values())
+
+
+def _rows_agree(linear: Linear, rule: RowRule) -> bool:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(max(ROWS) + 64, linear.in_features, generator=generator).to(linear.dtype).to(linear.device)
+    kept, linear.rule = linear.rule, rule
+    try:
+        full = linear(x[: rule.padded(len(x))])
+        return all(torch.equal(linear(x[: rule.padded(n)])[:n], full[:n]) for n in ROWS)
+    finally:
+        linear.rule = kept
+
+
+def _turns_agree(stack: Stack, state: State, shape: Shape) -> bool:
+    """Three sequences in one batch, alone, and cut into chunks: equal hidden states at every position."""
+    per = -(-96 // shape.page_size)
+    if shape.scratch_page < 4 * per:
+        per = max(shape.scratch_page // 4, 1)
+    longest = min(per * shape.page_size, 90)
+    lengths = [longest, max(longest // 2, 1), 1]
+    generator = torch.Generator().manual_seed(2)
+    texts = [torch.randint(0, stack.spec.vocab, (n,), generator=generator).tolist() for n in lengths]
+    whole = _run(stack, state, shape, [[(0, n)] for n in lengths], texts, per)
+    alone = [_run(stack, state, shape, [[(0, len(t))]], [t], per)[0] for t in texts]
+    cuts = [sorted({0, 1, n // 3, n - 1, n}) for n in lengths]
+    chunked = [
+        _run(stack, state, shape, [[(a, b) for a, b in zip(c, c[1:], strict=False)]], [t], per)[0]
+        for c, t in zip(cuts, texts, strict=True)
+    ]
+    return all(torch.equal(w, a) and torch.equal(w, c) for w, a, c in zip(whole, alone, chunked, strict=True))
+
+
+def _run(
+    stack: Stack, state: State, shape: Shape, parts: list[list[tuple[int, int]]], texts: list[list[int]], per: int
+) -> list[Tensor]:
+    """Hidden states of each text, computed part by part; texts ride together, part i of all in one turn."""
+    out: list[list[Tensor]] = [[] for _ in texts]
+    for step in range(max(len(p) for p in parts)):
+        riders = [i for i, p in enumerate(parts) if step < len(p)]
+        rows = [_row(texts[i], parts[i][step], range(i * per, (i + 1) * per)) for i in riders]
+        inputs = make_inputs(Plan(tuple(rows)), shape=shape, device=stack.device)
+        hidden = stack.hidden(inputs, state, depth=DEPTH)
+        for i, (first, count) in zip(riders, inputs.spots, strict=True):
+            out[i].append(hidden[first : first + count].clone())
+    return [torch.cat(parts_) for parts_ in out]
+
+
+def _row(text: list[int], part: tuple[int, int], pages: range) -> Row:
+    return Row(
+        request_id="self-check",
+        lane=0,
+        pages=tuple(pages),
+        start=part[0],
+        tokens=tuple(text[part[0] : part[1]]),
+        drafts=(),
+        prompt_stop=len(text),
+        chooses=False,
+        params=SamplingParams(),
+        history=History(tuple(text)),
+    )

@@ -1,0 +1,305 @@
+"""Packed bytes → float32, in numpy, for every kind of tensor a checkpoint may hold.
+
+In: the raw bytes of a tensor and the name of its kind. Out: float32 values written into a given array. The common
+kinds are computed here; the rarer ones (IQ, TQ, MXFP4 …) by the `gguf` package where it is installed.
+
+A packed row is a run of blocks: `values` numbers in `size` bytes. Work goes in runs of blocks that fit a core's
+cache and is shared among a few threads (numpy lets go of the interpreter lock); a value depends on its block alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onedraw.errors import UnsupportedModel
+
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+Unpack = Callable[[Bytes, Floats], None]  # blocks [n, size], out [n, values]
+
+RUN_VALUES = 1 << 17  # values of one run: 512 KiB of float32, which a core's second-level cache holds
+THREAD_VALUES = 1 << 18  # fewer values than this are not worth a second thread
+MAX_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How a kind is packed; `unpack` is None where the `gguf` package has to do it, `code` None outside GGUF."""
+
+    name: str
+    values: int
+    size: int
+    code: int | None = None
+    unpack: Unpack | None = None
+    elsewhere: bool = False  # the gguf package may know how
+
+
+# ------------------------------------------------------------------ our own kinds
+
+
+def _half(blocks: Bytes, at: int) -> Floats:
+    """The float16 at byte `at` of every block."""
+    return blocks[:, at : at + 2].view("<f2").astype(np.float32)  # [n, 1]
+
+
+def _nibbles(packed: Bytes, out: Floats) -> None:
+    """Low nibbles fill the first half of `out`, high nibbles the second. packed [..., m], out [..., 2m]."""
+    dense = np.ascontiguousarray(packed)
+    middle = dense.shape[-1]
+    out[..., :middle] = dense & 15
+    out[..., middle:] = dense >> 4
+
+
+def _add_bits(bits: Bytes, weight: float, out: Floats) -> None:
+    """Add `weight` where a bit is set; bit j of byte i belongs to value 8i + j."""
+    out += np.unpackbits(np.ascontiguousarray(bits), axis=-1, bitorder="little") * np.float32(weight)
+
+
+def _f32(blocks: Bytes, out: Floats) -> None:
+    out[...] = blocks.view("<f4")
+
+
+def _f16(blocks: Bytes, out: Floats) -> None:
+    out[...] = blocks.view("<f2")
+
+
+def _bf16(blocks: Bytes, out: Floats) -> None:
+    wide = out.view(np.uint32)
+    wide[...] = blocks.view("<u2")
+    wide <<= 16
+
+
+def _q8_0(blocks: Bytes, out: Floats) -> None:
+    out[...] = np.ascontiguousarray(blocks[:, 2:]).view(np.int8)
+    out *= _half(blocks, 0)
+
+
+def _q4_0(blocks: Bytes, out: Floats) -> None:
+    _nibbles(blocks[:, 2:], out)
+    out -= 8
+    out *= _half(blocks, 0)
+
+
+def _q4_1(blocks: Bytes, out: Floats) -> None:
+    _nibbles(blocks[:, 4:], out)
+    out *= _half(blocks, 0)
+    out += _half(blocks, 2)
+
+
+def _q5_0(blocks: Bytes, out: Floats) -> None:
+    _nibbles(blocks[:, 6:], out)
+    _add_bits(blocks[:, 2:6], 16, out)
+    out -= 16
+    out *= _half(blocks, 0)
+
+
+def _q5_1(blocks: Bytes, out: Floats) -> None:
+    _nibbles(blocks[:, 8:], out)
+    _add_bits(blocks[:, 4:8], 16, out)
+    out *= _half(blocks, 0)
+    out += _half(blocks, 2)
+
+
+def _q2_k(blocks: Bytes, out: Floats) -> None:
+    """Bytes: 16 of (min << 4 | scale), 64 of codes, half scale, half min. Sixteen values share a scale and a min."""
+    scales = blocks[:, :16]
+    values = out.reshape(-1, 16, 16)
+    _crumbs(blocks[:, 16:80], out)
+    values *= (_half(blocks, 80) * (scales & 15))[:, :, None]
+    values -= (_half(blocks, 82) * (scales >> 4))[:, :, None]
+
+
+def _q3_k(blocks: Bytes, out: Floats) -> None:
+    """Bytes: 32 of high bits (clear: minus 4), 64 of codes, 12 of scales, half scale."""
+    values = out.reshape(-1, 8, 32)
+    _crumbs(blocks[:, 32:96], out)
+    high = np.ascontiguousarray(blocks[:, :32])
+    for part in range(8):
+        values[:, part] -= (~high >> part & 1) << 2
+    packed = blocks[:, 96:108]
+    low = np.concatenate([packed[:, :8] & 15, packed[:, :8] >> 4], axis=1)  # [n, 16]
+    top = np.concatenate([packed[:, 8:] >> shift & 3 for shift in (0, 2, 4, 6)], axis=1)
+    scales = (low | top << 4).astype(np.float32) - 32
+    out.reshape(-1, 16, 16)[...] *= (_half(blocks, 108) * scales)[:, :, None]
+
+
+def _q4_k(blocks: Bytes, out: Floats) -> None:
+    """Bytes: half scale, half min, 12 of scales and mins, 128 of codes. 32 values share a scale and a min."""
+    _nibbles(blocks[:, 16:].reshape(-1, 4, 32), out.reshape(-1, 4, 64))
+    _scale_and_min(blocks, out)
+
+
+def _q5_k(blocks: Bytes, out: Floats) -> None:
+    """Q4_K with 32 bytes of fifth bits before the codes: bit p of byte l belongs to value l of part p."""
+    _nibbles(blocks[:, 48:].reshape(-1, 4, 32), out.reshape(-1, 4, 64))
+    values = out.reshape(-1, 8, 32)
+    high = np.ascontiguousarray(blocks[:, 16:48])
+    for part in range(8):
+        values[:, part] += (high >> part & 1) << 4
+    _scale_and_min(blocks, out)
+
+
+def _q6_k(blocks: Bytes, out: Floats) -> None:
+    """Bytes: 128 of low nibbles, 64 of high crumbs, 16 signed scales, half scale. Sixteen values share a scale."""
+    low = np.ascontiguousarray(blocks[:, :128]).reshape(-1, 2, 64)
+    high = np.ascontiguousarray(blocks[:, 128:192]).reshape(-1, 2, 32)
+    values = out.reshape(-1, 2, 4, 32)
+    for part in range(4):
+        nibble = low[:, :, 32 * (part % 2) : 32 * (part % 2) + 32] >> 4 * (part // 2) & 15
+        values[:, :, part] = nibble | (high >> 2 * part & 3) << 4
+    out -= 32
+    scales = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)
+    out.reshape(-1, 16, 16)[...] *= (_half(blocks, 208) * scales)[:, :, None]
+
+
+def _crumbs(packed: Bytes, out: Floats) -> None:
+    """Two-bit codes: 32 bytes hold 128 values, value 32j + l in bits 2j of byte l."""
+    dense = np.ascontiguousarray(packed).reshape(-1, 2, 32)
+    values = out.reshape(-1, 2, 4, 32)
+    for part in range(4):
+        values[:, :, part] = dense >> 2 * part & 3
+
+
+def _scale_and_min(blocks: Bytes, out: Floats) -> None:
+    """Q4_K and Q5_K: eight six-bit scales and mins in bytes 4 to 16."""
+    first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scales = np.concatenate([first & 63, third & 15 | first >> 6 << 4], axis=1)  # [n, 8]
+    mins = np.concatenate([second & 63, third >> 4 | second >> 6 << 4], axis=1)
+    values = out.reshape(-1, 8, 32)
+    values *= (_half(blocks, 0) * scales)[:, :, None]
+    values -= (_half(blocks, 2) * mins)[:, :, None]
+
+
+# ------------------------------------------------------------------ the table
+
+KINDS: dict[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        Kind("F32", 1, 4, 0, _f32),
+        Kind("F16", 1, 2, 1, _f16),
+        Kind("BF16", 1, 2, 30, _bf16),
+        Kind("Q4_0", 32, 18, 2, _q4_0),
+        Kind("Q4_1", 32, 20, 3, _q4_1),
+        Kind("Q5_0", 32, 22, 6, _q5_0),
+        Kind("Q5_1", 32, 24, 7, _q5_1),
+        Kind("Q8_0", 32, 34, 8, _q8_0),
+        Kind("Q2_K", 256, 84, 10, _q2_k),
+        Kind("Q3_K", 256, 110, 11, _q3_k),
+        Kind("Q4_K", 256, 144, 12, _q4_k),
+        Kind("Q5_K", 256, 176, 13, _q5_k),
+        Kind("Q6_K", 256, 210, 14, _q6_k),
+        Kind("IQ2_XXS", 256, 66, 16, elsewhere=True),
+        Kind("IQ2_XS", 256, 74, 17, elsewhere=True),
+        Kind("IQ3_XXS", 256, 98, 18, elsewhere=True),
+        Kind("IQ1_S", 256, 50, 19, elsewhere=True),
+        Kind("IQ4_NL", 32, 18, 20, elsewhere=True),
+        Kind("IQ3_S", 256, 110, 21, elsewhere=True),
+        Kind("IQ2_S", 256, 82, 22, elsewhere=True),
+        Kind("IQ4_XS", 256, 136, 23, elsewhere=True),
+        Kind("IQ1_M", 256, 56, 29, elsewhere=True),
+        Kind("TQ1_0", 256, 54, 34, elsewhere=True),
+        Kind("TQ2_0", 256, 66, 35, elsewhere=True),
+        Kind("MXFP4", 32, 17, 39, elsewhere=True),
+        # No weights we can use come in these, but a header that names them is no reason to call a file broken.
+        Kind("Q8_1", 32, 40, 9),
+        Kind("Q8_K", 256, 292, 15),
+        Kind("NVFP4", 64, 36, 40),  # needs a second tensor of scales
+        Kind("I8", 1, 1, 24),
+        Kind("I16", 1, 2, 25),
+        Kind("I32", 1, 4, 26),
+        Kind("I64", 1, 8, 27),
+        Kind("F64", 1, 8, 28),
+        Kind("U8", 1, 1),
+        Kind("U16", 1, 2),
+        Kind("U32", 1, 4),
+        Kind("U64", 1, 8),
+        Kind("BOOL", 1, 1),
+        Kind("F8_E4M3", 1, 1),
+        Kind("F8_E5M2", 1, 1),
+        Kind("F8_E8M0", 1, 1),
+    )
+}
+KIND_OF_CODE: dict[int, Kind] = {kind.code: kind for kind in KINDS.values() if kind.code is not None}
+OURS: tuple[str, ...] = tuple(name for name, kind in KINDS.items() if kind.unpack is not None)
+
+
+# ------------------------------------------------------------------ the work
+
+
+def dequantize_into(raw: Bytes, kind: str, out: Floats, *, tensor: str = "") -> None:
+    """Write the values of `raw` into `out` (C order, float32, as many values as `raw` holds).
+
+    `tensor` is named in the error when this kind cannot be read here.
+    """
+    packing = KINDS[kind]
+    unpack = unpacker(kind, tensor)
+    blocks = raw.reshape(-1, packing.size)
+    if not out.flags.c_contiguous or out.dtype != np.float32 or out.size != len(blocks) * packing.values:
+        raise ValueError(f"out must be {len(blocks) * packing.values} float32 values in C order, not {out.dtype} {out.shape}")
+    if packing.values == 1:  # whole runs of plain numbers, not one number per block
+        unpack = _flat(unpack)
+    values = out.reshape(-1, packing.values)
+    shares = max(1, min(_threads(), out.size // THREAD_VALUES))
+    edges = [len(blocks) * i // shares for i in range(shares + 1)]
+    work = [(blocks[start:stop], values[start:stop]) for start, stop in pairwise(edges)]
+    futures = [_pool().submit(_run, unpack, *share) for share in work[1:]]
+    _run(unpack, *work[0])
+    for future in futures:
+        future.result()
+
+
+def unpacker(kind: str, tensor: str = "") -> Unpack:
+    """What unpacks this kind; UnsupportedModel, naming kind and tensor, when nothing here does."""
+    return KINDS[kind].unpack or _elsewhere(KINDS[kind], tensor)
+
+
+def _run(unpack: Unpack, blocks: Bytes, out: Floats) -> None:
+    step = max(1, RUN_VALUES // out.shape[1])
+    for start in range(0, len(blocks), step):
+        unpack(blocks[start : start + step], out[start : start + step])
+
+
+def _flat(unpack: Unpack) -> Unpack:
+    return lambda blocks, out: unpack(blocks.reshape(-1), out.reshape(-1))
+
+
+def _elsewhere(kind: Kind, tensor: str) -> Unpack:
+    """The gguf package's way to unpack a kind."""
+    where = f"tensor {tensor}: " if tensor else ""
+    if not kind.elsewhere:
+        raise UnsupportedModel(f"{where}kind {kind.name} cannot be read as weights; supported: {', '.join(OURS)}")
+    try:
+        from gguf.constants import GGMLQuantizationType
+        from gguf.quants import dequantize
+    except ImportError:
+        raise UnsupportedModel(
+            f"{where}kind {kind.name} needs the gguf package: pip install 'onedraw[models]'; "
+            f"without it these kinds are supported: {', '.join(OURS)}"
+        ) from None
+    code = GGMLQuantizationType[kind.name]
+
+    def unpack(blocks: Bytes, out: Floats) -> None:
+        out[...] = dequantize(blocks, code)
+
+    return unpack
+
+
+def _threads() -> int:
+    return min(MAX_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="onedraw-unpack")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not survive a fork

@@ -1,0 +1,63 @@
+"""One tensor of a checkpoint, as it lies on disk.
+
+In: a name, a shape, a kind and a view of the mapped file. Out: its values as float32, or the same tensor with its
+rows in another order, still packed. Shapes are row-major: the last axis is the innermost.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onedraw.checkpoints.quants import KINDS, Bytes, Floats, dequantize_into, unpacker
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredTensor:
+    name: str
+    shape: tuple[int, ...]
+    kind: str  # a name in quants.KINDS
+    data: Bytes  # flat, read-only
+
+    @property
+    def count(self) -> int:
+        """How many values."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes on disk."""
+        return int(self.data.nbytes)
+
+    def require_readable(self) -> None:
+        """Raise UnsupportedModel if this kind cannot be unpacked here."""
+        unpacker(self.kind, self.name)
+
+    def float32(self) -> Floats:
+        out = np.empty(self.shape, np.float32)
+        self.into(out)
+        return out
+
+    def into(self, out: Floats) -> None:
+        """Write the values into `out`, which has this tensor's shape."""
+        if out.shape != self.shape:
+            raise ValueError(f"tensor {self.name} has shape {self.shape}, out has {out.shape}")
+        dequantize_into(self.data, self.kind, out, tensor=self.name)
+
+    def take_rows(self, order: NDArray[np.intp]) -> StoredTensor:
+        """The same tensor with row i taken from order[i]. Rows are whole runs of blocks, so nothing is unpacked."""
+        rows = self.data.reshape(self.shape[0], -1)
+        if KINDS[self.kind].values > 1 and len(self.shape) == 1:
+            raise ValueError(f"tensor {self.name} is one packed row")
+        return replace(self, data=rows[order].reshape(-1))
+
+
+def packed_bytes(shape: tuple[int, ...], kind: str) -> int | None:
+    """Bytes of a tensor of this shape and kind; None where its rows are no whole number of blocks."""
+    packing = KINDS[kind]
+    if packing.values > 1 and (not shape or shape[-1] % packing.values):
+        return None
+    return math.prod(shape) // packing.values * packing.size

@@ -1,0 +1,192 @@
+"""`onedraw bench`: how long the first token takes, how long the next ones, how many per second, for growing batches.
+
+In: parsed arguments. Out: a table, or JSON. Requests come through the door as a client's do, all at once, in one event
+loop; each has its own prompt, so that the prefix cache has nothing to give, and runs to its full length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+from onedraw.cli import screen
+from onedraw.cli.flags import add_settings, add_wishes, argument_type, read_settings, read_wishes, token_ids
+from onedraw.door import Ask, Door
+from onedraw.errors import BadSetting
+from onedraw.wishes import Wishes, settle
+
+HELP = "measure time to first token, inter-token latency and tokens per second"
+EXAMPLES = """examples:
+  onedraw bench smollm2
+  onedraw bench smollm2 --batch 1,8,32 --prompt-tokens 512 --new-tokens 128 --json
+"""
+SET_HERE = ("max_tokens", "ignore_eos", "n", "seed", "stop", "stop_token_ids", "min_tokens")  # a bench runs to full length
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One request, in seconds: until its first token, and from token to token."""
+
+    first: float
+    gaps: tuple[float, ...]
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """One batch size over all repeats. Times in milliseconds."""
+
+    batch: int
+    first_token_ms: float  # median
+    inter_token_ms: float  # median
+    inter_token_p99_ms: float
+    tokens_per_second: float  # new tokens over the whole time, prompts included
+    decode_tokens_per_second: float  # new tokens after the first of each, over the time when all had started
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a name, a folder, a .gguf file or a hub id")
+    parser.add_argument(
+        "--batch", type=argument_type(token_ids), metavar="LIST", default=(1, 2, 4, 8), help="requests at once (default: 1,2,4,8)"
+    )
+    parser.add_argument("--prompt-tokens", type=int, metavar="N", default=128, help="tokens of each prompt (default: 128)")
+    parser.add_argument("--new-tokens", type=int, metavar="N", default=64, help="tokens of each reply (default: 64)")
+    parser.add_argument("--repeats", type=int, metavar="N", default=3, help="measured runs per batch size (default: 3)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_wishes(parser, leave_out=SET_HERE)
+    add_settings(parser, leave_out=("served_name", "queue_limit"))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from onedraw.assemble import open_door
+
+    batches: tuple[int, ...] = arguments.batch
+    if not batches or min(batches) < 1 or min(arguments.prompt_tokens, arguments.new_tokens, arguments.repeats) < 1:
+        raise BadSetting("--batch, --prompt-tokens, --new-tokens and --repeats: must be at least 1")
+    settings = read_settings(
+        arguments,
+        max_batch=arguments.max_batch or max(batches),
+        max_context=arguments.max_context or arguments.prompt_tokens + arguments.new_tokens,
+    )
+    wishes = read_wishes(arguments, max_tokens=arguments.new_tokens, ignore_eos=True, seed=0)
+    with screen.progress() as tell, open_door(settings, tell) as door:
+        measures = measure_all(
+            door, wishes, batches=batches, prompt_tokens=arguments.prompt_tokens, repeats=arguments.repeats, tell=tell
+        )
+        card = door.card
+    if arguments.json:
+        screen.print_json(
+            {
+                "model": card.name,
+                "fingerprint": card.fingerprint,
+                "device": card.device,
+                "dtype": card.dtype,
+                "prompt_tokens": arguments.prompt_tokens,
+                "new_tokens": arguments.new_tokens,
+                "repeats": arguments.repeats,
+                "batches": [asdict(m) for m in measures],
+            }
+        )
+    else:
+        _show(
+            measures,
+            title=f"{card.name} · {card.device} · {card.dtype} · {arguments.prompt_tokens} + {arguments.new_tokens} tokens",
+        )
+    return 0
+
+
+def measure_all(
+    door: Door, wishes: Wishes, *, batches: Sequence[int], prompt_tokens: int, repeats: int, tell: Callable[[str], None]
+) -> list[Measure]:
+    """Every batch size, after one run that is not counted."""
+    prompts = Prompts(door, prompt_tokens)
+    asyncio.run(_together(door, [_ask(door, wishes, prompts.next())]))
+    measures = []
+    for batch in batches:
+        runs = []
+        for repeat in range(repeats):
+            tell(f"batch {batch}, run {repeat + 1} of {repeats}")
+            asks = [_ask(door, wishes, prompts.next()) for _ in range(batch)]
+            runs.append(asyncio.run(_together(door, asks)))
+        measures.append(summarise(batch, runs))
+    return measures
+
+
+class Prompts:
+    """Prompts of one length that share no beginning. Owner: the bench that made it."""
+
+    def __init__(self, door: Door, length: int) -> None:
+        self._allowed = [i for i in range(door.card.vocab) if i not in door.card.eos_ids]
+        self._length = length
+        self._random = random.Random(0)
+
+    def next(self) -> tuple[int, ...]:
+        return tuple(self._random.choices(self._allowed, k=self._length))
+
+
+def _ask(door: Door, wishes: Wishes, prompt: tuple[int, ...]) -> Ask:
+    return settle(wishes, door=door, prompt=prompt, label="bench")
+
+
+async def _together(door: Door, asks: Sequence[Ask]) -> tuple[float, list[Timing]]:
+    """All asks at once; the seconds until the last one ended, and each one's timing."""
+    start = time.perf_counter()
+    timings = await asyncio.gather(*(_timed(door, ask, start) for ask in asks))
+    return time.perf_counter() - start, list(timings)
+
+
+async def _timed(door: Door, ask: Ask, start: float) -> Timing:
+    """Tokens that arrive in one piece share the time since the piece before."""
+    first, last, gaps, tokens = 0.0, start, [], 0
+    async for piece in door.astream(ask):
+        if not piece.choices:
+            continue
+        now = time.perf_counter()
+        if not tokens:
+            first = now - start
+            gaps += [0.0] * (len(piece.choices) - 1)
+        else:
+            gaps += [(now - last) / len(piece.choices)] * len(piece.choices)
+        tokens, last = tokens + len(piece.choices), now
+    return Timing(first=first, gaps=tuple(gaps), tokens=tokens)
+
+
+def summarise(batch: int, runs: Sequence[tuple[float, list[Timing]]]) -> Measure:
+    timings = [t for _, group in runs for t in group]
+    gaps = sorted(g for t in timings for g in t.gaps) or [0.0]
+    return Measure(
+        batch=batch,
+        first_token_ms=1e3 * statistics.median(t.first for t in timings),
+        inter_token_ms=1e3 * statistics.median(gaps),
+        inter_token_p99_ms=1e3 * gaps[min(int(len(gaps) * 0.99), len(gaps) - 1)],
+        tokens_per_second=sum(t.tokens for t in timings) / sum(seconds for seconds, _ in runs),
+        decode_tokens_per_second=statistics.median(_decode_rate(group) for _, group in runs),
+    )
+
+
+def _decode_rate(timings: Sequence[Timing]) -> float:
+    """Tokens per second while all requests of a run were past their first token."""
+    begin = max(t.first for t in timings)
+    end = min(t.first + sum(t.gaps) for t in timings)
+    if end <= begin:
+        return 0.0
+    return sum(_tokens_between(t, begin, end) for t in timings) / (end - begin)
+
+
+def _tokens_between(timing: Timing, begin: float, end: float) -> int:
+    moment, count = timing.first, 0
+    for gap in timing.gaps:
+        moment += gap
+        count += begin < moment <= end + 1e-9
+    return count
+
+
+def _show(measures: Sequence[Measure], *, title: str) -> None:
+    heads = ("batch", "first token ms", "inter-token ms", "p99 ms", "tokens/s", "decode tokens/s")
+    rows = [[str(m.batch), *(f"{value:.1f}" for value in list(asdict(m).values())[1:])] for m in measures]
+    screen.table(title, heads, rows)

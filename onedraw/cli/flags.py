@@ -1,0 +1,199 @@
+"""Every serving flag and every sampling wish as an option, made from the dataclasses themselves.
+
+In: an argparse parser. Out: options for the fields of Settings and Wishes, and the way back from parsed arguments.
+A field without a line in the help tables below is an error at import, so a new one cannot be forgotten.
+"""
+
+from __future__ import annotations
+
+import argparse
+import types
+import typing
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from onedraw.errors import BadSetting
+from onedraw.settings import DTYPES, Settings, size_in_bytes
+from onedraw.wishes import Wishes
+
+# A switch that is on by default is spelled --no-…, and its line says what that does.
+SETTINGS_HELP: Mapping[str, str] = {
+    "served_name": "name under which clients ask for the model (default: the name given here)",
+    "backend": "what computes: torch, or fake (no weights, for trying out clients)",
+    "device": "auto, cpu, cuda, cuda:0 …",
+    "dtype": "of weights and products; auto: f32 on a CPU, the device's own elsewhere",
+    "max_context": "tokens of one sequence, prompt and reply (default: the model's, as far as memory goes)",
+    "max_batch": "sequences running at once",
+    "turn_tokens": "tokens computed in one turn; smaller turns keep other replies flowing during a long prompt",
+    "page_size": "positions per key/value page; a divisor of 64",
+    "kv_memory": "memory for key/value pages, like 512MiB or 2GiB",
+    "threads": "CPU threads (default: all cores)",
+    "prefix_cache": "compute every prompt from its start; reuse never changes an answer, only the time it takes",
+    "queue_limit": "requests that may wait before new ones are turned away",
+    "self_check": "do not compare one row with many at start",
+    "cache_dir": "where pulled models are kept (default: ONEDRAW_CACHE, or the user's cache folder)",
+}
+
+WISHES_HELP: Mapping[str, str] = {
+    "temperature": "0 takes the likeliest token; 1 the model's own distribution",
+    "top_k": "only the k likeliest tokens; 0: off",
+    "top_p": "only the likeliest tokens that together hold this much probability; 1: off",
+    "min_p": "only tokens at least this likely, relative to the likeliest; 0: off",
+    "repetition_penalty": "divides the score of tokens seen in prompt or reply; 1: off",
+    "frequency_penalty": "taken from a token's score for every time the reply has used it",
+    "presence_penalty": "taken from a token's score once the reply has used it",
+    "dry_multiplier": "strength of the penalty on extending a repetition; 0: off",
+    "dry_base": "growth of that penalty with the length of the repetition",
+    "dry_allowed_length": "repetitions shorter than this are free",
+    "dry_range": "how many of the last tokens are searched for repetitions; 0: all",
+    "dry_sequence_breakers": "text that a repetition never crosses; may be given several times",
+    "logit_bias": "ID=VALUE, added to a token's score; may be given several times",
+    "seed": "makes the reply repeatable; without it one is drawn and reported",
+    "max_tokens": "longest reply",
+    "min_tokens": "no end of reply before so many tokens",
+    "ignore_eos": "the model's end-of-reply tokens do not end the reply",
+    "stop": "text that ends the reply; may be given several times",
+    "stop_token_ids": "token ids that end the reply, comma-separated",
+    "bad_words": "text that must not appear; may be given several times",
+    "n": "independent replies to one prompt",
+    "logprobs": "report the chosen tokens' logprobs and those of so many alternatives",
+    "logprobs_mode": "raw: the model's own; processed: after penalties, temperature and filters",
+    "prompt_logprobs": "the same for the tokens of the prompt; allows --max-tokens 0",
+    "checksums": "a checksum of the scores behind every chosen token",
+    "skip_special_tokens": "show special tokens in the text",
+}
+
+Parsed = TypeVar("Parsed")
+
+SIZES = ("kv_memory",)  # written like 2GiB
+NOT_FLAGS = ("model",)  # the model is an argument, not an option
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One field as an option. `spelling` is what stands on the command line."""
+
+    field: str
+    spelling: str
+    help: str
+    options: Mapping[str, Any]  # for add_argument
+
+
+def settings_flags() -> list[Flag]:
+    return _flags(Settings, SETTINGS_HELP, leave_out=NOT_FLAGS)
+
+
+def wishes_flags() -> list[Flag]:
+    return _flags(Wishes, WISHES_HELP)
+
+
+def add_settings(parser: argparse.ArgumentParser, *, leave_out: Collection[str] = ()) -> None:
+    _add(parser.add_argument_group("how to run the model"), settings_flags(), leave_out)
+
+
+def add_wishes(parser: argparse.ArgumentParser, *, leave_out: Collection[str] = ()) -> None:
+    _add(parser.add_argument_group("how to choose tokens"), wishes_flags(), leave_out)
+
+
+def read_settings(arguments: argparse.Namespace, **more: Any) -> Settings:
+    """Settings from what was given; the rest keeps its default."""
+    given = {f.field: getattr(arguments, f.field, None) for f in settings_flags()}
+    return Settings.of(model=arguments.model, **{**given, **more})
+
+
+def read_wishes(arguments: argparse.Namespace, **more: Any) -> Wishes:
+    given = {f.field: getattr(arguments, f.field, None) for f in wishes_flags()}
+    if getattr(arguments, "logit_bias", None):
+        given["logit_bias"] = dict(arguments.logit_bias)
+    return Wishes.of(**{**given, **more})
+
+
+# ---------------------------------------------------------------------------------------------- from field to option
+
+
+def _add(group: argparse._ArgumentGroup, flags: list[Flag], leave_out: Collection[str]) -> None:
+    for flag in flags:
+        if flag.field not in leave_out:
+            group.add_argument(flag.spelling, dest=flag.field, help=flag.help, **flag.options)
+
+
+def _flags(owner: type, helps: Mapping[str, str], leave_out: Collection[str] = ()) -> list[Flag]:
+    hints = typing.get_type_hints(owner)
+    names = [f.name for f in fields(owner) if f.name not in leave_out]
+    strays = set(helps) ^ set(names)
+    if strays:
+        raise AssertionError(f"{owner.__name__} and its help table disagree on {', '.join(sorted(strays))}")
+    defaults = {f.name: f.default for f in fields(owner)}
+    return [_flag(name, hints[name], default=defaults[name], text=helps[name]) for name in names]
+
+
+def _flag(name: str, hint: Any, *, default: Any, text: str) -> Flag:
+    """The option of one field. Nothing given is None, which leaves the dataclass its own default."""
+    dashed = "--" + name.replace("_", "-")
+    kind = _without_none(hint)
+    if kind is bool:
+        if default:
+            return Flag(name, "--no-" + dashed[2:], text, {"action": "store_const", "const": False})
+        return Flag(name, dashed, text, {"action": "store_const", "const": True})
+    shown = text if default in (None, (), "auto") or "default:" in text else f"{text} (default: {default})"
+    return Flag(name, dashed, shown, _value_options(name, kind))
+
+
+def _value_options(name: str, kind: Any) -> dict[str, Any]:
+    if name in SIZES:
+        return {"type": argument_type(size_in_bytes), "metavar": "SIZE"}
+    if name == "dtype":
+        return {"choices": DTYPES}
+    if name == "logit_bias":
+        return {"type": argument_type(_bias), "action": "append", "metavar": "ID=VALUE"}
+    if typing.get_origin(kind) is typing.Literal:
+        return {"choices": typing.get_args(kind)}
+    if kind == tuple[str, ...]:
+        return {"action": "append", "metavar": "TEXT"}
+    if kind == tuple[int, ...]:
+        return {"type": argument_type(token_ids), "metavar": "IDS"}
+    simple: dict[Any, dict[str, Any]] = {
+        int: {"type": int, "metavar": "N"},
+        float: {"type": float, "metavar": "X"},
+        str: {"metavar": "NAME"},
+        Path: {"type": Path, "metavar": "FOLDER"},
+    }
+    return simple[kind]
+
+
+def _without_none(hint: Any) -> Any:
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        (hint,) = (a for a in typing.get_args(hint) if a is not type(None))
+    return hint
+
+
+def argument_type(parse: Callable[[str], Parsed]) -> Callable[[str], Parsed]:
+    """A parser of ours as an argparse type: its own sentence reaches the user."""
+
+    def parsed(text: str) -> Parsed:
+        try:
+            return parse(text)
+        except BadSetting as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parsed
+
+
+def token_ids(text: str) -> tuple[int, ...]:
+    """'5,17, 9' → (5, 17, 9)."""
+    try:
+        return tuple(int(part) for part in text.replace(",", " ").split())
+    except ValueError:
+        raise BadSetting(f"not a list of token ids: {text!r}; write for example 5,17,9") from None
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, separator, value = text.partition("=")
+    try:
+        if not separator:
+            raise ValueError
+        return int(token), float(value)
+    except ValueError:
+        raise BadSetting(f"not ID=VALUE: {text!r}; write for example 42=-5 or 42=-inf") from None

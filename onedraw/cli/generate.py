@@ -1,0 +1,141 @@
+"""`onedraw generate`: one prompt in, the reply streamed to stdout, or one JSON object.
+
+In: parsed arguments. Out: text on stdout, remarks on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import Any
+
+from onedraw.api import Prompt, prompt_ids, settle_ask
+from onedraw.cli import screen
+from onedraw.cli.flags import add_settings, add_wishes, argument_type, read_settings, read_wishes, token_ids
+from onedraw.door import Ask, Door, Reply
+from onedraw.errors import BadSetting
+from onedraw.types import Logprobs
+
+HELP = "continue a prompt, or answer it"
+EXAMPLES = """examples:
+  onedraw generate smollm2 "The capital of France is" --temperature 0 --max-tokens 8
+  onedraw generate smollm2 "Why is the sky blue?" --chat --seed 7
+  cat question.txt | onedraw generate smollm2 - --chat --json
+  onedraw generate smollm2 --prompt-ids 504,3575,282 --json
+"""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a name, a folder, a .gguf file or a hub id")
+    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="text to continue; - reads it from stdin")
+    parser.add_argument("--prompt-ids", type=argument_type(token_ids), metavar="IDS", help="token ids instead of a text: 5,17,9")
+    parser.add_argument("--chat", action="store_true", help="ask PROMPT as a user's message, through the model's chat template")
+    parser.add_argument("--system", metavar="TEXT", help="a system message before it; needs --chat")
+    parser.add_argument("--json", action="store_true", help="print one JSON object when the reply is complete")
+    add_wishes(parser)
+    add_settings(parser, leave_out=("served_name", "queue_limit"))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from onedraw.assemble import open_door
+
+    prompt, settings, wishes = read_prompt(arguments), read_settings(arguments), read_wishes(arguments)
+    with screen.progress() as tell:
+        door = open_door(settings, tell)
+    with door:
+        ask = settle_ask(door, prompt_ids(door, prompt), wishes)
+        door.check(ask)
+        if arguments.json:
+            screen.print_json(reply_json(door, door.generate(ask)))
+        else:
+            _write(door, ask)
+    return 0
+
+
+def read_prompt(arguments: argparse.Namespace) -> Prompt:
+    """The prompt from exactly one of its three places."""
+    if (arguments.prompt is None) == (arguments.prompt_ids is None):
+        raise BadSetting("give either PROMPT (or - for stdin) or --prompt-ids")
+    if arguments.system is not None and not arguments.chat:
+        raise BadSetting("--system needs --chat")
+    if arguments.prompt_ids is not None:
+        if arguments.chat:
+            raise BadSetting("--chat renders a text; --prompt-ids are used as they are")
+        ids: tuple[int, ...] = arguments.prompt_ids
+        return ids
+    text: str = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    if not arguments.chat:
+        return text
+    system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
+    return [*system, {"role": "user", "content": text}]
+
+
+def _write(door: Door, ask: Ask) -> None:
+    """One reply as it comes; several one after the other, since their pieces arrive mixed."""
+    start = time.perf_counter()
+    replies = door.replies(ask)
+    for piece in door.stream(ask):
+        replies[piece.index].add(piece)
+        if ask.n == 1:
+            sys.stdout.write(piece.text)
+            sys.stdout.flush()
+    for index, reply in enumerate(replies if ask.n > 1 else ()):
+        sys.stdout.write(f"--- {index} (seed {reply.seed})\n{reply.text}\n")
+    if ask.n == 1:
+        sys.stdout.write("\n")
+    sys.stdout.flush()
+    if screen.decorated(sys.stderr):
+        screen.dim(remark(replies, seconds=time.perf_counter() - start))
+
+
+def remark(replies: list[Reply], *, seconds: float) -> str:
+    """What replays the reply, how it ended and how fast it was."""
+    count = sum(len(r.choices) for r in replies)
+    return f"seed {replies[0].seed} · {count} tokens · {count / max(seconds, 1e-9):.1f} tokens/s · {replies[0].finish}"
+
+
+def reply_json(door: Door, replies: list[Reply]) -> dict[str, Any]:
+    """One reply flat; further ones (n > 1) under `choices`, the first among them."""
+    first = _choice_json(replies[0])
+    more = {"choices": [_choice_json(r) for r in replies]} if len(replies) > 1 else {}
+    return {
+        "model": door.card.name,
+        "fingerprint": door.card.fingerprint,
+        "prompt_ids": list(replies[0].prompt_ids),
+        **first,
+        **more,
+    }
+
+
+def _choice_json(reply: Reply) -> dict[str, Any]:
+    usage = reply.usage
+    scored = [c.logprobs for c in reply.choices if c.logprobs is not None]
+    sums = [f"{c.checksum:016x}" for c in reply.choices if c.checksum is not None]
+    return {
+        "token_ids": reply.token_ids,
+        "text": reply.text,
+        "seed": reply.seed,
+        "finish_reason": reply.finish,
+        "stop_reason": reply.stop_reason,
+        "logprobs": [_logprobs_json(s) for s in scored] if scored else None,
+        "prompt_logprobs": None if reply.prompt_logprobs is None else [_logprobs_json(s) for s in reply.prompt_logprobs],
+        "checksums": sums or None,  # as text: JSON readers round numbers of 64 bits
+        "usage": {
+            "prompt_tokens": usage.prompt,
+            "completion_tokens": usage.completion,
+            "cached_tokens": usage.cached,
+        },
+    }
+
+
+def _logprobs_json(scored: Logprobs) -> dict[str, Any]:
+    return {
+        "logprob": _finite(scored.logprob),
+        "top": [{"id": token, "logprob": _finite(value)} for token, value in scored.top],
+    }
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no -inf: a token of probability zero has no logprob."""
+    return value if value > float("-inf") else None

@@ -1,0 +1,147 @@
+"""`onedraw inspect`: what a model is and what it would cost to run, without loading its weights.
+
+In: parsed arguments. Out: a table, or JSON: architecture, layers, defaults, tokenizer, memory plan, what is not used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from onedraw.backends.plan import MemoryPlan, human_bytes
+from onedraw.cli import screen
+from onedraw.cli.flags import add_settings, read_settings
+from onedraw.models.loading import Described, describe
+from onedraw.models.spec import LayerSpec
+from onedraw.settings import Settings
+
+if TYPE_CHECKING:
+    from onedraw.checkpoints.base import Checkpoint
+
+HELP = "show what a model is and the memory it needs, without loading it"
+EXAMPLES = """examples:
+  onedraw inspect smollm2
+  onedraw inspect ./my-model --dtype bf16 --max-context 32768 --max-batch 16 --json
+"""
+NO_EFFECT = ("served_name", "queue_limit", "backend", "turn_tokens", "threads", "prefix_cache", "self_check")
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a name, a folder, a .gguf file or a hub id")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_settings(parser, leave_out=NO_EFFECT)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from onedraw.assemble import find_checkpoint, plan_memory
+
+    settings = read_settings(arguments)
+    with screen.progress() as tell:
+        checkpoint = find_checkpoint(settings, tell)
+    try:
+        described = describe(checkpoint)
+        plan = plan_memory(settings, described, dtype=planned_dtype(settings))
+        report = {**identity(settings, checkpoint, described), "memory": memory_json(plan)}
+    finally:
+        checkpoint.close()
+    if arguments.json:
+        screen.print_json(report)
+    else:
+        screen.table("", ("", settings.model), rows(report))
+    return 0
+
+
+def planned_dtype(settings: Settings) -> str:
+    """What `auto` becomes on the asked device. The machine itself is not looked at: no torch is needed here."""
+    if settings.dtype != "auto":
+        return settings.dtype
+    return "f32" if settings.device in ("auto", "cpu") else "bf16"
+
+
+def identity(settings: Settings, checkpoint: Checkpoint, described: Described) -> dict[str, Any]:
+    """What the checkpoint says of itself."""
+    spec = described.spec
+    return {
+        "model": settings.model,
+        "path": str(checkpoint.path),
+        "format": checkpoint.dialect,
+        "fingerprint": checkpoint.fingerprint(),
+        "architecture": spec.family,
+        "parameters": spec.parameters,
+        "hidden": spec.hidden,
+        "vocabulary": spec.vocab,
+        "context": spec.max_context,
+        "tied_head": spec.tied,
+        "layers": [{"count": count, **asdict(layer)} for layer, count in Counter(spec.layers).items()],
+        "layers_in_words": [f"{count} × {in_words(layer)}" for layer, count in Counter(spec.layers).items()],
+        "stored": dict(Counter(t.kind for t in checkpoint.tensors.values())),
+        "defaults": described.defaults,
+        "eos_ids": list(described.eos_ids),
+        "tokenizer": tokenizer_kind(checkpoint),
+        "not_used": list(spec.notes),
+    }
+
+
+def in_words(layer: LayerSpec) -> str:
+    a, m = layer.mixer, layer.feed_forward
+    window = f", window {a.window}" if a.window else ""
+    norm = ", normed q and k" if a.qk_norm else ""
+    rope = f"rope {a.rope.theta:g}" + (f" {a.rope.kind}" if a.rope.kind != "default" else "")
+    return (
+        f"attention ({a.heads} heads, {a.kv_heads} for keys and values, {a.head_dim} wide, {rope}{window}{norm})"
+        f" + feed-forward ({m.width} wide, {m.activation})"
+    )
+
+
+def tokenizer_kind(checkpoint: Checkpoint) -> str:
+    """Read from the metadata alone; the tokenizer itself is not built."""
+    if checkpoint.dialect == "gguf":
+        kind, split = (checkpoint.config.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
+        return "missing" if kind is None else f"{kind} in GGUF" + (f", split {split}" if split else "")
+    file = checkpoint.path / "tokenizer.json"
+    if not file.is_file():
+        return "missing: the folder has no tokenizer.json"
+    try:
+        model = json.loads(file.read_text(encoding="utf-8")).get("model", {})
+    except ValueError:
+        return "unreadable: tokenizer.json is no JSON text"
+    return f"{model.get('type', 'unnamed')} in tokenizer.json"
+
+
+def memory_json(plan: MemoryPlan) -> dict[str, Any]:
+    return {
+        **asdict(plan),
+        "pages_per_sequence": plan.pages_per_sequence,
+        "full_sequences": plan.full_sequences,
+        "kv_bytes": plan.kv_bytes,
+        "total_bytes": plan.total_bytes,
+    }
+
+
+def rows(report: Mapping[str, Any]) -> list[list[str]]:
+    """The report for a person."""
+    memory = report["memory"]
+    pages = f"{memory['pages']} × {human_bytes(memory['page_bytes'])}, {memory['page_size']} positions each"
+    return [
+        ["path", report["path"]],
+        ["format", f"{report['format']}: " + ", ".join(f"{kind} × {count}" for kind, count in report["stored"].items())],
+        ["fingerprint", report["fingerprint"]],
+        ["architecture", report["architecture"]],
+        ["parameters", f"{report['parameters']:,}"],
+        *(["layers" if i == 0 else "", words] for i, words in enumerate(report["layers_in_words"])),
+        ["hidden width", str(report["hidden"])],
+        ["vocabulary", f"{report['vocabulary']}" + (", head tied to the embedding" if report["tied_head"] else "")],
+        ["context", str(report["context"])],
+        ["defaults", ", ".join(f"{k} {v}" for k, v in report["defaults"].items()) or "none"],
+        ["end of reply", ", ".join(map(str, report["eos_ids"])) or "no id ends a reply"],
+        ["tokenizer", report["tokenizer"]],
+        ["weights", f"{human_bytes(memory['weight_bytes'])} as {memory['dtype']}"],
+        ["pages", f"{human_bytes(memory['kv_bytes'])} ({pages})"],
+        ["room for", f"{memory['full_sequences']} sequences of {memory['max_context']} tokens, {memory['max_batch']} running"],
+        ["total", human_bytes(memory["total_bytes"])],
+        *(["not used", note] for note in report["not_used"] or ["nothing: the whole checkpoint is used"]),
+    ]

@@ -1,0 +1,51 @@
+"""`onedraw prove`: the contract's table for your model on your machine.
+
+In: parsed arguments. Out: a table, or JSON. Exit status 1 on any difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from onedraw.cli import screen
+from onedraw.cli.flags import add_settings, read_settings
+
+if TYPE_CHECKING:
+    from onedraw.prove import Table
+
+HELP = "run the same requests in every way that must not matter, and compare"
+EXAMPLES = """examples:
+  onedraw prove smollm2
+  onedraw prove ./my-model --quick --json
+
+Each row is compared with the plain run (alone, one after the other, cold) by tokens and by a checksum of the scores behind
+every token. "not exercised" means that what the row is about did not happen, so nothing was shown.
+"""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a name, a folder, a .gguf file or a hub id")
+    parser.add_argument("--quick", action="store_true", help="shorter replies")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    # The variations themselves set the rest.
+    add_settings(parser, leave_out=("served_name", "queue_limit", "max_batch", "kv_memory", "prefix_cache"))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from onedraw.prove import prove
+
+    settings = read_settings(arguments)
+    with screen.progress() as tell:
+        table = prove(settings, quick=arguments.quick, tell=tell)
+    if arguments.json:
+        screen.print_json(table_json(table))
+    else:
+        title = f"{table.model}: {table.requests} requests, {table.tokens} tokens, compared with the plain run"
+        screen.table(title, ("it must not matter", "result"), [[f.name, str(f)] for f in table.findings])
+    return 0 if table.holds else 1
+
+
+def table_json(table: Table) -> dict[str, Any]:
+    return {**asdict(table), "findings": [asdict(f) for f in table.findings], "holds": table.holds}

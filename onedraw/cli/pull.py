@@ -1,0 +1,34 @@
+"""`onedraw pull`: get a model into the cache folder, so that later commands find it there.
+
+In: parsed arguments. Out: the path of the model on stdout, progress on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from onedraw.cli import screen
+from onedraw.cli.flags import SETTINGS_HELP
+from onedraw.settings import Settings, default_cache_dir
+
+HELP = "get a model and keep it in the cache folder"
+EXAMPLES = """examples:
+  onedraw pull smollm2
+  onedraw pull HuggingFaceTB/SmolLM2-360M-Instruct
+"""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="NAME", help="smollm2, or a hub id like Qwen/Qwen3-0.6B")
+    parser.add_argument("--cache-dir", type=Path, metavar="FOLDER", help=SETTINGS_HELP["cache_dir"])
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from onedraw.checkpoints.pull import resolve
+
+    settings = Settings.of(model=arguments.model, cache_dir=arguments.cache_dir)
+    with screen.progress() as tell:
+        path = resolve(settings.model, settings.cache_dir or default_cache_dir(), progress=tell)
+    print(path)
+    return 0

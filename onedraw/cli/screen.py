@@ -1,0 +1,136 @@
+"""What a terminal sees: tables, a status line, dim remarks. Rich where it is installed and looked at, plain text elsewhere.
+
+In: rows and sentences. Out: characters on a stream. Results go to stdout, everything said about the work to stderr,
+so that a pipe receives results alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TextIO
+
+Tell = Callable[[str], None]
+
+PLAIN_INTERVAL = 2.0  # seconds between two progress lines in a log
+
+
+def decorated(stream: TextIO) -> bool:
+    """Whether a person looks at this stream and wants more than plain text."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb" and "NO_COLOR" not in os.environ
+
+
+def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], *, out: TextIO | None = None) -> None:
+    """A table; the first column is left-aligned, so are columns of words."""
+    out = out or sys.stdout
+    rich = _rich() if decorated(out) else None
+    if rich is None:
+        out.write(plain_table(title, heads, rows))
+        return
+    console, Table = rich(file=out, highlight=False, soft_wrap=True), _rich_table()
+    drawn = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    for index, head in enumerate(heads):
+        drawn.add_column(head, justify="right" if _numeric(rows, index) else "left")
+    for row in rows:
+        drawn.add_row(*(_escape(cell) for cell in row))
+    console.print(drawn)
+
+
+def plain_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(cell) for cell in column) for column in zip(heads, *rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        fitted = [
+            cell.rjust(width) if _numeric(rows, i) else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        return "  ".join(fitted).rstrip() + "\n"
+
+    rule = line(["-" * width for width in widths])
+    return (f"{title}\n" if title else "") + line(heads) + rule + "".join(line(row) for row in rows)
+
+
+def dim(text: str, *, out: TextIO | None = None) -> None:
+    """A remark beside the result: one line, faint where the terminal can."""
+    out = out or sys.stderr
+    out.write(f"\x1b[2m{text}\x1b[0m\n" if decorated(out) else f"{text}\n")
+    out.flush()
+
+
+def print_json(value: Any, *, out: TextIO | None = None) -> None:
+    out = out or sys.stdout
+    out.write(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
+    out.flush()
+
+
+@contextlib.contextmanager
+def progress(*, out: TextIO | None = None) -> Iterator[Tell]:
+    """Long work tells what it does. A terminal has one line that changes and goes; a log gets a line now and then."""
+    out = out or sys.stderr
+    if decorated(out):
+        status = StatusLine(out)
+        try:
+            yield status.tell
+        finally:
+            status.clear()
+        return
+    last = -PLAIN_INTERVAL
+
+    def tell(text: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= PLAIN_INTERVAL:
+            last = time.monotonic()
+            out.write(text + "\n")
+            out.flush()
+
+    yield tell
+
+
+class StatusLine:
+    """One line of a terminal, written over and over. Owner: the `progress` that made it."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+
+    def tell(self, text: str) -> None:
+        width = max(_terminal_width() - 1, 20)
+        self._out.write("\r\x1b[2K\x1b[2m" + text.replace("\n", " ")[:width] + "\x1b[0m")
+        self._out.flush()
+
+    def clear(self) -> None:
+        self._out.write("\r\x1b[2K")
+        self._out.flush()
+
+
+def _terminal_width() -> int:
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns
+    except OSError:
+        return 80
+
+
+def _numeric(rows: Sequence[Sequence[str]], index: int) -> bool:
+    """A column of numbers, perhaps with units or a dash for a missing one."""
+    return index > 0 and bool(rows) and all(row[index][:1].isdigit() or row[index] in ("-", "") for row in rows)
+
+
+def _rich() -> Any | None:
+    try:
+        from rich.console import Console
+    except ImportError:
+        return None
+    return Console
+
+
+def _rich_table() -> Any:
+    from rich.table import Table
+
+    return Table
+
+
+def _escape(cell: str) -> str:
+    return cell.replace("[", r"\[")

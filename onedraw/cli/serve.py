@@ -1,0 +1,74 @@
+"""`onedraw serve`: a model behind an OpenAI-compatible HTTP server.
+
+In: parsed arguments. Out: a server until it is told to stop; it prints one curl line to try it with.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from onedraw.cli import screen
+from onedraw.cli.flags import add_settings, argument_type, read_settings
+from onedraw.errors import BadSetting
+from onedraw.settings import size_in_bytes
+
+HELP = "serve a model over HTTP, with OpenAI's interface"
+EXAMPLES = """examples:
+  onedraw serve smollm2
+  onedraw serve ./my-model --host 0.0.0.0 --port 8080 --api-key SECRET --max-batch 32
+"""
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", nargs="?", default="smollm2", help="the model to serve (default: smollm2)")
+    web = parser.add_argument_group("how to serve it")
+    web.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: 127.0.0.1)")
+    web.add_argument("--port", type=int, default=8000, metavar="N", help="port to listen on (default: 8000)")
+    web.add_argument("--api-key", metavar="KEY", help="what clients must send as a bearer token; /health stays open")
+    web.add_argument(
+        "--cors-origin", action="append", default=[], metavar="ORIGIN", help="a web origin that may call; may be repeated"
+    )
+    web.add_argument("--alias", action="append", default=[], metavar="NAME", help="a further name of the model; may be repeated")
+    web.add_argument(
+        "--max-body",
+        type=argument_type(size_in_bytes),
+        default=size_in_bytes("32MiB"),
+        metavar="SIZE",
+        help="largest request body (default: 32MiB)",
+    )
+    web.add_argument(
+        "--lenient", action="store_true", help="ignore unknown fields and say so in a header, instead of refusing them"
+    )
+    web.add_argument(
+        "--drain-seconds", type=float, default=30.0, metavar="X", help="on SIGTERM, time for running replies (default: 30)"
+    )
+    web.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="how much to log (default: info)")
+    add_settings(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    try:
+        from onedraw.server.options import ServerOptions
+        from onedraw.server.serve import serve
+    except ImportError as error:
+        raise BadSetting(f"serve needs the web packages, and {error.name} is missing: pip install 'onedraw[serve]'") from None
+    from onedraw.assemble import open_door
+
+    settings = read_settings(arguments)
+    options = ServerOptions(
+        host=arguments.host,
+        port=arguments.port,
+        api_key=arguments.api_key,
+        cors_origins=tuple(arguments.cors_origin),
+        max_body=arguments.max_body,
+        lenient=arguments.lenient,
+        drain_seconds=arguments.drain_seconds,
+        aliases=tuple(arguments.alias),
+        log_level=arguments.log_level,
+    )
+    with screen.progress() as tell:
+        door = open_door(settings, tell)
+    with door:
+        serve(door, options)
+    return 0

@@ -1,0 +1,153 @@
+"""The turn: plan → submit → collect → accept → tell.
+
+In: requests with sinks, cancellations. Out: events to the sinks. One thread owns everything here (see service.py).
+A turn that fails fails its rows, gives back what they held, and the engine goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from onedraw.backends.base import Backend
+from onedraw.engine.scheduler import Member, Scheduler
+from onedraw.engine.sequence import Sequence
+from onedraw.engine.stats import Stats
+from onedraw.errors import Barren, OnedrawError, TurnFailed
+from onedraw.types import Choice, Finish, Logprobs, Outcome, Plan, Request, RowOutcome, Usage
+
+log = logging.getLogger("onedraw.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What a request's sink hears after a turn. The last one has a finish or an error."""
+
+    request_id: str
+    chosen: tuple[Choice, ...] = ()
+    finish: Finish | None = None
+    stop_id: int | None = None
+    usage: Usage = Usage()
+    scored: tuple[Logprobs, ...] | None = None  # logprobs of the prompt's tokens but the first, once, when asked for
+    error: OnedrawError | None = None
+
+
+Sink = Callable[[Event], None]
+
+
+class Engine:
+    """Owner: the engine thread of the service, or whoever calls `turn` in a test."""
+
+    def __init__(self, *, backend: Backend, scheduler: Scheduler) -> None:
+        self.backend = backend
+        self.scheduler = scheduler
+        self._live: dict[str, tuple[Sequence, Sink]] = {}
+        self._totals = dict.fromkeys(
+            ("prompt_tokens", "completion_tokens", "drafts", "draft_tokens", "accepted_tokens")
+            + ("middle_chunks", "mixed_turns", "failed_turns", "turns"),
+            0,
+        )
+        self._seconds = 0.0
+
+    @property
+    def busy(self) -> bool:
+        return not self.scheduler.idle
+
+    def add(self, request: Request, sink: Sink) -> None:
+        sequence = Sequence(request)
+        self._live[request.id] = (sequence, sink)
+        self.scheduler.waiting.append(sequence)
+
+    def cancel(self, request_id: str) -> None:
+        """Forget a request; unknown ids have finished already."""
+        if request_id in self._live:
+            sequence, sink = self._remove(request_id)
+            sink(Event(request_id, finish="cancelled", usage=sequence.usage))
+
+    def turn(self) -> None:
+        members = self.scheduler.plan()
+        if not members:
+            return
+        try:
+            outcome = self.backend.collect(self.backend.submit(Plan(tuple(m.row for m in members))))
+        except Exception as error:
+            self._fail(members, error)
+            return
+        self._count(members, outcome)
+        for member, result in zip(members, outcome.rows, strict=True):
+            self._settle(member, result)
+
+    def stats(self) -> Stats:
+        ledger = self.scheduler.ledger
+        return Stats(
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            pages_used=ledger.pool.held,
+            pages_total=ledger.pool.count,
+            prefix_queries=ledger.queried,
+            prefix_hits=ledger.hit,
+            preemptions=self.scheduler.preemptions,
+            turn_seconds=self._seconds,
+            **self._totals,
+        )
+
+    def fail_all(self, error: OnedrawError) -> None:
+        for request_id in list(self._live):
+            _, sink = self._remove(request_id)
+            sink(Event(request_id, error=error))
+
+    def _settle(self, member: Member, result: RowOutcome) -> None:
+        sequence, row = member.sequence, member.row
+        chosen, finish = sequence.accept(row, result)
+        assert sequence.lease is not None
+        sequence.lease.settle(min(sequence.computed, sequence.known), sequence.history)
+        self._totals["completion_tokens"] += len(chosen)
+        scored = self._scores(sequence)
+        sink = self._live[row.request_id][1]
+        error = Barren(_BARREN) if result.barren and finish is None else None
+        if finish is not None or error is not None:
+            self._remove(row.request_id)
+        if chosen or finish or error or scored is not None:
+            stop_id = chosen[-1].token if finish == "stop" else None
+            sink(Event(row.request_id, chosen, finish, stop_id, sequence.usage, scored, error))
+
+    def _scores(self, sequence: Sequence) -> tuple[Logprobs, ...] | None:
+        """The prompt's logprobs, once, when its last position is computed."""
+        if not sequence.bypasses_cache or sequence.told_scores or sequence.computed < len(sequence.request.prompt):
+            return None
+        sequence.told_scores = True
+        return tuple(sequence.scored)
+
+    def _remove(self, request_id: str) -> tuple[Sequence, Sink]:
+        sequence, sink = self._live.pop(request_id)
+        self.scheduler.finish(sequence)
+        return sequence, sink
+
+    def _fail(self, members: list[Member], error: Exception) -> None:
+        number = secrets.token_hex(6)
+        log.error("turn failed, error id %s", number, exc_info=error)
+        self._totals["failed_turns"] += 1
+        for member in members:
+            _, sink = self._remove(member.row.request_id)
+            sink(Event(member.row.request_id, error=TurnFailed(f"the turn failed; error id {number} stands in the server's log")))
+
+    def _count(self, members: list[Member], outcome: Outcome) -> None:
+        totals = self._totals
+        totals["turns"] += 1
+        totals["mixed_turns"] += len(members) > 1
+        self._seconds += outcome.seconds
+        for member, result in zip(members, outcome.rows, strict=True):
+            row = member.row
+            totals["prompt_tokens"] += max(min(row.stop, row.prompt_stop) - row.start, 0)
+            totals["middle_chunks"] += row.stop < member.sequence.known
+            totals["drafts"] += bool(row.drafts)
+            totals["draft_tokens"] += len(row.drafts)
+            totals["accepted_tokens"] += max(len(result.chosen) - 1, 0)
+
+
+_BARREN = (
+    "the sampling parameters leave no token to choose at this position (bans, bias of -inf and filters together); "
+    "relax logit_bias, bad_words or min_tokens"
+)

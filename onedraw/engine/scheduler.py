@@ -1,0 +1,121 @@
+"""Who runs this turn, and how much: sequences → Plan.
+
+In: sequences waiting and running, the ledger, a token budget. Out: rows and the sequences behind them, in one list.
+
+Order: first come, first served. Sequences that generate take one token each (and drafts where there is room), then the
+rest of the budget goes to prompts in order of arrival. A prompt row that does not reach its prompt's end stops at a
+multiple of the backend's chunk. A sequence that needs pages drives out the latest comer that has no row yet.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from onedraw.backends.base import Capacity
+from onedraw.engine.sequence import Sequence
+from onedraw.memory.ledger import Ledger
+from onedraw.speculation.proposer import Proposer
+from onedraw.types import Draft, Row
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A row and the sequence it belongs to."""
+
+    sequence: Sequence
+    row: Row
+
+
+class Scheduler:
+    """Owner: the engine. `running` is in order of admission, `waiting` in order of arrival."""
+
+    def __init__(self, *, ledger: Ledger, capacity: Capacity, proposer: Proposer, turn_tokens: int) -> None:
+        self.ledger = ledger
+        self.capacity = capacity
+        self.proposer = proposer
+        # Every running sequence can take its token and a prompt still moves by one chunk.
+        self.turn_tokens = max(turn_tokens, capacity.chunk)
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+
+    @property
+    def idle(self) -> bool:
+        return not self.waiting and not self.running
+
+    def plan(self) -> list[Member]:
+        self._admit()
+        members: list[Member] = []
+        planned: set[Sequence] = set()
+        generating = [s for s in self.running if s.remaining == 1]
+        prompts = [s for s in self.running if s.remaining > 1]
+        drafts_left = self.turn_tokens - len(generating)
+        for sequence in generating:
+            drafts = self._guess(sequence, drafts_left)
+            if self._place(sequence, 1, drafts, members, planned):
+                drafts_left -= len(drafts)
+        budget = max(self.turn_tokens - sum(1 + len(m.row.drafts) for m in members), self.capacity.chunk)
+        for sequence in prompts:
+            length = self._chunk_length(sequence, budget)
+            if length and self._place(sequence, length, (), members, planned):
+                budget -= length
+        return members
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take a sequence off, wherever it is, and give back what it holds."""
+        if sequence.lease is not None:
+            sequence.lease.release()
+            sequence.lease = None
+            self.running.remove(sequence)
+        else:
+            self.waiting.remove(sequence)
+
+    def _admit(self) -> None:
+        while self.waiting:
+            sequence = self.waiting[0]
+            lease = self.ledger.lend(sequence.history, reuse=not sequence.bypasses_cache)
+            if lease is None:
+                return
+            self.waiting.popleft()
+            sequence.begin(lease)
+            self.running.append(sequence)
+
+    def _guess(self, sequence: Sequence, left: int) -> tuple[Draft, ...]:
+        room = min(left, sequence.room - 1, self.capacity.max_drafts, self.capacity.max_context - sequence.known - 1)
+        if room <= 0 or not self.capacity.logits_per_position:
+            return ()
+        drafts = self.proposer.propose(sequence.request.id, sequence.history, room)[:room]
+        legal = next((i for i, d in enumerate(drafts) if not 0 <= d.token < self.capacity.vocab), len(drafts))
+        return drafts[:legal]
+
+    def _chunk_length(self, sequence: Sequence, budget: int) -> int:
+        """How many known tokens a prompt row may take: all, or up to a multiple of the chunk."""
+        if budget >= sequence.remaining:
+            return sequence.remaining
+        stop = sequence.computed + budget
+        if stop < len(sequence.request.prompt):
+            stop -= stop % self.capacity.chunk
+        return max(stop - sequence.computed, 0)
+
+    def _place(
+        self, sequence: Sequence, length: int, drafts: tuple[Draft, ...], members: list[Member], planned: set[Sequence]
+    ) -> bool:
+        """Cover the row with pages, driving out latecomers if need be, and add it to the turn."""
+        if sequence.lease is None:  # driven out earlier in this turn
+            return False
+        needed = sequence.computed + length + len(drafts)
+        while not sequence.lease.cover(needed):
+            victim = next((s for s in reversed(self.running) if s not in planned), sequence)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        members.append(Member(sequence, sequence.row(length=length, drafts=drafts)))
+        planned.add(sequence)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        sequence.rewind()
+        self.running.remove(sequence)
+        self.waiting.appendleft(sequence)
+        self.preemptions += 1

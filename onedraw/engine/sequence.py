@@ -1,0 +1,110 @@
+"""One request on its way: known tokens, how far they are computed, and what it holds.
+
+In: rows' outcomes. Out: what became known, and whether the request is finished. Owner: the engine thread.
+
+    known    = len(history)                 prompt and everything chosen so far
+    computed <= known                       positions whose state is settled
+    row      = [computed, computed + n) and drafts, drafts only if the row reaches `known`
+    after    : computed += n + kept;  known += len(chosen) = kept + 1, or 0 for a middle chunk
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from onedraw.memory.ledger import Lease
+from onedraw.types import Choice, Draft, Finish, History, Logprobs, Request, Row, RowOutcome, Usage
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    request: Request
+    history: History = field(init=False)
+    computed: int = 0
+    lease: Lease | None = None
+    cached: int = 0  # prompt positions that came from the prefix cache when first admitted
+    admitted: bool = False
+    kept: int = 0
+    rejected: int = 0
+    scored: list[Logprobs] = field(default_factory=list)
+    told_scores: bool = False  # the prompt's logprobs went out; a recomputation need not make them again
+
+    def __post_init__(self) -> None:
+        self.history = History(self.request.prompt)
+
+    @property
+    def known(self) -> int:
+        return len(self.history)
+
+    @property
+    def remaining(self) -> int:
+        """Known tokens still to compute; 1 while generating."""
+        return self.known - self.computed
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be chosen."""
+        return self.request.params.max_tokens - len(self.history.output)
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(
+            prompt=len(self.request.prompt),
+            completion=len(self.history.output),
+            cached=self.cached,
+            kept=self.kept,
+            rejected=self.rejected,
+        )
+
+    @property
+    def bypasses_cache(self) -> bool:
+        """Prompt logprobs need the logits of every prompt position, so every one is computed."""
+        return self.request.params.prompt_logprobs is not None
+
+    def begin(self, lease: Lease) -> None:
+        self.lease = lease
+        self.computed = lease.cached
+        self.scored.clear()
+        if not self.admitted:
+            self.admitted = True
+            self.cached = min(lease.cached, len(self.request.prompt))
+
+    def rewind(self) -> None:
+        """Preemption: give everything back, compute again later. The tokens stay."""
+        assert self.lease is not None
+        self.lease.release()
+        self.lease, self.computed = None, 0
+
+    def row(self, *, length: int, drafts: tuple[Draft, ...]) -> Row:
+        assert self.lease is not None
+        stop = self.computed + length
+        return Row(
+            request_id=self.request.id,
+            lane=self.lease.lane,
+            pages=self.lease.pages,
+            start=self.computed,
+            tokens=tuple(self.history.slice(self.computed, stop)),
+            drafts=drafts,
+            prompt_stop=len(self.request.prompt),
+            chooses=stop == self.known and self.room > 0,
+            params=self.request.params,
+            history=self.history,
+            scores=self.bypasses_cache and not self.told_scores and self.computed < len(self.request.prompt),
+        )
+
+    def accept(self, row: Row, outcome: RowOutcome) -> tuple[tuple[Choice, ...], Finish | None]:
+        """Take in what a row gave. Choices past a stop id or past max_tokens are as if never made."""
+        self.scored.extend(outcome.scored)
+        kept = max(len(outcome.chosen) - 1, 0)
+        self.computed = row.stop + kept
+        self.kept += kept
+        self.rejected += len(row.drafts) - kept
+        stop_ids = self.request.params.stop_ids
+        for count, choice in enumerate(outcome.chosen, start=1):
+            self.history.output.append(choice.token)
+            if choice.token in stop_ids:
+                return outcome.chosen[:count], "stop"
+            if self.room == 0:
+                return outcome.chosen[:count], "length"
+        done = self.room == 0 and self.computed >= self.known
+        return outcome.chosen, "length" if done else None

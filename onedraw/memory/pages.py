@@ -1,0 +1,70 @@
+"""Pages of keys and values, counted: who holds one, which are free, which only the prefix index remembers.
+
+In: take, share, drop. Out: page numbers. Integers only; what lies in a page is the backend's business.
+A page is in exactly one of three states: free, held (by one or more leases), idle (no holder, but indexed).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+
+class PagePool:
+    """Owner: the ledger."""
+
+    def __init__(self, count: int, *, forget: Callable[[int], None]) -> None:
+        self.count = count
+        self._free = list(range(count - 1, -1, -1))
+        self._holders = [0] * count
+        self._idle: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._forget = forget  # told when an idle page is taken for new content
+
+    @property
+    def available(self) -> int:
+        """Pages that can be taken now: free ones, and idle ones whose content may go."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def held(self) -> int:
+        return self.count - self.available
+
+    def take(self) -> int | None:
+        """A page for new content, or None. The longest idle page goes first when no page is free."""
+        if self._free:
+            page = self._free.pop()
+        elif self._idle:
+            page, _ = self._idle.popitem(last=False)
+            self._forget(page)
+        else:
+            return None
+        self._holders[page] = 1
+        return page
+
+    def share(self, page: int) -> None:
+        """One more holder of a page whose content is final."""
+        if self._holders[page] == 0:
+            del self._idle[page]
+        self._holders[page] += 1
+
+    def drop(self, page: int, *, indexed: bool) -> None:
+        """One holder less. The last one leaves the page idle if the index knows it, else free."""
+        self._holders[page] -= 1
+        if self._holders[page] < 0:
+            raise AssertionError(f"page {page} dropped more often than held")
+        if self._holders[page] == 0:
+            if indexed:
+                self._idle[page] = None
+            else:
+                self._free.append(page)
+
+    def audit(self, held: dict[int, int]) -> None:
+        """Raise if the books disagree with what the leases say they hold."""
+        for page in range(self.count):
+            if self._holders[page] != held.get(page, 0):
+                raise AssertionError(f"page {page}: {self._holders[page]} holders on the books, {held.get(page, 0)} leases")
+        resting = set(self._free) | set(self._idle)
+        if len(resting) != len(self._free) + len(self._idle) or any(self._holders[p] for p in resting):
+            raise AssertionError("a page is both resting and held, or rests twice")
+        if len(resting) + sum(1 for n in self._holders if n) != self.count:
+            raise AssertionError("a page is lost")

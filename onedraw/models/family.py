@@ -1,0 +1,193 @@
+"""A family of models: how it is recognised, how its description is read, and how its weights are named.
+
+Families that share one layer form (attention, then a gated feed-forward, each behind an RMSNorm) differ by a few
+traits; `dense_family` builds them from these. A family is data: no class per model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from onedraw.errors import Corrupt, UnsupportedModel
+from onedraw.models.keys import HARMLESS, Keys
+from onedraw.models.rope import rope_from_config, rope_from_metadata
+from onedraw.models.source import Dialect, Source
+from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+from onedraw.models.weights import GGUF, GGUF_PERMUTED, PLAIN, SAFETENSORS, Rules
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    name: str
+    model_types: tuple[str, ...]  # config.json model_type
+    architectures: tuple[str, ...]  # config.json architectures
+    gguf: tuple[str, ...]  # GGUF general.architecture
+    from_config: Callable[[Mapping[str, Any], str], ModelSpec]  # config, what to call it in errors
+    from_metadata: Callable[[Source], ModelSpec]
+    rules: Mapping[Dialect, Rules]
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """In what the dense families differ."""
+
+    family: str
+    qkv_bias: Literal["config", "always", "never"] = "config"
+    out_bias: Literal["config", "never"] = "config"
+    mlp_bias: bool = False  # has the config key
+    qk_norm: bool = False
+    window: Literal["never", "all", "gated"] = "never"  # gated: behind use_sliding_window
+    head_dim: int | None = None  # where the config names none; None: hidden // heads
+    kv_heads_named: bool = True  # the config must name the key/value heads
+    permuted: bool = False  # converters to GGUF permute the rows of q and k
+
+
+def dense_family(
+    traits: Traits, *, model_types: tuple[str, ...], architectures: tuple[str, ...], gguf: tuple[str, ...]
+) -> Family:
+    return Family(
+        name=traits.family,
+        model_types=model_types,
+        architectures=architectures,
+        gguf=gguf,
+        from_config=lambda config, origin: _from_config(config, origin, traits),
+        from_metadata=lambda source: _from_metadata(source, traits),
+        rules={"safetensors": SAFETENSORS, "gguf": GGUF_PERMUTED if traits.permuted else GGUF, "plain": PLAIN},
+    )
+
+
+# ------------------------------------------------------------------ config.json
+
+
+def _from_config(config: Mapping[str, Any], origin: str, traits: Traits) -> ModelSpec:
+    keys = Keys(config, origin=origin)
+    hidden, count = keys.whole("hidden_size"), keys.whole("num_hidden_layers")
+    heads = keys.whole("num_attention_heads")
+    kv_heads = keys.whole("num_key_value_heads", None if traits.kv_heads_named else heads)
+    head_dim = keys.whole("head_dim", traits.head_dim or hidden // heads)
+    max_context = keys.whole("max_position_embeddings")
+    keys.only("hidden_act", "silu")
+    if keys.get("quantization_config") is not None:
+        raise UnsupportedModel(f"{origin}: quantization_config: quantized safetensors are not supported; use a GGUF file")
+    bias = keys.flag("attention_bias")
+    if bias and traits.qkv_bias != "config":
+        raise UnsupportedModel(f"{origin}: attention_bias = true is not supported for {traits.family}")
+    rope = rope_from_config(keys, head_dim=head_dim, max_context=max_context, origin=origin)
+    windows = _windows(keys, count, traits, origin)
+    feed_forward = MlpSpec(keys.whole("intermediate_size"), bias=traits.mlp_bias and keys.flag("mlp_bias"))
+    layers = tuple(
+        LayerSpec(
+            AttentionSpec(
+                heads=heads,
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+                rope=rope,
+                scale=head_dim**-0.5,
+                window=window,
+                qkv_bias=bias or traits.qkv_bias == "always",
+                out_bias=bias and traits.out_bias == "config",
+                qk_norm=traits.qk_norm,
+            ),
+            feed_forward,
+        )
+        for window in windows
+    )
+    spec = ModelSpec(
+        family=traits.family,
+        layers=layers,
+        hidden=hidden,
+        vocab=keys.whole("vocab_size"),
+        eps=keys.number("rms_norm_eps", 1e-6),
+        tied=keys.flag("tie_word_embeddings"),
+        max_context=max_context,
+        notes=("auto_map: code that comes with a checkpoint is never run",) if keys.get("auto_map") else (),
+    )
+    keys.refuse_rest(HARMLESS)
+    return _checked(spec, origin)
+
+
+def _windows(keys: Keys, count: int, traits: Traits, origin: str) -> list[int | None]:
+    """The sliding window of every layer."""
+    if traits.window == "never":
+        keys.only("layer_types", ["full_attention"] * count)
+        keys.only("sliding_window")
+        return [None] * count
+    window = keys.optional_whole("sliding_window")
+    first = 0
+    if traits.window == "gated":
+        used, first = keys.flag("use_sliding_window"), keys.whole("max_window_layers", count, least=0)
+        window = window if used else None
+    types = keys.get("layer_types")
+    if types is None:
+        return [window if index >= first else None for index in range(count)]
+    if not isinstance(types, list) or len(types) != count:
+        raise Corrupt(f"{origin}: layer_types must name {count} layers")
+    for kind in types:
+        if kind not in ("full_attention", "sliding_attention"):
+            supported = "full_attention, sliding_attention"
+            raise UnsupportedModel(f"{origin}: layer_types: {kind!r} is not supported; supported: {supported}")
+    if window is None and "sliding_attention" in types:
+        raise Corrupt(f"{origin}: layer_types names sliding layers, but no sliding_window is set")
+    return [window if kind == "sliding_attention" else None for kind in types]
+
+
+# ------------------------------------------------------------------ GGUF
+
+# Keys below the architecture's name that say nothing about what the model computes.
+HARMLESS_METADATA = frozenset({"tensor_data_layout", "source.url"})
+
+
+def _from_metadata(source: Source, traits: Traits) -> ModelSpec:
+    metadata, tensors, origin = source.config, source.tensors, source.path.name
+    keys = Keys(metadata, origin=origin, prefix=f"{metadata['general.architecture']}.")
+    hidden, count, max_context = keys.whole("embedding_length"), keys.whole("block_count"), keys.whole("context_length")
+    heads = keys.wholes("attention.head_count", count)
+    kv_heads = keys.wholes("attention.head_count_kv", count, heads)
+    widths = keys.wholes("feed_forward_length", count)
+    head_dim = keys.whole("attention.key_length", hidden // heads[0])
+    keys.only("attention.value_length", head_dim)
+    window = keys.optional_whole("attention.sliding_window", least=0) or None
+    rope = rope_from_metadata(keys, tensors.get("rope_freqs.weight"), head_dim=head_dim, max_context=max_context, origin=origin)
+    layers = tuple(
+        LayerSpec(
+            AttentionSpec(
+                heads=heads[index],
+                kv_heads=kv_heads[index],
+                head_dim=head_dim,
+                rope=rope,
+                scale=head_dim**-0.5,
+                window=window,
+                # A GGUF has no key for biases: it has them or not.
+                qkv_bias=traits.qkv_bias == "always" or f"blk.{index}.attn_q.bias" in tensors,
+                out_bias=f"blk.{index}.attn_output.bias" in tensors,
+                qk_norm=traits.qk_norm,
+            ),
+            MlpSpec(widths[index], bias=f"blk.{index}.ffn_down.bias" in tensors),
+        )
+        for index in range(count)
+    )
+    embedding = tensors.get("token_embd.weight")
+    spec = ModelSpec(
+        family=traits.family,
+        layers=layers,
+        hidden=hidden,
+        vocab=keys.whole("vocab_size", embedding.shape[0] if embedding is not None and embedding.shape else None),
+        eps=keys.number("attention.layer_norm_rms_epsilon"),
+        tied="output.weight" not in tensors,
+        max_context=max_context,
+    )
+    keys.refuse_rest(HARMLESS_METADATA)
+    return _checked(spec, origin)
+
+
+def _checked(spec: ModelSpec, origin: str) -> ModelSpec:
+    """The sums that must come out even."""
+    for layer in spec.layers:
+        mixer = layer.mixer
+        if mixer.heads % mixer.kv_heads:
+            raise Corrupt(f"{origin}: {mixer.heads} query heads cannot share {mixer.kv_heads} key/value heads evenly")
+        if mixer.head_dim % 2:
+            raise Corrupt(f"{origin}: a head size of {mixer.head_dim} is odd, rotary positions need pairs")
+    return spec

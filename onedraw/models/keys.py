@@ -1,0 +1,183 @@
+"""Reads a checkpoint's description key by key, and judges what nobody read.
+
+In: config.json or the key-values of a GGUF file. Out: typed values. A key of the wrong type, or a missing one, is
+Corrupt; a key that no family reads and that may change the model is refused by name. Null counts as absent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from onedraw.errors import Corrupt, UnsupportedModel
+
+# Keys of config.json that say nothing about what the model computes.
+HARMLESS = frozenset(
+    {
+        "architectures",
+        "model_type",
+        "transformers_version",
+        "dtype",
+        "torch_dtype",
+        "_name_or_path",
+        "name_or_path",
+        "use_cache",
+        "return_dict",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "sep_token_id",
+        "unk_token_id",
+        "decoder_start_token_id",
+        "cls_token_id",
+        "mask_token_id",
+        "initializer_range",
+        "attention_dropout",
+        "hidden_dropout",
+        "resid_pdrop",
+        "embd_pdrop",
+        "classifier_dropout",
+        "pretraining_tp",
+        "output_attentions",
+        "output_hidden_states",
+        "torchscript",
+        "use_bfloat16",
+        "tf_legacy_loss",
+        "chunk_size_feed_forward",
+        "id2label",
+        "label2id",
+        "num_labels",
+        "problem_type",
+        "task_specific_params",
+        "tokenizer_class",
+        "prefix",
+        "finetuning_task",
+        "is_decoder",
+        "gradient_checkpointing",
+        "attn_implementation",
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_attn_implementation_internal",
+        "_flash_attn_2_enabled",
+        "experts_implementation",
+        "unsloth_fixed",
+        "unsloth_version",
+        "transformers.js_config",
+        "max_length",
+        "min_length",
+        "do_sample",
+        "early_stopping",
+        "num_beams",
+        "num_beam_groups",
+        "diversity_penalty",
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+        "repetition_penalty",
+        "length_penalty",
+        "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size",
+        "bad_words_ids",
+        "num_return_sequences",
+        "output_scores",
+        "return_dict_in_generate",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "remove_invalid_values",
+        "exponential_decay_length_penalty",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "_commit_hash",
+        "_from_model_config",
+        "model_max_length",
+        "max_sequence_length",
+    }
+)
+
+
+def neutral(value: Any) -> bool:
+    """Null, false, zero and empty switch nothing on."""
+    return value is None or value is False or (not isinstance(value, bool) and value in (0, "", [], {}))
+
+
+class Keys:
+    """One description being read. Owner: the function that reads it."""
+
+    def __init__(self, values: Mapping[str, Any], *, origin: str, prefix: str = "") -> None:
+        self._values = values
+        self._origin = origin
+        self._prefix = prefix  # of GGUF keys, in messages and lookups
+        self._read: set[str] = set()
+
+    def get(self, name: str) -> Any:
+        self._read.add(self._prefix + name)
+        return self._values.get(self._prefix + name)
+
+    def whole(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+        """A whole number; without a default the key must be there."""
+        value = self.optional_whole(name, least=least)
+        if value is None:
+            value = default
+        if value is None:
+            raise Corrupt(f"{self._origin}: {self._prefix}{name} is missing")
+        return value
+
+    def optional_whole(self, name: str, *, least: int = 1) -> int | None:
+        value = self.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise Corrupt(f"{self._origin}: {self._prefix}{name} must be a whole number from {least} up, not {value!r}")
+        return value
+
+    def wholes(self, name: str, count: int, default: list[int] | None = None) -> list[int]:
+        """One whole number per layer: a list of them, or one that holds for all."""
+        value = self.get(name)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, list):
+            return [self.whole(name)] * count
+        if len(value) != count or not all(isinstance(item, int) and item > 0 for item in value):
+            raise Corrupt(f"{self._origin}: {self._prefix}{name} must be {count} positive whole numbers, not {value!r}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A positive number; without a default the key must be there."""
+        value = self.get(name)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            wrong = "is missing" if value is None else f"must be a positive number, not {value!r}"
+            raise Corrupt(f"{self._origin}: {self._prefix}{name} {wrong}")
+        return float(value)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise Corrupt(f"{self._origin}: {self._prefix}{name} must be true or false, not {value!r}")
+        return value
+
+    def mapping(self, name: str) -> dict[str, Any] | None:
+        value = self.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise Corrupt(f"{self._origin}: {self._prefix}{name} must be an object, not {value!r}")
+        return value
+
+    def only(self, name: str, *accepted: Any) -> None:
+        """A key that may be absent or hold one of these values."""
+        value = self.get(name)
+        if value is not None and value not in accepted:
+            listed = ", ".join(map(repr, accepted)) or "null"
+            raise UnsupportedModel(f"{self._origin}: {self._prefix}{name} = {value!r} is not supported; supported: {listed}")
+
+    def refuse_rest(self, harmless: Collection[str] = ()) -> None:
+        """Refuse by name what was not read, is not known to be harmless, and is not switched off."""
+        for name, value in self._values.items():
+            ours = name.startswith(self._prefix) and name not in self._read and name.removeprefix(self._prefix) not in harmless
+            if ours and not neutral(value):
+                shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
+                raise UnsupportedModel(f"{self._origin}: {name} = {shown} is not supported; what it changes is unknown here")

@@ -1,0 +1,19 @@
+"""Llama 2, 3 and 3.x, SmolLM2 and everything else of that form; and Mistral, which adds a sliding window."""
+
+from __future__ import annotations
+
+from onedraw.models.family import Traits, dense_family
+
+LLAMA = dense_family(
+    Traits(family="llama", mlp_bias=True, kv_heads_named=False, permuted=True),
+    model_types=("llama",),
+    architectures=("LlamaForCausalLM", "LLaMAForCausalLM"),
+    gguf=("llama",),  # also what converters make of Mistral
+)
+
+MISTRAL = dense_family(
+    Traits(family="mistral", qkv_bias="never", out_bias="never", window="all"),
+    model_types=("mistral",),
+    architectures=("MistralForCausalLM",),
+    gguf=(),
+)

@@ -1,0 +1,44 @@
+"""Which family a checkpoint belongs to.
+
+In: an open checkpoint. Out: its Family, by `architectures` and `model_type` of config.json or a GGUF's
+`general.architecture`. What is not supported is refused by name, with a list of what is.
+"""
+
+from __future__ import annotations
+
+from onedraw.errors import Corrupt, UnsupportedModel
+from onedraw.models.family import Family
+from onedraw.models.llama import LLAMA, MISTRAL
+from onedraw.models.qwen2 import QWEN2
+from onedraw.models.qwen3 import QWEN3
+from onedraw.models.source import Source
+
+FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3)
+
+
+def identify(source: Source) -> Family:
+    if source.dialect == "gguf":
+        return _by_gguf(source)
+    config = source.config
+    names = config.get("architectures") or []
+    model_type = config.get("model_type")
+    if not isinstance(names, list) or not (names or model_type):
+        raise Corrupt(f"{source.path}: config.json names neither architectures nor a model_type")
+    for family in FAMILIES:
+        known = family.architectures[0] if not names else names[0]
+        if known in family.architectures and model_type in (None, *family.model_types):
+            return family
+    supported = ", ".join(family.architectures[0] for family in FAMILIES)
+    wanted = names[0] if names else f"model_type {model_type}"
+    raise UnsupportedModel(f"{source.path}: {wanted} is not supported; supported: {supported}")
+
+
+def _by_gguf(source: Source) -> Family:
+    name = source.config.get("general.architecture")
+    if not isinstance(name, str):
+        raise Corrupt(f"{source.path}: the key general.architecture is missing")
+    for family in FAMILIES:
+        if name in family.gguf:
+            return family
+    supported = ", ".join(name for family in FAMILIES for name in family.gguf)
+    raise UnsupportedModel(f"{source.path}: the architecture {name} is not supported in GGUF; supported: {supported}")

@@ -1,0 +1,59 @@
+"""What a model reads from: the least that every kind of checkpoint offers. Protocols only.
+
+The readers live in `checkpoints`; this package names what it needs of them and imports none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+# How a checkpoint names its tensors and describes its model: a transformers folder, a GGUF file, or our own names.
+Dialect = Literal["safetensors", "gguf", "plain"]
+
+
+class Tensor(Protocol):
+    """A named tensor, not read yet. The shape is row-major."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def kind(self) -> str: ...
+
+    def require_readable(self) -> None:
+        """Raise UnsupportedModel if its kind cannot be turned into numbers here."""
+
+    def float32(self) -> NDArray[np.float32]: ...
+
+    def into(self, out: NDArray[np.float32]) -> None: ...
+
+    def take_rows(self, order: NDArray[np.intp]) -> Tensor: ...
+
+
+class Source(Protocol):
+    """Named tensors and the description that came with them."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def dialect(self) -> Dialect: ...
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]: ...
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """config.json, or the key-values of a GGUF file."""
+
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        """generation_config.json; empty where there is none."""

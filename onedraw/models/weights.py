@@ -1,0 +1,169 @@
+"""Rules as data: which tensor of a checkpoint is which weight of the model, and what to undo on the way.
+
+In: a checkpoint, a ModelSpec and the rules of its dialect. Out: Weights, checked as a whole (every weight is there in
+the right shape, every tensor is claimed) and then read layer by layer, so that memory holds one layer beside the model.
+
+Weights, all float32, matrices as [outputs, inputs]
+    outer      embed [V, E]  norm [E]  head [V, E] (absent where tied)
+    layer      attn_norm  q [H·D, E]  k [K·D, E]  v [K·D, E]  o [E, H·D]  mlp_norm  gate [F, E]  up [F, E]  down [E, F]
+               and where the spec says so q_bias k_bias v_bias o_bias q_norm [D] k_norm [D] gate_bias up_bias down_bias
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onedraw.errors import Corrupt, UnsupportedModel
+from onedraw.models.source import Source, Tensor
+from onedraw.models.spec import ModelSpec
+
+Where = tuple[int | None, str]  # (layer, weight); layer None for the outer ones
+Shape = tuple[int, ...]
+Read = dict[str, NDArray[np.float32]]
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """One dialect's names: weight → stored name, with {layer} for the index."""
+
+    outer: Mapping[str, str]
+    layer: Mapping[str, str]
+    ignored: str = r"(?!)"  # a pattern of names that hold nothing we need
+    permuted: frozenset[str] = frozenset()  # weights whose rows stand in interleaved order, per head
+
+    def stored(self, where: Where) -> str:
+        layer, weight = where
+        return self.outer[weight] if layer is None else self.layer[weight].format(layer=layer)
+
+
+def _pairs(prefix: str, names: str) -> dict[str, str]:
+    """'q=attn_q.weight k=…' → a table, each stored name behind the prefix."""
+    return {weight: prefix + stored for weight, _, stored in (pair.partition("=") for pair in names.split())}
+
+
+SAFETENSORS = Rules(
+    outer=_pairs("", "embed=model.embed_tokens.weight norm=model.norm.weight head=lm_head.weight"),
+    layer=_pairs(
+        "model.layers.{layer}.",
+        """attn_norm=input_layernorm.weight mlp_norm=post_attention_layernorm.weight
+        q=self_attn.q_proj.weight k=self_attn.k_proj.weight v=self_attn.v_proj.weight o=self_attn.o_proj.weight
+        q_bias=self_attn.q_proj.bias k_bias=self_attn.k_proj.bias v_bias=self_attn.v_proj.bias o_bias=self_attn.o_proj.bias
+        q_norm=self_attn.q_norm.weight k_norm=self_attn.k_norm.weight
+        gate=mlp.gate_proj.weight up=mlp.up_proj.weight down=mlp.down_proj.weight
+        gate_bias=mlp.gate_proj.bias up_bias=mlp.up_proj.bias down_bias=mlp.down_proj.bias""",
+    ),
+    ignored=r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
+)
+GGUF = Rules(
+    outer=_pairs("", "embed=token_embd.weight norm=output_norm.weight head=output.weight"),
+    layer=_pairs(
+        "blk.{layer}.",
+        """attn_norm=attn_norm.weight mlp_norm=ffn_norm.weight
+        q=attn_q.weight k=attn_k.weight v=attn_v.weight o=attn_output.weight
+        q_bias=attn_q.bias k_bias=attn_k.bias v_bias=attn_v.bias o_bias=attn_output.bias
+        q_norm=attn_q_norm.weight k_norm=attn_k_norm.weight
+        gate=ffn_gate.weight up=ffn_up.weight down=ffn_down.weight
+        gate_bias=ffn_gate.bias up_bias=ffn_up.bias down_bias=ffn_down.bias""",
+    ),
+    ignored=r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd(\.weight)?",  # the first is read with the rope
+)
+GGUF_PERMUTED = Rules(
+    outer=GGUF.outer, layer=GGUF.layer, ignored=GGUF.ignored, permuted=frozenset({"q", "k", "q_bias", "k_bias"})
+)
+PLAIN = Rules(
+    outer={weight: weight for weight in SAFETENSORS.outer},
+    layer={weight: f"layers.{{layer}}.{weight}" for weight in SAFETENSORS.layer},
+)
+
+
+# ------------------------------------------------------------------ what a spec needs
+
+
+def outer_shapes(spec: ModelSpec) -> dict[str, Shape]:
+    shapes: dict[str, Shape] = {"embed": (spec.vocab, spec.hidden), "norm": (spec.hidden,)}
+    return shapes if spec.tied else {**shapes, "head": (spec.vocab, spec.hidden)}
+
+
+def layer_shapes(spec: ModelSpec, index: int) -> dict[str, Shape]:
+    a, m, hidden = spec.layers[index].mixer, spec.layers[index].feed_forward, spec.hidden
+    q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    shapes: dict[str, Shape] = {"attn_norm": (hidden,), "q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, q)}
+    shapes |= {"mlp_norm": (hidden,), "gate": (m.width, hidden), "up": (m.width, hidden), "down": (hidden, m.width)}
+    if a.qkv_bias:
+        shapes |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
+    if a.out_bias:
+        shapes |= {"o_bias": (hidden,)}
+    if a.qk_norm:
+        shapes |= {"q_norm": (a.head_dim,), "k_norm": (a.head_dim,)}
+    if m.bias:
+        shapes |= {"gate_bias": (m.width,), "up_bias": (m.width,), "down_bias": (hidden,)}
+    return shapes
+
+
+def all_shapes(spec: ModelSpec) -> dict[Where, Shape]:
+    shapes: dict[Where, Shape] = {(None, weight): shape for weight, shape in outer_shapes(spec).items()}
+    for index in range(len(spec.layers)):
+        shapes |= {(index, weight): shape for weight, shape in layer_shapes(spec, index).items()}
+    return shapes
+
+
+# ------------------------------------------------------------------ reading
+
+
+class Weights:
+    """The weights of one checkpoint. Complete when made: what is missing, misshapen or unclaimed was refused."""
+
+    def __init__(self, source: Source, spec: ModelSpec, rules: Rules) -> None:
+        self.spec = spec
+        self._rules = rules
+        self._tensors: dict[Where, Tensor] = {}
+        for where, shape in all_shapes(spec).items():
+            self._tensors[where] = _find(source, rules.stored(where), shape)
+        _refuse_unclaimed(source, spec, rules, {tensor.name for tensor in self._tensors.values()})
+
+    def tensor(self, layer: int | None, weight: str) -> Tensor:
+        """One weight, still packed, its rows in our order."""
+        tensor = self._tensors[layer, weight]
+        if layer is None or weight not in self._rules.permuted:
+            return tensor
+        mixer = self.spec.layers[layer].mixer
+        return tensor.take_rows(half_split_order(mixer.heads if weight.startswith("q") else mixer.kv_heads, mixer.head_dim))
+
+    def read(self, layer: int | None, weight: str) -> NDArray[np.float32]:
+        return self.tensor(layer, weight).float32()
+
+    def outer(self) -> Read:
+        """embed, norm and, unless tied, head."""
+        return {weight: self.read(None, weight) for weight in outer_shapes(self.spec)}
+
+    def layer(self, index: int) -> Read:
+        return {weight: self.read(index, weight) for weight in layer_shapes(self.spec, index)}
+
+
+def half_split_order(heads: int, head_dim: int) -> NDArray[np.intp]:
+    """Undoes what converters do to q and k: pairs that stand side by side go back to (i, i + head_dim / 2)."""
+    return np.arange(heads * head_dim).reshape(heads, head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+
+
+def _find(source: Source, name: str, shape: Shape) -> Tensor:
+    tensor = source.tensors.get(name)
+    if tensor is None:
+        raise Corrupt(f"{source.path}: tensor {name} is missing")
+    if tensor.shape != shape:
+        raise Corrupt(f"{source.path}: tensor {name} has shape {list(tensor.shape)}, the model needs {list(shape)}")
+    tensor.require_readable()
+    return tensor
+
+
+def _refuse_unclaimed(source: Source, spec: ModelSpec, rules: Rules, claimed: set[str]) -> None:
+    """A tensor nobody reads may be half of the model."""
+    ignored = re.compile(rules.ignored)
+    copies = {rules.outer["head"]} if spec.tied else set()  # a tied head may be stored a second time
+    for name in source.tensors:
+        if name not in claimed and name not in copies and not ignored.fullmatch(name):
+            raise UnsupportedModel(f"{source.path}: tensor {name} has no place in a {spec.family} model of this description")

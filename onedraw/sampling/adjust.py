@@ -1,0 +1,124 @@
+"""What only the host knows about a choice, as sparse adjustments of single tokens.
+
+In: parameters, history and the drafts before a position. Out: an Adjustment: penalties of "don't repeat yourself",
+and banned tokens (bad words, minimum length). The law and every fast sampler read the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from onedraw.types import DryParams, History, SamplingParams
+
+LONGEST_MATCH = 64  # a longer repetition is penalized like one of this length; bounds the work of one choice
+_LARGEST = float(np.finfo(np.float32).max)
+
+Tokens = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Adjustment:
+    """Tokens that lose a value, and tokens that may not be chosen. Ids are distinct within each."""
+
+    penalized: tuple[tuple[int, float], ...] = ()
+    banned: tuple[int, ...] = ()
+
+
+NOTHING = Adjustment()
+
+
+class Recall:
+    """The tokens of one history as an array that follows its growth. Owner: whoever chooses for that history.
+
+    Without it every choice would copy the whole history. Settled tokens never change, so a longer history of the same
+    request only adds; a shorter one is read again.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: Tokens = np.empty(256, dtype=np.int64)
+        self._known = 0
+
+    def read(self, history: History, drafts: Sequence[int]) -> Tokens:
+        """History and drafts. The array is only good until the next read."""
+        known, stop = len(history), len(history) + len(drafts)
+        if known < self._known:
+            self._known = 0
+        if stop > len(self._tokens):
+            self._tokens = np.concatenate([self._tokens, np.empty(2 * stop - len(self._tokens), dtype=np.int64)])
+        if known > self._known:
+            self._tokens[self._known : known] = history.slice(self._known, known)
+            self._known = known
+        if drafts:
+            self._tokens[known:stop] = drafts
+        return self._tokens[:stop]
+
+
+def adjustment(params: SamplingParams, history: History, drafts: Sequence[int] = (), recall: Recall | None = None) -> Adjustment:
+    """What the host knows of the position after `history` and `drafts`. `recall` only saves time."""
+    chosen = len(history.output) + len(drafts)
+    penalized: tuple[tuple[int, float], ...] = ()
+    if params.dry is not None and params.dry.multiplier > 0:
+        penalized = dry_penalties((recall or Recall()).read(history, drafts), params.dry)
+    banned: set[int] = set()
+    if params.bad_words:
+        banned.update(completions(params.bad_words, history.output, drafts))
+    if chosen < params.min_tokens:
+        banned |= params.stop_ids
+    if not penalized and not banned:
+        return NOTHING
+    return Adjustment(penalized, tuple(sorted(banned)))
+
+
+def inside(ids: Collection[int], vocab: int) -> Iterable[int]:
+    """The ids that the vocabulary has. An id it lacks cannot be chosen anyway."""
+    return (token for token in ids if 0 <= token < vocab)
+
+
+def completions(words: Sequence[tuple[int, ...]], output: Sequence[int], drafts: Sequence[int]) -> set[int]:
+    """Last tokens of the words whose other tokens stand at the end of the output; of single-token words always."""
+    longest = max(map(len, words)) - 1
+    tail = (*output[max(0, len(output) - longest) :], *drafts)
+    return {word[-1] for word in words if len(word) == 1 or tail[1 - len(word) :] == word[:-1]}
+
+
+def dry_penalties(tokens: Tokens, dry: DryParams) -> tuple[tuple[int, float], ...]:
+    """(token, penalty) for every token that would continue a repetition, by its longest match.
+
+    All earlier places of the last token are compared backwards together; most drop out at once. A breaker ends a match
+    and is never penalized itself, since continuing with it would cross it.
+    """
+    tokens = tokens[-dry.range :] if dry.range else tokens
+    cap = max(LONGEST_MATCH, dry.allowed_length)
+    if len(tokens) < 2 or int(tokens[-1]) in dry.breakers:
+        return ()
+    ends = np.flatnonzero(tokens[:-1] == tokens[-1])  # where the last token stands, the last place apart
+    lengths = np.ones(len(ends), dtype=np.int64)
+    alive = np.arange(len(ends))
+    for back in range(1, min(cap, len(tokens))):
+        expected = int(tokens[-1 - back])
+        alive = alive[ends[alive] >= back]
+        alive = alive[tokens[ends[alive] - back] == expected]
+        if not len(alive) or expected in dry.breakers:
+            break
+        lengths[alive] = back + 1
+    far_enough = lengths >= dry.allowed_length
+    followers, lengths = tokens[ends[far_enough] + 1], lengths[far_enough]
+    order = np.lexsort((-lengths, followers))  # by follower, its longest match first
+    unique, first = np.unique(followers[order], return_index=True)
+    longest = lengths[order][first]
+    return tuple(
+        (token, _penalty(dry, length))
+        for token, length in zip(unique.tolist(), longest.tolist(), strict=True)
+        if token not in dry.breakers
+    )
+
+
+def _penalty(dry: DryParams, length: int) -> float:
+    try:
+        return min(dry.multiplier * dry.base ** (length - dry.allowed_length), _LARGEST)
+    except OverflowError:
+        return _LARGEST

@@ -1,0 +1,162 @@
+"""The law of choosing, as a definition: slow, plain, one position at a time. The judge of every fast sampler.
+
+In: the logits of a position, the parameters, the history and the drafts before it. Out: scores, a token, logprobs,
+a checksum.
+
+Order of the law, all in float32:
+    1  logit bias
+    2  repetition, frequency and presence penalties, then DRY
+    3  bans: bad words, minimum length
+    4  temperature: scores become (score - best) / temperature, so the best stands at 0 and nothing overflows;
+       temperature 0 only subtracts the best, and is not filtered
+    5  min-p: not below log(min_p)
+    6  top-k: not below the k-th value
+    7  top-p: the smallest set {score >= threshold} with enough of the mass that 5 and 6 left
+
+Filters 5 to 7 keep everything not below a threshold, so ties stay together and there is always a token left.
+Sums over the vocabulary are sums of integers, mass = floor(exp(score - best) * 2^40): exact in any order, hence equal
+for any number of rows, threads or blocks. Inside, a token's *deficit* is best - score: zero or more, infinite if banned.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from onedraw.sampling.adjust import adjustment, inside
+from onedraw.sampling.noise import Floats, gumbel
+from onedraw.types import Choice, History, Logprobs, SamplingParams
+
+MASS_BITS = 40
+SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)  # a smaller one would be 0 in float32
+NO_TOKEN = -1
+
+Integers = npt.NDArray[np.int64]
+
+
+def law(logits: Floats, params: SamplingParams, history: History, drafts: Sequence[int] = ()) -> Floats:
+    """The scores of all tokens, the best at 0, what may not be chosen at -inf.   [V]
+
+    Logits with NaN or +inf are a fault of the model, not a distribution: nothing may be chosen from them.
+    """
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # extreme parameters end as ±inf or NaN
+        scores = _adjusted(logits, params, history, drafts)
+        best = scores.max() + np.float32(0)  # -0.0 becomes 0.0
+        if not (logits.max() < np.inf and np.isfinite(best)):
+            return np.full_like(logits, -np.inf)
+        deficit: Floats = best - scores
+        if params.temperature > 0:
+            deficit /= np.float32(max(params.temperature, SMALLEST_TEMPERATURE))
+            deficit[deficit > _limit(deficit, params)] = np.inf
+    return np.subtract(np.float32(0), deficit)
+
+
+def choose(logits: Floats, params: SamplingParams, history: History, drafts: Sequence[int] = ()) -> int:
+    """The token of the position after `history` and `drafts`; NO_TOKEN if the law leaves none."""
+    return _pick(law(logits, params, history, drafts), params, len(history) + len(drafts))
+
+
+def choice(logits: Floats, params: SamplingParams, history: History, drafts: Sequence[int] = ()) -> Choice | None:
+    """The token with whatever the parameters ask to know about it; None if the law leaves none."""
+    scores = law(logits, params, history, drafts)
+    token = _pick(scores, params, len(history) + len(drafts))
+    if token == NO_TOKEN:
+        return None
+    found: Logprobs | None = None
+    if params.logprobs is not None:
+        found = logprobs(logits if params.logprobs_mode == "raw" else scores, token, params.logprobs)
+    return Choice(token, found, checksum(logits, scores) if params.checksums else None)
+
+
+def logprobs(scores: Floats, token: int, top: int) -> Logprobs:
+    """Log-softmax of `scores` (logits for raw ones, the law's for processed ones) at `token`, and the likeliest.
+
+    Best first, the lowest id first among equals; what cannot be chosen is not listed.
+    """
+    deficit = (scores.max() + np.float32(0)) - scores
+    values = log_shares(deficit, int(masses(deficit).sum()))
+    order = np.argsort(deficit, kind="stable")[:top]
+    return Logprobs(float(values[token]), tuple((int(i), float(values[i])) for i in order if deficit[i] < np.inf))
+
+
+def log_shares(deficit: Floats, total: int) -> Floats:
+    """The logprobs that deficits have where all masses add up to `total`: in float64, then rounded to float32."""
+    return ((0.0 - deficit.astype(np.float64)) - math.log(total / 2**MASS_BITS)).astype(np.float32)
+
+
+def masses(deficit: Floats) -> Integers:
+    """floor(exp(-deficit) * 2^40); the best token has exactly 2^40."""
+    return (np.exp(-deficit) * np.float32(2.0**MASS_BITS)).astype(np.int64)
+
+
+def min_p_limit(min_p: float) -> float:
+    """The largest deficit that min-p keeps, to be rounded to float32."""
+    return -math.log(min_p) if min_p > 0 else math.inf
+
+
+def checksum(logits: Floats, scores: Floats) -> int:
+    """63 bits over the exact bits of logits and scores. Order-free, and any change of one value changes it."""
+    first, second = checksum_weights(len(logits))
+    total = int((_bits(logits) * first).sum()) + int((_bits(scores) * second).sum())  # each modulo 2^64
+    return total & (2**63 - 1)
+
+
+@lru_cache(maxsize=8)
+def checksum_weights(vocab: int) -> tuple[Integers, Integers]:
+    """Odd 64-bit weights by token id, one vector for logits and one for scores."""
+    words = np.arange(1, 2 * vocab + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    words = (words ^ words >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ words >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    weights = (words | np.uint64(1)).view(np.int64)
+    return weights[:vocab], weights[vocab:]
+
+
+def _pick(scores: Floats, params: SamplingParams, position: int) -> int:
+    if scores.max() == -np.inf:
+        return NO_TOKEN
+    if not params.greedy:
+        scores = scores + gumbel(params.seed, position, len(scores))
+    return int(scores.argmax())  # the first of equals, which is the lowest id
+
+
+def _adjusted(logits: Floats, params: SamplingParams, history: History, drafts: Sequence[int]) -> Floats:
+    """Steps 1 to 3."""
+    scores = logits.copy()
+    for token, value in params.logit_bias:
+        if 0 <= token < len(scores):
+            scores[token] += np.float32(value)
+    if params.counts_history:
+        output = np.bincount(np.array([*history.output, *drafts], dtype=np.int64), minlength=len(scores))
+        seen = output > 0
+        seen[list(history.prompt)] = True
+        penalty = np.float32(params.repetition_penalty)
+        scores = np.where(seen, np.where(scores > 0, scores / penalty, scores * penalty), scores)
+        scores -= output.astype(np.float32) * np.float32(params.frequency_penalty)
+        scores -= (output > 0).astype(np.float32) * np.float32(params.presence_penalty)
+    host = adjustment(params, history, drafts)
+    for token, value in host.penalized:
+        scores[token] -= np.float32(value)
+    scores[list(inside(host.banned, len(scores)))] = -np.inf
+    return scores
+
+
+def _limit(deficit: Floats, params: SamplingParams) -> np.float32:
+    """Steps 5 to 7 as one number: the largest deficit that is kept."""
+    limit = np.float32(min_p_limit(params.min_p))
+    if 0 < params.top_k < len(deficit):
+        limit = min(limit, np.sort(deficit)[params.top_k - 1])
+    if params.top_p < 1:
+        kept = np.sort(deficit[deficit <= limit])
+        running = masses(kept).cumsum()
+        total = int(running[-1])
+        target = min(max(math.ceil(params.top_p * float(total)), 1), total)
+        limit = min(limit, kept[np.searchsorted(running, target)])
+    return limit
+
+
+def _bits(values: Floats) -> Integers:
+    return np.ascontiguousarray(values).view(np.int32).astype(np.int64)

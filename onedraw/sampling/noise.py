@@ -1,0 +1,110 @@
+"""Noise that is a value: asked for by (seed, position, token id), never drawn from a generator that remembers.
+
+In: a seed below 2^53, an absolute position, a vocabulary size. Out: integers, and the Gumbel noise made of them.
+
+The integers are the definition, and every backend must compute the same ones:
+
+    k0, k1 = the halves of mix64(mix64(seed ^ DOMAIN) + position)
+    bits   = mix32(mix32(id ^ k0) + k1) >> 8                24 bits, all modulo 2^32
+    u      = (bits + 1/2) / 2^24                            never 0, never 1
+    g      = -log(-log u)                                   float32, within [-2.86, 17.33]
+
+The logarithms are taken in float32 from arguments that are exact: log(u) in the lower half, log1p(-(1 - u)) in
+the upper one, so both ends are accurate and everything is finite.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from onedraw.types import SEED_LIMIT
+
+BITS = 24
+HALF = 2 ** (BITS - 1)
+
+# Odd multipliers and shifts of well-known finalizers: every step is a bijection, and together they avalanche.
+MULTIPLIERS_32 = (0x7FEB352D, 0x846CA68B)
+SHIFTS_32 = (16, 15, 16)
+_MULTIPLIERS_64 = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_MASK_64 = 2**64 - 1
+
+# Each use of a seed hashes in its own domain: a child's seed has nothing to do with the noise of its parent.
+_NOISE_DOMAIN = 0x6F6E65647261776E
+_CHILD_DOMAIN = 0x6368696C64726E21
+_PROMPT_DOMAIN = 0x70726F6D70747321
+
+Floats = npt.NDArray[np.float32]
+Bits = npt.NDArray[np.uint32]
+
+
+def key(seed: int, position: int) -> tuple[int, int]:
+    """Two 32-bit words. For one seed no two positions have the same pair."""
+    word = _hash(seed, position, _NOISE_DOMAIN)
+    return word & 0xFFFFFFFF, word >> 32
+
+
+def uniform_bits(seed: int, position: int, vocab: int) -> Bits:
+    """24 uniform bits for every token id.   [V]"""
+    first, second = key(seed, position)
+    words = _ids(vocab) ^ np.uint32(first)
+    _mix32(words)
+    words += np.uint32(second)
+    _mix32(words)
+    words >>= np.uint32(32 - BITS)
+    return words
+
+
+def gumbel(seed: int, position: int, vocab: int) -> Floats:
+    """The noise of one position.   [V]"""
+    return gumbel_of(uniform_bits(seed, position, vocab))
+
+
+def gumbel_of(bits: Bits) -> Floats:
+    """-log(-log u) of 24-bit integers, in float32."""
+    whole = bits.astype(np.float32)
+    below = (whole + np.float32(0.5)) * np.float32(2.0**-BITS)  # u, exact in the lower half
+    # 1 - u, exact in the upper half; cut to one half elsewhere, where it is not used and could round to 1.
+    above = np.minimum((np.float32(2.0**BITS) - whole - np.float32(0.5)) * np.float32(2.0**-BITS), np.float32(0.5))
+    logarithm: Floats = np.where(bits < HALF, np.log(below), np.log1p(-above))
+    noise: Floats = -np.log(-logarithm)
+    return noise
+
+
+def child_seed(seed: int, index: int) -> int:
+    """The seed of choice `index` of n; child 0 has the request's own."""
+    return seed if index == 0 else _hash(seed, index, _CHILD_DOMAIN) % SEED_LIMIT
+
+
+def prompt_seed(seed: int, index: int) -> int:
+    """The seed of prompt `index` of a list; prompt 0 has the request's own."""
+    return seed if index == 0 else _hash(seed, index, _PROMPT_DOMAIN) % SEED_LIMIT
+
+
+def _hash(seed: int, number: int, domain: int) -> int:
+    return _mix64(_mix64(seed ^ domain) + number & _MASK_64)
+
+
+def _mix64(word: int) -> int:
+    word = (word ^ word >> 30) * _MULTIPLIERS_64[0] & _MASK_64
+    word = (word ^ word >> 27) * _MULTIPLIERS_64[1] & _MASK_64
+    return word ^ word >> 31
+
+
+def _mix32(words: Bits) -> None:
+    """In place: shift, multiply, shift, multiply, shift."""
+    first, second, third = SHIFTS_32
+    words ^= words >> np.uint32(first)
+    words *= np.uint32(MULTIPLIERS_32[0])
+    words ^= words >> np.uint32(second)
+    words *= np.uint32(MULTIPLIERS_32[1])
+    words ^= words >> np.uint32(third)
+
+
+@lru_cache(maxsize=8)
+def _ids(vocab: int) -> Bits:
+    ids = np.arange(vocab, dtype=np.uint32)
+    ids.flags.writeable = False
+    return ids

@@ -1,0 +1,220 @@
+"""The HTTP face of a door: routes, and nothing that decides anything.
+
+In: a Door and ServerOptions. Out: a FastAPI app. The walk: guards → protocol → completion → parts → reply.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from onedraw.door import Door
+from onedraw.errors import Draining, NotFound, OnedrawError
+from onedraw.server.completion import Job, chat_prompt, pieces, prepare
+from onedraw.server.errors import error_response
+from onedraw.server.guards import Catcher, KeyGuard, read_body, read_json, until_gone
+from onedraw.server.metrics import Meters, Watch
+from onedraw.server.options import ServerOptions
+from onedraw.server.parts import Part, Tally, Teller
+from onedraw.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Parsed, RequestT, TokenizeRequest, parse
+from onedraw.server.reply import Json, Scribe
+from onedraw.server.stream import EventStream
+from onedraw.wishes import check_ids
+
+
+class Desk:
+    """Answers requests for one door. `draining` is set once, by `serve`, when the server is told to stop."""
+
+    def __init__(self, door: Door, options: ServerOptions) -> None:
+        self.door = door
+        self.options = options
+        self.meters = Meters(door.service.stats, door.card.name)
+        self.draining = False
+
+    # ------------------------------------------------------------------ replies
+
+    async def complete(self, request: Request) -> Response:
+        return await self._answer(request, CompletionRequest)
+
+    async def chat(self, request: Request) -> Response:
+        return await self._answer(request, ChatRequest)
+
+    async def _answer(self, request: Request, kind: type[CompletionRequest] | type[ChatRequest]) -> Response:
+        watch = Watch(self.meters)
+        parsed: Parsed[CompletionRequest | ChatRequest] = await self._read(request, kind)
+        wanted = parsed.request
+        self._refuse_when_closed()
+        job = await asyncio.to_thread(prepare, wanted, self.door)  # a long text takes long to tokenize
+        headers = _headers(parsed.ignored) | {"x-request-id": job.id}
+        telling = Telling(job, door=self.door, watch=watch)
+        if not wanted.stream:
+            return JSONResponse(await until_gone(request.receive, telling.whole()), headers=headers)
+        include_usage = wanted.stream_options is not None and wanted.stream_options.include_usage
+        chunks = telling.chunks(include_usage=include_usage)
+        # What fails before the first token still gets a status of its own.
+        first = await until_gone(request.receive, anext(chunks))
+        return EventStream(_after(first, chunks), headers)
+
+    # ------------------------------------------------------------------ tokens
+
+    async def tokenize(self, request: Request) -> Response:
+        parsed = await self._read(request, TokenizeRequest)
+        ids = await asyncio.to_thread(self._tokens, parsed.request)
+        body = {"tokens": list(ids), "count": len(ids), "max_model_len": self.door.card.max_context}
+        return JSONResponse(body, headers=_headers(parsed.ignored))
+
+    def _tokens(self, wanted: TokenizeRequest) -> tuple[int, ...]:
+        if wanted.prompt is None:
+            return chat_prompt(wanted, self.door)
+        return self.door.encode(wanted.prompt, add_special=wanted.add_special_tokens)
+
+    async def detokenize(self, request: Request) -> Response:
+        parsed = await self._read(request, DetokenizeRequest)
+        check_ids("tokens", tuple(parsed.request.tokens), vocab=self.door.card.vocab)
+        text = await asyncio.to_thread(self.door.tokenizer.decode, parsed.request.tokens, skip_special=False)
+        return JSONResponse({"prompt": text}, headers=_headers(parsed.ignored))
+
+    # ------------------------------------------------------------------ about the server
+
+    async def models(self) -> Response:
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def model(self, name: str) -> Response:
+        self._check_model(name)
+        return JSONResponse(self._card())
+
+    async def health(self) -> Response:
+        self._refuse_when_closed()
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(self) -> Response:
+        return Response(self.meters.text(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    # ------------------------------------------------------------------ inside
+
+    async def _read(self, request: Request, kind: type[RequestT]) -> Parsed[RequestT]:
+        body = await read_body(request, limit=self.options.max_body)
+        parsed = parse(kind, read_json(body), lenient=self.options.lenient)
+        self._check_model(getattr(parsed.request, "model", None))
+        return parsed
+
+    def _check_model(self, name: str | None) -> None:
+        card = self.door.card
+        if name is not None and name != card.name and name not in self.options.aliases:
+            raise NotFound(f"the model {name!r} is not served here; this server has {card.name!r}", param="model")
+
+    def _refuse_when_closed(self) -> None:
+        if self.draining or not self.door.service.ready:
+            raise Draining("the server is shutting down and takes no new requests")
+
+    def _card(self) -> Json:
+        card = self.door.card
+        return {
+            "id": card.name,
+            "object": "model",
+            "created": card.created,
+            "owned_by": "onedraw",
+            "max_model_len": card.max_context,
+            "defaults": dict(card.defaults),
+            "eos_token_ids": list(card.eos_ids),
+            "fingerprint": card.fingerprint,
+            "family": card.family,
+            "vocab": card.vocab,
+            "dtype": card.dtype,
+            "device": card.device,
+            "aliases": list(self.options.aliases),
+        }
+
+
+class Telling:
+    """One job being told: as chunks, or folded into a whole reply."""
+
+    def __init__(self, job: Job, *, door: Door, watch: Watch) -> None:
+        self._job = job
+        self._door = door
+        self._watch = watch
+        self._tally = Tally(job)
+
+    async def _parts(self) -> AsyncGenerator[Part, None]:
+        teller = Teller(self._job, self._door.tokenizer)
+        async with aclosing(pieces(self._job, self._door)) as stream:
+            async for piece in stream:
+                self._watch.see(piece)
+                self._tally.note(piece)
+                yield teller.tell(piece)
+
+    async def chunks(self, *, include_usage: bool) -> AsyncGenerator[dict[str, Any], None]:
+        scribe = Scribe(self._job, card=self._door.card, tokenizer=self._door.tokenizer, include_usage=include_usage)
+        async with aclosing(self._parts()) as parts:
+            async for part in parts:
+                for chunk in scribe.chunks(part):
+                    yield chunk
+        if include_usage:
+            yield scribe.usage_chunk(self._tally.total())
+
+    async def whole(self) -> dict[str, Any]:
+        scribe = Scribe(self._job, card=self._door.card, tokenizer=self._door.tokenizer)
+        said: dict[int, list[Part]] = {}
+        async with aclosing(self._parts()) as parts:
+            async for part in parts:
+                said.setdefault(part.index, []).append(part)
+        return scribe.whole(said, self._tally.total())
+
+
+async def _after(first: dict[str, Any], chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[dict[str, Any], None]:
+    async with aclosing(chunks):
+        yield first
+        async for chunk in chunks:
+            yield chunk
+
+
+def _headers(ignored: tuple[str, ...]) -> dict[str, str]:
+    """Names of ignored fields as the caller wrote them, kept to what a header can carry."""
+    names = ", ".join(name.encode("ascii", "backslashreplace").decode() for name in ignored)
+    return {"x-onedraw-ignored": "".join(c for c in names if c.isprintable())[:2000]} if ignored else {}
+
+
+async def _on_error(_: Request, error: Exception) -> Response:
+    return error_response(error)
+
+
+def create_app(door: Door, options: ServerOptions) -> FastAPI:
+    """The app; `app.state.desk` answers."""
+    app = FastAPI(title="onedraw", docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.desk = desk = Desk(door, options)
+    for path, get in (("/v1/models", desk.models), ("/v1/models/{name:path}", desk.model)):
+        app.add_api_route(path, get, methods=["GET"], response_model=None)
+    for path, get in (("/health", desk.health), ("/metrics", desk.metrics)):
+        app.add_api_route(path, get, methods=["GET"], response_model=None)
+    posts = {
+        "/v1/completions": desk.complete,
+        "/v1/chat/completions": desk.chat,
+        "/tokenize": desk.tokenize,
+        "/detokenize": desk.detokenize,
+    }
+    for path, post in posts.items():
+        app.add_api_route(path, post, methods=["POST"], response_model=None)
+    app.add_exception_handler(OnedrawError, _on_error)
+    app.add_exception_handler(HTTPException, _on_error)
+    # The last one added stands outermost: cross-origin headers go on every answer, errors included.
+    if options.api_key is not None:
+        app.add_middleware(KeyGuard, key=options.api_key)
+    app.add_middleware(Catcher)
+    if options.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(options.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-onedraw-ignored", "x-request-id", "retry-after"],
+        )
+    return app

@@ -1,0 +1,151 @@
+"""From a request to pieces, without HTTP: prompts, asks, and one stream over all prompts and choices.
+
+In: a typed request and a door. Out: a Job (what to run and what to show), then its pieces, numbered over prompts × n.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Literal, cast
+
+from onedraw.door import Ask, Door, fresh_seed
+from onedraw.errors import BadParameter, BadRequest, Draining
+from onedraw.sampling.noise import child_seed, prompt_seed
+from onedraw.server.protocol import COMPLETION_MAX_TOKENS, ChatRequest, CompletionRequest, Message, Prompt, TokenizeRequest
+from onedraw.types import Piece
+from onedraw.wishes import settle
+
+TEMPLATE_NAMES = frozenset({"messages", "add_generation_prompt", "tools", "self"})  # not for chat_template_kwargs
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request made ready. Choice `c` is child `c % n` of prompt `c // n`."""
+
+    id: str
+    kind: Literal["chat", "completion"]
+    asks: tuple[Ask, ...]
+    n: int
+    echoes: tuple[str | None, ...]  # per prompt: what stands before the reply
+    logprobs: bool
+    token_ids: bool
+    checksums: bool
+
+    def ask_of(self, choice: int) -> Ask:
+        return self.asks[choice // self.n]
+
+    def seed_of(self, choice: int) -> int:
+        return child_seed(self.ask_of(choice).params.seed, choice % self.n)
+
+    @property
+    def choices(self) -> int:
+        return len(self.asks) * self.n
+
+
+def prepare(request: CompletionRequest | ChatRequest, door: Door) -> Job:
+    """Everything that can be wrong with a request is found here. Tokenizes, so it may take a while."""
+    match request:
+        case ChatRequest():
+            job = _chat(request, door)
+        case CompletionRequest():
+            job = _completion(request, door)
+    for ask in job.asks:
+        door.check(ask)
+    return job
+
+
+def _completion(request: CompletionRequest, door: Door) -> Job:
+    identity = f"cmpl-{secrets.token_hex(12)}"
+    seed = fresh_seed() if request.seed is None else request.seed
+    scored = (request.logprobs or 0) if request.echo and (request.logprobs is not None or request.token_limit == 0) else None
+    asks, echoes = [], []
+    for number, prompt in enumerate(request.prompt):
+        ids = door.encode(prompt, add_special=request.add_special_tokens) if isinstance(prompt, str) else prompt
+        wishes = request.wishes(seed=prompt_seed(seed, number), prompt_logprobs=scored)
+        room = max(door.card.max_context - len(ids), 1)
+        asks.append(settle(wishes, door=door, prompt=ids, default_max_tokens=min(COMPLETION_MAX_TOKENS, room), label=identity))
+        echoes.append(_echo(prompt, request, door) if request.echo else None)
+    return _job(identity, "completion", request, asks, echoes=echoes, logprobs=request.logprobs is not None)
+
+
+def _echo(prompt: Prompt, request: CompletionRequest, door: Door) -> str:
+    return prompt if isinstance(prompt, str) else door.tokenizer.decode(prompt, skip_special=request.skip_special_tokens)
+
+
+def _chat(request: ChatRequest, door: Door) -> Job:
+    identity = f"chatcmpl-{secrets.token_hex(12)}"
+    wishes = request.wishes(logprobs=(request.top_logprobs or 0) if request.logprobs else None)
+    try:
+        ask = settle(wishes, door=door, prompt=chat_prompt(request, door), label=identity)
+    except BadRequest as error:
+        if error.param == "prompt":
+            error.param = "messages"  # the caller's name for it
+        raise
+    return _job(identity, "chat", request, [ask], echoes=[None], logprobs=request.logprobs)
+
+
+def _job(
+    identity: str,
+    kind: Literal["chat", "completion"],
+    request: CompletionRequest | ChatRequest,
+    asks: list[Ask],
+    *,
+    echoes: list[str | None],
+    logprobs: bool,
+) -> Job:
+    return Job(
+        id=identity,
+        kind=kind,
+        asks=tuple(asks),
+        n=request.n,
+        echoes=tuple(echoes),
+        logprobs=logprobs,
+        token_ids=request.return_token_ids,
+        checksums=request.return_checksums,
+    )
+
+
+def chat_prompt(request: ChatRequest | TokenizeRequest, door: Door) -> tuple[int, ...]:
+    """The ids of a chat, through the checkpoint's template."""
+    taken = sorted(TEMPLATE_NAMES & set(request.chat_template_kwargs))
+    if taken:
+        raise BadParameter("chat_template_kwargs", f"{taken[0]} cannot be set here")
+    messages: list[Message] = request.messages or []
+    return door.render(
+        [message.plain() for message in messages],
+        add_generation_prompt=request.add_generation_prompt,
+        **request.chat_template_kwargs,
+    )
+
+
+async def pieces(job: Job, door: Door) -> AsyncGenerator[Piece, None]:
+    """The pieces of all choices as they come. Closing it cancels what still runs."""
+    inbox: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+
+    async def pump(number: int, ask: Ask) -> None:
+        try:
+            async with aclosing(cast(AsyncGenerator[Piece, None], door.astream(ask))) as stream:
+                async for piece in stream:
+                    inbox.put_nowait(replace(piece, index=number * job.n + piece.index))
+        except Exception as error:  # handed to the reader, which raises it
+            inbox.put_nowait(error)
+
+    pumps = [asyncio.create_task(pump(number, ask)) for number, ask in enumerate(job.asks)]
+    open_choices = job.choices
+    try:
+        while open_choices:
+            item = await inbox.get()
+            if isinstance(item, Exception):
+                raise item
+            if item.finish == "cancelled":
+                raise Draining("the request was cancelled before it finished")
+            open_choices -= item.finish is not None
+            yield item
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)

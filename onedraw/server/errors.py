@@ -1,0 +1,84 @@
+"""Every error in OpenAI's shape, with a status.
+
+In: an exception. Out: the error object, and the response around it. What we did not foresee gets an id that the log has too.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from http import HTTPStatus
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from onedraw.errors import BadRequest, OnedrawError
+
+log = logging.getLogger("onedraw.server")
+
+PATHS = ("/v1/models", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/health", "/metrics")
+RETRY_SECONDS = 1  # a full queue moves on with every finished reply
+
+
+class BodyTooLarge(BadRequest):
+    code, status = "body_too_large", 413
+
+
+class WrongKey(BadRequest):
+    code, status = "invalid_api_key", 401
+
+
+class ClientGone(Exception):
+    """The client hung up: nobody is left to answer."""
+
+
+def known(error: Exception) -> OnedrawError:
+    """The error as one we say on purpose; an unforeseen one is logged with an id and told by that id alone."""
+    if isinstance(error, OnedrawError):
+        return error
+    if isinstance(error, HTTPException):
+        said = OnedrawError(_route_message(error), code=HTTPStatus(error.status_code).phrase.lower().replace(" ", "_"))
+        said.status = error.status_code
+        return said
+    identity = f"err-{secrets.token_hex(6)}"
+    log.error("%s: unexpected error", identity, exc_info=error)
+    return OnedrawError(f"unexpected error {identity}; the server's log has the details under this id", code="internal_error")
+
+
+def _route_message(error: HTTPException) -> str:
+    match error.status_code:
+        case 404:
+            return f"no such path; the paths are {', '.join(PATHS)}"
+        case 405:
+            return "this path does not take this method"
+        case _:
+            return str(error.detail)
+
+
+def error_object(error: OnedrawError) -> dict[str, Any]:
+    return {"error": {"message": str(error), "type": _type(error.status), "param": error.param, "code": error.code}}
+
+
+def _type(status: int) -> str:
+    match status:
+        case 401:
+            return "authentication_error"
+        case 404:
+            return "not_found_error"
+        case 429:
+            return "rate_limit_error"
+        case 503:
+            return "service_unavailable_error"
+        case _:
+            return "invalid_request_error" if status < 500 else "server_error"
+
+
+def error_response(error: Exception) -> JSONResponse:
+    said = known(error)
+    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+    if said.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if said.status in (429, 503):
+        headers["retry-after"] = str(RETRY_SECONDS)
+    return JSONResponse(error_object(said), status_code=said.status, headers=headers)

@@ -1,0 +1,174 @@
+"""What we do with every field of a request: one table as data, the judge of incoming bodies and the source of docs/api.md.
+
+In: a JSON object and the rules of its kind. Out: the honoured fields alone, ready for the typed models of `protocol.py`.
+The honoured rules are read off those models; the rules of all other fields stand here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from onedraw.errors import BadParameter, BadRequest
+
+
+class Treatment(StrEnum):
+    """The four things that can happen to a field. `null` always means: not asked for."""
+
+    HONOURED = "honoured"
+    INERT = "accepted, cannot change the answer"
+    NEUTRAL = "only values that ask for nothing"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    name: str
+    treatment: Treatment
+    note: str
+    neutral: tuple[Any, ...] = ()
+    values: str = ""  # for readers: the type and range
+
+
+def inert(name: str, note: str, *neutral: Any) -> Rule:
+    return Rule(name, Treatment.INERT, note, neutral)
+
+
+def neutral(name: str, note: str, *values: Any) -> Rule:
+    return Rule(name, Treatment.NEUTRAL, note, values)
+
+
+def refused(name: str, note: str) -> Rule:
+    return Rule(name, Treatment.REFUSED, note)
+
+
+_INERT = (
+    inert("user", "who asked"),
+    inert("metadata", "the caller's own notes"),
+    inert("safety_identifier", "who asked"),
+    inert("prompt_cache_key", "the prefix cache needs no key"),
+    inert("prompt_cache_retention", "the prefix cache keeps what was used last"),
+    inert("service_tier", "there is one tier", "auto", "default"),
+    inert("store", "nothing is stored", False),
+    inert("cache_prompt", "a cached prompt has the same bits as a cold one"),
+)
+_SHARED = (
+    *_INERT,
+    neutral("use_beam_search", "no beam search; every reply is one draw, which its seed replays", False),
+    neutral("length_penalty", "belongs to beam search", 1),
+    neutral("early_stopping", "belongs to beam search", False),
+    neutral("include_stop_str_in_output", "the stop string is never part of the text; `stop_reason` names it", False),
+    neutral("spaces_between_special_tokens", "tokens are joined as the tokenizer joins them", True),
+    neutral("return_tokens_as_token_ids", "use `return_token_ids`", False),
+    neutral("priority", "requests are served first come, first served", 0),
+    neutral("typical_p", "no typical sampling", 1),
+    neutral("tfs_z", "no tail-free sampling", 1),
+    neutral("mirostat", "mirostat remembers its past, which no seed and position can replay", 0),
+    refused("prompt_logprobs", "use `echo: true` with `logprobs` on /v1/completions"),
+    refused("truncate_prompt_tokens", "a shortened prompt is another prompt; shorten it before sending"),
+    refused("allowed_token_ids", "use `logit_bias`"),
+    refused("logits_processors", "code in a request is not run"),
+    refused("guided_json", "no constrained output yet"),
+    refused("guided_regex", "no constrained output yet"),
+    refused("guided_choice", "no constrained output yet"),
+    refused("guided_grammar", "no constrained output yet"),
+    refused("structured_outputs", "no constrained output yet"),
+    refused("grammar", "no constrained output yet"),
+    refused("cache_salt", "there is one prefix cache for all callers"),
+    refused("prediction", "no predicted outputs yet"),
+)
+COMPLETION_RULES = (
+    *_SHARED,
+    neutral("best_of", "ask for `n` choices and pick one", 1),
+    neutral("suffix", "no filling in the middle", ""),
+    neutral("response_format", "no constrained output yet", {"type": "text"}),
+)
+CHAT_RULES = (
+    *_SHARED,
+    neutral("tools", "no tool calls yet", []),
+    neutral("tool_choice", "no tool calls yet", "none", "auto"),
+    neutral("parallel_tool_calls", "no tool calls yet", True, False),
+    neutral("functions", "no tool calls yet", []),
+    neutral("function_call", "no tool calls yet", "none", "auto"),
+    neutral("response_format", "no constrained output yet", {"type": "text"}),
+    neutral("modalities", "text only", ["text"]),
+    neutral("verbosity", "ask for it in a message", "medium"),
+    neutral("echo", "use /v1/completions", False),
+    neutral("add_special_tokens", "the chat template writes the special tokens itself", False),
+    neutral("documents", "put them into a message", []),
+    refused("audio", "text only"),
+    refused("reasoning_effort", "pass what the model's template knows in `chat_template_kwargs`"),
+    refused("web_search_options", "the server reads nothing but the request"),
+    refused("chat_template", "the checkpoint's own template is used; render it yourself and use /v1/completions"),
+)
+MESSAGE_RULES = (
+    neutral("tool_calls", "no tool calls yet", []),
+    neutral("annotations", "comes back in replies of other servers", []),
+    refused("tool_call_id", "no tool calls yet"),
+    refused("function_call", "no tool calls yet"),
+    refused("audio", "text only"),
+    neutral("refusal", "comes back in replies of other servers", ""),
+)
+STREAM_RULES = (neutral("include_obfuscation", "chunks are not padded", False),)
+TOKENIZE_RULES = (neutral("return_token_strs", "use /detokenize", False),)
+
+
+def honoured(model: type[BaseModel]) -> tuple[Rule, ...]:
+    """The rules of a model's own fields, with their descriptions."""
+    return tuple(
+        Rule(name, Treatment.HONOURED, info.description or "", values=_values(info)) for name, info in model.model_fields.items()
+    )
+
+
+def _values(info: FieldInfo) -> str:
+    extra = info.json_schema_extra
+    return str(extra["values"]) if isinstance(extra, dict) else ""
+
+
+def table(model: type[BaseModel], rules: tuple[Rule, ...] = ()) -> dict[str, Rule]:
+    return {rule.name: rule for rule in (*honoured(model), *rules)}
+
+
+def sift(
+    raw: Mapping[str, Any], rules: Mapping[str, Rule], *, path: str = "", ignored: list[str] | None = None
+) -> dict[str, Any]:
+    """The honoured fields that ask for something. A field we do not know goes to `ignored`, or is an error without it."""
+    kept: dict[str, Any] = {}
+    for name, value in raw.items():
+        rule = rules.get(name)
+        if value is None:
+            continue
+        if rule is None:
+            if ignored is None:
+                raise _unknown(name, rules, path=path)
+            ignored.append(path + name)
+        elif rule.treatment is Treatment.HONOURED:
+            kept[name] = value
+        elif not _asks_for_nothing(value, rule):
+            raise BadParameter(path + name, _refusal(rule))
+    return kept
+
+
+def _asks_for_nothing(value: Any, rule: Rule) -> bool:
+    if rule.treatment is Treatment.INERT and not rule.neutral:
+        return True
+    # True equals 1 in Python, but asks for something else.
+    return any(isinstance(value, bool) == isinstance(allowed, bool) and value == allowed for allowed in rule.neutral)
+
+
+def _refusal(rule: Rule) -> str:
+    allowed = " or ".join(repr(value) for value in (*rule.neutral, None)).replace("None", "null")
+    allowed = allowed.replace("True", "true").replace("False", "false").replace("'", '"')
+    return f"not supported ({rule.note}); only {allowed} can be sent here"
+
+
+def _unknown(name: str, rules: Mapping[str, Rule], *, path: str) -> BadRequest:
+    near = difflib.get_close_matches(name, [n for n, r in rules.items() if r.treatment is Treatment.HONOURED], n=1, cutoff=0.7)
+    advice = f"did you mean {near[0]}?" if near else "remove it, or serve with --lenient to have unknown fields ignored"
+    return BadRequest(f"{path}{name}: unknown field; {advice}", param=path + name, code="unknown_field")

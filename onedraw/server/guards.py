@@ -1,0 +1,126 @@
+"""What stands between the wire and the routes: key, body limit, JSON, a client that hangs up, errors nobody foresaw.
+
+In: ASGI messages. Out: the same, or an error in OpenAI's shape.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from onedraw.errors import BadRequest
+from onedraw.server.errors import BodyTooLarge, ClientGone, WrongKey, error_response
+
+OPEN_PATHS = frozenset({"/health"})
+
+Result = TypeVar("Result")
+
+
+class KeyGuard:
+    """Lets a request pass with the right key. Compared in constant time, as bytes."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._key = key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._opens(scope):
+            await self._app(scope, receive, send)
+            return
+        wrong = WrongKey("wrong or missing API key; send the header 'Authorization: Bearer KEY'")
+        await error_response(wrong)(scope, receive, send)
+
+    def _opens(self, scope: Scope) -> bool:
+        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        given = key.strip().encode("latin-1")  # the bytes that came over the wire
+        return hmac.compare_digest(given, self._key) and scheme.lower() == "bearer"
+
+
+class Catcher:
+    """Answers what nobody foresaw with 500 and an id. A client that hung up needs no answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def note(message: Message) -> None:
+            nonlocal begun
+            begun = begun or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note)
+        except (ClientGone, ClientDisconnect):
+            return
+        except Exception as error:
+            response = error_response(error)
+            if scope["type"] == "http" and not begun:
+                await response(scope, receive, send)
+
+
+async def read_body(request: Request, *, limit: int) -> bytes:
+    """The body, refused as soon as it is known to be over the limit, with or without a declared length."""
+    declared = request.headers.get("content-length", "")
+    body = bytearray()
+    if not (declared.isdecimal() and int(declared) > limit):
+        async for block in request.stream():
+            body += block
+            if len(body) > limit:
+                break
+        else:
+            return bytes(body)
+    raise BodyTooLarge(f"the body is over the limit of {limit} bytes; send less, or serve with a larger --max-body")
+
+
+def read_json(body: bytes) -> object:
+    """The JSON value of a body. NaN and Infinity pass here: the field that holds them is named later."""
+    try:
+        value: object = json.loads(body)
+    except RecursionError:
+        raise BadRequest("the body is not valid JSON: nested too deeply", code="invalid_json") from None
+    except ValueError as error:  # wrong JSON, wrong encoding, a number of too many digits
+        raise BadRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if isinstance(value, dict) and b"\\u" in body:
+        for name, field in value.items():
+            _refuse_half_characters(name, field)
+    return value
+
+
+def _refuse_half_characters(name: str, value: object) -> None:
+    """JSON can spell half of a surrogate pair, which is no character and has no bytes."""
+    try:
+        json.dumps([name, value], ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        shown = name.encode("utf-8", "replace").decode()
+        raise BadRequest(
+            f"{shown}: holds half of a surrogate pair; send valid Unicode", param=shown, code="invalid_text"
+        ) from None
+
+
+async def until_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of the work, unless the client hangs up before: then the work is cancelled."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        task.cancel()
+        watch.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,109 @@
+"""What `/metrics` shows, under the names people already scrape.
+
+In: the engine's Stats, read when scraped, and the pieces of every reply as they pass. Out: Prometheus text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from onedraw.engine.stats import Stats
+from onedraw.types import Piece
+
+Family = GaugeMetricFamily | CounterMetricFamily
+
+_FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5)
+_SLOW = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
+
+# name, what it says, how it is read from Stats
+_GAUGES: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
+    ("num_requests_running", "Sequences in the batch.", lambda s: s.running),
+    ("num_requests_waiting", "Requests in the queue.", lambda s: s.waiting),
+    ("kv_cache_usage_perc", "Pages in use; 1 is all of them.", lambda s: s.pages_used / max(s.pages_total, 1)),
+)
+_COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
+    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_queries),
+    ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda s: s.prefix_hits),
+    ("prompt_tokens", "Prompt tokens computed.", lambda s: s.prompt_tokens),
+    ("generation_tokens", "Tokens chosen.", lambda s: s.completion_tokens),
+    ("num_preemptions", "Sequences that gave their pages back and began again.", lambda s: s.preemptions),
+    ("spec_decode_num_drafts", "Rows that carried drafts.", lambda s: s.drafts),
+    ("spec_decode_num_draft_tokens", "Tokens drafted.", lambda s: s.draft_tokens),
+    ("spec_decode_num_accepted_tokens", "Drafted tokens kept.", lambda s: s.accepted_tokens),
+    ("engine_turns", "Turns of the engine.", lambda s: s.turns),
+)
+
+
+class EngineCollector(Collector):
+    """Reads the engine's books when asked."""
+
+    def __init__(self, stats: Callable[[], Stats], model: str) -> None:
+        self._stats = stats
+        self._model = model
+
+    def collect(self) -> Iterator[Family]:
+        stats = self._stats()
+        for name, says, read in _GAUGES:
+            gauge = GaugeMetricFamily(name, says, labels=["model_name"])
+            gauge.add_metric([self._model], read(stats))
+            yield gauge
+        for name, says, read in _COUNTERS:
+            counter = CounterMetricFamily(name, says, labels=["model_name"])
+            counter.add_metric([self._model], read(stats))
+            yield counter
+
+
+class Meters:
+    """The meters of one app."""
+
+    def __init__(self, stats: Callable[[], Stats], model: str) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(EngineCollector(stats, model))
+        self._model = model
+        self.first = self._histogram("time_to_first_token_seconds", "From a request's arrival to a choice's first token.", _SLOW)
+        self.between = self._histogram("inter_token_latency_seconds", "From one token of a choice to its next.", _FAST)
+        self.whole = self._histogram("e2e_request_latency_seconds", "From a request's arrival to a choice's end.", _SLOW)
+        self._ended = Counter(
+            "request_success", "Choices that ended, by reason.", ["model_name", "finished_reason"], registry=self._registry
+        )
+
+    def _histogram(self, name: str, says: str, buckets: tuple[float, ...]) -> Histogram:
+        family = Histogram(name, says, ["model_name"], buckets=buckets, registry=self._registry)
+        return family.labels(self._model)
+
+    def ended(self, reason: str) -> None:
+        self._ended.labels(self._model, reason).inc()
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+
+class Watch:
+    """Times the pieces of one request. One owner: its reply."""
+
+    def __init__(self, meters: Meters) -> None:
+        self._meters = meters
+        self._arrival = time.monotonic()
+        self._last: dict[int, float] = {}
+
+    def see(self, piece: Piece) -> None:
+        now = time.monotonic()
+        if piece.choices:
+            self._tokens(piece.index, len(piece.choices), now)
+        if piece.finish is not None:
+            self._meters.whole.observe(now - self._arrival)
+            self._meters.ended(piece.finish)
+
+    def _tokens(self, choice: int, count: int, now: float) -> None:
+        """Tokens of one turn arrive together: the time since the last ones is shared by them."""
+        if choice in self._last:
+            for _ in range(count):
+                self._meters.between.observe((now - self._last[choice]) / count)
+        else:
+            self._meters.first.observe(now - self._arrival)
+        self._last[choice] = now

@@ -1,0 +1,144 @@
+"""What each choice says, piece by piece: text, tokens and their places. Parts of a choice join to the whole.
+
+In: pieces. Out: parts, which `reply.py` writes down either one by one (a stream) or joined (a whole reply).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from onedraw.server.completion import Job
+from onedraw.text.detokenizer import Detokenizer
+from onedraw.text.tokenizer import Tokenizer
+from onedraw.types import Finish, Logprobs, Piece, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token in a reply. `offset` is where its text begins in the text of its choice."""
+
+    id: int
+    logprobs: Logprobs | None
+    checksum: int | None = None
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one choice says at one time. Joined in order, the parts of a choice are its whole reply."""
+
+    index: int
+    seed: int
+    text: str = ""
+    reasoning: str = ""
+    echoed: tuple[Token, ...] = ()  # the prompt's tokens, when it is echoed with logprobs
+    said: tuple[Token, ...] = ()
+    finish: Finish | None = None
+    stop_reason: str | int | None = None
+    prompt_ids: tuple[int, ...] | None = None  # on the first part
+
+
+def join(parts: Sequence[Part]) -> Part:
+    """The whole reply of a choice from its parts, first to last."""
+    return replace(
+        parts[0],
+        text="".join(part.text for part in parts),
+        reasoning="".join(part.reasoning for part in parts),
+        echoed=tuple(token for part in parts for token in part.echoed),
+        said=tuple(token for part in parts for token in part.said),
+        finish=parts[-1].finish,
+        stop_reason=parts[-1].stop_reason,
+    )
+
+
+class Teller:
+    """Turns the pieces of a job into parts. One owner: the reply that reads them."""
+
+    def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
+        self._job = job
+        self._tokenizer = tokenizer
+        self._places: dict[int, Places] = {}  # per choice that has begun
+
+    def tell(self, piece: Piece) -> Part:
+        ask = self._job.ask_of(piece.index)
+        part = Part(
+            index=piece.index,
+            seed=self._job.seed_of(piece.index),
+            text="" if piece.channel == "reasoning" else piece.text,
+            reasoning=piece.text if piece.channel == "reasoning" else "",
+            finish=piece.finish,
+            stop_reason=piece.stop_reason,
+        )
+        if piece.index not in self._places:
+            self._places[piece.index] = Places(self._tokenizer, skip_special=ask.skip_special)
+            part = self._begin(part, piece)
+        places = self._places[piece.index]
+        said = (Token(c.token, c.logprobs, c.checksum, places.next(c.token)) for c in piece.choices)
+        return replace(part, said=tuple(said))
+
+    def _begin(self, part: Part, piece: Piece) -> Part:
+        """The first part of a choice also knows the prompt, and says it when it is echoed."""
+        prompt = self._job.ask_of(piece.index).prompt
+        echo = self._job.echoes[piece.index // self._job.n]
+        part = replace(part, prompt_ids=prompt)
+        if echo is None:
+            return part
+        part = replace(part, text=echo + part.text)
+        if self._job.logprobs:
+            offsets = prompt_offsets(prompt, echo, self._tokenizer)
+            scored = (None, *(piece.prompt_logprobs or ()))
+            echoed = (Token(id, logprobs, None, at) for id, logprobs, at in zip(prompt, scored, offsets, strict=True))
+            part = replace(part, echoed=tuple(echoed))
+        self._places[piece.index].start = len(echo)
+        return part
+
+
+class Places:
+    """Where the text of each token begins. A token inside a character begins where the character does."""
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool) -> None:
+        self._detokenizer = Detokenizer(tokenizer, skip_special=skip_special, opening=False)
+        self.start = 0
+
+    def next(self, token: int) -> int:
+        offset = self.start
+        self.start += len(self._detokenizer.push(token))
+        return offset
+
+
+def prompt_offsets(prompt: Sequence[int], text: str, tokenizer: Tokenizer) -> list[int]:
+    """Where each prompt token begins in the echoed text. What the tokenizer added itself has no width there."""
+    spelled, offsets, at = Detokenizer(tokenizer, skip_special=False), [], 0
+    for token in prompt:
+        offsets.append(at)
+        fresh = spelled.push(token)
+        if not tokenizer.is_special(token) or text.startswith(fresh, at):
+            at = min(at + len(fresh), len(text))
+    return offsets
+
+
+@dataclass(slots=True)
+class Tally:
+    """Adds up the usage of a job. One owner: the reply."""
+
+    job: Job
+    usages: dict[int, Usage] = field(default_factory=dict)
+
+    def note(self, piece: Piece) -> None:
+        if piece.usage is not None:
+            self.usages[piece.index] = piece.usage
+
+    def total(self) -> Usage:
+        """A prompt counts once, however many choices continue it; what any of them had to compute was not cached."""
+        cached = 0
+        for number in range(len(self.job.asks)):
+            children = [u.cached for c, u in self.usages.items() if c // self.job.n == number]
+            cached += min(children, default=0)
+        return Usage(
+            prompt=sum(len(ask.prompt) for ask in self.job.asks),
+            completion=sum(u.completion for u in self.usages.values()),
+            cached=cached,
+            kept=sum(u.kept for u in self.usages.values()),
+            rejected=sum(u.rejected for u in self.usages.values()),
+        )

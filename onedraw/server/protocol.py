@@ -1,0 +1,286 @@
+"""The requests as typed models, strict: what arrives is honoured or refused by name.
+
+In: the JSON object of a body. Out: a frozen request model, and the names that `--lenient` ignored.
+Types are judged here; ranges of sampling values by SamplingParams, which every door shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Generic, Literal, TypeVar, cast
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from onedraw.errors import BadParameter, BadRequest
+from onedraw.server.fields import (
+    CHAT_RULES,
+    COMPLETION_RULES,
+    MESSAGE_RULES,
+    STREAM_RULES,
+    TOKENIZE_RULES,
+    Rule,
+    sift,
+    table,
+)
+from onedraw.types import MAX_TOP_LOGPROBS
+from onedraw.wishes import Wishes
+
+MAX_CHOICES = 128
+COMPLETION_MAX_TOKENS = 16  # what clients of /v1/completions expect when they do not say
+
+Prompt = str | tuple[int, ...]
+RequestT = TypeVar("RequestT", bound=BaseModel)
+
+
+def wish(values: str, note: str, default: Any = None, **limits: Any) -> Any:
+    """A field with what docs/api.md says of it: the values it takes, and what it does."""
+    return Field(default, description=note, json_schema_extra={"values": values}, **limits)
+
+
+def _prompts(value: object) -> tuple[Prompt, ...]:
+    """A text, a list of texts, token ids or a list of lists of them → prompts."""
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, list) and value:
+        if all(isinstance(item, str) for item in value):
+            return tuple(value)
+        if _are_ids(value):
+            return (tuple(value),)
+        if all(isinstance(item, list) and _are_ids(item) for item in value):
+            return tuple(tuple(item) for item in value)
+        raise PydanticCustomError("prompt", "must be a text, a list of texts, a list of token ids or a list of such lists")
+    raise PydanticCustomError(
+        "prompt", "must not be empty" if value == [] else "must be a text or a list, not {kind}", _kind(value)
+    )
+
+
+def _are_ids(value: list[object]) -> bool:
+    return all(type(item) is int for item in value)
+
+
+def _kind(value: object) -> dict[str, Any]:
+    return {"kind": {bool: "a boolean", int: "a number", float: "a number", dict: "an object"}.get(type(value), "this")}
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    raise PydanticCustomError("texts", "must be a text or a list of texts")
+
+
+def _bias(value: object) -> dict[int, float]:
+    """JSON writes the token ids as strings."""
+    if not isinstance(value, dict):
+        raise PydanticCustomError("bias", "must be an object: token id → added to its logit")
+    bias: dict[int, float] = {}
+    for key, added in value.items():
+        if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 12):
+            raise PydanticCustomError("bias", "{key} is not a token id", {"key": repr(key)})
+        if type(added) not in (int, float) or not -100 <= added <= 100:
+            raise PydanticCustomError("bias", "the bias of token {key} must be a number in [-100, 100]", {"key": key})
+        bias[int(key)] = float(added)
+    return bias
+
+
+def _content(value: object) -> str:
+    """A text, or text parts, which are joined by line breaks."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        raise PydanticCustomError("content", "must be a text or a list of text parts")
+    texts = []
+    for number, part in enumerate(value):
+        at = {"at": f"[{number}]"}
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("text", None):
+            raise PydanticCustomError(
+                "part", "parts of type {kind} are not supported; this model reads text", {"kind": kind, **at}
+            )
+        if not isinstance(part, dict) or kind is None or not isinstance(part.get("text"), str):
+            raise PydanticCustomError("part", 'must be {"type": "text", "text": "…"}', at)
+        extra = [name for name, value in part.items() if value is not None and name not in ("type", "text")]
+        if extra:
+            raise PydanticCustomError("part", "unknown field", {"at": f"[{number}].{extra[0]}"})
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False, extra="forbid", arbitrary_types_allowed=True)
+
+
+class StreamOptions(Strict):
+    include_usage: bool = wish("boolean", "a last chunk without choices carries `usage`", False)
+
+
+class Sampling(Strict):
+    """What both endpoints honour alike."""
+
+    model: str | None = wish("string", "the served model; may be left out")
+    stream: bool = wish("boolean", "answer in server-sent events", False)
+    stream_options: StreamOptions | None = wish("object", "see below; only with `stream`")
+    max_tokens: int | None = wish("integer >= 1", "the most tokens of a reply")
+    max_completion_tokens: int | None = wish("integer >= 1", "the same as `max_tokens`")
+    min_tokens: int | None = wish("integer >= 0", "no end of the reply before these many tokens")
+    temperature: float | None = wish("number, 0 … 100", "0 is greedy")
+    top_k: int | None = wish("integer >= -1", "0 and -1: off; 1 is greedy at any temperature")
+    top_p: float | None = wish("number, over 0 … 1", "nucleus over what top_k left; 1: off")
+    min_p: float | None = wish("number, 0 … 1", "relative to the likeliest token; 0: off")
+    repetition_penalty: float | None = wish("number over 0", "over prompt and reply; 1: off")
+    frequency_penalty: float | None = wish("number, -100 … 100", "over the reply; 0: off")
+    presence_penalty: float | None = wish("number, -100 … 100", "over the reply; 0: off")
+    dry_multiplier: float | None = wish("number >= 0", "penalty on continuing a repetition; 0: off")
+    dry_base: float | None = wish("number >= 1", "growth of that penalty per repeated token; default 1.75")
+    dry_allowed_length: int | None = wish("integer >= 1", "repetitions shorter than this are free; default 2")
+    dry_range: int | None = wish("integer >= -1", "how many of the last tokens are searched; 0 and -1: all")
+    dry_sequence_breakers: Annotated[tuple[str, ...], PlainValidator(_texts)] | None = wish(
+        "list of strings", "no repetition reaches over these; default line break, colon, quote, asterisk"
+    )
+    logit_bias: Annotated[dict[int, float], PlainValidator(_bias)] | None = wish(
+        "object: token id → -100 … 100", "added to the logits of these tokens"
+    )
+    seed: int | None = wish("integer, 0 … 2^53 - 1", "left out, the server draws one; every choice says which")
+    n: int = wish(f"integer, 1 … {MAX_CHOICES}", "choices per prompt, each with its own seed", 1, ge=1, le=MAX_CHOICES)
+    stop: Annotated[tuple[str, ...], PlainValidator(_texts)] = wish("string or list", "ends the reply, not part of its text", ())
+    stop_token_ids: list[int] = wish("list of integers", "token ids that end the reply", [])
+    ignore_eos: bool = wish("boolean", "go on after the model's own end", False)
+    bad_words: Annotated[tuple[str, ...], PlainValidator(_texts)] = wish("list of strings", "words that are never completed", ())
+    logprobs_mode: Literal["raw", "processed"] = wish(
+        '"raw" or "processed"', "the model's own distribution, or the one it was drawn from", "raw"
+    )
+    skip_special_tokens: bool = wish("boolean", "leave special tokens out of the text", True)
+    return_token_ids: bool = wish("boolean", "adds `token_ids` and `prompt_token_ids` to each choice", False)
+    return_checksums: bool = wish("boolean", "adds `score_checksums` to each choice, one string per token", False)
+
+    @model_validator(mode="after")
+    def _agree(self) -> Sampling:
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError("agree", "only with stream: true", {"at": "stream_options"})
+        both = (self.max_tokens, self.max_completion_tokens)
+        if None not in both and both[0] != both[1]:
+            raise PydanticCustomError("agree", "is the same as max_tokens, send one of them", {"at": "max_completion_tokens"})
+        return self
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+
+    def wishes(self, **changes: Any) -> Wishes:
+        """The fields that have the same name there, and the endpoint's changes."""
+        named = {f.name: getattr(self, f.name) for f in fields(Wishes) if f.name in type(self).model_fields}
+        return Wishes.of(**named | {"max_tokens": self.token_limit, "checksums": self.return_checksums} | changes)
+
+
+class CompletionRequest(Sampling):
+    prompt: Annotated[tuple[Prompt, ...], PlainValidator(_prompts)] = wish(
+        "string, list of strings, list of token ids, list of such lists", "what to continue; required", ...
+    )
+    echo: bool = wish("boolean", "the prompt stands before the reply; with `max_tokens: 0` it is the whole reply", False)
+    logprobs: int | None = wish(
+        f"integer, 0 … {MAX_TOP_LOGPROBS}",
+        "logprobs of the tokens and of that many alternatives; with `echo` also of the prompt",
+        ge=0,
+        le=MAX_TOP_LOGPROBS,
+    )
+    add_special_tokens: bool = wish("boolean", "a text prompt begins as the tokenizer begins a text", True)
+
+
+class Message(Strict):
+    role: Literal["system", "developer", "user", "assistant"] = wish(
+        '"system", "developer", "user" or "assistant"', "required", ...
+    )
+    content: Annotated[str, PlainValidator(_content)] = wish(
+        "string or list of text parts", "required; text parts are joined by line breaks", ...
+    )
+    name: str | None = wish("string", "handed to the chat template")
+    reasoning_content: str | None = wish("string", "handed to the chat template")
+
+    def plain(self) -> dict[str, Any]:
+        """As chat templates expect it; `developer` is the newer name of `system`."""
+        said = self.model_dump(exclude_none=True)
+        return said | {"role": "system"} if self.role == "developer" else said
+
+
+class ChatRequest(Sampling):
+    messages: list[Message] = wish("list of objects", "see below; required", ..., min_length=1)
+    logprobs: bool = wish("boolean", "logprobs of the tokens", False)
+    top_logprobs: int | None = wish(
+        f"integer, 0 … {MAX_TOP_LOGPROBS}", "and of that many alternatives; only with `logprobs`", ge=0, le=MAX_TOP_LOGPROBS
+    )
+    add_generation_prompt: bool = wish("boolean", "the prompt ends where the assistant begins to speak", True)
+    chat_template_kwargs: dict[str, Any] = wish("object", "variables of the checkpoint's chat template", {})
+
+    @model_validator(mode="after")
+    def _alternatives_need_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise PydanticCustomError("agree", "only with logprobs: true", {"at": "top_logprobs"})
+        return self
+
+
+class TokenizeRequest(Strict):
+    model: str | None = wish("string", "the served model; may be left out")
+    prompt: str | None = wish("string", "a text; this or `messages`")
+    add_special_tokens: bool = wish("boolean", "begin as the tokenizer begins a text", True)
+    messages: list[Message] | None = wish("list of objects", "a chat, through the chat template", min_length=1)
+    add_generation_prompt: bool = wish("boolean", "the prompt ends where the assistant begins to speak", True)
+    chat_template_kwargs: dict[str, Any] = wish("object", "variables of the checkpoint's chat template", {})
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError("agree", "send either prompt or messages", {"at": "prompt"})
+        return self
+
+
+class DetokenizeRequest(Strict):
+    model: str | None = wish("string", "the served model; may be left out")
+    tokens: list[int] = wish("list of integers", "required", ...)
+
+
+TABLES: Mapping[type[BaseModel], Mapping[str, Rule]] = {
+    CompletionRequest: table(CompletionRequest, COMPLETION_RULES),
+    ChatRequest: table(ChatRequest, CHAT_RULES),
+    Message: table(Message, MESSAGE_RULES),
+    StreamOptions: table(StreamOptions, STREAM_RULES),
+    TokenizeRequest: table(TokenizeRequest, TOKENIZE_RULES),
+    DetokenizeRequest: table(DetokenizeRequest),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed(Generic[RequestT]):
+    request: RequestT
+    ignored: tuple[str, ...] = ()
+
+
+def parse(kind: type[RequestT], raw: object, *, lenient: bool = False) -> Parsed[RequestT]:
+    """A request, or BadRequest with the field that is wrong."""
+    if not isinstance(raw, dict):
+        raise BadRequest("the body must be a JSON object", code="invalid_json")
+    ignored: list[str] | None = [] if lenient else None
+    kept = sift(raw, TABLES[kind], ignored=ignored)
+    if isinstance(kept.get("messages"), list):
+        kept["messages"] = [
+            sift(message, TABLES[Message], path=f"messages[{i}].", ignored=ignored) if isinstance(message, dict) else message
+            for i, message in enumerate(kept["messages"])
+        ]
+    if isinstance(kept.get("stream_options"), dict):
+        kept["stream_options"] = sift(kept["stream_options"], TABLES[StreamOptions], path="stream_options.", ignored=ignored)
+    try:
+        return Parsed(kind.model_validate(kept), tuple(ignored or ()))
+    except ValidationError as error:
+        raise _explain(error.errors(include_url=False, include_input=False)[0]) from None
+
+
+def _explain(detail: ErrorDetails) -> BadRequest:
+    param = ""
+    for step in detail["loc"]:
+        param += f"[{step}]" if isinstance(step, int) else f".{step}" if param else step
+    param += str(cast(Mapping[str, object], detail.get("ctx", {})).get("at", ""))
+    if detail["type"] == "missing":
+        return BadRequest(f"{param}: this field is required", param=param, code="missing_field")
+    return BadParameter(param, detail["msg"][:1].lower() + detail["msg"][1:])

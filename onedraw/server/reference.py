@@ -1,0 +1,119 @@
+"""docs/api.md, written from the tables that judge requests: `python -m onedraw.server.reference > docs/api.md`.
+
+In: the rules of every request kind. Out: Markdown. A test compares it with the file, so the page cannot lie.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from onedraw.server.fields import Rule, Treatment
+from onedraw.server.protocol import (
+    TABLES,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Message,
+    StreamOptions,
+    TokenizeRequest,
+)
+
+_HEAD = """# The HTTP interface
+
+This page is generated: `python -m onedraw.server.reference > docs/api.md`. A test keeps it current.
+
+| path | what it does |
+|---|---|
+| `GET /v1/models`, `GET /v1/models/{id}` | the served model: `max_model_len`, sampling `defaults`, `fingerprint` |
+| `POST /v1/completions` | continues prompts |
+| `POST /v1/chat/completions` | answers messages |
+| `POST /tokenize` | `{prompt, add_special_tokens}` or `{messages}` → `{tokens, count, max_model_len}` |
+| `POST /detokenize` | `{tokens}` → `{prompt}`, special tokens spelled out |
+| `GET /health` | 200 when a request would be answered, else 503; needs no key |
+| `GET /metrics` | Prometheus text |
+
+With `--api-key`, everything but `/health` needs the header `Authorization: Bearer KEY`.
+
+## What happens to a field
+
+A field is **honoured**, **accepted** because it cannot change the answer, taken **only with values that ask for nothing**,
+or **refused**: a 400 whose `param` names it. An unknown field is refused too; with `--lenient` it is ignored, and the
+response header `x-onedraw-ignored` lists it. `null` always means "not asked for". Numbers must be finite, and types are
+not converted: `"1"` is no number. A sampling value that is left out comes from the checkpoint's `generation_config.json`
+(see `/v1/models`), else it is off.
+"""
+
+_REPLIES = """## Replies
+
+Replies have OpenAI's shapes. A whole reply is the sum of its streamed chunks. Beyond OpenAI's fields:
+
+| field | meaning |
+|---|---|
+| `choices[].seed` | the seed of this choice; with `n: 1` and one prompt it replays the choice |
+| `choices[].stop_reason` | the stop string or token id that ended the reply, else null |
+| `choices[].token_ids`, `choices[].prompt_token_ids` | with `return_token_ids`; in a stream the prompt's come once |
+| `prompt_token_ids` | the same beside `choices`, where there is one prompt |
+| `choices[].score_checksums` | with `return_checksums`: one string per token, equal exactly when the scores had equal bits |
+| `system_fingerprint` | version, weights, device kind, dtypes, chunk length; where it is equal, equal requests are answered alike |
+| `usage.prompt_tokens_details.cached_tokens` | prompt tokens that no choice had to compute |
+| `usage.completion_tokens_details` | `accepted_prediction_tokens` and `rejected_prediction_tokens`: drafts kept and thrown away |
+
+A prompt counts once in `usage`, however many choices continue it. A token that is no whole character is spelled
+`bytes:\\xe2\\x82` in logprobs. A logprob of minus infinity is written -9999. `text_offset` counts characters of the
+choice's text; the tokens of a stop string lie beyond its end.
+
+A stream ends with `data: [DONE]`. If something fails after it began, its last event is `{"error": …}` and `[DONE]` does not come.
+A client that hangs up cancels its request.
+
+## Errors
+
+`{"error": {"message", "type", "param", "code"}}`, always.
+
+| status | when |
+|---|---|
+| 400 | the request is wrong: `param` names the field, `code` the reason |
+| 401 | wrong or missing key |
+| 404 | unknown path, or a model that is not served (`model_not_found`) |
+| 405 | the path does not take this method |
+| 413 | the body is over `--max-body` |
+| 429 | the queue is full; `Retry-After` says when to try again |
+| 500 | our mistake, with an id that the server's log has too |
+| 503 | the server is shutting down |
+"""
+
+
+def page() -> str:
+    sections = (
+        ("`POST /v1/completions`", CompletionRequest),
+        ("`POST /v1/chat/completions`", ChatRequest),
+        ("A message", Message),
+        ("`stream_options`", StreamOptions),
+        ("`POST /tokenize`", TokenizeRequest),
+        ("`POST /detokenize`", DetokenizeRequest),
+    )
+    return "\n".join([_HEAD, *(f"## {title}\n\n{_table(TABLES[kind])}" for title, kind in sections), _REPLIES])
+
+
+def _table(rules: Mapping[str, Rule]) -> str:
+    order = list(Treatment)
+    lines = ["| field | what we do with it | values | note |", "|---|---|---|---|"]
+    for rule in sorted(rules.values(), key=lambda rule: (order.index(rule.treatment), rule.name)):
+        lines.append(f"| `{rule.name}` | {rule.treatment} | {_values(rule)} | {rule.note} |")
+    return "\n".join(lines) + "\n"
+
+
+def _values(rule: Rule) -> str:
+    match rule.treatment:
+        case Treatment.HONOURED:
+            return rule.values
+        case Treatment.INERT if not rule.neutral:
+            return "any"
+        case Treatment.REFUSED:
+            return "`null`"
+        case _:
+            return ", ".join(dict.fromkeys(f"`{json.dumps(value)}`" for value in (*rule.neutral, None)))
+
+
+if __name__ == "__main__":
+    print(page(), end="")

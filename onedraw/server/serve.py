@@ -1,0 +1,134 @@
+"""Runs the app: binds the port, says how to ask, and stops in good order.
+
+In: a Door and ServerOptions. Out: nothing; returns when a signal asked for it and what ran has finished.
+First SIGTERM or SIGINT: new requests get 503, running ones may finish within `drain_seconds`. Second: exit at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import errno
+import json
+import os
+import shlex
+import socket
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from uvicorn.config import LOGGING_CONFIG
+
+from onedraw.door import Door
+from onedraw.errors import BadSetting
+from onedraw.server.app import Desk, create_app
+from onedraw.server.options import ServerOptions
+
+FLUSH_SECONDS = 5  # for the last bytes of finished replies, after the engine has stopped
+
+
+class Server(uvicorn.Server):
+    """Uvicorn with our way of stopping. Closes the door when told to stop."""
+
+    def __init__(self, door: Door, options: ServerOptions) -> None:
+        app = create_app(door, options)
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=_log_config(options.log_level),
+                log_level=options.log_level,
+                timeout_graceful_shutdown=FLUSH_SECONDS,
+                server_header=False,
+                lifespan="off",
+            )
+        )
+        self._desk: Desk = app.state.desk
+        self._options = options
+        self._listener = bind(options.host, options.port)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._drain: asyncio.Task[None] | None = None
+        self._told = False
+
+    @property
+    def url(self) -> str:
+        host, port = self._listener.getsockname()[:2]
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            super().run(sockets=sockets or [self._listener])
+        finally:
+            self._listener.close()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        print(greeting(self.url, self._desk.door, self._options), flush=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Uvicorn's own way would end the process by the signal; ours ends it with status 0."""
+        if self._told:
+            os._exit(128 + sig)
+        self._told = True
+        if self._loop is None:
+            self.should_exit = True
+        else:
+            self._loop.call_soon_threadsafe(self.stop)
+
+    def stop(self) -> None:
+        """Begin to stop; call it on the server's loop. New requests get 503 from here on."""
+        self._desk.draining = True
+        if self._drain is None:
+            self._drain = asyncio.get_running_loop().create_task(self._finish())
+
+    async def _finish(self) -> None:
+        try:
+            await asyncio.to_thread(self._desk.door.close, self._options.drain_seconds)
+        finally:
+            self.should_exit = True
+
+
+def serve(door: Door, options: ServerOptions) -> None:
+    """Serve until a signal says stop. BadSetting when the port cannot be had."""
+    Server(door, options).run()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket on this address, or an error that says what to do."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except OSError as error:
+        raise BadSetting(f"--host: {host!r} is no address of this machine ({error.strerror})") from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        if isinstance(error, PermissionError):
+            raise BadSetting(f"--port: {port} needs more rights; choose one above 1023") from None
+        reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be had ({error.strerror})"
+        raise BadSetting(
+            f"--port: {port} on {host} {reason}; stop the other program or choose another port with --port"
+        ) from None
+    listener.set_inheritable(True)
+    return listener
+
+
+def greeting(url: str, door: Door, options: ServerOptions) -> str:
+    """One line that works when pasted into a shell. The key itself is never printed."""
+    chat = door.template is not None
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Say hello."}]} if chat else {"prompt": "Once upon a time"}
+    body = json.dumps(asked | {"max_tokens": 32})
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    key = ' -H "Authorization: Bearer $ONEDRAW_API_KEY"' if options.api_key is not None else ""
+    return f"curl {url}{path}{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+
+
+def _log_config(level: str) -> dict[str, Any]:
+    """Uvicorn's, and our own loggers beside it; all of it on stderr."""
+    config: dict[str, Any] = copy.deepcopy(LOGGING_CONFIG)
+    config["loggers"]["onedraw"] = {"handlers": ["default"], "level": level.upper(), "propagate": True}
+    config["handlers"]["access"]["stream"] = "ext://sys.stderr"
+    return config

@@ -1,0 +1,248 @@
+"""A tokenizer rebuilt from the metadata of a GGUF file.
+
+In: the metadata dictionary (`tokenizer.ggml.*`). Out: a `tokenizers.Tokenizer` that encodes as the original did, and
+its begin and end ids. Three kinds exist: `gpt2` (byte-level BPE with a named pre-tokenizer), `llama` (SentencePiece,
+whose merges follow from the scores) and `gemma4` (BPE over text with byte fallback).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from onedraw.errors import Corrupt, NotFound, UnsupportedModel
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # values of tokenizer.ggml.token_type
+SPACE = "▁"  # how SentencePiece spells a space
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN35 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+
+_PADDING = re.compile(r"\[PAD(\d+)\]")  # a converter's name for a row of the embedding without a token
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuilt:
+    backend: Tokenizer
+    bos_id: int | None
+    eos_id: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How one family of byte-level BPE prepares text, and whether it begins with its bos token by default."""
+
+    pre_tokenizer: Callable[[], Any]
+    normalizer: Callable[[], Any] | None = None
+    ignore_merges: bool = False
+    add_bos: bool = False
+
+
+def _by_pattern(pattern: str) -> Callable[[], Any]:
+    def build() -> Any:
+        return pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+
+    return build
+
+
+def _gpt2() -> Any:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+
+
+def _single_digits() -> Any:
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
+
+
+_LLAMA3_SPLIT = Split(_by_pattern(_LLAMA3), ignore_merges=True, add_bos=True)
+_QWEN2_SPLIT = Split(_by_pattern(_QWEN2), normalizer=normalizers.NFC)
+SPLITS: Mapping[str, Split] = {
+    "default": Split(_gpt2),
+    "gpt-2": Split(_gpt2),
+    "smollm": Split(_single_digits),
+    "llama-bpe": _LLAMA3_SPLIT,
+    "llama3": _LLAMA3_SPLIT,
+    "llama-v3": _LLAMA3_SPLIT,
+    "qwen2": _QWEN2_SPLIT,
+    "deepseek-r1-qwen": _QWEN2_SPLIT,
+    "qwen35": Split(_by_pattern(_QWEN35), normalizer=normalizers.NFC),
+}
+KINDS = ("gpt2", "llama", "gemma4")
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The tokenizer part of the metadata, with its lists checked against each other."""
+
+    metadata: Mapping[str, Any]
+    tokens: Sequence[str]
+    types: Sequence[int]
+    ids: dict[str, int] = field(repr=False)
+
+    @classmethod
+    def read(cls, metadata: Mapping[str, Any]) -> Vocabulary:
+        tokens = metadata.get("tokenizer.ggml.tokens")
+        if tokens is None:
+            raise NotFound("this GGUF file has no tokenizer (tokenizer.ggml.tokens); use a file that carries one")
+        types = metadata.get("tokenizer.ggml.token_type")
+        types = [NORMAL] * len(tokens) if types is None else types
+        if len(types) != len(tokens):
+            raise Corrupt(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
+        return cls(metadata=metadata, tokens=tokens, types=types, ids={token: i for i, token in enumerate(tokens)})
+
+    def value(self, name: str, default: Any = None) -> Any:
+        return self.metadata.get(f"tokenizer.ggml.{name}", default)
+
+    def id(self, name: str, default: int | None = None) -> int | None:
+        """A special token's id; one outside the vocabulary counts as absent."""
+        number = self.value(f"{name}_token_id", default)
+        return int(number) if number is not None and 0 <= number < len(self.tokens) else None
+
+
+def rebuild(metadata: Mapping[str, Any]) -> Rebuilt:
+    """The tokenizer that a GGUF file describes."""
+    vocabulary = Vocabulary.read(metadata)
+    kind = vocabulary.value("model")
+    match kind:
+        case "gpt2":
+            split = _split(vocabulary.value("pre"))
+            backend = _byte_level(vocabulary, split)
+            bos_id, eos_id, add_bos = vocabulary.id("bos"), vocabulary.id("eos"), split.add_bos
+        case "llama":
+            backend = _sentencepiece(vocabulary)
+            bos_id, eos_id, add_bos = vocabulary.id("bos", 1), vocabulary.id("eos", 2), True
+        case "gemma4":
+            backend = _gemma4(vocabulary)
+            bos_id, eos_id, add_bos = vocabulary.id("bos"), vocabulary.id("eos"), True
+        case _:
+            raise UnsupportedModel(f"tokenizer.ggml.model {kind!r} is not supported; supported: {', '.join(KINDS)}")
+    _add_tokens(backend, vocabulary, special=[bos_id, eos_id, vocabulary.id("eot")])
+    # Files of the gemma4 kind exist that deny their bos token by mistake; the model always wants it.
+    begins = kind == "gemma4" or vocabulary.value("add_bos_token", add_bos)
+    frame(backend, bos_id=bos_id if begins else None, eos_id=eos_id if vocabulary.value("add_eos_token", False) else None)
+    return Rebuilt(backend, bos_id, eos_id)
+
+
+def frame(backend: Tokenizer, *, bos_id: int | None, eos_id: int | None) -> None:
+    """Make `add_special` put these ids around a text; None for neither."""
+    ids = {name: number for name, number in (("bos", bos_id), ("eos", eos_id)) if number is not None}
+    pieces = [name for name in ("bos", "$A", "eos") if name == "$A" or name in ids]
+    backend.post_processor = processors.TemplateProcessing(
+        single=pieces,
+        pair=[*pieces, "$B:1"],
+        special_tokens=[
+            {"id": name, "ids": [number], "tokens": [backend.id_to_token(number) or name]} for name, number in ids.items()
+        ],
+    )
+
+
+def _split(name: str | None) -> Split:
+    # Old files of this kind name no pre-tokenizer; GPT-2's own is what the kind's name promises.
+    found = SPLITS.get("default" if name is None else name)
+    if found is None:
+        raise UnsupportedModel(f"tokenizer.ggml.pre {name!r} is not supported; supported: {', '.join(sorted(SPLITS))}")
+    return found
+
+
+def _byte_level(vocabulary: Vocabulary, split: Split) -> Tokenizer:
+    backend = Tokenizer(_bpe(vocabulary, _merges(vocabulary), ignore_merges=split.ignore_merges))
+    if split.normalizer is not None:
+        backend.normalizer = split.normalizer()
+    backend.pre_tokenizer = split.pre_tokenizer()
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
+    backend = Tokenizer(_bpe(vocabulary, _scored_merges(vocabulary), **_fallback(vocabulary)))
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if vocabulary.value("add_space_prefix", True):
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
+        steps.append(decoders.Strip(" ", 1, 0))
+    else:
+        backend.normalizer = normalizers.Replace(" ", SPACE)
+    backend.decoder = decoders.Sequence(steps)
+    return backend
+
+
+def _gemma4(vocabulary: Vocabulary) -> Tokenizer:
+    backend = Tokenizer(_bpe(vocabulary, _merges(vocabulary), **_fallback(vocabulary)))
+    backend.normalizer = normalizers.Replace(" ", SPACE)
+    backend.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return backend
+
+
+def _fallback(vocabulary: Vocabulary) -> dict[str, Any]:
+    """Characters without a token become byte tokens; where those are missing too, one unknown token."""
+    unknown = vocabulary.id("unknown", 0)
+    return {"byte_fallback": True, "fuse_unk": True, "unk_token": None if unknown is None else vocabulary.tokens[unknown]}
+
+
+def _bpe(vocabulary: Vocabulary, merges: list[tuple[str, str]], **options: Any) -> models.BPE:
+    try:
+        return models.BPE(vocab=vocabulary.ids, merges=merges, **options)
+    except Exception as error:  # the library raises bare Exception for a merge of unknown parts
+        raise Corrupt(f"the GGUF file's vocabulary and merges do not fit together: {error}") from None
+
+
+def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
+    """Merges are written as two tokens with a space between; the first token may itself begin with one."""
+    lines = vocabulary.value("merges")
+    if lines is None:
+        raise Corrupt("the GGUF file has no tokenizer.ggml.merges, which its kind of tokenizer needs; convert the model again")
+    merges = []
+    for line in lines:
+        cut = line.find(" ", 1)
+        if cut < 0:
+            raise Corrupt(f"tokenizer.ggml.merges: {line!r} is not two tokens with a space between")
+        merges.append((line[:cut], line[cut + 1 :]))
+    return merges
+
+
+def _scored_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
+    """The merges that scores imply: every way to make a token of two, best score first, longer left part first.
+
+    Only normal tokens take part: control, byte and unknown tokens never arise from text.
+    """
+    scores = vocabulary.value("scores")
+    if scores is None or len(scores) != len(vocabulary.tokens):
+        raise Corrupt("the GGUF file's tokenizer.ggml.scores are missing or of the wrong number; convert the model again")
+    normal = {token: i for token, i in vocabulary.ids.items() if vocabulary.types[i] == NORMAL}
+    ranked: list[tuple[float, int, str, str]] = []
+    for token, i in normal.items():
+        for cut in range(len(token) - 1, 0, -1):
+            left, right = token[:cut], token[cut:]
+            if left in normal and right in normal:
+                ranked.append((-scores[i], -cut, left, right))
+    ranked.sort(key=lambda merge: merge[:2])
+    return [(left, right) for _, _, left, right in ranked]
+
+
+def _add_tokens(backend: Tokenizer, vocabulary: Vocabulary, *, special: Sequence[int | None]) -> None:
+    """Control and unknown tokens become special ones, user-defined tokens are found whole in a text."""
+    named = {i for i in special if i is not None}
+    control, plain = [], []
+    for i, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True)):
+        if kind == NORMAL and i not in named:
+            continue
+        if kind in (UNKNOWN, CONTROL) or i in named:
+            control.append(AddedToken(token, normalized=False, special=True))
+        elif kind == USER_DEFINED and not _pads(token, i):
+            plain.append(AddedToken(token, normalized=False, special=False))
+    backend.add_special_tokens(control)
+    backend.add_tokens(plain)
+
+
+def _pads(token: str, number: int) -> bool:
+    found = _PADDING.fullmatch(token)
+    return found is not None and int(found[1]) == number

@@ -1,0 +1,216 @@
+"""Text to token ids and back, over the `tokenizers` library.
+
+In: a folder with tokenizer.json, or the metadata of a GGUF file. Out: a Tokenizer, which is immutable and may be used
+from several threads. Special tokens written in a text are parsed, since chat templates produce text.
+
+Decoding is defined on bytes: the bytes of all tokens, joined, read as UTF-8, with U+FFFD for what is not. So a whole
+text equals its stream, whatever the ids. `clean_up_tokenization_spaces`, which alters text, is not honoured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from onedraw.errors import BadRequest, Corrupt, NotFound, UnsupportedModel
+from onedraw.text import gguf_vocab
+from onedraw.text.files import SPECIAL_NAMES, special_text, tokenizer_config
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _alphabet() -> dict[str, int]:
+    """The 256 characters that spell bytes in byte-level BPE: printable ones spell themselves, the rest follow from 256."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTE_OF = _alphabet()
+
+
+@dataclass(frozen=True, slots=True)
+class ByteLevel:
+    """Every character of a token spells one byte."""
+
+    strips_space = False
+
+    def bytes_of(self, token: str) -> bytes:
+        try:
+            return bytes([_BYTE_OF[character] for character in token])
+        except KeyError:  # an added token, written as plain text
+            return token.encode()
+
+
+@dataclass(frozen=True, slots=True)
+class SentencePiece:
+    """Tokens are text with ▁ for spaces; tokens like <0x0A> are single bytes."""
+
+    strips_space: bool  # encoding puts a space in front, so decoding takes one away
+    byte_fallback: bool
+
+    def bytes_of(self, token: str) -> bytes:
+        if self.byte_fallback and (found := _BYTE_TOKEN.fullmatch(token)):
+            return bytes.fromhex(found[1])
+        return token.replace(gguf_vocab.SPACE, " ").encode()
+
+
+Spelling = ByteLevel | SentencePiece
+
+
+class Tokenizer:
+    """See the module. Build it with `from_folder` or `from_gguf`."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, *, bos_id: int | None, eos_id: int | None) -> None:
+        self._backend = backend
+        self._spelling = _spelling(backend)
+        self._special = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        self._bytes: dict[int, bytes] = {}
+        self._containing: dict[tuple[str, ...], frozenset[int]] = {}
+        self.bos_id = bos_id
+        self.eos_id = eos_id
+        self.strips_space = self._spelling.strips_space  # whether a text's first space is not part of it
+        # Ids may have holes, so the size is not the number of tokens.
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> Tokenizer:
+        """The tokenizer of a checkpoint folder: tokenizer.json, with tokenizer_config.json beside it."""
+        folder = Path(path)
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise NotFound(
+                f"{file} is missing; get the model's tokenizer.json, or write one from its other tokenizer files with "
+                f"transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception
+            raise Corrupt(f"{file} cannot be read as a tokenizer ({error}); get the file again") from None
+        backend.no_truncation()
+        backend.no_padding()
+        config = tokenizer_config(folder)
+        _add_configured_tokens(backend, config, folder)
+        bos_id, eos_id = (_id_of(backend, special_text(config, name)) for name in ("bos_token", "eos_token"))
+        if backend.post_processor is None or "add_bos_token" in config or "add_eos_token" in config:
+            gguf_vocab.frame(
+                backend,
+                bos_id=bos_id if config.get("add_bos_token") else None,
+                eos_id=eos_id if config.get("add_eos_token") else None,
+            )
+        return cls(backend, bos_id=bos_id, eos_id=eos_id)
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
+        """The tokenizer that a GGUF file's metadata describes."""
+        rebuilt = gguf_vocab.rebuild(metadata)
+        return cls(rebuilt.backend, bos_id=rebuilt.bos_id, eos_id=rebuilt.eos_id)
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        """Token ids. `add_special` adds what the model wants around a text (a bos token, mostly)."""
+        try:
+            return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
+        except TypeError:  # the library's answer to text that is not Unicode
+            _utf8(text)
+            raise
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+        """The text of these ids. Ids without a token have no text."""
+        joined = b"".join(self.token_bytes(i) for i in ids if not (skip_special and i in self._special))
+        text = joined.decode("utf-8", "replace")
+        return text.removeprefix(" ") if self.strips_space else text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token adds to a text; none for an id without a token."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            token = self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
+            found = self._bytes[token_id] = b"" if token is None else self._spelling.bytes_of(token)
+        return found
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special
+
+    def ids_containing(self, texts: Sequence[str]) -> frozenset[int]:
+        """Ids of the non-special tokens whose text contains any of these."""
+        key = tuple(texts)
+        found = self._containing.get(key)
+        if found is None:
+            needles = [_utf8(text) for text in key]
+            found = self._containing[key] = frozenset(
+                i
+                for i in range(self.vocab_size)
+                if i not in self._special and any(needle in self.token_bytes(i) for needle in needles)
+            )
+        return found
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for tokenizers that give every id the same bytes, whatever file they came from."""
+        digest = hashlib.sha256()
+        for i in range(self.vocab_size):
+            token = self.token_bytes(i)
+            digest.update(b"%d %d " % (len(token), i in self._special) + token)
+        return digest.hexdigest()[:16]
+
+
+def _spelling(backend: tokenizers.Tokenizer) -> Spelling:
+    """How tokens spell bytes, read from the decoder that the tokenizer came with."""
+    state: dict[str, Any] = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": None}
+    steps: list[dict[str, Any]] = state["decoders"] if state["type"] == "Sequence" else [state]
+    kinds = {step["type"] for step in steps}
+    if "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse"}:
+        return ByteLevel()
+    spaced = "Metaspace" in kinds or any(
+        step["type"] == "Replace" and step["pattern"] == {"String": gguf_vocab.SPACE} and step["content"] == " " for step in steps
+    )
+    if spaced and kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
+        return SentencePiece(
+            strips_space="Strip" in kinds or any(step.get("prepend_scheme", "never") != "never" for step in steps),
+            byte_fallback="ByteFallback" in kinds,
+        )
+    raise UnsupportedModel(
+        f"the tokenizer's decoder {sorted(map(str, kinds))} is not supported; supported: byte-level and SentencePiece decoders"
+    )
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRequest(
+            f"the text holds half of a surrogate pair ({text[error.start]!a} at {error.start}), which is no character; "
+            f"send valid Unicode",
+            code="invalid_text",
+        ) from None
+
+
+def _id_of(backend: tokenizers.Tokenizer, token: str | None) -> int | None:
+    return None if token is None else backend.token_to_id(token)
+
+
+def _add_configured_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], folder: Path) -> None:
+    """Tokens that only tokenizer_config.json knows of, and the special flag of those it names as special."""
+    for number, entry in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
+        if backend.token_to_id(entry["content"]) is None:
+            flags = {name: bool(entry.get(name, False)) for name in ("single_word", "lstrip", "rstrip", "normalized", "special")}
+            backend.add_tokens([AddedToken(entry["content"], **flags)])
+            if backend.token_to_id(entry["content"]) != int(number):
+                raise Corrupt(
+                    f"{folder}: tokenizer_config.json gives {entry['content']!r} the id {number}, "
+                    f"which does not follow the ids of tokenizer.json"
+                )
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for name in SPECIAL_NAMES:
+        token = special_text(config, name)
+        if token is not None and token not in known and backend.token_to_id(token) is not None:
+            backend.add_special_tokens([AddedToken(token, normalized=False, special=True)])

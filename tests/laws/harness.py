@@ -1,0 +1,151 @@
+"""One way to run requests through an engine, for every law: a schedule in, answers and counters out.
+
+An answer is the tokens and the checksum of the scores at every chosen position: a difference of 1e-7 almost never flips
+a token, so token equality alone would let it pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from onedraw.backends.base import Backend
+from onedraw.engine.engine import Engine, Event
+from onedraw.engine.scheduler import Scheduler
+from onedraw.engine.stats import Stats
+from onedraw.memory.ledger import Ledger
+from onedraw.speculation.proposer import Proposer, Silent, chain
+from onedraw.types import Draft, DryParams, History, Request, SamplingParams
+
+
+@dataclass
+class Answer:
+    tokens: list[int] = field(default_factory=list)
+    checksums: list[int | None] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    scored: list[float] = field(default_factory=list)
+    finish: str | None = None
+    error: str | None = None
+    cached: int = 0
+
+    def hear(self, event: Event) -> None:
+        for choice in event.chosen:
+            self.tokens.append(choice.token)
+            self.checksums.append(choice.checksum)
+            if choice.logprobs is not None:
+                self.logprobs.append(choice.logprobs.logprob)
+        if event.scored is not None:
+            self.scored = [s.logprob for s in event.scored]
+        self.finish = event.finish
+        self.error = event.error.code if event.error else None
+        self.cached = event.usage.cached
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How requests meet the engine."""
+
+    turn_tokens: int = 4096
+    reuse: bool = False
+    proposer: Proposer = field(default_factory=Silent)
+    arrivals: tuple[int, ...] = ()  # the turn before which each request arrives; missing: 0
+    cancels: tuple[tuple[int, int], ...] = ()  # (turn, index of the request)
+
+
+def run(backend: Backend, requests: Sequence[Request], schedule: Schedule) -> tuple[list[Answer], Stats]:
+    """All requests through one engine, until it is idle. Fails if a page or a lane is lost on the way."""
+    capacity = backend.capacity
+    ledger = Ledger(
+        pages=capacity.pages, lanes=capacity.lanes, page_size=capacity.page_size, reuse=schedule.reuse and not capacity.recurrent
+    )
+    scheduler = Scheduler(ledger=ledger, capacity=capacity, proposer=schedule.proposer, turn_tokens=schedule.turn_tokens)
+    engine = Engine(backend=backend, scheduler=scheduler)
+    answers = [Answer() for _ in requests]
+    pending = sorted(range(len(requests)), key=lambda i: schedule.arrivals[i] if i < len(schedule.arrivals) else 0)
+    turn = 0
+    while pending or engine.busy:
+        while pending and (pending[0] >= len(schedule.arrivals) or schedule.arrivals[pending[0]] <= turn):
+            index = pending.pop(0)
+            engine.add(requests[index], answers[index].hear)
+        for when, index in schedule.cancels:
+            if when == turn:
+                engine.cancel(requests[index].id)
+        engine.turn()
+        ledger.audit()
+        turn += 1
+        assert turn < 20_000, "the engine does not come to an end"
+    assert ledger.pool.held == 0
+    assert ledger.slots.available == capacity.lanes
+    return answers, engine.stats()
+
+
+def plain(make_backend: Callable[[], Backend], requests: Sequence[Request]) -> list[Answer]:
+    """The run every variation is compared with: alone, no drafts, cold."""
+    return [run(make_backend(), [request], Schedule())[0][0] for request in requests]
+
+
+def random_params(rng: np.random.Generator, *, vocab: int, max_tokens: int, calm: bool = False) -> SamplingParams:
+    """A mix of sampling parameters; `calm` leaves out what can end a request early."""
+
+    def maybe(value: float, neutral: float, p: float = 0.4) -> float:
+        return value if rng.random() < p else neutral
+
+    stop = frozenset() if calm or rng.random() < 0.5 else frozenset(int(t) for t in rng.integers(0, vocab, 2))
+    return SamplingParams(
+        temperature=float(rng.choice([0.0, 0.7, 1.0, 1.6])),
+        top_k=int(maybe(int(rng.integers(1, 20)), 0)),
+        top_p=maybe(float(rng.uniform(0.3, 1.0)), 1.0),
+        min_p=maybe(float(rng.uniform(0.0, 0.2)), 0.0),
+        repetition_penalty=maybe(float(rng.uniform(0.8, 1.5)), 1.0),
+        frequency_penalty=maybe(float(rng.uniform(-0.5, 1.0)), 0.0),
+        presence_penalty=maybe(float(rng.uniform(-0.5, 1.0)), 0.0),
+        dry=DryParams(multiplier=0.8, allowed_length=1, breakers=frozenset({3})) if rng.random() < 0.2 else None,
+        logit_bias=((int(rng.integers(0, vocab)), float(rng.normal(0, 3))),) if rng.random() < 0.3 else (),
+        seed=int(rng.integers(0, 2**50)),
+        max_tokens=max_tokens,
+        min_tokens=int(rng.integers(0, max_tokens + 1)) if stop else 0,
+        stop_ids=stop,
+        bad_words=((int(rng.integers(0, vocab)), int(rng.integers(0, vocab))),) if rng.random() < 0.2 else (),
+        logprobs=2 if rng.random() < 0.3 else None,
+        checksums=True,
+    )
+
+
+def random_requests(rng: np.random.Generator, *, count: int, vocab: int, longest: int, max_tokens: int) -> list[Request]:
+    """Prompts that partly share their beginnings, with mixed parameters."""
+    stem = tuple(int(t) for t in rng.integers(0, vocab, longest))
+    requests = []
+    for i in range(count):
+        length = int(rng.integers(1, longest + 1))
+        shared = int(rng.integers(0, length + 1)) if rng.random() < 0.6 else 0
+        prompt = stem[:shared] + tuple(int(t) for t in rng.integers(0, vocab, length - shared))
+        params = random_params(rng, vocab=vocab, max_tokens=int(rng.integers(1, max_tokens + 1)))
+        if rng.random() < 0.15:
+            params = replace(params, prompt_logprobs=1)
+        requests.append(Request(id=f"q{i}", prompt=prompt, params=params))
+    return requests
+
+
+@dataclass
+class Clairvoyant:
+    """Knows the answers and lies at fixed places: long accepts, rejections, empty drafts, drafts past the room."""
+
+    answers: dict[str, list[int]]
+    vocab: int
+    lie_every: int = 4
+    silent_every: int = 5
+
+    def propose(self, request_id: str, history: History, room: int) -> tuple[Draft, ...]:
+        done = len(history.output)
+        if self.silent_every and len(history) % self.silent_every == 0:
+            return ()
+        truth = self.answers[request_id][done : done + 6]
+        guess = [
+            (token + 1) % self.vocab if self.lie_every and (done + i) % self.lie_every == 0 else token
+            for i, token in enumerate(truth)
+        ]
+        if len(history) % 7 == 0:
+            guess = [*guess[:1], self.vocab + 5, *guess[1:]]  # out of vocabulary: the scheduler cuts there
+        return chain(tuple(guess))

@@ -1,0 +1,200 @@
+"""The contract on the fake backend: whatever the schedule, the same request gives the same tokens and scores."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from onedraw.backends.fake import FakeBackend
+from onedraw.types import Request, Row, SamplingParams
+from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, random_requests, run
+
+VOCAB = 61
+EXERCISED: Counter[str] = Counter()
+
+
+def world(seed: int) -> tuple[list[Request], dict[str, object], dict[str, object]]:
+    """Requests, the backend they run on, and the engine's numbers, all from one seed."""
+    rng = np.random.default_rng(seed)
+    requests = random_requests(rng, count=int(rng.integers(1, 7)), vocab=VOCAB, longest=28, max_tokens=14)
+    recurrent = bool(rng.random() < 0.5)
+    page_size = int(rng.choice([1, 2, 4, 8]))
+    longest = max(len(r.prompt) + r.params.max_tokens for r in requests)
+    least = -(-(longest + 1) // page_size)
+    backend = {
+        "vocab": VOCAB,
+        "page_size": page_size,
+        "lanes": int(rng.integers(1, 6)),
+        "pages": int(least + rng.integers(0, 2 * least + 1)),
+        "max_context": 64,
+        "recurrent": recurrent,
+        "chunk": int(rng.choice([1, 4, 8])) if recurrent else 1,
+    }
+    schedule = {
+        "turn_tokens": int(rng.integers(1, 40)),
+        "reuse": bool(rng.random() < 0.7),
+        "arrivals": tuple(int(t) for t in rng.integers(0, 12, len(requests))),
+    }
+    return requests, backend, schedule
+
+
+def roomy(backend: dict[str, object]) -> dict[str, object]:
+    return {**backend, "lanes": 1, "pages": 128}
+
+
+def same(got: list[Answer], expected: list[Answer]) -> bool:
+    return [dataclasses.replace(a, cached=0) for a in got] == [dataclasses.replace(a, cached=0) for a in expected]
+
+
+def proposer_for(seed: int, expected: list[Answer], requests: list[Request]) -> Clairvoyant:
+    rng = np.random.default_rng(seed + 1)
+    answers = {r.id: a.tokens for r, a in zip(requests, expected, strict=True)}
+    return Clairvoyant(answers, VOCAB, lie_every=int(rng.choice([0, 2, 3, 4])), silent_every=int(rng.choice([0, 3, 5])))
+
+
+@settings(max_examples=700, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**40), drafting=st.booleans())
+def test_no_schedule_changes_tokens_or_scores(seed: int, drafting: bool) -> None:
+    requests, backend, schedule = world(seed)
+    expected = plain(lambda: FakeBackend(**roomy(backend)), requests)
+    if drafting:
+        schedule["proposer"] = proposer_for(seed, expected, requests)
+    got, stats = run(FakeBackend(**backend), requests, Schedule(**schedule))
+    assert same(got, expected)
+    EXERCISED.update(
+        kept=stats.accepted_tokens,
+        rejected=stats.draft_tokens - stats.accepted_tokens,
+        preemptions=stats.preemptions,
+        hits=stats.prefix_hits,
+        middle_chunks=stats.middle_chunks,
+        mixed=stats.mixed_turns,
+        scored=sum(bool(a.scored) for a in got),
+        stopped=sum(a.finish == "stop" for a in got),
+    )
+
+
+def test_the_schedules_exercised_everything() -> None:
+    """Runs after the law above, in the same process: a law that met nothing proves nothing."""
+    if not EXERCISED:
+        test_no_schedule_changes_tokens_or_scores()
+    for what in ("kept", "rejected", "preemptions", "hits", "middle_chunks", "mixed", "scored", "stopped"):
+        assert EXERCISED[what] > 0, f"{what} never happened"
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**40))
+def test_cancelling_frees_everything_and_disturbs_nobody(seed: int) -> None:
+    requests, backend, schedule = world(seed)
+    rng = np.random.default_rng(seed + 2)
+    expected = plain(lambda: FakeBackend(**roomy(backend)), requests)
+    gone = {int(i) for i in rng.integers(0, len(requests), 2)}
+    schedule["cancels"] = tuple((int(rng.integers(0, 25)), i) for i in sorted(gone))
+    got, _ = run(FakeBackend(**backend), requests, Schedule(**schedule))  # run() fails on a leaked page or lane
+    for i, (answer, whole) in enumerate(zip(got, expected, strict=True)):
+        if i not in gone:
+            assert same([answer], [whole])
+        else:
+            assert answer.tokens == whole.tokens[: len(answer.tokens)]
+
+
+# ---------------------------------------------------------------------- planted faults
+
+
+class ForgetsToRollBack(FakeBackend):
+    """Keeps the state after the last draft, kept or not."""
+
+    def commit(self, row: Row, states, length) -> None:  # type: ignore[no-untyped-def]
+        super().commit(row, states, len(states) - 1)
+
+
+class NoiseByLane(FakeBackend):
+    """Draws by the row's place in the batch instead of the request's seed."""
+
+    def choose(self, row, logits, drafts):  # type: ignore[no-untyped-def]
+        params = dataclasses.replace(row.params, seed=row.lane + 17)
+        return super().choose(dataclasses.replace(row, params=params), logits, drafts)
+
+
+class HistoryShortByOne(FakeBackend):
+    """Verifies each draft as if the draft before it had not been said."""
+
+    def choose(self, row, logits, drafts):  # type: ignore[no-untyped-def]
+        from onedraw.sampling.law import choice
+        from onedraw.types import History
+
+        short = History(row.history.prompt, [*row.history.output, *drafts[:-1]][:-1] if not drafts else [*row.history.output])
+        return choice(logits, row.params, short, drafts[:-1]) if drafts else super().choose(row, logits, drafts)
+
+
+class ChunkCutOffTheGrid(FakeBackend):
+    """Computes a prompt's chunks from where the row starts, not on absolute multiples."""
+
+    def _states(self, row, drafts):  # type: ignore[no-untyped-def]
+        moved = dataclasses.replace(row, start=row.start + 3, prompt_stop=row.prompt_stop + 3)
+        if row.start:
+            return super()._states(moved, drafts)
+        return super()._states(row, drafts)
+
+
+class StaleLane(FakeBackend):
+    """A sequence that begins finds its predecessor's state."""
+
+    def _states(self, row, drafts):  # type: ignore[no-untyped-def]
+        states = super()._states(row, drafts)
+        if row.start == 0 and self._capacity.recurrent and self._lanes[row.lane]:
+            return [bytes([s[0] ^ 1, *s[1:]]) if s else s for s in states]
+        return states
+
+
+class NeighboursPage(FakeBackend):
+    """Writes the last token of a row one page too early."""
+
+    def _write(self, row, tokens):  # type: ignore[no-untyped-def]
+        super()._write(row, tokens)
+        if len(row.pages) > 1 and row.start % self._capacity.page_size == 0 and row.start:
+            self._store[row.pages[row.start // self._capacity.page_size - 1], -1] = 0
+
+
+@pytest.mark.parametrize(
+    "faulty",
+    [ForgetsToRollBack, NoiseByLane, HistoryShortByOne, ChunkCutOffTheGrid, StaleLane, NeighboursPage],
+    ids=lambda c: c.__name__,
+)
+def test_a_planted_fault_is_caught(faulty: type[FakeBackend]) -> None:
+    caught = 0
+    for seed in range(60):
+        requests, backend, schedule = world(seed)
+        expected = plain(lambda: FakeBackend(**roomy(backend)), requests)  # noqa: B023
+        schedule["proposer"] = proposer_for(seed, expected, requests)
+        got, _ = run(faulty(**backend), requests, Schedule(**schedule))
+        caught += not same(got, expected)
+    assert caught > 0, "the fault went unnoticed in 60 schedules"
+
+
+def test_a_law_that_leaves_no_token_ends_the_request_by_name() -> None:
+    banned = tuple((t, float("-inf")) for t in range(VOCAB))
+    request = Request(id="x", prompt=(1, 2, 3), params=SamplingParams(logit_bias=banned, max_tokens=4))
+    [answer], _ = run(FakeBackend(vocab=VOCAB), [request], Schedule())
+    assert answer.error == "no_token_left"
+    assert answer.tokens == []
+
+
+def test_a_failing_turn_fails_its_rows_and_the_others_go_on() -> None:
+    class Fragile(FakeBackend):
+        def run(self, row):  # type: ignore[no-untyped-def]
+            if row.request_id == "bad" and row.start > 0:
+                raise RuntimeError("planted")
+            return super().run(row)
+
+    make = lambda name: Request(id=name, prompt=(1, 2, 3), params=SamplingParams(max_tokens=5, checksums=True))  # noqa: E731
+    requests = [make("bad"), make("late")]
+    expected = plain(lambda: FakeBackend(vocab=VOCAB), [requests[1]])
+    got, stats = run(Fragile(vocab=VOCAB), requests, Schedule(arrivals=(0, 3)))
+    assert got[0].error == "internal_error"
+    assert same(got[1:], expected)
+    assert stats.failed_turns == 1

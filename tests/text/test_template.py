@@ -1,0 +1,239 @@
+"""Chat templates against transformers, and templates that mean harm."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onedraw.errors import BadRequest, Corrupt
+from onedraw.text.template import ChatTemplate
+
+CONVERSATIONS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "Hi"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}],
+    [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "3"}],
+    [{"role": "user", "content": '  spaces \n\n and <tags> & "quotes" {{ braces }} {% if %} 日本語 🙂  '}],
+    [{"role": "user", "content": ""}],
+    [{"role": "assistant", "content": "so far"}, {"role": "assistant", "content": "so good"}],
+]
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "description": "<é>", "parameters": {"type": "object", "properties": {}}}}
+]
+# Every feature in which an environment could differ from transformers'.
+FEATURES = """
+{%- set ns = namespace(count=0, last='') -%}
+    {% for message in messages %}
+    {%- if message.role == 'skip' %}{% continue %}{% endif -%}
+    {%- if loop.index > 4 %}{% break %}{% endif -%}
+    {%- set ns.count = ns.count + 1 -%}
+  {% if message['role'] == 'assistant' %}
+    {% generation %}
+{{ message.content | trim }}{{ eos_token }}
+    {% endgeneration %}
+  {% else %}
+{{ bos_token }}{{ message.role | upper }}: {{ message.content }}
+  {% endif %}
+    {% endfor %}
+{%- macro dump(x) %}[{{ x | tojson }}|{{ x | tojson(indent=2) }}|{{ x | tojson(sort_keys=true, separators=(',', ':')) }}]{% endmacro -%}
+{%- if tools %}{{ dump(tools) }}{% endif -%}
+{{ ns.count }} {{ dict(a=1).a }} {{ dict.fromkeys(['k'], 2).k }} {{ undefined_thing }} {{ style | default('plain') }}
+{{- 'ab' * 3 }} {{ 2 ** 5 }} {{ strftime_now('%%') }} {{ messages | length }} {{ documents is none }}
+{% if add_generation_prompt %}>>>{% endif %}
+"""
+
+
+def judge(source: str, messages: list[dict[str, Any]], **kwargs: Any) -> str:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    rendered, _ = render_jinja_template([messages], chat_template=source, bos_token="<b>", eos_token="<e>", **kwargs)
+    return str(rendered[0])
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_tokenizer_path: Path) -> ChatTemplate:
+    template = ChatTemplate.from_folder(tiny_tokenizer_path)
+    assert template is not None
+    return template
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+@pytest.mark.parametrize("options", [{}, {"enable_thinking": False}, {"enable_thinking": True}, {"add_generation_prompt": False}])
+def test_a_folders_template_renders_as_in_transformers(
+    tiny: ChatTemplate, tiny_tokenizer_path: Path, messages: list[dict[str, Any]], options: dict[str, Any]
+) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(tiny_tokenizer_path))
+    expected = tokenizer.apply_chat_template(messages, tokenize=False, **{"add_generation_prompt": True, **options})
+    assert tiny.render(messages, **options) == expected
+
+
+def test_the_fixtures_template_hears_its_arguments(tiny: ChatTemplate) -> None:
+    messages = CONVERSATIONS[0]
+    assert tiny.render(messages) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert tiny.render(messages, enable_thinking=False).endswith("<think>\n\n</think>\n\n")
+    assert tiny.render(messages, add_generation_prompt=False).endswith("<|im_end|>\n")
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+@pytest.mark.parametrize("options", [{}, {"tools": TOOLS}, {"style": "x"}, {"add_generation_prompt": False}])
+def test_every_feature_behaves_as_in_transformers(messages: list[dict[str, Any]], options: dict[str, Any]) -> None:
+    template = ChatTemplate(FEATURES, bos_token="<b>", eos_token="<e>")
+    assert template.render(messages, **options) == judge(FEATURES, messages, **{"add_generation_prompt": True, **options})
+
+
+def test_json_is_not_escaped_for_html() -> None:
+    template = ChatTemplate("{{ tools | tojson }}", bos_token="", eos_token="")
+    assert template.render([], tools=TOOLS) == json.dumps(TOOLS, ensure_ascii=False)
+
+
+def test_past_reasoning_is_found_under_every_name() -> None:
+    source = "{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }};{% endfor %}"
+    messages = [{"role": "assistant", "reasoning": "r"}, {"role": "assistant", "thinking": "t"}, {"role": "user"}]
+    template = ChatTemplate(source, bos_token="", eos_token="")
+    assert template.render(messages) == judge(source, messages, add_generation_prompt=True) == "r|r;t|t;|;"
+
+
+# ---------------------------------------------------------------------- where templates come from
+
+
+def test_the_jinja_file_goes_before_the_config(tmp_path: Path) -> None:
+    config = {"chat_template": "config {{ bos_token }}{{ eos_token }}", "bos_token": {"content": "<b>"}, "eos_token": "<e>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    first = ChatTemplate.from_folder(tmp_path)
+    assert first is not None
+    assert first.render([]) == "config <b><e>"
+    (tmp_path / "chat_template.jinja").write_text("file {{ bos_token }}")
+    second = ChatTemplate.from_folder(tmp_path)
+    assert second is not None
+    assert second.render([]) == "file <b>"
+    assert second.source == "file {{ bos_token }}"
+
+
+def test_of_named_templates_the_default_is_taken(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    template = ChatTemplate.from_folder(tmp_path)
+    assert template is not None
+    assert template.render([]) == "plain"
+
+
+def test_a_gguf_template_knows_its_tokens(tiny_metadata: dict[str, Any], tiny: ChatTemplate) -> None:
+    template = ChatTemplate.from_gguf(tiny_metadata)
+    assert template is not None
+    assert template.render(CONVERSATIONS[1]) == tiny.render(CONVERSATIONS[1])
+    tokens = ChatTemplate.from_gguf({**tiny_metadata, "tokenizer.chat_template": "{{ bos_token }}{{ eos_token }}"})
+    assert tokens is not None
+    assert tokens.render([]) == "<|endoftext|><|im_end|>"
+
+
+def test_no_template_is_none(tmp_path: Path) -> None:
+    assert ChatTemplate.from_folder(tmp_path) is None
+    assert ChatTemplate.from_gguf({}) is None
+
+
+def test_a_template_that_is_no_jinja_is_refused_with_its_line() -> None:
+    with pytest.raises(Corrupt, match="line 2"):
+        ChatTemplate("fine\n{% if %}", bos_token="", eos_token="")
+
+
+# ---------------------------------------------------------------------- mistakes and harm
+
+
+def refused(source: str, messages: list[dict[str, Any]] | None = None, **kwargs: Any) -> BadRequest:
+    template = ChatTemplate(source, bos_token="", eos_token="")
+    with pytest.raises(BadRequest) as caught:
+        template.render(messages or CONVERSATIONS[0], **kwargs)
+    return caught.value
+
+
+def test_the_templates_own_words_reach_the_caller() -> None:
+    error = refused("{{ raise_exception('roles must alternate') }}")
+    assert "roles must alternate" in str(error)
+    assert (error.code, error.param, error.status) == ("chat_template_error", "messages", 400)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[0].nothing.at.all }}",
+        "{{ messages[0].content + none }}",
+        "{{ 1 / 0 }}",
+        "{{ messages | no_such_test }}" if False else "{{ messages[0].content | tojson(indent=messages) }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+    ],
+)
+def test_a_template_that_stumbles_is_a_bad_request(source: str) -> None:
+    assert refused(source).code == "chat_template_error"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.__class__.__base__.__subclasses__() }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ raise_exception.__globals__['__builtins__'].open('x') }}",
+        "{{ ''|attr('__class__')|attr('__mro__') }}{{ (''|attr('__class__')).mro() }}",
+        "{{ '{0.__class__.__mro__}'.format('') }}",
+        "{{ self.__init__.__globals__ }}",
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "{{ namespace.__init__.__globals__ }}",
+        "{{ dict.__call__.__globals__ }}",
+        "{{ namespace(__class__=1) }}",
+        "{% set n = namespace() %}{% set n.__class__ = 1 %}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update(role='x') }}",
+        "{{ messages.clear() }}",
+    ],
+)
+def test_hostile_templates_get_nothing(source: str) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    assert refused(source, messages).code == "chat_template_error"
+    assert messages == [{"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(10000000) %}x{% endfor %}",
+        "{{ 'x' * 1000000000 }}",
+        "{{ 1000000000 * 'x' }}",
+        "{{ [1] * 1000000000 }}",
+        "{{ 9 ** 9 ** 9 }}",
+        "{% set x = 'x' * 1000000 %}{% for i in range(100) %}{{ x }}{% endfor %}",
+    ],
+)
+def test_a_template_cannot_make_much_of_little(source: str) -> None:
+    assert "pass" in str(error := refused(source)) or "Range" in str(error)
+
+
+def test_messages_are_never_read_as_a_template(tiny: ChatTemplate) -> None:
+    content = "{{ 7 * 7 }}{% raw %}"
+    assert content in tiny.render([{"role": "user", "content": content}])
+
+
+def test_objects_with_methods_do_not_reach_a_template() -> None:
+    assert refused("{{ path }}", path=Path("x")).code == "chat_template_error"
+
+
+def test_reserved_names_are_no_template_arguments(tiny: ChatTemplate) -> None:
+    with pytest.raises(BadRequest, match="messages"):
+        tiny.render(CONVERSATIONS[0], **{"messages": []})
+    assert tiny.render(CONVERSATIONS[0], **{"self": 1})
+
+
+@pytest.mark.weights
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+def test_smollm2s_template_renders_as_in_transformers(smollm2_path: Path, messages: list[dict[str, Any]]) -> None:
+    from onedraw.checkpoints.gguf import GgufCheckpoint
+
+    metadata = GgufCheckpoint(smollm2_path).metadata
+    template = ChatTemplate.from_gguf(metadata)
+    assert template is not None
+    for add in (True, False):
+        expected = judge(metadata["tokenizer.chat_template"], messages, add_generation_prompt=add)
+        assert template.render(messages, add_generation_prompt=add) == expected
