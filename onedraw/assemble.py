@@ -139,7 +139,7 @@ def _torch_door(settings: Settings, tell: Progress, proposer: Proposer) -> Door:
         tokenizer, template = read_text(checkpoint)
         backend = TorchBackend(
             described.spec,
-            described.weights(checkpoint),
+            described.weights,
             dtype=dtype,
             device=device,
             lanes=settings.max_batch,

@@ -74,7 +74,7 @@ def settle(wishes: Wishes, *, door: Door, prompt: tuple[int, ...], default_max_t
     if max_tokens > room:
         raise ContextOverflow(
             f"the prompt has {len(prompt)} tokens and max_tokens is {max_tokens}: together {len(prompt) + max_tokens}, "
-            f"over the context of {card.max_context}; shorten the prompt, ask for fewer tokens or serve with a larger --max-context",
+            f"over the context of {card.max_context}; shorten the prompt, ask for fewer tokens or raise --max-context",
             param="max_tokens" if room > 0 else "prompt",
         )
     check_ids("stop_token_ids", wishes.stop_token_ids, vocab=card.vocab)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from onedraw.checkpoints.base import fingerprint, map_file
+from onedraw.checkpoints.files import fingerprint, map_file
 from onedraw.checkpoints.quants import KIND_OF_CODE, Bytes
 from onedraw.checkpoints.tensor import StoredTensor, packed_bytes
 from onedraw.errors import Corrupt, UnsupportedModel

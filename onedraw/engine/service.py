@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from onedraw.backends.base import Capacity
 from onedraw.engine.engine import Engine, Event, Sink
 from onedraw.engine.stats import Stats
-from onedraw.errors import BadParameter, ContextOverflow, Draining, QueueFull, Unsupported
+from onedraw.errors import BadParameter, ContextOverflow, Draining, QueueFull, TurnFailed, Unsupported
 from onedraw.types import Request, SamplingParams
 
 __all__ = ["Event", "Service", "Sink"]
@@ -107,10 +107,14 @@ class Service:
     def _run(self) -> None:
         engine = self._engine
         while self._listen():
-            engine.turn()
+            try:
+                engine.turn()
+                if not engine.busy:
+                    engine.scheduler.ledger.audit()
+            except Exception:  # a bug of ours outside the backend: nobody may wait for ever
+                log.exception("the engine failed between turns")
+                engine.fail_all(TurnFailed("the engine failed; the server's log says why"))
             self._stats = engine.stats()
-            if not engine.busy:
-                engine.scheduler.ledger.audit()
         engine.fail_all(Draining("the server was shut down before this request finished"))
         self._stats = engine.stats()
         engine.backend.close()

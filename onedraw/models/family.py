@@ -7,11 +7,11 @@ traits; `dense_family` builds them from these. A family is data: no class per mo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from onedraw.errors import Corrupt, UnsupportedModel
-from onedraw.models.keys import HARMLESS, Keys
+from onedraw.models.keys import HARMLESS, MOST_LAYERS, Keys
 from onedraw.models.rope import rope_from_config, rope_from_metadata
 from onedraw.models.source import Dialect, Source
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
@@ -63,41 +63,17 @@ def dense_family(
 
 def _from_config(config: Mapping[str, Any], origin: str, traits: Traits) -> ModelSpec:
     keys = Keys(config, origin=origin)
-    hidden, count = keys.whole("hidden_size"), keys.whole("num_hidden_layers")
-    heads = keys.whole("num_attention_heads")
-    kv_heads = keys.whole("num_key_value_heads", None if traits.kv_heads_named else heads)
-    head_dim = keys.whole("head_dim", traits.head_dim or hidden // heads)
-    max_context = keys.whole("max_position_embeddings")
     keys.only("hidden_act", "silu")
     if keys.get("quantization_config") is not None:
         raise UnsupportedModel(f"{origin}: quantization_config: quantized safetensors are not supported; use a GGUF file")
-    bias = keys.flag("attention_bias")
-    if bias and traits.qkv_bias != "config":
-        raise UnsupportedModel(f"{origin}: attention_bias = true is not supported for {traits.family}")
-    rope = rope_from_config(keys, head_dim=head_dim, max_context=max_context, origin=origin)
-    windows = _windows(keys, count, traits, origin)
+    count, max_context = keys.whole("num_hidden_layers", most=MOST_LAYERS), keys.whole("max_position_embeddings")
+    mixer = _mixer(keys, traits, max_context=max_context, origin=origin)
     feed_forward = MlpSpec(keys.whole("intermediate_size"), bias=traits.mlp_bias and keys.flag("mlp_bias"))
-    layers = tuple(
-        LayerSpec(
-            AttentionSpec(
-                heads=heads,
-                kv_heads=kv_heads,
-                head_dim=head_dim,
-                rope=rope,
-                scale=head_dim**-0.5,
-                window=window,
-                qkv_bias=bias or traits.qkv_bias == "always",
-                out_bias=bias and traits.out_bias == "config",
-                qk_norm=traits.qk_norm,
-            ),
-            feed_forward,
-        )
-        for window in windows
-    )
+    windows = _windows(keys, count, traits, origin)
     spec = ModelSpec(
         family=traits.family,
-        layers=layers,
-        hidden=hidden,
+        layers=tuple(LayerSpec(replace(mixer, window=window), feed_forward) for window in windows),
+        hidden=keys.whole("hidden_size"),
         vocab=keys.whole("vocab_size"),
         eps=keys.number("rms_norm_eps", 1e-6),
         tied=keys.flag("tie_word_embeddings"),
@@ -106,6 +82,25 @@ def _from_config(config: Mapping[str, Any], origin: str, traits: Traits) -> Mode
     )
     keys.refuse_rest(HARMLESS)
     return _checked(spec, origin)
+
+
+def _mixer(keys: Keys, traits: Traits, *, max_context: int, origin: str) -> AttentionSpec:
+    """The attention of every layer, before its window."""
+    heads = keys.whole("num_attention_heads")
+    head_dim = keys.whole("head_dim", traits.head_dim or keys.whole("hidden_size") // heads)
+    bias = keys.flag("attention_bias")
+    if bias and traits.qkv_bias != "config":
+        raise UnsupportedModel(f"{origin}: attention_bias = true is not supported for {traits.family}")
+    return AttentionSpec(
+        heads=heads,
+        kv_heads=keys.whole("num_key_value_heads", None if traits.kv_heads_named else heads),
+        head_dim=head_dim,
+        rope=rope_from_config(keys, head_dim=head_dim, max_context=max_context, origin=origin),
+        scale=head_dim**-0.5,
+        qkv_bias=bias or traits.qkv_bias == "always",
+        out_bias=bias and traits.out_bias == "config",
+        qk_norm=traits.qk_norm,
+    )
 
 
 def _windows(keys: Keys, count: int, traits: Traits, origin: str) -> list[int | None]:
@@ -142,7 +137,8 @@ HARMLESS_METADATA = frozenset({"tensor_data_layout", "source.url"})
 def _from_metadata(source: Source, traits: Traits) -> ModelSpec:
     metadata, tensors, origin = source.config, source.tensors, source.path.name
     keys = Keys(metadata, origin=origin, prefix=f"{metadata['general.architecture']}.")
-    hidden, count, max_context = keys.whole("embedding_length"), keys.whole("block_count"), keys.whole("context_length")
+    count = keys.whole("block_count", most=MOST_LAYERS)
+    hidden, max_context = keys.whole("embedding_length"), keys.whole("context_length")
     heads = keys.wholes("attention.head_count", count)
     kv_heads = keys.wholes("attention.head_count_kv", count, heads)
     widths = keys.wholes("feed_forward_length", count)

@@ -93,8 +93,13 @@ HARMLESS = frozenset(
         "_from_model_config",
         "model_max_length",
         "max_sequence_length",
+        "is_llama_config",
+        "neftune_noise_alpha",
     }
 )
+
+MOST = 2**31 - 1  # of any count
+MOST_LAYERS = 4096
 
 
 def neutral(value: Any) -> bool:
@@ -115,21 +120,21 @@ class Keys:
         self._read.add(self._prefix + name)
         return self._values.get(self._prefix + name)
 
-    def whole(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+    def whole(self, name: str, default: int | None = None, *, least: int = 1, most: int = MOST) -> int:
         """A whole number; without a default the key must be there."""
-        value = self.optional_whole(name, least=least)
+        value = self.optional_whole(name, least=least, most=most)
         if value is None:
             value = default
         if value is None:
             raise Corrupt(f"{self._origin}: {self._prefix}{name} is missing")
         return value
 
-    def optional_whole(self, name: str, *, least: int = 1) -> int | None:
+    def optional_whole(self, name: str, *, least: int = 1, most: int = MOST) -> int | None:
         value = self.get(name)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise Corrupt(f"{self._origin}: {self._prefix}{name} must be a whole number from {least} up, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise Corrupt(f"{self._origin}: {self._prefix}{name} must be a whole number from {least} to {most}, not {value!r}")
         return value
 
     def wholes(self, name: str, count: int, default: list[int] | None = None) -> list[int]:

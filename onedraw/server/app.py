@@ -114,7 +114,8 @@ class Desk:
 
     def _refuse_when_closed(self) -> None:
         if self.draining or not self.door.service.ready:
-            raise Draining("the server is shutting down and takes no new requests")
+            reason = "the server is shutting down" if self.draining else "the engine has stopped"
+            raise Draining(f"{reason} and takes no new requests")
 
     def _card(self) -> Json:
         card = self.door.card

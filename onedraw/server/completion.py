@@ -15,7 +15,15 @@ from typing import Literal, cast
 from onedraw.door import Ask, Door, fresh_seed
 from onedraw.errors import BadParameter, BadRequest, Draining
 from onedraw.sampling.noise import child_seed, prompt_seed
-from onedraw.server.protocol import COMPLETION_MAX_TOKENS, ChatRequest, CompletionRequest, Message, Prompt, TokenizeRequest
+from onedraw.server.protocol import (
+    COMPLETION_MAX_TOKENS,
+    MAX_REPLIES,
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    Prompt,
+    TokenizeRequest,
+)
 from onedraw.types import Piece
 from onedraw.wishes import settle
 
@@ -62,6 +70,10 @@ def _completion(request: CompletionRequest, door: Door) -> Job:
     identity = f"cmpl-{secrets.token_hex(12)}"
     seed = fresh_seed() if request.seed is None else request.seed
     scored = (request.logprobs or 0) if request.echo and (request.logprobs is not None or request.token_limit == 0) else None
+    if len(request.prompt) * request.n > MAX_REPLIES:
+        raise BadParameter(
+            "prompt", f"{len(request.prompt)} prompts × n = {request.n} is over {MAX_REPLIES} replies; split the list"
+        )
     asks, echoes = [], []
     for number, prompt in enumerate(request.prompt):
         ids = door.encode(prompt, add_special=request.add_special_tokens) if isinstance(prompt, str) else prompt

@@ -85,13 +85,13 @@ def read_json(body: bytes) -> object:
     """The JSON value of a body. NaN and Infinity pass here: the field that holds them is named later."""
     try:
         value: object = json.loads(body)
+        if isinstance(value, dict) and b"\\u" in body:
+            for name, field in value.items():
+                _refuse_half_characters(name, field)
     except RecursionError:
         raise BadRequest("the body is not valid JSON: nested too deeply", code="invalid_json") from None
     except ValueError as error:  # wrong JSON, wrong encoding, a number of too many digits
         raise BadRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
-    if isinstance(value, dict) and b"\\u" in body:
-        for name, field in value.items():
-            _refuse_half_characters(name, field)
     return value
 
 

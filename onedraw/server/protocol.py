@@ -24,12 +24,14 @@ from onedraw.server.fields import (
     sift,
     table,
 )
-from onedraw.types import MAX_TOP_LOGPROBS
+from onedraw.types import MAX_TOP_LOGPROBS, SEED_LIMIT
 from onedraw.wishes import Wishes
 
 MAX_CHOICES = 128
+MAX_REPLIES = 4096  # prompts × n of one request
 COMPLETION_MAX_TOKENS = 16  # what clients of /v1/completions expect when they do not say
 
+Whole = Annotated[int, Field(ge=-(2**31), lt=2**31)]  # counts; every backend has room for these
 Prompt = str | tuple[int, ...]
 RequestT = TypeVar("RequestT", bound=BaseModel)
 
@@ -123,11 +125,11 @@ class Sampling(Strict):
     model: str | None = wish("string", "the served model; may be left out")
     stream: bool = wish("boolean", "answer in server-sent events", False)
     stream_options: StreamOptions | None = wish("object", "see below; only with `stream`")
-    max_tokens: int | None = wish("integer >= 1", "the most tokens of a reply")
-    max_completion_tokens: int | None = wish("integer >= 1", "the same as `max_tokens`")
-    min_tokens: int | None = wish("integer >= 0", "no end of the reply before these many tokens")
+    max_tokens: Whole | None = wish("integer >= 1", "the most tokens of a reply")
+    max_completion_tokens: Whole | None = wish("integer >= 1", "the same as `max_tokens`")
+    min_tokens: Whole | None = wish("integer >= 0", "no end of the reply before these many tokens")
     temperature: float | None = wish("number, 0 … 100", "0 is greedy")
-    top_k: int | None = wish("integer >= -1", "0 and -1: off; 1 is greedy at any temperature")
+    top_k: Whole | None = wish("integer >= -1", "0 and -1: off; 1 is greedy at any temperature")
     top_p: float | None = wish("number, over 0 … 1", "nucleus over what top_k left; 1: off")
     min_p: float | None = wish("number, 0 … 1", "relative to the likeliest token; 0: off")
     repetition_penalty: float | None = wish("number over 0", "over prompt and reply; 1: off")
@@ -135,15 +137,17 @@ class Sampling(Strict):
     presence_penalty: float | None = wish("number, -100 … 100", "over the reply; 0: off")
     dry_multiplier: float | None = wish("number >= 0", "penalty on continuing a repetition; 0: off")
     dry_base: float | None = wish("number >= 1", "growth of that penalty per repeated token; default 1.75")
-    dry_allowed_length: int | None = wish("integer >= 1", "repetitions shorter than this are free; default 2")
-    dry_range: int | None = wish("integer >= -1", "how many of the last tokens are searched; 0 and -1: all")
+    dry_allowed_length: Whole | None = wish("integer >= 1", "repetitions shorter than this are free; default 2")
+    dry_range: Whole | None = wish("integer >= -1", "how many of the last tokens are searched; 0 and -1: all")
     dry_sequence_breakers: Annotated[tuple[str, ...], PlainValidator(_texts)] | None = wish(
         "list of strings", "no repetition reaches over these; default line break, colon, quote, asterisk"
     )
     logit_bias: Annotated[dict[int, float], PlainValidator(_bias)] | None = wish(
         "object: token id → -100 … 100", "added to the logits of these tokens"
     )
-    seed: int | None = wish("integer, 0 … 2^53 - 1", "left out, the server draws one; every choice says which")
+    seed: int | None = wish(
+        "integer, 0 … 2^53 - 1", "left out, the server draws one; every choice says which", ge=0, lt=SEED_LIMIT
+    )
     n: int = wish(f"integer, 1 … {MAX_CHOICES}", "choices per prompt, each with its own seed", 1, ge=1, le=MAX_CHOICES)
     stop: Annotated[tuple[str, ...], PlainValidator(_texts)] = wish("string or list", "ends the reply, not part of its text", ())
     stop_token_ids: list[int] = wish("list of integers", "token ids that end the reply", [])

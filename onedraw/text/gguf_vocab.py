@@ -129,11 +129,11 @@ def rebuild(metadata: Mapping[str, Any]) -> Rebuilt:
     _add_tokens(backend, vocabulary, special=[bos_id, eos_id, vocabulary.id("eot")])
     # Files of the gemma4 kind exist that deny their bos token by mistake; the model always wants it.
     begins = kind == "gemma4" or vocabulary.value("add_bos_token", add_bos)
-    frame(backend, bos_id=bos_id if begins else None, eos_id=eos_id if vocabulary.value("add_eos_token", False) else None)
+    _frame(backend, bos_id=bos_id if begins else None, eos_id=eos_id if vocabulary.value("add_eos_token", False) else None)
     return Rebuilt(backend, bos_id, eos_id)
 
 
-def frame(backend: Tokenizer, *, bos_id: int | None, eos_id: int | None) -> None:
+def _frame(backend: Tokenizer, *, bos_id: int | None, eos_id: int | None) -> None:
     """Make `add_special` put these ids around a text; None for neither."""
     ids = {name: number for name, number in (("bos", bos_id), ("eos", eos_id)) if number is not None}
     pieces = [name for name in ("bos", "$A", "eos") if name == "$A" or name in ids]

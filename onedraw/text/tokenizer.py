@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,7 @@ class Tokenizer:
         self._spelling = _spelling(backend)
         self._special = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         self._bytes: dict[int, bytes] = {}
-        self._containing: dict[tuple[str, ...], frozenset[int]] = {}
+        self._containing = lru_cache(maxsize=16)(self._search)
         self.bos_id = bos_id
         self.eos_id = eos_id
         self.strips_space = self._spelling.strips_space  # whether a text's first space is not part of it
@@ -84,7 +84,10 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer:
-        """The tokenizer of a checkpoint folder: tokenizer.json, with tokenizer_config.json beside it."""
+        """The tokenizer of a checkpoint folder: tokenizer.json, with tokenizer_config.json beside it.
+
+        What `add_special` adds is the business of tokenizer.json alone, as in transformers.
+        """
         folder = Path(path)
         file = folder / "tokenizer.json"
         if not file.is_file():
@@ -101,12 +104,6 @@ class Tokenizer:
         config = tokenizer_config(folder)
         _add_configured_tokens(backend, config, folder)
         bos_id, eos_id = (_id_of(backend, special_text(config, name)) for name in ("bos_token", "eos_token"))
-        if backend.post_processor is None or "add_bos_token" in config or "add_eos_token" in config:
-            gguf_vocab.frame(
-                backend,
-                bos_id=bos_id if config.get("add_bos_token") else None,
-                eos_id=eos_id if config.get("add_eos_token") else None,
-            )
         return cls(backend, bos_id=bos_id, eos_id=eos_id)
 
     @classmethod
@@ -141,17 +138,14 @@ class Tokenizer:
         return token_id in self._special
 
     def ids_containing(self, texts: Sequence[str]) -> frozenset[int]:
-        """Ids of the non-special tokens whose text contains any of these."""
-        key = tuple(texts)
-        found = self._containing.get(key)
-        if found is None:
-            needles = [_utf8(text) for text in key]
-            found = self._containing[key] = frozenset(
-                i
-                for i in range(self.vocab_size)
-                if i not in self._special and any(needle in self.token_bytes(i) for needle in needles)
-            )
-        return found
+        """Ids of the non-special tokens whose text contains any of these. The last few answers are remembered."""
+        return self._containing(tuple(texts))
+
+    def _search(self, texts: tuple[str, ...]) -> frozenset[int]:
+        # One search per token for all texts together; no texts at all are found nowhere.
+        search = re.compile(b"|".join(re.escape(_utf8(text)) for text in texts) if texts else b"(?!)").search
+        special = self._special
+        return frozenset(i for i in range(self.vocab_size) if search(self.token_bytes(i)) and i not in special)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,7 +40,7 @@ STOPS = st.lists(st.text("abc", min_size=1, max_size=5), max_size=4)
 @settings(max_examples=1000)
 def test_however_a_text_is_cut_the_result_is_the_same(text: str, stops: list[str], cuts: list[int]) -> None:
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    pieces = [text[start:stop] for start, stop in zip(edges, edges[1:])]
+    pieces = [text[start:stop] for start, stop in pairwise(edges)]
     shown, hit, rest = stream(pieces, stops)
     assert ("".join(shown) + rest, hit) == slow(text, stops)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ FEATURES = """
 {{ bos_token }}{{ message.role | upper }}: {{ message.content }}
   {% endif %}
     {% endfor %}
-{%- macro dump(x) %}[{{ x | tojson }}|{{ x | tojson(indent=2) }}|{{ x | tojson(sort_keys=true, separators=(',', ':')) }}]{% endmacro -%}
+{%- macro dump(x) %}[{{ x | tojson }}|
+{{- x | tojson(indent=2) }}|{{ x | tojson(sort_keys=true, separators=(',', ':')) }}]{% endmacro -%}
 {%- if tools %}{{ dump(tools) }}{% endif -%}
 {{ ns.count }} {{ dict(a=1).a }} {{ dict.fromkeys(['k'], 2).k }} {{ undefined_thing }} {{ style | default('plain') }}
 {{- 'ab' * 3 }} {{ 2 ** 5 }} {{ strftime_now('%%') }} {{ messages | length }} {{ documents is none }}
@@ -162,7 +164,7 @@ def test_the_templates_own_words_reach_the_caller() -> None:
         "{{ messages[0].nothing.at.all }}",
         "{{ messages[0].content + none }}",
         "{{ 1 / 0 }}",
-        "{{ messages | no_such_test }}" if False else "{{ messages[0].content | tojson(indent=messages) }}",
+        "{{ messages | sum }}",
         "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
     ],
 )
@@ -191,9 +193,17 @@ def test_a_template_that_stumbles_is_a_bad_request(source: str) -> None:
     ],
 )
 def test_hostile_templates_get_nothing(source: str) -> None:
+    """Refused, or nothing printed: a forbidden attribute is undefined, and undefined prints as nothing."""
     messages = [{"role": "user", "content": "Hi"}]
-    assert refused(source, messages).code == "chat_template_error"
+    text = ""
+    with contextlib.suppress(BadRequest):
+        text = ChatTemplate(source, bos_token="", eos_token="").render(messages)
+    assert text == ""
     assert messages == [{"role": "user", "content": "Hi"}]
+
+
+def test_a_forbidden_attribute_is_refused_as_soon_as_it_is_used() -> None:
+    assert "unsafe" in str(refused("{{ ''.__class__.__mro__ }}"))
 
 
 @pytest.mark.parametrize(
@@ -203,7 +213,7 @@ def test_hostile_templates_get_nothing(source: str) -> None:
         "{{ 'x' * 1000000000 }}",
         "{{ 1000000000 * 'x' }}",
         "{{ [1] * 1000000000 }}",
-        "{{ 9 ** 9 ** 9 }}",
+        "{{ 9 ** (9 ** 9) }}",
         "{% set x = 'x' * 1000000 %}{% for i in range(100) %}{{ x }}{% endfor %}",
     ],
 )

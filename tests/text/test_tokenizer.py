@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from onedraw.errors import BadRequest, Corrupt, NotFound, UnsupportedModel
 from onedraw.text.tokenizer import Tokenizer
@@ -88,16 +88,20 @@ def test_begin_and_end_come_from_the_config(tiny: Tokenizer, folder: Path) -> No
     assert (changed.bos_id, changed.eos_id) == (1, None)
 
 
-def test_a_config_that_wants_a_begin_token_gets_it(folder: Path) -> None:
+def test_only_tokenizer_json_decides_about_the_begin_token(folder: Path) -> None:
     from transformers import AutoTokenizer
 
-    configure(folder, add_bos_token=True, add_eos_token=True)
-    tokenizer = Tokenizer.from_folder(folder)
-    ids = tokenizer.encode("hi")
-    assert ids[0] == 0
-    assert ids[-1] == 2
-    assert ids == AutoTokenizer.from_pretrained(str(folder)).encode("hi")
-    assert tokenizer.encode("hi", add_special=False) == ids[1:-1]
+    configure(folder, add_bos_token=True)
+    plain = Tokenizer.from_folder(folder).encode("hi")
+    assert plain == AutoTokenizer.from_pretrained(str(folder)).encode("hi")
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", pair="$A $B", special_tokens=[("<|endoftext|>", 0)]
+    )
+    backend.save(str(folder / "tokenizer.json"))
+    begun = Tokenizer.from_folder(folder)
+    assert begun.encode("hi") == [0, *plain] == AutoTokenizer.from_pretrained(str(folder)).encode("hi")
+    assert begun.encode("hi", add_special=False) == plain
 
 
 def test_tokens_known_only_to_the_config_are_added(folder: Path) -> None:

@@ -8,7 +8,9 @@ vectors only; sums over the vocabulary are sums of integers; the first of equals
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from torch import Tensor
 from onedraw.sampling.law import MASS_BITS
 
 WIDTH = 64  # elements; a multiple of every vector width in use
+LARGEST = torch.finfo(torch.float32).max
 PIECE = 32768  # elements; torch never splits so few among threads
 
 
@@ -47,13 +50,41 @@ def apply_elementwise(function: Callable[..., Tensor], x: Tensor, out: Tensor | 
     return result
 
 
-def masses(deficit: Tensor) -> Tensor:
-    """floor(exp(-deficit) * 2^40), integers that add up exactly in any order.   [C, V] float32 -> int64"""
-    share = -deficit
-    return apply_elementwise(torch.exp, share, out=share).mul_(2.0**MASS_BITS).to(torch.int64)
+class Scratch:
+    """Buffers by name, kept between calls. Owner: the sampler.
+
+    What `take` gives is good until the same name is taken again. On a CPU fresh large buffers cost more, in page faults,
+    than the arithmetic in them; a CUDA device has an allocator that remembers.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Contents undefined."""
+        if self._device.type != "cpu":
+            return torch.empty(shape, dtype=dtype, device=self._device)
+        count = math.prod(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < count:
+            buffer = self._buffers[name] = torch.empty(count, dtype=dtype)
+        return buffer[:count].view(shape)
 
 
-def reach(deficit: Tensor, weights: Tensor, target: Tensor) -> Tensor:
+def masses(deficit: Tensor, scratch: Scratch, limit: Tensor | None = None) -> Tensor:
+    """floor(exp(-deficit) * 2^40), integers that add up exactly in any order; 0 beyond `limit` ([C, 1]), where given.
+
+    [C, V] float32 -> int64
+    """
+    share = torch.neg(deficit, out=scratch.take("share", deficit.shape, torch.float32))
+    apply_elementwise(torch.exp, share, out=share).mul_(2.0**MASS_BITS)
+    if limit is not None:
+        share *= scratch.take("within", deficit.shape, torch.float32).copy_(deficit).le_(limit)
+    return scratch.take("masses", deficit.shape, torch.int64).copy_(share)
+
+
+def reach(deficit: Tensor, weights: Tensor, target: Tensor, scratch: Scratch) -> Tensor:
     """Per row the smallest value t with sum(weights where deficit <= t) >= target.
 
     deficit [C, V] float32, zero or more; weights [C, V] int64; target [C] int64, from 1 to the row's sum -> [C] float32.
@@ -61,22 +92,38 @@ def reach(deficit: Tensor, weights: Tensor, target: Tensor) -> Tensor:
     bin where the running sum reaches the target, a histogram of the next bits inside that bin, and again.
     """
     bits = deficit.view(torch.int32)
+    place = scratch.take("place", bits.shape, torch.int32)
+    bins = scratch.take("bins", bits.shape, torch.int64)
     found = torch.zeros(len(bits), 1, dtype=torch.int32, device=bits.device)
     for shift, width in ((20, 2048), (10, 1024), (0, 1024)):
         found *= width
         # Bin 0 takes what lies below the bin found so far, the last one what lies above.
-        bins = (bits >> shift).sub_(found).clamp_(-1, width).add_(1).to(torch.int64)
+        torch.bitwise_right_shift(bits, shift, out=place)
+        bins.copy_(place.sub_(found - 1).clamp_(0, width + 1))
         histogram = torch.zeros(len(bits), width + 2, dtype=torch.int64, device=bits.device)
         running = histogram.scatter_add_(1, bins, weights).cumsum(1)
         found += ((running < target[:, None]).sum(1, keepdim=True) - 1).to(torch.int32)
     return found.view(torch.float32)[:, 0]
 
 
+def drop_beyond(values: Tensor, deficit: Tensor, limit: Tensor, scratch: Scratch) -> None:
+    """Put `values` out of reach, in place, where the deficit is over the row's limit.   [C, V], [C, V], [C, 1]"""
+    # Comparing in place gives 1.0 and 0.0, which is several times faster than a mask of booleans.
+    beyond = scratch.take("within", deficit.shape, torch.float32).copy_(deficit).gt_(limit)
+    values.sub_(beyond, alpha=LARGEST)
+
+
 def first_best(values: Tensor) -> Tensor:
-    """Per row the lowest index among the largest values.   [C, V] -> [C] int64"""
-    ids = torch.arange(values.shape[1], dtype=torch.int32, device=values.device)
+    """Per row the lowest index among the largest values; `values` is spent.   [C, V] float32 -> [C] int64"""
+    width = values.shape[1]
     best = values.amax(1, keepdim=True)
-    return torch.where(values == best, ids, values.shape[1]).amin(1).to(torch.int64)
+    return width - values.eq_(best).mul_(_countdown(width, values.device)).amax(1).to(torch.int64)
+
+
+@lru_cache(maxsize=8)
+def _countdown(width: int, device: torch.device) -> Tensor:
+    """width … 1; exact in float32 for any vocabulary below 2^24."""
+    return torch.arange(width, 0, -1, dtype=torch.float32, device=device)
 
 
 def likeliest(deficit: Tensor, count: int) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.torch.counts import LaneCounts
-from onedraw.backends.torch.exact import first_best, likeliest, masses, padded, reach
+from onedraw.backends.torch.exact import Scratch, drop_beyond, first_best, likeliest, masses, padded, reach
 from onedraw.backends.torch.noise import gumbel, key_words
 from onedraw.sampling.adjust import Recall, adjustment, inside
 from onedraw.sampling.law import NO_TOKEN, SMALLEST_TEMPERATURE, checksum_weights, log_shares, min_p_limit
@@ -70,6 +70,7 @@ class Sampler:
         self._width = padded(vocab)
         self._lanes = lanes
         self._device = device
+        self._scratch = Scratch(device)
         self._counts: LaneCounts | None = None
         self._recalls: dict[int, tuple[str, Recall]] = {}
         self._weights: Tensor | None = None  # [2, V] int64, of logits and of scores
@@ -137,7 +138,8 @@ class Sampler:
         sound = (best > -torch.inf) & (best < torch.inf)
         if scores is not raw:
             sound &= raw.amax(1) < torch.inf  # a ban may have hidden what is wrong with the logits
-        deficit = best[:, None] - scores
+        deficit = self._scratch.take("deficit", scores.shape, torch.float32)
+        torch.sub(best[:, None], scores, out=deficit)
         if any(p.params.temperature not in (0, 1) for p in positions):
             deficit /= self._column([_divisor(p.params.temperature) for p in positions])
         return Law(deficit, self._limit(deficit, positions), sound)
@@ -146,15 +148,15 @@ class Sampler:
         """What is compared: noise less deficit, or the deficit alone where the choice is greedy.   [C, V]"""
         noisy = [row for row, p in enumerate(positions) if not p.params.greedy]
         if noisy:
-            noise = gumbel(*key_words(self._keys([positions[row] for row in noisy]), self._device), self._width)
+            noise = gumbel(*key_words(self._keys([positions[row] for row in noisy]), self._device), self._width, self._scratch)
         if len(noisy) == len(positions):
             values = noise.sub_(law.deficit)
         else:
-            values = -law.deficit
+            values = torch.neg(law.deficit, out=self._scratch.take("values", law.deficit.shape, torch.float32))
             if noisy:
                 values[self._index(noisy)] += noise
         if law.limit is not None:
-            values.masked_fill_(law.deficit > law.limit, -torch.inf)
+            drop_beyond(values, law.deficit, law.limit, self._scratch)
         return values
 
     def _keys(self, positions: Sequence[Position]) -> list[tuple[int, int]]:
@@ -193,10 +195,13 @@ class Sampler:
         output, seen = self._counts.read(places)
         rows = self._rows(counting, len(positions))
         part = scores if rows is None else scores[rows]
-        repetition = self._column([p.params.repetition_penalty for p in places])
-        part = torch.where(seen, torch.where(part > 0, part / repetition, part * repetition), part)
-        part -= output.to(torch.float32) * self._column([p.params.frequency_penalty for p in places])
-        part -= (output > 0).to(torch.float32) * self._column([p.params.presence_penalty for p in places])
+        if any(p.params.repetition_penalty != 1 for p in places):
+            penalty = self._column([p.params.repetition_penalty for p in places])
+            part = torch.where(seen, torch.where(part > 0, part / penalty, part * penalty), part)
+        if any(p.params.frequency_penalty != 0 for p in places):
+            part -= output.to(torch.float32) * self._column([p.params.frequency_penalty for p in places])
+        if any(p.params.presence_penalty != 0 for p in places):
+            part -= (output > 0).to(torch.float32) * self._column([p.params.presence_penalty for p in places])
         if rows is None:
             scores.copy_(part)
         else:
@@ -229,19 +234,19 @@ class Sampler:
         return limit
 
     def _lower(self, limit: Tensor, deficit: Tensor, wishes: Sequence[tuple[int, float]], *, by_mass: bool) -> None:
-        """top-k (`by_mass` false: wishes are counts) or top-p (wishes are shares of the mass still kept)."""
+        """top-k (`by_mass` false: wishes are counts) or top-p (wishes are shares of the mass within the limit so far)."""
         rows = self._rows([row for row, _ in wishes], len(deficit))
         part = deficit if rows is None else deficit[rows]
         wish = torch.tensor([value for _, value in wishes], dtype=torch.float64).to(self._device)
         bound = limit if rows is None else limit[rows]
         if by_mass:
-            weights = masses(part).masked_fill_(part > bound, 0)
+            weights = masses(part, self._scratch, bound)
             total = weights.sum(1)
             target = torch.minimum((wish * total.to(torch.float64)).ceil().to(torch.int64).clamp_(min=1), total)
         else:
             weights = torch.ones((), dtype=torch.int64, device=self._device).expand_as(part)
             target = wish.to(torch.int64)
-        bound = torch.minimum(bound, reach(part, weights, target)[:, None])
+        bound = torch.minimum(bound, reach(part, weights, target, self._scratch)[:, None])
         if rows is None:
             limit.copy_(bound)
         else:
@@ -252,7 +257,7 @@ class Sampler:
     def _describe(self, answers: Tensor, rows: Tensor | None, deficit: Tensor, tokens: Tensor) -> None:
         """Total mass, deficit of the token and the likeliest tokens, for these rows of `answers`."""
         chosen = deficit.gather(1, (tokens if rows is None else tokens[rows])[:, None])
-        parts = [masses(deficit).sum(1, keepdim=True), chosen.view(torch.int32).to(torch.int64)]
+        parts = [masses(deficit, self._scratch).sum(1, keepdim=True), chosen.view(torch.int32).to(torch.int64)]
         top = answers.shape[1] - TOP
         if top:
             parts.append(likeliest(deficit, min(top, self._vocab)))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onedraw.backends.torch.layers.elementwise import exp
+from onedraw.backends.torch.layers.elementwise import exp_
 from onedraw.models.spec import AttentionSpec
 
 BLOCK = 64  # keys per block
@@ -71,7 +71,7 @@ def _attend_group(q: Tensor, keys: Tensor, values: Tensor, *, group: TileGroup, 
     peak = scores.amax(-1).view(pairs, -1)  # [X, K * G * height]
     peak = _spread(peak, group, fill=float("-inf")).amax(1)  # [N, K * G * height]
     scores.view(pairs, -1, BLOCK).sub_(peak.index_select(0, group.pair_tile).unsqueeze(-1))
-    weights = exp(scores)
+    weights = exp_(scores)
     total = _ordered_sum(weights.sum(-1).view(pairs, -1), group)  # [N, K * G * height]
     mixed = torch.bmm(weights.to(values.dtype), values.index_select(0, rows).view(pairs * kv, BLOCK, dim)).float()
     mixed = _ordered_sum(mixed.view(pairs, -1), group).view(tiles, kv * per, height, dim)

@@ -8,15 +8,15 @@ from __future__ import annotations
 from typing import assert_never
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from onedraw.backends.torch.exact import apply_elementwise
 from onedraw.models.spec import Activation
 
 
-def exp(x: Tensor) -> Tensor:
-    return apply_elementwise(torch.exp, x)
+def exp_(x: Tensor) -> Tensor:
+    """In place."""
+    return apply_elementwise(torch.exp, x, out=x)
 
 
 def softcapped(x: Tensor, cap: float) -> Tensor:
@@ -29,13 +29,19 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     gate = gate_up[:, :width].contiguous()
     match activation:
         case "silu":
-            opened = apply_elementwise(F.silu, gate)
+            opened = apply_elementwise(_silu, gate, out=gate)
         case "gelu_tanh":
-            opened = apply_elementwise(_gelu_tanh, gate)
+            opened = apply_elementwise(_gelu_tanh, gate, out=gate)
         case _:
             assert_never(activation)
-    return opened * gate_up[:, width:]
+    return opened.mul_(gate_up[:, width:])
 
 
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
+def _silu(x: Tensor, out: Tensor | None = None) -> Tensor:
+    y: Tensor = torch.ops.aten.silu(x) if out is None else torch.ops.aten.silu(x, out=out)
+    return y
+
+
+def _gelu_tanh(x: Tensor, out: Tensor | None = None) -> Tensor:
+    y: Tensor = torch.ops.aten.gelu(x, approximate="tanh") if out is None else torch.ops.aten.gelu(x, approximate="tanh", out=out)
+    return y

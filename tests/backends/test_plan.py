@@ -1,0 +1,106 @@
+"""The memory plan: what a model will take, said before it takes it."""
+
+from __future__ import annotations
+
+import pytest
+
+from onedraw.backends.plan import DEFAULT_KV_BYTES, human_bytes, memory_plan
+from onedraw.errors import BadSetting, NoRoom
+from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+
+
+def a_spec(*, layers: int = 2, kv_heads: int = 2, head_dim: int = 8, max_context: int = 256) -> ModelSpec:
+    mixer = AttentionSpec(heads=4, kv_heads=kv_heads, head_dim=head_dim, rope=RopeSpec(theta=1e4, dims=head_dim), scale=1.0)
+    layer = LayerSpec(mixer=mixer, feed_forward=MlpSpec(width=64))
+    return ModelSpec(family="llama", layers=(layer,) * layers, hidden=32, vocab=100, eps=1e-5, tied=True, max_context=max_context)
+
+
+def a_plan(spec: ModelSpec, **changes: object):  # type: ignore[no-untyped-def]
+    return memory_plan(spec, **{"dtype": "f32", "max_batch": 4, "page_size": 16, **changes})  # type: ignore[arg-type]
+
+
+def test_a_page_holds_keys_and_values_of_every_layer() -> None:
+    # 2 (keys, values) × 16 positions × 2 heads × 8 wide × 4 bytes × 2 layers
+    assert a_plan(a_spec()).page_bytes == 2 * 16 * 2 * 8 * 4 * 2
+
+
+def test_by_default_every_running_sequence_may_fill_the_context() -> None:
+    plan = a_plan(a_spec())
+    assert plan.max_context == 256
+    assert plan.pages == 4 * 16
+    assert plan.full_sequences == 4
+
+
+def test_a_half_filled_page_is_a_page() -> None:
+    assert a_plan(a_spec(), max_context=17).pages_per_sequence == 2
+
+
+def test_weights_of_half_the_width_take_half_the_room() -> None:
+    full, half = a_plan(a_spec(), dtype="f32"), a_plan(a_spec(), dtype="bf16")
+    assert full.weight_bytes == 4 * a_spec().parameters
+    assert half.weight_bytes * 2 == full.weight_bytes
+    assert half.page_bytes * 2 == full.page_bytes
+
+
+def test_the_total_is_the_sum_of_its_parts() -> None:
+    plan = a_plan(a_spec())
+    assert plan.total_bytes == plan.weight_bytes + plan.pages * plan.page_bytes
+
+
+def test_default_pages_stay_within_a_gibibyte() -> None:
+    wide = a_spec(layers=30, kv_heads=8, head_dim=128, max_context=2048)
+    plan = a_plan(wide, max_batch=64, max_context=2048)
+    assert plan.kv_bytes <= DEFAULT_KV_BYTES
+    assert plan.pages >= plan.pages_per_sequence
+    assert plan.full_sequences < 64
+
+
+def test_an_asked_context_always_has_room_for_one_sequence() -> None:
+    wide = a_spec(layers=32, kv_heads=8, head_dim=128, max_context=131072)
+    plan = a_plan(wide, max_context=131072)
+    assert plan.pages == plan.pages_per_sequence
+    assert plan.kv_bytes > DEFAULT_KV_BYTES
+
+
+def test_without_an_asked_context_a_huge_one_is_shortened_to_what_memory_allows() -> None:
+    wide = a_spec(layers=32, kv_heads=8, head_dim=128, max_context=131072)
+    plan = a_plan(wide)
+    assert 4096 <= plan.max_context < 131072
+    assert plan.kv_bytes <= DEFAULT_KV_BYTES
+
+
+def test_asked_memory_is_used_whole() -> None:
+    spec = a_spec()
+    plan = a_plan(spec, kv_memory=100 * a_plan(spec).page_bytes + 1)
+    assert plan.pages == 100
+
+
+def test_no_room_for_one_sequence_names_the_bytes_needed() -> None:
+    spec = a_spec()
+    page = a_plan(spec).page_bytes
+    with pytest.raises(NoRoom, match=rf"needs {16 * page} bytes .* gives {15 * page} "):
+        a_plan(spec, max_context=256, kv_memory=15 * page)
+    assert a_plan(spec, max_context=256, kv_memory=16 * page).pages == 16
+
+
+def test_memory_for_less_than_one_page_is_no_room_even_without_an_asked_context() -> None:
+    with pytest.raises(NoRoom):
+        a_plan(a_spec(), kv_memory=1)
+
+
+def test_a_context_over_the_models_own_is_refused() -> None:
+    with pytest.raises(BadSetting, match="257 is over the 256 tokens"):
+        a_plan(a_spec(), max_context=257)
+
+
+def test_a_dtype_must_be_decided_before_planning() -> None:
+    with pytest.raises(BadSetting, match="auto"):
+        a_plan(a_spec(), dtype="auto")
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (2**30, "1.0 GiB"), (5 * 2**50, "5120.0 TiB")],
+)
+def test_bytes_are_said_in_units_of_1024(count: int, said: str) -> None:
+    assert human_bytes(count) == said

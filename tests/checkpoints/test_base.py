@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from onedraw.checkpoints.base import open_checkpoint
+from onedraw.checkpoints.gguf import GgufCheckpoint
+from onedraw.checkpoints.safetensors import SafetensorsCheckpoint
+from onedraw.errors import Corrupt, NotFound
+from tests import tiny
+
+FIXTURE = Path(__file__).parent.parent / "fixtures" / "gguf" / "llama.gguf"
+
+
+def test_a_path_says_which_reader_it_needs(tmp_path: Path) -> None:
+    folder = tiny.write_safetensors("llama", tmp_path / "folder")
+    beside = tmp_path / "beside"
+    beside.mkdir()
+    (beside / "model.gguf").write_bytes(FIXTURE.read_bytes())
+    assert isinstance(open_checkpoint(folder), SafetensorsCheckpoint)
+    assert isinstance(open_checkpoint(FIXTURE), GgufCheckpoint)
+    assert isinstance(open_checkpoint(str(beside)), GgufCheckpoint)
+
+
+def test_a_folder_with_several_models_lists_them(tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(NotFound, match=r"several models.*a\.gguf, b\.gguf"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_folder_without_the_first_part_says_so(tmp_path: Path) -> None:
+    (tmp_path / "m-00002-of-00002.gguf").write_bytes(b"")
+    with pytest.raises(Corrupt, match="first part is missing"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
+def test_a_pickle_is_refused_by_name_and_never_opened(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(NotFound, match=rf"{re.escape(name)}.*never opened; convert it to safetensors"):
+        open_checkpoint(tmp_path)
+
+
+def test_what_is_no_checkpoint_says_what_was_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match=r"looked for \*\.safetensors"):
+        open_checkpoint(tmp_path)
+    with pytest.raises(NotFound, match="no such file or folder"):
+        open_checkpoint(tmp_path / "nothing")
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(NotFound, match=r"pass a \.gguf file or a folder"):
+        open_checkpoint(tmp_path / "notes.txt")
+    (tmp_path / "model.safetensors").write_text("hello")
+    with pytest.raises(NotFound, match="pass the folder"):
+        open_checkpoint(tmp_path / "model.safetensors")
+
+
+def test_a_closed_checkpoint_has_no_tensors_left() -> None:
+    checkpoint = open_checkpoint(FIXTURE)
+    assert checkpoint.tensors
+    checkpoint.close()
+    assert not checkpoint.tensors

@@ -1,0 +1,181 @@
+"""The GGUF reader: against the gguf package on real conversions, and on files that are broken in every way."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import time
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onedraw.checkpoints.gguf import GgufCheckpoint
+from onedraw.errors import Corrupt, ModelError, UnsupportedModel
+
+FIXTURES = Path(__file__).parent.parent / "fixtures" / "gguf"
+CONVERTED = sorted(FIXTURES.glob("*.gguf"))
+
+
+@pytest.mark.parametrize("path", CONVERTED, ids=lambda path: path.stem)
+def test_a_converted_model_reads_like_the_gguf_package_reads_it(path: Path) -> None:
+    ours, judge = GgufCheckpoint(path), gguf.GGUFReader(path)
+    expected = {key: field.contents() for key, field in judge.fields.items() if not key.startswith("GGUF.")}
+    assert ours.metadata == expected
+    assert list(ours.tensors) == [tensor.name for tensor in judge.tensors]
+    for tensor in judge.tensors:
+        stored = ours.tensors[tensor.name]
+        assert (stored.kind, stored.shape) == (tensor.tensor_type.name, tuple(tensor.shape.tolist())[::-1])
+        np.testing.assert_array_equal(stored.data, np.asarray(tensor.data).view(np.uint8).reshape(-1))
+
+
+def test_the_fixtures_are_there() -> None:
+    assert [path.stem for path in CONVERTED] == ["llama", "llama31", "qwen3"]
+
+
+def write(path: Path, *, tensors: int = 3, alignment: int | None = None, **extra: int) -> Path:
+    writer = gguf.GGUFWriter(str(path), "llama")
+    if alignment is not None:
+        writer.add_custom_alignment(alignment)
+    for key, value in extra.items():
+        writer.add_uint32(key.replace("__", "."), value)
+    writer.add_array("words", ["a", "wörd", "", "𝄞"])
+    writer.add_array("flags", [True, False, True])
+    writer.add_array("scores", [0.5, -1.0])
+    for index in range(tensors):
+        values = np.random.default_rng(index).normal(size=(4, 32)).astype(np.float32)
+        writer.add_tensor(f"part{index}.weight", gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0), raw_dtype=8)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_arrays_keep_their_types_and_alignment_is_obeyed(tmp_path: Path) -> None:
+    checkpoint = GgufCheckpoint(write(tmp_path / "a.gguf", alignment=256))
+    assert checkpoint.metadata["words"] == ["a", "wörd", "", "𝄞"]
+    assert checkpoint.metadata["flags"] == [True, False, True]
+    assert checkpoint.metadata["scores"] == [0.5, -1.0]
+    judge = gguf.GGUFReader(tmp_path / "a.gguf")
+    for tensor in judge.tensors:
+        np.testing.assert_array_equal(checkpoint.tensors[tensor.name].data, tensor.data.reshape(-1))
+
+
+def test_a_file_cut_anywhere_is_called_corrupt(tmp_path: Path) -> None:
+    whole = write(tmp_path / "whole.gguf").read_bytes()
+    end = max(t.data_offset + t.n_bytes for t in gguf.GGUFReader(tmp_path / "whole.gguf").tensors)
+    cut = tmp_path / "cut.gguf"
+    for size in [*range(0, end, 7), end - 1]:
+        cut.write_bytes(whole[:size])
+        with pytest.raises(Corrupt, match=r"cut\.gguf"):
+            GgufCheckpoint(cut)
+
+
+def test_a_truncated_file_names_the_tensor_it_lost(tmp_path: Path) -> None:
+    path = write(tmp_path / "short.gguf")
+    last = gguf.GGUFReader(path).tensors[-1]
+    path.write_bytes(path.read_bytes()[: last.data_offset + 100])
+    with pytest.raises(Corrupt, match=r"short\.gguf: tensor part2\.weight ends 36 bytes beyond the end"):
+        GgufCheckpoint(path)
+
+
+@settings(max_examples=300, deadline=None)
+@given(place=st.floats(0, 1, exclude_max=True), value=st.integers(0, 255))
+def test_a_flipped_byte_of_the_header_never_ends_in_a_traceback(
+    tmp_path_factory: pytest.TempPathFactory, place: float, value: int
+) -> None:
+    whole = bytearray((FIXTURES / "llama.gguf").read_bytes())
+    header = len(whole) - sum(tensor.nbytes for tensor in GgufCheckpoint(FIXTURES / "llama.gguf").tensors.values())
+    whole[int(place * header)] = value
+    path = tmp_path_factory.getbasetemp() / "flipped.gguf"
+    path.write_bytes(whole)
+    with contextlib.suppress(ModelError):  # most bytes are harmless: text, counts that still fit
+        GgufCheckpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("version", "words"), [(1, "version 1"), (4, "version 4"), (3 << 24, "big-endian")], ids=["old", "new", "swapped"]
+)
+def test_other_versions_are_refused_by_name(tmp_path: Path, version: int, words: str) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", version, 0, 0) + bytes(64))
+    with pytest.raises(UnsupportedModel, match=words):
+        GgufCheckpoint(path)
+
+
+def test_something_else_named_gguf_is_corrupt(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_bytes(b"PK\x03\x04" + bytes(100))
+    with pytest.raises(Corrupt, match="does not begin with GGUF"):
+        GgufCheckpoint(path)
+
+
+# ------------------------------------------------------------------ split files
+
+
+def split(folder: Path) -> list[Path]:
+    """One model in two files: the first has the metadata, both have tensors."""
+    parts = [folder / f"big-0000{number}-of-00002.gguf" for number in (1, 2)]
+    write(parts[0], tensors=2, split__count=2, split__no=0, split__tensors__count=3)
+    writer = gguf.GGUFWriter(str(parts[1]), "llama")
+    writer.add_uint16("split.count", 2)
+    writer.add_uint16("split.no", 1)
+    writer.add_tensor("part2.weight", np.arange(8, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return parts
+
+
+def test_a_split_model_opens_from_any_of_its_parts(tmp_path: Path) -> None:
+    for part in split(tmp_path):
+        checkpoint = GgufCheckpoint(part)
+        assert list(checkpoint.tensors) == ["part0.weight", "part1.weight", "part2.weight"]
+        assert checkpoint.metadata["words"] == ["a", "wörd", "", "𝄞"]
+        np.testing.assert_array_equal(checkpoint.tensors["part2.weight"].float32(), np.arange(8))
+
+
+def test_a_missing_part_is_named(tmp_path: Path) -> None:
+    first, second = split(tmp_path)
+    second.unlink()
+    with pytest.raises(Corrupt, match=r"big-00002-of-00002\.gguf: the file is missing"):
+        GgufCheckpoint(first)
+
+
+def test_a_part_under_another_name_is_not_taken_for_the_model(tmp_path: Path) -> None:
+    lone = split(tmp_path)[0].rename(tmp_path / "model.gguf")
+    with pytest.raises(Corrupt, match="one of 2 parts"):
+        GgufCheckpoint(lone)
+
+
+# ------------------------------------------------------------------ fingerprint and speed
+
+
+def test_the_fingerprint_follows_the_weights(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.gguf")
+    first = GgufCheckpoint(path).fingerprint()
+    assert GgufCheckpoint(path).fingerprint() == first
+    changed = bytearray(path.read_bytes())
+    changed[gguf.GGUFReader(path).tensors[1].data_offset + 70] ^= 1
+    path.write_bytes(changed)
+    assert GgufCheckpoint(path).fingerprint() != first
+    assert GgufCheckpoint(write(path, tensors=2)).fingerprint() != first
+
+
+def test_a_vocabulary_of_a_quarter_million_parses_fast(tmp_path: Path) -> None:
+    """The gguf package needs 19 s for this; a slow machine may need ten times our usual 0.1 s."""
+    words = [f"word{index}".encode() for index in range(262_144)]
+    blob = b"".join(struct.pack("<Q", len(word)) + word for word in words)
+    key = b"tokenizer.ggml.tokens"
+    header = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", len(key)) + key
+    path = tmp_path / "vocabulary.gguf"
+    path.write_bytes(header + struct.pack("<IIQ", 9, 8, len(words)) + blob + bytes(64))
+    start = time.perf_counter()
+    checkpoint = GgufCheckpoint(path)
+    assert time.perf_counter() - start < 1.0
+    assert checkpoint.metadata["tokenizer.ggml.tokens"][-1] == "word262143"

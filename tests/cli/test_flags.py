@@ -1,0 +1,109 @@
+"""Flags come from the dataclasses, all of them, and go back into them."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import pytest
+
+from onedraw.cli import flags
+from onedraw.cli.main import UsageError, command_parser
+from onedraw.settings import Settings
+from onedraw.wishes import Wishes
+
+
+def parsed(*given: str, command: str = "generate") -> argparse.Namespace:
+    return command_parser(command).parse_intermixed_args(["tiny", *given])
+
+
+def test_every_wish_is_an_option_of_generate() -> None:
+    spellings = {a.dest for a in command_parser("generate")._actions if a.option_strings}
+    assert {f.name for f in fields(Wishes)} <= spellings
+
+
+def test_every_setting_but_the_model_is_an_option_of_serve() -> None:
+    spellings = {a.dest for a in command_parser("serve")._actions if a.option_strings}
+    assert {f.name for f in fields(Settings)} - {"model"} <= spellings
+
+
+def test_a_field_without_a_line_of_help_is_an_error() -> None:
+    @dataclass
+    class Grown:
+        known: int = 1
+        forgotten: int = 2
+
+    with pytest.raises(AssertionError, match="forgotten"):
+        flags._flags(Grown, {"known": "a line"})
+
+
+def test_nothing_given_leaves_every_default() -> None:
+    arguments = parsed()
+    assert flags.read_settings(arguments) == Settings.of(model="tiny")
+    assert flags.read_wishes(arguments) == Wishes()
+
+
+def test_settings_come_through() -> None:
+    settings = flags.read_settings(
+        parsed(
+            *("--max-context", "99", "--max-batch", "3", "--turn-tokens", "32", "--page-size", "8", "--kv-memory", "1.5GiB"),
+            *("--threads", "2", "--dtype", "bf16", "--device", "cuda:1", "--backend", "fake", "--cache-dir", "somewhere"),
+            *("--no-prefix-cache", "--no-self-check"),
+        )
+    )
+    assert settings == Settings(
+        model="tiny",
+        max_context=99,
+        max_batch=3,
+        turn_tokens=32,
+        page_size=8,
+        kv_memory=3 * 2**29,
+        threads=2,
+        dtype="bf16",
+        device="cuda:1",
+        backend="fake",
+        cache_dir=Path("somewhere"),
+        prefix_cache=False,
+        self_check=False,
+    )
+
+
+def test_wishes_come_through() -> None:
+    wishes = flags.read_wishes(
+        parsed(
+            *("--temperature", "0.5", "--top-k", "40", "--stop", "END", "--stop", "\n", "--stop-token-ids", "3,4"),
+            *("--logit-bias", "7=-inf", "--logit-bias", "5=1.5", "--ignore-eos", "--bad-words", "no", "--seed", "0"),
+            *("--logprobs", "2", "--logprobs-mode", "processed", "--no-skip-special-tokens", "--dry-sequence-breakers", "."),
+        )
+    )
+    assert wishes == Wishes(
+        temperature=0.5,
+        top_k=40,
+        stop=("END", "\n"),
+        stop_token_ids=(3, 4),
+        logit_bias={7: float("-inf"), 5: 1.5},
+        ignore_eos=True,
+        bad_words=("no",),
+        seed=0,
+        logprobs=2,
+        logprobs_mode="processed",
+        skip_special_tokens=False,
+        dry_sequence_breakers=(".",),
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--kv-memory", "lots"), "not a size: 'lots'"),
+        (("--prompt-ids", "1,x"), "not a list of token ids"),
+        (("--logit-bias", "5"), "not ID=VALUE"),
+        (("--logit-bias", "a=b"), "not ID=VALUE"),
+        (("--dtype", "f8"), "invalid choice: 'f8'"),
+        (("--temp", "1"), "unrecognized arguments"),
+    ],
+)
+def test_a_bad_value_is_refused_in_words(given: tuple[str, ...], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        parsed(*given)

@@ -1,0 +1,115 @@
+"""`onedraw inspect`: what a model is and costs, read from a few kilobytes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from tests.cli.running import Terminal
+
+HIDDEN, WIDTH, HEADS, KV_HEADS, VOCAB, LAYERS = 32, 64, 4, 2, 96, 3
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": WIDTH,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "eos_token_id": 2,
+        **changes,
+    }
+
+
+def tensors() -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
+    kv = HIDDEN // HEADS * KV_HEADS
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    for i in range(LAYERS):
+        layer = f"model.layers.{i}"
+        shapes |= {f"{layer}.{norm}.weight": (HIDDEN,) for norm in ("input_layernorm", "post_attention_layernorm")}
+        shapes |= {f"{layer}.self_attn.{name}_proj.weight": (HIDDEN, HIDDEN) for name in "qo"}
+        shapes |= {f"{layer}.self_attn.{name}_proj.weight": (kv, HIDDEN) for name in "kv"}
+        shapes |= {f"{layer}.mlp.{name}_proj.weight": (WIDTH, HIDDEN) for name in ("gate", "up")}
+        shapes[f"{layer}.mlp.down_proj.weight"] = (HIDDEN, WIDTH)
+    return {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    place = tmp_path / "tiny"
+    place.mkdir()
+    (place / "config.json").write_text(json.dumps(config()))
+    (place / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 0.6, "eos_token_id": [2, 7]}))
+    (place / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE"}}))
+    save_file(tensors(), place / "model.safetensors")
+    return place
+
+
+def test_the_object_tells_what_the_model_is(terminal: Terminal, folder: Path) -> None:
+    report = terminal.json("inspect", str(folder))
+    assert report["architecture"] == "llama"
+    assert report["parameters"] == sum(t.size for t in tensors().values())
+    assert (report["vocabulary"], report["context"], report["tied_head"]) == (VOCAB, 256, True)
+    assert [layer["count"] for layer in report["layers"]] == [LAYERS]
+    assert report["defaults"] == {"temperature": 0.6}
+    assert report["eos_ids"] == [2, 7]
+    assert report["tokenizer"] == "BPE in tokenizer.json"
+    assert report["stored"] == {"F32": len(tensors())}
+
+
+def test_the_memory_plan_follows_the_flags(terminal: Terminal, folder: Path) -> None:
+    given = ("inspect", str(folder), "--dtype", "bf16", "--max-context", "64", "--max-batch", "3", "--page-size", "8")
+    memory = terminal.json(*given)["memory"]
+    assert memory["page_bytes"] == 2 * 8 * KV_HEADS * (HIDDEN // HEADS) * 2 * LAYERS
+    assert memory["pages"] == 3 * 8
+    assert memory["weight_bytes"] == 2 * sum(t.size for t in tensors().values())
+    assert memory["total_bytes"] == memory["weight_bytes"] + memory["kv_bytes"]
+
+
+def test_no_room_says_how_much_is_needed(terminal: Terminal, folder: Path) -> None:
+    assert terminal.run("inspect", str(folder), "--kv-memory", "1KiB", "--max-context", "256") == 1
+    assert "one sequence of 256 tokens needs" in terminal.err
+
+
+def test_the_table_has_the_same_facts(terminal: Terminal, folder: Path) -> None:
+    assert terminal.run("inspect", str(folder)) == 0
+    for fact in ("llama", "3 × attention (4 heads, 2 for keys and values, 8 wide", "temperature 0.6", "2, 7", "256 tokens"):
+        assert fact in terminal.out
+
+
+def test_a_missing_tokenizer_is_said(terminal: Terminal, folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    assert terminal.json("inspect", str(folder))["tokenizer"].startswith("missing")
+
+
+def test_an_unsupported_architecture_is_named(terminal: Terminal, folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(config(architectures=["ElsewhereForCausalLM"], model_type="elsewhere")))
+    assert terminal.run("inspect", str(folder)) == 1
+    assert "lsewhere" in terminal.err
+    assert "llama" in terminal.err.lower()
+
+
+def test_no_weight_is_loaded_and_no_torch(folder: Path) -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; from onedraw.cli.main import main; "
+        f"sys.exit(main(['inspect', {str(folder)!r}, '--json']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["parameters"] > 0

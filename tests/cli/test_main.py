@@ -1,0 +1,145 @@
+"""The command itself: what it says when used wrongly, and how it ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from onedraw import __version__
+from onedraw.cli import generate
+from onedraw.cli.main import COMMANDS, command_module, main
+from onedraw.errors import NotFound
+from tests.cli.running import FAKE, Terminal
+
+WEB_AND_TERMINAL = (
+    "fastapi",
+    "starlette",
+    "uvicorn",
+    "pydantic",
+    "prometheus_client",
+    "rich",
+    "prompt_toolkit",
+    "typer",
+    "torch",
+)
+
+
+def test_the_version_is_the_packages(terminal: Terminal) -> None:
+    assert terminal.run("--version") == 0
+    assert terminal.out == f"onedraw {__version__}\n"
+
+
+def test_no_command_shows_the_overview_and_is_a_mistake(terminal: Terminal) -> None:
+    assert terminal.run() == 2
+    assert all(f"  {name} " in terminal.err for name in COMMANDS)
+
+
+def test_help_is_no_mistake(terminal: Terminal) -> None:
+    assert terminal.run("--help") == 0
+    assert "commands:" in terminal.out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_with_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main([name, "--help"])
+    assert leaving.value.code == 0
+    out = capsys.readouterr().out
+    assert f"usage: onedraw {name} [OPTIONS]" in out
+    assert f"  onedraw {name}" in out.partition("examples:")[2]
+
+
+def test_a_misspelled_command_is_guessed(terminal: Terminal) -> None:
+    assert terminal.run("genrate") == 2
+    assert terminal.err == "onedraw: no command 'genrate': did you mean `onedraw generate`?\n"
+
+
+def test_an_unknown_command_lists_the_known_ones(terminal: Terminal) -> None:
+    assert terminal.run("xyzzy") == 2
+    assert terminal.err.startswith("onedraw: no command 'xyzzy': the commands are serve, generate")
+
+
+def test_a_wrong_use_is_one_line_and_status_2(terminal: Terminal) -> None:
+    assert terminal.run("generate") == 2
+    assert terminal.err == "onedraw: the following arguments are required: MODEL; see `onedraw generate --help`\n"
+
+
+def test_a_bad_setting_is_one_line_and_status_2(terminal: Terminal) -> None:
+    assert terminal.run("generate", *FAKE, "x", "--page-size", "5") == 2
+    assert terminal.err == "onedraw: --page-size: must divide 64 (1, 2, 4, 8, 16, 32 or 64), not 5\n"
+
+
+def test_what_is_missing_is_one_line_and_status_1(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(arguments: object) -> int:
+        raise NotFound("no such model; pull it first")
+
+    monkeypatch.setattr(generate, "run", missing)
+    assert terminal.run("generate", *FAKE, "x") == 1
+    assert terminal.err == "onedraw: no such model; pull it first\n"
+
+
+def test_debug_shows_where_an_error_came_from(terminal: Terminal) -> None:
+    with pytest.raises(Exception, match="page-size"):
+        terminal.run("generate", *FAKE, "x", "--page-size", "5", "--debug")
+
+
+def test_control_c_ends_quietly_with_130(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(arguments: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "run", interrupted)
+    assert terminal.run("generate", *FAKE, "x") == 130
+    assert (terminal.out, terminal.err) == ("", "")
+
+
+def test_options_may_stand_anywhere(terminal: Terminal) -> None:
+    assert terminal.run("generate", "--max-tokens", "3", "fake", "--backend", "fake", "hello", "--temperature", "0") == 0
+    first = terminal.out
+    assert terminal.run("generate", "fake", "hello", "--backend", "fake", "--max-tokens", "3", "--temperature", "0") == 0
+    assert terminal.out == first
+
+
+def test_a_reader_that_leaves_early_gets_no_complaint() -> None:
+    script = f"{sys.executable} -m onedraw.cli.main generate fake hello --backend fake --max-tokens 1500 --ignore-eos | head -c 1"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert len(done.stdout.encode()) <= 3
+    assert "Error" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "given", [("generate", *FAKE, "hello", "--max-tokens", "2"), ("bench", *FAKE, "--batch", "1"), ("prove", *FAKE, "--quick")]
+)
+def test_commands_run_where_neither_web_nor_terminal_packages_are_installed(given: tuple[str, ...]) -> None:
+    """The fake backend needs no torch either; the list blocks it to show that no command line file imports it."""
+    blocked = f"import sys; sys.modules.update(dict.fromkeys({WEB_AND_TERMINAL!r})); from onedraw.cli.main import main; "
+    done = subprocess.run(
+        [sys.executable, "-c", blocked + f"sys.exit(main({list(given)!r}))"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_serve_without_the_web_packages_says_how_to_get_them() -> None:
+    blocked = f"import sys; sys.modules.update(dict.fromkeys({WEB_AND_TERMINAL!r})); from onedraw.cli.main import main; "
+    done = subprocess.run(
+        [sys.executable, "-c", blocked + "sys.exit(main(['serve', '--backend', 'fake']))"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "pip install 'onedraw[serve]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_every_command_module_keeps_its_promise() -> None:
+    for name in COMMANDS:
+        module = command_module(name)
+        assert {"HELP", "EXAMPLES", "add", "run"} <= set(vars(module))

@@ -1,0 +1,21 @@
+"""`onedraw pull`: a name becomes a path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.cli.running import Terminal
+
+
+def test_a_model_that_is_here_already_is_its_own_path(terminal: Terminal, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    assert terminal.run("pull", str(model)) == 0
+    assert terminal.out == f"{model}\n"
+
+
+def test_an_unknown_name_says_what_may_be_pulled(terminal: Terminal, tmp_path: Path) -> None:
+    assert terminal.run("pull", "no-such-model", "--cache-dir", str(tmp_path)) == 1
+    assert "smollm2" in terminal.err
+    assert terminal.out == ""

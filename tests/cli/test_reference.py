@@ -1,0 +1,22 @@
+"""docs/cli.md says what the parsers say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from onedraw.cli.main import COMMANDS, command_parser
+from onedraw.cli.reference import reference
+
+PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert PAGE.read_text(encoding="utf-8") == reference(), "docs/cli.md is stale: run `make docs`"
+
+
+def test_every_option_is_on_the_page() -> None:
+    page = reference()
+    for name in COMMANDS:
+        section = page.partition(f"## onedraw {name}\n")[2].partition("\n## ")[0]
+        for action in command_parser(name)._actions:
+            assert not action.option_strings or action.dest == "help" or action.option_strings[-1] in section

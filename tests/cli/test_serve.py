@@ -1,0 +1,63 @@
+"""`onedraw serve` as a person starts it: it says how to ask, answers, and stops when told."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("uvicorn")
+
+
+@pytest.fixture
+def server() -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "onedraw.cli.main", "serve", "fake", "--backend", "fake", "--port", "0", "--api-key", "key"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_the_printed_line_works_when_pasted(server: subprocess.Popen[str]) -> None:
+    assert server.stdout is not None
+    line = server.stdout.readline()
+    assert line.startswith("curl http://127.0.0.1:")
+    pasted = subprocess.run(
+        ["bash", "-c", line],
+        env={"ONEDRAW_API_KEY": "key", "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    reply = json.loads(pasted.stdout)
+    assert reply["model"] == "fake"
+    assert reply["choices"][0]["message"]["role"] == "assistant"
+
+
+def test_it_stops_with_status_0_when_told(server: subprocess.Popen[str]) -> None:
+    assert server.stdout is not None
+    server.stdout.readline()
+    server.send_signal(signal.SIGTERM)
+    assert server.wait(timeout=20) == 0
+
+
+def test_a_port_in_use_is_one_line_and_no_traceback(server: subprocess.Popen[str]) -> None:
+    assert server.stdout is not None
+    port = server.stdout.readline().partition("127.0.0.1:")[2].partition("/")[0]
+    second = subprocess.run(
+        [sys.executable, "-m", "onedraw.cli.main", "serve", "fake", "--backend", "fake", "--port", port],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert second.returncode == 2
+    assert second.stderr.splitlines()[-1].startswith(f"onedraw: --port: {port} on 127.0.0.1 is in use")
+    assert "Traceback" not in second.stderr

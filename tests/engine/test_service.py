@@ -1,0 +1,153 @@
+"""The thread border: many callers, one engine, nothing lost, nothing left behind."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+
+import pytest
+
+from onedraw.assemble import make_service
+from onedraw.backends.fake import FakeBackend
+from onedraw.engine.service import Event, Service
+from onedraw.errors import BadParameter, ContextOverflow, Draining, QueueFull, Unsupported
+from onedraw.settings import Settings
+from onedraw.speculation.proposer import Silent
+from onedraw.types import Request, Row, RowOutcome, SamplingParams
+
+
+class Slow(FakeBackend):
+    def run(self, row: Row) -> RowOutcome:
+        time.sleep(0.002)
+        return super().run(row)
+
+
+def start(backend: FakeBackend | None = None, *, queue_limit: int = 64) -> Service:
+    return make_service(backend or FakeBackend(), Settings(queue_limit=queue_limit), Silent())
+
+
+def request(name: str, *, length: int = 3, **params: object) -> Request:
+    return Request(id=name, prompt=tuple(range(1, length + 1)), params=SamplingParams(**{"max_tokens": 8, **params}))  # type: ignore[arg-type]
+
+
+def read(inbox: queue.SimpleQueue[Event]) -> tuple[list[int], Event]:
+    tokens: list[int] = []
+    while True:
+        event = inbox.get(timeout=10)
+        tokens.extend(c.token for c in event.chosen)
+        if event.finish or event.error:
+            return tokens, event
+
+
+def ask(service: Service, wanted: Request) -> tuple[list[int], Event]:
+    inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    service.submit([(wanted, inbox.put)])
+    return read(inbox)
+
+
+def test_many_threads_get_their_own_answers() -> None:
+    service = start(FakeBackend(lanes=3, pages=40))
+    alone = {}
+    for seed in range(12):
+        lonely = start()
+        alone[seed] = ask(lonely, request(f"r{seed}", seed=seed))[0]
+        lonely.close()
+    found: dict[int, list[int]] = {}
+    threads = [
+        threading.Thread(target=lambda s=s: found.__setitem__(s, ask(service, request(f"r{s}", seed=s))[0])) for s in range(12)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    service.close()
+    assert found == alone
+
+
+def test_a_cancelled_request_frees_its_pages() -> None:
+    service = start(Slow(max_context=250))
+    inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    service.submit([(request("a", max_tokens=200), inbox.put)])
+    inbox.get(timeout=10)
+    assert service.stats().pages_used > 0
+    service.cancel("a")
+    assert read(inbox)[1].finish == "cancelled"
+    deadline = time.monotonic() + 5
+    while service.stats().pages_used and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert service.stats().pages_used == 0
+    service.close()
+
+
+def test_a_full_queue_is_refused_and_says_so() -> None:
+    service = start(Slow(lanes=1, max_context=250), queue_limit=2)
+    inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    with pytest.raises(QueueFull, match="2 requests"):
+        for i in range(6):
+            service.submit([(request(f"q{i}", max_tokens=200), inbox.put)])
+    service.close()
+
+
+def test_closing_lets_running_requests_finish() -> None:
+    service = start(Slow())
+    inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    service.submit([(request("a", max_tokens=20), inbox.put)])
+    service.close(drain_seconds=20)
+    assert read(inbox)[1].finish == "length"
+    with pytest.raises(Draining):
+        service.submit([(request("b"), inbox.put)])
+
+
+def test_closing_without_patience_fails_what_runs_by_name() -> None:
+    service = start(Slow(max_context=250))
+    inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    service.submit([(request("a", max_tokens=200), inbox.put)])
+    service.close()
+    assert isinstance(read(inbox)[1].error, Draining)
+
+
+def test_what_cannot_be_served_is_refused_before_any_work() -> None:
+    service = start(FakeBackend(max_context=16))
+    with pytest.raises(ContextOverflow, match=r"10 tokens.*max_tokens is 8.*18.*16"):
+        service.check(request("a", length=10))
+    with pytest.raises(BadParameter, match="outside the vocabulary of 61"):
+        service.check(Request(id="b", prompt=(61,), params=SamplingParams()))
+    service.close()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.5},
+        {"temperature": 0.0, "repetition_penalty": 1.1},
+        {"temperature": 0.0, "logit_bias": ((1, 2.0),)},
+        {"temperature": 0.0, "min_tokens": 2},
+        {"temperature": 0.0, "logprobs": 0},
+    ],
+)
+def test_a_backend_without_logits_serves_plain_greedy_only(params: dict[str, object]) -> None:
+    service = start(FakeBackend(returns_logits=False))
+    with pytest.raises(Unsupported) as caught:
+        service.check(request("a", **params))
+    assert caught.value.code == "sampling_unsupported"
+    assert ask(service, request("b", temperature=0.0))[1].finish == "length"
+    service.close()
+
+
+def test_an_engine_that_breaks_outside_a_turn_fails_its_requests_and_serves_the_next() -> None:
+    """A bug in planning must not leave callers waiting for ever."""
+    service = start()
+    scheduler = service._engine.scheduler
+    real, calls = scheduler.plan, []
+
+    def broken() -> list[object]:
+        calls.append(1)
+        if len(calls) == 1:
+            raise RuntimeError("planted")
+        return real()  # type: ignore[return-value]
+
+    scheduler.plan = broken  # type: ignore[method-assign,assignment]
+    assert ask(service, request("a"))[1].error is not None
+    assert ask(service, request("b"))[1].finish == "length"
+    service.close()

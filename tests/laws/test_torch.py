@@ -1,0 +1,143 @@
+"""The contract on real arithmetic: tiny models of each family through the torch backend, tokens and checksums."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from onedraw.backends.torch.backend import TorchBackend
+from onedraw.backends.torch.layers import attention
+from onedraw.checkpoints.base import open_checkpoint
+from onedraw.models.loading import describe
+from onedraw.types import Request
+from tests import tiny
+from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, random_requests, run
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_safetensors(request.param, tmp_path_factory.mktemp(request.param) / "hf")
+
+
+def backend_of(path: Path, *, lanes: int = 4, pages: int = 200) -> TorchBackend:
+    described = describe(open_checkpoint(path))
+    return TorchBackend(
+        described.spec, described.weights, dtype="f32", device="cpu", lanes=lanes, pages=pages, page_size=8, max_context=400
+    )
+
+
+def requests_of(seed: int) -> list[Request]:
+    rng = np.random.default_rng(seed)
+    requests = random_requests(rng, count=6, vocab=tiny.VOCAB, longest=150, max_tokens=12)
+    return [dataclasses.replace(r, id=f"{r.id}-{seed}") for r in requests]
+
+
+def same(got: list[Answer], expected: list[Answer]) -> bool:
+    return [dataclasses.replace(a, cached=0) for a in got] == [dataclasses.replace(a, cached=0) for a in expected]
+
+
+def answers_of(requests: list[Request], expected: list[Answer]) -> Clairvoyant:
+    return Clairvoyant({r.id: a.tokens for r, a in zip(requests, expected, strict=True)}, tiny.VOCAB)
+
+
+def test_no_schedule_changes_a_bit(folder: Path) -> None:
+    requests = requests_of(3)
+    lonely = backend_of(folder, lanes=1)
+    expected = plain(lambda: lonely, requests)
+    longest = max(len(r.prompt) + r.params.max_tokens for r in requests)
+    drafts = answers_of(requests, expected)
+    variations = {
+        "batched": (backend_of(folder), Schedule()),
+        "small turns": (backend_of(folder), Schedule(turn_tokens=7)),
+        "arriving": (backend_of(folder), Schedule(turn_tokens=64, arrivals=(5, 0, 2, 9, 1, 3))),
+        "prefix hits": (backend_of(folder), Schedule(reuse=True, arrivals=(0, 3, 6, 9, 12, 15))),
+        "few pages": (backend_of(folder, pages=-(-longest // 8) + 6), Schedule(reuse=True)),
+        "drafts": (backend_of(folder), Schedule(proposer=drafts)),
+        "drafts, few pages": (
+            backend_of(folder, pages=-(-longest // 8) + 6),
+            Schedule(proposer=drafts, turn_tokens=40, reuse=True),
+        ),
+    }
+    counted: Counter[str] = Counter()
+    for name, (backend, schedule) in variations.items():
+        got, stats = run(backend, requests, schedule)
+        assert same(got, expected), name
+        counted.update(kept=stats.accepted_tokens, preemptions=stats.preemptions, hits=stats.prefix_hits)
+        counted.update(rejected=stats.draft_tokens - stats.accepted_tokens, chunks=stats.middle_chunks, mixed=stats.mixed_turns)
+    assert all(counted[what] > 0 for what in ("kept", "rejected", "preemptions", "hits", "chunks", "mixed")), counted
+
+
+def test_threads_do_not_change_a_bit(folder: Path) -> None:
+    requests = requests_of(4)
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(run(backend_of(folder), requests, Schedule())[0])
+    finally:
+        torch.set_num_threads(before)
+    assert found[0] == found[1] == found[2]
+
+
+def test_the_self_check_holds_on_this_machine(folder: Path) -> None:
+    report = backend_of(folder).report
+    assert report is not None
+    assert report.holds, report.findings
+
+
+# ---------------------------------------------------------------------- planted faults
+
+
+def test_a_product_that_follows_the_row_count_is_noticed_by_the_self_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library whose bits change with the number of rows: the check must refuse the rule, then say what does not hold."""
+    from onedraw.backends.torch.layers.linear import Linear
+
+    path = tiny.write_safetensors("llama", tmp_path / "hf")
+    real = Linear._product
+    monkeypatch.setattr(Linear, "_product", lambda self, x: real(self, x) * (1 + (len(x) % 3) * 2.0**-23))
+    report = backend_of(path).report
+    assert report is not None
+    assert report.rule.block is not None  # only blocks of one fixed size can hold here
+
+
+@pytest.mark.parametrize("fault", ["blocks by tile", "mask by batch", "stale page"])
+def test_a_planted_fault_is_caught(folder: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = requests_of(3)
+    lonely = backend_of(folder, lanes=1)
+    expected = plain(lambda: lonely, requests)
+    match fault:
+        case "blocks by tile":  # the sum over blocks follows the tile's own first block instead of absolute spans
+            real = attention._ordered_sum
+            monkeypatch.setattr(
+                attention, "_ordered_sum", lambda parts, group: real(parts, group) * (1 + (group.height == 16) * 2.0**-23)
+            )
+        case "mask by batch":  # a query loses its last key where the turn has an odd number of pairs
+            from onedraw.backends.torch import inputs
+
+            mask = inputs._mask
+            short = lambda query: np.maximum(query - len(query) % 2, 0)  # noqa: E731
+            monkeypatch.setattr(inputs, "_mask", lambda query, block, window: mask(short(query), block, window))
+        case "stale page":  # reused pages are one short: the last shared position keeps an older key
+            from onedraw.memory.ledger import Ledger
+
+            lend = Ledger.lend
+
+            def stale(self: Ledger, history: object, *, reuse: bool) -> object:
+                lease = lend(self, history, reuse=reuse)  # type: ignore[arg-type]
+                if lease is not None and lease.cached:
+                    lease.cached += 1
+                return lease
+
+            monkeypatch.setattr(Ledger, "lend", stale)
+    got, _ = run(backend_of(folder), requests, Schedule(turn_tokens=33, reuse=True, arrivals=(0, 3, 6, 9, 12, 15)))
+    assert not same(got, expected)

@@ -1,0 +1,26 @@
+"""A source made of plain arrays, for descriptions that no file needs to back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onedraw.checkpoints.tensor import StoredTensor
+from onedraw.models.source import Dialect
+
+
+@dataclass
+class MadeSource:
+    config: Mapping[str, Any] = field(default_factory=dict)
+    dialect: Dialect = "safetensors"
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    generation_config: Mapping[str, Any] = field(default_factory=dict)
+    path: Path = Path("made")
+
+    def add(self, name: str, values: np.ndarray) -> None:
+        data = np.frombuffer(values.astype(np.float32).tobytes(), np.uint8)
+        self.tensors[name] = StoredTensor(name, values.shape, "F32", data)

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+
+from onedraw.errors import Corrupt
+from onedraw.models.generation import eos_ids, generation_defaults
+from tests.models.sources import MadeSource
+
+QWEN = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05, "max_length": 9}
+
+
+def test_sampling_values_count_where_the_checkpoint_samples() -> None:
+    found = generation_defaults(MadeSource(generation_config=QWEN))
+    assert found == {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}
+
+
+@pytest.mark.parametrize("sample", [False, None])
+def test_where_it_does_not_sample_only_the_penalty_counts(sample: bool | None) -> None:
+    assert generation_defaults(MadeSource(generation_config={**QWEN, "do_sample": sample})) == {"repetition_penalty": 1.05}
+    assert generation_defaults(MadeSource()) == {}
+
+
+def test_a_gguf_may_carry_its_own_values() -> None:
+    metadata = {"general.sampling.temp": 0.6, "general.sampling.top_k": 20, "general.sampling.penalty_repeat": 1.1}
+    expected = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
+    assert generation_defaults(MadeSource(metadata, "gguf")) == expected
+
+
+@pytest.mark.parametrize("value", ["0.7", True, float("nan"), [1]])
+def test_a_default_that_is_no_number_is_corrupt(value: object) -> None:
+    with pytest.raises(Corrupt, match="the default temperature must be a number"):
+        generation_defaults(MadeSource(generation_config={"do_sample": True, "temperature": value}))
+
+
+def test_eos_comes_from_the_generation_config_then_the_config() -> None:
+    assert eos_ids(MadeSource({"eos_token_id": 5}, generation_config={"eos_token_id": [7, 5, 7]})) == [7, 5]
+    assert eos_ids(MadeSource({"eos_token_id": 5})) == [5]
+    assert eos_ids(MadeSource()) == []
+    with pytest.raises(Corrupt, match="eos_token_id"):
+        eos_ids(MadeSource({"eos_token_id": "</s>"}))
+
+
+def test_eos_of_a_gguf_includes_the_end_of_a_turn() -> None:
+    metadata = {"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 9, "tokenizer.ggml.eom_token_id": 2}
+    assert eos_ids(MadeSource(metadata, "gguf")) == [2, 9]

@@ -1,0 +1,151 @@
+"""A checkpoint is understood when a forward pass from its spec and weights gives what transformers gives."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from onedraw.checkpoints.base import open_checkpoint
+from onedraw.models.loading import Described, describe
+from onedraw.models.weights import all_shapes
+from tests import tiny
+from tests.models.forward import logits
+
+FIXTURES = Path(__file__).parent.parent / "fixtures" / "gguf"
+TOKENS = [(7 * i * i + 3 * i + 5) % tiny.VOCAB for i in range(80)]  # longer than Mistral's window of 32
+
+
+def judge(model: transformers.PreTrainedModel) -> np.ndarray:
+    with torch.no_grad():
+        return model.double()(torch.tensor([TOKENS])).logits[0].numpy()
+
+
+def assert_understood(described: Described, expected: np.ndarray) -> None:
+    found = logits(described.weights, TOKENS)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    np.testing.assert_array_equal(found.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize("name", tiny.NAMES)
+def test_a_transformers_folder_computes_what_transformers_computes(name: str, tmp_path: Path) -> None:
+    assert_understood(describe(open_checkpoint(tiny.write_safetensors(name, tmp_path))), judge(tiny.build(name)))
+
+
+@pytest.mark.parametrize("name", tiny.NAMES)
+def test_a_gguf_twin_computes_the_same(name: str, tmp_path: Path) -> None:
+    assert_understood(describe(open_checkpoint(tiny.write_gguf(name, tmp_path / "m.gguf"))), judge(tiny.build(name)))
+
+
+VARIANTS: dict[str, tuple[type, dict[str, Any]]] = {
+    "llama biased": (transformers.LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
+    "llama linear rope": (
+        transformers.LlamaConfig,
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
+    ),
+    "llama wide heads": (transformers.LlamaConfig, {"head_dim": 32}),
+    "qwen3 biased": (transformers.Qwen3Config, {"head_dim": 16, "attention_bias": True}),
+    "qwen2 windows": (transformers.Qwen2Config, {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
+    "qwen2 yarn": (
+        transformers.Qwen2Config,
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 256,
+            }
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_a_config_may_switch_on_is_honoured(variant: str, tmp_path: Path) -> None:
+    kind, changed = VARIANTS[variant]
+    model = transformers.AutoModelForCausalLM.from_config(kind(**{**tiny.COMMON, **changed}), dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(tiny._spread(name, noise, tied=False))
+    transformers.utils.logging.disable_progress_bar()
+    model.save_pretrained(tmp_path)
+    assert_understood(describe(open_checkpoint(tmp_path)), judge(model))
+
+
+def test_the_older_dialect_of_configs_means_the_same(tmp_path: Path) -> None:
+    newer = describe(open_checkpoint(tiny.write_safetensors("llama31", tmp_path))).spec
+    config = json.loads((tmp_path / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = rope
+    config["torch_dtype"] = config.pop("dtype")
+    for kind in ("rope_type", "type"):
+        config["rope_scaling"] = {**{k: v for k, v in rope.items() if k != "rope_type"}, kind: "llama3"}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert describe(open_checkpoint(tmp_path)).spec == newer
+
+
+# ------------------------------------------------------------------ llama.cpp's own conversions
+
+# SHA-256 over all weights as float32, outer ones first, then layer by layer, in the order of `all_shapes`. Taken from
+# the safetensors these files were converted from: the mapping back is exact.
+DIGESTS = {
+    "llama": "ad535d2ffbab9196c73d562a31c3298816e6b8d0cf85be29d1e88948e9c7c967",
+    "llama31": "2d3b908f05501913a9ab3f8bc9d929e6adf5006e992f5134ef974083e4bf1a81",
+    "qwen3": "9634083ca66a49b833a494444b2aead73b9ddbae4bb156111b7203791bdc7165",
+}
+
+
+def digest(described: Described) -> str:
+    total = hashlib.sha256()
+    for layer, weight in all_shapes(described.spec):
+        total.update(f"{layer} {weight}".encode())
+        total.update(described.weights.read(layer, weight).tobytes())
+    return total.hexdigest()
+
+
+@pytest.mark.parametrize("name", DIGESTS)
+def test_a_conversion_by_llama_cpp_maps_back_to_the_bits_it_came_from(name: str) -> None:
+    assert digest(describe(open_checkpoint(FIXTURES / f"{name}.gguf"))) == DIGESTS[name]
+
+
+def test_the_conversions_are_described_right() -> None:
+    llama, scaled, qwen3 = (describe(open_checkpoint(FIXTURES / f"{name}.gguf")).spec for name in DIGESTS)
+    assert (llama.family, len(llama.layers), llama.hidden, llama.vocab, llama.tied) == ("llama", 4, 64, 1024, True)
+    assert (llama.max_context, llama.layers[0].feed_forward.width) == (2048, 160)
+    assert np.float32(llama.eps) == np.float32(1e-5)
+    assert llama.layers[0].mixer.rope.inverse_frequencies() == [100000.0 ** (-i / 8) for i in range(8)]
+    assert not scaled.tied
+    mixer = qwen3.layers[0].mixer
+    assert (mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.qk_norm) == (4, 2, 32, True)
+
+
+def test_rope_divisors_in_a_gguf_are_the_scaled_rope_of_its_config() -> None:
+    rope = describe(open_checkpoint(FIXTURES / "llama31.gguf")).spec.layers[0].mixer.rope
+    assert rope.kind == "divisors"
+    named = replace(rope, kind="llama3", divisors=(), factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=512)
+    np.testing.assert_allclose(rope.inverse_frequencies(), named.inverse_frequencies(), rtol=1e-6)
+    assert rope.inverse_frequencies() != replace(rope, kind="default").inverse_frequencies()
+
+
+@pytest.mark.weights
+def test_the_default_model_is_described_and_read_fast(smollm2_path: Path) -> None:
+    start = time.perf_counter()
+    described = describe(open_checkpoint(smollm2_path))
+    count = sum(value.size for value in described.weights.outer().values())
+    for index in range(len(described.spec.layers)):
+        count += sum(value.size for value in described.weights.layer(index).values())
+    seconds = time.perf_counter() - start
+    assert count == described.spec.parameters == 134_515_008
+    assert described.eos_ids == (2,)
+    assert seconds < 3  # usually 0.5

@@ -1,0 +1,113 @@
+"""What only the host knows: repetitions, bad words, minimum length. A slow oracle judges the fast search."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onedraw.sampling.adjust import LONGEST_MATCH, NOTHING, Recall, adjustment, dry_penalties
+from onedraw.types import DryParams, History, SamplingParams
+
+
+def slow_dry(tokens: list[int], dry: DryParams) -> dict[int, float]:
+    """For every earlier place: how many tokens before it equal the last ones, counted one by one."""
+    tokens = tokens[-dry.range :] if dry.range else tokens
+    longest: dict[int, int] = {}
+    for place in range(len(tokens)):  # the token that followed a repetition
+        length = 0
+        while length < place and length < max(LONGEST_MATCH, dry.allowed_length):
+            token = tokens[place - 1 - length]
+            if token != tokens[-1 - length] or token in dry.breakers:
+                break
+            length += 1
+        if length >= dry.allowed_length and tokens[place] not in dry.breakers:
+            longest[tokens[place]] = max(longest.get(tokens[place], 0), length)
+    return {token: dry.multiplier * dry.base ** (n - dry.allowed_length) for token, n in longest.items()}
+
+
+tokens_lists = st.lists(st.integers(0, 3), max_size=60)
+dry_params = st.builds(
+    DryParams,
+    multiplier=st.sampled_from([0.5, 1.0]),
+    base=st.sampled_from([1.0, 1.75]),
+    allowed_length=st.integers(1, 4),
+    range=st.sampled_from([0, 1, 2, 10, 30]),
+    breakers=st.frozensets(st.integers(0, 3), max_size=2),
+)
+
+
+@settings(max_examples=500)
+@given(tokens_lists, dry_params)
+def test_dry_finds_what_the_slow_search_finds(tokens: list[int], dry: DryParams) -> None:
+    assert dict(dry_penalties(np.array(tokens, dtype=np.int64), dry)) == pytest.approx(slow_dry(tokens, dry))
+
+
+def test_dry_penalizes_the_token_that_would_go_on_repeating() -> None:
+    dry = DryParams(multiplier=2.0, base=3.0, allowed_length=2)
+    history = History((1, 2, 3, 4, 9), [1, 2, 3])
+    assert adjustment(SamplingParams(dry=dry), history).penalized == ((4, 6.0),)
+
+
+def test_dry_counts_drafts_as_history() -> None:
+    dry = DryParams(multiplier=1.0)
+    params = SamplingParams(dry=dry)
+    assert adjustment(params, History((1, 2, 3), [1]), (2,)) == adjustment(params, History((1, 2, 3), [1, 2]))
+    assert adjustment(params, History((1, 2, 3), [1])) == NOTHING
+
+
+def test_a_repetition_longer_than_the_cap_is_penalized_like_one_of_its_length() -> None:
+    dry = DryParams(multiplier=1.0, base=1.1, allowed_length=2)
+    found = dict(dry_penalties(np.zeros(500, dtype=np.int64), dry))
+    assert found == {0: pytest.approx(1.1 ** (LONGEST_MATCH - 2))}
+
+
+def test_a_huge_base_gives_the_largest_penalty_not_an_error() -> None:
+    found = dict(dry_penalties(np.zeros(500, dtype=np.int64), DryParams(multiplier=1.0, base=1e300)))
+    assert np.isfinite(np.float32(found[0]))
+
+
+def test_dry_over_a_long_repetitive_history_stays_affordable() -> None:
+    """The worst case is one token over and over: every place matches everywhere."""
+    tokens = np.zeros(100_000, dtype=np.int64)
+    began = time.perf_counter()
+    dry_penalties(tokens, DryParams(multiplier=1.0))
+    assert time.perf_counter() - began < 2.0
+
+
+@settings(max_examples=200)
+@given(st.lists(st.tuples(st.lists(st.integers(0, 9), max_size=300), st.lists(st.integers(0, 9), max_size=5)), max_size=6))
+def test_a_recall_reads_the_same_as_the_history(steps: list[tuple[list[int], list[int]]]) -> None:
+    history, recall = History((3, 1)), Recall()
+    for grown, drafts in steps:
+        history.output.extend(grown)
+        assert recall.read(history, drafts).tolist() == [*history.prompt, *history.output, *drafts]
+    shorter = History((3, 1), history.output[:1])
+    assert recall.read(shorter, ()).tolist() == [*shorter.prompt, *shorter.output]
+
+
+def test_single_token_bad_words_are_always_banned() -> None:
+    assert adjustment(SamplingParams(bad_words=((7,), (3,))), History((1,))).banned == (3, 7)
+
+
+def test_a_bad_word_is_banned_where_its_prefix_ends_the_output() -> None:
+    params = SamplingParams(bad_words=((1, 2, 3), (2, 5)))
+    assert adjustment(params, History((0,), [1, 2])).banned == (3, 5)
+    assert adjustment(params, History((0,), [1]), (2,)).banned == (3, 5)
+    assert adjustment(params, History((0,), [2])).banned == (5,)
+    assert adjustment(params, History((0,), [2, 1])).banned == ()
+
+
+def test_a_bad_word_does_not_begin_in_the_prompt() -> None:
+    assert adjustment(SamplingParams(bad_words=((1, 2),)), History((1,))).banned == ()
+    assert adjustment(SamplingParams(bad_words=((1, 2, 3),)), History((1,), [2])).banned == ()
+
+
+def test_stop_ids_are_banned_until_enough_tokens_were_chosen() -> None:
+    params = SamplingParams(min_tokens=2, stop_ids=frozenset({9, 4}))
+    assert adjustment(params, History((1, 2, 3), [5])).banned == (4, 9)
+    assert adjustment(params, History((1, 2, 3), [5]), (6,)).banned == ()
+    assert adjustment(params, History((1, 2, 3), [5, 6])).banned == ()

@@ -1,0 +1,95 @@
+"""Real servers on loopback ports, in threads of the test process."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx
+import openai
+
+from onedraw.assemble import open_door
+from onedraw.door import Door
+from onedraw.server.options import ServerOptions
+from onedraw.server.serve import Server
+from onedraw.settings import Settings
+
+DEFAULTS = ServerOptions()
+PATIENCE = 30.0  # seconds a condition may take to come true
+
+
+@dataclass(frozen=True)
+class Served:
+    url: str
+    door: Door
+    http: httpx.Client
+
+    @property
+    def model(self) -> str:
+        return self.door.card.name
+
+    def client(self, **kwargs: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120, **kwargs)
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.http.post(path, json=body)
+
+    def send(self, path: str, content: Any) -> httpx.Response:
+        """A body as it is."""
+        return self.http.post(path, content=content)
+
+    def get(self, path: str, **kwargs: Any) -> httpx.Response:
+        return self.http.get(path, **kwargs)
+
+    def chunks(self, path: str, **body: Any) -> list[dict[str, Any]]:
+        """The objects of a stream, which must end in [DONE]."""
+        answer = self.post(path, stream=True, **body)
+        assert answer.status_code == 200, answer.text
+        *events, last, empty = answer.text.split("\n\n")
+        assert (last, empty) == ("data: [DONE]", "")
+        return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+@contextmanager
+def serving(door: Door, options: ServerOptions = DEFAULTS) -> Iterator[Served]:
+    """A server in a thread, on a free port. The door stays open when it stops."""
+    server = Server(door, replace(options, port=0, log_level="critical"))
+    thread = threading.Thread(target=server.run, name="test-server")
+    thread.start()
+    try:
+        wait_until(lambda: server.started)
+        with httpx.Client(base_url=server.url, timeout=120) as http:
+            yield Served(server.url, door, http)
+    finally:
+        server.should_exit = True
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < deadline, "this never came true"
+        time.sleep(0.005)
+
+
+def fake_door(**settings: Any) -> Door:
+    return open_door(Settings(backend="fake", model="fake", **settings))
+
+
+def slowed(door: Door, seconds: float) -> Door:
+    """The same door with a device that needs this long for a turn."""
+    backend = door.service._engine.backend
+    submit = backend.submit
+
+    def slow_submit(plan: Any) -> Any:
+        time.sleep(seconds)
+        return submit(plan)
+
+    backend.submit = slow_submit
+    return door

@@ -1,0 +1,75 @@
+"""Every rule of the table is tried: what it promises is what happens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from onedraw.errors import BadRequest
+from onedraw.server.fields import Treatment
+from onedraw.server.protocol import TABLES, ChatRequest, CompletionRequest, parse
+from onedraw.server.reference import page
+
+BASE = {
+    CompletionRequest: {"prompt": "a"},
+    ChatRequest: {"messages": [{"role": "user", "content": "a"}]},
+}
+RULES = [(kind, rule) for kind in BASE for rule in TABLES[kind].values()]
+
+
+@pytest.mark.parametrize(("kind", "rule"), RULES, ids=lambda value: getattr(value, "name", getattr(value, "__name__", "")))
+def test_a_field_is_treated_as_its_rule_says(kind, rule):
+    plain = parse(kind, BASE[kind]).request
+    if rule.name not in BASE[kind]:
+        assert parse(kind, BASE[kind] | {rule.name: None}).request == plain, "null means: not asked for"
+    for value in rule.neutral:
+        assert parse(kind, BASE[kind] | {rule.name: value}).request == plain
+    match rule.treatment:
+        case Treatment.HONOURED:
+            with pytest.raises(BadRequest) as refusal:
+                parse(kind, BASE[kind] | {rule.name: {"no": {"such": ["value"]}} if rule.name != "chat_template_kwargs" else 5})
+            assert refusal.value.param.startswith(rule.name)
+        case Treatment.INERT if not rule.neutral:
+            assert parse(kind, BASE[kind] | {rule.name: {"anything": 1}}).request == plain
+        case _:
+            with pytest.raises(BadRequest) as refusal:
+                parse(kind, BASE[kind] | {rule.name: "something else"})
+            assert refusal.value.param == rule.name
+            assert rule.note in str(refusal.value)
+
+
+def test_the_reference_page_is_current():
+    file = Path(__file__).parents[2] / "docs" / "api.md"
+    assert file.read_text() == page(), "run: python -m onedraw.server.reference > docs/api.md"
+
+
+def test_the_reference_page_names_every_field():
+    for rules in TABLES.values():
+        for name in rules:
+            assert f"| `{name}` |" in page()
+
+
+def test_a_neutral_number_may_be_written_either_way():
+    assert parse(CompletionRequest, {"prompt": "a", "best_of": 1.0, "length_penalty": 1}).request.prompt == ("a",)
+
+
+def test_max_completion_tokens_is_max_tokens():
+    base = BASE[ChatRequest]
+    assert parse(ChatRequest, base | {"max_completion_tokens": 7}).request.wishes(logprobs=None).max_tokens == 7
+    assert parse(ChatRequest, base | {"max_tokens": 7, "max_completion_tokens": 7}).request.wishes(logprobs=None).max_tokens == 7
+
+
+def test_a_developer_speaks_as_the_system():
+    asked = parse(ChatRequest, {"messages": [{"role": "developer", "content": "a", "name": "b"}]}).request
+    assert asked.messages[0].plain() == {"role": "system", "content": "a", "name": "b"}
+
+
+def test_a_reply_of_the_openai_client_can_be_sent_back(fake):
+    """Clients append `message.model_dump()` to the conversation: its null fields must not be refused."""
+    messages = [{"role": "user", "content": "Hello."}]
+    asked = {"model": fake.model, "max_tokens": 4, "temperature": 0}
+    reply = fake.client().chat.completions.create(messages=messages, extra_body={"logit_bias": {"72": 100}}, **asked)
+    messages.append(reply.choices[0].message.model_dump())
+    messages.append({"role": "user", "content": "And now?"})
+    assert fake.client().chat.completions.create(messages=messages, **asked).choices[0].message.role == "assistant"

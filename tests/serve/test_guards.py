@@ -1,0 +1,103 @@
+"""Keys, origins, lenience: what stands before the routes."""
+
+from __future__ import annotations
+
+import httpx
+import openai
+import pytest
+
+from onedraw.errors import BadSetting
+from onedraw.server.options import ServerOptions
+from tests.serve.running import fake_door, serving
+
+KEY = "sesame-Ω-key"  # a key may hold any characters
+
+
+@pytest.fixture(scope="module")
+def locked():
+    with fake_door() as door, serving(door, ServerOptions(api_key=KEY, cors_origins=("https://page.example",))) as served:
+        yield served
+
+
+@pytest.mark.parametrize(
+    "given",
+    [None, "", "Bearer", "Bearer wrong", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", KEY, f"Basic {KEY}", "Bearer \xff"],
+    ids=ascii,
+)
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/v1/nowhere", "/v1/completions"])
+def test_without_the_right_key_nothing_is_answered(locked, given, path):
+    headers = {} if given is None else {"authorization": given.encode()}
+    answer = locked.get(path, headers=headers)
+    assert answer.status_code == 401
+    assert answer.json()["error"]["code"] == "invalid_api_key"
+    assert answer.headers["www-authenticate"] == "Bearer"
+
+
+def test_with_the_key_everything_is_answered(locked):
+    for scheme in ("Bearer", "bearer"):
+        assert locked.get("/v1/models", headers={"authorization": f"{scheme} {KEY}".encode()}).status_code == 200
+
+
+def test_health_needs_no_key(locked):
+    assert locked.get("/health").status_code == 200
+
+
+def test_the_openai_client_is_told_that_its_key_is_wrong(locked):
+    with pytest.raises(openai.AuthenticationError):
+        locked.client().models.list()
+
+
+def test_a_page_of_an_allowed_origin_may_ask(locked):
+    asked = {
+        "origin": "https://page.example",
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization",
+    }
+    answer = httpx.options(f"{locked.url}/v1/chat/completions", headers=asked)
+    assert answer.status_code == 200
+    assert answer.headers["access-control-allow-origin"] == "https://page.example"
+    refused = locked.get("/v1/models", headers={"origin": "https://page.example"})
+    assert refused.status_code == 401
+    assert refused.headers["access-control-allow-origin"] == "https://page.example"
+
+
+def test_a_page_of_another_origin_may_not(locked):
+    answer = locked.get("/health", headers={"origin": "https://other.example"})
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_no_origin_is_allowed_unless_one_is_named(fake):
+    assert "access-control-allow-origin" not in fake.get("/health", headers={"origin": "https://page.example"}).headers
+
+
+def test_the_key_is_not_shown():
+    assert KEY not in repr(ServerOptions(api_key=KEY))
+
+
+def test_the_lenient_server_ignores_unknown_fields_and_says_so():
+    with fake_door() as door, serving(door, ServerOptions(lenient=True)) as served:
+        asked = {"messages": [{"role": "user", "content": "Hi", "mood": "good"}], "max_tokens": 2, "frobnicate": 1, "größe\n": 2}
+        for stream in (False, True):
+            answer = served.post("/v1/chat/completions", stream=stream, **asked)
+            assert answer.status_code == 200
+            assert answer.headers["x-onedraw-ignored"] == "frobnicate, gr\\xf6\\xdfe, messages[0].mood"
+        refused = served.post("/v1/chat/completions", tools=[{"type": "function"}], **asked)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
+        assert "x-onedraw-ignored" not in served.post("/v1/completions", prompt="a", max_tokens=1).headers
+
+
+def test_the_model_answers_to_its_other_names():
+    with fake_door() as door, serving(door, ServerOptions(aliases=("org/other-name",))) as served:
+        assert served.client().models.retrieve("org/other-name").id == served.model
+        reply = served.client().completions.create(model="org/other-name", prompt="a", max_tokens=1)
+        assert reply.model == served.model
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"port": -1}, {"port": 70000}, {"max_body": 0}, {"drain_seconds": -1}, {"api_key": " "}, {"log_level": "loud"}],
+    ids=str,
+)
+def test_wrong_options_are_refused_by_their_flag(wrong):
+    with pytest.raises(BadSetting, match="--" + next(iter(wrong)).replace("_", "-")):
+        ServerOptions(**wrong)

@@ -1,0 +1,48 @@
+"""What /metrics counts is what happened."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.serve.running import fake_door, serving
+
+NAMES = {
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc",
+    "prefix_cache_queries_total", "prefix_cache_hits_total",
+    "prompt_tokens_total", "generation_tokens_total", "num_preemptions_total", "spec_decode_num_drafts_total",
+    "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total", "time_to_first_token_seconds_count",
+    "inter_token_latency_seconds_count", "e2e_request_latency_seconds_count",
+}  # fmt: skip
+
+
+def scrape(served) -> dict[str, float]:
+    answer = served.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    samples = [sample for family in text_string_to_metric_families(answer.text) for sample in family.samples]
+    assert all(sample.labels["model_name"] == served.model for sample in samples)
+    return {sample.name: sample.value for sample in samples if not {"le", "finished_reason"} & set(sample.labels)}
+
+
+def test_the_names_people_scrape_are_there(fake):
+    assert set(scrape(fake)) >= NAMES
+
+
+def test_tokens_and_times_are_counted_per_choice():
+    with fake_door() as door, serving(door) as served:
+        before = scrape(served)
+        served.post("/v1/completions", prompt=[5] * 40, max_tokens=7, n=2, ignore_eos=True)
+        served.chunks("/v1/completions", prompt=[5] * 40, max_tokens=7, ignore_eos=True)
+        grown = {name: value - before[name] for name, value in scrape(served).items()}
+        assert grown["generation_tokens_total"] == 21
+        assert grown["time_to_first_token_seconds_count"] == 3
+        assert grown["inter_token_latency_seconds_count"] == 3 * 6
+        assert grown["e2e_request_latency_seconds_count"] == 3
+        assert grown["prefix_cache_hits_total"] > 0
+        assert grown["num_requests_running"] == 0
+
+
+def test_two_apps_have_their_own_meters():
+    with fake_door() as one, fake_door() as other, serving(one) as first, serving(other) as second:
+        first.post("/v1/completions", prompt="a", max_tokens=3, ignore_eos=True)
+        assert scrape(first)["generation_tokens_total"] == 3
+        assert scrape(second)["e2e_request_latency_seconds_count"] == 0

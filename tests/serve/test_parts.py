@@ -1,0 +1,58 @@
+"""How pieces add up: usage over choices, and the places of tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from onedraw.door import Ask
+from onedraw.server.completion import Job
+from onedraw.server.parts import Tally, prompt_offsets
+from onedraw.server.reply import write_usage
+from onedraw.types import Piece, SamplingParams, Usage
+from tests.serve.running import fake_door
+
+
+def job(*lengths: int, n: int) -> Job:
+    asks = tuple(Ask(prompt=(1,) * length, params=SamplingParams(), n=n) for length in lengths)
+    return Job(
+        id="cmpl-1",
+        kind="completion",
+        asks=asks,
+        n=n,
+        echoes=(None,) * len(asks),
+        logprobs=False,
+        token_ids=False,
+        checksums=False,
+    )
+
+
+def test_usage_counts_prompts_once_and_only_what_nobody_computed_as_cached():
+    tally = Tally(job(10, 20, n=2))
+    for index, (cached, kept, rejected) in enumerate([(0, 1, 2), (8, 3, 4), (16, 0, 0), (12, 0, 1)]):
+        usage = Usage(prompt=10, completion=5, cached=cached, kept=kept, rejected=rejected)
+        tally.note(Piece(index=index, finish="stop", usage=usage))
+    assert write_usage(tally.total()) == {
+        "prompt_tokens": 30,
+        "completion_tokens": 20,
+        "total_tokens": 50,
+        "prompt_tokens_details": {"cached_tokens": 0 + 12},
+        "completion_tokens_details": {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 7},
+    }
+
+
+@pytest.mark.parametrize("text", ["plain", "Grüße 世界 🌍", ""])
+def test_the_offset_of_a_token_is_where_its_character_begins(text):
+    with fake_door() as door:
+        ids = door.encode(text, add_special=False)  # one token per byte
+        expected = [at for at, character in enumerate(text) for _ in character.encode()]
+        assert prompt_offsets(ids, text, door.tokenizer) == expected
+
+
+def test_a_token_the_text_does_not_spell_has_no_width():
+    with fake_door() as door:
+        (eos,) = door.card.eos_ids
+        assert prompt_offsets((eos, *door.encode("ab", add_special=False)), "ab", door.tokenizer) == [0, 0, 1]
+        spelled = door.tokenizer.decode((eos,), skip_special=False)
+        ids = door.encode(f"a{spelled}b", add_special=False)
+        assert ids[1] == eos
+        assert prompt_offsets(ids, f"a{spelled}b", door.tokenizer) == [0, 1, 1 + len(spelled)]

@@ -1,0 +1,130 @@
+"""The prover itself: it sees differences, says where, and never says "same" for what did not happen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from onedraw.assemble import make_service, open_door
+from onedraw.backends.fake import FakeBackend
+from onedraw.door import Door, Reply
+from onedraw.prove import Finding, Table, drive, first_difference, prove, requests, variations
+from onedraw.settings import Settings
+from onedraw.speculation.proposer import Silent
+from onedraw.types import Choice, Row, RowOutcome
+
+FAKE = Settings(model="fake", backend="fake", threads=1)
+
+
+def results(table: Table) -> dict[str, str]:
+    return {f.name: f.result for f in table.findings}
+
+
+def opener_with(kind: type[FakeBackend]) -> Callable[[Settings], Door]:
+    """Opens the fake model, with another backend inside."""
+
+    def opener(settings: Settings) -> Door:
+        with open_door(settings) as model:
+            capacity = model.service.capacity
+        backend = kind(
+            vocab=capacity.vocab,
+            pages=capacity.pages,
+            lanes=capacity.lanes,
+            page_size=capacity.page_size,
+            max_context=capacity.max_context,
+        )
+        service = make_service(backend, settings, Silent())
+        return Door(service=service, tokenizer=model.tokenizer, template=model.template, card=model.card)
+
+    return opener
+
+
+class KeyedByLane(FakeBackend):
+    """Planted: a lane's number leaks into the noise, so company changes tokens."""
+
+    def run(self, row: Row) -> RowOutcome:
+        return super().run(replace(row, params=replace(row.params, seed=row.params.seed + row.lane)))
+
+
+class LowBits(FakeBackend):
+    """Planted: rows in another lane than the first have other low bits, too small to flip a token."""
+
+    def run(self, row: Row) -> RowOutcome:
+        outcome = super().run(row)
+        if row.lane == 0:
+            return outcome
+        return replace(outcome, chosen=tuple(replace(c, checksum=(c.checksum or 0) ^ 1) for c in outcome.chosen))
+
+
+@pytest.fixture(scope="module")
+def honest() -> Table:
+    return prove(FAKE)
+
+
+def test_every_way_of_running_the_fake_model_is_the_same(honest: Table) -> None:
+    found = results(honest)
+    threads = found.pop("2 threads")
+    assert set(found.values()) == {"same"}
+    assert threads == "not exercised"  # no CPU threads compute a fake model
+    assert honest.holds
+
+
+def test_a_quick_table_exercises_the_same_rows() -> None:
+    assert results(prove(FAKE, quick=True)) == results(prove(FAKE))
+
+
+def test_noise_that_depends_on_company_is_found() -> None:
+    table = prove(FAKE, quick=True, opener=opener_with(KeyedByLane))
+    assert not table.holds
+    assert results(table)["batched, at once, random order"] == "different"
+    assert results(table)["alone again, after a restart"] == "same"
+
+
+def test_a_difference_too_small_for_any_token_is_found_by_the_checksums() -> None:
+    table = prove(FAKE, quick=True, opener=opener_with(LowBits))
+    assert results(table)["batched, at once, random order"] == "different"
+
+
+def test_the_place_of_the_first_difference_is_an_absolute_position() -> None:
+    plain = Reply(prompt_ids=(1, 2, 3), choices=[Choice(5, checksum=1), Choice(6, checksum=2)], finish="length")
+    other = replace(plain, choices=[Choice(5, checksum=1), Choice(6, checksum=9)])
+    assert first_difference(plain, plain) is None
+    assert first_difference(plain, other) == 1
+    assert first_difference(plain, replace(plain, choices=plain.choices[:1])) == 1
+    assert first_difference(plain, replace(plain, finish="stop")) == 2
+    assert str(Finding("x", "different", request=2, position=4)) == "different (first at request 2, position 4)"
+
+
+def test_a_row_counts_only_if_what_it_is_about_happened() -> None:
+    cold = replace(FAKE, prefix_cache=False)
+    with open_door(cold) as door:
+        asks = requests(door, new_tokens=4)
+        _, alone = drive(door, asks, "one by one", settings=cold)
+        _, together = drive(door, asks, "at once", settings=cold)
+    exercised = {v.name: v.exercised for v in variations(threads=1)}
+    held = {name: check(alone, alone) for name, check in exercised.items()}
+    assert [name for name, happened in held.items() if happened] == ["alone again, after a restart"]
+    assert exercised["batched, at once, random order"](alone, together)
+
+
+def test_the_requests_differ_in_length_law_and_seed_and_some_share_a_beginning() -> None:
+    with open_door(FAKE) as door:
+        asks = requests(door, new_tokens=4)
+    assert len({len(a.prompt) for a in asks}) == len(asks)
+    assert len({a.params.seed for a in asks}) == len(asks)
+    assert len({replace(a.params, seed=0) for a in asks}) == len(asks)
+    assert len({a.prompt[:50] for a in asks}) < len(asks)
+    assert any(a.params.greedy for a in asks)
+    assert all(a.params.checksums for a in asks)
+
+
+def test_a_short_context_shortens_the_prompts() -> None:
+    with open_door(replace(FAKE, max_context=64)) as door:
+        assert max(len(a.prompt) for a in requests(door, new_tokens=12)) == 52
+
+
+def test_the_row_of_the_plain_runs_own_thread_count_is_left_out() -> None:
+    assert [v.name for v in variations(threads=1) if "thread" in v.name] == ["2 threads"]
+    assert [v.name for v in variations(threads=4) if "thread" in v.name] == ["1 thread", "2 threads"]

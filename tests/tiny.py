@@ -1,0 +1,250 @@
+"""Tiny random checkpoints of every family, as transformers folders and as GGUF files with the same weights.
+
+In: a family's name and a seed. Out: files. Norms and biases get values that matter, matrices keep the size of what
+they multiply: a missing bias, a swapped head or a wrong rope changes the argmax instead of hiding in noise. The GGUF
+twin does to the weights what converters do (renames, permutes Llama's q and k, writes rope divisors).
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+NAMES = ("llama", "llama31", "mistral", "qwen2", "qwen3")
+VOCAB = 512
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+END_OF_TEXT, IM_END = 0, 2
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "bos_token_id": END_OF_TEXT,
+    "eos_token_id": IM_END,
+    "pad_token_id": END_OF_TEXT,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+
+
+def config(name: str) -> transformers.PretrainedConfig:
+    plain = {"rope_type": "default"}
+    match name:
+        case "llama":  # tied, grouped queries
+            rope = {**plain, "rope_theta": 100000.0}
+            return transformers.LlamaConfig(**COMMON, rms_norm_eps=1e-5, tie_word_embeddings=True, rope_parameters=rope)
+        case "llama31":  # untied, scaled rope
+            return transformers.LlamaConfig(**COMMON, rms_norm_eps=1e-5, tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE)
+        case "mistral":  # a window that a short text already leaves
+            rope = {**plain, "rope_theta": 10000.0}
+            return transformers.MistralConfig(**COMMON, tie_word_embeddings=False, sliding_window=32, rope_parameters=rope)
+        case "qwen2":  # biases on q, k, v
+            rope = {**plain, "rope_theta": 1000000.0}
+            return transformers.Qwen2Config(**COMMON, tie_word_embeddings=True, rope_parameters=rope)
+        case "qwen3":  # norms on q and k, heads wider than hidden / heads
+            rope = {**plain, "rope_theta": 1000000.0}
+            return transformers.Qwen3Config(**COMMON, tie_word_embeddings=True, head_dim=32, rope_parameters=rope)
+        case _:
+            raise ValueError(name)
+
+
+def build(name: str, seed: int = 0) -> transformers.PreTrainedModel:
+    """The family's transformers model with random float32 weights, in eval mode."""
+    model = transformers.AutoModelForCausalLM.from_config(config(name), dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():  # a tied head comes once
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(_spread(parameter_name, noise, tied=bool(model.config.tie_word_embeddings)))
+    model.generation_config = transformers.GenerationConfig(eos_token_id=[IM_END, END_OF_TEXT], pad_token_id=END_OF_TEXT)
+    return model
+
+
+def _spread(name: str, noise: torch.Tensor, *, tied: bool) -> torch.Tensor:
+    if name.endswith("norm.weight"):
+        return 1 + 0.2 * noise
+    if name.endswith("bias"):
+        return 0.3 * noise
+    if "embed_tokens" in name:
+        return noise * (0.1 if tied else 0.5)
+    if "lm_head" in name:
+        return noise * 2 / math.sqrt(noise.shape[-1])
+    return noise / math.sqrt(noise.shape[-1])
+
+
+def tokenizer() -> Tokenizer:
+    """Byte-level BPE of VOCAB entries, learned from a module of the standard library."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=SPECIAL, show_progress=False, initial_alphabet=alphabet)
+    made.train_from_iterator([inspect.getsource(textwrap)], trainer)
+    return made
+
+
+# ------------------------------------------------------------------ transformers folders
+
+
+def write_safetensors(name: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, shard: str = "1GB") -> Path:
+    """A folder as `save_pretrained` writes it, with tokenizer and chat template. A small `shard` makes several files."""
+    transformers.utils.logging.disable_progress_bar()
+    build(name, seed).to(dtype).save_pretrained(folder, max_shard_size=shard)
+    tokenizer().save(str(folder / "tokenizer.json"))
+    described = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": SPECIAL[0],
+        "eos_token": SPECIAL[2],
+        "pad_token": SPECIAL[0],
+        "chat_template": TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(described))
+    return folder
+
+
+# ------------------------------------------------------------------ GGUF files
+
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def write_gguf(name: str, file: Path, *, seed: int = 0, kind: str = "F32") -> Path:
+    """The GGUF twin of `write_safetensors(name, seed=seed)`: matrices as `kind`, the rest as F32."""
+    model = build(name, seed)
+    arch = {"llama31": "llama", "mistral": "llama"}.get(name, name)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    writer = gguf.GGUFWriter(str(file), arch)
+    _write_metadata(writer, model.config, arch)
+    _write_vocabulary(writer)
+    if name == "llama31":
+        divisors = rope_divisors(head_dim=16, **{key: LLAMA3_ROPE[key] for key in LLAMA3_ROPE if key != "rope_type"})
+        writer.add_tensor("rope_freqs.weight", np.asarray(divisors, np.float32))
+    for tensor_name, tensor in model.state_dict().items():
+        if tensor_name == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        values = tensor.numpy().astype(np.float32)
+        if arch == "llama" and (".q_proj" in tensor_name or ".k_proj" in tensor_name):
+            heads = model.config.num_attention_heads if ".q_proj" in tensor_name else model.config.num_key_value_heads
+            values = _interleave(values, heads)
+        _write_tensor(writer, gguf_name(tensor_name), values, kind if values.ndim == 2 else "F32")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def gguf_name(name: str) -> str:
+    """model.layers.2.mlp.up_proj.weight → blk.2.ffn_up.weight"""
+    stem, _, suffix = name.rpartition(".")
+    if stem.startswith("model.layers."):
+        _, _, layer, inner = stem.split(".", 3)
+        return f"blk.{layer}.{GGUF_NAMES[inner]}.{suffix}"
+    return f"{GGUF_NAMES[stem]}.{suffix}"
+
+
+def rope_divisors(
+    *,
+    head_dim: int,
+    rope_theta: float,
+    factor: float,
+    low_freq_factor: float,
+    high_freq_factor: float,
+    original_max_position_embeddings: int,
+) -> list[float]:
+    """What llama3 scaling divides each frequency by."""
+    divisors = []
+    for pair in range(head_dim // 2):
+        wavelength = 2 * math.pi * rope_theta ** (2 * pair / head_dim)
+        turns = original_max_position_embeddings / wavelength
+        if turns > high_freq_factor:
+            divisors.append(1.0)
+        elif turns < low_freq_factor:
+            divisors.append(factor)
+        else:
+            smooth = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
+            divisors.append(1 / ((1 - smooth) / factor + smooth))
+    return divisors
+
+
+def _interleave(values: np.ndarray, heads: int) -> np.ndarray:
+    """Rows (i, i + d/2) of every head side by side."""
+    size = values.shape[0] // heads
+    rows = [head * size + half * (size // 2) + i for head in range(heads) for i in range(size // 2) for half in range(2)]
+    return values[rows]
+
+
+def _write_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str) -> None:
+    packing = gguf.GGMLQuantizationType[kind]
+    writer.add_tensor(name, gguf.quants.quantize(values, packing), raw_dtype=packing)
+
+
+def _write_metadata(writer: gguf.GGUFWriter, described: transformers.PretrainedConfig, arch: str) -> None:
+    head_dim = getattr(described, "head_dim", None) or described.hidden_size // described.num_attention_heads
+    writer.add_context_length(described.max_position_embeddings)
+    writer.add_embedding_length(described.hidden_size)
+    writer.add_block_count(described.num_hidden_layers)
+    writer.add_feed_forward_length(described.intermediate_size)
+    writer.add_head_count(described.num_attention_heads)
+    writer.add_head_count_kv(described.num_key_value_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(described.rms_norm_eps)
+    writer.add_rope_freq_base(described.rope_parameters["rope_theta"])
+    if arch == "llama":
+        writer.add_vocab_size(described.vocab_size)
+        writer.add_rope_dimension_count(head_dim)
+    if described.model_type == "mistral":
+        writer.add_sliding_window(described.sliding_window)
+
+
+def _write_vocabulary(writer: gguf.GGUFWriter) -> None:
+    model = json.loads(tokenizer().to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in SPECIAL else 1 for token in tokens])
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(END_OF_TEXT)
+    writer.add_eos_token_id(IM_END)
+    writer.add_pad_token_id(END_OF_TEXT)
+    writer.add_chat_template(TEMPLATE)
