@@ -50,6 +50,8 @@ bench: $(VENV)/.stamp-serve
 docs: $(VENV)/.stamp-serve
 	$(BIN)/python -m onedraw.cli.reference > docs/cli.md.tmp
 	mv docs/cli.md.tmp docs/cli.md
+	$(BIN)/python -m onedraw.server.reference > docs/api.md.tmp
+	mv docs/api.md.tmp docs/api.md
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist *.egg-info
@@ -61,14 +63,15 @@ $(VENV)/.stamp-serve: EXTRAS := serve,terminal,models
 $(VENV)/.stamp-test: EXTRAS := serve,terminal,models,test
 $(VENV)/.stamp-check: EXTRAS := serve,terminal,models,test,check
 
-# A .venv is kept if its Python runs, it stands where it was made, and no installation in it was cut off.
+# A .venv counts for nothing if its Python does not run, if it was moved, or if an installation in it was cut off.
+$(shell [ ! -e $(VENV) ] || { $(BIN)/python -c 'import pip' && grep -qF '$(CURDIR)/$(VENV)' $(VENV)/pyvenv.cfg \
+    && [ ! -e $(VENV)/.installing ]; } 2>/dev/null || rm -rf $(VENV))
+
+OLD_PYTHON := Onedraw needs Python 3.11 or later: make PYTHON=python3.12 …
+
 $(VENV)/.stamp-%: pyproject.toml constraints.txt
-	@if ! $(BIN)/python -c 'import pip' 2>/dev/null || [ -e $(VENV)/.installing ] \
-	    || ! grep -qF '$(CURDIR)/$(VENV)' $(VENV)/pyvenv.cfg; then \
-	    rm -rf $(VENV); \
-	    $(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Onedraw needs Python 3.11 or later: make PYTHON=python3.12 …")' \
-	    && echo "making $(VENV)" && $(PYTHON) -m venv $(VENV); \
-	fi
+	@[ -e $(VENV) ] || { $(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("$(OLD_PYTHON)")' \
+	    && echo "making $(VENV)" && $(PYTHON) -m venv $(VENV); }
 	@touch $(VENV)/.installing
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	@rm $(VENV)/.installing

@@ -20,7 +20,6 @@ from onedraw.door import Door
 from onedraw.engine.engine import Engine
 from onedraw.engine.scheduler import Scheduler
 from onedraw.engine.service import Service
-from onedraw.errors import BadSetting
 from onedraw.memory.ledger import Ledger
 from onedraw.models.loading import Described, describe
 from onedraw.settings import Settings, default_cache_dir
@@ -85,25 +84,6 @@ def read_text(checkpoint: Checkpoint) -> tuple[Tokenizer, ChatTemplate | None]:
     return Tokenizer.from_folder(folder), ChatTemplate.from_folder(folder)
 
 
-def pick_device(settings: Settings) -> tuple[str, str]:
-    """Device and dtype to run with, where the settings say auto."""
-    import torch
-
-    device = settings.device
-    if device == "auto":
-        device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    try:
-        kind = torch.device(device).type
-    except RuntimeError:
-        raise BadSetting(f"--device: {device!r} is no device; write cpu, cuda or cuda:0") from None
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise BadSetting(f"--device {device}: this torch finds no CUDA device; use --device cpu")
-    if kind not in ("cpu", "cuda"):
-        raise BadSetting(f"--device: {kind!r} is not supported; cpu and cuda are")
-    dtype = settings.dtype if settings.dtype != "auto" else ("f32" if kind == "cpu" else "bf16")
-    return device, dtype
-
-
 # ---------------------------------------------------------------------- the two kinds of door
 
 
@@ -124,16 +104,14 @@ def _fake_door(settings: Settings, proposer: Proposer) -> Door:
 
 
 def _torch_door(settings: Settings, tell: Progress, proposer: Proposer) -> Door:
-    import torch
-
     from onedraw.backends.torch.backend import TorchBackend
+    from onedraw.backends.torch.device import pick_device, set_threads
 
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+    set_threads(settings.threads)
     checkpoint = find_checkpoint(settings, tell)
     try:
         described = describe(checkpoint)
-        device, dtype = pick_device(settings)
+        device, dtype = pick_device(settings.device, settings.dtype)
         plan = plan_memory(settings, described, dtype=dtype)
         tell(f"loading {checkpoint.path.name} ({described.spec.family}, {described.spec.parameters / 1e6:.0f} M parameters)")
         tokenizer, template = read_text(checkpoint)

@@ -10,11 +10,11 @@ import asyncio
 import itertools
 import queue
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from onedraw.engine.service import Event, Service
+from onedraw.engine.service import Event, Service, Sink
 from onedraw.errors import BadParameter, BadRequest
 from onedraw.sampling.noise import child_seed
 from onedraw.text.detokenizer import Detokenizer
@@ -33,6 +33,7 @@ class Ask:
     stop: tuple[str, ...] = ()
     n: int = 1
     skip_special: bool = True  # leave special tokens out of the text
+    opening: bool = False  # the reply begins a text of its own: a first space that only marks a word is dropped
     label: str = ""  # becomes part of the request ids
 
 
@@ -47,7 +48,7 @@ class Reply:
     choices: list[Choice] = field(default_factory=list)
     finish: Finish | None = None
     stop_reason: str | int | None = None
-    usage: Usage = Usage()
+    usage: Usage = field(default_factory=Usage)
     prompt_logprobs: tuple[Logprobs, ...] | None = None
 
     @property
@@ -71,13 +72,11 @@ class Reply:
 class Speaker:
     """Turns the events of one request into pieces. One owner: the stream that reads them."""
 
-    def __init__(
-        self, *, index: int, tokenizer: Tokenizer, stop: Sequence[str], skip_special: bool, hidden: frozenset[int]
-    ) -> None:
+    def __init__(self, index: int, ask: Ask, tokenizer: Tokenizer) -> None:
         self._index = index
-        self._detokenizer = Detokenizer(tokenizer, skip_special=skip_special)
-        self._stops = StopFinder(stop)
-        self._hidden = hidden  # ids that end a reply: part of the ids, never of the text
+        self._detokenizer = Detokenizer(tokenizer, skip_special=ask.skip_special, opening=ask.opening)
+        self._stops = StopFinder(ask.stop)
+        self._hidden = ask.params.stop_ids  # ids that end a reply: part of the ids, never of the text
         self._said = 0
         self.done = False
 
@@ -114,6 +113,14 @@ class Speaker:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Voice:
+    """A request and what turns its events into pieces."""
+
+    request: Request
+    speaker: Speaker
+
+
 class Door:
     """A running model: card, tokenizer, template and the service behind them."""
 
@@ -148,96 +155,94 @@ class Door:
     # ------------------------------------------------------------------ streams
 
     def check(self, ask: Ask) -> None:
-        """Raise what makes this ask impossible, before any work. Streams call it before their first piece."""
+        """Raise what makes this ask impossible, before any work. Streams do so before their first piece."""
         for request in self._requests(ask):
             self.service.check(request)
 
-    def stream(self, ask: Ask) -> Iterator[Piece]:
-        """Pieces of all choices as they come. Leaving the loop early cancels what still runs."""
+    def stream(self, *asks: Ask) -> Generator[Piece, None, None]:
+        """Pieces of all choices of all asks as they come, choices numbered through. All asks are taken or none.
+
+        Leaving the loop early cancels what still runs.
+        """
         inbox: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
-        speakers, requests = self._begin(ask, lambda index: lambda event: inbox.put((index, event)))
+        voices = self._begin(asks, lambda index: lambda event: inbox.put((index, event)))
         try:
-            while not all(s.done for s in speakers):
-                piece = self._hear(speakers, requests, *inbox.get())
+            while not all(voice.speaker.done for voice in voices):
+                index, event = inbox.get()
+                piece = self._hear(voices[index], event)
                 if piece is not None:
                     yield piece
         finally:
-            self._end(speakers, requests)
+            self._end(voices)
 
-    async def astream(self, ask: Ask) -> AsyncIterator[Piece]:
+    async def astream(self, *asks: Ask) -> AsyncGenerator[Piece, None]:
         """`stream` for asyncio."""
         loop = asyncio.get_running_loop()
         inbox: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
 
-        def sink(index: int) -> Callable[[Event], None]:
+        def sink(index: int) -> Sink:
             return lambda event: _call_soon(loop, inbox.put_nowait, (index, event))
 
-        speakers, requests = self._begin(ask, sink)
+        voices = self._begin(asks, sink)
         try:
-            while not all(s.done for s in speakers):
-                piece = self._hear(speakers, requests, *await inbox.get())
+            while not all(voice.speaker.done for voice in voices):
+                index, event = await inbox.get()
+                piece = self._hear(voices[index], event)
                 if piece is not None:
                     yield piece
         finally:
-            self._end(speakers, requests)
+            self._end(voices)
 
-    def generate(self, ask: Ask) -> list[Reply]:
+    def generate(self, *asks: Ask) -> list[Reply]:
         """Whole replies, one per choice: the fold of `stream`."""
-        replies = self.replies(ask)
-        for piece in self.stream(ask):
+        replies = self.replies(*asks)
+        for piece in self.stream(*asks):
             replies[piece.index].add(piece)
         return replies
 
-    async def agenerate(self, ask: Ask) -> list[Reply]:
-        replies = self.replies(ask)
-        async for piece in self.astream(ask):
+    async def agenerate(self, *asks: Ask) -> list[Reply]:
+        replies = self.replies(*asks)
+        async for piece in self.astream(*asks):
             replies[piece.index].add(piece)
         return replies
 
-    def replies(self, ask: Ask) -> list[Reply]:
+    def replies(self, *asks: Ask) -> list[Reply]:
         """Empty replies to fold pieces into, one per choice, each with its seed."""
-        return [Reply(seed=child_seed(ask.params.seed, i), prompt_ids=ask.prompt) for i in range(ask.n)]
+        return [Reply(seed=child_seed(ask.params.seed, i), prompt_ids=ask.prompt) for ask in asks for i in range(ask.n)]
 
     # ------------------------------------------------------------------ inside
 
     def _requests(self, ask: Ask) -> list[Request]:
         if ask.n < 1:
             raise BadParameter("n", f"must be at least 1, not {ask.n}")
-        number = next(self._numbers)
-        label = ask.label or "r"
+        name = f"{ask.label or 'r'}-{next(self._numbers)}"
         return [
-            Request(
-                id=f"{label}-{number}-{i}",
-                prompt=ask.prompt,
-                params=replace(ask.params, seed=child_seed(ask.params.seed, i)),
-            )
+            Request(id=f"{name}-{i}", prompt=ask.prompt, params=replace(ask.params, seed=child_seed(ask.params.seed, i)))
             for i in range(ask.n)
         ]
 
-    def _begin(self, ask: Ask, sink: Callable[[int], Callable[[Event], None]]) -> tuple[list[Speaker], list[Request]]:
-        requests = self._requests(ask)
-        speakers = [
-            Speaker(index=i, tokenizer=self.tokenizer, stop=ask.stop, skip_special=ask.skip_special, hidden=ask.params.stop_ids)
-            for i in range(ask.n)
-        ]
-        self.service.submit([(request, sink(i)) for i, request in enumerate(requests)])
-        return speakers, requests
+    def _begin(self, asks: Sequence[Ask], sink: Callable[[int], Sink]) -> list[Voice]:
+        voices: list[Voice] = []
+        for ask in asks:
+            for request in self._requests(ask):
+                voices.append(Voice(request, Speaker(len(voices), ask, self.tokenizer)))
+        self.service.submit([(voice.request, sink(index)) for index, voice in enumerate(voices)])
+        return voices
 
-    def _hear(self, speakers: list[Speaker], requests: list[Request], index: int, event: Event) -> Piece | None:
+    def _hear(self, voice: Voice, event: Event) -> Piece | None:
         if event.error is not None:
             raise event.error
-        speaker = speakers[index]
-        if speaker.done:  # tokens chosen between a stop string and the engine's reading of the cancellation
+        if voice.speaker.done:  # tokens chosen between a stop string and the engine's reading of the cancellation
             return None
-        piece = speaker.hear(event)
-        if speaker.done and event.finish is None:
-            self.service.cancel(requests[index].id)
+        piece = voice.speaker.hear(event)
+        if piece.finish is not None and event.finish is None:  # a stop string: the engine does not know yet
+            self.service.cancel(voice.request.id)
         return piece
 
-    def _end(self, speakers: list[Speaker], requests: list[Request]) -> None:
-        for speaker, request in zip(speakers, requests, strict=True):
-            if not speaker.done:
-                self.service.cancel(request.id)
+    def _end(self, voices: list[Voice]) -> None:
+        for voice in voices:
+            if not voice.speaker.done:
+                self.service.cancel(voice.request.id)
 
 
 def fresh_seed() -> int:

@@ -58,11 +58,23 @@ class Wishes:
         for name in ("stop", "bad_words"):
             if isinstance(wishes.get(name), str):
                 wishes[name] = (wishes[name],)
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in wishes.items() if v is not None})
+        given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in wishes.items() if v is not None}
+        return cls(**given)
 
 
-def settle(wishes: Wishes, *, door: Door, prompt: tuple[int, ...], default_max_tokens: int | None = None, label: str = "") -> Ask:
-    """An Ask with every value decided. default_max_tokens None: as many as the context has room for."""
+def settle(
+    wishes: Wishes,
+    *,
+    door: Door,
+    prompt: tuple[int, ...],
+    default_max_tokens: int | None = None,
+    opening: bool = False,
+    label: str = "",
+) -> Ask:
+    """An Ask with every value decided. default_max_tokens None: as many as the context has room for.
+
+    `opening`: the reply begins a text of its own (a chat turn) instead of continuing the prompt's.
+    """
     card = door.card
     check_ids("prompt", prompt, vocab=card.vocab)
     if not prompt:
@@ -95,7 +107,15 @@ def settle(wishes: Wishes, *, door: Door, prompt: tuple[int, ...], default_max_t
     )
     if any(not s for s in wishes.stop):
         raise BadParameter("stop", "an empty stop string would stop everything")
-    return Ask(prompt=prompt, params=params, stop=wishes.stop, n=wishes.n, skip_special=wishes.skip_special_tokens, label=label)
+    return Ask(
+        prompt=prompt,
+        params=params,
+        stop=wishes.stop,
+        n=wishes.n,
+        skip_special=wishes.skip_special_tokens,
+        opening=opening,
+        label=label,
+    )
 
 
 def check_ids(name: str, ids: tuple[int, ...], *, vocab: int) -> None:

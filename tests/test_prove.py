@@ -128,3 +128,9 @@ def test_a_short_context_shortens_the_prompts() -> None:
 def test_the_row_of_the_plain_runs_own_thread_count_is_left_out() -> None:
     assert [v.name for v in variations(threads=1) if "thread" in v.name] == ["2 threads"]
     assert [v.name for v in variations(threads=4) if "thread" in v.name] == ["1 thread", "2 threads"]
+
+
+@pytest.mark.long
+@pytest.mark.weights
+def test_every_way_of_running_the_default_model_is_the_same() -> None:
+    assert set(results(prove(Settings(model="smollm2", threads=1))).values()) == {"same"}

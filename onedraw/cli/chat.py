@@ -119,6 +119,10 @@ def answer(door: Door, conversation: Conversation, question: str) -> None:
         conversation.turns.pop()
         raise
     reply, stopped = _listen(door, ask)
+    if stopped and not reply.text:
+        conversation.turns.pop()
+        screen.dim("stopped before the first word; the question is taken back", out=sys.stdout)
+        return
     conversation.turns.append({"role": "assistant", "content": reply.text})
     conversation.seeds.append(reply.seed)
     ending = "stopped" if stopped else {"length": "cut at the longest length, /max N raises it"}.get(reply.finish or "", "")
@@ -138,7 +142,7 @@ def _listen(door: Door, ask: Ask) -> tuple[Reply, bool]:
     except KeyboardInterrupt:
         stopped = True
     finally:
-        pieces.close()  # type: ignore[attr-defined]  # a generator; closing it cancels the request
+        pieces.close()  # cancels the request
     sys.stdout.write("\n")
     return reply, stopped
 

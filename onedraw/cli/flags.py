@@ -1,7 +1,7 @@
 """Every serving flag and every sampling wish as an option, made from the dataclasses themselves.
 
 In: an argparse parser. Out: options for the fields of Settings and Wishes, and the way back from parsed arguments.
-A field without a line in the help tables below is an error at import, so a new one cannot be forgotten.
+A field without a line in the help tables below stops every command, so a new one cannot be forgotten.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from onedraw.backends.base import Backend
 from onedraw.engine.scheduler import Member, Scheduler
@@ -29,7 +29,7 @@ class Event:
     chosen: tuple[Choice, ...] = ()
     finish: Finish | None = None
     stop_id: int | None = None
-    usage: Usage = Usage()
+    usage: Usage = field(default_factory=Usage)
     scored: tuple[Logprobs, ...] | None = None  # logprobs of the prompt's tokens but the first, once, when asked for
     error: OnedrawError | None = None
 

@@ -5,12 +5,11 @@ In: a typed request and a door. Out: a Job (what to run and what to show), then 
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, replace
-from typing import Literal, cast
+from dataclasses import dataclass
+from typing import Literal
 
 from onedraw.door import Ask, Door, fresh_seed
 from onedraw.errors import BadParameter, BadRequest, Draining
@@ -92,7 +91,7 @@ def _chat(request: ChatRequest, door: Door) -> Job:
     identity = f"chatcmpl-{secrets.token_hex(12)}"
     wishes = request.wishes(logprobs=(request.top_logprobs or 0) if request.logprobs else None)
     try:
-        ask = settle(wishes, door=door, prompt=chat_prompt(request, door), label=identity)
+        ask = settle(wishes, door=door, prompt=chat_prompt(request, door), opening=True, label=identity)
     except BadRequest as error:
         if error.param == "prompt":
             error.param = "messages"  # the caller's name for it
@@ -135,29 +134,9 @@ def chat_prompt(request: ChatRequest | TokenizeRequest, door: Door) -> tuple[int
 
 
 async def pieces(job: Job, door: Door) -> AsyncGenerator[Piece, None]:
-    """The pieces of all choices as they come. Closing it cancels what still runs."""
-    inbox: asyncio.Queue[Piece | Exception] = asyncio.Queue()
-
-    async def pump(number: int, ask: Ask) -> None:
-        try:
-            async with aclosing(cast(AsyncGenerator[Piece, None], door.astream(ask))) as stream:
-                async for piece in stream:
-                    inbox.put_nowait(replace(piece, index=number * job.n + piece.index))
-        except Exception as error:  # handed to the reader, which raises it
-            inbox.put_nowait(error)
-
-    pumps = [asyncio.create_task(pump(number, ask)) for number, ask in enumerate(job.asks)]
-    open_choices = job.choices
-    try:
-        while open_choices:
-            item = await inbox.get()
-            if isinstance(item, Exception):
-                raise item
-            if item.finish == "cancelled":
+    """The pieces of all choices as they come, prompt after prompt in number. Closing it cancels what still runs."""
+    async with aclosing(door.astream(*job.asks)) as stream:
+        async for piece in stream:
+            if piece.finish == "cancelled":
                 raise Draining("the request was cancelled before it finished")
-            open_choices -= item.finish is not None
-            yield item
-    finally:
-        for task in pumps:
-            task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
+            yield piece

@@ -90,6 +90,17 @@ def test_control_c_stops_the_answer_and_keeps_what_was_said(door: Door, monkeypa
     assert settled_stats(door).completion_tokens < 1500
 
 
+def test_an_answer_stopped_before_its_first_word_leaves_no_question(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(ask: object) -> Iterator[object]:
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(door, "stream", interrupted)
+    conversation = a_conversation()
+    answer(door, conversation, "hello")
+    assert conversation.turns == []
+
+
 def test_control_c_at_the_prompt_does_not_leave(door: Door, capsys: pytest.CaptureFixture[str]) -> None:
     conversation = a_conversation()
     talk(door, conversation, read=typing(KeyboardInterrupt, "hello"))

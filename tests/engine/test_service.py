@@ -83,9 +83,9 @@ def test_a_cancelled_request_frees_its_pages() -> None:
 def test_a_full_queue_is_refused_and_says_so() -> None:
     service = start(Slow(lanes=1, max_context=250), queue_limit=2)
     inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    many = [(request(f"q{i}", max_tokens=200), inbox.put) for i in range(6)]
     with pytest.raises(QueueFull, match="2 requests"):
-        for i in range(6):
-            service.submit([(request(f"q{i}", max_tokens=200), inbox.put)])
+        service.submit(many)
     service.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,7 @@ def hidden_logits(backend: TorchBackend, tokens: list[int], cuts: list[int]) -> 
     from onedraw.backends.torch.inputs import make_inputs
 
     out = []
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in itertools.pairwise(cuts):
         row = Row(
             request_id="x",
             lane=0,

@@ -114,10 +114,14 @@ def drop_beyond(values: Tensor, deficit: Tensor, limit: Tensor, scratch: Scratch
 
 
 def first_best(values: Tensor) -> Tensor:
-    """Per row the lowest index among the largest values; `values` is spent.   [C, V] float32 -> [C] int64"""
+    """Per row the lowest index among the largest values; `values` is spent.   [C, V] float32 -> [C] int64
+
+    A row with NaN, where nothing equals the largest, gives some index in range.
+    """
     width = values.shape[1]
     best = values.amax(1, keepdim=True)
-    return width - values.eq_(best).mul_(_countdown(width, values.device)).amax(1).to(torch.int64)
+    marked = values.eq_(best).mul_(_countdown(width, values.device)).amax(1)
+    return width - marked.clamp_(min=1).to(torch.int64)
 
 
 @lru_cache(maxsize=8)

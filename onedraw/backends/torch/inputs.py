@@ -154,8 +154,7 @@ def _block_pages(tiles: list[Tile], pair_tile: Ints, pair_block: Ints, shape: Sh
     table = np.full((len(tiles), -(-longest // per_block) * per_block), shape.scratch_page, dtype=np.int64)
     for i, tile in enumerate(tiles):
         table[i, : len(tile.pages)] = tile.pages
-    table = table.reshape(len(tiles), -1, per_block)
-    return table[pair_tile, pair_block].reshape(-1)
+    return table.reshape(len(tiles), -1, per_block)[pair_tile, pair_block].reshape(-1)
 
 
 def _mask(query_at: Ints, pair_block: Ints, window: int | None) -> npt.NDArray[np.float32]:

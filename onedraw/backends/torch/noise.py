@@ -33,13 +33,13 @@ def uniform_bits(first: Tensor, second: Tensor, vocab: int, scratch: Scratch) ->
 
 def gumbel(first: Tensor, second: Tensor, vocab: int, scratch: Scratch) -> Tensor:
     """-log(-log u) for every token id.   [C, 1] and [C, 1] -> [C, V] float32"""
-    odd = uniform_bits(first, second, vocab, scratch).mul_(_word(2)).add_(_word(1))  # u * 2^25
+    odd = uniform_bits(first, second, vocab, scratch).mul_(2).add_(1)  # u * 2^25
     rest, upper = (scratch.take(name, odd.shape, torch.int32) for name in ("rest", "spare"))
     above, below = (scratch.take(name, odd.shape, torch.float32) for name in ("above", "below"))
     # Without a branch: `below` is u in the lower half and 1 in the upper, `above` is u - 1 in the upper half and 0 in
     # the lower, both exact. So one of the two logarithms is 0.
-    torch.sub(odd, _word(2 ** (BITS + 1)), out=rest)
-    torch.sub(_word(2**BITS), odd, out=upper).bitwise_right_shift_(_word(31))
+    torch.sub(odd, _word(2 ** (BITS + 1), odd.device), out=rest)
+    torch.sub(_word(2**BITS, odd.device), odd, out=upper).bitwise_right_shift_(_word(31, odd.device))
     rest &= upper
     above.copy_(rest).mul_(2.0 ** -(BITS + 1))
     below.copy_(odd.sub_(rest)).mul_(2.0 ** -(BITS + 1))
@@ -56,19 +56,19 @@ def _ids(vocab: int, device: torch.device) -> Tensor:
 def _mix32(words: Tensor, spare: Tensor) -> None:
     first, second, third = SHIFTS_32
     words ^= _shift(words, first, spare)
-    words *= _word(MULTIPLIERS_32[0])
+    words *= _word(MULTIPLIERS_32[0], words.device)
     words ^= _shift(words, second, spare)
-    words *= _word(MULTIPLIERS_32[1])
+    words *= _word(MULTIPLIERS_32[1], words.device)
     words ^= _shift(words, third, spare)
 
 
 def _shift(words: Tensor, count: int, out: Tensor) -> Tensor:
     """A shift that brings in zeros; torch's own copies the sign."""
-    torch.bitwise_right_shift(words, _word(count), out=out)
-    return out.bitwise_and_(_word(2 ** (32 - count) - 1))
+    torch.bitwise_right_shift(words, _word(count, words.device), out=out)
+    return out.bitwise_and_(_word(2 ** (32 - count) - 1, words.device))
 
 
 @lru_cache(maxsize=64)
-def _word(value: int) -> Tensor:
+def _word(value: int, device: torch.device) -> Tensor:
     """A 32-bit constant. Kept as a tensor, since torch converts a Python number at every use."""
-    return torch.tensor(value - 2**32 if value >= 2**31 else value, dtype=torch.int32)
+    return torch.tensor(value - 2**32 if value >= 2**31 else value, dtype=torch.int32, device=device)

@@ -79,23 +79,29 @@ class Sampler:
         """One choice per row of `logits` ([C, V'] float32; columns past the vocabulary are never chosen)."""
         if not positions:
             return []
-        top = max((-1 if p.params.logprobs is None else p.params.logprobs for p in positions), default=-1)
-        columns = 1 if top < 0 and not any(p.params.checksums for p in positions) else TOP + max(top, 0)
-        slabs = [self._slab(logits[span], positions[span], columns) for span in self._spans(len(positions))]
-        answers = slabs[0] if len(slabs) == 1 else torch.cat(slabs)
-        return [_choice(p.params, row) for p, row in zip(positions, answers.cpu().numpy(), strict=True)]
+        wishes = [p.params.logprobs for p in positions if p.params.logprobs is not None]
+        columns = TOP + min(max(wishes, default=0), self._vocab)
+        if not wishes and not any(p.params.checksums for p in positions):
+            columns = 1
+        with torch.inference_mode():
+            answers = torch.cat([self._slab(logits[span], positions[span], columns) for span in self._spans(len(positions))])
+            rows = answers.cpu().numpy()
+        return [_choice(p.params, row) for p, row in zip(positions, rows, strict=True)]
 
     def score(self, logits: Tensor, tokens: Sequence[int], top: int) -> list[Logprobs]:
         """The model's own logprobs of given tokens, and of the `top` likeliest beside them."""
         if not tokens:
             return []
-        slabs = []
-        for span in self._spans(len(tokens)):
-            raw = self._padded(logits[span])
-            answers = torch.zeros(len(raw), TOP + top, dtype=torch.int64, device=self._device)
-            self._describe(answers, None, _deficits(raw), torch.tensor(tokens[span], device=self._device))
-            slabs.append(answers)
-        return [_logprobs(row, top) for row in torch.cat(slabs).cpu().numpy()]
+        with torch.inference_mode():
+            answers = torch.cat([self._scored(logits[span], tokens[span], top) for span in self._spans(len(tokens))])
+            rows = answers.cpu().numpy()
+        return [_logprobs(row, top) for row in rows]
+
+    def _scored(self, logits: Tensor, tokens: Sequence[int], top: int) -> Tensor:
+        raw = self._padded(logits)
+        answers = torch.zeros(len(raw), TOP + min(top, self._vocab), dtype=torch.int64, device=self._device)
+        self._describe(answers, None, _deficits(raw), self._index(tokens))
+        return answers
 
     def _spans(self, rows: int) -> list[slice]:
         step = max(1, SLAB_ELEMENTS.get(self._device.type, 2**19) // self._width)
@@ -260,7 +266,7 @@ class Sampler:
         parts = [masses(deficit, self._scratch).sum(1, keepdim=True), chosen.view(torch.int32).to(torch.int64)]
         top = answers.shape[1] - TOP
         if top:
-            parts.append(likeliest(deficit, min(top, self._vocab)))
+            parts.append(likeliest(deficit, top))
         found = torch.cat(parts, 1)
         if rows is None:
             answers[:, TOTAL : TOTAL + found.shape[1]] = found

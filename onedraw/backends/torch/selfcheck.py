@@ -6,6 +6,7 @@ does not. Libraries change with versions, processors and shapes, so this is meas
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -87,10 +88,7 @@ def _turns_agree(stack: Stack, state: State, shape: Shape) -> bool:
     whole = _run(stack, state, shape, [[(0, n)] for n in lengths], texts, per)
     alone = [_run(stack, state, shape, [[(0, len(t))]], [t], per)[0] for t in texts]
     cuts = [sorted({0, 1, n // 3, n - 1, n}) for n in lengths]
-    chunked = [
-        _run(stack, state, shape, [[(a, b) for a, b in zip(c, c[1:], strict=False)]], [t], per)[0]
-        for c, t in zip(cuts, texts, strict=True)
-    ]
+    chunked = [_run(stack, state, shape, [list(itertools.pairwise(c))], [t], per)[0] for c, t in zip(cuts, texts, strict=True)]
     return all(torch.equal(w, a) and torch.equal(w, c) for w, a, c in zip(whole, alone, chunked, strict=True))
 
 

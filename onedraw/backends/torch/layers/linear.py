@@ -41,7 +41,7 @@ class Linear:
         block = self.rule.block
         if block is None or len(x) == block:
             return self._product(x)
-        return torch.cat([self._product(part) for part in x.split(block)])
+        return torch.cat([self._product(x[start : start + block]) for start in range(0, len(x), block)])
 
     def _product(self, x: Tensor) -> Tensor:
         if self._packed:

@@ -1,0 +1,106 @@
+"""Random positions, and the judgement of a sampler's choices by the law. Needs torch, numpy and pytest alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from onedraw.backends.torch.sampler import Position, Sampler
+from onedraw.sampling.law import choice, law
+from onedraw.sampling.noise import gumbel
+from onedraw.types import Choice, DryParams, History, Logprobs, SamplingParams
+
+NEAR = 5e-6  # two values this close under noise may change places between backends, whose logarithms differ
+
+
+@dataclass(frozen=True)
+class Case:
+    logits: torch.Tensor  # [C, V] float32
+    positions: list[Position]
+
+    def rows(self, rows: Sequence[int]) -> Case:
+        return Case(self.logits[list(rows)], [self.positions[row] for row in rows])
+
+
+def random_params(rng: np.random.Generator, vocab: int) -> SamplingParams:
+    """Every parameter, each often neutral, so that rows of one call want different things."""
+
+    def maybe(value: Any, otherwise: Any, chance: float = 0.3) -> Any:
+        return value if rng.random() < chance else otherwise
+
+    def tokens(most: int) -> list[int]:
+        return rng.integers(0, vocab, size=rng.integers(1, most + 1)).tolist()
+
+    return SamplingParams(
+        temperature=float(rng.choice([0, 0.3, 0.7, 1, 1, 1.5, 100])),
+        top_k=maybe(int(rng.choice([1, 2, 5, 40, vocab])), 0),
+        top_p=maybe(float(rng.choice([0.1, 0.5, 0.9, 0.99])), 1.0),
+        min_p=maybe(float(rng.choice([0.01, 0.1, 1])), 0.0),
+        repetition_penalty=maybe(float(rng.choice([0.7, 1.1, 2])), 1.0),
+        frequency_penalty=maybe(float(rng.choice([-0.5, 0.3, 2])), 0.0),
+        presence_penalty=maybe(float(rng.choice([-0.5, 0.3, 2])), 0.0),
+        dry=maybe(DryParams(multiplier=1.0, allowed_length=1, range=int(rng.choice([0, 8]))), None),
+        logit_bias=maybe(tuple((token, float(rng.choice([-np.inf, -2, 5]))) for token in set(tokens(4))), ()),
+        seed=int(rng.integers(0, 2**53)),
+        min_tokens=maybe(5, 0),
+        stop_ids=frozenset(tokens(2)),
+        bad_words=maybe((tuple(tokens(2)), tuple(tokens(1))), ()),
+        logprobs=maybe(int(rng.choice([0, 1, 5, 20])), None, 0.5),
+        logprobs_mode="raw" if rng.random() < 0.5 else "processed",
+        checksums=bool(rng.random() < 0.7),
+    )
+
+
+def random_case(seed: int, *, rows: int, vocab: int, whole_numbers: bool = False, tokens: int | None = None) -> Case:
+    """`whole_numbers`: logits with many ties. `tokens`: how many different ones the histories have."""
+    rng = np.random.default_rng(seed)
+    few = vocab if tokens is None else tokens
+    logits = rng.normal(scale=rng.choice([1, 3, 8]), size=(rows, vocab)).astype(np.float32)
+    if whole_numbers:
+        logits = np.round(logits)  # -0.0 among them
+    positions = []
+    for row in range(rows):
+        length = rng.integers(1, 12), rng.integers(0, 12), rng.integers(0, 4)
+        prompt, output, drafts = (rng.integers(0, few, size=n).tolist() for n in length)
+        history = History(tuple(prompt), output)
+        positions.append(Position(row, random_params(rng, vocab), history, tuple(drafts), f"request-{row}"))
+    return Case(torch.from_numpy(logits), positions)
+
+
+def make(vocab: int, *, lanes: int = 512, device: str = "cpu", kind: type[Sampler] = Sampler) -> Sampler:
+    return kind(vocab=vocab, lanes=lanes, device=torch.device(device))
+
+
+def choices(sampler: Sampler, case: Case, device: str = "cpu") -> list[Choice | None]:
+    return sampler.choose(case.logits.to(device), case.positions)
+
+
+def disagreements(case: Case, found: Sequence[Choice | None]) -> list[int]:
+    """Rows whose choice is not the law's."""
+    rows = zip(case.logits.numpy(), case.positions, found, strict=True)
+    return [row for row, (logits, position, given) in enumerate(rows) if not _agrees(logits, position, given)]
+
+
+def _agrees(logits: np.ndarray, position: Position, found: Choice | None) -> bool:
+    arguments = logits, position.params, position.history, position.drafts
+    expected = choice(*arguments)
+    if expected is None or found is None:
+        return expected is found
+    if expected.token != found.token:
+        if position.params.greedy:
+            return False
+        values = law(*arguments) + gumbel(position.params.seed, position.index, len(logits))
+        return bool(abs(values[expected.token] - values[found.token]) < NEAR)
+    return expected.checksum == found.checksum and _same_logprobs(expected.logprobs, found.logprobs)
+
+
+def _same_logprobs(expected: Logprobs | None, found: Logprobs | None) -> bool:
+    if expected is None or found is None:
+        return expected is found
+    same_ids = [token for token, _ in expected.top] == [token for token, _ in found.top]
+    pairs = zip((expected.logprob, *(v for _, v in expected.top)), (found.logprob, *(v for _, v in found.top)))
+    return same_ids and all(abs(a - b) < 1e-5 for a, b in pairs)
