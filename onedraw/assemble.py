@@ -45,18 +45,23 @@ def open_door(settings: Settings, progress: Progress | None = None, *, proposer:
             return _torch_door(settings, tell, proposer or Silent())
 
 
-def make_service(backend: Backend, settings: Settings, proposer: Proposer) -> Service:
-    """The engine around a backend, on its own thread."""
-    capacity = backend.capacity
-    # Pages alone do not restore a recurrent state, so such backends compute every prompt.
-    ledger = Ledger(
-        pages=capacity.pages,
-        lanes=capacity.lanes,
-        page_size=capacity.page_size,
-        reuse=settings.prefix_cache and not capacity.recurrent,
-    )
-    scheduler = Scheduler(ledger=ledger, capacity=capacity, proposer=proposer, turn_tokens=settings.turn_tokens)
-    return Service(Engine(backend=backend, scheduler=scheduler), queue_limit=settings.queue_limit)
+def make_service(make_backend: Callable[[], Backend], settings: Settings, proposer: Proposer) -> Service:
+    """The engine around a backend, both made on the engine's own thread."""
+
+    def make_engine() -> Engine:
+        backend = make_backend()
+        capacity = backend.capacity
+        # Pages alone do not restore a recurrent state, so such backends compute every prompt.
+        ledger = Ledger(
+            pages=capacity.pages,
+            lanes=capacity.lanes,
+            page_size=capacity.page_size,
+            reuse=settings.prefix_cache and not capacity.recurrent,
+        )
+        scheduler = Scheduler(ledger=ledger, capacity=capacity, proposer=proposer, turn_tokens=settings.turn_tokens)
+        return Engine(backend=backend, scheduler=scheduler)
+
+    return Service(make_engine, queue_limit=settings.queue_limit)
 
 
 def find_checkpoint(settings: Settings, progress: Progress | None = None) -> Checkpoint:
@@ -91,54 +96,65 @@ def _fake_door(settings: Settings, proposer: Proposer) -> Door:
     tokenizer = toy_tokenizer()
     context = settings.max_context or 2048
     per_sequence = -(-context // settings.page_size)
-    backend = FakeBackend(
-        vocab=tokenizer.vocab_size,
-        pages=settings.kv_memory or settings.max_batch * per_sequence,  # a fake page weighs one byte
-        lanes=settings.max_batch,
-        page_size=settings.page_size,
-        max_context=context,
-        favoured=tokenizer.encode(READABLE, add_special=False),
-    )
-    card = _card(settings, family="fake", weights="fake", capacity=backend.capacity, eos=(tokenizer.eos_id or 0,), defaults={})
-    return Door(service=make_service(backend, settings, proposer), tokenizer=tokenizer, template=toy_template(), card=card)
+
+    def make_backend() -> Backend:
+        return FakeBackend(
+            vocab=tokenizer.vocab_size,
+            pages=settings.kv_memory or settings.max_batch * per_sequence,  # a fake page weighs one byte
+            lanes=settings.max_batch,
+            page_size=settings.page_size,
+            max_context=context,
+            favoured=tokenizer.encode(READABLE, add_special=False),
+        )
+
+    service = make_service(make_backend, settings, proposer)
+    card = _card(settings, family="fake", weights="fake", capacity=service.capacity, eos=(tokenizer.eos_id or 0,), defaults={})
+    return Door(service=service, tokenizer=tokenizer, template=toy_template(), card=card)
 
 
 def _torch_door(settings: Settings, tell: Progress, proposer: Proposer) -> Door:
-    from onedraw.backends.torch.backend import TorchBackend
-    from onedraw.backends.torch.device import pick_device, set_threads
-
-    set_threads(settings.threads)
     checkpoint = find_checkpoint(settings, tell)
     try:
         described = describe(checkpoint)
-        device, dtype = pick_device(settings.device, settings.dtype)
-        plan = plan_memory(settings, described, dtype=dtype)
-        tell(f"loading {checkpoint.path.name} ({described.spec.family}, {described.spec.parameters / 1e6:.0f} M parameters)")
+        spec = described.spec
+        tell(f"loading {checkpoint.path.name} ({spec.family}, {spec.parameters / 1e6:.0f} M parameters)")
         tokenizer, template = read_text(checkpoint)
-        backend = TorchBackend(
-            described.spec,
-            described.weights,
-            dtype=dtype,
-            device=device,
-            lanes=settings.max_batch,
-            pages=plan.pages,
-            page_size=settings.page_size,
-            max_context=plan.max_context,
-            check=settings.self_check,
-        )
+        service = make_service(lambda: _torch_backend(settings, described, tell), settings, proposer)
         weights = checkpoint.fingerprint()
     finally:
         checkpoint.close()
-    _tell_check(backend.report, tell)
     card = _card(
         settings,
-        family=described.spec.family,
+        family=spec.family,
         weights=weights,
-        capacity=backend.capacity,
+        capacity=service.capacity,
         eos=tuple(described.eos_ids),
         defaults=described.defaults,
     )
-    return Door(service=make_service(backend, settings, proposer), tokenizer=tokenizer, template=template, card=card)
+    return Door(service=service, tokenizer=tokenizer, template=template, card=card)
+
+
+def _torch_backend(settings: Settings, described: Described, tell: Progress) -> Backend:
+    from onedraw.backends.torch.backend import TorchBackend
+    from onedraw.backends.torch.device import pick_device, pick_ops, set_threads
+
+    set_threads(settings.threads)
+    device, dtype = pick_device(settings.device, settings.dtype)
+    plan = plan_memory(settings, described, dtype=dtype)
+    backend = TorchBackend(
+        described.spec,
+        described.weights,
+        dtype=dtype,
+        device=device,
+        lanes=settings.max_batch,
+        pages=plan.pages,
+        page_size=settings.page_size,
+        max_context=plan.max_context,
+        ops=pick_ops(device, dtype, cache=settings.cache_dir or default_cache_dir(), tell=tell),
+        check=settings.self_check,
+    )
+    _tell_check(backend.report, tell)
+    return backend
 
 
 def _tell_check(report: SelfCheck | None, tell: Progress) -> None:

@@ -35,7 +35,7 @@ def opener_with(kind: type[FakeBackend]) -> Callable[[Settings], Door]:
             page_size=capacity.page_size,
             max_context=capacity.max_context,
         )
-        service = make_service(backend, settings, Silent())
+        service = make_service(lambda: backend, settings, Silent())
         return Door(service=service, tokenizer=model.tokenizer, template=model.template, card=model.card)
 
     return opener

@@ -10,7 +10,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 from onedraw.backends.base import Capacity
 from onedraw.engine.engine import Engine, Event, Sink
@@ -24,19 +25,24 @@ log = logging.getLogger("onedraw.engine")
 
 
 class Service:
-    """Runs an engine on a thread of its own."""
+    """Runs an engine on a thread of its own, from its making to its end.
 
-    def __init__(self, engine: Engine, *, queue_limit: int = 256) -> None:
-        self._engine = engine
+    The engine is made there too: a device's thread pool then belongs to one thread, which keeps it awake between
+    products (two pools on one machine slow each other down by a third).
+    """
+
+    def __init__(self, make_engine: Callable[[], Engine], *, queue_limit: int = 256) -> None:
         self._queue_limit = queue_limit
         self._news = threading.Condition()
         self._arrivals: deque[tuple[Request, Sink]] = deque()
         self._cancelled: deque[str] = deque()
         self._draining = False
         self._stop = False
-        self._stats = engine.stats()
-        self._thread = threading.Thread(target=self._run, name="onedraw-engine", daemon=True)
+        made: Future[Engine] = Future()
+        self._thread = threading.Thread(target=self._run, args=(make_engine, made), name="onedraw-engine", daemon=True)
         self._thread.start()
+        self._engine = made.result()  # raises what the making raised
+        self._stats = self._engine.stats()
 
     @property
     def capacity(self) -> Capacity:
@@ -104,9 +110,14 @@ class Service:
     def _free_lanes(self) -> int:
         return max(self.capacity.lanes - self._stats.running, 0)
 
-    def _run(self) -> None:
-        engine = self._engine
-        while self._listen():
+    def _run(self, make_engine: Callable[[], Engine], made: Future[Engine]) -> None:
+        try:
+            engine = make_engine()
+        except BaseException as error:
+            made.set_exception(error)
+            return
+        made.set_result(engine)
+        while self._listen(engine):
             try:
                 engine.turn()
                 if not engine.busy:
@@ -119,23 +130,23 @@ class Service:
         self._stats = engine.stats()
         engine.backend.close()
 
-    def _listen(self) -> bool:
+    def _listen(self, engine: Engine) -> bool:
         """Take in arrivals and cancellations; sleep while there is nothing to do. False: stop."""
         with self._news:
-            while not (self._stop or self._arrivals or self._cancelled or self._engine.busy):
+            while not (self._stop or self._arrivals or self._cancelled or engine.busy):
                 self._news.wait()
             if self._stop:
                 for request, sink in self._arrivals:
-                    self._engine.add(request, sink)
+                    engine.add(request, sink)
                 return False
             arrivals, self._arrivals = self._arrivals, deque()
             cancelled, self._cancelled = self._cancelled, deque()
         for request, sink in arrivals:
-            self._engine.add(request, sink)
+            engine.add(request, sink)
         for request_id in cancelled:
-            self._engine.cancel(request_id)
+            engine.cancel(request_id)
         if cancelled or arrivals:
-            self._stats = self._engine.stats()
+            self._stats = engine.stats()
         return True
 
 

@@ -24,7 +24,7 @@ class Slow(FakeBackend):
 
 
 def start(backend: FakeBackend | None = None, *, queue_limit: int = 64) -> Service:
-    return make_service(backend or FakeBackend(), Settings(queue_limit=queue_limit), Silent())
+    return make_service(lambda: backend or FakeBackend(), Settings(queue_limit=queue_limit), Silent())
 
 
 def request(name: str, *, length: int = 3, **params: object) -> Request:

@@ -11,14 +11,25 @@ import pytest
 import torch
 
 from onedraw.backends.torch.backend import TorchBackend
+from onedraw.backends.torch.device import pick_ops
 from onedraw.backends.torch.layers import attention
+from onedraw.backends.torch.ops import TorchOps
 from onedraw.checkpoints.base import open_checkpoint
 from onedraw.models.loading import describe
+from onedraw.settings import default_cache_dir
 from onedraw.types import Request
 from tests import tiny
 from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, random_requests, run
 
+OPS = {"kind": "kernels"}
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@pytest.fixture(params=["kernels", "torch"])
+def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every law holds on our kernels and on their slow twins."""
+    monkeypatch.setitem(OPS, "kind", request.param)
+    return str(request.param)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -28,8 +39,18 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def backend_of(path: Path, *, lanes: int = 4, pages: int = 200) -> TorchBackend:
     described = describe(open_checkpoint(path))
+    device = torch.device("cpu")
+    chosen = pick_ops("cpu", "f32", cache=default_cache_dir()) if OPS["kind"] == "kernels" else TorchOps(device)
     return TorchBackend(
-        described.spec, described.weights, dtype="f32", device="cpu", lanes=lanes, pages=pages, page_size=8, max_context=400
+        described.spec,
+        described.weights,
+        dtype="f32",
+        device="cpu",
+        lanes=lanes,
+        pages=pages,
+        page_size=8,
+        max_context=400,
+        ops=chosen,
     )
 
 
@@ -47,7 +68,7 @@ def answers_of(requests: list[Request], expected: list[Answer]) -> Clairvoyant:
     return Clairvoyant({r.id: a.tokens for r, a in zip(requests, expected, strict=True)}, tiny.VOCAB)
 
 
-def test_no_schedule_changes_a_bit(folder: Path) -> None:
+def test_no_schedule_changes_a_bit(folder: Path, ops: str) -> None:
     requests = requests_of(3)
     lonely = backend_of(folder, lanes=1)
     expected = plain(lambda: lonely, requests)
@@ -74,7 +95,7 @@ def test_no_schedule_changes_a_bit(folder: Path) -> None:
     assert all(counted[what] > 0 for what in ("kept", "rejected", "preemptions", "hits", "chunks", "mixed")), counted
 
 
-def test_threads_do_not_change_a_bit(folder: Path) -> None:
+def test_threads_do_not_change_a_bit(folder: Path, ops: str) -> None:
     requests = requests_of(4)
     before = torch.get_num_threads()
     try:
@@ -87,7 +108,7 @@ def test_threads_do_not_change_a_bit(folder: Path) -> None:
     assert found[0] == found[1] == found[2]
 
 
-def test_the_self_check_holds_on_this_machine(folder: Path) -> None:
+def test_the_self_check_holds_on_this_machine(folder: Path, ops: str) -> None:
     report = backend_of(folder).report
     assert report is not None
     assert report.holds, report.findings
@@ -102,6 +123,7 @@ def test_a_product_that_follows_the_row_count_is_noticed_by_the_self_check(
     """A library whose bits change with the number of rows: the check must refuse the rule, then say what does not hold."""
     from onedraw.backends.torch.layers.linear import Linear
 
+    monkeypatch.setitem(OPS, "kind", "torch")
     path = tiny.write_safetensors("llama", tmp_path / "hf")
     real = Linear._product
     monkeypatch.setattr(Linear, "_product", lambda self, x: real(self, x) * (1 + (len(x) % 3) * 2.0**-23))
@@ -112,6 +134,7 @@ def test_a_product_that_follows_the_row_count_is_noticed_by_the_self_check(
 
 @pytest.mark.parametrize("fault", ["blocks by tile", "mask by batch", "stale page"])
 def test_a_planted_fault_is_caught(folder: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OPS, "kind", "torch")
     requests = requests_of(3)
     lonely = backend_of(folder, lanes=1)
     expected = plain(lambda: lonely, requests)
@@ -122,11 +145,11 @@ def test_a_planted_fault_is_caught(folder: Path, fault: str, monkeypatch: pytest
                 attention, "_ordered_sum", lambda parts, group: real(parts, group) * (1 + (group.height == 16) * 2.0**-23)
             )
         case "mask by batch":  # a query loses its last key where the turn has an odd number of pairs
-            from onedraw.backends.torch import inputs
+            from onedraw.backends.torch import tiles
 
-            mask = inputs._mask
+            mask = tiles._mask
             short = lambda query: np.maximum(query - len(query) % 2, 0)  # noqa: E731
-            monkeypatch.setattr(inputs, "_mask", lambda query, block, window: mask(short(query), block, window))
+            monkeypatch.setattr(tiles, "_mask", lambda query, block, window: mask(short(query), block, window))
         case "stale page":  # reused pages are one short: the last shared position keeps an older key
             from onedraw.memory.ledger import Ledger
 

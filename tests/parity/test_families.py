@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from onedraw.backends.torch.backend import TorchBackend
+from onedraw.backends.torch.device import pick_ops
+from onedraw.backends.torch.ops import TorchOps
 from onedraw.checkpoints.base import open_checkpoint
 from onedraw.models.loading import describe
+from onedraw.settings import default_cache_dir
 from onedraw.types import History, Plan, Request, Row, SamplingParams
 from tests import tiny
 from tests.laws.harness import Schedule, run
@@ -19,11 +22,18 @@ from tests.laws.harness import Schedule, run
 LENGTH = 150  # past the window of 32, past two blocks of keys
 
 
-def backend_of(path: Path, *, pages: int = 64) -> TorchBackend:
-    checkpoint = open_checkpoint(path)
-    described = describe(checkpoint)
+def backend_of(path: Path, *, kernels: bool, pages: int = 64) -> TorchBackend:
+    described = describe(open_checkpoint(path))
     return TorchBackend(
-        described.spec, described.weights, dtype="f32", device="cpu", lanes=4, pages=pages, page_size=16, max_context=512
+        described.spec,
+        described.weights,
+        dtype="f32",
+        device="cpu",
+        lanes=4,
+        pages=pages,
+        page_size=16,
+        max_context=512,
+        ops=pick_ops("cpu", "f32", cache=default_cache_dir()) if kernels else TorchOps(torch.device("cpu")),
     )
 
 
@@ -59,10 +69,11 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return model, tiny.write_safetensors(request.param, folder / "hf"), tiny.write_gguf(request.param, folder / "model.gguf")
 
 
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
 @pytest.mark.parametrize("form", ["safetensors", "gguf"])
-def test_logits_match_transformers(pair: tuple[object, Path, Path], form: str) -> None:
+def test_logits_match_transformers(pair: tuple[object, Path, Path], form: str, kernels: bool) -> None:
     model, folder, file = pair
-    backend = backend_of(folder if form == "safetensors" else file)
+    backend = backend_of(folder if form == "safetensors" else file, kernels=kernels)
     tokens = np.random.default_rng(0).integers(0, tiny.VOCAB, LENGTH).tolist()
     with torch.inference_mode():
         expected = model(torch.tensor([tokens])).logits[0]  # type: ignore[operator]
@@ -76,7 +87,7 @@ def test_greedy_tokens_equal_transformers(pair: tuple[object, Path, Path]) -> No
     model, folder, _ = pair
     prompt = np.random.default_rng(1).integers(0, tiny.VOCAB, 20).tolist()
     request = Request(id="g", prompt=tuple(prompt), params=SamplingParams(temperature=0.0, max_tokens=64))
-    [answer], _ = run(backend_of(folder), [request], Schedule())
+    [answer], _ = run(backend_of(folder, kernels=True), [request], Schedule())
     tokens = list(prompt)
     with torch.inference_mode():
         for _ in range(64):

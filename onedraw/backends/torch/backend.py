@@ -17,7 +17,7 @@ from torch import Tensor
 from onedraw.backends.base import Capacity, Ticket
 from onedraw.backends.outcome import row_outcome
 from onedraw.backends.torch.inputs import Inputs, Shape, make_inputs
-from onedraw.backends.torch.layers.linear import default_rule
+from onedraw.backends.torch.ops import Ops, TorchOps
 from onedraw.backends.torch.sampler import Position, Sampler
 from onedraw.backends.torch.selfcheck import SelfCheck, self_check
 from onedraw.backends.torch.stack import Stack, WeightSource
@@ -28,7 +28,6 @@ from onedraw.types import Choice, Logprobs, Outcome, Plan
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 LOGITS_BYTES = 256 * 2**20  # float32 logits held at once
-TILE_HEIGHTS = (4, 16)
 
 
 class TorchBackend:
@@ -45,27 +44,27 @@ class TorchBackend:
         pages: int,
         page_size: int,
         max_context: int,
+        ops: Ops | None = None,
         check: bool = True,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self._device = torch.device(device)
-        rule = default_rule(self._device)
+        ops = ops or TorchOps(self._device)
         self._stack = Stack(
             spec,
             source,
             dtype=DTYPES[dtype],
             device=self._device,
-            rule=rule,
+            ops=ops,
             max_context=max_context,
             progress=progress,
         )
         self._state = State(spec, pages=pages, page_size=page_size, dtype=DTYPES[dtype], device=self._device)
-        windows = tuple(dict.fromkeys(layer.mixer.window for layer in spec.layers))
-        self._shape = Shape(page_size, self._state.scratch_page, windows, TILE_HEIGHTS, rule)
+        self._shape = Shape(page_size, self._state.scratch_page, ops.rule)
         self.report: SelfCheck | None = None
         if check:
             self.report = _checked(self._stack, self._state, self._shape)
-            self._shape = replace(self._shape, rule=self.report.rule, tile_heights=self.report.tile_heights)
+            self._shape = replace(self._shape, rule=self.report.rule)
         self._sampler = Sampler(vocab=spec.vocab, lanes=lanes, device=self._device)
         self._slice = max(LOGITS_BYTES // (4 * spec.vocab), 1)
         self._capacity = Capacity(
@@ -74,7 +73,7 @@ class TorchBackend:
             lanes=lanes,
             pages=pages,
             page_size=page_size,
-            device=self._device.type,
+            device=ops.name,
             dtype=dtype,
         )
         self._tickets = itertools.count()
@@ -118,11 +117,11 @@ class TorchBackend:
         tokens: list[int] = []
         owners: list[int] = []
         positions: list[Position] = []
-        for i, (row, (first, _)) in enumerate(zip(plan.rows, inputs.spots, strict=True)):
+        for i, (row, spot) in enumerate(zip(plan.rows, inputs.spots, strict=False)):  # padding has spots of its own
             if not row.chooses:
                 continue
             for k, drafts in enumerate(hypotheses(row.drafts)):
-                tokens.append(first + len(row.tokens) - 1 + k)
+                tokens.append(spot.first + len(row.tokens) - 1 + k)
                 owners.append(i)
                 positions.append(Position(row.lane, row.params, row.history, drafts, row.request_id))
         chosen: dict[int, list[Choice | None]] = {}
@@ -136,7 +135,7 @@ class TorchBackend:
     def _score(self, plan: Plan, inputs: Inputs, hidden: Tensor) -> dict[int, tuple[Logprobs, ...]]:
         """Per scoring row, the logprobs of the prompt tokens its positions predict."""
         scored: dict[int, tuple[Logprobs, ...]] = {}
-        for i, (row, (first, _)) in enumerate(zip(plan.rows, inputs.spots, strict=True)):
+        for i, (row, spot) in enumerate(zip(plan.rows, inputs.spots, strict=False)):  # padding has spots of its own
             if not row.scores:
                 continue
             targets = row.history.prompt[row.start + 1 : row.stop + 1]
@@ -144,7 +143,7 @@ class TorchBackend:
             step = min(self._slice, 64)
             for start in range(0, len(targets), step):
                 part = targets[start : start + step]
-                logits = self._logits(hidden, list(range(first + start, first + start + len(part))))
+                logits = self._logits(hidden, list(range(spot.first + start, spot.first + start + len(part))))
                 found.extend(self._sampler.score(logits, part, row.params.prompt_logprobs or 0))
             scored[i] = tuple(found)
         return scored

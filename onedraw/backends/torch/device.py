@@ -5,8 +5,14 @@ In: what was asked for. Out: names that the backend takes as they are, or an err
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import torch
 
+from onedraw.backends.torch.kernels.build import build
+from onedraw.backends.torch.kernels.cpu import CpuOps
+from onedraw.backends.torch.ops import Ops, TorchOps
 from onedraw.errors import BadSetting
 
 
@@ -29,3 +35,13 @@ def set_threads(count: int | None) -> None:
     """CPU threads of every product from now on; None leaves torch's own choice."""
     if count is not None:
         torch.set_num_threads(count)
+
+
+def pick_ops(device: str, dtype: str, *, cache: Path, tell: Callable[[str], None] = lambda line: None) -> Ops:
+    """Our kernels where they exist for this device and dtype and can be built, else plain torch."""
+    if torch.device(device).type == "cpu" and dtype == "f32":
+        built = build(cache)
+        if built.library is not None:
+            return CpuOps(built.library, threads=torch.get_num_threads())
+        tell(f"no CPU kernels: {built.reason}; computing with plain torch, slower and with other low bits")
+    return TorchOps(torch.device(device))

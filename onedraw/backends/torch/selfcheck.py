@@ -7,13 +7,14 @@ does not. Libraries change with versions, processors and shapes, so this is meas
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from onedraw.backends.torch.inputs import Shape, make_inputs
 from onedraw.backends.torch.layers.linear import Linear, RowRule
+from onedraw.backends.torch.ops import TorchOps
 from onedraw.backends.torch.stack import Stack
 from onedraw.backends.torch.state import State
 from onedraw.types import History, Plan, Row, SamplingParams
@@ -31,7 +32,6 @@ class Finding:
 @dataclass(frozen=True, slots=True)
 class SelfCheck:
     rule: RowRule
-    tile_heights: tuple[int, ...]
     findings: tuple[Finding, ...]
 
     @property
@@ -40,24 +40,23 @@ class SelfCheck:
 
 
 def self_check(stack: Stack, state: State, *, shape: Shape) -> SelfCheck:
-    """Find the first row rule and tile heights that hold; say what holds with them."""
+    """Find the first row rule that holds, and tile heights where the operations have any; say what holds with them."""
     rules = _candidates(shape.rule)
     samples = _one_per_shape(stack.linears())
     rule = next((r for r in rules if all(_rows_agree(linear, r) for linear in samples)), rules[-1])
     stack.obey(rule)
     findings = [Finding(f"product {x.out_features} x {x.in_features}", _rows_agree(x, rule)) for x in samples]
-    heights, whole = shape.tile_heights, False
-    for heights in (shape.tile_heights, shape.tile_heights[-1:]):
-        candidate = Shape(shape.page_size, shape.scratch_page, shape.windows, heights, rule)
-        whole = _turns_agree(stack, state, candidate)
-        if whole:
-            break
+    shape = replace(shape, rule=rule)
+    whole = _turns_agree(stack, state, shape)
+    if not whole and isinstance(stack.ops, TorchOps):
+        stack.ops.tile_heights = stack.ops.tile_heights[-1:]
+        whole = _turns_agree(stack, state, shape)
     findings.append(Finding("a row alone, in a batch, and in chunks", whole))
-    return SelfCheck(rule, heights, tuple(findings))
+    return SelfCheck(rule, tuple(findings))
 
 
 def _candidates(first: RowRule) -> list[RowRule]:
-    wider = [RowRule(floor=n) for n in (4, 8, 16)] if first.block is None else []
+    wider = [RowRule(floor=n) for n in (2, 4, 8, 16) if n > first.floor] if first.block is None else []
     return [first, *wider, RowRule(block=16), RowRule(block=64)]
 
 
@@ -102,8 +101,8 @@ def _run(
         rows = [_row(texts[i], parts[i][step], range(i * per, (i + 1) * per)) for i in riders]
         inputs = make_inputs(Plan(tuple(rows)), shape=shape, device=stack.device)
         hidden = stack.hidden(inputs, state, depth=DEPTH)
-        for i, (first, count) in zip(riders, inputs.spots, strict=True):
-            out[i].append(hidden[first : first + count].clone())
+        for i, spot in zip(riders, inputs.spots, strict=False):  # padding has spots of its own
+            out[i].append(hidden[spot.first : spot.first + spot.count].clone())
     return [torch.cat(parts_) for parts_ in out]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,14 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onedraw.backends.torch.inputs import Inputs
-from onedraw.backends.torch.layers.attention import TileGroup, attend, page_rows
 from onedraw.backends.torch.layers.elementwise import softcapped
 from onedraw.backends.torch.layers.linear import Linear, RowRule
-from onedraw.backends.torch.layers.mlp import feed_forward
-from onedraw.backends.torch.layers.norm import rms_norm
-from onedraw.backends.torch.layers.rope import rope_table, rotate
-from onedraw.backends.torch.state import PageStore, State, write_places
-from onedraw.models.spec import AttentionSpec, LayerSpec, ModelSpec, RopeSpec
+from onedraw.backends.torch.layers.rope import rope_table
+from onedraw.backends.torch.ops import Ops
+from onedraw.backends.torch.state import State
+from onedraw.models.spec import LayerSpec, ModelSpec, RopeSpec
 
 Floats = npt.NDArray[np.float32]
 LANE = 64  # widths are padded to a multiple of it: see layers/elementwise.py
@@ -51,16 +49,6 @@ class Layer:
     down: Linear
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """What layers of one kind read alike in one turn."""
-
-    turn: Tensor  # [T, 2, d/2] cos and sin
-    places: Tensor  # [T * K]
-    groups: list[TileGroup]
-    rows: list[Tensor]
-
-
 class Stack:
     """All layers on one device. Complete when constructed."""
 
@@ -71,17 +59,17 @@ class Stack:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        rule: RowRule,
+        ops: Ops,
         max_context: int,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        self.spec, self.dtype, self.device, self.rule = spec, dtype, device, rule
+        self.spec, self.dtype, self.device, self.ops = spec, dtype, device, ops
         outer = source.outer()
         self.embedding = self._tensor(outer["embed"])
         self.norm = self._tensor(outer["norm"])
         head = self.embedding if spec.tied else self._tensor(outer["head"])
         del outer
-        self.head = Linear(_pad_rows(head), rule=rule)
+        self.head = ops.linear(_pad_rows(head))
         del head
         self.layers: list[Layer] = []
         for index, layer in enumerate(spec.layers):
@@ -100,9 +88,6 @@ class Stack:
         """Several weights as one product's rows, each padded to a multiple of `pad` rows."""
         return torch.cat([_pad_rows(self._tensor(weights[name]), pad) for name in names])
 
-    def _linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        return Linear(weight, bias=bias, rule=self.rule)
-
     def _layer(self, spec: LayerSpec, weights: Mapping[str, Floats]) -> Layer:
         mixer, mlp = spec.mixer, spec.feed_forward
         down = self._tensor(weights["down"])
@@ -111,19 +96,19 @@ class Stack:
         return Layer(
             spec=spec,
             attn_norm=self._tensor(weights["attn_norm"]),
-            qkv=self._linear(
+            qkv=self.ops.linear(
                 self._joined(weights, ("q", "k", "v")),
                 self._joined(weights, ("q_bias", "k_bias", "v_bias")) if mixer.qkv_bias else None,
             ),
             q_norm=optional.get("q_norm"),
             k_norm=optional.get("k_norm"),
-            out=self._linear(self._tensor(weights["o"]), optional.get("o_bias")),
+            out=self.ops.linear(self._tensor(weights["o"]), optional.get("o_bias")),
             mlp_norm=self._tensor(weights["mlp_norm"]),
-            gate_up=self._linear(
+            gate_up=self.ops.linear(
                 self._joined(weights, ("gate", "up"), pad=LANE),
                 self._joined(weights, ("gate_bias", "up_bias"), pad=LANE) if mlp.bias else None,
             ),
-            down=self._linear(down, optional.get("down_bias")),
+            down=self.ops.linear(down, optional.get("down_bias")),
         )
 
     def linears(self) -> list[Linear]:
@@ -132,7 +117,6 @@ class Stack:
 
     def obey(self, rule: RowRule) -> None:
         """Offer rows by another rule from now on."""
-        self.rule = rule
         for linear in self.linears():
             linear.rule = rule
 
@@ -143,46 +127,25 @@ class Stack:
 
         `depth` runs the first layers only: the self-check needs no more.
         """
-        turns: dict[tuple[RopeSpec, int | None, int], Turn] = {}
+        ops, eps = self.ops, self.spec.eps
+        prepared: dict[tuple[RopeSpec, int | None, int], Any] = {}
         x = self.embedding.index_select(0, inputs.tokens)  # [T, E]
         for layer, store in list(zip(self.layers, state.layers, strict=True))[:depth]:
             mixer = layer.spec.mixer
             key = (mixer.rope, mixer.window, mixer.kv_heads)
-            if key not in turns:
-                turns[key] = self._turn(mixer, inputs, state.page_size)
-            x = x + self._attention(rms_norm(x, layer.attn_norm, self.spec.eps), layer, store, turns[key])
-            x = x + feed_forward(
-                rms_norm(x, layer.mlp_norm, self.spec.eps), gate_up=layer.gate_up, down=layer.down, spec=layer.spec.feed_forward
-            )
-        return rms_norm(x, self.norm, self.spec.eps)
+            if key not in prepared:
+                prepared[key] = ops.prepare(inputs, mixer, self._ropes[mixer.rope])
+            qkv = layer.qkv(ops.rms_norm(x, layer.attn_norm, eps))  # [T, (H + 2K) * D]
+            mixed = ops.attention(qkv, prepared[key], spec=mixer, store=store, q_norm=layer.q_norm, k_norm=layer.k_norm, eps=eps)
+            x = x + layer.out(mixed)
+            gate_up = layer.gate_up(ops.rms_norm(x, layer.mlp_norm, eps))  # [T, 2F]
+            x = x + layer.down(ops.gated(gate_up, layer.spec.feed_forward.activation))
+        return ops.rms_norm(x, self.norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [C', V'] of hidden states [C', E], C' from the row rule, V' padded."""
         logits = self.head(hidden).float()
         return logits if self.spec.softcap is None else softcapped(logits, self.spec.softcap)
-
-    def _turn(self, mixer: AttentionSpec, inputs: Inputs, page_size: int) -> Turn:
-        groups = inputs.groups[mixer.window]
-        return Turn(
-            turn=self._ropes[mixer.rope].index_select(0, inputs.positions),
-            places=write_places(inputs.write_pages, inputs.write_slots, kv_heads=mixer.kv_heads, page_size=page_size),
-            groups=groups,
-            rows=[page_rows(group, mixer.kv_heads) for group in groups],
-        )
-
-    def _attention(self, x: Tensor, layer: Layer, store: PageStore, turn: Turn) -> Tensor:
-        mixer = layer.spec.mixer
-        heads, kv, dim = mixer.heads, mixer.kv_heads, mixer.head_dim
-        qkv = layer.qkv(x).view(len(x), heads + 2 * kv, dim)
-        both, values = qkv[:, : heads + kv], qkv[:, heads + kv :]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = rms_norm(both[:, :heads].contiguous(), layer.q_norm, self.spec.eps)
-            k = rms_norm(both[:, heads:].contiguous(), layer.k_norm, self.spec.eps)
-            both = torch.cat([q, k], dim=1)
-        turned = rotate(both, turn.turn)
-        store.write(turned[:, heads:], values, turn.places)
-        mixed = attend(turned[:, :heads], store.keys, store.values, groups=turn.groups, rows=turn.rows, spec=mixer)
-        return layer.out(mixed)
 
 
 def _pad_rows(weight: Tensor, multiple: int = LANE) -> Tensor:

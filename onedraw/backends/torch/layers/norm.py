@@ -6,11 +6,11 @@ In: x [..., W]. Out: the same shape and dtype. Each row is reduced by itself alo
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    if x.dtype == torch.float32:
-        return F.rms_norm(x, (x.shape[-1],), weight, eps)
-    return F.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype) * weight
+    wide = x.float()
+    scale = wide.square().sum(-1, keepdim=True).mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+    normed = wide.mul(scale)
+    return normed.mul_(weight) if x.dtype == torch.float32 else normed.to(x.dtype).mul_(weight)

@@ -1,0 +1,1 @@
+"""Kernels of our own, each with a slow twin under `layers/` that has the same meaning."""

@@ -1,0 +1,141 @@
+"""The CPU kernels as operations on tensors: float32, rows of any number, bits of each row its own.
+
+In: the loaded library. Out: `CpuOps`, which a stack uses like `TorchOps`. Tensors are contiguous; a kernel never keeps a
+pointer past its call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onedraw.backends.torch.inputs import Inputs
+from onedraw.backends.torch.layers.elementwise import gated
+from onedraw.backends.torch.layers.linear import Linear, RowRule
+from onedraw.backends.torch.state import PageStore
+from onedraw.models.spec import Activation, AttentionSpec
+
+PANEL = 32
+_POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
+_SIGNATURES: dict[str, list[Any]] = {
+    "onedraw_pack": [_POINTER, _POINTER, _LONG, _LONG, _INT],
+    "onedraw_linear": [_POINTER, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG, _INT],
+    "onedraw_rms_norm": [_POINTER, _POINTER, _POINTER, _LONG, _LONG, _FLOAT, _INT],
+    "onedraw_silu_gated": [_POINTER, _POINTER, _LONG, _LONG, _INT],
+    "onedraw_attention": [_POINTER, _POINTER, _POINTER, _LONG, _INT],
+}
+
+
+class _Attention(ctypes.Structure):
+    """`attention` of cpu.c, field by field."""
+
+    _fields_ = (
+        *((name, _LONG) for name in ("heads", "kv_heads", "dim", "rotary", "page_size", "table_width", "window")),
+        *((name, _FLOAT) for name in ("scale", "eps")),
+        *((name, _POINTER) for name in ("q_norm", "k_norm", "turns", "positions", "rows", "table", "write_pages")),
+        *((name, _POINTER) for name in ("keys", "values")),
+    )
+
+
+class CpuLinear(Linear):
+    """A weight in panels of 32 output columns."""
+
+    def __init__(self, library: ctypes.CDLL, weight: Tensor, *, bias: Tensor | None, threads: int) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.dtype, self.device, self.rule = weight.dtype, weight.device, RowRule(floor=1)
+        self._library, self._threads = library, threads
+        self._width = -(-self.out_features // PANEL) * PANEL
+        missing = self._width - self.out_features
+        if missing:
+            weight = torch.cat([weight, weight.new_zeros(missing, self.in_features)])
+            bias = None if bias is None else torch.cat([bias, bias.new_zeros(missing)])
+        self.bias = bias
+        weight = weight.contiguous()
+        self._panels = torch.empty(self._width * self.in_features, dtype=torch.float32)
+        library.onedraw_pack(weight.data_ptr(), self._panels.data_ptr(), self._width, self.in_features, threads)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = torch.empty(len(x), self._width)
+        self._library.onedraw_linear(
+            x.data_ptr(),
+            self._panels.data_ptr(),
+            None if self.bias is None else self.bias.data_ptr(),
+            y.data_ptr(),
+            len(x),
+            self.in_features,
+            self._width,
+            self._threads,
+        )
+        return y if self._width == self.out_features else y[:, : self.out_features].contiguous()
+
+
+class CpuOps:
+    """What a stack asks of a CPU. `threads` divide outputs only, so their number does not show."""
+
+    name = "cpu-kernels"
+    rule = RowRule(floor=1)
+
+    def __init__(self, library: ctypes.CDLL, *, threads: int) -> None:
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, None
+        self._library, self._threads = library, threads
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return CpuLinear(self._library, weight, bias=bias, threads=self._threads)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        width = x.shape[-1]
+        self._library.onedraw_rms_norm(
+            x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.numel() // width, width, eps, self._threads
+        )
+        return y
+
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        if activation != "silu":
+            return gated(gate_up, activation)
+        width = gate_up.shape[1] // 2
+        y = torch.empty(len(gate_up), width)
+        self._library.onedraw_silu_gated(gate_up.data_ptr(), y.data_ptr(), len(gate_up), width, self._threads)
+        return y
+
+    def prepare(self, inputs: Inputs, mixer: AttentionSpec, turns: Tensor) -> _Attention:
+        return _Attention(
+            heads=mixer.heads,
+            kv_heads=mixer.kv_heads,
+            dim=mixer.head_dim,
+            rotary=mixer.rope.dims,
+            page_size=inputs.page_size,
+            table_width=inputs.table.shape[1],
+            window=mixer.window or 0,
+            scale=mixer.scale,
+            turns=turns.data_ptr(),
+            positions=inputs.positions.data_ptr(),
+            rows=inputs.rows.data_ptr(),
+            table=inputs.table.data_ptr(),
+            write_pages=inputs.write_pages.data_ptr(),
+        )
+
+    def attention(
+        self,
+        qkv: Tensor,
+        prepared: _Attention,
+        *,
+        spec: AttentionSpec,
+        store: PageStore,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        prepared.eps = eps
+        prepared.q_norm = None if q_norm is None else q_norm.data_ptr()
+        prepared.k_norm = None if k_norm is None else k_norm.data_ptr()
+        prepared.keys, prepared.values = store.keys.data_ptr(), store.values.data_ptr()
+        out = torch.empty(len(qkv), spec.heads * spec.head_dim)
+        self._library.onedraw_attention(qkv.data_ptr(), out.data_ptr(), ctypes.addressof(prepared), len(qkv), self._threads)
+        return out

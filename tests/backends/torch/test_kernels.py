@@ -1,0 +1,150 @@
+"""The CPU kernels against their slow twins, and against themselves with other rows beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from onedraw.backends.torch.inputs import Shape, make_inputs
+from onedraw.backends.torch.kernels import build as builder
+from onedraw.backends.torch.kernels.build import build
+from onedraw.backends.torch.kernels.cpu import CpuOps
+from onedraw.backends.torch.layers.linear import RowRule
+from onedraw.backends.torch.layers.rope import rope_table
+from onedraw.backends.torch.ops import Ops, TorchOps
+from onedraw.backends.torch.state import PageStore
+from onedraw.models.spec import AttentionSpec, RopeSpec
+from onedraw.settings import default_cache_dir
+from onedraw.types import History, Plan, Row, SamplingParams
+
+
+def kernels(threads: int = 2) -> CpuOps:
+    built = build(default_cache_dir())
+    if built.library is None:
+        pytest.skip(built.reason)
+    return CpuOps(built.library, threads=threads)
+
+
+TWIN = TorchOps(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("out", "width"), [(32, 16), (960, 576), (100, 72), (1, 7), (576, 1536)])
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_product_is_right_and_each_row_its_own(out: int, width: int, biased: bool) -> None:
+    torch.manual_seed(0)
+    weight, bias, x = torch.randn(out, width), torch.randn(out), torch.randn(130, width)
+    linear = kernels().linear(weight, bias if biased else None)
+    whole = linear(x)
+    exact = (x.double() @ weight.double().T + (bias if biased else 0)).float()
+    assert (whole - exact).abs().max() < 1e-5 * width**0.5 * 4
+    for rows in (1, 2, 3, 5, 11, 12, 13, 64):
+        assert torch.equal(linear(x[:rows].contiguous()), whole[:rows])
+        assert torch.equal(linear(x[7 : 7 + rows].contiguous()), whole[7 : 7 + rows])
+    assert torch.equal(kernels(threads=1).linear(weight, bias if biased else None)(x), whole)
+
+
+@pytest.mark.parametrize("width", [64, 576, 72, 7])
+def test_norms_and_activations_equal_their_twins(width: int) -> None:
+    torch.manual_seed(1)
+    x, weight = torch.randn(200, width) * 3, torch.randn(width)
+    ours = kernels()
+    normed = ours.rms_norm(x, weight, 1e-5)
+    assert (normed - TWIN.rms_norm(x, weight, 1e-5)).abs().max() < 1e-5
+    assert torch.equal(ours.rms_norm(x[3:4], weight, 1e-5), normed[3:4])
+    both = torch.randn(200, 2 * width) * 8
+    opened = ours.gated(both, "silu")
+    exact = torch.nn.functional.silu(both[:, :width].double()) * both[:, width:].double()
+    assert ((opened - exact).abs() / (1 + exact.abs())).max() < 1e-6
+    assert torch.equal(ours.gated(both[5:6].contiguous(), "silu"), opened[5:6])
+
+
+def test_the_activation_survives_extreme_gates() -> None:
+    gates = torch.tensor([[-1e30, -200.0, -88.0, -87.0, 0.0, 87.0, 88.0, 200.0, 1e30, 1.0]])
+    both = torch.cat([gates, torch.ones_like(gates)], dim=1)
+    expected = torch.nn.functional.silu(gates)
+    found = kernels().gated(both, "silu")
+    assert torch.isfinite(found).all()
+    assert ((found - expected).abs() <= 1e-5 * (1 + expected.abs())).all()
+
+
+def attention_case(ops: Ops, spec: AttentionSpec, cuts: list[int], seed: int = 0, beside: int = 0) -> torch.Tensor:
+    """Attention outputs of one text computed in parts, with `beside` other rows in every turn."""
+    generator = torch.Generator().manual_seed(seed)
+    length, page_size = cuts[-1], 8
+    per = -(-length // page_size)
+    width = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
+    qkv = torch.randn(length, width, generator=generator)
+    norms = [torch.randn(spec.head_dim, generator=generator) if spec.qk_norm else None for _ in range(2)]
+    store = PageStore(spec, pages=per * (1 + beside), page_size=page_size, dtype=torch.float32, device=torch.device("cpu"))
+    turns = rope_table(spec.rope, length, dtype=torch.float32, device=torch.device("cpu"))
+    out = []
+    for start, stop in itertools.pairwise(cuts):
+        rows = [_row(i, start, stop, range(i * per, (i + 1) * per)) for i in range(1 + beside)]
+        inputs = make_inputs(
+            Plan(tuple(rows)), shape=Shape(page_size, per * (1 + beside), RowRule(1)), device=torch.device("cpu")
+        )
+        part = torch.cat([qkv[start:stop] * (i + 1) for i in range(1 + beside)])
+        mixed = ops.attention(
+            part, ops.prepare(inputs, spec, turns), spec=spec, store=store, q_norm=norms[0], k_norm=norms[1], eps=1e-6
+        )
+        out.append(mixed[: stop - start])
+    return torch.cat(out)
+
+
+def _row(number: int, start: int, stop: int, pages: range) -> Row:
+    return Row(str(number), number, tuple(pages), start, (1,) * (stop - start), (), stop, False, SamplingParams(), History((1,)))
+
+
+SPECS = {
+    "grouped": AttentionSpec(heads=6, kv_heads=2, head_dim=16, rope=RopeSpec(1e4, 16), scale=0.25),
+    "one head each": AttentionSpec(heads=2, kv_heads=2, head_dim=64, rope=RopeSpec(1e4, 64), scale=0.125),
+    "window": AttentionSpec(heads=4, kv_heads=1, head_dim=32, rope=RopeSpec(1e4, 32), scale=0.2, window=21),
+    "norms, odd width": AttentionSpec(heads=4, kv_heads=2, head_dim=20, rope=RopeSpec(1e4, 20), scale=0.2, qk_norm=True),
+    "partial rope": AttentionSpec(heads=2, kv_heads=1, head_dim=32, rope=RopeSpec(1e4, 8), scale=0.2),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_attention_equals_its_twin_and_cuts_do_not_show(name: str) -> None:
+    spec = SPECS[name]
+    ours = kernels()
+    whole = attention_case(ours, spec, [0, 150])
+    assert (whole - attention_case(TWIN, spec, [0, 150])).abs().max() < 2e-5
+    assert torch.equal(whole, attention_case(ours, spec, [0, 1, 40, 63, 64, 65, 130, 149, 150]))
+    assert torch.equal(whole, attention_case(ours, spec, [0, 90, 150], beside=2))
+    assert torch.equal(whole, attention_case(kernels(threads=1), spec, [0, 150]))
+
+
+def test_a_window_is_not_a_full_view() -> None:
+    """The window case above must be able to fail: without the window the result is another."""
+    spec = SPECS["window"]
+    open_view = dataclasses.replace(spec, window=None)
+    assert not torch.allclose(attention_case(kernels(), spec, [0, 60]), attention_case(kernels(), open_view, [0, 60]))
+
+
+def test_without_a_compiler_the_reason_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(builder.shutil, "which", lambda name: None)
+    assert "no C compiler" in build(tmp_path).reason
+
+
+def test_a_source_that_does_not_compile_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.c"
+    broken.write_text("this is not C")
+    monkeypatch.setattr(builder, "SOURCE", broken)
+    assert "failed" in build(tmp_path / "cache").reason
+    assert list((tmp_path / "cache" / "kernels").iterdir()) == []
+
+
+def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
+    code = "import sys; from pathlib import Path; import torch; from onedraw.backends.torch.kernels.build import build; "
+    code += "sys.exit(build(Path(sys.argv[1])).library is None)"
+    runs = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env=os.environ) for _ in range(2)]
+    assert [run.wait(120) for run in runs] == [0, 0]
+    assert len(list((tmp_path / "kernels").iterdir())) == 1
