@@ -72,6 +72,18 @@ class Scratch:
         return buffer[:count].view(shape)
 
 
+def ordered_sum(x: Tensor) -> Tensor:
+    """Sum over the last axis in one fixed order: neighbours, then neighbours of those. [..., W] -> [...]
+
+    Additions of single numbers are exact everywhere; a library's own sum follows the shape of the whole tensor.
+    """
+    while x.shape[-1] > 1:
+        if x.shape[-1] % 2:
+            x = torch.cat([x, x.new_zeros(*x.shape[:-1], 1)], dim=-1)
+        x = x[..., 0::2] + x[..., 1::2]
+    return x[..., 0]
+
+
 def masses(deficit: Tensor, scratch: Scratch, limit: Tensor | None = None) -> Tensor:
     """floor(exp(-deficit) * 2^40), integers that add up exactly in any order; 0 beyond `limit` ([C, 1]), where given.
 

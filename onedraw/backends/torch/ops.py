@@ -71,7 +71,7 @@ class TorchOps:
     def __init__(self, device: torch.device) -> None:
         self.name = f"{device.type}-torch"
         self.rule = default_rule(device)
-        self.tile_heights: tuple[int, ...] = (4, 16)
+        self.tile_heights: tuple[int, ...] = (4, 16) if device.type == "cpu" else (16,)
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return Linear(weight, bias=bias, rule=self.rule)

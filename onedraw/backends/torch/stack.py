@@ -6,12 +6,11 @@ Each layer is a function of its arguments; what several layers read alike (rope 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,18 +21,66 @@ from onedraw.backends.torch.layers.linear import Linear, RowRule
 from onedraw.backends.torch.layers.rope import rope_table
 from onedraw.backends.torch.ops import Ops
 from onedraw.backends.torch.state import State
+from onedraw.models.source import Tensor as Stored
 from onedraw.models.spec import LayerSpec, ModelSpec, RopeSpec
 
-Floats = npt.NDArray[np.float32]
 LANE = 64  # widths are padded to a multiple of it: see layers/elementwise.py
 
 
 class WeightSource(Protocol):
-    """Named float32 weights, one layer at a time."""
+    """Named weights, each read when asked for; layer None for the outer ones (`models/weights.py` lists the names)."""
 
-    def outer(self) -> Mapping[str, Floats]: ...
+    def tensor(self, layer: int | None, weight: str) -> Stored: ...
 
-    def layer(self, index: int) -> Mapping[str, Floats]: ...
+
+class Loader:
+    """Weights on their way from a source to a device. Owner: the stack, while it is being made.
+
+    Matrices pass through one buffer on the host. Fresh ones, freed after every layer, would leave holes between the
+    weights that stay, and the process would end an eighth larger than its weights.
+    """
+
+    def __init__(self, source: WeightSource, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._source, self._dtype, self._device = source, dtype, device
+        self._buffer = torch.empty(0)
+
+    def kept(self, layer: int | None, *names: str, pad: int = 1) -> Tensor:
+        """Weights joined by rows, each padded with zeros to a multiple of `pad` rows, in memory of their own."""
+        return self._joined(layer, names, pad=pad, take=torch.empty)
+
+    def passing(self, layer: int | None, *names: str, pad: int = 1, pad_columns: int = 1) -> Tensor:
+        """The same for matrices that are about to be packed. In float32 on a CPU they lie in the buffer until the next
+        call, so whoever takes them there keeps a copy, never the tensor itself."""
+        return self._joined(layer, names, pad=pad, pad_columns=pad_columns, take=self._take)
+
+    def _take(self, shape: tuple[int, ...]) -> Tensor:
+        count = math.prod(shape)
+        if self._buffer.numel() < count:
+            self._buffer = torch.empty(0)  # the old one goes before the new one comes
+            self._buffer = torch.empty(count)
+        return self._buffer[:count].view(shape)
+
+    def _joined(
+        self,
+        layer: int | None,
+        names: tuple[str, ...],
+        *,
+        pad: int,
+        pad_columns: int = 1,
+        take: Callable[[tuple[int, ...]], Tensor],
+    ) -> Tensor:
+        stored = [self._source.tensor(layer, name) for name in names]
+        heights = [_padded(tensor.shape[0], pad) for tensor in stored]
+        width = tuple(_padded(columns, pad_columns) for columns in stored[0].shape[1:])  # () for vectors
+        out = take((sum(heights), *width))
+        for part, tensor in zip(torch.split(out, heights), stored, strict=True):
+            rows = tensor.shape[0]
+            part[rows:] = 0
+            if width == tensor.shape[1:]:
+                tensor.into(part[:rows].numpy())
+            else:
+                part[:rows] = F.pad(torch.from_numpy(tensor.float32()), (0, width[0] - tensor.shape[1]))
+        return out.to(device=self._device, dtype=self._dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +111,14 @@ class Stack:
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.spec, self.dtype, self.device, self.ops = spec, dtype, device, ops
-        outer = source.outer()
-        self.embedding = self._tensor(outer["embed"])
-        self.norm = self._tensor(outer["norm"])
-        head = self.embedding if spec.tied else self._tensor(outer["head"])
-        del outer
-        self.head = ops.linear(_pad_rows(head))
-        del head
+        loader = Loader(source, dtype=dtype, device=device)
+        self.embedding = loader.kept(None, "embed", pad=LANE)  # [V', E]
+        self.norm = loader.kept(None, "norm")
+        self.head = ops.linear(self.embedding if spec.tied else loader.passing(None, "head", pad=LANE))
+        loader = Loader(source, dtype=dtype, device=device)  # lets go of a buffer as large as the head
         self.layers: list[Layer] = []
         for index, layer in enumerate(spec.layers):
-            self.layers.append(self._layer(layer, source.layer(index)))
+            self.layers.append(self._layer(index, layer, loader))
             if progress is not None:
                 progress(index + 1, len(spec.layers))
         ropes = {layer.mixer.rope for layer in spec.layers}
@@ -81,34 +126,25 @@ class Stack:
 
     # ------------------------------------------------------------------ weights
 
-    def _tensor(self, array: Floats) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device=self.device, dtype=self.dtype)
-
-    def _joined(self, weights: Mapping[str, Floats], names: tuple[str, ...], *, pad: int = 1) -> Tensor:
-        """Several weights as one product's rows, each padded to a multiple of `pad` rows."""
-        return torch.cat([_pad_rows(self._tensor(weights[name]), pad) for name in names])
-
-    def _layer(self, spec: LayerSpec, weights: Mapping[str, Floats]) -> Layer:
-        mixer, mlp = spec.mixer, spec.feed_forward
-        down = self._tensor(weights["down"])
-        down = F.pad(down, (0, -down.shape[1] % LANE))  # zero columns meet the padded rows of gate and up
-        optional = {name: self._tensor(weights[name]) for name in ("q_norm", "k_norm", "o_bias", "down_bias") if name in weights}
+    def _layer(self, index: int, spec: LayerSpec, loader: Loader) -> Layer:
+        """Padding adds zero rows and columns whose products are exact zeros: those of gate and up meet those of down."""
+        mixer, mlp, linear = spec.mixer, spec.feed_forward, self.ops.linear
         return Layer(
             spec=spec,
-            attn_norm=self._tensor(weights["attn_norm"]),
-            qkv=self.ops.linear(
-                self._joined(weights, ("q", "k", "v")),
-                self._joined(weights, ("q_bias", "k_bias", "v_bias")) if mixer.qkv_bias else None,
+            attn_norm=loader.kept(index, "attn_norm"),
+            qkv=linear(
+                loader.passing(index, "q", "k", "v"),
+                loader.kept(index, "q_bias", "k_bias", "v_bias") if mixer.qkv_bias else None,
             ),
-            q_norm=optional.get("q_norm"),
-            k_norm=optional.get("k_norm"),
-            out=self.ops.linear(self._tensor(weights["o"]), optional.get("o_bias")),
-            mlp_norm=self._tensor(weights["mlp_norm"]),
-            gate_up=self.ops.linear(
-                self._joined(weights, ("gate", "up"), pad=LANE),
-                self._joined(weights, ("gate_bias", "up_bias"), pad=LANE) if mlp.bias else None,
+            q_norm=loader.kept(index, "q_norm") if mixer.qk_norm else None,
+            k_norm=loader.kept(index, "k_norm") if mixer.qk_norm else None,
+            out=linear(loader.passing(index, "o"), loader.kept(index, "o_bias") if mixer.out_bias else None),
+            mlp_norm=loader.kept(index, "mlp_norm"),
+            gate_up=linear(
+                loader.passing(index, "gate", "up", pad=LANE),
+                loader.kept(index, "gate_bias", "up_bias", pad=LANE) if mlp.bias else None,
             ),
-            down=self.ops.linear(down, optional.get("down_bias")),
+            down=linear(loader.passing(index, "down", pad_columns=LANE), loader.kept(index, "down_bias") if mlp.bias else None),
         )
 
     def linears(self) -> list[Linear]:
@@ -148,9 +184,5 @@ class Stack:
         return logits if self.spec.softcap is None else softcapped(logits, self.spec.softcap)
 
 
-def _pad_rows(weight: Tensor, multiple: int = LANE) -> Tensor:
-    """Zero rows up to a multiple: their products are exact zeros and nobody reads them."""
-    missing = -weight.shape[0] % multiple
-    if not missing:
-        return weight
-    return torch.cat([weight, weight.new_zeros(missing, *weight.shape[1:])])
+def _padded(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple

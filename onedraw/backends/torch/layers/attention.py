@@ -15,11 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from onedraw.backends.torch.exact import ordered_sum
 from onedraw.backends.torch.layers.elementwise import exp_
 from onedraw.models.spec import AttentionSpec
 
 BLOCK = 64  # keys per block
 SPAN = 16  # blocks per span
+LAUNCH = 64  # products per launch on a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +68,29 @@ def _attend_group(q: Tensor, keys: Tensor, values: Tensor, *, group: TileGroup, 
     tiled = tiled.reshape(tiles, kv * per * height * dim)
     left = tiled.index_select(0, group.pair_tile).view(pairs * kv, per * height, dim)
     right = keys.index_select(0, rows).view(pairs * kv, BLOCK, dim)
-    scores = torch.bmm(left, right.transpose(1, 2)).float()  # [X * K, G * height, BLOCK]
+    scores = _products(left, right.transpose(1, 2)).float()  # [X * K, G * height, BLOCK]
     scores.view(pairs, kv, per, height, BLOCK).add_(group.mask)
     peak = scores.amax(-1).view(pairs, -1)  # [X, K * G * height]
     peak = _spread(peak, group, fill=float("-inf")).amax(1)  # [N, K * G * height]
     scores.view(pairs, -1, BLOCK).sub_(peak.index_select(0, group.pair_tile).unsqueeze(-1))
     weights = exp_(scores)
-    total = _ordered_sum(weights.sum(-1).view(pairs, -1), group)  # [N, K * G * height]
-    mixed = torch.bmm(weights.to(values.dtype), values.index_select(0, rows).view(pairs * kv, BLOCK, dim)).float()
+    total = _ordered_sum(ordered_sum(weights).view(pairs, -1), group)  # [N, K * G * height]
+    mixed = _products(weights.to(values.dtype), values.index_select(0, rows).view(pairs * kv, BLOCK, dim)).float()
     mixed = _ordered_sum(mixed.view(pairs, -1), group).view(tiles, kv * per, height, dim)
     mixed = mixed / total.view(tiles, kv * per, height, 1)
     return mixed.transpose(1, 2).reshape(tiles * height, kv * per * dim).to(q.dtype)
+
+
+def _products(left: Tensor, right: Tensor) -> Tensor:
+    """One small product per pair. A GPU library picks its kernel by their number, so there it is always the same."""
+    if left.device.type == "cpu":
+        return torch.bmm(left, right)
+    missing = -len(left) % LAUNCH
+    if missing:
+        left = torch.cat([left, left.new_zeros(missing, *left.shape[1:])])
+        right = torch.cat([right, right.new_zeros(missing, *right.shape[1:])])
+    parts = [torch.bmm(left[i : i + LAUNCH], right[i : i + LAUNCH]) for i in range(0, len(left), LAUNCH)]
+    return torch.cat(parts)[: len(left) - missing]
 
 
 def _spread(parts: Tensor, group: TileGroup, *, fill: float) -> Tensor:

@@ -1,0 +1,188 @@
+"""How long a model takes to open, and how much memory loading its weights takes at its peak.
+
+    python -m bench.load_time [MODEL] [--dtype f32] [--repeats 3] [--json]
+
+Three things, each in a process of its own, each compared with what it should be:
+- time from a started interpreter to an open door (imports apart), in a process that does nothing else;
+- memory of the weights alone: the stack is built as the backend builds it, without pages. Counted is anonymous memory
+  (RssAnon), so the pages of the mapped checkpoint and of shared libraries, which the system may take back, stay out;
+  the process is watched from outside, since a peak cannot be read afterwards;
+- the high-water mark of everything resident (VmHWM) of an open door, pages and mapped files included.
+
+The rule: the peak of the weights is at most their final size plus one layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from onedraw.checkpoints.pull import resolve
+from onedraw.settings import Settings, default_cache_dir
+
+MEBIBYTE = 2**20
+MEANINGS = {
+    "parameters": "what the plan says of the weights",
+    "tied_copy": "the embedding a second time, packed as the head",
+    "tables": "rope",
+    "final": "measured after loading",
+    "peak": "measured while loading",
+    "largest_layer": "of the checkpoint, in float32",
+}
+
+
+def status(pid: int | str, field: str) -> int:
+    """A memory field of /proc/PID/status, in bytes."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+# ---------------------------------------------------------------------- in the measured process
+
+
+def open_a_door(path: str, dtype: str) -> dict[str, float]:
+    import onedraw.backends.torch.backend  # noqa: F401  imported before the clock starts
+    from onedraw.assemble import open_door
+
+    begin = time.perf_counter()
+    door = open_door(Settings(model=path, dtype=dtype))
+    seconds = time.perf_counter() - begin
+    found = {"open_seconds": seconds, "resident_peak": float(status("self", "VmHWM"))}
+    door.close()
+    return found
+
+
+def load_weights(path: str, dtype: str) -> dict[str, float]:
+    """Builds a stack under the eyes of the parent: speaks before and after, and waits for a line each time."""
+    import torch
+
+    from onedraw.backends.torch.backend import DTYPES
+    from onedraw.backends.torch.device import pick_device, pick_ops
+    from onedraw.backends.torch.stack import Stack
+    from onedraw.checkpoints.base import open_checkpoint
+    from onedraw.models.loading import describe
+    from onedraw.models.spec import DTYPE_BYTES
+
+    device, chosen = pick_device("cpu", dtype)
+    described = describe(open_checkpoint(path))
+    spec = described.spec
+    ops = pick_ops(device, chosen, cache=default_cache_dir())
+
+    def build() -> Stack:
+        ops.linear(torch.zeros(64, 64))  # the thread pool and its stacks are there
+        _meet("ready")
+        return Stack(
+            spec, described.weights, dtype=DTYPES[chosen], device=torch.device(device), ops=ops, max_context=spec.max_context
+        )
+
+    with ThreadPoolExecutor(1) as thread:  # as in the service, where a thread of its own loads and then computes
+        stack = thread.submit(build).result()
+        _meet("loaded")
+    ropes = sum(table.numel() * table.element_size() for table in stack._ropes.values())
+    return {
+        "parameters": float(spec.parameters * DTYPE_BYTES[chosen]),
+        "tied_copy": float(spec.vocab * spec.hidden * DTYPE_BYTES[chosen]) if spec.tied else 0.0,
+        "tables": float(ropes),
+        "largest_layer": float(max(spec.weight_bytes(i, "f32") for i in range(len(spec.layers)))),
+    }
+
+
+def _meet(word: str) -> None:
+    print(word, flush=True)
+    sys.stdin.readline()
+
+
+SIDES = {"door": open_a_door, "weights": load_weights}
+
+# ---------------------------------------------------------------------- in the measuring one
+
+
+def _command(side: str, path: str, dtype: str) -> list[str]:
+    return [sys.executable, "-m", "bench.load_time", path, "--dtype", dtype, "--side", side]
+
+
+def time_a_door(path: str, dtype: str) -> dict[str, float]:
+    done = subprocess.run(_command("door", path, dtype), capture_output=True, text=True, check=True)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def watch_weights(path: str, dtype: str) -> dict[str, float]:
+    """Anonymous memory before, at its peak and after, read as fast as the system gives it."""
+    with subprocess.Popen(_command("weights", path, dtype), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdout.readline()
+        before = peak = status(child.pid, "RssAnon")
+        child.stdin.write("\n")
+        child.stdin.flush()
+        said = _Line(child.stdout)
+        looks = 0
+        while not said.there:
+            peak = max(peak, status(child.pid, "RssAnon"))
+            looks += 1
+        after = status(child.pid, "RssAnon")
+        child.stdin.write("\n")
+        child.stdin.flush()
+        found: dict[str, float] = json.loads(child.stdout.read().splitlines()[-1])
+    return {**found, "final": float(after - before), "peak": float(max(peak, after) - before), "looks": float(looks)}
+
+
+class _Line:
+    """Whether a line has come, without waiting for it."""
+
+    def __init__(self, stream: Any) -> None:
+        import selectors
+
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(stream, selectors.EVENT_READ)
+
+    @property
+    def there(self) -> bool:
+        return bool(self._selector.select(timeout=0))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="smollm2")
+    parser.add_argument("--dtype", default="f32")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    path = str(resolve(options.model, default_cache_dir()))
+    if options.side:
+        print(json.dumps(SIDES[options.side](path, options.dtype)))
+        return
+    doors = [time_a_door(path, options.dtype) for _ in range(options.repeats)]
+    weights = watch_weights(path, options.dtype)
+    result = {
+        "open_seconds": statistics.median(door["open_seconds"] for door in doors),
+        "resident_peak": max(door["resident_peak"] for door in doors),
+        "weights": weights,
+        "over_final": weights["peak"] - weights["final"],
+        "within": weights["peak"] <= weights["final"] + weights["largest_layer"],
+    }
+    if options.json:
+        print(json.dumps(result, indent=2))
+        return
+    for name, meaning in MEANINGS.items():
+        print(f"{name:14s} {weights[name] / MEBIBYTE:7.1f} MiB   {meaning}")
+    verdict = "within" if result["within"] else "OVER"
+    print(
+        f"peak is {result['over_final'] / MEBIBYTE:.1f} MiB over the final size, {verdict} one layer ({int(weights['looks'])} looks)"
+    )
+    print(f"opened in {result['open_seconds']:.2f} s, resident at most {result['resident_peak'] / MEBIBYTE:.0f} MiB with pages")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""The contract on an accelerator: a random model through the torch backend, tokens and checksums. Needs torch and numpy."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from onedraw.backends.torch.backend import TorchBackend
+from onedraw.checkpoints.random import random_weights
+from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+from tests.laws.harness import Clairvoyant, Schedule, plain, random_requests, run
+
+pytestmark = [pytest.mark.device, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+VOCAB = 1000
+SPEC = ModelSpec(
+    family="llama",
+    layers=tuple(
+        LayerSpec(
+            AttentionSpec(heads=6, kv_heads=2, head_dim=64, rope=RopeSpec(1e4, 64), scale=0.125, window=window), MlpSpec(704)
+        )
+        for window in (None, 40, None, 40)
+    ),
+    hidden=256,
+    vocab=VOCAB,
+    eps=1e-5,
+    tied=False,
+    max_context=512,
+)
+
+
+def backend_of(dtype: str, *, lanes: int = 4, pages: int = 200) -> TorchBackend:
+    weights = random_weights(SPEC, seed=1)
+    return TorchBackend(SPEC, weights, dtype=dtype, device="cuda:0", lanes=lanes, pages=pages, page_size=16, max_context=512)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
+def test_no_schedule_changes_a_bit_on_the_device(dtype: str) -> None:
+    requests = random_requests(np.random.default_rng(5), count=6, vocab=VOCAB, longest=150, max_tokens=12)
+    lonely = backend_of(dtype, lanes=1)
+    assert lonely.report is not None
+    assert lonely.report.holds, lonely.report
+    expected = plain(lambda: lonely, requests)
+    longest = max(len(r.prompt) + r.params.max_tokens for r in requests)
+    drafts = Clairvoyant({r.id: a.tokens for r, a in zip(requests, expected, strict=True)}, VOCAB)
+    few = -(-longest // 16) + 4
+    for name, backend, schedule in (
+        ("batched", backend_of(dtype), Schedule()),
+        ("small turns", backend_of(dtype), Schedule(turn_tokens=7)),
+        ("prefix hits", backend_of(dtype), Schedule(reuse=True, arrivals=(0, 3, 6, 9, 12, 15))),
+        ("few pages, drafts", backend_of(dtype, pages=few), Schedule(reuse=True, proposer=drafts)),
+    ):
+        got, _ = run(backend, requests, schedule)
+        assert [dataclasses.replace(a, cached=0) for a in got] == [dataclasses.replace(a, cached=0) for a in expected], name
