@@ -66,7 +66,7 @@ class Model:
         self.close()
 
     def _ask(self, prompt: Prompt, wishes: Mapping[str, Any]) -> Ask:
-        return settle_ask(self.door, prompt_ids(self.door, prompt), Wishes.of(**wishes))
+        return settle_ask(self.door, prompt_ids(self.door, prompt), Wishes.of(**wishes), opening=is_chat(prompt))
 
 
 def prompt_ids(door: Door, prompt: Prompt) -> tuple[int, ...]:
@@ -74,17 +74,29 @@ def prompt_ids(door: Door, prompt: Prompt) -> tuple[int, ...]:
     if isinstance(prompt, str):
         return door.encode(prompt)
     items = list(prompt)
-    if items and all(isinstance(item, Mapping) for item in items):
+    if is_chat(prompt):
         return door.render([dict(item) for item in items])  # type: ignore[call-overload]
     if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
         return tuple(items)  # type: ignore[arg-type]
     raise BadRequest("a prompt is a text, a list of chat messages or a list of token ids", param="prompt")
 
 
-def settle_ask(door: Door, prompt: tuple[int, ...], wishes: Wishes, *, default_max_tokens: int = DEFAULT_MAX_TOKENS) -> Ask:
+def is_chat(prompt: Prompt) -> bool:
+    """Chat messages, whose reply begins a text of its own."""
+    return not isinstance(prompt, str) and len(prompt) > 0 and all(isinstance(item, Mapping) for item in prompt)
+
+
+def settle_ask(
+    door: Door,
+    prompt: tuple[int, ...],
+    wishes: Wishes,
+    *,
+    default_max_tokens: int = DEFAULT_MAX_TOKENS,
+    opening: bool = False,
+) -> Ask:
     """An Ask whose default length yields to the context: only a length that was asked for can be too long."""
     room = max(door.card.max_context - len(prompt), 1)
-    return settle(wishes, door=door, prompt=prompt, default_max_tokens=min(default_max_tokens, room))
+    return settle(wishes, door=door, prompt=prompt, default_max_tokens=min(default_max_tokens, room), opening=opening)
 
 
 def _one_or_all(replies: list[Reply]) -> Reply | list[Reply]:

@@ -17,16 +17,18 @@ from onedraw.backends.plan import MemoryPlan, memory_plan
 from onedraw.checkpoints.base import Checkpoint, open_checkpoint
 from onedraw.checkpoints.pull import resolve
 from onedraw.door import Door
-from onedraw.engine.engine import Engine
+from onedraw.engine.engine import Engine, Observer
 from onedraw.engine.scheduler import Scheduler
 from onedraw.engine.service import Service
+from onedraw.errors import NoRoom
 from onedraw.memory.ledger import Ledger
 from onedraw.models.loading import Described, describe
 from onedraw.settings import Settings, default_cache_dir
-from onedraw.speculation.proposer import Proposer, Silent
+from onedraw.speculation.speculator import Speculator
 from onedraw.text.template import ChatTemplate
 from onedraw.text.tokenizer import Tokenizer
 from onedraw.text.toy import READABLE, toy_template, toy_tokenizer
+from onedraw.text.trace import Tracer
 from onedraw.types import ModelCard
 
 if TYPE_CHECKING:
@@ -35,17 +37,19 @@ if TYPE_CHECKING:
 Progress = Callable[[str], None]
 
 
-def open_door(settings: Settings, progress: Progress | None = None, *, proposer: Proposer | None = None) -> Door:
+def open_door(settings: Settings, progress: Progress | None = None, *, speculator: Speculator | None = None) -> Door:
     """Load a model and start its engine. `progress` hears one line per stage."""
     tell = progress or (lambda line: None)
     match settings.backend:
         case "fake":
-            return _fake_door(settings, proposer or Silent())
+            return _fake_door(settings, speculator or Speculator())
         case "torch":
-            return _torch_door(settings, tell, proposer or Silent())
+            return _torch_door(settings, tell, speculator or Speculator())
 
 
-def make_service(make_backend: Callable[[], Backend], settings: Settings, proposer: Proposer) -> Service:
+def make_service(
+    make_backend: Callable[[], Backend], settings: Settings, speculator: Speculator, *, observer: Observer | None = None
+) -> Service:
     """The engine around a backend, both made on the engine's own thread."""
 
     def make_engine() -> Engine:
@@ -58,8 +62,8 @@ def make_service(make_backend: Callable[[], Backend], settings: Settings, propos
             page_size=capacity.page_size,
             reuse=settings.prefix_cache and not capacity.recurrent,
         )
-        scheduler = Scheduler(ledger=ledger, capacity=capacity, proposer=proposer, turn_tokens=settings.turn_tokens)
-        return Engine(backend=backend, scheduler=scheduler)
+        scheduler = Scheduler(ledger=ledger, capacity=capacity, speculator=speculator, turn_tokens=settings.turn_tokens)
+        return Engine(backend=backend, scheduler=scheduler, observer=observer)
 
     return Service(make_engine, queue_limit=settings.queue_limit)
 
@@ -92,10 +96,12 @@ def read_text(checkpoint: Checkpoint) -> tuple[Tokenizer, ChatTemplate | None]:
 # ---------------------------------------------------------------------- the two kinds of door
 
 
-def _fake_door(settings: Settings, proposer: Proposer) -> Door:
+def _fake_door(settings: Settings, speculator: Speculator) -> Door:
     tokenizer = toy_tokenizer()
     context = settings.max_context or 2048
     per_sequence = -(-context // settings.page_size)
+    if settings.kv_memory is not None and settings.kv_memory < per_sequence:
+        raise NoRoom(f"one sequence of {context} tokens needs {per_sequence} pages and --kv-memory gives {settings.kv_memory}")
 
     def make_backend() -> Backend:
         return FakeBackend(
@@ -107,20 +113,25 @@ def _fake_door(settings: Settings, proposer: Proposer) -> Door:
             favoured=tokenizer.encode(READABLE, add_special=False),
         )
 
-    service = make_service(make_backend, settings, proposer)
+    service = make_service(make_backend, settings, speculator, observer=_observer(settings, tokenizer))
     card = _card(settings, family="fake", weights="fake", capacity=service.capacity, eos=(tokenizer.eos_id or 0,), defaults={})
     return Door(service=service, tokenizer=tokenizer, template=toy_template(), card=card)
 
 
-def _torch_door(settings: Settings, tell: Progress, proposer: Proposer) -> Door:
+def _torch_door(settings: Settings, tell: Progress, speculator: Speculator) -> Door:
     checkpoint = find_checkpoint(settings, tell)
     try:
         described = describe(checkpoint)
         spec = described.spec
         tell(f"loading {checkpoint.path.name} ({spec.family}, {spec.parameters / 1e6:.0f} M parameters)")
         tokenizer, template = read_text(checkpoint)
-        service = make_service(lambda: _torch_backend(settings, described, tell), settings, proposer)
         weights = checkpoint.fingerprint()
+        service = make_service(
+            lambda: _torch_backend(settings, described, tell),
+            settings,
+            speculator,
+            observer=_observer(settings, tokenizer),
+        )
     finally:
         checkpoint.close()
     card = _card(
@@ -157,6 +168,10 @@ def _torch_backend(settings: Settings, described: Described, tell: Progress) -> 
     return backend
 
 
+def _observer(settings: Settings, tokenizer: Tokenizer) -> Observer | None:
+    return Tracer(tokenizer) if settings.trace_verify else None
+
+
 def _tell_check(report: SelfCheck | None, tell: Progress) -> None:
     if report is None:
         tell("self-check skipped")
@@ -177,9 +192,8 @@ def _card(
     eos: tuple[int, ...],
     defaults: dict[str, float | int],
 ) -> ModelCard:
-    name = settings.served_name or Path(settings.model).stem or settings.model
     return ModelCard(
-        name=name,
+        name=settings.served_name or _name_of(settings.model),
         family=family,
         vocab=capacity.vocab,
         max_context=capacity.max_context,
@@ -190,3 +204,9 @@ def _card(
         dtype=capacity.dtype,
         device=capacity.device,
     )
+
+
+def _name_of(model: str) -> str:
+    """What clients call the model: of a path the last part, else the name as it was given (a hub id has dots of its own)."""
+    path = Path(model)
+    return path.resolve().name.removesuffix(".gguf") if path.exists() else model

@@ -34,6 +34,8 @@ class Ask:
     n: int = 1
     skip_special: bool = True  # leave special tokens out of the text
     opening: bool = False  # the reply begins a text of its own: a first space that only marks a word is dropped
+    predicted: tuple[int, ...] = ()  # what the reply is expected to be
+    speculate: bool = True  # may be drafted
     label: str = ""  # becomes part of the request ids
 
 
@@ -77,6 +79,7 @@ class Speaker:
         self._detokenizer = Detokenizer(tokenizer, skip_special=ask.skip_special, opening=ask.opening)
         self._stops = StopFinder(ask.stop)
         self._hidden = ask.params.stop_ids  # ids that end a reply: part of the ids, never of the text
+        self._least = ask.params.min_tokens  # text of earlier tokens is not searched for stop strings
         self._said = 0
         self.done = False
 
@@ -87,11 +90,14 @@ class Speaker:
             choices.append(choice)
             if choice.token in self._hidden and event.finish == "stop" and choice is event.chosen[-1]:
                 break
-            fresh, hit = self._stops.push(self._detokenizer.push(choice.token))
+            fresh = self._detokenizer.push(choice.token)
+            if self._said + len(choices) >= self._least:
+                fresh, hit = self._stops.push(fresh)
             text += fresh
             if hit is not None:
                 break
         self._said += len(choices)
+        unsaid = max(event.kept - len(choices), 0)  # drafts that were right, behind a stop string
         finish: Finish | None = "stop" if hit is not None else event.finish
         if finish is not None:
             self.done = True
@@ -108,9 +114,13 @@ class Speaker:
             choices=tuple(choices),
             finish=finish,
             stop_reason=hit if hit is not None else event.stop_id,
-            usage=replace(event.usage, completion=self._said) if finish is not None else None,
+            usage=self._usage(event, unsaid) if finish is not None else None,
             prompt_logprobs=event.scored,
         )
+
+    def _usage(self, event: Event, unsaid: int) -> Usage:
+        usage = event.usage
+        return replace(usage, completion=self._said, kept=usage.kept - unsaid, rejected=usage.rejected + unsaid)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,9 +225,17 @@ class Door:
     def _requests(self, ask: Ask) -> list[Request]:
         if ask.n < 1:
             raise BadParameter("n", f"must be at least 1, not {ask.n}")
+        if ask.n > self.service.most:
+            raise BadParameter("n", f"must be at most {self.service.most}, which is what may run and wait here, not {ask.n}")
         name = f"{ask.label or 'r'}-{next(self._numbers)}"
         return [
-            Request(id=f"{name}-{i}", prompt=ask.prompt, params=replace(ask.params, seed=child_seed(ask.params.seed, i)))
+            Request(
+                id=f"{name}-{i}",
+                prompt=ask.prompt,
+                params=replace(ask.params, seed=child_seed(ask.params.seed, i)),
+                predicted=ask.predicted,
+                speculate=ask.speculate,
+            )
             for i in range(ask.n)
         ]
 
@@ -230,10 +248,10 @@ class Door:
         return voices
 
     def _hear(self, voice: Voice, event: Event) -> Piece | None:
+        if voice.speaker.done:  # what happened between a stop string and the engine's reading of the cancellation
+            return None
         if event.error is not None:
             raise event.error
-        if voice.speaker.done:  # tokens chosen between a stop string and the engine's reading of the cancellation
-            return None
         piece = voice.speaker.hear(event)
         if piece.finish is not None and event.finish is None:  # a stop string: the engine does not know yet
             self.service.cancel(voice.request.id)

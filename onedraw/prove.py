@@ -132,7 +132,7 @@ def _threads(count: int) -> Callable[[Facts], Mapping[str, Any]]:
 
 def _other_threads(plain: Evidence, now: Evidence) -> bool:
     """Threads matter where a CPU computes, and only another number of them is a variation."""
-    return now.device == "cpu" and now.settings.backend != "fake" and now.settings.threads != plain.settings.threads
+    return now.device.startswith("cpu") and now.settings.backend != "fake" and now.settings.threads != plain.settings.threads
 
 
 # ---------------------------------------------------------------------------------------------- the requests

@@ -14,7 +14,9 @@ from typing import Any, Literal
 
 from onedraw.errors import BadSetting
 
+MOST_THREADS = 1024
 DTYPES = ("auto", "f32", "bf16", "f16")
+DRAFT_WORDS = ("auto", "none", "ngram", "prediction")  # what --draft knows beside paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,10 @@ class Settings:
     threads: int | None = None  # CPU threads
     prefix_cache: bool = True
     queue_limit: int = 256  # requests waiting before new ones get 429
+    draft: tuple[str, ...] = ("auto",)  # who guesses: auto, none, ngram, prediction, a path of a drafter or draft model
+    draft_tokens: int | None = None  # drafts per row and turn; None: as many as pay off
+    tree_budget: int = 0  # nodes of a draft tree; 0: a chain
+    trace_verify: bool = False  # print every acceptance walk
     self_check: bool = True  # compare 1 row with 2, 5, 16 and 64 at start
     cache_dir: Path | None = None  # where pulled models are kept
 
@@ -47,8 +53,24 @@ class Settings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise BadSetting(f"--{name.replace('_', '-')}: must be at least 1, not {value}")
+        if self.threads is not None and self.threads > MOST_THREADS:
+            raise BadSetting(f"--threads: must be at most {MOST_THREADS}, not {self.threads}")
         if 64 % self.page_size:
             raise BadSetting(f"--page-size: must divide 64 (1, 2, 4, 8, 16, 32 or 64), not {self.page_size}")
+        self._check_drafting()
+
+    def _check_drafting(self) -> None:
+        for entry in self.draft:
+            if entry not in DRAFT_WORDS and not Path(entry).exists():
+                raise BadSetting(
+                    f"--draft: {entry!r} is neither {', '.join(DRAFT_WORDS)} nor the path of a drafter or draft model"
+                )
+        if not self.draft or ("none" in self.draft and len(set(self.draft)) > 1):
+            raise BadSetting("--draft: none stands alone, and is what to say for no drafts at all")
+        if self.draft_tokens is not None and self.draft_tokens < 1:
+            raise BadSetting(f"--draft-tokens: must be at least 1, or auto, not {self.draft_tokens}; --draft none drafts nothing")
+        if self.tree_budget < 0:
+            raise BadSetting(f"--tree-budget: must be 0 (a chain) or more nodes, not {self.tree_budget}")
 
     def with_environment(self, environment: Mapping[str, str] = os.environ) -> Settings:
         """ONEDRAW_CACHE sets cache_dir where no flag did."""
@@ -63,7 +85,10 @@ class Settings:
         unknown = sorted(set(flags) - known)
         if unknown:
             raise BadSetting(f"unknown setting {unknown[0]!r}; known: {', '.join(sorted(known))}")
-        return cls(**{k: v for k, v in flags.items() if v is not None}).with_environment()
+        if isinstance(flags.get("draft"), str):
+            flags["draft"] = (flags["draft"],)
+        given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in flags.items() if v is not None}
+        return cls(**given).with_environment()
 
 
 def default_cache_dir(environment: Mapping[str, str] = os.environ) -> Path:
@@ -80,5 +105,5 @@ def size_in_bytes(text: str) -> int:
     unit = cleaned[-1:] if cleaned[-1:] in units and cleaned[-1:] else ""
     try:
         return int(float(cleaned.removesuffix(unit)) * units[unit])
-    except ValueError:
+    except (ValueError, OverflowError):
         raise BadSetting(f"not a size: {text!r}; write for example 512MiB or 2GiB") from None

@@ -109,13 +109,12 @@ class SamplingParams:
 
 
 def _check(name: str, value: float, *, low: float, high: float = math.inf, open_low: bool = False) -> None:
-    """Refuse NaN and what lies outside [low, high] ((low, high] when open_low)."""
-    if math.isnan(value) or value > high or value < low or (open_low and value == low):
+    """Refuse NaN and what lies outside [low, high] ((low, high] when open_low). Python's whole numbers may be of any size."""
+    if value != value or value > high or value < low or (open_low and value == low):
         opening = "(" if open_low else "["
-        bound = f"{opening}{low:g}, {high:g}]" if high != math.inf else f"{'>' if open_low else '>='} {low:g}"
-        raise BadParameter(
-            name, f"must be in {bound}, not {value:g}" if "[" in bound or "(" in bound else f"must be {bound}, not {value:g}"
-        )
+        bound = f"in {opening}{low:g}, {high:g}]" if high != math.inf else f"{'>' if open_low else '>='} {low:g}"
+        shown = f"{value:g}" if not isinstance(value, int) or abs(value) < 2**64 else "a number of that size"
+        raise BadParameter(name, f"must be {bound}, not {shown}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +124,8 @@ class Request:
     id: str
     prompt: tuple[int, ...]
     params: SamplingParams
-    priority: int = 0
-    arrival: float = 0.0
+    predicted: tuple[int, ...] = ()  # what the caller expects the reply to be; drafted, never trusted
+    speculate: bool = True  # may carry drafts
 
 
 @dataclass(slots=True)
@@ -209,6 +208,8 @@ class RowOutcome:
 
     chosen: tuple[Choice, ...] = ()
     scored: tuple[Logprobs, ...] = ()  # see Row.scores
+    kept: tuple[int, ...] = ()  # which drafts they are, all but the last of `chosen`
+    guesses: tuple[Draft, ...] = ()  # the backend's own drafts for the row after this one
     barren: bool = False  # the law left no token at the position after `chosen`
 
 

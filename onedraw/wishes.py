@@ -47,6 +47,8 @@ class Wishes:
     prompt_logprobs: int | None = None
     checksums: bool = False
     skip_special_tokens: bool = True
+    prediction: str | None = None  # text the reply is expected to be; drafted, never trusted
+    speculation: bool = True  # False: this request carries no drafts
 
     @classmethod
     def of(cls, **wishes: Any) -> Wishes:
@@ -114,6 +116,8 @@ def settle(
         n=wishes.n,
         skip_special=wishes.skip_special_tokens,
         opening=opening,
+        predicted=door.encode(wishes.prediction, add_special=False) if wishes.prediction else (),
+        speculate=wishes.speculation,
         label=label,
     )
 
@@ -141,11 +145,13 @@ def _dry(wishes: Wishes, door: Door) -> DryParams | None:
     if not wishes.dry_multiplier:
         return None
     texts = DEFAULT_BREAKERS if wishes.dry_sequence_breakers is None else wishes.dry_sequence_breakers
+    if any(not text for text in texts):
+        raise BadParameter("dry_sequence_breakers", "an empty text stands in every token and would break everything")
     return DryParams(
         multiplier=wishes.dry_multiplier,
         base=1.75 if wishes.dry_base is None else wishes.dry_base,
         allowed_length=2 if wishes.dry_allowed_length is None else wishes.dry_allowed_length,
-        range=max(wishes.dry_range or 0, 0),
+        range=0 if wishes.dry_range is None or wishes.dry_range == -1 else wishes.dry_range,
         breakers=door.tokenizer.ids_containing(texts),
     )
 
@@ -160,6 +166,8 @@ def _bias(bias: Mapping[int, float] | None, *, vocab: int) -> tuple[tuple[int, f
 def _bad_words(words: tuple[str, ...], door: Door) -> tuple[tuple[int, ...], ...]:
     """Each word as it is spelled at the start of a text and after a space."""
     spelled: dict[tuple[int, ...], None] = {}
+    if any(not word.strip(" ") for word in words):
+        raise BadParameter("bad_words", "a word needs a character beside spaces")
     for word in words:
         for text in (word, " " + word.lstrip(" ")):
             ids = door.encode(text, add_special=False)

@@ -12,7 +12,7 @@ from onedraw.backends.fake import FakeBackend
 from onedraw.door import Door, Reply
 from onedraw.prove import Finding, Table, drive, first_difference, prove, requests, variations
 from onedraw.settings import Settings
-from onedraw.speculation.proposer import Silent
+from onedraw.speculation.speculator import Speculator
 from onedraw.types import Choice, Row, RowOutcome
 
 FAKE = Settings(model="fake", backend="fake", threads=1)
@@ -35,7 +35,7 @@ def opener_with(kind: type[FakeBackend]) -> Callable[[Settings], Door]:
             page_size=capacity.page_size,
             max_context=capacity.max_context,
         )
-        service = make_service(lambda: backend, settings, Silent())
+        service = make_service(lambda: backend, settings, Speculator())
         return Door(service=service, tokenizer=model.tokenizer, template=model.template, card=model.card)
 
     return opener

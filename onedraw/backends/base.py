@@ -28,6 +28,8 @@ class Capacity:
     returns_logits: bool = True  # can choose by any law; without it only plain argmax
     logits_per_position: bool = True  # can verify drafts
     max_drafts: int = 64  # drafts of one row in one turn
+    lookahead: int = 0  # positions past a row that the backend's own drafter writes to; covered where pages allow
+    drafter: str = ""  # the backend's own drafter, if it has one
     device: str = "cpu"
     dtype: str = "f32"
 

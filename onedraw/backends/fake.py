@@ -20,6 +20,7 @@ from onedraw.backends.base import Capacity, Ticket
 from onedraw.backends.outcome import row_outcome
 from onedraw.sampling.law import choice, logprobs
 from onedraw.sampling.noise import gumbel
+from onedraw.sampling.verify import hypotheses, trails
 from onedraw.types import Choice, Logprobs, Outcome, Plan, Row, RowOutcome
 
 Logits = npt.NDArray[np.float32]
@@ -78,57 +79,80 @@ class FakeBackend:
     # ------------------------------------------------------------------ one row
 
     def run(self, row: Row) -> RowOutcome:
-        """Write, walk, choose at every position that may be reached, commit what was kept."""
-        drafts = tuple(d.token for d in row.drafts)  # a chain; trees come with their proposers
-        self._write(row, (*row.tokens, *drafts))
-        states = self._states(row, drafts)
+        """Write, walk, choose after every position that may be reached, commit what was kept."""
+        self._write(row)
+        states = self._states(row)
         known = len(row.tokens)
         scored = self._score(row, states) if row.scores else ()
         choices: list[Choice | None] = []
-        for i in range(len(drafts) + 1 if row.chooses else 0):
-            logits = self._logits(row, row.stop + i, states[known + i])
-            choices.append(self.choose(row, logits, drafts[:i]))
+        if row.chooses:
+            for i, (path, drafts) in enumerate(zip(trails(row.drafts), hypotheses(row.drafts), strict=True)):
+                logits = self._logits(row, row.stop, states[known + i], path)
+                choices.append(self.choose(row, logits, drafts))
         outcome = row_outcome(row, choices, scored)
-        self.commit(row, states, known + max(len(outcome.chosen) - 1, 0))
+        self.compact(row, outcome.kept)
+        self.commit(row, states, known + (outcome.kept[-1] + 1 if outcome.kept else 0))
         return outcome
 
     def choose(self, row: Row, logits: Logits, drafts: tuple[int, ...]) -> Choice | None:
         return choice(logits, row.params, row.history, drafts)
 
-    def commit(self, row: Row, states: Sequence[bytes], length: int) -> None:
+    def commit(self, row: Row, states: Sequence[bytes], index: int) -> None:
         """After every turn the state that holds after the kept tokens sits in the row's lane, drafts or none."""
-        self._lanes[row.lane] = states[length]
+        self._lanes[row.lane] = states[index]
+
+    def compact(self, row: Row, kept: Sequence[int]) -> None:
+        """Bring the kept path of a tree from its nodes' slots to its positions."""
+        tokens = [self._at(row, row.stop + index) for index in kept]
+        for depth, token in enumerate(tokens):
+            self._put(row, row.stop + depth, token)
 
     # ------------------------------------------------------------------ state
 
-    def _write(self, row: Row, tokens: tuple[int, ...]) -> None:
+    def _put(self, row: Row, slot: int, token: int) -> None:
         size = self._capacity.page_size
-        for position, token in enumerate(tokens, start=row.start):
-            self._store[row.pages[position // size], position % size] = token
+        self._store[row.pages[slot // size], slot % size] = token
 
-    def _states(self, row: Row, drafts: tuple[int, ...]) -> list[bytes]:
-        """The state after each of the row's tokens. Prompt positions chunk by chunk, the rest step by step."""
+    def _at(self, row: Row, slot: int) -> int:
+        size = self._capacity.page_size
+        return int(self._store[row.pages[slot // size], slot % size])
+
+    def _write(self, row: Row) -> None:
+        """Every token in a slot of its own: known ones at their positions, drafts behind them in order."""
+        for slot, token in enumerate((*row.tokens, *(d.token for d in row.drafts)), start=row.start):
+            self._put(row, slot, token)
+
+    def _states(self, row: Row) -> list[bytes]:
+        """states[i]: after i known tokens; states[known + 1 + i]: after draft i, from its parent's state.
+
+        Prompt positions chunk by chunk on absolute multiples, the rest step by step.
+        """
+        known = len(row.tokens)
         if not self._capacity.recurrent:
-            return [b""] * (len(row.tokens) + len(drafts) + 1)
+            return [b""] * (known + len(row.drafts) + 1)
         chunk = self._capacity.chunk
         opening = b"" if row.start == 0 else self._lanes[row.lane]
         states, segment = [opening], b""
-        for position, token in enumerate((*row.tokens, *drafts), start=row.start):
+        for position, token in enumerate(row.tokens, start=row.start):
             if position < row.prompt_stop:
                 if position % chunk == 0:
                     opening, segment = states[-1], b""
                 segment += token.to_bytes(4, "little")
                 states.append(_mix(b"chunk", opening, segment))
             else:
-                states.append(_mix(b"step", states[-1], token.to_bytes(4, "little")))
+                states.append(_step(states[-1], token))
+        for draft in row.drafts:
+            states.append(_step(states[known + 1 + draft.parent], draft.token))
         return states
 
-    def _logits(self, row: Row, upto: int, state: bytes) -> Logits:
-        """Logits after positions [0, upto), read back through the pages."""
+    def _logits(self, row: Row, stop: int, state: bytes, path: Sequence[int] = ()) -> Logits:
+        """Logits after positions [0, stop) and a path of drafts behind them, read back through the pages."""
         size = self._capacity.page_size
-        pages = np.asarray(row.pages[: -(-upto // size)], dtype=np.int64)
-        seen = self._store[pages].reshape(-1)[:upto]
-        weights = np.arange(1, upto + 1, dtype=np.int64) * 2654435761
+        pages = np.asarray(row.pages[: -(-stop // size)], dtype=np.int64)
+        seen = self._store[pages].reshape(-1)[:stop]
+        if path:
+            seen = np.concatenate([seen, [self._at(row, row.stop + index) for index in path]])
+        weights = np.arange(1, len(seen) + 1, dtype=np.int64) * 2654435761
         total = int((seen * weights).sum()) & (2**64 - 1)
         recent = seen[-2:].tobytes() + (total % 11).to_bytes(1, "little")
         key = int.from_bytes(_mix(b"logits", recent, state[:1])[:6], "little")
@@ -141,6 +165,10 @@ class FakeBackend:
             logprobs(self._logits(row, position, states[position - row.start]), row.history.prompt[position], top)
             for position in range(row.start + 1, stop)
         )
+
+
+def _step(state: bytes, token: int) -> bytes:
+    return _mix(b"step", state, token.to_bytes(4, "little"))
 
 
 def _mix(*parts: bytes) -> bytes:

@@ -23,4 +23,4 @@ def row_outcome(row: Row, choices: Sequence[Choice | None], scored: tuple[Logpro
     path = kept(row.drafts, tokens)
     reached = [choices[0], *(choices[1 + index] for index in path)]
     chosen = tuple(choice for choice in reached if choice is not None)
-    return RowOutcome(chosen, scored, barren=len(chosen) < len(reached))
+    return RowOutcome(chosen, scored, kept=path, barren=len(chosen) < len(reached))

@@ -52,7 +52,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; Corrupt, with the file's name, when it is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise Corrupt(f"{path}: not readable as JSON: {error}") from None
     if not isinstance(value, dict):
         raise Corrupt(f"{path}: holds a JSON {type(value).__name__}, not an object")

@@ -86,6 +86,8 @@ def _parts(path: Path) -> Iterator[Path]:
     if name is None:
         yield path
         return
+    if not 1 <= name.number <= name.total:
+        raise Corrupt(f"{path}: named as part {name.number} of {name.total}, which there cannot be")
     for number in range(1, name.total + 1):
         part = path.with_name(f"{name.stem}-{number:05}-of-{name.total:05}.gguf")
         if not part.is_file():

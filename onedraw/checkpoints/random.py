@@ -39,6 +39,9 @@ class RandomTensor:
         self.into(out)
         return out
 
+    def int64(self) -> NDArray[np.int64]:
+        return self.float32().astype(np.int64)
+
     def into(self, out: Floats) -> None:
         digest = hashlib.sha256(f"{self.seed} {self.name}".encode()).digest()
         generator = np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "little")))

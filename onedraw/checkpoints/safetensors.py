@@ -91,7 +91,7 @@ def _tensor(path: Path, name: str, entry: Any, data: Bytes) -> StoredTensor:
     try:
         kind, shape, (begin, end) = str(entry["dtype"]), tuple(int(n) for n in entry["shape"]), entry["data_offsets"]
         begin, end = int(begin), int(end)
-    except (TypeError, KeyError, ValueError):
+    except (TypeError, KeyError, ValueError, OverflowError):
         raise Corrupt(f"{path}: tensor {name}: its header entry lacks dtype, shape or data_offsets") from None
     if kind not in KINDS:
         raise Corrupt(f"{path}: tensor {name}: unknown dtype {kind}")

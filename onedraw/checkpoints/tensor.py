@@ -1,7 +1,7 @@
 """One tensor of a checkpoint, as it lies on disk.
 
-In: a name, a shape, a kind and a view of the mapped file. Out: its values as float32, or the same tensor with its
-rows in another order, still packed. Shapes are row-major: the last axis is the innermost.
+In: a name, a shape, a kind and a view of the mapped file. Out: its values as float32 (whole numbers as int64), or the
+same tensor with its rows in another order, still packed. Shapes are row-major: the last axis is the innermost.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onedraw.checkpoints.quants import KINDS, Bytes, Floats, dequantize_into, unpacker
+from onedraw.errors import UnsupportedModel
+
+WHOLE = {"I32": "<i4", "I64": "<i8"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,6 +43,12 @@ class StoredTensor:
         out = np.empty(self.shape, np.float32)
         self.into(out)
         return out
+
+    def int64(self) -> NDArray[np.int64]:
+        """The values of a tensor of whole numbers."""
+        if self.kind not in WHOLE:
+            raise UnsupportedModel(f"tensor {self.name}: whole numbers as {self.kind} are not supported; supported: I32, I64")
+        return self.data.view(WHOLE[self.kind]).reshape(self.shape).astype(np.int64)
 
     def into(self, out: Floats) -> None:
         """Write the values into `out`, which has this tensor's shape."""

@@ -106,6 +106,8 @@ def talk(door: Door, conversation: Conversation, *, read: Callable[[], str]) -> 
                 answer(door, conversation, line)
         except OnedrawError as error:
             screen.dim(f"onedraw: {error}", out=sys.stdout)
+        except KeyboardInterrupt:  # before the answer began
+            screen.dim("stopped", out=sys.stdout)
 
 
 def answer(door: Door, conversation: Conversation, question: str) -> None:
@@ -113,12 +115,11 @@ def answer(door: Door, conversation: Conversation, question: str) -> None:
     conversation.turns.append({"role": "user", "content": question})
     try:
         prompt = door.render(conversation.messages())
-        ask = settle_ask(door, prompt, conversation.wishes, default_max_tokens=ANSWER_TOKENS)
-        door.check(ask)
-    except OnedrawError:
+        ask = settle_ask(door, prompt, conversation.wishes, default_max_tokens=ANSWER_TOKENS, opening=True)
+        reply, stopped = _listen(door, ask)
+    except (OnedrawError, KeyboardInterrupt):
         conversation.turns.pop()
         raise
-    reply, stopped = _listen(door, ask)
     if stopped and not reply.text:
         conversation.turns.pop()
         screen.dim("stopped before the first word; the question is taken back", out=sys.stdout)

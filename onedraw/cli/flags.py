@@ -32,6 +32,11 @@ SETTINGS_HELP: Mapping[str, str] = {
     "threads": "CPU threads (default: all cores)",
     "prefix_cache": "compute every prompt from its start; reuse never changes an answer, only the time it takes",
     "queue_limit": "requests that may wait before new ones are turned away",
+    "draft": "who guesses tokens ahead: auto, none, ngram, prediction, or the path of a drafter or draft model; may be given "
+    "several times (default: auto: prediction, ngram, and the drafter that comes with the model)",
+    "draft_tokens": "guesses per sequence and turn; auto: as many as pay off (default: auto)",
+    "tree_budget": "nodes of a draft tree; 0: a chain",
+    "trace_verify": "print to stderr what became of every guess",
     "self_check": "do not compare one row with many at start",
     "cache_dir": "where pulled models are kept (default: ONEDRAW_CACHE, or the user's cache folder)",
 }
@@ -63,7 +68,13 @@ WISHES_HELP: Mapping[str, str] = {
     "prompt_logprobs": "the same for the tokens of the prompt; allows --max-tokens 0",
     "checksums": "a checksum of the scores behind every chosen token",
     "skip_special_tokens": "show special tokens in the text",
+    "prediction": "text that the reply is expected to be; where it is right the reply comes sooner, never otherwise",
+    "speculation": "guess nothing ahead for this reply; guesses never change it, only the time it takes",
 }
+NO_DRAFT_WINDOW = (
+    "there is none: every guess is verified with full attention, since a shortened window would compute other scores than plain "
+    "decoding and so could change the answer; --draft-tokens and --tree-budget say how much is guessed"
+)
 
 Parsed = TypeVar("Parsed")
 
@@ -90,7 +101,10 @@ def wishes_flags() -> list[Flag]:
 
 
 def add_settings(parser: argparse.ArgumentParser, *, leave_out: Collection[str] = ()) -> None:
-    _add(parser.add_argument_group("how to run the model"), settings_flags(), leave_out)
+    group = parser.add_argument_group("how to run the model")
+    _add(group, settings_flags(), leave_out)
+    if "draft" not in leave_out:
+        group.add_argument("--draft-window", action=Refused, reason=NO_DRAFT_WINDOW)
 
 
 def add_wishes(parser: argparse.ArgumentParser, *, leave_out: Collection[str] = ()) -> None:
@@ -108,6 +122,17 @@ def read_wishes(arguments: argparse.Namespace, **more: Any) -> Wishes:
     if getattr(arguments, "logit_bias", None):
         given["logit_bias"] = dict(arguments.logit_bias)
     return Wishes.of(**{**given, **more})
+
+
+class Refused(argparse.Action):
+    """An option that other servers have and we refuse, with the reason."""
+
+    def __init__(self, option_strings: list[str], dest: str, *, reason: str) -> None:
+        super().__init__(option_strings, dest, nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        self._reason = reason
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        raise argparse.ArgumentError(self, self._reason)
 
 
 # ---------------------------------------------------------------------------------------------- from field to option
@@ -146,6 +171,10 @@ def _value_options(name: str, kind: Any) -> dict[str, Any]:
         return {"type": argument_type(size_in_bytes), "metavar": "SIZE"}
     if name == "dtype":
         return {"choices": DTYPES}
+    if name == "draft":
+        return {"action": "append", "metavar": "WHO"}
+    if name == "draft_tokens":
+        return {"type": argument_type(_number_or_auto), "metavar": "N|auto"}
     if name == "logit_bias":
         return {"type": argument_type(_bias), "action": "append", "metavar": "ID=VALUE"}
     if typing.get_origin(kind) is typing.Literal:
@@ -187,6 +216,15 @@ def token_ids(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.replace(",", " ").split())
     except ValueError:
         raise BadSetting(f"not a list of token ids: {text!r}; write for example 5,17,9") from None
+
+
+def _number_or_auto(text: str) -> int | None:
+    if text == "auto":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise BadSetting(f"not a number: {text!r}; write for example 4, or auto") from None
 
 
 def _bias(text: str) -> tuple[int, float]:

@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     with screen.progress() as tell:
         door = open_door(settings, tell)
     with door:
-        ask = settle_ask(door, prompt_ids(door, prompt), wishes)
+        ask = settle_ask(door, prompt_ids(door, prompt), wishes, opening=arguments.chat)
         door.check(ask)
         if arguments.json:
             screen.print_json(reply_json(door, door.generate(ask)))

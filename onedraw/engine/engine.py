@@ -16,7 +16,7 @@ from onedraw.engine.scheduler import Member, Scheduler
 from onedraw.engine.sequence import Sequence
 from onedraw.engine.stats import Stats
 from onedraw.errors import Barren, OnedrawError, TurnFailed
-from onedraw.types import Choice, Finish, Logprobs, Outcome, Plan, Request, RowOutcome, Usage
+from onedraw.types import Choice, Finish, Logprobs, Outcome, Plan, Request, Row, RowOutcome, Usage
 
 log = logging.getLogger("onedraw.engine")
 
@@ -32,9 +32,11 @@ class Event:
     usage: Usage = field(default_factory=Usage)
     scored: tuple[Logprobs, ...] | None = None  # logprobs of the prompt's tokens but the first, once, when asked for
     error: OnedrawError | None = None
+    kept: int = 0  # how many of `chosen`, from the first on, were drafts
 
 
 Sink = Callable[[Event], None]
+Observer = Callable[[Row, RowOutcome], None]  # sees every row that carried drafts, and what became of them
 COUNTED = (
     *("prompt_tokens", "completion_tokens", "drafts", "draft_tokens", "accepted_tokens"),
     *("middle_chunks", "mixed_turns", "failed_turns", "turns"),
@@ -44,16 +46,17 @@ COUNTED = (
 class Engine:
     """Owner: the engine thread of the service, or whoever calls `turn` in a test."""
 
-    def __init__(self, *, backend: Backend, scheduler: Scheduler) -> None:
+    def __init__(self, *, backend: Backend, scheduler: Scheduler, observer: Observer | None = None) -> None:
         self.backend = backend
         self.scheduler = scheduler
+        self._observer = observer
         self._live: dict[str, tuple[Sequence, Sink]] = {}
         self._totals = dict.fromkeys(COUNTED, 0)
         self._seconds = 0.0
 
     @property
     def busy(self) -> bool:
-        return not self.scheduler.idle
+        return bool(self._live)  # one look, which another thread may take while a sequence moves between the queues
 
     def add(self, request: Request, sink: Sink) -> None:
         sequence = Sequence(request)
@@ -100,6 +103,12 @@ class Engine:
 
     def _settle(self, member: Member, result: RowOutcome) -> None:
         sequence, row = member.sequence, member.row
+        if row.drafts:
+            kept = max(len(result.chosen) - 1, 0)
+            self.scheduler.speculator.learn(row.request_id, member.source, drafted=len(row.drafts), kept=kept)
+            if self._observer is not None:
+                self._observer(row, result)
+        kept_before = sequence.kept
         chosen, finish = sequence.accept(row, result)
         assert sequence.lease is not None
         sequence.lease.settle(min(sequence.computed, sequence.known), sequence.history)
@@ -111,7 +120,8 @@ class Engine:
             self._remove(row.request_id)
         if chosen or finish or error or scored is not None:
             stop_id = chosen[-1].token if finish == "stop" else None
-            sink(Event(row.request_id, chosen, finish, stop_id, sequence.usage, scored, error))
+            kept = sequence.kept - kept_before
+            sink(Event(row.request_id, chosen, finish, stop_id, sequence.usage, scored, error, kept))
 
     def _scores(self, sequence: Sequence) -> tuple[Logprobs, ...] | None:
         """The prompt's logprobs, once, when its last position is computed."""
@@ -123,6 +133,7 @@ class Engine:
     def _remove(self, request_id: str) -> tuple[Sequence, Sink]:
         sequence, sink = self._live.pop(request_id)
         self.scheduler.finish(sequence)
+        self.scheduler.speculator.forget(request_id)
         return sequence, sink
 
     def _fail(self, members: list[Member], error: Exception) -> None:
@@ -138,6 +149,9 @@ class Engine:
         totals["turns"] += 1
         totals["mixed_turns"] += len(members) > 1
         self._seconds += outcome.seconds
+        if all(len(member.row.tokens) == 1 for member in members):
+            tokens = sum(1 + len(member.row.drafts) for member in members)
+            self.scheduler.speculator.observe(tokens=tokens, rows=len(members), seconds=outcome.seconds)
         for member, result in zip(members, outcome.rows, strict=True):
             row = member.row
             totals["prompt_tokens"] += max(min(row.stop, row.prompt_stop) - row.start, 0)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from onedraw.backends.base import Capacity
 from onedraw.engine.sequence import Sequence
 from onedraw.memory.ledger import Ledger
-from onedraw.speculation.proposer import Proposer
+from onedraw.speculation.speculator import NOTHING, Guess, Speculator
 from onedraw.types import Draft, Row
 
 
@@ -25,15 +25,16 @@ class Member:
 
     sequence: Sequence
     row: Row
+    source: str = ""  # who guessed the row's drafts
 
 
 class Scheduler:
     """Owner: the engine. `running` is in order of admission, `waiting` in order of arrival."""
 
-    def __init__(self, *, ledger: Ledger, capacity: Capacity, proposer: Proposer, turn_tokens: int) -> None:
+    def __init__(self, *, ledger: Ledger, capacity: Capacity, speculator: Speculator, turn_tokens: int) -> None:
         self.ledger = ledger
         self.capacity = capacity
-        self.proposer = proposer
+        self.speculator = speculator
         # Every running sequence can take its token and a prompt still moves by one chunk.
         self.turn_tokens = max(turn_tokens, capacity.chunk)
         self.waiting: deque[Sequence] = deque()
@@ -52,13 +53,13 @@ class Scheduler:
         prompts = [s for s in self.running if s.remaining > 1]
         drafts_left = self.turn_tokens - len(generating)
         for sequence in generating:
-            drafts = self._guess(sequence, drafts_left)
-            if self._place(sequence, 1, drafts, members, planned):
-                drafts_left -= len(drafts)
+            guess = self._guess(sequence, drafts_left, len(generating))
+            if self._place(sequence, 1, guess, members, planned):
+                drafts_left -= len(guess.drafts)
         budget = max(self.turn_tokens - sum(1 + len(m.row.drafts) for m in members), self.capacity.chunk)
         for sequence in prompts:
             length = self._chunk_length(sequence, budget)
-            if length and self._place(sequence, length, (), members, planned):
+            if length and self._place(sequence, length, NOTHING, members, planned):
                 budget -= length
         return members
 
@@ -81,13 +82,18 @@ class Scheduler:
             sequence.begin(lease)
             self.running.append(sequence)
 
-    def _guess(self, sequence: Sequence, left: int) -> tuple[Draft, ...]:
+    def _guess(self, sequence: Sequence, left: int, running: int) -> Guess:
         room = min(left, sequence.room - 1, self.capacity.max_drafts, self.capacity.max_context - sequence.known - 1)
         if room <= 0 or not self.capacity.logits_per_position:
-            return ()
-        drafts = self.proposer.propose(sequence.request.id, sequence.history, room)[:room]
-        legal = next((i for i, d in enumerate(drafts) if not 0 <= d.token < self.capacity.vocab), len(drafts))
-        return drafts[:legal]
+            return NOTHING
+        guess = self.speculator.guess(sequence.request, sequence.history, sequence.guesses, room=room, running=running)
+        drafts = guess.drafts[:room]
+        legal = next((i for i, d in enumerate(drafts) if not self._legal(d, i)), len(drafts))
+        return Guess(drafts[:legal], guess.source) if legal else NOTHING
+
+    def _legal(self, draft: Draft, index: int) -> bool:
+        """In the vocabulary, and after a draft that stands before it."""
+        return 0 <= draft.token < self.capacity.vocab and -1 <= draft.parent < index
 
     def _chunk_length(self, sequence: Sequence, budget: int) -> int:
         """How many known tokens a prompt row may take: all, or up to a multiple of the chunk."""
@@ -98,19 +104,19 @@ class Scheduler:
             stop -= stop % self.capacity.chunk
         return max(stop - sequence.computed, 0)
 
-    def _place(
-        self, sequence: Sequence, length: int, drafts: tuple[Draft, ...], members: list[Member], planned: set[Sequence]
-    ) -> bool:
+    def _place(self, sequence: Sequence, length: int, guess: Guess, members: list[Member], planned: set[Sequence]) -> bool:
         """Cover the row with pages, driving out latecomers if need be, and add it to the turn."""
         if sequence.lease is None:  # driven out earlier in this turn
             return False
-        needed = sequence.computed + length + len(drafts)
+        needed = sequence.computed + length + len(guess.drafts)
         while not sequence.lease.cover(needed):
             victim = next((s for s in reversed(self.running) if s not in planned), sequence)
             self._preempt(victim)
             if victim is sequence:
                 return False
-        members.append(Member(sequence, sequence.row(length=length, drafts=drafts)))
+        if self.capacity.lookahead:  # room for the backend's own drafter, if nobody has to go for it
+            sequence.lease.cover(min(needed + self.capacity.lookahead, self.capacity.max_context))
+        members.append(Member(sequence, sequence.row(length=length, drafts=guess.drafts), guess.source))
         planned.add(sequence)
         return True
 

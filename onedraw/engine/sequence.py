@@ -27,6 +27,7 @@ class Sequence:
     kept: int = 0
     rejected: int = 0
     scored: list[Logprobs] = field(default_factory=list)
+    guesses: tuple[Draft, ...] = ()  # the backend's own, for the next row
     told_scores: bool = False  # the prompt's logprobs went out; a recomputation need not make them again
 
     def __post_init__(self) -> None:
@@ -73,7 +74,7 @@ class Sequence:
         """Preemption: give everything back, compute again later. The tokens stay."""
         assert self.lease is not None
         self.lease.release()
-        self.lease, self.computed = None, 0
+        self.lease, self.computed, self.guesses = None, 0, ()
 
     def row(self, *, length: int, drafts: tuple[Draft, ...]) -> Row:
         assert self.lease is not None
@@ -95,16 +96,22 @@ class Sequence:
     def accept(self, row: Row, outcome: RowOutcome) -> tuple[tuple[Choice, ...], Finish | None]:
         """Take in what a row gave. Choices past a stop id or past max_tokens are as if never made."""
         self.scored.extend(outcome.scored)
+        self.guesses = outcome.guesses
         kept = max(len(outcome.chosen) - 1, 0)
         self.computed = row.stop + kept
-        self.kept += kept
-        self.rejected += len(row.drafts) - kept
+        chosen, finish = self._take(outcome.chosen)
+        said = min(kept, len(chosen))  # a draft behind a stop id was right, but is no part of the reply
+        self.kept += said
+        self.rejected += len(row.drafts) - said
+        return chosen, finish
+
+    def _take(self, chosen: tuple[Choice, ...]) -> tuple[tuple[Choice, ...], Finish | None]:
         stop_ids = self.request.params.stop_ids
-        for count, choice in enumerate(outcome.chosen, start=1):
+        for count, choice in enumerate(chosen, start=1):
             self.history.output.append(choice.token)
             if choice.token in stop_ids:
-                return outcome.chosen[:count], "stop"
+                return chosen[:count], "stop"
             if self.room == 0:
-                return outcome.chosen[:count], "length"
+                return chosen[:count], "length"
         done = self.room == 0 and self.computed >= self.known
-        return outcome.chosen, "length" if done else None
+        return chosen, "length" if done else None

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from onedraw.backends.base import Capacity
 from onedraw.engine.engine import Engine, Event, Sink
 from onedraw.engine.stats import Stats
-from onedraw.errors import BadParameter, ContextOverflow, Draining, QueueFull, TurnFailed, Unsupported
+from onedraw.errors import BadParameter, BadRequest, ContextOverflow, Draining, QueueFull, TurnFailed, Unsupported
 from onedraw.types import Request, SamplingParams
 
 __all__ = ["Event", "Service", "Sink"]
@@ -52,6 +52,11 @@ class Service:
     def ready(self) -> bool:
         return self._thread.is_alive() and not self._draining
 
+    @property
+    def most(self) -> int:
+        """Requests that may run and wait at once; more in one call can never be taken."""
+        return self._queue_limit + self.capacity.lanes
+
     def stats(self) -> Stats:
         """As of the last turn."""
         return self._stats
@@ -65,10 +70,11 @@ class Service:
         if not request.prompt:
             raise BadParameter("prompt", "needs at least one token")
         total = len(request.prompt) + params.max_tokens
-        if total > capacity.max_context:
+        room = min(capacity.max_context, capacity.pages * capacity.page_size)  # more pages would be waited for in vain
+        if total > room:
             raise ContextOverflow(
                 f"the prompt has {len(request.prompt)} tokens and max_tokens is {params.max_tokens}: together {total}, "
-                f"over the context of {capacity.max_context}",
+                f"over the context of {room}",
                 param="max_tokens",
             )
         if not capacity.returns_logits and not _plain_argmax(params):
@@ -80,6 +86,12 @@ class Service:
 
     def submit(self, requests: Sequence[tuple[Request, Sink]]) -> None:
         """Take all of them or none."""
+        if len(requests) > self.most:
+            raise BadRequest(
+                f"{len(requests)} replies at once are more than the {self.most} that may run and wait here; "
+                f"ask for them in several requests, or raise --queue-limit or --max-batch",
+                code="too_many_replies",
+            )
         for request, _ in requests:
             self.check(request)
         with self._news:
@@ -100,12 +112,16 @@ class Service:
         with self._news:
             self._draining = True
         deadline = time.monotonic() + drain_seconds
-        while time.monotonic() < deadline and self._thread.is_alive() and (self._arrivals or self._engine.busy):
+        while time.monotonic() < deadline and self._thread.is_alive() and self._occupied():
             time.sleep(0.01)
         with self._news:
             self._stop = True
             self._news.notify()
         self._thread.join()
+
+    def _occupied(self) -> bool:
+        with self._news:  # an arrival is either still noted or known to the engine
+            return bool(self._arrivals) or self._engine.busy
 
     def _free_lanes(self) -> int:
         return max(self.capacity.lanes - self._stats.running, 0)
@@ -139,13 +155,15 @@ class Service:
                 for request, sink in self._arrivals:
                     engine.add(request, sink)
                 return False
-            arrivals, self._arrivals = self._arrivals, deque()
+            arrived = bool(self._arrivals)
+            while self._arrivals:
+                engine.add(*self._arrivals.popleft())
+            if arrived:
+                self._stats = engine.stats()  # before the next submit looks how many wait
             cancelled, self._cancelled = self._cancelled, deque()
-        for request, sink in arrivals:
-            engine.add(request, sink)
         for request_id in cancelled:
             engine.cancel(request_id)
-        if cancelled or arrivals:
+        if cancelled:
             self._stats = engine.stats()
         return True
 

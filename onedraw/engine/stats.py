@@ -5,7 +5,18 @@ In: the engine's own books. Out: Stats, read by `/metrics`, `bench` and `prove`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from itertools import zip_longest
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """What came of one source's guesses."""
+
+    source: str
+    rows: int = 0  # that carried its drafts
+    drafted: int = 0
+    kept: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +32,29 @@ class Stats:
     preemptions: int = 0
     drafts: int = 0  # rows that carried drafts
     draft_tokens: int = 0
-    accepted_tokens: int = 0
+    accepted_tokens: int = 0  # as verification kept them, also behind a stop id
+    accepted_per_position: tuple[int, ...] = ()  # how often the first draft of a row was kept, the second …
+    drafted_by: tuple[Drafted, ...] = ()
+    propose_seconds: float = 0.0  # time of the proposers on the host
     middle_chunks: int = 0  # rows that did not reach the end of the known tokens
     mixed_turns: int = 0  # turns with more than one row
     failed_turns: int = 0
     turns: int = 0
     turn_seconds: float = 0.0
+
+    def since(self, earlier: Stats) -> Stats:
+        """What was counted after `earlier`; `running` and the like become differences too."""
+        apart = ("accepted_per_position", "drafted_by")
+        numbers = {
+            f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(Stats) if f.name not in apart
+        }
+        pairs = zip_longest(self.accepted_per_position, earlier.accepted_per_position, fillvalue=0)
+        before = {d.source: d for d in earlier.drafted_by}
+        drafted_by = (_less(d, before.get(d.source, Drafted(d.source))) for d in self.drafted_by)
+        return Stats(**numbers, accepted_per_position=tuple(a - b for a, b in pairs), drafted_by=tuple(drafted_by))
+
+
+def _less(now: Drafted, earlier: Drafted) -> Drafted:
+    return replace(
+        now, rows=now.rows - earlier.rows, drafted=now.drafted - earlier.drafted, kept=now.kept - earlier.kept
+    )

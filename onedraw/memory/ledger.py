@@ -42,7 +42,9 @@ class Ledger:
         for node in shared:
             self.pool.share(node.page)
         pages = [node.page for node in shared]
-        fits = self.slots.available and self.pages_for(known + 1) - len(pages) <= self.pool.available
+        # A prompt that fills every page and is only scored has no next token; it must not wait for a page that is not there.
+        wanted = min(self.pages_for(known + 1), self.pool.count)
+        fits = self.slots.available and wanted - len(pages) <= self.pool.available
         lane = self.slots.take() if fits else None
         if lane is None:
             self._drop(pages)

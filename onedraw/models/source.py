@@ -33,6 +33,9 @@ class Tensor(Protocol):
 
     def float32(self) -> NDArray[np.float32]: ...
 
+    def int64(self) -> NDArray[np.int64]:
+        """The values of a tensor of whole numbers; UnsupportedModel for any other kind."""
+
     def into(self, out: NDArray[np.float32]) -> None: ...
 
     def take_rows(self, order: NDArray[np.intp]) -> Tensor: ...

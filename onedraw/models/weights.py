@@ -12,15 +12,16 @@ Weights, all float32, matrices as [outputs, inputs]
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from onedraw.errors import Corrupt, UnsupportedModel
 from onedraw.models.source import Source, Tensor
-from onedraw.models.spec import ModelSpec
+from onedraw.models.spec import LayerSpec, ModelSpec
 
 Where = tuple[int | None, str]  # (layer, weight); layer None for the outer ones
 Shape = tuple[int, ...]
@@ -41,14 +42,24 @@ class Rules:
         return self.outer[weight] if layer is None else self.layer[weight].format(layer=layer)
 
 
-def _pairs(prefix: str, names: str) -> dict[str, str]:
+class Stack(Protocol):
+    """What the weights of a layer depend on; a model is one, a drafter too."""
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]: ...
+
+    @property
+    def hidden(self) -> int: ...
+
+
+def pairs(prefix: str, names: str) -> dict[str, str]:
     """'q=attn_q.weight k=…' → a table, each stored name behind the prefix."""
     return {weight: prefix + stored for weight, _, stored in (pair.partition("=") for pair in names.split())}
 
 
 SAFETENSORS = Rules(
-    outer=_pairs("", "embed=model.embed_tokens.weight norm=model.norm.weight head=lm_head.weight"),
-    layer=_pairs(
+    outer=pairs("", "embed=model.embed_tokens.weight norm=model.norm.weight head=lm_head.weight"),
+    layer=pairs(
         "model.layers.{layer}.",
         """attn_norm=input_layernorm.weight mlp_norm=post_attention_layernorm.weight
         q=self_attn.q_proj.weight k=self_attn.k_proj.weight v=self_attn.v_proj.weight o=self_attn.o_proj.weight
@@ -60,8 +71,8 @@ SAFETENSORS = Rules(
     ignored=r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
 )
 GGUF = Rules(
-    outer=_pairs("", "embed=token_embd.weight norm=output_norm.weight head=output.weight"),
-    layer=_pairs(
+    outer=pairs("", "embed=token_embd.weight norm=output_norm.weight head=output.weight"),
+    layer=pairs(
         "blk.{layer}.",
         """attn_norm=attn_norm.weight mlp_norm=ffn_norm.weight
         q=attn_q.weight k=attn_k.weight v=attn_v.weight o=attn_output.weight
@@ -89,7 +100,7 @@ def outer_shapes(spec: ModelSpec) -> dict[str, Shape]:
     return shapes if spec.tied else {**shapes, "head": (spec.vocab, spec.hidden)}
 
 
-def layer_shapes(spec: ModelSpec, index: int) -> dict[str, Shape]:
+def layer_shapes(spec: Stack, index: int) -> dict[str, Shape]:
     a, m, hidden = spec.layers[index].mixer, spec.layers[index].feed_forward, spec.hidden
     q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
     shapes: dict[str, Shape] = {"attn_norm": (hidden,), "q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, q)}
@@ -123,8 +134,11 @@ class Weights:
         self._rules = rules
         self._tensors: dict[Where, Tensor] = {}
         for where, shape in all_shapes(spec).items():
-            self._tensors[where] = _find(source, rules.stored(where), shape)
-        _refuse_unclaimed(source, spec, rules, {tensor.name for tensor in self._tensors.values()})
+            self._tensors[where] = find(source, rules.stored(where), shape)
+            self._tensors[where].require_readable()
+        claimed = {tensor.name for tensor in self._tensors.values()}
+        copies = {rules.outer["head"]} if spec.tied else set()  # a tied head may be stored a second time
+        refuse_unclaimed(source, claimed | copies, ignored=rules.ignored, kind=f"{spec.family} model")
 
     def tensor(self, layer: int | None, weight: str) -> Tensor:
         """One weight, still packed, its rows in our order."""
@@ -150,20 +164,18 @@ def half_split_order(heads: int, head_dim: int) -> NDArray[np.intp]:
     return np.arange(heads * head_dim).reshape(heads, head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
 
 
-def _find(source: Source, name: str, shape: Shape) -> Tensor:
+def find(source: Source, name: str, shape: Shape) -> Tensor:
     tensor = source.tensors.get(name)
     if tensor is None:
         raise Corrupt(f"{source.path}: tensor {name} is missing")
     if tensor.shape != shape:
         raise Corrupt(f"{source.path}: tensor {name} has shape {list(tensor.shape)}, the model needs {list(shape)}")
-    tensor.require_readable()
     return tensor
 
 
-def _refuse_unclaimed(source: Source, spec: ModelSpec, rules: Rules, claimed: set[str]) -> None:
+def refuse_unclaimed(source: Source, claimed: Collection[str], *, ignored: str, kind: str) -> None:
     """A tensor nobody reads may be half of the model."""
-    ignored = re.compile(rules.ignored)
-    copies = {rules.outer["head"]} if spec.tied else set()  # a tied head may be stored a second time
+    pattern = re.compile(ignored)
     for name in source.tensors:
-        if name not in claimed and name not in copies and not ignored.fullmatch(name):
-            raise UnsupportedModel(f"{source.path}: tensor {name} has no place in a {spec.family} model of this description")
+        if name not in claimed and not pattern.fullmatch(name):
+            raise UnsupportedModel(f"{source.path}: tensor {name} has no place in a {kind} of this description")

@@ -27,10 +27,15 @@ def kept(drafts: Sequence[Draft], chosen: Sequence[int]) -> tuple[int, ...]:
     return tuple(path)
 
 
-def hypotheses(drafts: Sequence[Draft]) -> tuple[tuple[int, ...], ...]:
-    """For each position of a row (after the last known token, then after each draft): the drafted tokens that
-    stand between the history and it, if they were right. In a tree these are the ancestors alone."""
+def trails(drafts: Sequence[Draft]) -> tuple[tuple[int, ...], ...]:
+    """For each position of a row (after the last known token, then after each draft): the drafts on the way to it, by
+    index. In a tree these are the ancestors alone."""
     paths: list[tuple[int, ...]] = [()]
-    for draft in drafts:
-        paths.append((*paths[1 + draft.parent], draft.token))
+    for index, draft in enumerate(drafts):
+        paths.append((*paths[1 + draft.parent], index))
     return tuple(paths)
+
+
+def hypotheses(drafts: Sequence[Draft]) -> tuple[tuple[int, ...], ...]:
+    """The same as tokens: what stands between the history and each position, if the drafts on the way were right."""
+    return tuple(tuple(drafts[index].token for index in path) for path in trails(drafts))

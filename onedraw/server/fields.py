@@ -81,7 +81,6 @@ _SHARED = (
     refused("structured_outputs", "no constrained output yet"),
     refused("grammar", "no constrained output yet"),
     refused("cache_salt", "there is one prefix cache for all callers"),
-    refused("prediction", "no predicted outputs yet"),
 )
 COMPLETION_RULES = (
     *_SHARED,

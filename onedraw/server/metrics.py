@@ -56,6 +56,15 @@ class EngineCollector(Collector):
             counter = CounterMetricFamily(name, says, labels=["model_name"])
             counter.add_metric([self._model], read(stats))
             yield counter
+        yield self._per_position(stats)
+
+    def _per_position(self, stats: Stats) -> Family:
+        """Position 0 is the first draft of a row. Divided by the rows that carried drafts: how often it was right."""
+        says = "Drafted tokens kept, by their place in the draft."
+        family = CounterMetricFamily("spec_decode_num_accepted_tokens_per_pos", says, labels=["model_name", "position"])
+        for position, kept in enumerate(stats.accepted_per_position):
+            family.add_metric([self._model, str(position)], kept)
+        return family
 
 
 class Meters:

@@ -119,6 +119,13 @@ class StreamOptions(Strict):
     include_usage: bool = wish("boolean", "a last chunk without choices carries `usage`", False)
 
 
+class Prediction(Strict):
+    type: Literal["content"] = wish('"content"', "required", ...)
+    content: Annotated[str, PlainValidator(_content)] = wish(
+        "string or list of text parts", "required; text parts are joined by line breaks", ...
+    )
+
+
 class Sampling(Strict):
     """What both endpoints honour alike."""
 
@@ -157,6 +164,8 @@ class Sampling(Strict):
         '"raw" or "processed"', "the model's own distribution, or the one it was drawn from", "raw"
     )
     skip_special_tokens: bool = wish("boolean", "leave special tokens out of the text", True)
+    prediction: Prediction | None = wish("object", "see below; what the reply is expected to be: sooner where right, never other")
+    speculation: bool = wish("boolean", "false: nothing is guessed ahead for this request; guesses never change a reply", True)
     return_token_ids: bool = wish("boolean", "adds `token_ids` and `prompt_token_ids` to each choice", False)
     return_checksums: bool = wish("boolean", "adds `score_checksums` to each choice, one string per token", False)
 
@@ -176,7 +185,12 @@ class Sampling(Strict):
     def wishes(self, **changes: Any) -> Wishes:
         """The fields that have the same name there, and the endpoint's changes."""
         named = {f.name: getattr(self, f.name) for f in fields(Wishes) if f.name in type(self).model_fields}
-        return Wishes.of(**named | {"max_tokens": self.token_limit, "checksums": self.return_checksums} | changes)
+        spelled = {
+            "max_tokens": self.token_limit,
+            "checksums": self.return_checksums,
+            "prediction": None if self.prediction is None else self.prediction.content,
+        }
+        return Wishes.of(**named | spelled | changes)
 
 
 class CompletionRequest(Sampling):
@@ -250,6 +264,7 @@ TABLES: Mapping[type[BaseModel], Mapping[str, Rule]] = {
     ChatRequest: table(ChatRequest, CHAT_RULES),
     Message: table(Message, MESSAGE_RULES),
     StreamOptions: table(StreamOptions, STREAM_RULES),
+    Prediction: table(Prediction),
     TokenizeRequest: table(TokenizeRequest, TOKENIZE_RULES),
     DetokenizeRequest: table(DetokenizeRequest),
 }
@@ -272,8 +287,9 @@ def parse(kind: type[RequestT], raw: object, *, lenient: bool = False) -> Parsed
             sift(message, TABLES[Message], path=f"messages[{i}].", ignored=ignored) if isinstance(message, dict) else message
             for i, message in enumerate(kept["messages"])
         ]
-    if isinstance(kept.get("stream_options"), dict):
-        kept["stream_options"] = sift(kept["stream_options"], TABLES[StreamOptions], path="stream_options.", ignored=ignored)
+    for name, part in (("stream_options", StreamOptions), ("prediction", Prediction)):
+        if isinstance(kept.get(name), dict):
+            kept[name] = sift(kept[name], TABLES[part], path=f"{name}.", ignored=ignored)
     try:
         return Parsed(kind.model_validate(kept), tuple(ignored or ()))
     except ValidationError as error:

@@ -15,6 +15,7 @@ from onedraw.server.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     Message,
+    Prediction,
     StreamOptions,
     TokenizeRequest,
 )
@@ -89,6 +90,7 @@ def page() -> str:
         ("`POST /v1/chat/completions`", ChatRequest),
         ("A message", Message),
         ("`stream_options`", StreamOptions),
+        ("`prediction`", Prediction),
         ("`POST /tokenize`", TokenizeRequest),
         ("`POST /detokenize`", DetokenizeRequest),
     )

@@ -98,8 +98,9 @@ def bind(host: str, port: int) -> socket.socket:
     """A socket on this address, or an error that says what to do."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except OSError as error:
-        raise BadSetting(f"--host: {host!r} is no address of this machine ({error.strerror})") from None
+    except (OSError, UnicodeError) as error:  # the latter for a name that cannot be written as one
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise BadSetting(f"--host: {host!r} is no address of this machine ({reason})") from None
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,27 +1,27 @@
-"""Who guesses: the protocol of every proposer, and the one that never guesses.
+"""Who guesses: the protocol of every proposer on the host.
 
-In: a history and how many drafts there is room for. Out: drafts. A proposer can be wrong, late or empty; it cannot
-change the answer, because a draft is kept only while it equals what the target chooses anyway.
+In: a request, its history, and how many drafts there is room for. Out: drafts. A proposer can be wrong, late or empty;
+it cannot change the answer, because a draft is kept only while it equals what the target chooses anyway.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from onedraw.types import Draft, History
+from onedraw.types import Draft, History, Request
 
 
 class Proposer(Protocol):
-    def propose(self, request_id: str, history: History, room: int) -> tuple[Draft, ...]:
-        """At most `room` drafts that may follow the history."""
+    @property
+    def name(self) -> str: ...
+
+    def propose(self, request: Request, history: History, room: int) -> tuple[Draft, ...]:
+        """At most `room` drafts that may follow the history; more are cut."""
         ...
 
-
-class Silent:
-    """Plain decoding is zero drafts."""
-
-    def propose(self, request_id: str, history: History, room: int) -> tuple[Draft, ...]:
-        return ()
+    def forget(self, request_id: str) -> None:
+        """The request is over: drop what was kept for it."""
+        ...
 
 
 def chain(tokens: tuple[int, ...]) -> tuple[Draft, ...]:

@@ -6,14 +6,17 @@ from onedraw.backends.base import Capacity
 from onedraw.engine.scheduler import Member, Scheduler
 from onedraw.engine.sequence import Sequence
 from onedraw.memory.ledger import Ledger
-from onedraw.speculation.proposer import Silent, chain
+from onedraw.speculation.proposer import Proposer, chain
+from onedraw.speculation.speculator import Speculator
 from onedraw.types import Choice, Draft, History, Request, RowOutcome, SamplingParams
 
 
-def make(*, turn_tokens: int = 8, lanes: int = 4, pages: int = 64, chunk: int = 1, proposer: object = None) -> Scheduler:
+def make(
+    *, turn_tokens: int = 8, lanes: int = 4, pages: int = 64, chunk: int = 1, proposers: tuple[Proposer, ...] = ()
+) -> Scheduler:
     capacity = Capacity(vocab=50, max_context=200, lanes=lanes, pages=pages, page_size=4, chunk=chunk)
     ledger = Ledger(pages=pages, lanes=lanes, page_size=4, reuse=False)
-    return Scheduler(ledger=ledger, capacity=capacity, proposer=proposer or Silent(), turn_tokens=turn_tokens)  # type: ignore[arg-type]
+    return Scheduler(ledger=ledger, capacity=capacity, speculator=Speculator(proposers, draft_tokens=64), turn_tokens=turn_tokens)
 
 
 def add(scheduler: Scheduler, name: str, length: int, max_tokens: int = 50) -> Sequence:
@@ -61,10 +64,14 @@ def test_prompt_rows_stop_at_multiples_of_the_chunk() -> None:
 
 def test_drafts_leave_every_running_sequence_its_token() -> None:
     class Eager:
-        def propose(self, request_id: str, history: History, room: int) -> tuple[Draft, ...]:
+        name = "eager"
+
+        def propose(self, request: Request, history: History, room: int) -> tuple[Draft, ...]:
             return chain((2,) * room)
 
-    scheduler = make(turn_tokens=6, lanes=4, proposer=Eager())
+        def forget(self, request_id: str) -> None: ...
+
+    scheduler = make(turn_tokens=6, lanes=4, proposers=(Eager(),))
     for i in range(4):
         add(scheduler, f"s{i}", 1)
     members = scheduler.plan()

@@ -13,7 +13,7 @@ from onedraw.backends.fake import FakeBackend
 from onedraw.engine.service import Event, Service
 from onedraw.errors import BadParameter, ContextOverflow, Draining, QueueFull, Unsupported
 from onedraw.settings import Settings
-from onedraw.speculation.proposer import Silent
+from onedraw.speculation.speculator import Speculator
 from onedraw.types import Request, Row, RowOutcome, SamplingParams
 
 
@@ -24,7 +24,7 @@ class Slow(FakeBackend):
 
 
 def start(backend: FakeBackend | None = None, *, queue_limit: int = 64) -> Service:
-    return make_service(lambda: backend or FakeBackend(), Settings(queue_limit=queue_limit), Silent())
+    return make_service(lambda: backend or FakeBackend(), Settings(queue_limit=queue_limit), Speculator())
 
 
 def request(name: str, *, length: int = 3, **params: object) -> Request:

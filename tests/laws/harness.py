@@ -16,7 +16,8 @@ from onedraw.engine.engine import Engine, Event
 from onedraw.engine.scheduler import Scheduler
 from onedraw.engine.stats import Stats
 from onedraw.memory.ledger import Ledger
-from onedraw.speculation.proposer import Proposer, Silent, chain
+from onedraw.speculation.proposer import Proposer, chain
+from onedraw.speculation.speculator import Speculator
 from onedraw.types import Draft, DryParams, History, Request, SamplingParams
 
 
@@ -49,7 +50,7 @@ class Schedule:
 
     turn_tokens: int = 4096
     reuse: bool = False
-    proposer: Proposer = field(default_factory=Silent)
+    proposer: Proposer | None = None
     arrivals: tuple[int, ...] = ()  # the turn before which each request arrives; missing: 0
     cancels: tuple[tuple[int, int], ...] = ()  # (turn, index of the request)
 
@@ -60,7 +61,8 @@ def run(backend: Backend, requests: Sequence[Request], schedule: Schedule) -> tu
     ledger = Ledger(
         pages=capacity.pages, lanes=capacity.lanes, page_size=capacity.page_size, reuse=schedule.reuse and not capacity.recurrent
     )
-    scheduler = Scheduler(ledger=ledger, capacity=capacity, proposer=schedule.proposer, turn_tokens=schedule.turn_tokens)
+    speculator = Speculator([schedule.proposer] if schedule.proposer else [], draft_tokens=64)
+    scheduler = Scheduler(ledger=ledger, capacity=capacity, speculator=speculator, turn_tokens=schedule.turn_tokens)
     engine = Engine(backend=backend, scheduler=scheduler)
     answers = [Answer() for _ in requests]
     pending = sorted(range(len(requests)), key=lambda i: schedule.arrivals[i] if i < len(schedule.arrivals) else 0)
@@ -136,16 +138,35 @@ class Clairvoyant:
     vocab: int
     lie_every: int = 4
     silent_every: int = 5
+    tree: bool = False  # a wrong sibling before and behind every truth
 
-    def propose(self, request_id: str, history: History, room: int) -> tuple[Draft, ...]:
+    name = "clairvoyant"
+
+    def forget(self, request_id: str) -> None: ...
+
+    def propose(self, request: Request, history: History, room: int) -> tuple[Draft, ...]:
         done = len(history.output)
         if self.silent_every and len(history) % self.silent_every == 0:
             return ()
-        truth = self.answers[request_id][done : done + 6]
+        truth = self.answers[request.id][done : done + 6]
         guess = [
             (token + 1) % self.vocab if self.lie_every and (done + i) % self.lie_every == 0 else token
             for i, token in enumerate(truth)
         ]
         if len(history) % 7 == 0:
             guess = [*guess[:1], self.vocab + 5, *guess[1:]]  # out of vocabulary: the scheduler cuts there
-        return chain(tuple(guess))
+        return self._branched(guess) if self.tree else chain(tuple(guess))
+
+    def _branched(self, guess: list[int]) -> tuple[Draft, ...]:
+        drafts: list[Draft] = []
+        parent = -1
+        for depth, token in enumerate(guess):
+            wrong = Draft((token + 7) % self.vocab, parent)
+            if depth % 2:
+                drafts.append(wrong)
+                drafts.append(Draft((token + 9) % self.vocab, len(drafts) - 1))  # a child of the wrong one
+            drafts.append(Draft(token, parent))
+            parent = len(drafts) - 1
+            if not depth % 2:
+                drafts.append(wrong)
+        return tuple(drafts)

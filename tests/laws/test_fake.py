@@ -54,7 +54,13 @@ def same(got: list[Answer], expected: list[Answer]) -> bool:
 def proposer_for(seed: int, expected: list[Answer], requests: list[Request]) -> Clairvoyant:
     rng = np.random.default_rng(seed + 1)
     answers = {r.id: a.tokens for r, a in zip(requests, expected, strict=True)}
-    return Clairvoyant(answers, VOCAB, lie_every=int(rng.choice([0, 2, 3, 4])), silent_every=int(rng.choice([0, 3, 5])))
+    return Clairvoyant(
+        answers,
+        VOCAB,
+        lie_every=int(rng.choice([0, 2, 3, 4])),
+        silent_every=int(rng.choice([0, 3, 5])),
+        tree=bool(rng.random() < 0.5),
+    )
 
 
 @settings(max_examples=700, deadline=None, suppress_health_check=list(HealthCheck))
@@ -134,18 +140,16 @@ class HistoryShortByOne(FakeBackend):
 class ChunkCutOffTheGrid(FakeBackend):
     """Computes a prompt's chunks from where the row starts, not on absolute multiples."""
 
-    def _states(self, row, drafts):  # type: ignore[no-untyped-def]
+    def _states(self, row):  # type: ignore[no-untyped-def]
         moved = dataclasses.replace(row, start=row.start + 3, prompt_stop=row.prompt_stop + 3)
-        if row.start:
-            return super()._states(moved, drafts)
-        return super()._states(row, drafts)
+        return super()._states(moved if row.start else row)
 
 
 class StaleLane(FakeBackend):
     """A sequence that begins finds its predecessor's state."""
 
-    def _states(self, row, drafts):  # type: ignore[no-untyped-def]
-        states = super()._states(row, drafts)
+    def _states(self, row):  # type: ignore[no-untyped-def]
+        states = super()._states(row)
         if row.start == 0 and self._capacity.recurrent and self._lanes[row.lane]:
             return [bytes([s[0] ^ 1, *s[1:]]) if s else s for s in states]
         return states
@@ -154,15 +158,38 @@ class StaleLane(FakeBackend):
 class NeighboursPage(FakeBackend):
     """Writes the last token of a row one page too early."""
 
-    def _write(self, row, tokens):  # type: ignore[no-untyped-def]
-        super()._write(row, tokens)
+    def _write(self, row):  # type: ignore[no-untyped-def]
+        super()._write(row)
         if len(row.pages) > 1 and row.start % self._capacity.page_size == 0 and row.start:
             self._store[row.pages[row.start // self._capacity.page_size - 1], -1] = 0
 
 
+class ForgetsToCompact(FakeBackend):
+    """Leaves the kept path of a tree in its nodes' slots."""
+
+    def compact(self, row, kept) -> None: ...  # type: ignore[no-untyped-def]
+
+
+class ReadsTheElderSibling(FakeBackend):
+    """Computes a node of a tree as if it followed the draft before it, not its parent."""
+
+    def _states(self, row):  # type: ignore[no-untyped-def]
+        drafts = tuple(dataclasses.replace(d, parent=i - 1) for i, d in enumerate(row.drafts))
+        return super()._states(dataclasses.replace(row, drafts=drafts))
+
+
 @pytest.mark.parametrize(
     "faulty",
-    [ForgetsToRollBack, NoiseByLane, HistoryShortByOne, ChunkCutOffTheGrid, StaleLane, NeighboursPage],
+    [
+        ForgetsToCompact,
+        ReadsTheElderSibling,
+        ForgetsToRollBack,
+        NoiseByLane,
+        HistoryShortByOne,
+        ChunkCutOffTheGrid,
+        StaleLane,
+        NeighboursPage,
+    ],
     ids=lambda c: c.__name__,
 )
 def test_a_planted_fault_is_caught(faulty: type[FakeBackend]) -> None:

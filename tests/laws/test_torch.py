@@ -74,6 +74,7 @@ def test_no_schedule_changes_a_bit(folder: Path, ops: str) -> None:
     expected = plain(lambda: lonely, requests)
     longest = max(len(r.prompt) + r.params.max_tokens for r in requests)
     drafts = answers_of(requests, expected)
+    trees = dataclasses.replace(drafts, tree=True)
     variations = {
         "batched": (backend_of(folder), Schedule()),
         "small turns": (backend_of(folder), Schedule(turn_tokens=7)),
@@ -81,6 +82,11 @@ def test_no_schedule_changes_a_bit(folder: Path, ops: str) -> None:
         "prefix hits": (backend_of(folder), Schedule(reuse=True, arrivals=(0, 3, 6, 9, 12, 15))),
         "few pages": (backend_of(folder, pages=-(-longest // 8) + 6), Schedule(reuse=True)),
         "drafts": (backend_of(folder), Schedule(proposer=drafts)),
+        "trees": (backend_of(folder), Schedule(proposer=trees)),
+        "trees, few pages": (
+            backend_of(folder, pages=-(-longest // 8) + 9),
+            Schedule(proposer=trees, turn_tokens=60, reuse=True),
+        ),
         "drafts, few pages": (
             backend_of(folder, pages=-(-longest // 8) + 6),
             Schedule(proposer=drafts, turn_tokens=40, reuse=True),
@@ -148,8 +154,8 @@ def test_a_planted_fault_is_caught(folder: Path, fault: str, monkeypatch: pytest
             from onedraw.backends.torch import tiles
 
             mask = tiles._mask
-            short = lambda query: np.maximum(query - len(query) % 2, 0)  # noqa: E731
-            monkeypatch.setattr(tiles, "_mask", lambda query, block, window: mask(short(query), block, window))
+            short = lambda highest: np.maximum(highest - len(highest) % 2, 0)  # noqa: E731
+            monkeypatch.setattr(tiles, "_mask", lambda lowest, highest, block: mask(lowest, short(highest), block))
         case "stale page":  # reused pages are one short: the last shared position keeps an older key
             from onedraw.memory.ledger import Ledger
 

@@ -1,7 +1,7 @@
 """The torch backend: a plan in, an outcome out, on a CPU or a CUDA device.
 
-In: a spec, a source of weights, sizes. Out: outcomes. inputs → stack → sampler → verification → commit; on families
-without recurrent state a commit is nothing more than the engine forgetting the rejected positions.
+In: a spec, a source of weights, sizes, perhaps a drafter. Out: outcomes. inputs → stack → sampler → verification →
+commit → guesses. A commit brings the kept path of a tree to its positions; the rejected rest is never read again.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,13 +22,34 @@ from onedraw.backends.torch.ops import Ops, TorchOps
 from onedraw.backends.torch.sampler import Position, Sampler
 from onedraw.backends.torch.selfcheck import SelfCheck, self_check
 from onedraw.backends.torch.stack import Stack, WeightSource
-from onedraw.backends.torch.state import State
+from onedraw.backends.torch.state import State, moves_of
 from onedraw.models.spec import ModelSpec
 from onedraw.sampling.verify import hypotheses
-from onedraw.types import Choice, Logprobs, Outcome, Plan
+from onedraw.types import Choice, Draft, Logprobs, Outcome, Plan, RowOutcome
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 LOGITS_BYTES = 256 * 2**20  # float32 logits held at once
+
+
+class Drafter(Protocol):
+    """Guesses on the device, from what the target computed. It may be wrong; it cannot change a token."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def captures(self) -> tuple[int, ...]:
+        """Layers of the target whose outputs it wants."""
+        ...
+
+    @property
+    def lookahead(self) -> int:
+        """Positions past a row that it writes to."""
+        ...
+
+    def guess(self, plan: Plan, inputs: Inputs, features: list[Tensor], rows: tuple[RowOutcome, ...]) -> list[tuple[Draft, ...]]:
+        """Take in what the turn settled and guess on: drafts per row for the row after it."""
+        ...
 
 
 class TorchBackend:
@@ -46,26 +68,22 @@ class TorchBackend:
         max_context: int,
         ops: Ops | None = None,
         check: bool = True,
+        make_drafter: Callable[[Stack, Sampler, Shape], Drafter] | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self._device = torch.device(device)
         ops = ops or TorchOps(self._device)
         self._stack = Stack(
-            spec,
-            source,
-            dtype=DTYPES[dtype],
-            device=self._device,
-            ops=ops,
-            max_context=max_context,
-            progress=progress,
+            spec, source, dtype=DTYPES[dtype], device=self._device, ops=ops, max_context=max_context, progress=progress
         )
-        self._state = State(spec, pages=pages, page_size=page_size, dtype=DTYPES[dtype], device=self._device)
+        self._state = State(spec.layers, pages=pages, page_size=page_size, dtype=DTYPES[dtype], device=self._device)
         self._shape = Shape(page_size, self._state.scratch_page, ops.rule)
         self.report: SelfCheck | None = None
         if check:
             self.report = _checked(self._stack, self._state, self._shape)
             self._shape = replace(self._shape, rule=self.report.rule)
         self._sampler = Sampler(vocab=spec.vocab, lanes=lanes, device=self._device)
+        self._drafter = None if make_drafter is None else make_drafter(self._stack, self._sampler, self._shape)
         self._slice = max(LOGITS_BYTES // (4 * spec.vocab), 1)
         self._capacity = Capacity(
             vocab=spec.vocab,
@@ -73,6 +91,8 @@ class TorchBackend:
             lanes=lanes,
             pages=pages,
             page_size=page_size,
+            lookahead=0 if self._drafter is None else self._drafter.lookahead,
+            drafter="" if self._drafter is None else self._drafter.name,
             device=ops.name,
             dtype=dtype,
         )
@@ -100,11 +120,26 @@ class TorchBackend:
     def _run(self, plan: Plan) -> Outcome:
         begin = time.perf_counter()
         inputs = make_inputs(plan, shape=self._shape, device=self._device)
-        hidden = self._stack.hidden(inputs, self._state)
+        features: list[Tensor] = []
+        captures = () if self._drafter is None else self._drafter.captures
+        hidden = self._stack.hidden(inputs, self._state, captures=captures, features=features)
         scored = self._score(plan, inputs, hidden)
         chosen = self._choose(plan, inputs, hidden)
         rows = tuple(row_outcome(row, chosen.get(i, []), scored.get(i, ())) for i, row in enumerate(plan.rows))
+        self._commit(plan, rows)
+        if self._drafter is not None:
+            guesses = self._drafter.guess(plan, inputs, features, rows)
+            rows = tuple(replace(row, guesses=own) for row, own in zip(rows, guesses, strict=True))
         return Outcome(rows, time.perf_counter() - begin)
+
+    def _commit(self, plan: Plan, rows: tuple[RowOutcome, ...]) -> None:
+        """Bring the kept paths of trees home."""
+        moves = [
+            move
+            for row, outcome in zip(plan.rows, rows, strict=True)
+            for move in moves_of(row, outcome.kept, self._shape.page_size)
+        ]
+        self._state.compact(moves)
 
     def _logits(self, hidden: Tensor, tokens: list[int]) -> Tensor:
         """Logits of these tokens of the turn: [C', V'], the first C rows wanted."""
@@ -117,11 +152,11 @@ class TorchBackend:
         tokens: list[int] = []
         owners: list[int] = []
         positions: list[Position] = []
-        for i, (row, spot) in enumerate(zip(plan.rows, inputs.spots, strict=False)):  # padding has spots of its own
+        for i, (row, span) in enumerate(zip(plan.rows, inputs.spans, strict=False)):  # padding has spans of its own
             if not row.chooses:
                 continue
             for k, drafts in enumerate(hypotheses(row.drafts)):
-                tokens.append(spot.first + len(row.tokens) - 1 + k)
+                tokens.append(span.first + len(row.tokens) - 1 + k)
                 owners.append(i)
                 positions.append(Position(row.lane, row.params, row.history, drafts, row.request_id))
         chosen: dict[int, list[Choice | None]] = {}
@@ -135,7 +170,7 @@ class TorchBackend:
     def _score(self, plan: Plan, inputs: Inputs, hidden: Tensor) -> dict[int, tuple[Logprobs, ...]]:
         """Per scoring row, the logprobs of the prompt tokens its positions predict."""
         scored: dict[int, tuple[Logprobs, ...]] = {}
-        for i, (row, spot) in enumerate(zip(plan.rows, inputs.spots, strict=False)):  # padding has spots of its own
+        for i, (row, span) in enumerate(zip(plan.rows, inputs.spans, strict=False)):
             if not row.scores:
                 continue
             targets = row.history.prompt[row.start + 1 : row.stop + 1]
@@ -143,7 +178,7 @@ class TorchBackend:
             step = min(self._slice, 64)
             for start in range(0, len(targets), step):
                 part = targets[start : start + step]
-                logits = self._logits(hidden, list(range(spot.first + start, spot.first + start + len(part))))
+                logits = self._logits(hidden, list(range(span.first + start, span.first + start + len(part))))
                 found.extend(self._sampler.score(logits, part, row.params.prompt_logprobs or 0))
             scored[i] = tuple(found)
         return scored

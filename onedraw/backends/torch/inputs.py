@@ -2,11 +2,17 @@
 
 In: rows of a plan, page size, the row rule. Out: Inputs: what every layer reads besides its weights. Built with numpy on
 the host and moved once; nothing here is asked for again while the layers run.
+
+A token has a position (what rope and visibility go by) and a slot (where its key and value lie in its row's pages). They
+are the same but in a draft tree, whose nodes have slots of their own: there a token reads, from its row's last known
+position on, the slots of its own path in order of position, so its arithmetic is a chain's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +20,8 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.torch.layers.linear import RowRule
-from onedraw.types import Plan
+from onedraw.sampling.verify import trails
+from onedraw.types import Draft, Plan
 
 Ints = npt.NDArray[np.int64]
 
@@ -29,56 +36,152 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Spot:
-    """Where a row's tokens stand in the turn: [first, first + count), at positions from `start` on, drafts included."""
+class Span:
+    """Neighbouring tokens of one row: [first, first + count) of the turn, at positions and in slots from `start` on.
+
+    `drafts` are its last tokens. `whole`: every token sees all of the span, not only what stands before it.
+    """
 
     first: int
     count: int
     start: int
+    drafts: tuple[Draft, ...] = ()
+    whole: bool = False
+
+    @property
+    def stop(self) -> int:
+        """Where the known tokens end."""
+        return self.start + self.count - len(self.drafts)
+
+    @property
+    def branches(self) -> bool:
+        return any(draft.parent != index - 1 for index, draft in enumerate(self.drafts))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Inputs:
-    tokens: Tensor  # [T]
-    positions: Tensor  # [T]
-    rows: Tensor  # [T] row of each token
-    write_pages: Tensor  # [T] page each token's key and value go to
-    table: Tensor  # [R, W] pages of each row, the scratch page past its end
-    spots: tuple[Spot, ...]  # of the plan's rows, then of padding tokens, each a row of its own
-    host_table: Ints
+    """Host arrays and, made from them on first use, the tensors of the device."""
+
+    spans: tuple[Span, ...]  # of the plan's rows, then of padding tokens, each a row of its own
+    host_tokens: Ints  # [T]
+    host_positions: Ints  # [T]
+    host_slots: Ints  # [T]
+    host_ends: Ints  # [T] the last position each token sees
+    host_rows: Ints  # [T] row of each token
+    host_table: Ints  # [R, W] pages of each row, the scratch page past its end
+    host_tails: Ints | None  # [T] position from which a token reads its path; None where no row branches
+    host_paths: Ints | None  # [T, depth] slots of the path, counted from the tail
     page_size: int
+    device: torch.device
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        return to_device(self.host_tokens, self.device)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        return to_device(self.host_positions, self.device)
+
+    @cached_property
+    def slots(self) -> Tensor:
+        return to_device(self.host_slots, self.device)
+
+    @cached_property
+    def ends(self) -> Tensor:
+        return to_device(self.host_ends, self.device)
+
+    @cached_property
+    def rows(self) -> Tensor:
+        return to_device(self.host_rows, self.device)
+
+    @cached_property
+    def table(self) -> Tensor:
+        return to_device(self.host_table, self.device)
+
+    @cached_property
+    def tails(self) -> Tensor | None:
+        return None if self.host_tails is None else to_device(self.host_tails, self.device)
+
+    @cached_property
+    def paths(self) -> Tensor | None:
+        return None if self.host_paths is None else to_device(self.host_paths, self.device)
+
+    def host_firsts(self, window: int | None) -> Ints:
+        """[T] the first position each token sees."""
+        if window is None:
+            return np.zeros_like(self.host_positions)
+        return np.maximum(self.host_positions - window + 1, 0)
+
+    def firsts(self, window: int | None) -> Tensor:
+        return to_device(self.host_firsts(window), self.device)
 
 
 def make_inputs(plan: Plan, *, shape: Shape, device: torch.device) -> Inputs:
-    tokens = [token for row in plan.rows for token in (*row.tokens, *(d.token for d in row.drafts))]
-    spots: list[Spot] = []
-    pages: list[Ints] = []
+    tokens: list[int] = []
+    spans: list[Span] = []
     for row in plan.rows:
-        first = spots[-1].first + spots[-1].count if spots else 0
-        spots.append(Spot(first, len(row.tokens) + len(row.drafts), row.start))
-        pages.append(np.asarray(row.pages, dtype=np.int64))
+        spans.append(Span(len(tokens), len(row.tokens) + len(row.drafts), row.start, row.drafts))
+        tokens += row.tokens
+        tokens += (draft.token for draft in row.drafts)
+    pages = [row.pages for row in plan.rows]
+    return lay_out(tokens, spans, pages, shape=shape, device=device)
+
+
+def lay_out(
+    tokens: list[int], spans: list[Span], pages: Sequence[Sequence[int]], *, shape: Shape, device: torch.device
+) -> Inputs:
+    """Inputs of any spans of tokens, each with the pages of its row."""
     padding = shape.rule.padded(len(tokens)) - len(tokens)
     for i in range(padding):
-        spots.append(Spot(len(tokens), 1, i % shape.page_size))
-        pages.append(np.asarray([shape.scratch_page], dtype=np.int64))
-        tokens.append(0)
-    table = np.full((len(spots), max(len(p) for p in pages)), shape.scratch_page, dtype=np.int64)
+        spans = [*spans, Span(len(tokens), 1, i % shape.page_size)]
+        pages = [*pages, (shape.scratch_page,)]
+        tokens = [*tokens, 0]
+    table = np.full((len(spans), max(len(p) for p in pages)), shape.scratch_page, dtype=np.int64)
     for i, held in enumerate(pages):
         table[i, : len(held)] = held
-    counts = [spot.count for spot in spots]
-    rows = np.repeat(np.arange(len(spots), dtype=np.int64), counts)
-    shift = np.repeat(np.asarray([spot.start - spot.first for spot in spots], dtype=np.int64), counts)
-    positions = np.arange(len(tokens), dtype=np.int64) + shift
+    counts = [span.count for span in spans]
+    rows = np.repeat(np.arange(len(spans), dtype=np.int64), counts)
+    shift = np.repeat(np.asarray([span.start - span.first for span in spans], dtype=np.int64), counts)
+    slots = np.arange(len(tokens), dtype=np.int64) + shift
+    positions, tails, paths = slots, None, None
+    if any(span.branches for span in spans):
+        positions, tails, paths = _paths(spans, slots)
+    ends = positions
+    for span in spans:
+        if span.whole:
+            ends = ends.copy() if ends is positions else ends
+            ends[span.first : span.first + span.count] = span.start + span.count - 1
     return Inputs(
-        tokens=to_device(np.asarray(tokens, dtype=np.int64), device),
-        positions=to_device(positions, device),
-        rows=to_device(rows, device),
-        write_pages=to_device(table[rows, positions // shape.page_size], device),
-        table=to_device(table, device),
-        spots=tuple(spots),
+        spans=tuple(spans),
+        host_tokens=np.asarray(tokens, dtype=np.int64),
+        host_positions=positions,
+        host_slots=slots,
+        host_ends=ends,
+        host_rows=rows,
         host_table=table,
+        host_tails=tails,
+        host_paths=paths,
         page_size=shape.page_size,
+        device=device,
     )
+
+
+def _paths(spans: list[Span], slots: Ints) -> tuple[Ints, Ints, Ints]:
+    """Positions, tails and paths where some rows branch. A token without drafts before it has an empty path."""
+    positions = slots.copy()
+    tails = np.full(len(slots), np.iinfo(np.int64).max, dtype=np.int64)
+    found: dict[int, tuple[int, ...]] = {}
+    for span in spans:
+        known = span.count - len(span.drafts)
+        for index, path in enumerate(trails(span.drafts)[1:]):
+            token = span.first + known + index
+            positions[token] = span.stop + len(path) - 1
+            tails[token] = span.stop
+            found[token] = path
+    paths = np.zeros((len(slots), max(len(path) for path in found.values())), dtype=np.int64)
+    for token, path in found.items():
+        paths[token, : len(path)] = path
+    return positions, tails, paths
 
 
 def to_device(array: npt.NDArray[np.int64] | npt.NDArray[np.float32], device: torch.device) -> Tensor:

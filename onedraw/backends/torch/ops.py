@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.torch.inputs import Inputs
-from onedraw.backends.torch.layers.attention import TileGroup, attend, page_rows
+from onedraw.backends.torch.layers.attention import TileGroup, attend, store_rows
 from onedraw.backends.torch.layers.elementwise import gated
 from onedraw.backends.torch.layers.linear import Linear, RowRule, default_rule
 from onedraw.backends.torch.layers.norm import rms_norm
@@ -84,12 +84,13 @@ class TorchOps:
 
     def prepare(self, inputs: Inputs, mixer: AttentionSpec, turns: Tensor) -> Prepared:
         groups = tile_groups(inputs, window=mixer.window, heights=self.tile_heights)
-        slots = inputs.positions % inputs.page_size
+        pages = inputs.table[inputs.rows, inputs.slots // inputs.page_size]
+        slots = inputs.slots % inputs.page_size
         return Prepared(
             turn=turns.index_select(0, inputs.positions),
-            places=write_places(inputs.write_pages, slots, kv_heads=mixer.kv_heads, page_size=inputs.page_size),
+            places=write_places(pages, slots, kv_heads=mixer.kv_heads, page_size=inputs.page_size),
             groups=groups,
-            rows=[page_rows(group, mixer.kv_heads) for group in groups],
+            rows=[store_rows(group, kv_heads=mixer.kv_heads, page_size=inputs.page_size) for group in groups],
         )
 
     def attention(

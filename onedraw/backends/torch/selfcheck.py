@@ -76,12 +76,15 @@ def _rows_agree(linear: Linear, rule: RowRule) -> bool:
 
 
 def _turns_agree(stack: Stack, state: State, shape: Shape) -> bool:
-    """Three sequences in one batch, alone, and cut into chunks: equal hidden states at every position."""
-    per = -(-96 // shape.page_size)
-    if shape.scratch_page < 4 * per:
-        per = max(shape.scratch_page // 4, 1)
-    longest = min(per * shape.page_size, 90)
-    lengths = [longest, max(longest // 2, 1), 1]
+    """Three sequences in one batch, alone, and cut into chunks: equal hidden states at every position.
+
+    They lie in the pages and the context there are: kernels do not look where they write. Fewer pages, fewer sequences.
+    """
+    pages = shape.scratch_page  # as many as are lent; the scratch page comes after them
+    count = min(3, pages)
+    per = min(-(-96 // shape.page_size), pages // count)
+    longest = min(per * shape.page_size, 90, stack.max_context)
+    lengths = [longest, max(longest // 2, 1), 1][:count]
     generator = torch.Generator().manual_seed(2)
     texts = [torch.randint(0, stack.spec.vocab, (n,), generator=generator).tolist() for n in lengths]
     whole = _run(stack, state, shape, [[(0, n)] for n in lengths], texts, per)
@@ -101,8 +104,8 @@ def _run(
         rows = [_row(texts[i], parts[i][step], range(i * per, (i + 1) * per)) for i in riders]
         inputs = make_inputs(Plan(tuple(rows)), shape=shape, device=stack.device)
         hidden = stack.hidden(inputs, state, depth=DEPTH)
-        for i, spot in zip(riders, inputs.spots, strict=False):  # padding has spots of its own
-            out[i].append(hidden[spot.first : spot.first + spot.count].clone())
+        for i, span in zip(riders, inputs.spans, strict=False):  # padding has spans of its own
+            out[i].append(hidden[span.first : span.first + span.count].clone())
     return [torch.cat(parts_) for parts_ in out]
 
 

@@ -111,6 +111,7 @@ class Stack:
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.spec, self.dtype, self.device, self.ops = spec, dtype, device, ops
+        self.max_context = max_context
         loader = Loader(source, dtype=dtype, device=device)
         self.embedding = loader.kept(None, "embed", pad=LANE)  # [V', E]
         self.norm = loader.kept(None, "norm")
@@ -158,15 +159,24 @@ class Stack:
 
     # ------------------------------------------------------------------ one turn
 
-    def hidden(self, inputs: Inputs, state: State, *, depth: int | None = None) -> Tensor:
+    def hidden(
+        self,
+        inputs: Inputs,
+        state: State,
+        *,
+        depth: int | None = None,
+        captures: tuple[int, ...] = (),
+        features: list[Tensor] | None = None,
+    ) -> Tensor:
         """Hidden states after the last norm: [T, E]. Keys and values of the turn's tokens are written on the way.
 
-        `depth` runs the first layers only: the self-check needs no more.
+        `depth` runs the first layers only: the self-check needs no more. The residual stream after each layer in
+        `captures` is appended to `features`, [T, E] each.
         """
         ops, eps = self.ops, self.spec.eps
         prepared: dict[tuple[RopeSpec, int | None, int], Any] = {}
         x = self.embedding.index_select(0, inputs.tokens)  # [T, E]
-        for layer, store in list(zip(self.layers, state.layers, strict=True))[:depth]:
+        for index, (layer, store) in enumerate(list(zip(self.layers, state.layers, strict=True))[:depth]):
             mixer = layer.spec.mixer
             key = (mixer.rope, mixer.window, mixer.kv_heads)
             if key not in prepared:
@@ -176,6 +186,8 @@ class Stack:
             x = x + layer.out(mixed)
             gate_up = layer.gate_up(ops.rms_norm(x, layer.mlp_norm, eps))  # [T, 2F]
             x = x + layer.down(ops.gated(gate_up, layer.spec.feed_forward.activation))
+            if features is not None and index in captures:
+                features.append(x)
         return ops.rms_norm(x, self.norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,13 +1,13 @@
 """The turn's queries cut into tiles of fixed height, and the blocks of keys each tile reads.
 
-In: Inputs, a window, the tile heights. Out: TileGroups for `layers/attention.py`, made once per turn and window.
+In: Inputs, a window, the tile heights. Out: TileGroups for `layers/attention.py`, made once per turn and window. Queries
+of one tile read the same slots; the nodes of a tree read slots of their own, so each is a tile by itself.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from onedraw.backends.torch.inputs import Inputs, Ints, to_device
 from onedraw.backends.torch.layers.attention import BLOCK, SPAN, TileGroup
@@ -15,26 +15,24 @@ from onedraw.backends.torch.layers.attention import BLOCK, SPAN, TileGroup
 
 def tile_groups(inputs: Inputs, *, window: int | None, heights: tuple[int, ...]) -> list[TileGroup]:
     """Rows take the smallest height that holds their queries, else tiles of the largest."""
-    by_height: dict[int, list[tuple[int, int, int, int]]] = {}
-    for number, spot in enumerate(inputs.spots):
-        height = next((h for h in heights if spot.count <= h), heights[-1])
-        tiles = by_height.setdefault(height, [])
-        for offset in range(0, spot.count, height):
-            tiles.append((spot.first + offset, min(height, spot.count - offset), spot.start + offset, number))
-    return [
-        _group(np.asarray(tiles, dtype=np.int64), height, window, inputs, inputs.tokens.device)
-        for height, tiles in sorted(by_height.items())
-    ]
+    plain: dict[int, list[tuple[int, int]]] = {}
+    nodes: list[tuple[int, int]] = []
+    for span in inputs.spans:
+        count = span.count - len(span.drafts) if span.branches else span.count
+        nodes.extend((span.first + i, 1) for i in range(count, span.count))
+        height = next((h for h in heights if count <= h), heights[-1])
+        for offset in range(0, count, height):
+            plain.setdefault(height, []).append((span.first + offset, min(height, count - offset)))
+    groups = [_group(tiles, height, window, inputs, by_slot=False) for height, tiles in sorted(plain.items())]
+    return [*groups, _group(nodes, heights[0], window, inputs, by_slot=True)] if nodes else groups
 
 
-def _group(tiles: Ints, height: int, window: int | None, inputs: Inputs, device: torch.device) -> TileGroup:
-    """tiles [N, 4]: first token, queries, position of the first, row."""
-    first, count, start, row = tiles.T
+def _group(tiles: list[tuple[int, int]], height: int, window: int | None, inputs: Inputs, *, by_slot: bool) -> TileGroup:
+    first, count = np.asarray(tiles, dtype=np.int64).T
     slot = np.minimum(np.arange(height)[None], count[:, None] - 1)  # [N, height]
     queries = first[:, None] + slot
-    last_block = (start + count - 1) // BLOCK
-    lowest = np.zeros_like(start) if window is None else np.maximum(start - window + 1, 0)
-    first_block = lowest // BLOCK
+    lowest, highest = inputs.host_firsts(window)[queries], inputs.host_ends[queries]  # [N, height]
+    first_block, last_block = lowest.min(1) // BLOCK, highest.max(1) // BLOCK
     base_span = first_block // SPAN
     pair_tile = np.repeat(np.arange(len(tiles)), last_block - first_block + 1)
     pair_block = np.concatenate([np.arange(a, b + 1) for a, b in zip(first_block, last_block, strict=True)])
@@ -43,35 +41,50 @@ def _group(tiles: Ints, height: int, window: int | None, inputs: Inputs, device:
     leaves = SPAN if spans > 1 else 1 << int((last_block % SPAN).max()).bit_length()
     local = pair_block - base_span[pair_tile] * SPAN
     keep = np.arange(height)[None] < count[:, None]
-    query_at = start[:, None] + slot
+    read = _slots if by_slot else _pages
+    device = inputs.device
     return TileGroup(
         height=height,
         queries=to_device(queries.reshape(-1), device),
         slots=to_device(np.flatnonzero(keep.reshape(-1)), device),
         tokens=to_device(queries[keep], device),
         pair_tile=to_device(pair_tile, device),
-        pair_pages=to_device(_block_pages(inputs, row[pair_tile], pair_block), device),
+        reads=to_device(read(inputs, first[pair_tile], pair_block), device),
+        by_slot=by_slot,
         pair_place=to_device((pair_tile * spans + local // SPAN) * leaves + local % SPAN, device),
-        mask=to_device(_mask(query_at[pair_tile], pair_block, window), device),
+        mask=to_device(_mask(lowest[pair_tile], highest[pair_tile], pair_block), device),
         tiles=len(tiles),
         spans=spans,
         leaves=leaves,
     )
 
 
-def _block_pages(inputs: Inputs, rows: Ints, blocks: Ints) -> Ints:
+def _pages(inputs: Inputs, tokens: Ints, blocks: Ints) -> Ints:
     """Pages of each pair's block; past the end of a sequence any page will do, its keys are masked."""
     per_block = BLOCK // inputs.page_size
     table = inputs.host_table
     wide = np.pad(table, ((0, 0), (0, -table.shape[1] % per_block)), mode="edge")
-    return wide.reshape(len(table), -1, per_block)[rows, blocks].reshape(-1)
+    return wide.reshape(len(table), -1, per_block)[inputs.host_rows[tokens], blocks].reshape(-1)
 
 
-def _mask(query_at: Ints, pair_block: Ints, window: int | None) -> npt.NDArray[np.float32]:
+def _slots(inputs: Inputs, tokens: Ints, blocks: Ints) -> Ints:
+    """Slots of each pair's keys, counted through all pages: known positions as they are, then the token's own path."""
+    assert inputs.host_tails is not None
+    assert inputs.host_paths is not None
+    tail = inputs.host_tails[tokens][:, None]  # [X, 1]
+    position = blocks[:, None] * BLOCK + np.arange(BLOCK)  # [X, BLOCK]
+    depth = np.clip(position - tail, 0, inputs.host_paths.shape[1] - 1)
+    slot = np.where(position < tail, position, tail + np.take_along_axis(inputs.host_paths[tokens], depth, axis=1))
+    table = inputs.host_table
+    page = np.minimum(slot // inputs.page_size, table.shape[1] - 1)
+    pages: Ints = table[inputs.host_rows[tokens][:, None], page]
+    found: Ints = pages * inputs.page_size + slot % inputs.page_size
+    return found.reshape(-1)
+
+
+def _mask(lowest: Ints, highest: Ints, pair_block: Ints) -> npt.NDArray[np.float32]:
+    """[X, 1, 1, height, BLOCK]: 0 where the query sees the key, -inf where not."""
     key_at = pair_block[:, None, None] * BLOCK + np.arange(BLOCK)  # [X, 1, BLOCK]
-    query = query_at[:, :, None]  # [X, height, 1]
-    seen = key_at <= query
-    if window is not None:
-        seen &= key_at > query - window
+    seen = (key_at >= lowest[:, :, None]) & (key_at <= highest[:, :, None])
     mask = np.where(seen, np.float32(0), np.float32(-np.inf)).astype(np.float32)
     return mask[:, None, None]

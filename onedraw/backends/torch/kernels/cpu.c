@@ -33,9 +33,10 @@ static inline float lane_sum(vec v) {
     return (c[0] + c[2]) + (c[1] + c[3]);
 }
 
-/* exp for x <= about 88, zero below -87: 2^n times a polynomial on [-ln2/2, ln2/2]. */
+/* exp, for -87 <= x <= 88 and constant beyond: 2^n times a polynomial on [-ln2/2, ln2/2], n within a float's exponent. */
 static inline float exponential(float x) {
     x = x < -87.0f ? -87.0f : x;
+    x = x > 88.0f ? 88.0f : x;
     float n = rintf(x * 1.44269504088896341f);
     float r = x - n * 0.693359375f;
     r = r - n * -2.12194440e-4f;
@@ -138,13 +139,16 @@ void onedraw_silu_gated(const float *x, float *y, long rows, long width, int thr
 
 /* ------------------------------------------------------------------ attention */
 
+/* Token t sees positions [firsts[t], ends[t]]. Position p lies in slot p of its row, or, from tails[t] on, in slot
+ * tails[t] + paths[t][p - tails[t]]: the nodes of a tree stand in slots of their own and each reads its own path. */
 typedef struct {
-    long heads, kv_heads, dim, rotary, page_size, table_width, window; /* window 0: none */
+    long heads, kv_heads, dim, rotary, page_size, table_width, path_width;
     float scale, eps;
     const float *q_norm, *k_norm; /* [dim] or null */
     const float *turns;           /* [positions][2][rotary / 2] cos and sin */
-    const int64_t *positions, *rows, *table, *write_pages;
-    float *keys, *values; /* [page][kv_head][slot][dim] */
+    const int64_t *positions, *slots, *firsts, *ends, *rows, *table;
+    const int64_t *tails, *paths; /* null where no token has a path */
+    float *keys, *values;         /* [page][kv_head][slot][dim] */
 } attention;
 
 static void turn_head(float *x, const float *cos_sin, long half_width) {
@@ -163,12 +167,13 @@ static void ready_head(float *x, const attention *a, long position, const float 
 
 /* Norm and turn the queries and keys of token t in place; write its keys and values to its page. */
 static void prepare_token(float *qkv, const attention *a, long t) {
-    long position = a->positions[t], slot = position % a->page_size;
+    long position = a->positions[t], slot = a->slots[t];
+    long page = a->table[a->rows[t] * a->table_width + slot / a->page_size];
     float *row = qkv + t * (a->heads + 2 * a->kv_heads) * a->dim;
     for (long h = 0; h < a->heads; h++) ready_head(row + h * a->dim, a, position, a->q_norm);
     for (long h = 0; h < a->kv_heads; h++) {
         float *key = row + (a->heads + h) * a->dim, *value = key + a->kv_heads * a->dim;
-        long place = ((a->write_pages[t] * a->kv_heads + h) * a->page_size + slot) * a->dim;
+        long place = ((page * a->kv_heads + h) * a->page_size + slot % a->page_size) * a->dim;
         ready_head(key, a, position, a->k_norm);
         memcpy(a->keys + place, key, a->dim * sizeof(float));
         memcpy(a->values + place, value, a->dim * sizeof(float));
@@ -184,22 +189,25 @@ static float dot(const float *q, const float *k, long dim) {
     return total;
 }
 
-static const float *place_of(const float *pages, const attention *a, const int64_t *table, long head, long position) {
-    long page = table[position / a->page_size];
-    return pages + ((page * a->kv_heads + head) * a->page_size + position % a->page_size) * a->dim;
+/* Where the page store of a head begins, in elements, for the key that token t reads at a position. */
+static inline long place_of(const attention *a, long t, long head, long position) {
+    long slot = position;
+    if (a->tails && position >= a->tails[t]) slot = a->tails[t] + a->paths[t * a->path_width + position - a->tails[t]];
+    long page = a->table[a->rows[t] * a->table_width + slot / a->page_size];
+    return ((page * a->kv_heads + head) * a->page_size + slot % a->page_size) * a->dim;
 }
 
-/* One query head of one token over the keys it sees, block by block in order of position. out [dim] */
-static void attend_head(const float *q, float *out, const attention *a, const int64_t *table, long head, long position) {
-    long first = a->window && position >= a->window ? position - a->window + 1 : 0;
+/* One query head of token t over the keys it sees, block by block in order of position. out [dim] */
+static void attend_head(const float *q, float *out, const attention *a, long t, long head) {
+    long first = a->firsts[t], end = a->ends[t];
     float peak = -INFINITY, total = 0.0f, weights[BLOCK];
     for (long d = 0; d < a->dim; d++) out[d] = 0.0f;
-    for (long start = first / BLOCK * BLOCK; start <= position; start += BLOCK) {
-        long low = start < first ? first - start : 0, high = position - start + 1 < BLOCK ? position - start + 1 : BLOCK;
+    for (long start = first / BLOCK * BLOCK; start <= end; start += BLOCK) {
+        long low = start < first ? first - start : 0, high = end - start + 1 < BLOCK ? end - start + 1 : BLOCK;
         float best = peak;
         for (long j = 0; j < BLOCK; j++) weights[j] = -INFINITY;
         for (long j = low; j < high; j++) {
-            weights[j] = dot(q, place_of(a->keys, a, table, head, start + j), a->dim) * a->scale;
+            weights[j] = dot(q, a->keys + place_of(a, t, head, start + j), a->dim) * a->scale;
             best = weights[j] > best ? weights[j] : best;
         }
         float fade = exponential(peak - best);
@@ -209,7 +217,7 @@ static void attend_head(const float *q, float *out, const attention *a, const in
         total = total * fade + lane_sum(sum);
         for (long d = 0; d < a->dim; d++) out[d] *= fade;
         for (long j = low; j < high; j++) {
-            const float *value = place_of(a->values, a, table, head, start + j);
+            const float *value = a->values + place_of(a, t, head, start + j);
             for (long d = 0; d < a->dim; d++) out[d] += weights[j] * value[d];
         }
         peak = best;
@@ -227,11 +235,9 @@ void onedraw_attention(float *qkv, float *out, const attention *a, long tokens, 
 #pragma omp for schedule(dynamic, 4)
         for (long i = 0; i < tokens * a->kv_heads; i++) {
             long t = i / a->kv_heads, head = i % a->kv_heads;
-            const int64_t *table = a->table + a->rows[t] * a->table_width;
             for (long g = 0; g < per; g++) {
                 long h = head * per + g;
-                attend_head(qkv + t * width + h * a->dim, out + (t * a->heads + h) * a->dim, a, table, head,
-                            a->positions[t]);
+                attend_head(qkv + t * width + h * a->dim, out + (t * a->heads + h) * a->dim, a, t, head);
             }
         }
     }

@@ -7,6 +7,7 @@ pointer past its call.
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,11 +34,21 @@ class _Attention(ctypes.Structure):
     """`attention` of cpu.c, field by field."""
 
     _fields_ = (
-        *((name, _LONG) for name in ("heads", "kv_heads", "dim", "rotary", "page_size", "table_width", "window")),
+        *((name, _LONG) for name in ("heads", "kv_heads", "dim", "rotary", "page_size", "table_width", "path_width")),
         *((name, _FLOAT) for name in ("scale", "eps")),
-        *((name, _POINTER) for name in ("q_norm", "k_norm", "turns", "positions", "rows", "table", "write_pages")),
-        *((name, _POINTER) for name in ("keys", "values")),
+        *((name, _POINTER) for name in ("q_norm", "k_norm", "turns", "positions", "slots", "firsts", "ends")),
+        *((name, _POINTER) for name in ("rows", "table", "tails", "paths", "keys", "values")),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A turn's arguments, and the tensors whose memory they point to."""
+
+    arguments: _Attention
+    inputs: Inputs
+    firsts: Tensor
+    turns: Tensor
 
 
 class CpuLinear(Linear):
@@ -58,7 +69,7 @@ class CpuLinear(Linear):
         library.onedraw_pack(weight.data_ptr(), self._panels.data_ptr(), self._width, self.in_features, threads)
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = torch.empty(len(x), self._width)
+        y = _floats(len(x), self._width)
         self._library.onedraw_linear(
             x.data_ptr(),
             self._panels.data_ptr(),
@@ -100,31 +111,38 @@ class CpuOps:
         if activation != "silu":
             return gated(gate_up, activation)
         width = gate_up.shape[1] // 2
-        y = torch.empty(len(gate_up), width)
+        y = _floats(len(gate_up), width)
         self._library.onedraw_silu_gated(gate_up.data_ptr(), y.data_ptr(), len(gate_up), width, self._threads)
         return y
 
-    def prepare(self, inputs: Inputs, mixer: AttentionSpec, turns: Tensor) -> _Attention:
-        return _Attention(
+    def prepare(self, inputs: Inputs, mixer: AttentionSpec, turns: Tensor) -> Prepared:
+        firsts = inputs.firsts(mixer.window)
+        tails, paths = inputs.tails, inputs.paths
+        arguments = _Attention(
             heads=mixer.heads,
             kv_heads=mixer.kv_heads,
             dim=mixer.head_dim,
             rotary=mixer.rope.dims,
             page_size=inputs.page_size,
             table_width=inputs.table.shape[1],
-            window=mixer.window or 0,
+            path_width=0 if paths is None else paths.shape[1],
             scale=mixer.scale,
             turns=turns.data_ptr(),
             positions=inputs.positions.data_ptr(),
+            slots=inputs.slots.data_ptr(),
+            firsts=firsts.data_ptr(),
+            ends=inputs.ends.data_ptr(),
             rows=inputs.rows.data_ptr(),
             table=inputs.table.data_ptr(),
-            write_pages=inputs.write_pages.data_ptr(),
+            tails=None if tails is None else tails.data_ptr(),
+            paths=None if paths is None else paths.data_ptr(),
         )
+        return Prepared(arguments, inputs, firsts, turns)
 
     def attention(
         self,
         qkv: Tensor,
-        prepared: _Attention,
+        prepared: Prepared,
         *,
         spec: AttentionSpec,
         store: PageStore,
@@ -132,10 +150,16 @@ class CpuOps:
         k_norm: Tensor | None,
         eps: float,
     ) -> Tensor:
-        prepared.eps = eps
-        prepared.q_norm = None if q_norm is None else q_norm.data_ptr()
-        prepared.k_norm = None if k_norm is None else k_norm.data_ptr()
-        prepared.keys, prepared.values = store.keys.data_ptr(), store.values.data_ptr()
-        out = torch.empty(len(qkv), spec.heads * spec.head_dim)
-        self._library.onedraw_attention(qkv.data_ptr(), out.data_ptr(), ctypes.addressof(prepared), len(qkv), self._threads)
+        arguments = prepared.arguments
+        arguments.eps = eps
+        arguments.q_norm = None if q_norm is None else q_norm.data_ptr()
+        arguments.k_norm = None if k_norm is None else k_norm.data_ptr()
+        arguments.keys, arguments.values = store.keys.data_ptr(), store.values.data_ptr()
+        out = _floats(len(qkv), spec.heads * spec.head_dim)
+        self._library.onedraw_attention(qkv.data_ptr(), out.data_ptr(), ctypes.addressof(arguments), len(qkv), self._threads)
         return out
+
+
+def _floats(rows: int, width: int) -> Tensor:
+    """What a kernel writes to. A program may have set another default dtype or device, and kernels trust the size."""
+    return torch.empty(rows, width, dtype=torch.float32, device="cpu")

@@ -33,7 +33,8 @@ class TileGroup:
     slots: Tensor  # [t] tile slot of each token of this group
     tokens: Tensor  # [t] the tokens of this group
     pair_tile: Tensor  # [X] tile of each pair
-    pair_pages: Tensor  # [X * BLOCK / S] pages of each pair's block
+    reads: Tensor  # [X * BLOCK / S] pages of each pair's block, or [X * BLOCK] slots of its keys
+    by_slot: bool  # which of the two
     pair_place: Tensor  # [X] where the pair's sums go in the padded [N, spans * leaves]
     mask: Tensor  # [X, 1, 1, height, BLOCK] 0 where the query sees the key, -inf where not
     tiles: int
@@ -41,18 +42,19 @@ class TileGroup:
     leaves: int  # blocks per span that are kept, a power of two up to SPAN
 
 
-def page_rows(group: TileGroup, kv_heads: int) -> Tensor:
-    """Rows of a page store [P * K, S * D] in the order (pair, head, page of the block)."""
-    per_block = len(group.pair_pages) // len(group.pair_tile)
-    pages = group.pair_pages.view(-1, 1, per_block) * kv_heads
-    heads = torch.arange(kv_heads, device=pages.device).view(1, -1, 1)
-    return (pages + heads).reshape(-1)
+def store_rows(group: TileGroup, *, kv_heads: int, page_size: int) -> Tensor:
+    """Rows of a page store in the order (pair, head, page or key): of [P * K, S * D], or by slot of [P * K * S, D]."""
+    heads = torch.arange(kv_heads, device=group.reads.device).view(1, -1, 1)
+    reads = group.reads.view(len(group.pair_tile), 1, -1)
+    if not group.by_slot:
+        return (reads * kv_heads + heads).reshape(-1)
+    return ((reads // page_size * kv_heads + heads) * page_size + reads % page_size).reshape(-1)
 
 
 def attend(
     q: Tensor, keys: Tensor, values: Tensor, *, groups: list[TileGroup], rows: list[Tensor], spec: AttentionSpec
 ) -> Tensor:
-    """q [T, H, D] over page stores [P * K, S * D]; rows[i] is page_rows of groups[i]."""
+    """q [T, H, D] over page stores [P * K, S * D]; rows[i] is store_rows of groups[i]."""
     out = q.new_empty(q.shape[0], spec.heads * spec.head_dim)
     scaled = q * spec.scale
     for group, row in zip(groups, rows, strict=True):
@@ -67,6 +69,8 @@ def _attend_group(q: Tensor, keys: Tensor, values: Tensor, *, group: TileGroup, 
     tiled = q.index_select(0, group.queries).view(tiles, height, kv, per, dim).permute(0, 2, 3, 1, 4)
     tiled = tiled.reshape(tiles, kv * per * height * dim)
     left = tiled.index_select(0, group.pair_tile).view(pairs * kv, per * height, dim)
+    if group.by_slot:
+        keys, values = keys.view(-1, dim), values.view(-1, dim)
     right = keys.index_select(0, rows).view(pairs * kv, BLOCK, dim)
     scores = _products(left, right.transpose(1, 2)).float()  # [X * K, G * height, BLOCK]
     scores.view(pairs, kv, per, height, BLOCK).add_(group.mask)
