@@ -20,7 +20,7 @@ from onedraw.backends.fake import FakeBackend
 from onedraw.engine.engine import Engine, Event
 from onedraw.engine.scheduler import Scheduler
 from onedraw.memory.ledger import Ledger
-from onedraw.speculation.proposer import Silent
+from onedraw.speculation.speculator import Speculator
 from onedraw.types import Request, SamplingParams
 
 PAGE_SIZE = 16
@@ -52,7 +52,7 @@ def running_engine(*, rows: int, length: int, room: int) -> Engine:
     pages = rows * -(-longest // PAGE_SIZE)
     backend = FakeBackend(vocab=VOCAB, pages=pages, lanes=rows, page_size=PAGE_SIZE, max_context=longest)
     ledger = Ledger(pages=pages, lanes=rows, page_size=PAGE_SIZE, reuse=True)
-    scheduler = Scheduler(ledger=ledger, capacity=backend.capacity, proposer=Silent(), turn_tokens=512)
+    scheduler = Scheduler(ledger=ledger, capacity=backend.capacity, speculator=Speculator(), turn_tokens=512)
     engine = Engine(backend=backend, scheduler=scheduler)
     for row in range(rows):
         prompt = tuple((row + 7 * i + i * i) % VOCAB for i in range(length))
@@ -108,7 +108,7 @@ def main() -> None:
         return
     for cost in costs:
         print(
-            f"{cost.rows:3d} rows, {cost.turns} turns, contexts around {cost.context}: "
+            f"{cost.rows:3d} row{'s' * (cost.rows > 1)}, {cost.turns} turns, contexts around {cost.context}: "
             f"median {cost.median:.3f} ms, p99 {cost.p99:.3f} ms, worst {cost.worst:.3f} ms   {cost.verdict}"
         )
 

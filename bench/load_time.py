@@ -177,10 +177,8 @@ def main() -> None:
         return
     for name, meaning in MEANINGS.items():
         print(f"{name:14s} {weights[name] / MEBIBYTE:7.1f} MiB   {meaning}")
-    verdict = "within" if result["within"] else "OVER"
-    print(
-        f"peak is {result['over_final'] / MEBIBYTE:.1f} MiB over the final size, {verdict} one layer ({int(weights['looks'])} looks)"
-    )
+    verdict = f"{'within' if result['within'] else 'OVER'} one layer ({int(weights['looks'])} looks)"
+    print(f"peak is {result['over_final'] / MEBIBYTE:.1f} MiB over the final size, {verdict}")
     print(f"opened in {result['open_seconds']:.2f} s, resident at most {result['resident_peak'] / MEBIBYTE:.0f} MiB with pages")
 
 

@@ -6,7 +6,7 @@ In: Settings. Out: a Door whose service is ready. Errors say what is missing; no
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,10 @@ from onedraw.engine.service import Service
 from onedraw.errors import NoRoom
 from onedraw.memory.ledger import Ledger
 from onedraw.models.loading import Described, describe
-from onedraw.settings import Settings, default_cache_dir
+from onedraw.settings import DRAFT_WORDS, Settings, default_cache_dir
+from onedraw.speculation.ngram import NgramProposer
+from onedraw.speculation.prediction import PredictionProposer
+from onedraw.speculation.proposer import Proposer
 from onedraw.speculation.speculator import Speculator
 from onedraw.text.template import ChatTemplate
 from onedraw.text.tokenizer import Tokenizer
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from onedraw.backends.torch.selfcheck import SelfCheck
 
 Progress = Callable[[str], None]
+PROPOSERS: Mapping[str, Callable[[], Proposer]] = {"prediction": PredictionProposer, "ngram": NgramProposer}
 
 
 def open_door(settings: Settings, progress: Progress | None = None, *, speculator: Speculator | None = None) -> Door:
@@ -42,9 +46,24 @@ def open_door(settings: Settings, progress: Progress | None = None, *, speculato
     tell = progress or (lambda line: None)
     match settings.backend:
         case "fake":
-            return _fake_door(settings, speculator or Speculator())
+            return _fake_door(settings, speculator or make_speculator(settings))
         case "torch":
-            return _torch_door(settings, tell, speculator or Speculator())
+            return _torch_door(settings, tell, speculator or make_speculator(settings))
+
+
+def make_speculator(settings: Settings) -> Speculator:
+    """Those who guess on the host. What a backend's own drafter guesses is offered to it turn by turn."""
+    return Speculator([PROPOSERS[name]() for name in proposer_names(settings)], draft_tokens=settings.draft_tokens)
+
+
+def proposer_names(settings: Settings) -> tuple[str, ...]:
+    """Who guesses on the host under --draft, in order of cost. What it costs to ask, not how --draft was written, decides."""
+    return tuple(name for name in PROPOSERS if name in settings.draft or "auto" in settings.draft)
+
+
+def drafter_paths(settings: Settings) -> tuple[Path, ...]:
+    """The drafters and draft models that --draft names, which the backend runs."""
+    return tuple(Path(entry) for entry in settings.draft if entry not in DRAFT_WORDS)
 
 
 def make_service(

@@ -1,9 +1,9 @@
 """The contract's table for one model on one machine: every variation against the plain run.
 
 In: Settings. Out: a Table of rows: same, different (and where first), or not exercised; never "same" for what did not
-happen. The plain run is alone, one request after the other, cold. Compared are the chosen tokens and the checksum of the
-scores behind each of them: a difference of 1e-7 almost never flips a token, so tokens alone would let it pass.
-Each way to be fast adds its Variation here.
+happen. The plain run is alone, one request after the other, cold, without drafts. Compared are the chosen tokens and the
+checksum of the scores behind each of them: a difference of 1e-7 almost never flips a token, so tokens alone would let it
+pass. Each way to be fast adds its Variation here.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import os
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, TypeAlias, assert_never
 
 from onedraw.door import Ask, Door, Reply
-from onedraw.engine.stats import Stats
+from onedraw.engine.stats import Drafted, Stats
 from onedraw.models.loading import describe
-from onedraw.settings import Settings
+from onedraw.settings import DRAFT_WORDS, Settings
+from onedraw.speculation.speculator import DEVICE
 from onedraw.wishes import Wishes, settle
 
 Opener: TypeAlias = Callable[[Settings], Door]
@@ -29,6 +31,7 @@ Drive: TypeAlias = Literal["one by one", "at once", "streamed", "twice"]
 NEW_TOKENS = 48
 QUICK_NEW_TOKENS = 12
 SMALL_TURN = 16
+DRAFT_TOKENS = 4  # guesses per row where no number was asked for: drafts that do not pay off are proved too
 SETTLE_SECONDS = 10.0  # the counters follow the last event within one turn
 
 
@@ -52,6 +55,11 @@ class Evidence:
     settings: Settings
     device: str
 
+    def drafted(self, source: str | None = None) -> Drafted:
+        """What came of one source's guesses, or of all of them."""
+        chosen = [d for d in self.counted.drafted_by if source in (None, d.source)]
+        return Drafted(source or "", sum(d.rows for d in chosen), sum(d.drafted for d in chosen), sum(d.kept for d in chosen))
+
 
 @dataclass(frozen=True, slots=True)
 class Variation:
@@ -61,6 +69,8 @@ class Variation:
     changes: Callable[[Facts], Mapping[str, Any]]  # to the plain settings
     drive: Drive
     exercised: Callable[[Evidence, Evidence], bool]  # (plain, this): did it happen?
+    applies: Callable[[Door], bool] = lambda door: True  # without it the row is left out
+    predict: Callable[[int, Reply], tuple[int, ...]] = lambda number, plain: ()  # what request `number` is said to become
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +102,7 @@ class Table:
         return all(f.result != "different" for f in self.findings)
 
 
-def variations(*, threads: int) -> tuple[Variation, ...]:
+def variations(base: Settings, *, threads: int) -> tuple[Variation, ...]:
     """The rows. Every one opens a model anew, so each is also "after a restart". `threads`: of the plain run."""
     return (
         Variation("alone again, after a restart", lambda facts: {}, "one by one", lambda plain, now: now.counted.turns > 0),
@@ -117,7 +127,80 @@ def variations(*, threads: int) -> tuple[Variation, ...]:
             for count in (1, 2)
             if count != threads
         ),
+        *drafting(base),
     )
+
+
+def drafting(base: Settings) -> tuple[Variation, ...]:
+    """A row for everybody who may guess under --draft, and one for all of them in a crowd."""
+    if base.draft == ("none",):
+        return ()
+    everybody = "auto" in base.draft
+    rows: list[Variation] = []
+    if everybody or "ngram" in base.draft:
+        rows.append(Variation("drafts: ngram", _draft(base, "ngram"), "one by one", _kept_and_rejected("ngram")))
+    if everybody or "prediction" in base.draft:
+        said, unsaid = _draft(base, "prediction"), _scrambled
+        rows += [
+            Variation("drafts: prediction, right", said, "one by one", lambda p, now: now.drafted().kept > 0, predict=_right),
+            Variation("drafts: prediction, wrong", said, "one by one", _rejected, predict=unsaid),
+        ]
+    if everybody:
+        rows.append(
+            Variation(
+                "drafts: built-in drafter",
+                _draft(base, "auto"),
+                "one by one",
+                _kept_and_rejected(DEVICE),
+                applies=lambda door: bool(door.service.capacity.drafter),
+            )
+        )
+    for path in (entry for entry in base.draft if entry not in DRAFT_WORDS):
+        rows.append(
+            Variation(f"drafts: {Path(path).name}", _draft(base, path), "one by one", _kept_and_rejected(DEVICE)),
+        )
+    crowd = _draft(base, *base.draft)
+    rows.append(
+        Variation(
+            "drafts, batched, few pages",
+            lambda facts: {**crowd(facts), **_few_pages(facts)},
+            "at once",
+            lambda plain, now: now.counted.preemptions > 0 and now.counted.mixed_turns > 0 and _both(now.drafted()),
+            predict=lambda number, reply: (_right if number % 2 else _scrambled)(number, reply),
+        )
+    )
+    return tuple(rows)
+
+
+def _draft(base: Settings, *who: str) -> Callable[[Facts], Mapping[str, Any]]:
+    return lambda facts: {
+        "draft": who,
+        "draft_tokens": base.draft_tokens or DRAFT_TOKENS,
+        "tree_budget": base.tree_budget,
+    }
+
+
+def _both(drafted: Drafted) -> bool:
+    return 0 < drafted.kept < drafted.drafted
+
+
+def _kept_and_rejected(source: str) -> Callable[[Evidence, Evidence], bool]:
+    return lambda plain, now: _both(now.drafted(source))
+
+
+def _rejected(plain: Evidence, now: Evidence) -> bool:
+    return now.drafted().kept < now.drafted().drafted
+
+
+def _right(number: int, reply: Reply) -> tuple[int, ...]:
+    return tuple(reply.token_ids)
+
+
+def _scrambled(number: int, reply: Reply) -> tuple[int, ...]:
+    """The answer's own tokens in another order: here and there still right."""
+    tokens = reply.token_ids
+    random.Random(number).shuffle(tokens)
+    return tuple(tokens)
 
 
 def _few_pages(facts: Facts) -> Mapping[str, Any]:
@@ -151,6 +234,7 @@ PROMPTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     (NOTICE * 4 + "Years later", {"temperature": 1.0}),
     ("One, two, three, one, two, three, one, two,", {"temperature": 1.3, "dry_multiplier": 0.8, "logprobs": 3}),
     ("Q: Why is the sky blue?\nA:", {"temperature": 0.0, "repetition_penalty": 1.1}),
+    ("And the chorus sings it again:", {"temperature": 0.8, "frequency_penalty": -2.0}),  # a reply that repeats itself
 )
 
 
@@ -183,7 +267,7 @@ def prove(
     """
     open_one = opener or _default_opener
     threads = base.threads or os.cpu_count() or 1
-    plain_settings = replace(base, threads=threads, prefix_cache=False, max_batch=1)
+    plain_settings = replace(base, threads=threads, prefix_cache=False, max_batch=1, draft=("none",), tree_budget=0)
     new_tokens = QUICK_NEW_TOKENS if quick else NEW_TOKENS
     tell("the plain run")
     with open_one(plain_settings) as door:
@@ -195,11 +279,14 @@ def prove(
             page_bytes=page_bytes or bytes_per_page(base, dtype=card.dtype),
         )
     findings = []
-    for variation in variations(threads=threads):
+    for variation in variations(base, threads=threads):
         tell(variation.name)
         settings = replace(plain_settings, **{"max_batch": len(asks), "self_check": False, **variation.changes(facts)})
+        predicting = [replace(a, predicted=variation.predict(i, plain[i])) for i, a in enumerate(asks)]
         with open_one(settings) as door:
-            replies, happened = drive(door, asks, variation.drive, settings=settings)
+            if not variation.applies(door):
+                continue
+            replies, happened = drive(door, predicting, variation.drive, settings=settings)
         findings.append(judge(variation, plain, replies, exercised=variation.exercised(evidence, happened)))
     return Table(
         model=card.name,
@@ -247,7 +334,7 @@ def drive(door: Door, asks: Sequence[Ask], how: Drive, *, settings: Settings) ->
         case _:
             assert_never(how)
     evidence = Evidence(
-        counted=difference(before, settled_stats(door)),
+        counted=settled_stats(door).since(before),
         replies=len(replies),
         pieces=pieces,
         cached=sum(r.usage.cached for r in replies),
@@ -291,10 +378,6 @@ def settled_stats(door: Door) -> Stats:
             break
         time.sleep(0.001)
     return stats
-
-
-def difference(before: Stats, after: Stats) -> Stats:
-    return Stats(**{f.name: getattr(after, f.name) - getattr(before, f.name) for f in fields(Stats)})
 
 
 def _default_opener(settings: Settings) -> Door:

@@ -108,3 +108,10 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
 def test_an_unknown_name_of_the_package_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'lod'"):
         _ = onedraw.lod  # type: ignore[attr-defined]
+
+
+def test_the_reply_to_messages_begins_a_text_and_any_other_continues_one(model: onedraw.Model) -> None:
+    """As on the server: a first space that only marks a word belongs to a continuation, not to an answer."""
+    assert model._ask([{"role": "user", "content": "hello"}], {}).opening
+    assert not model._ask("hello", {}).opening
+    assert not model._ask([1, 2, 3], {}).opening

@@ -10,7 +10,8 @@ import pytest
 from onedraw.assemble import make_service, open_door
 from onedraw.backends.fake import FakeBackend
 from onedraw.door import Door, Reply
-from onedraw.prove import Finding, Table, drive, first_difference, prove, requests, variations
+from onedraw.engine.stats import Stats
+from onedraw.prove import Evidence, Finding, Table, drive, first_difference, prove, requests, variations
 from onedraw.settings import Settings
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import Choice, Row, RowOutcome
@@ -128,6 +129,16 @@ def test_a_short_context_shortens_the_prompts() -> None:
 def test_the_row_of_the_plain_runs_own_thread_count_is_left_out() -> None:
     assert [v.name for v in variations(threads=1) if "thread" in v.name] == ["2 threads"]
     assert [v.name for v in variations(threads=4) if "thread" in v.name] == ["1 thread", "2 threads"]
+
+
+@pytest.mark.parametrize(("device", "exercised"), [("cpu-kernels", True), ("cpu-torch", True), ("cuda-torch", False)])
+def test_another_number_of_threads_is_a_variation_wherever_a_cpu_computes(device: str, exercised: bool) -> None:
+    """A device's name also says which operations computed on it."""
+    settings = Settings(threads=1)
+    plain = Evidence(Stats(), replies=1, pieces=0, cached=0, settings=settings, device=device)
+    (row,) = (v for v in variations(settings, threads=1) if v.name == "2 threads")
+    assert row.exercised(plain, replace(plain, settings=replace(settings, threads=2))) == exercised
+    assert not row.exercised(plain, plain)
 
 
 @pytest.mark.long

@@ -1,7 +1,8 @@
 """`onedraw bench`: how long the first token takes, how long the next ones, how many per second, for growing batches.
 
 In: parsed arguments. Out: a table, or JSON. Requests come through the door as a client's do, all at once, in one event
-loop; each has its own prompt, so that the prefix cache has nothing to give, and runs to its full length.
+loop; each has its own prompt, so that the prefix cache has nothing to give, and runs to its full length. Where something
+was drafted, the table also says what came of it.
 """
 
 from __future__ import annotations
@@ -17,15 +18,19 @@ from dataclasses import asdict, dataclass
 from onedraw.cli import screen
 from onedraw.cli.flags import add_settings, add_wishes, argument_type, read_settings, read_wishes, token_ids
 from onedraw.door import Ask, Door
+from onedraw.engine.stats import Stats
 from onedraw.errors import BadSetting
+from onedraw.prove import settled_stats
 from onedraw.wishes import Wishes, settle
 
 HELP = "measure time to first token, inter-token latency and tokens per second"
 EXAMPLES = """examples:
   onedraw bench smollm2
   onedraw bench smollm2 --batch 1,8,32 --prompt-tokens 512 --new-tokens 128 --json
+  onedraw bench smollm2 --batch 1 --draft ngram --draft-tokens 4 --temperature 0
 """
-SET_HERE = ("max_tokens", "ignore_eos", "n", "seed", "stop", "stop_token_ids", "min_tokens")  # a bench runs to full length
+# A bench runs to full length, and has nothing to predict.
+SET_HERE = ("max_tokens", "ignore_eos", "n", "seed", "stop", "stop_token_ids", "min_tokens", "prediction", "speculation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,15 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
+class Run:
+    """Requests that were sent at once: the seconds until the last one ended, and what the engine counted meanwhile."""
+
+    seconds: float
+    timings: tuple[Timing, ...]
+    counted: Stats
+
+
+@dataclass(frozen=True, slots=True)
 class Measure:
     """One batch size over all repeats. Times in milliseconds."""
 
@@ -47,6 +61,10 @@ class Measure:
     inter_token_p99_ms: float
     tokens_per_second: float  # new tokens over the whole time, prompts included
     decode_tokens_per_second: float  # new tokens after the first of each, over the time when all had started
+    draft_tokens: int  # drafts in all
+    accepted_tokens: int  # drafts kept
+    tokens_per_turn: float  # of one request: 1 without drafts
+    turns_per_second: float  # of the engine, over the whole time
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -105,14 +123,14 @@ def measure_all(
 ) -> list[Measure]:
     """Every batch size, after one run that is not counted."""
     prompts = Prompts(door, prompt_tokens)
-    asyncio.run(_together(door, [_ask(door, wishes, prompts.next())]))
+    _together(door, [_ask(door, wishes, prompts.next())])
     measures = []
     for batch in batches:
         runs = []
         for repeat in range(repeats):
             tell(f"batch {batch}, run {repeat + 1} of {repeats}")
             asks = [_ask(door, wishes, prompts.next()) for _ in range(batch)]
-            runs.append(asyncio.run(_together(door, asks)))
+            runs.append(_together(door, asks))
         measures.append(summarise(batch, runs))
     return measures
 
@@ -133,11 +151,16 @@ def _ask(door: Door, wishes: Wishes, prompt: tuple[int, ...]) -> Ask:
     return settle(wishes, door=door, prompt=prompt, label="bench")
 
 
-async def _together(door: Door, asks: Sequence[Ask]) -> tuple[float, list[Timing]]:
-    """All asks at once; the seconds until the last one ended, and each one's timing."""
+def _together(door: Door, asks: Sequence[Ask]) -> Run:
+    before = settled_stats(door)
+    seconds, timings = asyncio.run(_at_once(door, asks))
+    return Run(seconds, timings, settled_stats(door).since(before))
+
+
+async def _at_once(door: Door, asks: Sequence[Ask]) -> tuple[float, tuple[Timing, ...]]:
     start = time.perf_counter()
     timings = await asyncio.gather(*(_timed(door, ask, start) for ask in asks))
-    return time.perf_counter() - start, list(timings)
+    return time.perf_counter() - start, tuple(timings)
 
 
 async def _timed(door: Door, ask: Ask, start: float) -> Timing:
@@ -156,16 +179,24 @@ async def _timed(door: Door, ask: Ask, start: float) -> Timing:
     return Timing(first=first, gaps=tuple(gaps), tokens=tokens)
 
 
-def summarise(batch: int, runs: Sequence[tuple[float, list[Timing]]]) -> Measure:
-    timings = [t for _, group in runs for t in group]
+def summarise(batch: int, runs: Sequence[Run]) -> Measure:
+    timings = [t for run in runs for t in run.timings]
     gaps = sorted(g for t in timings for g in t.gaps) or [0.0]
+    seconds = sum(run.seconds for run in runs)
+    chosen = sum(run.counted.completion_tokens for run in runs)
+    accepted = sum(run.counted.accepted_tokens for run in runs)
     return Measure(
         batch=batch,
         first_token_ms=1e3 * statistics.median(t.first for t in timings),
         inter_token_ms=1e3 * statistics.median(gaps),
         inter_token_p99_ms=1e3 * gaps[min(int(len(gaps) * 0.99), len(gaps) - 1)],
-        tokens_per_second=sum(t.tokens for t in timings) / sum(seconds for seconds, _ in runs),
-        decode_tokens_per_second=statistics.median(_decode_rate(group) for _, group in runs),
+        tokens_per_second=sum(t.tokens for t in timings) / seconds,
+        decode_tokens_per_second=statistics.median(_decode_rate(run.timings) for run in runs),
+        draft_tokens=sum(run.counted.draft_tokens for run in runs),
+        accepted_tokens=accepted,
+        # A row that chooses gives its kept drafts and one token more.
+        tokens_per_turn=chosen / max(chosen - accepted, 1),
+        turns_per_second=sum(run.counted.turns for run in runs) / seconds,
     )
 
 
@@ -187,6 +218,10 @@ def _tokens_between(timing: Timing, begin: float, end: float) -> int:
 
 
 def _show(measures: Sequence[Measure], *, title: str) -> None:
-    heads = ("batch", "first token ms", "inter-token ms", "p99 ms", "tokens/s", "decode tokens/s")
-    rows = [[str(m.batch), *(f"{value:.1f}" for value in list(asdict(m).values())[1:])] for m in measures]
+    heads = ["batch", "first token ms", "inter-token ms", "p99 ms", "tokens/s", "decode tokens/s"]
+    rows = [[str(m.batch), *(f"{value:.1f}" for value in list(asdict(m).values())[1 : len(heads)])] for m in measures]
+    if any(m.draft_tokens for m in measures):
+        heads += ["accepted/drafts", "tokens/turn", "turns/s"]
+        for row, m in zip(rows, measures, strict=True):
+            row += [f"{m.accepted_tokens}/{m.draft_tokens}", f"{m.tokens_per_turn:.2f}", f"{m.turns_per_second:.1f}"]
     screen.table(title, heads, rows)

@@ -69,7 +69,7 @@ class Conversation:
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", nargs="?", default="smollm2", help="the model to talk with (default: smollm2)")
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
-    add_wishes(parser, leave_out=("n", "logprobs", "logprobs_mode", "prompt_logprobs", "checksums"))
+    add_wishes(parser, leave_out=("n", "logprobs", "logprobs_mode", "prompt_logprobs", "checksums", "prediction"))
     add_settings(parser, leave_out=("served_name", "queue_limit"))
 
 

@@ -27,7 +27,10 @@ EXAMPLES = """examples:
   onedraw inspect smollm2
   onedraw inspect ./my-model --dtype bf16 --max-context 32768 --max-batch 16 --json
 """
-NO_EFFECT = ("served_name", "queue_limit", "backend", "turn_tokens", "threads", "prefix_cache", "self_check")
+NO_EFFECT = (
+    *("served_name", "queue_limit", "backend", "turn_tokens", "threads", "prefix_cache", "self_check"),
+    *("draft_tokens", "tree_budget", "trace_verify"),
+)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +40,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from onedraw.assemble import find_checkpoint, plan_memory
+    from onedraw.assemble import drafter_paths, find_checkpoint, plan_memory, proposer_names
 
     settings = read_settings(arguments)
     with screen.progress() as tell:
@@ -45,7 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         described = describe(checkpoint)
         plan = plan_memory(settings, described, dtype=planned_dtype(settings))
-        report = {**identity(settings, checkpoint, described), "memory": memory_json(plan)}
+        drafts = [*proposer_names(settings), *map(str, drafter_paths(settings))]
+        report = {**identity(settings, checkpoint, described), "drafts": drafts, "memory": memory_json(plan)}
     finally:
         checkpoint.close()
     if arguments.json:
@@ -139,6 +143,7 @@ def rows(report: Mapping[str, Any]) -> list[list[str]]:
         ["defaults", ", ".join(f"{k} {v}" for k, v in report["defaults"].items()) or "none"],
         ["end of reply", ", ".join(map(str, report["eos_ids"])) or "no id ends a reply"],
         ["tokenizer", report["tokenizer"]],
+        ["drafts", ", ".join(report["drafts"]) or "none: --draft none"],
         ["weights", f"{human_bytes(memory['weight_bytes'])} as {memory['dtype']}"],
         ["pages", f"{human_bytes(memory['kv_bytes'])} ({pages})"],
         ["room for", f"{memory['full_sequences']} sequences of {memory['max_context']} tokens, {memory['max_batch']} running"],

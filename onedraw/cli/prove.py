@@ -30,7 +30,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="shorter replies")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     # The variations themselves set the rest.
-    add_settings(parser, leave_out=("served_name", "queue_limit", "max_batch", "kv_memory", "prefix_cache"))
+    add_settings(parser, leave_out=("served_name", "queue_limit", "max_batch", "kv_memory", "prefix_cache", "trace_verify"))
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from onedraw.backends.base import Backend
 from onedraw.engine.scheduler import Member, Scheduler
 from onedraw.engine.sequence import Sequence
-from onedraw.engine.stats import Stats
+from onedraw.engine.stats import Drafted, Stats
 from onedraw.errors import Barren, OnedrawError, TurnFailed
 from onedraw.types import Choice, Finish, Logprobs, Outcome, Plan, Request, Row, RowOutcome, Usage
 
@@ -83,7 +83,7 @@ class Engine:
             self._settle(member, result)
 
     def stats(self) -> Stats:
-        ledger = self.scheduler.ledger
+        ledger, guessed = self.scheduler.ledger, self.scheduler.speculator.stats()
         return Stats(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
@@ -93,6 +93,9 @@ class Engine:
             prefix_hits=ledger.hit,
             preemptions=self.scheduler.preemptions,
             turn_seconds=self._seconds,
+            accepted_per_position=guessed.accepted_per_position,
+            drafted_by=tuple(Drafted(source, *counts) for source, counts in guessed.by_source.items()),
+            propose_seconds=guessed.propose_seconds,
             **self._totals,
         )
 
@@ -118,10 +121,12 @@ class Engine:
         error = Barren(_BARREN) if result.barren and finish is None else None
         if finish is not None or error is not None:
             self._remove(row.request_id)
-        if chosen or finish or error or scored is not None:
+        if chosen or finish or scored is not None:
             stop_id = chosen[-1].token if finish == "stop" else None
             kept = sequence.kept - kept_before
-            sink(Event(row.request_id, chosen, finish, stop_id, sequence.usage, scored, error, kept))
+            sink(Event(row.request_id, chosen, finish, stop_id, sequence.usage, scored, kept=kept))
+        if error is not None:  # told by itself: a stop string in what was chosen before it ends the reply in good order
+            sink(Event(row.request_id, usage=sequence.usage, error=error))
 
     def _scores(self, sequence: Sequence) -> tuple[Logprobs, ...] | None:
         """The prompt's logprobs, once, when its last position is computed."""

@@ -45,9 +45,7 @@ class Stats:
     def since(self, earlier: Stats) -> Stats:
         """What was counted after `earlier`; `running` and the like become differences too."""
         apart = ("accepted_per_position", "drafted_by")
-        numbers = {
-            f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(Stats) if f.name not in apart
-        }
+        numbers = {f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(Stats) if f.name not in apart}
         pairs = zip_longest(self.accepted_per_position, earlier.accepted_per_position, fillvalue=0)
         before = {d.source: d for d in earlier.drafted_by}
         drafted_by = (_less(d, before.get(d.source, Drafted(d.source))) for d in self.drafted_by)
@@ -55,6 +53,4 @@ class Stats:
 
 
 def _less(now: Drafted, earlier: Drafted) -> Drafted:
-    return replace(
-        now, rows=now.rows - earlier.rows, drafted=now.drafted - earlier.drafted, kept=now.kept - earlier.kept
-    )
+    return replace(now, rows=now.rows - earlier.rows, drafted=now.drafted - earlier.drafted, kept=now.kept - earlier.kept)

@@ -1,7 +1,8 @@
 """What a model is, as data: layers, widths, rope, norms, and the bytes they need. No torch, no jax.
 
 In: numbers read from a checkpoint's config by a family (`llama.py`, `qwen3.py` …). Out: a frozen ModelSpec that
-every backend builds its stack from. A model is a list of layers; a layer is a mixer, a feed-forward and norms.
+every backend builds its stack from, or a DrafterSpec. A model is a list of layers; a layer is a mixer, a feed-forward
+and norms.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ DTYPE_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "divisors"]
 Activation = Literal["silu", "gelu_tanh"]
+DrafterLayout = Literal["z-lab", "speculators", "gguf"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,15 @@ class LayerSpec:
     mixer: AttentionSpec
     feed_forward: MlpSpec
 
+    def parameters(self, hidden: int) -> int:
+        """How many weights, where the residual stream is `hidden` wide."""
+        a, m = self.mixer, self.feed_forward
+        q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+        count = hidden * (q + 2 * kv) + q * hidden + 2 * hidden
+        count += (q + 2 * kv) * a.qkv_bias + hidden * a.out_bias + 2 * a.head_dim * a.qk_norm
+        count += 3 * hidden * m.width + (2 * m.width + hidden) * m.bias
+        return count
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
@@ -118,13 +129,7 @@ class ModelSpec:
     notes: tuple[str, ...] = ()  # what of the checkpoint is not used; `inspect` shows it
 
     def layer_parameters(self, index: int) -> int:
-        layer = self.layers[index]
-        a, m = layer.mixer, layer.feed_forward
-        q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
-        count = self.hidden * (q + 2 * kv) + q * self.hidden + 2 * self.hidden
-        count += (q + 2 * kv) * a.qkv_bias + self.hidden * a.out_bias + 2 * a.head_dim * a.qk_norm
-        count += 3 * self.hidden * m.width + (2 * m.width + self.hidden) * m.bias
-        return count
+        return self.layers[index].parameters(self.hidden)
 
     def weight_bytes(self, index: int, dtype: str = "f32") -> int:
         return self.layer_parameters(index) * DTYPE_BYTES[dtype]
@@ -148,3 +153,40 @@ class ModelSpec:
 
     def total_page_bytes(self, page_size: int, dtype: str = "f32") -> int:
         return sum(self.page_bytes(i, page_size, dtype) for i in range(len(self.layers)))
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterSpec:
+    """A block drafter: a stack of layers between features of the target and the target's (or its own) head."""
+
+    layout: DrafterLayout  # what it was read from
+    layers: tuple[LayerSpec, ...]  # a window W means: of the context, the last W positions before the anchor
+    causal_in_block: tuple[bool, ...]  # per layer: a slot sees itself and the slots before it, or the whole block
+    hidden: int
+    target_hidden: int
+    vocab: int  # the target's
+    draft_vocab: int  # rows of the head
+    eps: float
+    block: int  # slots, the anchor's among them: a block drafts one token less
+    mask_token: int
+    target_layers: tuple[int, ...]  # 0-based; features are the residual stream after each, in this order
+    max_context: int
+    own_embedding: bool = False
+    own_head: bool = False
+    mapped: bool = False  # a draft id is not the target's id: see DrafterWeights.target_ids
+    target_depth: int | None = None  # layers of the target, where the file says
+    notes: tuple[str, ...] = ()
+
+    @property
+    def feature_width(self) -> int:
+        """Numbers that fc reads per context position."""
+        return len(self.target_layers) * self.target_hidden
+
+    @property
+    def parameters(self) -> int:
+        own = self.vocab * self.own_embedding + self.draft_vocab * self.own_head
+        return self.hidden * (self.feature_width + 2 + own) + sum(layer.parameters(self.hidden) for layer in self.layers)
+
+    def position_bytes(self, dtype: str = "f32") -> int:
+        """Keys and values of one context position, all layers together."""
+        return sum(2 * layer.mixer.kv_heads * layer.mixer.head_dim for layer in self.layers) * DTYPE_BYTES[dtype]

@@ -84,7 +84,12 @@ def logprobs(scores: Floats, token: int, top: int) -> Logprobs:
 
 
 def log_shares(deficit: Floats, total: int) -> Floats:
-    """The logprobs that deficits have where all masses add up to `total`: in float64, then rounded to float32."""
+    """The logprobs that deficits have where all masses add up to `total`: in float64, then rounded to float32.
+
+    Logits that are no numbers have no mass (NaN becomes the lowest integer), and give no token a share.
+    """
+    if total <= 0:
+        return np.full(deficit.shape, -np.inf, dtype=np.float32)
     return ((0.0 - deficit.astype(np.float64)) - math.log(total / 2**MASS_BITS)).astype(np.float32)
 
 

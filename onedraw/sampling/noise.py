@@ -48,8 +48,12 @@ def key(seed: int, position: int) -> tuple[int, int]:
 
 def uniform_bits(seed: int, position: int, vocab: int) -> Bits:
     """24 uniform bits for every token id.   [V]"""
+    return _bits_at(seed, position, _ids(vocab))
+
+
+def _bits_at(seed: int, position: int, ids: Bits) -> Bits:
     first, second = key(seed, position)
-    words = _ids(vocab) ^ np.uint32(first)
+    words = ids ^ np.uint32(first)
     _mix32(words)
     words += np.uint32(second)
     _mix32(words)
@@ -60,6 +64,11 @@ def uniform_bits(seed: int, position: int, vocab: int) -> Bits:
 def gumbel(seed: int, position: int, vocab: int) -> Floats:
     """The noise of one position.   [V]"""
     return gumbel_of(uniform_bits(seed, position, vocab))
+
+
+def gumbel_at(seed: int, position: int, ids: npt.NDArray[np.int64]) -> Floats:
+    """The noise of one position at some token ids, in their order."""
+    return gumbel_of(_bits_at(seed, position, ids.astype(np.uint32)))
 
 
 def gumbel_of(bits: Bits) -> Floats:

@@ -42,7 +42,8 @@ A field is **honoured**, **accepted** because it cannot change the answer, taken
 or **refused**: a 400 whose `param` names it. An unknown field is refused too; with `--lenient` it is ignored, and the
 response header `x-onedraw-ignored` lists it. `null` always means "not asked for". Numbers must be finite, and types are
 not converted: `"1"` is no number. A sampling value that is left out comes from the checkpoint's `generation_config.json`
-(see `/v1/models`), else it is off.
+(see `/v1/models`), else it is off. Without `max_tokens` a completion has at most 16 tokens,
+a chat reply as many as the context has room for; 0 goes only with `echo`, which then gives the prompt alone.
 """
 
 _REPLIES = """## Replies

@@ -147,6 +147,13 @@ def test_a_missing_part_is_named(tmp_path: Path) -> None:
         GgufCheckpoint(first)
 
 
+@pytest.mark.parametrize("name", ["m-00000-of-00000.gguf", "m-00000-of-00002.gguf", "m-00003-of-00002.gguf"])
+def test_a_part_that_there_cannot_be_is_named(tmp_path: Path, name: str) -> None:
+    write(tmp_path / name, tensors=1)
+    with pytest.raises(Corrupt, match=name):
+        GgufCheckpoint(tmp_path / name)
+
+
 def test_a_part_under_another_name_is_not_taken_for_the_model(tmp_path: Path) -> None:
     lone = split(tmp_path)[0].rename(tmp_path / "model.gguf")
     with pytest.raises(Corrupt, match="one of 2 parts"):

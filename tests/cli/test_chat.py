@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -119,6 +120,27 @@ def test_a_question_that_cannot_be_answered_is_taken_back(door: Door, capsys: py
     talk(door, conversation, read=typing("hello"))
     assert conversation.turns == []
     assert "over the context" in capsys.readouterr().out
+
+
+def test_an_answer_that_fails_under_way_takes_its_question_back(door: Door, capsys: pytest.CaptureFixture[str]) -> None:
+    conversation = a_conversation(min_tokens=1, stop_token_ids=tuple(range(door.card.vocab)))
+    talk(door, conversation, read=typing("hello"))
+    assert conversation.turns == []
+    assert "leave no token to choose" in capsys.readouterr().out
+
+
+def test_control_c_before_an_answer_begins_does_not_leave(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    render, pressed = door.render, iter([True])
+
+    def interrupted(*given: Any, **named: Any) -> tuple[int, ...]:
+        if next(pressed, False):
+            raise KeyboardInterrupt
+        return render(*given, **named)
+
+    monkeypatch.setattr(door, "render", interrupted)
+    conversation = a_conversation()
+    talk(door, conversation, read=typing("hello", "once more"))
+    assert [t["content"] for t in conversation.turns[:1]] == ["once more"]
 
 
 def test_settings_change_while_talking() -> None:

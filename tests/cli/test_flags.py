@@ -10,7 +10,8 @@ import pytest
 
 from onedraw.cli import flags
 from onedraw.cli.main import UsageError, command_parser
-from onedraw.settings import Settings
+from onedraw.errors import BadSetting
+from onedraw.settings import Settings, size_in_bytes
 from onedraw.wishes import Wishes
 
 
@@ -107,3 +108,14 @@ def test_wishes_come_through() -> None:
 def test_a_bad_value_is_refused_in_words(given: tuple[str, ...], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         parsed(*given)
+
+
+@pytest.mark.parametrize("text", ["inf", "1e400", "nan", "-", "GiB", ""])
+def test_what_is_no_size_is_said_to_be_none(text: str) -> None:
+    with pytest.raises(BadSetting, match="not a size"):
+        size_in_bytes(text)
+
+
+def test_a_number_of_threads_that_no_machine_has_is_a_mistake() -> None:
+    with pytest.raises(BadSetting, match="--threads: must be at most"):
+        Settings(threads=10**12)

@@ -11,7 +11,7 @@ import pytest
 from onedraw.assemble import make_service
 from onedraw.backends.fake import FakeBackend
 from onedraw.engine.service import Event, Service
-from onedraw.errors import BadParameter, ContextOverflow, Draining, QueueFull, Unsupported
+from onedraw.errors import BadParameter, BadRequest, Barren, ContextOverflow, Draining, QueueFull, Unsupported
 from onedraw.settings import Settings
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import Request, Row, RowOutcome, SamplingParams
@@ -83,9 +83,58 @@ def test_a_cancelled_request_frees_its_pages() -> None:
 def test_a_full_queue_is_refused_and_says_so() -> None:
     service = start(Slow(lanes=1, max_context=250), queue_limit=2)
     inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    many = [(request(f"q{i}", max_tokens=200), inbox.put) for i in range(6)]
+    service.submit([(request("first", max_tokens=200), inbox.put)])
+    many = [(request(f"q{i}", max_tokens=200), inbox.put) for i in range(3)]
     with pytest.raises(QueueFull, match="2 requests"):
         service.submit(many)
+    service.close()
+
+
+def test_more_than_ever_fits_is_no_reason_to_try_again() -> None:
+    service = start(FakeBackend(lanes=1), queue_limit=2)
+    inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    with pytest.raises(BadRequest, match="4 replies at once are more than the 3"):
+        service.submit([(request(f"q{i}"), inbox.put) for i in range(4)])
+    assert inbox.empty()
+    service.close()
+
+
+def test_a_prompt_that_fills_every_page_is_scored() -> None:
+    """It has no next token, so no page has to be free for one; waiting for it would hold up everybody behind."""
+    service = start(FakeBackend(vocab=99, pages=16, page_size=4, max_context=64))
+    tokens, event = ask(service, request("full", length=60, max_tokens=4))
+    assert (len(tokens), event.finish) == (4, "length")
+    tokens, event = ask(service, request("scored", length=64, max_tokens=0, prompt_logprobs=0))
+    assert (tokens, event.finish) == ([], "length")
+    assert event.scored is not None
+    assert len(event.scored) == 63
+    service.close()
+
+
+def test_a_request_for_more_pages_than_there_are_is_refused_instead_of_waiting_for_ever() -> None:
+    service = start(FakeBackend(pages=4, page_size=4, max_context=64))
+    with pytest.raises(ContextOverflow, match="over the context of 16"):
+        service.check(request("a", length=10, max_tokens=8))
+    assert ask(service, request("b", length=8, max_tokens=8))[1].finish == "length"
+    service.close()
+
+
+class BarrenBehindTheFirst(FakeBackend):
+    """The law leaves a token and, at the position after it, none: what a kept draft can show in one turn."""
+
+    def run(self, row: Row) -> RowOutcome:
+        return RowOutcome(super().run(row).chosen[:1], barren=True)
+
+
+def test_what_was_chosen_before_an_error_is_told_before_it() -> None:
+    """A stop string may stand in it; then the reply ended in good order and the error concerns nobody."""
+    service = start(BarrenBehindTheFirst())
+    inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    service.submit([(request("a"), inbox.put)])
+    first, second = inbox.get(timeout=10), inbox.get(timeout=10)
+    assert (len(first.chosen), first.error) == (1, None)
+    assert isinstance(second.error, Barren)
+    assert not second.chosen
     service.close()
 
 

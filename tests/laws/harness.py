@@ -50,7 +50,8 @@ class Schedule:
 
     turn_tokens: int = 4096
     reuse: bool = False
-    proposer: Proposer | None = None
+    proposer: Proposer | None = None  # drafts as much as there is room for
+    speculator: Speculator | None = None  # instead of `proposer`: decides by itself who drafts and how much
     arrivals: tuple[int, ...] = ()  # the turn before which each request arrives; missing: 0
     cancels: tuple[tuple[int, int], ...] = ()  # (turn, index of the request)
 
@@ -61,7 +62,8 @@ def run(backend: Backend, requests: Sequence[Request], schedule: Schedule) -> tu
     ledger = Ledger(
         pages=capacity.pages, lanes=capacity.lanes, page_size=capacity.page_size, reuse=schedule.reuse and not capacity.recurrent
     )
-    speculator = Speculator([schedule.proposer] if schedule.proposer else [], draft_tokens=64)
+    proposers = [schedule.proposer] if schedule.proposer else []
+    speculator = schedule.speculator or Speculator(proposers, draft_tokens=64)
     scheduler = Scheduler(ledger=ledger, capacity=capacity, speculator=speculator, turn_tokens=schedule.turn_tokens)
     engine = Engine(backend=backend, scheduler=scheduler)
     answers = [Answer() for _ in requests]

@@ -12,8 +12,14 @@ from onedraw.models.weights import Read, Weights
 
 
 def logits(weights: Weights, tokens: list[int]) -> np.ndarray:
+    return forward(weights, tokens)[0]
+
+
+def forward(weights: Weights, tokens: list[int]) -> tuple[np.ndarray, list[np.ndarray]]:
+    """The logits [T, V], and the residual stream [T, E] after every layer."""
     spec, outer = weights.spec, weights.outer()
     x = outer["embed"][tokens].astype(np.float64)  # [T, E]
+    residuals = []
     for index, layer in enumerate(spec.layers):
         w = weights.layer(index)
         x = x + attention(norm(x, w["attn_norm"], spec), w, layer.mixer, spec)
@@ -21,7 +27,8 @@ def logits(weights: Weights, tokens: list[int]) -> np.ndarray:
         gate = h @ w["gate"].T + w.get("gate_bias", 0)
         up = h @ w["up"].T + w.get("up_bias", 0)
         x = x + (gate / (1 + np.exp(-gate)) * up) @ w["down"].T + w.get("down_bias", 0)
-    return norm(x, outer["norm"], spec) @ outer["embed" if spec.tied else "head"].T  # [T, V]
+        residuals.append(x)
+    return norm(x, outer["norm"], spec) @ outer["embed" if spec.tied else "head"].T, residuals
 
 
 def norm(x: np.ndarray, weight: np.ndarray, spec: ModelSpec) -> np.ndarray:

@@ -243,7 +243,7 @@ def test_a_full_queue_says_when_to_come_back():
 
 def test_more_prompts_than_the_queue_holds_leave_nothing_behind():
     with slowed(fake_door(max_batch=1, queue_limit=2), 0.002) as door, serving(door) as served:
-        refused(served.post(COMPLETIONS, prompt=["a"] * 20, max_tokens=50), 429, code="queue_full")
+        refused(served.post(COMPLETIONS, prompt=["a"] * 20, max_tokens=50), 400, code="too_many_replies")
         wait_until(lambda: (door.service.stats().running, door.service.stats().waiting) == (0, 0))
 
 
@@ -284,3 +284,18 @@ def test_a_body_over_the_limit_is_refused_with_or_without_a_length(declared):
         assert "1000" in refused(served.send(COMPLETIONS, content), 413, code="body_too_large")
         fits = json.dumps({"prompt": "x" * 900, "max_tokens": 1}).encode()
         assert served.send(COMPLETIONS, fits if declared else iter([fits])).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt": "\xed\xa0\x80"}',
+        b'{"prompt": "a", "\xed\xa0\x80": 1}',
+        b'{"prompt": "a", "stop": "\xed\xa0\x80"}',
+        '{"prompt": "a"}'.encode("utf-16"),
+    ],
+    ids=ascii,
+)
+def test_a_body_that_is_not_utf_8_is_not_json(fake, body):
+    """Half a character spelled as bytes, in a value or in a name that the error would have to repeat."""
+    refused(fake.send(COMPLETIONS, body), 400, code="invalid_json")

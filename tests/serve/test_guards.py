@@ -101,3 +101,11 @@ def test_the_model_answers_to_its_other_names():
 def test_wrong_options_are_refused_by_their_flag(wrong):
     with pytest.raises(BadSetting, match="--" + next(iter(wrong)).replace("_", "-")):
         ServerOptions(**wrong)
+
+
+@pytest.mark.parametrize("key", ["citt\u00e0", "\u00c5"], ids=ascii)
+def test_a_key_may_end_in_bytes_that_look_like_spaces(key):
+    """The last byte of these characters is a space of another alphabet."""
+    with fake_door() as door, serving(door, ServerOptions(api_key=key)) as served:
+        assert served.get("/v1/models", headers={"authorization": f"Bearer {key}".encode()}).status_code == 200
+        assert served.get("/v1/models", headers={"authorization": f"Bearer {key[:-1]}x".encode()}).status_code == 401

@@ -131,5 +131,8 @@ def test_a_port_in_use_is_a_clear_error():
 def test_a_host_that_is_not_ours_is_a_clear_error():
     with pytest.raises(BadSetting, match="--host"):
         bind("no.such.host.invalid", 8000)
+    for host in ("a..b", "x" * 80):  # names that cannot be written as one
+        with pytest.raises(BadSetting, match="--host"):
+            bind(host, 8000)
     with pytest.raises(BadSetting, match=r"192\.0\.2\.1"):
         bind("192.0.2.1", 0)

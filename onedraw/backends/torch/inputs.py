@@ -40,6 +40,7 @@ class Span:
     """Neighbouring tokens of one row: [first, first + count) of the turn, at positions and in slots from `start` on.
 
     `drafts` are its last tokens. `whole`: every token sees all of the span, not only what stands before it.
+    `anchored`: a window is counted back from the span's start, the same for all of its tokens.
     """
 
     first: int
@@ -47,6 +48,7 @@ class Span:
     start: int
     drafts: tuple[Draft, ...] = ()
     whole: bool = False
+    anchored: bool = False
 
     @property
     def stop(self) -> int:
@@ -110,7 +112,11 @@ class Inputs:
         """[T] the first position each token sees."""
         if window is None:
             return np.zeros_like(self.host_positions)
-        return np.maximum(self.host_positions - window + 1, 0)
+        firsts: Ints = self.host_positions - window + 1
+        for span in self.spans:
+            if span.anchored:
+                firsts[span.first : span.first + span.count] = span.start - window
+        return np.maximum(firsts, 0)
 
     def firsts(self, window: int | None) -> Tensor:
         return to_device(self.host_firsts(window), self.device)
@@ -184,5 +190,5 @@ def _paths(spans: list[Span], slots: Ints) -> tuple[Ints, Ints, Ints]:
     return positions, tails, paths
 
 
-def to_device(array: npt.NDArray[np.int64] | npt.NDArray[np.float32], device: torch.device) -> Tensor:
+def to_device(array: npt.NDArray[np.int64] | npt.NDArray[np.bool_], device: torch.device) -> Tensor:
     return torch.from_numpy(array).to(device, non_blocking=True)

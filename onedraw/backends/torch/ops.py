@@ -56,6 +56,12 @@ class Ops(Protocol):
         """qkv [T, (H + 2K) * D] → [T, H * D]; the turn's keys and values are written before any is read."""
         ...
 
+    def remember(
+        self, kv: Tensor, prepared: Any, *, spec: AttentionSpec, store: PageStore, k_norm: Tensor | None, eps: float
+    ) -> None:
+        """Norm, turn and write keys and values [T, 2K * D] without attending."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
@@ -114,3 +120,11 @@ class TorchOps:
         turned = rotate(both, prepared.turn)
         store.write(turned[:, heads:], values, prepared.places)
         return attend(turned[:, :heads], store.keys, store.values, groups=prepared.groups, rows=prepared.rows, spec=spec)
+
+    def remember(
+        self, kv: Tensor, prepared: Prepared, *, spec: AttentionSpec, store: PageStore, k_norm: Tensor | None, eps: float
+    ) -> None:
+        split = kv.view(len(kv), 2 * spec.kv_heads, spec.head_dim)
+        keys, values = split[:, : spec.kv_heads].contiguous(), split[:, spec.kv_heads :]
+        keys = keys if k_norm is None else rms_norm(keys, k_norm, eps)
+        store.write(rotate(keys, prepared.turn), values, prepared.places)

@@ -20,7 +20,7 @@ from onedraw.backends.torch.layers.elementwise import softcapped
 from onedraw.backends.torch.layers.linear import Linear, RowRule
 from onedraw.backends.torch.layers.rope import rope_table
 from onedraw.backends.torch.ops import Ops
-from onedraw.backends.torch.state import State
+from onedraw.backends.torch.state import PageStore, State
 from onedraw.models.source import Tensor as Stored
 from onedraw.models.spec import LayerSpec, ModelSpec, RopeSpec
 
@@ -31,6 +31,19 @@ class WeightSource(Protocol):
     """Named weights, each read when asked for; layer None for the outer ones (`models/weights.py` lists the names)."""
 
     def tensor(self, layer: int | None, weight: str) -> Stored: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    spec: LayerSpec
+    attn_norm: Tensor
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
 
 
 class Loader:
@@ -52,6 +65,27 @@ class Loader:
         """The same for matrices that are about to be packed. In float32 on a CPU they lie in the buffer until the next
         call, so whoever takes them there keeps a copy, never the tensor itself."""
         return self._joined(layer, names, pad=pad, pad_columns=pad_columns, take=self._take)
+
+    def layer(self, index: int, spec: LayerSpec, ops: Ops) -> Layer:
+        """Padding adds zero rows and columns whose products are exact zeros: those of gate and up meet those of down."""
+        mixer, mlp, linear = spec.mixer, spec.feed_forward, ops.linear
+        return Layer(
+            spec=spec,
+            attn_norm=self.kept(index, "attn_norm"),
+            qkv=linear(
+                self.passing(index, "q", "k", "v"),
+                self.kept(index, "q_bias", "k_bias", "v_bias") if mixer.qkv_bias else None,
+            ),
+            q_norm=self.kept(index, "q_norm") if mixer.qk_norm else None,
+            k_norm=self.kept(index, "k_norm") if mixer.qk_norm else None,
+            out=linear(self.passing(index, "o"), self.kept(index, "o_bias") if mixer.out_bias else None),
+            mlp_norm=self.kept(index, "mlp_norm"),
+            gate_up=linear(
+                self.passing(index, "gate", "up", pad=LANE),
+                self.kept(index, "gate_bias", "up_bias", pad=LANE) if mlp.bias else None,
+            ),
+            down=linear(self.passing(index, "down", pad_columns=LANE), self.kept(index, "down_bias") if mlp.bias else None),
+        )
 
     def _take(self, shape: tuple[int, ...]) -> Tensor:
         count = math.prod(shape)
@@ -83,17 +117,14 @@ class Loader:
         return out.to(device=self._device, dtype=self._dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
-    spec: LayerSpec
-    attn_norm: Tensor
-    qkv: Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    out: Linear
-    mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
+def run_layer(x: Tensor, layer: Layer, *, ops: Ops, store: PageStore, prepared: Any, eps: float) -> Tensor:
+    """One layer over the turn's tokens: x [T, E] → [T, E]."""
+    qkv = layer.qkv(ops.rms_norm(x, layer.attn_norm, eps))  # [T, (H + 2K) * D]
+    mixer = layer.spec.mixer
+    mixed = ops.attention(qkv, prepared, spec=mixer, store=store, q_norm=layer.q_norm, k_norm=layer.k_norm, eps=eps)
+    x = x + layer.out(mixed)
+    gate_up = layer.gate_up(ops.rms_norm(x, layer.mlp_norm, eps))  # [T, 2F]
+    return x + layer.down(ops.gated(gate_up, layer.spec.feed_forward.activation))
 
 
 class Stack:
@@ -119,34 +150,12 @@ class Stack:
         loader = Loader(source, dtype=dtype, device=device)  # lets go of a buffer as large as the head
         self.layers: list[Layer] = []
         for index, layer in enumerate(spec.layers):
-            self.layers.append(self._layer(index, layer, loader))
+            self.layers.append(loader.layer(index, layer, ops))
             if progress is not None:
                 progress(index + 1, len(spec.layers))
         ropes = {layer.mixer.rope for layer in spec.layers}
-        self._ropes: dict[RopeSpec, Tensor] = {rope: rope_table(rope, max_context, dtype=dtype, device=device) for rope in ropes}
-
-    # ------------------------------------------------------------------ weights
-
-    def _layer(self, index: int, spec: LayerSpec, loader: Loader) -> Layer:
-        """Padding adds zero rows and columns whose products are exact zeros: those of gate and up meet those of down."""
-        mixer, mlp, linear = spec.mixer, spec.feed_forward, self.ops.linear
-        return Layer(
-            spec=spec,
-            attn_norm=loader.kept(index, "attn_norm"),
-            qkv=linear(
-                loader.passing(index, "q", "k", "v"),
-                loader.kept(index, "q_bias", "k_bias", "v_bias") if mixer.qkv_bias else None,
-            ),
-            q_norm=loader.kept(index, "q_norm") if mixer.qk_norm else None,
-            k_norm=loader.kept(index, "k_norm") if mixer.qk_norm else None,
-            out=linear(loader.passing(index, "o"), loader.kept(index, "o_bias") if mixer.out_bias else None),
-            mlp_norm=loader.kept(index, "mlp_norm"),
-            gate_up=linear(
-                loader.passing(index, "gate", "up", pad=LANE),
-                loader.kept(index, "gate_bias", "up_bias", pad=LANE) if mlp.bias else None,
-            ),
-            down=linear(loader.passing(index, "down", pad_columns=LANE), loader.kept(index, "down_bias") if mlp.bias else None),
-        )
+        positions = max(max_context, LANE)  # padding tokens stand anywhere on a page, also where the context is shorter
+        self._ropes: dict[RopeSpec, Tensor] = {rope: rope_table(rope, positions, dtype=dtype, device=device) for rope in ropes}
 
     def linears(self) -> list[Linear]:
         inner = [linear for layer in self.layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
@@ -181,11 +190,7 @@ class Stack:
             key = (mixer.rope, mixer.window, mixer.kv_heads)
             if key not in prepared:
                 prepared[key] = ops.prepare(inputs, mixer, self._ropes[mixer.rope])
-            qkv = layer.qkv(ops.rms_norm(x, layer.attn_norm, eps))  # [T, (H + 2K) * D]
-            mixed = ops.attention(qkv, prepared[key], spec=mixer, store=store, q_norm=layer.q_norm, k_norm=layer.k_norm, eps=eps)
-            x = x + layer.out(mixed)
-            gate_up = layer.gate_up(ops.rms_norm(x, layer.mlp_norm, eps))  # [T, 2F]
-            x = x + layer.down(ops.gated(gate_up, layer.spec.feed_forward.activation))
+            x = run_layer(x, layer, ops=ops, store=store, prepared=prepared[key], eps=eps)
             if features is not None and index in captures:
                 features.append(x)
         return ops.rms_norm(x, self.norm, eps)

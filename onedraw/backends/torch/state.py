@@ -33,8 +33,14 @@ class PageStore:
         self.dim = spec.head_dim
 
     def write(self, keys: Tensor, values: Tensor, places: Tensor) -> None:
-        """Keys and values [T, K, D] at places [T * K], counted in heads' slots."""
+        """Keys and values [T, K, D] at places [T * K], counted in heads' slots.
+
+        A value that is not finite lies here as a key of NaN and a value of zero: whoever sees it gets NaN, and whoever
+        does not (a neighbour in a tile, the next owner of the page) is not touched, since zero times zero is zero.
+        """
         dim = keys.shape[-1]
+        broken = torch.isfinite(values).all(-1, keepdim=True).logical_not_()
+        keys, values = keys.masked_fill(broken, torch.nan), values.masked_fill(broken, 0.0)
         self.keys.view(-1, dim).index_copy_(0, places, keys.reshape(-1, dim))
         self.values.view(-1, dim).index_copy_(0, places, values.reshape(-1, dim))
 

@@ -82,9 +82,8 @@ def _slots(inputs: Inputs, tokens: Ints, blocks: Ints) -> Ints:
     return found.reshape(-1)
 
 
-def _mask(lowest: Ints, highest: Ints, pair_block: Ints) -> npt.NDArray[np.float32]:
-    """[X, 1, 1, height, BLOCK]: 0 where the query sees the key, -inf where not."""
+def _mask(lowest: Ints, highest: Ints, pair_block: Ints) -> npt.NDArray[np.bool_]:
+    """[X, 1, 1, height, BLOCK]: true where the query does not see the key."""
     key_at = pair_block[:, None, None] * BLOCK + np.arange(BLOCK)  # [X, 1, BLOCK]
-    seen = (key_at >= lowest[:, :, None]) & (key_at <= highest[:, :, None])
-    mask = np.where(seen, np.float32(0), np.float32(-np.inf)).astype(np.float32)
-    return mask[:, None, None]
+    hidden: npt.NDArray[np.bool_] = (key_at < lowest[:, :, None]) | (key_at > highest[:, :, None])
+    return hidden[:, None, None]

@@ -148,3 +148,30 @@ def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
     runs = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env=os.environ) for _ in range(2)]
     assert [run.wait(120) for run in runs] == [0, 0]
     assert len(list((tmp_path / "kernels").iterdir())) == 1
+
+
+def test_a_gate_far_below_zero_is_shut() -> None:
+    """Its exponential is beyond what a float can hold; the gate must not come out open."""
+    gate = torch.tensor(
+        [[-1e30, -1000.0, -200.0, -100.0, -90.0, -89.0, -88.0, -80.0, 80.0, 88.0, 89.0, 90.0, 1000.0, 1e30, 0.0, 1.0]]
+    )
+    found = kernels().gated(torch.cat([gate, torch.ones_like(gate)], 1), "silu")
+    assert (found - torch.nn.functional.silu(gate)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("default", [torch.float16, torch.bfloat16, torch.float64])
+def test_another_default_dtype_in_the_program_changes_nothing(default: torch.dtype) -> None:
+    """A buffer of half the size would be written past its end."""
+    torch.manual_seed(5)
+    weight, x, gates = torch.randn(64, 32), torch.randn(7, 32), torch.randn(7, 64)
+    linear = kernels().linear(weight)
+    product, gated = linear(x), kernels().gated(gates, "silu")
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        again = linear(x), kernels().gated(gates, "silu")
+    finally:
+        torch.set_default_dtype(before)
+    assert all(found.dtype == torch.float32 for found in again)
+    assert torch.equal(again[0], product)
+    assert torch.equal(again[1], gated)

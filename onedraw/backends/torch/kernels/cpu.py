@@ -7,7 +7,7 @@ pointer past its call.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -158,6 +158,14 @@ class CpuOps:
         out = _floats(len(qkv), spec.heads * spec.head_dim)
         self._library.onedraw_attention(qkv.data_ptr(), out.data_ptr(), ctypes.addressof(arguments), len(qkv), self._threads)
         return out
+
+    def remember(
+        self, kv: Tensor, prepared: Prepared, *, spec: AttentionSpec, store: PageStore, k_norm: Tensor | None, eps: float
+    ) -> None:
+        headless = replace(spec, heads=0)  # no queries: the kernel prepares and writes, and has nothing to attend
+        prepared.arguments.heads = 0
+        self.attention(kv, prepared, spec=headless, store=store, q_norm=None, k_norm=k_norm, eps=eps)
+        prepared.arguments.heads = spec.heads
 
 
 def _floats(rows: int, width: int) -> Tensor:

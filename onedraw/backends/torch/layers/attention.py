@@ -36,7 +36,7 @@ class TileGroup:
     reads: Tensor  # [X * BLOCK / S] pages of each pair's block, or [X * BLOCK] slots of its keys
     by_slot: bool  # which of the two
     pair_place: Tensor  # [X] where the pair's sums go in the padded [N, spans * leaves]
-    mask: Tensor  # [X, 1, 1, height, BLOCK] 0 where the query sees the key, -inf where not
+    mask: Tensor  # [X, 1, 1, height, BLOCK] true where the query does not see the key
     tiles: int
     spans: int
     leaves: int  # blocks per span that are kept, a power of two up to SPAN
@@ -73,7 +73,7 @@ def _attend_group(q: Tensor, keys: Tensor, values: Tensor, *, group: TileGroup, 
         keys, values = keys.view(-1, dim), values.view(-1, dim)
     right = keys.index_select(0, rows).view(pairs * kv, BLOCK, dim)
     scores = _products(left, right.transpose(1, 2)).float()  # [X * K, G * height, BLOCK]
-    scores.view(pairs, kv, per, height, BLOCK).add_(group.mask)
+    scores.view(pairs, kv, per, height, BLOCK).masked_fill_(group.mask, float("-inf"))  # also where an unseen key is NaN
     peak = scores.amax(-1).view(pairs, -1)  # [X, K * G * height]
     peak = _spread(peak, group, fill=float("-inf")).amax(1)  # [N, K * G * height]
     scores.view(pairs, -1, BLOCK).sub_(peak.index_select(0, group.pair_tile).unsqueeze(-1))

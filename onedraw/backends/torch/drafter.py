@@ -1,0 +1,174 @@
+"""A DFlash drafter on the device: features of the target's committed tokens in, guesses for the next row out.
+
+In: after every turn, the captured residual streams and what was settled. Out: drafts per row. Context keys and values are
+written once per committed position, into pages numbered like the target's, and never again; a block of [last token, mask …]
+then drafts several positions in one pass, through the target's own embedding and head. The block's keys lie past the
+committed positions, where nobody reads them and the next commit overwrites them: rejected drafts leave no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onedraw.backends.torch.inputs import Inputs, Shape, Span, lay_out
+from onedraw.backends.torch.layers.linear import Linear
+from onedraw.backends.torch.layers.rope import rope_table
+from onedraw.backends.torch.ranking import Ranker
+from onedraw.backends.torch.stack import Layer, Loader, Stack, run_layer
+from onedraw.backends.torch.state import State
+from onedraw.models.dflash import DrafterWeights
+from onedraw.models.spec import DrafterSpec, RopeSpec
+from onedraw.sampling.proposal import Floats, Ids
+from onedraw.types import Draft, Plan, Row, RowOutcome
+
+# Candidates per depth, best first → drafts, within so many nodes.
+Arrange = Callable[[Sequence[Sequence[tuple[int, float]]]], tuple[Draft, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One row's turn to guess: the last chosen token at `start`, and masks behind it."""
+
+    index: int  # of the row in the plan
+    row: Row
+    token: int
+    start: int
+    count: int
+
+
+class DflashDrafter:
+    """Owner: the backend. Complete when constructed."""
+
+    def __init__(
+        self,
+        spec: DrafterSpec,
+        weights: DrafterWeights,
+        *,
+        target: Stack,
+        shape: Shape,
+        lanes: int,
+        max_context: int,
+        arrange: Arrange,
+    ) -> None:
+        self._spec, self._target, self._shape, self._arrange = spec, target, shape, arrange
+        self._max_context = max_context
+        self._ops, self._device = target.ops, target.device
+        loader = Loader(weights, dtype=target.dtype, device=self._device)
+        linear = self._ops.linear
+        self._fc = linear(loader.passing(None, "fc"))
+        self._hidden_norm, self._norm = loader.kept(None, "hidden_norm"), loader.kept(None, "norm")
+        self._embedding = loader.kept(None, "embed") if spec.own_embedding else target.embedding
+        self._head = linear(loader.passing(None, "head")) if spec.own_head else target.head
+        self._target_ids = weights.target_ids()
+        self._layers: list[Layer] = []
+        self._contexts: list[Linear] = []  # keys and values of a committed position, from its feature
+        for index, layer in enumerate(spec.layers):
+            self._layers.append(loader.layer(index, layer, self._ops))
+            self._contexts.append(linear(loader.passing(index, "k", "v")))
+        self._state = State(
+            spec.layers, pages=shape.scratch_page, page_size=shape.page_size, dtype=target.dtype, device=self._device
+        )
+        self._ropes: dict[RopeSpec, Tensor] = {
+            rope: rope_table(rope, max_context + spec.block, dtype=target.dtype, device=self._device)
+            for rope in {layer.mixer.rope for layer in spec.layers}
+        }
+        self._ranker = Ranker(lanes)
+
+    @property
+    def name(self) -> str:
+        return "dflash"
+
+    @property
+    def captures(self) -> tuple[int, ...]:
+        return self._spec.target_layers
+
+    @property
+    def lookahead(self) -> int:
+        return self._spec.block
+
+    def guess(self, plan: Plan, inputs: Inputs, features: list[Tensor], rows: tuple[RowOutcome, ...]) -> list[tuple[Draft, ...]]:
+        self._ranker.learn(plan, rows)
+        self._remember(plan, inputs, features, rows)
+        blocks = [block for i, row in enumerate(plan.rows) if (block := self._block(i, row, rows[i])) is not None]
+        guesses: list[tuple[Draft, ...]] = [()] * len(plan.rows)
+        if blocks:
+            for block, drafts in zip(blocks, self._draft(blocks), strict=True):
+                guesses[block.index] = drafts
+        return guesses
+
+    # ------------------------------------------------------------------ context
+
+    def _remember(self, plan: Plan, inputs: Inputs, features: list[Tensor], rows: tuple[RowOutcome, ...]) -> None:
+        """Keys and values of every position the turn settled: known tokens, and the drafts that were kept."""
+        taken: list[int] = []
+        spans: list[Span] = []
+        for row, span, outcome in zip(plan.rows, inputs.spans, rows, strict=False):  # padding has spans of its own
+            known = len(row.tokens)
+            spans.append(Span(len(taken), known + len(outcome.kept), row.start))
+            taken.extend(range(span.first, span.first + known))
+            taken.extend(span.first + known + index for index in outcome.kept)
+        placed = lay_out([0] * len(taken), spans, [row.pages for row in plan.rows], shape=self._shape, device=self._device)
+        padding = len(placed.host_tokens) - len(taken)
+        index = torch.tensor([*taken, *taken[-1:] * padding], dtype=torch.long, device=self._device)
+        joined = torch.cat([feature.index_select(0, index) for feature in features], dim=1)  # [M, n * Et]
+        context = self._ops.rms_norm(self._fc(joined), self._hidden_norm, self._spec.eps)
+        for layer, linear, store in zip(self._layers, self._contexts, self._state.layers, strict=True):
+            mixer = layer.spec.mixer
+            prepared = self._ops.prepare(placed, mixer, self._ropes[mixer.rope])
+            self._ops.remember(linear(context), prepared, spec=mixer, store=store, k_norm=layer.k_norm, eps=self._spec.eps)
+
+    # ------------------------------------------------------------------ block
+
+    def _block(self, index: int, row: Row, outcome: RowOutcome) -> Block | None:
+        """None where the row goes on without a guess: a middle chunk, its end, or no room for a draft."""
+        if not outcome.chosen or outcome.barren:
+            return None
+        token, start = outcome.chosen[-1].token, row.stop + len(outcome.kept)
+        left = row.params.max_tokens - len(row.history.output) - len(outcome.chosen)
+        room = min(len(row.pages) * self._shape.page_size, self._max_context) - start
+        count = min(self._spec.block, room, left)  # the last token of a reply is chosen, never drafted
+        return Block(index, row, token, start, count) if count > 1 and token not in row.params.stop_ids else None
+
+    def _draft(self, blocks: list[Block]) -> list[tuple[Draft, ...]]:
+        mask = self._spec.mask_token
+        tokens = [token for block in blocks for token in (block.token, *[mask] * (block.count - 1))]
+        firsts = np.cumsum([0, *(block.count for block in blocks)]).tolist()
+        spans = [Span(first, block.count, block.start, anchored=True) for first, block in zip(firsts, blocks, strict=False)]
+        pages = [block.row.pages for block in blocks]
+        placed = {
+            causal: lay_out(
+                tokens, [replace(span, whole=not causal) for span in spans], pages, shape=self._shape, device=self._device
+            )
+            for causal in set(self._spec.causal_in_block)
+        }
+        x = self._embedding.index_select(0, next(iter(placed.values())).tokens)
+        for layer, causal, store in zip(self._layers, self._spec.causal_in_block, self._state.layers, strict=True):
+            mixer = layer.spec.mixer
+            prepared = self._ops.prepare(placed[causal], mixer, self._ropes[mixer.rope])
+            x = run_layer(x, layer, ops=self._ops, store=store, prepared=prepared, eps=self._spec.eps)
+        x = self._ops.rms_norm(x, self._norm, self._spec.eps)
+        slots = [span.first + slot for span in spans for slot in range(1, span.count)]
+        padding = self._shape.rule.padded(len(slots)) - len(slots)
+        index = torch.tensor([*slots, *slots[-1:] * padding], dtype=torch.long, device=self._device)
+        logits = self._head(x.index_select(0, index))[: len(slots), : self._spec.draft_vocab].float()
+        ids, values = self._ranker.best(logits)
+        return self._arranged(blocks, ids if self._target_ids is None else self._target_ids[ids], values)
+
+    def _arranged(self, blocks: list[Block], ids: Ids, logits: Floats) -> list[tuple[Draft, ...]]:
+        found: list[tuple[Draft, ...]] = []
+        arm, slot = self._ranker.choose_arm(), 0
+        for block in blocks:
+            ranked = []
+            for depth in range(1, block.count):
+                position = block.start + depth
+                ranked.append(self._ranker.rank(block.row, ids[slot], logits[slot], position=position, arm=arm))
+                slot += 1
+            drafts = self._arrange(ranked)
+            self._ranker.remember(block.row, drafts, arm)
+            found.append(drafts)
+        return found

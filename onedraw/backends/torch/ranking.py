@@ -1,0 +1,66 @@
+"""From a drafter's logits to ranked candidates, and how much to sharpen them: what all drafters on the device share.
+
+In: logits of drafted positions and the rows they belong to. Out: (token, score) per position, best first. The sharpness s
+of `s · log q + g` follows measured acceptance: mostly the best of a few values, now and then another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from onedraw.sampling.proposal import Tally, rank
+from onedraw.types import Draft, Plan, Row, RowOutcome
+
+CANDIDATES = 32  # of a position, that the noise ranks
+SHARPNESS = (1.0, 1.25, 1.5)
+EXPLORE = 8  # every so many guesses another sharpness is tried
+FORGET = 0.98
+
+
+class Ranker:
+    """Owner: a drafter. One tally of seen tokens and one remembered guess per lane."""
+
+    def __init__(self, lanes: int) -> None:
+        self._tallies = [Tally() for _ in range(lanes)]
+        self._guessed: list[tuple[str, tuple[Draft, ...], int] | None] = [None] * lanes
+        self._kept = [0.0] * len(SHARPNESS)
+        self._weight = [1e-9] * len(SHARPNESS)
+        self._count = 0
+
+    def best(self, logits: Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """Ids and logits of the likeliest tokens of each row, on the host: [C, CANDIDATES] each."""
+        found = logits.topk(min(CANDIDATES, logits.shape[1]), dim=1)
+        return found.indices.cpu().numpy(), found.values.cpu().numpy()
+
+    def learn(self, plan: Plan, rows: Sequence[RowOutcome]) -> None:
+        """What verification made of the guesses given last; drafts of others teach nothing."""
+        for row, outcome in zip(plan.rows, rows, strict=True):
+            mine, self._guessed[row.lane] = self._guessed[row.lane], None
+            if mine is None or not row.drafts or row.params.greedy:
+                continue
+            request_id, drafts, arm = mine
+            if request_id == row.request_id and row.drafts == drafts[: len(row.drafts)]:
+                self._kept[arm] = self._kept[arm] * FORGET + len(outcome.kept)
+                self._weight[arm] = self._weight[arm] * FORGET + 1
+
+    def choose_arm(self) -> int:
+        """Which sharpness the next guesses use."""
+        self._count += 1
+        if self._count % EXPLORE == 0:
+            return self._count // EXPLORE % len(SHARPNESS)
+        means = [kept / weight for kept, weight in zip(self._kept, self._weight, strict=True)]
+        return max(range(len(SHARPNESS)), key=means.__getitem__)
+
+    def rank(
+        self, row: Row, ids: npt.NDArray[np.int64], logits: npt.NDArray[np.float32], *, position: int, arm: int
+    ) -> list[tuple[int, float]]:
+        params = row.params
+        seen = self._tallies[row.lane].of(row.history) if params.counts_history else None
+        return rank(ids, logits, params, position=position, sharpness=SHARPNESS[arm], seen=seen)
+
+    def remember(self, row: Row, drafts: tuple[Draft, ...], arm: int) -> None:
+        self._guessed[row.lane] = (row.request_id, drafts, arm)

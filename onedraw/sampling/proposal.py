@@ -1,0 +1,90 @@
+"""What a drafter proposes: its own distribution under the request's law, ranked with the noise the target will use.
+
+In: the likeliest candidates of a drafter at one position, with its logits. Out: (token, score), best first. The target
+chooses argmax(log p + g); a drafter that ranks s · log q + g with the same g guesses far better than argmax q. Anything
+here may be approximate (only the likeliest candidates are looked at): it cannot change the answer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import numpy.typing as npt
+
+from onedraw.sampling.law import SMALLEST_TEMPERATURE, min_p_limit
+from onedraw.sampling.noise import gumbel_at
+from onedraw.types import History, SamplingParams
+
+Floats = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.int64]
+
+
+class Tally:
+    """How often one history has seen each token, following its growth. Owner: the drafter, one per lane."""
+
+    def __init__(self) -> None:
+        self._history: History | None = None
+        self._known = 0
+        self._output: Counter[int] = Counter()
+        self._prompt: frozenset[int] = frozenset()
+
+    def of(self, history: History) -> tuple[Counter[int], frozenset[int]]:
+        if history is not self._history:
+            self._history, self._known = history, 0
+            self._output, self._prompt = Counter(), frozenset(history.prompt)
+        self._output.update(history.output[self._known :])
+        self._known = len(history.output)
+        return self._output, self._prompt
+
+
+def rank(
+    ids: Ids,
+    logits: Floats,
+    params: SamplingParams,
+    *,
+    position: int,
+    sharpness: float,
+    seen: tuple[Counter[int], frozenset[int]] | None,
+) -> list[tuple[int, float]]:
+    """Candidates under the request's law and noise, best first, with log-probability-like scores."""
+    scores = logits.astype(np.float32, copy=True)
+    for token, bias in params.logit_bias:
+        scores[ids == token] += np.float32(bias)
+    if seen is not None:
+        scores = _penalized(ids, scores, params, seen)
+    order = np.argsort(-scores, kind="stable")
+    ids, scores = ids[order], scores[order]
+    if not params.greedy:
+        temperature = max(params.temperature, SMALLEST_TEMPERATURE)
+        scores = (scores - scores[0]) / np.float32(temperature)
+        kept = _filtered(scores, params)
+        ids = ids[:kept]
+        scores = np.float32(sharpness) * scores[:kept] + gumbel_at(params.seed, position, ids)
+        order = np.argsort(-scores, kind="stable")
+        ids, scores = ids[order], scores[order]
+    scores = scores - scores[0]
+    logs = scores - np.log(np.exp(scores).sum())
+    return list(zip(ids.tolist(), logs.tolist(), strict=True))
+
+
+def _penalized(ids: Ids, scores: Floats, params: SamplingParams, seen: tuple[Counter[int], frozenset[int]]) -> Floats:
+    output, prompt = seen
+    counts = np.array([output.get(int(i), 0) for i in ids], dtype=np.float32)
+    stood = np.array([int(i) in prompt for i in ids]) | (counts > 0)
+    penalty = np.float32(params.repetition_penalty)
+    scores = np.where(stood, np.where(scores > 0, scores / penalty, scores * penalty), scores)
+    reduced: Floats = scores - counts * np.float32(params.frequency_penalty)
+    reduced -= (counts > 0) * np.float32(params.presence_penalty)
+    return reduced.astype(np.float32)
+
+
+def _filtered(scores: Floats, params: SamplingParams) -> int:
+    """How many of the candidates, best first at 0, min-p, top-k and top-p leave."""
+    kept = int((scores >= -np.float32(min_p_limit(params.min_p))).sum())
+    if params.top_k:
+        kept = min(kept, params.top_k)
+    if params.top_p < 1:
+        running = np.exp(scores[:kept]).cumsum()
+        kept = min(kept, int(np.searchsorted(running, params.top_p * running[-1])) + 1)
+    return max(kept, 1)

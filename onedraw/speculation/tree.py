@@ -1,0 +1,85 @@
+"""Candidates per position → a tree of drafts, best first.
+
+In: for each depth the candidates (token, score), best first; scores add up along a path like log-probabilities, so they
+should be at most 0. Out: drafts, parents before children. The chain of best candidates stands first, so every prefix of
+the list is a tree too and its first drafts are the chain a drafter without a tree would give.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from onedraw.types import Draft
+
+Candidates = Sequence[tuple[int, float]]
+
+
+class Branch(NamedTuple):
+    """A node that may be added next. Fields in order of comparison: the best sum first, then the oldest."""
+
+    cost: float  # minus the sum of scores on the path
+    age: int
+    parent: int
+    depth: int
+    rank: int
+
+
+def build_tree(candidates: Sequence[Candidates], budget: int) -> tuple[Draft, ...]:
+    """At most `budget` drafts: the chain of best candidates, then the best branches. A budget of 0: the chain alone."""
+    if budget < 0:
+        raise ValueError(f"a tree cannot have {budget} drafts")
+    levels = _levels(candidates)
+    drafts: list[Draft] = []
+    costs: list[float] = []  # of the path up to each draft
+    branches: list[Branch] = []
+
+    def offer(parent: int, depth: int, rank: int) -> None:
+        if depth < len(levels) and rank < len(levels[depth]):
+            above = costs[parent] if parent >= 0 else 0.0
+            heapq.heappush(branches, Branch(above - levels[depth][rank][1], len(drafts), parent, depth, rank))
+
+    def add(parent: int, depth: int, rank: int) -> None:
+        token, score = levels[depth][rank]
+        drafts.append(Draft(token, parent))
+        costs.append((costs[parent] if parent >= 0 else 0.0) - score)
+        offer(parent, depth, rank + 1)
+
+    for depth in range(min(budget or len(levels), len(levels))):
+        add(depth - 1, depth, 0)
+    while branches and len(drafts) < budget:
+        best = heapq.heappop(branches)
+        add(best.parent, best.depth, best.rank)
+        offer(len(drafts) - 1, best.depth + 1, 0)
+    return tuple(drafts)
+
+
+def _levels(candidates: Sequence[Candidates]) -> list[list[tuple[int, float]]]:
+    """Each token once per depth, banned ones (-inf) and NaN left out; the first depth without any ends the tree."""
+    levels: list[list[tuple[int, float]]] = []
+    for level in candidates:
+        usable: dict[int, float] = {}
+        for token, score in level:
+            if score > -math.inf:
+                usable.setdefault(token, score)
+        if not usable:
+            break
+        levels.append(list(usable.items()))
+    return levels
+
+
+def chain_length(drafts: Sequence[Draft]) -> int:
+    """How many drafts at the beginning follow one another."""
+    return next((i for i, draft in enumerate(drafts) if draft.parent != i - 1), len(drafts))
+
+
+def depth(drafts: Sequence[Draft]) -> int:
+    """The most drafts that can be kept together. A draft before its parent ends the tree."""
+    depths: list[int] = []
+    for index, draft in enumerate(drafts):
+        if not -1 <= draft.parent < index:
+            break
+        depths.append(1 if draft.parent < 0 else depths[draft.parent] + 1)
+    return max(depths, default=0)

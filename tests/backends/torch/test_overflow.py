@@ -1,0 +1,91 @@
+"""A request whose numbers overflow fails alone: neither its neighbours nor the next owners of its pages notice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from onedraw.backends.torch.backend import TorchBackend
+from onedraw.backends.torch.device import pick_ops
+from onedraw.backends.torch.ops import TorchOps
+from onedraw.checkpoints.base import open_checkpoint
+from onedraw.models.loading import describe
+from onedraw.settings import default_cache_dir
+from onedraw.types import History, Plan, Row, RowOutcome, SamplingParams
+from tests import tiny
+
+BROKEN = 77  # the token whose embedding is not a number any more
+PROMPT = tuple(range(5, 45))
+PARAMS = SamplingParams(checksums=True, prompt_logprobs=1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_safetensors("llama", tmp_path_factory.mktemp("overflow") / "hf")
+
+
+@pytest.fixture(params=["kernels", "torch", "bf16"])
+def backend(request: pytest.FixtureRequest, folder: Path) -> TorchBackend:
+    described = describe(open_checkpoint(folder))
+    kernels = request.param == "kernels"
+    made = TorchBackend(
+        described.spec,
+        described.weights,
+        dtype="bf16" if request.param == "bf16" else "f32",
+        device="cpu",
+        lanes=2,
+        pages=12,
+        page_size=16,
+        max_context=64,
+        ops=pick_ops("cpu", "f32", cache=default_cache_dir()) if kernels else TorchOps(torch.device("cpu")),
+        check=False,
+    )
+    with torch.inference_mode():
+        made._stack.embedding[BROKEN] = torch.inf
+    return made
+
+
+def row(prompt: tuple[int, ...], pages: tuple[int, ...], *, lane: int = 0) -> Row:
+    return Row(
+        request_id=str(lane),
+        lane=lane,
+        pages=pages,
+        start=0,
+        tokens=prompt,
+        drafts=(),
+        prompt_stop=len(prompt),
+        chooses=True,
+        params=PARAMS,
+        history=History(prompt),
+        scores=True,
+    )
+
+
+def run(backend: TorchBackend, *rows: Row) -> tuple[RowOutcome, ...]:
+    return backend.collect(backend.submit(Plan(rows))).rows
+
+
+def test_the_next_owner_of_its_pages_does_not_notice(backend: TorchBackend) -> None:
+    (clean,) = run(backend, row(PROMPT, (0, 1, 2)))
+    (failed,) = run(backend, row((*PROMPT[:3], BROKEN, *PROMPT[4:], 9, 9, 9), (3, 4, 5)))
+    assert failed.barren
+    assert run(backend, row(PROMPT, (3, 4, 5))) == (clean,)
+
+
+def test_what_stands_before_it_in_its_own_prompt_does_not_notice(backend: TorchBackend) -> None:
+    """Those pages are shared with requests that begin alike."""
+    run(backend, row(PROMPT, (0, 1, 2)))
+    run(backend, row((*PROMPT[:35], BROKEN, *PROMPT[36:]), (3, 4, 5)))
+    for layer in backend._state.layers:
+        for store in (layer.keys, layer.values):
+            pages = store.view(13, -1)
+            assert torch.equal(pages[:2], pages[3:5])
+
+
+def test_a_neighbour_in_the_turn_does_not_notice(backend: TorchBackend) -> None:
+    (clean,) = run(backend, row(PROMPT, (0, 1, 2)))
+    failed, beside = run(backend, row((BROKEN,) * 20, (6, 7), lane=1), row(PROMPT, (3, 4, 5)))
+    assert failed.barren
+    assert beside == clean

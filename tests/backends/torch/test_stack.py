@@ -1,0 +1,60 @@
+"""Weights on their way to a device: joined, padded, and untouched by what passes through the buffer after them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from onedraw.backends.torch.ops import TorchOps
+from onedraw.backends.torch.stack import LANE, Loader, Stack
+from onedraw.checkpoints.random import random_weights
+from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+
+CPU = torch.device("cpu")
+LAYER = LayerSpec(
+    AttentionSpec(heads=4, kv_heads=2, head_dim=16, rope=RopeSpec(1e4, 16), scale=0.25, qkv_bias=True), MlpSpec(100)
+)
+SPEC = ModelSpec(family="llama", layers=(LAYER, LAYER), hidden=48, vocab=101, eps=1e-5, tied=False, max_context=64)
+WEIGHTS = random_weights(SPEC, seed=3)
+
+
+def loader() -> Loader:
+    return Loader(WEIGHTS, dtype=torch.float32, device=CPU)
+
+
+def test_matrices_are_joined_by_rows_each_padded_with_zeros() -> None:
+    gate, up = WEIGHTS.read(1, "gate"), WEIGHTS.read(1, "up")
+    padding = np.zeros((28, 48), np.float32)
+    expected = np.concatenate([gate, padding, up, padding])
+    np.testing.assert_array_equal(loader().passing(1, "gate", "up", pad=LANE).numpy(), expected)
+
+
+def test_columns_are_padded_with_zeros_where_asked() -> None:
+    down = loader().passing(0, "down", pad_columns=LANE).numpy()
+    assert down.shape == (48, 128)
+    np.testing.assert_array_equal(down[:, :100], WEIGHTS.read(0, "down"))
+    assert not down[:, 100:].any()
+
+
+def test_padding_is_zero_whatever_lay_in_the_buffer_before() -> None:
+    used = loader()
+    used.passing(None, "head").fill_(7.0)
+    np.testing.assert_array_equal(used.passing(1, "gate", pad=LANE).numpy()[100:], np.zeros((28, 48), np.float32))
+
+
+def test_what_is_kept_is_not_touched_by_what_passes() -> None:
+    used = loader()
+    bias = used.kept(0, "q_bias", "k_bias", "v_bias")
+    before = bias.clone()
+    used.passing(None, "head").fill_(7.0)
+    assert torch.equal(bias, before)
+
+
+def test_a_stack_in_float32_keeps_nothing_of_the_buffer() -> None:
+    """Whoever takes a passing matrix packs a copy; a product that kept the tensor itself would hold its successor's numbers."""
+    stack = Stack(SPEC, WEIGHTS, dtype=torch.float32, device=CPU, ops=TorchOps(CPU), max_context=64)
+    x = torch.randn(4, 48, generator=torch.Generator().manual_seed(1))
+    for index, layer in enumerate(stack.layers):
+        expected = x @ torch.from_numpy(WEIGHTS.read(index, "q")).T + torch.from_numpy(WEIGHTS.read(index, "q_bias"))
+        assert torch.allclose(layer.qkv(x)[:, : expected.shape[1]], expected, atol=1e-5)
+    assert torch.allclose(stack.head(x)[:, :101], x @ torch.from_numpy(WEIGHTS.read(None, "head")).T, atol=1e-5)

@@ -1,0 +1,162 @@
+"""A DFlash drafter and its loop, slow and obvious: double precision, no cache, one query at a time.
+
+In: weights as they were read, features of the target, an anchor token. Out: logits of the block's open slots, and whole
+greedy runs with drafts. It judges the fast drafter; nothing of the fast path is used here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from onedraw.models.dflash import DrafterWeights
+from onedraw.models.weights import Weights
+from tests.models.forward import forward
+
+
+def block_logits(weights: DrafterWeights, features: np.ndarray, anchor: int, *, embed: np.ndarray, head: np.ndarray) -> np.ndarray:
+    """Logits [B - 1, Vd] of slots 1 … B - 1, for features [C, n·Ht] and the target's embedding and head, both [V, E].
+
+    Where the drafter has an embedding or a head of its own, that one is used.
+    """
+    return head_logits(weights, block_hidden(weights, features, anchor, embed=embed), head=head)
+
+
+def block_hidden(weights: DrafterWeights, features: np.ndarray, anchor: int, *, embed: np.ndarray) -> np.ndarray:
+    """The stack's output [B, E] before the last norm."""
+    spec, outer = weights.spec, weights.outer()
+    count, size = len(features), spec.block
+    context = rms(features.astype(np.float64) @ outer["fc"].T, spec.eps) * outer["hidden_norm"]  # [C, E]
+    tokens = [anchor] + [spec.mask_token] * (size - 1)
+    x = outer.get("embed", embed)[tokens].astype(np.float64)  # [B, E]
+    for index, layer in enumerate(spec.layers):
+        w, a = weights.layer(index), layer.mixer
+        assert a.rope.kind == "default"
+        h = rms(x, spec.eps) * w["attn_norm"]
+        both = np.concatenate([context, h])  # keys and values: the context as it is, the block normed
+        positions = np.arange(count + size)
+        q = turned(rms((h @ w["q"].T).reshape(size, a.heads, -1), spec.eps) * w["q_norm"], positions[count:], a.rope.theta)
+        k = turned(rms((both @ w["k"].T).reshape(count + size, a.kv_heads, -1), spec.eps) * w["k_norm"], positions, a.rope.theta)
+        v = (both @ w["v"].T).reshape(count + size, a.kv_heads, -1)
+        mixed = np.empty((size, a.heads, v.shape[-1]))
+        for slot in range(size):
+            first = 0 if a.window is None else max(0, count - a.window)
+            last = count + slot if spec.causal_in_block[index] else count + size - 1
+            for number in range(a.heads):
+                shared = number // (a.heads // a.kv_heads)
+                scores = k[first : last + 1, shared] @ q[slot, number] / np.sqrt(q.shape[-1])
+                shares = np.exp(scores - scores.max())
+                mixed[slot, number] = shares @ v[first : last + 1, shared] / shares.sum()
+        x = x + mixed.reshape(size, -1) @ w["o"].T
+        h = rms(x, spec.eps) * w["mlp_norm"]
+        gate = h @ w["gate"].T
+        x = x + (gate / (1 + np.exp(-gate)) * (h @ w["up"].T)) @ w["down"].T
+    return x
+
+
+def head_logits(weights: DrafterWeights, hidden: np.ndarray, *, head: np.ndarray) -> np.ndarray:
+    outer = weights.outer()
+    return (rms(hidden[1:], weights.spec.eps) * outer["norm"]) @ outer.get("head", head).T
+
+
+def proposals(weights: DrafterWeights, logits: np.ndarray) -> list[int]:
+    """The most likely token of every slot, in the target's ids."""
+    best = logits.argmax(-1)
+    ids = weights.target_ids()
+    return [int(i) for i in (best if ids is None else ids[best])]
+
+
+def rms(x: np.ndarray, eps: float) -> np.ndarray:
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps)
+
+
+def turned(x: np.ndarray, positions: np.ndarray, theta: float) -> np.ndarray:
+    """x [T, heads, D] with the pair (i, i + D/2) turned by position · theta^(-2i/D), as complex numbers."""
+    half = x.shape[-1] // 2
+    turn = np.exp(1j * positions[:, None] * theta ** (-np.arange(half) / half))[:, None]
+    pairs = (x[..., :half] + 1j * x[..., half:]) * turn
+    return np.concatenate([pairs.real, pairs.imag], axis=-1)
+
+
+# ------------------------------------------------------------------ with a target
+
+
+@dataclass
+class Target:
+    """A target whose weights are held in memory. What it reads like is what `tests.models.forward` reads."""
+
+    weights: Weights
+    outer_read: dict[str, np.ndarray] = field(init=False)
+    layers_read: list[dict[str, np.ndarray]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.spec = self.weights.spec
+        self.outer_read = self.weights.outer()
+        self.layers_read = [self.weights.layer(index) for index in range(len(self.spec.layers))]
+
+    def outer(self) -> dict[str, np.ndarray]:
+        return self.outer_read
+
+    def layer(self, index: int) -> dict[str, np.ndarray]:
+        return self.layers_read[index]
+
+    @property
+    def embed(self) -> np.ndarray:
+        return self.outer_read["embed"]
+
+    @property
+    def head(self) -> np.ndarray:
+        return self.outer_read["embed" if self.spec.tied else "head"]
+
+    def run(self, tokens: list[int], layers: tuple[int, ...]) -> tuple[list[int], np.ndarray]:
+        """The greedy choice after every token, and the features [T, n·E] of every token."""
+        logits, residuals = forward(self, tokens)  # type: ignore[arg-type]
+        return [int(i) for i in logits.argmax(-1)], np.concatenate([residuals[i] for i in layers], axis=-1)
+
+
+@dataclass(frozen=True)
+class Run:
+    tokens: list[int]  # what was generated
+    kept: list[int]  # drafts kept by each step
+
+    @property
+    def tokens_per_step(self) -> float:
+        return sum(1 + kept for kept in self.kept) / len(self.kept)
+
+
+def greedy_with_drafts(target: Target, drafter: DrafterWeights, prompt: list[int], steps: int, *, shift: int = 0) -> Run:
+    """The loop: draft a block, verify it with one pass of the target, keep what agrees, add the target's own choice.
+
+    `shift` moves every feature's layer, to show what a wrong one does to the drafts; the tokens stay the same.
+    """
+    layers = tuple(index + shift for index in drafter.spec.target_layers)
+    choices, features = target.run(prompt, layers)
+    committed, anchor, kept = list(prompt), choices[-1], []
+    for _ in range(steps):
+        drafts = proposals(drafter, block_logits(drafter, features, anchor, embed=target.embed, head=target.head))
+        choices, seen = target.run([*committed, anchor, *drafts], layers)
+        after = choices[len(committed) :]  # after the anchor, after each draft
+        agreed = next((i for i, draft in enumerate(drafts) if draft != after[i]), len(drafts))
+        committed += [anchor, *drafts[:agreed]]
+        features, anchor = seen[: len(committed)], after[agreed]
+        kept.append(agreed)
+    return Run([*committed[len(prompt) :], anchor], kept)
+
+
+def along(target: Target, drafter: DrafterWeights, tokens: list[int], prompt: int, *, shift: int = 0) -> Run:
+    """`greedy_with_drafts` when the greedy text is known: one pass of the target and one block per step.
+
+    tokens[prompt:] must be the greedy answer to tokens[:prompt]. A step that runs over its end is not counted.
+    """
+    choices, features = target.run(tokens, tuple(index + shift for index in drafter.spec.target_layers))
+    assert choices[prompt - 1 : -1] == tokens[prompt:], "not the target's greedy text"
+    place, kept = prompt, []  # where the anchor stands
+    while place + drafter.spec.block <= len(tokens):
+        logits = block_logits(drafter, features[:place], tokens[place], embed=target.embed, head=target.head)
+        truth = tokens[place + 1 : place + drafter.spec.block]
+        drafts = proposals(drafter, logits)
+        agreed = next((i for i, (draft, right) in enumerate(zip(drafts, truth)) if draft != right), len(truth))
+        kept.append(agreed)
+        place += agreed + 1
+    return Run(tokens[prompt : place + 1], kept)

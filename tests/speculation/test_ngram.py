@@ -1,0 +1,162 @@
+"""Drafts from the sequence's own tokens."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onedraw.speculation.ngram import NgramProposer
+from onedraw.speculation.proposer import chain
+from onedraw.types import Draft, History, Request, SamplingParams
+
+PARAMS = SamplingParams(max_tokens=1000)
+
+
+def request(prompt: tuple[int, ...], name: str = "r") -> Request:
+    return Request(id=name, prompt=prompt, params=PARAMS)
+
+
+def proposed(tokens: tuple[int, ...], room: int, **options: int) -> list[int]:
+    drafts = NgramProposer(**options).propose(request(tokens), History(tokens), room)
+    assert drafts == chain(tuple(d.token for d in drafts))
+    return [d.token for d in drafts]
+
+
+def oracle(tokens: list[int], *, start: int, longest: int, shortest: int, room: int) -> list[int]:
+    """Look at every earlier place, the latest first, for every suffix, the longest first."""
+    for n in range(longest, shortest - 1, -1):
+        if len(tokens) - n < start:
+            continue
+        for end in range(len(tokens) - 1, start + n - 1, -1):
+            if tokens[end - n : end] == tokens[-n:]:
+                text = list(tokens)
+                for i in range(room):
+                    text.append(text[end + i])
+                return text[len(tokens) :]
+    return []
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    prompt=st.lists(st.integers(0, 3), min_size=1, max_size=30),
+    growth=st.lists(st.tuples(st.lists(st.integers(0, 3), max_size=6), st.integers(0, 9)), max_size=15),
+    sizes=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    reach=st.integers(5, 40),
+)
+def test_a_growing_index_finds_what_a_search_finds(
+    prompt: list[int], growth: list[tuple[list[int], int]], sizes: tuple[int, int], reach: int
+) -> None:
+    shortest, longest = sorted(sizes)
+    proposer = NgramProposer(longest, shortest, reach)
+    history = History(tuple(prompt))
+    start: int | None = None
+    for more, room in growth:
+        history.output.extend(more)
+        if room and start is None:
+            start = max(len(history) - reach, 0)
+        drafts = proposer.propose(request(history.prompt), history, room)
+        tokens = [*history.prompt, *history.output]
+        assert drafts == chain(tuple(oracle(tokens, start=start or 0, longest=longest, shortest=shortest, room=room)))
+
+
+def test_the_longest_suffix_wins_over_a_later_short_one() -> None:
+    assert proposed((1, 2, 3, 4, 9, 3, 4, 8, 1, 2, 3, 4), 1) == [9]
+
+
+def test_among_equal_suffixes_the_latest_wins() -> None:
+    assert proposed((5, 6, 1, 5, 6, 2, 7, 5, 6), 2) == [2, 7]
+
+
+def test_periodic_text_goes_on_periodically() -> None:
+    assert proposed((9, 1, 2, 3, 1, 2, 3), 8) == [1, 2, 3, 1, 2, 3, 1, 2]
+    assert proposed((4, 4, 4), 5) == [4] * 5
+
+
+def test_nothing_repeats_nothing_is_drafted() -> None:
+    assert proposed((1, 2, 3, 4, 5), 4) == []
+    assert proposed((1,), 4) == []
+    assert proposed((1, 2, 1, 2), 0) == []
+
+
+def test_a_suffix_shorter_than_the_shortest_does_not_count() -> None:
+    assert proposed((7, 1, 8, 7), 2) == []
+    assert proposed((7, 1, 8, 7), 2, shortest=1) == [1, 8]
+
+
+def test_a_history_seen_again_gives_the_same_drafts() -> None:
+    """A preempted sequence comes back with the tokens it had."""
+    proposer, tokens = NgramProposer(), (1, 2, 3, 1, 2)
+    history = History(tokens)
+    first = proposer.propose(request(tokens), history, 3)
+    assert proposer.propose(request(tokens), history, 3) == first
+    history.output.append(3)
+    assert proposer.propose(request(tokens), history, 2) == chain((1, 2))
+
+
+def test_requests_do_not_read_each_other_and_a_forgotten_one_is_gone() -> None:
+    proposer = NgramProposer()
+    assert proposer.propose(request((1, 2, 3, 1, 2), "a"), History((1, 2, 3, 1, 2)), 1) == (Draft(3, -1),)
+    assert proposer.propose(request((4, 1, 2), "b"), History((4, 1, 2)), 1) == ()
+    proposer.forget("a")
+    proposer.forget("never seen")
+    assert set(proposer._indexes) == {"b"}
+    assert proposer.propose(request((8, 1, 2), "a"), History((8, 1, 2)), 1) == ()
+
+
+def test_sizes_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match="shortest"):
+        NgramProposer(longest=2, shortest=3)
+
+
+# ---------------------------------------------------------------------- cost
+
+
+@dataclass(slots=True)
+class CountingHistory(History):
+    """Counts the tokens that are read."""
+
+    read: int = 0
+
+    def slice(self, start: int, stop: int) -> list[int]:
+        tokens = History.slice(self, start, stop)
+        self.read += len(tokens)
+        return tokens
+
+
+def steps_of_a_turn(context: int) -> tuple[int, int, int]:
+    """Lines run, tokens read and n-grams entered by the turn after `context` tokens, when 3 more have come."""
+    history = CountingHistory((1, 2, *range(context)))
+    proposer, asked = NgramProposer(reach=10**6), request(history.prompt)
+    proposer.propose(asked, history, 8)
+    index = proposer._indexes["r"]
+    entered = sum(map(len, index._ends.values()))
+    history.output.extend([-1, 1, 2])
+    history.read = lines = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        proposer.propose(asked, history, 8)
+    finally:
+        sys.settrace(before)
+    return lines, history.read, sum(map(len, index._ends.values())) - entered
+
+
+def test_a_turn_costs_the_same_however_long_the_context() -> None:
+    short, long = steps_of_a_turn(200), steps_of_a_turn(50_000)
+    assert short == long
+    lines, read, entered = long
+    assert lines < 120
+    assert read <= 2 * 4 + 3 + 8
+    assert entered <= 3 * 3

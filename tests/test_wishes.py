@@ -1,0 +1,51 @@
+"""Wishes that cannot be meant are refused by name; whole numbers of any size get a sentence, not a traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from onedraw.assemble import open_door
+from onedraw.door import Door
+from onedraw.errors import BadParameter, BadRequest
+from onedraw.settings import Settings
+from onedraw.wishes import Wishes, settle
+
+
+@pytest.fixture(scope="module")
+def door() -> Iterator[Door]:
+    with open_door(Settings(backend="fake")) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize(
+    ("wish", "name"),
+    [
+        ({"bad_words": [""]}, "bad_words"),  # would ban the space
+        ({"bad_words": ["fine", "  "]}, "bad_words"),
+        ({"dry_multiplier": 1.0, "dry_sequence_breakers": ["\n", ""]}, "dry_sequence_breakers"),  # would break everywhere
+        ({"dry_multiplier": 1.0, "dry_range": -2}, "dry_range"),
+        ({"top_k": -(10**400)}, "top_k"),
+        ({"temperature": 10**400}, "temperature"),
+        ({"seed": 10**400}, "seed"),
+        ({"min_tokens": 10**5000}, "min_tokens"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_name(door: Door, wish: dict[str, Any], name: str) -> None:
+    with pytest.raises(BadParameter) as caught:
+        settle(Wishes.of(**wish), door=door, prompt=(1,), default_max_tokens=4)
+    assert caught.value.param == name
+
+
+def test_a_length_of_any_size_is_over_the_context(door: Door) -> None:
+    with pytest.raises(BadRequest):
+        settle(Wishes.of(max_tokens=10**400), door=door, prompt=(1,))
+
+
+@pytest.mark.parametrize(("given", "meant"), [(None, 0), (-1, 0), (0, 0), (7, 7)])
+def test_a_dry_range_of_minus_one_is_the_whole_history(door: Door, given: int | None, meant: int) -> None:
+    ask = settle(Wishes.of(dry_multiplier=1.0, dry_range=given), door=door, prompt=(1,), default_max_tokens=4)
+    assert ask.params.dry is not None
+    assert ask.params.dry.range == meant
