@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from onedraw import __version__
 from onedraw.backends.base import Backend, Capacity
@@ -17,17 +18,20 @@ from onedraw.backends.plan import MemoryPlan, memory_plan
 from onedraw.checkpoints.base import Checkpoint, open_checkpoint
 from onedraw.checkpoints.pull import resolve
 from onedraw.door import Door
+from onedraw.drafters import built_in
 from onedraw.engine.engine import Engine, Observer
 from onedraw.engine.scheduler import Scheduler
 from onedraw.engine.service import Service
-from onedraw.errors import NoRoom
+from onedraw.errors import BadSetting, NoRoom, UnsupportedModel
 from onedraw.memory.ledger import Ledger
+from onedraw.models.dflash import check_fit, describe_drafter, is_drafter
 from onedraw.models.loading import Described, describe
 from onedraw.settings import DRAFT_WORDS, Settings, default_cache_dir
 from onedraw.speculation.ngram import NgramProposer
 from onedraw.speculation.prediction import PredictionProposer
 from onedraw.speculation.proposer import Proposer
 from onedraw.speculation.speculator import Speculator
+from onedraw.speculation.tree import build_tree
 from onedraw.text.template import ChatTemplate
 from onedraw.text.tokenizer import Tokenizer
 from onedraw.text.toy import READABLE, toy_template, toy_tokenizer
@@ -38,6 +42,7 @@ if TYPE_CHECKING:
     from onedraw.backends.torch.selfcheck import SelfCheck
 
 Progress = Callable[[str], None]
+DRAFT_MODEL_TOKENS = 4  # how far a draft model runs ahead where nobody said
 PROPOSERS: Mapping[str, Callable[[], Proposer]] = {"prediction": PredictionProposer, "ngram": NgramProposer}
 
 
@@ -64,6 +69,16 @@ def proposer_names(settings: Settings) -> tuple[str, ...]:
 def drafter_paths(settings: Settings) -> tuple[Path, ...]:
     """The drafters and draft models that --draft names, which the backend runs."""
     return tuple(Path(entry) for entry in settings.draft if entry not in DRAFT_WORDS)
+
+
+def drafter_path(settings: Settings, described: Described, checkpoint: Checkpoint) -> Path | None:
+    """The drafter the backend runs: the one --draft names, or under auto the one shipped for this model."""
+    paths = drafter_paths(settings)
+    if len(paths) > 1:
+        raise BadSetting(f"--draft: one drafter file at a time, not {len(paths)}; auto, ngram and prediction may stand beside it")
+    if paths:
+        return paths[0]
+    return built_in(described.spec, checkpoint) if "auto" in settings.draft else None
 
 
 def make_service(
@@ -116,6 +131,8 @@ def read_text(checkpoint: Checkpoint) -> tuple[Tokenizer, ChatTemplate | None]:
 
 
 def _fake_door(settings: Settings, speculator: Speculator) -> Door:
+    if drafter_paths(settings):
+        raise BadSetting("--draft: the fake backend runs no drafter; auto, none, ngram and prediction work there")
     tokenizer = toy_tokenizer()
     context = settings.max_context or 2048
     per_sequence = -(-context // settings.page_size)
@@ -145,8 +162,9 @@ def _torch_door(settings: Settings, tell: Progress, speculator: Speculator) -> D
         tell(f"loading {checkpoint.path.name} ({spec.family}, {spec.parameters / 1e6:.0f} M parameters)")
         tokenizer, template = read_text(checkpoint)
         weights = checkpoint.fingerprint()
+        path = drafter_path(settings, described, checkpoint)
         service = make_service(
-            lambda: _torch_backend(settings, described, tell),
+            lambda: _torch_backend(settings, described, tell, None if path is None else Drafting(path, tokenizer)),
             settings,
             speculator,
             observer=_observer(settings, tokenizer),
@@ -164,7 +182,7 @@ def _torch_door(settings: Settings, tell: Progress, speculator: Speculator) -> D
     return Door(service=service, tokenizer=tokenizer, template=template, card=card)
 
 
-def _torch_backend(settings: Settings, described: Described, tell: Progress) -> Backend:
+def _torch_backend(settings: Settings, described: Described, tell: Progress, drafting: Drafting | None) -> Backend:
     from onedraw.backends.torch.backend import TorchBackend
     from onedraw.backends.torch.device import pick_device, pick_ops, set_threads
 
@@ -182,9 +200,60 @@ def _torch_backend(settings: Settings, described: Described, tell: Progress) -> 
         max_context=plan.max_context,
         ops=pick_ops(device, dtype, cache=settings.cache_dir or default_cache_dir(), tell=tell),
         check=settings.self_check,
+        make_drafter=None if drafting is None else drafting.maker(settings, described, max_context=plan.max_context),
     )
     _tell_check(backend.report, tell)
+    if backend.capacity.drafter and drafting is not None:
+        tell(f"drafting with {drafting.path.name} ({backend.capacity.drafter})")
     return backend
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """A drafter file and what it is to draft for: a block drafter, or any smaller model with the same tokenizer."""
+
+    path: Path
+    tokenizer: Tokenizer
+
+    def maker(self, settings: Settings, target: Described, *, max_context: int) -> Callable[[Any, Any, Any], Any]:
+        """Makes the drafter around the target's stack, once that is loaded. What does not fit is refused here."""
+        from onedraw.backends.torch.draft_model import DraftModel
+        from onedraw.backends.torch.drafter import DflashDrafter
+        from onedraw.backends.torch.stack import Stack
+
+        sizes = {"lanes": settings.max_batch, "max_context": max_context}
+
+        def make(stack: Stack, sampler: object, shape: Any) -> DflashDrafter | DraftModel:
+            checkpoint = open_checkpoint(self.path)
+            try:
+                if is_drafter(checkpoint):
+                    drafter = describe_drafter(checkpoint)
+                    check_fit(drafter.spec, target.spec)
+                    arrange = lambda candidates: build_tree(candidates, settings.tree_budget)  # noqa: E731
+                    return DflashDrafter(drafter.spec, drafter.weights, target=stack, shape=shape, arrange=arrange, **sizes)
+                model = describe(checkpoint)
+                self._check_model(checkpoint, model, target)
+                small = Stack(
+                    model.spec,
+                    model.weights,
+                    dtype=stack.dtype,
+                    device=stack.device,
+                    ops=stack.ops,
+                    max_context=max_context + 1,
+                )
+                return DraftModel(small, shape=shape, length=settings.draft_tokens or DRAFT_MODEL_TOKENS, **sizes)
+            finally:
+                checkpoint.close()
+
+        return make
+
+    def _check_model(self, checkpoint: Checkpoint, model: Described, target: Described) -> None:
+        if model.spec.vocab != target.spec.vocab:
+            raise UnsupportedModel(
+                f"{self.path.name} cannot draft: its vocabulary has {model.spec.vocab} tokens, the model's {target.spec.vocab}"
+            )
+        if read_text(checkpoint)[0].fingerprint != self.tokenizer.fingerprint:
+            raise UnsupportedModel(f"{self.path.name} cannot draft: its tokenizer is not the model's")
 
 
 def _observer(settings: Settings, tokenizer: Tokenizer) -> Observer | None:

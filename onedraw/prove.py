@@ -31,6 +31,7 @@ Drive: TypeAlias = Literal["one by one", "at once", "streamed", "twice"]
 NEW_TOKENS = 48
 QUICK_NEW_TOKENS = 12
 SMALL_TURN = 16
+TREE_BUDGET, WHOLE_TREE = 16, 64  # nodes of a proved tree, and more than its depth
 DRAFT_TOKENS = 4  # guesses per row where no number was asked for: drafts that do not pay off are proved too
 SETTLE_SECONDS = 10.0  # the counters follow the last event within one turn
 
@@ -146,19 +147,9 @@ def drafting(base: Settings) -> tuple[Variation, ...]:
             Variation("drafts: prediction, wrong", said, "one by one", _rejected, predict=unsaid),
         ]
     if everybody:
-        rows.append(
-            Variation(
-                "drafts: built-in drafter",
-                _draft(base, "auto"),
-                "one by one",
-                _kept_and_rejected(DEVICE),
-                applies=lambda door: bool(door.service.capacity.drafter),
-            )
-        )
+        rows += _drafter(base, "built-in drafter", "auto")
     for path in (entry for entry in base.draft if entry not in DRAFT_WORDS):
-        rows.append(
-            Variation(f"drafts: {Path(path).name}", _draft(base, path), "one by one", _kept_and_rejected(DEVICE)),
-        )
+        rows += _drafter(base, Path(path).name, path)
     crowd = _draft(base, *base.draft)
     rows.append(
         Variation(
@@ -172,12 +163,24 @@ def drafting(base: Settings) -> tuple[Variation, ...]:
     return tuple(rows)
 
 
+def _drafter(base: Settings, name: str, who: str) -> tuple[Variation, Variation]:
+    """A drafter that the backend runs, as a chain and as a tree, which is taken whole."""
+    chain, there = _kept_and_rejected(DEVICE), lambda door: bool(door.service.capacity.drafter)
+    tree = {"draft": (who,), "draft_tokens": WHOLE_TREE, "tree_budget": base.tree_budget or TREE_BUDGET}
+    return (
+        Variation(f"drafts: {name}", _draft(base, who), "one by one", chain, applies=there),
+        Variation(
+            f"drafts: {name}, as a tree",
+            lambda facts: tree,
+            "one by one",
+            lambda plain, now: now.counted.draft_trees > 0 and chain(plain, now),
+            applies=there,
+        ),
+    )
+
+
 def _draft(base: Settings, *who: str) -> Callable[[Facts], Mapping[str, Any]]:
-    return lambda facts: {
-        "draft": who,
-        "draft_tokens": base.draft_tokens or DRAFT_TOKENS,
-        "tree_budget": base.tree_budget,
-    }
+    return lambda facts: {"draft": who, "draft_tokens": base.draft_tokens or DRAFT_TOKENS}
 
 
 def _both(drafted: Drafted) -> bool:
@@ -234,7 +237,7 @@ PROMPTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     (NOTICE * 4 + "Years later", {"temperature": 1.0}),
     ("One, two, three, one, two, three, one, two,", {"temperature": 1.3, "dry_multiplier": 0.8, "logprobs": 3}),
     ("Q: Why is the sky blue?\nA:", {"temperature": 0.0, "repetition_penalty": 1.1}),
-    ("And the chorus sings it again:", {"temperature": 0.8, "frequency_penalty": -2.0}),  # a reply that repeats itself
+    ("And the chorus sings the same line again:", {"temperature": 0.8, "frequency_penalty": -2.0}),  # a reply that repeats itself
 )
 
 

@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -25,10 +26,15 @@ def one(found: Reply | list[Reply]) -> Reply:
     return found
 
 
+def answer(reply: Reply) -> Reply:
+    """A reply without the number of guesses behind it, which follows the clock."""
+    return replace(reply, usage=replace(reply.usage, kept=0, rejected=0))
+
+
 def test_a_reply_names_the_seed_that_replays_it(model: onedraw.Model) -> None:
     first = one(model.generate("hello", max_tokens=12))
     again = one(model.generate("hello", max_tokens=12, seed=first.seed))
-    assert again == first
+    assert answer(again) == answer(first)
 
 
 def test_a_prompt_is_a_text_or_its_ids(model: onedraw.Model) -> None:
@@ -62,7 +68,7 @@ def test_asyncio_gives_the_same(model: onedraw.Model) -> None:
         return reply, text
 
     reply, text = asyncio.run(both())
-    assert reply == one(model.generate("hello", max_tokens=20, seed=4))
+    assert answer(reply) == answer(one(model.generate("hello", max_tokens=20, seed=4)))
     assert text == reply.text
 
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from onedraw.assemble import make_service, open_door
-from onedraw.backends.fake import FakeBackend
+from onedraw.assemble import make_service, make_speculator, open_door
+from onedraw.backends.fake import FakeBackend, Logits
 from onedraw.door import Door, Reply
 from onedraw.engine.stats import Stats
-from onedraw.prove import Evidence, Finding, Table, drive, first_difference, prove, requests, variations
+from onedraw.prove import Evidence, Finding, Table, drafting, drive, first_difference, prove, requests, variations
+from onedraw.sampling.law import choice
 from onedraw.settings import Settings
-from onedraw.speculation.speculator import Speculator
-from onedraw.types import Choice, Row, RowOutcome
+from onedraw.speculation.proposer import chain
+from onedraw.types import Choice, Draft, Row, RowOutcome
 
 FAKE = Settings(model="fake", backend="fake", threads=1)
 
@@ -36,7 +39,7 @@ def opener_with(kind: type[FakeBackend]) -> Callable[[Settings], Door]:
             page_size=capacity.page_size,
             max_context=capacity.max_context,
         )
-        service = make_service(lambda: backend, settings, Speculator())
+        service = make_service(lambda: backend, settings, make_speculator(settings))
         return Door(service=service, tokenizer=model.tokenizer, template=model.template, card=model.card)
 
     return opener
@@ -47,6 +50,21 @@ class KeyedByLane(FakeBackend):
 
     def run(self, row: Row) -> RowOutcome:
         return super().run(replace(row, params=replace(row.params, seed=row.params.seed + row.lane)))
+
+
+class NoiseByDraft(FakeBackend):
+    """Planted: the number of drafts before a position keys its noise."""
+
+    def choose(self, row: Row, logits: Logits, drafts: tuple[int, ...]) -> Choice | None:
+        params = replace(row.params, seed=row.params.seed + len(drafts))
+        return choice(logits, params, row.history, drafts)
+
+
+class OtherHistory(FakeBackend):
+    """Planted: the history at a position has a wrong token for every draft before it, so penalties hit the wrong ones."""
+
+    def choose(self, row: Row, logits: Logits, drafts: tuple[int, ...]) -> Choice | None:
+        return choice(logits, row.params, row.history, (0,) * len(drafts))
 
 
 class LowBits(FakeBackend):
@@ -88,6 +106,49 @@ def test_a_difference_too_small_for_any_token_is_found_by_the_checksums() -> Non
     assert results(table)["batched, at once, random order"] == "different"
 
 
+@pytest.mark.parametrize("fault", [NoiseByDraft, OtherHistory])
+def test_drafts_that_change_an_answer_are_found(fault: type[FakeBackend]) -> None:
+    found = results(prove(FAKE, opener=opener_with(fault)))
+    assert found["drafts: prediction, right"] == "different"
+    assert found["drafts, batched, few pages"] == "different"
+    assert found["batched, at once, random order"] == "same"
+
+
+def test_every_drafter_has_its_row_and_one_that_is_not_there_has_none(honest: Table) -> None:
+    rows = [name for name in results(honest) if name.startswith("drafts")]
+    assert rows == ["drafts: ngram", "drafts: prediction, right", "drafts: prediction, wrong", "drafts, batched, few pages"]
+    assert [v.name for v in drafting(replace(FAKE, draft=("ngram",)))] == ["drafts: ngram", "drafts, batched, few pages"]
+    assert drafting(replace(FAKE, draft=("none",))) == ()
+
+
+def test_a_drafter_of_the_callers_own_has_its_row_under_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "guesser.gguf"
+    file.touch()
+    names = [v.name for v in drafting(replace(FAKE, draft=("auto", str(file))))]
+    assert "drafts: guesser.gguf" in names
+    assert "drafts: built-in drafter" in names
+
+
+class Guessing(FakeBackend):
+    """A backend with a drafter of its own, right half of the time: it guesses what it would say, or one beside it."""
+
+    def __init__(self, **shape: Any) -> None:
+        super().__init__(**shape)
+        self._capacity = replace(self._capacity, drafter="parrot")
+
+    def run(self, row: Row) -> RowOutcome:
+        outcome = super().run(row)
+        token = outcome.chosen[-1].token if outcome.chosen else 0
+        beside = Draft((token + 1) % 2, parent=-1)  # makes a tree of what is else a chain
+        return replace(outcome, guesses=(*chain((token, (token + row.stop) % 2)), beside))
+
+
+def test_a_drafter_of_the_backend_has_its_rows() -> None:
+    found = results(prove(FAKE, opener=opener_with(Guessing)))
+    assert found["drafts: built-in drafter"] == "same"
+    assert found["drafts: built-in drafter, as a tree"] == "same"
+
+
 def test_the_place_of_the_first_difference_is_an_absolute_position() -> None:
     plain = Reply(prompt_ids=(1, 2, 3), choices=[Choice(5, checksum=1), Choice(6, checksum=2)], finish="length")
     other = replace(plain, choices=[Choice(5, checksum=1), Choice(6, checksum=9)])
@@ -99,12 +160,12 @@ def test_the_place_of_the_first_difference_is_an_absolute_position() -> None:
 
 
 def test_a_row_counts_only_if_what_it_is_about_happened() -> None:
-    cold = replace(FAKE, prefix_cache=False)
+    cold = replace(FAKE, prefix_cache=False, draft=("none",))
     with open_door(cold) as door:
         asks = requests(door, new_tokens=4)
         _, alone = drive(door, asks, "one by one", settings=cold)
         _, together = drive(door, asks, "at once", settings=cold)
-    exercised = {v.name: v.exercised for v in variations(threads=1)}
+    exercised = {v.name: v.exercised for v in variations(FAKE, threads=1)}
     held = {name: check(alone, alone) for name, check in exercised.items()}
     assert [name for name, happened in held.items() if happened] == ["alone again, after a restart"]
     assert exercised["batched, at once, random order"](alone, together)
@@ -127,8 +188,8 @@ def test_a_short_context_shortens_the_prompts() -> None:
 
 
 def test_the_row_of_the_plain_runs_own_thread_count_is_left_out() -> None:
-    assert [v.name for v in variations(threads=1) if "thread" in v.name] == ["2 threads"]
-    assert [v.name for v in variations(threads=4) if "thread" in v.name] == ["1 thread", "2 threads"]
+    assert [v.name for v in variations(FAKE, threads=1) if "thread" in v.name] == ["2 threads"]
+    assert [v.name for v in variations(FAKE, threads=4) if "thread" in v.name] == ["1 thread", "2 threads"]
 
 
 @pytest.mark.parametrize(("device", "exercised"), [("cpu-kernels", True), ("cpu-torch", True), ("cuda-torch", False)])

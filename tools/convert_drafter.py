@@ -17,8 +17,7 @@ import numpy as np
 
 from onedraw.checkpoints.base import open_checkpoint
 from onedraw.errors import UnsupportedModel
-from onedraw.models.dflash import DescribedDrafter, DrafterSpec, describe_drafter
-from onedraw.models.dflash import RULES as DRAFTER_RULES
+from onedraw.models.dflash import RULES, DescribedDrafter, DrafterSpec, describe_drafter
 
 KINDS = {"Q8_0": gguf.LlamaFileType.MOSTLY_Q8_0, "F16": gguf.LlamaFileType.MOSTLY_F16, "F32": gguf.LlamaFileType.ALL_F32}
 
@@ -73,7 +72,7 @@ def write_keys(writer: gguf.GGUFWriter, spec: DrafterSpec) -> None:
 
 
 def write_tensors(writer: gguf.GGUFWriter, drafter: DescribedDrafter, kind: str) -> None:
-    rules = DRAFTER_RULES["gguf"]
+    rules = RULES["gguf"]
     for weight, values in drafter.weights.outer().items():
         write_tensor(writer, rules.stored((None, weight)), values, kind)
     for index in range(len(drafter.spec.layers)):

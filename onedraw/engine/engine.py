@@ -16,6 +16,7 @@ from onedraw.engine.scheduler import Member, Scheduler
 from onedraw.engine.sequence import Sequence
 from onedraw.engine.stats import Drafted, Stats
 from onedraw.errors import Barren, OnedrawError, TurnFailed
+from onedraw.speculation.tree import chain_length, depth
 from onedraw.types import Choice, Finish, Logprobs, Outcome, Plan, Request, Row, RowOutcome, Usage
 
 log = logging.getLogger("onedraw.engine")
@@ -38,7 +39,7 @@ class Event:
 Sink = Callable[[Event], None]
 Observer = Callable[[Row, RowOutcome], None]  # sees every row that carried drafts, and what became of them
 COUNTED = (
-    *("prompt_tokens", "completion_tokens", "drafts", "draft_tokens", "accepted_tokens"),
+    *("prompt_tokens", "completion_tokens", "drafts", "draft_trees", "draft_tokens", "accepted_tokens"),
     *("middle_chunks", "mixed_turns", "failed_turns", "turns"),
 )
 
@@ -108,7 +109,8 @@ class Engine:
         sequence, row = member.sequence, member.row
         if row.drafts:
             kept = max(len(result.chosen) - 1, 0)
-            self.scheduler.speculator.learn(row.request_id, member.source, drafted=len(row.drafts), kept=kept)
+            drafted, deepest = len(row.drafts), depth(row.drafts)
+            self.scheduler.speculator.learn(row.request_id, member.source, drafted=drafted, kept=kept, depth=deepest)
             if self._observer is not None:
                 self._observer(row, result)
         kept_before = sequence.kept
@@ -162,6 +164,7 @@ class Engine:
             totals["prompt_tokens"] += max(min(row.stop, row.prompt_stop) - row.start, 0)
             totals["middle_chunks"] += row.stop < member.sequence.known
             totals["drafts"] += bool(row.drafts)
+            totals["draft_trees"] += chain_length(row.drafts) < len(row.drafts)
             totals["draft_tokens"] += len(row.drafts)
             totals["accepted_tokens"] += max(len(result.chosen) - 1, 0)
 

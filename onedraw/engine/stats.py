@@ -31,6 +31,7 @@ class Stats:
     completion_tokens: int = 0
     preemptions: int = 0
     drafts: int = 0  # rows that carried drafts
+    draft_trees: int = 0  # rows whose drafts were no mere chain
     draft_tokens: int = 0
     accepted_tokens: int = 0  # as verification kept them, also behind a stop id
     accepted_per_position: tuple[int, ...] = ()  # how often the first draft of a row was kept, the second …

@@ -107,14 +107,15 @@ def _from_zlab(source: Source) -> DrafterSpec:
     keys = Keys(source.config, origin=origin)
     inner = Keys(keys.mapping("dflash_config") or {}, origin=f"{origin}: dflash_config")
     layers = _layers(keys, origin)
+    window = inner.optional_whole("swa_window_size") or keys.optional_whole("sliding_window")
     if inner.flag("use_swa"):  # a window on every layer, whatever layer_types says
-        window = inner.whole("swa_window_size", keys.optional_whole("sliding_window"))
+        if window is None:
+            raise Corrupt(f"{origin}: dflash_config.use_swa is set, but neither swa_window_size nor sliding_window")
         layers = tuple(replace(layer, mixer=replace(layer.mixer, window=window)) for layer in layers)
     depth = _either(keys, inner, "num_target_layers", origin)
     ids = _ids(keys, inner, count=len(layers), depth=depth, origin=origin)
-    causal = keys.get("is_causal") if keys.get("is_causal") is not None else inner.get("causal")
-    if causal is not None and not isinstance(causal, bool):
-        raise Corrupt(f"{origin}: is_causal or dflash_config.causal must be true or false, not {causal!r}")
+    said = inner.flag("causal") if inner.get("causal") is not None else None
+    causal = keys.flag("is_causal") if keys.get("is_causal") is not None else said
     _refuse_variants(keys)
     _refuse_variants(inner)
     spec = DrafterSpec(

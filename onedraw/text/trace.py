@@ -27,20 +27,15 @@ class Step:
 
 
 def walk(row: Row, outcome: RowOutcome) -> list[Step]:
-    """The drafts in their order. A draft stands as deep as its ancestors are many; the choice at that depth is known if
-    they were all kept."""
+    """The drafts in their order. A draft stands as deep as it has ancestors; what was chosen there is known if all of
+    them were kept."""
     steps: list[Step] = []
-    depths = {-1: 0}  # depth of what follows a kept draft, or follows the last known token
-    deep = [0] * len(row.drafts)
+    depths: list[int] = []
     for index, draft in enumerate(row.drafts):
-        deep[index] = 0 if draft.parent < 0 else deep[draft.parent] + 1
-        depth = depths.get(draft.parent, len(outcome.chosen))
-        choice = outcome.chosen[depth].token if depth < len(outcome.chosen) else None
-        # Of two equal siblings the first is kept.
-        kept = choice == draft.token and depth + 1 not in depths.values()
-        if kept:
-            depths[index] = depth + 1
-        steps.append(Step(row.stop + deep[index], draft.token, choice, kept))
+        depths.append(0 if draft.parent < 0 else depths[draft.parent] + 1)
+        reached = draft.parent < 0 or draft.parent in outcome.kept
+        choice = outcome.chosen[depths[index]].token if reached and depths[index] < len(outcome.chosen) else None
+        steps.append(Step(row.stop + depths[index], draft.token, choice, index in outcome.kept))
     return steps
 
 

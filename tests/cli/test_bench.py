@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from onedraw.assemble import open_door
-from onedraw.cli.bench import Prompts, Timing, summarise
+from onedraw.cli.bench import Prompts, Run, Timing, summarise
+from onedraw.engine.stats import Stats
 from onedraw.settings import Settings
 from tests.cli.running import FAKE, Terminal
 
@@ -18,7 +19,7 @@ def test_every_batch_size_has_its_line(terminal: Terminal) -> None:
         assert line["first_token_ms"] > 0
         assert line["tokens_per_second"] > 0
         assert line["inter_token_p99_ms"] >= line["inter_token_ms"]
-    assert terminal.run(*given) == 0
+    assert terminal.run(*given, "--draft", "none") == 0
     assert terminal.out.splitlines()[1].split() == [
         "batch",
         "first",
@@ -34,6 +35,20 @@ def test_every_batch_size_has_its_line(terminal: Terminal) -> None:
     ]
 
 
+def test_what_came_of_drafts_has_columns_of_its_own(terminal: Terminal) -> None:
+    """A reply under a strong bias says one thing again and again, so that there is something to draft."""
+    given = ("bench", *FAKE, "--batch", "2", "--prompt-tokens", "8", "--new-tokens", "24", "--repeats", "2")
+    given = (*given, "--temperature", "0", "--logit-bias", "72=100", "--draft", "ngram", "--draft-tokens", "3")
+    (line,) = terminal.json(*given)["batches"]
+    assert 0 < line["accepted_tokens"] <= line["draft_tokens"]
+    assert line["tokens_per_turn"] == pytest.approx(96 / (96 - line["accepted_tokens"]))
+    assert line["turns_per_second"] > 0
+    assert terminal.run(*given) == 0
+    heads, _, cells = terminal.out.splitlines()[1:4]
+    assert heads.endswith("accepted/drafts  tokens/turn  turns/s")
+    assert f"{line['accepted_tokens']}/{line['draft_tokens']}" in cells
+
+
 def test_the_engine_is_made_large_enough_for_what_is_asked(terminal: Terminal) -> None:
     report = terminal.json("bench", *FAKE, "--batch", "12", "--prompt-tokens", "4000", "--new-tokens", "2", "--repeats", "1")
     assert report["batches"][0]["batch"] == 12
@@ -42,21 +57,25 @@ def test_the_engine_is_made_large_enough_for_what_is_asked(terminal: Terminal) -
 def test_figures_are_medians_and_rates() -> None:
     even = Timing(first=1.0, gaps=(0.1,) * 10, tokens=11)
     late = Timing(first=3.0, gaps=(0.1,) * 9 + (0.5,), tokens=11)
-    measure = summarise(2, [(4.5, [even, late])])
+    counted = Stats(turns=9, completion_tokens=22, draft_tokens=16, accepted_tokens=11)
+    measure = summarise(2, [Run(4.5, (even, late), counted)])
     assert measure.first_token_ms == pytest.approx(2000)
     assert measure.inter_token_ms == pytest.approx(100)
     assert measure.inter_token_p99_ms == pytest.approx(500)
     assert measure.tokens_per_second == pytest.approx(22 / 4.5)
+    assert (measure.draft_tokens, measure.accepted_tokens) == (16, 11)
+    assert measure.tokens_per_turn == pytest.approx(2.0)
+    assert measure.turns_per_second == pytest.approx(2.0)
 
 
 def test_the_decode_rate_counts_only_while_all_have_started() -> None:
     first = Timing(first=1.0, gaps=(0.5,) * 8, tokens=9)  # tokens until 5.0
     second = Timing(first=2.0, gaps=(0.5,) * 8, tokens=9)  # until 6.0
-    assert summarise(2, [(6.0, [first, second])]).decode_tokens_per_second == pytest.approx(4.0)
+    assert summarise(2, [Run(6.0, (first, second), Stats())]).decode_tokens_per_second == pytest.approx(4.0)
 
 
 def test_one_token_each_has_no_gap() -> None:
-    measure = summarise(1, [(1.0, [Timing(first=1.0, gaps=(), tokens=1)])])
+    measure = summarise(1, [Run(1.0, (Timing(first=1.0, gaps=(), tokens=1),), Stats())])
     assert (measure.inter_token_ms, measure.decode_tokens_per_second) == (0.0, 0.0)
 
 

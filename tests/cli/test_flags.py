@@ -45,12 +45,13 @@ def test_nothing_given_leaves_every_default() -> None:
     assert flags.read_wishes(arguments) == Wishes()
 
 
-def test_settings_come_through() -> None:
+def test_settings_come_through(tmp_path: Path) -> None:
     settings = flags.read_settings(
         parsed(
             *("--max-context", "99", "--max-batch", "3", "--turn-tokens", "32", "--page-size", "8", "--kv-memory", "1.5GiB"),
             *("--threads", "2", "--dtype", "bf16", "--device", "cuda:1", "--backend", "fake", "--cache-dir", "somewhere"),
-            *("--no-prefix-cache", "--no-self-check"),
+            *("--no-prefix-cache", "--no-self-check", "--draft", "ngram", "--draft", str(tmp_path), "--draft-tokens", "3"),
+            *("--tree-budget", "24", "--trace-verify"),
         )
     )
     assert settings == Settings(
@@ -67,6 +68,10 @@ def test_settings_come_through() -> None:
         cache_dir=Path("somewhere"),
         prefix_cache=False,
         self_check=False,
+        draft=("ngram", str(tmp_path)),
+        draft_tokens=3,
+        tree_budget=24,
+        trace_verify=True,
     )
 
 
@@ -76,6 +81,7 @@ def test_wishes_come_through() -> None:
             *("--temperature", "0.5", "--top-k", "40", "--stop", "END", "--stop", "\n", "--stop-token-ids", "3,4"),
             *("--logit-bias", "7=-inf", "--logit-bias", "5=1.5", "--ignore-eos", "--bad-words", "no", "--seed", "0"),
             *("--logprobs", "2", "--logprobs-mode", "processed", "--no-skip-special-tokens", "--dry-sequence-breakers", "."),
+            *("--prediction", "so it is", "--no-speculation"),
         )
     )
     assert wishes == Wishes(
@@ -91,6 +97,8 @@ def test_wishes_come_through() -> None:
         logprobs_mode="processed",
         skip_special_tokens=False,
         dry_sequence_breakers=(".",),
+        prediction="so it is",
+        speculation=False,
     )
 
 
@@ -103,6 +111,9 @@ def test_wishes_come_through() -> None:
         (("--logit-bias", "a=b"), "not ID=VALUE"),
         (("--dtype", "f8"), "invalid choice: 'f8'"),
         (("--temp", "1"), "unrecognized arguments"),
+        (("--draft-tokens", "many"), "not a number: 'many'; write for example 4, or auto"),
+        (("--draft-window", "64"), "verified with full attention"),
+        (("--draft-window",), "could change the answer"),
     ],
 )
 def test_a_bad_value_is_refused_in_words(given: tuple[str, ...], said: str) -> None:
@@ -119,3 +130,13 @@ def test_what_is_no_size_is_said_to_be_none(text: str) -> None:
 def test_a_number_of_threads_that_no_machine_has_is_a_mistake() -> None:
     with pytest.raises(BadSetting, match="--threads: must be at most"):
         Settings(threads=10**12)
+
+
+def test_auto_is_the_default_number_of_drafts() -> None:
+    assert flags.read_settings(parsed("--draft-tokens", "auto")) == flags.read_settings(parsed())
+
+
+@pytest.mark.parametrize("command", ["generate", "serve", "chat", "bench", "inspect", "prove"])
+def test_no_command_has_a_window_that_would_shorten_verification(command: str) -> None:
+    with pytest.raises(UsageError, match="full attention"):
+        parsed("--draft-window", "64", command=command)

@@ -102,3 +102,15 @@ def test_a_mistake_is_one_line_and_no_output(terminal: Terminal, given: tuple[st
     assert terminal.err.startswith("onedraw: ")
     assert said in terminal.err
     assert terminal.err.count("\n") == 1
+
+
+def test_every_walk_of_verification_can_be_watched(terminal: Terminal) -> None:
+    given = ("generate", *FAKE, "la la la la", *SHORT, "--temperature", "0", "--logit-bias", "72=100", "--draft-tokens", "2")
+    given = (*given, "--seed", "1")
+    quiet = terminal.json(*given)
+    assert "verify" not in terminal.err
+    assert terminal.json(*given, "--trace-verify") == quiet
+    walks = [line for line in terminal.err.splitlines() if line.startswith("verify ")]
+    assert any(line.endswith(", kept") for line in walks)
+    assert terminal.run(*given, "--trace-verify", "--no-speculation") == 0
+    assert "verify" not in terminal.err

@@ -113,3 +113,10 @@ def test_no_weight_is_loaded_and_no_torch(folder: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["parameters"] > 0
+
+
+def test_who_would_guess_is_said(folder: Path, terminal: Terminal) -> None:
+    assert terminal.json("inspect", str(folder))["drafts"][:2] == ["prediction", "ngram"]
+    assert terminal.json("inspect", str(folder), "--draft", "ngram", "--draft", str(folder))["drafts"] == ["ngram", str(folder)]
+    assert terminal.run("inspect", str(folder), "--draft", "none") == 0
+    assert "none: --draft none" in terminal.out

@@ -103,7 +103,7 @@ def test_options_may_stand_anywhere(terminal: Terminal) -> None:
 
 def test_a_reader_that_leaves_early_gets_no_complaint() -> None:
     script = f"{sys.executable} -m onedraw.cli.main generate fake hello --backend fake --max-tokens 1500 --ignore-eos | head -c 1"
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, errors="replace", timeout=60, check=False)
     assert len(done.stdout.encode()) <= 3
     assert "Error" not in done.stderr
     assert "Traceback" not in done.stderr

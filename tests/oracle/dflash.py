@@ -15,7 +15,9 @@ from onedraw.models.weights import Weights
 from tests.models.forward import forward
 
 
-def block_logits(weights: DrafterWeights, features: np.ndarray, anchor: int, *, embed: np.ndarray, head: np.ndarray) -> np.ndarray:
+def block_logits(
+    weights: DrafterWeights, features: np.ndarray, anchor: int, *, embed: np.ndarray, head: np.ndarray
+) -> np.ndarray:
     """Logits [B - 1, Vd] of slots 1 … B - 1, for features [C, n·Ht] and the target's embedding and head, both [V, E].
 
     Where the drafter has an embedding or a head of its own, that one is used.

@@ -32,7 +32,7 @@ def test_a_chat_is_answered_whole(served):
     assert reply.usage.prompt_tokens == len(served.door.render(HELLO, add_generation_prompt=True))
     assert 1 <= reply.usage.completion_tokens <= 12
     assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
-    assert reply.usage.completion_tokens_details.accepted_prediction_tokens == 0
+    assert 0 <= reply.usage.completion_tokens_details.accepted_prediction_tokens < reply.usage.completion_tokens
     assert 0 <= reply.usage.prompt_tokens_details.cached_tokens < reply.usage.prompt_tokens
 
 

@@ -20,7 +20,7 @@ def scrape(served) -> dict[str, float]:
     assert answer.headers["content-type"].startswith("text/plain")
     samples = [sample for family in text_string_to_metric_families(answer.text) for sample in family.samples]
     assert all(sample.labels["model_name"] == served.model for sample in samples)
-    return {sample.name: sample.value for sample in samples if not {"le", "finished_reason"} & set(sample.labels)}
+    return {sample.name: sample.value for sample in samples if not {"le", "finished_reason", "position"} & set(sample.labels)}
 
 
 def test_the_names_people_scrape_are_there(fake):
@@ -46,3 +46,20 @@ def test_two_apps_have_their_own_meters():
         first.post("/v1/completions", prompt="a", max_tokens=3, ignore_eos=True)
         assert scrape(first)["generation_tokens_total"] == 3
         assert scrape(second)["e2e_request_latency_seconds_count"] == 0
+
+
+def test_kept_drafts_are_counted_by_their_place():
+    with fake_door(draft=("prediction",), draft_tokens=4) as door, serving(door) as served:
+        asked = {"prompt": [5] * 40, "max_tokens": 11, "ignore_eos": True, "seed": 3, "return_token_ids": True}
+        said = served.post("/v1/completions", **asked).json()["choices"][0]["token_ids"]
+        text = door.tokenizer.decode(said, skip_special=False)
+        again = served.post("/v1/completions", **asked, prediction={"type": "content", "content": text}).json()
+        assert again["choices"][0]["token_ids"] == said
+        families = text_string_to_metric_families(served.get("/metrics").text)
+        (family,) = (f for f in families if f.name == "spec_decode_num_accepted_tokens_per_pos")
+        places = {int(sample.labels["position"]): sample.value for sample in family.samples}
+        counted = scrape(served)
+        assert counted["spec_decode_num_drafts_total"] >= places[0] > 0
+        assert sum(places.values()) == counted["spec_decode_num_accepted_tokens_total"]
+        assert places[4] == 0  # a row had four drafts
+        assert sorted(places.values(), reverse=True) == [places[i] for i in range(len(places))]

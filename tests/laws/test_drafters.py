@@ -1,0 +1,259 @@
+"""Drafters on the device cannot change a token: DFlash, with chains and trees, and a draft model, against plain decoding."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from onedraw.backends.torch.backend import Drafter, TorchBackend
+from onedraw.backends.torch.device import pick_ops
+from onedraw.backends.torch.draft_model import DraftModel
+from onedraw.backends.torch.drafter import DflashDrafter
+from onedraw.backends.torch.inputs import Shape
+from onedraw.backends.torch.ops import Ops, TorchOps
+from onedraw.backends.torch.sampler import Sampler
+from onedraw.backends.torch.stack import Stack
+from onedraw.checkpoints.base import open_checkpoint
+from onedraw.models.dflash import describe_drafter
+from onedraw.models.loading import describe
+from onedraw.settings import default_cache_dir
+from onedraw.speculation.tree import build_tree
+from onedraw.types import Draft, Request, SamplingParams
+from tests.laws.harness import Answer, Schedule, plain, random_requests, run
+
+TRAINED = Path(__file__).parents[1] / "fixtures" / "trained"
+VOCAB = 1024
+CONTEXT = 400
+Make = Callable[[Stack, Sampler, Shape], Drafter]
+
+
+def ops_of(kind: str) -> Ops:
+    return pick_ops("cpu", "f32", cache=default_cache_dir()) if kind == "kernels" else TorchOps(torch.device("cpu"))
+
+
+def dflash(budget: int) -> Make:
+    described = describe_drafter(open_checkpoint(TRAINED / "trained_dflash_qwen3"))
+
+    def make(stack: Stack, sampler: Sampler, shape: Shape) -> Drafter:
+        return DflashDrafter(
+            described.spec,
+            described.weights,
+            target=stack,
+            shape=shape,
+            lanes=4,
+            max_context=CONTEXT,
+            arrange=lambda candidates: build_tree(candidates, budget),
+        )
+
+    return make
+
+
+def draft_model(layers: int) -> Make:
+    """The target itself, cut after its first layers: right often enough to keep, wrong often enough to reject."""
+
+    def make(stack: Stack, sampler: Sampler, shape: Shape) -> Drafter:
+        described = describe(open_checkpoint(TRAINED / "trained_qwen3"))
+        spec = dataclasses.replace(described.spec, layers=described.spec.layers[:layers])
+        small = Stack(spec, described.weights, dtype=torch.float32, device=stack.device, ops=stack.ops, max_context=CONTEXT + 8)
+        return DraftModel(small, shape=shape, lanes=4, max_context=CONTEXT, length=4)
+
+    return make
+
+
+MAKERS: dict[str, Callable[[], Make]] = {
+    "dflash chain": lambda: dflash(0),
+    "dflash tree": lambda: dflash(20),
+    "draft model": lambda: draft_model(4),
+    "the target itself": lambda: draft_model(6),
+}
+
+
+def backend_of(make: Make | None, *, kind: str = "kernels", pages: int = 200, lanes: int = 4) -> TorchBackend:
+    described = describe(open_checkpoint(TRAINED / "trained_qwen3"))
+    return TorchBackend(
+        described.spec,
+        described.weights,
+        dtype="f32",
+        device="cpu",
+        lanes=lanes,
+        pages=pages,
+        page_size=8,
+        max_context=CONTEXT,
+        ops=ops_of(kind),
+        check=False,
+        make_drafter=make,
+    )
+
+
+def requests_of(seed: int, count: int = 6) -> list[Request]:
+    rng = np.random.default_rng(seed)
+    return random_requests(rng, count=count, vocab=VOCAB, longest=80, max_tokens=40)
+
+
+def same(got: list[Answer], expected: list[Answer]) -> bool:
+    return [dataclasses.replace(a, cached=0) for a in got] == [dataclasses.replace(a, cached=0) for a in expected]
+
+
+@pytest.mark.parametrize("kind", ["kernels", "torch"])
+@pytest.mark.parametrize("name", MAKERS)
+def test_no_drafter_changes_tokens_or_scores(name: str, kind: str) -> None:
+    requests = requests_of(11)
+    lonely = backend_of(None, kind=kind, lanes=1)
+    expected = plain(lambda: lonely, requests)
+    longest = max(len(r.prompt) + r.params.max_tokens for r in requests)
+    few = -(-longest // 8) + 6
+    counted: Counter[str] = Counter()
+    for variation, pages, schedule in (
+        ("batched", 200, Schedule()),
+        ("small turns, arriving", 200, Schedule(turn_tokens=24, arrivals=(5, 0, 2, 9, 1, 3))),
+        ("few pages, prefix hits", few, Schedule(turn_tokens=60, reuse=True, arrivals=(0, 4, 8, 12, 16, 20))),
+    ):
+        got, stats = run(backend_of(MAKERS[name](), kind=kind, pages=pages), requests, schedule)
+        assert same(got, expected), variation
+        counted.update(kept=stats.accepted_tokens, preempted=stats.preemptions, hits=stats.prefix_hits)
+        counted.update(rejected=stats.draft_tokens - stats.accepted_tokens)
+    assert counted["kept"] > 0
+    assert counted["preempted"] > 0
+    assert counted["rejected"] > 0 or name == "the target itself"
+
+
+def test_drafting_and_plain_rows_ride_together() -> None:
+    requests = [dataclasses.replace(r, speculate=i % 2 == 0) for i, r in enumerate(requests_of(12))]
+    lonely = backend_of(None, lanes=1)
+    got, stats = run(backend_of(dflash(0)), requests, Schedule())
+    assert same(got, plain(lambda: lonely, requests))
+    assert stats.accepted_tokens > 0
+
+
+def test_the_target_as_its_own_drafter_is_always_kept_with_shared_noise() -> None:
+    """The same model and the same noise choose the same tokens: every draft is kept, at temperature 1 too."""
+    prompt = tuple(np.random.default_rng(3).integers(8, VOCAB, 20).tolist())
+    request = Request("x", prompt, SamplingParams(temperature=1.0, seed=5, max_tokens=60))
+    _, stats = run(backend_of(draft_model(6)), [request], Schedule())
+    assert stats.draft_tokens > 0
+    assert stats.accepted_tokens > 0.9 * stats.draft_tokens  # sharpness above 1 is tried now and then
+
+
+def test_a_long_answer_at_temperature_one_with_penalties_equals_plain_decoding() -> None:
+    prompt = tuple(np.random.default_rng(4).integers(8, VOCAB, 12).tolist())
+    params = SamplingParams(
+        temperature=1.0,
+        seed=9,
+        max_tokens=380,
+        repetition_penalty=1.1,
+        frequency_penalty=0.1,
+        presence_penalty=0.2,
+        checksums=True,
+    )
+    request = Request("long", prompt, params)
+    [expected] = plain(lambda: backend_of(None, lanes=1), [request])
+    [got], stats = run(backend_of(dflash(16)), [request], Schedule())
+    assert same([got], [expected])
+    assert stats.accepted_tokens > 20
+
+
+def greedy_tokens_per_turn(make: Make) -> float:
+    tokens = turns = 0
+    target = describe(open_checkpoint(TRAINED / "trained_qwen3"))
+    assert target.spec.vocab == VOCAB
+    for seed in range(4):
+        prompt = tuple(np.random.default_rng(seed).integers(8, VOCAB, 16).tolist())
+        request = Request("g", prompt, SamplingParams(temperature=0.0, max_tokens=100))
+        [answer], stats = run(backend_of(make), [request], Schedule())
+        tokens, turns = tokens + len(answer.tokens) - 1, turns + stats.turns - 1
+    return tokens / turns
+
+
+def test_the_trained_pair_accepts_as_it_was_trained_to() -> None:
+    """Wrong feature layers give right text and bad acceptance, so acceptance is asserted."""
+    right = greedy_tokens_per_turn(dflash(0))
+    assert right > 1.4
+    described = describe_drafter(open_checkpoint(TRAINED / "trained_dflash_qwen3"))
+    shifted = dataclasses.replace(described.spec, target_layers=tuple(max(i - 1, 0) for i in described.spec.target_layers))
+
+    def make(stack: Stack, sampler: Sampler, shape: Shape) -> Drafter:
+        return DflashDrafter(
+            shifted,
+            described.weights,
+            target=stack,
+            shape=shape,
+            lanes=4,
+            max_context=CONTEXT,
+            arrange=lambda candidates: build_tree(candidates, 0),
+        )
+
+    assert greedy_tokens_per_turn(make) < right - 0.1
+
+
+# ---------------------------------------------------------------------- planted faults
+
+
+class Draftless(DflashDrafter):
+    """Forgets to write what the turn settled: right text, no context."""
+
+    def _remember(self, plan, inputs, features, rows) -> None: ...  # type: ignore[no-untyped-def]
+
+
+def test_a_drafter_without_context_is_noticed_by_its_acceptance() -> None:
+    described = describe_drafter(open_checkpoint(TRAINED / "trained_dflash_qwen3"))
+
+    def make(stack: Stack, sampler: Sampler, shape: Shape) -> Drafter:
+        return Draftless(
+            described.spec,
+            described.weights,
+            target=stack,
+            shape=shape,
+            lanes=4,
+            max_context=CONTEXT,
+            arrange=lambda candidates: build_tree(candidates, 0),
+        )
+
+    assert greedy_tokens_per_turn(make) < greedy_tokens_per_turn(dflash(0)) - 0.1
+
+
+@pytest.mark.parametrize("fault", ["no compaction", "noise position", "sibling's path"])
+def test_a_planted_fault_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = requests_of(13)
+    expected = plain(lambda: backend_of(None, lanes=1), requests)
+    match fault:
+        case "no compaction":
+            monkeypatch.setattr("onedraw.backends.torch.state.State.compact", lambda self, moves: None)
+        case "noise position":
+            real = Sampler._keys
+            shifted = lambda self, positions: real(  # noqa: E731
+                self, [dataclasses.replace(p, drafts=()) if p.drafts else p for p in positions]
+            )
+            monkeypatch.setattr(Sampler, "_keys", shifted)
+        case "sibling's path":
+            from onedraw.backends.torch import inputs
+
+            chained = lambda drafts: tuple(tuple(range(i)) for i in range(len(drafts) + 1))  # noqa: E731
+            monkeypatch.setattr(inputs, "trails", chained)
+    got, _ = run(backend_of(dflash(20)), requests, Schedule())
+    assert not same(got, expected)
+
+
+def test_guesses_are_legal_trees() -> None:
+    seen: list[tuple[Draft, ...]] = []
+    make = dflash(12)
+
+    class Listening(TorchBackend):
+        def _run(self, plan):  # type: ignore[no-untyped-def]
+            outcome = super()._run(plan)
+            seen.extend(row.guesses for row in outcome.rows)
+            return outcome
+
+    backend = backend_of(make)
+    backend.__class__ = Listening
+    run(backend, requests_of(14), Schedule())
+    assert any(len(guess) > 7 for guess in seen)  # more nodes than a block is deep: it branches
+    for guess in seen:
+        assert len(guess) <= 12
+        assert all(-1 <= draft.parent < index for index, draft in enumerate(guess))
+        assert len({(d.parent, d.token) for d in guess}) == len(guess)

@@ -1,0 +1,202 @@
+"""The slow drafter is itself judged: by transformers' own DFlash module, by what windows and causality must not let
+through, and by the drafts that a trained pair keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer
+
+from onedraw.checkpoints.base import open_checkpoint
+from onedraw.models.dflash import DrafterWeights, describe_drafter
+from onedraw.models.loading import describe
+from onedraw.models.spec import DrafterSpec
+from tests import tiny_drafters as tiny
+from tests.oracle.dflash import Run, Target, along, block_hidden, block_logits, greedy_with_drafts, head_logits, proposals
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+TRAINED = FIXTURES / "trained"
+PROMPTS = (
+    "Return the number of items in the list. If the",
+    '    def read(self, size=-1):\n        """Read',
+    "The value must be a string or",
+    "import os\nimport sys\n\ndef main(",
+    " The default is None. This function returns a new",
+)
+
+
+def weights_of(path: Path, **changes: Any) -> DrafterWeights:
+    """The drafter at `path`, with its spec changed where the weights allow it."""
+    weights = describe_drafter(open_checkpoint(path)).weights
+    weights.spec = replace(weights.spec, **changes)
+    return weights
+
+
+def inputs(spec: DrafterSpec, context: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Features, and a target's embedding and head."""
+    random = np.random.default_rng(seed)
+    features = 3 * random.normal(size=(context, spec.feature_width))
+    return features, random.normal(size=(spec.vocab, spec.hidden)), random.normal(size=(spec.vocab, spec.hidden))
+
+
+# ------------------------------------------------------------------ transformers as judge
+
+
+def judged(weights: DrafterWeights, features: np.ndarray, anchor: int, embed: np.ndarray) -> np.ndarray:
+    """The normed output [B, E] of transformers' DFlash module for the same weights."""
+    spec, mixer = weights.spec, weights.spec.layers[0].mixer
+    kinds = ["full_attention" if layer.mixer.window is None else "sliding_attention" for layer in spec.layers]
+    config = transformers.MuseGlimmerAssistantConfig(
+        hidden_size=spec.hidden,
+        intermediate_size=spec.layers[0].feed_forward.width,
+        num_hidden_layers=len(spec.layers),
+        num_attention_heads=mixer.heads,
+        num_key_value_heads=mixer.kv_heads,
+        head_dim=mixer.head_dim,
+        rms_norm_eps=spec.eps,
+        rope_parameters={"rope_type": "default", "rope_theta": mixer.rope.theta},
+        layer_types=kinds,
+        block_size=spec.block,
+        mask_token_id=spec.mask_token,
+        target_layer_ids=list(spec.target_layers),
+        attn_implementation="eager",
+    )
+    model = transformers.MuseGlimmerAssistantModel(config).eval()
+    stored = {name.removesuffix(".weight"): weights.tensor(*place) for place, name in _their_names(spec).items()}
+    model.load_state_dict({f"{name}.weight": torch.from_numpy(tensor.float32()) for name, tensor in stored.items()})
+    count, size = len(features), spec.block
+    slots = torch.arange(size)
+    window = next((layer.mixer.window for layer in spec.layers if layer.mixer.window is not None), count)
+    seen = (torch.arange(count) >= count - window).expand(size, count)
+    sliding = torch.cat([seen, slots[None] <= slots[:, None]], dim=1)  # causal in the block
+    blocked = {"full_attention": torch.zeros(size, count + size), "sliding_attention": torch.where(sliding, 0.0, -1e9)}
+    with torch.no_grad():
+        out = model(
+            noise_embeds=torch.from_numpy(embed[[anchor] + [spec.mask_token] * (size - 1)]).float()[None],
+            context_hidden_states=torch.from_numpy(features).float()[None],
+            attention_mask={kind: mask[None, None] for kind, mask in blocked.items()},
+        )
+    return out.last_hidden_state[0].double().numpy()
+
+
+def _their_names(spec: DrafterSpec) -> dict[tuple[int | None, str], str]:
+    names: dict[tuple[int | None, str], str] = {(None, "fc"): "encoder.fc", (None, "hidden_norm"): "encoder.output_norm_enc"}
+    names |= {(None, "norm"): "norm"}
+    inner = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    inner |= {weight: f"self_attn.{weight}_proj" for weight in "qkvo"} | {
+        name: f"self_attn.{name}" for name in ("q_norm", "k_norm")
+    }
+    inner |= {weight: f"mlp.{weight}_proj" for weight in ("gate", "up", "down")}
+    return names | {(i, weight): f"layers.{i}.{name}" for i in range(len(spec.layers)) for weight, name in inner.items()}
+
+
+@pytest.mark.parametrize("context", [1, 5, 40])
+@pytest.mark.parametrize("name", ["dflash_qwen3", "dflash_qwen3_swa"])
+def test_the_block_equals_transformers(name: str, context: int) -> None:
+    weights = weights_of(FIXTURES / "gguf" / f"{name}.gguf")
+    features, embed, _ = inputs(weights.spec, context)
+    hidden = block_hidden(weights, features, 17, embed=embed)
+    ours = hidden / np.sqrt((hidden**2).mean(-1, keepdims=True) + weights.spec.eps) * weights.outer()["norm"]
+    np.testing.assert_allclose(ours, judged(weights, features, 17, embed), atol=2e-5)
+
+
+# ------------------------------------------------------------------ what must not matter
+
+
+def test_a_sliding_layer_sees_its_window_and_nothing_before(tmp_path: Path) -> None:
+    weights = weights_of(
+        tiny.write_zlab(tmp_path, layer_types=["sliding_attention"] * 2, sliding_window=5, use_sliding_window=True)
+    )
+    features, embed, head = inputs(weights.spec, 12)
+    before = block_logits(weights, features, 3, embed=embed, head=head)
+    outside, edge = features.copy(), features.copy()
+    outside[:7] += 1
+    edge[7] += 1
+    np.testing.assert_array_equal(block_logits(weights, outside, 3, embed=embed, head=head), before)
+    assert np.abs(block_logits(weights, edge, 3, embed=embed, head=head) - before).max() > 1e-3
+
+
+def test_in_a_causal_block_later_slots_do_not_matter_and_else_they_do(tmp_path: Path) -> None:
+    folder = tiny.write_zlab(tmp_path)
+    features, embed, head = inputs(weights_of(folder).spec, 6)
+    for causal, same in (((True, True), True), ((False, False), False)):
+        short, long = (weights_of(folder, causal_in_block=causal, block=block) for block in (3, 6))
+        first = block_logits(short, features, 3, embed=embed, head=head)
+        rows = block_logits(long, features, 3, embed=embed, head=head)[:2]
+        assert np.allclose(first, rows, atol=1e-9) == same
+
+
+def test_only_distances_matter_not_where_the_text_begins(tmp_path: Path) -> None:
+    """Rotary positions are relative: a context whose oldest part is out of every window may be cut."""
+    weights = weights_of(
+        tiny.write_zlab(tmp_path, layer_types=["sliding_attention"] * 2, sliding_window=4, use_sliding_window=True)
+    )
+    features, embed, head = inputs(weights.spec, 20)
+    whole = block_logits(weights, features, 3, embed=embed, head=head)
+    np.testing.assert_allclose(block_logits(weights, features[-4:], 3, embed=embed, head=head), whole, atol=1e-9)
+
+
+def test_a_drafter_without_context_still_drafts(tmp_path: Path) -> None:
+    weights = weights_of(tiny.write_zlab(tmp_path))
+    features, embed, head = inputs(weights.spec, 0)
+    assert np.isfinite(block_logits(weights, features, 3, embed=embed, head=head)).all()
+
+
+def test_an_own_head_drafts_in_the_targets_ids(tmp_path: Path) -> None:
+    weights = weights_of(tiny.write_speculators(tmp_path, draft_vocab=tiny.DRAFT_VOCAB))
+    features, embed, head = inputs(weights.spec, 6)
+    hidden = block_hidden(weights, features, 3, embed=embed)
+    np.testing.assert_array_equal(hidden, block_hidden(weights, features, 3, embed=embed * 0))  # the drafter's own is used
+    logits = head_logits(weights, hidden, head=head)
+    assert logits.shape == (tiny.BLOCK - 1, tiny.DRAFT_VOCAB)
+    ids = weights.target_ids()
+    assert ids is not None
+    assert proposals(weights, logits) == [ids[i] for i in logits.argmax(-1)]
+
+
+# ------------------------------------------------------------------ the trained pair
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(describe(open_checkpoint(TRAINED / "trained_qwen3")).weights)
+
+
+@pytest.fixture(scope="module")
+def drafter() -> DrafterWeights:
+    return describe_drafter(open_checkpoint(TRAINED / "trained_dflash_qwen3")).weights
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    tokenizer = Tokenizer.from_file(str(TRAINED / "trained_qwen3" / "tokenizer.json"))
+    return [tokenizer.encode(text).ids for text in PROMPTS]
+
+
+def total(runs: list[Run]) -> float:
+    return Run([], [kept for run in runs for kept in run.kept]).tokens_per_step
+
+
+def test_the_trained_pair_keeps_drafts(target: Target, drafter: DrafterWeights, prompts: list[list[int]]) -> None:
+    runs = [greedy_with_drafts(target, drafter, prompt, 16) for prompt in prompts]
+    assert total(runs) > 1.5
+    assert any(kept == 0 for run in runs for kept in run.kept)  # it rejects for real, too
+
+
+def test_drafts_do_not_change_the_tokens(target: Target, drafter: DrafterWeights, prompts: list[list[int]]) -> None:
+    prompt = prompts[2]
+    run = greedy_with_drafts(target, drafter, prompt, 10)
+    tokens = list(prompt)
+    for _ in run.tokens:
+        tokens.append(target.run(tokens, (0,))[0][-1])
+    assert tokens[len(prompt) :] == run.tokens
+    # The short way to the same steps, for those who have the text already.
+    known = along(target, drafter, tokens, len(prompt))
+    assert known.kept == run.kept[: len(known.kept)]
+    assert len(known.kept) >= 4

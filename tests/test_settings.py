@@ -1,0 +1,41 @@
+"""Settings refuse what makes no sense, in words that say what would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from onedraw.errors import BadSetting
+from onedraw.settings import Settings
+
+
+@pytest.mark.parametrize("draft", [("auto",), ("none",), ("ngram",), ("prediction", "ngram")])
+def test_who_drafts_may_be_said_in_words(draft: tuple[str, ...]) -> None:
+    assert Settings(draft=draft).draft == draft
+
+
+def test_who_drafts_may_be_a_path(tmp_path: Path) -> None:
+    file = tmp_path / "drafter.gguf"
+    file.touch()
+    assert Settings(draft=("ngram", str(file), str(tmp_path))).draft[1:] == (str(file), str(tmp_path))
+
+
+def test_one_name_or_a_list_of_them_are_the_same_setting() -> None:
+    assert Settings.of(draft="ngram") == Settings.of(draft=["ngram"]) == Settings(draft=("ngram",)).with_environment()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"draft": ("n-gram",)}, "'n-gram' is neither auto, none, ngram, prediction nor the path of"),
+        ({"draft": ("no/such/drafter.gguf",)}, "no/such/drafter.gguf"),
+        ({"draft": ("none", "ngram")}, "none stands alone"),
+        ({"draft": ()}, "none stands alone"),
+        ({"draft_tokens": 0}, "--draft-tokens: must be at least 1, or auto, not 0; --draft none"),
+        ({"tree_budget": -1}, "--tree-budget: must be 0"),
+    ],
+)
+def test_drafting_that_makes_no_sense_is_refused(flags: dict[str, object], said: str) -> None:
+    with pytest.raises(BadSetting, match=said):
+        Settings(**flags)  # type: ignore[arg-type]
