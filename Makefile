@@ -8,6 +8,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 MODEL ?= smollm2
 ARGS ?=
+JOBS ?= 2
+# Workers side by side with one compute thread each: thread pools that outnumber the cores wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-long test-device check format bench docs clean
 
@@ -26,10 +29,10 @@ serve: $(VENV)/.stamp-serve
 	exec $(BIN)/onedraw serve $(MODEL) $(ARGS)
 
 test: $(VENV)/.stamp-test
-	$(BIN)/python -m pytest -m "not long and not device" $(ARGS)
+	$(PYTEST) -m "not long and not device" $(ARGS)
 
 test-long: $(VENV)/.stamp-test
-	$(BIN)/python -m pytest -m long $(ARGS)
+	$(PYTEST) -m long $(ARGS)
 
 test-device: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -m device tests/device $(ARGS)

@@ -195,7 +195,7 @@ def summarise(side: str, runs: Sequence[Sequence[Answer]], plain: Sequence[Seque
             speed = statistics.median(_rate(group) for group in picked)
             everything = [a for group in picked for a in group]
             rows, turns = sum(a.rows for a in everything), sum(a.turns for a in everything)
-            places = zip_longest(*(a.kept_per_position for a in everything), fillvalue=0)
+            places = [sum(place) for place in zip_longest(*(a.kept_per_position for a in everything), fillvalue=0)]
             lines.append(
                 Line(
                     kind=kind,
@@ -206,7 +206,7 @@ def summarise(side: str, runs: Sequence[Sequence[Answer]], plain: Sequence[Seque
                     tokens_per_turn=sum(len(a.tokens) for a in everything) / max(turns, 1),
                     drafted=sum(a.drafted for a in everything),
                     kept=sum(a.kept for a in everything),
-                    kept_per_position=[sum(place) / max(rows, 1) for place in places],
+                    kept_per_position=[place / rows for place in places if place],
                     propose_ms_per_turn=1e3 * sum(a.propose_seconds for a in everything) / max(turns, 1),
                 )
             )

@@ -75,7 +75,7 @@ class Scheduler:
     def _admit(self) -> None:
         while self.waiting:
             sequence = self.waiting[0]
-            lease = self.ledger.lend(sequence.history, reuse=not sequence.bypasses_cache)
+            lease = self.ledger.lend(sequence.history, reuse=not sequence.bypasses_cache, more=min(sequence.room, 1))
             if lease is None:
                 return
             self.waiting.popleft()

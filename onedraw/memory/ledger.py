@@ -30,11 +30,12 @@ class Ledger:
     def pages_for(self, length: int) -> int:
         return -(-length // self.page_size)
 
-    def lend(self, history: History, *, reuse: bool) -> Lease | None:
+    def lend(self, history: History, *, reuse: bool, more: int = 1) -> Lease | None:
         """A lease with the pages of the longest shared prefix, or None where lanes or pages do not suffice.
 
         At least one known token is left to compute, since its logits are needed. A lease is only lent if the known
-        tokens and the next fit now, so that admission does not drive out what runs.
+        tokens and `more` fit now, so that admission does not drive out what runs. A prompt that is only scored has no
+        next token, and must not wait for a page that may not be there.
         """
         known = len(history)
         tokens = tuple(history.slice(0, known - 1)) if reuse and self.reuse else ()
@@ -42,9 +43,7 @@ class Ledger:
         for node in shared:
             self.pool.share(node.page)
         pages = [node.page for node in shared]
-        # A prompt that fills every page and is only scored has no next token; it must not wait for a page that is not there.
-        wanted = min(self.pages_for(known + 1), self.pool.count)
-        fits = self.slots.available and wanted - len(pages) <= self.pool.available
+        fits = self.slots.available and self.pages_for(known + more) - len(pages) <= self.pool.available
         lane = self.slots.take() if fits else None
         if lane is None:
             self._drop(pages)

@@ -137,7 +137,7 @@ def test_the_target_as_its_own_drafter_is_always_kept_with_shared_noise() -> Non
     request = Request("x", prompt, SamplingParams(temperature=1.0, seed=5, max_tokens=60))
     _, stats = run(backend_of(draft_model(6)), [request], Schedule())
     assert stats.draft_tokens > 0
-    assert stats.accepted_tokens > 0.9 * stats.draft_tokens  # sharpness above 1 is tried now and then
+    assert stats.accepted_tokens > 0.6 * stats.draft_tokens  # not all: only the likeliest are ranked, and s is explored
 
 
 def test_a_long_answer_at_temperature_one_with_penalties_equals_plain_decoding() -> None:

@@ -161,8 +161,8 @@ def test_a_planted_fault_is_caught(folder: Path, fault: str, monkeypatch: pytest
 
             lend = Ledger.lend
 
-            def stale(self: Ledger, history: object, *, reuse: bool) -> object:
-                lease = lend(self, history, reuse=reuse)  # type: ignore[arg-type]
+            def stale(self: Ledger, history: object, **named: object) -> object:
+                lease = lend(self, history, **named)  # type: ignore[arg-type]
                 if lease is not None and lease.cached:
                     lease.cached += 1
                 return lease

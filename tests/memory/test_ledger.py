@@ -70,6 +70,10 @@ def test_the_end_of_a_chain_is_forgotten_before_its_beginning() -> None:
 def test_no_lease_without_pages_for_the_known_tokens_and_the_next() -> None:
     ledger = make(pages=2)
     assert ledger.lend(history(1, 2, 3, 4), reuse=True) is None
+    assert ledger.lend(history(1, 2, 3, 4, 5), reuse=True, more=0) is None
+    scored = ledger.lend(history(1, 2, 3, 4), reuse=True, more=0)  # nothing follows it
+    assert scored is not None
+    scored.release()
     assert ledger.lend(history(1, 2, 3), reuse=True) is not None
     ledger.audit()
 

@@ -6,18 +6,20 @@ greedy runs with drafts. It judges the fast drafter; nothing of the fast path is
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from onedraw.models.dflash import DrafterWeights
-from onedraw.models.weights import Weights
 from tests.models.forward import forward
 
+Reads = Any  # DrafterWeights, or a Drafter that holds them
+Spoil = Callable[[np.ndarray], np.ndarray]
 
-def block_logits(
-    weights: DrafterWeights, features: np.ndarray, anchor: int, *, embed: np.ndarray, head: np.ndarray
-) -> np.ndarray:
+
+def block_logits(weights: Reads, features: np.ndarray, anchor: int, *, embed: np.ndarray, head: np.ndarray) -> np.ndarray:
     """Logits [B - 1, Vd] of slots 1 … B - 1, for features [C, n·Ht] and the target's embedding and head, both [V, E].
 
     Where the drafter has an embedding or a head of its own, that one is used.
@@ -25,7 +27,7 @@ def block_logits(
     return head_logits(weights, block_hidden(weights, features, anchor, embed=embed), head=head)
 
 
-def block_hidden(weights: DrafterWeights, features: np.ndarray, anchor: int, *, embed: np.ndarray) -> np.ndarray:
+def block_hidden(weights: Reads, features: np.ndarray, anchor: int, *, embed: np.ndarray) -> np.ndarray:
     """The stack's output [B, E] before the last norm."""
     spec, outer = weights.spec, weights.outer()
     count, size = len(features), spec.block
@@ -57,12 +59,12 @@ def block_hidden(weights: DrafterWeights, features: np.ndarray, anchor: int, *, 
     return x
 
 
-def head_logits(weights: DrafterWeights, hidden: np.ndarray, *, head: np.ndarray) -> np.ndarray:
+def head_logits(weights: Reads, hidden: np.ndarray, *, head: np.ndarray) -> np.ndarray:
     outer = weights.outer()
     return (rms(hidden[1:], weights.spec.eps) * outer["norm"]) @ outer.get("head", head).T
 
 
-def proposals(weights: DrafterWeights, logits: np.ndarray) -> list[int]:
+def proposals(weights: Reads, logits: np.ndarray) -> list[int]:
     """The most likely token of every slot, in the target's ids."""
     best = logits.argmax(-1)
     ids = weights.target_ids()
@@ -84,32 +86,38 @@ def turned(x: np.ndarray, positions: np.ndarray, theta: float) -> np.ndarray:
 # ------------------------------------------------------------------ with a target
 
 
-@dataclass
-class Target:
-    """A target whose weights are held in memory. What it reads like is what `tests.models.forward` reads."""
+class Held:
+    """Weights read once: a drafter's or a target's."""
 
-    weights: Weights
-    outer_read: dict[str, np.ndarray] = field(init=False)
-    layers_read: list[dict[str, np.ndarray]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.spec = self.weights.spec
-        self.outer_read = self.weights.outer()
-        self.layers_read = [self.weights.layer(index) for index in range(len(self.spec.layers))]
+    def __init__(self, weights: Any) -> None:
+        self.spec = weights.spec
+        self._outer = {name: value.astype(np.float64) for name, value in weights.outer().items()}
+        self._layers = [weights.layer(index) for index in range(len(self.spec.layers))]
 
     def outer(self) -> dict[str, np.ndarray]:
-        return self.outer_read
+        return self._outer
 
     def layer(self, index: int) -> dict[str, np.ndarray]:
-        return self.layers_read[index]
+        return self._layers[index]
 
+
+class Drafter(Held):
+    def __init__(self, weights: DrafterWeights) -> None:
+        super().__init__(weights)
+        self._ids = weights.target_ids()
+
+    def target_ids(self) -> np.ndarray | None:
+        return self._ids
+
+
+class Target(Held):
     @property
     def embed(self) -> np.ndarray:
-        return self.outer_read["embed"]
+        return self._outer["embed"]
 
     @property
     def head(self) -> np.ndarray:
-        return self.outer_read["embed" if self.spec.tied else "head"]
+        return self._outer["embed" if self.spec.tied else "head"]
 
     def run(self, tokens: list[int], layers: tuple[int, ...]) -> tuple[list[int], np.ndarray]:
         """The greedy choice after every token, and the features [T, n·E] of every token."""
@@ -127,16 +135,16 @@ class Run:
         return sum(1 + kept for kept in self.kept) / len(self.kept)
 
 
-def greedy_with_drafts(target: Target, drafter: DrafterWeights, prompt: list[int], steps: int, *, shift: int = 0) -> Run:
+def greedy_with_drafts(target: Target, drafter: Drafter, prompt: list[int], steps: int, *, spoil: Spoil = lambda x: x) -> Run:
     """The loop: draft a block, verify it with one pass of the target, keep what agrees, add the target's own choice.
 
-    `shift` moves every feature's layer, to show what a wrong one does to the drafts; the tokens stay the same.
+    `spoil` changes the features, to show what wrong ones do to the drafts; the tokens stay the same.
     """
-    layers = tuple(index + shift for index in drafter.spec.target_layers)
+    layers = drafter.spec.target_layers
     choices, features = target.run(prompt, layers)
     committed, anchor, kept = list(prompt), choices[-1], []
     for _ in range(steps):
-        drafts = proposals(drafter, block_logits(drafter, features, anchor, embed=target.embed, head=target.head))
+        drafts = proposals(drafter, block_logits(drafter, spoil(features), anchor, embed=target.embed, head=target.head))
         choices, seen = target.run([*committed, anchor, *drafts], layers)
         after = choices[len(committed) :]  # after the anchor, after each draft
         agreed = next((i for i, draft in enumerate(drafts) if draft != after[i]), len(drafts))
@@ -146,16 +154,16 @@ def greedy_with_drafts(target: Target, drafter: DrafterWeights, prompt: list[int
     return Run([*committed[len(prompt) :], anchor], kept)
 
 
-def along(target: Target, drafter: DrafterWeights, tokens: list[int], prompt: int, *, shift: int = 0) -> Run:
+def along(target: Target, drafter: Drafter, tokens: list[int], prompt: int, *, spoil: Spoil = lambda x: x) -> Run:
     """`greedy_with_drafts` when the greedy text is known: one pass of the target and one block per step.
 
     tokens[prompt:] must be the greedy answer to tokens[:prompt]. A step that runs over its end is not counted.
     """
-    choices, features = target.run(tokens, tuple(index + shift for index in drafter.spec.target_layers))
+    choices, features = target.run(tokens, drafter.spec.target_layers)
     assert choices[prompt - 1 : -1] == tokens[prompt:], "not the target's greedy text"
     place, kept = prompt, []  # where the anchor stands
     while place + drafter.spec.block <= len(tokens):
-        logits = block_logits(drafter, features[:place], tokens[place], embed=target.embed, head=target.head)
+        logits = block_logits(drafter, spoil(features[:place]), tokens[place], embed=target.embed, head=target.head)
         truth = tokens[place + 1 : place + drafter.spec.block]
         drafts = proposals(drafter, logits)
         agreed = next((i for i, (draft, right) in enumerate(zip(drafts, truth)) if draft != right), len(truth))
