@@ -123,9 +123,8 @@ def main() -> None:
         return
     for name in ("transformers 1", "onedraw 1", "onedraw 8"):
         print(f"{name:16s} {median[name]:7.1f} tok/s   {median[name] / base:5.2f} x transformers at 1")
-    print(
-        f"batch 1 reads weights at {result['weight_gigabytes_per_second_at_1']:.1f} GB/s; opened in {median['open_seconds']:.1f} s"
-    )
+    rate = result["weight_gigabytes_per_second_at_1"]
+    print(f"batch 1 reads weights at {rate:.1f} GB/s; opened in {median['open_seconds']:.1f} s")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ In: Settings. Out: a Door whose service is ready. Errors say what is missing; no
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ from onedraw.types import ModelCard
 if TYPE_CHECKING:
     from onedraw.backends.torch.selfcheck import SelfCheck
 
+log = logging.getLogger("onedraw")
 Progress = Callable[[str], None]
 DRAFT_MODEL_TOKENS = 4  # how far a draft model runs ahead where nobody said
 PROPOSERS: Mapping[str, Callable[[], Proposer]] = {"prediction": PredictionProposer, "ngram": NgramProposer}
@@ -198,7 +200,7 @@ def _torch_backend(settings: Settings, described: Described, tell: Progress, dra
         pages=plan.pages,
         page_size=settings.page_size,
         max_context=plan.max_context,
-        ops=pick_ops(device, dtype, cache=settings.cache_dir or default_cache_dir(), tell=tell),
+        ops=pick_ops(device, dtype, cache=settings.cache_dir or default_cache_dir(), warn=log.warning),
         check=settings.self_check,
         make_drafter=None if drafting is None else drafting.maker(settings, described, max_context=plan.max_context),
     )
@@ -268,7 +270,7 @@ def _tell_check(report: SelfCheck | None, tell: Progress) -> None:
     else:
         for finding in report.findings:
             if not finding.holds:
-                tell(f"self-check: does NOT hold on this machine: {finding.what}; batching may change low bits")
+                log.warning("self-check: does NOT hold on this machine: %s; batching may change low bits", finding.what)
 
 
 def _card(

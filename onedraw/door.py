@@ -1,7 +1,7 @@
 """The one door to a running model: an Ask in, Pieces out. Server, command line and Python API all come through here.
 
 It joins the two halves that never see each other: the engine (tokens) and the text package (characters).
-Token → piece: detokenizer → stop strings → channels. A whole reply is a fold of the stream (`fold`).
+Token → piece: detokenizer → stop strings. A whole reply is a fold of the stream (`Reply.add`).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ OnedrawError                 anything we say on purpose
 │   ├── NotFound             no such model, and how to get it
 │   ├── Corrupt              names file and tensor
 │   └── UnsupportedModel     names the architecture or config key, lists what is supported
-├── NoRoom                   memory for not even one sequence, says how much is needed
+├── NoRoom                   memory for not even one sequence, or a full disk: says how much is needed
 └── BadSetting               a flag or environment variable is wrong
 """
 

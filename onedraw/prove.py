@@ -237,7 +237,7 @@ PROMPTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     (NOTICE * 4 + "Years later", {"temperature": 1.0}),
     ("One, two, three, one, two, three, one, two,", {"temperature": 1.3, "dry_multiplier": 0.8, "logprobs": 3}),
     ("Q: Why is the sky blue?\nA:", {"temperature": 0.0, "repetition_penalty": 1.1}),
-    ("And the chorus sings: la la la la la la la la la", {"temperature": 0.8, "frequency_penalty": -2.0}),  # a reply that repeats itself
+    ("The chorus sings: la la la la la la la la la", {"temperature": 0.8, "frequency_penalty": -2.0}),  # repeats itself
 )
 
 

@@ -63,7 +63,7 @@ def proposer_for(seed: int, expected: list[Answer], requests: list[Request]) -> 
     )
 
 
-@settings(max_examples=700, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**40), drafting=st.booleans())
 def test_no_schedule_changes_tokens_or_scores(seed: int, drafting: bool) -> None:
     requests, backend, schedule = world(seed)
@@ -92,7 +92,7 @@ def test_the_schedules_exercised_everything() -> None:
         assert EXERCISED[what] > 0, f"{what} never happened"
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**40))
 def test_cancelling_frees_everything_and_disturbs_nobody(seed: int) -> None:
     requests, backend, schedule = world(seed)

@@ -37,11 +37,11 @@ def set_threads(count: int | None) -> None:
         torch.set_num_threads(count)
 
 
-def pick_ops(device: str, dtype: str, *, cache: Path, tell: Callable[[str], None] = lambda line: None) -> Ops:
+def pick_ops(device: str, dtype: str, *, cache: Path, warn: Callable[[str], object] = lambda line: None) -> Ops:
     """Our kernels where they exist for this device and dtype and can be built, else plain torch."""
     if torch.device(device).type == "cpu" and dtype == "f32":
         built = build(cache)
         if built.library is not None:
             return CpuOps(built.library, threads=torch.get_num_threads())
-        tell(f"no CPU kernels: {built.reason}; computing with plain torch, slower and with other low bits")
+        warn(f"no CPU kernels: {built.reason}; computing with plain torch, slower and with other low bits")
     return TorchOps(torch.device(device))

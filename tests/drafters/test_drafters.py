@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from onedraw.checkpoints.base import open_checkpoint
+from onedraw.drafters import SHIPPED, built_in
+from onedraw.models.dflash import check_fit, describe_drafter, is_drafter
+from onedraw.models.loading import describe
+from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+from tests.models.sources import MadeSource
+from tests.oracle.dflash import Drafter, Target, along
+
+MIXER = AttentionSpec(heads=9, kv_heads=3, head_dim=64, rope=RopeSpec(1e5, 64), scale=0.125)
+SMOLLM2 = ModelSpec(
+    family="llama", layers=(LayerSpec(MIXER, MlpSpec(1536)),) * 30, hidden=576, vocab=49152, eps=1e-5, tied=True, max_context=8192
+)
+NAMED = {"general.name": "Smollm2 135M 8k Lc100K Mix1 Ep2", "general.basename": "smollm2"}
+
+
+def source(config: dict[str, Any], path: str = "somewhere/model.gguf") -> MadeSource:
+    return MadeSource(config, "gguf" if path.endswith("gguf") else "safetensors", path=Path(path))
+
+
+@pytest.mark.parametrize(
+    ("config", "path"),
+    [
+        (NAMED, "models/a.gguf"),
+        ({"general.basename": "smollm2"}, "models/a.gguf"),
+        ({"_name_or_path": "HuggingFaceTB/SmolLM2-135M-Instruct"}, "models/a"),
+        ({}, "models/SmolLM2-135M-Instruct"),
+        ({}, "smollm2/model.gguf"),
+    ],
+)
+def test_the_default_model_has_a_drafter_under_any_of_its_names(config: dict[str, Any], path: str) -> None:
+    found = built_in(SMOLLM2, source(config, path))
+    assert found is not None
+    assert found.is_file()
+
+
+def test_another_shape_or_another_name_has_none() -> None:
+    assert built_in(SMOLLM2, source({"general.name": "My own tiny llama"})) is None
+    for changes in ({"hidden": 960}, {"vocab": 49280}, {"layers": SMOLLM2.layers[:24]}, {"family": "qwen3"}):
+        assert built_in(replace(SMOLLM2, **changes), source(NAMED)) is None
+
+
+@pytest.mark.parametrize("shipped", SHIPPED, ids=lambda shipped: shipped.file)
+def test_what_is_shipped_is_a_whole_drafter_of_its_target(shipped: Any) -> None:
+    path = built_in(SMOLLM2, source(NAMED))
+    assert path is not None
+    checkpoint = open_checkpoint(path)
+    assert is_drafter(checkpoint)
+    drafter = describe_drafter(checkpoint)
+    check_fit(drafter.spec, SMOLLM2)
+    assert (drafter.spec.block, drafter.spec.mask_token, drafter.spec.target_layers) == (8, 16, (1, 8, 14, 20, 27))
+    assert drafter.spec.causal_in_block == (False,) * 4
+    assert path.stat().st_size < 13_000_000
+    for index in range(4):
+        assert all(np.isfinite(value).all() for value in drafter.weights.layer(index).values())
+
+
+def test_the_package_carries_what_it_names() -> None:
+    root = Path(__file__).parent.parent.parent
+    carried = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["onedraw"]
+    files = {file for pattern in carried for file in (root / "onedraw").glob(pattern)}
+    assert {root / "onedraw" / "drafters" / shipped.file for shipped in SHIPPED} <= files
+
+
+# "Write a Python function that reverses a string." after the default system message, and the greedy answer of SmolLM2.
+ANSWER = 40  # where it begins
+# fmt: off
+TOKENS = [
+    1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407, 19712, 8182, 2,
+    198, 1, 4093, 198, 19161, 253, 5905, 1517, 338, 10557, 266, 253, 4928, 30, 2, 198, 1, 520, 9531, 198, 3725,
+    5367, 198, 1604, 8535, 79, 5931, 24, 4525, 79, 1321, 727, 472, 1003, 3007, 79, 1321, 43788, 33, 77, 198, 3725,
+    198, 198, 1348, 1517, 2925, 36875, 288, 8535, 260, 3007, 4928, 30, 378, 2179, 43788, 33, 77, 80, 17227, 281,
+    5905, 314, 253, 17061, 338, 6765, 253, 19275, 3784, 282, 260, 4928, 30, 2,
+]
+# fmt: on
+
+
+@pytest.mark.weights
+def test_the_shipped_drafter_keeps_drafts_of_the_default_model(smollm2_path: Path) -> None:
+    checkpoint = open_checkpoint(smollm2_path)
+    described = describe(checkpoint)
+    path = built_in(described.spec, checkpoint)
+    assert path is not None
+    target, drafter = Target(described.weights), Drafter(describe_drafter(open_checkpoint(path)).weights)
+    right = along(target, drafter, TOKENS, ANSWER)
+    assert right.tokens_per_step > 2.8
+    # The text is the target's own whatever the features are; wrong ones show in what is kept.
+    swapped = along(target, drafter, TOKENS, ANSWER, spoil=lambda features: np.concatenate(np.split(features, 5, -1)[::-1], -1))
+    late = along(target, drafter, TOKENS, ANSWER, spoil=lambda features: np.roll(features, 1, axis=0))
+    assert swapped.tokens_per_step < 1.5
+    assert late.tokens_per_step < right.tokens_per_step - 0.5
+    print(swapped, late)
+    for sh in (1, -1):
+        drafter.spec = replace(drafter.spec, target_layers=tuple(i + sh for i in (1, 8, 14, 20, 27)))
+        print(sh, along(target, drafter, TOKENS, ANSWER).kept)
