@@ -249,34 +249,15 @@ def _from_metadata(source: Source) -> DrafterSpec:
     metadata, tensors, origin = source.config, source.tensors, source.path.name
     keys = Keys(metadata, origin=origin, prefix="dflash.")
     vocabulary = Keys(metadata, origin=origin, prefix="tokenizer.ggml.")
-    count, hidden, max_context = (
-        keys.whole("block_count", most=MOST_LAYERS),
-        keys.whole("embedding_length"),
-        keys.whole("context_length"),
-    )
-    heads = keys.wholes("attention.head_count", count)
-    kv_heads = keys.wholes("attention.head_count_kv", count, heads)
-    widths = keys.wholes("feed_forward_length", count)
-    head_dim = keys.whole("attention.key_length", hidden // heads[0])
-    keys.only("attention.value_length", head_dim)
     keys.only("sample_from_anchor", False)
-    keys.number("rope.freq_base")  # must be there: the drafter's rope is its target's, and no default is right for all
-    rope = rope_from_metadata(keys, tensors.get("rope_freqs.weight"), head_dim=head_dim, max_context=max_context, origin=origin)
-    windows = _metadata_windows(keys, count, origin)
-    layers = tuple(
-        LayerSpec(
-            AttentionSpec(heads[i], kv_heads[i], head_dim, rope, head_dim**-0.5, window=windows[i], qk_norm=True),
-            MlpSpec(widths[i]),
-        )
-        for i in range(count)
-    )
+    hidden, layers = keys.whole("embedding_length"), _metadata_layers(keys, source)
     ids = _zero_based(keys.get("target_layers"), "dflash.target_layers", offset=1, origin=origin)
     fc, head, tokens = tensors.get("fc.weight"), tensors.get("output.weight"), metadata.get("tokenizer.ggml.tokens")
     vocab = keys.whole("vocab_size", len(tokens) if isinstance(tokens, list) else None)
     spec = DrafterSpec(
         layout="gguf",
         layers=layers,
-        causal_in_block=tuple(window is not None for window in windows),
+        causal_in_block=tuple(layer.mixer.window is not None for layer in layers),
         hidden=hidden,
         # No key holds the target's size: it is what fc reads, shared by the features.
         target_hidden=fc.shape[-1] // len(ids) if fc is not None and fc.shape else hidden,
@@ -286,10 +267,30 @@ def _from_metadata(source: Source) -> DrafterSpec:
         block=keys.whole("block_size", least=2),
         mask_token=_mask(vocabulary.optional_whole("mask_token_id", least=0), origin),
         target_layers=ids,
-        max_context=max_context,
+        max_context=keys.whole("context_length"),
     )
     keys.refuse_rest(HARMLESS_METADATA)
     return _with_own_tensors(spec, source, embed="token_embd.weight", head="output.weight")
+
+
+def _metadata_layers(keys: Keys, source: Source) -> tuple[LayerSpec, ...]:
+    origin, divisors = source.path.name, source.tensors.get("rope_freqs.weight")
+    count, max_context = keys.whole("block_count", most=MOST_LAYERS), keys.whole("context_length")
+    heads = keys.wholes("attention.head_count", count)
+    kv_heads = keys.wholes("attention.head_count_kv", count, heads)
+    widths = keys.wholes("feed_forward_length", count)
+    head_dim = keys.whole("attention.key_length", keys.whole("embedding_length") // heads[0])
+    keys.only("attention.value_length", head_dim)
+    keys.number("rope.freq_base")  # must be there: the drafter's rope is its target's, and no default is right for all
+    rope = rope_from_metadata(keys, divisors, head_dim=head_dim, max_context=max_context, origin=origin)
+    windows = _metadata_windows(keys, count, origin)
+    return tuple(
+        LayerSpec(
+            AttentionSpec(heads[i], kv_heads[i], head_dim, rope, head_dim**-0.5, window=windows[i], qk_norm=True),
+            MlpSpec(widths[i]),
+        )
+        for i in range(count)
+    )
 
 
 def _metadata_windows(keys: Keys, count: int, origin: str) -> list[int | None]:

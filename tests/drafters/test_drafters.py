@@ -98,7 +98,3 @@ def test_the_shipped_drafter_keeps_drafts_of_the_default_model(smollm2_path: Pat
     late = along(target, drafter, TOKENS, ANSWER, spoil=lambda features: np.roll(features, 1, axis=0))
     assert swapped.tokens_per_step < 1.5
     assert late.tokens_per_step < right.tokens_per_step - 0.5
-    print(swapped, late)
-    for sh in (1, -1):
-        drafter.spec = replace(drafter.spec, target_layers=tuple(i + sh for i in (1, 8, 14, 20, 27)))
-        print(sh, along(target, drafter, TOKENS, ANSWER).kept)

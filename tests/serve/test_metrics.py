@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from onedraw.prove import settled_stats
 from tests.serve.running import fake_door, serving
 
 NAMES = {
@@ -16,6 +17,7 @@ NAMES = {
 
 
 def scrape(served) -> dict[str, float]:
+    settled_stats(served.door)  # the counters follow a turn's last event within a moment
     answer = served.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
     samples = [sample for family in text_string_to_metric_families(answer.text) for sample in family.samples]
@@ -55,10 +57,10 @@ def test_kept_drafts_are_counted_by_their_place():
         text = door.tokenizer.decode(said, skip_special=False)
         again = served.post("/v1/completions", **asked, prediction={"type": "content", "content": text}).json()
         assert again["choices"][0]["token_ids"] == said
+        counted = scrape(served)
         families = text_string_to_metric_families(served.get("/metrics").text)
         (family,) = (f for f in families if f.name == "spec_decode_num_accepted_tokens_per_pos")
         places = {int(sample.labels["position"]): sample.value for sample in family.samples}
-        counted = scrape(served)
         assert counted["spec_decode_num_drafts_total"] >= places[0] > 0
         assert sum(places.values()) == counted["spec_decode_num_accepted_tokens_total"]
         assert places[4] == 0  # a row had four drafts
