@@ -1,0 +1,190 @@
+"""Speculation on the default model: the same answers as plain decoding, the right distribution, and drafts that are kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.stats import chisquare
+
+from onedraw.assemble import open_door
+from onedraw.door import Ask, Door
+from onedraw.settings import Settings
+from onedraw.speculation.prediction import PredictionProposer
+from onedraw.speculation.speculator import Speculator
+from onedraw.types import Request
+from onedraw.wishes import Wishes, settle
+
+pytestmark = pytest.mark.weights
+
+CHATS = (
+    "Explain how rain forms in simple words.",
+    "Write a Python function that checks whether a number is prime.",
+    "Give me three tips for learning to cook.",
+    "Repeat this list twice: red, green, blue, yellow, black, white.",
+)
+SEEDS = 5000
+
+
+@pytest.fixture(scope="module")
+def plain(smollm2_path: Path) -> Iterator[Door]:
+    with open_door(Settings(model=str(smollm2_path), dtype="f32", max_context=1536, draft=("none",))) as door:
+        yield door
+
+
+def drafting(path: Path, **settings: Any) -> Door:
+    return open_door(Settings(model=str(path), dtype="f32", **{"max_context": 1536, "draft": ("auto",), **settings}))
+
+
+def asks(door: Door, **wishes: Any) -> list[Ask]:
+    return [
+        settle(
+            Wishes(seed=10 + i, checksums=True, **{"max_tokens": 48, **wishes}),
+            door=door,
+            prompt=door.render([{"role": "user", "content": text}]),
+        )
+        for i, text in enumerate(CHATS)
+    ]
+
+
+MIXES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 1.0},
+    "penalised": {"temperature": 0.8, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "top_p": 0.95, "min_p": 0.02},
+    "dry and bias": {"temperature": 1.0, "dry_multiplier": 0.8, "logit_bias": {198: -2.0}, "logprobs": 2, "min_tokens": 20},
+}
+
+
+@pytest.mark.parametrize("budget", [0, 16], ids=["chain", "tree"])
+def test_drafts_never_change_an_answer(plain: Door, smollm2_path: Path, budget: int) -> None:
+    kept = 0
+    with drafting(smollm2_path, tree_budget=budget, draft_tokens=8) as door:
+        assert door.service.capacity.drafter == "dflash"
+        for name, wishes in MIXES.items():
+            expected = plain.generate(*asks(plain, **wishes))
+            together = door.generate(*asks(door, **wishes))
+            alone = [door.generate(ask)[0] for ask in asks(door, **wishes)[:2]]
+            assert [r.choices for r in together] == [r.choices for r in expected], name
+            assert [r.choices for r in alone] == [r.choices for r in expected[:2]], name
+            kept += sum(r.usage.kept for r in together)
+        stats = door.service.stats()
+    assert kept > 20
+    assert stats.draft_tokens > stats.accepted_tokens
+
+
+def test_the_shipped_drafter_reaches_its_acceptance(smollm2_path: Path) -> None:
+    """Greedy, first 96 tokens: about 2 tokens per turn on chat, 2.7 on code; wrong features would give little over 1."""
+    with drafting(smollm2_path, draft=(str(_shipped(smollm2_path)),), draft_tokens=7) as door:
+        tokens = turns = 0
+        for text in CHATS[:3]:
+            before = door.service.stats().turns
+            ask = settle(
+                Wishes(temperature=0.0, max_tokens=96), door=door, prompt=door.render([{"role": "user", "content": text}])
+            )
+            [reply] = door.generate(ask)
+            tokens, turns = tokens + len(reply.choices) - 1, turns + door.service.stats().turns - before - 1
+    assert tokens / turns > 1.8
+
+
+def _shipped(model: Path) -> Path:
+    from onedraw.checkpoints.base import open_checkpoint
+    from onedraw.drafters import built_in
+    from onedraw.models.loading import describe
+
+    checkpoint = open_checkpoint(model)
+    path = built_in(describe(checkpoint).spec, checkpoint)
+    checkpoint.close()
+    assert path is not None
+    return path
+
+
+def test_the_openings_of_many_seeds_vary_as_plain_ones_do(plain: Door, smollm2_path: Path) -> None:
+    prompt = plain.render([{"role": "user", "content": "Write a short story about the sea."}])
+    with drafting(smollm2_path, draft_tokens=4) as door:
+        openings = [
+            [
+                tuple(r.token_ids)
+                for r in each.generate(
+                    *(settle(Wishes(temperature=1.0, seed=s, max_tokens=6), door=each, prompt=prompt) for s in range(150))
+                )
+            ]
+            for each in (plain, door)
+        ]
+        assert door.service.stats().draft_tokens > 0
+    assert openings[0] == openings[1]
+    assert len({opening[0] for opening in openings[0]}) > 5
+
+
+@pytest.mark.parametrize(
+    "wishes",
+    [{"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.3, "presence_penalty": 0.5}],
+    ids=["plain law", "top-p and penalties"],
+)
+def test_drafted_first_tokens_follow_the_law(smollm2_path: Path, wishes: dict[str, Any]) -> None:
+    """All seeds share the prompt's pages, so even their first row carries drafts: kept for some seeds, rejected for others."""
+    speculator = Speculator([PredictionProposer()], draft_tokens=1)
+    settings = Settings(model=str(smollm2_path), dtype="f32", max_context=256, max_batch=64, queue_limit=SEEDS + 1)
+    with open_door(settings, speculator=speculator) as door:
+        prompt = door.encode("There are many animals in the world, big and small ones, and yet my own favourite animal is the")[
+            :17
+        ]
+        base = settle(Wishes(max_tokens=2, ignore_eos=True, logprobs=20, **wishes), door=door, prompt=prompt)
+        [first] = door.generate(dataclasses.replace(base, params=dataclasses.replace(base.params, logprobs_mode="processed")))
+        assert first.choices[0].logprobs is not None
+        law = dict(first.choices[0].logprobs.top)
+        guess = max(law, key=lambda token: law[token])
+        counts: Counter[int] = Counter()
+        done = threading.Semaphore(0)
+
+        def hear(event: Any) -> None:
+            assert event.error is None
+            if event.chosen and event.usage.completion == len(event.chosen):
+                counts[event.chosen[0].token] += 1
+            if event.finish:
+                done.release()
+
+        requests = [
+            Request(f"s{seed}", prompt, dataclasses.replace(base.params, seed=seed, logprobs=None), predicted=(guess,))
+            for seed in range(SEEDS)
+        ]
+        door.service.submit([(request, hear) for request in requests])
+        for _ in range(SEEDS):
+            done.acquire()
+        stats = door.service.stats()
+    assert stats.accepted_tokens > 100
+    assert stats.draft_tokens - stats.accepted_tokens > 100
+    assert sum(counts.values()) == SEEDS
+    often = [token for token in law if np.exp(law[token]) * SEEDS >= 8]
+    expected = np.array([np.exp(law[t]) for t in often])
+    observed = np.array([counts[t] for t in often], dtype=float)
+    expected, observed = np.append(expected, 1 - expected.sum()) * SEEDS, np.append(observed, SEEDS - observed.sum())
+    keep = expected > 1
+    result = chisquare(observed[keep], expected[keep] * observed[keep].sum() / expected[keep].sum())
+    assert result.pvalue > 1e-4, result
+
+
+@pytest.mark.long
+def test_a_long_answer_at_temperature_one_with_penalties_equals_plain_decoding(plain: Door, smollm2_path: Path) -> None:
+    wishes = Wishes(
+        temperature=1.0,
+        seed=77,
+        max_tokens=1200,
+        ignore_eos=True,
+        repetition_penalty=1.1,
+        frequency_penalty=0.05,
+        presence_penalty=0.1,
+        checksums=True,
+    )
+    prompt = plain.render([{"role": "user", "content": "Tell me a long story about a lighthouse keeper."}])
+    [expected] = plain.generate(settle(wishes, door=plain, prompt=prompt))
+    with drafting(smollm2_path, tree_budget=16) as door:
+        [found] = door.generate(settle(wishes, door=door, prompt=prompt))
+    assert len(found.choices) == 1200
+    assert found.choices == expected.choices
+    assert found.usage.kept > 50
