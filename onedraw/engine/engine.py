@@ -108,7 +108,7 @@ class Engine:
     def _settle(self, member: Member, result: RowOutcome) -> None:
         sequence, row = member.sequence, member.row
         if row.drafts:
-            kept = max(len(result.chosen) - 1, 0)
+            kept = len(result.kept)
             drafted, deepest = len(row.drafts), depth(row.drafts)
             self.scheduler.speculator.learn(row.request_id, member.source, drafted=drafted, kept=kept, depth=deepest)
             if self._observer is not None:
@@ -166,7 +166,7 @@ class Engine:
             totals["drafts"] += bool(row.drafts)
             totals["draft_trees"] += chain_length(row.drafts) < len(row.drafts)
             totals["draft_tokens"] += len(row.drafts)
-            totals["accepted_tokens"] += max(len(result.chosen) - 1, 0)
+            totals["accepted_tokens"] += len(result.kept)
 
 
 _BARREN = (

@@ -109,6 +109,8 @@ class Scheduler:
         if sequence.lease is None:  # driven out earlier in this turn
             return False
         needed = sequence.computed + length + len(guess.drafts)
+        if guess.drafts and not sequence.lease.cover(needed):  # nobody has to go for a guess
+            guess, needed = NOTHING, sequence.computed + length
         while not sequence.lease.cover(needed):
             victim = next((s for s in reversed(self.running) if s not in planned), sequence)
             self._preempt(victim)

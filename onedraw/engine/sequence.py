@@ -97,7 +97,7 @@ class Sequence:
         """Take in what a row gave. Choices past a stop id or past max_tokens are as if never made."""
         self.scored.extend(outcome.scored)
         self.guesses = outcome.guesses
-        kept = max(len(outcome.chosen) - 1, 0)
+        kept = len(outcome.kept)
         self.computed = row.stop + kept
         chosen, finish = self._take(outcome.chosen)
         said = min(kept, len(chosen))  # a draft behind a stop id was right, but is no part of the reply

@@ -112,7 +112,10 @@ class TorchBackend:
         return self._outcomes.pop(ticket)
 
     def close(self) -> None:
+        """Let go of weights and pages now, whoever still holds this object."""
         self._outcomes.clear()
+        for name in ("_stack", "_state", "_sampler", "_drafter"):
+            self.__dict__.pop(name, None)
 
     # ------------------------------------------------------------------ one turn
 

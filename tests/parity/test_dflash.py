@@ -1,0 +1,110 @@
+"""The drafter on the device against the slow oracle: features, logits, and contexts written piece by piece."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from onedraw.backends.torch.backend import TorchBackend
+from onedraw.backends.torch.device import pick_ops
+from onedraw.backends.torch.drafter import Block, DflashDrafter
+from onedraw.backends.torch.ops import TorchOps
+from onedraw.checkpoints.base import open_checkpoint
+from onedraw.models.dflash import DescribedDrafter, describe_drafter
+from onedraw.models.loading import describe
+from onedraw.settings import default_cache_dir
+from onedraw.speculation.tree import build_tree
+from onedraw.types import Draft, Request, SamplingParams
+from tests.laws.harness import Schedule, run
+from tests.oracle.dflash import Drafter, Target, block_logits
+
+TRAINED = Path(__file__).parents[1] / "fixtures" / "trained"
+
+
+class Recording(DflashDrafter):
+    """Keeps what it would rank: each block with its candidates' ids and logits."""
+
+    seen: list[tuple[Block, np.ndarray, np.ndarray]]
+
+    def _arranged(self, blocks: list[Block], ids: np.ndarray, logits: np.ndarray) -> list[tuple[Draft, ...]]:
+        slot = 0
+        for block in blocks:
+            self.seen.append((block, ids[slot : slot + block.count - 1], logits[slot : slot + block.count - 1]))
+            slot += block.count - 1
+        return super()._arranged(blocks, ids, logits)
+
+
+def described_drafter(kind: str) -> DescribedDrafter:
+    """The trained drafter as it is, or with a first layer that sees a window of the context and its block causally."""
+    found = describe_drafter(open_checkpoint(TRAINED / "trained_dflash_qwen3"))
+    if kind == "trained":
+        return found
+    first, *rest = found.spec.layers
+    sliding = dataclasses.replace(first, mixer=dataclasses.replace(first.mixer, window=21))
+    causal = (True, *found.spec.causal_in_block[1:])
+    spec = dataclasses.replace(found.spec, layers=(sliding, *rest), causal_in_block=causal)
+    found.weights.spec = spec
+    return DescribedDrafter(spec, found.weights)
+
+
+def recorded(
+    described: DescribedDrafter, *, kernels: bool, turn_tokens: int
+) -> list[tuple[list[int], int, np.ndarray, np.ndarray]]:
+    """(tokens before the anchor, anchor, candidate ids, logits) of every block of a greedy run."""
+    target = describe(open_checkpoint(TRAINED / "trained_qwen3"))
+    made: list[Recording] = []
+
+    def make(stack, sampler, shape):  # type: ignore[no-untyped-def]
+        recording = Recording(
+            described.spec,
+            described.weights,
+            target=stack,
+            shape=shape,
+            lanes=2,
+            max_context=300,
+            arrange=lambda candidates: build_tree(candidates, 0),
+        )
+        recording.seen = []
+        made.append(recording)
+        return recording
+
+    backend = TorchBackend(
+        target.spec,
+        target.weights,
+        dtype="f32",
+        device="cpu",
+        lanes=2,
+        pages=60,
+        page_size=8,
+        max_context=300,
+        ops=pick_ops("cpu", "f32", cache=default_cache_dir()) if kernels else TorchOps(torch.device("cpu")),
+        check=False,
+        make_drafter=make,
+    )
+    prompt = tuple(np.random.default_rng(2).integers(8, 1024, 70).tolist())
+    request = Request("d", prompt, SamplingParams(temperature=0.0, max_tokens=24))
+    [answer], _ = run(backend, [request], Schedule(turn_tokens=turn_tokens))
+    text = [*prompt, *answer.tokens]
+    return [(text[: block.start], block.token, ids, logits) for block, ids, logits in made[0].seen]
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
+@pytest.mark.parametrize("kind", ["trained", "sliding"])
+def test_logits_equal_the_oracle_and_the_schedule_does_not_show(kind: str, kernels: bool) -> None:
+    described = described_drafter(kind)
+    target, drafter = Target(describe(open_checkpoint(TRAINED / "trained_qwen3")).weights), Drafter(described.weights)
+    whole = recorded(described, kernels=kernels, turn_tokens=4096)
+    assert len(whole) > 3
+    for context, anchor, ids, logits in whole[:6]:
+        features = target.run(context, described.spec.target_layers)[1]
+        expected = block_logits(drafter, features, anchor, embed=target.embed, head=target.head)[: len(ids)]
+        error = np.abs(np.take_along_axis(expected, ids, axis=1) - logits).max()
+        assert error < 1e-5 * max(1.0, np.abs(expected).max())
+    pieces = recorded(described, kernels=kernels, turn_tokens=9)  # context appended in other pieces, never recomputed
+    for (_, _, ids, logits), (_, _, other_ids, other) in zip(whole, pieces, strict=True):
+        assert (ids == other_ids).all()
+        assert (logits == other).all()
