@@ -65,7 +65,7 @@ def theirs(model: Any, *, new_tokens: int) -> float:
 
 def measure_ours(path: str, *, new_tokens: int) -> dict[str, float]:
     begin = time.perf_counter()
-    door = open_door(Settings(model=path, dtype="f32", max_context=1024))
+    door = open_door(Settings(model=path, dtype="f32", max_context=1024, draft=("none",)))
     opened = time.perf_counter() - begin
     ours(door, count=1, new_tokens=4)
     found = {f"onedraw {count}": ours(door, count=count, new_tokens=new_tokens) for count in (1, 8)}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from onedraw.assemble import drafter_paths, make_speculator, open_door, proposer_names
-from onedraw.errors import BadSetting, NoRoom
+from onedraw.errors import BadSetting, NoRoom, UnsupportedModel
 from onedraw.settings import Settings
 from onedraw.types import History, Request, SamplingParams
+from onedraw.wishes import Wishes, settle
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "Qwen/Qwen2.5-0.5B-Instruct", "smollm2"])
@@ -58,3 +61,47 @@ def test_what_is_no_word_is_a_drafter_for_the_backend(tmp_path: Path) -> None:
     assert drafter_paths(Settings(draft=("ngram", "prediction"))) == ()
     with pytest.raises(BadSetting, match="runs no drafter"):
         open_door(settings)
+
+
+# ---------------------------------------------------------------------- drafters by path
+
+
+@pytest.fixture(scope="module")
+def small_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    from tests import tiny
+
+    folder = tmp_path_factory.mktemp("models")
+    found = {name: tiny.write_safetensors(name, folder / name) for name in ("qwen3", "llama")}
+    other = tiny.write_safetensors("llama", folder / "other")
+    config = json.loads((other / "tokenizer.json").read_text())
+    config["model"]["vocab"] = dict(zip(config["model"]["vocab"], reversed(config["model"]["vocab"].values()), strict=True))
+    (other / "tokenizer.json").write_text(json.dumps(config))
+    return {**found, "other": other}
+
+
+def answer(**settings: Any) -> tuple[list[int], str, int]:
+    with open_door(Settings.of(max_context=128, self_check=False, **settings)) as door:
+        wishes = Wishes(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True)
+        [reply] = door.generate(settle(wishes, door=door, prompt=door.encode("Hello there, how are you?")))
+        return reply.token_ids, door.service.capacity.drafter, reply.usage.kept
+
+
+def test_a_smaller_model_drafts_and_changes_nothing(small_models: dict[str, Path]) -> None:
+    model = str(small_models["qwen3"])
+    plain, nobody, _ = answer(model=model, draft="none")
+    own, drafter, kept = answer(model=model, draft=model, draft_tokens=4)
+    other, _, _ = answer(model=model, draft=str(small_models["llama"]), draft_tokens=4)
+    assert (nobody, drafter) == ("", "model")
+    assert plain == own == other
+    assert kept > 10  # the same weights guess well
+
+
+def test_a_draft_model_with_another_tokenizer_is_refused(small_models: dict[str, Path]) -> None:
+    with pytest.raises(UnsupportedModel, match="tokenizer"):
+        answer(model=str(small_models["qwen3"]), draft=str(small_models["other"]))
+
+
+def test_a_block_drafter_of_another_shape_is_refused_with_both_numbers(small_models: dict[str, Path]) -> None:
+    drafter = Path(__file__).parent / "fixtures" / "trained" / "trained_dflash_qwen3"
+    with pytest.raises(UnsupportedModel, match=r"1024.*512|512.*1024"):
+        answer(model=str(small_models["qwen3"]), draft=str(drafter))

@@ -1,0 +1,177 @@
+"""How many drafts are kept: greedy proposals against shared noise, chain against tree, block drafter against draft model.
+
+    python -m bench.acceptance [MODEL] [--temperatures 0.7,1] [--new-tokens 96] [--budget 24] [--layers 10] [--json]
+
+Tokens per turn on chat and on code prompts, one request at a time, every draft length forced to the drafter's own. The
+answers are compared with plain decoding: same tokens, or exit status 1. The draft model is the target's own first layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+
+from onedraw.assemble import read_text
+from onedraw.backends.torch import ranking
+from onedraw.backends.torch.backend import TorchBackend
+from onedraw.backends.torch.device import pick_ops
+from onedraw.backends.torch.draft_model import DraftModel
+from onedraw.backends.torch.drafter import DflashDrafter
+from onedraw.backends.torch.stack import Stack
+from onedraw.checkpoints.base import open_checkpoint
+from onedraw.checkpoints.pull import resolve
+from onedraw.drafters import built_in
+from onedraw.models.dflash import describe_drafter
+from onedraw.models.loading import describe
+from onedraw.settings import default_cache_dir
+from onedraw.speculation.tree import build_tree
+from onedraw.types import Request, SamplingParams
+from tests.laws.harness import Answer, Schedule, run
+
+CONTEXT = 512
+PROMPTS = {
+    "chat": (
+        "What is the capital of France, and why is it famous?",
+        "Explain how rain forms in simple words.",
+        "Write a short email to my landlord about a broken heater.",
+        "Give me three tips for learning to cook.",
+        "Tell me a story about a fox and a river.",
+        "Compare cats and dogs as pets.",
+        "Describe a walk through an old city at night.",
+        "Why do people like music?",
+    ),
+    "code": (
+        "Write a Python function that reverses a string.",
+        "Write a Python function that checks whether a number is prime.",
+        "Write a JavaScript function that sums an array.",
+        "Write a Python class for a stack with push and pop.",
+        "Write a Python function that counts the words in a text file.",
+        "Write a C function that computes the factorial of a number.",
+    ),
+}
+Make = Callable[[Any, Any, Any], Any]
+
+
+class Bench:
+    def __init__(self, model: str, *, new_tokens: int, layers: int) -> None:
+        path = resolve(model, default_cache_dir())
+        self.target = describe(open_checkpoint(path))
+        source = open_checkpoint(path)
+        self.tokenizer, self.template = read_text(source)
+        drafter = built_in(self.target.spec, source)
+        assert drafter is not None, "this program needs a model with a shipped drafter"
+        self.drafter = describe_drafter(open_checkpoint(drafter))
+        self.ops = pick_ops("cpu", "f32", cache=default_cache_dir())
+        self.new_tokens, self.layers = new_tokens, layers
+
+    def block(self, budget: int) -> Make:
+        def make(stack: Any, sampler: Any, shape: Any) -> Any:
+            arrange = lambda candidates: build_tree(candidates, budget)  # noqa: E731
+            spec, weights = self.drafter.spec, self.drafter.weights
+            return DflashDrafter(spec, weights, target=stack, shape=shape, lanes=1, max_context=CONTEXT, arrange=arrange)
+
+        return make
+
+    def model(self) -> Make:
+        def make(stack: Any, sampler: Any, shape: Any) -> Any:
+            spec = dataclasses.replace(self.target.spec, layers=self.target.spec.layers[: self.layers])
+            small = Stack(
+                spec, self.target.weights, dtype=torch.float32, device=stack.device, ops=stack.ops, max_context=CONTEXT + 1
+            )
+            return DraftModel(small, shape=shape, lanes=1, max_context=CONTEXT, length=4)
+
+        return make
+
+    def backend(self, make: Make | None) -> TorchBackend:
+        sizes: dict[str, Any] = {"lanes": 1, "pages": 40, "page_size": 16, "max_context": CONTEXT}
+        return TorchBackend(
+            self.target.spec,
+            self.target.weights,
+            dtype="f32",
+            device="cpu",
+            ops=self.ops,
+            check=False,
+            make_drafter=make,
+            **sizes,
+        )
+
+    def requests(self, kind: str, temperature: float) -> list[Request]:
+        assert self.template is not None
+        found = []
+        for i, text in enumerate(PROMPTS[kind]):
+            prompt = self.tokenizer.encode(self.template.render([{"role": "user", "content": text}]), add_special=False)
+            params = SamplingParams(
+                temperature=temperature,
+                seed=100 + i,
+                max_tokens=self.new_tokens,
+                checksums=True,
+                stop_ids=frozenset(self.target.eos_ids),
+            )
+            found.append(Request(f"{kind}{i}", tuple(prompt), params))
+        return found
+
+    def measure(self, backend: TorchBackend, requests: list[Request], expected: list[Answer]) -> dict[str, Any]:
+        turns = tokens = kept = 0
+        same = True
+        for request, answer in zip(requests, expected, strict=True):
+            [got], stats = run(backend, [request], Schedule())
+            same = same and (got.tokens, got.checksums) == (answer.tokens, answer.checksums)
+            turns, tokens, kept = turns + stats.turns - 1, tokens + len(got.tokens) - 1, kept + stats.accepted_tokens
+        return {"tokens_per_turn": tokens / turns, "kept_per_turn": kept / turns, "same": same, "tokens": tokens}
+
+
+def greedy_rank(ids: Any, logits: Any, params: SamplingParams, **rest: Any) -> Any:
+    """What a drafter without the noise proposes: its likeliest tokens."""
+    return REAL_RANK(ids, logits, dataclasses.replace(params, temperature=0.0), **rest)
+
+
+REAL_RANK = ranking.rank
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="smollm2")
+    parser.add_argument("--temperatures", default="0.7,1")
+    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--budget", type=int, default=24)
+    parser.add_argument("--layers", type=int, default=10)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    bench = Bench(options.model, new_tokens=options.new_tokens, layers=options.layers)
+    sides: dict[str, tuple[Make, bool]] = {
+        "dflash, greedy proposals, chain": (bench.block(0), False),
+        "dflash, shared noise, chain": (bench.block(0), True),
+        f"dflash, greedy proposals, tree of {options.budget}": (bench.block(options.budget), False),
+        f"dflash, shared noise, tree of {options.budget}": (bench.block(options.budget), True),
+        f"draft model of {options.layers} layers, greedy proposals": (bench.model(), False),
+        f"draft model of {options.layers} layers, shared noise": (bench.model(), True),
+    }
+    rows = []
+    for temperature in (float(t) for t in options.temperatures.split(",")):
+        for kind in PROMPTS:
+            requests = bench.requests(kind, temperature)
+            plain = bench.backend(None)
+            expected = [run(plain, [request], Schedule())[0][0] for request in requests]
+            for name, (make, noisy) in sides.items():
+                with mock.patch.object(ranking, "rank", REAL_RANK if noisy else greedy_rank):
+                    found = bench.measure(bench.backend(make), requests, expected)
+                rows.append({"temperature": temperature, "prompts": kind, "drafter": name, **found})
+                if not options.json:
+                    kept = f"{found['kept_per_turn']:.2f} kept, {'same' if found['same'] else 'DIFFERENT'}"
+                    print(
+                        f"T={temperature:<4} {kind:5s} {name:48s} {found['tokens_per_turn']:.2f} tokens per turn, {kept}",
+                        flush=True,
+                    )
+    if options.json:
+        print(json.dumps(rows, indent=2))
+    raise SystemExit(not all(row["same"] for row in rows))
+
+
+if __name__ == "__main__":
+    main()
