@@ -183,7 +183,7 @@ def test_a_long_answer_at_temperature_one_with_penalties_equals_plain_decoding(p
     )
     prompt = plain.render([{"role": "user", "content": "Tell me a long story about a lighthouse keeper."}])
     [expected] = plain.generate(settle(wishes, door=plain, prompt=prompt))
-    with drafting(smollm2_path, tree_budget=16) as door:
+    with drafting(smollm2_path, tree_budget=16, draft_tokens=7) as door:
         [found] = door.generate(settle(wishes, door=door, prompt=prompt))
     assert len(found.choices) == 1200
     assert found.choices == expected.choices
