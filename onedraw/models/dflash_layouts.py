@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, assert_never
 
 from onedraw.errors import Corrupt, UnsupportedModel
+from onedraw.models.family import check_heads
 from onedraw.models.keys import HARMLESS, MOST_LAYERS, Keys
 from onedraw.models.rope import rope_from_config, rope_from_metadata
 from onedraw.models.source import Source
@@ -339,12 +340,7 @@ def _with_own_tensors(spec: DrafterSpec, source: Source, *, embed: str, head: st
 
 def _checked(spec: DrafterSpec, origin: str) -> DrafterSpec:
     """The sums that must come out even."""
-    for layer in spec.layers:
-        mixer = layer.mixer
-        if mixer.heads % mixer.kv_heads:
-            raise Corrupt(f"{origin}: {mixer.heads} query heads cannot share {mixer.kv_heads} key/value heads evenly")
-        if mixer.head_dim % 2:
-            raise Corrupt(f"{origin}: a head size of {mixer.head_dim} is odd, rotary positions need pairs")
+    check_heads(spec.layers, origin)
     if spec.mask_token >= spec.vocab:
         raise Corrupt(f"{origin}: mask token {spec.mask_token} is outside the vocabulary of {spec.vocab}")
     reduced = spec.draft_vocab != spec.vocab

@@ -179,11 +179,15 @@ def _from_metadata(source: Source, traits: Traits) -> ModelSpec:
 
 
 def _checked(spec: ModelSpec, origin: str) -> ModelSpec:
+    check_heads(spec.layers, origin)
+    return spec
+
+
+def check_heads(layers: tuple[LayerSpec, ...], origin: str) -> None:
     """The sums that must come out even."""
-    for layer in spec.layers:
+    for layer in layers:
         mixer = layer.mixer
         if mixer.heads % mixer.kv_heads:
             raise Corrupt(f"{origin}: {mixer.heads} query heads cannot share {mixer.kv_heads} key/value heads evenly")
         if mixer.head_dim % 2:
             raise Corrupt(f"{origin}: a head size of {mixer.head_dim} is odd, rotary positions need pairs")
-    return spec

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.torch.inputs import Inputs, Shape, Span, lay_out
-from onedraw.backends.torch.ranking import Ranker
+from onedraw.backends.torch.ranking import Ranker, room_ahead
 from onedraw.backends.torch.stack import Stack
 from onedraw.backends.torch.state import State
 from onedraw.types import Draft, Plan, Row, RowOutcome
@@ -90,13 +90,9 @@ class DraftModel:
         return runners, self._run(tokens, spans, [row.pages for row in plan.rows]), ends
 
     def _runner(self, index: int, row: Row, outcome: RowOutcome) -> Runner | None:
-        if not outcome.chosen or outcome.barren or outcome.chosen[-1].token in row.params.stop_ids:
-            return None
-        start = row.stop + len(outcome.kept)
-        left = row.params.max_tokens - len(row.history.output) - len(outcome.chosen) - 1
-        held = min(len(row.pages) * self._shape.page_size, self._max_context) - start - 1
-        room = min(self._length, left, held)
-        return Runner(index, row, start, room, []) if room > 0 else None
+        limits = {"page_size": self._shape.page_size, "max_context": self._max_context}
+        room = room_ahead(row, outcome, limit=self._length, **limits)
+        return Runner(index, row, row.stop + len(outcome.kept), room, []) if room else None
 
     def _step(self, running: list[Runner]) -> tuple[Tensor, list[int]]:
         tokens = [runner.drafts[-1].token for runner in running]

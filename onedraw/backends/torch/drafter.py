@@ -18,7 +18,8 @@ from torch import Tensor
 from onedraw.backends.torch.inputs import Inputs, Shape, Span, lay_out
 from onedraw.backends.torch.layers.linear import Linear
 from onedraw.backends.torch.layers.rope import rope_table
-from onedraw.backends.torch.ranking import Ranker
+from onedraw.backends.torch.ops import Preparation
+from onedraw.backends.torch.ranking import Ranker, room_ahead
 from onedraw.backends.torch.stack import Layer, Loader, Stack, run_layer
 from onedraw.backends.torch.state import State
 from onedraw.models.dflash import DrafterWeights
@@ -117,22 +118,20 @@ class DflashDrafter:
         index = torch.tensor([*taken, *taken[-1:] * padding], dtype=torch.long, device=self._device)
         joined = torch.cat([feature.index_select(0, index) for feature in features], dim=1)  # [M, n * Et]
         context = self._ops.rms_norm(self._fc(joined), self._hidden_norm, self._spec.eps)
+        preparation = Preparation(self._ops, placed, self._ropes)
         for layer, linear, store in zip(self._layers, self._contexts, self._state.layers, strict=True):
-            mixer = layer.spec.mixer
-            prepared = self._ops.prepare(placed, mixer, self._ropes[mixer.rope])
+            mixer, prepared = layer.spec.mixer, preparation.of(layer.spec.mixer)
             self._ops.remember(linear(context), prepared, spec=mixer, store=store, k_norm=layer.k_norm, eps=self._spec.eps)
 
     # ------------------------------------------------------------------ block
 
     def _block(self, index: int, row: Row, outcome: RowOutcome) -> Block | None:
         """None where the row goes on without a guess: a middle chunk, its end, or no room for a draft."""
-        if not outcome.chosen or outcome.barren:
+        limits = {"page_size": self._shape.page_size, "max_context": self._max_context}
+        drafts = room_ahead(row, outcome, limit=self._spec.block - 1, **limits)
+        if not drafts:
             return None
-        token, start = outcome.chosen[-1].token, row.stop + len(outcome.kept)
-        left = row.params.max_tokens - len(row.history.output) - len(outcome.chosen)
-        room = min(len(row.pages) * self._shape.page_size, self._max_context) - start
-        count = min(self._spec.block, room, left)  # the last token of a reply is chosen, never drafted
-        return Block(index, row, token, start, count) if count > 1 and token not in row.params.stop_ids else None
+        return Block(index, row, outcome.chosen[-1].token, row.stop + len(outcome.kept), drafts + 1)
 
     def _draft(self, blocks: list[Block]) -> list[tuple[Draft, ...]]:
         mask = self._spec.mask_token
@@ -147,9 +146,9 @@ class DflashDrafter:
             for causal in set(self._spec.causal_in_block)
         }
         x = self._embedding.index_select(0, next(iter(placed.values())).tokens)
+        preparations = {causal: Preparation(self._ops, inputs, self._ropes) for causal, inputs in placed.items()}
         for layer, causal, store in zip(self._layers, self._spec.causal_in_block, self._state.layers, strict=True):
-            mixer = layer.spec.mixer
-            prepared = self._ops.prepare(placed[causal], mixer, self._ropes[mixer.rope])
+            prepared = preparations[causal].of(layer.spec.mixer)
             x = run_layer(x, layer, ops=self._ops, store=store, prepared=prepared, eps=self._spec.eps)
         x = self._ops.rms_norm(x, self._norm, self._spec.eps)
         slots = [span.first + slot for span in spans for slot in range(1, span.count)]

@@ -6,6 +6,7 @@ In: tensors. Out: tensors whose rows do not depend on each other. Kernels answer
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ from onedraw.backends.torch.layers.norm import rms_norm
 from onedraw.backends.torch.layers.rope import rotate
 from onedraw.backends.torch.state import PageStore, write_places
 from onedraw.backends.torch.tiles import tile_groups
-from onedraw.models.spec import Activation, AttentionSpec
+from onedraw.models.spec import Activation, AttentionSpec, RopeSpec
 
 
 class Ops(Protocol):
@@ -61,6 +62,19 @@ class Ops(Protocol):
     ) -> None:
         """Norm, turn and write keys and values [T, 2K * D] without attending."""
         ...
+
+
+class Preparation:
+    """`Ops.prepare` once per kind of attention in one turn. Owner: the pass over the layers that made it."""
+
+    def __init__(self, ops: Ops, inputs: Inputs, ropes: Mapping[RopeSpec, Tensor]) -> None:
+        self._ops, self._inputs, self._ropes = ops, inputs, ropes
+        self._found: dict[AttentionSpec, Any] = {}
+
+    def of(self, mixer: AttentionSpec) -> Any:
+        if mixer not in self._found:
+            self._found[mixer] = self._ops.prepare(self._inputs, mixer, self._ropes[mixer.rope])
+        return self._found[mixer]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,18 @@ EXPLORE = 8  # every so many guesses another sharpness is tried
 FORGET = 0.98
 
 
+def room_ahead(row: Row, outcome: RowOutcome, *, limit: int, page_size: int, max_context: int) -> int:
+    """How many drafts may follow a row's last chosen token; 0 for a middle chunk, at a reply's end, or without pages.
+
+    The last token of a reply is chosen, never drafted, and every draft but the last needs a slot behind the chosen token.
+    """
+    if not outcome.chosen or outcome.barren or outcome.chosen[-1].token in row.params.stop_ids:
+        return 0
+    left = row.params.max_tokens - len(row.history.output) - len(outcome.chosen)
+    held = min(len(row.pages) * page_size, max_context) - row.stop - len(outcome.kept)
+    return max(min(limit, left - 1, held - 1), 0)
+
+
 class Ranker:
     """Owner: a drafter. One tally of seen tokens and one remembered guess per lane."""
 

@@ -19,7 +19,7 @@ from onedraw.backends.torch.inputs import Inputs
 from onedraw.backends.torch.layers.elementwise import softcapped
 from onedraw.backends.torch.layers.linear import Linear, RowRule
 from onedraw.backends.torch.layers.rope import rope_table
-from onedraw.backends.torch.ops import Ops
+from onedraw.backends.torch.ops import Ops, Preparation
 from onedraw.backends.torch.state import PageStore, State
 from onedraw.models.source import Tensor as Stored
 from onedraw.models.spec import LayerSpec, ModelSpec, RopeSpec
@@ -183,14 +183,10 @@ class Stack:
         `captures` is appended to `features`, [T, E] each.
         """
         ops, eps = self.ops, self.spec.eps
-        prepared: dict[tuple[RopeSpec, int | None, int], Any] = {}
+        preparation = Preparation(ops, inputs, self._ropes)
         x = self.embedding.index_select(0, inputs.tokens)  # [T, E]
         for index, (layer, store) in enumerate(list(zip(self.layers, state.layers, strict=True))[:depth]):
-            mixer = layer.spec.mixer
-            key = (mixer.rope, mixer.window, mixer.kv_heads)
-            if key not in prepared:
-                prepared[key] = ops.prepare(inputs, mixer, self._ropes[mixer.rope])
-            x = run_layer(x, layer, ops=ops, store=store, prepared=prepared[key], eps=eps)
+            x = run_layer(x, layer, ops=ops, store=store, prepared=preparation.of(layer.spec.mixer), eps=eps)
             if features is not None and index in captures:
                 features.append(x)
         return ops.rms_norm(x, self.norm, eps)
