@@ -93,7 +93,7 @@ def make_service(
         capacity = backend.capacity
         # Pages alone do not restore a recurrent state, so such backends compute every prompt.
         ledger = Ledger(
-            pages=capacity.pages,
+            pages=capacity.groups[0].pages,
             lanes=capacity.lanes,
             page_size=capacity.page_size,
             reuse=settings.prefix_cache and not capacity.recurrent,

@@ -15,6 +15,7 @@ Glossary
     position absolute index of a token, the prompt counts  outcome  what a turn chose
     known    tokens that are settled: prompt and chosen    computed positions whose state is settled
     piece    what a client sees of a reply                 channel  which part of a reply a piece is
+    group    layers that keep the same positions in pages  checkpoint  state and last logits of a prompt, in a slot
 """
 
 from __future__ import annotations
@@ -160,12 +161,36 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
+class PageCopy:
+    """A page whose content another sequence goes on writing to, copied to a page of one's own before the row runs."""
+
+    group: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Keep in `slot` the state that holds after positions [0, position): a multiple of the chunk, or the prompt's end.
+
+    At the prompt's end, where the row chooses, the logits of the last position are kept with it.
+    """
+
+    position: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
-    """What one sequence does in one turn: known tokens [start, stop), then drafts."""
+    """What one sequence does in one turn: known tokens [start, stop), then drafts.
+
+    Before it runs, `copies` are made and the lane takes the state of checkpoint `restore`, where given. A row without
+    tokens has the whole prompt from a checkpoint: it chooses from the logits kept there and runs nothing.
+    """
 
     request_id: str
     lane: int
-    pages: Sequence[int]  # page of position p: pages[p // page_size]; covers stop + drafts
+    pages: tuple[Sequence[int], ...]  # per group, page of position p: [p // page_size]; covers stop + drafts; -1: let go
     start: int
     tokens: tuple[int, ...]  # known tokens at [start, start + len(tokens))
     drafts: tuple[Draft, ...]
@@ -174,6 +199,9 @@ class Row:
     params: SamplingParams
     history: History
     scores: bool = False  # give the logprobs of prompt tokens at [start + 1, min(stop + 1, prompt_stop))
+    restore: int | None = None  # a checkpoint's slot
+    copies: tuple[PageCopy, ...] = ()
+    saves: tuple[Save, ...] = ()  # in order of position, within (start, stop]
 
     @property
     def stop(self) -> int:

@@ -34,7 +34,7 @@ def opener_with(kind: type[FakeBackend]) -> Callable[[Settings], Door]:
             capacity = model.service.capacity
         backend = kind(
             vocab=capacity.vocab,
-            pages=capacity.pages,
+            pages=capacity.groups[0].pages,
             lanes=capacity.lanes,
             page_size=capacity.page_size,
             max_context=capacity.max_context,

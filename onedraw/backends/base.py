@@ -15,19 +15,29 @@ Ticket = NewType("Ticket", int)
 
 
 @dataclass(frozen=True, slots=True)
+class PageGroup:
+    """Layers that keep the same positions: all of them, or only those that the next position's window still sees."""
+
+    pages: int
+    window: int | None = None  # position i sees keys j with i - window < j <= i
+
+
+@dataclass(frozen=True, slots=True)
 class Capacity:
     """The numbers and abilities the engine plans with."""
 
     vocab: int
     max_context: int
     lanes: int
-    pages: int
+    groups: tuple[PageGroup, ...]  # the unbounded one first, where there is one
     page_size: int
+    checkpoints: int = 0  # slots for the state and last logits of prompts
     chunk: int = 1  # prompt rows that do not reach the prompt's end stop at multiples of it
     recurrent: bool = False  # has state that only moves forward: pages alone do not restore a prefix
     returns_logits: bool = True  # can choose by any law; without it only plain argmax
     logits_per_position: bool = True  # can verify drafts
     max_drafts: int = 64  # drafts of one row in one turn
+    draft_positions: int | None = None  # drafts of all rows in one turn, where a rollback buffer bounds them
     lookahead: int = 0  # positions past a row that the backend's own drafter writes to; covered where pages allow
     drafter: str = ""  # the backend's own drafter, if it has one
     device: str = "cpu"

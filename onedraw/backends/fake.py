@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from onedraw.backends.base import Capacity, Ticket
+from onedraw.backends.base import Capacity, PageGroup, Ticket
 from onedraw.backends.outcome import row_outcome
 from onedraw.sampling.law import choice, logprobs
 from onedraw.sampling.noise import gumbel
@@ -44,7 +44,7 @@ class FakeBackend:
             vocab=vocab,
             max_context=max_context,
             lanes=lanes,
-            pages=pages,
+            groups=(PageGroup(pages),),
             page_size=page_size,
             chunk=chunk,
             recurrent=recurrent,
@@ -111,11 +111,11 @@ class FakeBackend:
 
     def _put(self, row: Row, slot: int, token: int) -> None:
         size = self._capacity.page_size
-        self._store[row.pages[slot // size], slot % size] = token
+        self._store[row.pages[0][slot // size], slot % size] = token
 
     def _at(self, row: Row, slot: int) -> int:
         size = self._capacity.page_size
-        return int(self._store[row.pages[slot // size], slot % size])
+        return int(self._store[row.pages[0][slot // size], slot % size])
 
     def _write(self, row: Row) -> None:
         """Every token in a slot of its own: known ones at their positions, drafts behind them in order."""
@@ -148,7 +148,7 @@ class FakeBackend:
     def _logits(self, row: Row, stop: int, state: bytes, path: Sequence[int] = ()) -> Logits:
         """Logits after positions [0, stop) and a path of drafts behind them, read back through the pages."""
         size = self._capacity.page_size
-        pages = np.asarray(row.pages[: -(-stop // size)], dtype=np.int64)
+        pages = np.asarray(row.pages[0][: -(-stop // size)], dtype=np.int64)
         seen = self._store[pages].reshape(-1)[:stop]
         if path:
             seen = np.concatenate([seen, [self._at(row, row.stop + index) for index in path]])

@@ -82,7 +82,7 @@ class Sequence:
         return Row(
             request_id=self.request.id,
             lane=self.lease.lane,
-            pages=self.lease.pages,
+            pages=(self.lease.pages,),
             start=self.computed,
             tokens=tuple(self.history.slice(self.computed, stop)),
             drafts=drafts,

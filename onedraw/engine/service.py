@@ -70,7 +70,7 @@ class Service:
         if not request.prompt:
             raise BadParameter("prompt", "needs at least one token")
         total = len(request.prompt) + params.max_tokens
-        room = min(capacity.max_context, capacity.pages * capacity.page_size)  # more pages would be waited for in vain
+        room = min(capacity.max_context, capacity.groups[0].pages * capacity.page_size)  # more pages would be waited for in vain
         if total > room:
             raise ContextOverflow(
                 f"the prompt has {len(request.prompt)} tokens and max_tokens is {params.max_tokens}: together {total}, "

@@ -30,7 +30,7 @@ from onedraw.errors import Corrupt, UnsupportedModel
 from onedraw.models.dflash_layouts import layout_of, looks_like_drafter, read_description, refuse_relatives
 from onedraw.models.source import Source, Tensor
 from onedraw.models.spec import DrafterLayout, DrafterSpec, ModelSpec
-from onedraw.models.weights import GGUF, SAFETENSORS, Read, Rules, Shape, Where, find, layer_shapes, pairs, refuse_unclaimed
+from onedraw.models.weights import GGUF, SAFETENSORS, Read, Rules, Shape, Where, find, pairs, refuse_unclaimed
 
 __all__ = ["DescribedDrafter", "DrafterSpec", "DrafterWeights", "check_fit", "describe_drafter", "is_drafter"]
 
@@ -94,7 +94,7 @@ class DrafterWeights:
         self._origin = str(source.path)
         shapes: dict[Where, Shape] = {(None, weight): shape for weight, shape in outer_shapes(spec).items()}
         for index in range(len(spec.layers)):
-            shapes |= {(index, weight): shape for weight, shape in layer_shapes(spec, index).items()}
+            shapes |= {(index, weight): shape for weight, shape in spec.layers[index].shapes(spec.hidden).items()}
         self._tensors = {where: find(source, rules.stored(where), shape) for where, shape in shapes.items()}
         for tensor in self._tensors.values():
             tensor.require_readable()
@@ -111,7 +111,7 @@ class DrafterWeights:
         return {weight: self._tensors[None, weight].float32() for weight in outer_shapes(self.spec)}
 
     def layer(self, index: int) -> Read:
-        return {weight: self._tensors[index, weight].float32() for weight in layer_shapes(self.spec, index)}
+        return {weight: self._tensors[index, weight].float32() for weight in self.spec.layers[index].shapes(self.spec.hidden)}
 
     def target_ids(self) -> NDArray[np.int64] | None:
         """The target's id of every draft id; None where they are the same."""

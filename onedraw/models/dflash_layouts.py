@@ -112,7 +112,7 @@ def _from_zlab(source: Source) -> DrafterSpec:
     if inner.flag("use_swa"):  # a window on every layer, whatever layer_types says
         if window is None:
             raise Corrupt(f"{origin}: dflash_config.use_swa is set, but neither swa_window_size nor sliding_window")
-        layers = tuple(replace(layer, mixer=replace(layer.mixer, window=window)) for layer in layers)
+        layers = tuple(replace(layer, mixer=replace(layer.attention, window=window)) for layer in layers)
     depth = _either(keys, inner, "num_target_layers", origin)
     ids = _ids(keys, inner, count=len(layers), depth=depth, origin=origin)
     said = inner.flag("causal") if inner.get("causal") is not None else None
@@ -122,7 +122,7 @@ def _from_zlab(source: Source) -> DrafterSpec:
     spec = DrafterSpec(
         layout="z-lab",
         layers=layers,
-        causal_in_block=tuple(layer.mixer.window is not None if causal is None else causal for layer in layers),
+        causal_in_block=tuple(layer.attention.window is not None if causal is None else causal for layer in layers),
         hidden=keys.whole("hidden_size"),
         target_hidden=keys.whole("target_hidden_size", keys.whole("hidden_size")),
         vocab=keys.whole("vocab_size"),
@@ -156,7 +156,7 @@ def _from_speculators(source: Source) -> DrafterSpec:
     spec = DrafterSpec(
         layout="speculators",
         layers=layers,
-        causal_in_block=tuple(layer.mixer.window is not None and not non_causal for layer in layers),
+        causal_in_block=tuple(layer.attention.window is not None and not non_causal for layer in layers),
         hidden=hidden,
         target_hidden=keys.whole("target_hidden_size", hidden),
         vocab=vocab,
@@ -258,7 +258,7 @@ def _from_metadata(source: Source) -> DrafterSpec:
     spec = DrafterSpec(
         layout="gguf",
         layers=layers,
-        causal_in_block=tuple(layer.mixer.window is not None for layer in layers),
+        causal_in_block=tuple(layer.attention.window is not None for layer in layers),
         hidden=hidden,
         # No key holds the target's size: it is what fc reads, shared by the features.
         target_hidden=fc.shape[-1] // len(ids) if fc is not None and fc.shape else hidden,

@@ -95,31 +95,10 @@ PLAIN = Rules(
 # ------------------------------------------------------------------ what a spec needs
 
 
-def outer_shapes(spec: ModelSpec) -> dict[str, Shape]:
-    shapes: dict[str, Shape] = {"embed": (spec.vocab, spec.hidden), "norm": (spec.hidden,)}
-    return shapes if spec.tied else {**shapes, "head": (spec.vocab, spec.hidden)}
-
-
-def layer_shapes(spec: Stack, index: int) -> dict[str, Shape]:
-    a, m, hidden = spec.layers[index].mixer, spec.layers[index].feed_forward, spec.hidden
-    q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    shapes: dict[str, Shape] = {"attn_norm": (hidden,), "q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, q)}
-    shapes |= {"mlp_norm": (hidden,), "gate": (m.width, hidden), "up": (m.width, hidden), "down": (hidden, m.width)}
-    if a.qkv_bias:
-        shapes |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
-    if a.out_bias:
-        shapes |= {"o_bias": (hidden,)}
-    if a.qk_norm:
-        shapes |= {"q_norm": (a.head_dim,), "k_norm": (a.head_dim,)}
-    if m.bias:
-        shapes |= {"gate_bias": (m.width,), "up_bias": (m.width,), "down_bias": (hidden,)}
-    return shapes
-
-
 def all_shapes(spec: ModelSpec) -> dict[Where, Shape]:
-    shapes: dict[Where, Shape] = {(None, weight): shape for weight, shape in outer_shapes(spec).items()}
+    shapes: dict[Where, Shape] = {(None, weight): shape for weight, shape in spec.outer_shapes().items()}
     for index in range(len(spec.layers)):
-        shapes |= {(index, weight): shape for weight, shape in layer_shapes(spec, index).items()}
+        shapes |= {(index, weight): shape for weight, shape in spec.layers[index].shapes(spec.hidden).items()}
     return shapes
 
 
@@ -153,10 +132,10 @@ class Weights:
 
     def outer(self) -> Read:
         """embed, norm and, unless tied, head."""
-        return {weight: self.read(None, weight) for weight in outer_shapes(self.spec)}
+        return {weight: self.read(None, weight) for weight in self.spec.outer_shapes()}
 
     def layer(self, index: int) -> Read:
-        return {weight: self.read(index, weight) for weight in layer_shapes(self.spec, index)}
+        return {weight: self.read(index, weight) for weight in self.spec.layers[index].shapes(self.spec.hidden)}
 
 
 def half_split_order(heads: int, head_dim: int) -> NDArray[np.intp]:

@@ -160,8 +160,8 @@ class NeighboursPage(FakeBackend):
 
     def _write(self, row):  # type: ignore[no-untyped-def]
         super()._write(row)
-        if len(row.pages) > 1 and row.start % self._capacity.page_size == 0 and row.start:
-            self._store[row.pages[row.start // self._capacity.page_size - 1], -1] = 0
+        if len(row.pages[0][0]) > 1 and row.start % self._capacity.page_size == 0 and row.start:
+            self._store[row.pages[0][row.start // self._capacity.page_size - 1], -1] = 0
 
 
 class ForgetsToCompact(FakeBackend):

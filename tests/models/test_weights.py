@@ -16,8 +16,6 @@ from onedraw.models.weights import (
     Weights,
     all_shapes,
     half_split_order,
-    layer_shapes,
-    outer_shapes,
 )
 from tests.models.sources import MadeSource
 
@@ -59,8 +57,8 @@ def test_shapes_sum_up_to_the_parameters_of_the_spec() -> None:
     bare = AttentionSpec(heads=4, kv_heads=2, head_dim=8, rope=RopeSpec(1e4, 8), scale=1.0)
     for spec in (SPEC, replace(SPEC, tied=True), replace(SPEC, layers=(LayerSpec(bare, MlpSpec(24)),))):
         assert sum(int(np.prod(shape)) for shape in all_shapes(spec).values()) == spec.parameters
-    assert set(outer_shapes(SPEC)) == {"embed", "norm", "head"}
-    assert set(layer_shapes(SPEC, 0)) == set(SAFETENSORS.layer)
+    assert set(SPEC.outer_shapes()) == {"embed", "norm", "head"}
+    assert set(SPEC.layers[0].shapes(SPEC.hidden)) == set(SAFETENSORS.layer)
 
 
 def test_permuted_rows_go_back_to_half_split_order() -> None:

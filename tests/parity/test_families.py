@@ -46,7 +46,7 @@ def hidden_logits(backend: TorchBackend, tokens: list[int], cuts: list[int]) -> 
         row = Row(
             request_id="x",
             lane=0,
-            pages=tuple(range(20)),
+            pages=(tuple(range(20)),),
             start=start,
             tokens=tuple(tokens[start:stop]),
             drafts=(),

@@ -15,7 +15,7 @@ def row(*drafts: tuple[int, int]) -> Row:
     return Row(
         request_id="r",
         lane=0,
-        pages=(0,),
+        pages=((0,),),
         start=9,
         tokens=(1,),
         drafts=tuple(Draft(*draft) for draft in drafts),

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from onedraw.backends.base import Capacity, Ticket
+from onedraw.backends.base import Capacity, PageGroup, Ticket
 from onedraw.backends.outcome import row_outcome
 from onedraw.backends.torch.inputs import Inputs, Shape, make_inputs
 from onedraw.backends.torch.ops import Ops, TorchOps
@@ -89,7 +89,7 @@ class TorchBackend:
             vocab=spec.vocab,
             max_context=max_context,
             lanes=lanes,
-            pages=pages,
+            groups=(PageGroup(pages),),
             page_size=page_size,
             lookahead=0 if self._drafter is None else self._drafter.lookahead,
             drafter="" if self._drafter is None else self._drafter.name,

@@ -87,7 +87,7 @@ class DraftModel:
                 ends.append(len(tokens) + len(part) - 1)
             spans.append(Span(len(tokens), len(part), row.start))
             tokens.extend(part)
-        return runners, self._run(tokens, spans, [row.pages for row in plan.rows]), ends
+        return runners, self._run(tokens, spans, [row.pages[0] for row in plan.rows]), ends
 
     def _runner(self, index: int, row: Row, outcome: RowOutcome) -> Runner | None:
         limits = {"page_size": self._shape.page_size, "max_context": self._max_context}
@@ -97,7 +97,7 @@ class DraftModel:
     def _step(self, running: list[Runner]) -> tuple[Tensor, list[int]]:
         tokens = [runner.drafts[-1].token for runner in running]
         spans = [Span(i, 1, runner.start + len(runner.drafts)) for i, runner in enumerate(running)]
-        return self._run(tokens, spans, [runner.row.pages for runner in running]), list(range(len(running)))
+        return self._run(tokens, spans, [runner.row.pages[0] for runner in running]), list(range(len(running)))
 
     def _run(self, tokens: list[int], spans: list[Span], pages: Sequence[Sequence[int]]) -> Tensor:
         inputs = lay_out(tokens, spans, pages, shape=self._shape, device=self._stack.device)

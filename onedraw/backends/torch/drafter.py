@@ -76,7 +76,7 @@ class DflashDrafter:
         )
         self._ropes: dict[RopeSpec, Tensor] = {
             rope: rope_table(rope, max_context + spec.block, dtype=target.dtype, device=self._device)
-            for rope in {layer.mixer.rope for layer in spec.layers}
+            for rope in {layer.attention.rope for layer in spec.layers}
         }
         self._ranker = Ranker(lanes)
 
@@ -113,14 +113,14 @@ class DflashDrafter:
             spans.append(Span(len(taken), known + len(outcome.kept), row.start))
             taken.extend(range(span.first, span.first + known))
             taken.extend(span.first + known + index for index in outcome.kept)
-        placed = lay_out([0] * len(taken), spans, [row.pages for row in plan.rows], shape=self._shape, device=self._device)
+        placed = lay_out([0] * len(taken), spans, [row.pages[0] for row in plan.rows], shape=self._shape, device=self._device)
         padding = len(placed.host_tokens) - len(taken)
         index = torch.tensor([*taken, *taken[-1:] * padding], dtype=torch.long, device=self._device)
         joined = torch.cat([feature.index_select(0, index) for feature in features], dim=1)  # [M, n * Et]
         context = self._ops.rms_norm(self._fc(joined), self._hidden_norm, self._spec.eps)
         preparation = Preparation(self._ops, placed, self._ropes)
         for layer, linear, store in zip(self._layers, self._contexts, self._state.layers, strict=True):
-            mixer, prepared = layer.spec.mixer, preparation.of(layer.spec.mixer)
+            mixer, prepared = layer.spec.attention, preparation.of(layer.spec.attention)
             self._ops.remember(linear(context), prepared, spec=mixer, store=store, k_norm=layer.k_norm, eps=self._spec.eps)
 
     # ------------------------------------------------------------------ block
@@ -138,7 +138,7 @@ class DflashDrafter:
         tokens = [token for block in blocks for token in (block.token, *[mask] * (block.count - 1))]
         firsts = np.cumsum([0, *(block.count for block in blocks)]).tolist()
         spans = [Span(first, block.count, block.start, anchored=True) for first, block in zip(firsts, blocks, strict=False)]
-        pages = [block.row.pages for block in blocks]
+        pages = [block.row.pages[0] for block in blocks]
         placed = {
             causal: lay_out(
                 tokens, [replace(span, whole=not causal) for span in spans], pages, shape=self._shape, device=self._device
@@ -148,7 +148,7 @@ class DflashDrafter:
         x = self._embedding.index_select(0, next(iter(placed.values())).tokens)
         preparations = {causal: Preparation(self._ops, inputs, self._ropes) for causal, inputs in placed.items()}
         for layer, causal, store in zip(self._layers, self._spec.causal_in_block, self._state.layers, strict=True):
-            prepared = preparations[causal].of(layer.spec.mixer)
+            prepared = preparations[causal].of(layer.spec.attention)
             x = run_layer(x, layer, ops=self._ops, store=store, prepared=prepared, eps=self._spec.eps)
         x = self._ops.rms_norm(x, self._norm, self._spec.eps)
         slots = [span.first + slot for span in spans for slot in range(1, span.count)]

@@ -129,7 +129,7 @@ def make_inputs(plan: Plan, *, shape: Shape, device: torch.device) -> Inputs:
         spans.append(Span(len(tokens), len(row.tokens) + len(row.drafts), row.start, row.drafts))
         tokens += row.tokens
         tokens += (draft.token for draft in row.drafts)
-    pages = [row.pages for row in plan.rows]
+    pages = [row.pages[0] for row in plan.rows]
     return lay_out(tokens, spans, pages, shape=shape, device=device)
 
 

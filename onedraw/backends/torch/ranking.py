@@ -29,7 +29,7 @@ def room_ahead(row: Row, outcome: RowOutcome, *, limit: int, page_size: int, max
     if not outcome.chosen or outcome.barren or outcome.chosen[-1].token in row.params.stop_ids:
         return 0
     left = row.params.max_tokens - len(row.history.output) - len(outcome.chosen)
-    held = min(len(row.pages) * page_size, max_context) - row.stop - len(outcome.kept)
+    held = min(len(row.pages[0]) * page_size, max_context) - row.stop - len(outcome.kept)
     return max(min(limit, left - 1, held - 1), 0)
 
 

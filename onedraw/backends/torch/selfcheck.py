@@ -113,7 +113,7 @@ def _row(text: list[int], part: tuple[int, int], pages: range) -> Row:
     return Row(
         request_id="self-check",
         lane=0,
-        pages=tuple(pages),
+        pages=(tuple(pages),),
         start=part[0],
         tokens=tuple(text[part[0] : part[1]]),
         drafts=(),

@@ -85,7 +85,7 @@ def moves_of(row: Row, kept: Sequence[int], page_size: int) -> list[Move]:
         if index != depth:
             source, target = row.stop + index, row.stop + depth
             moves.append(
-                Move(row.pages[source // page_size], source % page_size, row.pages[target // page_size], target % page_size)
+                Move(row.pages[0][source // page_size], source % page_size, row.pages[target // page_size], target % page_size)
             )
     return moves
 

@@ -51,7 +51,7 @@ def row(prompt: tuple[int, ...], pages: tuple[int, ...], *, lane: int = 0) -> Ro
     return Row(
         request_id=str(lane),
         lane=lane,
-        pages=pages,
+        pages=(pages,),
         start=0,
         tokens=prompt,
         drafts=(),
