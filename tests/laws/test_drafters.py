@@ -192,7 +192,7 @@ def test_a_planted_fault_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) 
     expected = plain(lambda: backend_of(None, lanes=1), requests)
     match fault:
         case "no compaction":
-            monkeypatch.setattr("onedraw.backends.torch.state.State.compact", lambda self, moves: None)
+            monkeypatch.setattr("onedraw.backends.torch.state.State._compact", lambda self, rows, kept: None)
         case "noise position":
             real = Sampler._keys
             shifted = lambda self, positions: real(  # noqa: E731

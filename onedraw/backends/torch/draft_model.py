@@ -16,7 +16,7 @@ from torch import Tensor
 from onedraw.backends.torch.inputs import Inputs, Shape, Span, lay_out
 from onedraw.backends.torch.ranking import Ranker, room_ahead
 from onedraw.backends.torch.stack import Stack
-from onedraw.backends.torch.state import State
+from onedraw.backends.torch.state import Sizes, State
 from onedraw.types import Draft, Plan, Row, RowOutcome
 
 
@@ -37,10 +37,9 @@ class DraftModel:
     captures: tuple[int, ...] = ()
 
     def __init__(self, stack: Stack, *, shape: Shape, lanes: int, max_context: int, length: int) -> None:
-        self._stack, self._shape, self._length, self._max_context = stack, shape, length, max_context
-        self._state = State(
-            stack.spec.layers, pages=shape.scratch_page, page_size=shape.page_size, dtype=stack.dtype, device=stack.device
-        )
+        self._stack, self._shape, self._length, self._max_context = stack, shape.alone, length, max_context
+        sizes = Sizes(pages=self._shape.scratch, page_size=shape.page_size)
+        self._state = State(stack.spec.layers, sizes, dtype=stack.dtype, device=stack.device)
         self._ranker = Ranker(lanes)
 
     @property
@@ -50,6 +49,9 @@ class DraftModel:
     @property
     def lookahead(self) -> int:
         return self._length + 1
+
+    def open(self, rows: Sequence[Row]) -> None:
+        self._state.open(rows)
 
     def guess(self, plan: Plan, inputs: Inputs, features: list[Tensor], rows: tuple[RowOutcome, ...]) -> list[tuple[Draft, ...]]:
         self._ranker.learn(plan, rows)
@@ -87,7 +89,7 @@ class DraftModel:
                 ends.append(len(tokens) + len(part) - 1)
             spans.append(Span(len(tokens), len(part), row.start))
             tokens.extend(part)
-        return runners, self._run(tokens, spans, [row.pages[0] for row in plan.rows]), ends
+        return runners, self._run(tokens, spans, [row.pages[:1] for row in plan.rows]), ends
 
     def _runner(self, index: int, row: Row, outcome: RowOutcome) -> Runner | None:
         limits = {"page_size": self._shape.page_size, "max_context": self._max_context}
@@ -97,9 +99,9 @@ class DraftModel:
     def _step(self, running: list[Runner]) -> tuple[Tensor, list[int]]:
         tokens = [runner.drafts[-1].token for runner in running]
         spans = [Span(i, 1, runner.start + len(runner.drafts)) for i, runner in enumerate(running)]
-        return self._run(tokens, spans, [runner.row.pages[0] for runner in running]), list(range(len(running)))
+        return self._run(tokens, spans, [runner.row.pages[:1] for runner in running]), list(range(len(running)))
 
-    def _run(self, tokens: list[int], spans: list[Span], pages: Sequence[Sequence[int]]) -> Tensor:
+    def _run(self, tokens: list[int], spans: list[Span], pages: Sequence[tuple[Sequence[int], ...]]) -> Tensor:
         inputs = lay_out(tokens, spans, pages, shape=self._shape, device=self._stack.device)
         return self._stack.hidden(inputs, self._state)
 
