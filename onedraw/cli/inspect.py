@@ -10,13 +10,13 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, assert_never
 
 from onedraw.backends.plan import MemoryPlan, human_bytes
 from onedraw.cli import screen
 from onedraw.cli.flags import add_settings, read_settings
 from onedraw.models.loading import Described, describe
-from onedraw.models.spec import LayerSpec
+from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, MoeSpec
 from onedraw.settings import Settings
 
 if TYPE_CHECKING:
@@ -92,14 +92,48 @@ def identity(settings: Settings, checkpoint: Checkpoint, described: Described) -
 
 
 def in_words(layer: LayerSpec) -> str:
-    a, m = layer.mixer, layer.feed_forward
-    window = f", window {a.window}" if a.window else ""
-    norm = ", normed q and k" if a.qk_norm else ""
-    rope = f"rope {a.rope.theta:g}" + (f" {a.rope.kind}" if a.rope.kind != "default" else "")
-    return (
-        f"attention ({a.heads} heads, {a.kv_heads} for keys and values, {a.head_dim} wide, {rope}{window}{norm})"
-        f" + feed-forward ({m.width} wide, {m.activation})"
-    )
+    parts = [mixer_in_words(layer.mixer), feed_forward_in_words(layer.feed_forward)]
+    if layer.beside is not None:
+        parts.append(f"beside it {feed_forward_in_words(layer.beside)}")
+    if layer.inputs:
+        parts.append(f"an input of its own ({layer.inputs} wide)")
+    return " + ".join(parts) + (", norms after as before" if layer.sandwich else "") + (", scaled" if layer.scaled else "")
+
+
+def mixer_in_words(mixer: AttentionSpec | DeltaSpec) -> str:
+    match mixer:
+        case DeltaSpec():
+            heads = f"{mixer.key_heads} key heads {mixer.key_dim} wide, {mixer.value_heads} value heads {mixer.value_dim} wide"
+            return f"Gated DeltaNet ({heads}, convolution over {mixer.conv})"
+        case AttentionSpec():
+            turning = f" over {mixer.rope.dims} of {mixer.head_dim}" if mixer.rope.dims != mixer.head_dim else ""
+            kind = f" {mixer.rope.kind}" if mixer.rope.kind != "default" else ""
+            said = [
+                f"{mixer.heads} heads, {mixer.kv_heads} for keys and values, {mixer.head_dim} wide",
+                f"rope {mixer.rope.theta:g}{kind}{turning}",
+                *([f"window {mixer.window}"] if mixer.window else []),
+                *(["normed q and k"] if mixer.qk_norm else []),
+                *(["normed v"] if mixer.v_norm and mixer.reuses is None else []),
+                *(["values are keys before norm and rope"] if mixer.keys_as_values else []),
+                *([f"{mixer.gate} gate per {mixer.gate_per}"] if mixer.gate else []),
+                *([f"keys and values of layer {mixer.reuses}"] if mixer.reuses is not None else []),
+            ]
+            return f"attention ({', '.join(said)})"
+        case _:
+            assert_never(mixer)
+
+
+def feed_forward_in_words(feed_forward: MlpSpec | MoeSpec) -> str:
+    match feed_forward:
+        case MlpSpec():
+            return f"feed-forward ({feed_forward.width} wide, {feed_forward.activation})"
+        case MoeSpec():
+            used = f"{feed_forward.used} of {feed_forward.experts} experts"
+            said = f"{used} ({feed_forward.width} wide, {feed_forward.activation}, {feed_forward.scores} routing)"
+            gated = ", gated" if feed_forward.shared_gate else ""
+            return said + (f" and one for all ({feed_forward.shared} wide{gated})" if feed_forward.shared else "")
+        case _:
+            assert_never(feed_forward)
 
 
 def tokenizer_kind(checkpoint: Checkpoint) -> str:

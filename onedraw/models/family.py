@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, assert_never
 
 from onedraw.errors import Corrupt, UnsupportedModel
-from onedraw.models.keys import HARMLESS, MOST_LAYERS, Keys
+from onedraw.models.keys import HARMLESS, MOST_LAYERS, Keys, code_notes, layer_types, refuse_quantized
 from onedraw.models.rope import rope_from_config, rope_from_metadata
 from onedraw.models.source import Dialect, Source
-from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 from onedraw.models.weights import GGUF, GGUF_PERMUTED, PLAIN, SAFETENSORS, Rules
 
 
@@ -64,8 +64,7 @@ def dense_family(
 def _from_config(config: Mapping[str, Any], origin: str, traits: Traits) -> ModelSpec:
     keys = Keys(config, origin=origin)
     keys.only("hidden_act", "silu")
-    if keys.get("quantization_config") is not None:
-        raise UnsupportedModel(f"{origin}: quantization_config: quantized safetensors are not supported; use a GGUF file")
+    refuse_quantized(keys, origin)
     count, max_context = keys.whole("num_hidden_layers", most=MOST_LAYERS), keys.whole("max_position_embeddings")
     mixer = _mixer(keys, traits, max_context=max_context, origin=origin)
     feed_forward = MlpSpec(keys.whole("intermediate_size"), bias=traits.mlp_bias and keys.flag("mlp_bias"))
@@ -78,10 +77,10 @@ def _from_config(config: Mapping[str, Any], origin: str, traits: Traits) -> Mode
         eps=keys.number("rms_norm_eps", 1e-6),
         tied=keys.flag("tie_word_embeddings"),
         max_context=max_context,
-        notes=("auto_map: code that comes with a checkpoint is never run",) if keys.get("auto_map") else (),
+        notes=code_notes(keys),
     )
     keys.refuse_rest(HARMLESS)
-    return _checked(spec, origin)
+    return checked(spec, origin)
 
 
 def _mixer(keys: Keys, traits: Traits, *, max_context: int, origin: str) -> AttentionSpec:
@@ -114,15 +113,9 @@ def _windows(keys: Keys, count: int, traits: Traits, origin: str) -> list[int | 
     if traits.window == "gated":
         used, first = keys.flag("use_sliding_window"), keys.whole("max_window_layers", count, least=0)
         window = window if used else None
-    types = keys.get("layer_types")
-    if types is None:
-        return [window if index >= first else None for index in range(count)]
-    if not isinstance(types, list) or len(types) != count:
-        raise Corrupt(f"{origin}: layer_types must name {count} layers")
-    for kind in types:
-        if kind not in ("full_attention", "sliding_attention"):
-            supported = "full_attention, sliding_attention"
-            raise UnsupportedModel(f"{origin}: layer_types: {kind!r} is not supported; supported: {supported}")
+    full, sliding = kinds = ("full_attention", "sliding_attention")
+    by_index = [sliding if window and index >= first else full for index in range(count)]
+    types = layer_types(keys, count, accepted=kinds, default=by_index, origin=origin)
     if window is None and "sliding_attention" in types:
         raise Corrupt(f"{origin}: layer_types names sliding layers, but no sliding_window is set")
     return [window if kind == "sliding_attention" else None for kind in types]
@@ -175,10 +168,10 @@ def _from_metadata(source: Source, traits: Traits) -> ModelSpec:
         max_context=max_context,
     )
     keys.refuse_rest(HARMLESS_METADATA)
-    return _checked(spec, origin)
+    return checked(spec, origin)
 
 
-def _checked(spec: ModelSpec, origin: str) -> ModelSpec:
+def checked(spec: ModelSpec, origin: str) -> ModelSpec:
     check_heads(spec.layers, origin)
     return spec
 
@@ -186,8 +179,17 @@ def _checked(spec: ModelSpec, origin: str) -> ModelSpec:
 def check_heads(layers: tuple[LayerSpec, ...], origin: str) -> None:
     """The sums that must come out even."""
     for layer in layers:
-        mixer = layer.mixer
-        if mixer.heads % mixer.kv_heads:
-            raise Corrupt(f"{origin}: {mixer.heads} query heads cannot share {mixer.kv_heads} key/value heads evenly")
-        if mixer.head_dim % 2:
-            raise Corrupt(f"{origin}: a head size of {mixer.head_dim} is odd, rotary positions need pairs")
+        match layer.mixer:
+            case AttentionSpec(heads=heads, kv_heads=kv_heads, head_dim=head_dim):
+                if heads % kv_heads:
+                    raise Corrupt(f"{origin}: {heads} query heads cannot share {kv_heads} key/value heads evenly")
+                if head_dim % 2 or layer.mixer.rope.dims % 2:
+                    raise Corrupt(f"{origin}: a head size of {head_dim} is odd, rotary positions need pairs")
+            case DeltaSpec(key_heads=key_heads, value_heads=value_heads):
+                if value_heads % key_heads:
+                    raise Corrupt(f"{origin}: {value_heads} value heads cannot share {key_heads} key heads evenly")
+            case _:
+                assert_never(layer.mixer)
+        for experts in (layer.feed_forward, layer.beside):
+            if isinstance(experts, MoeSpec) and experts.used > experts.experts:
+                raise Corrupt(f"{origin}: {experts.used} experts of {experts.experts} cannot be used")
