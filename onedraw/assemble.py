@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from onedraw import __version__
 from onedraw.backends.base import Backend, Capacity
 from onedraw.backends.fake import FakeBackend
-from onedraw.backends.plan import MemoryPlan, memory_plan
+from onedraw.backends.plan import DRAFTS_PER_LANE, MemoryPlan, memory_plan
 from onedraw.checkpoints.base import Checkpoint, open_checkpoint
 from onedraw.checkpoints.pull import resolve
 from onedraw.door import Door
@@ -117,7 +117,11 @@ def plan_memory(settings: Settings, described: Described, *, dtype: str) -> Memo
         max_context=settings.max_context,
         max_batch=settings.max_batch,
         page_size=settings.page_size,
+        turn_tokens=settings.turn_tokens,
         kv_memory=settings.kv_memory,
+        drafts=0 if "none" in settings.draft else max(settings.draft_tokens or 0, settings.tree_budget, DRAFTS_PER_LANE),
+        draft_memory=settings.draft_memory,
+        checkpoint_memory=settings.checkpoint_memory if settings.prefix_cache else 0,
     )
 
 
@@ -200,6 +204,8 @@ def _torch_backend(settings: Settings, described: Described, tell: Progress, dra
         pages=plan.pages,
         page_size=settings.page_size,
         max_context=plan.max_context,
+        drafts=plan.draft_positions,
+        checkpoints=plan.checkpoints,
         ops=pick_ops(device, dtype, cache=settings.cache_dir or default_cache_dir(), warn=log.warning),
         check=settings.self_check,
         make_drafter=None if drafting is None else drafting.maker(settings, described, max_context=plan.max_context),

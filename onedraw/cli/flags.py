@@ -29,6 +29,9 @@ SETTINGS_HELP: Mapping[str, str] = {
     "turn_tokens": "tokens computed in one turn; smaller turns keep other replies flowing during a long prompt",
     "page_size": "positions per key/value page; a divisor of 64",
     "kv_memory": "memory for key/value pages, like 512MiB or 2GiB",
+    "state_dtype": "of the states of recurrent layers; f32 is the only one that keeps the answer",
+    "draft_memory": "memory for undoing drafts on recurrent layers, like 1GiB; it bounds the drafts of a turn",
+    "checkpoint_memory": "memory for states and last logits of prompts, which a prompt that begins alike starts from; 0: none",
     "threads": "CPU threads (default: all cores)",
     "prefix_cache": "compute every prompt from its start; reuse never changes an answer, only the time it takes",
     "queue_limit": "requests that may wait before new ones are turned away",
@@ -78,7 +81,7 @@ NO_DRAFT_WINDOW = (
 
 Parsed = TypeVar("Parsed")
 
-SIZES = ("kv_memory",)  # written like 2GiB
+SIZES = ("kv_memory", "draft_memory", "checkpoint_memory")  # written like 2GiB
 NOT_FLAGS = ("model",)  # the model is an argument, not an option
 
 

@@ -154,17 +154,38 @@ def tokenizer_kind(checkpoint: Checkpoint) -> str:
 def memory_json(plan: MemoryPlan) -> dict[str, Any]:
     return {
         **asdict(plan),
-        "pages_per_sequence": plan.pages_per_sequence,
+        "sequence_bytes": plan.sequence_bytes,
         "full_sequences": plan.full_sequences,
         "kv_bytes": plan.kv_bytes,
+        "state_bytes": plan.lane_bytes * plan.max_batch,
+        "rollback_bytes": plan.draft_positions * plan.draft_bytes,
+        "checkpoints_bytes": plan.checkpoints * plan.checkpoint_bytes,
         "total_bytes": plan.total_bytes,
     }
+
+
+def page_words(group: Mapping[str, Any], page_size: int) -> str:
+    size = human_bytes(group["pages"] * group["page_bytes"])
+    seen = "" if group["window"] is None else f", of layers that see {group['window']} positions"
+    return f"{size} ({group['pages']} × {human_bytes(group['page_bytes'])}, {page_size} positions each{seen})"
+
+
+def state_rows(memory: Mapping[str, Any]) -> list[list[str]]:
+    """What is kept beside the pages, where there is such a thing."""
+
+    def row(name: str, total: str, count: str, size: str, what: str) -> list[str]:
+        return [name, f"{human_bytes(memory[total])} ({memory[count]} {what} × {human_bytes(memory[size])})"]
+
+    return [
+        *([row("states", "state_bytes", "max_batch", "lane_bytes", "lanes")] if memory["lane_bytes"] else []),
+        *([row("rollback", "rollback_bytes", "draft_positions", "draft_bytes", "drafts")] if memory["draft_positions"] else []),
+        *([row("checkpoints", "checkpoints_bytes", "checkpoints", "checkpoint_bytes", "slots")] if memory["checkpoints"] else []),
+    ]
 
 
 def rows(report: Mapping[str, Any]) -> list[list[str]]:
     """The report for a person."""
     memory = report["memory"]
-    pages = f"{memory['pages']} × {human_bytes(memory['page_bytes'])}, {memory['page_size']} positions each"
     return [
         ["path", report["path"]],
         ["format", f"{report['format']}: " + ", ".join(f"{kind} × {count}" for kind, count in report["stored"].items())],
@@ -180,7 +201,8 @@ def rows(report: Mapping[str, Any]) -> list[list[str]]:
         ["tokenizer", report["tokenizer"]],
         ["drafts", ", ".join(report["drafts"]) or "none: --draft none"],
         ["weights", f"{human_bytes(memory['weight_bytes'])} as {memory['dtype']}"],
-        ["pages", f"{human_bytes(memory['kv_bytes'])} ({pages})"],
+        *(["pages" if i == 0 else "", page_words(group, memory["page_size"])] for i, group in enumerate(memory["groups"])),
+        *state_rows(memory),
         ["room for", f"{memory['full_sequences']} sequences of {memory['max_context']} tokens, {memory['max_batch']} running"],
         ["total", human_bytes(memory["total_bytes"])],
         *(["not used", note] for note in report["not_used"] or ["nothing: the whole checkpoint is used"]),

@@ -76,10 +76,11 @@ def test_the_object_tells_what_the_model_is(terminal: Terminal, folder: Path) ->
 def test_the_memory_plan_follows_the_flags(terminal: Terminal, folder: Path) -> None:
     given = ("inspect", str(folder), "--dtype", "bf16", "--max-context", "64", "--max-batch", "3", "--page-size", "8")
     memory = terminal.json(*given)["memory"]
-    assert memory["page_bytes"] == 2 * 8 * KV_HEADS * (HIDDEN // HEADS) * 2 * LAYERS
-    assert memory["pages"] == 3 * 8
+    [group] = memory["groups"]
+    assert group["page_bytes"] == 2 * 8 * KV_HEADS * (HIDDEN // HEADS) * 2 * LAYERS
+    assert group["pages"] == 3 * 8
     assert memory["weight_bytes"] == 2 * sum(t.size for t in tensors().values())
-    assert memory["total_bytes"] == memory["weight_bytes"] + memory["kv_bytes"]
+    assert memory["total_bytes"] == memory["weight_bytes"] + memory["kv_bytes"] + memory["checkpoints_bytes"]
 
 
 def test_no_room_says_how_much_is_needed(terminal: Terminal, folder: Path) -> None:
