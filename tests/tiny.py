@@ -18,9 +18,13 @@ import gguf
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from tests import tiny_modern
+
 NAMES = ("llama", "llama31", "mistral", "qwen2", "qwen3")
+MODERN = tiny_modern.NAMES  # hybrids, experts, shared keys and values; see there
 VOCAB = 512
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 END_OF_TEXT, IM_END = 0, 2
@@ -73,14 +77,25 @@ def config(name: str) -> transformers.PretrainedConfig:
 
 def build(name: str, seed: int = 0) -> transformers.PreTrainedModel:
     """The family's transformers model with random float32 weights, in eval mode."""
-    model = transformers.AutoModelForCausalLM.from_config(config(name), dtype=torch.float32).eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():  # a tied head comes once
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(_spread(parameter_name, noise, tied=bool(model.config.tie_word_embeddings)))
+    if name in MODERN:
+        model = tiny_modern.empty(name)
+    else:
+        model = transformers.AutoModelForCausalLM.from_config(config(name), dtype=torch.float32).eval()
+    fill(model, seed)
     model.generation_config = transformers.GenerationConfig(eos_token_id=[IM_END, END_OF_TEXT], pad_token_id=END_OF_TEXT)
     return model
+
+
+def fill(model: transformers.PreTrainedModel, seed: int) -> None:
+    """Random values of a size that matters."""
+    generator = torch.Generator().manual_seed(seed)
+    described = model.config
+    scalars = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
+    with torch.no_grad():
+        for name, parameter in [*model.named_parameters(), *scalars]:  # a tied head comes once
+            noise = torch.randn(parameter.shape, generator=generator)
+            special = tiny_modern.spread(name, noise, config=described)
+            parameter.copy_(_spread(name, noise, tied=bool(described.tie_word_embeddings)) if special is None else special)
 
 
 def _spread(name: str, noise: torch.Tensor, *, tied: bool) -> torch.Tensor:
@@ -112,7 +127,10 @@ def tokenizer() -> Tokenizer:
 def write_safetensors(name: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, shard: str = "1GB") -> Path:
     """A folder as `save_pretrained` writes it, with tokenizer and chat template. A small `shard` makes several files."""
     transformers.utils.logging.disable_progress_bar()
-    build(name, seed).to(dtype).save_pretrained(folder, max_shard_size=shard)
+    model = build(name, seed).to(dtype)
+    model.save_pretrained(folder, max_shard_size=shard)
+    if name.endswith(tiny_modern.MTP):
+        _add_mtp(folder, {name: value.to(dtype) for name, value in tiny_modern.mtp_tensors(model.config, seed).items()})
     tokenizer().save(str(folder / "tokenizer.json"))
     described = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -123,6 +141,13 @@ def write_safetensors(name: str, folder: Path, *, seed: int = 0, dtype: torch.dt
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(described))
     return folder
+
+
+def _add_mtp(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | tensors, file, metadata={"format": "pt"})
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**described, "mtp_num_hidden_layers": 1}))
 
 
 # ------------------------------------------------------------------ GGUF files
