@@ -91,13 +91,7 @@ def make_service(
     def make_engine() -> Engine:
         backend = make_backend()
         capacity = backend.capacity
-        # Pages alone do not restore a recurrent state, so such backends compute every prompt.
-        ledger = Ledger(
-            pages=capacity.groups[0].pages,
-            lanes=capacity.lanes,
-            page_size=capacity.page_size,
-            reuse=settings.prefix_cache and not capacity.recurrent,
-        )
+        ledger = Ledger(capacity, reuse=settings.prefix_cache)
         scheduler = Scheduler(ledger=ledger, capacity=capacity, speculator=speculator, turn_tokens=settings.turn_tokens)
         return Engine(backend=backend, scheduler=scheduler, observer=observer)
 
