@@ -55,7 +55,9 @@ def world(seed: int, kind: str | None = None) -> World:
     schedule = {
         "turn_tokens": int(rng.integers(1, 40)),
         "reuse": bool(rng.random() < 0.85),
-        "arrivals": tuple(int(t) + (0 if "." not in r.id else first) for t, r in zip(rng.integers(0, 12, len(requests)), requests)),
+        "arrivals": tuple(
+            int(t) + (0 if "." not in r.id else first) for t, r in zip(rng.integers(0, 12, len(requests)), requests)
+        ),
     }
     return World(requests, expected, backend, schedule)
 
