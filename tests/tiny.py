@@ -11,6 +11,7 @@ import inspect
 import json
 import math
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tests import tiny_modern
+from tests import tiny_gguf, tiny_modern
 
 NAMES = ("llama", "llama31", "mistral", "qwen2", "qwen3")
 MODERN = tiny_modern.NAMES  # hybrids, experts, shared keys and values; see there
+TWINS = tuple(n for n in (*NAMES, *MODERN) if not n.endswith("_vl") and n != "laguna_odd")  # have a form in GGUF
 VOCAB = 512
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 END_OF_TEXT, IM_END = 0, 2
@@ -173,14 +175,32 @@ GGUF_NAMES = {
 def write_gguf(name: str, file: Path, *, seed: int = 0, kind: str = "F32") -> Path:
     """The GGUF twin of `write_safetensors(name, seed=seed)`: matrices as `kind`, the rest as F32."""
     model = build(name, seed)
-    arch = {"llama31": "llama", "mistral": "llama"}.get(name, name)
     file.parent.mkdir(parents=True, exist_ok=True)
+    arch = tiny_gguf.arch_of(model) if name in MODERN else {"llama31": "llama", "mistral": "llama"}.get(name, name)
     writer = gguf.GGUFWriter(str(file), arch)
-    _write_metadata(writer, model.config, arch)
+    if name in MODERN:
+        guessing = tiny_modern.mtp_tensors(model.config, seed) if name.endswith(tiny_modern.MTP) else {}
+        tiny_gguf.metadata(writer, model, guessing=bool(guessing))
+        tensors = tiny_gguf.tensors(model, {name: value.numpy() for name, value in guessing.items()})
+    else:
+        _write_metadata(writer, model.config, arch)
+        tensors = _tensors(name, model, arch)
     _write_vocabulary(writer)
+    for tensor_name, values in tensors:
+        # What converters never pack, beside vectors: routers, convolutions, the gate of a shared expert.
+        plain = values.ndim < 2 or "ffn_gate_inp" in tensor_name or "ssm_conv1d" in tensor_name
+        _write_tensor(writer, tensor_name, values, "F32" if plain else kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def _tensors(name: str, model: transformers.PreTrainedModel, arch: str) -> Iterator[tuple[str, np.ndarray]]:
     if name == "llama31":
         divisors = rope_divisors(head_dim=16, **{key: LLAMA3_ROPE[key] for key in LLAMA3_ROPE if key != "rope_type"})
-        writer.add_tensor("rope_freqs.weight", np.asarray(divisors, np.float32))
+        yield "rope_freqs.weight", np.asarray(divisors, np.float32)
     for tensor_name, tensor in model.state_dict().items():
         if tensor_name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
@@ -188,12 +208,7 @@ def write_gguf(name: str, file: Path, *, seed: int = 0, kind: str = "F32") -> Pa
         if arch == "llama" and (".q_proj" in tensor_name or ".k_proj" in tensor_name):
             heads = model.config.num_attention_heads if ".q_proj" in tensor_name else model.config.num_key_value_heads
             values = _interleave(values, heads)
-        _write_tensor(writer, gguf_name(tensor_name), values, kind if values.ndim == 2 else "F32")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return file
+        yield gguf_name(tensor_name), values
 
 
 def gguf_name(name: str) -> str:

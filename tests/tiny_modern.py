@@ -5,12 +5,16 @@ Sizes: value heads three times the key heads, widths that are no multiple of 16,
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
+
+from onedraw.models.registry import FAMILIES
+from onedraw.models.spec import ModelSpec
 
 VOCAB = 512  # of tiny.py
 MTP = "_mtp"  # names with this ending have a head that guesses ahead
@@ -186,6 +190,13 @@ def empty(name: str) -> transformers.PreTrainedModel:
     config = CONFIGS[name]()
     maker = t.AutoModelForImageTextToText if name.endswith("_vl") else t.AutoModelForCausalLM
     return maker.from_config(config, dtype=torch.float32, experts_implementation="eager").eval()
+
+
+def spec(name: str) -> ModelSpec:
+    """What the model's config describes, without its weights."""
+    config = json.loads(CONFIGS[name]().to_json_string())
+    family = next(family for family in FAMILIES if config["model_type"] in family.model_types)
+    return family.from_config(config, "config.json")
 
 
 def text_config(config: transformers.PretrainedConfig) -> transformers.PretrainedConfig:
