@@ -35,8 +35,8 @@ SETTINGS_HELP: Mapping[str, str] = {
     "threads": "CPU threads (default: all cores)",
     "prefix_cache": "compute every prompt from its start; reuse never changes an answer, only the time it takes",
     "queue_limit": "requests that may wait before new ones are turned away",
-    "draft": "who guesses tokens ahead: auto, none, ngram, prediction, or the path of a drafter or draft model; may be given "
-    "several times (default: auto: prediction, ngram, and the drafter that comes with the model)",
+    "draft": "who guesses tokens ahead: auto, none, ngram, prediction, mtp (the model's own head), or the path of a drafter or "
+    "draft model; may be given several times (default: auto: prediction, ngram, and the drafter that comes with the model)",
     "draft_tokens": "guesses per sequence and turn; auto: as many as pay off (default: auto)",
     "tree_budget": "nodes of a draft tree; 0: a chain",
     "trace_verify": "print to stderr what became of every guess",

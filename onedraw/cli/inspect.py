@@ -40,7 +40,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from onedraw.assemble import drafter_path, find_checkpoint, plan_memory, proposer_names
+    from onedraw.assemble import chosen_drafter, find_checkpoint, plan_memory, proposer_names
 
     settings = read_settings(arguments)
     with screen.progress() as tell:
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         described = describe(checkpoint)
         plan = plan_memory(settings, described, dtype=planned_dtype(settings))
-        drafter = drafter_path(settings, described, checkpoint)
+        drafter = chosen_drafter(settings, described, checkpoint)
         drafts = [*proposer_names(settings), *([] if drafter is None else [str(drafter)])]
         report = {**identity(settings, checkpoint, described), "drafts": drafts, "memory": memory_json(plan)}
     finally:
