@@ -112,7 +112,7 @@ def mixer_in_words(mixer: AttentionSpec | DeltaSpec) -> str:
                 f"{mixer.heads} heads, {mixer.kv_heads} for keys and values, {mixer.head_dim} wide",
                 f"rope {mixer.rope.theta:g}{kind}{turning}",
                 *([f"window {mixer.window}"] if mixer.window else []),
-                *(["normed q and k"] if mixer.qk_norm else []),
+                *(["normed q and k" if mixer.reuses is None else "normed q"] if mixer.qk_norm else []),
                 *(["normed v"] if mixer.v_norm and mixer.reuses is None else []),
                 *(["values are keys before norm and rope"] if mixer.keys_as_values else []),
                 *([f"{mixer.gate} gate per {mixer.gate_per}"] if mixer.gate else []),

@@ -18,6 +18,7 @@ from onedraw.models.loading import describe
 from onedraw.models.registry import FAMILIES
 from onedraw.models.spec import AttentionSpec, DeltaSpec, MlpSpec, ModelSpec, MoeSpec
 from tests import tiny, tiny_modern
+from tests.models import released
 from tests.models.sources import MadeSource
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "gguf"
@@ -92,6 +93,34 @@ def test_laguna_differs_by_layer() -> None:
     odd = tiny_modern.spec("laguna_odd").layers[1]
     assert (odd.attention.gate_per, odd.attention.gate_width, odd.attention.qkv_bias) == ("element", 72, True)
     assert odd.feed_forward.softcap == 2.0
+
+
+# Billions of weights; MiB of recurrent state per sequence; KiB of keys and values per position, in bf16, of layers
+# that remember everything. The windows of the others are bounded.
+RELEASED = {
+    "Qwen3.5-0.8B": (0.75, 19.3, 12),
+    "Qwen3.6-27B": (26.9, 149.6, 64),
+    "Qwen3.6-35B-A3B": (34.7, 62.8, 20),
+    "Gemma 4 31B": (30.7, 0, 80),
+    "Gemma 4 26B-A4B": (25.2, 0, 20),
+    "Gemma 4 E4B": (7.5, 0, 16),
+    "Gemma 4 E2B": (4.6, 0, 6),
+    "Laguna-XS.2": (33.4, 0, 40),
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_models_come_out_at_their_known_sizes(name: str) -> None:
+    spec = spec_of(released.CONFIGS[name])
+    billions, state, kept = RELEASED[name]
+    assert spec.parameters / 1e9 == pytest.approx(billions, abs=0.06)
+    assert sum(spec.lane_bytes(i) for i in range(len(spec.layers))) / 2**20 == pytest.approx(state, abs=0.1)
+    assert spec.windows[0] is None
+    assert spec.group_page_bytes(0, 1, "bf16") == kept * 1024
+
+
+def test_what_sixteen_drafts_of_eight_lanes_did_to_a_large_hybrid_fits_in_a_gibibyte() -> None:
+    assert 16 * 8 * spec_of(released.CONFIGS["Qwen3.6-27B"]).draft_bytes() < 2**30
 
 
 # ------------------------------------------------------------------ dialects of configs
