@@ -72,6 +72,8 @@ WISHES_HELP: Mapping[str, str] = {
     "checksums": "a checksum of the scores behind every chosen token",
     "skip_special_tokens": "show special tokens in the text",
     "prediction": "text that the reply is expected to be; where it is right the reply comes sooner, never otherwise",
+    "reasoning_effort": "how much a model that thinks aloud should think, in a chat; none: not at all",
+    "thinking_budget": "tokens of thinking in a chat, after which it is closed",
     "speculation": "guess nothing ahead for this reply; guesses never change it, only the time it takes",
 }
 NO_DRAFT_WINDOW = (

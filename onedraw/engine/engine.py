@@ -179,6 +179,6 @@ class Engine:
 
 
 _BARREN = (
-    "the sampling parameters leave no token to choose at this position (bans, bias of -inf and filters together); "
-    "relax logit_bias, bad_words or min_tokens"
+    "the sampling parameters leave no token to choose at this position (bans, bias of -inf, a constraint and filters "
+    "together); relax logit_bias, bad_words, min_tokens or the constraint"
 )

@@ -83,7 +83,7 @@ class Service:
         if not capacity.returns_logits and not _plain_argmax(params):
             raise Unsupported(
                 "this backend does not return logits, so only plain greedy decoding is served: temperature 0 and no "
-                "penalty, bias, min_tokens, bans or logprobs",
+                "penalty, bias, min_tokens, bans, constraint or logprobs",
                 code="sampling_unsupported",
             )
 
@@ -179,6 +179,7 @@ def _plain_argmax(params: SamplingParams) -> bool:
         and not params.logit_bias
         and not params.min_tokens
         and not params.bad_words
+        and params.constraint is None
         and params.logprobs is None
         and params.prompt_logprobs is None
         and not params.checksums
