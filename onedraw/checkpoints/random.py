@@ -50,6 +50,9 @@ class RandomTensor:
         return self.float32().astype(np.int64)
 
     def into(self, out: Floats) -> None:
+        if not out.flags.c_contiguous:  # a reshape would copy
+            out[...] = self.float32()
+            return
         rows, width = self.height or self.shape[0], math.prod(self.shape[1:])
         if rows * width <= POOL:
             values = _draw(self.seed, self.name, rows * width).reshape(rows, *self.shape[1:])
