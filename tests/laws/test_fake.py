@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from onedraw.backends.fake import FakeBackend
 from onedraw.engine.stats import Stats
+from onedraw.memory.ledger import Lease, Ledger, Sizes
+from onedraw.memory.resume import Needs
 from onedraw.memory.span import most_pages
-from onedraw.types import Request, Row, SamplingParams
+from onedraw.types import History, Request, Row, RowOutcome, SamplingParams
 from tests.laws.harness import Answer, Clairvoyant, Schedule, follow_ups, plain, random_requests, run
 
 VOCAB = 61
@@ -99,12 +101,26 @@ def proposer_for(seed: int, world: World) -> Clairvoyant:
     )
 
 
-@settings(max_examples=1200, deadline=None, suppress_health_check=list(HealthCheck))
+class Watching(FakeBackend):
+    """Notes what the counters of an engine do not tell."""
+
+    noted: Counter[str] = Counter()
+
+    def run(self, row: Row) -> RowOutcome:
+        answer = row.stop > row.prompt_stop and len(row.tokens) > 1
+        self.noted["answers_recomputed"] += answer
+        self.noted["answers_resumed"] += answer and row.restore is not None and row.start == row.prompt_stop
+        return super().run(row)
+
+
+@settings(max_examples=800, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**40), kind=st.sampled_from(KINDS), drafting=st.booleans())
 def test_no_schedule_changes_tokens_or_scores(seed: int, kind: str, drafting: bool) -> None:
     met = world(seed, kind)
-    got, stats = met.run(proposer=proposer_for(seed, met) if drafting else None)
+    Watching.noted = Counter()
+    got, stats = met.run(Watching, proposer=proposer_for(seed, met) if drafting else None)
     assert same(got, met.expected)
+    EXERCISED[kind].update(Watching.noted)
     EXERCISED[kind].update(
         kept=stats.accepted_tokens,
         rejected=stats.draft_tokens - stats.accepted_tokens,
@@ -126,9 +142,10 @@ def test_no_schedule_changes_tokens_or_scores(seed: int, kind: str, drafting: bo
 
 EVERYWHERE = (
     *("kept", "rejected", "trees", "preemptions", "hits", "middle_chunks", "mixed", "scored", "stopped"),
-    *("saved", "evicted", "whole", "copies"),
+    *("saved", "evicted", "whole", "copies", "answers_recomputed"),
 )
-THERE = {"pages": (), "groups": ("let_go",), "recurrent": ("midway",), "both": ("let_go", "midway")}
+RESUMED = ("midway", "answers_resumed")
+THERE = {"pages": (), "groups": ("let_go",), "recurrent": RESUMED, "both": ("let_go", *RESUMED)}
 
 
 def test_the_schedules_exercised_everything() -> None:
@@ -225,9 +242,48 @@ class ReadsTheElderSibling(FakeBackend):
         return super()._states(dataclasses.replace(row, drafts=drafts))
 
 
+class AnotherPromptsState(FakeBackend):
+    """Restores the slot beside the one that was meant."""
+
+    def restore(self, row: Row) -> None:
+        super().restore(dataclasses.replace(row, restore=(row.restore or 0) - 1))
+
+
+class AnotherPromptsLogits(FakeBackend):
+    """Chooses a whole prompt's first token from the logits of the slot beside."""
+
+    def all_logits(self, row, states):  # type: ignore[no-untyped-def]
+        return super().all_logits(row if row.tokens else dataclasses.replace(row, restore=row.restore - 1), states)
+
+
+class ForgetsTheLogits(FakeBackend):
+    """Saves the state of a prompt's end and leaves the logits that were in the slot."""
+
+    def save(self, row, save, state, logits):  # type: ignore[no-untyped-def]
+        before = self._kept[save.slot].logits
+        super().save(row, save, state, logits if before is None else before)
+
+
+class ForgetsTheCopy(FakeBackend):
+    def copy(self, row: Row) -> None: ...
+
+
+class SavesALittleLate(FakeBackend):
+    """Keeps the state one position past the one that was meant, where the row goes on."""
+
+    def save(self, row, save, state, logits):  # type: ignore[no-untyped-def]
+        late = min(save.position + 1, row.stop) - row.start
+        super().save(row, save, self._states(row)[late], logits)
+
+
 @pytest.mark.parametrize(
     "faulty",
     [
+        AnotherPromptsState,
+        AnotherPromptsLogits,
+        ForgetsTheLogits,
+        ForgetsTheCopy,
+        SavesALittleLate,
         ForgetsToCompact,
         ReadsTheElderSibling,
         ForgetsToRollBack,
@@ -240,11 +296,55 @@ class ReadsTheElderSibling(FakeBackend):
     ids=lambda c: c.__name__,
 )
 def test_a_planted_fault_is_caught(faulty: type[FakeBackend]) -> None:
-    caught = 0
     for seed in range(60):
         met = world(seed)
-        caught += not same(met.run(faulty, proposer=proposer_for(seed, met))[0], met.expected)
-    assert caught > 0, "the fault went unnoticed in 60 schedules"
+        if not same(met.run(faulty, proposer=proposer_for(seed, met))[0], met.expected):
+            return
+    pytest.fail("the fault went unnoticed in 60 schedules")
+
+
+class CheckpointsOffTheGrid(Ledger):
+    """Saves and resumes at positions inside a chunk."""
+
+    class Anywhere(Needs):
+        def boundary(self, position: int) -> bool:
+            return True
+
+    def __init__(self, sizes: Sizes, *, reuse: bool) -> None:
+        super().__init__(sizes, reuse=reuse)
+        self.needs = self.Anywhere(**{f.name: getattr(self.needs, f.name) for f in dataclasses.fields(Needs)})
+
+    def lend(self, history: History, **how: Any) -> Lease | None:
+        lease = super().lend(history, **how)
+        if lease is not None:
+            lease.wishes = tuple(position - 1 for position in lease.wishes if position - 1 > lease.cached)
+        return lease
+
+
+class IndexesAnswers(Ledger):
+    """Shares pages of generated positions on a backend with two forms."""
+
+    def lend(self, history: History, **how: Any) -> Lease | None:
+        lease = super().lend(history, **how)
+        if lease is not None and self.reuse:
+            lease.indexable = 2**62
+        return lease
+
+
+class LetsGoTooEarly(Ledger):
+    """Counts a window one position short when it lets go of pages."""
+
+    def seen_from(self, length: int, window: int | None) -> int:
+        return super().seen_from(length + 1, window)
+
+
+@pytest.mark.parametrize("faulty", [CheckpointsOffTheGrid, IndexesAnswers, LetsGoTooEarly], ids=lambda c: c.__name__)
+def test_a_fault_in_the_books_is_caught(faulty: type[Ledger]) -> None:
+    for seed in range(120):
+        met = world(seed)
+        if not same(met.run(ledger=faulty)[0], met.expected):
+            return
+    pytest.fail("the fault went unnoticed in 120 schedules")
 
 
 def test_a_law_that_leaves_no_token_ends_the_request_by_name() -> None:
