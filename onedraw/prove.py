@@ -26,7 +26,7 @@ from onedraw.wishes import Wishes, settle
 
 Opener: TypeAlias = Callable[[Settings], Door]
 Tell: TypeAlias = Callable[[str], None]
-Drive: TypeAlias = Literal["one by one", "at once", "streamed", "twice"]
+Drive: TypeAlias = Literal["one by one", "at once", "streamed", "twice", "each twice"]
 
 NEW_TOKENS = 48
 QUICK_NEW_TOKENS = 12
@@ -117,6 +117,13 @@ def variations(base: Settings, *, threads: int) -> tuple[Variation, ...]:
         ),
         Variation("preempted, few pages", _few_pages, "at once", lambda plain, now: now.counted.preemptions > 0),
         Variation("prefix cache hit", lambda facts: {"prefix_cache": True}, "twice", lambda plain, now: now.cached > 0),
+        Variation(
+            "whole prompt from its checkpoint",
+            lambda facts: {"prefix_cache": True},
+            "each twice",
+            lambda plain, now: now.counted.whole_prompts > 0,
+            applies=lambda door: door.service.capacity.checkpoints > 0,
+        ),
         Variation(
             "batched, small turns, few pages, prefix cache",
             lambda facts: {**_few_pages(facts), "turn_tokens": SMALL_TURN, "prefix_cache": True},
@@ -330,6 +337,8 @@ def drive(door: Door, asks: Sequence[Ask], how: Drive, *, settings: Settings) ->
     match how:
         case "one by one" | "twice":
             replies, pieces = _one_by_one(door, asks), 0
+        case "each twice":
+            replies, pieces = [reply for ask in asks for reply in (door.generate(ask), door.generate(ask))[1]], 0
         case "at once":
             replies, pieces = asyncio.run(_at_once(door, asks))
         case "streamed":

@@ -44,9 +44,7 @@ class Resume:
         return self.checkpoint is not None and bool(self.checkpoint.tail)
 
 
-def longest(
-    path: list[Node], tokens: Sequence[int], *, prompt: int, known: int, needs: Needs, copies: bool = True
-) -> Resume:
+def longest(path: list[Node], tokens: Sequence[int], *, prompt: int, known: int, needs: Needs, copies: bool = True) -> Resume:
     """The farthest point to go on from. `path` are the nodes `tokens` pass; without `copies` only at the end of a page."""
     there = _presence(path, needs)
     for node in reversed(path):

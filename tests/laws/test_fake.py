@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -57,7 +57,9 @@ def world(seed: int, kind: str | None = None) -> World:
     schedule = {
         "turn_tokens": int(rng.integers(1, 40)),
         "reuse": bool(rng.random() < 0.85),
-        "arrivals": tuple(int(t) + (0 if "." not in r.id else first) for t, r in zip(rng.integers(0, 12, len(requests)), requests)),
+        "arrivals": tuple(
+            int(t) + (0 if "." not in r.id else first) for t, r in zip(rng.integers(0, 12, len(requests)), requests)
+        ),
     }
     return World(requests, expected, backend, schedule)
 
@@ -104,7 +106,7 @@ def proposer_for(seed: int, world: World) -> Clairvoyant:
 class Watching(FakeBackend):
     """Notes what the counters of an engine do not tell."""
 
-    noted: Counter[str] = Counter()
+    noted: ClassVar[Counter[str]] = Counter()
 
     def run(self, row: Row) -> RowOutcome:
         answer = row.stop > row.prompt_stop and len(row.tokens) > 1
@@ -170,6 +172,36 @@ def test_cancelling_frees_everything_and_disturbs_nobody(seed: int) -> None:
             assert same([answer], [whole])
         else:
             assert answer.tokens == whole.tokens[: len(answer.tokens)]
+
+
+# ---------------------------------------------------------------------- conversations
+
+
+def ask(name: str, prompt: tuple[int, ...], **params: Any) -> Request:
+    return Request(id=name, prompt=prompt, params=SamplingParams(**{"max_tokens": 9, "checksums": True, "seed": 5, **params}))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_second_turn_of_a_conversation_is_the_same_cold_and_warm(kind: str, temperature: float) -> None:
+    recurrent = kind in ("recurrent", "both")
+    make = lambda **more: FakeBackend(  # noqa: E731
+        windows=(None, 6) if kind in ("groups", "both") else (None,),
+        recurrent=recurrent,
+        chunk=4 if recurrent else 1,
+        checkpoints=6,
+        **more,
+    )
+    how: dict[str, Any] = {"temperature": temperature, "repetition_penalty": 1.2, "frequency_penalty": 0.3}
+    first = ask("first", tuple(range(3, 21)), **how)
+    (said,) = plain(make, [first])
+    turns = [first, ask("turn", (*first.prompt, *said.tokens, 40, 41), **how), ask("again", first.prompt, **{**how, "seed": 6})]
+    cold = plain(make, turns)
+    warm, stats = run(make(), turns, Schedule(reuse=True, arrivals=(0, 30, 60)))
+    assert same(warm, cold)
+    # On recurrent backends the answer is computed again as prompt: 18 tokens reach the boundary at 16.
+    assert [a.cached for a in warm] == [0, 16 if recurrent else 24, 18]
+    assert (stats.whole_prompts, stats.restores) == (1, 2 if recurrent else 1)
 
 
 # ---------------------------------------------------------------------- planted faults
