@@ -163,15 +163,14 @@ def first_difference(expected: Reply, found: Reply) -> int | None:
 
 def drive(door: Door, asks: Sequence[Ask], how: Drive, *, settings: Settings) -> tuple[list[Reply], Evidence]:
     """Replies in the order of the asks, and what happened meanwhile."""
-    match how:
-        case "twice":
-            _one_by_one(door, asks)
-        case "after a part":
-            _one_by_one(door, [replace(ask, prompt=ask.prompt[: max(len(ask.prompt) * 3 // 4, 1)]) for ask in asks])
+    if how == "after a part":
+        _one_by_one(door, [replace(ask, prompt=ask.prompt[: max(len(ask.prompt) * 3 // 4, 1)]) for ask in asks])
     before = settled_stats(door)
     match how:
-        case "one by one" | "twice" | "after a part":
+        case "one by one" | "after a part":
             replies, pieces = _one_by_one(door, asks), 0
+        case "each twice":
+            replies, pieces = [_one_by_one(door, (ask, ask))[1] for ask in asks], 0
         case "at once":
             replies, pieces = asyncio.run(_at_once(door, asks))
         case "streamed":

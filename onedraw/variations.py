@@ -17,8 +17,8 @@ from onedraw.engine.stats import Drafted, Stats
 from onedraw.settings import DRAFT_WORDS, Settings
 from onedraw.speculation.speculator import DEVICE
 
-# "after a part": every request after the first three quarters of its prompt; "twice": all requests, then all again.
-Drive: TypeAlias = Literal["one by one", "at once", "streamed", "twice", "after a part"]
+# "after a part": every request after the first three quarters of its prompt; "each twice": every request and the same again.
+Drive: TypeAlias = Literal["one by one", "at once", "streamed", "each twice", "after a part"]
 
 SMALL_TURN = 16
 TREE_BUDGET, WHOLE_TREE = 16, 64  # nodes of a proved tree, and more than its depth
@@ -80,8 +80,9 @@ def variations(base: Settings, *, threads: int) -> tuple[Variation, ...]:
         Variation(
             "the same prompt again, from its last logits",
             lambda facts: {"prefix_cache": True},
-            "twice",
+            "each twice",
             lambda plain, now: now.counted.whole_prompts > 0,
+            applies=lambda door: door.service.capacity.checkpoints > 0,
         ),
         Variation(
             "batched, small turns, few pages, prefix cache",
