@@ -10,7 +10,7 @@ MODEL ?= smollm2
 ARGS ?=
 JOBS ?= 2
 # Workers side by side with one compute thread each: thread pools that outnumber the cores wait for each other.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-long test-device check format bench docs clean
 

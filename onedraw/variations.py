@@ -21,6 +21,7 @@ from onedraw.speculation.speculator import DEVICE
 Drive: TypeAlias = Literal["one by one", "at once", "streamed", "each twice", "after a part"]
 
 SMALL_TURN = 16
+RUN_AHEAD = ("model", "mtp")  # drafters that guess token by token: their drafts are chains
 TREE_BUDGET, WHOLE_TREE = 16, 64  # nodes of a proved tree, and more than its depth
 DRAFT_TOKENS = 4  # guesses per row where no number was asked for: drafts that do not pay off are proved too
 
@@ -88,7 +89,7 @@ def variations(base: Settings, *, threads: int) -> tuple[Variation, ...]:
             "batched, small turns, few pages, prefix cache",
             lambda facts: {**_few_pages(facts), "turn_tokens": SMALL_TURN, "prefix_cache": True},
             "at once",
-            lambda plain, now: now.counted.mixed_turns > 0 and now.counted.preemptions > 0 and now.counted.middle_chunks > 0,
+            lambda plain, now: now.counted.mixed_turns > 0 and now.counted.middle_chunks > 0,
         ),
         *(
             Variation(f"{count} thread{'s' * (count > 1)}", _threads(count), "one by one", _other_threads)
@@ -141,7 +142,7 @@ def _drafter(base: Settings, name: str, who: str) -> tuple[Variation, Variation]
             lambda facts: tree,
             "one by one",
             lambda plain, now: now.counted.draft_trees > 0 and chain(plain, now),
-            applies=lambda door: door.service.capacity.drafter == "dflash",  # the others run ahead token by token
+            applies=lambda door: there(door) and door.service.capacity.drafter not in RUN_AHEAD,
         ),
     )
 
