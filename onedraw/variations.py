@@ -133,18 +133,22 @@ def drafting(base: Settings) -> tuple[Variation, ...]:
 
 def _drafter(base: Settings, name: str, who: str) -> tuple[Variation, Variation]:
     """A drafter that the backend runs, as a chain and as a tree, which is taken whole."""
-    chain, there = _kept_and_rejected(DEVICE), lambda door: bool(door.service.capacity.drafter)
+    chain = _kept_and_rejected(DEVICE)
     tree = {"draft": (who,), "draft_tokens": WHOLE_TREE, "tree_budget": base.tree_budget or TREE_BUDGET}
     return (
-        Variation(f"drafts: {name}", _draft(base, who), "one by one", chain, applies=there),
+        Variation(f"drafts: {name}", _draft(base, who), "one by one", chain, applies=_drafts),
         Variation(
             f"drafts: {name}, as a tree",
             lambda facts: tree,
             "one by one",
             lambda plain, now: now.counted.draft_trees > 0 and chain(plain, now),
-            applies=lambda door: there(door) and door.service.capacity.drafter not in RUN_AHEAD,
+            applies=lambda door: _drafts(door) and door.service.capacity.drafter not in RUN_AHEAD,
         ),
     )
+
+
+def _drafts(door: Door) -> bool:
+    return bool(door.service.capacity.drafter)
 
 
 def _draft(base: Settings, *who: str) -> Callable[[Facts], Mapping[str, Any]]:
