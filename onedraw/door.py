@@ -20,6 +20,7 @@ from onedraw.errors import BadParameter, BadRequest
 from onedraw.sampling.noise import child_seed
 from onedraw.speaker import Ask, Reply, Speaker
 from onedraw.text.channels import Reasoning, reasoning_of
+from onedraw.text.grammar import Grammars
 from onedraw.text.reading import Reading, chat_reading
 from onedraw.text.template import ChatTemplate
 from onedraw.text.tokenizer import Tokenizer
@@ -72,6 +73,11 @@ class Door:
     def reasoning(self) -> Reasoning | None:
         """How this model thinks aloud, if it does."""
         return None if self.template is None else reasoning_of(self.template.source)
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """What replies are held to, compiled for this tokenizer. Made when it is first needed."""
+        return Grammars(self.tokenizer, self.card.eos_ids)
 
     def chat(self, messages: Sequence[dict[str, Any]], **template_kwargs: Any) -> Prompted:
         """Chat messages → prompt ids and how the reply is read, through the checkpoint's own template."""

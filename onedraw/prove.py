@@ -22,7 +22,7 @@ from onedraw.engine.stats import Drafted, Stats
 from onedraw.models.loading import describe
 from onedraw.settings import DRAFT_WORDS, Settings
 from onedraw.speculation.speculator import DEVICE
-from onedraw.wishes import Wishes, settle
+from onedraw.wishes import GUIDED, Wishes, settle
 
 Opener: TypeAlias = Callable[[Settings], Door]
 Tell: TypeAlias = Callable[[str], None]
@@ -145,6 +145,13 @@ def drafting(base: Settings) -> tuple[Variation, ...]:
         rows += [
             Variation("drafts: prediction, right", said, "one by one", lambda p, now: now.drafted().kept > 0, predict=_right),
             Variation("drafts: prediction, wrong", said, "one by one", _rejected, predict=unsaid),
+            Variation(
+                "drafts: held to a form",
+                said,
+                "at once",
+                lambda plain, now: _both(now.drafted()) and now.counted.mixed_turns > 0,
+                predict=_formal,
+            ),
         ]
     if everybody:
         rows += _drafter(base, "built-in drafter", "auto")
@@ -206,6 +213,14 @@ def _scrambled(number: int, reply: Reply) -> tuple[int, ...]:
     return tuple(tokens)
 
 
+def _formal(number: int, reply: Reply) -> tuple[int, ...]:
+    """Only replies that are held to a form are predicted, and wrong from the middle on: drafts that break the form."""
+    if not _held(PROMPTS[number][1]):
+        return ()
+    half = len(reply.token_ids) // 2
+    return (*reply.token_ids[:half], *_scrambled(number, reply))
+
+
 def _few_pages(facts: Facts) -> Mapping[str, Any]:
     """Pages for the longest request and two more: several at once cannot all stay."""
     pages = -(-facts.longest // facts.settings.page_size) + 2
@@ -228,6 +243,17 @@ NOTICE = (
     "wick, wound the clockwork that turned the lens, and wrote the weather into a book with a blue cover: wind, swell, "
     "visibility, the ships that had passed and the ships that had not. "
 )
+LIGHTHOUSE: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "steps": {"type": "integer"},
+        "lens": {"enum": ["first order", "second order", "third order"]},
+        "ships": {"type": "array", "items": {"type": "object", "properties": {"passed": {"type": "boolean"}}}},
+    },
+    "required": ["name", "steps", "lens", "ships"],
+    "additionalProperties": False,
+}
 PROMPTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("The capital of France is", {"temperature": 0.0}),
     (NOTICE + "On the last night of the year", {"temperature": 0.7, "top_p": 0.9}),
@@ -238,7 +264,14 @@ PROMPTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("One, two, three, one, two, three, one, two,", {"temperature": 1.3, "dry_multiplier": 0.8, "logprobs": 3}),
     ("Q: Why is the sky blue?\nA:", {"temperature": 0.0, "repetition_penalty": 1.1}),
     ("The chorus sings: la la la la la la la la la", {"temperature": 0.8, "frequency_penalty": -2.0}),  # repeats itself
+    ("A lighthouse as JSON:\n", {"temperature": 1.0, "guided_json": LIGHTHOUSE}),
+    ("Its log, one line per day:\n", {"temperature": 1.2, "guided_regex": r"([a-z]{3,9}, [0-9]{1,2} knots\n){4,9}"}),
 )
+
+
+def _held(wishes: Mapping[str, Any]) -> bool:
+    """Whether a reply is held to a form."""
+    return any(name in wishes for name in GUIDED)
 
 
 def requests(door: Door, *, new_tokens: int) -> list[Ask]:
@@ -246,9 +279,9 @@ def requests(door: Door, *, new_tokens: int) -> list[Ask]:
     room = max(door.card.max_context - new_tokens, 1)
     asks = []
     for number, (text, wishes) in enumerate(PROMPTS):
-        settled = Wishes.of(
-            **{"temperature": 1.0, **wishes}, max_tokens=new_tokens, ignore_eos=True, checksums=True, seed=1000 + number
-        )
+        # A form ends where it ends; all other replies have the whole length.
+        whole = {"temperature": 1.0, "max_tokens": new_tokens, "ignore_eos": not _held(wishes)}
+        settled = Wishes.of(**{**whole, **wishes}, checksums=True, seed=1000 + number)
         asks.append(settle(settled, door=door, prompt=door.encode(text)[:room], label="prove"))
     return asks
 

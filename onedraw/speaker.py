@@ -86,9 +86,9 @@ class Speaker:
         self._stops = StopFinder(ask.stop)
         self._reader = Reader(reading)
         self._reasoning = reading.reasoning
-        self._place = beginning(reading.reasoning, reasoning_open=reading.reasoning_open)
+        self._place = beginning(reading.reasoning, reading.thinking)
         self._reasoned = 0  # tokens of reasoning so far
-        self._channel: Channel = "reasoning" if reading.reasoning_open else "content"
+        self._channel: Channel = "reasoning" if reading.thinking == "open" else "content"
         self._hidden = ask.params.stop_ids  # ids that end a reply: part of the ids, never of the text
         self._least = ask.params.min_tokens  # text of earlier tokens is not searched for stop strings
         self._said = 0
