@@ -430,6 +430,6 @@ def bytes_per_page(settings: Settings, *, dtype: str) -> int:
         return 1
     checkpoint = find_checkpoint(settings)
     try:
-        return plan_memory(settings, describe(checkpoint), dtype=dtype).page_bytes
+        return sum(group.page_bytes for group in plan_memory(settings, describe(checkpoint), dtype=dtype).groups)
     finally:
         checkpoint.close()

@@ -16,7 +16,7 @@ from onedraw.errors import BadSetting
 
 MOST_THREADS = 1024
 DTYPES = ("auto", "f32", "bf16", "f16")
-DRAFT_WORDS = ("auto", "none", "ngram", "prediction")  # what --draft knows beside paths
+DRAFT_WORDS = ("auto", "none", "ngram", "prediction", "mtp")  # what --draft knows beside paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,13 @@ class Settings:
     turn_tokens: int = 512  # tokens computed in one turn
     page_size: int = 16  # positions per page
     kv_memory: int | None = None  # bytes of key/value pages
+    state_dtype: str = "f32"  # of recurrent states
+    draft_memory: int | None = None  # bytes of the rollback buffer of recurrent layers
+    checkpoint_memory: int | None = None  # bytes of prompts' states and last logits
     threads: int | None = None  # CPU threads
     prefix_cache: bool = True
     queue_limit: int = 256  # requests waiting before new ones get 429
-    draft: tuple[str, ...] = ("auto",)  # who guesses: auto, none, ngram, prediction, a path of a drafter or draft model
+    draft: tuple[str, ...] = ("auto",)  # who guesses: auto, none, ngram, prediction, mtp, a path of a drafter or draft model
     draft_tokens: int | None = None  # drafts per row and turn; None: as many as pay off
     tree_budget: int = 0  # nodes of a draft tree; 0: a chain
     trace_verify: bool = False  # print every acceptance walk
@@ -49,10 +52,12 @@ class Settings:
         for name, low in (("max_batch", 1), ("turn_tokens", 1), ("page_size", 1), ("queue_limit", 1)):
             if getattr(self, name) < low:
                 raise BadSetting(f"--{name.replace('_', '-')}: must be at least {low}, not {getattr(self, name)}")
-        for name in ("max_context", "kv_memory", "threads"):
+        for name in ("max_context", "kv_memory", "threads", "draft_memory"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise BadSetting(f"--{name.replace('_', '-')}: must be at least 1, not {value}")
+        if self.checkpoint_memory is not None and self.checkpoint_memory < 0:
+            raise BadSetting(f"--checkpoint-memory: must be 0 (none) or more, not {self.checkpoint_memory}")
         if self.threads is not None and self.threads > MOST_THREADS:
             raise BadSetting(f"--threads: must be at most {MOST_THREADS}, not {self.threads}")
         if 64 % self.page_size:

@@ -1,4 +1,4 @@
-"""How much memory a model needs before a byte of it is allocated: weights, pages, total. Pure arithmetic.
+"""How much memory a model needs before a byte of it is allocated: weights, pages, states, total. Pure arithmetic.
 
 In: a ModelSpec and the asked sizes. Out: a MemoryPlan, or NoRoom that names the bytes missing.
 `inspect` prints it, `assemble` allocates by it, so what was promised is what is taken.
@@ -6,13 +6,29 @@ In: a ModelSpec and the asked sizes. Out: a MemoryPlan, or NoRoom that names the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from onedraw.errors import BadSetting, NoRoom
-from onedraw.models.spec import DTYPE_BYTES, ModelSpec
+from onedraw.models.spec import DTYPE_BYTES, STATE_BYTES, ModelSpec
 
 DEFAULT_KV_BYTES = 2**30  # of pages, where nobody said how many; one full sequence always fits
+DEFAULT_DRAFT_BYTES = 2**30  # of the rollback buffer, at most
+DEFAULT_CHECKPOINT_BYTES = 2**30  # of checkpoints, at most
+MOST_CHECKPOINTS = 64
+DRAFTS_PER_LANE = 16  # places of the rollback buffer, where nobody asked for more
+MOST_DRAFTS = 64  # of one row
 SMALLEST_DEFAULT_CONTEXT = 4096  # a default context is not cut below this to save pages
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """Pages of layers that keep the same positions."""
+
+    window: int | None
+    page_bytes: int  # of one page over all layers of the group
+    pages: int
+    pages_per_sequence: int  # of one sequence that fills the context
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,27 +40,35 @@ class MemoryPlan:
     max_batch: int
     page_size: int
     weight_bytes: int
-    page_bytes: int  # of one page over all layers
-    pages: int
-    lane_bytes: int  # of one lane over all layers; attention has none
+    groups: tuple[GroupPlan, ...]
+    lane_bytes: int  # recurrent state of one lane over all layers; attention has none
+    draft_positions: int  # places of the rollback buffer
+    draft_bytes: int  # of one place
+    checkpoints: int
+    checkpoint_bytes: int  # of one
 
     @property
-    def pages_per_sequence(self) -> int:
+    def pages(self) -> tuple[int, ...]:
+        return tuple(group.pages for group in self.groups)
+
+    @property
+    def sequence_bytes(self) -> int:
         """Pages of one sequence that fills the context."""
-        return pages_for(self.max_context, self.page_size)
+        return sum(group.pages_per_sequence * group.page_bytes for group in self.groups)
 
     @property
     def kv_bytes(self) -> int:
-        return self.pages * self.page_bytes
+        return sum(group.pages * group.page_bytes for group in self.groups)
 
     @property
     def full_sequences(self) -> int:
         """Sequences that can fill the whole context at once, nobody preempted."""
-        return min(self.pages // self.pages_per_sequence, self.max_batch)
+        return min(*(group.pages // group.pages_per_sequence for group in self.groups), self.max_batch)
 
     @property
     def total_bytes(self) -> int:
-        return self.weight_bytes + self.kv_bytes + self.lane_bytes * self.max_batch
+        states = self.lane_bytes * self.max_batch + self.draft_positions * self.draft_bytes
+        return self.weight_bytes + self.kv_bytes + states + self.checkpoints * self.checkpoint_bytes
 
 
 def memory_plan(
@@ -54,49 +78,99 @@ def memory_plan(
     max_context: int | None = None,
     max_batch: int,
     page_size: int,
+    turn_tokens: int = 512,
     kv_memory: int | None = None,
     kv_dtype: str | None = None,
+    drafts: int = 0,
+    draft_memory: int | None = None,
+    checkpoint_memory: int | None = None,
     default_kv_bytes: int = DEFAULT_KV_BYTES,
 ) -> MemoryPlan:
     """Sizes for a model. `kv_memory` None: enough for max_batch full sequences, within default_kv_bytes.
 
     `max_context` None: the model's own, shortened where one such sequence is over the memory for pages.
+    `drafts`: how many a lane may carry, 0 where drafting is off; only recurrent layers need room for them.
     """
     if dtype not in DTYPE_BYTES:
         raise BadSetting(f"--dtype: no plan for {dtype!r}; a plan needs one of {', '.join(DTYPE_BYTES)}")
-    page_bytes = spec.total_page_bytes(page_size, kv_dtype or dtype)
-    affordable = (default_kv_bytes if kv_memory is None else kv_memory) // page_bytes
-    context = _context(spec, max_context, affordable=affordable * page_size, fixed=kv_memory is not None)
-    one = pages_for(context, page_size)
-    if kv_memory is None:
-        pages = max(one, min(max_batch * one, affordable))
-    elif affordable < one:
+
+    def needs(context: int) -> list[tuple[int, int]]:
+        """(pages of one sequence, bytes of a page) per group."""
+        turn = turn_tokens + MOST_DRAFTS
+        spans = [context if window is None else min(context, window + turn) for window in spec.windows]
+        return [
+            (pages_for(span, page_size) + (span < context), spec.group_page_bytes(group, page_size, kv_dtype or dtype))
+            for group, span in enumerate(spans)
+        ]
+
+    memory = default_kv_bytes if kv_memory is None else kv_memory
+    context = _context(spec, max_context, fits=lambda tokens: _bytes(needs(tokens)) <= memory, fixed=kv_memory is not None)
+    one = _bytes(needs(context))
+    if kv_memory is not None and kv_memory < one:
         raise NoRoom(
-            f"one sequence of {context} tokens needs {one * page_bytes} bytes of pages ({human_bytes(one * page_bytes)}) and "
+            f"one sequence of {context} tokens needs {one} bytes of pages ({human_bytes(one)}) and "
             f"--kv-memory gives {kv_memory} ({human_bytes(kv_memory)}); raise --kv-memory or lower --max-context",
         )
-    else:
-        pages = affordable  # beyond the running sequences the prefix cache has use for them
+    # Beyond the running sequences the prefix cache has use for pages, where their memory was asked for.
+    budget = max(one, min(max_batch * one, memory) if kv_memory is None else memory)
+    groups = [
+        GroupPlan(window, size, budget * count // max(one, 1), count)
+        for window, (count, size) in zip(spec.windows, needs(context), strict=True)
+    ]
+    lane_bytes = sum(spec.lane_bytes(i) for i in range(len(spec.layers)))
+    checkpoint_bytes = lane_bytes + padded_vocab(spec) * STATE_BYTES
     return MemoryPlan(
         dtype=dtype,
         max_context=context,
         max_batch=max_batch,
         page_size=page_size,
         weight_bytes=spec.parameters * DTYPE_BYTES[dtype],
-        page_bytes=page_bytes,
-        pages=pages,
-        lane_bytes=sum(spec.lane_bytes(i) for i in range(len(spec.layers))),
+        groups=tuple(groups),
+        lane_bytes=lane_bytes,
+        draft_positions=_draft_positions(spec, drafts * max_batch, draft_memory),
+        draft_bytes=spec.draft_bytes(),
+        checkpoints=_checkpoints(checkpoint_bytes, checkpoint_memory),
+        checkpoint_bytes=checkpoint_bytes,
     )
 
 
-def _context(spec: ModelSpec, asked: int | None, *, affordable: int, fixed: bool) -> int:
+def padded_vocab(spec: ModelSpec) -> int:
+    """Logits are kept in rows of whole vectors."""
+    return pages_for(spec.vocab, 64) * 64
+
+
+def _bytes(needs: list[tuple[int, int]]) -> int:
+    return sum(count * size for count, size in needs)
+
+
+def _draft_positions(spec: ModelSpec, wanted: int, memory: int | None) -> int:
+    if not spec.recurrent or not wanted:
+        return 0
+    affordable = (DEFAULT_DRAFT_BYTES if memory is None else memory) // spec.draft_bytes()
+    if memory is not None and not affordable:
+        raise NoRoom(
+            f"one drafted position needs {spec.draft_bytes()} bytes ({human_bytes(spec.draft_bytes())}) and --draft-memory "
+            f"gives {memory}; raise it, or say --draft none"
+        )
+    return min(wanted, affordable)
+
+
+def _checkpoints(size: int, memory: int | None) -> int:
+    """How many prompts' states and last logits are kept. 0 bytes: none."""
+    return min(MOST_CHECKPOINTS, (DEFAULT_CHECKPOINT_BYTES if memory is None else memory) // size)
+
+
+def _context(spec: ModelSpec, asked: int | None, *, fits: Callable[[int], bool], fixed: bool) -> int:
     """The context to serve. An asked one stands, within what the model was made for."""
     if asked is not None:
         if asked > spec.max_context:
             raise BadSetting(f"--max-context: {asked} is over the {spec.max_context} tokens this model was made for")
         return asked
-    least = 1 if fixed else SMALLEST_DEFAULT_CONTEXT
-    return min(spec.max_context, max(affordable, least))
+    low, high = 1 if fixed else min(SMALLEST_DEFAULT_CONTEXT, spec.max_context), spec.max_context
+    while low < high:  # the longest that fits
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
 
 
 def pages_for(tokens: int, page_size: int) -> int:

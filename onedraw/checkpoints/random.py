@@ -1,7 +1,8 @@
 """Weights of a given shape without a checkpoint, for benchmarks and tests.
 
 In: a ModelSpec and a seed. Out: Weights, read like those of any checkpoint. A tensor's values depend on the seed and
-its own name alone, so layers may be read in any order, or twice. Scales keep activations of order one.
+its own name alone, so layers may be read in any order, or twice; a large tensor repeats its numbers, so that a model of
+many billions is made at the speed of copying. Scales keep activations of order one.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onedraw.checkpoints.quants import Floats
-from onedraw.models.source import Dialect
+from onedraw.models.source import Dialect, Tensor
 from onedraw.models.spec import ModelSpec
+from onedraw.models.views import Folded
 from onedraw.models.weights import PLAIN, Weights, all_shapes
+
+POOL = 4_194_301  # numbers that are drawn for one tensor; a prime, so that repeats do not line up with rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,7 +33,9 @@ class RandomTensor:
     seed: int
     spread: float  # standard deviation
     mean: float = 0.0
-    order: NDArray[np.intp] | None = None
+    below: bool = False  # no value is above the mean
+    order: NDArray[np.intp] | None = None  # of the rows that were taken
+    height: int = 0  # how many rows they were taken from
     kind: str = "F32"
 
     def require_readable(self) -> None:
@@ -43,16 +50,53 @@ class RandomTensor:
         return self.float32().astype(np.int64)
 
     def into(self, out: Floats) -> None:
-        digest = hashlib.sha256(f"{self.seed} {self.name}".encode()).digest()
-        generator = np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "little")))
-        generator.standard_normal(dtype=np.float32, out=out)
+        rows, width = self.height or self.shape[0], math.prod(self.shape[1:])
+        if rows * width <= POOL:
+            values = _draw(self.seed, self.name, rows * width).reshape(rows, *self.shape[1:])
+            out[...] = values if self.order is None else values[self.order]
+        else:
+            _repeat(_pool(self.seed, self.name), out.reshape(self.shape[0], -1), self.order)
+        if self.below:
+            np.negative(np.abs(out, out=out), out=out)
         out *= np.float32(self.spread)
         out += np.float32(self.mean)
-        if self.order is not None:
-            out[...] = out[self.order]
 
     def take_rows(self, order: NDArray[np.intp]) -> RandomTensor:
-        return replace(self, order=order if self.order is None else self.order[order])
+        taken = np.asarray(order) if self.order is None else self.order[order]
+        return replace(self, shape=(len(taken), *self.shape[1:]), order=taken, height=self.height or self.shape[0])
+
+    def reshaped(self, shape: tuple[int, ...]) -> Tensor:
+        if self.order is not None:
+            return Folded(self, shape)
+        return replace(self, shape=shape)
+
+
+def _draw(seed: int, name: str, count: int) -> Floats:
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "little")))
+    return generator.standard_normal(count, dtype=np.float32)
+
+
+@lru_cache(maxsize=2)
+def _pool(seed: int, name: str) -> Floats:
+    """Numbers of a large tensor, kept for the next rows that are taken of it."""
+    return _draw(seed, name, POOL)
+
+
+def _repeat(pool: Floats, out: Floats, order: NDArray[np.intp] | None) -> None:
+    """Value i of the whole tensor is number i of the pool, over and over. Only the asked rows are written."""
+    width = out.shape[1]
+    if order is None:
+        flat = out.reshape(-1)
+        for start in range(0, flat.size, POOL):
+            flat[start : start + POOL] = pool[: flat.size - start]
+        return
+    for row, index in zip(out, order.tolist(), strict=True):
+        for start in range(0, width, POOL):
+            first = (index * width + start) % POOL
+            part = row[start : start + POOL]
+            head = min(part.size, POOL - first)
+            part[:head], part[head:] = pool[first : first + head], pool[: part.size - head]
 
 
 class RandomCheckpoint:
@@ -78,8 +122,24 @@ class RandomCheckpoint:
         """Nothing is held."""
 
 
+# Weights of a size of their own, as (mean, spread).
+SIZES = {
+    "delta_bias": (-1.0, 0.5),
+    "layer_scale": (0.8, 0.1),
+    "expert_scale": (1.0, 0.15),
+    "router_scale": (1.0, 0.15),
+    "conv": (0.0, 0.5),
+    "inputs_embed": (0.0, 0.1),
+}
+
+
 def _tensor(name: str, weight: str, shape: tuple[int, ...], *, spec: ModelSpec, seed: int) -> RandomTensor:
     """Norms lie around one and biases around zero; a matrix keeps the size of what it multiplies."""
+    if weight in SIZES:
+        mean, spread = SIZES[weight]
+        return RandomTensor(name, shape, seed, spread=spread, mean=mean)
+    if weight == "decay":
+        return RandomTensor(name, shape, seed, spread=1.5, mean=-0.05, below=True)
     if weight.endswith("norm"):
         return RandomTensor(name, shape, seed, spread=0.2, mean=1.0)
     if weight.endswith("bias"):

@@ -1,7 +1,7 @@
 """One tensor of a checkpoint, as it lies on disk.
 
-In: a name, a shape, a kind and a view of the mapped file. Out: its values as float32 (whole numbers as int64), or the
-same tensor with its rows in another order, still packed. Shapes are row-major: the last axis is the innermost.
+In: a name, a shape, a kind and a view of the mapped file. Out: its values as float32 (whole numbers as int64), or some
+of its rows in some order, still packed. Shapes are row-major: the last axis is the innermost.
 """
 
 from __future__ import annotations
@@ -57,11 +57,18 @@ class StoredTensor:
         dequantize_into(self.data, self.kind, out, tensor=self.name)
 
     def take_rows(self, order: NDArray[np.intp]) -> StoredTensor:
-        """The same tensor with row i taken from order[i]. Rows are whole runs of blocks, so nothing is unpacked."""
-        rows = self.data.reshape(self.shape[0], -1)
+        """Row i is row order[i] of this tensor. Rows are whole runs of blocks, so nothing is unpacked or read besides."""
         if KINDS[self.kind].values > 1 and len(self.shape) == 1:
             raise ValueError(f"tensor {self.name} is one packed row")
-        return replace(self, data=rows[order].reshape(-1))
+        rows = self.data.reshape(self.shape[0], -1)
+        return replace(self, shape=(len(order), *self.shape[1:]), data=rows[order].reshape(-1))
+
+    def reshaped(self, shape: tuple[int, ...]) -> StoredTensor:
+        """The same values in the same order. Blocks run along the last axis, so a packed tensor keeps it."""
+        packed = KINDS[self.kind].values > 1
+        if math.prod(shape) != self.count or (packed and shape[-1:] != self.shape[-1:]):
+            raise ValueError(f"tensor {self.name} of shape {self.shape} as {self.kind} has no shape {shape}")
+        return replace(self, shape=shape)
 
 
 def packed_bytes(shape: tuple[int, ...], kind: str) -> int | None:

@@ -29,11 +29,14 @@ SETTINGS_HELP: Mapping[str, str] = {
     "turn_tokens": "tokens computed in one turn; smaller turns keep other replies flowing during a long prompt",
     "page_size": "positions per key/value page; a divisor of 64",
     "kv_memory": "memory for key/value pages, like 512MiB or 2GiB",
+    "state_dtype": "of the states of recurrent layers; f32 is the only one that keeps the answer",
+    "draft_memory": "memory for undoing drafts on recurrent layers, like 1GiB; it bounds the drafts of a turn",
+    "checkpoint_memory": "memory for states and last logits of prompts, which a prompt that begins alike starts from; 0: none",
     "threads": "CPU threads (default: all cores)",
     "prefix_cache": "compute every prompt from its start; reuse never changes an answer, only the time it takes",
     "queue_limit": "requests that may wait before new ones are turned away",
-    "draft": "who guesses tokens ahead: auto, none, ngram, prediction, or the path of a drafter or draft model; may be given "
-    "several times (default: auto: prediction, ngram, and the drafter that comes with the model)",
+    "draft": "who guesses tokens ahead: auto, none, ngram, prediction, mtp (the model's own head), or the path of a drafter or "
+    "draft model; may be given several times (default: auto: prediction, ngram, and the drafter that comes with the model)",
     "draft_tokens": "guesses per sequence and turn; auto: as many as pay off (default: auto)",
     "tree_budget": "nodes of a draft tree; 0: a chain",
     "trace_verify": "print to stderr what became of every guess",
@@ -84,7 +87,7 @@ NO_DRAFT_WINDOW = (
 
 Parsed = TypeVar("Parsed")
 
-SIZES = ("kv_memory",)  # written like 2GiB
+SIZES = ("kv_memory", "draft_memory", "checkpoint_memory")  # written like 2GiB
 NOT_FLAGS = ("model",)  # the model is an argument, not an option
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from onedraw.api import Prompt, settle_ask
 from onedraw.cli import screen
 from onedraw.cli.flags import add_settings, add_wishes, argument_type, read_settings, read_wishes, token_ids
+from onedraw.cli.recording import add_record, recorded
 from onedraw.door import Ask, Door, Reply
 from onedraw.errors import BadSetting
 from onedraw.types import Logprobs
@@ -33,6 +34,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chat", action="store_true", help="ask PROMPT as a user's message, through the model's chat template")
     parser.add_argument("--system", metavar="TEXT", help="a system message before it; needs --chat")
     parser.add_argument("--json", action="store_true", help="print one JSON object when the reply is complete")
+    add_record(parser)
     add_wishes(parser)
     add_settings(parser, leave_out=("served_name", "queue_limit"))
 
@@ -43,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     prompt, settings, wishes = read_prompt(arguments), read_settings(arguments), read_wishes(arguments)
     with screen.progress() as tell:
         door = open_door(settings, tell)
-    with door:
+    with door, recorded(door, arguments) as door:
         ask = settle_ask(door, prompt, wishes)
         door.check(ask)
         if arguments.json:

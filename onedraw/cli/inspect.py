@@ -10,13 +10,13 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, assert_never
 
 from onedraw.backends.plan import MemoryPlan, human_bytes
 from onedraw.cli import screen
 from onedraw.cli.flags import add_settings, read_settings
 from onedraw.models.loading import Described, describe
-from onedraw.models.spec import LayerSpec
+from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, MoeSpec
 from onedraw.settings import Settings
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from onedraw.assemble import drafter_path, find_checkpoint, plan_memory, proposer_names
+    from onedraw.assemble import chosen_drafter, find_checkpoint, plan_memory, proposer_names
 
     settings = read_settings(arguments)
     with screen.progress() as tell:
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         described = describe(checkpoint)
         plan = plan_memory(settings, described, dtype=planned_dtype(settings))
-        drafter = drafter_path(settings, described, checkpoint)
+        drafter = chosen_drafter(settings, described, checkpoint)
         drafts = [*proposer_names(settings), *([] if drafter is None else [str(drafter)])]
         report = {**identity(settings, checkpoint, described), "drafts": drafts, "memory": memory_json(plan)}
     finally:
@@ -92,14 +92,48 @@ def identity(settings: Settings, checkpoint: Checkpoint, described: Described) -
 
 
 def in_words(layer: LayerSpec) -> str:
-    a, m = layer.mixer, layer.feed_forward
-    window = f", window {a.window}" if a.window else ""
-    norm = ", normed q and k" if a.qk_norm else ""
-    rope = f"rope {a.rope.theta:g}" + (f" {a.rope.kind}" if a.rope.kind != "default" else "")
-    return (
-        f"attention ({a.heads} heads, {a.kv_heads} for keys and values, {a.head_dim} wide, {rope}{window}{norm})"
-        f" + feed-forward ({m.width} wide, {m.activation})"
-    )
+    parts = [mixer_in_words(layer.mixer), feed_forward_in_words(layer.feed_forward)]
+    if layer.beside is not None:
+        parts.append(f"beside it {feed_forward_in_words(layer.beside)}")
+    if layer.inputs:
+        parts.append(f"an input of its own ({layer.inputs} wide)")
+    return " + ".join(parts) + (", norms after as before" if layer.sandwich else "") + (", scaled" if layer.scaled else "")
+
+
+def mixer_in_words(mixer: AttentionSpec | DeltaSpec) -> str:
+    match mixer:
+        case DeltaSpec():
+            heads = f"{mixer.key_heads} key heads {mixer.key_dim} wide, {mixer.value_heads} value heads {mixer.value_dim} wide"
+            return f"Gated DeltaNet ({heads}, convolution over {mixer.conv})"
+        case AttentionSpec():
+            turning = f" over {mixer.rope.dims} of {mixer.head_dim}" if mixer.rope.dims != mixer.head_dim else ""
+            kind = f" {mixer.rope.kind}" if mixer.rope.kind != "default" else ""
+            said = [
+                f"{mixer.heads} heads, {mixer.kv_heads} for keys and values, {mixer.head_dim} wide",
+                f"rope {mixer.rope.theta:g}{kind}{turning}",
+                *([f"window {mixer.window}"] if mixer.window else []),
+                *(["normed q and k" if mixer.reuses is None else "normed q"] if mixer.qk_norm else []),
+                *(["normed v"] if mixer.v_norm and mixer.reuses is None else []),
+                *(["values are keys before norm and rope"] if mixer.keys_as_values else []),
+                *([f"{mixer.gate} gate per {mixer.gate_per}"] if mixer.gate else []),
+                *([f"keys and values of layer {mixer.reuses}"] if mixer.reuses is not None else []),
+            ]
+            return f"attention ({', '.join(said)})"
+        case _:
+            assert_never(mixer)
+
+
+def feed_forward_in_words(feed_forward: MlpSpec | MoeSpec) -> str:
+    match feed_forward:
+        case MlpSpec():
+            return f"feed-forward ({feed_forward.width} wide, {feed_forward.activation})"
+        case MoeSpec():
+            used = f"{feed_forward.used} of {feed_forward.experts} experts"
+            said = f"{used} ({feed_forward.width} wide, {feed_forward.activation}, {feed_forward.scores} routing)"
+            gated = ", gated" if feed_forward.shared_gate else ""
+            return said + (f" and one for all ({feed_forward.shared} wide{gated})" if feed_forward.shared else "")
+        case _:
+            assert_never(feed_forward)
 
 
 def tokenizer_kind(checkpoint: Checkpoint) -> str:
@@ -120,17 +154,38 @@ def tokenizer_kind(checkpoint: Checkpoint) -> str:
 def memory_json(plan: MemoryPlan) -> dict[str, Any]:
     return {
         **asdict(plan),
-        "pages_per_sequence": plan.pages_per_sequence,
+        "sequence_bytes": plan.sequence_bytes,
         "full_sequences": plan.full_sequences,
         "kv_bytes": plan.kv_bytes,
+        "state_bytes": plan.lane_bytes * plan.max_batch,
+        "rollback_bytes": plan.draft_positions * plan.draft_bytes,
+        "checkpoints_bytes": plan.checkpoints * plan.checkpoint_bytes,
         "total_bytes": plan.total_bytes,
     }
+
+
+def page_words(group: Mapping[str, Any], page_size: int) -> str:
+    size = human_bytes(group["pages"] * group["page_bytes"])
+    seen = "" if group["window"] is None else f", of layers that see {group['window']} positions"
+    return f"{size} ({group['pages']} × {human_bytes(group['page_bytes'])}, {page_size} positions each{seen})"
+
+
+def state_rows(memory: Mapping[str, Any]) -> list[list[str]]:
+    """What is kept beside the pages, where there is such a thing."""
+
+    def row(name: str, total: str, count: str, size: str, what: str) -> list[str]:
+        return [name, f"{human_bytes(memory[total])} ({memory[count]} {what} × {human_bytes(memory[size])})"]
+
+    return [
+        *([row("states", "state_bytes", "max_batch", "lane_bytes", "lanes")] if memory["lane_bytes"] else []),
+        *([row("rollback", "rollback_bytes", "draft_positions", "draft_bytes", "drafts")] if memory["draft_positions"] else []),
+        *([row("checkpoints", "checkpoints_bytes", "checkpoints", "checkpoint_bytes", "slots")] if memory["checkpoints"] else []),
+    ]
 
 
 def rows(report: Mapping[str, Any]) -> list[list[str]]:
     """The report for a person."""
     memory = report["memory"]
-    pages = f"{memory['pages']} × {human_bytes(memory['page_bytes'])}, {memory['page_size']} positions each"
     return [
         ["path", report["path"]],
         ["format", f"{report['format']}: " + ", ".join(f"{kind} × {count}" for kind, count in report["stored"].items())],
@@ -146,7 +201,8 @@ def rows(report: Mapping[str, Any]) -> list[list[str]]:
         ["tokenizer", report["tokenizer"]],
         ["drafts", ", ".join(report["drafts"]) or "none: --draft none"],
         ["weights", f"{human_bytes(memory['weight_bytes'])} as {memory['dtype']}"],
-        ["pages", f"{human_bytes(memory['kv_bytes'])} ({pages})"],
+        *(["pages" if i == 0 else "", page_words(group, memory["page_size"])] for i, group in enumerate(memory["groups"])),
+        *state_rows(memory),
         ["room for", f"{memory['full_sequences']} sequences of {memory['max_context']} tokens, {memory['max_batch']} running"],
         ["total", human_bytes(memory["total_bytes"])],
         *(["not used", note] for note in report["not_used"] or ["nothing: the whole checkpoint is used"]),

@@ -9,6 +9,7 @@ import argparse
 
 from onedraw.cli import screen
 from onedraw.cli.flags import add_settings, argument_type, read_settings
+from onedraw.cli.recording import add_record, recorded
 from onedraw.errors import BadSetting
 from onedraw.settings import size_in_bytes
 
@@ -44,6 +45,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--drain-seconds", type=float, default=30.0, metavar="X", help="on SIGTERM, time for running replies (default: 30)"
     )
     web.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="how much to log (default: info)")
+    add_record(parser)
     add_settings(parser)
 
 
@@ -69,6 +71,6 @@ def run(arguments: argparse.Namespace) -> int:
     )
     with screen.progress() as tell:
         door = open_door(settings, tell)
-    with door:
+    with door, recorded(door, arguments) as door:
         serve(door, options)
     return 0

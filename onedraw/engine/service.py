@@ -17,6 +17,7 @@ from onedraw.backends.base import Capacity
 from onedraw.engine.engine import Engine, Event, Sink
 from onedraw.engine.stats import Stats
 from onedraw.errors import BadParameter, BadRequest, ContextOverflow, Draining, QueueFull, TurnFailed, Unsupported
+from onedraw.memory.span import longest_context
 from onedraw.types import Request, SamplingParams
 
 __all__ = ["Event", "Service", "Sink"]
@@ -70,7 +71,9 @@ class Service:
         if not request.prompt:
             raise BadParameter("prompt", "needs at least one token")
         total = len(request.prompt) + params.max_tokens
-        room = min(capacity.max_context, capacity.groups[0].pages * capacity.page_size)  # more pages would be waited for in vain
+        room = longest_context(
+            capacity.groups, page_size=capacity.page_size, max_context=capacity.max_context, chunk=capacity.chunk
+        )
         if total > room:
             raise ContextOverflow(
                 f"the prompt has {len(request.prompt)} tokens and max_tokens is {params.max_tokens}: together {total}, "

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, assert_never
 
 from onedraw.errors import Corrupt, UnsupportedModel
-from onedraw.models.keys import HARMLESS, MOST_LAYERS, Keys
+from onedraw.models.keys import HARMLESS, HARMLESS_OF_EXPERTS, MOST_LAYERS, Keys, code_notes, layer_types, refuse_quantized
 from onedraw.models.rope import rope_from_config, rope_from_metadata
 from onedraw.models.source import Dialect, Source
-from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 from onedraw.models.weights import GGUF, GGUF_PERMUTED, PLAIN, SAFETENSORS, Rules
 
 
@@ -38,14 +38,20 @@ class Traits:
     out_bias: Literal["config", "never"] = "config"
     mlp_bias: bool = False  # has the config key
     qk_norm: bool = False
-    window: Literal["never", "all", "gated"] = "never"  # gated: behind use_sliding_window
+    window: Literal["never", "all", "gated", "switched"] = "never"  # behind use_sliding_window: of some layers, or all
     head_dim: int | None = None  # where the config names none; None: hidden // heads
     kv_heads_named: bool = True  # the config must name the key/value heads
     permuted: bool = False  # converters to GGUF permute the rows of q and k
+    experts: bool = False  # some layers have experts in place of one feed-forward
 
 
 def dense_family(
-    traits: Traits, *, model_types: tuple[str, ...], architectures: tuple[str, ...], gguf: tuple[str, ...]
+    traits: Traits,
+    *,
+    model_types: tuple[str, ...],
+    architectures: tuple[str, ...],
+    gguf: tuple[str, ...],
+    rules: Mapping[Dialect, Rules] | None = None,
 ) -> Family:
     return Family(
         name=traits.family,
@@ -54,7 +60,7 @@ def dense_family(
         gguf=gguf,
         from_config=lambda config, origin: _from_config(config, origin, traits),
         from_metadata=lambda source: _from_metadata(source, traits),
-        rules={"safetensors": SAFETENSORS, "gguf": GGUF_PERMUTED if traits.permuted else GGUF, "plain": PLAIN},
+        rules=rules or {"safetensors": SAFETENSORS, "gguf": GGUF_PERMUTED if traits.permuted else GGUF, "plain": PLAIN},
     )
 
 
@@ -64,24 +70,22 @@ def dense_family(
 def _from_config(config: Mapping[str, Any], origin: str, traits: Traits) -> ModelSpec:
     keys = Keys(config, origin=origin)
     keys.only("hidden_act", "silu")
-    if keys.get("quantization_config") is not None:
-        raise UnsupportedModel(f"{origin}: quantization_config: quantized safetensors are not supported; use a GGUF file")
+    refuse_quantized(keys, origin)
     count, max_context = keys.whole("num_hidden_layers", most=MOST_LAYERS), keys.whole("max_position_embeddings")
     mixer = _mixer(keys, traits, max_context=max_context, origin=origin)
-    feed_forward = MlpSpec(keys.whole("intermediate_size"), bias=traits.mlp_bias and keys.flag("mlp_bias"))
-    windows = _windows(keys, count, traits, origin)
+    windows, fed = _windows(keys, count, traits, origin), _feed_forwards(keys, count, traits, origin)
     spec = ModelSpec(
         family=traits.family,
-        layers=tuple(LayerSpec(replace(mixer, window=window), feed_forward) for window in windows),
+        layers=tuple(LayerSpec(replace(mixer, window=window), each) for window, each in zip(windows, fed, strict=True)),
         hidden=keys.whole("hidden_size"),
         vocab=keys.whole("vocab_size"),
         eps=keys.number("rms_norm_eps", 1e-6),
         tied=keys.flag("tie_word_embeddings"),
         max_context=max_context,
-        notes=("auto_map: code that comes with a checkpoint is never run",) if keys.get("auto_map") else (),
+        notes=code_notes(keys),
     )
-    keys.refuse_rest(HARMLESS)
-    return _checked(spec, origin)
+    keys.refuse_rest(HARMLESS | HARMLESS_OF_EXPERTS if traits.experts else HARMLESS)
+    return checked(spec, origin)
 
 
 def _mixer(keys: Keys, traits: Traits, *, max_context: int, origin: str) -> AttentionSpec:
@@ -114,18 +118,33 @@ def _windows(keys: Keys, count: int, traits: Traits, origin: str) -> list[int | 
     if traits.window == "gated":
         used, first = keys.flag("use_sliding_window"), keys.whole("max_window_layers", count, least=0)
         window = window if used else None
-    types = keys.get("layer_types")
-    if types is None:
-        return [window if index >= first else None for index in range(count)]
-    if not isinstance(types, list) or len(types) != count:
-        raise Corrupt(f"{origin}: layer_types must name {count} layers")
-    for kind in types:
-        if kind not in ("full_attention", "sliding_attention"):
-            supported = "full_attention, sliding_attention"
-            raise UnsupportedModel(f"{origin}: layer_types: {kind!r} is not supported; supported: {supported}")
+    if traits.window == "switched":
+        window = window if keys.flag("use_sliding_window") else None
+        keys.get("max_window_layers")  # older configs name it, no layer of this family follows it
+    full, sliding = kinds = ("full_attention", "sliding_attention")
+    by_index = [sliding if window and index >= first else full for index in range(count)]
+    types = layer_types(keys, count, accepted=kinds, default=by_index, origin=origin)
     if window is None and "sliding_attention" in types:
         raise Corrupt(f"{origin}: layer_types names sliding layers, but no sliding_window is set")
     return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def _feed_forwards(keys: Keys, count: int, traits: Traits, origin: str) -> list[MlpSpec | MoeSpec]:
+    """The feed-forward of every layer: one, or experts in every so many layers but those that are named."""
+    if not traits.experts:
+        return [MlpSpec(keys.whole("intermediate_size"), bias=traits.mlp_bias and keys.flag("mlp_bias"))] * count
+    sparse = MoeSpec(
+        experts=keys.whole("num_experts", keys.optional_whole("num_local_experts")),
+        used=keys.whole("num_experts_per_tok"),
+        width=keys.whole("moe_intermediate_size"),
+        normalised=keys.flag("norm_topk_prob"),
+    )
+    step, named = keys.whole("decoder_sparse_step", 1), keys.get("mlp_only_layers") or []
+    if not isinstance(named, list) or not all(isinstance(index, int) for index in named):
+        raise Corrupt(f"{origin}: mlp_only_layers must be a list of layers, not {named!r}")
+    flat = [index in named or (index + 1) % step != 0 for index in range(count)]
+    dense = MlpSpec(keys.whole("intermediate_size", None if any(flat) else 1))
+    return [dense if each else sparse for each in flat]
 
 
 # ------------------------------------------------------------------ GGUF
@@ -141,7 +160,7 @@ def _from_metadata(source: Source, traits: Traits) -> ModelSpec:
     hidden, max_context = keys.whole("embedding_length"), keys.whole("context_length")
     heads = keys.wholes("attention.head_count", count)
     kv_heads = keys.wholes("attention.head_count_kv", count, heads)
-    widths = keys.wholes("feed_forward_length", count)
+    fed = _stored_feed_forwards(keys, source, count, traits)
     head_dim = keys.whole("attention.key_length", hidden // heads[0])
     keys.only("attention.value_length", head_dim)
     window = keys.optional_whole("attention.sliding_window", least=0) or None
@@ -160,7 +179,7 @@ def _from_metadata(source: Source, traits: Traits) -> ModelSpec:
                 out_bias=f"blk.{index}.attn_output.bias" in tensors,
                 qk_norm=traits.qk_norm,
             ),
-            MlpSpec(widths[index], bias=f"blk.{index}.ffn_down.bias" in tensors),
+            fed[index],
         )
         for index in range(count)
     )
@@ -175,10 +194,28 @@ def _from_metadata(source: Source, traits: Traits) -> ModelSpec:
         max_context=max_context,
     )
     keys.refuse_rest(HARMLESS_METADATA)
-    return _checked(spec, origin)
+    return checked(spec, origin)
 
 
-def _checked(spec: ModelSpec, origin: str) -> ModelSpec:
+def _stored_feed_forwards(keys: Keys, source: Source, count: int, traits: Traits) -> list[MlpSpec | MoeSpec]:
+    """A GGUF has no key for biases, nor for which layers have experts: it has their tensors or not."""
+    if not traits.experts:
+        widths = keys.wholes("feed_forward_length", count)
+        return [MlpSpec(width, bias=f"blk.{i}.ffn_down.bias" in source.tensors) for i, width in enumerate(widths)]
+    keys.only("expert_gating_func", 1)  # softmax
+    keys.only("expert_weights_scale", 1, 1.0)
+    sparse = MoeSpec(
+        experts=keys.whole("expert_count"),
+        used=keys.whole("expert_used_count"),
+        width=keys.whole("expert_feed_forward_length"),
+        normalised=keys.flag("expert_weights_norm", True),
+    )
+    flat = [f"blk.{index}.ffn_gate_inp.weight" not in source.tensors for index in range(count)]
+    dense = MlpSpec(keys.whole("feed_forward_length", None if any(flat) else 1))
+    return [dense if each else sparse for each in flat]
+
+
+def checked(spec: ModelSpec, origin: str) -> ModelSpec:
     check_heads(spec.layers, origin)
     return spec
 
@@ -186,8 +223,17 @@ def _checked(spec: ModelSpec, origin: str) -> ModelSpec:
 def check_heads(layers: tuple[LayerSpec, ...], origin: str) -> None:
     """The sums that must come out even."""
     for layer in layers:
-        mixer = layer.mixer
-        if mixer.heads % mixer.kv_heads:
-            raise Corrupt(f"{origin}: {mixer.heads} query heads cannot share {mixer.kv_heads} key/value heads evenly")
-        if mixer.head_dim % 2:
-            raise Corrupt(f"{origin}: a head size of {mixer.head_dim} is odd, rotary positions need pairs")
+        match layer.mixer:
+            case AttentionSpec(heads=heads, kv_heads=kv_heads, head_dim=head_dim):
+                if heads % kv_heads:
+                    raise Corrupt(f"{origin}: {heads} query heads cannot share {kv_heads} key/value heads evenly")
+                if head_dim % 2 or layer.mixer.rope.dims % 2:
+                    raise Corrupt(f"{origin}: a head size of {head_dim} is odd, rotary positions need pairs")
+            case DeltaSpec(key_heads=key_heads, value_heads=value_heads):
+                if value_heads % key_heads:
+                    raise Corrupt(f"{origin}: {value_heads} value heads cannot share {key_heads} key heads evenly")
+            case _:
+                assert_never(layer.mixer)
+        for experts in (layer.feed_forward, layer.beside):
+            if isinstance(experts, MoeSpec) and experts.used > experts.experts:
+                raise Corrupt(f"{origin}: {experts.used} experts of {experts.experts} cannot be used")

@@ -98,6 +98,38 @@ HARMLESS = frozenset(
     }
 )
 
+# What configs of mixtures of experts add: it is about training, or about what a run reports.
+HARMLESS_OF_EXPERTS = frozenset({"router_aux_loss_coef", "output_router_logits", "router_z_loss_coef", "router_jitter_noise"})
+
+# What a multimodal model says beside its text model. Images, video and sound are not read.
+HARMLESS_OF_WRAPPERS = frozenset(
+    {
+        "vision_config",
+        "audio_config",
+        "image_token_id",
+        "image_token_index",
+        "video_token_id",
+        "audio_token_id",
+        "audio_token_index",
+        "vision_start_token_id",
+        "vision_end_token_id",
+        "boi_token_id",
+        "boi_token_index",
+        "eoi_token_id",
+        "eoi_token_index",
+        "boa_token_id",
+        "boa_token_index",
+        "eoa_token_id",
+        "eoa_token_index",
+        "vision_soft_tokens_per_image",
+        "mm_tokens_per_image",
+        "audio_soft_tokens_per_image",
+        "mtp_num_hidden_layers",
+        "unsloth_fixed_mtp",
+        "auto_map",
+    }
+)
+
 MOST = 2**31 - 1  # of any count
 MOST_LAYERS = 4096
 
@@ -148,6 +180,15 @@ class Keys:
             raise Corrupt(f"{self._origin}: {self._prefix}{name} must be {count} positive whole numbers, not {value!r}")
         return value
 
+    def flags(self, name: str, count: int, default: list[bool]) -> list[bool]:
+        """One yes or no per layer."""
+        value = self.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, list) or len(value) != count or not all(item in (0, 1) for item in value):
+            raise Corrupt(f"{self._origin}: {self._prefix}{name} must be {count} times true or false, not {value!r}")
+        return [bool(item) for item in value]
+
     def number(self, name: str, default: float | None = None) -> float:
         """A positive number; without a default the key must be there."""
         value = self.get(name)
@@ -186,3 +227,41 @@ class Keys:
             if ours and not neutral(value):
                 shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
                 raise UnsupportedModel(f"{self._origin}: {name} = {shown} is not supported; what it changes is unknown here")
+
+
+def text_part(config: Mapping[str, Any], *, origin: str) -> tuple[Keys, bool | None]:
+    """The keys that describe the text model, wherever they are, and whether a wrapper around them ties the head.
+
+    A multimodal model's config nests them in text_config.
+    """
+    inner = config.get("text_config")
+    if inner is None:
+        return Keys(config, origin=origin), None
+    outer = Keys(config, origin=origin)
+    outer.mapping("text_config")
+    refuse_quantized(outer, origin)
+    tied = outer.flag("tie_word_embeddings") if outer.get("tie_word_embeddings") is not None else None
+    outer.refuse_rest(HARMLESS | HARMLESS_OF_WRAPPERS)
+    return Keys(inner, origin=f"{origin}: text_config"), tied
+
+
+def layer_types(keys: Keys, count: int, *, accepted: Collection[str], default: list[str], origin: str) -> list[str]:
+    """The kind of every layer, as the config lists it."""
+    types = keys.get("layer_types")
+    if types is None:
+        return default
+    if not isinstance(types, list) or len(types) != count:
+        raise Corrupt(f"{origin}: layer_types must name {count} layers")
+    for kind in types:
+        if kind not in accepted:
+            raise UnsupportedModel(f"{origin}: layer_types: {kind!r} is not supported; supported: {', '.join(accepted)}")
+    return types
+
+
+def code_notes(keys: Keys) -> tuple[str, ...]:
+    return ("auto_map: code that comes with a checkpoint is never run",) if keys.get("auto_map") else ()
+
+
+def refuse_quantized(keys: Keys, origin: str) -> None:
+    if keys.get("quantization_config") is not None:
+        raise UnsupportedModel(f"{origin}: quantization_config: quantized safetensors are not supported; use a GGUF file")

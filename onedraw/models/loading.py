@@ -29,11 +29,12 @@ def describe(source: Source) -> Described:
         spec = family.from_metadata(source)
     else:
         spec = family.from_config(source.config, str(source.path / "config.json"))
+    weights = Weights(source, spec, family.rules[source.dialect])
     return Described(
-        spec=spec,
+        spec=weights.spec,
         family=family,
         dialect=source.dialect,
-        weights=Weights(source, spec, family.rules[source.dialect]),
+        weights=weights,
         eos_ids=tuple(eos_ids(source)),
         defaults=generation_defaults(source),
     )

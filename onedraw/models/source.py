@@ -38,7 +38,11 @@ class Tensor(Protocol):
 
     def into(self, out: NDArray[np.float32]) -> None: ...
 
-    def take_rows(self, order: NDArray[np.intp]) -> Tensor: ...
+    def take_rows(self, order: NDArray[np.intp]) -> Tensor:
+        """Some rows in some order, still packed; the others are not read."""
+
+    def reshaped(self, shape: tuple[int, ...]) -> Tensor:
+        """The same values in the same order; a packed tensor keeps its last axis."""
 
 
 class Source(Protocol):

@@ -3,17 +3,16 @@
 In: a checkpoint, a ModelSpec and the rules of its dialect. Out: Weights, checked as a whole (every weight is there in
 the right shape, every tensor is claimed) and then read layer by layer, so that memory holds one layer beside the model.
 
-Weights, all float32, matrices as [outputs, inputs]
-    outer      embed [V, E]  norm [E]  head [V, E] (absent where tied)
-    layer      attn_norm  q [H·D, E]  k [K·D, E]  v [K·D, E]  o [E, H·D]  mlp_norm  gate [F, E]  up [F, E]  down [E, F]
-               and where the spec says so q_bias k_bias v_bias o_bias q_norm [D] k_norm [D] gate_bias up_bias down_bias
+Weights, all float32, matrices as [outputs, inputs], experts as [expert, outputs, inputs]. Their names and shapes are
+those of `spec.py`, and they have one form whatever the file: a norm's weight multiplies as it is, `decay` is negative,
+`conv` is [channels, positions], value heads stand grouped by key head, q and its gate are two matrices.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -21,25 +20,33 @@ from numpy.typing import NDArray
 
 from onedraw.errors import Corrupt, UnsupportedModel
 from onedraw.models.source import Source, Tensor
-from onedraw.models.spec import LayerSpec, ModelSpec
+from onedraw.models.spec import AttentionSpec, LayerSpec, ModelSpec
+from onedraw.models.views import Rows
 
 Where = tuple[int | None, str]  # (layer, weight); layer None for the outer ones
 Shape = tuple[int, ...]
 Read = dict[str, NDArray[np.float32]]
+Recipe = Callable[["Site"], Tensor]  # makes a weight of one or several stored tensors
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """One dialect's names: weight → stored name, with {layer} for the index."""
+    """One dialect's names: weight → stored name, with {layer} for the index; and what a name alone does not say."""
 
     outer: Mapping[str, str]
     layer: Mapping[str, str]
     ignored: str = r"(?!)"  # a pattern of names that hold nothing we need
-    permuted: frozenset[str] = frozenset()  # weights whose rows stand in interleaved order, per head
+    made: Mapping[str, Recipe] = field(default_factory=dict)  # weights that are more than one tensor as it is stored
+    renamed: tuple[tuple[str, str], ...] = ()  # patterns of other names for the same tensors, and ours
+    unused: tuple[tuple[str, str], ...] = ()  # patterns of tensors that are no part of the model, and what to tell of them
+    guessing: str = ""  # by this tensor the block after the model's last is known to guess ahead and nothing else
 
     def stored(self, where: Where) -> str:
         layer, weight = where
         return self.outer[weight] if layer is None else self.layer[weight].format(layer=layer)
+
+    def recipe(self, where: Where) -> Recipe:
+        return self.made.get(where[1]) or as_stored(self.stored(where))
 
 
 class Stack(Protocol):
@@ -55,6 +62,60 @@ class Stack(Protocol):
 def pairs(prefix: str, names: str) -> dict[str, str]:
     """'q=attn_q.weight k=…' → a table, each stored name behind the prefix."""
     return {weight: prefix + stored for weight, _, stored in (pair.partition("=") for pair in names.split())}
+
+
+# ------------------------------------------------------------------ where a recipe is followed
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One weight being looked for: what there is, what it must become, and what was used for it."""
+
+    origin: str
+    tensors: Mapping[str, Tensor]  # by our names
+    index: int | None
+    layer: LayerSpec | None
+    shape: Shape
+    claimed: set[str]
+
+    def named(self, name: str) -> str:
+        return name.format(layer=self.index)
+
+    def has(self, name: str) -> bool:
+        return self.named(name) in self.tensors
+
+    def find(self, name: str, shape: Shape | None = None) -> Tensor:
+        """A stored tensor, which must have this shape; without one, that of the weight."""
+        tensor = _find(self.origin, self.tensors, self.named(name), self.shape if shape is None else shape)
+        self.claimed.add(tensor.name)
+        return tensor
+
+    @property
+    def attention(self) -> AttentionSpec:
+        if self.layer is None:
+            raise TypeError("this weight belongs to no layer")
+        return self.layer.attention
+
+
+def as_stored(name: str) -> Recipe:
+    return lambda site: site.find(name)
+
+
+def half_split(name: str, heads: Callable[[AttentionSpec], int]) -> Recipe:
+    """Rows that a converter put side by side in pairs."""
+
+    def recipe(site: Site) -> Tensor:
+        return Rows(site.find(name), half_split_order(heads(site.attention), site.attention.head_dim))
+
+    return recipe
+
+
+def half_split_order(heads: int, head_dim: int) -> NDArray[np.intp]:
+    """Undoes what converters do to q and k: pairs that stand side by side go back to (i, i + head_dim / 2)."""
+    return np.arange(heads * head_dim).reshape(heads, head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+
+
+# ------------------------------------------------------------------ the dialects of the dense families
 
 
 SAFETENSORS = Rules(
@@ -84,11 +145,25 @@ GGUF = Rules(
     ignored=r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd(\.weight)?",  # the first is read with the rope
 )
 GGUF_PERMUTED = Rules(
-    outer=GGUF.outer, layer=GGUF.layer, ignored=GGUF.ignored, permuted=frozenset({"q", "k", "q_bias", "k_bias"})
+    outer=GGUF.outer,
+    layer=GGUF.layer,
+    ignored=GGUF.ignored,
+    made={weight: half_split(GGUF.layer[weight], lambda mixer: mixer.heads) for weight in ("q", "q_bias")}
+    | {weight: half_split(GGUF.layer[weight], lambda mixer: mixer.kv_heads) for weight in ("k", "k_bias")},
 )
+_OUTER = "embed norm head inputs_embed inputs_project inputs_project_norm"
+_LAYER = """
+    attn_norm q k v o q_bias k_bias v_bias o_bias q_norm k_norm attn_gate
+    delta_qkv delta_z delta_a delta_b conv decay delta_bias delta_norm
+    mlp_norm gate up down gate_bias up_bias down_bias
+    router expert_gate expert_up expert_down select_bias expert_scale router_scale
+    shared_gate shared_up shared_down shared_route
+    post_attn_norm post_mlp_norm dense_norm experts_norm post_experts_norm
+    inputs_gate inputs_out inputs_norm layer_scale
+"""
 PLAIN = Rules(
-    outer={weight: weight for weight in SAFETENSORS.outer},
-    layer={weight: f"layers.{{layer}}.{weight}" for weight in SAFETENSORS.layer},
+    outer={name: name for name in _OUTER.split()},
+    layer={name: f"layers.{{layer}}.{name}" for name in _LAYER.split()},
 )
 
 
@@ -109,23 +184,14 @@ class Weights:
     """The weights of one checkpoint. Complete when made: what is missing, misshapen or unclaimed was refused."""
 
     def __init__(self, source: Source, spec: ModelSpec, rules: Rules) -> None:
-        self.spec = spec
-        self._rules = rules
-        self._tensors: dict[Where, Tensor] = {}
-        for where, shape in all_shapes(spec).items():
-            self._tensors[where] = find(source, rules.stored(where), shape)
-            self._tensors[where].require_readable()
-        claimed = {tensor.name for tensor in self._tensors.values()}
-        copies = {rules.outer["head"]} if spec.tied else set()  # a tied head may be stored a second time
-        refuse_unclaimed(source, claimed | copies, ignored=rules.ignored, kind=f"{spec.family} model")
+        claimed: set[str] = set()
+        self._tensors = gather(source, spec, rules, shapes=all_shapes(spec), claimed=claimed)
+        claimed |= _copies(spec, rules, renamed(source, rules))
+        self.spec = replace(spec, notes=(*spec.notes, *_leftovers(source, spec, rules, claimed)))
 
     def tensor(self, layer: int | None, weight: str) -> Tensor:
-        """One weight, still packed, its rows in our order."""
-        tensor = self._tensors[layer, weight]
-        if layer is None or weight not in self._rules.permuted:
-            return tensor
-        mixer = self.spec.layers[layer].mixer
-        return tensor.take_rows(half_split_order(mixer.heads if weight.startswith("q") else mixer.kv_heads, mixer.head_dim))
+        """One weight in our form, its rows still packed."""
+        return self._tensors[layer, weight]
 
     def read(self, layer: int | None, weight: str) -> NDArray[np.float32]:
         return self.tensor(layer, weight).float32()
@@ -138,17 +204,78 @@ class Weights:
         return {weight: self.read(index, weight) for weight in self.spec.layers[index].shapes(self.spec.hidden)}
 
 
-def half_split_order(heads: int, head_dim: int) -> NDArray[np.intp]:
-    """Undoes what converters do to q and k: pairs that stand side by side go back to (i, i + head_dim / 2)."""
-    return np.arange(heads * head_dim).reshape(heads, head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+def gather(
+    source: Source, stack: Stack, rules: Rules, *, shapes: Mapping[Where, Shape], claimed: set[str]
+) -> dict[Where, Tensor]:
+    """Every weight, checked and not read; the names of the tensors they are made of are added to `claimed`."""
+    tensors = renamed(source, rules)
+    found: dict[Where, Tensor] = {}
+    for where, shape in shapes.items():
+        index = where[0]
+        layer = None if index is None else stack.layers[index]
+        site = Site(str(source.path), tensors, index=index, layer=layer, shape=shape, claimed=claimed)
+        found[where] = rules.recipe(where)(site)
+        if found[where].shape != shape:
+            raise ValueError(f"the rule for {where} gives shape {found[where].shape}, the model needs {shape}")
+        found[where].require_readable()
+    return found
+
+
+def renamed(source: Source, rules: Rules) -> Mapping[str, Tensor]:
+    """The source's tensors by the names that the rules use."""
+    if not rules.renamed:
+        return source.tensors
+    patterns = [(re.compile(pattern), ours) for pattern, ours in rules.renamed]
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in source.tensors.items():
+        ours = name
+        for pattern, replacement in patterns:
+            ours = pattern.sub(replacement, ours)
+        if ours in tensors:
+            raise Corrupt(f"{source.path}: tensors {tensors[ours].name} and {name} are the same weight")
+        tensors[ours] = tensor
+    return tensors
+
+
+def _copies(spec: ModelSpec, rules: Rules, tensors: Mapping[str, Tensor]) -> set[str]:
+    """Tensors that may be stored although another is used in their place."""
+    names = {rules.outer["head"]} if spec.tied else set()
+    for index, layer in enumerate(spec.layers):
+        if isinstance(layer.mixer, AttentionSpec) and layer.mixer.reuses is not None:
+            names |= {rules.stored((index, weight)) for weight in ("k", "v", "k_norm")}
+    return {tensors[name].name for name in names if name in tensors}
+
+
+def _leftovers(source: Source, spec: ModelSpec, rules: Rules, claimed: Collection[str]) -> tuple[str, ...]:
+    """What is told of tensors that are no part of the model; one that has no such excuse is refused."""
+    unused, depth = dict(rules.unused), len(spec.layers)
+    if rules.guessing and rules.guessing.format(layer=depth) in source.tensors:
+        unused[rf"blk\.{depth}\..*"] = GUESSES
+    counts = dict.fromkeys(unused, 0)
+    ignored = re.compile(rules.ignored)
+    for name in source.tensors:
+        if name in claimed or ignored.fullmatch(name):
+            continue
+        pattern = next((pattern for pattern in unused if re.fullmatch(pattern, name)), None)
+        if pattern is None:
+            raise _unclaimed(source, name, f"{spec.family} model")
+        counts[pattern] += 1
+    return tuple(f"{unused[pattern]} ({count} tensors)" for pattern, count in counts.items() if count)
+
+
+GUESSES = "a head that guesses the token after the next: it drafts with --draft mtp and is no part of the model"
 
 
 def find(source: Source, name: str, shape: Shape) -> Tensor:
-    tensor = source.tensors.get(name)
+    return _find(str(source.path), source.tensors, name, shape)
+
+
+def _find(origin: str, tensors: Mapping[str, Tensor], name: str, shape: Shape) -> Tensor:
+    tensor = tensors.get(name)
     if tensor is None:
-        raise Corrupt(f"{source.path}: tensor {name} is missing")
+        raise Corrupt(f"{origin}: tensor {name} is missing")
     if tensor.shape != shape:
-        raise Corrupt(f"{source.path}: tensor {name} has shape {list(tensor.shape)}, the model needs {list(shape)}")
+        raise Corrupt(f"{origin}: tensor {tensor.name} has shape {list(tensor.shape)}, the model needs {list(shape)}")
     return tensor
 
 
@@ -157,4 +284,8 @@ def refuse_unclaimed(source: Source, claimed: Collection[str], *, ignored: str, 
     pattern = re.compile(ignored)
     for name in source.tensors:
         if name not in claimed and not pattern.fullmatch(name):
-            raise UnsupportedModel(f"{source.path}: tensor {name} has no place in a {kind} of this description")
+            raise _unclaimed(source, name, kind)
+
+
+def _unclaimed(source: Source, name: str, kind: str) -> UnsupportedModel:
+    return UnsupportedModel(f"{source.path}: tensor {name} has no place in a {kind} of this description")

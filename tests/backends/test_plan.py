@@ -21,44 +21,45 @@ def a_plan(spec: ModelSpec, **changes: object):  # type: ignore[no-untyped-def]
 
 def test_a_page_holds_keys_and_values_of_every_layer() -> None:
     # 2 (keys, values) × 16 positions × 2 heads × 8 wide × 4 bytes × 2 layers
-    assert a_plan(a_spec()).page_bytes == 2 * 16 * 2 * 8 * 4 * 2
+    assert a_plan(a_spec()).groups[0].page_bytes == 2 * 16 * 2 * 8 * 4 * 2
 
 
 def test_by_default_every_running_sequence_may_fill_the_context() -> None:
     plan = a_plan(a_spec())
     assert plan.max_context == 256
-    assert plan.pages == 4 * 16
+    assert plan.pages == (4 * 16,)
     assert plan.full_sequences == 4
 
 
 def test_a_half_filled_page_is_a_page() -> None:
-    assert a_plan(a_spec(), max_context=17).pages_per_sequence == 2
+    assert a_plan(a_spec(), max_context=17).groups[0].pages_per_sequence == 2
 
 
 def test_weights_of_half_the_width_take_half_the_room() -> None:
     full, half = a_plan(a_spec(), dtype="f32"), a_plan(a_spec(), dtype="bf16")
     assert full.weight_bytes == 4 * a_spec().parameters
     assert half.weight_bytes * 2 == full.weight_bytes
-    assert half.page_bytes * 2 == full.page_bytes
+    assert half.groups[0].page_bytes * 2 == full.groups[0].page_bytes
 
 
 def test_the_total_is_the_sum_of_its_parts() -> None:
     plan = a_plan(a_spec())
-    assert plan.total_bytes == plan.weight_bytes + plan.pages * plan.page_bytes
+    logits = 64 * 128 * 4  # checkpoints × vocabulary in whole vectors × bytes
+    assert plan.total_bytes == plan.weight_bytes + plan.pages[0] * plan.groups[0].page_bytes + logits
 
 
 def test_default_pages_stay_within_a_gibibyte() -> None:
     wide = a_spec(layers=30, kv_heads=8, head_dim=128, max_context=2048)
     plan = a_plan(wide, max_batch=64, max_context=2048)
     assert plan.kv_bytes <= DEFAULT_KV_BYTES
-    assert plan.pages >= plan.pages_per_sequence
+    assert plan.pages[0] >= plan.groups[0].pages_per_sequence
     assert plan.full_sequences < 64
 
 
 def test_an_asked_context_always_has_room_for_one_sequence() -> None:
     wide = a_spec(layers=32, kv_heads=8, head_dim=128, max_context=131072)
     plan = a_plan(wide, max_context=131072)
-    assert plan.pages == plan.pages_per_sequence
+    assert plan.pages == (plan.groups[0].pages_per_sequence,)
     assert plan.kv_bytes > DEFAULT_KV_BYTES
 
 
@@ -71,16 +72,16 @@ def test_without_an_asked_context_a_huge_one_is_shortened_to_what_memory_allows(
 
 def test_asked_memory_is_used_whole() -> None:
     spec = a_spec()
-    plan = a_plan(spec, kv_memory=100 * a_plan(spec).page_bytes + 1)
-    assert plan.pages == 100
+    plan = a_plan(spec, kv_memory=100 * a_plan(spec).groups[0].page_bytes + 1)
+    assert plan.pages == (100,)
 
 
 def test_no_room_for_one_sequence_names_the_bytes_needed() -> None:
     spec = a_spec()
-    page = a_plan(spec).page_bytes
+    page = a_plan(spec).groups[0].page_bytes
     with pytest.raises(NoRoom, match=rf"needs {16 * page} bytes .* gives {15 * page} "):
         a_plan(spec, max_context=256, kv_memory=15 * page)
-    assert a_plan(spec, max_context=256, kv_memory=16 * page).pages == 16
+    assert a_plan(spec, max_context=256, kv_memory=16 * page).pages == (16,)
 
 
 def test_memory_for_less_than_one_page_is_no_room_even_without_an_asked_context() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onedraw.backends.base import Capacity
+from onedraw.backends.base import Capacity, PageGroup
 from onedraw.engine.scheduler import Member, Scheduler
 from onedraw.engine.sequence import Sequence
 from onedraw.memory.ledger import Ledger
@@ -14,8 +14,9 @@ from onedraw.types import Choice, Draft, History, Request, RowOutcome, SamplingP
 def make(
     *, turn_tokens: int = 8, lanes: int = 4, pages: int = 64, chunk: int = 1, proposers: tuple[Proposer, ...] = ()
 ) -> Scheduler:
-    capacity = Capacity(vocab=50, max_context=200, lanes=lanes, pages=pages, page_size=4, chunk=chunk)
-    ledger = Ledger(pages=pages, lanes=lanes, page_size=4, reuse=False)
+    groups = (PageGroup(pages),)
+    capacity = Capacity(vocab=50, max_context=200, lanes=lanes, groups=groups, page_size=4, chunk=chunk)
+    ledger = Ledger(capacity, reuse=False)
     return Scheduler(ledger=ledger, capacity=capacity, speculator=Speculator(proposers, draft_tokens=64), turn_tokens=turn_tokens)
 
 

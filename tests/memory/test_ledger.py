@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onedraw.backends.base import Capacity, PageGroup
 from onedraw.memory.ledger import Lease, Ledger
 from onedraw.types import History
 
@@ -14,8 +15,27 @@ def history(*tokens: int) -> History:
     return History(tuple(tokens))
 
 
-def make(pages: int = 8, lanes: int = 3, reuse: bool = True) -> Ledger:
-    return Ledger(pages=pages, lanes=lanes, page_size=2, reuse=reuse)
+def make(
+    pages: int | tuple[int, ...] = 8,
+    lanes: int = 3,
+    *,
+    windows: tuple[int | None, ...] = (None,),
+    checkpoints: int = 0,
+    chunk: int = 1,
+    recurrent: bool = False,
+) -> Ledger:
+    counts = (pages,) * len(windows) if isinstance(pages, int) else pages
+    capacity = Capacity(
+        vocab=100,
+        max_context=100,
+        lanes=lanes,
+        groups=tuple(PageGroup(count, window) for count, window in zip(counts, windows, strict=True)),
+        page_size=2,
+        checkpoints=checkpoints,
+        chunk=chunk,
+        recurrent=recurrent,
+    )
+    return Ledger(capacity, reuse=True)
 
 
 def lend(ledger: Ledger, known: History, *, settle: int = 0) -> Lease:
@@ -33,7 +53,7 @@ def test_a_second_request_shares_the_full_pages_of_the_first() -> None:
     first = lend(ledger, known, settle=5)
     second = lend(ledger, known)
     assert second.cached == 4
-    assert second.pages == first.pages[:2]
+    assert second.pages[0] == first.pages[0][:2]
     first.release()
     second.release()
     ledger.audit()
@@ -90,9 +110,9 @@ def test_settling_gives_back_the_pages_of_rejected_drafts() -> None:
     known = history(1, 2, 3)
     lease = lend(ledger, known)
     assert lease.cover(9)
-    assert len(lease.pages) == 5
+    assert len(lease.pages[0]) == 5
     lease.settle(3, known)
-    assert len(lease.pages) == 2
+    assert len(lease.pages[0]) == 2
     ledger.audit()
 
 
@@ -100,14 +120,14 @@ def test_covering_takes_nothing_where_it_cannot_take_all() -> None:
     ledger = make(pages=4)
     lease = lend(ledger, history(1))
     assert not lease.cover(9)
-    assert lease.pages == []
+    assert lease.pages == ([],)
 
 
 def test_a_page_dropped_twice_is_noticed() -> None:
     ledger = make()
     lease = lend(ledger, history(1), settle=1)
-    page = lease.pages[0]
-    ledger.pool.drop(page, indexed=False)
+    page = lease.pages[0][0]
+    ledger.pools[0].drop(page, indexed=False)
     with pytest.raises(AssertionError):
         ledger.audit()
 
@@ -139,4 +159,4 @@ def test_no_order_of_events_loses_a_page(events: list[tuple[int, int]]) -> None:
     for lease, _ in held:
         lease.release()
     ledger.audit()
-    assert ledger.pool.held == 0
+    assert ledger.pages_held == 0

@@ -1,15 +1,16 @@
 """The torch backend: a plan in, an outcome out, on a CPU or a CUDA device.
 
 In: a spec, a source of weights, sizes, perhaps a drafter. Out: outcomes. inputs → stack → sampler → verification →
-commit → guesses. A commit brings the kept path of a tree to its positions; the rejected rest is never read again.
+commit → guesses. A commit brings kept drafts home: a tree's path to its positions, a state's steps to its lane; the
+rejected rest is never read again.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -18,14 +19,17 @@ from torch import Tensor
 from onedraw.backends.base import Capacity, PageGroup, Ticket
 from onedraw.backends.outcome import row_outcome
 from onedraw.backends.torch.inputs import Inputs, Shape, make_inputs
+from onedraw.backends.torch.loader import LANE, WeightSource, padded
 from onedraw.backends.torch.ops import Ops, TorchOps
+from onedraw.backends.torch.ranking import Turned
+from onedraw.backends.torch.runs import CHUNK
 from onedraw.backends.torch.sampler import Position, Sampler
 from onedraw.backends.torch.selfcheck import SelfCheck, self_check
-from onedraw.backends.torch.stack import Stack, WeightSource
-from onedraw.backends.torch.state import State, moves_of
+from onedraw.backends.torch.stack import Stack
+from onedraw.backends.torch.state import KeptLogits, Sizes, State
 from onedraw.models.spec import ModelSpec
 from onedraw.sampling.verify import hypotheses
-from onedraw.types import Choice, Draft, Logprobs, Outcome, Plan, RowOutcome
+from onedraw.types import Choice, Draft, Logprobs, Outcome, Plan, Row
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 LOGITS_BYTES = 256 * 2**20  # float32 logits held at once
@@ -47,9 +51,24 @@ class Drafter(Protocol):
         """Positions past a row that it writes to."""
         ...
 
-    def guess(self, plan: Plan, inputs: Inputs, features: list[Tensor], rows: tuple[RowOutcome, ...]) -> list[tuple[Draft, ...]]:
+    def open(self, rows: Sequence[Row]) -> None:
+        """Before a turn: copy what rows want copied."""
+        ...
+
+    def guess(self, turn: Turned) -> list[tuple[Draft, ...]]:
         """Take in what the turn settled and guess on: drafts per row for the row after it."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """A position to choose at: after a token of the turn, or after the prompt of a checkpoint."""
+
+    row: int
+    token: int | None  # of the turn; None: the logits lie in the checkpoint `restore`
+    position: Position
+    restore: int | None
+    keep: int | None  # the checkpoint that wants these logits
 
 
 class TorchBackend:
@@ -63,9 +82,11 @@ class TorchBackend:
         dtype: str,
         device: str,
         lanes: int,
-        pages: int,
+        pages: int | tuple[int, ...],
         page_size: int,
         max_context: int,
+        drafts: int = 0,
+        checkpoints: int = 0,
         ops: Ops | None = None,
         check: bool = True,
         make_drafter: Callable[[Stack, Sampler, Shape], Drafter] | None = None,
@@ -76,8 +97,18 @@ class TorchBackend:
         self._stack = Stack(
             spec, source, dtype=DTYPES[dtype], device=self._device, ops=ops, max_context=max_context, progress=progress
         )
-        self._state = State(spec.layers, pages=pages, page_size=page_size, dtype=DTYPES[dtype], device=self._device)
-        self._shape = Shape(page_size, self._state.scratch_page, ops.rule)
+        windows = spec.windows
+        sizes = Sizes(
+            pages=(pages,) * len(windows) if isinstance(pages, int) else pages,
+            page_size=page_size,
+            windows=windows,
+            lanes=lanes,
+            drafts=drafts if spec.recurrent else 0,
+            checkpoints=checkpoints,
+        )
+        self._state = State(spec.layers, sizes, dtype=DTYPES[dtype], device=self._device)
+        self._kept = KeptLogits(checkpoints, padded(spec.vocab, LANE), self._device)
+        self._shape = Shape(page_size, sizes.pages, ops.rule, windows)
         self.report: SelfCheck | None = None
         if check:
             self.report = _checked(self._stack, self._state, self._shape)
@@ -89,8 +120,12 @@ class TorchBackend:
             vocab=spec.vocab,
             max_context=max_context,
             lanes=lanes,
-            groups=(PageGroup(pages),),
+            groups=tuple(PageGroup(count, window) for count, window in zip(sizes.pages, windows, strict=True)),
             page_size=page_size,
+            checkpoints=checkpoints,
+            chunk=CHUNK if spec.recurrent else 1,
+            recurrent=spec.recurrent,
+            draft_positions=drafts if spec.recurrent else None,
             lookahead=0 if self._drafter is None else self._drafter.lookahead,
             drafter="" if self._drafter is None else self._drafter.name,
             device=ops.name,
@@ -122,6 +157,9 @@ class TorchBackend:
     @torch.inference_mode()
     def _run(self, plan: Plan) -> Outcome:
         begin = time.perf_counter()
+        self._state.open(plan.rows)
+        if self._drafter is not None:
+            self._drafter.open(plan.rows)
         inputs = make_inputs(plan, shape=self._shape, device=self._device)
         features: list[Tensor] = []
         captures = () if self._drafter is None else self._drafter.captures
@@ -129,20 +167,11 @@ class TorchBackend:
         scored = self._score(plan, inputs, hidden)
         chosen = self._choose(plan, inputs, hidden)
         rows = tuple(row_outcome(row, chosen.get(i, []), scored.get(i, ())) for i, row in enumerate(plan.rows))
-        self._commit(plan, rows)
+        self._state.commit(plan.rows, [row.kept for row in rows], self._stack.ops)
         if self._drafter is not None:
-            guesses = self._drafter.guess(plan, inputs, features, rows)
+            guesses = self._drafter.guess(Turned(plan, inputs, hidden, features, rows))
             rows = tuple(replace(row, guesses=own) for row, own in zip(rows, guesses, strict=True))
         return Outcome(rows, time.perf_counter() - begin)
-
-    def _commit(self, plan: Plan, rows: tuple[RowOutcome, ...]) -> None:
-        """Bring the kept paths of trees home."""
-        moves = [
-            move
-            for row, outcome in zip(plan.rows, rows, strict=True)
-            for move in moves_of(row, outcome.kept, self._shape.page_size)
-        ]
-        self._state.compact(moves)
 
     def _logits(self, hidden: Tensor, tokens: list[int]) -> Tensor:
         """Logits of these tokens of the turn: [C', V'], the first C rows wanted."""
@@ -152,23 +181,35 @@ class TorchBackend:
 
     def _choose(self, plan: Plan, inputs: Inputs, hidden: Tensor) -> dict[int, list[Choice | None]]:
         """Per choosing row, a choice after its last known token and after each draft."""
-        tokens: list[int] = []
-        owners: list[int] = []
-        positions: list[Position] = []
+        picks: list[Pick] = []
         for i, (row, span) in enumerate(zip(plan.rows, inputs.spans, strict=False)):  # padding has spans of its own
             if not row.chooses:
                 continue
             for k, drafts in enumerate(hypotheses(row.drafts)):
-                tokens.append(span.first + len(row.tokens) - 1 + k)
-                owners.append(i)
-                positions.append(Position(row.lane, row.params, row.history, drafts, row.request_id))
+                position = Position(row.lane, row.params, row.history, drafts, row.request_id)
+                kept = next((save.slot for save in row.saves if save.position == row.stop), None) if k == 0 else None
+                picks.append(Pick(i, span.first + len(row.tokens) - 1 + k if row.tokens else None, position, row.restore, kept))
         chosen: dict[int, list[Choice | None]] = {}
-        for start in range(0, len(tokens), self._slice):
-            stop = start + self._slice
-            choices = self._sampler.choose(self._logits(hidden, tokens[start:stop]), positions[start:stop])
-            for owner, choice in zip(owners[start:stop], choices, strict=True):
-                chosen.setdefault(owner, []).append(choice)
+        for start in range(0, len(picks), self._slice):
+            part = picks[start : start + self._slice]
+            choices = self._sampler.choose(self._picked(hidden, part), [pick.position for pick in part])
+            for pick, choice in zip(part, choices, strict=True):
+                chosen.setdefault(pick.row, []).append(choice)
         return chosen
+
+    def _picked(self, hidden: Tensor, picks: list[Pick]) -> Tensor:
+        """Logits of these picks [C, V']: computed, or from checkpoints; those that checkpoints want are kept."""
+        computed = [pick.token for pick in picks if pick.token is not None]
+        logits = self._logits(hidden, computed) if computed else self._kept.rows[:0]
+        if len(computed) < len(picks):
+            places, found = iter(range(len(computed))), logits
+            logits = torch.stack(
+                [self._kept.rows[pick.restore or 0] if pick.token is None else found[next(places)] for pick in picks]
+            )
+        for pick, row in zip(picks, logits, strict=True):
+            if pick.keep is not None:
+                self._kept.keep(pick.keep, row)
+        return logits
 
     def _score(self, plan: Plan, inputs: Inputs, hidden: Tensor) -> dict[int, tuple[Logprobs, ...]]:
         """Per scoring row, the logprobs of the prompt tokens its positions predict."""

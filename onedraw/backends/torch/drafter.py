@@ -17,13 +17,15 @@ from torch import Tensor
 
 from onedraw.backends.torch.inputs import Inputs, Shape, Span, lay_out
 from onedraw.backends.torch.layers.linear import Linear
-from onedraw.backends.torch.layers.rope import rope_table
+from onedraw.backends.torch.loader import Loader
+from onedraw.backends.torch.mixers import Attention
 from onedraw.backends.torch.ops import Preparation
-from onedraw.backends.torch.ranking import Ranker, room_ahead
-from onedraw.backends.torch.stack import Layer, Loader, Stack, run_layer
-from onedraw.backends.torch.state import State
+from onedraw.backends.torch.pages import PageStore
+from onedraw.backends.torch.ranking import Ranker, Turned, room_ahead
+from onedraw.backends.torch.stack import Layer, Stack, load_layer, rope_tables, run_layer
+from onedraw.backends.torch.state import Sizes, State
 from onedraw.models.dflash import DrafterWeights
-from onedraw.models.spec import DrafterSpec, RopeSpec
+from onedraw.models.spec import DrafterSpec
 from onedraw.sampling.proposal import Floats, Ids
 from onedraw.types import Draft, Plan, Row, RowOutcome
 
@@ -56,28 +58,24 @@ class DflashDrafter:
         max_context: int,
         arrange: Arrange,
     ) -> None:
-        self._spec, self._target, self._shape, self._arrange = spec, target, shape, arrange
+        self._spec, self._target, self._shape, self._arrange = spec, target, shape.alone, arrange
         self._max_context = max_context
         self._ops, self._device = target.ops, target.device
         loader = Loader(weights, dtype=target.dtype, device=self._device)
         linear = self._ops.linear
         self._fc = linear(loader.passing(None, "fc"))
         self._hidden_norm, self._norm = loader.kept(None, "hidden_norm"), loader.kept(None, "norm")
-        self._embedding = loader.kept(None, "embed") if spec.own_embedding else target.embedding
+        self._embedding = loader.kept(None, "embed") if spec.own_embedding else None
         self._head = linear(loader.passing(None, "head")) if spec.own_head else target.head
         self._target_ids = weights.target_ids()
         self._layers: list[Layer] = []
         self._contexts: list[Linear] = []  # keys and values of a committed position, from its feature
         for index, layer in enumerate(spec.layers):
-            self._layers.append(loader.layer(index, layer, self._ops))
+            self._layers.append(load_layer(index, layer, loader, self._ops, spec.eps))
             self._contexts.append(linear(loader.passing(index, "k", "v")))
-        self._state = State(
-            spec.layers, pages=shape.scratch_page, page_size=shape.page_size, dtype=target.dtype, device=self._device
-        )
-        self._ropes: dict[RopeSpec, Tensor] = {
-            rope: rope_table(rope, max_context + spec.block, dtype=target.dtype, device=self._device)
-            for rope in {layer.attention.rope for layer in spec.layers}
-        }
+        sizes = Sizes(pages=self._shape.scratch, page_size=shape.page_size)
+        self._state = State(spec.layers, sizes, dtype=target.dtype, device=self._device)
+        self._ropes = rope_tables(spec.layers, max_context + spec.block, dtype=target.dtype, device=self._device)
         self._ranker = Ranker(lanes)
 
     @property
@@ -92,9 +90,13 @@ class DflashDrafter:
     def lookahead(self) -> int:
         return self._spec.block
 
-    def guess(self, plan: Plan, inputs: Inputs, features: list[Tensor], rows: tuple[RowOutcome, ...]) -> list[tuple[Draft, ...]]:
+    def open(self, rows: Sequence[Row]) -> None:
+        self._state.open(rows)
+
+    def guess(self, turn: Turned) -> list[tuple[Draft, ...]]:
+        plan, rows = turn.plan, turn.rows
         self._ranker.learn(plan, rows)
-        self._remember(plan, inputs, features, rows)
+        self._remember(plan, turn.inputs, turn.features, rows)
         blocks = [block for i, row in enumerate(plan.rows) if (block := self._block(i, row, rows[i])) is not None]
         guesses: list[tuple[Draft, ...]] = [()] * len(plan.rows)
         if blocks:
@@ -113,15 +115,19 @@ class DflashDrafter:
             spans.append(Span(len(taken), known + len(outcome.kept), row.start))
             taken.extend(range(span.first, span.first + known))
             taken.extend(span.first + known + index for index in outcome.kept)
-        placed = lay_out([0] * len(taken), spans, [row.pages[0] for row in plan.rows], shape=self._shape, device=self._device)
+        if not taken:  # every row came whole from a checkpoint
+            return
+        placed = lay_out([0] * len(taken), spans, [row.pages[:1] for row in plan.rows], shape=self._shape, device=self._device)
         padding = len(placed.host_tokens) - len(taken)
         index = torch.tensor([*taken, *taken[-1:] * padding], dtype=torch.long, device=self._device)
         joined = torch.cat([feature.index_select(0, index) for feature in features], dim=1)  # [M, n * Et]
         context = self._ops.rms_norm(self._fc(joined), self._hidden_norm, self._spec.eps)
         preparation = Preparation(self._ops, placed, self._ropes)
-        for layer, linear, store in zip(self._layers, self._contexts, self._state.layers, strict=True):
-            mixer, prepared = layer.spec.attention, preparation.of(layer.spec.attention)
-            self._ops.remember(linear(context), prepared, spec=mixer, store=store, k_norm=layer.k_norm, eps=self._spec.eps)
+        for layer, linear, store in zip(self._layers, self._contexts, self._state.stores, strict=True):
+            own, mixer, prepared = layer.mixer, layer.spec.attention, preparation.of(layer.spec.attention)
+            assert isinstance(own, Attention)
+            assert isinstance(store, PageStore)
+            self._ops.remember(linear(context), prepared, spec=mixer, store=store, k_norm=own.k_norm, eps=self._spec.eps)
 
     # ------------------------------------------------------------------ block
 
@@ -138,16 +144,16 @@ class DflashDrafter:
         tokens = [token for block in blocks for token in (block.token, *[mask] * (block.count - 1))]
         firsts = np.cumsum([0, *(block.count for block in blocks)]).tolist()
         spans = [Span(first, block.count, block.start, anchored=True) for first, block in zip(firsts, blocks, strict=False)]
-        pages = [block.row.pages[0] for block in blocks]
+        pages = [block.row.pages[:1] for block in blocks]
         placed = {
             causal: lay_out(
                 tokens, [replace(span, whole=not causal) for span in spans], pages, shape=self._shape, device=self._device
             )
             for causal in set(self._spec.causal_in_block)
         }
-        x = self._embedding.index_select(0, next(iter(placed.values())).tokens)
+        x = self._embed(next(iter(placed.values())).tokens)
         preparations = {causal: Preparation(self._ops, inputs, self._ropes) for causal, inputs in placed.items()}
-        for layer, causal, store in zip(self._layers, self._spec.causal_in_block, self._state.layers, strict=True):
+        for layer, causal, store in zip(self._layers, self._spec.causal_in_block, self._state.stores, strict=True):
             prepared = preparations[causal].of(layer.spec.attention)
             x = run_layer(x, layer, ops=self._ops, store=store, prepared=prepared, eps=self._spec.eps)
         x = self._ops.rms_norm(x, self._norm, self._spec.eps)
@@ -157,6 +163,9 @@ class DflashDrafter:
         logits = self._head(x.index_select(0, index))[: len(slots), : self._spec.draft_vocab].float()
         ids, values = self._ranker.best(logits)
         return self._arranged(blocks, ids if self._target_ids is None else self._target_ids[ids], values)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        return self._target.embed(tokens) if self._embedding is None else self._embedding.index_select(0, tokens)
 
     def _arranged(self, blocks: list[Block], ids: Ids, logits: Floats) -> list[tuple[Draft, ...]]:
         found: list[tuple[Draft, ...]] = []

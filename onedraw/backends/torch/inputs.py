@@ -11,7 +11,7 @@ position on, the slots of its own path in order of position, so its arithmetic i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from onedraw.backends.torch.layers.linear import RowRule
 from onedraw.sampling.verify import trails
-from onedraw.types import Draft, Plan
+from onedraw.types import Draft, Plan, Save
 
 Ints = npt.NDArray[np.int64]
 
@@ -31,8 +31,14 @@ class Shape:
     """What of the backend shapes its inputs."""
 
     page_size: int
-    scratch_page: int  # a page nobody reads: padding tokens write there
+    scratch: tuple[int, ...]  # per page group, a page nobody reads: padding tokens write there
     rule: RowRule
+    windows: tuple[int | None, ...] = (None,)  # of the page groups
+
+    @property
+    def alone(self) -> Shape:
+        """For a model of its own beside the target: all its layers lie in pages numbered like those of the first group."""
+        return replace(self, scratch=self.scratch[:1], windows=(None,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,8 @@ class Span:
 
     `drafts` are its last tokens. `whole`: every token sees all of the span, not only what stands before it.
     `anchored`: a window is counted back from the span's start, the same for all of its tokens.
+    `lane` is where its state lies, None for padding; `prompt_stop`, `saves` as in a row; `held` is the first place of
+    its drafts in the rollback buffer.
     """
 
     first: int
@@ -49,6 +57,10 @@ class Span:
     drafts: tuple[Draft, ...] = ()
     whole: bool = False
     anchored: bool = False
+    lane: int | None = None
+    prompt_stop: int = 0
+    saves: tuple[Save, ...] = ()
+    held: int = 0
 
     @property
     def stop(self) -> int:
@@ -70,10 +82,11 @@ class Inputs:
     host_slots: Ints  # [T]
     host_ends: Ints  # [T] the last position each token sees
     host_rows: Ints  # [T] row of each token
-    host_table: Ints  # [R, W] pages of each row, the scratch page past its end
+    host_tables: tuple[Ints, ...]  # per page group [R, W] pages of each row, the scratch page past its end
     host_tails: Ints | None  # [T] position from which a token reads its path; None where no row branches
     host_paths: Ints | None  # [T, depth] slots of the path, counted from the tail
     page_size: int
+    windows: tuple[int | None, ...]  # of the page groups
     device: torch.device
 
     @cached_property
@@ -97,8 +110,12 @@ class Inputs:
         return to_device(self.host_rows, self.device)
 
     @cached_property
-    def table(self) -> Tensor:
-        return to_device(self.host_table, self.device)
+    def tables(self) -> tuple[Tensor, ...]:
+        return tuple(to_device(table, self.device) for table in self.host_tables)
+
+    def group(self, window: int | None) -> int:
+        """Where layers with this window keep their pages."""
+        return self.windows.index(window) if window in self.windows else 0
 
     @cached_property
     def tails(self) -> Tensor | None:
@@ -125,26 +142,39 @@ class Inputs:
 def make_inputs(plan: Plan, *, shape: Shape, device: torch.device) -> Inputs:
     tokens: list[int] = []
     spans: list[Span] = []
+    held = 0
     for row in plan.rows:
-        spans.append(Span(len(tokens), len(row.tokens) + len(row.drafts), row.start, row.drafts))
+        span = Span(
+            first=len(tokens),
+            count=len(row.tokens) + len(row.drafts),
+            start=row.start,
+            drafts=row.drafts,
+            lane=row.lane,
+            prompt_stop=row.prompt_stop,
+            saves=row.saves,
+            held=held,
+        )
+        spans.append(span)
         tokens += row.tokens
         tokens += (draft.token for draft in row.drafts)
-    pages = [row.pages[0] for row in plan.rows]
-    return lay_out(tokens, spans, pages, shape=shape, device=device)
+        held += len(row.drafts)
+    return lay_out(tokens, spans, [row.pages for row in plan.rows], shape=shape, device=device)
 
 
 def lay_out(
-    tokens: list[int], spans: list[Span], pages: Sequence[Sequence[int]], *, shape: Shape, device: torch.device
+    tokens: list[int],
+    spans: list[Span],
+    pages: Sequence[tuple[Sequence[int], ...]],
+    *,
+    shape: Shape,
+    device: torch.device,
 ) -> Inputs:
-    """Inputs of any spans of tokens, each with the pages of its row."""
+    """Inputs of any spans of tokens, each with the pages of its row, per group."""
     padding = shape.rule.padded(len(tokens)) - len(tokens)
     for i in range(padding):
         spans = [*spans, Span(len(tokens), 1, i % shape.page_size)]
-        pages = [*pages, (shape.scratch_page,)]
+        pages = [*pages, tuple((page,) for page in shape.scratch)]
         tokens = [*tokens, 0]
-    table = np.full((len(spans), max(len(p) for p in pages)), shape.scratch_page, dtype=np.int64)
-    for i, held in enumerate(pages):
-        table[i, : len(held)] = held
     counts = [span.count for span in spans]
     rows = np.repeat(np.arange(len(spans), dtype=np.int64), counts)
     shift = np.repeat(np.asarray([span.start - span.first for span in spans], dtype=np.int64), counts)
@@ -164,12 +194,21 @@ def lay_out(
         host_slots=slots,
         host_ends=ends,
         host_rows=rows,
-        host_table=table,
+        host_tables=tuple(_table([held[group] for held in pages], scratch) for group, scratch in enumerate(shape.scratch)),
         host_tails=tails,
         host_paths=paths,
         page_size=shape.page_size,
+        windows=shape.windows,
         device=device,
     )
+
+
+def _table(pages: list[Sequence[int]], scratch: int) -> Ints:
+    """[R, W], the scratch page past a row's end and where a page was let go."""
+    table = np.full((len(pages), max((len(held) for held in pages), default=1)), scratch, dtype=np.int64)
+    for i, held in enumerate(pages):
+        table[i, : len(held)] = held
+    return np.where(table < 0, scratch, table)
 
 
 def _paths(spans: list[Span], slots: Ints) -> tuple[Ints, Ints, Ints]:

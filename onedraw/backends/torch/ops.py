@@ -1,4 +1,4 @@
-"""What a stack asks of a device: products, norms, activations, attention. `TorchOps` answers with plain torch.
+"""What a stack asks of a device: products, norms, activations, attention, delta states. `TorchOps` answers with plain torch.
 
 In: tensors. Out: tensors whose rows do not depend on each other. Kernels answer the same questions faster
 (`kernels/cpu.py`); their bits are their own, so a fingerprint names which of them computed.
@@ -6,7 +6,7 @@ In: tensors. Out: tensors whose rows do not depend on each other. Kernels answer
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,14 +14,18 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.torch.inputs import Inputs
+from onedraw.backends.torch.lanes import Kept, LaneStore
+from onedraw.backends.torch.layers import delta as plain_delta
 from onedraw.backends.torch.layers.attention import TileGroup, attend, store_rows
+from onedraw.backends.torch.layers.delta import DeltaWeights
 from onedraw.backends.torch.layers.elementwise import gated
 from onedraw.backends.torch.layers.linear import Linear, RowRule, default_rule
 from onedraw.backends.torch.layers.norm import rms_norm
 from onedraw.backends.torch.layers.rope import rotate
-from onedraw.backends.torch.state import PageStore, write_places
+from onedraw.backends.torch.pages import PageStore, write_places
+from onedraw.backends.torch.runs import Runs, runs_of
 from onedraw.backends.torch.tiles import tile_groups
-from onedraw.models.spec import Activation, AttentionSpec, RopeSpec
+from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, RopeSpec
 
 
 class Ops(Protocol):
@@ -35,7 +39,9 @@ class Ops(Protocol):
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear: ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        """A weight in float32 meets the normed numbers before they are rounded, one in x's dtype after."""
+        ...
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor: ...
 
@@ -54,7 +60,10 @@ class Ops(Protocol):
         k_norm: Tensor | None,
         eps: float,
     ) -> Tensor:
-        """qkv [T, (H + 2K) * D] → [T, H * D]; the turn's keys and values are written before any is read."""
+        """qkv [T, (H + 2K) * D …] → [T, H * D]; the turn's keys and values are written before any is read.
+
+        Behind q, k and v more may stand in a row. A layer that reuses another's keys has q alone, and writes nothing.
+        """
         ...
 
     def remember(
@@ -63,17 +72,32 @@ class Ops(Protocol):
         """Norm, turn and write keys and values [T, 2K * D] without attending."""
         ...
 
+    def prepare_delta(self, inputs: Inputs, mixer: DeltaSpec) -> Any:
+        """What delta layers of one kind read alike in one turn."""
+        ...
+
+    def delta(self, projected: Tensor, prepared: Any, *, weights: DeltaWeights, store: LaneStore) -> Tensor:
+        """projected [T, C + Hv * Dv + 2 Hv] → [T, Hv * Dv]; lanes move on, drafts are held in the rollback buffer."""
+        ...
+
+    def commit_delta(self, store: LaneStore, kept: Sequence[Kept]) -> None:
+        """Bring kept drafts from the rollback buffer to their lanes."""
+        ...
+
 
 class Preparation:
-    """`Ops.prepare` once per kind of attention in one turn. Owner: the pass over the layers that made it."""
+    """`Ops.prepare` once per kind of mixer in one turn. Owner: the pass over the layers that made it."""
 
     def __init__(self, ops: Ops, inputs: Inputs, ropes: Mapping[RopeSpec, Tensor]) -> None:
         self._ops, self._inputs, self._ropes = ops, inputs, ropes
-        self._found: dict[AttentionSpec, Any] = {}
+        self._found: dict[AttentionSpec | DeltaSpec, Any] = {}
 
-    def of(self, mixer: AttentionSpec) -> Any:
+    def of(self, mixer: AttentionSpec | DeltaSpec) -> Any:
         if mixer not in self._found:
-            self._found[mixer] = self._ops.prepare(self._inputs, mixer, self._ropes[mixer.rope])
+            if isinstance(mixer, DeltaSpec):
+                self._found[mixer] = self._ops.prepare_delta(self._inputs, mixer)
+            else:
+                self._found[mixer] = self._ops.prepare(self._inputs, mixer, self._ropes[mixer.rope])
         return self._found[mixer]
 
 
@@ -96,7 +120,7 @@ class TorchOps:
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return Linear(weight, bias=bias, rule=self.rule)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         return rms_norm(x, weight, eps)
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
@@ -104,7 +128,7 @@ class TorchOps:
 
     def prepare(self, inputs: Inputs, mixer: AttentionSpec, turns: Tensor) -> Prepared:
         groups = tile_groups(inputs, window=mixer.window, heights=self.tile_heights)
-        pages = inputs.table[inputs.rows, inputs.slots // inputs.page_size]
+        pages = inputs.tables[inputs.group(mixer.window)][inputs.rows, inputs.slots // inputs.page_size]
         slots = inputs.slots % inputs.page_size
         return Prepared(
             turn=turns.index_select(0, inputs.positions),
@@ -124,21 +148,28 @@ class TorchOps:
         k_norm: Tensor | None,
         eps: float,
     ) -> Tensor:
-        heads, kv = spec.heads, spec.kv_heads
-        split = qkv.view(len(qkv), heads + 2 * kv, spec.head_dim)
-        both, values = split[:, : heads + kv], split[:, heads + kv :]
-        if q_norm is not None and k_norm is not None:
-            q = rms_norm(both[:, :heads].contiguous(), q_norm, eps)
-            k = rms_norm(both[:, heads:].contiguous(), k_norm, eps)
-            both = torch.cat([q, k], dim=1)
-        turned = rotate(both, prepared.turn)
-        store.write(turned[:, heads:], values, prepared.places)
-        return attend(turned[:, :heads], store.keys, store.values, groups=prepared.groups, rows=prepared.rows, spec=spec)
+        width = spec.heads * spec.head_dim
+        q = qkv[:, :width].reshape(len(qkv), spec.heads, spec.head_dim)
+        q = rotate(q if q_norm is None else rms_norm(q, q_norm, eps), prepared.turn)
+        if spec.reuses is None:
+            self.remember(qkv[:, width:], prepared, spec=spec, store=store, k_norm=k_norm, eps=eps)
+        return attend(q, store.keys, store.values, groups=prepared.groups, rows=prepared.rows, spec=spec)
 
     def remember(
         self, kv: Tensor, prepared: Prepared, *, spec: AttentionSpec, store: PageStore, k_norm: Tensor | None, eps: float
     ) -> None:
-        split = kv.view(len(kv), 2 * spec.kv_heads, spec.head_dim)
-        keys, values = split[:, : spec.kv_heads].contiguous(), split[:, spec.kv_heads :]
+        width = spec.kv_heads * spec.head_dim
+        keys = kv[:, :width].reshape(len(kv), spec.kv_heads, spec.head_dim)
+        values = keys if spec.keys_as_values else kv[:, width : 2 * width].reshape(keys.shape)
+        values = rms_norm(values, None, eps) if spec.v_norm else values
         keys = keys if k_norm is None else rms_norm(keys, k_norm, eps)
         store.write(rotate(keys, prepared.turn), values, prepared.places)
+
+    def prepare_delta(self, inputs: Inputs, mixer: DeltaSpec) -> Runs:
+        return runs_of(inputs, conv=mixer.conv)
+
+    def delta(self, projected: Tensor, prepared: Runs, *, weights: DeltaWeights, store: LaneStore) -> Tensor:
+        return plain_delta.delta(projected, prepared, weights=weights, store=store).to(projected.dtype)
+
+    def commit_delta(self, store: LaneStore, kept: Sequence[Kept]) -> None:
+        plain_delta.commit(store, kept)

@@ -15,6 +15,7 @@ from torch import Tensor
 from onedraw.backends.torch.inputs import Shape, make_inputs
 from onedraw.backends.torch.layers.linear import Linear, RowRule
 from onedraw.backends.torch.ops import TorchOps
+from onedraw.backends.torch.runs import CHUNK
 from onedraw.backends.torch.stack import Stack
 from onedraw.backends.torch.state import State
 from onedraw.types import History, Plan, Row, SamplingParams
@@ -80,8 +81,8 @@ def _turns_agree(stack: Stack, state: State, shape: Shape) -> bool:
 
     They lie in the pages and the context there are: kernels do not look where they write. Fewer pages, fewer sequences.
     """
-    pages = shape.scratch_page  # as many as are lent; the scratch page comes after them
-    count = min(3, pages)
+    pages = min(shape.scratch)  # as many as are lent; the scratch page comes after them
+    count = min(3, pages, *([state.sizes.lanes] if stack.spec.recurrent else []))
     per = min(-(-96 // shape.page_size), pages // count)
     longest = min(per * shape.page_size, 90, stack.max_context)
     lengths = [longest, max(longest // 2, 1), 1][:count]
@@ -89,7 +90,8 @@ def _turns_agree(stack: Stack, state: State, shape: Shape) -> bool:
     texts = [torch.randint(0, stack.spec.vocab, (n,), generator=generator).tolist() for n in lengths]
     whole = _run(stack, state, shape, [[(0, n)] for n in lengths], texts, per)
     alone = [_run(stack, state, shape, [[(0, len(t))]], [t], per)[0] for t in texts]
-    cuts = [sorted({0, 1, n // 3, n - 1, n}) for n in lengths]
+    inner = [CHUNK] if stack.spec.recurrent else [1, longest // 6, longest // 3, longest - 1]
+    cuts = [sorted({0, n, *(cut for cut in inner if 0 < cut < n)}) for n in lengths]
     chunked = [_run(stack, state, shape, [list(itertools.pairwise(c))], [t], per)[0] for c, t in zip(cuts, texts, strict=True)]
     return all(torch.equal(w, a) and torch.equal(w, c) for w, a, c in zip(whole, alone, chunked, strict=True))
 
@@ -101,19 +103,26 @@ def _run(
     out: list[list[Tensor]] = [[] for _ in texts]
     for step in range(max(len(p) for p in parts)):
         riders = [i for i, p in enumerate(parts) if step < len(p)]
-        rows = [_row(texts[i], parts[i][step], range(i * per, (i + 1) * per)) for i in riders]
+        groups = len(shape.scratch)
+        rows = [_row(texts[i], parts[i][step], i, (range(i * per, (i + 1) * per),) * groups) for i in riders]
         inputs = make_inputs(Plan(tuple(rows)), shape=shape, device=stack.device)
-        hidden = stack.hidden(inputs, state, depth=DEPTH)
+        hidden = stack.hidden(inputs, state, depth=_depth(stack))
         for i, span in zip(riders, inputs.spans, strict=False):  # padding has spans of its own
             out[i].append(hidden[span.first : span.first + span.count].clone())
     return [torch.cat(parts_) for parts_ in out]
 
 
-def _row(text: list[int], part: tuple[int, int], pages: range) -> Row:
+def _depth(stack: Stack) -> int:
+    """Enough layers to meet every kind of mixer there is."""
+    kinds = [type(layer.mixer) for layer in stack.spec.layers]
+    return max(DEPTH, *(kinds.index(kind) + 1 for kind in set(kinds)))
+
+
+def _row(text: list[int], part: tuple[int, int], lane: int, pages: tuple[range, ...]) -> Row:
     return Row(
         request_id="self-check",
-        lane=0,
-        pages=(tuple(pages),),
+        lane=lane,
+        pages=pages,
         start=part[0],
         tokens=tuple(text[part[0] : part[1]]),
         drafts=(),

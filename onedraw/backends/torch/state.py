@@ -1,7 +1,7 @@
-"""What a stack remembers between turns: keys and values of every layer, in pages.
+"""What a stack remembers between turns: pages per layer group, lanes of delta layers, checkpoints of prompts.
 
-In: the turn's new keys and values. Out: page stores that attention reads. Allocated once, zeroed, one scratch page more
-than the ledger lends: padding tokens write there, and blocks past a sequence's end read it under a mask.
+In: sizes, then rows and what became of them. Out: stores that the layers read and write. Everything is allocated once.
+After every turn the state behind a row's kept tokens lies in its pages and its lane, and nowhere else.
 """
 
 from __future__ import annotations
@@ -12,85 +12,117 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onedraw.errors import NoRoom
-from onedraw.models.spec import AttentionSpec, LayerSpec
+from onedraw.backends.torch.lanes import Kept, LaneStore
+from onedraw.backends.torch.ops import Ops
+from onedraw.backends.torch.pages import PageStore
+from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec
 from onedraw.types import Row
 
-
-class PageStore:
-    """Keys and values of one layer: [P * K, S * D], a row per (page, head)."""
-
-    def __init__(self, spec: AttentionSpec, *, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        shape = ((pages + 1) * spec.kv_heads, page_size * spec.head_dim)
-        try:
-            self.keys = torch.zeros(shape, dtype=dtype, device=device)
-            self.values = torch.zeros(shape, dtype=dtype, device=device)
-        except (RuntimeError, MemoryError):  # how torch says that there is not enough
-            raise NoRoom(
-                f"{pages} pages of {page_size} positions do not fit into the memory of {device}; "
-                f"lower --kv-memory, --max-context or --max-batch"
-            ) from None
-        self.dim = spec.head_dim
-
-    def write(self, keys: Tensor, values: Tensor, places: Tensor) -> None:
-        """Keys and values [T, K, D] at places [T * K], counted in heads' slots.
-
-        A value that is not finite lies here as a key of NaN and a value of zero: whoever sees it gets NaN, and whoever
-        does not (a neighbour in a tile, the next owner of the page) is not touched, since zero times zero is zero.
-        """
-        dim = keys.shape[-1]
-        broken = torch.isfinite(values).all(-1, keepdim=True).logical_not_()
-        keys, values = keys.masked_fill(broken, torch.nan), values.masked_fill(broken, 0.0)
-        self.keys.view(-1, dim).index_copy_(0, places, keys.reshape(-1, dim))
-        self.values.view(-1, dim).index_copy_(0, places, values.reshape(-1, dim))
-
-
-class State:
-    """The page stores of all layers on one device."""
-
-    def __init__(
-        self, layers: Sequence[LayerSpec], *, pages: int, page_size: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.page_size = page_size
-        self.scratch_page = pages
-        self._device = device
-        self.layers = [PageStore(layer.mixer, pages=pages, page_size=page_size, dtype=dtype, device=device) for layer in layers]
-
-    def compact(self, moves: Sequence[Move]) -> None:
-        """Bring kept nodes of trees to their positions, in every layer. All are read before any is written."""
-        if not moves:
-            return
-        table = torch.tensor([(m.from_page, m.from_slot, m.to_page, m.to_slot) for m in moves], device=self._device)
-        from_page, from_slot, to_page, to_slot = table.unbind(1)
-        for layer in self.layers:
-            for store in (layer.keys, layer.values):
-                slots = store.view(self.scratch_page + 1, -1, self.page_size, layer.dim)
-                slots[to_page, :, to_slot] = slots[from_page, :, from_slot]
+Store = PageStore | LaneStore
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """A kept node of a tree: from its own slot to the slot of its position, both in the pages of its row."""
+class Sizes:
+    """How much of everything a state holds."""
 
-    from_page: int
-    from_slot: int
-    to_page: int
-    to_slot: int
-
-
-def moves_of(row: Row, kept: Sequence[int], page_size: int) -> list[Move]:
-    """What brings a kept path home. A kept chain stands there already."""
-    moves = []
-    for depth, index in enumerate(kept):
-        if index != depth:
-            source, target = row.stop + index, row.stop + depth
-            moves.append(
-                Move(row.pages[0][source // page_size], source % page_size, row.pages[target // page_size], target % page_size)
-            )
-    return moves
+    pages: tuple[int, ...]  # per group
+    page_size: int
+    windows: tuple[int | None, ...] = (None,)  # of the groups
+    lanes: int = 0
+    drafts: int = 0  # places of the rollback buffer
+    checkpoints: int = 0
 
 
-def write_places(pages: Tensor, slots: Tensor, *, kv_heads: int, page_size: int) -> Tensor:
-    """Where each (token, head) goes in a store seen as slots of one head's key: [T * K]."""
-    heads = torch.arange(kv_heads, device=pages.device)
-    return ((pages[:, None] * kv_heads + heads) * page_size + slots[:, None]).reshape(-1)
+class State:
+    """The stores of all layers on one device. A layer that reuses another's keys and values has that one's store."""
+
+    def __init__(self, layers: Sequence[LayerSpec], sizes: Sizes, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.sizes = sizes
+        self._device = device
+        self.stores: list[Store] = []
+        self._groups: list[list[PageStore]] = [[] for _ in sizes.pages]
+        self.lanes: list[LaneStore] = []
+        for layer in layers:
+            self.stores.append(self._make(layer.mixer, dtype))
+
+    def _make(self, mixer: AttentionSpec | DeltaSpec, dtype: torch.dtype) -> Store:
+        sizes = self.sizes
+        if isinstance(mixer, DeltaSpec):
+            store = LaneStore(mixer, lanes=sizes.lanes, drafts=sizes.drafts, checkpoints=sizes.checkpoints, device=self._device)
+            self.lanes.append(store)
+            return store
+        if mixer.reuses is not None:
+            return self.stores[mixer.reuses]
+        group = sizes.windows.index(mixer.window) if mixer.window in sizes.windows else 0
+        pages = PageStore(mixer, pages=sizes.pages[group], page_size=sizes.page_size, dtype=dtype, device=self._device)
+        self._groups[group].append(pages)
+        return pages
+
+    @property
+    def page_bytes(self) -> int:
+        return sum(store.keys.nbytes + store.values.nbytes for group in self._groups for store in group)
+
+    @property
+    def lane_bytes(self) -> int:
+        return sum(store.lane_bytes for store in self.lanes)
+
+    @property
+    def draft_bytes(self) -> int:
+        return sum(store.draft_bytes for store in self.lanes)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return sum(store.checkpoint_bytes for store in self.lanes)
+
+    # ------------------------------------------------------------------ before a turn
+
+    def open(self, rows: Sequence[Row]) -> None:
+        """Copy the pages that rows want of their own, and give lanes the states of their checkpoints."""
+        for group, stores in enumerate(self._groups):
+            copies = [copy for row in rows for copy in row.copies if copy.group == group]
+            for store in stores if copies else ():
+                store.copy_pages([copy.source for copy in copies], [copy.target for copy in copies])
+        restored = [(row.restore, row.lane) for row in rows if row.restore is not None]
+        if restored:
+            slots, lanes = [slot for slot, _ in restored], [lane for _, lane in restored]
+            for states in self.lanes:
+                states.restore(slots, lanes)
+
+    # ------------------------------------------------------------------ after a turn
+
+    def commit(self, rows: Sequence[Row], kept: Sequence[Sequence[int]], ops: Ops) -> None:
+        """Bring kept drafts home: nodes of trees to the slots of their positions, states to their lanes."""
+        self._compact(rows, kept)
+        homes, held = [], 0
+        for row, path in zip(rows, kept, strict=True):
+            if path:
+                homes.append(Kept(row.lane, tuple(held + index for index in path)))
+            held += len(row.drafts)
+        for store in self.lanes if homes else ():
+            ops.commit_delta(store, homes)
+
+    def _compact(self, rows: Sequence[Row], kept: Sequence[Sequence[int]]) -> None:
+        """All are read before any is written. A kept chain stands at its positions already."""
+        size = self.sizes.page_size
+        for group, stores in enumerate(self._groups):
+            moves = []
+            for row, path in zip(rows, kept, strict=True):
+                pages = row.pages[group]
+                for depth, index in enumerate(path):
+                    source, target = row.stop + index, row.stop + depth
+                    if index != depth:
+                        moves.append((pages[source // size], source % size, pages[target // size], target % size))
+            if moves:
+                table = torch.tensor(moves, dtype=torch.long, device=self._device)
+                for store in stores:
+                    store.move(table)
+
+
+class KeptLogits:
+    """The logits behind a prompt's last position, per checkpoint: float32 [slots, V']. Owner: the backend."""
+
+    def __init__(self, checkpoints: int, width: int, device: torch.device) -> None:
+        self.rows = torch.zeros(checkpoints, width, dtype=torch.float32, device=device)
+
+    def keep(self, slot: int, logits: Tensor) -> None:
+        self.rows[slot, : len(logits)] = logits

@@ -49,7 +49,7 @@ def _group(tiles: list[tuple[int, int]], height: int, window: int | None, inputs
         slots=to_device(np.flatnonzero(keep.reshape(-1)), device),
         tokens=to_device(queries[keep], device),
         pair_tile=to_device(pair_tile, device),
-        reads=to_device(read(inputs, first[pair_tile], pair_block), device),
+        reads=to_device(read(inputs, inputs.host_tables[inputs.group(window)], first[pair_tile], pair_block), device),
         by_slot=by_slot,
         pair_place=to_device((pair_tile * spans + local // SPAN) * leaves + local % SPAN, device),
         mask=to_device(_mask(lowest[pair_tile], highest[pair_tile], pair_block), device),
@@ -59,15 +59,14 @@ def _group(tiles: list[tuple[int, int]], height: int, window: int | None, inputs
     )
 
 
-def _pages(inputs: Inputs, tokens: Ints, blocks: Ints) -> Ints:
+def _pages(inputs: Inputs, table: Ints, tokens: Ints, blocks: Ints) -> Ints:
     """Pages of each pair's block; past the end of a sequence any page will do, its keys are masked."""
     per_block = BLOCK // inputs.page_size
-    table = inputs.host_table
     wide = np.pad(table, ((0, 0), (0, -table.shape[1] % per_block)), mode="edge")
     return wide.reshape(len(table), -1, per_block)[inputs.host_rows[tokens], blocks].reshape(-1)
 
 
-def _slots(inputs: Inputs, tokens: Ints, blocks: Ints) -> Ints:
+def _slots(inputs: Inputs, table: Ints, tokens: Ints, blocks: Ints) -> Ints:
     """Slots of each pair's keys, counted through all pages: known positions as they are, then the token's own path."""
     assert inputs.host_tails is not None
     assert inputs.host_paths is not None
@@ -75,7 +74,6 @@ def _slots(inputs: Inputs, tokens: Ints, blocks: Ints) -> Ints:
     position = blocks[:, None] * BLOCK + np.arange(BLOCK)  # [X, BLOCK]
     depth = np.clip(position - tail, 0, inputs.host_paths.shape[1] - 1)
     slot = np.where(position < tail, position, tail + np.take_along_axis(inputs.host_paths[tokens], depth, axis=1))
-    table = inputs.host_table
     page = np.minimum(slot // inputs.page_size, table.shape[1] - 1)
     pages: Ints = table[inputs.host_rows[tokens][:, None], page]
     found: Ints = pages * inputs.page_size + slot % inputs.page_size

@@ -19,7 +19,7 @@ from onedraw.backends.torch.kernels.cpu import CpuOps
 from onedraw.backends.torch.layers.linear import RowRule
 from onedraw.backends.torch.layers.rope import rope_table
 from onedraw.backends.torch.ops import Ops, TorchOps
-from onedraw.backends.torch.state import PageStore
+from onedraw.backends.torch.pages import PageStore
 from onedraw.models.spec import AttentionSpec, RopeSpec
 from onedraw.settings import default_cache_dir
 from onedraw.types import History, Plan, Row, SamplingParams
@@ -88,7 +88,7 @@ def attention_case(ops: Ops, spec: AttentionSpec, cuts: list[int], seed: int = 0
     for start, stop in itertools.pairwise(cuts):
         rows = [_row(i, start, stop, range(i * per, (i + 1) * per)) for i in range(1 + beside)]
         inputs = make_inputs(
-            Plan(tuple(rows)), shape=Shape(page_size, per * (1 + beside), RowRule(1)), device=torch.device("cpu")
+            Plan(tuple(rows)), shape=Shape(page_size, (per * (1 + beside),), RowRule(1)), device=torch.device("cpu")
         )
         part = torch.cat([qkv[start:stop] * (i + 1) for i in range(1 + beside)])
         mixed = ops.attention(
@@ -99,7 +99,9 @@ def attention_case(ops: Ops, spec: AttentionSpec, cuts: list[int], seed: int = 0
 
 
 def _row(number: int, start: int, stop: int, pages: range) -> Row:
-    return Row(str(number), number, (tuple(pages),), start, (1,) * (stop - start), (), stop, False, SamplingParams(), History((1,)))
+    return Row(
+        str(number), number, (tuple(pages),), start, (1,) * (stop - start), (), stop, False, SamplingParams(), History((1,))
+    )
 
 
 SPECS = {
@@ -107,6 +109,17 @@ SPECS = {
     "one head each": AttentionSpec(heads=2, kv_heads=2, head_dim=64, rope=RopeSpec(1e4, 64), scale=0.125),
     "window": AttentionSpec(heads=4, kv_heads=1, head_dim=32, rope=RopeSpec(1e4, 32), scale=0.2, window=21),
     "norms, odd width": AttentionSpec(heads=4, kv_heads=2, head_dim=20, rope=RopeSpec(1e4, 20), scale=0.2, qk_norm=True),
+    "normed values": AttentionSpec(heads=4, kv_heads=2, head_dim=16, rope=RopeSpec(1e4, 16), scale=1.0, v_norm=True),
+    "keys as values": AttentionSpec(
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        rope=RopeSpec(1e4, 16, kind="proportional", turning=3),
+        scale=1.0,
+        qk_norm=True,
+        v_norm=True,
+        keys_as_values=True,
+    ),
     "partial rope": AttentionSpec(heads=2, kv_heads=1, head_dim=32, rope=RopeSpec(1e4, 8), scale=0.2),
 }
 
@@ -137,7 +150,7 @@ def test_without_a_compiler_the_reason_is_said(monkeypatch: pytest.MonkeyPatch, 
 def test_a_source_that_does_not_compile_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "broken.c"
     broken.write_text("this is not C")
-    monkeypatch.setattr(builder, "SOURCE", broken)
+    monkeypatch.setattr(builder, "SOURCES", (broken,))
     assert "failed" in build(tmp_path / "cache").reason
     assert list((tmp_path / "cache" / "kernels").iterdir()) == []
 

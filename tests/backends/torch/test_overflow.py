@@ -78,7 +78,7 @@ def test_what_stands_before_it_in_its_own_prompt_does_not_notice(backend: TorchB
     """Those pages are shared with requests that begin alike."""
     run(backend, row(PROMPT, (0, 1, 2)))
     run(backend, row((*PROMPT[:35], BROKEN, *PROMPT[36:]), (3, 4, 5)))
-    for layer in backend._state.layers:
+    for layer in backend._state.stores:
         for store in (layer.keys, layer.values):
             pages = store.view(13, -1)
             assert torch.equal(pages[:2], pages[3:5])

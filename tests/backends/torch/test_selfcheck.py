@@ -49,14 +49,14 @@ def test_few_pages_and_a_short_context_are_not_left(
     )
     stack, state = backend._stack, backend._state
     stack.max_context = max_context
-    shape = dataclasses.replace(backend._shape, scratch_page=pages)
+    shape = dataclasses.replace(backend._shape, scratch=(pages,))
     with torch.inference_mode():
         report = selfcheck.self_check(stack, state, shape=shape)
     assert report.holds, report.findings
     assert seen
     for inputs in seen:
         assert int(inputs.positions.max()) < max(max_context, page_size)  # padding stands on the scratch page
-        assert int(inputs.table.max()) <= pages
+        assert int(inputs.tables[0].max()) <= pages
 
 
 def test_padding_finds_its_turn_where_the_context_is_shorter_than_a_page(folder: Path) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from onedraw.backends.torch.loader import LANE, Loader
 from onedraw.backends.torch.ops import TorchOps
-from onedraw.backends.torch.stack import LANE, Loader, Stack
+from onedraw.backends.torch.stack import Stack
 from onedraw.checkpoints.random import random_weights
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 
@@ -56,5 +57,5 @@ def test_a_stack_in_float32_keeps_nothing_of_the_buffer() -> None:
     x = torch.randn(4, 48, generator=torch.Generator().manual_seed(1))
     for index, layer in enumerate(stack.layers):
         expected = x @ torch.from_numpy(WEIGHTS.read(index, "q")).T + torch.from_numpy(WEIGHTS.read(index, "q_bias"))
-        assert torch.allclose(layer.qkv(x)[:, : expected.shape[1]], expected, atol=1e-5)
+        assert torch.allclose(layer.mixer.qkv(x)[:, : expected.shape[1]], expected, atol=1e-5)
     assert torch.allclose(stack.head(x)[:, :101], x @ torch.from_numpy(WEIGHTS.read(None, "head")).T, atol=1e-5)

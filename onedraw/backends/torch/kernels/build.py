@@ -1,4 +1,4 @@
-"""cpu.c → a library in memory: compiled once per machine with the C compiler that is there, kept in the cache folder.
+"""cpu.c and delta.c → a library in memory: compiled once per machine with the C compiler that is there, kept in the cache folder.
 
 In: a cache folder. Out: a loaded library, or None and the reason where there is no compiler. The file's name holds a hash
 of the source, the flags and the processor, so neither an update nor a shared home folder ever loads a wrong one.
@@ -16,7 +16,9 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("cpu.c")
+FOLDER = Path(__file__).parent
+SOURCES = (FOLDER / "cpu.c", FOLDER / "delta.c")
+HEADERS = (FOLDER / "vectors.h",)
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
 
 
@@ -44,7 +46,12 @@ def build(cache: Path) -> Built:
 
 def _key(compiler: str) -> str:
     digest = hashlib.sha256()
-    for part in (SOURCE.read_bytes(), " ".join(FLAGS).encode(), compiler.encode(), _processor().encode()):
+    for part in (
+        *(file.read_bytes() for file in (*SOURCES, *HEADERS)),
+        " ".join(FLAGS).encode(),
+        compiler.encode(),
+        _processor().encode(),
+    ):
         digest.update(hashlib.sha256(part).digest())
     return digest.hexdigest()[:20]
 
@@ -68,7 +75,7 @@ def _compile(compiler: str, file: Path) -> str:
         return f"the cache folder cannot be written: {error}"
     try:
         done = subprocess.run(
-            [compiler, *FLAGS, "-o", name, str(SOURCE), "-lm"], capture_output=True, text=True, timeout=120, check=False
+            [compiler, *FLAGS, "-o", name, *map(str, SOURCES), "-lm"], capture_output=True, text=True, timeout=120, check=False
         )
         if done.returncode:
             return f"{compiler} failed: {done.stderr.strip().splitlines()[-1:]}"

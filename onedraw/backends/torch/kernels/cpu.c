@@ -2,11 +2,8 @@
  * operations on that row's numbers, whatever other rows, threads or tiles there are. Threads only divide outputs.
  * Slow twins with the same meaning: ../layers/.  Axis letters: ../../../types.py. */
 
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
+#include "vectors.h"
 
-#define LANES 16
 #define BLOCK 64 /* keys whose softmax weights are made together, on absolute positions */
 #define PANEL 32 /* output columns of a packed weight panel: two vectors */
 #ifdef __AVX512F__
@@ -14,42 +11,6 @@
 #else
 #define TILE 3
 #endif
-
-typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef float half __attribute__((vector_size(32), aligned(4)));
-typedef float quarter __attribute__((vector_size(16), aligned(4)));
-
-static inline vec load(const float *p) { vec v; memcpy(&v, p, sizeof v); return v; }
-static inline void store(float *p, vec v) { memcpy(p, &v, sizeof v); }
-static inline vec splat(float x) { return (vec){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
-
-/* The sum of a vector's lanes: halves, quarters, pairs. */
-static inline float lane_sum(vec v) {
-    half a, b; quarter c, d;
-    memcpy(&a, &v, 32); memcpy(&b, (char *)&v + 32, 32);
-    a = a + b;
-    memcpy(&c, &a, 16); memcpy(&d, (char *)&a + 16, 16);
-    c = c + d;
-    return (c[0] + c[2]) + (c[1] + c[3]);
-}
-
-/* exp, for -87 <= x <= 88 and constant beyond: 2^n times a polynomial on [-ln2/2, ln2/2], n within a float's exponent. */
-static inline float exponential(float x) {
-    x = x < -87.0f ? -87.0f : x;
-    x = x > 88.0f ? 88.0f : x;
-    float n = rintf(x * 1.44269504088896341f);
-    float r = x - n * 0.693359375f;
-    r = r - n * -2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    union { int32_t i; float f; } scale = {((int32_t)n + 127) << 23};
-    return p * scale.f;
-}
 
 /* ------------------------------------------------------------------ products */
 
@@ -120,7 +81,10 @@ static float mean_square(const float *x, long width) {
 
 static void norm_row(const float *x, const float *weight, float *y, long width, float eps) {
     float scale = 1.0f / sqrtf(mean_square(x, width) + eps);
-    for (long i = 0; i < width; i++) y[i] = x[i] * scale * weight[i];
+    if (weight)
+        for (long i = 0; i < width; i++) y[i] = x[i] * scale * weight[i];
+    else
+        for (long i = 0; i < width; i++) y[i] = x[i] * scale;
 }
 
 void onedraw_rms_norm(const float *x, const float *weight, float *y, long rows, long width, float eps, int threads) {
@@ -133,7 +97,7 @@ void onedraw_silu_gated(const float *x, float *y, long rows, long width, int thr
 #pragma omp parallel for num_threads(threads) schedule(static) if (rows * width > 32768)
     for (long r = 0; r < rows; r++) {
         const float *gate = x + r * 2 * width, *up = gate + width;
-        for (long i = 0; i < width; i++) y[r * width + i] = gate[i] / (1.0f + exponential(-gate[i])) * up[i];
+        for (long i = 0; i < width; i++) y[r * width + i] = silu(gate[i]) * up[i];
     }
 }
 
@@ -143,6 +107,8 @@ void onedraw_silu_gated(const float *x, float *y, long rows, long width, int thr
  * tails[t] + paths[t][p - tails[t]]: the nodes of a tree stand in slots of their own and each reads its own path. */
 typedef struct {
     long heads, kv_heads, dim, rotary, page_size, table_width, path_width;
+    long width;                             /* of a row of qkv, where more may stand behind it */
+    long writes, keys_as_values, norm_values; /* flags: a layer may read another's keys, or have no values of its own */
     float scale, eps;
     const float *q_norm, *k_norm; /* [dim] or null */
     const float *turns;           /* [positions][2][rotary / 2] cos and sin */
@@ -169,24 +135,16 @@ static void ready_head(float *x, const attention *a, long position, const float 
 static void prepare_token(float *qkv, const attention *a, long t) {
     long position = a->positions[t], slot = a->slots[t];
     long page = a->table[a->rows[t] * a->table_width + slot / a->page_size];
-    float *row = qkv + t * (a->heads + 2 * a->kv_heads) * a->dim;
+    float *row = qkv + t * a->width;
     for (long h = 0; h < a->heads; h++) ready_head(row + h * a->dim, a, position, a->q_norm);
-    for (long h = 0; h < a->kv_heads; h++) {
-        float *key = row + (a->heads + h) * a->dim, *value = key + a->kv_heads * a->dim;
+    for (long h = 0; a->writes && h < a->kv_heads; h++) {
+        float *key = row + (a->heads + h) * a->dim, *value = a->keys_as_values ? key : key + a->kv_heads * a->dim;
         long place = ((page * a->kv_heads + h) * a->page_size + slot % a->page_size) * a->dim;
+        if (a->norm_values) norm_row(value, 0, a->values + place, a->dim, a->eps);
+        else memcpy(a->values + place, value, a->dim * sizeof(float));
         ready_head(key, a, position, a->k_norm);
         memcpy(a->keys + place, key, a->dim * sizeof(float));
-        memcpy(a->values + place, value, a->dim * sizeof(float));
     }
-}
-
-static float dot(const float *q, const float *k, long dim) {
-    vec sum = splat(0.0f);
-    long d = 0;
-    for (; d + LANES <= dim; d += LANES) sum += load(q + d) * load(k + d);
-    float total = lane_sum(sum);
-    for (; d < dim; d++) total += q[d] * k[d];
-    return total;
 }
 
 /* Where the page store of a head begins, in elements, for the key that token t reads at a position. */
@@ -225,9 +183,10 @@ static void attend_head(const float *q, float *out, const attention *a, long t, 
     for (long d = 0; d < a->dim; d++) out[d] /= total;
 }
 
-/* qkv [tokens][heads + 2 kv_heads][dim] -> out [tokens][heads][dim]. Every token's key is written before any is read. */
+/* qkv [tokens][width], first the heads of q, k and v -> out [tokens][heads][dim]. Every token's key is written before
+ * any is read. */
 void onedraw_attention(float *qkv, float *out, const attention *a, long tokens, int threads) {
-    long width = (a->heads + 2 * a->kv_heads) * a->dim, per = a->heads / a->kv_heads;
+    long width = a->width, per = a->heads / a->kv_heads;
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)

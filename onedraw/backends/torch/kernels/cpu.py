@@ -7,6 +7,7 @@ pointer past its call.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,12 +15,17 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.torch.inputs import Inputs
+from onedraw.backends.torch.lanes import Kept, LaneStore
+from onedraw.backends.torch.layers.delta import DeltaWeights
 from onedraw.backends.torch.layers.elementwise import gated
 from onedraw.backends.torch.layers.linear import Linear, RowRule
-from onedraw.backends.torch.state import PageStore
-from onedraw.models.spec import Activation, AttentionSpec
+from onedraw.backends.torch.pages import PageStore
+from onedraw.backends.torch.runs import CHUNK, Runs, runs_of
+from onedraw.errors import UnsupportedModel
+from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec
 
 PANEL = 32
+MOST_DELTA_DIMS = 512  # of a head, as in delta.c
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _SIGNATURES: dict[str, list[Any]] = {
     "onedraw_pack": [_POINTER, _POINTER, _LONG, _LONG, _INT],
@@ -27,6 +33,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     "onedraw_rms_norm": [_POINTER, _POINTER, _POINTER, _LONG, _LONG, _FLOAT, _INT],
     "onedraw_silu_gated": [_POINTER, _POINTER, _LONG, _LONG, _INT],
     "onedraw_attention": [_POINTER, _POINTER, _POINTER, _LONG, _INT],
+    "onedraw_delta": [_POINTER, _POINTER, _POINTER, _POINTER, _LONG, _POINTER, _INT],
+    "onedraw_delta_commit": [_POINTER, _LONG, _POINTER, _LONG, _POINTER, _INT],
 }
 
 
@@ -35,6 +43,7 @@ class _Attention(ctypes.Structure):
 
     _fields_ = (
         *((name, _LONG) for name in ("heads", "kv_heads", "dim", "rotary", "page_size", "table_width", "path_width")),
+        *((name, _LONG) for name in ("width", "writes", "keys_as_values", "norm_values")),
         *((name, _FLOAT) for name in ("scale", "eps")),
         *((name, _POINTER) for name in ("q_norm", "k_norm", "turns", "positions", "slots", "firsts", "ends")),
         *((name, _POINTER) for name in ("rows", "table", "tails", "paths", "keys", "values")),
@@ -49,6 +58,56 @@ class Prepared:
     inputs: Inputs
     firsts: Tensor
     turns: Tensor
+
+
+class _Run(ctypes.Structure):
+    """`run` of delta.c."""
+
+    _fields_ = tuple(
+        (name, _LONG) for name in ("first", "lane", "fresh", "prompt", "known", "drafts", "held", "save_first", "saves")
+    )
+
+
+class _Delta(ctypes.Structure):
+    """`delta` of delta.c, field by field."""
+
+    _fields_ = (
+        *((name, _LONG) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "conv", "channels")),
+        *((name, _LONG) for name in ("tokens", "runs", "width")),
+        ("eps", _FLOAT),
+        *((name, _POINTER) for name in ("conv_weight", "decay_weight", "bias", "norm")),
+        *((name, _POINTER) for name in ("taps", "closings", "kept", "parents", "save_counts", "save_slots", "run")),
+        *((name, _POINTER) for name in ("states", "windows", "saved_states", "saved_windows")),
+        *((name, _POINTER) for name in ("decays", "keys", "changes", "fed", "mixed", "gates")),
+    )
+
+
+class Recurrence:
+    """A turn's runs as the kernel reads them, and the memory its pointers name."""
+
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+        parents = torch.full((len(runs.host_taps),), -1, dtype=torch.int64)
+        saves = [save for run in runs.runs for save in run.saves]
+        self._saves = torch.tensor(saves or [(0, 0)], dtype=torch.int64).t().contiguous()
+        self._array = (_Run * max(len(runs.runs), 1))()
+        before = 0
+        for place, run in enumerate(runs.runs):
+            node = run.first + run.known
+            parents[node : node + len(run.drafts)] = torch.tensor([d.parent for d in run.drafts], dtype=torch.int64)
+            numbers = (run.first, run.lane, run.fresh, run.prompt, run.known, len(run.drafts), run.held, before, len(run.saves))
+            self._array[place] = _Run(*numbers)
+            before += len(run.saves)
+        self._parents = parents
+
+    def fill(self, arguments: _Delta, weights: DeltaWeights) -> None:
+        runs = self._runs
+        arguments.eps, arguments.runs, arguments.run = weights.eps, len(runs.runs), ctypes.addressof(self._array)
+        arguments.conv_weight, arguments.decay_weight = weights.conv.data_ptr(), weights.decay.data_ptr()
+        arguments.bias, arguments.norm = weights.bias.data_ptr(), weights.norm.data_ptr()
+        arguments.taps, arguments.closings, arguments.kept = (t.data_ptr() for t in (runs.taps, runs.closings, runs.kept))
+        arguments.parents = self._parents.data_ptr()
+        arguments.save_counts, arguments.save_slots = self._saves[0].data_ptr(), self._saves[1].data_ptr()
 
 
 class CpuLinear(Linear):
@@ -98,13 +157,11 @@ class CpuOps:
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return CpuLinear(self._library, weight, bias=bias, threads=self._threads)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         x = x.contiguous()
         y = torch.empty_like(x)
-        width = x.shape[-1]
-        self._library.onedraw_rms_norm(
-            x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.numel() // width, width, eps, self._threads
-        )
+        width, scale = x.shape[-1], None if weight is None else weight.data_ptr()
+        self._library.onedraw_rms_norm(x.data_ptr(), scale, y.data_ptr(), x.numel() // width, width, eps, self._threads)
         return y
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
@@ -117,15 +174,18 @@ class CpuOps:
 
     def prepare(self, inputs: Inputs, mixer: AttentionSpec, turns: Tensor) -> Prepared:
         firsts = inputs.firsts(mixer.window)
-        tails, paths = inputs.tails, inputs.paths
+        tails, paths, table = inputs.tails, inputs.paths, inputs.tables[inputs.group(mixer.window)]
         arguments = _Attention(
             heads=mixer.heads,
             kv_heads=mixer.kv_heads,
             dim=mixer.head_dim,
             rotary=mixer.rope.dims,
             page_size=inputs.page_size,
-            table_width=inputs.table.shape[1],
+            table_width=table.shape[1],
             path_width=0 if paths is None else paths.shape[1],
+            writes=mixer.reuses is None,
+            keys_as_values=mixer.keys_as_values,
+            norm_values=mixer.v_norm,
             scale=mixer.scale,
             turns=turns.data_ptr(),
             positions=inputs.positions.data_ptr(),
@@ -133,7 +193,7 @@ class CpuOps:
             firsts=firsts.data_ptr(),
             ends=inputs.ends.data_ptr(),
             rows=inputs.rows.data_ptr(),
-            table=inputs.table.data_ptr(),
+            table=table.data_ptr(),
             tails=None if tails is None else tails.data_ptr(),
             paths=None if paths is None else paths.data_ptr(),
         )
@@ -151,7 +211,7 @@ class CpuOps:
         eps: float,
     ) -> Tensor:
         arguments = prepared.arguments
-        arguments.eps = eps
+        arguments.eps, arguments.width = eps, qkv.shape[1]
         arguments.q_norm = None if q_norm is None else q_norm.data_ptr()
         arguments.k_norm = None if k_norm is None else k_norm.data_ptr()
         arguments.keys, arguments.values = store.keys.data_ptr(), store.values.data_ptr()
@@ -166,6 +226,53 @@ class CpuOps:
         prepared.arguments.heads = 0
         self.attention(kv, prepared, spec=headless, store=store, q_norm=None, k_norm=k_norm, eps=eps)
         prepared.arguments.heads = spec.heads
+
+    def prepare_delta(self, inputs: Inputs, mixer: DeltaSpec) -> Recurrence:
+        return Recurrence(runs_of(inputs, conv=mixer.conv))
+
+    def delta(self, projected: Tensor, prepared: Recurrence, *, weights: DeltaWeights, store: LaneStore) -> Tensor:
+        spec, tokens = store.spec, len(projected)
+        arguments = _delta_arguments(store)
+        prepared.fill(arguments, weights)
+        arguments.tokens, arguments.width = tokens, projected.shape[1]
+        mixed, gates = _floats(tokens, spec.channels), _floats(tokens, 3 * spec.value_heads)
+        arguments.mixed, arguments.gates = mixed.data_ptr(), gates.data_ptr()
+        out = torch.zeros(tokens, spec.value_heads * spec.value_dim, dtype=torch.float32)
+        size = spec.value_dim * max(CHUNK, spec.key_dim)
+        work, window = _floats(self._threads, size), _floats(spec.conv - 1, spec.channels)
+        self._library.onedraw_delta(
+            projected.data_ptr(),
+            out.data_ptr(),
+            ctypes.addressof(arguments),
+            work.data_ptr(),
+            size,
+            window.data_ptr(),
+            self._threads,
+        )
+        return out
+
+    def commit_delta(self, store: LaneStore, kept: Sequence[Kept]) -> None:
+        arguments, window = _delta_arguments(store), _floats(store.spec.conv - 1, store.spec.channels)
+        for one in kept:
+            places = torch.tensor(one.places, dtype=torch.int64)
+            self._library.onedraw_delta_commit(
+                ctypes.addressof(arguments), one.lane, places.data_ptr(), len(places), window.data_ptr(), self._threads
+            )
+
+
+def _delta_arguments(store: LaneStore) -> _Delta:
+    """What a layer's calls have in common: its shape and its stores."""
+    spec = store.spec
+    if max(spec.key_dim, spec.value_dim) > MOST_DELTA_DIMS:
+        raise UnsupportedModel(
+            f"delta heads of {spec.key_dim} x {spec.value_dim} are over the {MOST_DELTA_DIMS} of these kernels"
+        )
+    sizes = ("key_heads", "value_heads", "key_dim", "value_dim", "conv", "channels")
+    stores = ("states", "windows", "saved_states", "saved_windows", "decays", "keys", "changes", "fed")
+    return _Delta(
+        **{name: getattr(spec, name) for name in sizes},
+        **{name: getattr(store, name).data_ptr() for name in stores},
+    )
 
 
 def _floats(rows: int, width: int) -> Tensor:

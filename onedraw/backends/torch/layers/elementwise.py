@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.torch.exact import apply_elementwise
-from onedraw.models.spec import Activation
+from onedraw.models.spec import Activation, Gate
 
 
 def exp_(x: Tensor) -> Tensor:
@@ -23,18 +23,38 @@ def softcapped(x: Tensor, cap: float) -> Tensor:
     return apply_elementwise(torch.tanh, x / cap) * cap
 
 
+def activated(x: Tensor, activation: Activation) -> Tensor:
+    """In place where x is contiguous."""
+    x = x.contiguous()
+    match activation:
+        case "silu":
+            return apply_elementwise(_silu, x, out=x)
+        case "gelu_tanh":
+            return apply_elementwise(_gelu_tanh, x, out=x)
+        case _:
+            assert_never(activation)
+
+
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     """activation(gate) * up for [T, 2F] with the gate in the first half: [T, F]."""
     width = gate_up.shape[1] // 2
-    gate = gate_up[:, :width].contiguous()
-    match activation:
-        case "silu":
-            opened = apply_elementwise(_silu, gate, out=gate)
-        case "gelu_tanh":
-            opened = apply_elementwise(_gelu_tanh, gate, out=gate)
+    return activated(gate_up[:, :width].contiguous(), activation).mul_(gate_up[:, width:])
+
+
+def opened(x: Tensor, gate: Gate) -> Tensor:
+    """How far a gate stands open: float32 inside, x's dtype outside."""
+    match gate:
+        case "sigmoid":
+            return apply_elementwise(torch.sigmoid, x.float()).to(x.dtype)
+        case "softplus":
+            return apply_elementwise(_softplus, x.float()).to(x.dtype)
         case _:
-            assert_never(activation)
-    return opened.mul_(gate_up[:, width:])
+            assert_never(gate)
+
+
+def _softplus(x: Tensor, out: Tensor | None = None) -> Tensor:
+    y: Tensor = torch.ops.aten.softplus(x) if out is None else torch.ops.aten.softplus(x, out=out)
+    return y
 
 
 def _silu(x: Tensor, out: Tensor | None = None) -> Tensor:

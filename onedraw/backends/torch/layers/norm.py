@@ -1,6 +1,7 @@
-"""RMSNorm: x / sqrt(mean(x²) + eps), computed in float32, times a weight in the model's dtype.
+"""RMSNorm: x / sqrt(mean(x²) + eps), computed in float32, times a weight, or none.
 
-In: x [..., W]. Out: the same shape and dtype. Each row's sum has one fixed order.
+In: x [..., W]. Out: the same shape and dtype. Each row's sum has one fixed order. A weight in float32 meets the normed
+numbers before they are rounded to x's dtype ("wide"), a weight in x's dtype after ("narrow").
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from torch import Tensor
 from onedraw.backends.torch.exact import ordered_sum
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     wide = x.float()
     scale = ordered_sum(wide.square()).unsqueeze(-1).mul(1 / x.shape[-1]).add_(eps).rsqrt_()
     normed = wide.mul(scale)
-    return normed.mul_(weight) if x.dtype == torch.float32 else normed.to(x.dtype).mul_(weight)
+    if weight is None:
+        return normed.to(x.dtype)
+    return normed.mul_(weight).to(x.dtype) if weight.dtype == torch.float32 else normed.to(x.dtype).mul_(weight)

@@ -1,0 +1,139 @@
+"""The feed-forward of a layer: one gated product, or a mixture of experts.
+
+In: normed tokens h [T, E] (and, for a router of its own, the residual). Out: [T, E]. Experts answer for the tokens that
+chose them and are added in expert order, so neither the batch nor the grouping changes a token's sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onedraw.backends.torch.exact import apply_elementwise, ordered_sum
+from onedraw.backends.torch.layers.elementwise import opened, softcapped
+from onedraw.backends.torch.layers.linear import Linear
+from onedraw.backends.torch.loader import LANE, Loader
+from onedraw.backends.torch.ops import Ops
+from onedraw.models.spec import Activation, MlpSpec, MoeSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """down(act(gate) * up). Padding adds zero rows and columns whose products are exact zeros."""
+
+    gate_up: Linear
+    down: Linear
+    activation: Activation
+
+    @staticmethod
+    def load(index: int, spec: MlpSpec, loader: Loader, ops: Ops, names: tuple[str, str, str] = ("gate", "up", "down")) -> Mlp:
+        gate, up, down = names
+        return Mlp(
+            gate_up=ops.linear(
+                loader.passing(index, gate, up, pad=LANE),
+                loader.kept(index, f"{gate}_bias", f"{up}_bias", pad=LANE) if spec.bias else None,
+            ),
+            down=ops.linear(
+                loader.passing(index, down, pad_columns=LANE), loader.kept(index, f"{down}_bias") if spec.bias else None
+            ),
+            activation=spec.activation,
+        )
+
+    @property
+    def linears(self) -> list[Linear]:
+        return [self.gate_up, self.down]
+
+    def __call__(self, h: Tensor, residual: Tensor, ops: Ops) -> Tensor:
+        return self.down(ops.gated(self.gate_up(h), self.activation))
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    spec: MoeSpec
+    router: Linear
+    select_bias: Tensor | None
+    expert_scale: Tensor | None
+    router_scale: Tensor | None  # of the router's own norm
+    experts: tuple[Mlp, ...]
+    shared: Mlp | None
+    shared_route: Linear | None
+    eps: float
+
+    @staticmethod
+    def load(index: int, spec: MoeSpec, loader: Loader, ops: Ops, eps: float) -> Experts:
+        gate_up = loader.experts(index, "expert_gate", "expert_up", pad=LANE)
+        down = loader.experts(index, "expert_down", pad_columns=LANE)
+        shared = MlpSpec(spec.shared, spec.activation)
+        return Experts(
+            spec=spec,
+            router=ops.linear(loader.passing(index, "router", pad=LANE)),
+            select_bias=loader.wide(index, "select_bias") if spec.select_bias else None,
+            expert_scale=loader.wide(index, "expert_scale") if spec.expert_scale else None,
+            router_scale=loader.wide(index, "router_scale") if spec.own_router_norm else None,
+            experts=tuple(Mlp(ops.linear(a), ops.linear(b), spec.activation) for a, b in zip(gate_up, down, strict=True)),
+            shared=Mlp.load(index, shared, loader, ops, ("shared_gate", "shared_up", "shared_down")) if spec.shared else None,
+            shared_route=ops.linear(loader.passing(index, "shared_route", pad=LANE)) if spec.shared_gate else None,
+            eps=eps,
+        )
+
+    @property
+    def linears(self) -> list[Linear]:
+        inner = [linear for expert in self.experts for linear in expert.linears]
+        shared = [] if self.shared is None else self.shared.linears
+        return [self.router, *inner, *shared, *([self.shared_route] if self.shared_route else [])]
+
+    def __call__(self, h: Tensor, residual: Tensor, ops: Ops) -> Tensor:
+        ids, weights = self._route(h, residual, ops)
+        out = torch.zeros_like(h, dtype=torch.float32)
+        for number, expert in enumerate(self.experts):
+            tokens, place = torch.nonzero(ids == number, as_tuple=True)  # in order of tokens, each at most once
+            if len(tokens):
+                answer = self._answer(expert, h, tokens, ops)
+                out.index_add_(0, tokens, answer * weights[tokens, place].unsqueeze(1))
+        out = out if self.spec.scale == 1 else out.mul_(self.spec.scale)
+        if self.shared is not None:
+            always = self.shared(h, residual, ops).float()
+            if self.shared_route is not None:
+                always = always * opened(self.shared_route(h).float(), "sigmoid")[:, :1]
+            out = out.add_(always)
+        return out.to(h.dtype)
+
+    def _answer(self, expert: Mlp, h: Tensor, tokens: Tensor, ops: Ops) -> Tensor:
+        """Float32 [n, E]; rows are offered as the products want them."""
+        padding = expert.down.rule.padded(len(tokens)) - len(tokens)
+        chosen = h.index_select(0, torch.cat([tokens, tokens[-1:].expand(padding)]) if padding else tokens)
+        return expert(chosen, chosen, ops)[: len(tokens)].float()
+
+    def _route(self, h: Tensor, residual: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
+        """Experts of each token, best first, the lowest number among equals, and their weights: [T, used] each."""
+        spec = self.spec
+        if self.router_scale is not None:
+            normed = ops.rms_norm(residual, None, self.eps)
+            h = (normed.float() * self.router_scale * h.shape[1] ** -0.5).to(h.dtype)
+        logits = self.router(h)[:, : spec.experts].float().contiguous()
+        if spec.softcap is not None:
+            logits = softcapped(logits, spec.softcap)
+        if spec.scores == "sigmoid":
+            scores = opened(logits, "sigmoid")
+        else:
+            shares = apply_elementwise(torch.exp, logits - logits.amax(1, keepdim=True))
+            scores = shares / ordered_sum(shares).unsqueeze(1)
+        order = scores if self.select_bias is None else scores + self.select_bias
+        ids = order.sort(dim=1, descending=True, stable=True).indices[:, : spec.used]
+        weights = scores.gather(1, ids)
+        if spec.normalised:
+            weights = weights / ordered_sum(weights).unsqueeze(1)
+        if self.expert_scale is not None:
+            weights = weights * self.expert_scale[ids]
+        return ids, weights
+
+
+FeedForward = Mlp | Experts
+
+
+def load_feed_forward(index: int, spec: MlpSpec | MoeSpec, loader: Loader, ops: Ops, eps: float) -> FeedForward:
+    if isinstance(spec, MoeSpec):
+        return Experts.load(index, spec, loader, ops, eps)
+    return Mlp.load(index, spec, loader, ops)

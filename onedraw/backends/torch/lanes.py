@@ -1,0 +1,69 @@
+"""The state of one delta layer: per lane, per checkpoint, and what the turn's drafts did to it.
+
+In: sizes. Out: tensors that the delta operations write and read. Allocated once. After every turn a lane holds the state
+after its kept tokens; drafts go to the rollback buffer and never to a lane before the commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onedraw.errors import NoRoom
+from onedraw.models.spec import DeltaSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A commit of one lane: the places in the rollback buffer of the drafts that were kept, in order of position."""
+
+    lane: int
+    places: tuple[int, ...]
+
+
+class LaneStore:
+    """Owner: the state. Everything is float32, whatever the model's dtype."""
+
+    def __init__(self, spec: DeltaSpec, *, lanes: int, drafts: int, checkpoints: int, device: torch.device) -> None:
+        self.spec = spec
+        head = (spec.value_heads, spec.key_dim, spec.value_dim)
+        window = (spec.conv - 1, spec.channels)
+        try:
+            self.states = _zeros(lanes, *head, device=device)  # [lane, value head, key dim, value dim]
+            self.windows = _zeros(lanes, *window, device=device)  # inputs of the convolution, oldest first
+            self.saved_states = _zeros(checkpoints, *head, device=device)
+            self.saved_windows = _zeros(checkpoints, *window, device=device)
+            # What a drafted position did: state = state * decay + key ⊗ change; and what it fed the convolution.
+            self.decays = _zeros(drafts, spec.value_heads, device=device)
+            self.keys = _zeros(drafts, spec.key_heads, spec.key_dim, device=device)
+            self.changes = _zeros(drafts, spec.value_heads, spec.value_dim, device=device)
+            self.fed = _zeros(drafts, spec.channels, device=device)
+        except (RuntimeError, MemoryError):  # how torch says that there is not enough
+            raise NoRoom(
+                f"the states of {lanes} lanes, {checkpoints} checkpoints and {drafts} drafts do not fit into the memory of "
+                f"{device}; lower --max-batch, --checkpoint-memory or --draft-memory"
+            ) from None
+
+    @property
+    def draft_bytes(self) -> int:
+        return sum(t.nbytes for t in (self.decays, self.keys, self.changes, self.fed))
+
+    @property
+    def lane_bytes(self) -> int:
+        return self.states.nbytes + self.windows.nbytes
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return self.saved_states.nbytes + self.saved_windows.nbytes
+
+    def restore(self, slots: Sequence[int], lanes: Sequence[int]) -> None:
+        """The states of checkpoints into lanes."""
+        self.states[list(lanes)] = self.saved_states[list(slots)]
+        self.windows[list(lanes)] = self.saved_windows[list(slots)]
+
+
+def _zeros(*shape: int, device: torch.device) -> Tensor:
+    return torch.zeros(shape, dtype=torch.float32, device=device)

@@ -1,0 +1,97 @@
+"""Weights on their way from a source to a device.
+
+In: a source of named weights (`models/weights.py` and `models/spec.py` list the names). Out: tensors in the model's
+dtype, joined and padded as the products want them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onedraw.models.source import Tensor as Stored
+from onedraw.models.spec import Norm
+
+LANE = 64  # widths are padded to a multiple of it: see layers/elementwise.py
+
+
+class WeightSource(Protocol):
+    """Named weights, each read when asked for; layer None for the outer ones."""
+
+    def tensor(self, layer: int | None, weight: str) -> Stored: ...
+
+
+class Loader:
+    """Owner: the stack, while it is being made.
+
+    Matrices pass through one buffer on the host. Fresh ones, freed after every layer, would leave holes between the
+    weights that stay, and the process would end an eighth larger than its weights.
+    """
+
+    def __init__(self, source: WeightSource, *, dtype: torch.dtype, device: torch.device, norm: Norm = "narrow") -> None:
+        self._source, self._dtype, self._device, self._norm = source, dtype, device, norm
+        self._buffer = torch.empty(0)
+
+    def kept(self, layer: int | None, *names: str, pad: int = 1) -> Tensor:
+        """Weights joined by rows, each padded with zeros to a multiple of `pad` rows, in memory of their own."""
+        return self._joined(layer, names, pad=pad, take=torch.empty)
+
+    def wide(self, layer: int | None, name: str) -> Tensor:
+        """One small weight in float32, whatever the model's dtype."""
+        return torch.from_numpy(self._source.tensor(layer, name).float32()).to(self._device)
+
+    def norm(self, layer: int | None, name: str) -> Tensor:
+        """The weight of a norm: in float32 where it meets the numbers before they are rounded."""
+        return self.wide(layer, name) if self._norm == "wide" else self.kept(layer, name)
+
+    def passing(self, layer: int | None, *names: str, pad: int = 1, pad_columns: int = 1) -> Tensor:
+        """The same for matrices that are about to be packed. In float32 on a CPU they lie in the buffer until the next
+        call, so whoever takes them there keeps a copy, never the tensor itself."""
+        return self._joined(layer, names, pad=pad, pad_columns=pad_columns, take=self._take)
+
+    def experts(self, layer: int, *names: str, pad: int = 1, pad_columns: int = 1) -> list[Tensor]:
+        """Stacks [experts, rows, columns] → per expert the matrices joined by rows and padded, in memory of their own."""
+        stacks = [torch.from_numpy(self._source.tensor(layer, name).float32()) for name in names]
+        found = []
+        for parts in zip(*stacks, strict=True):
+            padded = [F.pad(m, (0, -m.shape[1] % pad_columns, 0, -m.shape[0] % pad)) for m in parts]
+            found.append(torch.cat(padded).to(device=self._device, dtype=self._dtype))
+        return found
+
+    def _take(self, shape: tuple[int, ...]) -> Tensor:
+        count = math.prod(shape)
+        if self._buffer.numel() < count:
+            self._buffer = torch.empty(0)  # the old one goes before the new one comes
+            self._buffer = torch.empty(count)
+        return self._buffer[:count].view(shape)
+
+    def _joined(
+        self,
+        layer: int | None,
+        names: tuple[str, ...],
+        *,
+        pad: int,
+        pad_columns: int = 1,
+        take: Callable[[tuple[int, ...]], Tensor],
+    ) -> Tensor:
+        stored = [self._source.tensor(layer, name) for name in names]
+        heights = [padded(tensor.shape[0], pad) for tensor in stored]
+        width = tuple(padded(columns, pad_columns) for columns in stored[0].shape[1:])  # () for vectors
+        out = take((sum(heights), *width))
+        for part, tensor in zip(torch.split(out, heights), stored, strict=True):
+            rows = tensor.shape[0]
+            part[rows:] = 0
+            if width == tensor.shape[1:]:
+                tensor.into(part[:rows].numpy())
+            else:
+                part[:rows] = F.pad(torch.from_numpy(tensor.float32()), (0, width[0] - tensor.shape[1]))
+        return out.to(device=self._device, dtype=self._dtype)
+
+
+def padded(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple

@@ -1,0 +1,108 @@
+"""The mixers of a stack: attention and delta, each with its weights ready for one device.
+
+In: normed tokens h [T, E], what the turn prepared, and the layer's store. Out: [T, E], what is added to the residual.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onedraw.backends.torch.lanes import LaneStore
+from onedraw.backends.torch.layers.delta import DeltaWeights
+from onedraw.backends.torch.layers.elementwise import opened
+from onedraw.backends.torch.layers.linear import Linear
+from onedraw.backends.torch.loader import Loader
+from onedraw.backends.torch.ops import Ops
+from onedraw.backends.torch.pages import PageStore
+from onedraw.backends.torch.state import Store
+from onedraw.models.spec import AttentionSpec, DeltaSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    spec: AttentionSpec
+    qkv: Linear  # q, k, v and the gate in one product, whichever there are
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Linear
+    eps: float
+
+    @staticmethod
+    def load(index: int, spec: AttentionSpec, loader: Loader, ops: Ops, eps: float) -> Attention:
+        own = spec.reuses is None
+        parts = ["q", *(["k"] if own else []), *(["v"] if own and not spec.keys_as_values else [])]
+        gate = ["attn_gate"] if spec.gate is not None else []
+        bias = None
+        if spec.qkv_bias:
+            bias = loader.kept(index, *(f"{part}_bias" for part in parts))
+            bias = torch.cat([bias, bias.new_zeros(spec.gate_width)])  # a gate has none
+        return Attention(
+            spec=spec,
+            qkv=ops.linear(loader.passing(index, *parts, *gate), bias),
+            q_norm=loader.norm(index, "q_norm") if spec.qk_norm else None,
+            k_norm=loader.norm(index, "k_norm") if spec.qk_norm and own else None,
+            out=ops.linear(loader.passing(index, "o"), loader.kept(index, "o_bias") if spec.out_bias else None),
+            eps=eps,
+        )
+
+    @property
+    def linears(self) -> list[Linear]:
+        return [self.qkv, self.out]
+
+    def __call__(self, h: Tensor, prepared: Any, store: Store, ops: Ops) -> Tensor:
+        assert isinstance(store, PageStore)
+        spec = self.spec
+        qkv = self.qkv(h)  # [T, (H + 2K) * D + gate]
+        gate = qkv[:, qkv.shape[1] - spec.gate_width :]
+        mixed = ops.attention(
+            qkv, prepared, spec=spec, store=store, q_norm=self.q_norm, k_norm=self.k_norm, eps=self.eps
+        )  # [T, H * D]
+        if spec.gate is not None:
+            factor = opened(gate.contiguous(), spec.gate).view(len(h), spec.heads, -1)  # [T, H, D or 1]
+            mixed = mixed.view(len(h), spec.heads, -1).mul(factor).view(len(h), -1)
+        return self.out(mixed)
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    spec: DeltaSpec
+    projections: Linear  # qkv, z, a, b in one product
+    weights: DeltaWeights
+    out: Linear
+
+    @staticmethod
+    def load(index: int, spec: DeltaSpec, loader: Loader, ops: Ops, eps: float) -> Delta:
+        return Delta(
+            spec=spec,
+            projections=ops.linear(loader.passing(index, "delta_qkv", "delta_z", "delta_a", "delta_b")),
+            weights=DeltaWeights(
+                conv=loader.wide(index, "conv").t().contiguous(),
+                decay=loader.wide(index, "decay"),
+                bias=loader.wide(index, "delta_bias"),
+                norm=loader.wide(index, "delta_norm"),
+                eps=eps,
+            ),
+            out=ops.linear(loader.passing(index, "o")),
+        )
+
+    @property
+    def linears(self) -> list[Linear]:
+        return [self.projections, self.out]
+
+    def __call__(self, h: Tensor, prepared: Any, store: Store, ops: Ops) -> Tensor:
+        assert isinstance(store, LaneStore)
+        mixed = ops.delta(self.projections(h), prepared, weights=self.weights, store=store)
+        return self.out(mixed.to(h.dtype))
+
+
+Mixer = Attention | Delta
+
+
+def load_mixer(index: int, spec: AttentionSpec | DeltaSpec, loader: Loader, ops: Ops, eps: float) -> Mixer:
+    if isinstance(spec, DeltaSpec):
+        return Delta.load(index, spec, loader, ops, eps)
+    return Attention.load(index, spec, loader, ops, eps)

@@ -1,0 +1,220 @@
+"""Laguna (Poolside): a softplus gate on what was attended, head counts that differ by layer, sigmoid routing with a bias.
+
+In: config.json, or the key-values of a GGUF file. Out: ModelSpec. Attention sinks and biases under other names than
+attention_bias are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from onedraw.errors import Corrupt, UnsupportedModel
+from onedraw.models.family import HARMLESS_METADATA, Family, checked
+from onedraw.models.keys import HARMLESS, HARMLESS_OF_EXPERTS, MOST_LAYERS, Keys, code_notes, layer_types, refuse_quantized
+from onedraw.models.recipes import PLAIN_EXPERT_NAMES, experts, gguf_experts
+from onedraw.models.rope import DEFAULT_THETA, rope_from_metadata, ropes_by_layer_type, turning_dims
+from onedraw.models.source import Source
+from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec
+from onedraw.models.weights import GGUF, PLAIN, SAFETENSORS, Rules, pairs
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+DENSE, SPARSE = "dense", "sparse"
+PATTERN = 4  # in a GGUF the first of every four layers is full
+HEAD_DIM = 128
+ROPES: Mapping[str, Mapping[str, Any]] = {
+    FULL: {"rope_type": "default", "rope_theta": 500_000.0, "partial_rotary_factor": 0.5},
+    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0},
+}
+GatePer = Literal["element", "head"]
+
+
+def _from_config(config: Mapping[str, Any], origin: str) -> ModelSpec:
+    keys = Keys(config, origin=origin)
+    refuse_quantized(keys, origin)
+    keys.only("hidden_act", "silu")
+    count, max_context = keys.whole("num_hidden_layers", most=MOST_LAYERS), keys.whole("max_position_embeddings")
+    types = layer_types(keys, count, accepted=(FULL, SLIDING), default=[FULL] * count, origin=origin)
+    window = keys.optional_whole("sliding_window")
+    if window is None and SLIDING in types:
+        raise Corrupt(f"{origin}: layer_types names sliding layers, but no sliding_window is set")
+    head_dim, bias = keys.whole("head_dim", HEAD_DIM), keys.flag("attention_bias")
+    heads = keys.wholes("num_attention_heads_per_layer", count, [keys.whole("num_attention_heads")] * count)
+    kv_heads, gate_per = keys.whole("num_key_value_heads"), _gate_per(keys, origin)
+    head_dims = dict.fromkeys(types, head_dim)
+    ropes = ropes_by_layer_type(keys, head_dims=head_dims, defaults=ROPES, max_context=max_context, origin=origin)
+    mixers = [
+        AttentionSpec(
+            heads=heads[index],
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            rope=ropes[kind],
+            scale=head_dim**-0.5,
+            window=window if kind == SLIDING else None,
+            qkv_bias=bias,
+            out_bias=bias,
+            qk_norm=True,
+            gate="softplus",
+            gate_per=gate_per,
+        )
+        for index, kind in enumerate(types)
+    ]
+    dense, sparse = MlpSpec(keys.whole("intermediate_size")), _config_experts(keys)
+    spec = ModelSpec(
+        family="laguna",
+        layers=tuple(
+            LayerSpec(m, dense if flat else sparse) for m, flat in zip(mixers, _dense(keys, count, origin), strict=True)
+        ),
+        hidden=keys.whole("hidden_size"),
+        vocab=keys.whole("vocab_size"),
+        eps=keys.number("rms_norm_eps", 1e-6),
+        tied=keys.flag("tie_word_embeddings"),
+        max_context=max_context,
+        notes=code_notes(keys),
+    )
+    keys.refuse_rest(HARMLESS | HARMLESS_OF_EXPERTS)
+    return checked(spec, origin)
+
+
+def _gate_per(keys: Keys, origin: str) -> GatePer:
+    gating = keys.get("gating")
+    if gating not in (None, True, "per-head", "per-element"):
+        raise UnsupportedModel(f"{origin}: gating = {gating!r} is not supported; supported: true, 'per-head', 'per-element'")
+    per: GatePer = "element" if gating == "per-element" else "head"
+    named = keys.get("gating_types")  # says the same once more, layer by layer
+    if named is not None and {str(kind).replace("_", "-") for kind in named} != {f"per-{per}"}:
+        raise UnsupportedModel(f"{origin}: gating_types = {named!r} does not go with gating = {gating!r}")
+    return per
+
+
+def _dense(keys: Keys, count: int, origin: str) -> list[bool]:
+    """Which layers have one feed-forward in place of experts."""
+    types = keys.get("mlp_layer_types")
+    if types is None:
+        return [index == 0 for index in range(count)]
+    if not isinstance(types, list) or len(types) != count or not {*types} <= {DENSE, SPARSE}:
+        raise Corrupt(f"{origin}: mlp_layer_types must name {count} layers, each {DENSE} or {SPARSE}, not {types!r}")
+    return [kind == DENSE for kind in types]
+
+
+def _config_experts(keys: Keys) -> MoeSpec:
+    keys.only("norm_topk_prob", True)
+    return MoeSpec(
+        experts=keys.whole("num_experts"),
+        used=keys.whole("num_experts_per_tok"),
+        width=keys.whole("moe_intermediate_size"),
+        scores="sigmoid",
+        scale=keys.number("moe_routed_scaling_factor", 1.0),
+        softcap=keys.number("moe_router_logit_softcapping") if keys.get("moe_router_logit_softcapping") else None,
+        select_bias=True,
+        shared=keys.whole("shared_expert_intermediate_size"),
+    )
+
+
+# ------------------------------------------------------------------ GGUF
+
+
+def _from_metadata(source: Source) -> ModelSpec:
+    tensors, origin = source.tensors, source.path.name
+    keys = Keys(source.config, origin=origin, prefix="laguna.")
+    count, max_context = keys.whole("block_count", most=MOST_LAYERS), keys.whole("context_length")
+    head_dim = keys.whole("attention.key_length", HEAD_DIM)
+    keys.only("attention.value_length", head_dim)
+    heads, kv_heads = keys.wholes("attention.head_count", count), keys.wholes("attention.head_count_kv", count)
+    window = keys.optional_whole("attention.sliding_window", least=0) or None
+    pattern = [window is not None and index % PATTERN != 0 for index in range(count)]
+    sliding = keys.flags("attention.sliding_window_pattern", count, pattern)
+    full_rope = rope_from_metadata(keys, None, head_dim=head_dim, max_context=max_context, origin=origin, partial=True)
+    sliding_rope = RopeSpec(
+        theta=keys.number("rope.freq_base_swa", DEFAULT_THETA),
+        dims=turning_dims(keys, "rope.dimension_count_swa", head_dim=head_dim, partial=True, origin=origin),
+    )
+    mixers = [
+        AttentionSpec(
+            heads=heads[index],
+            kv_heads=kv_heads[index],
+            head_dim=head_dim,
+            rope=sliding_rope if sliding[index] else full_rope,
+            scale=head_dim**-0.5,
+            window=window if sliding[index] else None,
+            qkv_bias=f"blk.{index}.attn_q.bias" in tensors,
+            out_bias=f"blk.{index}.attn_output.bias" in tensors,
+            qk_norm=True,
+            gate="softplus",
+            gate_per=_stored_gate(source, index, heads[index]),
+        )
+        for index in range(count)
+    ]
+    leading = keys.whole("leading_dense_block_count", 1, least=0)
+    dense, sparse = MlpSpec(keys.whole("feed_forward_length")), _gguf_experts(keys)
+    embedding = tensors.get("token_embd.weight")
+    spec = ModelSpec(
+        family="laguna",
+        layers=tuple(LayerSpec(mixer, dense if index < leading else sparse) for index, mixer in enumerate(mixers)),
+        hidden=keys.whole("embedding_length"),
+        vocab=keys.whole("vocab_size", embedding.shape[0] if embedding is not None and embedding.shape else None),
+        eps=keys.number("attention.layer_norm_rms_epsilon"),
+        tied="output.weight" not in tensors,
+        max_context=max_context,
+    )
+    keys.refuse_rest(HARMLESS_METADATA)
+    return checked(spec, origin)
+
+
+def _stored_gate(source: Source, index: int, heads: int) -> GatePer:
+    """A GGUF has no key for it: the gate is as wide as it is."""
+    gate = source.tensors.get(f"blk.{index}.attn_gate.weight")
+    return "element" if gate is not None and gate.shape[0] != heads else "head"
+
+
+def _gguf_experts(keys: Keys) -> MoeSpec:
+    keys.only("expert_gating_func", 2)  # sigmoid
+    keys.only("expert_weights_norm", True)
+    keys.only("expert_shared_count", 1)
+    return MoeSpec(
+        experts=keys.whole("expert_count"),
+        used=keys.whole("expert_used_count"),
+        width=keys.whole("expert_feed_forward_length"),
+        scores="sigmoid",
+        scale=keys.number("expert_weights_scale", 1.0),
+        select_bias=True,
+        shared=keys.whole("expert_shared_feed_forward_length"),
+    )
+
+
+# ------------------------------------------------------------------ weights
+
+MLP = "model.layers.{layer}.mlp."
+FROM_FOLDER = Rules(
+    outer=SAFETENSORS.outer,
+    layer={**SAFETENSORS.layer}
+    | pairs("model.layers.{layer}.", "attn_gate=self_attn.g_proj.weight")
+    | pairs(MLP, "router=gate.weight select_bias=experts.e_score_correction_bias")
+    | pairs(MLP + "shared_expert.", "shared_gate=gate_proj.weight shared_up=up_proj.weight shared_down=down_proj.weight"),
+    made=experts(MLP + "experts."),
+    renamed=(
+        (r"\.mlp\.shared_experts\.", ".mlp.shared_expert."),
+        (r"\.mlp\.gate\.e_score_correction_bias$", ".mlp.experts.e_score_correction_bias"),
+        PLAIN_EXPERT_NAMES,
+    ),
+    ignored=SAFETENSORS.ignored,
+)
+BLK = "blk.{layer}."
+FROM_GGUF = Rules(
+    outer=GGUF.outer,
+    layer={**GGUF.layer}
+    | pairs(BLK, "attn_gate=attn_gate.weight router=ffn_gate_inp.weight select_bias=exp_probs_b.bias")
+    | pairs(BLK, "shared_gate=ffn_gate_shexp.weight shared_up=ffn_up_shexp.weight shared_down=ffn_down_shexp.weight"),
+    made=gguf_experts(),
+    ignored=GGUF.ignored,
+)
+
+LAGUNA = Family(
+    name="laguna",
+    model_types=("laguna",),
+    architectures=("LagunaForCausalLM",),
+    gguf=("laguna",),
+    from_config=_from_config,
+    from_metadata=_from_metadata,
+    rules={"safetensors": FROM_FOLDER, "gguf": FROM_GGUF, "plain": PLAIN},
+)

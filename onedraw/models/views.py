@@ -1,0 +1,162 @@
+"""Tensors seen another way, so that every file's weights have one form. Nothing is read before `into` or `float32`.
+
+In: tensors of a checkpoint. Out: tensors again: some rows in some order (still packed), another shape, columns in
+another order, several stacked into one, values changed one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onedraw.errors import UnsupportedModel
+from onedraw.models.source import Tensor
+
+Floats = NDArray[np.float32]
+Order = NDArray[np.intp]
+
+
+class View:
+    """What all views share. A view writes itself with `into` and knows how to take rows of itself."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+
+    def into(self, out: Floats) -> None:
+        raise NotImplementedError
+
+    def float32(self) -> Floats:
+        out = np.empty(self.shape, np.float32)
+        self.into(out)
+        return out
+
+    def int64(self) -> NDArray[np.int64]:
+        raise UnsupportedModel(f"tensor {self.name}: whole numbers are read from tensors as they are stored")
+
+    def reshaped(self, shape: tuple[int, ...]) -> Tensor:
+        raise ValueError(f"tensor {self.name}: its rows have no other shape")
+
+
+class Rows(View):
+    """Row i is row order[i] of another tensor, still packed."""
+
+    def __init__(self, tensor: Tensor, order: Order) -> None:
+        self.name, self.kind = tensor.name, tensor.kind
+        self.shape = (len(order), *tensor.shape[1:])
+        self._tensor, self._order = tensor, order
+
+    def require_readable(self) -> None:
+        self._tensor.require_readable()
+
+    def into(self, out: Floats) -> None:
+        self._tensor.take_rows(self._order).into(out)
+
+    def take_rows(self, order: Order) -> Tensor:
+        return Rows(self._tensor, self._order[order])
+
+    def reshaped(self, shape: tuple[int, ...]) -> Tensor:
+        return Folded(self, shape)
+
+
+class Folded(View):
+    """The same values in the same order, with runs of rows folded into rows of their own: [E·F, H] as [E, F, H]."""
+
+    def __init__(self, tensor: Tensor, shape: tuple[int, ...]) -> None:
+        if math.prod(shape) != math.prod(tensor.shape) or tensor.shape[0] % shape[0]:
+            raise ValueError(f"tensor {tensor.name} of shape {tensor.shape} does not fold to {shape}")
+        self.name, self.kind, self.shape = tensor.name, tensor.kind, shape
+        self._tensor, self._run = tensor, tensor.shape[0] // shape[0]
+
+    def require_readable(self) -> None:
+        self._tensor.require_readable()
+
+    def into(self, out: Floats) -> None:
+        if out.flags.c_contiguous:
+            self._tensor.into(out.reshape(self._tensor.shape))
+        else:  # a reshape would copy
+            out[...] = self._tensor.float32().reshape(self.shape)
+
+    def take_rows(self, order: Order) -> Tensor:
+        rows = (np.asarray(order)[:, None] * self._run + np.arange(self._run)).reshape(-1)
+        return Folded(Rows(self._tensor, rows), (len(order), *self.shape[1:]))
+
+
+class Columns(View):
+    """Column i is column order[i]. Blocks run along columns, so these are unpacked first."""
+
+    def __init__(self, tensor: Tensor, order: Order) -> None:
+        self.name, self.kind = tensor.name, tensor.kind
+        self.shape = (*tensor.shape[:-1], len(order))
+        self._tensor, self._order = tensor, order
+
+    def require_readable(self) -> None:
+        self._tensor.require_readable()
+
+    def into(self, out: Floats) -> None:
+        np.take(self._tensor.float32(), self._order, axis=-1, out=out)
+
+    def take_rows(self, order: Order) -> Tensor:
+        return Columns(self._tensor.take_rows(order), self._order)
+
+
+class Stacked(View):
+    """Tensors of one shape as the rows of a tensor with one axis more."""
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        self.name, self.kind = tensors[0].name, tensors[0].kind
+        self.shape = (len(tensors), *tensors[0].shape)
+        self._tensors = tensors
+
+    def require_readable(self) -> None:
+        for tensor in self._tensors:
+            tensor.require_readable()
+
+    def into(self, out: Floats) -> None:
+        for tensor, room in zip(self._tensors, out, strict=True):
+            tensor.into(room)
+
+    def take_rows(self, order: Order) -> Tensor:
+        return Stacked(tuple(self._tensors[index] for index in order))
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What is done to every value, in place."""
+
+    name: str
+    apply: Callable[[Floats], None]
+
+
+def _add_one(values: Floats) -> None:
+    values += np.float32(1)
+
+
+def _negative_exponential(values: Floats) -> None:
+    values[...] = -np.exp(values.astype(np.float64))  # rounded once
+
+
+ADD_ONE = Change("w + 1", _add_one)
+NEGATIVE_EXPONENTIAL = Change("-exp(w)", _negative_exponential)
+
+
+class Changed(View):
+    """Every value changed by itself."""
+
+    def __init__(self, tensor: Tensor, change: Change) -> None:
+        self.name, self.kind, self.shape = tensor.name, tensor.kind, tensor.shape
+        self._tensor, self._change = tensor, change
+
+    def require_readable(self) -> None:
+        self._tensor.require_readable()
+
+    def into(self, out: Floats) -> None:
+        self._tensor.into(out)
+        self._change.apply(out)
+
+    def take_rows(self, order: Order) -> Tensor:
+        return Changed(self._tensor.take_rows(order), self._change)

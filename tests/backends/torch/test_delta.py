@@ -1,0 +1,211 @@
+"""Gated DeltaNet: two forms that agree, drafts that leave no trace, states that roll back to the bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from onedraw.backends.torch.device import pick_ops
+from onedraw.backends.torch.inputs import Shape, make_inputs
+from onedraw.backends.torch.lanes import Kept, LaneStore
+from onedraw.backends.torch.layers.delta import DeltaWeights
+from onedraw.backends.torch.layers.linear import RowRule
+from onedraw.backends.torch.ops import Ops, TorchOps
+from onedraw.models.spec import DeltaSpec
+from onedraw.settings import default_cache_dir
+from onedraw.types import Draft, History, Plan, Row, SamplingParams, Save
+
+CPU = torch.device("cpu")
+SPEC = DeltaSpec(key_heads=2, value_heads=6, key_dim=12, value_dim=20, conv=4)
+WIDTH = SPEC.channels + SPEC.value_heads * SPEC.value_dim + 2 * SPEC.value_heads
+LENGTH = 150
+
+
+def ops_of(kind: str) -> Ops:
+    return pick_ops("cpu", "f32", cache=default_cache_dir()) if kind == "kernels" else TorchOps(CPU)
+
+
+@pytest.fixture(params=["kernels", "torch"])
+def ops(request: pytest.FixtureRequest) -> Ops:
+    return ops_of(request.param)
+
+
+def draw(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+WEIGHTS = DeltaWeights(
+    conv=draw(SPEC.conv, SPEC.channels, seed=1) * 0.5,
+    decay=-(0.05 + 4 * torch.rand(SPEC.value_heads, generator=torch.Generator().manual_seed(2))),
+    bias=draw(SPEC.value_heads, seed=3) * 0.5 - 1,
+    norm=1 + 0.2 * draw(SPEC.value_dim, seed=4),
+    eps=1e-6,
+)
+PROJECTED = draw(LENGTH, WIDTH, seed=5)
+
+
+def store_of(*, lanes: int = 3, drafts: int = 24, checkpoints: int = 4) -> LaneStore:
+    return LaneStore(SPEC, lanes=lanes, drafts=drafts, checkpoints=checkpoints, device=CPU)
+
+
+def row(
+    start: int, stop: int, *, prompt: int, lane: int = 0, drafts: tuple[Draft, ...] = (), saves: tuple[Save, ...] = ()
+) -> Row:
+    return Row(
+        request_id=str(lane),
+        lane=lane,
+        pages=((0,) * 30,),
+        start=start,
+        tokens=(1,) * (stop - start),
+        drafts=drafts,
+        prompt_stop=prompt,
+        chooses=True,
+        params=SamplingParams(),
+        history=History((1,)),
+        saves=saves,
+    )
+
+
+def turn(ops: Ops, store: LaneStore, rows: list[Row], projected: torch.Tensor) -> torch.Tensor:
+    inputs = make_inputs(Plan(tuple(rows)), shape=Shape(8, (30,), RowRule(1)), device=CPU)
+    return ops.delta(projected, ops.prepare_delta(inputs, SPEC), weights=WEIGHTS, store=store)
+
+
+def oracle(projected: torch.Tensor) -> torch.Tensor:
+    """Position by position in double precision, as the formula is written."""
+    p = projected.double()
+    keys, heads, dv = SPEC.key_heads * SPEC.key_dim, SPEC.value_heads, SPEC.value_dim
+    fed = torch.cat([torch.zeros(SPEC.conv - 1, SPEC.channels, dtype=torch.float64), p[:, : SPEC.channels]])
+    state = torch.zeros(heads, SPEC.key_dim, dv, dtype=torch.float64)
+    out = []
+    for t in range(len(p)):
+        u = torch.nn.functional.silu((fed[t : t + SPEC.conv] * WEIGHTS.conv.double()).sum(0))
+        q, k = u[:keys].view(SPEC.key_heads, -1), u[keys : 2 * keys].view(SPEC.key_heads, -1)
+        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+        q, k = q.repeat_interleave(3, 0) / math.sqrt(SPEC.key_dim), k.repeat_interleave(3, 0)
+        v = u[2 * keys :].view(heads, dv)
+        z, a, b = torch.split(p[t, SPEC.channels :], [heads * dv, heads, heads])
+        g = WEIGHTS.decay.double() * torch.nn.functional.softplus(a + WEIGHTS.bias)
+        state = state * g.exp()[:, None, None]
+        change = torch.sigmoid(b)[:, None] * (v - torch.einsum("hkv,hk->hv", state, k))
+        state = state + k[:, :, None] * change[:, None]
+        o = torch.einsum("hkv,hk->hv", state, q)
+        o = o * torch.rsqrt((o * o).mean(-1, keepdim=True) + WEIGHTS.eps) * WEIGHTS.norm
+        out.append(o.view(-1) * torch.nn.functional.silu(z))
+    return torch.stack(out)
+
+
+def test_both_forms_are_the_formula(ops: Ops) -> None:
+    chunked = turn(ops, store_of(), [row(0, LENGTH, prompt=LENGTH)], PROJECTED)
+    stepped = turn(ops, store_of(), [row(0, LENGTH, prompt=0)], PROJECTED)
+    expected = oracle(PROJECTED)
+    assert (chunked - expected).abs().max() < 1e-5
+    assert (stepped - expected).abs().max() < 1e-5
+    assert not torch.equal(chunked, stepped)  # two forms, or the laws about them say nothing
+
+
+def test_chunks_on_the_grid_do_not_show(ops: Ops) -> None:
+    whole, cut = store_of(), store_of()
+    expected = turn(ops, whole, [row(0, LENGTH, prompt=140)], PROJECTED)
+    parts = [turn(ops, cut, [row(a, b, prompt=140)], PROJECTED[a:b]) for a, b in ((0, 64), (64, 128), (128, 143), (143, 150))]
+    assert torch.equal(torch.cat(parts), expected)
+    assert torch.equal(cut.states, whole.states)
+    assert torch.equal(cut.windows, whole.windows)
+
+
+def test_a_chunk_cut_off_the_grid_is_refused(ops: Ops) -> None:
+    with pytest.raises(AssertionError, match="inside a chunk"):
+        turn(ops, store_of(), [row(0, 36, prompt=100)], PROJECTED[:36])
+
+
+def test_neighbours_and_lanes_do_not_show(ops: Ops) -> None:
+    alone = store_of()
+    expected = turn(ops, alone, [row(0, 70, prompt=66, lane=1)], PROJECTED[:70])
+    batch = store_of()
+    rows = [row(0, 5, prompt=5, lane=0), row(0, 70, prompt=66, lane=1), row(0, 1, prompt=0, lane=2)]
+    got = turn(ops, batch, rows, torch.cat([PROJECTED[100:105], PROJECTED[:70], PROJECTED[120:121]]))
+    assert torch.equal(got[5:75], expected)
+    assert torch.equal(batch.states[1], alone.states[1])
+
+
+CHAIN = tuple(Draft(7, i - 1) for i in range(6))
+TREE = (Draft(1, -1), Draft(2, -1), Draft(3, 1), Draft(4, 0), Draft(5, 2), Draft(6, 2), Draft(7, 4))
+
+
+@pytest.mark.parametrize(("drafts", "path"), [(CHAIN, (0, 1, 2, 3)), (CHAIN, ()), (CHAIN, tuple(range(6))), (TREE, (1, 2, 4, 6))])
+def test_kept_drafts_leave_what_known_tokens_would(ops: Ops, drafts: tuple[Draft, ...], path: tuple[int, ...]) -> None:
+    """The drafts' projections are those of positions 81 …; a tree's other nodes have some of their own."""
+    known = store_of()
+    turn(ops, known, [row(0, 80, prompt=78)], PROJECTED[:80])
+    drafted = store_of()
+    turn(ops, drafted, [row(0, 80, prompt=78)], PROJECTED[:80])
+    nodes = draw(len(drafts), WIDTH, seed=9)
+    for depth, index in enumerate(path):
+        nodes[index] = PROJECTED[81 + depth]
+    got = turn(ops, drafted, [row(80, 81, prompt=78, drafts=drafts)], torch.cat([PROJECTED[80:81], nodes]))
+    expected = turn(ops, known, [row(80, 81 + len(path), prompt=78)], PROJECTED[80 : 81 + len(path)])
+    assert torch.equal(got[[0, *(1 + index for index in path)]], expected)
+    if path:
+        ops.commit_delta(drafted, [Kept(0, path)])
+    assert torch.equal(drafted.states, known.states)
+    assert torch.equal(drafted.windows, known.windows)
+
+
+def test_a_node_reads_its_parents_state_and_no_siblings(ops: Ops) -> None:
+    store, alone = store_of(), store_of()
+    for one in (store, alone):
+        turn(ops, one, [row(0, 10, prompt=10)], PROJECTED[:10])
+    got = turn(ops, store, [row(10, 11, prompt=10, drafts=TREE)], PROJECTED[10:18])
+    chain = (Draft(2, -1), Draft(3, 0), Draft(6, 1))  # the path to node 5
+    expected = turn(ops, alone, [row(10, 11, prompt=10, drafts=chain)], PROJECTED[[10, 12, 13, 16]])
+    assert torch.equal(got[[0, 2, 3, 6]], expected)
+
+
+def test_rows_without_drafts_write_nothing_to_the_rollback_buffer(ops: Ops) -> None:
+    store = store_of()
+    turn(ops, store, [row(0, 20, prompt=20, lane=0), row(0, 10, prompt=10, lane=1)], PROJECTED[:30])
+    buffers = (store.decays, store.keys, store.changes, store.fed)
+    for buffer in buffers:
+        buffer.fill_(torch.nan)
+    rows = [row(20, 21, prompt=20, lane=0, drafts=CHAIN[:2]), row(10, 11, prompt=10, lane=1)]
+    turn(ops, store, rows, PROJECTED[30:34])
+    for buffer in buffers:
+        assert torch.isfinite(buffer[:2]).all()
+        assert torch.isnan(buffer[2:]).all()
+    for buffer in buffers:
+        buffer.fill_(torch.nan)
+    turn(ops, store, [dataclasses.replace(rows[1], start=11)], PROJECTED[34:35])
+    assert all(torch.isnan(buffer).all() for buffer in buffers)
+    assert torch.isfinite(store.states).all()
+
+
+def test_checkpoints_hold_what_a_cold_run_passes_through(ops: Ops) -> None:
+    store, cold = store_of(), store_of()
+    saves = (Save(64, 2), Save(128, 0), Save(150, 3))
+    turn(ops, store, [row(0, LENGTH, prompt=LENGTH, saves=saves)], PROJECTED)
+    for save in saves:
+        turn(ops, cold, [row(0, save.position, prompt=save.position, lane=1)], PROJECTED[: save.position])
+        store.restore([save.slot], [2])
+        assert torch.equal(store.states[2], cold.states[1])
+        assert torch.equal(store.windows[2], cold.windows[1])
+
+
+def test_a_prompt_of_one_token_keeps_its_window(ops: Ops) -> None:
+    """Windows shorter than the convolution begin with zeros, in lanes and in checkpoints alike."""
+    store = store_of()
+    store.windows.fill_(9.0)  # another sequence's
+    turn(ops, store, [row(0, 1, prompt=1, lane=1, saves=(Save(1, 0),))], PROJECTED[:1])
+    for window in (store.windows[1], store.saved_windows[0]):
+        assert not window[:2].any()
+        assert torch.equal(window[2], PROJECTED[0, : SPEC.channels])
+
+
+def test_the_twins_agree() -> None:
+    ours, twin = store_of(), store_of()
+    a = turn(ops_of("kernels"), ours, [row(0, LENGTH, prompt=100)], PROJECTED)
+    b = turn(ops_of("torch"), twin, [row(0, LENGTH, prompt=100)], PROJECTED)
+    assert (a - b).abs().max() < 2e-5
+    assert (ours.states - twin.states).abs().max() < 2e-5
