@@ -9,6 +9,7 @@ pass. Each way to be fast adds its Variation here.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import time
@@ -19,6 +20,7 @@ from typing import Any, Literal, TypeAlias, assert_never
 
 from onedraw.door import Ask, Door, Reply
 from onedraw.engine.stats import Drafted, Stats
+from onedraw.errors import Barren
 from onedraw.models.loading import describe
 from onedraw.settings import DRAFT_WORDS, Settings
 from onedraw.speculation.speculator import DEVICE
@@ -381,7 +383,16 @@ def drive(door: Door, asks: Sequence[Ask], how: Drive, *, settings: Settings) ->
 
 
 def _one_by_one(door: Door, asks: Sequence[Ask]) -> list[Reply]:
-    return [reply for ask in asks for reply in door.generate(ask)]
+    return [_told(door, ask) for ask in asks]
+
+
+def _told(door: Door, ask: Ask) -> Reply:
+    """A reply that ran out of tokens to choose ends there, without a finish: a difference like any other."""
+    (reply,) = door.replies(ask)
+    with contextlib.suppress(Barren):
+        for piece in door.stream(ask):
+            reply.add(piece)
+    return reply
 
 
 async def _at_once(door: Door, asks: Sequence[Ask]) -> tuple[list[Reply], int]:
@@ -400,9 +411,10 @@ async def _streamed(door: Door, asks: Sequence[Ask]) -> tuple[list[Reply], int]:
 
 async def _folded(door: Door, ask: Ask) -> tuple[Reply, int]:
     (reply,), count = door.replies(ask), 0
-    async for piece in door.astream(ask):
-        reply.add(piece)
-        count += 1
+    with contextlib.suppress(Barren):
+        async for piece in door.astream(ask):
+            reply.add(piece)
+            count += 1
     return reply, count
 
 

@@ -12,12 +12,10 @@ from typing import Any, Literal
 
 from onedraw.door import Ask, Door, fresh_seed
 from onedraw.errors import BadParameter, BadRequest, ContextOverflow
-from onedraw.text.budget import ThinkingBudget
 from onedraw.text.channels import Reasoning
-from onedraw.text.constraints import all_of
 from onedraw.text.guides import ChoiceGuide, Guide, JsonGuide, RegexGuide, grammar_guide
 from onedraw.text.reading import PLAIN, Reading
-from onedraw.types import Constraint, DryParams, LogprobsMode, SamplingParams
+from onedraw.types import DryParams, LogprobsMode, SamplingParams
 
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
@@ -152,12 +150,14 @@ def settle(
         min_tokens=wishes.min_tokens or 0,
         stop_ids=frozenset((*eos, *wishes.stop_token_ids)),
         bad_words=_bad_words(wishes.bad_words, door),
-        constraint=all_of(_budget(wishes, reading, door), _guided(wishes, reading, door)),
         logprobs=wishes.logprobs,
         logprobs_mode=wishes.logprobs_mode,
         prompt_logprobs=wishes.prompt_logprobs,
         checksums=wishes.checksums,
     )
+    guide = guide_of(wishes)
+    if guide is not None and wishes.ignore_eos:
+        raise BadParameter("ignore_eos", "a reply that is held to a form ends where the form ends")
     if any(not s for s in wishes.stop):
         raise BadParameter("stop", "an empty stop string would stop everything")
     return Ask(
@@ -167,6 +167,8 @@ def settle(
         n=wishes.n,
         skip_special=wishes.skip_special_tokens,
         reading=reading,
+        thinking_budget=_budget(wishes, reading),
+        guide=guide,
         predicted=door.encode(wishes.prediction, add_special=False) if wishes.prediction else (),
         speculate=wishes.speculation,
         label=label,
@@ -207,7 +209,7 @@ def _dry(wishes: Wishes, door: Door) -> DryParams | None:
     )
 
 
-def _budget(wishes: Wishes, reading: Reading, door: Door) -> Constraint | None:
+def _budget(wishes: Wishes, reading: Reading) -> int | None:
     limit, reasoning = wishes.thinking_budget, reading.reasoning
     if limit is not None and limit < 0:
         raise BadParameter("thinking_budget", f"must be >= 0, not {limit}")
@@ -216,16 +218,8 @@ def _budget(wishes: Wishes, reading: Reading, door: Door) -> Constraint | None:
             return None
         raise BadParameter("thinking_budget", "this model does not think aloud, or the prompt is no chat")
     if limit is None and wishes.reasoning_effort is not None and not reasoning.effort:
-        limit = EFFORTS[wishes.reasoning_effort]
-    if limit is None:
-        return None
-    return ThinkingBudget(
-        reasoning,
-        limit=limit,
-        closing=door.encode(reasoning.closing, add_special=False),
-        spell=door.tokenizer.token_bytes,
-        thinking=reading.thinking,
-    )
+        return EFFORTS[wishes.reasoning_effort]
+    return limit
 
 
 def guide_of(wishes: Wishes) -> Guide | None:
@@ -244,15 +238,6 @@ def guide_of(wishes: Wishes) -> Guide | None:
             return grammar_guide(wishes.guided_grammar or "", "guided_grammar")
         case _:
             return None
-
-
-def _guided(wishes: Wishes, reading: Reading, door: Door) -> Constraint | None:
-    guide = guide_of(wishes)
-    if guide is None:
-        return None
-    if wishes.ignore_eos:
-        raise BadParameter("ignore_eos", "a reply that is held to a form ends where the form ends")
-    return door.grammars.constraint(guide, reading)
 
 
 def _bias(bias: Mapping[int, float] | None, *, vocab: int) -> tuple[tuple[int, float], ...]:

@@ -61,10 +61,10 @@ def prepare(request: CompletionRequest | ChatRequest, door: Door) -> Job:
                 job = _chat(request, door)
             case CompletionRequest():
                 job = _completion(request, door)
+        for ask in job.asks:
+            door.check(ask)
     except BadParameter as error:
         raise error.renamed({ours: theirs for theirs, (ours, _) in request.guided().items()}) from None
-    for ask in job.asks:
-        door.check(ask)
     return job
 
 

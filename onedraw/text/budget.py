@@ -41,7 +41,6 @@ class ThinkingBudget:
         self._limit = limit
         self._closing = tuple(closing)
         self._spell = spell
-        self._thinking = thinking
         self._masks = {token: single(token) for token in closing}
         first = Spent(beginning(reasoning, thinking))
         self._walk = Walk(self._judged(first), self._step)
@@ -49,11 +48,6 @@ class ThinkingBudget:
     def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> Bits | None:
         due = self._walk.after(output, drafts).due
         return None if due == NOT_CLOSING else self._masks[self._closing[due]]
-
-    def fresh(self) -> ThinkingBudget:
-        return ThinkingBudget(
-            self._reasoning, limit=self._limit, closing=self._closing, spell=self._spell, thinking=self._thinking
-        )
 
     def _step(self, spent: Spent, token: int) -> Spent:
         # The markers are ASCII, so bytes may be read as characters one by one.

@@ -39,9 +39,6 @@ class All:
                 common = bits if common is None else both(common, bits)
         return common
 
-    def fresh(self) -> All:
-        return All(tuple(constraint.fresh() for constraint in self.constraints))
-
 
 def both(first: Bits, second: Bits) -> Bits:
     length = min(len(first), len(second))
@@ -66,9 +63,6 @@ class BoundedNumbers:
             return bits
         others = bits & ~self._digits[: len(bits)]
         return others if others.any() else bits
-
-    def fresh(self) -> BoundedNumbers:
-        return BoundedNumbers(self._grammar.fresh(), spell=self._spell, digits=self._digits)
 
     def _step(self, run: int, token: int) -> int:
         """How many digits the reply ends with."""

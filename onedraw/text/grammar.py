@@ -33,7 +33,6 @@ class GrammarConstraint:
     """A matcher that follows a reply. Owner: one request."""
 
     def __init__(self, pristine: Any) -> None:
-        self._pristine = pristine
         self._matcher = pristine.deep_copy()
         self._tokens: list[int] = []
 
@@ -47,9 +46,6 @@ class GrammarConstraint:
         if len(self._tokens) < len(tokens):  # a draft that may not stand there: nothing behind it is ever reached
             return NOTHING
         return np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)
-
-    def fresh(self) -> GrammarConstraint:
-        return GrammarConstraint(self._pristine)
 
 
 class Grammars:
@@ -69,7 +65,7 @@ class Grammars:
         self._lock = threading.Lock()
 
     def constraint(self, guide: Guide, reading: Reading) -> Constraint:
-        """The constraint of a reply that is read in this way."""
+        """A constraint of its own for one request, whose reply is read in this way."""
         with self._lock:
             pristine = self._compiled.get((guide, reading))
             if pristine is None:
@@ -111,10 +107,10 @@ class Grammars:
                 return {"lark_grammar": f"start: /{self._library.regex_to_lark(pattern, '')}/"}
             case ChoiceGuide(texts):
                 return {"lark_grammar": "start: " + " | ".join(literal(text) for text in texts)}
-            case LarkGuide(source):
-                return {"lark_grammar": source}
-            case GbnfGuide(source, param):
-                return {"lark_grammar": _lark_of(source, param)}
+            case LarkGuide(lark):
+                return {"lark_grammar": lark}
+            case GbnfGuide(gbnf, param):
+                return {"lark_grammar": _lark_of(gbnf, param)}
             case _:
                 assert_never(guide)
 

@@ -60,7 +60,7 @@ class ChoiceGuide:
 class LarkGuide:
     """A Lark grammar, in llguidance's dialect; its first rule is `start`. `numbers`: runs of digits are bounded."""
 
-    source: str
+    lark: str
     param: str
     numbers: bool = False
 
@@ -69,7 +69,7 @@ class LarkGuide:
 class GbnfGuide:
     """A grammar as llama.cpp writes them; its first rule is `root`."""
 
-    source: str
+    gbnf: str
     param: str
 
 

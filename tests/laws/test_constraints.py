@@ -53,13 +53,6 @@ def requests(constraints: Sequence[Constraint], *, max_tokens: int = 40, seed: i
     return made
 
 
-def again(wanted: Sequence[Request]) -> list[Request]:
-    return [
-        replace(r, params=replace(r.params, constraint=None if r.params.constraint is None else r.params.constraint.fresh()))
-        for r in wanted
-    ]
-
-
 def schedules(expected: Sequence[Answer]) -> dict[str, Schedule]:
     truth = {f"q{i}": answer.tokens for i, answer in enumerate(expected)}
     return {
@@ -72,10 +65,12 @@ def schedules(expected: Sequence[Answer]) -> dict[str, Schedule]:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_drafts_never_change_where_thinking_ends(seed: int) -> None:
-    wanted = requests([budget(n) for n in (0, 5, 11)], seed=seed)
-    expected = plain(backend, again(wanted))
+    def wanted() -> list[Request]:
+        return requests([budget(n) for n in (0, 5, 11)], seed=seed)
+
+    expected = plain(backend, wanted())
     for name, schedule in schedules(expected).items():
-        answers, stats = run(backend(), again(wanted), schedule)
+        answers, stats = run(backend(), wanted(), schedule)
         assert answers == expected, name
         assert schedule.proposer is None or 0 < stats.accepted_tokens < stats.draft_tokens, name
     closing = TOKENIZER.encode(THINK.closing, add_special=False)
@@ -100,16 +95,15 @@ class Late:
     def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> Bits | None:
         return self._constraint.allowed(output, drafts[:-1])
 
-    def fresh(self) -> Constraint:
-        return Late(self._constraint.fresh())
-
 
 def test_a_mask_from_a_history_short_by_one_is_caught() -> None:
-    wanted = requests([budget(n) for n in (0, 5, 11)])
-    expected = plain(backend, again(wanted))
+    def wanted() -> list[Request]:
+        return requests([budget(n) for n in (0, 5, 11)])
+
+    expected = plain(backend, wanted())
     faulty = Forgetful(vocab=VOCAB, pages=64, lanes=4, page_size=4, max_context=256)
     for name in ("chain", "tree"):
-        answers, _ = run(faulty, again(wanted), schedules(expected)[name])
+        answers, _ = run(faulty, wanted(), schedules(expected)[name])
         assert answers != expected, name
 
 
@@ -149,11 +143,13 @@ def held() -> list[Constraint]:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_drafts_never_change_a_reply_that_is_held_to_a_form(seed: int) -> None:
-    wanted = requests(held(), seed=10 + seed, max_tokens=60)
-    expected = plain(backend, again(wanted))
+    def wanted() -> list[Request]:
+        return requests(held(), seed=10 + seed, max_tokens=60)
+
+    expected = plain(backend, wanted())
     assert not any(answer.error for answer in expected)
     for name, schedule in schedules(expected).items():
-        answers, stats = run(backend(), again(wanted), schedule)
+        answers, stats = run(backend(), wanted(), schedule)
         assert answers == expected, name
         assert schedule.proposer is None or 0 < stats.accepted_tokens < stats.draft_tokens, name
     choice = TOKENIZER.decode(expected[2].tokens)
@@ -162,11 +158,13 @@ def test_drafts_never_change_a_reply_that_is_held_to_a_form(seed: int) -> None:
 
 
 def test_a_grammar_that_misses_the_last_draft_is_caught() -> None:
-    wanted = requests(held(), seed=10, max_tokens=60)
-    expected = plain(backend, again(wanted))
+    def wanted() -> list[Request]:
+        return requests(held(), seed=10, max_tokens=60)
+
+    expected = plain(backend, wanted())
     faulty = Forgetful(vocab=VOCAB, pages=64, lanes=4, page_size=4, max_context=256)
     for name in ("chain", "tree"):
-        answers, _ = run(faulty, again(wanted), schedules(expected)[name])
+        answers, _ = run(faulty, wanted(), schedules(expected)[name])
         assert answers != expected, name
 
 
@@ -183,7 +181,7 @@ class NotRolledBack(GrammarConstraint):
 def test_a_matcher_that_is_not_rolled_back_is_caught() -> None:
     guide = RegexGuide("([a-f]{2,4}-[0-9]{1,3};)+", "x")
     wanted = requests([GRAMMARS.constraint(guide, PLAIN)], seed=10, max_tokens=60)
-    expected = plain(backend, again(wanted))
+    expected = plain(backend, wanted)
     faulty = NotRolledBack(GRAMMARS._compile(guide, PLAIN))
     broken = [replace(wanted[0], params=replace(wanted[0].params, constraint=faulty)), *wanted[1:]]
     for name in ("chain", "tree"):
@@ -200,14 +198,16 @@ def test_the_same_on_real_arithmetic(ops: str, tmp_path: Path, monkeypatch: pyte
     folder = tiny.write_safetensors("qwen3", tmp_path / "hf")
     tokenizer = Tokenizer.from_folder(folder)
     grammars = Grammars(tokenizer, (tiny.IM_END,))
-    constraints = [grammars.constraint(guide, PLAIN) for guide in GUIDES]
-    ends = frozenset({tiny.IM_END})
-    wanted = [replace(r, params=replace(r.params, stop_ids=ends)) for r in requests(constraints, seed=5, max_tokens=40)]
-    expected = plain(lambda: test_torch.backend_of(folder), again(wanted))
-    truth = {r.id: answer.tokens for r, answer in zip(wanted, expected, strict=True)}
+
+    def wanted() -> list[Request]:
+        made = requests([grammars.constraint(guide, PLAIN) for guide in GUIDES], seed=5, max_tokens=40)
+        return [replace(r, params=replace(r.params, stop_ids=frozenset({tiny.IM_END}))) for r in made]
+
+    expected = plain(lambda: test_torch.backend_of(folder), wanted())
+    truth = {r.id: answer.tokens for r, answer in zip(wanted(), expected, strict=True)}
     for tree in (False, True):
         proposer = Clairvoyant(truth, tiny.VOCAB, silent_every=0, tree=tree)
-        answers, stats = run(test_torch.backend_of(folder), again(wanted), Schedule(proposer=proposer))
+        answers, stats = run(test_torch.backend_of(folder), wanted(), Schedule(proposer=proposer))
         assert answers == expected
         assert 0 < stats.accepted_tokens < stats.draft_tokens
     text = tokenizer.decode(expected[1].tokens)
@@ -238,6 +238,3 @@ class Fixed:
 
     def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> Bits | None:
         return self.bits
-
-    def fresh(self) -> Fixed:
-        return self
