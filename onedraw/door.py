@@ -19,7 +19,10 @@ from onedraw.engine.service import Event, Service, Sink
 from onedraw.errors import BadParameter, BadRequest
 from onedraw.sampling.noise import child_seed
 from onedraw.speaker import Ask, Reply, Speaker
+from onedraw.text.budget import ThinkingBudget
 from onedraw.text.channels import Reasoning, reasoning_of
+from onedraw.text.constraints import all_of
+from onedraw.text.grammar import Grammars
 from onedraw.text.reading import Reading, chat_reading
 from onedraw.text.template import ChatTemplate
 from onedraw.text.tokenizer import Tokenizer
@@ -72,6 +75,11 @@ class Door:
     def reasoning(self) -> Reasoning | None:
         """How this model thinks aloud, if it does."""
         return None if self.template is None else reasoning_of(self.template.source)
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """What replies are held to, compiled for this tokenizer. Made when it is first needed."""
+        return Grammars(self.tokenizer, self.card.eos_ids)
 
     def chat(self, messages: Sequence[dict[str, Any]], **template_kwargs: Any) -> Prompted:
         """Chat messages → prompt ids and how the reply is read, through the checkpoint's own template."""
@@ -152,12 +160,27 @@ class Door:
             Request(
                 id=f"{name}-{i}",
                 prompt=ask.prompt,
-                params=replace(ask.params, seed=child_seed(ask.params.seed, i), constraint=_own(ask.params.constraint)),
+                params=replace(ask.params, seed=child_seed(ask.params.seed, i), constraint=self._constraint(ask)),
                 predicted=ask.predicted,
                 speculate=ask.speculate,
             )
             for i in range(ask.n)
         ]
+
+    def _constraint(self, ask: Ask) -> Constraint | None:
+        """What a reply is held to: its thinking to a budget, its text to a form. Every request walks by itself."""
+        reading, budget, grammar = ask.reading, None, None
+        if ask.thinking_budget is not None and reading.reasoning is not None:
+            budget = ThinkingBudget(
+                reading.reasoning,
+                limit=ask.thinking_budget,
+                closing=self.encode(reading.reasoning.closing, add_special=False),
+                spell=self.tokenizer.token_bytes,
+                thinking=reading.thinking,
+            )
+        if ask.guide is not None:
+            grammar = self.grammars.constraint(ask.guide, reading)
+        return all_of(budget, grammar)
 
     def _begin(self, asks: Sequence[Ask], sink: Callable[[int], Sink]) -> list[Voice]:
         voices: list[Voice] = []
@@ -181,11 +204,6 @@ class Door:
         for voice in voices:
             if not voice.speaker.done:
                 self.service.cancel(voice.request.id)
-
-
-def _own(constraint: Constraint | None) -> Constraint | None:
-    """Every request walks by itself."""
-    return None if constraint is None else constraint.fresh()
 
 
 def fresh_seed() -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from onedraw.engine.service import Event
 from onedraw.text.channels import beginning, walk
 from onedraw.text.detokenizer import Detokenizer
+from onedraw.text.guides import Guide
 from onedraw.text.reading import PLAIN, Reader, Reading
 from onedraw.text.stops import StopFinder
 from onedraw.text.tokenizer import Tokenizer
@@ -19,7 +20,10 @@ from onedraw.types import Channel, Choice, Finish, Logprobs, Piece, SamplingPara
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One prompt to be continued `n` times. `params.seed` is the seed of child 0."""
+    """One prompt to be continued `n` times: data alone, which can be written down and asked again.
+
+    `params.seed` is the seed of child 0; constraints of its requests are made from the budget and the guide.
+    """
 
     prompt: tuple[int, ...]
     params: SamplingParams
@@ -27,6 +31,8 @@ class Ask:
     n: int = 1
     skip_special: bool = True  # leave special tokens out of the text
     reading: Reading = PLAIN  # how the reply's text is read
+    thinking_budget: int | None = None  # tokens of reasoning before it is closed
+    guide: Guide | None = None  # the form that the reply is held to
     predicted: tuple[int, ...] = ()  # what the reply is expected to be
     speculate: bool = True  # may be drafted
     label: str = ""  # becomes part of the request ids
@@ -86,9 +92,9 @@ class Speaker:
         self._stops = StopFinder(ask.stop)
         self._reader = Reader(reading)
         self._reasoning = reading.reasoning
-        self._place = beginning(reading.reasoning, reasoning_open=reading.reasoning_open)
+        self._place = beginning(reading.reasoning, reading.thinking)
         self._reasoned = 0  # tokens of reasoning so far
-        self._channel: Channel = "reasoning" if reading.reasoning_open else "content"
+        self._channel: Channel = "reasoning" if reading.thinking == "open" else "content"
         self._hidden = ask.params.stop_ids  # ids that end a reply: part of the ids, never of the text
         self._least = ask.params.min_tokens  # text of earlier tokens is not searched for stop strings
         self._said = 0

@@ -50,10 +50,6 @@ class Constraint(Protocol):
         """The tokens that may stand behind output and drafts; None: all of them."""
         ...
 
-    def fresh(self) -> Constraint:
-        """The same constraint for another request."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class DryParams:

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 from onedraw.door import Door, Reply
 from onedraw.engine.stats import Drafted, Stats
+from onedraw.exercises import PROMPTS, held
 from onedraw.settings import DRAFT_WORDS, Settings
 from onedraw.speculation.speculator import DEVICE
 
@@ -113,6 +114,13 @@ def drafting(base: Settings) -> tuple[Variation, ...]:
         rows += [
             Variation("drafts: prediction, right", said, "one by one", lambda p, now: now.drafted().kept > 0, predict=_right),
             Variation("drafts: prediction, wrong", said, "one by one", _rejected, predict=unsaid),
+            Variation(
+                "drafts: held to a form",
+                said,
+                "at once",
+                lambda plain, now: _both(now.drafted()) and now.counted.mixed_turns > 0,
+                predict=_formal,
+            ),
         ]
     if everybody:
         rows += _drafter(base, "built-in drafter", "auto")
@@ -176,6 +184,14 @@ def _scrambled(number: int, reply: Reply) -> tuple[int, ...]:
     tokens = reply.token_ids
     random.Random(number).shuffle(tokens)
     return tuple(tokens)
+
+
+def _formal(number: int, reply: Reply) -> tuple[int, ...]:
+    """Only replies that are held to a form are predicted, and wrong from the middle on: drafts that break the form."""
+    if not held(PROMPTS[number][1]):
+        return ()
+    half = len(reply.token_ids) // 2
+    return (*reply.token_ids[:half], *_scrambled(number, reply))
 
 
 def _few_pages(facts: Facts) -> Mapping[str, Any]:

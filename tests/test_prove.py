@@ -135,7 +135,13 @@ def test_drafts_that_change_an_answer_are_found(fault: type[FakeBackend]) -> Non
 
 def test_every_drafter_has_its_row_and_one_that_is_not_there_has_none(honest: Table) -> None:
     rows = [name for name in results(honest) if name.startswith("drafts")]
-    assert rows == ["drafts: ngram", "drafts: prediction, right", "drafts: prediction, wrong", "drafts, batched, few pages"]
+    assert rows == [
+        "drafts: ngram",
+        "drafts: prediction, right",
+        "drafts: prediction, wrong",
+        "drafts: held to a form",
+        "drafts, batched, few pages",
+    ]
     assert [v.name for v in drafting(replace(FAKE, draft=("ngram",)))] == ["drafts: ngram", "drafts, batched, few pages"]
     assert drafting(replace(FAKE, draft=("none",))) == ()
 

@@ -55,13 +55,16 @@ class Job:
 
 def prepare(request: CompletionRequest | ChatRequest, door: Door) -> Job:
     """Everything that can be wrong with a request is found here. Tokenizes, so it may take a while."""
-    match request:
-        case ChatRequest():
-            job = _chat(request, door)
-        case CompletionRequest():
-            job = _completion(request, door)
-    for ask in job.asks:
-        door.check(ask)
+    try:
+        match request:
+            case ChatRequest():
+                job = _chat(request, door)
+            case CompletionRequest():
+                job = _completion(request, door)
+        for ask in job.asks:
+            door.check(ask)
+    except BadParameter as error:
+        raise error.renamed({ours: theirs for theirs, (ours, _) in request.guided().items()}) from None
     return job
 
 

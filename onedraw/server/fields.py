@@ -74,19 +74,14 @@ _SHARED = (
     refused("truncate_prompt_tokens", "a shortened prompt is another prompt; shorten it before sending"),
     refused("allowed_token_ids", "use `logit_bias`"),
     refused("logits_processors", "code in a request is not run"),
-    refused("guided_json", "no constrained output yet"),
-    refused("guided_regex", "no constrained output yet"),
-    refused("guided_choice", "no constrained output yet"),
-    refused("guided_grammar", "no constrained output yet"),
-    refused("structured_outputs", "no constrained output yet"),
-    refused("grammar", "no constrained output yet"),
+    neutral("guided_decoding_backend", "there is one", "auto", "guidance"),
+    refused("guided_whitespace_pattern", "white space in JSON is bounded: a line break, then up to 24 spaces or tabs"),
     refused("cache_salt", "there is one prefix cache for all callers"),
 )
 COMPLETION_RULES = (
     *_SHARED,
     neutral("best_of", "ask for `n` choices and pick one", 1),
     neutral("suffix", "no filling in the middle", ""),
-    neutral("response_format", "no constrained output yet", {"type": "text"}),
 )
 CHAT_RULES = (
     *_SHARED,
@@ -95,7 +90,6 @@ CHAT_RULES = (
     neutral("parallel_tool_calls", "no tool calls yet", True, False),
     neutral("functions", "no tool calls yet", []),
     neutral("function_call", "no tool calls yet", "none", "auto"),
-    neutral("response_format", "no constrained output yet", {"type": "text"}),
     neutral("modalities", "text only", ["text"]),
     neutral("verbosity", "ask for it in a message", "medium"),
     neutral("echo", "use /v1/completions", False),
@@ -120,7 +114,8 @@ TOKENIZE_RULES = (neutral("return_token_strs", "use /detokenize", False),)
 def honoured(model: type[BaseModel]) -> tuple[Rule, ...]:
     """The rules of a model's own fields, with their descriptions."""
     return tuple(
-        Rule(name, Treatment.HONOURED, info.description or "", values=_values(info)) for name, info in model.model_fields.items()
+        Rule(info.alias or name, Treatment.HONOURED, info.description or "", values=_values(info))
+        for name, info in model.model_fields.items()
     )
 
 

@@ -24,8 +24,9 @@ from onedraw.server.fields import (
     sift,
     table,
 )
+from onedraw.text.guides import ANY_OBJECT
 from onedraw.types import MAX_TOP_LOGPROBS, SEED_LIMIT
-from onedraw.wishes import EFFORTS, Effort, Wishes
+from onedraw.wishes import EFFORTS, GUIDED, Effort, Wishes
 
 MAX_CHOICES = 128
 MAX_REPLIES = 4096  # prompts × n of one request
@@ -126,6 +127,34 @@ class Prediction(Strict):
     )
 
 
+class JsonSchema(Strict):
+    name: str | None = wish("string", "the caller's name for it")
+    description: str | None = wish("string", "the caller's own note")
+    schema_: dict[str, Any] = wish(
+        "object", "the JSON schema; a keyword that cannot be held to is refused with its path", {}, alias="schema"
+    )
+    strict: bool = wish("boolean", "a reply is held to the schema either way", True)
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"] = wish('"text", "json_object", "json_schema"', "required", ...)
+    json_schema: JsonSchema | None = wish("object", 'see below; with type "json_schema"')
+
+    @model_validator(mode="after")
+    def _schema_with_its_type(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise PydanticCustomError("agree", 'goes with type "json_schema", and that with it', {"at": ".json_schema"})
+        return self
+
+
+class StructuredOutputs(Strict):
+    json_: dict[str, Any] | str | None = wish("object or string", "a JSON schema, or its text", alias="json")
+    json_object: bool = wish("boolean", "any JSON object", False)
+    regex: str | None = wish("string", "the same as `guided_regex`")
+    choice: list[str] | None = wish("list of strings", "the same as `guided_choice`")
+    grammar: str | None = wish("string", "the same as `guided_grammar`")
+
+
 class Sampling(Strict):
     """What both endpoints honour alike."""
 
@@ -166,6 +195,13 @@ class Sampling(Strict):
     skip_special_tokens: bool = wish("boolean", "leave special tokens out of the text", True)
     prediction: Prediction | None = wish("object", "see below; what the reply is expected to be: sooner where right, never other")
     speculation: bool = wish("boolean", "false: nothing is guessed ahead for this request; guesses never change a reply", True)
+    response_format: ResponseFormat | None = wish("object", "see below; the reply is JSON, of a schema if one is given")
+    guided_json: dict[str, Any] | str | None = wish("object or string", "a JSON schema, or its text, that the reply is held to")
+    guided_regex: str | None = wish("string", "a regular expression that the whole reply matches; no look-around")
+    guided_choice: list[str] | None = wish("list of strings", "the reply is one of these")
+    guided_grammar: str | None = wish("string", "a grammar that the reply follows: Lark (llguidance's dialect) or GBNF")
+    grammar: str | None = wish("string", "a grammar as llama.cpp takes them (GBNF)")
+    structured_outputs: StructuredOutputs | None = wish("object", "see below; another spelling of the guided fields")
     return_token_ids: bool = wish("boolean", "adds `token_ids` and `prompt_token_ids` to each choice", False)
     return_checksums: bool = wish("boolean", "adds `score_checksums` to each choice, one string per token", False)
 
@@ -182,6 +218,29 @@ class Sampling(Strict):
     def token_limit(self) -> int | None:
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
+    def guided(self) -> dict[str, tuple[str, Any]]:
+        """What the reply is held to: the caller's name of it → the name and value among the wishes."""
+        found: dict[str, tuple[str, Any]] = {}
+        match self.response_format:
+            case ResponseFormat(type="json_object"):
+                found["response_format"] = ("guided_json", ANY_OBJECT)
+            case ResponseFormat(json_schema=JsonSchema() as wanted):
+                found["response_format.json_schema.schema"] = ("guided_json", wanted.schema_)
+        for name in GUIDED:
+            if getattr(self, name) is not None:
+                found[name] = (name, getattr(self, name))
+        if self.grammar is not None:
+            if "::=" not in self.grammar:
+                raise BadParameter("grammar", "is no GBNF: a rule is written with ::=; a Lark grammar goes to guided_grammar")
+            found["grammar"] = ("guided_grammar", self.grammar)
+        if (outputs := self.structured_outputs) is not None:
+            if outputs.json_object:
+                found["structured_outputs.json_object"] = ("guided_json", ANY_OBJECT)
+            for name, value in (("json", outputs.json_), *((n, getattr(outputs, n)) for n in ("regex", "choice", "grammar"))):
+                if value is not None:
+                    found[f"structured_outputs.{name}"] = (f"guided_{name}", value)
+        return found
+
     def wishes(self, **changes: Any) -> Wishes:
         """The fields that have the same name there, and the endpoint's changes."""
         named = {f.name: getattr(self, f.name) for f in fields(Wishes) if f.name in type(self).model_fields}
@@ -190,6 +249,11 @@ class Sampling(Strict):
             "checksums": self.return_checksums,
             "prediction": None if self.prediction is None else self.prediction.content,
         }
+        guided = self.guided()
+        if len(guided) > 1:
+            first, second, *_ = guided
+            raise BadParameter(second, f"a reply is held to one form; {first} is given too")
+        spelled |= dict.fromkeys(GUIDED) | dict(guided.values())
         return Wishes.of(**named | spelled | changes)
 
 
@@ -273,8 +337,19 @@ TABLES: Mapping[type[BaseModel], Mapping[str, Rule]] = {
     Message: table(Message, MESSAGE_RULES),
     StreamOptions: table(StreamOptions, STREAM_RULES),
     Prediction: table(Prediction),
+    ResponseFormat: table(ResponseFormat),
+    JsonSchema: table(JsonSchema),
+    StructuredOutputs: table(StructuredOutputs),
     TokenizeRequest: table(TokenizeRequest, TOKENIZE_RULES),
     DetokenizeRequest: table(DetokenizeRequest),
+}
+
+
+PARTS: Mapping[str, type[BaseModel]] = {
+    "stream_options": StreamOptions,
+    "prediction": Prediction,
+    "response_format": ResponseFormat,
+    "structured_outputs": StructuredOutputs,
 }
 
 
@@ -295,9 +370,13 @@ def parse(kind: type[RequestT], raw: object, *, lenient: bool = False) -> Parsed
             sift(message, TABLES[Message], path=f"messages[{i}].", ignored=ignored) if isinstance(message, dict) else message
             for i, message in enumerate(kept["messages"])
         ]
-    for name, part in (("stream_options", StreamOptions), ("prediction", Prediction)):
+    for name, part in PARTS.items():
         if isinstance(kept.get(name), dict):
             kept[name] = sift(kept[name], TABLES[part], path=f"{name}.", ignored=ignored)
+    shape = kept.get("response_format")
+    if isinstance(shape, dict) and isinstance(shape.get("json_schema"), dict):
+        path = "response_format.json_schema."
+        shape["json_schema"] = sift(shape["json_schema"], TABLES[JsonSchema], path=path, ignored=ignored)
     try:
         return Parsed(kind.model_validate(kept), tuple(ignored or ()))
     except ValidationError as error:

@@ -14,9 +14,12 @@ from onedraw.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    JsonSchema,
     Message,
     Prediction,
+    ResponseFormat,
     StreamOptions,
+    StructuredOutputs,
     TokenizeRequest,
 )
 
@@ -94,6 +97,9 @@ def page() -> str:
         ("A message", Message),
         ("`stream_options`", StreamOptions),
         ("`prediction`", Prediction),
+        ("`response_format`", ResponseFormat),
+        ("`response_format.json_schema`", JsonSchema),
+        ("`structured_outputs`", StructuredOutputs),
         ("`POST /tokenize`", TokenizeRequest),
         ("`POST /detokenize`", DetokenizeRequest),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from onedraw.text.channels import ChannelSplitter, Pieces, Reasoning, reasoning_is_open
+from onedraw.text.channels import ChannelSplitter, Pieces, Reasoning, Thinking, thinking_after
 from onedraw.text.tokenizer import Tokenizer
 
 
@@ -19,7 +19,7 @@ class Reading:
 
     opening: bool = False  # it begins a text of its own: a first space that only marks a word is dropped
     reasoning: Reasoning | None = None
-    reasoning_open: bool = False  # the prompt ends inside reasoning
+    thinking: Thinking = "over"  # where the reply begins
     spelled: frozenset[int] = frozenset()  # special tokens that are markers, spelled out for the reader
 
 
@@ -32,7 +32,7 @@ def chat_reading(prompt: str, reasoning: Reasoning | None, tokenizer: Tokenizer)
     return Reading(
         opening=True,
         reasoning=reasoning,
-        reasoning_open=reasoning_is_open(prompt, reasoning),
+        thinking=thinking_after(prompt, reasoning),
         spelled=special_ids(markers, tokenizer),
     )
 
@@ -47,7 +47,7 @@ class Reader:
     """One owner: the stream of one reply."""
 
     def __init__(self, reading: Reading) -> None:
-        self._splitter = ChannelSplitter(reading.reasoning, reasoning_open=reading.reasoning_open)
+        self._splitter = ChannelSplitter(reading.reasoning, reading.thinking)
 
     def push(self, text: str) -> Pieces:
         return self._splitter.push(text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 
 from onedraw.backends.plan import memory_plan
@@ -72,5 +71,3 @@ def test_a_sliding_group_is_as_large_as_its_window_and_a_turn() -> None:
     assert (full.window, sliding.window) == (None, 1024)
     assert full.pages == 131072 // 16
     assert sliding.pages == (1024 + 512 + 64) // 16 + 1
-
-
