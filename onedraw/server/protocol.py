@@ -168,6 +168,7 @@ class Sampling(Strict):
     speculation: bool = wish("boolean", "false: nothing is guessed ahead for this request; guesses never change a reply", True)
     return_token_ids: bool = wish("boolean", "adds `token_ids` and `prompt_token_ids` to each choice", False)
     return_checksums: bool = wish("boolean", "adds `score_checksums` to each choice, one string per token", False)
+    return_token_details: bool = wish("boolean", "adds `token_details` to each choice: how each token came", False)
 
     @model_validator(mode="after")
     def _agree(self) -> Sampling:

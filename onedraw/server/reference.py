@@ -57,13 +57,15 @@ Replies have OpenAI's shapes. A whole reply is the sum of its streamed chunks. B
 | `choices[].token_ids`, `choices[].prompt_token_ids` | with `return_token_ids`; in a stream the prompt's come once |
 | `prompt_token_ids` | the same beside `choices`, where there is one prompt |
 | `choices[].score_checksums` | with `return_checksums`: one string per token, equal exactly when the scores had equal bits |
+| `choices[].token_details` | with `return_token_details`: `id`, `text`, `kept`, `rejected` of each token, see below |
 | `system_fingerprint` | version, weights, device, dtypes, chunk length; where it is equal, equal requests have equal tokens |
 | `usage.prompt_tokens_details.cached_tokens` | prompt tokens that no choice had to compute |
 | `usage.completion_tokens_details` | `accepted_prediction_tokens` and `rejected_prediction_tokens`: drafts kept and thrown away |
 
 A prompt counts once in `usage`, however many choices continue it. A token that is no whole character is spelled
 `bytes:\\xe2\\x82` in logprobs. A logprob of minus infinity is written -9999. `text_offset` counts characters of the
-choice's text; the tokens of a stop string lie beyond its end.
+choice's text; the tokens of a stop string lie beyond its end. In `token_details` a token is `kept` where a draft had guessed
+it, and `rejected` counts the drafts that were thrown away where it was chosen; its `text` has the characters it completes.
 
 A stream ends with `data: [DONE]`. If something fails after it began, its last event is `{"error": …}`, without `[DONE]`.
 A client that hangs up cancels its request.
