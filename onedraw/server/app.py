@@ -19,9 +19,10 @@ from starlette.responses import JSONResponse, Response
 
 from onedraw.door import Door
 from onedraw.errors import Draining, NotFound, OnedrawError
+from onedraw.server import assets
 from onedraw.server.completion import Job, chat_prompt, pieces, prepare
 from onedraw.server.errors import error_response
-from onedraw.server.guards import Catcher, KeyGuard, read_body, read_json, until_gone
+from onedraw.server.guards import OPEN_PATHS, Catcher, KeyGuard, read_body, read_json, until_gone
 from onedraw.server.metrics import Meters, Watch
 from onedraw.server.options import ServerOptions
 from onedraw.server.parts import Part, Tally, Teller
@@ -204,11 +205,12 @@ def create_app(door: Door, options: ServerOptions) -> FastAPI:
     }
     for path, post in posts.items():
         app.add_api_route(path, post, methods=["POST"], response_model=None)
+    app.router.routes.extend(assets.routes(page := assets.load()))
     app.add_exception_handler(OnedrawError, _on_error)
     app.add_exception_handler(HTTPException, _on_error)
     # The last one added stands outermost: cross-origin headers go on every answer, errors included.
     if options.api_key is not None:
-        app.add_middleware(KeyGuard, key=options.api_key)
+        app.add_middleware(KeyGuard, key=options.api_key, open_paths=OPEN_PATHS | page.keys())
     app.add_middleware(Catcher)
     if options.cors_origins:
         app.add_middleware(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Set
 from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
@@ -26,12 +26,13 @@ Result = TypeVar("Result")
 class KeyGuard:
     """Lets a request pass with the right key. Compared in constant time, as bytes."""
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
+    def __init__(self, app: ASGIApp, key: str, open_paths: Set[str] = OPEN_PATHS) -> None:
         self._app = app
         self._key = key.encode()
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._opens(scope):
+        if scope["type"] != "http" or scope["path"] in self._open_paths or self._opens(scope):
             await self._app(scope, receive, send)
             return
         wrong = WrongKey("wrong or missing API key; send the header 'Authorization: Bearer KEY'")

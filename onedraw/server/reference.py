@@ -33,8 +33,9 @@ This page is generated: `python -m onedraw.server.reference > docs/api.md`. A te
 | `POST /detokenize` | `{tokens}` → `{prompt}`, special tokens spelled out |
 | `GET /health` | 200 when a request would be answered, else 503; needs no key |
 | `GET /metrics` | Prometheus text |
+| `GET /` | the web page, whose files need no key |
 
-With `--api-key`, everything but `/health` needs the header `Authorization: Bearer KEY`.
+With `--api-key`, everything but `/health` and the web page's files needs the header `Authorization: Bearer KEY`.
 
 ## What happens to a field
 
