@@ -13,7 +13,7 @@ from onedraw.door import Ask, Door, Reply
 from onedraw.errors import BadRequest
 from onedraw.settings import Settings
 from onedraw.types import ModelCard, Piece
-from onedraw.wishes import Wishes, settle
+from onedraw.wishes import Wishes, settle, settle_chat
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
@@ -66,16 +66,21 @@ class Model:
         self.close()
 
     def _ask(self, prompt: Prompt, wishes: Mapping[str, Any]) -> Ask:
-        return settle_ask(self.door, prompt_ids(self.door, prompt), Wishes.of(**wishes), opening=is_chat(prompt))
+        return settle_ask(self.door, prompt, Wishes.of(**wishes))
 
 
-def prompt_ids(door: Door, prompt: Prompt) -> tuple[int, ...]:
-    """Text, chat messages or ids → ids."""
+def settle_ask(door: Door, prompt: Prompt, wishes: Wishes, *, default_max_tokens: int = DEFAULT_MAX_TOKENS) -> Ask:
+    """A text, chat messages or token ids → an Ask."""
+    if is_chat(prompt):
+        messages = [dict(item) for item in prompt]  # type: ignore[arg-type]
+        return settle_chat(wishes, door=door, messages=messages, default_max_tokens=default_max_tokens)
+    return settle(wishes, door=door, prompt=_ids(door, prompt), default_max_tokens=default_max_tokens)
+
+
+def _ids(door: Door, prompt: Prompt) -> tuple[int, ...]:
     if isinstance(prompt, str):
         return door.encode(prompt)
     items = list(prompt)
-    if is_chat(prompt):
-        return door.render([dict(item) for item in items])  # type: ignore[call-overload]
     if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
         return tuple(items)  # type: ignore[arg-type]
     raise BadRequest("a prompt is a text, a list of chat messages or a list of token ids", param="prompt")
@@ -84,19 +89,6 @@ def prompt_ids(door: Door, prompt: Prompt) -> tuple[int, ...]:
 def is_chat(prompt: Prompt) -> bool:
     """Chat messages, whose reply begins a text of its own."""
     return not isinstance(prompt, str) and len(prompt) > 0 and all(isinstance(item, Mapping) for item in prompt)
-
-
-def settle_ask(
-    door: Door,
-    prompt: tuple[int, ...],
-    wishes: Wishes,
-    *,
-    default_max_tokens: int = DEFAULT_MAX_TOKENS,
-    opening: bool = False,
-) -> Ask:
-    """An Ask whose default length yields to the context: only a length that was asked for can be too long."""
-    room = max(door.card.max_context - len(prompt), 1)
-    return settle(wishes, door=door, prompt=prompt, default_max_tokens=min(default_max_tokens, room), opening=opening)
 
 
 def _one_or_all(replies: list[Reply]) -> Reply | list[Reply]:

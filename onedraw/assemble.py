@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from onedraw import __version__
-from onedraw.backends.base import Backend, Capacity
+from onedraw.backends.base import Backend, Capacity, require_state_dtype
 from onedraw.backends.fake import FakeBackend
 from onedraw.backends.plan import DRAFTS_PER_LANE, MemoryPlan, memory_plan
 from onedraw.checkpoints.base import Checkpoint, open_checkpoint
@@ -27,6 +27,7 @@ from onedraw.errors import BadSetting, NoRoom, UnsupportedModel
 from onedraw.memory.ledger import Ledger
 from onedraw.models.dflash import check_fit, describe_drafter, is_drafter
 from onedraw.models.loading import Described, describe
+from onedraw.models.mtp import describe_mtp, has_mtp
 from onedraw.settings import DRAFT_WORDS, Settings, default_cache_dir
 from onedraw.speculation.ngram import NgramProposer
 from onedraw.speculation.prediction import PredictionProposer
@@ -73,14 +74,18 @@ def drafter_paths(settings: Settings) -> tuple[Path, ...]:
     return tuple(Path(entry) for entry in settings.draft if entry not in DRAFT_WORDS)
 
 
-def drafter_path(settings: Settings, described: Described, checkpoint: Checkpoint) -> Path | None:
-    """The drafter the backend runs: the one --draft names, or under auto the one shipped for this model."""
-    paths = drafter_paths(settings)
-    if len(paths) > 1:
-        raise BadSetting(f"--draft: one drafter file at a time, not {len(paths)}; auto, ngram and prediction may stand beside it")
-    if paths:
-        return paths[0]
-    return built_in(described.spec, checkpoint) if "auto" in settings.draft else None
+def chosen_drafter(settings: Settings, described: Described, checkpoint: Checkpoint) -> Path | Literal["mtp"] | None:
+    """Who drafts on the device: who --draft names, or under auto what comes with this model, a shipped drafter or its head."""
+    named: list[Path | Literal["mtp"]] = [*drafter_paths(settings)]
+    if "mtp" in settings.draft:
+        named.append("mtp")
+    if len(named) > 1:
+        raise BadSetting(f"--draft: one drafter on the device, not {len(named)}; auto, ngram and prediction may stand beside it")
+    if named:
+        return named[0]
+    if "auto" not in settings.draft:
+        return None
+    return built_in(described.spec, checkpoint) or ("mtp" if has_mtp(checkpoint, described) else None)
 
 
 def make_service(
@@ -91,13 +96,7 @@ def make_service(
     def make_engine() -> Engine:
         backend = make_backend()
         capacity = backend.capacity
-        # Pages alone do not restore a recurrent state, so such backends compute every prompt.
-        ledger = Ledger(
-            pages=capacity.groups[0].pages,
-            lanes=capacity.lanes,
-            page_size=capacity.page_size,
-            reuse=settings.prefix_cache and not capacity.recurrent,
-        )
+        ledger = Ledger(capacity, reuse=settings.prefix_cache)
         scheduler = Scheduler(ledger=ledger, capacity=capacity, speculator=speculator, turn_tokens=settings.turn_tokens)
         return Engine(backend=backend, scheduler=scheduler, observer=observer)
 
@@ -137,7 +136,8 @@ def read_text(checkpoint: Checkpoint) -> tuple[Tokenizer, ChatTemplate | None]:
 
 
 def _fake_door(settings: Settings, speculator: Speculator) -> Door:
-    if drafter_paths(settings):
+    require_state_dtype(settings.state_dtype, "states of recurrent layers")
+    if drafter_paths(settings) or "mtp" in settings.draft:
         raise BadSetting("--draft: the fake backend runs no drafter; auto, none, ngram and prediction work there")
     tokenizer = toy_tokenizer()
     context = settings.max_context or 2048
@@ -168,9 +168,10 @@ def _torch_door(settings: Settings, tell: Progress, speculator: Speculator) -> D
         tell(f"loading {checkpoint.path.name} ({spec.family}, {spec.parameters / 1e6:.0f} M parameters)")
         tokenizer, template = read_text(checkpoint)
         weights = checkpoint.fingerprint()
-        path = drafter_path(settings, described, checkpoint)
+        chosen = chosen_drafter(settings, described, checkpoint)
+        drafting = None if chosen is None else Drafting(chosen, tokenizer, checkpoint)
         service = make_service(
-            lambda: _torch_backend(settings, described, tell, None if path is None else Drafting(path, tokenizer)),
+            lambda: _torch_backend(settings, described, tell, drafting),
             settings,
             speculator,
             observer=_observer(settings, tokenizer),
@@ -192,6 +193,7 @@ def _torch_backend(settings: Settings, described: Described, tell: Progress, dra
     from onedraw.backends.torch.backend import TorchBackend
     from onedraw.backends.torch.device import pick_device, pick_ops, set_threads
 
+    require_state_dtype(settings.state_dtype, "states of recurrent layers")
     set_threads(settings.threads)
     device, dtype = pick_device(settings.device, settings.dtype)
     plan = plan_memory(settings, described, dtype=dtype)
@@ -212,27 +214,39 @@ def _torch_backend(settings: Settings, described: Described, tell: Progress, dra
     )
     _tell_check(backend.report, tell)
     if backend.capacity.drafter and drafting is not None:
-        tell(f"drafting with {drafting.path.name} ({backend.capacity.drafter})")
+        tell(f"drafting with {drafting.named} ({backend.capacity.drafter})")
     return backend
 
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """A drafter file and what it is to draft for: a block drafter, or any smaller model with the same tokenizer."""
+    """A drafter and what it is to draft for: a block drafter, the target's own head, or any smaller model."""
 
-    path: Path
+    source: Path | Literal["mtp"]
     tokenizer: Tokenizer
+    target: Checkpoint  # open while the backend is being made
+
+    @property
+    def named(self) -> str:
+        return self.source.name if isinstance(self.source, Path) else "the model's own head"
 
     def maker(self, settings: Settings, target: Described, *, max_context: int) -> Callable[[Any, Any, Any], Any]:
         """Makes the drafter around the target's stack, once that is loaded. What does not fit is refused here."""
-        from onedraw.backends.torch.draft_model import DraftModel
+        from onedraw.backends.torch.draft_model import Ahead, DraftModel, SmallModel
         from onedraw.backends.torch.drafter import DflashDrafter
+        from onedraw.backends.torch.mtp import MtpHead
         from onedraw.backends.torch.stack import Stack
 
         sizes = {"lanes": settings.max_batch, "max_context": max_context}
 
+        def ahead(model: Ahead, shape: Any) -> DraftModel:
+            return DraftModel(model, shape=shape, length=settings.draft_tokens or DRAFT_MODEL_TOKENS, **sizes)
+
         def make(stack: Stack, sampler: object, shape: Any) -> DflashDrafter | DraftModel:
-            checkpoint = open_checkpoint(self.path)
+            if not isinstance(self.source, Path):
+                head = describe_mtp(self.target, target)
+                return ahead(MtpHead(head.spec, head.weights, target=stack, shape=shape, max_context=max_context), shape)
+            checkpoint = open_checkpoint(self.source)
             try:
                 if is_drafter(checkpoint):
                     drafter = describe_drafter(checkpoint)
@@ -240,7 +254,7 @@ class Drafting:
                     arrange = lambda candidates: build_tree(candidates, settings.tree_budget)  # noqa: E731
                     return DflashDrafter(drafter.spec, drafter.weights, target=stack, shape=shape, arrange=arrange, **sizes)
                 model = describe(checkpoint)
-                self._check_model(checkpoint, model, target)
+                self._check_model(self.source, checkpoint, model, target)
                 small = Stack(
                     model.spec,
                     model.weights,
@@ -249,19 +263,24 @@ class Drafting:
                     ops=stack.ops,
                     max_context=max_context + 1,
                 )
-                return DraftModel(small, shape=shape, length=settings.draft_tokens or DRAFT_MODEL_TOKENS, **sizes)
+                return ahead(SmallModel(small, shape=shape), shape)
             finally:
                 checkpoint.close()
 
         return make
 
-    def _check_model(self, checkpoint: Checkpoint, model: Described, target: Described) -> None:
+    def _check_model(self, path: Path, checkpoint: Checkpoint, model: Described, target: Described) -> None:
+        if model.spec.recurrent:
+            raise UnsupportedModel(
+                f"{path.name} cannot draft: its state only moves forward, and a draft model runs ahead and comes back; "
+                "pass a model without recurrent layers, or a DFlash drafter"
+            )
         if model.spec.vocab != target.spec.vocab:
             raise UnsupportedModel(
-                f"{self.path.name} cannot draft: its vocabulary has {model.spec.vocab} tokens, the model's {target.spec.vocab}"
+                f"{path.name} cannot draft: its vocabulary has {model.spec.vocab} tokens, the model's {target.spec.vocab}"
             )
         if read_text(checkpoint)[0].fingerprint != self.tokenizer.fingerprint:
-            raise UnsupportedModel(f"{self.path.name} cannot draft: its tokenizer is not the model's")
+            raise UnsupportedModel(f"{path.name} cannot draft: its tokenizer is not the model's")
 
 
 def _observer(settings: Settings, tokenizer: Tokenizer) -> Observer | None:

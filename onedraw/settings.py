@@ -16,7 +16,7 @@ from onedraw.errors import BadSetting
 
 MOST_THREADS = 1024
 DTYPES = ("auto", "f32", "bf16", "f16")
-DRAFT_WORDS = ("auto", "none", "ngram", "prediction")  # what --draft knows beside paths
+DRAFT_WORDS = ("auto", "none", "ngram", "prediction", "mtp")  # what --draft knows beside paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Settings:
     threads: int | None = None  # CPU threads
     prefix_cache: bool = True
     queue_limit: int = 256  # requests waiting before new ones get 429
-    draft: tuple[str, ...] = ("auto",)  # who guesses: auto, none, ngram, prediction, a path of a drafter or draft model
+    draft: tuple[str, ...] = ("auto",)  # who guesses: auto, none, ngram, prediction, mtp, a path of a drafter or draft model
     draft_tokens: int | None = None  # drafts per row and turn; None: as many as pay off
     tree_budget: int = 0  # nodes of a draft tree; 0: a chain
     trace_verify: bool = False  # print every acceptance walk

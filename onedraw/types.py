@@ -15,6 +15,7 @@ Glossary
     position absolute index of a token, the prompt counts  outcome  what a turn chose
     known    tokens that are settled: prompt and chosen    computed positions whose state is settled
     piece    what a client sees of a reply                 channel  which part of a reply a piece is
+    constraint  what a reply may go on with               call     a tool call in a reply
     group    layers that keep the same positions in pages  checkpoint  state and last logits of a prompt, in a slot
 """
 
@@ -23,7 +24,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from onedraw.errors import BadParameter
 
@@ -31,8 +35,24 @@ SEED_LIMIT = 2**53  # seeds travel through JSON numbers, which are exact below t
 MAX_TOP_LOGPROBS = 128
 
 LogprobsMode = Literal["raw", "processed"]
-Finish = Literal["stop", "length", "cancelled"]
+Finish = Literal["stop", "length", "cancelled", "tool_calls"]  # the last one only the text layer can tell
 Channel = Literal["content", "reasoning", "tool"]
+Bits = npt.NDArray[np.uint32]  # a set of tokens: token i is bit i % 32 of word i // 32; ids past the end are not in it
+
+
+class Constraint(Protocol):
+    """What a reply may go on with: a pure function of what it has said so far, drafts that are only supposed included.
+
+    It may remember its last walk to save time, so every request has one of its own. Used on the engine thread alone.
+    """
+
+    def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> Bits | None:
+        """The tokens that may stand behind output and drafts; None: all of them."""
+        ...
+
+    def fresh(self) -> Constraint:
+        """The same constraint for another request."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +94,7 @@ class SamplingParams:
     min_tokens: int = 0  # before these many, no stop id may be chosen
     stop_ids: frozenset[int] = frozenset()  # a chosen one ends the reply; it belongs to the ids
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that may not be completed
+    constraint: Constraint | None = None  # a grammar, a thinking budget: bans made from the reply so far
     logprobs: int | None = None  # how many alternatives beside the chosen; None: no logprobs
     logprobs_mode: LogprobsMode = "raw"
     prompt_logprobs: int | None = None  # the same for every prompt token but the first
@@ -258,6 +279,7 @@ class Usage:
     cached: int = 0  # prompt tokens taken from the prefix cache
     kept: int = 0  # drafts kept
     rejected: int = 0  # drafts rejected
+    reasoning: int = 0  # of `completion`, tokens of reasoning, its markers included
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,15 +6,21 @@ This is the one place where user-level names become SamplingParams.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from onedraw.door import Ask, Door, fresh_seed
 from onedraw.errors import BadParameter, BadRequest, ContextOverflow
-from onedraw.types import DryParams, LogprobsMode, SamplingParams
+from onedraw.text.budget import ThinkingBudget
+from onedraw.text.channels import Reasoning
+from onedraw.text.reading import PLAIN, Reading
+from onedraw.types import Constraint, DryParams, LogprobsMode, SamplingParams
 
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+# Tokens of thinking, for models whose template knows no effort of its own; None: as much as they like.
+EFFORTS: Mapping[Effort, int | None] = {"none": 0, "minimal": 512, "low": 2048, "medium": 8192, "high": None, "xhigh": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,8 @@ class Wishes:
     skip_special_tokens: bool = True
     prediction: str | None = None  # text the reply is expected to be; drafted, never trusted
     speculation: bool = True  # False: this request carries no drafts
+    reasoning_effort: Effort | None = None  # how much a model that thinks aloud should think
+    thinking_budget: int | None = None  # tokens of thinking, after which it is closed
 
     @classmethod
     def of(cls, **wishes: Any) -> Wishes:
@@ -64,27 +72,62 @@ class Wishes:
         return cls(**given)
 
 
+def settle_chat(
+    wishes: Wishes,
+    *,
+    door: Door,
+    messages: Sequence[dict[str, Any]],
+    template_kwargs: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool = True,
+    default_max_tokens: int | None = None,
+    label: str = "",
+) -> Ask:
+    """Chat messages → an Ask. `template_kwargs` stand above what the effort says."""
+    switches = {**thinking_switches(wishes, door.reasoning), **(template_kwargs or {})}
+    prompted = door.chat(messages, add_generation_prompt=add_generation_prompt, **switches)
+    return settle(
+        wishes,
+        door=door,
+        prompt=prompted.ids,
+        reading=prompted.reading,
+        default_max_tokens=default_max_tokens,
+        label=label,
+    )
+
+
+def thinking_switches(wishes: Wishes, reasoning: Reasoning | None) -> dict[str, Any]:
+    """What the chat template is told about the effort."""
+    effort = wishes.reasoning_effort
+    if effort is None:
+        return {}
+    if reasoning is None:
+        if effort == "none":
+            return {}
+        raise BadParameter("reasoning_effort", "this model does not think aloud; only none can be asked for")
+    switches: dict[str, Any] = {"enable_thinking": effort != "none"} if reasoning.switch else {}
+    return switches | ({"reasoning_effort": effort} if reasoning.effort else {})
+
+
 def settle(
     wishes: Wishes,
     *,
     door: Door,
     prompt: tuple[int, ...],
     default_max_tokens: int | None = None,
-    opening: bool = False,
+    reading: Reading = PLAIN,
     label: str = "",
 ) -> Ask:
-    """An Ask with every value decided. default_max_tokens None: as many as the context has room for.
-
-    `opening`: the reply begins a text of its own (a chat turn) instead of continuing the prompt's.
+    """An Ask with every value decided. default_max_tokens None: as many as the context has room for; it yields to the
+    context, only a length that was asked for can be too long. `reading`: how the reply's text is read.
     """
     card = door.card
     check_ids("prompt", prompt, vocab=card.vocab)
     if not prompt:
         raise BadRequest("the prompt is empty; it needs at least one token", param="prompt", code="empty_prompt")
-    max_tokens = wishes.max_tokens if wishes.max_tokens is not None else default_max_tokens
     room = card.max_context - len(prompt)
+    max_tokens = wishes.max_tokens
     if max_tokens is None:
-        max_tokens = max(room, 1)
+        max_tokens = max(room, 1) if default_max_tokens is None else min(default_max_tokens, max(room, 1))
     if max_tokens > room:
         raise ContextOverflow(
             f"the prompt has {len(prompt)} tokens and max_tokens is {max_tokens}: together {len(prompt) + max_tokens}, "
@@ -102,6 +145,7 @@ def settle(
         min_tokens=wishes.min_tokens or 0,
         stop_ids=frozenset((*eos, *wishes.stop_token_ids)),
         bad_words=_bad_words(wishes.bad_words, door),
+        constraint=_budget(wishes, reading, door),
         logprobs=wishes.logprobs,
         logprobs_mode=wishes.logprobs_mode,
         prompt_logprobs=wishes.prompt_logprobs,
@@ -115,7 +159,7 @@ def settle(
         stop=wishes.stop,
         n=wishes.n,
         skip_special=wishes.skip_special_tokens,
-        opening=opening,
+        reading=reading,
         predicted=door.encode(wishes.prediction, add_special=False) if wishes.prediction else (),
         speculate=wishes.speculation,
         label=label,
@@ -153,6 +197,27 @@ def _dry(wishes: Wishes, door: Door) -> DryParams | None:
         allowed_length=2 if wishes.dry_allowed_length is None else wishes.dry_allowed_length,
         range=0 if wishes.dry_range is None or wishes.dry_range == -1 else wishes.dry_range,
         breakers=door.tokenizer.ids_containing(texts),
+    )
+
+
+def _budget(wishes: Wishes, reading: Reading, door: Door) -> Constraint | None:
+    limit, reasoning = wishes.thinking_budget, reading.reasoning
+    if limit is not None and limit < 0:
+        raise BadParameter("thinking_budget", f"must be >= 0, not {limit}")
+    if reasoning is None:
+        if limit is None:
+            return None
+        raise BadParameter("thinking_budget", "this model does not think aloud, or the prompt is no chat")
+    if limit is None and wishes.reasoning_effort is not None and not reasoning.effort:
+        limit = EFFORTS[wishes.reasoning_effort]
+    if limit is None:
+        return None
+    return ThinkingBudget(
+        reasoning,
+        limit=limit,
+        closing=door.encode(reasoning.closing, add_special=False),
+        spell=door.tokenizer.token_bytes,
+        reasoning_open=reading.reasoning_open,
     )
 
 

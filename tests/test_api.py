@@ -118,6 +118,6 @@ def test_an_unknown_name_of_the_package_is_an_attribute_error() -> None:
 
 def test_the_reply_to_messages_begins_a_text_and_any_other_continues_one(model: onedraw.Model) -> None:
     """As on the server: a first space that only marks a word belongs to a continuation, not to an answer."""
-    assert model._ask([{"role": "user", "content": "hello"}], {}).opening
-    assert not model._ask("hello", {}).opening
-    assert not model._ask([1, 2, 3], {}).opening
+    assert model._ask([{"role": "user", "content": "hello"}], {}).reading.opening
+    assert not model._ask("hello", {}).reading.opening
+    assert not model._ask([1, 2, 3], {}).reading.opening

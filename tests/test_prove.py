@@ -13,11 +13,12 @@ from onedraw.assemble import make_service, make_speculator, open_door
 from onedraw.backends.fake import FakeBackend, Logits
 from onedraw.door import Door, Reply
 from onedraw.engine.stats import Stats
-from onedraw.prove import Evidence, Finding, Table, drafting, drive, first_difference, prove, requests, variations
+from onedraw.prove import Finding, Table, drive, first_difference, prove, requests
 from onedraw.sampling.law import choice
 from onedraw.settings import Settings
 from onedraw.speculation.proposer import chain
 from onedraw.types import Choice, Draft, Row, RowOutcome
+from onedraw.variations import Evidence, drafting, variations
 
 FAKE = Settings(model="fake", backend="fake", threads=1)
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NewType, Protocol
 
+from onedraw.errors import BadSetting
 from onedraw.types import Outcome, Plan
 
 Ticket = NewType("Ticket", int)
+
+STATE_DTYPE = "f32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +58,10 @@ class Backend(Protocol):
     def collect(self, ticket: Ticket) -> Outcome: ...
 
     def close(self) -> None: ...
+
+
+def require_state_dtype(dtype: str, buffer: str) -> None:
+    """Recurrent state is kept in float32: it feeds on itself, so what a narrower buffer rounds away comes back in every
+    later token, and a state that went through a checkpoint would differ from one that did not."""
+    if dtype != STATE_DTYPE:
+        raise BadSetting(f"--state-dtype: {dtype} cannot hold the {buffer}; recurrent state is kept in {STATE_DTYPE}")

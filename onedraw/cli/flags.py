@@ -35,8 +35,8 @@ SETTINGS_HELP: Mapping[str, str] = {
     "threads": "CPU threads (default: all cores)",
     "prefix_cache": "compute every prompt from its start; reuse never changes an answer, only the time it takes",
     "queue_limit": "requests that may wait before new ones are turned away",
-    "draft": "who guesses tokens ahead: auto, none, ngram, prediction, or the path of a drafter or draft model; may be given "
-    "several times (default: auto: prediction, ngram, and the drafter that comes with the model)",
+    "draft": "who guesses tokens ahead: auto, none, ngram, prediction, mtp (the model's own head), or the path of a drafter or "
+    "draft model; may be given several times (default: auto: prediction, ngram, and the drafter that comes with the model)",
     "draft_tokens": "guesses per sequence and turn; auto: as many as pay off (default: auto)",
     "tree_budget": "nodes of a draft tree; 0: a chain",
     "trace_verify": "print to stderr what became of every guess",
@@ -72,6 +72,8 @@ WISHES_HELP: Mapping[str, str] = {
     "checksums": "a checksum of the scores behind every chosen token",
     "skip_special_tokens": "show special tokens in the text",
     "prediction": "text that the reply is expected to be; where it is right the reply comes sooner, never otherwise",
+    "reasoning_effort": "how much a model that thinks aloud should think, in a chat; none: not at all",
+    "thinking_budget": "tokens of thinking in a chat, after which it is closed",
     "speculation": "guess nothing ahead for this reply; guesses never change it, only the time it takes",
 }
 NO_DRAFT_WINDOW = (

@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Any
 
-from onedraw.api import Prompt, prompt_ids, settle_ask
+from onedraw.api import Prompt, settle_ask
 from onedraw.cli import screen
 from onedraw.cli.flags import add_settings, add_wishes, argument_type, read_settings, read_wishes, token_ids
 from onedraw.cli.recording import add_record, recorded
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     with screen.progress() as tell:
         door = open_door(settings, tell)
     with door, recorded(door, arguments) as door:
-        ask = settle_ask(door, prompt_ids(door, prompt), wishes, opening=arguments.chat)
+        ask = settle_ask(door, prompt, wishes)
         door.check(ask)
         if arguments.json:
             screen.print_json(reply_json(door, door.generate(ask)))
@@ -80,8 +80,9 @@ def _write(door: Door, ask: Ask) -> None:
     for piece in door.stream(ask):
         replies[piece.index].add(piece)
         if ask.n == 1:
-            sys.stdout.write(piece.text)
-            sys.stdout.flush()
+            screen.say(piece)
+    if any(reply.reasoning for reply in replies):
+        sys.stderr.write("\n")
     for index, reply in enumerate(replies if ask.n > 1 else ()):
         sys.stdout.write(f"--- {index} (seed {reply.seed})\n{reply.text}\n")
     if ask.n == 1:
@@ -117,6 +118,7 @@ def _choice_json(reply: Reply) -> dict[str, Any]:
     return {
         "token_ids": reply.token_ids,
         "text": reply.text,
+        "reasoning": reply.reasoning or None,
         "seed": reply.seed,
         "finish_reason": reply.finish,
         "stop_reason": reply.stop_reason,

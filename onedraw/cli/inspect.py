@@ -40,7 +40,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from onedraw.assemble import drafter_path, find_checkpoint, plan_memory, proposer_names
+    from onedraw.assemble import chosen_drafter, find_checkpoint, plan_memory, proposer_names
 
     settings = read_settings(arguments)
     with screen.progress() as tell:
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         described = describe(checkpoint)
         plan = plan_memory(settings, described, dtype=planned_dtype(settings))
-        drafter = drafter_path(settings, described, checkpoint)
+        drafter = chosen_drafter(settings, described, checkpoint)
         drafts = [*proposer_names(settings), *([] if drafter is None else [str(drafter)])]
         report = {**identity(settings, checkpoint, described), "drafts": drafts, "memory": memory_json(plan)}
     finally:
@@ -112,7 +112,7 @@ def mixer_in_words(mixer: AttentionSpec | DeltaSpec) -> str:
                 f"{mixer.heads} heads, {mixer.kv_heads} for keys and values, {mixer.head_dim} wide",
                 f"rope {mixer.rope.theta:g}{kind}{turning}",
                 *([f"window {mixer.window}"] if mixer.window else []),
-                *(["normed q and k"] if mixer.qk_norm else []),
+                *(["normed q and k" if mixer.reuses is None else "normed q"] if mixer.qk_norm else []),
                 *(["normed v"] if mixer.v_norm and mixer.reuses is None else []),
                 *(["values are keys before norm and rope"] if mixer.keys_as_values else []),
                 *([f"{mixer.gate} gate per {mixer.gate_per}"] if mixer.gate else []),

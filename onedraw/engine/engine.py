@@ -40,7 +40,7 @@ Sink = Callable[[Event], None]
 Observer = Callable[[Row, RowOutcome], None]  # sees every row that carried drafts, and what became of them
 COUNTED = (
     *("prompt_tokens", "completion_tokens", "drafts", "draft_trees", "draft_tokens", "accepted_tokens"),
-    *("middle_chunks", "mixed_turns", "failed_turns", "turns"),
+    *("middle_chunks", "mixed_turns", "failed_turns", "turns", "restores", "whole_prompts", "page_copies"),
 )
 
 
@@ -88,8 +88,13 @@ class Engine:
         return Stats(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
-            pages_used=ledger.pool.held,
-            pages_total=ledger.pool.count,
+            pages_used=ledger.pages_held,
+            pages_total=ledger.pages_total,
+            pages_let_go=ledger.let_go,
+            checkpoints_used=ledger.slots.kept,
+            checkpoints_total=ledger.slots.count,
+            checkpoints_saved=ledger.saved,
+            checkpoints_evicted=ledger.slots.evictions,
             prefix_queries=ledger.queried,
             prefix_hits=ledger.hit,
             preemptions=self.scheduler.preemptions,
@@ -167,9 +172,13 @@ class Engine:
             totals["draft_trees"] += chain_length(row.drafts) < len(row.drafts)
             totals["draft_tokens"] += len(row.drafts)
             totals["accepted_tokens"] += len(result.kept)
+            if row.restore is not None:
+                totals["restores"] += 1
+                totals["whole_prompts"] += not row.tokens
+                totals["page_copies"] += len(row.copies)
 
 
 _BARREN = (
-    "the sampling parameters leave no token to choose at this position (bans, bias of -inf and filters together); "
-    "relax logit_bias, bad_words or min_tokens"
+    "the sampling parameters leave no token to choose at this position (bans, bias of -inf, a constraint and filters "
+    "together); relax logit_bias, bad_words, min_tokens or the constraint"
 )

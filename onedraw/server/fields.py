@@ -102,7 +102,6 @@ CHAT_RULES = (
     neutral("add_special_tokens", "the chat template writes the special tokens itself", False),
     neutral("documents", "put them into a message", []),
     refused("audio", "text only"),
-    refused("reasoning_effort", "pass what the model's template knows in `chat_template_kwargs`"),
     refused("web_search_options", "the server reads nothing but the request"),
     refused("chat_template", "the checkpoint's own template is used; render it yourself and use /v1/completions"),
 )

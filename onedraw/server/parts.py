@@ -148,4 +148,5 @@ class Tally:
             cached=cached,
             kept=sum(u.kept for u in self.usages.values()),
             rejected=sum(u.rejected for u in self.usages.values()),
+            reasoning=sum(u.reasoning for u in self.usages.values()),
         )

@@ -25,7 +25,7 @@ from onedraw.server.fields import (
     table,
 )
 from onedraw.types import MAX_TOP_LOGPROBS, SEED_LIMIT
-from onedraw.wishes import Wishes
+from onedraw.wishes import EFFORTS, Effort, Wishes
 
 MAX_CHOICES = 128
 MAX_REPLIES = 4096  # prompts × n of one request
@@ -232,6 +232,14 @@ class ChatRequest(Sampling):
     )
     add_generation_prompt: bool = wish("boolean", "the prompt ends where the assistant begins to speak", True)
     chat_template_kwargs: dict[str, Any] = wish("object", "variables of the checkpoint's chat template", {})
+    reasoning_effort: Effort | None = wish(
+        ", ".join(f'"{effort}"' for effort in EFFORTS),
+        "told to the chat template where it knows of it; else thinking is off for `none`, and has a budget of "
+        + ", ".join(f"{tokens} tokens for `{effort}`" for effort, tokens in EFFORTS.items() if tokens),
+    )
+    thinking_budget: Whole | None = wish(
+        "integer >= 0", "tokens of thinking, after which it is closed with the model's own words; above the effort's"
+    )
 
     @model_validator(mode="after")
     def _alternatives_need_logprobs(self) -> ChatRequest:

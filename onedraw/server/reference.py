@@ -61,7 +61,9 @@ Replies have OpenAI's shapes. A whole reply is the sum of its streamed chunks. B
 | `choices[].token_details` | with `return_token_details`: `id`, `text`, `kept`, `rejected` of each token, see below |
 | `system_fingerprint` | version, weights, device, dtypes, chunk length; where it is equal, equal requests have equal tokens |
 | `usage.prompt_tokens_details.cached_tokens` | prompt tokens that no choice had to compute |
+| `usage.completion_tokens_details.reasoning_tokens` | tokens of thinking, its markers included |
 | `usage.completion_tokens_details` | `accepted_prediction_tokens` and `rejected_prediction_tokens`: drafts kept and thrown away |
+| `message.reasoning_content`, `delta.reasoning_content` | what a model that thinks aloud thought, without its markers |
 
 A prompt counts once in `usage`, however many choices continue it. A token that is no whole character is spelled
 `bytes:\\xe2\\x82` in logprobs. A logprob of minus infinity is written -9999. `text_offset` counts characters of the

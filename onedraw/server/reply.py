@@ -155,6 +155,7 @@ def write_usage(usage: Usage) -> Json:
         "total_tokens": usage.prompt + usage.completion,
         "prompt_tokens_details": {"cached_tokens": usage.cached},
         "completion_tokens_details": {
+            "reasoning_tokens": usage.reasoning,
             "accepted_prediction_tokens": usage.kept,
             "rejected_prediction_tokens": usage.rejected,
         },
@@ -167,5 +168,4 @@ def _spoken(part: Part) -> Json:
 
 
 def _without_prompt(part: Part) -> Part:
-
     return replace(part, prompt_ids=None)

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from onedraw.cli.inspect import in_words
+from tests import tiny_modern
 from tests.cli.running import Terminal
 
 HIDDEN, WIDTH, HEADS, KV_HEADS, VOCAB, LAYERS = 32, 64, 4, 2, 96, 3
@@ -121,3 +123,24 @@ def test_who_would_guess_is_said(folder: Path, terminal: Terminal) -> None:
     assert terminal.json("inspect", str(folder), "--draft", "ngram", "--draft", str(folder))["drafts"] == ["ngram", str(folder)]
     assert terminal.run("inspect", str(folder), "--draft", "none") == 0
     assert "none: --draft none" in terminal.out
+
+
+@pytest.mark.parametrize(
+    ("name", "index", "words"),
+    [
+        ("qwen3_5", 0, ["Gated DeltaNet (2 key heads 16 wide, 6 value heads 16 wide, convolution over 4)", "(160 wide, silu)"]),
+        (
+            "qwen3_5_moe",
+            3,
+            ["over 8 of 32", "sigmoid gate per element", "2 of 8 experts (32 wide", "one for all (48 wide, gated)"],
+        ),
+        ("gemma4_31b", 5, ["rope 1e+06 proportional", "values are keys before norm and rope", "norms after as before, scaled"]),
+        ("gemma4_26b", 0, ["window 24", "feed-forward (104 wide, gelu_tanh) + beside it 2 of 8 experts (24 wide"]),
+        ("gemma4_e4b", 3, ["normed q, keys and values of layer 1", "an input of its own (16 wide)"]),
+        ("laguna", 1, ["6 heads", "softplus gate per head", "sigmoid routing) and one for all (48 wide)"]),
+        ("laguna", 0, ["rope 500000 yarn over 8 of 16", "feed-forward (104 wide, silu)"]),
+    ],
+)
+def test_every_kind_of_layer_is_told_in_words(name: str, index: int, words: list[str]) -> None:
+    told = in_words(tiny_modern.spec(name).layers[index])
+    assert [word for word in words if word not in told] == []

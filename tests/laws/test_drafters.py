@@ -13,7 +13,7 @@ import torch
 
 from onedraw.backends.torch.backend import Drafter, TorchBackend
 from onedraw.backends.torch.device import pick_ops
-from onedraw.backends.torch.draft_model import DraftModel
+from onedraw.backends.torch.draft_model import DraftModel, SmallModel
 from onedraw.backends.torch.drafter import DflashDrafter
 from onedraw.backends.torch.inputs import Shape
 from onedraw.backends.torch.ops import Ops, TorchOps
@@ -61,7 +61,7 @@ def draft_model(layers: int) -> Make:
         described = describe(open_checkpoint(TRAINED / "trained_qwen3"))
         spec = dataclasses.replace(described.spec, layers=described.spec.layers[:layers])
         small = Stack(spec, described.weights, dtype=torch.float32, device=stack.device, ops=stack.ops, max_context=CONTEXT + 8)
-        return DraftModel(small, shape=shape, lanes=4, max_context=CONTEXT, length=4)
+        return DraftModel(SmallModel(small, shape=shape), shape=shape, lanes=4, max_context=CONTEXT, length=4)
 
     return make
 

@@ -114,7 +114,7 @@ def test_a_misspelt_field_is_told_its_right_name(fake):
         ("tools", [{"type": "function", "function": {"name": "f"}}]), ("tool_choice", "required"),
         ("response_format", {"type": "json_object"}),
         ("modalities", ["text", "audio"]), ("audio", {"voice": "x"}),
-        ("reasoning_effort", "high"), ("service_tier", "priority"), ("store", True), ("echo", True), ("web_search_options", {}),
+        ("service_tier", "priority"), ("store", True), ("echo", True), ("web_search_options", {}),
         ("functions", [{"name": "f"}]), ("guided_json", {}), ("prompt_logprobs", 1), ("use_beam_search", True),
         ("truncate_prompt_tokens", 5), ("logits_processors", ["x"]), ("include_stop_str_in_output", True), ("mirostat", 2),
     ],

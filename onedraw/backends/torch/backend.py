@@ -21,6 +21,7 @@ from onedraw.backends.outcome import row_outcome
 from onedraw.backends.torch.inputs import Inputs, Shape, make_inputs
 from onedraw.backends.torch.loader import LANE, WeightSource, padded
 from onedraw.backends.torch.ops import Ops, TorchOps
+from onedraw.backends.torch.ranking import Turned
 from onedraw.backends.torch.runs import CHUNK
 from onedraw.backends.torch.sampler import Position, Sampler
 from onedraw.backends.torch.selfcheck import SelfCheck, self_check
@@ -28,7 +29,7 @@ from onedraw.backends.torch.stack import Stack
 from onedraw.backends.torch.state import KeptLogits, Sizes, State
 from onedraw.models.spec import ModelSpec
 from onedraw.sampling.verify import hypotheses
-from onedraw.types import Choice, Draft, Logprobs, Outcome, Plan, Row, RowOutcome
+from onedraw.types import Choice, Draft, Logprobs, Outcome, Plan, Row
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 LOGITS_BYTES = 256 * 2**20  # float32 logits held at once
@@ -54,7 +55,7 @@ class Drafter(Protocol):
         """Before a turn: copy what rows want copied."""
         ...
 
-    def guess(self, plan: Plan, inputs: Inputs, features: list[Tensor], rows: tuple[RowOutcome, ...]) -> list[tuple[Draft, ...]]:
+    def guess(self, turn: Turned) -> list[tuple[Draft, ...]]:
         """Take in what the turn settled and guess on: drafts per row for the row after it."""
         ...
 
@@ -168,7 +169,7 @@ class TorchBackend:
         rows = tuple(row_outcome(row, chosen.get(i, []), scored.get(i, ())) for i, row in enumerate(plan.rows))
         self._state.commit(plan.rows, [row.kept for row in rows], self._stack.ops)
         if self._drafter is not None:
-            guesses = self._drafter.guess(plan, inputs, features, rows)
+            guesses = self._drafter.guess(Turned(plan, inputs, hidden, features, rows))
             rows = tuple(replace(row, guesses=own) for row, own in zip(rows, guesses, strict=True))
         return Outcome(rows, time.perf_counter() - begin)
 

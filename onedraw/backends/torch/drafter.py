@@ -21,7 +21,7 @@ from onedraw.backends.torch.loader import Loader
 from onedraw.backends.torch.mixers import Attention
 from onedraw.backends.torch.ops import Preparation
 from onedraw.backends.torch.pages import PageStore
-from onedraw.backends.torch.ranking import Ranker, room_ahead
+from onedraw.backends.torch.ranking import Ranker, Turned, room_ahead
 from onedraw.backends.torch.stack import Layer, Stack, load_layer, rope_tables, run_layer
 from onedraw.backends.torch.state import Sizes, State
 from onedraw.models.dflash import DrafterWeights
@@ -93,9 +93,10 @@ class DflashDrafter:
     def open(self, rows: Sequence[Row]) -> None:
         self._state.open(rows)
 
-    def guess(self, plan: Plan, inputs: Inputs, features: list[Tensor], rows: tuple[RowOutcome, ...]) -> list[tuple[Draft, ...]]:
+    def guess(self, turn: Turned) -> list[tuple[Draft, ...]]:
+        plan, rows = turn.plan, turn.rows
         self._ranker.learn(plan, rows)
-        self._remember(plan, inputs, features, rows)
+        self._remember(plan, turn.inputs, turn.features, rows)
         blocks = [block for i, row in enumerate(plan.rows) if (block := self._block(i, row, rows[i])) is not None]
         guesses: list[tuple[Draft, ...]] = [()] * len(plan.rows)
         if blocks:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from onedraw.backends.torch.lanes import LaneStore
@@ -35,12 +36,13 @@ class Attention:
         own = spec.reuses is None
         parts = ["q", *(["k"] if own else []), *(["v"] if own and not spec.keys_as_values else [])]
         gate = ["attn_gate"] if spec.gate is not None else []
+        bias = None
+        if spec.qkv_bias:
+            bias = loader.kept(index, *(f"{part}_bias" for part in parts))
+            bias = torch.cat([bias, bias.new_zeros(spec.gate_width)])  # a gate has none
         return Attention(
             spec=spec,
-            qkv=ops.linear(
-                loader.passing(index, *parts, *gate),
-                loader.kept(index, *(f"{part}_bias" for part in parts)) if spec.qkv_bias else None,
-            ),
+            qkv=ops.linear(loader.passing(index, *parts, *gate), bias),
             q_norm=loader.norm(index, "q_norm") if spec.qk_norm else None,
             k_norm=loader.norm(index, "k_norm") if spec.qk_norm and own else None,
             out=ops.linear(loader.passing(index, "o"), loader.kept(index, "o_bias") if spec.out_bias else None),
