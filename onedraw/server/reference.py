@@ -35,7 +35,8 @@ This page is generated: `python -m onedraw.server.reference > docs/api.md`. A te
 | `GET /metrics` | Prometheus text |
 | `GET /` | the web page, whose files need no key |
 
-With `--api-key`, everything but `/health` and the web page's files needs the header `Authorization: Bearer KEY`.
+With `--api-key` or `--api-key-file`, everything but `/health` and the web page's files needs the header
+`Authorization: Bearer KEY`.
 
 ## What happens to a field
 
@@ -83,10 +84,14 @@ A client that hangs up cancels its request.
 | 401 | wrong or missing key |
 | 404 | unknown path, or a model that is not served (`model_not_found`) |
 | 405 | the path does not take this method |
+| 408 | the body did not arrive within a minute |
 | 413 | the body is over `--max-body` |
 | 429 | the queue is full; `Retry-After` says when to try again |
 | 500 | our mistake, with an id that the server's log has too |
 | 503 | the server is shutting down |
+| 504 | the request took longer than `--request-seconds` |
+
+Every answer has an `x-request-id`, which the server's log has too; for a reply it is the reply's `id`.
 """
 
 
