@@ -26,6 +26,7 @@ from onedraw.server.guards import OPEN_PATHS, Catcher, KeyGuard, read_body, read
 from onedraw.server.keys import Keyring
 from onedraw.server.logs import RequestLog, note
 from onedraw.server.metrics import Meters, Watch
+from onedraw.server.openapi import document
 from onedraw.server.options import ServerOptions
 from onedraw.server.parts import Part, Tally, Teller
 from onedraw.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Parsed, RequestT, TokenizeRequest, parse
@@ -102,6 +103,9 @@ class Desk:
     async def health(self) -> Response:
         self._refuse_when_closed()
         return JSONResponse({"status": "ok"})
+
+    async def openapi(self) -> Response:
+        return JSONResponse(document(self.door.card, lenient=self.options.lenient, locked=bool(self.options.keys)))
 
     async def metrics(self) -> Response:
         return Response(self.meters.text(), headers={"content-type": CONTENT_TYPE_LATEST})
@@ -213,7 +217,7 @@ def create_app(door: Door, options: ServerOptions) -> FastAPI:
     app.state.desk = desk = Desk(door, options)
     for path, get in (("/v1/models", desk.models), ("/v1/models/{name:path}", desk.model)):
         app.add_api_route(path, get, methods=["GET"], response_model=None)
-    for path, get in (("/health", desk.health), ("/metrics", desk.metrics)):
+    for path, get in (("/health", desk.health), ("/metrics", desk.metrics), ("/openapi.json", desk.openapi)):
         app.add_api_route(path, get, methods=["GET"], response_model=None)
     posts = {
         "/v1/completions": desk.complete,

@@ -33,6 +33,7 @@ This page is generated: `python -m onedraw.server.reference > docs/api.md`. A te
 | `POST /detokenize` | `{tokens}` → `{prompt}`, special tokens spelled out |
 | `GET /health` | 200 when a request would be answered, else 503; needs no key |
 | `GET /metrics` | Prometheus text |
+| `GET /openapi.json` | what is accepted, as an OpenAPI 3.1 document |
 | `GET /` | the web page, whose files need no key |
 
 With `--api-key` or `--api-key-file`, everything but `/health` and the web page's files needs the header
