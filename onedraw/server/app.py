@@ -19,15 +19,20 @@ from starlette.responses import JSONResponse, Response
 
 from onedraw.door import Door
 from onedraw.errors import Draining, NotFound, OnedrawError
+from onedraw.server import assets
 from onedraw.server.completion import Job, chat_prompt, pieces, prepare
-from onedraw.server.errors import error_response
-from onedraw.server.guards import Catcher, KeyGuard, read_body, read_json, until_gone
+from onedraw.server.errors import TimedOut, error_response
+from onedraw.server.guards import OPEN_PATHS, Catcher, KeyGuard, read_body, read_json, until_gone
+from onedraw.server.keys import Keyring
+from onedraw.server.logs import RequestLog, note
 from onedraw.server.metrics import Meters, Watch
+from onedraw.server.openapi import document
 from onedraw.server.options import ServerOptions
 from onedraw.server.parts import Part, Tally, Teller
 from onedraw.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Parsed, RequestT, TokenizeRequest, parse
 from onedraw.server.reply import Json, Scribe
 from onedraw.server.stream import EventStream
+from onedraw.types import Piece
 from onedraw.wishes import check_ids
 
 
@@ -54,8 +59,11 @@ class Desk:
         wanted = parsed.request
         self._refuse_when_closed()
         job = await asyncio.to_thread(prepare, wanted, self.door)  # a long text takes long to tokenize
+        note(id=job.id, seed=job.seed_of(0))
+        if self.options.log_prompts:
+            note(prompts=[self.door.tokenizer.decode(ask.prompt, skip_special=False) for ask in job.asks])
         headers = _headers(parsed.ignored) | {"x-request-id": job.id}
-        telling = Telling(job, door=self.door, watch=watch)
+        telling = Telling(job, door=self.door, watch=watch, seconds=self.options.request_seconds)
         if not wanted.stream:
             return JSONResponse(await until_gone(request.receive, telling.whole()), headers=headers)
         include_usage = wanted.stream_options is not None and wanted.stream_options.include_usage
@@ -95,6 +103,9 @@ class Desk:
     async def health(self) -> Response:
         self._refuse_when_closed()
         return JSONResponse({"status": "ok"})
+
+    async def openapi(self) -> Response:
+        return JSONResponse(document(self.door.card, lenient=self.options.lenient, locked=bool(self.options.keys)))
 
     async def metrics(self) -> Response:
         return Response(self.meters.text(), headers={"content-type": CONTENT_TYPE_LATEST})
@@ -139,7 +150,9 @@ class Desk:
 class Telling:
     """One job being told: as chunks, or folded into a whole reply."""
 
-    def __init__(self, job: Job, *, door: Door, watch: Watch) -> None:
+    def __init__(self, job: Job, *, door: Door, watch: Watch, seconds: float | None = None) -> None:
+        self._seconds = seconds
+        self._deadline = None if seconds is None else asyncio.get_running_loop().time() + seconds
         self._job = job
         self._door = door
         self._watch = watch
@@ -148,10 +161,20 @@ class Telling:
     async def _parts(self) -> AsyncGenerator[Part, None]:
         teller = Teller(self._job, self._door.tokenizer)
         async with aclosing(pieces(self._job, self._door)) as stream:
-            async for piece in stream:
+            while (piece := await self._next(stream)) is not None:
                 self._watch.see(piece)
                 self._tally.note(piece)
                 yield teller.tell(piece)
+        usage = self._tally.total()
+        note(prompt_tokens=usage.prompt, completion_tokens=usage.completion, cached_tokens=usage.cached)
+
+    async def _next(self, stream: AsyncGenerator[Piece, None]) -> Piece | None:
+        """The next piece, None behind the last. A deadline that passes while it is awaited cancels what still runs."""
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                return await anext(stream, None)
+        except TimeoutError:
+            raise TimedOut(f"the request took longer than {self._seconds:g} seconds, which is this server's limit") from None
 
     async def chunks(self, *, include_usage: bool) -> AsyncGenerator[dict[str, Any], None]:
         scribe = Scribe(self._job, card=self._door.card, tokenizer=self._door.tokenizer, include_usage=include_usage)
@@ -194,7 +217,7 @@ def create_app(door: Door, options: ServerOptions) -> FastAPI:
     app.state.desk = desk = Desk(door, options)
     for path, get in (("/v1/models", desk.models), ("/v1/models/{name:path}", desk.model)):
         app.add_api_route(path, get, methods=["GET"], response_model=None)
-    for path, get in (("/health", desk.health), ("/metrics", desk.metrics)):
+    for path, get in (("/health", desk.health), ("/metrics", desk.metrics), ("/openapi.json", desk.openapi)):
         app.add_api_route(path, get, methods=["GET"], response_model=None)
     posts = {
         "/v1/completions": desk.complete,
@@ -204,11 +227,12 @@ def create_app(door: Door, options: ServerOptions) -> FastAPI:
     }
     for path, post in posts.items():
         app.add_api_route(path, post, methods=["POST"], response_model=None)
+    app.router.routes.extend(assets.routes(page := assets.load()))
     app.add_exception_handler(OnedrawError, _on_error)
     app.add_exception_handler(HTTPException, _on_error)
     # The last one added stands outermost: cross-origin headers go on every answer, errors included.
-    if options.api_key is not None:
-        app.add_middleware(KeyGuard, key=options.api_key)
+    if options.keys:
+        app.add_middleware(KeyGuard, keyring=Keyring(options.keys), open_paths=OPEN_PATHS | page.keys())
     app.add_middleware(Catcher)
     if options.cors_origins:
         app.add_middleware(
@@ -218,4 +242,5 @@ def create_app(door: Door, options: ServerOptions) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["x-onedraw-ignored", "x-request-id", "retry-after"],
         )
+    app.add_middleware(RequestLog)
     return app

@@ -41,6 +41,7 @@ class Job:
     logprobs: bool
     token_ids: bool
     checksums: bool
+    details: bool = False  # how each token came
 
     def ask_of(self, choice: int) -> Ask:
         return self.asks[choice // self.n]
@@ -119,6 +120,7 @@ def _job(
         logprobs=logprobs,
         token_ids=request.return_token_ids,
         checksums=request.return_checksums,
+        details=request.return_token_details,
     )
 
 

@@ -17,12 +17,30 @@ from onedraw.errors import BadRequest, OnedrawError
 
 log = logging.getLogger("onedraw.server")
 
-PATHS = ("/v1/models", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/health", "/metrics")
+PATHS = (
+    "/v1/models",
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/tokenize",
+    "/detokenize",
+    "/health",
+    "/metrics",
+    "/openapi.json",
+    "/",
+)
 RETRY_SECONDS = 1  # a full queue moves on with every finished reply
 
 
 class BodyTooLarge(BadRequest):
     code, status = "body_too_large", 413
+
+
+class BodyTooSlow(BadRequest):
+    code, status = "body_too_slow", 408
+
+
+class TimedOut(OnedrawError):
+    code, status = "request_timeout", 504
 
 
 class WrongKey(BadRequest):

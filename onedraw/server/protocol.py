@@ -204,6 +204,7 @@ class Sampling(Strict):
     structured_outputs: StructuredOutputs | None = wish("object", "see below; another spelling of the guided fields")
     return_token_ids: bool = wish("boolean", "adds `token_ids` and `prompt_token_ids` to each choice", False)
     return_checksums: bool = wish("boolean", "adds `score_checksums` to each choice, one string per token", False)
+    return_token_details: bool = wish("boolean", "adds `token_details` to each choice: how each token came", False)
 
     @model_validator(mode="after")
     def _agree(self) -> Sampling:

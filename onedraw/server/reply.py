@@ -44,7 +44,7 @@ class Scribe:
             opening = Part(index=part.index, seed=part.seed, prompt_ids=part.prompt_ids)
             written.append(self._chunk(self._choice(opening, {"delta": {"role": "assistant", "content": ""}}), part.prompt_ids))
             part = _without_prompt(part)
-        shows_tokens = self._job.logprobs or self._job.token_ids or self._job.checksums
+        shows_tokens = self._job.logprobs or self._job.token_ids or self._job.checksums or self._job.details
         opens = part.prompt_ids is not None and self._job.token_ids
         if part.text or part.reasoning or part.finish is not None or opens or (part.said and shows_tokens):
             body = {"delta": _spoken(part)} if self._job.kind == "chat" else {"text": part.text}
@@ -95,6 +95,10 @@ class Scribe:
                 choice["prompt_token_ids"] = list(part.prompt_ids)
         if self._job.checksums:
             choice["score_checksums"] = [str(token.checksum) for token in part.said]
+        if self._job.details:
+            choice["token_details"] = [
+                {"id": token.id, "text": token.text, "kept": token.kept, "rejected": token.rejected} for token in part.said
+            ]
         return choice
 
     def _prompt_ids(self, ids: tuple[int, ...] | None) -> Json:
