@@ -209,7 +209,8 @@ def main() -> None:
     for cost in costs:
         print(
             f"{cost.form:20s} {cost.who:10s} {cost.tokens:4d} tokens: compile {cost.compile:7.2f} ms, "
-            f"mask median {cost.median:6.1f} µs, p99 {cost.p99:7.1f}, worst {cost.worst:8.1f}; drafted {cost.drafted:6.1f} µs a position"
+            f"mask median {cost.median:6.1f} µs, p99 {cost.p99:7.1f}, "
+            f"worst {cost.worst:8.1f}; drafted {cost.drafted:6.1f} µs a position"
         )
 
 
