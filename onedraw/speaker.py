@@ -144,7 +144,7 @@ class Speaker:
         self._channel, self._call = sayings[-1].channel, sayings[-1].call
         pieces = [Piece(self._index, saying.channel, saying.text, tuple(saying.choices), call=saying.call) for saying in sayings]
         pieces[0] = replace(pieces[0], prompt_logprobs=event.scored)
-        reason = hit if hit is not None else event.stop_id
+        reason = hit if hit is not None else None if self._reader.over else event.stop_id
         pieces[-1] = replace(pieces[-1], finish=finish, stop_reason=reason, usage=usage)
         return pieces
 

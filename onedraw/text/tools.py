@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 Dialect = Literal["hermes", "qwen_xml", "laguna", "gemma", "llama", "pythonic"]
 
-NO_PARAMETERS = '{"type": "object", "properties": {}}'
+NO_PARAMETERS = '{"type": "object", "properties": {}, "additionalProperties": false}'
 
 
 @dataclass(frozen=True, slots=True)
