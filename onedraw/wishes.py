@@ -6,15 +6,19 @@ This is the one place where user-level names become SamplingParams.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from onedraw.door import Ask, Door, fresh_seed
 from onedraw.errors import BadParameter, BadRequest, ContextOverflow
+from onedraw.text.call_grammar import CallGrammar
 from onedraw.text.channels import Reasoning
-from onedraw.text.guides import ChoiceGuide, Guide, JsonGuide, RegexGuide, grammar_guide
+from onedraw.text.grammar import with_bounds
+from onedraw.text.guides import ChoiceGuide, Guide, JsonGuide, LarkGuide, RegexGuide, grammar_guide
 from onedraw.text.reading import PLAIN, Reading
+from onedraw.text.tools import ToolUse
 from onedraw.types import DryParams, LogprobsMode, SamplingParams
 
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")
@@ -84,13 +88,14 @@ def settle_chat(
     messages: Sequence[dict[str, Any]],
     template_kwargs: Mapping[str, Any] | None = None,
     add_generation_prompt: bool = True,
+    use: ToolUse | None = None,
     default_max_tokens: int | None = None,
     label: str = "",
 ) -> Ask:
     """Chat messages → an Ask. `template_kwargs` stand above what the effort says."""
     switches = {**thinking_switches(wishes, door.reasoning), **(template_kwargs or {})}
-    prompted = door.chat(messages, add_generation_prompt=add_generation_prompt, **switches)
-    return settle(
+    prompted = door.chat(messages, use=use, add_generation_prompt=add_generation_prompt, **switches)
+    ask = settle(
         wishes,
         door=door,
         prompt=prompted.ids,
@@ -98,6 +103,27 @@ def settle_chat(
         default_max_tokens=default_max_tokens,
         label=label,
     )
+    if use is None:
+        return ask
+    guide = call_guide(use, ask.guide, door=door)
+    if guide is not None and wishes.ignore_eos:
+        raise BadParameter("ignore_eos", "a reply whose calls are held to their schemas ends by itself")
+    return replace(ask, guide=guide, origin=prompted.origin)
+
+
+def call_guide(use: ToolUse, other: Guide | None, *, door: Door) -> Guide | None:
+    """What a reply with tools is held to: calls where they are required or strict, beside the form of its content."""
+    if other is not None and use.must:
+        raise BadParameter(other.param, "a reply that must call a tool has no other form; use tool_choice auto")
+    if other is not None and not isinstance(other, JsonGuide):
+        raise BadParameter(other.param, "a reply that may call tools can only be held to JSON; send no tools with it")
+    if other is None and not use.must and not any(tool.strict for tool in use.callable):
+        return None
+    grammars = door.grammars
+    content = None if other is None else json.dumps(with_bounds(grammars.checked(json.loads(other.schema), other.param)))
+    grammar = CallGrammar(door.tool_syntax.dialect, tokenizer=door.tokenizer, spell=grammars.spelled, check=grammars.checked)
+    lark = grammar.write(use.callable, must=use.must, parallel=use.parallel, content=content)
+    return LarkGuide(lark, "tools", numbers=True)
 
 
 def thinking_switches(wishes: Wishes, reasoning: Reasoning | None) -> dict[str, Any]:

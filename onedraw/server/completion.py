@@ -94,7 +94,7 @@ def _chat(request: ChatRequest, door: Door) -> Job:
     identity = f"chatcmpl-{secrets.token_hex(12)}"
     wishes = request.wishes(logprobs=(request.top_logprobs or 0) if request.logprobs else None)
     try:
-        ask = settle_chat(wishes, door=door, label=identity, **_spoken(request))
+        ask = settle_chat(wishes, door=door, label=identity, use=request.tool_use(), **_spoken(request))
     except BadRequest as error:
         if error.param == "prompt":
             error.param = "messages"  # the caller's name for it

@@ -85,11 +85,8 @@ COMPLETION_RULES = (
 )
 CHAT_RULES = (
     *_SHARED,
-    neutral("tools", "no tool calls yet", []),
-    neutral("tool_choice", "no tool calls yet", "none", "auto"),
-    neutral("parallel_tool_calls", "no tool calls yet", True, False),
-    neutral("functions", "no tool calls yet", []),
-    neutral("function_call", "no tool calls yet", "none", "auto"),
+    neutral("functions", "use `tools`", []),
+    neutral("function_call", "use `tool_choice`", "none", "auto"),
     neutral("modalities", "text only", ["text"]),
     neutral("verbosity", "ask for it in a message", "medium"),
     neutral("echo", "use /v1/completions", False),
@@ -100,10 +97,8 @@ CHAT_RULES = (
     refused("chat_template", "the checkpoint's own template is used; render it yourself and use /v1/completions"),
 )
 MESSAGE_RULES = (
-    neutral("tool_calls", "no tool calls yet", []),
     neutral("annotations", "comes back in replies of other servers", []),
-    refused("tool_call_id", "no tool calls yet"),
-    refused("function_call", "no tool calls yet"),
+    refused("function_call", "use `tool_calls`"),
     refused("audio", "text only"),
     neutral("refusal", "comes back in replies of other servers", ""),
 )

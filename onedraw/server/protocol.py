@@ -6,6 +6,7 @@ Types are judged here; ranges of sampling values by SamplingParams, which every 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Generic, Literal, TypeVar, cast
@@ -25,6 +26,7 @@ from onedraw.server.fields import (
     table,
 )
 from onedraw.text.guides import ANY_OBJECT
+from onedraw.text.tools import NO_PARAMETERS, Tool, ToolUse
 from onedraw.types import MAX_TOP_LOGPROBS, SEED_LIMIT
 from onedraw.wishes import EFFORTS, GUIDED, Effort, Wishes
 
@@ -32,6 +34,7 @@ MAX_CHOICES = 128
 MAX_REPLIES = 4096  # prompts × n of one request
 COMPLETION_MAX_TOKENS = 16  # what clients of /v1/completions expect when they do not say
 
+TOOL_NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
 Whole = Annotated[int, Field(ge=-(2**31), lt=2**31)]  # counts; every backend has room for these
 Prompt = str | tuple[int, ...]
 RequestT = TypeVar("RequestT", bound=BaseModel)
@@ -272,20 +275,66 @@ class CompletionRequest(Sampling):
     add_special_tokens: bool = wish("boolean", "a text prompt begins as the tokenizer begins a text", True)
 
 
+class CalledFunction(Strict):
+    name: str = wish("string", "required", ..., pattern=TOOL_NAME)
+    arguments: str = wish("string", "a JSON object, as text", "{}")
+
+
+class ToolCall(Strict):
+    id: str = wish("string", "as it came with the reply; required", ...)
+    type: Literal["function"] = wish('"function"', "", "function")
+    function: CalledFunction = wish("object", "`name` and `arguments`, as they came", ...)
+
+
 class Message(Strict):
-    role: Literal["system", "developer", "user", "assistant"] = wish(
-        '"system", "developer", "user" or "assistant"', "required", ...
+    role: Literal["system", "developer", "user", "assistant", "tool"] = wish(
+        '"system", "developer", "user", "assistant" or "tool"', "required", ...
     )
-    content: Annotated[str, PlainValidator(_content)] = wish(
-        "string or list of text parts", "required; text parts are joined by line breaks", ...
+    content: Annotated[str, PlainValidator(_content)] | None = wish(
+        "string or list of text parts", "text parts are joined by line breaks; only a message with `tool_calls` may do without"
     )
     name: str | None = wish("string", "handed to the chat template")
     reasoning_content: str | None = wish("string", "handed to the chat template")
+    tool_calls: list[ToolCall] | None = wish("list of objects", "the assistant's calls: `id`, `type`, `function`")
+    tool_call_id: str | None = wish("string", 'with role "tool": whose result this is')
+
+    @model_validator(mode="after")
+    def _complete(self) -> Message:
+        if self.content is None and not self.tool_calls:
+            raise PydanticCustomError("missing", "this field is required", {"at": ".content"})
+        if self.tool_calls and self.role != "assistant":
+            raise PydanticCustomError("agree", "only the assistant calls tools", {"at": ".tool_calls"})
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise PydanticCustomError("agree", 'goes with role "tool", and that with it', {"at": ".tool_call_id"})
+        return self
 
     def plain(self) -> dict[str, Any]:
         """As chat templates expect it; `developer` is the newer name of `system`."""
-        said = self.model_dump(exclude_none=True)
+        said = self.model_dump(exclude_none=True) | {"content": self.content or ""}
+        if not self.tool_calls:
+            said.pop("tool_calls", None)
         return said | {"role": "system"} if self.role == "developer" else said
+
+
+class FunctionTool(Strict):
+    name: str = wish("string", "letters, digits, `_ . : / -`; required", ..., pattern=TOOL_NAME)
+    description: str | None = wish("string", "told to the model")
+    parameters: dict[str, Any] | None = wish("object", "a JSON schema of the arguments; none: no arguments")
+    strict: bool = wish("boolean", "calls of this tool are held to its schema, at any temperature", False)
+
+
+class ToolSpec(Strict):
+    type: Literal["function"] = wish('"function"', "required", ...)
+    function: FunctionTool = wish("object", "see below; required", ...)
+
+
+class NamedFunction(Strict):
+    name: str = wish("string", "required", ...)
+
+
+class NamedTool(Strict):
+    type: Literal["function"] = wish('"function"', "required", ...)
+    function: NamedFunction = wish("object", "`name`; required", ...)
 
 
 class ChatRequest(Sampling):
@@ -305,11 +354,44 @@ class ChatRequest(Sampling):
         "integer >= 0", "tokens of thinking, after which it is closed with the model's own words; above the effort's"
     )
 
+    tools: list[ToolSpec] = wish("list of objects", "see below; functions that the model may call", [])
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = wish(
+        '"none", "auto", "required" or {"type": "function", "function": {"name": …}}',
+        "`required` and a name hold the reply to calls; `none` hides the tools; default `auto`",
+    )
+    parallel_tool_calls: bool = wish("boolean", "false: at most one call in a reply", True)
+
     @model_validator(mode="after")
-    def _alternatives_need_logprobs(self) -> ChatRequest:
+    def _fields_agree(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise PydanticCustomError("agree", "only with logprobs: true", {"at": "top_logprobs"})
+        names = [tool.function.name for tool in self.tools]
+        for number, name in enumerate(names):
+            if name in names[:number]:
+                at = {"at": f"tools[{number}].function.name"}
+                raise PydanticCustomError("agree", "there is a tool of that name already", at)
+        wanted = self.tool_choice
+        if wanted not in (None, "none", "auto") and not self.tools:
+            raise PydanticCustomError("agree", "only with tools", {"at": "tool_choice"})
+        if isinstance(wanted, NamedTool) and wanted.function.name not in names:
+            raise PydanticCustomError("agree", "is no tool of this request", {"at": "tool_choice.function.name"})
         return self
+
+    def tool_use(self) -> ToolUse | None:
+        """What the request says of tools; None: the model hears of none."""
+        wanted = self.tool_choice
+        if not self.tools or wanted == "none":
+            return None
+        tools = tuple(_tool(number, spec.function) for number, spec in enumerate(self.tools))
+        named = wanted.function.name if isinstance(wanted, NamedTool) else None
+        callable = tuple(tool for tool in tools if named in (None, tool.name))
+        return ToolUse(tools, callable, must=wanted not in (None, "auto"), parallel=self.parallel_tool_calls)
+
+
+def _tool(number: int, function: FunctionTool) -> Tool:
+    schema = json.dumps(function.parameters) if function.parameters else NO_PARAMETERS
+    path = f"tools[{number}].function.parameters"
+    return Tool(function.name, function.description or "", schema, strict=function.strict, param=path)
 
 
 class TokenizeRequest(Strict):
@@ -336,6 +418,8 @@ TABLES: Mapping[type[BaseModel], Mapping[str, Rule]] = {
     CompletionRequest: table(CompletionRequest, COMPLETION_RULES),
     ChatRequest: table(ChatRequest, CHAT_RULES),
     Message: table(Message, MESSAGE_RULES),
+    ToolSpec: table(ToolSpec),
+    FunctionTool: table(FunctionTool),
     StreamOptions: table(StreamOptions, STREAM_RULES),
     Prediction: table(Prediction),
     ResponseFormat: table(ResponseFormat),

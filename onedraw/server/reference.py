@@ -14,6 +14,7 @@ from onedraw.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    FunctionTool,
     JsonSchema,
     Message,
     Prediction,
@@ -21,6 +22,7 @@ from onedraw.server.protocol import (
     StreamOptions,
     StructuredOutputs,
     TokenizeRequest,
+    ToolSpec,
 )
 
 _HEAD = """# The HTTP interface
@@ -104,6 +106,8 @@ def page() -> str:
         ("`POST /v1/completions`", CompletionRequest),
         ("`POST /v1/chat/completions`", ChatRequest),
         ("A message", Message),
+        ("A tool", ToolSpec),
+        ("The function of a tool", FunctionTool),
         ("`stream_options`", StreamOptions),
         ("`prediction`", Prediction),
         ("`response_format`", ResponseFormat),

@@ -28,6 +28,7 @@ class Reasoning:
     anywhere: bool = False  # may begin in the middle of a reply; else a marker there is plain text
     switch: bool = True  # the template knows `enable_thinking`
     effort: bool = False  # the template knows `reasoning_effort`
+    prompted: bool = False  # the prompt itself opens the reasoning, where there is to be some
 
 
 def reasoning_of(template_source: str) -> Reasoning | None:
@@ -47,7 +48,9 @@ def thinking_after(prompt: str, reasoning: Reasoning | None) -> Thinking:
     end = prompt.rstrip(SPACE)
     if reasoning is None or end.endswith(reasoning.closes.rstrip(SPACE)):
         return "over"
-    return "open" if end.endswith(reasoning.opens.rstrip(SPACE)) else "may"
+    if end.endswith(reasoning.opens.rstrip(SPACE)):
+        return "open"
+    return "over" if reasoning.prompted else "may"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import Any, assert_never
 import numpy as np
 
 from onedraw.errors import BadParameter, Unsupported
-from onedraw.text.blame import Blame, find_blame
+from onedraw.text.blame import find_blame
 from onedraw.text.channels import Reasoning
 from onedraw.text.constraints import NOTHING, BoundedNumbers, begins_with_digit, packed
 from onedraw.text.guides import WHITESPACE, ChoiceGuide, GbnfGuide, Guide, JsonGuide, LarkGuide, RegexGuide
@@ -86,13 +86,19 @@ class Grammars:
             return matcher
         error = matcher.get_error()
         if isinstance(guide, JsonGuide):
-            blame = find_blame(json.loads(guide.schema), self._schema_error)
-            if blame is not None:
-                raise BadParameter(f"{guide.param}{blame.path}", blame.reason)
+            self.checked(json.loads(guide.schema), guide.param)
         raise BadParameter(guide.param, f"cannot be compiled: {_first_line(error)}")
 
     def _matcher(self, grammar: dict[str, Any]) -> Any:
         return self._library.LLMatcher(self._vocabulary, json.dumps(grammar), log_level=0)
+
+    def checked(self, schema: Any, param: str) -> Any:
+        """The schema, if it can be held to; else BadParameter with the path of the keyword that is to blame."""
+        if self._schema_error(schema):
+            blame = find_blame(schema, self._schema_error)
+            assert blame is not None
+            raise BadParameter(f"{param}{blame.path}", blame.reason)
+        return schema
 
     def _schema_error(self, schema: Any) -> str:
         """What is wrong with a schema, or nothing."""
@@ -196,6 +202,3 @@ def _first_line(error: str) -> str:
     lines = [line.strip() for line in error.splitlines() if line.strip()]
     told = [line for line in lines if line.startswith("error:")]
     return (told or lines or ["no reason given"])[0].removeprefix("error: ")
-
-
-__all__ = ["Blame", "GrammarConstraint", "Grammars", "literal", "with_bounds"]

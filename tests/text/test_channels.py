@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import groupby
 
 import pytest
@@ -115,6 +116,7 @@ def test_the_prompts_end_tells_where_the_reply_begins() -> None:
     assert thinking_after("<|im_start|>assistant\n<think>\n", THINK) == "open"
     assert thinking_after("<think>\n\n</think>\n\n", THINK) == "over"
     assert thinking_after("<|im_start|>assistant\n", THINK) == "may"
+    assert thinking_after("<|im_start|>assistant\n", replace(THINK, prompted=True)) == "over"
     assert thinking_after("<think>", None) == "over"
     assert thinking_after("<|turn>model\n<|channel>thought\n<channel|>", gemma) == "over"
     assert thinking_after("<|turn>model\n<|channel>thought\n", gemma) == "open"
