@@ -200,7 +200,7 @@ def schema(model: type[BaseModel], rules: Mapping[str, Rule], *, card: ModelCard
 
 
 def _honoured(name: str, model: type[BaseModel], made: Json, *, card: ModelCard) -> Json:
-    field = model.model_fields[name]
+    field = next(field for own, field in model.model_fields.items() if name in (own, field.alias))
     validator = next((entry for entry in field.metadata if isinstance(entry, PlainValidator)), None)
     if validator is None:
         validator = next((entry for entry in _inner(field) if isinstance(entry, PlainValidator)), None)
