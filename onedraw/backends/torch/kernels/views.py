@@ -1,0 +1,175 @@
+"""What the attention kernels read of a turn, as one array of 32-bit integers: one copy to the device per kind of layer.
+
+In: Inputs, and the sizes of a kind of attention. Out: HostView, and from it the kernels' View and TileSets. A captured turn
+copies a HostView of the same layout into the memory its kernels were captured with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from onedraw.backends.torch.inputs import Inputs, Ints
+from onedraw.backends.torch.kernels.triton_attention import OWN, SHARED, SPLIT, WHOLE, TileSet, View
+
+Words = npt.NDArray[np.int32]
+PARTIAL_BYTES = 256 * 2**20  # of splits that wait to be merged
+FAR = np.iinfo(np.int32).max
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Sizes of a kind of attention, and how many programs keep the device busy."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    window: int | None
+    busy: int
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def heights(self) -> tuple[int, ...]:
+        """Tile heights, lowest first. Wide heads leave no room for high tiles."""
+        least = max(16, 1 << (self.group - 1).bit_length())
+        most = 128 if self.dim <= 128 else 64 if self.dim <= 256 else 16
+        return tuple(h for h in (16, 32, 64, 128) if least <= h <= max(most, least))
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Tiles of one height: where they lie in the words, and how they are launched."""
+
+    height: int
+    tiles: int
+    tokens: int
+    splits: int
+    together: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where everything lies in the words. Equal layouts may share captured kernels."""
+
+    tokens: int
+    rows: int
+    width: int
+    depth: int | None  # of the paths; None where no row branches
+    page_size: int
+    cuts: tuple[Cut, ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        tree = [] if self.depth is None else [self.tokens, self.tokens * self.depth]
+        tiles = [size for cut in self.cuts for size in (cut.tiles * 3, cut.tokens)]
+        return [*[self.tokens] * 5, self.rows * self.width, *tree, *tiles]
+
+
+@dataclass(frozen=True, slots=True)
+class HostView:
+    words: Words
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceView:
+    """The words on the device, and what they mean."""
+
+    words: Tensor
+    positions: Tensor  # [T]
+    slots: Tensor  # [T]
+    view: View
+    sets: tuple[TileSet, ...]
+
+
+def host_view(inputs: Inputs, heads: Heads) -> HostView:
+    cuts = _cuts(inputs, heads)
+    parts: list[Ints] = [inputs.host_positions, inputs.host_slots, inputs.host_rows, inputs.host_firsts(heads.window)]
+    parts += [inputs.host_ends, inputs.host_table]
+    depth = None
+    if inputs.host_tails is not None and inputs.host_paths is not None:
+        depth = inputs.host_paths.shape[1]
+        parts += [np.minimum(inputs.host_tails, FAR), inputs.host_paths]
+    layout = Layout(
+        tokens=len(inputs.host_tokens),
+        rows=inputs.host_table.shape[0],
+        width=inputs.host_table.shape[1],
+        depth=depth,
+        page_size=inputs.page_size,
+        cuts=tuple(cut for cut, _, _ in cuts),
+    )
+    for _, tiles, tokens in cuts:
+        parts += [tiles, tokens]
+    return HostView(np.concatenate([part.reshape(-1) for part in parts]).astype(np.int32), layout)
+
+
+def device_view(words: Tensor, layout: Layout) -> DeviceView:
+    """`words` [layout's sizes] int32 on the device; nothing is copied."""
+    parts = list(words.split(layout.sizes))
+    positions, slots, rows, firsts, ends, table = parts[:6]
+    tails = paths = None
+    rest = parts[6:]
+    if layout.depth is not None:
+        tails, paths, rest = rest[0], rest[1].view(layout.tokens, layout.depth), rest[2:]
+    view = View(rows, firsts, ends, table.view(layout.rows, layout.width), tails, paths, layout.page_size)
+    sets = tuple(
+        TileSet(cut.height, rest[2 * i].view(cut.tiles, 3), rest[2 * i + 1], cut.splits, cut.together)
+        for i, cut in enumerate(layout.cuts)
+    )
+    return DeviceView(words, positions, slots, view, sets)
+
+
+def to_view(inputs: Inputs, heads: Heads) -> DeviceView:
+    host = host_view(inputs, heads)
+    return device_view(torch.from_numpy(host.words).to(inputs.device, non_blocking=True), host.layout)
+
+
+def _cuts(inputs: Inputs, heads: Heads) -> list[tuple[Cut, Ints, Ints]]:
+    """Tiles by height. A row takes the lowest height that holds its queries, else the highest."""
+    ends = inputs.host_ends
+    splits = int(ends.max()) // SPLIT + 1
+    found: dict[int, list[tuple[int, int, int]]] = {}
+    branching: list[int] = []
+    for span in inputs.spans:
+        known = span.count - len(span.drafts) if span.branches else span.count
+        _tile(found, heads, span.first, known, WHOLE)
+        if not span.branches:
+            continue
+        nodes = range(span.first + known, span.first + span.count)
+        branching += nodes
+        if splits == 1:
+            for node in nodes:
+                _tile(found, heads, node, 1, WHOLE)
+        else:  # what nodes have in common is read once for all of them, the rest by each for itself
+            _tile(found, heads, nodes.start, len(nodes), SHARED)
+            for node in nodes:
+                _tile(found, heads, node, 1, OWN)
+    return [_cut(heads, height, tiles, splits) for height, tiles in sorted(found.items())]
+
+
+def _tile(found: dict[int, list[tuple[int, int, int]]], heads: Heads, first: int, count: int, kind: int) -> None:
+    height = next((h for h in heads.heights if count * heads.group <= h), heads.heights[-1])
+    per = height // heads.group
+    tiles = found.setdefault(height, [])
+    tiles.extend((first + offset, min(per, count - offset), kind) for offset in range(0, count, per))
+
+
+def _cut(heads: Heads, height: int, tiles: list[tuple[int, int, int]], splits: int) -> tuple[Cut, Ints, Ints]:
+    array = np.asarray(tiles, dtype=np.int64)
+    # A node's shared and own parts may lie in tiles of two heights; it is merged with its own part, which comes last.
+    whole = [np.arange(first, first + count) for first, count, kind in tiles if kind != SHARED]
+    tokens = np.concatenate(whole) if whole else np.zeros(0, dtype=np.int64)
+    together = splits == 1 or (not array[:, 2].any() and _prefers_together(heads, len(tiles), len(tokens), splits))
+    return Cut(height, len(tiles), 0 if together else len(tokens), splits, together), array, tokens[: 0 if together else None]
+
+
+def _prefers_together(heads: Heads, tiles: int, tokens: int, splits: int) -> bool:
+    """Enough programs without splitting, or too much to keep until the merge."""
+    return tiles * heads.kv_heads >= heads.busy or splits * tokens * heads.heads * heads.dim * 4 > PARTIAL_BYTES
