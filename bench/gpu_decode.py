@@ -2,18 +2,19 @@
 
     python -m bench.gpu_decode [section ...] [--json out.json]
 
-Sections: ceilings, tune, decode, prefill, attention. Every figure is a median of device-timed graph replays or, where it
+Sections: exact, ceilings, tune, decode, prefill, attention. Every figure is a median of device-timed graph replays or, where it
 says so, of whole turns with the copies to and from the host.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -335,25 +336,60 @@ def attention() -> None:
             device = to_view(inputs, Heads(heads, kv, dim, None, 264))
             q = normal(count, heads * dim)
             found: dict[tuple[int, int], Any] = {}
-            for stages in (2, 3, 4, 5, 6):
-                for warps in (4, 8):
-
-                    def work(stages: int = stages, warps: int = warps) -> None:
-                        for store in stores:
-                            attend(
-                                q, store.keys, store.values, view=device.view, sets=list(device.sets), heads=heads,
-                                kv_heads=kv, dim=dim, scale=spec.scale, stages=stages, warps=warps,
-                            )  # fmt: skip
-
-                    try:
-                        found[stages, warps] = round(1000 * replay_ms(work, repeats=5) / 2, 1)
-                    except Exception as problem:
-                        found[stages, warps] = type(problem).__name__
+            for stages, warps in ((3, 4), (4, 4), (5, 4), (4, 8)):
+                launch = partial(
+                    attend, q, view=device.view, sets=list(device.sets), heads=heads, kv_heads=kv, dim=dim,
+                    scale=spec.scale, stages=stages, warps=warps,
+                )  # fmt: skip
+                try:
+                    ms = replay_ms(partial(_through, launch, stores), repeats=5)
+                    found[stages, warps] = round(1000 * ms / 2, 1)
+                except Exception as problem:
+                    found[stages, warps] = type(problem).__name__
             floor = 2 * (start + count) * kv * dim * 2 / 4.2e12 * 1e6
             say(f"attention {heads}/{kv}x{dim}, {count} at {start}, us (floor {floor:.1f})", found)
 
 
-SECTIONS = {"ceilings": ceilings, "tune": tune, "decode": decode, "prefill": prefill, "attention": attention}
+def _through(launch: Callable[[Tensor, Tensor], Any], stores: list[PageStore]) -> None:
+    for store in stores:
+        launch(store.keys, store.values)
+
+
+def exact() -> None:
+    """Logits of a text read as one chunk, in other chunks, token by token, as verify rows, and in a batch of strangers."""
+    for pdl in (False, True):
+        shape = replace(LLAMA_8B, layers=4)
+        model = DenseModel(shape, TritonOps(DEVICE, pdl=pdl), positions=4096, pages=600)
+        length = 1100
+        text = torch.randint(0, shape.vocab, (length,), device=DEVICE)
+        chain = tuple(Draft(1, i - 1) for i in range(15))
+
+        def read(cuts: list[int], drafts: tuple[Draft, ...] = (), strangers: int = 0) -> Tensor:
+            found = []
+            for start, stop in itertools.pairwise(cuts):
+                rows = [(start, stop - start, drafts if stop - start == 16 else ())]
+                rows += [(40 + 31 * i, 1 + i % 3, ()) for i in range(strangers)]
+                inputs = model.inputs(rows)  # noqa: B023
+                tokens = inputs.tokens.clone()
+                tokens[: stop - start] = text[start:stop]  # noqa: B023
+                prepared = model.ops.prepare(inputs, model.mixer, model.turns)  # noqa: B023
+                found.append(model.logits(tokens, prepared)[: stop - start])  # noqa: B023
+            return torch.cat(found)
+
+        whole = read([0, length])
+        ways = {
+            "other chunks": read([0, 1, 64, 301, 1000, length]),
+            "token by token from 1000": torch.cat([whole[:1000], read([0, *range(1000, length + 1)])[1000:]]),
+            "rows of 16 from 1004": read([0, *range(1004, length + 1, 16)], chain),
+            "among 31 strangers": read([0, 500, length], strangers=31),
+            "token by token among 5 strangers": read([0, *range(1050, length + 1)], strangers=5),
+        }
+        for name, found in ways.items():
+            say(f"exact: {name}{', pdl' if pdl else ''}, rows that differ", int((found != whole).any(1).sum()))
+        del model
+
+
+SECTIONS = {"exact": exact, "ceilings": ceilings, "tune": tune, "decode": decode, "prefill": prefill, "attention": attention}
 
 
 def main() -> None:
