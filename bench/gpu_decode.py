@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -271,8 +272,6 @@ def _decode(pdl: bool) -> None:
         say(f"8B turn, {name}{mark}, GB read at least", (LLAMA_8B.matrix_bytes + read) / 1e9)
         del turn
     _whole_turns(model, mark)
-    del model
-    torch.cuda.empty_cache()
 
 
 def _whole_turns(model: DenseModel, mark: str) -> None:
@@ -355,6 +354,20 @@ def _through(launch: Callable[[Tensor, Tensor], Any], stores: list[PageStore]) -
         launch(store.keys, store.values)
 
 
+def _read(model: DenseModel, text: Tensor, cuts: list[int], drafts: tuple[Draft, ...] = (), strangers: int = 0) -> Tensor:
+    """Logits of every position, the text cut into rows that run one turn after the other."""
+    found = []
+    for start, stop in itertools.pairwise(cuts):
+        rows = [(start, stop - start, drafts if stop - start == 16 else ())]
+        rows += [(40 + 31 * i, 1 + i % 3, ()) for i in range(strangers)]
+        inputs = model.inputs(rows)
+        tokens = inputs.tokens.clone()
+        tokens[: stop - start] = text[start:stop]
+        prepared = model.ops.prepare(inputs, model.mixer, model.turns)
+        found.append(model.logits(tokens, prepared)[: stop - start])
+    return torch.cat(found)
+
+
 def exact() -> None:
     """Logits of a text read as one chunk, in other chunks, token by token, as verify rows, and in a batch of strangers."""
     for pdl in (False, True):
@@ -364,18 +377,7 @@ def exact() -> None:
         text = torch.randint(0, shape.vocab, (length,), device=DEVICE)
         chain = tuple(Draft(1, i - 1) for i in range(15))
 
-        def read(cuts: list[int], drafts: tuple[Draft, ...] = (), strangers: int = 0) -> Tensor:
-            found = []
-            for start, stop in itertools.pairwise(cuts):
-                rows = [(start, stop - start, drafts if stop - start == 16 else ())]
-                rows += [(40 + 31 * i, 1 + i % 3, ()) for i in range(strangers)]
-                inputs = model.inputs(rows)  # noqa: B023
-                tokens = inputs.tokens.clone()
-                tokens[: stop - start] = text[start:stop]  # noqa: B023
-                prepared = model.ops.prepare(inputs, model.mixer, model.turns)  # noqa: B023
-                found.append(model.logits(tokens, prepared)[: stop - start])  # noqa: B023
-            return torch.cat(found)
-
+        read = partial(_read, model, text)
         whole = read([0, length])
         ways = {
             "other chunks": read([0, 1, 64, 301, 1000, length]),
@@ -386,7 +388,6 @@ def exact() -> None:
         }
         for name, found in ways.items():
             say(f"exact: {name}{', pdl' if pdl else ''}, rows that differ", int((found != whole).any(1).sum()))
-        del model
 
 
 SECTIONS = {"exact": exact, "ceilings": ceilings, "tune": tune, "decode": decode, "prefill": prefill, "attention": attention}
