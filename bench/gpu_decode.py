@@ -238,16 +238,16 @@ def _numbers(tile: Tile) -> tuple[int, ...]:
 
 def decode() -> None:
     """Turns of the 8B shape: captured, replayed, against the floor."""
-    for pdl in (False, True):
+    for pdl in (0, 2):
         try:
             _decode(pdl)
         except Exception as problem:
             print("decode failed", pdl, repr(problem)[:600], flush=True)
 
 
-def _decode(pdl: bool) -> None:
+def _decode(pdl: int) -> None:
     model = DenseModel(LLAMA_8B, TritonOps(DEVICE, pdl=pdl), positions=140_000, pages=10_000)
-    mark = ", pdl" if pdl else ""
+    mark = f", pdl {pdl}" if pdl else ""
     say("library bits equal, by shape", {f"{x.out_features}x{x.in_features}": x.library for x in [*model.layers[0], model.head]})
     chain = tuple(Draft(1, i - 1) for i in range(15))
     tree = tuple(Draft(1, -1 if i < 4 else (i - 4) // 2) for i in range(21))
@@ -292,6 +292,37 @@ def _whole_turns(model: DenseModel, mark: str) -> None:
         torch.cuda.synchronize()
         times.append(1000 * (time.perf_counter() - begin))
     say(f"8B whole turn at 1K, host to host, argmax{mark}, ms", statistics.median(times[10:]))
+
+
+def parts() -> None:
+    """What each kind of kernel adds to a decode turn, per layer of the 8B shape at 1K."""
+    for pdl in (0, 1, 2):
+        model = DenseModel(replace(LLAMA_8B, layers=12), TritonOps(DEVICE, pdl=pdl), positions=4096, pages=200)
+        for at in (200, 1000):
+            inputs = model.inputs([(at, 1, ())])
+            prepared = model.ops.prepare(inputs, model.mixer, model.turns)
+            for level in range(5):
+                ms = replay_ms(partial(_partial_turn, model, inputs.tokens, prepared, level), repeats=10)
+                what = ("products", "+ norms", "+ rope and pages", "+ attention", "all, plain gate")[level]
+                say(f"per layer at {at}, {what}, pdl {pdl}, us", round(1000 * ms / 12, 2))
+
+
+def _partial_turn(model: DenseModel, tokens: Tensor, prepared: Prepared, level: int) -> Tensor:
+    ops, eps, spec = model.ops, 1e-5, model.mixer
+    x = model.embedding.index_select(0, tokens)
+    for index, (qkv, out, gate_up, down) in enumerate(model.layers):
+        wide = qkv(ops.rms_norm(x, model.norms[2 * index], eps) if level >= 1 else x)
+        settings: dict[str, Any] = {"spec": spec, "store": model.stores[index], "q_norm": None, "k_norm": None, "eps": eps}
+        if level >= 3:
+            mixed = ops.attention(wide, prepared, **settings)
+        elif level == 2:
+            mixed = ops._heads(wide, prepared, **settings, heads=spec.heads)
+        else:
+            mixed = wide[:, : spec.heads * spec.head_dim]
+        x = out(mixed, x)
+        y = ops.rms_norm(x, model.norms[2 * index + 1], eps) if level >= 1 else x
+        x = down(gate_up.gated(y, "silu") if level < 4 else ops.gated(gate_up(y), "silu"), x)
+    return x
 
 
 def prefill() -> None:
@@ -370,9 +401,9 @@ def _read(model: DenseModel, text: Tensor, cuts: list[int], drafts: tuple[Draft,
 
 def exact() -> None:
     """Logits of a text read as one chunk, in other chunks, token by token, as verify rows, and in a batch of strangers."""
-    for pdl in (False, True):
+    for pdl in (0, 2):
         shape = replace(LLAMA_8B, layers=4)
-        model = DenseModel(shape, TritonOps(DEVICE, pdl=pdl), positions=4096, pages=600)
+        model = DenseModel(shape, TritonOps(DEVICE, pdl=pdl), positions=4096, pages=2000)
         length = 1100
         text = torch.randint(0, shape.vocab, (length,), device=DEVICE)
         chain = tuple(Draft(1, i - 1) for i in range(15))
@@ -390,7 +421,15 @@ def exact() -> None:
             say(f"exact: {name}{', pdl' if pdl else ''}, rows that differ", int((found != whole).any(1).sum()))
 
 
-SECTIONS = {"exact": exact, "ceilings": ceilings, "tune": tune, "decode": decode, "prefill": prefill, "attention": attention}
+SECTIONS = {
+    "exact": exact,
+    "ceilings": ceilings,
+    "tune": tune,
+    "decode": decode,
+    "parts": parts,
+    "prefill": prefill,
+    "attention": attention,
+}
 
 
 def main() -> None:

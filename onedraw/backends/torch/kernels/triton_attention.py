@@ -3,8 +3,8 @@
 In: queries [T, H, D], a layer's pages, and for every token what it sees. Out: [T, H * D].
 
 A tile is a few neighbouring queries of one row times the G query heads that share a key head. Keys are read in blocks of
-64 absolute positions; blocks are taken one after the other inside a split of 512 absolute positions, with a running
-maximum; splits are merged from front to back. One program may walk all splits of its tile (`ALL`), or each split has a
+64 or 128 absolute positions, by the size of a head alone; blocks are taken one after the other inside a split of 512
+absolute positions, with a running maximum; splits are merged from front to back. One program may walk all splits of its tile (`ALL`), or each split has a
 program and a second kernel merges: the same operations in the same order. The sum of a row's weights is taken by the
 matrix unit like the values' sum, since a library sum would follow the tile's layout. What a query does not see adds exact
 zeros. So neither batch, nor chunk, nor tile, nor the parallel form changes a bit of a row.
@@ -22,10 +22,10 @@ import triton.language as tl
 from torch import Tensor
 
 from onedraw.backends.torch.kernels.triton_linear import launch_options, shared_memory
-from onedraw.backends.torch.kernels.triton_math import wait_for_inputs
+from onedraw.backends.torch.kernels.triton_math import let_next_start, wait_for_inputs
 
-BLOCK = 64  # keys per block
 SPLIT = 512  # keys per split
+TILE_WORDS = 7
 WHOLE, SHARED, OWN = 0, 1, 2  # a tile reads everything, what its nodes have in common, or what is a node's own
 
 
@@ -37,8 +37,7 @@ class View:
     firsts: Tensor  # [T] first position each token sees
     ends: Tensor  # [T] last position each token sees
     table: Tensor  # [R, W] pages
-    tails: Tensor | None  # [T] from this position on a token reads its path
-    paths: Tensor | None  # [T, depth] slots counted from the tail
+    paths: Tensor | None  # [T, depth] slots of a node's path, counted from its tail; None where no row branches
     page_size: int
 
 
@@ -47,7 +46,7 @@ class TileSet:
     """Tiles of one height, launched together."""
 
     height: int  # queries times query heads per key head
-    tiles: Tensor  # [N, 3] int32: first token, tokens, WHOLE | SHARED | OWN
+    tiles: Tensor  # [N, 7] int32: first token, tokens, kind, row, lowest and highest position they see, tail
     tokens: Tensor  # [t] int32: the tokens to be merged after all sets; empty where `together`
     splits: int  # the largest number of splits a token sees
     together: bool  # one program walks all splits of a tile
@@ -75,11 +74,9 @@ def _attend(
     part_peak,
     part_total,
     tiles,
-    rows,
     firsts,
     ends,
     table,
-    tails,
     paths,
     tokens,
     q_stride,
@@ -103,21 +100,15 @@ def _attend(
     wait_for_inputs(PDL)
     tile = tl.program_id(0)
     head = tl.program_id(1)
-    first = tl.load(tiles + tile * 3)
-    count = tl.load(tiles + tile * 3 + 1)
-    PER: tl.constexpr = HEADS // KV
-    m = tl.arange(0, BLOCK_M)
-    live = m // PER < count
-    token = first + tl.minimum(m // PER, count - 1)
-    lowest = tl.where(live, tl.load(firsts + token), 2147483647)
-    highest = tl.where(live, tl.load(ends + token), -1)
-    low = tl.min(lowest, 0)
-    high = tl.max(highest, 0)
-    row = tl.load(rows + first).to(tl.int64)
+    first = tl.load(tiles + tile * 7)
+    count = tl.load(tiles + tile * 7 + 1)
+    row = tl.load(tiles + tile * 7 + 3).to(tl.int64)
+    low = tl.load(tiles + tile * 7 + 4)
+    high = tl.load(tiles + tile * 7 + 5)
     tail = 2147483647
     if TREE:
-        kind = tl.load(tiles + tile * 3 + 2)
-        tail = tl.load(tails + first)
+        kind = tl.load(tiles + tile * 7 + 2)
+        tail = tl.load(tiles + tile * 7 + 6)
         edge = tail // SPLIT_KEYS * SPLIT_KEYS
         high = tl.where(kind == 1, tl.minimum(high, edge - 1), high)
         low = tl.where(kind == 2, tl.maximum(low, edge), low)
@@ -129,6 +120,12 @@ def _attend(
         end_split = begin_split + 1
         if (begin_split * SPLIT_KEYS > high) | (end_split * SPLIT_KEYS <= low):
             return
+    PER: tl.constexpr = HEADS // KV
+    m = tl.arange(0, BLOCK_M)
+    live = m // PER < count
+    token = first + tl.minimum(m // PER, count - 1)
+    lowest = tl.where(live, tl.load(firsts + token), 2147483647)
+    highest = tl.where(live, tl.load(ends + token), -1)
     d = tl.arange(0, BLOCK_D)
     wide = d < D
     query_head = head * PER + m % PER
@@ -172,6 +169,7 @@ def _attend(
             peak, total, mixed = _fold(peak, total, mixed, peak_s, total_s, mixed_s)
         else:
             peak, total, mixed = peak_s, total_s, mixed_s
+    let_next_start(PDL)
     if ALL:
         result = tl.div_rn(mixed, tl.broadcast_to(total[:, None], (BLOCK_M, BLOCK_D))).to(out.dtype.element_ty)
         o_at = out + (token.to(tl.int64) * HEADS + query_head)[:, None] * D + d[None, :]
@@ -200,7 +198,7 @@ def _merge(
     AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Front to back over the splits of one token and head; AHEAD of them are loaded before the first is used."""
+    """Front to back over the splits of one token and head; AHEAD of them are on their way."""
     wait_for_inputs(PDL)
     token = tl.load(merged + tl.program_id(0))
     head = tl.program_id(1)
@@ -211,16 +209,13 @@ def _merge(
     peak = tl.full((1,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((1,), dtype=tl.float32)
     mixed = tl.zeros((1, BLOCK_D), dtype=tl.float32)
-    for start in range(begin, stop, AHEAD):
-        for ahead in tl.static_range(AHEAD):
-            split = start + ahead
-            here = (split < stop) & (one == 0)
-            place = (split * tokens + token).to(tl.int64) * HEADS + head + one
-            peak_s = tl.load(part_peak + place, mask=here, other=float("-inf"))
-            total_s = tl.load(part_total + place, mask=here, other=0.0)
-            at = part_mixed + place[:, None] * D + d[None, :]
-            mixed_s = tl.load(at, mask=here[:, None] & (d < D)[None, :], other=0.0)
-            peak, total, mixed = _fold(peak, total, mixed, peak_s, total_s, mixed_s)
+    for split in tl.range(begin, stop, num_stages=AHEAD):
+        place = (split * tokens + token).to(tl.int64) * HEADS + head + one
+        peak_s = tl.load(part_peak + place)
+        total_s = tl.load(part_total + place)
+        mixed_s = tl.load(part_mixed + place[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
+        peak, total, mixed = _fold(peak, total, mixed, peak_s, total_s, mixed_s)
+    let_next_start(PDL)
     result = tl.div_rn(mixed, tl.broadcast_to(total[:, None], (1, BLOCK_D))).to(out.dtype.element_ty)
     at = out + ((token.to(tl.int64) * HEADS + head) * D + one)[:, None] + d[None, :]
     tl.store(at, result, mask=(d < D)[None, :])
@@ -239,7 +234,7 @@ def attend(
     scale: float,
     warps: int | None = None,
     stages: int | None = None,
-    pdl: bool = False,
+    pdl: int = 0,
 ) -> Tensor:
     """q [T, H * D] (rows of stride 1) over page stores [P * K, S * D]."""
     count = len(q)
@@ -259,11 +254,9 @@ def attend(
             peak,
             total,
             group.tiles,
-            view.rows,
             view.firsts,
             view.ends,
             view.table,
-            view.tails,
             view.paths,
             count,
             q.stride(0),
@@ -276,10 +269,10 @@ def attend(
             BLOCK_D=block_d,
             PAGE=view.page_size,
             BLOCK_M=group.height,
-            BLOCK_KEYS=BLOCK,
+            BLOCK_KEYS=block_keys(dim),
             SPLIT_KEYS=SPLIT,
             ALL=group.together,
-            TREE=view.tails is not None,
+            TREE=view.paths is not None,
             IEEE=q.dtype == torch.float32,
             STAGES=stages or _stages(group.height, block_d, q.dtype.itemsize, shared_memory(q.device)),
             PDL=pdl,
@@ -302,7 +295,7 @@ def attend(
                 D=dim,
                 BLOCK_D=block_d,
                 SPLIT_KEYS=SPLIT,
-                AHEAD=min(32, triton.next_power_of_2(group.splits)),
+                AHEAD=min(12, triton.next_power_of_2(group.splits) + 1),
                 PDL=pdl,
                 num_warps=max(1, min(4, block_d // 64)),
                 enable_fp_fusion=False,
@@ -311,12 +304,18 @@ def attend(
     return out
 
 
+def block_keys(dim: int) -> int:
+    """Keys per block. Wide heads would not fit into a small card's shared memory otherwise."""
+    return 128 if dim <= 128 else 64
+
+
 def _warps(height: int, block_d: int) -> int:
     return 8 if height >= 128 or block_d >= 512 or (height >= 64 and block_d >= 256) else 4
 
 
 def _stages(height: int, block_d: int, itemsize: int, shared: int) -> int:
     """Blocks of keys and values on their way: the pages are looked up two steps ahead, and then come as many as fit."""
-    block = 2 * BLOCK * block_d * itemsize
-    room = min(shared, 160 * 1024) - height * (block_d * itemsize + 64 * 4) - 8 * 1024
-    return 2 + min(3 if height == 16 else 2, room // block) if room >= block else 1
+    keys = block_keys(block_d)
+    block = 2 * keys * block_d * itemsize
+    room = min(shared, 200 * 1024) - height * (block_d * itemsize + keys * 4) - 8 * 1024
+    return 2 + min(2, room // block) if room >= block else 1

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onedraw.backends.torch.kernels.triton_math import activated, wait_for_inputs
+from onedraw.backends.torch.kernels.triton_math import activated, let_next_start, wait_for_inputs
 from onedraw.models.spec import Activation
 
 ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu_tanh": 2}
@@ -106,6 +106,7 @@ def _linear(
             else:
                 up = tl.load(up_at + start, mask=k[:, None] < K - start, other=0.0)
             second = tl.dot(left, up, second, input_precision="ieee" if IEEE else "tf32")
+    let_next_start(PDL)
     kind = y.dtype.element_ty
     out = accumulator.to(kind)
     if HAS_BIAS:
@@ -131,7 +132,7 @@ def linear(
     residual: Tensor | None = None,
     activation: Activation | None = None,
     tile: Tile | None = None,
-    pdl: bool = False,
+    pdl: int = 0,
 ) -> Tensor:
     """x [T, K], rows of stride 1 → [T, N], or [T, N / 2] where gated."""
     rows, depth = x.shape
@@ -171,7 +172,7 @@ def linear(
     return y
 
 
-def launch_options(pdl: bool) -> dict[str, Any]:
+def launch_options(pdl: int) -> dict[str, Any]:
     """Programmatic launch: the next kernel's start overlaps this one's end. Every kernel waits before it reads."""
     return {"launch_pdl": True} if pdl else {}
 

@@ -20,10 +20,18 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
-    """Let the next kernel start, then wait until everything before this one is written."""
-    if PDL:
+    """Wait until everything before this kernel is written. 1: the next kernel may start at once, 2: see `let_next_start`."""
+    if PDL == 1:
         gdc_launch_dependents()
+    if PDL:
         gdc_wait()
+
+
+@triton.jit
+def let_next_start(PDL: tl.constexpr):
+    """The next kernel's programs may take the places that become free; they wait for this one's end all the same."""
+    if PDL == 2:
+        gdc_launch_dependents()
 
 
 @triton.jit

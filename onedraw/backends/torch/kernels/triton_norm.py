@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onedraw.backends.torch.kernels.triton_linear import ACTIVATIONS, launch_options
-from onedraw.backends.torch.kernels.triton_math import activated, wait_for_inputs
+from onedraw.backends.torch.kernels.triton_math import activated, let_next_start, wait_for_inputs
 from onedraw.models.spec import Activation
 
 
@@ -35,6 +35,7 @@ def _rms_norm(
     at = tl.arange(0, BLOCK)
     inside = at < W
     values = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
+    let_next_start(PDL)
     scale = tl.rsqrt(tl.sum(values * values, 0) * (1.0 / W) + eps)
     normed = values * scale
     kind = y.dtype.element_ty
@@ -44,7 +45,7 @@ def _rms_norm(
     tl.store(y + row * W + at, normed.to(kind), mask=inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, pdl: bool = False) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, pdl: int = 0) -> Tensor:
     """x [..., W], rows of stride 1. A weight in float32 meets the normed numbers before they are rounded."""
     width = x.shape[-1]
     flat = x.reshape(-1, width) if x.dim() != 2 else x
@@ -79,11 +80,12 @@ def _gated(gate_up, y, n, stride, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
     inside = at < n
     gate = tl.load(gate_up + row * stride + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * stride + n + at, mask=inside, other=0.0).to(tl.float32)
+    let_next_start(PDL)
     opened = activated(gate, ACTIVATION).to(y.dtype.element_ty)
     tl.store(y + row * n + at, (opened.to(tl.float32) * up).to(y.dtype.element_ty), mask=inside)
 
 
-def gated(gate_up: Tensor, activation: Activation, *, pdl: bool = False) -> Tensor:
+def gated(gate_up: Tensor, activation: Activation, *, pdl: int = 0) -> Tensor:
     """activation(gate) * up for [T, 2F] with the gate in the first half: [T, F]."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.torch.inputs import Inputs, Ints
-from onedraw.backends.torch.kernels.triton_attention import OWN, SHARED, SPLIT, WHOLE, TileSet, View
+from onedraw.backends.torch.kernels.triton_attention import OWN, SHARED, SPLIT, TILE_WORDS, WHOLE, TileSet, View
 
 Words = npt.NDArray[np.int32]
 PARTIAL_BYTES = 256 * 2**20  # of splits that wait to be merged
@@ -67,8 +67,8 @@ class Layout:
 
     @property
     def sizes(self) -> list[int]:
-        tree = [] if self.depth is None else [self.tokens, self.tokens * self.depth]
-        tiles = [size for cut in self.cuts for size in (cut.tiles * 3, cut.tokens)]
+        tree = [] if self.depth is None else [self.tokens * self.depth]
+        tiles = [size for cut in self.cuts for size in (cut.tiles * TILE_WORDS, cut.tokens)]
         return [*[self.tokens] * 5, self.rows * self.width, *tree, *tiles]
 
 
@@ -89,14 +89,15 @@ class DeviceView:
     sets: tuple[TileSet, ...]
 
 
-def host_view(inputs: Inputs, heads: Heads) -> HostView:
-    cuts = _cuts(inputs, heads)
+def host_view(inputs: Inputs, heads: Heads, splits: int = 0) -> HostView:
+    """`splits`: room for at least so many, so that a captured layout serves longer contexts too."""
+    cuts = _cuts(inputs, heads, splits)
     parts: list[Ints] = [inputs.host_positions, inputs.host_slots, inputs.host_rows, inputs.host_firsts(heads.window)]
     parts += [inputs.host_ends, inputs.host_table]
     depth = None
-    if inputs.host_tails is not None and inputs.host_paths is not None:
+    if inputs.host_paths is not None:
         depth = inputs.host_paths.shape[1]
-        parts += [np.minimum(inputs.host_tails, FAR), inputs.host_paths]
+        parts.append(inputs.host_paths)
     layout = Layout(
         tokens=len(inputs.host_tokens),
         rows=inputs.host_table.shape[0],
@@ -114,13 +115,12 @@ def device_view(words: Tensor, layout: Layout) -> DeviceView:
     """`words` [layout's sizes] int32 on the device; nothing is copied."""
     parts = list(words.split(layout.sizes))
     positions, slots, rows, firsts, ends, table = parts[:6]
-    tails = paths = None
-    rest = parts[6:]
+    paths, rest = None, parts[6:]
     if layout.depth is not None:
-        tails, paths, rest = rest[0], rest[1].view(layout.tokens, layout.depth), rest[2:]
-    view = View(rows, firsts, ends, table.view(layout.rows, layout.width), tails, paths, layout.page_size)
+        paths, rest = rest[0].view(layout.tokens, layout.depth), rest[1:]
+    view = View(rows, firsts, ends, table.view(layout.rows, layout.width), paths, layout.page_size)
     sets = tuple(
-        TileSet(cut.height, rest[2 * i].view(cut.tiles, 3), rest[2 * i + 1], cut.splits, cut.together)
+        TileSet(cut.height, rest[2 * i].view(cut.tiles, TILE_WORDS), rest[2 * i + 1], cut.splits, cut.together)
         for i, cut in enumerate(layout.cuts)
     )
     return DeviceView(words, positions, slots, view, sets)
@@ -131,10 +131,9 @@ def to_view(inputs: Inputs, heads: Heads) -> DeviceView:
     return device_view(torch.from_numpy(host.words).to(inputs.device, non_blocking=True), host.layout)
 
 
-def _cuts(inputs: Inputs, heads: Heads) -> list[tuple[Cut, Ints, Ints]]:
+def _cuts(inputs: Inputs, heads: Heads, splits: int) -> list[tuple[Cut, Ints, Ints]]:
     """Tiles by height. A row takes the lowest height that holds its queries, else the highest."""
-    ends = inputs.host_ends
-    splits = int(ends.max()) // SPLIT + 1
+    splits = max(splits, int(inputs.host_ends.max()) // SPLIT + 1)
     found: dict[int, list[tuple[int, int, int]]] = {}
     branching: list[int] = []
     for span in inputs.spans:
@@ -151,7 +150,7 @@ def _cuts(inputs: Inputs, heads: Heads) -> list[tuple[Cut, Ints, Ints]]:
             _tile(found, heads, nodes.start, len(nodes), SHARED)
             for node in nodes:
                 _tile(found, heads, node, 1, OWN)
-    return [_cut(heads, height, tiles, splits) for height, tiles in sorted(found.items())]
+    return [_cut(inputs, heads, height, tiles, splits) for height, tiles in sorted(found.items())]
 
 
 def _tile(found: dict[int, list[tuple[int, int, int]]], heads: Heads, first: int, count: int, kind: int) -> None:
@@ -161,13 +160,19 @@ def _tile(found: dict[int, list[tuple[int, int, int]]], heads: Heads, first: int
     tiles.extend((first + offset, min(per, count - offset), kind) for offset in range(0, count, per))
 
 
-def _cut(heads: Heads, height: int, tiles: list[tuple[int, int, int]], splits: int) -> tuple[Cut, Ints, Ints]:
-    array = np.asarray(tiles, dtype=np.int64)
-    # A node's shared and own parts may lie in tiles of two heights; it is merged with its own part, which comes last.
-    whole = [np.arange(first, first + count) for first, count, kind in tiles if kind != SHARED]
+def _cut(inputs: Inputs, heads: Heads, height: int, tiles: list[tuple[int, int, int]], splits: int) -> tuple[Cut, Ints, Ints]:
+    first, count, kind = np.asarray(tiles, dtype=np.int64).T
+    firsts = inputs.host_firsts(heads.window)
+    low = [firsts[f : f + c].min() for f, c, _ in tiles]
+    high = [inputs.host_ends[f : f + c].max() for f, c, _ in tiles]
+    tails = inputs.host_tails
+    tail = np.full(len(tiles), FAR) if tails is None else np.minimum(tails[first], FAR)
+    table = np.stack([first, count, kind, inputs.host_rows[first], np.asarray(low), np.asarray(high), tail], 1)
+    # A node's shared and own parts may lie in tiles of two heights; it is merged with its own part.
+    whole = [np.arange(f, f + c) for f, c, k in tiles if k != SHARED]
     tokens = np.concatenate(whole) if whole else np.zeros(0, dtype=np.int64)
-    together = splits == 1 or (not array[:, 2].any() and _prefers_together(heads, len(tiles), len(tokens), splits))
-    return Cut(height, len(tiles), 0 if together else len(tokens), splits, together), array, tokens[: 0 if together else None]
+    together = splits == 1 or (not kind.any() and _prefers_together(heads, len(tiles), len(tokens), splits))
+    return Cut(height, len(tiles), 0 if together else len(tokens), splits, together), table, tokens[: 0 if together else None]
 
 
 def _prefers_together(heads: Heads, tiles: int, tokens: int, splits: int) -> bool:
