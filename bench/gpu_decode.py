@@ -22,15 +22,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onedraw.backends.torch.exact import padded
 from onedraw.backends.torch.inputs import Inputs, Shape, Span, lay_out
 from onedraw.backends.torch.kernels.cuda import Prepared, TritonLinear, TritonOps
+from onedraw.backends.torch.kernels.sampler import TritonSampler
 from onedraw.backends.torch.kernels.triton_linear import Tile, linear
+from onedraw.backends.torch.kernels.triton_sample import choose
 from onedraw.backends.torch.kernels.views import device_view, host_view
 from onedraw.backends.torch.layers.linear import RowRule
 from onedraw.backends.torch.layers.rope import rope_table
+from onedraw.backends.torch.sampler import Position, Sampler
 from onedraw.backends.torch.state import PageStore
 from onedraw.models.spec import AttentionSpec, RopeSpec
-from onedraw.types import Draft
+from onedraw.types import Draft, History, SamplingParams
 
 DEVICE = torch.device("cuda:0")
 DTYPE = torch.bfloat16
@@ -347,10 +351,45 @@ def prefill() -> None:
             say(name + ", TFLOP/s", flops / ms / 1e9)
 
 
+def sampler() -> None:
+    """Choosing alone: kernels captured, and the plain sampler as it is called."""
+    for rows, vocab in ((1, 128_256), (16, 128_256), (64, 128_256), (32, 248_320)):
+        logits = normal(rows, vocab, spread=3.0)
+        history = History(tuple(range(100)), list(range(50)))
+        kinds = {
+            "T 0.8, top-p .95": SamplingParams(temperature=0.8, top_p=0.95, seed=5),
+            "T 1, penalties": SamplingParams(frequency_penalty=0.3, repetition_penalty=1.1, seed=5),
+            "T 0.8, top-k 40, top-p .95": SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=5),
+            "greedy": SamplingParams(temperature=0.0),
+        }
+        for name, params in kinds.items():
+            positions = [Position(i, replace(params, seed=i), history, (), str(i)) for i in range(rows)]
+            fast = TritonSampler(vocab=vocab, lanes=rows, device=DEVICE)
+            plain = Sampler(vocab=vocab, lanes=rows, device=DEVICE)
+            wishes = fast.wishes(positions)
+            work = partial(choose, logits, wishes, vocab=vocab, width=padded(vocab))
+            say(f"choosing {rows} x {vocab}, {name}, captured, ms", replay_ms(work, repeats=10))
+            say(f"choosing {rows} x {vocab}, {name}, with the host, ms", _wall_ms(partial(fast.choose, logits, positions)))
+            wide = logits.float()
+            say(f"choosing {rows} x {vocab}, {name}, plain sampler, ms", _wall_ms(partial(plain.choose, wide, positions)))
+
+
+def _wall_ms(work: Callable[[], Any]) -> float:
+    times = []
+    for _ in range(12):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        times.append(1000 * (time.perf_counter() - begin))
+    return statistics.median(times[2:])
+
+
 def attention() -> None:
     """One layer's attention at long contexts, by stages in flight."""
     from onedraw.backends.torch.kernels.triton_attention import attend
-    from onedraw.backends.torch.kernels.views import Heads, to_view
+    from onedraw.backends.torch.kernels.triton_sample import choose
+from onedraw.backends.torch.kernels.views import Heads, to_view
 
     for heads, kv, dim in ((32, 8, 128), (24, 4, 256)):
         spec = AttentionSpec(heads, kv, dim, RopeSpec(1e6, dim), scale=dim**-0.5)
@@ -426,7 +465,7 @@ SECTIONS = {
     "ceilings": ceilings,
     "tune": tune,
     "decode": decode,
-    "parts": parts,
+    "parts": parts, "sampler": sampler,
     "prefill": prefill,
     "attention": attention,
 }
