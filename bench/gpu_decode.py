@@ -26,9 +26,10 @@ from onedraw.backends.torch.exact import padded
 from onedraw.backends.torch.inputs import Inputs, Shape, Span, lay_out
 from onedraw.backends.torch.kernels.cuda import Prepared, TritonLinear, TritonOps
 from onedraw.backends.torch.kernels.sampler import TritonSampler
+from onedraw.backends.torch.kernels.triton_attention import attend
 from onedraw.backends.torch.kernels.triton_linear import Tile, linear
 from onedraw.backends.torch.kernels.triton_sample import choose
-from onedraw.backends.torch.kernels.views import device_view, host_view
+from onedraw.backends.torch.kernels.views import Heads, device_view, host_view, to_view
 from onedraw.backends.torch.layers.linear import RowRule
 from onedraw.backends.torch.layers.rope import rope_table
 from onedraw.backends.torch.sampler import Position, Sampler
@@ -387,10 +388,6 @@ def _wall_ms(work: Callable[[], Any]) -> float:
 
 def attention() -> None:
     """One layer's attention at long contexts, by stages in flight."""
-    from onedraw.backends.torch.kernels.triton_attention import attend
-    from onedraw.backends.torch.kernels.triton_sample import choose
-from onedraw.backends.torch.kernels.views import Heads, to_view
-
     for heads, kv, dim in ((32, 8, 128), (24, 4, 256)):
         spec = AttentionSpec(heads, kv, dim, RopeSpec(1e6, dim), scale=dim**-0.5)
         stores = [PageStore(spec, pages=8300, page_size=PAGE, dtype=DTYPE, device=DEVICE) for _ in range(2)]
@@ -465,7 +462,8 @@ SECTIONS = {
     "ceilings": ceilings,
     "tune": tune,
     "decode": decode,
-    "parts": parts, "sampler": sampler,
+    "parts": parts,
+    "sampler": sampler,
     "prefill": prefill,
     "attention": attention,
 }

@@ -4,10 +4,10 @@ In: queries [T, H, D], a layer's pages, and for every token what it sees. Out: [
 
 A tile is a few neighbouring queries of one row times the G query heads that share a key head. Keys are read in blocks of
 64 or 128 absolute positions, by the size of a head alone; blocks are taken one after the other inside a split of 512
-absolute positions, with a running maximum; splits are merged from front to back. One program may walk all splits of its tile (`ALL`), or each split has a
-program and a second kernel merges: the same operations in the same order. The sum of a row's weights is taken by the
-matrix unit like the values' sum, since a library sum would follow the tile's layout. What a query does not see adds exact
-zeros. So neither batch, nor chunk, nor tile, nor the parallel form changes a bit of a row.
+absolute positions, with a running maximum; splits are merged from front to back. One program may walk all splits of its
+tile (`ALL`), or each split has a program and a second kernel merges: the same operations in the same order. The sum of a
+row's weights is taken by the matrix unit like the values' sum, since a library sum would follow the tile's layout. What a
+query does not see adds exact zeros. So neither batch, nor chunk, nor tile, nor the parallel form changes a bit of a row.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"

@@ -298,7 +298,7 @@ def _pick(
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     limit = _limit_so_far(table, bins_k, states_k, row, COUNTED, LEVEL_COUNT)
-    if SHARED:
+    if SHARED:  # noqa: SIM102 - known when compiled, and the other is not
         if _number(table, row, 5) < 1.0:
             target = _share_target(table, bins_p, row, LEVEL_COUNT)
             bits, _ = _found(bins_p, states_p, row, LEVEL_COUNT, target, LEVEL_COUNT)
