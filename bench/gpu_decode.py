@@ -2,7 +2,7 @@
 
     python -m bench.gpu_decode [section ...] [--json out.json]
 
-Sections: exact, ceilings, tune, decode, prefill, attention. Every figure is a median of device-timed graph replays or, where it
+Sections: see SECTIONS. Every figure is a median of device-timed graph replays or, where it
 says so, of whole turns with the copies to and from the host.
 """
 
@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -24,17 +24,22 @@ from torch import Tensor
 
 from onedraw.backends.torch.exact import padded
 from onedraw.backends.torch.inputs import Inputs, Shape, Span, lay_out
+from onedraw.backends.torch.kernels import triton_attention, views
 from onedraw.backends.torch.kernels.cuda import Prepared, TritonLinear, TritonOps
 from onedraw.backends.torch.kernels.sampler import TritonSampler
 from onedraw.backends.torch.kernels.triton_attention import attend
+from onedraw.backends.torch.kernels.triton_delta import Gated, chunked, close, gate, steps
 from onedraw.backends.torch.kernels.triton_linear import Tile, linear
-from onedraw.backends.torch.kernels.triton_sample import choose
+from onedraw.backends.torch.kernels.triton_norm import opened
+from onedraw.backends.torch.kernels.triton_sample import Wishes, choose
 from onedraw.backends.torch.kernels.views import Heads, device_view, host_view, to_view
 from onedraw.backends.torch.layers.linear import RowRule
 from onedraw.backends.torch.layers.rope import rope_table
 from onedraw.backends.torch.sampler import Position, Sampler
 from onedraw.backends.torch.state import PageStore
 from onedraw.models.spec import AttentionSpec, RopeSpec
+from onedraw.sampling.noise import key
+from onedraw.sampling.verify import trails
 from onedraw.types import Draft, History, SamplingParams
 
 DEVICE = torch.device("cuda:0")
@@ -161,28 +166,171 @@ class DenseModel:
                 eps=eps,
             )
             x = out(mixed, x)
-            x = down(gate_up.gated(ops.rms_norm(x, self.norms[2 * index + 1], eps), "silu"), x)
+            x = down(ops.gated(gate_up(ops.rms_norm(x, self.norms[2 * index + 1], eps)), "silu"), x)
         return ops.rms_norm(x, self.norms[-1], eps)
 
     def logits(self, tokens: Tensor, prepared: Prepared) -> Tensor:
         return self.head(self.hidden(tokens, prepared))
 
 
-class CapturedTurn:
-    """A turn of one layout as a graph: tokens and words go in by one small copy each."""
+@dataclass(frozen=True)
+class HybridShape:
+    vocab: int = 248_320
 
-    def __init__(self, model: DenseModel, inputs: Inputs) -> None:
+
+class HybridModel:
+    """Three delta layers and one attention layer in turn, in the 27B shape."""
+
+    hidden, width, heads, kv_heads, dim = 5120, 17408, 24, 4, 256
+    key_heads, value_heads, state_dim, taps = 16, 48, 128, 4
+
+    def __init__(self, ops: TritonOps, *, positions: int, pages: int, layers: int = 64) -> None:
+        self.ops, self.pages, self.shape = ops, pages, HybridShape()
+        self.mixer = AttentionSpec(self.heads, self.kv_heads, self.dim, RopeSpec(1e7, 64), scale=self.dim**-0.5, qk_norm=True)
+        self.turns = rope_table(self.mixer.rope, positions, dtype=DTYPE, device=DEVICE)
+        self.channels = 2 * self.key_heads * self.state_dim + self.value_heads * self.state_dim
+        inner = self.value_heads * self.state_dim
+        self.delta_width = self.channels + inner + 2 * self.value_heads
+        hidden, attended = self.hidden, self.heads * self.dim
+        self.embedding = normal(self.shape.vocab, hidden, spread=0.5)
+        self.head = self._product(self.shape.vocab, hidden)
+        self.norms = 1 + 0.1 * normal(2 * layers + 1, hidden)
+        self.head_norm = 1 + 0.1 * normal(self.dim)
+        self.conv, self.decay = 0.5 * torch.randn(4, self.channels, device=DEVICE), -torch.rand(48, device=DEVICE)
+        self.bias, self.norm = torch.randn(48, device=DEVICE), torch.ones(128, device=DEVICE)
+        self.layers = []
+        for index in range(layers):
+            into = 2 * attended + 2 * self.kv_heads * self.dim if index % 4 == 3 else self.delta_width
+            out = attended if index % 4 == 3 else inner
+            self.layers.append(
+                (
+                    self._product(into, hidden),
+                    self._product(hidden, out),
+                    self._product(2 * self.width, hidden),
+                    self._product(hidden, self.width),
+                )
+            )
+        self.stores = [PageStore(self.mixer, pages=pages, page_size=PAGE, dtype=DTYPE, device=DEVICE) for _ in range(layers // 4)]
+        lanes = 32
+        self.states = [torch.zeros(lanes, 48, 128, 128, device=DEVICE) for _ in range(layers)]
+        self.windows = torch.zeros(lanes, 3, self.channels, device=DEVICE)
+        places = 64
+        self.held = tuple(torch.zeros(places, *shape, device=DEVICE) for shape in ((48,), (16, 128), (48, 128)))
+        self.plan: tuple[Tensor, ...] = ()
+
+    def _product(self, n: int, k: int) -> TritonLinear:
+        return self.ops.linear(normal(n, k, spread=k**-0.5))
+
+    @property
+    def matrix_bytes(self) -> int:
+        products = [product for layer in self.layers for product in layer]
+        return sum(2 * p.out_features * p.in_features for p in [*products, self.head])
+
+    def inputs(self, rows: list[tuple[int, int, tuple[Draft, ...]]]) -> Inputs:
+        found = DenseModel.inputs(self, rows)  # type: ignore[arg-type]
+        self.plan = self.step_plan(found)
+        return found
+
+    def step_plan(self, inputs: Inputs) -> tuple[Tensor, ...]:
+        """Taps, and the paths of a first call (known tokens, chains) and of a second one (leaves of trees)."""
+        count = len(inputs.host_tokens)
+        taps = np.full((count, 4), -1)
+        calls: list[list[tuple[list[int], list[int], int, int]]] = [[], []]
+        for lane, span in enumerate(inputs.spans):
+            known = span.count - len(span.drafts)
+            tokens = list(range(span.first, span.first + span.count))
+            paths = [[span.first + known + i for i in trail] for trail in trails(span.drafts)]
+            for token, path in zip(tokens[known - 1 :], paths, strict=True):
+                chain = [count + 3 * lane + i for i in range(3)] + tokens[:known] + path
+                taps[token] = chain[-4:]
+            if not span.branches:
+                calls[0].append((tokens, [-1] * known + list(range(len(span.drafts))), lane, known))
+                continue
+            calls[0].append((tokens[:known], [-1] * known, lane, known))
+            parents = {draft.parent for draft in span.drafts}
+            for leaf in (i for i in range(len(span.drafts)) if i not in parents):
+                path = paths[1 + leaf]
+                calls[1].append((path, [t - span.first - known for t in path], lane, 0))
+        found = [torch.tensor(taps, dtype=torch.int32, device=DEVICE)]
+        for call in calls:
+            order = [t for tokens, _, _, _ in call for t in tokens]
+            places = [p for _, own, _, _ in call for p in own]
+            table, first = [], 0
+            for tokens, _, lane, known in call:
+                table.append([lane, first, len(tokens), known, 0, 0])
+                first += len(tokens)
+            shaped = torch.tensor(table, dtype=torch.int32, device=DEVICE).view(-1, 6)
+            found += [shaped, *(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (order, places))]
+        return tuple(found)
+
+    def mix(self, projected: Tensor, index: int, plan: tuple[Tensor, ...]) -> Tensor:
+        gated = self._gate(projected, plan[0])
+        out = torch.empty(len(projected), 48, 128, device=DEVICE)
+        for call in (plan[1:4], plan[4:7]):
+            steps(gated, self.states[index], out, paths=call[0], order=call[1], places=call[2], held=self.held)  # type: ignore[arg-type]
+        return close(out, projected, self.norm, 1e-6, channels=self.channels)
+
+    def mix_prompt(self, projected: Tensor) -> Tensor:
+        count = len(projected)
+        taps = torch.arange(count, device=DEVICE)[:, None] + torch.arange(-3, 1, device=DEVICE)
+        gated = self._gate(projected, taps.clamp(min=-1).to(torch.int32))
+        out = torch.empty(count, 48, 128, device=DEVICE)
+        chunks = torch.tensor([[i, 64] for i in range(0, count, 64)], dtype=torch.int32, device=DEVICE)
+        runs = torch.tensor([[0, 0, len(chunks), 1]], dtype=torch.int32, device=DEVICE)
+        slots = torch.full((len(chunks),), -1, dtype=torch.int32, device=DEVICE)
+        chunked(gated, self.states[0], self.states[0], out, chunks=chunks, runs=runs, slots=slots)
+        return close(out, projected, self.norm, 1e-6, channels=self.channels)
+
+    def _gate(self, projected: Tensor, taps: Tensor) -> Gated:
+        return gate(
+            projected, self.windows, taps, conv=self.conv, decay=self.decay, bias=self.bias, key_heads=16, value_heads=48,
+            key_dim=128, value_dim=128,
+        )  # fmt: skip
+
+    def logits(self, tokens: Tensor, prepared: Prepared) -> Tensor:
+        ops, eps, attended = self.ops, 1e-6, self.heads * self.dim
+        x = self.embedding.index_select(0, tokens)
+        for index, (into, out, gate_up, down) in enumerate(self.layers):
+            wide = into(ops.rms_norm(x, self.norms[2 * index], eps))
+            if index % 4 == 3:
+                mixed = ops.attention(
+                    wide, prepared, spec=self.mixer, store=self.stores[index // 4], q_norm=self.head_norm,
+                    k_norm=self.head_norm, eps=eps,
+                )  # fmt: skip
+                mixed = opened(mixed, wide[:, -attended:], "sigmoid", pdl=2)
+            else:
+                mixed = self.mix(wide, index, self.plan)
+            x = out(mixed, x)
+            x = down(ops.gated(gate_up(ops.rms_norm(x, self.norms[2 * index + 1], eps)), "silu"), x)
+        return self.head(ops.rms_norm(x, self.norms[-1], eps))
+
+
+class CapturedTurn:
+    """A turn of one layout as a graph, choosing included: words and wishes go in by one small copy each, tokens come out."""
+
+    def __init__(self, model: DenseModel | HybridModel, inputs: Inputs, params: SamplingParams | None = None) -> None:
         host = host_view(inputs, model.ops.heads(model.mixer))
         self.words = torch.from_numpy(host.words).to(DEVICE)
         self.tokens = inputs.tokens.clone()
         self.prepared = Prepared(model.turns, device_view(self.words, host.layout))
-        self.graph = captured(self._work(model))
+        self.wishes: Wishes | None = None
+        if params is not None:
+            history = History((1, 2, 3), [])
+            count = len(inputs.host_tokens)
+            positions = [Position(i, replace(params, seed=i), history, (), str(i)) for i in range(count)]
+            sampler = TritonSampler(vocab=model.shape.vocab, lanes=count, device=DEVICE)
+            self.wishes = sampler.wishes(positions)
+        self.graph = captured(partial(self._work, model))
 
-    def _work(self, model: DenseModel) -> Callable[[], None]:
-        def work() -> None:
-            self.logits = model.logits(self.tokens, self.prepared)
+    def _work(self, model: DenseModel | HybridModel) -> None:
+        self.logits = model.logits(self.tokens, self.prepared)
+        if self.wishes is not None:
+            vocab = model.shape.vocab
+            chosen, _ = choose(self.logits, self.wishes, vocab=vocab, width=padded(vocab))
+            self.tokens.copy_(chosen.tokens.clamp_(min=0))
 
-        return work
+
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.95)
 
 
 # ------------------------------------------------------------------ sections
@@ -199,104 +347,113 @@ def ceilings() -> None:
 
 def tune() -> None:
     """The fastest tiles for the matrices of the shapes, with cold weights."""
-    shapes = [(6144, 4096, False), (4096, 4096, False), (14336, 4096, True), (4096, 14336, False), (128256, 4096, False)]
-    for n, k, both in shapes:
-        size = n * k * (4 if both else 2)
-        copies = max(2, int(400e6 // size) + 1)
-        weights = [normal(n * (2 if both else 1), k, spread=k**-0.5) for _ in range(copies)]
+    llama = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)]
+    qwen = [(16480, 5120), (14336, 5120), (5120, 6144), (34816, 5120), (5120, 17408), (248320, 5120)]
+    for n, k in llama + qwen:
+        copies = max(2, int(400e6 // (2 * n * k)) + 1)
+        weights = [normal(n, k, spread=k**-0.5) for _ in range(copies)]
         x = normal(16, k)
         results = []
-        for columns in (16, 32) if both else (16, 32, 64):
-            for depth in (128, 256, 512):
-                for warps in (4,):
-                    for stages in (3, 4, 5):
-                        tile = Tile(16, columns, depth, warps, stages)
-                        bytes_ = tile.shared(2, 2 if both else 1)
-                        if bytes_ > 220_000 or columns * depth > 16384:
-                            continue
-                        try:
-                            ms = replay_ms(
-                                lambda t=tile, ws=weights, x=x, g=both: [  # type: ignore[misc]
-                                    linear(x[:1], w, activation="silu" if g else None, tile=t) for w in ws
-                                ],
-                                repeats=5,
-                            )
-                        except Exception as problem:
-                            print("tile", tile, type(problem).__name__, flush=True)
-                            continue
-                        results.append((1000 * ms / copies, tile))
+        for columns, depth, stages in itertools.product((32, 64), (128, 256, 512), (3, 4, 5)):
+            tile = Tile(16, columns, depth, 4, stages)
+            if tile.shared(2) > 220_000 or columns * depth > 16384:
+                continue
+            ms = replay_ms(partial(_products, x[:1], weights, tile), repeats=5)
+            results.append((1000 * ms / copies, tile))
         results.sort(key=lambda r: r[0])
-        best = results[0][1]
-        sixteen = replay_ms(
-            lambda t=best, ws=weights, x=x, g=both: [  # type: ignore[misc]
-                linear(x, w, activation="silu" if g else None, tile=t) for w in ws
-            ],
-            repeats=5,
-        )
-        say(f"tile {n} x {k}{' gated' if both else ''}, us", [(round(t, 2), *_numbers(tile)) for t, tile in results[:4]])
-        say(f"tile {n} x {k}{' gated' if both else ''}, 16 rows, us", round(1000 * sixteen / copies, 2))
+        say(f"tile {n} x {k}, us", [(round(t, 2), *_numbers(tile)) for t, tile in results[:4]])
+        sixteen = replay_ms(partial(_products, x, weights, results[0][1]), repeats=5)
+        say(f"tile {n} x {k}, 16 rows, us", round(1000 * sixteen / copies, 2))
+        say(f"tile {n} x {k}, bytes / 4.2 TB/s, us", round(2 * n * k / 4.2e6, 2))
+
+
+def _products(x: Tensor, weights: list[Tensor], tile: Tile) -> None:
+    for weight in weights:
+        linear(x, weight, tile=tile)
 
 
 def _numbers(tile: Tile) -> tuple[int, ...]:
     return tile.columns, tile.depth, tile.warps, tile.stages
 
 
+CHAIN = tuple(Draft(1, i - 1) for i in range(15))
+TREE = tuple(Draft(1, -1 if i < 4 else (i - 4) // 2) for i in range(21))
+CASES: dict[str, list[tuple[int, int, tuple[Draft, ...]]]] = {
+    "1 row at 200": [(200, 1, ())],
+    "1 row at 1K": [(1000, 1, ())],
+    "16-row verify at 1K": [(1000, 16, CHAIN)],
+    "tree of 22 at 1K": [(1000, 22, TREE)],
+    "8 rows at 1K": [(1000 + 3 * i, 1, ()) for i in range(8)],
+    "32 rows at 1K": [(1000 + 3 * i, 1, ()) for i in range(32)],
+    "1 row at 24K": [(24_000, 1, ())],
+    "16-row verify at 24K": [(24_000, 16, CHAIN)],
+    "tree of 22 at 24K": [(24_000, 22, TREE)],
+    "1 row at 128K": [(131_000, 1, ())],
+}
+
+
 def decode() -> None:
     """Turns of the 8B shape: captured, replayed, against the floor."""
-    for pdl in (0, 2):
-        try:
-            _decode(pdl)
-        except Exception as problem:
-            print("decode failed", pdl, repr(problem)[:600], flush=True)
-
-
-def _decode(pdl: int) -> None:
-    model = DenseModel(LLAMA_8B, TritonOps(DEVICE, pdl=pdl), positions=140_000, pages=10_000)
-    mark = f", pdl {pdl}" if pdl else ""
+    model = DenseModel(LLAMA_8B, TritonOps(DEVICE, pdl=2), positions=140_000, pages=10_000)
     say("library bits equal, by shape", {f"{x.out_features}x{x.in_features}": x.library for x in [*model.layers[0], model.head]})
-    chain = tuple(Draft(1, i - 1) for i in range(15))
-    tree = tuple(Draft(1, -1 if i < 4 else (i - 4) // 2) for i in range(21))
-    cases = {
-        "1 row at 200": [(200, 1, ())],
-        "1 row at 1K": [(1000, 1, ())],
-        "16-row verify at 1K": [(1000, 16, chain)],
-        "tree of 22 at 1K": [(1000, 22, tree)],
-        "8 rows at 1K": [(1000 + 3 * i, 1, ()) for i in range(8)],
-        "32 rows at 1K": [(1000 + 3 * i, 1, ()) for i in range(32)],
-        "1 row at 24K": [(24_000, 1, ())],
-        "16-row verify at 24K": [(24_000, 16, chain)],
-        "tree of 22 at 24K": [(24_000, 22, tree)],
-        "1 row at 128K": [(131_000, 1, ())],
-    }
-    for name, rows in cases.items():
+    _turns("8B", model, LLAMA_8B.matrix_bytes, 2 * 8 * 128 * 2 * 32)
+    _whole_turns(model)
+
+
+def _turns(name: str, model: DenseModel | HybridModel, weights: int, per_position: int) -> None:
+    for case, rows in CASES.items():
         inputs = model.inputs(rows)
-        turn = CapturedTurn(model, inputs)
-        ms = timed_ms(turn.graph.replay)
-        read = sum(start + count for start, count, _ in rows) * 2 * 8 * 128 * 2 * 32
-        say(f"8B turn, {name}{mark}, ms", ms)
-        say(f"8B turn, {name}{mark}, GB read at least", (LLAMA_8B.matrix_bytes + read) / 1e9)
-        del turn
-    _whole_turns(model, mark)
+        read = weights + per_position * sum(start + count for start, count, _ in rows)
+        ms = timed_ms(CapturedTurn(model, inputs).graph.replay)
+        say(f"{name} turn, {case}, ms (bytes at 4.2 TB/s: {read / 4.2e9:.2f})", ms)
+        sampled = timed_ms(CapturedTurn(model, inputs, SAMPLED).graph.replay)
+        say(f"{name} turn, {case}, choosing with T 0.8, top-p .95, ms", sampled)
 
 
-def _whole_turns(model: DenseModel, mark: str) -> None:
-    """Decode as a server would: words in, replay, one token out, greedy."""
-    turn = CapturedTurn(model, model.inputs([(1000, 1, ())]))
-    pick = captured(lambda: turn.tokens.copy_(turn.logits.float().argmax(1)))
-    words = turn.words.cpu().pin_memory()
-    back = torch.empty(1, dtype=torch.int64).pin_memory()
-    times = []
-    for step in range(60):
-        begin = time.perf_counter()
-        for place in (0, 1, 4):  # position, slot, end
-            words[place] = 1000 + step
-        turn.words.copy_(words, non_blocking=True)
-        turn.graph.replay()
-        pick.replay()
-        back.copy_(turn.tokens, non_blocking=True)
-        torch.cuda.synchronize()
-        times.append(1000 * (time.perf_counter() - begin))
-    say(f"8B whole turn at 1K, host to host, argmax{mark}, ms", statistics.median(times[10:]))
+def _whole_turns(model: DenseModel) -> None:
+    """Decode as a server would: words and keys in, replay, tokens out."""
+    for rows in (1, 8, 32):
+        turn = CapturedTurn(model, model.inputs([(1000, 1, ())] * rows), SAMPLED)
+        assert turn.wishes is not None
+        words, table = (x.cpu().pin_memory() for x in (turn.words, turn.wishes.table))
+        back = torch.empty(rows, dtype=torch.int64).pin_memory()
+        times = []
+        for step in range(60):
+            begin = time.perf_counter()
+            for first in (0, rows, 4 * rows):  # positions, slots, ends
+                words[first : first + rows] = 1000 + step % 8
+            table[:, 7:9] = torch.tensor([key(i, 1000 + step) for i in range(rows)])
+            turn.words.copy_(words, non_blocking=True)
+            turn.wishes.table.copy_(table, non_blocking=True)
+            turn.graph.replay()
+            back.copy_(turn.tokens, non_blocking=True)
+            torch.cuda.synchronize()
+            times.append(1000 * (time.perf_counter() - begin))
+        ms = statistics.median(times[10:])
+        say(f"8B, {rows} rows at 1K, sampled, host to host, ms", ms)
+        say(f"8B, {rows} rows at 1K, sampled, host to host, tok/s", 1000 * rows / ms)
+
+
+def hybrid() -> None:
+    """Turns of the 27B shape with delta layers. The states of verify rows are stepped, not committed."""
+    model = HybridModel(TritonOps(DEVICE, pdl=2), positions=140_000, pages=10_000)
+    _turns("27B", model, model.matrix_bytes, 2 * 4 * 256 * 2 * 16)
+
+
+def delta() -> None:
+    """The delta kernels of one 27B layer by themselves."""
+    model = HybridModel(TritonOps(DEVICE), positions=4096, pages=100, layers=4)
+    for count in (1, 16):
+        projected = normal(count, model.delta_width)
+        plan = model.step_plan(model.inputs([(1000, count, CHAIN[: count - 1])]))
+        say(f"27B delta layer, {count} in one row, us", 1000 * replay_ms(partial(model.mix, projected, 0, plan), inner=4))
+    for rows in (8, 32):
+        plan = model.step_plan(model.inputs([(100, 1, ())] * rows))
+        projected = normal(rows, model.delta_width)
+        say(f"27B delta layer, {rows} rows, us", 1000 * replay_ms(partial(model.mix, projected, 0, plan), inner=4))
+    for count in (2048, 8192):
+        projected = normal(count, model.delta_width)
+        say(f"27B delta layer, prompt of {count}, ms", timed_ms(partial(model.mix_prompt, projected), repeats=5))
 
 
 def parts() -> None:
@@ -306,9 +463,9 @@ def parts() -> None:
         for at in (200, 1000):
             inputs = model.inputs([(at, 1, ())])
             prepared = model.ops.prepare(inputs, model.mixer, model.turns)
-            for level in range(5):
+            for level in range(4):
                 ms = replay_ms(partial(_partial_turn, model, inputs.tokens, prepared, level), repeats=10)
-                what = ("products", "+ norms", "+ rope and pages", "+ attention", "all, plain gate")[level]
+                what = ("products", "+ norms and gates", "+ rope and pages", "+ attention")[level]
                 say(f"per layer at {at}, {what}, pdl {pdl}, us", round(1000 * ms / 12, 2))
 
 
@@ -326,7 +483,8 @@ def _partial_turn(model: DenseModel, tokens: Tensor, prepared: Prepared, level: 
             mixed = wide[:, : spec.heads * spec.head_dim]
         x = out(mixed, x)
         y = ops.rms_norm(x, model.norms[2 * index + 1], eps) if level >= 1 else x
-        x = down(gate_up.gated(y, "silu") if level < 4 else ops.gated(gate_up(y), "silu"), x)
+        y = gate_up(y)
+        x = down(ops.gated(y, "silu") if level >= 1 else y[:, : model.shape.width], x)
     return x
 
 
@@ -387,33 +545,78 @@ def _wall_ms(work: Callable[[], Any]) -> float:
 
 
 def attention() -> None:
-    """One layer's attention at long contexts, by stages in flight."""
+    """One layer's attention, prompts and long contexts."""
     for heads, kv, dim in ((32, 8, 128), (24, 4, 256)):
-        spec = AttentionSpec(heads, kv, dim, RopeSpec(1e6, dim), scale=dim**-0.5)
-        stores = [PageStore(spec, pages=8300, page_size=PAGE, dtype=DTYPE, device=DEVICE) for _ in range(2)]
-        for store in stores:
-            store.keys.normal_()
-            store.values.normal_()
-        tables = [list(range(8300))]
-        for start, count in ((1000, 1), (1000, 16), (24_000, 1), (24_000, 16), (131_000, 1), (131_000, 16), (0, 8192)):
-            spans = [Span(0, count, start)]
-            shape = Shape(PAGE, 8300, RowRule(floor=1))
-            inputs = lay_out([0] * count, spans, tables, shape=shape, device=DEVICE)
-            device = to_view(inputs, Heads(heads, kv, dim, None, 264))
-            q = normal(count, heads * dim)
-            found: dict[tuple[int, int], Any] = {}
-            for stages, warps in ((3, 4), (4, 4), (5, 4), (4, 8)):
-                launch = partial(
-                    attend, q, view=device.view, sets=list(device.sets), heads=heads, kv_heads=kv, dim=dim,
-                    scale=spec.scale, stages=stages, warps=warps,
-                )  # fmt: skip
-                try:
-                    ms = replay_ms(partial(_through, launch, stores), repeats=5)
-                    found[stages, warps] = round(1000 * ms / 2, 1)
-                except Exception as problem:
-                    found[stages, warps] = type(problem).__name__
+        for start, count in ((1000, 1), (24_000, 1), (24_000, 16), (131_000, 1), (131_000, 16), (0, 8192)):
+            launch, stores = _one_layer(heads, kv, dim, start, count)
             floor = 2 * (start + count) * kv * dim * 2 / 4.2e12 * 1e6
-            say(f"attention {heads}/{kv}x{dim}, {count} at {start}, us (floor {floor:.1f})", found)
+            us = 500 * replay_ms(partial(_through, launch, stores), repeats=5)
+            say(f"attention {heads}/{kv} x {dim}, {count} at {start}, us (bytes at 4.2 TB/s: {floor:.1f})", us)
+
+
+def sweep() -> None:
+    """Attention of one layer by keys per block and per split: what fixes the arithmetic is chosen by these figures."""
+    for block, split in ((128, 512), (128, 256), (64, 256), (128, 1024)):
+        triton_attention.block_keys = lambda dim, block=block: block if dim <= 128 else 64  # type: ignore[assignment, misc]
+        triton_attention.SPLIT = views.SPLIT = split
+        for warps in (2, 4, 8):
+            line = []
+            for start, count in ((200, 1), (1000, 1), (1000, 16), (24_000, 1), (24_000, 16), (131_000, 1)):
+                launch, stores = _one_layer(32, 8, 128, start, count, warps=warps)
+                try:
+                    line.append(round(500 * replay_ms(partial(_through, launch, stores), repeats=5), 1))
+                except Exception as problem:
+                    line.append(type(problem).__name__)
+            say(f"block {block}, split {split}, {warps} warps, us: 1 at 200, 1K, 16 at 1K, 1 at 24K, 16 at 24K, 1 at 131K", line)
+
+
+@lru_cache(maxsize=2)
+def _stores(heads: int, kv: int, dim: int) -> list[PageStore]:
+    spec = AttentionSpec(heads, kv, dim, RopeSpec(1e6, dim), scale=dim**-0.5)
+    stores = [PageStore(spec, pages=8300, page_size=PAGE, dtype=DTYPE, device=DEVICE) for _ in range(2)]
+    for store in stores:
+        store.keys.normal_()
+        store.values.normal_()
+    return stores
+
+
+def _one_layer(
+    heads: int, kv: int, dim: int, start: int, count: int, **options: Any
+) -> tuple[Callable[..., Any], list[PageStore]]:
+    shape = Shape(PAGE, 8300, RowRule(floor=1))
+    inputs = lay_out([0] * count, [Span(0, count, start)], [list(range(8300))], shape=shape, device=DEVICE)
+    device = to_view(inputs, Heads(heads, kv, dim, None, 264))
+    q = normal(count, heads * dim)
+    launch = partial(
+        attend, q, view=device.view, sets=list(device.sets), heads=heads, kv_heads=kv, dim=dim, scale=dim**-0.5, **options
+    )
+    return launch, _stores(heads, kv, dim)
+
+
+def peer() -> None:
+    """transformers in the same run: the 8B shape, random weights, sampled."""
+    from transformers import AutoModelForCausalLM, LlamaConfig  # type: ignore[import-not-found, unused-ignore]
+
+    shape = LLAMA_8B
+    config = LlamaConfig(
+        vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.width, num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, max_position_embeddings=8192,
+    )  # fmt: skip
+    with DEVICE:
+        model = AutoModelForCausalLM.from_config(config, dtype=DTYPE).eval()
+    for rows in (1, 8):
+        prompt = torch.randint(0, shape.vocab, (rows, 1000), device=DEVICE)
+        mask = torch.ones_like(prompt)
+        times = {}
+        for new in (4, 36):
+            settings = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": True, "temperature": 0.8, "top_p": 0.95}
+            for _ in range(2):
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
+                model.generate(prompt, attention_mask=mask, pad_token_id=0, **settings)
+                torch.cuda.synchronize()
+                times[new] = time.perf_counter() - begin
+        say(f"transformers, 8B, {rows} rows at 1K, sampled, tok/s", rows * 32 / (times[36] - times[4]))
 
 
 def _through(launch: Callable[[Tensor, Tensor], Any], stores: list[PageStore]) -> None:
@@ -457,15 +660,19 @@ def exact() -> None:
             say(f"exact: {name}{', pdl' if pdl else ''}, rows that differ", int((found != whole).any(1).sum()))
 
 
-SECTIONS = {
+SECTIONS: dict[str, Callable[[], None]] = {
     "exact": exact,
     "ceilings": ceilings,
     "tune": tune,
-    "decode": decode,
     "parts": parts,
-    "sampler": sampler,
-    "prefill": prefill,
+    "sweep": sweep,
     "attention": attention,
+    "sampler": sampler,
+    "delta": delta,
+    "decode": decode,
+    "hybrid": hybrid,
+    "prefill": prefill,
+    "peer": peer,
 }
 
 

@@ -59,21 +59,6 @@ class TritonLinear(Linear):
             y[whole:] = linear(x[whole:], self._weight, bias=self.bias, residual=rest, pdl=self._pdl)
         return y
 
-    def gated(self, x: Tensor, activation: Activation) -> Tensor:
-        """activation(gate) * up, where gate and up are the halves of x Wᵀ + b: [T, N / 2]."""
-        x = _straight(x)
-        whole = self._for_library(len(x))
-        if not whole:
-            return linear(x, self._weight, bias=self.bias, activation=activation, pdl=self._pdl)
-        product = torch.empty(LIBRARY_ROWS, self.out_features, dtype=x.dtype, device=x.device)
-        parts = []
-        for start in range(0, whole, LIBRARY_ROWS):
-            self._library_product(x[start : start + LIBRARY_ROWS], product)
-            parts.append(gated(product, activation))
-        if whole < len(x):
-            parts.append(linear(x[whole:], self._weight, bias=self.bias, activation=activation, pdl=self._pdl))
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
-
     def _for_library(self, rows: int) -> int:
         return rows // LIBRARY_ROWS * LIBRARY_ROWS if self.library else 0
 

@@ -1,6 +1,6 @@
-"""Matrix products on a GPU: y = x Wᵀ, with a bias, a residual or a gated activation on the way out.
+"""Matrix products on a GPU: y = x Wᵀ, with a bias and a residual on the way out.
 
-In: rows x [T, K] and a weight [N, K]. Out: [T, N] (gated: [T, N / 2]). One kernel for one row and for thousands: a tile
+In: rows x [T, K] and a weight [N, K]. Out: [T, N]. One kernel for one row and for thousands: a tile
 walks K from front to back and K is never split, so the height of a tile, its width and its depth do not show in the bits.
 
 What follows the product is rounded where separate operations would round: the product, then the bias, then the residual.
@@ -10,7 +10,7 @@ So a caller may join them or not, and the bits are the same.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -19,10 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onedraw.backends.torch.kernels.triton_math import activated, let_next_start, wait_for_inputs
-from onedraw.models.spec import Activation
+from onedraw.backends.torch.kernels.triton_math import let_next_start, wait_for_inputs
 
-ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu_tanh": 2}
 SMALL_SHARED = 99 * 1024  # bytes of shared memory that a block gets on sm86 and sm89
 
 
@@ -37,9 +35,9 @@ class Tile:
     stages: int
     group: int = 1  # neighbouring programs share so many blocks of rows
 
-    def shared(self, itemsize: int, weights: int = 1) -> int:
-        """Bytes of shared memory, as an upper bound; `weights` is 2 where gate and up ride together."""
-        return (self.rows + weights * self.columns) * self.depth * itemsize * self.stages
+    def shared(self, itemsize: int) -> int:
+        """Bytes of shared memory, as an upper bound."""
+        return (self.rows + self.columns) * self.depth * itemsize * self.stages
 
 
 @triton.jit
@@ -59,14 +57,12 @@ def _linear(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
-    ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     EVEN_N: tl.constexpr,
     IEEE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """n counts the columns of y. Gated: rows [0, n) of the weight are the gate's, rows [n, 2n) those of up."""
     wait_for_inputs(PDL)
     program = tl.program_id(0).to(tl.int64)
     blocks_m = tl.cdiv(rows, BLOCK_M)
@@ -89,9 +85,6 @@ def _linear(
     x_at = x + m[:, None] * x_stride + k[None, :]
     w_at = weight + safe[None, :] * K + k[:, None]
     accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    if ACTIVATION:
-        second = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        up_at = w_at + n.to(tl.int64) * K
     for start in range(0, K, BLOCK_K):
         if K % BLOCK_K == 0:
             left = tl.load(x_at + start, mask=live[:, None], other=0.0)
@@ -100,23 +93,11 @@ def _linear(
             left = tl.load(x_at + start, mask=live[:, None] & (k[None, :] < K - start), other=0.0)
             right = tl.load(w_at + start, mask=k[:, None] < K - start, other=0.0)
         accumulator = tl.dot(left, right, accumulator, input_precision="ieee" if IEEE else "tf32")
-        if ACTIVATION:
-            if K % BLOCK_K == 0:
-                up = tl.load(up_at + start)
-            else:
-                up = tl.load(up_at + start, mask=k[:, None] < K - start, other=0.0)
-            second = tl.dot(left, up, second, input_precision="ieee" if IEEE else "tf32")
     let_next_start(PDL)
     kind = y.dtype.element_ty
     out = accumulator.to(kind)
     if HAS_BIAS:
         out = (out.to(tl.float32) + tl.load(bias + safe)[None, :].to(tl.float32)).to(kind)
-    if ACTIVATION:
-        other = second.to(kind)
-        if HAS_BIAS:
-            other = (other.to(tl.float32) + tl.load(bias + n + safe)[None, :].to(tl.float32)).to(kind)
-        opened = activated(out.to(tl.float32), ACTIVATION).to(kind)
-        out = (opened.to(tl.float32) * other.to(tl.float32)).to(kind)
     keep = live[:, None] if EVEN_N else live[:, None] & inside[None, :]
     if HAS_RESIDUAL:
         add = tl.load(residual + m[:, None] * residual_stride + safe[None, :], mask=keep, other=0.0)
@@ -130,17 +111,15 @@ def linear(
     *,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    activation: Activation | None = None,
     tile: Tile | None = None,
     pdl: int = 0,
 ) -> Tensor:
-    """x [T, K], rows of stride 1 → [T, N], or [T, N / 2] where gated."""
-    rows, depth = x.shape
-    n = weight.shape[0] // (1 if activation is None else 2)
+    """x [T, K], rows of stride 1 → [T, N]."""
+    (rows, depth), n = x.shape, weight.shape[0]
     y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     if rows == 0:
         return y
-    tile = tile or choose_tile(rows, n, depth, x.dtype, shared_memory(x.device), gated=activation is not None)
+    tile = tile or choose_tile(rows, n, depth, x.dtype, shared_memory(x.device))
     grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.columns),)
     _linear[grid](
         x,
@@ -158,7 +137,6 @@ def linear(
         BLOCK_N=tile.columns,
         BLOCK_K=tile.depth,
         GROUP=tile.group,
-        ACTIVATION=ACTIVATIONS[activation],
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         EVEN_N=n % tile.columns == 0,
@@ -186,44 +164,46 @@ def shared_memory(device: torch.device) -> int:
 
 # ------------------------------------------------------------------ which tile
 
-# Measured on an H200 in bf16 with cold weights (bench/gpu_decode.py --tune): (N, K, gated) → columns, depth, warps, stages.
-_SKINNY: dict[tuple[int, int, bool], tuple[int, int, int, int]] = {
-    (6144, 4096, False): (32, 128, 4, 5),
-    (4096, 4096, False): (32, 512, 4, 4),
-    (14336, 4096, True): (16, 128, 4, 4),
-    (4096, 14336, False): (32, 512, 4, 4),
-    (128256, 4096, False): (64, 128, 4, 3),
+# Measured on an H200 in bf16 with cold weights (bench/gpu_decode.py tune): (N, K) → columns, depth, warps, stages.
+_SKINNY: dict[tuple[int, int], tuple[int, int, int, int]] = {
+    (6144, 4096): (64, 256, 4, 4),
+    (4096, 4096): (32, 512, 4, 4),
+    (28672, 4096): (32, 128, 4, 3),
+    (4096, 14336): (32, 512, 4, 4),
+    (128256, 4096): (64, 128, 4, 4),
 }
-_SKINNY_RULE = (32, 128, 4, 5)
-_SKINNY_RULE_GATED = (16, 128, 4, 5)
 
 
 @lru_cache(maxsize=4096)
-def choose_tile(rows: int, n: int, k: int, dtype: torch.dtype, shared: int, *, gated: bool) -> Tile:
+def choose_tile(rows: int, n: int, k: int, dtype: torch.dtype, shared: int) -> Tile:
     """The tile for so many rows of a product, small enough for the device's shared memory."""
-    itemsize = dtype.itemsize
     if dtype == torch.float32:  # no matrix unit: small tiles, which still walk K in the same order
         return Tile(16 if rows <= 16 else 32, 32, 32, 4, 2, group=8 if rows > 32 else 1)
     if rows <= 64:
-        columns, depth, warps, stages = _SKINNY.get((n, k, gated), _SKINNY_RULE_GATED if gated else _SKINNY_RULE)
+        columns, depth, warps, stages = _SKINNY.get((n, k)) or _skinny_rule(n)
         height = next(h for h in (16, 32, 64) if rows <= h)
         tile = Tile(height, columns, depth, warps, stages)
     elif rows <= 128:
-        tile = Tile(64, 32 if gated else 64, 64, 4, 4, group=8)
+        tile = Tile(64, 64, 64, 4, 4, group=8)
     elif rows <= 256:
         tile = Tile(128, 64, 64, 4, 4, group=8)
     else:
-        tile = Tile(128, 64 if gated else 128, 64, 4 if gated else 8, 4, group=8)
-    return fitted(tile, itemsize, shared, weights=2 if gated else 1)
+        tile = Tile(128, 128, 64, 8, 4, group=8)
+    return fitted(tile, dtype.itemsize, shared)
 
 
-def fitted(tile: Tile, itemsize: int, shared: int, *, weights: int) -> Tile:
+def _skinny_rule(n: int) -> tuple[int, int, int, int]:
+    """Few columns: deep tiles, so that a lone program per multiprocessor has enough on its way."""
+    return (32, 512, 4, 4) if n <= 5120 else (64, 256, 4, 4) if n <= 20480 else (64, 128, 4, 4)
+
+
+def fitted(tile: Tile, itemsize: int, shared: int) -> Tile:
     """Fewer stages, then less depth, until the tile fits. What comes out is the same sum in the same order."""
-    while tile.shared(itemsize, weights) > shared:
+    while tile.shared(itemsize) > shared:
         if tile.stages > 3 or (tile.stages > 2 and tile.depth <= 64):
-            tile = Tile(tile.rows, tile.columns, tile.depth, tile.warps, tile.stages - 1, tile.group)
+            tile = replace(tile, stages=tile.stages - 1)
         elif tile.depth > 32:
-            tile = Tile(tile.rows, tile.columns, tile.depth // 2, tile.warps, tile.stages, tile.group)
+            tile = replace(tile, depth=tile.depth // 2)
         else:
             break
     return tile

@@ -12,9 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onedraw.backends.torch.kernels.triton_linear import ACTIVATIONS, launch_options
-from onedraw.backends.torch.kernels.triton_math import activated, let_next_start, wait_for_inputs
-from onedraw.models.spec import Activation
+from onedraw.backends.torch.kernels.triton_linear import launch_options
+from onedraw.backends.torch.kernels.triton_math import activated, let_next_start, sigmoid, softplus, wait_for_inputs
+from onedraw.models.spec import Activation, Gate
+
+ACTIVATIONS: dict[Activation, int] = {"silu": 1, "gelu_tanh": 2}
 
 
 @triton.jit
@@ -98,6 +100,53 @@ def gated(gate_up: Tensor, activation: Activation, *, pdl: int = 0) -> Tensor:
             gate_up.stride(0),
             BLOCK=block,
             ACTIVATION=ACTIVATIONS[activation],
+            PDL=pdl,
+            num_warps=4,
+            enable_fp_fusion=False,
+            **launch_options(pdl),
+        )
+    return y
+
+
+@triton.jit
+def _opened(
+    x,
+    gate,
+    y,
+    gate_stride,
+    WIDTH: tl.constexpr,
+    PER: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < WIDTH
+    value = tl.load(x + row * WIDTH + at, mask=inside, other=0.0).to(tl.float32)
+    opening = tl.load(gate + row * gate_stride + at // PER, mask=inside, other=0.0).to(tl.float32)
+    let_next_start(PDL)
+    kind = y.dtype.element_ty
+    opening = (sigmoid(opening) if SIGMOID else softplus(opening)).to(kind).to(tl.float32)
+    tl.store(y + row * WIDTH + at, (value * opening).to(kind), mask=inside)
+
+
+def opened(x: Tensor, gate: Tensor, kind: Gate, *, pdl: int = 0) -> Tensor:
+    """x [T, W] times sigmoid or softplus of a gate [T, W], or [T, W / n] with one number for n neighbours."""
+    rows, width = x.shape
+    y = torch.empty_like(x)
+    if rows:
+        block = min(2048, triton.next_power_of_2(width))
+        _opened[(rows, triton.cdiv(width, block))](
+            x,
+            gate,
+            y,
+            gate.stride(0),
+            WIDTH=width,
+            PER=width // gate.shape[1],
+            SIGMOID=kind == "sigmoid",
+            BLOCK=block,
             PDL=pdl,
             num_warps=4,
             enable_fp_fusion=False,
