@@ -46,6 +46,7 @@ DEVICE = torch.device("cuda:0")
 DTYPE = torch.bfloat16
 PAGE = 16
 FOUND: dict[str, Any] = {}
+SMALL = False  # a few layers only, to fill the compiler's cache
 
 
 def say(name: str, value: Any) -> None:
@@ -394,7 +395,8 @@ CASES: dict[str, list[tuple[int, int, tuple[Draft, ...]]]] = {
 
 def decode() -> None:
     """Turns of the 8B shape: captured, replayed, against the floor."""
-    model = DenseModel(LLAMA_8B, TritonOps(DEVICE, pdl=2), positions=140_000, pages=10_000)
+    shape = replace(LLAMA_8B, layers=4) if SMALL else LLAMA_8B
+    model = DenseModel(shape, TritonOps(DEVICE, pdl=2), positions=140_000, pages=10_000)
     say("library bits equal, by shape", {f"{x.out_features}x{x.in_features}": x.library for x in [*model.layers[0], model.head]})
     _turns("8B", model, LLAMA_8B.matrix_bytes, 2 * 8 * 128 * 2 * 32)
     _whole_turns(model)
@@ -436,7 +438,7 @@ def _whole_turns(model: DenseModel) -> None:
 
 def hybrid() -> None:
     """Turns of the 27B shape with delta layers. The states of verify rows are stepped, not committed."""
-    model = HybridModel(TritonOps(DEVICE, pdl=2), positions=140_000, pages=10_000)
+    model = HybridModel(TritonOps(DEVICE, pdl=2), positions=140_000, pages=10_000, layers=4 if SMALL else 64)
     _turns("27B", model, model.matrix_bytes, 2 * 4 * 256 * 2 * 16)
 
 
@@ -489,8 +491,8 @@ def _partial_turn(model: DenseModel, tokens: Tensor, prepared: Prepared, level: 
 
 
 def prefill() -> None:
-    model = DenseModel(LLAMA_8B, TritonOps(DEVICE), positions=20_000, pages=1300)
-    shape = LLAMA_8B
+    shape = replace(LLAMA_8B, layers=2) if SMALL else LLAMA_8B
+    model = DenseModel(shape, TritonOps(DEVICE), positions=20_000, pages=1300)
     for count in (2048, 8192):
         inputs = model.inputs([(0, count, ())])
         prepared = model.ops.prepare(inputs, model.mixer, model.turns)
@@ -680,7 +682,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sections", nargs="*", default=list(SECTIONS))
     parser.add_argument("--json")
+    parser.add_argument("--small", action="store_true", help="a few layers only: fills the compiler's cache")
     wishes = parser.parse_args()
+    globals()["SMALL"] = wishes.small
     torch.manual_seed(0)
     np.random.seed(0)
     with torch.inference_mode():
