@@ -24,7 +24,7 @@ from torch import Tensor
 
 from onedraw.backends.torch.exact import padded
 from onedraw.backends.torch.inputs import Inputs, Shape, Span, lay_out
-from onedraw.backends.torch.kernels import triton_attention, views
+from onedraw.backends.torch.kernels import triton_attention, triton_linear, views
 from onedraw.backends.torch.kernels.cuda import Prepared, TritonLinear, TritonOps
 from onedraw.backends.torch.kernels.sampler import TritonSampler
 from onedraw.backends.torch.kernels.triton_attention import attend
@@ -46,6 +46,7 @@ DEVICE = torch.device("cuda:0")
 DTYPE = torch.bfloat16
 PAGE = 16
 FOUND: dict[str, Any] = {}
+PART, PARTS = 0, 1  # which of the matrices to tune
 SMALL = False  # a few layers only, to fill the compiler's cache
 
 
@@ -268,8 +269,8 @@ class HybridModel:
         gated = self._gate(projected, plan[0])
         out = torch.empty(len(projected), 48, 128, device=DEVICE)
         for call in (plan[1:4], plan[4:7]):
-            steps(gated, self.states[index], out, paths=call[0], order=call[1], places=call[2], held=self.held)  # type: ignore[arg-type]
-        return close(out, projected, self.norm, 1e-6, channels=self.channels)
+            steps(gated, self.states[index], out, paths=call[0], order=call[1], places=call[2], held=self.held, pdl=True)  # type: ignore[arg-type]
+        return close(out, projected, self.norm, 1e-6, channels=self.channels, pdl=True)
 
     def mix_prompt(self, projected: Tensor) -> Tensor:
         count = len(projected)
@@ -280,12 +281,12 @@ class HybridModel:
         runs = torch.tensor([[0, 0, len(chunks), 1]], dtype=torch.int32, device=DEVICE)
         slots = torch.full((len(chunks),), -1, dtype=torch.int32, device=DEVICE)
         chunked(gated, self.states[0], self.states[0], out, chunks=chunks, runs=runs, slots=slots)
-        return close(out, projected, self.norm, 1e-6, channels=self.channels)
+        return close(out, projected, self.norm, 1e-6, channels=self.channels, pdl=True)
 
     def _gate(self, projected: Tensor, taps: Tensor) -> Gated:
         return gate(
             projected, self.windows, taps, conv=self.conv, decay=self.decay, bias=self.bias, key_heads=16, value_heads=48,
-            key_dim=128, value_dim=128,
+            key_dim=128, value_dim=128, pdl=True,
         )  # fmt: skip
 
     def logits(self, tokens: Tensor, prepared: Prepared) -> Tensor:
@@ -298,7 +299,7 @@ class HybridModel:
                     wide, prepared, spec=self.mixer, store=self.stores[index // 4], q_norm=self.head_norm,
                     k_norm=self.head_norm, eps=eps,
                 )  # fmt: skip
-                mixed = opened(mixed, wide[:, -attended:], "sigmoid", pdl=2)
+                mixed = opened(mixed, wide[:, -attended:], "sigmoid", pdl=True)
             else:
                 mixed = self.mix(wide, index, self.plan)
             x = out(mixed, x)
@@ -327,7 +328,7 @@ class CapturedTurn:
         self.logits = model.logits(self.tokens, self.prepared)
         if self.wishes is not None:
             vocab = model.shape.vocab
-            chosen, _ = choose(self.logits, self.wishes, vocab=vocab, width=padded(vocab))
+            chosen, _ = choose(self.logits, self.wishes, vocab=vocab, width=padded(vocab), pdl=True)
             self.tokens.copy_(chosen.tokens.clamp_(min=0))
 
 
@@ -346,35 +347,44 @@ def ceilings() -> None:
     say("8192^3 bf16 product, TFLOP/s", 2 * 8192**3 / timed_ms(lambda: a @ b) / 1e9)
 
 
+TUNED = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)]
+TUNED += [(16480, 5120), (14336, 5120), (5120, 6144), (34816, 5120), (5120, 17408), (248320, 5120)]
+
+
 def tune() -> None:
-    """The fastest tiles for the matrices of the shapes, with cold weights."""
-    llama = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)]
-    qwen = [(16480, 5120), (14336, 5120), (5120, 6144), (34816, 5120), (5120, 17408), (248320, 5120)]
-    for n, k in llama + qwen:
+    """The fastest tiles for the matrices of the shapes, with cold weights, by rows."""
+    for n, k in TUNED[PART::PARTS]:
         copies = max(2, int(400e6 // (2 * n * k)) + 1)
         weights = [normal(n, k, spread=k**-0.5) for _ in range(copies)]
-        x = normal(16, k)
-        results = []
-        for columns, depth, stages in itertools.product((32, 64), (128, 256, 512), (3, 4, 5)):
-            tile = Tile(16, columns, depth, 4, stages)
-            if tile.shared(2) > 220_000 or columns * depth > 16384:
-                continue
-            ms = replay_ms(partial(_products, x[:1], weights, tile), repeats=5)
-            results.append((1000 * ms / copies, tile))
-        results.sort(key=lambda r: r[0])
-        say(f"tile {n} x {k}, us", [(round(t, 2), *_numbers(tile)) for t, tile in results[:4]])
-        sixteen = replay_ms(partial(_products, x, weights, results[0][1]), repeats=5)
-        say(f"tile {n} x {k}, 16 rows, us", round(1000 * sixteen / copies, 2))
-        say(f"tile {n} x {k}, bytes / 4.2 TB/s, us", round(2 * n * k / 4.2e6, 2))
+        x = normal(64, k)
+        for rows in (16, 32, 64):
+            results = []
+            for columns, depth, stages in itertools.product((32, 64, 128), (64, 128, 256, 512), (3, 4, 5)):
+                tile = Tile(rows, columns, depth, 4, stages)
+                deep = depth < 128 or depth > 256
+                if not 40_000 < tile.shared(2) < 220_000 or columns * depth > 16384 or (deep and rows > 16) or columns > 2 * rows:
+                    continue
+                ms = replay_ms(partial(_products, x[: rows - 1], weights, tile), repeats=4)
+                results.append((1000 * ms / copies, tile))
+            results.sort(key=lambda r: r[0])
+            best = [(round(t, 1), tile.columns, tile.depth, tile.stages) for t, tile in results[:4]]
+            say(f"tile {n} x {k}, {rows} rows, us (bytes at 4.2 TB/s: {2 * n * k / 4.2e6:.1f})", best)
+
+
+def fetch() -> None:
+    """How much of the weights to ask for while the kernels before still run."""
+    model = DenseModel(replace(LLAMA_8B, layers=12), TritonOps(DEVICE, pdl=True), positions=4096, pages=200)
+    inputs = model.inputs([(1000, 1, ())])
+    prepared = model.ops.prepare(inputs, model.mixer, model.turns)
+    for mega in (0, 4, 8, 16, 24, 32, 48):
+        triton_linear.FETCHED_BYTES = mega * 2**20
+        ms = replay_ms(partial(_partial_turn, model, inputs.tokens, prepared, 3), repeats=10)
+        say(f"per layer at 1K, {mega} MiB fetched ahead, us", round(1000 * ms / 12, 2))
 
 
 def _products(x: Tensor, weights: list[Tensor], tile: Tile) -> None:
     for weight in weights:
         linear(x, weight, tile=tile)
-
-
-def _numbers(tile: Tile) -> tuple[int, ...]:
-    return tile.columns, tile.depth, tile.warps, tile.stages
 
 
 CHAIN = tuple(Draft(1, i - 1) for i in range(15))
@@ -396,7 +406,7 @@ CASES: dict[str, list[tuple[int, int, tuple[Draft, ...]]]] = {
 def decode() -> None:
     """Turns of the 8B shape: captured, replayed, against the floor."""
     shape = replace(LLAMA_8B, layers=4) if SMALL else LLAMA_8B
-    model = DenseModel(shape, TritonOps(DEVICE, pdl=2), positions=140_000, pages=10_000)
+    model = DenseModel(shape, TritonOps(DEVICE, pdl=True), positions=140_000, pages=10_000)
     say("library bits equal, by shape", {f"{x.out_features}x{x.in_features}": x.library for x in [*model.layers[0], model.head]})
     _turns("8B", model, LLAMA_8B.matrix_bytes, 2 * 8 * 128 * 2 * 32)
     _whole_turns(model)
@@ -438,13 +448,13 @@ def _whole_turns(model: DenseModel) -> None:
 
 def hybrid() -> None:
     """Turns of the 27B shape with delta layers. The states of verify rows are stepped, not committed."""
-    model = HybridModel(TritonOps(DEVICE, pdl=2), positions=140_000, pages=10_000, layers=4 if SMALL else 64)
+    model = HybridModel(TritonOps(DEVICE, pdl=True), positions=140_000, pages=10_000, layers=4 if SMALL else 64)
     _turns("27B", model, model.matrix_bytes, 2 * 4 * 256 * 2 * 16)
 
 
 def delta() -> None:
     """The delta kernels of one 27B layer by themselves."""
-    model = HybridModel(TritonOps(DEVICE), positions=4096, pages=100, layers=4)
+    model = HybridModel(TritonOps(DEVICE), positions=4096, pages=400, layers=4)
     for count in (1, 16):
         projected = normal(count, model.delta_width)
         plan = model.step_plan(model.inputs([(1000, count, CHAIN[: count - 1])]))
@@ -460,7 +470,7 @@ def delta() -> None:
 
 def parts() -> None:
     """What each kind of kernel adds to a decode turn, per layer of the 8B shape at 1K."""
-    for pdl in (0, 1, 2):
+    for pdl in (False, True):
         model = DenseModel(replace(LLAMA_8B, layers=12), TritonOps(DEVICE, pdl=pdl), positions=4096, pages=200)
         for at in (200, 1000):
             inputs = model.inputs([(at, 1, ())])
@@ -528,7 +538,7 @@ def sampler() -> None:
             fast = TritonSampler(vocab=vocab, lanes=rows, device=DEVICE)
             plain = Sampler(vocab=vocab, lanes=rows, device=DEVICE)
             wishes = fast.wishes(positions)
-            work = partial(choose, logits, wishes, vocab=vocab, width=padded(vocab))
+            work = partial(choose, logits, wishes, vocab=vocab, width=padded(vocab), pdl=True)
             say(f"choosing {rows} x {vocab}, {name}, captured, ms", replay_ms(work, repeats=10))
             say(f"choosing {rows} x {vocab}, {name}, with the host, ms", _wall_ms(partial(fast.choose, logits, positions)))
             wide = logits.float()
@@ -642,7 +652,7 @@ def _read(model: DenseModel, text: Tensor, cuts: list[int], drafts: tuple[Draft,
 
 def exact() -> None:
     """Logits of a text read as one chunk, in other chunks, token by token, as verify rows, and in a batch of strangers."""
-    for pdl in (0, 2):
+    for pdl in (False, True):
         shape = replace(LLAMA_8B, layers=4)
         model = DenseModel(shape, TritonOps(DEVICE, pdl=pdl), positions=4096, pages=2000)
         length = 1100
@@ -666,6 +676,7 @@ SECTIONS: dict[str, Callable[[], None]] = {
     "exact": exact,
     "ceilings": ceilings,
     "tune": tune,
+    "fetch": fetch,
     "parts": parts,
     "sweep": sweep,
     "attention": attention,
@@ -683,8 +694,10 @@ def main() -> None:
     parser.add_argument("sections", nargs="*", default=list(SECTIONS))
     parser.add_argument("--json")
     parser.add_argument("--small", action="store_true", help="a few layers only: fills the compiler's cache")
+    parser.add_argument("--part", default="0/1", help="which of the matrices to tune")
     wishes = parser.parse_args()
-    globals()["SMALL"] = wishes.small
+    part, parts_ = (int(x) for x in wishes.part.split("/"))
+    globals().update(SMALL=wishes.small, PART=part, PARTS=parts_)
     torch.manual_seed(0)
     np.random.seed(0)
     with torch.inference_mode():

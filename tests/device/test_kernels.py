@@ -77,7 +77,7 @@ def test_joined_operations_round_like_separate_ones() -> None:
 def test_the_library_is_used_only_where_its_bits_are_equal(n: int, k: int) -> None:
     weight = normal(n, k, seed=1, spread=k**-0.5)
     x, residual = normal(4500, k, seed=5), normal(4500, n, seed=6)
-    whole = TritonLinear(weight, bias=None, pdl=0)
+    whole = TritonLinear(weight, bias=None, pdl=False)
     expected = linear(x, weight, residual=residual)
     assert torch.equal(whole(x, residual), expected)
     whole.library = False

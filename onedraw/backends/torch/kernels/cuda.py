@@ -36,7 +36,7 @@ def serves(device: torch.device, dtype: torch.dtype) -> bool:
 class TritonLinear(Linear):
     """A weight [N, K] as it is. Blocks of 2,048 rows go to the library where it was found to give the same bits."""
 
-    def __init__(self, weight: Tensor, *, bias: Tensor | None, pdl: int) -> None:
+    def __init__(self, weight: Tensor, *, bias: Tensor | None, pdl: bool) -> None:
         self.out_features, self.in_features = weight.shape
         self.dtype, self.device, self.rule = weight.dtype, weight.device, RowRule(floor=1)
         self.bias, self._weight, self._pdl = bias, weight.contiguous(), pdl
@@ -98,7 +98,7 @@ class TritonOps:
 
     rule = RowRule(floor=1)
 
-    def __init__(self, device: torch.device, *, pdl: int = 0) -> None:
+    def __init__(self, device: torch.device, *, pdl: bool = False) -> None:
         self.name = f"{device.type}-triton"
         self._device, self._pdl = device, pdl
 

@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onedraw.backends.torch.kernels.triton_math import exp, sigmoid, silu, softplus
+from onedraw.backends.torch.kernels.triton_linear import launch_options
+from onedraw.backends.torch.kernels.triton_math import exp, sigmoid, silu, softplus, wait_for_inputs
 
 CHUNK = 64
 COLUMNS = 32  # of the state that one program has
@@ -63,8 +64,10 @@ def _gate(
     BLOCK: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     EPS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One head of one token: convolution, silu, and for queries and keys the length of one. The last program: the gates."""
+    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
@@ -115,6 +118,7 @@ def gate(
     value_heads: int,
     key_dim: int,
     value_dim: int,
+    pdl: bool = False,
 ) -> Gated:
     """projected [T, C + Hv * Dv + 2 Hv] (qkv, z, a, b). taps [T, K] int32: rows of the turn, then of windows [lanes * (K - 1),
     C], oldest first; -1 for zeros."""
@@ -144,8 +148,10 @@ def gate(
             BLOCK=triton.next_power_of_2(max(key_dim, value_dim)),
             BLOCK_HEADS=triton.next_power_of_2(value_heads),
             EPS=L2_EPS,
+            PDL=pdl,
             num_warps=1,
             enable_fp_fusion=False,
+            **launch_options(pdl),
         )
     return Gated(q, k, v, gates)
 
@@ -174,7 +180,9 @@ def _steps(
     VALUE_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     path = tl.program_id(0) * 6
     head = tl.program_id(1)
     key_head = head // (VALUE_HEADS // KEY_HEADS)
@@ -224,6 +232,7 @@ def steps(
     order: Tensor,
     places: Tensor,
     held: tuple[Tensor, Tensor, Tensor],
+    pdl: bool = False,
 ) -> None:
     """Step through paths [P, 6] int32 of tokens `order` [n] int32. The lane's state is taken before, and written after the
     path's known tokens; a path without known tokens leaves the lane alone. `places` [n] int32 says where a draft's decay,
@@ -254,8 +263,10 @@ def steps(
             VALUE_DIM=value_dim,
             BLOCK_K=triton.next_power_of_2(key_dim),
             BLOCK_V=COLUMNS,
+            PDL=pdl,
             num_warps=4,
             enable_fp_fusion=False,
+            **launch_options(pdl),
         )
 
 
@@ -528,7 +539,20 @@ def chunked(gated: Gated, states: Tensor, saved: Tensor, out: Tensor, *, chunks:
 
 
 @triton.jit
-def _close(x, projected, weight, y, stride, eps, HEADS: tl.constexpr, D: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr):
+def _close(
+    x,
+    projected,
+    weight,
+    y,
+    stride,
+    eps,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     at = tl.arange(0, BLOCK)
@@ -540,7 +564,7 @@ def _close(x, projected, weight, y, stride, eps, HEADS: tl.constexpr, D: tl.cons
     tl.store(y + (token * HEADS + head) * D + at, (normed * silu(z)).to(y.dtype.element_ty), mask=inside)
 
 
-def close(out: Tensor, projected: Tensor, weight: Tensor, eps: float, *, channels: int) -> Tensor:
+def close(out: Tensor, projected: Tensor, weight: Tensor, eps: float, *, channels: int, pdl: bool = False) -> Tensor:
     """rms(out) · weight · silu(z), z behind the first `channels` columns of `projected`: [T, Hv * Dv] in its dtype."""
     count, heads, dim = out.shape
     y = torch.empty(count, heads * dim, dtype=projected.dtype, device=out.device)
@@ -556,7 +580,9 @@ def close(out: Tensor, projected: Tensor, weight: Tensor, eps: float, *, channel
             D=dim,
             OFFSET=channels,
             BLOCK=triton.next_power_of_2(dim),
+            PDL=pdl,
             num_warps=1,
             enable_fp_fusion=False,
+            **launch_options(pdl),
         )
     return y

@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onedraw.backends.torch.kernels.triton_math import let_next_start, wait_for_inputs
+from onedraw.backends.torch.kernels.triton_math import fetch_then_wait, let_next_start
 
+FETCHED_BYTES = 24 * 2**20  # of weights that may come to the second cache while the kernels before still run
 SMALL_SHARED = 99 * 1024  # bytes of shared memory that a block gets on sm86 and sm89
 
 
@@ -61,9 +62,9 @@ def _linear(
     HAS_RESIDUAL: tl.constexpr,
     EVEN_N: tl.constexpr,
     IEEE: tl.constexpr,
+    FETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
     program = tl.program_id(0).to(tl.int64)
     blocks_m = tl.cdiv(rows, BLOCK_M)
     blocks_n = tl.cdiv(n, BLOCK_N)
@@ -76,6 +77,8 @@ def _linear(
         within = program % (GROUP * blocks_n)
         block_m = band * GROUP + within % height
         block_n = within // height
+    mine = tl.minimum(n - block_n * BLOCK_N, BLOCK_N) * (K * weight.dtype.element_ty.primitive_bitwidth // 8)
+    fetch_then_wait(weight + block_n * BLOCK_N * K, tl.minimum(mine, FETCH).to(tl.int32), PDL)
     m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -112,7 +115,7 @@ def linear(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     tile: Tile | None = None,
-    pdl: int = 0,
+    pdl: bool = False,
 ) -> Tensor:
     """x [T, K], rows of stride 1 → [T, N]."""
     (rows, depth), n = x.shape, weight.shape[0]
@@ -141,16 +144,17 @@ def linear(
         HAS_RESIDUAL=residual is not None,
         EVEN_N=n % tile.columns == 0,
         IEEE=x.dtype == torch.float32,
-        PDL=pdl,
+        FETCH=FETCHED_BYTES // grid[0] // 128 * 128,
+        PDL=pdl and depth % 8 == 0,
         num_warps=tile.warps,
         num_stages=tile.stages,
         enable_fp_fusion=False,
-        **launch_options(pdl),
+        **launch_options(pdl and depth % 8 == 0),
     )
     return y
 
 
-def launch_options(pdl: int) -> dict[str, Any]:
+def launch_options(pdl: bool) -> dict[str, Any]:
     """Programmatic launch: the next kernel's start overlaps this one's end. Every kernel waits before it reads."""
     return {"launch_pdl": True} if pdl else {}
 
@@ -164,13 +168,20 @@ def shared_memory(device: torch.device) -> int:
 
 # ------------------------------------------------------------------ which tile
 
-# Measured on an H200 in bf16 with cold weights (bench/gpu_decode.py tune): (N, K) → columns, depth, warps, stages.
-_SKINNY: dict[tuple[int, int], tuple[int, int, int, int]] = {
-    (6144, 4096): (64, 256, 4, 4),
-    (4096, 4096): (32, 512, 4, 4),
-    (28672, 4096): (32, 128, 4, 3),
-    (4096, 14336): (32, 512, 4, 4),
-    (128256, 4096): (64, 128, 4, 4),
+# Measured on an H200 in bf16 with cold weights (bench/gpu_decode.py tune): (N, K) → columns, depth, stages, for tiles of 16
+# rows. Four warps each.
+_SKINNY: dict[tuple[int, int], tuple[int, int, int]] = {
+    (6144, 4096): (64, 256, 4),
+    (4096, 4096): (32, 512, 4),
+    (28672, 4096): (64, 256, 3),
+    (4096, 14336): (32, 512, 4),
+    (128256, 4096): (32, 256, 4),
+    (16480, 5120): (64, 128, 4),
+    (14336, 5120): (64, 128, 4),
+    (5120, 6144): (64, 256, 4),
+    (34816, 5120): (32, 256, 4),
+    (5120, 17408): (64, 256, 4),
+    (248320, 5120): (64, 256, 4),
 }
 
 
@@ -180,9 +191,9 @@ def choose_tile(rows: int, n: int, k: int, dtype: torch.dtype, shared: int) -> T
     if dtype == torch.float32:  # no matrix unit: small tiles, which still walk K in the same order
         return Tile(16 if rows <= 16 else 32, 32, 32, 4, 2, group=8 if rows > 32 else 1)
     if rows <= 64:
-        columns, depth, warps, stages = _SKINNY.get((n, k)) or _skinny_rule(n)
         height = next(h for h in (16, 32, 64) if rows <= h)
-        tile = Tile(height, columns, depth, warps, stages)
+        columns, depth, stages = (_SKINNY.get((n, k)) if height == 16 else None) or _skinny_rule(n, height)
+        tile = Tile(height, columns, depth, 4, stages)
     elif rows <= 128:
         tile = Tile(64, 64, 64, 4, 4, group=8)
     elif rows <= 256:
@@ -192,9 +203,11 @@ def choose_tile(rows: int, n: int, k: int, dtype: torch.dtype, shared: int) -> T
     return fitted(tile, dtype.itemsize, shared)
 
 
-def _skinny_rule(n: int) -> tuple[int, int, int, int]:
+def _skinny_rule(n: int, height: int) -> tuple[int, int, int]:
     """Few columns: deep tiles, so that a lone program per multiprocessor has enough on its way."""
-    return (32, 512, 4, 4) if n <= 5120 else (64, 256, 4, 4) if n <= 20480 else (64, 128, 4, 4)
+    if height > 16:
+        return (32, 128, 5) if n <= 8192 else (64, 128, 4)
+    return (32, 512, 4) if n <= 4608 else (64, 256, 4) if n <= 20480 else (64, 128, 4)
 
 
 def fitted(tile: Tile, itemsize: int, shared: int) -> Tile:

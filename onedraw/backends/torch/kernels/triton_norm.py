@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onedraw.backends.torch.kernels.triton_linear import launch_options
-from onedraw.backends.torch.kernels.triton_math import activated, let_next_start, sigmoid, softplus, wait_for_inputs
+from onedraw.backends.torch.kernels.triton_math import activated, sigmoid, softplus, wait_for_inputs
 from onedraw.models.spec import Activation, Gate
 
 ACTIVATIONS: dict[Activation, int] = {"silu": 1, "gelu_tanh": 2}
@@ -37,7 +37,6 @@ def _rms_norm(
     at = tl.arange(0, BLOCK)
     inside = at < W
     values = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
-    let_next_start(PDL)
     scale = tl.rsqrt(tl.sum(values * values, 0) * (1.0 / W) + eps)
     normed = values * scale
     kind = y.dtype.element_ty
@@ -47,7 +46,7 @@ def _rms_norm(
     tl.store(y + row * W + at, normed.to(kind), mask=inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, pdl: int = 0) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, pdl: bool = False) -> Tensor:
     """x [..., W], rows of stride 1. A weight in float32 meets the normed numbers before they are rounded."""
     width = x.shape[-1]
     flat = x.reshape(-1, width) if x.dim() != 2 else x
@@ -82,12 +81,11 @@ def _gated(gate_up, y, n, stride, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
     inside = at < n
     gate = tl.load(gate_up + row * stride + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * stride + n + at, mask=inside, other=0.0).to(tl.float32)
-    let_next_start(PDL)
     opened = activated(gate, ACTIVATION).to(y.dtype.element_ty)
     tl.store(y + row * n + at, (opened.to(tl.float32) * up).to(y.dtype.element_ty), mask=inside)
 
 
-def gated(gate_up: Tensor, activation: Activation, *, pdl: int = 0) -> Tensor:
+def gated(gate_up: Tensor, activation: Activation, *, pdl: bool = False) -> Tensor:
     """activation(gate) * up for [T, 2F] with the gate in the first half: [T, F]."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
@@ -126,13 +124,12 @@ def _opened(
     inside = at < WIDTH
     value = tl.load(x + row * WIDTH + at, mask=inside, other=0.0).to(tl.float32)
     opening = tl.load(gate + row * gate_stride + at // PER, mask=inside, other=0.0).to(tl.float32)
-    let_next_start(PDL)
     kind = y.dtype.element_ty
     opening = (sigmoid(opening) if SIGMOID else softplus(opening)).to(kind).to(tl.float32)
     tl.store(y + row * WIDTH + at, (value * opening).to(kind), mask=inside)
 
 
-def opened(x: Tensor, gate: Tensor, kind: Gate, *, pdl: int = 0) -> Tensor:
+def opened(x: Tensor, gate: Tensor, kind: Gate, *, pdl: bool = False) -> Tensor:
     """x [T, W] times sigmoid or softplus of a gate [T, W], or [T, W / n] with one number for n neighbours."""
     rows, width = x.shape
     y = torch.empty_like(x)

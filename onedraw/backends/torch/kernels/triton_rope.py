@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onedraw.backends.torch.kernels.triton_linear import launch_options
-from onedraw.backends.torch.kernels.triton_math import let_next_start, wait_for_inputs
+from onedraw.backends.torch.kernels.triton_math import wait_for_inputs
 
 HEADS_PER_PROGRAM = 4
 
@@ -85,7 +85,6 @@ def _prepare(
     base = x + token * x_stride + column[:, None] * D
     own = tl.load(base + d[None, :], mask=mask, other=0.0).to(tl.float32)
     other = tl.load(base + partner[None, :], mask=mask, other=0.0).to(tl.float32)
-    let_next_start(PDL)
     raw = own
     if Q_NORM or K_NORM or V_NORM:
         mean = tl.sum(own * own, 1) * (1.0 / D)
@@ -138,7 +137,7 @@ def prepare_heads(
     v_norm: bool = False,
     keys_as_values: bool = False,
     writes: bool = True,
-    pdl: int = 0,
+    pdl: bool = False,
 ) -> Tensor:
     """x [T, …] with q, k, v side by side → turned queries [T, H * D]. `writes`: keys and values go to their pages."""
     count = len(x)

@@ -22,7 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onedraw.backends.torch.kernels.triton_math import exp, log, log1p
+from onedraw.backends.torch.kernels.triton_linear import launch_options
+from onedraw.backends.torch.kernels.triton_math import exp, log, log1p, wait_for_inputs
 from onedraw.sampling.law import MASS_BITS
 
 BLOCK = 2048
@@ -90,8 +91,10 @@ def _scores(
     VOCAB: tl.constexpr,
     ADJUSTED: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Steps 1 to 3, and the largest score and logit of each block; NaN where there is one."""
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     ids = block * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -136,8 +139,9 @@ def _row_top(tops, blocks, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _deficits(table, deficits, tops, width, blocks, BLOCKS: tl.constexpr, BLOCK_V: tl.constexpr):
+def _deficits(table, deficits, tops, width, blocks, BLOCKS: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr):
     """In place: scores become deficits."""
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     ids = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     best = _row_top(tops + row * 2 * blocks, blocks, BLOCKS) + 0.0
@@ -211,8 +215,10 @@ def _search(
     LEVEL_COUNT: tl.constexpr,
     SCALE: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One round of top-k, or of top-p: weights of the next four bits, for what agrees with the bits found so far."""
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     if BY_MASS:
         wanted = _number(table, row, 5) < 1.0
@@ -293,8 +299,10 @@ def _pick(
     LEVEL_COUNT: tl.constexpr,
     CHECKSUMS: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Each block's best value under noise, and the lowest id that has it."""
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     limit = _limit_so_far(table, bins_k, states_k, row, COUNTED, LEVEL_COUNT)
@@ -327,8 +335,9 @@ def _pick(
 
 
 @triton.jit
-def _conclude(tokens, tops, best_values, best_ids, blocks, BLOCKS: tl.constexpr):
+def _conclude(tokens, tops, best_values, best_ids, blocks, BLOCKS: tl.constexpr, PDL: tl.constexpr):
     """The best of the blocks' best; -1 where the logits are no distribution or nothing is left."""
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCKS)
     value = tl.load(best_values + row * blocks + at, mask=at < blocks, other=float("-inf"))
@@ -341,7 +350,7 @@ def _conclude(tokens, tops, best_values, best_ids, blocks, BLOCKS: tl.constexpr)
 
 
 def choose(
-    logits: Tensor, wishes: Wishes, *, vocab: int, width: int, weights: Tensor | None = None
+    logits: Tensor, wishes: Wishes, *, vocab: int, width: int, weights: Tensor | None = None, pdl: bool = False
 ) -> tuple[Chosen, Tensor | None]:
     """logits [C, ≥ V] in any dtype, rows of stride 1. With `weights` [2, V] int64 also the checksums [C]."""
     rows, device = len(logits), logits.device
@@ -349,6 +358,9 @@ def choose(
     grid, all_blocks = (rows, blocks), triton.next_power_of_2(blocks)
     deficits = torch.empty(rows, width, dtype=torch.float32, device=device)
     tops = torch.empty(rows, 2, blocks, dtype=torch.float32, device=device)
+    # What is cleared is cleared first: the kernels then follow each other without a gap.
+    bins = torch.zeros(2, rows, LEVELS, 16, dtype=torch.int64, device=device)
+    checksums = None if weights is None else torch.zeros(rows, dtype=torch.int64, device=device)
     _scores[grid](
         logits,
         wishes.table,
@@ -365,11 +377,21 @@ def choose(
         ADJUSTED=wishes.adjusted,
         BLOCK_V=BLOCK,
         enable_fp_fusion=False,
+        PDL=pdl,
+        **launch_options(pdl),
     )
     _deficits[grid](
-        wishes.table, deficits, tops, width, blocks, BLOCKS=all_blocks, BLOCK_V=BLOCK, enable_fp_fusion=False
-    )  # fmt: skip
-    bins = torch.zeros(2, rows, LEVELS, 16, dtype=torch.int64, device=device)
+        wishes.table,
+        deficits,
+        tops,
+        width,
+        blocks,
+        BLOCKS=all_blocks,
+        BLOCK_V=BLOCK,
+        enable_fp_fusion=False,
+        PDL=pdl,
+        **launch_options(pdl),
+    )
     states = torch.empty(2, rows, LEVELS, 2, dtype=torch.int64, device=device)
     searches = (bins[0], states[0], bins[1], states[1])
     for by_mass, wanted in ((False, wishes.counted), (True, wishes.shared)):
@@ -387,11 +409,12 @@ def choose(
                 SCALE=2.0**MASS_BITS,
                 BLOCK_V=BLOCK,
                 enable_fp_fusion=False,
+                PDL=pdl,
+                **launch_options(pdl),
             )
     limits = torch.empty(rows, dtype=torch.float32, device=device)
     best_values = torch.empty(rows, blocks, dtype=torch.float32, device=device)
     best_ids = torch.empty(rows, blocks, dtype=torch.int32, device=device)
-    checksums = None if weights is None else torch.zeros(rows, dtype=torch.int64, device=device)
     _pick[grid](
         logits,
         wishes.table,
@@ -412,7 +435,11 @@ def choose(
         CHECKSUMS=weights is not None,
         BLOCK_V=BLOCK,
         enable_fp_fusion=False,
+        PDL=pdl,
+        **launch_options(pdl),
     )
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
-    _conclude[(rows,)](tokens, tops, best_values, best_ids, blocks, BLOCKS=all_blocks, num_warps=1)
+    _conclude[(rows,)](
+        tokens, tops, best_values, best_ids, blocks, BLOCKS=all_blocks, PDL=pdl, num_warps=1, **launch_options(pdl)
+    )
     return Chosen(tokens, deficits, limits), None if checksums is None else checksums & (2**63 - 1)

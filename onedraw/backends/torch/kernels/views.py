@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.torch.inputs import Inputs, Ints
-from onedraw.backends.torch.kernels.triton_attention import OWN, SHARED, SPLIT, TILE_WORDS, WHOLE, TileSet, View
+from onedraw.backends.torch.kernels.triton_attention import NODE, OWN, SHARED, SPLIT, TILE_WORDS, WHOLE, TileSet, View
 
 Words = npt.NDArray[np.int32]
 PARTIAL_BYTES = 256 * 2**20  # of splits that wait to be merged
+LONG = 128  # queries
 FAR = np.iinfo(np.int32).max
 
 
@@ -145,7 +146,7 @@ def _cuts(inputs: Inputs, heads: Heads, splits: int) -> list[tuple[Cut, Ints, In
         branching += nodes
         if splits == 1:
             for node in nodes:
-                _tile(found, heads, node, 1, WHOLE)
+                _tile(found, heads, node, 1, NODE)
         else:  # what nodes have in common is read once for all of them, the rest by each for itself
             _tile(found, heads, nodes.start, len(nodes), SHARED)
             for node in nodes:
@@ -154,7 +155,9 @@ def _cuts(inputs: Inputs, heads: Heads, splits: int) -> list[tuple[Cut, Ints, In
 
 
 def _tile(found: dict[int, list[tuple[int, int, int]]], heads: Heads, first: int, count: int, kind: int) -> None:
-    height = next((h for h in heads.heights if count * heads.group <= h), heads.heights[-1])
+    # High tiles pay for long prompts alone: few of them leave most of the device idle.
+    fitting = [h for h in heads.heights if h <= 64 or count >= LONG]
+    height = next((h for h in fitting if count * heads.group <= h), fitting[-1])
     per = height // heads.group
     tiles = found.setdefault(height, [])
     tiles.extend((first + offset, min(per, count - offset), kind) for offset in range(0, count, per))
@@ -166,7 +169,7 @@ def _cut(inputs: Inputs, heads: Heads, height: int, tiles: list[tuple[int, int, 
     low = [firsts[f : f + c].min() for f, c, _ in tiles]
     high = [inputs.host_ends[f : f + c].max() for f, c, _ in tiles]
     tails = inputs.host_tails
-    tail = np.full(len(tiles), FAR) if tails is None else np.minimum(tails[first], FAR)
+    tail = np.full(len(tiles), FAR) if tails is None else np.where(kind == WHOLE, FAR, np.minimum(tails[first], FAR))
     table = np.stack([first, count, kind, inputs.host_rows[first], np.asarray(low), np.asarray(high), tail], 1)
     # A node's shared and own parts may lie in tiles of two heights; it is merged with its own part.
     whole = [np.arange(f, f + c) for f, c, k in tiles if k != SHARED]
