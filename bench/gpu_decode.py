@@ -24,7 +24,7 @@ from torch import Tensor
 
 from onedraw.backends.torch.exact import padded
 from onedraw.backends.torch.inputs import Inputs, Shape, Span, lay_out
-from onedraw.backends.torch.kernels import triton_attention, triton_linear, views
+from onedraw.backends.torch.kernels import triton_attention, triton_delta, views
 from onedraw.backends.torch.kernels.cuda import Prepared, TritonLinear, TritonOps
 from onedraw.backends.torch.kernels.sampler import TritonSampler
 from onedraw.backends.torch.kernels.triton_attention import attend
@@ -272,7 +272,7 @@ class HybridModel:
             steps(gated, self.states[index], out, paths=call[0], order=call[1], places=call[2], held=self.held, pdl=True)  # type: ignore[arg-type]
         return close(out, projected, self.norm, 1e-6, channels=self.channels, pdl=True)
 
-    def mix_prompt(self, projected: Tensor) -> Tensor:
+    def mix_prompt(self, projected: Tensor, *, only_gates: bool = False) -> Tensor:
         count = len(projected)
         taps = torch.arange(count, device=DEVICE)[:, None] + torch.arange(-3, 1, device=DEVICE)
         gated = self._gate(projected, taps.clamp(min=-1).to(torch.int32))
@@ -280,7 +280,8 @@ class HybridModel:
         chunks = torch.tensor([[i, 64] for i in range(0, count, 64)], dtype=torch.int32, device=DEVICE)
         runs = torch.tensor([[0, 0, len(chunks), 1]], dtype=torch.int32, device=DEVICE)
         slots = torch.full((len(chunks),), -1, dtype=torch.int32, device=DEVICE)
-        chunked(gated, self.states[0], self.states[0], out, chunks=chunks, runs=runs, slots=slots)
+        if not only_gates:
+            chunked(gated, self.states[0], self.states[0], out, chunks=chunks, runs=runs, slots=slots)
         return close(out, projected, self.norm, 1e-6, channels=self.channels, pdl=True)
 
     def _gate(self, projected: Tensor, taps: Tensor) -> Gated:
@@ -369,17 +370,6 @@ def tune() -> None:
             results.sort(key=lambda r: r[0])
             best = [(round(t, 1), tile.columns, tile.depth, tile.stages) for t, tile in results[:4]]
             say(f"tile {n} x {k}, {rows} rows, us (bytes at 4.2 TB/s: {2 * n * k / 4.2e6:.1f})", best)
-
-
-def fetch() -> None:
-    """How much of the weights to ask for while the kernels before still run."""
-    model = DenseModel(replace(LLAMA_8B, layers=12), TritonOps(DEVICE, pdl=True), positions=4096, pages=200)
-    inputs = model.inputs([(1000, 1, ())])
-    prepared = model.ops.prepare(inputs, model.mixer, model.turns)
-    for mega in (0, 4, 8, 16, 24, 32, 48):
-        triton_linear.FETCHED_BYTES = mega * 2**20
-        ms = replay_ms(partial(_partial_turn, model, inputs.tokens, prepared, 3), repeats=10)
-        say(f"per layer at 1K, {mega} MiB fetched ahead, us", round(1000 * ms / 12, 2))
 
 
 def _products(x: Tensor, weights: list[Tensor], tile: Tile) -> None:
@@ -568,18 +558,29 @@ def attention() -> None:
 
 def sweep() -> None:
     """Attention of one layer by keys per block and per split: what fixes the arithmetic is chosen by these figures."""
-    for block, split in ((128, 512), (128, 256), (64, 256), (128, 1024)):
+    for block, split, stages in ((64, 512, 3), (64, 512, 4), (64, 512, 5), (128, 512, 3), (128, 512, 4), (64, 1024, 4))[
+        PART::PARTS
+    ]:
         triton_attention.block_keys = lambda dim, block=block: block if dim <= 128 else 64  # type: ignore[assignment, misc]
         triton_attention.SPLIT = views.SPLIT = split
-        for warps in (2, 4, 8):
+        for merged in (True, False):
             line = []
             for start, count in ((200, 1), (1000, 1), (1000, 16), (24_000, 1), (24_000, 16), (131_000, 1)):
-                launch, stores = _one_layer(32, 8, 128, start, count, warps=warps)
-                try:
-                    line.append(round(500 * replay_ms(partial(_through, launch, stores), repeats=5), 1))
-                except Exception as problem:
-                    line.append(type(problem).__name__)
-            say(f"block {block}, split {split}, {warps} warps, us: 1 at 200, 1K, 16 at 1K, 1 at 24K, 16 at 24K, 1 at 131K", line)
+                launch, stores = _one_layer(32, 8, 128, start, count, merged=merged, stages=stages)
+                line.append(round(500 * replay_ms(partial(_through, launch, stores), repeats=5), 1))
+            name = f"block {block}, split {split}, {stages} stages{'' if merged else ', not merged'}, us"
+            say(f"{name}: 1 at 200, 1K, 16 at 1K, 1 at 24K, 16 at 24K, 1 at 131K", line)
+
+
+def chunks() -> None:
+    """Chunks of a prompt by columns of the state and warps per program."""
+    model = HybridModel(TritonOps(DEVICE), positions=4096, pages=400, layers=1)
+    projected = normal(8192, model.delta_width)
+    for columns, warps in ((32, 8), (32, 4), (64, 8), (64, 4), (16, 4))[PART::PARTS]:
+        triton_delta.CHUNK_COLUMNS, triton_delta.CHUNK_WARPS = columns, warps
+        ms = timed_ms(partial(model.mix_prompt, projected), repeats=5)
+        say(f"27B delta layer, prompt of 8192, {columns} columns, {warps} warps, ms", ms)
+    say("27B delta layer, gates alone, ms", timed_ms(partial(model.mix_prompt, projected, only_gates=True), repeats=5))
 
 
 @lru_cache(maxsize=2)
@@ -593,15 +594,14 @@ def _stores(heads: int, kv: int, dim: int) -> list[PageStore]:
 
 
 def _one_layer(
-    heads: int, kv: int, dim: int, start: int, count: int, **options: Any
+    heads: int, kv: int, dim: int, start: int, count: int, *, merged: bool = True, **options: Any
 ) -> tuple[Callable[..., Any], list[PageStore]]:
     shape = Shape(PAGE, 8300, RowRule(floor=1))
     inputs = lay_out([0] * count, [Span(0, count, start)], [list(range(8300))], shape=shape, device=DEVICE)
     device = to_view(inputs, Heads(heads, kv, dim, None, 264))
     q = normal(count, heads * dim)
-    launch = partial(
-        attend, q, view=device.view, sets=list(device.sets), heads=heads, kv_heads=kv, dim=dim, scale=dim**-0.5, **options
-    )
+    sets = [group if merged else replace(group, tokens=group.tokens[:0]) for group in device.sets]
+    launch = partial(attend, q, view=device.view, sets=sets, heads=heads, kv_heads=kv, dim=dim, scale=dim**-0.5, **options)
     return launch, _stores(heads, kv, dim)
 
 
@@ -676,12 +676,12 @@ SECTIONS: dict[str, Callable[[], None]] = {
     "exact": exact,
     "ceilings": ceilings,
     "tune": tune,
-    "fetch": fetch,
     "parts": parts,
     "sweep": sweep,
     "attention": attention,
     "sampler": sampler,
     "delta": delta,
+    "chunks": chunks,
     "decode": decode,
     "hybrid": hybrid,
     "prefill": prefill,

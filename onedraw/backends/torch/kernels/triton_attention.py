@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onedraw.backends.torch.kernels.triton_linear import launch_options, shared_memory
-from onedraw.backends.torch.kernels.triton_math import wait_for_inputs
+from onedraw.backends.torch.kernels.triton_math import let_next_start, wait_for_inputs
 
 SPLIT = 512  # keys per split
 TILE_WORDS = 7
@@ -170,6 +170,7 @@ def _attend(
             peak, total, mixed = _fold(peak, total, mixed, peak_s, total_s, mixed_s)
         else:
             peak, total, mixed = peak_s, total_s, mixed_s
+    let_next_start(PDL)
     if ALL:
         result = tl.div_rn(mixed, tl.broadcast_to(total[:, None], (BLOCK_M, BLOCK_D))).to(out.dtype.element_ty)
         o_at = out + (token.to(tl.int64) * HEADS + query_head)[:, None] * D + d[None, :]
@@ -215,6 +216,7 @@ def _merge(
         total_s = tl.load(part_total + place)
         mixed_s = tl.load(part_mixed + place[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
         peak, total, mixed = _fold(peak, total, mixed, peak_s, total_s, mixed_s)
+    let_next_start(PDL)
     result = tl.div_rn(mixed, tl.broadcast_to(total[:, None], (1, BLOCK_D))).to(out.dtype.element_ty)
     at = out + ((token.to(tl.int64) * HEADS + head) * D + one)[:, None] + d[None, :]
     tl.store(at, result, mask=(d < D)[None, :])

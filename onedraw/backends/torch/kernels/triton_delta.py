@@ -21,12 +21,14 @@ import triton.language as tl
 from torch import Tensor
 
 from onedraw.backends.torch.kernels.triton_linear import launch_options
-from onedraw.backends.torch.kernels.triton_math import exp, sigmoid, silu, softplus, wait_for_inputs
+from onedraw.backends.torch.kernels.triton_math import exp, let_next_start, sigmoid, silu, softplus, wait_for_inputs
 
 CHUNK = 64
-COLUMNS = 32  # of the state that one program has
+COLUMNS = 32  # of the state that one program steps
+CHUNK_COLUMNS, CHUNK_WARPS = 32, 8  # of the state that one program takes through chunks
 PATH_WORDS = 6  # lane, first of its tokens in the order, tokens, known, tokens whose output another path gives, fresh
 L2_EPS = 1e-6
+AHEAD = 4  # steps whose keys, queries and values are on their way
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ def _gate(
     PDL: tl.constexpr,
 ):
     """One head of one token: convolution, silu, and for queries and keys the length of one. The last program: the gates."""
+    let_next_start(PDL)
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -180,8 +183,10 @@ def _steps(
     VALUE_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
     wait_for_inputs(PDL)
     path = tl.program_id(0) * 6
     head = tl.program_id(1)
@@ -198,7 +203,7 @@ def _steps(
     whole = high[:, None] & wide[None, :]
     at = states + ((lane * VALUE_HEADS + head) * KEY_DIM + row[:, None]) * VALUE_DIM + column[None, :]
     state = tl.load(at, mask=whole & (fresh == 0), other=0.0)
-    for index in range(count):
+    for index in tl.range(0, count, num_stages=AHEAD):
         token = tl.load(order + first + index).to(tl.int64)
         place = tl.load(places + first + index).to(tl.int64)
         key = tl.load(k + (token * KEY_HEADS + key_head) * KEY_DIM + row, mask=high, other=0.0)
@@ -263,6 +268,7 @@ def steps(
             VALUE_DIM=value_dim,
             BLOCK_K=triton.next_power_of_2(key_dim),
             BLOCK_V=COLUMNS,
+            AHEAD=AHEAD,
             PDL=pdl,
             num_warps=4,
             enable_fp_fusion=False,
@@ -508,7 +514,7 @@ def chunked(gated: Gated, states: Tensor, saved: Tensor, out: Tensor, *, chunks:
         num_warps=4,
         enable_fp_fusion=False,
     )
-    _chunks[(len(runs), value_heads, triton.cdiv(value_dim, COLUMNS))](
+    _chunks[(len(runs), value_heads, triton.cdiv(value_dim, CHUNK_COLUMNS))](
         gated.q,
         gated.k,
         gated.v,
@@ -527,9 +533,9 @@ def chunked(gated: Gated, states: Tensor, saved: Tensor, out: Tensor, *, chunks:
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
         BLOCK_K=triton.next_power_of_2(key_dim),
-        BLOCK_V=COLUMNS,
+        BLOCK_V=CHUNK_COLUMNS,
         LENGTH=CHUNK,
-        num_warps=8,
+        num_warps=CHUNK_WARPS,
         num_stages=1,
         enable_fp_fusion=False,
     )
@@ -552,6 +558,7 @@ def _close(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)

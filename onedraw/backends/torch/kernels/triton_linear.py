@@ -19,9 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onedraw.backends.torch.kernels.triton_math import fetch_then_wait, let_next_start
+from onedraw.backends.torch.kernels.triton_math import let_next_start, wait_for_inputs
 
-FETCHED_BYTES = 24 * 2**20  # of weights that may come to the second cache while the kernels before still run
 SMALL_SHARED = 99 * 1024  # bytes of shared memory that a block gets on sm86 and sm89
 
 
@@ -62,9 +61,9 @@ def _linear(
     HAS_RESIDUAL: tl.constexpr,
     EVEN_N: tl.constexpr,
     IEEE: tl.constexpr,
-    FETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     program = tl.program_id(0).to(tl.int64)
     blocks_m = tl.cdiv(rows, BLOCK_M)
     blocks_n = tl.cdiv(n, BLOCK_N)
@@ -77,8 +76,6 @@ def _linear(
         within = program % (GROUP * blocks_n)
         block_m = band * GROUP + within % height
         block_n = within // height
-    mine = tl.minimum(n - block_n * BLOCK_N, BLOCK_N) * (K * weight.dtype.element_ty.primitive_bitwidth // 8)
-    fetch_then_wait(weight + block_n * BLOCK_N * K, tl.minimum(mine, FETCH).to(tl.int32), PDL)
     m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -144,12 +141,11 @@ def linear(
         HAS_RESIDUAL=residual is not None,
         EVEN_N=n % tile.columns == 0,
         IEEE=x.dtype == torch.float32,
-        FETCH=FETCHED_BYTES // grid[0] // 128 * 128,
-        PDL=pdl and depth % 8 == 0,
+        PDL=pdl,
         num_warps=tile.warps,
         num_stages=tile.stages,
         enable_fp_fusion=False,
-        **launch_options(pdl and depth % 8 == 0),
+        **launch_options(pdl),
     )
     return y
 
@@ -168,20 +164,20 @@ def shared_memory(device: torch.device) -> int:
 
 # ------------------------------------------------------------------ which tile
 
-# Measured on an H200 in bf16 with cold weights (bench/gpu_decode.py tune): (N, K) → columns, depth, stages, for tiles of 16
-# rows. Four warps each.
-_SKINNY: dict[tuple[int, int], tuple[int, int, int]] = {
-    (6144, 4096): (64, 256, 4),
-    (4096, 4096): (32, 512, 4),
-    (28672, 4096): (64, 256, 3),
-    (4096, 14336): (32, 512, 4),
-    (128256, 4096): (32, 256, 4),
-    (16480, 5120): (64, 128, 4),
-    (14336, 5120): (64, 128, 4),
-    (5120, 6144): (64, 256, 4),
-    (34816, 5120): (32, 256, 4),
-    (5120, 17408): (64, 256, 4),
-    (248320, 5120): (64, 256, 4),
+# Measured on an H200 in bf16 with cold weights (bench/gpu_decode.py tune): (N, K) → columns, depth, stages of tiles of 16 and
+# of 64 rows, four warps each. Tiles of 32 rows were slower than those of 64.
+_SKINNY: dict[tuple[int, int], tuple[tuple[int, int, int], tuple[int, int, int]]] = {
+    (6144, 4096): ((64, 256, 4), (64, 128, 5)),
+    (4096, 4096): ((32, 512, 4), (32, 128, 5)),
+    (28672, 4096): ((64, 256, 3), (128, 128, 4)),
+    (4096, 14336): ((32, 512, 4), (32, 256, 4)),
+    (128256, 4096): ((32, 256, 4), (128, 128, 4)),
+    (16480, 5120): ((64, 128, 4), (128, 128, 4)),
+    (14336, 5120): ((64, 128, 4), (128, 128, 4)),
+    (5120, 6144): ((64, 256, 4), (64, 128, 5)),
+    (34816, 5120): ((32, 256, 4), (32, 128, 3)),
+    (5120, 17408): ((64, 256, 5), (64, 128, 5)),
+    (248320, 5120): ((64, 256, 5), (128, 128, 4)),
 }
 
 
@@ -191,9 +187,9 @@ def choose_tile(rows: int, n: int, k: int, dtype: torch.dtype, shared: int) -> T
     if dtype == torch.float32:  # no matrix unit: small tiles, which still walk K in the same order
         return Tile(16 if rows <= 16 else 32, 32, 32, 4, 2, group=8 if rows > 32 else 1)
     if rows <= 64:
-        height = next(h for h in (16, 32, 64) if rows <= h)
-        columns, depth, stages = (_SKINNY.get((n, k)) if height == 16 else None) or _skinny_rule(n, height)
-        tile = Tile(height, columns, depth, 4, stages)
+        low, high = _SKINNY.get((n, k)) or _skinny_rule(n)
+        columns, depth, stages = low if rows <= 16 else high
+        tile = Tile(16 if rows <= 16 else 64, columns, depth, 4, stages)
     elif rows <= 128:
         tile = Tile(64, 64, 64, 4, 4, group=8)
     elif rows <= 256:
@@ -203,11 +199,11 @@ def choose_tile(rows: int, n: int, k: int, dtype: torch.dtype, shared: int) -> T
     return fitted(tile, dtype.itemsize, shared)
 
 
-def _skinny_rule(n: int, height: int) -> tuple[int, int, int]:
-    """Few columns: deep tiles, so that a lone program per multiprocessor has enough on its way."""
-    if height > 16:
-        return (32, 128, 5) if n <= 8192 else (64, 128, 4)
-    return (32, 512, 4) if n <= 4608 else (64, 256, 4) if n <= 20480 else (64, 128, 4)
+def _skinny_rule(n: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Few columns: narrow, deep tiles, so that a lone program per multiprocessor has enough on its way."""
+    if n <= 4608:
+        return (32, 512, 4), (32, 128, 5)
+    return ((64, 256, 4), (64, 128, 5)) if n <= 12288 else ((64, 128, 4), (128, 128, 4))
 
 
 def fitted(tile: Tile, itemsize: int, shared: int) -> Tile:

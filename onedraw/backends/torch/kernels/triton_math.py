@@ -20,37 +20,15 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
-    """Let the next kernel's programs take their places, then wait until everything before this kernel is written."""
+    """Wait until everything before this kernel is written. Nothing is read or written before."""
     if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-
-
-@triton.jit
-def fetch_then_wait(weights, count, PDL: tl.constexpr):
-    """Ask for `count` bytes of weights, which depend on nothing, then wait for the rest of the inputs."""
-    if PDL:
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred first;
-            .reg .u32 thread;
-            mov.u32 thread, %tid.x;
-            setp.eq.u32 first, thread, 0;
-            @first cp.async.bulk.prefetch.L2.global [$1], $2;
-            mov.u32 $0, 0;
-            }""",
-            "=r,l,r",
-            [weights.to(tl.int64), count],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
         gdc_wait()
 
 
 @triton.jit
 def let_next_start(PDL: tl.constexpr):
-    """Of a kernel that fills the device: not before its own programs have all but ended."""
+    """The next kernel's programs may take the places that become free. Small kernels say so at once, those that fill the
+    device when their work is all but done: programs that only wait would stand in its way."""
     if PDL:
         gdc_launch_dependents()
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onedraw.backends.torch.kernels.triton_linear import launch_options
-from onedraw.backends.torch.kernels.triton_math import activated, sigmoid, softplus, wait_for_inputs
+from onedraw.backends.torch.kernels.triton_math import activated, let_next_start, sigmoid, softplus, wait_for_inputs
 from onedraw.models.spec import Activation, Gate
 
 ACTIVATIONS: dict[Activation, int] = {"silu": 1, "gelu_tanh": 2}
@@ -32,6 +32,7 @@ def _rms_norm(
     WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -75,6 +76,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, pdl: bool = False)
 
 @triton.jit
 def _gated(gate_up, y, n, stride, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr):
+    let_next_start(PDL)
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -118,6 +120,7 @@ def _opened(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onedraw.backends.torch.kernels.triton_linear import launch_options
-from onedraw.backends.torch.kernels.triton_math import wait_for_inputs
+from onedraw.backends.torch.kernels.triton_math import let_next_start, wait_for_inputs
 
 HEADS_PER_PROGRAM = 4
 
@@ -61,6 +61,7 @@ def _prepare(
     PDL: tl.constexpr,
 ):
     """HEADS query heads, then KV key heads, then KV value heads; any of the first two counts may be 0."""
+    let_next_start(PDL)
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     Q_BLOCKS: tl.constexpr = (HEADS + PER - 1) // PER

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onedraw.backends.torch.kernels.triton_linear import launch_options
-from onedraw.backends.torch.kernels.triton_math import exp, log, log1p, wait_for_inputs
+from onedraw.backends.torch.kernels.triton_math import exp, let_next_start, log, log1p, wait_for_inputs
 from onedraw.sampling.law import MASS_BITS
 
 BLOCK = 2048
@@ -94,6 +94,7 @@ def _scores(
     PDL: tl.constexpr,
 ):
     """Steps 1 to 3, and the largest score and logit of each block; NaN where there is one."""
+    let_next_start(PDL)
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -141,6 +142,7 @@ def _row_top(tops, blocks, BLOCKS: tl.constexpr):
 @triton.jit
 def _deficits(table, deficits, tops, width, blocks, BLOCKS: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr):
     """In place: scores become deficits."""
+    let_next_start(PDL)
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     ids = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -218,6 +220,7 @@ def _search(
     PDL: tl.constexpr,
 ):
     """One round of top-k, or of top-p: weights of the next four bits, for what agrees with the bits found so far."""
+    let_next_start(PDL)
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     if BY_MASS:
@@ -302,6 +305,7 @@ def _pick(
     PDL: tl.constexpr,
 ):
     """Each block's best value under noise, and the lowest id that has it."""
+    let_next_start(PDL)
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -337,6 +341,7 @@ def _pick(
 @triton.jit
 def _conclude(tokens, tops, best_values, best_ids, blocks, BLOCKS: tl.constexpr, PDL: tl.constexpr):
     """The best of the blocks' best; -1 where the logits are no distribution or nothing is left."""
+    let_next_start(PDL)
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCKS)
