@@ -25,7 +25,7 @@ from onedraw.backends.torch.kernels.triton_linear import launch_options, shared_
 from onedraw.backends.torch.kernels.triton_math import let_next_start, wait_for_inputs
 
 SPLIT = 512  # keys per split
-TILE_WORDS = 7
+TILE_WORDS = 8
 # A tile reads everything by position; of a tree what its nodes have in common, what is a node's own, or all of one node's.
 WHOLE, SHARED, OWN, NODE = range(4)
 
@@ -37,6 +37,7 @@ class View:
     rows: Tensor  # [T] row of each token
     firsts: Tensor  # [T] first position each token sees
     ends: Tensor  # [T] last position each token sees
+    lines: Tensor  # [T] place of each token among those whose splits are merged, in order of the sets
     table: Tensor  # [R, W] pages
     paths: Tensor | None  # [T, depth] slots of a node's path, counted from its tail; None where no row branches
     page_size: int
@@ -47,9 +48,10 @@ class TileSet:
     """Tiles of one height, launched together."""
 
     height: int  # queries times query heads per key head
-    tiles: Tensor  # [N, 7] int32: first token, tokens, kind, row, lowest and highest position they see, tail
+    tiles: Tensor  # [N, 8] int32: first token, tokens, kind, row, lowest and highest position they see, tail, first split
     tokens: Tensor  # [t] int32: the tokens to be merged after all sets; empty where `together`
-    splits: int  # the largest number of splits a token sees
+    splits: int  # behind the last split that any token sees
+    launched: int  # the largest number of splits that a tile reads
     together: bool  # one program walks all splits of a tile
 
 
@@ -77,9 +79,10 @@ def _attend(
     tiles,
     firsts,
     ends,
+    lines,
     table,
     paths,
-    tokens,
+    merged,
     q_stride,
     table_width,
     path_width,
@@ -101,15 +104,15 @@ def _attend(
     wait_for_inputs(PDL)
     tile = tl.program_id(0)
     head = tl.program_id(1)
-    first = tl.load(tiles + tile * 7)
-    count = tl.load(tiles + tile * 7 + 1)
-    row = tl.load(tiles + tile * 7 + 3).to(tl.int64)
-    low = tl.load(tiles + tile * 7 + 4)
-    high = tl.load(tiles + tile * 7 + 5)
+    first = tl.load(tiles + tile * 8)
+    count = tl.load(tiles + tile * 8 + 1)
+    row = tl.load(tiles + tile * 8 + 3).to(tl.int64)
+    low = tl.load(tiles + tile * 8 + 4)
+    high = tl.load(tiles + tile * 8 + 5)
     tail = 2147483647
     if TREE:
-        kind = tl.load(tiles + tile * 7 + 2)
-        tail = tl.load(tiles + tile * 7 + 6)
+        kind = tl.load(tiles + tile * 8 + 2)
+        tail = tl.load(tiles + tile * 8 + 6)
         edge = tail // SPLIT_KEYS * SPLIT_KEYS
         high = tl.where(kind == 1, tl.minimum(high, edge - 1), high)
         low = tl.where(kind == 2, tl.maximum(low, edge), low)
@@ -117,7 +120,7 @@ def _attend(
         begin_split = low // SPLIT_KEYS
         end_split = high // SPLIT_KEYS + 1
     else:
-        begin_split = tl.program_id(2)
+        begin_split = tl.load(tiles + tile * 8 + 7) + tl.program_id(2)
         end_split = begin_split + 1
         if (begin_split * SPLIT_KEYS > high) | (end_split * SPLIT_KEYS <= low):
             return
@@ -176,7 +179,7 @@ def _attend(
         o_at = out + (token.to(tl.int64) * HEADS + query_head)[:, None] * D + d[None, :]
         tl.store(o_at, result, mask=live[:, None] & wide[None, :])
     else:
-        place = (begin_split * tokens + token).to(tl.int64) * HEADS + query_head
+        place = (begin_split * merged + tl.load(lines + token)).to(tl.int64) * HEADS + query_head
         tl.store(part_peak + place, peak, mask=live)
         tl.store(part_total + place, total, mask=live)
         tl.store(part_mixed + place[:, None] * D + d[None, :], mixed, mask=live[:, None] & wide[None, :])
@@ -188,10 +191,11 @@ def _merge(
     part_mixed,
     part_peak,
     part_total,
-    merged,
+    tokens,
     firsts,
     ends,
-    tokens,
+    lines,
+    merged,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -201,7 +205,8 @@ def _merge(
 ):
     """Front to back over the splits of one token and head; AHEAD of them are on their way."""
     wait_for_inputs(PDL)
-    token = tl.load(merged + tl.program_id(0))
+    token = tl.load(tokens + tl.program_id(0))
+    line = tl.load(lines + token)
     head = tl.program_id(1)
     begin = tl.load(firsts + token) // SPLIT_KEYS
     stop = tl.load(ends + token) // SPLIT_KEYS + 1
@@ -211,7 +216,7 @@ def _merge(
     total = tl.zeros((1,), dtype=tl.float32)
     mixed = tl.zeros((1, BLOCK_D), dtype=tl.float32)
     for split in tl.range(begin, stop, num_stages=AHEAD):
-        place = (split * tokens + token).to(tl.int64) * HEADS + head + one
+        place = (split * merged + line).to(tl.int64) * HEADS + head + one
         peak_s = tl.load(part_peak + place)
         total_s = tl.load(part_total + place)
         mixed_s = tl.load(part_mixed + place[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
@@ -238,15 +243,15 @@ def attend(
     pdl: bool = False,
 ) -> Tensor:
     """q [T, H * D] (rows of stride 1) over page stores [P * K, S * D]."""
-    count = len(q)
-    out = torch.empty(count, heads * dim, dtype=q.dtype, device=q.device)
+    out = torch.empty(len(q), heads * dim, dtype=q.dtype, device=q.device)
     block_d = triton.next_power_of_2(dim)
     # Parts wait in one place: those of a tree's node may come from tiles of two heights.
     splits = max((group.splits for group in sets if not group.together), default=0)
-    peak, total = (torch.empty(splits, count, heads, dtype=torch.float32, device=q.device) for _ in range(2))
-    mixed = torch.empty(splits, count, heads, dim, dtype=torch.float32, device=q.device)
+    merged = sum(len(group.tokens) for group in sets)
+    peak, total = (torch.empty(splits, merged, heads, dtype=torch.float32, device=q.device) for _ in range(2))
+    mixed = torch.empty(splits, merged, heads, dim, dtype=torch.float32, device=q.device)
     for group in sets:
-        _attend[(len(group.tiles), kv_heads, 1 if group.together else group.splits)](
+        _attend[(len(group.tiles), kv_heads, 1 if group.together else group.launched)](
             q,
             keys,
             values,
@@ -257,9 +262,10 @@ def attend(
             group.tiles,
             view.firsts,
             view.ends,
+            view.lines,
             view.table,
             view.paths,
-            count,
+            merged,
             q.stride(0),
             view.table.shape[1],
             0 if view.paths is None else view.paths.shape[1],
@@ -291,7 +297,8 @@ def attend(
                 group.tokens,
                 view.firsts,
                 view.ends,
-                count,
+                view.lines,
+                merged,
                 HEADS=heads,
                 D=dim,
                 BLOCK_D=block_d,

@@ -25,7 +25,7 @@ from onedraw.backends.torch.kernels.triton_math import exp, let_next_start, sigm
 
 CHUNK = 64
 COLUMNS = 32  # of the state that one program steps
-CHUNK_COLUMNS, CHUNK_WARPS = 32, 8  # of the state that one program takes through chunks
+CHUNK_COLUMNS, CHUNK_WARPS = 32, 4  # of the state that one program takes through chunks
 PATH_WORDS = 6  # lane, first of its tokens in the order, tokens, known, tokens whose output another path gives, fresh
 L2_EPS = 1e-6
 AHEAD = 4  # steps whose keys, queries and values are on their way

@@ -27,6 +27,7 @@ from onedraw.backends.torch.kernels.triton_math import exp, let_next_start, log,
 from onedraw.sampling.law import MASS_BITS
 
 BLOCK = 2048
+SEARCH_BLOCK = 512  # of the search, where every element meets sixteen bins
 LEVELS = 8  # rounds of four bits
 
 # Columns of the table [C, COLUMNS] int64; the first six are float64 by their bits.
@@ -252,11 +253,9 @@ def _search(
         agrees = (bits.to(tl.int64) >> (shift + 4)) == state
         weights = tl.where(agrees, weights, 0)
         if tl.max(weights, 0) > 0:
-            bin = (bits >> shift) & 15
-            for one in tl.static_range(16):
-                part = tl.sum(tl.where(bin == one, weights, 0), 0)
-                if part > 0:
-                    tl.atomic_add(bins + (row * LEVEL_COUNT + level) * 16 + one, part, sem="relaxed")
+            bin, sixteen = (bits >> shift) & 15, tl.arange(0, 16)
+            parts = tl.sum(tl.where(bin[:, None] == sixteen[None, :], weights[:, None], 0), 0)
+            tl.atomic_add(bins + (row * LEVEL_COUNT + level) * 16 + sixteen, parts, mask=parts > 0, sem="relaxed")
 
 
 @triton.jit
@@ -401,7 +400,7 @@ def choose(
     searches = (bins[0], states[0], bins[1], states[1])
     for by_mass, wanted in ((False, wishes.counted), (True, wishes.shared)):
         for level in range(LEVELS if wanted else 0):
-            _search[grid](
+            _search[(rows, triton.cdiv(vocab, SEARCH_BLOCK))](
                 wishes.table,
                 deficits,
                 *searches,
@@ -412,7 +411,7 @@ def choose(
                 BY_MASS=by_mass,
                 LEVEL_COUNT=LEVELS,
                 SCALE=2.0**MASS_BITS,
-                BLOCK_V=BLOCK,
+                BLOCK_V=SEARCH_BLOCK,
                 enable_fp_fusion=False,
                 PDL=pdl,
                 **launch_options(pdl),

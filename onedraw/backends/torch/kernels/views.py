@@ -17,6 +17,8 @@ from onedraw.backends.torch.inputs import Inputs, Ints
 from onedraw.backends.torch.kernels.triton_attention import NODE, OWN, SHARED, SPLIT, TILE_WORDS, WHOLE, TileSet, View
 
 Words = npt.NDArray[np.int32]
+Tile = tuple[int, int, int, int]  # first token, tokens, kind, tail
+Found = dict[tuple[int, int], list[Tile]]  # by height and kind
 PARTIAL_BYTES = 256 * 2**20  # of splits that wait to be merged
 LONG = 128  # queries
 FAR = np.iinfo(np.int32).max
@@ -52,6 +54,7 @@ class Cut:
     tiles: int
     tokens: int
     splits: int
+    launched: int
     together: bool
 
 
@@ -70,7 +73,7 @@ class Layout:
     def sizes(self) -> list[int]:
         tree = [] if self.depth is None else [self.tokens * self.depth]
         tiles = [size for cut in self.cuts for size in (cut.tiles * TILE_WORDS, cut.tokens)]
-        return [*[self.tokens] * 5, self.rows * self.width, *tree, *tiles]
+        return [*[self.tokens] * 6, self.rows * self.width, *tree, *tiles]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,10 @@ def host_view(inputs: Inputs, heads: Heads, splits: int = 0) -> HostView:
     """`splits`: room for at least so many, so that a captured layout serves longer contexts too."""
     cuts = _cuts(inputs, heads, splits)
     parts: list[Ints] = [inputs.host_positions, inputs.host_slots, inputs.host_rows, inputs.host_firsts(heads.window)]
-    parts += [inputs.host_ends, inputs.host_table]
+    lines = np.zeros(len(inputs.host_tokens), dtype=np.int64)
+    for place, token in enumerate(token for _, _, tokens in cuts for token in tokens):
+        lines[token] = place
+    parts += [inputs.host_ends, lines, inputs.host_table]
     depth = None
     if inputs.host_paths is not None:
         depth = inputs.host_paths.shape[1]
@@ -114,14 +120,14 @@ def host_view(inputs: Inputs, heads: Heads, splits: int = 0) -> HostView:
 
 def device_view(words: Tensor, layout: Layout) -> DeviceView:
     """`words` [layout's sizes] int32 on the device; nothing is copied."""
-    parts = list(words.split(layout.sizes))
-    positions, slots, rows, firsts, ends, table = parts[:6]
-    paths, rest = None, parts[6:]
+    parts = torch.split(words, layout.sizes)
+    positions, slots, rows, firsts, ends, lines, table = parts[:7]
+    paths, rest = None, parts[7:]
     if layout.depth is not None:
         paths, rest = rest[0].view(layout.tokens, layout.depth), rest[1:]
-    view = View(rows, firsts, ends, table.view(layout.rows, layout.width), paths, layout.page_size)
+    view = View(rows, firsts, ends, lines, table.view(layout.rows, layout.width), paths, layout.page_size)
     sets = tuple(
-        TileSet(cut.height, rest[2 * i].view(cut.tiles, TILE_WORDS), rest[2 * i + 1], cut.splits, cut.together)
+        TileSet(cut.height, rest[2 * i].view(cut.tiles, TILE_WORDS), rest[2 * i + 1], cut.splits, cut.launched, cut.together)
         for i, cut in enumerate(layout.cuts)
     )
     return DeviceView(words, positions, slots, view, sets)
@@ -134,48 +140,52 @@ def to_view(inputs: Inputs, heads: Heads) -> DeviceView:
 
 def _cuts(inputs: Inputs, heads: Heads, splits: int) -> list[tuple[Cut, Ints, Ints]]:
     """Tiles by height. A row takes the lowest height that holds its queries, else the highest."""
-    splits = max(splits, int(inputs.host_ends.max()) // SPLIT + 1)
-    found: dict[int, list[tuple[int, int, int]]] = {}
-    branching: list[int] = []
+    seen = int(inputs.host_ends.max()) // SPLIT + 1
+    spare, splits = max(splits - seen, 0), max(splits, seen)
+    found: Found = {}
     for span in inputs.spans:
         known = span.count - len(span.drafts) if span.branches else span.count
-        _tile(found, heads, span.first, known, WHOLE)
-        if not span.branches:
-            continue
-        nodes = range(span.first + known, span.first + span.count)
-        branching += nodes
-        if splits == 1:
-            for node in nodes:
-                _tile(found, heads, node, 1, NODE)
-        else:  # what nodes have in common is read once for all of them, the rest by each for itself
-            _tile(found, heads, nodes.start, len(nodes), SHARED)
-            for node in nodes:
-                _tile(found, heads, node, 1, OWN)
-    return [_cut(inputs, heads, height, tiles, splits) for height, tiles in sorted(found.items())]
+        if span.branches and splits > 1:
+            # What the tokens have in common is read once for all of them, the rest by each for itself.
+            known = max(known - 1, 0)
+            _tile(found, heads, span.first + known, span.count - known, SHARED, span.stop)
+            for token in range(span.first + known, span.first + span.count):
+                _tile(found, heads, token, 1, OWN, span.stop)
+        elif span.branches:
+            for token in range(span.first + known, span.first + span.count):
+                _tile(found, heads, token, 1, NODE, span.stop)
+        _tile(found, heads, span.first, known, WHOLE, FAR)
+    return [_cut(inputs, heads, height, tiles, splits, spare=spare) for (height, _), tiles in sorted(found.items())]
 
 
-def _tile(found: dict[int, list[tuple[int, int, int]]], heads: Heads, first: int, count: int, kind: int) -> None:
+def _tile(found: Found, heads: Heads, first: int, count: int, kind: int, tail: int) -> None:
+    if not count:
+        return
     # High tiles pay for long prompts alone: few of them leave most of the device idle.
     fitting = [h for h in heads.heights if h <= 64 or count >= LONG]
     height = next((h for h in fitting if count * heads.group <= h), fitting[-1])
     per = height // heads.group
-    tiles = found.setdefault(height, [])
-    tiles.extend((first + offset, min(per, count - offset), kind) for offset in range(0, count, per))
+    # What nodes share, and what is their own, is launched apart: one is always split, and the other short.
+    tiles = found.setdefault((height, kind), [])
+    tiles.extend((first + offset, min(per, count - offset), kind, tail) for offset in range(0, count, per))
 
 
-def _cut(inputs: Inputs, heads: Heads, height: int, tiles: list[tuple[int, int, int]], splits: int) -> tuple[Cut, Ints, Ints]:
-    first, count, kind = np.asarray(tiles, dtype=np.int64).T
+def _cut(inputs: Inputs, heads: Heads, height: int, tiles: list[Tile], splits: int, *, spare: int) -> tuple[Cut, Ints, Ints]:
+    first, count, kind, tail = np.asarray(tiles, dtype=np.int64).T
     firsts = inputs.host_firsts(heads.window)
-    low = [firsts[f : f + c].min() for f, c, _ in tiles]
-    high = [inputs.host_ends[f : f + c].max() for f, c, _ in tiles]
-    tails = inputs.host_tails
-    tail = np.full(len(tiles), FAR) if tails is None else np.where(kind == WHOLE, FAR, np.minimum(tails[first], FAR))
-    table = np.stack([first, count, kind, inputs.host_rows[first], np.asarray(low), np.asarray(high), tail], 1)
+    low = [firsts[f : f + c].min() for f, c, _, _ in tiles]
+    high = [inputs.host_ends[f : f + c].max() for f, c, _, _ in tiles]
+    begin = np.where(kind == OWN, np.maximum(low, tail // SPLIT * SPLIT), low) // SPLIT
+    stop = np.where(kind == SHARED, np.minimum(high, tail // SPLIT * SPLIT - 1), high) // SPLIT + 1
+    table = np.stack([first, count, kind, inputs.host_rows[first], np.asarray(low), np.asarray(high), tail, begin], 1)
     # A node's shared and own parts may lie in tiles of two heights; it is merged with its own part.
-    whole = [np.arange(f, f + c) for f, c, k in tiles if k != SHARED]
-    tokens = np.concatenate(whole) if whole else np.zeros(0, dtype=np.int64)
-    together = splits == 1 or (not kind.any() and _prefers_together(heads, len(tiles), len(tokens), splits))
-    return Cut(height, len(tiles), 0 if together else len(tokens), splits, together), table, tokens[: 0 if together else None]
+    ranges = [np.arange(f, f + c) for f, c, k, _ in tiles if k != SHARED]
+    tokens = np.concatenate(ranges) if ranges else np.zeros(0, dtype=np.int64)
+    whole_rows = tiles[0][2] == WHOLE
+    together = splits == 1 or (whole_rows and _prefers_together(heads, len(tiles), len(tokens), splits))
+    launched = max(int((stop - begin).max()), 1) + spare
+    cut = Cut(height, len(tiles), 0 if together else len(tokens), splits, launched, together)
+    return cut, table, tokens[: 0 if together else None]
 
 
 def _prefers_together(heads: Heads, tiles: int, tokens: int, splits: int) -> bool:
