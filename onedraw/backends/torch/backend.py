@@ -18,6 +18,7 @@ from torch import Tensor
 
 from onedraw.backends.base import Capacity, PageGroup, Ticket
 from onedraw.backends.outcome import row_outcome
+from onedraw.backends.torch.device import DTYPES
 from onedraw.backends.torch.inputs import Inputs, Shape, make_inputs
 from onedraw.backends.torch.loader import LANE, WeightSource, padded
 from onedraw.backends.torch.ops import Ops, TorchOps
@@ -31,7 +32,6 @@ from onedraw.models.spec import ModelSpec
 from onedraw.sampling.verify import hypotheses
 from onedraw.types import Choice, Draft, Logprobs, Outcome, Plan, Row
 
-DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 LOGITS_BYTES = 256 * 2**20  # float32 logits held at once
 
 
@@ -113,7 +113,7 @@ class TorchBackend:
         if check:
             self.report = _checked(self._stack, self._state, self._shape)
             self._shape = replace(self._shape, rule=self.report.rule)
-        self._sampler = Sampler(vocab=spec.vocab, lanes=lanes, device=self._device)
+        self._sampler = ops.sampler(vocab=spec.vocab, lanes=lanes, device=self._device)
         self._drafter = None if make_drafter is None else make_drafter(self._stack, self._sampler, self._shape)
         self._slice = max(LOGITS_BYTES // (4 * spec.vocab), 1)
         self._capacity = Capacity(

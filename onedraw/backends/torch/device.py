@@ -15,6 +15,8 @@ from onedraw.backends.torch.kernels.cpu import CpuOps
 from onedraw.backends.torch.ops import Ops, TorchOps
 from onedraw.errors import BadSetting
 
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+
 
 def pick_device(device: str, dtype: str) -> tuple[str, str]:
     """(device, dtype): auto is the first CUDA device or else the CPU; f32 on a CPU and bf16 elsewhere."""
@@ -44,4 +46,16 @@ def pick_ops(device: str, dtype: str, *, cache: Path, warn: Callable[[str], obje
         if built.library is not None:
             return CpuOps(built.library, threads=torch.get_num_threads())
         warn(f"no CPU kernels: {built.reason}; computing with plain torch, slower and with other low bits")
+    if torch.device(device).type == "cuda":
+        return _cuda_ops(torch.device(device), DTYPES[dtype], warn)
     return TorchOps(torch.device(device))
+
+
+def _cuda_ops(device: torch.device, dtype: torch.dtype, warn: Callable[[str], object]) -> Ops:
+    from onedraw.backends.torch.kernels.cuda import TritonOps, serves
+
+    if serves(device, dtype):
+        return TritonOps(device, pdl=torch.cuda.get_device_capability(device) >= (9, 0))
+    if dtype != torch.float32:
+        warn(f"no kernels for {torch.cuda.get_device_name(device)}: computing with plain torch, slower and with other low bits")
+    return TorchOps(device)

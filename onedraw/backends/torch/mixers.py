@@ -13,7 +13,6 @@ from torch import Tensor
 
 from onedraw.backends.torch.lanes import LaneStore
 from onedraw.backends.torch.layers.delta import DeltaWeights
-from onedraw.backends.torch.layers.elementwise import opened
 from onedraw.backends.torch.layers.linear import Linear
 from onedraw.backends.torch.loader import Loader
 from onedraw.backends.torch.ops import Ops
@@ -61,10 +60,7 @@ class Attention:
         mixed = ops.attention(
             qkv, prepared, spec=spec, store=store, q_norm=self.q_norm, k_norm=self.k_norm, eps=self.eps
         )  # [T, H * D]
-        if spec.gate is not None:
-            factor = opened(gate.contiguous(), spec.gate).view(len(h), spec.heads, -1)  # [T, H, D or 1]
-            mixed = mixed.view(len(h), spec.heads, -1).mul(factor).view(len(h), -1)
-        return self.out(mixed)
+        return self.out(mixed if spec.gate is None else ops.opened(mixed, gate, spec.gate))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,15 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onedraw.backends.torch.experts import PlainBank
 from onedraw.backends.torch.inputs import Inputs
 from onedraw.backends.torch.lanes import Kept, LaneStore
 from onedraw.backends.torch.layers.delta import DeltaWeights
-from onedraw.backends.torch.layers.elementwise import gated
+from onedraw.backends.torch.layers.elementwise import gated, times_gate
 from onedraw.backends.torch.layers.linear import Linear, RowRule
 from onedraw.backends.torch.pages import PageStore
 from onedraw.backends.torch.runs import CHUNK, Runs, runs_of
+from onedraw.backends.torch.sampler import Sampler
 from onedraw.errors import UnsupportedModel
-from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec
+from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, Gate
 
 PANEL = 32
 MOST_DELTA_DIMS = 512  # of a head, as in delta.c
@@ -171,6 +173,15 @@ class CpuOps:
         y = _floats(len(gate_up), width)
         self._library.onedraw_silu_gated(gate_up.data_ptr(), y.data_ptr(), len(gate_up), width, self._threads)
         return y
+
+    def opened(self, x: Tensor, gate: Tensor, kind: Gate) -> Tensor:
+        return times_gate(x, gate, kind)
+
+    def bank(self, gate_up: list[Tensor], down: list[Tensor], activation: Activation) -> PlainBank:
+        return PlainBank(tuple(map(self.linear, gate_up)), tuple(map(self.linear, down)), activation, self.gated)
+
+    def sampler(self, *, vocab: int, lanes: int, device: torch.device) -> Sampler:
+        return Sampler(vocab=vocab, lanes=lanes, device=device)
 
     def prepare(self, inputs: Inputs, mixer: AttentionSpec, turns: Tensor) -> Prepared:
         firsts = inputs.firsts(mixer.window)

@@ -6,6 +6,7 @@ number: no kernel's bits depend on them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -13,14 +14,22 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.torch.inputs import Inputs
+from onedraw.backends.torch.kernels import triton_delta as delta_kernels
+from onedraw.backends.torch.kernels.recurrence import Recurrence, commit_tables
+from onedraw.backends.torch.kernels.sampler import TritonSampler
 from onedraw.backends.torch.kernels.triton_attention import attend
 from onedraw.backends.torch.kernels.triton_linear import linear
-from onedraw.backends.torch.kernels.triton_norm import gated, rms_norm
+from onedraw.backends.torch.kernels.triton_moe import experts, route
+from onedraw.backends.torch.kernels.triton_norm import gated, opened, rms_norm
 from onedraw.backends.torch.kernels.triton_rope import prepare_heads
 from onedraw.backends.torch.kernels.views import DeviceView, Heads, to_view
+from onedraw.backends.torch.lanes import Kept, LaneStore
+from onedraw.backends.torch.layers.delta import DeltaWeights
 from onedraw.backends.torch.layers.linear import Linear, RowRule
-from onedraw.backends.torch.state import PageStore
-from onedraw.models.spec import Activation, AttentionSpec
+from onedraw.backends.torch.pages import PageStore
+from onedraw.backends.torch.runs import runs_of
+from onedraw.backends.torch.sampler import Sampler
+from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, Gate
 
 LIBRARY_ROWS = 2048  # the library is offered exactly so many rows, so it always picks the kernel that was checked
 OLDEST = (8, 0)  # compute capability that Triton's bf16 products need
@@ -93,6 +102,22 @@ class Prepared:
     device: DeviceView
 
 
+class TritonBank:
+    """All experts' matrices, stacked."""
+
+    def __init__(self, gate_up: Tensor, down: Tensor, activation: Activation) -> None:
+        self._gate_up, self._down, self._activation = gate_up, down, activation
+
+    @property
+    def linears(self) -> list[Linear]:
+        """None that must be offered rows by a rule."""
+        return []
+
+    def __call__(self, h: Tensor, ids: Tensor, weights: Tensor, scale: float) -> Tensor:
+        routes = route(ids, weights, count=len(self._gate_up))
+        return experts(h, routes, gate_up=self._gate_up, down=self._down, activation=self._activation, scale=scale)
+
+
 class TritonOps:
     """`pdl`: a kernel may start while the one before it ends (Hopper and later)."""
 
@@ -110,6 +135,15 @@ class TritonOps:
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         return gated(gate_up, activation, pdl=self._pdl)
+
+    def opened(self, x: Tensor, gate: Tensor, kind: Gate) -> Tensor:
+        return opened(x, gate, kind, pdl=self._pdl)
+
+    def bank(self, gate_up: list[Tensor], down: list[Tensor], activation: Activation) -> TritonBank:
+        return TritonBank(torch.stack(gate_up), torch.stack(down), activation)
+
+    def sampler(self, *, vocab: int, lanes: int, device: torch.device) -> Sampler:
+        return TritonSampler(vocab=vocab, lanes=lanes, device=device)
 
     def prepare(self, inputs: Inputs, mixer: AttentionSpec, turns: Tensor) -> Prepared:
         return Prepared(turns, to_view(inputs, self.heads(mixer)))
@@ -146,6 +180,44 @@ class TritonOps:
         self, kv: Tensor, prepared: Prepared, *, spec: AttentionSpec, store: PageStore, k_norm: Tensor | None, eps: float
     ) -> None:
         self._heads(kv, prepared, spec=spec, store=store, q_norm=None, k_norm=k_norm, eps=eps, heads=0)
+
+    def prepare_delta(self, inputs: Inputs, mixer: DeltaSpec) -> Recurrence:
+        return Recurrence(runs_of(inputs, conv=mixer.conv))
+
+    def delta(self, projected: Tensor, prepared: Recurrence, *, weights: DeltaWeights, store: LaneStore) -> Tensor:
+        spec, projected = store.spec, _straight(projected)
+        gates = delta_kernels.gate(
+            projected,
+            store.windows,
+            prepared.taps,
+            conv=weights.conv,
+            decay=weights.decay,
+            bias=weights.bias,
+            key_heads=spec.key_heads,
+            value_heads=spec.value_heads,
+            key_dim=spec.key_dim,
+            value_dim=spec.value_dim,
+            pdl=self._pdl,
+        )
+        out = torch.zeros(len(projected), spec.value_heads, spec.value_dim, device=projected.device)
+        chunks = {"chunks": prepared.chunks, "runs": prepared.chunk_runs, "slots": prepared.chunk_slots}
+        delta_kernels.chunked(gates, store.states, store.saved_states, out, **chunks)
+        held = (store.decays, store.keys, store.changes)
+        for call in prepared.calls:
+            paths = {"paths": call.paths, "order": call.order, "places": call.places}
+            delta_kernels.steps(gates, store.states, out, held=held, pdl=self._pdl, **paths)
+        tokens, places = prepared.runs.drafted
+        if len(places):
+            store.fed[places] = projected[tokens, : spec.channels].float()
+        delta_kernels.shift_windows(projected, store.windows, store.saved_windows, prepared.kept)
+        delta_kernels.shift_windows(projected, store.windows, store.windows, prepared.closings)
+        return delta_kernels.close(out, projected, weights.norm, weights.eps, channels=spec.channels, pdl=self._pdl)
+
+    def commit_delta(self, store: LaneStore, kept: Sequence[Kept]) -> None:
+        held, device = (store.decays, store.keys, store.changes), store.states.device
+        lanes, places, sources = commit_tables(kept, conv=store.spec.conv, held=len(store.fed), device=device)
+        delta_kernels.commit(store.states, held=held, lanes=lanes, places=places)
+        delta_kernels.shift_windows(store.fed, store.windows, store.windows, sources)
 
     def _heads(
         self,

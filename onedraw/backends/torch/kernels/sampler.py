@@ -23,6 +23,8 @@ from onedraw.types import SamplingParams
 
 class TritonSampler(Sampler):
     def _slab(self, logits: Tensor, positions: Sequence[Position], columns: int) -> Tensor:
+        if any(p.params.constraint is not None for p in positions):  # the plain sampler chooses alike, and takes sets of tokens
+            return super()._slab(logits, positions, columns)
         weights = self._checksum_weights() if any(p.params.checksums for p in positions) else None
         chosen, checksums = choose(logits, self.wishes(positions), vocab=self._vocab, width=self._width, weights=weights)
         answers = torch.zeros(len(positions), columns, dtype=torch.int64, device=self._device)

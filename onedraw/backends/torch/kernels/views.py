@@ -100,15 +100,16 @@ def host_view(inputs: Inputs, heads: Heads, splits: int = 0) -> HostView:
     lines = np.zeros(len(inputs.host_tokens), dtype=np.int64)
     for place, token in enumerate(token for _, _, tokens in cuts for token in tokens):
         lines[token] = place
-    parts += [inputs.host_ends, lines, inputs.host_table]
+    table = inputs.host_tables[inputs.group(heads.window)]
+    parts += [inputs.host_ends, lines, table]
     depth = None
     if inputs.host_paths is not None:
         depth = inputs.host_paths.shape[1]
         parts.append(inputs.host_paths)
     layout = Layout(
         tokens=len(inputs.host_tokens),
-        rows=inputs.host_table.shape[0],
-        width=inputs.host_table.shape[1],
+        rows=table.shape[0],
+        width=table.shape[1],
         depth=depth,
         page_size=inputs.page_size,
         cuts=tuple(cut for cut, _, _ in cuts),
