@@ -60,7 +60,10 @@ def run(backend: Backend, requests: Sequence[Request], schedule: Schedule) -> tu
     """All requests through one engine, until it is idle. Fails if a page or a lane is lost on the way."""
     capacity = backend.capacity
     ledger = Ledger(
-        pages=capacity.groups[0].pages, lanes=capacity.lanes, page_size=capacity.page_size, reuse=schedule.reuse and not capacity.recurrent
+        pages=capacity.groups[0].pages,
+        lanes=capacity.lanes,
+        page_size=capacity.page_size,
+        reuse=schedule.reuse and not capacity.recurrent,
     )
     proposers = [schedule.proposer] if schedule.proposer else []
     speculator = schedule.speculator or Speculator(proposers, draft_tokens=64)

@@ -99,7 +99,9 @@ def attention_case(ops: Ops, spec: AttentionSpec, cuts: list[int], seed: int = 0
 
 
 def _row(number: int, start: int, stop: int, pages: range) -> Row:
-    return Row(str(number), number, (tuple(pages),), start, (1,) * (stop - start), (), stop, False, SamplingParams(), History((1,)))
+    return Row(
+        str(number), number, (tuple(pages),), start, (1,) * (stop - start), (), stop, False, SamplingParams(), History((1,))
+    )
 
 
 SPECS = {
