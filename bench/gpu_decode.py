@@ -447,7 +447,7 @@ def hybrid() -> None:
 
 def delta() -> None:
     """The delta kernels of one 27B layer by themselves."""
-    model = HybridModel(TritonOps(DEVICE), positions=4096, pages=400, layers=4)
+    model = HybridModel(TritonOps(DEVICE), positions=4096, pages=800, layers=4)
     for count in (1, 16):
         projected = normal(count, model.delta_width)
         plan = model.step_plan(model.inputs([(1000, count, CHAIN[: count - 1])]))

@@ -19,7 +19,7 @@ if torch.cuda.is_available() or INTERPRETED:
     from onedraw.backends.torch.kernels import triton_delta as delta
     from onedraw.backends.torch.kernels import triton_moe as moe
 
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda:0")
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
 KEY_HEADS, VALUE_HEADS, DIM, TAPS = (2, 4, 32, 4) if INTERPRETED else (4, 12, 128, 4)
 CHANNELS = 2 * KEY_HEADS * DIM + VALUE_HEADS * DIM

@@ -27,7 +27,9 @@ from onedraw.backends.torch.kernels.triton_math import exp, let_next_start, log,
 from onedraw.sampling.law import MASS_BITS
 
 BLOCK = 2048
-SEARCH_BLOCK = 512  # of the search, where every element meets sixteen bins
+# Rows up to which the search takes small blocks, whose sixteen bins are added in one go: few rows leave the device idle
+# otherwise. Many rows are faster bin by bin in large blocks. Whole numbers add up to the same either way.
+FEW_ROWS, FEW_BLOCK = 8, 512
 LEVELS = 8  # rounds of four bits
 
 # Columns of the table [C, COLUMNS] int64; the first six are float64 by their bits.
@@ -77,6 +79,24 @@ def _entries(scores, ids, tokens, values, begin, stop, KIND: tl.constexpr):
 
 
 @triton.jit
+def _penalized(scores, ids, inside, table, row, tokens, output, prompt, stride):
+    """Repetition, frequency, presence, in this order, where the row counts its history; drafts before it count too."""
+    at = table + row * 16
+    lane = tl.load(at + 10)
+    if lane >= 0:
+        count = tl.load(output + lane * stride + ids, mask=inside, other=0)
+        for entry in range(tl.load(at + 14), tl.load(at + 15)):
+            count += (ids == tl.load(tokens + entry)).to(tl.int32)
+        seen = (count > 0) | (tl.load(prompt + lane * stride + ids, mask=inside, other=0) != 0)
+        penalty = _number(table, row, 2).to(tl.float32)
+        less = tl.where(scores > 0, tl.div_rn(scores, tl.zeros_like(scores) + penalty), scores * penalty)
+        scores = tl.where(seen, less, scores)
+        scores = scores - count.to(tl.float32) * _number(table, row, 3).to(tl.float32)
+        scores = scores - (count > 0).to(tl.float32) * _number(table, row, 4).to(tl.float32)
+    return scores
+
+
+@triton.jit
 def _scores(
     logits,
     table,
@@ -91,6 +111,7 @@ def _scores(
     width,
     VOCAB: tl.constexpr,
     ADJUSTED: tl.constexpr,
+    COUNTED: tl.constexpr,
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -106,17 +127,8 @@ def _scores(
     if ADJUSTED:
         at = table + row * 16
         scores = _entries(scores, ids, tokens, values, tl.load(at + 11), tl.load(at + 12), 0)
-        lane = tl.load(at + 10)
-        if lane >= 0:
-            count = tl.load(output + lane * counts_stride + ids, mask=inside, other=0)
-            for entry in range(tl.load(at + 14), tl.load(at + 15)):
-                count += (ids == tl.load(tokens + entry)).to(tl.int32)
-            seen = (count > 0) | (tl.load(prompt + lane * counts_stride + ids, mask=inside, other=0) != 0)
-            penalty = _number(table, row, 2).to(tl.float32)
-            less = tl.where(scores > 0, tl.div_rn(scores, tl.zeros_like(scores) + penalty), scores * penalty)
-            scores = tl.where(seen, less, scores)
-            scores = scores - count.to(tl.float32) * _number(table, row, 3).to(tl.float32)
-            scores = scores - (count > 0).to(tl.float32) * _number(table, row, 4).to(tl.float32)
+        if COUNTED:
+            scores = _penalized(scores, ids, inside, table, row, tokens, output, prompt, counts_stride)
         scores = _entries(scores, ids, tokens, values, tl.load(at + 12), tl.load(at + 13), 1)
         scores = _entries(scores, ids, tokens, values, tl.load(at + 13), tl.load(at + 14), 2)
     tl.store(deficits + row * width + ids, scores, mask=ids < width)
@@ -217,6 +229,7 @@ def _search(
     BY_MASS: tl.constexpr,
     LEVEL_COUNT: tl.constexpr,
     SCALE: tl.constexpr,
+    FEW: tl.constexpr,
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -252,10 +265,18 @@ def _search(
         shift = 28 - 4 * level
         agrees = (bits.to(tl.int64) >> (shift + 4)) == state
         weights = tl.where(agrees, weights, 0)
+        place = bins + (row * LEVEL_COUNT + level) * 16
+        bin = (bits >> shift) & 15
         if tl.max(weights, 0) > 0:
-            bin, sixteen = (bits >> shift) & 15, tl.arange(0, 16)
-            parts = tl.sum(tl.where(bin[:, None] == sixteen[None, :], weights[:, None], 0), 0)
-            tl.atomic_add(bins + (row * LEVEL_COUNT + level) * 16 + sixteen, parts, mask=parts > 0, sem="relaxed")
+            if FEW:
+                sixteen = tl.arange(0, 16)
+                parts = tl.sum(tl.where(bin[:, None] == sixteen[None, :], weights[:, None], 0), 0)
+                tl.atomic_add(place + sixteen, parts, mask=parts > 0, sem="relaxed")
+            else:
+                for one in tl.static_range(16):
+                    part = tl.sum(tl.where(bin == one, weights, 0), 0)
+                    if part > 0:
+                        tl.atomic_add(place + one, part, sem="relaxed")
 
 
 @triton.jit
@@ -379,6 +400,7 @@ def choose(
         width,
         VOCAB=vocab,
         ADJUSTED=wishes.adjusted,
+        COUNTED=wishes.output is not None,
         BLOCK_V=BLOCK,
         enable_fp_fusion=False,
         PDL=pdl,
@@ -397,10 +419,11 @@ def choose(
         **launch_options(pdl),
     )
     states = torch.empty(2, rows, LEVELS, 2, dtype=torch.int64, device=device)
+    search_block = FEW_BLOCK if rows <= FEW_ROWS else BLOCK
     searches = (bins[0], states[0], bins[1], states[1])
     for by_mass, wanted in ((False, wishes.counted), (True, wishes.shared)):
         for level in range(LEVELS if wanted else 0):
-            _search[(rows, triton.cdiv(vocab, SEARCH_BLOCK))](
+            _search[(rows, triton.cdiv(vocab, search_block))](
                 wishes.table,
                 deficits,
                 *searches,
@@ -411,7 +434,8 @@ def choose(
                 BY_MASS=by_mass,
                 LEVEL_COUNT=LEVELS,
                 SCALE=2.0**MASS_BITS,
-                BLOCK_V=SEARCH_BLOCK,
+                FEW=rows <= FEW_ROWS,
+                BLOCK_V=search_block,
                 enable_fp_fusion=False,
                 PDL=pdl,
                 **launch_options(pdl),
