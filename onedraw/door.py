@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import queue
 import secrets
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -19,10 +19,16 @@ from onedraw.engine.service import Event, Service, Sink
 from onedraw.errors import BadParameter, BadRequest
 from onedraw.sampling.noise import child_seed
 from onedraw.speaker import Ask, Reply, Speaker
-from onedraw.text.channels import Reasoning, reasoning_of
+from onedraw.text.budget import ThinkingBudget
+from onedraw.text.channels import Reasoning, reasoning_of, thinking_after
+from onedraw.text.constraints import all_of
+from onedraw.text.grammar import Grammars
 from onedraw.text.reading import Reading, chat_reading
+from onedraw.text.remembered import CallMemory, Remembered, origin_of, recalled
 from onedraw.text.template import ChatTemplate
 from onedraw.text.tokenizer import Tokenizer
+from onedraw.text.tool_prompt import prepared
+from onedraw.text.tools import Calls, ToolSyntax, ToolUse, tool_syntax
 from onedraw.types import SEED_LIMIT, Constraint, ModelCard, Piece, Request
 
 __all__ = ["Ask", "Door", "Prompted", "Reply", "fresh_seed"]
@@ -30,18 +36,21 @@ __all__ = ["Ask", "Door", "Prompted", "Reply", "fresh_seed"]
 
 @dataclass(frozen=True, slots=True)
 class Voice:
-    """A request and what turns its events into pieces."""
+    """A request, what turns its events into pieces, and their fold, where calls are to be remembered."""
 
     request: Request
     speaker: Speaker
+    ask: Ask
+    reply: Reply
 
 
 @dataclass(frozen=True, slots=True)
 class Prompted:
-    """The ids of a chat, and how the reply to it is read."""
+    """The ids of a chat, and how the reply to it is read. `origin` stands for the text as the template rendered it."""
 
     ids: tuple[int, ...]
     reading: Reading
+    origin: str
 
 
 class Door:
@@ -52,6 +61,7 @@ class Door:
         self.tokenizer = tokenizer
         self.template = template
         self.card = card
+        self.memory = CallMemory()
         self._numbers = itertools.count()
 
     def __enter__(self) -> Door:
@@ -71,15 +81,54 @@ class Door:
     @cached_property
     def reasoning(self) -> Reasoning | None:
         """How this model thinks aloud, if it does."""
-        return None if self.template is None else reasoning_of(self.template.source)
+        reasoning = None if self.template is None else reasoning_of(self.template.source)
+        if reasoning is None or self.template is None:
+            return None
+        switch = {"enable_thinking": True} if reasoning.switch else {}
+        try:
+            probe = self.template.render([{"role": "user", "content": "?"}], **switch)
+        except BadRequest:  # a template with wishes of its own
+            return reasoning
+        return replace(reasoning, prompted=thinking_after(probe, reasoning) == "open")
 
-    def chat(self, messages: Sequence[dict[str, Any]], **template_kwargs: Any) -> Prompted:
-        """Chat messages → prompt ids and how the reply is read, through the checkpoint's own template."""
-        if self.template is None:
+    @cached_property
+    def grammars(self) -> Grammars:
+        """What replies are held to, compiled for this tokenizer. Made when it is first needed."""
+        return Grammars(self.tokenizer, self.card.eos_ids)
+
+    @cached_property
+    def tool_syntax(self) -> ToolSyntax:
+        """How this model calls tools."""
+        return tool_syntax("" if self.template is None else self.template.source)
+
+    def chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        use: ToolUse | None = None,
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
+    ) -> Prompted:
+        """Chat messages → prompt ids and how the reply is read, through the checkpoint's own template.
+
+        Where a past reply called tools and is remembered, the prompt begins with its very tokens.
+        """
+        template, tools = self.template, () if use is None else use.tools
+        if template is None:
             raise BadRequest("this model has no chat template; use /v1/completions", param="messages", code="no_chat_template")
-        text = self.template.render(messages, **template_kwargs)
-        ids = tuple(self.tokenizer.encode(text, add_special=False))
-        return Prompted(ids, chat_reading(text, self.reasoning, self.tokenizer))
+
+        def render(said: Sequence[Mapping[str, Any]], follows: bool) -> str:
+            prepared_messages, told = prepared(said, tools, self.tool_syntax)
+            return template.render(prepared_messages, add_generation_prompt=follows, **told, **template_kwargs)
+
+        text = render(messages, add_generation_prompt)
+        ends = [self.tokenizer.decode([token], skip_special=False) for token in self.card.eos_ids]
+        marks = self.tokenizer.special_texts
+        known = recalled(messages, text, memory=self.memory, render=render, ends=ends, marks=marks)
+        begun, rest = ((), text) if known is None else known
+        ids = (*begun, *self.tokenizer.encode(rest, add_special=False))
+        calls = None if use is None else Calls(self.tool_syntax.dialect, use.callable, use.parallel)
+        return Prompted(ids, chat_reading(text, self.reasoning, calls, self.tokenizer), origin_of(text))
 
     def render(self, messages: Sequence[dict[str, Any]], **template_kwargs: Any) -> tuple[int, ...]:
         """The prompt ids alone."""
@@ -152,18 +201,33 @@ class Door:
             Request(
                 id=f"{name}-{i}",
                 prompt=ask.prompt,
-                params=replace(ask.params, seed=child_seed(ask.params.seed, i), constraint=_own(ask.params.constraint)),
+                params=replace(ask.params, seed=child_seed(ask.params.seed, i), constraint=self._constraint(ask)),
                 predicted=ask.predicted,
                 speculate=ask.speculate,
             )
             for i in range(ask.n)
         ]
 
+    def _constraint(self, ask: Ask) -> Constraint | None:
+        """What a reply is held to: its thinking to a budget, its text to a form. Every request walks by itself."""
+        reading, budget, grammar = ask.reading, None, None
+        if ask.thinking_budget is not None and reading.reasoning is not None:
+            budget = ThinkingBudget(
+                reading.reasoning,
+                limit=ask.thinking_budget,
+                closing=self.encode(reading.reasoning.closing, add_special=False),
+                spell=self.tokenizer.token_bytes,
+                thinking=reading.thinking,
+            )
+        if ask.guide is not None:
+            grammar = self.grammars.constraint(ask.guide, reading)
+        return all_of(budget, grammar)
+
     def _begin(self, asks: Sequence[Ask], sink: Callable[[int], Sink]) -> list[Voice]:
         voices: list[Voice] = []
         for ask in asks:
             for request in self._requests(ask):
-                voices.append(Voice(request, Speaker(len(voices), ask, self.tokenizer)))
+                voices.append(Voice(request, Speaker(len(voices), ask, self.tokenizer), ask, Reply()))
         self.service.submit([(voice.request, sink(index)) for index, voice in enumerate(voices)])
         return voices
 
@@ -175,17 +239,26 @@ class Door:
         pieces = voice.speaker.hear(event)
         if pieces[-1].finish is not None and event.finish is None:  # a stop string: the engine does not know yet
             self.service.cancel(voice.request.id)
+        if voice.ask.origin:
+            self._remember(voice, pieces)
         return pieces
+
+    def _remember(self, voice: Voice, pieces: Sequence[Piece]) -> None:
+        """Keep a reply that ended with calls, before anybody can answer them."""
+        reply = voice.reply
+        for piece in pieces:
+            reply.add(piece)
+        if reply.finish == "tool_calls":
+            ids = reply.token_ids
+            if ids and ids[-1] in voice.ask.params.stop_ids:
+                ids.pop()
+            calls = tuple((called.call.name, called.arguments) for called in reply.calls)
+            self.memory.keep(reply.calls[0].call.id, Remembered(voice.ask.origin, (*voice.ask.prompt, *ids), reply.text, calls))
 
     def _end(self, voices: list[Voice]) -> None:
         for voice in voices:
             if not voice.speaker.done:
                 self.service.cancel(voice.request.id)
-
-
-def _own(constraint: Constraint | None) -> Constraint | None:
-    """Every request walks by itself."""
-    return None if constraint is None else constraint.fresh()
 
 
 def fresh_seed() -> int:

@@ -19,6 +19,8 @@ OnedrawError                 anything we say on purpose
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class OnedrawError(Exception):
     """`code` is for programs, the message for people. `status` is the HTTP status it becomes."""
@@ -44,6 +46,13 @@ class BadParameter(BadRequest):
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(f"{param}: {message}", param=param)
+        self._message = message
+
+    def renamed(self, names: Mapping[str, str]) -> BadParameter:
+        """The same about a parameter that the caller knows by another name, which may be the beginning of a path."""
+        param = self.param or ""
+        head = next((name for name in names if param == name or param.startswith((f"{name}.", f"{name}["))), None)
+        return self if head is None else BadParameter(names[head] + param[len(head) :], self._message)
 
 
 class ContextOverflow(BadRequest):

@@ -9,19 +9,21 @@ pass. Each way to be fast has its row in `variations.py`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias, assert_never
+from typing import Literal, TypeAlias, assert_never
 
 from onedraw.door import Ask, Door, Reply
 from onedraw.engine.stats import Stats
+from onedraw.errors import Barren
+from onedraw.exercises import requests
 from onedraw.models.loading import describe
 from onedraw.settings import Settings
 from onedraw.variations import Drive, Evidence, Facts, Variation, variations
-from onedraw.wishes import Wishes, settle
 
 Opener: TypeAlias = Callable[[Settings], Door]
 Tell: TypeAlias = Callable[[str], None]
@@ -58,38 +60,6 @@ class Table:
     @property
     def holds(self) -> bool:
         return all(f.result != "different" for f in self.findings)
-
-
-# ---------------------------------------------------------------------------------------------- the requests
-
-NOTICE = (
-    "The lighthouse stood at the end of a long stone pier. Every evening the keeper climbed its two hundred steps, trimmed the "
-    "wick, wound the clockwork that turned the lens, and wrote the weather into a book with a blue cover: wind, swell, "
-    "visibility, the ships that had passed and the ships that had not. "
-)
-PROMPTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
-    ("The capital of France is", {"temperature": 0.0}),
-    (NOTICE + "On the last night of the year", {"temperature": 0.7, "top_p": 0.9}),
-    ("Write a list of things to pack for a week in the mountains:\n-", {"frequency_penalty": 0.6, "presence_penalty": 0.4}),
-    (NOTICE + "In spring a letter came, and", {"min_p": 0.05, "logit_bias": {5: 1.5, 7: -4.0}}),
-    ("def fibonacci(n: int) -> int:\n", {"temperature": 0.9, "repetition_penalty": 1.2, "top_k": 40}),
-    (NOTICE * 4 + "Years later", {"temperature": 1.0}),
-    ("One, two, three, one, two, three, one, two,", {"temperature": 1.3, "dry_multiplier": 0.8, "logprobs": 3}),
-    ("Q: Why is the sky blue?\nA:", {"temperature": 0.0, "repetition_penalty": 1.1}),
-    ("The chorus sings: la la la la la la la la la", {"temperature": 0.8, "frequency_penalty": -2.0}),  # repeats itself
-)
-
-
-def requests(door: Door, *, new_tokens: int) -> list[Ask]:
-    """Prompts of differing length, some with a common beginning, under differing laws; each with its own seed."""
-    room = max(door.card.max_context - new_tokens, 1)
-    asks = []
-    for number, (text, wishes) in enumerate(PROMPTS):
-        settled = Wishes.of(
-            **{"temperature": 1.0, **wishes}, max_tokens=new_tokens, ignore_eos=True, checksums=True, seed=1000 + number
-        )
-        asks.append(settle(settled, door=door, prompt=door.encode(text)[:room], label="prove"))
-    return asks
 
 
 # ---------------------------------------------------------------------------------------------- the comparison
@@ -189,7 +159,16 @@ def drive(door: Door, asks: Sequence[Ask], how: Drive, *, settings: Settings) ->
 
 
 def _one_by_one(door: Door, asks: Sequence[Ask]) -> list[Reply]:
-    return [reply for ask in asks for reply in door.generate(ask)]
+    return [_told(door, ask) for ask in asks]
+
+
+def _told(door: Door, ask: Ask) -> Reply:
+    """A reply that ran out of tokens to choose ends there, without a finish: a difference like any other."""
+    (reply,) = door.replies(ask)
+    with contextlib.suppress(Barren):
+        for piece in door.stream(ask):
+            reply.add(piece)
+    return reply
 
 
 async def _at_once(door: Door, asks: Sequence[Ask]) -> tuple[list[Reply], int]:
@@ -208,9 +187,10 @@ async def _streamed(door: Door, asks: Sequence[Ask]) -> tuple[list[Reply], int]:
 
 async def _folded(door: Door, ask: Ask) -> tuple[Reply, int]:
     (reply,), count = door.replies(ask), 0
-    async for piece in door.astream(ask):
-        reply.add(piece)
-        count += 1
+    with contextlib.suppress(Barren):
+        async for piece in door.astream(ask):
+            reply.add(piece)
+            count += 1
     return reply, count
 
 

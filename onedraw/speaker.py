@@ -11,15 +11,19 @@ from dataclasses import dataclass, field, replace
 from onedraw.engine.service import Event
 from onedraw.text.channels import beginning, walk
 from onedraw.text.detokenizer import Detokenizer
+from onedraw.text.guides import Guide
 from onedraw.text.reading import PLAIN, Reader, Reading
 from onedraw.text.stops import StopFinder
 from onedraw.text.tokenizer import Tokenizer
-from onedraw.types import Channel, Choice, Finish, Logprobs, Piece, SamplingParams, Usage
+from onedraw.types import Call, Channel, Choice, Finish, Logprobs, Piece, SamplingParams, Usage
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One prompt to be continued `n` times. `params.seed` is the seed of child 0."""
+    """One prompt to be continued `n` times: data alone, which can be written down and asked again.
+
+    `params.seed` is the seed of child 0; constraints of its requests are made from the budget and the guide.
+    """
 
     prompt: tuple[int, ...]
     params: SamplingParams
@@ -27,9 +31,20 @@ class Ask:
     n: int = 1
     skip_special: bool = True  # leave special tokens out of the text
     reading: Reading = PLAIN  # how the reply's text is read
+    thinking_budget: int | None = None  # tokens of reasoning before it is closed
+    guide: Guide | None = None  # the form that the reply is held to
+    origin: str = ""  # of the prompt's text, where the reply may call tools and is to be remembered
     predicted: tuple[int, ...] = ()  # what the reply is expected to be
     speculate: bool = True  # may be drafted
     label: str = ""  # becomes part of the request ids
+
+
+@dataclass(slots=True)
+class Called:
+    """A tool call and its arguments, as JSON."""
+
+    call: Call
+    arguments: str = ""
 
 
 @dataclass(slots=True)
@@ -38,6 +53,7 @@ class Reply:
 
     text: str = ""
     reasoning: str = ""
+    calls: list[Called] = field(default_factory=list)
     seed: int = 0
     prompt_ids: tuple[int, ...] = ()
     choices: list[Choice] = field(default_factory=list)
@@ -54,7 +70,12 @@ class Reply:
         match piece.channel:
             case "reasoning":
                 self.reasoning += piece.text
-            case _:
+            case "tool":
+                assert piece.call is not None
+                if not self.calls or self.calls[-1].call != piece.call:
+                    self.calls.append(Called(piece.call))
+                self.calls[-1].arguments += piece.text
+            case "content":
                 self.text += piece.text
         self.choices.extend(piece.choices)
         if piece.prompt_logprobs is not None:
@@ -69,6 +90,7 @@ class Saying:
     """A piece in the making."""
 
     channel: Channel
+    call: Call | None = None
     text: str = ""
     choices: list[Choice] = field(default_factory=list)
 
@@ -86,9 +108,10 @@ class Speaker:
         self._stops = StopFinder(ask.stop)
         self._reader = Reader(reading)
         self._reasoning = reading.reasoning
-        self._place = beginning(reading.reasoning, reasoning_open=reading.reasoning_open)
+        self._place = beginning(reading.reasoning, reading.thinking)
         self._reasoned = 0  # tokens of reasoning so far
-        self._channel: Channel = "reasoning" if reading.reasoning_open else "content"
+        self._channel: Channel = "reasoning" if reading.thinking == "open" else "content"
+        self._call: Call | None = None
         self._hidden = ask.params.stop_ids  # ids that end a reply: part of the ids, never of the text
         self._least = ask.params.min_tokens  # text of earlier tokens is not searched for stop strings
         self._said = 0
@@ -96,7 +119,7 @@ class Speaker:
 
     def hear(self, event: Event) -> list[Piece]:
         """The pieces behind an event, at least one. After a stop string the rest is dropped and `done` is set."""
-        sayings = [Saying(self._channel)]
+        sayings = [Saying(self._channel, self._call)]
         heard, hit = 0, None
         for choice in event.chosen:
             sayings[-1].choices.append(choice)
@@ -108,30 +131,31 @@ class Speaker:
             if self._said + heard >= self._least:
                 fresh, hit = self._stops.push(fresh)
             self._read(sayings, fresh)
-            if hit is not None:
+            if hit is not None or self._reader.over:
                 break
         self._said += heard
-        finish: Finish | None = "stop" if hit is not None else event.finish
+        finish: Finish | None = "stop" if hit is not None or self._reader.over else event.finish
         if finish is not None:
             finish, hit = self._end(sayings, finish, hit)
         usage = None
         if finish is not None:
             unsaid = max(event.kept - heard, 0)  # drafts that were right, behind a stop string
             usage = self._usage(event, unsaid)
-        self._channel = sayings[-1].channel
-        pieces = [Piece(self._index, saying.channel, saying.text, tuple(saying.choices)) for saying in sayings]
+        self._channel, self._call = sayings[-1].channel, sayings[-1].call
+        pieces = [Piece(self._index, saying.channel, saying.text, tuple(saying.choices), call=saying.call) for saying in sayings]
         pieces[0] = replace(pieces[0], prompt_logprobs=event.scored)
-        reason = hit if hit is not None else event.stop_id
+        reason = hit if hit is not None else None if self._reader.over else event.stop_id
         pieces[-1] = replace(pieces[-1], finish=finish, stop_reason=reason, usage=usage)
         return pieces
 
     def _read(self, sayings: list[Saying], text: str, *, last: bool = False) -> None:
         """Read text on; what belongs to another channel begins a new piece."""
-        for channel, part in [*self._reader.push(text), *(self._reader.finish() if last else ())]:
-            if sayings[-1].channel != channel and sayings[-1].text:
-                sayings.append(Saying(channel))
-            sayings[-1].channel = channel
-            sayings[-1].text += part
+        for part in [*self._reader.push(text), *(self._reader.finish() if last else ())]:
+            now = sayings[-1]
+            if (now.channel, now.call) != (part.channel, part.call) and (now.text or now.call is not None):
+                sayings.append(Saying(part.channel, part.call))
+            sayings[-1].channel, sayings[-1].call = part.channel, part.call
+            sayings[-1].text += part.text
 
     def _end(self, sayings: list[Saying], finish: Finish, hit: str | None) -> tuple[Finish, str | None]:
         """What was held back, when no more tokens come."""
@@ -144,7 +168,7 @@ class Speaker:
             else:
                 finish = "stop"
         self._read(sayings, tail, last=True)
-        return finish, hit
+        return "tool_calls" if finish == "stop" and self._reader.calls else finish, hit
 
     def _count(self, token: int) -> None:
         if self._reasoning is not None:

@@ -50,10 +50,6 @@ class Constraint(Protocol):
         """The tokens that may stand behind output and drafts; None: all of them."""
         ...
 
-    def fresh(self) -> Constraint:
-        """The same constraint for another request."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class DryParams:
@@ -283,6 +279,15 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class Call:
+    """A tool call in a reply: which one of it, and by what name its result will come back."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """What a client sees: text that is final, and the ids, logprobs and checksums behind it.
 
@@ -298,6 +303,7 @@ class Piece:
     stop_reason: str | int | None = None  # the stop string or stop id that ended the reply
     usage: Usage | None = None
     prompt_logprobs: tuple[Logprobs, ...] | None = None  # on the first piece, when asked for
+    call: Call | None = None  # on the channel "tool": whose arguments `text` is a part of, as JSON
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 from onedraw.door import Door, Reply
 from onedraw.engine.stats import Drafted, Stats
+from onedraw.exercises import PROMPTS, held
 from onedraw.settings import DRAFT_WORDS, Settings
 from onedraw.speculation.speculator import DEVICE
 
@@ -21,6 +22,7 @@ from onedraw.speculation.speculator import DEVICE
 Drive: TypeAlias = Literal["one by one", "at once", "streamed", "each twice", "after a part"]
 
 SMALL_TURN = 16
+RUN_AHEAD = ("model", "mtp")  # drafters that guess token by token: their drafts are chains
 TREE_BUDGET, WHOLE_TREE = 16, 64  # nodes of a proved tree, and more than its depth
 DRAFT_TOKENS = 4  # guesses per row where no number was asked for: drafts that do not pay off are proved too
 
@@ -88,7 +90,7 @@ def variations(base: Settings, *, threads: int) -> tuple[Variation, ...]:
             "batched, small turns, few pages, prefix cache",
             lambda facts: {**_few_pages(facts), "turn_tokens": SMALL_TURN, "prefix_cache": True},
             "at once",
-            lambda plain, now: now.counted.mixed_turns > 0 and now.counted.preemptions > 0 and now.counted.middle_chunks > 0,
+            lambda plain, now: now.counted.mixed_turns > 0 and now.counted.middle_chunks > 0,
         ),
         *(
             Variation(f"{count} thread{'s' * (count > 1)}", _threads(count), "one by one", _other_threads)
@@ -112,6 +114,13 @@ def drafting(base: Settings) -> tuple[Variation, ...]:
         rows += [
             Variation("drafts: prediction, right", said, "one by one", lambda p, now: now.drafted().kept > 0, predict=_right),
             Variation("drafts: prediction, wrong", said, "one by one", _rejected, predict=unsaid),
+            Variation(
+                "drafts: held to a form",
+                said,
+                "at once",
+                lambda plain, now: _both(now.drafted()) and now.counted.mixed_turns > 0,
+                predict=_formal,
+            ),
         ]
     if everybody:
         rows += _drafter(base, "built-in drafter", "auto")
@@ -132,18 +141,22 @@ def drafting(base: Settings) -> tuple[Variation, ...]:
 
 def _drafter(base: Settings, name: str, who: str) -> tuple[Variation, Variation]:
     """A drafter that the backend runs, as a chain and as a tree, which is taken whole."""
-    chain, there = _kept_and_rejected(DEVICE), lambda door: bool(door.service.capacity.drafter)
+    chain = _kept_and_rejected(DEVICE)
     tree = {"draft": (who,), "draft_tokens": WHOLE_TREE, "tree_budget": base.tree_budget or TREE_BUDGET}
     return (
-        Variation(f"drafts: {name}", _draft(base, who), "one by one", chain, applies=there),
+        Variation(f"drafts: {name}", _draft(base, who), "one by one", chain, applies=_drafts),
         Variation(
             f"drafts: {name}, as a tree",
             lambda facts: tree,
             "one by one",
             lambda plain, now: now.counted.draft_trees > 0 and chain(plain, now),
-            applies=lambda door: door.service.capacity.drafter == "dflash",  # the others run ahead token by token
+            applies=lambda door: _drafts(door) and door.service.capacity.drafter not in RUN_AHEAD,
         ),
     )
+
+
+def _drafts(door: Door) -> bool:
+    return bool(door.service.capacity.drafter)
 
 
 def _draft(base: Settings, *who: str) -> Callable[[Facts], Mapping[str, Any]]:
@@ -171,6 +184,14 @@ def _scrambled(number: int, reply: Reply) -> tuple[int, ...]:
     tokens = reply.token_ids
     random.Random(number).shuffle(tokens)
     return tuple(tokens)
+
+
+def _formal(number: int, reply: Reply) -> tuple[int, ...]:
+    """Only replies that are held to a form are predicted, and wrong from the middle on: drafts that break the form."""
+    if not held(PROMPTS[number][1]):
+        return ()
+    half = len(reply.token_ids) // 2
+    return (*reply.token_ids[:half], *_scrambled(number, reply))
 
 
 def _few_pages(facts: Facts) -> Mapping[str, Any]:

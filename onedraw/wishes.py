@@ -6,18 +6,23 @@ This is the one place where user-level names become SamplingParams.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from onedraw.door import Ask, Door, fresh_seed
 from onedraw.errors import BadParameter, BadRequest, ContextOverflow
-from onedraw.text.budget import ThinkingBudget
+from onedraw.text.call_grammar import CallGrammar
 from onedraw.text.channels import Reasoning
+from onedraw.text.grammar import with_bounds
+from onedraw.text.guides import ChoiceGuide, Guide, JsonGuide, LarkGuide, RegexGuide, grammar_guide
 from onedraw.text.reading import PLAIN, Reading
-from onedraw.types import Constraint, DryParams, LogprobsMode, SamplingParams
+from onedraw.text.tools import ToolUse
+from onedraw.types import DryParams, LogprobsMode, SamplingParams
 
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")
+GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 # Tokens of thinking, for models whose template knows no effort of its own; None: as much as they like.
 EFFORTS: Mapping[Effort, int | None] = {"none": 0, "minimal": 512, "low": 2048, "medium": 8192, "high": None, "xhigh": None}
@@ -57,6 +62,10 @@ class Wishes:
     speculation: bool = True  # False: this request carries no drafts
     reasoning_effort: Effort | None = None  # how much a model that thinks aloud should think
     thinking_budget: int | None = None  # tokens of thinking, after which it is closed
+    guided_json: str | Mapping[str, Any] | None = None  # a JSON schema, or its text; the reply is a value that it describes
+    guided_regex: str | None = None  # a regular expression that the whole reply matches
+    guided_choice: tuple[str, ...] | None = None  # the reply is one of these
+    guided_grammar: str | None = None  # a grammar, Lark or GBNF, that the reply follows
 
     @classmethod
     def of(cls, **wishes: Any) -> Wishes:
@@ -79,13 +88,14 @@ def settle_chat(
     messages: Sequence[dict[str, Any]],
     template_kwargs: Mapping[str, Any] | None = None,
     add_generation_prompt: bool = True,
+    use: ToolUse | None = None,
     default_max_tokens: int | None = None,
     label: str = "",
 ) -> Ask:
     """Chat messages → an Ask. `template_kwargs` stand above what the effort says."""
     switches = {**thinking_switches(wishes, door.reasoning), **(template_kwargs or {})}
-    prompted = door.chat(messages, add_generation_prompt=add_generation_prompt, **switches)
-    return settle(
+    prompted = door.chat(messages, use=use, add_generation_prompt=add_generation_prompt, **switches)
+    ask = settle(
         wishes,
         door=door,
         prompt=prompted.ids,
@@ -93,6 +103,27 @@ def settle_chat(
         default_max_tokens=default_max_tokens,
         label=label,
     )
+    if use is None:
+        return ask
+    guide = call_guide(use, ask.guide, door=door)
+    if guide is not None and wishes.ignore_eos:
+        raise BadParameter("ignore_eos", "a reply whose calls are held to their schemas ends by itself")
+    return replace(ask, guide=guide, origin=prompted.origin)
+
+
+def call_guide(use: ToolUse, other: Guide | None, *, door: Door) -> Guide | None:
+    """What a reply with tools is held to: calls where they are required or strict, beside the form of its content."""
+    if other is not None and use.must:
+        raise BadParameter(other.param, "a reply that must call a tool has no other form; use tool_choice auto")
+    if other is not None and not isinstance(other, JsonGuide):
+        raise BadParameter(other.param, "a reply that may call tools can only be held to JSON; send no tools with it")
+    if other is None and not use.must and not any(tool.strict for tool in use.callable):
+        return None
+    grammars = door.grammars
+    content = None if other is None else json.dumps(with_bounds(grammars.checked(json.loads(other.schema), other.param)))
+    grammar = CallGrammar(door.tool_syntax.dialect, tokenizer=door.tokenizer, spell=grammars.spelled, check=grammars.checked)
+    lark = grammar.write(use.callable, must=use.must, parallel=use.parallel, content=content)
+    return LarkGuide(lark, "tools", numbers=True)
 
 
 def thinking_switches(wishes: Wishes, reasoning: Reasoning | None) -> dict[str, Any]:
@@ -145,12 +176,14 @@ def settle(
         min_tokens=wishes.min_tokens or 0,
         stop_ids=frozenset((*eos, *wishes.stop_token_ids)),
         bad_words=_bad_words(wishes.bad_words, door),
-        constraint=_budget(wishes, reading, door),
         logprobs=wishes.logprobs,
         logprobs_mode=wishes.logprobs_mode,
         prompt_logprobs=wishes.prompt_logprobs,
         checksums=wishes.checksums,
     )
+    guide = guide_of(wishes)
+    if guide is not None and wishes.ignore_eos:
+        raise BadParameter("ignore_eos", "a reply that is held to a form ends where the form ends")
     if any(not s for s in wishes.stop):
         raise BadParameter("stop", "an empty stop string would stop everything")
     return Ask(
@@ -160,6 +193,8 @@ def settle(
         n=wishes.n,
         skip_special=wishes.skip_special_tokens,
         reading=reading,
+        thinking_budget=_budget(wishes, reading),
+        guide=guide,
         predicted=door.encode(wishes.prediction, add_special=False) if wishes.prediction else (),
         speculate=wishes.speculation,
         label=label,
@@ -200,7 +235,7 @@ def _dry(wishes: Wishes, door: Door) -> DryParams | None:
     )
 
 
-def _budget(wishes: Wishes, reading: Reading, door: Door) -> Constraint | None:
+def _budget(wishes: Wishes, reading: Reading) -> int | None:
     limit, reasoning = wishes.thinking_budget, reading.reasoning
     if limit is not None and limit < 0:
         raise BadParameter("thinking_budget", f"must be >= 0, not {limit}")
@@ -209,16 +244,26 @@ def _budget(wishes: Wishes, reading: Reading, door: Door) -> Constraint | None:
             return None
         raise BadParameter("thinking_budget", "this model does not think aloud, or the prompt is no chat")
     if limit is None and wishes.reasoning_effort is not None and not reasoning.effort:
-        limit = EFFORTS[wishes.reasoning_effort]
-    if limit is None:
-        return None
-    return ThinkingBudget(
-        reasoning,
-        limit=limit,
-        closing=door.encode(reasoning.closing, add_special=False),
-        spell=door.tokenizer.token_bytes,
-        reasoning_open=reading.reasoning_open,
-    )
+        return EFFORTS[wishes.reasoning_effort]
+    return limit
+
+
+def guide_of(wishes: Wishes) -> Guide | None:
+    """The one form that the reply is held to, if any."""
+    given = [name for name in GUIDED if getattr(wishes, name) is not None]
+    if len(given) > 1:
+        raise BadParameter(given[1], f"a reply is held to one form; {given[0]} is given too")
+    match given:
+        case ["guided_json"]:
+            return JsonGuide.of(wishes.guided_json, "guided_json")
+        case ["guided_regex"]:
+            return RegexGuide(wishes.guided_regex or "", "guided_regex")
+        case ["guided_choice"]:
+            return ChoiceGuide(wishes.guided_choice or (), "guided_choice")
+        case ["guided_grammar"]:
+            return grammar_guide(wishes.guided_grammar or "", "guided_grammar")
+        case _:
+            return None
 
 
 def _bias(bias: Mapping[int, float] | None, *, vocab: int) -> tuple[tuple[int, float], ...]:

@@ -74,6 +74,10 @@ WISHES_HELP: Mapping[str, str] = {
     "prediction": "text that the reply is expected to be; where it is right the reply comes sooner, never otherwise",
     "reasoning_effort": "how much a model that thinks aloud should think, in a chat; none: not at all",
     "thinking_budget": "tokens of thinking in a chat, after which it is closed",
+    "guided_json": 'the reply is a JSON value that this schema describes; \'{"type": "object"}\' is any object',
+    "guided_regex": "the whole reply matches this regular expression",
+    "guided_choice": "the reply is one of these texts; may be given several times",
+    "guided_grammar": "the reply follows this grammar, Lark or GBNF",
     "speculation": "guess nothing ahead for this reply; guesses never change it, only the time it takes",
 }
 NO_DRAFT_WINDOW = (
@@ -180,6 +184,8 @@ def _value_options(name: str, kind: Any) -> dict[str, Any]:
         return {"action": "append", "metavar": "WHO"}
     if name == "draft_tokens":
         return {"type": argument_type(_number_or_auto), "metavar": "N|auto"}
+    if name in ("guided_json", "guided_regex", "guided_grammar"):
+        return {"metavar": "TEXT"}
     if name == "logit_bias":
         return {"type": argument_type(_bias), "action": "append", "metavar": "ID=VALUE"}
     if typing.get_origin(kind) is typing.Literal:
@@ -198,8 +204,9 @@ def _value_options(name: str, kind: Any) -> dict[str, Any]:
 
 
 def _without_none(hint: Any) -> Any:
+    """The type itself; of several the first, which is the one a command line can write."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        (hint,) = (a for a in typing.get_args(hint) if a is not type(None))
+        hint = next(a for a in typing.get_args(hint) if a is not type(None))
     return hint
 
 

@@ -56,13 +56,16 @@ class Job:
 
 def prepare(request: CompletionRequest | ChatRequest, door: Door) -> Job:
     """Everything that can be wrong with a request is found here. Tokenizes, so it may take a while."""
-    match request:
-        case ChatRequest():
-            job = _chat(request, door)
-        case CompletionRequest():
-            job = _completion(request, door)
-    for ask in job.asks:
-        door.check(ask)
+    try:
+        match request:
+            case ChatRequest():
+                job = _chat(request, door)
+            case CompletionRequest():
+                job = _completion(request, door)
+        for ask in job.asks:
+            door.check(ask)
+    except BadParameter as error:
+        raise error.renamed({ours: theirs for theirs, (ours, _) in request.guided().items()}) from None
     return job
 
 
@@ -91,7 +94,7 @@ def _chat(request: ChatRequest, door: Door) -> Job:
     identity = f"chatcmpl-{secrets.token_hex(12)}"
     wishes = request.wishes(logprobs=(request.top_logprobs or 0) if request.logprobs else None)
     try:
-        ask = settle_chat(wishes, door=door, label=identity, **_spoken(request))
+        ask = settle_chat(wishes, door=door, label=identity, use=request.tool_use(), **_spoken(request))
     except BadRequest as error:
         if error.param == "prompt":
             error.param = "messages"  # the caller's name for it

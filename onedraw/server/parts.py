@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from onedraw.server.completion import Job
 from onedraw.text.detokenizer import Detokenizer
 from onedraw.text.tokenizer import Tokenizer
-from onedraw.types import Choice, Finish, Logprobs, Piece, Usage
+from onedraw.types import Call, Choice, Finish, Logprobs, Piece, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,7 @@ class Part:
     seed: int
     text: str = ""
     reasoning: str = ""
+    calls: tuple[tuple[Call, str], ...] = ()  # tool calls with parts of their arguments
     echoed: tuple[Token, ...] = ()  # the prompt's tokens, when it is echoed with logprobs
     said: tuple[Token, ...] = ()
     finish: Finish | None = None
@@ -48,11 +49,19 @@ def join(parts: Sequence[Part]) -> Part:
         parts[0],
         text="".join(part.text for part in parts),
         reasoning="".join(part.reasoning for part in parts),
+        calls=_whole_calls(parts),
         echoed=tuple(token for part in parts for token in part.echoed),
         said=tuple(token for part in parts for token in part.said),
         finish=parts[-1].finish,
         stop_reason=parts[-1].stop_reason,
     )
+
+
+def _whole_calls(parts: Sequence[Part]) -> tuple[tuple[Call, str], ...]:
+    arguments: dict[Call, str] = {}
+    for call, text in (entry for part in parts for entry in part.calls):
+        arguments[call] = arguments.get(call, "") + text
+    return tuple(arguments.items())
 
 
 class Teller:
@@ -68,8 +77,9 @@ class Teller:
         part = Part(
             index=piece.index,
             seed=self._job.seed_of(piece.index),
-            text="" if piece.channel == "reasoning" else piece.text,
+            text=piece.text if piece.channel == "content" else "",
             reasoning=piece.text if piece.channel == "reasoning" else "",
+            calls=((piece.call, piece.text),) if piece.call is not None else (),
             finish=piece.finish,
             stop_reason=piece.stop_reason,
         )

@@ -14,10 +14,15 @@ from onedraw.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    FunctionTool,
+    JsonSchema,
     Message,
     Prediction,
+    ResponseFormat,
     StreamOptions,
+    StructuredOutputs,
     TokenizeRequest,
+    ToolSpec,
 )
 
 _HEAD = """# The HTTP interface
@@ -101,8 +106,13 @@ def page() -> str:
         ("`POST /v1/completions`", CompletionRequest),
         ("`POST /v1/chat/completions`", ChatRequest),
         ("A message", Message),
+        ("A tool", ToolSpec),
+        ("The function of a tool", FunctionTool),
         ("`stream_options`", StreamOptions),
         ("`prediction`", Prediction),
+        ("`response_format`", ResponseFormat),
+        ("`response_format.json_schema`", JsonSchema),
+        ("`structured_outputs`", StructuredOutputs),
         ("`POST /tokenize`", TokenizeRequest),
         ("`POST /detokenize`", DetokenizeRequest),
     )

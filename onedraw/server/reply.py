@@ -28,6 +28,7 @@ class Scribe:
         self._job = job
         self._tokenizer = tokenizer
         self._include_usage = include_usage
+        self._begun: set[tuple[int, int]] = set()  # choice and call, of calls that were named
         self._head = {
             "id": job.id,
             "created": int(time.time()),
@@ -46,10 +47,26 @@ class Scribe:
             part = _without_prompt(part)
         shows_tokens = self._job.logprobs or self._job.token_ids or self._job.checksums or self._job.details
         opens = part.prompt_ids is not None and self._job.token_ids
-        if part.text or part.reasoning or part.finish is not None or opens or (part.said and shows_tokens):
-            body = {"delta": _spoken(part)} if self._job.kind == "chat" else {"text": part.text}
+        calls = self._deltas(part)
+        if part.text or part.reasoning or calls or part.finish is not None or opens or (part.said and shows_tokens):
+            body = {"delta": _spoken(part) | calls} if self._job.kind == "chat" else {"text": part.text}
             written.append(self._chunk(self._choice(part, body), part.prompt_ids))
         return written
+
+    def _deltas(self, part: Part) -> Json:
+        """Calls with what is new of them: id and name once, then pieces of the arguments."""
+        written = []
+        for call, text in part.calls:
+            entry: Json = {"index": call.index}
+            if (part.index, call.index) not in self._begun:
+                self._begun.add((part.index, call.index))
+                entry |= {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": text}}
+            elif text:
+                entry |= {"function": {"arguments": text}}
+            else:
+                continue
+            written.append(entry)
+        return {"tool_calls": written} if written else {}
 
     def usage_chunk(self, usage: Usage) -> Json:
         return self._head | {"object": self._chunk_object, "choices": [], "usage": write_usage(usage)}
@@ -71,7 +88,7 @@ class Scribe:
         for index in range(self._job.choices):
             part = join(parts[index])
             if self._job.kind == "chat":
-                body: Json = {"message": {"role": "assistant", "content": "", "refusal": None} | _spoken(part)}
+                body: Json = {"message": _message(part)}
             else:
                 body = {"text": part.text}
             choices.append(self._choice(part, body))
@@ -160,6 +177,17 @@ def write_usage(usage: Usage) -> Json:
             "rejected_prediction_tokens": usage.rejected,
         },
     }
+
+
+def _message(part: Part) -> Json:
+    content = None if part.calls and not part.text else ""
+    message: Json = {"role": "assistant", "content": content, "refusal": None} | _spoken(part)
+    if part.calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+            for call, arguments in part.calls
+        ]
+    return message
 
 
 def _spoken(part: Part) -> Json:

@@ -1,8 +1,9 @@
 """A thinking budget: reasoning that has used up its tokens is closed with the family's own words.
 
 In: how a family reasons, a limit in tokens, the ids of the closing words. Out: a Constraint that allows everything until the
-limit is reached inside reasoning, and from there on one token after the other of the closing words. It counts by the same
-walk that tells the channels of a reply apart, over history and drafts alike, so drafts cannot change where thinking ends.
+limit is reached inside reasoning, and then, behind a whole character, one token after the other of the closing words. It
+counts by the same walk that tells the channels of a reply apart, over history and drafts alike, so drafts cannot change
+where thinking ends.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from onedraw.text.channels import Place, Reasoning, beginning, walk
+from onedraw.text.channels import Place, Reasoning, Thinking, beginning, walk
 from onedraw.text.walk import Walk
 from onedraw.types import Bits
 
@@ -26,49 +27,56 @@ class Spent:
     place: Place
     tokens: int = 0
     due: int = NOT_CLOSING
+    missing: int = 0  # bytes that the last character still needs
 
 
 class ThinkingBudget:
     """Owner: one request. `spell` gives the bytes of a token."""
 
     def __init__(
-        self, reasoning: Reasoning, *, limit: int, closing: Sequence[int], spell: Callable[[int], bytes], reasoning_open: bool
+        self, reasoning: Reasoning, *, limit: int, closing: Sequence[int], spell: Callable[[int], bytes], thinking: Thinking
     ) -> None:
         assert closing
         self._reasoning = reasoning
         self._limit = limit
         self._closing = tuple(closing)
         self._spell = spell
-        self._open = reasoning_open
         self._masks = {token: single(token) for token in closing}
-        first = Spent(beginning(reasoning, reasoning_open=reasoning_open))
+        first = Spent(beginning(reasoning, thinking))
         self._walk = Walk(self._judged(first), self._step)
 
     def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> Bits | None:
         due = self._walk.after(output, drafts).due
         return None if due == NOT_CLOSING else self._masks[self._closing[due]]
 
-    def fresh(self) -> ThinkingBudget:
-        return ThinkingBudget(
-            self._reasoning, limit=self._limit, closing=self._closing, spell=self._spell, reasoning_open=self._open
-        )
-
     def _step(self, spent: Spent, token: int) -> Spent:
         # The markers are ASCII, so bytes may be read as characters one by one.
-        place, _ = walk(spent.place, self._spell(token).decode("latin-1"), self._reasoning)
+        said = self._spell(token)
+        place, _ = walk(spent.place, said.decode("latin-1"), self._reasoning)
         if spent.due != NOT_CLOSING:
             if spent.due + 1 < len(self._closing):
                 return replace(spent, place=place, due=spent.due + 1)
             # After the last closing token thinking is over, whatever the text before it made of the marker.
             return replace(spent, place=_over(place), due=NOT_CLOSING)
-        return self._judged(Spent(place, spent.tokens + spent.place.reasoning))
+        return self._judged(Spent(place, spent.tokens + spent.place.reasoning, missing=missing_bytes(spent.missing, said)))
 
     def _judged(self, spent: Spent) -> Spent:
-        return replace(spent, due=0) if spent.place.reasoning and spent.tokens >= self._limit else spent
+        over = spent.place.reasoning and spent.tokens >= self._limit and not spent.missing
+        return replace(spent, due=0) if over else spent
 
 
 def _over(place: Place) -> Place:
     return Place("content", fresh=True) if place.reasoning else place
+
+
+def missing_bytes(missing: int, said: bytes) -> int:
+    """How many bytes the last character still needs, where it needed so many before."""
+    for byte in said:
+        if missing and 0x80 <= byte < 0xC0:
+            missing -= 1
+        else:
+            missing = 0 if byte < 0xC0 else 1 if byte < 0xE0 else 2 if byte < 0xF0 else 3
+    return missing
 
 
 def single(token: int) -> Bits:

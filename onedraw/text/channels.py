@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 TextChannel = Literal["content", "reasoning"]
+Thinking = Literal["may", "open", "over"]  # where a reply begins: before thinking, inside it, behind it
 Pieces = list[tuple[TextChannel, str]]
 
 SPACE = " \t\r\n"
@@ -27,6 +28,7 @@ class Reasoning:
     anywhere: bool = False  # may begin in the middle of a reply; else a marker there is plain text
     switch: bool = True  # the template knows `enable_thinking`
     effort: bool = False  # the template knows `reasoning_effort`
+    prompted: bool = False  # the prompt itself opens the reasoning, where there is to be some
 
 
 def reasoning_of(template_source: str) -> Reasoning | None:
@@ -41,9 +43,14 @@ def reasoning_of(template_source: str) -> Reasoning | None:
     return None
 
 
-def reasoning_is_open(prompt: str, reasoning: Reasoning | None) -> bool:
-    """Whether a rendered prompt ends inside reasoning, so that the reply begins there."""
-    return reasoning is not None and prompt.rstrip(SPACE).endswith(reasoning.opens.rstrip(SPACE))
+def thinking_after(prompt: str, reasoning: Reasoning | None) -> Thinking:
+    """Where the reply to a rendered prompt begins: a template may open the reasoning, or open and close it."""
+    end = prompt.rstrip(SPACE)
+    if reasoning is None or end.endswith(reasoning.closes.rstrip(SPACE)):
+        return "over"
+    if end.endswith(reasoning.opens.rstrip(SPACE)):
+        return "open"
+    return "over" if reasoning.prompted else "may"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +66,10 @@ class Place:
         return self.mode == "reasoning"
 
 
-def beginning(reasoning: Reasoning | None, *, reasoning_open: bool = False) -> Place:
-    if reasoning is None:
+def beginning(reasoning: Reasoning | None, thinking: Thinking) -> Place:
+    if reasoning is None or thinking == "over":
         return Place("content")
-    return Place("reasoning", fresh=True) if reasoning_open else Place("start")
+    return Place("reasoning", fresh=True) if thinking == "open" else Place("start")
 
 
 def walk(place: Place, text: str, reasoning: Reasoning | None) -> tuple[Place, Pieces]:
@@ -108,9 +115,9 @@ def _step(place: Place, text: str, reasoning: Reasoning, pieces: Pieces) -> tupl
 class ChannelSplitter:
     """One owner: the stream of one reply. Without a way to reason everything is content."""
 
-    def __init__(self, reasoning: Reasoning | None, *, reasoning_open: bool = False) -> None:
+    def __init__(self, reasoning: Reasoning | None, thinking: Thinking = "may") -> None:
         self._reasoning = reasoning
-        self._place = beginning(reasoning, reasoning_open=reasoning_open)
+        self._place = beginning(reasoning, thinking)
 
     def push(self, text: str) -> Pieces:
         """Pieces that are final now, in order."""

@@ -111,7 +111,7 @@ def test_the_latest_comer_is_driven_out_first_and_waits_in_front() -> None:
     assert scheduler.waiting[0] is second
     assert second.computed == 0
     assert len(second.history.output) > 0  # what was chosen stays chosen
-    scheduler.ledger.audit()
+    scheduler.ledger.audit_all()
 
 
 def test_drafts_of_a_turn_stay_within_what_can_be_rolled_back() -> None:
@@ -141,7 +141,7 @@ def test_a_prompt_known_as_a_whole_generates_at_once_from_a_row_without_tokens()
     assert (row.start, row.tokens, row.drafts, row.restore, row.chooses) == (6, (), (), save.slot, True)
     assert len(row.copies) == 1
     assert step(scheduler)["again"].row.tokens == (2,)
-    scheduler.ledger.audit()
+    scheduler.ledger.audit_all()
 
 
 def test_a_row_that_fills_a_checkpoint_carries_no_drafts() -> None:

@@ -57,7 +57,7 @@ def test_a_second_request_shares_the_full_pages_of_the_first() -> None:
     assert second.pages[0] == first.pages[0][:2]
     first.release()
     second.release()
-    ledger.audit()
+    ledger.audit_all()
 
 
 def test_at_least_one_known_token_is_left_to_compute() -> None:
@@ -77,7 +77,7 @@ def test_a_prefix_outlives_its_sequence_until_the_pages_are_needed() -> None:
     again = lend(ledger, history(1, 2, 3, 4, 9))
     assert again.cached == 0
     again.release()
-    ledger.audit()
+    ledger.audit_all()
 
 
 def test_the_end_of_a_chain_is_forgotten_before_its_beginning() -> None:
@@ -96,14 +96,14 @@ def test_no_lease_without_pages_for_the_known_tokens_and_the_next() -> None:
     assert scored is not None
     scored.release()
     assert ledger.lend(history(1, 2, 3), reuse=True) is not None
-    ledger.audit()
+    ledger.audit_all()
 
 
 def test_no_lease_without_a_lane() -> None:
     ledger = make(lanes=1)
     assert ledger.lend(history(1), reuse=True) is not None
     assert ledger.lend(history(2), reuse=True) is None
-    ledger.audit()
+    ledger.audit_all()
 
 
 def test_settling_gives_back_the_pages_of_rejected_drafts() -> None:
@@ -114,7 +114,7 @@ def test_settling_gives_back_the_pages_of_rejected_drafts() -> None:
     assert len(lease.pages[0]) == 5
     lease.settle(3, known)
     assert len(lease.pages[0]) == 2
-    ledger.audit()
+    ledger.audit_all()
 
 
 def test_covering_takes_nothing_where_it_cannot_take_all() -> None:
@@ -131,6 +131,29 @@ def test_a_page_dropped_twice_is_noticed() -> None:
     ledger.pools[0].drop(page, indexed=False)
     with pytest.raises(AssertionError):
         ledger.audit()
+
+
+def test_a_slot_that_nobody_gives_back_is_noticed() -> None:
+    ledger = make(checkpoints=2)
+    assert ledger.slots.take() is not None
+    with pytest.raises(AssertionError, match="slot is lost"):
+        ledger.audit_all()
+
+
+def test_a_checkpoint_that_stays_pinned_is_noticed() -> None:
+    ledger = make(checkpoints=2)
+    known = history(1, 2, 3)
+    run(lend(ledger, known), known)
+    ledger.slots.pin(0)
+    with pytest.raises(AssertionError, match="to be restored"):
+        ledger.audit_all()
+
+
+def test_a_node_that_nobody_needs_is_noticed() -> None:
+    ledger = make()
+    ledger.index.below(ledger.index.root, (1, 2))
+    with pytest.raises(AssertionError, match="a node nobody needs"):
+        ledger.audit_all()
 
 
 def run(lease: Lease, known: History, *, start: int = 0) -> tuple[Save, ...]:
@@ -152,7 +175,7 @@ def test_a_window_lets_go_of_a_page_as_soon_as_nobody_sees_it_and_no_sooner() ->
             seen = (number + 1) * 2 > length - 3 + 1  # the next position sees length - 2 and length - 1, and itself
             assert (page != NO_PAGE) == seen
         assert NO_PAGE not in lease.pages[0]
-        ledger.audit()
+        ledger.audit_all()
     assert ledger.let_go == 3
 
 
@@ -165,7 +188,7 @@ def go(ledger: Ledger, *tokens: int) -> int:
         assert lease.cover(length)
         lease.settle(length, known)
     lease.release()
-    ledger.audit()
+    ledger.audit_all()
     return lease.cached
 
 
@@ -206,11 +229,11 @@ def test_exactly_this_prompt_again_has_nothing_to_compute_and_a_page_of_its_own(
     assert (copy.group, copy.source) == (0, first.pages[0][1])
     assert copy.target == second.pages[0][1] != first.pages[0][1]
     first.release()
-    ledger.audit()  # the source is held for the second
+    ledger.audit_all()  # the source is held for the second
     second.settle(3, known)
     assert second.opening is None
     second.release()
-    ledger.audit()
+    ledger.audit_all()
     assert ledger.pages_held == 0
 
 
@@ -234,10 +257,10 @@ def test_a_copy_that_is_one_page_too_many_is_done_without() -> None:
     again = lend(ledger, known)
     assert (again.cached, again.opening) == (2, None)
     assert again.cover(4)
-    ledger.audit()
+    ledger.audit_all()
     assert ledger.slots.kept == 0  # its page was the one to take
     again.release()
-    ledger.audit()
+    ledger.audit_all()
 
 
 def test_a_checkpoint_goes_with_its_page_and_a_page_with_its_checkpoint() -> None:
@@ -252,7 +275,7 @@ def test_a_checkpoint_goes_with_its_page_and_a_page_with_its_checkpoint() -> Non
     run(lease, other)  # takes the only slot
     assert (ledger.slots.evictions, ledger.slots.kept) == (1, 1)
     lease.release()
-    ledger.audit()
+    ledger.audit_all()
     assert lend(ledger, known).cached == 2
 
 
@@ -263,10 +286,10 @@ def test_several_who_come_with_one_prompt_fill_one_slot() -> None:
     planned = [lease.saves(start=0, stop=3, chooses=True) for lease in leases if lease.cover(3)]
     assert [len(saves) for saves in planned] == [1, 0, 0]
     leases[0].release()  # its turn failed
-    ledger.audit()
+    ledger.audit_all()
     assert ledger.slots.kept == 0
     leases[1].settle(3, known)
-    ledger.audit()
+    ledger.audit_all()
 
 
 def test_a_recurrent_prefix_is_resumed_on_a_chunk_boundary_that_was_saved() -> None:
@@ -285,7 +308,7 @@ def test_a_recurrent_prefix_is_resumed_on_a_chunk_boundary_that_was_saved() -> N
     assert again.cached == 10
     preempted = lend(ledger, known)
     assert preempted.cached == 10
-    ledger.audit()
+    ledger.audit_all()
 
 
 def test_who_leaves_a_known_prefix_saves_the_boundary_before() -> None:
@@ -322,8 +345,8 @@ def test_no_order_of_events_loses_a_page(events: list[tuple[int, int]]) -> None:
             case 3 if held:
                 lease, known = held[number % len(held)]
                 known.output.append(number % 2)
-        ledger.audit()
+        ledger.audit_all()
     for lease, _ in held:
         lease.release()
-    ledger.audit()
+    ledger.audit_all()
     assert ledger.pages_held == 0

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from onedraw.sampling.adjust import unpacked
-from onedraw.text.budget import ThinkingBudget, single
-from onedraw.text.channels import Reasoning
+from onedraw.text.budget import ThinkingBudget, missing_bytes, single
+from onedraw.text.channels import Reasoning, Thinking
 from onedraw.text.toy import toy_tokenizer
 from onedraw.text.walk import Walk, shared
 
@@ -19,10 +19,8 @@ def ids(text: str) -> list[int]:
     return TOKENIZER.encode(text, add_special=False)
 
 
-def budget(limit: int, *, reasoning_open: bool = True) -> ThinkingBudget:
-    return ThinkingBudget(
-        THINK, limit=limit, closing=ids(THINK.closing), spell=TOKENIZER.token_bytes, reasoning_open=reasoning_open
-    )
+def budget(limit: int, thinking: Thinking = "open") -> ThinkingBudget:
+    return ThinkingBudget(THINK, limit=limit, closing=ids(THINK.closing), spell=TOKENIZER.token_bytes, thinking=thinking)
 
 
 def only(constraint: ThinkingBudget, said: str, drafts: str = "") -> str | None:
@@ -50,10 +48,10 @@ def test_thinking_that_ends_by_itself_is_left_alone() -> None:
 
 def test_a_budget_of_nothing_closes_at_once_and_only_what_was_opened() -> None:
     assert only(budget(0), "") == "\n"
-    assert only(budget(0, reasoning_open=False), "") is None
-    assert only(budget(0, reasoning_open=False), "<think") is None
-    assert only(budget(0, reasoning_open=False), "<think>") == "\n"
-    assert only(budget(0, reasoning_open=False), "plain text <think>") is None
+    assert only(budget(0, "may"), "") is None
+    assert only(budget(0, "may"), "<think") is None
+    assert only(budget(0, "may"), "<think>") == "\n"
+    assert only(budget(0, "may"), "plain text <think>") is None
 
 
 @pytest.mark.parametrize("cut", range(12))
@@ -69,8 +67,15 @@ def test_another_branch_of_a_tree_is_walked_from_where_it_parts() -> None:
     assert only(constraint, "s", "o</") is None
     assert only(constraint, "so", " it\n") == "<"
     assert only(constraint, "so", "me") is None
-    again = constraint.fresh()
-    assert only(again, "so it") == "\n"
+
+
+def test_a_character_is_not_cut_in_two() -> None:
+    constraint, half = budget(3), ids("abé")
+    assert constraint.allowed(half[:3], []) is None
+    assert only(constraint, "abé") == "\n"
+    assert [missing_bytes(0, text.encode()[:-1]) for text in ("a", "é", "世", "🌍")] == [0, 1, 1, 1]
+    assert missing_bytes(3, "🌍".encode()[1:]) == 0
+    assert missing_bytes(2, b"a") == 0
 
 
 def test_a_set_of_one_has_one_token() -> None:

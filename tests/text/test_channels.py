@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import groupby
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onedraw.text.channels import SPACE, ChannelSplitter, Reasoning, reasoning_is_open, reasoning_of
+from onedraw.text.channels import SPACE, ChannelSplitter, Reasoning, reasoning_of, thinking_after
 
 THINK = Reasoning("<think>", "</think>", "\n</think>\n\n")
 SHORT = Reasoning("<t>", "</t>", "</t>")
@@ -48,7 +49,7 @@ def folded(pieces: list[tuple[str, str]]) -> list[tuple[str, str]]:
 @settings(max_examples=500)
 def test_however_a_text_is_cut_the_channels_are_the_same(parts: list[str], width: int, reasoning: bool, how: Reasoning) -> None:
     text = "".join(parts)
-    splitter = ChannelSplitter(how, reasoning_open=reasoning)
+    splitter = ChannelSplitter(how, "open" if reasoning else "may")
     pieces = [piece for start in range(0, len(text), width) for piece in splitter.push(text[start : start + width])]
     pieces += splitter.finish()
     assert all(text for _, text in pieces)
@@ -65,7 +66,7 @@ def test_a_reply_that_thinks_first() -> None:
 
 
 def test_a_prompt_may_have_opened_the_reasoning() -> None:
-    splitter = ChannelSplitter(THINK, reasoning_open=True)
+    splitter = ChannelSplitter(THINK, "open")
     assert splitter.push("so</think>yes") == [("reasoning", "so"), ("content", "yes")]
 
 
@@ -76,14 +77,14 @@ def test_a_marker_in_the_middle_of_an_answer_is_text() -> None:
 
 
 def test_half_a_marker_at_the_end_is_text() -> None:
-    splitter = ChannelSplitter(THINK, reasoning_open=True)
+    splitter = ChannelSplitter(THINK, "open")
     assert splitter.push("a </thin") == [("reasoning", "a")]
     assert splitter.finish() == [("reasoning", " </thin")]
     assert splitter.finish() == []
 
 
 def test_without_reasoning_everything_is_content() -> None:
-    splitter = ChannelSplitter(None, reasoning_open=True)
+    splitter = ChannelSplitter(None, "open")
     assert splitter.push("<think>x</think>") == [("content", "<think>x</think>")]
     assert splitter.push("") == []
     assert splitter.finish() == []
@@ -110,10 +111,16 @@ def test_the_template_tells_how_a_family_reasons(source: str, reasoning: Reasoni
     assert reasoning_of(source) == reasoning
 
 
-def test_a_prompt_that_ends_with_the_start_marker_is_open() -> None:
+def test_the_prompts_end_tells_where_the_reply_begins() -> None:
     gemma = reasoning_of(GEMMA)
-    assert reasoning_is_open("<|im_start|>assistant\n<think>\n", THINK)
-    assert not reasoning_is_open("<think>\n\n</think>\n\n", THINK)
-    assert not reasoning_is_open("<think>", None)
-    assert not reasoning_is_open("<|turn>model\n<|channel>thought\n<channel|>", gemma)
-    assert reasoning_is_open("<|turn>model\n<|channel>thought\n", gemma)
+    assert thinking_after("<|im_start|>assistant\n<think>\n", THINK) == "open"
+    assert thinking_after("<think>\n\n</think>\n\n", THINK) == "over"
+    assert thinking_after("<|im_start|>assistant\n", THINK) == "may"
+    assert thinking_after("<|im_start|>assistant\n", replace(THINK, prompted=True)) == "over"
+    assert thinking_after("<think>", None) == "over"
+    assert thinking_after("<|turn>model\n<|channel>thought\n<channel|>", gemma) == "over"
+    assert thinking_after("<|turn>model\n<|channel>thought\n", gemma) == "open"
+
+
+def test_behind_its_thinking_a_reply_is_content() -> None:
+    assert ChannelSplitter(THINK, "over").push("<think>x") == [("content", "<think>x")]
