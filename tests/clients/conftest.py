@@ -76,7 +76,7 @@ def running(*flags: str) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    with running("--max-context", "1024") as started:
+    with running("--max-context", "4096") as started:
         yield started
 
 

@@ -35,7 +35,7 @@ def test_counting(server: Server, client: anthropic.Anthropic) -> None:
 def test_tools(server: Server, client: anthropic.Anthropic) -> None:
     tool = {"name": "weather", "input_schema": WEATHER}
     reply = client.messages.create(
-        model=server.model, messages=HELLO, tools=[tool], tool_choice={"type": "tool", "name": "weather"}, max_tokens=400
+        model=server.model, messages=HELLO, tools=[tool], tool_choice={"type": "tool", "name": "weather"}, max_tokens=2000
     )
     (call,) = [block for block in reply.content if block.type == "tool_use"]
     assert 1 <= call.input["days"] <= 9

@@ -22,7 +22,7 @@ def test_a_typed_reply(server: Server, needs: Callable[..., None], mode: instruc
     needs(field=field)
     client = instructor.from_openai(openai.OpenAI(base_url=server.base, api_key=server.key, max_retries=0), mode=mode)
     reply = client.chat.completions.create(
-        model=server.model, messages=HELLO, response_model=Weather, max_retries=0, seed=5, max_tokens=400
+        model=server.model, messages=HELLO, response_model=Weather, max_retries=0, seed=5, max_tokens=2000
     )
     assert 1 <= reply.days <= 9
 

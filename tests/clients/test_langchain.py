@@ -43,11 +43,11 @@ class Weather(BaseModel):
 
 def test_tools(server: Server, needs: Callable[..., None]) -> None:
     needs(field="tools")
-    reply = model(server, max_tokens=400).bind_tools([Weather], tool_choice="required").invoke("Hello.")
+    reply = model(server, max_tokens=2000).bind_tools([Weather], tool_choice="required", strict=True).invoke("Hello.")
     assert reply.tool_calls[0]["name"] == "Weather"
 
 
 def test_structured_output(server: Server, needs: Callable[..., None]) -> None:
     needs(field="response_format")
-    reply = model(server, max_tokens=400).with_structured_output(Weather, method="json_schema").invoke("Hello.")
+    reply = model(server, max_tokens=2000).with_structured_output(Weather, method="json_schema").invoke("Hello.")
     assert isinstance(reply, Weather)

@@ -44,5 +44,5 @@ def test_errors(server: Server) -> None:
 def test_tools(server: Server, needs: Callable[..., None]) -> None:
     needs(field="tools")
     tool = {"type": "function", "function": {"name": "weather", "parameters": WEATHER, "strict": True}}
-    (call,) = ask(server, tools=[tool], tool_choice="required", seed=3, max_tokens=400).choices[0].message.tool_calls
+    (call,) = ask(server, tools=[tool], tool_choice="required", seed=3, max_tokens=2000).choices[0].message.tool_calls
     assert 1 <= json.loads(call.function.arguments)["days"] <= 9

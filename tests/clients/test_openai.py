@@ -52,7 +52,7 @@ def test_models(server: Server, client: openai.OpenAI) -> None:
 def test_tools(server: Server, client: openai.OpenAI, needs: Callable[..., None]) -> None:
     needs(field="tools")
     tool = {"type": "function", "function": {"name": "weather", "parameters": WEATHER, "strict": True}}
-    asked = {"model": server.model, "tools": [tool], "tool_choice": "required", "seed": 3, "max_tokens": 400}
+    asked = {"model": server.model, "tools": [tool], "tool_choice": "required", "seed": 3, "max_tokens": 2000}
     message = client.chat.completions.create(messages=HELLO, **asked).choices[0].message  # type: ignore[call-overload]
     (call,) = message.tool_calls
     assert call.function.name == "weather"
@@ -69,7 +69,7 @@ class Weather(BaseModel):
 
 def test_structured_output(server: Server, client: openai.OpenAI, needs: Callable[..., None]) -> None:
     needs(field="response_format")
-    reply = client.chat.completions.parse(model=server.model, messages=HELLO, response_format=Weather, seed=2, max_tokens=400)
+    reply = client.chat.completions.parse(model=server.model, messages=HELLO, response_format=Weather, seed=2, max_tokens=2000)
     assert reply.choices[0].finish_reason == "stop"
     assert isinstance(reply.choices[0].message.parsed, Weather)
 

@@ -54,6 +54,6 @@ def test_tools(server: Server, needs: Callable[..., None]) -> None:
     needs(field="tools")
     running = agent(server, tools=(weather,), tool_choice="required")
     running.reset_tool_choice = False
-    running.model_settings.max_tokens = 400
+    running.model_settings.max_tokens = 2000
     with pytest.raises(Exception, match="Max turns"):  # a tool that must be called is called in every turn
         Runner.run_sync(running, "Hello.", max_turns=2)

@@ -51,5 +51,5 @@ class Weather(BaseModel):
 
 def test_a_typed_reply(server: Server, needs: Callable[..., None]) -> None:
     needs(field="tools")
-    reply = agent(server, output_type=Weather).run_sync("Hello.", model_settings={"seed": 3, "max_tokens": 400})
+    reply = agent(server, output_type=Weather).run_sync("Hello.", model_settings={"seed": 3, "max_tokens": 2000})
     assert isinstance(reply.output, Weather)

@@ -30,11 +30,11 @@ const parts = {
   "chat-error": () => failed(() => generateText(asked)),
   async tools() {
     const tools = { weather: tool({ description: "the weather", inputSchema: weather }) };
-    const reply = await generateText({ ...asked, maxOutputTokens: 400, tools, toolChoice: "required" });
+    const reply = await generateText({ ...asked, maxOutputTokens: 2000, tools, toolChoice: "required" });
     return reply.toolCalls[0].input;
   },
   async structured() {
-    return (await generateObject({ ...asked, maxOutputTokens: 400, schema: weather })).object;
+    return (await generateObject({ ...asked, maxOutputTokens: 2000, schema: weather })).object;
   },
 };
 console.log(JSON.stringify(await parts[process.argv[2]]()));

@@ -33,12 +33,12 @@ const parts = {
   "chat-error": () => failed(() => client.chat.completions.create(asked)),
   async tools() {
     const tools = [{ type: "function", function: { name: "weather", parameters: weather, strict: true } }];
-    const reply = await client.chat.completions.create({ ...asked, max_tokens: 400, tools, tool_choice: "required" });
+    const reply = await client.chat.completions.create({ ...asked, max_tokens: 2000, tools, tool_choice: "required" });
     return JSON.parse(reply.choices[0].message.tool_calls[0].function.arguments);
   },
   async structured() {
     const response_format = { type: "json_schema", json_schema: { name: "weather", schema: weather, strict: true } };
-    const reply = await client.chat.completions.create({ ...asked, max_tokens: 400, response_format });
+    const reply = await client.chat.completions.create({ ...asked, max_tokens: 2000, response_format });
     return JSON.parse(reply.choices[0].message.content);
   },
 };
