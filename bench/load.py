@@ -20,6 +20,7 @@ import signal
 import statistics
 import sys
 import time
+from array import array
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -241,13 +242,34 @@ def percentile(values: Sequence[float], share: float) -> float:
 # ---------------------------------------------------------------------------------------------- the server
 
 
+class Spread:
+    """How often a time was taken, by tenths of a millisecond up to twenty seconds: its own memory does not grow."""
+
+    def __init__(self) -> None:
+        self._counts = array("L", [0]) * 200_000
+        self._total = 0
+
+    def add(self, seconds: float) -> None:
+        self._counts[min(int(seconds * 10_000), len(self._counts) - 1)] += 1
+        self._total += 1
+
+    def at(self, share: float) -> float:
+        """Milliseconds that this share of the times stays below."""
+        seen = 0
+        for tenths, count in enumerate(self._counts):
+            seen += count
+            if seen > share * self._total:
+                return (tenths + 1) / 10
+        return 0.0
+
+
 class Overhead:
     """Times every event of the engine until its bytes have been handed to the socket. Between an app and its door."""
 
     def __init__(self, app: Any, door: Door) -> None:
         self._app = app
         self._told: dict[str, deque[float]] = defaultdict(deque)
-        self.seconds: list[float] = []
+        self.spread = Spread()
         submit = door.service.submit
 
         def stamped(requests: Any) -> None:
@@ -275,7 +297,7 @@ class Overhead:
             await send(message)
             stamps = self._told.get(key)
             if stamps and message.get("body", b"").startswith(b"data: {"):
-                self.seconds.append(time.perf_counter() - stamps.popleft())
+                self.spread.add(time.perf_counter() - stamps.popleft())
 
         try:
             await self._app(scope, receive, timed)
@@ -293,8 +315,7 @@ def serve(clients: int) -> None:
     overhead = Overhead(server.config.app, door)
     server.config.app = overhead
     server.run()
-    taken = overhead.seconds
-    print(json.dumps({"median_ms": 1000 * statistics.median(taken or [0]), "p99_ms": 1000 * percentile(taken, 0.99)}))
+    print(json.dumps({"median_ms": overhead.spread.at(0.5), "p99_ms": overhead.spread.at(0.99)}))
 
 
 def main() -> int:

@@ -41,7 +41,10 @@ class KeyGuard:
         await error_response(wrong)(scope, receive, send)
 
     def _opens(self, scope: Scope) -> bool:
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        headers = Headers(scope=scope)
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if not scheme and "x-api-key" in headers:  # where Anthropic's clients put it
+            scheme, key = "bearer", headers["x-api-key"]
         # The bytes that came over the wire; other kinds of space may be parts of a key's characters.
         owner = self._keyring.owner(key.strip(" \t").encode("latin-1"))
         if owner is None or scheme.lower() != "bearer":

@@ -17,7 +17,16 @@ from pydantic.fields import FieldInfo
 from onedraw import __version__
 from onedraw.server import protocol
 from onedraw.server.fields import Rule, Treatment
-from onedraw.server.protocol import TABLES, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from onedraw.server.protocol import (
+    PARTS,
+    TABLES,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    JsonSchema,
+    Message,
+    TokenizeRequest,
+)
 from onedraw.types import ModelCard
 
 Json = dict[str, Any]
@@ -39,6 +48,11 @@ PLAIN: Mapping[str, tuple[str, str]] = {
     "/openapi.json": ("This document", "application/json"),
     "/": ("The web page", "text/html"),
 }
+SIFTED: tuple[type[BaseModel], ...] = (
+    Message,
+    *PARTS.values(),
+    JsonSchema,
+)  # of what stands inside, that in which null asks for nothing
 ERRORS = (400, 401, 404, 405, 408, 413, 429, 500, 503, 504)
 
 _TEXTS: Json = {"anyOf": [{"type": "string", "minLength": 1}, {"type": "array", "items": {"type": "string", "minLength": 1}}]}
@@ -143,8 +157,12 @@ def document(card: ModelCard, *, lenient: bool = False, locked: bool = False) ->
     schemas: Json = dict(OBJECTS)
     schemas["Completion"] = _reply("text_completion", "text", {"type": "string"})
     schemas["ChatCompletion"] = _reply("chat.completion", "message", {"type": "object", "required": ["role", "content"]})
-    for model, rules in TABLES.items():
-        schemas[model.__name__] = schema(model, rules, card=card, lenient=lenient)
+    bodies: list[type[BaseModel]] = [model for model, _, _ in POSTS.values()]
+    sifted = {model.__name__: model for model in (*bodies, *SIFTED)}
+    for model in bodies:
+        inner = model.model_json_schema(ref_template=COMPONENT).get("$defs", {})
+        schemas |= {name: _without(told) for name, told in inner.items() if name not in sifted}
+    schemas |= {name: schema(model, TABLES[model], card=card, lenient=lenient) for name, model in sifted.items()}
     key: Json = {"security": [{"key": []}]} if locked else {}
     paths: Json = {path: {"post": {**_post(*told), **key}} for path, told in POSTS.items()}
     for path, (summary, shape) in GETS.items():
@@ -187,10 +205,13 @@ def schema(model: type[BaseModel], rules: Mapping[str, Rule], *, card: ModelCard
     """What is accepted: honoured fields with their ranges, the others with the values that ask for nothing."""
     made = model.model_json_schema(ref_template=COMPONENT)
     required = made.get("required", [])
+    fields = {info.alias or name: info for name, info in model.model_fields.items()}
     properties: Json = {}
     for name, rule in rules.items():
         if rule.treatment is Treatment.HONOURED:
-            told = _honoured(name, model, made["properties"][name], card=card)
+            told = _honoured(name, fields[name], made["properties"][name], card=card)
+            if name in ("max_tokens", "max_completion_tokens") and model is CompletionRequest:
+                told["minimum"] = 0  # with `echo`: the prompt alone
         else:
             told = _other(rule)
         described = {"description": rule.note} if rule.note else {}
@@ -199,8 +220,7 @@ def schema(model: type[BaseModel], rules: Mapping[str, Rule], *, card: ModelCard
     return {**body, "required": required} if required else body
 
 
-def _honoured(name: str, model: type[BaseModel], made: Json, *, card: ModelCard) -> Json:
-    field = next(field for own, field in model.model_fields.items() if name in (own, field.alias))
+def _honoured(name: str, field: FieldInfo, made: Json, *, card: ModelCard) -> Json:
     validator = next((entry for entry in field.metadata if isinstance(entry, PlainValidator)), None)
     if validator is None:
         validator = next((entry for entry in _inner(field) if isinstance(entry, PlainValidator)), None)
@@ -210,8 +230,6 @@ def _honoured(name: str, model: type[BaseModel], made: Json, *, card: ModelCard)
     for inner in (told, *told.get("anyOf", [])):
         if inner.get("type") in ("integer", "number"):
             inner |= limits(str((field.json_schema_extra or {}).get("values", "")))  # type: ignore[union-attr]
-    if name in ("max_tokens", "max_completion_tokens") and model is CompletionRequest:
-        told["minimum"] = 0  # with `echo`: the prompt alone
     if name in ("tokens", "stop_token_ids"):
         told["items"] = {"type": "integer", "minimum": 0, "exclusiveMaximum": card.vocab}
     return told
@@ -224,8 +242,13 @@ def _inner(field: FieldInfo) -> tuple[Any, ...]:
 
 
 def _without(made: Json) -> Json:
-    """The schema without what is for people; None stands apart."""
+    """The schema without what is for people; None stands apart. Inside an object all of it is as pydantic takes it."""
     told = {key: value for key, value in made.items() if key not in ("title", "values", "default", "description")}
+    if "properties" in told:
+        shown = ("title", "values", "default")
+        told["properties"] = {
+            name: {key: value for key, value in inner.items() if key not in shown} for name, inner in told["properties"].items()
+        }
     if "anyOf" in told:
         told["anyOf"] = [dict(entry) for entry in told["anyOf"] if entry.get("type") != "null"]
         if len(told["anyOf"]) == 1:

@@ -42,7 +42,7 @@ This page is generated: `python -m onedraw.server.reference > docs/api.md`. A te
 | `GET /` | the web page, whose files need no key |
 
 With `--api-key` or `--api-key-file`, everything but `/health` and the web page's files needs the header
-`Authorization: Bearer KEY`.
+`Authorization: Bearer KEY` (or `x-api-key: KEY`).
 
 ## What happens to a field
 

@@ -40,6 +40,13 @@ def test_with_the_key_everything_is_answered(locked):
         assert locked.get("/v1/models", headers={"authorization": f"{scheme} {KEY}".encode()}).status_code == 200
 
 
+def test_the_key_may_stand_in_its_own_header(locked):
+    assert locked.get("/v1/models", headers={"x-api-key": KEY.encode()}).status_code == 200
+    assert locked.get("/v1/models", headers={"x-api-key": "wrong"}).status_code == 401
+    both = {"x-api-key": KEY.encode(), "authorization": b"Bearer wrong"}
+    assert locked.get("/v1/models", headers=both).status_code == 401
+
+
 def test_health_needs_no_key(locked):
     assert locked.get("/health").status_code == 200
 

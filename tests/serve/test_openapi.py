@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -39,8 +40,13 @@ def test_every_path_and_method_is_in_the_document(fake: Served, told: dict[str, 
 def test_every_field_of_every_table_is_in_the_document(told: dict[str, Any]) -> None:
     for model, rules in TABLES.items():
         schema = told["components"]["schemas"][model.__name__]
-        assert set(schema["properties"]) == set(rules)
+        assert set(schema["properties"]) == set(rules), model
         assert schema["additionalProperties"] is False
+
+
+def test_every_reference_leads_somewhere(told: dict[str, Any]) -> None:
+    named = set(re.findall(r"#/components/schemas/(\w+)", json.dumps(told)))
+    assert named <= set(told["components"]["schemas"])
 
 
 def test_a_validator_of_ours_has_its_values_spelled_out() -> None:
