@@ -10,7 +10,7 @@ MODEL ?= smollm2
 ARGS ?=
 JOBS ?= 2
 # Workers side by side with one compute thread each: thread pools that outnumber the cores wait for each other.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-long test-device check format bench docs clean
 
@@ -63,8 +63,8 @@ clean:
 # ---------------------------------------------------------------------------------------------- set-up
 
 $(VENV)/.stamp-serve: EXTRAS := serve,structured,terminal,models
-$(VENV)/.stamp-test: EXTRAS := serve,structured,terminal,models,test
-$(VENV)/.stamp-check: EXTRAS := serve,structured,terminal,models,test,check
+$(VENV)/.stamp-test: EXTRAS := serve,structured,terminal,models,test,browser
+$(VENV)/.stamp-check: EXTRAS := serve,structured,terminal,models,test,browser,check
 
 # A .venv counts for nothing if its Python does not run, if it was moved, or if an installation in it was cut off.
 $(shell [ ! -e $(VENV) ] || { $(BIN)/python -c 'import pip' && grep -qF '$(CURDIR)/$(VENV)' $(VENV)/pyvenv.cfg \

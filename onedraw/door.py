@@ -84,7 +84,7 @@ class Door:
         reasoning = None if self.template is None else reasoning_of(self.template.source)
         if reasoning is None or self.template is None:
             return None
-        switch = {"enable_thinking": True} if reasoning.switch else {}
+        switch: dict[str, Any] = {"enable_thinking": True} if reasoning.switch else {}
         try:
             probe = self.template.render([{"role": "user", "content": "?"}], **switch)
         except BadRequest:  # a template with wishes of its own

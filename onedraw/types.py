@@ -240,11 +240,13 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One chosen token."""
+    """One chosen token. How it came is no part of what it is: runs that chose alike are equal, drafts or none."""
 
     token: int
     logprobs: Logprobs | None = None
     checksum: int | None = None
+    kept: bool = field(default=False, compare=False)  # a draft had guessed it
+    rejected: int = field(default=0, compare=False)  # drafts of its row that were thrown away, on the row's last choice
 
 
 @dataclass(frozen=True, slots=True)

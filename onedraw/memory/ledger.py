@@ -1,7 +1,7 @@
 """The ledger lends lanes, pages and checkpoints; a lease is what one sequence holds.
 
 In: a sequence's tokens and lengths. Out: Lease, whose numbers go into rows. Everything a lease took it gives back in
-`release`; `audit` proves it whenever the engine is idle.
+`release`; `audit` proves it whenever the engine is idle, `audit_all` in every turn of a test.
 """
 
 from __future__ import annotations
@@ -81,8 +81,9 @@ class Ledger:
         """A lease that goes on from the longest prefix there is, or None where lanes or pages do not suffice.
 
         At least one known token is left to compute, since its logits are needed, unless a checkpoint has them. A lease
-        is only lent if the known tokens and `more` fit now, in rows of up to `step`, so that admission does not drive
-        out what runs. A prompt that is only scored has no next token, and must not wait for a page that may not be there.
+        is only lent if the known tokens and `more` fit now, in rows of up to `step`, beside what those before it were
+        promised, so that admission does not drive out what runs. A prompt that is only scored has no next token, and
+        must not wait for a page that may not be there.
         """
         if not self.lanes.available:
             return None
@@ -97,10 +98,14 @@ class Ledger:
             if self._fits(resume, length, step):
                 self.queried += len(tokens)
                 self.hit += resume.position
-                return self._lease(resume, history, shared=(len(path) - 1) * self.page_size)
+                return self._lease(resume, history, length, shared=(len(path) - 1) * self.page_size)
             if not resume.copies:
                 break
         return None
+
+    def seen_from(self, length: int, window: int | None) -> int:
+        """Positions before it may be let go once `length` positions are settled."""
+        return first_needed(length, window)
 
     def _shared(self, resume: Resume, group: int) -> list[int]:
         """Pages of the resumed prefix that are still seen, at their places."""
@@ -113,11 +118,20 @@ class Ledger:
             most = most_pages(length - first * self.page_size, window=pool.window, step=step, page_size=self.page_size)
             shared = [page for page in self._shared(resume, group) if page != NO_PAGE]
             idle = sum(map(pool.idle, shared)) + (resume.copies and pool.idle(_tail(resume, group)))
-            if most - len(shared) + idle > pool.available:
+            if most - len(shared) + idle + self._promised(group) > pool.available:
                 return False
         return True
 
-    def _lease(self, resume: Resume, history: History, *, shared: int) -> Lease:
+    def _promised(self, group: int) -> int:
+        """Pages of a sliding group that those who run will hold again: a window lets go of some and takes others, so what
+        they hold now says little. The positions of one turn are asked of the newcomer alone: all rows share them."""
+        window = self.pools[group].window
+        if window is None:
+            return 0
+        least = partial(most_pages, window=window, step=1, page_size=self.page_size)
+        return sum(max(least(lease.length) - lease.held(group), 0) for lease in self.leases.values())
+
+    def _lease(self, resume: Resume, history: History, length: int, *, shared: int) -> Lease:
         pages = tuple(self._shared(resume, group) for group in range(len(self.pools)))
         for pool, held in zip(self.pools, pages, strict=True):
             for page in held:
@@ -134,6 +148,7 @@ class Ledger:
             node=resume.path[-1],
             indexable=(prompt if self.needs.recurrent else _EVERYTHING) if self.reuse else 0,
             cached=resume.position,
+            length=length,
             prompt=history.prompt,
             wishes=save_points(
                 prompt=prompt,
@@ -219,16 +234,32 @@ class Ledger:
         self.slots.give_back(checkpoint.slot)
 
     def audit(self) -> None:
-        """Raise if a page, slot or lane is lost, held twice over, or held by nobody."""
-        leases = self.leases.values()
-        openings = [lease.opening for lease in leases if lease.opening is not None]
-        for group, pool in enumerate(self.pools):
-            held = Counter(page for lease in leases for page in lease.pages[group] if page != NO_PAGE)
-            held.update(copy.source for opening in openings for copy in opening.copies if copy.group == group)
-            pool.audit(held, self.index.known(group))
+        """Raise if a page or lane is lost or held by nobody. Counts alone, cheap enough for every idle moment."""
         if self.lanes.available + len(self.leases) != self.lanes.count:
             raise AssertionError("a lane is lost")
+        for group, pool in enumerate(self.pools):
+            if len(self._held(group)) != pool.held:
+                raise AssertionError(
+                    f"group {group}: {pool.held} pages are held on the books, {len(self._held(group))} by leases"
+                )
+
+    def _held(self, group: int) -> Counter[int]:
+        """Every page that leases hold, and by how many."""
+        held: Counter[int] = Counter()
+        for lease in self.leases.values():
+            held.update(page for page in lease.pages[group] if page != NO_PAGE)
+            if lease.opening is not None:
+                held.update(copy.source for copy in lease.opening.copies if copy.group == group)
+        return held
+
+    def audit_all(self) -> None:
+        """Raise if any page, slot, lane or node is not exactly where the books say."""
+        self.audit()
+        for group, pool in enumerate(self.pools):
+            pool.audit(self._held(group), self.index.known(group))
         self.index.audit()
+        leases = self.leases.values()
+        openings = [lease.opening for lease in leases if lease.opening is not None]
         pending = [p for lease in leases for p in lease.pending]
         if {p.tokens for p in pending} != self.saving:
             raise AssertionError("a checkpoint is said to be on its way and is not, or the other way round")
@@ -274,6 +305,7 @@ class Lease:
     node: Node  # of the last settled full page
     indexable: int  # positions before it may be shared
     cached: int  # positions that came from the index
+    length: int  # positions it was admitted for
     prompt: tuple[int, ...]
     wishes: tuple[int, ...] = ()  # positions still ahead that are worth a checkpoint, the most useful first
     opening: Opening | None = None  # until the first row has run
@@ -290,6 +322,9 @@ class Lease:
             while len(pages) < count:
                 pages.append(pool.take())
         return True
+
+    def held(self, group: int) -> int:
+        return len(self.pages[group]) - self.firsts[group]
 
     def saves(self, *, start: int, stop: int, chooses: bool) -> tuple[Save, ...]:
         """Slots for the checkpoints worth making in a row of these positions, as far as there are any."""
@@ -335,7 +370,7 @@ class Lease:
             self.pending.clear()
         for group, pool in enumerate(ledger.pools):
             if pool.window is not None:
-                self._let_go(group, first_needed(length, pool.window) // ledger.page_size)
+                self._let_go(group, ledger.seen_from(length, pool.window) // ledger.page_size)
 
     def _index(self, full: int, history: History) -> None:
         index, size, node = self.ledger.index, self.ledger.page_size, self.node

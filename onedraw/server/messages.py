@@ -17,7 +17,7 @@ from onedraw.server.blocks import Block, Blocks, Closed, Grew, Opened
 from onedraw.server.completion import Job
 from onedraw.server.fields import Rule, inert, neutral, refused
 from onedraw.server.parts import Part
-from onedraw.server.protocol import TOOL_NAME, ChatRequest, Strict, Whole, wish
+from onedraw.server.protocol import TOOL_NAME, Strict, Whole, wish
 from onedraw.server.reply import Json
 from onedraw.types import SEED_LIMIT, Finish, ModelCard, Usage
 
@@ -245,10 +245,9 @@ class MessageScribe:
 
     def ending(self, usage: Usage) -> list[Json]:
         assert self._last is not None
-        delta = {key: value for key, value in self._stop(self._last).items()}
         return [
             *(self._event(change) for change in self._blocks.end()),
-            {"type": "message_delta", "delta": delta, "usage": write_usage(usage)},
+            {"type": "message_delta", "delta": self._stop(self._last), "usage": write_usage(usage)},
             {"type": "message_stop"},
         ]
 
@@ -323,8 +322,3 @@ def write_usage(usage: Usage) -> Json:
         "cache_read_input_tokens": usage.cached,
         "cache_creation_input_tokens": 0,
     }
-
-
-def error_object(message: str, kind: str) -> Json:
-    kinds = {"server_error": "api_error", "service_unavailable_error": "overloaded_error"}
-    return {"type": "error", "error": {"type": kinds.get(kind, kind), "message": message}}

@@ -280,9 +280,7 @@ class ResponseMemory:
 class ResponseScribe:
     """Writes one reply as a response."""
 
-    def __init__(
-        self, job: Job, asked: ResponsesRequest, *, card: ModelCard, scribe: Scribe, memory: ResponseMemory
-    ) -> None:
+    def __init__(self, job: Job, asked: ResponsesRequest, *, card: ModelCard, scribe: Scribe, memory: ResponseMemory) -> None:
         self._job = job
         self._asked = asked
         self._card = card
@@ -384,13 +382,24 @@ class ResponseScribe:
             case "call":
                 assert block.call is not None
                 arguments = "" if empty else block.text
-                return {**head, "type": "function_call", "call_id": block.call.id, "name": block.call.name, "arguments": arguments}
+                return {
+                    **head,
+                    "type": "function_call",
+                    "call_id": block.call.id,
+                    "name": block.call.name,
+                    "arguments": arguments,
+                }
 
     def _part(self, block: Block, *, empty: bool = False) -> Json:
         text = "" if empty else block.text
         if block.kind == "thinking":
             return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs(() if empty else block.tokens or ())}
+        return {
+            "type": "output_text",
+            "text": text,
+            "annotations": [],
+            "logprobs": self._logprobs(() if empty else block.tokens or ()),
+        }
 
     def _logprobs(self, tokens: Sequence[Token]) -> list[Json]:
         return self._scribe.chat_logprobs(tokens) if self._job.logprobs else []

@@ -76,7 +76,7 @@ def run(backend: Backend, requests: Sequence[Request], schedule: Schedule) -> tu
             if when == turn:
                 engine.cancel(requests[index].id)
         engine.turn()
-        ledger.audit()
+        ledger.audit_all()
         turn += 1
         assert turn < 20_000, "the engine does not come to an end"
     assert ledger.pages_held == 0

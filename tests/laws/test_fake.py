@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from onedraw.backends.fake import FakeBackend
 from onedraw.engine.stats import Stats
+from onedraw.memory.ledger import Lease, Ledger, Sizes
+from onedraw.memory.resume import Needs
 from onedraw.memory.span import most_pages
-from onedraw.types import Request, Row, SamplingParams
+from onedraw.types import History, Request, Row, RowOutcome, SamplingParams
 from tests.laws.harness import Answer, Clairvoyant, Schedule, follow_ups, plain, random_requests, run
 
 VOCAB = 61
@@ -101,12 +103,26 @@ def proposer_for(seed: int, world: World) -> Clairvoyant:
     )
 
 
-@settings(max_examples=1200, deadline=None, suppress_health_check=list(HealthCheck))
+class Watching(FakeBackend):
+    """Notes what the counters of an engine do not tell."""
+
+    noted: ClassVar[Counter[str]] = Counter()
+
+    def run(self, row: Row) -> RowOutcome:
+        answer = row.stop > row.prompt_stop and len(row.tokens) > 1
+        self.noted["answers_recomputed"] += answer
+        self.noted["answers_resumed"] += answer and row.restore is not None and row.start == row.prompt_stop
+        return super().run(row)
+
+
+@settings(max_examples=800, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**40), kind=st.sampled_from(KINDS), drafting=st.booleans())
 def test_no_schedule_changes_tokens_or_scores(seed: int, kind: str, drafting: bool) -> None:
     met = world(seed, kind)
-    got, stats = met.run(proposer=proposer_for(seed, met) if drafting else None)
+    Watching.noted = Counter()
+    got, stats = met.run(Watching, proposer=proposer_for(seed, met) if drafting else None)
     assert same(got, met.expected)
+    EXERCISED[kind].update(Watching.noted)
     EXERCISED[kind].update(
         kept=stats.accepted_tokens,
         rejected=stats.draft_tokens - stats.accepted_tokens,
@@ -128,9 +144,10 @@ def test_no_schedule_changes_tokens_or_scores(seed: int, kind: str, drafting: bo
 
 EVERYWHERE = (
     *("kept", "rejected", "trees", "preemptions", "hits", "middle_chunks", "mixed", "scored", "stopped"),
-    *("saved", "evicted", "whole", "copies"),
+    *("saved", "evicted", "whole", "copies", "answers_recomputed"),
 )
-THERE = {"pages": (), "groups": ("let_go",), "recurrent": ("midway",), "both": ("let_go", "midway")}
+RESUMED = ("midway", "answers_resumed")
+THERE = {"pages": (), "groups": ("let_go",), "recurrent": RESUMED, "both": ("let_go", *RESUMED)}
 
 
 def test_the_schedules_exercised_everything() -> None:
@@ -155,6 +172,36 @@ def test_cancelling_frees_everything_and_disturbs_nobody(seed: int) -> None:
             assert same([answer], [whole])
         else:
             assert answer.tokens == whole.tokens[: len(answer.tokens)]
+
+
+# ---------------------------------------------------------------------- conversations
+
+
+def ask(name: str, prompt: tuple[int, ...], **params: Any) -> Request:
+    return Request(id=name, prompt=prompt, params=SamplingParams(**{"max_tokens": 9, "checksums": True, "seed": 5, **params}))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_second_turn_of_a_conversation_is_the_same_cold_and_warm(kind: str, temperature: float) -> None:
+    recurrent = kind in ("recurrent", "both")
+    make = lambda **more: FakeBackend(  # noqa: E731
+        windows=(None, 6) if kind in ("groups", "both") else (None,),
+        recurrent=recurrent,
+        chunk=4 if recurrent else 1,
+        checkpoints=6,
+        **more,
+    )
+    how: dict[str, Any] = {"temperature": temperature, "repetition_penalty": 1.2, "frequency_penalty": 0.3}
+    first = ask("first", tuple(range(3, 21)), **how)
+    (said,) = plain(make, [first])
+    turns = [first, ask("turn", (*first.prompt, *said.tokens, 40, 41), **how), ask("again", first.prompt, **{**how, "seed": 6})]
+    cold = plain(make, turns)
+    warm, stats = run(make(), turns, Schedule(reuse=True, arrivals=(0, 30, 60)))
+    assert same(warm, cold)
+    # On recurrent backends the answer is computed again as prompt: 18 tokens reach the boundary at 16.
+    assert [a.cached for a in warm] == [0, 16 if recurrent else 24, 18]
+    assert (stats.whole_prompts, stats.restores) == (1, 2 if recurrent else 1)
 
 
 # ---------------------------------------------------------------------- planted faults
@@ -227,9 +274,48 @@ class ReadsTheElderSibling(FakeBackend):
         return super()._states(dataclasses.replace(row, drafts=drafts))
 
 
+class AnotherPromptsState(FakeBackend):
+    """Restores the slot beside the one that was meant."""
+
+    def restore(self, row: Row) -> None:
+        super().restore(dataclasses.replace(row, restore=(row.restore or 0) - 1))
+
+
+class AnotherPromptsLogits(FakeBackend):
+    """Chooses a whole prompt's first token from the logits of the slot beside."""
+
+    def all_logits(self, row, states):  # type: ignore[no-untyped-def]
+        return super().all_logits(row if row.tokens else dataclasses.replace(row, restore=row.restore - 1), states)
+
+
+class ForgetsTheLogits(FakeBackend):
+    """Saves the state of a prompt's end and leaves the logits that were in the slot."""
+
+    def save(self, row, save, state, logits):  # type: ignore[no-untyped-def]
+        before = self._kept[save.slot].logits
+        super().save(row, save, state, logits if before is None else before)
+
+
+class ForgetsTheCopy(FakeBackend):
+    def copy(self, row: Row) -> None: ...
+
+
+class SavesALittleLate(FakeBackend):
+    """Keeps the state one position past the one that was meant, where the row goes on."""
+
+    def save(self, row, save, state, logits):  # type: ignore[no-untyped-def]
+        late = min(save.position + 1, row.stop) - row.start
+        super().save(row, save, self._states(row)[late], logits)
+
+
 @pytest.mark.parametrize(
     "faulty",
     [
+        AnotherPromptsState,
+        AnotherPromptsLogits,
+        ForgetsTheLogits,
+        ForgetsTheCopy,
+        SavesALittleLate,
         ForgetsToCompact,
         ReadsTheElderSibling,
         ForgetsToRollBack,
@@ -242,11 +328,55 @@ class ReadsTheElderSibling(FakeBackend):
     ids=lambda c: c.__name__,
 )
 def test_a_planted_fault_is_caught(faulty: type[FakeBackend]) -> None:
-    caught = 0
     for seed in range(60):
         met = world(seed)
-        caught += not same(met.run(faulty, proposer=proposer_for(seed, met))[0], met.expected)
-    assert caught > 0, "the fault went unnoticed in 60 schedules"
+        if not same(met.run(faulty, proposer=proposer_for(seed, met))[0], met.expected):
+            return
+    pytest.fail("the fault went unnoticed in 60 schedules")
+
+
+class CheckpointsOffTheGrid(Ledger):
+    """Saves and resumes at positions inside a chunk."""
+
+    class Anywhere(Needs):
+        def boundary(self, position: int) -> bool:
+            return True
+
+    def __init__(self, sizes: Sizes, *, reuse: bool) -> None:
+        super().__init__(sizes, reuse=reuse)
+        self.needs = self.Anywhere(**{f.name: getattr(self.needs, f.name) for f in dataclasses.fields(Needs)})
+
+    def lend(self, history: History, **how: Any) -> Lease | None:
+        lease = super().lend(history, **how)
+        if lease is not None:
+            lease.wishes = tuple(position - 1 for position in lease.wishes if position - 1 > lease.cached)
+        return lease
+
+
+class IndexesAnswers(Ledger):
+    """Shares pages of generated positions on a backend with two forms."""
+
+    def lend(self, history: History, **how: Any) -> Lease | None:
+        lease = super().lend(history, **how)
+        if lease is not None and self.reuse:
+            lease.indexable = 2**62
+        return lease
+
+
+class LetsGoTooEarly(Ledger):
+    """Counts a window one position short when it lets go of pages."""
+
+    def seen_from(self, length: int, window: int | None) -> int:
+        return super().seen_from(length + 1, window)
+
+
+@pytest.mark.parametrize("faulty", [CheckpointsOffTheGrid, IndexesAnswers, LetsGoTooEarly], ids=lambda c: c.__name__)
+def test_a_fault_in_the_books_is_caught(faulty: type[Ledger]) -> None:
+    for seed in range(120):
+        met = world(seed)
+        if not same(met.run(ledger=faulty)[0], met.expected):
+            return
+    pytest.fail("the fault went unnoticed in 120 schedules")
 
 
 def test_a_law_that_leaves_no_token_ends_the_request_by_name() -> None:

@@ -105,6 +105,18 @@ def test_no_schedule_changes_a_bit(folders: dict[str, Path], name: str, kind: st
     assert silent == ([] if name in SLIDING else [*WINDOWS]), counted
 
 
+@pytest.mark.parametrize("name", [HYBRIDS[0], SLIDING[0]])
+def test_the_second_turn_of_a_conversation_is_the_same_cold_warm_and_after_a_restart(folders: dict[str, Path], name: str) -> None:
+    first = REQUESTS[0]
+    [opening] = plain(lambda: backend_of(folders[name], lanes=1), [first])
+    second = Request("second", first.prompt + tuple(opening.tokens) + REQUESTS[4].prompt, params(2))
+    [cold] = plain(lambda: backend_of(folders[name], lanes=1), [second])
+    warm, stats = run(backend_of(folders[name]), [first, second], Schedule(reuse=True, arrivals=(0, 40)))
+    assert stats.prefix_hits >= 128  # the first prompt, up to its last chunk
+    [restarted], _ = run(backend_of(folders[name]), [second], Schedule(reuse=True))
+    assert same([warm[1], restarted], [cold, cold])
+
+
 # ---------------------------------------------------------------------- planted faults
 
 

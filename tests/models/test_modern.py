@@ -188,6 +188,19 @@ def test_a_stray_key_beside_lagunas_ropes_is_harmless() -> None:
     assert spec_of(config) == tiny_modern.spec("laguna")
 
 
+def test_every_dialect_of_laguna_means_the_same() -> None:
+    expected, config = tiny_modern.spec("laguna"), config_of("laguna")
+    said = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [0], "gating_types": ["per_head"] * 5}
+    said |= {"moe_router_use_sigmoid": True, "moe_router_score_func": "sigmoid", "rope_style": "rotate-half", "qkv_bias": False}
+    hub = {**config, **said, "gating": "per-head", "swa_attention_sink_enabled": False, "rope_theta": 500000.0}
+    assert spec_of(hub) == expected
+    assert spec_of({key: value for key, value in hub.items() if key != "mlp_layer_types"}) == expected
+    ropes = hub.pop("rope_parameters")
+    flat = {"rope_parameters": ropes["full_attention"], "swa_rope_parameters": ropes["sliding_attention"]}
+    del hub["rope_theta"]
+    assert spec_of(hub | flat) == expected
+
+
 # ------------------------------------------------------------------ refusals
 
 
@@ -238,6 +251,7 @@ def test_a_key_that_would_change_the_model_is_refused_by_name(name: str, changed
         ("gemma4_e4b", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "says nothing about sliding_attention"),
         ("laguna", {"num_attention_heads_per_layer": [4]}, "num_attention_heads_per_layer must be 5"),
         ("laguna", {"mlp_layer_types": ["dense"]}, "mlp_layer_types must name 5 layers"),
+        ("laguna", {"mlp_only_layers": [1]}, "mlp_layer_types and mlp_only_layers contradict"),
         ("laguna", {"sliding_window": None}, "no sliding_window is set"),
     ],
 )
