@@ -23,6 +23,7 @@ from onedraw.server import assets
 from onedraw.server.completion import Job, chat_prompt, pieces, prepare
 from onedraw.server.errors import TimedOut, error_response
 from onedraw.server.guards import OPEN_PATHS, Catcher, KeyGuard, read_body, read_json, until_gone
+from onedraw.server.items import ResponsesRequest
 from onedraw.server.keys import Keyring
 from onedraw.server.logs import RequestLog, note
 from onedraw.server.messages import CountRequest, MessageScribe, MessagesRequest
@@ -33,7 +34,7 @@ from onedraw.server.parsing import Parsed, RequestT, as_chat, parse
 from onedraw.server.parts import Part, Tally, Teller
 from onedraw.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from onedraw.server.reply import Json, Scribe
-from onedraw.server.responses import ResponseMemory, ResponseScribe, ResponsesRequest
+from onedraw.server.responses import ResponseMemory, ResponseScribe
 from onedraw.server.stream import MESSAGES, OPENAI, RESPONSES, EventStream, Framing
 from onedraw.types import Piece, Usage
 from onedraw.wishes import check_ids

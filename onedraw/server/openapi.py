@@ -15,12 +15,12 @@ from pydantic import BaseModel, PlainValidator
 from pydantic.fields import FieldInfo
 
 from onedraw import __version__
-from onedraw.server import messages, protocol, responses
+from onedraw.server import items, messages, protocol
 from onedraw.server.fields import Rule, Treatment
+from onedraw.server.items import ResponsesRequest
 from onedraw.server.messages import CountRequest, MessagesRequest
 from onedraw.server.parsing import TABLES
 from onedraw.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from onedraw.server.responses import ResponsesRequest
 from onedraw.types import ModelCard
 
 Json = dict[str, Any]
@@ -73,7 +73,7 @@ SPELLED: Mapping[Callable[..., Any], Json] = {
     },
     messages._text_of: {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]},
     messages._blocks: {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1}]},
-    responses._items: {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1}]},
+    items._items: {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1}]},
     protocol._content: {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART, "minItems": 1}]},
 }
 OBJECTS = {

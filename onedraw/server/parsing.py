@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from onedraw.errors import BadParameter, BadRequest
-from onedraw.server import messages, responses
+from onedraw.server import items, messages
 from onedraw.server.fields import (
     CHAT_RULES,
     COMPLETION_RULES,
@@ -54,8 +54,8 @@ TABLES: Mapping[type[BaseModel], Mapping[str, Rule]] = {
     StructuredOutputs: table(StructuredOutputs),
     TokenizeRequest: table(TokenizeRequest, TOKENIZE_RULES),
     DetokenizeRequest: table(DetokenizeRequest),
-    responses.ResponsesRequest: table(responses.ResponsesRequest, responses.RULES),
-    responses.ResponseTool: table(responses.ResponseTool),
+    items.ResponsesRequest: table(items.ResponsesRequest, items.RULES),
+    items.ResponseTool: table(items.ResponseTool),
     messages.MessagesRequest: table(messages.MessagesRequest, messages.RULES),
     messages.CountRequest: table(messages.CountRequest, messages.RULES),
     messages.SpokenMessage: table(messages.SpokenMessage),

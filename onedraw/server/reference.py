@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from onedraw.server import messages, responses
+from onedraw.server import items, messages
 from onedraw.server.fields import Rule, Treatment
 from onedraw.server.parsing import TABLES
 from onedraw.server.protocol import (
@@ -116,8 +116,8 @@ def page() -> str:
         ("`response_format`", ResponseFormat),
         ("`response_format.json_schema`", JsonSchema),
         ("`structured_outputs`", StructuredOutputs),
-        ("`POST /v1/responses`", responses.ResponsesRequest),
-        ("A tool of a response", responses.ResponseTool),
+        ("`POST /v1/responses`", items.ResponsesRequest),
+        ("A tool of a response", items.ResponseTool),
         ("`POST /v1/messages`", messages.MessagesRequest),
         ("`POST /v1/messages/count_tokens`", messages.CountRequest),
         ("A message in Anthropic's shape", messages.SpokenMessage),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import PlainValidator
 
-from onedraw.server import messages, protocol, responses
+from onedraw.server import items, messages, protocol
 from onedraw.server.app import create_app
 from onedraw.server.fields import Treatment
 from onedraw.server.openapi import OBJECTS, POSTS, SPELLED, document, limits
@@ -156,5 +156,5 @@ def test_the_document_says_whether_a_key_is_needed_and_what_lenience_takes() -> 
 
 
 def test_protocol_has_what_the_document_asks_of_it() -> None:
-    theirs = {messages._text_of, messages._blocks, responses._items}
+    theirs = {messages._text_of, messages._blocks, items._items}
     assert set(SPELLED) == theirs | {protocol._texts, protocol._prompts, protocol._bias, protocol._content}
