@@ -36,7 +36,7 @@ from onedraw.backends.torch.kernels.views import Heads, device_view, host_view, 
 from onedraw.backends.torch.layers.linear import RowRule
 from onedraw.backends.torch.layers.rope import rope_table
 from onedraw.backends.torch.sampler import Position, Sampler
-from onedraw.backends.torch.state import PageStore
+from onedraw.backends.torch.pages import PageStore
 from onedraw.models.spec import AttentionSpec, RopeSpec
 from onedraw.sampling.noise import key
 from onedraw.sampling.verify import trails
@@ -152,7 +152,9 @@ class DenseModel:
             tables.append(list(range(page, page + need)))
             first, page = first + count, page + need
         assert page <= self.pages, (page, self.pages)
-        return lay_out([7] * first, spans, tables, shape=Shape(PAGE, self.pages, RowRule(floor=1)), device=DEVICE)
+        return lay_out(
+            [7] * first, spans, [(table,) for table in tables], shape=Shape(PAGE, (self.pages,), RowRule(floor=1)), device=DEVICE
+        )
 
     def hidden(self, tokens: Tensor, prepared: Prepared) -> Tensor:
         ops, eps = self.ops, 1e-5
@@ -599,8 +601,8 @@ def _stores(heads: int, kv: int, dim: int) -> list[PageStore]:
 def _one_layer(
     heads: int, kv: int, dim: int, start: int, count: int, *, merged: bool = True, **options: Any
 ) -> tuple[Callable[..., Any], list[PageStore]]:
-    shape = Shape(PAGE, 8300, RowRule(floor=1))
-    inputs = lay_out([0] * count, [Span(0, count, start)], [list(range(8300))], shape=shape, device=DEVICE)
+    shape = Shape(PAGE, (8300,), RowRule(floor=1))
+    inputs = lay_out([0] * count, [Span(0, count, start)], [(list(range(8300)),)], shape=shape, device=DEVICE)
     device = to_view(inputs, Heads(heads, kv, dim, None, 264))
     q = normal(count, heads * dim)
     sets = [group if merged else replace(group, tokens=group.tokens[:0]) for group in device.sets]

@@ -6,7 +6,7 @@ In: a typed request and a door. Out: a Job (what to run and what to show), then 
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -54,18 +54,27 @@ class Job:
         return len(self.asks) * self.n
 
 
-def prepare(request: CompletionRequest | ChatRequest, door: Door) -> Job:
-    """Everything that can be wrong with a request is found here. Tokenizes, so it may take a while."""
+def prepare(
+    request: CompletionRequest | ChatRequest, door: Door, *, prefix: str | None = None, names: Mapping[str, str] | None = None
+) -> Job:
+    """Everything that can be wrong with a request is found here. Tokenizes, so it may take a while.
+
+    `prefix` begins the job's id; `names` are the caller's names for our fields, where they are others.
+    """
     try:
         match request:
             case ChatRequest():
-                job = _chat(request, door)
+                job = _chat(request, door, prefix or "chatcmpl-")
             case CompletionRequest():
                 job = _completion(request, door)
         for ask in job.asks:
             door.check(ask)
     except BadParameter as error:
-        raise error.renamed({ours: theirs for theirs, (ours, _) in request.guided().items()}) from None
+        told = error.renamed({ours: theirs for theirs, (ours, _) in request.guided().items()})
+        raise told.renamed(names or {}) from None
+    except BadRequest as error:
+        error.param = (names or {}).get(error.param or "", error.param)
+        raise
     return job
 
 
@@ -90,8 +99,8 @@ def _echo(prompt: Prompt, request: CompletionRequest, door: Door) -> str:
     return prompt if isinstance(prompt, str) else door.tokenizer.decode(prompt, skip_special=request.skip_special_tokens)
 
 
-def _chat(request: ChatRequest, door: Door) -> Job:
-    identity = f"chatcmpl-{secrets.token_hex(12)}"
+def _chat(request: ChatRequest, door: Door, prefix: str) -> Job:
+    identity = f"{prefix}{secrets.token_hex(12)}"
     wishes = request.wishes(logprobs=(request.top_logprobs or 0) if request.logprobs else None)
     try:
         ask = settle_chat(wishes, door=door, label=identity, use=request.tool_use(), **_spoken(request))

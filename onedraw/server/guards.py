@@ -38,12 +38,12 @@ class KeyGuard:
             await self._app(scope, receive, send)
             return
         wrong = WrongKey("wrong or missing API key; send the header 'Authorization: Bearer KEY'")
-        await error_response(wrong)(scope, receive, send)
+        await error_response(wrong, path=scope["path"])(scope, receive, send)
 
     def _opens(self, scope: Scope) -> bool:
         headers = Headers(scope=scope)
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        if not scheme and "x-api-key" in headers:  # where Anthropic's clients put it
+        if not key and "x-api-key" in headers:  # how clients of /v1/messages send it
             scheme, key = "bearer", headers["x-api-key"]
         # The bytes that came over the wire; other kinds of space may be parts of a key's characters.
         owner = self._keyring.owner(key.strip(" \t").encode("latin-1"))
@@ -72,7 +72,7 @@ class Catcher:
         except (ClientGone, ClientDisconnect):
             note(gone=True)
         except Exception as error:
-            response = error_response(error)
+            response = error_response(error, path=scope.get("path", ""))
             if scope["type"] == "http" and not begun:
                 await response(scope, receive, send)
 

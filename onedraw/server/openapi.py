@@ -15,11 +15,12 @@ from pydantic import BaseModel, PlainValidator
 from pydantic.fields import FieldInfo
 
 from onedraw import __version__
-from onedraw.server import protocol
+from onedraw.server import items, messages, protocol
 from onedraw.server.fields import Rule, Treatment
+from onedraw.server.items import ResponsesRequest
+from onedraw.server.messages import CountRequest, MessagesRequest
+from onedraw.server.parsing import PARTS, TABLES
 from onedraw.server.protocol import (
-    PARTS,
-    TABLES,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -35,6 +36,9 @@ COMPONENT = "#/components/schemas/{model}"
 POSTS: Mapping[str, tuple[type[BaseModel], str, str]] = {
     "/v1/completions": (CompletionRequest, "Continue prompts", "Completion"),
     "/v1/chat/completions": (ChatRequest, "Answer messages", "ChatCompletion"),
+    "/v1/responses": (ResponsesRequest, "Answer items", "Response"),
+    "/v1/messages": (MessagesRequest, "Answer messages, in Anthropic's shape", "MessageReply"),
+    "/v1/messages/count_tokens": (CountRequest, "How many tokens messages are", "TokenCount"),
     "/tokenize": (TokenizeRequest, "A text or a chat as token ids", "Tokens"),
     "/detokenize": (DetokenizeRequest, "Token ids as text", "Text"),
 }
@@ -79,6 +83,9 @@ SPELLED: Mapping[Callable[..., Any], Json] = {
         "propertyNames": {"pattern": "^[0-9]{1,11}$"},
         "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
     },
+    messages._text_of: {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]},
+    messages._blocks: {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1}]},
+    items._items: {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1}]},
     protocol._content: {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART, "minItems": 1}]},
 }
 OBJECTS = {
@@ -107,6 +114,17 @@ OBJECTS = {
             "max_model_len": {"type": "integer"},
         },
         "required": ["tokens", "count", "max_model_len"],
+    },
+    "TokenCount": {"type": "object", "properties": {"input_tokens": {"type": "integer"}}, "required": ["input_tokens"]},
+    "Response": {
+        "type": "object",
+        "properties": {"id": {"type": "string"}, "object": {"const": "response"}, "output": {"type": "array"}},
+        "required": ["id", "object", "status", "model", "output", "usage", "seed"],
+    },
+    "MessageReply": {
+        "type": "object",
+        "properties": {"id": {"type": "string"}, "type": {"const": "message"}, "content": {"type": "array"}},
+        "required": ["id", "type", "role", "model", "content", "stop_reason", "usage", "seed"],
     },
     "Text": {"type": "object", "properties": {"prompt": {"type": "string"}}, "required": ["prompt"]},
     "Model": {

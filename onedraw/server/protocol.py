@@ -1,30 +1,19 @@
 """The requests as typed models, strict: what arrives is honoured or refused by name.
 
-In: the JSON object of a body. Out: a frozen request model, and the names that `--lenient` ignored.
+In: the fields of a body that are honoured. Out: a frozen request model. `parsing.py` leads from the one to the other.
 Types are judged here; ranges of sampling values by SamplingParams, which every door shares.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Annotated, Any, Generic, Literal, TypeVar, cast
+from dataclasses import fields
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+from pydantic_core import PydanticCustomError
 
-from onedraw.errors import BadParameter, BadRequest
-from onedraw.server.fields import (
-    CHAT_RULES,
-    COMPLETION_RULES,
-    MESSAGE_RULES,
-    STREAM_RULES,
-    TOKENIZE_RULES,
-    Rule,
-    sift,
-    table,
-)
+from onedraw.errors import BadParameter
 from onedraw.text.guides import ANY_OBJECT
 from onedraw.text.tools import NO_PARAMETERS, Tool, ToolUse
 from onedraw.types import MAX_TOP_LOGPROBS, SEED_LIMIT
@@ -412,67 +401,3 @@ class TokenizeRequest(Strict):
 class DetokenizeRequest(Strict):
     model: str | None = wish("string", "the served model; may be left out")
     tokens: list[int] = wish("list of integers", "required", ...)
-
-
-TABLES: Mapping[type[BaseModel], Mapping[str, Rule]] = {
-    CompletionRequest: table(CompletionRequest, COMPLETION_RULES),
-    ChatRequest: table(ChatRequest, CHAT_RULES),
-    Message: table(Message, MESSAGE_RULES),
-    ToolSpec: table(ToolSpec),
-    FunctionTool: table(FunctionTool),
-    StreamOptions: table(StreamOptions, STREAM_RULES),
-    Prediction: table(Prediction),
-    ResponseFormat: table(ResponseFormat),
-    JsonSchema: table(JsonSchema),
-    StructuredOutputs: table(StructuredOutputs),
-    TokenizeRequest: table(TokenizeRequest, TOKENIZE_RULES),
-    DetokenizeRequest: table(DetokenizeRequest),
-}
-
-
-PARTS: Mapping[str, type[BaseModel]] = {
-    "stream_options": StreamOptions,
-    "prediction": Prediction,
-    "response_format": ResponseFormat,
-    "structured_outputs": StructuredOutputs,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Parsed(Generic[RequestT]):
-    request: RequestT
-    ignored: tuple[str, ...] = ()
-
-
-def parse(kind: type[RequestT], raw: object, *, lenient: bool = False) -> Parsed[RequestT]:
-    """A request, or BadRequest with the field that is wrong."""
-    if not isinstance(raw, dict):
-        raise BadRequest("the body must be a JSON object", code="invalid_json")
-    ignored: list[str] | None = [] if lenient else None
-    kept = sift(raw, TABLES[kind], ignored=ignored)
-    if isinstance(kept.get("messages"), list):
-        kept["messages"] = [
-            sift(message, TABLES[Message], path=f"messages[{i}].", ignored=ignored) if isinstance(message, dict) else message
-            for i, message in enumerate(kept["messages"])
-        ]
-    for name, part in PARTS.items():
-        if isinstance(kept.get(name), dict):
-            kept[name] = sift(kept[name], TABLES[part], path=f"{name}.", ignored=ignored)
-    shape = kept.get("response_format")
-    if isinstance(shape, dict) and isinstance(shape.get("json_schema"), dict):
-        path = "response_format.json_schema."
-        shape["json_schema"] = sift(shape["json_schema"], TABLES[JsonSchema], path=path, ignored=ignored)
-    try:
-        return Parsed(kind.model_validate(kept), tuple(ignored or ()))
-    except ValidationError as error:
-        raise _explain(error.errors(include_url=False, include_input=False)[0]) from None
-
-
-def _explain(detail: ErrorDetails) -> BadRequest:
-    param = ""
-    for step in detail["loc"]:
-        param += f"[{step}]" if isinstance(step, int) else f".{step}" if param else step
-    param += str(cast(Mapping[str, object], detail.get("ctx", {})).get("at", ""))
-    if detail["type"] == "missing":
-        return BadRequest(f"{param}: this field is required", param=param, code="missing_field")
-    return BadParameter(param, detail["msg"][:1].lower() + detail["msg"][1:])

@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+from onedraw.server import items, messages
 from onedraw.server.fields import Rule, Treatment
+from onedraw.server.parsing import TABLES
 from onedraw.server.protocol import (
-    TABLES,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -34,6 +35,8 @@ This page is generated: `python -m onedraw.server.reference > docs/api.md`. A te
 | `GET /v1/models`, `GET /v1/models/{id}` | the served model: `max_model_len`, sampling `defaults`, `fingerprint` |
 | `POST /v1/completions` | continues prompts |
 | `POST /v1/chat/completions` | answers messages |
+| `POST /v1/responses` | answers items, in the shape of OpenAI's Responses |
+| `POST /v1/messages`, `POST /v1/messages/count_tokens` | answers messages, in Anthropic's shape; counts the tokens of a prompt |
 | `POST /tokenize` | `{prompt, add_special_tokens}` or `{messages}` → `{tokens, count, max_model_len}` |
 | `POST /detokenize` | `{tokens}` → `{prompt}`, special tokens spelled out |
 | `GET /health` | 200 when a request would be answered, else 503; needs no key |
@@ -113,6 +116,12 @@ def page() -> str:
         ("`response_format`", ResponseFormat),
         ("`response_format.json_schema`", JsonSchema),
         ("`structured_outputs`", StructuredOutputs),
+        ("`POST /v1/responses`", items.ResponsesRequest),
+        ("A tool of a response", items.ResponseTool),
+        ("`POST /v1/messages`", messages.MessagesRequest),
+        ("`POST /v1/messages/count_tokens`", messages.CountRequest),
+        ("A message in Anthropic's shape", messages.SpokenMessage),
+        ("A tool in Anthropic's shape", messages.MessageTool),
         ("`POST /tokenize`", TokenizeRequest),
         ("`POST /detokenize`", DetokenizeRequest),
     )

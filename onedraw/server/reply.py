@@ -68,8 +68,11 @@ class Scribe:
             written.append(entry)
         return {"tool_calls": written} if written else {}
 
-    def usage_chunk(self, usage: Usage) -> Json:
-        return self._head | {"object": self._chunk_object, "choices": [], "usage": write_usage(usage)}
+    def ending(self, usage: Usage) -> list[Json]:
+        """A last chunk without choices, where it was asked for."""
+        if not self._include_usage:
+            return []
+        return [self._head | {"object": self._chunk_object, "choices": [], "usage": write_usage(usage)}]
 
     def _chunk(self, choice: Json, prompt_ids: tuple[int, ...] | None) -> Json:
         chunk = self._head | {"object": self._chunk_object, "choices": [choice]}
@@ -127,13 +130,16 @@ class Scribe:
             return None
         tokens = (*part.echoed, *part.said)
         if self._job.kind == "chat":
-            return {"content": [self._chat_entry(token) for token in tokens], "refusal": None} if tokens else None
+            return {"content": self.chat_logprobs(tokens), "refusal": None} if tokens else None
         return {
             "tokens": [self._spell(token.id) for token in tokens],
             "token_logprobs": [None if token.logprobs is None else finite(token.logprobs.logprob) for token in tokens],
             "top_logprobs": [self._alternatives(token) for token in tokens],
             "text_offset": [token.offset for token in tokens],
         }
+
+    def chat_logprobs(self, tokens: Sequence[Token]) -> list[Json]:
+        return [self._chat_entry(token) for token in tokens]
 
     def _chat_entry(self, token: Token) -> Json:
         assert token.logprobs is not None  # they were asked for with the request

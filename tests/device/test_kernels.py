@@ -22,7 +22,7 @@ if torch.cuda.is_available():
     from onedraw.backends.torch.layers.norm import rms_norm as plain_norm
     from onedraw.backends.torch.layers.rope import rope_table, rotate
     from onedraw.backends.torch.ops import TorchOps
-    from onedraw.backends.torch.state import PageStore
+    from onedraw.backends.torch.pages import PageStore
     from onedraw.models.spec import AttentionSpec, RopeSpec
     from onedraw.types import Draft
 
@@ -127,7 +127,9 @@ def turn(spans: list[tuple[int, int, tuple[Draft, ...]]], tables: list[list[int]
     for start, count, drafts in spans:
         laid.append(Span(first, count, start, drafts))
         first += count
-    return lay_out([0] * first, laid, tables, shape=Shape(PAGE, PAGES, RowRule(floor=1)), device=DEVICE)
+    return lay_out(
+        [0] * first, laid, [(table,) for table in tables], shape=Shape(PAGE, (PAGES,), RowRule(floor=1)), device=DEVICE
+    )
 
 
 def specs() -> list[AttentionSpec]:
@@ -179,7 +181,7 @@ def slow_attention(scene: Scene, inputs: Inputs, qkv: Tensor, store: PageStore) 
             own = positions >= inputs.host_tails[token]
             steps = inputs.host_paths[token][positions[own] - inputs.host_tails[token]]
             slots[own] = inputs.host_tails[token] + steps
-        pages = torch.from_numpy(inputs.host_table[inputs.host_rows[token], slots // size]).to(DEVICE)
+        pages = torch.from_numpy(inputs.host_tables[0][inputs.host_rows[token], slots // size]).to(DEVICE)
         place = torch.from_numpy(slots % size).to(DEVICE)
         k, v = (x[pages, :, place].double().repeat_interleave(spec.heads // spec.kv_heads, 1) for x in (keys, values))
         weights = torch.einsum("hd,nhd->hn", q[token], k).mul(spec.scale).softmax(1)

@@ -8,7 +8,8 @@ import pytest
 
 from onedraw.errors import BadRequest
 from onedraw.server.fields import Treatment
-from onedraw.server.protocol import TABLES, ChatRequest, CompletionRequest, parse
+from onedraw.server.parsing import TABLES, parse
+from onedraw.server.protocol import ChatRequest, CompletionRequest
 from onedraw.server.reference import page
 
 BASE = {

@@ -9,15 +9,24 @@ from typing import Any
 import pytest
 from pydantic import PlainValidator
 
-from onedraw.server import protocol
+from onedraw.server import items, messages, protocol
 from onedraw.server.app import create_app
 from onedraw.server.fields import Treatment
 from onedraw.server.openapi import OBJECTS, POSTS, SPELLED, document, limits
 from onedraw.server.options import ServerOptions
-from onedraw.server.protocol import TABLES, ChatRequest, CompletionRequest
+from onedraw.server.parsing import TABLES
+from onedraw.server.protocol import ChatRequest, CompletionRequest
 from tests.serve.running import Served, fake_door, serving
 
 PATHS = {"/v1/completions": {"prompt": "a"}, "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]}}
+HELLO = [{"role": "user", "content": "a"}]
+OTHERS: dict[str, dict[str, Any]] = {
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [1]},
+    "/v1/responses": {"input": "a", "max_output_tokens": 2},
+    "/v1/messages": {"messages": HELLO, "max_tokens": 2},
+    "/v1/messages/count_tokens": {"messages": HELLO},
+}
 SHORT = {"max_tokens": 2, "seed": 1}
 
 
@@ -108,7 +117,7 @@ def _no_room(answer: Any) -> bool:
 @pytest.mark.parametrize("path", list(POSTS))
 def test_values_that_ask_for_nothing_are_accepted_and_others_are_not(fake: Served, told: dict[str, Any], path: str) -> None:
     model, _, _ = POSTS[path]
-    asked = PATHS.get(path) or ({"prompt": "a"} if path == "/tokenize" else {"tokens": [1]})
+    asked = PATHS.get(path) or OTHERS[path]
     schema = told["components"]["schemas"][model.__name__]["properties"]
     for name, rule in TABLES[model].items():
         if rule.treatment is Treatment.HONOURED:
@@ -153,4 +162,5 @@ def test_the_document_says_whether_a_key_is_needed_and_what_lenience_takes() -> 
 
 
 def test_protocol_has_what_the_document_asks_of_it() -> None:
-    assert set(SPELLED) == {protocol._texts, protocol._prompts, protocol._bias, protocol._content}
+    theirs = {messages._text_of, messages._blocks, items._items}
+    assert set(SPELLED) == theirs | {protocol._texts, protocol._prompts, protocol._bias, protocol._content}

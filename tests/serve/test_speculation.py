@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from onedraw.server.protocol import ChatRequest, parse
+from onedraw.server.parsing import parse
+from onedraw.server.protocol import ChatRequest
 from onedraw.text.toy import toy_tokenizer
 from tests.serve.running import Served, fake_door, serving
 

@@ -147,8 +147,9 @@ def test_the_openai_client_parses_into_its_own_types(fake: Any) -> None:
         age: int
         good: bool
 
-    client: openai.OpenAI = fake.client()
-    reply = client.chat.completions.parse(
-        model=fake.model, messages=HELLO, response_format=Pet, temperature=1.2, seed=4, max_tokens=300
-    )
+    client: openai.OpenAI
+    with fake.client() as client:
+        reply = client.chat.completions.parse(
+            model=fake.model, messages=HELLO, response_format=Pet, temperature=1.2, seed=4, max_tokens=300
+        )
     assert isinstance(reply.choices[0].message.parsed, Pet)

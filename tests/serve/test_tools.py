@@ -97,13 +97,13 @@ def test_a_call_that_a_length_cuts_says_so(fake: Any) -> None:
 
 
 def test_the_openai_client_makes_a_round_trip(fake: Any) -> None:
-    client = fake.client()
     messages: list[Any] = list(HELLO)
     asked = {"model": fake.model, "tools": [WEATHER], "seed": 2, "max_tokens": 300, "temperature": 1.1}
-    first = client.chat.completions.create(messages=messages, tool_choice="required", parallel_tool_calls=False, **asked)
-    call = first.choices[0].message.tool_calls[0]
-    messages += [first.choices[0].message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
-    second = client.chat.completions.create(messages=messages, **asked | {"max_tokens": 8})
+    with fake.client() as client:
+        first = client.chat.completions.create(messages=messages, tool_choice="required", parallel_tool_calls=False, **asked)
+        call = first.choices[0].message.tool_calls[0]
+        messages += [first.choices[0].message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+        second = client.chat.completions.create(messages=messages, **asked | {"max_tokens": 8})
     assert second.choices[0].message.role == "assistant"
 
 
