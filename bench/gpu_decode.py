@@ -35,8 +35,8 @@ from onedraw.backends.torch.kernels.triton_sample import Wishes, choose
 from onedraw.backends.torch.kernels.views import Heads, device_view, host_view, to_view
 from onedraw.backends.torch.layers.linear import RowRule
 from onedraw.backends.torch.layers.rope import rope_table
-from onedraw.backends.torch.sampler import Position, Sampler
 from onedraw.backends.torch.pages import PageStore
+from onedraw.backends.torch.sampler import Position, Sampler
 from onedraw.models.spec import AttentionSpec, RopeSpec
 from onedraw.sampling.noise import key
 from onedraw.sampling.verify import trails
