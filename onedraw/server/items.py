@@ -53,7 +53,7 @@ def _check_item(item: dict[str, Any], at: str) -> None:
         "function_call_output": (("call_id", str), ("output", (str, list))),
         "reasoning": (),
     }
-    if kind not in wanted:
+    if not isinstance(kind, str) or kind not in wanted:
         shown = {"at": f"{at}.type", "kind": str(kind)}
         raise PydanticCustomError("item", "items of type {kind} are not supported; this model reads text", shown)
     for name, of in wanted[kind]:
@@ -217,10 +217,14 @@ def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 content = _text(item["output"], f"{at}.output")
                 messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
             case "reasoning":
-                thought = "".join(part.get("text", "") for part in item.get("content") or () if isinstance(part, dict))
+                thought = "".join(str(part.get("text") or "") for part in _parts(item.get("content")))
                 if thought:
                     assistant()["reasoning_content"] = thought
     return messages
+
+
+def _parts(content: Any) -> list[dict[str, Any]]:
+    return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
 
 
 def _text(content: Any, at: str) -> str:

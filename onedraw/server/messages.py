@@ -55,12 +55,18 @@ def _blocks(value: object) -> str | list[dict[str, Any]]:
     if not isinstance(value, list) or not value or not all(isinstance(block, dict) for block in value):
         raise PydanticCustomError("content", "must be a text or a list of blocks")
     for number, block in enumerate(value):
-        if block.get("type") not in _READ:
+        if not isinstance(block.get("type"), str) or block["type"] not in _READ:
             at = {"at": f"[{number}].type", "kind": str(block.get("type"))}
             raise PydanticCustomError("block", "blocks of type {kind} are not supported; this model reads text", at)
         for name, kind in _READ[block["type"]].items():
             if not isinstance(block.get(name), kind):
                 raise PydanticCustomError("block", "is missing or of the wrong kind", {"at": f"[{number}].{name}"})
+        if isinstance(block.get("content"), list):
+            try:
+                _text_of(block["content"])
+            except PydanticCustomError:
+                at = {"at": f"[{number}].content"}
+                raise PydanticCustomError("block", "results of tools are read as text blocks alone", at) from None
     return value
 
 

@@ -126,7 +126,7 @@ class CallGrammar:
 
     def _tagged_value(self, rule: str, part: Any, shared: dict[str, Any], *, tail: str, param: str) -> str:
         if not isinstance(part, dict) or part.get("type") != "string":
-            schema = {**shared, **part} if isinstance(part, dict) else part
+            schema = self._check({**shared, **part} if isinstance(part, dict) else part, param)
             self._rules.append(f"{rule}_v: %json {json.dumps(with_bounds(schema))}")
             return f"{rule}_v {literal(tail)}"
         if "enum" in part or "const" in part:

@@ -252,11 +252,12 @@ def _kind(value: Any) -> str:
 
 def _types(schema: dict[str, Any]) -> dict[str, tuple[str, ...]]:
     found = {}
-    for key, part in (schema.get("properties") or {}).items():
+    properties = schema.get("properties")
+    for key, part in properties.items() if isinstance(properties, dict) else ():
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind is None and isinstance(part, dict) and part.get("enum"):
+        if kind is None and isinstance(part, dict) and isinstance(part.get("enum"), list):
             kind = sorted({_kind(value) for value in part["enum"]})
-        found[key] = (kind,) if isinstance(kind, str) else tuple(kind) if isinstance(kind, list) else ()
+        found[key] = (kind,) if isinstance(kind, str) else tuple(map(str, kind)) if isinstance(kind, list) else ()
     return found
 
 

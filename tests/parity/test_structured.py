@@ -18,12 +18,11 @@ from onedraw.wishes import Wishes, settle_chat
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
-        "city": {"type": "string", "maxLength": 20},
+        "city": {"type": "string", "maxLength": 12},
         "days": {"type": "integer", "minimum": 1, "maximum": 14},
-        "units": {"enum": ["metric", "imperial"]},
-        "places": {"type": "array", "items": {"type": "string", "maxLength": 12}, "maxItems": 2},
+        "units": {"enum": ["C", "F"]},
     },
-    "required": ["city", "days", "units", "places"],
+    "required": ["city", "days", "units"],
     "additionalProperties": False,
 }
 TOOL = Tool("forecast", "The weather of the next days in a city.", json.dumps(SCHEMA), strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import jsonschema
@@ -259,3 +260,9 @@ def test_an_equal_guide_is_compiled_once() -> None:
         constraint(JsonGuide.of(ANY_OBJECT, "x"))
     compiled = [guide for guide, _ in GRAMMARS._compiled if guide == JsonGuide.of(ANY_OBJECT, "x")]
     assert len(compiled) == 1
+
+
+def test_without_the_library_the_refusal_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(Unsupported, match=r"onedraw\[structured\]"):
+        Grammars(TOKENIZER, (EOS,))
