@@ -235,7 +235,7 @@ class Drafting:
         from onedraw.backends.torch.draft_model import Ahead, DraftModel, SmallModel
         from onedraw.backends.torch.drafter import DflashDrafter
         from onedraw.backends.torch.mtp import MtpHead
-        from onedraw.backends.torch.stack import Stack
+        from onedraw.backends.torch.stack import Site, Stack
 
         sizes = {"lanes": settings.max_batch, "max_context": max_context}
 
@@ -259,8 +259,7 @@ class Drafting:
                     model.spec,
                     model.weights,
                     dtype=stack.dtype,
-                    device=stack.device,
-                    ops=stack.ops,
+                    sites=[Site(stack.device, stack.ops)],
                     max_context=max_context + 1,
                 )
                 return ahead(SmallModel(small, shape=shape), shape)
