@@ -66,13 +66,13 @@ def load_weights(path: str, dtype: str) -> dict[str, float]:
     import torch
 
     from onedraw.backends.torch.backend import DTYPES
-    from onedraw.backends.torch.device import pick_device, pick_ops
+    from onedraw.backends.torch.device import pick_ops
     from onedraw.backends.torch.stack import Site, Stack
     from onedraw.checkpoints.base import open_checkpoint
     from onedraw.models.loading import describe
     from onedraw.models.spec import DTYPE_BYTES
 
-    device, chosen = pick_device("cpu", dtype)
+    device, chosen = "cpu", "f32" if dtype == "auto" else dtype
     described = describe(open_checkpoint(path))
     spec = described.spec
     ops = pick_ops(device, chosen, cache=default_cache_dir())

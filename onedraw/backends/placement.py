@@ -53,7 +53,7 @@ def place(loads: Loads, devices: Sequence[Device], *, cuts: Sequence[int], split
         most = f"at most {len(cuts) + 1}" if len(cuts) else "only one"
         raise BadSetting(f"--devices: {count} devices, but this model's {total} layers can be cut into {most}; name fewer")
     if split == "auto":
-        ranges = _balanced(loads, [_weight(device, devices) for device in devices], cuts)
+        ranges = _fastest(loads, devices, cuts)
     else:
         ranges = _ranges(_explicit(split, total, count, cuts), total)
     check_fit(loads, ranges, devices)
@@ -88,22 +88,30 @@ def _weight(device: Device, devices: Sequence[Device]) -> float:
     return max(memory, 1) / times
 
 
-def _balanced(loads: Loads, weights: Sequence[float], cuts: Sequence[int]) -> Ranges:
-    """The ranges whose fullest device is least full; among equals the earliest cuts."""
-    ends = [*cuts, len(loads.layers)]
-    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}  # layers placed → fullest device, cuts
-    for index, weight in enumerate(weights):
-        left = len(weights) - index - 1
-        reached: dict[int, tuple[float, tuple[int, ...]]] = {}
-        for start, (fullest, before) in best.items():
-            for stop in ends:
-                if stop <= start or (stop == len(loads.layers)) != (left == 0):
-                    continue
-                found = (max(fullest, loads.of(range(start, stop)) / weight), (*before, stop))
-                if stop not in reached or found < reached[stop]:
-                    reached[stop] = found
-        best = reached
-    return _ranges(best[len(loads.layers)][1][:-1], len(loads.layers))
+def _fastest(loads: Loads, devices: Sequence[Device], cuts: Sequence[int]) -> Ranges:
+    """Of the ranges that fit, those with the least on a CPU beside an accelerator, and then those whose fullest device is
+    least full; among equals the earliest cuts. Where none fits, the least overfull, for the error's sake."""
+    total = len(loads.layers)
+    weights = [_weight(device, devices) for device in devices]
+    mixed = len({device.kind == "cpu" for device in devices}) > 1
+    for strict in (True, False):
+        best: dict[int, tuple[int, float, tuple[int, ...]]] = {0: (0, 0.0, ())}  # layers placed → slow bytes, fullest, cuts
+        for index, (device, weight) in enumerate(zip(devices, weights, strict=True)):
+            last = index == len(devices) - 1
+            reached: dict[int, tuple[int, float, tuple[int, ...]]] = {}
+            for start, (slow, fullest, before) in best.items():
+                for stop in [total] if last else [cut for cut in cuts if cut > start]:
+                    size = loads.of(range(start, stop))
+                    if strict and device.memory is not None and size > weight:
+                        continue
+                    slower = slow + (size if strict and mixed and device.kind == "cpu" else 0)
+                    found = (slower, max(fullest, size / weight), (*before, stop))
+                    if start < stop and (stop not in reached or found < reached[stop]):
+                        reached[stop] = found
+            best = reached
+        if total in best:
+            break
+    return _ranges(best[total][2][:-1], total)
 
 
 # ---------------------------------------------------------------------- said by hand

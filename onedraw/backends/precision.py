@@ -50,6 +50,11 @@ def weakest(found: Iterable[Precision]) -> Precision:
     return min(found, key=PRECISIONS.index, default="f32")
 
 
+def product_precision(devices: Iterable[Device], *, asked: str = "auto") -> str:
+    """Dtype of weights and products: what was asked for, else the table's answer for the set."""
+    return asked if asked != "auto" else weakest(map(device_precision, devices))
+
+
 def activation_precision(devices: Iterable[Device], *, asked: str = "auto", products: str = "auto") -> Precision:
     """`asked` wins. Else the table's answer for the set, but float32 where float32 products were asked for: what they
     compute would be rounded away between every two layers."""

@@ -17,6 +17,7 @@ from onedraw.backends.staging import StagingPlan, inputs_behind, row_bytes, stag
 from onedraw.errors import NoRoom
 from onedraw.models.spec import DTYPE_BYTES, STATE_BYTES, DeltaSpec, ModelSpec
 
+CHUNK = 64  # prompt positions of a recurrent layer that are computed at once, the most that any backend asks for
 RESERVE = 0.05  # of an accelerator's memory: what its runtime and the turn's own numbers take
 
 
@@ -56,7 +57,7 @@ def plan_split(
 ) -> SplitPlan:
     """`beside`: bytes of a drafter, which lives with the last stage."""
     devices = [_usable(device) for device in devices]
-    tokens = max(turn_tokens, plan.max_batch) + 64  # a prompt moves by one chunk beside whatever else runs
+    tokens = max(turn_tokens, plan.max_batch) + CHUNK  # a prompt moves by one chunk beside whatever else runs
     widest = min(1, len(spec.layers) - 1)
     rows = staging_plan(spec, (widest,) * (len(devices) - 1), tokens=tokens, dtype=activation).rows
     boundary = rows * row_bytes(spec.hidden, activation, inputs=inputs_behind(spec, widest)) if len(devices) > 1 else 0
@@ -66,6 +67,8 @@ def plan_split(
     loads = Loads(tuple(map(sum, figures)), first, last + logits + beside, boundary)
     ranges = place(loads, devices, cuts=legal_cuts(spec.layers), split=split)
     staging = staging_plan(spec, tuple(layers.start for layers in ranges[1:]), tokens=tokens, dtype=activation)
+    if staging.boundaries and staging.rows < plan.max_batch + CHUNK:
+        raise NoRoom(f"a boundary between devices holds {staging.rows} rows, too few for {plan.max_batch}; lower --max-batch")
     stages = []
     for index, (device, layers) in enumerate(zip(devices, ranges, strict=True)):
         weights, pages, states = (sum(part) for part in zip(*figures[layers.start : layers.stop], strict=True))

@@ -51,12 +51,13 @@ def test_a_cut_is_legal_where_nobody_behind_it_reads_from_before_it(model: tuple
         assert (cut in legal_cuts(layers)) == free
 
 
-@given(models(), st.lists(st.one_of(st.none(), st.integers(1, 400)), min_size=1, max_size=4))
+@given(models(), st.lists(st.one_of(st.none(), st.integers(1, 400)), min_size=1, max_size=4), st.integers(0, 3))
 def test_auto_places_every_layer_once_in_order_within_budget(
-    model: tuple[Loads, list[LayerSpec]], memories: list[int | None]
+    model: tuple[Loads, list[LayerSpec]], memories: list[int | None], host: int
 ) -> None:
     loads, layers = model
     cuts, devices = legal_cuts(layers), machine(*memories)
+    devices[host : host + 1] = [Device("cpu", "cpu", memory=m) for m in memories[host : host + 1]]
     possible = every_placement(cuts, len(layers), len(devices))
     fitting = [p for p in possible if all(m is None or loads.of(r) <= m for r, m in zip(p, memories, strict=True))]
     try:
@@ -70,8 +71,13 @@ def test_auto_places_every_layer_once_in_order_within_budget(
     assert ranges in fitting
     assert [i for layers_ in ranges for i in layers_] == list(range(len(layers)))
     if None not in memories:
-        fullest = [max(loads.of(r) / (m or 1) for r, m in zip(p, memories, strict=True)) for p in possible]
-        assert max(loads.of(r) / (m or 1) for r, m in zip(ranges, memories, strict=True)) == min(fullest)
+        assert _cost(loads, ranges, devices) == min(_cost(loads, p, devices) for p in fitting)
+
+
+def _cost(loads: Loads, ranges: tuple[range, ...], devices: list[Device]) -> tuple[int, float]:
+    """Bytes on the CPU where there is an accelerator, and how full the fullest device is."""
+    slow = sum(loads.of(r) for r, d in zip(ranges, devices, strict=True) if d.kind == "cpu") if len(devices) > 1 else 0
+    return slow, max(loads.of(r) / (d.memory or 1) for r, d in zip(ranges, devices, strict=True))
 
 
 @given(models(), st.integers(1, 4), st.data())
@@ -111,6 +117,13 @@ def test_shares_and_layers_say_the_same_split() -> None:
 def test_auto_follows_the_memory_of_the_devices() -> None:
     assert [len(r) for r in place(EVEN, machine(900, 300), cuts=CUTS)] == [24, 8]
     assert [len(r) for r in place(EVEN, machine(None, None), cuts=CUTS)] == [16, 16]
+
+
+def test_a_cpu_takes_what_accelerators_do_not_hold() -> None:
+    devices = [Device("cuda:0", "cuda", "sm90", 200), Device("cpu", "cpu", memory=10**6)]
+    assert [len(r) for r in place(EVEN, devices, cuts=CUTS)] == [20, 12]
+    roomy = [Device("cuda:0", "cuda", "sm90", 10**6), devices[1]]
+    assert [len(r) for r in place(EVEN, roomy, cuts=CUTS)] == [31, 1]
 
 
 def test_the_head_weighs_on_the_last_device() -> None:

@@ -167,6 +167,10 @@ class Site:
     ops: Ops
     stop: int | None = None
 
+    @staticmethod
+    def named(device: str, ops: Ops, *, stop: int | None = None) -> Site:
+        return Site(torch.device(device), ops, stop)
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:
