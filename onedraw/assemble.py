@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from onedraw import __version__
 from onedraw.backends.base import Backend, Capacity, require_state_dtype
+from onedraw.backends.devices import Device
 from onedraw.backends.fake import FakeBackend
 from onedraw.backends.plan import DRAFTS_PER_LANE, MemoryPlan, memory_plan
+from onedraw.backends.precision import activation_precision, product_precision
+from onedraw.backends.split import SplitPlan, StagePlan, plan_split, with_advice
 from onedraw.checkpoints.base import Checkpoint, open_checkpoint
 from onedraw.checkpoints.pull import resolve
 from onedraw.door import Door
@@ -27,7 +30,8 @@ from onedraw.errors import BadSetting, NoRoom, UnsupportedModel
 from onedraw.memory.ledger import Ledger
 from onedraw.models.dflash import check_fit, describe_drafter, is_drafter
 from onedraw.models.loading import Described, describe
-from onedraw.models.mtp import describe_mtp, has_mtp
+from onedraw.models.mtp import MtpSpec, describe_mtp, has_mtp
+from onedraw.models.spec import DTYPE_BYTES, AttentionSpec, DrafterSpec, ModelSpec
 from onedraw.settings import DRAFT_WORDS, Settings, default_cache_dir
 from onedraw.speculation.ngram import NgramProposer
 from onedraw.speculation.prediction import PredictionProposer
@@ -45,6 +49,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("onedraw")
 Progress = Callable[[str], None]
+DrafterBytes = Callable[[MemoryPlan], int]
 DRAFT_MODEL_TOKENS = 4  # how far a draft model runs ahead where nobody said
 PROPOSERS: Mapping[str, Callable[[], Proposer]] = {"prediction": PredictionProposer, "ngram": NgramProposer}
 
@@ -124,6 +129,50 @@ def plan_memory(settings: Settings, described: Described, *, dtype: str) -> Memo
     )
 
 
+def plan_devices(
+    settings: Settings, described: Described, devices: Sequence[Device], *, drafter: DrafterBytes | None = None
+) -> tuple[MemoryPlan, SplitPlan]:
+    """Sizes for these devices and the bytes of each, or NoRoom that says what would fit. One device is a split of one."""
+    dtype = product_precision(devices, asked=settings.dtype)
+    activation = activation_precision(devices, asked=settings.activation_dtype, products=settings.dtype)
+    plan = plan_memory(settings, described, dtype=dtype)
+
+    def split(context: int) -> SplitPlan:
+        sizes = plan_memory(replace(settings, max_context=context), described, dtype=dtype)
+        return plan_split(
+            described.spec,
+            sizes,
+            devices,
+            split=settings.split,
+            activation=activation,
+            turn_tokens=settings.turn_tokens,
+            beside=0 if drafter is None else drafter(sizes),
+        )
+
+    return plan, with_advice(split, plan.max_context)
+
+
+def drafter_bytes(chosen: Path | Literal["mtp"] | None, described: Described, checkpoint: Checkpoint) -> DrafterBytes | None:
+    """What a drafter takes beside the model. It reads the model's own embedding and head, so there is no copy of those."""
+    if chosen is None:
+        return None
+    spec: DrafterSpec | ModelSpec | MtpSpec
+    if isinstance(chosen, Path):
+        own = open_checkpoint(chosen)
+        try:
+            spec = describe_drafter(own).spec if is_drafter(own) else describe(own).spec
+        finally:
+            own.close()
+    else:
+        spec = describe_mtp(checkpoint, described).spec
+    numbers = sum(2 * m.kv_heads * m.head_dim for layer in spec.layers if isinstance(m := layer.mixer, AttentionSpec))
+
+    def size(plan: MemoryPlan) -> int:
+        return DTYPE_BYTES[plan.dtype] * (spec.parameters + numbers * plan.page_size * (plan.pages[0] + 1))
+
+    return size
+
+
 def read_text(checkpoint: Checkpoint) -> tuple[Tokenizer, ChatTemplate | None]:
     """Tokenizer and chat template, from the folder's files or the GGUF's key-values."""
     if checkpoint.dialect == "gguf":
@@ -191,24 +240,33 @@ def _torch_door(settings: Settings, tell: Progress, speculator: Speculator) -> D
 
 def _torch_backend(settings: Settings, described: Described, tell: Progress, drafting: Drafting | None) -> Backend:
     from onedraw.backends.torch.backend import TorchBackend
-    from onedraw.backends.torch.device import pick_device, pick_ops, set_threads
+    from onedraw.backends.torch.device import find_devices, pick_ops, set_threads
+    from onedraw.backends.torch.stack import Site
 
     require_state_dtype(settings.state_dtype, "states of recurrent layers")
     set_threads(settings.threads)
-    device, dtype = pick_device(settings.device, settings.dtype)
-    plan = plan_memory(settings, described, dtype=dtype)
+    size = None if drafting is None else drafter_bytes(drafting.source, described, drafting.target)
+    plan, split = plan_devices(settings, described, find_devices(settings.device_names), drafter=size)
+    cache = settings.cache_dir or default_cache_dir()
+
+    def site(stage: StagePlan) -> Site:
+        name = stage.device.name
+        ops = pick_ops(name, plan.dtype, activation=split.activation, cache=cache, warn=log.warning)
+        return Site.named(name, ops, stop=stage.stop)
+
     backend = TorchBackend(
         described.spec,
         described.weights,
-        dtype=dtype,
-        device=device,
+        dtype=plan.dtype,
+        activation=split.activation,
+        sites=[site(stage) for stage in split.stages],
+        rows=split.staging.rows,
         lanes=settings.max_batch,
         pages=plan.pages,
         page_size=settings.page_size,
         max_context=plan.max_context,
         drafts=plan.draft_positions,
         checkpoints=plan.checkpoints,
-        ops=pick_ops(device, dtype, cache=settings.cache_dir or default_cache_dir(), warn=log.warning),
         check=settings.self_check,
         make_drafter=None if drafting is None else drafting.maker(settings, described, max_context=plan.max_context),
     )
@@ -235,7 +293,7 @@ class Drafting:
         from onedraw.backends.torch.draft_model import Ahead, DraftModel, SmallModel
         from onedraw.backends.torch.drafter import DflashDrafter
         from onedraw.backends.torch.mtp import MtpHead
-        from onedraw.backends.torch.stack import Stack
+        from onedraw.backends.torch.stack import Site, Stack
 
         sizes = {"lanes": settings.max_batch, "max_context": max_context}
 
@@ -259,8 +317,7 @@ class Drafting:
                     model.spec,
                     model.weights,
                     dtype=stack.dtype,
-                    device=stack.device,
-                    ops=stack.ops,
+                    sites=[Site(stack.device, stack.ops)],
                     max_context=max_context + 1,
                 )
                 return ahead(SmallModel(small, shape=shape), shape)
@@ -314,11 +371,16 @@ def _card(
         max_context=capacity.max_context,
         eos_ids=eos,
         defaults=defaults,
-        fingerprint=f"onedraw-{__version__}-{weights[:12]}-{capacity.device}-{capacity.dtype}-c{capacity.chunk}",
+        fingerprint=f"onedraw-{__version__}-{weights[:12]}-{capacity.device}-{_dtypes(capacity)}-c{capacity.chunk}",
         created=int(time.time()),
         dtype=capacity.dtype,
         device=capacity.device,
     )
+
+
+def _dtypes(capacity: Capacity) -> str:
+    """Of the products, and of the residual stream where it has another."""
+    return capacity.dtype + ("" if capacity.activation == capacity.dtype else f"-{capacity.activation}")
 
 
 def _name_of(model: str) -> str:

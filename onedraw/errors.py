@@ -8,6 +8,7 @@ OnedrawError                 anything we say on purpose
 ├── Barren                   the law left no token to choose
 ├── QueueFull                too many waiting: 429, try again
 ├── Draining                 the server is shutting down: 503
+├── NotFinite                a model's numbers overflowed: 500, and which dtype holds them
 ├── TurnFailed               an exception in a turn: 500, with an id that the log has too
 ├── ModelError               the checkpoint cannot be used
 │   ├── NotFound             no such model, and how to get it
@@ -73,6 +74,10 @@ class QueueFull(OnedrawError):
 
 class Draining(OnedrawError):
     code, status = "shutting_down", 503
+
+
+class NotFinite(OnedrawError):
+    code, status = "not_finite", 500
 
 
 class TurnFailed(OnedrawError):

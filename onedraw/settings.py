@@ -27,7 +27,10 @@ class Settings:
     served_name: str | None = None
     backend: Literal["torch", "fake"] = "torch"
     device: str = "auto"  # auto, cpu, cuda, cuda:0 …
+    devices: str | None = None  # instead of device: several, as in cuda:0,cuda:1,cpu
+    split: str = "auto"  # layers of each device: auto, 24,8 or 0.75,0.25
     dtype: str = "auto"  # weights and products
+    activation_dtype: str = "auto"  # the residual stream, and what crosses between devices
     max_context: int | None = None  # tokens of one sequence, prompt and reply
     max_batch: int = 8  # sequences running at once
     turn_tokens: int = 512  # tokens computed in one turn
@@ -49,6 +52,12 @@ class Settings:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise BadSetting(f"--dtype: {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        if self.activation_dtype not in DTYPES:
+            raise BadSetting(f"--activation-dtype: {self.activation_dtype!r} is not one of {', '.join(DTYPES)}")
+        if self.devices is not None and self.device != "auto":
+            raise BadSetting("--devices and --device both say where the model runs; give one of them")
+        if self.split != "auto" and self.devices is None:
+            raise BadSetting("--split: says how layers are divided among --devices, which was not given")
         for name, low in (("max_batch", 1), ("turn_tokens", 1), ("page_size", 1), ("queue_limit", 1)):
             if getattr(self, name) < low:
                 raise BadSetting(f"--{name.replace('_', '-')}: must be at least {low}, not {getattr(self, name)}")
@@ -78,10 +87,17 @@ class Settings:
             raise BadSetting(f"--tree-budget: must be 0 (a chain) or more nodes, not {self.tree_budget}")
 
     def with_environment(self, environment: Mapping[str, str] = os.environ) -> Settings:
-        """ONEDRAW_CACHE sets cache_dir where no flag did."""
+        """ONEDRAW_CACHE sets cache_dir and ONEDRAW_ACTIVATION_DTYPE activation_dtype where no flag did."""
+        found: dict[str, Any] = {}
         if self.cache_dir is None and environment.get("ONEDRAW_CACHE"):
-            return replace(self, cache_dir=Path(environment["ONEDRAW_CACHE"]))
-        return self
+            found["cache_dir"] = Path(environment["ONEDRAW_CACHE"])
+        if self.activation_dtype == "auto" and environment.get("ONEDRAW_ACTIVATION_DTYPE"):
+            found["activation_dtype"] = environment["ONEDRAW_ACTIVATION_DTYPE"]
+        return replace(self, **found) if found else self
+
+    @property
+    def device_names(self) -> list[str]:
+        return [self.device] if self.devices is None else [name.strip() for name in self.devices.split(",")]
 
     @classmethod
     def of(cls, **flags: Any) -> Settings:

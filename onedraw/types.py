@@ -258,6 +258,7 @@ class RowOutcome:
     kept: tuple[int, ...] = ()  # which drafts they are, all but the last of `chosen`
     guesses: tuple[Draft, ...] = ()  # the backend's own drafts for the row after this one
     barren: bool = False  # the law left no token at the position after `chosen`
+    fault: str = ""  # what made it barren, where it was not the law
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ import torch
 
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import pick_ops
-from onedraw.backends.torch.ops import TorchOps
+from onedraw.backends.torch.ops import Ops, TorchOps
+from onedraw.backends.torch.stack import Site
 from onedraw.checkpoints.base import open_checkpoint
 from onedraw.models.loading import describe
 from onedraw.settings import default_cache_dir
@@ -28,21 +29,30 @@ def backend_of(
     checkpoints: int = 12,
     check: bool = True,
     make_drafter: Callable[..., Any] | None = None,
+    cuts: tuple[int, ...] = (),
+    dtype: str = "f32",
+    activation: str | None = None,
 ) -> TorchBackend:
-    """Float32 on the CPU, with our kernels or with plain torch."""
+    """On the CPU, with our kernels or with plain torch, in one stage or cut before some layers."""
     described = describe(open_checkpoint(path))
+    cpu = torch.device("cpu")
+
+    def ops() -> Ops:
+        return pick_ops("cpu", "f32", cache=default_cache_dir()) if kernels else TorchOps(cpu)
+
     return TorchBackend(
         described.spec,
         described.weights,
-        dtype="f32",
-        device="cpu",
+        dtype=dtype,
+        activation=activation,
+        sites=[Site(cpu, ops(), stop) for stop in (*cuts, None)],
+        rows=8192,
         lanes=lanes,
         pages=pages,
         page_size=page_size,
         max_context=max_context,
         drafts=drafts,
         checkpoints=checkpoints,
-        ops=pick_ops("cpu", "f32", cache=default_cache_dir()) if kernels else TorchOps(torch.device("cpu")),
         check=check,
         make_drafter=make_drafter,
     )

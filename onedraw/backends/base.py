@@ -41,10 +41,12 @@ class Capacity:
     logits_per_position: bool = True  # can verify drafts
     max_drafts: int = 64  # drafts of one row in one turn
     draft_positions: int | None = None  # drafts of all rows in one turn, where a rollback buffer bounds them
+    turn_tokens: int | None = None  # tokens of one turn, where buffers between devices bound them
     lookahead: int = 0  # positions past a row that the backend's own drafter writes to; covered where pages allow
     drafter: str = ""  # the backend's own drafter, if it has one
     device: str = "cpu"
     dtype: str = "f32"
+    activation: str = "f32"  # dtype of the residual stream
 
 
 class Backend(Protocol):

@@ -23,7 +23,12 @@ SETTINGS_HELP: Mapping[str, str] = {
     "served_name": "name under which clients ask for the model (default: the name given here)",
     "backend": "what computes: torch, or fake (no weights, for trying out clients)",
     "device": "auto, cpu, cuda, cuda:0 …",
+    "devices": "several instead of one, like cuda:0,cuda:1,cpu: layers are divided among them, in this order; the same may be "
+    "named twice",
+    "split": "how: auto (by their memory, accelerators first), layers (24,8) or shares (0.75,0.25)",
     "dtype": "of weights and products; auto: f32 on a CPU, the device's own elsewhere",
+    "activation_dtype": "of the residual stream and of what crosses between devices; auto: what the weakest device computes in "
+    "(default: ONEDRAW_ACTIVATION_DTYPE, or auto)",
     "max_context": "tokens of one sequence, prompt and reply (default: the model's, as far as memory goes)",
     "max_batch": "sequences running at once",
     "turn_tokens": "tokens computed in one turn; smaller turns keep other replies flowing during a long prompt",
@@ -178,8 +183,12 @@ def _flag(name: str, hint: Any, *, default: Any, text: str) -> Flag:
 def _value_options(name: str, kind: Any) -> dict[str, Any]:
     if name in SIZES:
         return {"type": argument_type(size_in_bytes), "metavar": "SIZE"}
-    if name == "dtype":
+    if name in ("dtype", "activation_dtype"):
         return {"choices": DTYPES}
+    if name == "devices":
+        return {"metavar": "D,D…"}
+    if name == "split":
+        return {"metavar": "HOW"}
     if name == "draft":
         return {"action": "append", "metavar": "WHO"}
     if name == "draft_tokens":

@@ -15,7 +15,7 @@ from onedraw.backends.base import Backend
 from onedraw.engine.scheduler import Member, Scheduler
 from onedraw.engine.sequence import Sequence
 from onedraw.engine.stats import Drafted, Stats
-from onedraw.errors import Barren, OnedrawError, TurnFailed
+from onedraw.errors import Barren, NotFinite, OnedrawError, TurnFailed
 from onedraw.speculation.tree import chain_length, depth
 from onedraw.types import Choice, Finish, Logprobs, Outcome, Plan, Request, Row, RowOutcome, Usage
 
@@ -125,7 +125,7 @@ class Engine:
         self._totals["completion_tokens"] += len(chosen)
         scored = self._scores(sequence)
         sink = self._live[row.request_id][1]
-        error = Barren(_BARREN) if result.barren and finish is None else None
+        error = _barren(result) if result.barren and finish is None else None
         if finish is not None or error is not None:
             self._remove(row.request_id)
         if chosen or finish or scored is not None:
@@ -176,6 +176,10 @@ class Engine:
                 totals["restores"] += 1
                 totals["whole_prompts"] += not row.tokens
                 totals["page_copies"] += len(row.copies)
+
+
+def _barren(result: RowOutcome) -> OnedrawError:
+    return NotFinite(f"the model's numbers overflowed: {result.fault}") if result.fault else Barren(_BARREN)
 
 
 _BARREN = (

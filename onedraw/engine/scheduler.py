@@ -38,7 +38,8 @@ class Scheduler:
         self.capacity = capacity
         self.speculator = speculator
         # Every running sequence can take its token and a prompt still moves by one chunk.
-        self.turn_tokens = max(turn_tokens, capacity.chunk)
+        most = turn_tokens if capacity.turn_tokens is None else min(turn_tokens, capacity.turn_tokens)
+        self.turn_tokens = max(most, capacity.chunk)
         self.longest_row = min(
             self.turn_tokens,
             longest_row(capacity.groups, page_size=capacity.page_size, max_context=capacity.max_context, chunk=capacity.chunk),

@@ -144,3 +144,40 @@ def test_who_would_guess_is_said(folder: Path, terminal: Terminal) -> None:
 def test_every_kind_of_layer_is_told_in_words(name: str, index: int, words: list[str]) -> None:
     told = in_words(tiny_modern.spec(name).layers[index])
     assert [word for word in words if word not in told] == []
+
+
+def test_devices_that_are_only_described_are_planned_for(folder: Path, terminal: Terminal) -> None:
+    given = ("inspect", str(folder), "--devices", "cuda/sm86/24GiB,cuda/sm86/24GiB", "--max-context", "256")
+    report = terminal.json(*given)
+    first, second = report["stages"]
+    assert (first["start"], first["stop"], second["start"], second["stop"]) in ((0, 1, 1, 3), (0, 2, 2, 3))
+    assert report["activation_dtype"] == report["memory"]["dtype"] == "bf16"
+    assert all(0 < stage["staging_bytes"] <= 64 * 2**20 for stage in (first, second))
+    assert all(stage["total_bytes"] < stage["device"]["memory"] <= 24 * 2**30 for stage in (first, second))
+    pages = sum(group["page_bytes"] * (group["pages"] + 1) for group in report["memory"]["groups"])
+    assert first["page_bytes"] + second["page_bytes"] == pages
+    assert terminal.run(*given) == 0
+    assert "layers 0–" in terminal.out
+    assert "stagings" in terminal.out
+
+
+def test_a_weaker_device_decides_for_all(folder: Path, terminal: Terminal) -> None:
+    given = ("inspect", str(folder), "--devices", "cuda/sm86/24GiB,cuda/sm75/8GiB", "--split", "2,1")
+    assert terminal.json(*given)["activation_dtype"] == "f16"
+    assert terminal.json(*given, "--activation-dtype", "bf16")["activation_dtype"] == "bf16"
+    assert [s["stop"] for s in terminal.json(*given)["stages"]] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--devices", "cuda/sm86/0.2MiB,cuda/sm86/0.2MiB"), "too many"),
+        (("--devices", "cpu,tpu"), "'tpu' is no device"),
+        (("--devices", "cpu,cpu", "--split", "3,1"), "the nearest that does is 2,1"),
+        (("--devices", "cpu,cpu", "--device", "cpu"), "give one of them"),
+        (("--split", "2,1"), "which was not given"),
+    ],
+)
+def test_a_split_that_cannot_be_is_said(folder: Path, terminal: Terminal, given: tuple[str, ...], said: str) -> None:
+    assert terminal.run("inspect", str(folder), *given) != 0
+    assert said in terminal.err

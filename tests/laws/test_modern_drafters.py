@@ -14,7 +14,7 @@ import torch
 from onedraw.backends.torch.draft_model import DraftModel, SmallModel
 from onedraw.backends.torch.drafter import DflashDrafter
 from onedraw.backends.torch.mtp import MtpHead
-from onedraw.backends.torch.stack import Stack
+from onedraw.backends.torch.stack import Site, Stack
 from onedraw.checkpoints.base import open_checkpoint
 from onedraw.models.dflash import describe_drafter
 from onedraw.models.loading import describe
@@ -44,7 +44,7 @@ def dense(target: Path) -> Callable[..., Any]:
 
     def make(stack: Stack, sampler: object, shape: Any) -> DraftModel:
         small = Stack(
-            described.spec, described.weights, dtype=torch.float32, device=stack.device, ops=stack.ops, max_context=CONTEXT + 8
+            described.spec, described.weights, dtype=torch.float32, sites=[Site(stack.device, stack.ops)], max_context=CONTEXT + 8
         )
         return DraftModel(SmallModel(small, shape=shape), shape=shape, length=4, **SIZES)
 

@@ -38,7 +38,7 @@ def hidden_logits(backend: TorchBackend, tokens: list[int], cuts: list[int], *, 
             history=History(tuple(tokens)),
         )
         inputs = make_inputs(Plan((row,)), shape=backend._shape, device=torch.device("cpu"))
-        hidden = backend._stack.hidden(inputs, backend._state)
+        hidden = backend._stack.hidden(inputs, backend._states)
         out.append(backend._logits(hidden, list(range(stop - start))))
     return torch.cat(out)
 

@@ -1,15 +1,16 @@
-"""Which device and dtype to run with, where the caller leaves it open.
+"""Which devices and operations to run with, where the caller leaves it open.
 
-In: what was asked for. Out: names that the backend takes as they are, or an error that says what is there.
+In: what was asked for. Out: devices with what this machine says of them, or an error that says what is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
+from onedraw.backends.devices import Device, parse_device
 from onedraw.backends.torch.kernels.build import build
 from onedraw.backends.torch.kernels.cpu import CpuOps
 from onedraw.backends.torch.ops import Ops, TorchOps
@@ -18,19 +19,37 @@ from onedraw.errors import BadSetting
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 
-def pick_device(device: str, dtype: str) -> tuple[str, str]:
-    """(device, dtype): auto is the first CUDA device or else the CPU; f32 on a CPU and bf16 elsewhere."""
-    if device == "auto":
-        device = "cuda:0" if torch.cuda.is_available() else "cpu"
+def find_devices(names: Sequence[str]) -> list[Device]:
+    """Devices of this machine, with architecture and free memory. auto is the first CUDA device, or else the CPU."""
+    automatic = "cuda:0" if torch.cuda.is_available() else "cpu"
+    return [_find(parse_device(automatic if name == "auto" else name), several=len(names) > 1) for name in names]
+
+
+def _find(device: Device, *, several: bool) -> Device:
+    if device.kind == "cpu":
+        free = _free_memory() if several and device.memory is None else device.memory
+        return Device("cpu", "cpu", memory=free)
+    if device.described:
+        raise BadSetting(f"--devices: {device.name} is only described, which is enough for `inspect`; to run, name cuda:0 or cpu")
+    if not torch.cuda.is_available():
+        raise BadSetting(f"--device {device.name}: this torch finds no CUDA device; use --device cpu")
+    index = int(device.name.partition(":")[2] or 0)
+    if index >= torch.cuda.device_count():
+        raise BadSetting(f"--device {device.name}: this machine has {torch.cuda.device_count()} of them, counted from 0")
+    free, _ = torch.cuda.mem_get_info(index)
+    if torch.version.hip:
+        return Device(f"cuda:{index}", "hip", torch.cuda.get_device_properties(index).gcnArchName, free)
+    major, minor = torch.cuda.get_device_capability(index)
+    return Device(f"cuda:{index}", "cuda", f"sm{major}{minor}", free)
+
+
+def _free_memory() -> int | None:
+    """Of the host, where it says; a part of a model must not drive the rest of the machine out."""
     try:
-        kind = torch.device(device).type
-    except RuntimeError:
-        raise BadSetting(f"--device: {device!r} is no device; write cpu, cuda or cuda:0") from None
-    if kind not in ("cpu", "cuda"):
-        raise BadSetting(f"--device: {kind!r} is not supported; cpu and cuda are")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise BadSetting(f"--device {device}: this torch finds no CUDA device; use --device cpu")
-    return device, dtype if dtype != "auto" else ("f32" if kind == "cpu" else "bf16")
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def set_threads(count: int | None) -> None:
@@ -39,9 +58,16 @@ def set_threads(count: int | None) -> None:
         torch.set_num_threads(count)
 
 
-def pick_ops(device: str, dtype: str, *, cache: Path, warn: Callable[[str], object] = lambda line: None) -> Ops:
-    """Our kernels where they exist for this device and dtype and can be built, else plain torch."""
-    if torch.device(device).type == "cpu" and dtype == "f32":
+def pick_ops(
+    device: str,
+    dtype: str,
+    *,
+    cache: Path,
+    activation: str | None = None,
+    warn: Callable[[str], object] = lambda line: None,
+) -> Ops:
+    """Our kernels where they exist for this device and these dtypes and can be built, else plain torch."""
+    if torch.device(device).type == "cpu" and dtype == "f32" == (activation or dtype):
         built = build(cache)
         if built.library is not None:
             return CpuOps(built.library, threads=torch.get_num_threads())

@@ -54,10 +54,10 @@ class SmallModel:
     def __init__(self, stack: Stack, *, shape: Shape) -> None:
         self.stack = stack
         sizes = Sizes(pages=shape.alone.scratch, page_size=shape.page_size)
-        self.state = State(stack.spec.layers, sizes, dtype=stack.dtype, device=stack.device)
+        [self.state] = stack.states(sizes)
 
     def run(self, inputs: Inputs, before: Tensor | None) -> Tensor:
-        return self.stack.hidden(inputs, self.state)
+        return self.stack.hidden(inputs, [self.state])
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.stack.logits(hidden)

@@ -120,7 +120,7 @@ class DflashDrafter:
         placed = lay_out([0] * len(taken), spans, [row.pages[:1] for row in plan.rows], shape=self._shape, device=self._device)
         padding = len(placed.host_tokens) - len(taken)
         index = torch.tensor([*taken, *taken[-1:] * padding], dtype=torch.long, device=self._device)
-        joined = torch.cat([feature.index_select(0, index) for feature in features], dim=1)  # [M, n * Et]
+        joined = torch.cat([feature.index_select(0, index) for feature in features], dim=1).to(self._target.dtype)  # [M, n * Et]
         context = self._ops.rms_norm(self._fc(joined), self._hidden_norm, self._spec.eps)
         preparation = Preparation(self._ops, placed, self._ropes)
         for layer, linear, store in zip(self._layers, self._contexts, self._state.stores, strict=True):

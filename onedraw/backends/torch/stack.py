@@ -2,17 +2,20 @@
 
 In: weights read layer by layer, and the turn's Inputs. Out: hidden states [T, E], and logits of the positions asked for.
 Each layer is a function of its arguments; what several layers read alike (rope turns, page rows) is made once per turn.
+Layers lie in stages, one per device: embeddings with the first, last norm and head with the last. One device is one stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from onedraw.backends.staging import FEWEST_ROWS, inputs_behind
+from onedraw.backends.torch.boundary import Boundary
 from onedraw.backends.torch.feed_forward import Experts, FeedForward, load_feed_forward
 from onedraw.backends.torch.inputs import Inputs
 from onedraw.backends.torch.layers.elementwise import activated, softcapped
@@ -21,7 +24,7 @@ from onedraw.backends.torch.layers.rope import rope_table
 from onedraw.backends.torch.loader import LANE, Loader, WeightSource
 from onedraw.backends.torch.mixers import Mixer, load_mixer
 from onedraw.backends.torch.ops import Ops, Preparation
-from onedraw.backends.torch.state import State, Store
+from onedraw.backends.torch.state import Sizes, State, Store
 from onedraw.models.spec import Activation, AttentionSpec, LayerSpec, ModelSpec, RopeSpec
 
 
@@ -36,9 +39,9 @@ class LayerInput:
     width: int
 
     def __call__(self, x: Tensor, own: Tensor, ops: Ops, eps: float) -> Tensor:
-        opened = activated(self.gate(x), self.activation)
+        opened = activated(self.gate(x.to(self.gate.dtype)), self.activation)
         opened[:, : self.width] *= own  # what is padded meets zero columns of `out`
-        return ops.rms_norm(self.out(opened), self.norm, eps)
+        return ops.rms_norm(self.out(opened).to(x.dtype), self.norm, eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,11 @@ class Layer:
     beside: Beside | None
     own_input: LayerInput | None
     scale: Tensor | None  # [1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its products. The residual stream may have another."""
+        return self.feed_forward.linears[0].dtype
 
     @property
     def linears(self) -> list[Linear]:
@@ -102,18 +110,18 @@ def run_layer(
     x: Tensor, layer: Layer, *, ops: Ops, store: Store, prepared: Any, eps: float, own_input: Tensor | None = None
 ) -> Tensor:
     """One layer over the turn's tokens: x [T, E] → [T, E]. own_input [T, width] where the layer has one."""
-    mixed = layer.mixer(ops.rms_norm(x, layer.attn_norm, eps), prepared, store, ops)
+    mixed = layer.mixer(ops.rms_norm(x, layer.attn_norm, eps).to(layer.dtype), prepared, store, ops).to(x.dtype)
     x = x + _normed(mixed, layer.post_attn_norm, ops, eps)
-    fed = layer.feed_forward(ops.rms_norm(x, layer.mlp_norm, eps), x, ops)
+    fed = layer.feed_forward(ops.rms_norm(x, layer.mlp_norm, eps).to(layer.dtype), x, ops).to(x.dtype)
     if layer.beside is not None:
         both = layer.beside
-        answers = both.experts(ops.rms_norm(x, both.norm, eps), x, ops)
+        answers = both.experts(ops.rms_norm(x, both.norm, eps).to(layer.dtype), x, ops).to(x.dtype)
         fed = ops.rms_norm(fed, both.dense_norm, eps) + ops.rms_norm(answers, both.post_norm, eps)
     x = x + _normed(fed, layer.post_mlp_norm, ops, eps)
     if layer.own_input is not None:
         assert own_input is not None
         x = x + layer.own_input(x, own_input, ops, eps)
-    return x if layer.scale is None else x * layer.scale
+    return x if layer.scale is None else x * layer.scale.to(x.dtype)
 
 
 def _normed(x: Tensor, weight: Tensor | None, ops: Ops, eps: float) -> Tensor:
@@ -145,14 +153,60 @@ class InputTable:
         spec = self._spec
         shape = (len(x), len(spec.layers), spec.inputs)
         rows = torch.from_numpy(self._embedding.take_rows(inputs.host_tokens).float32()).to(x)
-        projected = (self.project(x) * spec.hidden**-0.5).view(shape)
+        projected = (self.project(x.to(self.project.dtype)) * spec.hidden**-0.5).to(x.dtype).view(shape)
         context = self._ops.rms_norm(projected, self._norm, spec.eps)
         both: Tensor = (context + rows.view(shape) * spec.inputs**0.5) * 2**-0.5
         return both
 
 
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A device, and how far the layers on it go: from where the site before ends to `stop`; None: to the last."""
+
+    device: torch.device
+    ops: Ops
+    stop: int | None = None
+
+    @staticmethod
+    def named(device: str, ops: Ops, *, stop: int | None = None) -> Site:
+        return Site(torch.device(device), ops, stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Layers [start, start + len(layers)) on one device, and the way to it."""
+
+    device: torch.device
+    ops: Ops
+    start: int
+    layers: list[Layer]
+    ropes: dict[RopeSpec, Tensor]
+    entrance: Boundary | None  # None for the first
+
+    @property
+    def specs(self) -> tuple[LayerSpec, ...]:
+        return tuple(layer.spec for layer in self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What somebody wants to see of a pass over the layers. Owner: who asked."""
+
+    captures: tuple[int, ...] = ()  # layers whose outputs are wanted
+    features: list[Tensor] = field(default_factory=list)  # the residual stream after each of them, [T, E]
+    finite: list[Tensor] | None = None  # per layer: which tokens are finite after it, [T], on its device
+
+
+NOTHING = Watch()
+
+
 class Stack:
-    """All layers on one device. Complete when constructed."""
+    """All layers, on one device or several. Complete when constructed.
+
+    `device` and `ops` are those of the last stage, where hidden states come out and drafters live. `dtype` is that of
+    weights, products, keys and values; `activation` that of the residual stream. `rows`: tokens of a turn at most, where
+    there are several stages.
+    """
 
     def __init__(
         self,
@@ -160,27 +214,54 @@ class Stack:
         source: WeightSource,
         *,
         dtype: torch.dtype,
-        device: torch.device,
-        ops: Ops,
+        sites: Sequence[Site],
         max_context: int,
+        activation: torch.dtype | None = None,
+        rows: int = FEWEST_ROWS,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        self.spec, self.dtype, self.device, self.ops = spec, dtype, device, ops
-        self.max_context = max_context
-        loader = Loader(source, dtype=dtype, device=device, norm=spec.norm)
+        self.spec, self.dtype, self.activation, self.max_context = spec, dtype, activation or dtype, max_context
+        first, last = sites[0], sites[-1]
+        self.device, self.ops = last.device, last.ops
+        loader = Loader(source, dtype=dtype, device=first.device, norm=spec.norm)
         self.embedding = loader.kept(None, "embed", pad=LANE)  # [V', E]
+        self._input_table = InputTable(spec, source, loader, first.ops) if spec.inputs else None
+        self._embed_scale = torch.tensor(spec.embed_scale, dtype=dtype, device=first.device)
+        loader = Loader(source, dtype=dtype, device=last.device, norm=spec.norm)
         self.norm = loader.norm(None, "norm")
-        self.head = ops.linear(self.embedding if spec.tied else loader.passing(None, "head", pad=LANE))
-        self._input_table = InputTable(spec, source, loader, ops) if spec.inputs else None
-        self._embed_scale = torch.tensor(spec.embed_scale, dtype=dtype, device=device)
-        loader = Loader(source, dtype=dtype, device=device, norm=spec.norm)  # lets go of a buffer as large as the head
-        self.layers: list[Layer] = []
-        for index, layer in enumerate(spec.layers):
-            self.layers.append(load_layer(index, layer, loader, ops, spec.eps))
-            if progress is not None:
-                progress(index + 1, len(spec.layers))
-        positions = max(max_context, LANE)  # padding tokens stand anywhere on a page, also where the context is shorter
-        self._ropes = rope_tables(spec.layers, positions, dtype=dtype, device=device)
+        tied = self.embedding.to(last.device) if spec.tied else None  # a second copy only where the devices differ
+        self.head = last.ops.linear(loader.passing(None, "head", pad=LANE) if tied is None else tied)
+        del loader  # its buffer is as large as the head
+        self._rows, self._progress = rows, progress
+        self.stages: list[Stage] = []
+        for site in sites:
+            self.stages.append(self._stage(site, source))
+
+    def _stage(self, site: Site, source: WeightSource) -> Stage:
+        spec, before = self.spec, self.stages[-1] if self.stages else None
+        start = 0 if before is None else before.start + len(before.layers)
+        stop = len(spec.layers) if site.stop is None else site.stop
+        loader = Loader(source, dtype=self.dtype, device=site.device, norm=spec.norm)
+        layers = []
+        for index in range(start, stop):
+            layers.append(load_layer(index, spec.layers[index], loader, site.ops, spec.eps))
+            if self._progress is not None:
+                self._progress(index + 1, len(spec.layers))
+        entrance = None
+        if before is not None:
+            sizes = {"rows": self._rows, "hidden": spec.hidden, "inputs": inputs_behind(spec, start)}
+            entrance = Boundary(before.device, site.device, dtype=self.activation, **sizes)
+        positions = max(self.max_context, LANE)  # padding tokens stand anywhere on a page, also where the context is shorter
+        ropes = rope_tables(spec.layers[start:stop], positions, dtype=self.dtype, device=site.device)
+        return Stage(site.device, site.ops, start, layers, ropes, entrance)
+
+    @property
+    def layers(self) -> list[Layer]:
+        return [layer for stage in self.stages for layer in stage.layers]
+
+    def states(self, sizes: Sizes) -> list[State]:
+        """Fresh states, one per stage."""
+        return [State(s.specs, sizes, dtype=self.dtype, device=s.device, first=s.start) for s in self.stages]
 
     def linears(self) -> list[Linear]:
         inner = [linear for layer in self.layers for linear in layer.linears]
@@ -194,34 +275,39 @@ class Stack:
     # ------------------------------------------------------------------ one turn
 
     def embed(self, tokens: Tensor) -> Tensor:
-        x = self.embedding.index_select(0, tokens)  # [T, E]
-        return x if self.spec.embed_scale == 1 else x * self._embed_scale
+        """Rows [T, E] where the tokens are; they are looked up on the first stage, so there is one table."""
+        x = self.embedding.index_select(0, tokens.to(self.embedding.device))
+        return (x if self.spec.embed_scale == 1 else x * self._embed_scale).to(tokens.device)
 
-    def hidden(
-        self,
-        inputs: Inputs,
-        state: State,
-        *,
-        depth: int | None = None,
-        captures: tuple[int, ...] = (),
-        features: list[Tensor] | None = None,
-    ) -> Tensor:
+    def hidden(self, inputs: Inputs, states: Sequence[State], *, depth: int | None = None, watch: Watch = NOTHING) -> Tensor:
         """Hidden states after the last norm: [T, E]. What the turn's tokens leave in pages and lanes is written on the way.
 
-        `depth` runs the first layers only: the self-check needs no more. The residual stream after each layer in
-        `captures` is appended to `features`, [T, E] each.
+        `depth` runs the first layers only: the self-check needs no more.
         """
-        ops, eps = self.ops, self.spec.eps
-        preparation = Preparation(ops, inputs, self._ropes)
-        x = self.embed(inputs.tokens)
+        x = self.embed(inputs.tokens).to(self.activation)
         own = None if self._input_table is None else self._input_table(inputs, x)
-        for index, (layer, store) in enumerate(list(zip(self.layers, state.stores, strict=True))[:depth]):
+        left = len(self.spec.layers) if depth is None else depth
+        for stage, state in zip(self.stages, states, strict=True):
+            if stage.entrance is not None:
+                x, own = stage.entrance.cross(x, own)
+            x = self._run(stage, x, own, inputs.on(stage.device), state, count=left, watch=watch)
+            own = None if own is None else own[:, len(stage.layers) :]
+            left = max(left - len(stage.layers), 0)
+        return self.ops.rms_norm(x, self.norm, self.spec.eps).to(self.dtype)
+
+    def _run(
+        self, stage: Stage, x: Tensor, own: Tensor | None, inputs: Inputs, state: State, *, count: int, watch: Watch
+    ) -> Tensor:
+        ops, preparation = stage.ops, Preparation(stage.ops, inputs, stage.ropes)
+        for index, (layer, store) in enumerate(list(zip(stage.layers, state.stores, strict=True))[:count]):
             prepared = preparation.of(layer.spec.mixer)
             own_input = None if own is None else own[:, index]
-            x = run_layer(x, layer, ops=ops, store=store, prepared=prepared, eps=eps, own_input=own_input)
-            if features is not None and index in captures:
-                features.append(x)
-        return ops.rms_norm(x, self.norm, eps)
+            x = run_layer(x, layer, ops=ops, store=store, prepared=prepared, eps=self.spec.eps, own_input=own_input)
+            if stage.start + index in watch.captures:
+                watch.features.append(x.to(self.device))
+            if watch.finite is not None:
+                watch.finite.append(torch.isfinite(x).all(1))
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [C', V'] of hidden states [C', E], C' from the row rule, V' padded."""
