@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from onedraw import __version__
 from onedraw.backends.base import Backend, Capacity
 from onedraw.backends.fake import FakeBackend
+from onedraw.backends.packing import PACKED_DTYPES, hold, is_narrow, matrix_kinds
 from onedraw.backends.plan import DRAFTS_PER_LANE, MemoryPlan, memory_plan
 from onedraw.checkpoints.base import Checkpoint, open_checkpoint
 from onedraw.checkpoints.pull import resolve
@@ -114,6 +115,8 @@ def plan_memory(settings: Settings, described: Described, *, dtype: str) -> Memo
     return memory_plan(
         described.spec,
         dtype=dtype,
+        weight_bytes=hold(described.weights).weight_bytes if dtype in PACKED_DTYPES else None,
+        kv_dtype="f32" if dtype in PACKED_DTYPES else None,
         max_context=settings.max_context,
         max_batch=settings.max_batch,
         page_size=settings.page_size,
@@ -190,10 +193,12 @@ def _torch_door(settings: Settings, tell: Progress, speculator: Speculator) -> D
 
 def _torch_backend(settings: Settings, described: Described, tell: Progress, drafting: Drafting | None) -> Backend:
     from onedraw.backends.torch.backend import TorchBackend
-    from onedraw.backends.torch.device import pick_device, pick_ops, set_threads
+    from onedraw.backends.torch.device import pick_device, pick_dtype, pick_ops, set_threads
 
     set_threads(settings.threads)
-    device, dtype = pick_device(settings.device, settings.dtype)
+    device, cache = pick_device(settings.device), settings.cache_dir or default_cache_dir()
+    narrow = is_narrow(matrix_kinds(described.weights))
+    dtype = pick_dtype(settings.dtype, device=device, activations=settings.cpu_activations, narrow=narrow, cache=cache)
     plan = plan_memory(settings, described, dtype=dtype)
     backend = TorchBackend(
         described.spec,
@@ -206,7 +211,7 @@ def _torch_backend(settings: Settings, described: Described, tell: Progress, dra
         max_context=plan.max_context,
         drafts=plan.draft_positions,
         checkpoints=plan.checkpoints,
-        ops=pick_ops(device, dtype, cache=settings.cache_dir or default_cache_dir(), warn=log.warning),
+        ops=pick_ops(device, dtype, cache=cache, warn=log.warning),
         check=settings.self_check,
         make_drafter=None if drafting is None else drafting.maker(settings, described, max_context=plan.max_context),
     )

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from onedraw.backends.base import Capacity, PageGroup, Ticket
 from onedraw.backends.outcome import row_outcome
+from onedraw.backends.packing import PACKED_DTYPES
 from onedraw.backends.torch.inputs import Inputs, Shape, make_inputs
 from onedraw.backends.torch.loader import LANE, WeightSource, padded
 from onedraw.backends.torch.ops import Ops, TorchOps
@@ -30,7 +31,10 @@ from onedraw.models.spec import ModelSpec
 from onedraw.sampling.verify import hypotheses
 from onedraw.types import Choice, Draft, Logprobs, Outcome, Plan, Row, RowOutcome
 
-DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+DTYPES = {
+    **{"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16},
+    **dict.fromkeys(PACKED_DTYPES, torch.float32),  # of activations, keys and values
+}
 LOGITS_BYTES = 256 * 2**20  # float32 logits held at once
 
 

@@ -10,14 +10,15 @@ from pathlib import Path
 
 import torch
 
+from onedraw.backends.packing import PACKED_DTYPES
 from onedraw.backends.torch.kernels.build import build
-from onedraw.backends.torch.kernels.cpu import CpuOps
+from onedraw.backends.torch.kernels.cpu import CpuOps, Packing
 from onedraw.backends.torch.ops import Ops, TorchOps
 from onedraw.errors import BadSetting
 
 
-def pick_device(device: str, dtype: str) -> tuple[str, str]:
-    """(device, dtype): auto is the first CUDA device or else the CPU; f32 on a CPU and bf16 elsewhere."""
+def pick_device(device: str) -> str:
+    """auto is the first CUDA device or else the CPU."""
     if device == "auto":
         device = "cuda:0" if torch.cuda.is_available() else "cpu"
     try:
@@ -28,7 +29,21 @@ def pick_device(device: str, dtype: str) -> tuple[str, str]:
         raise BadSetting(f"--device: {kind!r} is not supported; cpu and cuda are")
     if kind == "cuda" and not torch.cuda.is_available():
         raise BadSetting(f"--device {device}: this torch finds no CUDA device; use --device cpu")
-    return device, dtype if dtype != "auto" else ("f32" if kind == "cpu" else "bf16")
+    return device
+
+
+def pick_dtype(dtype: str, *, device: str, activations: str, narrow: bool, cache: Path) -> str:
+    """What products are made of. auto: on a CPU the weights as stored where that is narrower than float32 and our kernels
+    can be built, else float32; bf16 elsewhere. `packed-f32` are weights as stored with float32 activations."""
+    on_cpu = torch.device(device).type == "cpu"
+    if dtype == "packed" and not on_cpu:
+        raise BadSetting(f"--dtype packed: kernels for packed weights exist for the CPU, not for {device}; use bf16 or f16")
+    if dtype == "packed" and (reason := build(cache).reason):
+        raise BadSetting(f"--dtype packed: no CPU kernels: {reason}; use --dtype f32")
+    if dtype == "auto":
+        packed = on_cpu and narrow and build(cache).library is not None
+        dtype = "packed" if packed else "f32" if on_cpu else "bf16"
+    return "packed-f32" if dtype == "packed" and activations == "f32" else dtype
 
 
 def set_threads(count: int | None) -> None:
@@ -39,9 +54,10 @@ def set_threads(count: int | None) -> None:
 
 def pick_ops(device: str, dtype: str, *, cache: Path, warn: Callable[[str], object] = lambda line: None) -> Ops:
     """Our kernels where they exist for this device and dtype and can be built, else plain torch."""
-    if torch.device(device).type == "cpu" and dtype == "f32":
+    if torch.device(device).type == "cpu" and dtype in ("f32", *PACKED_DTYPES):
         built = build(cache)
         if built.library is not None:
-            return CpuOps(built.library, threads=torch.get_num_threads())
+            packing = Packing(as_stored=dtype in PACKED_DTYPES, coded=dtype == "packed")
+            return CpuOps(built.library, threads=torch.get_num_threads(), packing=packing)
         warn(f"no CPU kernels: {built.reason}; computing with plain torch, slower and with other low bits")
     return TorchOps(torch.device(device))

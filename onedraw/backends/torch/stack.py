@@ -6,21 +6,23 @@ Each layer is a function of its arguments; what several layers read alike (rope 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onedraw.backends.torch.feed_forward import Experts, FeedForward, load_feed_forward
+from onedraw.backends.torch.feed_forward import Experts, FeedForward, Mlp, load_feed_forward
 from onedraw.backends.torch.inputs import Inputs
 from onedraw.backends.torch.layers.elementwise import activated, softcapped
 from onedraw.backends.torch.layers.linear import Linear, RowRule
 from onedraw.backends.torch.layers.rope import rope_table
 from onedraw.backends.torch.loader import LANE, Loader, WeightSource
-from onedraw.backends.torch.mixers import Mixer, load_mixer
-from onedraw.backends.torch.ops import Ops, Preparation
+from onedraw.backends.torch.mixers import Attention, Mixer, load_mixer
+from onedraw.backends.torch.ops import DenseLayer, Fused, Ops, Preparation
+from onedraw.backends.torch.pages import PageStore
 from onedraw.backends.torch.state import State, Store
 from onedraw.models.spec import Activation, AttentionSpec, LayerSpec, ModelSpec, RopeSpec
 
@@ -63,6 +65,7 @@ class Layer:
     beside: Beside | None
     own_input: LayerInput | None
     scale: Tensor | None  # [1]
+    fused: Fused | None = None  # all of it in one operation
 
     @property
     def linears(self) -> list[Linear]:
@@ -75,26 +78,50 @@ def load_layer(index: int, spec: LayerSpec, loader: Loader, ops: Ops, eps: float
     beside = own_input = None
     if spec.beside is not None:
         norms = [loader.norm(index, name) for name in ("dense_norm", "experts_norm", "post_experts_norm")]
-        beside = Beside(Experts.load(index, spec.beside, loader, ops, eps), *norms)
+        beside = Beside(Experts.load(index, spec.beside, loader, eps), *norms)
     if spec.inputs:
         own_input = LayerInput(
-            gate=ops.linear(loader.passing(index, "inputs_gate", pad=LANE)),
-            out=ops.linear(loader.passing(index, "inputs_out", pad_columns=LANE)),
+            gate=loader.linear(index, "inputs_gate", pad=LANE),
+            out=loader.linear(index, "inputs_out", pad_columns=LANE),
             norm=loader.norm(index, "inputs_norm"),
             activation=spec.feed_forward.activation,
             width=spec.inputs,
         )
-    return Layer(
+    layer = Layer(
         spec=spec,
         attn_norm=loader.norm(index, "attn_norm"),
-        mixer=load_mixer(index, spec.mixer, loader, ops, eps),
+        mixer=load_mixer(index, spec.mixer, loader, eps),
         post_attn_norm=loader.norm(index, "post_attn_norm") if spec.sandwich else None,
         mlp_norm=loader.norm(index, "mlp_norm"),
-        feed_forward=load_feed_forward(index, spec.feed_forward, loader, ops, eps),
+        feed_forward=load_feed_forward(index, spec.feed_forward, loader, eps),
         post_mlp_norm=loader.norm(index, "post_mlp_norm") if spec.sandwich else None,
         beside=beside,
         own_input=own_input,
         scale=loader.kept(index, "layer_scale") if spec.scaled else None,
+    )
+    dense = dense_layer(layer, eps)
+    return layer if dense is None else replace(layer, fused=ops.fuse([dense]))
+
+
+def dense_layer(layer: Layer, eps: float) -> DenseLayer | None:
+    """A layer that is nothing but attention and a feed-forward, as the operations may fuse it."""
+    spec, mixer, feed_forward = layer.spec, layer.mixer, layer.feed_forward
+    if spec.sandwich or spec.beside is not None or spec.inputs or spec.scaled:
+        return None
+    if not isinstance(mixer, Attention) or not isinstance(feed_forward, Mlp):
+        return None
+    return DenseLayer(
+        spec=mixer.spec,
+        attn_norm=layer.attn_norm,
+        qkv=mixer.qkv,
+        q_norm=mixer.q_norm,
+        k_norm=mixer.k_norm,
+        out=mixer.out,
+        mlp_norm=layer.mlp_norm,
+        gate_up=feed_forward.gate_up,
+        down=feed_forward.down,
+        activation=feed_forward.activation,
+        eps=eps,
     )
 
 
@@ -102,6 +129,9 @@ def run_layer(
     x: Tensor, layer: Layer, *, ops: Ops, store: Store, prepared: Any, eps: float, own_input: Tensor | None = None
 ) -> Tensor:
     """One layer over the turn's tokens: x [T, E] → [T, E]. own_input [T, width] where the layer has one."""
+    if layer.fused is not None:
+        assert isinstance(store, PageStore)
+        return layer.fused(x, [prepared], [store])[0]
     mixed = layer.mixer(ops.rms_norm(x, layer.attn_norm, eps), prepared, store, ops)
     x = x + _normed(mixed, layer.post_attn_norm, ops, eps)
     fed = layer.feed_forward(ops.rms_norm(x, layer.mlp_norm, eps), x, ops)
@@ -127,6 +157,25 @@ def rope_tables(
     return {rope: rope_table(rope, positions, dtype=dtype, device=device) for rope in ropes}
 
 
+@dataclass(frozen=True, slots=True)
+class LayerRun:
+    """Layers [start, stop), in one operation where they are fused."""
+
+    start: int
+    stop: int
+    fused: Fused | None
+
+
+def runs_of_layers(layers: Sequence[Layer], ops: Ops, eps: float) -> list[LayerRun]:
+    """Neighbouring layers that can be fused become one run each, the others too."""
+    runs: list[LayerRun] = []
+    for fuses, group in itertools.groupby(enumerate(layers), lambda pair: pair[1].fused is not None):
+        members = list(group)
+        dense = [found for _, layer in members if fuses and (found := dense_layer(layer, eps)) is not None]
+        runs.append(LayerRun(members[0][0], members[-1][0] + 1, ops.fuse(dense) if dense else None))
+    return runs
+
+
 class InputTable:
     """The layers' own inputs: ((project(x₀) / sqrt(E), normed per layer) + embedding · sqrt(width)) / sqrt(2).
 
@@ -137,7 +186,7 @@ class InputTable:
     def __init__(self, spec: ModelSpec, source: WeightSource, loader: Loader, ops: Ops) -> None:
         self._spec, self._ops = spec, ops
         self._embedding = source.tensor(None, "inputs_embed")
-        self.project = ops.linear(loader.passing(None, "inputs_project"))
+        self.project = loader.linear(None, "inputs_project")
         self._norm = loader.norm(None, "inputs_project_norm")
 
     def __call__(self, inputs: Inputs, x: Tensor) -> Tensor:
@@ -149,6 +198,18 @@ class InputTable:
         context = self._ops.rms_norm(projected, self._norm, spec.eps)
         both: Tensor = (context + rows.view(shape) * spec.inputs**0.5) * 2**-0.5
         return both
+
+
+def load_ends(spec: ModelSpec, source: WeightSource, loader: Loader, ops: Ops) -> tuple[Linear, Callable[[Tensor], Tensor]]:
+    """The head, and embeddings by token: [T] → [T, E]. Where weights can be looked up, a tied one is there once, and the
+    few rows of another are read where the checkpoint lies."""
+    if ops.looks_up:
+        head = loader.linear(None, "embed" if spec.tied else "head", pad=LANE)
+        stored = source.tensor(None, "embed")
+        return head, head.rows if spec.tied else lambda tokens: torch.from_numpy(stored.take_rows(tokens.numpy()).float32())
+    table = loader.kept(None, "embed", pad=LANE)  # [V', E]
+    head = ops.linear(table) if spec.tied else loader.linear(None, "head", pad=LANE)
+    return head, lambda tokens: table.index_select(0, tokens)
 
 
 class Stack:
@@ -167,18 +228,18 @@ class Stack:
     ) -> None:
         self.spec, self.dtype, self.device, self.ops = spec, dtype, device, ops
         self.max_context = max_context
-        loader = Loader(source, dtype=dtype, device=device, norm=spec.norm)
-        self.embedding = loader.kept(None, "embed", pad=LANE)  # [V', E]
+        loader = Loader(source, ops=ops, dtype=dtype, device=device, norm=spec.norm)
         self.norm = loader.norm(None, "norm")
-        self.head = ops.linear(self.embedding if spec.tied else loader.passing(None, "head", pad=LANE))
+        self.head, self._rows = load_ends(spec, source, loader, ops)
         self._input_table = InputTable(spec, source, loader, ops) if spec.inputs else None
         self._embed_scale = torch.tensor(spec.embed_scale, dtype=dtype, device=device)
-        loader = Loader(source, dtype=dtype, device=device, norm=spec.norm)  # lets go of a buffer as large as the head
+        loader = Loader(source, ops=ops, dtype=dtype, device=device, norm=spec.norm)  # lets go of a buffer as large as the head
         self.layers: list[Layer] = []
         for index, layer in enumerate(spec.layers):
             self.layers.append(load_layer(index, layer, loader, ops, spec.eps))
             if progress is not None:
                 progress(index + 1, len(spec.layers))
+        self._runs = runs_of_layers(self.layers, ops, spec.eps)
         positions = max(max_context, LANE)  # padding tokens stand anywhere on a page, also where the context is shorter
         self._ropes = rope_tables(spec.layers, positions, dtype=dtype, device=device)
 
@@ -194,7 +255,7 @@ class Stack:
     # ------------------------------------------------------------------ one turn
 
     def embed(self, tokens: Tensor) -> Tensor:
-        x = self.embedding.index_select(0, tokens)  # [T, E]
+        x = self._rows(tokens)  # [T, E]
         return x if self.spec.embed_scale == 1 else x * self._embed_scale
 
     def hidden(
@@ -215,12 +276,24 @@ class Stack:
         preparation = Preparation(ops, inputs, self._ropes)
         x = self.embed(inputs.tokens)
         own = None if self._input_table is None else self._input_table(inputs, x)
-        for index, (layer, store) in enumerate(list(zip(self.layers, state.stores, strict=True))[:depth]):
-            prepared = preparation.of(layer.spec.mixer)
-            own_input = None if own is None else own[:, index]
-            x = run_layer(x, layer, ops=ops, store=store, prepared=prepared, eps=eps, own_input=own_input)
-            if features is not None and index in captures:
-                features.append(x)
+        wanted = captures if features is not None else ()
+        for run in self._runs:
+            span = range(run.start, min(run.stop, len(self.layers) if depth is None else depth))
+            if run.fused is not None and span:
+                prepared = [preparation.of(self.layers[index].spec.mixer) for index in span]
+                stores = [store for store in state.stores[span.start : span.stop] if isinstance(store, PageStore)]
+                kept = [index - span.start for index in wanted if index in span]
+                outputs = run.fused(x, prepared, stores, kept)
+                x = outputs[len(span) - 1]
+                if features is not None:
+                    features.extend(outputs[index] for index in sorted(kept))
+                continue
+            for index in span:
+                layer, own_input = self.layers[index], None if own is None else own[:, index]
+                ready = preparation.of(layer.spec.mixer)
+                x = run_layer(x, layer, ops=ops, store=state.stores[index], prepared=ready, eps=eps, own_input=own_input)
+                if features is not None and index in wanted:
+                    features.append(x)
         return ops.rms_norm(x, self.norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
 /* Gated DeltaNet on a CPU. One fixed sequence of operations per (row, head); threads only divide rows and heads.
  * Slow twin with the same meaning and the formulas: ../layers/delta.py. */
 
+#include "path.h"
+#include "team.h"
 #include "vectors.h"
 
 #define CHUNK 64
@@ -190,18 +192,27 @@ static void copy_window(const float *projected, const delta *d, const int64_t *t
     }
 }
 
-/* projected [tokens][width] -> out [tokens][value_heads][value_dim], zeroed before; work: one buffer of work_size per thread. */
-void onedraw_delta(const float *projected, float *out, const delta *d, float *work, long work_size, float *window, int threads) {
-    long before = d->conv - 1, heads = d->value_heads;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long t = 0; t < d->tokens; t++) gate_token(projected, d, t);
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
-    for (long i = 0; i < d->runs * heads; i++) {
-        extern int omp_get_thread_num(void);
-        recur(d->run + i / heads, d, i % heads, out, work + omp_get_thread_num() * work_size);
-    }
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long t = 0; t < d->tokens; t++) close_token(projected, d, t, out);
+typedef struct {
+    const float *projected;
+    float *out, *work, *window;
+    const delta *of;
+    long work_size;
+} turn;
+
+static void run_turn(const void *given, member *m) {
+    const turn *t = given;
+    const delta *d = t->of;
+    long heads = d->value_heads;
+    SHARE(m, d->tokens, 4, i, { gate_token(t->projected, d, i); });
+    SHARE(m, d->runs * heads, 1, i, { recur(d->run + i / heads, d, i % heads, t->out, t->work + m->index * t->work_size); });
+    SHARE(m, d->tokens, 4, i, { close_token(t->projected, d, i, t->out); });
+}
+
+/* projected [tokens][width] -> out [tokens][value_heads][value_dim], zeroed before; work: one buffer of work_size per member. */
+void EXPORT(onedraw_delta)(const float *projected, float *out, const delta *d, float *work, long work_size, float *window, team *t) {
+    long before = d->conv - 1;
+    turn own = {projected, out, work, window, d, work_size};
+    onedraw_team_run(t, run_turn, &own, 0);
     for (long r = 0; r < d->runs; r++) { /* windows last: everything that reads them has read */
         const run *one = d->run + r;
         for (long s = 0; s < one->saves; s++) {
@@ -216,12 +227,26 @@ void onedraw_delta(const float *projected, float *out, const delta *d, float *wo
     }
 }
 
+typedef struct {
+    const delta *of;
+    const int64_t *places;
+    long lane, count;
+} homecoming;
+
+static void bring_home(const void *given, member *m) {
+    const homecoming *own = given;
+    const delta *d = own->of;
+    long size = d->key_dim * d->value_dim;
+    SHARE(m, d->value_heads, 1, h, {
+        for (long i = 0; i < own->count; i++) replay(d->states + (own->lane * d->value_heads + h) * size, d, own->places[i], h);
+    });
+}
+
 /* Bring kept drafts home: places [count] of the rollback buffer, in order, into one lane. window: scratch of its size. */
-void onedraw_delta_commit(const delta *d, long lane, const int64_t *places, long count, float *window, int threads) {
-    long size = d->key_dim * d->value_dim, before = d->conv - 1, row = d->channels;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long h = 0; h < d->value_heads; h++)
-        for (long i = 0; i < count; i++) replay(d->states + (lane * d->value_heads + h) * size, d, places[i], h);
+void EXPORT(onedraw_delta_commit)(const delta *d, long lane, const int64_t *places, long count, float *window, team *t) {
+    long before = d->conv - 1, row = d->channels;
+    homecoming given = {d, places, lane, count};
+    onedraw_team_run(t, bring_home, &given, 0);
     float *own = d->windows + lane * before * row;
     for (long j = 0; j < before; j++) {
         long from = count + j; /* in [window, then kept] */
