@@ -195,10 +195,11 @@ def _torch_backend(settings: Settings, described: Described, tell: Progress, dra
     from onedraw.backends.torch.backend import TorchBackend
     from onedraw.backends.torch.device import pick_device, pick_dtype, pick_ops, set_threads
 
-    set_threads(settings.threads)
     device, cache = pick_device(settings.device), settings.cache_dir or default_cache_dir()
     narrow = is_narrow(matrix_kinds(described.weights))
     dtype = pick_dtype(settings.dtype, device=device, activations=settings.cpu_activations, narrow=narrow, cache=cache)
+    ops = pick_ops(device, dtype, cache=cache, threads=settings.threads, warn=log.warning)
+    set_threads(settings.threads, ops)
     plan = plan_memory(settings, described, dtype=dtype)
     backend = TorchBackend(
         described.spec,
@@ -211,7 +212,7 @@ def _torch_backend(settings: Settings, described: Described, tell: Progress, dra
         max_context=plan.max_context,
         drafts=plan.draft_positions,
         checkpoints=plan.checkpoints,
-        ops=pick_ops(device, dtype, cache=cache, warn=log.warning),
+        ops=ops,
         check=settings.self_check,
         make_drafter=None if drafting is None else drafting.maker(settings, described, max_context=plan.max_context),
     )

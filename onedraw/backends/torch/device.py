@@ -16,6 +16,8 @@ from onedraw.backends.torch.kernels.cpu import CpuOps, Packing
 from onedraw.backends.torch.ops import Ops, TorchOps
 from onedraw.errors import BadSetting
 
+DEFAULT_THREADS = torch.get_num_threads()  # what torch found, or OMP_NUM_THREADS said
+
 
 def pick_device(device: str) -> str:
     """auto is the first CUDA device or else the CPU."""
@@ -46,18 +48,26 @@ def pick_dtype(dtype: str, *, device: str, activations: str, narrow: bool, cache
     return "packed-f32" if dtype == "packed" and activations == "f32" else dtype
 
 
-def set_threads(count: int | None) -> None:
-    """CPU threads of every product from now on; None leaves torch's own choice."""
-    if count is not None:
+def set_threads(count: int | None, ops: Ops) -> None:
+    """Torch's threads on the calling thread from now on; None leaves its own choice.
+
+    Beside kernels with a team of their own torch has little left to do, and gets one thread: the idle threads of its pool
+    would spin for a while after every operation, on the processors that the team needs.
+    """
+    if isinstance(ops, CpuOps):
+        torch.set_num_threads(1)
+    elif count is not None:
         torch.set_num_threads(count)
 
 
-def pick_ops(device: str, dtype: str, *, cache: Path, warn: Callable[[str], object] = lambda line: None) -> Ops:
+def pick_ops(
+    device: str, dtype: str, *, cache: Path, threads: int | None = None, warn: Callable[[str], object] = lambda line: None
+) -> Ops:
     """Our kernels where they exist for this device and dtype and can be built, else plain torch."""
     if torch.device(device).type == "cpu" and dtype in ("f32", *PACKED_DTYPES):
         built = build(cache)
         if built.library is not None:
             packing = Packing(as_stored=dtype in PACKED_DTYPES, coded=dtype == "packed")
-            return CpuOps(built.library, threads=torch.get_num_threads(), packing=packing)
+            return CpuOps(built.library, threads=threads or DEFAULT_THREADS, packing=packing)
         warn(f"no CPU kernels: {built.reason}; computing with plain torch, slower and with other low bits")
     return TorchOps(torch.device(device))

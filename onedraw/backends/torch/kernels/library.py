@@ -6,7 +6,9 @@ memory that they may write to while they run. A kernel never keeps a pointer pas
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import mmap
 import weakref
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 
 from onedraw.backends.torch.kernels.build import paths
 
+ARENA_BYTES = 32 * 2**20
 POINTER, LONG, FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "packed_bytes": (LONG, [LONG, LONG, LONG]),
@@ -28,6 +31,14 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "delta": (None, [POINTER, POINTER, POINTER, POINTER, LONG, POINTER, POINTER]),
     "delta_commit": (None, [POINTER, LONG, POINTER, LONG, POINTER, POINTER]),
 }
+
+
+def _large(size: int) -> torch.Tensor:
+    place = mmap.mmap(-1, size)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a system without large pages
+            place.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(place, dtype=torch.uint8)
 
 
 def runnable(library: ctypes.CDLL) -> list[str]:
@@ -55,9 +66,19 @@ class Kernels:
         # Not at exit: a thread that computes while the program ends must not lose its team.
         weakref.finalize(self, library.onedraw_team_free, self.team).atexit = False
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._arena, self._taken = torch.empty(0, dtype=torch.uint8), 0
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"the kernels have no {name}")
+
+    def keep(self, size: int) -> torch.Tensor:
+        """Bytes for weights, 64 bytes aligned, cut from large pieces of memory: their pages are large too where the system
+        has such pages, and then reading all weights for every token takes fewer steps through page tables."""
+        size = -(-size // 64) * 64
+        if self._taken + size > self._arena.numel():
+            self._arena, self._taken = _large(max(size, ARENA_BYTES)), 0
+        self._taken += size
+        return self._arena[self._taken - size : self._taken]
 
     def memory(self, size: int) -> int:
         """The address of `size` bytes, 64 bytes aligned, good until the next call."""

@@ -8,6 +8,9 @@
 
 #include <math.h>
 
+#ifndef AHEAD
+#define AHEAD 4096
+#endif
 #define ROW_BYTES (384 * 1024) /* of activations that are walked while a few panels stay near */
 
 void INTERNAL(onedraw_numbers)(long kind, const uint8_t *panel, long in, long b, float *out);
@@ -60,6 +63,7 @@ INLINE void coded_tile(const int kind, const int count, const uint8_t *panel, lo
     for (int m = 0; m < count; m++) total[m] = f_zero();
     for (long b = 0; b < blocks; b++) {
         const int8_t *at = x + b * GROUP;
+        for (long i = 0; i < code_bytes(kind) + high_bytes(kind) + 64; i += 64) __builtin_prefetch(s.codes + b * (code_bytes(kind) + high_bytes(kind)) + i + AHEAD);
         shared common = shared_of(kind, s, b);
         ints sum[8], second[8];
         for (int m = 0; m < count; m++) {

@@ -48,9 +48,7 @@ class Panels:
 def panels_of_rows(kernels: Kernels, raw: np.ndarray, kind: str, *, rows: int, width: int, height: int) -> Panels:
     """Stored rows → panels of `height` rows; those that are not stored are zero."""
     code = KEPT_KINDS[kind]
-    size = kernels.packed_bytes(code, height, width)
-    memory = torch.empty(size + 64, dtype=torch.uint8, device="cpu")
-    data = memory[-memory.data_ptr() % 64 :][:size]
+    data = kernels.keep(kernels.packed_bytes(code, height, width))
     raw = np.ascontiguousarray(raw)
     kernels.pack(raw.ctypes.data, data.data_ptr(), code, rows, width, height, kernels.team)
     return Panels(kind, height, width, data)
