@@ -10,13 +10,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from onedraw.errors import BadSetting
 
 MOST_THREADS = 1024
 DTYPES = ("auto", "packed", "f32", "bf16", "f16")
-CPU_ACTIVATIONS = ("int8", "f32")
+CpuActivations = Literal["int8", "f32"]
 DRAFT_WORDS = ("auto", "none", "ngram", "prediction")  # what --draft knows beside paths
 
 
@@ -29,7 +29,7 @@ class Settings:
     backend: Literal["torch", "fake"] = "torch"
     device: str = "auto"  # auto, cpu, cuda, cuda:0 …
     dtype: str = "auto"  # weights and products
-    cpu_activations: str = "int8"  # what packed weights are multiplied with on a CPU
+    cpu_activations: CpuActivations = "int8"  # what packed weights are multiplied with on a CPU
     max_context: int | None = None  # tokens of one sequence, prompt and reply
     max_batch: int = 8  # sequences running at once
     turn_tokens: int = 512  # tokens computed in one turn
@@ -51,8 +51,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise BadSetting(f"--dtype: {self.dtype!r} is not one of {', '.join(DTYPES)}")
-        if self.cpu_activations not in CPU_ACTIVATIONS:
-            raise BadSetting(f"--cpu-activations: {self.cpu_activations!r} is not one of {', '.join(CPU_ACTIVATIONS)}")
+        if self.cpu_activations not in get_args(CpuActivations):
+            raise BadSetting(f"--cpu-activations: {self.cpu_activations!r} is not one of int8, f32")
         for name, low in (("max_batch", 1), ("turn_tokens", 1), ("page_size", 1), ("queue_limit", 1)):
             if getattr(self, name) < low:
                 raise BadSetting(f"--{name.replace('_', '-')}: must be at least {low}, not {getattr(self, name)}")

@@ -23,7 +23,9 @@ SETTINGS_HELP: Mapping[str, str] = {
     "served_name": "name under which clients ask for the model (default: the name given here)",
     "backend": "what computes: torch, or fake (no weights, for trying out clients)",
     "device": "auto, cpu, cuda, cuda:0 …",
-    "dtype": "of weights and products; auto: f32 on a CPU, the device's own elsewhere",
+    "dtype": "of weights and products; packed: weights as they are stored; auto: packed on a CPU where that is narrower than "
+    "f32, the device's own elsewhere",
+    "cpu_activations": "what packed weights meet on a CPU: int8, rounded per 32 numbers, or f32, exact and slower",
     "max_context": "tokens of one sequence, prompt and reply (default: the model's, as far as memory goes)",
     "max_batch": "sequences running at once",
     "turn_tokens": "tokens computed in one turn; smaller turns keep other replies flowing during a long prompt",

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, assert_never
 
+from onedraw.backends.packing import PACKED_DTYPES, hold, is_narrow, matrix_kinds
 from onedraw.backends.plan import MemoryPlan, human_bytes
 from onedraw.cli import screen
 from onedraw.cli.flags import add_settings, read_settings
@@ -47,10 +48,12 @@ def run(arguments: argparse.Namespace) -> int:
         checkpoint = find_checkpoint(settings, tell)
     try:
         described = describe(checkpoint)
-        plan = plan_memory(settings, described, dtype=planned_dtype(settings))
+        dtype = planned_dtype(settings, described)
+        plan = plan_memory(settings, described, dtype=dtype)
         drafter = drafter_path(settings, described, checkpoint)
         drafts = [*proposer_names(settings), *([] if drafter is None else [str(drafter)])]
         report = {**identity(settings, checkpoint, described), "drafts": drafts, "memory": memory_json(plan)}
+        report["holding"] = asdict(hold(described.weights)) if dtype in PACKED_DTYPES else None
     finally:
         checkpoint.close()
     if arguments.json:
@@ -60,11 +63,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def planned_dtype(settings: Settings) -> str:
+def planned_dtype(settings: Settings, described: Described) -> str:
     """What `auto` becomes on the asked device. The machine itself is not looked at: no torch is needed here."""
-    if settings.dtype != "auto":
-        return settings.dtype
-    return "f32" if settings.device in ("auto", "cpu") else "bf16"
+    dtype = settings.dtype
+    if dtype == "auto":
+        narrow = is_narrow(matrix_kinds(described.weights))
+        dtype = ("packed" if narrow else "f32") if settings.device in ("auto", "cpu") else "bf16"
+    return "packed-f32" if dtype == "packed" and settings.cpu_activations == "f32" else dtype
 
 
 def identity(settings: Settings, checkpoint: Checkpoint, described: Described) -> dict[str, Any]:
@@ -183,6 +188,17 @@ def state_rows(memory: Mapping[str, Any]) -> list[list[str]]:
     ]
 
 
+def holding_rows(holding: Mapping[str, Any] | None) -> list[list[str]]:
+    """Which matrices stay as they are stored, and why others do not."""
+    if holding is None:
+        return []
+    kept = ", ".join(f"{kind} × {count}" for kind, count in holding["kept"])
+    return [
+        ["as stored", f"{kept}; norms and biases are f32"],
+        *(["converted", f"{kind} × {count} to f32: {why}"] for kind, why, count in holding["converted"]),
+    ]
+
+
 def rows(report: Mapping[str, Any]) -> list[list[str]]:
     """The report for a person."""
     memory = report["memory"]
@@ -201,6 +217,7 @@ def rows(report: Mapping[str, Any]) -> list[list[str]]:
         ["tokenizer", report["tokenizer"]],
         ["drafts", ", ".join(report["drafts"]) or "none: --draft none"],
         ["weights", f"{human_bytes(memory['weight_bytes'])} as {memory['dtype']}"],
+        *holding_rows(report["holding"]),
         *(["pages" if i == 0 else "", page_words(group, memory["page_size"])] for i, group in enumerate(memory["groups"])),
         *state_rows(memory),
         ["room for", f"{memory['full_sequences']} sequences of {memory['max_context']} tokens, {memory['max_batch']} running"],

@@ -1,31 +1,13 @@
 /* Gated DeltaNet on a CPU. One fixed sequence of operations per (row, head); threads only divide rows and heads.
  * Slow twin with the same meaning and the formulas: ../layers/delta.py. */
 
+#include "delta.h"
 #include "path.h"
 #include "team.h"
 #include "vectors.h"
 
 #define CHUNK 64
 #define MOST 512 /* of a head's key or value dimensions */
-
-typedef struct {
-    long first, lane, fresh, prompt, known, drafts, held, save_first, saves; /* Run of ../runs.py */
-} run;
-
-typedef struct {
-    long key_heads, value_heads, key_dim, value_dim, conv, channels;
-    long tokens, runs, width; /* width: of a row of projections [qkv | z | a | b] */
-    float eps;
-    const float *conv_weight, *decay_weight, *bias, *norm;
-    const int64_t *taps, *closings, *kept; /* rows of [tokens, then conv - 1 window rows per lane]; negative: zeros */
-    const int64_t *parents;                /* [tokens] of a draft, its parent draft or -1 */
-    const int64_t *save_counts, *save_slots;
-    const run *run;
-    float *states, *windows, *saved_states, *saved_windows;
-    float *decays, *keys, *changes, *fed;  /* the rollback buffer */
-    float *mixed;                          /* [tokens][channels] q, k, v after convolution and norms */
-    float *gates;                          /* [tokens][3][value_heads] log decay, decay, beta */
-} delta;
 
 static inline const float *tap_row(const float *projected, const delta *d, int64_t tap) {
     return tap < d->tokens ? projected + tap * d->width : d->windows + (tap - d->tokens) * d->channels;
@@ -68,8 +50,8 @@ static __attribute__((noinline)) void advance(float *s, float decay, float key, 
     for (long j = 0; j < width; j++) s[j] = s[j] * decay + key * change[j];
 }
 
-static void replay(float *state, const delta *d, long place, long h) {
-    const float *key = d->keys + (place * d->key_heads + h / (d->value_heads / d->key_heads)) * d->key_dim;
+/* What the draft at `place` did to the state of head h, once more. key [key_dim]: its key, which several heads share. */
+static void replay(float *state, const delta *d, long place, long h, const float *key) {
     const float *change = d->changes + (place * d->value_heads + h) * d->value_dim;
     float decay = d->decays[place * d->value_heads + h];
     for (long k = 0; k < d->key_dim; k++) advance(state + k * d->value_dim, decay, key[k], change, d->value_dim);
@@ -143,7 +125,10 @@ static void draft(const run *r, const delta *d, long h, const float *state, floa
         if (parent != last) {
             memcpy(work, state, size * sizeof(float));
             for (long p = parent; p >= 0; p = d->parents[node + p]) path[depth++] = p;
-            while (depth) replay(work, d, r->held + path[--depth], h);
+            while (depth) { /* its key is read where this turn made it: another member may be writing the buffer's copy */
+                long p = path[--depth];
+                replay(work, d, r->held + p, h, d->mixed + (node + p) * d->channels + (d->key_heads + h / repeats) * d->key_dim);
+            }
         }
         long t = node + i, place = r->held + i;
         d->decays[place * heads + h] = d->gates[t * 3 * heads + heads + h];
@@ -238,7 +223,10 @@ static void bring_home(const void *given, member *m) {
     const delta *d = own->of;
     long size = d->key_dim * d->value_dim;
     SHARE(m, d->value_heads, 1, h, {
-        for (long i = 0; i < own->count; i++) replay(d->states + (own->lane * d->value_heads + h) * size, d, own->places[i], h);
+        for (long i = 0; i < own->count; i++) {
+            const float *key = d->keys + (own->places[i] * d->key_heads + h / (d->value_heads / d->key_heads)) * d->key_dim;
+            replay(d->states + (own->lane * d->value_heads + h) * size, d, own->places[i], h, key);
+        }
     });
 }
 

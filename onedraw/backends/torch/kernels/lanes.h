@@ -192,54 +192,70 @@ INLINE ints dot_lifted(ints sum, bytes codes, const int8_t *four) {
 
 #else
 
-#define MOST_ROWS 1
+#define MOST_ROWS 2
 #define FLOAT_ROWS 3
 #define CODE_BIAS 0
-typedef struct { float v[16]; } floats;
-typedef struct { int32_t v[16]; } ints;
-typedef struct { uint8_t v[64]; } bytes;
-#define EACH(type, expression) type out; for (int i = 0; i < 16; i++) out.v[i] = (expression); return out
-#define EACH_BYTE(expression) bytes out; for (int i = 0; i < 64; i++) out.v[i] = (uint8_t)(expression); return out
+typedef float floats __attribute__((vector_size(64)));
+typedef int32_t ints __attribute__((vector_size(64)));
+typedef int16_t shorts __attribute__((vector_size(64)));
+typedef uint16_t words __attribute__((vector_size(64)));
+typedef uint8_t bytes __attribute__((vector_size(64)));
+typedef uint16_t words16 __attribute__((vector_size(32)));
+typedef uint8_t bytes16 __attribute__((vector_size(16)));
+typedef int8_t signed16 __attribute__((vector_size(16)));
+#define LOADED(type, p) type v; memcpy(&v, p, sizeof v)
 
-INLINE floats f_splat(float x) { EACH(floats, x); }
-INLINE floats f_zero(void) { return f_splat(0.0f); }
-INLINE floats f_load(const float *p) { floats out; memcpy(&out, p, 64); return out; }
+INLINE floats f_zero(void) { return (floats){0}; }
+INLINE floats f_splat(float x) { return x - f_zero(); } /* not a sum: -0 stays -0 */
+INLINE ints i_splat(int32_t x) { return x - (ints){0}; }
+INLINE floats f_load(const float *p) { LOADED(floats, p); return v; }
 INLINE void f_store(float *p, floats x) { memcpy(p, &x, 64); }
-INLINE floats f_add(floats x, floats y) { EACH(floats, x.v[i] + y.v[i]); }
-INLINE floats f_sub(floats x, floats y) { EACH(floats, x.v[i] - y.v[i]); }
-INLINE floats f_mul(floats x, floats y) { EACH(floats, x.v[i] * y.v[i]); }
+INLINE floats f_add(floats x, floats y) { return x + y; }
+INLINE floats f_sub(floats x, floats y) { return x - y; }
+INLINE floats f_mul(floats x, floats y) { return x * y; }
 #ifdef __FP_FAST_FMAF
-INLINE floats fused(floats x, floats y, floats z) { EACH(floats, __builtin_fmaf(x.v[i], y.v[i], z.v[i])); }
+INLINE floats fused(floats x, floats y, floats z) {
+    for (int i = 0; i < 16; i++) z[i] = __builtin_fmaf(x[i], y[i], z[i]);
+    return z;
+}
 #else
-INLINE floats fused(floats x, floats y, floats z) { EACH(floats, x.v[i] * y.v[i] + z.v[i]); }
+INLINE floats fused(floats x, floats y, floats z) { return x * y + z; }
 #endif
 INLINE float f_sum(floats x) {
+    float v[16];
+    memcpy(v, &x, 64);
     for (int width = 8; width; width /= 2)
-        for (int i = 0; i < width; i++) x.v[i] += x.v[i + width];
-    return x.v[0];
+        for (int i = 0; i < width; i++) v[i] += v[i + width];
+    return v[0];
 }
-INLINE floats f_halves(const void *p) { uint16_t h[16]; memcpy(h, p, 32); EACH(floats, half_to_float(h[i])); }
-INLINE floats f_bfloats(const void *p) { uint16_t h[16]; memcpy(h, p, 32); EACH(floats, bfloat_to_float(h[i])); }
-INLINE floats f_unsigned(const void *p) { const uint8_t *c = p; EACH(floats, (float)c[i]); }
-INLINE floats f_signed(const void *p) { const int8_t *c = p; EACH(floats, (float)c[i]); }
-INLINE ints i_splat(int32_t x) { EACH(ints, x); }
-INLINE floats i_floats(ints x) { EACH(floats, (float)x.v[i]); }
-INLINE bytes b_load(const void *p) { bytes out; memcpy(&out, p, 64); return out; }
-INLINE bytes b_low(bytes x) { EACH_BYTE(x.v[i] & 15); }
-INLINE bytes b_high(bytes x) { EACH_BYTE(x.v[i] >> 4); }
+INLINE floats i_floats(ints x) { return __builtin_convertvector(x, floats); }
+INLINE floats f_halves(const void *p) { /* as half_to_float */
+    LOADED(words16, p);
+    ints h = __builtin_convertvector(v, ints), rest = (h & 0x7fff) << 13;
+    ints bits = (ints)((floats)rest * 0x1p112f) | ((rest >= 0x0f800000) & 0x7f800000) | (h & 0x8000) << 16;
+    return (floats)bits;
+}
+INLINE floats f_bfloats(const void *p) { LOADED(words16, p); return (floats)(__builtin_convertvector(v, ints) << 16); }
+INLINE floats f_unsigned(const void *p) { LOADED(bytes16, p); return __builtin_convertvector(v, floats); }
+INLINE floats f_signed(const void *p) { LOADED(signed16, p); return __builtin_convertvector(v, floats); }
+INLINE bytes b_load(const void *p) { LOADED(bytes, p); return v; }
+INLINE bytes b_low(bytes x) { return x & 15; }
+INLINE bytes b_high(bytes x) { return x >> 4; }
 INLINE bytes b_lift(bytes x) { return x; }
-INLINE floats b_number(bytes x, const int r) { EACH(floats, (float)x.v[4 * i + r]); }
-INLINE floats b_signed(bytes x, const int r) { EACH(floats, (float)(int8_t)x.v[4 * i + r]); }
+INLINE floats b_number(bytes x, const int r) { return i_floats((ints)x >> 8 * r & 255); }
+INLINE floats b_signed(bytes x, const int r) { return i_floats((ints)x << (24 - 8 * r) >> 24); }
 INLINE bytes b_with(bytes x, bytes bits, const int left, const int mask) {
-    EACH_BYTE(x.v[i] | ((left >= 0 ? bits.v[i] << (left >= 0 ? left : 0) : bits.v[i] >> (left < 0 ? -left : 0)) & mask));
+    bytes moved = left >= 0 ? bits << (left >= 0 ? left : 0) : bits >> (left < 0 ? -left : 0);
+    return x | (moved & (uint8_t)mask);
 }
-INLINE ints dot(ints sum, bytes c, const int8_t *x) {
-    EACH(ints, sum.v[i] + c.v[4 * i] * x[0] + c.v[4 * i + 1] * x[1] + c.v[4 * i + 2] * x[2] + c.v[4 * i + 3] * x[3]);
+/* Bytes 0 and 2 of a lane, then 1 and 3, as 16 bits each; their products' sums have room in 16 bits. */
+INLINE ints dot_pairs(ints sum, shorts even, shorts odd, const int8_t *x) {
+    int32_t a = (uint16_t)x[0] | (int32_t)x[2] * 65536, b = (uint16_t)x[1] | (int32_t)x[3] * 65536;
+    ints both = (ints)(even * (shorts)i_splat(a) + odd * (shorts)i_splat(b));
+    return sum + (both << 16 >> 16) + (both >> 16);
 }
-INLINE ints dot_lifted(ints sum, bytes c, const int8_t *x) {
-    EACH(ints, sum.v[i] + (int8_t)c.v[4 * i] * x[0] + (int8_t)c.v[4 * i + 1] * x[1] + (int8_t)c.v[4 * i + 2] * x[2] +
-                   (int8_t)c.v[4 * i + 3] * x[3]);
-}
+INLINE ints dot(ints sum, bytes c, const int8_t *x) { return dot_pairs(sum, (shorts)c & 255, (shorts)((words)c >> 8), x); }
+INLINE ints dot_lifted(ints sum, bytes c, const int8_t *x) { return dot_pairs(sum, (shorts)c << 8 >> 8, (shorts)c >> 8, x); }
 
 #endif
 

@@ -3,8 +3,7 @@
 
 #include <stddef.h>
 
-#include "attention.h"
-#include "products.h"
+#include "layer.h"
 #include "rowwise.h"
 
 typedef struct {
@@ -40,14 +39,6 @@ void EXPORT(onedraw_silu_gated)(const float *x, float *y, long rows, long width,
 }
 
 /* ------------------------------------------------------------------ dense layers */
-
-typedef struct {
-    const product *qkv, *out, *gate_up, *down;
-    const float *attn_norm, *mlp_norm, *q_norm, *k_norm;
-    float *keys, *values;      /* its pages */
-    long hidden, mixed, width; /* of the residual, of what is attended, of the gate */
-    float eps;
-} layer;
 
 /* What a run through layers reads and writes. */
 typedef struct {

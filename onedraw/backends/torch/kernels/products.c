@@ -8,9 +8,7 @@
 
 #include <math.h>
 
-#ifndef AHEAD
-#define AHEAD 4096
-#endif
+#define AHEAD 4096             /* bytes of weights that are asked for before they are needed */
 #define ROW_BYTES (384 * 1024) /* of activations that are walked while a few panels stay near */
 
 void INTERNAL(onedraw_numbers)(long kind, const uint8_t *panel, long in, long b, float *out);
@@ -63,7 +61,8 @@ INLINE void coded_tile(const int kind, const int count, const uint8_t *panel, lo
     for (int m = 0; m < count; m++) total[m] = f_zero();
     for (long b = 0; b < blocks; b++) {
         const int8_t *at = x + b * GROUP;
-        for (long i = 0; i < code_bytes(kind) + high_bytes(kind) + 64; i += 64) __builtin_prefetch(s.codes + b * (code_bytes(kind) + high_bytes(kind)) + i + AHEAD);
+        const uint8_t *coming = s.codes + b * (code_bytes(kind) + high_bytes(kind)) + AHEAD; /* may be past the end: only a hint */
+        for (long i = 0; i <= code_bytes(kind) + high_bytes(kind); i += 64) __builtin_prefetch(coming + i);
         shared common = shared_of(kind, s, b);
         ints sum[8], second[8];
         for (int m = 0; m < count; m++) {
@@ -86,7 +85,7 @@ INLINE void coded_tile(const int kind, const int count, const uint8_t *panel, lo
             else sum[m] = dot(sum[m], codes, four);                                                                 \
         }                                                                                                           \
     }
-#if MOST_ROWS > 1
+#if MOST_ROWS > 2
         STEP(0) STEP(4) STEP(1) STEP(5) STEP(2) STEP(6) STEP(3) STEP(7)
 #else
         for (int g = 0; g < 8; g++) STEP(g)
@@ -154,8 +153,8 @@ typedef void (*tile)(const uint8_t *panel, long in, const float *x, long stride,
 #define HEIGHTS(of, kind) of(kind, 1) of(kind, 2) of(kind, 4)
 #define TABLE(name) {name##_1, name##_2, name##_4, 0}
 #else
-#define HEIGHTS(of, kind) of(kind, 1)
-#define TABLE(name) {name##_1, 0, 0, 0}
+#define HEIGHTS(of, kind) of(kind, 1) of(kind, 2)
+#define TABLE(name) {name##_1, name##_2, 0, 0}
 #endif
 HEIGHTS(CODED, Q4_0) HEIGHTS(CODED, Q4_1) HEIGHTS(CODED, Q5_0) HEIGHTS(CODED, Q5_1)
 HEIGHTS(CODED, Q8_0) HEIGHTS(CODED, Q4_K) HEIGHTS(CODED, Q5_K) HEIGHTS(CODED, Q6_K)
@@ -179,8 +178,8 @@ static const tile PLAIN_TILES[KINDS][FLOAT_ROWS + 1] = {[F32] = ROWS(plain_F32),
 static void numbers_rows(long kind, int count, const uint8_t *panel, long in, const float *x, long stride, float *out) {
     switch (count) {
     case 1: numbers_tile((int)kind, 1, panel, in, x, stride, out); return;
-#if MOST_ROWS >= 4
     case 2: numbers_tile((int)kind, 2, panel, in, x, stride, out); return;
+#if MOST_ROWS >= 4
     case 4: numbers_tile((int)kind, 4, panel, in, x, stride, out); return;
 #endif
 #if MOST_ROWS >= 8
@@ -236,7 +235,7 @@ static void unit_of(const rows *r, const part *p, long unit, long first, long la
         const uint8_t *panel = p->panels + (unit * 2 + half) * size;
         long column = unit * WIDE + half * LANE;
         for (long m = first, count; m < last; m += count) {
-            int height = MOST_ROWS == 8 ? 3 : MOST_ROWS == 4 ? 2 : 0;
+            int height = MOST_ROWS == 8 ? 3 : MOST_ROWS == 4 ? 2 : 1;
             while (1 << height > last - m) height--;
             count = 1 << height;
             if (r->of->coded)
