@@ -16,9 +16,10 @@ from onedraw import __version__
 from onedraw.backends.base import Backend, Capacity, require_state_dtype
 from onedraw.backends.devices import Device
 from onedraw.backends.fake import FakeBackend
+from onedraw.backends.packing import PACKED_DTYPES, Holding, hold, is_narrow, matrix_kinds
 from onedraw.backends.plan import DRAFTS_PER_LANE, MemoryPlan, memory_plan
 from onedraw.backends.precision import activation_precision, product_precision
-from onedraw.backends.split import SplitPlan, StagePlan, plan_split, with_advice
+from onedraw.backends.split import SplitPlan, plan_split, with_advice
 from onedraw.checkpoints.base import Checkpoint, open_checkpoint
 from onedraw.checkpoints.pull import resolve
 from onedraw.door import Door
@@ -114,10 +115,14 @@ def find_checkpoint(settings: Settings, progress: Progress | None = None) -> Che
     return open_checkpoint(path)
 
 
-def plan_memory(settings: Settings, described: Described, *, dtype: str) -> MemoryPlan:
+def plan_memory(settings: Settings, described: Described, *, dtype: str, held: Holding | None = None) -> MemoryPlan:
+    """`held`: the weights as they are stored, where `dtype` is a packed one and somebody counted already."""
+    held = hold(described.weights) if held is None and dtype in PACKED_DTYPES else held
     return memory_plan(
         described.spec,
         dtype=dtype,
+        weight_bytes=None if held is None else held.weight_bytes,
+        kv_dtype=None if held is None else "f32",
         max_context=settings.max_context,
         max_batch=settings.max_batch,
         page_size=settings.page_size,
@@ -130,15 +135,30 @@ def plan_memory(settings: Settings, described: Described, *, dtype: str) -> Memo
 
 
 def plan_devices(
-    settings: Settings, described: Described, devices: Sequence[Device], *, drafter: DrafterBytes | None = None
+    settings: Settings,
+    described: Described,
+    devices: Sequence[Device],
+    *,
+    drafter: DrafterBytes | None = None,
+    packs: bool = True,
 ) -> tuple[MemoryPlan, SplitPlan]:
-    """Sizes for these devices and the bytes of each, or NoRoom that says what would fit. One device is a split of one."""
-    dtype = product_precision(devices, asked=settings.dtype)
+    """Sizes for these devices and the bytes of each, or NoRoom that says what would fit. One device is a split of one.
+
+    `packs`: there are kernels that read weights as they are stored.
+    """
     activation = activation_precision(devices, asked=settings.activation_dtype, products=settings.dtype)
-    plan = plan_memory(settings, described, dtype=dtype)
+    dtype = product_precision(
+        devices,
+        asked=settings.dtype,
+        activation=activation,
+        packs=packs and is_narrow(matrix_kinds(described.weights)),
+        coded=settings.cpu_activations == "int8",
+    )
+    held = hold(described.weights) if dtype in PACKED_DTYPES else None
+    plan = plan_memory(settings, described, dtype=dtype, held=held)
 
     def split(context: int) -> SplitPlan:
-        sizes = plan_memory(replace(settings, max_context=context), described, dtype=dtype)
+        sizes = plan_memory(replace(settings, max_context=context), described, dtype=dtype, held=held)
         return plan_split(
             described.spec,
             sizes,
@@ -147,6 +167,7 @@ def plan_devices(
             activation=activation,
             turn_tokens=settings.turn_tokens,
             beside=0 if drafter is None else drafter(sizes),
+            held=held,
         )
 
     return plan, with_advice(split, plan.max_context)
@@ -157,10 +178,15 @@ def drafter_bytes(chosen: Path | Literal["mtp"] | None, described: Described, ch
     if chosen is None:
         return None
     spec: DrafterSpec | ModelSpec | MtpSpec
+    held: Holding | None = None
     if isinstance(chosen, Path):
         own = open_checkpoint(chosen)
         try:
-            spec = describe_drafter(own).spec if is_drafter(own) else describe(own).spec
+            if is_drafter(own):
+                spec = describe_drafter(own).spec
+            else:
+                model = describe(own)
+                spec, held = model.spec, hold(model.weights)
         finally:
             own.close()
     else:
@@ -168,7 +194,9 @@ def drafter_bytes(chosen: Path | Literal["mtp"] | None, described: Described, ch
     numbers = sum(2 * m.kv_heads * m.head_dim for layer in spec.layers if isinstance(m := layer.mixer, AttentionSpec))
 
     def size(plan: MemoryPlan) -> int:
-        return DTYPE_BYTES[plan.dtype] * (spec.parameters + numbers * plan.page_size * (plan.pages[0] + 1))
+        size = DTYPE_BYTES[plan.kv_dtype]  # of packed weights at most, where nobody counted them
+        weights = held.weight_bytes if held is not None and plan.dtype in PACKED_DTYPES else size * spec.parameters
+        return weights + size * numbers * plan.page_size * (plan.pages[0] + 1)
 
     return size
 
@@ -240,26 +268,24 @@ def _torch_door(settings: Settings, tell: Progress, speculator: Speculator) -> D
 
 def _torch_backend(settings: Settings, described: Described, tell: Progress, drafting: Drafting | None) -> Backend:
     from onedraw.backends.torch.backend import TorchBackend
-    from onedraw.backends.torch.device import find_devices, pick_ops, set_threads
+    from onedraw.backends.torch.device import find_devices, packs, pick_ops, set_threads
     from onedraw.backends.torch.stack import Site
 
     require_state_dtype(settings.state_dtype, "states of recurrent layers")
-    set_threads(settings.threads)
-    size = None if drafting is None else drafter_bytes(drafting.source, described, drafting.target)
-    plan, split = plan_devices(settings, described, find_devices(settings.device_names), drafter=size)
     cache = settings.cache_dir or default_cache_dir()
-
-    def site(stage: StagePlan) -> Site:
-        name = stage.device.name
-        ops = pick_ops(name, plan.dtype, activation=split.activation, cache=cache, warn=log.warning)
-        return Site.named(name, ops, stop=stage.stop)
-
+    devices = find_devices(settings.device_names)
+    size = None if drafting is None else drafter_bytes(drafting.source, described, drafting.target)
+    plan, split = plan_devices(settings, described, devices, drafter=size, packs=packs(devices, cache))
+    names = dict.fromkeys(stage.device.name for stage in split.stages)  # stages on one device share its operations
+    threads, activation = settings.threads, split.activation
+    ops = {n: pick_ops(n, plan.dtype, activation=activation, cache=cache, threads=threads, warn=log.warning) for n in names}
+    set_threads(settings.threads, list(ops.values()))
     backend = TorchBackend(
         described.spec,
         described.weights,
         dtype=plan.dtype,
         activation=split.activation,
-        sites=[site(stage) for stage in split.stages],
+        sites=[Site.named(stage.device.name, ops[stage.device.name], stop=stage.stop) for stage in split.stages],
         rows=split.staging.rows,
         lanes=settings.max_batch,
         pages=plan.pages,
@@ -380,7 +406,8 @@ def _card(
 
 def _dtypes(capacity: Capacity) -> str:
     """Of the products, and of the residual stream where it has another."""
-    return capacity.dtype + ("" if capacity.activation == capacity.dtype else f"-{capacity.activation}")
+    usual = "f32" if capacity.dtype in PACKED_DTYPES else capacity.dtype
+    return capacity.dtype + ("" if capacity.activation == usual else f"-{capacity.activation}")
 
 
 def _name_of(model: str) -> str:

@@ -10,12 +10,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from onedraw.errors import BadSetting
 
 MOST_THREADS = 1024
-DTYPES = ("auto", "f32", "bf16", "f16")
+DTYPES = ("auto", "packed", "f32", "bf16", "f16")
+ACTIVATION_DTYPES = ("auto", "f32", "bf16", "f16")
+CpuActivations = Literal["int8", "f32"]
 DRAFT_WORDS = ("auto", "none", "ngram", "prediction", "mtp")  # what --draft knows beside paths
 
 
@@ -31,6 +33,7 @@ class Settings:
     split: str = "auto"  # layers of each device: auto, 24,8 or 0.75,0.25
     dtype: str = "auto"  # weights and products
     activation_dtype: str = "auto"  # the residual stream, and what crosses between devices
+    cpu_activations: CpuActivations = "int8"  # what packed weights are multiplied with on a CPU
     max_context: int | None = None  # tokens of one sequence, prompt and reply
     max_batch: int = 8  # sequences running at once
     turn_tokens: int = 512  # tokens computed in one turn
@@ -52,8 +55,10 @@ class Settings:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise BadSetting(f"--dtype: {self.dtype!r} is not one of {', '.join(DTYPES)}")
-        if self.activation_dtype not in DTYPES:
-            raise BadSetting(f"--activation-dtype: {self.activation_dtype!r} is not one of {', '.join(DTYPES)}")
+        if self.activation_dtype not in ACTIVATION_DTYPES:
+            raise BadSetting(f"--activation-dtype: {self.activation_dtype!r} is not one of {', '.join(ACTIVATION_DTYPES)}")
+        if self.cpu_activations not in get_args(CpuActivations):
+            raise BadSetting(f"--cpu-activations: {self.cpu_activations!r} is not one of int8, f32")
         if self.devices is not None and self.device != "auto":
             raise BadSetting("--devices and --device both say where the model runs; give one of them")
         if self.split != "auto" and self.devices is None:

@@ -36,6 +36,7 @@ class MemoryPlan:
     """The sizes an engine runs with, and the bytes they cost."""
 
     dtype: str
+    kv_dtype: str  # of keys and values
     max_context: int
     max_batch: int
     page_size: int
@@ -75,6 +76,7 @@ def memory_plan(
     spec: ModelSpec,
     *,
     dtype: str,
+    weight_bytes: int | None = None,
     max_context: int | None = None,
     max_batch: int,
     page_size: int,
@@ -88,10 +90,11 @@ def memory_plan(
 ) -> MemoryPlan:
     """Sizes for a model. `kv_memory` None: enough for max_batch full sequences, within default_kv_bytes.
 
+    `weight_bytes`: of weights that are not all of `dtype`, and then `kv_dtype` says what pages hold.
     `max_context` None: the model's own, shortened where one such sequence is over the memory for pages.
     `drafts`: how many a lane may carry, 0 where drafting is off; only recurrent layers need room for them.
     """
-    if dtype not in DTYPE_BYTES:
+    if dtype not in DTYPE_BYTES and (weight_bytes is None or kv_dtype is None):
         raise BadSetting(f"--dtype: no plan for {dtype!r}; a plan needs one of {', '.join(DTYPE_BYTES)}")
 
     def needs(context: int) -> list[tuple[int, int]]:
@@ -121,10 +124,11 @@ def memory_plan(
     checkpoint_bytes = lane_bytes + padded_vocab(spec) * STATE_BYTES
     return MemoryPlan(
         dtype=dtype,
+        kv_dtype=kv_dtype or dtype,
         max_context=context,
         max_batch=max_batch,
         page_size=page_size,
-        weight_bytes=spec.parameters * DTYPE_BYTES[dtype],
+        weight_bytes=spec.parameters * DTYPE_BYTES[dtype] if weight_bytes is None else weight_bytes,
         groups=tuple(groups),
         lane_bytes=lane_bytes,
         draft_positions=_draft_positions(spec, drafts * max_batch, draft_memory),

@@ -49,6 +49,13 @@ class RandomTensor:
     def int64(self) -> NDArray[np.int64]:
         return self.float32().astype(np.int64)
 
+    @property
+    def stays_packed(self) -> bool:
+        return False
+
+    def packed(self) -> NDArray[np.uint8] | None:
+        return None
+
     def into(self, out: Floats) -> None:
         if not out.flags.c_contiguous:  # a reshape would copy
             out[...] = self.float32()

@@ -56,6 +56,14 @@ class StoredTensor:
             raise ValueError(f"tensor {self.name} has shape {self.shape}, out has {out.shape}")
         dequantize_into(self.data, self.kind, out, tensor=self.name)
 
+    @property
+    def stays_packed(self) -> bool:
+        return True
+
+    def packed(self) -> Bytes:
+        """All rows as they lie on disk, [rows, bytes]."""
+        return self.data.reshape(math.prod(self.shape[:-1]), -1)
+
     def take_rows(self, order: NDArray[np.intp]) -> StoredTensor:
         """Row i is row order[i] of this tensor. Rows are whole runs of blocks, so nothing is unpacked or read besides."""
         if KINDS[self.kind].values > 1 and len(self.shape) == 1:

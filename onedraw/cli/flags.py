@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from onedraw.errors import BadSetting
-from onedraw.settings import DTYPES, Settings, size_in_bytes
+from onedraw.settings import ACTIVATION_DTYPES, DTYPES, Settings, size_in_bytes
 from onedraw.wishes import Wishes
 
 # A switch that is on by default is spelled --no-…, and its line says what that does.
@@ -26,9 +26,11 @@ SETTINGS_HELP: Mapping[str, str] = {
     "devices": "several instead of one, like cuda:0,cuda:1,cpu: layers are divided among them, in this order; the same may be "
     "named twice",
     "split": "how: auto (by their memory, accelerators first), layers (24,8) or shares (0.75,0.25)",
-    "dtype": "of weights and products; auto: f32 on a CPU, the device's own elsewhere",
+    "dtype": "of weights and products; packed: weights as they are stored; auto: packed on a CPU where that is narrower than "
+    "f32, the device's own elsewhere",
     "activation_dtype": "of the residual stream and of what crosses between devices; auto: what the weakest device computes in "
     "(default: ONEDRAW_ACTIVATION_DTYPE, or auto)",
+    "cpu_activations": "what packed weights meet on a CPU: int8, rounded per 32 numbers, or f32, exact and slower",
     "max_context": "tokens of one sequence, prompt and reply (default: the model's, as far as memory goes)",
     "max_batch": "sequences running at once",
     "turn_tokens": "tokens computed in one turn; smaller turns keep other replies flowing during a long prompt",
@@ -183,8 +185,10 @@ def _flag(name: str, hint: Any, *, default: Any, text: str) -> Flag:
 def _value_options(name: str, kind: Any) -> dict[str, Any]:
     if name in SIZES:
         return {"type": argument_type(size_in_bytes), "metavar": "SIZE"}
-    if name in ("dtype", "activation_dtype"):
+    if name == "dtype":
         return {"choices": DTYPES}
+    if name == "activation_dtype":
+        return {"choices": ACTIVATION_DTYPES}
     if name == "devices":
         return {"metavar": "D,D…"}
     if name == "split":

@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, assert_never
 
 from onedraw.backends.devices import Device, parse_device
+from onedraw.backends.packing import PACKED_DTYPES, hold
 from onedraw.backends.plan import MemoryPlan, human_bytes
 from onedraw.backends.split import SplitPlan
 from onedraw.cli import screen
@@ -56,6 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         drafts = [*proposer_names(settings), *([] if drafter is None else [str(drafter)])]
         report = {**identity(settings, checkpoint, described), "drafts": drafts, "memory": memory_json(plan)}
         report |= {"activation_dtype": split.activation, "stages": stages_json(split)}
+        report["holding"] = asdict(hold(described.weights)) if plan.dtype in PACKED_DTYPES else None
     finally:
         checkpoint.close()
     if arguments.json:
@@ -206,6 +208,17 @@ def state_rows(memory: Mapping[str, Any]) -> list[list[str]]:
     ]
 
 
+def holding_rows(holding: Mapping[str, Any] | None) -> list[list[str]]:
+    """Which matrices stay as they are stored, and why others do not."""
+    if holding is None:
+        return []
+    kept = ", ".join(f"{kind} × {count}" for kind, count in holding["kept"])
+    return [
+        ["as stored", f"{kept}; norms and biases are f32"],
+        *(["converted", f"{kind} × {count} to f32: {why}"] for kind, why, count in holding["converted"]),
+    ]
+
+
 def rows(report: Mapping[str, Any]) -> list[list[str]]:
     """The report for a person."""
     memory = report["memory"]
@@ -223,10 +236,8 @@ def rows(report: Mapping[str, Any]) -> list[list[str]]:
         ["end of reply", ", ".join(map(str, report["eos_ids"])) or "no id ends a reply"],
         ["tokenizer", report["tokenizer"]],
         ["drafts", ", ".join(report["drafts"]) or "none: --draft none"],
-        [
-            "weights",
-            f"{human_bytes(memory['weight_bytes'])} as {memory['dtype']}",
-        ],
+        ["weights", f"{human_bytes(memory['weight_bytes'])} as {memory['dtype']}"],
+        *holding_rows(report["holding"]),
         ["residual stream", report["activation_dtype"]],
         *(["pages" if i == 0 else "", page_words(group, memory["page_size"])] for i, group in enumerate(memory["groups"])),
         *state_rows(memory),

@@ -38,6 +38,13 @@ class Tensor(Protocol):
 
     def into(self, out: NDArray[np.float32]) -> None: ...
 
+    @property
+    def stays_packed(self) -> bool:
+        """Whether `packed` gives bytes."""
+
+    def packed(self) -> NDArray[np.uint8] | None:
+        """All rows as they are stored, [rows, bytes], the leading axes as one; None where values change on the way."""
+
     def take_rows(self, order: NDArray[np.intp]) -> Tensor:
         """Some rows in some order, still packed; the others are not read."""
 

@@ -38,6 +38,13 @@ class View:
     def int64(self) -> NDArray[np.int64]:
         raise UnsupportedModel(f"tensor {self.name}: whole numbers are read from tensors as they are stored")
 
+    @property
+    def stays_packed(self) -> bool:
+        return False
+
+    def packed(self) -> NDArray[np.uint8] | None:
+        return None
+
     def reshaped(self, shape: tuple[int, ...]) -> Tensor:
         raise ValueError(f"tensor {self.name}: its rows have no other shape")
 
@@ -52,6 +59,13 @@ class Rows(View):
 
     def require_readable(self) -> None:
         self._tensor.require_readable()
+
+    @property
+    def stays_packed(self) -> bool:
+        return self._tensor.stays_packed
+
+    def packed(self) -> NDArray[np.uint8] | None:
+        return self._tensor.take_rows(self._order).packed()
 
     def into(self, out: Floats) -> None:
         self._tensor.take_rows(self._order).into(out)
@@ -74,6 +88,13 @@ class Folded(View):
 
     def require_readable(self) -> None:
         self._tensor.require_readable()
+
+    @property
+    def stays_packed(self) -> bool:
+        return self._tensor.stays_packed and self._tensor.shape[-1] == self.shape[-1]
+
+    def packed(self) -> NDArray[np.uint8] | None:
+        return self._tensor.packed() if self.stays_packed else None
 
     def into(self, out: Floats) -> None:
         if out.flags.c_contiguous:
@@ -116,12 +137,49 @@ class Stacked(View):
         for tensor in self._tensors:
             tensor.require_readable()
 
+    @property
+    def stays_packed(self) -> bool:
+        return all(tensor.stays_packed and tensor.kind == self.kind for tensor in self._tensors)
+
+    def packed(self) -> NDArray[np.uint8] | None:
+        if not self.stays_packed:
+            return None
+        return np.concatenate([rows for tensor in self._tensors if (rows := tensor.packed()) is not None])
+
     def into(self, out: Floats) -> None:
         for tensor, room in zip(self._tensors, out, strict=True):
             tensor.into(room)
 
     def take_rows(self, order: Order) -> Tensor:
         return Stacked(tuple(self._tensors[index] for index in order))
+
+
+class Matrix(View):
+    """One matrix of a stack of them: number i of [experts, rows, columns]."""
+
+    def __init__(self, stack: Tensor, number: int) -> None:
+        self.name, self.kind, self.shape = stack.name, stack.kind, stack.shape[1:]
+        self._stack, self._number = stack, number
+
+    def require_readable(self) -> None:
+        self._stack.require_readable()
+
+    @property
+    def stays_packed(self) -> bool:
+        return self._stack.stays_packed
+
+    def packed(self) -> NDArray[np.uint8] | None:
+        return self._alone().packed()
+
+    def into(self, out: Floats) -> None:
+        self._alone().into(out[None])
+
+    def take_rows(self, order: Order) -> Tensor:
+        raise ValueError(f"tensor {self.name}: a matrix of a stack is read whole")
+
+    def _alone(self) -> Tensor:
+        """A stack of this one matrix."""
+        return self._stack.take_rows(np.array([self._number], dtype=np.intp))
 
 
 @dataclass(frozen=True, slots=True)

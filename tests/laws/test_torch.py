@@ -37,10 +37,11 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return tiny.write_safetensors(request.param, tmp_path_factory.mktemp(request.param) / "hf")
 
 
-def backend_of(path: Path, *, lanes: int = 4, pages: int = 200) -> TorchBackend:
+def backend_of(path: Path, *, lanes: int = 4, pages: int = 200, threads: int | None = None) -> TorchBackend:
     described = describe(open_checkpoint(path))
     device = torch.device("cpu")
-    chosen = pick_ops("cpu", "f32", cache=default_cache_dir()) if OPS["kind"] == "kernels" else TorchOps(device)
+    ours = OPS["kind"] == "kernels"
+    chosen = pick_ops("cpu", "f32", cache=default_cache_dir(), threads=threads) if ours else TorchOps(device)
     return TorchBackend(
         described.spec,
         described.weights,
@@ -108,7 +109,7 @@ def test_threads_do_not_change_a_bit(folder: Path, ops: str) -> None:
         found = []
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            found.append(run(backend_of(folder), requests, Schedule())[0])
+            found.append(run(backend_of(folder, threads=threads), requests, Schedule())[0])
     finally:
         torch.set_num_threads(before)
     assert found[0] == found[1] == found[2]

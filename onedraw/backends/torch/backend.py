@@ -18,6 +18,7 @@ from torch import Tensor
 
 from onedraw.backends.base import Capacity, PageGroup, Ticket
 from onedraw.backends.outcome import row_outcome
+from onedraw.backends.packing import PACKED_DTYPES
 from onedraw.backends.staging import FEWEST_ROWS, most_tokens
 from onedraw.backends.torch.device import DTYPES
 from onedraw.backends.torch.inputs import Inputs, Shape, Span, make_inputs
@@ -143,7 +144,7 @@ class TorchBackend:
             turn_tokens=most_tokens(rows, chunk=CHUNK) if len(sites) > 1 else None,
             device="+".join(sorted({site.ops.name for site in sites})),
             dtype=dtype,
-            activation=activation or dtype,
+            activation=activation or ("f32" if dtype in PACKED_DTYPES else dtype),
         )
         self._tickets = itertools.count()
         self._outcomes: dict[Ticket, Outcome] = {}

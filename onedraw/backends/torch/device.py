@@ -11,12 +11,17 @@ from pathlib import Path
 import torch
 
 from onedraw.backends.devices import Device, parse_device
+from onedraw.backends.packing import PACKED_DTYPES
 from onedraw.backends.torch.kernels.build import build
-from onedraw.backends.torch.kernels.cpu import CpuOps
+from onedraw.backends.torch.kernels.cpu import CpuOps, Packing
 from onedraw.backends.torch.ops import Ops, TorchOps
 from onedraw.errors import BadSetting
 
-DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+DEFAULT_THREADS = torch.get_num_threads()  # what torch found, or OMP_NUM_THREADS said
+DTYPES = {
+    **{"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16},
+    **dict.fromkeys(PACKED_DTYPES, torch.float32),  # of activations, keys and values
+}
 
 
 def find_devices(names: Sequence[str]) -> list[Device]:
@@ -52,9 +57,20 @@ def _free_memory() -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
-def set_threads(count: int | None) -> None:
-    """CPU threads of every product from now on; None leaves torch's own choice."""
-    if count is not None:
+def packs(devices: Sequence[Device], cache: Path) -> bool:
+    """Whether products can read weights as they are stored: our kernels for CPUs do, where they can be built."""
+    return all(device.kind == "cpu" for device in devices) and build(cache).library is not None
+
+
+def set_threads(count: int | None, ops: Sequence[Ops]) -> None:
+    """Torch's threads on the calling thread from now on; None leaves its own choice.
+
+    Beside kernels with a team of their own torch has little left to do, and gets one thread: the idle threads of its pool
+    would spin for a while after every operation, on the processors that the team needs.
+    """
+    if any(isinstance(one, CpuOps) for one in ops):
+        torch.set_num_threads(1)
+    elif count is not None:
         torch.set_num_threads(count)
 
 
@@ -64,13 +80,18 @@ def pick_ops(
     *,
     cache: Path,
     activation: str | None = None,
+    threads: int | None = None,
     warn: Callable[[str], object] = lambda line: None,
 ) -> Ops:
     """Our kernels where they exist for this device and these dtypes and can be built, else plain torch."""
-    if torch.device(device).type == "cpu" and dtype == "f32" == (activation or dtype):
+    packed = dtype in PACKED_DTYPES
+    if torch.device(device).type == "cpu" and (packed or dtype == "f32") and activation in (None, "f32"):
         built = build(cache)
         if built.library is not None:
-            return CpuOps(built.library, threads=torch.get_num_threads())
+            packing = Packing(as_stored=packed, coded=dtype == "packed")
+            return CpuOps(built.library, threads=threads or DEFAULT_THREADS, packing=packing)
+        if packed:
+            raise BadSetting(f"--dtype packed: no CPU kernels: {built.reason}; use --dtype f32")
         warn(f"no CPU kernels: {built.reason}; computing with plain torch, slower and with other low bits")
     if torch.device(device).type == "cuda":
         return _cuda_ops(torch.device(device), DTYPES[dtype], warn)

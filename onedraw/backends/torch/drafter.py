@@ -61,18 +61,17 @@ class DflashDrafter:
         self._spec, self._target, self._shape, self._arrange = spec, target, shape.alone, arrange
         self._max_context = max_context
         self._ops, self._device = target.ops, target.device
-        loader = Loader(weights, dtype=target.dtype, device=self._device)
-        linear = self._ops.linear
-        self._fc = linear(loader.passing(None, "fc"))
+        loader = Loader(weights, ops=self._ops, dtype=target.dtype, device=self._device)
+        self._fc = loader.linear(None, "fc")
         self._hidden_norm, self._norm = loader.kept(None, "hidden_norm"), loader.kept(None, "norm")
         self._embedding = loader.kept(None, "embed") if spec.own_embedding else None
-        self._head = linear(loader.passing(None, "head")) if spec.own_head else target.head
+        self._head = loader.linear(None, "head") if spec.own_head else target.head
         self._target_ids = weights.target_ids()
         self._layers: list[Layer] = []
         self._contexts: list[Linear] = []  # keys and values of a committed position, from its feature
         for index, layer in enumerate(spec.layers):
             self._layers.append(load_layer(index, layer, loader, self._ops, spec.eps))
-            self._contexts.append(linear(loader.passing(index, "k", "v")))
+            self._contexts.append(loader.linear(index, "k", "v"))
         sizes = Sizes(pages=self._shape.scratch, page_size=shape.page_size)
         self._state = State(spec.layers, sizes, dtype=target.dtype, device=self._device)
         self._ropes = rope_tables(spec.layers, max_context + spec.block, dtype=target.dtype, device=self._device)

@@ -29,16 +29,17 @@ class Mlp:
     activation: Activation
 
     @staticmethod
-    def load(index: int, spec: MlpSpec, loader: Loader, ops: Ops, names: tuple[str, str, str] = ("gate", "up", "down")) -> Mlp:
+    def load(index: int, spec: MlpSpec, loader: Loader, names: tuple[str, str, str] = ("gate", "up", "down")) -> Mlp:
         gate, up, down = names
         return Mlp(
-            gate_up=ops.linear(
-                loader.passing(index, gate, up, pad=LANE),
-                loader.kept(index, f"{gate}_bias", f"{up}_bias", pad=LANE) if spec.bias else None,
+            gate_up=loader.linear(
+                index,
+                gate,
+                up,
+                bias=loader.kept(index, f"{gate}_bias", f"{up}_bias", pad=LANE) if spec.bias else None,
+                pad=LANE,
             ),
-            down=ops.linear(
-                loader.passing(index, down, pad_columns=LANE), loader.kept(index, f"{down}_bias") if spec.bias else None
-            ),
+            down=loader.linear(index, down, bias=loader.kept(index, f"{down}_bias") if spec.bias else None, pad_columns=LANE),
             activation=spec.activation,
         )
 
@@ -63,19 +64,17 @@ class Experts:
     eps: float
 
     @staticmethod
-    def load(index: int, spec: MoeSpec, loader: Loader, ops: Ops, eps: float) -> Experts:
-        gate_up = loader.experts(index, "expert_gate", "expert_up", pad=LANE)
-        down = loader.experts(index, "expert_down", pad_columns=LANE)
+    def load(index: int, spec: MoeSpec, loader: Loader, eps: float) -> Experts:
         shared = MlpSpec(spec.shared, spec.activation)
         return Experts(
             spec=spec,
-            router=ops.linear(loader.passing(index, "router", pad=LANE)),
+            router=loader.linear(index, "router", pad=LANE),
             select_bias=loader.wide(index, "select_bias") if spec.select_bias else None,
             expert_scale=loader.wide(index, "expert_scale") if spec.expert_scale else None,
             router_scale=loader.wide(index, "router_scale") if spec.own_router_norm else None,
-            bank=ops.bank(gate_up, down, spec.activation),
-            shared=Mlp.load(index, shared, loader, ops, ("shared_gate", "shared_up", "shared_down")) if spec.shared else None,
-            shared_route=ops.linear(loader.passing(index, "shared_route", pad=LANE)) if spec.shared_gate else None,
+            bank=loader.bank(index, spec.activation, pad=LANE),
+            shared=Mlp.load(index, shared, loader, ("shared_gate", "shared_up", "shared_down")) if spec.shared else None,
+            shared_route=loader.linear(index, "shared_route", pad=LANE) if spec.shared_gate else None,
             eps=eps,
         )
 
@@ -121,7 +120,7 @@ class Experts:
 FeedForward = Mlp | Experts
 
 
-def load_feed_forward(index: int, spec: MlpSpec | MoeSpec, loader: Loader, ops: Ops, eps: float) -> FeedForward:
+def load_feed_forward(index: int, spec: MlpSpec | MoeSpec, loader: Loader, eps: float) -> FeedForward:
     if isinstance(spec, MoeSpec):
-        return Experts.load(index, spec, loader, ops, eps)
-    return Mlp.load(index, spec, loader, ops)
+        return Experts.load(index, spec, loader, eps)
+    return Mlp.load(index, spec, loader)

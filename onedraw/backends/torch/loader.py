@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onedraw.backends.torch.experts import Bank, PlainBank
 from onedraw.models.source import Tensor as Stored
-from onedraw.models.spec import Norm
+from onedraw.models.spec import Activation, Norm
+from onedraw.models.views import Matrix
+
+if TYPE_CHECKING:
+    from onedraw.backends.torch.layers.linear import Linear
+    from onedraw.backends.torch.ops import Ops
 
 LANE = 64  # widths are padded to a multiple of it: see layers/elementwise.py
 
@@ -33,8 +39,10 @@ class Loader:
     weights that stay, and the process would end an eighth larger than its weights.
     """
 
-    def __init__(self, source: WeightSource, *, dtype: torch.dtype, device: torch.device, norm: Norm = "narrow") -> None:
-        self._source, self._dtype, self._device, self._norm = source, dtype, device, norm
+    def __init__(
+        self, source: WeightSource, *, ops: Ops, dtype: torch.dtype, device: torch.device, norm: Norm = "narrow"
+    ) -> None:
+        self._source, self._ops, self._dtype, self._device, self._norm = source, ops, dtype, device, norm
         self._buffer = torch.empty(0)
 
     def kept(self, layer: int | None, *names: str, pad: int = 1) -> Tensor:
@@ -49,10 +57,25 @@ class Loader:
         """The weight of a norm: in float32 where it meets the numbers before they are rounded."""
         return self.wide(layer, name) if self._norm == "wide" else self.kept(layer, name)
 
+    def linear(self, layer: int | None, *names: str, bias: Tensor | None = None, pad: int = 1, pad_columns: int = 1) -> Linear:
+        """The product of matrices joined by rows: as they are stored where the operations take them so."""
+        tensors = [self._source.tensor(layer, name) for name in names]
+        found = self._ops.stored(tensors, bias=bias, pad=pad, pad_columns=pad_columns)
+        return found or self._ops.linear(self.passing(layer, *names, pad=pad, pad_columns=pad_columns), bias)
+
     def passing(self, layer: int | None, *names: str, pad: int = 1, pad_columns: int = 1) -> Tensor:
         """The same for matrices that are about to be packed. In float32 on a CPU they lie in the buffer until the next
         call, so whoever takes them there keeps a copy, never the tensor itself."""
         return self._joined(layer, names, pad=pad, pad_columns=pad_columns, take=self._take)
+
+    def bank(self, layer: int, activation: Activation, *, pad: int) -> Bank:
+        """The experts of a layer: as they are stored where the operations take them so. Their width is padded."""
+        wide = self._stored_experts(layer, "expert_gate", "expert_up", pad=pad)
+        narrow = self._stored_experts(layer, "expert_down", pad_columns=pad)
+        if wide and narrow:
+            return PlainBank(tuple(wide), tuple(narrow), activation, self._ops.gated)
+        gate_up = self.experts(layer, "expert_gate", "expert_up", pad=pad)
+        return self._ops.bank(gate_up, self.experts(layer, "expert_down", pad_columns=pad), activation)
 
     def experts(self, layer: int, *names: str, pad: int = 1, pad_columns: int = 1) -> list[Tensor]:
         """Stacks [experts, rows, columns] → per expert the matrices joined by rows and padded, in memory of their own."""
@@ -61,6 +84,18 @@ class Loader:
         for parts in zip(*stacks, strict=True):
             padded = [F.pad(m, (0, -m.shape[1] % pad_columns, 0, -m.shape[0] % pad)) for m in parts]
             found.append(torch.cat(padded).to(device=self._device, dtype=self._dtype))
+        return found
+
+    def _stored_experts(self, layer: int, *names: str, pad: int = 1, pad_columns: int = 1) -> list[Linear]:
+        """Per expert the product of its matrices; none where the operations want float tensors."""
+        tensors = [self._source.tensor(layer, name) for name in names]
+        found: list[Linear] = []
+        for number in range(tensors[0].shape[0]):
+            own = [Matrix(tensor, number) for tensor in tensors]
+            linear = self._ops.stored(own, bias=None, pad=pad, pad_columns=pad_columns)
+            if linear is None:
+                return []
+            found.append(linear)
         return found
 
     def _take(self, shape: tuple[int, ...]) -> Tensor:

@@ -31,7 +31,7 @@ class Attention:
     eps: float
 
     @staticmethod
-    def load(index: int, spec: AttentionSpec, loader: Loader, ops: Ops, eps: float) -> Attention:
+    def load(index: int, spec: AttentionSpec, loader: Loader, eps: float) -> Attention:
         own = spec.reuses is None
         parts = ["q", *(["k"] if own else []), *(["v"] if own and not spec.keys_as_values else [])]
         gate = ["attn_gate"] if spec.gate is not None else []
@@ -41,10 +41,10 @@ class Attention:
             bias = torch.cat([bias, bias.new_zeros(spec.gate_width)])  # a gate has none
         return Attention(
             spec=spec,
-            qkv=ops.linear(loader.passing(index, *parts, *gate), bias),
+            qkv=loader.linear(index, *parts, *gate, bias=bias),
             q_norm=loader.norm(index, "q_norm") if spec.qk_norm else None,
             k_norm=loader.norm(index, "k_norm") if spec.qk_norm and own else None,
-            out=ops.linear(loader.passing(index, "o"), loader.kept(index, "o_bias") if spec.out_bias else None),
+            out=loader.linear(index, "o", bias=loader.kept(index, "o_bias") if spec.out_bias else None),
             eps=eps,
         )
 
@@ -71,10 +71,10 @@ class Delta:
     out: Linear
 
     @staticmethod
-    def load(index: int, spec: DeltaSpec, loader: Loader, ops: Ops, eps: float) -> Delta:
+    def load(index: int, spec: DeltaSpec, loader: Loader, eps: float) -> Delta:
         return Delta(
             spec=spec,
-            projections=ops.linear(loader.passing(index, "delta_qkv", "delta_z", "delta_a", "delta_b")),
+            projections=loader.linear(index, "delta_qkv", "delta_z", "delta_a", "delta_b"),
             weights=DeltaWeights(
                 conv=loader.wide(index, "conv").t().contiguous(),
                 decay=loader.wide(index, "decay"),
@@ -82,7 +82,7 @@ class Delta:
                 norm=loader.wide(index, "delta_norm"),
                 eps=eps,
             ),
-            out=ops.linear(loader.passing(index, "o")),
+            out=loader.linear(index, "o"),
         )
 
     @property
@@ -98,7 +98,7 @@ class Delta:
 Mixer = Attention | Delta
 
 
-def load_mixer(index: int, spec: AttentionSpec | DeltaSpec, loader: Loader, ops: Ops, eps: float) -> Mixer:
+def load_mixer(index: int, spec: AttentionSpec | DeltaSpec, loader: Loader, eps: float) -> Mixer:
     if isinstance(spec, DeltaSpec):
-        return Delta.load(index, spec, loader, ops, eps)
-    return Attention.load(index, spec, loader, ops, eps)
+        return Delta.load(index, spec, loader, eps)
+    return Attention.load(index, spec, loader, eps)

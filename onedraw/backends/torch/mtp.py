@@ -25,8 +25,8 @@ class MtpHead:
 
     def __init__(self, spec: MtpSpec, weights: MtpWeights, *, target: Stack, shape: Shape, max_context: int) -> None:
         self.stack, self._spec = target, spec
-        loader = Loader(weights, dtype=target.dtype, device=target.device, norm=spec.norm)
-        self._fc = target.ops.linear(loader.passing(None, "fc"))
+        loader = Loader(weights, ops=target.ops, dtype=target.dtype, device=target.device, norm=spec.norm)
+        self._fc = loader.linear(None, "fc")
         self._embed_norm, self._hidden_norm = loader.norm(None, "embed_norm"), loader.norm(None, "hidden_norm")
         self._norm = loader.norm(None, "norm")
         self._layer = load_layer(0, spec.layer, loader, target.ops, spec.eps)

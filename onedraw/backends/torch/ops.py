@@ -27,6 +27,7 @@ from onedraw.backends.torch.pages import PageStore, write_places
 from onedraw.backends.torch.runs import Runs, runs_of
 from onedraw.backends.torch.sampler import Sampler
 from onedraw.backends.torch.tiles import tile_groups
+from onedraw.models.source import Tensor as Stored
 from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, Gate, RopeSpec
 
 
@@ -40,6 +41,22 @@ class Ops(Protocol):
         ...
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear: ...
+
+    def stored(self, tensors: Sequence[Stored], *, bias: Tensor | None, pad: int, pad_columns: int) -> Linear | None:
+        """A product of weights as they are stored, side by side; None where products want float tensors.
+
+        Each weight has zero rows up to a multiple of `pad`; a row that is offered is padded to a multiple of `pad_columns`.
+        """
+        ...
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether rows of a weight can be read where a product has it (`Linear.rows`)."""
+        ...
+
+    def fuse(self, layers: Sequence[DenseLayer]) -> Fused | None:
+        """Neighbouring dense layers as one operation with the bits of its parts; None where there is no such operation."""
+        ...
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         """A weight in float32 meets the normed numbers before they are rounded, one in x's dtype after."""
@@ -97,6 +114,31 @@ class Ops(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class DenseLayer:
+    """A layer that attends, then feeds forward, with nothing besides."""
+
+    spec: AttentionSpec
+    attn_norm: Tensor
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+    activation: Activation
+    eps: float
+
+
+class Fused(Protocol):
+    def __call__(
+        self, x: Tensor, prepared: Sequence[Any], stores: Sequence[PageStore], kept: Sequence[int] = ()
+    ) -> dict[int, Tensor]:
+        """Run the first layers, as many as are prepared: x [T, E] → what the last of them and the `kept` ones give."""
+        ...
+
+
 class Preparation:
     """`Ops.prepare` once per kind of mixer in one turn. Owner: the pass over the layers that made it."""
 
@@ -124,6 +166,8 @@ class Prepared:
 class TorchOps:
     """Plain torch operations on a CPU or a CUDA device. `obey` and `tile_heights` are set by the self-check."""
 
+    looks_up = False
+
     def __init__(self, device: torch.device) -> None:
         self.name = f"{device.type}-torch"
         self.rule = default_rule(device)
@@ -131,6 +175,12 @@ class TorchOps:
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return Linear(weight, bias=bias, rule=self.rule)
+
+    def stored(self, tensors: Sequence[Stored], *, bias: Tensor | None, pad: int, pad_columns: int) -> Linear | None:
+        return None
+
+    def fuse(self, layers: Sequence[DenseLayer]) -> Fused | None:
+        return None
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         return rms_norm(x, weight, eps)

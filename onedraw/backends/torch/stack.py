@@ -7,8 +7,9 @@ Layers lie in stages, one per device: embeddings with the first, last norm and h
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,14 +17,15 @@ from torch import Tensor
 
 from onedraw.backends.staging import FEWEST_ROWS, inputs_behind
 from onedraw.backends.torch.boundary import Boundary
-from onedraw.backends.torch.feed_forward import Experts, FeedForward, load_feed_forward
+from onedraw.backends.torch.feed_forward import Experts, FeedForward, Mlp, load_feed_forward
 from onedraw.backends.torch.inputs import Inputs
 from onedraw.backends.torch.layers.elementwise import activated, softcapped
 from onedraw.backends.torch.layers.linear import Linear, RowRule
 from onedraw.backends.torch.layers.rope import rope_table
 from onedraw.backends.torch.loader import LANE, Loader, WeightSource
-from onedraw.backends.torch.mixers import Mixer, load_mixer
-from onedraw.backends.torch.ops import Ops, Preparation
+from onedraw.backends.torch.mixers import Attention, Mixer, load_mixer
+from onedraw.backends.torch.ops import DenseLayer, Fused, Ops, Preparation
+from onedraw.backends.torch.pages import PageStore
 from onedraw.backends.torch.state import Sizes, State, Store
 from onedraw.models.spec import Activation, AttentionSpec, LayerSpec, ModelSpec, RopeSpec
 
@@ -66,6 +68,7 @@ class Layer:
     beside: Beside | None
     own_input: LayerInput | None
     scale: Tensor | None  # [1]
+    fused: Fused | None = None  # all of it in one operation
 
     @property
     def dtype(self) -> torch.dtype:
@@ -83,26 +86,50 @@ def load_layer(index: int, spec: LayerSpec, loader: Loader, ops: Ops, eps: float
     beside = own_input = None
     if spec.beside is not None:
         norms = [loader.norm(index, name) for name in ("dense_norm", "experts_norm", "post_experts_norm")]
-        beside = Beside(Experts.load(index, spec.beside, loader, ops, eps), *norms)
+        beside = Beside(Experts.load(index, spec.beside, loader, eps), *norms)
     if spec.inputs:
         own_input = LayerInput(
-            gate=ops.linear(loader.passing(index, "inputs_gate", pad=LANE)),
-            out=ops.linear(loader.passing(index, "inputs_out", pad_columns=LANE)),
+            gate=loader.linear(index, "inputs_gate", pad=LANE),
+            out=loader.linear(index, "inputs_out", pad_columns=LANE),
             norm=loader.norm(index, "inputs_norm"),
             activation=spec.feed_forward.activation,
             width=spec.inputs,
         )
-    return Layer(
+    layer = Layer(
         spec=spec,
         attn_norm=loader.norm(index, "attn_norm"),
-        mixer=load_mixer(index, spec.mixer, loader, ops, eps),
+        mixer=load_mixer(index, spec.mixer, loader, eps),
         post_attn_norm=loader.norm(index, "post_attn_norm") if spec.sandwich else None,
         mlp_norm=loader.norm(index, "mlp_norm"),
-        feed_forward=load_feed_forward(index, spec.feed_forward, loader, ops, eps),
+        feed_forward=load_feed_forward(index, spec.feed_forward, loader, eps),
         post_mlp_norm=loader.norm(index, "post_mlp_norm") if spec.sandwich else None,
         beside=beside,
         own_input=own_input,
         scale=loader.kept(index, "layer_scale") if spec.scaled else None,
+    )
+    dense = dense_layer(layer, eps)
+    return layer if dense is None else replace(layer, fused=ops.fuse([dense]))
+
+
+def dense_layer(layer: Layer, eps: float) -> DenseLayer | None:
+    """A layer that is nothing but attention and a feed-forward, as the operations may fuse it."""
+    spec, mixer, feed_forward = layer.spec, layer.mixer, layer.feed_forward
+    if spec.sandwich or spec.beside is not None or spec.inputs or spec.scaled:
+        return None
+    if not isinstance(mixer, Attention) or not isinstance(feed_forward, Mlp):
+        return None
+    return DenseLayer(
+        spec=mixer.spec,
+        attn_norm=layer.attn_norm,
+        qkv=mixer.qkv,
+        q_norm=mixer.q_norm,
+        k_norm=mixer.k_norm,
+        out=mixer.out,
+        mlp_norm=layer.mlp_norm,
+        gate_up=feed_forward.gate_up,
+        down=feed_forward.down,
+        activation=feed_forward.activation,
+        eps=eps,
     )
 
 
@@ -110,6 +137,9 @@ def run_layer(
     x: Tensor, layer: Layer, *, ops: Ops, store: Store, prepared: Any, eps: float, own_input: Tensor | None = None
 ) -> Tensor:
     """One layer over the turn's tokens: x [T, E] → [T, E]. own_input [T, width] where the layer has one."""
+    if layer.fused is not None:
+        assert isinstance(store, PageStore)
+        return layer.fused(x, [prepared], [store])[0]
     mixed = layer.mixer(ops.rms_norm(x, layer.attn_norm, eps).to(layer.dtype), prepared, store, ops).to(x.dtype)
     x = x + _normed(mixed, layer.post_attn_norm, ops, eps)
     fed = layer.feed_forward(ops.rms_norm(x, layer.mlp_norm, eps).to(layer.dtype), x, ops).to(x.dtype)
@@ -135,6 +165,25 @@ def rope_tables(
     return {rope: rope_table(rope, positions, dtype=dtype, device=device) for rope in ropes}
 
 
+@dataclass(frozen=True, slots=True)
+class LayerRun:
+    """Layers [start, stop), in one operation where they are fused."""
+
+    start: int
+    stop: int
+    fused: Fused | None
+
+
+def runs_of_layers(layers: Sequence[Layer], ops: Ops, eps: float) -> list[LayerRun]:
+    """Neighbouring layers that can be fused become one run each, the others too."""
+    runs: list[LayerRun] = []
+    for fuses, group in itertools.groupby(enumerate(layers), lambda pair: pair[1].fused is not None):
+        members = list(group)
+        dense = [found for _, layer in members if fuses and (found := dense_layer(layer, eps)) is not None]
+        runs.append(LayerRun(members[0][0], members[-1][0] + 1, ops.fuse(dense) if dense else None))
+    return runs
+
+
 class InputTable:
     """The layers' own inputs: ((project(x₀) / sqrt(E), normed per layer) + embedding · sqrt(width)) / sqrt(2).
 
@@ -145,7 +194,7 @@ class InputTable:
     def __init__(self, spec: ModelSpec, source: WeightSource, loader: Loader, ops: Ops) -> None:
         self._spec, self._ops = spec, ops
         self._embedding = source.tensor(None, "inputs_embed")
-        self.project = ops.linear(loader.passing(None, "inputs_project"))
+        self.project = loader.linear(None, "inputs_project")
         self._norm = loader.norm(None, "inputs_project_norm")
 
     def __call__(self, inputs: Inputs, x: Tensor) -> Tensor:
@@ -180,6 +229,7 @@ class Stage:
     ops: Ops
     start: int
     layers: list[Layer]
+    runs: list[LayerRun]  # of those layers, counted from the stage's first
     ropes: dict[RopeSpec, Tensor]
     entrance: Boundary | None  # None for the first
 
@@ -196,8 +246,36 @@ class Watch:
     features: list[Tensor] = field(default_factory=list)  # the residual stream after each of them, [T, E]
     finite: list[Tensor] | None = None  # per layer: which tokens are finite after it, [T], on its device
 
+    def wants(self, layer: int) -> bool:
+        return self.finite is not None or layer in self.captures
+
+    def see(self, layer: int, x: Tensor, device: torch.device) -> None:
+        """What a layer gave; layers come in order, and features go to the device."""
+        if layer in self.captures:
+            self.features.append(x.to(device))
+        if self.finite is not None:
+            self.finite.append(torch.isfinite(x).all(1))
+
 
 NOTHING = Watch()
+Lookup = Callable[[Tensor], Tensor]  # tokens [T] → their embeddings [T, E], on the first stage's device
+
+
+def load_ends(spec: ModelSpec, source: WeightSource, first: Site, last: Site, dtype: torch.dtype) -> tuple[Linear, Lookup]:
+    """The head and the embeddings. Where weights can be looked up, a tied one is there once, and the few rows of another
+    are read where the checkpoint lies. Elsewhere there is a table, and a tied head is a second copy where devices differ."""
+    loader = Loader(source, ops=last.ops, dtype=dtype, device=last.device, norm=spec.norm)
+    together = spec.tied and first.device == last.device
+    if together and last.ops.looks_up:
+        head = loader.linear(None, "embed", pad=LANE)
+        return head, head.rows
+    if first.ops.looks_up:
+        stored = source.tensor(None, "embed")
+        head = loader.linear(None, "embed" if spec.tied else "head", pad=LANE)
+        return head, lambda tokens: torch.from_numpy(stored.take_rows(tokens.numpy()).float32())
+    table = Loader(source, ops=first.ops, dtype=dtype, device=first.device).kept(None, "embed", pad=LANE)  # [V', E]
+    head = last.ops.linear(table) if together else loader.linear(None, "embed" if spec.tied else "head", pad=LANE)
+    return head, lambda tokens: table.index_select(0, tokens)
 
 
 class Stack:
@@ -223,15 +301,12 @@ class Stack:
         self.spec, self.dtype, self.activation, self.max_context = spec, dtype, activation or dtype, max_context
         first, last = sites[0], sites[-1]
         self.device, self.ops = last.device, last.ops
-        loader = Loader(source, dtype=dtype, device=first.device, norm=spec.norm)
-        self.embedding = loader.kept(None, "embed", pad=LANE)  # [V', E]
+        self.head, self._lookup = load_ends(spec, source, first, last, dtype)
+        self.norm = Loader(source, ops=last.ops, dtype=dtype, device=last.device, norm=spec.norm).norm(None, "norm")
+        loader = Loader(source, ops=first.ops, dtype=dtype, device=first.device, norm=spec.norm)
         self._input_table = InputTable(spec, source, loader, first.ops) if spec.inputs else None
         self._embed_scale = torch.tensor(spec.embed_scale, dtype=dtype, device=first.device)
-        loader = Loader(source, dtype=dtype, device=last.device, norm=spec.norm)
-        self.norm = loader.norm(None, "norm")
-        tied = self.embedding.to(last.device) if spec.tied else None  # a second copy only where the devices differ
-        self.head = last.ops.linear(loader.passing(None, "head", pad=LANE) if tied is None else tied)
-        del loader  # its buffer is as large as the head
+        del loader  # lets go of its buffer
         self._rows, self._progress = rows, progress
         self.stages: list[Stage] = []
         for site in sites:
@@ -241,7 +316,7 @@ class Stack:
         spec, before = self.spec, self.stages[-1] if self.stages else None
         start = 0 if before is None else before.start + len(before.layers)
         stop = len(spec.layers) if site.stop is None else site.stop
-        loader = Loader(source, dtype=self.dtype, device=site.device, norm=spec.norm)
+        loader = Loader(source, ops=site.ops, dtype=self.dtype, device=site.device, norm=spec.norm)
         layers = []
         for index in range(start, stop):
             layers.append(load_layer(index, spec.layers[index], loader, site.ops, spec.eps))
@@ -253,7 +328,8 @@ class Stack:
             entrance = Boundary(before.device, site.device, dtype=self.activation, **sizes)
         positions = max(self.max_context, LANE)  # padding tokens stand anywhere on a page, also where the context is shorter
         ropes = rope_tables(spec.layers[start:stop], positions, dtype=self.dtype, device=site.device)
-        return Stage(site.device, site.ops, start, layers, ropes, entrance)
+        runs = runs_of_layers(layers, site.ops, spec.eps)
+        return Stage(site.device, site.ops, start, layers, runs, ropes, entrance)
 
     @property
     def layers(self) -> list[Layer]:
@@ -276,7 +352,7 @@ class Stack:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Rows [T, E] where the tokens are; they are looked up on the first stage, so there is one table."""
-        x = self.embedding.index_select(0, tokens.to(self.embedding.device))
+        x = self._lookup(tokens.to(self.stages[0].device))
         return (x if self.spec.embed_scale == 1 else x * self._embed_scale).to(tokens.device)
 
     def hidden(self, inputs: Inputs, states: Sequence[State], *, depth: int | None = None, watch: Watch = NOTHING) -> Tensor:
@@ -298,15 +374,23 @@ class Stack:
     def _run(
         self, stage: Stage, x: Tensor, own: Tensor | None, inputs: Inputs, state: State, *, count: int, watch: Watch
     ) -> Tensor:
-        ops, preparation = stage.ops, Preparation(stage.ops, inputs, stage.ropes)
-        for index, (layer, store) in enumerate(list(zip(stage.layers, state.stores, strict=True))[:count]):
-            prepared = preparation.of(layer.spec.mixer)
-            own_input = None if own is None else own[:, index]
-            x = run_layer(x, layer, ops=ops, store=store, prepared=prepared, eps=self.spec.eps, own_input=own_input)
-            if stage.start + index in watch.captures:
-                watch.features.append(x.to(self.device))
-            if watch.finite is not None:
-                watch.finite.append(torch.isfinite(x).all(1))
+        """The first `count` layers of a stage, those that are fused in one operation."""
+        ops, eps, layers, preparation = stage.ops, self.spec.eps, stage.layers, Preparation(stage.ops, inputs, stage.ropes)
+        for run in stage.runs:
+            span = range(run.start, min(run.stop, count))
+            if run.fused is not None and span:
+                prepared = [preparation.of(layers[index].spec.mixer) for index in span]
+                stores = [store for store in state.stores[span.start : span.stop] if isinstance(store, PageStore)]
+                outputs = run.fused(x, prepared, stores, [i for i, index in enumerate(span) if watch.wants(stage.start + index)])
+                for i in sorted(outputs):
+                    watch.see(stage.start + span[i], outputs[i], self.device)
+                x = outputs[len(span) - 1]
+                continue
+            for index in span:
+                layer, own_input = layers[index], None if own is None else own[:, index]
+                ready = preparation.of(layer.spec.mixer)
+                x = run_layer(x, layer, ops=ops, store=state.stores[index], prepared=ready, eps=eps, own_input=own_input)
+                watch.see(stage.start + index, x, self.device)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:

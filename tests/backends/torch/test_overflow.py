@@ -31,24 +31,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_safetensors("llama", tmp_path_factory.mktemp("overflow") / "hf")
 
 
-@pytest.fixture(params=["kernels", "torch", "bf16"])
+@pytest.fixture(params=["kernels", "packed", "torch", "bf16"])
 def backend(request: pytest.FixtureRequest, folder: Path) -> TorchBackend:
-    described = describe(open_checkpoint(folder))
-    kernels = request.param == "kernels"
+    packed = request.param == "packed"
+    path = tiny.write_gguf("llama", folder / "packed.gguf", kind="Q8_0") if packed else folder
+    described = describe(open_checkpoint(path))
+    kernels = request.param in ("kernels", "packed")
+    dtype = {"bf16": "bf16", "packed": "packed"}.get(request.param, "f32")
     made = TorchBackend(
         described.spec,
         described.weights,
-        dtype="bf16" if request.param == "bf16" else "f32",
+        dtype=dtype,
         device="cpu",
         lanes=2,
         pages=12,
         page_size=16,
         max_context=64,
-        ops=pick_ops("cpu", "f32", cache=default_cache_dir()) if kernels else TorchOps(torch.device("cpu")),
+        ops=pick_ops("cpu", dtype, cache=default_cache_dir()) if kernels else TorchOps(torch.device("cpu")),
         check=False,
     )
-    with torch.inference_mode():
-        made._stack.embedding[BROKEN] = torch.inf
+    rows = made._stack._lookup
+    made._stack._lookup = lambda tokens: torch.where(tokens[:, None] == BROKEN, torch.inf, rows(tokens))
     return made
 
 

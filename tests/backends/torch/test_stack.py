@@ -20,7 +20,7 @@ WEIGHTS = random_weights(SPEC, seed=3)
 
 
 def loader() -> Loader:
-    return Loader(WEIGHTS, dtype=torch.float32, device=CPU)
+    return Loader(WEIGHTS, ops=TorchOps(CPU), dtype=torch.float32, device=CPU)
 
 
 def test_matrices_are_joined_by_rows_each_padded_with_zeros() -> None:

@@ -1,7 +1,6 @@
 """The CPU kernels as operations on tensors: float32, rows of any number, bits of each row its own.
 
-In: the loaded library. Out: `CpuOps`, which a stack uses like `TorchOps`. Tensors are contiguous; a kernel never keeps a
-pointer past its call.
+In: the loaded library. Out: `CpuOps`, which a stack uses like `TorchOps`. Tensors are contiguous.
 """
 
 from __future__ import annotations
@@ -9,57 +8,31 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from onedraw.backends.torch.experts import PlainBank
 from onedraw.backends.torch.inputs import Inputs
+from onedraw.backends.torch.kernels.arguments import AttentionArguments, Prepared
+from onedraw.backends.torch.kernels.layers import FusedLayers
+from onedraw.backends.torch.kernels.library import Kernels
+from onedraw.backends.torch.kernels.products import CpuLinear, panels_of, panels_of_rows
 from onedraw.backends.torch.lanes import Kept, LaneStore
 from onedraw.backends.torch.layers.delta import DeltaWeights
 from onedraw.backends.torch.layers.elementwise import gated, times_gate
-from onedraw.backends.torch.layers.linear import Linear, RowRule
+from onedraw.backends.torch.layers.linear import RowRule
+from onedraw.backends.torch.loader import padded
+from onedraw.backends.torch.ops import DenseLayer
 from onedraw.backends.torch.pages import PageStore
 from onedraw.backends.torch.runs import CHUNK, Runs, runs_of
 from onedraw.backends.torch.sampler import Sampler
 from onedraw.errors import UnsupportedModel
+from onedraw.models.source import Tensor as Stored
 from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, Gate
 
-PANEL = 32
 MOST_DELTA_DIMS = 512  # of a head, as in delta.c
-_POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
-_SIGNATURES: dict[str, list[Any]] = {
-    "onedraw_pack": [_POINTER, _POINTER, _LONG, _LONG, _INT],
-    "onedraw_linear": [_POINTER, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG, _INT],
-    "onedraw_rms_norm": [_POINTER, _POINTER, _POINTER, _LONG, _LONG, _FLOAT, _INT],
-    "onedraw_silu_gated": [_POINTER, _POINTER, _LONG, _LONG, _INT],
-    "onedraw_attention": [_POINTER, _POINTER, _POINTER, _LONG, _INT],
-    "onedraw_delta": [_POINTER, _POINTER, _POINTER, _POINTER, _LONG, _POINTER, _INT],
-    "onedraw_delta_commit": [_POINTER, _LONG, _POINTER, _LONG, _POINTER, _INT],
-}
-
-
-class _Attention(ctypes.Structure):
-    """`attention` of cpu.c, field by field."""
-
-    _fields_ = (
-        *((name, _LONG) for name in ("heads", "kv_heads", "dim", "rotary", "page_size", "table_width", "path_width")),
-        *((name, _LONG) for name in ("width", "writes", "keys_as_values", "norm_values")),
-        *((name, _FLOAT) for name in ("scale", "eps")),
-        *((name, _POINTER) for name in ("q_norm", "k_norm", "turns", "positions", "slots", "firsts", "ends")),
-        *((name, _POINTER) for name in ("rows", "table", "tails", "paths", "keys", "values")),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A turn's arguments, and the tensors whose memory they point to."""
-
-    arguments: _Attention
-    inputs: Inputs
-    firsts: Tensor
-    turns: Tensor
+_POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 
 
 class _Run(ctypes.Structure):
@@ -112,58 +85,48 @@ class Recurrence:
         arguments.save_counts, arguments.save_slots = self._saves[0].data_ptr(), self._saves[1].data_ptr()
 
 
-class CpuLinear(Linear):
-    """A weight in panels of 32 output columns."""
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How `CpuOps` takes weights: as stored, and then with activations as codes or as they are; or all as float32."""
 
-    def __init__(self, library: ctypes.CDLL, weight: Tensor, *, bias: Tensor | None, threads: int) -> None:
-        self.out_features, self.in_features = weight.shape
-        self.dtype, self.device, self.rule = weight.dtype, weight.device, RowRule(floor=1)
-        self._library, self._threads = library, threads
-        self._width = -(-self.out_features // PANEL) * PANEL
-        missing = self._width - self.out_features
-        if missing:
-            weight = torch.cat([weight, weight.new_zeros(missing, self.in_features)])
-            bias = None if bias is None else torch.cat([bias, bias.new_zeros(missing)])
-        self.bias = bias
-        weight = weight.contiguous()
-        self._panels = torch.empty(self._width * self.in_features, dtype=torch.float32)
-        library.onedraw_pack(weight.data_ptr(), self._panels.data_ptr(), self._width, self.in_features, threads)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        y = _floats(len(x), self._width)
-        self._library.onedraw_linear(
-            x.data_ptr(),
-            self._panels.data_ptr(),
-            None if self.bias is None else self.bias.data_ptr(),
-            y.data_ptr(),
-            len(x),
-            self.in_features,
-            self._width,
-            self._threads,
-        )
-        return y if self._width == self.out_features else y[:, : self.out_features].contiguous()
+    as_stored: bool = False
+    coded: bool = False
 
 
 class CpuOps:
     """What a stack asks of a CPU. `threads` divide outputs only, so their number does not show."""
 
-    name = "cpu-kernels"
     rule = RowRule(floor=1)
+    looks_up = True
 
-    def __init__(self, library: ctypes.CDLL, *, threads: int) -> None:
-        for name, arguments in _SIGNATURES.items():
-            function = getattr(library, name)
-            function.argtypes, function.restype = arguments, None
-        self._library, self._threads = library, threads
+    def __init__(
+        self, library: ctypes.CDLL, *, threads: int, packing: Packing | None = None, path: str | None = None, fuses: bool = True
+    ) -> None:
+        self._kernels = Kernels(library, threads=threads, path=path)
+        self._packing, self._fuses = packing or Packing(), fuses
+        self.name = f"cpu-{self._kernels.path}"
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        return CpuLinear(self._library, weight, bias=bias, threads=self._threads)
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> CpuLinear:
+        rows, width = weight.shape
+        panels = panels_of_rows(self._kernels, weight.contiguous().numpy(), "F32", rows=rows, width=width, height=rows)
+        return CpuLinear(self._kernels, [panels], bias=bias, coded=False)
+
+    def stored(self, tensors: Sequence[Stored], *, bias: Tensor | None, pad: int, pad_columns: int) -> CpuLinear | None:
+        if not self._packing.as_stored:
+            return None
+        parts = [panels_of(self._kernels, tensor, height=padded(tensor.shape[0], pad)) for tensor in tensors]
+        width = padded(parts[0].width, pad_columns)
+        return CpuLinear(self._kernels, parts, bias=bias, coded=self._packing.coded, in_features=width)
+
+    def fuse(self, layers: Sequence[DenseLayer]) -> FusedLayers | None:
+        plain = all(layer.activation == "silu" and layer.spec.gate is None for layer in layers)
+        return FusedLayers(self._kernels, layers) if self._fuses and plain else None
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         x = x.contiguous()
         y = torch.empty_like(x)
         width, scale = x.shape[-1], None if weight is None else weight.data_ptr()
-        self._library.onedraw_rms_norm(x.data_ptr(), scale, y.data_ptr(), x.numel() // width, width, eps, self._threads)
+        self._kernels.rms_norm(x.data_ptr(), scale, y.data_ptr(), x.numel() // width, width, eps, self._kernels.team)
         return y
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
@@ -171,7 +134,7 @@ class CpuOps:
             return gated(gate_up, activation)
         width = gate_up.shape[1] // 2
         y = _floats(len(gate_up), width)
-        self._library.onedraw_silu_gated(gate_up.data_ptr(), y.data_ptr(), len(gate_up), width, self._threads)
+        self._kernels.silu_gated(gate_up.data_ptr(), y.data_ptr(), len(gate_up), width, self._kernels.team)
         return y
 
     def opened(self, x: Tensor, gate: Tensor, kind: Gate) -> Tensor:
@@ -186,7 +149,7 @@ class CpuOps:
     def prepare(self, inputs: Inputs, mixer: AttentionSpec, turns: Tensor) -> Prepared:
         firsts = inputs.firsts(mixer.window)
         tails, paths, table = inputs.tails, inputs.paths, inputs.tables[inputs.group(mixer.window)]
-        arguments = _Attention(
+        arguments = AttentionArguments(
             heads=mixer.heads,
             kv_heads=mixer.kv_heads,
             dim=mixer.head_dim,
@@ -221,13 +184,9 @@ class CpuOps:
         k_norm: Tensor | None,
         eps: float,
     ) -> Tensor:
-        arguments = prepared.arguments
-        arguments.eps, arguments.width = eps, qkv.shape[1]
-        arguments.q_norm = None if q_norm is None else q_norm.data_ptr()
-        arguments.k_norm = None if k_norm is None else k_norm.data_ptr()
-        arguments.keys, arguments.values = store.keys.data_ptr(), store.values.data_ptr()
+        arguments = prepared.point_to(store, q_norm, k_norm, eps=eps, width=qkv.shape[1])
         out = _floats(len(qkv), spec.heads * spec.head_dim)
-        self._library.onedraw_attention(qkv.data_ptr(), out.data_ptr(), ctypes.addressof(arguments), len(qkv), self._threads)
+        self._kernels.attention(qkv.data_ptr(), out.data_ptr(), arguments, len(qkv), self._kernels.team)
         return out
 
     def remember(
@@ -250,15 +209,15 @@ class CpuOps:
         arguments.mixed, arguments.gates = mixed.data_ptr(), gates.data_ptr()
         out = torch.zeros(tokens, spec.value_heads * spec.value_dim, dtype=torch.float32)
         size = spec.value_dim * max(CHUNK, spec.key_dim)
-        work, window = _floats(self._threads, size), _floats(spec.conv - 1, spec.channels)
-        self._library.onedraw_delta(
+        work, window = _floats(self._kernels.threads, size), _floats(spec.conv - 1, spec.channels)
+        self._kernels.delta(
             projected.data_ptr(),
             out.data_ptr(),
             ctypes.addressof(arguments),
             work.data_ptr(),
             size,
             window.data_ptr(),
-            self._threads,
+            self._kernels.team,
         )
         return out
 
@@ -266,8 +225,8 @@ class CpuOps:
         arguments, window = _delta_arguments(store), _floats(store.spec.conv - 1, store.spec.channels)
         for one in kept:
             places = torch.tensor(one.places, dtype=torch.int64)
-            self._library.onedraw_delta_commit(
-                ctypes.addressof(arguments), one.lane, places.data_ptr(), len(places), window.data_ptr(), self._threads
+            self._kernels.delta_commit(
+                ctypes.addressof(arguments), one.lane, places.data_ptr(), len(places), window.data_ptr(), self._kernels.team
             )
 
 

@@ -1,29 +1,13 @@
 /* Gated DeltaNet on a CPU. One fixed sequence of operations per (row, head); threads only divide rows and heads.
  * Slow twin with the same meaning and the formulas: ../layers/delta.py. */
 
+#include "delta.h"
+#include "path.h"
+#include "team.h"
 #include "vectors.h"
 
 #define CHUNK 64
 #define MOST 512 /* of a head's key or value dimensions */
-
-typedef struct {
-    long first, lane, fresh, prompt, known, drafts, held, save_first, saves; /* Run of ../runs.py */
-} run;
-
-typedef struct {
-    long key_heads, value_heads, key_dim, value_dim, conv, channels;
-    long tokens, runs, width; /* width: of a row of projections [qkv | z | a | b] */
-    float eps;
-    const float *conv_weight, *decay_weight, *bias, *norm;
-    const int64_t *taps, *closings, *kept; /* rows of [tokens, then conv - 1 window rows per lane]; negative: zeros */
-    const int64_t *parents;                /* [tokens] of a draft, its parent draft or -1 */
-    const int64_t *save_counts, *save_slots;
-    const run *run;
-    float *states, *windows, *saved_states, *saved_windows;
-    float *decays, *keys, *changes, *fed;  /* the rollback buffer */
-    float *mixed;                          /* [tokens][channels] q, k, v after convolution and norms */
-    float *gates;                          /* [tokens][3][value_heads] log decay, decay, beta */
-} delta;
 
 static inline const float *tap_row(const float *projected, const delta *d, int64_t tap) {
     return tap < d->tokens ? projected + tap * d->width : d->windows + (tap - d->tokens) * d->channels;
@@ -66,8 +50,8 @@ static __attribute__((noinline)) void advance(float *s, float decay, float key, 
     for (long j = 0; j < width; j++) s[j] = s[j] * decay + key * change[j];
 }
 
-static void replay(float *state, const delta *d, long place, long h) {
-    const float *key = d->keys + (place * d->key_heads + h / (d->value_heads / d->key_heads)) * d->key_dim;
+/* What the draft at `place` did to the state of head h, once more. key [key_dim]: its key, which several heads share. */
+static void replay(float *state, const delta *d, long place, long h, const float *key) {
     const float *change = d->changes + (place * d->value_heads + h) * d->value_dim;
     float decay = d->decays[place * d->value_heads + h];
     for (long k = 0; k < d->key_dim; k++) advance(state + k * d->value_dim, decay, key[k], change, d->value_dim);
@@ -141,7 +125,10 @@ static void draft(const run *r, const delta *d, long h, const float *state, floa
         if (parent != last) {
             memcpy(work, state, size * sizeof(float));
             for (long p = parent; p >= 0; p = d->parents[node + p]) path[depth++] = p;
-            while (depth) replay(work, d, r->held + path[--depth], h);
+            while (depth) { /* its key is read where this turn made it: another member may be writing the buffer's copy */
+                long p = path[--depth];
+                replay(work, d, r->held + p, h, d->mixed + (node + p) * d->channels + (d->key_heads + h / repeats) * d->key_dim);
+            }
         }
         long t = node + i, place = r->held + i;
         d->decays[place * heads + h] = d->gates[t * 3 * heads + heads + h];
@@ -190,18 +177,27 @@ static void copy_window(const float *projected, const delta *d, const int64_t *t
     }
 }
 
-/* projected [tokens][width] -> out [tokens][value_heads][value_dim], zeroed before; work: one buffer of work_size per thread. */
-void onedraw_delta(const float *projected, float *out, const delta *d, float *work, long work_size, float *window, int threads) {
-    long before = d->conv - 1, heads = d->value_heads;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long t = 0; t < d->tokens; t++) gate_token(projected, d, t);
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
-    for (long i = 0; i < d->runs * heads; i++) {
-        extern int omp_get_thread_num(void);
-        recur(d->run + i / heads, d, i % heads, out, work + omp_get_thread_num() * work_size);
-    }
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long t = 0; t < d->tokens; t++) close_token(projected, d, t, out);
+typedef struct {
+    const float *projected;
+    float *out, *work, *window;
+    const delta *of;
+    long work_size;
+} turn;
+
+static void run_turn(const void *given, member *m) {
+    const turn *t = given;
+    const delta *d = t->of;
+    long heads = d->value_heads;
+    SHARE(m, d->tokens, 4, i, { gate_token(t->projected, d, i); });
+    SHARE(m, d->runs * heads, 1, i, { recur(d->run + i / heads, d, i % heads, t->out, t->work + m->index * t->work_size); });
+    SHARE(m, d->tokens, 4, i, { close_token(t->projected, d, i, t->out); });
+}
+
+/* projected [tokens][width] -> out [tokens][value_heads][value_dim], zeroed before; work: one buffer of work_size per member. */
+void EXPORT(onedraw_delta)(const float *projected, float *out, const delta *d, float *work, long work_size, float *window, team *t) {
+    long before = d->conv - 1;
+    turn own = {projected, out, work, window, d, work_size};
+    onedraw_team_run(t, run_turn, &own, 0);
     for (long r = 0; r < d->runs; r++) { /* windows last: everything that reads them has read */
         const run *one = d->run + r;
         for (long s = 0; s < one->saves; s++) {
@@ -216,12 +212,29 @@ void onedraw_delta(const float *projected, float *out, const delta *d, float *wo
     }
 }
 
+typedef struct {
+    const delta *of;
+    const int64_t *places;
+    long lane, count;
+} homecoming;
+
+static void bring_home(const void *given, member *m) {
+    const homecoming *own = given;
+    const delta *d = own->of;
+    long size = d->key_dim * d->value_dim;
+    SHARE(m, d->value_heads, 1, h, {
+        for (long i = 0; i < own->count; i++) {
+            const float *key = d->keys + (own->places[i] * d->key_heads + h / (d->value_heads / d->key_heads)) * d->key_dim;
+            replay(d->states + (own->lane * d->value_heads + h) * size, d, own->places[i], h, key);
+        }
+    });
+}
+
 /* Bring kept drafts home: places [count] of the rollback buffer, in order, into one lane. window: scratch of its size. */
-void onedraw_delta_commit(const delta *d, long lane, const int64_t *places, long count, float *window, int threads) {
-    long size = d->key_dim * d->value_dim, before = d->conv - 1, row = d->channels;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long h = 0; h < d->value_heads; h++)
-        for (long i = 0; i < count; i++) replay(d->states + (lane * d->value_heads + h) * size, d, places[i], h);
+void EXPORT(onedraw_delta_commit)(const delta *d, long lane, const int64_t *places, long count, float *window, team *t) {
+    long before = d->conv - 1, row = d->channels;
+    homecoming given = {d, places, lane, count};
+    onedraw_team_run(t, bring_home, &given, 0);
     float *own = d->windows + lane * before * row;
     for (long j = 0; j < before; j++) {
         long from = count + j; /* in [window, then kept] */

@@ -1,0 +1,217 @@
+"""Packed weights in products: the kernels of every path against numpy, and each row against itself in other company."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from onedraw.backends.torch.kernels.build import build
+from onedraw.backends.torch.kernels.cpu import CpuOps, Packing
+from onedraw.backends.torch.kernels.library import runnable
+from onedraw.backends.torch.kernels.products import CpuLinear
+from onedraw.checkpoints.quants import KINDS, dequantize_into
+from onedraw.checkpoints.tensor import StoredTensor
+from onedraw.settings import default_cache_dir
+from tests.packed import PACKED, PLAIN_KINDS, random_blocks, stored
+
+LIBRARY = build(default_cache_dir()).library
+if LIBRARY is None:
+    pytest.skip("no C compiler", allow_module_level=True)
+PATHS = runnable(LIBRARY)
+GROUP = 32
+
+
+def ops(path: str | None = None, *, threads: int = 2, coded: bool = True) -> CpuOps:
+    assert LIBRARY is not None
+    return CpuOps(LIBRARY, threads=threads, packing=Packing(as_stored=True, coded=coded), path=path)
+
+
+def linear_of(tensors: list[StoredTensor], bias: torch.Tensor | None = None, pad: int = 1, **named: object) -> CpuLinear:
+    found = ops(**named).stored(tensors, bias=bias, pad=pad, pad_columns=1)  # type: ignore[arg-type]
+    assert found is not None
+    return found
+
+
+def widths(kind: str) -> list[int]:
+    return [256, 512, 768] if KINDS[kind].values == 256 else [32, 96, 160, 576] if KINDS[kind].values == 32 else [1, 7, 72, 130]
+
+
+# ---------------------------------------------------------------------- the slow twin
+
+
+def codes_of(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Activations as whole numbers and their scales, per 32: [rows, groups, 32] and [rows, groups]."""
+    groups = x.reshape(len(x), -1, GROUP).astype(np.float32)
+    most = np.abs(groups).max(-1)
+    with np.errstate(divide="ignore"):
+        up = np.where(most < 1e-35, np.float32(0), np.float32(127) / most)
+    return np.rint(groups * up[..., None]).astype(np.int64), np.where(most < 1e-35, np.float32(0), most / np.float32(127))
+
+
+def twin(x: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What a product of coded activations must be, in double precision, and the size of what was added up."""
+    codes, scales = codes_of(x)
+    near = (codes * scales[..., None].astype(np.float64)).reshape(len(x), -1)
+    return near @ weight.astype(np.float64).T, np.abs(near) @ np.abs(weight.astype(np.float64)).T
+
+
+def numbers(tensor: StoredTensor) -> np.ndarray:
+    out = np.empty(tensor.shape, np.float32)
+    dequantize_into(tensor.data, tensor.kind, out)
+    return out
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kind", PACKED)
+def test_a_product_is_its_twin(kind: str, path: str) -> None:
+    rng = np.random.default_rng(1)
+    for width in widths(kind):
+        for rows, height in ((1, 1), (3, 16), (9, 33), (17, 70)):
+            tensor = stored("w", (height, width), kind, rng)
+            x = rng.standard_normal((rows, width), dtype=np.float32) * np.exp(rng.standard_normal((rows, width))).astype(
+                np.float32
+            )
+            found = linear_of([tensor], path=path)(torch.from_numpy(x)).numpy()
+            expected, size = twin(x, numbers(tensor))
+            # Minima cancel most of what the codes add up to: the error is measured against what was added.
+            slack = size + np.abs(x) @ np.full((width, height), np.abs(numbers(tensor)).max())
+            assert (np.abs(found - expected) <= 1e-6 * slack).all()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q6_K"])
+def test_sums_of_whole_numbers_are_exact(kind: str, path: str) -> None:
+    """Scales of one and activations of whole numbers up to 127: every sum is a whole number that a float can hold."""
+    rng = np.random.default_rng(2)
+    width, height = 256, 48
+    raw = random_blocks(kind, height, width, rng)
+    blocks = raw.reshape(-1, KINDS[kind].size)
+    one = np.frombuffer(np.float16(1).tobytes(), np.uint8)
+    at = 208 if kind == "Q6_K" else 0
+    blocks[:, at : at + 2] = one
+    if kind.endswith("_1"):
+        blocks[:, 2:4] = np.frombuffer(np.float16(-7).tobytes(), np.uint8)
+    if kind == "Q8_0":
+        blocks[::3, 2:] = 128  # -128, and 127 below: the furthest codes there are
+        blocks[1::3, 2:] = 127
+    if kind == "Q6_K":
+        blocks[:, 192:208] = rng.integers(0, 3, (len(blocks), 16)).astype(np.uint8)
+    tensor = StoredTensor("w", (height, width), kind, blocks.reshape(-1))
+    x = rng.integers(-127, 128, (13, width)).astype(np.float32)
+    x[:, ::GROUP] = 127
+    x[1] = 127
+    x[2] = -127
+    exact = x.astype(np.int64) @ numbers(tensor).astype(np.int64).T
+    for rows in (1, 2, 5, 13):
+        found = linear_of([tensor], path=path)(torch.from_numpy(x[:rows].copy())).numpy()
+        assert np.array_equal(found.astype(np.int64), exact[:rows])
+        assert np.array_equal(found, found.astype(np.int64))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kind", [*PACKED, *PLAIN_KINDS])
+def test_float_activations_give_the_bits_of_a_float32_weight(kind: str, path: str) -> None:
+    rng = np.random.default_rng(3)
+    for width in widths(kind):
+        tensor = stored("w", (75, width), kind, rng)
+        x = torch.from_numpy(rng.standard_normal((21, width), dtype=np.float32))
+        kept = linear_of([tensor], path=path, coded=False)(x)
+        plain = ops(path).linear(torch.from_numpy(numbers(tensor)))(x)
+        assert torch.equal(kept, plain)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kind", [*PACKED, *PLAIN_KINDS])
+def test_looked_up_rows_are_the_checkpoints_numbers(kind: str, path: str) -> None:
+    rng = np.random.default_rng(4)
+    for width in widths(kind):
+        tensor = stored("w", (75, width), kind, rng)
+        wanted = torch.tensor([0, 74, 3, 3, 31, 32, 16])
+        found = linear_of([tensor], pad=64, path=path).rows(wanted)
+        assert torch.equal(found, torch.from_numpy(numbers(tensor))[wanted])
+
+
+# ---------------------------------------------------------------------- a row computes from its row
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("coded", [True, False])
+@pytest.mark.parametrize("kind", [*PACKED, *PLAIN_KINDS])
+def test_a_row_is_the_same_in_any_company(kind: str, coded: bool, path: str) -> None:
+    """Over a thousand random cases per kind: alone, in any stretch of any batch, with any number of threads."""
+    rng = np.random.default_rng(5)
+    cases, wanted = 0, (1100 if path == PATHS[0] else 200) // (1 if coded else 4)
+    teams = [ops(path, threads=threads, coded=coded) for threads in (1, 2, 3)]
+    while cases < wanted:
+        width, height = int(rng.choice(widths(kind))), int(rng.integers(1, 100))
+        tensor = stored("w", (height, width), kind, rng)
+        linears = [team.stored([tensor], bias=None, pad=1, pad_columns=1) for team in teams]
+        x = torch.from_numpy(rng.standard_normal((64, width), dtype=np.float32))
+        whole = linears[0](x)  # type: ignore[misc]
+        for _ in range(55):
+            count = int(rng.integers(1, 65))
+            first = int(rng.integers(0, 65 - count))
+            linear = linears[int(rng.integers(0, 3))]
+            assert torch.equal(linear(x[first : first + count].contiguous()), whole[first : first + count])  # type: ignore[misc]
+            cases += 1
+
+
+def test_several_weights_of_different_kinds_stand_side_by_side() -> None:
+    rng = np.random.default_rng(6)
+    tensors = [stored(kind, (height, 256), kind, rng) for kind, height in (("Q4_1", 33), ("Q6_K", 5), ("F16", 40), ("Q8_0", 64))]
+    bias, x = torch.randn(142), torch.from_numpy(rng.standard_normal((11, 256), dtype=np.float32))
+    together = linear_of(tensors, bias)(x)
+    apart = torch.cat([linear_of([tensor])(x) for tensor in tensors], dim=1) + bias
+    assert torch.equal(together, apart)
+
+
+def test_padding_adds_zero_columns_and_reads_no_padded_inputs() -> None:
+    rng = np.random.default_rng(7)
+    tensors = [stored("a", (40, 96), "Q4_0", rng), stored("b", (70, 96), "Q5_1", rng)]
+    x = torch.from_numpy(rng.standard_normal((5, 128), dtype=np.float32))
+    found = ops().stored(tensors, bias=None, pad=64, pad_columns=64)
+    assert found is not None
+    assert (found.in_features, found.out_features) == (128, 64 + 128)
+    y = found(x)
+    plain = linear_of(tensors)(x[:, :96].contiguous())
+    assert torch.equal(torch.cat([y[:, :40], y[:, 64:134]], dim=1), plain)
+    assert not y[:, 40:64].any()
+    assert not y[:, 134:].any()
+
+
+def test_rows_may_lie_anywhere_and_there_may_be_none() -> None:
+    rng = np.random.default_rng(8)
+    memory = np.zeros(33 * 192 * 18 // 32 + 7, np.uint8)
+    for shift in (0, 1, 3, 7):
+        raw = random_blocks("Q4_0", 33, 192, np.random.default_rng(9)).reshape(-1)
+        memory[shift : shift + len(raw)] = raw
+        tensor = StoredTensor("w", (33, 192), "Q4_0", memory[shift : shift + len(raw)])
+        linear = linear_of([tensor])
+        space = torch.from_numpy(rng.standard_normal(4 * 192 + shift, dtype=np.float32))
+        x = space[shift:].view(4, 192)
+        assert torch.equal(linear(x), linear(x.clone()))
+        assert linear(x[:0]).shape == (0, 33)
+        assert linear.rows(torch.empty(0, dtype=torch.int64)).shape == (0, 192)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_zeros_and_the_smallest_numbers_give_zeros(path: str) -> None:
+    tensor = stored("w", (20, 64), "Q4_1", np.random.default_rng(10))
+    x = torch.zeros(3, 64)
+    x[1] = 1e-40
+    x[2] = -1e-36
+    assert not linear_of([tensor], path=path)(x).any()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("broken", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_not_finite_breaks_its_own_row_only(broken: float, path: str) -> None:
+    tensor = stored("w", (20, 64), "Q8_0", np.random.default_rng(11))
+    linear = linear_of([tensor], path=path)
+    x = torch.randn(9, 64)
+    clean = linear(x)
+    x[4, 40] = broken
+    found = linear(x)
+    assert found[4].isnan().all()
+    assert torch.equal(found[[0, 1, 2, 3, 5, 6, 7, 8]], clean[[0, 1, 2, 3, 5, 6, 7, 8]])

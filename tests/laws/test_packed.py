@@ -1,0 +1,140 @@
+"""The contract with packed weights: tiny models of every kind through the engine, tokens and checksums."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from onedraw.backends.torch.backend import TorchBackend
+from onedraw.backends.torch.inputs import make_inputs
+from onedraw.backends.torch.kernels import build as builder
+from onedraw.backends.torch.kernels.cpu import CpuOps, Packing
+from onedraw.backends.torch.kernels.library import runnable
+from onedraw.models.spec import ModelSpec
+from onedraw.settings import default_cache_dir
+from onedraw.types import Plan, Request
+from tests.backends.torch.test_kernels import _row
+from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, random_requests, run
+from tests.packed import PACKED, packed_weights, tiny_spec
+
+LIBRARY = builder.build(default_cache_dir()).library
+if LIBRARY is None:
+    pytest.skip("no C compiler", allow_module_level=True)
+BEST, *OTHERS = runnable(LIBRARY)
+MIXED = ("Q4_K", "Q6_K", "Q8_0", "F16", "Q5_1", "Q4_0", "BF16")
+MODELS = {kind: (kind,) for kind in PACKED} | {"mixed": MIXED, "F16": ("F16",)}
+
+
+def spec_of(name: str) -> ModelSpec:
+    return tiny_spec(tied=name in ("Q8_0", "Q6_K", "Q4_1", "F16"), qk_norm=name == "mixed")
+
+
+def ops_of(*, path: str = BEST, threads: int = 2, coded: bool = True, fuses: bool = True) -> CpuOps:
+    assert LIBRARY is not None
+    return CpuOps(LIBRARY, threads=threads, packing=Packing(as_stored=True, coded=coded), path=path, fuses=fuses)
+
+
+def backend_of(name: str, ops: CpuOps, *, lanes: int = 4, pages: int = 200) -> TorchBackend:
+    spec = spec_of(name)
+    sizes = {"lanes": lanes, "pages": pages, "page_size": 8, "max_context": 400}
+    return TorchBackend(spec, packed_weights(spec, MODELS[name]), dtype="packed", device="cpu", ops=ops, **sizes)
+
+
+def requests_of(seed: int) -> list[Request]:
+    requests = random_requests(np.random.default_rng(seed), count=5, vocab=300, longest=90, max_tokens=8)
+    return [dataclasses.replace(r, id=f"{r.id}-{seed}") for r in requests]
+
+
+def same(got: list[Answer], expected: list[Answer]) -> bool:
+    return [dataclasses.replace(a, cached=0) for a in got] == [dataclasses.replace(a, cached=0) for a in expected]
+
+
+def check_schedules(name: str, ops: CpuOps, *, seed: int = 3) -> Counter[str]:
+    requests = requests_of(seed)
+    lonely = backend_of(name, ops, lanes=1)
+    assert lonely.report is not None
+    assert lonely.report.holds, lonely.report.findings
+    expected = plain(lambda: lonely, requests)
+    drafts = Clairvoyant({r.id: a.tokens for r, a in zip(requests, expected, strict=True)}, 300)
+    longest = max(len(r.prompt) + r.params.max_tokens for r in requests)
+    variations = {
+        "batched": (ops, Schedule(), 200),
+        "small turns": (ops, Schedule(turn_tokens=7), 200),
+        "prefix hits": (ops, Schedule(reuse=True, arrivals=(0, 3, 6, 9, 12)), 200),
+        "drafts, few pages": (ops, Schedule(proposer=drafts, turn_tokens=40, reuse=True), -(-longest // 8) + 6),
+        "trees": (ops, Schedule(proposer=dataclasses.replace(drafts, tree=True)), 200),
+        "one thread": (ops_of(path=ops.name.removeprefix("cpu-"), threads=1), Schedule(), 200),
+        "three threads, not fused": (ops_of(path=ops.name.removeprefix("cpu-"), threads=3, fuses=False), Schedule(), 200),
+    }
+    counted: Counter[str] = Counter()
+    for what, (used, schedule, pages) in variations.items():
+        got, stats = run(backend_of(name, used, pages=pages), requests, schedule)
+        assert same(got, expected), what
+        counted.update(kept=stats.accepted_tokens, rejected=stats.draft_tokens - stats.accepted_tokens)
+        counted.update(chunks=stats.middle_chunks, mixed=stats.mixed_turns, hits=stats.prefix_hits)
+    return counted
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_schedule_changes_a_bit(name: str) -> None:
+    counted = check_schedules(name, ops_of())
+    assert all(counted[what] > 0 for what in ("kept", "rejected", "chunks", "mixed", "hits")), counted
+
+
+@pytest.mark.parametrize("path", OTHERS)
+def test_nor_on_the_other_paths_of_this_processor(path: str) -> None:
+    check_schedules("mixed", ops_of(path=path))
+
+
+def hidden_of(name: str, ops: CpuOps, dtype: str = "packed") -> torch.Tensor:
+    spec = spec_of(name)
+    sizes = {"lanes": 2, "pages": 20, "page_size": 8, "max_context": 100, "check": False}
+    made = TorchBackend(spec, packed_weights(spec, MODELS[name]), dtype=dtype, device="cpu", ops=ops, **sizes)
+    plan = Plan((_row(0, 0, 70, range(10)),))
+    with torch.inference_mode():
+        hidden = made._stack.hidden(make_inputs(plan, shape=made._shape, device=torch.device("cpu")), made._states)
+        return torch.cat([hidden, made._stack.logits(hidden)], dim=1)
+
+
+@pytest.mark.parametrize("name", ["Q4_1", "mixed"])
+def test_layers_in_one_call_have_the_bits_of_their_operations(name: str) -> None:
+    assert torch.equal(hidden_of(name, ops_of()), hidden_of(name, ops_of(fuses=False)))
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "mixed"])
+def test_float_activations_have_the_bits_of_float32_weights(name: str) -> None:
+    assert LIBRARY is not None
+    exact = hidden_of(name, CpuOps(LIBRARY, threads=2), "f32")
+    assert torch.equal(hidden_of(name, ops_of(coded=False)), exact)
+    coded = hidden_of(name, ops_of())
+    assert not torch.equal(coded, exact)
+    assert (coded - exact).norm() / exact.norm() < 0.05
+
+
+def test_a_kernel_whose_order_follows_the_rows_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of four rows and more add the blocks of a row from the other end: a fault of the last bit."""
+    folder = tmp_path / "kernels"
+    shutil.copytree(builder.FOLDER, folder)
+    source = (folder / "products.c").read_text()
+    inner = source.index("for (long b = 0; b < blocks; b++) {", source.index("INLINE void coded_tile"))
+    faulty = "for (long i = 0; i < blocks; i++) { const long b = count >= 4 ? blocks - 1 - i : i;"
+    (folder / "products.c").write_text(source[:inner] + faulty + source[source.index("{", inner) + 1 :])
+    monkeypatch.setattr(builder, "SOURCES", tuple(folder / file.name for file in builder.SOURCES))
+    monkeypatch.setattr(builder, "PATHS", {BEST: builder.PATHS[BEST]})
+    built = builder.build(tmp_path)
+    assert built.library is not None, built.reason
+    ops = CpuOps(built.library, threads=2, packing=Packing(as_stored=True, coded=True), path=BEST)
+    report = backend_of("Q4_1", ops).report
+    assert report is not None
+    assert not report.holds or report.rule.block is not None  # only blocks of one fixed size can hold here
+    requests = requests_of(3)
+    free = {"lanes": 4, "pages": 200, "page_size": 8, "max_context": 400, "check": False}
+    spec = spec_of("Q4_1")
+    make = lambda: TorchBackend(spec, packed_weights(spec, ("Q4_1",)), dtype="packed", device="cpu", ops=ops, **free)  # noqa: E731
+    assert not same(run(make(), requests, Schedule())[0], plain(make, requests))
