@@ -66,8 +66,8 @@ static __attribute__((noinline)) void advance(float *s, float decay, float key, 
     for (long j = 0; j < width; j++) s[j] = s[j] * decay + key * change[j];
 }
 
-static void replay(float *state, const delta *d, long place, long h) {
-    const float *key = d->keys + (place * d->key_heads + h / (d->value_heads / d->key_heads)) * d->key_dim;
+/* What the draft at `place` did to the state of head h, once more. key [key_dim]: its key, which several heads share. */
+static void replay(float *state, const delta *d, long place, long h, const float *key) {
     const float *change = d->changes + (place * d->value_heads + h) * d->value_dim;
     float decay = d->decays[place * d->value_heads + h];
     for (long k = 0; k < d->key_dim; k++) advance(state + k * d->value_dim, decay, key[k], change, d->value_dim);
@@ -141,7 +141,10 @@ static void draft(const run *r, const delta *d, long h, const float *state, floa
         if (parent != last) {
             memcpy(work, state, size * sizeof(float));
             for (long p = parent; p >= 0; p = d->parents[node + p]) path[depth++] = p;
-            while (depth) replay(work, d, r->held + path[--depth], h);
+            while (depth) { /* its key is read where this turn made it: another thread may be writing the buffer's copy */
+                long p = path[--depth];
+                replay(work, d, r->held + p, h, d->mixed + (node + p) * d->channels + (d->key_heads + h / repeats) * d->key_dim);
+            }
         }
         long t = node + i, place = r->held + i;
         d->decays[place * heads + h] = d->gates[t * 3 * heads + heads + h];
@@ -221,7 +224,10 @@ void onedraw_delta_commit(const delta *d, long lane, const int64_t *places, long
     long size = d->key_dim * d->value_dim, before = d->conv - 1, row = d->channels;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (long h = 0; h < d->value_heads; h++)
-        for (long i = 0; i < count; i++) replay(d->states + (lane * d->value_heads + h) * size, d, places[i], h);
+        for (long i = 0; i < count; i++) {
+            const float *key = d->keys + (places[i] * d->key_heads + h / (d->value_heads / d->key_heads)) * d->key_dim;
+            replay(d->states + (lane * d->value_heads + h) * size, d, places[i], h, key);
+        }
     float *own = d->windows + lane * before * row;
     for (long j = 0; j < before; j++) {
         long from = count + j; /* in [window, then kept] */
