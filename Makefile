@@ -6,13 +6,14 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CLIENTS := .venv-clients
 MODEL ?= smollm2
 ARGS ?=
 JOBS ?= 2
 # Workers side by side with one compute thread each: thread pools that outnumber the cores wait for each other.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-long test-device check format bench docs clean
+.PHONY: help serve test test-long test-device test-clients check format bench docs clean
 
 help:
 	@echo "make serve        set up and serve $(MODEL) on 127.0.0.1:8000 (MODEL=…, ARGS='--port 9000')"
@@ -21,6 +22,7 @@ help:
 	@echo "make format       rewrite the sources in the project's format"
 	@echo "make test-long    soak, kill loops, large statistics"
 	@echo "make test-device  what needs an accelerator"
+	@echo "make test-clients other people's clients (Python and npm) against a server, in an environment of their own"
 	@echo "make bench        measure $(MODEL) on this machine"
 	@echo "make docs         write the generated parts of docs/ again"
 	@echo "make clean        remove .venv and all caches of this folder"
@@ -36,6 +38,10 @@ test-long: $(VENV)/.stamp-test
 
 test-device: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -m device tests/device $(ARGS)
+
+# Clients as they come from their registries; what they warn about is theirs.
+test-clients: $(VENV)/.stamp-test $(CLIENTS)/.stamp
+	ONEDRAW_PYTHON=$(CURDIR)/$(BIN)/python $(CLIENTS)/bin/python -m pytest tests/clients -o filterwarnings=ignore $(ARGS)
 
 check: $(VENV)/.stamp-check
 	$(BIN)/ruff format --check .
@@ -57,14 +63,14 @@ docs: $(VENV)/.stamp-serve
 	mv docs/api.md.tmp docs/api.md
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist *.egg-info
+	rm -rf $(VENV) $(CLIENTS) tests/clients/node/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---------------------------------------------------------------------------------------------- set-up
 
-$(VENV)/.stamp-serve: EXTRAS := serve,terminal,models
-$(VENV)/.stamp-test: EXTRAS := serve,terminal,models,test
-$(VENV)/.stamp-check: EXTRAS := serve,terminal,models,test,check
+$(VENV)/.stamp-serve: EXTRAS := serve,structured,terminal,models
+$(VENV)/.stamp-test: EXTRAS := serve,structured,terminal,models,test,browser
+$(VENV)/.stamp-check: EXTRAS := serve,structured,terminal,models,test,browser,check
 
 # A .venv counts for nothing if its Python does not run, if it was moved, or if an installation in it was cut off.
 $(shell [ ! -e $(VENV) ] || { $(BIN)/python -c 'import pip' && grep -qF '$(CURDIR)/$(VENV)' $(VENV)/pyvenv.cfg \
@@ -78,4 +84,11 @@ $(VENV)/.stamp-%: pyproject.toml constraints.txt
 	@touch $(VENV)/.installing
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	@rm $(VENV)/.installing
+	@touch $@
+
+# Node's packages only where there is a node; their tests say so where there is none.
+$(CLIENTS)/.stamp: tests/clients/requirements.txt tests/clients/node/package-lock.json
+	@[ -x $(CLIENTS)/bin/python ] || $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --disable-pip-version-check -r tests/clients/requirements.txt
+	@if command -v npm > /dev/null; then cd tests/clients/node && npm ci --no-audit --no-fund; fi
 	@touch $@

@@ -21,9 +21,9 @@ from onedraw.assemble import read_text
 from onedraw.backends.torch import ranking
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import pick_ops
-from onedraw.backends.torch.draft_model import DraftModel
+from onedraw.backends.torch.draft_model import DraftModel, SmallModel
 from onedraw.backends.torch.drafter import DflashDrafter
-from onedraw.backends.torch.stack import Stack
+from onedraw.backends.torch.stack import Site, Stack
 from onedraw.checkpoints.base import open_checkpoint
 from onedraw.checkpoints.pull import resolve
 from onedraw.drafters import built_in
@@ -82,9 +82,9 @@ class Bench:
         def make(stack: Any, sampler: Any, shape: Any) -> Any:
             spec = dataclasses.replace(self.target.spec, layers=self.target.spec.layers[: self.layers])
             small = Stack(
-                spec, self.target.weights, dtype=torch.float32, device=stack.device, ops=stack.ops, max_context=CONTEXT + 1
+                spec, self.target.weights, dtype=torch.float32, sites=[Site(stack.device, stack.ops)], max_context=CONTEXT + 1
             )
-            return DraftModel(small, shape=shape, lanes=1, max_context=CONTEXT, length=4)
+            return DraftModel(SmallModel(small, shape=shape), shape=shape, lanes=1, max_context=CONTEXT, length=4)
 
         return make
 

@@ -51,7 +51,7 @@ def running_engine(*, rows: int, length: int, room: int) -> Engine:
     longest = length + room
     pages = rows * -(-longest // PAGE_SIZE)
     backend = FakeBackend(vocab=VOCAB, pages=pages, lanes=rows, page_size=PAGE_SIZE, max_context=longest)
-    ledger = Ledger(pages=pages, lanes=rows, page_size=PAGE_SIZE, reuse=True)
+    ledger = Ledger(backend.capacity, reuse=True)
     scheduler = Scheduler(ledger=ledger, capacity=backend.capacity, speculator=Speculator(), turn_tokens=512)
     engine = Engine(backend=backend, scheduler=scheduler)
     for row in range(rows):

@@ -66,13 +66,13 @@ def load_weights(path: str, dtype: str) -> dict[str, float]:
     import torch
 
     from onedraw.backends.torch.backend import DTYPES
-    from onedraw.backends.torch.device import pick_device, pick_ops
-    from onedraw.backends.torch.stack import Stack
+    from onedraw.backends.torch.device import pick_ops
+    from onedraw.backends.torch.stack import Site, Stack
     from onedraw.checkpoints.base import open_checkpoint
     from onedraw.models.loading import describe
     from onedraw.models.spec import DTYPE_BYTES
 
-    device, chosen = pick_device("cpu", dtype)
+    device, chosen = "cpu", "f32" if dtype == "auto" else dtype
     described = describe(open_checkpoint(path))
     spec = described.spec
     ops = pick_ops(device, chosen, cache=default_cache_dir())
@@ -81,13 +81,13 @@ def load_weights(path: str, dtype: str) -> dict[str, float]:
         ops.linear(torch.zeros(64, 64))  # the thread pool and its stacks are there
         _meet("ready")
         return Stack(
-            spec, described.weights, dtype=DTYPES[chosen], device=torch.device(device), ops=ops, max_context=spec.max_context
+            spec, described.weights, dtype=DTYPES[chosen], sites=[Site(torch.device(device), ops)], max_context=spec.max_context
         )
 
     with ThreadPoolExecutor(1) as thread:  # as in the service, where a thread of its own loads and then computes
         stack = thread.submit(build).result()
         _meet("loaded")
-    ropes = sum(table.numel() * table.element_size() for table in stack._ropes.values())
+    ropes = sum(table.numel() * table.element_size() for table in stack.stages[0].ropes.values())
     return {
         "parameters": float(spec.parameters * DTYPE_BYTES[chosen]),
         "tied_copy": float(spec.vocab * spec.hidden * DTYPE_BYTES[chosen]) if spec.tied else 0.0,

@@ -32,7 +32,7 @@ def llama_in_transformers(path: Path, dtype: torch.dtype = torch.float32) -> Any
 
     checkpoint = open_checkpoint(path)
     described = describe(checkpoint)
-    spec, mixer = described.spec, described.spec.layers[0].mixer
+    spec, mixer = described.spec, described.spec.layers[0].attention
     config = LlamaConfig(
         vocab_size=spec.vocab,
         hidden_size=spec.hidden,

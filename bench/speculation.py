@@ -33,7 +33,7 @@ from onedraw.door import Door
 from onedraw.prove import settled_stats
 from onedraw.settings import Settings
 from onedraw.speculation.speculator import Speculator
-from onedraw.wishes import Wishes, settle
+from onedraw.wishes import Wishes, settle_chat
 
 PROMPTS = Path(__file__).parent / "prompts"
 SIDES = ("none", "ngram", "prediction", "dflash", "auto")
@@ -139,7 +139,7 @@ def answer(door: Door, prompt: Prompt, *, temperature: float, new_tokens: int, p
         seed=SEED,
         prediction=prompt.prediction if predict else None,
     )
-    ask = settle(wishes, door=door, prompt=door.render(prompt.messages), opening=True)
+    ask = settle_chat(wishes, door=door, messages=prompt.messages)
     before = settled_stats(door)
     tokens: list[int] = []
     stamps: list[tuple[float, int]] = []

@@ -6,17 +6,20 @@ and Pieces. It is the same door that the server and the command line use, with t
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from onedraw.door import Ask, Door, Reply
-from onedraw.errors import BadRequest
+from onedraw.errors import BadParameter, BadRequest
 from onedraw.settings import Settings
+from onedraw.text.tools import NO_PARAMETERS, Tool, ToolUse
 from onedraw.types import ModelCard, Piece
-from onedraw.wishes import Wishes, settle
+from onedraw.wishes import Wishes, settle, settle_chat
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
+TOOL_WISHES = ("tools", "tool_choice", "parallel_tool_calls")  # beside the wishes, in a chat
 DEFAULT_MAX_TOKENS = 256  # where the caller named none; less where the context has less room
 
 
@@ -39,7 +42,7 @@ class Model:
         return self.door.card
 
     def generate(self, prompt: Prompt, **wishes: Any) -> Reply | list[Reply]:
-        """The whole reply; a list of them when n is over 1."""
+        """The whole reply; a list of them when n is over 1. In a chat also tools, tool_choice, parallel_tool_calls."""
         return _one_or_all(self.door.generate(self._ask(prompt, wishes)))
 
     def stream(self, prompt: Prompt, **wishes: Any) -> Iterator[Piece]:
@@ -66,16 +69,47 @@ class Model:
         self.close()
 
     def _ask(self, prompt: Prompt, wishes: Mapping[str, Any]) -> Ask:
-        return settle_ask(self.door, prompt_ids(self.door, prompt), Wishes.of(**wishes), opening=is_chat(prompt))
+        named = {name: value for name, value in wishes.items() if name not in TOOL_WISHES}
+        tools = {name: wishes[name] for name in TOOL_WISHES if wishes.get(name) is not None}
+        return settle_ask(self.door, prompt, Wishes.of(**named), use=_tool_use(**tools))
 
 
-def prompt_ids(door: Door, prompt: Prompt) -> tuple[int, ...]:
-    """Text, chat messages or ids → ids."""
+def settle_ask(
+    door: Door, prompt: Prompt, wishes: Wishes, *, use: ToolUse | None = None, default_max_tokens: int = DEFAULT_MAX_TOKENS
+) -> Ask:
+    """A text, chat messages or token ids → an Ask."""
+    if is_chat(prompt):
+        messages = [dict(item) for item in prompt]  # type: ignore[arg-type]
+        return settle_chat(wishes, door=door, messages=messages, use=use, default_max_tokens=default_max_tokens)
+    if use is not None:
+        raise BadParameter("tools", "only chat messages can have tools")
+    return settle(wishes, door=door, prompt=_ids(door, prompt), default_max_tokens=default_max_tokens)
+
+
+def _tool_use(
+    tools: Sequence[Mapping[str, Any]] = (), tool_choice: str = "auto", parallel_tool_calls: bool = True
+) -> ToolUse | None:
+    """Tools in OpenAI's form; `tool_choice` is auto, none, required, or the name of a tool that must be called."""
+    if not tools or tool_choice == "none":
+        return None
+    known = []
+    for number, tool in enumerate(tools):
+        function = tool.get("function", tool)
+        schema = json.dumps(function["parameters"]) if function.get("parameters") else NO_PARAMETERS
+        path = f"tools[{number}].function.parameters"
+        known.append(
+            Tool(function["name"], function.get("description") or "", schema, strict=bool(function.get("strict")), param=path)
+        )
+    may = tuple(tool for tool in known if tool_choice in ("auto", "required", tool.name))
+    if not may:
+        raise BadParameter("tool_choice", f"{tool_choice} is no tool of this request; else auto, none or required")
+    return ToolUse(tuple(known), may, must=tool_choice != "auto", parallel=parallel_tool_calls)
+
+
+def _ids(door: Door, prompt: Prompt) -> tuple[int, ...]:
     if isinstance(prompt, str):
         return door.encode(prompt)
     items = list(prompt)
-    if is_chat(prompt):
-        return door.render([dict(item) for item in items])  # type: ignore[call-overload]
     if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
         return tuple(items)  # type: ignore[arg-type]
     raise BadRequest("a prompt is a text, a list of chat messages or a list of token ids", param="prompt")
@@ -84,19 +118,6 @@ def prompt_ids(door: Door, prompt: Prompt) -> tuple[int, ...]:
 def is_chat(prompt: Prompt) -> bool:
     """Chat messages, whose reply begins a text of its own."""
     return not isinstance(prompt, str) and len(prompt) > 0 and all(isinstance(item, Mapping) for item in prompt)
-
-
-def settle_ask(
-    door: Door,
-    prompt: tuple[int, ...],
-    wishes: Wishes,
-    *,
-    default_max_tokens: int = DEFAULT_MAX_TOKENS,
-    opening: bool = False,
-) -> Ask:
-    """An Ask whose default length yields to the context: only a length that was asked for can be too long."""
-    room = max(door.card.max_context - len(prompt), 1)
-    return settle(wishes, door=door, prompt=prompt, default_max_tokens=min(default_max_tokens, room), opening=opening)
 
 
 def _one_or_all(replies: list[Reply]) -> Reply | list[Reply]:

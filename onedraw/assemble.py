@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from onedraw import __version__
-from onedraw.backends.base import Backend, Capacity
+from onedraw.backends.base import Backend, Capacity, require_state_dtype
+from onedraw.backends.devices import Device
 from onedraw.backends.fake import FakeBackend
-from onedraw.backends.packing import PACKED_DTYPES, hold, is_narrow, matrix_kinds
+from onedraw.backends.packing import PACKED_DTYPES, hold, is_narrow, matrix_kinds, product_dtype
 from onedraw.backends.plan import DRAFTS_PER_LANE, MemoryPlan, memory_plan
+from onedraw.backends.precision import activation_precision
+from onedraw.backends.split import SplitPlan, StagePlan, plan_split, with_advice
 from onedraw.checkpoints.base import Checkpoint, open_checkpoint
 from onedraw.checkpoints.pull import resolve
 from onedraw.door import Door
@@ -28,6 +31,8 @@ from onedraw.errors import BadSetting, NoRoom, UnsupportedModel
 from onedraw.memory.ledger import Ledger
 from onedraw.models.dflash import check_fit, describe_drafter, is_drafter
 from onedraw.models.loading import Described, describe
+from onedraw.models.mtp import MtpSpec, describe_mtp, has_mtp
+from onedraw.models.spec import DTYPE_BYTES, AttentionSpec, DrafterSpec, ModelSpec
 from onedraw.settings import DRAFT_WORDS, Settings, default_cache_dir
 from onedraw.speculation.ngram import NgramProposer
 from onedraw.speculation.prediction import PredictionProposer
@@ -45,6 +50,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("onedraw")
 Progress = Callable[[str], None]
+DrafterBytes = Callable[[MemoryPlan], int]
 DRAFT_MODEL_TOKENS = 4  # how far a draft model runs ahead where nobody said
 PROPOSERS: Mapping[str, Callable[[], Proposer]] = {"prediction": PredictionProposer, "ngram": NgramProposer}
 
@@ -74,14 +80,18 @@ def drafter_paths(settings: Settings) -> tuple[Path, ...]:
     return tuple(Path(entry) for entry in settings.draft if entry not in DRAFT_WORDS)
 
 
-def drafter_path(settings: Settings, described: Described, checkpoint: Checkpoint) -> Path | None:
-    """The drafter the backend runs: the one --draft names, or under auto the one shipped for this model."""
-    paths = drafter_paths(settings)
-    if len(paths) > 1:
-        raise BadSetting(f"--draft: one drafter file at a time, not {len(paths)}; auto, ngram and prediction may stand beside it")
-    if paths:
-        return paths[0]
-    return built_in(described.spec, checkpoint) if "auto" in settings.draft else None
+def chosen_drafter(settings: Settings, described: Described, checkpoint: Checkpoint) -> Path | Literal["mtp"] | None:
+    """Who drafts on the device: who --draft names, or under auto what comes with this model, a shipped drafter or its head."""
+    named: list[Path | Literal["mtp"]] = [*drafter_paths(settings)]
+    if "mtp" in settings.draft:
+        named.append("mtp")
+    if len(named) > 1:
+        raise BadSetting(f"--draft: one drafter on the device, not {len(named)}; auto, ngram and prediction may stand beside it")
+    if named:
+        return named[0]
+    if "auto" not in settings.draft:
+        return None
+    return built_in(described.spec, checkpoint) or ("mtp" if has_mtp(checkpoint, described) else None)
 
 
 def make_service(
@@ -92,13 +102,7 @@ def make_service(
     def make_engine() -> Engine:
         backend = make_backend()
         capacity = backend.capacity
-        # Pages alone do not restore a recurrent state, so such backends compute every prompt.
-        ledger = Ledger(
-            pages=capacity.groups[0].pages,
-            lanes=capacity.lanes,
-            page_size=capacity.page_size,
-            reuse=settings.prefix_cache and not capacity.recurrent,
-        )
+        ledger = Ledger(capacity, reuse=settings.prefix_cache)
         scheduler = Scheduler(ledger=ledger, capacity=capacity, speculator=speculator, turn_tokens=settings.turn_tokens)
         return Engine(backend=backend, scheduler=scheduler, observer=observer)
 
@@ -115,8 +119,7 @@ def plan_memory(settings: Settings, described: Described, *, dtype: str) -> Memo
     return memory_plan(
         described.spec,
         dtype=dtype,
-        weight_bytes=hold(described.weights).weight_bytes if dtype in PACKED_DTYPES else None,
-        kv_dtype="f32" if dtype in PACKED_DTYPES else None,
+        weights=hold(described.weights).weights if dtype in PACKED_DTYPES else None,
         max_context=settings.max_context,
         max_batch=settings.max_batch,
         page_size=settings.page_size,
@@ -126,6 +129,65 @@ def plan_memory(settings: Settings, described: Described, *, dtype: str) -> Memo
         draft_memory=settings.draft_memory,
         checkpoint_memory=settings.checkpoint_memory if settings.prefix_cache else 0,
     )
+
+
+def plan_devices(
+    settings: Settings,
+    described: Described,
+    devices: Sequence[Device],
+    *,
+    drafter: DrafterBytes | None = None,
+    no_kernels: str = "",
+) -> tuple[MemoryPlan, SplitPlan]:
+    """Sizes for these devices and the bytes of each, or NoRoom that says what would fit. One device is a split of one.
+
+    `no_kernels`: why a CPU cannot multiply with packed weights here.
+    """
+    dtype = product_dtype(
+        devices,
+        asked=settings.dtype,
+        activations=settings.cpu_activations,
+        stream=settings.activation_dtype,
+        narrow=is_narrow(matrix_kinds(described.weights)),
+        no_kernels=no_kernels,
+    )
+    activation = activation_precision(devices, asked=settings.activation_dtype, products=settings.dtype)
+    plan = plan_memory(settings, described, dtype=dtype)
+
+    def split(context: int) -> SplitPlan:
+        sizes = plan_memory(replace(settings, max_context=context), described, dtype=dtype)
+        return plan_split(
+            described.spec,
+            sizes,
+            devices,
+            split=settings.split,
+            activation=activation,
+            turn_tokens=settings.turn_tokens,
+            beside=0 if drafter is None else drafter(sizes),
+        )
+
+    return plan, with_advice(split, plan.max_context)
+
+
+def drafter_bytes(chosen: Path | Literal["mtp"] | None, described: Described, checkpoint: Checkpoint) -> DrafterBytes | None:
+    """What a drafter takes beside the model. It reads the model's own embedding and head, so there is no copy of those."""
+    if chosen is None:
+        return None
+    spec: DrafterSpec | ModelSpec | MtpSpec
+    if isinstance(chosen, Path):
+        own = open_checkpoint(chosen)
+        try:
+            spec = describe_drafter(own).spec if is_drafter(own) else describe(own).spec
+        finally:
+            own.close()
+    else:
+        spec = describe_mtp(checkpoint, described).spec
+    numbers = sum(2 * m.kv_heads * m.head_dim for layer in spec.layers if isinstance(m := layer.mixer, AttentionSpec))
+
+    def size(plan: MemoryPlan) -> int:
+        return DTYPE_BYTES[plan.kv_dtype] * (spec.parameters + numbers * plan.page_size * (plan.pages[0] + 1))
+
+    return size
 
 
 def read_text(checkpoint: Checkpoint) -> tuple[Tokenizer, ChatTemplate | None]:
@@ -140,7 +202,8 @@ def read_text(checkpoint: Checkpoint) -> tuple[Tokenizer, ChatTemplate | None]:
 
 
 def _fake_door(settings: Settings, speculator: Speculator) -> Door:
-    if drafter_paths(settings):
+    require_state_dtype(settings.state_dtype, "states of recurrent layers")
+    if drafter_paths(settings) or "mtp" in settings.draft:
         raise BadSetting("--draft: the fake backend runs no drafter; auto, none, ngram and prediction work there")
     tokenizer = toy_tokenizer()
     context = settings.max_context or 2048
@@ -171,9 +234,10 @@ def _torch_door(settings: Settings, tell: Progress, speculator: Speculator) -> D
         tell(f"loading {checkpoint.path.name} ({spec.family}, {spec.parameters / 1e6:.0f} M parameters)")
         tokenizer, template = read_text(checkpoint)
         weights = checkpoint.fingerprint()
-        path = drafter_path(settings, described, checkpoint)
+        chosen = chosen_drafter(settings, described, checkpoint)
+        drafting = None if chosen is None else Drafting(chosen, tokenizer, checkpoint)
         service = make_service(
-            lambda: _torch_backend(settings, described, tell, None if path is None else Drafting(path, tokenizer)),
+            lambda: _torch_backend(settings, described, tell, drafting),
             settings,
             speculator,
             observer=_observer(settings, tokenizer),
@@ -193,52 +257,76 @@ def _torch_door(settings: Settings, tell: Progress, speculator: Speculator) -> D
 
 def _torch_backend(settings: Settings, described: Described, tell: Progress, drafting: Drafting | None) -> Backend:
     from onedraw.backends.torch.backend import TorchBackend
-    from onedraw.backends.torch.device import pick_device, pick_dtype, pick_ops, set_threads
+    from onedraw.backends.torch.device import find_devices, pick_ops, set_threads, why_no_kernels
+    from onedraw.backends.torch.stack import Site
 
-    device, cache = pick_device(settings.device), settings.cache_dir or default_cache_dir()
-    narrow = is_narrow(matrix_kinds(described.weights))
-    dtype = pick_dtype(settings.dtype, device=device, activations=settings.cpu_activations, narrow=narrow, cache=cache)
-    ops = pick_ops(device, dtype, cache=cache, threads=settings.threads, warn=log.warning)
-    set_threads(settings.threads, ops)
-    plan = plan_memory(settings, described, dtype=dtype)
+    require_state_dtype(settings.state_dtype, "states of recurrent layers")
+    cache = settings.cache_dir or default_cache_dir()
+    size = None if drafting is None else drafter_bytes(drafting.source, described, drafting.target)
+    devices = find_devices(settings.device_names)
+    on_cpu = all(device.kind == "cpu" for device in devices)
+    plan, split = plan_devices(
+        settings, described, devices, drafter=size, no_kernels=why_no_kernels(cache) if on_cpu and settings.dtype != "f32" else ""
+    )
+
+    def site(stage: StagePlan) -> Site:
+        name = stage.device.name
+        ops = pick_ops(name, plan.dtype, activation=split.activation, cache=cache, threads=settings.threads, warn=log.warning)
+        return Site.named(name, ops, stop=stage.stop)
+
+    sites = [site(stage) for stage in split.stages]
+    set_threads(settings.threads, [site.ops for site in sites])
     backend = TorchBackend(
         described.spec,
         described.weights,
-        dtype=dtype,
-        device=device,
+        dtype=plan.dtype,
+        activation=split.activation,
+        sites=sites,
+        rows=split.staging.rows,
         lanes=settings.max_batch,
         pages=plan.pages,
         page_size=settings.page_size,
         max_context=plan.max_context,
         drafts=plan.draft_positions,
         checkpoints=plan.checkpoints,
-        ops=ops,
         check=settings.self_check,
         make_drafter=None if drafting is None else drafting.maker(settings, described, max_context=plan.max_context),
     )
     _tell_check(backend.report, tell)
     if backend.capacity.drafter and drafting is not None:
-        tell(f"drafting with {drafting.path.name} ({backend.capacity.drafter})")
+        tell(f"drafting with {drafting.named} ({backend.capacity.drafter})")
     return backend
 
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """A drafter file and what it is to draft for: a block drafter, or any smaller model with the same tokenizer."""
+    """A drafter and what it is to draft for: a block drafter, the target's own head, or any smaller model."""
 
-    path: Path
+    source: Path | Literal["mtp"]
     tokenizer: Tokenizer
+    target: Checkpoint  # open while the backend is being made
+
+    @property
+    def named(self) -> str:
+        return self.source.name if isinstance(self.source, Path) else "the model's own head"
 
     def maker(self, settings: Settings, target: Described, *, max_context: int) -> Callable[[Any, Any, Any], Any]:
         """Makes the drafter around the target's stack, once that is loaded. What does not fit is refused here."""
-        from onedraw.backends.torch.draft_model import DraftModel
+        from onedraw.backends.torch.draft_model import Ahead, DraftModel, SmallModel
         from onedraw.backends.torch.drafter import DflashDrafter
-        from onedraw.backends.torch.stack import Stack
+        from onedraw.backends.torch.mtp import MtpHead
+        from onedraw.backends.torch.stack import Site, Stack
 
         sizes = {"lanes": settings.max_batch, "max_context": max_context}
 
+        def ahead(model: Ahead, shape: Any) -> DraftModel:
+            return DraftModel(model, shape=shape, length=settings.draft_tokens or DRAFT_MODEL_TOKENS, **sizes)
+
         def make(stack: Stack, sampler: object, shape: Any) -> DflashDrafter | DraftModel:
-            checkpoint = open_checkpoint(self.path)
+            if not isinstance(self.source, Path):
+                head = describe_mtp(self.target, target)
+                return ahead(MtpHead(head.spec, head.weights, target=stack, shape=shape, max_context=max_context), shape)
+            checkpoint = open_checkpoint(self.source)
             try:
                 if is_drafter(checkpoint):
                     drafter = describe_drafter(checkpoint)
@@ -246,28 +334,32 @@ class Drafting:
                     arrange = lambda candidates: build_tree(candidates, settings.tree_budget)  # noqa: E731
                     return DflashDrafter(drafter.spec, drafter.weights, target=stack, shape=shape, arrange=arrange, **sizes)
                 model = describe(checkpoint)
-                self._check_model(checkpoint, model, target)
+                self._check_model(self.source, checkpoint, model, target)
                 small = Stack(
                     model.spec,
                     model.weights,
                     dtype=stack.dtype,
-                    device=stack.device,
-                    ops=stack.ops,
+                    sites=[Site(stack.device, stack.ops)],
                     max_context=max_context + 1,
                 )
-                return DraftModel(small, shape=shape, length=settings.draft_tokens or DRAFT_MODEL_TOKENS, **sizes)
+                return ahead(SmallModel(small, shape=shape), shape)
             finally:
                 checkpoint.close()
 
         return make
 
-    def _check_model(self, checkpoint: Checkpoint, model: Described, target: Described) -> None:
+    def _check_model(self, path: Path, checkpoint: Checkpoint, model: Described, target: Described) -> None:
+        if model.spec.recurrent:
+            raise UnsupportedModel(
+                f"{path.name} cannot draft: its state only moves forward, and a draft model runs ahead and comes back; "
+                "pass a model without recurrent layers, or a DFlash drafter"
+            )
         if model.spec.vocab != target.spec.vocab:
             raise UnsupportedModel(
-                f"{self.path.name} cannot draft: its vocabulary has {model.spec.vocab} tokens, the model's {target.spec.vocab}"
+                f"{path.name} cannot draft: its vocabulary has {model.spec.vocab} tokens, the model's {target.spec.vocab}"
             )
         if read_text(checkpoint)[0].fingerprint != self.tokenizer.fingerprint:
-            raise UnsupportedModel(f"{self.path.name} cannot draft: its tokenizer is not the model's")
+            raise UnsupportedModel(f"{path.name} cannot draft: its tokenizer is not the model's")
 
 
 def _observer(settings: Settings, tokenizer: Tokenizer) -> Observer | None:
@@ -301,11 +393,16 @@ def _card(
         max_context=capacity.max_context,
         eos_ids=eos,
         defaults=defaults,
-        fingerprint=f"onedraw-{__version__}-{weights[:12]}-{capacity.device}-{capacity.dtype}-c{capacity.chunk}",
+        fingerprint=f"onedraw-{__version__}-{weights[:12]}-{capacity.device}-{_dtypes(capacity)}-c{capacity.chunk}",
         created=int(time.time()),
         dtype=capacity.dtype,
         device=capacity.device,
     )
+
+
+def _dtypes(capacity: Capacity) -> str:
+    """Of the products, and of the residual stream where it has another."""
+    return capacity.dtype + ("" if capacity.activation == capacity.dtype else f"-{capacity.activation}")
 
 
 def _name_of(model: str) -> str:

@@ -1,7 +1,7 @@
 """The one door to a running model: an Ask in, Pieces out. Server, command line and Python API all come through here.
 
 It joins the two halves that never see each other: the engine (tokens) and the text package (characters).
-Token → piece: detokenizer → stop strings. A whole reply is a fold of the stream (`Reply.add`).
+A whole reply is a fold of the stream (`Reply.add`).
 """
 
 from __future__ import annotations
@@ -10,125 +10,47 @@ import asyncio
 import itertools
 import queue
 import secrets
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from onedraw.engine.service import Event, Service, Sink
 from onedraw.errors import BadParameter, BadRequest
 from onedraw.sampling.noise import child_seed
-from onedraw.text.detokenizer import Detokenizer
-from onedraw.text.stops import StopFinder
+from onedraw.speaker import Ask, Reply, Speaker
+from onedraw.text.budget import ThinkingBudget
+from onedraw.text.channels import Reasoning, reasoning_of, thinking_after
+from onedraw.text.constraints import all_of
+from onedraw.text.grammar import Grammars
+from onedraw.text.reading import Reading, chat_reading
+from onedraw.text.remembered import CallMemory, Remembered, origin_of, recalled
 from onedraw.text.template import ChatTemplate
 from onedraw.text.tokenizer import Tokenizer
-from onedraw.types import SEED_LIMIT, Choice, Finish, Logprobs, ModelCard, Piece, Request, SamplingParams, Usage
+from onedraw.text.tool_prompt import prepared
+from onedraw.text.tools import Calls, ToolSyntax, ToolUse, tool_syntax
+from onedraw.types import SEED_LIMIT, Constraint, ModelCard, Piece, Request
 
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """One prompt to be continued `n` times. `params.seed` is the seed of child 0."""
-
-    prompt: tuple[int, ...]
-    params: SamplingParams
-    stop: tuple[str, ...] = ()
-    n: int = 1
-    skip_special: bool = True  # leave special tokens out of the text
-    opening: bool = False  # the reply begins a text of its own: a first space that only marks a word is dropped
-    predicted: tuple[int, ...] = ()  # what the reply is expected to be
-    speculate: bool = True  # may be drafted
-    label: str = ""  # becomes part of the request ids
-
-
-@dataclass(slots=True)
-class Reply:
-    """A whole answer to one choice: the fold of its pieces. `seed` with n = 1 replays it."""
-
-    text: str = ""
-    reasoning: str = ""
-    seed: int = 0
-    prompt_ids: tuple[int, ...] = ()
-    choices: list[Choice] = field(default_factory=list)
-    finish: Finish | None = None
-    stop_reason: str | int | None = None
-    usage: Usage = field(default_factory=Usage)
-    prompt_logprobs: tuple[Logprobs, ...] | None = None
-
-    @property
-    def token_ids(self) -> list[int]:
-        return [c.token for c in self.choices]
-
-    def add(self, piece: Piece) -> None:
-        match piece.channel:
-            case "reasoning":
-                self.reasoning += piece.text
-            case _:
-                self.text += piece.text
-        self.choices.extend(piece.choices)
-        if piece.prompt_logprobs is not None:
-            self.prompt_logprobs = piece.prompt_logprobs
-        if piece.finish is not None:
-            self.finish, self.stop_reason = piece.finish, piece.stop_reason
-            self.usage = piece.usage or self.usage
-
-
-class Speaker:
-    """Turns the events of one request into pieces. One owner: the stream that reads them."""
-
-    def __init__(self, index: int, ask: Ask, tokenizer: Tokenizer) -> None:
-        self._index = index
-        self._detokenizer = Detokenizer(tokenizer, skip_special=ask.skip_special, opening=ask.opening)
-        self._stops = StopFinder(ask.stop)
-        self._hidden = ask.params.stop_ids  # ids that end a reply: part of the ids, never of the text
-        self._least = ask.params.min_tokens  # text of earlier tokens is not searched for stop strings
-        self._said = 0
-        self.done = False
-
-    def hear(self, event: Event) -> Piece:
-        """The piece behind an event. After a stop string the rest of the event is dropped and `done` is set."""
-        text, choices, hit = "", [], None
-        for choice in event.chosen:
-            choices.append(choice)
-            if choice.token in self._hidden and event.finish == "stop" and choice is event.chosen[-1]:
-                break
-            fresh = self._detokenizer.push(choice.token)
-            if self._said + len(choices) >= self._least:
-                fresh, hit = self._stops.push(fresh)
-            text += fresh
-            if hit is not None:
-                break
-        self._said += len(choices)
-        unsaid = max(event.kept - len(choices), 0)  # drafts that were right, behind a stop string
-        finish: Finish | None = "stop" if hit is not None else event.finish
-        if finish is not None:
-            self.done = True
-            if hit is None:
-                tail, hit = self._stops.push(self._detokenizer.finish())
-                text += tail
-                if hit is None:
-                    text += self._stops.finish()
-                else:
-                    finish = "stop"
-        return Piece(
-            index=self._index,
-            text=text,
-            choices=tuple(choices),
-            finish=finish,
-            stop_reason=hit if hit is not None else event.stop_id,
-            usage=self._usage(event, unsaid) if finish is not None else None,
-            prompt_logprobs=event.scored,
-        )
-
-    def _usage(self, event: Event, unsaid: int) -> Usage:
-        usage = event.usage
-        return replace(usage, completion=self._said, kept=usage.kept - unsaid, rejected=usage.rejected + unsaid)
+__all__ = ["Ask", "Door", "Prompted", "Reply", "fresh_seed"]
 
 
 @dataclass(frozen=True, slots=True)
 class Voice:
-    """A request and what turns its events into pieces."""
+    """A request, what turns its events into pieces, and their fold, where calls are to be remembered."""
 
     request: Request
     speaker: Speaker
+    ask: Ask
+    reply: Reply
+
+
+@dataclass(frozen=True, slots=True)
+class Prompted:
+    """The ids of a chat, and how the reply to it is read. `origin` stands for the text as the template rendered it."""
+
+    ids: tuple[int, ...]
+    reading: Reading
+    origin: str
 
 
 class Door:
@@ -139,6 +61,7 @@ class Door:
         self.tokenizer = tokenizer
         self.template = template
         self.card = card
+        self.memory = CallMemory()
         self._numbers = itertools.count()
 
     def __enter__(self) -> Door:
@@ -155,12 +78,61 @@ class Door:
     def encode(self, text: str, *, add_special: bool = True) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special=add_special))
 
-    def render(self, messages: Sequence[dict[str, Any]], **template_kwargs: Any) -> tuple[int, ...]:
-        """Chat messages → prompt ids, through the checkpoint's own template."""
-        if self.template is None:
+    @cached_property
+    def reasoning(self) -> Reasoning | None:
+        """How this model thinks aloud, if it does."""
+        reasoning = None if self.template is None else reasoning_of(self.template.source)
+        if reasoning is None or self.template is None:
+            return None
+        switch: dict[str, Any] = {"enable_thinking": True} if reasoning.switch else {}
+        try:
+            probe = self.template.render([{"role": "user", "content": "?"}], **switch)
+        except BadRequest:  # a template with wishes of its own
+            return reasoning
+        return replace(reasoning, prompted=thinking_after(probe, reasoning) == "open")
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """What replies are held to, compiled for this tokenizer. Made when it is first needed."""
+        return Grammars(self.tokenizer, self.card.eos_ids)
+
+    @cached_property
+    def tool_syntax(self) -> ToolSyntax:
+        """How this model calls tools."""
+        return tool_syntax("" if self.template is None else self.template.source)
+
+    def chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        use: ToolUse | None = None,
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
+    ) -> Prompted:
+        """Chat messages → prompt ids and how the reply is read, through the checkpoint's own template.
+
+        Where a past reply called tools and is remembered, the prompt begins with its very tokens.
+        """
+        template, tools = self.template, () if use is None else use.tools
+        if template is None:
             raise BadRequest("this model has no chat template; use /v1/completions", param="messages", code="no_chat_template")
-        text = self.template.render(messages, **template_kwargs)
-        return tuple(self.tokenizer.encode(text, add_special=False))
+
+        def render(said: Sequence[Mapping[str, Any]], follows: bool) -> str:
+            prepared_messages, told = prepared(said, tools, self.tool_syntax)
+            return template.render(prepared_messages, add_generation_prompt=follows, **told, **template_kwargs)
+
+        text = render(messages, add_generation_prompt)
+        ends = [self.tokenizer.decode([token], skip_special=False) for token in self.card.eos_ids]
+        marks = self.tokenizer.special_texts
+        known = recalled(messages, text, memory=self.memory, render=render, ends=ends, marks=marks)
+        begun, rest = ((), text) if known is None else known
+        ids = (*begun, *self.tokenizer.encode(rest, add_special=False))
+        calls = None if use is None else Calls(self.tool_syntax.dialect, use.callable, use.parallel)
+        return Prompted(ids, chat_reading(text, self.reasoning, calls, self.tokenizer), origin_of(text))
+
+    def render(self, messages: Sequence[dict[str, Any]], **template_kwargs: Any) -> tuple[int, ...]:
+        """The prompt ids alone."""
+        return self.chat(messages, **template_kwargs).ids
 
     # ------------------------------------------------------------------ streams
 
@@ -179,9 +151,7 @@ class Door:
         try:
             while not all(voice.speaker.done for voice in voices):
                 index, event = inbox.get()
-                piece = self._hear(voices[index], event)
-                if piece is not None:
-                    yield piece
+                yield from self._hear(voices[index], event)
         finally:
             self._end(voices)
 
@@ -197,8 +167,7 @@ class Door:
         try:
             while not all(voice.speaker.done for voice in voices):
                 index, event = await inbox.get()
-                piece = self._hear(voices[index], event)
-                if piece is not None:
+                for piece in self._hear(voices[index], event):
                     yield piece
         finally:
             self._end(voices)
@@ -232,30 +201,59 @@ class Door:
             Request(
                 id=f"{name}-{i}",
                 prompt=ask.prompt,
-                params=replace(ask.params, seed=child_seed(ask.params.seed, i)),
+                params=replace(ask.params, seed=child_seed(ask.params.seed, i), constraint=self._constraint(ask)),
                 predicted=ask.predicted,
                 speculate=ask.speculate,
             )
             for i in range(ask.n)
         ]
 
+    def _constraint(self, ask: Ask) -> Constraint | None:
+        """What a reply is held to: its thinking to a budget, its text to a form. Every request walks by itself."""
+        reading, budget, grammar = ask.reading, None, None
+        if ask.thinking_budget is not None and reading.reasoning is not None:
+            budget = ThinkingBudget(
+                reading.reasoning,
+                limit=ask.thinking_budget,
+                closing=self.encode(reading.reasoning.closing, add_special=False),
+                spell=self.tokenizer.token_bytes,
+                thinking=reading.thinking,
+            )
+        if ask.guide is not None:
+            grammar = self.grammars.constraint(ask.guide, reading)
+        return all_of(budget, grammar)
+
     def _begin(self, asks: Sequence[Ask], sink: Callable[[int], Sink]) -> list[Voice]:
         voices: list[Voice] = []
         for ask in asks:
             for request in self._requests(ask):
-                voices.append(Voice(request, Speaker(len(voices), ask, self.tokenizer)))
+                voices.append(Voice(request, Speaker(len(voices), ask, self.tokenizer), ask, Reply()))
         self.service.submit([(voice.request, sink(index)) for index, voice in enumerate(voices)])
         return voices
 
-    def _hear(self, voice: Voice, event: Event) -> Piece | None:
+    def _hear(self, voice: Voice, event: Event) -> list[Piece]:
         if voice.speaker.done:  # what happened between a stop string and the engine's reading of the cancellation
-            return None
+            return []
         if event.error is not None:
             raise event.error
-        piece = voice.speaker.hear(event)
-        if piece.finish is not None and event.finish is None:  # a stop string: the engine does not know yet
+        pieces = voice.speaker.hear(event)
+        if pieces[-1].finish is not None and event.finish is None:  # a stop string: the engine does not know yet
             self.service.cancel(voice.request.id)
-        return piece
+        if voice.ask.origin:
+            self._remember(voice, pieces)
+        return pieces
+
+    def _remember(self, voice: Voice, pieces: Sequence[Piece]) -> None:
+        """Keep a reply that ended with calls, before anybody can answer them."""
+        reply = voice.reply
+        for piece in pieces:
+            reply.add(piece)
+        if reply.finish == "tool_calls":
+            ids = reply.token_ids
+            if ids and ids[-1] in voice.ask.params.stop_ids:
+                ids.pop()
+            calls = tuple((called.call.name, called.arguments) for called in reply.calls)
+            self.memory.keep(reply.calls[0].call.id, Remembered(voice.ask.origin, (*voice.ask.prompt, *ids), reply.text, calls))
 
     def _end(self, voices: list[Voice]) -> None:
         for voice in voices:

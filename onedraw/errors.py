@@ -8,6 +8,7 @@ OnedrawError                 anything we say on purpose
 ├── Barren                   the law left no token to choose
 ├── QueueFull                too many waiting: 429, try again
 ├── Draining                 the server is shutting down: 503
+├── NotFinite                a model's numbers overflowed: 500, and which dtype holds them
 ├── TurnFailed               an exception in a turn: 500, with an id that the log has too
 ├── ModelError               the checkpoint cannot be used
 │   ├── NotFound             no such model, and how to get it
@@ -18,6 +19,8 @@ OnedrawError                 anything we say on purpose
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 
 class OnedrawError(Exception):
@@ -44,6 +47,13 @@ class BadParameter(BadRequest):
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(f"{param}: {message}", param=param)
+        self._message = message
+
+    def renamed(self, names: Mapping[str, str]) -> BadParameter:
+        """The same about a parameter that the caller knows by another name, which may be the beginning of a path."""
+        param = self.param or ""
+        head = next((name for name in names if param == name or param.startswith((f"{name}.", f"{name}["))), None)
+        return self if head is None else BadParameter(names[head] + param[len(head) :], self._message)
 
 
 class ContextOverflow(BadRequest):
@@ -64,6 +74,10 @@ class QueueFull(OnedrawError):
 
 class Draining(OnedrawError):
     code, status = "shutting_down", 503
+
+
+class NotFinite(OnedrawError):
+    code, status = "not_finite", 500
 
 
 class TurnFailed(OnedrawError):

@@ -3,75 +3,34 @@
 In: Settings. Out: a Table of rows: same, different (and where first), or not exercised; never "same" for what did not
 happen. The plain run is alone, one request after the other, cold, without drafts. Compared are the chosen tokens and the
 checksum of the scores behind each of them: a difference of 1e-7 almost never flips a token, so tokens alone would let it
-pass. Each way to be fast adds its Variation here.
+pass. Each way to be fast has its row in `variations.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Literal, TypeAlias, assert_never
+from typing import Literal, TypeAlias, assert_never
 
 from onedraw.door import Ask, Door, Reply
-from onedraw.engine.stats import Drafted, Stats
+from onedraw.engine.stats import Stats
+from onedraw.errors import Barren
+from onedraw.exercises import requests
 from onedraw.models.loading import describe
-from onedraw.settings import DRAFT_WORDS, Settings
-from onedraw.speculation.speculator import DEVICE
-from onedraw.wishes import Wishes, settle
+from onedraw.settings import Settings
+from onedraw.variations import Drive, Evidence, Facts, Variation, variations
 
 Opener: TypeAlias = Callable[[Settings], Door]
 Tell: TypeAlias = Callable[[str], None]
-Drive: TypeAlias = Literal["one by one", "at once", "streamed", "twice"]
 
 NEW_TOKENS = 48
 QUICK_NEW_TOKENS = 12
-SMALL_TURN = 16
-TREE_BUDGET, WHOLE_TREE = 16, 64  # nodes of a proved tree, and more than its depth
-DRAFT_TOKENS = 4  # guesses per row where no number was asked for: drafts that do not pay off are proved too
 SETTLE_SECONDS = 10.0  # the counters follow the last event within one turn
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What variations are shaped by: known once the plain run has run."""
-
-    settings: Settings  # of the plain run
-    longest: int  # tokens of the longest request, prompt and reply
-    page_bytes: int  # of one page over all layers
-
-
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """What happened during a drive: counters after minus counters before, and what was seen on the way."""
-
-    counted: Stats
-    replies: int
-    pieces: int
-    cached: int  # prompt tokens the replies say came from the prefix cache
-    settings: Settings
-    device: str
-
-    def drafted(self, source: str | None = None) -> Drafted:
-        """What came of one source's guesses, or of all of them."""
-        chosen = [d for d in self.counted.drafted_by if source in (None, d.source)]
-        return Drafted(source or "", sum(d.rows for d in chosen), sum(d.drafted for d in chosen), sum(d.kept for d in chosen))
-
-
-@dataclass(frozen=True, slots=True)
-class Variation:
-    """One way to run that must not matter."""
-
-    name: str
-    changes: Callable[[Facts], Mapping[str, Any]]  # to the plain settings
-    drive: Drive
-    exercised: Callable[[Evidence, Evidence], bool]  # (plain, this): did it happen?
-    applies: Callable[[Door], bool] = lambda door: True  # without it the row is left out
-    predict: Callable[[int, Reply], tuple[int, ...]] = lambda number, plain: ()  # what request `number` is said to become
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,156 +60,6 @@ class Table:
     @property
     def holds(self) -> bool:
         return all(f.result != "different" for f in self.findings)
-
-
-def variations(base: Settings, *, threads: int) -> tuple[Variation, ...]:
-    """The rows. Every one opens a model anew, so each is also "after a restart". `threads`: of the plain run."""
-    return (
-        Variation("alone again, after a restart", lambda facts: {}, "one by one", lambda plain, now: now.counted.turns > 0),
-        Variation("streamed", lambda facts: {}, "streamed", lambda plain, now: now.pieces > now.replies),
-        Variation("batched, at once, random order", lambda facts: {}, "at once", lambda plain, now: now.counted.mixed_turns > 0),
-        Variation(
-            "small turns",
-            lambda facts: {"turn_tokens": SMALL_TURN},
-            "at once",
-            lambda plain, now: now.counted.middle_chunks > plain.counted.middle_chunks,
-        ),
-        Variation("preempted, few pages", _few_pages, "at once", lambda plain, now: now.counted.preemptions > 0),
-        Variation("prefix cache hit", lambda facts: {"prefix_cache": True}, "twice", lambda plain, now: now.cached > 0),
-        Variation(
-            "batched, small turns, few pages, prefix cache",
-            lambda facts: {**_few_pages(facts), "turn_tokens": SMALL_TURN, "prefix_cache": True},
-            "at once",
-            lambda plain, now: now.counted.mixed_turns > 0 and now.counted.preemptions > 0 and now.counted.middle_chunks > 0,
-        ),
-        *(
-            Variation(f"{count} thread{'s' * (count > 1)}", _threads(count), "one by one", _other_threads)
-            for count in (1, 2)
-            if count != threads
-        ),
-        *drafting(base),
-    )
-
-
-def drafting(base: Settings) -> tuple[Variation, ...]:
-    """A row for everybody who may guess under --draft, and one for all of them in a crowd."""
-    if base.draft == ("none",):
-        return ()
-    everybody = "auto" in base.draft
-    rows: list[Variation] = []
-    if everybody or "ngram" in base.draft:
-        rows.append(Variation("drafts: ngram", _draft(base, "ngram"), "one by one", _kept_and_rejected("ngram")))
-    if everybody or "prediction" in base.draft:
-        said, unsaid = _draft(base, "prediction"), _scrambled
-        rows += [
-            Variation("drafts: prediction, right", said, "one by one", lambda p, now: now.drafted().kept > 0, predict=_right),
-            Variation("drafts: prediction, wrong", said, "one by one", _rejected, predict=unsaid),
-        ]
-    if everybody:
-        rows += _drafter(base, "built-in drafter", "auto")
-    for path in (entry for entry in base.draft if entry not in DRAFT_WORDS):
-        rows += _drafter(base, Path(path).name, path)
-    crowd = _draft(base, *base.draft)
-    rows.append(
-        Variation(
-            "drafts, batched, few pages",
-            lambda facts: {**crowd(facts), **_few_pages(facts)},
-            "at once",
-            lambda plain, now: now.counted.preemptions > 0 and now.counted.mixed_turns > 0 and _both(now.drafted()),
-            predict=lambda number, reply: (_right if number % 2 else _scrambled)(number, reply),
-        )
-    )
-    return tuple(rows)
-
-
-def _drafter(base: Settings, name: str, who: str) -> tuple[Variation, Variation]:
-    """A drafter that the backend runs, as a chain and as a tree, which is taken whole."""
-    chain, there = _kept_and_rejected(DEVICE), lambda door: bool(door.service.capacity.drafter)
-    tree = {"draft": (who,), "draft_tokens": WHOLE_TREE, "tree_budget": base.tree_budget or TREE_BUDGET}
-    return (
-        Variation(f"drafts: {name}", _draft(base, who), "one by one", chain, applies=there),
-        Variation(
-            f"drafts: {name}, as a tree",
-            lambda facts: tree,
-            "one by one",
-            lambda plain, now: now.counted.draft_trees > 0 and chain(plain, now),
-            applies=there,
-        ),
-    )
-
-
-def _draft(base: Settings, *who: str) -> Callable[[Facts], Mapping[str, Any]]:
-    return lambda facts: {"draft": who, "draft_tokens": base.draft_tokens or DRAFT_TOKENS}
-
-
-def _both(drafted: Drafted) -> bool:
-    return 0 < drafted.kept < drafted.drafted
-
-
-def _kept_and_rejected(source: str) -> Callable[[Evidence, Evidence], bool]:
-    return lambda plain, now: _both(now.drafted(source))
-
-
-def _rejected(plain: Evidence, now: Evidence) -> bool:
-    return now.drafted().kept < now.drafted().drafted
-
-
-def _right(number: int, reply: Reply) -> tuple[int, ...]:
-    return tuple(reply.token_ids)
-
-
-def _scrambled(number: int, reply: Reply) -> tuple[int, ...]:
-    """The answer's own tokens in another order: here and there still right."""
-    tokens = reply.token_ids
-    random.Random(number).shuffle(tokens)
-    return tuple(tokens)
-
-
-def _few_pages(facts: Facts) -> Mapping[str, Any]:
-    """Pages for the longest request and two more: several at once cannot all stay."""
-    pages = -(-facts.longest // facts.settings.page_size) + 2
-    return {"max_context": facts.longest, "kv_memory": pages * facts.page_bytes}
-
-
-def _threads(count: int) -> Callable[[Facts], Mapping[str, Any]]:
-    return lambda facts: {"threads": count}
-
-
-def _other_threads(plain: Evidence, now: Evidence) -> bool:
-    """Threads matter where a CPU computes, and only another number of them is a variation."""
-    return now.device.startswith("cpu") and now.settings.backend != "fake" and now.settings.threads != plain.settings.threads
-
-
-# ---------------------------------------------------------------------------------------------- the requests
-
-NOTICE = (
-    "The lighthouse stood at the end of a long stone pier. Every evening the keeper climbed its two hundred steps, trimmed the "
-    "wick, wound the clockwork that turned the lens, and wrote the weather into a book with a blue cover: wind, swell, "
-    "visibility, the ships that had passed and the ships that had not. "
-)
-PROMPTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
-    ("The capital of France is", {"temperature": 0.0}),
-    (NOTICE + "On the last night of the year", {"temperature": 0.7, "top_p": 0.9}),
-    ("Write a list of things to pack for a week in the mountains:\n-", {"frequency_penalty": 0.6, "presence_penalty": 0.4}),
-    (NOTICE + "In spring a letter came, and", {"min_p": 0.05, "logit_bias": {5: 1.5, 7: -4.0}}),
-    ("def fibonacci(n: int) -> int:\n", {"temperature": 0.9, "repetition_penalty": 1.2, "top_k": 40}),
-    (NOTICE * 4 + "Years later", {"temperature": 1.0}),
-    ("One, two, three, one, two, three, one, two,", {"temperature": 1.3, "dry_multiplier": 0.8, "logprobs": 3}),
-    ("Q: Why is the sky blue?\nA:", {"temperature": 0.0, "repetition_penalty": 1.1}),
-    ("The chorus sings: la la la la la la la la la", {"temperature": 0.8, "frequency_penalty": -2.0}),  # repeats itself
-)
-
-
-def requests(door: Door, *, new_tokens: int) -> list[Ask]:
-    """Prompts of differing length, some with a common beginning, under differing laws; each with its own seed."""
-    room = max(door.card.max_context - new_tokens, 1)
-    asks = []
-    for number, (text, wishes) in enumerate(PROMPTS):
-        settled = Wishes.of(
-            **{"temperature": 1.0, **wishes}, max_tokens=new_tokens, ignore_eos=True, checksums=True, seed=1000 + number
-        )
-        asks.append(settle(settled, door=door, prompt=door.encode(text)[:room], label="prove"))
-    return asks
 
 
 # ---------------------------------------------------------------------------------------------- the comparison
@@ -324,12 +133,14 @@ def first_difference(expected: Reply, found: Reply) -> int | None:
 
 def drive(door: Door, asks: Sequence[Ask], how: Drive, *, settings: Settings) -> tuple[list[Reply], Evidence]:
     """Replies in the order of the asks, and what happened meanwhile."""
-    if how == "twice":
-        _one_by_one(door, asks)
+    if how == "after a part":
+        _one_by_one(door, [replace(ask, prompt=ask.prompt[: max(len(ask.prompt) * 3 // 4, 1)]) for ask in asks])
     before = settled_stats(door)
     match how:
-        case "one by one" | "twice":
+        case "one by one" | "after a part":
             replies, pieces = _one_by_one(door, asks), 0
+        case "each twice":
+            replies, pieces = [_one_by_one(door, (ask, ask))[1] for ask in asks], 0
         case "at once":
             replies, pieces = asyncio.run(_at_once(door, asks))
         case "streamed":
@@ -348,7 +159,16 @@ def drive(door: Door, asks: Sequence[Ask], how: Drive, *, settings: Settings) ->
 
 
 def _one_by_one(door: Door, asks: Sequence[Ask]) -> list[Reply]:
-    return [reply for ask in asks for reply in door.generate(ask)]
+    return [_told(door, ask) for ask in asks]
+
+
+def _told(door: Door, ask: Ask) -> Reply:
+    """A reply that ran out of tokens to choose ends there, without a finish: a difference like any other."""
+    (reply,) = door.replies(ask)
+    with contextlib.suppress(Barren):
+        for piece in door.stream(ask):
+            reply.add(piece)
+    return reply
 
 
 async def _at_once(door: Door, asks: Sequence[Ask]) -> tuple[list[Reply], int]:
@@ -367,9 +187,10 @@ async def _streamed(door: Door, asks: Sequence[Ask]) -> tuple[list[Reply], int]:
 
 async def _folded(door: Door, ask: Ask) -> tuple[Reply, int]:
     (reply,), count = door.replies(ask), 0
-    async for piece in door.astream(ask):
-        reply.add(piece)
-        count += 1
+    with contextlib.suppress(Barren):
+        async for piece in door.astream(ask):
+            reply.add(piece)
+            count += 1
     return reply, count
 
 

@@ -16,8 +16,9 @@ from onedraw.errors import BadSetting
 
 MOST_THREADS = 1024
 DTYPES = ("auto", "packed", "f32", "bf16", "f16")
+ACTIVATION_DTYPES = ("auto", "f32", "bf16", "f16")
 CpuActivations = Literal["int8", "f32"]
-DRAFT_WORDS = ("auto", "none", "ngram", "prediction")  # what --draft knows beside paths
+DRAFT_WORDS = ("auto", "none", "ngram", "prediction", "mtp")  # what --draft knows beside paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +29,11 @@ class Settings:
     served_name: str | None = None
     backend: Literal["torch", "fake"] = "torch"
     device: str = "auto"  # auto, cpu, cuda, cuda:0 …
+    devices: str | None = None  # instead of device: several, as in cuda:0,cuda:1,cpu
+    split: str = "auto"  # layers of each device: auto, 24,8 or 0.75,0.25
     dtype: str = "auto"  # weights and products
     cpu_activations: CpuActivations = "int8"  # what packed weights are multiplied with on a CPU
+    activation_dtype: str = "auto"  # the residual stream, and what crosses between devices
     max_context: int | None = None  # tokens of one sequence, prompt and reply
     max_batch: int = 8  # sequences running at once
     turn_tokens: int = 512  # tokens computed in one turn
@@ -41,7 +45,7 @@ class Settings:
     threads: int | None = None  # CPU threads
     prefix_cache: bool = True
     queue_limit: int = 256  # requests waiting before new ones get 429
-    draft: tuple[str, ...] = ("auto",)  # who guesses: auto, none, ngram, prediction, a path of a drafter or draft model
+    draft: tuple[str, ...] = ("auto",)  # who guesses: auto, none, ngram, prediction, mtp, a path of a drafter or draft model
     draft_tokens: int | None = None  # drafts per row and turn; None: as many as pay off
     tree_budget: int = 0  # nodes of a draft tree; 0: a chain
     trace_verify: bool = False  # print every acceptance walk
@@ -53,6 +57,12 @@ class Settings:
             raise BadSetting(f"--dtype: {self.dtype!r} is not one of {', '.join(DTYPES)}")
         if self.cpu_activations not in get_args(CpuActivations):
             raise BadSetting(f"--cpu-activations: {self.cpu_activations!r} is not one of int8, f32")
+        if self.activation_dtype not in ACTIVATION_DTYPES:
+            raise BadSetting(f"--activation-dtype: {self.activation_dtype!r} is not one of {', '.join(ACTIVATION_DTYPES)}")
+        if self.devices is not None and self.device != "auto":
+            raise BadSetting("--devices and --device both say where the model runs; give one of them")
+        if self.split != "auto" and self.devices is None:
+            raise BadSetting("--split: says how layers are divided among --devices, which was not given")
         for name, low in (("max_batch", 1), ("turn_tokens", 1), ("page_size", 1), ("queue_limit", 1)):
             if getattr(self, name) < low:
                 raise BadSetting(f"--{name.replace('_', '-')}: must be at least {low}, not {getattr(self, name)}")
@@ -82,10 +92,17 @@ class Settings:
             raise BadSetting(f"--tree-budget: must be 0 (a chain) or more nodes, not {self.tree_budget}")
 
     def with_environment(self, environment: Mapping[str, str] = os.environ) -> Settings:
-        """ONEDRAW_CACHE sets cache_dir where no flag did."""
+        """ONEDRAW_CACHE sets cache_dir and ONEDRAW_ACTIVATION_DTYPE activation_dtype where no flag did."""
+        found: dict[str, Any] = {}
         if self.cache_dir is None and environment.get("ONEDRAW_CACHE"):
-            return replace(self, cache_dir=Path(environment["ONEDRAW_CACHE"]))
-        return self
+            found["cache_dir"] = Path(environment["ONEDRAW_CACHE"])
+        if self.activation_dtype == "auto" and environment.get("ONEDRAW_ACTIVATION_DTYPE"):
+            found["activation_dtype"] = environment["ONEDRAW_ACTIVATION_DTYPE"]
+        return replace(self, **found) if found else self
+
+    @property
+    def device_names(self) -> list[str]:
+        return [self.device] if self.devices is None else [name.strip() for name in self.devices.split(",")]
 
     @classmethod
     def of(cls, **flags: Any) -> Settings:

@@ -15,6 +15,7 @@ Glossary
     position absolute index of a token, the prompt counts  outcome  what a turn chose
     known    tokens that are settled: prompt and chosen    computed positions whose state is settled
     piece    what a client sees of a reply                 channel  which part of a reply a piece is
+    constraint  what a reply may go on with               call     a tool call in a reply
     group    layers that keep the same positions in pages  checkpoint  state and last logits of a prompt, in a slot
 """
 
@@ -23,7 +24,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from onedraw.errors import BadParameter
 
@@ -31,8 +35,20 @@ SEED_LIMIT = 2**53  # seeds travel through JSON numbers, which are exact below t
 MAX_TOP_LOGPROBS = 128
 
 LogprobsMode = Literal["raw", "processed"]
-Finish = Literal["stop", "length", "cancelled"]
+Finish = Literal["stop", "length", "cancelled", "tool_calls"]  # the last one only the text layer can tell
 Channel = Literal["content", "reasoning", "tool"]
+Bits = npt.NDArray[np.uint32]  # a set of tokens: token i is bit i % 32 of word i // 32; ids past the end are not in it
+
+
+class Constraint(Protocol):
+    """What a reply may go on with: a pure function of what it has said so far, drafts that are only supposed included.
+
+    It may remember its last walk to save time, so every request has one of its own. Used on the engine thread alone.
+    """
+
+    def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> Bits | None:
+        """The tokens that may stand behind output and drafts; None: all of them."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +90,7 @@ class SamplingParams:
     min_tokens: int = 0  # before these many, no stop id may be chosen
     stop_ids: frozenset[int] = frozenset()  # a chosen one ends the reply; it belongs to the ids
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that may not be completed
+    constraint: Constraint | None = None  # a grammar, a thinking budget: bans made from the reply so far
     logprobs: int | None = None  # how many alternatives beside the chosen; None: no logprobs
     logprobs_mode: LogprobsMode = "raw"
     prompt_logprobs: int | None = None  # the same for every prompt token but the first
@@ -223,11 +240,13 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One chosen token."""
+    """One chosen token. How it came is no part of what it is: runs that chose alike are equal, drafts or none."""
 
     token: int
     logprobs: Logprobs | None = None
     checksum: int | None = None
+    kept: bool = field(default=False, compare=False)  # a draft had guessed it
+    rejected: int = field(default=0, compare=False)  # drafts of its row that were thrown away, on the row's last choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +258,7 @@ class RowOutcome:
     kept: tuple[int, ...] = ()  # which drafts they are, all but the last of `chosen`
     guesses: tuple[Draft, ...] = ()  # the backend's own drafts for the row after this one
     barren: bool = False  # the law left no token at the position after `chosen`
+    fault: str = ""  # what made it barren, where it was not the law
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +276,16 @@ class Usage:
     cached: int = 0  # prompt tokens taken from the prefix cache
     kept: int = 0  # drafts kept
     rejected: int = 0  # drafts rejected
+    reasoning: int = 0  # of `completion`, tokens of reasoning, its markers included
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A tool call in a reply: which one of it, and by what name its result will come back."""
+
+    index: int
+    id: str
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +304,7 @@ class Piece:
     stop_reason: str | int | None = None  # the stop string or stop id that ended the reply
     usage: Usage | None = None
     prompt_logprobs: tuple[Logprobs, ...] | None = None  # on the first piece, when asked for
+    call: Call | None = None  # on the channel "tool": whose arguments `text` is a part of, as JSON
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,15 +6,26 @@ This is the one place where user-level names become SamplingParams.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 from onedraw.door import Ask, Door, fresh_seed
 from onedraw.errors import BadParameter, BadRequest, ContextOverflow
+from onedraw.text.call_grammar import CallGrammar
+from onedraw.text.channels import Reasoning
+from onedraw.text.grammar import with_bounds
+from onedraw.text.guides import ChoiceGuide, Guide, JsonGuide, LarkGuide, RegexGuide, grammar_guide
+from onedraw.text.reading import PLAIN, Reading
+from onedraw.text.tools import ToolUse
 from onedraw.types import DryParams, LogprobsMode, SamplingParams
 
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")
+GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+# Tokens of thinking, for models whose template knows no effort of its own; None: as much as they like.
+EFFORTS: Mapping[Effort, int | None] = {"none": 0, "minimal": 512, "low": 2048, "medium": 8192, "high": None, "xhigh": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +60,12 @@ class Wishes:
     skip_special_tokens: bool = True
     prediction: str | None = None  # text the reply is expected to be; drafted, never trusted
     speculation: bool = True  # False: this request carries no drafts
+    reasoning_effort: Effort | None = None  # how much a model that thinks aloud should think
+    thinking_budget: int | None = None  # tokens of thinking, after which it is closed
+    guided_json: str | Mapping[str, Any] | None = None  # a JSON schema, or its text; the reply is a value that it describes
+    guided_regex: str | None = None  # a regular expression that the whole reply matches
+    guided_choice: tuple[str, ...] | None = None  # the reply is one of these
+    guided_grammar: str | None = None  # a grammar, Lark or GBNF, that the reply follows
 
     @classmethod
     def of(cls, **wishes: Any) -> Wishes:
@@ -64,27 +81,84 @@ class Wishes:
         return cls(**given)
 
 
+def settle_chat(
+    wishes: Wishes,
+    *,
+    door: Door,
+    messages: Sequence[dict[str, Any]],
+    template_kwargs: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool = True,
+    use: ToolUse | None = None,
+    default_max_tokens: int | None = None,
+    label: str = "",
+) -> Ask:
+    """Chat messages → an Ask. `template_kwargs` stand above what the effort says."""
+    switches = {**thinking_switches(wishes, door.reasoning), **(template_kwargs or {})}
+    prompted = door.chat(messages, use=use, add_generation_prompt=add_generation_prompt, **switches)
+    ask = settle(
+        wishes,
+        door=door,
+        prompt=prompted.ids,
+        reading=prompted.reading,
+        default_max_tokens=default_max_tokens,
+        label=label,
+    )
+    if use is None:
+        return ask
+    guide = call_guide(use, ask.guide, door=door)
+    if guide is not None and wishes.ignore_eos:
+        raise BadParameter("ignore_eos", "a reply whose calls are held to their schemas ends by itself")
+    return replace(ask, guide=guide, origin=prompted.origin)
+
+
+def call_guide(use: ToolUse, other: Guide | None, *, door: Door) -> Guide | None:
+    """What a reply with tools is held to: calls where they are required or strict, beside the form of its content."""
+    if other is not None and use.must:
+        raise BadParameter(other.param, "a reply that must call a tool has no other form; use tool_choice auto")
+    if other is not None and not isinstance(other, JsonGuide):
+        raise BadParameter(other.param, "a reply that may call tools can only be held to JSON; send no tools with it")
+    if other is None and not use.must and not any(tool.strict for tool in use.callable):
+        return None
+    grammars = door.grammars
+    content = None if other is None else json.dumps(with_bounds(grammars.checked(json.loads(other.schema), other.param)))
+    grammar = CallGrammar(door.tool_syntax.dialect, tokenizer=door.tokenizer, spell=grammars.spelled, check=grammars.checked)
+    lark = grammar.write(use.callable, must=use.must, parallel=use.parallel, content=content)
+    return LarkGuide(lark, "tools", numbers=True)
+
+
+def thinking_switches(wishes: Wishes, reasoning: Reasoning | None) -> dict[str, Any]:
+    """What the chat template is told about the effort."""
+    effort = wishes.reasoning_effort
+    if effort is None:
+        return {}
+    if reasoning is None:
+        if effort == "none":
+            return {}
+        raise BadParameter("reasoning_effort", "this model does not think aloud; only none can be asked for")
+    switches: dict[str, Any] = {"enable_thinking": effort != "none"} if reasoning.switch else {}
+    return switches | ({"reasoning_effort": effort} if reasoning.effort else {})
+
+
 def settle(
     wishes: Wishes,
     *,
     door: Door,
     prompt: tuple[int, ...],
     default_max_tokens: int | None = None,
-    opening: bool = False,
+    reading: Reading = PLAIN,
     label: str = "",
 ) -> Ask:
-    """An Ask with every value decided. default_max_tokens None: as many as the context has room for.
-
-    `opening`: the reply begins a text of its own (a chat turn) instead of continuing the prompt's.
+    """An Ask with every value decided. default_max_tokens None: as many as the context has room for; it yields to the
+    context, only a length that was asked for can be too long. `reading`: how the reply's text is read.
     """
     card = door.card
     check_ids("prompt", prompt, vocab=card.vocab)
     if not prompt:
         raise BadRequest("the prompt is empty; it needs at least one token", param="prompt", code="empty_prompt")
-    max_tokens = wishes.max_tokens if wishes.max_tokens is not None else default_max_tokens
     room = card.max_context - len(prompt)
+    max_tokens = wishes.max_tokens
     if max_tokens is None:
-        max_tokens = max(room, 1)
+        max_tokens = max(room, 1) if default_max_tokens is None else min(default_max_tokens, max(room, 1))
     if max_tokens > room:
         raise ContextOverflow(
             f"the prompt has {len(prompt)} tokens and max_tokens is {max_tokens}: together {len(prompt) + max_tokens}, "
@@ -107,6 +181,9 @@ def settle(
         prompt_logprobs=wishes.prompt_logprobs,
         checksums=wishes.checksums,
     )
+    guide = guide_of(wishes)
+    if guide is not None and wishes.ignore_eos:
+        raise BadParameter("ignore_eos", "a reply that is held to a form ends where the form ends")
     if any(not s for s in wishes.stop):
         raise BadParameter("stop", "an empty stop string would stop everything")
     return Ask(
@@ -115,7 +192,9 @@ def settle(
         stop=wishes.stop,
         n=wishes.n,
         skip_special=wishes.skip_special_tokens,
-        opening=opening,
+        reading=reading,
+        thinking_budget=_budget(wishes, reading),
+        guide=guide,
         predicted=door.encode(wishes.prediction, add_special=False) if wishes.prediction else (),
         speculate=wishes.speculation,
         label=label,
@@ -154,6 +233,37 @@ def _dry(wishes: Wishes, door: Door) -> DryParams | None:
         range=0 if wishes.dry_range is None or wishes.dry_range == -1 else wishes.dry_range,
         breakers=door.tokenizer.ids_containing(texts),
     )
+
+
+def _budget(wishes: Wishes, reading: Reading) -> int | None:
+    limit, reasoning = wishes.thinking_budget, reading.reasoning
+    if limit is not None and limit < 0:
+        raise BadParameter("thinking_budget", f"must be >= 0, not {limit}")
+    if reasoning is None:
+        if limit is None:
+            return None
+        raise BadParameter("thinking_budget", "this model does not think aloud, or the prompt is no chat")
+    if limit is None and wishes.reasoning_effort is not None and not reasoning.effort:
+        return EFFORTS[wishes.reasoning_effort]
+    return limit
+
+
+def guide_of(wishes: Wishes) -> Guide | None:
+    """The one form that the reply is held to, if any."""
+    given = [name for name in GUIDED if getattr(wishes, name) is not None]
+    if len(given) > 1:
+        raise BadParameter(given[1], f"a reply is held to one form; {given[0]} is given too")
+    match given:
+        case ["guided_json"]:
+            return JsonGuide.of(wishes.guided_json, "guided_json")
+        case ["guided_regex"]:
+            return RegexGuide(wishes.guided_regex or "", "guided_regex")
+        case ["guided_choice"]:
+            return ChoiceGuide(wishes.guided_choice or (), "guided_choice")
+        case ["guided_grammar"]:
+            return grammar_guide(wishes.guided_grammar or "", "guided_grammar")
+        case _:
+            return None
 
 
 def _bias(bias: Mapping[int, float] | None, *, vocab: int) -> tuple[tuple[int, float], ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -118,6 +119,21 @@ def test_an_unknown_name_of_the_package_is_an_attribute_error() -> None:
 
 def test_the_reply_to_messages_begins_a_text_and_any_other_continues_one(model: onedraw.Model) -> None:
     """As on the server: a first space that only marks a word belongs to a continuation, not to an answer."""
-    assert model._ask([{"role": "user", "content": "hello"}], {}).opening
-    assert not model._ask("hello", {}).opening
-    assert not model._ask([1, 2, 3], {}).opening
+    assert model._ask([{"role": "user", "content": "hello"}], {}).reading.opening
+    assert not model._ask("hello", {}).reading.opening
+    assert not model._ask([1, 2, 3], {}).reading.opening
+
+
+def test_tools_are_called_from_python_too(model: onedraw.api.Model) -> None:
+    tool = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}}
+    closed = {**tool, "parameters": {**tool["parameters"], "additionalProperties": False}}
+    reply = model.generate(
+        [{"role": "user", "content": "?"}], tools=[closed], tool_choice="f", parallel_tool_calls=False, max_tokens=300, seed=1
+    )
+    assert isinstance(reply, Reply)
+    assert (reply.finish, reply.calls[0].call.name) == ("tool_calls", "f")
+    assert json.loads(reply.calls[0].arguments)["a"] in (1, 2)
+    with pytest.raises(BadRequest, match="tool_choice"):
+        model.generate([{"role": "user", "content": "?"}], tools=[tool], tool_choice="g")
+    with pytest.raises(BadRequest, match="only chat"):
+        model.generate("text", tools=[tool])

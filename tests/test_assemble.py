@@ -13,6 +13,7 @@ from onedraw.errors import BadSetting, NoRoom, UnsupportedModel
 from onedraw.settings import Settings
 from onedraw.types import History, Request, SamplingParams
 from onedraw.wishes import Wishes, settle
+from tests import tiny
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "Qwen/Qwen2.5-0.5B-Instruct", "smollm2"])
@@ -105,3 +106,27 @@ def test_a_block_drafter_of_another_shape_is_refused_with_both_numbers(small_mod
     drafter = Path(__file__).parent / "fixtures" / "trained" / "trained_dflash_qwen3"
     with pytest.raises(UnsupportedModel, match=r"1024.*512|512.*1024"):
         answer(model=str(small_models["qwen3"]), draft=str(drafter))
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16", "q8_0"])
+def test_a_state_dtype_that_would_change_the_answer_is_refused_at_start(dtype: str) -> None:
+    with pytest.raises(BadSetting, match=rf"--state-dtype: {dtype} cannot hold the states of recurrent layers"):
+        open_door(Settings(backend="fake", state_dtype=dtype))
+
+
+def test_a_hybrid_opens_drafts_with_its_own_head_and_answers_alike(tmp_path: Path) -> None:
+    """Under auto the head that comes with the checkpoint drafts; asking for one that is not there is refused by name."""
+    folder = tiny.write_safetensors("qwen3_5_mtp", tmp_path / "mtp")
+    replies = []
+    for draft in (("auto",), ("none",)):
+        with open_door(Settings(model=str(folder), max_context=256, draft=draft, draft_tokens=3)) as door:
+            assert door.service.capacity.drafter == ("mtp" if draft == ("auto",) else "")
+            ask = settle(Wishes.of(max_tokens=12, seed=3), door=door, prompt=tuple(range(3, 80)), label="test")
+            (reply,) = door.generate(ask)
+            replies.append(reply.token_ids)
+    assert replies[0] == replies[1]
+    bare = tiny.write_safetensors("qwen3_5", tmp_path / "bare")
+    with pytest.raises(UnsupportedModel, match="has no MTP head"):
+        open_door(Settings(model=str(bare), max_context=256, draft=("mtp",)))
+    with pytest.raises(UnsupportedModel, match="its state only moves forward"):
+        open_door(Settings(model=str(folder), max_context=256, draft=(str(bare),)))

@@ -13,11 +13,12 @@ from onedraw.assemble import make_service, make_speculator, open_door
 from onedraw.backends.fake import FakeBackend, Logits
 from onedraw.door import Door, Reply
 from onedraw.engine.stats import Stats
-from onedraw.prove import Evidence, Finding, Table, drafting, drive, first_difference, prove, requests, variations
+from onedraw.prove import Finding, Table, drive, first_difference, prove, requests
 from onedraw.sampling.law import choice
 from onedraw.settings import Settings
 from onedraw.speculation.proposer import chain
-from onedraw.types import Choice, Draft, Row, RowOutcome
+from onedraw.types import Choice, Draft, Row, RowOutcome, Save
+from onedraw.variations import Evidence, drafting, variations
 
 FAKE = Settings(model="fake", backend="fake", threads=1)
 
@@ -26,7 +27,7 @@ def results(table: Table) -> dict[str, str]:
     return {f.name: f.result for f in table.findings}
 
 
-def opener_with(kind: type[FakeBackend]) -> Callable[[Settings], Door]:
+def opener_with(kind: type[FakeBackend], **sizes: Any) -> Callable[[Settings], Door]:
     """Opens the fake model, with another backend inside."""
 
     def opener(settings: Settings) -> Door:
@@ -38,6 +39,7 @@ def opener_with(kind: type[FakeBackend]) -> Callable[[Settings], Door]:
             lanes=capacity.lanes,
             page_size=capacity.page_size,
             max_context=capacity.max_context,
+            **sizes,
         )
         service = make_service(lambda: backend, settings, make_speculator(settings))
         return Door(service=service, tokenizer=model.tokenizer, template=model.template, card=model.card)
@@ -77,6 +79,14 @@ class LowBits(FakeBackend):
         return replace(outcome, chosen=tuple(replace(c, checksum=(c.checksum or 0) ^ 1) for c in outcome.chosen))
 
 
+class StaleLogits(FakeBackend):
+    """Planted: a checkpoint keeps the first logits it ever held."""
+
+    def save(self, row: Row, save: Save, state: bytes, logits: Logits | None) -> None:
+        before = self._kept[0].logits
+        super().save(row, save, state, logits if before is None else before)
+
+
 @pytest.fixture(scope="module")
 def honest() -> Table:
     return prove(FAKE)
@@ -92,6 +102,15 @@ def test_every_way_of_running_the_fake_model_is_the_same(honest: Table) -> None:
 
 def test_a_quick_table_exercises_the_same_rows() -> None:
     assert results(prove(FAKE, quick=True)) == results(prove(FAKE))
+
+
+def test_a_backend_with_checkpoints_is_proved_to_choose_from_them() -> None:
+    row = "the same prompt again, from its last logits"
+    recurrent = {"recurrent": True, "chunk": 16, "checkpoints": 4}
+    found = results(prove(FAKE, quick=True, opener=opener_with(FakeBackend, **recurrent)))
+    assert found[row] == found["prefix cache hit"] == "same"
+    assert "different" not in found.values()
+    assert results(prove(FAKE, quick=True, opener=opener_with(StaleLogits, **recurrent)))[row] == "different"
 
 
 def test_noise_that_depends_on_company_is_found() -> None:
@@ -116,7 +135,13 @@ def test_drafts_that_change_an_answer_are_found(fault: type[FakeBackend]) -> Non
 
 def test_every_drafter_has_its_row_and_one_that_is_not_there_has_none(honest: Table) -> None:
     rows = [name for name in results(honest) if name.startswith("drafts")]
-    assert rows == ["drafts: ngram", "drafts: prediction, right", "drafts: prediction, wrong", "drafts, batched, few pages"]
+    assert rows == [
+        "drafts: ngram",
+        "drafts: prediction, right",
+        "drafts: prediction, wrong",
+        "drafts: held to a form",
+        "drafts, batched, few pages",
+    ]
     assert [v.name for v in drafting(replace(FAKE, draft=("ngram",)))] == ["drafts: ngram", "drafts, batched, few pages"]
     assert drafting(replace(FAKE, draft=("none",))) == ()
 

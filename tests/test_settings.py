@@ -28,7 +28,7 @@ def test_one_name_or_a_list_of_them_are_the_same_setting() -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"draft": ("n-gram",)}, "'n-gram' is neither auto, none, ngram, prediction nor the path of"),
+        ({"draft": ("n-gram",)}, "'n-gram' is neither auto, none, ngram, prediction, mtp nor the path of"),
         ({"draft": ("no/such/drafter.gguf",)}, "no/such/drafter.gguf"),
         ({"draft": ("none", "ngram")}, "none stands alone"),
         ({"draft": ()}, "none stands alone"),
@@ -39,3 +39,16 @@ def test_one_name_or_a_list_of_them_are_the_same_setting() -> None:
 def test_drafting_that_makes_no_sense_is_refused(flags: dict[str, object], said: str) -> None:
     with pytest.raises(BadSetting, match=said):
         Settings(**flags)  # type: ignore[arg-type]
+
+
+def test_the_environment_says_the_dtype_of_the_stream_where_no_flag_does() -> None:
+    environment = {"ONEDRAW_ACTIVATION_DTYPE": "f16"}
+    assert Settings().with_environment(environment).activation_dtype == "f16"
+    assert Settings(activation_dtype="f32").with_environment(environment).activation_dtype == "f32"
+    with pytest.raises(BadSetting, match="--activation-dtype: 'fp8' is not one of auto, f32, bf16, f16"):
+        Settings().with_environment({"ONEDRAW_ACTIVATION_DTYPE": "fp8"})
+
+
+def test_one_device_is_a_list_of_one() -> None:
+    assert Settings(device="cuda:1").device_names == ["cuda:1"]
+    assert Settings(devices="cuda:0, cuda:0,cpu").device_names == ["cuda:0", "cuda:0", "cpu"]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from onedraw.assemble import open_door
-from onedraw.door import Door
+from onedraw.door import Ask, Door
 from onedraw.errors import BadParameter, BadRequest
 from onedraw.settings import Settings
-from onedraw.wishes import Wishes, settle
+from onedraw.text.tools import Tool, ToolUse
+from onedraw.wishes import Wishes, settle, settle_chat
+from onedraw.written import read, write
 
 
 @pytest.fixture(scope="module")
@@ -49,3 +52,26 @@ def test_a_dry_range_of_minus_one_is_the_whole_history(door: Door, given: int | 
     ask = settle(Wishes.of(dry_multiplier=1.0, dry_range=given), door=door, prompt=(1,), default_max_tokens=4)
     assert ask.params.dry is not None
     assert ask.params.dry.range == meant
+
+
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        {"guided_json": {"type": "object"}},
+        {"guided_regex": "a+"},
+        {"guided_choice": ("a", "b")},
+        {"guided_grammar": 'root ::= "a"'},
+        {"guided_grammar": 'start: "a"'},
+        {},
+    ],
+    ids=str,
+)
+def test_what_is_asked_can_be_written_down_and_asked_again(door: Door, wishes: dict[str, Any]) -> None:
+    """A record must be able to replay it, whatever the reply was held to and however it was read."""
+    tool = Tool("f", strict=not wishes)
+    use = ToolUse((tool,), (tool,)) if not wishes else None
+    settled = Wishes.of(**wishes, thinking_budget=5, seed=1, max_tokens=9)
+    messages = [{"role": "user", "content": "?"}]
+    ask = settle_chat(settled, door=door, messages=messages, template_kwargs={"enable_thinking": True}, use=use)
+    assert read(Ask, json.loads(json.dumps(write(ask)))) == ask
+    assert (ask.guide is None) is False

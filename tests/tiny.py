@@ -11,6 +11,7 @@ import inspect
 import json
 import math
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,14 @@ import gguf
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from tests import tiny_gguf, tiny_modern
+
 NAMES = ("llama", "llama31", "mistral", "qwen2", "qwen3")
+MODERN = tiny_modern.NAMES  # hybrids, experts, shared keys and values; see there
+TWINS = tuple(n for n in (*NAMES, *MODERN) if not n.endswith("_vl") and n != "laguna_odd")  # have a form in GGUF
 VOCAB = 512
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 END_OF_TEXT, IM_END = 0, 2
@@ -73,14 +79,25 @@ def config(name: str) -> transformers.PretrainedConfig:
 
 def build(name: str, seed: int = 0) -> transformers.PreTrainedModel:
     """The family's transformers model with random float32 weights, in eval mode."""
-    model = transformers.AutoModelForCausalLM.from_config(config(name), dtype=torch.float32).eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():  # a tied head comes once
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(_spread(parameter_name, noise, tied=bool(model.config.tie_word_embeddings)))
+    if name in MODERN:
+        model = tiny_modern.empty(name)
+    else:
+        model = transformers.AutoModelForCausalLM.from_config(config(name), dtype=torch.float32).eval()
+    fill(model, seed)
     model.generation_config = transformers.GenerationConfig(eos_token_id=[IM_END, END_OF_TEXT], pad_token_id=END_OF_TEXT)
     return model
+
+
+def fill(model: transformers.PreTrainedModel, seed: int) -> None:
+    """Random values of a size that matters."""
+    generator = torch.Generator().manual_seed(seed)
+    described = model.config
+    scalars = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
+    with torch.no_grad():
+        for name, parameter in [*model.named_parameters(), *scalars]:  # a tied head comes once
+            noise = torch.randn(parameter.shape, generator=generator)
+            special = tiny_modern.spread(name, noise, config=described)
+            parameter.copy_(_spread(name, noise, tied=bool(described.tie_word_embeddings)) if special is None else special)
 
 
 def _spread(name: str, noise: torch.Tensor, *, tied: bool) -> torch.Tensor:
@@ -112,7 +129,10 @@ def tokenizer() -> Tokenizer:
 def write_safetensors(name: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, shard: str = "1GB") -> Path:
     """A folder as `save_pretrained` writes it, with tokenizer and chat template. A small `shard` makes several files."""
     transformers.utils.logging.disable_progress_bar()
-    build(name, seed).to(dtype).save_pretrained(folder, max_shard_size=shard)
+    model = build(name, seed).to(dtype)
+    model.save_pretrained(folder, max_shard_size=shard)
+    if name.endswith(tiny_modern.MTP):
+        _add_mtp(folder, {name: value.to(dtype) for name, value in tiny_modern.mtp_tensors(model.config, seed).items()})
     tokenizer().save(str(folder / "tokenizer.json"))
     described = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -123,6 +143,13 @@ def write_safetensors(name: str, folder: Path, *, seed: int = 0, dtype: torch.dt
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(described))
     return folder
+
+
+def _add_mtp(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | tensors, file, metadata={"format": "pt"})
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**described, "mtp_num_hidden_layers": 1}))
 
 
 # ------------------------------------------------------------------ GGUF files
@@ -148,14 +175,32 @@ GGUF_NAMES = {
 def write_gguf(name: str, file: Path, *, seed: int = 0, kind: str = "F32") -> Path:
     """The GGUF twin of `write_safetensors(name, seed=seed)`: matrices as `kind`, the rest as F32."""
     model = build(name, seed)
-    arch = {"llama31": "llama", "mistral": "llama"}.get(name, name)
     file.parent.mkdir(parents=True, exist_ok=True)
+    arch = tiny_gguf.arch_of(model) if name in MODERN else {"llama31": "llama", "mistral": "llama"}.get(name, name)
     writer = gguf.GGUFWriter(str(file), arch)
-    _write_metadata(writer, model.config, arch)
+    if name in MODERN:
+        guessing = tiny_modern.mtp_tensors(model.config, seed) if name.endswith(tiny_modern.MTP) else {}
+        tiny_gguf.metadata(writer, model, guessing=bool(guessing))
+        tensors = tiny_gguf.tensors(model, {name: value.numpy() for name, value in guessing.items()})
+    else:
+        _write_metadata(writer, model.config, arch)
+        tensors = _tensors(name, model, arch)
     _write_vocabulary(writer)
+    for tensor_name, values in tensors:
+        # What converters never pack, beside vectors: routers, convolutions, the gate of a shared expert.
+        plain = values.ndim < 2 or "ffn_gate_inp" in tensor_name or "ssm_conv1d" in tensor_name
+        _write_tensor(writer, tensor_name, values, "F32" if plain else kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def _tensors(name: str, model: transformers.PreTrainedModel, arch: str) -> Iterator[tuple[str, np.ndarray]]:
     if name == "llama31":
         divisors = rope_divisors(head_dim=16, **{key: LLAMA3_ROPE[key] for key in LLAMA3_ROPE if key != "rope_type"})
-        writer.add_tensor("rope_freqs.weight", np.asarray(divisors, np.float32))
+        yield "rope_freqs.weight", np.asarray(divisors, np.float32)
     for tensor_name, tensor in model.state_dict().items():
         if tensor_name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
@@ -163,12 +208,7 @@ def write_gguf(name: str, file: Path, *, seed: int = 0, kind: str = "F32") -> Pa
         if arch == "llama" and (".q_proj" in tensor_name or ".k_proj" in tensor_name):
             heads = model.config.num_attention_heads if ".q_proj" in tensor_name else model.config.num_key_value_heads
             values = _interleave(values, heads)
-        _write_tensor(writer, gguf_name(tensor_name), values, kind if values.ndim == 2 else "F32")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return file
+        yield gguf_name(tensor_name), values
 
 
 def gguf_name(name: str) -> str:

@@ -43,14 +43,14 @@ def convert(folder: Path, out: Path, *, kind: str = "Q8_0", name: str = "", lice
 
 def refuse_unwritable(spec: DrafterSpec) -> None:
     """What the GGUF layout has no key for."""
-    if any(layer.mixer.rope.kind != "default" for layer in spec.layers):
+    if any(layer.attention.rope.kind != "default" for layer in spec.layers):
         raise UnsupportedModel("a drafter with scaled rotary positions cannot be written as GGUF here")
-    if spec.causal_in_block != tuple(layer.mixer.window is not None for layer in spec.layers):
+    if spec.causal_in_block != tuple(layer.attention.window is not None for layer in spec.layers):
         raise UnsupportedModel("in GGUF sliding layers are causal inside the block and full ones are not; this drafter differs")
 
 
 def write_keys(writer: gguf.GGUFWriter, spec: DrafterSpec) -> None:
-    mixers = [layer.mixer for layer in spec.layers]
+    mixers = [layer.attention for layer in spec.layers]
     writer.add_block_count(len(spec.layers))
     writer.add_context_length(spec.max_context)
     writer.add_embedding_length(spec.hidden)

@@ -9,9 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NewType, Protocol
 
+from onedraw.errors import BadSetting
 from onedraw.types import Outcome, Plan
 
 Ticket = NewType("Ticket", int)
+
+STATE_DTYPE = "f32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +41,12 @@ class Capacity:
     logits_per_position: bool = True  # can verify drafts
     max_drafts: int = 64  # drafts of one row in one turn
     draft_positions: int | None = None  # drafts of all rows in one turn, where a rollback buffer bounds them
+    turn_tokens: int | None = None  # tokens of one turn, where buffers between devices bound them
     lookahead: int = 0  # positions past a row that the backend's own drafter writes to; covered where pages allow
     drafter: str = ""  # the backend's own drafter, if it has one
     device: str = "cpu"
     dtype: str = "f32"
+    activation: str = "f32"  # dtype of the residual stream
 
 
 class Backend(Protocol):
@@ -55,3 +60,10 @@ class Backend(Protocol):
     def collect(self, ticket: Ticket) -> Outcome: ...
 
     def close(self) -> None: ...
+
+
+def require_state_dtype(dtype: str, buffer: str) -> None:
+    """Recurrent state is kept in float32: it feeds on itself, so what a narrower buffer rounds away comes back in every
+    later token, and a state that went through a checkpoint would differ from one that did not."""
+    if dtype != STATE_DTYPE:
+        raise BadSetting(f"--state-dtype: {dtype} cannot hold the {buffer}; recurrent state is kept in {STATE_DTYPE}")

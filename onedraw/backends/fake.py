@@ -1,9 +1,10 @@
-"""A backend without a device: pages, a recurrent state, and logits that depend on both. Public; every host test uses it.
+"""A backend without a device: pages, a recurrent state, checkpoints, and logits that depend on all of them. Public; every
+host test uses it.
 
-In: plans. Out: outcomes chosen by the numpy law. Logits at a position depend on every token read back through the pages,
-and, where `recurrent`, on a state that only moves forward and has two forms: prompt positions by chunks on absolute
-multiples, generated positions step by step. Whatever an engine does wrong with pages, lanes, chunks or drafts changes
-the logits here, and so the tokens.
+In: plans. Out: outcomes chosen by the numpy law. Logits at a position depend on every token read back through the pages
+of every layer group (of a sliding one, its last window), and, where `recurrent`, on a state that only moves forward and
+has two forms: prompt positions by chunks on absolute multiples, generated positions step by step. Whatever an engine
+does wrong with pages, lanes, chunks, checkpoints or drafts changes the logits here, and so the tokens.
 """
 
 from __future__ import annotations
@@ -12,48 +13,69 @@ import hashlib
 import itertools
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from onedraw.backends.base import Capacity, PageGroup, Ticket
+from onedraw.backends.base import Capacity, PageGroup, Ticket, require_state_dtype
 from onedraw.backends.outcome import row_outcome
 from onedraw.sampling.law import choice, logprobs
 from onedraw.sampling.noise import gumbel
 from onedraw.sampling.verify import hypotheses, trails
-from onedraw.types import Choice, Logprobs, Outcome, Plan, Row, RowOutcome
+from onedraw.types import Choice, Logprobs, Outcome, Plan, Row, RowOutcome, Save
 
 Logits = npt.NDArray[np.float32]
+_STEP_FORM = 2**32  # what a generated position leaves in a page, where there are two forms, is not what a prompt's leaves
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A checkpoint's content."""
+
+    state: bytes
+    logits: Logits | None
 
 
 class FakeBackend:
+    """`windows`: one per layer group, None for one that sees everything. `pages`: of each group, or one number for all."""
+
     def __init__(
         self,
         *,
         vocab: int = 61,
-        pages: int = 64,
+        pages: int | Sequence[int] = 64,
+        windows: Sequence[int | None] = (None,),
         lanes: int = 4,
         page_size: int = 4,
         max_context: int = 256,
         chunk: int = 1,
         recurrent: bool = False,
+        checkpoints: int = 0,
+        draft_positions: int | None = None,
+        state_dtype: str = "f32",
         returns_logits: bool = True,
         favoured: Sequence[int] = (),
     ) -> None:
+        require_state_dtype(state_dtype, "recurrent state of the fake backend")
+        counts = [pages] * len(windows) if isinstance(pages, int) else pages
         self._capacity = Capacity(
             vocab=vocab,
             max_context=max_context,
             lanes=lanes,
-            groups=(PageGroup(pages),),
+            groups=tuple(PageGroup(count, window) for count, window in zip(counts, windows, strict=True)),
             page_size=page_size,
             chunk=chunk,
             recurrent=recurrent,
+            checkpoints=checkpoints,
+            draft_positions=draft_positions,
             returns_logits=returns_logits,
             logits_per_position=returns_logits,
             device="fake",
         )
-        self._store = np.full((pages, page_size), -1, dtype=np.int64)
+        self._stores = [np.full((count, page_size), -1, dtype=np.int64) for count in counts]
         self._lanes: list[bytes] = [b""] * lanes
+        self._kept = [Kept(b"", None)] * checkpoints
         self._taste = np.zeros(vocab, dtype=np.float32)
         self._taste[list(favoured)] = 6.0
         self._tickets = itertools.count()
@@ -65,6 +87,8 @@ class FakeBackend:
 
     def submit(self, plan: Plan) -> Ticket:
         begin = time.perf_counter()
+        most = self._capacity.draft_positions
+        assert most is None or sum(len(row.drafts) for row in plan.rows) <= most, "more drafts than can be rolled back"
         rows = tuple(self.run(row) for row in plan.rows)
         ticket = Ticket(next(self._tickets))
         self._outcomes[ticket] = Outcome(rows, time.perf_counter() - begin)
@@ -79,17 +103,20 @@ class FakeBackend:
     # ------------------------------------------------------------------ one row
 
     def run(self, row: Row) -> RowOutcome:
-        """Write, walk, choose after every position that may be reached, commit what was kept."""
+        """Restore, write, walk, choose after every position that may be reached, save, commit what was kept."""
+        self.copy(row)
+        if row.restore is not None:
+            self.restore(row)
         self._write(row)
         states = self._states(row)
         known = len(row.tokens)
         scored = self._score(row, states) if row.scores else ()
-        choices: list[Choice | None] = []
-        if row.chooses:
-            for i, (path, drafts) in enumerate(zip(trails(row.drafts), hypotheses(row.drafts), strict=True)):
-                logits = self._logits(row, row.stop, states[known + i], path)
-                choices.append(self.choose(row, logits, drafts))
+        logits = self.all_logits(row, states) if row.chooses else []
+        choices = [self.choose(row, scores, drafts) for scores, drafts in zip(logits, hypotheses(row.drafts))]
         outcome = row_outcome(row, choices, scored)
+        for save in row.saves:
+            ends = row.chooses and save.position == row.stop == row.prompt_stop
+            self.save(row, save, states[save.position - row.start], logits[0] if ends else None)
         self.compact(row, outcome.kept)
         self.commit(row, states, known + (outcome.kept[-1] + 1 if outcome.kept else 0))
         return outcome
@@ -103,24 +130,55 @@ class FakeBackend:
 
     def compact(self, row: Row, kept: Sequence[int]) -> None:
         """Bring the kept path of a tree from its nodes' slots to its positions."""
-        tokens = [self._at(row, row.stop + index) for index in kept]
-        for depth, token in enumerate(tokens):
-            self._put(row, row.stop + depth, token)
+        groups = range(len(self._stores))
+        tokens = [[self._at(row, group, row.stop + index) for group in groups] for index in kept]
+        for depth, entry in enumerate(tokens):
+            self._put(row, row.stop + depth, entry)
+
+    def all_logits(self, row: Row, states: Sequence[bytes]) -> list[Logits]:
+        """After the last known token and after each draft; those of a whole prompt come from its checkpoint."""
+        if not row.tokens:
+            assert row.restore is not None, "a row without tokens has its logits from a checkpoint"
+            logits = self._kept[row.restore].logits
+            assert logits is not None, "a checkpoint inside a prompt has no logits"
+            return [logits]
+        known = len(row.tokens)
+        return [self._logits(row, row.stop, states[known + i], path) for i, path in enumerate(trails(row.drafts))]
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def copy(self, row: Row) -> None:
+        for copy in row.copies:
+            self._stores[copy.group][copy.target] = self._stores[copy.group][copy.source]
+
+    def restore(self, row: Row) -> None:
+        assert row.restore is not None
+        self._lanes[row.lane] = self._kept[row.restore].state
+
+    def save(self, row: Row, save: Save, state: bytes, logits: Logits | None) -> None:
+        assert not row.drafts, "a row that saves carries no drafts"
+        self._kept[save.slot] = Kept(state, logits)
 
     # ------------------------------------------------------------------ state
 
-    def _put(self, row: Row, slot: int, token: int) -> None:
-        size = self._capacity.page_size
-        self._store[row.pages[0][slot // size], slot % size] = token
+    def _page(self, row: Row, group: int, slot: int) -> int:
+        page = row.pages[group][slot // self._capacity.page_size]
+        assert page >= 0, f"slot {slot} lies in a page that group {group} let go"
+        return page
 
-    def _at(self, row: Row, slot: int) -> int:
-        size = self._capacity.page_size
-        return int(self._store[row.pages[0][slot // size], slot % size])
+    def _put(self, row: Row, slot: int, tokens: Sequence[int]) -> None:
+        """One token per group."""
+        for group, (store, token) in enumerate(zip(self._stores, tokens, strict=True)):
+            store[self._page(row, group, slot), slot % self._capacity.page_size] = token
+
+    def _at(self, row: Row, group: int, slot: int) -> int:
+        return int(self._stores[group][self._page(row, group, slot), slot % self._capacity.page_size])
 
     def _write(self, row: Row) -> None:
         """Every token in a slot of its own: known ones at their positions, drafts behind them in order."""
         for slot, token in enumerate((*row.tokens, *(d.token for d in row.drafts)), start=row.start):
-            self._put(row, slot, token)
+            form = _STEP_FORM if self._capacity.recurrent and slot >= row.prompt_stop else 0
+            self._put(row, slot, [token + form] * len(self._stores))
 
     def _states(self, row: Row) -> list[bytes]:
         """states[i]: after i known tokens; states[known + 1 + i]: after draft i, from its parent's state.
@@ -147,16 +205,25 @@ class FakeBackend:
 
     def _logits(self, row: Row, stop: int, state: bytes, path: Sequence[int] = ()) -> Logits:
         """Logits after positions [0, stop) and a path of drafts behind them, read back through the pages."""
-        size = self._capacity.page_size
-        pages = np.asarray(row.pages[0][: -(-stop // size)], dtype=np.int64)
-        seen = self._store[pages].reshape(-1)[:stop]
-        if path:
-            seen = np.concatenate([seen, [self._at(row, row.stop + index) for index in path]])
-        weights = np.arange(1, len(seen) + 1, dtype=np.int64) * 2654435761
-        total = int((seen * weights).sum()) & (2**64 - 1)
-        recent = seen[-2:].tobytes() + (total % 11).to_bytes(1, "little")
+        seen = [self._seen(row, group, stop, path) for group in range(len(self._stores))]
+        weights = np.arange(1, stop + len(path) + 1, dtype=np.int64) * 2654435761
+        totals = [int((tokens * weights[: len(tokens)]).sum()) & (2**64 - 1) for tokens in seen]
+        recent = seen[0][-2:].tobytes() + bytes(total % 11 for total in totals)
         key = int.from_bytes(_mix(b"logits", recent, state[:1])[:6], "little")
         return (2.0 * gumbel(key, 0, self._capacity.vocab) + self._taste).astype(np.float32)
+
+    def _seen(self, row: Row, group: int, stop: int, path: Sequence[int]) -> npt.NDArray[np.int64]:
+        """What the last of `stop` positions and a path behind them sees of a group: its last window, or all."""
+        size, window = self._capacity.page_size, self._capacity.groups[group].window
+        first = 0 if window is None else max(stop + len(path) - window, 0)
+        low = min(first, stop) // size
+        pages = np.asarray(row.pages[group][low : -(-stop // size)], dtype=np.int64)
+        assert (pages >= 0).all(), f"group {group} let go of a page that position {stop + len(path) - 1} sees"
+        seen = self._stores[group][pages].reshape(-1)[min(first, stop) - low * size : stop - low * size]
+        if path:
+            drafts = [self._at(row, group, row.stop + index) for index in path]
+            seen = np.concatenate([seen, drafts[max(first - stop, 0) :]])
+        return seen
 
     def _score(self, row: Row, states: Sequence[bytes]) -> tuple[Logprobs, ...]:
         stop = min(row.stop + 1, row.prompt_stop)

@@ -6,6 +6,7 @@ In: a row and the choice after its last known token and after each draft. Out: R
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from onedraw.sampling.law import NO_TOKEN
 from onedraw.sampling.verify import kept
@@ -23,4 +24,13 @@ def row_outcome(row: Row, choices: Sequence[Choice | None], scored: tuple[Logpro
     path = kept(row.drafts, tokens)
     reached = [choices[0], *(choices[1 + index] for index in path)]
     chosen = tuple(choice for choice in reached if choice is not None)
-    return RowOutcome(chosen, scored, kept=path, barren=len(chosen) < len(reached))
+    barren = len(chosen) < len(reached)
+    return RowOutcome(_told(row, chosen, kept=len(path)), scored, kept=path, barren=barren)
+
+
+def _told(row: Row, chosen: tuple[Choice, ...], *, kept: int) -> tuple[Choice, ...]:
+    """The choices, saying how they came: the first are kept drafts, the last stands where the other drafts went."""
+    if not row.drafts or not chosen:
+        return chosen
+    *drafted, last = (replace(choice, kept=True) if index < kept else choice for index, choice in enumerate(chosen))
+    return (*drafted, replace(last, rejected=len(row.drafts) - kept))

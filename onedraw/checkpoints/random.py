@@ -57,16 +57,28 @@ class RandomTensor:
         return None
 
     def into(self, out: Floats) -> None:
+        if not out.flags.c_contiguous:  # a reshape would copy
+            out[...] = self.float32()
+            return
         rows, width = self.height or self.shape[0], math.prod(self.shape[1:])
         if rows * width <= POOL:
             values = _draw(self.seed, self.name, rows * width).reshape(rows, *self.shape[1:])
             out[...] = values if self.order is None else values[self.order]
+            self._size(out)
+        elif self.order is None:
+            pool = _pool(self.seed, self.name).copy()
+            self._size(pool)  # once, and not in every repeat
+            _repeat(pool, out.reshape(self.shape[0], -1), None)
         else:
             _repeat(_pool(self.seed, self.name), out.reshape(self.shape[0], -1), self.order)
+            self._size(out)
+
+    def _size(self, values: Floats) -> None:
+        """Bring numbers around zero to this tensor's mean and spread, in place."""
         if self.below:
-            np.negative(np.abs(out, out=out), out=out)
-        out *= np.float32(self.spread)
-        out += np.float32(self.mean)
+            np.negative(np.abs(values, out=values), out=values)
+        values *= np.float32(self.spread)
+        values += np.float32(self.mean)
 
     def take_rows(self, order: NDArray[np.intp]) -> RandomTensor:
         taken = np.asarray(order) if self.order is None else self.order[order]

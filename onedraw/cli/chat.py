@@ -114,8 +114,7 @@ def answer(door: Door, conversation: Conversation, question: str) -> None:
     """One exchange. A question that cannot be answered leaves the conversation as it was."""
     conversation.turns.append({"role": "user", "content": question})
     try:
-        prompt = door.render(conversation.messages())
-        ask = settle_ask(door, prompt, conversation.wishes, default_max_tokens=ANSWER_TOKENS, opening=True)
+        ask = settle_ask(door, conversation.messages(), conversation.wishes, default_max_tokens=ANSWER_TOKENS)
         reply, stopped = _listen(door, ask)
     except (OnedrawError, KeyboardInterrupt):
         conversation.turns.pop()
@@ -138,8 +137,7 @@ def _listen(door: Door, ask: Ask) -> tuple[Reply, bool]:
     try:
         for piece in pieces:
             reply.add(piece)
-            sys.stdout.write(piece.text)
-            sys.stdout.flush()
+            screen.say(piece, thinking=sys.stdout)
     except KeyboardInterrupt:
         stopped = True
     finally:

@@ -23,9 +23,14 @@ SETTINGS_HELP: Mapping[str, str] = {
     "served_name": "name under which clients ask for the model (default: the name given here)",
     "backend": "what computes: torch, or fake (no weights, for trying out clients)",
     "device": "auto, cpu, cuda, cuda:0 …",
+    "devices": "several instead of one, like cuda:0,cuda:1,cpu: layers are divided among them, in this order; the same may be "
+    "named twice",
+    "split": "how: auto (by their memory, accelerators first), layers (24,8) or shares (0.75,0.25)",
     "dtype": "of weights and products; packed: weights as they are stored; auto: packed on a CPU where that is narrower than "
     "f32, the device's own elsewhere",
     "cpu_activations": "what packed weights meet on a CPU: int8, rounded per 32 numbers, or f32, exact and slower",
+    "activation_dtype": "of the residual stream and of what crosses between devices; auto: what the weakest device computes in "
+    "(default: ONEDRAW_ACTIVATION_DTYPE, or auto)",
     "max_context": "tokens of one sequence, prompt and reply (default: the model's, as far as memory goes)",
     "max_batch": "sequences running at once",
     "turn_tokens": "tokens computed in one turn; smaller turns keep other replies flowing during a long prompt",
@@ -37,8 +42,8 @@ SETTINGS_HELP: Mapping[str, str] = {
     "threads": "CPU threads (default: all cores)",
     "prefix_cache": "compute every prompt from its start; reuse never changes an answer, only the time it takes",
     "queue_limit": "requests that may wait before new ones are turned away",
-    "draft": "who guesses tokens ahead: auto, none, ngram, prediction, or the path of a drafter or draft model; may be given "
-    "several times (default: auto: prediction, ngram, and the drafter that comes with the model)",
+    "draft": "who guesses tokens ahead: auto, none, ngram, prediction, mtp (the model's own head), or the path of a drafter or "
+    "draft model; may be given several times (default: auto: prediction, ngram, and the drafter that comes with the model)",
     "draft_tokens": "guesses per sequence and turn; auto: as many as pay off (default: auto)",
     "tree_budget": "nodes of a draft tree; 0: a chain",
     "trace_verify": "print to stderr what became of every guess",
@@ -74,6 +79,12 @@ WISHES_HELP: Mapping[str, str] = {
     "checksums": "a checksum of the scores behind every chosen token",
     "skip_special_tokens": "show special tokens in the text",
     "prediction": "text that the reply is expected to be; where it is right the reply comes sooner, never otherwise",
+    "reasoning_effort": "how much a model that thinks aloud should think, in a chat; none: not at all",
+    "thinking_budget": "tokens of thinking in a chat, after which it is closed",
+    "guided_json": 'the reply is a JSON value that this schema describes; \'{"type": "object"}\' is any object',
+    "guided_regex": "the whole reply matches this regular expression",
+    "guided_choice": "the reply is one of these texts; may be given several times",
+    "guided_grammar": "the reply follows this grammar, Lark or GBNF",
     "speculation": "guess nothing ahead for this reply; guesses never change it, only the time it takes",
 }
 NO_DRAFT_WINDOW = (
@@ -174,12 +185,18 @@ def _flag(name: str, hint: Any, *, default: Any, text: str) -> Flag:
 def _value_options(name: str, kind: Any) -> dict[str, Any]:
     if name in SIZES:
         return {"type": argument_type(size_in_bytes), "metavar": "SIZE"}
-    if name == "dtype":
+    if name in ("dtype", "activation_dtype"):
         return {"choices": DTYPES}
+    if name == "devices":
+        return {"metavar": "D,D…"}
+    if name == "split":
+        return {"metavar": "HOW"}
     if name == "draft":
         return {"action": "append", "metavar": "WHO"}
     if name == "draft_tokens":
         return {"type": argument_type(_number_or_auto), "metavar": "N|auto"}
+    if name in ("guided_json", "guided_regex", "guided_grammar"):
+        return {"metavar": "TEXT"}
     if name == "logit_bias":
         return {"type": argument_type(_bias), "action": "append", "metavar": "ID=VALUE"}
     if typing.get_origin(kind) is typing.Literal:
@@ -198,8 +215,9 @@ def _value_options(name: str, kind: Any) -> dict[str, Any]:
 
 
 def _without_none(hint: Any) -> Any:
+    """The type itself; of several the first, which is the one a command line can write."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        (hint,) = (a for a in typing.get_args(hint) if a is not type(None))
+        hint = next(a for a in typing.get_args(hint) if a is not type(None))
     return hint
 
 

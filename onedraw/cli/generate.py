@@ -10,9 +10,10 @@ import sys
 import time
 from typing import Any
 
-from onedraw.api import Prompt, prompt_ids, settle_ask
+from onedraw.api import Prompt, settle_ask
 from onedraw.cli import screen
 from onedraw.cli.flags import add_settings, add_wishes, argument_type, read_settings, read_wishes, token_ids
+from onedraw.cli.recording import add_record, recorded
 from onedraw.door import Ask, Door, Reply
 from onedraw.errors import BadSetting
 from onedraw.types import Logprobs
@@ -33,6 +34,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chat", action="store_true", help="ask PROMPT as a user's message, through the model's chat template")
     parser.add_argument("--system", metavar="TEXT", help="a system message before it; needs --chat")
     parser.add_argument("--json", action="store_true", help="print one JSON object when the reply is complete")
+    add_record(parser)
     add_wishes(parser)
     add_settings(parser, leave_out=("served_name", "queue_limit"))
 
@@ -43,8 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     prompt, settings, wishes = read_prompt(arguments), read_settings(arguments), read_wishes(arguments)
     with screen.progress() as tell:
         door = open_door(settings, tell)
-    with door:
-        ask = settle_ask(door, prompt_ids(door, prompt), wishes, opening=arguments.chat)
+    with door, recorded(door, arguments) as door:
+        ask = settle_ask(door, prompt, wishes)
         door.check(ask)
         if arguments.json:
             screen.print_json(reply_json(door, door.generate(ask)))
@@ -78,8 +80,9 @@ def _write(door: Door, ask: Ask) -> None:
     for piece in door.stream(ask):
         replies[piece.index].add(piece)
         if ask.n == 1:
-            sys.stdout.write(piece.text)
-            sys.stdout.flush()
+            screen.say(piece)
+    if any(reply.reasoning for reply in replies):
+        sys.stderr.write("\n")
     for index, reply in enumerate(replies if ask.n > 1 else ()):
         sys.stdout.write(f"--- {index} (seed {reply.seed})\n{reply.text}\n")
     if ask.n == 1:
@@ -115,6 +118,7 @@ def _choice_json(reply: Reply) -> dict[str, Any]:
     return {
         "token_ids": reply.token_ids,
         "text": reply.text,
+        "reasoning": reply.reasoning or None,
         "seed": reply.seed,
         "finish_reason": reply.finish,
         "stop_reason": reply.stop_reason,

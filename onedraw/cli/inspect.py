@@ -8,12 +8,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, assert_never
 
-from onedraw.backends.packing import PACKED_DTYPES, hold, is_narrow, matrix_kinds
+from onedraw.backends.devices import Device, parse_device
+from onedraw.backends.packing import PACKED_DTYPES, hold
 from onedraw.backends.plan import MemoryPlan, human_bytes
+from onedraw.backends.split import SplitPlan
 from onedraw.cli import screen
 from onedraw.cli.flags import add_settings, read_settings
 from onedraw.models.loading import Described, describe
@@ -26,10 +28,11 @@ if TYPE_CHECKING:
 HELP = "show what a model is and the memory it needs, without loading it"
 EXAMPLES = """examples:
   onedraw inspect smollm2
+  onedraw inspect ./my-model --devices cuda/sm86/24GiB,cuda/sm86/24GiB --max-context 262144
   onedraw inspect ./my-model --dtype bf16 --max-context 32768 --max-batch 16 --json
 """
 NO_EFFECT = (
-    *("served_name", "queue_limit", "backend", "turn_tokens", "threads", "prefix_cache", "self_check"),
+    *("served_name", "queue_limit", "backend", "threads", "prefix_cache", "self_check"),
     *("draft_tokens", "tree_budget", "trace_verify"),
 )
 
@@ -41,19 +44,20 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from onedraw.assemble import drafter_path, find_checkpoint, plan_memory, proposer_names
+    from onedraw.assemble import chosen_drafter, drafter_bytes, find_checkpoint, plan_devices, proposer_names
 
     settings = read_settings(arguments)
     with screen.progress() as tell:
         checkpoint = find_checkpoint(settings, tell)
     try:
         described = describe(checkpoint)
-        dtype = planned_dtype(settings, described)
-        plan = plan_memory(settings, described, dtype=dtype)
-        drafter = drafter_path(settings, described, checkpoint)
+        drafter = chosen_drafter(settings, described, checkpoint)
+        size = drafter_bytes(drafter, described, checkpoint)
+        plan, split = plan_devices(settings, described, planned_devices(settings), drafter=size)
         drafts = [*proposer_names(settings), *([] if drafter is None else [str(drafter)])]
         report = {**identity(settings, checkpoint, described), "drafts": drafts, "memory": memory_json(plan)}
-        report["holding"] = asdict(hold(described.weights)) if dtype in PACKED_DTYPES else None
+        report |= {"activation_dtype": split.activation, "stages": stages_json(split)}
+        report["holding"] = asdict(hold(described.weights)) if plan.dtype in PACKED_DTYPES else None
     finally:
         checkpoint.close()
     if arguments.json:
@@ -63,13 +67,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def planned_dtype(settings: Settings, described: Described) -> str:
-    """What `auto` becomes on the asked device. The machine itself is not looked at: no torch is needed here."""
-    dtype = settings.dtype
-    if dtype == "auto":
-        narrow = is_narrow(matrix_kinds(described.weights))
-        dtype = ("packed" if narrow else "f32") if settings.device in ("auto", "cpu") else "bf16"
-    return "packed-f32" if dtype == "packed" and settings.cpu_activations == "f32" else dtype
+def planned_devices(settings: Settings) -> list[Device]:
+    """The asked devices as they are named or described. The machine itself is not looked at: no torch is needed here. A CUDA
+    device of which nothing is said is taken for a recent one."""
+    found = [parse_device("cpu" if name == "auto" else name) for name in settings.device_names]
+    return [replace(d, arch="sm80") if d.kind == "cuda" and not d.arch else d for d in found]
 
 
 def identity(settings: Settings, checkpoint: Checkpoint, described: Described) -> dict[str, Any]:
@@ -117,7 +119,7 @@ def mixer_in_words(mixer: AttentionSpec | DeltaSpec) -> str:
                 f"{mixer.heads} heads, {mixer.kv_heads} for keys and values, {mixer.head_dim} wide",
                 f"rope {mixer.rope.theta:g}{kind}{turning}",
                 *([f"window {mixer.window}"] if mixer.window else []),
-                *(["normed q and k"] if mixer.qk_norm else []),
+                *(["normed q and k" if mixer.reuses is None else "normed q"] if mixer.qk_norm else []),
                 *(["normed v"] if mixer.v_norm and mixer.reuses is None else []),
                 *(["values are keys before norm and rope"] if mixer.keys_as_values else []),
                 *([f"{mixer.gate} gate per {mixer.gate_per}"] if mixer.gate else []),
@@ -169,6 +171,24 @@ def memory_json(plan: MemoryPlan) -> dict[str, Any]:
     }
 
 
+def stages_json(split: SplitPlan) -> list[dict[str, Any]]:
+    return [{**asdict(stage), "total_bytes": stage.total_bytes} for stage in split.stages]
+
+
+def stage_rows(stages: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Where the layers lie, where there is more than one place or a known memory."""
+    if len(stages) == 1 and stages[0]["device"]["memory"] is None:
+        return []
+    kinds = ("weight", "page", "state", "staging")
+    told = []
+    for stage in stages:
+        parts = ", ".join(f"{kind}s {human_bytes(stage[f'{kind}_bytes'])}" for kind in kinds if stage[f"{kind}_bytes"])
+        room = "" if stage["device"]["memory"] is None else f" of {human_bytes(stage['device']['memory'])}"
+        layers = f"layers {stage['start']}–{stage['stop'] - 1}"
+        told.append([stage["device"]["name"], f"{layers}: {human_bytes(stage['total_bytes'])}{room} ({parts})"])
+    return told
+
+
 def page_words(group: Mapping[str, Any], page_size: int) -> str:
     size = human_bytes(group["pages"] * group["page_bytes"])
     seen = "" if group["window"] is None else f", of layers that see {group['window']} positions"
@@ -216,11 +236,16 @@ def rows(report: Mapping[str, Any]) -> list[list[str]]:
         ["end of reply", ", ".join(map(str, report["eos_ids"])) or "no id ends a reply"],
         ["tokenizer", report["tokenizer"]],
         ["drafts", ", ".join(report["drafts"]) or "none: --draft none"],
-        ["weights", f"{human_bytes(memory['weight_bytes'])} as {memory['dtype']}"],
+        [
+            "weights",
+            f"{human_bytes(memory['weight_bytes'])} as {memory['dtype']}",
+        ],
         *holding_rows(report["holding"]),
+        ["residual stream", report["activation_dtype"]],
         *(["pages" if i == 0 else "", page_words(group, memory["page_size"])] for i, group in enumerate(memory["groups"])),
         *state_rows(memory),
         ["room for", f"{memory['full_sequences']} sequences of {memory['max_context']} tokens, {memory['max_batch']} running"],
         ["total", human_bytes(memory["total_bytes"])],
+        *stage_rows(report["stages"]),
         *(["not used", note] for note in report["not_used"] or ["nothing: the whole checkpoint is used"]),
     ]

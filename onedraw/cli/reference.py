@@ -15,8 +15,8 @@ OPENING = f"""# The command line
 <!-- Written by `make docs` from the parser; edit the help texts in onedraw/cli/ instead. -->
 
 {DESCRIPTION} Results go to stdout, progress and remarks to stderr, so a pipe receives results alone; tables and colours
-appear only in a terminal. Exit status: 0 done, 1 failed (for `prove`: a difference), 2 used wrongly, 130 interrupted. A mistake
-is one line that begins with `onedraw:`; `--debug` shows where it came from.
+appear only in a terminal. Exit status: 0 done, 1 failed (for `prove` and `replay`: a difference), 2 used wrongly, 130
+interrupted. A mistake is one line that begins with `onedraw:`; `--debug` shows where it came from.
 """
 
 

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
+from onedraw.types import Piece
+
 Tell = Callable[[str], None]
 
 PLAIN_INTERVAL = 2.0  # seconds between two progress lines in a log
@@ -58,6 +60,15 @@ def dim(text: str, *, out: TextIO | None = None) -> None:
     """A remark beside the result: one line, faint where the terminal can."""
     out = out or sys.stderr
     out.write(f"\x1b[2m{text}\x1b[0m\n" if decorated(out) else f"{text}\n")
+    out.flush()
+
+
+def say(piece: Piece, *, thinking: TextIO | None = None) -> None:
+    """A piece of a reply as it comes: the answer to stdout; thinking beside it, faint where the terminal can."""
+    out = sys.stdout
+    if piece.channel == "reasoning":
+        out = thinking or sys.stderr
+    out.write(f"\x1b[2m{piece.text}\x1b[0m" if piece.channel == "reasoning" and piece.text and decorated(out) else piece.text)
     out.flush()
 
 

@@ -6,9 +6,11 @@ In: parsed arguments. Out: a server until it is told to stop; it prints one curl
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from onedraw.cli import screen
 from onedraw.cli.flags import add_settings, argument_type, read_settings
+from onedraw.cli.recording import add_record, recorded
 from onedraw.errors import BadSetting
 from onedraw.settings import size_in_bytes
 
@@ -18,6 +20,7 @@ EXAMPLES = """examples:
   onedraw serve ./my-model --host 0.0.0.0 --port 8080 --api-key SECRET --max-batch 32
 """
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
+LOG_FORMATS = ("text", "json")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +29,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     web.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: 127.0.0.1)")
     web.add_argument("--port", type=int, default=8000, metavar="N", help="port to listen on (default: 8000)")
     web.add_argument("--api-key", metavar="KEY", help="what clients must send as a bearer token; /health stays open")
+    web.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="keys with names, a line NAME KEY each; the log says who asked"
+    )
     web.add_argument(
         "--cors-origin", action="append", default=[], metavar="ORIGIN", help="a web origin that may call; may be repeated"
     )
@@ -43,12 +49,24 @@ def add(parser: argparse.ArgumentParser) -> None:
     web.add_argument(
         "--drain-seconds", type=float, default=30.0, metavar="X", help="on SIGTERM, time for running replies (default: 30)"
     )
+    web.add_argument(
+        "--request-seconds",
+        type=float,
+        metavar="X",
+        help="longest time from a request's arrival to its last token (default: any)",
+    )
     web.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="how much to log (default: info)")
+    web.add_argument(
+        "--log-format", choices=LOG_FORMATS, default="text", help="lines for people, or a JSON object per line (default: text)"
+    )
+    web.add_argument("--log-prompts", action="store_true", help="log the prompts too, as text; otherwise they are never logged")
+    add_record(parser)
     add_settings(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     try:
+        from onedraw.server.keys import read_keys
         from onedraw.server.options import ServerOptions
         from onedraw.server.serve import serve
     except ImportError as error:
@@ -60,15 +78,19 @@ def run(arguments: argparse.Namespace) -> int:
         host=arguments.host,
         port=arguments.port,
         api_key=arguments.api_key,
+        api_keys=() if arguments.api_key_file is None else read_keys(arguments.api_key_file),
         cors_origins=tuple(arguments.cors_origin),
         max_body=arguments.max_body,
         lenient=arguments.lenient,
         drain_seconds=arguments.drain_seconds,
         aliases=tuple(arguments.alias),
+        request_seconds=arguments.request_seconds,
         log_level=arguments.log_level,
+        log_format=arguments.log_format,
+        log_prompts=arguments.log_prompts,
     )
     with screen.progress() as tell:
         door = open_door(settings, tell)
-    with door:
+    with door, recorded(door, arguments) as door:
         serve(door, options)
     return 0

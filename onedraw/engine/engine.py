@@ -15,7 +15,7 @@ from onedraw.backends.base import Backend
 from onedraw.engine.scheduler import Member, Scheduler
 from onedraw.engine.sequence import Sequence
 from onedraw.engine.stats import Drafted, Stats
-from onedraw.errors import Barren, OnedrawError, TurnFailed
+from onedraw.errors import Barren, NotFinite, OnedrawError, TurnFailed
 from onedraw.speculation.tree import chain_length, depth
 from onedraw.types import Choice, Finish, Logprobs, Outcome, Plan, Request, Row, RowOutcome, Usage
 
@@ -40,7 +40,7 @@ Sink = Callable[[Event], None]
 Observer = Callable[[Row, RowOutcome], None]  # sees every row that carried drafts, and what became of them
 COUNTED = (
     *("prompt_tokens", "completion_tokens", "drafts", "draft_trees", "draft_tokens", "accepted_tokens"),
-    *("middle_chunks", "mixed_turns", "failed_turns", "turns"),
+    *("middle_chunks", "mixed_turns", "failed_turns", "turns", "restores", "whole_prompts", "page_copies"),
 )
 
 
@@ -88,8 +88,13 @@ class Engine:
         return Stats(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
-            pages_used=ledger.pool.held,
-            pages_total=ledger.pool.count,
+            pages_used=ledger.pages_held,
+            pages_total=ledger.pages_total,
+            pages_let_go=ledger.let_go,
+            checkpoints_used=ledger.slots.kept,
+            checkpoints_total=ledger.slots.count,
+            checkpoints_saved=ledger.saved,
+            checkpoints_evicted=ledger.slots.evictions,
             prefix_queries=ledger.queried,
             prefix_hits=ledger.hit,
             preemptions=self.scheduler.preemptions,
@@ -120,7 +125,7 @@ class Engine:
         self._totals["completion_tokens"] += len(chosen)
         scored = self._scores(sequence)
         sink = self._live[row.request_id][1]
-        error = Barren(_BARREN) if result.barren and finish is None else None
+        error = _barren(result) if result.barren and finish is None else None
         if finish is not None or error is not None:
             self._remove(row.request_id)
         if chosen or finish or scored is not None:
@@ -167,9 +172,17 @@ class Engine:
             totals["draft_trees"] += chain_length(row.drafts) < len(row.drafts)
             totals["draft_tokens"] += len(row.drafts)
             totals["accepted_tokens"] += len(result.kept)
+            if row.restore is not None:
+                totals["restores"] += 1
+                totals["whole_prompts"] += not row.tokens
+                totals["page_copies"] += len(row.copies)
+
+
+def _barren(result: RowOutcome) -> OnedrawError:
+    return NotFinite(f"the model's numbers overflowed: {result.fault}") if result.fault else Barren(_BARREN)
 
 
 _BARREN = (
-    "the sampling parameters leave no token to choose at this position (bans, bias of -inf and filters together); "
-    "relax logit_bias, bad_words or min_tokens"
+    "the sampling parameters leave no token to choose at this position (bans, bias of -inf, a constraint and filters "
+    "together); relax logit_bias, bad_words, min_tokens or the constraint"
 )

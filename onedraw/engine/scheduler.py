@@ -4,7 +4,8 @@ In: sequences waiting and running, the ledger, a token budget. Out: rows and the
 
 Order: first come, first served. Sequences that generate take one token each (and drafts where there is room), then the
 rest of the budget goes to prompts in order of arrival. A prompt row that does not reach its prompt's end stops at a
-multiple of the backend's chunk. A sequence that needs pages drives out the latest comer that has no row yet.
+multiple of the backend's chunk. A sequence that needs pages drives out the latest comer that has no row yet. One whose
+whole prompt comes from a checkpoint generates at once, with a row of no tokens.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from onedraw.backends.base import Capacity
 from onedraw.engine.sequence import Sequence
 from onedraw.memory.ledger import Ledger
+from onedraw.memory.span import longest_row
 from onedraw.speculation.speculator import NOTHING, Guess, Speculator
 from onedraw.types import Draft, Row
 
@@ -36,7 +38,12 @@ class Scheduler:
         self.capacity = capacity
         self.speculator = speculator
         # Every running sequence can take its token and a prompt still moves by one chunk.
-        self.turn_tokens = max(turn_tokens, capacity.chunk)
+        most = turn_tokens if capacity.turn_tokens is None else min(turn_tokens, capacity.turn_tokens)
+        self.turn_tokens = max(most, capacity.chunk)
+        self.longest_row = min(
+            self.turn_tokens,
+            longest_row(capacity.groups, page_size=capacity.page_size, max_context=capacity.max_context, chunk=capacity.chunk),
+        )
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
@@ -49,13 +56,16 @@ class Scheduler:
         self._admit()
         members: list[Member] = []
         planned: set[Sequence] = set()
-        generating = [s for s in self.running if s.remaining == 1]
+        generating = [s for s in self.running if s.remaining <= 1]
         prompts = [s for s in self.running if s.remaining > 1]
         drafts_left = self.turn_tokens - len(generating)
+        if self.capacity.draft_positions is not None:
+            drafts_left = min(drafts_left, self.capacity.draft_positions)
         for sequence in generating:
-            guess = self._guess(sequence, drafts_left, len(generating))
-            if self._place(sequence, 1, guess, members, planned):
-                drafts_left -= len(guess.drafts)
+            drafts = sequence.remaining == 1 and not sequence.saves
+            guess = self._guess(sequence, drafts_left, len(generating)) if drafts else NOTHING
+            if self._place(sequence, sequence.remaining, guess, members, planned):
+                drafts_left -= len(members[-1].row.drafts)
         budget = max(self.turn_tokens - sum(1 + len(m.row.drafts) for m in members), self.capacity.chunk)
         for sequence in prompts:
             length = self._chunk_length(sequence, budget)
@@ -75,7 +85,8 @@ class Scheduler:
     def _admit(self) -> None:
         while self.waiting:
             sequence = self.waiting[0]
-            lease = self.ledger.lend(sequence.history, reuse=not sequence.bypasses_cache, more=min(sequence.room, 1))
+            more, reuse = min(sequence.room, 1), not sequence.bypasses_cache
+            lease = self.ledger.lend(sequence.history, reuse=reuse, more=more, step=self.longest_row)
             if lease is None:
                 return
             self.waiting.popleft()
@@ -97,6 +108,7 @@ class Scheduler:
 
     def _chunk_length(self, sequence: Sequence, budget: int) -> int:
         """How many known tokens a prompt row may take: all, or up to a multiple of the chunk."""
+        budget = min(budget, self.longest_row)
         if budget >= sequence.remaining:
             return sequence.remaining
         stop = sequence.computed + budget

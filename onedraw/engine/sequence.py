@@ -39,7 +39,7 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Known tokens still to compute; 1 while generating."""
+        """Known tokens still to compute; 1 while generating, 0 where a checkpoint has the whole prompt."""
         return self.known - self.computed
 
     @property
@@ -70,6 +70,11 @@ class Sequence:
             self.admitted = True
             self.cached = min(lease.cached, len(self.request.prompt))
 
+    @property
+    def saves(self) -> bool:
+        """The next row may fill a checkpoint. It carries no drafts, so that its state is the one after known tokens."""
+        return self.lease is not None and bool(self.lease.wishes)
+
     def rewind(self) -> None:
         """Preemption: give everything back, compute again later. The tokens stay."""
         assert self.lease is not None
@@ -79,18 +84,23 @@ class Sequence:
     def row(self, *, length: int, drafts: tuple[Draft, ...]) -> Row:
         assert self.lease is not None
         stop = self.computed + length
+        chooses = stop == self.known and self.room > 0
+        opening = self.lease.opening
         return Row(
             request_id=self.request.id,
             lane=self.lease.lane,
-            pages=(self.lease.pages,),
+            pages=self.lease.pages,
             start=self.computed,
             tokens=tuple(self.history.slice(self.computed, stop)),
             drafts=drafts,
             prompt_stop=len(self.request.prompt),
-            chooses=stop == self.known and self.room > 0,
+            chooses=chooses,
             params=self.request.params,
             history=self.history,
             scores=self.bypasses_cache and not self.told_scores and self.computed < len(self.request.prompt),
+            restore=None if opening is None else opening.slot,
+            copies=() if opening is None else opening.copies,
+            saves=self.lease.saves(start=self.computed, stop=stop, chooses=chooses),
         )
 
     def accept(self, row: Row, outcome: RowOutcome) -> tuple[tuple[Choice, ...], Finish | None]:

@@ -17,6 +17,7 @@ from onedraw.backends.base import Capacity
 from onedraw.engine.engine import Engine, Event, Sink
 from onedraw.engine.stats import Stats
 from onedraw.errors import BadParameter, BadRequest, ContextOverflow, Draining, QueueFull, TurnFailed, Unsupported
+from onedraw.memory.span import longest_context
 from onedraw.types import Request, SamplingParams
 
 __all__ = ["Event", "Service", "Sink"]
@@ -70,7 +71,9 @@ class Service:
         if not request.prompt:
             raise BadParameter("prompt", "needs at least one token")
         total = len(request.prompt) + params.max_tokens
-        room = min(capacity.max_context, capacity.groups[0].pages * capacity.page_size)  # more pages would be waited for in vain
+        room = longest_context(
+            capacity.groups, page_size=capacity.page_size, max_context=capacity.max_context, chunk=capacity.chunk
+        )
         if total > room:
             raise ContextOverflow(
                 f"the prompt has {len(request.prompt)} tokens and max_tokens is {params.max_tokens}: together {total}, "
@@ -80,7 +83,7 @@ class Service:
         if not capacity.returns_logits and not _plain_argmax(params):
             raise Unsupported(
                 "this backend does not return logits, so only plain greedy decoding is served: temperature 0 and no "
-                "penalty, bias, min_tokens, bans or logprobs",
+                "penalty, bias, min_tokens, bans, constraint or logprobs",
                 code="sampling_unsupported",
             )
 
@@ -176,6 +179,7 @@ def _plain_argmax(params: SamplingParams) -> bool:
         and not params.logit_bias
         and not params.min_tokens
         and not params.bad_words
+        and params.constraint is None
         and params.logprobs is None
         and params.prompt_logprobs is None
         and not params.checksums

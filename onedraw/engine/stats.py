@@ -25,6 +25,14 @@ class Stats:
     waiting: int = 0
     pages_used: int = 0
     pages_total: int = 0
+    pages_let_go: int = 0  # that a sliding window had passed
+    checkpoints_used: int = 0
+    checkpoints_total: int = 0
+    checkpoints_saved: int = 0
+    checkpoints_evicted: int = 0  # for another one
+    restores: int = 0  # rows that began with a checkpoint
+    whole_prompts: int = 0  # of them, rows that had nothing left to compute
+    page_copies: int = 0
     prefix_queries: int = 0  # tokens looked up
     prefix_hits: int = 0  # tokens found
     prompt_tokens: int = 0  # computed as prompt, recomputation counts again

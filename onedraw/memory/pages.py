@@ -1,20 +1,24 @@
 """Pages of keys and values, counted: who holds one, which are free, which only the prefix index remembers.
 
-In: take, share, drop. Out: page numbers. Integers only; what lies in a page is the backend's business.
-A page is in exactly one of three states: free, held (by one or more leases), idle (no holder, but indexed).
+In: take, share, drop. Out: page numbers. Integers only; what lies in a page is the backend's business. Each layer group
+has a pool of its own. A page is in exactly one of three states: free, held (by one or more leases), idle (no holder, but
+indexed).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+
+NO_PAGE = -1  # where a window let go of a page, or the index has none
 
 
 class PagePool:
     """Owner: the ledger."""
 
-    def __init__(self, count: int, *, forget: Callable[[int], None]) -> None:
+    def __init__(self, count: int, *, window: int | None = None, forget: Callable[[int], None]) -> None:
         self.count = count
+        self.window = window
         self._free = list(range(count - 1, -1, -1))
         self._holders = [0] * count
         self._idle: OrderedDict[int, None] = OrderedDict()  # oldest first
@@ -29,15 +33,18 @@ class PagePool:
     def held(self) -> int:
         return self.count - self.available
 
-    def take(self) -> int | None:
-        """A page for new content, or None. The longest idle page goes first when no page is free."""
+    def idle(self, page: int) -> bool:
+        """Sharing this page makes one less available."""
+        return page in self._idle
+
+    def take(self) -> int:
+        """A page for new content; the caller has made sure that one is available. The longest idle page goes first
+        when no page is free."""
         if self._free:
             page = self._free.pop()
-        elif self._idle:
+        else:
             page, _ = self._idle.popitem(last=False)
             self._forget(page)
-        else:
-            return None
         self._holders[page] = 1
         return page
 
@@ -58,8 +65,14 @@ class PagePool:
             else:
                 self._free.append(page)
 
-    def audit(self, held: dict[int, int]) -> None:
-        """Raise if the books disagree with what the leases say they hold."""
+    def unindexed(self, page: int) -> None:
+        """The index knows the page no more; if nobody holds it, it is free."""
+        if page in self._idle:
+            del self._idle[page]
+            self._free.append(page)
+
+    def audit(self, held: Mapping[int, int], indexed: Collection[int]) -> None:
+        """Raise if the books disagree with what the leases say they hold and what the index says it knows."""
         for page in range(self.count):
             if self._holders[page] != held.get(page, 0):
                 raise AssertionError(f"page {page}: {self._holders[page]} holders on the books, {held.get(page, 0)} leases")
@@ -68,3 +81,5 @@ class PagePool:
             raise AssertionError("a page is both resting and held, or rests twice")
         if len(resting) + sum(1 for n in self._holders if n) != self.count:
             raise AssertionError("a page is lost")
+        if any(page not in indexed for page in self._idle) or any(page in indexed for page in self._free):
+            raise AssertionError("a page is idle and not indexed, or indexed and free")

@@ -91,6 +91,8 @@ def _from_config(config: Mapping[str, Any], origin: str) -> ModelSpec:
     count, max_context = keys.whole("num_hidden_layers", most=MOST_LAYERS), keys.whole("max_position_embeddings")
     default = [SLIDING if (index + 1) % PATTERN else FULL for index in range(count - 1)] + [FULL]
     types = layer_types(keys, count, accepted=(SLIDING, FULL), default=default, origin=origin)
+    if types[-1] != FULL:
+        raise Corrupt(f"{origin}: layer_types: the last layer must be {FULL}, not {types[-1]}")
     shared = keys.whole("num_kv_shared_layers", 0, least=0, most=count - 1)
     hidden, vocab = keys.whole("hidden_size"), keys.whole("vocab_size")
     inputs = keys.whole("hidden_size_per_layer_input", 0, least=0)
@@ -159,7 +161,7 @@ def _sizes(
         sizes.append((inner.whole("head_dim", head_dim), inner.whole("num_key_value_heads", kv_heads)))
         inner.refuse_rest()
     outer.refuse_rest()
-    for kind in {*types}:
+    for kind in (SLIDING, FULL):
         if len({size for size, of in zip(sizes, types, strict=True) if of == kind}) > 1:
             raise UnsupportedModel(f"{origin}: per_layer_config gives layers of the type {kind} different sizes")
     return sizes

@@ -8,7 +8,6 @@ repetition_penalty always counts. From a GGUF file: its general.sampling keys.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from onedraw.errors import Corrupt
@@ -33,15 +32,26 @@ def _number(source: Source, name: str, value: Any) -> float | int:
     return int(value) if name == "top_k" else float(value)
 
 
+# Tokens that end a reply although no key of a converted file names them, by its architecture.
+ENDING_TOKENS = {"gemma4": ("<turn|>", "<|tool_response>")}
+
+
 def eos_ids(source: Source) -> list[int]:
     """The ids that end a reply, without repetition; generation_config.json goes before config.json."""
     if source.dialect == "gguf":
-        kinds = ("eos", "eot", "eom")
-        return _ids(source, *(source.config.get(f"tokenizer.ggml.{kind}_token_id") for kind in kinds))
-    described: Mapping[str, Any] = source.generation_config
-    if described.get("eos_token_id") is None:
-        described = source.config
-    return _ids(source, described.get("eos_token_id"))
+        named = [source.config.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+        return _ids(source, *named, _unnamed_ends(source))
+    inner = source.config.get("text_config")
+    for described in (source.generation_config, source.config, inner if isinstance(inner, dict) else {}):
+        if described.get("eos_token_id") is not None:
+            return _ids(source, described["eos_token_id"])
+    return []
+
+
+def _unnamed_ends(source: Source) -> list[int]:
+    texts = ENDING_TOKENS.get(str(source.config.get("general.architecture")), ())
+    vocabulary = source.config.get("tokenizer.ggml.tokens")
+    return [vocabulary.index(text) for text in texts if text in vocabulary] if texts and isinstance(vocabulary, list) else []
 
 
 def _ids(source: Source, *values: Any) -> list[int]:

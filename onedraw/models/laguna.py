@@ -33,6 +33,7 @@ def _from_config(config: Mapping[str, Any], origin: str) -> ModelSpec:
     keys = Keys(config, origin=origin)
     refuse_quantized(keys, origin)
     keys.only("hidden_act", "silu")
+    keys.only("rope_style", "rotate-half")
     count, max_context = keys.whole("num_hidden_layers", most=MOST_LAYERS), keys.whole("max_position_embeddings")
     types = layer_types(keys, count, accepted=(FULL, SLIDING), default=[FULL] * count, origin=origin)
     window = keys.optional_whole("sliding_window")
@@ -42,7 +43,8 @@ def _from_config(config: Mapping[str, Any], origin: str) -> ModelSpec:
     heads = keys.wholes("num_attention_heads_per_layer", count, [keys.whole("num_attention_heads")] * count)
     kv_heads, gate_per = keys.whole("num_key_value_heads"), _gate_per(keys, origin)
     head_dims = dict.fromkeys(types, head_dim)
-    ropes = ropes_by_layer_type(keys, head_dims=head_dims, defaults=ROPES, max_context=max_context, origin=origin)
+    said = _ropes(keys, origin)
+    ropes = ropes_by_layer_type(said, head_dims=head_dims, defaults=ROPES, max_context=max_context, origin=origin)
     mixers = [
         AttentionSpec(
             heads=heads[index],
@@ -88,17 +90,35 @@ def _gate_per(keys: Keys, origin: str) -> GatePer:
 
 
 def _dense(keys: Keys, count: int, origin: str) -> list[bool]:
-    """Which layers have one feed-forward in place of experts."""
-    types = keys.get("mlp_layer_types")
+    """Which layers have one feed-forward in place of experts: named one by one, or by the older pair of keys, or both."""
+    types, named, step = keys.get("mlp_layer_types"), keys.get("mlp_only_layers"), keys.whole("decoder_sparse_step", 1)
+    by_index = [index in ([0] if named is None else named) or (index + 1) % step != 0 for index in range(count)]
     if types is None:
-        return [index == 0 for index in range(count)]
+        return by_index
     if not isinstance(types, list) or len(types) != count or not {*types} <= {DENSE, SPARSE}:
         raise Corrupt(f"{origin}: mlp_layer_types must name {count} layers, each {DENSE} or {SPARSE}, not {types!r}")
-    return [kind == DENSE for kind in types]
+    dense = [kind == DENSE for kind in types]
+    if named is not None and dense != by_index:
+        raise Corrupt(f"{origin}: mlp_layer_types and mlp_only_layers contradict each other; keep one")
+    return dense
+
+
+def _ropes(keys: Keys, origin: str) -> Keys:
+    """Older configs describe the rope of full layers in place of all, and that of sliding layers beside it."""
+    described, sliding = keys.mapping("rope_parameters"), keys.mapping("swa_rope_parameters")
+    nested = described is not None and any(isinstance(value, dict) for value in described.values())
+    if nested:
+        keys.get("rope_theta")  # named once more
+        keys.get("partial_rotary_factor")
+    if nested or described is None:
+        return keys
+    return Keys({"rope_parameters": {FULL: described} | ({} if sliding is None else {SLIDING: sliding})}, origin=origin)
 
 
 def _config_experts(keys: Keys) -> MoeSpec:
     keys.only("norm_topk_prob", True)
+    keys.only("moe_router_use_sigmoid", True)
+    keys.only("moe_router_score_func", "sigmoid")
     return MoeSpec(
         experts=keys.whole("num_experts"),
         used=keys.whole("num_experts_per_tok"),

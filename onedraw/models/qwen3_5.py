@@ -203,7 +203,7 @@ FROM_FOLDER = Rules(
     },
     renamed=((r"^model\.language_model\.", "model."), PLAIN_EXPERT_NAMES),
     ignored=SAFETENSORS.ignored,
-    unused=((r"mtp\..*", GUESSES), (r"model\.visual\..*", "the vision tower: images are not read")),
+    unused=((r"(model\.)?mtp\..*", GUESSES), (r"model\.visual\..*", "the vision tower: images are not read")),
 )
 BLK = "blk.{layer}."
 FROM_GGUF = Rules(

@@ -1,7 +1,7 @@
 """What only the host knows about a choice, as sparse adjustments of single tokens.
 
 In: parameters, history and the drafts before a position. Out: an Adjustment: penalties of "don't repeat yourself",
-and banned tokens (bad words, minimum length). The law and every fast sampler read the same one.
+and banned tokens (bad words, minimum length, a constraint). The law and every fast sampler read the same one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from onedraw.types import DryParams, History, SamplingParams
+from onedraw.types import Bits, DryParams, History, SamplingParams
 
 LONGEST_MATCH = 64  # a longer repetition is penalized like one of this length; bounds the work of one choice
 _LARGEST = float(np.finfo(np.float32).max)
@@ -22,10 +22,11 @@ Tokens = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Adjustment:
-    """Tokens that lose a value, and tokens that may not be chosen. Ids are distinct within each."""
+    """Tokens that lose a value, tokens that may not be chosen, and, if given, the only ones that may. Ids are distinct."""
 
     penalized: tuple[tuple[int, float], ...] = ()
     banned: tuple[int, ...] = ()
+    allowed: Bits | None = None
 
 
 NOTHING = Adjustment()
@@ -68,9 +69,16 @@ def adjustment(params: SamplingParams, history: History, drafts: Sequence[int] =
         banned.update(completions(params.bad_words, history.output, drafts))
     if chosen < params.min_tokens:
         banned |= params.stop_ids
-    if not penalized and not banned:
+    allowed = None if params.constraint is None else params.constraint.allowed(history.output, drafts)
+    if not penalized and not banned and allowed is None:
         return NOTHING
-    return Adjustment(penalized, tuple(sorted(banned)))
+    return Adjustment(penalized, tuple(sorted(banned)), allowed)
+
+
+def unpacked(bits: Bits, vocab: int) -> npt.NDArray[np.bool_]:
+    """A set of tokens as a truth value per token.   [V]"""
+    found = np.unpackbits(np.ascontiguousarray(bits).view(np.uint8), bitorder="little")[:vocab].view(np.bool_)
+    return found if len(found) == vocab else np.pad(found, (0, vocab - len(found)))
 
 
 def inside(ids: Collection[int], vocab: int) -> Iterable[int]:

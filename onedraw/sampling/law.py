@@ -6,7 +6,7 @@ a checksum.
 Order of the law, all in float32:
     1  logit bias
     2  repetition, frequency and presence penalties, then DRY
-    3  bans: bad words, minimum length
+    3  bans: bad words, minimum length, a constraint
     4  temperature: scores become (score - best) / temperature, so the best stands at 0 and nothing overflows;
        temperature 0 only subtracts the best, and is not filtered
     5  min-p: not below log(min_p)
@@ -27,7 +27,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from onedraw.sampling.adjust import adjustment, inside
+from onedraw.sampling.adjust import adjustment, inside, unpacked
 from onedraw.sampling.noise import Floats, gumbel
 from onedraw.types import Choice, History, Logprobs, SamplingParams
 
@@ -146,6 +146,8 @@ def _adjusted(logits: Floats, params: SamplingParams, history: History, drafts: 
     for token, value in host.penalized:
         scores[token] -= np.float32(value)
     scores[list(inside(host.banned, len(scores)))] = -np.inf
+    if host.allowed is not None:
+        scores[~unpacked(host.allowed, len(scores))] = -np.inf
     return scores
 
 

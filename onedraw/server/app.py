@@ -6,9 +6,9 @@ In: a Door and ServerOptions. Out: a FastAPI app. The walk: guards → protocol 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -19,15 +19,24 @@ from starlette.responses import JSONResponse, Response
 
 from onedraw.door import Door
 from onedraw.errors import Draining, NotFound, OnedrawError
+from onedraw.server import assets
 from onedraw.server.completion import Job, chat_prompt, pieces, prepare
-from onedraw.server.errors import error_response
-from onedraw.server.guards import Catcher, KeyGuard, read_body, read_json, until_gone
+from onedraw.server.errors import TimedOut, error_response
+from onedraw.server.guards import OPEN_PATHS, Catcher, KeyGuard, read_body, read_json, until_gone
+from onedraw.server.items import ResponsesRequest
+from onedraw.server.keys import Keyring
+from onedraw.server.logs import RequestLog, note
+from onedraw.server.messages import CountRequest, MessageScribe, MessagesRequest
 from onedraw.server.metrics import Meters, Watch
+from onedraw.server.openapi import document
 from onedraw.server.options import ServerOptions
+from onedraw.server.parsing import Parsed, RequestT, as_chat, parse
 from onedraw.server.parts import Part, Tally, Teller
-from onedraw.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Parsed, RequestT, TokenizeRequest, parse
+from onedraw.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from onedraw.server.reply import Json, Scribe
-from onedraw.server.stream import EventStream
+from onedraw.server.responses import ResponseMemory, ResponseScribe
+from onedraw.server.stream import MESSAGES, OPENAI, RESPONSES, EventStream, Framing
+from onedraw.types import Piece, Usage
 from onedraw.wishes import check_ids
 
 
@@ -39,30 +48,82 @@ class Desk:
         self.options = options
         self.meters = Meters(door.service.stats, door.card.name)
         self.draining = False
+        self._responses = ResponseMemory()
 
     # ------------------------------------------------------------------ replies
 
     async def complete(self, request: Request) -> Response:
-        return await self._answer(request, CompletionRequest)
+        watch, parsed = Watch(self.meters), await self._read(request, CompletionRequest)
+        return await self._answer(request, parsed.request, parsed.ignored, watch=watch, write=self._openai(parsed.request))
 
     async def chat(self, request: Request) -> Response:
-        return await self._answer(request, ChatRequest)
+        watch, parsed = Watch(self.meters), await self._read(request, ChatRequest)
+        return await self._answer(request, parsed.request, parsed.ignored, watch=watch, write=self._openai(parsed.request))
 
-    async def _answer(self, request: Request, kind: type[CompletionRequest] | type[ChatRequest]) -> Response:
-        watch = Watch(self.meters)
-        parsed: Parsed[CompletionRequest | ChatRequest] = await self._read(request, kind)
-        wanted = parsed.request
+    async def respond(self, request: Request) -> Response:
+        watch, parsed = Watch(self.meters), await self._read(request, ResponsesRequest)
+        asked = parsed.request
+        names = asked.names()
+        wanted = as_chat(asked.chat(self._responses.find(asked.previous_response_id)), names)
+
+        def write(job: Job) -> ResponseScribe:
+            scribe = Scribe(job, card=self.door.card, tokenizer=self.door.tokenizer)
+            return ResponseScribe(job, asked, card=self.door.card, scribe=scribe, memory=self._responses)
+
+        return await self._answer(
+            request, wanted, parsed.ignored, watch=watch, write=write, framing=RESPONSES, prefix="resp_", names=names
+        )
+
+    async def message(self, request: Request) -> Response:
+        watch, parsed = Watch(self.meters), await self._read(request, MessagesRequest)
+        names = parsed.request.names()
+        wanted = as_chat(parsed.request.chat(), names)
+
+        def write(job: Job) -> MessageScribe:
+            return MessageScribe(job, card=self.door.card)
+
+        return await self._answer(
+            request, wanted, parsed.ignored, watch=watch, write=write, framing=MESSAGES, prefix="msg_", names=names
+        )
+
+    async def count(self, request: Request) -> Response:
+        parsed = await self._read(request, CountRequest)
+        names = parsed.request.names()
+        wanted = as_chat({**parsed.request.chat(), "max_tokens": 1}, names)
+        job = await asyncio.to_thread(prepare, wanted, self.door, names=names)
+        return JSONResponse({"input_tokens": len(job.asks[0].prompt)}, headers=_headers(parsed.ignored))
+
+    def _openai(self, wanted: CompletionRequest | ChatRequest) -> Callable[[Job], Scribe]:
+        include_usage = wanted.stream_options is not None and wanted.stream_options.include_usage
+        return lambda job: Scribe(job, card=self.door.card, tokenizer=self.door.tokenizer, include_usage=include_usage)
+
+    async def _answer(
+        self,
+        request: Request,
+        wanted: CompletionRequest | ChatRequest,
+        ignored: tuple[str, ...],
+        *,
+        watch: Watch,
+        write: Callable[[Job], Writer],
+        framing: Framing = OPENAI,
+        prefix: str | None = None,
+        names: Mapping[str, str] | None = None,
+    ) -> Response:
+        """One way to answer, whatever the shape: `write` makes the scribe that knows it."""
         self._refuse_when_closed()
-        job = await asyncio.to_thread(prepare, wanted, self.door)  # a long text takes long to tokenize
-        headers = _headers(parsed.ignored) | {"x-request-id": job.id}
-        telling = Telling(job, door=self.door, watch=watch)
+        # A long text takes long to tokenize.
+        job = await asyncio.to_thread(prepare, wanted, self.door, prefix=prefix, names=names or {})
+        note(id=job.id, seed=job.seed_of(0))
+        if self.options.log_prompts:
+            note(prompts=[self.door.tokenizer.decode(ask.prompt, skip_special=False) for ask in job.asks])
+        headers = _headers(ignored) | {"x-request-id": job.id}
+        telling = Telling(job, write(job), door=self.door, watch=watch, seconds=self.options.request_seconds)
         if not wanted.stream:
             return JSONResponse(await until_gone(request.receive, telling.whole()), headers=headers)
-        include_usage = wanted.stream_options is not None and wanted.stream_options.include_usage
-        chunks = telling.chunks(include_usage=include_usage)
+        chunks = telling.chunks()
         # What fails before the first token still gets a status of its own.
         first = await until_gone(request.receive, anext(chunks))
-        return EventStream(_after(first, chunks), headers)
+        return EventStream(_after(first, chunks), headers, framing)
 
     # ------------------------------------------------------------------ tokens
 
@@ -95,6 +156,9 @@ class Desk:
     async def health(self) -> Response:
         self._refuse_when_closed()
         return JSONResponse({"status": "ok"})
+
+    async def openapi(self) -> Response:
+        return JSONResponse(document(self.door.card, lenient=self.options.lenient, locked=bool(self.options.keys)))
 
     async def metrics(self) -> Response:
         return Response(self.meters.text(), headers={"content-type": CONTENT_TYPE_LATEST})
@@ -136,11 +200,24 @@ class Desk:
         }
 
 
+class Writer(Protocol):
+    """Writes the parts of one job down, in the shape that it knows: one by one, or joined."""
+
+    def chunks(self, part: Part) -> list[Json]: ...
+
+    def ending(self, usage: Usage) -> list[Json]: ...
+
+    def whole(self, parts: Mapping[int, Sequence[Part]], usage: Usage) -> Json: ...
+
+
 class Telling:
     """One job being told: as chunks, or folded into a whole reply."""
 
-    def __init__(self, job: Job, *, door: Door, watch: Watch) -> None:
+    def __init__(self, job: Job, writer: Writer, *, door: Door, watch: Watch, seconds: float | None = None) -> None:
+        self._seconds = seconds
+        self._deadline = None if seconds is None else asyncio.get_running_loop().time() + seconds
         self._job = job
+        self._writer = writer
         self._door = door
         self._watch = watch
         self._tally = Tally(job)
@@ -148,27 +225,35 @@ class Telling:
     async def _parts(self) -> AsyncGenerator[Part, None]:
         teller = Teller(self._job, self._door.tokenizer)
         async with aclosing(pieces(self._job, self._door)) as stream:
-            async for piece in stream:
+            while (piece := await self._next(stream)) is not None:
                 self._watch.see(piece)
                 self._tally.note(piece)
                 yield teller.tell(piece)
+        usage = self._tally.total()
+        note(prompt_tokens=usage.prompt, completion_tokens=usage.completion, cached_tokens=usage.cached)
 
-    async def chunks(self, *, include_usage: bool) -> AsyncGenerator[dict[str, Any], None]:
-        scribe = Scribe(self._job, card=self._door.card, tokenizer=self._door.tokenizer, include_usage=include_usage)
+    async def _next(self, stream: AsyncGenerator[Piece, None]) -> Piece | None:
+        """The next piece, None behind the last. A deadline that passes while it is awaited cancels what still runs."""
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                return await anext(stream, None)
+        except TimeoutError:
+            raise TimedOut(f"the request took longer than {self._seconds:g} seconds, which is this server's limit") from None
+
+    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         async with aclosing(self._parts()) as parts:
             async for part in parts:
-                for chunk in scribe.chunks(part):
+                for chunk in self._writer.chunks(part):
                     yield chunk
-        if include_usage:
-            yield scribe.usage_chunk(self._tally.total())
+        for chunk in self._writer.ending(self._tally.total()):
+            yield chunk
 
     async def whole(self) -> dict[str, Any]:
-        scribe = Scribe(self._job, card=self._door.card, tokenizer=self._door.tokenizer)
         said: dict[int, list[Part]] = {}
         async with aclosing(self._parts()) as parts:
             async for part in parts:
                 said.setdefault(part.index, []).append(part)
-        return scribe.whole(said, self._tally.total())
+        return self._writer.whole(said, self._tally.total())
 
 
 async def _after(first: dict[str, Any], chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[dict[str, Any], None]:
@@ -184,8 +269,8 @@ def _headers(ignored: tuple[str, ...]) -> dict[str, str]:
     return {"x-onedraw-ignored": "".join(c for c in names if c.isprintable())[:2000]} if ignored else {}
 
 
-async def _on_error(_: Request, error: Exception) -> Response:
-    return error_response(error)
+async def _on_error(request: Request, error: Exception) -> Response:
+    return error_response(error, path=request.url.path)
 
 
 def create_app(door: Door, options: ServerOptions) -> FastAPI:
@@ -194,21 +279,25 @@ def create_app(door: Door, options: ServerOptions) -> FastAPI:
     app.state.desk = desk = Desk(door, options)
     for path, get in (("/v1/models", desk.models), ("/v1/models/{name:path}", desk.model)):
         app.add_api_route(path, get, methods=["GET"], response_model=None)
-    for path, get in (("/health", desk.health), ("/metrics", desk.metrics)):
+    for path, get in (("/health", desk.health), ("/metrics", desk.metrics), ("/openapi.json", desk.openapi)):
         app.add_api_route(path, get, methods=["GET"], response_model=None)
     posts = {
         "/v1/completions": desk.complete,
         "/v1/chat/completions": desk.chat,
+        "/v1/responses": desk.respond,
+        "/v1/messages": desk.message,
+        "/v1/messages/count_tokens": desk.count,
         "/tokenize": desk.tokenize,
         "/detokenize": desk.detokenize,
     }
     for path, post in posts.items():
         app.add_api_route(path, post, methods=["POST"], response_model=None)
+    app.router.routes.extend(assets.routes(page := assets.load()))
     app.add_exception_handler(OnedrawError, _on_error)
     app.add_exception_handler(HTTPException, _on_error)
     # The last one added stands outermost: cross-origin headers go on every answer, errors included.
-    if options.api_key is not None:
-        app.add_middleware(KeyGuard, key=options.api_key)
+    if options.keys:
+        app.add_middleware(KeyGuard, keyring=Keyring(options.keys), open_paths=OPEN_PATHS | page.keys())
     app.add_middleware(Catcher)
     if options.cors_origins:
         app.add_middleware(
@@ -218,4 +307,5 @@ def create_app(door: Door, options: ServerOptions) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["x-onedraw-ignored", "x-request-id", "retry-after"],
         )
+    app.add_middleware(RequestLog)
     return app

@@ -6,10 +6,10 @@ In: a typed request and a door. Out: a Job (what to run and what to show), then 
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from onedraw.door import Ask, Door, fresh_seed
 from onedraw.errors import BadParameter, BadRequest, Draining
@@ -24,7 +24,7 @@ from onedraw.server.protocol import (
     TokenizeRequest,
 )
 from onedraw.types import Piece
-from onedraw.wishes import settle
+from onedraw.wishes import settle, settle_chat
 
 TEMPLATE_NAMES = frozenset({"messages", "add_generation_prompt", "tools", "self"})  # not for chat_template_kwargs
 
@@ -41,6 +41,7 @@ class Job:
     logprobs: bool
     token_ids: bool
     checksums: bool
+    details: bool = False  # how each token came
 
     def ask_of(self, choice: int) -> Ask:
         return self.asks[choice // self.n]
@@ -53,15 +54,27 @@ class Job:
         return len(self.asks) * self.n
 
 
-def prepare(request: CompletionRequest | ChatRequest, door: Door) -> Job:
-    """Everything that can be wrong with a request is found here. Tokenizes, so it may take a while."""
-    match request:
-        case ChatRequest():
-            job = _chat(request, door)
-        case CompletionRequest():
-            job = _completion(request, door)
-    for ask in job.asks:
-        door.check(ask)
+def prepare(
+    request: CompletionRequest | ChatRequest, door: Door, *, prefix: str | None = None, names: Mapping[str, str] | None = None
+) -> Job:
+    """Everything that can be wrong with a request is found here. Tokenizes, so it may take a while.
+
+    `prefix` begins the job's id; `names` are the caller's names for our fields, where they are others.
+    """
+    try:
+        match request:
+            case ChatRequest():
+                job = _chat(request, door, prefix or "chatcmpl-")
+            case CompletionRequest():
+                job = _completion(request, door)
+        for ask in job.asks:
+            door.check(ask)
+    except BadParameter as error:
+        told = error.renamed({ours: theirs for theirs, (ours, _) in request.guided().items()})
+        raise told.renamed(names or {}) from None
+    except BadRequest as error:
+        error.param = (names or {}).get(error.param or "", error.param)
+        raise
     return job
 
 
@@ -77,8 +90,7 @@ def _completion(request: CompletionRequest, door: Door) -> Job:
     for number, prompt in enumerate(request.prompt):
         ids = door.encode(prompt, add_special=request.add_special_tokens) if isinstance(prompt, str) else prompt
         wishes = request.wishes(seed=prompt_seed(seed, number), prompt_logprobs=scored)
-        room = max(door.card.max_context - len(ids), 1)
-        asks.append(settle(wishes, door=door, prompt=ids, default_max_tokens=min(COMPLETION_MAX_TOKENS, room), label=identity))
+        asks.append(settle(wishes, door=door, prompt=ids, default_max_tokens=COMPLETION_MAX_TOKENS, label=identity))
         echoes.append(_echo(prompt, request, door) if request.echo else None)
     return _job(identity, "completion", request, asks, echoes=echoes, logprobs=request.logprobs is not None)
 
@@ -87,11 +99,11 @@ def _echo(prompt: Prompt, request: CompletionRequest, door: Door) -> str:
     return prompt if isinstance(prompt, str) else door.tokenizer.decode(prompt, skip_special=request.skip_special_tokens)
 
 
-def _chat(request: ChatRequest, door: Door) -> Job:
-    identity = f"chatcmpl-{secrets.token_hex(12)}"
+def _chat(request: ChatRequest, door: Door, prefix: str) -> Job:
+    identity = f"{prefix}{secrets.token_hex(12)}"
     wishes = request.wishes(logprobs=(request.top_logprobs or 0) if request.logprobs else None)
     try:
-        ask = settle(wishes, door=door, prompt=chat_prompt(request, door), opening=True, label=identity)
+        ask = settle_chat(wishes, door=door, label=identity, use=request.tool_use(), **_spoken(request))
     except BadRequest as error:
         if error.param == "prompt":
             error.param = "messages"  # the caller's name for it
@@ -117,20 +129,27 @@ def _job(
         logprobs=logprobs,
         token_ids=request.return_token_ids,
         checksums=request.return_checksums,
+        details=request.return_token_details,
     )
 
 
-def chat_prompt(request: ChatRequest | TokenizeRequest, door: Door) -> tuple[int, ...]:
+def chat_prompt(request: TokenizeRequest, door: Door) -> tuple[int, ...]:
     """The ids of a chat, through the checkpoint's template."""
+    said = _spoken(request)
+    return door.render(said["messages"], add_generation_prompt=said["add_generation_prompt"], **said["template_kwargs"])
+
+
+def _spoken(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    """The messages, and what the template is told beside them."""
     taken = sorted(TEMPLATE_NAMES & set(request.chat_template_kwargs))
     if taken:
         raise BadParameter("chat_template_kwargs", f"{taken[0]} cannot be set here")
     messages: list[Message] = request.messages or []
-    return door.render(
-        [message.plain() for message in messages],
-        add_generation_prompt=request.add_generation_prompt,
-        **request.chat_template_kwargs,
-    )
+    return {
+        "messages": [message.plain() for message in messages],
+        "add_generation_prompt": request.add_generation_prompt,
+        "template_kwargs": request.chat_template_kwargs,
+    }
 
 
 async def pieces(job: Job, door: Door) -> AsyncGenerator[Piece, None]:

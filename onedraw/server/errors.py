@@ -17,12 +17,33 @@ from onedraw.errors import BadRequest, OnedrawError
 
 log = logging.getLogger("onedraw.server")
 
-PATHS = ("/v1/models", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/health", "/metrics")
+PATHS = (
+    "/v1/models",
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/tokenize",
+    "/detokenize",
+    "/health",
+    "/metrics",
+    "/openapi.json",
+    "/",
+)
 RETRY_SECONDS = 1  # a full queue moves on with every finished reply
 
 
 class BodyTooLarge(BadRequest):
     code, status = "body_too_large", 413
+
+
+class BodyTooSlow(BadRequest):
+    code, status = "body_too_slow", 408
+
+
+class TimedOut(OnedrawError):
+    code, status = "request_timeout", 504
 
 
 class WrongKey(BadRequest):
@@ -74,11 +95,20 @@ def _type(status: int) -> str:
             return "invalid_request_error" if status < 500 else "server_error"
 
 
-def error_response(error: Exception) -> JSONResponse:
+def message_error(error: OnedrawError) -> dict[str, Any]:
+    """The error in the shape that clients of /v1/messages read."""
+    kinds = {"server_error": "api_error", "service_unavailable_error": "overloaded_error"}
+    kind = _type(error.status)
+    return {"type": "error", "error": {"type": kinds.get(kind, kind), "message": str(error), "param": error.param}}
+
+
+def error_response(error: Exception, *, path: str = "") -> JSONResponse:
+    """`path`: where it happened; clients of some paths read another shape."""
     said = known(error)
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     if said.status == 401:
         headers["www-authenticate"] = "Bearer"
     if said.status in (429, 503):
         headers["retry-after"] = str(RETRY_SECONDS)
-    return JSONResponse(error_object(said), status_code=said.status, headers=headers)
+    shape = message_error if path.startswith("/v1/messages") else error_object
+    return JSONResponse(shape(said), status_code=said.status, headers=headers)

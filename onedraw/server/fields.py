@@ -74,43 +74,31 @@ _SHARED = (
     refused("truncate_prompt_tokens", "a shortened prompt is another prompt; shorten it before sending"),
     refused("allowed_token_ids", "use `logit_bias`"),
     refused("logits_processors", "code in a request is not run"),
-    refused("guided_json", "no constrained output yet"),
-    refused("guided_regex", "no constrained output yet"),
-    refused("guided_choice", "no constrained output yet"),
-    refused("guided_grammar", "no constrained output yet"),
-    refused("structured_outputs", "no constrained output yet"),
-    refused("grammar", "no constrained output yet"),
+    neutral("guided_decoding_backend", "there is one", "auto", "guidance"),
+    refused("guided_whitespace_pattern", "white space in JSON is bounded: a line break, then up to 24 spaces or tabs"),
     refused("cache_salt", "there is one prefix cache for all callers"),
 )
 COMPLETION_RULES = (
     *_SHARED,
     neutral("best_of", "ask for `n` choices and pick one", 1),
     neutral("suffix", "no filling in the middle", ""),
-    neutral("response_format", "no constrained output yet", {"type": "text"}),
 )
 CHAT_RULES = (
     *_SHARED,
-    neutral("tools", "no tool calls yet", []),
-    neutral("tool_choice", "no tool calls yet", "none", "auto"),
-    neutral("parallel_tool_calls", "no tool calls yet", True, False),
-    neutral("functions", "no tool calls yet", []),
-    neutral("function_call", "no tool calls yet", "none", "auto"),
-    neutral("response_format", "no constrained output yet", {"type": "text"}),
+    neutral("functions", "use `tools`", []),
+    neutral("function_call", "use `tool_choice`", "none", "auto"),
     neutral("modalities", "text only", ["text"]),
     neutral("verbosity", "ask for it in a message", "medium"),
     neutral("echo", "use /v1/completions", False),
     neutral("add_special_tokens", "the chat template writes the special tokens itself", False),
     neutral("documents", "put them into a message", []),
     refused("audio", "text only"),
-    refused("reasoning_effort", "pass what the model's template knows in `chat_template_kwargs`"),
     refused("web_search_options", "the server reads nothing but the request"),
     refused("chat_template", "the checkpoint's own template is used; render it yourself and use /v1/completions"),
 )
 MESSAGE_RULES = (
-    neutral("tool_calls", "no tool calls yet", []),
     neutral("annotations", "comes back in replies of other servers", []),
-    refused("tool_call_id", "no tool calls yet"),
-    refused("function_call", "no tool calls yet"),
+    refused("function_call", "use `tool_calls`"),
     refused("audio", "text only"),
     neutral("refusal", "comes back in replies of other servers", ""),
 )
@@ -121,7 +109,8 @@ TOKENIZE_RULES = (neutral("return_token_strs", "use /detokenize", False),)
 def honoured(model: type[BaseModel]) -> tuple[Rule, ...]:
     """The rules of a model's own fields, with their descriptions."""
     return tuple(
-        Rule(name, Treatment.HONOURED, info.description or "", values=_values(info)) for name, info in model.model_fields.items()
+        Rule(info.alias or name, Treatment.HONOURED, info.description or "", values=_values(info))
+        for name, info in model.model_fields.items()
     )
 
 

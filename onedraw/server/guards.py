@@ -6,9 +6,8 @@ In: ASGI messages. Out: the same, or an error in OpenAI's shape.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Set
 from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
@@ -16,32 +15,42 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from onedraw.errors import BadRequest
-from onedraw.server.errors import BodyTooLarge, ClientGone, WrongKey, error_response
+from onedraw.server.errors import BodyTooLarge, BodyTooSlow, ClientGone, WrongKey, error_response
+from onedraw.server.keys import Keyring
+from onedraw.server.logs import note
 
 OPEN_PATHS = frozenset({"/health"})
+BODY_SECONDS = 60.0  # for the last byte of a body
 
 Result = TypeVar("Result")
 
 
 class KeyGuard:
-    """Lets a request pass with the right key. Compared in constant time, as bytes."""
+    """Lets a request pass with a right key, and notes whose it was."""
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
+    def __init__(self, app: ASGIApp, keyring: Keyring, open_paths: Set[str] = OPEN_PATHS) -> None:
         self._app = app
-        self._key = key.encode()
+        self._keyring = keyring
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._opens(scope):
+        if scope["type"] != "http" or scope["path"] in self._open_paths or self._opens(scope):
             await self._app(scope, receive, send)
             return
         wrong = WrongKey("wrong or missing API key; send the header 'Authorization: Bearer KEY'")
-        await error_response(wrong)(scope, receive, send)
+        await error_response(wrong, path=scope["path"])(scope, receive, send)
 
     def _opens(self, scope: Scope) -> bool:
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        headers = Headers(scope=scope)
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if not key and "x-api-key" in headers:  # how clients of /v1/messages send it
+            scheme, key = "bearer", headers["x-api-key"]
         # The bytes that came over the wire; other kinds of space may be parts of a key's characters.
-        given = key.strip(" \t").encode("latin-1")
-        return hmac.compare_digest(given, self._key) and scheme.lower() == "bearer"
+        owner = self._keyring.owner(key.strip(" \t").encode("latin-1"))
+        if owner is None or scheme.lower() != "bearer":
+            return False
+        note(caller=owner)
+        return True
 
 
 class Catcher:
@@ -53,32 +62,36 @@ class Catcher:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun = False
 
-        async def note(message: Message) -> None:
+        async def witness(message: Message) -> None:
             nonlocal begun
             begun = begun or message["type"] == "http.response.start"
             await send(message)
 
         try:
-            await self._app(scope, receive, note)
+            await self._app(scope, receive, witness)
         except (ClientGone, ClientDisconnect):
-            return
+            note(gone=True)
         except Exception as error:
-            response = error_response(error)
+            response = error_response(error, path=scope.get("path", ""))
             if scope["type"] == "http" and not begun:
                 await response(scope, receive, send)
 
 
-async def read_body(request: Request, *, limit: int) -> bytes:
-    """The body, refused as soon as it is known to be over the limit, with or without a declared length."""
+async def read_body(request: Request, *, limit: int, seconds: float = BODY_SECONDS) -> bytes:
+    """The body, refused as soon as it is known to be over the limit, with or without a declared length, or too slow."""
     declared = request.headers.get("content-length", "")
     body = bytearray()
     if not (declared.isdecimal() and int(declared) > limit):
-        async for block in request.stream():
-            body += block
-            if len(body) > limit:
-                break
-        else:
-            return bytes(body)
+        try:
+            async with asyncio.timeout(seconds):
+                async for block in request.stream():
+                    body += block
+                    if len(body) > limit:
+                        break
+                else:
+                    return bytes(body)
+        except TimeoutError:
+            raise BodyTooSlow(f"the body did not arrive within {seconds:g} seconds") from None
     raise BodyTooLarge(f"the body is over the limit of {limit} bytes; send less, or serve with a larger --max-body")
 
 

@@ -25,6 +25,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("num_requests_running", "Sequences in the batch.", lambda s: s.running),
     ("num_requests_waiting", "Requests in the queue.", lambda s: s.waiting),
     ("kv_cache_usage_perc", "Pages in use; 1 is all of them.", lambda s: s.pages_used / max(s.pages_total, 1)),
+    ("prompt_checkpoints", "Checkpoints of prompts that are kept.", lambda s: s.checkpoints_used),
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_queries),
@@ -32,6 +33,11 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("prompt_tokens", "Prompt tokens computed.", lambda s: s.prompt_tokens),
     ("generation_tokens", "Tokens chosen.", lambda s: s.completion_tokens),
     ("num_preemptions", "Sequences that gave their pages back and began again.", lambda s: s.preemptions),
+    ("prompt_checkpoints_saved", "Checkpoints of prompts that were made.", lambda s: s.checkpoints_saved),
+    ("prompt_checkpoints_evicted", "Checkpoints that gave way to others.", lambda s: s.checkpoints_evicted),
+    ("prompt_checkpoints_restored", "Rows that began with a checkpoint.", lambda s: s.restores),
+    ("prompt_checkpoints_whole", "Prompts taken whole from a checkpoint, none of them computed.", lambda s: s.whole_prompts),
+    ("sliding_pages_let_go", "Pages of sliding layers that no later position sees.", lambda s: s.pages_let_go),
     ("spec_decode_num_drafts", "Rows that carried drafts.", lambda s: s.drafts),
     ("spec_decode_num_draft_tokens", "Tokens drafted.", lambda s: s.draft_tokens),
     ("spec_decode_num_accepted_tokens", "Drafted tokens kept.", lambda s: s.accepted_tokens),

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from onedraw.errors import BadSetting
+from onedraw.server.keys import ApiKey
+from onedraw.server.logs import FORMATS
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 
@@ -17,12 +19,16 @@ class ServerOptions:
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free one
     api_key: str | None = field(default=None, repr=False)  # a secret: never shown, never logged
+    api_keys: tuple[ApiKey, ...] = ()  # further keys, with names
     cors_origins: tuple[str, ...] = ()
     max_body: int = 32 * 2**20  # bytes
     lenient: bool = False  # ignore unknown fields, and say so in a header
     drain_seconds: float = 30.0  # how long running requests may go on after SIGTERM
     aliases: tuple[str, ...] = ()  # other names the served model answers to
+    request_seconds: float | None = None  # the longest a request may take, from its arrival to its last token; None: any
     log_level: str = "info"
+    log_format: str = "text"
+    log_prompts: bool = False  # prompts in the log, as text
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -33,5 +39,14 @@ class ServerOptions:
             raise BadSetting(f"--drain-seconds: must be 0 or more, not {self.drain_seconds}")
         if self.api_key is not None and (not self.api_key.strip() or self.api_key != self.api_key.strip()):
             raise BadSetting("--api-key: must not be empty, nor begin or end with a space")
+        if self.request_seconds is not None and not 0 < self.request_seconds < float("inf"):
+            raise BadSetting(f"--request-seconds: must be over 0, not {self.request_seconds}")
+        if self.log_format not in FORMATS:
+            raise BadSetting(f"--log-format: {self.log_format!r} is not one of {', '.join(FORMATS)}")
         if self.log_level not in LOG_LEVELS:
             raise BadSetting(f"--log-level: {self.log_level!r} is not one of {', '.join(LOG_LEVELS)}")
+
+    @property
+    def keys(self) -> tuple[ApiKey, ...]:
+        """Whose keys open the server; none: it is open to all."""
+        return self.api_keys if self.api_key is None else (ApiKey("api-key", self.api_key), *self.api_keys)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from onedraw.server.completion import Job
 from onedraw.text.detokenizer import Detokenizer
 from onedraw.text.tokenizer import Tokenizer
-from onedraw.types import Finish, Logprobs, Piece, Usage
+from onedraw.types import Call, Choice, Finish, Logprobs, Piece, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,9 @@ class Token:
     logprobs: Logprobs | None
     checksum: int | None = None
     offset: int = 0
+    text: str = ""  # its own, with the characters it completes
+    kept: bool = False  # a draft had guessed it
+    rejected: int = 0  # drafts thrown away where it was chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,7 @@ class Part:
     seed: int
     text: str = ""
     reasoning: str = ""
+    calls: tuple[tuple[Call, str], ...] = ()  # tool calls with parts of their arguments
     echoed: tuple[Token, ...] = ()  # the prompt's tokens, when it is echoed with logprobs
     said: tuple[Token, ...] = ()
     finish: Finish | None = None
@@ -45,11 +49,19 @@ def join(parts: Sequence[Part]) -> Part:
         parts[0],
         text="".join(part.text for part in parts),
         reasoning="".join(part.reasoning for part in parts),
+        calls=_whole_calls(parts),
         echoed=tuple(token for part in parts for token in part.echoed),
         said=tuple(token for part in parts for token in part.said),
         finish=parts[-1].finish,
         stop_reason=parts[-1].stop_reason,
     )
+
+
+def _whole_calls(parts: Sequence[Part]) -> tuple[tuple[Call, str], ...]:
+    arguments: dict[Call, str] = {}
+    for call, text in (entry for part in parts for entry in part.calls):
+        arguments[call] = arguments.get(call, "") + text
+    return tuple(arguments.items())
 
 
 class Teller:
@@ -65,8 +77,9 @@ class Teller:
         part = Part(
             index=piece.index,
             seed=self._job.seed_of(piece.index),
-            text="" if piece.channel == "reasoning" else piece.text,
+            text=piece.text if piece.channel == "content" else "",
             reasoning=piece.text if piece.channel == "reasoning" else "",
+            calls=((piece.call, piece.text),) if piece.call is not None else (),
             finish=piece.finish,
             stop_reason=piece.stop_reason,
         )
@@ -74,8 +87,7 @@ class Teller:
             self._places[piece.index] = Places(self._tokenizer, skip_special=ask.skip_special)
             part = self._begin(part, piece)
         places = self._places[piece.index]
-        said = (Token(c.token, c.logprobs, c.checksum, places.next(c.token)) for c in piece.choices)
-        return replace(part, said=tuple(said))
+        return replace(part, said=tuple(_token(choice, places) for choice in piece.choices))
 
     def _begin(self, part: Part, piece: Piece) -> Part:
         """The first part of a choice also knows the prompt, and says it when it is echoed."""
@@ -94,6 +106,11 @@ class Teller:
         return part
 
 
+def _token(choice: Choice, places: Places) -> Token:
+    offset, text = places.next(choice.token)
+    return Token(choice.token, choice.logprobs, choice.checksum, offset, text, choice.kept, choice.rejected)
+
+
 class Places:
     """Where the text of each token begins. A token inside a character begins where the character does."""
 
@@ -101,10 +118,10 @@ class Places:
         self._detokenizer = Detokenizer(tokenizer, skip_special=skip_special, opening=False)
         self.start = 0
 
-    def next(self, token: int) -> int:
-        offset = self.start
-        self.start += len(self._detokenizer.push(token))
-        return offset
+    def next(self, token: int) -> tuple[int, str]:
+        offset, text = self.start, self._detokenizer.push(token)
+        self.start += len(text)
+        return offset, text
 
 
 def prompt_offsets(prompt: Sequence[int], text: str, tokenizer: Tokenizer) -> list[int]:
@@ -141,4 +158,5 @@ class Tally:
             cached=cached,
             kept=sum(u.kept for u in self.usages.values()),
             rejected=sum(u.rejected for u in self.usages.values()),
+            reasoning=sum(u.reasoning for u in self.usages.values()),
         )

@@ -1,36 +1,29 @@
 """The requests as typed models, strict: what arrives is honoured or refused by name.
 
-In: the JSON object of a body. Out: a frozen request model, and the names that `--lenient` ignored.
+In: the fields of a body that are honoured. Out: a frozen request model. `parsing.py` leads from the one to the other.
 Types are judged here; ranges of sampling values by SamplingParams, which every door shares.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Annotated, Any, Generic, Literal, TypeVar, cast
+import json
+from dataclasses import fields
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+from pydantic_core import PydanticCustomError
 
-from onedraw.errors import BadParameter, BadRequest
-from onedraw.server.fields import (
-    CHAT_RULES,
-    COMPLETION_RULES,
-    MESSAGE_RULES,
-    STREAM_RULES,
-    TOKENIZE_RULES,
-    Rule,
-    sift,
-    table,
-)
+from onedraw.errors import BadParameter
+from onedraw.text.guides import ANY_OBJECT
+from onedraw.text.tools import NO_PARAMETERS, Tool, ToolUse
 from onedraw.types import MAX_TOP_LOGPROBS, SEED_LIMIT
-from onedraw.wishes import Wishes
+from onedraw.wishes import EFFORTS, GUIDED, Effort, Wishes
 
 MAX_CHOICES = 128
 MAX_REPLIES = 4096  # prompts × n of one request
 COMPLETION_MAX_TOKENS = 16  # what clients of /v1/completions expect when they do not say
 
+TOOL_NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
 Whole = Annotated[int, Field(ge=-(2**31), lt=2**31)]  # counts; every backend has room for these
 Prompt = str | tuple[int, ...]
 RequestT = TypeVar("RequestT", bound=BaseModel)
@@ -126,6 +119,34 @@ class Prediction(Strict):
     )
 
 
+class JsonSchema(Strict):
+    name: str | None = wish("string", "the caller's name for it")
+    description: str | None = wish("string", "the caller's own note")
+    schema_: dict[str, Any] = wish(
+        "object", "the JSON schema; a keyword that cannot be held to is refused with its path", {}, alias="schema"
+    )
+    strict: bool = wish("boolean", "a reply is held to the schema either way", True)
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"] = wish('"text", "json_object", "json_schema"', "required", ...)
+    json_schema: JsonSchema | None = wish("object", 'see below; with type "json_schema"')
+
+    @model_validator(mode="after")
+    def _schema_with_its_type(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise PydanticCustomError("agree", 'goes with type "json_schema", and that with it', {"at": ".json_schema"})
+        return self
+
+
+class StructuredOutputs(Strict):
+    json_: dict[str, Any] | str | None = wish("object or string", "a JSON schema, or its text", alias="json")
+    json_object: bool = wish("boolean", "any JSON object", False)
+    regex: str | None = wish("string", "the same as `guided_regex`")
+    choice: list[str] | None = wish("list of strings", "the same as `guided_choice`")
+    grammar: str | None = wish("string", "the same as `guided_grammar`")
+
+
 class Sampling(Strict):
     """What both endpoints honour alike."""
 
@@ -166,8 +187,16 @@ class Sampling(Strict):
     skip_special_tokens: bool = wish("boolean", "leave special tokens out of the text", True)
     prediction: Prediction | None = wish("object", "see below; what the reply is expected to be: sooner where right, never other")
     speculation: bool = wish("boolean", "false: nothing is guessed ahead for this request; guesses never change a reply", True)
+    response_format: ResponseFormat | None = wish("object", "see below; the reply is JSON, of a schema if one is given")
+    guided_json: dict[str, Any] | str | None = wish("object or string", "a JSON schema, or its text, that the reply is held to")
+    guided_regex: str | None = wish("string", "a regular expression that the whole reply matches; no look-around")
+    guided_choice: list[str] | None = wish("list of strings", "the reply is one of these")
+    guided_grammar: str | None = wish("string", "a grammar that the reply follows: Lark (llguidance's dialect) or GBNF")
+    grammar: str | None = wish("string", "a grammar as llama.cpp takes them (GBNF)")
+    structured_outputs: StructuredOutputs | None = wish("object", "see below; another spelling of the guided fields")
     return_token_ids: bool = wish("boolean", "adds `token_ids` and `prompt_token_ids` to each choice", False)
     return_checksums: bool = wish("boolean", "adds `score_checksums` to each choice, one string per token", False)
+    return_token_details: bool = wish("boolean", "adds `token_details` to each choice: how each token came", False)
 
     @model_validator(mode="after")
     def _agree(self) -> Sampling:
@@ -182,6 +211,29 @@ class Sampling(Strict):
     def token_limit(self) -> int | None:
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
+    def guided(self) -> dict[str, tuple[str, Any]]:
+        """What the reply is held to: the caller's name of it → the name and value among the wishes."""
+        found: dict[str, tuple[str, Any]] = {}
+        match self.response_format:
+            case ResponseFormat(type="json_object"):
+                found["response_format"] = ("guided_json", ANY_OBJECT)
+            case ResponseFormat(json_schema=JsonSchema() as wanted):
+                found["response_format.json_schema.schema"] = ("guided_json", wanted.schema_)
+        for name in GUIDED:
+            if getattr(self, name) is not None:
+                found[name] = (name, getattr(self, name))
+        if self.grammar is not None:
+            if "::=" not in self.grammar:
+                raise BadParameter("grammar", "is no GBNF: a rule is written with ::=; a Lark grammar goes to guided_grammar")
+            found["grammar"] = ("guided_grammar", self.grammar)
+        if (outputs := self.structured_outputs) is not None:
+            if outputs.json_object:
+                found["structured_outputs.json_object"] = ("guided_json", ANY_OBJECT)
+            for name, value in (("json", outputs.json_), *((n, getattr(outputs, n)) for n in ("regex", "choice", "grammar"))):
+                if value is not None:
+                    found[f"structured_outputs.{name}"] = (f"guided_{name}", value)
+        return found
+
     def wishes(self, **changes: Any) -> Wishes:
         """The fields that have the same name there, and the endpoint's changes."""
         named = {f.name: getattr(self, f.name) for f in fields(Wishes) if f.name in type(self).model_fields}
@@ -190,6 +242,11 @@ class Sampling(Strict):
             "checksums": self.return_checksums,
             "prediction": None if self.prediction is None else self.prediction.content,
         }
+        guided = self.guided()
+        if len(guided) > 1:
+            first, second, *_ = guided
+            raise BadParameter(second, f"a reply is held to one form; {first} is given too")
+        spelled |= dict.fromkeys(GUIDED) | dict(guided.values())
         return Wishes.of(**named | spelled | changes)
 
 
@@ -207,20 +264,66 @@ class CompletionRequest(Sampling):
     add_special_tokens: bool = wish("boolean", "a text prompt begins as the tokenizer begins a text", True)
 
 
+class CalledFunction(Strict):
+    name: str = wish("string", "required", ..., pattern=TOOL_NAME)
+    arguments: str = wish("string", "a JSON object, as text", "{}")
+
+
+class ToolCall(Strict):
+    id: str = wish("string", "as it came with the reply; required", ...)
+    type: Literal["function"] = wish('"function"', "", "function")
+    function: CalledFunction = wish("object", "`name` and `arguments`, as they came", ...)
+
+
 class Message(Strict):
-    role: Literal["system", "developer", "user", "assistant"] = wish(
-        '"system", "developer", "user" or "assistant"', "required", ...
+    role: Literal["system", "developer", "user", "assistant", "tool"] = wish(
+        '"system", "developer", "user", "assistant" or "tool"', "required", ...
     )
-    content: Annotated[str, PlainValidator(_content)] = wish(
-        "string or list of text parts", "required; text parts are joined by line breaks", ...
+    content: Annotated[str, PlainValidator(_content)] | None = wish(
+        "string or list of text parts", "text parts are joined by line breaks; only a message with `tool_calls` may do without"
     )
     name: str | None = wish("string", "handed to the chat template")
     reasoning_content: str | None = wish("string", "handed to the chat template")
+    tool_calls: list[ToolCall] | None = wish("list of objects", "the assistant's calls: `id`, `type`, `function`")
+    tool_call_id: str | None = wish("string", 'with role "tool": whose result this is')
+
+    @model_validator(mode="after")
+    def _complete(self) -> Message:
+        if self.content is None and not self.tool_calls:
+            raise PydanticCustomError("missing", "this field is required", {"at": ".content"})
+        if self.tool_calls and self.role != "assistant":
+            raise PydanticCustomError("agree", "only the assistant calls tools", {"at": ".tool_calls"})
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise PydanticCustomError("agree", 'goes with role "tool", and that with it', {"at": ".tool_call_id"})
+        return self
 
     def plain(self) -> dict[str, Any]:
         """As chat templates expect it; `developer` is the newer name of `system`."""
-        said = self.model_dump(exclude_none=True)
+        said = self.model_dump(exclude_none=True) | {"content": self.content or ""}
+        if not self.tool_calls:
+            said.pop("tool_calls", None)
         return said | {"role": "system"} if self.role == "developer" else said
+
+
+class FunctionTool(Strict):
+    name: str = wish("string", "letters, digits, `_ . : / -`; required", ..., pattern=TOOL_NAME)
+    description: str | None = wish("string", "told to the model")
+    parameters: dict[str, Any] | None = wish("object", "a JSON schema of the arguments; none: no arguments")
+    strict: bool = wish("boolean", "calls of this tool are held to its schema, at any temperature", False)
+
+
+class ToolSpec(Strict):
+    type: Literal["function"] = wish('"function"', "required", ...)
+    function: FunctionTool = wish("object", "see below; required", ...)
+
+
+class NamedFunction(Strict):
+    name: str = wish("string", "required", ...)
+
+
+class NamedTool(Strict):
+    type: Literal["function"] = wish('"function"', "required", ...)
+    function: NamedFunction = wish("object", "`name`; required", ...)
 
 
 class ChatRequest(Sampling):
@@ -231,12 +334,53 @@ class ChatRequest(Sampling):
     )
     add_generation_prompt: bool = wish("boolean", "the prompt ends where the assistant begins to speak", True)
     chat_template_kwargs: dict[str, Any] = wish("object", "variables of the checkpoint's chat template", {})
+    reasoning_effort: Effort | None = wish(
+        ", ".join(f'"{effort}"' for effort in EFFORTS),
+        "told to the chat template where it knows of it; else thinking is off for `none`, and has a budget of "
+        + ", ".join(f"{tokens} tokens for `{effort}`" for effort, tokens in EFFORTS.items() if tokens),
+    )
+    thinking_budget: Whole | None = wish(
+        "integer >= 0", "tokens of thinking, after which it is closed with the model's own words; above the effort's"
+    )
+
+    tools: list[ToolSpec] = wish("list of objects", "see below; functions that the model may call", [])
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = wish(
+        '"none", "auto", "required" or {"type": "function", "function": {"name": …}}',
+        "`required` and a name hold the reply to calls; `none` hides the tools; default `auto`",
+    )
+    parallel_tool_calls: bool = wish("boolean", "false: at most one call in a reply", True)
 
     @model_validator(mode="after")
-    def _alternatives_need_logprobs(self) -> ChatRequest:
+    def _fields_agree(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise PydanticCustomError("agree", "only with logprobs: true", {"at": "top_logprobs"})
+        names = [tool.function.name for tool in self.tools]
+        for number, name in enumerate(names):
+            if name in names[:number]:
+                at = {"at": f"tools[{number}].function.name"}
+                raise PydanticCustomError("agree", "there is a tool of that name already", at)
+        wanted = self.tool_choice
+        if wanted not in (None, "none", "auto") and not self.tools:
+            raise PydanticCustomError("agree", "only with tools", {"at": "tool_choice"})
+        if isinstance(wanted, NamedTool) and wanted.function.name not in names:
+            raise PydanticCustomError("agree", "is no tool of this request", {"at": "tool_choice.function.name"})
         return self
+
+    def tool_use(self) -> ToolUse | None:
+        """What the request says of tools; None: the model hears of none."""
+        wanted = self.tool_choice
+        if not self.tools or wanted == "none":
+            return None
+        tools = tuple(_tool(number, spec.function) for number, spec in enumerate(self.tools))
+        named = wanted.function.name if isinstance(wanted, NamedTool) else None
+        callable = tuple(tool for tool in tools if named in (None, tool.name))
+        return ToolUse(tools, callable, must=wanted not in (None, "auto"), parallel=self.parallel_tool_calls)
+
+
+def _tool(number: int, function: FunctionTool) -> Tool:
+    schema = json.dumps(function.parameters) if function.parameters else NO_PARAMETERS
+    path = f"tools[{number}].function.parameters"
+    return Tool(function.name, function.description or "", schema, strict=function.strict, param=path)
 
 
 class TokenizeRequest(Strict):
@@ -257,50 +401,3 @@ class TokenizeRequest(Strict):
 class DetokenizeRequest(Strict):
     model: str | None = wish("string", "the served model; may be left out")
     tokens: list[int] = wish("list of integers", "required", ...)
-
-
-TABLES: Mapping[type[BaseModel], Mapping[str, Rule]] = {
-    CompletionRequest: table(CompletionRequest, COMPLETION_RULES),
-    ChatRequest: table(ChatRequest, CHAT_RULES),
-    Message: table(Message, MESSAGE_RULES),
-    StreamOptions: table(StreamOptions, STREAM_RULES),
-    Prediction: table(Prediction),
-    TokenizeRequest: table(TokenizeRequest, TOKENIZE_RULES),
-    DetokenizeRequest: table(DetokenizeRequest),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Parsed(Generic[RequestT]):
-    request: RequestT
-    ignored: tuple[str, ...] = ()
-
-
-def parse(kind: type[RequestT], raw: object, *, lenient: bool = False) -> Parsed[RequestT]:
-    """A request, or BadRequest with the field that is wrong."""
-    if not isinstance(raw, dict):
-        raise BadRequest("the body must be a JSON object", code="invalid_json")
-    ignored: list[str] | None = [] if lenient else None
-    kept = sift(raw, TABLES[kind], ignored=ignored)
-    if isinstance(kept.get("messages"), list):
-        kept["messages"] = [
-            sift(message, TABLES[Message], path=f"messages[{i}].", ignored=ignored) if isinstance(message, dict) else message
-            for i, message in enumerate(kept["messages"])
-        ]
-    for name, part in (("stream_options", StreamOptions), ("prediction", Prediction)):
-        if isinstance(kept.get(name), dict):
-            kept[name] = sift(kept[name], TABLES[part], path=f"{name}.", ignored=ignored)
-    try:
-        return Parsed(kind.model_validate(kept), tuple(ignored or ()))
-    except ValidationError as error:
-        raise _explain(error.errors(include_url=False, include_input=False)[0]) from None
-
-
-def _explain(detail: ErrorDetails) -> BadRequest:
-    param = ""
-    for step in detail["loc"]:
-        param += f"[{step}]" if isinstance(step, int) else f".{step}" if param else step
-    param += str(cast(Mapping[str, object], detail.get("ctx", {})).get("at", ""))
-    if detail["type"] == "missing":
-        return BadRequest(f"{param}: this field is required", param=param, code="missing_field")
-    return BadParameter(param, detail["msg"][:1].lower() + detail["msg"][1:])

@@ -8,16 +8,22 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+from onedraw.server import items, messages
 from onedraw.server.fields import Rule, Treatment
+from onedraw.server.parsing import TABLES
 from onedraw.server.protocol import (
-    TABLES,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    FunctionTool,
+    JsonSchema,
     Message,
     Prediction,
+    ResponseFormat,
     StreamOptions,
+    StructuredOutputs,
     TokenizeRequest,
+    ToolSpec,
 )
 
 _HEAD = """# The HTTP interface
@@ -29,12 +35,17 @@ This page is generated: `python -m onedraw.server.reference > docs/api.md`. A te
 | `GET /v1/models`, `GET /v1/models/{id}` | the served model: `max_model_len`, sampling `defaults`, `fingerprint` |
 | `POST /v1/completions` | continues prompts |
 | `POST /v1/chat/completions` | answers messages |
+| `POST /v1/responses` | answers items, in the shape of OpenAI's Responses |
+| `POST /v1/messages`, `POST /v1/messages/count_tokens` | answers messages, in Anthropic's shape; counts the tokens of a prompt |
 | `POST /tokenize` | `{prompt, add_special_tokens}` or `{messages}` → `{tokens, count, max_model_len}` |
 | `POST /detokenize` | `{tokens}` → `{prompt}`, special tokens spelled out |
 | `GET /health` | 200 when a request would be answered, else 503; needs no key |
 | `GET /metrics` | Prometheus text |
+| `GET /openapi.json` | what is accepted, as an OpenAPI 3.1 document |
+| `GET /` | the web page, whose files need no key |
 
-With `--api-key`, everything but `/health` needs the header `Authorization: Bearer KEY`.
+With `--api-key` or `--api-key-file`, everything but `/health` and the web page's files needs the header
+`Authorization: Bearer KEY` (or `x-api-key: KEY`).
 
 ## What happens to a field
 
@@ -57,13 +68,17 @@ Replies have OpenAI's shapes. A whole reply is the sum of its streamed chunks. B
 | `choices[].token_ids`, `choices[].prompt_token_ids` | with `return_token_ids`; in a stream the prompt's come once |
 | `prompt_token_ids` | the same beside `choices`, where there is one prompt |
 | `choices[].score_checksums` | with `return_checksums`: one string per token, equal exactly when the scores had equal bits |
+| `choices[].token_details` | with `return_token_details`: `id`, `text`, `kept`, `rejected` of each token, see below |
 | `system_fingerprint` | version, weights, device, dtypes, chunk length; where it is equal, equal requests have equal tokens |
 | `usage.prompt_tokens_details.cached_tokens` | prompt tokens that no choice had to compute |
+| `usage.completion_tokens_details.reasoning_tokens` | tokens of thinking, its markers included |
 | `usage.completion_tokens_details` | `accepted_prediction_tokens` and `rejected_prediction_tokens`: drafts kept and thrown away |
+| `message.reasoning_content`, `delta.reasoning_content` | what a model that thinks aloud thought, without its markers |
 
 A prompt counts once in `usage`, however many choices continue it. A token that is no whole character is spelled
 `bytes:\\xe2\\x82` in logprobs. A logprob of minus infinity is written -9999. `text_offset` counts characters of the
-choice's text; the tokens of a stop string lie beyond its end.
+choice's text; the tokens of a stop string lie beyond its end. In `token_details` a token is `kept` where a draft had guessed
+it, and `rejected` counts the drafts that were thrown away where it was chosen; its `text` has the characters it completes.
 
 A stream ends with `data: [DONE]`. If something fails after it began, its last event is `{"error": …}`, without `[DONE]`.
 A client that hangs up cancels its request.
@@ -78,10 +93,14 @@ A client that hangs up cancels its request.
 | 401 | wrong or missing key |
 | 404 | unknown path, or a model that is not served (`model_not_found`) |
 | 405 | the path does not take this method |
+| 408 | the body did not arrive within a minute |
 | 413 | the body is over `--max-body` |
 | 429 | the queue is full; `Retry-After` says when to try again |
 | 500 | our mistake, with an id that the server's log has too |
 | 503 | the server is shutting down |
+| 504 | the request took longer than `--request-seconds` |
+
+Every answer has an `x-request-id`, which the server's log has too; for a reply it is the reply's `id`.
 """
 
 
@@ -90,8 +109,19 @@ def page() -> str:
         ("`POST /v1/completions`", CompletionRequest),
         ("`POST /v1/chat/completions`", ChatRequest),
         ("A message", Message),
+        ("A tool", ToolSpec),
+        ("The function of a tool", FunctionTool),
         ("`stream_options`", StreamOptions),
         ("`prediction`", Prediction),
+        ("`response_format`", ResponseFormat),
+        ("`response_format.json_schema`", JsonSchema),
+        ("`structured_outputs`", StructuredOutputs),
+        ("`POST /v1/responses`", items.ResponsesRequest),
+        ("A tool of a response", items.ResponseTool),
+        ("`POST /v1/messages`", messages.MessagesRequest),
+        ("`POST /v1/messages/count_tokens`", messages.CountRequest),
+        ("A message in Anthropic's shape", messages.SpokenMessage),
+        ("A tool in Anthropic's shape", messages.MessageTool),
         ("`POST /tokenize`", TokenizeRequest),
         ("`POST /detokenize`", DetokenizeRequest),
     )

@@ -28,6 +28,7 @@ class Scribe:
         self._job = job
         self._tokenizer = tokenizer
         self._include_usage = include_usage
+        self._begun: set[tuple[int, int]] = set()  # choice and call, of calls that were named
         self._head = {
             "id": job.id,
             "created": int(time.time()),
@@ -44,15 +45,34 @@ class Scribe:
             opening = Part(index=part.index, seed=part.seed, prompt_ids=part.prompt_ids)
             written.append(self._chunk(self._choice(opening, {"delta": {"role": "assistant", "content": ""}}), part.prompt_ids))
             part = _without_prompt(part)
-        shows_tokens = self._job.logprobs or self._job.token_ids or self._job.checksums
+        shows_tokens = self._job.logprobs or self._job.token_ids or self._job.checksums or self._job.details
         opens = part.prompt_ids is not None and self._job.token_ids
-        if part.text or part.reasoning or part.finish is not None or opens or (part.said and shows_tokens):
-            body = {"delta": _spoken(part)} if self._job.kind == "chat" else {"text": part.text}
+        calls = self._deltas(part)
+        if part.text or part.reasoning or calls or part.finish is not None or opens or (part.said and shows_tokens):
+            body = {"delta": _spoken(part) | calls} if self._job.kind == "chat" else {"text": part.text}
             written.append(self._chunk(self._choice(part, body), part.prompt_ids))
         return written
 
-    def usage_chunk(self, usage: Usage) -> Json:
-        return self._head | {"object": self._chunk_object, "choices": [], "usage": write_usage(usage)}
+    def _deltas(self, part: Part) -> Json:
+        """Calls with what is new of them: id and name once, then pieces of the arguments."""
+        written = []
+        for call, text in part.calls:
+            entry: Json = {"index": call.index}
+            if (part.index, call.index) not in self._begun:
+                self._begun.add((part.index, call.index))
+                entry |= {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": text}}
+            elif text:
+                entry |= {"function": {"arguments": text}}
+            else:
+                continue
+            written.append(entry)
+        return {"tool_calls": written} if written else {}
+
+    def ending(self, usage: Usage) -> list[Json]:
+        """A last chunk without choices, where it was asked for."""
+        if not self._include_usage:
+            return []
+        return [self._head | {"object": self._chunk_object, "choices": [], "usage": write_usage(usage)}]
 
     def _chunk(self, choice: Json, prompt_ids: tuple[int, ...] | None) -> Json:
         chunk = self._head | {"object": self._chunk_object, "choices": [choice]}
@@ -71,7 +91,7 @@ class Scribe:
         for index in range(self._job.choices):
             part = join(parts[index])
             if self._job.kind == "chat":
-                body: Json = {"message": {"role": "assistant", "content": "", "refusal": None} | _spoken(part)}
+                body: Json = {"message": _message(part)}
             else:
                 body = {"text": part.text}
             choices.append(self._choice(part, body))
@@ -95,6 +115,10 @@ class Scribe:
                 choice["prompt_token_ids"] = list(part.prompt_ids)
         if self._job.checksums:
             choice["score_checksums"] = [str(token.checksum) for token in part.said]
+        if self._job.details:
+            choice["token_details"] = [
+                {"id": token.id, "text": token.text, "kept": token.kept, "rejected": token.rejected} for token in part.said
+            ]
         return choice
 
     def _prompt_ids(self, ids: tuple[int, ...] | None) -> Json:
@@ -106,13 +130,16 @@ class Scribe:
             return None
         tokens = (*part.echoed, *part.said)
         if self._job.kind == "chat":
-            return {"content": [self._chat_entry(token) for token in tokens], "refusal": None} if tokens else None
+            return {"content": self.chat_logprobs(tokens), "refusal": None} if tokens else None
         return {
             "tokens": [self._spell(token.id) for token in tokens],
             "token_logprobs": [None if token.logprobs is None else finite(token.logprobs.logprob) for token in tokens],
             "top_logprobs": [self._alternatives(token) for token in tokens],
             "text_offset": [token.offset for token in tokens],
         }
+
+    def chat_logprobs(self, tokens: Sequence[Token]) -> list[Json]:
+        return [self._chat_entry(token) for token in tokens]
 
     def _chat_entry(self, token: Token) -> Json:
         assert token.logprobs is not None  # they were asked for with the request
@@ -151,10 +178,22 @@ def write_usage(usage: Usage) -> Json:
         "total_tokens": usage.prompt + usage.completion,
         "prompt_tokens_details": {"cached_tokens": usage.cached},
         "completion_tokens_details": {
+            "reasoning_tokens": usage.reasoning,
             "accepted_prediction_tokens": usage.kept,
             "rejected_prediction_tokens": usage.rejected,
         },
     }
+
+
+def _message(part: Part) -> Json:
+    content = None if part.calls and not part.text else ""
+    message: Json = {"role": "assistant", "content": content, "refusal": None} | _spoken(part)
+    if part.calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+            for call, arguments in part.calls
+        ]
+    return message
 
 
 def _spoken(part: Part) -> Json:
@@ -163,5 +202,4 @@ def _spoken(part: Part) -> Json:
 
 
 def _without_prompt(part: Part) -> Part:
-
     return replace(part, prompt_ids=None)

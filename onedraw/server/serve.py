@@ -7,7 +7,6 @@ First SIGTERM or SIGINT: new requests get 503, running ones may finish within `d
 from __future__ import annotations
 
 import asyncio
-import copy
 import errno
 import json
 import os
@@ -17,11 +16,11 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from uvicorn.config import LOGGING_CONFIG
 
 from onedraw.door import Door
 from onedraw.errors import BadSetting
 from onedraw.server.app import Desk, create_app
+from onedraw.server.logs import log_config
 from onedraw.server.options import ServerOptions
 
 FLUSH_SECONDS = 5  # for the last bytes of finished replies, after the engine has stopped
@@ -35,11 +34,12 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                log_config=_log_config(options.log_level),
+                log_config=log_config(options.log_level, options.log_format),
                 log_level=options.log_level,
                 timeout_graceful_shutdown=FLUSH_SECONDS,
                 server_header=False,
                 lifespan="off",
+                access_log=False,
             )
         )
         self._desk: Desk = app.state.desk
@@ -123,13 +123,5 @@ def greeting(url: str, door: Door, options: ServerOptions) -> str:
     asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Say hello."}]} if chat else {"prompt": "Once upon a time"}
     body = json.dumps(asked | {"max_tokens": 32})
     path = "/v1/chat/completions" if chat else "/v1/completions"
-    key = ' -H "Authorization: Bearer $ONEDRAW_API_KEY"' if options.api_key is not None else ""
+    key = ' -H "Authorization: Bearer $ONEDRAW_API_KEY"' if options.keys else ""
     return f"curl {url}{path}{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
-
-
-def _log_config(level: str) -> dict[str, Any]:
-    """Uvicorn's, and our own loggers beside it; all of it on stderr."""
-    config: dict[str, Any] = copy.deepcopy(LOGGING_CONFIG)
-    config["loggers"]["onedraw"] = {"handlers": ["default"], "level": level.upper(), "propagate": True}
-    config["handlers"]["access"]["stream"] = "ext://sys.stderr"
-    return config

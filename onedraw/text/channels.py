@@ -1,65 +1,140 @@
 """Reasoning and content told apart in a stream of text.
 
-In: text in pieces of any size, and the markers around reasoning. Out: (channel, text) pieces without the markers. How the
-text was cut into pieces does not matter: what could still become a marker is held back.
+In: text in pieces of any size, and how a family marks its reasoning. Out: (channel, text) pieces without the markers and
+without the white space around them. How the text was cut into pieces does not matter: what could still become a marker is
+held back. The walk is a pure function of a small state, so that whoever counts tokens of a reply that is only guessed so
+far (the thinking budget) walks by the same rule.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Literal
 
 TextChannel = Literal["content", "reasoning"]
-Markers = tuple[str, str]
+Thinking = Literal["may", "open", "over"]  # where a reply begins: before thinking, inside it, behind it
+Pieces = list[tuple[TextChannel, str]]
 
-THINK: Markers = ("<think>", "</think>")
-
-
-def reasoning_markers(template_source: str) -> Markers | None:
-    """The markers of the family that this chat template belongs to; None if it does not reason aloud."""
-    return THINK if all(marker in template_source for marker in THINK) else None
+SPACE = " \t\r\n"
 
 
-def reasoning_is_open(prompt: str, markers: Markers | None) -> bool:
-    """Whether a rendered prompt ends inside reasoning, so that the reply begins there."""
-    return markers is not None and prompt.rstrip().endswith(markers[0])
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """How a family thinks aloud: the markers around it, and the words with which its own template ends it."""
+
+    opens: str
+    closes: str
+    closing: str  # what is said for a model whose thinking ran out of its budget; holds `closes`
+    anywhere: bool = False  # may begin in the middle of a reply; else a marker there is plain text
+    switch: bool = True  # the template knows `enable_thinking`
+    effort: bool = False  # the template knows `reasoning_effort`
+    prompted: bool = False  # the prompt itself opens the reasoning, where there is to be some
+
+
+def reasoning_of(template_source: str) -> Reasoning | None:
+    """How the family that this chat template belongs to reasons; None if it does not reason aloud."""
+    source = template_source.replace("\\n", "\n")
+    switch, effort = "enable_thinking" in source, "reasoning_effort" in source
+    if "<|channel>" in source and "<channel|>" in source:
+        return Reasoning("<|channel>thought\n", "<channel|>", "\n<channel|>", anywhere=True, switch=switch, effort=effort)
+    if "<think>" in source and "</think>" in source:
+        written = ("\n</think>\n\n", "\n</think>\n", "</think>")
+        return Reasoning("<think>", "</think>", next(words for words in written if words in source), switch=switch, effort=effort)
+    return None
+
+
+def thinking_after(prompt: str, reasoning: Reasoning | None) -> Thinking:
+    """Where the reply to a rendered prompt begins: a template may open the reasoning, or open and close it."""
+    end = prompt.rstrip(SPACE)
+    if reasoning is None or end.endswith(reasoning.closes.rstrip(SPACE)):
+        return "over"
+    if end.endswith(reasoning.opens.rstrip(SPACE)):
+        return "open"
+    return "over" if reasoning.prompted else "may"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a reply stands. `held` may still become a marker, or is space that only counts if more text follows."""
+
+    mode: Literal["start", "reasoning", "content"]
+    held: str = ""
+    fresh: bool = False  # nothing but white space since the last marker
+
+    @property
+    def reasoning(self) -> bool:
+        return self.mode == "reasoning"
+
+
+def beginning(reasoning: Reasoning | None, thinking: Thinking) -> Place:
+    if reasoning is None or thinking == "over":
+        return Place("content")
+    return Place("reasoning", fresh=True) if thinking == "open" else Place("start")
+
+
+def walk(place: Place, text: str, reasoning: Reasoning | None) -> tuple[Place, Pieces]:
+    """Where the reply stands after `text`, and the pieces that are final now, in order."""
+    if reasoning is None:
+        return place, [("content", text)] if text else []
+    pieces: Pieces = []
+    while True:
+        place, rest = _step(replace(place, held=""), place.held + text, reasoning, pieces)
+        if rest is None:
+            return place, pieces
+        text = rest
+
+
+def _step(place: Place, text: str, reasoning: Reasoning, pieces: Pieces) -> tuple[Place, str | None]:
+    """Up to the next marker: the place after it and the rest of the text, or None if there was no whole marker."""
+    if place.mode == "start":
+        said = text.lstrip(SPACE)
+        if reasoning.opens.startswith(said):
+            return (Place("reasoning", fresh=True), "") if said == reasoning.opens else (Place("start", text), None)
+        if said.startswith(reasoning.opens):
+            return Place("reasoning", fresh=True), said[len(reasoning.opens) :]
+        return Place("content"), text
+    if place.mode == "content" and not reasoning.anywhere:
+        rest = text.lstrip(SPACE) if place.fresh else text
+        _put(pieces, "content", rest)
+        return Place("content", fresh=place.fresh and not rest), None
+    marker = reasoning.closes if place.reasoning else reasoning.opens
+    channel: TextChannel = "reasoning" if place.reasoning else "content"
+    if place.fresh:
+        text = text.lstrip(SPACE)
+    before, found, after = text.partition(marker)
+    if found:
+        _put(pieces, channel, before.rstrip(SPACE) if place.reasoning else before)
+        return Place("content" if place.reasoning else "reasoning", fresh=True), after
+    safe = text[: len(text) - _overlap(text, marker)]
+    if place.reasoning:
+        safe = safe.rstrip(SPACE)
+    _put(pieces, channel, safe)
+    return Place(place.mode, text[len(safe) :], fresh=place.fresh and not safe), None
 
 
 class ChannelSplitter:
-    """One owner: the stream of one reply. Without markers everything is content."""
+    """One owner: the stream of one reply. Without a way to reason everything is content."""
 
-    def __init__(self, markers: Markers | None, *, reasoning_open: bool = False) -> None:
-        self._markers = markers
-        self._reasoning = reasoning_open and markers is not None
-        self._held = ""
+    def __init__(self, reasoning: Reasoning | None, thinking: Thinking = "may") -> None:
+        self._reasoning = reasoning
+        self._place = beginning(reasoning, thinking)
 
-    def push(self, text: str) -> list[tuple[TextChannel, str]]:
+    def push(self, text: str) -> Pieces:
         """Pieces that are final now, in order."""
-        if self._markers is None:
-            return [("content", text)] if text else []
-        pieces: list[tuple[TextChannel, str]] = []
-        rest = self._held + text
-        while True:
-            marker = self._markers[self._reasoning]
-            before, found, after = rest.partition(marker)
-            if not found:
-                break
-            self._put(pieces, before)
-            self._reasoning, rest = not self._reasoning, after
-        safe = len(rest) - _overlap(rest, marker)
-        self._put(pieces, rest[:safe])
-        self._held = rest[safe:]
+        self._place, pieces = walk(self._place, text, self._reasoning)
         return pieces
 
-    def finish(self) -> list[tuple[TextChannel, str]]:
+    def finish(self) -> Pieces:
         """What was held back, when no more text comes."""
-        pieces: list[tuple[TextChannel, str]] = []
-        self._put(pieces, self._held)
-        self._held = ""
+        pieces: Pieces = []
+        _put(pieces, "reasoning" if self._place.reasoning else "content", self._place.held)
+        self._place = replace(self._place, held="")
         return pieces
 
-    def _put(self, pieces: list[tuple[TextChannel, str]], text: str) -> None:
-        if text:
-            pieces.append(("reasoning" if self._reasoning else "content", text))
+
+def _put(pieces: Pieces, channel: TextChannel, text: str) -> None:
+    if text:
+        pieces.append((channel, text))
 
 
 def _overlap(text: str, marker: str) -> int:

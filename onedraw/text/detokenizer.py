@@ -17,18 +17,22 @@ class Detokenizer:
     """One owner: the stream of one reply.
 
     `opening`: the ids begin a text, so a space that encoding put in front is taken away (SentencePiece kinds only).
-    A continuation of a prompt's text is no opening and keeps its space.
+    A continuation of a prompt's text is no opening and keeps its space. `spelled`: special tokens that have a text
+    all the same, because somebody reads them there.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True, opening: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special: bool = True, opening: bool = True, spelled: frozenset[int] = frozenset()
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
+        self._spelled = spelled
         self._decoder = _Utf8Decoder(errors="replace")
         self._strips_space = opening and tokenizer.strips_space
 
     def push(self, token_id: int) -> str:
         """The text that is final now."""
-        if self._skip_special and self._tokenizer.is_special(token_id):
+        if self._skip_special and self._tokenizer.is_special(token_id) and token_id not in self._spelled:
             return ""
         return self._opened(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
 

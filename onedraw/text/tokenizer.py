@@ -137,6 +137,11 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special
 
+    @cached_property
+    def special_texts(self) -> tuple[str, ...]:
+        """How the special tokens are spelled."""
+        return tuple(self.token_bytes(i).decode("utf-8", "replace") for i in sorted(self._special))
+
     def ids_containing(self, texts: Sequence[str]) -> frozenset[int]:
         """Ids of the non-special tokens whose text contains any of these. The last few answers are remembered."""
         return self._containing(tuple(texts))

@@ -33,7 +33,8 @@ def test_a_converted_model_reads_like_the_gguf_package_reads_it(path: Path) -> N
 
 
 def test_the_fixtures_are_there() -> None:
-    assert [path.stem for path in CONVERTED] == ["llama", "llama31", "qwen3"]
+    modern = ["gemma4_26b", "gemma4_31b", "gemma4_e4b", "laguna", "llama", "llama31", "qwen3", "qwen3_5", "qwen3_5_moe"]
+    assert [path.stem for path in CONVERTED] == modern
 
 
 def write(path: Path, *, tensors: int = 3, alignment: int | None = None, **extra: int) -> Path:

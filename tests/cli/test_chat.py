@@ -13,7 +13,7 @@ import pytest
 
 from onedraw.assemble import open_door
 from onedraw.cli.chat import HELP_LINES, Conversation, answer, line_reader, obey, talk
-from onedraw.door import Door
+from onedraw.door import Door, Prompted
 from onedraw.prove import settled_stats
 from onedraw.settings import Settings
 from onedraw.wishes import Wishes
@@ -130,14 +130,14 @@ def test_an_answer_that_fails_under_way_takes_its_question_back(door: Door, caps
 
 
 def test_control_c_before_an_answer_begins_does_not_leave(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    render, pressed = door.render, iter([True])
+    render, pressed = door.chat, iter([True])
 
-    def interrupted(*given: Any, **named: Any) -> tuple[int, ...]:
+    def interrupted(*given: Any, **named: Any) -> Prompted:
         if next(pressed, False):
             raise KeyboardInterrupt
         return render(*given, **named)
 
-    monkeypatch.setattr(door, "render", interrupted)
+    monkeypatch.setattr(door, "chat", interrupted)
     conversation = a_conversation()
     talk(door, conversation, read=typing("hello", "once more"))
     assert [t["content"] for t in conversation.turns[:1]] == ["once more"]

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from onedraw.cli.inspect import in_words
+from tests import tiny_modern
 from tests.cli.running import Terminal
 
 HIDDEN, WIDTH, HEADS, KV_HEADS, VOCAB, LAYERS = 32, 64, 4, 2, 96, 3
@@ -121,3 +123,61 @@ def test_who_would_guess_is_said(folder: Path, terminal: Terminal) -> None:
     assert terminal.json("inspect", str(folder), "--draft", "ngram", "--draft", str(folder))["drafts"] == ["ngram", str(folder)]
     assert terminal.run("inspect", str(folder), "--draft", "none") == 0
     assert "none: --draft none" in terminal.out
+
+
+@pytest.mark.parametrize(
+    ("name", "index", "words"),
+    [
+        ("qwen3_5", 0, ["Gated DeltaNet (2 key heads 16 wide, 6 value heads 16 wide, convolution over 4)", "(160 wide, silu)"]),
+        (
+            "qwen3_5_moe",
+            3,
+            ["over 8 of 32", "sigmoid gate per element", "2 of 8 experts (32 wide", "one for all (48 wide, gated)"],
+        ),
+        ("gemma4_31b", 5, ["rope 1e+06 proportional", "values are keys before norm and rope", "norms after as before, scaled"]),
+        ("gemma4_26b", 0, ["window 24", "feed-forward (104 wide, gelu_tanh) + beside it 2 of 8 experts (24 wide"]),
+        ("gemma4_e4b", 3, ["normed q, keys and values of layer 1", "an input of its own (16 wide)"]),
+        ("laguna", 1, ["6 heads", "softplus gate per head", "sigmoid routing) and one for all (48 wide)"]),
+        ("laguna", 0, ["rope 500000 yarn over 8 of 16", "feed-forward (104 wide, silu)"]),
+    ],
+)
+def test_every_kind_of_layer_is_told_in_words(name: str, index: int, words: list[str]) -> None:
+    told = in_words(tiny_modern.spec(name).layers[index])
+    assert [word for word in words if word not in told] == []
+
+
+def test_devices_that_are_only_described_are_planned_for(folder: Path, terminal: Terminal) -> None:
+    given = ("inspect", str(folder), "--devices", "cuda/sm86/24GiB,cuda/sm86/24GiB", "--max-context", "256")
+    report = terminal.json(*given)
+    first, second = report["stages"]
+    assert (first["start"], first["stop"], second["start"], second["stop"]) in ((0, 1, 1, 3), (0, 2, 2, 3))
+    assert report["activation_dtype"] == report["memory"]["dtype"] == "bf16"
+    assert all(0 < stage["staging_bytes"] <= 64 * 2**20 for stage in (first, second))
+    assert all(stage["total_bytes"] < stage["device"]["memory"] <= 24 * 2**30 for stage in (first, second))
+    pages = sum(group["page_bytes"] * (group["pages"] + 1) for group in report["memory"]["groups"])
+    assert first["page_bytes"] + second["page_bytes"] == pages
+    assert terminal.run(*given) == 0
+    assert "layers 0–" in terminal.out
+    assert "stagings" in terminal.out
+
+
+def test_a_weaker_device_decides_for_all(folder: Path, terminal: Terminal) -> None:
+    given = ("inspect", str(folder), "--devices", "cuda/sm86/24GiB,cuda/sm75/8GiB", "--split", "2,1")
+    assert terminal.json(*given)["activation_dtype"] == "f16"
+    assert terminal.json(*given, "--activation-dtype", "bf16")["activation_dtype"] == "bf16"
+    assert [s["stop"] for s in terminal.json(*given)["stages"]] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--devices", "cuda/sm86/0.2MiB,cuda/sm86/0.2MiB"), "too many"),
+        (("--devices", "cpu,tpu"), "'tpu' is no device"),
+        (("--devices", "cpu,cpu", "--split", "3,1"), "the nearest that does is 2,1"),
+        (("--devices", "cpu,cpu", "--device", "cpu"), "give one of them"),
+        (("--split", "2,1"), "which was not given"),
+    ],
+)
+def test_a_split_that_cannot_be_is_said(folder: Path, terminal: Terminal, given: tuple[str, ...], said: str) -> None:
+    assert terminal.run("inspect", str(folder), *given) != 0
+    assert said in terminal.err

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from onedraw.backends.torch.backend import TorchBackend
+from onedraw.backends.torch.ops import TorchOps
+from onedraw.backends.torch.stack import Site
 from onedraw.checkpoints.random import random_weights
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from tests.laws.harness import Clairvoyant, Schedule, plain, random_requests, run
@@ -55,3 +57,28 @@ def test_no_schedule_changes_a_bit_on_the_device(dtype: str) -> None:
     ):
         got, _ = run(backend, requests, schedule)
         assert [dataclasses.replace(a, cached=0) for a in got] == [dataclasses.replace(a, cached=0) for a in expected], name
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("cuts", [(1,), (1, 3)])
+def test_a_device_named_twice_gives_the_bits_of_one(dtype: str, cuts: tuple[int, ...]) -> None:
+    requests = random_requests(np.random.default_rng(6), count=5, vocab=VOCAB, longest=150, max_tokens=12)
+    lonely = backend_of(dtype, lanes=1)
+    expected = plain(lambda: lonely, requests)
+    got, _ = run(split_of(dtype, ["cuda:0"] * (len(cuts) + 1), cuts), requests, Schedule(reuse=True))
+    assert [dataclasses.replace(a, cached=0) for a in got] == [dataclasses.replace(a, cached=0) for a in expected]
+
+
+@pytest.mark.parametrize("names", [["cuda:0", "cpu"], ["cpu", "cuda:0"]], ids="-".join)
+def test_a_part_on_the_cpu_gives_the_tokens_of_the_device(names: list[str]) -> None:
+    """All in float32: bits differ between the two, tokens do not."""
+    requests = random_requests(np.random.default_rng(7), count=4, vocab=VOCAB, longest=100, max_tokens=12)
+    expected = [answer.tokens for answer in plain(lambda: backend_of("f32", lanes=1), requests)]
+    got, _ = run(split_of("f32", names, (2,)), requests, Schedule())
+    assert [answer.tokens for answer in got] == expected
+
+
+def split_of(dtype: str, names: list[str], cuts: tuple[int, ...]) -> TorchBackend:
+    sites = [Site.named(name, TorchOps(torch.device(name)), stop=stop) for name, stop in zip(names, (*cuts, None), strict=True)]
+    weights = random_weights(SPEC, seed=1)
+    return TorchBackend(SPEC, weights, dtype=dtype, sites=sites, rows=4096, lanes=4, pages=200, page_size=16, max_context=512)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onedraw.backends.base import Capacity
+from onedraw.backends.base import Capacity, PageGroup
 from onedraw.engine.scheduler import Member, Scheduler
 from onedraw.engine.sequence import Sequence
 from onedraw.memory.ledger import Ledger
@@ -12,11 +12,39 @@ from onedraw.types import Choice, Draft, History, Request, RowOutcome, SamplingP
 
 
 def make(
-    *, turn_tokens: int = 8, lanes: int = 4, pages: int = 64, chunk: int = 1, proposers: tuple[Proposer, ...] = ()
+    *,
+    turn_tokens: int = 8,
+    lanes: int = 4,
+    pages: int = 64,
+    chunk: int = 1,
+    proposers: tuple[Proposer, ...] = (),
+    window: int | None = None,
+    checkpoints: int = 0,
+    draft_positions: int | None = None,
 ) -> Scheduler:
-    capacity = Capacity(vocab=50, max_context=200, lanes=lanes, pages=pages, page_size=4, chunk=chunk)
-    ledger = Ledger(pages=pages, lanes=lanes, page_size=4, reuse=False)
+    capacity = Capacity(
+        vocab=50,
+        max_context=200,
+        lanes=lanes,
+        groups=(PageGroup(pages, window),),
+        page_size=4,
+        chunk=chunk,
+        checkpoints=checkpoints,
+        draft_positions=draft_positions,
+    )
+    ledger = Ledger(capacity, reuse=checkpoints > 0)
     return Scheduler(ledger=ledger, capacity=capacity, speculator=Speculator(proposers, draft_tokens=64), turn_tokens=turn_tokens)
+
+
+class Eager:
+    """Drafts all there is room for."""
+
+    name = "eager"
+
+    def propose(self, request: Request, history: History, room: int) -> tuple[Draft, ...]:
+        return chain((2,) * room)
+
+    def forget(self, request_id: str) -> None: ...
 
 
 def add(scheduler: Scheduler, name: str, length: int, max_tokens: int = 50) -> Sequence:
@@ -29,7 +57,10 @@ def step(scheduler: Scheduler) -> dict[str, Member]:
     """One turn in which every row chooses token 2."""
     members = scheduler.plan()
     for member in members:
-        member.sequence.accept(member.row, RowOutcome((Choice(2),) if member.row.chooses else ()))
+        sequence = member.sequence
+        sequence.accept(member.row, RowOutcome((Choice(2),) if member.row.chooses else ()))
+        assert sequence.lease is not None
+        sequence.lease.settle(sequence.computed, sequence.history)
     return {m.row.request_id: m for m in members}
 
 
@@ -63,14 +94,6 @@ def test_prompt_rows_stop_at_multiples_of_the_chunk() -> None:
 
 
 def test_drafts_leave_every_running_sequence_its_token() -> None:
-    class Eager:
-        name = "eager"
-
-        def propose(self, request: Request, history: History, room: int) -> tuple[Draft, ...]:
-            return chain((2,) * room)
-
-        def forget(self, request_id: str) -> None: ...
-
     scheduler = make(turn_tokens=6, lanes=4, proposers=(Eager(),))
     for i in range(4):
         add(scheduler, f"s{i}", 1)
@@ -88,4 +111,44 @@ def test_the_latest_comer_is_driven_out_first_and_waits_in_front() -> None:
     assert scheduler.waiting[0] is second
     assert second.computed == 0
     assert len(second.history.output) > 0  # what was chosen stays chosen
-    scheduler.ledger.audit()
+    scheduler.ledger.audit_all()
+
+
+def test_drafts_of_a_turn_stay_within_what_can_be_rolled_back() -> None:
+    scheduler = make(turn_tokens=100, lanes=4, proposers=(Eager(),), draft_positions=5)
+    for i in range(4):
+        add(scheduler, f"s{i}", 1)
+    members = scheduler.plan()
+    assert [len(m.row.drafts) for m in members] == [5, 0, 0, 0]
+
+
+def test_a_row_is_no_longer_than_a_window_leaves_pages_for() -> None:
+    scheduler = make(turn_tokens=100, pages=6, window=8, chunk=4)
+    add(scheduler, "long", 90)
+    rows = [step(scheduler)["long"].row for _ in range(8)]
+    assert max(len(row.tokens) for row in rows) == 12  # of 14 that six pages leave beside the window
+    assert all(row.stop % 4 == 0 or row.stop == 90 for row in rows if row.start < 90)
+    assert rows[-1].chooses
+    assert scheduler.preemptions == 0
+
+
+def test_a_prompt_known_as_a_whole_generates_at_once_from_a_row_without_tokens() -> None:
+    scheduler = make(proposers=(Eager(),), checkpoints=2)
+    add(scheduler, "first", 6)
+    (save,) = step(scheduler)["first"].row.saves
+    add(scheduler, "again", 6)
+    row = step(scheduler)["again"].row
+    assert (row.start, row.tokens, row.drafts, row.restore, row.chooses) == (6, (), (), save.slot, True)
+    assert len(row.copies) == 1
+    assert step(scheduler)["again"].row.tokens == (2,)
+    scheduler.ledger.audit_all()
+
+
+def test_a_row_that_fills_a_checkpoint_carries_no_drafts() -> None:
+    """Its last state is then the one after the prompt, whatever a backend rolls back."""
+    scheduler = make(turn_tokens=20, proposers=(Eager(),), checkpoints=2)
+    add(scheduler, "short", 1)
+    row = step(scheduler)["short"].row
+    assert len(row.saves) == 1
+    assert not row.drafts
+    assert step(scheduler)["short"].row.drafts

@@ -119,6 +119,17 @@ def test_a_request_for_more_pages_than_there_are_is_refused_instead_of_waiting_f
     service.close()
 
 
+def test_a_sliding_group_limits_no_context_that_its_window_and_one_row_fit_into() -> None:
+    service = start(FakeBackend(pages=(40, 5), windows=(None, 12), page_size=4, max_context=160))
+    assert ask(service, request("long", length=60, max_tokens=100))[1].finish == "length"
+    assert service.stats().pages_let_go > 20
+    service.close()
+    service = start(FakeBackend(pages=(40, 2), windows=(None, 12), page_size=4, max_context=160))
+    with pytest.raises(ContextOverflow, match="over the context of 8"):
+        service.check(request("long", length=6))
+    service.close()
+
+
 class BarrenBehindTheFirst(FakeBackend):
     """The law leaves a token and, at the position after it, none: what a kept draft can show in one turn."""
 

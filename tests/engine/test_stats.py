@@ -16,7 +16,7 @@ def run(*requests: Request, observed: list[tuple[Row, RowOutcome]] | None = None
     """All requests through an engine that drafts four predicted tokens a row."""
     backend = FakeBackend()
     capacity = backend.capacity
-    ledger = Ledger(pages=capacity.groups[0].pages, lanes=capacity.lanes, page_size=capacity.page_size, reuse=False)
+    ledger = Ledger(capacity, reuse=False)
     speculator = Speculator([PredictionProposer()], draft_tokens=4)
     scheduler = Scheduler(ledger=ledger, capacity=capacity, speculator=speculator, turn_tokens=512)
     observer = None if observed is None else lambda row, outcome: observed.append((row, outcome))

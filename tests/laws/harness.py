@@ -54,17 +54,13 @@ class Schedule:
     speculator: Speculator | None = None  # instead of `proposer`: decides by itself who drafts and how much
     arrivals: tuple[int, ...] = ()  # the turn before which each request arrives; missing: 0
     cancels: tuple[tuple[int, int], ...] = ()  # (turn, index of the request)
+    ledger: type[Ledger] = Ledger
 
 
 def run(backend: Backend, requests: Sequence[Request], schedule: Schedule) -> tuple[list[Answer], Stats]:
     """All requests through one engine, until it is idle. Fails if a page or a lane is lost on the way."""
     capacity = backend.capacity
-    ledger = Ledger(
-        pages=capacity.groups[0].pages,
-        lanes=capacity.lanes,
-        page_size=capacity.page_size,
-        reuse=schedule.reuse and not capacity.recurrent,
-    )
+    ledger = schedule.ledger(capacity, reuse=schedule.reuse)
     proposers = [schedule.proposer] if schedule.proposer else []
     speculator = schedule.speculator or Speculator(proposers, draft_tokens=64)
     scheduler = Scheduler(ledger=ledger, capacity=capacity, speculator=speculator, turn_tokens=schedule.turn_tokens)
@@ -80,11 +76,11 @@ def run(backend: Backend, requests: Sequence[Request], schedule: Schedule) -> tu
             if when == turn:
                 engine.cancel(requests[index].id)
         engine.turn()
-        ledger.audit()
+        ledger.audit_all()
         turn += 1
         assert turn < 20_000, "the engine does not come to an end"
-    assert ledger.pool.held == 0
-    assert ledger.slots.available == capacity.lanes
+    assert ledger.pages_held == 0
+    assert ledger.lanes.available == capacity.lanes
     return answers, engine.stats()
 
 
@@ -133,6 +129,28 @@ def random_requests(rng: np.random.Generator, *, count: int, vocab: int, longest
             params = replace(params, prompt_logprobs=1)
         requests.append(Request(id=f"q{i}", prompt=prompt, params=params))
     return requests
+
+
+def follow_ups(
+    rng: np.random.Generator,
+    requests: Sequence[Request],
+    answers: Sequence[Answer],
+    *,
+    vocab: int,
+    longest: int,
+    max_tokens: int,
+) -> list[Request]:
+    """What is asked later: some of the prompts again under other parameters, and the next turns of conversations."""
+    later = []
+    for number, (request, answer) in enumerate(zip(requests, answers, strict=True)):
+        kind = rng.random()
+        if kind < 0.4 or answer.error:
+            continue
+        said = tuple(int(t) for t in rng.integers(0, vocab, int(rng.integers(1, 7))))
+        prompt = request.prompt if kind < 0.7 else (*request.prompt, *answer.tokens, *said)
+        params = random_params(rng, vocab=vocab, max_tokens=int(rng.integers(1, max_tokens + 1)))
+        later.append(Request(id=f"q{len(requests)}.{number}", prompt=prompt[:longest], params=params))
+    return later
 
 
 @dataclass

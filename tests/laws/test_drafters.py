@@ -13,12 +13,12 @@ import torch
 
 from onedraw.backends.torch.backend import Drafter, TorchBackend
 from onedraw.backends.torch.device import pick_ops
-from onedraw.backends.torch.draft_model import DraftModel
+from onedraw.backends.torch.draft_model import DraftModel, SmallModel
 from onedraw.backends.torch.drafter import DflashDrafter
 from onedraw.backends.torch.inputs import Shape
 from onedraw.backends.torch.ops import Ops, TorchOps
 from onedraw.backends.torch.sampler import Sampler
-from onedraw.backends.torch.stack import Stack
+from onedraw.backends.torch.stack import Site, Stack
 from onedraw.checkpoints.base import open_checkpoint
 from onedraw.models.dflash import describe_drafter
 from onedraw.models.loading import describe
@@ -60,8 +60,10 @@ def draft_model(layers: int) -> Make:
     def make(stack: Stack, sampler: Sampler, shape: Shape) -> Drafter:
         described = describe(open_checkpoint(TRAINED / "trained_qwen3"))
         spec = dataclasses.replace(described.spec, layers=described.spec.layers[:layers])
-        small = Stack(spec, described.weights, dtype=torch.float32, device=stack.device, ops=stack.ops, max_context=CONTEXT + 8)
-        return DraftModel(small, shape=shape, lanes=4, max_context=CONTEXT, length=4)
+        small = Stack(
+            spec, described.weights, dtype=torch.float32, sites=[Site(stack.device, stack.ops)], max_context=CONTEXT + 8
+        )
+        return DraftModel(SmallModel(small, shape=shape), shape=shape, lanes=4, max_context=CONTEXT, length=4)
 
     return make
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -11,49 +13,87 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from onedraw.backends.fake import FakeBackend
-from onedraw.types import Request, Row, SamplingParams
-from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, random_requests, run
+from onedraw.engine.stats import Stats
+from onedraw.memory.ledger import Lease, Ledger, Sizes
+from onedraw.memory.resume import Needs
+from onedraw.memory.span import most_pages
+from onedraw.types import History, Request, Row, RowOutcome, SamplingParams
+from tests.laws.harness import Answer, Clairvoyant, Schedule, follow_ups, plain, random_requests, run
 
 VOCAB = 61
-EXERCISED: Counter[str] = Counter()
+EXERCISED: defaultdict[str, Counter[str]] = defaultdict(Counter)
 
 
-def world(seed: int) -> tuple[list[Request], dict[str, object], dict[str, object]]:
-    """Requests, the backend they run on, and the engine's numbers, all from one seed."""
+KINDS = ("pages", "groups", "recurrent", "both")
+
+
+@dataclass
+class World:
+    """Requests, what becomes of each alone, the backend they meet on, and the engine's numbers."""
+
+    requests: list[Request]
+    expected: list[Answer]
+    backend: dict[str, Any]
+    schedule: dict[str, Any]
+
+    def run(self, make: type[FakeBackend] = FakeBackend, **changes: Any) -> tuple[list[Answer], Stats]:
+        return run(make(**self.backend), self.requests, Schedule(**{**self.schedule, **changes}))
+
+
+def world(seed: int, kind: str | None = None) -> World:
+    """All from one seed. First come some prompts, then prompts that repeat them or continue their answers, twice over."""
     rng = np.random.default_rng(seed)
-    requests = random_requests(rng, count=int(rng.integers(1, 7)), vocab=VOCAB, longest=28, max_tokens=14)
-    recurrent = bool(rng.random() < 0.5)
-    page_size = int(rng.choice([1, 2, 4, 8]))
-    longest = max(len(r.prompt) + r.params.max_tokens for r in requests)
-    least = -(-(longest + 1) // page_size)
-    backend = {
-        "vocab": VOCAB,
-        "page_size": page_size,
-        "lanes": int(rng.integers(1, 6)),
-        "pages": int(least + rng.integers(0, 2 * least + 1)),
-        "max_context": 64,
-        "recurrent": recurrent,
-        "chunk": int(rng.choice([1, 4, 8])) if recurrent else 1,
-    }
+    kind = kind or KINDS[seed % len(KINDS)]
+    backend = random_backend(rng, windowed=kind in ("groups", "both"), recurrent=kind in ("recurrent", "both"))
+    requests = random_requests(rng, count=int(rng.integers(1, 5)), vocab=VOCAB, longest=24, max_tokens=10)
+    alone = lambda found: plain(lambda: FakeBackend(**{**backend, "lanes": 1, "pages": 128}), found)  # noqa: E731
+    expected = alone(requests)
+    for _ in range(2):
+        later = follow_ups(rng, requests, expected, vocab=VOCAB, longest=40, max_tokens=10)
+        requests, expected = requests + later, expected + alone(later)
+    longest = max(len(r.prompt) + r.params.max_tokens for r in requests) + 1
+    backend["pages"] = [_enough(rng, longest, window, backend) for window in backend["windows"]]
+    first = int(rng.integers(1, 20))
     schedule = {
         "turn_tokens": int(rng.integers(1, 40)),
-        "reuse": bool(rng.random() < 0.7),
-        "arrivals": tuple(int(t) for t in rng.integers(0, 12, len(requests))),
+        "reuse": bool(rng.random() < 0.85),
+        "arrivals": tuple(
+            int(t) + (0 if "." not in r.id else first) for t, r in zip(rng.integers(0, 12, len(requests)), requests)
+        ),
     }
-    return requests, backend, schedule
+    return World(requests, expected, backend, schedule)
 
 
-def roomy(backend: dict[str, object]) -> dict[str, object]:
-    return {**backend, "lanes": 1, "pages": 128}
+def random_backend(rng: np.random.Generator, *, windowed: bool, recurrent: bool) -> dict[str, Any]:
+    windows: list[int | None] = [None]
+    if windowed:
+        windows = [None, int(rng.integers(1, 20)), int(rng.integers(1, 20))][int(rng.random() < 0.2) : int(rng.integers(2, 4))]
+    return {
+        "vocab": VOCAB,
+        "page_size": int(rng.choice([1, 2, 4, 8])),
+        "lanes": int(rng.integers(1, 6)),
+        "max_context": 64,
+        "windows": tuple(windows),
+        "recurrent": recurrent,
+        "chunk": int(rng.choice([1, 4, 8])) if recurrent else 1,
+        "checkpoints": int(rng.choice([0, 1, 2, 3, 6, 12])),
+        "draft_positions": int(rng.integers(0, 12)) if rng.random() < 0.2 else None,
+    }
+
+
+def _enough(rng: np.random.Generator, longest: int, window: int | None, backend: dict[str, Any]) -> int:
+    """Pages with which the longest request comes to its end alone, or some more."""
+    least = most_pages(longest, window=window, step=backend["chunk"], page_size=backend["page_size"])
+    return int(least + rng.integers(0, 2 * least + 1))
 
 
 def same(got: list[Answer], expected: list[Answer]) -> bool:
     return [dataclasses.replace(a, cached=0) for a in got] == [dataclasses.replace(a, cached=0) for a in expected]
 
 
-def proposer_for(seed: int, expected: list[Answer], requests: list[Request]) -> Clairvoyant:
+def proposer_for(seed: int, world: World) -> Clairvoyant:
     rng = np.random.default_rng(seed + 1)
-    answers = {r.id: a.tokens for r, a in zip(requests, expected, strict=True)}
+    answers = {r.id: a.tokens for r, a in zip(world.requests, world.expected, strict=True)}
     return Clairvoyant(
         answers,
         VOCAB,
@@ -63,49 +103,105 @@ def proposer_for(seed: int, expected: list[Answer], requests: list[Request]) -> 
     )
 
 
-@settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
-@given(seed=st.integers(0, 2**40), drafting=st.booleans())
-def test_no_schedule_changes_tokens_or_scores(seed: int, drafting: bool) -> None:
-    requests, backend, schedule = world(seed)
-    expected = plain(lambda: FakeBackend(**roomy(backend)), requests)
-    if drafting:
-        schedule["proposer"] = proposer_for(seed, expected, requests)
-    got, stats = run(FakeBackend(**backend), requests, Schedule(**schedule))
-    assert same(got, expected)
-    EXERCISED.update(
+class Watching(FakeBackend):
+    """Notes what the counters of an engine do not tell."""
+
+    noted: ClassVar[Counter[str]] = Counter()
+
+    def run(self, row: Row) -> RowOutcome:
+        answer = row.stop > row.prompt_stop and len(row.tokens) > 1
+        self.noted["answers_recomputed"] += answer
+        self.noted["answers_resumed"] += answer and row.restore is not None and row.start == row.prompt_stop
+        return super().run(row)
+
+
+@settings(max_examples=800, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**40), kind=st.sampled_from(KINDS), drafting=st.booleans())
+def test_no_schedule_changes_tokens_or_scores(seed: int, kind: str, drafting: bool) -> None:
+    met = world(seed, kind)
+    Watching.noted = Counter()
+    got, stats = met.run(Watching, proposer=proposer_for(seed, met) if drafting else None)
+    assert same(got, met.expected)
+    EXERCISED[kind].update(Watching.noted)
+    EXERCISED[kind].update(
         kept=stats.accepted_tokens,
         rejected=stats.draft_tokens - stats.accepted_tokens,
+        trees=stats.draft_trees,
         preemptions=stats.preemptions,
         hits=stats.prefix_hits,
         middle_chunks=stats.middle_chunks,
         mixed=stats.mixed_turns,
         scored=sum(bool(a.scored) for a in got),
         stopped=sum(a.finish == "stop" for a in got),
+        saved=stats.checkpoints_saved,
+        evicted=stats.checkpoints_evicted,
+        whole=stats.whole_prompts,
+        midway=stats.restores - stats.whole_prompts,
+        copies=stats.page_copies,
+        let_go=stats.pages_let_go,
     )
+
+
+EVERYWHERE = (
+    *("kept", "rejected", "trees", "preemptions", "hits", "middle_chunks", "mixed", "scored", "stopped"),
+    *("saved", "evicted", "whole", "copies", "answers_recomputed"),
+)
+RESUMED = ("midway", "answers_resumed")
+THERE = {"pages": (), "groups": ("let_go",), "recurrent": RESUMED, "both": ("let_go", *RESUMED)}
 
 
 def test_the_schedules_exercised_everything() -> None:
     """Runs after the law above, in the same process: a law that met nothing proves nothing."""
     if not EXERCISED:
         test_no_schedule_changes_tokens_or_scores()
-    for what in ("kept", "rejected", "preemptions", "hits", "middle_chunks", "mixed", "scored", "stopped"):
-        assert EXERCISED[what] > 0, f"{what} never happened"
+    for kind in KINDS:
+        for what in (*EVERYWHERE, *THERE[kind]):
+            assert EXERCISED[kind][what] > 0, f"{kind}: {what} never happened"
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**40))
 def test_cancelling_frees_everything_and_disturbs_nobody(seed: int) -> None:
-    requests, backend, schedule = world(seed)
+    met = world(seed)
     rng = np.random.default_rng(seed + 2)
-    expected = plain(lambda: FakeBackend(**roomy(backend)), requests)
-    gone = {int(i) for i in rng.integers(0, len(requests), 2)}
-    schedule["cancels"] = tuple((int(rng.integers(0, 25)), i) for i in sorted(gone))
-    got, _ = run(FakeBackend(**backend), requests, Schedule(**schedule))  # run() fails on a leaked page or lane
-    for i, (answer, whole) in enumerate(zip(got, expected, strict=True)):
+    gone = {int(i) for i in rng.integers(0, len(met.requests), 2)}
+    cancels = tuple((int(rng.integers(0, 25)), i) for i in sorted(gone))
+    got, _ = met.run(cancels=cancels)  # run() fails on a leaked page, slot or lane
+    for i, (answer, whole) in enumerate(zip(got, met.expected, strict=True)):
         if i not in gone:
             assert same([answer], [whole])
         else:
             assert answer.tokens == whole.tokens[: len(answer.tokens)]
+
+
+# ---------------------------------------------------------------------- conversations
+
+
+def ask(name: str, prompt: tuple[int, ...], **params: Any) -> Request:
+    return Request(id=name, prompt=prompt, params=SamplingParams(**{"max_tokens": 9, "checksums": True, "seed": 5, **params}))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_second_turn_of_a_conversation_is_the_same_cold_and_warm(kind: str, temperature: float) -> None:
+    recurrent = kind in ("recurrent", "both")
+    make = lambda **more: FakeBackend(  # noqa: E731
+        windows=(None, 6) if kind in ("groups", "both") else (None,),
+        recurrent=recurrent,
+        chunk=4 if recurrent else 1,
+        checkpoints=6,
+        **more,
+    )
+    how: dict[str, Any] = {"temperature": temperature, "repetition_penalty": 1.2, "frequency_penalty": 0.3}
+    first = ask("first", tuple(range(3, 21)), **how)
+    (said,) = plain(make, [first])
+    turns = [first, ask("turn", (*first.prompt, *said.tokens, 40, 41), **how), ask("again", first.prompt, **{**how, "seed": 6})]
+    cold = plain(make, turns)
+    warm, stats = run(make(), turns, Schedule(reuse=True, arrivals=(0, 30, 60)))
+    assert same(warm, cold)
+    # On recurrent backends the answer is computed again as prompt: 18 tokens reach the boundary at 16.
+    assert [a.cached for a in warm] == [0, 16 if recurrent else 24, 18]
+    assert (stats.whole_prompts, stats.restores) == (1, 2 if recurrent else 1)
 
 
 # ---------------------------------------------------------------------- planted faults
@@ -160,8 +256,8 @@ class NeighboursPage(FakeBackend):
 
     def _write(self, row):  # type: ignore[no-untyped-def]
         super()._write(row)
-        if len(row.pages[0][0]) > 1 and row.start % self._capacity.page_size == 0 and row.start:
-            self._store[row.pages[0][row.start // self._capacity.page_size - 1], -1] = 0
+        if len(row.pages[0]) > 1 and row.start % self._capacity.page_size == 0 and row.start:
+            self._stores[0][row.pages[0][row.start // self._capacity.page_size - 1], -1] = 0
 
 
 class ForgetsToCompact(FakeBackend):
@@ -178,9 +274,48 @@ class ReadsTheElderSibling(FakeBackend):
         return super()._states(dataclasses.replace(row, drafts=drafts))
 
 
+class AnotherPromptsState(FakeBackend):
+    """Restores the slot beside the one that was meant."""
+
+    def restore(self, row: Row) -> None:
+        super().restore(dataclasses.replace(row, restore=(row.restore or 0) - 1))
+
+
+class AnotherPromptsLogits(FakeBackend):
+    """Chooses a whole prompt's first token from the logits of the slot beside."""
+
+    def all_logits(self, row, states):  # type: ignore[no-untyped-def]
+        return super().all_logits(row if row.tokens else dataclasses.replace(row, restore=row.restore - 1), states)
+
+
+class ForgetsTheLogits(FakeBackend):
+    """Saves the state of a prompt's end and leaves the logits that were in the slot."""
+
+    def save(self, row, save, state, logits):  # type: ignore[no-untyped-def]
+        before = self._kept[save.slot].logits
+        super().save(row, save, state, logits if before is None else before)
+
+
+class ForgetsTheCopy(FakeBackend):
+    def copy(self, row: Row) -> None: ...
+
+
+class SavesALittleLate(FakeBackend):
+    """Keeps the state one position past the one that was meant, where the row goes on."""
+
+    def save(self, row, save, state, logits):  # type: ignore[no-untyped-def]
+        late = min(save.position + 1, row.stop) - row.start
+        super().save(row, save, self._states(row)[late], logits)
+
+
 @pytest.mark.parametrize(
     "faulty",
     [
+        AnotherPromptsState,
+        AnotherPromptsLogits,
+        ForgetsTheLogits,
+        ForgetsTheCopy,
+        SavesALittleLate,
         ForgetsToCompact,
         ReadsTheElderSibling,
         ForgetsToRollBack,
@@ -193,14 +328,55 @@ class ReadsTheElderSibling(FakeBackend):
     ids=lambda c: c.__name__,
 )
 def test_a_planted_fault_is_caught(faulty: type[FakeBackend]) -> None:
-    caught = 0
     for seed in range(60):
-        requests, backend, schedule = world(seed)
-        expected = plain(lambda: FakeBackend(**roomy(backend)), requests)  # noqa: B023
-        schedule["proposer"] = proposer_for(seed, expected, requests)
-        got, _ = run(faulty(**backend), requests, Schedule(**schedule))
-        caught += not same(got, expected)
-    assert caught > 0, "the fault went unnoticed in 60 schedules"
+        met = world(seed)
+        if not same(met.run(faulty, proposer=proposer_for(seed, met))[0], met.expected):
+            return
+    pytest.fail("the fault went unnoticed in 60 schedules")
+
+
+class CheckpointsOffTheGrid(Ledger):
+    """Saves and resumes at positions inside a chunk."""
+
+    class Anywhere(Needs):
+        def boundary(self, position: int) -> bool:
+            return True
+
+    def __init__(self, sizes: Sizes, *, reuse: bool) -> None:
+        super().__init__(sizes, reuse=reuse)
+        self.needs = self.Anywhere(**{f.name: getattr(self.needs, f.name) for f in dataclasses.fields(Needs)})
+
+    def lend(self, history: History, **how: Any) -> Lease | None:
+        lease = super().lend(history, **how)
+        if lease is not None:
+            lease.wishes = tuple(position - 1 for position in lease.wishes if position - 1 > lease.cached)
+        return lease
+
+
+class IndexesAnswers(Ledger):
+    """Shares pages of generated positions on a backend with two forms."""
+
+    def lend(self, history: History, **how: Any) -> Lease | None:
+        lease = super().lend(history, **how)
+        if lease is not None and self.reuse:
+            lease.indexable = 2**62
+        return lease
+
+
+class LetsGoTooEarly(Ledger):
+    """Counts a window one position short when it lets go of pages."""
+
+    def seen_from(self, length: int, window: int | None) -> int:
+        return super().seen_from(length + 1, window)
+
+
+@pytest.mark.parametrize("faulty", [CheckpointsOffTheGrid, IndexesAnswers, LetsGoTooEarly], ids=lambda c: c.__name__)
+def test_a_fault_in_the_books_is_caught(faulty: type[Ledger]) -> None:
+    for seed in range(120):
+        met = world(seed)
+        if not same(met.run(ledger=faulty)[0], met.expected):
+            return
+    pytest.fail("the fault went unnoticed in 120 schedules")
 
 
 def test_a_law_that_leaves_no_token_ends_the_request_by_name() -> None:

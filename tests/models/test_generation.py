@@ -43,3 +43,16 @@ def test_eos_comes_from_the_generation_config_then_the_config() -> None:
 def test_eos_of_a_gguf_includes_the_end_of_a_turn() -> None:
     metadata = {"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 9, "tokenizer.ggml.eom_token_id": 2}
     assert eos_ids(MadeSource(metadata, "gguf")) == [2, 9]
+
+
+def test_eos_of_a_multimodal_model_may_stand_with_its_text_model() -> None:
+    assert eos_ids(MadeSource({"text_config": {"eos_token_id": [4, 5]}})) == [4, 5]
+    assert eos_ids(MadeSource({"eos_token_id": 3, "text_config": {"eos_token_id": 4}})) == [3]
+
+
+def test_tokens_that_end_a_turn_of_gemma4_end_it_in_a_gguf_that_does_not_name_them() -> None:
+    metadata = {"general.architecture": "gemma4", "tokenizer.ggml.eos_token_id": 1}
+    metadata["tokenizer.ggml.tokens"] = ["<pad>", "<eos>", "a", "<turn|>", "<|tool_response>"]
+    assert eos_ids(MadeSource(metadata, "gguf")) == [1, 3, 4]
+    assert eos_ids(MadeSource({**metadata, "tokenizer.ggml.tokens": ["a", "<turn|>"]}, "gguf")) == [1]
+    assert eos_ids(MadeSource({**metadata, "general.architecture": "llama"}, "gguf")) == [1]

@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -25,7 +26,8 @@ TOKENS = [(7 * i * i + 3 * i + 5) % tiny.VOCAB for i in range(80)]  # longer tha
 
 
 def judge(model: transformers.PreTrainedModel) -> np.ndarray:
-    with torch.no_grad():
+    """What transformers computes in double precision, its norms too, which it takes in float32 otherwise."""
+    with torch.no_grad(), mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
         return model.double()(torch.tensor([TOKENS])).logits[0].numpy()
 
 
@@ -35,7 +37,7 @@ def assert_understood(described: Described, expected: np.ndarray) -> None:
     np.testing.assert_array_equal(found.argmax(-1), expected.argmax(-1))
 
 
-@pytest.mark.parametrize("name", tiny.NAMES)
+@pytest.mark.parametrize("name", [*tiny.NAMES, *tiny.MODERN])
 def test_a_transformers_folder_computes_what_transformers_computes(name: str, tmp_path: Path) -> None:
     assert_understood(describe(open_checkpoint(tiny.write_safetensors(name, tmp_path))), judge(tiny.build(name)))
 
@@ -43,6 +45,16 @@ def test_a_transformers_folder_computes_what_transformers_computes(name: str, tm
 @pytest.mark.parametrize("name", tiny.NAMES)
 def test_a_gguf_twin_computes_the_same(name: str, tmp_path: Path) -> None:
     assert_understood(describe(open_checkpoint(tiny.write_gguf(name, tmp_path / "m.gguf"))), judge(tiny.build(name)))
+
+
+@pytest.mark.parametrize("name", [name for name in tiny.TWINS if name in tiny.MODERN])
+def test_a_gguf_twin_is_the_same_model_bit_by_bit(name: str, tmp_path: Path) -> None:
+    """Which computes what transformers computes, as the test above shows of the folder."""
+    folder = describe(open_checkpoint(tiny.write_safetensors(name, tmp_path / "folder")))
+    twin = describe(open_checkpoint(tiny.write_gguf(name, tmp_path / "m.gguf")))
+    assert replace(twin.spec, notes=(), eps=0.0) == replace(folder.spec, notes=(), eps=0.0)
+    assert np.float32(twin.spec.eps) == np.float32(folder.spec.eps)
+    assert digest(twin) == digest(folder)
 
 
 VARIANTS: dict[str, tuple[type, dict[str, Any]]] = {
@@ -105,6 +117,10 @@ DIGESTS = {
     "qwen3": "02668fcd4e7409ab103af9189bdbef754debb6a18df94c99c51caeac93be0056",
     "qwen3_5": "6fa39786421184b19e23847a1e4b507d60d0c46705333121acf2cd880a0f90d7",
     "qwen3_5_moe": "897d09657f87fc9b931088b65d2fe2ed3daea33662b62c4203b17c0ebadd4d01",
+    "gemma4_31b": "b65a73ce08eb753b4feefec8af8d1710ce4aba28bca7f1df8866a305ecb78c7e",
+    "gemma4_26b": "306470d0c13413ecc00693122c1a4004a9758a919cd409508a2ef8ff0089c621",
+    "gemma4_e4b": "bb0f95959350709446bc3ee3e92e198530270afa3ec161c208e6819b59a4ded9",
+    "laguna": "ad368b04a49ba3623b746fe78c756837518385ce91b7d02e1c97842c6e7a1598",
 }
 
 

@@ -127,9 +127,13 @@ def test_the_openings_of_many_seeds_vary_as_plain_ones_do(plain: Door, smollm2_p
     ids=["plain law", "top-p and penalties"],
 )
 def test_drafted_first_tokens_follow_the_law(smollm2_path: Path, wishes: dict[str, Any]) -> None:
-    """All seeds share the prompt's pages, so even their first row carries drafts: kept for some seeds, rejected for others."""
+    """All seeds share the prompt's pages, so even their first row carries drafts: kept for some seeds, rejected for others.
+
+    Without checkpoints: a row that chooses from kept logits would carry none.
+    """
     speculator = Speculator([PredictionProposer()], draft_tokens=1)
-    settings = Settings(model=str(smollm2_path), dtype="f32", max_context=256, max_batch=64, queue_limit=SEEDS + 1)
+    sizes: dict[str, Any] = {"max_context": 256, "max_batch": 64, "queue_limit": SEEDS + 1, "checkpoint_memory": 0}
+    settings = Settings(model=str(smollm2_path), dtype="f32", **sizes)
     with open_door(settings, speculator=speculator) as door:
         prompt = door.encode("There are many animals in the world, big and small ones, and yet my own favourite animal is the")[
             :17

@@ -8,7 +8,8 @@ import pytest
 
 from onedraw.errors import BadRequest
 from onedraw.server.fields import Treatment
-from onedraw.server.protocol import TABLES, ChatRequest, CompletionRequest, parse
+from onedraw.server.parsing import TABLES, parse
+from onedraw.server.protocol import ChatRequest, CompletionRequest
 from onedraw.server.reference import page
 
 BASE = {
@@ -28,7 +29,11 @@ def test_a_field_is_treated_as_its_rule_says(kind, rule):
     match rule.treatment:
         case Treatment.HONOURED:
             with pytest.raises(BadRequest) as refusal:
-                parse(kind, BASE[kind] | {rule.name: {"no": {"such": ["value"]}} if rule.name != "chat_template_kwargs" else 5})
+                parse(
+                    kind,
+                    BASE[kind]
+                    | {rule.name: {"no": {"such": ["value"]}} if rule.name not in ("chat_template_kwargs", "guided_json") else 5},
+                )
             assert refusal.value.param.startswith(rule.name)
         case Treatment.INERT if not rule.neutral:
             assert parse(kind, BASE[kind] | {rule.name: {"anything": 1}}).request == plain

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import httpx
 import openai
 import pytest
 
 from onedraw.errors import BadSetting
 from onedraw.server.options import ServerOptions
-from tests.serve.running import fake_door, serving
+from tests.serve.running import fake_door, serving, slowed, wait_until
 
 KEY = "sesame-Ω-key"  # a key may hold any characters
 
@@ -36,6 +38,13 @@ def test_without_the_right_key_nothing_is_answered(locked, given, path):
 def test_with_the_key_everything_is_answered(locked):
     for scheme in ("Bearer", "bearer"):
         assert locked.get("/v1/models", headers={"authorization": f"{scheme} {KEY}".encode()}).status_code == 200
+
+
+def test_the_key_may_stand_in_its_own_header(locked):
+    assert locked.get("/v1/models", headers={"x-api-key": KEY.encode()}).status_code == 200
+    assert locked.get("/v1/models", headers={"x-api-key": "wrong"}).status_code == 401
+    both = {"x-api-key": KEY.encode(), "authorization": b"Bearer wrong"}
+    assert locked.get("/v1/models", headers=both).status_code == 401
 
 
 def test_health_needs_no_key(locked):
@@ -81,8 +90,8 @@ def test_the_lenient_server_ignores_unknown_fields_and_says_so():
             answer = served.post("/v1/chat/completions", stream=stream, **asked)
             assert answer.status_code == 200
             assert answer.headers["x-onedraw-ignored"] == "frobnicate, gr\\xf6\\xdfe, messages[0].mood"
-        refused = served.post("/v1/chat/completions", tools=[{"type": "function"}], **asked)
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
+        refused = served.post("/v1/chat/completions", audio={}, **asked)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "audio")
         assert "x-onedraw-ignored" not in served.post("/v1/completions", prompt="a", max_tokens=1).headers
 
 
@@ -95,7 +104,16 @@ def test_the_model_answers_to_its_other_names():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"port": -1}, {"port": 70000}, {"max_body": 0}, {"drain_seconds": -1}, {"api_key": " "}, {"log_level": "loud"}],
+    [
+        {"port": -1},
+        {"port": 70000},
+        {"max_body": 0},
+        {"drain_seconds": -1},
+        {"api_key": " "},
+        {"log_level": "loud"},
+        {"log_format": "xml"},
+        {"request_seconds": 0},
+    ],
     ids=str,
 )
 def test_wrong_options_are_refused_by_their_flag(wrong):
@@ -109,3 +127,28 @@ def test_a_key_may_end_in_bytes_that_look_like_spaces(key):
     with fake_door() as door, serving(door, ServerOptions(api_key=key)) as served:
         assert served.get("/v1/models", headers={"authorization": f"Bearer {key}".encode()}).status_code == 200
         assert served.get("/v1/models", headers={"authorization": f"Bearer {key[:-1]}x".encode()}).status_code == 401
+
+
+def test_a_request_over_its_time_is_ended_and_its_pages_are_free():
+    with fake_door() as door, serving(slowed(door, 0.01), ServerOptions(request_seconds=0.3)) as served:
+        asked = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True}
+        answer = served.post("/v1/completions", **asked)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "request_timeout")
+        streamed = served.post("/v1/completions", stream=True, **asked).text.split("\n\n")
+        assert len(streamed) > 5
+        assert '"request_timeout"' in streamed[-2]
+        wait_until(lambda: door.service.stats().running == 0)
+        assert served.post("/v1/completions", prompt="a", max_tokens=3).status_code == 200
+
+
+def test_a_body_that_does_not_arrive_is_refused(monkeypatch):
+    monkeypatch.setattr("onedraw.server.guards.read_body.__kwdefaults__", {"seconds": 0.2})
+    with fake_door() as door, serving(door) as served:
+
+        def slowly():
+            yield b'{"prompt": '
+            time.sleep(0.6)
+            yield b'"a"}'
+
+        answer = served.send("/v1/completions", slowly())
+        assert (answer.status_code, answer.json()["error"]["code"]) == (408, "body_too_slow")

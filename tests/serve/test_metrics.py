@@ -12,6 +12,8 @@ NAMES = {
     "prefix_cache_queries_total", "prefix_cache_hits_total",
     "prompt_tokens_total", "generation_tokens_total", "num_preemptions_total", "spec_decode_num_drafts_total",
     "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total", "time_to_first_token_seconds_count",
+    "prompt_checkpoints", "prompt_checkpoints_saved_total", "prompt_checkpoints_evicted_total", "sliding_pages_let_go_total",
+    "prompt_checkpoints_restored_total", "prompt_checkpoints_whole_total",
     "inter_token_latency_seconds_count", "e2e_request_latency_seconds_count",
 }  # fmt: skip
 

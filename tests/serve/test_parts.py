@@ -36,7 +36,7 @@ def test_usage_counts_prompts_once_and_only_what_nobody_computed_as_cached():
         "completion_tokens": 20,
         "total_tokens": 50,
         "prompt_tokens_details": {"cached_tokens": 0 + 12},
-        "completion_tokens_details": {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 7},
+        "completion_tokens_details": {"reasoning_tokens": 0, "accepted_prediction_tokens": 4, "rejected_prediction_tokens": 7},
     }
 
 

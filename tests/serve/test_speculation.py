@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from onedraw.server.protocol import ChatRequest, parse
+from onedraw.server.parsing import parse
+from onedraw.server.protocol import ChatRequest
 from onedraw.text.toy import toy_tokenizer
 from tests.serve.running import Served, fake_door, serving
 
@@ -44,11 +45,11 @@ def said(served: Served, choice: dict) -> str:
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_a_right_prediction_is_kept_and_changes_nothing(drafting: Served, path: str) -> None:
     plain, none = ask(drafting, path)
-    assert none == {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+    assert none == {"reasoning_tokens": 0, "accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
     predicted, counted = ask(drafting, path, prediction={"type": "content", "content": said(drafting, plain)})
     assert predicted == plain
     # A turn gives five drafts and a token of its own: 1 token, then 6 + 6 + 6 + 5 with the room that is left.
-    assert counted == {"accepted_prediction_tokens": 19, "rejected_prediction_tokens": 0}
+    assert counted == {"reasoning_tokens": 0, "accepted_prediction_tokens": 19, "rejected_prediction_tokens": 0}
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
@@ -64,7 +65,7 @@ def test_speculation_false_drafts_nothing(drafting: Served) -> None:
     prediction = {"type": "content", "content": said(drafting, plain)}
     quiet, counted = ask(drafting, CHAT, prediction=prediction, speculation=False)
     assert quiet == plain
-    assert counted == {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+    assert counted == {"reasoning_tokens": 0, "accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
     assert ask(drafting, CHAT, prediction=prediction, speculation=True)[1]["accepted_prediction_tokens"] > 0
 
 
@@ -84,7 +85,7 @@ def test_drafts_behind_a_stop_string_are_not_counted_as_kept(drafting: Served) -
     stopped, counted = ask(drafting, COMPLETIONS, prediction={"type": "content", "content": text}, stop=stop)
     assert (stopped["text"], stopped["finish_reason"]) == (plain["text"][:3], "stop")
     assert stopped["token_ids"] == plain["token_ids"][:4]
-    assert counted == {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 2}
+    assert counted == {"reasoning_tokens": 0, "accepted_prediction_tokens": 3, "rejected_prediction_tokens": 2}
 
 
 def test_drafts_behind_a_stop_id_are_not_counted_as_kept(drafting: Served) -> None:
@@ -94,7 +95,7 @@ def test_drafts_behind_a_stop_id_are_not_counted_as_kept(drafting: Served) -> No
     prediction = {"type": "content", "content": said(drafting, plain)}
     stopped, counted = ask(drafting, COMPLETIONS, prediction=prediction, stop_token_ids=[stop])
     assert stopped["token_ids"] == plain["token_ids"][:4]
-    assert counted == {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 2}
+    assert counted == {"reasoning_tokens": 0, "accepted_prediction_tokens": 3, "rejected_prediction_tokens": 2}
 
 
 def test_a_prediction_may_come_in_parts() -> None:

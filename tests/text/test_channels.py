@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import groupby
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onedraw.text.channels import THINK, ChannelSplitter, reasoning_is_open, reasoning_markers
+from onedraw.text.channels import SPACE, ChannelSplitter, Reasoning, reasoning_of, thinking_after
 
-SHORT = ("<t>", "</t>")
+THINK = Reasoning("<think>", "</think>", "\n</think>\n\n")
+SHORT = Reasoning("<t>", "</t>", "</t>")
+ANYWHERE = Reasoning("<t>", "</t>", "</t>", anywhere=True)
 
 
-def slow(text: str, markers: tuple[str, str], *, reasoning: bool) -> list[tuple[str, str]]:
-    pieces = []
+def slow(text: str, how: Reasoning, *, reasoning: bool) -> list[tuple[str, str]]:
+    """The whole text at once: spans by regular splitting, white space around markers taken away."""
+    pieces: list[tuple[str, str]] = []
+    fresh = reasoning
+    if not reasoning and text.lstrip(SPACE).startswith(how.opens):
+        text, reasoning, fresh = text.lstrip(SPACE)[len(how.opens) :], True, True
     while text:
-        before, found, text = text.partition(markers[reasoning])
-        pieces.append(("reasoning" if reasoning else "content", before))
-        reasoning ^= bool(found)
+        if reasoning:
+            before, found, text = text.partition(how.closes)
+            pieces.append(("reasoning", before.strip(SPACE) if found else before.lstrip(SPACE)))
+            reasoning, fresh = not found, True
+        else:
+            before, found, text = text.partition(how.opens) if how.anywhere else (text, "", "")
+            pieces.append(("content", before.lstrip(SPACE) if fresh else before))
+            reasoning, fresh = bool(found), True
     return folded(pieces)
 
 
@@ -28,53 +40,87 @@ def folded(pieces: list[tuple[str, str]]) -> list[tuple[str, str]]:
     return [(channel, "".join(text for _, text in group)) for channel, group in grouped]
 
 
-@given(st.lists(st.sampled_from(["<t>", "</t>", "<", "</", "t>", "x", "\n"]), max_size=15), st.integers(1, 4), st.booleans())
+@given(
+    st.lists(st.sampled_from(["<t>", "</t>", "<", "</", "t>", "x", "\n", " "]), max_size=15),
+    st.integers(1, 4),
+    st.booleans(),
+    st.sampled_from([SHORT, ANYWHERE]),
+)
 @settings(max_examples=500)
-def test_however_a_text_is_cut_the_channels_are_the_same(parts: list[str], width: int, reasoning: bool) -> None:
+def test_however_a_text_is_cut_the_channels_are_the_same(parts: list[str], width: int, reasoning: bool, how: Reasoning) -> None:
     text = "".join(parts)
-    splitter = ChannelSplitter(SHORT, reasoning_open=reasoning)
+    splitter = ChannelSplitter(how, "open" if reasoning else "may")
     pieces = [piece for start in range(0, len(text), width) for piece in splitter.push(text[start : start + width])]
     pieces += splitter.finish()
     assert all(text for _, text in pieces)
-    assert folded(pieces) == slow(text, SHORT, reasoning=reasoning)
+    assert folded(pieces) == slow(text, how, reasoning=reasoning)
 
 
 def test_a_reply_that_thinks_first() -> None:
     splitter = ChannelSplitter(THINK)
     assert splitter.push("<thi") == []
-    assert splitter.push("nk>so") == [("reasoning", "so")]
-    assert splitter.push("</think>\n\nyes") == [("content", "\n\nyes")]
+    assert splitter.push("nk>\nso ") == [("reasoning", "so")]
+    assert splitter.push("it is\n") == [("reasoning", " it is")]
+    assert splitter.push("</think>\n\nyes") == [("content", "yes")]
     assert splitter.finish() == []
 
 
 def test_a_prompt_may_have_opened_the_reasoning() -> None:
-    splitter = ChannelSplitter(THINK, reasoning_open=True)
+    splitter = ChannelSplitter(THINK, "open")
     assert splitter.push("so</think>yes") == [("reasoning", "so"), ("content", "yes")]
 
 
+def test_a_marker_in_the_middle_of_an_answer_is_text() -> None:
+    """A model that explains its own markers must not lose half of its answer."""
+    splitter = ChannelSplitter(THINK)
+    assert splitter.push("Write <think> and </think> around it.") == [("content", "Write <think> and </think> around it.")]
+
+
 def test_half_a_marker_at_the_end_is_text() -> None:
-    splitter = ChannelSplitter(THINK, reasoning_open=True)
-    assert splitter.push("a </thin") == [("reasoning", "a ")]
-    assert splitter.finish() == [("reasoning", "</thin")]
+    splitter = ChannelSplitter(THINK, "open")
+    assert splitter.push("a </thin") == [("reasoning", "a")]
+    assert splitter.finish() == [("reasoning", " </thin")]
     assert splitter.finish() == []
 
 
-def test_without_markers_everything_is_content() -> None:
-    splitter = ChannelSplitter(None, reasoning_open=True)
+def test_without_reasoning_everything_is_content() -> None:
+    splitter = ChannelSplitter(None, "open")
     assert splitter.push("<think>x</think>") == [("content", "<think>x</think>")]
     assert splitter.push("") == []
     assert splitter.finish() == []
 
 
+QWEN = "{{ '<think>\\n' }}{{ '\\n</think>\\n\\n' }}{% if enable_thinking %}{% endif %}"
+LAGUNA = "{{- '<think>\\n' + r + '\\n</think>\\n' -}}{%- if enable_thinking %}{%- endif %}"
+GEMMA = "{{- '<|channel>thought\\n' + text + '\\n<channel|>' -}}{% if enable_thinking %}<|think|>{% endif %}"
+
+
 @pytest.mark.parametrize(
-    ("source", "markers"),
-    [("{{ '<think>' }}{{ '</think>' }}", THINK), ("{{ messages }}", None), ("a <think> alone", None)],
+    ("source", "reasoning"),
+    [
+        (QWEN, THINK),
+        (LAGUNA, Reasoning("<think>", "</think>", "\n</think>\n")),
+        (GEMMA, Reasoning("<|channel>thought\n", "<channel|>", "\n<channel|>", anywhere=True)),
+        ("{{ '<think>' }}{{ '</think>' }}", Reasoning("<think>", "</think>", "</think>", switch=False)),
+        ("{{ '<think></think>' + reasoning_effort }}", Reasoning("<think>", "</think>", "</think>", switch=False, effort=True)),
+        ("{{ messages }}", None),
+        ("a <think> alone", None),
+    ],
 )
-def test_the_template_tells_whether_a_family_reasons(source: str, markers: tuple[str, str] | None) -> None:
-    assert reasoning_markers(source) == markers
+def test_the_template_tells_how_a_family_reasons(source: str, reasoning: Reasoning | None) -> None:
+    assert reasoning_of(source) == reasoning
 
 
-def test_a_prompt_that_ends_with_the_start_marker_is_open() -> None:
-    assert reasoning_is_open("<|im_start|>assistant\n<think>\n", THINK)
-    assert not reasoning_is_open("<think>\n\n</think>\n\n", THINK)
-    assert not reasoning_is_open("<think>", None)
+def test_the_prompts_end_tells_where_the_reply_begins() -> None:
+    gemma = reasoning_of(GEMMA)
+    assert thinking_after("<|im_start|>assistant\n<think>\n", THINK) == "open"
+    assert thinking_after("<think>\n\n</think>\n\n", THINK) == "over"
+    assert thinking_after("<|im_start|>assistant\n", THINK) == "may"
+    assert thinking_after("<|im_start|>assistant\n", replace(THINK, prompted=True)) == "over"
+    assert thinking_after("<think>", None) == "over"
+    assert thinking_after("<|turn>model\n<|channel>thought\n<channel|>", gemma) == "over"
+    assert thinking_after("<|turn>model\n<|channel>thought\n", gemma) == "open"
+
+
+def test_behind_its_thinking_a_reply_is_content() -> None:
+    assert ChannelSplitter(THINK, "over").push("<think>x") == [("content", "<think>x")]

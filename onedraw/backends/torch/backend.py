@@ -18,23 +18,22 @@ from torch import Tensor
 
 from onedraw.backends.base import Capacity, PageGroup, Ticket
 from onedraw.backends.outcome import row_outcome
-from onedraw.backends.packing import PACKED_DTYPES
-from onedraw.backends.torch.inputs import Inputs, Shape, make_inputs
+from onedraw.backends.staging import FEWEST_ROWS, most_tokens
+from onedraw.backends.torch.device import DTYPES
+from onedraw.backends.torch.inputs import Inputs, Shape, Span, make_inputs
+from onedraw.backends.torch.layers.linear import strictest
 from onedraw.backends.torch.loader import LANE, WeightSource, padded
 from onedraw.backends.torch.ops import Ops, TorchOps
+from onedraw.backends.torch.ranking import Turned
 from onedraw.backends.torch.runs import CHUNK
 from onedraw.backends.torch.sampler import Position, Sampler
 from onedraw.backends.torch.selfcheck import SelfCheck, self_check
-from onedraw.backends.torch.stack import Stack
+from onedraw.backends.torch.stack import Site, Stack, Watch
 from onedraw.backends.torch.state import KeptLogits, Sizes, State
 from onedraw.models.spec import ModelSpec
 from onedraw.sampling.verify import hypotheses
-from onedraw.types import Choice, Draft, Logprobs, Outcome, Plan, Row, RowOutcome
+from onedraw.types import Choice, Draft, Logprobs, Outcome, Plan, Row
 
-DTYPES = {
-    **{"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16},
-    **dict.fromkeys(PACKED_DTYPES, torch.float32),  # of activations, keys and values
-}
 LOGITS_BYTES = 256 * 2**20  # float32 logits held at once
 
 
@@ -58,7 +57,7 @@ class Drafter(Protocol):
         """Before a turn: copy what rows want copied."""
         ...
 
-    def guess(self, plan: Plan, inputs: Inputs, features: list[Tensor], rows: tuple[RowOutcome, ...]) -> list[tuple[Draft, ...]]:
+    def guess(self, turn: Turned) -> list[tuple[Draft, ...]]:
         """Take in what the turn settled and guess on: drafts per row for the row after it."""
         ...
 
@@ -83,7 +82,7 @@ class TorchBackend:
         source: WeightSource,
         *,
         dtype: str,
-        device: str,
+        device: str = "cpu",
         lanes: int,
         pages: int | tuple[int, ...],
         page_size: int,
@@ -91,15 +90,25 @@ class TorchBackend:
         drafts: int = 0,
         checkpoints: int = 0,
         ops: Ops | None = None,
+        sites: Sequence[Site] = (),
+        activation: str | None = None,
+        rows: int = FEWEST_ROWS,
         check: bool = True,
         make_drafter: Callable[[Stack, Sampler, Shape], Drafter] | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        self._device = torch.device(device)
-        ops = ops or TorchOps(self._device)
+        sites = sites or [Site(torch.device(device), ops or TorchOps(torch.device(device)))]
         self._stack = Stack(
-            spec, source, dtype=DTYPES[dtype], device=self._device, ops=ops, max_context=max_context, progress=progress
+            spec,
+            source,
+            dtype=DTYPES[dtype],
+            activation=DTYPES[activation or dtype],
+            sites=sites,
+            rows=rows,
+            max_context=max_context,
+            progress=progress,
         )
+        self._first, self._device = sites[0].device, self._stack.device
         windows = spec.windows
         sizes = Sizes(
             pages=(pages,) * len(windows) if isinstance(pages, int) else pages,
@@ -109,14 +118,14 @@ class TorchBackend:
             drafts=drafts if spec.recurrent else 0,
             checkpoints=checkpoints,
         )
-        self._state = State(spec.layers, sizes, dtype=DTYPES[dtype], device=self._device)
+        self._states = self._stack.states(sizes)
         self._kept = KeptLogits(checkpoints, padded(spec.vocab, LANE), self._device)
-        self._shape = Shape(page_size, sizes.pages, ops.rule, windows)
+        self._shape = Shape(page_size, sizes.pages, strictest([site.ops.rule for site in sites]), windows)
         self.report: SelfCheck | None = None
         if check:
-            self.report = _checked(self._stack, self._state, self._shape)
+            self.report = _checked(self._stack, self._states, self._shape)
             self._shape = replace(self._shape, rule=self.report.rule)
-        self._sampler = Sampler(vocab=spec.vocab, lanes=lanes, device=self._device)
+        self._sampler = sites[-1].ops.sampler(vocab=spec.vocab, lanes=lanes, device=self._device)
         self._drafter = None if make_drafter is None else make_drafter(self._stack, self._sampler, self._shape)
         self._slice = max(LOGITS_BYTES // (4 * spec.vocab), 1)
         self._capacity = Capacity(
@@ -131,8 +140,10 @@ class TorchBackend:
             draft_positions=drafts if spec.recurrent else None,
             lookahead=0 if self._drafter is None else self._drafter.lookahead,
             drafter="" if self._drafter is None else self._drafter.name,
-            device=ops.name,
+            turn_tokens=most_tokens(rows, chunk=CHUNK) if len(sites) > 1 else None,
+            device="+".join(sorted({site.ops.name for site in sites})),
             dtype=dtype,
+            activation=activation or dtype,
         )
         self._tickets = itertools.count()
         self._outcomes: dict[Ticket, Outcome] = {}
@@ -152,7 +163,7 @@ class TorchBackend:
     def close(self) -> None:
         """Let go of weights and pages now, whoever still holds this object."""
         self._outcomes.clear()
-        for name in ("_stack", "_state", "_sampler", "_drafter"):
+        for name in ("_stack", "_states", "_sampler", "_drafter"):
             self.__dict__.pop(name, None)
 
     # ------------------------------------------------------------------ one turn
@@ -160,21 +171,34 @@ class TorchBackend:
     @torch.inference_mode()
     def _run(self, plan: Plan) -> Outcome:
         begin = time.perf_counter()
-        self._state.open(plan.rows)
+        for state in self._states:
+            state.open(plan.rows)
         if self._drafter is not None:
             self._drafter.open(plan.rows)
-        inputs = make_inputs(plan, shape=self._shape, device=self._device)
-        features: list[Tensor] = []
-        captures = () if self._drafter is None else self._drafter.captures
-        hidden = self._stack.hidden(inputs, self._state, captures=captures, features=features)
+        inputs = make_inputs(plan, shape=self._shape, device=self._first)
+        watch = Watch(() if self._drafter is None else self._drafter.captures, finite=self._narrow())
+        hidden = self._stack.hidden(inputs, self._states, watch=watch)
         scored = self._score(plan, inputs, hidden)
         chosen = self._choose(plan, inputs, hidden)
         rows = tuple(row_outcome(row, chosen.get(i, []), scored.get(i, ())) for i, row in enumerate(plan.rows))
-        self._state.commit(plan.rows, [row.kept for row in rows], self._stack.ops)
+        rows = tuple(replace(row, fault=self._fault(watch, inputs.spans[i])) if row.barren else row for i, row in enumerate(rows))
+        for state, stage in zip(self._states, self._stack.stages, strict=True):
+            state.commit(plan.rows, [row.kept for row in rows], stage.ops)
         if self._drafter is not None:
-            guesses = self._drafter.guess(plan, inputs, features, rows)
+            guesses = self._drafter.guess(Turned(plan, inputs, hidden, watch.features, rows))
             rows = tuple(replace(row, guesses=own) for row, own in zip(rows, guesses, strict=True))
         return Outcome(rows, time.perf_counter() - begin)
+
+    def _narrow(self) -> list[Tensor] | None:
+        """Models trained in bf16 may leave the range of f16, so where there is any every layer is looked at."""
+        return [] if torch.float16 in (self._stack.dtype, self._stack.activation) else None
+
+    def _fault(self, watch: Watch, span: Span) -> str:
+        """Where the numbers of a row stopped being finite; empty where they are."""
+        for layer, finite in enumerate(watch.finite or ()):
+            if not bool(finite[span.first : span.first + span.count].all()):
+                return f"layer {layer} left the range of f16; run with --dtype and --activation-dtype bf16 or f32"
+        return ""
 
     def _logits(self, hidden: Tensor, tokens: list[int]) -> Tensor:
         """Logits of these tokens of the turn: [C', V'], the first C rows wanted."""
@@ -232,5 +256,5 @@ class TorchBackend:
 
 
 @torch.inference_mode()
-def _checked(stack: Stack, state: State, shape: Shape) -> SelfCheck:
-    return self_check(stack, state, shape=shape)
+def _checked(stack: Stack, states: Sequence[State], shape: Shape) -> SelfCheck:
+    return self_check(stack, states, shape=shape)

@@ -1,73 +1,119 @@
-"""Which device and dtype to run with, where the caller leaves it open.
+"""Which devices and operations to run with, where the caller leaves it open.
 
-In: what was asked for. Out: names that the backend takes as they are, or an error that says what is there.
+In: what was asked for. Out: devices with what this machine says of them, or an error that says what is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import platform
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
 
+from onedraw.backends.devices import Device, parse_device
 from onedraw.backends.packing import PACKED_DTYPES
 from onedraw.backends.torch.kernels.build import build
 from onedraw.backends.torch.kernels.cpu import CpuOps, Packing
 from onedraw.backends.torch.ops import Ops, TorchOps
 from onedraw.errors import BadSetting
 
+DTYPES = {
+    **{"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16},
+    **dict.fromkeys(PACKED_DTYPES, torch.float32),  # of activations, keys and values
+}
 DEFAULT_THREADS = torch.get_num_threads()  # what torch found, or OMP_NUM_THREADS said
 
 
-def pick_device(device: str) -> str:
-    """auto is the first CUDA device or else the CPU."""
-    if device == "auto":
-        device = "cuda:0" if torch.cuda.is_available() else "cpu"
+def find_devices(names: Sequence[str]) -> list[Device]:
+    """Devices of this machine, with architecture and free memory. auto is the first CUDA device, or else the CPU."""
+    automatic = "cuda:0" if torch.cuda.is_available() else "cpu"
+    return [_find(parse_device(automatic if name == "auto" else name), several=len(names) > 1) for name in names]
+
+
+def _find(device: Device, *, several: bool) -> Device:
+    if device.kind == "cpu":
+        free = _free_memory() if several and device.memory is None else device.memory
+        return Device("cpu", "cpu", memory=free)
+    if device.described:
+        raise BadSetting(f"--devices: {device.name} is only described, which is enough for `inspect`; to run, name cuda:0 or cpu")
+    if not torch.cuda.is_available():
+        raise BadSetting(f"--device {device.name}: this torch finds no CUDA device; use --device cpu")
+    index = int(device.name.partition(":")[2] or 0)
+    if index >= torch.cuda.device_count():
+        raise BadSetting(f"--device {device.name}: this machine has {torch.cuda.device_count()} of them, counted from 0")
+    free, _ = torch.cuda.mem_get_info(index)
+    if torch.version.hip:
+        return Device(f"cuda:{index}", "hip", torch.cuda.get_device_properties(index).gcnArchName, free)
+    major, minor = torch.cuda.get_device_capability(index)
+    return Device(f"cuda:{index}", "cuda", f"sm{major}{minor}", free)
+
+
+def _free_memory() -> int | None:
+    """Of the host, where it says; a part of a model must not drive the rest of the machine out."""
     try:
-        kind = torch.device(device).type
-    except RuntimeError:
-        raise BadSetting(f"--device: {device!r} is no device; write cpu, cuda or cuda:0") from None
-    if kind not in ("cpu", "cuda"):
-        raise BadSetting(f"--device: {kind!r} is not supported; cpu and cuda are")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise BadSetting(f"--device {device}: this torch finds no CUDA device; use --device cpu")
-    return device
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
-def pick_dtype(dtype: str, *, device: str, activations: str, narrow: bool, cache: Path) -> str:
-    """What products are made of. auto: on a CPU the weights as stored where that is narrower than float32 and our kernels
-    can be built, else float32; bf16 elsewhere. `packed-f32` are weights as stored with float32 activations."""
-    on_cpu = torch.device(device).type == "cpu"
-    if dtype == "packed" and not on_cpu:
-        raise BadSetting(f"--dtype packed: kernels for packed weights exist for the CPU, not for {device}; use bf16 or f16")
-    if dtype == "packed" and (reason := build(cache).reason):
-        raise BadSetting(f"--dtype packed: no CPU kernels: {reason}; use --dtype f32")
-    if dtype == "auto":
-        packed = on_cpu and narrow and build(cache).library is not None
-        dtype = "packed" if packed else "f32" if on_cpu else "bf16"
-    return "packed-f32" if dtype == "packed" and activations == "f32" else dtype
+def hardware_name(device: torch.device) -> str:
+    """The kind of chip behind a device: equal names compute equal bits."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return f"{model} ({torch.backends.cpu.get_cpu_capability()})"
 
 
-def set_threads(count: int | None, ops: Ops) -> None:
+def why_no_kernels(cache: Path) -> str:
+    """Why our CPU kernels cannot be built here; nothing where they can."""
+    return build(cache).reason
+
+
+def set_threads(count: int | None, ops: Iterable[Ops]) -> None:
     """Torch's threads on the calling thread from now on; None leaves its own choice.
 
     Beside kernels with a team of their own torch has little left to do, and gets one thread: the idle threads of its pool
     would spin for a while after every operation, on the processors that the team needs.
     """
-    if isinstance(ops, CpuOps):
+    if any(isinstance(one, CpuOps) for one in ops):
         torch.set_num_threads(1)
     elif count is not None:
         torch.set_num_threads(count)
 
 
 def pick_ops(
-    device: str, dtype: str, *, cache: Path, threads: int | None = None, warn: Callable[[str], object] = lambda line: None
+    device: str,
+    dtype: str,
+    *,
+    cache: Path,
+    activation: str | None = None,
+    threads: int | None = None,
+    warn: Callable[[str], object] = lambda line: None,
 ) -> Ops:
-    """Our kernels where they exist for this device and dtype and can be built, else plain torch."""
-    if torch.device(device).type == "cpu" and dtype in ("f32", *PACKED_DTYPES):
+    """Our kernels where they exist for this device and these dtypes and can be built, else plain torch."""
+    packed = dtype in PACKED_DTYPES
+    if torch.device(device).type == "cpu" and (packed or dtype == "f32") and activation in (None, "f32"):
         built = build(cache)
         if built.library is not None:
-            packing = Packing(as_stored=dtype in PACKED_DTYPES, coded=dtype == "packed")
+            packing = Packing(as_stored=packed, coded=dtype == "packed")
             return CpuOps(built.library, threads=threads or DEFAULT_THREADS, packing=packing)
         warn(f"no CPU kernels: {built.reason}; computing with plain torch, slower and with other low bits")
+    if torch.device(device).type == "cuda":
+        return _cuda_ops(torch.device(device), DTYPES[dtype], warn)
     return TorchOps(torch.device(device))
+
+
+def _cuda_ops(device: torch.device, dtype: torch.dtype, warn: Callable[[str], object]) -> Ops:
+    from onedraw.backends.torch.kernels.cuda import TritonOps, serves
+
+    if serves(device, dtype):
+        return TritonOps(device, pdl=torch.cuda.get_device_capability(device) >= (9, 0))
+    if dtype != torch.float32:
+        warn(f"no kernels for {torch.cuda.get_device_name(device)}: computing with plain torch, slower and with other low bits")
+    return TorchOps(device)

@@ -21,7 +21,7 @@ from onedraw.backends.torch.loader import Loader
 from onedraw.backends.torch.mixers import Attention
 from onedraw.backends.torch.ops import Preparation
 from onedraw.backends.torch.pages import PageStore
-from onedraw.backends.torch.ranking import Ranker, room_ahead
+from onedraw.backends.torch.ranking import Ranker, Turned, room_ahead
 from onedraw.backends.torch.stack import Layer, Stack, load_layer, rope_tables, run_layer
 from onedraw.backends.torch.state import Sizes, State
 from onedraw.models.dflash import DrafterWeights
@@ -92,9 +92,10 @@ class DflashDrafter:
     def open(self, rows: Sequence[Row]) -> None:
         self._state.open(rows)
 
-    def guess(self, plan: Plan, inputs: Inputs, features: list[Tensor], rows: tuple[RowOutcome, ...]) -> list[tuple[Draft, ...]]:
+    def guess(self, turn: Turned) -> list[tuple[Draft, ...]]:
+        plan, rows = turn.plan, turn.rows
         self._ranker.learn(plan, rows)
-        self._remember(plan, inputs, features, rows)
+        self._remember(plan, turn.inputs, turn.features, rows)
         blocks = [block for i, row in enumerate(plan.rows) if (block := self._block(i, row, rows[i])) is not None]
         guesses: list[tuple[Draft, ...]] = [()] * len(plan.rows)
         if blocks:
@@ -118,7 +119,7 @@ class DflashDrafter:
         placed = lay_out([0] * len(taken), spans, [row.pages[:1] for row in plan.rows], shape=self._shape, device=self._device)
         padding = len(placed.host_tokens) - len(taken)
         index = torch.tensor([*taken, *taken[-1:] * padding], dtype=torch.long, device=self._device)
-        joined = torch.cat([feature.index_select(0, index) for feature in features], dim=1)  # [M, n * Et]
+        joined = torch.cat([feature.index_select(0, index) for feature in features], dim=1).to(self._target.dtype)  # [M, n * Et]
         context = self._ops.rms_norm(self._fc(joined), self._hidden_norm, self._spec.eps)
         preparation = Preparation(self._ops, placed, self._ropes)
         for layer, linear, store in zip(self._layers, self._contexts, self._state.stores, strict=True):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.torch.exact import apply_elementwise, ordered_sum
+from onedraw.backends.torch.experts import Bank
 from onedraw.backends.torch.layers.elementwise import opened, softcapped
 from onedraw.backends.torch.layers.linear import Linear
 from onedraw.backends.torch.loader import LANE, Loader
@@ -57,15 +58,13 @@ class Experts:
     select_bias: Tensor | None
     expert_scale: Tensor | None
     router_scale: Tensor | None  # of the router's own norm
-    experts: tuple[Mlp, ...]
+    bank: Bank
     shared: Mlp | None
     shared_route: Linear | None
     eps: float
 
     @staticmethod
     def load(index: int, spec: MoeSpec, loader: Loader, eps: float) -> Experts:
-        gate_up = loader.experts(index, "expert_gate", "expert_up", pad=LANE)
-        down = loader.experts(index, "expert_down", pad_columns=LANE)
         shared = MlpSpec(spec.shared, spec.activation)
         return Experts(
             spec=spec,
@@ -73,7 +72,7 @@ class Experts:
             select_bias=loader.wide(index, "select_bias") if spec.select_bias else None,
             expert_scale=loader.wide(index, "expert_scale") if spec.expert_scale else None,
             router_scale=loader.wide(index, "router_scale") if spec.own_router_norm else None,
-            experts=tuple(Mlp(a, b, spec.activation) for a, b in zip(gate_up, down, strict=True)),
+            bank=loader.bank(index, spec.activation),
             shared=Mlp.load(index, shared, loader, ("shared_gate", "shared_up", "shared_down")) if spec.shared else None,
             shared_route=loader.linear(index, "shared_route", pad=LANE) if spec.shared_gate else None,
             eps=eps,
@@ -81,31 +80,18 @@ class Experts:
 
     @property
     def linears(self) -> list[Linear]:
-        inner = [linear for expert in self.experts for linear in expert.linears]
         shared = [] if self.shared is None else self.shared.linears
-        return [self.router, *inner, *shared, *([self.shared_route] if self.shared_route else [])]
+        return [self.router, *self.bank.linears, *shared, *([self.shared_route] if self.shared_route else [])]
 
     def __call__(self, h: Tensor, residual: Tensor, ops: Ops) -> Tensor:
         ids, weights = self._route(h, residual, ops)
-        out = torch.zeros_like(h, dtype=torch.float32)
-        for number, expert in enumerate(self.experts):
-            tokens, place = torch.nonzero(ids == number, as_tuple=True)  # in order of tokens, each at most once
-            if len(tokens):
-                answer = self._answer(expert, h, tokens, ops)
-                out.index_add_(0, tokens, answer * weights[tokens, place].unsqueeze(1))
-        out = out if self.spec.scale == 1 else out.mul_(self.spec.scale)
-        if self.shared is not None:
-            always = self.shared(h, residual, ops).float()
-            if self.shared_route is not None:
-                always = always * opened(self.shared_route(h).float(), "sigmoid")[:, :1]
-            out = out.add_(always)
-        return out.to(h.dtype)
-
-    def _answer(self, expert: Mlp, h: Tensor, tokens: Tensor, ops: Ops) -> Tensor:
-        """Float32 [n, E]; rows are offered as the products want them."""
-        padding = expert.down.rule.padded(len(tokens)) - len(tokens)
-        chosen = h.index_select(0, torch.cat([tokens, tokens[-1:].expand(padding)]) if padding else tokens)
-        return expert(chosen, chosen, ops)[: len(tokens)].float()
+        out = self.bank(h, ids, weights, self.spec.scale)
+        if self.shared is None:
+            return out
+        always = self.shared(h, residual, ops).float()
+        if self.shared_route is not None:
+            always = always * opened(self.shared_route(h).float(), "sigmoid")[:, :1]
+        return always.add_(out).to(h.dtype)
 
     def _route(self, h: Tensor, residual: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
         """Experts of each token, best first, the lowest number among equals, and their weights: [T, used] each."""

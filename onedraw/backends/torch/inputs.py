@@ -113,6 +113,10 @@ class Inputs:
     def tables(self) -> tuple[Tensor, ...]:
         return tuple(to_device(table, self.device) for table in self.host_tables)
 
+    def on(self, device: torch.device) -> Inputs:
+        """The same turn on another device."""
+        return self if device == self.device else replace(self, device=device)
+
     def group(self, window: int | None) -> int:
         """Where layers with this window keep their pages."""
         return self.windows.index(window) if window in self.windows else 0

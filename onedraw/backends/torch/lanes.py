@@ -61,8 +61,9 @@ class LaneStore:
 
     def restore(self, slots: Sequence[int], lanes: Sequence[int]) -> None:
         """The states of checkpoints into lanes."""
-        self.states[list(lanes)] = self.saved_states[list(slots)]
-        self.windows[list(lanes)] = self.saved_windows[list(slots)]
+        for slot, lane in zip(slots, lanes, strict=True):
+            self.states[lane].copy_(self.saved_states[slot])
+            self.windows[lane].copy_(self.saved_windows[slot])
 
 
 def _zeros(*shape: int, device: torch.device) -> Tensor:

@@ -7,15 +7,16 @@ dtype, joined and padded as the products want them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onedraw.backends.torch.experts import Bank, PlainBank
 from onedraw.models.source import Tensor as Stored
-from onedraw.models.spec import Norm
+from onedraw.models.spec import Activation, Norm
 from onedraw.models.views import Matrix
 
 if TYPE_CHECKING:
@@ -67,21 +68,35 @@ class Loader:
         call, so whoever takes them there keeps a copy, never the tensor itself."""
         return self._joined(layer, names, pad=pad, pad_columns=pad_columns, take=self._take)
 
-    def experts(self, layer: int, *names: str, pad: int = 1, pad_columns: int = 1) -> list[Linear]:
-        """Stacks [experts, rows, columns] → per expert the product of its matrices joined by rows."""
+    def bank(self, layer: int, activation: Activation) -> Bank:
+        """The experts of a layer, as they are stored where the operations take them so."""
+        gate_up = self._stored_experts(layer, "expert_gate", "expert_up", pad=LANE)
+        down = self._stored_experts(layer, "expert_down", pad_columns=LANE)
+        if gate_up and down:
+            return PlainBank(gate_up, down, activation, self._ops.gated)
+        first = self.experts(layer, "expert_gate", "expert_up", pad=LANE)
+        return self._ops.bank(first, self.experts(layer, "expert_down", pad_columns=LANE), activation)
+
+    def _stored_experts(self, layer: int, *names: str, pad: int = 1, pad_columns: int = 1) -> tuple[Linear, ...]:
+        """Per expert the product of its matrices joined by rows; nothing where the operations want float tensors."""
         tensors = [self._source.tensor(layer, name) for name in names]
         found: list[Linear] = []
         for number in range(tensors[0].shape[0]):
             own = [Matrix(tensor, number) for tensor in tensors]
             linear = self._ops.stored(own, bias=None, pad=pad, pad_columns=pad_columns)
-            found += [] if linear is None else [linear]
-        return found or [self._ops.linear(weight) for weight in self._expert_weights(tensors, pad, pad_columns)]
+            if linear is None:
+                return ()
+            found.append(linear)
+        return tuple(found)
 
-    def _expert_weights(self, tensors: list[Stored], pad: int, pad_columns: int) -> Iterator[Tensor]:
-        stacks = [torch.from_numpy(tensor.float32()) for tensor in tensors]
+    def experts(self, layer: int, *names: str, pad: int = 1, pad_columns: int = 1) -> list[Tensor]:
+        """Stacks [experts, rows, columns] → per expert the matrices joined by rows and padded, in memory of their own."""
+        stacks = [torch.from_numpy(self._source.tensor(layer, name).float32()) for name in names]
+        found = []
         for parts in zip(*stacks, strict=True):
             padded = [F.pad(m, (0, -m.shape[1] % pad_columns, 0, -m.shape[0] % pad)) for m in parts]
-            yield torch.cat(padded).to(device=self._device, dtype=self._dtype)
+            found.append(torch.cat(padded).to(device=self._device, dtype=self._dtype))
+        return found
 
     def _take(self, shape: tuple[int, ...]) -> Tensor:
         count = math.prod(shape)
@@ -115,3 +130,17 @@ class Loader:
 
 def padded(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
+
+
+def table_rows(table: Tensor) -> Callable[[Tensor], Tensor]:
+    """Rows of a table [V', E] by token, on its device."""
+    return lambda tokens: table.index_select(0, tokens.to(table.device))
+
+
+def kept_rows(head: Linear, source: WeightSource, *, tied: bool) -> Callable[[Tensor], Tensor]:
+    """Rows by token where weights can be looked up: a tied one is there once, in the head, and the few rows of another are
+    read where the checkpoint lies."""
+    if tied:
+        return head.rows
+    stored = source.tensor(None, "embed")
+    return lambda tokens: torch.from_numpy(stored.take_rows(tokens.numpy()).float32())

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from onedraw.backends.torch.lanes import LaneStore
 from onedraw.backends.torch.layers.delta import DeltaWeights
-from onedraw.backends.torch.layers.elementwise import opened
 from onedraw.backends.torch.layers.linear import Linear
 from onedraw.backends.torch.loader import Loader
 from onedraw.backends.torch.ops import Ops
@@ -35,11 +35,13 @@ class Attention:
         own = spec.reuses is None
         parts = ["q", *(["k"] if own else []), *(["v"] if own and not spec.keys_as_values else [])]
         gate = ["attn_gate"] if spec.gate is not None else []
+        bias = None
+        if spec.qkv_bias:
+            bias = loader.kept(index, *(f"{part}_bias" for part in parts))
+            bias = torch.cat([bias, bias.new_zeros(spec.gate_width)])  # a gate has none
         return Attention(
             spec=spec,
-            qkv=loader.linear(
-                index, *parts, *gate, bias=loader.kept(index, *(f"{part}_bias" for part in parts)) if spec.qkv_bias else None
-            ),
+            qkv=loader.linear(index, *parts, *gate, bias=bias),
             q_norm=loader.norm(index, "q_norm") if spec.qk_norm else None,
             k_norm=loader.norm(index, "k_norm") if spec.qk_norm and own else None,
             out=loader.linear(index, "o", bias=loader.kept(index, "o_bias") if spec.out_bias else None),
@@ -58,10 +60,7 @@ class Attention:
         mixed = ops.attention(
             qkv, prepared, spec=spec, store=store, q_norm=self.q_norm, k_norm=self.k_norm, eps=self.eps
         )  # [T, H * D]
-        if spec.gate is not None:
-            factor = opened(gate.contiguous(), spec.gate).view(len(h), spec.heads, -1)  # [T, H, D or 1]
-            mixed = mixed.view(len(h), spec.heads, -1).mul(factor).view(len(h), -1)
-        return self.out(mixed)
+        return self.out(mixed if spec.gate is None else ops.opened(mixed, gate, spec.gate))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,20 +13,22 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from onedraw.backends.torch.experts import Bank, PlainBank
 from onedraw.backends.torch.inputs import Inputs
 from onedraw.backends.torch.lanes import Kept, LaneStore
 from onedraw.backends.torch.layers import delta as plain_delta
 from onedraw.backends.torch.layers.attention import TileGroup, attend, store_rows
 from onedraw.backends.torch.layers.delta import DeltaWeights
-from onedraw.backends.torch.layers.elementwise import gated
+from onedraw.backends.torch.layers.elementwise import gated, times_gate
 from onedraw.backends.torch.layers.linear import Linear, RowRule, default_rule
 from onedraw.backends.torch.layers.norm import rms_norm
 from onedraw.backends.torch.layers.rope import rotate
 from onedraw.backends.torch.pages import PageStore, write_places
 from onedraw.backends.torch.runs import Runs, runs_of
+from onedraw.backends.torch.sampler import Sampler
 from onedraw.backends.torch.tiles import tile_groups
 from onedraw.models.source import Tensor as Stored
-from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, RopeSpec
+from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, Gate, RopeSpec
 
 
 class Ops(Protocol):
@@ -61,6 +63,16 @@ class Ops(Protocol):
         ...
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor: ...
+
+    def opened(self, x: Tensor, gate: Tensor, kind: Gate) -> Tensor:
+        """x [T, W] times the gate [T, W], or [T, W / n] with one number for n neighbours."""
+        ...
+
+    def bank(self, gate_up: list[Tensor], down: list[Tensor], activation: Activation) -> Bank:
+        """Experts from their matrices: [2F, E] and [E, F] of each."""
+        ...
+
+    def sampler(self, *, vocab: int, lanes: int, device: torch.device) -> Sampler: ...
 
     def prepare(self, inputs: Inputs, mixer: AttentionSpec, turns: Tensor) -> Any:
         """What layers of one kind read alike in one turn, for `attention`. turns: the rope table [positions, 2, d/2]."""
@@ -151,10 +163,20 @@ class Prepared:
     rows: list[Tensor]
 
 
-class TorchOps:
-    """Plain torch operations on a CPU or a CUDA device. `obey` and `tile_heights` are set by the self-check."""
+class FloatOps:
+    """What operations that want weights as float tensors say to the questions about stored ones."""
 
     looks_up = False
+
+    def stored(self, tensors: Sequence[Stored], *, bias: Tensor | None, pad: int, pad_columns: int) -> Linear | None:
+        return None
+
+    def fuse(self, layers: Sequence[DenseLayer]) -> Fused | None:
+        return None
+
+
+class TorchOps(FloatOps):
+    """Plain torch operations on a CPU or a CUDA device. `obey` and `tile_heights` are set by the self-check."""
 
     def __init__(self, device: torch.device) -> None:
         self.name = f"{device.type}-torch"
@@ -164,17 +186,20 @@ class TorchOps:
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return Linear(weight, bias=bias, rule=self.rule)
 
-    def stored(self, tensors: Sequence[Stored], *, bias: Tensor | None, pad: int, pad_columns: int) -> Linear | None:
-        return None
-
-    def fuse(self, layers: Sequence[DenseLayer]) -> Fused | None:
-        return None
-
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         return rms_norm(x, weight, eps)
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         return gated(gate_up, activation)
+
+    def opened(self, x: Tensor, gate: Tensor, kind: Gate) -> Tensor:
+        return times_gate(x, gate, kind)
+
+    def bank(self, gate_up: list[Tensor], down: list[Tensor], activation: Activation) -> PlainBank:
+        return PlainBank(tuple(map(self.linear, gate_up)), tuple(map(self.linear, down)), activation, self.gated)
+
+    def sampler(self, *, vocab: int, lanes: int, device: torch.device) -> Sampler:
+        return Sampler(vocab=vocab, lanes=lanes, device=device)
 
     def prepare(self, inputs: Inputs, mixer: AttentionSpec, turns: Tensor) -> Prepared:
         groups = tile_groups(inputs, window=mixer.window, heights=self.tile_heights)

@@ -7,13 +7,27 @@ of `s · log q + g` follows measured acceptance: mostly the best of a few values
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from onedraw.backends.torch.inputs import Inputs
 from onedraw.sampling.proposal import Tally, rank
 from onedraw.types import Draft, Plan, Row, RowOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class Turned:
+    """What a turn gave, as a drafter sees it."""
+
+    plan: Plan
+    inputs: Inputs
+    hidden: Tensor  # [T, E] after the last norm
+    features: list[Tensor]  # [T, E] per captured layer
+    rows: tuple[RowOutcome, ...]
+
 
 CANDIDATES = 256  # of a position, that the noise ranks: at temperature 1 the tail wins often enough to count
 SHARPNESS = (1.0, 1.25, 1.5)

@@ -22,7 +22,7 @@ from onedraw.backends.torch.noise import gumbel, key_words
 from onedraw.sampling.adjust import Recall, adjustment, inside
 from onedraw.sampling.law import NO_TOKEN, SMALLEST_TEMPERATURE, checksum_weights, log_shares, min_p_limit
 from onedraw.sampling.noise import key
-from onedraw.types import Choice, History, Logprobs, SamplingParams
+from onedraw.types import Bits, Choice, History, Logprobs, SamplingParams
 
 SLAB_ELEMENTS = {"cpu": 2**19, "cuda": 2**24}  # logits worked on at a time: bounds the temporaries, fits caches
 
@@ -177,7 +177,8 @@ class Sampler:
         counting = [row for row, p in enumerate(positions) if p.params.counts_history]
         penalized = [(row, *pair) for row, known in enumerate(host) for pair in known.penalized]
         banned = [(row, token) for row, known in enumerate(host) for token in inside(known.banned, self._vocab)]
-        if not (biased or counting or penalized or banned):
+        constrained = [(row, known.allowed) for row, known in enumerate(host) if known.allowed is not None]
+        if not (biased or counting or penalized or banned or constrained):
             return raw
         scores = raw.clone()
         if biased:
@@ -191,7 +192,21 @@ class Sampler:
         if banned:
             rows, tokens = torch.tensor(banned, device=self._device).unbind(1)
             scores[rows, tokens] = -torch.inf
+        if constrained:
+            self._keep_only(scores, constrained)
         return scores
+
+    def _keep_only(self, scores: Tensor, constrained: Sequence[tuple[int, Bits]]) -> None:
+        """Nothing but the allowed tokens is left on these rows. The sets travel to the device packed, a bit per token."""
+        words = -(-self._width // 32)
+        packed = np.zeros((len(constrained), words), dtype=np.uint32)
+        for line, (_, bits) in zip(packed, constrained, strict=True):
+            line[: len(bits)] = bits[:words]
+        sets = torch.from_numpy(packed.view(np.int32)).to(self._device)  # [R, W]
+        allowed = (sets[:, :, None] >> torch.arange(32, dtype=torch.int32, device=self._device)) & 1
+        allowed = allowed.reshape(len(constrained), -1)[:, : self._width]  # [R, V]
+        rows = self._index([row for row, _ in constrained])
+        scores[rows] = scores[rows].masked_fill_(allowed == 0, -torch.inf)
 
     def _penalize(self, scores: Tensor, counting: Sequence[int], positions: Sequence[Position]) -> None:
         """Repetition, frequency, presence, in this order, on the rows that count their history."""

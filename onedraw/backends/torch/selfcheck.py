@@ -7,6 +7,7 @@ does not. Libraries change with versions, processors and shapes, so this is meas
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -40,7 +41,7 @@ class SelfCheck:
         return all(f.holds for f in self.findings)
 
 
-def self_check(stack: Stack, state: State, *, shape: Shape) -> SelfCheck:
+def self_check(stack: Stack, states: Sequence[State], *, shape: Shape) -> SelfCheck:
     """Find the first row rule that holds, and tile heights where the operations have any; say what holds with them."""
     rules = _candidates(shape.rule)
     samples = _one_per_shape(stack.linears())
@@ -48,10 +49,12 @@ def self_check(stack: Stack, state: State, *, shape: Shape) -> SelfCheck:
     stack.obey(rule)
     findings = [Finding(f"product {x.out_features} x {x.in_features}", _rows_agree(x, rule)) for x in samples]
     shape = replace(shape, rule=rule)
-    whole = _turns_agree(stack, state, shape)
-    if not whole and isinstance(stack.ops, TorchOps):
-        stack.ops.tile_heights = stack.ops.tile_heights[-1:]
-        whole = _turns_agree(stack, state, shape)
+    whole = _turns_agree(stack, states, shape)
+    tiled = [stage.ops for stage in stack.stages if isinstance(stage.ops, TorchOps)]
+    if not whole and tiled:
+        for ops in tiled:
+            ops.tile_heights = ops.tile_heights[-1:]
+        whole = _turns_agree(stack, states, shape)
     findings.append(Finding("a row alone, in a batch, and in chunks", whole))
     return SelfCheck(rule, tuple(findings))
 
@@ -76,28 +79,28 @@ def _rows_agree(linear: Linear, rule: RowRule) -> bool:
         linear.rule = kept
 
 
-def _turns_agree(stack: Stack, state: State, shape: Shape) -> bool:
+def _turns_agree(stack: Stack, states: Sequence[State], shape: Shape) -> bool:
     """Three sequences in one batch, alone, and cut into chunks: equal hidden states at every position.
 
     They lie in the pages and the context there are: kernels do not look where they write. Fewer pages, fewer sequences.
     """
     pages = min(shape.scratch)  # as many as are lent; the scratch page comes after them
-    count = min(3, pages, *([state.sizes.lanes] if stack.spec.recurrent else []))
+    count = min(3, pages, *([states[0].sizes.lanes] if stack.spec.recurrent else []))
     per = min(-(-96 // shape.page_size), pages // count)
     longest = min(per * shape.page_size, 90, stack.max_context)
     lengths = [longest, max(longest // 2, 1), 1][:count]
     generator = torch.Generator().manual_seed(2)
     texts = [torch.randint(0, stack.spec.vocab, (n,), generator=generator).tolist() for n in lengths]
-    whole = _run(stack, state, shape, [[(0, n)] for n in lengths], texts, per)
-    alone = [_run(stack, state, shape, [[(0, len(t))]], [t], per)[0] for t in texts]
+    whole = _run(stack, states, shape, [[(0, n)] for n in lengths], texts, per)
+    alone = [_run(stack, states, shape, [[(0, len(t))]], [t], per)[0] for t in texts]
     inner = [CHUNK] if stack.spec.recurrent else [1, longest // 6, longest // 3, longest - 1]
     cuts = [sorted({0, n, *(cut for cut in inner if 0 < cut < n)}) for n in lengths]
-    chunked = [_run(stack, state, shape, [list(itertools.pairwise(c))], [t], per)[0] for c, t in zip(cuts, texts, strict=True)]
+    chunked = [_run(stack, states, shape, [list(itertools.pairwise(c))], [t], per)[0] for c, t in zip(cuts, texts, strict=True)]
     return all(torch.equal(w, a) and torch.equal(w, c) for w, a, c in zip(whole, alone, chunked, strict=True))
 
 
 def _run(
-    stack: Stack, state: State, shape: Shape, parts: list[list[tuple[int, int]]], texts: list[list[int]], per: int
+    stack: Stack, states: Sequence[State], shape: Shape, parts: list[list[tuple[int, int]]], texts: list[list[int]], per: int
 ) -> list[Tensor]:
     """Hidden states of each text, computed part by part; texts ride together, part i of all in one turn."""
     out: list[list[Tensor]] = [[] for _ in texts]
@@ -105,8 +108,8 @@ def _run(
         riders = [i for i, p in enumerate(parts) if step < len(p)]
         groups = len(shape.scratch)
         rows = [_row(texts[i], parts[i][step], i, (range(i * per, (i + 1) * per),) * groups) for i in riders]
-        inputs = make_inputs(Plan(tuple(rows)), shape=shape, device=stack.device)
-        hidden = stack.hidden(inputs, state, depth=_depth(stack))
+        inputs = make_inputs(Plan(tuple(rows)), shape=shape, device=stack.stages[0].device)
+        hidden = stack.hidden(inputs, states, depth=_depth(stack))
         for i, span in zip(riders, inputs.spans, strict=False):  # padding has spans of its own
             out[i].append(hidden[span.first : span.first + span.count].clone())
     return [torch.cat(parts_) for parts_ in out]

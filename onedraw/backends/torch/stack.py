@@ -2,28 +2,31 @@
 
 In: weights read layer by layer, and the turn's Inputs. Out: hidden states [T, E], and logits of the positions asked for.
 Each layer is a function of its arguments; what several layers read alike (rope turns, page rows) is made once per turn.
+Layers lie in stages, one per device: embeddings with the first, last norm and head with the last. One device is one stage.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onedraw.backends.torch.feed_forward import Experts, FeedForward, Mlp, load_feed_forward
+from onedraw.backends.staging import FEWEST_ROWS, inputs_behind
+from onedraw.backends.torch.boundary import Boundary
+from onedraw.backends.torch.feed_forward import Experts, FeedForward, load_feed_forward
+from onedraw.backends.torch.fusing import LayerRun, dense_layer, run_fused, runs_of_layers
 from onedraw.backends.torch.inputs import Inputs
 from onedraw.backends.torch.layers.elementwise import activated, softcapped
 from onedraw.backends.torch.layers.linear import Linear, RowRule
 from onedraw.backends.torch.layers.rope import rope_table
-from onedraw.backends.torch.loader import LANE, Loader, WeightSource
-from onedraw.backends.torch.mixers import Attention, Mixer, load_mixer
-from onedraw.backends.torch.ops import DenseLayer, Fused, Ops, Preparation
+from onedraw.backends.torch.loader import LANE, Loader, WeightSource, kept_rows, table_rows
+from onedraw.backends.torch.mixers import Mixer, load_mixer
+from onedraw.backends.torch.ops import Fused, Ops, Preparation
 from onedraw.backends.torch.pages import PageStore
-from onedraw.backends.torch.state import State, Store
+from onedraw.backends.torch.state import Sizes, State, Store
 from onedraw.models.spec import Activation, AttentionSpec, LayerSpec, ModelSpec, RopeSpec
 
 
@@ -38,9 +41,9 @@ class LayerInput:
     width: int
 
     def __call__(self, x: Tensor, own: Tensor, ops: Ops, eps: float) -> Tensor:
-        opened = activated(self.gate(x), self.activation)
+        opened = activated(self.gate(x.to(self.gate.dtype)), self.activation)
         opened[:, : self.width] *= own  # what is padded meets zero columns of `out`
-        return ops.rms_norm(self.out(opened), self.norm, eps)
+        return ops.rms_norm(self.out(opened).to(x.dtype), self.norm, eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,11 @@ class Layer:
     own_input: LayerInput | None
     scale: Tensor | None  # [1]
     fused: Fused | None = None  # all of it in one operation
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its products. The residual stream may have another."""
+        return self.feed_forward.linears[0].dtype
 
     @property
     def linears(self) -> list[Linear]:
@@ -103,28 +111,6 @@ def load_layer(index: int, spec: LayerSpec, loader: Loader, ops: Ops, eps: float
     return layer if dense is None else replace(layer, fused=ops.fuse([dense]))
 
 
-def dense_layer(layer: Layer, eps: float) -> DenseLayer | None:
-    """A layer that is nothing but attention and a feed-forward, as the operations may fuse it."""
-    spec, mixer, feed_forward = layer.spec, layer.mixer, layer.feed_forward
-    if spec.sandwich or spec.beside is not None or spec.inputs or spec.scaled:
-        return None
-    if not isinstance(mixer, Attention) or not isinstance(feed_forward, Mlp):
-        return None
-    return DenseLayer(
-        spec=mixer.spec,
-        attn_norm=layer.attn_norm,
-        qkv=mixer.qkv,
-        q_norm=mixer.q_norm,
-        k_norm=mixer.k_norm,
-        out=mixer.out,
-        mlp_norm=layer.mlp_norm,
-        gate_up=feed_forward.gate_up,
-        down=feed_forward.down,
-        activation=feed_forward.activation,
-        eps=eps,
-    )
-
-
 def run_layer(
     x: Tensor, layer: Layer, *, ops: Ops, store: Store, prepared: Any, eps: float, own_input: Tensor | None = None
 ) -> Tensor:
@@ -132,18 +118,18 @@ def run_layer(
     if layer.fused is not None:
         assert isinstance(store, PageStore)
         return layer.fused(x, [prepared], [store])[0]
-    mixed = layer.mixer(ops.rms_norm(x, layer.attn_norm, eps), prepared, store, ops)
+    mixed = layer.mixer(ops.rms_norm(x, layer.attn_norm, eps).to(layer.dtype), prepared, store, ops).to(x.dtype)
     x = x + _normed(mixed, layer.post_attn_norm, ops, eps)
-    fed = layer.feed_forward(ops.rms_norm(x, layer.mlp_norm, eps), x, ops)
+    fed = layer.feed_forward(ops.rms_norm(x, layer.mlp_norm, eps).to(layer.dtype), x, ops).to(x.dtype)
     if layer.beside is not None:
         both = layer.beside
-        answers = both.experts(ops.rms_norm(x, both.norm, eps), x, ops)
+        answers = both.experts(ops.rms_norm(x, both.norm, eps).to(layer.dtype), x, ops).to(x.dtype)
         fed = ops.rms_norm(fed, both.dense_norm, eps) + ops.rms_norm(answers, both.post_norm, eps)
     x = x + _normed(fed, layer.post_mlp_norm, ops, eps)
     if layer.own_input is not None:
         assert own_input is not None
         x = x + layer.own_input(x, own_input, ops, eps)
-    return x if layer.scale is None else x * layer.scale
+    return x if layer.scale is None else x * layer.scale.to(x.dtype)
 
 
 def _normed(x: Tensor, weight: Tensor | None, ops: Ops, eps: float) -> Tensor:
@@ -155,25 +141,6 @@ def rope_tables(
 ) -> dict[RopeSpec, Tensor]:
     ropes = {layer.mixer.rope for layer in layers if isinstance(layer.mixer, AttentionSpec)}
     return {rope: rope_table(rope, positions, dtype=dtype, device=device) for rope in ropes}
-
-
-@dataclass(frozen=True, slots=True)
-class LayerRun:
-    """Layers [start, stop), in one operation where they are fused."""
-
-    start: int
-    stop: int
-    fused: Fused | None
-
-
-def runs_of_layers(layers: Sequence[Layer], ops: Ops, eps: float) -> list[LayerRun]:
-    """Neighbouring layers that can be fused become one run each, the others too."""
-    runs: list[LayerRun] = []
-    for fuses, group in itertools.groupby(enumerate(layers), lambda pair: pair[1].fused is not None):
-        members = list(group)
-        dense = [found for _, layer in members if fuses and (found := dense_layer(layer, eps)) is not None]
-        runs.append(LayerRun(members[0][0], members[-1][0] + 1, ops.fuse(dense) if dense else None))
-    return runs
 
 
 class InputTable:
@@ -194,26 +161,61 @@ class InputTable:
         spec = self._spec
         shape = (len(x), len(spec.layers), spec.inputs)
         rows = torch.from_numpy(self._embedding.take_rows(inputs.host_tokens).float32()).to(x)
-        projected = (self.project(x) * spec.hidden**-0.5).view(shape)
+        projected = (self.project(x.to(self.project.dtype)) * spec.hidden**-0.5).to(x.dtype).view(shape)
         context = self._ops.rms_norm(projected, self._norm, spec.eps)
         both: Tensor = (context + rows.view(shape) * spec.inputs**0.5) * 2**-0.5
         return both
 
 
-def load_ends(spec: ModelSpec, source: WeightSource, loader: Loader, ops: Ops) -> tuple[Linear, Callable[[Tensor], Tensor]]:
-    """The head, and embeddings by token: [T] → [T, E]. Where weights can be looked up, a tied one is there once, and the
-    few rows of another are read where the checkpoint lies."""
-    if ops.looks_up:
-        head = loader.linear(None, "embed" if spec.tied else "head", pad=LANE)
-        stored = source.tensor(None, "embed")
-        return head, head.rows if spec.tied else lambda tokens: torch.from_numpy(stored.take_rows(tokens.numpy()).float32())
-    table = loader.kept(None, "embed", pad=LANE)  # [V', E]
-    head = ops.linear(table) if spec.tied else loader.linear(None, "head", pad=LANE)
-    return head, lambda tokens: table.index_select(0, tokens)
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A device, and how far the layers on it go: from where the site before ends to `stop`; None: to the last."""
+
+    device: torch.device
+    ops: Ops
+    stop: int | None = None
+
+    @staticmethod
+    def named(device: str, ops: Ops, *, stop: int | None = None) -> Site:
+        return Site(torch.device(device), ops, stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Layers [start, start + len(layers)) on one device, and the way to it."""
+
+    device: torch.device
+    ops: Ops
+    start: int
+    layers: list[Layer]
+    runs: list[LayerRun]
+    ropes: dict[RopeSpec, Tensor]
+    entrance: Boundary | None  # None for the first
+
+    @property
+    def specs(self) -> tuple[LayerSpec, ...]:
+        return tuple(layer.spec for layer in self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What somebody wants to see of a pass over the layers. Owner: who asked."""
+
+    captures: tuple[int, ...] = ()  # layers whose outputs are wanted
+    features: list[Tensor] = field(default_factory=list)  # the residual stream after each of them, [T, E]
+    finite: list[Tensor] | None = None  # per layer: which tokens are finite after it, [T], on its device
+
+
+NOTHING = Watch()
 
 
 class Stack:
-    """All layers on one device. Complete when constructed."""
+    """All layers, on one device or several. Complete when constructed.
+
+    `device` and `ops` are those of the last stage, where hidden states come out and drafters live. `dtype` is that of
+    weights, products, keys and values; `activation` that of the residual stream. `rows`: tokens of a turn at most, where
+    there are several stages.
+    """
 
     def __init__(
         self,
@@ -221,27 +223,59 @@ class Stack:
         source: WeightSource,
         *,
         dtype: torch.dtype,
-        device: torch.device,
-        ops: Ops,
+        sites: Sequence[Site],
         max_context: int,
+        activation: torch.dtype | None = None,
+        rows: int = FEWEST_ROWS,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        self.spec, self.dtype, self.device, self.ops = spec, dtype, device, ops
-        self.max_context = max_context
-        loader = Loader(source, ops=ops, dtype=dtype, device=device, norm=spec.norm)
+        self.spec, self.dtype, self.activation, self.max_context = spec, dtype, activation or dtype, max_context
+        first, last = sites[0], sites[-1]
+        self.device, self.ops = last.device, last.ops
+        loader = Loader(source, ops=first.ops, dtype=dtype, device=first.device, norm=spec.norm)
+        looks_up = first.ops.looks_up and last.ops.looks_up
+        table = None if looks_up else loader.kept(None, "embed", pad=LANE)  # [V', E]
+        self._input_table = InputTable(spec, source, loader, first.ops) if spec.inputs else None
+        self._embed_scale = torch.tensor(spec.embed_scale, dtype=dtype, device=first.device)
+        loader = Loader(source, ops=last.ops, dtype=dtype, device=last.device, norm=spec.norm)
         self.norm = loader.norm(None, "norm")
-        self.head, self._rows = load_ends(spec, source, loader, ops)
-        self._input_table = InputTable(spec, source, loader, ops) if spec.inputs else None
-        self._embed_scale = torch.tensor(spec.embed_scale, dtype=dtype, device=device)
-        loader = Loader(source, ops=ops, dtype=dtype, device=device, norm=spec.norm)  # lets go of a buffer as large as the head
-        self.layers: list[Layer] = []
-        for index, layer in enumerate(spec.layers):
-            self.layers.append(load_layer(index, layer, loader, ops, spec.eps))
-            if progress is not None:
-                progress(index + 1, len(spec.layers))
-        self._runs = runs_of_layers(self.layers, ops, spec.eps)
-        positions = max(max_context, LANE)  # padding tokens stand anywhere on a page, also where the context is shorter
-        self._ropes = rope_tables(spec.layers, positions, dtype=dtype, device=device)
+        if table is not None and spec.tied:
+            self.head = last.ops.linear(table.to(last.device))  # a second copy only where the devices differ
+        else:
+            self.head = loader.linear(None, "embed" if spec.tied else "head", pad=LANE)
+        del loader  # its buffer is as large as the head
+        self._embedding = table_rows(table) if table is not None else kept_rows(self.head, source, tied=spec.tied)
+        self._rows, self._progress = rows, progress
+        self.stages: list[Stage] = []
+        for site in sites:
+            self.stages.append(self._stage(site, source))
+
+    def _stage(self, site: Site, source: WeightSource) -> Stage:
+        spec, before = self.spec, self.stages[-1] if self.stages else None
+        start = 0 if before is None else before.start + len(before.layers)
+        stop = len(spec.layers) if site.stop is None else site.stop
+        loader = Loader(source, ops=site.ops, dtype=self.dtype, device=site.device, norm=spec.norm)
+        layers = []
+        for index in range(start, stop):
+            layers.append(load_layer(index, spec.layers[index], loader, site.ops, spec.eps))
+            if self._progress is not None:
+                self._progress(index + 1, len(spec.layers))
+        entrance = None
+        if before is not None:
+            sizes = {"rows": self._rows, "hidden": spec.hidden, "inputs": inputs_behind(spec, start)}
+            entrance = Boundary(before.device, site.device, dtype=self.activation, **sizes)
+        positions = max(self.max_context, LANE)  # padding tokens stand anywhere on a page, also where the context is shorter
+        ropes = rope_tables(spec.layers[start:stop], positions, dtype=self.dtype, device=site.device)
+        runs = runs_of_layers(layers, site.ops, spec.eps)
+        return Stage(site.device, site.ops, start, layers, runs, ropes, entrance)
+
+    @property
+    def layers(self) -> list[Layer]:
+        return [layer for stage in self.stages for layer in stage.layers]
+
+    def states(self, sizes: Sizes) -> list[State]:
+        """Fresh states, one per stage."""
+        return [State(s.specs, sizes, dtype=self.dtype, device=s.device, first=s.start) for s in self.stages]
 
     def linears(self) -> list[Linear]:
         inner = [linear for layer in self.layers for linear in layer.linears]
@@ -255,46 +289,46 @@ class Stack:
     # ------------------------------------------------------------------ one turn
 
     def embed(self, tokens: Tensor) -> Tensor:
-        x = self._rows(tokens)  # [T, E]
-        return x if self.spec.embed_scale == 1 else x * self._embed_scale
+        """Rows [T, E] where the tokens are; they are looked up on the first stage, so there is one table."""
+        x = self._embedding(tokens)
+        return (x if self.spec.embed_scale == 1 else x * self._embed_scale).to(tokens.device)
 
-    def hidden(
-        self,
-        inputs: Inputs,
-        state: State,
-        *,
-        depth: int | None = None,
-        captures: tuple[int, ...] = (),
-        features: list[Tensor] | None = None,
-    ) -> Tensor:
+    def hidden(self, inputs: Inputs, states: Sequence[State], *, depth: int | None = None, watch: Watch = NOTHING) -> Tensor:
         """Hidden states after the last norm: [T, E]. What the turn's tokens leave in pages and lanes is written on the way.
 
-        `depth` runs the first layers only: the self-check needs no more. The residual stream after each layer in
-        `captures` is appended to `features`, [T, E] each.
+        `depth` runs the first layers only: the self-check needs no more.
         """
-        ops, eps = self.ops, self.spec.eps
-        preparation = Preparation(ops, inputs, self._ropes)
-        x = self.embed(inputs.tokens)
+        x = self.embed(inputs.tokens).to(self.activation)
         own = None if self._input_table is None else self._input_table(inputs, x)
-        wanted = captures if features is not None else ()
-        for run in self._runs:
-            span = range(run.start, min(run.stop, len(self.layers) if depth is None else depth))
-            if run.fused is not None and span:
-                prepared = [preparation.of(self.layers[index].spec.mixer) for index in span]
-                stores = [store for store in state.stores[span.start : span.stop] if isinstance(store, PageStore)]
-                kept = [index - span.start for index in wanted if index in span]
-                outputs = run.fused(x, prepared, stores, kept)
-                x = outputs[len(span) - 1]
-                if features is not None:
-                    features.extend(outputs[index] for index in sorted(kept))
+        left = len(self.spec.layers) if depth is None else depth
+        for stage, state in zip(self.stages, states, strict=True):
+            if stage.entrance is not None:
+                x, own = stage.entrance.cross(x, own)
+            x = self._run(stage, x, own, inputs.on(stage.device), state, count=left, watch=watch)
+            own = None if own is None else own[:, len(stage.layers) :]
+            left = max(left - len(stage.layers), 0)
+        return self.ops.rms_norm(x, self.norm, self.spec.eps).to(self.dtype)
+
+    def _run(
+        self, stage: Stage, x: Tensor, own: Tensor | None, inputs: Inputs, state: State, *, count: int, watch: Watch
+    ) -> Tensor:
+        """The stage's first `count` layers."""
+        ops, preparation = stage.ops, Preparation(stage.ops, inputs, stage.ropes)
+        for run in stage.runs:
+            span = range(run.start, min(run.stop, count))
+            if run.fused is not None and watch.finite is None and span:
+                x = run_fused(run.fused, span, x, stage, state, preparation, watch)
                 continue
             for index in span:
-                layer, own_input = self.layers[index], None if own is None else own[:, index]
-                ready = preparation.of(layer.spec.mixer)
-                x = run_layer(x, layer, ops=ops, store=state.stores[index], prepared=ready, eps=eps, own_input=own_input)
-                if features is not None and index in wanted:
-                    features.append(x)
-        return ops.rms_norm(x, self.norm, eps)
+                layer, own_input = stage.layers[index], None if own is None else own[:, index]
+                prepared = preparation.of(layer.spec.mixer)
+                store = state.stores[index]
+                x = run_layer(x, layer, ops=ops, store=store, prepared=prepared, eps=self.spec.eps, own_input=own_input)
+                if stage.start + index in watch.captures:
+                    watch.features.append(x.to(self.device))
+                if watch.finite is not None:
+                    watch.finite.append(torch.isfinite(x).all(1))
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [C', V'] of hidden states [C', E], C' from the row rule, V' padded."""

@@ -34,10 +34,13 @@ class Sizes:
 
 
 class State:
-    """The stores of all layers on one device. A layer that reuses another's keys and values has that one's store."""
+    """The stores of the layers on one device, `first` and those behind it. A layer that reuses another's keys and values has
+    that one's store."""
 
-    def __init__(self, layers: Sequence[LayerSpec], sizes: Sizes, *, dtype: torch.dtype, device: torch.device) -> None:
-        self.sizes = sizes
+    def __init__(
+        self, layers: Sequence[LayerSpec], sizes: Sizes, *, dtype: torch.dtype, device: torch.device, first: int = 0
+    ) -> None:
+        self.sizes, self._first = sizes, first
         self._device = device
         self.stores: list[Store] = []
         self._groups: list[list[PageStore]] = [[] for _ in sizes.pages]
@@ -52,7 +55,7 @@ class State:
             self.lanes.append(store)
             return store
         if mixer.reuses is not None:
-            return self.stores[mixer.reuses]
+            return self.stores[mixer.reuses - self._first]
         group = sizes.windows.index(mixer.window) if mixer.window in sizes.windows else 0
         pages = PageStore(mixer, pages=sizes.pages[group], page_size=sizes.page_size, dtype=dtype, device=self._device)
         self._groups[group].append(pages)

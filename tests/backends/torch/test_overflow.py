@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,16 @@ import torch
 
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import pick_ops
+from onedraw.backends.torch.feed_forward import FeedForward
 from onedraw.backends.torch.ops import TorchOps
 from onedraw.checkpoints.base import open_checkpoint
 from onedraw.models.loading import describe
 from onedraw.settings import default_cache_dir
-from onedraw.types import History, Plan, Row, RowOutcome, SamplingParams
+from onedraw.types import History, Plan, Request, Row, RowOutcome, SamplingParams
 from tests import tiny
+from tests.laws.harness import Schedule
+from tests.laws.harness import run as served
+from tests.making import backend_of
 
 BROKEN = 77  # the token whose embedding is not a number any more
 PROMPT = tuple(range(5, 45))
@@ -81,7 +86,7 @@ def test_what_stands_before_it_in_its_own_prompt_does_not_notice(backend: TorchB
     """Those pages are shared with requests that begin alike."""
     run(backend, row(PROMPT, (0, 1, 2)))
     run(backend, row((*PROMPT[:35], BROKEN, *PROMPT[36:]), (3, 4, 5)))
-    for layer in backend._state.stores:
+    for layer in backend._states[0].stores:
         for store in (layer.keys, layer.values):
             pages = store.view(13, -1)
             assert torch.equal(pages[:2], pages[3:5])
@@ -92,3 +97,37 @@ def test_a_neighbour_in_the_turn_does_not_notice(backend: TorchBackend) -> None:
     failed, beside = run(backend, row((BROKEN,) * 20, (6, 7), lane=1), row(PROMPT, (3, 4, 5)))
     assert failed.barren
     assert beside == clean
+
+
+class Loud:
+    """A feed-forward whose answer is far larger than it was trained to be."""
+
+    def __init__(self, inner: FeedForward) -> None:
+        self._inner, self.linears = inner, inner.linears
+
+    def __call__(self, *given: object) -> torch.Tensor:
+        return self._inner(*given) * 1e5  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("dtype", "activation"), [("f32", "f16"), ("f16", "f16"), ("bf16", "f16")])
+def test_a_stream_that_leaves_the_range_of_f16_names_the_layer_and_is_never_served(
+    folder: Path, dtype: str, activation: str
+) -> None:
+    backend = backend_of(folder, kernels=False, check=False, dtype=dtype, activation=activation)
+    layers = backend._stack.stages[0].layers
+    layers[1] = dataclasses.replace(layers[1], feed_forward=Loud(layers[1].feed_forward))  # type: ignore[arg-type]
+    [failed] = run(backend, dataclasses.replace(row(PROMPT, (0, 1, 2, 3, 4)), scores=False))
+    assert failed.barren
+    assert not failed.chosen
+    assert failed.fault.startswith("layer 1 left the range of f16; run with")
+    request = Request("q", PROMPT, SamplingParams(max_tokens=3))
+    [answer], _ = served(backend, [request], Schedule())
+    assert (answer.tokens, answer.error) == ([], "not_finite")
+
+
+def test_the_same_model_is_served_with_a_wider_stream(folder: Path) -> None:
+    backend = backend_of(folder, kernels=False, check=False, dtype="bf16", activation="bf16")
+    layers = backend._stack.stages[0].layers
+    layers[1] = dataclasses.replace(layers[1], feed_forward=Loud(layers[1].feed_forward))  # type: ignore[arg-type]
+    [answer], _ = served(backend, [Request("q", PROMPT, SamplingParams(max_tokens=3))], Schedule())
+    assert (len(answer.tokens), answer.error) == (3, None)

@@ -47,11 +47,11 @@ def test_few_pages_and_a_short_context_are_not_left(
         ops=ops,
         check=False,
     )
-    stack, state = backend._stack, backend._state
+    stack, states = backend._stack, backend._states
     stack.max_context = max_context
     shape = dataclasses.replace(backend._shape, scratch=(pages,))
     with torch.inference_mode():
-        report = selfcheck.self_check(stack, state, shape=shape)
+        report = selfcheck.self_check(stack, states, shape=shape)
     assert report.holds, report.findings
     assert seen
     for inputs in seen:

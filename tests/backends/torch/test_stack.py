@@ -7,7 +7,7 @@ import torch
 
 from onedraw.backends.torch.loader import LANE, Loader
 from onedraw.backends.torch.ops import TorchOps
-from onedraw.backends.torch.stack import Stack
+from onedraw.backends.torch.stack import Site, Stack
 from onedraw.checkpoints.random import random_weights
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 
@@ -53,7 +53,7 @@ def test_what_is_kept_is_not_touched_by_what_passes() -> None:
 
 def test_a_stack_in_float32_keeps_nothing_of_the_buffer() -> None:
     """Whoever takes a passing matrix packs a copy; a product that kept the tensor itself would hold its successor's numbers."""
-    stack = Stack(SPEC, WEIGHTS, dtype=torch.float32, device=CPU, ops=TorchOps(CPU), max_context=64)
+    stack = Stack(SPEC, WEIGHTS, dtype=torch.float32, sites=[Site(CPU, TorchOps(CPU))], max_context=64)
     x = torch.randn(4, 48, generator=torch.Generator().manual_seed(1))
     for index, layer in enumerate(stack.layers):
         expected = x @ torch.from_numpy(WEIGHTS.read(index, "q")).T + torch.from_numpy(WEIGHTS.read(index, "q_bias"))

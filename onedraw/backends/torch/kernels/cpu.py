@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from onedraw.backends.torch.experts import PlainBank
 from onedraw.backends.torch.inputs import Inputs
 from onedraw.backends.torch.kernels.arguments import AttentionArguments, Prepared
 from onedraw.backends.torch.kernels.layers import FusedLayers
@@ -19,15 +20,16 @@ from onedraw.backends.torch.kernels.library import Kernels
 from onedraw.backends.torch.kernels.products import CpuLinear, panels_of, panels_of_rows
 from onedraw.backends.torch.lanes import Kept, LaneStore
 from onedraw.backends.torch.layers.delta import DeltaWeights
-from onedraw.backends.torch.layers.elementwise import gated
+from onedraw.backends.torch.layers.elementwise import gated, times_gate
 from onedraw.backends.torch.layers.linear import RowRule
 from onedraw.backends.torch.loader import padded
 from onedraw.backends.torch.ops import DenseLayer
 from onedraw.backends.torch.pages import PageStore
 from onedraw.backends.torch.runs import CHUNK, Runs, runs_of
+from onedraw.backends.torch.sampler import Sampler
 from onedraw.errors import UnsupportedModel
 from onedraw.models.source import Tensor as Stored
-from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec
+from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, Gate
 
 MOST_DELTA_DIMS = 512  # of a head, as in delta.c
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
@@ -134,6 +136,15 @@ class CpuOps:
         y = _floats(len(gate_up), width)
         self._kernels.silu_gated(gate_up.data_ptr(), y.data_ptr(), len(gate_up), width, self._kernels.team)
         return y
+
+    def opened(self, x: Tensor, gate: Tensor, kind: Gate) -> Tensor:
+        return times_gate(x, gate, kind)
+
+    def bank(self, gate_up: list[Tensor], down: list[Tensor], activation: Activation) -> PlainBank:
+        return PlainBank(tuple(map(self.linear, gate_up)), tuple(map(self.linear, down)), activation, self.gated)
+
+    def sampler(self, *, vocab: int, lanes: int, device: torch.device) -> Sampler:
+        return Sampler(vocab=vocab, lanes=lanes, device=device)
 
     def prepare(self, inputs: Inputs, mixer: AttentionSpec, turns: Tensor) -> Prepared:
         firsts = inputs.firsts(mixer.window)

@@ -52,6 +52,12 @@ def opened(x: Tensor, gate: Gate) -> Tensor:
             assert_never(gate)
 
 
+def times_gate(x: Tensor, gate: Tensor, kind: Gate) -> Tensor:
+    """x [T, W] times a gate [T, W], or [T, W / n] with one number for n neighbours."""
+    factor = opened(gate.contiguous(), kind)
+    return x.view(len(x), gate.shape[1], -1).mul(factor.unsqueeze(2)).view(len(x), -1)
+
+
 def _softplus(x: Tensor, out: Tensor | None = None) -> Tensor:
     y: Tensor = torch.ops.aten.softplus(x) if out is None else torch.ops.aten.softplus(x, out=out)
     return y

@@ -55,6 +55,12 @@ class Linear:
         return y if self.bias is None else y + self.bias
 
 
+def strictest(rules: list[RowRule]) -> RowRule:
+    """One rule that all of them hold by: rows are laid out once for every device."""
+    blocks = [rule.block for rule in rules if rule.block is not None]
+    return RowRule(floor=max(rule.floor for rule in rules), block=max(blocks, default=None))
+
+
 def default_rule(device: torch.device) -> RowRule:
     """What to try first: two rows on a CPU; on a GPU always the same shape, so always the same kernel."""
     return RowRule(floor=2) if device.type == "cpu" else RowRule(block=64)

@@ -1,0 +1,93 @@
+"""How long a prompt's checkpoint takes to save and to restore, per megabyte of recurrent state.
+
+    python -m bench.checkpoints [--repeats 5] [--layers 6]
+
+In: nothing but sizes: delta layers of the shape of Qwen3.5-0.8B (16 heads, 128 x 128), random inputs, our CPU kernels.
+Out: one JSON object. Saving is what a turn over one chunk takes longer with a checkpoint at its end than without;
+restoring copies a slot into a lane. Compared with a plain copy of the same bytes in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+
+import torch
+
+from onedraw.backends.torch.device import pick_ops
+from onedraw.backends.torch.inputs import Shape, make_inputs
+from onedraw.backends.torch.lanes import LaneStore
+from onedraw.backends.torch.layers.delta import DeltaWeights
+from onedraw.backends.torch.layers.linear import RowRule
+from onedraw.models.spec import DeltaSpec
+from onedraw.settings import default_cache_dir
+from onedraw.types import History, Plan, Row, SamplingParams, Save
+
+SPEC = DeltaSpec(key_heads=16, value_heads=16, key_dim=128, value_dim=128, conv=4)
+TOKENS = 64
+CPU = torch.device("cpu")
+
+
+def timed(run: Callable[[], object], repeats: int) -> float:
+    """Milliseconds, the best of several."""
+    found = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        run()
+        found.append((time.perf_counter() - begin) * 1e3)
+    return min(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--repeats", type=int, default=25)
+    parser.add_argument("--layers", type=int, default=6)
+    options = parser.parse_args()
+    ops = pick_ops("cpu", "f32", cache=default_cache_dir())
+    stores = [LaneStore(SPEC, lanes=2, drafts=0, checkpoints=2, device=CPU) for _ in range(options.layers)]
+    width = SPEC.channels + SPEC.value_heads * SPEC.value_dim + 2 * SPEC.value_heads
+    projected = torch.randn(TOKENS, width)
+    heads = SPEC.value_heads
+    weights = DeltaWeights(
+        torch.randn(SPEC.conv, SPEC.channels), -torch.rand(heads), torch.randn(heads), torch.ones(SPEC.value_dim), 1e-6
+    )
+
+    def turn(saves: tuple[Save, ...]) -> None:
+        row = Row(
+            request_id="x",
+            lane=0,
+            pages=((0,) * 8,),
+            start=0,
+            tokens=(1,) * TOKENS,
+            drafts=(),
+            prompt_stop=TOKENS,
+            chooses=True,
+            params=SamplingParams(),
+            history=History((1,)),
+            saves=saves,
+        )
+        inputs = make_inputs(Plan((row,)), shape=Shape(8, (8,), RowRule(1)), device=CPU)
+        prepared = ops.prepare_delta(inputs, SPEC)
+        for store in stores:
+            ops.delta(projected, prepared, weights=weights, store=store)
+
+    megabytes = options.layers * SPEC.state_bytes / 1e6
+    turn(())
+    plain, saving = timed(lambda: turn(()), options.repeats), timed(lambda: turn((Save(TOKENS, 1),)), options.repeats)
+    restoring = timed(lambda: [store.restore([1], [0]) for store in stores], options.repeats)
+    source, target = torch.ones(int(megabytes * 250_000)), torch.zeros(int(megabytes * 250_000))
+    copying = timed(lambda: target.copy_(source), options.repeats)
+    report = {
+        "megabytes": round(megabytes, 2),
+        "turn_ms": round(plain, 2),
+        "save_ms_per_mb": round(max(saving - plain, 0.0) / megabytes, 4),
+        "restore_ms_per_mb": round(restoring / megabytes, 4),
+        "copy_ms_per_mb": round(copying / megabytes, 4),
+    }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,719 @@
+"""How fast the kernels are on a GPU, next to what the memory allows. Weights are random and made on the device.
+
+    python -m bench.gpu_decode [section ...] [--json out.json]
+
+Sections: see SECTIONS. Every figure is a median of device-timed graph replays or, where it
+says so, of whole turns with the copies to and from the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onedraw.backends.torch.exact import padded
+from onedraw.backends.torch.inputs import Inputs, Shape, Span, lay_out
+from onedraw.backends.torch.kernels import triton_attention, triton_delta, views
+from onedraw.backends.torch.kernels.cuda import Prepared, TritonLinear, TritonOps
+from onedraw.backends.torch.kernels.sampler import TritonSampler
+from onedraw.backends.torch.kernels.triton_attention import attend
+from onedraw.backends.torch.kernels.triton_delta import Gated, chunked, close, gate, steps
+from onedraw.backends.torch.kernels.triton_linear import Tile, linear
+from onedraw.backends.torch.kernels.triton_norm import opened
+from onedraw.backends.torch.kernels.triton_sample import Wishes, choose
+from onedraw.backends.torch.kernels.views import Heads, device_view, host_view, to_view
+from onedraw.backends.torch.layers.linear import RowRule
+from onedraw.backends.torch.layers.rope import rope_table
+from onedraw.backends.torch.pages import PageStore
+from onedraw.backends.torch.sampler import Position, Sampler
+from onedraw.models.spec import AttentionSpec, RopeSpec
+from onedraw.sampling.noise import key
+from onedraw.sampling.verify import trails
+from onedraw.types import Draft, History, SamplingParams
+
+DEVICE = torch.device("cuda:0")
+DTYPE = torch.bfloat16
+PAGE = 16
+FOUND: dict[str, Any] = {}
+PART, PARTS = 0, 1  # which of the matrices to tune
+SMALL = False  # a few layers only, to fill the compiler's cache
+
+
+def say(name: str, value: Any) -> None:
+    FOUND[name] = value
+    shown = f"{value:.4g}" if isinstance(value, float) else value
+    print(f"{name:64s} {shown}", flush=True)
+
+
+# ------------------------------------------------------------------ measuring
+
+
+def replay_ms(work: Callable[[], Any], *, repeats: int = 20, inner: int = 1) -> float:
+    """Median time of a captured graph of `inner` calls, per call."""
+    return timed_ms(captured(lambda: [work() for _ in range(inner)]).replay, repeats) / inner
+
+
+def captured(work: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph
+
+
+def timed_ms(work: Callable[[], Any], repeats: int = 20) -> float:
+    for _ in range(3):
+        work()
+    times = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times)
+
+
+def normal(*shape: int, spread: float = 1.0) -> Tensor:
+    return torch.randn(shape, device=DEVICE, dtype=DTYPE) * spread
+
+
+# ------------------------------------------------------------------ a dense model
+
+
+@dataclass(frozen=True)
+class DenseShape:
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    dim: int
+    width: int
+    vocab: int
+
+    @property
+    def matrix_bytes(self) -> int:
+        per = (self.heads + 2 * self.kv_heads) * self.dim * self.hidden + self.heads * self.dim * self.hidden
+        per += 3 * self.width * self.hidden
+        return 2 * (self.layers * per + self.vocab * self.hidden)
+
+
+LLAMA_8B = DenseShape(layers=32, hidden=4096, heads=32, kv_heads=8, dim=128, width=14336, vocab=128256)
+
+
+class DenseModel:
+    """Layers of one shape, as a stack runs them."""
+
+    def __init__(self, shape: DenseShape, ops: TritonOps, *, positions: int, pages: int) -> None:
+        self.shape, self.ops = shape, ops
+        self.mixer = AttentionSpec(shape.heads, shape.kv_heads, shape.dim, RopeSpec(5e5, shape.dim), scale=shape.dim**-0.5)
+        self.turns = rope_table(self.mixer.rope, positions, dtype=DTYPE, device=DEVICE)
+        self.pages = pages
+        hidden, inner = shape.hidden, shape.heads * shape.dim
+        self.embedding = normal(shape.vocab, hidden, spread=0.5)
+        self.head = ops.linear(normal(shape.vocab, hidden, spread=2 * hidden**-0.5))
+        self.norms = 1 + 0.1 * normal(2 * shape.layers + 1, hidden)
+        self.layers: list[tuple[TritonLinear, TritonLinear, TritonLinear, TritonLinear]] = []
+        for _ in range(shape.layers):
+            self.layers.append(
+                (
+                    ops.linear(normal(inner + 2 * shape.kv_heads * shape.dim, hidden, spread=hidden**-0.5)),
+                    ops.linear(normal(hidden, inner, spread=inner**-0.5)),
+                    ops.linear(normal(2 * shape.width, hidden, spread=hidden**-0.5)),
+                    ops.linear(normal(hidden, shape.width, spread=shape.width**-0.5)),
+                )
+            )
+        self.stores = [
+            PageStore(self.mixer, pages=pages, page_size=PAGE, dtype=DTYPE, device=DEVICE) for _ in range(shape.layers)
+        ]
+
+    def inputs(self, rows: list[tuple[int, int, tuple[Draft, ...]]]) -> Inputs:
+        """Rows of (start, tokens with drafts, drafts)."""
+        spans, tables, first, page = [], [], 0, 0
+        for start, count, drafts in rows:
+            need = -(-(start + count + 1) // 256) * 16
+            spans.append(Span(first, count, start, drafts))
+            tables.append(list(range(page, page + need)))
+            first, page = first + count, page + need
+        assert page <= self.pages, (page, self.pages)
+        return lay_out(
+            [7] * first, spans, [(table,) for table in tables], shape=Shape(PAGE, (self.pages,), RowRule(floor=1)), device=DEVICE
+        )
+
+    def hidden(self, tokens: Tensor, prepared: Prepared) -> Tensor:
+        ops, eps = self.ops, 1e-5
+        x = self.embedding.index_select(0, tokens)
+        for index, (qkv, out, gate_up, down) in enumerate(self.layers):
+            mixed = ops.attention(
+                qkv(ops.rms_norm(x, self.norms[2 * index], eps)),
+                prepared,
+                spec=self.mixer,
+                store=self.stores[index],
+                q_norm=None,
+                k_norm=None,
+                eps=eps,
+            )
+            x = out(mixed, x)
+            x = down(ops.gated(gate_up(ops.rms_norm(x, self.norms[2 * index + 1], eps)), "silu"), x)
+        return ops.rms_norm(x, self.norms[-1], eps)
+
+    def logits(self, tokens: Tensor, prepared: Prepared) -> Tensor:
+        return self.head(self.hidden(tokens, prepared))
+
+
+@dataclass(frozen=True)
+class HybridShape:
+    vocab: int = 248_320
+
+
+class HybridModel:
+    """Three delta layers and one attention layer in turn, in the 27B shape."""
+
+    hidden, width, heads, kv_heads, dim = 5120, 17408, 24, 4, 256
+    key_heads, value_heads, state_dim, taps = 16, 48, 128, 4
+
+    def __init__(self, ops: TritonOps, *, positions: int, pages: int, layers: int = 64) -> None:
+        self.ops, self.pages, self.shape = ops, pages, HybridShape()
+        self.mixer = AttentionSpec(self.heads, self.kv_heads, self.dim, RopeSpec(1e7, 64), scale=self.dim**-0.5, qk_norm=True)
+        self.turns = rope_table(self.mixer.rope, positions, dtype=DTYPE, device=DEVICE)
+        self.channels = 2 * self.key_heads * self.state_dim + self.value_heads * self.state_dim
+        inner = self.value_heads * self.state_dim
+        self.delta_width = self.channels + inner + 2 * self.value_heads
+        hidden, attended = self.hidden, self.heads * self.dim
+        self.embedding = normal(self.shape.vocab, hidden, spread=0.5)
+        self.head = self._product(self.shape.vocab, hidden)
+        self.norms = 1 + 0.1 * normal(2 * layers + 1, hidden)
+        self.head_norm = 1 + 0.1 * normal(self.dim)
+        self.conv, self.decay = 0.5 * torch.randn(4, self.channels, device=DEVICE), -torch.rand(48, device=DEVICE)
+        self.bias, self.norm = torch.randn(48, device=DEVICE), torch.ones(128, device=DEVICE)
+        self.layers = []
+        for index in range(layers):
+            into = 2 * attended + 2 * self.kv_heads * self.dim if index % 4 == 3 else self.delta_width
+            out = attended if index % 4 == 3 else inner
+            self.layers.append(
+                (
+                    self._product(into, hidden),
+                    self._product(hidden, out),
+                    self._product(2 * self.width, hidden),
+                    self._product(hidden, self.width),
+                )
+            )
+        self.stores = [PageStore(self.mixer, pages=pages, page_size=PAGE, dtype=DTYPE, device=DEVICE) for _ in range(layers // 4)]
+        lanes = 32
+        self.states = [torch.zeros(lanes, 48, 128, 128, device=DEVICE) for _ in range(layers)]
+        self.windows = torch.zeros(lanes, 3, self.channels, device=DEVICE)
+        places = 64
+        self.held = tuple(torch.zeros(places, *shape, device=DEVICE) for shape in ((48,), (16, 128), (48, 128)))
+        self.plan: tuple[Tensor, ...] = ()
+
+    def _product(self, n: int, k: int) -> TritonLinear:
+        return self.ops.linear(normal(n, k, spread=k**-0.5))
+
+    @property
+    def matrix_bytes(self) -> int:
+        products = [product for layer in self.layers for product in layer]
+        return sum(2 * p.out_features * p.in_features for p in [*products, self.head])
+
+    def inputs(self, rows: list[tuple[int, int, tuple[Draft, ...]]]) -> Inputs:
+        found = DenseModel.inputs(self, rows)  # type: ignore[arg-type]
+        self.plan = self.step_plan(found)
+        return found
+
+    def step_plan(self, inputs: Inputs) -> tuple[Tensor, ...]:
+        """Taps, and the paths of a first call (known tokens, chains) and of a second one (leaves of trees)."""
+        count = len(inputs.host_tokens)
+        taps = np.full((count, 4), -1)
+        calls: list[list[tuple[list[int], list[int], int, int]]] = [[], []]
+        for lane, span in enumerate(inputs.spans):
+            known = span.count - len(span.drafts)
+            tokens = list(range(span.first, span.first + span.count))
+            paths = [[span.first + known + i for i in trail] for trail in trails(span.drafts)]
+            for token, path in zip(tokens[known - 1 :], paths, strict=True):
+                chain = [count + 3 * lane + i for i in range(3)] + tokens[:known] + path
+                taps[token] = chain[-4:]
+            if not span.branches:
+                calls[0].append((tokens, [-1] * known + list(range(len(span.drafts))), lane, known))
+                continue
+            calls[0].append((tokens[:known], [-1] * known, lane, known))
+            parents = {draft.parent for draft in span.drafts}
+            for leaf in (i for i in range(len(span.drafts)) if i not in parents):
+                path = paths[1 + leaf]
+                calls[1].append((path, [t - span.first - known for t in path], lane, 0))
+        found = [torch.tensor(taps, dtype=torch.int32, device=DEVICE)]
+        for call in calls:
+            order = [t for tokens, _, _, _ in call for t in tokens]
+            places = [p for _, own, _, _ in call for p in own]
+            table, first = [], 0
+            for tokens, _, lane, known in call:
+                table.append([lane, first, len(tokens), known, 0, 0])
+                first += len(tokens)
+            shaped = torch.tensor(table, dtype=torch.int32, device=DEVICE).view(-1, 6)
+            found += [shaped, *(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (order, places))]
+        return tuple(found)
+
+    def mix(self, projected: Tensor, index: int, plan: tuple[Tensor, ...]) -> Tensor:
+        gated = self._gate(projected, plan[0])
+        out = torch.empty(len(projected), 48, 128, device=DEVICE)
+        for call in (plan[1:4], plan[4:7]):
+            steps(gated, self.states[index], out, paths=call[0], order=call[1], places=call[2], held=self.held, pdl=True)  # type: ignore[arg-type]
+        return close(out, projected, self.norm, 1e-6, channels=self.channels, pdl=True)
+
+    def mix_prompt(self, projected: Tensor, *, only_gates: bool = False) -> Tensor:
+        count = len(projected)
+        taps = torch.arange(count, device=DEVICE)[:, None] + torch.arange(-3, 1, device=DEVICE)
+        gated = self._gate(projected, taps.clamp(min=-1).to(torch.int32))
+        out = torch.empty(count, 48, 128, device=DEVICE)
+        chunks = torch.tensor([[i, 64] for i in range(0, count, 64)], dtype=torch.int32, device=DEVICE)
+        runs = torch.tensor([[0, 0, len(chunks), 1]], dtype=torch.int32, device=DEVICE)
+        slots = torch.full((len(chunks),), -1, dtype=torch.int32, device=DEVICE)
+        if not only_gates:
+            chunked(gated, self.states[0], self.states[0], out, chunks=chunks, runs=runs, slots=slots)
+        return close(out, projected, self.norm, 1e-6, channels=self.channels, pdl=True)
+
+    def _gate(self, projected: Tensor, taps: Tensor) -> Gated:
+        return gate(
+            projected, self.windows, taps, conv=self.conv, decay=self.decay, bias=self.bias, key_heads=16, value_heads=48,
+            key_dim=128, value_dim=128, pdl=True,
+        )  # fmt: skip
+
+    def logits(self, tokens: Tensor, prepared: Prepared) -> Tensor:
+        ops, eps, attended = self.ops, 1e-6, self.heads * self.dim
+        x = self.embedding.index_select(0, tokens)
+        for index, (into, out, gate_up, down) in enumerate(self.layers):
+            wide = into(ops.rms_norm(x, self.norms[2 * index], eps))
+            if index % 4 == 3:
+                mixed = ops.attention(
+                    wide, prepared, spec=self.mixer, store=self.stores[index // 4], q_norm=self.head_norm,
+                    k_norm=self.head_norm, eps=eps,
+                )  # fmt: skip
+                mixed = opened(mixed, wide[:, -attended:], "sigmoid", pdl=True)
+            else:
+                mixed = self.mix(wide, index, self.plan)
+            x = out(mixed, x)
+            x = down(ops.gated(gate_up(ops.rms_norm(x, self.norms[2 * index + 1], eps)), "silu"), x)
+        return self.head(ops.rms_norm(x, self.norms[-1], eps))
+
+
+class CapturedTurn:
+    """A turn of one layout as a graph, choosing included: words and wishes go in by one small copy each, tokens come out."""
+
+    def __init__(self, model: DenseModel | HybridModel, inputs: Inputs, params: SamplingParams | None = None) -> None:
+        host = host_view(inputs, model.ops.heads(model.mixer))
+        self.words, self.layout = torch.from_numpy(host.words).to(DEVICE), host.layout
+        self.tokens = inputs.tokens.clone()
+        self.prepared = Prepared(model.turns, device_view(self.words, host.layout))
+        self.wishes: Wishes | None = None
+        if params is not None:
+            history = History((1, 2, 3), [])
+            count = len(inputs.host_tokens)
+            positions = [Position(i, replace(params, seed=i), history, (), str(i)) for i in range(count)]
+            sampler = TritonSampler(vocab=model.shape.vocab, lanes=count, device=DEVICE)
+            self.wishes = sampler.wishes(positions)
+        self.graph = captured(partial(self._work, model))
+
+    def _work(self, model: DenseModel | HybridModel) -> None:
+        self.logits = model.logits(self.tokens, self.prepared)
+        if self.wishes is not None:
+            vocab = model.shape.vocab
+            chosen, _ = choose(self.logits, self.wishes, vocab=vocab, width=padded(vocab), pdl=True)
+            self.tokens.copy_(chosen.tokens.clamp_(min=0))
+
+
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.95)
+
+
+# ------------------------------------------------------------------ sections
+
+
+def ceilings() -> None:
+    source = torch.empty(2**32, dtype=torch.uint8, device=DEVICE).random_()
+    target = torch.empty_like(source)
+    copy = timed_ms(lambda: target.copy_(source))
+    say("copy, TB/s read and written", 2 * source.nbytes / copy / 1e9)
+    a, b = normal(8192, 8192), normal(8192, 8192)
+    say("8192^3 bf16 product, TFLOP/s", 2 * 8192**3 / timed_ms(lambda: a @ b) / 1e9)
+
+
+TUNED = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)]
+TUNED += [(16480, 5120), (14336, 5120), (5120, 6144), (34816, 5120), (5120, 17408), (248320, 5120)]
+
+
+def tune() -> None:
+    """The fastest tiles for the matrices of the shapes, with cold weights, by rows."""
+    for n, k in TUNED[PART::PARTS]:
+        copies = max(2, int(400e6 // (2 * n * k)) + 1)
+        weights = [normal(n, k, spread=k**-0.5) for _ in range(copies)]
+        x = normal(64, k)
+        for rows in (16, 32, 64):
+            results = []
+            for columns, depth, stages in itertools.product((32, 64, 128), (64, 128, 256, 512), (3, 4, 5)):
+                tile = Tile(rows, columns, depth, 4, stages)
+                deep = depth < 128 or depth > 256
+                if not 40_000 < tile.shared(2) < 220_000 or columns * depth > 16384 or (deep and rows > 16) or columns > 2 * rows:
+                    continue
+                ms = replay_ms(partial(_products, x[: rows - 1], weights, tile), repeats=4)
+                results.append((1000 * ms / copies, tile))
+            results.sort(key=lambda r: r[0])
+            best = [(round(t, 1), tile.columns, tile.depth, tile.stages) for t, tile in results[:4]]
+            say(f"tile {n} x {k}, {rows} rows, us (bytes at 4.2 TB/s: {2 * n * k / 4.2e6:.1f})", best)
+
+
+def _products(x: Tensor, weights: list[Tensor], tile: Tile) -> None:
+    for weight in weights:
+        linear(x, weight, tile=tile)
+
+
+CHAIN = tuple(Draft(1, i - 1) for i in range(15))
+TREE = tuple(Draft(1, -1 if i < 4 else (i - 4) // 2) for i in range(21))
+CASES: dict[str, list[tuple[int, int, tuple[Draft, ...]]]] = {
+    "1 row at 200": [(200, 1, ())],
+    "1 row at 1K": [(1000, 1, ())],
+    "16-row verify at 1K": [(1000, 16, CHAIN)],
+    "tree of 22 at 1K": [(1000, 22, TREE)],
+    "8 rows at 1K": [(1000 + 3 * i, 1, ()) for i in range(8)],
+    "32 rows at 1K": [(1000 + 3 * i, 1, ()) for i in range(32)],
+    "1 row at 24K": [(24_000, 1, ())],
+    "16-row verify at 24K": [(24_000, 16, CHAIN)],
+    "tree of 22 at 24K": [(24_000, 22, TREE)],
+    "1 row at 128K": [(131_000, 1, ())],
+}
+
+
+def decode() -> None:
+    """Turns of the 8B shape: captured, replayed, against the floor."""
+    shape = replace(LLAMA_8B, layers=4) if SMALL else LLAMA_8B
+    model = DenseModel(shape, TritonOps(DEVICE, pdl=True), positions=140_000, pages=10_000)
+    say("library bits equal, by shape", {f"{x.out_features}x{x.in_features}": x.library for x in [*model.layers[0], model.head]})
+    _turns("8B", model, LLAMA_8B.matrix_bytes, 2 * 8 * 128 * 2 * 32)
+    _whole_turns(model)
+
+
+def _turns(name: str, model: DenseModel | HybridModel, weights: int, per_position: int) -> None:
+    for case, rows in CASES.items():
+        inputs = model.inputs(rows)
+        read = weights + per_position * sum(start + count for start, count, _ in rows)
+        ms = timed_ms(CapturedTurn(model, inputs).graph.replay)
+        say(f"{name} turn, {case}, ms (bytes at 4.2 TB/s: {read / 4.2e9:.2f})", ms)
+        sampled = timed_ms(CapturedTurn(model, inputs, SAMPLED).graph.replay)
+        say(f"{name} turn, {case}, choosing with T 0.8, top-p .95, ms", sampled)
+
+
+def _whole_turns(model: DenseModel) -> None:
+    """Decode as a server would: words and keys in, replay, tokens out."""
+    for rows in (1, 8, 32):
+        turn = CapturedTurn(model, model.inputs([(960, 1, ())] * rows), SAMPLED)
+        assert turn.wishes is not None
+        steps_ = []
+        for step in range(60):  # what the host would prepare while the turn before runs
+            host = host_view(model.inputs([(960 + step, 1, ())] * rows), model.ops.heads(model.mixer))
+            assert host.layout == turn.layout
+            table = turn.wishes.table.cpu()
+            table[:, 7:9] = torch.tensor([key(i, 961 + step) for i in range(rows)])
+            steps_.append((torch.from_numpy(host.words).pin_memory(), table.pin_memory()))
+        back = torch.empty(rows, dtype=torch.int64).pin_memory()
+        times = []
+        for words, table in steps_:
+            begin = time.perf_counter()
+            turn.words.copy_(words, non_blocking=True)
+            turn.wishes.table.copy_(table, non_blocking=True)
+            turn.graph.replay()
+            back.copy_(turn.tokens, non_blocking=True)
+            torch.cuda.synchronize()
+            times.append(1000 * (time.perf_counter() - begin))
+        ms = statistics.median(times[10:])
+        say(f"8B, {rows} rows at about 1K, sampled, host to host, ms", ms)
+        say(f"8B, {rows} rows at about 1K, sampled, host to host, tok/s", 1000 * rows / ms)
+
+
+def hybrid() -> None:
+    """Turns of the 27B shape with delta layers. The states of verify rows are stepped, not committed."""
+    model = HybridModel(TritonOps(DEVICE, pdl=True), positions=140_000, pages=10_000, layers=4 if SMALL else 64)
+    _turns("27B", model, model.matrix_bytes, 2 * 4 * 256 * 2 * 16)
+
+
+def delta() -> None:
+    """The delta kernels of one 27B layer by themselves."""
+    model = HybridModel(TritonOps(DEVICE), positions=4096, pages=800, layers=4)
+    for count in (1, 16):
+        projected = normal(count, model.delta_width)
+        plan = model.step_plan(model.inputs([(1000, count, CHAIN[: count - 1])]))
+        say(f"27B delta layer, {count} in one row, us", 1000 * replay_ms(partial(model.mix, projected, 0, plan), inner=4))
+    for rows in (8, 32):
+        plan = model.step_plan(model.inputs([(100, 1, ())] * rows))
+        projected = normal(rows, model.delta_width)
+        say(f"27B delta layer, {rows} rows, us", 1000 * replay_ms(partial(model.mix, projected, 0, plan), inner=4))
+    for count in (2048, 8192):
+        projected = normal(count, model.delta_width)
+        say(f"27B delta layer, prompt of {count}, ms", timed_ms(partial(model.mix_prompt, projected), repeats=5))
+
+
+def parts() -> None:
+    """What each kind of kernel adds to a decode turn, per layer of the 8B shape at 1K."""
+    for pdl in (False, True):
+        model = DenseModel(replace(LLAMA_8B, layers=12), TritonOps(DEVICE, pdl=pdl), positions=4096, pages=200)
+        for at in (200, 1000):
+            inputs = model.inputs([(at, 1, ())])
+            prepared = model.ops.prepare(inputs, model.mixer, model.turns)
+            for level in range(4):
+                ms = replay_ms(partial(_partial_turn, model, inputs.tokens, prepared, level), repeats=10)
+                what = ("products", "+ norms and gates", "+ rope and pages", "+ attention")[level]
+                say(f"per layer at {at}, {what}, pdl {pdl}, us", round(1000 * ms / 12, 2))
+
+
+def _partial_turn(model: DenseModel, tokens: Tensor, prepared: Prepared, level: int) -> Tensor:
+    ops, eps, spec = model.ops, 1e-5, model.mixer
+    x = model.embedding.index_select(0, tokens)
+    for index, (qkv, out, gate_up, down) in enumerate(model.layers):
+        wide = qkv(ops.rms_norm(x, model.norms[2 * index], eps) if level >= 1 else x)
+        settings: dict[str, Any] = {"spec": spec, "store": model.stores[index], "q_norm": None, "k_norm": None, "eps": eps}
+        if level >= 3:
+            mixed = ops.attention(wide, prepared, **settings)
+        elif level == 2:
+            mixed = ops._heads(wide, prepared, **settings, heads=spec.heads)
+        else:
+            mixed = wide[:, : spec.heads * spec.head_dim]
+        x = out(mixed, x)
+        y = ops.rms_norm(x, model.norms[2 * index + 1], eps) if level >= 1 else x
+        y = gate_up(y)
+        x = down(ops.gated(y, "silu") if level >= 1 else y[:, : model.shape.width], x)
+    return x
+
+
+def prefill() -> None:
+    shape = replace(LLAMA_8B, layers=2) if SMALL else LLAMA_8B
+    model = DenseModel(shape, TritonOps(DEVICE), positions=20_000, pages=1300)
+    for count in (2048, 8192):
+        inputs = model.inputs([(0, count, ())])
+        prepared = model.ops.prepare(inputs, model.mixer, model.turns)
+        for use in (True, False):
+            kept = {}
+            if not use:
+                for layer in model.layers:
+                    for product in layer:
+                        kept[product], product.library = product.library, False
+            ms = timed_ms(lambda i=inputs, p=prepared: model.hidden(i.tokens, p), repeats=5)  # type: ignore[misc]
+            for product, value in kept.items():
+                product.library = value
+            flops = 2 * count * (shape.matrix_bytes / 2 - shape.vocab * shape.hidden)
+            flops += 2 * 2 * count * count / 2 * shape.heads * shape.dim * shape.layers
+            name = f"8B prefill of {count}, {'library where equal' if use else 'Triton alone'}"
+            say(name + ", ms", ms)
+            say(name + ", TFLOP/s", flops / ms / 1e9)
+
+
+def sampler() -> None:
+    """Choosing alone: kernels captured, and the plain sampler as it is called."""
+    for rows, vocab in ((1, 128_256), (16, 128_256), (64, 128_256), (32, 248_320)):
+        logits = normal(rows, vocab, spread=3.0)
+        history = History(tuple(range(100)), list(range(50)))
+        kinds = {
+            "T 0.8, top-p .95": SamplingParams(temperature=0.8, top_p=0.95, seed=5),
+            "T 1, penalties": SamplingParams(frequency_penalty=0.3, repetition_penalty=1.1, seed=5),
+            "T 0.8, top-k 40, top-p .95": SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=5),
+            "greedy": SamplingParams(temperature=0.0),
+        }
+        for name, params in kinds.items():
+            positions = [Position(i, replace(params, seed=i), history, (), str(i)) for i in range(rows)]
+            fast = TritonSampler(vocab=vocab, lanes=rows, device=DEVICE)
+            plain = Sampler(vocab=vocab, lanes=rows, device=DEVICE)
+            wishes = fast.wishes(positions)
+            work = partial(choose, logits, wishes, vocab=vocab, width=padded(vocab), pdl=True)
+            say(f"choosing {rows} x {vocab}, {name}, captured, ms", replay_ms(work, repeats=10))
+            say(f"choosing {rows} x {vocab}, {name}, with the host, ms", _wall_ms(partial(fast.choose, logits, positions)))
+            wide = logits.float()
+            say(f"choosing {rows} x {vocab}, {name}, plain sampler, ms", _wall_ms(partial(plain.choose, wide, positions)))
+
+
+def _wall_ms(work: Callable[[], Any]) -> float:
+    times = []
+    for _ in range(12):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        times.append(1000 * (time.perf_counter() - begin))
+    return statistics.median(times[2:])
+
+
+def attention() -> None:
+    """One layer's attention, prompts and long contexts."""
+    for heads, kv, dim in ((32, 8, 128), (24, 4, 256)):
+        for start, count in ((1000, 1), (24_000, 1), (24_000, 16), (131_000, 1), (131_000, 16), (0, 8192)):
+            launch, stores = _one_layer(heads, kv, dim, start, count)
+            floor = 2 * (start + count) * kv * dim * 2 / 4.2e12 * 1e6
+            us = 500 * replay_ms(partial(_through, launch, stores), repeats=5)
+            say(f"attention {heads}/{kv} x {dim}, {count} at {start}, us (bytes at 4.2 TB/s: {floor:.1f})", us)
+
+
+def sweep() -> None:
+    """Attention of one layer by keys per block and per split: what fixes the arithmetic is chosen by these figures."""
+    for block, split, stages in ((64, 512, 3), (64, 512, 4), (64, 512, 5), (128, 512, 3), (128, 512, 4), (64, 1024, 4))[
+        PART::PARTS
+    ]:
+        triton_attention.block_keys = lambda dim, block=block: block if dim <= 128 else 64  # type: ignore[assignment, misc]
+        triton_attention.SPLIT = views.SPLIT = split
+        for merged in (True, False):
+            line = []
+            for start, count in ((200, 1), (1000, 1), (1000, 16), (24_000, 1), (24_000, 16), (131_000, 1)):
+                launch, stores = _one_layer(32, 8, 128, start, count, merged=merged, stages=stages)
+                line.append(round(500 * replay_ms(partial(_through, launch, stores), repeats=5), 1))
+            name = f"block {block}, split {split}, {stages} stages{'' if merged else ', not merged'}, us"
+            say(f"{name}: 1 at 200, 1K, 16 at 1K, 1 at 24K, 16 at 24K, 1 at 131K", line)
+
+
+def chunks() -> None:
+    """Chunks of a prompt by columns of the state and warps per program."""
+    model = HybridModel(TritonOps(DEVICE), positions=4096, pages=400, layers=1)
+    projected = normal(8192, model.delta_width)
+    for columns, warps in ((32, 8), (32, 4), (64, 8), (64, 4), (16, 4))[PART::PARTS]:
+        triton_delta.CHUNK_COLUMNS, triton_delta.CHUNK_WARPS = columns, warps
+        ms = timed_ms(partial(model.mix_prompt, projected), repeats=5)
+        say(f"27B delta layer, prompt of 8192, {columns} columns, {warps} warps, ms", ms)
+    say("27B delta layer, gates alone, ms", timed_ms(partial(model.mix_prompt, projected, only_gates=True), repeats=5))
+
+
+@lru_cache(maxsize=2)
+def _stores(heads: int, kv: int, dim: int) -> list[PageStore]:
+    spec = AttentionSpec(heads, kv, dim, RopeSpec(1e6, dim), scale=dim**-0.5)
+    stores = [PageStore(spec, pages=8300, page_size=PAGE, dtype=DTYPE, device=DEVICE) for _ in range(2)]
+    for store in stores:
+        store.keys.normal_()
+        store.values.normal_()
+    return stores
+
+
+def _one_layer(
+    heads: int, kv: int, dim: int, start: int, count: int, *, merged: bool = True, **options: Any
+) -> tuple[Callable[..., Any], list[PageStore]]:
+    shape = Shape(PAGE, (8300,), RowRule(floor=1))
+    inputs = lay_out([0] * count, [Span(0, count, start)], [(list(range(8300)),)], shape=shape, device=DEVICE)
+    device = to_view(inputs, Heads(heads, kv, dim, None, 264))
+    q = normal(count, heads * dim)
+    sets = [group if merged else replace(group, tokens=group.tokens[:0]) for group in device.sets]
+    launch = partial(attend, q, view=device.view, sets=sets, heads=heads, kv_heads=kv, dim=dim, scale=dim**-0.5, **options)
+    return launch, _stores(heads, kv, dim)
+
+
+def peer() -> None:
+    """transformers in the same run: the 8B shape, random weights, sampled."""
+    from transformers import AutoModelForCausalLM, LlamaConfig  # type: ignore[import-not-found, unused-ignore]
+
+    shape = LLAMA_8B
+    config = LlamaConfig(
+        vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.width, num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, max_position_embeddings=8192,
+    )  # fmt: skip
+    with DEVICE:
+        model = AutoModelForCausalLM.from_config(config, dtype=DTYPE).eval()
+    for rows in (1, 8):
+        prompt = torch.randint(0, shape.vocab, (rows, 1000), device=DEVICE)
+        mask = torch.ones_like(prompt)
+        times = {}
+        for new in (4, 36):
+            settings = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": True, "temperature": 0.8, "top_p": 0.95}
+            for _ in range(2):
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
+                model.generate(prompt, attention_mask=mask, pad_token_id=0, **settings)
+                torch.cuda.synchronize()
+                times[new] = time.perf_counter() - begin
+        say(f"transformers, 8B, {rows} rows at 1K, sampled, tok/s", rows * 32 / (times[36] - times[4]))
+
+
+def _through(launch: Callable[[Tensor, Tensor], Any], stores: list[PageStore]) -> None:
+    for store in stores:
+        launch(store.keys, store.values)
+
+
+def _read(model: DenseModel, text: Tensor, cuts: list[int], drafts: tuple[Draft, ...] = (), strangers: int = 0) -> Tensor:
+    """Logits of every position, the text cut into rows that run one turn after the other."""
+    found = []
+    for start, stop in itertools.pairwise(cuts):
+        rows = [(start, stop - start, drafts if stop - start == 16 else ())]
+        rows += [(40 + 31 * i, 1 + i % 3, ()) for i in range(strangers)]
+        inputs = model.inputs(rows)
+        tokens = inputs.tokens.clone()
+        tokens[: stop - start] = text[start:stop]
+        prepared = model.ops.prepare(inputs, model.mixer, model.turns)
+        found.append(model.logits(tokens, prepared)[: stop - start])
+    return torch.cat(found)
+
+
+def exact() -> None:
+    """Logits of a text read as one chunk, in other chunks, token by token, as verify rows, and in a batch of strangers."""
+    for pdl in (False, True):
+        shape = replace(LLAMA_8B, layers=4)
+        model = DenseModel(shape, TritonOps(DEVICE, pdl=pdl), positions=4096, pages=2000)
+        length = 1100
+        text = torch.randint(0, shape.vocab, (length,), device=DEVICE)
+        chain = tuple(Draft(1, i - 1) for i in range(15))
+
+        read = partial(_read, model, text)
+        whole = read([0, length])
+        ways = {
+            "other chunks": read([0, 1, 64, 301, 1000, length]),
+            "token by token from 1000": torch.cat([whole[:1000], read([0, *range(1000, length + 1)])[1000:]]),
+            "rows of 16 from 1004": read([0, *range(1004, length + 1, 16)], chain),
+            "among 31 strangers": read([0, 500, length], strangers=31),
+            "token by token among 5 strangers": read([0, *range(1050, length + 1)], strangers=5),
+        }
+        for name, found in ways.items():
+            say(f"exact: {name}{', pdl' if pdl else ''}, rows that differ", int((found != whole).any(1).sum()))
+
+
+SECTIONS: dict[str, Callable[[], None]] = {
+    "exact": exact,
+    "ceilings": ceilings,
+    "tune": tune,
+    "parts": parts,
+    "sweep": sweep,
+    "attention": attention,
+    "sampler": sampler,
+    "delta": delta,
+    "chunks": chunks,
+    "decode": decode,
+    "hybrid": hybrid,
+    "prefill": prefill,
+    "peer": peer,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("sections", nargs="*", default=list(SECTIONS))
+    parser.add_argument("--json")
+    parser.add_argument("--small", action="store_true", help="a few layers only: fills the compiler's cache")
+    parser.add_argument("--part", default="0/1", help="which of the matrices to tune")
+    wishes = parser.parse_args()
+    part, parts_ = (int(x) for x in wishes.part.split("/"))
+    globals().update(SMALL=wishes.small, PART=part, PARTS=parts_)
+    torch.manual_seed(0)
+    np.random.seed(0)
+    with torch.inference_mode():
+        for section in wishes.sections:
+            begin = time.perf_counter()
+            SECTIONS[section]()
+            print(f"-- {section}: {time.perf_counter() - begin:.1f} s", flush=True)
+    if wishes.json:
+        with open(wishes.json, "w") as out:
+            json.dump(FOUND, out, indent=1, default=str)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,344 @@
+"""Many streaming clients at once on the fake backend: nothing lost, nothing mixed, memory flat, and what the server adds.
+
+    python -m bench.load [--clients 200] [--seconds 60] [--vanish 0.1] [--json]
+
+The server runs in a process of its own. Every client streams one request after the other over a connection of its own; each
+request is one of a few dozen whose tokens were computed alone beforehand, and every stream is held to them token by token.
+Some clients hang up in the middle of a reply. A token's overhead is the time from the engine's telling of it (on the engine's
+thread) to its bytes being handed to the socket: text, protocol, JSON, and waiting for the loop, which the clients keep busy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import sys
+import time
+from array import array
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from onedraw.assemble import open_door
+from onedraw.door import Door
+from onedraw.settings import Settings
+from onedraw.wishes import Wishes, settle
+
+CASES = 48
+LONGEST = 48  # tokens of a reply
+SETTLE_SECONDS = 10.0
+FLAT = 1.15  # memory at the end over memory after the first quarter
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A request and the tokens it has when it runs alone."""
+
+    body: bytes
+    tokens: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the clients saw. One owner: the loop they run on."""
+
+    finished: int = 0
+    vanished: int = 0
+    lost: int = 0  # ended without their end, or refused
+    mixed: int = 0  # other tokens than alone
+    tokens: int = 0
+    first: list[float] = field(default_factory=list)  # seconds to the first token
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    clients: int
+    seconds: float
+    finished: int
+    vanished: int
+    lost: int
+    mixed: int
+    tokens_per_second: float
+    first_token_median_ms: float
+    first_token_p99_ms: float
+    overhead_median_ms: float
+    overhead_p99_ms: float
+    memory_first_mib: float  # after the first quarter of the time
+    memory_last_mib: float
+    left_running: float
+    left_waiting: float
+    left_pages: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def holds(self) -> bool:
+        clean = not (self.lost or self.mixed or self.left_running or self.left_waiting or self.left_pages)
+        return clean and self.finished > 0 and self.memory_last_mib <= FLAT * self.memory_first_mib
+
+
+def settings(clients: int) -> Settings:
+    """Room for all clients at once, but few pages, so that some are driven out and come back."""
+    return Settings(backend="fake", model="fake", max_batch=clients, queue_limit=4 * clients, max_context=256)
+
+
+def cases() -> list[Case]:
+    """Requests of differing length and law, and what they say alone, one after the other, cold, without drafts."""
+    made = []
+    with open_door(Settings(backend="fake", model="fake", max_batch=1, draft=("none",), prefix_cache=False)) as door:
+        for number in range(CASES):
+            dice = random.Random(number)
+            prompt = [dice.randrange(97, 122) for _ in range(dice.randrange(4, 40))]
+            asked: dict[str, Any] = {
+                "temperature": dice.choice((0.0, 0.7, 1.0)),
+                "frequency_penalty": dice.choice((0.0, -1.0, 0.5)),
+                "seed": number,
+                "max_tokens": dice.randrange(8, LONGEST),
+                "ignore_eos": True,
+            }
+            (reply,) = door.generate(settle(Wishes.of(**asked), door=door, prompt=tuple(prompt)))
+            body = {"prompt": prompt, "stream": True, "return_token_ids": True, **asked}
+            made.append(Case(json.dumps(body).encode(), tuple(reply.token_ids)))
+    return made
+
+
+# ---------------------------------------------------------------------------------------------- clients
+
+
+async def events(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """The events of an answer in chunked encoding."""
+    pending = b""
+    while size := int(await reader.readline() or b"0", 16):
+        pending += await reader.readexactly(size)
+        await reader.readexactly(2)
+        *whole, pending = pending.split(b"\n\n")
+        for event in whole:
+            yield event.removeprefix(b"data: ")
+
+
+async def stream(case: Case, *, port: int, leave_after: int | None, tally: Tally) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        begun = time.perf_counter()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: bench\r\nconnection: close\r\ncontent-length: {len(case.body)}\r\n\r\n"
+        writer.write(head.encode() + case.body)
+        status = await reader.readline()
+        while (await reader.readline()).strip():
+            pass
+        if b" 200 " not in status:
+            tally.lost += 1
+            tally.notes.append(status.decode().strip())
+            return
+        said: list[int] = []
+        async for event in events(reader):
+            if event == b"[DONE]":
+                tally.finished += 1
+                tally.mixed += tuple(said) != case.tokens
+                return
+            fresh = json.loads(event)["choices"][0]["token_ids"]
+            if fresh and not said:
+                tally.first.append(time.perf_counter() - begun)
+            said += fresh
+            tally.tokens += len(fresh)
+            if leave_after is not None and len(said) >= leave_after:
+                tally.vanished += 1
+                tally.mixed += tuple(said) != case.tokens[: len(said)]
+                return
+        tally.lost += 1
+        tally.notes.append(f"a stream ended after {len(said)} tokens without its end")
+    finally:
+        writer.close()
+
+
+async def client(number: int, *, port: int, until: float, vanish: float, given: Sequence[Case], tally: Tally) -> None:
+    dice = random.Random(f"client {number}")
+    while time.monotonic() < until:
+        case = dice.choice(given)
+        leave = dice.randrange(1, len(case.tokens)) if dice.random() < vanish else None
+        try:
+            await stream(case, port=port, leave_after=leave, tally=tally)
+        except (OSError, ValueError, asyncio.IncompleteReadError) as error:
+            tally.lost += 1
+            tally.notes.append(repr(error))
+
+
+def memory_mib(pid: int) -> float:
+    with open(f"/proc/{pid}/status") as status:
+        found = re.search(r"VmRSS:\s+(\d+) kB", status.read())
+    return int(found[1]) / 1024 if found else 0.0
+
+
+async def watch_memory(pid: int, until: float, samples: list[float]) -> None:
+    while time.monotonic() < until:
+        await asyncio.sleep(0.25)
+        samples.append(memory_mib(pid))
+
+
+async def leftovers(port: int) -> dict[str, float]:
+    """What still runs, waits or is held once everybody is gone; asked until it is nothing, or patience ends."""
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while True:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /metrics HTTP/1.1\r\nhost: bench\r\nconnection: close\r\n\r\n")
+        text = (await reader.read()).decode()
+        writer.close()
+        left = {name: float(re.search(rf"^{name}{{[^}}]*}} (\S+)", text, re.MULTILINE)[1]) for name in names}  # type: ignore[index]
+        if not any(left.values()) or time.monotonic() > deadline:
+            return left
+        await asyncio.sleep(0.1)
+
+
+async def load(*, clients: int, seconds: float, vanish: float) -> Result:
+    given, tally, samples = cases(), Tally(), list[float]()
+    command = [sys.executable, "-m", "bench.load", "--serve", "--clients", str(clients)]
+    server = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    assert server.stdout is not None
+    try:
+        greeting = (await server.stdout.readline()).decode()
+        found = re.search(r"127\.0\.0\.1:(\d+)", greeting)
+        assert found is not None, greeting
+        port, until = int(found[1]), time.monotonic() + seconds
+        people = (client(n, port=port, until=until, vanish=vanish, given=given, tally=tally) for n in range(clients))
+        await asyncio.gather(*people, watch_memory(server.pid, until, samples))
+        left = await leftovers(port)
+    finally:
+        server.send_signal(signal.SIGTERM)
+        rest, _ = await server.communicate()
+    overhead = json.loads(rest)
+    quarter = max(len(samples) // 4, 1)
+    return Result(
+        clients=clients,
+        seconds=seconds,
+        finished=tally.finished,
+        vanished=tally.vanished,
+        lost=tally.lost,
+        mixed=tally.mixed,
+        tokens_per_second=tally.tokens / seconds,
+        first_token_median_ms=1000 * statistics.median(tally.first or [0]),
+        first_token_p99_ms=1000 * percentile(tally.first, 0.99),
+        overhead_median_ms=overhead["median_ms"],
+        overhead_p99_ms=overhead["p99_ms"],
+        memory_first_mib=statistics.median(samples[quarter : 2 * quarter] or samples),
+        memory_last_mib=statistics.median(samples[-quarter:]),
+        left_running=left["num_requests_running"],
+        left_waiting=left["num_requests_waiting"],
+        left_pages=left["kv_cache_usage_perc"],
+        notes=tuple(sorted(set(tally.notes))[:5]),
+    )
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(int(len(values) * share), len(values) - 1)] if values else 0.0
+
+
+# ---------------------------------------------------------------------------------------------- the server
+
+
+class Spread:
+    """How often a time was taken, by tenths of a millisecond up to twenty seconds: its own memory does not grow."""
+
+    def __init__(self) -> None:
+        self._counts = array("L", [0]) * 200_000
+        self._total = 0
+
+    def add(self, seconds: float) -> None:
+        self._counts[min(int(seconds * 10_000), len(self._counts) - 1)] += 1
+        self._total += 1
+
+    def at(self, share: float) -> float:
+        """Milliseconds that this share of the times stays below."""
+        seen = 0
+        for tenths, count in enumerate(self._counts):
+            seen += count
+            if seen > share * self._total:
+                return (tenths + 1) / 10
+        return 0.0
+
+
+class Overhead:
+    """Times every event of the engine until its bytes have been handed to the socket. Between an app and its door."""
+
+    def __init__(self, app: Any, door: Door) -> None:
+        self._app = app
+        self._told: dict[str, deque[float]] = defaultdict(deque)
+        self.spread = Spread()
+        submit = door.service.submit
+
+        def stamped(requests: Any) -> None:
+            submit([(request, self._stamp(request.id.rsplit("-", 2)[0], sink)) for request, sink in requests])
+
+        door.service.submit = stamped  # type: ignore[method-assign]
+
+    def _stamp(self, key: str, sink: Any) -> Any:
+        stamps = self._told[key]
+
+        def told(event: Any) -> None:
+            if event.chosen:
+                stamps.append(time.perf_counter())
+            sink(event)
+
+        return told
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        key = ""
+
+        async def timed(message: Any) -> None:
+            nonlocal key
+            if message["type"] == "http.response.start":
+                key = dict(message["headers"]).get(b"x-request-id", b"").decode()
+            await send(message)
+            stamps = self._told.get(key)
+            if stamps and message.get("body", b"").startswith(b"data: {"):
+                self.spread.add(time.perf_counter() - stamps.popleft())
+
+        try:
+            await self._app(scope, receive, timed)
+        finally:
+            self._told.pop(key, None)
+
+
+def serve(clients: int) -> None:
+    """Serve until told to stop, then say what was measured."""
+    from onedraw.server.options import ServerOptions
+    from onedraw.server.serve import Server
+
+    door = open_door(settings(clients))
+    server = Server(door, ServerOptions(port=0, log_level="error", drain_seconds=5))
+    overhead = Overhead(server.config.app, door)
+    server.config.app = overhead
+    server.run()
+    print(json.dumps({"median_ms": overhead.spread.at(0.5), "p99_ms": overhead.spread.at(0.99)}))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Many streaming clients at once on the fake backend.")
+    parser.add_argument("--clients", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--vanish", type=float, default=0.1, help="share of requests whose client hangs up in the middle")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.serve:
+        serve(given.clients)
+        return 0
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    result = asyncio.run(load(clients=given.clients, seconds=given.seconds, vanish=given.vanish))
+    if given.json:
+        print(json.dumps({**asdict(result), "holds": result.holds}))
+    else:
+        for name, value in asdict(result).items():
+            print(f"{name:24}{value:.2f}" if isinstance(value, float) else f"{name:24}{value}")
+        print(f"{'holds':24}{result.holds}")
+    return 0 if result.holds else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""Which dtype the residual stream and the buffers between devices have. A pure table.
+
+In: devices, and an override. Out: f32, f16 or bf16, one for the whole set: a boundary between devices adds no rounding.
+The dtype of weights and products is another setting, and takes this table's answer where nobody chose one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, assert_never
+
+from onedraw.backends.devices import Device, compute_capability
+from onedraw.errors import BadSetting
+
+Precision = Literal["f32", "f16", "bf16"]
+PRECISIONS: tuple[Precision, ...] = ("f32", "f16", "bf16")  # the weakest first: one member decides for the set
+NATIVE_BF16 = ("gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
+NATIVE_F16 = ("gfx9", "gfx10")
+
+
+def cuda_precision(capability: tuple[int, int] | None) -> Precision:
+    if capability is None:
+        return "f32"
+    if capability >= (8, 0):
+        return "bf16"
+    return "f16" if capability >= (7, 0) or capability == (6, 0) else "f32"
+
+
+def hip_precision(name: str) -> Precision:
+    """`name` as the runtime gives it, perhaps with features behind: gfx90a:sramecc+:xnack-."""
+    if name.startswith(NATIVE_BF16):
+        return "bf16"
+    return "f16" if name.startswith(NATIVE_F16) else "f32"
+
+
+def device_precision(device: Device) -> Precision:
+    match device.kind:
+        case "cuda":
+            return cuda_precision(compute_capability(device.arch))
+        case "hip":
+            return hip_precision(device.arch)
+        case "cpu":
+            return "f32"
+        case _:
+            assert_never(device.kind)
+
+
+def weakest(found: Iterable[Precision]) -> Precision:
+    """Of no device at all: f32."""
+    return min(found, key=PRECISIONS.index, default="f32")
+
+
+def product_precision(devices: Iterable[Device], *, asked: str = "auto") -> str:
+    """Dtype of weights and products: what was asked for, else the table's answer for the set."""
+    return asked if asked != "auto" else weakest(map(device_precision, devices))
+
+
+def activation_precision(devices: Iterable[Device], *, asked: str = "auto", products: str = "auto") -> Precision:
+    """`asked` wins. Else the table's answer for the set, but float32 where float32 products were asked for: what they
+    compute would be rounded away between every two layers."""
+    if asked != "auto":
+        for precision in PRECISIONS:
+            if asked == precision:
+                return precision
+        raise BadSetting(f"--activation-dtype: {asked!r} is not one of auto, {', '.join(PRECISIONS)}")
+    return "f32" if products == "f32" else weakest(map(device_precision, devices))

@@ -1,0 +1,58 @@
+"""The way from one stage of layers to the next: buffers that are allocated once and hold one turn's rows.
+
+In: the residual stream [T, E] on the device before, and what the layers behind have as inputs of their own. Out: the same
+bits on the device behind. One buffer sends (in pinned memory of the host where only one side is a GPU), one receives: the
+sender's numbers are free as soon as they are in the first.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from onedraw.errors import NoRoom
+
+
+class Boundary:
+    """Owner: the stage behind it. Rows that crossed are good until the next turn crosses."""
+
+    def __init__(
+        self, source: torch.device, target: torch.device, *, rows: int, hidden: int, inputs: int, dtype: torch.dtype
+    ) -> None:
+        self._source, self._target = source, target
+        pinned = source.type != target.type
+        try:
+            place = torch.device("cpu") if pinned else source
+            self._sent = torch.empty(rows, hidden, dtype=dtype, device=place, pin_memory=pinned)
+            self._received = torch.empty(rows, hidden, dtype=dtype, device=target)
+            self._inputs = torch.empty(rows, inputs, dtype=dtype, device=target)
+        except (RuntimeError, MemoryError):  # how torch says that there is not enough
+            raise NoRoom(f"the {rows} rows between {source} and {target} do not fit; lower --turn-tokens") from None
+        self._gpu = next((device for device in (source, target) if device.type == "cuda"), None) if pinned else None
+
+    @property
+    def nbytes(self) -> int:
+        return self._sent.nbytes + self._received.nbytes + self._inputs.nbytes
+
+    def cross(self, x: Tensor, own: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """x [T, E]; own [T, layers behind, width]."""
+        count = len(x)
+        if count > len(self._sent):
+            raise AssertionError(f"a turn of {count} rows meets a boundary of {len(self._sent)}")
+        if x.dtype != self._sent.dtype:
+            raise AssertionError(f"a stream of {x.dtype} meets a boundary of {self._sent.dtype}")
+        sent, received = self._sent[:count], self._received[:count]
+        self._settle()  # the turn before may still be on its way out of this buffer
+        sent.copy_(x, non_blocking=True)
+        if self._source.type == "cuda":
+            self._settle()  # a host reads it next
+        received.copy_(sent, non_blocking=True)
+        if own is None:
+            return received, None
+        inputs = self._inputs[:count].view(own.shape)
+        inputs.copy_(own)
+        return received, inputs
+
+    def _settle(self) -> None:
+        if self._gpu is not None:
+            torch.cuda.current_stream(self._gpu).synchronize()

@@ -1,0 +1,262 @@
+"""The Triton kernels as operations of a stack, on an NVIDIA GPU.
+
+In: a device and a dtype the kernels serve. Out: `TritonOps`, which a stack uses like `TorchOps`. Rows may come in any
+number: no kernel's bits depend on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from onedraw.backends.torch.inputs import Inputs
+from onedraw.backends.torch.kernels import triton_delta as delta_kernels
+from onedraw.backends.torch.kernels.recurrence import Recurrence, commit_tables
+from onedraw.backends.torch.kernels.sampler import TritonSampler
+from onedraw.backends.torch.kernels.triton_attention import attend
+from onedraw.backends.torch.kernels.triton_linear import linear
+from onedraw.backends.torch.kernels.triton_moe import experts, route
+from onedraw.backends.torch.kernels.triton_norm import gated, opened, rms_norm
+from onedraw.backends.torch.kernels.triton_rope import prepare_heads
+from onedraw.backends.torch.kernels.views import DeviceView, Heads, to_view
+from onedraw.backends.torch.lanes import Kept, LaneStore
+from onedraw.backends.torch.layers.delta import DeltaWeights
+from onedraw.backends.torch.layers.linear import Linear, RowRule
+from onedraw.backends.torch.ops import FloatOps
+from onedraw.backends.torch.pages import PageStore
+from onedraw.backends.torch.runs import runs_of
+from onedraw.backends.torch.sampler import Sampler
+from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, Gate
+
+LIBRARY_ROWS = 2048  # the library is offered exactly so many rows, so it always picks the kernel that was checked
+OLDEST = (8, 0)  # compute capability that Triton's bf16 products need
+
+
+def serves(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernels run on this device."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return torch.cuda.get_device_capability(device) >= OLDEST
+
+
+class TritonLinear(Linear):
+    """A weight [N, K] as it is. Blocks of 2,048 rows go to the library where it was found to give the same bits."""
+
+    def __init__(self, weight: Tensor, *, bias: Tensor | None, pdl: bool) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.dtype, self.device, self.rule = weight.dtype, weight.device, RowRule(floor=1)
+        self.bias, self._weight, self._pdl = bias, weight.contiguous(), pdl
+        self.library = _library_agrees(self._weight)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x [T, K] → x Wᵀ + b + residual, each sum rounded."""
+        x = _straight(x)
+        whole = self._for_library(len(x))
+        if not whole:
+            return linear(x, self._weight, bias=self.bias, residual=residual, pdl=self._pdl)
+        y = torch.empty(len(x), self.out_features, dtype=x.dtype, device=x.device)
+        for start in range(0, whole, LIBRARY_ROWS):
+            part = slice(start, start + LIBRARY_ROWS)
+            self._library_product(x[part], y[part])
+            if residual is not None:
+                y[part] += residual[part]
+        if whole < len(x):
+            rest = None if residual is None else residual[whole:]
+            y[whole:] = linear(x[whole:], self._weight, bias=self.bias, residual=rest, pdl=self._pdl)
+        return y
+
+    def _for_library(self, rows: int) -> int:
+        return rows // LIBRARY_ROWS * LIBRARY_ROWS if self.library else 0
+
+    def _library_product(self, x: Tensor, y: Tensor) -> None:
+        torch.mm(x, self._weight.t(), out=y)
+        if self.bias is not None:
+            y += self.bias
+
+
+def _straight(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+_AGREEMENTS: dict[tuple[int, int, torch.dtype, torch.device], bool] = {}
+
+
+def _library_agrees(weight: Tensor) -> bool:
+    """Does the library's product of 2,048 rows have the kernel's bits? Asked once per shape."""
+    shape = (*weight.shape, weight.dtype, weight.device)
+    if shape not in _AGREEMENTS:
+        generator = torch.Generator(device=weight.device).manual_seed(3)
+        x = torch.randn(LIBRARY_ROWS, weight.shape[1], generator=generator, device=weight.device).to(weight.dtype)
+        _AGREEMENTS[shape] = weight.dtype != torch.float32 and torch.equal(x @ weight.t(), linear(x, weight))
+    return _AGREEMENTS[shape]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What layers of one kind read alike in one turn."""
+
+    turns: Tensor  # [positions, 2, d/2]
+    device: DeviceView
+
+
+class TritonBank:
+    """All experts' matrices, stacked."""
+
+    def __init__(self, gate_up: Tensor, down: Tensor, activation: Activation) -> None:
+        self._gate_up, self._down, self._activation = gate_up, down, activation
+
+    @property
+    def linears(self) -> list[Linear]:
+        """None that must be offered rows by a rule."""
+        return []
+
+    def __call__(self, h: Tensor, ids: Tensor, weights: Tensor, scale: float) -> Tensor:
+        routes = route(ids, weights, count=len(self._gate_up))
+        return experts(h, routes, gate_up=self._gate_up, down=self._down, activation=self._activation, scale=scale)
+
+
+class TritonOps(FloatOps):
+    """`pdl`: a kernel may start while the one before it ends (Hopper and later)."""
+
+    rule = RowRule(floor=1)
+
+    def __init__(self, device: torch.device, *, pdl: bool = False) -> None:
+        self.name = f"{device.type}-triton"
+        self._device, self._pdl = device, pdl
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> TritonLinear:
+        return TritonLinear(weight, bias=bias, pdl=self._pdl)
+
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        return rms_norm(x, weight, eps, pdl=self._pdl)
+
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        return gated(gate_up, activation, pdl=self._pdl)
+
+    def opened(self, x: Tensor, gate: Tensor, kind: Gate) -> Tensor:
+        return opened(x, gate, kind, pdl=self._pdl)
+
+    def bank(self, gate_up: list[Tensor], down: list[Tensor], activation: Activation) -> TritonBank:
+        return TritonBank(torch.stack(gate_up), torch.stack(down), activation)
+
+    def sampler(self, *, vocab: int, lanes: int, device: torch.device) -> Sampler:
+        return TritonSampler(vocab=vocab, lanes=lanes, device=device)
+
+    def prepare(self, inputs: Inputs, mixer: AttentionSpec, turns: Tensor) -> Prepared:
+        return Prepared(turns, to_view(inputs, self.heads(mixer)))
+
+    def heads(self, mixer: AttentionSpec) -> Heads:
+        return Heads(mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.window, _busy(self._device))
+
+    def attention(
+        self,
+        qkv: Tensor,
+        prepared: Prepared,
+        *,
+        spec: AttentionSpec,
+        store: PageStore,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        q = self._heads(qkv, prepared, spec=spec, store=store, q_norm=q_norm, k_norm=k_norm, eps=eps, heads=spec.heads)
+        return attend(
+            q,
+            store.keys,
+            store.values,
+            view=prepared.device.view,
+            sets=list(prepared.device.sets),
+            heads=spec.heads,
+            kv_heads=spec.kv_heads,
+            dim=spec.head_dim,
+            scale=spec.scale,
+            pdl=self._pdl,
+        )
+
+    def remember(
+        self, kv: Tensor, prepared: Prepared, *, spec: AttentionSpec, store: PageStore, k_norm: Tensor | None, eps: float
+    ) -> None:
+        self._heads(kv, prepared, spec=spec, store=store, q_norm=None, k_norm=k_norm, eps=eps, heads=0)
+
+    def prepare_delta(self, inputs: Inputs, mixer: DeltaSpec) -> Recurrence:
+        return Recurrence(runs_of(inputs, conv=mixer.conv))
+
+    def delta(self, projected: Tensor, prepared: Recurrence, *, weights: DeltaWeights, store: LaneStore) -> Tensor:
+        spec, projected = store.spec, _straight(projected)
+        gates = delta_kernels.gate(
+            projected,
+            store.windows,
+            prepared.taps,
+            conv=weights.conv,
+            decay=weights.decay,
+            bias=weights.bias,
+            key_heads=spec.key_heads,
+            value_heads=spec.value_heads,
+            key_dim=spec.key_dim,
+            value_dim=spec.value_dim,
+            pdl=self._pdl,
+        )
+        out = torch.zeros(len(projected), spec.value_heads, spec.value_dim, device=projected.device)
+        chunks = {"chunks": prepared.chunks, "runs": prepared.chunk_runs, "slots": prepared.chunk_slots}
+        delta_kernels.chunked(gates, store.states, store.saved_states, out, **chunks)
+        held = (store.decays, store.keys, store.changes)
+        for call in prepared.calls:
+            paths = {"paths": call.paths, "order": call.order, "places": call.places}
+            delta_kernels.steps(gates, store.states, out, held=held, pdl=self._pdl, **paths)
+        tokens, places = prepared.runs.drafted
+        if len(places):
+            store.fed[places] = projected[tokens, : spec.channels].float()
+        delta_kernels.shift_windows(projected, store.windows, store.saved_windows, prepared.kept)
+        delta_kernels.shift_windows(projected, store.windows, store.windows, prepared.closings)
+        return delta_kernels.close(out, projected, weights.norm, weights.eps, channels=spec.channels, pdl=self._pdl)
+
+    def commit_delta(self, store: LaneStore, kept: Sequence[Kept]) -> None:
+        held, device = (store.decays, store.keys, store.changes), store.states.device
+        lanes, places, sources = commit_tables(kept, conv=store.spec.conv, held=len(store.fed), device=device)
+        delta_kernels.commit(store.states, held=held, lanes=lanes, places=places)
+        delta_kernels.shift_windows(store.fed, store.windows, store.windows, sources)
+
+    def _heads(
+        self,
+        x: Tensor,
+        prepared: Prepared,
+        *,
+        spec: AttentionSpec,
+        store: PageStore,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        heads: int,
+    ) -> Tensor:
+        device = prepared.device
+        return prepare_heads(
+            _straight(x),
+            store.keys,
+            store.values,
+            turns=prepared.turns,
+            positions=device.positions,
+            rows=device.view.rows,
+            slots=device.slots,
+            table=device.view.table,
+            heads=heads,
+            kv_heads=spec.kv_heads,
+            dim=spec.head_dim,
+            page_size=device.view.page_size,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=eps,
+            v_norm=spec.v_norm,
+            keys_as_values=spec.keys_as_values,
+            writes=spec.reuses is None,
+            pdl=self._pdl,
+        )
+
+
+@lru_cache(maxsize=8)
+def _busy(device: torch.device) -> int:
+    """Programs that fill the device twice."""
+    return 2 * int(torch.cuda.get_device_properties(device).multi_processor_count)

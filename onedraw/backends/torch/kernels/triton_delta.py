@@ -1,0 +1,595 @@
+"""Gated DeltaNet on a GPU: what goes before the state, the state step by step and in chunks, and what comes after it.
+
+In: projections of the turn's tokens, states and convolution windows of the lanes, and index tables. Out: what the state
+gave at every token; states move on in place. The formulas stand in `layers/delta.py`. Everything between the projections
+and the last product is float32.
+
+A position's form follows its role: chunks of 64 absolute positions for a prompt, single steps for what was generated or
+drafted. A path is the tokens that one program steps through: the known tokens of a row, and behind them its chain of drafts;
+in a tree there is a path for every leaf, and what leaves have in common is stepped through by each of them, with the same
+bits. Drafts never touch a lane: they leave decay, key and change behind, from which `commit` repeats the step.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onedraw.backends.torch.kernels.triton_linear import launch_options
+from onedraw.backends.torch.kernels.triton_math import exp, let_next_start, sigmoid, silu, softplus, wait_for_inputs
+
+CHUNK = 64
+COLUMNS = 32  # of the state that one program steps
+CHUNK_COLUMNS, CHUNK_WARPS = 32, 4  # of the state that one program takes through chunks
+PATH_WORDS = 6  # lane, first of its tokens in the order, tokens, known, tokens whose output another path gives, fresh
+L2_EPS = 1e-6
+AHEAD = 4  # steps whose keys, queries and values are on their way
+
+
+@dataclass(frozen=True, slots=True)
+class Gated:
+    """Every token's queries, keys, values and gates; float32."""
+
+    q: Tensor  # [T, Hk, Dk]
+    k: Tensor  # [T, Hk, Dk]
+    v: Tensor  # [T, Hv, Dv]
+    gates: Tensor  # [3, T, Hv]: log of the decay, decay, beta
+
+
+# ------------------------------------------------------------------ before the state
+
+
+@triton.jit
+def _gate(
+    projected,
+    windows,
+    taps,
+    conv,
+    decay,
+    bias,
+    q,
+    k,
+    v,
+    gates,
+    tokens,
+    stride,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    TAPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    EPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One head of one token: convolution, silu, and for queries and keys the length of one. The last program: the gates."""
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    if head < 2 * KEY_HEADS + VALUE_HEADS:
+        is_value = head >= 2 * KEY_HEADS
+        size = tl.where(is_value, VALUE_DIM, KEY_DIM)
+        start = tl.where(is_value, 2 * KEY_HEADS * KEY_DIM + (head - 2 * KEY_HEADS) * VALUE_DIM, head * KEY_DIM)
+        at = tl.arange(0, BLOCK)
+        inside = at < size
+        mixed = tl.zeros((BLOCK,), dtype=tl.float32)
+        for tap in tl.static_range(TAPS):
+            source = tl.load(taps + token * TAPS + tap).to(tl.int64)
+            own = projected + source * stride + start + at
+            past = windows + (source - tokens) * CHANNELS + start + at
+            fed = tl.load(own, mask=inside & (source >= 0) & (source < tokens), other=0.0).to(tl.float32)
+            fed += tl.load(past, mask=inside & (source >= tokens), other=0.0)
+            mixed += fed * tl.load(conv + tap * CHANNELS + start + at, mask=inside, other=0.0)
+        mixed = tl.where(inside, silu(mixed), 0.0)
+        if is_value:
+            tl.store(v + (token * VALUE_HEADS + head - 2 * KEY_HEADS) * VALUE_DIM + at, mixed, mask=inside)
+        else:
+            unit = mixed * tl.rsqrt(tl.sum(mixed * mixed, 0) + EPS)
+            if head < KEY_HEADS:
+                tl.store(q + (token * KEY_HEADS + head) * KEY_DIM + at, unit * (KEY_DIM**-0.5), mask=inside)
+            else:
+                tl.store(k + (token * KEY_HEADS + head - KEY_HEADS) * KEY_DIM + at, unit, mask=inside)
+    else:
+        one = tl.arange(0, BLOCK_HEADS)
+        there = one < VALUE_HEADS
+        base = projected + token * stride + CHANNELS + VALUE_HEADS * VALUE_DIM + one
+        a = tl.load(base, mask=there, other=0.0).to(tl.float32) + tl.load(bias + one, mask=there, other=0.0)
+        g = tl.load(decay + one, mask=there, other=0.0) * softplus(a)
+        b = tl.load(base + VALUE_HEADS, mask=there, other=0.0).to(tl.float32)
+        tl.store(gates + token * VALUE_HEADS + one, g, mask=there)
+        tl.store(gates + (token + tokens) * VALUE_HEADS + one, exp(g), mask=there)
+        tl.store(gates + (token + 2 * tokens) * VALUE_HEADS + one, sigmoid(b), mask=there)
+
+
+def gate(
+    projected: Tensor,
+    windows: Tensor,
+    taps: Tensor,
+    *,
+    conv: Tensor,
+    decay: Tensor,
+    bias: Tensor,
+    key_heads: int,
+    value_heads: int,
+    key_dim: int,
+    value_dim: int,
+    pdl: bool = False,
+) -> Gated:
+    """projected [T, C + Hv * Dv + 2 Hv] (qkv, z, a, b). taps [T, K] int32: rows of the turn, then of windows [lanes * (K - 1),
+    C], oldest first; -1 for zeros."""
+    count, device = len(projected), projected.device
+    q, k = (torch.empty(count, key_heads, key_dim, device=device) for _ in range(2))
+    v = torch.empty(count, value_heads, value_dim, device=device)
+    gates = torch.empty(3, count, value_heads, device=device)
+    if count:
+        _gate[(count, 2 * key_heads + value_heads + 1)](
+            projected,
+            windows,
+            taps,
+            conv,
+            decay,
+            bias,
+            q,
+            k,
+            v,
+            gates,
+            count,
+            projected.stride(0),
+            KEY_HEADS=key_heads,
+            VALUE_HEADS=value_heads,
+            KEY_DIM=key_dim,
+            VALUE_DIM=value_dim,
+            TAPS=taps.shape[1],
+            BLOCK=triton.next_power_of_2(max(key_dim, value_dim)),
+            BLOCK_HEADS=triton.next_power_of_2(value_heads),
+            EPS=L2_EPS,
+            PDL=pdl,
+            num_warps=1,
+            enable_fp_fusion=False,
+            **launch_options(pdl),
+        )
+    return Gated(q, k, v, gates)
+
+
+# ------------------------------------------------------------------ step by step
+
+
+@triton.jit
+def _steps(
+    q,
+    k,
+    v,
+    gates,
+    states,
+    out,
+    decays,
+    keys,
+    changes,
+    paths,
+    order,
+    places,
+    tokens,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    path = tl.program_id(0) * 6
+    head = tl.program_id(1)
+    key_head = head // (VALUE_HEADS // KEY_HEADS)
+    lane = tl.load(paths + path).to(tl.int64)
+    first = tl.load(paths + path + 1)
+    count = tl.load(paths + path + 2)
+    known = tl.load(paths + path + 3)
+    given = tl.load(paths + path + 4)
+    fresh = tl.load(paths + path + 5)
+    row = tl.arange(0, BLOCK_K)
+    column = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    wide, high = column < VALUE_DIM, row < KEY_DIM
+    whole = high[:, None] & wide[None, :]
+    at = states + ((lane * VALUE_HEADS + head) * KEY_DIM + row[:, None]) * VALUE_DIM + column[None, :]
+    state = tl.load(at, mask=whole & (fresh == 0), other=0.0)
+    for index in tl.range(0, count, num_stages=AHEAD):
+        token = tl.load(order + first + index).to(tl.int64)
+        place = tl.load(places + first + index).to(tl.int64)
+        key = tl.load(k + (token * KEY_HEADS + key_head) * KEY_DIM + row, mask=high, other=0.0)
+        query = tl.load(q + (token * KEY_HEADS + key_head) * KEY_DIM + row, mask=high, other=0.0)
+        value = tl.load(v + (token * VALUE_HEADS + head) * VALUE_DIM + column, mask=wide, other=0.0)
+        decay = tl.load(gates + (tokens + token) * VALUE_HEADS + head)
+        beta = tl.load(gates + (2 * tokens + token) * VALUE_HEADS + head)
+        state = state * decay
+        held = tl.sum(state * key[:, None], 0)
+        change = (value - held) * beta
+        state = state + key[:, None] * change[None, :]
+        result = tl.sum(state * query[:, None], 0)
+        if index >= given:
+            tl.store(out + (token * VALUE_HEADS + head) * VALUE_DIM + column, result, mask=wide)
+            if place >= 0:
+                tl.store(changes + (place * VALUE_HEADS + head) * VALUE_DIM + column, change, mask=wide)
+                if tl.program_id(2) == 0:
+                    tl.store(decays + place * VALUE_HEADS + head, decay)
+                    if head % (VALUE_HEADS // KEY_HEADS) == 0:
+                        tl.store(keys + (place * KEY_HEADS + key_head) * KEY_DIM + row, key, mask=high)
+        if index == known - 1:
+            tl.store(at, state, mask=whole)
+
+
+def steps(
+    gated: Gated,
+    states: Tensor,
+    out: Tensor,
+    *,
+    paths: Tensor,
+    order: Tensor,
+    places: Tensor,
+    held: tuple[Tensor, Tensor, Tensor],
+    pdl: bool = False,
+) -> None:
+    """Step through paths [P, 6] int32 of tokens `order` [n] int32. The lane's state is taken before, and written after the
+    path's known tokens; a path without known tokens leaves the lane alone. `places` [n] int32 says where a draft's decay,
+    key and change go in `held`; -1 for known tokens. out [T, Hv, Dv] float32 is written where this path owns the token.
+
+    Paths of one call must not share a lane if one of them has known tokens: trees come in a second call.
+    """
+    _, value_heads, key_dim, value_dim = states.shape
+    decays, keys, changes = held
+    if len(paths):
+        _steps[(len(paths), value_heads, triton.cdiv(value_dim, COLUMNS))](
+            gated.q,
+            gated.k,
+            gated.v,
+            gated.gates,
+            states,
+            out,
+            decays,
+            keys,
+            changes,
+            paths,
+            order,
+            places,
+            len(gated.q),
+            KEY_HEADS=gated.q.shape[1],
+            VALUE_HEADS=value_heads,
+            KEY_DIM=key_dim,
+            VALUE_DIM=value_dim,
+            BLOCK_K=triton.next_power_of_2(key_dim),
+            BLOCK_V=COLUMNS,
+            AHEAD=AHEAD,
+            PDL=pdl,
+            num_warps=4,
+            enable_fp_fusion=False,
+            **launch_options(pdl),
+        )
+
+
+@triton.jit
+def _commit(
+    states,
+    decays,
+    keys,
+    changes,
+    lanes,
+    places,
+    width,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """The step's own products and sums, from what the step left behind."""
+    kept = tl.program_id(0)
+    head = tl.program_id(1)
+    key_head = head // (VALUE_HEADS // KEY_HEADS)
+    lane = tl.load(lanes + kept).to(tl.int64)
+    row = tl.arange(0, BLOCK_K)
+    column = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    wide, high = column < VALUE_DIM, row < KEY_DIM
+    whole = high[:, None] & wide[None, :]
+    at = states + ((lane * VALUE_HEADS + head) * KEY_DIM + row[:, None]) * VALUE_DIM + column[None, :]
+    if tl.load(places + kept * width) >= 0:
+        state = tl.load(at, mask=whole, other=0.0)
+        for index in range(width):
+            place = tl.load(places + kept * width + index).to(tl.int64)
+            if place >= 0:
+                key = tl.load(keys + (place * KEY_HEADS + key_head) * KEY_DIM + row, mask=high, other=0.0)
+                change = tl.load(changes + (place * VALUE_HEADS + head) * VALUE_DIM + column, mask=wide, other=0.0)
+                state = state * tl.load(decays + place * VALUE_HEADS + head)
+                state = state + key[:, None] * change[None, :]
+        tl.store(at, state, mask=whole)
+
+
+def commit(states: Tensor, *, held: tuple[Tensor, Tensor, Tensor], lanes: Tensor, places: Tensor) -> None:
+    """Bring kept drafts to their lanes [n]: places [n, longest] int32 in order of position, -1 behind the last."""
+    _, value_heads, key_dim, value_dim = states.shape
+    decays, keys, changes = held
+    if len(lanes) and places.shape[1]:
+        _commit[(len(lanes), value_heads, triton.cdiv(value_dim, COLUMNS))](
+            states,
+            decays,
+            keys,
+            changes,
+            lanes,
+            places,
+            places.shape[1],
+            KEY_HEADS=keys.shape[1],
+            VALUE_HEADS=value_heads,
+            KEY_DIM=key_dim,
+            VALUE_DIM=value_dim,
+            BLOCK_K=triton.next_power_of_2(key_dim),
+            BLOCK_V=COLUMNS,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+
+
+@triton.jit
+def _shift(fed, windows, target, sources, rows, stride, CHANNELS: tl.constexpr, BEFORE: tl.constexpr, BLOCK: tl.constexpr):
+    """All rows of one window are read before any is written, so a window may be made of itself."""
+    one = tl.program_id(0)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < CHANNELS
+    slot = tl.arange(0, BEFORE)
+    source = tl.load(sources + one * (BEFORE + 1) + 1 + slot).to(tl.int64)[:, None]
+    place = tl.load(sources + one * (BEFORE + 1)).to(tl.int64)
+    new = tl.load(fed + source * stride + at[None, :], mask=inside[None, :] & (source >= 0) & (source < rows), other=0.0)
+    old = tl.load(windows + (source - rows) * CHANNELS + at[None, :], mask=inside[None, :] & (source >= rows), other=0.0)
+    tl.debug_barrier()
+    row = place * (BEFORE - 1) + slot[:, None]
+    tl.store(target + row * CHANNELS + at[None, :], new.to(tl.float32) + old, mask=inside[None, :] & (slot < BEFORE - 1)[:, None])
+
+
+def shift_windows(fed: Tensor, windows: Tensor, target: Tensor, sources: Tensor) -> None:
+    """target[place] ← K - 1 rows of `fed` [n, ≥ C] or, from n on, of windows [lanes, K - 1, C].
+
+    sources [m, 1 + K] int32: the place, the K - 1 rows oldest first (-1 for zeros), and one column of padding. K is a power
+    of two. `target` may be `windows` itself.
+    """
+    before, channels = windows.shape[1] + 1, windows.shape[2]
+    if len(sources):
+        _shift[(len(sources), triton.cdiv(channels, 512))](
+            fed, windows, target, sources, len(fed), fed.stride(0), CHANNELS=channels, BEFORE=before, BLOCK=512, num_warps=4
+        )
+
+
+# ------------------------------------------------------------------ in chunks
+
+
+@triton.jit
+def _solve(
+    q,
+    k,
+    gates,
+    inverse,
+    near,
+    chunks,
+    tokens,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    LENGTH: tl.constexpr,
+):
+    """(I + tril₋₁(β K Kᵀ D))⁻¹ of one chunk and head, row by row; and tril(Q Kᵀ D)."""
+    chunk = tl.program_id(0)
+    head = tl.program_id(1)
+    key_head = head // (VALUE_HEADS // KEY_HEADS)
+    first = tl.load(chunks + chunk * 2).to(tl.int64)
+    count = tl.load(chunks + chunk * 2 + 1)
+    i = tl.arange(0, LENGTH)
+    d = tl.arange(0, BLOCK_K)
+    live = i < count
+    heads = ((first + i)[:, None] * KEY_HEADS + key_head) * KEY_DIM + d[None, :]
+    key = tl.load(k + heads, mask=live[:, None] & (d < KEY_DIM)[None, :], other=0.0)
+    g = tl.load(gates + (first + i) * VALUE_HEADS + head, mask=live, other=0.0)
+    beta = tl.load(gates + (2 * tokens + first + i) * VALUE_HEADS + head, mask=live, other=0.0)
+    total = tl.cumsum(g, 0)
+    apart = total[:, None] - total[None, :]
+    lower = tl.dot(key, tl.trans(key), input_precision="tf32x3") * beta[:, None]
+    lower = tl.where(i[:, None] > i[None, :], lower * exp(tl.where(i[:, None] > i[None, :], apart, 0.0)), 0.0)
+    offset = (chunk * VALUE_HEADS + head).to(tl.int64) * LENGTH * LENGTH
+    place = inverse + offset
+    tl.store(place + i[:, None] * LENGTH + i[None, :], lower)
+    query = tl.load(q + heads, mask=live[:, None] & (d < KEY_DIM)[None, :], other=0.0)
+    below = i[:, None] >= i[None, :]
+    seen = tl.dot(query, tl.trans(key), input_precision="tf32x3")
+    seen = tl.where(below, seen * exp(tl.where(below, apart, 0.0)), 0.0)
+    tl.store(near + offset + i[:, None] * LENGTH + i[None, :], seen)
+    tl.debug_barrier()
+    row = tl.arange(0, LENGTH)
+    found = (row[:, None] == row[None, :]).to(tl.float32)
+    for index in range(1, LENGTH):
+        factors = tl.load(place + index * LENGTH + row)
+        new = tl.sum(factors[:, None] * found, 0)
+        found = tl.where(row[:, None] == index, found - new[None, :], found)
+    tl.debug_barrier()
+    tl.store(place + row[:, None] * LENGTH + row[None, :], found)
+
+
+@triton.jit
+def _chunks(
+    q,
+    k,
+    v,
+    gates,
+    inverse,
+    near,
+    states,
+    saved,
+    out,
+    chunks,
+    runs,
+    slots,
+    tokens,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    LENGTH: tl.constexpr,
+):
+    """The chunks of one run, one after the other, for one head and some columns of its state."""
+    run = tl.program_id(0) * 4
+    head = tl.program_id(1)
+    key_head = head // (VALUE_HEADS // KEY_HEADS)
+    lane = tl.load(runs + run).to(tl.int64)
+    begin = tl.load(runs + run + 1)
+    stop = tl.load(runs + run + 2)
+    fresh = tl.load(runs + run + 3)
+    i = tl.arange(0, LENGTH)
+    d = tl.arange(0, BLOCK_K)
+    column = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    wide, high = column < VALUE_DIM, d < KEY_DIM
+    whole = high[:, None] & wide[None, :]
+    inner = d[:, None] * VALUE_DIM + column[None, :]
+    at = states + (lane * VALUE_HEADS + head) * KEY_DIM * VALUE_DIM + inner
+    state = tl.load(at, mask=whole & (fresh == 0), other=0.0)
+    for chunk in range(begin, stop):
+        first = tl.load(chunks + chunk * 2).to(tl.int64)
+        count = tl.load(chunks + chunk * 2 + 1)
+        live = i < count
+        heads = ((first + i)[:, None] * KEY_HEADS + key_head) * KEY_DIM + d[None, :]
+        shown = live[:, None] & high[None, :]
+        spot = ((first + i)[:, None] * VALUE_HEADS + head) * VALUE_DIM + column[None, :]
+        value = tl.load(v + spot, mask=live[:, None] & wide[None, :], other=0.0)
+        g = tl.load(gates + (first + i) * VALUE_HEADS + head, mask=live, other=0.0)
+        beta = tl.load(gates + (2 * tokens + first + i) * VALUE_HEADS + head, mask=live, other=0.0)
+        total = tl.cumsum(g, 0)
+        last = tl.sum(g, 0)
+        so_far = exp(total)
+        held = tl.dot(tl.load(k + heads, mask=shown, other=0.0), state, input_precision="tf32x3")
+        right = beta[:, None] * (value - so_far[:, None] * held)
+        square = (chunk * VALUE_HEADS + head).to(tl.int64) * LENGTH * LENGTH + i[:, None] * LENGTH + i[None, :]
+        change = tl.dot(tl.load(inverse + square), right, input_precision="tf32x3")
+        seen = so_far[:, None] * tl.dot(tl.load(q + heads, mask=shown, other=0.0), state, input_precision="tf32x3")
+        seen = seen + tl.dot(tl.load(near + square), change, input_precision="tf32x3")
+        tl.store(out + spot, seen, mask=live[:, None] & wide[None, :])
+        # Keys once more, lying: each fades by what comes behind it in the chunk.
+        lying = ((first + i)[None, :] * KEY_HEADS + key_head) * KEY_DIM + d[:, None]
+        faded = tl.load(k + lying, mask=live[None, :] & high[:, None], other=0.0) * exp(last - total)[None, :]
+        state = state * exp(last) + tl.dot(faded, change, input_precision="tf32x3")
+        slot = tl.load(slots + chunk).to(tl.int64)
+        if slot >= 0:
+            tl.store(saved + (slot * VALUE_HEADS + head) * KEY_DIM * VALUE_DIM + inner, state, mask=whole)
+    tl.store(at, state, mask=whole)
+
+
+def chunked(gated: Gated, states: Tensor, saved: Tensor, out: Tensor, *, chunks: Tensor, runs: Tensor, slots: Tensor) -> None:
+    """Prompt positions. chunks [n, 2] int32: first token and tokens (64, at a prompt's end perhaps fewer), a run's chunks one
+    behind the other. runs [R, 4] int32: lane, first chunk, chunk behind the last, fresh. slots [n] int32: the checkpoint that
+    takes the state behind a chunk, or -1. Lanes move on in place; out [T, Hv, Dv] is written for the chunks' tokens."""
+    _, value_heads, key_dim, value_dim = states.shape
+    if not len(chunks):
+        return
+    inverse, near = (torch.empty(len(chunks), value_heads, CHUNK, CHUNK, device=out.device) for _ in range(2))
+    _solve[(len(chunks), value_heads)](
+        gated.q,
+        gated.k,
+        gated.gates,
+        inverse,
+        near,
+        chunks,
+        len(gated.q),
+        KEY_HEADS=gated.q.shape[1],
+        VALUE_HEADS=value_heads,
+        KEY_DIM=key_dim,
+        BLOCK_K=triton.next_power_of_2(key_dim),
+        LENGTH=CHUNK,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    _chunks[(len(runs), value_heads, triton.cdiv(value_dim, CHUNK_COLUMNS))](
+        gated.q,
+        gated.k,
+        gated.v,
+        gated.gates,
+        inverse,
+        near,
+        states,
+        saved,
+        out,
+        chunks,
+        runs,
+        slots,
+        len(gated.q),
+        KEY_HEADS=gated.q.shape[1],
+        VALUE_HEADS=value_heads,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        BLOCK_K=triton.next_power_of_2(key_dim),
+        BLOCK_V=CHUNK_COLUMNS,
+        LENGTH=CHUNK,
+        num_warps=CHUNK_WARPS,
+        num_stages=1,
+        enable_fp_fusion=False,
+    )
+
+
+# ------------------------------------------------------------------ after the state
+
+
+@triton.jit
+def _close(
+    x,
+    projected,
+    weight,
+    y,
+    stride,
+    eps,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    at = tl.arange(0, BLOCK)
+    inside = at < D
+    values = tl.load(x + (token * HEADS + head) * D + at, mask=inside, other=0.0)
+    scale = tl.rsqrt(tl.sum(values * values, 0) * (1.0 / D) + eps)
+    normed = values * scale * tl.load(weight + at, mask=inside, other=0.0)
+    z = tl.load(projected + token * stride + OFFSET + head * D + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + (token * HEADS + head) * D + at, (normed * silu(z)).to(y.dtype.element_ty), mask=inside)
+
+
+def close(out: Tensor, projected: Tensor, weight: Tensor, eps: float, *, channels: int, pdl: bool = False) -> Tensor:
+    """rms(out) · weight · silu(z), z behind the first `channels` columns of `projected`: [T, Hv * Dv] in its dtype."""
+    count, heads, dim = out.shape
+    y = torch.empty(count, heads * dim, dtype=projected.dtype, device=out.device)
+    if count:
+        _close[(count, heads)](
+            out,
+            projected,
+            weight,
+            y,
+            projected.stride(0),
+            eps,
+            HEADS=heads,
+            D=dim,
+            OFFSET=channels,
+            BLOCK=triton.next_power_of_2(dim),
+            PDL=pdl,
+            num_warps=1,
+            enable_fp_fusion=False,
+            **launch_options(pdl),
+        )
+    return y

@@ -1,0 +1,151 @@
+"""A mixture of experts on a GPU: products of each expert's own rows, and their sum in expert order.
+
+In: rows x [T, E], the experts each row goes to with their weights, and the experts' matrices. Out: [T, E].
+
+Rows are brought together by expert and cut into tiles; a tile walks K from front to back like any other product, so a row's
+bits do not depend on who shares its expert. A row's answers are added one after the other, the lowest expert first.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onedraw.backends.torch.kernels.triton_norm import gated
+from onedraw.models.spec import Activation
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Which rows go to which expert, on the device; made without a look at the host."""
+
+    order: Tensor  # [T * used] int32: (row, choice) pairs by expert, those of one expert in order of rows
+    tiles: Tensor  # [N, 3] int32: expert, first pair, pairs; 0 pairs for a tile that nobody needs
+    weights: Tensor  # [T, used] float32, lowest expert first
+    height: int
+
+    @property
+    def used(self) -> int:
+        return self.weights.shape[1]
+
+
+@triton.jit
+def _grouped(
+    x,
+    weight,
+    y,
+    order,
+    tiles,
+    n,
+    DIVIDE: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """y[pair] = x[pair // DIVIDE] · weight[expert]ᵀ for the pairs of one tile."""
+    tile = tl.program_id(0) * 3
+    expert = tl.load(tiles + tile).to(tl.int64)
+    first = tl.load(tiles + tile + 1)
+    count = tl.load(tiles + tile + 2)
+    if count > 0:
+        m = tl.arange(0, BLOCK_M)
+        live = m < count
+        pair = tl.load(order + first + m, mask=live, other=0).to(tl.int64)
+        column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = column < n
+        k = tl.arange(0, BLOCK_K)
+        x_at = x + (pair // DIVIDE)[:, None] * K + k[None, :]
+        w_at = weight + expert * n * K + column[None, :].to(tl.int64) * K + k[:, None]
+        accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for start in range(0, K, BLOCK_K):
+            left = tl.load(x_at + start, mask=live[:, None] & (k[None, :] < K - start), other=0.0)
+            right = tl.load(w_at + start, mask=inside[None, :] & (k[:, None] < K - start), other=0.0)
+            accumulator = tl.dot(left, right, accumulator)
+        at = y + pair[:, None] * n + column[None, :]
+        tl.store(at, accumulator.to(y.dtype.element_ty), mask=live[:, None] & inside[None, :])
+
+
+@triton.jit
+def _combine(answers, weights, y, width, scale, USED: tl.constexpr, BLOCK: tl.constexpr):
+    """Answers of one row, each times its weight, added in order."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for index in tl.static_range(USED):
+        answer = tl.load(answers + (row * USED + index) * width + at, mask=inside, other=0.0).to(tl.float32)
+        total = total + answer * tl.load(weights + row * USED + index)
+    tl.store(y + row * width + at, (total * scale).to(y.dtype.element_ty), mask=inside)
+
+
+def route(experts: Tensor, weights: Tensor, *, count: int) -> Routes:
+    """experts [T, used] int64 and their weights [T, used] float32, in any order; `count` experts in all."""
+    rows, used = experts.shape
+    experts, by_expert = experts.sort(dim=1)
+    pairs = rows * used
+    height = 16 if pairs <= 32 * count else 64
+    flat = experts.reshape(-1)
+    order = flat.argsort(stable=True)
+    held = torch.zeros(count, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+    begins = held.cumsum(0) - held
+    needed = (held + height - 1) // height
+    ends = needed.cumsum(0)
+    most = min(pairs, count + pairs // height)  # tiles there can be, whatever the routes
+    tile = torch.arange(most, device=flat.device)
+    expert = torch.searchsorted(ends, tile, right=True).clamp_(max=count - 1)
+    offset = (tile - (ends - needed)[expert]) * height
+    left = (held[expert] - offset).clamp(0, height)
+    left = torch.where(tile < ends[-1], left, 0)
+    tiles = torch.stack([expert, begins[expert] + offset, left], 1).to(torch.int32)
+    return Routes(order.to(torch.int32), tiles, weights.gather(1, by_expert).contiguous(), height)
+
+
+def experts(
+    x: Tensor,
+    routes: Routes,
+    *,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: Activation,
+    scale: float = 1.0,
+) -> Tensor:
+    """x [T, E]; gate_up [experts, 2F, E], down [experts, E, F] → Σ weight · down(act(gate x) · up x), lowest expert first."""
+    opened = _products(x, gate_up, routes, divide=routes.used)  # [T * used, 2F]
+    answers = _products(gated(opened, activation), down, routes, divide=1)  # [T * used, E]
+    y = torch.empty_like(x)
+    if len(x):
+        block = 1024
+        _combine[(len(x), triton.cdiv(x.shape[1], block))](
+            answers, routes.weights, y, x.shape[1], scale, USED=routes.used, BLOCK=block, enable_fp_fusion=False
+        )
+    return y
+
+
+def _products(x: Tensor, weight: Tensor, routes: Routes, *, divide: int) -> Tensor:
+    _, n, k = weight.shape
+    y = torch.empty(len(routes.order), n, dtype=x.dtype, device=x.device)
+    if len(y):
+        columns, depth = (64, 128) if routes.height == 16 else (128, 64)
+        _grouped[(len(routes.tiles), triton.cdiv(n, columns))](
+            x,
+            weight,
+            y,
+            routes.order,
+            routes.tiles,
+            n,
+            DIVIDE=divide,
+            K=k,
+            BLOCK_M=routes.height,
+            BLOCK_N=columns,
+            BLOCK_K=depth,
+            num_warps=4,
+            num_stages=3,
+            enable_fp_fusion=False,
+        )
+    return y

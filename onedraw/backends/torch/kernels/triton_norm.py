@@ -1,0 +1,159 @@
+"""Norms and gated activations on a GPU.
+
+In: rows [T, W]. Out: rows. One program has one row, in a layout that follows the width alone: the order of its sum is the
+same whatever rows come along.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onedraw.backends.torch.kernels.triton_linear import launch_options
+from onedraw.backends.torch.kernels.triton_math import activated, let_next_start, sigmoid, softplus, wait_for_inputs
+from onedraw.models.spec import Activation, Gate
+
+ACTIVATIONS: dict[Activation, int] = {"silu": 1, "gelu_tanh": 2}
+
+
+@triton.jit
+def _rms_norm(
+    x,
+    weight,
+    y,
+    x_stride,
+    eps,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    WIDE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < W
+    values = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, 0) * (1.0 / W) + eps)
+    normed = values * scale
+    kind = y.dtype.element_ty
+    if HAS_WEIGHT:
+        factor = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+        normed = normed * factor if WIDE else normed.to(kind).to(tl.float32) * factor
+    tl.store(y + row * W + at, normed.to(kind), mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, pdl: bool = False) -> Tensor:
+    """x [..., W], rows of stride 1. A weight in float32 meets the normed numbers before they are rounded."""
+    width = x.shape[-1]
+    flat = x.reshape(-1, width) if x.dim() != 2 else x
+    if flat.stride(-1) != 1:
+        flat = flat.contiguous()
+    y = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
+    if len(flat):
+        block = triton.next_power_of_2(width)
+        _rms_norm[(len(flat),)](
+            flat,
+            weight,
+            y,
+            flat.stride(0),
+            eps,
+            W=width,
+            BLOCK=block,
+            HAS_WEIGHT=weight is not None,
+            WIDE=weight is not None and weight.dtype == torch.float32,
+            PDL=pdl,
+            num_warps=_warps(block),
+            enable_fp_fusion=False,
+            **launch_options(pdl),
+        )
+    return y.view(x.shape)
+
+
+@triton.jit
+def _gated(gate_up, y, n, stride, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr):
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    gate = tl.load(gate_up + row * stride + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * stride + n + at, mask=inside, other=0.0).to(tl.float32)
+    opened = activated(gate, ACTIVATION).to(y.dtype.element_ty)
+    tl.store(y + row * n + at, (opened.to(tl.float32) * up).to(y.dtype.element_ty), mask=inside)
+
+
+def gated(gate_up: Tensor, activation: Activation, *, pdl: bool = False) -> Tensor:
+    """activation(gate) * up for [T, 2F] with the gate in the first half: [T, F]."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    y = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
+    if rows:
+        block = min(2048, triton.next_power_of_2(width))
+        _gated[(rows, triton.cdiv(width, block))](
+            gate_up,
+            y,
+            width,
+            gate_up.stride(0),
+            BLOCK=block,
+            ACTIVATION=ACTIVATIONS[activation],
+            PDL=pdl,
+            num_warps=4,
+            enable_fp_fusion=False,
+            **launch_options(pdl),
+        )
+    return y
+
+
+@triton.jit
+def _opened(
+    x,
+    gate,
+    y,
+    gate_stride,
+    WIDTH: tl.constexpr,
+    PER: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < WIDTH
+    value = tl.load(x + row * WIDTH + at, mask=inside, other=0.0).to(tl.float32)
+    opening = tl.load(gate + row * gate_stride + at // PER, mask=inside, other=0.0).to(tl.float32)
+    kind = y.dtype.element_ty
+    opening = (sigmoid(opening) if SIGMOID else softplus(opening)).to(kind).to(tl.float32)
+    tl.store(y + row * WIDTH + at, (value * opening).to(kind), mask=inside)
+
+
+def opened(x: Tensor, gate: Tensor, kind: Gate, *, pdl: bool = False) -> Tensor:
+    """x [T, W] times sigmoid or softplus of a gate [T, W], or [T, W / n] with one number for n neighbours."""
+    rows, width = x.shape
+    y = torch.empty_like(x)
+    if rows:
+        block = min(2048, triton.next_power_of_2(width))
+        _opened[(rows, triton.cdiv(width, block))](
+            x,
+            gate,
+            y,
+            gate.stride(0),
+            WIDTH=width,
+            PER=width // gate.shape[1],
+            SIGMOID=kind == "sigmoid",
+            BLOCK=block,
+            PDL=pdl,
+            num_warps=4,
+            enable_fp_fusion=False,
+            **launch_options(pdl),
+        )
+    return y
+
+
+def _warps(block: int) -> int:
+    return min(max(block // 512, 1), 16)

@@ -1,0 +1,194 @@
+"""What the attention kernels read of a turn, as one array of 32-bit integers: one copy to the device per kind of layer.
+
+In: Inputs, and the sizes of a kind of attention. Out: HostView, and from it the kernels' View and TileSets. A captured turn
+copies a HostView of the same layout into the memory its kernels were captured with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from onedraw.backends.torch.inputs import Inputs, Ints
+from onedraw.backends.torch.kernels.triton_attention import NODE, OWN, SHARED, SPLIT, TILE_WORDS, WHOLE, TileSet, View
+
+Words = npt.NDArray[np.int32]
+Tile = tuple[int, int, int, int]  # first token, tokens, kind, tail
+Found = dict[tuple[int, int], list[Tile]]  # by height and kind
+PARTIAL_BYTES = 256 * 2**20  # of splits that wait to be merged
+LONG = 128  # queries
+FAR = np.iinfo(np.int32).max
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Sizes of a kind of attention, and how many programs keep the device busy."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    window: int | None
+    busy: int
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def heights(self) -> tuple[int, ...]:
+        """Tile heights, lowest first. Wide heads leave no room for high tiles."""
+        least = max(16, 1 << (self.group - 1).bit_length())
+        most = 128 if self.dim <= 128 else 64 if self.dim <= 256 else 16
+        return tuple(h for h in (16, 32, 64, 128) if least <= h <= max(most, least))
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Tiles of one height: where they lie in the words, and how they are launched."""
+
+    height: int
+    tiles: int
+    tokens: int
+    splits: int
+    launched: int
+    together: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where everything lies in the words. Equal layouts may share captured kernels."""
+
+    tokens: int
+    rows: int
+    width: int
+    depth: int | None  # of the paths; None where no row branches
+    page_size: int
+    cuts: tuple[Cut, ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        tree = [] if self.depth is None else [self.tokens * self.depth]
+        tiles = [size for cut in self.cuts for size in (cut.tiles * TILE_WORDS, cut.tokens)]
+        return [*[self.tokens] * 6, self.rows * self.width, *tree, *tiles]
+
+
+@dataclass(frozen=True, slots=True)
+class HostView:
+    words: Words
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceView:
+    """The words on the device, and what they mean."""
+
+    words: Tensor
+    positions: Tensor  # [T]
+    slots: Tensor  # [T]
+    view: View
+    sets: tuple[TileSet, ...]
+
+
+def host_view(inputs: Inputs, heads: Heads, splits: int = 0) -> HostView:
+    """`splits`: room for at least so many, so that a captured layout serves longer contexts too."""
+    cuts = _cuts(inputs, heads, splits)
+    parts: list[Ints] = [inputs.host_positions, inputs.host_slots, inputs.host_rows, inputs.host_firsts(heads.window)]
+    lines = np.zeros(len(inputs.host_tokens), dtype=np.int64)
+    for place, token in enumerate(token for _, _, tokens in cuts for token in tokens):
+        lines[token] = place
+    table = inputs.host_tables[inputs.group(heads.window)]
+    parts += [inputs.host_ends, lines, table]
+    depth = None
+    if inputs.host_paths is not None:
+        depth = inputs.host_paths.shape[1]
+        parts.append(inputs.host_paths)
+    layout = Layout(
+        tokens=len(inputs.host_tokens),
+        rows=table.shape[0],
+        width=table.shape[1],
+        depth=depth,
+        page_size=inputs.page_size,
+        cuts=tuple(cut for cut, _, _ in cuts),
+    )
+    for _, tiles, tokens in cuts:
+        parts += [tiles, tokens]
+    return HostView(np.concatenate([part.reshape(-1) for part in parts]).astype(np.int32), layout)
+
+
+def device_view(words: Tensor, layout: Layout) -> DeviceView:
+    """`words` [layout's sizes] int32 on the device; nothing is copied."""
+    parts = torch.split(words, layout.sizes)
+    positions, slots, rows, firsts, ends, lines, table = parts[:7]
+    paths, rest = None, parts[7:]
+    if layout.depth is not None:
+        paths, rest = rest[0].view(layout.tokens, layout.depth), rest[1:]
+    view = View(rows, firsts, ends, lines, table.view(layout.rows, layout.width), paths, layout.page_size)
+    sets = tuple(
+        TileSet(cut.height, rest[2 * i].view(cut.tiles, TILE_WORDS), rest[2 * i + 1], cut.splits, cut.launched, cut.together)
+        for i, cut in enumerate(layout.cuts)
+    )
+    return DeviceView(words, positions, slots, view, sets)
+
+
+def to_view(inputs: Inputs, heads: Heads) -> DeviceView:
+    host = host_view(inputs, heads)
+    return device_view(torch.from_numpy(host.words).to(inputs.device, non_blocking=True), host.layout)
+
+
+def _cuts(inputs: Inputs, heads: Heads, splits: int) -> list[tuple[Cut, Ints, Ints]]:
+    """Tiles by height. A row takes the lowest height that holds its queries, else the highest."""
+    seen = int(inputs.host_ends.max()) // SPLIT + 1
+    spare, splits = max(splits - seen, 0), max(splits, seen)
+    found: Found = {}
+    for span in inputs.spans:
+        known = span.count - len(span.drafts) if span.branches else span.count
+        if span.branches and splits > 1:
+            # What the tokens have in common is read once for all of them, the rest by each for itself.
+            known = max(known - 1, 0)
+            _tile(found, heads, span.first + known, span.count - known, SHARED, span.stop)
+            for token in range(span.first + known, span.first + span.count):
+                _tile(found, heads, token, 1, OWN, span.stop)
+        elif span.branches:
+            for token in range(span.first + known, span.first + span.count):
+                _tile(found, heads, token, 1, NODE, span.stop)
+        _tile(found, heads, span.first, known, WHOLE, FAR)
+    return [_cut(inputs, heads, height, tiles, splits, spare=spare) for (height, _), tiles in sorted(found.items())]
+
+
+def _tile(found: Found, heads: Heads, first: int, count: int, kind: int, tail: int) -> None:
+    if not count:
+        return
+    # High tiles pay for long prompts alone: few of them leave most of the device idle.
+    fitting = [h for h in heads.heights if h <= 64 or count >= LONG]
+    height = next((h for h in fitting if count * heads.group <= h), fitting[-1])
+    per = height // heads.group
+    # What nodes share, and what is their own, is launched apart: one is always split, and the other short.
+    tiles = found.setdefault((height, kind), [])
+    tiles.extend((first + offset, min(per, count - offset), kind, tail) for offset in range(0, count, per))
+
+
+def _cut(inputs: Inputs, heads: Heads, height: int, tiles: list[Tile], splits: int, *, spare: int) -> tuple[Cut, Ints, Ints]:
+    first, count, kind, tail = np.asarray(tiles, dtype=np.int64).T
+    firsts = inputs.host_firsts(heads.window)
+    low = [firsts[f : f + c].min() for f, c, _, _ in tiles]
+    high = [inputs.host_ends[f : f + c].max() for f, c, _, _ in tiles]
+    begin = np.where(kind == OWN, np.maximum(low, tail // SPLIT * SPLIT), low) // SPLIT
+    stop = np.where(kind == SHARED, np.minimum(high, tail // SPLIT * SPLIT - 1), high) // SPLIT + 1
+    table = np.stack([first, count, kind, inputs.host_rows[first], np.asarray(low), np.asarray(high), tail, begin], 1)
+    # A node's shared and own parts may lie in tiles of two heights; it is merged with its own part.
+    ranges = [np.arange(f, f + c) for f, c, k, _ in tiles if k != SHARED]
+    tokens = np.concatenate(ranges) if ranges else np.zeros(0, dtype=np.int64)
+    whole_rows = tiles[0][2] == WHOLE
+    together = splits == 1 or (whole_rows and _prefers_together(heads, len(tiles), len(tokens), splits))
+    launched = max(int((stop - begin).max()), 1) + spare
+    cut = Cut(height, len(tiles), 0 if together else len(tokens), splits, launched, together)
+    return cut, table, tokens[: 0 if together else None]
+
+
+def _prefers_together(heads: Heads, tiles: int, tokens: int, splits: int) -> bool:
+    """Enough programs without splitting, or too much to keep until the merge."""
+    return tiles * heads.kv_heads >= heads.busy or splits * tokens * heads.heads * heads.dim * 4 > PARTIAL_BYTES

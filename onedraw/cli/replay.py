@@ -1,0 +1,121 @@
+"""`onedraw replay`: recorded requests run again under any settings, and which tokens differ.
+
+In: parsed arguments. Out: a table of the differences, or JSON. Exit status 1 where a token differs or a request did not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onedraw.cli import screen
+from onedraw.cli.flags import add_settings, read_settings
+from onedraw.errors import BadSetting
+
+if TYPE_CHECKING:
+    from onedraw.door import Door
+    from onedraw.record import Record
+    from onedraw.replay import Report, Verdict
+
+HELP = "run recorded requests again, and say which tokens differ"
+EXAMPLES = """examples:
+  onedraw serve smollm2 --record ./requests
+  onedraw replay ./requests
+  onedraw replay ./requests/requests-000001.jsonl --draft none --max-batch 1
+  onedraw replay ./requests --max-batch 32 --draft ngram --json
+
+Every request is run with its own seed, parameters and prompt ids under the settings given here. None of them may change a
+token: that is the contract. It holds for one version on one kind of device with one dtype, which is what the fingerprint says.
+"""
+SHOWN = 50  # differences in the table; --json has all
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("records", metavar="FILE|DIR", type=Path, help="what --record wrote: one file, or the folder")
+    parser.add_argument("--model", metavar="MODEL", help="the model to run (default: the one that was recorded)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object with a verdict for every request")
+    add_settings(parser, leave_out=("served_name", "queue_limit"))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from onedraw.assemble import open_door
+    from onedraw.record import read_records
+    from onedraw.replay import replay
+
+    records = read_records(arguments.records)
+    arguments.model = arguments.model or source_of(records)
+    settings = read_settings(arguments)
+    with screen.progress() as tell, open_door(settings, tell) as door:
+        report = replay(records, door, tell=tell)
+        rows = [row_of(verdict, door) for verdict in report.verdicts if verdict.result != "same"]
+    if arguments.json:
+        screen.print_json(report_json(report))
+        return 0 if report.holds else 1
+    if rows:
+        screen.table("", ("record", "seed", "token", "recorded", "now", "what"), rows[:SHOWN])
+    for line in summary(report, left_out=max(len(rows) - SHOWN, 0)):
+        print(line)
+    return 0 if report.holds else 1
+
+
+def source_of(records: Sequence[Record]) -> str:
+    sources = sorted({record.source for record in records})
+    if len(sources) > 1:
+        raise BadSetting(f"these records are of several models ({', '.join(sources)}); replay the files of one, or name --model")
+    return sources[0]
+
+
+def summary(report: Report, *, left_out: int = 0) -> list[str]:
+    same, different, missing = report.of("same"), report.of("different"), report.of("not run")
+    counted = report.counted
+    tokens = sum(verdict.tokens for verdict in report.verdicts)
+    lines = [f"… and {left_out} more; --json has them all"] if left_out else []
+    lines.append(
+        f"{len(report.verdicts)} requests, {tokens} tokens: {len(same)} the same, {len(different)} different, "
+        f"{len(missing)} not run"
+    )
+    lines.append(
+        f"meanwhile {counted.accepted_tokens} of {counted.draft_tokens} drafts were kept, {counted.mixed_turns} of "
+        f"{counted.turns} turns had several rows, {counted.preemptions} times a request was driven out and came back"
+    )
+    others = [fingerprint for fingerprint in report.recorded_by if fingerprint != report.fingerprint]
+    if others:
+        lines.append(
+            f"recorded by {', '.join(others)}, run by {report.fingerprint}: equal tokens are promised only where these agree"
+        )
+    return lines
+
+
+def row_of(verdict: Verdict, door: Door) -> list[str]:
+    def named(token: int | None) -> str:
+        if token is None:
+            return "-"
+        text = door.tokenizer.token_bytes(token).decode("utf-8", "replace") if token < door.card.vocab else "?"
+        return f"{token} {json.dumps(text, ensure_ascii=False)}"
+
+    place = "-" if verdict.index is None else str(verdict.index)
+    seed = "-" if verdict.seed is None else str(verdict.seed)
+    note = verdict.note if verdict.result == "different" else f"not run: {verdict.note}"
+    return [verdict.where, seed, place, named(verdict.recorded), named(verdict.found), note]
+
+
+def report_json(report: Report) -> dict[str, Any]:
+    return {
+        "model": report.model,
+        "fingerprint": report.fingerprint,
+        "recorded_by": list(report.recorded_by),
+        "holds": report.holds,
+        "requests": len(report.verdicts),
+        "tokens": sum(verdict.tokens for verdict in report.verdicts),
+        "same": len(report.of("same")),
+        "different": len(report.of("different")),
+        "not_run": len(report.of("not run")),
+        "drafts": report.counted.draft_tokens,
+        "drafts_kept": report.counted.accepted_tokens,
+        "preemptions": report.counted.preemptions,
+        "verdicts": [asdict(verdict) for verdict in report.verdicts],
+    }

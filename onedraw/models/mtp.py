@@ -1,0 +1,134 @@
+"""The head of a Qwen3.5 checkpoint that guesses the token after the next one, as data.
+
+In: an open checkpoint and its description. Out: an MtpSpec with MtpWeights, or a refusal by name where there is none.
+
+What it computes, for a position t whose token t + 1 is known:
+    e      = rms(embed(token t+1)) · embed_norm
+    h      = rms(x_t) · hidden_norm             x_t: the target's residual after its last norm, as its head reads it;
+                                                from the second guess on, what this head gave at the position before
+    y_t    = layer(fc · [e, h])                 one attention layer of the target's kind, with keys and values of its own
+    guess  = the target's head of rms(y_t) · norm, which is also the next x
+
+Weights, float32, matrices as [outputs, inputs]
+    outer      fc [E, 2·E]  embed_norm [E]  hidden_norm [E]  norm [E]; embedding and head are the target's
+    layer      the names of `weights.py`
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+
+from onedraw.errors import UnsupportedModel
+from onedraw.models.loading import Described
+from onedraw.models.qwen3_5 import QWEN3_5, QWEN3_5_MOE
+from onedraw.models.recipes import add_one
+from onedraw.models.source import Source, Tensor
+from onedraw.models.spec import AttentionSpec, LayerSpec, ModelSpec, Norm, Shapes
+from onedraw.models.weights import Read, Rules, Shape, Where, gather, pairs, refuse_unclaimed
+
+FAMILIES = (QWEN3_5.name, QWEN3_5_MOE.name)
+
+
+@dataclass(frozen=True, slots=True)
+class MtpSpec:
+    layer: LayerSpec
+    hidden: int
+    vocab: int
+    eps: float
+    norm: Norm
+    max_context: int
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        return (self.layer,)
+
+    def outer_shapes(self) -> Shapes:
+        hidden = self.hidden
+        return {"fc": (hidden, 2 * hidden), "embed_norm": (hidden,), "hidden_norm": (hidden,), "norm": (hidden,)}
+
+    @property
+    def parameters(self) -> int:
+        return self.layer.parameters(self.hidden) + sum(prod(shape) for shape in self.outer_shapes().values())
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedMtp:
+    spec: MtpSpec
+    weights: MtpWeights
+
+
+def has_mtp(source: Source, described: Described) -> bool:
+    """Whether the checkpoint has such a head, be it one that is supported or not."""
+    if described.family.name not in FAMILIES:
+        return False
+    if described.dialect == "gguf":
+        return f"blk.{len(described.spec.layers)}.nextn.eh_proj.weight" in source.tensors
+    return any(name.startswith(("mtp.", "model.mtp.")) for name in source.tensors)
+
+
+def describe_mtp(source: Source, described: Described) -> DescribedMtp:
+    """Read the description, and check that the weights fit it. No weight is read."""
+    target = described.spec
+    if described.family.name not in FAMILIES:
+        raise UnsupportedModel(f"{source.path}: a {target.family} model has no MTP head; supported: {', '.join(FAMILIES)}")
+    if not has_mtp(source, described):
+        raise UnsupportedModel(f"{source.path}: the checkpoint has no MTP head (mtp.* or nextn tensors); pass another --draft")
+    attending = next((layer for layer in target.layers if isinstance(layer.mixer, AttentionSpec)), None)
+    if attending is None:
+        raise UnsupportedModel(f"{source.path}: an MTP head attends, and no layer of this model says how")
+    spec = MtpSpec(attending, target.hidden, target.vocab, eps=target.eps, norm=target.norm, max_context=target.max_context)
+    rules = _from_gguf(described, target) if described.dialect == "gguf" else _from_folder(described, target)
+    return DescribedMtp(spec, MtpWeights(source, spec, rules, depth=len(target.layers)))
+
+
+def _from_folder(described: Described, target: ModelSpec) -> Rules:
+    """The head's layer is read as the layer after the target's last."""
+    rules = described.family.rules[described.dialect]
+    norms = pairs("mtp.", "embed_norm=pre_fc_norm_embedding.weight hidden_norm=pre_fc_norm_hidden.weight norm=norm.weight")
+    own = (r"^(?:model\.)?mtp\.layers\.0\.", f"model.layers.{len(target.layers)}."), (r"^model\.mtp\.", "mtp.")
+    return replace(
+        rules,
+        outer={"fc": "mtp.fc.weight"} | norms,
+        made={**rules.made} | {weight: add_one(name) for weight, name in norms.items()},
+        renamed=(*own, *rules.renamed),
+        ignored=rf"(?!(model\.)?mtp\.).*|{rules.ignored}",
+    )
+
+
+def _from_gguf(described: Described, target: ModelSpec) -> Rules:
+    rules, depth = described.family.rules[described.dialect], len(target.layers)
+    names = "fc=eh_proj.weight embed_norm=enorm.weight hidden_norm=hnorm.weight norm=shared_head_norm.weight"
+    return replace(rules, outer=pairs(f"blk.{depth}.nextn.", names), ignored=rf"(?!blk\.{depth}\.).*|{rules.ignored}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Longer:
+    """The target and, after its last layer, the head's."""
+
+    layers: tuple[LayerSpec, ...]
+    hidden: int
+
+
+class MtpWeights:
+    """The weights of one head. Complete when made: what is missing, misshapen or unclaimed was refused."""
+
+    def __init__(self, source: Source, spec: MtpSpec, rules: Rules, *, depth: int) -> None:
+        self.spec = spec
+        shapes: dict[Where, Shape] = {(None, weight): shape for weight, shape in spec.outer_shapes().items()}
+        shapes |= {(depth, weight): shape for weight, shape in spec.layer.shapes(spec.hidden).items()}
+        stack, claimed = _Longer((spec.layer,) * (depth + 1), spec.hidden), set[str]()
+        found = gather(source, stack, rules, shapes=shapes, claimed=claimed)
+        self._tensors = {(None if layer is None else 0, weight): tensor for (layer, weight), tensor in found.items()}
+        refuse_unclaimed(source, claimed, ignored=rules.ignored, kind="MTP head")
+
+    def tensor(self, layer: int | None, weight: str) -> Tensor:
+        """One weight in our form, its rows still packed. The one layer has the number 0."""
+        return self._tensors[layer, weight]
+
+    def outer(self) -> Read:
+        """fc, embed_norm, hidden_norm, norm."""
+        return {weight: self._tensors[None, weight].float32() for weight in self.spec.outer_shapes()}
+
+    def layer(self, index: int = 0) -> Read:
+        return {weight: self._tensors[index, weight].float32() for weight in self.spec.layer.shapes(self.spec.hidden)}

@@ -1,0 +1,67 @@
+"""The web page: its files, read once at start, with the headers that keep it to itself.
+
+In: the folder `page/`, which is part of the package. Out: routes for `/` and `/page/…`. No path of a request ever becomes a
+path of the disk. The page talks to the public interface alone, so its files need no key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from importlib import resources
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+# Scripts, styles and requests only from and to this server; nothing inline, nothing framed, nothing from elsewhere.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-cache",  # kept, but asked for again: the page belongs to the server's version
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Asset:
+    content: bytes
+    media_type: str
+
+    @property
+    def etag(self) -> str:
+        return f'"{hashlib.sha256(self.content).hexdigest()[:16]}"'
+
+
+def load() -> Mapping[str, Asset]:
+    """Path on the server → file."""
+    folder = resources.files("onedraw.server") / "page"
+    assets: dict[str, Asset] = {}
+    for file in folder.iterdir():
+        kind = TYPES.get("." + file.name.rpartition(".")[2])
+        if kind is not None:
+            assets["/" if file.name == "index.html" else f"/page/{file.name}"] = Asset(file.read_bytes(), kind)
+    return assets
+
+
+def routes(assets: Mapping[str, Asset]) -> list[Route]:
+    return [Route(path, _endpoint(asset), methods=["GET"]) for path, asset in assets.items()]
+
+
+def _endpoint(asset: Asset) -> Callable[[Request], Awaitable[Response]]:
+    etag = asset.etag
+
+    async def answer(request: Request) -> Response:
+        headers = {**HEADERS, "etag": etag}
+        if request.headers.get("if-none-match") == etag:
+            return Response(status_code=304, headers=headers)
+        return Response(asset.content, media_type=asset.media_type, headers=headers)
+
+    return answer

@@ -1,0 +1,240 @@
+"""What `/v1/responses` is asked: its items and fields, and the chat request that they mean.
+
+In: the honoured fields of a body. Out: a frozen request, chat messages, and the names under which the caller knows our fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PlainValidator
+from pydantic_core import PydanticCustomError
+
+from onedraw.errors import BadParameter
+from onedraw.server.fields import Rule, inert, neutral, refused
+from onedraw.server.protocol import TOOL_NAME, Strict, Whole, wish
+from onedraw.types import MAX_TOP_LOGPROBS, SEED_LIMIT
+from onedraw.wishes import EFFORTS, Effort
+
+LOGPROBS = "message.output_text.logprobs"
+
+RULES: tuple[Rule, ...] = (
+    inert("user", "who asked"),
+    inert("safety_identifier", "who asked"),
+    inert("prompt_cache_key", "the prefix cache needs no key"),
+    inert("prompt_cache_retention", "the prefix cache keeps what was used last"),
+    inert("service_tier", "there is one tier", "auto", "default"),
+    inert("stream_options", "events are not padded", {"include_obfuscation": False}, {}),
+    neutral("background", "a reply is given where it was asked for", False),
+    neutral("truncation", "a shortened prompt is another prompt", "disabled"),
+    neutral("max_tool_calls", "the server has no tools of its own"),
+    refused("conversation", "use `previous_response_id`"),
+    refused("prompt", "there are no stored prompts"),
+    refused("context_management", "a shortened prompt is another prompt; shorten it before sending"),
+)
+
+
+def _items(value: object) -> str | list[dict[str, Any]]:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value or not all(isinstance(item, dict) for item in value):
+        raise PydanticCustomError("input", "must be a text or a list of items")
+    for number, item in enumerate(value):
+        _check_item(item, f"[{number}]")
+    return value
+
+
+def _check_item(item: dict[str, Any], at: str) -> None:
+    kind = item.get("type", "message")
+    wanted: dict[str, tuple[tuple[str, Any], ...]] = {
+        "message": (("role", str), ("content", (str, list))),
+        "function_call": (("call_id", str), ("name", str), ("arguments", str)),
+        "function_call_output": (("call_id", str), ("output", (str, list))),
+        "reasoning": (),
+    }
+    if not isinstance(kind, str) or kind not in wanted:
+        shown = {"at": f"{at}.type", "kind": str(kind)}
+        raise PydanticCustomError("item", "items of type {kind} are not supported; this model reads text", shown)
+    for name, of in wanted[kind]:
+        if not isinstance(item.get(name), of):
+            raise PydanticCustomError("item", "is missing or of the wrong kind", {"at": f"{at}.{name}"})
+
+
+class ResponseTool(Strict):
+    type: Literal["function"] = wish('"function"', "the server has no tools of its own; required", ...)
+    name: str = wish("string", "required", ..., pattern=TOOL_NAME)
+    description: str | None = wish("string", "told to the model")
+    parameters: dict[str, Any] | None = wish("object", "a JSON schema of the arguments")
+    strict: bool | None = wish("boolean", "calls of this tool are held to its schema; default false")
+
+
+class ResponseNamedTool(Strict):
+    type: Literal["function"] = wish('"function"', "required", ...)
+    name: str = wish("string", "required", ...)
+
+
+class ResponseTextFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"] = wish('"text", "json_object", "json_schema"', "required", ...)
+    name: str | None = wish("string", "the caller's name for it")
+    description: str | None = wish("string", "the caller's own note")
+    schema_: dict[str, Any] | None = wish("object", 'with type "json_schema"', alias="schema")
+    strict: bool | None = wish("boolean", "a reply is held to the schema either way")
+
+
+class ResponseText(Strict):
+    format: ResponseTextFormat | None = wish("object", "`type`, `schema`")
+    verbosity: Literal["medium"] | None = wish('"medium"', "ask for it in a message")
+
+
+class ResponseReasoning(Strict):
+    effort: Effort | None = wish(", ".join(f'"{effort}"' for effort in EFFORTS), "as `reasoning_effort` of a chat")
+    summary: Literal["auto", "concise", "detailed"] | None = wish("string", "accepted: reasoning is shown as it is")
+    generate_summary: Literal["auto", "concise", "detailed"] | None = wish("string", "accepted: as `summary`")
+
+
+class ResponsesRequest(Strict):
+    model: str | None = wish("string", "the served model; may be left out")
+    input: Annotated[Any, PlainValidator(_items)] = wish(
+        "string or list of items", "items of type message, function_call, function_call_output and reasoning; required", ...
+    )
+    instructions: str | None = wish("string", "said before everything else; not kept for the next response")
+    previous_response_id: str | None = wish("string", "go on from that response, if it is still remembered")
+    store: bool = wish("boolean", "remember the response in memory, for `previous_response_id`", True)
+    stream: bool = wish("boolean", "answer in server-sent events", False)
+    max_output_tokens: Whole | None = wish("integer >= 1", "the most tokens of the reply")
+    temperature: float | None = wish("number, 0 … 100", "0 is greedy")
+    top_p: float | None = wish("number, over 0 … 1", "1: off")
+    top_logprobs: int | None = wish(
+        f"integer, 0 … {MAX_TOP_LOGPROBS}", f"alternatives of each token; with `include: [{LOGPROBS}]`", ge=0, le=MAX_TOP_LOGPROBS
+    )
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = wish(
+        "list of strings", f"`{LOGPROBS}` is honoured; `reasoning.encrypted_content` is accepted: reasoning is in the clear", []
+    )
+    tools: list[ResponseTool] = wish("list of objects", "see below", [])
+    tool_choice: Literal["none", "auto", "required"] | ResponseNamedTool | None = wish(
+        '"none", "auto", "required" or {"type": "function", "name": …}', "default `auto`"
+    )
+    parallel_tool_calls: bool = wish("boolean", "false: at most one call in a reply", True)
+    text: ResponseText | None = wish("object", "`format`: what the reply is held to")
+    reasoning: ResponseReasoning | None = wish("object", "`effort`")
+    metadata: dict[str, str] | None = wish("object", "the caller's own notes, given back")
+    top_k: Whole | None = wish("integer >= -1", "0 and -1: off")
+    min_p: float | None = wish("number, 0 … 1", "0: off")
+    seed: int | None = Field(
+        None,
+        description="left out, the server draws one; the reply says which",
+        json_schema_extra={"values": "integer, 0 … 2^53 - 1"},
+        ge=0,
+        lt=SEED_LIMIT,
+    )
+    thinking_budget: Whole | None = wish("integer >= 0", "tokens of thinking, after which it is closed")
+    chat_template_kwargs: dict[str, Any] = wish("object", "variables of the checkpoint's chat template", {})
+    speculation: bool = wish("boolean", "false: nothing is guessed ahead; guesses never change a reply", True)
+
+    def said(self) -> list[dict[str, Any]]:
+        """The chat messages of the input."""
+        if isinstance(self.input, str):
+            return [{"role": "user", "content": self.input}]
+        return messages_of(self.input)
+
+    def chat(self, before: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The fields of the chat request that this means, behind an earlier conversation."""
+        opening = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        same = ("temperature", "top_p", "top_k", "min_p", "seed", "thinking_budget", "speculation", "stream")
+        given = {name: getattr(self, name) for name in same if getattr(self, name) is not None}
+        if self.max_output_tokens is not None:
+            given["max_tokens"] = self.max_output_tokens
+        if LOGPROBS in self.include:
+            given |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
+        if self.reasoning is not None and self.reasoning.effort is not None:
+            given["reasoning_effort"] = self.reasoning.effort
+        return {
+            "messages": [*opening, *before, *self.said()],
+            "tools": [_tool(tool) for tool in self.tools],
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "chat_template_kwargs": self.chat_template_kwargs,
+            **given,
+            **self._choice(),
+            **self._format(),
+        }
+
+    def _choice(self) -> dict[str, Any]:
+        choice = self.tool_choice
+        if isinstance(choice, ResponseNamedTool):
+            return {"tool_choice": {"type": "function", "function": {"name": choice.name}}}
+        return {} if choice is None else {"tool_choice": choice}
+
+    def _format(self) -> dict[str, Any]:
+        shape = None if self.text is None else self.text.format
+        if shape is None or shape.type == "text":
+            return {}
+        if shape.type == "json_object":
+            return {"response_format": {"type": "json_object"}}
+        return {"response_format": {"type": "json_schema", "json_schema": {"schema": shape.schema_ or {}}}}
+
+    def names(self) -> dict[str, str]:
+        """Names of the chat request → the caller's."""
+        tools = {f"tools[{n}].function": f"tools[{n}]" for n in range(len(self.tools))}
+        return {
+            **tools,
+            "messages": "input",
+            "max_tokens": "max_output_tokens",
+            "response_format.json_schema.schema": "text.format.schema",
+            "response_format": "text.format",
+            "reasoning_effort": "reasoning.effort",
+            "tool_choice.function.name": "tool_choice.name",
+        }
+
+
+def _tool(tool: ResponseTool) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
+    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+
+
+def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Items as chat messages: what the assistant thought, said and called in a row is one message."""
+    messages: list[dict[str, Any]] = []
+
+    def assistant() -> dict[str, Any]:
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        return messages[-1]
+
+    for number, item in enumerate(items):
+        at = f"input[{number}]"
+        match item.get("type", "message"):
+            case "message" if item["role"] == "assistant":
+                said = assistant()
+                said["content"] += _text(item["content"], f"{at}.content")
+            case "message":
+                messages.append({"role": item["role"], "content": _text(item["content"], f"{at}.content")})
+            case "function_call":
+                call = {"id": item["call_id"], "type": "function"}
+                call["function"] = {"name": item["name"], "arguments": item["arguments"]}
+                assistant().setdefault("tool_calls", []).append(call)
+            case "function_call_output":
+                content = _text(item["output"], f"{at}.output")
+                messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
+            case "reasoning":
+                thought = "".join(str(part.get("text") or "") for part in _parts(item.get("content")))
+                if thought:
+                    assistant()["reasoning_content"] = thought
+    return messages
+
+
+def _parts(content: Any) -> list[dict[str, Any]]:
+    return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+
+
+def _text(content: Any, at: str) -> str:
+    """A text, or parts of it, joined by line breaks."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("input_text", "output_text", "text") or not isinstance(part.get("text"), str):
+            raise BadParameter(f"{at}[{number}]", f"parts of type {kind} are not supported; this model reads text")
+        texts.append(part["text"])
+    return "\n".join(texts)

@@ -1,0 +1,127 @@
+"""One line per request, with its id, for people or for programs; and an id on every line a request causes.
+
+In: ASGI messages, and facts that the routes note down. Out: log records, as text or as JSON, on stderr. Prompts are among
+the facts only where `--log-prompts` asked for them.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import re
+import secrets
+import time
+from contextvars import ContextVar
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.config import LOGGING_CONFIG
+
+log = logging.getLogger("onedraw.access")
+
+FORMATS = ("text", "json")
+HEADER = "x-request-id"
+SAFE = re.compile(r"[\w.:-]{1,128}")  # of a caller's own id: what cannot break a line
+
+Facts = dict[str, Any]
+_facts: ContextVar[Facts | None] = ContextVar("facts", default=None)
+
+
+def note(**facts: Any) -> None:
+    """Facts about the request that is being answered, for its line. Elsewhere there is nobody to note them for."""
+    noted = _facts.get()
+    if noted is not None:
+        noted.update(facts)
+
+
+class RequestLog:
+    """Gives every request an id, which its answer carries, and writes one line when it is done."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begun = time.monotonic()
+        facts: Facts = {"id": f"req-{secrets.token_hex(12)}", "method": scope["method"], "path": scope["path"], "status": None}
+        theirs = Headers(scope=scope).get(HEADER, "")
+        if SAFE.fullmatch(theirs):
+            facts["caller_id"] = theirs
+
+        async def witness(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                facts["status"] = message["status"]
+                MutableHeaders(scope=message).setdefault(HEADER, facts["id"])
+            await send(message)
+
+        token = _facts.set(facts)
+        try:
+            await self._app(scope, receive, witness)
+        finally:
+            facts["seconds"] = round(time.monotonic() - begun, 4)
+            facts["client"] = scope["client"][0] if scope.get("client") else None
+            log.info(line(facts), extra={"facts": facts})
+            _facts.reset(token)
+
+
+def line(facts: Facts) -> str:
+    """A request in one line for people. A path is spelled so that it cannot begin another."""
+    path = facts["path"].encode("unicode_escape").decode()
+    head = f"{facts['method']} {path} {facts['status'] or 'no answer'} {facts['seconds']:.3f} s"
+    rest = {name: value for name, value in facts.items() if name not in ("method", "path", "status", "seconds")}
+    return " ".join(
+        (head, *(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in rest.items() if value is not None))
+    )
+
+
+class TextFormatter(logging.Formatter):
+    """`TIME LEVEL message [request id]`."""
+
+    default_msec_format = "%s.%03d"
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        text, facts = super().format(record), _facts.get()
+        return text if facts is None or hasattr(record, "facts") else f"{text} [{facts['id']}]"
+
+
+class JsonFormatter(logging.Formatter):
+    """An object per line: time, level, logger, message, and the facts of a request."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        said: Facts = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+        }
+        own = getattr(record, "facts", None)
+        around = _facts.get()
+        if own is not None:
+            said |= {"message": "request", **own}
+        else:
+            said["message"] = record.getMessage()
+            if around is not None:
+                said["id"] = around["id"]
+        if record.exc_info:
+            said["error"] = self.formatException(record.exc_info)
+        return json.dumps(said, ensure_ascii=False, default=str)
+
+
+def log_config(level: str, style: str) -> dict[str, Any]:
+    """Uvicorn's loggers and ours, alike, on stderr. Uvicorn's own lines per request give way to ours."""
+    config: dict[str, Any] = copy.deepcopy(LOGGING_CONFIG)
+    formatter = JsonFormatter if style == "json" else TextFormatter
+    config["formatters"] = {"default": {"()": formatter}}
+    config["handlers"] = {"default": {"class": "logging.StreamHandler", "formatter": "default", "stream": "ext://sys.stderr"}}
+    config["loggers"] = {
+        "uvicorn": {"handlers": ["default"], "level": level.upper(), "propagate": False},
+        "uvicorn.access": {"handlers": [], "level": "CRITICAL", "propagate": False},
+        "onedraw": {"handlers": ["default"], "level": level.upper(), "propagate": True},
+    }
+    return config

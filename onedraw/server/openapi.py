@@ -1,0 +1,305 @@
+"""The OpenAPI document, made from the tables that judge requests: what it describes is what is accepted.
+
+In: the typed requests with the rules of their fields, and the model's card. Out: the document that `/openapi.json` serves.
+Ranges are read off the words that docs/api.md shows, so the two cannot disagree; a test holds them to what the server does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from typing import Any
+
+from pydantic import BaseModel, PlainValidator
+from pydantic.fields import FieldInfo
+
+from onedraw import __version__
+from onedraw.server import items, messages, protocol
+from onedraw.server.fields import Rule, Treatment
+from onedraw.server.items import ResponsesRequest
+from onedraw.server.messages import CountRequest, MessagesRequest
+from onedraw.server.parsing import PARTS, TABLES
+from onedraw.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    JsonSchema,
+    Message,
+    TokenizeRequest,
+)
+from onedraw.types import ModelCard
+
+Json = dict[str, Any]
+
+COMPONENT = "#/components/schemas/{model}"
+POSTS: Mapping[str, tuple[type[BaseModel], str, str]] = {
+    "/v1/completions": (CompletionRequest, "Continue prompts", "Completion"),
+    "/v1/chat/completions": (ChatRequest, "Answer messages", "ChatCompletion"),
+    "/v1/responses": (ResponsesRequest, "Answer items", "Response"),
+    "/v1/messages": (MessagesRequest, "Answer messages, in Anthropic's shape", "MessageReply"),
+    "/v1/messages/count_tokens": (CountRequest, "How many tokens messages are", "TokenCount"),
+    "/tokenize": (TokenizeRequest, "A text or a chat as token ids", "Tokens"),
+    "/detokenize": (DetokenizeRequest, "Token ids as text", "Text"),
+}
+GETS: Mapping[str, tuple[str, str]] = {
+    "/v1/models": ("The served model, in a list", "ModelList"),
+    "/v1/models/{name}": ("The served model", "Model"),
+    "/health": ("Whether a request would be answered", "Health"),
+}
+PLAIN: Mapping[str, tuple[str, str]] = {
+    "/metrics": ("Counters for Prometheus", "text/plain"),
+    "/openapi.json": ("This document", "application/json"),
+    "/": ("The web page", "text/html"),
+}
+SIFTED: tuple[type[BaseModel], ...] = (
+    Message,
+    *PARTS.values(),
+    JsonSchema,
+)  # of what stands inside, that in which null asks for nothing
+ERRORS = (400, 401, 404, 405, 408, 413, 429, 500, 503, 504)
+
+_TEXTS: Json = {"anyOf": [{"type": "string", "minLength": 1}, {"type": "array", "items": {"type": "string", "minLength": 1}}]}
+_IDS: Json = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_PART: Json = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+    "additionalProperties": False,
+}
+# What a validator of ours takes: pydantic cannot know.
+SPELLED: Mapping[Callable[..., Any], Json] = {
+    protocol._texts: _TEXTS,
+    protocol._prompts: {
+        "anyOf": [
+            {"type": "string"},
+            {"type": "array", "items": {"type": "string"}, "minItems": 1},
+            _IDS,
+            {"type": "array", "items": _IDS, "minItems": 1},
+        ]
+    },
+    protocol._bias: {
+        "type": "object",
+        "propertyNames": {"pattern": "^[0-9]{1,11}$"},
+        "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+    },
+    messages._text_of: {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]},
+    messages._blocks: {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1}]},
+    items._items: {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1}]},
+    protocol._content: {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART, "minItems": 1}]},
+}
+OBJECTS = {
+    "Error": {
+        "type": "object",
+        "properties": {
+            "error": {
+                "type": "object",
+                "properties": {
+                    "message": {"type": "string"},
+                    "type": {"type": "string"},
+                    "param": {"type": ["string", "null"]},
+                    "code": {"type": ["string", "null"]},
+                },
+                "required": ["message", "type", "param", "code"],
+            }
+        },
+        "required": ["error"],
+    },
+    "Health": {"type": "object", "properties": {"status": {"const": "ok"}}, "required": ["status"]},
+    "Tokens": {
+        "type": "object",
+        "properties": {
+            "tokens": {"type": "array", "items": {"type": "integer"}},
+            "count": {"type": "integer"},
+            "max_model_len": {"type": "integer"},
+        },
+        "required": ["tokens", "count", "max_model_len"],
+    },
+    "TokenCount": {"type": "object", "properties": {"input_tokens": {"type": "integer"}}, "required": ["input_tokens"]},
+    "Response": {
+        "type": "object",
+        "properties": {"id": {"type": "string"}, "object": {"const": "response"}, "output": {"type": "array"}},
+        "required": ["id", "object", "status", "model", "output", "usage", "seed"],
+    },
+    "MessageReply": {
+        "type": "object",
+        "properties": {"id": {"type": "string"}, "type": {"const": "message"}, "content": {"type": "array"}},
+        "required": ["id", "type", "role", "model", "content", "stop_reason", "usage", "seed"],
+    },
+    "Text": {"type": "object", "properties": {"prompt": {"type": "string"}}, "required": ["prompt"]},
+    "Model": {
+        "type": "object",
+        "properties": {"id": {"type": "string"}, "object": {"const": "model"}, "max_model_len": {"type": "integer"}},
+        "required": ["id", "object", "created", "owned_by"],
+    },
+    "ModelList": {
+        "type": "object",
+        "properties": {
+            "object": {"const": "list"},
+            "data": {"type": "array", "items": {"$ref": COMPONENT.format(model="Model")}},
+        },
+        "required": ["object", "data"],
+    },
+}
+
+
+def _reply(kind: str, said: str, shape: Json) -> Json:
+    choice = {
+        "type": "object",
+        "properties": {
+            "index": {"type": "integer"},
+            said: shape,
+            "finish_reason": {"type": "string"},
+            "seed": {"type": "integer"},
+            "logprobs": {"type": ["object", "null"]},
+        },
+        "required": ["index", said, "finish_reason", "seed", "logprobs"],
+    }
+    return {
+        "type": "object",
+        "properties": {
+            "id": {"type": "string"},
+            "object": {"const": kind},
+            "created": {"type": "integer"},
+            "model": {"type": "string"},
+            "system_fingerprint": {"type": "string"},
+            "choices": {"type": "array", "items": choice, "minItems": 1},
+            "usage": {"type": "object", "required": ["prompt_tokens", "completion_tokens", "total_tokens"]},
+        },
+        "required": ["id", "object", "created", "model", "choices", "usage"],
+    }
+
+
+def document(card: ModelCard, *, lenient: bool = False, locked: bool = False) -> Json:
+    """The whole document. `lenient`: unknown fields are ignored; `locked`: a key is needed."""
+    schemas: Json = dict(OBJECTS)
+    schemas["Completion"] = _reply("text_completion", "text", {"type": "string"})
+    schemas["ChatCompletion"] = _reply("chat.completion", "message", {"type": "object", "required": ["role", "content"]})
+    bodies: list[type[BaseModel]] = [model for model, _, _ in POSTS.values()]
+    sifted = {model.__name__: model for model in (*bodies, *SIFTED)}
+    for model in bodies:
+        inner = model.model_json_schema(ref_template=COMPONENT).get("$defs", {})
+        schemas |= {name: _without(told) for name, told in inner.items() if name not in sifted}
+    schemas |= {name: schema(model, TABLES[model], card=card, lenient=lenient) for name, model in sifted.items()}
+    key: Json = {"security": [{"key": []}]} if locked else {}
+    paths: Json = {path: {"post": {**_post(*told), **key}} for path, told in POSTS.items()}
+    for path, (summary, shape) in GETS.items():
+        paths[path] = {"get": {**_get(summary, _json(shape)), **({} if path == "/health" else key)}}
+    for path, (summary, media) in PLAIN.items():
+        content: Json = {media: {"schema": {"type": "object" if media.endswith("json") else "string"}}}
+        paths[path] = {"get": {**_get(summary, content), **({} if path == "/" else key)}}
+    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+    paths["/v1/models/{name}"]["get"]["parameters"] = [name]
+    components: Json = {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Onedraw", "version": __version__, "summary": "Speed never changes the answer."},
+        "paths": paths,
+        "components": components,
+    }
+
+
+def _post(model: type[BaseModel], summary: str, shape: str) -> Json:
+    content = _json(shape)
+    if "stream" in model.model_fields:
+        content = {**content, "text/event-stream": {"schema": {"type": "string"}}}
+    body = {"required": True, "content": _json(model.__name__)}
+    return {**_get(summary, content), "requestBody": body}
+
+
+def _get(summary: str, content: Json) -> Json:
+    errors = {str(status): {"description": HTTPStatus(status).phrase, "content": _json("Error")} for status in ERRORS}
+    return {"summary": summary, "responses": {"200": {"description": "OK", "content": content}, **errors}}
+
+
+def _json(shape: str) -> Json:
+    return {"application/json": {"schema": {"$ref": COMPONENT.format(model=shape)}}}
+
+
+# ---------------------------------------------------------------------------------------------- a request
+
+
+def schema(model: type[BaseModel], rules: Mapping[str, Rule], *, card: ModelCard, lenient: bool = False) -> Json:
+    """What is accepted: honoured fields with their ranges, the others with the values that ask for nothing."""
+    made = model.model_json_schema(ref_template=COMPONENT)
+    required = made.get("required", [])
+    fields = {info.alias or name: info for name, info in model.model_fields.items()}
+    properties: Json = {}
+    for name, rule in rules.items():
+        if rule.treatment is Treatment.HONOURED:
+            told = _honoured(name, fields[name], made["properties"][name], card=card)
+            if name in ("max_tokens", "max_completion_tokens") and model is CompletionRequest:
+                told["minimum"] = 0  # with `echo`: the prompt alone
+        else:
+            told = _other(rule)
+        described = {"description": rule.note} if rule.note else {}
+        properties[name] = {**(told if name in required else _nullable(told)), **described}
+    body: Json = {"type": "object", "properties": properties, "additionalProperties": lenient}
+    return {**body, "required": required} if required else body
+
+
+def _honoured(name: str, field: FieldInfo, made: Json, *, card: ModelCard) -> Json:
+    validator = next((entry for entry in field.metadata if isinstance(entry, PlainValidator)), None)
+    if validator is None:
+        validator = next((entry for entry in _inner(field) if isinstance(entry, PlainValidator)), None)
+    if validator is not None:
+        return SPELLED[validator.func]
+    told = _without(made)
+    for inner in (told, *told.get("anyOf", [])):
+        if inner.get("type") in ("integer", "number"):
+            inner |= limits(str((field.json_schema_extra or {}).get("values", "")))  # type: ignore[union-attr]
+    if name in ("tokens", "stop_token_ids"):
+        told["items"] = {"type": "integer", "minimum": 0, "exclusiveMaximum": card.vocab}
+    return told
+
+
+def _inner(field: FieldInfo) -> tuple[Any, ...]:
+    """The metadata of `Annotated[…] | None`."""
+    arguments = getattr(field.annotation, "__args__", ())
+    return tuple(entry for argument in arguments for entry in getattr(argument, "__metadata__", ()))
+
+
+def _without(made: Json) -> Json:
+    """The schema without what is for people; None stands apart. Inside an object all of it is as pydantic takes it."""
+    told = {key: value for key, value in made.items() if key not in ("title", "values", "default", "description")}
+    if "properties" in told:
+        shown = ("title", "values", "default")
+        told["properties"] = {
+            name: {key: value for key, value in inner.items() if key not in shown} for name, inner in told["properties"].items()
+        }
+    if "anyOf" in told:
+        told["anyOf"] = [dict(entry) for entry in told["anyOf"] if entry.get("type") != "null"]
+        if len(told["anyOf"]) == 1:
+            return {**told["anyOf"][0]}
+    return told
+
+
+def limits(values: str) -> Json:
+    """'integer, 1 … 128', 'number over 0', 'integer >= -1' → bounds."""
+    found: Json = {}
+    if between := re.search(r"(over )?(-?[\d.]+) … (.+)", values):
+        found["exclusiveMinimum" if between[1] else "minimum"] = _number(between[2])
+        found["maximum"] = _number(between[3])
+    elif above := re.search(r"(over|>=) (-?[\d.]+)", values):
+        found["exclusiveMinimum" if above[1] == "over" else "minimum"] = _number(above[2])
+    return found
+
+
+def _number(text: str) -> int | float:
+    if power := re.fullmatch(r"(\d+)\^(\d+) - 1", text):
+        return int(int(power[1]) ** int(power[2]) - 1)
+    return float(text) if "." in text else int(text)
+
+
+def _nullable(told: Json) -> Json:
+    return {"anyOf": [told, {"type": "null"}]} if told else {}
+
+
+def _other(rule: Rule) -> Json:
+    match rule.treatment:
+        case Treatment.INERT if not rule.neutral:
+            return {}
+        case Treatment.REFUSED:
+            return {"type": "null"}
+        case _:
+            return {"enum": list(rule.neutral)}

@@ -1,0 +1,235 @@
+"""`/v1/responses`: OpenAI's newer shape of the same replies.
+
+In: the parts of a reply, and the conversations of earlier ones. Out: output items, whole or as events. Nothing is decided
+here: a response is one more rendering of the stream of pieces.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from onedraw.errors import BadParameter
+from onedraw.server.blocks import Block, Blocks, Closed, Grew, Opened
+from onedraw.server.completion import Job
+from onedraw.server.items import ResponseNamedTool, ResponsesRequest, messages_of
+from onedraw.server.parts import Part, Token
+from onedraw.server.reply import Json, Scribe
+from onedraw.types import Finish, ModelCard, Usage
+
+MOST_CHARACTERS = 2**26  # of all remembered conversations together
+
+
+class ResponseMemory:
+    """Conversations by the id of the response that they ended with. Bounded: the oldest are forgotten. Any thread may use it."""
+
+    def __init__(self, most_characters: int = MOST_CHARACTERS) -> None:
+        self._most = most_characters
+        self._kept: OrderedDict[str, tuple[list[dict[str, Any]], int]] = OrderedDict()
+        self._size = 0
+        self._lock = threading.Lock()
+
+    def keep(self, response_id: str, messages: list[dict[str, Any]]) -> None:
+        size = sum(len(str(message)) for message in messages)
+        with self._lock:
+            self._kept[response_id] = (messages, size)
+            self._size += size
+            while self._size > self._most and self._kept:
+                self._size -= self._kept.popitem(last=False)[1][1]
+
+    def find(self, response_id: str | None) -> list[dict[str, Any]]:
+        if response_id is None:
+            return []
+        with self._lock:
+            found = self._kept.get(response_id)
+        if found is None:
+            raise BadParameter(
+                "previous_response_id", "is not remembered (anymore, or it was not stored); send the whole conversation as input"
+            )
+        return found[0]
+
+
+# ---------------------------------------------------------------------------------------------- the reply
+
+
+class ResponseScribe:
+    """Writes one reply as a response."""
+
+    def __init__(self, job: Job, asked: ResponsesRequest, *, card: ModelCard, scribe: Scribe, memory: ResponseMemory) -> None:
+        self._job = job
+        self._asked = asked
+        self._card = card
+        self._scribe = scribe  # knows how logprobs are written
+        self._memory = memory
+        self._blocks = Blocks()
+        self._begun = int(time.time())
+        self._number = 0
+        self._last: Part | None = None
+
+    def chunks(self, part: Part) -> list[Json]:
+        events: list[Json] = []
+        if self._last is None:
+            opened = self._response([], status="in_progress", usage=None, part=part)
+            events += [self._event("response.created", response=opened), self._event("response.in_progress", response=opened)]
+        self._last = part
+        for change in self._blocks.take(part):
+            events += self._changed(change)
+        return events
+
+    def ending(self, usage: Usage) -> list[Json]:
+        assert self._last is not None
+        events: list[Json] = []
+        for change in self._blocks.end():
+            events += self._changed(change)
+        whole = self._finished(self._last, usage)
+        return [*events, self._event(f"response.{whole['status']}", response=whole)]
+
+    def whole(self, parts: Mapping[int, Sequence[Part]], usage: Usage) -> Json:
+        for part in parts[0]:
+            self._blocks.take(part)
+        self._blocks.end()
+        return self._finished(parts[0][-1], usage)
+
+    def _finished(self, last: Part, usage: Usage) -> Json:
+        status = _status(last.finish)
+        items = [self._item(block, status) for block in self._blocks.blocks]
+        whole = self._response(items, status=status, usage=usage, part=last)
+        if self._asked.store:
+            before = self._memory.find(self._asked.previous_response_id)
+            said = [item for item in items if item["type"] != "reasoning"]
+            self._memory.keep(self._job.id, [*before, *self._asked.said(), *messages_of(said)])
+        return whole
+
+    # ------------------------------------------------------------------ events
+
+    def _event(self, kind: str, **fields: Any) -> Json:
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number - 1, **fields}
+
+    def _changed(self, change: Opened | Grew | Closed) -> list[Json]:
+        block = change.block
+        place = {"item_id": self._item_id(block), "output_index": block.index}
+        inside = {**place, "content_index": 0}
+        match change:
+            case Opened():
+                item = self._item(block, "in_progress", empty=True)
+                added = self._event("response.output_item.added", output_index=block.index, item=item)
+                if block.kind == "call":
+                    return [added]
+                return [added, self._event("response.content_part.added", **inside, part=self._part(block, empty=True))]
+            case Grew(_, text, tokens):
+                match block.kind:
+                    case "call":
+                        return [self._event("response.function_call_arguments.delta", **place, delta=text)]
+                    case "thinking":
+                        return [self._event("response.reasoning_text.delta", **inside, delta=text)]
+                    case "text":
+                        logprobs = self._logprobs(tokens)
+                        return [self._event("response.output_text.delta", **inside, delta=text, logprobs=logprobs)]
+            case Closed():
+                item = self._item(block, "completed")
+                done = self._event
+                if block.kind == "call":
+                    first = [done("response.function_call_arguments.done", **place, arguments=block.text, name=item["name"])]
+                elif block.kind == "thinking":
+                    first = [done("response.reasoning_text.done", **inside, text=block.text)]
+                else:
+                    logprobs = self._logprobs(block.tokens or ())
+                    first = [done("response.output_text.done", **inside, text=block.text, logprobs=logprobs)]
+                if block.kind != "call":
+                    first.append(done("response.content_part.done", **inside, part=self._part(block)))
+                return [*first, done("response.output_item.done", output_index=block.index, item=item)]
+
+    # ------------------------------------------------------------------ objects
+
+    def _item_id(self, block: Block) -> str:
+        kinds = {"thinking": "rs", "text": "msg", "call": "fc"}
+        return f"{kinds[block.kind]}_{self._job.id.partition('_')[2]}_{block.index}"
+
+    def _item(self, block: Block, status: str, *, empty: bool = False) -> Json:
+        head: Json = {"id": self._item_id(block), "status": status}
+        match block.kind:
+            case "thinking":
+                return {**head, "type": "reasoning", "summary": [], "content": [] if empty else [self._part(block)]}
+            case "text":
+                content = [] if empty else [self._part(block)]
+                return {**head, "type": "message", "role": "assistant", "content": content}
+            case "call":
+                assert block.call is not None
+                arguments = "" if empty else block.text
+                return {
+                    **head,
+                    "type": "function_call",
+                    "call_id": block.call.id,
+                    "name": block.call.name,
+                    "arguments": arguments,
+                }
+
+    def _part(self, block: Block, *, empty: bool = False) -> Json:
+        text = "" if empty else block.text
+        if block.kind == "thinking":
+            return {"type": "reasoning_text", "text": text}
+        return {
+            "type": "output_text",
+            "text": text,
+            "annotations": [],
+            "logprobs": self._logprobs(() if empty else block.tokens or ()),
+        }
+
+    def _logprobs(self, tokens: Sequence[Token]) -> list[Json]:
+        return self._scribe.chat_logprobs(tokens) if self._job.logprobs else []
+
+    def _response(self, items: list[Json], *, status: str, usage: Usage | None, part: Part) -> Json:
+        asked, params = self._asked, self._job.asks[0].params
+        return {
+            "id": self._job.id,
+            "object": "response",
+            "created_at": self._begun,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "model": self._card.name,
+            "output": items,
+            "parallel_tool_calls": asked.parallel_tool_calls,
+            "previous_response_id": asked.previous_response_id,
+            "reasoning": {"effort": None if asked.reasoning is None else asked.reasoning.effort, "summary": None},
+            "store": asked.store,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "text": {"format": _format_of(asked)},
+            "tool_choice": "auto" if asked.tool_choice is None else _plain(asked.tool_choice),
+            "tools": [{"strict": False, **tool.model_dump(exclude_none=True)} for tool in asked.tools],
+            "truncation": "disabled",
+            "metadata": asked.metadata or {},
+            "usage": None if usage is None else write_usage(usage),
+            "seed": part.seed,
+            "system_fingerprint": self._card.fingerprint,
+        }
+
+
+def _plain(choice: str | ResponseNamedTool) -> Any:
+    return choice if isinstance(choice, str) else choice.model_dump()
+
+
+def _format_of(asked: ResponsesRequest) -> Json:
+    shape = None if asked.text is None else asked.text.format
+    return {"type": "text"} if shape is None else shape.model_dump(by_alias=True, exclude_none=True)
+
+
+def _status(finish: Finish | None) -> str:
+    return "incomplete" if finish == "length" else "completed"
+
+
+def write_usage(usage: Usage) -> Json:
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+        "output_tokens": usage.completion,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning},
+        "total_tokens": usage.prompt + usage.completion,
+    }

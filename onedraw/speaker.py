@@ -1,0 +1,183 @@
+"""From the events of a request to the pieces of a reply: what is asked, what is heard, and their fold.
+
+In: an Ask, and the events of its requests. Out: Pieces; a Reply is their sum. Token → piece: detokenizer → stop strings →
+reading (reasoning, content).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from onedraw.engine.service import Event
+from onedraw.text.channels import beginning, walk
+from onedraw.text.detokenizer import Detokenizer
+from onedraw.text.guides import Guide
+from onedraw.text.reading import PLAIN, Reader, Reading
+from onedraw.text.stops import StopFinder
+from onedraw.text.tokenizer import Tokenizer
+from onedraw.types import Call, Channel, Choice, Finish, Logprobs, Piece, SamplingParams, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One prompt to be continued `n` times: data alone, which can be written down and asked again.
+
+    `params.seed` is the seed of child 0; constraints of its requests are made from the budget and the guide.
+    """
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    stop: tuple[str, ...] = ()
+    n: int = 1
+    skip_special: bool = True  # leave special tokens out of the text
+    reading: Reading = PLAIN  # how the reply's text is read
+    thinking_budget: int | None = None  # tokens of reasoning before it is closed
+    guide: Guide | None = None  # the form that the reply is held to
+    origin: str = ""  # of the prompt's text, where the reply may call tools and is to be remembered
+    predicted: tuple[int, ...] = ()  # what the reply is expected to be
+    speculate: bool = True  # may be drafted
+    label: str = ""  # becomes part of the request ids
+
+
+@dataclass(slots=True)
+class Called:
+    """A tool call and its arguments, as JSON."""
+
+    call: Call
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class Reply:
+    """A whole answer to one choice: the fold of its pieces. `seed` with n = 1 replays it."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[Called] = field(default_factory=list)
+    seed: int = 0
+    prompt_ids: tuple[int, ...] = ()
+    choices: list[Choice] = field(default_factory=list)
+    finish: Finish | None = None
+    stop_reason: str | int | None = None
+    usage: Usage = field(default_factory=Usage)
+    prompt_logprobs: tuple[Logprobs, ...] | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [c.token for c in self.choices]
+
+    def add(self, piece: Piece) -> None:
+        match piece.channel:
+            case "reasoning":
+                self.reasoning += piece.text
+            case "tool":
+                assert piece.call is not None
+                if not self.calls or self.calls[-1].call != piece.call:
+                    self.calls.append(Called(piece.call))
+                self.calls[-1].arguments += piece.text
+            case "content":
+                self.text += piece.text
+        self.choices.extend(piece.choices)
+        if piece.prompt_logprobs is not None:
+            self.prompt_logprobs = piece.prompt_logprobs
+        if piece.finish is not None:
+            self.finish, self.stop_reason = piece.finish, piece.stop_reason
+            self.usage = piece.usage or self.usage
+
+
+@dataclass(slots=True)
+class Saying:
+    """A piece in the making."""
+
+    channel: Channel
+    call: Call | None = None
+    text: str = ""
+    choices: list[Choice] = field(default_factory=list)
+
+
+class Speaker:
+    """Turns the events of one request into pieces. One owner: the stream that reads them."""
+
+    def __init__(self, index: int, ask: Ask, tokenizer: Tokenizer) -> None:
+        reading = ask.reading
+        self._index = index
+        self._tokenizer = tokenizer
+        self._detokenizer = Detokenizer(
+            tokenizer, skip_special=ask.skip_special, opening=reading.opening, spelled=reading.spelled
+        )
+        self._stops = StopFinder(ask.stop)
+        self._reader = Reader(reading)
+        self._reasoning = reading.reasoning
+        self._place = beginning(reading.reasoning, reading.thinking)
+        self._reasoned = 0  # tokens of reasoning so far
+        self._channel: Channel = "reasoning" if reading.thinking == "open" else "content"
+        self._call: Call | None = None
+        self._hidden = ask.params.stop_ids  # ids that end a reply: part of the ids, never of the text
+        self._least = ask.params.min_tokens  # text of earlier tokens is not searched for stop strings
+        self._said = 0
+        self.done = False
+
+    def hear(self, event: Event) -> list[Piece]:
+        """The pieces behind an event, at least one. After a stop string the rest is dropped and `done` is set."""
+        sayings = [Saying(self._channel, self._call)]
+        heard, hit = 0, None
+        for choice in event.chosen:
+            sayings[-1].choices.append(choice)
+            heard += 1
+            self._count(choice.token)
+            if choice.token in self._hidden and event.finish == "stop" and choice is event.chosen[-1]:
+                break
+            fresh = self._detokenizer.push(choice.token)
+            if self._said + heard >= self._least:
+                fresh, hit = self._stops.push(fresh)
+            self._read(sayings, fresh)
+            if hit is not None or self._reader.over:
+                break
+        self._said += heard
+        finish: Finish | None = "stop" if hit is not None or self._reader.over else event.finish
+        if finish is not None:
+            finish, hit = self._end(sayings, finish, hit)
+        usage = None
+        if finish is not None:
+            unsaid = max(event.kept - heard, 0)  # drafts that were right, behind a stop string
+            usage = self._usage(event, unsaid)
+        self._channel, self._call = sayings[-1].channel, sayings[-1].call
+        pieces = [Piece(self._index, saying.channel, saying.text, tuple(saying.choices), call=saying.call) for saying in sayings]
+        pieces[0] = replace(pieces[0], prompt_logprobs=event.scored)
+        reason = hit if hit is not None else None if self._reader.over else event.stop_id
+        pieces[-1] = replace(pieces[-1], finish=finish, stop_reason=reason, usage=usage)
+        return pieces
+
+    def _read(self, sayings: list[Saying], text: str, *, last: bool = False) -> None:
+        """Read text on; what belongs to another channel begins a new piece."""
+        for part in [*self._reader.push(text), *(self._reader.finish() if last else ())]:
+            now = sayings[-1]
+            if (now.channel, now.call) != (part.channel, part.call) and (now.text or now.call is not None):
+                sayings.append(Saying(part.channel, part.call))
+            sayings[-1].channel, sayings[-1].call = part.channel, part.call
+            sayings[-1].text += part.text
+
+    def _end(self, sayings: list[Saying], finish: Finish, hit: str | None) -> tuple[Finish, str | None]:
+        """What was held back, when no more tokens come."""
+        self.done = True
+        tail = ""
+        if hit is None:
+            tail, hit = self._stops.push(self._detokenizer.finish())
+            if hit is None:
+                tail += self._stops.finish()
+            else:
+                finish = "stop"
+        self._read(sayings, tail, last=True)
+        return "tool_calls" if finish == "stop" and self._reader.calls else finish, hit
+
+    def _count(self, token: int) -> None:
+        if self._reasoning is not None:
+            before = self._place.reasoning
+            text = self._tokenizer.token_bytes(token).decode("latin-1")  # the markers are ASCII
+            self._place, _ = walk(self._place, text, self._reasoning)
+            self._reasoned += before or self._place.reasoning
+
+    def _usage(self, event: Event, unsaid: int) -> Usage:
+        usage = event.usage
+        kept, rejected = usage.kept - unsaid, usage.rejected + unsaid
+        return replace(usage, completion=self._said, kept=kept, rejected=rejected, reasoning=self._reasoned)

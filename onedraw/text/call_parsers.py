@@ -1,0 +1,407 @@
+"""The inside of a call, in every family's syntax: characters in, name and JSON arguments out.
+
+A parser is a generator: it is sent one character at a time, appends events to a list, and returns when the call is over.
+What cannot be a call raises Malformed. Arguments are given out as soon as they are known to be JSON.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+from onedraw.text.channels import SPACE
+from onedraw.text.tools import GEMMA_QUOTE, MARKERS, Calls
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    pass
+
+
+Event: TypeAlias = Begin | Arguments | End
+Parser: TypeAlias = Generator[None, str, None]
+Types: TypeAlias = dict[str, dict[str, tuple[str, ...]]]  # tool → parameter → JSON types it may have; none: any
+
+
+class Malformed(Exception):
+    """These characters are no call."""
+
+
+def parser_of(calls: Calls) -> Callable[[list[Event]], Parser]:
+    types = {tool.name: _types(tool.schema) for tool in calls.tools}
+    match calls.dialect:
+        case "hermes":
+            return partial(_hermes, close=MARKERS["hermes"][1])
+        case "llama":
+            return _llama
+        case "qwen_xml":
+            return partial(_qwen_xml, types=types)
+        case "laguna":
+            return partial(_laguna, types=types)
+        case "gemma":
+            return _gemma
+        case "pythonic":
+            return _pythonic
+
+
+# ---------------------------------------------------------------------------------------------- JSON: Hermes, Qwen, Llama
+
+
+def _hermes(out: list[Event], *, close: str) -> Parser:
+    """{"name": …, "arguments": {…}} and the marker behind it."""
+    yield from _json_call(out, (yield from _skip((yield))))
+    yield from _until((close,))
+
+
+def _llama(out: list[Event]) -> Parser:
+    """{"name": …, "parameters": {…}} where a reply begins."""
+    yield from _json_call(out, (yield from _skip((yield))))
+
+
+def _json_call(out: list[Event], first: str) -> Parser:
+    """An object with a name and arguments, in either order; arguments pass through as they are written."""
+    _demand(first == "{")
+    name: str | None = None
+    early: list[str] = []  # arguments that came before the name
+    given = False
+    character = yield from _skip((yield))
+    while character != "}":
+        key = yield from _string(character)
+        _demand(key in ("name", "arguments", "parameters", "type", "id"))
+        _demand((yield from _skip((yield))) == ":")
+        character = yield from _skip((yield))
+        if key == "name":
+            name = yield from _string(character)
+            out.append(Begin(name))
+            if early:
+                out.append(Arguments("".join(early)))
+            character = yield from _skip((yield))
+        elif key in ("arguments", "parameters"):
+            given = True
+            character = yield from _skip((yield from _raw(character, out, early if name is None else None)))
+        else:
+            character = yield from _skip((yield from _raw(character, out, [])))
+        _demand(character in ",}")
+        if character == ",":
+            character = yield from _skip((yield))
+    _demand(name is not None)
+    if not given:
+        out.append(Arguments("{}"))
+    out.append(End())
+
+
+def _raw(first: str, out: list[Event], early: list[str] | None) -> Generator[None, str, str]:
+    """A JSON value as it is written, given out character by character; the character behind it is returned."""
+
+    def say(text: str) -> None:
+        if early is not None:
+            early.append(text)
+        else:
+            out.append(Arguments(text))
+
+    if first == '"':  # arguments as a text that holds JSON
+        said = yield from _string(first)
+        say(said)
+        return (yield)
+    _demand(first not in ",:]}")
+    depth, quoted, escaped, character = 0, False, False, first
+    while True:
+        if quoted:
+            quoted, escaped = not (character == '"' and not escaped), character == "\\" and not escaped
+        elif depth == 0 and character in ",}] \t\r\n":
+            return character
+        else:
+            quoted = character == '"'
+            depth += (character in "{[") - (character in "}]")
+        say(character)
+        if depth == 0 and not quoted and character in '}]"':
+            return (yield)
+        character = yield
+
+
+def _string(first: str) -> Generator[None, str, str]:
+    """A JSON string, decoded."""
+    _demand(first == '"')
+    raw, escaped = first, False
+    while True:
+        character = yield
+        raw += character
+        if character == '"' and not escaped:
+            break
+        escaped = character == "\\" and not escaped
+    try:
+        return str(json.loads(raw))
+    except ValueError:
+        raise Malformed from None
+
+
+# ---------------------------------------------------------------------------------------------- tags: Qwen3-Coder and 3.5, Laguna
+
+
+def _qwen_xml(out: list[Event], *, types: Types) -> Parser:
+    """<function=name> <parameter=key> value </parameter> … </function> and the marker behind it."""
+    yield from _expect("<function=", (yield from _skip((yield))))
+    name, _ = yield from _until((">",))
+    out.append(Begin(name.strip()))
+    members = Members(out, types.get(name.strip(), {}))
+    while True:
+        head, which = yield from _until(("<parameter=", "</function>"))
+        _demand(not head.strip(SPACE))
+        if which == "</function>":
+            break
+        key, _ = yield from _until((">",))
+        yield from members.read(key, "</parameter>", trim=True)
+    members.end()
+    yield from _until((MARKERS["qwen_xml"][1],))
+
+
+def _laguna(out: list[Event], *, types: Types) -> Parser:
+    """name <arg_key>key</arg_key> <arg_value>value</arg_value> … and the marker behind it."""
+    close = MARKERS["laguna"][1]
+    name, which = yield from _until(("<arg_key>", close))
+    _demand(bool(name.strip(SPACE)))
+    out.append(Begin(name.strip(SPACE)))
+    members = Members(out, types.get(name.strip(SPACE), {}))
+    while which != close:
+        key, _ = yield from _until(("</arg_key>",))
+        yield from _until(("<arg_value>",))
+        yield from members.read(key.strip(SPACE), "</arg_value>", trim=False)
+        _, which = yield from _until(("<arg_key>", close))
+    members.end()
+
+
+class Members:
+    """Writes tagged parameters as the members of a JSON object. A text is given out as it comes, anything else when whole."""
+
+    def __init__(self, out: list[Event], types: dict[str, tuple[str, ...]]) -> None:
+        self._out = out
+        self._types = types
+        self._any = False
+
+    def read(self, key: str, close: str, *, trim: bool) -> Parser:
+        """A value up to its closing tag. `trim`: a line break at each end belongs to the tags."""
+        self._out.append(Arguments((", " if self._any else "{") + json.dumps(key, ensure_ascii=False) + ": "))
+        self._any = True
+        kinds = self._types.get(key, ())
+        if kinds == ("string",):
+            yield from self._text(close, trim=trim)
+            return
+        value, _ = yield from _until((close,))
+        if trim:
+            value = value.removeprefix("\n").removesuffix("\n")
+        self._out.append(Arguments(_value(value, kinds)))
+
+    def end(self) -> None:
+        self._out.append(Arguments("}" if self._any else "{}"))
+        self._out.append(End())
+
+    def _text(self, close: str, *, trim: bool) -> Parser:
+        ends = ("\n" + close, close) if trim else (close,)
+        held, first = "", trim
+        self._out.append(Arguments('"'))
+        while True:
+            character = yield
+            if first and character == "\n":
+                first = False
+                continue
+            first = False
+            held += character
+            ended = next((end for end in ends if held.endswith(end)), None)
+            if ended is not None:
+                self._say(held[: -len(ended)])
+                break
+            keep = max((n for n in range(len(ends[0])) if held.endswith(ends[0][:n]) or held.endswith(close[:n])), default=0)
+            self._say(held[: len(held) - keep])
+            held = held[len(held) - keep :]
+        self._out.append(Arguments('"'))
+
+    def _say(self, text: str) -> None:
+        if text:
+            self._out.append(Arguments(json.dumps(text, ensure_ascii=False)[1:-1]))
+
+
+def _value(text: str, kinds: tuple[str, ...]) -> str:
+    """A tagged value as JSON: what it is where that is allowed, else a text."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = text
+    if kinds and _kind(value) not in kinds and not (_kind(value) == "integer" and "number" in kinds) and "string" in kinds:
+        value = text
+    return text.strip() if not isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _kind(value: Any) -> str:
+    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object", type(None): "null"}
+    return names[type(value)]
+
+
+def _types(schema: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    found = {}
+    properties = schema.get("properties")
+    for key, part in properties.items() if isinstance(properties, dict) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind is None and isinstance(part, dict) and isinstance(part.get("enum"), list):
+            kind = sorted({_kind(value) for value in part["enum"]})
+        found[key] = (kind,) if isinstance(kind, str) else tuple(map(str, kind)) if isinstance(kind, list) else ()
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- literals: Gemma, pythonic
+
+
+def _gemma(out: list[Event]) -> Parser:
+    """call:name{key:value,…} with strings between their own quotes, and the marker behind it."""
+    yield from _expect("call:", (yield from _skip((yield))))
+    name, _ = yield from _until(("{",))
+    out.append(Begin(name.strip(SPACE)))
+    out.append(Arguments("{"))
+    yield from _gemma_members(out, "}")
+    out.append(End())
+    yield from _until((MARKERS["gemma"][1],))
+
+
+def _gemma_members(out: list[Event], close: str) -> Parser:
+    """What stands between braces or brackets; the opening one is read already."""
+    character = yield from _skip((yield))
+    while character != close:
+        if close == "}":
+            if character == GEMMA_QUOTE[0]:
+                yield from _expect(GEMMA_QUOTE, character)
+                key, _ = yield from _until((GEMMA_QUOTE,))
+                _demand((yield from _skip((yield))) == ":")
+            else:
+                rest, _ = yield from _until((":",))
+                key = character + rest
+            out.append(Arguments(json.dumps(key.strip(SPACE), ensure_ascii=False) + ": "))
+            character = yield from _skip((yield))
+        character = yield from _skip((yield from _gemma_value(out, character)))
+        _demand(character in (",", close))
+        if character == ",":
+            out.append(Arguments(", "))
+            character = yield from _skip((yield))
+    out.append(Arguments(close))
+
+
+def _gemma_value(out: list[Event], first: str) -> Generator[None, str, str]:
+    """A value; the character behind it is returned."""
+    if first in "{[":
+        out.append(Arguments(first))
+        yield from _gemma_members(out, "}" if first == "{" else "]")
+        return (yield)
+    if first == GEMMA_QUOTE[0]:
+        yield from _expect(GEMMA_QUOTE, first)
+        out.append(Arguments('"'))
+        held = ""
+        while not held.endswith(GEMMA_QUOTE):
+            held += yield
+            keep = max(n for n in range(len(GEMMA_QUOTE) + 1) if held.endswith(GEMMA_QUOTE[:n]))
+            out.append(Arguments(json.dumps(held[: len(held) - keep], ensure_ascii=False)[1:-1]))
+            held = held[len(held) - keep :]
+        out.append(Arguments('"'))
+        return (yield)
+    text = ""
+    character = first
+    while character not in ",}]":
+        text += character
+        character = yield
+    out.append(Arguments(_value(text.strip(SPACE), ())))
+    return character
+
+
+def _pythonic(out: list[Event]) -> Parser:
+    """[name(key=value, …), …], as Python would write it."""
+    _demand((yield from _skip((yield))) == "[")
+    while True:
+        name, _ = yield from _until(("(",))
+        _demand(name.strip(SPACE).replace(".", "_").replace("-", "_").isidentifier())
+        out.append(Begin(name.strip(SPACE)))
+        out.append(Arguments("{"))
+        character = yield from _skip((yield))
+        while character != ")":
+            rest, _ = yield from _until(("=",))
+            out.append(Arguments(json.dumps((character + rest).strip(SPACE), ensure_ascii=False) + ": "))
+            character = yield from _literal(out)
+            if character == ",":
+                out.append(Arguments(", "))
+                character = yield from _skip((yield))
+        out += [Arguments("}"), End()]
+        character = yield from _skip((yield))
+        _demand(character in ",]")
+        if character == "]":
+            return
+
+
+def _literal(out: list[Event]) -> Generator[None, str, str]:
+    """A Python literal, given out as JSON when it is whole; the comma or parenthesis behind it is returned."""
+    text, depth, quote, escaped = "", 0, "", False
+    while True:
+        character = yield
+        if quote:
+            quote = "" if character == quote and not escaped else quote
+            escaped = character == "\\" and not escaped
+        elif depth == 0 and character in ",)":
+            break
+        elif character in "'\"":
+            quote = character
+        else:
+            depth += (character in "([{") - (character in ")]}")
+        text += character
+    out.append(Arguments(json.dumps(_python_value(text.strip(SPACE)), ensure_ascii=False)))
+    return character
+
+
+def _python_value(text: str) -> Any:
+    for read in (json.loads, ast.literal_eval):
+        try:
+            value = read(text)
+            json.dumps(value)
+            return value
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            continue
+    raise Malformed
+
+
+# ---------------------------------------------------------------------------------------------- characters
+
+
+def _demand(holds: bool) -> None:
+    if not holds:
+        raise Malformed
+
+
+def _skip(character: str) -> Generator[None, str, str]:
+    """The first character that is no space, this one included."""
+    while character in SPACE:
+        character = yield
+    return character
+
+
+def _expect(text: str, first: str) -> Parser:
+    _demand(text[0] == first)
+    for wanted in text[1:]:
+        _demand((yield) == wanted)
+
+
+def _until(ends: Sequence[str]) -> Generator[None, str, tuple[str, str]]:
+    """The text before the first of these, and which one it was."""
+    text = ""
+    while True:
+        text += yield
+        found = next((end for end in ends if text.endswith(end)), None)
+        if found is not None:
+            return text[: -len(found)], found

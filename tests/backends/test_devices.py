@@ -1,0 +1,44 @@
+"""Devices are named or described; what is neither is refused with an example."""
+
+from __future__ import annotations
+
+import pytest
+
+from onedraw.backends.devices import Device, compute_capability, parse_device
+from onedraw.errors import BadSetting
+
+
+@pytest.mark.parametrize(
+    ("text", "device"),
+    [
+        ("cpu", Device("cpu", "cpu")),
+        ("cuda", Device("cuda", "cuda")),
+        ("cuda:1", Device("cuda:1", "cuda")),
+        ("cuda/sm86/24GiB", Device("cuda/sm86/24GiB", "cuda", "sm86", 24 * 2**30)),
+        ("cuda/24GiB", Device("cuda/24GiB", "cuda", "", 24 * 2**30)),
+        ("hip/gfx90a/64GiB", Device("hip/gfx90a/64GiB", "hip", "gfx90a", 64 * 2**30)),
+        (" cpu/1.5GiB ", Device("cpu/1.5GiB", "cpu", "", 3 * 2**29)),
+    ],
+)
+def test_a_device_is_read_from_its_name(text: str, device: Device) -> None:
+    assert parse_device(text) == device
+    assert device.described == ("/" in text)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "tpu", "cuda:x", "cuda/24", "cpu/sm86", "cuda/sm86/sm90", "cuda:0/24GiB", "cuda/24GiB/8GiB"]
+)
+def test_what_is_no_device_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(BadSetting, match="cuda/sm86/24GiB"):
+        parse_device(text)
+
+
+def test_the_last_digit_of_an_architecture_is_the_minor_version() -> None:
+    assert [compute_capability(a) for a in ("sm60", "sm86", "sm90a", "sm120", "", "gfx90a")] == [
+        (6, 0),
+        (8, 6),
+        (9, 0),
+        (12, 0),
+        None,
+        None,
+    ]

@@ -1,0 +1,176 @@
+"""Where layers go: every one once, in order, within budget, and never away from the keys and values they read."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onedraw.backends.devices import Device
+from onedraw.backends.placement import Loads, legal_cuts, nearest, place
+from onedraw.errors import BadSetting, NoRoom
+from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, RopeSpec
+from tests.tiny_modern import spec
+
+
+def layers_that_reuse(sources: list[int | None]) -> list[LayerSpec]:
+    def mixer(source: int | None) -> AttentionSpec:
+        return AttentionSpec(heads=1, kv_heads=1, head_dim=8, rope=RopeSpec(1e4, 8), scale=1.0, reuses=source)
+
+    return [LayerSpec(mixer(source), MlpSpec(8)) for source in sources]
+
+
+def machine(*memories: int | None) -> list[Device]:
+    return [Device(f"cuda:{i}", "cuda", "sm90", memory) for i, memory in enumerate(memories)]
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[Loads, list[LayerSpec]]:
+    count = draw(st.integers(1, 12))
+    sources = [draw(st.one_of(st.none(), st.integers(0, i - 1))) if i and draw(st.booleans()) else None for i in range(count)]
+    sizes = draw(st.lists(st.integers(0, 50), min_size=count, max_size=count))
+    loads = Loads(tuple(sizes), draw(st.integers(0, 60)), draw(st.integers(0, 60)), draw(st.integers(0, 5)))
+    return loads, layers_that_reuse(sources)
+
+
+def every_placement(cuts: tuple[int, ...], total: int, count: int) -> list[tuple[range, ...]]:
+    found = []
+    for chosen in itertools.combinations(cuts, count - 1):
+        edges = (0, *chosen, total)
+        found.append(tuple(range(a, b) for a, b in itertools.pairwise(edges)))
+    return found
+
+
+@given(models())
+def test_a_cut_is_legal_where_nobody_behind_it_reads_from_before_it(model: tuple[Loads, list[LayerSpec]]) -> None:
+    layers = model[1]
+    for cut in range(1, len(layers)):
+        free = all(layer.attention.reuses is None or layer.attention.reuses >= cut for layer in layers[cut:])
+        assert (cut in legal_cuts(layers)) == free
+
+
+@given(models(), st.lists(st.one_of(st.none(), st.integers(1, 400)), min_size=1, max_size=4), st.integers(0, 3))
+def test_auto_places_every_layer_once_in_order_within_budget(
+    model: tuple[Loads, list[LayerSpec]], memories: list[int | None], host: int
+) -> None:
+    loads, layers = model
+    cuts, devices = legal_cuts(layers), machine(*memories)
+    devices[host : host + 1] = [Device("cpu", "cpu", memory=m) for m in memories[host : host + 1]]
+    possible = every_placement(cuts, len(layers), len(devices))
+    fitting = [p for p in possible if all(m is None or loads.of(r) <= m for r, m in zip(p, memories, strict=True))]
+    try:
+        ranges = place(loads, devices, cuts=cuts)
+    except BadSetting:
+        assert not possible
+        return
+    except NoRoom:
+        assert not fitting or None in memories  # nobody knows how much an unknown device may take
+        return
+    assert ranges in fitting
+    assert [i for layers_ in ranges for i in layers_] == list(range(len(layers)))
+    if None not in memories:
+        assert _cost(loads, ranges, devices) == min(_cost(loads, p, devices) for p in fitting)
+
+
+def _cost(loads: Loads, ranges: tuple[range, ...], devices: list[Device]) -> tuple[int, float]:
+    """Bytes on the CPU where there is an accelerator, and how full the fullest device is."""
+    slow = sum(loads.of(r) for r, d in zip(ranges, devices, strict=True) if d.kind == "cpu") if len(devices) > 1 else 0
+    return slow, max(loads.of(r) / (d.memory or 1) for r, d in zip(ranges, devices, strict=True))
+
+
+@given(models(), st.integers(1, 4), st.data())
+def test_a_split_by_hand_stands_or_is_refused_with_the_nearest_legal_one(
+    model: tuple[Loads, list[LayerSpec]], count: int, data: st.DataObject
+) -> None:
+    loads, layers = model
+    total, cuts = len(layers), legal_cuts(layers)
+    if count > len(cuts) + 1:
+        return
+    asked = sorted(data.draw(st.lists(st.integers(1, total), min_size=count - 1, max_size=count - 1)))
+    counts = [b - a for a, b in itertools.pairwise((0, *asked, total))]
+    split = ",".join(map(str, counts))
+    devices = machine(*[None] * count)
+    legal = all(cut in cuts for cut in asked) and len(set(asked)) == len(asked)
+    if legal:
+        assert [len(r) for r in place(loads, devices, cuts=cuts, split=split)] == counts
+        return
+    with pytest.raises(BadSetting) as refused:
+        place(loads, devices, cuts=cuts, split=split)
+    offered = str(refused.value).rsplit(" ", 1)[1]
+    sizes = [len(r) for r in place(loads, devices, cuts=cuts, split=offered)]
+    distance = sum(abs(a - b) for a, b in zip(itertools.accumulate(sizes[:-1]), asked))
+    assert distance == min(sum(abs(r.start - a) for r, a in zip(p[1:], asked)) for p in every_placement(cuts, total, count))
+
+
+EVEN = Loads((10,) * 32)
+CUTS = tuple(range(1, 32))
+
+
+def test_shares_and_layers_say_the_same_split() -> None:
+    devices = machine(None, None)
+    expected = (range(24), range(24, 32))
+    assert place(EVEN, devices, cuts=CUTS, split="24,8") == place(EVEN, devices, cuts=CUTS, split="0.75,0.25") == expected
+
+
+def test_auto_follows_the_memory_of_the_devices() -> None:
+    assert [len(r) for r in place(EVEN, machine(900, 300), cuts=CUTS)] == [24, 8]
+    assert [len(r) for r in place(EVEN, machine(None, None), cuts=CUTS)] == [16, 16]
+
+
+def test_a_cpu_takes_what_accelerators_do_not_hold() -> None:
+    devices = [Device("cuda:0", "cuda", "sm90", 200), Device("cpu", "cpu", memory=10**6)]
+    assert [len(r) for r in place(EVEN, devices, cuts=CUTS)] == [20, 12]
+    roomy = [Device("cuda:0", "cuda", "sm90", 10**6), devices[1]]
+    assert [len(r) for r in place(EVEN, roomy, cuts=CUTS)] == [31, 1]
+
+
+def test_the_head_weighs_on_the_last_device() -> None:
+    assert [len(r) for r in place(Loads((10,) * 32, last=80), machine(400, 400), cuts=CUTS)] == [20, 12]
+
+
+def test_a_device_that_is_named_twice_holds_both_parts() -> None:
+    twice = [Device("cuda:0", "cuda", memory=300), Device("cuda:0", "cuda", memory=300)]
+    with pytest.raises(NoRoom, match="20 too many"):
+        place(EVEN, twice, cuts=CUTS)
+    described = [Device("cuda/300", "cuda", memory=300)] * 2  # two alike
+    assert [len(r) for r in place(EVEN, described, cuts=CUTS)] == [16, 16]
+
+
+def test_uneven_splits_drop_no_layer() -> None:
+    """61 layers over three devices once lost two of them elsewhere."""
+    ranges = place(Loads((7,) * 61), machine(None, None, None), cuts=tuple(range(1, 61)))
+    assert [i for r in ranges for i in r] == list(range(61))
+
+
+def test_gemma_is_never_cut_between_a_layer_and_its_keys() -> None:
+    assert legal_cuts(spec("gemma4_e4b").layers) == (1,)
+    assert legal_cuts(spec("gemma4_31b").layers) == (1, 2, 3, 4, 5)
+    with pytest.raises(BadSetting, match=r"layers behind 3 read keys .* nearest legal split is 1,5"):
+        place(Loads((1,) * 6), machine(None, None), cuts=(1,), split="3,3")
+
+
+@pytest.mark.parametrize(
+    ("split", "said"),
+    [
+        ("24,9", "does not place 32 layers.* is 24,8"),
+        ("32,0", "does not place 32 layers.* is 31,1"),
+        ("24", "1 parts for 2 devices"),
+        ("a,b", "neither auto, layers"),
+        ("0.9,0.9", "add up to 1"),
+        ("1.5,-0.5", "add up to 1"),
+    ],
+)
+def test_a_split_that_makes_no_sense_is_refused(split: str, said: str) -> None:
+    with pytest.raises(BadSetting, match=said):
+        place(EVEN, machine(None, None), cuts=CUTS, split=split)
+
+
+def test_more_devices_than_parts_are_refused() -> None:
+    with pytest.raises(BadSetting, match="can be cut into at most 2; name fewer"):
+        place(Loads((1,) * 6), machine(None, None, None), cuts=(1,))
+
+
+def test_the_nearest_cuts_stay_one_behind_the_other() -> None:
+    assert nearest([3.0, 3.0], (2, 4, 9)) == (2, 4)

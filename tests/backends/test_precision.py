@@ -1,0 +1,70 @@
+"""The whole table of activation dtypes, without a device."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from onedraw.backends.devices import Device, parse_device
+from onedraw.backends.precision import (
+    activation_precision,
+    cuda_precision,
+    device_precision,
+    hip_precision,
+    weakest,
+)
+from onedraw.errors import BadSetting
+
+
+@pytest.mark.parametrize(("major", "minor"), list(itertools.product(range(13), range(10))))
+def test_cuda_goes_by_compute_capability(major: int, minor: int) -> None:
+    if major >= 8:
+        expected = "bf16"
+    elif major == 7 or (major, minor) == (6, 0):
+        expected = "f16"
+    else:
+        expected = "f32"
+    assert cuda_precision((major, minor)) == expected
+    assert device_precision(Device("x", "cuda", f"sm{major}{minor}")) == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["gfx90a", "gfx90a:sramecc+:xnack-", "gfx940", "gfx942", "gfx950", "gfx1100", "gfx1151", "gfx1200", "gfx1201"], "bf16"),
+        (["gfx900", "gfx906", "gfx908", "gfx90c", "gfx1010", "gfx1030", "gfx1036"], "f16"),
+        (["", "gfx803", "gfx701", "gfx600", "unknown", "gfx13"], "f32"),
+    ],
+)
+def test_hip_goes_by_name(names: list[str], expected: str) -> None:
+    assert {hip_precision(name) for name in names} == {expected}
+    assert {device_precision(Device("x", "hip", name)) for name in names} == {expected}
+
+
+def test_a_cpu_and_an_unknown_device_keep_float32() -> None:
+    assert device_precision(parse_device("cpu")) == device_precision(parse_device("cuda")) == cuda_precision(None) == "f32"
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_set_takes_its_weakest_member(count: int) -> None:
+    for found in itertools.product(("f32", "f16", "bf16"), repeat=count):
+        expected = "f32" if "f32" in found else "f16" if "f16" in found else "bf16"
+        assert weakest(found) == expected
+    assert weakest([]) == "f32"
+
+
+def test_an_override_wins_and_an_unknown_one_is_an_error() -> None:
+    pair = [parse_device("cuda/sm86"), parse_device("cuda/sm75")]
+    assert activation_precision(pair) == "f16"
+    assert [activation_precision(pair, asked=asked) for asked in ("f32", "f16", "bf16")] == ["f32", "f16", "bf16"]
+    with pytest.raises(BadSetting, match="'fp8' is not one of auto, f32, f16, bf16"):
+        activation_precision(pair, asked="fp8")
+
+
+def test_products_in_float32_are_not_rounded_between_layers_unless_asked() -> None:
+    modern = [parse_device("cuda/sm90")]
+    assert activation_precision(modern, products="f32") == "f32"
+    assert activation_precision(modern, products="f32", asked="bf16") == "bf16"
+    assert activation_precision(modern, products="bf16") == activation_precision(modern) == "bf16"
+    assert activation_precision([parse_device("cpu")], products="bf16") == "f32"

@@ -1,0 +1,73 @@
+"""What the memory plan says is what a backend takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from onedraw.backends.plan import memory_plan
+from onedraw.backends.torch.backend import TorchBackend
+from onedraw.checkpoints.random import random_weights
+from onedraw.errors import NoRoom
+from onedraw.models.spec import DeltaSpec
+from tests import tiny_modern
+from tests.models.released import CONFIGS
+from tests.models.test_modern import spec_of
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_odd", "qwen3_5_moe", "gemma4_e2b", "laguna"])
+def test_the_plan_is_what_is_allocated(name: str) -> None:
+    spec = tiny_modern.spec(name)
+    plan = memory_plan(spec, dtype="f32", max_context=1000, max_batch=3, page_size=8, turn_tokens=64, drafts=16)
+    backend = TorchBackend(
+        spec,
+        random_weights(spec),
+        dtype="f32",
+        device="cpu",
+        lanes=plan.max_batch,
+        pages=plan.pages,
+        page_size=8,
+        max_context=1000,
+        drafts=plan.draft_positions,
+        checkpoints=plan.checkpoints,
+        check=False,
+    )
+    [state] = backend._states
+    kept = backend._kept.rows.nbytes + state.checkpoint_bytes
+    assert state.page_bytes == pytest.approx(plan.kv_bytes, rel=0.01)  # a scratch page per group is more
+    assert state.lane_bytes == plan.lane_bytes * 3
+    assert state.draft_bytes == plan.draft_positions * plan.draft_bytes
+    assert kept == plan.checkpoints * plan.checkpoint_bytes
+
+
+def test_sixteen_drafts_in_eight_lanes_of_the_27b_fit_into_a_gibibyte() -> None:
+    spec = spec_of(CONFIGS["Qwen3.6-27B"])
+    plan = memory_plan(spec, dtype="bf16", max_context=8192, max_batch=8, page_size=16, drafts=16)
+    assert plan.draft_positions == 16 * 8
+    assert plan.draft_positions * plan.draft_bytes < GIB
+    assert plan.lane_bytes > 144 * 2**20  # whole states, 16 of them in 8 lanes, would be 18 GiB
+    assert 16 * 8 * sum(m.state_bytes for layer in spec.layers if isinstance(m := layer.mixer, DeltaSpec)) > 18 * GIB
+
+
+def test_draft_memory_bounds_the_drafts_of_a_turn() -> None:
+    spec = tiny_modern.spec("qwen3_5")
+    sizes = {"dtype": "f32", "max_context": 256, "max_batch": 4, "page_size": 16, "drafts": 16}
+    assert memory_plan(spec, **sizes, draft_memory=10 * spec.draft_bytes()).draft_positions == 10  # type: ignore[arg-type]
+    assert memory_plan(spec, **{**sizes, "drafts": 0}).draft_positions == 0  # type: ignore[arg-type]
+    with pytest.raises(NoRoom, match="--draft none"):
+        memory_plan(spec, **sizes, draft_memory=spec.draft_bytes() - 1)  # type: ignore[arg-type]
+
+
+def test_layers_that_only_attend_need_no_rollback_buffer() -> None:
+    plan = memory_plan(tiny_modern.spec("laguna"), dtype="f32", max_context=256, max_batch=4, page_size=16, drafts=16)
+    assert (plan.draft_positions, plan.lane_bytes) == (0, 0)
+
+
+def test_a_sliding_group_is_as_large_as_its_window_and_a_turn() -> None:
+    spec = spec_of(CONFIGS["Gemma 4 31B"])
+    plan = memory_plan(spec, dtype="bf16", max_context=131072, max_batch=1, page_size=16, turn_tokens=512)
+    full, sliding = plan.groups
+    assert (full.window, sliding.window) == (None, 1024)
+    assert full.pages == 131072 // 16
+    assert sliding.pages == (1024 + 512 + 64) // 16 + 1

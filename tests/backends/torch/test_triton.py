@@ -1,0 +1,44 @@
+"""The Triton kernels where there is no accelerator: their logic under the interpreter, and tiles that fit small cards."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from onedraw.backends.torch.kernels.triton_linear import SMALL_SHARED, choose_tile
+
+LARGE_SHARED = 227 * 1024
+
+
+def test_states_and_experts_are_right_under_the_interpreter() -> None:
+    """In a process of its own: the interpreter is chosen when Triton is imported."""
+    chosen = "kept_draft or windows or experts or gated_norm"
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-W",
+        "ignore",
+        "-p",
+        "no:cacheprovider",
+        "tests/device/test_states.py",
+        "-k",
+        chosen,
+    ]
+    ran = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stdout[-2000:]
+    assert "4 passed" in ran.stdout
+
+
+@pytest.mark.parametrize("shared", [SMALL_SHARED, LARGE_SHARED])
+@pytest.mark.parametrize("rows", [1, 16, 17, 64, 100, 200, 2048])
+def test_every_tile_fits_into_the_shared_memory_of_its_card(rows: int, shared: int) -> None:
+    for n, k in ((6144, 4096), (4096, 14336), (128256, 4096), (5120, 17408), (576, 576), (49152, 576)):
+        assert choose_tile(rows, n, k, torch.bfloat16, shared).shared(2) <= shared

@@ -1,0 +1,341 @@
+"""The web page in a real browser: a person's walk, what it shows, whom it locks out, and how it reads aloud."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onedraw.server.assets import POLICY
+from onedraw.server.options import ServerOptions
+from tests.serve.running import Served, fake_door, serving
+
+AXE = (Path(__file__).parent / "vendor" / "axe.min.js").read_text(encoding="utf-8")
+PATIENCE = 20_000  # milliseconds
+
+
+class Visit:
+    """A person at the page. Whatever goes wrong in the console fails the test."""
+
+    def __init__(self, page: Any, url: str) -> None:
+        self.page = page
+        self.mistakes: list[str] = []
+        page.set_default_timeout(PATIENCE)
+        page.on("pageerror", lambda error: self.mistakes.append(str(error)))
+        page.on("console", lambda message: message.type == "error" and self.mistakes.append(message.text))
+        page.goto(url)
+
+    def set(self, name: str, value: str) -> None:
+        self.page.locator(f"#p-{name}").fill(value)
+
+    def ask(self, text: str) -> None:
+        self.page.locator("#ask").fill(text)
+        self.page.keyboard.press("Enter")
+
+    def press(self, name: str) -> None:
+        self.page.get_by_role("button", name=name, exact=True).last.click()
+
+    def wait_for_end(self) -> None:
+        self.page.locator("#send").wait_for(state="visible")
+
+    def reply(self) -> str:
+        return str(self.page.locator(".assistant > .said").last.inner_text())
+
+    def facts(self) -> str:
+        return str(self.page.locator(".facts").last.inner_text())
+
+    def seed(self) -> int:
+        found = re.search(r"seed (\d+)", self.facts())
+        assert found is not None
+        return int(found[1])
+
+    def verdict(self) -> str:
+        self.page.locator(".verdict.same, .verdict.different, .verdict.unknown").wait_for()
+        return str(self.page.locator(".verdict").last.inner_text())
+
+    def findings(self) -> list[str]:
+        """What axe finds wrong, seriously."""
+        self.page.evaluate(AXE)
+        found = self.page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+        grave = [finding for finding in found["violations"] if finding["impact"] in ("serious", "critical")]
+        return [f"{finding['id']}: {[node['target'] for node in finding['nodes']][:3]}" for finding in grave]
+
+
+@pytest.fixture
+def visit(browser: Any, model: Served) -> Iterator[Visit]:
+    context = browser.new_context(viewport={"width": 1280, "height": 800})
+    visitor = Visit(context.new_page(), model.url)
+    visitor.set("max_tokens", "48")
+    visitor.set("temperature", "0.7")
+    yield visitor
+    context.close()
+    assert visitor.mistakes == []
+
+
+def test_a_persons_walk(visit: Visit) -> None:
+    """Ask, watch, stop, edit, draw again with the same seed, replay without drafts."""
+    visit.set("max_tokens", "400")
+    visit.ask("def add(a, b):")
+    visit.page.locator(".assistant .t").nth(5).wait_for()
+    visit.press("Stop")
+    visit.wait_for_end()
+    stopped = visit.reply()
+    assert stopped
+    assert "stopped by you" in visit.facts()
+    visit.press("Replay without drafts")
+    assert "Same tokens without drafts" in visit.verdict()
+
+    visit.set("max_tokens", "48")
+    visit.press("Edit")
+    visit.page.locator(".user textarea").fill("one two three one two three")
+    visit.press("Send again")
+    visit.wait_for_end()
+    assert visit.page.locator(".assistant").count() == 1
+    assert "one two three" in visit.page.locator(".user").inner_text()
+    first, seed = visit.reply(), visit.seed()
+    assert "48 tokens" in visit.facts()
+
+    visit.press("Same seed")
+    assert "Same tokens with the same seed: 48 of 48" in visit.verdict()
+    assert (visit.reply(), visit.seed()) == (first, seed)
+    visit.press("New seed")
+    visit.wait_for_end()
+    assert (visit.reply(), visit.seed()) != (first, seed)
+    assert visit.seed() != seed
+
+    visit.press("Replay without drafts")
+    assert "Same tokens without drafts: 48 of 48" in visit.verdict()
+    visit.ask("and now?")
+    visit.wait_for_end()
+    assert visit.page.locator(".message").count() == 4
+
+
+def test_the_speculation_is_seen(visit: Visit) -> None:
+    visit.set("temperature", "0")
+    visit.set("max_tokens", "80")
+    with visit.page.expect_request("**/v1/chat/completions") as asked:
+        visit.ask("1 2 3 4 1 2 3 4 1 2 3 4")
+    assert asked.value.post_data_json["return_token_details"] is True
+    visit.wait_for_end()
+    kept, chosen = visit.page.locator(".assistant > .said .kept"), visit.page.locator(".assistant > .said .chosen")
+    assert kept.count() > 0
+    assert chosen.count() > 0
+    numbers = re.search(r"(\d+) tokens: (\d+) kept (\d+) chosen", visit.facts())
+    assert numbers is not None
+    assert int(numbers[1]) == int(numbers[2]) + int(numbers[3])
+    assert kept.first.evaluate("e => getComputedStyle(e).backgroundColor") != chosen.first.evaluate(
+        "e => getComputedStyle(e).backgroundColor"
+    )
+    kept.first.hover()
+    card = visit.page.locator("#inspector")
+    assert "a draft that was right" in card.inner_text()
+    assert card.locator("tbody tr").count() >= 5
+    assert "%" in card.locator("tr.said").inner_text()
+    for name in ("tokens/s", "tokens per turn", "drafts kept"):
+        plot = visit.page.locator(".plot", has_text=name)
+        assert re.search(r"\d", plot.inner_text())
+        assert plot.locator("path").get_attribute("d").startswith("M")
+    visit.page.keyboard.press("Escape")
+    assert card.is_hidden()
+
+
+def test_tokens_are_reached_by_keyboard_and_said_aloud(visit: Visit) -> None:
+    visit.ask("hello")
+    visit.wait_for_end()
+    visit.page.locator(".assistant > .said").focus()
+    visit.page.keyboard.press("ArrowRight")
+    visit.page.keyboard.press("ArrowRight")
+    told = visit.page.locator("#status").inner_text()
+    assert re.search(r"token 2 of 48, (kept|chosen), [\d.<> ]+%", told), told
+    visit.page.keyboard.press("End")
+    assert re.search(r"token 4\d of 48", visit.page.locator("#status").inner_text())
+    assert visit.page.locator("#inspector").is_visible()
+
+
+def test_a_difference_is_shown_where_it_begins(visit: Visit) -> None:
+    """Planted: the replay is run with another seed."""
+
+    def lie(route: Any) -> None:
+        body = route.request.post_data_json
+        if body.get("speculation") is False:
+            body["seed"] += 1
+        route.continue_(post_data=json.dumps(body))
+
+    visit.page.route("**/v1/chat/completions", lie)
+    visit.set("temperature", "1")
+    visit.ask("hello")
+    visit.wait_for_end()
+    visit.press("Replay without drafts")
+    assert re.search(r"Different without drafts, first at token \d+: “.+” before, “.+” now", visit.verdict())
+
+
+def test_a_pinned_seed_gives_the_same_reply_in_a_new_chat(visit: Visit) -> None:
+    visit.ask("hello")
+    visit.wait_for_end()
+    first = visit.reply()
+    visit.press("Keep seed")
+    visit.press("New chat")
+    visit.ask("hello")
+    visit.wait_for_end()
+    assert visit.reply() == first
+
+
+def test_reasoning_and_tool_calls_are_folded(visit: Visit) -> None:
+    def chunk(delta: dict[str, Any], **more: Any) -> str:
+        choice = {"index": 0, "delta": delta, "seed": 1, "finish_reason": None, "logprobs": None, "token_details": [], **more}
+        return f"data: {json.dumps({'choices': [choice]})}\n\n"
+
+    call = {"index": 0, "id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": '}}
+    rest = {"index": 0, "function": {"arguments": '"Oslo"}'}}
+    token = {"id": 5, "text": "hm", "kept": True, "rejected": 0}
+    told = [
+        chunk({"role": "assistant", "content": ""}),
+        chunk({"reasoning_content": "hm"}, token_details=[token]),
+        chunk({"tool_calls": [call]}),
+        chunk({"tool_calls": [rest]}, finish_reason="tool_calls"),
+        "data: [DONE]\n\n",
+    ]
+    stream = {"status": 200, "content_type": "text/event-stream", "body": "".join(told)}
+    visit.page.route("**/v1/chat/completions", lambda route: route.fulfill(**stream))
+    visit.ask("weather in Oslo?")
+    visit.wait_for_end()
+    thought, called = visit.page.locator("details.fold").all()
+    assert not thought.locator(".said").is_visible()
+    thought.locator("summary").click()
+    assert thought.locator(".said .kept").inner_text() == "hm"
+    assert called.locator("summary").inner_text() == "Tool call: weather"
+    called.locator("summary").click()
+    assert called.locator("pre").inner_text() == '{"city": "Oslo"}'
+    assert "ended by tool_calls" in visit.facts()
+
+
+def test_a_refusal_is_told_in_the_servers_words(visit: Visit) -> None:
+    visit.page.locator("summary", has_text="More fields").click()
+    visit.set("more", '{"frobnicate": 1}')
+    visit.ask("hello")
+    visit.wait_for_end()
+    assert "frobnicate: unknown field" in visit.page.locator(".assistant [role=alert]").inner_text()
+    visit.mistakes[:] = [mistake for mistake in visit.mistakes if "400" not in mistake]  # the browser notes the status
+    visit.set("more", "{nonsense")
+    assert "not JSON" in visit.page.locator("#more-wrong").inner_text()
+    visit.ask("hello again")
+    assert visit.page.locator(".assistant").count() == 1
+
+
+# ---------------------------------------------------------------------------------------------- whom it is for
+
+
+@pytest.mark.parametrize(
+    ("scheme", "width", "height"),
+    [("light", 1280, 800), ("dark", 1280, 800), ("light", 390, 780), ("dark", 390, 780)],
+    ids=["light", "dark", "phone", "dark phone"],
+)
+def test_axe_finds_nothing_serious(
+    browser: Any, model: Served, scheme: Any, width: int, height: int, request: pytest.FixtureRequest
+) -> None:
+    context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+    visit = Visit(context.new_page(), model.url)
+    visit.page.locator("#model strong").wait_for()
+    assert visit.findings() == []
+    visit.page.evaluate("document.getElementById('p-max_tokens').value = '40'")
+    visit.ask("1 2 3 1 2 3 1 2 3")
+    visit.wait_for_end()
+    visit.press("Replay without drafts")
+    assert "Same tokens" in visit.verdict()
+    visit.page.locator(".assistant > .said .t", has_text=re.compile(r"\w")).first.hover()  # a line break has no place to point at
+    assert visit.findings() == []
+    visit.page.keyboard.press("Escape")
+    if width < 600:
+        visit.press("Parameters")
+        assert visit.page.locator("#params").is_visible()
+        assert visit.findings() == []
+        assert visit.page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "a phone scrolls in one direction"
+    assert visit.mistakes == []
+    context.close()
+
+
+def test_axe_would_find_something(visit: Visit) -> None:
+    """Planted: a button without a name, and grey on grey."""
+    visit.page.evaluate(
+        """() => {
+            document.querySelector("main").append(document.createElement("button"));
+            document.querySelector("#empty .lead").style.color = "#eeeeee";
+        }"""
+    )
+    assert {finding.partition(":")[0] for finding in visit.findings()} == {"button-name", "color-contrast"}
+
+
+def test_the_colours_can_be_chosen(visit: Visit) -> None:
+    ground = "getComputedStyle(document.body).backgroundColor"
+    light = visit.page.evaluate(ground)
+    for _ in range(2):
+        visit.page.locator("#theme").click()
+    assert visit.page.locator("#theme").get_attribute("aria-label") == "Colours: dark"
+    assert visit.page.evaluate(ground) != light
+    visit.page.reload()
+    assert visit.page.evaluate(ground) != light
+
+
+# ---------------------------------------------------------------------------------------------- whom it lets in
+
+
+def test_a_key_locks_the_interface_and_not_the_page(browser: Any) -> None:
+    with fake_door() as door, serving(door, ServerOptions(api_key="sesame")) as served:
+        context = browser.new_context()
+        visit = Visit(context.new_page(), served.url)
+        visit.page.locator("#locked").wait_for()
+        assert visit.page.locator("#model").inner_text() == "locked"
+        assert visit.page.evaluate("document.activeElement.id") == "p-key"
+        visit.set("key", "sesame")
+        visit.page.locator("#model strong").wait_for()
+        visit.set("max_tokens", "8")
+        visit.ask("hello")
+        visit.wait_for_end()
+        assert "8 tokens" in visit.facts()
+        assert all("401" in mistake for mistake in visit.mistakes)
+        context.close()
+
+
+def test_the_page_asks_nobody_else(browser: Any, model: Served) -> None:
+    context = browser.new_context()
+    page = context.new_page()
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    answer = page.goto(model.url)
+    page.locator("#model strong").wait_for()
+    assert asked
+    assert all(url.startswith(model.url) for url in asked)
+    assert answer.headers["content-security-policy"] == POLICY
+    context.close()
+
+
+def test_tokens_are_given_the_text_that_the_stream_shows(browser: Any, model: Served) -> None:
+    """Half characters, markers that are left out, a first space that is dropped, a stop string that cuts a token."""
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(model.url)
+    cases = [
+        (["a", "b"], ["ab"], [["a", 0], ["b", 1]]),
+        ([" Hello", " you"], ["Hello", " you"], [["Hello", 0], [" you", 1]]),
+        (["", "é"], ["é"], [["é", 1]]),
+        (["<think>", "hm", "</think>", "yes"], ["hm", "yes"], [["hm", 1], ["yes", 3]]),
+        (["one END", " two"], ["one "], [["one ", 0]]),
+        ([], ["text"], [["text", None]]),
+        (["long"], ["lo", "ng"], [["lo", 0], ["ng", 0]]),
+    ]
+    for tokens, texts, expected in cases:
+        found = page.evaluate(
+            """async ([tokens, texts]) => {
+                const { Aligner } = await import("/page/reply.js");
+                const aligner = new Aligner();
+                aligner.add(tokens.map((text, index) => ({ text, index })));
+                return texts.flatMap((text) => aligner.take(text)).map(({ text, token }) => [text, token && token.index]);
+            }""",
+            [tokens, texts],
+        )
+        assert found == expected
+    context.close()

@@ -1,0 +1,95 @@
+"""A real server in a process of its own, for clients that live in another environment and know nothing of ours.
+
+Run by `make test-clients`. ONEDRAW_PYTHON is the interpreter that has Onedraw. What a server cannot do yet its OpenAPI document
+does not say, and the tests of it are skipped with that reason: they begin to run when it can.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+ROOT = Path(os.environ.get("ONEDRAW_ROOT", Path(__file__).parents[2]))
+KEY = "sesame"
+HELLO = [{"role": "user", "content": "Hello."}]
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 12}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+
+
+@dataclass(frozen=True)
+class Server:
+    url: str
+    key: str
+    model: str
+    document: dict[str, Any]
+
+    @property
+    def base(self) -> str:
+        return f"{self.url}/v1"
+
+    def field(self, name: str) -> dict[str, Any]:
+        """What the document says of a field of chat requests."""
+        found: dict[str, Any] = self.document["components"]["schemas"]["ChatRequest"]["properties"].get(name, {"type": "null"})
+        return found
+
+    def said(self, **asked: Any) -> str:
+        """What the server says without any client, to hold clients to."""
+        body = {"messages": HELLO, **asked}
+        answer = httpx.post(
+            f"{self.base}/chat/completions", json=body, headers={"authorization": f"Bearer {self.key}"}, timeout=60
+        )
+        assert answer.status_code == 200, answer.text
+        text: str = answer.json()["choices"][0]["message"]["content"]
+        return text
+
+
+@contextmanager
+def running(*flags: str) -> Iterator[Server]:
+    python = os.environ.get("ONEDRAW_PYTHON", sys.executable)
+    command = [python, "-m", "onedraw", "serve", "fake", "--backend", "fake", "--port", "0", "--api-key", KEY]
+    with subprocess.Popen([*command, "--log-level", "error", *flags], stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        try:
+            assert process.stdout is not None
+            found = re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())
+            assert found is not None, "the server did not start"
+            with httpx.Client(base_url=found[0], headers={"authorization": f"Bearer {KEY}"}) as http:
+                document, models = http.get("/openapi.json").json(), http.get("/v1/models").json()
+            yield Server(found[0], KEY, models["data"][0]["id"], document)
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    with running("--max-context", "4096") as started:
+        yield started
+
+
+@pytest.fixture
+def needs(server: Server) -> Callable[..., None]:
+    """Skips a test of what the server does not have: a path, or a field of chat requests that asks for something."""
+
+    def check(*, path: str | None = None, field: str | None = None) -> None:
+        if path is not None and path not in server.document["paths"]:
+            pytest.skip(f"this server has no {path}")
+        if field is not None:
+            options = server.field(field).get("anyOf", [server.field(field)])
+            if all(option.get("type") == "null" or "enum" in option for option in options):
+                pytest.skip(f"this server does not honour {field}")
+
+    return check

@@ -1,0 +1,49 @@
+"""The anthropic package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import anthropic
+import pytest
+
+from tests.clients.conftest import HELLO, WEATHER, Server
+
+
+@pytest.fixture
+def client(server: Server, needs: Callable[..., None]) -> anthropic.Anthropic:
+    needs(path="/v1/messages")
+    return anthropic.Anthropic(base_url=server.url, api_key=server.key, max_retries=0)
+
+
+def test_chat(server: Server, client: anthropic.Anthropic) -> None:
+    reply = client.messages.create(model=server.model, messages=HELLO, max_tokens=12)
+    assert reply.content[0].type == "text"
+    assert reply.stop_reason in ("end_turn", "max_tokens")
+
+
+def test_streaming(server: Server, client: anthropic.Anthropic) -> None:
+    with client.messages.stream(model=server.model, messages=HELLO, max_tokens=12) as stream:
+        text = "".join(stream.text_stream)
+        assert stream.get_final_message().content[0].text == text
+
+
+def test_counting(server: Server, client: anthropic.Anthropic) -> None:
+    assert client.messages.count_tokens(model=server.model, messages=HELLO).input_tokens > 0
+
+
+def test_tools(server: Server, client: anthropic.Anthropic) -> None:
+    tool = {"name": "weather", "input_schema": WEATHER}
+    reply = client.messages.create(
+        model=server.model, messages=HELLO, tools=[tool], tool_choice={"type": "tool", "name": "weather"}, max_tokens=2000
+    )
+    (call,) = [block for block in reply.content if block.type == "tool_use"]
+    assert 1 <= call.input["days"] <= 9
+    assert reply.stop_reason == "tool_use"
+
+
+def test_errors(server: Server, client: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.NotFoundError):
+        client.messages.create(model="another", messages=HELLO, max_tokens=4)
+    with pytest.raises(anthropic.AuthenticationError):
+        client.with_options(api_key="wrong").messages.create(model=server.model, messages=HELLO, max_tokens=4)

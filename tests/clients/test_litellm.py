@@ -1,0 +1,48 @@
+"""litellm."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import litellm
+import pytest
+
+from tests.clients.conftest import HELLO, WEATHER, Server
+
+
+def ask(server: Server, **more: Any) -> Any:
+    given = {
+        "model": f"openai/{server.model}",
+        "messages": HELLO,
+        "api_base": server.base,
+        "api_key": server.key,
+        "num_retries": 0,
+    }
+    return litellm.completion(**given | more)
+
+
+def test_chat(server: Server) -> None:
+    assert ask(server, seed=7, max_tokens=12).choices[0].message.content == server.said(seed=7, max_tokens=12)
+
+
+def test_streaming(server: Server) -> None:
+    chunks = list(ask(server, seed=7, max_tokens=12, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == server.said(seed=7, max_tokens=12)
+
+
+def test_errors(server: Server) -> None:
+    with pytest.raises(litellm.BadRequestError, match="temperature"):
+        ask(server, temperature=-1)
+    with pytest.raises(litellm.NotFoundError):
+        ask(server, model="openai/another")
+    with pytest.raises(litellm.AuthenticationError):
+        ask(server, api_key="wrong")
+
+
+def test_tools(server: Server, needs: Callable[..., None]) -> None:
+    needs(field="tools")
+    tool = {"type": "function", "function": {"name": "weather", "parameters": WEATHER, "strict": True}}
+    (call,) = ask(server, tools=[tool], tool_choice="required", seed=3, max_tokens=2000).choices[0].message.tool_calls
+    assert 1 <= json.loads(call.function.arguments)["days"] <= 9

@@ -1,0 +1,54 @@
+"""Clients from the npm registry: openai and the Vercel AI SDK, each a script that says what it saw as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.clients.conftest import Server
+
+FOLDER = Path(__file__).parent / "node"
+
+
+def run(server: Server, script: str, part: str, *, key: str | None = None) -> Any:
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node is not installed")
+    if not (FOLDER / "node_modules").is_dir():
+        pytest.skip("the npm packages are not installed: npm ci in tests/clients/node")
+    given = {**os.environ, "BASE": server.base, "KEY": key or server.key, "MODEL": server.model}
+    done = subprocess.run([node, script, part], cwd=FOLDER, env=given, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("script", ["openai.js", "ai.js"])
+@pytest.mark.parametrize("part", ["chat", "stream"])
+def test_chat_and_streaming(server: Server, script: str, part: str) -> None:
+    assert run(server, script, part)["text"] == server.said(seed=7, max_tokens=12)
+
+
+@pytest.mark.parametrize("script", ["openai.js", "ai.js"])
+def test_errors(server: Server, script: str) -> None:
+    told = run(server, script, "error")
+    assert (told["status"], "temperature" in told["message"]) == (400, True)
+    assert run(server, script, "chat-error", key="wrong")["status"] == 401
+
+
+@pytest.mark.parametrize("script", ["openai.js", "ai.js"])
+def test_tools(server: Server, needs: Callable[..., None], script: str) -> None:
+    needs(field="tools")
+    assert 1 <= run(server, script, "tools")["days"] <= 9
+
+
+@pytest.mark.parametrize("script", ["openai.js", "ai.js"])
+def test_structured_output(server: Server, needs: Callable[..., None], script: str) -> None:
+    needs(field="response_format")
+    assert 1 <= run(server, script, "structured")["days"] <= 9

@@ -1,0 +1,85 @@
+"""The openai package for Python."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import openai
+import pytest
+from pydantic import BaseModel, Field
+
+from tests.clients.conftest import HELLO, WEATHER, Server
+
+
+@pytest.fixture
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.base, api_key=server.key, max_retries=0)
+
+
+def test_chat(server: Server, client: openai.OpenAI) -> None:
+    reply = client.chat.completions.create(model=server.model, messages=HELLO, seed=7, max_tokens=12)
+    assert reply.choices[0].message.content == server.said(seed=7, max_tokens=12)
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens <= 12
+
+
+def test_streaming(server: Server, client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model=server.model, messages=HELLO, seed=7, max_tokens=12, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == server.said(seed=7, max_tokens=12)
+    assert chunks[-1].usage is not None
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] in ("stop", "length")
+
+
+def test_errors(server: Server, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as wrong:
+        client.chat.completions.create(model=server.model, messages=HELLO, temperature=-1)
+    assert wrong.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="another", messages=HELLO)
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="wrong").models.list()
+
+
+def test_models(server: Server, client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [server.model]
+
+
+def test_tools(server: Server, client: openai.OpenAI, needs: Callable[..., None]) -> None:
+    needs(field="tools")
+    tool = {"type": "function", "function": {"name": "weather", "parameters": WEATHER, "strict": True}}
+    asked = {"model": server.model, "tools": [tool], "tool_choice": "required", "seed": 3, "max_tokens": 2000}
+    message = client.chat.completions.create(messages=HELLO, **asked).choices[0].message  # type: ignore[call-overload]
+    (call,) = message.tool_calls
+    assert call.function.name == "weather"
+    assert 1 <= json.loads(call.function.arguments)["days"] <= 9
+    told = [*HELLO, message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+    reply = client.chat.completions.create(messages=told, model=server.model, max_tokens=8, seed=1)  # type: ignore[arg-type]
+    assert reply.choices[0].message.content is not None
+
+
+class Weather(BaseModel):
+    city: str = Field(max_length=12)
+    days: int = Field(ge=1, le=9)
+
+
+def test_structured_output(server: Server, client: openai.OpenAI, needs: Callable[..., None]) -> None:
+    needs(field="response_format")
+    reply = client.chat.completions.parse(model=server.model, messages=HELLO, response_format=Weather, seed=2, max_tokens=2000)
+    assert reply.choices[0].finish_reason == "stop"
+    assert isinstance(reply.choices[0].message.parsed, Weather)
+
+
+def test_responses(server: Server, client: openai.OpenAI, needs: Callable[..., None]) -> None:
+    needs(path="/v1/responses")
+    reply = client.responses.create(model=server.model, input="Hello.", max_output_tokens=16)
+    assert reply.output_text is not None
+    events = [
+        event.type for event in client.responses.create(model=server.model, input="Hello.", max_output_tokens=16, stream=True)
+    ]
+    assert events[0] == "response.created"
+    assert events[-1] in ("response.completed", "response.incomplete")

@@ -1,0 +1,12 @@
+"""Writes the tiny checkpoints that the device tests read, into build/tiny: `python -m tests.device.make_families`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests import tiny
+from tests.device.test_families import NAMES
+
+if __name__ == "__main__":
+    for name in NAMES:
+        tiny.write_safetensors(name, Path("build/tiny") / name)

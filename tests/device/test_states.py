@@ -1,0 +1,263 @@
+"""Delta states and experts on an accelerator, against slow float64 recurrences, and bit by bit against themselves."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [
+    pytest.mark.device,
+    pytest.mark.skipif(not (torch.cuda.is_available() or INTERPRETED), reason="needs a CUDA device"),
+]
+
+if torch.cuda.is_available() or INTERPRETED:
+    from onedraw.backends.torch.kernels import triton_delta as delta
+    from onedraw.backends.torch.kernels import triton_moe as moe
+
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() and not INTERPRETED else "cpu")
+DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
+KEY_HEADS, VALUE_HEADS, DIM, TAPS = (2, 4, 32, 4) if INTERPRETED else (4, 12, 128, 4)
+CHANNELS = 2 * KEY_HEADS * DIM + VALUE_HEADS * DIM
+LANES = 6
+
+
+def normal(*shape: int, seed: int = 0, spread: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * spread).to(DEVICE)
+
+
+def words(rows: list[list[int]] | list[int]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int32, device=DEVICE)
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@dataclass
+class Layer:
+    conv: Tensor
+    decay: Tensor
+    bias: Tensor
+    norm: Tensor
+
+
+LAYER = Layer(
+    conv=normal(TAPS, CHANNELS, seed=1, spread=0.5),
+    decay=-normal(VALUE_HEADS, seed=2).abs() - 0.1,
+    bias=normal(VALUE_HEADS, seed=3),
+    norm=normal(DIM, seed=4),
+)
+
+
+def projections(count: int, seed: int) -> Tensor:
+    return normal(count, CHANNELS + VALUE_HEADS * DIM + 2 * VALUE_HEADS, seed=seed).to(DTYPE)
+
+
+def gated(projected: Tensor, taps: list[list[int]], windows: Tensor) -> delta.Gated:
+    return delta.gate(
+        projected,
+        windows,
+        words(taps),
+        conv=LAYER.conv,
+        decay=LAYER.decay,
+        bias=LAYER.bias,
+        key_heads=KEY_HEADS,
+        value_heads=VALUE_HEADS,
+        key_dim=DIM,
+        value_dim=DIM,
+    )
+
+
+def line(count: int, *, first: int = 0) -> list[list[int]]:
+    """Taps of tokens one behind the other, zeros before the first."""
+    return [[first + t - 3 + j if t - 3 + j >= 0 else -1 for j in range(TAPS)] for t in range(count)]
+
+
+def windows() -> Tensor:
+    return torch.zeros(LANES, TAPS - 1, CHANNELS, device=DEVICE)
+
+
+def held(places: int) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        torch.full((places, VALUE_HEADS), torch.nan, device=DEVICE),
+        torch.full((places, KEY_HEADS, DIM), torch.nan, device=DEVICE),
+        torch.full((places, VALUE_HEADS, DIM), torch.nan, device=DEVICE),
+    )
+
+
+def states() -> Tensor:
+    return normal(LANES, VALUE_HEADS, DIM, DIM, seed=9, spread=0.1)
+
+
+def outputs(count: int) -> Tensor:
+    return torch.full((count, VALUE_HEADS, DIM), torch.nan, device=DEVICE)
+
+
+def slow_gates(projected: Tensor, taps: list[list[int]]) -> tuple[Tensor, ...]:
+    wide = projected.double()
+    fed = torch.cat([wide[:, :CHANNELS], wide.new_zeros(1, CHANNELS)])
+    mixed = sum(fed[[t[j] for t in taps]] * LAYER.conv[j].double() for j in range(TAPS))
+    mixed = torch.nn.functional.silu(torch.as_tensor(mixed))
+    keys = KEY_HEADS * DIM
+    q, k, v = (x.reshape(len(taps), -1, DIM) for x in mixed.split([keys, keys, VALUE_HEADS * DIM], 1))
+    q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+    rest = wide[:, CHANNELS + VALUE_HEADS * DIM :]
+    g = LAYER.decay.double() * torch.nn.functional.softplus(rest[:, :VALUE_HEADS] + LAYER.bias.double())
+    repeats = VALUE_HEADS // KEY_HEADS
+    q, k = (x.repeat_interleave(repeats, 1) for x in (q * DIM**-0.5, k))
+    return q, k, v, g.exp(), rest[:, VALUE_HEADS:].sigmoid()
+
+
+def slow_steps(state: Tensor, parts: tuple[Tensor, ...], tokens: list[int]) -> tuple[Tensor, Tensor]:
+    q, k, v, decay, beta = parts
+    state, found = state.double(), []
+    for t in tokens:
+        state = state * decay[t][:, None, None]
+        change = beta[t][:, None] * (v[t] - torch.einsum("hkv,hk->hv", state, k[t]))
+        state = state + k[t].unsqueeze(2) * change.unsqueeze(1)
+        found.append(torch.einsum("hkv,hk->hv", state, q[t]))
+    return state, torch.stack(found)
+
+
+def test_steps_are_the_recurrence_and_a_lane_does_not_know_its_neighbours() -> None:
+    counts = [5, 1, 3]
+    taps, paths, first = [], [], 0
+    for lane, count in enumerate(counts):
+        taps += line(count, first=first)
+        paths.append([lane, first, count, count, 0, int(lane == 1)])
+        first += count
+    projected = projections(first, seed=5)
+    parts = gated(projected, taps, windows())
+    now, out = states(), outputs(first)
+    order, none = words(list(range(first))), words([-1] * first)
+    delta.steps(parts, now, out, paths=words(paths), order=order, places=none, held=held(1))
+    slow = slow_gates(projected, taps)
+    for path in paths:
+        lane, begin, count = path[:3]
+        start = states()[lane] * (0 if path[5] else 1)
+        state, found = slow_steps(start, slow, list(range(begin, begin + count)))
+        assert error(out[begin : begin + count], found) < 1e-4
+        assert error(now[lane], state) < 1e-4
+        again, alone = states(), outputs(first)
+        delta.steps(parts, again, alone, paths=words([path]), order=order, places=none, held=held(1))
+        assert torch.equal(alone[begin : begin + count], out[begin : begin + count])
+        assert torch.equal(again[lane], now[lane])
+
+
+def test_a_kept_draft_leaves_the_state_that_stepping_leaves() -> None:
+    """A chain behind one known token: the kept part, committed, has the bits of the same tokens known from the start."""
+    projected = projections(6, seed=6)
+    parts = gated(projected, line(6), windows())
+    order = words(list(range(6)))
+    plain, out = states(), outputs(6)
+    delta.steps(parts, plain, out, paths=words([[2, 0, 4, 4, 0, 0]]), order=order, places=words([-1] * 6), held=held(1))
+    drafted, seen, buffer = states(), outputs(6), held(5)
+    places = words([-1, 0, 1, 2, 3, 4])
+    delta.steps(parts, drafted, seen, paths=words([[2, 0, 6, 1, 0, 0]]), order=order, places=places, held=buffer)
+    assert torch.equal(seen[:4], out[:4])
+    delta.commit(drafted, held=buffer, lanes=words([2]), places=words([[0, 1, 2, -1]]))
+    assert torch.equal(drafted, plain)
+
+
+def test_a_node_of_a_tree_has_the_bits_of_its_path() -> None:
+    """Known token 0; nodes 1 (of 0), 2 (of 0), 3 (of 1), 4 (of 3), 5 (of 2)."""
+    projected = projections(6, seed=7)
+    taps = [[-1, -1, -1, 0], [-1, -1, 0, 1], [-1, -1, 0, 2], [-1, 0, 1, 3], [0, 1, 3, 4], [-1, 0, 2, 5]]
+    parts = gated(projected, taps, windows())
+    now, out, buffer = states(), outputs(6), held(5)
+    delta.steps(parts, now, out, paths=words([[1, 0, 1, 1, 0, 0]]), order=words([0]), places=words([-1]), held=buffer)
+    order, places = [1, 3, 4, 2, 5], [0, 2, 3, 1, 4]
+    paths = words([[1, 0, 3, 0, 0, 0], [1, 3, 2, 0, 0, 0]])
+    delta.steps(parts, now, out, paths=paths, order=words(order), places=words(places), held=buffer)
+    assert not out.isnan().any()
+    for path in ([0, 1, 3, 4], [0, 2, 5]):
+        chain, alone = states(), outputs(6)
+        lone = words([[1, 0, len(path), len(path), 0, 0]])
+        delta.steps(parts, chain, alone, paths=lone, order=words(path), places=words([-1] * len(path)), held=held(1))
+        assert torch.equal(alone[path], out[path])
+        kept = now.clone()
+        delta.commit(kept, held=buffer, lanes=words([1]), places=words([[t - 1 for t in path[1:]]]))
+        assert torch.equal(kept, chain)
+
+
+@pytest.mark.parametrize("count", [64, 200] if not INTERPRETED else [70])
+def test_chunks_are_the_recurrence_and_a_cut_between_chunks_does_not_show(count: int) -> None:
+    projected = projections(count, seed=8)
+    parts = gated(projected, line(count), windows())
+    chunks = [[start, min(64, count - start)] for start in range(0, count, 64)]
+    saved = torch.full((2, VALUE_HEADS, DIM, DIM), torch.nan, device=DEVICE)
+    slots = [1 if i == 0 else -1 for i in range(len(chunks))]
+
+    def run(now: Tensor, some: list[list[int]], slots: list[int], fresh: int, out: Tensor) -> None:
+        runs = words([[3, 0, len(some), fresh]])
+        delta.chunked(parts, now, saved, out, chunks=words(some), runs=runs, slots=words(slots))
+
+    now, out = states(), outputs(count)
+    run(now, chunks, slots, 1, out)
+    state, found = slow_steps(torch.zeros_like(now[3]), slow_gates(projected, line(count)), list(range(count)))
+    assert error(out, found) < 1e-3
+    assert error(now[3], state) < 1e-3
+    again, other = states(), outputs(count)
+    run(again, chunks[:1], slots[:1], 1, other)
+    assert torch.equal(again[3], saved[1])
+    if len(chunks) > 1:
+        run(again, chunks[1:], slots[1:], 0, other)
+    assert torch.equal(other, out)
+    assert torch.equal(again[3], now[3])
+
+
+def test_windows_are_read_before_they_are_written() -> None:
+    fed = projections(5, seed=10)
+    past = normal(LANES, TAPS - 1, CHANNELS, seed=11)
+    now = past.clone()
+    delta.shift_windows(fed, now, now, words([[2, 5 + 2 * 3 + 1, 5 + 2 * 3 + 2, 0, -1], [4, 1, 2, 3, -1], [0, -1, -1, 4, -1]]))
+    expected = past.clone()
+    wide = fed.float()[:, :CHANNELS]
+    expected[2] = torch.stack([past[2, 1], past[2, 2], wide[0]])
+    expected[4] = wide[1:4]
+    expected[0] = torch.stack([torch.zeros_like(wide[0]), torch.zeros_like(wide[0]), wide[4]])
+    assert torch.equal(now, expected)
+
+
+def test_what_comes_after_the_state_is_a_gated_norm() -> None:
+    projected, out = projections(4, seed=12), normal(4, VALUE_HEADS, DIM, seed=13)
+    found = delta.close(out, projected, LAYER.norm, 1e-6, channels=CHANNELS)
+    z = projected.double()[:, CHANNELS : CHANNELS + VALUE_HEADS * DIM].reshape(4, VALUE_HEADS, DIM)
+    wide = out.double()
+    expected = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * LAYER.norm.double()
+    assert error(found, (expected * torch.nn.functional.silu(z)).reshape(4, -1)) < 4e-3
+
+
+# ------------------------------------------------------------------ experts
+
+
+def test_experts_answer_each_row_by_itself_in_expert_order() -> None:
+    count, used, width, hidden = (4, 2, 16, 32) if INTERPRETED else (32, 4, 256, 512)
+    rows = 5 if INTERPRETED else 300
+    x = normal(rows, hidden, seed=1).to(DTYPE)
+    gate_up = normal(count, 2 * width, hidden, seed=2, spread=hidden**-0.5).to(DTYPE)
+    down = normal(count, hidden, width, seed=3, spread=width**-0.5).to(DTYPE)
+    scores = normal(rows, count, seed=4).softmax(1)
+    weights, chosen = scores.topk(used, dim=1)
+
+    def answer(part: slice) -> Tensor:
+        routes = moe.route(chosen[part], weights[part], count=count)
+        return moe.experts(x[part], routes, gate_up=gate_up, down=down, activation="silu")
+
+    found = answer(slice(0, rows))
+    for row in range(0, rows, 37):
+        expected = torch.zeros(hidden, dtype=torch.float64, device=DEVICE)
+        for expert, weight in zip(chosen[row].tolist(), weights[row].tolist(), strict=True):
+            wide = x[row].double() @ gate_up[expert].double().t()
+            inner = torch.nn.functional.silu(wide[:width]) * wide[width:]
+            expected += weight * (inner @ down[expert].double().t())
+        assert error(found[row], expected) < 1e-2
+    for size in (1, 2, 3) if INTERPRETED else (1, 2, 5, 16, 64):
+        assert torch.equal(answer(slice(0, size)), found[:size]), size
+        assert torch.equal(answer(slice(2, 2 + size)), found[2 : 2 + size]), size

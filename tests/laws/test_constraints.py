@@ -1,0 +1,233 @@
+"""Constrained replies: drafts, trees, batches and small turns never change them, and a mask from another history is caught."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from onedraw.backends.fake import FakeBackend
+from onedraw.backends.torch.sampler import Position, Sampler
+from onedraw.sampling.law import choice
+from onedraw.text.budget import ThinkingBudget
+from onedraw.text.channels import Reasoning
+from onedraw.text.constraints import all_of, packed
+from onedraw.text.grammar import GrammarConstraint, Grammars
+from onedraw.text.guides import ChoiceGuide, Guide, JsonGuide, RegexGuide
+from onedraw.text.reading import PLAIN, Reading
+from onedraw.text.tokenizer import Tokenizer
+from onedraw.text.toy import toy_tokenizer
+from onedraw.types import Bits, Choice, Constraint, History, Request, Row, SamplingParams
+from tests import tiny
+from tests.backends.torch.judge import Fixed
+from tests.laws import test_torch
+from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, random_params, run
+
+TOKENIZER = toy_tokenizer()
+VOCAB = TOKENIZER.vocab_size
+THINK = Reasoning("<think>", "</think>", "\n</think>\n\n")
+
+
+def budget(limit: int) -> Constraint:
+    closing = TOKENIZER.encode(THINK.closing, add_special=False)
+    return ThinkingBudget(THINK, limit=limit, closing=closing, spell=TOKENIZER.token_bytes, thinking="open")
+
+
+def backend() -> FakeBackend:
+    return FakeBackend(vocab=VOCAB, pages=64, lanes=4, page_size=4, max_context=256)
+
+
+def requests(constraints: Sequence[Constraint], *, max_tokens: int = 40, seed: int = 0) -> list[Request]:
+    """Mixed parameters, one request per constraint and one without, each with a walk of its own."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for number, constraint in enumerate([*constraints, None]):
+        params = random_params(rng, vocab=VOCAB, max_tokens=max_tokens, calm=True)
+        params = replace(params, bad_words=(), logit_bias=(), constraint=constraint, stop_ids=frozenset({256}))
+        prompt = tuple(int(t) for t in rng.integers(0, 256, int(rng.integers(1, 9))))
+        made.append(Request(id=f"q{number}", prompt=prompt, params=params))
+    return made
+
+
+def schedules(expected: Sequence[Answer]) -> dict[str, Schedule]:
+    truth = {f"q{i}": answer.tokens for i, answer in enumerate(expected)}
+    return {
+        "batched": Schedule(),
+        "chain": Schedule(proposer=Clairvoyant(truth, VOCAB, silent_every=0)),
+        "tree": Schedule(proposer=Clairvoyant(truth, VOCAB, silent_every=0, tree=True)),
+        "tree, small turns": Schedule(proposer=Clairvoyant(truth, VOCAB, tree=True), turn_tokens=7),
+    }
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_drafts_never_change_where_thinking_ends(seed: int) -> None:
+    def wanted() -> list[Request]:
+        return requests([budget(n) for n in (0, 5, 11)], seed=seed)
+
+    expected = plain(backend, wanted())
+    for name, schedule in schedules(expected).items():
+        answers, stats = run(backend(), wanted(), schedule)
+        assert answers == expected, name
+        assert schedule.proposer is None or 0 < stats.accepted_tokens < stats.draft_tokens, name
+    closing = TOKENIZER.encode(THINK.closing, add_special=False)
+    for answer, limit in zip(expected, (0, 5, 11), strict=False):
+        begins = [start for start in range(limit, limit + 4) if answer.tokens[start : start + len(closing)] == closing]
+        assert begins, "closed at its limit, or behind the character that it fell into"
+
+
+class Forgetful(FakeBackend):
+    """Planted fault: the mask of a position is made without the draft just before it."""
+
+    def choose(self, row: Row, logits: np.ndarray, drafts: tuple[int, ...]) -> Choice | None:
+        constraint = row.params.constraint
+        late = None if constraint is None else Late(constraint)
+        return choice(logits, replace(row.params, constraint=late), row.history, drafts)
+
+
+class Late:
+    def __init__(self, constraint: Constraint) -> None:
+        self._constraint = constraint
+
+    def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> Bits | None:
+        return self._constraint.allowed(output, drafts[:-1])
+
+
+def test_a_mask_from_a_history_short_by_one_is_caught() -> None:
+    def wanted() -> list[Request]:
+        return requests([budget(n) for n in (0, 5, 11)])
+
+    expected = plain(backend, wanted())
+    faulty = Forgetful(vocab=VOCAB, pages=64, lanes=4, page_size=4, max_context=256)
+    for name in ("chain", "tree"):
+        answers, _ = run(faulty, wanted(), schedules(expected)[name])
+        assert answers != expected, name
+
+
+def test_the_law_lets_no_other_token_through() -> None:
+    logits = np.zeros(VOCAB, dtype=np.float32)
+    for seed in range(20):
+        params = SamplingParams(temperature=1.5, seed=seed, constraint=budget(2))
+        chosen = choice(logits, params, History((1,), [65, 66]))
+        assert chosen is not None
+        assert chosen.token == TOKENIZER.encode("\n", add_special=False)[0]
+
+
+# ---------------------------------------------------------------------------------------------- grammars
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "age": {"type": "integer"}, "kind": {"enum": ["cat", "dog"]}},
+    "required": ["name", "age", "kind"],
+    "additionalProperties": False,
+}
+GUIDES: tuple[Guide, ...] = (
+    JsonGuide.of(SCHEMA, "x"),
+    RegexGuide("([a-f]{2,4}-[0-9]{1,3};)+", "x"),
+    ChoiceGuide(("yes, of course", "yes, perhaps", "no"), "x"),
+)
+GRAMMARS = Grammars(TOKENIZER, (256,))
+
+
+def held() -> list[Constraint]:
+    """Each guide alone, and one behind a thinking budget."""
+    thinking = Reading(reasoning=THINK, thinking="open")
+    plainly = [GRAMMARS.constraint(guide, PLAIN) for guide in GUIDES]
+    behind = all_of(budget(4), GRAMMARS.constraint(GUIDES[0], thinking))
+    assert behind is not None
+    return [*plainly, behind]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_drafts_never_change_a_reply_that_is_held_to_a_form(seed: int) -> None:
+    def wanted() -> list[Request]:
+        return requests(held(), seed=10 + seed, max_tokens=60)
+
+    expected = plain(backend, wanted())
+    assert not any(answer.error for answer in expected)
+    for name, schedule in schedules(expected).items():
+        answers, stats = run(backend(), wanted(), schedule)
+        assert answers == expected, name
+        assert schedule.proposer is None or 0 < stats.accepted_tokens < stats.draft_tokens, name
+    choice = TOKENIZER.decode(expected[2].tokens)
+    assert choice in ("yes, of course", "yes, perhaps", "no")
+    assert expected[2].finish == "stop"
+
+
+def test_a_grammar_that_misses_the_last_draft_is_caught() -> None:
+    def wanted() -> list[Request]:
+        return requests(held(), seed=10, max_tokens=60)
+
+    expected = plain(backend, wanted())
+    faulty = Forgetful(vocab=VOCAB, pages=64, lanes=4, page_size=4, max_context=256)
+    for name in ("chain", "tree"):
+        answers, _ = run(faulty, wanted(), schedules(expected)[name])
+        assert answers != expected, name
+
+
+class NotRolledBack(GrammarConstraint):
+    """Planted fault: the matcher stays where the last draft took it."""
+
+    def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> Bits | None:
+        known = len(self._tokens)
+        self._matcher.try_consume_tokens([*output, *drafts][known:])
+        self._tokens = [*output, *drafts]
+        return np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)
+
+
+def test_a_matcher_that_is_not_rolled_back_is_caught() -> None:
+    guide = RegexGuide("([a-f]{2,4}-[0-9]{1,3};)+", "x")
+    wanted = requests([GRAMMARS.constraint(guide, PLAIN)], seed=10, max_tokens=60)
+    expected = plain(backend, wanted)
+    faulty = NotRolledBack(GRAMMARS._compile(guide, PLAIN))
+    broken = [replace(wanted[0], params=replace(wanted[0].params, constraint=faulty)), *wanted[1:]]
+    for name in ("chain", "tree"):
+        answers, _ = run(backend(), broken, schedules(expected)[name])
+        assert answers != expected, name
+
+
+# ---------------------------------------------------------------------------------------------- on torch
+
+
+@pytest.mark.parametrize("ops", ["kernels", "torch"])
+def test_the_same_on_real_arithmetic(ops: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(test_torch.OPS, "kind", ops)
+    folder = tiny.write_safetensors("qwen3", tmp_path / "hf")
+    tokenizer = Tokenizer.from_folder(folder)
+    grammars = Grammars(tokenizer, (tiny.IM_END,))
+
+    def wanted() -> list[Request]:
+        made = requests([grammars.constraint(guide, PLAIN) for guide in GUIDES], seed=5, max_tokens=40)
+        return [replace(r, params=replace(r.params, stop_ids=frozenset({tiny.IM_END}))) for r in made]
+
+    expected = plain(lambda: test_torch.backend_of(folder), wanted())
+    truth = {r.id: answer.tokens for r, answer in zip(wanted(), expected, strict=True)}
+    for tree in (False, True):
+        proposer = Clairvoyant(truth, tiny.VOCAB, silent_every=0, tree=tree)
+        answers, stats = run(test_torch.backend_of(folder), wanted(), Schedule(proposer=proposer))
+        assert answers == expected
+        assert 0 < stats.accepted_tokens < stats.draft_tokens
+    text = tokenizer.decode(expected[1].tokens)
+    assert re.fullmatch("([a-f]{2,4}-[0-9]{1,3};)+", text) or expected[1].finish == "length"
+
+
+def test_the_device_keeps_only_what_is_allowed_and_gives_the_laws_bits() -> None:
+    """Against the definition, with a set that is shorter than the vocabulary, one that is longer, and rows without one."""
+    rng = np.random.default_rng(0)
+    vocab = 203
+    logits = rng.normal(0, 3, (6, vocab)).astype(np.float32)
+    sampler = Sampler(vocab=vocab, lanes=6, device=torch.device("cpu"))
+    positions = []
+    for row in range(6):
+        members = rng.choice(vocab, 9, replace=False)
+        bits = packed([*members, 220] if row == 2 else members[members < 90], 256 if row == 2 else 96)
+        params = SamplingParams(temperature=1.2, top_p=0.9, seed=row, checksums=True, constraint=Fixed(bits) if row % 3 else None)
+        positions.append(Position(row, params, History((1,)), (), f"q{row}"))
+    chosen = sampler.choose(torch.from_numpy(logits), positions)
+    for row, position in enumerate(positions):
+        expected = choice(logits[row], position.params, position.history)
+        assert chosen[row] == expected

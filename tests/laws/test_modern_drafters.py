@@ -1,0 +1,113 @@
+"""Drafters on hybrids: a DFlash pair trained for one, a dense draft model, the checkpoint's own MTP head."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from onedraw.backends.torch.draft_model import DraftModel, SmallModel
+from onedraw.backends.torch.drafter import DflashDrafter
+from onedraw.backends.torch.mtp import MtpHead
+from onedraw.backends.torch.stack import Site, Stack
+from onedraw.checkpoints.base import open_checkpoint
+from onedraw.models.dflash import describe_drafter
+from onedraw.models.loading import describe
+from onedraw.models.mtp import describe_mtp
+from onedraw.speculation.tree import build_tree
+from onedraw.types import Request, SamplingParams
+from tests import tiny
+from tests.laws.harness import Schedule, plain, run
+from tests.laws.test_modern import same
+from tests.making import backend_of
+
+TRAINED = Path(__file__).parents[1] / "fixtures" / "trained"
+CONTEXT = 400
+SIZES = {"lanes": 4, "max_context": CONTEXT}
+
+
+def dflash(target: Path, budget: int) -> Callable[..., Any]:
+    described = describe_drafter(open_checkpoint(TRAINED / "trained_dflash_qwen3_5"))
+    arrange = lambda candidates: build_tree(candidates, budget)  # noqa: E731
+    return lambda stack, sampler, shape: DflashDrafter(
+        described.spec, described.weights, target=stack, shape=shape, arrange=arrange, **SIZES
+    )
+
+
+def dense(target: Path) -> Callable[..., Any]:
+    described = describe(open_checkpoint(TRAINED / "trained_qwen3"))
+
+    def make(stack: Stack, sampler: object, shape: Any) -> DraftModel:
+        small = Stack(
+            described.spec, described.weights, dtype=torch.float32, sites=[Site(stack.device, stack.ops)], max_context=CONTEXT + 8
+        )
+        return DraftModel(SmallModel(small, shape=shape), shape=shape, length=4, **SIZES)
+
+    return make
+
+
+def mtp(target: Path) -> Callable[..., Any]:
+    source = open_checkpoint(target)
+    head = describe_mtp(source, describe(source))
+    return lambda stack, sampler, shape: DraftModel(
+        MtpHead(head.spec, head.weights, target=stack, shape=shape, max_context=CONTEXT), shape=shape, length=3, **SIZES
+    )
+
+
+@pytest.fixture(scope="module")
+def with_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_safetensors("qwen3_5_mtp", tmp_path_factory.mktemp("mtp") / "hf")
+
+
+def requests_of(vocab: int) -> list[Request]:
+    """Few tokens are allowed, so that guesses at random are right now and then; whole prompts come back."""
+    rng = np.random.default_rng(3)
+    allowed = tuple((int(t), 60.0) for t in rng.choice(vocab, 3, replace=False))
+    found = []
+    for i, length in enumerate((90, 20, 90, 130, 7)):
+        prompt = tuple(int(t) for t in np.random.default_rng(length).integers(0, vocab, length))
+        params = SamplingParams(
+            temperature=(0.0, 0.7, 1.0)[i % 3],
+            logit_bias=allowed,
+            presence_penalty=0.5,
+            repetition_penalty=1.05,
+            seed=i,
+            max_tokens=24,
+            checksums=True,
+        )
+        found.append(Request(f"q{i}", prompt, params))
+    return found
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
+@pytest.mark.parametrize("name", ["dflash", "dflash tree", "dense model", "mtp"])
+def test_no_drafter_changes_tokens_or_scores_of_a_hybrid(name: str, kernels: bool, with_head: Path) -> None:
+    target = with_head if name == "mtp" else TRAINED / "trained_qwen3_5"
+    make = {"dflash": lambda: dflash(target, 0), "dflash tree": lambda: dflash(target, 20), "dense model": lambda: dense(target)}
+    requests = requests_of(describe(open_checkpoint(target)).spec.vocab)
+    lonely = backend_of(target, kernels=kernels, lanes=1)
+    expected = plain(lambda: lonely, requests)
+    counted: Counter[str] = Counter()
+    for pages, schedule in (
+        (200, Schedule(reuse=True, arrivals=(0, 0, 9, 9, 20))),
+        (30, Schedule(turn_tokens=70, reuse=True)),
+    ):
+        drafter = make.get(name, lambda: mtp(target))()
+        got, stats = run(backend_of(target, kernels=kernels, pages=pages, make_drafter=drafter), requests, schedule)
+        assert same(got, expected)
+        counted.update(kept=stats.accepted_tokens, rejected=stats.draft_tokens - stats.accepted_tokens)
+        counted.update(preempted=stats.preemptions, whole=stats.whole_prompts)
+    assert all(counted[what] for what in ("kept", "rejected", "preempted", "whole")), counted
+
+
+def test_the_trained_pair_accepts_as_it_was_trained_to() -> None:
+    target = TRAINED / "trained_qwen3_5"
+    prompt = tuple(int(t) for t in np.random.default_rng(1).integers(8, 1024, 16))
+    request = Request("g", prompt, SamplingParams(temperature=0.0, max_tokens=120, checksums=True))
+    [answer], stats = run(backend_of(target, make_drafter=dflash(target, 0)), [request], Schedule())
+    assert (len(answer.tokens) - 1) / (stats.turns - 1) > 1.4

@@ -1,0 +1,58 @@
+"""One way to make a torch backend from a folder or file, for every test that needs one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onedraw.backends.torch.backend import TorchBackend
+from onedraw.backends.torch.device import pick_ops
+from onedraw.backends.torch.ops import Ops, TorchOps
+from onedraw.backends.torch.stack import Site
+from onedraw.checkpoints.base import open_checkpoint
+from onedraw.models.loading import describe
+from onedraw.settings import default_cache_dir
+
+
+def backend_of(
+    path: Path,
+    *,
+    kernels: bool = True,
+    lanes: int = 4,
+    pages: int | tuple[int, ...] = 200,
+    page_size: int = 8,
+    max_context: int = 400,
+    drafts: int = 64,
+    checkpoints: int = 12,
+    check: bool = True,
+    make_drafter: Callable[..., Any] | None = None,
+    cuts: tuple[int, ...] = (),
+    dtype: str = "f32",
+    activation: str | None = None,
+) -> TorchBackend:
+    """On the CPU, with our kernels or with plain torch, in one stage or cut before some layers."""
+    described = describe(open_checkpoint(path))
+    cpu = torch.device("cpu")
+
+    def ops() -> Ops:
+        return pick_ops("cpu", "f32", cache=default_cache_dir()) if kernels else TorchOps(cpu)
+
+    return TorchBackend(
+        described.spec,
+        described.weights,
+        dtype=dtype,
+        activation=activation,
+        sites=[Site(cpu, ops(), stop) for stop in (*cuts, None)],
+        rows=8192,
+        lanes=lanes,
+        pages=pages,
+        page_size=page_size,
+        max_context=max_context,
+        drafts=drafts,
+        checkpoints=checkpoints,
+        check=check,
+        make_drafter=make_drafter,
+    )

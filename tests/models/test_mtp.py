@@ -1,0 +1,103 @@
+"""The head that guesses ahead is read from folders and GGUF files alike, and asked for in vain it is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from onedraw.checkpoints.base import open_checkpoint
+from onedraw.errors import Corrupt, UnsupportedModel
+from onedraw.models.loading import describe
+from onedraw.models.mtp import DescribedMtp, describe_mtp, has_mtp
+from onedraw.models.spec import AttentionSpec, MoeSpec
+from tests import tiny
+
+FIXTURES = Path(__file__).parent.parent / "fixtures" / "gguf"
+
+
+def read(path: Path) -> DescribedMtp:
+    checkpoint = open_checkpoint(path)
+    return describe_mtp(checkpoint, describe(checkpoint))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_mtp", "qwen3_5_moe_mtp"])
+def test_a_head_is_one_layer_of_the_targets_kind_and_what_leads_to_it(name: str, tmp_path: Path) -> None:
+    folder = tiny.write_safetensors(name, tmp_path)
+    target, mtp = describe(open_checkpoint(folder)).spec, read(folder)
+    assert mtp.spec.layer == target.layers[3]
+    assert isinstance(mtp.spec.layer.mixer, AttentionSpec)
+    assert isinstance(mtp.spec.layer.feed_forward, MoeSpec) == ("moe" in name)
+    assert (mtp.spec.hidden, mtp.spec.vocab, mtp.spec.norm, mtp.spec.eps) == (target.hidden, target.vocab, "wide", 1e-6)
+    values = {**mtp.weights.outer(), **{f"layer {name}": value for name, value in mtp.weights.layer().items()}}
+    assert sum(value.size for value in values.values()) == mtp.spec.parameters
+    stored = load_file(folder / "model.safetensors")
+    np.testing.assert_array_equal(values["fc"], stored["mtp.fc.weight"])
+    for ours, theirs in (("norm", "norm"), ("embed_norm", "pre_fc_norm_embedding"), ("hidden_norm", "pre_fc_norm_hidden")):
+        np.testing.assert_array_equal(values[ours], stored[f"mtp.{theirs}.weight"] + 1)
+    np.testing.assert_array_equal(values["layer attn_norm"], stored["mtp.layers.0.input_layernorm.weight"] + 1)
+    heads, width = mtp.spec.layer.attention.heads, mtp.spec.layer.attention.head_dim
+    interleaved = stored["mtp.layers.0.self_attn.q_proj.weight"].reshape(heads, 2, width, -1)
+    np.testing.assert_array_equal(values["layer q"].reshape(heads, width, -1), interleaved[:, 0])
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_mtp", "qwen3_5_moe_mtp"])
+def test_a_gguf_holds_the_same_head(name: str, tmp_path: Path) -> None:
+    folder = read(tiny.write_safetensors(name, tmp_path / "folder")).weights
+    twin = read(tiny.write_gguf(name, tmp_path / "m.gguf")).weights
+    for part in ("outer", "layer"):
+        found, expected = getattr(twin, part)(), getattr(folder, part)()
+        assert found.keys() == expected.keys()
+        for weight, value in expected.items():
+            np.testing.assert_array_equal(found[weight], value)
+
+
+def test_the_target_does_not_count_the_head_among_its_layers(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(tiny.write_gguf("qwen3_5_mtp", tmp_path / "m.gguf"))
+    described = describe(checkpoint)
+    assert checkpoint.config["qwen35.block_count"] == 5
+    assert len(described.spec.layers) == 4
+    assert has_mtp(checkpoint, described)
+    assert "--draft mtp" in described.spec.notes[0]
+
+
+def test_a_block_too_many_that_is_no_such_head_is_refused(tmp_path: Path) -> None:
+    from tests.models.sources import MadeSource
+
+    checkpoint = open_checkpoint(tiny.write_gguf("qwen3_5_mtp", tmp_path / "m.gguf"))
+    tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if "nextn" not in name}
+    with pytest.raises(UnsupportedModel, match=r"blk\.4\.\S+ has no place"):
+        describe(MadeSource(checkpoint.config, "gguf", tensors))
+
+
+def test_a_checkpoint_without_a_head_is_refused_by_name(tmp_path: Path) -> None:
+    folder = tiny.write_safetensors("qwen3_5", tmp_path / "without")
+    for path in (folder, FIXTURES / "qwen3_5.gguf"):
+        checkpoint = open_checkpoint(path)
+        assert not has_mtp(checkpoint, describe(checkpoint))
+        with pytest.raises(UnsupportedModel, match=r"has no MTP head \(mtp\.\* or nextn tensors\); pass another --draft"):
+            describe_mtp(checkpoint, describe(checkpoint))
+    with pytest.raises(UnsupportedModel, match="a llama model has no MTP head; supported: qwen3_5, qwen3_5_moe"):
+        read(FIXTURES / "llama.gguf")
+
+
+def test_half_a_head_and_one_and_a_half_are_refused_by_name(tmp_path: Path) -> None:
+    folder = tiny.write_safetensors("qwen3_5_mtp", tmp_path)
+    stored, file = load_file(folder / "model.safetensors"), folder / "model.safetensors"
+    save_file({**stored, "mtp.embed_tokens.weight": np.zeros((2, 2), np.float32)}, file)
+    with pytest.raises(UnsupportedModel, match=r"mtp\.embed_tokens\.weight has no place in a MTP head"):
+        read(folder)
+    save_file({name: value for name, value in stored.items() if name != "mtp.fc.weight"}, file)
+    with pytest.raises(Corrupt, match=r"tensor mtp\.fc\.weight is missing"):
+        read(folder)
+
+
+def test_a_head_below_the_models_prefix_is_the_same_head(tmp_path: Path) -> None:
+    folder = tiny.write_safetensors("qwen3_5_mtp", tmp_path)
+    plain, file = read(folder).weights.layer(), folder / "model.safetensors"
+    save_file({f"model.{name}" if name.startswith("mtp.") else name: value for name, value in load_file(file).items()}, file)
+    assert json.loads((folder / "config.json").read_text())["mtp_num_hidden_layers"] == 1
+    np.testing.assert_array_equal(read(folder).weights.layer()["q"], plain["q"])

@@ -1,0 +1,140 @@
+"""Recipes undo what files do to weights; here against the plain loops that say what was done."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from onedraw.errors import Corrupt
+from onedraw.models.recipes import (
+    add_one,
+    as_row,
+    experts,
+    gguf_experts,
+    grouped_columns,
+    grouped_order,
+    grouped_rows,
+    negative_exponential,
+    of_each_head,
+    squeezed,
+)
+from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, MoeSpec, RopeSpec
+from onedraw.models.weights import Recipe, Site
+from tests.models.sources import MadeSource
+
+ATTENTION = AttentionSpec(heads=3, kv_heads=1, head_dim=4, rope=RopeSpec(1e4, 4), scale=1.0, gate="sigmoid")
+DELTA = DeltaSpec(key_heads=2, value_heads=6, key_dim=3, value_dim=2, conv=4)
+MOE = MoeSpec(experts=3, used=2, width=5)
+RANDOM = np.random.default_rng(0)
+
+
+def follow(recipe: Recipe, source: MadeSource, shape: tuple[int, ...], layer: LayerSpec | None = None) -> np.ndarray:
+    layer = layer or LayerSpec(ATTENTION, MlpSpec(8))
+    site = Site("made", source.tensors, index=7, layer=layer, shape=shape, claimed=set())
+    tensor = recipe(site)
+    assert tensor.shape == shape
+    assert {name for name in source.tensors if name.startswith("blk.7") or name.startswith("l.7")} == site.claimed
+    return tensor.float32()
+
+
+def test_a_norm_stored_as_its_distance_from_one_and_a_decay_stored_as_a_logarithm() -> None:
+    source = MadeSource()
+    source.add("l.7.a", np.array([-0.5, 0.0, 0.25]))
+    np.testing.assert_array_equal(follow(add_one("l.{layer}.a"), source, (3,)), [0.5, 1.0, 1.25])
+    found = follow(negative_exponential("l.{layer}.a"), source, (3,))
+    np.testing.assert_allclose(found, [-0.60653, -1, -1.28403], rtol=1e-5)
+
+
+def test_an_axis_too_many_goes_and_a_vector_becomes_a_row() -> None:
+    source, values = MadeSource(), RANDOM.normal(size=(6, 1, 4)).astype(np.float32)
+    source.add("l.7.conv", values)
+    np.testing.assert_array_equal(follow(squeezed("l.{layer}.conv"), source, (6, 4)), values[:, 0])
+    for stored in (np.arange(5.0), np.arange(5.0)[None]):
+        source = MadeSource()
+        source.add("l.7.row", stored)
+        np.testing.assert_array_equal(follow(as_row("l.{layer}.row"), source, (1, 5)), np.arange(5.0)[None])
+
+
+def test_q_and_its_gate_lie_side_by_side_in_every_head() -> None:
+    source, stored = MadeSource(), RANDOM.normal(size=(24, 6)).astype(np.float32)
+    source.add("l.7.q", stored)
+    heads = stored.reshape(3, 8, 6)
+    np.testing.assert_array_equal(follow(of_each_head("l.{layer}.q", 0), source, (12, 6)), heads[:, :4].reshape(12, 6))
+    np.testing.assert_array_equal(follow(of_each_head("l.{layer}.q", 1), source, (12, 6)), heads[:, 4:].reshape(12, 6))
+
+
+def test_tiled_value_heads_are_grouped_again() -> None:
+    """Value head 3·k + j of ours stands at 2·j + k in a tiled file."""
+    assert grouped_order(DELTA, "heads").tolist() == [0, 2, 4, 1, 3, 5]
+    assert grouped_order(DELTA, "values").tolist() == [0, 1, 4, 5, 8, 9, 2, 3, 6, 7, 10, 11]
+    assert grouped_order(DELTA, "channels").tolist() == [*range(12), *(12 + i for i in (0, 1, 4, 5, 8, 9, 2, 3, 6, 7, 10, 11))]
+    assert grouped_order(replace(DELTA, value_heads=2), "values").tolist() == [0, 1, 2, 3]
+    layer, source = LayerSpec(DELTA, MlpSpec(8)), MadeSource()
+    rows = RANDOM.normal(size=(6, 5)).astype(np.float32)
+    source.add("blk.7.a", rows)
+    np.testing.assert_array_equal(follow(grouped_rows("blk.{layer}.a", "heads"), source, (6, 5), layer), rows[[0, 2, 4, 1, 3, 5]])
+    source = MadeSource()
+    out = RANDOM.normal(size=(5, 12)).astype(np.float32)
+    source.add("blk.7.out", out)
+    found = follow(grouped_columns("blk.{layer}.out"), source, (5, 12), layer)
+    np.testing.assert_array_equal(found, out[:, grouped_order(DELTA, "values")])
+
+
+# ------------------------------------------------------------------ experts
+
+GATE, UP, DOWN = (RANDOM.normal(size=shape).astype(np.float32) for shape in ((3, 5, 4), (3, 5, 4), (3, 4, 5)))
+SPARSE = LayerSpec(ATTENTION, MOE)
+
+
+def fused(source: MadeSource) -> None:
+    source.add("l.7.experts.gate_up_proj", np.concatenate([GATE, UP], axis=1))
+    source.add("l.7.experts.down_proj", DOWN)
+
+
+def together(source: MadeSource) -> None:
+    for name, values in (("gate", GATE), ("up", UP), ("down", DOWN)):
+        source.add(f"l.7.experts.{name}_proj", values)
+
+
+def apart(source: MadeSource) -> None:
+    for expert in range(3):
+        for name, values in (("gate", GATE), ("up", UP), ("down", DOWN)):
+            source.add(f"l.7.experts.{expert}.{name}_proj.weight", values[expert])
+
+
+@pytest.mark.parametrize("layout", [fused, together, apart], ids=lambda layout: layout.__name__)
+def test_experts_are_the_same_however_a_folder_holds_them(layout: object) -> None:
+    source, claimed = MadeSource(), set[str]()
+    layout(source)  # type: ignore[operator]
+    for weight, expected in (("expert_gate", GATE), ("expert_up", UP), ("expert_down", DOWN)):
+        site = Site("made", source.tensors, index=7, layer=SPARSE, shape=expected.shape, claimed=claimed)
+        found = experts("l.{layer}.experts.")[weight](site)
+        np.testing.assert_array_equal(found.float32(), expected)
+        np.testing.assert_array_equal(found.take_rows(np.array([2])).float32(), expected[[2]])
+    assert claimed == set(source.tensors)
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_experts_are_the_same_however_a_gguf_holds_them(joined: bool) -> None:
+    source, claimed = MadeSource(), set[str]()
+    if joined:
+        source.add("blk.7.ffn_gate_up_exps.weight", np.concatenate([GATE, UP], axis=1))
+    else:
+        source.add("blk.7.ffn_gate_exps.weight", GATE)
+        source.add("blk.7.ffn_up_exps.weight", UP)
+    source.add("blk.7.ffn_down_exps.weight", DOWN)
+    for weight, expected in (("expert_gate", GATE), ("expert_up", UP), ("expert_down", DOWN)):
+        site = Site("made", source.tensors, index=7, layer=SPARSE, shape=expected.shape, claimed=claimed)
+        np.testing.assert_array_equal(gguf_experts()[weight](site).float32(), expected)
+    assert claimed == set(source.tensors)
+
+
+def test_a_missing_expert_is_named() -> None:
+    source = MadeSource()
+    apart(source)
+    del source.tensors["l.7.experts.1.up_proj.weight"]
+    site = Site("made", source.tensors, index=7, layer=SPARSE, shape=(3, 5, 4), claimed=set())
+    with pytest.raises(Corrupt, match=r"tensor l\.7\.experts\.1\.up_proj\.weight is missing"):
+        experts("l.{layer}.experts.")["expert_up"](site)

@@ -1,0 +1,118 @@
+"""A view is read like the tensor it stands for, whole, in part, and into a place that it is given."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+
+from onedraw.checkpoints.tensor import StoredTensor
+from onedraw.errors import UnsupportedModel
+from onedraw.models.source import Tensor
+from onedraw.models.views import ADD_ONE, NEGATIVE_EXPONENTIAL, Changed, Columns, Folded, Rows, Stacked
+
+RANDOM = np.random.default_rng(0)
+
+
+def stored(shape: tuple[int, ...], kind: str = "F32") -> StoredTensor:
+    values = RANDOM.normal(size=shape).astype(np.float32)
+    raw = gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
+    return StoredTensor("x", shape, kind, np.frombuffer(raw.tobytes(), np.uint8))
+
+
+def check(view: Tensor, expected: np.ndarray) -> None:
+    """Everything that may be asked of a tensor."""
+    view.require_readable()
+    assert view.shape == expected.shape
+    np.testing.assert_array_equal(view.float32(), expected)
+    room = np.full((2, *expected.shape), np.nan, np.float32)
+    view.into(room[1])
+    np.testing.assert_array_equal(room[1], expected)
+    assert np.isnan(room[0]).all()
+    order = np.array([len(expected) - 1, 0, 0])  # fewer, turned round, one of them twice
+    np.testing.assert_array_equal(view.take_rows(order).float32(), expected[order])
+    np.testing.assert_array_equal(view.take_rows(order).take_rows(np.array([1])).float32(), expected[order][[1]])
+
+
+@pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0"])
+def test_rows_are_some_rows_in_some_order(kind: str) -> None:
+    tensor = stored((6, 64), kind)
+    order = np.array([5, 1, 1, 2])
+    view = Rows(tensor, order)
+    check(view, tensor.float32()[order])
+    assert view.kind == kind
+
+
+def test_rows_that_nobody_asks_for_are_not_read() -> None:
+    """A table of billions of values is looked up row by row: the map of the file is asked for these rows alone."""
+    tensor = stored((1000, 64), "Q8_0")
+    packed = np.frombuffer(tensor.data.tobytes(), np.uint8).reshape(1000, -1)
+    seen: list[object] = []
+
+    class Watched(np.ndarray):
+        def __getitem__(self, key: object) -> object:
+            seen.append(key)
+            return super().__getitem__(key)
+
+    watched = StoredTensor("x", tensor.shape, tensor.kind, packed.reshape(-1).view(Watched))
+    found = watched.take_rows(np.array([7, 3])).float32()
+    np.testing.assert_array_equal(found, tensor.float32()[[7, 3]])
+    assert [list(key) for key in seen if isinstance(key, np.ndarray)] == [[7, 3]]
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_folded_rows_become_rows_of_their_own(kind: str) -> None:
+    tensor = stored((6, 32), kind)
+    check(Folded(tensor, (3, 2, 32)), tensor.float32().reshape(3, 2, 32))
+    check(Rows(tensor, np.array([4, 5, 0, 1])).reshaped((2, 2, 32)), tensor.float32()[[4, 5, 0, 1]].reshape(2, 2, 32))
+    room = np.zeros((3, 2, 64), np.float32)
+    Folded(tensor, (3, 2, 32)).into(room[:, :, ::2])  # a place that no reshape reaches
+    np.testing.assert_array_equal(room[:, :, ::2], tensor.float32().reshape(3, 2, 32))
+    for shape in ((4, 3, 16), (5, 32), (12, 16)):
+        with pytest.raises(ValueError, match="does not fold"):
+            Folded(tensor, shape)
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_columns_are_unpacked_and_then_ordered(kind: str) -> None:
+    tensor, order = stored((4, 64), kind), np.random.default_rng(1).permutation(64)
+    check(Columns(tensor, order), tensor.float32()[:, order])
+
+
+def test_stacked_tensors_are_rows_of_one() -> None:
+    tensors = tuple(stored((2, 32), kind) for kind in ("F32", "Q8_0", "BF16"))
+    check(Stacked(tensors), np.stack([tensor.float32() for tensor in tensors]))
+
+
+def test_changed_values() -> None:
+    tensor = stored((5,))
+    check(Changed(tensor, ADD_ONE), tensor.float32() + 1)
+    expected = (-np.exp(tensor.float32().astype(np.float64))).astype(np.float32)
+    check(Changed(tensor, NEGATIVE_EXPONENTIAL), expected)
+    assert (expected < 0).all()
+
+
+def test_a_stored_tensor_has_every_shape_that_keeps_its_blocks() -> None:
+    tensor = stored((6, 32), "Q8_0")
+    check(tensor.reshaped((3, 2, 32)), tensor.float32().reshape(3, 2, 32))
+    plain = stored((6, 1, 4))
+    check(plain.reshaped((6, 4)), plain.float32().reshape(6, 4))
+    for shape in ((6, 16, 2), (5, 32)):
+        with pytest.raises(ValueError, match="has no shape"):
+            tensor.reshaped(shape)
+
+
+def test_a_kind_that_cannot_be_read_is_refused_through_every_view() -> None:
+    bad = StoredTensor("x", (4, 2), "F8_E4M3", np.zeros(8, np.uint8))
+    views: list[Tensor] = [
+        Rows(bad, np.array([0])),
+        Folded(bad, (2, 2, 2)),
+        Columns(bad, np.array([1, 0])),
+        Stacked((stored((4, 2)), bad)),
+        Changed(bad, ADD_ONE),
+    ]
+    for view in views:
+        with pytest.raises(UnsupportedModel, match="F8_E4M3"):
+            view.require_readable()
+        with pytest.raises(UnsupportedModel, match="whole numbers"):
+            view.int64()

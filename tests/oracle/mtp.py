@@ -1,0 +1,24 @@
+"""The head that guesses ahead, written from its spec and weights alone: slow, obvious, no cache, double precision."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from onedraw.models.mtp import MtpWeights
+from onedraw.models.weights import Weights
+from tests.models.forward import head, norm, run_layer
+
+
+def guesses(target: Weights, mtp: MtpWeights, hidden: np.ndarray, tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Logits [T, V] of the token after next at every position, and what the next guess reads [T, E].
+
+    hidden [T, E] is the target's residual after its last norm at positions 0 … T - 1, tokens are those at 1 … T.
+    """
+    spec, outer = target.spec, target.outer()
+    w = {name: value.astype(np.float64) for name, value in mtp.outer().items()}
+    layer = {name: value.astype(np.float64) for name, value in mtp.layer().items()}
+    embedded = outer["embed"][tokens].astype(np.float64)
+    joined = np.concatenate([norm(embedded, w["embed_norm"], spec), norm(hidden, w["hidden_norm"], spec)], axis=-1)
+    y = run_layer(joined @ w["fc"].T, layer, mtp.spec.layer, spec)
+    read = norm(y, w["norm"], spec)
+    return head(read, outer["embed" if spec.tied else "head"], spec), read

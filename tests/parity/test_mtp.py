@@ -1,0 +1,108 @@
+"""The MTP head on the device against its slow oracle: what it would rank after every turn, first guesses and later ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from onedraw.backends.torch.draft_model import DraftModel
+from onedraw.backends.torch.mtp import MtpHead
+from onedraw.checkpoints.base import open_checkpoint
+from onedraw.errors import UnsupportedModel
+from onedraw.models.loading import describe
+from onedraw.models.mtp import DescribedMtp, describe_mtp
+from onedraw.types import Request, SamplingParams
+from tests import tiny
+from tests.laws.harness import Schedule, run
+from tests.making import backend_of
+from tests.models import forward
+from tests.oracle import mtp as oracle
+
+LENGTH = 3  # guesses per turn
+Guess = tuple[list[int], np.ndarray]  # the text before it, and the logits it was ranked by
+
+
+class Recording(DraftModel):
+    """Keeps, per guess, the text before it and the logits it was ranked by."""
+
+    seen: list[Guess]
+
+    def guess(self, turn: Any) -> list[Any]:
+        [row], [outcome] = turn.plan.rows, turn.rows
+        settled = [*row.history.prompt, *row.history.output, *(choice.token for choice in outcome.chosen)]
+        best, ranked = self._ranker.best, []
+
+        def keep(logits: Any) -> Any:
+            ranked.append(logits[0].numpy().copy())
+            return best(logits)
+
+        self._ranker.best = keep  # type: ignore[method-assign]
+        drafts = super().guess(turn)
+        self._ranker.best = best  # type: ignore[method-assign]
+        for depth, logits in enumerate(ranked):
+            self.seen.append(([*settled, *(d.token for d in drafts[0][:depth])], logits))
+        return drafts
+
+
+def recorded(folder: Path, head: DescribedMtp, *, kernels: bool, turn_tokens: int) -> list[Guess]:
+    made: list[Recording] = []
+
+    def make(stack: Any, sampler: object, shape: Any) -> DraftModel:
+        model = MtpHead(head.spec, head.weights, target=stack, shape=shape, max_context=300)
+        made.append(Recording(model, shape=shape, lanes=1, max_context=300, length=LENGTH))
+        made[0].seen = []
+        return made[0]
+
+    prompt = tuple(np.random.default_rng(2).integers(0, tiny.VOCAB, 100).tolist())
+    params = SamplingParams(temperature=0.0, logit_bias=tuple((t, 30.0) for t in range(40, 44)), max_tokens=12)
+    backend = backend_of(folder, kernels=kernels, max_context=300, lanes=1, make_drafter=make)
+    _, stats = run(backend, [Request("m", prompt, params)], Schedule(turn_tokens=turn_tokens))
+    assert stats.accepted_tokens  # kept drafts are followed from the drafts' own hidden states
+    return made[0].seen
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
+@pytest.mark.parametrize("name", ["qwen3_5_mtp", "qwen3_5_moe_mtp"])
+def test_every_guess_is_the_oracles(name: str, kernels: bool, tmp_path: Path) -> None:
+    folder = tiny.write_safetensors(name, tmp_path / "hf")
+    source = open_checkpoint(folder)
+    target = describe(source)
+    head = describe_mtp(source, target)
+    seen = recorded(folder, head, kernels=kernels, turn_tokens=64)
+    assert len({len(text) for text, _ in seen}) > 8
+    for guesses in by_turn(seen):
+        for depth, (text, got) in enumerate(guesses):
+            expected = expected_logits(target.weights, head, text, guesses=depth)
+            assert np.abs(expected - got).max() < 1e-3, (len(text), depth)
+
+
+def by_turn(seen: list[Guess]) -> list[list[Guess]]:
+    """Each next guess of a turn has one more token before it."""
+    found: list[list[Guess]] = []
+    for text, logits in seen:
+        if found and len(found[-1]) < LENGTH and text[:-1] == found[-1][-1][0]:
+            found[-1].append((text, logits))
+        else:
+            found.append([(text, logits)])
+    return found
+
+
+def expected_logits(weights: Any, head: DescribedMtp, text: list[int], *, guesses: int) -> np.ndarray:
+    """The head over the whole text: hidden states of the target where it has computed them, then the head's own."""
+    known = len(text) - 1 - guesses  # positions the target computed: all but the last chosen token and the drafts
+    residuals = forward.forward(weights, text[:known])[1]
+    hidden = forward.norm(residuals[-1], weights.read(None, "norm"), weights.spec)
+    for _ in range(guesses + 1):
+        logits, read = oracle.guesses(weights, head.weights, hidden, text[1 : len(hidden) + 1])
+        hidden = np.concatenate([hidden, read[-1:]])
+    return logits[-1]
+
+
+def test_a_checkpoint_without_a_head_is_refused_by_name(tmp_path: Path) -> None:
+    for name, said in (("qwen3_5", "has no MTP head"), ("llama", "llama model has no MTP head")):
+        source = open_checkpoint(tiny.write_safetensors(name, tmp_path / name))
+        with pytest.raises(UnsupportedModel, match=said):
+            describe_mtp(source, describe(source))

@@ -1,0 +1,74 @@
+"""The default model, held to schemas and to calls at temperature 1: all valid, and drafts change none of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+
+from onedraw.assemble import open_door
+from onedraw.door import Door, Reply
+from onedraw.settings import Settings
+from onedraw.text.tools import Tool, ToolUse
+from onedraw.wishes import Wishes, settle_chat
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 12},
+        "days": {"type": "integer", "minimum": 1, "maximum": 14},
+        "units": {"enum": ["C", "F"]},
+    },
+    "required": ["city", "days", "units"],
+    "additionalProperties": False,
+}
+TOOL = Tool("forecast", "The weather of the next days in a city.", json.dumps(SCHEMA), strict=True)
+MUST = ToolUse((TOOL,), (TOOL,), must=True, parallel=False)
+QUESTIONS = ("What will the weather be in Paris?", "Will it rain in Oslo this week?", "Is it hot in Cairo?", "Snow in the Alps?")
+
+pytestmark = pytest.mark.weights
+
+
+@pytest.fixture(scope="module")
+def door() -> Iterator[Door]:
+    with open_door(Settings(model="smollm2", max_context=1024, draft_tokens=4)) as opened:
+        yield opened
+
+
+def answers(door: Door, count: int, *, use: ToolUse | None, speculation: bool) -> list[Reply]:
+    form = {} if use is not None else {"guided_json": json.dumps(SCHEMA)}
+    asks = [
+        settle_chat(
+            Wishes.of(temperature=1.0, seed=seed, max_tokens=250, speculation=speculation, checksums=True, **form),
+            door=door,
+            messages=[{"role": "user", "content": QUESTIONS[seed % len(QUESTIONS)] + " Answer as JSON."}],
+            use=use,
+        )
+        for seed in range(count)
+    ]
+    return door.generate(*asks)
+
+
+def judge(door: Door, count: int, use: ToolUse | None) -> None:
+    drafted = answers(door, count, use=use, speculation=True)
+    for reply in drafted:
+        assert reply.finish == ("stop" if use is None else "tool_calls")
+        said = reply.text if use is None else reply.calls[0].arguments
+        jsonschema.validate(json.loads(said), SCHEMA)
+    assert sum(reply.usage.kept for reply in drafted) > 0
+    plain = answers(door, count, use=use, speculation=False)
+    assert [reply.choices for reply in plain] == [reply.choices for reply in drafted]
+
+
+@pytest.mark.parametrize("use", [None, MUST], ids=["schema", "tool"])
+def test_twenty_replies_are_valid_and_the_same_without_drafts(door: Door, use: ToolUse | None) -> None:
+    judge(door, 20, use)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("use", [None, MUST], ids=["schema", "tool"])
+def test_two_hundred_replies_are_valid_and_the_same_without_drafts(door: Door, use: ToolUse | None) -> None:
+    judge(door, 200, use)

@@ -1,0 +1,155 @@
+"""`/v1/responses` with the real client: whole, streamed, with tools, thinking, forms, and a conversation that goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+PATH = "/v1/responses"
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 6}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+WEATHER: dict[str, Any] = {"type": "function", "name": "weather", "description": "w", "parameters": SCHEMA, "strict": True}
+SHORT = {"max_output_tokens": 12, "extra_body": {"seed": 3}}
+
+
+@pytest.fixture
+def client(fake: Any) -> Iterator[openai.OpenAI]:
+    with fake.client() as made:
+        yield made
+
+
+def test_a_response_says_what_a_chat_would_say(fake: Any, client: openai.OpenAI) -> None:
+    reply = client.responses.create(model=fake.model, input="Hello.", **SHORT)
+    chat = fake.post("/v1/chat/completions", messages=[{"role": "user", "content": "Hello."}], max_tokens=12, seed=3).json()
+    assert reply.output_text == chat["choices"][0]["message"]["content"]
+    assert (reply.status, reply.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert reply.usage.input_tokens == chat["usage"]["prompt_tokens"]
+    assert (reply.usage.output_tokens, reply.usage.total_tokens) == (12, 12 + reply.usage.input_tokens)
+
+
+def test_instructions_are_the_system_message(fake: Any, client: openai.OpenAI) -> None:
+    reply = client.responses.create(model=fake.model, input="Hello.", instructions="Be brief.", **SHORT)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello."}]
+    chat = fake.post("/v1/chat/completions", messages=messages, max_tokens=12, seed=3).json()
+    assert reply.output_text == chat["choices"][0]["message"]["content"]
+
+
+def test_the_events_of_a_stream_are_complete_and_add_up(fake: Any, client: openai.OpenAI) -> None:
+    thinking = {"seed": 3, "chat_template_kwargs": {"enable_thinking": True}, "thinking_budget": 8}
+    asked = {"model": fake.model, "input": "Hello.", "max_output_tokens": 40, "extra_body": thinking}
+    events = list(client.responses.create(stream=True, **asked))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == "response.incomplete"
+    item = ["response.output_item.added", "response.content_part.added"]
+    ends = ["response.content_part.done", "response.output_item.done"]
+    expected = [*item, "response.reasoning_text.done", *ends, *item, "response.output_text.done", *ends]
+    assert [kind for kind in kinds[2:-1] if not kind.endswith("delta")] == expected
+    whole = events[-1].response
+    for part, delta in (("reasoning", "response.reasoning_text.delta"), ("message", "response.output_text.delta")):
+        (found,) = [output for output in whole.output if output.type == part]
+        assert found.content[0].text == "".join(event.delta for event in events if event.type == delta)
+    again = client.responses.create(**asked)
+    assert again.output_text == whole.output_text
+    assert again.usage.output_tokens_details.reasoning_tokens == whole.usage.output_tokens_details.reasoning_tokens > 8
+
+
+def test_the_clients_own_stream_helper_reads_it(fake: Any, client: openai.OpenAI) -> None:
+    shape: Any = {"format": {"type": "json_schema", "name": "w", "schema": SCHEMA, "strict": True}}
+    asked = {"model": fake.model, "input": "Hello.", "text": shape, "max_output_tokens": 300}
+    with client.responses.stream(**asked, extra_body={"seed": 2}) as stream:
+        final = stream.get_final_response() if [1 for _ in stream] else None
+    assert final is not None
+    assert final.status == "completed"
+    jsonschema.validate(json.loads(final.output_text), SCHEMA)
+
+
+def test_a_tool_makes_its_round_trip(fake: Any, client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": fake.model, "tools": [WEATHER], "max_output_tokens": 300, "temperature": 1.1}
+    must = {"tool_choice": "required", "parallel_tool_calls": False, "extra_body": {"seed": 4}}
+    first = client.responses.create(input="Weather?", **asked, **must)
+    (call,) = [item for item in first.output if item.type == "function_call"]
+    assert first.status == "completed"
+    jsonschema.validate(json.loads(call.arguments), SCHEMA)
+    output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    # The whole conversation, or what is new behind the response that is remembered.
+    sent = [{"role": "user", "content": "Weather?"}, *(item.model_dump(exclude_none=True) for item in first.output), output]
+    told = {**asked, "max_output_tokens": 8, "extra_body": {"seed": 5}}
+    whole = client.responses.create(input=sent, **told)
+    rest = client.responses.create(input=[output], previous_response_id=first.id, **told)
+    assert whole.output_text == rest.output_text
+    assert whole.usage.input_tokens == rest.usage.input_tokens
+    third = client.responses.create(input="And now?", previous_response_id=rest.id, **told)
+    assert third.usage.input_tokens > rest.usage.input_tokens
+
+
+def test_arguments_of_a_call_are_streamed(fake: Any, client: openai.OpenAI) -> None:
+    named = {"type": "function", "name": "weather"}
+    asked = {"tools": [WEATHER], "tool_choice": named, "parallel_tool_calls": False, "max_output_tokens": 300}
+    events = list(client.responses.create(model=fake.model, input="?", stream=True, extra_body={"seed": 1}, **asked))
+    deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    (done,) = [event for event in events if event.type == "response.function_call_arguments.done"]
+    assert len(deltas) > 5
+    assert "".join(deltas) == done.arguments
+    assert events[-1].type == "response.completed"
+
+
+def test_a_form_and_logprobs(fake: Any, client: openai.OpenAI) -> None:
+    shape = {"format": {"type": "json_schema", "name": "w", "schema": SCHEMA, "strict": True}}
+    asked = {"text": shape, "max_output_tokens": 300, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    reply = client.responses.create(model=fake.model, input="?", extra_body={"seed": 2}, **asked)
+    jsonschema.validate(json.loads(reply.output_text), SCHEMA)
+    logprobs = reply.output[0].content[0].logprobs
+    assert len(logprobs) >= len(reply.output_text) - 4
+    assert len(logprobs[0].top_logprobs) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": [{"type": "computer_call"}]}, "input[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+        ({"previous_response_id": "resp_0"}, "previous_response_id"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": 10**6}, "max_output_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"background": True}, "background"),
+        ({"conversation": "c"}, "conversation"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{**WEATHER, "parameters": {"not": {}}}]}, "tools[0].parameters.not"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "text.format.schema.not"),
+        ({"frobnicate": 1}, "frobnicate"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_the_callers_name(fake: Any, fields: dict[str, Any], param: str) -> None:
+    answer = fake.post(PATH, **{"input": "Hello.", "max_output_tokens": 4, **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+def test_what_is_not_stored_is_not_remembered(fake: Any) -> None:
+    first = fake.post(PATH, input="Hello.", max_output_tokens=4, store=False).json()
+    answer = fake.post(PATH, input="And?", previous_response_id=first["id"], max_output_tokens=4)
+    assert answer.json()["error"]["param"] == "previous_response_id"
+
+
+def test_memory_of_conversations_is_bounded() -> None:
+    from onedraw.errors import BadParameter
+    from onedraw.server.responses import ResponseMemory
+
+    memory = ResponseMemory(most_characters=200)
+    for number in range(5):
+        memory.keep(f"resp_{number}", [{"role": "user", "content": "x" * 60}])
+    assert memory.find("resp_4")[0]["content"] == "x" * 60
+    with pytest.raises(BadParameter):
+        memory.find("resp_0")

@@ -1,0 +1,83 @@
+"""Over HTTP: a model on two devices answers as on one, and a backend without logits says what it does not serve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onedraw.assemble import _card, make_service, make_speculator, open_door
+from onedraw.backends.fake import FakeBackend
+from onedraw.door import Door
+from onedraw.settings import Settings
+from onedraw.text.toy import toy_template, toy_tokenizer
+from tests import tiny
+from tests.serve.running import Served, serving
+
+SAMPLED = {"temperature": 0.7, "seed": 11, "max_tokens": 12, "logprobs": True, "presence_penalty": 0.4}
+
+
+@pytest.mark.parametrize("name", ["gemma4_e4b", "qwen3_5"])
+def test_two_devices_answer_as_one(name: str, tmp_path: Path) -> None:
+    """Gemma from GGUF, Qwen from a folder."""
+    gguf = name.startswith("gemma")
+    path = tiny.write_gguf(name, tmp_path / "model.gguf") if gguf else tiny.write_safetensors(name, tmp_path / "hf")
+    said = []
+    for devices in ({"device": "cpu"}, {"devices": "cpu,cpu"}):
+        settings = Settings(model=str(path), max_context=256, served_name="tiny", cache_dir=None, **devices)  # type: ignore[arg-type]
+        with open_door(settings) as door, serving(door) as served:
+            assert len(door.service._engine.backend._stack.stages) == len(settings.device_names)  # type: ignore[attr-defined]
+            asked = {"model": "tiny", "messages": [{"role": "user", "content": "Where does a layer run?"}], **SAMPLED}
+            replies = [served.post("/v1/chat/completions", **asked).json() for _ in range(2)]  # the second from a checkpoint
+        assert replies[0]["choices"] == replies[1]["choices"]
+        said.append((replies[0]["choices"], replies[0]["system_fingerprint"]))
+    assert said[0] == said[1]
+
+
+@pytest.fixture(scope="module")
+def argmax_only() -> Iterator[Served]:
+    """A fake backend that gives no logits."""
+    tokenizer = toy_tokenizer()
+    settings = Settings(backend="fake", model="fake")
+    service = make_service(
+        lambda: FakeBackend(vocab=tokenizer.vocab_size, max_context=512, pages=200, returns_logits=False),
+        settings,
+        make_speculator(settings),
+    )
+    card = _card(settings, family="fake", weights="fake", capacity=service.capacity, eos=(), defaults={})
+    with Door(service=service, tokenizer=tokenizer, template=toy_template(), card=card) as door, serving(door) as served:
+        yield served
+
+
+def test_plain_greedy_is_served_without_logits(argmax_only: Served) -> None:
+    for _ in range(2):
+        answer = argmax_only.post("/v1/completions", model="fake", prompt="hello", temperature=0, max_tokens=4)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"temperature": 0.7},
+        {},  # temperature 1 is what a caller gets who does not say
+        {"temperature": 0.7, "top_k": 1},
+        {"temperature": 0, "repetition_penalty": 1.1},
+        {"temperature": 0, "frequency_penalty": 0.1},
+        {"temperature": 0, "presence_penalty": 0.1},
+        {"temperature": 0, "logit_bias": {"5": 1.0}},
+        {"temperature": 0, "min_tokens": 2, "max_tokens": 4},
+        {"temperature": 0, "logprobs": 1},
+        {"temperature": 0, "bad_words": ["x"]},
+        {"temperature": 0, "dry_multiplier": 0.5},
+    ],
+    ids=str,
+)
+def test_anything_but_plain_argmax_is_refused_before_any_work(argmax_only: Served, wish: dict[str, Any]) -> None:
+    before = argmax_only.door.service.stats().turns
+    answer = argmax_only.post("/v1/completions", **{"model": "fake", "prompt": "hello", "max_tokens": 4, **wish})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "sampling_unsupported"
+    assert argmax_only.door.service.stats().turns == before

@@ -1,0 +1,203 @@
+"""Grammars of calls: whatever a blind model writes under them is a call that is valid by the tool's schema."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from onedraw.errors import BadParameter
+from onedraw.sampling.adjust import unpacked
+from onedraw.text.call_grammar import CallGrammar
+from onedraw.text.call_parsers import Arguments, Begin, End
+from onedraw.text.call_reading import CallReader, Text
+from onedraw.text.grammar import Grammars
+from onedraw.text.guides import LarkGuide
+from onedraw.text.reading import PLAIN
+from onedraw.text.tokenizer import Tokenizer
+from onedraw.text.tools import Calls, Dialect, Tool
+
+EOS = 256
+DIALECTS: tuple[Dialect, ...] = ("hermes", "qwen_xml", "laguna", "gemma", "llama", "pythonic")
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer", "minimum": 1, "maximum": 14},
+        "unit": {"enum": ["C", "F"], "type": "string"},
+        "wind": {"type": "boolean"},
+        "places": {"type": "array", "items": {"type": "number"}},
+        "near": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/point"}]},
+    },
+    "required": ["city", "unit", "near"],
+    "additionalProperties": False,
+    "$defs": {
+        "point": {
+            "type": "object",
+            "properties": {"x": {"type": "integer"}, "y": {"type": "integer"}},
+            "required": ["x"],
+            "additionalProperties": False,
+        }
+    },
+}
+WEATHER = Tool("weather", "the weather", json.dumps(SCHEMA), strict=True, param="tools[0].function.parameters")
+STOP = Tool("stop", "", '{"type": "object", "properties": {}, "additionalProperties": false}', strict=True, param="tools[1]")
+
+
+def tokenizer_with(*special: str) -> Tokenizer:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE(vocab={letter: n for n, letter in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|end|>", *special])
+    return Tokenizer(backend, bos_id=None, eos_id=EOS)
+
+
+PLAIN_BYTES = tokenizer_with()
+WITH_MARKERS = tokenizer_with("<tool_call>", "</tool_call>", "<|tool_call>", "<tool_call|>", '<|"|>')
+
+
+class Blind:
+    """Draws from what is allowed, and now and then tries how a text ends in some dialect."""
+
+    def __init__(self, tokenizer: Tokenizer, lark: str, seed: int) -> None:
+        self.tokenizer = tokenizer
+        self.held = Grammars(tokenizer, (EOS,)).constraint(LarkGuide(lark, "tools", numbers=True), PLAIN)
+        self.rng = np.random.default_rng(seed)
+
+    def write(self) -> str | None:
+        said: list[int] = []
+        phrase: list[int] = []
+        for _ in range(3000):
+            bits = self.held.allowed(said, [])
+            assert bits is not None
+            choices = np.flatnonzero(unpacked(bits, self.tokenizer.vocab_size)).tolist()
+            assert choices, self.tokenizer.decode(said, skip_special=False)
+            if self.rng.random() < 0.2 and not phrase:
+                ends = ("\n</parameter>", "</arg_value>", '<|"|>', '"', "}", "]", "<|end|>")
+                phrase = self.tokenizer.encode(str(self.rng.choice(ends)), add_special=False)
+            if phrase and phrase[0] in choices:
+                pick = phrase.pop(0)
+            else:
+                phrase, pick = [], int(self.rng.choice(choices))
+            if pick == EOS:
+                return self.tokenizer.decode(said, skip_special=False)
+            said.append(pick)
+        return None
+
+
+def lark(dialect: Dialect, tokenizer: Tokenizer, *tools: Tool, must: bool = True, parallel: bool = True, **more: Any) -> str:
+    grammars = Grammars(tokenizer, (EOS,))
+    writer = CallGrammar(dialect, tokenizer=tokenizer, spell=grammars.spelled, check=grammars.checked)
+    return writer.write(tools, must=must, parallel=parallel, **more)
+
+
+def calls_in(dialect: Dialect, text: str) -> tuple[str, list[tuple[str, str]]]:
+    reader = CallReader(Calls(dialect, (WEATHER, STOP)))
+    content, calls = "", []
+    for event in [*reader.push(text), *reader.finish()]:
+        match event:
+            case Text(said):
+                content += said
+            case Begin(name):
+                calls.append([name, ""])
+            case Arguments(said):
+                calls[-1][1] += said
+            case End():
+                pass
+    return content, [(name, arguments) for name, arguments in calls]
+
+
+@pytest.mark.parametrize("tokenizer", [PLAIN_BYTES, WITH_MARKERS], ids=["spelled", "special"])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_blind_model_that_must_call_calls_validly(dialect: Dialect, tokenizer: Tokenizer) -> None:
+    blind = Blind(tokenizer, lark(dialect, tokenizer, WEATHER, STOP), 1)
+    written = [text for text in (blind.write() for _ in range(12)) if text is not None]
+    assert len(written) >= 8
+    names = set()
+    for text in written:
+        content, calls = calls_in(dialect, text)
+        assert content == ""
+        assert calls
+        for name, arguments in calls:
+            names.add(name)
+            jsonschema.validate(json.loads(arguments), {"weather": WEATHER, "stop": STOP}[name].schema)
+    assert names == {"weather", "stop"}
+
+
+@pytest.mark.parametrize("tokenizer", [PLAIN_BYTES, WITH_MARKERS], ids=["spelled", "special"])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_model_that_may_call_is_free_until_it_does(dialect: Dialect, tokenizer: Tokenizer) -> None:
+    grammars = Grammars(tokenizer, (EOS,))
+    source = lark(dialect, tokenizer, STOP, must=False)
+
+    def fits(text: str) -> bool:
+        tokens = [*tokenizer.encode(text, add_special=False)]
+        bits = grammars.constraint(LarkGuide(source, "tools"), PLAIN).allowed(tokens, [])
+        return bits is not None and bool(unpacked(bits, tokenizer.vocab_size)[EOS])
+
+    good = {
+        "hermes": '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>',
+        "qwen_xml": "<tool_call>\n<function=stop>\n</function>\n</tool_call>",
+        "laguna": "<tool_call>stop\n</tool_call>",
+        "gemma": "<|tool_call>call:stop{}<tool_call|>",
+        "llama": '{"name": "stop", "parameters": {}}',
+        "pythonic": "[stop()]",
+    }[dialect]
+    assert fits("Plain text, with <b> and more.")
+    assert fits("")
+    assert fits(good)
+    assert not fits(good.replace("stop", "halt"))
+    if dialect in ("hermes", "qwen_xml", "laguna", "gemma"):
+        assert fits(f"Let me see.\n{good}\n{good} done")
+        once = lark(dialect, tokenizer, STOP, must=False, parallel=False)
+        bits = grammars.constraint(LarkGuide(once, "tools"), PLAIN).allowed(tokenizer.encode(good, add_special=False), [])
+        assert bits is not None
+        assert np.flatnonzero(unpacked(bits, tokenizer.vocab_size)).tolist() == [EOS]
+
+
+def test_content_may_have_a_form_of_its_own_beside_calls() -> None:
+    source = lark("hermes", PLAIN_BYTES, STOP, must=False, content='{"enum": [1, 2]}')
+    bits = Grammars(PLAIN_BYTES, (EOS,)).constraint(LarkGuide(source, "tools"), PLAIN).allowed([], [])
+    assert bits is not None
+    allowed = {PLAIN_BYTES.decode([t]) for t in np.flatnonzero(unpacked(bits, PLAIN_BYTES.vocab_size)).tolist()}
+    assert allowed == {"1", "2", "<"}
+
+
+@pytest.mark.parametrize("dialect", ["qwen_xml", "laguna", "gemma"])
+def test_a_text_without_quotes_keeps_its_length_and_pattern(dialect: Dialect) -> None:
+    schema = {"type": "object", "properties": {"code": {"type": "string", "pattern": "^[a-c]+$", "minLength": 2, "maxLength": 4}}}
+    tool = Tool("f", parameters=json.dumps({**schema, "required": ["code"]}), strict=True)
+    blind = Blind(WITH_MARKERS, lark(dialect, WITH_MARKERS, tool, parallel=False), 2)
+    for _ in range(6):
+        text = blind.write()
+        assert text is not None
+        ((_, arguments),) = calls_in(dialect, text)[1]
+        jsonschema.validate(json.loads(arguments), schema)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "part", "path"),
+    [
+        ("hermes", {"type": "array", "uniqueItems": True}, ".properties.a.uniqueItems"),
+        ("qwen_xml", {"type": "string", "format": "date"}, ".properties.a.format"),
+        ("gemma", {"type": "array", "items": {"type": "string"}, "minItems": 2}, ".properties.a.minItems"),
+        ("pythonic", {"description": "anything"}, ".properties.a.type"),
+    ],
+)
+def test_what_a_strict_tool_cannot_be_held_to_is_named_with_its_path(dialect: Dialect, part: Any, path: str) -> None:
+    tool = Tool("f", parameters=json.dumps({"type": "object", "properties": {"a": part}}), strict=True, param="tools[0].x")
+    with pytest.raises(BadParameter) as refusal:
+        lark(dialect, PLAIN_BYTES, tool)
+    assert refusal.value.param == "tools[0].x" + path
+
+
+def test_a_tool_that_is_not_strict_takes_any_object_where_its_schema_cannot_be_held_to() -> None:
+    tool = Tool("f", parameters='{"type": "object", "not": {}}')
+    assert '"type": "object"' in lark("hermes", PLAIN_BYTES, tool)

@@ -1,0 +1,268 @@
+"""Guides: what may follow any beginning of a reply, and what is said of a guide that cannot be compiled."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from onedraw.errors import BadParameter, Unsupported
+from onedraw.sampling.adjust import unpacked
+from onedraw.text.budget import single
+from onedraw.text.channels import Reasoning
+from onedraw.text.constraints import LONGEST_NUMBER, All, all_of, both, packed
+from onedraw.text.grammar import Grammars
+from onedraw.text.guides import ANY_OBJECT, ChoiceGuide, GbnfGuide, Guide, JsonGuide, LarkGuide, RegexGuide, grammar_guide
+from onedraw.text.reading import PLAIN, Reading
+from onedraw.text.tokenizer import Tokenizer
+from onedraw.text.toy import toy_tokenizer
+from onedraw.types import Constraint
+
+TOKENIZER = toy_tokenizer()
+EOS = 256
+GRAMMARS = Grammars(TOKENIZER, (EOS,))
+THINK = Reasoning("<think>", "</think>", "\n</think>\n\n")
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer"},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special=False)
+
+
+def constraint(guide: Guide, reading: Reading = PLAIN) -> Constraint:
+    return GRAMMARS.constraint(guide, reading)
+
+
+def allowed(held: Constraint, said: str, drafts: str = "") -> set[str]:
+    bits = held.allowed(ids(said), ids(drafts))
+    assert bits is not None
+    tokens = np.flatnonzero(unpacked(bits, TOKENIZER.vocab_size)).tolist()
+    return {"END" if token == EOS else TOKENIZER.token_bytes(token).decode("latin-1") for token in tokens}
+
+
+def test_a_choice_is_spelled_to_its_end_and_then_ends() -> None:
+    held = constraint(ChoiceGuide(("yes", "yellow", 'n"o\n'), "guided_choice"))
+    assert allowed(held, "") == {"y", "n"}
+    assert allowed(held, "ye") == {"s", "l"}
+    assert allowed(held, 'n"o') == {"\n"}
+    assert allowed(held, "yes") == {"END"}
+
+
+def test_a_regular_expression_holds_from_first_to_last() -> None:
+    held = constraint(RegexGuide(r"[a-c]{2}/\d", "guided_regex"))
+    assert allowed(held, "") == {"a", "b", "c"}
+    assert allowed(held, "ab") == {"/"}
+    assert {str(n) for n in range(10)} <= allowed(held, "ab/")
+
+
+@pytest.mark.parametrize(
+    "guide",
+    [
+        GbnfGuide('root ::= "a" digit{1,2} | "b"\ndigit ::= [0-9]', "grammar"),
+        LarkGuide('start: "a" DIGIT{1,2} | "b"\nDIGIT: /[0-9]/', "guided_grammar"),
+    ],
+)
+def test_a_grammar_in_either_notation(guide: Guide) -> None:
+    held = constraint(guide)
+    assert allowed(held, "") == {"a", "b"}
+    assert allowed(held, "b") == {"END"}
+    assert "END" in allowed(held, "a1")
+    assert "END" not in allowed(held, "a")
+    assert type(grammar_guide(getattr(guide, "lark", "") or guide.gbnf, "x")) is type(guide)
+
+
+def test_thinking_stands_free_before_the_form() -> None:
+    guide = ChoiceGuide(("yes",), "guided_choice")
+    reading = Reading(opening=True, reasoning=THINK, thinking="open")
+    held = constraint(guide, reading)
+    assert {"y", "<", "{"} <= allowed(held, "")
+    assert "END" not in allowed(held, "hm")
+    assert allowed(held, "hm</think>\n\n") == {"y", " ", "\t", "\r", "\n"}
+    assert allowed(held, "hm</think>yes") == {"END"}
+    assert allowed(constraint(guide, Reading(reasoning=THINK, thinking="may")), "") == {"y", "<"}
+    assert allowed(constraint(guide, Reading(reasoning=THINK, thinking="over")), "") == {"y"}
+
+
+def special_tokenizer() -> Tokenizer:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE(vocab={letter: n for n, letter in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|end|>", "<|channel>", "<channel|>"])
+    return Tokenizer(backend, bos_id=None, eos_id=EOS)
+
+
+def test_markers_that_are_special_tokens_are_those_tokens_and_nothing_else() -> None:
+    tokenizer = special_tokenizer()
+    gemma = Reasoning("<|channel>thought\n", "<channel|>", "\n<channel|>", anywhere=True)
+    held = Grammars(tokenizer, (EOS,)).constraint(ChoiceGuide(("yes",), "x"), Reading(reasoning=gemma, thinking="may"))
+
+    def after(text: str) -> set[int]:
+        bits = held.allowed(tokenizer.encode(text, add_special=False), [])
+        assert bits is not None
+        return set(np.flatnonzero(unpacked(bits, tokenizer.vocab_size)).tolist())
+
+    assert after("") == {257, *tokenizer.encode("y", add_special=False)}
+    assert after("<|channel>") == set(tokenizer.encode("t", add_special=False))
+    assert 258 in after("<|channel>thought\nhm")
+    assert EOS not in after("<|channel>thought\nhm")
+    assert EOS in after("<|channel>thought\nhm<channel|>yes")
+
+
+def test_any_beginning_has_the_same_set_however_it_was_reached() -> None:
+    """Rolled back, branched or fresh: the set is a function of the tokens alone."""
+    rng = np.random.default_rng(3)
+    held = constraint(JsonGuide.of(PERSON, "x"))
+    truth = ids('{"name": "Ada \\u00e9", "age": 36, "tags": ["a", "b"]}')
+    for _ in range(150):
+        output = truth[: int(rng.integers(0, len(truth) + 1))]
+        drafts = truth[len(output) : len(output) + int(rng.integers(0, 6))]
+        if rng.random() < 0.4:
+            drafts = [*drafts, int(rng.integers(0, 256))]
+        found, expected = held.allowed(output, drafts), constraint(JsonGuide.of(PERSON, "x")).allowed(output, drafts)
+        assert found is not None
+        assert expected is not None
+        assert found.tolist() == expected.tolist()
+
+
+def test_nothing_stands_behind_a_draft_that_may_not_stand_there() -> None:
+    held = constraint(ChoiceGuide(("yes",), "x"))
+    assert allowed(held, "y", "x") == set()
+    assert allowed(held, "y", "xes") == set()
+    assert allowed(held, "y", "e") == {"s"}
+
+
+def random_value(schema: Any, rng: np.random.Generator) -> Any:
+    """A reply drawn blindly from what is allowed, byte by byte."""
+    held, said = constraint(JsonGuide.of(schema, "x")), []
+    for _ in range(4000):
+        bits = held.allowed(said, [])
+        assert bits is not None
+        choices = np.flatnonzero(unpacked(bits, TOKENIZER.vocab_size))
+        ascii_first = choices[(choices < 94) | (choices == EOS)]  # mostly what JSON is made of
+        pick = int(rng.choice(ascii_first if len(ascii_first) and rng.random() < 0.98 else choices))
+        if EOS in choices and rng.random() < 0.5:
+            pick = EOS
+        if pick == EOS:
+            return json.loads(TOKENIZER.decode(said))
+        said.append(pick)
+    return None
+
+
+def test_even_a_blind_model_writes_valid_json() -> None:
+    rng = np.random.default_rng(0)
+    schema = {
+        "type": "object",
+        "properties": {
+            "n": {"type": "number"},
+            "k": {"type": "integer", "minimum": 3, "maximum": 40},
+            "c": {"enum": ["x", 1, None]},
+        },
+        "required": ["n", "k", "c"],
+        "additionalProperties": False,
+    }
+    values = [random_value(schema, rng) for _ in range(15)]
+    for value in values:
+        jsonschema.validate(value, schema)
+
+
+def test_numbers_and_white_space_come_to_an_end() -> None:
+    held = constraint(JsonGuide.of(PERSON, "x"))
+    begun = '{"name": "a", "age": '
+    assert "7" in allowed(held, begun + "1" * (LONGEST_NUMBER - 1))
+    assert not {"7", "0"} & allowed(held, begun + "1" * LONGEST_NUMBER)
+    assert "," in allowed(held, begun + "1" * LONGEST_NUMBER)
+    assert " " in allowed(held, "{\n" + " " * 23)
+    assert allowed(held, "{\n" + " " * 24) == {'"'}
+
+
+def test_a_grammar_that_wants_a_long_number_has_it() -> None:
+    held = constraint(JsonGuide.of({"const": 10**60}, "x"))
+    assert allowed(held, "1" + "0" * 55) == {"0"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "path"),
+    [
+        ({"type": "objekt"}, ".type"),
+        ({"properties": {"a": {"type": "array", "uniqueItems": True}}}, ".properties.a.uniqueItems"),
+        ({"anyOf": [{"type": "string"}, {"type": "string", "pattern": "(?=a)b"}]}, ".anyOf[1].pattern"),
+        ({"$defs": {"x": {"not": {}}}, "properties": {"a": {"$ref": "#/$defs/x"}}}, ".$defs.x.not"),
+        ({"items": {"$ref": "#/$defs/none"}, "type": "array"}, ".items.$ref"),
+        ({"type": "string", "format": "wish"}, ".format"),
+    ],
+)
+def test_the_keyword_that_cannot_be_held_to_is_named_with_its_path(schema: Any, path: str) -> None:
+    with pytest.raises(BadParameter) as refusal:
+        constraint(JsonGuide.of(schema, "schema"))
+    assert refusal.value.param == "schema" + path
+
+
+@pytest.mark.parametrize(
+    ("guide", "words"),
+    [
+        (RegexGuide("(?=a)b", "guided_regex"), "look-around"),
+        (RegexGuide("[", "guided_regex"), "cannot be compiled"),
+        (GbnfGuide("root ::= <[10]>", "grammar"), "cannot be translated"),
+        (GbnfGuide("x ::= [0-9]", "grammar"), "cannot be translated"),
+        (LarkGuide("start: nothing", "guided_grammar"), "nothing"),
+    ],
+)
+def test_a_guide_that_cannot_be_compiled_is_refused_by_name(guide: Guide, words: str) -> None:
+    with pytest.raises(BadParameter, match=words) as refusal:
+        constraint(guide)
+    assert refusal.value.param == guide.param
+
+
+def test_what_is_no_schema_or_no_choice_is_refused() -> None:
+    for wrong in ("{", "[]", 5):
+        with pytest.raises(BadParameter):
+            JsonGuide.of(wrong, "x")
+    for texts in ((), ("",)):
+        with pytest.raises(BadParameter):
+            ChoiceGuide(texts, "x")
+
+
+def test_a_model_without_an_end_cannot_be_held_to_a_form() -> None:
+    with pytest.raises(Unsupported, match="no token that ends"):
+        Grammars(TOKENIZER, ())
+
+
+def test_several_constraints_allow_what_all_of_them_allow() -> None:
+    digits, held = constraint(RegexGuide("[0-9]", "x")), constraint(RegexGuide("[5-9a]", "x"))
+    together = all_of(digits, None, held)
+    assert isinstance(together, All)
+    assert allowed(together, "") == {"5", "6", "7", "8", "9"}
+    assert all_of(None, held) is held
+    assert all_of(None) is None
+    assert both(single(3), single(200)).tolist() == [0]
+    assert np.flatnonzero(unpacked(packed([1, 40], 64), 64)).tolist() == [1, 40]
+
+
+def test_an_equal_guide_is_compiled_once() -> None:
+    for _ in range(2):
+        constraint(JsonGuide.of(ANY_OBJECT, "x"))
+    compiled = [guide for guide, _ in GRAMMARS._compiled if guide == JsonGuide.of(ANY_OBJECT, "x")]
+    assert len(compiled) == 1
+
+
+def test_without_the_library_the_refusal_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(Unsupported, match=r"onedraw\[structured\]"):
+        Grammars(TOKENIZER, (EOS,))
