@@ -5,6 +5,7 @@ In: what was asked for. Out: devices with what this machine says of them, or an 
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -50,6 +51,18 @@ def _free_memory() -> int | None:
     except OSError:
         return None
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def hardware_name(device: torch.device) -> str:
+    """The kind of chip behind a device: equal names compute equal bits."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return f"{model} ({torch.backends.cpu.get_cpu_capability()})"
 
 
 def set_threads(count: int | None) -> None:
