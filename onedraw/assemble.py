@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from onedraw import __version__
-from onedraw.backends.base import Backend, Capacity, require_state_dtype
+from onedraw.backends.base import Backend, Capacity, Exports, require_state_dtype
 from onedraw.backends.devices import Device
 from onedraw.backends.fake import FakeBackend
 from onedraw.backends.packing import PACKED_DTYPES, hold, is_narrow, matrix_kinds, product_dtype
@@ -27,7 +27,9 @@ from onedraw.drafters import built_in
 from onedraw.engine.engine import Engine, Observer
 from onedraw.engine.scheduler import Scheduler
 from onedraw.engine.service import Service
+from onedraw.engine.shelf import Shelf
 from onedraw.errors import BadSetting, NoRoom, UnsupportedModel
+from onedraw.memory.disk import SnapshotFolder
 from onedraw.memory.ledger import Ledger
 from onedraw.models.dflash import check_fit, describe_drafter, is_drafter
 from onedraw.models.loading import Described, describe
@@ -95,18 +97,44 @@ def chosen_drafter(settings: Settings, described: Described, checkpoint: Checkpo
 
 
 def make_service(
-    make_backend: Callable[[], Backend], settings: Settings, speculator: Speculator, *, observer: Observer | None = None
+    make_backend: Callable[[], Backend],
+    settings: Settings,
+    speculator: Speculator,
+    *,
+    weights: str = "",
+    observer: Observer | None = None,
 ) -> Service:
-    """The engine around a backend, both made on the engine's own thread."""
+    """The engine around a backend, both made on the engine's own thread. `weights`: a fingerprint of the model, and of the
+    drafter beside it."""
 
     def make_engine() -> Engine:
         backend = make_backend()
         capacity = backend.capacity
         ledger = Ledger(capacity, reuse=settings.prefix_cache)
         scheduler = Scheduler(ledger=ledger, capacity=capacity, speculator=speculator, turn_tokens=settings.turn_tokens)
-        return Engine(backend=backend, scheduler=scheduler, observer=observer)
+        shelf = _shelf(settings, backend, ledger, weights)
+        return Engine(backend=backend, scheduler=scheduler, observer=observer, shelf=shelf)
 
     return Service(make_engine, queue_limit=settings.queue_limit)
+
+
+def _shelf(settings: Settings, backend: Backend, ledger: Ledger, weights: str) -> Shelf | None:
+    """Snapshots in the cache folder, where a budget was given. Their fingerprint is all that decides about bits."""
+    if settings.cache_budget is None:
+        return None
+    assert isinstance(backend, Exports)
+    capacity = backend.capacity
+    fingerprint = (
+        f"onedraw {__version__}, weights {weights}, {backend.identity}, {_dtypes(capacity)}, chunk {capacity.chunk}, "
+        f"page {capacity.page_size}, windows {[group.window for group in capacity.groups]}, drafter {capacity.drafter or 'none'}"
+    )
+    folder = SnapshotFolder(
+        (settings.cache_dir or default_cache_dir()) / "snapshots",
+        fingerprint=fingerprint,
+        page_size=capacity.page_size,
+        budget=settings.cache_budget,
+    )
+    return Shelf(folder, ledger=ledger, backend=backend)
 
 
 def find_checkpoint(settings: Settings, progress: Progress | None = None) -> Checkpoint:
@@ -218,10 +246,11 @@ def _fake_door(settings: Settings, speculator: Speculator) -> Door:
             lanes=settings.max_batch,
             page_size=settings.page_size,
             max_context=context,
+            checkpoints=16 if settings.cache_budget is not None else 0,
             favoured=tokenizer.encode(READABLE, add_special=False),
         )
 
-    service = make_service(make_backend, settings, speculator, observer=_observer(settings, tokenizer))
+    service = make_service(make_backend, settings, speculator, weights="fake", observer=_observer(settings, tokenizer))
     card = _card(settings, family="fake", weights="fake", capacity=service.capacity, eos=(tokenizer.eos_id or 0,), defaults={})
     return Door(service=service, tokenizer=tokenizer, template=toy_template(), card=card)
 
@@ -240,6 +269,7 @@ def _torch_door(settings: Settings, tell: Progress, speculator: Speculator) -> D
             lambda: _torch_backend(settings, described, tell, drafting),
             settings,
             speculator,
+            weights=weights + ("" if drafting is None else f" and {drafting.fingerprint}"),
             observer=_observer(settings, tokenizer),
         )
     finally:
@@ -309,6 +339,17 @@ class Drafting:
     @property
     def named(self) -> str:
         return self.source.name if isinstance(self.source, Path) else "the model's own head"
+
+    @property
+    def fingerprint(self) -> str:
+        """Of its weights; those of a model's own head are in the model's."""
+        if not isinstance(self.source, Path):
+            return "its own head"
+        checkpoint = open_checkpoint(self.source)
+        try:
+            return checkpoint.fingerprint()
+        finally:
+            checkpoint.close()
 
     def maker(self, settings: Settings, target: Described, *, max_context: int) -> Callable[[Any, Any, Any], Any]:
         """Makes the drafter around the target's stack, once that is loaded. What does not fit is refused here."""

@@ -50,7 +50,8 @@ class Settings:
     tree_budget: int = 0  # nodes of a draft tree; 0: a chain
     trace_verify: bool = False  # print every acceptance walk
     self_check: bool = True  # compare 1 row with 2, 5, 16 and 64 at start
-    cache_dir: Path | None = None  # where pulled models are kept
+    cache_dir: Path | None = None  # where pulled models and snapshots are kept
+    cache_budget: int | None = None  # bytes of snapshots on disk; None: none are kept
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -72,6 +73,10 @@ class Settings:
                 raise BadSetting(f"--{name.replace('_', '-')}: must be at least 1, not {value}")
         if self.checkpoint_memory is not None and self.checkpoint_memory < 0:
             raise BadSetting(f"--checkpoint-memory: must be 0 (none) or more, not {self.checkpoint_memory}")
+        if self.cache_budget is not None and self.cache_budget < 1:
+            raise BadSetting(f"--cache-budget: must be at least 1 byte, not {self.cache_budget}; without it nothing is kept")
+        if self.cache_budget is not None and (not self.prefix_cache or self.checkpoint_memory == 0):
+            raise BadSetting("--cache-budget: snapshots are made of checkpoints, and those were switched off")
         if self.threads is not None and self.threads > MOST_THREADS:
             raise BadSetting(f"--threads: must be at most {MOST_THREADS}, not {self.threads}")
         if 64 % self.page_size:

@@ -48,6 +48,8 @@ SETTINGS_HELP: Mapping[str, str] = {
     "tree_budget": "nodes of a draft tree; 0: a chain",
     "trace_verify": "print to stderr what became of every guess",
     "self_check": "do not compare one row with many at start",
+    "cache_budget": "keep snapshots of prompts in the cache folder, within so much, like 20GiB: a prompt that was computed "
+    "before a restart need not be computed after it",
     "cache_dir": "where pulled models are kept (default: ONEDRAW_CACHE, or the user's cache folder)",
 }
 
@@ -94,7 +96,7 @@ NO_DRAFT_WINDOW = (
 
 Parsed = TypeVar("Parsed")
 
-SIZES = ("kv_memory", "draft_memory", "checkpoint_memory")  # written like 2GiB
+SIZES = ("kv_memory", "draft_memory", "checkpoint_memory", "cache_budget")  # written like 2GiB
 NOT_FLAGS = ("model",)  # the model is an argument, not an option
 
 
