@@ -69,7 +69,9 @@ def test_a_product_is_its_twin(kind: str, path: str) -> None:
     for width in widths(kind):
         for rows, height in ((1, 1), (3, 16), (9, 33), (17, 70)):
             tensor = stored("w", (height, width), kind, rng)
-            x = rng.standard_normal((rows, width), dtype=np.float32) * np.exp(rng.standard_normal((rows, width))).astype(np.float32)
+            x = rng.standard_normal((rows, width), dtype=np.float32) * np.exp(rng.standard_normal((rows, width))).astype(
+                np.float32
+            )
             found = linear_of([tensor], path=path)(torch.from_numpy(x)).numpy()
             expected, size = twin(x, numbers(tensor))
             # Minima cancel most of what the codes add up to: the error is measured against what was added.
