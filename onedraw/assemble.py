@@ -442,8 +442,9 @@ def _card(
 
 
 def _dtypes(capacity: Capacity) -> str:
-    """Of the products, and of the residual stream where it has another."""
-    return capacity.dtype + ("" if capacity.activation == capacity.dtype else f"-{capacity.activation}")
+    """Of the products, and of the residual stream where it has another. Packed weights go with a float32 stream."""
+    usual = "f32" if capacity.dtype in PACKED_DTYPES else capacity.dtype
+    return capacity.dtype + ("" if capacity.activation in (usual, capacity.dtype) else f"-{capacity.activation}")
 
 
 def _name_of(model: str) -> str:
