@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from onedraw import __version__
-from onedraw.backends.base import Backend, Capacity, require_state_dtype
+from onedraw.backends.base import Backend, Capacity, Exports, require_state_dtype
 from onedraw.backends.devices import Device
 from onedraw.backends.fake import FakeBackend
-from onedraw.backends.packing import PACKED_DTYPES, Holding, hold, is_narrow, matrix_kinds
+from onedraw.backends.packing import PACKED_DTYPES, hold, is_narrow, matrix_kinds, product_dtype
 from onedraw.backends.plan import DRAFTS_PER_LANE, MemoryPlan, memory_plan
-from onedraw.backends.precision import activation_precision, product_precision
-from onedraw.backends.split import SplitPlan, plan_split, with_advice
+from onedraw.backends.precision import activation_precision
+from onedraw.backends.split import SplitPlan, StagePlan, plan_split, with_advice
 from onedraw.checkpoints.base import Checkpoint, open_checkpoint
 from onedraw.checkpoints.pull import resolve
 from onedraw.door import Door
@@ -27,7 +27,9 @@ from onedraw.drafters import built_in
 from onedraw.engine.engine import Engine, Observer
 from onedraw.engine.scheduler import Scheduler
 from onedraw.engine.service import Service
+from onedraw.engine.shelf import Shelf
 from onedraw.errors import BadSetting, NoRoom, UnsupportedModel
+from onedraw.memory.disk import SnapshotFolder
 from onedraw.memory.ledger import Ledger
 from onedraw.models.dflash import check_fit, describe_drafter, is_drafter
 from onedraw.models.loading import Described, describe
@@ -95,18 +97,44 @@ def chosen_drafter(settings: Settings, described: Described, checkpoint: Checkpo
 
 
 def make_service(
-    make_backend: Callable[[], Backend], settings: Settings, speculator: Speculator, *, observer: Observer | None = None
+    make_backend: Callable[[], Backend],
+    settings: Settings,
+    speculator: Speculator,
+    *,
+    weights: str = "",
+    observer: Observer | None = None,
 ) -> Service:
-    """The engine around a backend, both made on the engine's own thread."""
+    """The engine around a backend, both made on the engine's own thread. `weights`: a fingerprint of the model, and of the
+    drafter beside it."""
 
     def make_engine() -> Engine:
         backend = make_backend()
         capacity = backend.capacity
         ledger = Ledger(capacity, reuse=settings.prefix_cache)
         scheduler = Scheduler(ledger=ledger, capacity=capacity, speculator=speculator, turn_tokens=settings.turn_tokens)
-        return Engine(backend=backend, scheduler=scheduler, observer=observer)
+        shelf = _shelf(settings, backend, ledger, weights)
+        return Engine(backend=backend, scheduler=scheduler, observer=observer, shelf=shelf)
 
     return Service(make_engine, queue_limit=settings.queue_limit)
+
+
+def _shelf(settings: Settings, backend: Backend, ledger: Ledger, weights: str) -> Shelf | None:
+    """Snapshots in the cache folder, where a budget was given. Their fingerprint is all that decides about bits."""
+    if settings.cache_budget is None:
+        return None
+    assert isinstance(backend, Exports)
+    capacity = backend.capacity
+    fingerprint = (
+        f"onedraw {__version__}, weights {weights}, {backend.identity}, {_dtypes(capacity)}, chunk {capacity.chunk}, "
+        f"page {capacity.page_size}, windows {[group.window for group in capacity.groups]}, drafter {capacity.drafter or 'none'}"
+    )
+    folder = SnapshotFolder(
+        (settings.cache_dir or default_cache_dir()) / "snapshots",
+        fingerprint=fingerprint,
+        page_size=capacity.page_size,
+        budget=settings.cache_budget,
+    )
+    return Shelf(folder, ledger=ledger, backend=backend)
 
 
 def find_checkpoint(settings: Settings, progress: Progress | None = None) -> Checkpoint:
@@ -115,14 +143,11 @@ def find_checkpoint(settings: Settings, progress: Progress | None = None) -> Che
     return open_checkpoint(path)
 
 
-def plan_memory(settings: Settings, described: Described, *, dtype: str, held: Holding | None = None) -> MemoryPlan:
-    """`held`: the weights as they are stored, where `dtype` is a packed one and somebody counted already."""
-    held = hold(described.weights) if held is None and dtype in PACKED_DTYPES else held
+def plan_memory(settings: Settings, described: Described, *, dtype: str) -> MemoryPlan:
     return memory_plan(
         described.spec,
         dtype=dtype,
-        weight_bytes=None if held is None else held.weight_bytes,
-        kv_dtype=None if held is None else "f32",
+        weights=hold(described.weights).weights if dtype in PACKED_DTYPES else None,
         max_context=settings.max_context,
         max_batch=settings.max_batch,
         page_size=settings.page_size,
@@ -140,25 +165,25 @@ def plan_devices(
     devices: Sequence[Device],
     *,
     drafter: DrafterBytes | None = None,
-    packs: bool = True,
+    no_kernels: str = "",
 ) -> tuple[MemoryPlan, SplitPlan]:
     """Sizes for these devices and the bytes of each, or NoRoom that says what would fit. One device is a split of one.
 
-    `packs`: there are kernels that read weights as they are stored.
+    `no_kernels`: why a CPU cannot multiply with packed weights here.
     """
-    activation = activation_precision(devices, asked=settings.activation_dtype, products=settings.dtype)
-    dtype = product_precision(
+    dtype = product_dtype(
         devices,
         asked=settings.dtype,
-        activation=activation,
-        packs=packs and is_narrow(matrix_kinds(described.weights)),
-        coded=settings.cpu_activations == "int8",
+        activations=settings.cpu_activations,
+        stream=settings.activation_dtype,
+        narrow=is_narrow(matrix_kinds(described.weights)),
+        no_kernels=no_kernels,
     )
-    held = hold(described.weights) if dtype in PACKED_DTYPES else None
-    plan = plan_memory(settings, described, dtype=dtype, held=held)
+    activation = activation_precision(devices, asked=settings.activation_dtype, products=settings.dtype)
+    plan = plan_memory(settings, described, dtype=dtype)
 
     def split(context: int) -> SplitPlan:
-        sizes = plan_memory(replace(settings, max_context=context), described, dtype=dtype, held=held)
+        sizes = plan_memory(replace(settings, max_context=context), described, dtype=dtype)
         return plan_split(
             described.spec,
             sizes,
@@ -167,7 +192,6 @@ def plan_devices(
             activation=activation,
             turn_tokens=settings.turn_tokens,
             beside=0 if drafter is None else drafter(sizes),
-            held=held,
         )
 
     return plan, with_advice(split, plan.max_context)
@@ -178,15 +202,10 @@ def drafter_bytes(chosen: Path | Literal["mtp"] | None, described: Described, ch
     if chosen is None:
         return None
     spec: DrafterSpec | ModelSpec | MtpSpec
-    held: Holding | None = None
     if isinstance(chosen, Path):
         own = open_checkpoint(chosen)
         try:
-            if is_drafter(own):
-                spec = describe_drafter(own).spec
-            else:
-                model = describe(own)
-                spec, held = model.spec, hold(model.weights)
+            spec = describe_drafter(own).spec if is_drafter(own) else describe(own).spec
         finally:
             own.close()
     else:
@@ -194,9 +213,7 @@ def drafter_bytes(chosen: Path | Literal["mtp"] | None, described: Described, ch
     numbers = sum(2 * m.kv_heads * m.head_dim for layer in spec.layers if isinstance(m := layer.mixer, AttentionSpec))
 
     def size(plan: MemoryPlan) -> int:
-        size = DTYPE_BYTES[plan.kv_dtype]  # of packed weights at most, where nobody counted them
-        weights = held.weight_bytes if held is not None and plan.dtype in PACKED_DTYPES else size * spec.parameters
-        return weights + size * numbers * plan.page_size * (plan.pages[0] + 1)
+        return DTYPE_BYTES[plan.kv_dtype] * (spec.parameters + numbers * plan.page_size * (plan.pages[0] + 1))
 
     return size
 
@@ -229,10 +246,11 @@ def _fake_door(settings: Settings, speculator: Speculator) -> Door:
             lanes=settings.max_batch,
             page_size=settings.page_size,
             max_context=context,
+            checkpoints=16 if settings.cache_budget is not None else 0,
             favoured=tokenizer.encode(READABLE, add_special=False),
         )
 
-    service = make_service(make_backend, settings, speculator, observer=_observer(settings, tokenizer))
+    service = make_service(make_backend, settings, speculator, weights="fake", observer=_observer(settings, tokenizer))
     card = _card(settings, family="fake", weights="fake", capacity=service.capacity, eos=(tokenizer.eos_id or 0,), defaults={})
     return Door(service=service, tokenizer=tokenizer, template=toy_template(), card=card)
 
@@ -251,6 +269,7 @@ def _torch_door(settings: Settings, tell: Progress, speculator: Speculator) -> D
             lambda: _torch_backend(settings, described, tell, drafting),
             settings,
             speculator,
+            weights=weights + ("" if drafting is None else f" and {drafting.fingerprint}"),
             observer=_observer(settings, tokenizer),
         )
     finally:
@@ -268,24 +287,31 @@ def _torch_door(settings: Settings, tell: Progress, speculator: Speculator) -> D
 
 def _torch_backend(settings: Settings, described: Described, tell: Progress, drafting: Drafting | None) -> Backend:
     from onedraw.backends.torch.backend import TorchBackend
-    from onedraw.backends.torch.device import find_devices, packs, pick_ops, set_threads
+    from onedraw.backends.torch.device import find_devices, pick_ops, set_threads, why_no_kernels
     from onedraw.backends.torch.stack import Site
 
     require_state_dtype(settings.state_dtype, "states of recurrent layers")
     cache = settings.cache_dir or default_cache_dir()
-    devices = find_devices(settings.device_names)
     size = None if drafting is None else drafter_bytes(drafting.source, described, drafting.target)
-    plan, split = plan_devices(settings, described, devices, drafter=size, packs=packs(devices, cache))
-    names = dict.fromkeys(stage.device.name for stage in split.stages)  # stages on one device share its operations
-    threads, activation = settings.threads, split.activation
-    ops = {n: pick_ops(n, plan.dtype, activation=activation, cache=cache, threads=threads, warn=log.warning) for n in names}
-    set_threads(settings.threads, list(ops.values()))
+    devices = find_devices(settings.device_names)
+    on_cpu = all(device.kind == "cpu" for device in devices)
+    plan, split = plan_devices(
+        settings, described, devices, drafter=size, no_kernels=why_no_kernels(cache) if on_cpu and settings.dtype != "f32" else ""
+    )
+
+    def site(stage: StagePlan) -> Site:
+        name = stage.device.name
+        ops = pick_ops(name, plan.dtype, activation=split.activation, cache=cache, threads=settings.threads, warn=log.warning)
+        return Site.named(name, ops, stop=stage.stop)
+
+    sites = [site(stage) for stage in split.stages]
+    set_threads(settings.threads, [site.ops for site in sites])
     backend = TorchBackend(
         described.spec,
         described.weights,
         dtype=plan.dtype,
         activation=split.activation,
-        sites=[Site.named(stage.device.name, ops[stage.device.name], stop=stage.stop) for stage in split.stages],
+        sites=sites,
         rows=split.staging.rows,
         lanes=settings.max_batch,
         pages=plan.pages,
@@ -313,6 +339,17 @@ class Drafting:
     @property
     def named(self) -> str:
         return self.source.name if isinstance(self.source, Path) else "the model's own head"
+
+    @property
+    def fingerprint(self) -> str:
+        """Of its weights; those of a model's own head are in the model's."""
+        if not isinstance(self.source, Path):
+            return "its own head"
+        checkpoint = open_checkpoint(self.source)
+        try:
+            return checkpoint.fingerprint()
+        finally:
+            checkpoint.close()
 
     def maker(self, settings: Settings, target: Described, *, max_context: int) -> Callable[[Any, Any, Any], Any]:
         """Makes the drafter around the target's stack, once that is loaded. What does not fit is refused here."""
@@ -405,9 +442,9 @@ def _card(
 
 
 def _dtypes(capacity: Capacity) -> str:
-    """Of the products, and of the residual stream where it has another."""
+    """Of the products, and of the residual stream where it has another. Packed weights go with a float32 stream."""
     usual = "f32" if capacity.dtype in PACKED_DTYPES else capacity.dtype
-    return capacity.dtype + ("" if capacity.activation == usual else f"-{capacity.activation}")
+    return capacity.dtype + ("" if capacity.activation in (usual, capacity.dtype) else f"-{capacity.activation}")
 
 
 def _name_of(model: str) -> str:

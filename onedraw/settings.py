@@ -32,8 +32,8 @@ class Settings:
     devices: str | None = None  # instead of device: several, as in cuda:0,cuda:1,cpu
     split: str = "auto"  # layers of each device: auto, 24,8 or 0.75,0.25
     dtype: str = "auto"  # weights and products
-    activation_dtype: str = "auto"  # the residual stream, and what crosses between devices
     cpu_activations: CpuActivations = "int8"  # what packed weights are multiplied with on a CPU
+    activation_dtype: str = "auto"  # the residual stream, and what crosses between devices
     max_context: int | None = None  # tokens of one sequence, prompt and reply
     max_batch: int = 8  # sequences running at once
     turn_tokens: int = 512  # tokens computed in one turn
@@ -50,15 +50,16 @@ class Settings:
     tree_budget: int = 0  # nodes of a draft tree; 0: a chain
     trace_verify: bool = False  # print every acceptance walk
     self_check: bool = True  # compare 1 row with 2, 5, 16 and 64 at start
-    cache_dir: Path | None = None  # where pulled models are kept
+    cache_dir: Path | None = None  # where pulled models and snapshots are kept
+    cache_budget: int | None = None  # bytes of snapshots on disk; None: none are kept
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise BadSetting(f"--dtype: {self.dtype!r} is not one of {', '.join(DTYPES)}")
-        if self.activation_dtype not in ACTIVATION_DTYPES:
-            raise BadSetting(f"--activation-dtype: {self.activation_dtype!r} is not one of {', '.join(ACTIVATION_DTYPES)}")
         if self.cpu_activations not in get_args(CpuActivations):
             raise BadSetting(f"--cpu-activations: {self.cpu_activations!r} is not one of int8, f32")
+        if self.activation_dtype not in ACTIVATION_DTYPES:
+            raise BadSetting(f"--activation-dtype: {self.activation_dtype!r} is not one of {', '.join(ACTIVATION_DTYPES)}")
         if self.devices is not None and self.device != "auto":
             raise BadSetting("--devices and --device both say where the model runs; give one of them")
         if self.split != "auto" and self.devices is None:
@@ -72,6 +73,10 @@ class Settings:
                 raise BadSetting(f"--{name.replace('_', '-')}: must be at least 1, not {value}")
         if self.checkpoint_memory is not None and self.checkpoint_memory < 0:
             raise BadSetting(f"--checkpoint-memory: must be 0 (none) or more, not {self.checkpoint_memory}")
+        if self.cache_budget is not None and self.cache_budget < 1:
+            raise BadSetting(f"--cache-budget: must be at least 1 byte, not {self.cache_budget}; without it nothing is kept")
+        if self.cache_budget is not None and (not self.prefix_cache or self.checkpoint_memory == 0):
+            raise BadSetting("--cache-budget: snapshots are made of checkpoints, and those were switched off")
         if self.threads is not None and self.threads > MOST_THREADS:
             raise BadSetting(f"--threads: must be at most {MOST_THREADS}, not {self.threads}")
         if 64 % self.page_size:

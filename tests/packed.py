@@ -42,6 +42,8 @@ def random_blocks(kind: str, rows: int, width: int, rng: np.random.Generator, si
             step = size / (4.6 if kind == "Q4_K" else 9.2) / 31
             put(0, step)
             put(2, step * (7.5 if kind == "Q4_K" else 15.5))
+        case "Q3_K":
+            put(108, size / 100)
         case "Q6_K":  # signed scales of eight bits
             put(208, size / 18.5 / 74)
     return blocks.reshape(rows, -1)

@@ -130,3 +130,36 @@ def test_a_hybrid_opens_drafts_with_its_own_head_and_answers_alike(tmp_path: Pat
         open_door(Settings(model=str(bare), max_context=256, draft=("mtp",)))
     with pytest.raises(UnsupportedModel, match="its state only moves forward"):
         open_door(Settings(model=str(folder), max_context=256, draft=(str(bare),)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype"),
+    [
+        ({}, "packed"),
+        ({"cpu_activations": "f32"}, "packed-f32"),
+        ({"dtype": "f32"}, "f32"),
+        ({"devices": "cpu,cpu", "split": "1,2"}, "packed"),
+    ],
+)
+def test_a_packed_file_stays_packed_on_a_cpu_unless_told_otherwise(tmp_path: Path, changes: dict[str, Any], dtype: str) -> None:
+    file = tiny.write_gguf("llama31", tmp_path / "tiny.gguf", kind="Q8_0")
+    place = {"device": "cpu"} if "devices" not in changes else {}
+    with open_door(Settings(model=str(file), draft=("none",), **place, **changes)) as door:
+        if "torch" in door.card.device:
+            pytest.skip("no C compiler")
+        assert door.card.dtype == dtype
+        assert f"-{dtype}-c" in door.card.fingerprint
+        wishes = Wishes(temperature=0.0, max_tokens=8, ignore_eos=True, seed=1, checksums=True)
+        (reply,) = door.generate(settle(wishes, door=door, prompt=(5, 6, 7)))
+    assert len(reply.choices) == 8
+
+
+def test_packed_weights_give_one_answer_on_one_device_and_on_two(tmp_path: Path) -> None:
+    file = tiny.write_gguf("llama", tmp_path / "tiny.gguf", kind="Q4_1")
+    found = []
+    for where in ({"device": "cpu"}, {"devices": "cpu,cpu", "split": "1,2"}, {"device": "cpu", "threads": 1}):
+        with open_door(Settings(model=str(file), draft=("none",), **where)) as door:
+            wishes = Wishes(temperature=1.0, max_tokens=12, ignore_eos=True, seed=3, checksums=True)
+            found += door.generate(settle(wishes, door=door, prompt=tuple(range(5, 40))))
+    assert [(c.token, c.checksum) for c in found[0].choices] == [(c.token, c.checksum) for c in found[1].choices]
+    assert [(c.token, c.checksum) for c in found[0].choices] == [(c.token, c.checksum) for c in found[2].choices]

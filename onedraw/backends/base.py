@@ -6,8 +6,11 @@ In: Plan. Out: Outcome. What a backend cannot do stands in its Capacity, is chec
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NewType, Protocol
+from typing import Any, NewType, Protocol, runtime_checkable
+
+import numpy.typing as npt
 
 from onedraw.errors import BadSetting
 from onedraw.types import Outcome, Plan
@@ -60,6 +63,25 @@ class Backend(Protocol):
     def collect(self, ticket: Ticket) -> Outcome: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Exports(Protocol):
+    """A backend whose checkpoints can leave it and come back, bit for bit. Names and shapes do not depend on a split."""
+
+    @property
+    def identity(self) -> str:
+        """What computes the bits; where it is equal, equal inputs have equal bits."""
+        ...
+
+    def export(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, npt.NDArray[Any]]:
+        """Copies on the host: these pages of every group, and the slot's states and logits."""
+        ...
+
+    def adopt(self, slot: int | None, places: Sequence[Mapping[int, int]], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Per group, stored page → page here; the slot's states and logits, where there is a slot. Raises KeyError or
+        ValueError where the arrays are not this backend's."""
+        ...
 
 
 def require_state_dtype(dtype: str, buffer: str) -> None:

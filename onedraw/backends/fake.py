@@ -12,8 +12,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -158,6 +159,23 @@ class FakeBackend:
     def save(self, row: Row, save: Save, state: bytes, logits: Logits | None) -> None:
         assert not row.drafts, "a row that saves carries no drafts"
         self._kept[save.slot] = Kept(state, logits)
+
+    @property
+    def identity(self) -> str:
+        return "fake"
+
+    def export(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, npt.NDArray[Any]]:
+        kept = self._kept[slot]
+        found: dict[str, npt.NDArray[Any]] = {f"pages.{g}": self._stores[g][list(own)] for g, own in enumerate(pages)}
+        found["state"] = np.frombuffer(kept.state, np.uint8)
+        return found if kept.logits is None else found | {"logits": kept.logits}
+
+    def adopt(self, slot: int | None, places: Sequence[Mapping[int, int]], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        for group, own in enumerate(places):
+            for stored, page in own.items():
+                self._stores[group][page] = arrays[f"pages.{group}"][stored]
+        if slot is not None:
+            self._kept[slot] = Kept(arrays["state"].tobytes(), arrays.get("logits"))
 
     # ------------------------------------------------------------------ state
 

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from onedraw.backends.devices import Device
+from onedraw.backends.plan import WeightBytes
+from onedraw.backends.precision import product_precision
+from onedraw.errors import BadSetting
 from onedraw.models.source import Tensor
 from onedraw.models.weights import Weights, all_shapes
 
@@ -32,15 +36,9 @@ PACKED_DTYPES = ("packed", "packed-f32")  # weights as stored; activations as co
 class Holding:
     """What a stack with packed weights keeps. Counts are of weights, not of tensors in the file."""
 
-    first_bytes: int  # with the first layer: what its own inputs are made of; embeddings are looked up elsewhere
-    layer_bytes: tuple[int, ...]
-    last_bytes: int  # with the last layer: norm and head
+    weights: WeightBytes
     kept: tuple[tuple[str, int], ...]  # (kind, how many)
     converted: tuple[tuple[str, str, int], ...]  # (kind, why, how many)
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.first_bytes + sum(self.layer_bytes) + self.last_bytes
 
 
 def is_narrow(kinds: Iterable[str]) -> bool:
@@ -48,32 +46,46 @@ def is_narrow(kinds: Iterable[str]) -> bool:
     return any(kind in KEPT_KINDS and kind != "F32" for kind in kinds)
 
 
+def product_dtype(devices: Sequence[Device], *, asked: str, activations: str, stream: str, narrow: bool, no_kernels: str) -> str:
+    """What products are made of: `product_precision`, but where only CPUs compute in float32, weights as they are stored, if
+    that is asked for, or if nobody asked and it saves something. `no_kernels`: why it cannot be done here."""
+    on_cpu = all(device.kind == "cpu" for device in devices)
+    if asked == "packed":
+        if not on_cpu:
+            raise BadSetting("--dtype packed: kernels for packed weights exist for the CPU alone; use bf16 or f16")
+        if stream not in ("auto", "f32"):
+            raise BadSetting(f"--dtype packed computes in float32; --activation-dtype {stream} needs another --dtype")
+        if no_kernels:
+            raise BadSetting(f"--dtype packed: no CPU kernels: {no_kernels}; use --dtype f32")
+    elif asked != "auto" or not (on_cpu and narrow and stream in ("auto", "f32") and not no_kernels):
+        return product_precision(devices, asked=asked)
+    return "packed-f32" if activations == "f32" else "packed"
+
+
 def hold(weights: Weights) -> Holding:
     """Decide for every weight of a model. Matrices may be kept; a norm or a bias is a few float32."""
-    spec, sizes = weights.spec, Counter[int]()  # by layer, -1 for what comes before the first
+    spec = weights.spec
+    layers, ends = [0] * len(spec.layers), {"first": 0, "last": 0}
     kept: Counter[str] = Counter()
     converted: Counter[tuple[str, str]] = Counter()
-    for where in all_shapes(spec):
-        tensor = weights.tensor(*where)
-        why = why_converted(tensor)
-        place = where[0] if where[0] is not None else -1 if where[1].startswith("inputs") else len(spec.layers)
-        if len(tensor.shape) == 1 or where[1] == "conv":
-            sizes[place] += 4 * math.prod(tensor.shape)
-        elif where == (None, "inputs_embed") or (where == (None, "embed") and not spec.tied):
+    for (layer, weight), shape in all_shapes(spec).items():
+        tensor = weights.tensor(layer, weight)
+        size, why = 4 * math.prod(shape), why_converted(tensor)
+        if layer is None and (weight == "inputs_embed" or (weight == "embed" and not spec.tied)):
             kept[tensor.kind] += 1  # looked up where the file is mapped; in memory as far as it is read
-        elif why:
-            converted[tensor.kind, why] += 1
-            sizes[place] += panel_bytes(tensor.shape, "F32")
+            continue
+        if len(shape) > 1 and weight != "conv":
+            size = panel_bytes(shape, "F32" if why else tensor.kind)
+            if why:
+                converted[tensor.kind, why] += 1
+            else:
+                kept[tensor.kind] += 1
+        if layer is not None:
+            layers[layer] += size
         else:
-            kept[tensor.kind] += 1
-            sizes[place] += panel_bytes(tensor.shape, tensor.kind)
-    return Holding(
-        first_bytes=sizes[-1],
-        layer_bytes=tuple(sizes[index] for index in range(len(spec.layers))),
-        last_bytes=sizes[len(spec.layers)],
-        kept=tuple(sorted(kept.items())),
-        converted=tuple((*key, count) for key, count in sorted(converted.items())),
-    )
+            ends["first" if weight.startswith("inputs") else "last"] += size
+    found = WeightBytes(ends["first"], tuple(layers), ends["last"])
+    return Holding(found, tuple(sorted(kept.items())), tuple((*key, count) for key, count in sorted(converted.items())))
 
 
 def why_converted(tensor: Tensor) -> str:

@@ -32,11 +32,23 @@ class GroupPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightBytes:
+    """Bytes of packed weights: with the first layer, of each layer, with the last one."""
+
+    first: int
+    layers: tuple[int, ...]
+    last: int
+
+    @property
+    def total(self) -> int:
+        return self.first + sum(self.layers) + self.last
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """The sizes an engine runs with, and the bytes they cost."""
 
     dtype: str
-    kv_dtype: str  # of keys and values
     max_context: int
     max_batch: int
     page_size: int
@@ -47,6 +59,8 @@ class MemoryPlan:
     draft_bytes: int  # of one place
     checkpoints: int
     checkpoint_bytes: int  # of one
+    kv_dtype: str  # of keys and values
+    weights: WeightBytes | None = None  # where they are packed
 
     @property
     def pages(self) -> tuple[int, ...]:
@@ -76,7 +90,7 @@ def memory_plan(
     spec: ModelSpec,
     *,
     dtype: str,
-    weight_bytes: int | None = None,
+    weights: WeightBytes | None = None,
     max_context: int | None = None,
     max_batch: int,
     page_size: int,
@@ -90,11 +104,13 @@ def memory_plan(
 ) -> MemoryPlan:
     """Sizes for a model. `kv_memory` None: enough for max_batch full sequences, within default_kv_bytes.
 
-    `weight_bytes`: of weights that are not all of `dtype`, and then `kv_dtype` says what pages hold.
+    `weights`: bytes of packed weights; everything else is float32 then.
+
     `max_context` None: the model's own, shortened where one such sequence is over the memory for pages.
     `drafts`: how many a lane may carry, 0 where drafting is off; only recurrent layers need room for them.
     """
-    if dtype not in DTYPE_BYTES and (weight_bytes is None or kv_dtype is None):
+    kv_dtype = kv_dtype or ("f32" if weights is not None else dtype)
+    if kv_dtype not in DTYPE_BYTES:
         raise BadSetting(f"--dtype: no plan for {dtype!r}; a plan needs one of {', '.join(DTYPE_BYTES)}")
 
     def needs(context: int) -> list[tuple[int, int]]:
@@ -102,7 +118,7 @@ def memory_plan(
         turn = turn_tokens + MOST_DRAFTS
         spans = [context if window is None else min(context, window + turn) for window in spec.windows]
         return [
-            (pages_for(span, page_size) + (span < context), spec.group_page_bytes(group, page_size, kv_dtype or dtype))
+            (pages_for(span, page_size) + (span < context), spec.group_page_bytes(group, page_size, kv_dtype))
             for group, span in enumerate(spans)
         ]
 
@@ -124,11 +140,12 @@ def memory_plan(
     checkpoint_bytes = lane_bytes + padded_vocab(spec) * STATE_BYTES
     return MemoryPlan(
         dtype=dtype,
-        kv_dtype=kv_dtype or dtype,
         max_context=context,
         max_batch=max_batch,
         page_size=page_size,
-        weight_bytes=spec.parameters * DTYPE_BYTES[dtype] if weight_bytes is None else weight_bytes,
+        weight_bytes=spec.parameters * DTYPE_BYTES[dtype] if weights is None else weights.total,
+        weights=weights,
+        kv_dtype=kv_dtype,
         groups=tuple(groups),
         lane_bytes=lane_bytes,
         draft_positions=_draft_positions(spec, drafts * max_batch, draft_memory),

@@ -6,7 +6,7 @@ The dtype of weights and products is another setting, and takes this table's ans
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Literal, assert_never
 
 from onedraw.backends.devices import Device, compute_capability
@@ -50,22 +50,9 @@ def weakest(found: Iterable[Precision]) -> Precision:
     return min(found, key=PRECISIONS.index, default="f32")
 
 
-def product_precision(
-    devices: Sequence[Device], *, asked: str = "auto", activation: str = "f32", packs: bool = False, coded: bool = True
-) -> str:
-    """Dtype of weights and products: what was asked for, else the table's answer for the set.
-
-    `packs`: products can read weights as they are stored, and gain by it. That exists on CPUs and for a float32 stream; auto
-    means it there. `coded`: activations meet such weights as codes of 8 bits; else the answer is packed-f32.
-    """
-    others = [device.name for device in devices if device.kind != "cpu"]
-    if asked == "packed" and others:
-        raise BadSetting(f"--dtype packed: kernels for packed weights exist for the CPU, not for {others[0]}; use bf16 or f16")
-    if asked == "packed" and activation != "f32":
-        raise BadSetting(f"--dtype packed: goes with an f32 residual stream, not with --activation-dtype {activation}")
-    if asked == "auto":
-        asked = "packed" if packs and not others and activation == "f32" else weakest(map(device_precision, devices))
-    return "packed-f32" if asked == "packed" and not coded else asked
+def product_precision(devices: Iterable[Device], *, asked: str = "auto") -> str:
+    """Dtype of weights and products: what was asked for, else the table's answer for the set."""
+    return asked if asked != "auto" else weakest(map(device_precision, devices))
 
 
 def activation_precision(devices: Iterable[Device], *, asked: str = "auto", products: str = "auto") -> Precision:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from onedraw.backends.devices import Device
-from onedraw.backends.packing import Holding
 from onedraw.backends.placement import Loads, legal_cuts, place
 from onedraw.backends.plan import MemoryPlan, padded_vocab
 from onedraw.backends.staging import StagingPlan, inputs_behind, row_bytes, staging_plan
@@ -55,17 +54,15 @@ def plan_split(
     activation: str,
     turn_tokens: int,
     beside: int = 0,
-    held: Holding | None = None,
 ) -> SplitPlan:
-    """`beside`: bytes of a drafter, which lives with the last stage. `held`: the bytes of weights that stay as stored."""
+    """`beside`: bytes of a drafter, which lives with the last stage."""
     devices = [_usable(device) for device in devices]
     tokens = max(turn_tokens, plan.max_batch) + CHUNK  # a prompt moves by one chunk beside whatever else runs
     widest = min(1, len(spec.layers) - 1)
     rows = staging_plan(spec, (widest,) * (len(devices) - 1), tokens=tokens, dtype=activation).rows
     boundary = rows * row_bytes(spec.hidden, activation, inputs=inputs_behind(spec, widest)) if len(devices) > 1 else 0
-    figures = [_layer(spec, plan, index, held) for index in range(len(spec.layers))]
-    apart = len({d.name for d in devices}) > 1
-    first, last = _outer(spec, plan, apart=apart) if held is None else (held.first_bytes, held.last_bytes)
+    figures = [_layer(spec, plan, index) for index in range(len(spec.layers))]
+    first, last = _outer(spec, plan, apart=len({d.name for d in devices}) > 1)
     logits = plan.checkpoints * padded_vocab(spec) * STATE_BYTES
     loads = Loads(tuple(map(sum, figures)), first, last + logits + beside, boundary)
     ranges = place(loads, devices, cuts=legal_cuts(spec.layers), split=split)
@@ -109,13 +106,13 @@ def _usable(device: Device) -> Device:
     return replace(device, memory=int(device.memory * (1 - RESERVE)))
 
 
-def _layer(spec: ModelSpec, plan: MemoryPlan, index: int, held: Holding | None) -> tuple[int, int, int]:
+def _layer(spec: ModelSpec, plan: MemoryPlan, index: int) -> tuple[int, int, int]:
     """Weights, pages, states."""
     group, mixer = spec.group(index), spec.layers[index].mixer
     pages = 0 if group is None else (plan.pages[group] + 1) * spec.page_bytes(index, plan.page_size, plan.kv_dtype)
     states = spec.lane_bytes(index) * (plan.max_batch + plan.checkpoints)
     rollback = plan.draft_positions * mixer.draft_bytes if isinstance(mixer, DeltaSpec) else 0
-    weights = spec.weight_bytes(index, plan.dtype) if held is None else held.layer_bytes[index]
+    weights = spec.weight_bytes(index, plan.dtype) if plan.weights is None else plan.weights.layers[index]
     return weights, pages, states + rollback
 
 
@@ -124,6 +121,8 @@ def _outer(spec: ModelSpec, plan: MemoryPlan, *, apart: bool) -> tuple[int, int]
 
     The table of the layers' own inputs stays where the checkpoint lies.
     """
+    if plan.weights is not None:  # of devices that share their memory, so nothing is there twice
+        return plan.weights.first, plan.weights.last
     size = DTYPE_BYTES[plan.dtype]
     shapes = {name: math.prod(shape) * size for name, shape in spec.outer_shapes().items()}
     first = sum(shapes.get(name, 0) for name in ("embed", "inputs_project", "inputs_project_norm"))

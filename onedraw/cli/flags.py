@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from onedraw.errors import BadSetting
-from onedraw.settings import ACTIVATION_DTYPES, DTYPES, Settings, size_in_bytes
+from onedraw.settings import DTYPES, Settings, size_in_bytes
 from onedraw.wishes import Wishes
 
 # A switch that is on by default is spelled --no-…, and its line says what that does.
@@ -28,9 +28,9 @@ SETTINGS_HELP: Mapping[str, str] = {
     "split": "how: auto (by their memory, accelerators first), layers (24,8) or shares (0.75,0.25)",
     "dtype": "of weights and products; packed: weights as they are stored; auto: packed on a CPU where that is narrower than "
     "f32, the device's own elsewhere",
+    "cpu_activations": "what packed weights meet on a CPU: int8, rounded per 32 numbers, or f32, exact and slower",
     "activation_dtype": "of the residual stream and of what crosses between devices; auto: what the weakest device computes in "
     "(default: ONEDRAW_ACTIVATION_DTYPE, or auto)",
-    "cpu_activations": "what packed weights meet on a CPU: int8, rounded per 32 numbers, or f32, exact and slower",
     "max_context": "tokens of one sequence, prompt and reply (default: the model's, as far as memory goes)",
     "max_batch": "sequences running at once",
     "turn_tokens": "tokens computed in one turn; smaller turns keep other replies flowing during a long prompt",
@@ -48,6 +48,8 @@ SETTINGS_HELP: Mapping[str, str] = {
     "tree_budget": "nodes of a draft tree; 0: a chain",
     "trace_verify": "print to stderr what became of every guess",
     "self_check": "do not compare one row with many at start",
+    "cache_budget": "keep snapshots of prompts in the cache folder, within so much, like 20GiB: a prompt that was computed "
+    "before a restart need not be computed after it",
     "cache_dir": "where pulled models are kept (default: ONEDRAW_CACHE, or the user's cache folder)",
 }
 
@@ -94,7 +96,7 @@ NO_DRAFT_WINDOW = (
 
 Parsed = TypeVar("Parsed")
 
-SIZES = ("kv_memory", "draft_memory", "checkpoint_memory")  # written like 2GiB
+SIZES = ("kv_memory", "draft_memory", "checkpoint_memory", "cache_budget")  # written like 2GiB
 NOT_FLAGS = ("model",)  # the model is an argument, not an option
 
 
@@ -185,10 +187,8 @@ def _flag(name: str, hint: Any, *, default: Any, text: str) -> Flag:
 def _value_options(name: str, kind: Any) -> dict[str, Any]:
     if name in SIZES:
         return {"type": argument_type(size_in_bytes), "metavar": "SIZE"}
-    if name == "dtype":
+    if name in ("dtype", "activation_dtype"):
         return {"choices": DTYPES}
-    if name == "activation_dtype":
-        return {"choices": ACTIVATION_DTYPES}
     if name == "devices":
         return {"metavar": "D,D…"}
     if name == "split":

@@ -33,7 +33,7 @@ EXAMPLES = """examples:
 """
 NO_EFFECT = (
     *("served_name", "queue_limit", "backend", "threads", "prefix_cache", "self_check"),
-    *("draft_tokens", "tree_budget", "trace_verify"),
+    *("draft_tokens", "tree_budget", "trace_verify", "cache_budget"),
 )
 
 
@@ -236,7 +236,10 @@ def rows(report: Mapping[str, Any]) -> list[list[str]]:
         ["end of reply", ", ".join(map(str, report["eos_ids"])) or "no id ends a reply"],
         ["tokenizer", report["tokenizer"]],
         ["drafts", ", ".join(report["drafts"]) or "none: --draft none"],
-        ["weights", f"{human_bytes(memory['weight_bytes'])} as {memory['dtype']}"],
+        [
+            "weights",
+            f"{human_bytes(memory['weight_bytes'])} as {memory['dtype']}",
+        ],
         *holding_rows(report["holding"]),
         ["residual stream", report["activation_dtype"]],
         *(["pages" if i == 0 else "", page_words(group, memory["page_size"])] for i, group in enumerate(memory["groups"])),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from onedraw.backends.base import Backend
 from onedraw.engine.scheduler import Member, Scheduler
 from onedraw.engine.sequence import Sequence
+from onedraw.engine.shelf import Shelf
 from onedraw.engine.stats import Drafted, Stats
 from onedraw.errors import Barren, NotFinite, OnedrawError, TurnFailed
 from onedraw.speculation.tree import chain_length, depth
@@ -47,10 +48,14 @@ COUNTED = (
 class Engine:
     """Owner: the engine thread of the service, or whoever calls `turn` in a test."""
 
-    def __init__(self, *, backend: Backend, scheduler: Scheduler, observer: Observer | None = None) -> None:
+    def __init__(
+        self, *, backend: Backend, scheduler: Scheduler, observer: Observer | None = None, shelf: Shelf | None = None
+    ) -> None:
         self.backend = backend
         self.scheduler = scheduler
-        self._observer = observer
+        self._observer, self._shelf = observer, shelf
+        if shelf is not None:
+            scheduler.fetch = shelf.fetch
         self._live: dict[str, tuple[Sequence, Sink]] = {}
         self._totals = dict.fromkeys(COUNTED, 0)
         self._seconds = 0.0
@@ -82,6 +87,13 @@ class Engine:
         self._count(members, outcome)
         for member, result in zip(members, outcome.rows, strict=True):
             self._settle(member, result)
+        if self._shelf is not None:  # when everybody has heard
+            self._shelf.keep()
+
+    def close(self) -> None:
+        if self._shelf is not None:
+            self._shelf.close()
+        self.backend.close()
 
     def stats(self) -> Stats:
         ledger, guessed = self.scheduler.ledger, self.scheduler.speculator.stats()
@@ -101,6 +113,8 @@ class Engine:
             turn_seconds=self._seconds,
             accepted_per_position=guessed.accepted_per_position,
             drafted_by=tuple(Drafted(source, *counts) for source, counts in guessed.by_source.items()),
+            snapshots_saved=0 if self._shelf is None else self._shelf.saved,
+            snapshots_restored=0 if self._shelf is None else self._shelf.restored,
             propose_seconds=guessed.propose_seconds,
             **self._totals,
         )

@@ -11,6 +11,7 @@ whole prompt comes from a checkpoint generates at once, with a row of no tokens.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from onedraw.backends.base import Capacity
@@ -18,7 +19,7 @@ from onedraw.engine.sequence import Sequence
 from onedraw.memory.ledger import Ledger
 from onedraw.memory.span import longest_row
 from onedraw.speculation.speculator import NOTHING, Guess, Speculator
-from onedraw.types import Draft, Row
+from onedraw.types import Draft, History, Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
+        self.fetch: Callable[[History], None] | None = None  # brings in what is known of a prompt elsewhere
 
     @property
     def idle(self) -> bool:
@@ -86,6 +88,9 @@ class Scheduler:
         while self.waiting:
             sequence = self.waiting[0]
             more, reuse = min(sequence.room, 1), not sequence.bypasses_cache
+            if self.fetch is not None and reuse and self.ledger.lanes.available and not sequence.looked_up:
+                sequence.looked_up = True
+                self.fetch(sequence.history)
             lease = self.ledger.lend(sequence.history, reuse=reuse, more=more, step=self.longest_row)
             if lease is None:
                 return

@@ -28,6 +28,7 @@ class Sequence:
     rejected: int = 0
     scored: list[Logprobs] = field(default_factory=list)
     guesses: tuple[Draft, ...] = ()  # the backend's own, for the next row
+    looked_up: bool = False  # on the disk, before it was first admitted
     told_scores: bool = False  # the prompt's logprobs went out; a recomputation need not make them again
 
     def __post_init__(self) -> None:

@@ -147,7 +147,7 @@ class Service:
             self._stats = engine.stats()
         engine.fail_all(Draining("the server was shut down before this request finished"))
         self._stats = engine.stats()
-        engine.backend.close()
+        engine.close()
 
     def _listen(self, engine: Engine) -> bool:
         """Take in arrivals and cancellations; sleep while there is nothing to do. False: stop."""

@@ -33,6 +33,8 @@ class Stats:
     restores: int = 0  # rows that began with a checkpoint
     whole_prompts: int = 0  # of them, rows that had nothing left to compute
     page_copies: int = 0
+    snapshots_saved: int = 0  # checkpoints written to the disk
+    snapshots_restored: int = 0  # prompts that began with one
     prefix_queries: int = 0  # tokens looked up
     prefix_hits: int = 0  # tokens found
     prompt_tokens: int = 0  # computed as prompt, recomputation counts again

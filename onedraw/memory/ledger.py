@@ -61,13 +61,14 @@ class Ledger:
             for number, group in enumerate(sizes.groups)
         )
         self.lanes = Slots(sizes.lanes)
-        self.slots = CheckpointSlots(sizes.checkpoints if reuse else 0, give_up=self._dissolve)
+        self.slots = CheckpointSlots(sizes.checkpoints if reuse else 0, give_up=self.dissolve)
         self.leases: dict[int, Lease] = {}  # by lane
         self.saving: set[tuple[int, ...]] = set()  # prefixes whose checkpoints are about to be filled
         self.queried = 0  # tokens looked up in the index
         self.hit = 0  # tokens found there
         self.let_go = 0  # pages that a window had passed
         self.saved = 0  # checkpoints
+        self.news: list[tuple[Checkpoint, tuple[int, ...]]] | None = None  # ends of prompts in this turn, where somebody asks
 
     @property
     def pages_held(self) -> int:
@@ -206,10 +207,13 @@ class Ledger:
         pages = tuple(held[depth] for held in lease.pages) if tail else ()
         checkpoint = Checkpoint(node, tail, pending.position, pending.slot, pending.logits, pages)
         if before is not None:
-            self._dissolve(before)
+            self.dissolve(before)
         self.index.keep(checkpoint)
         self.slots.keep(checkpoint)
         self.saved += 1
+        last = len(lease.prompt) - len(lease.prompt) % self.needs.chunk
+        if self.news is not None and (pending.logits or pending.position == last):
+            self.news.append((checkpoint, pending.tokens))
 
     def give_back(self, lease: Lease) -> None:
         if lease.opening is not None:
@@ -226,9 +230,10 @@ class Ledger:
     def _forget(self, group: int, page: int) -> None:
         """An idle page gets new content."""
         for checkpoint in self.index.forget(group, page):
-            self._dissolve(checkpoint)
+            self.dissolve(checkpoint)
 
-    def _dissolve(self, checkpoint: Checkpoint) -> None:
+    def dissolve(self, checkpoint: Checkpoint) -> None:
+        """Forget a checkpoint; its slot is free."""
         for group, page in self.index.remove(checkpoint):
             self.pools[group].unindexed(page)
         self.slots.give_back(checkpoint.slot)

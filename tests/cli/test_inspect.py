@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from onedraw.cli.inspect import in_words
-from tests import tiny_modern
+from tests import tiny, tiny_modern
 from tests.cli.running import Terminal
 
 HIDDEN, WIDTH, HEADS, KV_HEADS, VOCAB, LAYERS = 32, 64, 4, 2, 96, 3
@@ -181,3 +181,15 @@ def test_a_weaker_device_decides_for_all(folder: Path, terminal: Terminal) -> No
 def test_a_split_that_cannot_be_is_said(folder: Path, terminal: Terminal, given: tuple[str, ...], said: str) -> None:
     assert terminal.run("inspect", str(folder), *given) != 0
     assert said in terminal.err
+
+
+def test_what_stays_packed_and_what_does_not_is_said(terminal: Terminal, tmp_path: Path) -> None:
+    file = tiny.write_gguf("llama", tmp_path / "tiny.gguf", kind="Q8_0")
+    told = terminal.json("inspect", str(file), "--device", "cpu", "--json")
+    assert told["memory"]["dtype"] == "packed"
+    assert told["holding"]["kept"] == [["Q8_0", 22]]
+    assert told["holding"]["converted"] == []
+    assert told["memory"]["weight_bytes"] < told["parameters"] * 2
+    assert terminal.run("inspect", str(file), "--device", "cpu") == 0
+    assert "Q8_0 × 22; norms and biases are f32" in terminal.out
+    assert terminal.json("inspect", str(file), "--device", "cpu", "--dtype", "f32", "--json")["holding"] is None

@@ -14,7 +14,9 @@ import numpy as np
 from onedraw.backends.base import Backend
 from onedraw.engine.engine import Engine, Event
 from onedraw.engine.scheduler import Scheduler
+from onedraw.engine.shelf import Shelf
 from onedraw.engine.stats import Stats
+from onedraw.memory.disk import SnapshotFolder
 from onedraw.memory.ledger import Ledger
 from onedraw.speculation.proposer import Proposer, chain
 from onedraw.speculation.speculator import Speculator
@@ -55,6 +57,8 @@ class Schedule:
     arrivals: tuple[int, ...] = ()  # the turn before which each request arrives; missing: 0
     cancels: tuple[tuple[int, int], ...] = ()  # (turn, index of the request)
     ledger: type[Ledger] = Ledger
+    snapshots: SnapshotFolder | None = None  # on disk, and closed at the end
+    fewest: int = 8  # tokens that are worth a snapshot
 
 
 def run(backend: Backend, requests: Sequence[Request], schedule: Schedule) -> tuple[list[Answer], Stats]:
@@ -64,7 +68,9 @@ def run(backend: Backend, requests: Sequence[Request], schedule: Schedule) -> tu
     proposers = [schedule.proposer] if schedule.proposer else []
     speculator = schedule.speculator or Speculator(proposers, draft_tokens=64)
     scheduler = Scheduler(ledger=ledger, capacity=capacity, speculator=speculator, turn_tokens=schedule.turn_tokens)
-    engine = Engine(backend=backend, scheduler=scheduler)
+    folder = schedule.snapshots
+    shelf = None if folder is None else Shelf(folder, ledger=ledger, backend=backend, fewest=schedule.fewest)
+    engine = Engine(backend=backend, scheduler=scheduler, shelf=shelf)
     answers = [Answer() for _ in requests]
     pending = sorted(range(len(requests)), key=lambda i: schedule.arrivals[i] if i < len(schedule.arrivals) else 0)
     turn = 0
@@ -79,6 +85,8 @@ def run(backend: Backend, requests: Sequence[Request], schedule: Schedule) -> tu
         ledger.audit_all()
         turn += 1
         assert turn < 20_000, "the engine does not come to an end"
+    if folder is not None:
+        folder.close()
     assert ledger.pages_held == 0
     assert ledger.lanes.available == capacity.lanes
     return answers, engine.stats()

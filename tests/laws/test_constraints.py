@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,7 @@ from onedraw.text.tokenizer import Tokenizer
 from onedraw.text.toy import toy_tokenizer
 from onedraw.types import Bits, Choice, Constraint, History, Request, Row, SamplingParams
 from tests import tiny
+from tests.backends.torch.judge import Fixed
 from tests.laws import test_torch
 from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, random_params, run
 
@@ -230,11 +231,3 @@ def test_the_device_keeps_only_what_is_allowed_and_gives_the_laws_bits() -> None
     for row, position in enumerate(positions):
         expected = choice(logits[row], position.params, position.history)
         assert chosen[row] == expected
-
-
-@dataclass(frozen=True)
-class Fixed:
-    bits: Bits
-
-    def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> Bits | None:
-        return self.bits

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from onedraw.backends.base import Capacity, PageGroup, Ticket
 from onedraw.backends.outcome import row_outcome
-from onedraw.backends.packing import PACKED_DTYPES
 from onedraw.backends.staging import FEWEST_ROWS, most_tokens
-from onedraw.backends.torch.device import DTYPES
+from onedraw.backends.torch.device import DTYPES, hardware_name
 from onedraw.backends.torch.inputs import Inputs, Shape, Span, make_inputs
 from onedraw.backends.torch.layers.linear import strictest
 from onedraw.backends.torch.loader import LANE, WeightSource, padded
@@ -52,6 +52,11 @@ class Drafter(Protocol):
     @property
     def lookahead(self) -> int:
         """Positions past a row that it writes to."""
+        ...
+
+    @property
+    def state(self) -> State:
+        """Its pages, numbered like those of the target's first group."""
         ...
 
     def open(self, rows: Sequence[Row]) -> None:
@@ -144,7 +149,7 @@ class TorchBackend:
             turn_tokens=most_tokens(rows, chunk=CHUNK) if len(sites) > 1 else None,
             device="+".join(sorted({site.ops.name for site in sites})),
             dtype=dtype,
-            activation=activation or ("f32" if dtype in PACKED_DTYPES else dtype),
+            activation=activation or dtype,
         )
         self._tickets = itertools.count()
         self._outcomes: dict[Ticket, Outcome] = {}
@@ -166,6 +171,36 @@ class TorchBackend:
         self._outcomes.clear()
         for name in ("_stack", "_states", "_sampler", "_drafter"):
             self.__dict__.pop(name, None)
+
+    # ------------------------------------------------------------------ to and from the disk
+
+    @property
+    def identity(self) -> str:
+        """What computes the bits: operations, hardware, library and how rows are offered to it; not the split."""
+        stages = self._stack.stages
+        parts = sorted({f"{stage.ops.name} on {hardware_name(stage.device)}" for stage in stages})
+        tiles = sorted({str(getattr(stage.ops, "tile_heights", "")) for stage in stages})
+        return f"{', '.join(parts)}; torch {torch.__version__}; {self._shape.rule}; {tiles}"
+
+    @torch.inference_mode()
+    def export(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, npt.NDArray[Any]]:
+        found = {"logits": self._kept.rows[slot].cpu().clone()}
+        for name, state in self._remembering():
+            found |= {f"{name}.{part}": tensor for part, tensor in state.export(slot, pages).items()}
+        return {name: as_stored(tensor) for name, tensor in found.items()}
+
+    @torch.inference_mode()
+    def adopt(self, slot: int | None, places: Sequence[Mapping[int, int]], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        for name, state in self._remembering():
+            own = {part.removeprefix(f"{name}."): array for part, array in arrays.items() if part.startswith(f"{name}.")}
+            state.adopt(slot, places, {part: as_tensor(array, self._stack.dtype) for part, array in own.items()})
+        if slot is not None and "logits" in arrays:
+            self._kept.keep(slot, as_tensor(arrays["logits"], torch.float32).to(self._device))
+
+    def _remembering(self) -> list[tuple[str, State]]:
+        """Everything with pages: the stages under one name, since layers have numbers of their own, and the drafter."""
+        own = [("layer", state) for state in self._states]
+        return own if self._drafter is None else [*own, ("drafter", self._drafter.state)]
 
     # ------------------------------------------------------------------ one turn
 
@@ -254,6 +289,16 @@ class TorchBackend:
                 found.extend(self._sampler.score(logits, part, row.params.prompt_logprobs or 0))
             scored[i] = tuple(found)
         return scored
+
+
+def as_stored(tensor: Tensor) -> npt.NDArray[Any]:
+    """numpy knows no bf16: its bits are stored as integers."""
+    return tensor.view(torch.int16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+
+
+def as_tensor(array: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if tensor.dtype == torch.int16 and dtype == torch.bfloat16 else tensor
 
 
 @torch.inference_mode()

@@ -5,7 +5,8 @@ In: what was asked for. Out: devices with what this machine says of them, or an 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import platform
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -17,11 +18,11 @@ from onedraw.backends.torch.kernels.cpu import CpuOps, Packing
 from onedraw.backends.torch.ops import Ops, TorchOps
 from onedraw.errors import BadSetting
 
-DEFAULT_THREADS = torch.get_num_threads()  # what torch found, or OMP_NUM_THREADS said
 DTYPES = {
     **{"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16},
     **dict.fromkeys(PACKED_DTYPES, torch.float32),  # of activations, keys and values
 }
+DEFAULT_THREADS = torch.get_num_threads()  # what torch found, or OMP_NUM_THREADS said
 
 
 def find_devices(names: Sequence[str]) -> list[Device]:
@@ -57,12 +58,24 @@ def _free_memory() -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
-def packs(devices: Sequence[Device], cache: Path) -> bool:
-    """Whether products can read weights as they are stored: our kernels for CPUs do, where they can be built."""
-    return all(device.kind == "cpu" for device in devices) and build(cache).library is not None
+def hardware_name(device: torch.device) -> str:
+    """The kind of chip behind a device: equal names compute equal bits."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return f"{model} ({torch.backends.cpu.get_cpu_capability()})"
 
 
-def set_threads(count: int | None, ops: Sequence[Ops]) -> None:
+def why_no_kernels(cache: Path) -> str:
+    """Why our CPU kernels cannot be built here; nothing where they can."""
+    return build(cache).reason
+
+
+def set_threads(count: int | None, ops: Iterable[Ops]) -> None:
     """Torch's threads on the calling thread from now on; None leaves its own choice.
 
     Beside kernels with a team of their own torch has little left to do, and gets one thread: the idle threads of its pool
@@ -90,8 +103,6 @@ def pick_ops(
         if built.library is not None:
             packing = Packing(as_stored=packed, coded=dtype == "packed")
             return CpuOps(built.library, threads=threads or DEFAULT_THREADS, packing=packing)
-        if packed:
-            raise BadSetting(f"--dtype packed: no CPU kernels: {built.reason}; use --dtype f32")
         warn(f"no CPU kernels: {built.reason}; computing with plain torch, slower and with other low bits")
     if torch.device(device).type == "cuda":
         return _cuda_ops(torch.device(device), DTYPES[dtype], warn)

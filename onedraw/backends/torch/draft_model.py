@@ -92,6 +92,10 @@ class DraftModel:
     def lookahead(self) -> int:
         return self._length + 1
 
+    @property
+    def state(self) -> State:
+        return self._model.state
+
     def open(self, rows: Sequence[Row]) -> None:
         self._model.state.open(rows)
 

@@ -73,7 +73,7 @@ class DflashDrafter:
             self._layers.append(load_layer(index, layer, loader, self._ops, spec.eps))
             self._contexts.append(loader.linear(index, "k", "v"))
         sizes = Sizes(pages=self._shape.scratch, page_size=shape.page_size)
-        self._state = State(spec.layers, sizes, dtype=target.dtype, device=self._device)
+        self.state = State(spec.layers, sizes, dtype=target.dtype, device=self._device)
         self._ropes = rope_tables(spec.layers, max_context + spec.block, dtype=target.dtype, device=self._device)
         self._ranker = Ranker(lanes)
 
@@ -90,7 +90,7 @@ class DflashDrafter:
         return self._spec.block
 
     def open(self, rows: Sequence[Row]) -> None:
-        self._state.open(rows)
+        self.state.open(rows)
 
     def guess(self, turn: Turned) -> list[tuple[Draft, ...]]:
         plan, rows = turn.plan, turn.rows
@@ -122,7 +122,7 @@ class DflashDrafter:
         joined = torch.cat([feature.index_select(0, index) for feature in features], dim=1).to(self._target.dtype)  # [M, n * Et]
         context = self._ops.rms_norm(self._fc(joined), self._hidden_norm, self._spec.eps)
         preparation = Preparation(self._ops, placed, self._ropes)
-        for layer, linear, store in zip(self._layers, self._contexts, self._state.stores, strict=True):
+        for layer, linear, store in zip(self._layers, self._contexts, self.state.stores, strict=True):
             own, mixer, prepared = layer.mixer, layer.spec.attention, preparation.of(layer.spec.attention)
             assert isinstance(own, Attention)
             assert isinstance(store, PageStore)
@@ -152,7 +152,7 @@ class DflashDrafter:
         }
         x = self._embed(next(iter(placed.values())).tokens)
         preparations = {causal: Preparation(self._ops, inputs, self._ropes) for causal, inputs in placed.items()}
-        for layer, causal, store in zip(self._layers, self._spec.causal_in_block, self._state.stores, strict=True):
+        for layer, causal, store in zip(self._layers, self._spec.causal_in_block, self.state.stores, strict=True):
             prepared = preparations[causal].of(layer.spec.attention)
             x = run_layer(x, layer, ops=self._ops, store=store, prepared=prepared, eps=self._spec.eps)
         x = self._ops.rms_norm(x, self._norm, self._spec.eps)

@@ -72,7 +72,7 @@ class Experts:
             select_bias=loader.wide(index, "select_bias") if spec.select_bias else None,
             expert_scale=loader.wide(index, "expert_scale") if spec.expert_scale else None,
             router_scale=loader.wide(index, "router_scale") if spec.own_router_norm else None,
-            bank=loader.bank(index, spec.activation, pad=LANE),
+            bank=loader.bank(index, spec.activation),
             shared=Mlp.load(index, shared, loader, ("shared_gate", "shared_up", "shared_down")) if spec.shared else None,
             shared_route=loader.linear(index, "shared_route", pad=LANE) if spec.shared_gate else None,
             eps=eps,

@@ -68,14 +68,26 @@ class Loader:
         call, so whoever takes them there keeps a copy, never the tensor itself."""
         return self._joined(layer, names, pad=pad, pad_columns=pad_columns, take=self._take)
 
-    def bank(self, layer: int, activation: Activation, *, pad: int) -> Bank:
-        """The experts of a layer: as they are stored where the operations take them so. Their width is padded."""
-        wide = self._stored_experts(layer, "expert_gate", "expert_up", pad=pad)
-        narrow = self._stored_experts(layer, "expert_down", pad_columns=pad)
-        if wide and narrow:
-            return PlainBank(tuple(wide), tuple(narrow), activation, self._ops.gated)
-        gate_up = self.experts(layer, "expert_gate", "expert_up", pad=pad)
-        return self._ops.bank(gate_up, self.experts(layer, "expert_down", pad_columns=pad), activation)
+    def bank(self, layer: int, activation: Activation) -> Bank:
+        """The experts of a layer, as they are stored where the operations take them so."""
+        gate_up = self._stored_experts(layer, "expert_gate", "expert_up", pad=LANE)
+        down = self._stored_experts(layer, "expert_down", pad_columns=LANE)
+        if gate_up and down:
+            return PlainBank(gate_up, down, activation, self._ops.gated)
+        first = self.experts(layer, "expert_gate", "expert_up", pad=LANE)
+        return self._ops.bank(first, self.experts(layer, "expert_down", pad_columns=LANE), activation)
+
+    def _stored_experts(self, layer: int, *names: str, pad: int = 1, pad_columns: int = 1) -> tuple[Linear, ...]:
+        """Per expert the product of its matrices joined by rows; nothing where the operations want float tensors."""
+        tensors = [self._source.tensor(layer, name) for name in names]
+        found: list[Linear] = []
+        for number in range(tensors[0].shape[0]):
+            own = [Matrix(tensor, number) for tensor in tensors]
+            linear = self._ops.stored(own, bias=None, pad=pad, pad_columns=pad_columns)
+            if linear is None:
+                return ()
+            found.append(linear)
+        return tuple(found)
 
     def experts(self, layer: int, *names: str, pad: int = 1, pad_columns: int = 1) -> list[Tensor]:
         """Stacks [experts, rows, columns] → per expert the matrices joined by rows and padded, in memory of their own."""
@@ -84,18 +96,6 @@ class Loader:
         for parts in zip(*stacks, strict=True):
             padded = [F.pad(m, (0, -m.shape[1] % pad_columns, 0, -m.shape[0] % pad)) for m in parts]
             found.append(torch.cat(padded).to(device=self._device, dtype=self._dtype))
-        return found
-
-    def _stored_experts(self, layer: int, *names: str, pad: int = 1, pad_columns: int = 1) -> list[Linear]:
-        """Per expert the product of its matrices; none where the operations want float tensors."""
-        tensors = [self._source.tensor(layer, name) for name in names]
-        found: list[Linear] = []
-        for number in range(tensors[0].shape[0]):
-            own = [Matrix(tensor, number) for tensor in tensors]
-            linear = self._ops.stored(own, bias=None, pad=pad, pad_columns=pad_columns)
-            if linear is None:
-                return []
-            found.append(linear)
         return found
 
     def _take(self, shape: tuple[int, ...]) -> Tensor:
@@ -130,3 +130,17 @@ class Loader:
 
 def padded(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
+
+
+def table_rows(table: Tensor) -> Callable[[Tensor], Tensor]:
+    """Rows of a table [V', E] by token, on its device."""
+    return lambda tokens: table.index_select(0, tokens.to(table.device))
+
+
+def kept_rows(head: Linear, source: WeightSource, *, tied: bool) -> Callable[[Tensor], Tensor]:
+    """Rows by token where weights can be looked up: a tied one is there once, in the head, and the few rows of another are
+    read where the checkpoint lies."""
+    if tied:
+        return head.rows
+    stored = source.tensor(None, "embed")
+    return lambda tokens: torch.from_numpy(stored.take_rows(tokens.numpy()).float32())

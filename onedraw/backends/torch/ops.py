@@ -163,10 +163,20 @@ class Prepared:
     rows: list[Tensor]
 
 
-class TorchOps:
-    """Plain torch operations on a CPU or a CUDA device. `obey` and `tile_heights` are set by the self-check."""
+class FloatOps:
+    """What operations that want weights as float tensors say to the questions about stored ones."""
 
     looks_up = False
+
+    def stored(self, tensors: Sequence[Stored], *, bias: Tensor | None, pad: int, pad_columns: int) -> Linear | None:
+        return None
+
+    def fuse(self, layers: Sequence[DenseLayer]) -> Fused | None:
+        return None
+
+
+class TorchOps(FloatOps):
+    """Plain torch operations on a CPU or a CUDA device. `obey` and `tile_heights` are set by the self-check."""
 
     def __init__(self, device: torch.device) -> None:
         self.name = f"{device.type}-torch"
@@ -175,12 +185,6 @@ class TorchOps:
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return Linear(weight, bias=bias, rule=self.rule)
-
-    def stored(self, tensors: Sequence[Stored], *, bias: Tensor | None, pad: int, pad_columns: int) -> Linear | None:
-        return None
-
-    def fuse(self, layers: Sequence[DenseLayer]) -> Fused | None:
-        return None
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         return rms_norm(x, weight, eps)

@@ -6,6 +6,8 @@ than the ledger lends: padding tokens write there, and blocks past a sequence's 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 
@@ -33,6 +35,20 @@ class PageStore:
         for store in (self.keys, self.values):
             paged = store.view(-1, self._heads, self._page_size * self.dim)
             paged[targets] = paged[sources]
+
+    def read(self, pages: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Copies of keys and values on the host: [n, K, S * D]."""
+        shape = (-1, self._heads, self._page_size * self.dim)
+        return tuple(store.view(shape)[list(pages)].cpu() for store in (self.keys, self.values))  # type: ignore[return-value]
+
+    def fill(self, places: Mapping[int, int], keys: Tensor, values: Tensor) -> None:
+        """Stored pages → pages here."""
+        shape = (-1, self._heads, self._page_size * self.dim)
+        stored, here = list(places), list(places.values())
+        for store, given in ((self.keys, keys), (self.values, values)):
+            if given.shape[1:] != (self._heads, self._page_size * self.dim):
+                raise ValueError(f"pages of {tuple(given.shape[1:])}, not of {(self._heads, self._page_size * self.dim)}")
+            store.view(shape)[here] = given[stored].to(store.device)
 
     def move(self, table: Tensor) -> None:
         """Slots to slots: rows of (from page, from slot, to page, to slot). All are read before any is written."""

@@ -7,7 +7,6 @@ Layers lie in stages, one per device: embeddings with the first, last norm and h
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,14 +16,15 @@ from torch import Tensor
 
 from onedraw.backends.staging import FEWEST_ROWS, inputs_behind
 from onedraw.backends.torch.boundary import Boundary
-from onedraw.backends.torch.feed_forward import Experts, FeedForward, Mlp, load_feed_forward
+from onedraw.backends.torch.feed_forward import Experts, FeedForward, load_feed_forward
+from onedraw.backends.torch.fusing import LayerRun, dense_layer, run_fused, runs_of_layers
 from onedraw.backends.torch.inputs import Inputs
 from onedraw.backends.torch.layers.elementwise import activated, softcapped
 from onedraw.backends.torch.layers.linear import Linear, RowRule
 from onedraw.backends.torch.layers.rope import rope_table
-from onedraw.backends.torch.loader import LANE, Loader, WeightSource
-from onedraw.backends.torch.mixers import Attention, Mixer, load_mixer
-from onedraw.backends.torch.ops import DenseLayer, Fused, Ops, Preparation
+from onedraw.backends.torch.loader import LANE, Loader, WeightSource, kept_rows, table_rows
+from onedraw.backends.torch.mixers import Mixer, load_mixer
+from onedraw.backends.torch.ops import Fused, Ops, Preparation
 from onedraw.backends.torch.pages import PageStore
 from onedraw.backends.torch.state import Sizes, State, Store
 from onedraw.models.spec import Activation, AttentionSpec, LayerSpec, ModelSpec, RopeSpec
@@ -111,28 +111,6 @@ def load_layer(index: int, spec: LayerSpec, loader: Loader, ops: Ops, eps: float
     return layer if dense is None else replace(layer, fused=ops.fuse([dense]))
 
 
-def dense_layer(layer: Layer, eps: float) -> DenseLayer | None:
-    """A layer that is nothing but attention and a feed-forward, as the operations may fuse it."""
-    spec, mixer, feed_forward = layer.spec, layer.mixer, layer.feed_forward
-    if spec.sandwich or spec.beside is not None or spec.inputs or spec.scaled:
-        return None
-    if not isinstance(mixer, Attention) or not isinstance(feed_forward, Mlp):
-        return None
-    return DenseLayer(
-        spec=mixer.spec,
-        attn_norm=layer.attn_norm,
-        qkv=mixer.qkv,
-        q_norm=mixer.q_norm,
-        k_norm=mixer.k_norm,
-        out=mixer.out,
-        mlp_norm=layer.mlp_norm,
-        gate_up=feed_forward.gate_up,
-        down=feed_forward.down,
-        activation=feed_forward.activation,
-        eps=eps,
-    )
-
-
 def run_layer(
     x: Tensor, layer: Layer, *, ops: Ops, store: Store, prepared: Any, eps: float, own_input: Tensor | None = None
 ) -> Tensor:
@@ -163,25 +141,6 @@ def rope_tables(
 ) -> dict[RopeSpec, Tensor]:
     ropes = {layer.mixer.rope for layer in layers if isinstance(layer.mixer, AttentionSpec)}
     return {rope: rope_table(rope, positions, dtype=dtype, device=device) for rope in ropes}
-
-
-@dataclass(frozen=True, slots=True)
-class LayerRun:
-    """Layers [start, stop), in one operation where they are fused."""
-
-    start: int
-    stop: int
-    fused: Fused | None
-
-
-def runs_of_layers(layers: Sequence[Layer], ops: Ops, eps: float) -> list[LayerRun]:
-    """Neighbouring layers that can be fused become one run each, the others too."""
-    runs: list[LayerRun] = []
-    for fuses, group in itertools.groupby(enumerate(layers), lambda pair: pair[1].fused is not None):
-        members = list(group)
-        dense = [found for _, layer in members if fuses and (found := dense_layer(layer, eps)) is not None]
-        runs.append(LayerRun(members[0][0], members[-1][0] + 1, ops.fuse(dense) if dense else None))
-    return runs
 
 
 class InputTable:
@@ -229,7 +188,7 @@ class Stage:
     ops: Ops
     start: int
     layers: list[Layer]
-    runs: list[LayerRun]  # of those layers, counted from the stage's first
+    runs: list[LayerRun]
     ropes: dict[RopeSpec, Tensor]
     entrance: Boundary | None  # None for the first
 
@@ -246,36 +205,8 @@ class Watch:
     features: list[Tensor] = field(default_factory=list)  # the residual stream after each of them, [T, E]
     finite: list[Tensor] | None = None  # per layer: which tokens are finite after it, [T], on its device
 
-    def wants(self, layer: int) -> bool:
-        return self.finite is not None or layer in self.captures
-
-    def see(self, layer: int, x: Tensor, device: torch.device) -> None:
-        """What a layer gave; layers come in order, and features go to the device."""
-        if layer in self.captures:
-            self.features.append(x.to(device))
-        if self.finite is not None:
-            self.finite.append(torch.isfinite(x).all(1))
-
 
 NOTHING = Watch()
-Lookup = Callable[[Tensor], Tensor]  # tokens [T] → their embeddings [T, E], on the first stage's device
-
-
-def load_ends(spec: ModelSpec, source: WeightSource, first: Site, last: Site, dtype: torch.dtype) -> tuple[Linear, Lookup]:
-    """The head and the embeddings. Where weights can be looked up, a tied one is there once, and the few rows of another
-    are read where the checkpoint lies. Elsewhere there is a table, and a tied head is a second copy where devices differ."""
-    loader = Loader(source, ops=last.ops, dtype=dtype, device=last.device, norm=spec.norm)
-    together = spec.tied and first.device == last.device
-    if together and last.ops.looks_up:
-        head = loader.linear(None, "embed", pad=LANE)
-        return head, head.rows
-    if first.ops.looks_up:
-        stored = source.tensor(None, "embed")
-        head = loader.linear(None, "embed" if spec.tied else "head", pad=LANE)
-        return head, lambda tokens: torch.from_numpy(stored.take_rows(tokens.numpy()).float32())
-    table = Loader(source, ops=first.ops, dtype=dtype, device=first.device).kept(None, "embed", pad=LANE)  # [V', E]
-    head = last.ops.linear(table) if together else loader.linear(None, "embed" if spec.tied else "head", pad=LANE)
-    return head, lambda tokens: table.index_select(0, tokens)
 
 
 class Stack:
@@ -301,12 +232,19 @@ class Stack:
         self.spec, self.dtype, self.activation, self.max_context = spec, dtype, activation or dtype, max_context
         first, last = sites[0], sites[-1]
         self.device, self.ops = last.device, last.ops
-        self.head, self._lookup = load_ends(spec, source, first, last, dtype)
-        self.norm = Loader(source, ops=last.ops, dtype=dtype, device=last.device, norm=spec.norm).norm(None, "norm")
         loader = Loader(source, ops=first.ops, dtype=dtype, device=first.device, norm=spec.norm)
+        looks_up = first.ops.looks_up and last.ops.looks_up
+        table = None if looks_up else loader.kept(None, "embed", pad=LANE)  # [V', E]
         self._input_table = InputTable(spec, source, loader, first.ops) if spec.inputs else None
         self._embed_scale = torch.tensor(spec.embed_scale, dtype=dtype, device=first.device)
-        del loader  # lets go of its buffer
+        loader = Loader(source, ops=last.ops, dtype=dtype, device=last.device, norm=spec.norm)
+        self.norm = loader.norm(None, "norm")
+        if table is not None and spec.tied:
+            self.head = last.ops.linear(table.to(last.device))  # a second copy only where the devices differ
+        else:
+            self.head = loader.linear(None, "embed" if spec.tied else "head", pad=LANE)
+        del loader  # its buffer is as large as the head
+        self._embedding = table_rows(table) if table is not None else kept_rows(self.head, source, tied=spec.tied)
         self._rows, self._progress = rows, progress
         self.stages: list[Stage] = []
         for site in sites:
@@ -352,7 +290,7 @@ class Stack:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Rows [T, E] where the tokens are; they are looked up on the first stage, so there is one table."""
-        x = self._lookup(tokens.to(self.stages[0].device))
+        x = self._embedding(tokens)
         return (x if self.spec.embed_scale == 1 else x * self._embed_scale).to(tokens.device)
 
     def hidden(self, inputs: Inputs, states: Sequence[State], *, depth: int | None = None, watch: Watch = NOTHING) -> Tensor:
@@ -374,23 +312,22 @@ class Stack:
     def _run(
         self, stage: Stage, x: Tensor, own: Tensor | None, inputs: Inputs, state: State, *, count: int, watch: Watch
     ) -> Tensor:
-        """The first `count` layers of a stage, those that are fused in one operation."""
-        ops, eps, layers, preparation = stage.ops, self.spec.eps, stage.layers, Preparation(stage.ops, inputs, stage.ropes)
+        """The stage's first `count` layers."""
+        ops, preparation = stage.ops, Preparation(stage.ops, inputs, stage.ropes)
         for run in stage.runs:
             span = range(run.start, min(run.stop, count))
-            if run.fused is not None and span:
-                prepared = [preparation.of(layers[index].spec.mixer) for index in span]
-                stores = [store for store in state.stores[span.start : span.stop] if isinstance(store, PageStore)]
-                outputs = run.fused(x, prepared, stores, [i for i, index in enumerate(span) if watch.wants(stage.start + index)])
-                for i in sorted(outputs):
-                    watch.see(stage.start + span[i], outputs[i], self.device)
-                x = outputs[len(span) - 1]
+            if run.fused is not None and watch.finite is None and span:
+                x = run_fused(run.fused, span, x, stage, state, preparation, watch)
                 continue
             for index in span:
-                layer, own_input = layers[index], None if own is None else own[:, index]
-                ready = preparation.of(layer.spec.mixer)
-                x = run_layer(x, layer, ops=ops, store=state.stores[index], prepared=ready, eps=eps, own_input=own_input)
-                watch.see(stage.start + index, x, self.device)
+                layer, own_input = stage.layers[index], None if own is None else own[:, index]
+                prepared = preparation.of(layer.spec.mixer)
+                store = state.stores[index]
+                x = run_layer(x, layer, ops=ops, store=store, prepared=prepared, eps=self.spec.eps, own_input=own_input)
+                if stage.start + index in watch.captures:
+                    watch.features.append(x.to(self.device))
+                if watch.finite is not None:
+                    watch.finite.append(torch.isfinite(x).all(1))
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ After every turn the state behind a row's kept tokens lies in its pages and its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -119,6 +119,35 @@ class State:
                 table = torch.tensor(moves, dtype=torch.long, device=self._device)
                 for store in stores:
                     store.move(table)
+
+    # ------------------------------------------------------------------ to and from the disk
+
+    def export(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+        """Copies on the host, by the layers' numbers in the model."""
+        found: dict[str, Tensor] = {}
+        for name, group, store in self._named():
+            if isinstance(store, LaneStore):
+                found[f"{name}.state"], found[f"{name}.window"] = store.saved_states[slot].cpu(), store.saved_windows[slot].cpu()
+            else:
+                found[f"{name}.keys"], found[f"{name}.values"] = store.read(pages[group])
+        return {name: tensor.clone() for name, tensor in found.items()}
+
+    def adopt(self, slot: int | None, places: Sequence[Mapping[int, int]], arrays: Mapping[str, Tensor]) -> None:
+        for name, group, store in self._named():
+            if isinstance(store, PageStore):
+                store.fill(places[group], arrays[f"{name}.keys"], arrays[f"{name}.values"])
+            elif slot is not None:
+                store.saved_states[slot] = arrays[f"{name}.state"].to(self._device)
+                store.saved_windows[slot] = arrays[f"{name}.window"].to(self._device)
+
+    def _named(self) -> Iterator[tuple[str, int, Store]]:
+        """Every store once: under the number of the layer that writes to it, with its page group."""
+        groups = {id(store): number for number, group in enumerate(self._groups) for store in group}
+        seen: set[int] = set()
+        for index, store in enumerate(self.stores):
+            if id(store) not in seen:
+                seen.add(id(store))
+                yield str(self._first + index), groups.get(id(store), 0), store
 
 
 class KeptLogits:

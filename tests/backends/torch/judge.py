@@ -12,7 +12,8 @@ import torch
 from onedraw.backends.torch.sampler import Position, Sampler
 from onedraw.sampling.law import choice, law
 from onedraw.sampling.noise import gumbel
-from onedraw.types import Choice, DryParams, History, Logprobs, SamplingParams
+from onedraw.text.constraints import packed
+from onedraw.types import Bits, Choice, DryParams, History, Logprobs, SamplingParams
 
 NEAR = 5e-6  # two values this close under noise may change places between backends, whose logarithms differ
 
@@ -52,7 +53,18 @@ def random_params(rng: np.random.Generator, vocab: int) -> SamplingParams:
         logprobs=maybe(int(rng.choice([0, 1, 5, 20])), None, 0.5),
         logprobs_mode="raw" if rng.random() < 0.5 else "processed",
         checksums=bool(rng.random() < 0.7),
+        constraint=maybe(Fixed(packed(tokens(9), vocab)), None, 0.2),
     )
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A constraint that always allows the same tokens."""
+
+    bits: Bits
+
+    def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> Bits:
+        return self.bits
 
 
 def random_case(seed: int, *, rows: int, vocab: int, whole_numbers: bool = False, tokens: int | None = None) -> Case:

@@ -150,7 +150,17 @@ static void check_delta(team *t, int threads) {
     free(projected); free(out); free(work); free(window);
 }
 
-int main(void) {
+/* What the sanitizer must catch: a product whose last row is one number short. */
+static void fault(team *t) {
+    part p = packed(0, 32, 7, 0, t);
+    product of = {7, 32, 1, 0, 0, &p};
+    float *x = floats_of(3 * 7 - 1), *y = floats_of(3 * 32);
+    INTERNAL(onedraw_linear)(&of, x, 7, y, 3, 0, t);
+}
+
+int main(int count, char **arguments) {
+    (void)arguments;
+    if (count > 1) fault(onedraw_team_new(1));
     for (int threads = 1; threads <= 3; threads++) {
         team *t = onedraw_team_new(threads);
         check_products(t);

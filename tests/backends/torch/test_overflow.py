@@ -50,8 +50,8 @@ def backend(request: pytest.FixtureRequest, folder: Path) -> TorchBackend:
         ops=pick_ops("cpu", dtype, cache=default_cache_dir()) if kernels else TorchOps(torch.device("cpu")),
         check=False,
     )
-    rows = made._stack._lookup
-    made._stack._lookup = lambda tokens: torch.where(tokens[:, None] == BROKEN, torch.inf, rows(tokens))
+    rows = made._stack._embedding
+    made._stack._embedding = lambda tokens: torch.where(tokens[:, None] == BROKEN, torch.inf, rows(tokens))
     return made
 
 

@@ -26,11 +26,10 @@ from onedraw.backends.torch.kernels.views import DeviceView, Heads, to_view
 from onedraw.backends.torch.lanes import Kept, LaneStore
 from onedraw.backends.torch.layers.delta import DeltaWeights
 from onedraw.backends.torch.layers.linear import Linear, RowRule
-from onedraw.backends.torch.ops import DenseLayer
+from onedraw.backends.torch.ops import FloatOps
 from onedraw.backends.torch.pages import PageStore
 from onedraw.backends.torch.runs import runs_of
 from onedraw.backends.torch.sampler import Sampler
-from onedraw.models.source import Tensor as Stored
 from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, Gate
 
 LIBRARY_ROWS = 2048  # the library is offered exactly so many rows, so it always picks the kernel that was checked
@@ -120,11 +119,10 @@ class TritonBank:
         return experts(h, routes, gate_up=self._gate_up, down=self._down, activation=self._activation, scale=scale)
 
 
-class TritonOps:
+class TritonOps(FloatOps):
     """`pdl`: a kernel may start while the one before it ends (Hopper and later)."""
 
     rule = RowRule(floor=1)
-    looks_up = False
 
     def __init__(self, device: torch.device, *, pdl: bool = False) -> None:
         self.name = f"{device.type}-triton"
@@ -132,12 +130,6 @@ class TritonOps:
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> TritonLinear:
         return TritonLinear(weight, bias=bias, pdl=self._pdl)
-
-    def stored(self, tensors: Sequence[Stored], *, bias: Tensor | None, pad: int, pad_columns: int) -> None:
-        return None
-
-    def fuse(self, layers: Sequence[DenseLayer]) -> None:
-        return None
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         return rms_norm(x, weight, eps, pdl=self._pdl)

@@ -8,7 +8,7 @@
 
 #include <math.h>
 
-#define AHEAD 4096             /* bytes of weights that are asked for before they are needed */
+#define AHEAD 8192             /* bytes of weights that are asked for before they are needed */
 #define ROW_BYTES (384 * 1024) /* of activations that are walked while a few panels stay near */
 
 void INTERNAL(onedraw_numbers)(long kind, const uint8_t *panel, long in, long b, float *out);

@@ -1,0 +1,94 @@
+"""What packed weights and rounded activations cost in quality: perplexity of a fixed text, and greedy replies side by side.
+
+    python -m bench.cpu_quality [MODEL] [--new-tokens 40] [--json]
+
+The same file three times: float32 throughout, packed weights with float32 activations (which must be the same to the
+bit), and packed weights with activations of 8 bits, the default on a CPU. The text is `bench/prompts/prose.txt`, in stretches
+of 512 tokens, each begun anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from onedraw.assemble import open_door
+from onedraw.door import Door
+from onedraw.settings import Settings
+from onedraw.wishes import Wishes, settle
+
+TEXT = Path(__file__).parent / "prompts" / "prose.txt"
+STRETCH = 512
+OPENINGS = ("The capital of France is", "Once upon a time there was a", "Water boils when", "def fibonacci(n):", "My favourite season is")
+SIDES: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "f32"},
+    "packed, f32 activations": {"dtype": "packed", "cpu_activations": "f32"},
+    "packed, int8 activations": {"dtype": "packed"},
+}
+
+
+def logprobs(door: Door) -> list[float]:
+    """Of every token of the text but the first of each stretch."""
+    ids = door.encode(TEXT.read_text(encoding="utf-8"), add_special=False)
+    wishes = Wishes(temperature=0.0, max_tokens=0, prompt_logprobs=0, seed=1)
+    found: list[float] = []
+    for start in range(0, len(ids), STRETCH):
+        part = ids[start : start + STRETCH]
+        if len(part) > 1:
+            (reply,) = door.generate(settle(wishes, door=door, prompt=part))
+            found += [one.logprob for one in reply.prompt_logprobs or ()]
+    return found
+
+
+def replies(door: Door, new_tokens: int) -> list[tuple[tuple[int, ...], str]]:
+    wishes = Wishes(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, seed=1)
+    asks = [settle(wishes, door=door, prompt=door.encode(opening)) for opening in OPENINGS]
+    return [(tuple(c.token for c in reply.choices), reply.text) for reply in door.generate(*asks)]
+
+
+def measure(model: str, settings: dict[str, Any], new_tokens: int) -> dict[str, Any]:
+    with open_door(Settings(model=model, device="cpu", draft=("none",), max_context=1024, **settings)) as door:
+        found = logprobs(door)
+        said = replies(door, new_tokens)
+        return {
+            "fingerprint": door.card.fingerprint,
+            "tokens": len(found),
+            "perplexity": math.exp(-sum(found) / len(found)),
+            "replies": [text for _, text in said],
+            "reply_tokens": [ids for ids, _ in said],
+        }
+
+
+def agreement(first: list[tuple[int, ...]], second: list[tuple[int, ...]]) -> list[int]:
+    """How many tokens each pair of replies has in common before they part."""
+    return [
+        next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a)) for a, b in zip(first, second, strict=True)
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="smollm2")
+    parser.add_argument("--new-tokens", type=int, default=40)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    found = {name: measure(options.model, settings, options.new_tokens) for name, settings in SIDES.items()}
+    base = found["float32"]
+    for side in found.values():
+        side["ratio"] = side["perplexity"] / base["perplexity"]
+        side["agrees_for"] = agreement(base["reply_tokens"], side["reply_tokens"])
+    if options.json:
+        print(json.dumps(found, indent=2))
+        return
+    for name, side in found.items():
+        print(f"{name:26s} perplexity {side['perplexity']:.4f} over {side['tokens']} tokens, {side['ratio']:.5f} x; {side['agrees_for']}")
+    for number, opening in enumerate(OPENINGS):
+        for name in ("float32", "packed, int8 activations"):
+            print(f"{name:26s} {opening}{found[name]['replies'][number]!r}")
+
+
+if __name__ == "__main__":
+    main()
