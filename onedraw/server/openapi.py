@@ -100,7 +100,7 @@ OBJECTS = {
                     "param": {"type": ["string", "null"]},
                     "code": {"type": ["string", "null"]},
                 },
-                "required": ["message", "type", "param", "code"],
+                "required": ["message", "type", "param"],  # and a code, but on the paths of Messages
             }
         },
         "required": ["error"],
@@ -202,7 +202,7 @@ def document(card: ModelCard, *, lenient: bool = False, locked: bool = False) ->
 def _post(model: type[BaseModel], summary: str, shape: str) -> Json:
     content = _json(shape)
     if "stream" in model.model_fields:
-        content = {**content, "text/event-stream": {"schema": {"type": "string"}}}
+        content = {**content, "text/event-stream": {"schema": {"type": ["string", "object"]}}}
     body = {"required": True, "content": _json(model.__name__)}
     return {**_get(summary, content), "requestBody": body}
 
