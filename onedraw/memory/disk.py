@@ -59,7 +59,8 @@ class SnapshotFolder:
         self._most_waiting = most_waiting
         self._root, self._fingerprint, self._page_size, self._budget = root, fingerprint, page_size, budget
         self._folder = root / hashlib.blake2b(fingerprint.encode(), digest_size=8).hexdigest()
-        self._folder.mkdir(parents=True, exist_ok=True)
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)  # prompts can be read from what lies here
+        self._folder.mkdir(exist_ok=True)
         self._index: dict[bytes, Snapshot] = {}  # by the key of all its tokens
         self._pages: dict[bytes, tuple[Snapshot, int]] = {}  # by the key of each of its full pages
         self._lengths: dict[int, int] = {}  # how many snapshots have so many tokens
