@@ -121,9 +121,13 @@ class SnapshotFolder:
             os.utime(snapshot.path)  # used now: worth keeping
             return dict(_arrays(content, header["arrays"], stop))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            self._skip(snapshot.path, error)
-            self._forget(snapshot)
+            self.discard(snapshot, error)
             return None
+
+    def discard(self, snapshot: Snapshot, error: Exception) -> None:
+        """It is not what it says: one warning, and it may be written anew."""
+        self._skip(snapshot.path, error)
+        self._forget(snapshot)
 
     # ------------------------------------------------------------------ writing
 
