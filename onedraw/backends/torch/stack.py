@@ -66,11 +66,7 @@ class Layer:
     beside: Beside | None
     own_input: LayerInput | None
     scale: Tensor | None  # [1]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of its products. The residual stream may have another."""
-        return self.feed_forward.linears[0].dtype
+    dtype: torch.dtype  # of its products; the residual stream may have another
 
     @property
     def linears(self) -> list[Linear]:
@@ -103,6 +99,7 @@ def load_layer(index: int, spec: LayerSpec, loader: Loader, ops: Ops, eps: float
         beside=beside,
         own_input=own_input,
         scale=loader.kept(index, "layer_scale") if spec.scaled else None,
+        dtype=loader.dtype,
     )
 
 
