@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,3 +23,18 @@ def smollm2_path() -> Path:
 def tiny_tokenizer_path() -> Path:
     """A folder with a byte-level BPE tokenizer of 1,024 tokens and a ChatML template."""
     return Path(__file__).parent / "fixtures" / "tiny_tokenizer"
+
+
+@pytest.fixture
+def snapshot_warnings() -> Iterator[list[str]]:
+    """What is said about snapshots on disk, whatever the command line did to the loggers above."""
+    said: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    listener, logger = Listener(logging.WARNING), logging.getLogger("onedraw.snapshots")
+    logger.addHandler(listener)
+    yield said
+    logger.removeHandler(listener)

@@ -6,7 +6,6 @@ index that admission then finds there like any others. The engine thread copies 
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
 from onedraw.backends.base import Backend, Exports
@@ -15,8 +14,6 @@ from onedraw.memory.disk import Snapshot, SnapshotFolder
 from onedraw.memory.ledger import Ledger
 from onedraw.memory.span import first_needed
 from onedraw.types import History
-
-log = logging.getLogger("onedraw.snapshots")
 
 FEWEST = 64  # tokens: a shorter prompt is computed sooner than it is looked up
 
@@ -77,7 +74,7 @@ class Shelf:
         try:
             self._backend.adopt(adoption.slot, adoption.places(found.snapshot.firsts), arrays)
         except (KeyError, ValueError) as error:
-            log.warning("snapshot %s is not used: %s", found.snapshot.path.name, error)
+            self._folder.discard(found.snapshot, error)
             abandon(self._ledger, adoption)
             return
         adopt(self._ledger, adoption, logits=found.slot and found.snapshot.logits)

@@ -59,7 +59,8 @@ class SnapshotFolder:
         self._most_waiting = most_waiting
         self._root, self._fingerprint, self._page_size, self._budget = root, fingerprint, page_size, budget
         self._folder = root / hashlib.blake2b(fingerprint.encode(), digest_size=8).hexdigest()
-        self._folder.mkdir(parents=True, exist_ok=True)
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)  # prompts can be read from what lies here
+        self._folder.mkdir(exist_ok=True)
         self._index: dict[bytes, Snapshot] = {}  # by the key of all its tokens
         self._pages: dict[bytes, tuple[Snapshot, int]] = {}  # by the key of each of its full pages
         self._lengths: dict[int, int] = {}  # how many snapshots have so many tokens
@@ -120,9 +121,13 @@ class SnapshotFolder:
             os.utime(snapshot.path)  # used now: worth keeping
             return dict(_arrays(content, header["arrays"], stop))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            self._skip(snapshot.path, error)
-            self._forget(snapshot)
+            self.discard(snapshot, error)
             return None
+
+    def discard(self, snapshot: Snapshot, error: Exception) -> None:
+        """It is not what it says: one warning, and it may be written anew."""
+        self._skip(snapshot.path, error)
+        self._forget(snapshot)
 
     # ------------------------------------------------------------------ writing
 

@@ -105,6 +105,14 @@ OBJECTS = {
         },
         "required": ["error"],
     },
+    "MessageError": {
+        "type": "object",
+        "properties": {
+            "type": {"const": "error"},
+            "error": {"type": "object", "required": ["message", "type"]},
+        },
+        "required": ["type", "error"],
+    },
     "Health": {"type": "object", "properties": {"status": {"const": "ok"}}, "required": ["status"]},
     "Tokens": {
         "type": "object",
@@ -202,13 +210,14 @@ def document(card: ModelCard, *, lenient: bool = False, locked: bool = False) ->
 def _post(model: type[BaseModel], summary: str, shape: str) -> Json:
     content = _json(shape)
     if "stream" in model.model_fields:
-        content = {**content, "text/event-stream": {"schema": {"type": "string"}}}
+        content = {**content, "text/event-stream": {"schema": {"type": ["string", "object"]}}}
     body = {"required": True, "content": _json(model.__name__)}
-    return {**_get(summary, content), "requestBody": body}
+    error = "MessageError" if model in (MessagesRequest, CountRequest) else "Error"
+    return {**_get(summary, content, error=error), "requestBody": body}
 
 
-def _get(summary: str, content: Json) -> Json:
-    errors = {str(status): {"description": HTTPStatus(status).phrase, "content": _json("Error")} for status in ERRORS}
+def _get(summary: str, content: Json, *, error: str = "Error") -> Json:
+    errors = {str(status): {"description": HTTPStatus(status).phrase, "content": _json(error)} for status in ERRORS}
     return {"summary": summary, "responses": {"200": {"description": "OK", "content": content}, **errors}}
 
 

@@ -37,7 +37,7 @@ def test_tools(server: Server, client: anthropic.Anthropic) -> None:
     reply = client.messages.create(
         model=server.model, messages=HELLO, tools=[tool], tool_choice={"type": "tool", "name": "weather"}, max_tokens=2000
     )
-    (call,) = [block for block in reply.content if block.type == "tool_use"]
+    call, *_ = [block for block in reply.content if block.type == "tool_use"]  # it may call more than once
     assert 1 <= call.input["days"] <= 9
     assert reply.stop_reason == "tool_use"
 

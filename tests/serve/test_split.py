@@ -11,6 +11,7 @@ import pytest
 from onedraw.assemble import _card, make_service, make_speculator, open_door
 from onedraw.backends.fake import FakeBackend
 from onedraw.door import Door
+from onedraw.prove import settled_stats
 from onedraw.settings import Settings
 from onedraw.text.toy import toy_template, toy_tokenizer
 from tests import tiny
@@ -76,8 +77,8 @@ def test_plain_greedy_is_served_without_logits(argmax_only: Served) -> None:
     ids=str,
 )
 def test_anything_but_plain_argmax_is_refused_before_any_work(argmax_only: Served, wish: dict[str, Any]) -> None:
-    before = argmax_only.door.service.stats().turns
+    before = settled_stats(argmax_only.door).turns
     answer = argmax_only.post("/v1/completions", **{"model": "fake", "prompt": "hello", "max_tokens": 4, **wish})
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "sampling_unsupported"
-    assert argmax_only.door.service.stats().turns == before
+    assert settled_stats(argmax_only.door).turns == before

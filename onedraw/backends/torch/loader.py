@@ -42,7 +42,7 @@ class Loader:
     def __init__(
         self, source: WeightSource, *, ops: Ops, dtype: torch.dtype, device: torch.device, norm: Norm = "narrow"
     ) -> None:
-        self._source, self._ops, self._dtype, self._device, self._norm = source, ops, dtype, device, norm
+        self._source, self._ops, self.dtype, self._device, self._norm = source, ops, dtype, device, norm
         self._buffer = torch.empty(0)
 
     def kept(self, layer: int | None, *names: str, pad: int = 1) -> Tensor:
@@ -95,7 +95,7 @@ class Loader:
         found = []
         for parts in zip(*stacks, strict=True):
             padded = [F.pad(m, (0, -m.shape[1] % pad_columns, 0, -m.shape[0] % pad)) for m in parts]
-            found.append(torch.cat(padded).to(device=self._device, dtype=self._dtype))
+            found.append(torch.cat(padded).to(device=self._device, dtype=self.dtype))
         return found
 
     def _take(self, shape: tuple[int, ...]) -> Tensor:
@@ -125,7 +125,7 @@ class Loader:
                 tensor.into(part[:rows].numpy())
             else:
                 part[:rows] = F.pad(torch.from_numpy(tensor.float32()), (0, width[0] - tensor.shape[1]))
-        return out.to(device=self._device, dtype=self._dtype)
+        return out.to(device=self._device, dtype=self.dtype)
 
 
 def padded(count: int, multiple: int) -> int:

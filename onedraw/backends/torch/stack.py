@@ -68,12 +68,8 @@ class Layer:
     beside: Beside | None
     own_input: LayerInput | None
     scale: Tensor | None  # [1]
+    dtype: torch.dtype  # of its products; the residual stream may have another
     fused: Fused | None = None  # all of it in one operation
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of its products. The residual stream may have another."""
-        return self.feed_forward.linears[0].dtype
 
     @property
     def linears(self) -> list[Linear]:
@@ -106,6 +102,7 @@ def load_layer(index: int, spec: LayerSpec, loader: Loader, ops: Ops, eps: float
         beside=beside,
         own_input=own_input,
         scale=loader.kept(index, "layer_scale") if spec.scaled else None,
+        dtype=loader.dtype,
     )
     dense = dense_layer(layer, eps)
     return layer if dense is None else replace(layer, fused=ops.fuse([dense]))

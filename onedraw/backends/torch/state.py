@@ -127,10 +127,11 @@ class State:
         found: dict[str, Tensor] = {}
         for name, group, store in self._named():
             if isinstance(store, LaneStore):
-                found[f"{name}.state"], found[f"{name}.window"] = store.saved_states[slot].cpu(), store.saved_windows[slot].cpu()
+                found[f"{name}.state"] = store.saved_states[slot].clone().cpu()
+                found[f"{name}.window"] = store.saved_windows[slot].clone().cpu()
             else:
                 found[f"{name}.keys"], found[f"{name}.values"] = store.read(pages[group])
-        return {name: tensor.clone() for name, tensor in found.items()}
+        return found
 
     def adopt(self, slot: int | None, places: Sequence[Mapping[int, int]], arrays: Mapping[str, Tensor]) -> None:
         for name, group, store in self._named():

@@ -1,0 +1,113 @@
+"""Snapshots over HTTP: a server that was killed while it wrote them starts again with the good ones and no bad one."""
+
+from __future__ import annotations
+
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from onedraw.assemble import open_door
+from onedraw.settings import Settings
+from tests import tiny
+from tests.serve.running import PATIENCE, Served, fake_door, serving
+
+# The disk of this server is slow, so that a kill finds it writing.
+PROGRAM = """
+import sys, time
+from pathlib import Path
+from onedraw.memory.disk import SnapshotFolder
+from onedraw.server.options import ServerOptions
+from onedraw.server.serve import serve
+from tests.serve.running import fake_door
+parts = SnapshotFolder._parts
+def slow(self, *given):
+    for part in parts(self, *given):
+        yield part
+        time.sleep(0.01)
+SnapshotFolder._parts = slow
+serve(fake_door(cache_dir=Path(sys.argv[1]), cache_budget=10**9), ServerOptions(port=0, log_level="critical"))
+"""
+
+
+def prompt(number: int) -> str:
+    return f"{number:04d} " + " ".join(random.Random(number).choices(("a", "layer", "of", "keys", "and", "values"), k=30))
+
+
+def asked(number: int) -> dict[str, Any]:
+    return {"model": "fake", "prompt": prompt(number), "max_tokens": 6, "temperature": 0.9, "seed": number, "logprobs": 1}
+
+
+def answers(served: Served, count: int) -> list[Any]:
+    return [served.post("/v1/completions", **asked(number)).json()["choices"] for number in range(count)]
+
+
+def killed_while_writing(place: Path, numbers: range, delay: float) -> None:
+    command = [sys.executable, "-c", PROGRAM, str(place)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stdout is not None
+            line = child.stdout.readline()
+            assert child.stderr is not None
+            assert line.startswith("curl "), child.stderr.read()
+            url = shlex.split(line)[1].split("/v1")[0]
+            for number in numbers:
+                assert httpx.post(f"{url}/v1/completions", json=asked(number), timeout=PATIENCE).status_code == 200
+            time.sleep(delay)
+        finally:
+            child.send_signal(signal.SIGKILL)
+            child.wait()
+
+
+def kill_again_and_again(place: Path, kills: int, snapshot_warnings: list[str]) -> None:
+    chance, caught = random.Random(3), 0
+    for life in range(kills):
+        killed_while_writing(place, range(life * 2, life * 2 + 2), chance.uniform(0.0, 0.08))
+        caught += len(list(place.glob("snapshots/*/*.part")))  # the next life sweeps them away
+    wholes = list(place.glob("snapshots/*/*.snapshot"))
+    with fake_door() as door, serving(door) as served:
+        expected = answers(served, kills * 2)
+    with fake_door(cache_dir=place, cache_budget=10**9) as door, serving(door) as served:
+        assert answers(served, kills * 2) == expected
+        assert door.service.stats().snapshots_restored == len(wholes)
+    assert not snapshot_warnings
+    assert not list(place.glob("snapshots/*/*.part"))
+    assert wholes
+    assert caught  # some kill did find it writing
+
+
+def test_a_kill_while_writing_loses_no_good_snapshot_and_restores_no_bad_one(
+    tmp_path: Path, snapshot_warnings: list[str]
+) -> None:
+    kill_again_and_again(tmp_path, 5, snapshot_warnings)
+
+
+@pytest.mark.long
+def test_a_hundred_kills(tmp_path: Path, snapshot_warnings: list[str]) -> None:
+    kill_again_and_again(tmp_path, 100, snapshot_warnings)
+
+
+def test_a_restart_finds_the_prompt_and_another_split_does_too(tmp_path: Path) -> None:
+    path = tiny.write_safetensors("qwen3_5", tmp_path / "hf")
+    body = {"model": "tiny", "prompt": list(range(3, 203)), "max_tokens": 8, "temperature": 0.7, "seed": 5, "logprobs": 1}
+    seen = []
+    for devices in ({"device": "cpu"}, {"device": "cpu"}, {"devices": "cpu,cpu"}):
+        settings = Settings(
+            model=str(path), max_context=256, served_name="tiny", cache_dir=tmp_path / "cache", cache_budget=10**9, **devices
+        )
+        with open_door(settings) as door, serving(door) as served:
+            reply = served.post("/v1/completions", **body).json()
+            seen.append((reply["choices"], reply["system_fingerprint"]))
+            restored = door.service.stats().snapshots_restored
+            metrics = served.get("/metrics").text
+        assert restored == (len(seen) > 1)
+        assert f'prompt_snapshots_restored_total{{model_name="tiny"}} {float(restored)}' in metrics
+        assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == (200 if restored else 0)
+    assert seen[0] == seen[1] == seen[2]
