@@ -176,7 +176,8 @@ def main() -> None:
     for name in ("decode", "prefill"):
         print(f"{name:8s} {ours[name]:7.1f} tok/s, llama.cpp {llama[name]:7.1f}: {ratios[name]:.2f} x")
     print(f"8 at once {ours['decode 8']:.1f} tok/s: {ratios['8 at once to one']:.2f} x one")
-    print(f"a row of 8 {ours['row of 8'] * 1e3:.2f} ms, of 1 {ours['row of 1'] * 1e3:.2f} ms: {ratios['row of 8 to row of 1']:.2f} x")
+    rows = ratios["row of 8 to row of 1"]
+    print(f"a row of 8 {ours['row of 8'] * 1e3:.2f} ms, of 1 {ours['row of 1'] * 1e3:.2f} ms: {rows:.2f} x")
     print(f"opened in {ours['open']:.2f} s, llama.cpp {llama['open']:.2f} s")
 
 

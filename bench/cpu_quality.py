@@ -22,7 +22,13 @@ from onedraw.wishes import Wishes, settle
 
 TEXT = Path(__file__).parent / "prompts" / "prose.txt"
 STRETCH = 512
-OPENINGS = ("The capital of France is", "Once upon a time there was a", "Water boils when", "def fibonacci(n):", "My favourite season is")
+OPENINGS = (
+    "The capital of France is",
+    "Once upon a time there was a",
+    "Water boils when",
+    "def fibonacci(n):",
+    "My favourite season is",
+)
 SIDES: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "f32"},
     "packed, f32 activations": {"dtype": "packed", "cpu_activations": "f32"},
@@ -84,7 +90,8 @@ def main() -> None:
         print(json.dumps(found, indent=2))
         return
     for name, side in found.items():
-        print(f"{name:26s} perplexity {side['perplexity']:.4f} over {side['tokens']} tokens, {side['ratio']:.5f} x; {side['agrees_for']}")
+        print(f"{name:26s} perplexity {side['perplexity']:.4f} over {side['tokens']} tokens, {side['ratio']:.5f} x")
+        print(f"{'':26s} greedy replies agree with float32 for {side['agrees_for']} of {options.new_tokens} tokens")
     for number, opening in enumerate(OPENINGS):
         for name in ("float32", "packed, int8 activations"):
             print(f"{name:26s} {opening}{found[name]['replies'][number]!r}")

@@ -1,6 +1,6 @@
 """How long a model takes to open, and how much memory loading its weights takes at its peak.
 
-    python -m bench.load_time [MODEL] [--dtype f32] [--repeats 3] [--json]
+    python -m bench.load_time [MODEL] [--dtype auto] [--repeats 3] [--json]
 
 Three things, each in a process of its own, each compared with what it should be:
 - time from a started interpreter to an open door (imports apart), in a process that does nothing else;
@@ -65,14 +65,14 @@ def load_weights(path: str, dtype: str) -> dict[str, float]:
     """Builds a stack under the eyes of the parent: speaks before and after, and waits for a line each time."""
     import torch
 
-    from onedraw.backends.torch.backend import DTYPES
-    from onedraw.backends.torch.device import pick_ops
+    from onedraw.backends.packing import PACKED_DTYPES, hold
+    from onedraw.backends.torch.device import DTYPES, pick_ops
     from onedraw.backends.torch.stack import Site, Stack
     from onedraw.checkpoints.base import open_checkpoint
     from onedraw.models.loading import describe
     from onedraw.models.spec import DTYPE_BYTES
 
-    device, chosen = "cpu", "f32" if dtype == "auto" else dtype
+    device, chosen = "cpu", "packed" if dtype == "auto" else dtype
     described = describe(open_checkpoint(path))
     spec = described.spec
     ops = pick_ops(device, chosen, cache=default_cache_dir())
@@ -87,10 +87,12 @@ def load_weights(path: str, dtype: str) -> dict[str, float]:
     with ThreadPoolExecutor(1) as thread:  # as in the service, where a thread of its own loads and then computes
         stack = thread.submit(build).result()
         _meet("loaded")
+    packed = chosen in PACKED_DTYPES
+    plan = hold(described.weights).weights.total if packed else spec.parameters * DTYPE_BYTES[chosen]
     ropes = sum(table.numel() * table.element_size() for table in stack.stages[0].ropes.values())
     return {
-        "parameters": float(spec.parameters * DTYPE_BYTES[chosen]),
-        "tied_copy": float(spec.vocab * spec.hidden * DTYPE_BYTES[chosen]) if spec.tied else 0.0,
+        "parameters": float(plan),
+        "tied_copy": 0.0 if ops.looks_up else float(spec.vocab * spec.hidden * DTYPE_BYTES[chosen]) if spec.tied else 0.0,
         "tables": float(ropes),
         "largest_layer": float(max(spec.weight_bytes(i, "f32") for i in range(len(spec.layers)))),
     }
@@ -154,7 +156,7 @@ class _Line:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="smollm2")
-    parser.add_argument("--dtype", default="f32")
+    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)

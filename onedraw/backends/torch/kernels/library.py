@@ -34,7 +34,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 
 def _large(size: int) -> torch.Tensor:
-    place = mmap.mmap(-1, size)
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    place = mmap.mmap(-1, size, **private)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a system without large pages
             place.madvise(mmap.MADV_HUGEPAGE)
