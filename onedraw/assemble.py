@@ -19,7 +19,7 @@ from onedraw.backends.fake import FakeBackend
 from onedraw.backends.packing import PACKED_DTYPES, hold, is_narrow, matrix_kinds, product_dtype
 from onedraw.backends.plan import DRAFTS_PER_LANE, MemoryPlan, memory_plan
 from onedraw.backends.precision import activation_precision
-from onedraw.backends.split import SplitPlan, StagePlan, plan_split, with_advice
+from onedraw.backends.split import SplitPlan, plan_split, with_advice
 from onedraw.checkpoints.base import Checkpoint, open_checkpoint
 from onedraw.checkpoints.pull import resolve
 from onedraw.door import Door
@@ -299,19 +299,16 @@ def _torch_backend(settings: Settings, described: Described, tell: Progress, dra
         settings, described, devices, drafter=size, no_kernels=why_no_kernels(cache) if on_cpu and settings.dtype != "f32" else ""
     )
 
-    def site(stage: StagePlan) -> Site:
-        name = stage.device.name
-        ops = pick_ops(name, plan.dtype, activation=split.activation, cache=cache, threads=settings.threads, warn=log.warning)
-        return Site.named(name, ops, stop=stage.stop)
-
-    sites = [site(stage) for stage in split.stages]
-    set_threads(settings.threads, [site.ops for site in sites])
+    names = dict.fromkeys(stage.device.name for stage in split.stages)  # stages on one device share its team of threads
+    given: dict[str, Any] = {"activation": split.activation, "cache": cache, "threads": settings.threads, "warn": log.warning}
+    ops = {name: pick_ops(name, plan.dtype, **given) for name in names}
+    set_threads(settings.threads, list(ops.values()))
     backend = TorchBackend(
         described.spec,
         described.weights,
         dtype=plan.dtype,
         activation=split.activation,
-        sites=sites,
+        sites=[Site.named(stage.device.name, ops[stage.device.name], stop=stage.stop) for stage in split.stages],
         rows=split.staging.rows,
         lanes=settings.max_batch,
         pages=plan.pages,

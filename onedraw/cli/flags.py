@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from onedraw.errors import BadSetting
-from onedraw.settings import DTYPES, Settings, size_in_bytes
+from onedraw.settings import ACTIVATION_DTYPES, DTYPES, Settings, size_in_bytes
 from onedraw.wishes import Wishes
 
 # A switch that is on by default is spelled --no-…, and its line says what that does.
@@ -187,8 +187,10 @@ def _flag(name: str, hint: Any, *, default: Any, text: str) -> Flag:
 def _value_options(name: str, kind: Any) -> dict[str, Any]:
     if name in SIZES:
         return {"type": argument_type(size_in_bytes), "metavar": "SIZE"}
-    if name in ("dtype", "activation_dtype"):
+    if name == "dtype":
         return {"choices": DTYPES}
+    if name == "activation_dtype":
+        return {"choices": ACTIVATION_DTYPES}
     if name == "devices":
         return {"metavar": "D,D…"}
     if name == "split":

@@ -14,6 +14,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from bench.cpu_quality import SIDES, measure
 from bench.peer import llama_in_transformers
 from onedraw.assemble import open_door
 from onedraw.door import Door
@@ -133,3 +134,13 @@ def test_temperature_zero_and_top_k_one_are_greedy_and_seeds_mean_something(door
     assert greedy == tokens(temperature=1.3, top_k=1, seed=3)
     assert tokens(temperature=1.0, seed=4) == tokens(temperature=1.0, seed=4)
     assert tokens(temperature=1.0, seed=4) != tokens(temperature=1.0, seed=5)
+
+
+@pytest.mark.long
+def test_packed_weights_cost_less_than_half_a_percent_of_perplexity(smollm2_path: Path) -> None:
+    """Of a fixed text, against float32; with float32 activations nothing at all."""
+    found = {name: measure(str(smollm2_path), settings, new_tokens=1) for name, settings in SIDES.items()}
+    exact = found["float32"]["perplexity"]
+    assert found["packed, f32 activations"]["perplexity"] == exact
+    assert found["packed, int8 activations"]["perplexity"] == pytest.approx(exact, rel=0.005)
+    assert found["packed, int8 activations"]["tokens"] > 3000

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -215,3 +218,30 @@ def test_what_is_not_finite_breaks_its_own_row_only(broken: float, path: str) ->
     found = linear(x)
     assert found[4].isnan().all()
     assert torch.equal(found[[0, 1, 2, 3, 5, 6, 7, 8]], clean[[0, 1, 2, 3, 5, 6, 7, 8]])
+
+
+def test_a_forked_child_computes_the_same_alone() -> None:
+    """Threads do not survive a fork: the child finds its team gone and does the work itself."""
+    code = """
+import os
+import numpy as np, torch
+from tests.backends.torch.test_packed import linear_of
+from tests.packed import stored
+linear = linear_of([stored("w", (300, 512), "Q4_1", np.random.default_rng(0))], threads=3)
+x = torch.from_numpy(np.random.default_rng(1).standard_normal((9, 512), dtype=np.float32))
+before = linear(x)
+child = os.fork()
+if not child:
+    os._exit(0 if torch.equal(linear(x), before) else 1)
+assert os.waitpid(child, 0)[1] == 0
+assert torch.equal(linear(x), before)
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
+
+
+def test_more_threads_than_processors_change_nothing() -> None:
+    tensor = stored("w", (500, 256), "Q6_K", np.random.default_rng(12))
+    x = torch.from_numpy(np.random.default_rng(13).standard_normal((40, 256), dtype=np.float32))
+    alone = linear_of([tensor], threads=1)(x)
+    crowded = linear_of([tensor], threads=13)
+    assert all(torch.equal(crowded(x), alone) for _ in range(50))
