@@ -35,6 +35,11 @@ def snapshot_warnings() -> Iterator[list[str]]:
             said.append(record.getMessage())
 
     listener, logger = Listener(logging.WARNING), logging.getLogger("onedraw.snapshots")
+    before = logger.level, logger.disabled
+    logger.setLevel(logging.WARNING)  # a server of another test may have made the loggers above silent
+    logger.disabled = False
     logger.addHandler(listener)
     yield said
     logger.removeHandler(listener)
+    logger.setLevel(before[0])
+    logger.disabled = before[1]
