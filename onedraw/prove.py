@@ -212,7 +212,8 @@ def _default_opener(settings: Settings) -> Door:
 
 def bytes_per_page(settings: Settings, *, dtype: str) -> int:
     """What one page takes of --kv-memory."""
-    from onedraw.assemble import find_checkpoint, plan_memory
+    from onedraw.opening import find_checkpoint
+    from onedraw.planning import plan_memory
 
     if settings.backend == "fake":
         return 1

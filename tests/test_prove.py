@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from onedraw.assemble import make_service, make_speculator, open_door
+from onedraw.assemble import make_service, open_door
 from onedraw.backends.fake import FakeBackend, Logits
 from onedraw.door import Door, Reply
+from onedraw.drafting import make_speculator
 from onedraw.engine.stats import Stats
 from onedraw.prove import Finding, Table, drive, first_difference, prove, requests
 from onedraw.sampling.law import choice

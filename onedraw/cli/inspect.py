@@ -44,7 +44,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from onedraw.assemble import chosen_drafter, drafter_bytes, find_checkpoint, plan_devices, proposer_names
+    from onedraw.drafting import chosen_drafter, drafter_bytes, proposer_names
+    from onedraw.opening import find_checkpoint
+    from onedraw.planning import plan_devices
 
     settings = read_settings(arguments)
     with screen.progress() as tell:
