@@ -89,7 +89,7 @@ def _shelf(settings: Settings, backend: Backend, ledger: Ledger, weights: str) -
         f"page {capacity.page_size}, windows {[group.window for group in capacity.groups]}, drafter {capacity.drafter or 'none'}"
     )
     folder = SnapshotFolder(
-        (settings.cache_dir or default_cache_dir()) / "snapshots",
+        settings.snapshot_dir or (settings.cache_dir or default_cache_dir()) / "snapshots",
         fingerprint=fingerprint,
         page_size=capacity.page_size,
         budget=settings.cache_budget,

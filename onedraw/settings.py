@@ -54,6 +54,7 @@ class Settings:
     self_check: bool = True  # compare 1 row with 2, 5, 16 and 64 at start
     cache_dir: Path | None = None  # where pulled models and snapshots are kept
     cache_budget: int | None = None  # bytes of snapshots on disk; None: none are kept
+    snapshot_dir: Path | None = None  # where they are kept; None: in the cache folder
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

@@ -45,6 +45,7 @@ class Capacity:
     max_drafts: int = 64  # drafts of one row in one turn
     draft_positions: int | None = None  # drafts of all rows in one turn, where a rollback buffer bounds them
     turn_tokens: int | None = None  # tokens of one turn, where buffers between devices bound them
+    stages: int = 1  # parts that the layers lie in, one behind the other
     tickets: int = 1  # plans that may be under way at once; stages on devices of their own work on one each
     lookahead: int = 0  # positions past a row that the backend's own drafter writes to; covered where pages allow
     drafter: str = ""  # the backend's own drafter, if it has one

@@ -50,6 +50,7 @@ SETTINGS_HELP: Mapping[str, str] = {
     "tree_budget": "nodes of a draft tree; 0: a chain",
     "trace_verify": "print to stderr what became of every guess",
     "self_check": "do not compare one row with many at start",
+    "snapshot_dir": "folder for snapshots of prompts (default: snapshots in the cache folder)",
     "cache_budget": "keep snapshots of prompts in the cache folder, within so much, like 20GiB: a prompt that was computed "
     "before a restart need not be computed after it",
     "cache_dir": "where pulled models are kept (default: ONEDRAW_CACHE, or the user's cache folder)",

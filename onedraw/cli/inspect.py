@@ -33,7 +33,7 @@ EXAMPLES = """examples:
 """
 NO_EFFECT = (
     *("served_name", "queue_limit", "backend", "threads", "prefix_cache", "self_check", "overlap"),
-    *("draft_tokens", "tree_budget", "trace_verify", "cache_budget"),
+    *("draft_tokens", "tree_budget", "trace_verify", "cache_budget", "snapshot_dir"),
 )
 
 

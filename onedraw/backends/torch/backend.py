@@ -164,6 +164,7 @@ class TorchBackend:
             chunk=CHUNK if spec.recurrent else 1,
             recurrent=spec.recurrent,
             draft_positions=drafts // tickets if spec.recurrent else None,
+            stages=len(sites),
             tickets=tickets,
             lookahead=0 if self._drafter is None else self._drafter.lookahead,
             drafter="" if self._drafter is None else self._drafter.name,
