@@ -137,7 +137,7 @@ def _torch_door(settings: Settings, tell: Progress, speculator: Speculator) -> D
         chosen = chosen_drafter(settings, described, checkpoint)
         drafting = None if chosen is None else Drafting(chosen, tokenizer, checkpoint)
         service = make_service(
-            lambda: _torch_backend(settings, described, tell, drafting),
+            lambda: torch_backend(settings, described, tell, drafting),
             settings,
             speculator,
             weights=weights + ("" if drafting is None else f" and {drafting.fingerprint}"),
@@ -156,7 +156,7 @@ def _torch_door(settings: Settings, tell: Progress, speculator: Speculator) -> D
     return Door(service=service, tokenizer=tokenizer, template=template, card=card)
 
 
-def _torch_backend(settings: Settings, described: Described, tell: Progress, drafting: Drafting | None) -> Backend:
+def torch_backend(settings: Settings, described: Described, tell: Progress, drafting: Drafting | None) -> Backend:
     from onedraw.backends.torch.backend import TorchBackend
     from onedraw.backends.torch.device import find_devices, why_no_kernels
 
