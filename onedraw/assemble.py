@@ -8,13 +8,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onedraw import __version__
 from onedraw.backends.base import Backend, Capacity, Exports, require_state_dtype
+from onedraw.backends.devices import apart
 from onedraw.backends.fake import FakeBackend
 from onedraw.backends.packing import PACKED_DTYPES
+from onedraw.backends.split import SplitPlan
 from onedraw.door import Door
 from onedraw.drafting import Drafting, chosen_drafter, drafter_bytes, drafter_paths, make_speculator
 from onedraw.engine.engine import Engine, Observer
@@ -35,7 +38,10 @@ from onedraw.text.trace import Tracer
 from onedraw.types import ModelCard
 
 if TYPE_CHECKING:
+    from onedraw.backends.torch.line import Line
+    from onedraw.backends.torch.ops import Ops
     from onedraw.backends.torch.selfcheck import SelfCheck
+    from onedraw.backends.torch.stack import Site
 
 log = logging.getLogger("onedraw")
 
@@ -83,7 +89,7 @@ def _shelf(settings: Settings, backend: Backend, ledger: Ledger, weights: str) -
         f"page {capacity.page_size}, windows {[group.window for group in capacity.groups]}, drafter {capacity.drafter or 'none'}"
     )
     folder = SnapshotFolder(
-        (settings.cache_dir or default_cache_dir()) / "snapshots",
+        settings.snapshot_dir or (settings.cache_dir or default_cache_dir()) / "snapshots",
         fingerprint=fingerprint,
         page_size=capacity.page_size,
         budget=settings.cache_budget,
@@ -131,7 +137,7 @@ def _torch_door(settings: Settings, tell: Progress, speculator: Speculator) -> D
         chosen = chosen_drafter(settings, described, checkpoint)
         drafting = None if chosen is None else Drafting(chosen, tokenizer, checkpoint)
         service = make_service(
-            lambda: _torch_backend(settings, described, tell, drafting),
+            lambda: torch_backend(settings, described, tell, drafting),
             settings,
             speculator,
             weights=weights + ("" if drafting is None else f" and {drafting.fingerprint}"),
@@ -150,10 +156,9 @@ def _torch_door(settings: Settings, tell: Progress, speculator: Speculator) -> D
     return Door(service=service, tokenizer=tokenizer, template=template, card=card)
 
 
-def _torch_backend(settings: Settings, described: Described, tell: Progress, drafting: Drafting | None) -> Backend:
+def torch_backend(settings: Settings, described: Described, tell: Progress, drafting: Drafting | None) -> Backend:
     from onedraw.backends.torch.backend import TorchBackend
-    from onedraw.backends.torch.device import find_devices, pick_ops, set_threads, why_no_kernels
-    from onedraw.backends.torch.stack import Site
+    from onedraw.backends.torch.device import find_devices, why_no_kernels
 
     require_state_dtype(settings.state_dtype, "states of recurrent layers")
     cache = settings.cache_dir or default_cache_dir()
@@ -164,16 +169,14 @@ def _torch_backend(settings: Settings, described: Described, tell: Progress, dra
         settings, described, devices, drafter=size, no_kernels=why_no_kernels(cache) if on_cpu and settings.dtype != "f32" else ""
     )
 
-    names = dict.fromkeys(stage.device.name for stage in split.stages)  # stages on one device share its team of threads
-    given: dict[str, Any] = {"activation": split.activation, "cache": cache, "threads": settings.threads, "warn": log.warning}
-    ops = {name: pick_ops(name, plan.dtype, **given) for name in names}
-    set_threads(settings.threads, list(ops.values()))
+    overlap = len(devices) > 1 and (settings.overlap == "on" or (settings.overlap == "auto" and apart(devices)))
+    sites, line = _sites(settings, split, dtype=plan.dtype, cache=cache, overlap=overlap)
     backend = TorchBackend(
         described.spec,
         described.weights,
         dtype=plan.dtype,
         activation=split.activation,
-        sites=[Site.named(stage.device.name, ops[stage.device.name], stop=stage.stop) for stage in split.stages],
+        sites=sites,
         rows=split.staging.rows,
         lanes=settings.max_batch,
         pages=plan.pages,
@@ -182,12 +185,37 @@ def _torch_backend(settings: Settings, described: Described, tell: Progress, dra
         drafts=plan.draft_positions,
         checkpoints=plan.checkpoints,
         check=settings.self_check,
+        line=line,
+        tickets=len(sites) if overlap else 1,
         make_drafter=None if drafting is None else drafting.maker(settings, described, max_context=plan.max_context),
     )
     _tell_check(backend.report, tell)
     if backend.capacity.drafter and drafting is not None:
         tell(f"drafting with {drafting.named} ({backend.capacity.drafter})")
     return backend
+
+
+def _sites(settings: Settings, split: SplitPlan, *, dtype: str, cache: Path, overlap: bool) -> tuple[list[Site], Line | None]:
+    """Where each stage runs, and with what; and a line of threads where stages work at once, or on processors of their own."""
+    from onedraw.backends.torch.device import on_cores, pick_ops, set_threads
+    from onedraw.backends.torch.line import Line
+    from onedraw.backends.torch.stack import Site
+
+    given: dict[str, Any] = {"activation": split.activation, "cache": cache, "warn": log.warning}
+    made: dict[object, Ops] = {}  # stages on one device share its team of threads, unless they work at once
+    sites, openings = [], []
+    for number, stage in enumerate(split.stages):
+        device, key = stage.device, number if overlap else stage.device.name
+        place = "cpu" if device.kind == "cpu" else device.name
+        threads = min(settings.threads or len(device.cores), len(device.cores)) if device.cores else settings.threads
+        if key not in made:
+            with on_cores(device.cores):  # a team's threads stay where they were made
+                made[key] = pick_ops(place, dtype, threads=threads, **given)
+        sites.append(Site.named(place, made[key], stop=stage.stop))
+        openings.append(partial(set_threads, settings.threads, [made[key]], device.cores))
+    line = Line(openings) if overlap or any(stage.device.cores for stage in split.stages) else None
+    set_threads(settings.threads, list(made.values()))
+    return sites, line
 
 
 def _observer(settings: Settings, tokenizer: Tokenizer) -> Observer | None:

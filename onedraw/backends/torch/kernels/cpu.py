@@ -107,6 +107,11 @@ class CpuOps:
         self._packing, self._fuses = packing or Packing(), fuses
         self.name = f"cpu-{self._kernels.path}"
 
+    @property
+    def team(self) -> int:
+        """The threads that compute, as the kernels know them."""
+        return int(self._kernels.team)
+
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> CpuLinear:
         rows, width = weight.shape
         panels = panels_of_rows(self._kernels, weight.contiguous().numpy(), "F32", rows=rows, width=width, height=rows)
