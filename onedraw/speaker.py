@@ -142,11 +142,22 @@ class Speaker:
             unsaid = max(event.kept - heard, 0)  # drafts that were right, behind a stop string
             usage = self._usage(event, unsaid)
         self._channel, self._call = sayings[-1].channel, sayings[-1].call
-        pieces = [Piece(self._index, saying.channel, saying.text, tuple(saying.choices), call=saying.call) for saying in sayings]
-        pieces[0] = replace(pieces[0], prompt_logprobs=event.scored)
         reason = hit if hit is not None else None if self._reader.over else event.stop_id
-        pieces[-1] = replace(pieces[-1], finish=finish, stop_reason=reason, usage=usage)
-        return pieces
+        last = len(sayings) - 1
+        return [
+            Piece(
+                self._index,
+                saying.channel,
+                saying.text,
+                tuple(saying.choices),
+                finish=finish if number == last else None,
+                stop_reason=reason if number == last else None,
+                usage=usage if number == last else None,
+                prompt_logprobs=event.scored if number == 0 else None,
+                call=saying.call,
+            )
+            for number, saying in enumerate(sayings)
+        ]
 
     def _read(self, sayings: list[Saying], text: str, *, last: bool = False) -> None:
         """Read text on; what belongs to another channel begins a new piece."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Protocol
 
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from onedraw.door import Door
 from onedraw.errors import Draining, NotFound, OnedrawError
 from onedraw.server import assets
-from onedraw.server.completion import Job, chat_prompt, pieces, prepare
+from onedraw.server.completion import Job, bursts, chat_prompt, prepare
 from onedraw.server.errors import TimedOut, error_response
 from onedraw.server.guards import OPEN_PATHS, Catcher, KeyGuard, read_body, read_json, until_gone
 from onedraw.server.items import ResponsesRequest
@@ -35,7 +35,7 @@ from onedraw.server.parts import Part, Tally, Teller
 from onedraw.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from onedraw.server.reply import Json, Scribe
 from onedraw.server.responses import ResponseMemory, ResponseScribe
-from onedraw.server.stream import MESSAGES, OPENAI, RESPONSES, EventStream, Framing
+from onedraw.server.stream import NAMED, OPENAI, EventStream, Framing
 from onedraw.types import Piece, Usage
 from onedraw.wishes import check_ids
 
@@ -71,7 +71,7 @@ class Desk:
             return ResponseScribe(job, asked, card=self.door.card, scribe=scribe, memory=self._responses)
 
         return await self._answer(
-            request, wanted, parsed.ignored, watch=watch, write=write, framing=RESPONSES, prefix="resp_", names=names
+            request, wanted, parsed.ignored, watch=watch, write=write, framing=NAMED, prefix="resp_", names=names
         )
 
     async def message(self, request: Request) -> Response:
@@ -83,7 +83,7 @@ class Desk:
             return MessageScribe(job, card=self.door.card)
 
         return await self._answer(
-            request, wanted, parsed.ignored, watch=watch, write=write, framing=MESSAGES, prefix="msg_", names=names
+            request, wanted, parsed.ignored, watch=watch, write=write, framing=NAMED, prefix="msg_", names=names
         )
 
     async def count(self, request: Request) -> Response:
@@ -117,13 +117,14 @@ class Desk:
         if self.options.log_prompts:
             note(prompts=[self.door.tokenizer.decode(ask.prompt, skip_special=False) for ask in job.asks])
         headers = _headers(ignored) | {"x-request-id": job.id}
-        telling = Telling(job, write(job), door=self.door, watch=watch, seconds=self.options.request_seconds)
+        writer = write(job)
+        telling = Telling(job, writer, door=self.door, watch=watch, seconds=self.options.request_seconds)
         if not wanted.stream:
             return JSONResponse(await until_gone(request.receive, telling.whole()), headers=headers)
         chunks = telling.chunks()
         # What fails before the first token still gets a status of its own.
         first = await until_gone(request.receive, anext(chunks))
-        return EventStream(_after(first, chunks), headers, framing)
+        return EventStream(_after(first, chunks), headers, framing, writer.failed)
 
     # ------------------------------------------------------------------ tokens
 
@@ -207,6 +208,8 @@ class Writer(Protocol):
 
     def ending(self, usage: Usage) -> list[Json]: ...
 
+    def failed(self, error: OnedrawError) -> list[Json]: ...
+
     def whole(self, parts: Mapping[int, Sequence[Part]], usage: Usage) -> Json: ...
 
 
@@ -222,45 +225,50 @@ class Telling:
         self._watch = watch
         self._tally = Tally(job)
 
-    async def _parts(self) -> AsyncGenerator[Part, None]:
+    async def _parts(self) -> AsyncGenerator[list[Part], None]:
         teller = Teller(self._job, self._door.tokenizer)
-        async with aclosing(pieces(self._job, self._door)) as stream:
-            while (piece := await self._next(stream)) is not None:
-                self._watch.see(piece)
-                self._tally.note(piece)
-                yield teller.tell(piece)
+        async with aclosing(bursts(self._job, self._door)) as stream:
+            while (burst := await self._next(stream)) is not None:
+                for piece in burst:
+                    self._watch.see(piece)
+                    self._tally.note(piece)
+                yield [teller.tell(piece) for piece in burst]
         usage = self._tally.total()
         note(prompt_tokens=usage.prompt, completion_tokens=usage.completion, cached_tokens=usage.cached)
 
-    async def _next(self, stream: AsyncGenerator[Piece, None]) -> Piece | None:
-        """The next piece, None behind the last. A deadline that passes while it is awaited cancels what still runs."""
+    async def _next(self, stream: AsyncGenerator[list[Piece], None]) -> list[Piece] | None:
+        """The next pieces, None behind the last. A deadline that passes while they are awaited cancels what still runs."""
+        if self._deadline is None:
+            return await anext(stream, None)
         try:
             async with asyncio.timeout_at(self._deadline):
                 return await anext(stream, None)
         except TimeoutError:
             raise TimedOut(f"the request took longer than {self._seconds:g} seconds, which is this server's limit") from None
 
-    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        async with aclosing(self._parts()) as parts:
-            async for part in parts:
-                for chunk in self._writer.chunks(part):
-                    yield chunk
-        for chunk in self._writer.ending(self._tally.total()):
-            yield chunk
+    async def chunks(self) -> AsyncGenerator[list[Json], None]:
+        """Chunks in lists, none of them empty: what came at once is sent at once."""
+        async with aclosing(self._parts()) as stream:
+            async for parts in stream:
+                if written := [chunk for part in parts for chunk in self._writer.chunks(part)]:
+                    yield written
+        if ending := self._writer.ending(self._tally.total()):
+            yield ending
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> Json:
         said: dict[int, list[Part]] = {}
-        async with aclosing(self._parts()) as parts:
-            async for part in parts:
-                said.setdefault(part.index, []).append(part)
+        async with aclosing(self._parts()) as stream:
+            async for parts in stream:
+                for part in parts:
+                    said.setdefault(part.index, []).append(part)
         return self._writer.whole(said, self._tally.total())
 
 
-async def _after(first: dict[str, Any], chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[dict[str, Any], None]:
+async def _after(first: list[Json], chunks: AsyncGenerator[list[Json], None]) -> AsyncGenerator[list[Json], None]:
     async with aclosing(chunks):
         yield first
-        async for chunk in chunks:
-            yield chunk
+        async for more in chunks:
+            yield more
 
 
 def _headers(ignored: tuple[str, ...]) -> dict[str, str]:

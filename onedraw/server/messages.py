@@ -13,8 +13,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
+from onedraw.errors import OnedrawError
 from onedraw.server.blocks import Block, Blocks, Closed, Grew, Opened
 from onedraw.server.completion import Job
+from onedraw.server.errors import message_error
 from onedraw.server.fields import Rule, inert, neutral, refused
 from onedraw.server.parts import Part
 from onedraw.server.protocol import TOOL_NAME, Strict, Whole, wish
@@ -256,6 +258,9 @@ class MessageScribe:
             {"type": "message_delta", "delta": self._stop(self._last), "usage": write_usage(usage)},
             {"type": "message_stop"},
         ]
+
+    def failed(self, error: OnedrawError) -> list[Json]:
+        return [message_error(error)]
 
     def whole(self, parts: Mapping[int, Sequence[Part]], usage: Usage) -> Json:
         for part in parts[0]:

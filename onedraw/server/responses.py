@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from onedraw.errors import BadParameter
+from onedraw.errors import BadParameter, OnedrawError
 from onedraw.server.blocks import Block, Blocks, Closed, Grew, Opened
 from onedraw.server.completion import Job
 from onedraw.server.items import ResponseNamedTool, ResponsesRequest, messages_of
@@ -86,6 +86,14 @@ class ResponseScribe:
             events += self._changed(change)
         whole = self._finished(self._last, usage)
         return [*events, self._event(f"response.{whole['status']}", response=whole)]
+
+    def failed(self, error: OnedrawError) -> list[Json]:
+        assert self._last is not None
+        items = [self._item(block, "incomplete") for block in self._blocks.blocks]
+        whole = self._response(items, status="failed", usage=None, part=self._last)
+        whole["error"] = {"code": error.code, "message": str(error)}
+        told = self._event("error", code=error.code, message=str(error), param=error.param)
+        return [told, self._event("response.failed", response=whole)]
 
     def whole(self, parts: Mapping[int, Sequence[Part]], usage: Usage) -> Json:
         for part in parts[0]:
