@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from datetime import UTC, datetime
 from typing import Protocol
 
 from fastapi import FastAPI
@@ -25,7 +26,9 @@ from onedraw.server.errors import TimedOut, error_response
 from onedraw.server.guards import OPEN_PATHS, Catcher, KeyGuard, read_body, read_json, until_gone
 from onedraw.server.items import ResponsesRequest
 from onedraw.server.keys import Keyring
+from onedraw.server.listing import check_query, listing, page_of
 from onedraw.server.logs import RequestLog, note
+from onedraw.server.memory import ResponseMemory
 from onedraw.server.messages import CountRequest, MessageScribe, MessagesRequest
 from onedraw.server.metrics import Meters, Watch
 from onedraw.server.openapi import document
@@ -34,7 +37,7 @@ from onedraw.server.parsing import Parsed, RequestT, as_chat, parse
 from onedraw.server.parts import Part, Tally, Teller
 from onedraw.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from onedraw.server.reply import Json, Scribe
-from onedraw.server.responses import ResponseMemory, ResponseScribe
+from onedraw.server.responses import ResponseScribe
 from onedraw.server.stream import NAMED, OPENAI, EventStream, Framing
 from onedraw.types import Piece, Usage
 from onedraw.wishes import check_ids
@@ -48,7 +51,7 @@ class Desk:
         self.options = options
         self.meters = Meters(door.service.stats, door.card.name)
         self.draining = False
-        self._responses = ResponseMemory()
+        self._memory = ResponseMemory()
 
     # ------------------------------------------------------------------ replies
 
@@ -64,15 +67,37 @@ class Desk:
         watch, parsed = Watch(self.meters), await self._read(request, ResponsesRequest)
         asked = parsed.request
         names = asked.names()
-        wanted = as_chat(asked.chat(self._responses.find(asked.previous_response_id)), names)
+        before, items = self._memory.before(asked.previous_response_id), self._memory.resolved(asked.items)
+        wanted = as_chat(asked.chat(before, items), names)
 
         def write(job: Job) -> ResponseScribe:
             scribe = Scribe(job, card=self.door.card, tokenizer=self.door.tokenizer)
-            return ResponseScribe(job, asked, card=self.door.card, scribe=scribe, memory=self._responses)
+            return ResponseScribe(job, asked, before=before, items=items, card=self.door.card, scribe=scribe, memory=self._memory)
 
         return await self._answer(
             request, wanted, parsed.ignored, watch=watch, write=write, framing=NAMED, prefix="resp_", names=names
         )
+
+    async def response(self, request: Request, response_id: str) -> Response:
+        check_query(request, {"stream": ("false",), "include": (), "include[]": ()})
+        return JSONResponse(self._memory.find(response_id).response)
+
+    async def response_items(self, request: Request, response_id: str) -> Response:
+        items = self._memory.find(response_id).items
+        return JSONResponse(listing(items, page_of(request)))
+
+    async def forget_response(self, response_id: str) -> Response:
+        self._memory.forget(response_id)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+    async def count_response(self, request: Request) -> Response:
+        parsed = await self._read(request, ResponsesRequest)
+        asked = parsed.request
+        before, items = self._memory.before(asked.previous_response_id), self._memory.resolved(asked.items)
+        wanted = as_chat({**asked.chat(before, items), "max_tokens": 1}, asked.names())
+        job = await asyncio.to_thread(prepare, wanted, self.door, names=asked.names())
+        body = {"object": "response.input_tokens", "input_tokens": len(job.asks[0].prompt)}
+        return JSONResponse(body, headers=_headers(parsed.ignored))
 
     async def message(self, request: Request) -> Response:
         watch, parsed = Watch(self.meters), await self._read(request, MessagesRequest)
@@ -80,7 +105,7 @@ class Desk:
         wanted = as_chat(parsed.request.chat(), names)
 
         def write(job: Job) -> MessageScribe:
-            return MessageScribe(job, card=self.door.card)
+            return MessageScribe(job, card=self.door.card, omits=parsed.request.omits_thinking)
 
         return await self._answer(
             request, wanted, parsed.ignored, watch=watch, write=write, framing=NAMED, prefix="msg_", names=names
@@ -148,7 +173,10 @@ class Desk:
     # ------------------------------------------------------------------ about the server
 
     async def models(self) -> Response:
-        return JSONResponse({"object": "list", "data": [self._card()]})
+        """The list in the shapes of both OpenAI and Anthropic, which do not contradict each other."""
+        card = self._card()
+        bounds = {"first_id": card["id"], "last_id": card["id"], "has_more": False}
+        return JSONResponse({"object": "list", "data": [card], **bounds})
 
     async def model(self, name: str) -> Response:
         self._check_model(name)
@@ -187,7 +215,10 @@ class Desk:
         return {
             "id": card.name,
             "object": "model",
+            "type": "model",
+            "display_name": card.name,
             "created": card.created,
+            "created_at": datetime.fromtimestamp(card.created, UTC).isoformat(),
             "owned_by": "onedraw",
             "max_model_len": card.max_context,
             "defaults": dict(card.defaults),
@@ -293,6 +324,7 @@ def create_app(door: Door, options: ServerOptions) -> FastAPI:
         "/v1/completions": desk.complete,
         "/v1/chat/completions": desk.chat,
         "/v1/responses": desk.respond,
+        "/v1/responses/input_tokens": desk.count_response,
         "/v1/messages": desk.message,
         "/v1/messages/count_tokens": desk.count,
         "/tokenize": desk.tokenize,
@@ -300,6 +332,10 @@ def create_app(door: Door, options: ServerOptions) -> FastAPI:
     }
     for path, post in posts.items():
         app.add_api_route(path, post, methods=["POST"], response_model=None)
+    stored = "/v1/responses/{response_id}"
+    app.add_api_route(stored, desk.response, methods=["GET"], response_model=None)
+    app.add_api_route(stored, desk.forget_response, methods=["DELETE"], response_model=None)
+    app.add_api_route(f"{stored}/input_items", desk.response_items, methods=["GET"], response_model=None)
     app.router.routes.extend(assets.routes(page := assets.load()))
     app.add_exception_handler(OnedrawError, _on_error)
     app.add_exception_handler(HTTPException, _on_error)
@@ -311,9 +347,9 @@ def create_app(door: Door, options: ServerOptions) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(options.cors_origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-onedraw-ignored", "x-request-id", "retry-after"],
+            expose_headers=["x-onedraw-ignored", "x-request-id", "request-id", "retry-after"],
         )
     app.add_middleware(RequestLog)
     return app
