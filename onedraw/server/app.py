@@ -79,16 +79,15 @@ class Desk:
         )
 
     async def response(self, request: Request, response_id: str) -> Response:
+        if request.method == "DELETE":
+            self._memory.forget(response_id)
+            return JSONResponse({"id": response_id, "object": "response", "deleted": True})
         check_query(request, {"stream": ("false",), "include": (), "include[]": ()})
         return JSONResponse(self._memory.find(response_id).response)
 
     async def response_items(self, request: Request, response_id: str) -> Response:
         items = self._memory.find(response_id).items
         return JSONResponse(listing(items, page_of(request)))
-
-    async def forget_response(self, response_id: str) -> Response:
-        self._memory.forget(response_id)
-        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     async def count_response(self, request: Request) -> Response:
         parsed = await self._read(request, ResponsesRequest)
@@ -333,8 +332,7 @@ def create_app(door: Door, options: ServerOptions) -> FastAPI:
     for path, post in posts.items():
         app.add_api_route(path, post, methods=["POST"], response_model=None)
     stored = "/v1/responses/{response_id}"
-    app.add_api_route(stored, desk.response, methods=["GET"], response_model=None)
-    app.add_api_route(stored, desk.forget_response, methods=["DELETE"], response_model=None)
+    app.add_api_route(stored, desk.response, methods=["GET", "DELETE"], response_model=None)
     app.add_api_route(f"{stored}/input_items", desk.response_items, methods=["GET"], response_model=None)
     app.router.routes.extend(assets.routes(page := assets.load()))
     app.add_exception_handler(OnedrawError, _on_error)

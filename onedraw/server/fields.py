@@ -108,6 +108,7 @@ MESSAGE_RULES = (
     refused("function_call", "use `tool_calls`"),
     refused("audio", "text only"),
     neutral("refusal", "comes back in replies of other servers", ""),
+    inert("provider_specific_fields", "a client library's own notes"),
 )
 STREAM_RULES = (neutral("include_obfuscation", "chunks are not padded", False),)
 TOKENIZE_RULES = (neutral("return_token_strs", "use /detokenize", False),)

@@ -249,6 +249,7 @@ def document(card: ModelCard, *, lenient: bool = False, locked: bool = False) ->
         paths[path] = {"get": {**_get(summary, content), **({} if path == "/" else key)}}
     paths["/v1/responses/{response_id}"]["delete"] = {**_get("Forget a response", _json("Deleted")), **key}
     paths["/v1/responses/{response_id}/input_items"]["get"]["parameters"] = PAGE
+    paths["/v1/responses"]["post"]["responses"]["200"]["links"] = _links(paths, "/v1/responses/{response_id}")
     for path, methods in paths.items():
         for name in re.findall(r"{(\w+)}", path):
             given = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
@@ -261,6 +262,16 @@ def document(card: ModelCard, *, lenient: bool = False, locked: bool = False) ->
         "paths": paths,
         "components": components,
     }
+
+
+def _links(paths: Json, stem: str) -> Json:
+    """Where a stored response leads: to itself, by its id."""
+    found: Json = {}
+    for path, methods in paths.items():
+        for method, told in methods.items() if path.startswith(stem) else ():
+            told["operationId"] = name = f"{method}_{path.rpartition('/')[2].strip('{}')}"
+            found[name] = {"operationId": name, "parameters": {"response_id": "$response.body#/id"}}
+    return found
 
 
 def _post(model: type[BaseModel], summary: str, shape: str) -> Json:
