@@ -207,6 +207,8 @@ class CountRequest(Strict):
         if self.thinking is None or self.thinking.type == "disabled":
             return {"reasoning_effort": "none"}
         told = {"thinking_budget": self.thinking.budget_tokens} if self.thinking.budget_tokens is not None else {}
+        if effort is None and self.thinking.type == "adaptive":
+            return told  # as the model itself does it, if it does
         return {"reasoning_effort": effort or "high", **told}
 
     def _format(self) -> dict[str, Any]:
