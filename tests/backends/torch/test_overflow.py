@@ -51,7 +51,7 @@ def backend(request: pytest.FixtureRequest, folder: Path) -> TorchBackend:
         check=False,
     )
     rows = made._stack._embedding
-    made._stack._embedding = lambda tokens: torch.where(tokens[:, None] == BROKEN, torch.inf, rows(tokens))
+    made._stack._embedding = lambda tokens, by=None: torch.where(tokens[:, None] == BROKEN, torch.inf, rows(tokens))
     return made
 
 
