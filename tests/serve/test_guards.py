@@ -62,9 +62,10 @@ def test_a_page_of_an_allowed_origin_may_ask(locked):
         "access-control-request-method": "POST",
         "access-control-request-headers": "authorization",
     }
-    answer = httpx.options(f"{locked.url}/v1/chat/completions", headers=asked)
-    assert answer.status_code == 200
-    assert answer.headers["access-control-allow-origin"] == "https://page.example"
+    for path, method in (("/v1/chat/completions", "POST"), ("/v1/responses/resp_1", "DELETE"), ("/v1/models", "GET")):
+        answer = httpx.options(f"{locked.url}{path}", headers={**asked, "access-control-request-method": method})
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == "https://page.example"
     refused = locked.get("/v1/models", headers={"origin": "https://page.example"})
     assert refused.status_code == 401
     assert refused.headers["access-control-allow-origin"] == "https://page.example"
