@@ -89,7 +89,8 @@ Stored responses (`store`, on by default there) live in memory, within bounds, a
 
 ## Errors
 
-`{"error": {"message", "type", "param", "code"}}`, always; below `/v1/messages` `{"type": "error", "error": {"type", "message", "param"}}`.
+`{"error": {"message", "type", "param", "code"}}`, always; below `/v1/messages` it is
+`{"type": "error", "error": {"type", "message", "param"}}`.
 
 | status | when |
 |---|---|
