@@ -16,12 +16,14 @@ from onedraw import __version__
 from onedraw.backends.base import Backend, Capacity, Exports, require_state_dtype
 from onedraw.backends.devices import Device
 from onedraw.backends.fake import FakeBackend
+from onedraw.backends.floor import turn_bytes
 from onedraw.backends.packing import PACKED_DTYPES, hold, is_narrow, matrix_kinds, product_dtype
 from onedraw.backends.plan import DRAFTS_PER_LANE, MemoryPlan, memory_plan
 from onedraw.backends.precision import activation_precision
 from onedraw.backends.split import SplitPlan, plan_split, with_advice
 from onedraw.checkpoints.base import Checkpoint, open_checkpoint
 from onedraw.checkpoints.pull import resolve
+from onedraw.checkpoints.shapes import is_random, open_random, shape_config
 from onedraw.door import Door
 from onedraw.drafters import built_in
 from onedraw.engine.engine import Engine, Observer
@@ -138,9 +140,57 @@ def _shelf(settings: Settings, backend: Backend, ledger: Ledger, weights: str) -
 
 
 def find_checkpoint(settings: Settings, progress: Progress | None = None) -> Checkpoint:
-    """The model's name → an open checkpoint, pulled first where it must be."""
+    """The model's name → an open checkpoint, pulled first where it must be, or random weights of a shape."""
+    if is_random(settings.model):
+        return open_random(settings.model)
     path = resolve(settings.model, settings.cache_dir or default_cache_dir(), progress=progress)
     return open_checkpoint(path)
+
+
+def turn_floor(settings: Settings) -> Callable[[int, int], float] | None:
+    """Seconds that a decode turn of (rows, context) takes at least, at the memory's measured speed; None but on a GPU."""
+    if settings.backend != "torch":
+        return None
+    from onedraw.backends.torch.device import copy_bandwidth, find_devices
+
+    device = find_devices(settings.device_names)[0]
+    if device.kind == "cpu" or len(settings.device_names) > 1:
+        return None
+    checkpoint = find_checkpoint(settings)
+    try:
+        spec = describe(checkpoint).spec
+    finally:
+        checkpoint.close()
+    dtype = product_dtype([device], asked=settings.dtype, activations="f32", stream="auto", narrow=False, no_kernels="")
+    speed = copy_bandwidth(device.name)
+    return lambda rows, context: turn_bytes(spec, dtype=dtype, rows=rows, context=context) / speed
+
+
+def peer_rates(
+    settings: Settings, *, batches: Sequence[int], prompt_tokens: int, new_tokens: int, sampling: Mapping[str, float]
+) -> dict[int, float]:
+    """Decoded tokens per second of transformers with the same model, by batch size."""
+    from onedraw.backends.torch.device import find_devices
+    from onedraw.backends.torch.peer import transformers_rates
+
+    device = find_devices(settings.device_names)[0]
+    dtype = product_dtype([device], asked=settings.dtype, activations="f32", stream="auto", narrow=False, no_kernels="")
+    source: str | Mapping[str, Any]
+    if is_random(settings.model):
+        source = shape_config(settings.model)
+    else:
+        source = str(resolve(settings.model, settings.cache_dir or default_cache_dir()))
+        if not Path(source).is_dir():
+            raise BadSetting("--against transformers: needs a folder with safetensors, or a random: shape")
+    return transformers_rates(
+        source,
+        device=device.name,
+        dtype=dtype,
+        batches=batches,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        sampling=sampling,
+    )
 
 
 def plan_memory(settings: Settings, described: Described, *, dtype: str) -> MemoryPlan:
@@ -219,7 +269,10 @@ def drafter_bytes(chosen: Path | Literal["mtp"] | None, described: Described, ch
 
 
 def read_text(checkpoint: Checkpoint) -> tuple[Tokenizer, ChatTemplate | None]:
-    """Tokenizer and chat template, from the folder's files or the GGUF's key-values."""
+    """Tokenizer and chat template, from the folder's files or the GGUF's key-values. Random weights have nothing to say, and
+    a toy's letters to say it with."""
+    if checkpoint.dialect == "plain":
+        return toy_tokenizer(), toy_template()
     if checkpoint.dialect == "gguf":
         return Tokenizer.from_gguf(checkpoint.config), ChatTemplate.from_gguf(checkpoint.config)
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent

@@ -123,9 +123,9 @@ class RandomCheckpoint:
 
     dialect: Dialect = "plain"
 
-    def __init__(self, spec: ModelSpec, seed: int = 0) -> None:
-        self.path = Path(f"random-{spec.family}")
-        self.config: dict[str, Any] = {}
+    def __init__(self, spec: ModelSpec, seed: int = 0, *, config: dict[str, Any] | None = None, name: str = "") -> None:
+        self.path = Path(name or f"random-{spec.family}")
+        self.config: dict[str, Any] = config or {}
         self.generation_config: dict[str, Any] = {}
         self._name = f"{seed} {spec}"
         self.tensors = {
