@@ -97,6 +97,22 @@ class Bench:
             times.append(1e3 * (time.perf_counter() - begin))
         return statistics.median(times[5:])
 
+    def replay_ms(self, repeats: int = 20) -> float:
+        """The last recorded turn alone, timed by the device."""
+        steady = self.backend._steady
+        graphs = [] if steady is None else [g for g in getattr(steady._recorder, "_graphs", {}).values() if g is not None]
+        if not graphs:
+            return float("nan")
+        times = []
+        for _ in range(repeats):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graphs[-1].graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+        return statistics.median(times[3:])
+
     def engine(self, speculator: Speculator, *, pages: int | None = None, turn_tokens: int = 2048) -> Engine:
         capacity = self.backend.capacity
         if pages is not None:
@@ -139,23 +155,29 @@ def turns(bench: Bench) -> None:
         "tree of 22 at 24K": [(24_000, TREE)],
         "1 row at 128K": [(131_000, ())],
     }
-    alone: dict[str, float] = {}
+    alone: dict[str, tuple[float, float]] = {}
     for case, rows in cases.items():
         if max(start for start, _ in rows) + 32 > bench.backend.capacity.max_context or len(rows) > bench.lanes:
             continue
         ms = bench.turn_ms(bench.plan(rows, SAMPLED))
+        device = bench.replay_ms()
         context = sum(start for start, _ in rows) // len(rows)
         floor = 1e3 * turn_bytes(bench.spec, dtype=bench.dtype, rows=len(rows), context=context) / bench.speed
         say(f"{bench.name}: {case}, sampled, ms (floor {floor:.2f})", ms)
-        say(f"{bench.name}: {case}, share of the floor", floor / ms)
+        say(f"{bench.name}: {case}, of it on the device, ms", device)
+        say(
+            f"{bench.name}: {case}, share of the floor, with the host and on the device",
+            [round(floor / t, 3) for t in (ms, device)],
+        )
         place = case.rpartition(" at ")[2]
         if case.startswith("1 row"):
-            alone[place] = ms
+            alone[place] = ms, device
             say(f"{bench.name}: {case}, tok/s", 1e3 / ms)
         elif "rows" in case:
             say(f"{bench.name}: {case}, tok/s", 1e3 * len(rows) / ms)
         else:
-            say(f"{bench.name}: {case}, x a decode turn", ms / alone[place])
+            ratios = [round(t / one, 3) for t, one in zip((ms, device), alone[place], strict=True)]
+            say(f"{bench.name}: {case}, x a decode turn, with the host and on the device", ratios)
 
 
 def _requests(bench: Bench, count: int, prompt: int, new: int, params: SamplingParams) -> list[Request]:

@@ -137,4 +137,4 @@ def shape_config(model: str) -> dict[str, Any]:
 def open_random(model: str, seed: int = 0) -> RandomCheckpoint:
     config = shape_config(model)
     family = identify(Described(config, Path(model)))
-    return RandomCheckpoint(family.from_config(config, model), seed, config=config, name=model)
+    return RandomCheckpoint(family.from_config(config, model), seed, config=config, name=model, anywhere=True)

@@ -7,7 +7,6 @@ On an accelerator with CUDA graphs. Without one under Triton's interpreter, wher
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 
 import numpy as np
@@ -113,8 +112,10 @@ def test_a_recorded_turn_has_the_bits_of_a_plain_one(kind: str) -> None:
     trees = dataclasses.replace(drafts, tree=True)
     for name, recorder in recorders().items():
         backend, replayed = backend_of(kind, recorder), [0]
+        if DEVICE != "cpu":
+            backend.rehearse(lambda line: None)
         for label, schedule in (
-            ("batched", Schedule(arrivals=(0, 1, 3))),
+            ("batched", Schedule(arrivals=(0, 4, 5))),
             ("drafts", Schedule(proposer=drafts, arrivals=(0, 0, 2))),
             ("trees", Schedule(proposer=trees)),
         ):
@@ -124,6 +125,9 @@ def test_a_recorded_turn_has_the_bits_of_a_plain_one(kind: str) -> None:
                 assert 0 < stats.accepted_tokens < stats.draft_tokens, (name, label)
             if isinstance(recorder, Replays):
                 replayed.append(recorder.replayed)
-        assert all(before < now for before, now in itertools.pairwise(replayed)), replayed
+        if isinstance(recorder, Replays):
+            assert 2 < replayed[1] < replayed[-1], replayed
+        assert backend._steady is not None
+        assert backend._steady.foreseen > 2
         if isinstance(recorder, Graphs):
             assert len(recorder) > 2

@@ -43,7 +43,7 @@ class Loader:
     def __init__(
         self, source: WeightSource, *, ops: Ops, dtype: torch.dtype, device: torch.device, norm: Norm = "narrow"
     ) -> None:
-        self._source, self._ops, self.dtype, self._device, self._norm = source, ops, dtype, device, norm
+        self._source, self.ops, self.dtype, self._device, self._norm = source, ops, dtype, device, norm
         self._buffer = torch.empty(0)
 
     def kept(self, layer: int | None, *names: str, pad: int = 1) -> Tensor:
@@ -61,8 +61,8 @@ class Loader:
     def linear(self, layer: int | None, *names: str, bias: Tensor | None = None, pad: int = 1, pad_columns: int = 1) -> Linear:
         """The product of matrices joined by rows: as they are stored where the operations take them so."""
         tensors = [self._source.tensor(layer, name) for name in names]
-        found = self._ops.stored(tensors, bias=bias, pad=pad, pad_columns=pad_columns)
-        return found or self._ops.linear(self.passing(layer, *names, pad=pad, pad_columns=pad_columns), bias)
+        found = self.ops.stored(tensors, bias=bias, pad=pad, pad_columns=pad_columns)
+        return found or self.ops.linear(self.passing(layer, *names, pad=pad, pad_columns=pad_columns), bias)
 
     def passing(self, layer: int | None, *names: str, pad: int = 1, pad_columns: int = 1) -> Tensor:
         """The same for matrices that are about to be packed. In float32 on a CPU they lie in the buffer until the next
@@ -74,9 +74,9 @@ class Loader:
         gate_up = self._stored_experts(layer, "expert_gate", "expert_up", pad=LANE)
         down = self._stored_experts(layer, "expert_down", pad_columns=LANE)
         if gate_up and down:
-            return PlainBank(gate_up, down, activation, self._ops.gated)
+            return PlainBank(gate_up, down, activation, self.ops.gated)
         first = self.experts(layer, "expert_gate", "expert_up", pad=LANE)
-        return self._ops.bank(first, self.experts(layer, "expert_down", pad_columns=LANE), activation)
+        return self.ops.bank(first, self.experts(layer, "expert_down", pad_columns=LANE), activation)
 
     def _stored_experts(self, layer: int, *names: str, pad: int = 1, pad_columns: int = 1) -> tuple[Linear, ...]:
         """Per expert the product of its matrices joined by rows; nothing where the operations want float tensors."""
@@ -84,7 +84,7 @@ class Loader:
         found: list[Linear] = []
         for number in range(tensors[0].shape[0]):
             own = [Matrix(tensor, number) for tensor in tensors]
-            linear = self._ops.stored(own, bias=None, pad=pad, pad_columns=pad_columns)
+            linear = self.ops.stored(own, bias=None, pad=pad, pad_columns=pad_columns)
             if linear is None:
                 return ()
             found.append(linear)

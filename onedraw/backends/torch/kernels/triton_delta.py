@@ -24,7 +24,7 @@ from onedraw.backends.torch.kernels.triton_linear import launch_options
 from onedraw.backends.torch.kernels.triton_math import exp, let_next_start, sigmoid, silu, softplus, wait_for_inputs
 
 CHUNK = 64
-COLUMNS = 32  # of the state that one program steps
+COLUMNS, STEP_WARPS = 32, 4  # of the state that one program steps; they fix the order of its sums
 CHUNK_COLUMNS, CHUNK_WARPS = 32, 4  # of the state that one program takes through chunks
 PATH_WORDS = 6  # lane, first of its tokens in the order, tokens, known, tokens whose output another path gives, fresh
 L2_EPS = 1e-6
@@ -270,7 +270,7 @@ def steps(
             BLOCK_V=COLUMNS,
             AHEAD=AHEAD,
             PDL=pdl,
-            num_warps=4,
+            num_warps=STEP_WARPS,
             enable_fp_fusion=False,
             **launch_options(pdl),
         )
