@@ -2,7 +2,7 @@
 
     python -m bench.gpu_backend SECTION ... --model random:llama3-8b [--device cuda:0] [--json out.json]
 
-Sections: turns (decode, verify and tree turns against a decode turn), drafted (4 kept of 15 against plain), exact (1,000
+Sections: decode (sampled, through the engine), turns (decode, verify and tree turns against a decode turn), drafted (4 kept of 15 against plain), exact (1,000
 positions: alone, verified, in a batch of 32, after preemption, in other chunks), prefill, host (where the host's time goes).
 Weights are random and made on the device. A turn's time is from `submit` to the end of `collect`, median of many.
 """
@@ -190,6 +190,22 @@ def _requests(bench: Bench, count: int, prompt: int, new: int, params: SamplingP
         )
         for i in range(count)
     ]
+
+
+def decode(bench: Bench) -> None:
+    """Sampled decoding through the engine, all rows at about the same place."""
+    for prompt, count in ((128, 1), (960, 1), (960, 8), (960, 32)):
+        if count <= bench.lanes:
+            times = bench.answers(_requests(bench, count, prompt, 140, SAMPLED), bench.engine(Speculator([])))[1]
+            ms = 1e3 * statistics.median(times[-100:-5])
+            mean = 1e3 * statistics.mean(times[-100:-5])
+            floor = 1e3 * turn_bytes(bench.spec, dtype=bench.dtype, rows=count, context=prompt + 80) / bench.speed
+            say(
+                f"{bench.name}: decode, {count} rows at {prompt} to {prompt + 140}, turn, median and mean, ms",
+                [round(ms, 3), round(mean, 3)],
+            )
+            say(f"{bench.name}: decode, {count} rows at {prompt} to {prompt + 140}, tok/s by the mean", 1e3 * count / mean)
+            say(f"{bench.name}: decode, {count} rows at {prompt} to {prompt + 140}, share of the floor", floor / mean)
 
 
 def drafted(bench: Bench) -> None:

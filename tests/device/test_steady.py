@@ -45,7 +45,7 @@ def spec_of(*mixers: AttentionSpec | DeltaSpec) -> ModelSpec:
     )
 
 
-SPECS = {"hybrid": spec_of(DELTA, ATTENTION)}
+SPECS = {"hybrid": spec_of(DELTA, ATTENTION), "attention": spec_of(ATTENTION)}
 if not INTERPRETED:  # which takes a second for every turn
     SPECS["windows"] = spec_of(ATTENTION, WINDOWED)
 
@@ -131,3 +131,22 @@ def test_a_recorded_turn_has_the_bits_of_a_plain_one(kind: str) -> None:
         assert backend._steady.foreseen > 1
         if isinstance(recorder, Graphs):
             assert len(recorder) > 2
+
+
+def test_a_turn_that_was_started_before_it_came_and_did_not_come_leaves_nothing_behind() -> None:
+    """One request ends at a stop id that nobody foresaw while another goes on and a third arrives."""
+    calm = SamplingParams(temperature=0.9, max_tokens=7, checksums=True)
+    rng = np.random.default_rng(4)
+    prompts = [tuple(int(t) for t in rng.integers(0, VOCAB, 6 + i)) for i in range(3)]
+    asked = [Request(f"c{i}", prompt, dataclasses.replace(calm, seed=i)) for i, prompt in enumerate(prompts)]
+    full = one_by_one("attention", asked)
+    stop = frozenset({full[0].tokens[2]})
+    asked[0] = dataclasses.replace(asked[0], params=dataclasses.replace(asked[0].params, stop_ids=stop))
+    expected = one_by_one("attention", asked)
+    assert expected[0].finish == "stop"
+    for recorder in recorders().values():
+        backend = backend_of("attention", recorder)
+        got, _ = run(backend, asked, Schedule(arrivals=(0, 0, 5)))
+        assert got == expected
+        assert backend._steady is not None
+        assert backend._steady.foreseen > 2

@@ -371,5 +371,9 @@ class Stack:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [C', V'] of hidden states [C', E], C' from the row rule, V' padded."""
-        logits = self.head(hidden).float()
-        return logits if self.spec.softcap is None else softcapped(logits, self.spec.softcap)
+        return self.scores(hidden).float()
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """The same numbers, in the dtype that the head gives them in."""
+        logits = self.head(hidden)
+        return logits if self.spec.softcap is None else softcapped(logits.float(), self.spec.softcap)

@@ -3,7 +3,7 @@
 In: a plan, and a backend of one device whose operations can be recorded. Out: the turn's hidden states and answers, both still
 on the device, and kept drafts brought home there. Everything the host has to say goes through the arena before the work
 begins; the work reads device memory alone, so it may be recorded and replayed for every turn of its signature. While a turn
-runs, the next one is laid out as it will most likely be: the same rows, one token further.
+runs, the next one is laid out as it will most likely be, the same rows one token further, and started behind it.
 
 This file has the one rule that says which turns are steady. All others run kernel by kernel.
 """
@@ -101,13 +101,32 @@ class Laid:
 
 
 @dataclass(frozen=True, slots=True)
+class Steady:
+    """A turn under way. `answers` is being copied to the host; `arrived` says when it is there."""
+
+    inputs: Inputs
+    worked: Worked
+    positions: list[Position]
+    answers: Tensor
+    arrived: Any
+
+
+@dataclass(frozen=True, slots=True)
 class Foreseen:
-    """The next turn, laid out while this one runs, as it will be if every row goes on by the one token it chooses."""
+    """The next turn, laid out while this one runs, as it will be if every row goes on by the one token it chooses.
+
+    Without recurrent layers it is even started, with the tokens that this one leaves on the device. If it does not come, its
+    keys and values lie behind everything that is settled, where they are written again before anybody reads them.
+    """
 
     rows: tuple[tuple[str, int, int, SamplingParams, tuple[list[int], ...]], ...]  # request, lane, start, params, pages
     laid: Laid
+    started: Steady | None = None  # it runs already
+    source: Steady | None = None  # the turn whose choices are its tokens, where it does
 
     def is_for(self, plan: Plan) -> bool:
+        if self.source is not None and not self._has_tokens_of(plan, self.source):
+            return False
         return len(plan.rows) == len(self.rows) and all(
             not row.drafts
             and row.request_id == request
@@ -118,16 +137,11 @@ class Foreseen:
             for row, (request, lane, start, params, pages) in zip(plan.rows, self.rows)
         )
 
-
-@dataclass(frozen=True, slots=True)
-class Steady:
-    """A turn under way. `answers` is being copied to the host; `arrived` says when it is there."""
-
-    inputs: Inputs
-    worked: Worked
-    positions: list[Position]
-    answers: Tensor
-    arrived: Any
+    def _has_tokens_of(self, plan: Plan, source: Steady) -> bool:
+        if source.arrived is not None and not source.arrived.query():
+            return False
+        chosen = source.answers[: len(plan.rows), 0].tolist()
+        return chosen == [row.tokens[0] for row in plan.rows]
 
 
 class SteadyTurns:
@@ -147,24 +161,33 @@ class SteadyTurns:
         foreseen, self._foreseen = self._foreseen, None
         if bucket is None:
             return None
-        if foreseen is not None and foreseen.is_for(plan):
-            laid = foreseen.laid
-            tokens = np.zeros(bucket.tokens, dtype=np.int64)
-            tokens[: len(plan.rows)] = [row.tokens[0] for row in plan.rows]
-            self._arena.rewrite_first(tokens)
-            self.foreseen += 1
+        expected = foreseen is not None and foreseen.is_for(plan)
+        self.foreseen += expected
+        if foreseen is not None and expected and foreseen.started is not None:
+            steady = foreseen.started
         else:
             try:
-                laid = self._lay(plan, bucket)
+                laid = foreseen.laid if foreseen is not None and expected else self._lay(plan, bucket)
             except ArenaFull:
                 return None
+            if expected:
+                tokens = np.zeros(bucket.tokens, dtype=np.int64)
+                tokens[: len(plan.rows)] = [row.tokens[0] for row in plan.rows]
+                self._arena.rewrite_first(tokens)
+            steady = self._launch(laid, watch)
+        # A drafter makes the next turn another one, and layers with inputs of their own look tokens up on the host.
+        if not watch.captures and not self._stack.spec.inputs:
+            self._foresee(plan, steady, watch)
+        return steady
+
+    def _launch(self, laid: Laid, watch: Watch, source: Steady | None = None) -> Steady:
+        """Start a turn that was laid out; its tokens are what `source` chose, where it is given."""
         self._arena.note(watch.captures)
         signature = self._arena.send()
+        if source is not None:
+            torch.clamp(source.worked.answers[:, 0], min=0, out=laid.ready.tokens)
         worked = self._recorder.run(signature, lambda: self._work(laid, watch))
-        answers, arrived = self._fetch(worked.answers)
-        if not watch.captures:  # a drafter makes the next turn another one
-            self._foresee(plan)
-        return Steady(laid.inputs, worked, laid.positions, answers, arrived)
+        return Steady(laid.inputs, worked, laid.positions, *self._fetch(worked.answers))
 
     def rehearse(self, lanes: int, watch: Watch, tell: Callable[[str], None]) -> None:
         """Record the turns of plain decoding before anybody waits for them: every number of rows, short contexts, greedy and
@@ -178,8 +201,8 @@ class SteadyTurns:
                     tell(f"recording turns: the rest when they first come, after {REHEARSAL_SECONDS} s")
                     return
                 plan = Plan(tuple(self._rehearsed(lane, start, params) for lane in range(count)))
-                if self.begin(plan, watch) is not None:
-                    self._foreseen = None
+                self.begin(plan, watch)
+                self._foreseen = None
 
     def _rehearsed(self, lane: int, start: int, params: SamplingParams) -> Row:
         pages = tuple((page,) * (start // self._shape.page_size + 1) for page in self._shape.scratch)
@@ -197,8 +220,8 @@ class SteadyTurns:
         arena.note(bucket)
         return Laid(bucket, inputs, ready, rows, parents, positions, choosing)
 
-    def _foresee(self, plan: Plan) -> None:
-        """Lay out the turn after this one, where nothing of it but the tokens hangs on what this one chooses."""
+    def _foresee(self, plan: Plan, steady: Steady, watch: Watch) -> None:
+        """Lay out the turn after this one, where nothing of it but the tokens hangs on what this one chooses, and start it."""
         size = self._shape.page_size
         for row in plan.rows:
             params = row.params
@@ -206,6 +229,8 @@ class SteadyTurns:
                 return
             if any((row.start + 1) // size >= len(held) for held in row.pages):
                 return  # a page will be added
+            if len(row.history.output) + 2 > params.max_tokens:
+                return  # this one is its last
         ahead = tuple(replace(row, start=row.start + 1, tokens=(0,), history=_longer(row.history)) for row in plan.rows)
         bucket = bucket_of(Plan(ahead), recurrent=self._recurrent)
         if bucket is None:
@@ -222,7 +247,7 @@ class SteadyTurns:
     def _work(self, laid: Laid, watch: Watch) -> Worked:
         watch = Watch(watch.captures, finite=None if watch.finite is None else [])
         hidden = self._stack.run(laid.ready, [self._state], watch=watch)
-        answers = self._sampler.chosen(lambda rows: self._stack.logits(hidden[rows]), laid.choosing)
+        answers = self._sampler.chosen(lambda rows: self._stack.scores(hidden[rows]), laid.choosing)
         if laid.bucket.longest > 1:
             self._ops.settle(
                 answers[:, 0].contiguous(),
