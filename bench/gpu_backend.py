@@ -2,8 +2,9 @@
 
     python -m bench.gpu_backend SECTION ... --model random:llama3-8b [--device cuda:0] [--json out.json]
 
-Sections: decode (sampled, through the engine), turns (decode, verify and tree turns against a decode turn), drafted (4 kept of 15 against plain), exact (1,000
-positions: alone, verified, in a batch of 32, after preemption, in other chunks), prefill, host (where the host's time goes).
+Sections: decode (sampled, through the engine), turns (decode, verify and tree turns against a decode turn), drafted (4 kept of
+15 against plain), exact (1,000 positions: alone, verified, in a batch of 32, after preemption, in other chunks), prefill, host
+(where the host's time goes).
 Weights are random and made on the device. A turn's time is from `submit` to the end of `collect`, median of many.
 """
 
@@ -215,7 +216,7 @@ def drafted(bench: Bench) -> None:
         plain, seconds = bench.answers(asked, bench.engine(Speculator([])))
         one = statistics.median(seconds[5:])
         say(f"{bench.name}: plain decode through the engine, {label}, tok/s", 1 / one)
-        for kept in (1, 4, 8):
+        for kept in (1, 4, 8) if params is PENALIZED else (4,):
             proposer = RecordedProposer(kept=kept, length=15, vocab=bench.spec.vocab)
             proposer.answers = {asked[0].prompt: tuple(token for token, _ in plain[0])}
             for _ in range(2):  # the first compiles and records
@@ -234,7 +235,7 @@ def exact(bench: Bench, positions: int = 1000) -> None:
     asked = _requests(bench, 1, 200, positions, params)
     alone, seconds = bench.answers(asked, bench.engine(Speculator([])))
     say(f"{bench.name}: exact: positions decoded alone, ms each", 1e3 * statistics.median(seconds[5:]))
-    truth = RecordedProposer(kept=6, length=15, vocab=bench.spec.vocab)
+    truth = RecordedProposer(kept=9, length=15, vocab=bench.spec.vocab)
     truth.answers = {asked[0].prompt: tuple(token for token, _ in alone[0])}
     strangers = _requests(bench, min(bench.lanes, 32), 170, positions, params)[1:]
     strangers = [replace(one, id=f"s{i}") for i, one in enumerate(strangers)]
@@ -245,7 +246,7 @@ def exact(bench: Bench, positions: int = 1000) -> None:
         "recomputed after preemption": lambda: _ran(
             bench, [*strangers[:1], *asked], bench.engine(Speculator([]), pages=need + 40)
         ),
-        "chunks of 64": lambda: _ran(bench, asked, bench.engine(Speculator([]), turn_tokens=64)),
+        "chunks of 64": lambda: _ran(bench, asked, bench.engine(Speculator([truth], draft_tokens=15), turn_tokens=64)),
     }
     for name, run in ways.items():
         got, engine = run()

@@ -262,10 +262,10 @@ class TritonOps(FloatOps):
         walked = walk(
             chosen, tokens=tokens, parents=parents, rows=rows, longest=bucket.longest, taps=taps, held=held, pdl=self._pdl
         )
-        for store in state.lanes:
-            given = (store.decays, store.keys, store.changes)
-            delta_kernels.commit(store.states, held=given, lanes=walked.lanes, places=walked.places, pdl=self._pdl)
-            delta_kernels.shift_windows(store.fed, store.windows, store.windows, walked.sources, pdl=self._pdl)
+        for block in state.blocks.values():
+            given = (block.decays, block.keys, block.changes)
+            delta_kernels.commit(block.states, held=given, lanes=walked.lanes, places=walked.places, pdl=self._pdl)
+            delta_kernels.shift_windows(block.fed, block.windows, block.windows, walked.sources, pdl=self._pdl)
         for mixer, pages in state.attending if bucket.depth is not None else ():
             view = preparation.of(mixer).device.view
             move_kept(
