@@ -42,6 +42,7 @@ from onedraw.sampling.verify import hypotheses
 from onedraw.types import Choice, Draft, Logprobs, Outcome, Plan, Row, RowOutcome
 
 LOGITS_BYTES = 256 * 2**20  # float32 logits held at once
+GPU_ROWS = 64  # rows of one token that a GPU computes in about the time of one
 
 
 class Drafter(Protocol):
@@ -166,6 +167,7 @@ class TorchBackend:
             draft_positions=drafts // tickets if spec.recurrent else None,
             stages=len(sites),
             tickets=tickets,
+            ticket_rows=GPU_ROWS if self._device.type == "cuda" else 1,
             lookahead=0 if self._drafter is None else self._drafter.lookahead,
             drafter="" if self._drafter is None else self._drafter.name,
             turn_tokens=most_tokens(rows, chunk=CHUNK) if len(sites) > 1 else None,
