@@ -35,6 +35,7 @@ class ResponseScribe:
         card: ModelCard,
         scribe: Scribe,
         memory: ResponseMemory,
+        owner: str | None = None,
     ) -> None:
         self._job = job
         self._asked = asked
@@ -43,6 +44,7 @@ class ResponseScribe:
         self._card = card
         self._scribe = scribe  # knows how logprobs are written
         self._memory = memory
+        self._owner = owner
         self._blocks = Blocks()
         self._begun = int(time.time())
         self._number = 0
@@ -88,7 +90,7 @@ class ResponseScribe:
             said = [item for item in items if item["type"] != "reasoning"]
             messages = (*self._before, *messages_of(self._items), *messages_of(said))
             asked = tuple(self._named(number, item) for number, item in enumerate(self._items))
-            self._memory.keep(Remembered(whole, asked, messages))
+            self._memory.keep(Remembered(whole, asked, messages, self._owner))
         return whole
 
     def _named(self, number: int, item: Json) -> Json:

@@ -11,7 +11,9 @@ import openai
 import pytest
 
 from onedraw.errors import BadParameter
+from onedraw.server.keys import ApiKey
 from onedraw.server.memory import Remembered, ResponseMemory
+from onedraw.server.options import ServerOptions
 from tests.serve.running import fake_door, serving, slowed
 
 PATH = "/v1/responses"
@@ -181,6 +183,21 @@ def test_an_item_is_remembered_as_long_as_any_response_that_has_it() -> None:
     memory.forget("resp_1")
     with pytest.raises(BadParameter):
         memory.resolved(reference)
+
+
+def test_what_one_key_stored_no_other_key_finds() -> None:
+    options = ServerOptions(api_keys=(ApiKey("ann", "a-key"), ApiKey("bob", "b-key")))
+    with fake_door() as door, serving(door, options) as served:
+        ann, bob = ({"authorization": f"Bearer {key}"} for key in ("a-key", "b-key"))
+        asked = {"input": "Hello.", "max_output_tokens": 4}
+        told = served.http.post(PATH, json=asked, headers=ann).json()
+        reference = {"type": "item_reference", "id": told["output"][0]["id"]}
+        assert served.get(f"{PATH}/{told['id']}", headers=bob).status_code == 404
+        assert served.http.delete(f"{PATH}/{told['id']}", headers=bob).status_code == 404
+        for more in ({"previous_response_id": told["id"]}, {"input": [reference, {"role": "user", "content": "?"}]}):
+            assert served.http.post(PATH, json={**asked, **more}, headers=bob).status_code == 400
+            assert served.http.post(PATH, json={**asked, **more}, headers=ann).status_code == 200
+        assert served.get(f"{PATH}/{told['id']}", headers=ann).json() == told
 
 
 def test_a_stored_response_is_read_again_and_forgotten(fake: Any, client: openai.OpenAI) -> None:
