@@ -318,6 +318,7 @@ def host(bench: Bench) -> None:
 
 
 SECTIONS: dict[str, Callable[[Bench], None]] = {
+    "decode": decode,
     "turns": turns,
     "drafted": drafted,
     "exact": exact,
