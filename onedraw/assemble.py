@@ -16,9 +16,9 @@ from onedraw import __version__
 from onedraw.backends.base import Backend, Capacity, Exports, require_state_dtype
 from onedraw.backends.devices import Device
 from onedraw.backends.fake import FakeBackend
-from onedraw.backends.packing import PACKED_DTYPES, hold, is_narrow, matrix_kinds, product_dtype
+from onedraw.backends.packing import PACKED_DTYPES, hold, matrix_kinds, product_dtype
 from onedraw.backends.plan import DRAFTS_PER_LANE, MemoryPlan, memory_plan
-from onedraw.backends.precision import activation_precision
+from onedraw.backends.precision import activation_precision, float_dtype
 from onedraw.backends.split import SplitPlan, plan_split, with_advice
 from onedraw.checkpoints.base import Checkpoint, open_checkpoint
 from onedraw.checkpoints.pull import resolve
@@ -147,7 +147,7 @@ def plan_memory(settings: Settings, described: Described, *, dtype: str) -> Memo
     return memory_plan(
         described.spec,
         dtype=dtype,
-        weights=hold(described.weights).weights if dtype in PACKED_DTYPES else None,
+        weights=hold(described.weights, dtype).weights if dtype in PACKED_DTYPES else None,
         max_context=settings.max_context,
         max_batch=settings.max_batch,
         page_size=settings.page_size,
@@ -176,7 +176,7 @@ def plan_devices(
         asked=settings.dtype,
         activations=settings.cpu_activations,
         stream=settings.activation_dtype,
-        narrow=is_narrow(matrix_kinds(described.weights)),
+        kinds=matrix_kinds(described.weights),
         no_kernels=no_kernels,
     )
     activation = activation_precision(devices, asked=settings.activation_dtype, products=settings.dtype)
@@ -439,8 +439,8 @@ def _card(
 
 
 def _dtypes(capacity: Capacity) -> str:
-    """Of the products, and of the residual stream where it has another. Packed weights go with a float32 stream."""
-    usual = "f32" if capacity.dtype in PACKED_DTYPES else capacity.dtype
+    """Of the products, and of the residual stream where it has another than goes with them."""
+    usual = float_dtype(capacity.dtype)
     return capacity.dtype + ("" if capacity.activation in (usual, capacity.dtype) else f"-{capacity.activation}")
 
 

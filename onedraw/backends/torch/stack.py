@@ -231,17 +231,25 @@ class Stack:
         self.device, self.ops = last.device, last.ops
         loader = Loader(source, ops=first.ops, dtype=dtype, device=first.device, norm=spec.norm)
         looks_up = first.ops.looks_up and last.ops.looks_up
-        table = None if looks_up else loader.kept(None, "embed", pad=LANE)  # [V', E]
+        stored = None if looks_up else first.ops.table(source.tensor(None, "embed"))
+        table = None if looks_up or stored is not None else loader.kept(None, "embed", pad=LANE)  # [V', E]
         self._input_table = InputTable(spec, source, loader, first.ops) if spec.inputs else None
         self._embed_scale = torch.tensor(spec.embed_scale, dtype=dtype, device=first.device)
         loader = Loader(source, ops=last.ops, dtype=dtype, device=last.device, norm=spec.norm)
         self.norm = loader.norm(None, "norm")
         if table is not None and spec.tied:
             self.head = last.ops.linear(table.to(last.device))  # a second copy only where the devices differ
+        elif stored is not None and spec.tied and first.device == last.device:
+            self.head = stored
         else:
             self.head = loader.linear(None, "embed" if spec.tied else "head", pad=LANE)
         del loader  # its buffer is as large as the head
-        self._embedding = table_rows(table) if table is not None else kept_rows(self.head, source, tied=spec.tied)
+        if table is not None:
+            self._embedding = table_rows(table)
+        elif stored is not None:
+            self._embedding = stored.rows
+        else:
+            self._embedding = kept_rows(self.head, source, tied=spec.tied)
         self._rows, self._progress = rows, progress
         self.stages: list[Stage] = []
         for site in sites:

@@ -111,12 +111,13 @@ def linear(
     *,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
+    out: Tensor | None = None,
     tile: Tile | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """x [T, K], rows of stride 1 → [T, N]."""
+    """x [T, K], rows of stride 1 → [T, N], into `out` where it is given, which may be columns of a wider tensor."""
     (rows, depth), n = x.shape, weight.shape[0]
-    y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+    y = torch.empty(rows, n, dtype=x.dtype, device=x.device) if out is None else out
     if rows == 0:
         return y
     tile = tile or choose_tile(rows, n, depth, x.dtype, shared_memory(x.device))
@@ -131,7 +132,7 @@ def linear(
         n,
         x.stride(0),
         0 if residual is None else residual.stride(0),
-        n,
+        y.stride(0),
         K=depth,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.columns,
@@ -157,7 +158,9 @@ def launch_options(pdl: bool) -> dict[str, Any]:
 
 @lru_cache(maxsize=8)
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one block may have."""
+    """Bytes of shared memory that one block may have. Under the interpreter, those of a small card."""
+    if device.type != "cuda":
+        return SMALL_SHARED
     properties = torch.cuda.get_device_properties(device)
     return int(getattr(properties, "shared_memory_per_block_optin", SMALL_SHARED))
 
