@@ -46,9 +46,9 @@ SHAPES = (
     ("Q8_0", 4096, 4096),
     ("Q8_0", 28672, 4096),
 )
-LOW = ((16, 1), (32, 2), (64, 2), (64, 4), (128, 8))  # columns, warps
-MIDDLE = ((32, 2), (64, 4), (128, 8))
-WIDE = ((128, 64, 4), (128, 128, 8), (256, 128, 8), (64, 128, 4))  # rows, columns, warps
+LOW = ((16, 1), (32, 1), (32, 2), (64, 4))  # columns, warps
+MIDDLE = ((64, 64, 4), (32, 64, 4), (32, 32, 2))  # rows, columns, warps
+WIDE = ((64, 64, 4), (64, 128, 8), (128, 64, 8))
 
 
 def made(kind: str, n: int, k: int, seed: int = 0) -> Blocks:
@@ -92,16 +92,16 @@ def check(kinds: Iterable[str]) -> None:
             for dtype in (torch.bfloat16, torch.float16) if kind == "Q4_K" else (torch.bfloat16,):
                 x, weight = normal(2100, k, dtype=dtype, seed=1), twin.to(dtype)
                 full = product(x, blocks)
-                error = float((full.double() - x.double() @ weight.double().t()).norm() / full.double().norm())
+                error = float((full.double() - x.double() @ twin.double().t()).norm() / full.double().norm())
                 unequal = [
                     r for r in (1, 2, 5, 16, 17, 40, 64, 100, 200, 300, 2048) if not torch.equal(product(x[:r], blocks), full[:r])
                 ]
-                tiles = [PackedTile(16, 64, 4, 3), PackedTile(64, 32, 2, 2), PackedTile(8, 16, 1, 3)]
+                tiles = [PackedTile(16, 64, 4, 3), PackedTile(64, 32, 2, 2, split=True), PackedTile(8, 16, 1, 3)]
                 unequal_tiles = [t for t in tiles if not torch.equal(product(x[:300], blocks, t), full[:300])]
-                dense = int((linear(x, weight) != full).sum())
+                dense = float((linear(x, weight).double() - full.double()).norm() / full.double().norm())
                 print(
                     f"{kind} {n}x{k} {str(dtype)[6:]}: weights {'equal' if same else 'UNEQUAL'}, error {error:.1e}, "
-                    f"rows {unequal or 'equal'}, tiles {unequal_tiles or 'equal'}, differs from dequantized at {dense}",
+                    f"rows {unequal or 'equal'}, tiles {unequal_tiles or 'equal'}, dequantized {dense:.1e} off",
                     flush=True,
                 )
 
@@ -109,12 +109,13 @@ def check(kinds: Iterable[str]) -> None:
 # ------------------------------------------------------------------ how fast is it?
 
 
-def tiles(rows: int) -> list[PackedTile]:
+def tiles(rows: int, n: int = 0) -> list[PackedTile]:
     if rows <= 16:
-        eight = [PackedTile(8, c, w, 5) for c, w in LOW[:3]] if rows == 1 else []
-        return [*(PackedTile(16, c, w, s) for (c, w), s in itertools.product(LOW, (3, 5))), *eight]
+        splits = (True, False) if n in (0, 10240, 5120, 34816, 28672) else (n <= 16384,)
+        height = 8 if rows <= 8 else 16
+        return [PackedTile(height, c, w, s, split=p) for (c, w), s, p in itertools.product(LOW, (2, 3, 4), splits)]
     if rows <= 64:
-        return [PackedTile(64, c, w, s) for (c, w), s in itertools.product(MIDDLE, (2, 3))]
+        return [PackedTile(r, c, w, s, split=n <= 16384) for (r, c, w), s in itertools.product(MIDDLE, (2, 3))]
     return [PackedTile(r, c, w, s, 8) for (r, c, w), s in itertools.product(WIDE, (2, 3))]
 
 
@@ -124,9 +125,9 @@ def fits(tile: PackedTile, kind: str) -> bool:
 
 def compile_all(part: int, parts: int) -> None:
     kinds = dict.fromkeys(kind for kind, _, _ in SHAPES)
-    work = [(kind, tile) for kind in kinds for rows in (1, 64, 2048) for tile in tiles(rows) if fits(tile, kind)]
-    x = normal(16, 512)
-    weights = {kind: made(kind, 1024, 512) for kind in kinds}
+    work = [(kind, tile) for kind in kinds for rows in (1, 16, 64, 2048) for tile in tiles(rows) if fits(tile, kind)]
+    x = normal(16, 2048)
+    weights = {kind: made(kind, 1024, 2048) for kind in kinds}
     for kind, tile in work[part::parts]:
         attempt(x, weights[kind], tile)
 
@@ -147,7 +148,7 @@ def cold_ms(x: Tensor, copies: list[Blocks], tile: PackedTile | None) -> float:
 
 def tune(limit: float) -> None:
     began = time.monotonic()
-    for rows, (kind, n, k) in itertools.product((1, 16, 2048, 64, 512), SHAPES):
+    for rows, (kind, n, k) in itertools.product((1, 16, 2048, 64), SHAPES):
         if rows > 64 and (n > 100000 or kind in ("Q8_0", "Q4_0")):
             continue
         if time.monotonic() - began > limit:
@@ -160,7 +161,7 @@ def tune(limit: float) -> None:
             for b in copies * (COLD // size if rows <= 64 else 0)
         ]
         x, found = normal(rows, k), []
-        for tile in tiles(rows):
+        for tile in tiles(rows, n):
             if fits(tile, kind) and attempt(x, copies[0], tile) is not None:
                 found.append((cold_ms(x, copies, tile), tile))
         found.sort(key=lambda pair: pair[0])
@@ -168,7 +169,9 @@ def tune(limit: float) -> None:
         floor = size / COPY_BYTES * 1e3
         rate = 2 * rows * n * k / best / 1e9
         FOUND.append({"kind": kind, "n": n, "k": k, "rows": rows, "found": [(ms, str(tile)) for ms, tile in found]})
-        shown = " ".join(f"{t.rows}/{t.columns}/{t.warps}/{t.stages}:{ms * 1e3:.1f}" for ms, t in found[:4])
+        shown = " ".join(
+            f"{t.rows}/{t.columns}/{t.warps}/{t.stages}{'s' if t.split else ''}:{ms * 1e3:.1f}" for ms, t in found[:4]
+        )
         speed = f"{best * 1e3:.1f} us, {floor / best:.0%} of floor, {rate:.0f} TFLOP/s"
         print(f"{rows:5d} {kind} {n}x{k}: {speed} | {shown} | {found[-1][0] * 1e3:.0f}", flush=True)
         if rows >= 512:
@@ -187,7 +190,7 @@ def dense(kind: str, n: int, k: int, x: Tensor, blocks: Blocks) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("section", choices=("check", "compile", "tune"))
+    parser.add_argument("section", choices=("check", "compile", "tune", "once"))
     parser.add_argument("--part", type=int, default=0)
     parser.add_argument("--parts", type=int, default=1)
     parser.add_argument("--kinds", nargs="*", default=list(SPANS))
@@ -195,6 +198,10 @@ def main() -> None:
     parser.add_argument("--json")
     chosen = parser.parse_args()
     with torch.inference_mode():
+        if chosen.section == "once":
+            for rows, (kind, n, k) in itertools.product((1, 16, 2048), SHAPES[:2]):
+                product(normal(rows, k), made(kind, n, k))
+            return
         if chosen.section == "check":
             check(chosen.kinds)
         elif chosen.section == "compile":

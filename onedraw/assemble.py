@@ -16,12 +16,14 @@ from onedraw import __version__
 from onedraw.backends.base import Backend, Capacity, Exports, require_state_dtype
 from onedraw.backends.devices import Device
 from onedraw.backends.fake import FakeBackend
-from onedraw.backends.packing import PACKED_DTYPES, hold, matrix_kinds, product_dtype
+from onedraw.backends.floor import turn_bytes
+from onedraw.backends.packing import PACKED_DTYPES, hold, matrix_kinds, product_dtype, stored_sizes
 from onedraw.backends.plan import DRAFTS_PER_LANE, MemoryPlan, memory_plan
 from onedraw.backends.precision import activation_precision, float_dtype
-from onedraw.backends.split import SplitPlan, plan_split, with_advice
+from onedraw.backends.split import SplitPlan, longest_context, plan_split, with_advice
 from onedraw.checkpoints.base import Checkpoint, open_checkpoint
 from onedraw.checkpoints.pull import resolve
+from onedraw.checkpoints.shapes import is_random, open_random, shape_config
 from onedraw.door import Door
 from onedraw.drafters import built_in
 from onedraw.engine.engine import Engine, Observer
@@ -138,12 +140,62 @@ def _shelf(settings: Settings, backend: Backend, ledger: Ledger, weights: str) -
 
 
 def find_checkpoint(settings: Settings, progress: Progress | None = None) -> Checkpoint:
-    """The model's name → an open checkpoint, pulled first where it must be."""
+    """The model's name → an open checkpoint, pulled first where it must be, or random weights of a shape."""
+    if is_random(settings.model):
+        return open_random(settings.model)
     path = resolve(settings.model, settings.cache_dir or default_cache_dir(), progress=progress)
     return open_checkpoint(path)
 
 
-def plan_memory(settings: Settings, described: Described, *, dtype: str) -> MemoryPlan:
+def turn_floor(settings: Settings) -> Callable[[int, int], float] | None:
+    """Seconds that a decode turn of (rows, context) takes at least, at the memory's measured speed; None but on a GPU."""
+    if settings.backend != "torch":
+        return None
+    from onedraw.backends.torch.device import copy_bandwidth, find_devices
+
+    device = find_devices(settings.device_names)[0]
+    if device.kind == "cpu" or len(settings.device_names) > 1:
+        return None
+    checkpoint = find_checkpoint(settings)
+    try:
+        described = describe(checkpoint)
+        spec, kinds = described.spec, matrix_kinds(described.weights)
+        dtype = product_dtype([device], asked=settings.dtype, activations="f32", stream="auto", kinds=kinds, no_kernels="")
+        sizes = stored_sizes(described.weights, dtype)
+    finally:
+        checkpoint.close()
+    speed = copy_bandwidth(device.name)
+    return lambda rows, context: turn_bytes(spec, sizes, dtype=float_dtype(dtype), rows=rows, context=context) / speed
+
+
+def peer_rates(
+    settings: Settings, *, batches: Sequence[int], prompt_tokens: int, new_tokens: int, sampling: Mapping[str, float]
+) -> dict[int, float]:
+    """Decoded tokens per second of transformers with the same model, by batch size."""
+    from onedraw.backends.torch.device import find_devices
+    from onedraw.backends.torch.peer import transformers_rates
+
+    device = find_devices(settings.device_names)[0]
+    dtype = product_dtype([device], asked=settings.dtype, activations="f32", stream="auto", kinds=(), no_kernels="")
+    source: str | Mapping[str, Any]
+    if is_random(settings.model):
+        source = shape_config(settings.model)
+    else:
+        source = str(resolve(settings.model, settings.cache_dir or default_cache_dir()))
+        if not Path(source).is_dir():
+            raise BadSetting("--against transformers: needs a folder with safetensors, or a random: shape")
+    return transformers_rates(
+        source,
+        device=device.name,
+        dtype=dtype,
+        batches=batches,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        sampling=sampling,
+    )
+
+
+def plan_memory(settings: Settings, described: Described, *, dtype: str, kv_dtype: str | None = None) -> MemoryPlan:
     return memory_plan(
         described.spec,
         dtype=dtype,
@@ -153,6 +205,7 @@ def plan_memory(settings: Settings, described: Described, *, dtype: str) -> Memo
         page_size=settings.page_size,
         turn_tokens=settings.turn_tokens,
         kv_memory=settings.kv_memory,
+        kv_dtype=kv_dtype,
         drafts=0 if "none" in settings.draft else max(settings.draft_tokens or 0, settings.tree_budget, DRAFTS_PER_LANE),
         draft_memory=settings.draft_memory,
         checkpoint_memory=settings.checkpoint_memory if settings.prefix_cache else 0,
@@ -182,8 +235,8 @@ def plan_devices(
     activation = activation_precision(devices, asked=settings.activation_dtype, products=settings.dtype)
     plan = plan_memory(settings, described, dtype=dtype)
 
-    def split(context: int) -> SplitPlan:
-        sizes = plan_memory(replace(settings, max_context=context), described, dtype=dtype)
+    def split(context: int, kv_dtype: str | None = None, beside: DrafterBytes | None = drafter) -> SplitPlan:
+        sizes = plan_memory(replace(settings, max_context=context), described, dtype=dtype, kv_dtype=kv_dtype)
         return plan_split(
             described.spec,
             sizes,
@@ -191,10 +244,22 @@ def plan_devices(
             split=settings.split,
             activation=activation,
             turn_tokens=settings.turn_tokens,
-            beside=0 if drafter is None else drafter(sizes),
+            beside=0 if beside is None else beside(sizes),
         )
 
-    return plan, with_advice(split, plan.max_context)
+    try:
+        return plan, with_advice(split, plan.max_context)
+    except NoRoom as error:
+        others = {
+            "without a drafter (--draft none)": lambda context: split(context, beside=None),
+            "with keys and values of 8 bits (which are not built)": lambda context: split(context, "8-bit"),
+        }
+        told = [
+            f"{longest_context(make, plan.max_context)} {how}"
+            for how, make in others.items()
+            if drafter is not None or "drafter" not in how
+        ]
+        raise NoRoom(f"{error}, {' and '.join(told)}") from None
 
 
 def drafter_bytes(chosen: Path | Literal["mtp"] | None, described: Described, checkpoint: Checkpoint) -> DrafterBytes | None:
@@ -219,7 +284,10 @@ def drafter_bytes(chosen: Path | Literal["mtp"] | None, described: Described, ch
 
 
 def read_text(checkpoint: Checkpoint) -> tuple[Tokenizer, ChatTemplate | None]:
-    """Tokenizer and chat template, from the folder's files or the GGUF's key-values."""
+    """Tokenizer and chat template, from the folder's files or the GGUF's key-values. Random weights have nothing to say, and
+    a toy's letters to say it with."""
+    if checkpoint.dialect == "plain":
+        return toy_tokenizer(), toy_template()
     if checkpoint.dialect == "gguf":
         return Tokenizer.from_gguf(checkpoint.config), ChatTemplate.from_gguf(checkpoint.config)
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent

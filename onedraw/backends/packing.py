@@ -20,7 +20,7 @@ from onedraw.errors import BadSetting
 from onedraw.models.source import Tensor
 from onedraw.models.spec import DTYPE_BYTES
 from onedraw.models.views import Columns
-from onedraw.models.weights import Weights, all_shapes
+from onedraw.models.weights import Weights, Where, all_shapes
 
 # Kinds that products read as they are, by their numbers in GGUF, which the kernels use too.
 KEPT_KINDS = {
@@ -40,21 +40,23 @@ PACKED_DTYPES = tuple(PACKED)
 class SpanLayout:
     """What 256 inputs of one output take on a GPU (`torch/kernels/blocks.py`)."""
 
-    words: int  # of codes
-    high: int  # bytes of high bits
+    codes: int  # halfwords
+    high: int  # halfwords of high bits
     scales: int  # words of scales
 
     @property
     def nbytes(self) -> int:
-        return 4 * self.words + self.high + 4 * self.scales
+        return 2 * (self.codes + self.high) + 4 * self.scales
 
 
 SPAN = 256  # inputs; a row that is no whole number of them is filled up with zeros
-# Kinds that a GPU's products read as they are. The bytes are those stored, but for two of padding in Q6_K.
+SEGMENT = 4  # spans that a product adds up by themselves, whoever computes them
+# Kinds that a GPU's products read as they are. The bytes are those stored, but for two of padding in Q6_K, and five-bit codes
+# that lie three to a halfword.
 SPANS = {
-    **{"Q4_0": SpanLayout(32, 0, 4), "Q4_1": SpanLayout(32, 0, 8), "Q5_0": SpanLayout(32, 32, 4), "Q5_1": SpanLayout(32, 32, 8)},
-    **{"Q8_0": SpanLayout(64, 0, 4), "MXFP4": SpanLayout(32, 0, 2)},
-    **{"Q4_K": SpanLayout(32, 0, 4), "Q5_K": SpanLayout(32, 32, 4), "Q6_K": SpanLayout(32, 64, 5)},
+    **{"Q4_0": SpanLayout(64, 0, 4), "Q4_1": SpanLayout(64, 0, 8), "Q5_0": SpanLayout(96, 0, 4), "Q5_1": SpanLayout(96, 0, 8)},
+    **{"Q8_0": SpanLayout(128, 0, 4), "MXFP4": SpanLayout(64, 0, 2)},
+    **{"Q4_K": SpanLayout(64, 0, 4), "Q5_K": SpanLayout(96, 0, 4), "Q6_K": SpanLayout(64, 32, 5)},
 }
 
 
@@ -105,7 +107,7 @@ def reads_blocks(device: Device) -> bool:
 
 def hold(weights: Weights, dtype: str) -> Holding:
     """Decide for every weight of a model. Matrices may be kept; norms, biases and convolutions are a few float32."""
-    spec, on_gpu = weights.spec, float_dtype(dtype) != "f32"
+    spec, on_gpu = weights.spec, reads_spans(dtype)
     layers, ends = [0] * len(spec.layers), {"first": 0, "last": 0}
     kept: Counter[str] = Counter()
     converted: Counter[tuple[str, str]] = Counter()
@@ -132,7 +134,7 @@ def hold(weights: Weights, dtype: str) -> Holding:
 
 
 def _matrix_bytes(shape: tuple[int, ...], kind: str, dtype: str, *, kept: bool) -> int:
-    if float_dtype(dtype) == "f32":
+    if not reads_spans(dtype):
         return panel_bytes(shape, kind if kept else "F32")
     return span_bytes(shape, kind) if kept else math.prod(shape) * DTYPE_BYTES[float_dtype(dtype)]
 
@@ -162,9 +164,7 @@ def why_not_in_blocks(tensor: Tensor) -> str:
 
 def span_bytes(shape: tuple[int, ...], kind: str) -> int:
     """Bytes of a matrix, or of a stack of them, in blocks on a GPU."""
-    layout, spans = SPANS[kind], -(-shape[-1] // SPAN)
-    odd = layout.high if layout.high == 32 and spans % 2 else 0  # fifth bits lie together for two spans
-    return math.prod(shape[:-1]) * (spans * layout.nbytes + odd)
+    return math.prod(shape[:-1]) * -(-shape[-1] // SPAN) * SPANS[kind].nbytes
 
 
 def panel_bytes(shape: tuple[int, ...], kind: str) -> int:
@@ -172,6 +172,24 @@ def panel_bytes(shape: tuple[int, ...], kind: str) -> int:
     *stack, rows, width = shape
     height = -(-rows // PANEL_ROWS) * PANEL_ROWS
     return math.prod(stack) * round(height * width / 32 * _BYTES_OF_32[kind])
+
+
+def stored_sizes(weights: Weights, dtype: str) -> dict[Where, int]:
+    """Bytes of every matrix under products of this dtype, by where it belongs."""
+    sizes: dict[Where, int] = {}
+    for where, shape in all_shapes(weights.spec).items():
+        if len(shape) < 2:
+            continue
+        tensor = weights.tensor(*where)
+        why = why_not_in_blocks(tensor) if reads_spans(dtype) else why_converted(tensor)
+        packed = dtype in PACKED_DTYPES
+        sizes[where] = _matrix_bytes(shape, tensor.kind, dtype, kept=not why) if packed else math.prod(shape) * DTYPE_BYTES[dtype]
+    return sizes
+
+
+def reads_spans(dtype: str) -> bool:
+    """Whether weights under this dtype lie in blocks on a GPU, not in panels on a CPU."""
+    return dtype in PACKED_DTYPES and float_dtype(dtype) != "f32"
 
 
 def matrix_kinds(weights: Weights) -> set[str]:

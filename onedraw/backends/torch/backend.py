@@ -2,7 +2,8 @@
 
 In: a spec, a source of weights, sizes, perhaps a drafter. Out: outcomes. inputs → stack → sampler → verification →
 commit → guesses. A commit brings kept drafts home: a tree's path to its positions, a state's steps to its lane; the
-rejected rest is never read again.
+rejected rest is never read again. `submit` starts a turn and does not wait for the device; `collect` waits for what was
+chosen. Turns that repeat are recorded where the device can (`steady.py`).
 """
 
 from __future__ import annotations
@@ -21,16 +22,18 @@ from onedraw.backends.base import Capacity, PageGroup, Ticket
 from onedraw.backends.outcome import row_outcome
 from onedraw.backends.staging import FEWEST_ROWS, most_tokens
 from onedraw.backends.torch.device import DTYPES, hardware_name
+from onedraw.backends.torch.graphs import Graphs, Recorder, Straight
 from onedraw.backends.torch.inputs import Inputs, Shape, Span, make_inputs
 from onedraw.backends.torch.layers.linear import strictest
 from onedraw.backends.torch.loader import LANE, WeightSource, padded
 from onedraw.backends.torch.ops import Ops, TorchOps
 from onedraw.backends.torch.ranking import Turned
 from onedraw.backends.torch.runs import CHUNK
-from onedraw.backends.torch.sampler import Position, Sampler
+from onedraw.backends.torch.sampler import Position, Sampler, read_choices
 from onedraw.backends.torch.selfcheck import SelfCheck, self_check
 from onedraw.backends.torch.stack import Site, Stack, Watch
 from onedraw.backends.torch.state import KeptLogits, Sizes, State
+from onedraw.backends.torch.steady import SteadyTurns
 from onedraw.models.spec import ModelSpec
 from onedraw.sampling.verify import hypotheses
 from onedraw.types import Choice, Draft, Logprobs, Outcome, Plan, Row
@@ -79,6 +82,20 @@ class Pick:
     keep: int | None  # the checkpoint that wants these logits
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn that was started. What it chose may still be on its way."""
+
+    plan: Plan
+    inputs: Inputs
+    hidden: Tensor
+    watch: Watch
+    picked: list[tuple[list[int], list[Position], Tensor]]  # rows, positions, answers: slab by slab
+    settled: bool  # kept drafts are home already
+    arrived: Any  # an event of the device; None: nothing to wait for
+    begin: float
+
+
 class TorchBackend:
     """Complete when constructed: weights loaded, pages allocated, self-check done."""
 
@@ -102,6 +119,7 @@ class TorchBackend:
         check: bool = True,
         make_drafter: Callable[[Stack, Sampler, Shape], Drafter] | None = None,
         progress: Callable[[int, int], None] | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         sites = sites or [Site(torch.device(device), ops or TorchOps(torch.device(device)))]
         self._stack = Stack(
@@ -134,6 +152,10 @@ class TorchBackend:
         self._sampler = sites[-1].ops.sampler(vocab=spec.vocab, lanes=lanes, device=self._device)
         self._drafter = None if make_drafter is None else make_drafter(self._stack, self._sampler, self._shape)
         self._slice = max(LOGITS_BYTES // (4 * spec.vocab), 1)
+        self._steady: SteadyTurns | None = None
+        if len(sites) == 1 and sites[0].ops.records:
+            recorder = recorder or (Graphs(self._device) if self._device.type == "cuda" else Straight())
+            self._steady = SteadyTurns(self._stack, self._states[0], self._sampler, self._shape, recorder)
         self._capacity = Capacity(
             vocab=spec.vocab,
             max_context=max_context,
@@ -152,24 +174,30 @@ class TorchBackend:
             activation=activation or dtype,
         )
         self._tickets = itertools.count()
-        self._outcomes: dict[Ticket, Outcome] = {}
+        self._turns: dict[Ticket, Turn | Outcome] = {}
 
     @property
     def capacity(self) -> Capacity:
         return self._capacity
 
+    @torch.inference_mode()
     def submit(self, plan: Plan) -> Ticket:
+        for ticket, turn in self._turns.items():  # drafts that wait to be brought home come first
+            if isinstance(turn, Turn) and not turn.settled:
+                self._turns[ticket] = self._finish(turn)
         ticket = Ticket(next(self._tickets))
-        self._outcomes[ticket] = self._run(plan)
+        self._turns[ticket] = self._start(plan)
         return ticket
 
+    @torch.inference_mode()
     def collect(self, ticket: Ticket) -> Outcome:
-        return self._outcomes.pop(ticket)
+        turn = self._turns.pop(ticket)
+        return self._finish(turn) if isinstance(turn, Turn) else turn
 
     def close(self) -> None:
         """Let go of weights and pages now, whoever still holds this object."""
-        self._outcomes.clear()
-        for name in ("_stack", "_states", "_sampler", "_drafter"):
+        self._turns.clear()
+        for name in ("_stack", "_states", "_sampler", "_drafter", "_steady"):
             self.__dict__.pop(name, None)
 
     # ------------------------------------------------------------------ to and from the disk
@@ -204,26 +232,44 @@ class TorchBackend:
 
     # ------------------------------------------------------------------ one turn
 
-    @torch.inference_mode()
-    def _run(self, plan: Plan) -> Outcome:
+    def _start(self, plan: Plan) -> Turn:
         begin = time.perf_counter()
         for state in self._states:
             state.open(plan.rows)
         if self._drafter is not None:
             self._drafter.open(plan.rows)
-        inputs = make_inputs(plan, shape=self._shape, device=self._first)
         watch = Watch(() if self._drafter is None else self._drafter.captures, finite=self._narrow())
+        steady = None if self._steady is None else self._steady.begin(plan, watch)
+        if steady is not None:
+            rows = [i for i, row in enumerate(plan.rows) for _ in range(1 + len(row.drafts))]
+            picked = [(rows, steady.positions, steady.answers)]
+            worked = steady.worked
+            return Turn(plan, steady.inputs, worked.hidden, worked.watch, picked, True, steady.arrived, begin)
+        inputs = make_inputs(plan, shape=self._shape, device=self._first)
         hidden = self._stack.hidden(inputs, self._states, watch=watch)
-        scored = self._score(plan, inputs, hidden)
-        chosen = self._choose(plan, inputs, hidden)
+        picked = self._pick(plan, inputs, hidden)
+        return Turn(plan, inputs, hidden, watch, picked, not any(row.drafts for row in plan.rows), None, begin)
+
+    def _finish(self, turn: Turn) -> Outcome:
+        plan, inputs = turn.plan, turn.inputs
+        if turn.arrived is not None:
+            turn.arrived.synchronize()
+        chosen: dict[int, list[Choice | None]] = {}
+        for numbers, positions, answers in turn.picked:
+            for row, choice in zip(numbers, read_choices(answers, positions), strict=True):
+                chosen.setdefault(row, []).append(choice)
+        scored = self._score(plan, inputs, turn.hidden)
         rows = tuple(row_outcome(row, chosen.get(i, []), scored.get(i, ())) for i, row in enumerate(plan.rows))
-        rows = tuple(replace(row, fault=self._fault(watch, inputs.spans[i])) if row.barren else row for i, row in enumerate(rows))
-        for state, stage in zip(self._states, self._stack.stages, strict=True):
-            state.commit(plan.rows, [row.kept for row in rows], stage.ops)
+        rows = tuple(
+            replace(row, fault=self._fault(turn.watch, inputs.spans[i])) if row.barren else row for i, row in enumerate(rows)
+        )
+        if not turn.settled:
+            for state, stage in zip(self._states, self._stack.stages, strict=True):
+                state.commit(plan.rows, [row.kept for row in rows], stage.ops)
         if self._drafter is not None:
-            guesses = self._drafter.guess(Turned(plan, inputs, hidden, watch.features, rows))
+            guesses = self._drafter.guess(Turned(plan, inputs, turn.hidden, turn.watch.features, rows))
             rows = tuple(replace(row, guesses=own) for row, own in zip(rows, guesses, strict=True))
-        return Outcome(rows, time.perf_counter() - begin)
+        return Outcome(rows, time.perf_counter() - turn.begin)
 
     def _narrow(self) -> list[Tensor] | None:
         """Models trained in bf16 may leave the range of f16, so where there is any every layer is looked at."""
@@ -242,8 +288,8 @@ class TorchBackend:
         index = torch.tensor([*tokens, *tokens[-1:] * padding], dtype=torch.long, device=self._device)
         return self._stack.logits(hidden.index_select(0, index))[: len(tokens)]
 
-    def _choose(self, plan: Plan, inputs: Inputs, hidden: Tensor) -> dict[int, list[Choice | None]]:
-        """Per choosing row, a choice after its last known token and after each draft."""
+    def _pick(self, plan: Plan, inputs: Inputs, hidden: Tensor) -> list[tuple[list[int], list[Position], Tensor]]:
+        """Per choosing row, an answer after its last known token and after each draft."""
         picks: list[Pick] = []
         for i, (row, span) in enumerate(zip(plan.rows, inputs.spans, strict=False)):  # padding has spans of its own
             if not row.chooses:
@@ -252,13 +298,12 @@ class TorchBackend:
                 position = Position(row.lane, row.params, row.history, drafts, row.request_id)
                 kept = next((save.slot for save in row.saves if save.position == row.stop), None) if k == 0 else None
                 picks.append(Pick(i, span.first + len(row.tokens) - 1 + k if row.tokens else None, position, row.restore, kept))
-        chosen: dict[int, list[Choice | None]] = {}
+        found = []
         for start in range(0, len(picks), self._slice):
             part = picks[start : start + self._slice]
-            choices = self._sampler.choose(self._picked(hidden, part), [pick.position for pick in part])
-            for pick, choice in zip(part, choices, strict=True):
-                chosen.setdefault(pick.row, []).append(choice)
-        return chosen
+            positions = [pick.position for pick in part]
+            found.append(([pick.row for pick in part], positions, self._sampler.answers(self._picked(hidden, part), positions)))
+        return found
 
     def _picked(self, hidden: Tensor, picks: list[Pick]) -> Tensor:
         """Logits of these picks [C, V']: computed, or from checkpoints; those that checkpoints want are kept."""

@@ -50,6 +50,10 @@ class Mlp:
     def __call__(self, h: Tensor, residual: Tensor, ops: Ops) -> Tensor:
         return self.down(ops.gated(self.gate_up(h), self.activation))
 
+    def added(self, h: Tensor, residual: Tensor, ops: Ops) -> Tensor:
+        """The same plus the residual."""
+        return self.down.added(ops.gated(self.gate_up(h), self.activation), residual)
+
 
 @dataclass(frozen=True, slots=True)
 class Experts:
@@ -92,6 +96,9 @@ class Experts:
         if self.shared_route is not None:
             always = always * opened(self.shared_route(h).float(), "sigmoid")[:, :1]
         return always.add_(out).to(h.dtype)
+
+    def added(self, h: Tensor, residual: Tensor, ops: Ops) -> Tensor:
+        return residual + self(h, residual, ops).to(residual.dtype)
 
     def _route(self, h: Tensor, residual: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
         """Experts of each token, best first, the lowest number among equals, and their weights: [T, used] each."""

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onedraw.backends.torch.experts import Bank
+from onedraw.backends.torch.making import can_make, make
 from onedraw.models.source import Tensor as Stored
 from onedraw.models.spec import Activation, Norm
 
@@ -78,12 +79,17 @@ class Loader:
 
     def experts(self, layer: int, *names: str, pad: int = 1, pad_columns: int = 1) -> list[Tensor]:
         """Stacks [experts, rows, columns] → per expert the matrices joined by rows and padded, in memory of their own."""
-        stacks = [torch.from_numpy(self._source.tensor(layer, name).float32()) for name in names]
+        stacks = [self._stack(self._source.tensor(layer, name)) for name in names]
         found = []
         for parts in zip(*stacks, strict=True):
             padded = [F.pad(m, (0, -m.shape[1] % pad_columns, 0, -m.shape[0] % pad)) for m in parts]
             found.append(torch.cat(padded).to(device=self._device, dtype=self.dtype))
         return found
+
+    def _stack(self, tensor: Stored) -> Tensor:
+        if can_make(tensor, self._device):
+            return make(tensor, device=self._device, dtype=self.dtype)
+        return torch.from_numpy(tensor.float32())
 
     def _take(self, shape: tuple[int, ...]) -> Tensor:
         count = math.prod(shape)
@@ -104,6 +110,8 @@ class Loader:
         stored = [self._source.tensor(layer, name) for name in names]
         heights = [padded(tensor.shape[0], pad) for tensor in stored]
         width = tuple(padded(columns, pad_columns) for columns in stored[0].shape[1:])  # () for vectors
+        if all(can_make(tensor, self._device) for tensor in stored):
+            return self._made(stored, heights, width)
         out = take((sum(heights), *width))
         for part, tensor in zip(torch.split(out, heights), stored, strict=True):
             rows = tensor.shape[0]
@@ -113,6 +121,13 @@ class Loader:
             else:
                 part[:rows] = F.pad(torch.from_numpy(tensor.float32()), (0, width[0] - tensor.shape[1]))
         return out.to(device=self._device, dtype=self.dtype)
+
+    def _made(self, stored: list[Stored], heights: list[int], width: tuple[int, ...]) -> Tensor:
+        """Random weights, joined and padded on the device."""
+        out = torch.zeros((sum(heights), *width), device=self._device, dtype=self.dtype)
+        for part, tensor in zip(torch.split(out, heights), stored, strict=True):
+            part[tuple(slice(0, size) for size in tensor.shape)] = make(tensor, device=self._device, dtype=self.dtype)
+        return out
 
 
 def padded(count: int, multiple: int) -> int:

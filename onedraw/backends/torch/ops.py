@@ -63,6 +63,11 @@ class Ops(Protocol):
         """Whether rows of a weight can be read where a product has it (`Linear.rows`)."""
         ...
 
+    @property
+    def records(self) -> bool:
+        """Whether a steady turn's work reads device memory alone, so that it may be recorded (`steady.py`)."""
+        ...
+
     def fuse(self, layers: Sequence[DenseLayer]) -> Fused | None:
         """Neighbouring dense layers as one operation with the bits of its parts; None where there is no such operation."""
         ...
@@ -176,6 +181,7 @@ class FloatOps:
     """What operations that want weights as float tensors say to the questions about stored ones."""
 
     looks_up = False
+    records = False
 
     def stored(self, tensors: Sequence[Stored], *, bias: Tensor | None, pad: int, pad_columns: int) -> Linear | None:
         return None

@@ -115,22 +115,25 @@ def run_layer(
     if layer.fused is not None:
         assert isinstance(store, PageStore)
         return layer.fused(x, [prepared], [store])[0]
-    mixed = layer.mixer(ops.rms_norm(x, layer.attn_norm, eps).to(layer.dtype), prepared, store, ops).to(x.dtype)
-    x = x + _normed(mixed, layer.post_attn_norm, ops, eps)
-    fed = layer.feed_forward(ops.rms_norm(x, layer.mlp_norm, eps).to(layer.dtype), x, ops).to(x.dtype)
-    if layer.beside is not None:
-        both = layer.beside
-        answers = both.experts(ops.rms_norm(x, both.norm, eps).to(layer.dtype), x, ops).to(x.dtype)
-        fed = ops.rms_norm(fed, both.dense_norm, eps) + ops.rms_norm(answers, both.post_norm, eps)
-    x = x + _normed(fed, layer.post_mlp_norm, ops, eps)
+    h = ops.rms_norm(x, layer.attn_norm, eps).to(layer.dtype)
+    if layer.post_attn_norm is None:
+        x = layer.mixer(h, prepared, store, ops, x)
+    else:
+        x = x + ops.rms_norm(layer.mixer(h, prepared, store, ops).to(x.dtype), layer.post_attn_norm, eps)
+    h = ops.rms_norm(x, layer.mlp_norm, eps).to(layer.dtype)
+    if layer.beside is None and layer.post_mlp_norm is None:
+        x = layer.feed_forward.added(h, x, ops)
+    else:
+        fed = layer.feed_forward(h, x, ops).to(x.dtype)
+        if layer.beside is not None:
+            both = layer.beside
+            answers = both.experts(ops.rms_norm(x, both.norm, eps).to(layer.dtype), x, ops).to(x.dtype)
+            fed = ops.rms_norm(fed, both.dense_norm, eps) + ops.rms_norm(answers, both.post_norm, eps)
+        x = x + (fed if layer.post_mlp_norm is None else ops.rms_norm(fed, layer.post_mlp_norm, eps))
     if layer.own_input is not None:
         assert own_input is not None
         x = x + layer.own_input(x, own_input, ops, eps)
     return x if layer.scale is None else x * layer.scale.to(x.dtype)
-
-
-def _normed(x: Tensor, weight: Tensor | None, ops: Ops, eps: float) -> Tensor:
-    return x if weight is None else ops.rms_norm(x, weight, eps)
 
 
 def rope_tables(
@@ -153,11 +156,15 @@ class InputTable:
         self.project = loader.linear(None, "inputs_project")
         self._norm = loader.norm(None, "inputs_project_norm")
 
-    def __call__(self, inputs: Inputs, x: Tensor) -> Tensor:
+    def rows(self, inputs: Inputs) -> Tensor:
+        """Of the turn's tokens, [T, layers * width] float32."""
+        return inputs.feed.put(self._embedding.take_rows(inputs.host_tokens).float32())
+
+    def __call__(self, rows: Tensor, x: Tensor) -> Tensor:
         """[T, layers, width] of embedded tokens x [T, E]."""
         spec = self._spec
         shape = (len(x), len(spec.layers), spec.inputs)
-        rows = torch.from_numpy(self._embedding.take_rows(inputs.host_tokens).float32()).to(x)
+        rows = rows.to(x)
         projected = (self.project(x.to(self.project.dtype)) * spec.hidden**-0.5).to(x.dtype).view(shape)
         context = self._ops.rms_norm(projected, self._norm, spec.eps)
         both: Tensor = (context + rows.view(shape) * spec.inputs**0.5) * 2**-0.5
@@ -204,6 +211,15 @@ class Watch:
 
 
 NOTHING = Watch()
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What a pass over the layers reads beside weights and state, on its way to the devices."""
+
+    tokens: Tensor
+    own_rows: Tensor | None  # of the layers' own inputs
+    stages: tuple[Preparation, ...]
 
 
 class Stack:
@@ -298,27 +314,51 @@ class Stack:
         x = self._embedding(tokens)
         return (x if self.spec.embed_scale == 1 else x * self._embed_scale).to(tokens.device)
 
+    def prepare(self, inputs: Inputs) -> Ready:
+        """All that the host has to say about a turn. What `run` does with it reads the devices alone."""
+        tokens = inputs.tokens
+        own_rows = None if self._input_table is None else self._input_table.rows(inputs)
+        stages = []
+        for stage in self.stages:
+            preparation = Preparation(stage.ops, inputs.on(stage.device), stage.ropes)
+            for layer in stage.specs:
+                preparation.of(layer.mixer)
+            stages.append(preparation)
+        return Ready(tokens, own_rows, tuple(stages))
+
     def hidden(self, inputs: Inputs, states: Sequence[State], *, depth: int | None = None, watch: Watch = NOTHING) -> Tensor:
+        """`run` of a turn as it stands."""
+        return self.run(self.prepare(inputs), states, depth=depth, watch=watch)
+
+    def run(self, ready: Ready, states: Sequence[State], *, depth: int | None = None, watch: Watch = NOTHING) -> Tensor:
         """Hidden states after the last norm: [T, E]. What the turn's tokens leave in pages and lanes is written on the way.
 
         `depth` runs the first layers only: the self-check needs no more.
         """
-        x = self.embed(inputs.tokens).to(self.activation)
-        own = None if self._input_table is None else self._input_table(inputs, x)
+        x = self.embed(ready.tokens).to(self.activation)
+        own = None if self._input_table is None or ready.own_rows is None else self._input_table(ready.own_rows, x)
         left = len(self.spec.layers) if depth is None else depth
-        for stage, state in zip(self.stages, states, strict=True):
+        for stage, state, preparation in zip(self.stages, states, ready.stages, strict=True):
             if stage.entrance is not None:
                 x, own = stage.entrance.cross(x, own)
-            x = self._run(stage, x, own, inputs.on(stage.device), state, count=left, watch=watch)
+            x = self._run(stage, x, own, preparation, state, count=left, watch=watch)
             own = None if own is None else own[:, len(stage.layers) :]
             left = max(left - len(stage.layers), 0)
         return self.ops.rms_norm(x, self.norm, self.spec.eps).to(self.dtype)
 
     def _run(
-        self, stage: Stage, x: Tensor, own: Tensor | None, inputs: Inputs, state: State, *, count: int, watch: Watch
+        self,
+        stage: Stage,
+        x: Tensor,
+        own: Tensor | None,
+        preparation: Preparation,
+        state: State,
+        *,
+        count: int,
+        watch: Watch,
     ) -> Tensor:
         """The stage's first `count` layers."""
-        ops, preparation = stage.ops, Preparation(stage.ops, inputs, stage.ropes)
+        ops = stage.ops
         for run in stage.runs:
             span = range(run.start, min(run.stop, count))
             if run.fused is not None and watch.finite is None and span:

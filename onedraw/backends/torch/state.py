@@ -45,6 +45,7 @@ class State:
         self.stores: list[Store] = []
         self._groups: list[list[PageStore]] = [[] for _ in sizes.pages]
         self.lanes: list[LaneStore] = []
+        self.attending: list[tuple[AttentionSpec, PageStore]] = []  # those that write
         for layer in layers:
             self.stores.append(self._make(layer.mixer, dtype))
 
@@ -59,6 +60,7 @@ class State:
         group = sizes.windows.index(mixer.window) if mixer.window in sizes.windows else 0
         pages = PageStore(mixer, pages=sizes.pages[group], page_size=sizes.page_size, dtype=dtype, device=self._device)
         self._groups[group].append(pages)
+        self.attending.append((mixer, pages))
         return pages
 
     @property

@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from onedraw.backends.packing import SPANS
+from onedraw.backends.packing import SEGMENT, SPANS
 from onedraw.backends.torch.kernels.packed_linear import choose_packed_tile
 from onedraw.backends.torch.kernels.triton_linear import SMALL_SHARED
 from onedraw.backends.torch.kernels.triton_packed import _packed
@@ -26,7 +26,7 @@ def test_packed_products_are_right_under_the_interpreter() -> None:
     changes = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(command, env={**os.environ, **changes}, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout[-2000:]
-    assert f"{2 * len(SPANS) + 4} passed" in ran.stdout
+    assert f"{2 * len(SPANS) + 7} passed" in ran.stdout
 
 
 @pytest.mark.parametrize("shared", [SMALL_SHARED, LARGE_SHARED])
@@ -47,11 +47,20 @@ def test_products_compile_for_cards_that_are_not_here(kind: str, rows: int, arch
     shared = SMALL_SHARED if arch == 86 else LARGE_SHARED
     tile = choose_packed_tile(kind, rows, 5120, shared)
     numbers = {
-        **{"KIND": kind, "WORDS": SPANS[kind].words, "SCALES": SPANS[kind].scales},
+        **{"KIND": kind, "CODES": SPANS[kind].codes, "SCALES": SPANS[kind].scales},
         **{"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "GROUP": tile.group},
-        **{"HAS_BIAS": False, "HAS_RESIDUAL": False, "EVEN_N": True, "EVEN_K": True, "PDL": False},
+        **{
+            "HAS_BIAS": False,
+            "HAS_RESIDUAL": False,
+            "EVEN_N": True,
+            "EVEN_K": True,
+            "SEGMENT": SEGMENT,
+            "SPLIT": tile.split,
+            "PDL": False,
+        },
     }
-    pointers = dict.fromkeys(("x", "bias", "residual", "y"), "*bf16") | {"codes": "*i32", "high": "*i16", "scales": "*i32"}
+    pointers = dict.fromkeys(("x", "bias", "residual", "y"), "*bf16") | {"codes": "*i16", "high": "*i16", "scales": "*i32"}
+    pointers["y"] = "*fp32" if tile.split else "*bf16"
     types = {name: pointers.get(name, "constexpr" if name in numbers else "i32") for name in _packed.arg_names}
     wide = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(types) if name != "rows" and name not in numbers}
     source = ASTSource(_packed, signature=types, constexprs=numbers, attrs=wide)

@@ -3,12 +3,12 @@
 In: the stored bytes of a matrix, on any device. Out: `Blocks`, with the same bits in another order, and nothing rounded.
 
 Inputs lie in spans of 256 (`packing.py`); a row that is no whole number of them ends in blocks of zeros. Per span and output:
-  codes   32 words of eight four-bit codes. Nibble p of word j belongs to input 32 p + j. Eight-bit codes: 64 words, byte p of
-          word j in half h belongs to input 128 h + 32 p + j, with 128 added.
-  high    32 halfwords. Q6_K: bits 2 p and 2 p + 1 of halfword j go on top of input 32 p + j. Fifth bits: bit p of the lower byte
-          for a span of even number, of the upper byte for the next span: two spans share their halfwords.
+  codes   64 halfwords of four four-bit codes, 32 for the first 128 inputs and 32 for the others. Nibble p of halfword j belongs
+          to input 32 p + j of them. Eight-bit codes: 128 halfwords, 32 for every 64 inputs, byte p of halfword j for 32 p + j.
+          Five-bit codes: 96 halfwords, 32 for every 96 inputs, three codes in each.
+  high    of Q6_K, 32 halfwords: bits 2 p and 2 p + 1 of halfword j go on top of input 32 p + j.
   scales  a few words. Kinds of 32: a float16 per plane, or two where there are minima, MXFP4 a byte. The K kinds: as stored.
-Codes lie as [span][output][word] and scales as [span][word][output], so neighbours in a program are neighbours in memory.
+Codes lie as [span][output][halfword] and scales as [span][word][output], so neighbours in a program are neighbours in memory.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Blocks:
     kind: str
     rows: int
     width: int
-    codes: Tensor  # [E, spans, rows, words] int32
-    high: Tensor  # [E, spans or pairs of them, rows, 32] int16; empty where a kind has none
+    codes: Tensor  # [E, spans, rows, halfwords] int16
+    high: Tensor  # [E, spans, rows, 32] int16; empty where a kind has none
     scales: Tensor  # [E, spans, words, rows] int32
 
     @property
@@ -49,13 +49,12 @@ class Blocks:
 
 def empty_blocks(kind: str, *, rows: int, width: int, device: torch.device, count: int = 1) -> Blocks:
     layout, spans = SPANS[kind], -(-width // SPAN)
-    pairs = -(-spans // 2) if layout.high == 32 else spans
     return Blocks(
         kind=kind,
         rows=rows,
         width=width,
-        codes=torch.zeros(count, spans, rows, layout.words, dtype=torch.int32, device=device),
-        high=torch.zeros(count, pairs, rows, 32 if layout.high else 0, dtype=torch.int16, device=device),
+        codes=torch.zeros(count, spans, rows, layout.codes, dtype=torch.int16, device=device),
+        high=torch.zeros(count, spans, rows, layout.high, dtype=torch.int16, device=device),
         scales=torch.zeros(count, spans, layout.scales, rows, dtype=torch.int32, device=device),
     )
 
@@ -81,31 +80,36 @@ def row_slices(rows: int, width: int) -> Iterator[slice]:
 
 
 def _ordered(raw: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
-    """[n, bytes] → codes [n, spans, words], high [n, spans, 32], scales [n, spans, words]."""
+    """[n, bytes] → codes [n, spans, halfwords], high [n, spans, 32], scales [n, spans, words]."""
     size, per_span = KINDS[kind].size, SPAN // KINDS[kind].values
     blocks = raw.view(len(raw), -1, size)
     missing = -blocks.shape[1] % per_span
     if missing:
         blocks = torch.cat([blocks, blocks.new_zeros(len(raw), missing, size)], 1)
-    if kind in ("Q4_K", "Q5_K"):
-        codes = _words(_split(blocks[..., -128:], -1, 4, 32))
-        return codes, _shared_by_two(blocks[..., 16:48]), _as_words(blocks[..., :16])
+    none = raw.new_empty(len(raw), blocks.shape[1] * KINDS[kind].values // SPAN, 0)
+    if kind == "Q4_K":
+        return _halfwords(_split(blocks[..., 16:], -1, 4, 32)), none, _as_words(blocks[..., :16])
+    if kind == "Q5_K":
+        own = _split(blocks[..., 48:], -1, 4, 32)
+        planes = torch.stack([own & 15, own >> 4], 3).flatten(2, 3)  # [n, spans, 8, 32]
+        shifts = torch.arange(8, dtype=torch.uint8, device=raw.device)[:, None]
+        return _threes(planes | (blocks[..., None, 16:48] >> shifts & 1) << 4), none, _as_words(blocks[..., :16])
     if kind == "Q6_K":
         low = _split(blocks[..., :128], -1, 2, 64)  # halves of 128 inputs
         planes = _split(torch.cat([low & 15, low >> 4], -1), -1, 4, 32).flatten(2, 3)  # [n, spans, 8, 32]
         high = _split(blocks[..., 128:192], -1, 2, 32).transpose(-1, -2).contiguous().view(torch.int16)[..., 0]
         whole = torch.nn.functional.pad(blocks[..., 208:], (0, 2))
-        return _words(_paired(planes)), high, _as_words(torch.cat([blocks[..., 192:208], whole], -1))
+        return _halfwords(_paired(planes)), high, _as_words(torch.cat([blocks[..., 192:208], whole], -1))
     blocks = _split(blocks, 1, -1, 8)  # [n, spans, 8, size]
-    none = raw.new_empty(len(raw), blocks.shape[1], 0)
     if kind == "Q8_0":
-        halves = _split(blocks[..., 2:] ^ 128, 2, 2, 4)  # [n, spans, 2, 4, 32]
-        return _words(halves).flatten(2), none, _as_words(blocks[..., :2])
+        return _halfwords(blocks[..., 2:]), none, _as_words(blocks[..., :2])
     own = blocks[..., -16:]
-    codes = _words(_paired(torch.cat([own & 15, own >> 4], -1)))
+    planes = torch.cat([own & 15, own >> 4], -1)  # [n, spans, 8, 32]
     if kind in ("Q5_0", "Q5_1"):
-        return codes, _shared_by_two(_fifths(blocks[..., -20:-16])), _as_words(blocks[..., :-20])
-    return codes, none, _as_words(blocks[..., :-16])
+        shifts = torch.arange(8, dtype=torch.uint8, device=raw.device)
+        fifths = (blocks[..., -20:-16, None] >> shifts & 1).flatten(-2)  # a bit per input, eight in a byte
+        return _threes(planes | fifths << 4), none, _as_words(blocks[..., :-20])
+    return _halfwords(_paired(planes)), none, _as_words(blocks[..., :-16])
 
 
 def _split(tensor: Tensor, dim: int, *sizes: int) -> Tensor:
@@ -118,9 +122,9 @@ def _paired(planes: Tensor) -> Tensor:
     return planes[..., 0::2, :] | planes[..., 1::2, :] << 4
 
 
-def _words(planes: Tensor) -> Tensor:
-    """Bytes [..., 4, 32] → words [..., 32]."""
-    return planes.transpose(-1, -2).contiguous().view(torch.int32)[..., 0]
+def _halfwords(planes: Tensor) -> Tensor:
+    """Bytes [..., 2 n, 32] → n times 32 halfwords, two planes of bytes in each."""
+    return _split(planes, -2, -1, 2).transpose(-1, -2).contiguous().view(torch.int16).flatten(-3)
 
 
 def _as_words(stored: Tensor) -> Tensor:
@@ -128,18 +132,10 @@ def _as_words(stored: Tensor) -> Tensor:
     return stored.flatten(2).contiguous().view(torch.int32)
 
 
-def _shared_by_two(stored: Tensor) -> Tensor:
-    """Bytes [n, spans, 32] → halfwords [n, pairs, 32]. A tile of bytes would make the compiler take the inputs of a product in
-    another order, and another sum would come out."""
-    pairs = _split(torch.nn.functional.pad(stored, (0, 0, 0, stored.shape[1] % 2)), 1, -1, 2)
-    return pairs.transpose(-1, -2).contiguous().view(torch.int16)[..., 0]
-
-
-def _fifths(stored: Tensor) -> Tensor:
-    """A bit per input in each block of 32 [n, spans, 8, 4] → a byte per place, with a bit per block."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=stored.device)
-    bits = (stored[..., None] >> shifts & 1).flatten(-2)  # [n, spans, 8, 32]
-    return sum(bits[:, :, plane] << plane for plane in range(8))  # type: ignore[return-value]
+def _threes(planes: Tensor) -> Tensor:
+    """Five-bit codes [..., 8, 32] → 96 halfwords of three each; the last have two."""
+    wide = _split(torch.nn.functional.pad(planes, (0, 0, 0, 1)).to(torch.int16), -2, 3, 3)
+    return (wide[..., 0, :] | wide[..., 1, :] << 5 | wide[..., 2, :] << 10).flatten(-2)
 
 
 # ------------------------------------------------------------------ ours → numbers: the twin that judges the kernels
@@ -153,7 +149,7 @@ def numbers(blocks: Blocks, number: int = 0) -> Tensor:
     halves = words.view(torch.float16).float()
     match blocks.kind:
         case "Q4_0" | "Q5_0" | "Q8_0":
-            centre = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128}[blocks.kind]
+            centre = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 0}[blocks.kind]
             values = (codes - centre).float() * halves[..., None]
         case "Q4_1" | "Q5_1":
             values = codes.float() * halves[..., 0::2, None] + halves[..., 1::2, None]
@@ -181,16 +177,15 @@ def _powers(octets: Tensor) -> Tensor:
 
 
 def _plain_codes(blocks: Blocks, number: int) -> Tensor:
-    words = blocks.codes[number].transpose(0, 1).contiguous()  # [rows, spans, words]
-    octets = _split(words.view(torch.uint8), -1, -1, 32, 4).transpose(-1, -2).int()  # [rows, spans, halves, 4, 32]
+    halves = blocks.codes[number].transpose(0, 1).contiguous()  # [rows, spans, halfwords]
+    if blocks.kind in ("Q5_0", "Q5_1", "Q5_K"):
+        tiles = _split(halves.int(), -1, 3, 32)
+        return torch.stack([tiles >> 5 * place & 31 for place in range(3)], 3).flatten(2, 3)[:, :, :8]
+    octets = _split(halves.view(torch.uint8), -1, -1, 32, 2).transpose(-1, -2).flatten(2, 3).int()  # [rows, spans, 2 n, 32]
     if blocks.kind == "Q8_0":
-        return octets.flatten(2, 3)
-    codes = torch.stack([octets & 15, octets >> 4], -2)[:, :, 0].flatten(2, 3)  # [rows, spans, 8, 32]
-    if not blocks.high.numel():
+        return (octets ^ 128) - 128
+    codes = torch.stack([octets & 15, octets >> 4], 3).flatten(2, 3)  # [rows, spans, 8, 32]
+    if blocks.kind != "Q6_K":
         return codes
-    high = blocks.high[number].transpose(0, 1).int() & 0xFFFF  # [rows, spans or pairs, 32]
-    width = 2 if blocks.kind == "Q6_K" else 1
-    if width == 1:
-        high = torch.stack([high & 255, high >> 8], 2).flatten(1, 2)[:, : codes.shape[1]]
-    upper = torch.stack([high >> width * plane & (1 << width) - 1 for plane in range(8)], -2)
-    return codes | upper << 4
+    high = blocks.high[number].transpose(0, 1).int() & 0xFFFF  # [rows, spans, 32]
+    return codes | torch.stack([high >> 2 * plane & 3 for plane in range(8)], -2) << 4

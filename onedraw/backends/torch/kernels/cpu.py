@@ -99,6 +99,7 @@ class CpuOps:
 
     rule = RowRule(floor=1)
     looks_up = True
+    records = False
 
     def __init__(
         self, library: ctypes.CDLL, *, threads: int, packing: Packing | None = None, path: str | None = None, fuses: bool = True

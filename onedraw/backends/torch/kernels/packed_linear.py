@@ -2,7 +2,7 @@
 
 In: tensors of a checkpoint, their bytes read where the file is mapped. Out: a `PackedLinear`: several weights side by side in
 one product, each in its own kind; neighbours of one kind are one weight. What no kernel reads is a matrix of the model's dtype
-beside them. The bits are those of the same weights dequantized to that dtype (`triton_packed.py`).
+beside them.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ import torch
 import triton
 from torch import Tensor
 
-from onedraw.backends.packing import SPAN, SPANS, why_not_in_blocks
+from onedraw.backends.packing import SEGMENT, SPAN, SPANS, why_not_in_blocks
 from onedraw.backends.torch.kernels.blocks import Blocks, empty_blocks, fill_blocks, row_slices
 from onedraw.backends.torch.kernels.triton_linear import launch_options, linear, shared_memory
 from onedraw.backends.torch.kernels.triton_moe import Routes, combine, route
 from onedraw.backends.torch.kernels.triton_norm import gated
-from onedraw.backends.torch.kernels.triton_packed import _packed, _packed_experts, _unpacked
+from onedraw.backends.torch.kernels.triton_packed import _merged, _packed, _packed_experts, _unpacked
 from onedraw.backends.torch.layers.linear import Linear, RowRule
 from onedraw.backends.torch.loader import padded
 from onedraw.models.source import Tensor as Stored
 from onedraw.models.spec import Activation
 from onedraw.models.views import Columns
 
+MERGED_AT_ONCE = 512  # outputs of one program of `_merged`
 UNPACKED_AT_ONCE = 16  # rows of one program of `_unpacked`
 
 
@@ -41,6 +42,7 @@ class PackedTile:
     warps: int
     stages: int
     group: int = 1
+    split: bool = False  # a program of its own for each segment of inputs
 
     def shared(self, kind: str) -> int:
         """Bytes of shared memory, as an upper bound: a span of weights and of rows per stage."""
@@ -51,11 +53,11 @@ class PackedTile:
 def choose_packed_tile(kind: str, rows: int, n: int, shared: int) -> PackedTile:
     """The tile for so many rows of a product, small enough for the device's shared memory."""
     if rows <= 16:
-        tile = PackedTile(16, 16 if n <= 8192 else 32, 1 if n <= 8192 else 2, 4)
+        tile = PackedTile(8 if rows <= 8 else 16, 32, 2, 3, split=n <= 16384)
     elif rows <= 64:
-        tile = PackedTile(64, 64, 4, 3)
+        tile = PackedTile(64, 64, 4, 2)
     else:
-        tile = PackedTile(128, 128, 8, 2, group=8)
+        tile = PackedTile(64, 128, 8, 2, group=8)
     while tile.shared(kind) > shared:
         if tile.stages > 2:
             tile = replace(tile, stages=tile.stages - 1)
@@ -82,36 +84,67 @@ def packed_product(
     if rows == 0:
         return out
     tile = tile or choose_packed_tile(blocks.kind, rows, n, shared_memory(x.device))
-    _packed[(triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.columns),)](
+    segments = triton.cdiv(triton.cdiv(blocks.width, SPAN), SEGMENT) if tile.split else 1
+    split = segments > 1
+    y = torch.empty(segments, rows, n, dtype=torch.float32, device=x.device) if split else out
+    follows = {"bias": bias, "residual": residual}
+    now = dict.fromkeys(follows) if split else follows
+    _packed[(triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.columns), segments)](
         x,
         blocks.codes,
         blocks.high,
         blocks.scales,
-        bias,
-        residual,
-        out,
+        now["bias"],
+        now["residual"],
+        y,
         rows,
         n,
         x.stride(0),
-        0 if residual is None else residual.stride(0),
-        out.stride(0),
+        0 if now["residual"] is None else now["residual"].stride(0),
+        n if split else out.stride(0),
         blocks.width,
         KIND=blocks.kind,
-        WORDS=SPANS[blocks.kind].words,
+        CODES=SPANS[blocks.kind].codes,
         SCALES=SPANS[blocks.kind].scales,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.columns,
         GROUP=tile.group,
-        HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None,
+        HAS_BIAS=now["bias"] is not None,
+        HAS_RESIDUAL=now["residual"] is not None,
         EVEN_N=n % tile.columns == 0,
         EVEN_K=blocks.width % SPAN == 0,
+        SEGMENT=SEGMENT,
+        SPLIT=split,
         PDL=pdl,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **launch_options(pdl),
     )
+    if split:
+        _merge(y, out, bias=bias, residual=residual, pdl=pdl)
     return out
+
+
+def _merge(parts: Tensor, out: Tensor, *, bias: Tensor | None, residual: Tensor | None, pdl: bool) -> None:
+    segments, rows, n = parts.shape
+    _merged[(rows, triton.cdiv(n, MERGED_AT_ONCE))](
+        parts,
+        bias,
+        residual,
+        out,
+        rows,
+        n,
+        0 if residual is None else residual.stride(0),
+        out.stride(0),
+        segments,
+        BLOCK=MERGED_AT_ONCE,
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        PDL=pdl,
+        num_warps=4,
+        enable_fp_fusion=False,
+        **launch_options(pdl),
+    )
 
 
 def unpacked_rows(blocks: Blocks, wanted: Tensor | None, *, out: Tensor) -> Tensor:
@@ -128,7 +161,7 @@ def unpacked_rows(blocks: Blocks, wanted: Tensor | None, *, out: Tensor) -> Tens
             blocks.rows,
             blocks.width,
             KIND=blocks.kind,
-            WORDS=SPANS[blocks.kind].words,
+            CODES=SPANS[blocks.kind].codes,
             SCALES=SPANS[blocks.kind].scales,
             BLOCK=UNPACKED_AT_ONCE,
             LISTED=wanted is not None,
@@ -229,6 +262,9 @@ class PackedLinear(Linear):
             start += height
         return y
 
+    def added(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self(x, residual) if residual.dtype == self.dtype else super().added(x, residual)
+
     def rows(self, wanted: Tensor) -> Tensor:
         """Rows of a product of one weight, as numbers: [T] → [T, K]."""
         (part,) = self.parts
@@ -328,11 +364,12 @@ def _grouped(x: Tensor, parts: Sequence[Blocks], routes: Routes, *, divide: int)
                 part.width,
                 DIVIDE=divide,
                 KIND=part.kind,
-                WORDS=SPANS[part.kind].words,
+                CODES=SPANS[part.kind].codes,
                 SCALES=SPANS[part.kind].scales,
                 BLOCK_M=routes.height,
                 BLOCK_N=columns,
                 EVEN_K=part.width % SPAN == 0,
+                SEGMENT=SEGMENT,
                 num_warps=warps,
                 num_stages=3,
             )

@@ -44,7 +44,7 @@ class Gated:
 # ------------------------------------------------------------------ before the state
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _gate(
     projected,
     windows,
@@ -162,7 +162,7 @@ def gate(
 # ------------------------------------------------------------------ step by step
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _steps(
     q,
     k,
@@ -202,7 +202,7 @@ def _steps(
     wide, high = column < VALUE_DIM, row < KEY_DIM
     whole = high[:, None] & wide[None, :]
     at = states + ((lane * VALUE_HEADS + head) * KEY_DIM + row[:, None]) * VALUE_DIM + column[None, :]
-    state = tl.load(at, mask=whole & (fresh == 0), other=0.0)
+    state = tl.load(at, mask=whole & (fresh == 0) & (count > 0), other=0.0)
     for index in tl.range(0, count, num_stages=AHEAD):
         token = tl.load(order + first + index).to(tl.int64)
         place = tl.load(places + first + index).to(tl.int64)
@@ -276,7 +276,7 @@ def steps(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def _commit(
     states,
     decays,
@@ -291,8 +291,11 @@ def _commit(
     VALUE_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The step's own products and sums, from what the step left behind."""
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
     kept = tl.program_id(0)
     head = tl.program_id(1)
     key_head = head // (VALUE_HEADS // KEY_HEADS)
@@ -314,7 +317,7 @@ def _commit(
         tl.store(at, state, mask=whole)
 
 
-def commit(states: Tensor, *, held: tuple[Tensor, Tensor, Tensor], lanes: Tensor, places: Tensor) -> None:
+def commit(states: Tensor, *, held: tuple[Tensor, Tensor, Tensor], lanes: Tensor, places: Tensor, pdl: bool = False) -> None:
     """Bring kept drafts to their lanes [n]: places [n, longest] int32 in order of position, -1 behind the last."""
     _, value_heads, key_dim, value_dim = states.shape
     decays, keys, changes = held
@@ -333,14 +336,29 @@ def commit(states: Tensor, *, held: tuple[Tensor, Tensor, Tensor], lanes: Tensor
             VALUE_DIM=value_dim,
             BLOCK_K=triton.next_power_of_2(key_dim),
             BLOCK_V=COLUMNS,
+            PDL=pdl,
             num_warps=4,
             enable_fp_fusion=False,
+            **launch_options(pdl),
         )
 
 
-@triton.jit
-def _shift(fed, windows, target, sources, rows, stride, CHANNELS: tl.constexpr, BEFORE: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["rows"])
+def _shift(
+    fed,
+    windows,
+    target,
+    sources,
+    rows,
+    stride,
+    CHANNELS: tl.constexpr,
+    BEFORE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """All rows of one window are read before any is written, so a window may be made of itself."""
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
     one = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < CHANNELS
@@ -351,26 +369,67 @@ def _shift(fed, windows, target, sources, rows, stride, CHANNELS: tl.constexpr, 
     old = tl.load(windows + (source - rows) * CHANNELS + at[None, :], mask=inside[None, :] & (source >= rows), other=0.0)
     tl.debug_barrier()
     row = place * (BEFORE - 1) + slot[:, None]
-    tl.store(target + row * CHANNELS + at[None, :], new.to(tl.float32) + old, mask=inside[None, :] & (slot < BEFORE - 1)[:, None])
+    keep = inside[None, :] & (slot < BEFORE - 1)[:, None] & (place >= 0)
+    tl.store(target + row * CHANNELS + at[None, :], new.to(tl.float32) + old, mask=keep)
 
 
-def shift_windows(fed: Tensor, windows: Tensor, target: Tensor, sources: Tensor) -> None:
+def shift_windows(fed: Tensor, windows: Tensor, target: Tensor, sources: Tensor, *, pdl: bool = False) -> None:
     """target[place] ← K - 1 rows of `fed` [n, ≥ C] or, from n on, of windows [lanes, K - 1, C].
 
-    sources [m, 1 + K] int32: the place, the K - 1 rows oldest first (-1 for zeros), and one column of padding. K is a power
-    of two. `target` may be `windows` itself.
+    sources [m, 1 + K] int32: the place (-1: nowhere), the K - 1 rows oldest first (-1 for zeros), and one column of padding.
+    K is a power of two. `target` may be `windows` itself.
     """
     before, channels = windows.shape[1] + 1, windows.shape[2]
     if len(sources):
         _shift[(len(sources), triton.cdiv(channels, 512))](
-            fed, windows, target, sources, len(fed), fed.stride(0), CHANNELS=channels, BEFORE=before, BLOCK=512, num_warps=4
+            fed,
+            windows,
+            target,
+            sources,
+            len(fed),
+            fed.stride(0),
+            CHANNELS=channels,
+            BEFORE=before,
+            BLOCK=512,
+            PDL=pdl,
+            num_warps=4,
+            **launch_options(pdl),
+        )
+
+
+@triton.jit
+def _hold(projected, fed, places, stride, CHANNELS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.load(places + token).to(tl.int64)
+    keep = (at < CHANNELS) & (place >= 0)
+    given = tl.load(projected + token * stride + at, mask=keep, other=0.0)
+    tl.store(fed + place * CHANNELS + at, given.to(tl.float32), mask=keep)
+
+
+def hold(projected: Tensor, fed: Tensor, places: Tensor, *, pdl: bool = False) -> None:
+    """fed[place] ← what a drafted token feeds the convolution; places [T] int32, -1 for tokens that are no drafts."""
+    channels = fed.shape[1]
+    if len(places):
+        _hold[(len(places), triton.cdiv(channels, 1024))](
+            projected,
+            fed,
+            places,
+            projected.stride(0),
+            CHANNELS=channels,
+            BLOCK=1024,
+            PDL=pdl,
+            num_warps=4,
+            **launch_options(pdl),
         )
 
 
 # ------------------------------------------------------------------ in chunks
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _solve(
     q,
     k,
@@ -421,7 +480,7 @@ def _solve(
     tl.store(place + row[:, None] * LENGTH + row[None, :], found)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _chunks(
     q,
     k,

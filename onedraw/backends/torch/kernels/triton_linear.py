@@ -40,7 +40,7 @@ class Tile:
         return (self.rows + self.columns) * self.depth * itemsize * self.stages
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _linear(
     x,
     weight,
@@ -158,7 +158,7 @@ def launch_options(pdl: bool) -> dict[str, Any]:
 
 @lru_cache(maxsize=8)
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one block may have. Under the interpreter, those of a small card."""
+    """Bytes of shared memory that one block may have; under the interpreter, those of a small card."""
     if device.type != "cuda":
         return SMALL_SHARED
     properties = torch.cuda.get_device_properties(device)

@@ -1,12 +1,13 @@
-"""Products of packed weights on a GPU: y = x Wᵀ with W in its blocks, made numbers in registers on the way to the matrix unit.
+"""Products of packed weights on a GPU: y = x Wᵀ with W in its blocks, whose codes go to the matrix unit as small whole numbers.
 
-In: rows x [T, K] and a `Blocks` (blocks.py). Out: [T, N]. A weight is what its kind says in float32, rounded to x's dtype:
-the same number that a dequantized checkpoint would hold. A program walks K from front to back, 32 inputs at a time, for one
-row as for thousands, so the number of rows does not show, and the sum is the one of `triton_linear.py`.
+In: rows x [T, K] and a `Blocks` (blocks.py). Out: [T, N]. A block's codes are exact in x's dtype; what the matrix unit makes of
+one block is multiplied with the block's scale in float32 and added up, block after block from front to back. A minimum that
+a block adds to all of its weights meets the sum of the block's inputs, which is taken by the matrix unit too. So a weight
+is never rounded. Blocks are added up over segments of 1,024 inputs, and segments from front to back, whoever computes them: one
+program all of them, or for few rows each a program of its own. So the number of rows does not show in the bits.
 
-A word holds eight codes of four bits, one for each of the eight planes of a span: plane p has the inputs 32 p … 32 p + 31. So
-a plane's codes come out of all words alike and meet one scale per output. Codes become float32 without a conversion: put
-into the mantissa of 2²³, which is then taken away.
+A halfword holds a code for each of several planes; plane p has the inputs 32 p … 32 p + 31 of a span. So a plane's codes come
+out of all halfwords alike, two with one instruction, and meet one scale per output.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, no-redef, untyped-decorator, misc"
@@ -18,50 +19,79 @@ import triton.language as tl
 from onedraw.backends.torch.kernels.triton_math import INTERPRETED, let_next_start, wait_for_inputs
 
 MANTISSA = tl.constexpr(0x4B000000)  # 2²³ as bits: what is or-ed into it is added to it
+# Numbers as pairs of bf16, and of f16: 128 and 1024, to which a small whole number is added by or-ing it in; less them.
+_ADD = {"bf16": "0x43004300", "fp16": "0x64006400"}
+_LESS = {"bf16": "0xC300C300", "fp16": "0xE400E400"}
+_ONE = {"bf16": "0x3F803F80", "fp16": "0x3C003C00"}
+_WITH_MINIMA = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
+_PTX = {"bf16": "bf16x2", "fp16": "f16x2"}
+
+
+@triton.constexpr_function
+def _instructions(kind, plane, dtype):
+    """Two halfwords of codes ($1) and of high bits ($2) → two numbers."""
+    if kind == "Q8_0":
+        shift = f"shr.b32 t, $1, {8 * (plane % 2)};"
+        if dtype == "bf16":  # seven bits are added to 128; the eighth makes of the 128 that are taken away 256
+            body = "lop3.b32 u, t, 0x00800080, 0x43004300, 0xEA; lop3.b32 t, t, 0x007F007F, 0x43004300, 0xEA; "
+            return f"{{ .reg .b32 t, u, v, w; {shift} {body} mov.b32 v, 0xBF80BF80; fma.rn.bf16x2 $0, u, v, t; }}"
+        body = "xor.b32 t, t, 0x00800080; and.b32 t, t, 0x00FF00FF; or.b32 t, t, 0x64006400; "
+        return f"{{ .reg .b32 t, v, w; {shift} {body} mov.b32 v, 0x3C003C00; mov.b32 w, 0xE480E480; fma.rn.f16x2 $0, t, v, w; }}"
+    five = kind in ("Q5_0", "Q5_1", "Q5_K")
+    shift = f"shr.b32 t, $1, {5 * (plane % 3) if five else 4 * (plane % 4)};"
+    if kind == "MXFP4":  # exponent and mantissa as those of a number 2¹²⁶ times too small; f16: 2¹⁴ times
+        at, up = (6, "0x7E807E80") if dtype == "bf16" else (9, "0x74007400")
+        body = f"and.b32 u, t, 0x00080008; and.b32 t, t, 0x00070007; shl.b32 u, u, 12; shl.b32 t, t, {at}; or.b32 t, t, u; "
+        return f"{{ .reg .b32 t, u, v, w; {shift} {body} mov.b32 v, {up}; mov.b32 w, 0; fma.rn.{_PTX[dtype]} $0, t, v, w; }}"
+    body = f"lop3.b32 t, t, {'0x001F001F' if five else '0x000F000F'}, {_ADD[dtype]}, 0xEA; "
+    if kind == "Q6_K":
+        move = f"shl.b32 u, $2, {4 - 2 * plane};" if plane <= 2 else f"shr.b32 u, $2, {2 * plane - 4};"
+        body += f"{move} lop3.b32 t, u, 0x00300030, t, 0xEA; "
+    if kind in _WITH_MINIMA:  # what was added is taken away with the minimum
+        return f"{{ .reg .b32 t, u; {shift} {body} mov.b32 $0, t; }}"
+    offset = {"Q4_0": 8, "Q5_0": 16, "Q6_K": 32}[kind]
+    less = f"0x{int(_LESS[dtype], 16) + offset * 0x00010001:08X}"  # whole numbers above 128 and 1024 are a step apart
+    body += f"mov.b32 v, {_ONE[dtype]}; mov.b32 w, {less}; fma.rn.{_PTX[dtype]} $0, t, v, w;"
+    return f"{{ .reg .b32 t, u, v, w; {shift} {body} }}"
 
 
 @triton.jit
-def _and_or(a, b, c):
-    """(a & b) | c in one instruction, which the compiler does not find by itself where b and c are numbers."""
+def _whole(halves, high, PLANE: tl.constexpr, KIND: tl.constexpr):
+    """Codes of one plane as int32, less the offset."""
+    if KIND == "Q8_0":
+        return ((((halves >> (8 * (PLANE % 2))) & 255) ^ 128) - 128).to(tl.int32)
+    else:
+        if KIND == "Q5_0" or KIND == "Q5_1" or KIND == "Q5_K":
+            codes = ((halves >> (5 * (PLANE % 3))) & 31).to(tl.int32)
+        else:
+            codes = ((halves >> (4 * (PLANE % 4))) & 15).to(tl.int32)
+        if KIND == "Q6_K":
+            codes = codes | (((high.to(tl.int32) >> (2 * PLANE)) & 3) << 4)
+        OFFSET: tl.constexpr = 8 if KIND == "Q4_0" else (16 if KIND == "Q5_0" else (32 if KIND == "Q6_K" else 0))
+        return codes - OFFSET
+
+
+@triton.jit
+def _fours(codes):
+    """Codes of sign, two bits of exponent and one of mantissa, as float32."""
+    number = ((codes & 7) << 22) | ((codes & 8) << 28)
+    return number.to(tl.float32, bitcast=True) * 8.507059173023462e37 + 0.0  # 2¹²⁶; zero has no sign
+
+
+@triton.jit
+def _codes(halves, high, PLANE: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    """Codes of one plane in x's dtype. Every step is exact."""
     if INTERPRETED:
-        return (a & b) | c
+        if KIND == "MXFP4":
+            return _fours(_whole(halves, high, PLANE, KIND))
+        else:
+            return _whole(halves, high, PLANE, KIND).to(tl.float32)
+    elif tl.bfloat16 == DTYPE:
+        two: tl.constexpr = _instructions(KIND, PLANE, "bf16")
+        return tl.inline_asm_elementwise(two, "=r,r,r", [halves, high], dtype=tl.bfloat16, is_pure=True, pack=2)
     else:
-        return tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1
-        )
-
-
-@triton.jit
-def _moved(bits, BY: tl.constexpr):
-    return bits << BY if BY >= 0 else bits >> -BY
-
-
-@triton.jit
-def _codes(words, high, PLANE: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr):
-    """Codes of one plane as float32, less the offset. Every step is exact."""
-    if BITS == 8:
-        SLOT: tl.constexpr = 8 * (PLANE % 2)
-        part = words if PLANE % 4 < 2 else words >> 16
-        bits = _and_or(part, 255 << SLOT, MANTISSA)
-    else:
-        SLOT: tl.constexpr = 4 * (PLANE % 5)
-        part = words if PLANE < 5 else words >> 20
-        bits = _and_or(part, 15 << SLOT, MANTISSA)
-    if BITS == 5:
-        bits = _and_or(_moved(high, SLOT + 4 - PLANE), 16 << SLOT, bits)
-    if BITS == 6:
-        bits = _and_or(_moved(high, SLOT + 4 - 2 * PLANE), 48 << SLOT, bits)
-    UNIT: tl.constexpr = 1.0 / (1 << SLOT)
-    LESS: tl.constexpr = 8388608.0 / (1 << SLOT) + OFFSET
-    return bits.to(tl.float32, bitcast=True) * UNIT - LESS
-
-
-@triton.jit
-def _fours(words, PLANE: tl.constexpr):
-    """Codes of sign, two bits of exponent and one of mantissa, as float32, twice as large."""
-    bits = words >> (4 * PLANE)
-    number = ((bits & 7) << 22) | ((bits & 8) << 28)
-    return number.to(tl.float32, bitcast=True) * 1.7014118346046923e38 + 0.0  # 2¹²⁷; zero has no sign
+        two: tl.constexpr = _instructions(KIND, PLANE, "fp16")
+        return tl.inline_asm_elementwise(two, "=r,r,r", [halves, high], dtype=tl.float16, is_pure=True, pack=2)
 
 
 @triton.jit
@@ -72,67 +102,57 @@ def _half(word, WHICH: tl.constexpr):
 
 
 @triton.jit
-def _byte(word, WHICH: tl.constexpr):
-    """A byte of words as a float32."""
+def _times_byte(factor, word, WHICH: tl.constexpr):
+    """A byte of words times a float16's value, exactly: the byte is or-ed into the mantissa of 2²³, which is taken away in the
+    one rounding of a fused product and sum."""
     if INTERPRETED:
-        bits = ((word >> (8 * WHICH)) & 255) | MANTISSA
+        return factor * ((word >> (8 * WHICH)) & 255).to(tl.float32)
     else:
         SELECT: tl.constexpr = 0x7440 | WHICH
         bits = tl.inline_asm_elementwise(
             "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [word, MANTISSA, SELECT], dtype=tl.int32, is_pure=True, pack=1
         )
-    return bits.to(tl.float32, bitcast=True) - 8388608.0
+        return tl.fma(bits.to(tl.float32, bitcast=True), factor, factor * -8388608.0)
 
 
 @triton.jit
 def _power(word, WHICH: tl.constexpr):
-    """2^(byte - 128)"""
+    """2^(byte - 127)"""
     exponent = (word >> (8 * WHICH)) & 255
-    bits = tl.where(exponent < 2, 0x00200000 << exponent, (exponent - 1) << 23)
+    bits = tl.where(exponent == 0, 0x00400000, exponent << 23)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _along(value, ALONG: tl.constexpr):
-    """One number per output, for all inputs of a plane: [N] → [N, 1], or [1, N] where inputs run down."""
-    return tl.expand_dims(value, ALONG)
-
-
-@triton.jit
-def _weights(words, high, a, b, c, d, e, f, g, h, first, PLANE: tl.constexpr, KIND: tl.constexpr, ALONG: tl.constexpr):
-    """One plane as float32 numbers. a … h: the words of scales; first: which inputs are the plane's first sixteen."""
+def _scale(a, b, c, d, e, f, g, h, PLANE: tl.constexpr, SIDE: tl.constexpr, KIND: tl.constexpr):
+    """What a block's codes are multiplied with, and what is added to them then: float32 [N] each. a … h: words of scales.
+    SIDE: which sixteen inputs of the plane, where they have scales of their own."""
     if KIND == "Q4_0" or KIND == "Q5_0" or KIND == "Q8_0":
-        BITS: tl.constexpr = 4 if KIND == "Q4_0" else (5 if KIND == "Q5_0" else 8)
         word = a if PLANE < 2 else (b if PLANE < 4 else (c if PLANE < 6 else d))
-        return _codes(words, high, PLANE, BITS, 1 << (BITS - 1)) * _along(_half(word, PLANE % 2), ALONG)
+        scale = _half(word, PLANE % 2)
+        return scale, scale
     elif KIND == "Q4_1" or KIND == "Q5_1":
-        BITS: tl.constexpr = 4 if KIND == "Q4_1" else 5
         low = a if PLANE == 0 else (b if PLANE == 1 else (c if PLANE == 2 else d))
         top = e if PLANE == 4 else (f if PLANE == 5 else (g if PLANE == 6 else h))
         word = low if PLANE < 4 else top
-        codes = _codes(words, high, PLANE, BITS, 0)
-        return codes * _along(_half(word, 0), ALONG) + _along(_half(word, 1), ALONG)
+        return _half(word, 0), _half(word, 1)
     elif KIND == "Q4_K" or KIND == "Q5_K":
-        BITS: tl.constexpr = 4 if KIND == "Q4_K" else 5
         if PLANE < 4:
             scales = b & 0x3F3F3F3F
             minima = c & 0x3F3F3F3F
         else:
             scales = (d & 0x0F0F0F0F) | ((b >> 2) & 0x30303030)
             minima = ((d >> 4) & 0x0F0F0F0F) | ((c >> 2) & 0x30303030)
-        scale = _half(a, 0) * _byte(scales, PLANE % 4)
-        least = _half(a, 1) * _byte(minima, PLANE % 4)
-        return _codes(words, high, PLANE, BITS, 0) * _along(scale, ALONG) - _along(least, ALONG)
+        return _times_byte(_half(a, 0), scales, PLANE % 4), _times_byte(-_half(a, 1), minima, PLANE % 4)
     elif KIND == "Q6_K":
         word = a if PLANE < 2 else (b if PLANE < 4 else (c if PLANE < 6 else d))
         whole = _half(e, 0)
-        one = whole * (_byte(word ^ -0x7F7F7F80, 2 * (PLANE % 2)) - 128.0)
-        two = whole * (_byte(word ^ -0x7F7F7F80, 2 * (PLANE % 2) + 1) - 128.0)
-        return _codes(words, high, PLANE, 6, 32) * tl.where(first, _along(one, ALONG), _along(two, ALONG))
+        scale = _times_byte(whole, word ^ -0x7F7F7F80, 2 * (PLANE % 2) + SIDE) - whole * 128.0
+        return scale, scale
     else:
         tl.static_assert(KIND == "MXFP4")
-        word = a if PLANE < 4 else b
-        return _fours(words, PLANE) * _along(_power(word, PLANE % 4), ALONG)
+        scale = _power(a if PLANE < 4 else b, PLANE % 4)
+        return scale, scale
 
 
 @triton.jit
@@ -159,6 +179,52 @@ def _scale_words(scales, n, KIND: tl.constexpr):
 
 
 @triton.jit
+def _mine(low, top, more, most, low_side, top_side, PLANE: tl.constexpr, SIDE: tl.constexpr, KIND: tl.constexpr):
+    """The halfwords that hold a plane."""
+    if KIND == "Q8_0":
+        return low if PLANE < 2 else (top if PLANE < 4 else (more if PLANE < 6 else most))
+    elif KIND == "Q5_0" or KIND == "Q5_1" or KIND == "Q5_K":
+        return low if PLANE < 3 else (top if PLANE < 6 else more)
+    elif SIDE == 1:
+        return low_side if PLANE < 4 else top_side
+    else:
+        return low if PLANE < 4 else top
+
+
+@triton.jit
+def _piece(
+    low,
+    top,
+    more,
+    most,
+    low_side,
+    top_side,
+    high,
+    high_side,
+    a,
+    b,
+    c,
+    d,
+    e,
+    f,
+    g,
+    h,
+    PLANE: tl.constexpr,
+    SIDE: tl.constexpr,
+    KIND: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """The codes of one block of inputs, and their scale and minimum."""
+    mine = _mine(low, top, more, most, low_side, top_side, PLANE, SIDE, KIND)
+    number = _codes(mine, high_side if SIDE == 1 else high, PLANE, KIND, DTYPE)
+    scale, least = _scale(a, b, c, d, e, f, g, h, PLANE, SIDE, KIND)
+    if (KIND == "Q4_1" or KIND == "Q5_1" or KIND == "Q4_K" or KIND == "Q5_K") and not INTERPRETED:
+        OFFSET: tl.constexpr = 128.0 if tl.bfloat16 == DTYPE else 1024.0
+        least = tl.fma(scale, -OFFSET, least)
+    return number, scale, least
+
+
+@triton.jit
 def _product(
     x_at,
     live,
@@ -168,46 +234,92 @@ def _product(
     column,
     n,
     width,
+    begin,
+    end,
     KIND: tl.constexpr,
-    WORDS: tl.constexpr,
+    CODES: tl.constexpr,
     SCALES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     EVEN_K: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
-    """Outputs `column` of rows at x_at [1, M]: [N, M] float32. Weights are the left side: they stay in registers."""
-    k = tl.arange(0, 32)
-    first = (k < 16)[None, :]
-    place = column[:, None] * WORDS + k[None, :]
-    high_at = high + (column[:, None] * 32 + k[None, :])
+    """Outputs `column` of rows at x_at [1, M], over spans [begin, end): [N, M] float32. Weights are the left side: they stay in
+    registers."""
+    DEPTH: tl.constexpr = 16 if KIND == "Q6_K" else 32
+    HAS_MINIMUM: tl.constexpr = KIND == "Q4_1" or KIND == "Q5_1" or KIND == "Q4_K" or KIND == "Q5_K"
+    k = tl.arange(0, DEPTH)
+    place = column[:, None] * CODES + k[None, :]
+    high_place = column[:, None] * 32 + k[None, :]
     scales_at = scales + column
+    kind = x_at.dtype.element_ty
+    ones = tl.full((BLOCK_N, DEPTH), 1.0, dtype=kind)
     accumulator = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    for span in range(0, tl.cdiv(width, 256)):
-        at = codes + span * n * WORDS
-        words = tl.load(at + place)
-        more = words
-        if KIND == "Q8_0":
-            more = tl.load(at + place + 32)
-        upper = words
-        if KIND == "Q6_K":
-            upper = tl.load(high_at + span * n * 32).to(tl.int32)
-        if KIND == "Q5_0" or KIND == "Q5_1" or KIND == "Q5_K":
-            upper = tl.load(high_at + (span // 2) * n * 32).to(tl.int32) >> (span % 2 * 8)
-        a, b, c, d, e, f, g, h = _scale_words(scales_at + span * n * SCALES, n, KIND)
-        for plane in tl.static_range(8):
-            mine = more if KIND == "Q8_0" and plane >= 4 else words
-            numbers = _weights(mine, upper, a, b, c, d, e, f, g, h, first, plane, KIND, 1)
-            start = span * 256 + plane * 32
+    total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    # Scales are not what the matrix unit reads, so the compiler would not bring them early: they come a span ahead.
+    next_a, next_b, next_c, next_d, next_e, next_f, next_g, next_h = _scale_words(scales_at + begin * n * SCALES, n, KIND)
+    for span in range(begin, end):
+        at = codes + span * n * CODES + place
+        low = tl.load(at)
+        top = tl.load(at + 32)
+        more = low
+        most = low
+        if CODES > 64:
+            more = tl.load(at + 64)
+        if CODES > 96:
+            most = tl.load(at + 96)
+        upper = low
+        low_side = low
+        top_side = top
+        upper_side = upper
+        if KIND == "Q6_K":  # sixteen inputs at a time
+            high_at = high + span * n * 32 + high_place
+            upper = tl.load(high_at)
+            low_side = tl.load(at + 16)
+            top_side = tl.load(at + 48)
+            upper_side = tl.load(high_at + 16)
+        a, b, c, d, e, f, g, h = next_a, next_b, next_c, next_d, next_e, next_f, next_g, next_h
+        ahead = tl.minimum(span + 1, end - 1)
+        next_a, next_b, next_c, next_d, next_e, next_f, next_g, next_h = _scale_words(scales_at + ahead * n * SCALES, n, KIND)
+        for piece in tl.static_range(256 // DEPTH):
+            number, scale, least = _piece(
+                low,
+                top,
+                more,
+                most,
+                low_side,
+                top_side,
+                upper,
+                upper_side,
+                a,
+                b,
+                c,
+                d,
+                e,
+                f,
+                g,
+                h,
+                piece * DEPTH // 32,
+                piece % (32 // DEPTH),
+                KIND,
+                kind,
+            )
+            start = span * 256 + piece * DEPTH
             if EVEN_K:
                 row = tl.load(x_at + (start + k)[:, None], mask=live, other=0.0)
             else:
                 row = tl.load(x_at + (start + k)[:, None], mask=live & (start + k < width)[:, None], other=0.0)
-            rounded = numbers.to(row.dtype)
             if INTERPRETED:  # it knows no bf16 products
-                accumulator = tl.dot(rounded.to(tl.float32), row.to(tl.float32), accumulator)
-            else:
-                accumulator = tl.dot(rounded, row, accumulator)
-    return accumulator
+                row = row.to(tl.float32)
+            accumulator = tl.fma(tl.dot(number, row), scale[:, None], accumulator)
+            if HAS_MINIMUM:
+                accumulator = tl.fma(tl.dot(ones.to(row.dtype), row), least[:, None], accumulator)
+        if not SPLIT:
+            closes = span % SEGMENT == SEGMENT - 1
+            total = tl.where(closes, total + accumulator, total)
+            accumulator = tl.where(closes, 0.0, accumulator)
+    return total + accumulator
 
 
 @triton.jit(do_not_specialize=["rows"])  # one compilation for all numbers of rows of a tile
@@ -226,7 +338,7 @@ def _packed(
     y_stride,
     width,
     KIND: tl.constexpr,
-    WORDS: tl.constexpr,
+    CODES: tl.constexpr,
     SCALES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -235,10 +347,14 @@ def _packed(
     HAS_RESIDUAL: tl.constexpr,
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    SPLIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
     program = tl.program_id(0)
+    segment = tl.program_id(1)
+    spans = tl.cdiv(width, 256)
     blocks_m = tl.cdiv(rows, BLOCK_M)
     blocks_n = tl.cdiv(n, BLOCK_N)
     if GROUP == 1:
@@ -256,17 +372,74 @@ def _packed(
     inside = column < n
     safe = column if EVEN_N else tl.where(inside, column, 0)
     x_at = x + m[None, :] * x_stride
-    out = _product(x_at, live[None, :], codes, high, scales, safe, n, width, KIND, WORDS, SCALES, BLOCK_M, BLOCK_N, EVEN_K)
+    out = _product(
+        x_at,
+        live[None, :],
+        codes,
+        high,
+        scales,
+        safe,
+        n,
+        width,
+        segment * SEGMENT if SPLIT else 0,
+        tl.minimum(segment * SEGMENT + SEGMENT, spans) if SPLIT else spans,
+        KIND,
+        CODES,
+        SCALES,
+        BLOCK_M,
+        BLOCK_N,
+        EVEN_K,
+        SEGMENT,
+        SPLIT,
+    )
     let_next_start(PDL)
+    keep = live[None, :] if EVEN_N else live[None, :] & inside[:, None]
+    if SPLIT:  # y is [segments, rows, N] float32, which `_merged` adds up
+        tl.store(y + (segment * rows + m[None, :]) * y_stride + column[:, None], out, mask=keep)
+        return
     kind = y.dtype.element_ty
     out = out.to(kind)
     if HAS_BIAS:
         out = (out.to(tl.float32) + tl.load(bias + safe)[:, None].to(tl.float32)).to(kind)
-    keep = live[None, :] if EVEN_N else live[None, :] & inside[:, None]
     if HAS_RESIDUAL:
         add = tl.load(residual + m[None, :] * residual_stride + safe[:, None], mask=keep, other=0.0)
         out = (out.to(tl.float32) + add.to(tl.float32)).to(kind)
     tl.store(y + m[None, :] * y_stride + column[:, None], out, mask=keep)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _merged(
+    parts,
+    bias,
+    residual,
+    y,
+    rows,
+    n,
+    residual_stride,
+    y_stride,
+    segments,
+    BLOCK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Segments [segments, rows, N] added up in order, and what follows a product."""
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < n
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for segment in range(segments):
+        total += tl.load(parts + (segment * rows + row) * n + column, mask=inside, other=0.0)
+    kind = y.dtype.element_ty
+    out = total.to(kind)
+    if HAS_BIAS:
+        out = (out.to(tl.float32) + tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)).to(kind)
+    if HAS_RESIDUAL:
+        add = tl.load(residual + row * residual_stride + column, mask=inside, other=0.0)
+        out = (out.to(tl.float32) + add.to(tl.float32)).to(kind)
+    tl.store(y + row * y_stride + column, out, mask=inside)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -280,12 +453,12 @@ def _unpacked(
     n,
     width,
     KIND: tl.constexpr,
-    WORDS: tl.constexpr,
+    CODES: tl.constexpr,
     SCALES: tl.constexpr,
     BLOCK: tl.constexpr,
     LISTED: tl.constexpr,
 ):
-    """Rows of the weight as numbers: one span of `BLOCK` of them."""
+    """Rows of the weight as numbers: one span of `BLOCK` of them, step by step as the kind is described."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     span = tl.program_id(1)
     live = place < count
@@ -294,25 +467,37 @@ def _unpacked(
     else:
         row = tl.where(live, place, 0)
     k = tl.arange(0, 32)
-    first = (k < 16)[None, :]
-    at = codes + span.to(tl.int64) * n * WORDS + row[:, None] * WORDS + k[None, :]
-    words = tl.load(at)
-    more = words
-    if KIND == "Q8_0":
-        more = tl.load(at + 32)
-    upper = words
+    at = codes + span.to(tl.int64) * n * CODES + row[:, None] * CODES + k[None, :]
+    low = tl.load(at)
+    top = tl.load(at + 32)
+    more = low
+    most = low
+    if CODES > 64:
+        more = tl.load(at + 64)
+    if CODES > 96:
+        most = tl.load(at + 96)
+    upper = low
     if KIND == "Q6_K":
-        upper = tl.load(high + span.to(tl.int64) * n * 32 + row[:, None] * 32 + k[None, :]).to(tl.int32)
-    if KIND == "Q5_0" or KIND == "Q5_1" or KIND == "Q5_K":
-        both = tl.load(high + (span // 2).to(tl.int64) * n * 32 + row[:, None] * 32 + k[None, :])
-        upper = both.to(tl.int32) >> (span % 2 * 8)
+        upper = tl.load(high + span.to(tl.int64) * n * 32 + row[:, None] * 32 + k[None, :])
     a, b, c, d, e, f, g, h = _scale_words(scales + span.to(tl.int64) * n * SCALES + row, n, KIND)
     y_at = y + place.to(tl.int64)[:, None] * width + span * 256 + k[None, :]
     for plane in tl.static_range(8):
-        mine = more if KIND == "Q8_0" and plane >= 4 else words
-        numbers = _weights(mine, upper, a, b, c, d, e, f, g, h, first, plane, KIND, 1)
+        mine = _mine(low, top, more, most, low, top, plane, 0, KIND)
+        whole = _whole(mine, upper, plane, KIND)
+        if KIND == "MXFP4":
+            number = _fours(whole)
+        else:
+            number = whole.to(tl.float32)
+        scale, least = _scale(a, b, c, d, e, f, g, h, plane, 0, KIND)
+        if KIND == "Q6_K":
+            other, least = _scale(a, b, c, d, e, f, g, h, plane, 1, KIND)
+            number = number * tl.where((k < 16)[None, :], scale[:, None], other[:, None])
+        else:
+            number = number * scale[:, None]
+        if KIND == "Q4_1" or KIND == "Q5_1" or KIND == "Q4_K" or KIND == "Q5_K":
+            number = number + least[:, None]
         inside = (span * 256 + plane * 32 + k < width)[None, :]
-        tl.store(y_at + plane * 32, numbers.to(y.dtype.element_ty), mask=live[:, None] & inside)
+        tl.store(y_at + plane * 32, number.to(y.dtype.element_ty), mask=live[:, None] & inside)
 
 
 @triton.jit
@@ -333,11 +518,12 @@ def _packed_experts(
     width,
     DIVIDE: tl.constexpr,
     KIND: tl.constexpr,
-    WORDS: tl.constexpr,
+    CODES: tl.constexpr,
     SCALES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     EVEN_K: tl.constexpr,
+    SEGMENT: tl.constexpr,
 ):
     """y[pair] = x[pair // DIVIDE] · weight[expert]ᵀ for the pairs of one tile (triton_moe.py)."""
     tile = tl.program_id(0) * 3
@@ -356,7 +542,24 @@ def _packed_experts(
         own_high = high + expert * high_stride
         own_scales = scales + expert * scale_stride
         out = _product(
-            x_at, live[None, :], own, own_high, own_scales, safe, n, width, KIND, WORDS, SCALES, BLOCK_M, BLOCK_N, EVEN_K
+            x_at,
+            live[None, :],
+            own,
+            own_high,
+            own_scales,
+            safe,
+            n,
+            width,
+            0,
+            tl.cdiv(width, 256),
+            KIND,
+            CODES,
+            SCALES,
+            BLOCK_M,
+            BLOCK_N,
+            EVEN_K,
+            SEGMENT,
+            False,
         )
         at = y + pair[None, :] * y_stride + column[:, None]
         tl.store(at, out.to(y.dtype.element_ty), mask=live[None, :] & inside[:, None])
