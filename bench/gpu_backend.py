@@ -2,8 +2,9 @@
 
     python -m bench.gpu_backend SECTION ... --model random:llama3-8b [--device cuda:0] [--json out.json]
 
-Sections: turns (decode, verify and tree turns against a decode turn), drafted (4 kept of 15 against plain), exact (1,000
-positions: alone, verified, in a batch of 32, after preemption, in other chunks), prefill, host (where the host's time goes).
+Sections: decode (sampled, through the engine), turns (decode, verify and tree turns against a decode turn), drafted (4 kept of
+15 against plain), exact (1,000 positions: alone, verified, in a batch of 32, after preemption, in other chunks), prefill, host
+(where the host's time goes).
 Weights are random and made on the device. A turn's time is from `submit` to the end of `collect`, median of many.
 """
 
@@ -97,6 +98,22 @@ class Bench:
             times.append(1e3 * (time.perf_counter() - begin))
         return statistics.median(times[5:])
 
+    def replay_ms(self, repeats: int = 20) -> float:
+        """The last recorded turn alone, timed by the device."""
+        steady = self.backend._steady
+        graphs = [] if steady is None else [g for g in getattr(steady._recorder, "_graphs", {}).values() if g is not None]
+        if not graphs:
+            return float("nan")
+        times = []
+        for _ in range(repeats):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graphs[-1].graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+        return statistics.median(times[3:])
+
     def engine(self, speculator: Speculator, *, pages: int | None = None, turn_tokens: int = 2048) -> Engine:
         capacity = self.backend.capacity
         if pages is not None:
@@ -139,23 +156,29 @@ def turns(bench: Bench) -> None:
         "tree of 22 at 24K": [(24_000, TREE)],
         "1 row at 128K": [(131_000, ())],
     }
-    alone: dict[str, float] = {}
+    alone: dict[str, tuple[float, float]] = {}
     for case, rows in cases.items():
         if max(start for start, _ in rows) + 32 > bench.backend.capacity.max_context or len(rows) > bench.lanes:
             continue
         ms = bench.turn_ms(bench.plan(rows, SAMPLED))
+        device = bench.replay_ms()
         context = sum(start for start, _ in rows) // len(rows)
         floor = 1e3 * turn_bytes(bench.spec, dtype=bench.dtype, rows=len(rows), context=context) / bench.speed
         say(f"{bench.name}: {case}, sampled, ms (floor {floor:.2f})", ms)
-        say(f"{bench.name}: {case}, share of the floor", floor / ms)
+        say(f"{bench.name}: {case}, of it on the device, ms", device)
+        say(
+            f"{bench.name}: {case}, share of the floor, with the host and on the device",
+            [round(floor / t, 3) for t in (ms, device)],
+        )
         place = case.rpartition(" at ")[2]
         if case.startswith("1 row"):
-            alone[place] = ms
+            alone[place] = ms, device
             say(f"{bench.name}: {case}, tok/s", 1e3 / ms)
         elif "rows" in case:
             say(f"{bench.name}: {case}, tok/s", 1e3 * len(rows) / ms)
         else:
-            say(f"{bench.name}: {case}, x a decode turn", ms / alone[place])
+            ratios = [round(t / one, 3) for t, one in zip((ms, device), alone[place], strict=True)]
+            say(f"{bench.name}: {case}, x a decode turn, with the host and on the device", ratios)
 
 
 def _requests(bench: Bench, count: int, prompt: int, new: int, params: SamplingParams) -> list[Request]:
@@ -170,6 +193,22 @@ def _requests(bench: Bench, count: int, prompt: int, new: int, params: SamplingP
     ]
 
 
+def decode(bench: Bench) -> None:
+    """Sampled decoding through the engine, all rows at about the same place."""
+    for prompt, count in ((128, 1), (960, 1), (960, 8), (960, 32)):
+        if count <= bench.lanes:
+            times = bench.answers(_requests(bench, count, prompt, 140, SAMPLED), bench.engine(Speculator([])))[1]
+            ms = 1e3 * statistics.median(times[-100:-5])
+            mean = 1e3 * statistics.mean(times[-100:-5])
+            floor = 1e3 * turn_bytes(bench.spec, dtype=bench.dtype, rows=count, context=prompt + 80) / bench.speed
+            say(
+                f"{bench.name}: decode, {count} rows at {prompt} to {prompt + 140}, turn, median and mean, ms",
+                [round(ms, 3), round(mean, 3)],
+            )
+            say(f"{bench.name}: decode, {count} rows at {prompt} to {prompt + 140}, tok/s by the mean", 1e3 * count / mean)
+            say(f"{bench.name}: decode, {count} rows at {prompt} to {prompt + 140}, share of the floor", floor / mean)
+
+
 def drafted(bench: Bench) -> None:
     """Plain decoding, then the same answers with 1, 4 and 8 of 15 drafts kept per turn."""
     for label, params in (("T 1.0 with penalties", PENALIZED), ("T 0.8, top-p .95", SAMPLED)):
@@ -177,7 +216,7 @@ def drafted(bench: Bench) -> None:
         plain, seconds = bench.answers(asked, bench.engine(Speculator([])))
         one = statistics.median(seconds[5:])
         say(f"{bench.name}: plain decode through the engine, {label}, tok/s", 1 / one)
-        for kept in (1, 4, 8):
+        for kept in (1, 4, 8) if params is PENALIZED else (4,):
             proposer = RecordedProposer(kept=kept, length=15, vocab=bench.spec.vocab)
             proposer.answers = {asked[0].prompt: tuple(token for token, _ in plain[0])}
             for _ in range(2):  # the first compiles and records
@@ -196,7 +235,7 @@ def exact(bench: Bench, positions: int = 1000) -> None:
     asked = _requests(bench, 1, 200, positions, params)
     alone, seconds = bench.answers(asked, bench.engine(Speculator([])))
     say(f"{bench.name}: exact: positions decoded alone, ms each", 1e3 * statistics.median(seconds[5:]))
-    truth = RecordedProposer(kept=6, length=15, vocab=bench.spec.vocab)
+    truth = RecordedProposer(kept=9, length=15, vocab=bench.spec.vocab)
     truth.answers = {asked[0].prompt: tuple(token for token, _ in alone[0])}
     strangers = _requests(bench, min(bench.lanes, 32), 170, positions, params)[1:]
     strangers = [replace(one, id=f"s{i}") for i, one in enumerate(strangers)]
@@ -207,7 +246,7 @@ def exact(bench: Bench, positions: int = 1000) -> None:
         "recomputed after preemption": lambda: _ran(
             bench, [*strangers[:1], *asked], bench.engine(Speculator([]), pages=need + 40)
         ),
-        "chunks of 64": lambda: _ran(bench, asked, bench.engine(Speculator([]), turn_tokens=64)),
+        "chunks of 64": lambda: _ran(bench, asked, bench.engine(Speculator([truth], draft_tokens=15), turn_tokens=64)),
     }
     for name, run in ways.items():
         got, engine = run()

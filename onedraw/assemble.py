@@ -18,7 +18,7 @@ from onedraw.backends.devices import Device
 from onedraw.backends.fake import FakeBackend
 from onedraw.backends.floor import turn_bytes
 from onedraw.backends.packing import PACKED_DTYPES, hold, matrix_kinds, product_dtype, stored_sizes
-from onedraw.backends.plan import DRAFTS_PER_LANE, MemoryPlan, memory_plan
+from onedraw.backends.plan import DEFAULT_KV_BYTES, DRAFTS_PER_LANE, MemoryPlan, memory_plan, room_for_pages
 from onedraw.backends.precision import activation_precision, float_dtype
 from onedraw.backends.split import SplitPlan, longest_context, plan_split, with_advice
 from onedraw.checkpoints.base import Checkpoint, open_checkpoint
@@ -195,7 +195,14 @@ def peer_rates(
     )
 
 
-def plan_memory(settings: Settings, described: Described, *, dtype: str, kv_dtype: str | None = None) -> MemoryPlan:
+def plan_memory(
+    settings: Settings,
+    described: Described,
+    *,
+    dtype: str,
+    kv_dtype: str | None = None,
+    default_kv_bytes: int = DEFAULT_KV_BYTES,
+) -> MemoryPlan:
     return memory_plan(
         described.spec,
         dtype=dtype,
@@ -209,6 +216,7 @@ def plan_memory(settings: Settings, described: Described, *, dtype: str, kv_dtyp
         drafts=0 if "none" in settings.draft else max(settings.draft_tokens or 0, settings.tree_budget, DRAFTS_PER_LANE),
         draft_memory=settings.draft_memory,
         checkpoint_memory=settings.checkpoint_memory if settings.prefix_cache else 0,
+        default_kv_bytes=default_kv_bytes,
     )
 
 
@@ -234,9 +242,16 @@ def plan_devices(
     )
     activation = activation_precision(devices, asked=settings.activation_dtype, products=settings.dtype)
     plan = plan_memory(settings, described, dtype=dtype)
+    room = DEFAULT_KV_BYTES
+    if len(devices) == 1 and devices[0].kind != "cpu" and devices[0].memory is not None:
+        given = {"memory": devices[0].memory, "turn_tokens": settings.turn_tokens}
+        for _ in range(2):  # a drafter has pages too, as many as the model: too many at first, then what fits
+            room = room_for_pages(plan, described.spec, beside=0 if drafter is None else drafter(plan), **given)
+            plan = plan_memory(settings, described, dtype=dtype, default_kv_bytes=room)
 
     def split(context: int, kv_dtype: str | None = None, beside: DrafterBytes | None = drafter) -> SplitPlan:
-        sizes = plan_memory(replace(settings, max_context=context), described, dtype=dtype, kv_dtype=kv_dtype)
+        asked = replace(settings, max_context=context)
+        sizes = plan_memory(asked, described, dtype=dtype, kv_dtype=kv_dtype, default_kv_bytes=room)
         return plan_split(
             described.spec,
             sizes,
@@ -388,6 +403,7 @@ def _torch_backend(settings: Settings, described: Described, tell: Progress, dra
         make_drafter=None if drafting is None else drafting.maker(settings, described, max_context=plan.max_context),
     )
     _tell_check(backend.report, tell)
+    backend.rehearse(tell)
     if backend.capacity.drafter and drafting is not None:
         tell(f"drafting with {drafting.named} ({backend.capacity.drafter})")
     return backend

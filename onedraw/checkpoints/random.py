@@ -37,6 +37,7 @@ class RandomTensor:
     below: bool = False  # no value is above the mean
     order: NDArray[np.intp] | None = None  # of the rows that were taken
     height: int = 0  # how many rows they were taken from
+    anywhere: bool = False  # a device may draw numbers of its own instead
     kind: str = "F32"
 
     def require_readable(self) -> None:
@@ -125,7 +126,14 @@ class RandomCheckpoint:
     dialect: Dialect = "plain"
 
     def __init__(
-        self, spec: ModelSpec, seed: int = 0, *, config: dict[str, Any] | None = None, name: str = "", mixture: str = ""
+        self,
+        spec: ModelSpec,
+        seed: int = 0,
+        *,
+        config: dict[str, Any] | None = None,
+        name: str = "",
+        anywhere: bool = False,
+        mixture: str = "",
     ) -> None:
         self.path = Path(name or f"random-{spec.family}")
         self.config: dict[str, Any] = config or {}
@@ -133,7 +141,7 @@ class RandomCheckpoint:
         self._name = f"{seed} {spec} {mixture}"
         self.tensors: dict[str, Tensor] = {}
         for where, shape in all_shapes(spec).items():
-            tensor = _tensor(PLAIN.stored(where), where[1], shape, spec=spec, seed=seed)
+            tensor = replace(_tensor(PLAIN.stored(where), where[1], shape, spec=spec, seed=seed), anywhere=anywhere)
             kind = mixture_kind(mixture, *where, shape, layers=len(spec.layers), tied=spec.tied) if mixture else "F32"
             packed = RandomPacked(tensor.name, shape, kind, seed, tensor.spread)
             self.tensors[tensor.name] = tensor if kind == "F32" else packed

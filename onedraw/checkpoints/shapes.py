@@ -148,4 +148,5 @@ def open_random(model: str, seed: int = 0) -> RandomCheckpoint:
     config = shape_config(model)
     family = identify(Described(config, Path(model)))
     mixture = named_mixture(model)[1]
-    return RandomCheckpoint(family.from_config(config, model), seed, config=config, name=model, mixture=mixture)
+    spec = family.from_config(config, model)
+    return RandomCheckpoint(spec, seed, config=config, name=model, anywhere=True, mixture=mixture)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from onedraw.backends.base import Capacity, PageGroup, Ticket
 from onedraw.backends.outcome import row_outcome
+from onedraw.backends.plan import LOGITS_BYTES
 from onedraw.backends.staging import FEWEST_ROWS, most_tokens
 from onedraw.backends.torch.device import DTYPES, hardware_name
 from onedraw.backends.torch.graphs import Graphs, Recorder, Straight
@@ -37,8 +38,6 @@ from onedraw.backends.torch.steady import SteadyTurns
 from onedraw.models.spec import ModelSpec
 from onedraw.sampling.verify import hypotheses
 from onedraw.types import Choice, Draft, Logprobs, Outcome, Plan, Row
-
-LOGITS_BYTES = 256 * 2**20  # float32 logits held at once
 
 
 class Drafter(Protocol):
@@ -154,7 +153,8 @@ class TorchBackend:
         self._slice = max(LOGITS_BYTES // (4 * spec.vocab), 1)
         self._steady: SteadyTurns | None = None
         if len(sites) == 1 and sites[0].ops.records:
-            recorder = recorder or (Graphs(self._device) if self._device.type == "cuda" else Straight())
+            if recorder is None:
+                recorder = Graphs(self._device) if self._device.type == "cuda" else Straight()
             self._steady = SteadyTurns(self._stack, self._states[0], self._sampler, self._shape, recorder)
         self._capacity = Capacity(
             vocab=spec.vocab,
@@ -179,6 +179,12 @@ class TorchBackend:
     @property
     def capacity(self) -> Capacity:
         return self._capacity
+
+    @torch.inference_mode()
+    def rehearse(self, tell: Callable[[str], None]) -> None:
+        """Record turns that will come, where turns are recorded. Before the first request."""
+        if self._steady is not None:
+            self._steady.rehearse(self._capacity.lanes, self._watch(), tell)
 
     @torch.inference_mode()
     def submit(self, plan: Plan) -> Ticket:
@@ -238,7 +244,7 @@ class TorchBackend:
             state.open(plan.rows)
         if self._drafter is not None:
             self._drafter.open(plan.rows)
-        watch = Watch(() if self._drafter is None else self._drafter.captures, finite=self._narrow())
+        watch = self._watch()
         steady = None if self._steady is None else self._steady.begin(plan, watch)
         if steady is not None:
             rows = [i for i, row in enumerate(plan.rows) for _ in range(1 + len(row.drafts))]
@@ -270,6 +276,9 @@ class TorchBackend:
             guesses = self._drafter.guess(Turned(plan, inputs, turn.hidden, turn.watch.features, rows))
             rows = tuple(replace(row, guesses=own) for row, own in zip(rows, guesses, strict=True))
         return Outcome(rows, time.perf_counter() - turn.begin)
+
+    def _watch(self) -> Watch:
+        return Watch(() if self._drafter is None else self._drafter.captures, finite=self._narrow())
 
     def _narrow(self) -> list[Tensor] | None:
         """Models trained in bf16 may leave the range of f16, so where there is any every layer is looked at."""

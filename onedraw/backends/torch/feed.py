@@ -53,22 +53,26 @@ class ArenaFull(Exception):
 class Arena:
     """Owner: the backend. `begin`, then `put` and `note` in any number, then `send`; after that the turn may run.
 
-    What is put after `send` would not reach a recorded turn, so it is an error.
+    What is put after `send` would not reach a recorded turn, so it is an error. On the host there are two buffers: the next
+    turn may be laid out while the one before is on its way.
     """
 
     def __init__(self, device: torch.device, size: int) -> None:
         self.device = device
         on_gpu = device.type == "cuda"
-        self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu)
-        self._bytes = self._host.numpy()
+        self._hosts = [torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2)]
         self._there = torch.zeros(size, dtype=torch.uint8, device=device)
-        self._sent = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+        self._sent = [torch.cuda.Event() if on_gpu else None for _ in range(2)]  # type: ignore[no-untyped-call]
+        self._side, self._bytes = 0, self._hosts[0].numpy()
         self._facts: list[Hashable] = []
         self._used, self._open = 0, False
 
     def begin(self) -> None:
-        if self._sent is not None:
-            self._sent.synchronize()  # the buffer on the host is free again
+        self._side = 1 - self._side
+        sent = self._sent[self._side]
+        if sent is not None:
+            sent.synchronize()  # the buffer on the host is free again
+        self._bytes = self._hosts[self._side].numpy()
         self._facts, self._used, self._open = [], 0, True
 
     def put(self, array: Array) -> Tensor:
@@ -83,6 +87,12 @@ class Arena:
         self._facts.append((flat.dtype.char, flat.shape))
         return self._there[begin:stop].view(DTYPES[flat.dtype]).view(flat.shape)
 
+    def rewrite_first(self, array: Array) -> None:
+        """Another array of the same shape in the place of the first one, before it is sent."""
+        if not self._open or self._facts[0] != (array.dtype.char, array.shape):
+            raise RuntimeError("an array may be rewritten before it is sent, by one of its shape")
+        self._bytes[: array.nbytes] = array.view(np.uint8)
+
     def note(self, fact: Hashable) -> None:
         self._facts.append(fact)
 
@@ -90,7 +100,8 @@ class Arena:
         """Everything in one copy. Turns with equal signatures may share recorded kernels."""
         self._open = False
         used = min(self._used, len(self._bytes))
-        self._there[:used].copy_(self._host[:used], non_blocking=True)
-        if self._sent is not None:
-            self._sent.record()
+        self._there[:used].copy_(self._hosts[self._side][:used], non_blocking=True)
+        sent = self._sent[self._side]
+        if sent is not None:
+            sent.record()
         return tuple(self._facts)

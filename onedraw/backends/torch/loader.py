@@ -42,7 +42,7 @@ class Loader:
     def __init__(
         self, source: WeightSource, *, ops: Ops, dtype: torch.dtype, device: torch.device, norm: Norm = "narrow"
     ) -> None:
-        self._source, self._ops, self.dtype, self._device, self._norm = source, ops, dtype, device, norm
+        self._source, self.ops, self.dtype, self._device, self._norm = source, ops, dtype, device, norm
         self._buffer = torch.empty(0)
 
     def kept(self, layer: int | None, *names: str, pad: int = 1) -> Tensor:
@@ -60,8 +60,8 @@ class Loader:
     def linear(self, layer: int | None, *names: str, bias: Tensor | None = None, pad: int = 1, pad_columns: int = 1) -> Linear:
         """The product of matrices joined by rows: as they are stored where the operations take them so."""
         tensors = [self._source.tensor(layer, name) for name in names]
-        found = self._ops.stored(tensors, bias=bias, pad=pad, pad_columns=pad_columns)
-        return found or self._ops.linear(self.passing(layer, *names, pad=pad, pad_columns=pad_columns), bias)
+        found = self.ops.stored(tensors, bias=bias, pad=pad, pad_columns=pad_columns)
+        return found or self.ops.linear(self.passing(layer, *names, pad=pad, pad_columns=pad_columns), bias)
 
     def passing(self, layer: int | None, *names: str, pad: int = 1, pad_columns: int = 1) -> Tensor:
         """The same for matrices that are about to be packed. In float32 on a CPU they lie in the buffer until the next
@@ -71,11 +71,11 @@ class Loader:
     def bank(self, layer: int, activation: Activation) -> Bank:
         """The experts of a layer, as they are stored where the operations take them so."""
         gate, up, down = (self._source.tensor(layer, name) for name in ("expert_gate", "expert_up", "expert_down"))
-        found = self._ops.stored_bank([gate, up], down, activation)
+        found = self.ops.stored_bank([gate, up], down, activation)
         if found is not None:
             return found
         first = self.experts(layer, "expert_gate", "expert_up", pad=LANE)
-        return self._ops.bank(first, self.experts(layer, "expert_down", pad_columns=LANE), activation)
+        return self.ops.bank(first, self.experts(layer, "expert_down", pad_columns=LANE), activation)
 
     def experts(self, layer: int, *names: str, pad: int = 1, pad_columns: int = 1) -> list[Tensor]:
         """Stacks [experts, rows, columns] → per expert the matrices joined by rows and padded, in memory of their own."""

@@ -16,7 +16,7 @@ from onedraw.models.source import Tensor as Stored
 
 
 def can_make(tensor: Stored, device: torch.device) -> bool:
-    return device.type == "cuda" and isinstance(tensor, RandomTensor) and tensor.order is None
+    return device.type == "cuda" and isinstance(tensor, RandomTensor) and tensor.anywhere and tensor.order is None
 
 
 def make(tensor: Stored, *, device: torch.device, dtype: torch.dtype) -> Tensor:

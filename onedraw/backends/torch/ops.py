@@ -78,6 +78,11 @@ class Ops(Protocol):
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor: ...
 
+    def opening(self, gate_up: Linear, activation: Activation) -> Opening | None:
+        """The product and `gated` behind it as one operation with their bits, which takes the product's place; None where
+        there is no such operation."""
+        ...
+
     def opened(self, x: Tensor, gate: Tensor, kind: Gate) -> Tensor:
         """x [T, W] times the gate [T, W], or [T, W / n] with one number for n neighbours."""
         ...
@@ -125,6 +130,14 @@ class Ops(Protocol):
 
     def commit_delta(self, store: LaneStore, kept: Sequence[Kept]) -> None:
         """Bring kept drafts from the rollback buffer to their lanes."""
+        ...
+
+
+class Opening(Protocol):
+    """A product of gate and up, opened on its way out."""
+
+    def opened(self, x: Tensor) -> Tensor:
+        """[T, K] → [T, F]"""
         ...
 
 
@@ -193,6 +206,9 @@ class FloatOps:
         return None
 
     def fuse(self, layers: Sequence[DenseLayer]) -> Fused | None:
+        return None
+
+    def opening(self, gate_up: Linear, activation: Activation) -> Opening | None:
         return None
 
 

@@ -27,7 +27,7 @@ from onedraw.backends.torch.mixers import Mixer, load_mixer
 from onedraw.backends.torch.ops import Fused, Ops, Preparation
 from onedraw.backends.torch.pages import PageStore
 from onedraw.backends.torch.state import Sizes, State, Store
-from onedraw.models.spec import Activation, AttentionSpec, LayerSpec, ModelSpec, RopeSpec
+from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, LayerSpec, ModelSpec, RopeSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +195,7 @@ class Stage:
     runs: list[LayerRun]
     ropes: dict[RopeSpec, Tensor]
     entrance: Boundary | None  # None for the first
+    mixers: tuple[AttentionSpec | DeltaSpec, ...]  # each kind once
 
     @property
     def specs(self) -> tuple[LayerSpec, ...]:
@@ -288,7 +289,8 @@ class Stack:
         positions = max(self.max_context, LANE)  # padding tokens stand anywhere on a page, also where the context is shorter
         ropes = rope_tables(spec.layers[start:stop], positions, dtype=self.dtype, device=site.device)
         runs = runs_of_layers(layers, site.ops, spec.eps)
-        return Stage(site.device, site.ops, start, layers, runs, ropes, entrance)
+        mixers = tuple(dict.fromkeys(layer.spec.mixer for layer in layers))
+        return Stage(site.device, site.ops, start, layers, runs, ropes, entrance, mixers)
 
     @property
     def layers(self) -> list[Layer]:
@@ -321,8 +323,8 @@ class Stack:
         stages = []
         for stage in self.stages:
             preparation = Preparation(stage.ops, inputs.on(stage.device), stage.ropes)
-            for layer in stage.specs:
-                preparation.of(layer.mixer)
+            for mixer in stage.mixers:
+                preparation.of(mixer)
             stages.append(preparation)
         return Ready(tokens, own_rows, tuple(stages))
 
@@ -377,5 +379,9 @@ class Stack:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [C', V'] of hidden states [C', E], C' from the row rule, V' padded."""
-        logits = self.head(hidden).float()
-        return logits if self.spec.softcap is None else softcapped(logits, self.spec.softcap)
+        return self.scores(hidden).float()
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """The same numbers, in the dtype that the head gives them in."""
+        logits = self.head(hidden)
+        return logits if self.spec.softcap is None else softcapped(logits.float(), self.spec.softcap)

@@ -20,7 +20,7 @@ from onedraw.backends.torch.kernels.sampler import TritonSampler
 from onedraw.backends.torch.kernels.triton_attention import attend
 from onedraw.backends.torch.kernels.triton_linear import linear
 from onedraw.backends.torch.kernels.triton_moe import experts, route
-from onedraw.backends.torch.kernels.triton_norm import gated, opened, rms_norm
+from onedraw.backends.torch.kernels.triton_norm import ACTIVATIONS, gated, opened, rms_norm
 from onedraw.backends.torch.kernels.triton_rope import prepare_heads
 from onedraw.backends.torch.kernels.triton_settle import move_kept, walk
 from onedraw.backends.torch.kernels.views import DeviceView, Heads, to_view
@@ -81,6 +81,25 @@ class TritonLinear(Linear):
         torch.mm(x, self._weight.t(), out=y)
         if self.bias is not None:
             y += self.bias
+
+
+class TritonGated(TritonLinear):
+    """Gate and up in one product, opened on its way out. The weight's rows lie in pairs; the linear it comes from is used up."""
+
+    def __init__(self, joined: TritonLinear, activation: Activation) -> None:
+        half = joined.out_features // 2
+        weight = joined._weight.view(2, half, -1).transpose(0, 1).reshape(joined.out_features, -1)
+        bias = None if joined.bias is None else joined.bias.view(2, half).t().reshape(-1)
+        super().__init__(weight, bias=bias, pdl=joined._pdl)
+        self._activation = activation
+
+    def opened(self, x: Tensor) -> Tensor:
+        """activation(gate x) · up x: [T, K] → [T, F]."""
+        x = _straight(x)
+        whole = self._for_library(len(x))
+        if not whole:
+            return linear(x, self._weight, bias=self.bias, gate=ACTIVATIONS[self._activation], pdl=self._pdl)
+        return gated(self(x), self._activation, paired=True, pdl=self._pdl)
 
 
 def _straight(x: Tensor) -> Tensor:
@@ -144,6 +163,9 @@ class TritonOps(FloatOps):
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         return gated(gate_up, activation, pdl=self._pdl)
+
+    def opening(self, gate_up: Linear, activation: Activation) -> TritonGated | None:
+        return TritonGated(gate_up, activation) if isinstance(gate_up, TritonLinear) else None
 
     def opened(self, x: Tensor, gate: Tensor, kind: Gate) -> Tensor:
         return opened(x, gate, kind, pdl=self._pdl)
@@ -240,10 +262,10 @@ class TritonOps(FloatOps):
         walked = walk(
             chosen, tokens=tokens, parents=parents, rows=rows, longest=bucket.longest, taps=taps, held=held, pdl=self._pdl
         )
-        for store in state.lanes:
-            given = (store.decays, store.keys, store.changes)
-            delta_kernels.commit(store.states, held=given, lanes=walked.lanes, places=walked.places, pdl=self._pdl)
-            delta_kernels.shift_windows(store.fed, store.windows, store.windows, walked.sources, pdl=self._pdl)
+        for block in state.blocks.values():
+            given = (block.decays, block.keys, block.changes)
+            delta_kernels.commit(block.states, held=given, lanes=walked.lanes, places=walked.places, pdl=self._pdl)
+            delta_kernels.shift_windows(block.fed, block.windows, block.windows, walked.sources, pdl=self._pdl)
         for mixer, pages in state.attending if bucket.depth is not None else ():
             view = preparation.of(mixer).device.view
             move_kept(

@@ -17,12 +17,14 @@ from torch import Tensor
 
 from onedraw.backends.torch.counts import LaneCounts
 from onedraw.backends.torch.feed import Direct, Feed
-from onedraw.backends.torch.kernels.triton_sample import COLUMNS, GREEDY, LANE, TOP_K, Chosen, Wishes, choose
+from onedraw.backends.torch.kernels.triton_sample import COLUMNS, GREEDY, KEY_0, LANE, TOP_K, Chosen, Wishes, choose
 from onedraw.backends.torch.sampler import CHECKSUM, TOKEN, Law, Position, Sampler, _deficits, _divisor
 from onedraw.sampling.adjust import Adjustment, adjustment, inside
 from onedraw.sampling.law import NO_TOKEN, checksum_weights, min_p_limit
 from onedraw.sampling.noise import key
 from onedraw.types import SamplingParams
+
+MOST_KNOWN = 4096  # parameters that are remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +36,28 @@ class Choosing:
     weights: Tensor | None  # of checksums
 
 
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """One request's parameters as the kernels read them."""
+
+    params: SamplingParams
+    numbers: npt.NDArray[np.int64]  # the table's columns up to the keys
+    greedy: bool
+    counts: bool
+    more: bool  # something hangs on the history besides its counts, or tokens have a bias
+
+
 class TritonSampler(Sampler):
     """`pdl`: a kernel may start while the one before it ends."""
 
     def __init__(self, *, vocab: int, lanes: int, device: torch.device, pdl: bool = False) -> None:
         super().__init__(vocab=vocab, lanes=lanes, device=device)
         self._pdl = pdl
+        self._known: dict[int, Wish] = {}
 
     def _slab(self, logits: Tensor, positions: Sequence[Position], columns: int) -> Tensor:
         if any(p.params.constraint is not None for p in positions):  # the plain sampler chooses alike, and takes sets of tokens
-            return super()._slab(logits, positions, columns)
+            return super()._slab(logits.float(), positions, columns)
         choosing = self.prepare(positions, feed=Direct(self._device), columns=columns)
         self.count(choosing)
         answers, chosen = self._choose(logits, choosing, slice(0, len(positions)))
@@ -113,23 +127,21 @@ class TritonSampler(Sampler):
         values: list[float] = []
         adjusted = False
         for line, p in zip(table, positions):
-            host = adjustment(p.params, p.history, p.drafts, self._recall(p))
-            fences = [len(tokens)]
-            for kind in self._entries_of(p, host):
-                tokens += [token for token, _ in kind]
-                values += [value for _, value in kind]
-                fences.append(len(tokens))
-            adjusted |= fences[-1] > fences[0] or p.params.counts_history
-            first, second = key(p.params.seed, p.index)
-            line[:6].view(np.float64)[:] = _numbers(p.params)
-            line[TOP_K:] = [
-                p.params.top_k if p.params.temperature > 0 and 0 < p.params.top_k < self._vocab else 0,
-                first,
-                second,
-                p.params.greedy,
-                p.lane if p.params.counts_history else -1,
-                *fences,
-            ]
+            wish = self._wish(p.params)
+            line[:KEY_0] = wish.numbers
+            fences = [len(tokens)] * 5
+            if wish.counts and not wish.more:
+                tokens += p.drafts
+                values += [0.0] * len(p.drafts)
+                fences[-1] = len(tokens)
+            elif wish.more:
+                host = adjustment(p.params, p.history, p.drafts, self._recall(p))
+                for index, kind in enumerate(self._entries_of(p, host)):
+                    tokens += [token for token, _ in kind]
+                    values += [value for _, value in kind]
+                    fences[index + 1] = len(tokens)
+            adjusted |= fences[-1] > fences[0] or wish.counts
+            line[KEY_0:] = (*key(p.params.seed, p.index), wish.greedy, p.lane if wish.counts else -1, *fences)
         room = max(len(tokens), 1) if not rows else max(64, 1 << (len(tokens) - 1).bit_length())
         there = [feed.put(array) for array in (table, _line(tokens, room, np.int32), _line(values, room, np.float32))]
         counts, grown = self._counted([p for p in positions if p.params.counts_history], rows)
@@ -144,6 +156,19 @@ class TritonSampler(Sampler):
             shared=any(p.params.temperature > 0 and p.params.top_p < 1 for p in positions),
             adjusted=adjusted,
         )
+
+    def _wish(self, params: SamplingParams) -> Wish:
+        """What does not change from position to position, remembered for as long as the parameters live."""
+        known = self._known.get(id(params))
+        if known is None or known.params is not params:
+            if len(self._known) > MOST_KNOWN:
+                self._known.clear()
+            numbers = np.zeros(KEY_0, dtype=np.int64)
+            numbers[:6].view(np.float64)[:] = _numbers(params)
+            numbers[TOP_K] = params.top_k if params.temperature > 0 and 0 < params.top_k < self._vocab else 0
+            more = bool(params.dry is not None or params.bad_words or params.min_tokens or params.logit_bias)
+            known = self._known[id(params)] = Wish(params, numbers, params.greedy, params.counts_history, more)
+        return known
 
     def _entries_of(self, p: Position, host: Adjustment) -> list[list[tuple[int, float]]]:
         """Tokens with a number each: bias, DRY, bans, and drafts where they count."""

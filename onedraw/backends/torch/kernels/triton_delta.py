@@ -24,7 +24,7 @@ from onedraw.backends.torch.kernels.triton_linear import launch_options
 from onedraw.backends.torch.kernels.triton_math import exp, let_next_start, sigmoid, silu, softplus, wait_for_inputs
 
 CHUNK = 64
-COLUMNS = 32  # of the state that one program steps
+COLUMNS, STEP_WARPS = 32, 2  # of the state that one program steps; they fix the order of its sums
 CHUNK_COLUMNS, CHUNK_WARPS = 32, 4  # of the state that one program takes through chunks
 PATH_WORDS = 6  # lane, first of its tokens in the order, tokens, known, tokens whose output another path gives, fresh
 L2_EPS = 1e-6
@@ -270,7 +270,7 @@ def steps(
             BLOCK_V=COLUMNS,
             AHEAD=AHEAD,
             PDL=pdl,
-            num_warps=4,
+            num_warps=STEP_WARPS,
             enable_fp_fusion=False,
             **launch_options(pdl),
         )
@@ -285,6 +285,8 @@ def _commit(
     lanes,
     places,
     width,
+    per_states,
+    per_held,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -293,15 +295,22 @@ def _commit(
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The step's own products and sums, from what the step left behind."""
+    """The step's own products and sums, from what the step left behind. per_states: numbers of one layer's states; per_held:
+    places that one layer holds."""
     let_next_start(PDL)
     wait_for_inputs(PDL)
+    PARTS: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
+    layer = (tl.program_id(2) // PARTS).to(tl.int64)
+    states += layer * per_states
+    decays += layer * per_held * VALUE_HEADS
+    keys += layer * per_held * KEY_HEADS * KEY_DIM
+    changes += layer * per_held * VALUE_HEADS * VALUE_DIM
     kept = tl.program_id(0)
     head = tl.program_id(1)
     key_head = head // (VALUE_HEADS // KEY_HEADS)
     lane = tl.load(lanes + kept).to(tl.int64)
     row = tl.arange(0, BLOCK_K)
-    column = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    column = tl.program_id(2) % PARTS * BLOCK_V + tl.arange(0, BLOCK_V)
     wide, high = column < VALUE_DIM, row < KEY_DIM
     whole = high[:, None] & wide[None, :]
     at = states + ((lane * VALUE_HEADS + head) * KEY_DIM + row[:, None]) * VALUE_DIM + column[None, :]
@@ -318,11 +327,13 @@ def _commit(
 
 
 def commit(states: Tensor, *, held: tuple[Tensor, Tensor, Tensor], lanes: Tensor, places: Tensor, pdl: bool = False) -> None:
-    """Bring kept drafts to their lanes [n]: places [n, longest] int32 in order of position, -1 behind the last."""
-    _, value_heads, key_dim, value_dim = states.shape
+    """Bring kept drafts to their lanes [n]: places [n, longest] int32 in order of position, -1 behind the last. States and
+    what is held are one layer's, or those of many with the layers in front; all contiguous."""
+    layers = states.shape[0] if states.dim() == 5 else 1
+    value_heads, key_dim, value_dim = states.shape[-3:]
     decays, keys, changes = held
     if len(lanes) and places.shape[1]:
-        _commit[(len(lanes), value_heads, triton.cdiv(value_dim, COLUMNS))](
+        _commit[(len(lanes), value_heads, layers * triton.cdiv(value_dim, COLUMNS))](
             states,
             decays,
             keys,
@@ -330,7 +341,9 @@ def commit(states: Tensor, *, held: tuple[Tensor, Tensor, Tensor], lanes: Tensor
             lanes,
             places,
             places.shape[1],
-            KEY_HEADS=keys.shape[1],
+            states.numel() // layers,
+            decays.shape[-2],
+            KEY_HEADS=keys.shape[-2],
             VALUE_HEADS=value_heads,
             KEY_DIM=key_dim,
             VALUE_DIM=value_dim,
@@ -351,14 +364,20 @@ def _shift(
     sources,
     rows,
     stride,
+    per_windows,
+    per_target,
     CHANNELS: tl.constexpr,
     BEFORE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """All rows of one window are read before any is written, so a window may be made of itself."""
+    """All rows of one window are read before any is written, so a window may be made of itself. per_…: numbers of one layer."""
     let_next_start(PDL)
     wait_for_inputs(PDL)
+    layer = tl.program_id(2).to(tl.int64)
+    fed += layer * rows * stride
+    windows += layer * per_windows
+    target += layer * per_target
     one = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < CHANNELS
@@ -377,17 +396,20 @@ def shift_windows(fed: Tensor, windows: Tensor, target: Tensor, sources: Tensor,
     """target[place] ← K - 1 rows of `fed` [n, ≥ C] or, from n on, of windows [lanes, K - 1, C].
 
     sources [m, 1 + K] int32: the place (-1: nowhere), the K - 1 rows oldest first (-1 for zeros), and one column of padding.
-    K is a power of two. `target` may be `windows` itself.
+    K is a power of two. `target` may be `windows` itself. All are one layer's, or contiguous with the layers in front.
     """
-    before, channels = windows.shape[1] + 1, windows.shape[2]
+    layers = windows.shape[0] if windows.dim() == 4 else 1
+    before, channels = windows.shape[-2] + 1, windows.shape[-1]
     if len(sources):
-        _shift[(len(sources), triton.cdiv(channels, 512))](
+        _shift[(len(sources), triton.cdiv(channels, 512), layers)](
             fed,
             windows,
             target,
             sources,
-            len(fed),
-            fed.stride(0),
+            fed.shape[-2],
+            fed.stride(-2),
+            windows.numel() // layers,
+            target.numel() // layers,
             CHANNELS=channels,
             BEFORE=before,
             BLOCK=512,
