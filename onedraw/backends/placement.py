@@ -66,13 +66,15 @@ def check_fit(loads: Loads, ranges: Ranges, devices: Sequence[Device]) -> None:
     for device, layers in zip(devices, ranges, strict=True):
         if device.memory is not None:
             shared = not device.described  # a description named twice is two devices alike
-            key = device.name if shared else f"{device.name} {layers.start}"
+            key = device.home if shared else f"{device.name} {layers.start}"
             rooms[key] = (rooms.get(key, (0, 0))[0] + loads.of(layers), device.memory)
     for key, (needed, memory) in rooms.items():
         if needed > memory:
-            held = ", ".join(f"{r.start}–{r.stop - 1}" for d, r in zip(devices, ranges, strict=True) if d.name == key.split()[0])
+            name = key.split()[0]
+            own = [layers for device, layers in zip(devices, ranges, strict=True) if name in (device.name, device.home)]
+            held = ", ".join(f"{layers.start}–{layers.stop - 1}" for layers in own)
             raise NoRoom(
-                f"layers {held} need {needed} bytes and {key.split()[0]} has {memory}: {needed - memory} too many. Lower "
+                f"layers {held} need {needed} bytes and {name} has {memory}: {needed - memory} too many. Lower "
                 f"--max-context, --max-batch or --kv-memory, use a smaller --dtype, another --split, or more devices"
             )
 
@@ -84,7 +86,7 @@ def _weight(device: Device, devices: Sequence[Device]) -> float:
     """Its memory, shared among the ranges it holds; of which nobody knows, as much as the largest that is known."""
     known = [d.memory for d in devices if d.memory is not None]
     memory = device.memory if device.memory is not None else max(known, default=1)
-    times = 1 if device.described else sum(d.name == device.name for d in devices)
+    times = 1 if device.described else sum(d.home == device.home for d in devices)
     return max(memory, 1) / times
 
 

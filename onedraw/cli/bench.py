@@ -105,7 +105,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from onedraw.assemble import make_speculator, open_door, peer_rates, turn_floor
+    from onedraw.assemble import open_door, peer_rates, turn_floor
 
     batches: tuple[int, ...] = arguments.batch
     if not batches or min(batches) < 1 or min(arguments.prompt_tokens, arguments.new_tokens, arguments.repeats) < 1:
@@ -124,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
     with screen.progress() as tell:
         floor = turn_floor(settings)
         speculator = None if recorded is None else Speculator([recorded], draft_tokens=recorded.length)
-        with open_door(settings, tell, speculator=speculator or make_speculator(settings)) as door:
+        with open_door(settings, tell, speculator=speculator) as door:
             measures = measure_all(door, wishes, batches=batches, tell=tell, recorded=recorded, **work)
             if arguments.plot is not None:
                 contexts = _over_contexts(door, wishes, arguments.prompt_tokens, tell)

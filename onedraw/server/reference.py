@@ -9,13 +9,13 @@ import json
 from collections.abc import Mapping
 
 from onedraw.server import items, messages
+from onedraw.server.called import FunctionTool, ToolSpec
 from onedraw.server.fields import Rule, Treatment
 from onedraw.server.parsing import TABLES
 from onedraw.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    FunctionTool,
     JsonSchema,
     Message,
     Prediction,
@@ -23,7 +23,6 @@ from onedraw.server.protocol import (
     StreamOptions,
     StructuredOutputs,
     TokenizeRequest,
-    ToolSpec,
 )
 
 _HEAD = """# The HTTP interface
@@ -36,6 +35,9 @@ This page is generated: `python -m onedraw.server.reference > docs/api.md`. A te
 | `POST /v1/completions` | continues prompts |
 | `POST /v1/chat/completions` | answers messages |
 | `POST /v1/responses` | answers items, in the shape of OpenAI's Responses |
+| `GET /v1/responses/{id}`, `DELETE /v1/responses/{id}` | a response that is remembered; forgets it |
+| `GET /v1/responses/{id}/input_items` | what it was asked: `limit`, `order`, `after` |
+| `POST /v1/responses/input_tokens` | counts the tokens of a prompt |
 | `POST /v1/messages`, `POST /v1/messages/count_tokens` | answers messages, in Anthropic's shape; counts the tokens of a prompt |
 | `POST /tokenize` | `{prompt, add_special_tokens}` or `{messages}` → `{tokens, count, max_model_len}` |
 | `POST /detokenize` | `{tokens}` → `{prompt}`, special tokens spelled out |

@@ -136,7 +136,7 @@ def test_who_would_guess_is_said(folder: Path, terminal: Terminal) -> None:
         ),
         ("gemma4_31b", 5, ["rope 1e+06 proportional", "values are keys before norm and rope", "norms after as before, scaled"]),
         ("gemma4_26b", 0, ["window 24", "feed-forward (104 wide, gelu_tanh) + beside it 2 of 8 experts (24 wide"]),
-        ("gemma4_e4b", 3, ["normed q, keys and values of layer 1", "an input of its own (16 wide)"]),
+        ("gemma4_e4b", 4, ["normed q, keys and values of layer 3", "an input of its own (16 wide)"]),
         ("laguna", 1, ["6 heads", "softplus gate per head", "sigmoid routing) and one for all (48 wide)"]),
         ("laguna", 0, ["rope 500000 yarn over 8 of 16", "feed-forward (104 wide, silu)"]),
     ],

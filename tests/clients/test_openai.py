@@ -83,3 +83,22 @@ def test_responses(server: Server, client: openai.OpenAI, needs: Callable[..., N
     ]
     assert events[0] == "response.created"
     assert events[-1] in ("response.completed", "response.incomplete")
+
+
+def test_responses_with_tools_and_forms(server: Server, client: openai.OpenAI, needs: Callable[..., None]) -> None:
+    needs(path="/v1/responses")
+    tool = {"type": "function", "name": "weather", "parameters": WEATHER, "strict": True}
+    must = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 2000}
+    first = client.responses.create(model=server.model, input="Hello.", **must)
+    (call,) = first.output
+    assert 1 <= json.loads(call.arguments)["days"] <= 9
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    second = client.responses.create(
+        model=server.model, input=[result], previous_response_id=first.id, tools=[tool], max_output_tokens=16
+    )
+    assert client.responses.retrieve(second.id).output == second.output
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id)
+    parsed = client.responses.parse(model=server.model, input="Hello.", text_format=Weather, max_output_tokens=2000)
+    assert isinstance(parsed.output_parsed, Weather)

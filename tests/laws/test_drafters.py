@@ -215,8 +215,8 @@ def test_guesses_are_legal_trees() -> None:
     make = dflash(12)
 
     class Listening(TorchBackend):
-        def _finish(self, turn):  # type: ignore[no-untyped-def]
-            outcome = super()._finish(turn)
+        def collect(self, ticket):  # type: ignore[no-untyped-def]
+            outcome = super().collect(ticket)
             seen.extend(row.guesses for row in outcome.rows)
             return outcome
 

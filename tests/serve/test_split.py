@@ -8,15 +8,20 @@ from typing import Any
 
 import pytest
 
-from onedraw.assemble import _card, make_service, make_speculator, open_door
+from onedraw.assemble import _card, make_service, open_door
 from onedraw.backends.fake import FakeBackend
 from onedraw.door import Door
+from onedraw.drafting import make_speculator
 from onedraw.prove import settled_stats
 from onedraw.settings import Settings
 from onedraw.text.toy import toy_template, toy_tokenizer
 from tests import tiny
 from tests.serve.running import Served, serving
 
+FORMS: tuple[dict[str, Any], ...] = (
+    {"guided_choice": ["yes", "no", "maybe"]},
+    {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "array", "items": {"enum": [1, 2]}}}}},
+)
 SAMPLED = {"temperature": 0.7, "seed": 11, "max_tokens": 12, "logprobs": True, "presence_penalty": 0.4}
 
 
@@ -32,9 +37,12 @@ def test_two_devices_answer_as_one(name: str, tmp_path: Path) -> None:
             assert len(door.service._engine.backend._stack.stages) == len(settings.device_names)  # type: ignore[attr-defined]
             asked = {"model": "tiny", "messages": [{"role": "user", "content": "Where does a layer run?"}], **SAMPLED}
             replies = [served.post("/v1/chat/completions", **asked).json() for _ in range(2)]  # the second from a checkpoint
+            held = [served.post("/v1/chat/completions", **asked, **form, n=2).json()["choices"] for form in FORMS]
         assert replies[0]["choices"] == replies[1]["choices"]
-        said.append((replies[0]["choices"], replies[0]["system_fingerprint"]))
+        said.append((replies[0]["choices"], held, replies[0]["system_fingerprint"]))
     assert said[0] == said[1]
+    for choice in said[0][1][0]:
+        assert choice["message"]["content"] in FORMS[0]["guided_choice"]
 
 
 @pytest.fixture(scope="module")

@@ -2,16 +2,21 @@
 
 In: a spec, a source of weights, sizes, perhaps a drafter. Out: outcomes. inputs → stack → sampler → verification →
 commit → guesses. A commit brings kept drafts home: a tree's path to its positions, a state's steps to its lane; the
-rejected rest is never read again. `submit` starts a turn and does not wait for the device; `collect` waits for what was
-chosen. Turns that repeat are recorded where the device can (`steady.py`).
+rejected rest is never read again. Where stages have threads of their own several plans are under way, each in one stage
+at a time, and the last stage's thread chooses, commits and guesses. Turns that repeat are recorded where the device can
+(`steady.py`): `submit` starts such a turn and does not wait for it.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy.typing as npt
@@ -26,18 +31,19 @@ from onedraw.backends.torch.device import DTYPES, hardware_name
 from onedraw.backends.torch.graphs import Graphs, Recorder, Straight
 from onedraw.backends.torch.inputs import Inputs, Shape, Span, make_inputs
 from onedraw.backends.torch.layers.linear import strictest
+from onedraw.backends.torch.line import Line
 from onedraw.backends.torch.loader import LANE, WeightSource, padded
 from onedraw.backends.torch.ops import Ops, TorchOps
 from onedraw.backends.torch.ranking import Turned
 from onedraw.backends.torch.runs import CHUNK
 from onedraw.backends.torch.sampler import Position, Sampler, read_choices
 from onedraw.backends.torch.selfcheck import SelfCheck, self_check
-from onedraw.backends.torch.stack import Site, Stack, Watch
+from onedraw.backends.torch.stack import Site, Stack, Stream, Watch
 from onedraw.backends.torch.state import KeptLogits, Sizes, State
-from onedraw.backends.torch.steady import SteadyTurns
+from onedraw.backends.torch.steady import Steady, SteadyTurns
 from onedraw.models.spec import ModelSpec
 from onedraw.sampling.verify import hypotheses
-from onedraw.types import Choice, Draft, Logprobs, Outcome, Plan, Row
+from onedraw.types import Choice, Draft, Logprobs, Outcome, Plan, Row, RowOutcome
 
 
 class Drafter(Protocol):
@@ -81,17 +87,24 @@ class Pick:
     keep: int | None  # the checkpoint that wants these logits
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Turn:
-    """A turn that was started. What it chose may still be on its way."""
+    """A plan on its way. Owner: the stage it is in."""
 
     plan: Plan
     inputs: Inputs
-    hidden: Tensor
     watch: Watch
-    picked: list[tuple[list[int], list[Position], Tensor]]  # rows, positions, answers: slab by slab
-    settled: bool  # kept drafts are home already
-    arrived: Any  # an event of the device; None: nothing to wait for
+    held: int  # its first place in the rollback buffer
+    stream: Stream | None = None  # once it has entered
+    seconds: float = 0.0  # in stages, not between them
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A steady turn under way. Owner: the backend, until it is collected."""
+
+    plan: Plan
+    steady: Steady
     begin: float
 
 
@@ -116,6 +129,8 @@ class TorchBackend:
         activation: str | None = None,
         rows: int = FEWEST_ROWS,
         check: bool = True,
+        line: Line | None = None,
+        tickets: int = 1,
         make_drafter: Callable[[Stack, Sampler, Shape], Drafter] | None = None,
         progress: Callable[[int, int], None] | None = None,
         recorder: Recorder | None = None,
@@ -165,7 +180,9 @@ class TorchBackend:
             checkpoints=checkpoints,
             chunk=CHUNK if spec.recurrent else 1,
             recurrent=spec.recurrent,
-            draft_positions=drafts if spec.recurrent else None,
+            draft_positions=drafts // tickets if spec.recurrent else None,
+            stages=len(sites),
+            tickets=tickets,
             lookahead=0 if self._drafter is None else self._drafter.lookahead,
             drafter="" if self._drafter is None else self._drafter.name,
             turn_tokens=most_tokens(rows, chunk=CHUNK) if len(sites) > 1 else None,
@@ -173,8 +190,13 @@ class TorchBackend:
             dtype=dtype,
             activation=activation or dtype,
         )
+        assert tickets == 1 or line is not None, "stages that work at once have threads of their own"
         self._tickets = itertools.count()
-        self._turns: dict[Ticket, Turn | Outcome] = {}
+        self._line, self._under_way = line, dict[Ticket, Future[Outcome] | Started]()
+        self._hang_up = None
+        if line is not None:
+            self._hang_up = weakref.finalize(self, line.close)
+            self._hang_up.atexit = False  # a stage that computes while the program ends is not waited for
 
     @property
     def capacity(self) -> Capacity:
@@ -186,23 +208,26 @@ class TorchBackend:
         if self._steady is not None:
             self._steady.rehearse(self._capacity.lanes, self._watch(), tell)
 
-    @torch.inference_mode()
     def submit(self, plan: Plan) -> Ticket:
-        for ticket, turn in self._turns.items():  # drafts that wait to be brought home come first
-            if isinstance(turn, Turn) and not turn.settled:
-                self._turns[ticket] = self._finish(turn)
         ticket = Ticket(next(self._tickets))
-        self._turns[ticket] = self._start(plan)
+        started = self._begin(plan)
+        if started is not None:
+            self._under_way[ticket] = started
+            return ticket
+        turn = self._board(plan, berth=ticket % self._capacity.tickets)
+        steps = [partial(self._step, turn, number) for number in range(len(self._states))]
+        self._under_way[ticket] = _done(steps) if self._line is None else self._line.start(steps)
         return ticket
 
-    @torch.inference_mode()
     def collect(self, ticket: Ticket) -> Outcome:
-        turn = self._turns.pop(ticket)
-        return self._finish(turn) if isinstance(turn, Turn) else turn
+        turn = self._under_way.pop(ticket)
+        return self._arrive(turn) if isinstance(turn, Started) else turn.result()
 
     def close(self) -> None:
         """Let go of weights and pages now, whoever still holds this object."""
-        self._turns.clear()
+        if self._hang_up is not None:
+            self._hang_up()
+        self._under_way.clear()
         for name in ("_stack", "_states", "_sampler", "_drafter", "_steady"):
             self.__dict__.pop(name, None)
 
@@ -238,47 +263,75 @@ class TorchBackend:
 
     # ------------------------------------------------------------------ one turn
 
-    def _start(self, plan: Plan) -> Turn:
-        begin = time.perf_counter()
-        for state in self._states:
-            state.open(plan.rows)
-        if self._drafter is not None:
-            self._drafter.open(plan.rows)
-        watch = self._watch()
-        steady = None if self._steady is None else self._steady.begin(plan, watch)
-        if steady is not None:
-            rows = [i for i, row in enumerate(plan.rows) for _ in range(1 + len(row.drafts))]
-            picked = [(rows, steady.positions, steady.answers)]
-            worked = steady.worked
-            return Turn(plan, steady.inputs, worked.hidden, worked.watch, picked, True, steady.arrived, begin)
-        inputs = make_inputs(plan, shape=self._shape, device=self._first)
-        hidden = self._stack.hidden(inputs, self._states, watch=watch)
-        picked = self._pick(plan, inputs, hidden)
-        return Turn(plan, inputs, hidden, watch, picked, not any(row.drafts for row in plan.rows), None, begin)
-
-    def _finish(self, turn: Turn) -> Outcome:
-        plan, inputs = turn.plan, turn.inputs
-        if turn.arrived is not None:
-            turn.arrived.synchronize()
-        chosen: dict[int, list[Choice | None]] = {}
-        for numbers, positions, answers in turn.picked:
-            for row, choice in zip(numbers, read_choices(answers, positions), strict=True):
-                chosen.setdefault(row, []).append(choice)
-        scored = self._score(plan, inputs, turn.hidden)
-        rows = tuple(row_outcome(row, chosen.get(i, []), scored.get(i, ())) for i, row in enumerate(plan.rows))
-        rows = tuple(
-            replace(row, fault=self._fault(turn.watch, inputs.spans[i])) if row.barren else row for i, row in enumerate(rows)
-        )
-        if not turn.settled:
-            for state, stage in zip(self._states, self._stack.stages, strict=True):
-                state.commit(plan.rows, [row.kept for row in rows], stage.ops)
-        if self._drafter is not None:
-            guesses = self._drafter.guess(Turned(plan, inputs, turn.hidden, turn.watch.features, rows))
-            rows = tuple(replace(row, guesses=own) for row, own in zip(rows, guesses, strict=True))
-        return Outcome(rows, time.perf_counter() - turn.begin)
+    def _board(self, plan: Plan, *, berth: int) -> Turn:
+        """Plans under way at once have places of their own in the rollback buffer."""
+        held = berth * (self._capacity.draft_positions or 0)
+        inputs = make_inputs(plan, shape=replace(self._shape, held=held), device=self._first)
+        return Turn(plan, inputs, self._watch(), held)
 
     def _watch(self) -> Watch:
         return Watch(() if self._drafter is None else self._drafter.captures, finite=self._narrow())
+
+    @torch.inference_mode()
+    def _begin(self, plan: Plan) -> Started | None:
+        """A steady turn, begun and not waited for; None where the turn is none."""
+        begin = time.perf_counter()
+        steady = None if self._steady is None else self._steady.begin(plan, self._watch())
+        return None if steady is None else Started(plan, steady, begin)
+
+    @torch.inference_mode()
+    def _arrive(self, started: Started) -> Outcome:
+        """What a steady turn chose; what it kept is home already."""
+        plan, steady, worked = started.plan, started.steady, started.steady.worked
+        if steady.arrived is not None:
+            steady.arrived.synchronize()
+        choices = iter(read_choices(steady.answers, steady.positions))
+        chosen = {i: [next(choices) for _ in range(1 + len(row.drafts))] for i, row in enumerate(plan.rows)}
+        if self._drafter is not None:
+            self._drafter.open(plan.rows)
+        turn = Turn(plan, steady.inputs, worked.watch, held=0)
+        rows = self._conclude(turn, worked.hidden, chosen, {}, settled=True)
+        return Outcome(rows, time.perf_counter() - started.begin)
+
+    @torch.inference_mode()
+    def _step(self, turn: Turn, number: int) -> Outcome | None:
+        """A plan through one stage, on that stage's thread where it has one; through the last: what became of it."""
+        begin = time.perf_counter()
+        with _current(self._stack.stages[number].device):
+            self._states[number].open(turn.plan.rows)
+            if turn.stream is None:
+                turn.stream = self._stack.enter(turn.inputs)
+            self._stack.advance(turn.stream, number, turn.inputs, self._states[number], watch=turn.watch)
+            rows = self._finish(turn, self._stack.leave(turn.stream)) if number == len(self._states) - 1 else None
+        turn.seconds += time.perf_counter() - begin
+        return None if rows is None else Outcome(rows, turn.seconds)
+
+    def _finish(self, turn: Turn, hidden: Tensor) -> tuple[RowOutcome, ...]:
+        """Choose, commit what was kept on every stage, guess on."""
+        if self._drafter is not None:
+            self._drafter.open(turn.plan.rows)
+        scored = self._score(turn.plan, turn.inputs, hidden)
+        return self._conclude(turn, hidden, self._choose(turn.plan, turn.inputs, hidden), scored, settled=False)
+
+    def _conclude(
+        self,
+        turn: Turn,
+        hidden: Tensor,
+        chosen: Mapping[int, Sequence[Choice | None]],
+        scored: Mapping[int, tuple[Logprobs, ...]],
+        *,
+        settled: bool,
+    ) -> tuple[RowOutcome, ...]:
+        plan, inputs, watch = turn.plan, turn.inputs, turn.watch
+        rows = tuple(row_outcome(row, chosen.get(i, []), scored.get(i, ())) for i, row in enumerate(plan.rows))
+        rows = tuple(replace(row, fault=self._fault(watch, inputs.spans[i])) if row.barren else row for i, row in enumerate(rows))
+        if not settled:
+            for state, stage in zip(self._states, self._stack.stages, strict=True):
+                state.commit(plan.rows, [row.kept for row in rows], stage.ops, turn.held)
+        if self._drafter is not None:
+            guesses = self._drafter.guess(Turned(plan, inputs, hidden, watch.features, rows))
+            rows = tuple(replace(row, guesses=own) for row, own in zip(rows, guesses, strict=True))
+        return rows
 
     def _narrow(self) -> list[Tensor] | None:
         """Models trained in bf16 may leave the range of f16, so where there is any every layer is looked at."""
@@ -297,8 +350,8 @@ class TorchBackend:
         index = torch.tensor([*tokens, *tokens[-1:] * padding], dtype=torch.long, device=self._device)
         return self._stack.logits(hidden.index_select(0, index))[: len(tokens)]
 
-    def _pick(self, plan: Plan, inputs: Inputs, hidden: Tensor) -> list[tuple[list[int], list[Position], Tensor]]:
-        """Per choosing row, an answer after its last known token and after each draft."""
+    def _choose(self, plan: Plan, inputs: Inputs, hidden: Tensor) -> dict[int, list[Choice | None]]:
+        """Per choosing row, a choice after its last known token and after each draft."""
         picks: list[Pick] = []
         for i, (row, span) in enumerate(zip(plan.rows, inputs.spans, strict=False)):  # padding has spans of its own
             if not row.chooses:
@@ -307,12 +360,13 @@ class TorchBackend:
                 position = Position(row.lane, row.params, row.history, drafts, row.request_id)
                 kept = next((save.slot for save in row.saves if save.position == row.stop), None) if k == 0 else None
                 picks.append(Pick(i, span.first + len(row.tokens) - 1 + k if row.tokens else None, position, row.restore, kept))
-        found = []
+        chosen: dict[int, list[Choice | None]] = {}
         for start in range(0, len(picks), self._slice):
             part = picks[start : start + self._slice]
-            positions = [pick.position for pick in part]
-            found.append(([pick.row for pick in part], positions, self._sampler.answers(self._picked(hidden, part), positions)))
-        return found
+            choices = self._sampler.choose(self._picked(hidden, part), [pick.position for pick in part])
+            for pick, choice in zip(part, choices, strict=True):
+                chosen.setdefault(pick.row, []).append(choice)
+        return chosen
 
     def _picked(self, hidden: Tensor, picks: list[Pick]) -> Tensor:
         """Logits of these picks [C, V']: computed, or from checkpoints; those that checkpoints want are kept."""
@@ -343,6 +397,21 @@ class TorchBackend:
                 found.extend(self._sampler.score(logits, part, row.params.prompt_logprobs or 0))
             scored[i] = tuple(found)
         return scored
+
+
+def _done(steps: Sequence[Callable[[], Outcome | None]]) -> Future[Outcome]:
+    """One step after the other, here and now."""
+    done: Future[Outcome] = Future()
+    for step in steps:
+        found = step()
+    assert found is not None
+    done.set_result(found)
+    return done
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Kernels are launched on the current device, whatever their arguments lie on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def as_stored(tensor: Tensor) -> npt.NDArray[Any]:

@@ -139,10 +139,15 @@ def table_rows(table: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda tokens: table.index_select(0, tokens.to(table.device))
 
 
-def kept_rows(head: Linear, source: WeightSource, *, tied: bool) -> Callable[[Tensor], Tensor]:
+def looked_up(table: Linear) -> Callable[[Tensor], Tensor]:
+    """Rows by token of a weight that is kept as it is stored, on its device."""
+    return lambda tokens: table.rows(tokens.to(table.device))
+
+
+def kept_rows(head: Linear, source: WeightSource, *, tied: bool, by: Ops) -> Callable[[Tensor], Tensor]:
     """Rows by token where weights can be looked up: a tied one is there once, in the head, and the few rows of another are
-    read where the checkpoint lies."""
+    read where the checkpoint lies. `by`: whose threads look them up; the head's own may be at work on another turn."""
     if tied:
-        return head.rows
+        return lambda tokens: head.rows(tokens, by)
     stored = source.tensor(None, "embed")
     return lambda tokens: torch.from_numpy(stored.take_rows(tokens.numpy()).float32())

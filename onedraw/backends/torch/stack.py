@@ -22,7 +22,7 @@ from onedraw.backends.torch.inputs import Inputs
 from onedraw.backends.torch.layers.elementwise import activated, softcapped
 from onedraw.backends.torch.layers.linear import Linear, RowRule
 from onedraw.backends.torch.layers.rope import rope_table
-from onedraw.backends.torch.loader import LANE, Loader, WeightSource, kept_rows, table_rows
+from onedraw.backends.torch.loader import LANE, Loader, WeightSource, kept_rows, looked_up, table_rows
 from onedraw.backends.torch.mixers import Mixer, load_mixer
 from onedraw.backends.torch.ops import Fused, Ops, Preparation
 from onedraw.backends.torch.pages import PageStore
@@ -214,13 +214,22 @@ class Watch:
 NOTHING = Watch()
 
 
+@dataclass(slots=True)
+class Stream:
+    """What goes from stage to stage. Owner: the stage it is in."""
+
+    x: Tensor  # the residual stream, [T, E]
+    own: Tensor | None  # [T, layers ahead, width], where layers have inputs of their own
+    left: int  # layers still to run
+
+
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """What a pass over the layers reads beside weights and state, on its way to the devices."""
+    """What a pass over the layers of one device reads beside weights and state, on its way there."""
 
     tokens: Tensor
     own_rows: Tensor | None  # of the layers' own inputs
-    stages: tuple[Preparation, ...]
+    preparation: Preparation
 
 
 class Stack:
@@ -264,9 +273,9 @@ class Stack:
         if table is not None:
             self._embedding = table_rows(table)
         elif stored is not None:
-            self._embedding = stored.rows
+            self._embedding = looked_up(stored)
         else:
-            self._embedding = kept_rows(self.head, source, tied=spec.tied)
+            self._embedding = kept_rows(self.head, source, tied=spec.tied, by=first.ops)
         self._rows, self._progress = rows, progress
         self.stages: list[Stage] = []
         for site in sites:
@@ -316,37 +325,59 @@ class Stack:
         x = self._embedding(tokens)
         return (x if self.spec.embed_scale == 1 else x * self._embed_scale).to(tokens.device)
 
-    def prepare(self, inputs: Inputs) -> Ready:
-        """All that the host has to say about a turn. What `run` does with it reads the devices alone."""
-        tokens = inputs.tokens
-        own_rows = None if self._input_table is None else self._input_table.rows(inputs)
-        stages = []
-        for stage in self.stages:
-            preparation = Preparation(stage.ops, inputs.on(stage.device), stage.ropes)
-            for mixer in stage.mixers:
-                preparation.of(mixer)
-            stages.append(preparation)
-        return Ready(tokens, own_rows, tuple(stages))
-
     def hidden(self, inputs: Inputs, states: Sequence[State], *, depth: int | None = None, watch: Watch = NOTHING) -> Tensor:
-        """`run` of a turn as it stands."""
-        return self.run(self.prepare(inputs), states, depth=depth, watch=watch)
-
-    def run(self, ready: Ready, states: Sequence[State], *, depth: int | None = None, watch: Watch = NOTHING) -> Tensor:
         """Hidden states after the last norm: [T, E]. What the turn's tokens leave in pages and lanes is written on the way.
 
         `depth` runs the first layers only: the self-check needs no more.
         """
-        x = self.embed(ready.tokens).to(self.activation)
-        own = None if self._input_table is None or ready.own_rows is None else self._input_table(ready.own_rows, x)
-        left = len(self.spec.layers) if depth is None else depth
-        for stage, state, preparation in zip(self.stages, states, ready.stages, strict=True):
-            if stage.entrance is not None:
-                x, own = stage.entrance.cross(x, own)
-            x = self._run(stage, x, own, preparation, state, count=left, watch=watch)
-            own = None if own is None else own[:, len(stage.layers) :]
-            left = max(left - len(stage.layers), 0)
-        return self.ops.rms_norm(x, self.norm, self.spec.eps).to(self.dtype)
+        stream = self.enter(inputs, depth=depth)
+        for number, state in enumerate(states):
+            self.advance(stream, number, inputs, state, watch=watch)
+        return self.leave(stream)
+
+    def prepare(self, inputs: Inputs) -> Ready:
+        """All that the host has to say about a turn on one device. What `run` does with it reads the device alone."""
+        (stage,) = self.stages
+        preparation = Preparation(stage.ops, inputs, stage.ropes)
+        tokens = inputs.tokens  # first: see `steady.py`
+        own_rows = None if self._input_table is None else self._input_table.rows(inputs)
+        for mixer in stage.mixers:
+            preparation.of(mixer)
+        return Ready(tokens, own_rows, preparation)
+
+    def run(self, ready: Ready, state: State, *, watch: Watch = NOTHING) -> Tensor:
+        """`hidden` of a turn that was prepared."""
+        stream = self._enter(ready.tokens, ready.own_rows, None)
+        self._advance(stream, self.stages[0], ready.preparation, state, watch)
+        return self.leave(stream)
+
+    def enter(self, inputs: Inputs, *, depth: int | None = None) -> Stream:
+        """On the first stage."""
+        return self._enter(inputs.tokens, None if self._input_table is None else self._input_table.rows(inputs), depth)
+
+    def _enter(self, tokens: Tensor, own_rows: Tensor | None, depth: int | None) -> Stream:
+        x = self.embed(tokens).to(self.activation)
+        own = None if self._input_table is None or own_rows is None else self._input_table(own_rows, x)
+        return Stream(x, own, len(self.spec.layers) if depth is None else depth)
+
+    def advance(self, stream: Stream, number: int, inputs: Inputs, state: State, *, watch: Watch = NOTHING) -> None:
+        """Over the way to a stage, and through its layers."""
+        stage = self.stages[number]
+        self._advance(stream, stage, Preparation(stage.ops, inputs.on(stage.device), stage.ropes), state, watch)
+
+    def _advance(self, stream: Stream, stage: Stage, preparation: Preparation, state: State, watch: Watch) -> None:
+        x, own = stream.x, stream.own
+        if stage.entrance is not None:
+            x, own = stage.entrance.cross(x, own)
+        stream.x = self._run(stage, x, own, preparation, state, count=stream.left, watch=watch)
+        stream.left = max(stream.left - len(stage.layers), 0)
+        if own is not None:
+            own = own[:, len(stage.layers) :]
+            stream.own = own if stage.entrance is None else own.clone()  # the next turn may cross before this one goes on
+
+    def leave(self, stream: Stream) -> Tensor:
+        """On the last stage: hidden states after the last norm."""
+        return self.ops.rms_norm(stream.x, self.norm, self.spec.eps).to(self.dtype)
 
     def _run(
         self,

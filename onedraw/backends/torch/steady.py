@@ -246,7 +246,7 @@ class SteadyTurns:
 
     def _work(self, laid: Laid, watch: Watch) -> Worked:
         watch = Watch(watch.captures, finite=None if watch.finite is None else [])
-        hidden = self._stack.run(laid.ready, [self._state], watch=watch)
+        hidden = self._stack.run(laid.ready, self._state, watch=watch)
         answers = self._sampler.chosen(lambda rows: self._stack.scores(hidden[rows]), laid.choosing)
         if laid.bucket.longest > 1:
             self._ops.settle(
@@ -255,7 +255,7 @@ class SteadyTurns:
                 parents=laid.parents,
                 rows=laid.rows,
                 bucket=laid.bucket,
-                preparation=laid.ready.stages[0],
+                preparation=laid.ready.preparation,
                 state=self._state,
             )
         return Worked(hidden, watch, answers)

@@ -265,7 +265,7 @@ class PackedLinear(Linear):
     def added(self, x: Tensor, residual: Tensor) -> Tensor:
         return self(x, residual) if residual.dtype == self.dtype else super().added(x, residual)
 
-    def rows(self, wanted: Tensor) -> Tensor:
+    def rows(self, wanted: Tensor, by: object = None) -> Tensor:
         """Rows of a product of one weight, as numbers: [T] → [T, K]."""
         (part,) = self.parts
         if not isinstance(part, Blocks):
