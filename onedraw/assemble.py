@@ -17,7 +17,8 @@ from onedraw.backends.base import Backend, Capacity, Exports, require_state_dtyp
 from onedraw.backends.devices import apart
 from onedraw.backends.fake import FakeBackend
 from onedraw.backends.floor import turn_bytes
-from onedraw.backends.packing import PACKED_DTYPES, product_dtype
+from onedraw.backends.packing import matrix_kinds, product_dtype, stored_sizes
+from onedraw.backends.precision import float_dtype
 from onedraw.backends.split import SplitPlan
 from onedraw.checkpoints.pull import resolve
 from onedraw.checkpoints.shapes import is_random, shape_config
@@ -114,12 +115,14 @@ def turn_floor(settings: Settings) -> Callable[[int, int], float] | None:
         return None
     checkpoint = find_checkpoint(settings)
     try:
-        spec = describe(checkpoint).spec
+        described = describe(checkpoint)
+        spec, kinds = described.spec, matrix_kinds(described.weights)
+        dtype = product_dtype([device], asked=settings.dtype, activations="f32", stream="auto", kinds=kinds, no_kernels="")
+        sizes = stored_sizes(described.weights, dtype)
     finally:
         checkpoint.close()
-    dtype = product_dtype([device], asked=settings.dtype, activations="f32", stream="auto", narrow=False, no_kernels="")
     speed = copy_bandwidth(device.name)
-    return lambda rows, context: turn_bytes(spec, dtype=dtype, rows=rows, context=context) / speed
+    return lambda rows, context: turn_bytes(spec, sizes, dtype=float_dtype(dtype), rows=rows, context=context) / speed
 
 
 def peer_rates(
@@ -130,7 +133,7 @@ def peer_rates(
     from onedraw.backends.torch.peer import transformers_rates
 
     device = find_devices(settings.device_names)[0]
-    dtype = product_dtype([device], asked=settings.dtype, activations="f32", stream="auto", narrow=False, no_kernels="")
+    dtype = product_dtype([device], asked=settings.dtype, activations="f32", stream="auto", kinds=(), no_kernels="")
     source: str | Mapping[str, Any]
     if is_random(settings.model):
         source = shape_config(settings.model)
@@ -303,8 +306,8 @@ def _card(
 
 
 def _dtypes(capacity: Capacity) -> str:
-    """Of the products, and of the residual stream where it has another. Packed weights go with a float32 stream."""
-    usual = "f32" if capacity.dtype in PACKED_DTYPES else capacity.dtype
+    """Of the products, and of the residual stream where it has another than goes with them."""
+    usual = float_dtype(capacity.dtype)
     return capacity.dtype + ("" if capacity.activation in (usual, capacity.dtype) else f"-{capacity.activation}")
 
 

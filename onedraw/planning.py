@@ -10,26 +10,35 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from onedraw.backends.devices import Device
-from onedraw.backends.packing import PACKED_DTYPES, hold, is_narrow, matrix_kinds, product_dtype
+from onedraw.backends.packing import PACKED_DTYPES, hold, matrix_kinds, product_dtype
 from onedraw.backends.plan import DEFAULT_KV_BYTES, DRAFTS_PER_LANE, MemoryPlan, memory_plan, room_for_pages
 from onedraw.backends.precision import activation_precision
-from onedraw.backends.split import SplitPlan, plan_split, with_advice
+from onedraw.backends.split import SplitPlan, longest_context, plan_split, with_advice
+from onedraw.errors import NoRoom
 from onedraw.models.loading import Described
 from onedraw.settings import Settings
 
 DrafterBytes = Callable[[MemoryPlan], int]
 
 
-def plan_memory(settings: Settings, described: Described, *, dtype: str, default_kv_bytes: int = DEFAULT_KV_BYTES) -> MemoryPlan:
+def plan_memory(
+    settings: Settings,
+    described: Described,
+    *,
+    dtype: str,
+    kv_dtype: str | None = None,
+    default_kv_bytes: int = DEFAULT_KV_BYTES,
+) -> MemoryPlan:
     return memory_plan(
         described.spec,
         dtype=dtype,
-        weights=hold(described.weights).weights if dtype in PACKED_DTYPES else None,
+        weights=hold(described.weights, dtype).weights if dtype in PACKED_DTYPES else None,
         max_context=settings.max_context,
         max_batch=settings.max_batch,
         page_size=settings.page_size,
         turn_tokens=settings.turn_tokens,
         kv_memory=settings.kv_memory,
+        kv_dtype=kv_dtype,
         drafts=0 if "none" in settings.draft else max(settings.draft_tokens or 0, settings.tree_budget, DRAFTS_PER_LANE),
         draft_memory=settings.draft_memory,
         checkpoint_memory=settings.checkpoint_memory if settings.prefix_cache else 0,
@@ -54,7 +63,7 @@ def plan_devices(
         asked=settings.dtype,
         activations=settings.cpu_activations,
         stream=settings.activation_dtype,
-        narrow=is_narrow(matrix_kinds(described.weights)),
+        kinds=matrix_kinds(described.weights),
         no_kernels=no_kernels,
     )
     activation = activation_precision(devices, asked=settings.activation_dtype, products=settings.dtype)
@@ -66,8 +75,9 @@ def plan_devices(
             room = room_for_pages(plan, described.spec, beside=0 if drafter is None else drafter(plan), **given)
             plan = plan_memory(settings, described, dtype=dtype, default_kv_bytes=room)
 
-    def split(context: int) -> SplitPlan:
-        sizes = plan_memory(replace(settings, max_context=context), described, dtype=dtype, default_kv_bytes=room)
+    def split(context: int, kv_dtype: str | None = None, beside: DrafterBytes | None = drafter) -> SplitPlan:
+        asked = replace(settings, max_context=context)
+        sizes = plan_memory(asked, described, dtype=dtype, kv_dtype=kv_dtype, default_kv_bytes=room)
         return plan_split(
             described.spec,
             sizes,
@@ -75,7 +85,16 @@ def plan_devices(
             split=settings.split,
             activation=activation,
             turn_tokens=settings.turn_tokens,
-            beside=0 if drafter is None else drafter(sizes),
+            beside=0 if beside is None else beside(sizes),
         )
 
-    return plan, with_advice(split, plan.max_context)
+    try:
+        return plan, with_advice(split, plan.max_context)
+    except NoRoom as error:
+        others: dict[str, Callable[[int], SplitPlan]] = {
+            "with keys and values of 8 bits (which are not built)": lambda context: split(context, "8-bit")
+        }
+        if drafter is not None:
+            others["without a drafter (--draft none)"] = lambda context: split(context, beside=None)
+        told = [f"{longest_context(make, plan.max_context)} {how}" for how, make in others.items()]
+        raise NoRoom(f"{error}, {' and '.join(told)}") from None

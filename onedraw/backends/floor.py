@@ -1,19 +1,19 @@
 """The least time a decode turn can take: the bytes it must read, at the speed of the memory. Pure arithmetic.
 
-In: a spec, a dtype, rows and their context, bytes per second. Out: seconds. Every matrix is read once whatever the rows; of
+In: a spec, the bytes of its matrices, rows and their context. Out: bytes. Every matrix is read once whatever the rows; of
 experts those that the rows choose at most, and of keys and values what each row sees.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 
 from onedraw.models.spec import DTYPE_BYTES, STATE_BYTES, AttentionSpec, ModelSpec, MoeSpec
-from onedraw.models.weights import all_shapes
+from onedraw.models.weights import Where, all_shapes
 
 
-def turn_bytes(spec: ModelSpec, *, dtype: str, rows: int, context: int) -> int:
-    """Bytes that a turn of so many rows, each with so much context, reads."""
+def turn_bytes(spec: ModelSpec, sizes: Mapping[Where, int], *, dtype: str, rows: int, context: int) -> int:
+    """Bytes that a turn of so many rows, each with so much context, reads. `sizes`: of the matrices; `dtype`: of the rest."""
     size, weights = DTYPE_BYTES[dtype], 0
     for (layer, weight), shape in all_shapes(spec).items():
         if len(shape) < 2 or weight == "inputs_embed" or (weight == "embed" and not spec.tied):
@@ -24,7 +24,7 @@ def turn_bytes(spec: ModelSpec, *, dtype: str, rows: int, context: int) -> int:
                 part for part in (spec.layers[layer].feed_forward, spec.layers[layer].beside) if isinstance(part, MoeSpec)
             )
             share = min(1.0, rows * experts.used / experts.experts)
-        weights += int(size * math.prod(shape) * share)
+        weights += int(sizes[layer, weight] * share)
     return weights + rows * sum(_state_bytes(spec, index, context, size) for index in range(len(spec.layers)))
 
 

@@ -1,7 +1,9 @@
-"""Which stored weights a CPU keeps as they are, what that costs in memory, and why the others are converted. Pure arithmetic.
+"""Which stored weights a CPU or a GPU keeps as they are, what that costs in memory, and why the others are converted. Pure
+arithmetic.
 
 In: a model's weights, not read. Out: a Holding, which `inspect` prints and the memory plan counts with. Products read kept
-weights in their stored width; the layout in memory is that of `torch/kernels/packed.h`, with the same bytes in another order.
+weights in their stored width; the layout in memory is that of `torch/kernels/packed.h` on a CPU and of
+`torch/kernels/blocks.py` on a GPU, with the same bytes in another order.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ from dataclasses import dataclass
 
 from onedraw.backends.devices import Device
 from onedraw.backends.plan import WeightBytes
-from onedraw.backends.precision import product_precision
+from onedraw.backends.precision import PACKED, device_precision, float_dtype, product_precision
 from onedraw.errors import BadSetting
 from onedraw.models.source import Tensor
-from onedraw.models.weights import Weights, all_shapes
+from onedraw.models.spec import DTYPE_BYTES
+from onedraw.models.views import Columns
+from onedraw.models.weights import Weights, Where, all_shapes
 
 # Kinds that products read as they are, by their numbers in GGUF, which the kernels use too.
 KEPT_KINDS = {
@@ -29,7 +33,31 @@ _BYTES_OF_32 = {
     **{"F32": 128.0, "F16": 64.0, "BF16": 64.0, "Q4_0": 18.0, "Q4_1": 20.0, "Q5_0": 22.0, "Q5_1": 24.0, "Q8_0": 34.0},
     **{"Q4_K": 18.5, "Q5_K": 22.5, "Q6_K": 26.25},
 }
-PACKED_DTYPES = ("packed", "packed-f32")  # weights as stored; activations as codes of 8 bits, or as they are
+PACKED_DTYPES = tuple(PACKED)
+
+
+@dataclass(frozen=True, slots=True)
+class SpanLayout:
+    """What 256 inputs of one output take on a GPU (`torch/kernels/blocks.py`)."""
+
+    codes: int  # halfwords
+    high: int  # halfwords of high bits
+    scales: int  # words of scales
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * (self.codes + self.high) + 4 * self.scales
+
+
+SPAN = 256  # inputs; a row that is no whole number of them is filled up with zeros
+SEGMENT = 4  # spans that a product adds up by themselves, whoever computes them
+# Kinds that a GPU's products read as they are. The bytes are those stored, but for two of padding in Q6_K, and five-bit codes
+# that lie three to a halfword.
+SPANS = {
+    **{"Q4_0": SpanLayout(64, 0, 4), "Q4_1": SpanLayout(64, 0, 8), "Q5_0": SpanLayout(96, 0, 4), "Q5_1": SpanLayout(96, 0, 8)},
+    **{"Q8_0": SpanLayout(128, 0, 4), "MXFP4": SpanLayout(64, 0, 2)},
+    **{"Q4_K": SpanLayout(64, 0, 4), "Q5_K": SpanLayout(96, 0, 4), "Q6_K": SpanLayout(64, 32, 5)},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,46 +74,69 @@ def is_narrow(kinds: Iterable[str]) -> bool:
     return any(kind in KEPT_KINDS and kind != "F32" for kind in kinds)
 
 
-def product_dtype(devices: Sequence[Device], *, asked: str, activations: str, stream: str, narrow: bool, no_kernels: str) -> str:
-    """What products are made of: `product_precision`, but where only CPUs compute in float32, weights as they are stored, if
-    that is asked for, or if nobody asked and it saves something. `no_kernels`: why it cannot be done here."""
+def product_dtype(
+    devices: Sequence[Device], *, asked: str, activations: str, stream: str, kinds: Iterable[str], no_kernels: str
+) -> str:
+    """What products are made of: `product_precision`, but weights as they are stored where kernels read them so, if that is
+    asked for, or if nobody asked and it saves something. Where CPUs compute it goes with float32 alone.
+
+    `kinds`: of the model's matrices. `no_kernels`: why it cannot be done on the CPU here."""
+    wanted = asked == "packed" or (asked == "auto" and not SPANS.keys().isdisjoint(kinds))
+    if wanted and all(map(reads_blocks, devices)):
+        return "packed-f16" if stream == "f16" else "packed-bf16"
     on_cpu = all(device.kind == "cpu" for device in devices)
     if asked == "packed":
         if not on_cpu:
-            raise BadSetting("--dtype packed: kernels for packed weights exist for the CPU alone; use bf16 or f16")
+            raise BadSetting(
+                "--dtype packed: kernels for packed weights exist for CPUs, and for NVIDIA GPUs from sm80 on, but not for both "
+                "at once; use bf16 or f16"
+            )
         if stream not in ("auto", "f32"):
             raise BadSetting(f"--dtype packed computes in float32; --activation-dtype {stream} needs another --dtype")
         if no_kernels:
             raise BadSetting(f"--dtype packed: no CPU kernels: {no_kernels}; use --dtype f32")
-    elif asked != "auto" or not (on_cpu and narrow and stream in ("auto", "f32") and not no_kernels):
+    elif asked != "auto" or not (on_cpu and is_narrow(kinds) and stream in ("auto", "f32") and not no_kernels):
         return product_precision(devices, asked=asked)
     return "packed-f32" if activations == "f32" else "packed"
 
 
-def hold(weights: Weights) -> Holding:
-    """Decide for every weight of a model. Matrices may be kept; a norm or a bias is a few float32."""
-    spec = weights.spec
+def reads_blocks(device: Device) -> bool:
+    """Whether kernels for weights in blocks run on this device."""
+    return device.kind == "cuda" and device_precision(device) == "bf16"
+
+
+def hold(weights: Weights, dtype: str) -> Holding:
+    """Decide for every weight of a model. Matrices may be kept; norms, biases and convolutions are a few float32."""
+    spec, on_gpu = weights.spec, reads_spans(dtype)
     layers, ends = [0] * len(spec.layers), {"first": 0, "last": 0}
     kept: Counter[str] = Counter()
     converted: Counter[tuple[str, str]] = Counter()
     for (layer, weight), shape in all_shapes(spec).items():
         tensor = weights.tensor(layer, weight)
-        size, why = 4 * math.prod(shape), why_converted(tensor)
-        if layer is None and (weight == "inputs_embed" or (weight == "embed" and not spec.tied)):
+        embeds = layer is None and weight == "embed" and not spec.tied
+        if layer is None and (weight == "inputs_embed" or (embeds and not on_gpu)):
             kept[tensor.kind] += 1  # looked up where the file is mapped; in memory as far as it is read
             continue
+        size = 4 * math.prod(shape)
         if len(shape) > 1 and weight != "conv":
-            size = panel_bytes(shape, "F32" if why else tensor.kind)
-            if why:
-                converted[tensor.kind, why] += 1
-            else:
+            why = why_not_in_blocks(tensor) if on_gpu else why_converted(tensor)
+            size = _matrix_bytes(shape, tensor.kind, dtype, kept=not why)
+            if not why:
                 kept[tensor.kind] += 1
+            elif why != PLAIN_NUMBERS:
+                converted[tensor.kind, why] += 1
         if layer is not None:
             layers[layer] += size
         else:
-            ends["first" if weight.startswith("inputs") else "last"] += size
+            ends["first" if embeds or weight.startswith("inputs") else "last"] += size
     found = WeightBytes(ends["first"], tuple(layers), ends["last"])
     return Holding(found, tuple(sorted(kept.items())), tuple((*key, count) for key, count in sorted(converted.items())))
+
+
+def _matrix_bytes(shape: tuple[int, ...], kind: str, dtype: str, *, kept: bool) -> int:
+    if not reads_spans(dtype):
+        return panel_bytes(shape, kind if kept else "F32")
+    return span_bytes(shape, kind) if kept else math.prod(shape) * DTYPE_BYTES[float_dtype(dtype)]
 
 
 def why_converted(tensor: Tensor) -> str:
@@ -99,11 +150,46 @@ def why_converted(tensor: Tensor) -> str:
     return ""
 
 
+PLAIN_NUMBERS = "plain numbers"  # nothing to keep packed
+
+
+def why_not_in_blocks(tensor: Tensor) -> str:
+    """Why a GPU cannot keep a matrix in its blocks; nothing where it can. Columns in another order are kept as they are stored:
+    what they are multiplied with is brought into their order."""
+    if tensor.kind not in SPANS:
+        return PLAIN_NUMBERS if tensor.kind in ("F32", "F16", "BF16") else "no kernel reads this kind"
+    stored = tensor.stored if isinstance(tensor, Columns) else tensor
+    return "" if stored.stays_packed else "its values change on the way"
+
+
+def span_bytes(shape: tuple[int, ...], kind: str) -> int:
+    """Bytes of a matrix, or of a stack of them, in blocks on a GPU."""
+    return math.prod(shape[:-1]) * -(-shape[-1] // SPAN) * SPANS[kind].nbytes
+
+
 def panel_bytes(shape: tuple[int, ...], kind: str) -> int:
     """Bytes of a matrix, or of a stack of them, in panels."""
     *stack, rows, width = shape
     height = -(-rows // PANEL_ROWS) * PANEL_ROWS
     return math.prod(stack) * round(height * width / 32 * _BYTES_OF_32[kind])
+
+
+def stored_sizes(weights: Weights, dtype: str) -> dict[Where, int]:
+    """Bytes of every matrix under products of this dtype, by where it belongs."""
+    sizes: dict[Where, int] = {}
+    for where, shape in all_shapes(weights.spec).items():
+        if len(shape) < 2:
+            continue
+        tensor = weights.tensor(*where)
+        why = why_not_in_blocks(tensor) if reads_spans(dtype) else why_converted(tensor)
+        packed = dtype in PACKED_DTYPES
+        sizes[where] = _matrix_bytes(shape, tensor.kind, dtype, kept=not why) if packed else math.prod(shape) * DTYPE_BYTES[dtype]
+    return sizes
+
+
+def reads_spans(dtype: str) -> bool:
+    """Whether weights under this dtype lie in blocks on a GPU, not in panels on a CPU."""
+    return dtype in PACKED_DTYPES and float_dtype(dtype) != "f32"
 
 
 def matrix_kinds(weights: Weights) -> set[str]:

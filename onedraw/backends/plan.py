@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from onedraw.backends.precision import float_dtype
 from onedraw.errors import BadSetting, NoRoom
-from onedraw.models.spec import DTYPE_BYTES, STATE_BYTES, ModelSpec
+from onedraw.models.spec import DTYPE_BYTES, KV_BYTES, STATE_BYTES, ModelSpec
 
 DEFAULT_KV_BYTES = 2**30  # of pages, where nobody said how many; one full sequence always fits
 DEFAULT_DRAFT_BYTES = 2**30  # of the rollback buffer, at most
@@ -107,13 +108,13 @@ def memory_plan(
 ) -> MemoryPlan:
     """Sizes for a model. `kv_memory` None: enough for max_batch full sequences, within default_kv_bytes.
 
-    `weights`: bytes of packed weights; everything else is float32 then.
+    `weights`: bytes of packed weights.
 
     `max_context` None: the model's own, shortened where one such sequence is over the memory for pages.
     `drafts`: how many a lane may carry, 0 where drafting is off; only recurrent layers need room for them.
     """
-    kv_dtype = kv_dtype or ("f32" if weights is not None else dtype)
-    if kv_dtype not in DTYPE_BYTES:
+    kv_dtype = kv_dtype or float_dtype(dtype)
+    if kv_dtype not in KV_BYTES:
         raise BadSetting(f"--dtype: no plan for {dtype!r}; a plan needs one of {', '.join(DTYPE_BYTES)}")
 
     def needs(context: int) -> list[tuple[int, int]]:

@@ -14,6 +14,9 @@ from onedraw.errors import BadSetting
 
 Precision = Literal["f32", "f16", "bf16"]
 PRECISIONS: tuple[Precision, ...] = ("f32", "f16", "bf16")  # the weakest first: one member decides for the set
+# Weights as they are stored, and the dtype of everything else: on a CPU with activations as codes of 8 bits or as they are, and
+# on a GPU.
+PACKED: dict[str, Precision] = {"packed": "f32", "packed-f32": "f32", "packed-bf16": "bf16", "packed-f16": "f16"}
 NATIVE_BF16 = ("gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
 NATIVE_F16 = ("gfx9", "gfx10")
 
@@ -43,6 +46,11 @@ def device_precision(device: Device) -> Precision:
             return "f32"
         case _:
             assert_never(device.kind)
+
+
+def float_dtype(products: str) -> str:
+    """The dtype of keys, values and norms beside such products."""
+    return PACKED.get(products, products)
 
 
 def weakest(found: Iterable[Precision]) -> Precision:

@@ -84,12 +84,20 @@ def with_advice(make: Callable[[int], SplitPlan], context: int) -> SplitPlan:
     try:
         return make(context)
     except NoRoom as error:
-        low, high = 0, context // 64
-        while low < high:  # in steps of 64 tokens
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if _fits(make, middle * 64) else (low, middle - 1)
-        advice = f"--max-context {low * 64} has room here" if low else "no context has room here"
+        longest = longest_context(make, context)
+        advice = f"--max-context {longest} has room here" if longest else "no context has room here"
         raise NoRoom(f"{error}. {advice}") from None
+
+
+def longest_context(make: Callable[[int], SplitPlan], most: int) -> int:
+    """The longest context that has room, in steps of 64 tokens; 0 where none has."""
+    if _fits(make, most):
+        return most
+    low, high = 0, most // 64
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if _fits(make, middle * 64) else (low, middle - 1)
+    return low * 64
 
 
 def _fits(make: Callable[[int], SplitPlan], context: int) -> bool:

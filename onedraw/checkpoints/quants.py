@@ -160,6 +160,17 @@ def _q6_k(blocks: Bytes, out: Floats) -> None:
     out.reshape(-1, 16, 16)[...] *= (_half(blocks, 208) * scales)[:, :, None]
 
 
+_FOURS = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)  # twice what a code stands for
+
+
+def _mxfp4(blocks: Bytes, out: Floats) -> None:
+    """Bytes: an exponent, 16 of codes with a sign, two bits of exponent and one of mantissa."""
+    codes = np.ascontiguousarray(blocks[:, 1:])
+    out[:, :16] = _FOURS[codes & 15]
+    out[:, 16:] = _FOURS[codes >> 4]
+    out *= np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
+
+
 def _crumbs(packed: Bytes, out: Floats) -> None:
     """Two-bit codes: 32 bytes hold 128 values, value 32j + l in bits 2j of byte l."""
     dense = np.ascontiguousarray(packed).reshape(-1, 2, 32)
@@ -207,7 +218,7 @@ KINDS: dict[str, Kind] = {
         Kind("IQ1_M", 256, 56, 29, elsewhere=True),
         Kind("TQ1_0", 256, 54, 34, elsewhere=True),
         Kind("TQ2_0", 256, 66, 35, elsewhere=True),
-        Kind("MXFP4", 32, 17, 39, elsewhere=True),
+        Kind("MXFP4", 32, 17, 39, _mxfp4),
         # No weights we can use come in these, but a header that names them is no reason to call a file broken.
         Kind("Q8_1", 32, 40, 9),
         Kind("Q8_K", 256, 292, 15),

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onedraw.checkpoints.quants import Floats
+from onedraw.checkpoints.random_packed import RandomPacked, mixture_kind
 from onedraw.models.source import Dialect, Tensor
 from onedraw.models.spec import ModelSpec
 from onedraw.models.views import Folded
@@ -120,22 +121,30 @@ def _repeat(pool: Floats, out: Floats, order: NDArray[np.intp] | None) -> None:
 
 
 class RandomCheckpoint:
-    """A source whose tensors are made when read."""
+    """A source whose tensors are made when read: numbers, or the blocks of a quantizer's mixture."""
 
     dialect: Dialect = "plain"
 
     def __init__(
-        self, spec: ModelSpec, seed: int = 0, *, config: dict[str, Any] | None = None, name: str = "", anywhere: bool = False
+        self,
+        spec: ModelSpec,
+        seed: int = 0,
+        *,
+        config: dict[str, Any] | None = None,
+        name: str = "",
+        anywhere: bool = False,
+        mixture: str = "",
     ) -> None:
         self.path = Path(name or f"random-{spec.family}")
         self.config: dict[str, Any] = config or {}
         self.generation_config: dict[str, Any] = {}
-        self._name = f"{seed} {spec}"
-        self.tensors = {
-            name: replace(_tensor(name, where[1], shape, spec=spec, seed=seed), anywhere=anywhere)
-            for where, shape in all_shapes(spec).items()
-            for name in (PLAIN.stored(where),)
-        }
+        self._name = f"{seed} {spec} {mixture}"
+        self.tensors: dict[str, Tensor] = {}
+        for where, shape in all_shapes(spec).items():
+            tensor = replace(_tensor(PLAIN.stored(where), where[1], shape, spec=spec, seed=seed), anywhere=anywhere)
+            kind = mixture_kind(mixture, *where, shape, layers=len(spec.layers), tied=spec.tied) if mixture else "F32"
+            packed = RandomPacked(tensor.name, shape, kind, seed, tensor.spread)
+            self.tensors[tensor.name] = tensor if kind == "F32" else packed
 
     def fingerprint(self) -> str:
         return hashlib.sha256(self._name.encode()).hexdigest()[:16]

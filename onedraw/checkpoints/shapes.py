@@ -1,4 +1,5 @@
-"""Named shapes of well-known models: `random:NAME` is a model of that shape with random weights, for benchmarks.
+"""Named shapes of well-known models: `random:NAME` is a model of that shape with random weights, for benchmarks;
+`random:NAME-q4_k_m` one with random blocks.
 
 In: a name, or the path of a config.json. Out: a checkpoint whose weights are made when they are read. A shape is the text part
 of the model's published config.json, so `random:PATH` and a name come in by the same door.
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from onedraw.checkpoints.random import RandomCheckpoint
+from onedraw.checkpoints.random_packed import MIXTURES
 from onedraw.errors import Corrupt, NotFound
 from onedraw.models.registry import identify
 from onedraw.models.source import Dialect, Tensor
@@ -117,14 +119,22 @@ def is_random(model: str) -> bool:
     return model.startswith(PREFIX)
 
 
-def shape_config(model: str) -> dict[str, Any]:
-    """The config behind `random:NAME` or `random:PATH/config.json`."""
+def named_mixture(model: str) -> tuple[str, str]:
+    """random:NAME-q4_k_m → the shape's name, and the mixture of kinds its weights are packed as; "" where they are numbers."""
     name = model.removeprefix(PREFIX)
+    mixture = next((mixture for mixture in MIXTURES if name.endswith(f"-{mixture}")), "")
+    return (name.removesuffix(f"-{mixture}"), mixture) if mixture else (name, "")
+
+
+def shape_config(model: str) -> dict[str, Any]:
+    """The config behind `random:NAME` or `random:PATH/config.json`, whatever its weights are stored as."""
+    name, _ = named_mixture(model)
     if name in SHAPES:
         return dict(SHAPES[name])
     path = Path(name)
     if not path.is_file():
-        raise NotFound(f"{model}: neither a known shape ({', '.join(SHAPES)}) nor the path of a config.json")
+        known = f"{', '.join(SHAPES)}; packed with -q4_k_m or a kind behind"
+        raise NotFound(f"{model}: neither a known shape ({known}) nor the path of a config.json")
     try:
         found = json.loads(path.read_text())
     except ValueError as error:
@@ -137,4 +147,6 @@ def shape_config(model: str) -> dict[str, Any]:
 def open_random(model: str, seed: int = 0) -> RandomCheckpoint:
     config = shape_config(model)
     family = identify(Described(config, Path(model)))
-    return RandomCheckpoint(family.from_config(config, model), seed, config=config, name=model, anywhere=True)
+    mixture = named_mixture(model)[1]
+    spec = family.from_config(config, model)
+    return RandomCheckpoint(spec, seed, config=config, name=model, anywhere=True, mixture=mixture)

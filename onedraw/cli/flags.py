@@ -28,8 +28,8 @@ SETTINGS_HELP: Mapping[str, str] = {
     "split": "how: auto (by their memory, accelerators first), layers (24,8) or shares (0.75,0.25)",
     "overlap": "whether devices work on several turns at once, each on requests of its own; auto: where all are of one kind and "
     "none is named twice, as in cuda:0,cuda:1 or cpu:0-7,cpu:8-15",
-    "dtype": "of weights and products; packed: weights as they are stored; auto: packed on a CPU where that is narrower than "
-    "f32, the device's own elsewhere",
+    "dtype": "of weights and products; packed: weights as they are stored; auto: packed where that is narrower and kernels read "
+    "it, on a CPU and on NVIDIA GPUs from sm80 on, the device's own elsewhere",
     "cpu_activations": "what packed weights meet on a CPU: int8, rounded per 32 numbers, or f32, exact and slower",
     "activation_dtype": "of the residual stream and of what crosses between devices; auto: what the weakest device computes in "
     "(default: ONEDRAW_ACTIVATION_DTYPE, or auto)",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, assert_never
 from onedraw.backends.devices import Device, parse_device
 from onedraw.backends.packing import PACKED_DTYPES, hold
 from onedraw.backends.plan import MemoryPlan, human_bytes
+from onedraw.backends.precision import float_dtype
 from onedraw.backends.split import SplitPlan
 from onedraw.cli import screen
 from onedraw.cli.flags import add_settings, read_settings
@@ -59,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         drafts = [*proposer_names(settings), *([] if drafter is None else [str(drafter)])]
         report = {**identity(settings, checkpoint, described), "drafts": drafts, "memory": memory_json(plan)}
         report |= {"activation_dtype": split.activation, "stages": stages_json(split)}
-        report["holding"] = asdict(hold(described.weights)) if plan.dtype in PACKED_DTYPES else None
+        report["holding"] = asdict(hold(described.weights, plan.dtype)) if plan.dtype in PACKED_DTYPES else None
     finally:
         checkpoint.close()
     if arguments.json:
@@ -210,14 +211,14 @@ def state_rows(memory: Mapping[str, Any]) -> list[list[str]]:
     ]
 
 
-def holding_rows(holding: Mapping[str, Any] | None) -> list[list[str]]:
+def holding_rows(holding: Mapping[str, Any] | None, dtype: str) -> list[list[str]]:
     """Which matrices stay as they are stored, and why others do not."""
     if holding is None:
         return []
     kept = ", ".join(f"{kind} × {count}" for kind, count in holding["kept"])
     return [
-        ["as stored", f"{kept}; norms and biases are f32"],
-        *(["converted", f"{kind} × {count} to f32: {why}"] for kind, why, count in holding["converted"]),
+        ["as stored", f"{kept}; norms and biases are {dtype}"],
+        *(["converted", f"{kind} × {count} to {dtype}: {why}"] for kind, why, count in holding["converted"]),
     ]
 
 
@@ -242,7 +243,7 @@ def rows(report: Mapping[str, Any]) -> list[list[str]]:
             "weights",
             f"{human_bytes(memory['weight_bytes'])} as {memory['dtype']}",
         ],
-        *holding_rows(report["holding"]),
+        *holding_rows(report["holding"], float_dtype(memory["dtype"])),
         ["residual stream", report["activation_dtype"]],
         *(["pages" if i == 0 else "", page_words(group, memory["page_size"])] for i, group in enumerate(memory["groups"])),
         *state_rows(memory),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 DTYPE_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
+KV_BYTES = {**DTYPE_BYTES, "8-bit": 1}  # of keys and values; the last is only planned with
 
 STATE_BYTES = 4  # recurrent states are float32, whatever the model's dtype
 
@@ -324,7 +325,7 @@ class ModelSpec:
         mixer = self.layers[index].mixer
         if isinstance(mixer, DeltaSpec) or mixer.reuses is not None:
             return 0
-        return 2 * page_size * mixer.kv_heads * mixer.head_dim * DTYPE_BYTES[dtype]
+        return 2 * page_size * mixer.kv_heads * mixer.head_dim * KV_BYTES[dtype]
 
     def lane_bytes(self, index: int) -> int:
         """Per-sequence state beside the pages; attention has none."""

@@ -113,16 +113,16 @@ class Columns(View):
     def __init__(self, tensor: Tensor, order: Order) -> None:
         self.name, self.kind = tensor.name, tensor.kind
         self.shape = (*tensor.shape[:-1], len(order))
-        self._tensor, self._order = tensor, order
+        self.stored, self.order = tensor, order
 
     def require_readable(self) -> None:
-        self._tensor.require_readable()
+        self.stored.require_readable()
 
     def into(self, out: Floats) -> None:
-        np.take(self._tensor.float32(), self._order, axis=-1, out=out)
+        np.take(self.stored.float32(), self.order, axis=-1, out=out)
 
     def take_rows(self, order: Order) -> Tensor:
-        return Columns(self._tensor.take_rows(order), self._order)
+        return Columns(self.stored.take_rows(order), self.order)
 
 
 class Stacked(View):

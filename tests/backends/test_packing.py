@@ -1,21 +1,32 @@
-"""What a CPU keeps as it is stored, what that costs, and when packed is what `auto` becomes."""
+"""What a CPU and a GPU keep as it is stored, what that costs, and when packed is what `auto` becomes."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 import numpy as np
 import pytest
 
 from onedraw.backends.devices import Device
-from onedraw.backends.packing import hold, is_narrow, matrix_kinds, panel_bytes, product_dtype
+from onedraw.backends.packing import (
+    hold,
+    is_narrow,
+    matrix_kinds,
+    panel_bytes,
+    product_dtype,
+    span_bytes,
+    why_not_in_blocks,
+)
 from onedraw.backends.plan import memory_plan
 from onedraw.checkpoints.quants import KINDS
 from onedraw.checkpoints.tensor import StoredTensor
 from onedraw.errors import BadSetting
-from onedraw.models.views import Columns, Rows
+from onedraw.models.views import ADD_ONE, Changed, Columns, Rows
+from onedraw.models.weights import all_shapes
 from tests.packed import PACKED, PLAIN_KINDS, packed_weights, stored, tiny_spec
 
 CPU, GPU = Device("cpu", "cpu"), Device("cuda:0", "cuda", "sm90")
-ASKED = {"asked": "auto", "activations": "int8", "stream": "auto", "narrow": True, "no_kernels": ""}
+ASKED = {"asked": "auto", "activations": "int8", "stream": "auto", "kinds": {"Q4_1"}, "no_kernels": ""}
 
 
 def test_a_panel_takes_what_the_file_takes_but_for_six_bit_scales() -> None:
@@ -33,7 +44,7 @@ def test_rows_are_padded_to_whole_panels_also_in_a_stack_of_experts() -> None:
 def test_the_plan_counts_what_is_kept(tied: bool) -> None:
     spec = tiny_spec(tied=tied)
     weights = packed_weights(spec, ("Q4_1",))
-    holding = hold(weights)
+    holding = hold(weights, "packed")
     matrices = sum(weights.tensor(i, name).data.nbytes for i in range(2) for name in ("q", "k", "v", "o", "gate", "up", "down"))
     norms = 5 * 256 * 4
     head = 320 * 256 // 32 * 20  # 300 rows in whole panels; an untied embedding stays in the file
@@ -48,12 +59,12 @@ def test_the_plan_counts_what_is_kept(tied: bool) -> None:
 def test_what_is_converted_says_why() -> None:
     spec = tiny_spec(tied=True)
     weights = packed_weights(spec, ("Q4_1", "Q3_K"))
-    converted = hold(weights).converted
+    converted = hold(weights, "packed").converted
     assert {(kind, why) for kind, why, _ in converted} == {("Q3_K", "no kernel reads this kind")}
     assert is_narrow(matrix_kinds(weights))
     plain = packed_weights(spec, ("F32",))
     assert not is_narrow(matrix_kinds(plain))
-    assert not hold(plain).converted
+    assert not hold(plain, "packed").converted
 
 
 def test_rows_in_another_order_stay_packed_and_columns_do_not() -> None:
@@ -71,19 +82,19 @@ def test_rows_in_another_order_stay_packed_and_columns_do_not() -> None:
 def test_auto_is_packed_where_only_cpus_compute_and_it_saves_something() -> None:
     assert product_dtype([CPU], **ASKED) == "packed"
     assert product_dtype([CPU, CPU], **ASKED | {"activations": "f32"}) == "packed-f32"
-    assert product_dtype([CPU], **ASKED | {"narrow": False}) == "f32"
+    assert product_dtype([CPU], **ASKED | {"kinds": {"F32"}}) == "f32"
     assert product_dtype([CPU], **ASKED | {"no_kernels": "no compiler"}) == "f32"
     assert product_dtype([CPU], **ASKED | {"asked": "f32"}) == "f32"
     assert product_dtype([CPU], **ASKED | {"asked": "bf16", "activations": "f32"}) == "bf16"
-    assert product_dtype([GPU], **ASKED) == "bf16"
+    assert product_dtype([GPU], **ASKED | {"asked": "bf16"}) == "bf16"
     assert product_dtype([GPU, CPU], **ASKED) == "f32"
-    assert product_dtype([CPU], **ASKED | {"asked": "packed", "narrow": False}) == "packed"
+    assert product_dtype([CPU], **ASKED | {"asked": "packed", "kinds": {"F32"}}) == "packed"
 
 
 @pytest.mark.parametrize(
     ("devices", "changes", "said"),
     [
-        ([GPU], {}, "for the CPU alone"),
+        ([GPU, CPU], {}, "not for both at once"),
         ([CPU], {"no_kernels": "no compiler"}, "no compiler; use --dtype f32"),
         ([CPU], {"stream": "bf16"}, "computes in float32"),
     ],
@@ -91,3 +102,36 @@ def test_auto_is_packed_where_only_cpus_compute_and_it_saves_something() -> None
 def test_packed_weights_that_cannot_be_are_refused_by_name(devices: list[Device], changes: dict[str, str], said: str) -> None:
     with pytest.raises(BadSetting, match=said):
         product_dtype(devices, **ASKED | {"asked": "packed"} | changes)
+
+
+def test_auto_is_packed_on_gpus_that_have_kernels_where_the_file_has_blocks() -> None:
+    old, new = Device("cuda:0", "cuda", "sm75"), Device("cuda:1", "cuda", "sm86")
+    assert product_dtype([GPU, new], **ASKED) == "packed-bf16"
+    assert product_dtype([GPU], **ASKED | {"stream": "f16"}) == "packed-f16"
+    assert product_dtype([GPU], **ASKED | {"kinds": {"F16", "BF16"}}) == "bf16"
+    assert product_dtype([GPU], **ASKED | {"kinds": {"F16"}, "asked": "packed"}) == "packed-bf16"
+    assert product_dtype([GPU, old], **ASKED) == "f16"
+    assert product_dtype([Device("hip:0", "hip", "gfx942")], **ASKED) == "bf16"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_gpu_keeps_blocks_and_the_embedding_with_them(tied: bool) -> None:
+    spec = tiny_spec(tied=tied)
+    weights = packed_weights(spec, ("Q4_K", "Q6_K"))
+    holding = hold(weights, "packed-bf16")
+    tensors = {where: weights.tensor(*where) for where in all_shapes(spec)}
+    matrices = [tensor for tensor in tensors.values() if len(tensor.shape) > 1]
+    norms = sum(4 * tensor.shape[0] for tensor in tensors.values() if len(tensor.shape) == 1)
+    assert holding.weights.total == sum(span_bytes(tensor.shape, tensor.kind) for tensor in matrices) + norms
+    assert (holding.weights.first > 0) == (not tied)
+    assert dict(holding.kept) == dict(Counter(tensor.kind for tensor in matrices))
+    plan = memory_plan(spec, dtype="packed-bf16", weights=holding.weights, max_batch=1, page_size=16)
+    assert plan.kv_dtype == "bf16"
+
+
+def test_a_gpu_keeps_columns_in_their_stored_order_and_converts_what_it_cannot_read() -> None:
+    tensor: StoredTensor = stored("w", (4, 256), "Q4_K", np.random.default_rng(0))
+    assert why_not_in_blocks(Columns(tensor, np.arange(256)[::-1].copy())) == ""
+    assert why_not_in_blocks(Changed(tensor, ADD_ONE)) == "its values change on the way"
+    weights = packed_weights(tiny_spec(tied=True), ("Q4_1", "Q3_K", "F16"))
+    assert {(kind, why) for kind, why, _ in hold(weights, "packed-bf16").converted} == {("Q3_K", "no kernel reads this kind")}

@@ -14,16 +14,14 @@ from pathlib import Path
 import torch
 
 from onedraw.backends.devices import Device, parse_device
-from onedraw.backends.packing import PACKED_DTYPES
+from onedraw.backends.precision import PACKED
 from onedraw.backends.torch.kernels.build import build
 from onedraw.backends.torch.kernels.cpu import CpuOps, Packing
 from onedraw.backends.torch.ops import Ops, TorchOps
 from onedraw.errors import BadSetting
 
-DTYPES = {
-    **{"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16},
-    **dict.fromkeys(PACKED_DTYPES, torch.float32),  # of activations, keys and values
-}
+_FLOATS = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+DTYPES = {**_FLOATS, **{name: _FLOATS[beside] for name, beside in PACKED.items()}}  # of activations, keys and values
 DEFAULT_THREADS = torch.get_num_threads()  # what torch found, or OMP_NUM_THREADS said
 
 
@@ -149,7 +147,7 @@ def pick_ops(
     warn: Callable[[str], object] = lambda line: None,
 ) -> Ops:
     """Our kernels where they exist for this device and these dtypes and can be built, else plain torch."""
-    packed = dtype in PACKED_DTYPES
+    packed = dtype in PACKED
     if torch.device(device).type == "cpu" and (packed or dtype == "f32") and activation in (None, "f32"):
         built = build(cache)
         if built.library is not None:
@@ -157,15 +155,17 @@ def pick_ops(
             return CpuOps(built.library, threads=threads or DEFAULT_THREADS, packing=packing)
         warn(f"no CPU kernels: {built.reason}; computing with plain torch, slower and with other low bits")
     if torch.device(device).type == "cuda":
-        return _cuda_ops(torch.device(device), DTYPES[dtype], warn)
+        return _cuda_ops(torch.device(device), DTYPES[dtype], warn, packed=packed)
     return TorchOps(torch.device(device))
 
 
-def _cuda_ops(device: torch.device, dtype: torch.dtype, warn: Callable[[str], object]) -> Ops:
+def _cuda_ops(device: torch.device, dtype: torch.dtype, warn: Callable[[str], object], *, packed: bool) -> Ops:
     from onedraw.backends.torch.kernels.cuda import TritonOps, serves
+    from onedraw.backends.torch.kernels.packed_ops import PackedOps
 
     if serves(device, dtype):
-        return TritonOps(device, pdl=torch.cuda.get_device_capability(device) >= (9, 0))
+        pdl = torch.cuda.get_device_capability(device) >= (9, 0)
+        return PackedOps(device, dtype, pdl=pdl) if packed else TritonOps(device, pdl=pdl)
     if dtype != torch.float32:
         warn(f"no kernels for {torch.cuda.get_device_name(device)}: computing with plain torch, slower and with other low bits")
     return TorchOps(device)

@@ -14,11 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onedraw.backends.torch.experts import Bank, PlainBank
+from onedraw.backends.torch.experts import Bank
 from onedraw.backends.torch.making import can_make, make
 from onedraw.models.source import Tensor as Stored
 from onedraw.models.spec import Activation, Norm
-from onedraw.models.views import Matrix
 
 if TYPE_CHECKING:
     from onedraw.backends.torch.layers.linear import Linear
@@ -71,24 +70,12 @@ class Loader:
 
     def bank(self, layer: int, activation: Activation) -> Bank:
         """The experts of a layer, as they are stored where the operations take them so."""
-        gate_up = self._stored_experts(layer, "expert_gate", "expert_up", pad=LANE)
-        down = self._stored_experts(layer, "expert_down", pad_columns=LANE)
-        if gate_up and down:
-            return PlainBank(gate_up, down, activation, self.ops.gated)
+        gate, up, down = (self._source.tensor(layer, name) for name in ("expert_gate", "expert_up", "expert_down"))
+        found = self.ops.stored_bank([gate, up], down, activation)
+        if found is not None:
+            return found
         first = self.experts(layer, "expert_gate", "expert_up", pad=LANE)
         return self.ops.bank(first, self.experts(layer, "expert_down", pad_columns=LANE), activation)
-
-    def _stored_experts(self, layer: int, *names: str, pad: int = 1, pad_columns: int = 1) -> tuple[Linear, ...]:
-        """Per expert the product of its matrices joined by rows; nothing where the operations want float tensors."""
-        tensors = [self._source.tensor(layer, name) for name in names]
-        found: list[Linear] = []
-        for number in range(tensors[0].shape[0]):
-            own = [Matrix(tensor, number) for tensor in tensors]
-            linear = self.ops.stored(own, bias=None, pad=pad, pad_columns=pad_columns)
-            if linear is None:
-                return ()
-            found.append(linear)
-        return tuple(found)
 
     def experts(self, layer: int, *names: str, pad: int = 1, pad_columns: int = 1) -> list[Tensor]:
         """Stacks [experts, rows, columns] → per expert the matrices joined by rows and padded, in memory of their own."""
@@ -156,6 +143,11 @@ class Rows(Protocol):
 def table_rows(table: Tensor) -> Rows:
     """Of a table [V', E], on its device."""
     return lambda tokens, by=None: table.index_select(0, tokens.to(table.device))
+
+
+def looked_up(table: Linear) -> Rows:
+    """Of a weight that is kept as it is stored, on its device."""
+    return lambda tokens, by=None: table.rows(tokens.to(table.device), by)
 
 
 def kept_rows(head: Linear, source: WeightSource, *, tied: bool) -> Rows:

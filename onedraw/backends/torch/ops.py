@@ -49,6 +49,15 @@ class Ops(Protocol):
         """
         ...
 
+    def stored_bank(self, gate_up: Sequence[Stored], down: Stored, activation: Activation) -> Bank | None:
+        """Experts from stacks of matrices as they are stored; None where `bank` is to have float tensors."""
+        ...
+
+    def table(self, tensor: Stored) -> Linear | None:
+        """A weight as it is stored, to be looked up on this device (`Linear.rows`) and perhaps multiplied with; None where a
+        float table is wanted."""
+        ...
+
     @property
     def looks_up(self) -> bool:
         """Whether rows of a weight can be read where a product has it (`Linear.rows`)."""
@@ -188,6 +197,12 @@ class FloatOps:
     records = False
 
     def stored(self, tensors: Sequence[Stored], *, bias: Tensor | None, pad: int, pad_columns: int) -> Linear | None:
+        return None
+
+    def stored_bank(self, gate_up: Sequence[Stored], down: Stored, activation: Activation) -> Bank | None:
+        return None
+
+    def table(self, tensor: Stored) -> Linear | None:
         return None
 
     def fuse(self, layers: Sequence[DenseLayer]) -> Fused | None:

@@ -22,7 +22,7 @@ from onedraw.backends.torch.inputs import Inputs
 from onedraw.backends.torch.layers.elementwise import activated, softcapped
 from onedraw.backends.torch.layers.linear import Linear, RowRule
 from onedraw.backends.torch.layers.rope import rope_table
-from onedraw.backends.torch.loader import LANE, Loader, WeightSource, kept_rows, table_rows
+from onedraw.backends.torch.loader import LANE, Loader, WeightSource, kept_rows, looked_up, table_rows
 from onedraw.backends.torch.mixers import Mixer, load_mixer
 from onedraw.backends.torch.ops import Fused, Ops, Preparation
 from onedraw.backends.torch.pages import PageStore
@@ -257,17 +257,25 @@ class Stack:
         self.device, self.ops = last.device, last.ops
         loader = Loader(source, ops=first.ops, dtype=dtype, device=first.device, norm=spec.norm)
         looks_up = first.ops.looks_up and last.ops.looks_up
-        table = None if looks_up else loader.kept(None, "embed", pad=LANE)  # [V', E]
+        stored = None if looks_up else first.ops.table(source.tensor(None, "embed"))
+        table = None if looks_up or stored is not None else loader.kept(None, "embed", pad=LANE)  # [V', E]
         self._input_table = InputTable(spec, source, loader, first.ops) if spec.inputs else None
         self._embed_scale = torch.tensor(spec.embed_scale, dtype=dtype, device=first.device)
         loader = Loader(source, ops=last.ops, dtype=dtype, device=last.device, norm=spec.norm)
         self.norm = loader.norm(None, "norm")
         if table is not None and spec.tied:
             self.head = last.ops.linear(table.to(last.device))  # a second copy only where the devices differ
+        elif stored is not None and spec.tied and first.device == last.device:
+            self.head = stored
         else:
             self.head = loader.linear(None, "embed" if spec.tied else "head", pad=LANE)
         del loader  # its buffer is as large as the head
-        self._embedding = table_rows(table) if table is not None else kept_rows(self.head, source, tied=spec.tied)
+        if table is not None:
+            self._embedding = table_rows(table)
+        elif stored is not None:
+            self._embedding = looked_up(stored)
+        else:
+            self._embedding = kept_rows(self.head, source, tied=spec.tied)
         self._rows, self._progress = rows, progress
         self.stages: list[Stage] = []
         for site in sites:

@@ -23,7 +23,7 @@ from onedraw.backends.torch.lanes import Kept, LaneStore
 from onedraw.backends.torch.layers.delta import DeltaWeights
 from onedraw.backends.torch.layers.elementwise import gated, times_gate
 from onedraw.backends.torch.layers.linear import Linear, RowRule
-from onedraw.backends.torch.loader import padded
+from onedraw.backends.torch.loader import LANE, padded
 from onedraw.backends.torch.ops import DenseLayer
 from onedraw.backends.torch.pages import PageStore
 from onedraw.backends.torch.runs import CHUNK, Runs, runs_of
@@ -31,6 +31,7 @@ from onedraw.backends.torch.sampler import Sampler
 from onedraw.errors import UnsupportedModel
 from onedraw.models.source import Tensor as Stored
 from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, Gate
+from onedraw.models.views import Matrix
 
 MOST_DELTA_DIMS = 512  # of a head, as in delta.c
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
@@ -119,8 +120,23 @@ class CpuOps:
         return CpuLinear(self._kernels, [panels], bias=bias, coded=False)
 
     def stored(self, tensors: Sequence[Stored], *, bias: Tensor | None, pad: int, pad_columns: int) -> CpuLinear | None:
+        return self._side_by_side(tensors, bias=bias, pad=pad, pad_columns=pad_columns) if self._packing.as_stored else None
+
+    def stored_bank(self, gate_up: Sequence[Stored], down: Stored, activation: Activation) -> PlainBank | None:
         if not self._packing.as_stored:
             return None
+        first, second = [], []
+        for number in range(down.shape[0]):
+            first.append(self._side_by_side([Matrix(tensor, number) for tensor in gate_up], pad=LANE))
+            second.append(self._side_by_side([Matrix(down, number)], pad_columns=LANE))
+        return PlainBank(tuple(first), tuple(second), activation, self.gated)
+
+    def table(self, tensor: Stored) -> None:
+        """Rows are read in the head's panels, or where the file is mapped."""
+
+    def _side_by_side(
+        self, tensors: Sequence[Stored], *, bias: Tensor | None = None, pad: int = 1, pad_columns: int = 1
+    ) -> CpuLinear:
         parts = [panels_of(self._kernels, tensor, height=padded(tensor.shape[0], pad)) for tensor in tensors]
         width = padded(parts[0].width, pad_columns)
         return CpuLinear(self._kernels, parts, bias=bias, coded=self._packing.coded, in_features=width)

@@ -120,13 +120,15 @@ def linear(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     gate: int = 0,
+    out: Tensor | None = None,
     tile: Tile | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """x [T, K], rows of stride 1 → [T, N]. With a `gate` (an activation's number) the weight's rows are pairs of a gate and
-    what it opens, and out comes activation(gate) times the other: [T, N / 2], rounded as `gated` rounds."""
+    """x [T, K], rows of stride 1 → [T, N], into `out` where it is given, which may be columns of a wider tensor. With a `gate`
+    (an activation's number) the weight's rows are pairs of a gate and what it opens, and out comes activation(gate) times the
+    other: [T, N / 2], rounded as `gated` rounds."""
     (rows, depth), n = x.shape, weight.shape[0]
-    y = torch.empty(rows, n // 2 if gate else n, dtype=x.dtype, device=x.device)
+    y = torch.empty(rows, n // 2 if gate else n, dtype=x.dtype, device=x.device) if out is None else out
     if rows == 0:
         return y
     tile = tile or choose_tile(rows, n, depth, x.dtype, shared_memory(x.device))
@@ -141,7 +143,7 @@ def linear(
         n,
         x.stride(0),
         0 if residual is None else residual.stride(0),
-        y.shape[1],
+        y.stride(0),
         K=depth,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.columns,

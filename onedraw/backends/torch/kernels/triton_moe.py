@@ -118,11 +118,17 @@ def experts(
     """x [T, E]; gate_up [experts, 2F, E], down [experts, E, F] → Σ weight · down(act(gate x) · up x), lowest expert first."""
     opened = _products(x, gate_up, routes, divide=routes.used)  # [T * used, 2F]
     answers = _products(gated(opened, activation), down, routes, divide=1)  # [T * used, E]
-    y = torch.empty_like(x)
-    if len(x):
+    return combine(answers, routes, width=x.shape[1], scale=scale)
+
+
+def combine(answers: Tensor, routes: Routes, *, width: int, scale: float) -> Tensor:
+    """Answers [T * used, width] of pairs → [T, width], lowest expert first."""
+    rows = len(routes.weights)
+    y = torch.empty(rows, width, dtype=answers.dtype, device=answers.device)
+    if rows:
         block = 1024
-        _combine[(len(x), triton.cdiv(x.shape[1], block))](
-            answers, routes.weights, y, x.shape[1], scale, USED=routes.used, BLOCK=block, enable_fp_fusion=False
+        _combine[(rows, triton.cdiv(width, block))](
+            answers, routes.weights, y, width, scale, USED=routes.used, BLOCK=block, enable_fp_fusion=False
         )
     return y
 

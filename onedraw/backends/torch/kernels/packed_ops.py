@@ -1,0 +1,46 @@
+"""The operations of a GPU whose weights stay in their blocks.
+
+In: a device and the dtype of activations. Out: `PackedOps`: TritonOps whose products, experts and tables read weights as they
+are stored. What no kernel reads in blocks is a float tensor there as it is everywhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from onedraw.backends.packing import why_not_in_blocks
+from onedraw.backends.torch.kernels.cuda import TritonOps
+from onedraw.backends.torch.kernels.packed_linear import Courier, PackedBank, PackedLinear, load_bank, packed_linear
+from onedraw.backends.torch.loader import LANE
+from onedraw.models.source import Tensor as Stored
+from onedraw.models.spec import Activation
+
+
+class PackedOps(TritonOps):
+    def __init__(self, device: torch.device, dtype: torch.dtype, *, pdl: bool = False) -> None:
+        super().__init__(device, pdl=pdl)
+        self.name = f"{device.type}-triton-packed"
+        self._dtype, self._courier = dtype, Courier(device)
+
+    def stored(self, tensors: Sequence[Stored], *, bias: Tensor | None, pad: int, pad_columns: int) -> PackedLinear | None:
+        return packed_linear(
+            tensors,
+            dtype=self._dtype,
+            device=self._device,
+            courier=self._courier,
+            bias=bias,
+            pad=pad,
+            pad_columns=pad_columns,
+            pdl=self._pdl,
+        )
+
+    def stored_bank(self, gate_up: Sequence[Stored], down: Stored, activation: Activation) -> PackedBank | None:
+        if any(map(why_not_in_blocks, [*gate_up, down])):
+            return None
+        return load_bank(gate_up, down, activation, pad=LANE, courier=self._courier, device=self._device)
+
+    def table(self, tensor: Stored) -> PackedLinear | None:
+        return self.stored([tensor], bias=None, pad=LANE, pad_columns=1)

@@ -1,0 +1,64 @@
+"""Packed models without a file: the kinds of a quantizer's mixture, and tensors that are read like a GGUF file's."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from onedraw.backends.packing import hold
+from onedraw.checkpoints.random_packed import MIXTURES, RandomPacked, mixture_kind
+from onedraw.checkpoints.shapes import named_mixture, open_random, shape_config
+from onedraw.errors import NotFound
+from onedraw.models.loading import describe
+
+
+def test_rows_are_windows_that_hold_the_same_numbers_however_they_are_read() -> None:
+    tensor = RandomPacked("w", (40, 512), "Q4_K", 0, 0.05)
+    whole = tensor.float32()
+    assert whole.shape == (40, 512)
+    assert 0.02 < float(whole.std()) < 0.1
+    raw = tensor.packed()
+    assert raw.shape == (40, 2 * 144)
+    assert not raw.flags.owndata
+    assert np.array_equal(raw[1, :144], raw[0, 144:])  # a row begins a block after the row before
+    order = np.array([7, 0, 39])
+    assert np.array_equal(tensor.take_rows(order).float32(), whole[order])
+    assert np.array_equal(tensor.reshaped((8, 5, 512)).float32(), whole.reshape(8, 5, 512))
+    assert not np.array_equal(RandomPacked("other", (40, 512), "Q4_K", 0, 0.05).packed(), raw)
+
+
+def test_a_mixture_gives_more_bits_where_they_matter() -> None:
+    def kind(layer: int | None, weight: str, shape: tuple[int, ...] = (512, 5120), tied: bool = False) -> str:
+        return mixture_kind("q4_k_m", layer, weight, shape, layers=64, tied=tied)
+
+    assert [kind(layer, "v") for layer in (0, 8, 9, 10, 60)] == ["Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q6_K"]
+    assert kind(9, "q") == "Q4_K"
+    assert kind(9, "delta_qkv") == "Q5_K"
+    assert kind(None, "head") == kind(None, "embed", tied=True) == "Q6_K"
+    assert kind(None, "embed") == "Q4_K"
+    assert kind(0, "down", (512, 2080)) == "Q8_0"  # no whole number of 256
+    assert kind(0, "attn_norm", (5120,)) == kind(0, "router") == kind(0, "q", (64, 40)) == "F32"
+    assert mixture_kind("q5_0", 0, "q", (64, 64), layers=4, tied=True) == "Q5_0"
+
+
+def test_a_name_ends_in_its_mixture() -> None:
+    assert named_mixture("random:qwen3.6-27b-q4_k_m") == ("qwen3.6-27b", "q4_k_m")
+    assert named_mixture("random:llama3-8b-q4_k") == ("llama3-8b", "q4_k")
+    assert named_mixture("random:llama3-8b") == ("llama3-8b", "")
+    assert shape_config("random:llama3-8b-q8_0") == shape_config("random:llama3-8b")
+    with pytest.raises(NotFound, match="packed with -q4_k_m"):
+        shape_config("random:unheard-q4_k_m")
+    assert len(set(MIXTURES)) == len(MIXTURES)
+
+
+def test_a_27b_model_in_four_bits_takes_sixteen_gigabytes_and_is_planned_without_making_it() -> None:
+    described = describe(open_random("random:qwen3.6-27b-q4_k_m"))
+    holding = hold(described.weights, "packed-bf16")
+    assert 15.5e9 < holding.weights.total < 17.5e9
+    kinds = Counter(dict(holding.kept))
+    assert kinds["Q4_K"] > 300
+    assert kinds["Q5_K"] == 48
+    assert kinds["Q6_K"] > 24
+    assert not holding.converted
