@@ -5,6 +5,7 @@ In: Settings. Out: a Door whose service is ready. Errors say what is missing; no
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -49,6 +50,7 @@ from onedraw.types import ModelCard
 
 if TYPE_CHECKING:
     from onedraw.backends.torch.selfcheck import SelfCheck
+    from onedraw.backends.xla.selfcheck import SelfCheck as XlaCheck
 
 log = logging.getLogger("onedraw")
 Progress = Callable[[str], None]
@@ -63,8 +65,8 @@ def open_door(settings: Settings, progress: Progress | None = None, *, speculato
     match settings.backend:
         case "fake":
             return _fake_door(settings, speculator or make_speculator(settings))
-        case "torch":
-            return _torch_door(settings, tell, speculator or make_speculator(settings))
+        case "torch" | "xla":
+            return _model_door(settings, tell, speculator or make_speculator(settings))
 
 
 def make_speculator(settings: Settings) -> Speculator:
@@ -255,7 +257,10 @@ def _fake_door(settings: Settings, speculator: Speculator) -> Door:
     return Door(service=service, tokenizer=tokenizer, template=toy_template(), card=card)
 
 
-def _torch_door(settings: Settings, tell: Progress, speculator: Speculator) -> Door:
+def _model_door(settings: Settings, tell: Progress, speculator: Speculator) -> Door:
+    """A checkpoint behind a backend that computes."""
+    if settings.backend == "xla":
+        _require_jax()
     checkpoint = find_checkpoint(settings, tell)
     try:
         described = describe(checkpoint)
@@ -263,10 +268,16 @@ def _torch_door(settings: Settings, tell: Progress, speculator: Speculator) -> D
         tell(f"loading {checkpoint.path.name} ({spec.family}, {spec.parameters / 1e6:.0f} M parameters)")
         tokenizer, template = read_text(checkpoint)
         weights = checkpoint.fingerprint()
-        chosen = chosen_drafter(settings, described, checkpoint)
+        chosen = None if settings.backend == "xla" else chosen_drafter(settings, described, checkpoint)
         drafting = None if chosen is None else Drafting(chosen, tokenizer, checkpoint)
+
+        def make_backend() -> Backend:
+            if settings.backend == "xla":
+                return _xla_backend(settings, described, tell)
+            return _torch_backend(settings, described, tell, drafting)
+
         service = make_service(
-            lambda: _torch_backend(settings, described, tell, drafting),
+            make_backend,
             settings,
             speculator,
             weights=weights + ("" if drafting is None else f" and {drafting.fingerprint}"),
@@ -322,6 +333,46 @@ def _torch_backend(settings: Settings, described: Described, tell: Progress, dra
     _tell_check(backend.report, tell)
     if backend.capacity.drafter and drafting is not None:
         tell(f"drafting with {drafting.named} ({backend.capacity.drafter})")
+    return backend
+
+
+def _require_jax() -> None:
+    if importlib.util.find_spec("jax") is None:
+        raise BadSetting('--backend xla needs jax, which is not installed here: pip install "onedraw[xla]"')
+
+
+def _xla_backend(settings: Settings, described: Described, tell: Progress) -> Backend:
+    from onedraw.backends.xla.backend import DRAFTS, Site, XlaBackend
+    from onedraw.backends.xla.platform import find_devices, keep_compiled, resolve_platform
+    from onedraw.backends.xla.weights import require_interpreted
+
+    require_state_dtype(settings.state_dtype, "states of recurrent layers")
+    require_interpreted(described.spec)
+    platform = resolve_platform(settings.xla_platform)
+    devices, found = find_devices(platform, settings.device_names)
+    kept = keep_compiled((settings.cache_dir or default_cache_dir()) / "xla")
+    plan, split = plan_devices(settings, described, devices, no_kernels="the xla backend has none")
+    drafts = 0 if "none" in settings.draft else DRAFTS
+    by_name = dict(zip((device.name for device in devices), found, strict=True))
+    begin = time.perf_counter()
+    backend = XlaBackend(
+        described.spec,
+        described.weights,
+        dtype=plan.dtype,
+        activation=split.activation,
+        sites=[Site(by_name[stage.device.name], stage.stop) for stage in split.stages],
+        lanes=settings.max_batch,
+        pages=plan.pages,
+        page_size=settings.page_size,
+        max_context=plan.max_context,
+        turn_tokens=settings.turn_tokens,
+        drafts=min(drafts, plan.draft_positions) if described.spec.recurrent else drafts,
+        checkpoints=plan.checkpoints,
+        check=settings.self_check,
+        tell=tell,
+    )
+    tell(f"xla: ready after {time.perf_counter() - begin:.1f} s on {platform}; compiled programs are kept in {kept}")
+    _tell_check(backend.report, tell)
     return backend
 
 
@@ -404,7 +455,7 @@ def _observer(settings: Settings, tokenizer: Tokenizer) -> Observer | None:
     return Tracer(tokenizer) if settings.trace_verify else None
 
 
-def _tell_check(report: SelfCheck | None, tell: Progress) -> None:
+def _tell_check(report: SelfCheck | XlaCheck | None, tell: Progress) -> None:
     if report is None:
         tell("self-check skipped")
     elif report.holds:

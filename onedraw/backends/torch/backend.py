@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from onedraw.backends.answers import Position
 from onedraw.backends.base import Capacity, PageGroup, Ticket
 from onedraw.backends.outcome import row_outcome
 from onedraw.backends.staging import FEWEST_ROWS, most_tokens
@@ -27,7 +28,7 @@ from onedraw.backends.torch.loader import LANE, WeightSource, padded
 from onedraw.backends.torch.ops import Ops, TorchOps
 from onedraw.backends.torch.ranking import Turned
 from onedraw.backends.torch.runs import CHUNK
-from onedraw.backends.torch.sampler import Position, Sampler
+from onedraw.backends.torch.sampler import Sampler
 from onedraw.backends.torch.selfcheck import SelfCheck, self_check
 from onedraw.backends.torch.stack import Site, Stack, Watch
 from onedraw.backends.torch.state import KeptLogits, Sizes, State

@@ -1,0 +1,27 @@
+"""One way to make an xla backend from a folder, for every test that needs one; skips where jax is not installed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("jax", reason='--backend xla needs jax: pip install "onedraw[xla]"')
+
+import jax
+
+from onedraw.backends.xla.backend import Site, XlaBackend
+from onedraw.checkpoints.base import open_checkpoint
+from onedraw.models.loading import describe
+
+SIZES: dict[str, Any] = {"lanes": 4, "pages": 200, "page_size": 8, "max_context": 400, "turn_tokens": 192, "checkpoints": 12}
+
+
+def xla_backend(path: Path, *, cuts: tuple[int, ...] = (), **changes: Any) -> XlaBackend:
+    """On the CPU, in one stage or cut before some layers, each stage on the next of jax's CPU devices."""
+    described = describe(open_checkpoint(path))
+    devices = jax.devices("cpu")
+    stops = (*cuts, None)
+    sites = [Site(devices[number % len(devices)], stop) for number, stop in enumerate(stops)]
+    return XlaBackend(described.spec, described.weights, sites=sites, **{"warm": False, "check": False, **SIZES, **changes})
