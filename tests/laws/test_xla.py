@@ -19,8 +19,7 @@ from tests.backends.xla.making import xla_backend
 
 # isort: split
 from onedraw.backends.xla import backend as backend_module
-from onedraw.backends.xla import delta, inputs, layers, sampler, state
-from onedraw.backends.xla.backend import XlaBackend
+from onedraw.backends.xla import inputs, layers, sampler, state
 from onedraw.memory.ledger import Ledger
 from onedraw.types import DryParams, Request, SamplingParams
 from tests import tiny
@@ -75,12 +74,12 @@ class FewPages(Ledger):
 
 
 class Bench:
-    """A lonely backend's answers, a crowded one, and who knows the answers."""
+    """A backend, what it answers to each alone, and who knows the answers."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.lonely, self.crowded = xla_backend(folder, lanes=1), xla_backend(folder)
-        self.expected = plain(lambda: self.lonely, REQUESTS)
+        self.backend = xla_backend(folder)
+        self.expected = plain(lambda: self.backend, REQUESTS)
         answers = {r.id: a.tokens for r, a in zip(REQUESTS, self.expected, strict=True)}
         self.drafts = Clairvoyant(answers, tiny.VOCAB)
 
@@ -110,7 +109,7 @@ def test_no_schedule_changes_a_bit(benches: dict[str, Bench], name: str) -> None
     }
     counted: Counter[str] = Counter()
     for label, schedule in variations.items():
-        got, stats = run(bench.crowded, REQUESTS, schedule)
+        got, stats = run(bench.backend, REQUESTS, schedule)
         assert same(got, bench.expected), label
         counted.update({field: getattr(stats, field) for field in COUNTED})
         counted.update(kept=stats.accepted_tokens, rejected=stats.draft_tokens - stats.accepted_tokens)
@@ -165,11 +164,6 @@ def shift_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "_runs", off_by_one)
 
 
-def join_products_and_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step's products are not rounded before they are added where it likes."""
-    monkeypatch.setattr(delta, "times", lambda x, y: x * y)
-
-
 FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, bool]] = [
     (forget_to_move_nodes, DENSE, True),
     (commit_everything, HYBRID, False),
@@ -204,10 +198,9 @@ def test_the_self_check_holds_on_this_machine_and_notices_a_sum_that_follows_the
     assert not found.holds
 
 
-def identity_of(backend: XlaBackend) -> str:
-    return backend.identity
-
-
-def test_a_lane_count_is_no_part_of_what_computes_the_bits(benches: dict[str, Bench]) -> None:
+def test_the_number_of_lanes_and_of_tokens_in_a_turn_changes_no_bit(benches: dict[str, Bench]) -> None:
     bench = benches[DENSE]
-    assert identity_of(bench.lonely) == identity_of(bench.crowded)
+    other = xla_backend(bench.folder, lanes=9, turn_tokens=256)
+    assert other.shape.decode != bench.backend.shape.decode
+    got, _ = run(other, REQUESTS, Schedule())
+    assert same(got, bench.expected)

@@ -59,6 +59,11 @@ def times(x: Array, y: Array) -> Array:
     return jnp.where(jnp.isnan(x), x, x * y)
 
 
+def over(x: Array, y: Array) -> Array:
+    """A quotient that is one: x / y where y is spread out would become a product with 1 / y, which rounds twice."""
+    return x / jnp.where(jnp.isnan(x), 1, y)
+
+
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     """A float32 weight meets the normed numbers before they are rounded to x's dtype, another one after."""
     wide = x.astype(jnp.float32)

@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from onedraw.backends.xla.layers import linear, rms_norm, times
+from onedraw.backends.xla.layers import linear, over, rms_norm, times
 from onedraw.backends.xla.noise import gumbel
 from onedraw.backends.xla.platform import Array
 from onedraw.sampling.law import MASS_BITS, NO_TOKEN
@@ -59,7 +59,7 @@ def answer(logits: Array, sums: Array, counts: tuple[Array, Array], wants: Wants
     scores = adjusted(logits, counts, wants)
     best = _top(scores)
     sound = (best > -jnp.inf) & (best < jnp.inf) & (logits.max(1) < jnp.inf)
-    deficit = (best[:, None] - scores) / wants["divisor"][:, None]
+    deficit = over(best[:, None] - scores, wants["divisor"][:, None])
     limit = _limit(deficit, wants)[:, None]
     lawful = jnp.where(deficit > limit, jnp.inf, deficit)
     noise = lax.cond(wants["noisy"].any(), lambda: gumbel(wants["keys"], logits.shape[1]), lambda: jnp.zeros_like(logits))
@@ -101,7 +101,7 @@ def _penalized(scores: Array, counts: tuple[Array, Array], wants: Wants) -> Arra
     output = output.reshape(-1).at[wants["drafted_at"]].add(wants["drafted_by"], mode="drop").reshape(scores.shape)
     seen = (output > 0) | counts[1][lanes]
     penalty, frequency, presence = (wants[name][:, None] for name in ("repetition", "frequency", "presence"))
-    part = jnp.where(seen, jnp.where(scores > 0, scores / penalty, scores * penalty), scores)
+    part = jnp.where(seen, jnp.where(scores > 0, over(scores, penalty), scores * penalty), scores)
     part = part - times(output, frequency)
     part = part - (output > 0).astype(jnp.float32) * presence
     return jnp.where(wants["counting"][:, None], part, scores)

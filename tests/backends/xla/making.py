@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,12 @@ pytest.importorskip("jax", reason='--backend xla needs jax: pip install "onedraw
 import jax
 
 from onedraw.backends.xla.backend import Site, XlaBackend
+from onedraw.backends.xla.platform import keep_compiled
 from onedraw.checkpoints.base import open_checkpoint
 from onedraw.models.loading import describe
+
+COMPILED = tempfile.TemporaryDirectory()  # a program that two tests of a process need is compiled once
+keep_compiled(Path(COMPILED.name))
 
 SIZES: dict[str, Any] = {"lanes": 4, "pages": 200, "page_size": 8, "max_context": 400, "turn_tokens": 192, "checkpoints": 12}
 
