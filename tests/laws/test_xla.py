@@ -18,12 +18,18 @@ import pytest
 from tests.backends.xla.making import xla_backend
 
 # isort: split
+from onedraw import assemble
 from onedraw.backends.xla import backend as backend_module
 from onedraw.backends.xla import inputs, layers, sampler, state
+from onedraw.checkpoints.base import open_checkpoint
 from onedraw.memory.ledger import Ledger
+from onedraw.models.loading import describe
+from onedraw.settings import Settings
 from onedraw.types import DryParams, Request, SamplingParams
 from tests import tiny
 from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, run
+from tests.laws.test_snapshots import requests_of as disk_requests
+from tests.laws.test_snapshots import restarted
 
 DENSE, HYBRID = "qwen3", "qwen3_5_odd"
 COUNTED = ("restores", "whole_prompts", "page_copies", "checkpoints_saved", "preemptions", "middle_chunks", "draft_trees")
@@ -115,6 +121,40 @@ def test_no_schedule_changes_a_bit(benches: dict[str, Bench], name: str) -> None
         counted.update(kept=stats.accepted_tokens, rejected=stats.draft_tokens - stats.accepted_tokens)
         counted.update(hits=stats.prefix_hits, mixed=stats.mixed_turns)
     assert [what for what, count in counted.items() if not count] == [], counted
+
+
+def test_a_prompt_from_the_disk_goes_on_as_a_cold_one(benches: dict[str, Bench], tmp_path: Path) -> None:
+    bench = benches[HYBRID]
+    cold = plain(lambda: bench.backend, disk_requests(tiny.VOCAB))
+    got, counted = restarted(lambda: bench.backend, lambda: bench.backend, disk_requests(tiny.VOCAB), tmp_path)
+    assert same(got, cold)
+    assert counted["restored"] >= 4
+    assert counted["whole"] >= 3
+
+
+@pytest.mark.parametrize(("name", "cuts"), [(DENSE, (1, 2)), (HYBRID, (1, 2, 3))])
+def test_layers_on_several_devices_give_the_bits_of_one(benches: dict[str, Bench], name: str, cuts: tuple[int, ...]) -> None:
+    bench = benches[name]
+    split = xla_backend(bench.folder, cuts=cuts)
+    assert len({site.device for site in split._sites}) == len(cuts) + 1
+    proposer = dataclasses.replace(bench.drafts, tree=True)
+    got, stats = run(split, REQUESTS, Schedule(proposer=proposer, reuse=True, turn_tokens=80, arrivals=(0, 9, 9)))
+    assert same(got, bench.expected)
+    assert min(stats.restores, stats.accepted_tokens, stats.draft_trees, stats.middle_chunks, stats.mixed_turns) > 0
+
+
+def test_eight_devices_share_eight_layers_as_the_placement_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tiny.COMMON, "num_hidden_layers", 8)
+    described = describe(open_checkpoint(tiny.write_safetensors("llama", tmp_path / "hf")))
+    names = ",".join(f"cpu:{number}" for number in range(8))
+    found = []
+    for devices in (None, names):
+        settings = Settings.of(backend="xla", devices=devices, max_batch=4, max_context=256, turn_tokens=64, self_check=False)
+        backend = assemble._xla_backend(dataclasses.replace(settings, cache_dir=tmp_path), described, lambda line: None)
+        found.append((backend, run(backend, [dataclasses.replace(r, prompt=r.prompt[:90]) for r in REQUESTS[:4]], Schedule())[0]))
+    assert len(found[0][0]._stages) == 1
+    assert [len(stage.layers) for stage in found[1][0]._stages] == [1] * 8
+    assert same(found[0][1], found[1][1])
 
 
 # ---------------------------------------------------------------------- planted faults
