@@ -149,7 +149,9 @@ def test_eight_devices_share_eight_layers_as_the_placement_says(tmp_path: Path, 
     names = ",".join(f"cpu:{number}" for number in range(8))
     found = []
     for devices in (None, names):
-        settings = Settings.of(backend="xla", devices=devices, max_batch=4, max_context=256, turn_tokens=64, self_check=False)
+        settings = Settings.of(
+            backend="xla", devices=devices, max_batch=4, max_context=256, turn_tokens=64, self_check=False, draft="none"
+        )
         backend = assemble._xla_backend(dataclasses.replace(settings, cache_dir=tmp_path), described, lambda line: None)
         found.append((backend, run(backend, [dataclasses.replace(r, prompt=r.prompt[:90]) for r in REQUESTS[:4]], Schedule())[0]))
     assert len(found[0][0]._stages) == 1
