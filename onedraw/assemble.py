@@ -376,6 +376,31 @@ def _xla_backend(settings: Settings, described: Described, tell: Progress) -> Ba
     return backend
 
 
+def export_graphs(settings: Settings, folder: Path, tell: Progress) -> Path:
+    """A model as StableHLO graphs, in the sizes of these settings; gives the manifest's path."""
+    _require_jax()
+    from onedraw.backends.xla.export import export_model
+
+    checkpoint = find_checkpoint(settings, tell)
+    try:
+        described = describe(checkpoint)
+        plan = plan_memory(settings, described, dtype="f32")
+        return export_model(
+            described.spec,
+            described.weights,
+            folder,
+            lanes=settings.max_batch,
+            page_size=settings.page_size,
+            pages=plan.pages,
+            max_context=plan.max_context,
+            turn_tokens=settings.turn_tokens,
+            version=__version__,
+            tell=tell,
+        )
+    finally:
+        checkpoint.close()
+
+
 @dataclass(frozen=True, slots=True)
 class Drafting:
     """A drafter and what it is to draft for: a block drafter, the target's own head, or any smaller model."""

@@ -165,7 +165,11 @@ def attend(q: Array, pages: Weights, inputs: dict[str, Any], bucket: Bucket, sha
         return lax.dynamic_update_slice_in_dim(out, found, number * bucket.step, 0)
 
     out = jnp.zeros((bucket.tiles, kv, height, dim), jnp.float32)
-    out = lax.fori_loop(0, inputs["tile_steps"], step, out)[:, :, : per * bucket.tile]
+    if bucket.tiles == bucket.step:
+        out = step(jnp.int32(0), out)
+    else:
+        out = lax.fori_loop(0, inputs["tile_steps"], step, out)
+    out = out[:, :, : per * bucket.tile]
     out = out.reshape(-1, kv, per, bucket.tile, dim).transpose(0, 3, 1, 2, 4).reshape(bucket.tiles * bucket.tile, -1)
     return out[inputs["token_slots"]].astype(q.dtype)
 
