@@ -17,7 +17,6 @@ from unittest import mock
 
 import torch
 
-from onedraw.assemble import read_text
 from onedraw.backends.torch import ranking
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import pick_ops
@@ -29,6 +28,7 @@ from onedraw.checkpoints.pull import resolve
 from onedraw.drafters import built_in
 from onedraw.models.dflash import describe_drafter
 from onedraw.models.loading import describe
+from onedraw.opening import read_text
 from onedraw.settings import default_cache_dir
 from onedraw.speculation.tree import build_tree
 from onedraw.types import Request, SamplingParams

@@ -1,11 +1,12 @@
-"""The CPU against llama.cpp: one file, one machine, as many threads on both sides.
+"""The CPU against llama.cpp, and against `transformers` in float32: one file, one machine, as many threads on every side.
 
-    python -m bench.cpu_against_llamacpp [MODEL] [--threads 2] [--repeats 3] [--llama-python PATH] [--json]
+    python -m bench.cpu_against_llamacpp [MODEL] [--threads 2] [--repeats 3] [--llama-python PYTHON]
+                                           [--path avx2] [--json]
 
 llama.cpp comes as `llama-cpp-python` (extra `peers`), in this environment or in the one whose interpreter `--llama-python`
 names. The sides take turns, each in a process of its own; the best of the repeats counts, on both sides, since whatever else
-a machine does only ever adds time. Asked for: decode at 1 >= 1.0 x llama.cpp, prompt of 512 >= 2 x, 8 requests at once >= 2.5 x
-one, a row of 8 drafts <= 2.5 x a row of one token, opened within 0.5 s.
+a machine does only ever adds time. Asked for: decode at 1 >= 1.0 x llama.cpp; a prompt of 512 >= 2 x llama.cpp and >= 0.8 x
+transformers; 8 requests at once >= 2.5 x one; a row of 8 drafts <= 2.5 x a row of one token; opened within 0.5 s.
 """
 
 from __future__ import annotations
@@ -112,12 +113,35 @@ def measure_llama(path: str, *, threads: int, new_tokens: int) -> dict[str, Any]
     }
 
 
-SIDES = {"ours": measure_ours, "llama": measure_llama}
+def measure_transformers(path: str, *, threads: int, new_tokens: int) -> dict[str, Any]:
+    import torch
+    import transformers
+
+    from bench.cpu_decode import theirs
+    from bench.peer import llama_in_transformers
+
+    torch.set_num_threads(threads)
+    begin = time.perf_counter()
+    model = llama_in_transformers(Path(path))
+    opened = time.perf_counter() - begin
+    theirs(model, new_tokens=4)
+    with torch.inference_mode():
+        prefill = best(lambda: model(torch.tensor([PROMPT]), use_cache=True, logits_to_keep=1), 3)
+    return {
+        "open": opened,
+        "prefill": len(PROMPT) / prefill,
+        "decode": theirs(model, new_tokens=new_tokens),
+        "fingerprint": f"transformers {transformers.__version__} f32",
+    }
+
+
+SIDES = {"ours": measure_ours, "llama": measure_llama, "transformers": measure_transformers}
 
 
 def in_a_process(side: str, path: str, options: argparse.Namespace) -> dict[str, Any]:
     python = options.llama_python if side == "llama" else sys.executable
     own = ["--side", side, "--threads", str(options.threads), "--new-tokens", str(options.new_tokens)]
+    own += ["--path", options.path] if options.path and side == "ours" else []
     done = subprocess.run([python, __file__, path, *own], capture_output=True, text=True, env=_environment())
     if done.returncode:
         raise SystemExit(f"{side}: {done.stderr.strip().splitlines()[-1:]}")
@@ -147,9 +171,14 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--llama-python", default=sys.executable, help="an interpreter that has llama-cpp-python")
+    parser.add_argument("--path", choices=("avx512", "avx2", "portable"), help="our kernels for a lesser processor than this one")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.path:
+        from onedraw.backends.torch.kernels import library
+
+        setattr(library, "paths", lambda: {options.path: ()})  # noqa: B010
     if options.side:
         print(json.dumps(SIDES[options.side](options.model, threads=options.threads, new_tokens=options.new_tokens)))
         return
@@ -162,19 +191,26 @@ def main() -> None:
     for _ in range(options.repeats):
         for side in SIDES:
             runs[side].append(in_a_process(side, path, options))
-    ours, llama = combined(runs["ours"]), combined(runs["llama"])
+    ours, llama, peer = (combined(runs[side]) for side in SIDES)
     ratios = {
+        "prefill to transformers": ours["prefill"] / peer["prefill"],
         "decode": ours["decode"] / llama["decode"],
         "prefill": ours["prefill"] / llama["prefill"],
         "8 at once to one": ours["decode 8"] / ours["decode"],
         "row of 8 to row of 1": ours["row of 8"] / ours["row of 1"],
     }
     if options.json:
-        print(json.dumps({"load": load, "ours": ours, "llama": llama, "ratios": ratios, "runs": runs}, indent=2))
+        print(
+            json.dumps(
+                {"load": load, "ours": ours, "llama": llama, "transformers": peer, "ratios": ratios, "runs": runs}, indent=2
+            )
+        )
         return
-    print(f"load {load:.1f}, {options.threads} threads, best of {options.repeats}\n{ours['fingerprint']}\n{llama['fingerprint']}")
+    print(f"load {load:.1f}, {options.threads} threads, best of {options.repeats}")
+    print(*(side["fingerprint"] for side in (ours, llama, peer)), sep="\n")
     for name in ("decode", "prefill"):
-        print(f"{name:8s} {ours[name]:7.1f} tok/s, llama.cpp {llama[name]:7.1f}: {ratios[name]:.2f} x")
+        others = f"llama.cpp {llama[name]:7.1f}: {ratios[name]:.2f} x, transformers {peer[name]:7.1f}"
+        print(f"{name:8s} {ours[name]:7.1f} tok/s, {others}")
     print(f"8 at once {ours['decode 8']:.1f} tok/s: {ratios['8 at once to one']:.2f} x one")
     rows = ratios["row of 8 to row of 1"]
     print(f"a row of 8 {ours['row of 8'] * 1e3:.2f} ms, of 1 {ours['row of 1'] * 1e3:.2f} ms: {rows:.2f} x")

@@ -296,8 +296,9 @@ class Overhead:
                 key = dict(message["headers"]).get(b"x-request-id", b"").decode()
             await send(message)
             stamps = self._told.get(key)
-            if stamps and message.get("body", b"").startswith(b"data: {"):
-                self.spread.add(time.perf_counter() - stamps.popleft())
+            now, events = time.perf_counter(), message.get("body", b"").count(b"data: {")
+            for _ in range(min(events, len(stamps or ()))):  # events that came at once leave at once
+                self.spread.add(now - stamps.popleft())
 
         try:
             await self._app(scope, receive, timed)

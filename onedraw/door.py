@@ -11,12 +11,15 @@ import itertools
 import queue
 import secrets
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from onedraw.engine.service import Event, Service, Sink
-from onedraw.errors import BadParameter, BadRequest
+from onedraw.errors import BadParameter, BadRequest, OnedrawError
+from onedraw.post import Inbox, Post
 from onedraw.sampling.noise import child_seed
 from onedraw.speaker import Ask, Reply, Speaker
 from onedraw.text.budget import ThinkingBudget
@@ -63,6 +66,7 @@ class Door:
         self.card = card
         self.memory = CallMemory()
         self._numbers = itertools.count()
+        self._posts: WeakKeyDictionary[asyncio.AbstractEventLoop, Post] = WeakKeyDictionary()
 
     def __enter__(self) -> Door:
         return self
@@ -155,22 +159,30 @@ class Door:
         finally:
             self._end(voices)
 
-    async def astream(self, *asks: Ask) -> AsyncGenerator[Piece, None]:
-        """`stream` for asyncio."""
-        loop = asyncio.get_running_loop()
-        inbox: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+    async def bursts(self, *asks: Ask) -> AsyncGenerator[list[Piece], None]:
+        """`stream` for asyncio, in lists: what has come at once is told at once."""
+        inbox: Inbox[tuple[int, Event]] = Inbox(self._post())
 
         def sink(index: int) -> Sink:
-            return lambda event: _call_soon(loop, inbox.put_nowait, (index, event))
+            return lambda event: inbox.put((index, event))
 
         voices = self._begin(asks, sink)
         try:
             while not all(voice.speaker.done for voice in voices):
-                index, event = await inbox.get()
-                for piece in self._hear(voices[index], event):
-                    yield piece
+                heard, failed = self._hear_all(voices, await inbox.take())
+                if heard:
+                    yield heard
+                if failed is not None:
+                    raise failed
         finally:
             self._end(voices)
+
+    async def astream(self, *asks: Ask) -> AsyncGenerator[Piece, None]:
+        """`stream` for asyncio."""
+        async with aclosing(self.bursts(*asks)) as bursts:
+            async for burst in bursts:
+                for piece in burst:
+                    yield piece
 
     def generate(self, *asks: Ask) -> list[Reply]:
         """Whole replies, one per choice: the fold of `stream`."""
@@ -243,6 +255,24 @@ class Door:
             self._remember(voice, pieces)
         return pieces
 
+    def _hear_all(self, voices: Sequence[Voice], events: Sequence[tuple[int, Event]]) -> tuple[list[Piece], OnedrawError | None]:
+        """The pieces behind events, up to one that is an error."""
+        heard: list[Piece] = []
+        for index, event in events:
+            try:
+                heard += self._hear(voices[index], event)
+            except OnedrawError as error:
+                return heard, error
+        return heard, None
+
+    def _post(self) -> Post:
+        """The post of the loop that runs here."""
+        loop = asyncio.get_running_loop()
+        found = self._posts.get(loop)
+        if found is None:
+            found = self._posts[loop] = Post(loop)
+        return found
+
     def _remember(self, voice: Voice, pieces: Sequence[Piece]) -> None:
         """Keep a reply that ended with calls, before anybody can answer them."""
         reply = voice.reply
@@ -264,12 +294,3 @@ class Door:
 def fresh_seed() -> int:
     """A seed for a request that brought none."""
     return secrets.randbelow(SEED_LIMIT)
-
-
-def _call_soon(loop: asyncio.AbstractEventLoop, put: Callable[[tuple[int, Event]], None], item: tuple[int, Event]) -> None:
-    """Hand an event to the loop; a loop that closed meanwhile has no reader left."""
-    try:
-        loop.call_soon_threadsafe(put, item)
-    except RuntimeError:
-        if not loop.is_closed():
-            raise

@@ -15,11 +15,13 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal, TypeAlias, assert_never
 
 from onedraw.door import Ask, Door, Reply
 from onedraw.engine.stats import Stats
-from onedraw.errors import Barren
+from onedraw.errors import BadSetting, Barren, NoRoom
 from onedraw.exercises import requests
 from onedraw.models.loading import describe
 from onedraw.settings import Settings
@@ -46,7 +48,7 @@ class Finding:
     def __str__(self) -> str:
         if self.result == "different":
             return f"different (first at request {self.request}, position {self.position})"
-        return self.result
+        return self.result + (f" ({self.note})" if self.note else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,27 +82,27 @@ def prove(
     open_one = opener or _default_opener
     threads = base.threads or os.cpu_count() or 1
     told = None if base.backend == "xla" else threads  # XLA has no such setting
-    plain_settings = replace(base, threads=told, prefix_cache=False, max_batch=1, draft=("none",), tree_budget=0)
+    plain_settings = replace(
+        base, threads=told, prefix_cache=False, max_batch=1, draft=("none",), tree_budget=0, cache_budget=None
+    )
     new_tokens = QUICK_NEW_TOKENS if quick else NEW_TOKENS
     tell("the plain run")
     with open_one(plain_settings) as door:
         card, asks = door.card, requests(door, new_tokens=new_tokens)
         plain, evidence = drive(door, asks, "one by one", settings=plain_settings)
+    findings: list[Finding] = []
+    with TemporaryDirectory(prefix="onedraw-prove-") as folder:
         facts = Facts(
             plain_settings,
             longest=max(len(a.prompt) for a in asks) + new_tokens,
             page_bytes=page_bytes or bytes_per_page(base, dtype=card.dtype),
+            folder=Path(folder),
         )
-    findings = []
-    for variation in variations(base, threads=threads):
-        tell(variation.name)
-        settings = replace(plain_settings, **{"max_batch": len(asks), "self_check": False, **variation.changes(facts)})
-        predicting = [replace(a, predicted=variation.predict(i, plain[i])) for i, a in enumerate(asks)]
-        with open_one(settings) as door:
-            if not variation.applies(door):
-                continue
-            replies, happened = drive(door, predicting, variation.drive, settings=settings)
-        findings.append(judge(variation, plain, replies, exercised=variation.exercised(evidence, happened)))
+        for variation in variations(base, threads=threads):
+            tell(variation.name)
+            settings = replace(plain_settings, **{"max_batch": len(asks), "self_check": False, **variation.changes(facts)})
+            found = _vary(variation, settings, asks, plain, evidence, open_one)
+            findings += [] if found is None else [found]
     return Table(
         model=card.name,
         fingerprint=card.fingerprint,
@@ -108,6 +110,24 @@ def prove(
         tokens=sum(len(r.choices) for r in plain),
         findings=tuple(findings),
     )
+
+
+def _vary(
+    variation: Variation, settings: Settings, asks: Sequence[Ask], plain: list[Reply], evidence: Evidence, open_one: Opener
+) -> Finding | None:
+    """One row, or None where it does not apply. What cannot be opened that way here was not exercised, and says why."""
+    predicting = [replace(a, predicted=variation.predict(i, plain[i])) for i, a in enumerate(asks)]
+    try:
+        if variation.rehearsed:
+            with open_one(settings) as door:
+                drive(door, predicting, variation.drive, settings=settings)
+        with open_one(settings) as door:
+            if not variation.applies(door):
+                return None
+            replies, happened = drive(door, predicting, variation.drive, settings=settings)
+    except (BadSetting, NoRoom) as error:
+        return Finding(variation.name, "not exercised", note=str(error))
+    return judge(variation, plain, replies, exercised=variation.exercised(evidence, happened))
 
 
 def judge(variation: Variation, plain: Sequence[Reply], replies: Sequence[Reply], *, exercised: bool) -> Finding:
@@ -155,6 +175,7 @@ def drive(door: Door, asks: Sequence[Ask], how: Drive, *, settings: Settings) ->
         cached=sum(r.usage.cached for r in replies),
         settings=settings,
         device=door.card.device,
+        stages=door.service.capacity.stages,
     )
     return replies, evidence
 
@@ -213,7 +234,8 @@ def _default_opener(settings: Settings) -> Door:
 
 def bytes_per_page(settings: Settings, *, dtype: str) -> int:
     """What one page takes of --kv-memory."""
-    from onedraw.assemble import find_checkpoint, plan_memory
+    from onedraw.opening import find_checkpoint
+    from onedraw.planning import plan_memory
 
     if settings.backend == "fake":
         return 1

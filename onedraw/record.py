@@ -131,14 +131,15 @@ class RecordingDoor(Door):
                     self._record(asks, piece.index, replies[piece.index])
                 yield piece
 
-    async def astream(self, *asks: Ask) -> AsyncGenerator[Piece, None]:
+    async def bursts(self, *asks: Ask) -> AsyncGenerator[list[Piece], None]:
         replies = self.replies(*asks)
-        async with aclosing(super().astream(*asks)) as pieces:
-            async for piece in pieces:
-                replies[piece.index].add(piece)
-                if piece.finish is not None:  # a disk may take its time, and others wait for this loop
-                    await asyncio.to_thread(self._record, asks, piece.index, replies[piece.index])
-                yield piece
+        async with aclosing(super().bursts(*asks)) as bursts:
+            async for burst in bursts:
+                for piece in burst:
+                    replies[piece.index].add(piece)
+                    if piece.finish is not None:  # a disk may take its time, and others wait for this loop
+                        await asyncio.to_thread(self._record, asks, piece.index, replies[piece.index])
+                yield burst
 
     def _record(self, asks: tuple[Ask, ...], index: int, reply: Reply) -> None:
         """A disk that fails costs the record, never the reply."""

@@ -18,6 +18,7 @@ MOST_THREADS = 1024
 DTYPES = ("auto", "packed", "f32", "bf16", "f16")
 ACTIVATION_DTYPES = ("auto", "f32", "bf16", "f16")
 CpuActivations = Literal["int8", "f32"]
+Overlap = Literal["auto", "on", "off"]
 DRAFT_WORDS = ("auto", "none", "ngram", "prediction", "mtp")  # what --draft knows beside paths
 
 
@@ -32,6 +33,7 @@ class Settings:
     device: str = "auto"  # auto, cpu, cuda, cuda:0 …
     devices: str | None = None  # instead of device: several, as in cuda:0,cuda:1,cpu
     split: str = "auto"  # layers of each device: auto, 24,8 or 0.75,0.25
+    overlap: Overlap = "auto"  # whether stages work on several turns at once
     dtype: str = "auto"  # weights and products
     cpu_activations: CpuActivations = "int8"  # what packed weights are multiplied with on a CPU
     activation_dtype: str = "auto"  # the residual stream, and what crosses between devices
@@ -53,6 +55,7 @@ class Settings:
     self_check: bool = True  # compare 1 row with 2, 5, 16 and 64 at start
     cache_dir: Path | None = None  # where pulled models and snapshots are kept
     cache_budget: int | None = None  # bytes of snapshots on disk; None: none are kept
+    snapshot_dir: Path | None = None  # where they are kept; None: in the cache folder
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -63,6 +66,8 @@ class Settings:
             raise BadSetting(f"--activation-dtype: {self.activation_dtype!r} is not one of {', '.join(ACTIVATION_DTYPES)}")
         if self.devices is not None and self.device != "auto":
             raise BadSetting("--devices and --device both say where the model runs; give one of them")
+        if self.overlap not in get_args(Overlap):
+            raise BadSetting(f"--overlap: {self.overlap!r} is not one of auto, on, off")
         if self.split != "auto" and self.devices is None:
             raise BadSetting("--split: says how layers are divided among --devices, which was not given")
         for name, low in (("max_batch", 1), ("turn_tokens", 1), ("page_size", 1), ("queue_limit", 1)):
@@ -97,6 +102,8 @@ class Settings:
             raise BadSetting("--activation-dtype f16: the xla backend computes in f32 or bf16")
         if self.threads is not None:
             raise BadSetting("--threads: XLA takes all processors it may use; start it under taskset to give it fewer")
+        if self.overlap == "on":
+            raise BadSetting("--overlap on: stages of the xla backend work on one turn at a time")
         named = [entry for entry in self.draft if entry not in ("auto", "none", "ngram", "prediction")]
         if named:
             raise BadSetting(f"--draft {named[0]}: the xla backend runs no drafter; auto, none, ngram and prediction work there")

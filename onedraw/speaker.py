@@ -1,7 +1,7 @@
 """From the events of a request to the pieces of a reply: what is asked, what is heard, and their fold.
 
-In: an Ask, and the events of its requests. Out: Pieces; a Reply is their sum. Token → piece: detokenizer → stop strings →
-reading (reasoning, content).
+In: an Ask, and the events of its requests. Out: Pieces; a Reply is their sum. Token → piece: detokenizer → reading
+(reasoning, content, calls) → stop strings in the content.
 """
 
 from __future__ import annotations
@@ -114,6 +114,7 @@ class Speaker:
         self._call: Call | None = None
         self._hidden = ask.params.stop_ids  # ids that end a reply: part of the ids, never of the text
         self._least = ask.params.min_tokens  # text of earlier tokens is not searched for stop strings
+        self._searching = False
         self._said = 0
         self.done = False
 
@@ -127,10 +128,8 @@ class Speaker:
             self._count(choice.token)
             if choice.token in self._hidden and event.finish == "stop" and choice is event.chosen[-1]:
                 break
-            fresh = self._detokenizer.push(choice.token)
-            if self._said + heard >= self._least:
-                fresh, hit = self._stops.push(fresh)
-            self._read(sayings, fresh)
+            self._searching = self._said + heard >= self._least
+            hit = self._read(sayings, self._detokenizer.push(choice.token))
             if hit is not None or self._reader.over:
                 break
         self._said += heard
@@ -142,32 +141,55 @@ class Speaker:
             unsaid = max(event.kept - heard, 0)  # drafts that were right, behind a stop string
             usage = self._usage(event, unsaid)
         self._channel, self._call = sayings[-1].channel, sayings[-1].call
-        pieces = [Piece(self._index, saying.channel, saying.text, tuple(saying.choices), call=saying.call) for saying in sayings]
-        pieces[0] = replace(pieces[0], prompt_logprobs=event.scored)
         reason = hit if hit is not None else None if self._reader.over else event.stop_id
-        pieces[-1] = replace(pieces[-1], finish=finish, stop_reason=reason, usage=usage)
-        return pieces
+        last = len(sayings) - 1
+        return [
+            Piece(
+                self._index,
+                saying.channel,
+                saying.text,
+                tuple(saying.choices),
+                finish=finish if number == last else None,
+                stop_reason=reason if number == last else None,
+                usage=usage if number == last else None,
+                prompt_logprobs=event.scored if number == 0 else None,
+                call=saying.call,
+            )
+            for number, saying in enumerate(sayings)
+        ]
 
-    def _read(self, sayings: list[Saying], text: str, *, last: bool = False) -> None:
-        """Read text on; what belongs to another channel begins a new piece."""
+    def _read(self, sayings: list[Saying], text: str, *, last: bool = False) -> str | None:
+        """Read text on, up to a stop string, which is given back. It is looked for in the answer, as the caller sees it:
+        thinking and calls have markers and spaces of their own."""
         for part in [*self._reader.push(text), *(self._reader.finish() if last else ())]:
-            now = sayings[-1]
-            if (now.channel, now.call) != (part.channel, part.call) and (now.text or now.call is not None):
-                sayings.append(Saying(part.channel, part.call))
-            sayings[-1].channel, sayings[-1].call = part.channel, part.call
-            sayings[-1].text += part.text
+            if part.channel == "content":
+                shown, hit = self._stops.push(part.text) if self._searching else (part.text, None)
+                self._say(sayings, part.channel, None, shown)
+                if hit is not None:
+                    return hit
+            else:
+                self._say(sayings, "content", None, self._stops.finish())
+                self._say(sayings, part.channel, part.call, part.text)
+        if last:
+            self._say(sayings, "content", None, self._stops.finish())
+        return None
+
+    def _say(self, sayings: list[Saying], channel: Channel, call: Call | None, text: str) -> None:
+        """What belongs to another channel begins a new piece."""
+        if channel == "content" and not text:
+            return
+        now = sayings[-1]
+        if (now.channel, now.call) != (channel, call) and (now.text or now.call is not None):
+            sayings.append(Saying(channel, call))
+        sayings[-1].channel, sayings[-1].call = channel, call
+        sayings[-1].text += text
 
     def _end(self, sayings: list[Saying], finish: Finish, hit: str | None) -> tuple[Finish, str | None]:
         """What was held back, when no more tokens come."""
         self.done = True
-        tail = ""
         if hit is None:
-            tail, hit = self._stops.push(self._detokenizer.finish())
-            if hit is None:
-                tail += self._stops.finish()
-            else:
-                finish = "stop"
-        self._read(sayings, tail, last=True)
+            hit = self._read(sayings, self._detokenizer.finish(), last=True)
+            finish = finish if hit is None else "stop"
         return "tool_calls" if finish == "stop" and self._reader.calls else finish, hit
 
     def _count(self, token: int) -> None:

@@ -24,6 +24,7 @@ Drive: TypeAlias = Literal["one by one", "at once", "streamed", "each twice", "a
 SMALL_TURN = 16
 RUN_AHEAD = ("model", "mtp")  # drafters that guess token by token: their drafts are chains
 TREE_BUDGET, WHOLE_TREE = 16, 64  # nodes of a proved tree, and more than its depth
+SNAPSHOT_BYTES = 2**30
 DRAFT_TOKENS = 4  # guesses per row where no number was asked for: drafts that do not pay off are proved too
 
 
@@ -34,6 +35,7 @@ class Facts:
     settings: Settings  # of the plain run
     longest: int  # tokens of the longest request, prompt and reply
     page_bytes: int  # of one page over all layers
+    folder: Path  # an empty one, for what a variation leaves on the disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ class Evidence:
     cached: int  # prompt tokens the replies say came from the prefix cache
     settings: Settings
     device: str
+    stages: int = 1  # parts that the layers lie in
 
     def drafted(self, source: str | None = None) -> Drafted:
         """What came of one source's guesses, or of all of them."""
@@ -63,6 +66,7 @@ class Variation:
     exercised: Callable[[Evidence, Evidence], bool]  # (plain, this): did it happen?
     applies: Callable[[Door], bool] = lambda door: True  # without it the row is left out
     predict: Callable[[int, Reply], tuple[int, ...]] = lambda number, plain: ()  # what request `number` is said to become
+    rehearsed: bool = False  # all of it once before, behind a door that is closed again
 
 
 def variations(base: Settings, *, threads: int) -> tuple[Variation, ...]:
@@ -92,6 +96,14 @@ def variations(base: Settings, *, threads: int) -> tuple[Variation, ...]:
             "at once",
             lambda plain, now: now.counted.mixed_turns > 0 and now.counted.middle_chunks > 0,
         ),
+        Variation(
+            "restored from disk, after a restart",
+            lambda facts: {"prefix_cache": True, "cache_budget": SNAPSHOT_BYTES, "snapshot_dir": facts.folder},
+            "one by one",
+            lambda plain, now: now.counted.snapshots_restored > 0,
+            rehearsed=True,
+        ),
+        *splits(base),
         *(
             Variation(f"{count} thread{'s' * (count > 1)}", _threads(count), "one by one", _other_threads)
             for count in (1, 2)
@@ -99,6 +111,30 @@ def variations(base: Settings, *, threads: int) -> tuple[Variation, ...]:
         ),
         *drafting(base),
     )
+
+
+def splits(base: Settings) -> tuple[Variation, ...]:
+    """Layers in two stages on the same device, one after the other and both at work; of a split, its stages at work at once."""
+    twice: Mapping[str, Any] = {} if base.devices else {"device": "auto", "devices": f"{base.device},{base.device}"}
+    halves = Variation(
+        "split in two",
+        lambda facts: {**twice, "overlap": "off"},
+        "one by one",
+        lambda plain, now: now.stages > plain.stages,
+        applies=_is_split,
+    )
+    together = Variation(
+        "split in two, both at work" if twice else "split, all stages at work",
+        lambda facts: {**twice, "overlap": "on"},
+        "at once",
+        lambda plain, now: now.counted.overlapped_turns > 0,
+        applies=_is_split,
+    )
+    return (halves, together) if twice else (together,)
+
+
+def _is_split(door: Door) -> bool:
+    return door.service.capacity.stages > 1
 
 
 def drafting(base: Settings) -> tuple[Variation, ...]:

@@ -23,9 +23,12 @@ from onedraw.types import DryParams, LogprobsMode, SamplingParams
 
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 # Tokens of thinking, for models whose template knows no effort of its own; None: as much as they like.
-EFFORTS: Mapping[Effort, int | None] = {"none": 0, "minimal": 512, "low": 2048, "medium": 8192, "high": None, "xhigh": None}
+EFFORTS: Mapping[Effort, int | None] = {
+    **{"none": 0, "minimal": 512, "low": 2048, "medium": 8192},
+    **{"high": None, "xhigh": None, "max": None},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +120,7 @@ def call_guide(use: ToolUse, other: Guide | None, *, door: Door) -> Guide | None
         raise BadParameter(other.param, "a reply that must call a tool has no other form; use tool_choice auto")
     if other is not None and not isinstance(other, JsonGuide):
         raise BadParameter(other.param, "a reply that may call tools can only be held to JSON; send no tools with it")
-    if other is None and not use.must and not any(tool.strict for tool in use.callable):
+    if other is None and not use.must and not use.narrowed and not any(tool.strict for tool in use.callable):
         return None
     grammars = door.grammars
     content = None if other is None else json.dumps(with_bounds(grammars.checked(json.loads(other.schema), other.param)))

@@ -7,8 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from onedraw.settings import default_cache_dir
+
+settings.register_profile("patient", deadline=None)  # a busy machine is no finding
+settings.load_profile("patient")
 
 
 @pytest.fixture(scope="session")

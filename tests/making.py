@@ -10,6 +10,7 @@ import torch
 
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import pick_ops
+from onedraw.backends.torch.line import Line
 from onedraw.backends.torch.ops import Ops, TorchOps
 from onedraw.backends.torch.stack import Site
 from onedraw.checkpoints.base import open_checkpoint
@@ -32,8 +33,9 @@ def backend_of(
     cuts: tuple[int, ...] = (),
     dtype: str = "f32",
     activation: str | None = None,
+    overlap: bool = False,
 ) -> TorchBackend:
-    """On the CPU, with our kernels or with plain torch, in one stage or cut before some layers."""
+    """On the CPU, with our kernels or with plain torch, in one stage or cut before some layers, one by one or all at work."""
     described = describe(open_checkpoint(path))
     cpu = torch.device("cpu")
 
@@ -55,4 +57,6 @@ def backend_of(
         checkpoints=checkpoints,
         check=check,
         make_drafter=make_drafter,
+        line=Line([lambda: None for _ in range(len(cuts) + 1)]) if overlap else None,
+        tickets=len(cuts) + 1 if overlap else 1,
     )

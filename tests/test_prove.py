@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from onedraw.assemble import make_service, make_speculator, open_door
+from onedraw.assemble import make_service, open_door
 from onedraw.backends.fake import FakeBackend, Logits
 from onedraw.door import Door, Reply
+from onedraw.drafting import make_speculator
 from onedraw.engine.stats import Stats
+from onedraw.errors import BadSetting
 from onedraw.prove import Finding, Table, drive, first_difference, prove, requests
 from onedraw.sampling.law import choice
 from onedraw.settings import Settings
 from onedraw.speculation.proposer import chain
 from onedraw.types import Choice, Draft, Row, RowOutcome, Save
 from onedraw.variations import Evidence, drafting, variations
+from tests import tiny
 
 FAKE = Settings(model="fake", backend="fake", threads=1)
 
@@ -111,6 +114,66 @@ def test_a_backend_with_checkpoints_is_proved_to_choose_from_them() -> None:
     assert found[row] == found["prefix cache hit"] == "same"
     assert "different" not in found.values()
     assert results(prove(FAKE, quick=True, opener=opener_with(StaleLogits, **recurrent)))[row] == "different"
+
+
+class AnothersLogits(FakeBackend):
+    """Planted: what comes back from the disk has the last logits of another prompt."""
+
+    def adopt(self, slot: int | None, places: Any, arrays: Mapping[str, Any]) -> None:
+        changed = {name: array[::-1] if name == "logits" else array for name, array in arrays.items()}
+        super().adopt(slot, places, changed)
+
+
+RESTORED = "restored from disk, after a restart"
+
+
+def test_a_restart_with_snapshots_is_proved_and_a_wrong_one_found() -> None:
+    assert results(prove(FAKE, quick=True, opener=opener_with(FakeBackend, checkpoints=16)))[RESTORED] == "same"
+    found = results(prove(FAKE, quick=True, opener=opener_with(AnothersLogits, checkpoints=16)))
+    assert found.pop(RESTORED) == "different"
+    assert "different" not in found.values()
+
+
+def some_rows(monkeypatch: pytest.MonkeyPatch, *wanted: str) -> None:
+    """Of the table, to be quick."""
+    chosen = lambda base, threads: tuple(v for v in variations(base, threads=threads) if v.name in wanted)  # noqa: E731
+    monkeypatch.setattr("onedraw.prove.variations", chosen)
+
+
+HALVES, TOGETHER = "split in two", "split in two, both at work"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+def test_splits_and_restarts_of_a_real_model_are_proved(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(model=str(tiny.write_safetensors(name, tmp_path / name)), device="cpu", threads=1)
+    some_rows(monkeypatch, HALVES, TOGETHER, RESTORED)
+    assert results(prove(settings, quick=True)) == dict.fromkeys((RESTORED, HALVES, TOGETHER), "same")
+
+
+def test_a_split_that_rounds_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from onedraw.backends.torch.boundary import Boundary
+
+    real = Boundary.cross
+    monkeypatch.setattr(Boundary, "cross", lambda self, x, own: real(self, x.bfloat16().float(), own))
+    settings = Settings(model=str(tiny.write_safetensors("qwen3", tmp_path / "hf")), device="cpu", threads=1)
+    some_rows(monkeypatch, HALVES, TOGETHER)
+    assert results(prove(settings, quick=True)) == {HALVES: "different", TOGETHER: "different"}
+
+
+def test_what_cannot_be_opened_was_not_exercised_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def opener(settings: Settings) -> Door:
+        if settings.devices:
+            raise BadSetting("this model cannot be cut")
+        return open_door(settings)
+
+    some_rows(monkeypatch, HALVES)
+    (finding,) = prove(FAKE, quick=True, opener=opener).findings
+    assert str(finding) == "not exercised (this model cannot be cut)"
+
+
+def test_of_a_split_its_stages_at_work_are_proved() -> None:
+    names = [v.name for v in variations(Settings(devices="cpu,cpu"), threads=1) if "split" in v.name]
+    assert names == ["split, all stages at work"]
 
 
 def test_noise_that_depends_on_company_is_found() -> None:

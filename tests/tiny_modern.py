@@ -172,7 +172,9 @@ CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         top_k_experts=2,
         moe_intermediate_size=24,
     ),
-    "gemma4_e4b": lambda: t.Gemma4TextConfig(**{**MODEST, **GEMMA4, **SMALL}, intermediate_size=104),
+    "gemma4_e4b": lambda: t.Gemma4TextConfig(  # may be cut into three
+        **{**MODEST, **GEMMA4, **SMALL, "num_kv_shared_layers": 2}, intermediate_size=104
+    ),
     "gemma4_e2b": lambda: t.Gemma4TextConfig(
         **{**ODD, **GEMMA4, **SMALL, "num_key_value_heads": 1}, intermediate_size=104, use_double_wide_mlp=True
     ),

@@ -45,6 +45,8 @@ class Capacity:
     max_drafts: int = 64  # drafts of one row in one turn
     draft_positions: int | None = None  # drafts of all rows in one turn, where a rollback buffer bounds them
     turn_tokens: int | None = None  # tokens of one turn, where buffers between devices bound them
+    stages: int = 1  # parts that the layers lie in, one behind the other
+    tickets: int = 1  # plans that may be under way at once; stages on devices of their own work on one each
     lookahead: int = 0  # positions past a row that the backend's own drafter writes to; covered where pages allow
     drafter: str = ""  # the backend's own drafter, if it has one
     device: str = "cpu"
@@ -53,7 +55,8 @@ class Capacity:
 
 
 class Backend(Protocol):
-    """One device, or several under one roof. `submit` never blocks; a sequence rides in one ticket at a time."""
+    """One device, or several under one roof. A sequence rides in one ticket at a time; tickets are collected in the order of
+    their submission, and no more than `Capacity.tickets` are under way. With one, `submit` may compute."""
 
     @property
     def capacity(self) -> Capacity: ...

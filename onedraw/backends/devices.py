@@ -1,11 +1,13 @@
 """Devices by name: those of this machine, and those that are only described. Pure.
 
-In: `cuda:0`, `cpu`, or a description such as `cuda/sm86/24GiB`. Out: Device. A description plans; it cannot run.
+In: `cuda:0`, `cpu`, some processors of it (`cpu:0-3`), or a description such as `cuda/sm86/24GiB`. Out: Device. A description
+plans; it cannot run.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,27 +16,45 @@ from onedraw.errors import BadSetting
 Kind = Literal["cpu", "cuda", "hip"]
 KINDS: tuple[Kind, ...] = ("cpu", "cuda", "hip")
 UNITS = {"MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-EXAMPLES = "cpu, cuda:0, or a description such as cuda/sm86/24GiB, hip/gfx90a/64GiB or cpu/64GiB"
+EXAMPLES = "cpu, cpu:0-3, cuda:0, or a description such as cuda/sm86/24GiB, hip/gfx90a/64GiB or cpu/64GiB"
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """`arch`: sm86, gfx90a …, empty where nobody knows. `memory`: bytes that may be taken, None where nobody knows."""
+    """`arch`: sm86, gfx90a …, empty where nobody knows. `memory`: bytes that may be taken, None where nobody knows.
+    `cores`: the processors of a CPU that may be used; none named: all of them."""
 
     name: str  # as it was written
     kind: Kind
     arch: str = ""
     memory: int | None = None
+    cores: tuple[int, ...] = ()
 
     @property
     def described(self) -> bool:
         return "/" in self.name
 
+    @property
+    def home(self) -> str:
+        """Whose memory it takes: processors of one machine share theirs."""
+        return self.kind if self.kind == "cpu" and not self.described else self.name
+
+
+def apart(devices: Sequence[Device]) -> bool:
+    """Several devices of one kind, none of which another takes computing time from: each can be kept busy by itself.
+
+    A CPU beside an accelerator is left out: the slower one decides, and two small turns cost it more than one large one.
+    """
+    names, cores = [device.name for device in devices], [core for device in devices for core in device.cores]
+    alone = len(set(names)) == len(names) and len(set(cores)) == len(cores)
+    return len(devices) > 1 and alone and len({d.kind for d in devices}) == 1 and all(d.cores or d.kind != "cpu" for d in devices)
+
 
 def parse_device(text: str) -> Device:
     first, *parts = text.strip().split("/")
     base, _, index = first.partition(":")
-    if base not in KINDS or (index and not index.isdigit()) or (parts and index):
+    cores = _cores(index) if base == "cpu" else ()
+    if base not in KINDS or (index and not index.isdigit() and not cores) or (parts and index):
         raise BadSetting(f"--devices: {text!r} is no device; write {EXAMPLES}")
     kind: Kind = next(k for k in KINDS if k == base)
     arch, memory = "", None
@@ -45,7 +65,13 @@ def parse_device(text: str) -> Device:
             arch = part
         else:
             raise BadSetting(f"--devices: {part!r} in {text!r} is neither an architecture nor a size; write {EXAMPLES}")
-    return Device(text.strip(), kind, arch, memory)
+    return Device(text.strip(), kind, arch, memory, cores)
+
+
+def _cores(text: str) -> tuple[int, ...]:
+    """3 → (3,), 4-7 → (4, 5, 6, 7); nothing where it says neither."""
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    return () if found is None else tuple(range(int(found[1]), int(found[2] or found[1]) + 1))
 
 
 def compute_capability(arch: str) -> tuple[int, int] | None:

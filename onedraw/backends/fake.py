@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,7 @@ class FakeBackend:
         recurrent: bool = False,
         checkpoints: int = 0,
         draft_positions: int | None = None,
+        tickets: int = 1,
         state_dtype: str = "f32",
         returns_logits: bool = True,
         favoured: Sequence[int] = (),
@@ -70,6 +71,7 @@ class FakeBackend:
             recurrent=recurrent,
             checkpoints=checkpoints,
             draft_positions=draft_positions,
+            tickets=tickets,
             returns_logits=returns_logits,
             logits_per_position=returns_logits,
             device="fake",
@@ -80,7 +82,8 @@ class FakeBackend:
         self._taste = np.zeros(vocab, dtype=np.float32)
         self._taste[list(favoured)] = 6.0
         self._tickets = itertools.count()
-        self._outcomes: dict[Ticket, Outcome] = {}
+        self._under_way: dict[Ticket, tuple[Outcome, list[Callable[[], None]]]] = {}
+        self._homeward: list[Callable[[], None]] = []  # what the rows of the plan that is being submitted do in the end
 
     @property
     def capacity(self) -> Capacity:
@@ -90,21 +93,28 @@ class FakeBackend:
         begin = time.perf_counter()
         most = self._capacity.draft_positions
         assert most is None or sum(len(row.drafts) for row in plan.rows) <= most, "more drafts than can be rolled back"
+        assert len(self._under_way) < self._capacity.tickets, "more plans than may be under way"
+        self._homeward = []
         rows = tuple(self.run(row) for row in plan.rows)
         ticket = Ticket(next(self._tickets))
-        self._outcomes[ticket] = Outcome(rows, time.perf_counter() - begin)
+        self._under_way[ticket] = Outcome(rows, time.perf_counter() - begin), self._homeward
         return ticket
 
     def collect(self, ticket: Ticket) -> Outcome:
-        return self._outcomes.pop(ticket)
+        assert ticket == min(self._under_way), "plans come back in the order they were submitted"
+        outcome, homeward = self._under_way.pop(ticket)
+        for step in homeward:
+            step()
+        return outcome
 
     def close(self) -> None:
-        self._outcomes.clear()
+        self._under_way.clear()
 
     # ------------------------------------------------------------------ one row
 
     def run(self, row: Row) -> RowOutcome:
-        """Restore, write, walk, choose after every position that may be reached, save, commit what was kept."""
+        """Restore, write, walk, choose after every position that may be reached, commit what was known; when the plan is
+        collected, save and commit what was kept: as late as stages that work on several plans at once may do it."""
         self.copy(row)
         if row.restore is not None:
             self.restore(row)
@@ -115,11 +125,17 @@ class FakeBackend:
         logits = self.all_logits(row, states) if row.chooses else []
         choices = [self.choose(row, scores, drafts) for scores, drafts in zip(logits, hypotheses(row.drafts))]
         outcome = row_outcome(row, choices, scored)
-        for save in row.saves:
-            ends = row.chooses and save.position == row.stop == row.prompt_stop
-            self.save(row, save, states[save.position - row.start], logits[0] if ends else None)
-        self.compact(row, outcome.kept)
-        self.commit(row, states, known + (outcome.kept[-1] + 1 if outcome.kept else 0))
+
+        def settle() -> None:
+            for save in row.saves:
+                ends = row.chooses and save.position == row.stop == row.prompt_stop
+                self.save(row, save, states[save.position - row.start], logits[0] if ends else None)
+            if outcome.kept:
+                self.compact(row, outcome.kept)
+                self.commit(row, states, known + outcome.kept[-1] + 1)
+
+        self.commit(row, states, known)
+        self._homeward.append(settle)
         return outcome
 
     def choose(self, row: Row, logits: Logits, drafts: tuple[int, ...]) -> Choice | None:

@@ -23,10 +23,12 @@ SETTINGS_HELP: Mapping[str, str] = {
     "served_name": "name under which clients ask for the model (default: the name given here)",
     "backend": "what computes: torch, xla (through jax), or fake (no weights, for trying out clients)",
     "xla_platform": "what --backend xla computes on; auto: what jax finds",
-    "device": "auto, cpu, cuda, cuda:0 …",
+    "device": "auto, cpu, some processors of it (cpu:0-3), cuda, cuda:0 …",
     "devices": "several instead of one, like cuda:0,cuda:1,cpu: layers are divided among them, in this order; the same may be "
     "named twice",
     "split": "how: auto (by their memory, accelerators first), layers (24,8) or shares (0.75,0.25)",
+    "overlap": "whether devices work on several turns at once, each on requests of its own; auto: where all are of one kind and "
+    "none is named twice, as in cuda:0,cuda:1 or cpu:0-7,cpu:8-15",
     "dtype": "of weights and products; packed: weights as they are stored; auto: packed on a CPU where that is narrower than "
     "f32, the device's own elsewhere",
     "cpu_activations": "what packed weights meet on a CPU: int8, rounded per 32 numbers, or f32, exact and slower",
@@ -49,6 +51,7 @@ SETTINGS_HELP: Mapping[str, str] = {
     "tree_budget": "nodes of a draft tree; 0: a chain",
     "trace_verify": "print to stderr what became of every guess",
     "self_check": "do not compare one row with many at start",
+    "snapshot_dir": "folder for snapshots of prompts (default: snapshots in the cache folder)",
     "cache_budget": "keep snapshots of prompts in the cache folder, within so much, like 20GiB: a prompt that was computed "
     "before a restart need not be computed after it",
     "cache_dir": "where pulled models are kept (default: ONEDRAW_CACHE, or the user's cache folder)",

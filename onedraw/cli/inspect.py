@@ -32,8 +32,8 @@ EXAMPLES = """examples:
   onedraw inspect ./my-model --dtype bf16 --max-context 32768 --max-batch 16 --json
 """
 NO_EFFECT = (
-    *("served_name", "queue_limit", "backend", "xla_platform", "threads", "prefix_cache", "self_check"),
-    *("draft_tokens", "tree_budget", "trace_verify", "cache_budget"),
+    *("served_name", "queue_limit", "backend", "xla_platform", "threads", "prefix_cache", "self_check", "overlap"),
+    *("draft_tokens", "tree_budget", "trace_verify", "cache_budget", "snapshot_dir"),
 )
 
 
@@ -44,7 +44,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from onedraw.assemble import chosen_drafter, drafter_bytes, find_checkpoint, plan_devices, proposer_names
+    from onedraw.drafting import chosen_drafter, drafter_bytes, proposer_names
+    from onedraw.opening import find_checkpoint
+    from onedraw.planning import plan_devices
 
     settings = read_settings(arguments)
     with screen.progress() as tell:

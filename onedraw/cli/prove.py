@@ -25,12 +25,18 @@ every token. "not exercised" means that what the row is about did not happen, so
 """
 
 
+LEFT_OUT = (
+    *("served_name", "queue_limit", "max_batch", "kv_memory", "prefix_cache", "trace_verify"),
+    *("overlap", "cache_budget", "snapshot_dir"),
+)
+
+
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a name, a folder, a .gguf file or a hub id")
     parser.add_argument("--quick", action="store_true", help="shorter replies")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     # The variations themselves set the rest.
-    add_settings(parser, leave_out=("served_name", "queue_limit", "max_batch", "kv_memory", "prefix_cache", "trace_verify"))
+    add_settings(parser, leave_out=LEFT_OUT)
 
 
 def run(arguments: argparse.Namespace) -> int:

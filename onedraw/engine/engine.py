@@ -1,4 +1,4 @@
-"""The turn: plan → submit → collect → accept → tell.
+"""The turn: plan → submit → collect → accept → tell. Plans of disjoint sequences may be under way at once.
 
 In: requests with sinks, cancellations. Out: events to the sinks. One thread owns everything here (see service.py).
 A turn that fails fails its rows, gives back what they held, and the engine goes on.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from onedraw.backends.base import Backend
+from onedraw.backends.base import Backend, Ticket
 from onedraw.engine.scheduler import Member, Scheduler
 from onedraw.engine.sequence import Sequence
 from onedraw.engine.shelf import Shelf
@@ -41,7 +42,7 @@ Sink = Callable[[Event], None]
 Observer = Callable[[Row, RowOutcome], None]  # sees every row that carried drafts, and what became of them
 COUNTED = (
     *("prompt_tokens", "completion_tokens", "drafts", "draft_trees", "draft_tokens", "accepted_tokens"),
-    *("middle_chunks", "mixed_turns", "failed_turns", "turns", "restores", "whole_prompts", "page_copies"),
+    *("middle_chunks", "mixed_turns", "failed_turns", "turns", "overlapped_turns", "restores", "whole_prompts", "page_copies"),
 )
 
 
@@ -57,12 +58,14 @@ class Engine:
         if shelf is not None:
             scheduler.fetch = shelf.fetch
         self._live: dict[str, tuple[Sequence, Sink]] = {}
+        self._under_way: deque[tuple[Ticket, list[Member]]] = deque()  # in order of submission
         self._totals = dict.fromkeys(COUNTED, 0)
         self._seconds = 0.0
 
     @property
     def busy(self) -> bool:
-        return bool(self._live)  # one look, which another thread may take while a sequence moves between the queues
+        """Another thread may look while a sequence moves between the queues."""
+        return bool(self._live or self._under_way)
 
     def add(self, request: Request, sink: Sink) -> None:
         sequence = Sequence(request)
@@ -70,25 +73,52 @@ class Engine:
         self.scheduler.waiting.append(sequence)
 
     def cancel(self, request_id: str) -> None:
-        """Forget a request; unknown ids have finished already."""
+        """Forget a request; unknown ids have finished already. One that rides gives back what it holds on its return."""
         if request_id in self._live:
             sequence, sink = self._remove(request_id)
             sink(Event(request_id, finish="cancelled", usage=sequence.usage))
 
     def turn(self) -> None:
-        members = self.scheduler.plan()
-        if not members:
+        """Send off what the backend takes, then hear what became of the oldest."""
+        self._send()
+        if not self._under_way:
             return
+        ticket, members = self._under_way.popleft()
         try:
-            outcome = self.backend.collect(self.backend.submit(Plan(tuple(m.row for m in members))))
+            outcome = self.backend.collect(ticket)
         except Exception as error:
             self._fail(members, error)
             return
         self._count(members, outcome)
+        gone = self._let_go(members)
         for member, result in zip(members, outcome.rows, strict=True):
-            self._settle(member, result)
+            if member.sequence not in gone:
+                self._settle(member, result)
         if self._shelf is not None:  # when everybody has heard
             self._shelf.keep()
+
+    def _send(self) -> None:
+        while len(self._under_way) < self.backend.capacity.tickets:
+            members = self.scheduler.plan()
+            if not members:
+                return
+            try:
+                ticket = self.backend.submit(Plan(tuple(m.row for m in members)))
+            except Exception as error:
+                self._fail(members, error)
+                return
+            self._totals["overlapped_turns"] += bool(self._under_way)
+            self._under_way.append((ticket, members))
+            self.scheduler.away(members)
+
+    def _let_go(self, members: list[Member]) -> set[Sequence]:
+        """Their plan is back. Those who were cancelled on the way are, and give back what they hold."""
+        self.scheduler.back(members)
+        live = {sequence for sequence, _ in self._live.values()}
+        gone = {member.sequence for member in members} - live
+        for sequence in gone:
+            self.scheduler.finish(sequence)
+        return gone
 
     def close(self) -> None:
         if self._shelf is not None:
@@ -120,6 +150,13 @@ class Engine:
         )
 
     def fail_all(self, error: OnedrawError) -> None:
+        while self._under_way:
+            ticket, members = self._under_way.popleft()
+            try:
+                self.backend.collect(ticket)
+            except Exception as failure:
+                log.error("a turn failed that nobody waited for", exc_info=failure)
+            self._let_go(members)
         for request_id in list(self._live):
             _, sink = self._remove(request_id)
             sink(Event(request_id, error=error))
@@ -158,7 +195,8 @@ class Engine:
 
     def _remove(self, request_id: str) -> tuple[Sequence, Sink]:
         sequence, sink = self._live.pop(request_id)
-        self.scheduler.finish(sequence)
+        if sequence not in self.scheduler.riding:
+            self.scheduler.finish(sequence)
         self.scheduler.speculator.forget(request_id)
         return sequence, sink
 
@@ -166,7 +204,10 @@ class Engine:
         number = secrets.token_hex(6)
         log.error("turn failed, error id %s", number, exc_info=error)
         self._totals["failed_turns"] += 1
+        gone = self._let_go(members)
         for member in members:
+            if member.sequence in gone:
+                continue
             _, sink = self._remove(member.row.request_id)
             sink(Event(member.row.request_id, error=TurnFailed(f"the turn failed; error id {number} stands in the server's log")))
 

@@ -6,12 +6,15 @@ Order: first come, first served. Sequences that generate take one token each (an
 rest of the budget goes to prompts in order of arrival. A prompt row that does not reach its prompt's end stops at a
 multiple of the backend's chunk. A sequence that needs pages drives out the latest comer that has no row yet. One whose
 whole prompt comes from a checkpoint generates at once, with a row of no tokens.
+
+Where the backend takes several plans at once, each has an even share of the sequences, so that the next finds some too.
+Who rides in a plan that is still under way is left alone: no second row, and nobody drives it out.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from onedraw.backends.base import Capacity
@@ -47,6 +50,7 @@ class Scheduler:
         )
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.riding: set[Sequence] = set()  # those with a row under way
         self.preemptions = 0
         self.fetch: Callable[[History], None] | None = None  # brings in what is known of a prompt elsewhere
 
@@ -58,8 +62,10 @@ class Scheduler:
         self._admit()
         members: list[Member] = []
         planned: set[Sequence] = set()
-        generating = [s for s in self.running if s.remaining <= 1]
-        prompts = [s for s in self.running if s.remaining > 1]
+        share = -(-len(self.running) // self.capacity.tickets)
+        free = [s for s in self.running if s not in self.riding]
+        generating = [s for s in free if s.remaining <= 1][:share]
+        prompts = [s for s in free if s.remaining > 1][: share - len(generating)]
         drafts_left = self.turn_tokens - len(generating)
         if self.capacity.draft_positions is not None:
             drafts_left = min(drafts_left, self.capacity.draft_positions)
@@ -75,8 +81,17 @@ class Scheduler:
                 budget -= length
         return members
 
+    def away(self, members: Iterable[Member]) -> None:
+        """Their plan is under way."""
+        self.riding.update(member.sequence for member in members)
+
+    def back(self, members: Iterable[Member]) -> None:
+        """Their plan is not under way any more."""
+        self.riding.difference_update(member.sequence for member in members)
+
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence off, wherever it is, and give back what it holds."""
+        assert sequence not in self.riding, "what a row under way writes to is not given to others"
         if sequence.lease is not None:
             sequence.lease.release()
             sequence.lease = None
@@ -129,7 +144,9 @@ class Scheduler:
         if guess.drafts and not sequence.lease.cover(needed):  # nobody has to go for a guess
             guess, needed = NOTHING, sequence.computed + length
         while not sequence.lease.cover(needed):
-            victim = next((s for s in reversed(self.running) if s not in planned), sequence)
+            victim = next((s for s in reversed(self.running) if s not in planned and s not in self.riding), sequence)
+            if victim is sequence and self.riding:  # those under way will give pages back, or be driven out themselves
+                return False
             self._preempt(victim)
             if victim is sequence:
                 return False

@@ -51,6 +51,7 @@ class Stats:
     mixed_turns: int = 0  # turns with more than one row
     failed_turns: int = 0
     turns: int = 0
+    overlapped_turns: int = 0  # sent off while another was under way
     turn_seconds: float = 0.0
 
     def since(self, earlier: Stats) -> Stats:

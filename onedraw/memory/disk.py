@@ -3,7 +3,8 @@
 In: arrays with the tokens they belong to. Out: the same arrays for a prompt that begins with these tokens, or nothing. A
 thread of its own writes; reading is the caller's. A file is complete or it is not there: it is written beside its place,
 flushed, and renamed. Everything in it is under a checksum. What is torn, cut short, foreign or stale is skipped with one
-warning, and computed again.
+warning, and computed again. The checksum is CRC-32 of every MiB under one blake2b: against accidents, and four times as
+quick to read as blake2b of everything, which is what a first token waits for.
 
     magic, u64 length of the header, header (JSON), tokens (u32), arrays one after the other, checksum of all before it
 """
@@ -18,6 +19,7 @@ import queue
 import struct
 import threading
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,9 +31,10 @@ import numpy.typing as npt
 log = logging.getLogger("onedraw.snapshots")
 
 Arrays = Mapping[str, npt.NDArray[Any]]
-MAGIC = b"onedraw snapshot 1\n"
+MAGIC = b"onedraw snapshot 2\n"
 SUFFIX = ".snapshot"
 DIGEST = 16
+BLOCK = 2**20  # bytes under one CRC
 MOST_WAITING = 2  # snapshots on their way to the disk; more are dropped, since they hold memory
 LARGEST_READ = 2**30  # bytes that an admission may read
 HALF_LIFE = 24 * 3600.0  # seconds in which an unused snapshot loses half of its value
@@ -113,7 +116,9 @@ class SnapshotFolder:
                 return None
             content = _content(snapshot.path)
             header, start = self._header(content)
-            if hashlib.blake2b(memoryview(content)[:-DIGEST], digest_size=DIGEST).digest() != bytes(content[-DIGEST:]):
+            checksum = Checksum()
+            checksum.update(content[:-DIGEST])
+            if checksum.digest() != bytes(content[-DIGEST:]):
                 raise ValueError("its checksum is another")
             stop = start + 4 * header["tokens"]
             if np.frombuffer(content[start:stop], "<u4").tolist() != list(snapshot.tokens):
@@ -164,13 +169,12 @@ class SnapshotFolder:
 
     def _write(self, snapshot: Snapshot, arrays: Arrays) -> None:
         beside = snapshot.path.with_name(f"{snapshot.path.stem}.{os.getpid()}.part")
-        digest = hashlib.blake2b(digest_size=DIGEST)
-        size = DIGEST
+        checksum, size = Checksum(), DIGEST
         with beside.open("wb") as file:
             for part in self._parts(snapshot, arrays):
-                digest.update(part)
+                checksum.update(part)
                 size += file.write(part)
-            file.write(digest.digest())
+            file.write(checksum.digest())
             file.flush()
             os.fsync(file.fileno())
         beside.replace(snapshot.path)
@@ -262,11 +266,11 @@ class SnapshotFolder:
         except (OSError, ValueError, KeyError, TypeError) as error:
             self._skip(path, error)
 
-    def _header(self, content: bytes | bytearray) -> tuple[dict[str, Any], int]:
+    def _header(self, content: bytes | memoryview) -> tuple[dict[str, Any], int]:
         """The header and where it ends."""
         length = _length(content)
         start = len(MAGIC) + 8
-        header = json.loads(content[start : start + length])
+        header = json.loads(bytes(content[start : start + length]))
         if header["fingerprint"] != self._fingerprint:
             raise ValueError(f"it was made by {header['fingerprint']}, not {self._fingerprint}")
         return header, start + length
@@ -283,8 +287,34 @@ def value(tokens: int, size: int, age: float) -> float:
     return float(tokens / max(size, 1) * 0.5 ** (max(age, 0.0) / HALF_LIFE))
 
 
-def _length(content: bytes | bytearray) -> int:
-    if len(content) < len(MAGIC) + 8 or not content.startswith(MAGIC):
+class Checksum:
+    """Of bytes that come in parts of any length."""
+
+    def __init__(self) -> None:
+        self._whole = hashlib.blake2b(digest_size=DIGEST)
+        self._crc, self._room = 0, BLOCK
+
+    def update(self, part: bytes | memoryview) -> None:
+        rest = memoryview(part)
+        while len(rest):
+            piece, rest = rest[: self._room], rest[self._room :]
+            self._crc = zlib.crc32(piece, self._crc)
+            self._room -= len(piece)
+            if not self._room:
+                self._close()
+
+    def digest(self) -> bytes:
+        """Nothing comes after it."""
+        self._close()
+        return self._whole.digest()
+
+    def _close(self) -> None:
+        self._whole.update(struct.pack("<IQ", self._crc, self._room))
+        self._crc, self._room = 0, BLOCK
+
+
+def _length(content: bytes | memoryview) -> int:
+    if len(content) < len(MAGIC) + 8 or content[: len(MAGIC)] != MAGIC:
         raise ValueError("it is no snapshot")
     length = int(struct.unpack("<Q", content[len(MAGIC) : len(MAGIC) + 8])[0])
     if length > 2**24:
@@ -292,7 +322,7 @@ def _length(content: bytes | bytearray) -> int:
     return length
 
 
-def _arrays(content: bytearray, told: Sequence[Any], start: int) -> list[tuple[str, npt.NDArray[Any]]]:
+def _arrays(content: memoryview, told: Sequence[Any], start: int) -> list[tuple[str, npt.NDArray[Any]]]:
     found = []
     for name, dtype, shape in told:
         kind = np.dtype(dtype)
@@ -302,9 +332,9 @@ def _arrays(content: bytearray, told: Sequence[Any], start: int) -> list[tuple[s
     return found
 
 
-def _content(path: Path) -> bytearray:
-    """Writable, so that arrays over it need no copy of their own."""
-    content = bytearray(path.stat().st_size)
+def _content(path: Path) -> memoryview:
+    """Writable, so that arrays over it need no copy of their own; not zeroed first."""
+    content = np.empty(path.stat().st_size, np.uint8).data
     with path.open("rb") as file:
         if file.readinto(content) != len(content):
             raise ValueError("it is cut short")

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, Protocol
+from datetime import UTC, datetime
+from typing import Protocol
 
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -20,12 +21,14 @@ from starlette.responses import JSONResponse, Response
 from onedraw.door import Door
 from onedraw.errors import Draining, NotFound, OnedrawError
 from onedraw.server import assets
-from onedraw.server.completion import Job, chat_prompt, pieces, prepare
+from onedraw.server.completion import Job, bursts, chat_prompt, prepare
 from onedraw.server.errors import TimedOut, error_response
-from onedraw.server.guards import OPEN_PATHS, Catcher, KeyGuard, read_body, read_json, until_gone
+from onedraw.server.guards import OPEN_PATHS, Catcher, KeyGuard, caller, read_body, read_json, until_gone
 from onedraw.server.items import ResponsesRequest
 from onedraw.server.keys import Keyring
+from onedraw.server.listing import check_query, listing, page_of
 from onedraw.server.logs import RequestLog, note
+from onedraw.server.memory import ResponseMemory
 from onedraw.server.messages import CountRequest, MessageScribe, MessagesRequest
 from onedraw.server.metrics import Meters, Watch
 from onedraw.server.openapi import document
@@ -34,8 +37,8 @@ from onedraw.server.parsing import Parsed, RequestT, as_chat, parse
 from onedraw.server.parts import Part, Tally, Teller
 from onedraw.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from onedraw.server.reply import Json, Scribe
-from onedraw.server.responses import ResponseMemory, ResponseScribe
-from onedraw.server.stream import MESSAGES, OPENAI, RESPONSES, EventStream, Framing
+from onedraw.server.responses import ResponseScribe
+from onedraw.server.stream import NAMED, OPENAI, EventStream, Framing
 from onedraw.types import Piece, Usage
 from onedraw.wishes import check_ids
 
@@ -48,7 +51,7 @@ class Desk:
         self.options = options
         self.meters = Meters(door.service.stats, door.card.name)
         self.draining = False
-        self._responses = ResponseMemory()
+        self._memory = ResponseMemory()
 
     # ------------------------------------------------------------------ replies
 
@@ -63,16 +66,43 @@ class Desk:
     async def respond(self, request: Request) -> Response:
         watch, parsed = Watch(self.meters), await self._read(request, ResponsesRequest)
         asked = parsed.request
-        names = asked.names()
-        wanted = as_chat(asked.chat(self._responses.find(asked.previous_response_id)), names)
+        names, owner = asked.names(), caller(request)
+        before, items = self._recall(asked, owner)
+        wanted = as_chat(asked.chat(before, items), names)
 
         def write(job: Job) -> ResponseScribe:
             scribe = Scribe(job, card=self.door.card, tokenizer=self.door.tokenizer)
-            return ResponseScribe(job, asked, card=self.door.card, scribe=scribe, memory=self._responses)
+            return ResponseScribe(
+                job, asked, before=before, items=items, card=self.door.card, scribe=scribe, memory=self._memory, owner=owner
+            )
 
         return await self._answer(
-            request, wanted, parsed.ignored, watch=watch, write=write, framing=RESPONSES, prefix="resp_", names=names
+            request, wanted, parsed.ignored, watch=watch, write=write, framing=NAMED, prefix="resp_", names=names
         )
+
+    async def response(self, request: Request, response_id: str) -> Response:
+        if request.method == "DELETE":
+            self._memory.forget(response_id, caller(request))
+            return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+        check_query(request, {"stream": ("false",), "include": (), "include[]": ()})
+        return JSONResponse(self._memory.find(response_id, caller(request)).response)
+
+    async def response_items(self, request: Request, response_id: str) -> Response:
+        items = self._memory.find(response_id, caller(request)).items
+        return JSONResponse(listing(items, page_of(request)))
+
+    async def count_response(self, request: Request) -> Response:
+        parsed = await self._read(request, ResponsesRequest)
+        asked = parsed.request
+        before, items = self._recall(asked, caller(request))
+        wanted = as_chat({**asked.chat(before, items), "max_tokens": 1}, asked.names())
+        job = await asyncio.to_thread(prepare, wanted, self.door, names=asked.names())
+        body = {"object": "response.input_tokens", "input_tokens": len(job.asks[0].prompt)}
+        return JSONResponse(body, headers=_headers(parsed.ignored))
+
+    def _recall(self, asked: ResponsesRequest, owner: str | None) -> tuple[Sequence[Json], Sequence[Json]]:
+        """What was said before, and the items of the input without references."""
+        return self._memory.before(asked.previous_response_id, owner), self._memory.resolved(asked.items, owner)
 
     async def message(self, request: Request) -> Response:
         watch, parsed = Watch(self.meters), await self._read(request, MessagesRequest)
@@ -80,10 +110,10 @@ class Desk:
         wanted = as_chat(parsed.request.chat(), names)
 
         def write(job: Job) -> MessageScribe:
-            return MessageScribe(job, card=self.door.card)
+            return MessageScribe(job, card=self.door.card, omits=parsed.request.omits_thinking)
 
         return await self._answer(
-            request, wanted, parsed.ignored, watch=watch, write=write, framing=MESSAGES, prefix="msg_", names=names
+            request, wanted, parsed.ignored, watch=watch, write=write, framing=NAMED, prefix="msg_", names=names
         )
 
     async def count(self, request: Request) -> Response:
@@ -117,13 +147,14 @@ class Desk:
         if self.options.log_prompts:
             note(prompts=[self.door.tokenizer.decode(ask.prompt, skip_special=False) for ask in job.asks])
         headers = _headers(ignored) | {"x-request-id": job.id}
-        telling = Telling(job, write(job), door=self.door, watch=watch, seconds=self.options.request_seconds)
+        writer = write(job)
+        telling = Telling(job, writer, door=self.door, watch=watch, seconds=self.options.request_seconds)
         if not wanted.stream:
             return JSONResponse(await until_gone(request.receive, telling.whole()), headers=headers)
         chunks = telling.chunks()
         # What fails before the first token still gets a status of its own.
         first = await until_gone(request.receive, anext(chunks))
-        return EventStream(_after(first, chunks), headers, framing)
+        return EventStream(_after(first, chunks), headers, framing, writer.failed)
 
     # ------------------------------------------------------------------ tokens
 
@@ -147,7 +178,10 @@ class Desk:
     # ------------------------------------------------------------------ about the server
 
     async def models(self) -> Response:
-        return JSONResponse({"object": "list", "data": [self._card()]})
+        """The list in the shapes of both OpenAI and Anthropic, which do not contradict each other."""
+        card = self._card()
+        bounds = {"first_id": card["id"], "last_id": card["id"], "has_more": False}
+        return JSONResponse({"object": "list", "data": [card], **bounds})
 
     async def model(self, name: str) -> Response:
         self._check_model(name)
@@ -186,7 +220,10 @@ class Desk:
         return {
             "id": card.name,
             "object": "model",
+            "type": "model",
+            "display_name": card.name,
             "created": card.created,
+            "created_at": datetime.fromtimestamp(card.created, UTC).isoformat(),
             "owned_by": "onedraw",
             "max_model_len": card.max_context,
             "defaults": dict(card.defaults),
@@ -207,6 +244,8 @@ class Writer(Protocol):
 
     def ending(self, usage: Usage) -> list[Json]: ...
 
+    def failed(self, error: OnedrawError) -> list[Json]: ...
+
     def whole(self, parts: Mapping[int, Sequence[Part]], usage: Usage) -> Json: ...
 
 
@@ -222,45 +261,50 @@ class Telling:
         self._watch = watch
         self._tally = Tally(job)
 
-    async def _parts(self) -> AsyncGenerator[Part, None]:
+    async def _parts(self) -> AsyncGenerator[list[Part], None]:
         teller = Teller(self._job, self._door.tokenizer)
-        async with aclosing(pieces(self._job, self._door)) as stream:
-            while (piece := await self._next(stream)) is not None:
-                self._watch.see(piece)
-                self._tally.note(piece)
-                yield teller.tell(piece)
+        async with aclosing(bursts(self._job, self._door)) as stream:
+            while (burst := await self._next(stream)) is not None:
+                for piece in burst:
+                    self._watch.see(piece)
+                    self._tally.note(piece)
+                yield [teller.tell(piece) for piece in burst]
         usage = self._tally.total()
         note(prompt_tokens=usage.prompt, completion_tokens=usage.completion, cached_tokens=usage.cached)
 
-    async def _next(self, stream: AsyncGenerator[Piece, None]) -> Piece | None:
-        """The next piece, None behind the last. A deadline that passes while it is awaited cancels what still runs."""
+    async def _next(self, stream: AsyncGenerator[list[Piece], None]) -> list[Piece] | None:
+        """The next pieces, None behind the last. A deadline that passes while they are awaited cancels what still runs."""
+        if self._deadline is None:
+            return await anext(stream, None)
         try:
             async with asyncio.timeout_at(self._deadline):
                 return await anext(stream, None)
         except TimeoutError:
             raise TimedOut(f"the request took longer than {self._seconds:g} seconds, which is this server's limit") from None
 
-    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        async with aclosing(self._parts()) as parts:
-            async for part in parts:
-                for chunk in self._writer.chunks(part):
-                    yield chunk
-        for chunk in self._writer.ending(self._tally.total()):
-            yield chunk
+    async def chunks(self) -> AsyncGenerator[list[Json], None]:
+        """Chunks in lists, none of them empty: what came at once is sent at once."""
+        async with aclosing(self._parts()) as stream:
+            async for parts in stream:
+                if written := [chunk for part in parts for chunk in self._writer.chunks(part)]:
+                    yield written
+        if ending := self._writer.ending(self._tally.total()):
+            yield ending
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> Json:
         said: dict[int, list[Part]] = {}
-        async with aclosing(self._parts()) as parts:
-            async for part in parts:
-                said.setdefault(part.index, []).append(part)
+        async with aclosing(self._parts()) as stream:
+            async for parts in stream:
+                for part in parts:
+                    said.setdefault(part.index, []).append(part)
         return self._writer.whole(said, self._tally.total())
 
 
-async def _after(first: dict[str, Any], chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[dict[str, Any], None]:
+async def _after(first: list[Json], chunks: AsyncGenerator[list[Json], None]) -> AsyncGenerator[list[Json], None]:
     async with aclosing(chunks):
         yield first
-        async for chunk in chunks:
-            yield chunk
+        async for more in chunks:
+            yield more
 
 
 def _headers(ignored: tuple[str, ...]) -> dict[str, str]:
@@ -285,6 +329,7 @@ def create_app(door: Door, options: ServerOptions) -> FastAPI:
         "/v1/completions": desk.complete,
         "/v1/chat/completions": desk.chat,
         "/v1/responses": desk.respond,
+        "/v1/responses/input_tokens": desk.count_response,
         "/v1/messages": desk.message,
         "/v1/messages/count_tokens": desk.count,
         "/tokenize": desk.tokenize,
@@ -292,6 +337,9 @@ def create_app(door: Door, options: ServerOptions) -> FastAPI:
     }
     for path, post in posts.items():
         app.add_api_route(path, post, methods=["POST"], response_model=None)
+    stored = "/v1/responses/{response_id}"
+    app.add_api_route(stored, desk.response, methods=["GET", "DELETE"], response_model=None)
+    app.add_api_route(f"{stored}/input_items", desk.response_items, methods=["GET"], response_model=None)
     app.router.routes.extend(assets.routes(page := assets.load()))
     app.add_exception_handler(OnedrawError, _on_error)
     app.add_exception_handler(HTTPException, _on_error)
@@ -303,9 +351,9 @@ def create_app(door: Door, options: ServerOptions) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(options.cors_origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-onedraw-ignored", "x-request-id", "retry-after"],
+            expose_headers=["x-onedraw-ignored", "x-request-id", "request-id", "retry-after"],
         )
     app.add_middleware(RequestLog)
     return app

@@ -53,6 +53,11 @@ class Job:
     def choices(self) -> int:
         return len(self.asks) * self.n
 
+    @property
+    def shows_tokens(self) -> bool:
+        """Whether the reply tells of its tokens, beside their text."""
+        return self.logprobs or self.token_ids or self.checksums or self.details
+
 
 def prepare(
     request: CompletionRequest | ChatRequest, door: Door, *, prefix: str | None = None, names: Mapping[str, str] | None = None
@@ -152,10 +157,10 @@ def _spoken(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     }
 
 
-async def pieces(job: Job, door: Door) -> AsyncGenerator[Piece, None]:
+async def bursts(job: Job, door: Door) -> AsyncGenerator[list[Piece], None]:
     """The pieces of all choices as they come, prompt after prompt in number. Closing it cancels what still runs."""
-    async with aclosing(door.astream(*job.asks)) as stream:
-        async for piece in stream:
-            if piece.finish == "cancelled":
+    async with aclosing(door.bursts(*job.asks)) as stream:
+        async for burst in stream:
+            if any(piece.finish == "cancelled" for piece in burst):
                 raise Draining("the request was cancelled before it finished")
-            yield piece
+            yield burst

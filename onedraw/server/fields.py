@@ -48,12 +48,18 @@ def refused(name: str, note: str) -> Rule:
     return Rule(name, Treatment.REFUSED, note)
 
 
+def read(*names: str) -> tuple[Rule, ...]:
+    """Fields that are honoured, where no model of ours says so."""
+    return tuple(Rule(name, Treatment.HONOURED, "") for name in names)
+
+
 _INERT = (
     inert("user", "who asked"),
     inert("metadata", "the caller's own notes"),
     inert("safety_identifier", "who asked"),
     inert("prompt_cache_key", "the prefix cache needs no key"),
     inert("prompt_cache_retention", "the prefix cache keeps what was used last"),
+    inert("prompt_cache_options", "the prefix cache needs no marks"),
     inert("service_tier", "there is one tier", "auto", "default"),
     inert("store", "nothing is stored", False),
     inert("cache_prompt", "a cached prompt has the same bits as a cold one"),
@@ -93,6 +99,7 @@ CHAT_RULES = (
     neutral("add_special_tokens", "the chat template writes the special tokens itself", False),
     neutral("documents", "put them into a message", []),
     refused("audio", "text only"),
+    refused("moderation", "nothing is moderated here"),
     refused("web_search_options", "the server reads nothing but the request"),
     refused("chat_template", "the checkpoint's own template is used; render it yourself and use /v1/completions"),
 )
@@ -101,6 +108,7 @@ MESSAGE_RULES = (
     refused("function_call", "use `tool_calls`"),
     refused("audio", "text only"),
     neutral("refusal", "comes back in replies of other servers", ""),
+    inert("provider_specific_fields", "a client library's own notes"),
 )
 STREAM_RULES = (neutral("include_obfuscation", "chunks are not padded", False),)
 TOKENIZE_RULES = (neutral("return_token_strs", "use /detokenize", False),)

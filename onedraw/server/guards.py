@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Coroutine, Set
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from onedraw.server.keys import Keyring
 from onedraw.server.logs import note
 
 OPEN_PATHS = frozenset({"/health"})
+CALLER = "onedraw.caller"  # in the scope of a request: whose key it brought
 BODY_SECONDS = 60.0  # for the last byte of a body
 
 Result = TypeVar("Result")
@@ -49,8 +51,15 @@ class KeyGuard:
         owner = self._keyring.owner(key.strip(" \t").encode("latin-1"))
         if owner is None or scheme.lower() != "bearer":
             return False
+        scope[CALLER] = owner
         note(caller=owner)
         return True
+
+
+def caller(request: Request) -> str | None:
+    """Whose key the request brought; None where none is asked for."""
+    found: str | None = request.scope.get(CALLER)
+    return found
 
 
 class Catcher:
@@ -96,17 +105,43 @@ async def read_body(request: Request, *, limit: int, seconds: float = BODY_SECON
 
 
 def read_json(body: bytes) -> object:
-    """The JSON value of a body. NaN and Infinity pass here: the field that holds them is named later."""
+    """The JSON value of a body. A field that is NaN or infinite passes here: it is named later. Inside of one it would be
+    handed on, to a schema or back to the caller, so there it is refused."""
+    numbers = Numbers()
     try:
-        value: object = json.loads(body.decode("utf-8-sig"))  # json's own decoding would let half characters pass
+        # json's own decoding would let half characters pass
+        value: object = json.loads(body.decode("utf-8-sig"), parse_constant=numbers.read, parse_float=numbers.read)
         if isinstance(value, dict) and b"\\u" in body:
             for name, field in value.items():
                 _refuse_half_characters(name, field)
+        if isinstance(value, dict) and numbers.endless:
+            for name, field in value.items():
+                _refuse_endless(name, field)
     except RecursionError:
         raise BadRequest("the body is not valid JSON: nested too deeply", code="invalid_json") from None
     except ValueError as error:  # wrong JSON, wrong encoding, a number of too many digits
         raise BadRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
     return value
+
+
+class Numbers:
+    """Reads the numbers of a body, and notes whether one of them has no end. One owner: the reading of one body."""
+
+    def __init__(self) -> None:
+        self.endless = False
+
+    def read(self, text: str) -> float:
+        number = float(text)
+        self.endless = self.endless or not math.isfinite(number)
+        return number
+
+
+def _refuse_endless(name: str, value: object) -> None:
+    if isinstance(value, dict | list):
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError:
+            raise BadRequest(f"{name}: holds NaN or a number without end", param=name, code="invalid_number") from None
 
 
 def _refuse_half_characters(name: str, value: object) -> None:

@@ -5,25 +5,28 @@ In: the honoured fields of a body. Out: a frozen request, chat messages, and the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from onedraw.errors import BadParameter
-from onedraw.server.fields import Rule, inert, neutral, refused
-from onedraw.server.protocol import TOOL_NAME, Strict, Whole, wish
+from onedraw.server.called import ToolChoice, response_choice
+from onedraw.server.fields import Rule, inert, neutral, read, refused, sift
+from onedraw.server.strict import TOOL_NAME, Strict, Whole, wish
 from onedraw.types import MAX_TOP_LOGPROBS, SEED_LIMIT
 from onedraw.wishes import EFFORTS, Effort
 
 LOGPROBS = "message.output_text.logprobs"
+TEXT_PARTS = ("input_text", "output_text", "text")
 
 RULES: tuple[Rule, ...] = (
     inert("user", "who asked"),
     inert("safety_identifier", "who asked"),
     inert("prompt_cache_key", "the prefix cache needs no key"),
     inert("prompt_cache_retention", "the prefix cache keeps what was used last"),
+    inert("prompt_cache_options", "the prefix cache needs no marks"),
     inert("service_tier", "there is one tier", "auto", "default"),
     inert("stream_options", "events are not padded", {"include_obfuscation": False}, {}),
     neutral("background", "a reply is given where it was asked for", False),
@@ -31,8 +34,73 @@ RULES: tuple[Rule, ...] = (
     neutral("max_tool_calls", "the server has no tools of its own"),
     refused("conversation", "use `previous_response_id`"),
     refused("prompt", "there are no stored prompts"),
+    refused("moderation", "nothing is moderated here"),
     refused("context_management", "a shortened prompt is another prompt; shorten it before sending"),
 )
+
+
+TOOL_RULES: tuple[Rule, ...] = (
+    neutral("defer_loading", "the model hears of every tool", False),
+    neutral("allowed_callers", "the model calls, nobody else", ["direct"]),
+)
+# What is done with the fields of items and of the parts of their content, by type.
+_OUTPUT = (inert("id", "as it came"), inert("status", "as it came"))
+ITEM_RULES: Mapping[str, tuple[Rule, ...]] = {
+    "message": (*read("role", "content"), *_OUTPUT, inert("phase", "as it came")),
+    "function_call": (*read("call_id", "name", "arguments"), *_OUTPUT),
+    "function_call_output": (*read("call_id", "output"), *_OUTPUT),
+    "reasoning": (
+        *read("content"),
+        *_OUTPUT,
+        inert("summary", "the reasoning itself is read"),
+        inert("encrypted_content", "the reasoning itself is read"),
+    ),
+    "item_reference": read("id"),
+}
+PART_RULES: tuple[Rule, ...] = (
+    *read("type", "text"),
+    inert("annotations", "as they came"),
+    inert("logprobs", "as they came"),
+    inert("prompt_cache_breakpoint", "the prefix cache needs no marks"),
+)
+_NEEDED: Mapping[str, tuple[tuple[str, Any], ...]] = {
+    "message": (("role", str), ("content", (str, list))),
+    "function_call": (("call_id", str), ("name", str), ("arguments", str)),
+    "function_call_output": (("call_id", str), ("output", (str, list))),
+    "reasoning": (),
+    "item_reference": (("id", str),),
+}
+
+
+def kind_of(item: Mapping[str, Any]) -> str:
+    """The type of an item; two may leave it out."""
+    kind = item.get("type")
+    if kind is None:
+        return "item_reference" if set(item) == {"id"} else "message"
+    if not isinstance(kind, str) or kind not in ITEM_RULES:
+        shown = {"at": ".type", "kind": str(kind)}
+        raise PydanticCustomError("item", "items of type {kind} are not supported; this model reads text", shown)
+    return kind
+
+
+def sifted(item: Mapping[str, Any], *, path: str, ignored: list[str] | None) -> dict[str, Any]:
+    """An item's honoured fields; parts of its content likewise. What cannot be read yet is judged with the request."""
+    try:
+        kind = kind_of(item)
+    except PydanticCustomError:
+        return dict(item)
+    rules = {rule.name: rule for rule in (*read("type"), *ITEM_RULES[kind])}
+    kept = {**sift(item, rules, path=path, ignored=ignored), "type": kind}
+    parts = {rule.name: rule for rule in PART_RULES}
+    for name in ("content", "output"):
+        if isinstance(kept.get(name), list) and kind != "reasoning":
+            kept[name] = [
+                sift(part, parts, path=f"{path}{name}[{number}].", ignored=ignored)
+                if isinstance(part, dict) and part.get("type") in TEXT_PARTS
+                else part
+                for number, part in enumerate(kept[name])
+            ]
+    return kept
 
 
 def _items(value: object) -> str | list[dict[str, Any]]:
@@ -41,37 +109,23 @@ def _items(value: object) -> str | list[dict[str, Any]]:
     if not isinstance(value, list) or not value or not all(isinstance(item, dict) for item in value):
         raise PydanticCustomError("input", "must be a text or a list of items")
     for number, item in enumerate(value):
-        _check_item(item, f"[{number}]")
+        try:
+            kind = kind_of(item)
+        except PydanticCustomError as error:
+            context = {**(error.context or {}), "at": f"[{number}].type"}
+            raise PydanticCustomError("item", error.message_template, context) from None
+        for name, of in _NEEDED[kind]:
+            if not isinstance(item.get(name), of):
+                raise PydanticCustomError("item", "is missing or of the wrong kind", {"at": f"[{number}].{name}"})
     return value
-
-
-def _check_item(item: dict[str, Any], at: str) -> None:
-    kind = item.get("type", "message")
-    wanted: dict[str, tuple[tuple[str, Any], ...]] = {
-        "message": (("role", str), ("content", (str, list))),
-        "function_call": (("call_id", str), ("name", str), ("arguments", str)),
-        "function_call_output": (("call_id", str), ("output", (str, list))),
-        "reasoning": (),
-    }
-    if not isinstance(kind, str) or kind not in wanted:
-        shown = {"at": f"{at}.type", "kind": str(kind)}
-        raise PydanticCustomError("item", "items of type {kind} are not supported; this model reads text", shown)
-    for name, of in wanted[kind]:
-        if not isinstance(item.get(name), of):
-            raise PydanticCustomError("item", "is missing or of the wrong kind", {"at": f"{at}.{name}"})
 
 
 class ResponseTool(Strict):
     type: Literal["function"] = wish('"function"', "the server has no tools of its own; required", ...)
     name: str = wish("string", "required", ..., pattern=TOOL_NAME)
     description: str | None = wish("string", "told to the model")
-    parameters: dict[str, Any] | None = wish("object", "a JSON schema of the arguments")
+    parameters: dict[str, Any] | None = wish("object", "a JSON schema of the arguments; none: no arguments")
     strict: bool | None = wish("boolean", "calls of this tool are held to its schema; default false")
-
-
-class ResponseNamedTool(Strict):
-    type: Literal["function"] = wish('"function"', "required", ...)
-    name: str = wish("string", "required", ...)
 
 
 class ResponseTextFormat(Strict):
@@ -89,6 +143,8 @@ class ResponseText(Strict):
 
 class ResponseReasoning(Strict):
     effort: Effort | None = wish(", ".join(f'"{effort}"' for effort in EFFORTS), "as `reasoning_effort` of a chat")
+    context: Literal["auto", "all_turns"] | None = wish('"auto", "all_turns"', "what is sent is what the chat template is told")
+    mode: Literal["standard"] | None = wish('"standard"', "there is one mode")
     summary: Literal["auto", "concise", "detailed"] | None = wish("string", "accepted: reasoning is shown as it is")
     generate_summary: Literal["auto", "concise", "detailed"] | None = wish("string", "accepted: as `summary`")
 
@@ -96,7 +152,9 @@ class ResponseReasoning(Strict):
 class ResponsesRequest(Strict):
     model: str | None = wish("string", "the served model; may be left out")
     input: Annotated[Any, PlainValidator(_items)] = wish(
-        "string or list of items", "items of type message, function_call, function_call_output and reasoning; required", ...
+        "string or list of items",
+        "items of type message, function_call, function_call_output, reasoning and item_reference; required",
+        ...,
     )
     instructions: str | None = wish("string", "said before everything else; not kept for the next response")
     previous_response_id: str | None = wish("string", "go on from that response, if it is still remembered")
@@ -112,8 +170,9 @@ class ResponsesRequest(Strict):
         "list of strings", f"`{LOGPROBS}` is honoured; `reasoning.encrypted_content` is accepted: reasoning is in the clear", []
     )
     tools: list[ResponseTool] = wish("list of objects", "see below", [])
-    tool_choice: Literal["none", "auto", "required"] | ResponseNamedTool | None = wish(
-        '"none", "auto", "required" or {"type": "function", "name": …}', "default `auto`"
+    tool_choice: Annotated[ToolChoice, PlainValidator(response_choice)] | None = wish(
+        '"none", "auto", "required", {"type": "function", "name": …} or {"type": "allowed_tools", "mode": …, "tools": […]}',
+        "as in a chat; default `auto`",
     )
     parallel_tool_calls: bool = wish("boolean", "false: at most one call in a reply", True)
     text: ResponseText | None = wish("object", "`format`: what the reply is held to")
@@ -132,16 +191,18 @@ class ResponsesRequest(Strict):
     chat_template_kwargs: dict[str, Any] = wish("object", "variables of the checkpoint's chat template", {})
     speculation: bool = wish("boolean", "false: nothing is guessed ahead; guesses never change a reply", True)
 
-    def said(self) -> list[dict[str, Any]]:
-        """The chat messages of the input."""
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """The input as items."""
         if isinstance(self.input, str):
-            return [{"role": "user", "content": self.input}]
-        return messages_of(self.input)
+            return [{"type": "message", "role": "user", "content": self.input}]
+        found: list[dict[str, Any]] = self.input
+        return found
 
-    def chat(self, before: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The fields of the chat request that this means, behind an earlier conversation."""
+    def chat(self, before: Sequence[dict[str, Any]], items: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The fields of the chat request that this means, behind an earlier conversation. `items`: without references."""
         opening = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        same = ("temperature", "top_p", "top_k", "min_p", "seed", "thinking_budget", "speculation", "stream")
+        same = ("temperature", "top_p", "top_k", "min_p", "seed", "thinking_budget", "speculation", "tool_choice")
         given = {name: getattr(self, name) for name in same if getattr(self, name) is not None}
         if self.max_output_tokens is not None:
             given["max_tokens"] = self.max_output_tokens
@@ -150,20 +211,14 @@ class ResponsesRequest(Strict):
         if self.reasoning is not None and self.reasoning.effort is not None:
             given["reasoning_effort"] = self.reasoning.effort
         return {
-            "messages": [*opening, *before, *self.said()],
+            "messages": [*opening, *before, *messages_of(items)],
+            "stream": self.stream,
             "tools": [_tool(tool) for tool in self.tools],
             "parallel_tool_calls": self.parallel_tool_calls,
             "chat_template_kwargs": self.chat_template_kwargs,
             **given,
-            **self._choice(),
             **self._format(),
         }
-
-    def _choice(self) -> dict[str, Any]:
-        choice = self.tool_choice
-        if isinstance(choice, ResponseNamedTool):
-            return {"tool_choice": {"type": "function", "function": {"name": choice.name}}}
-        return {} if choice is None else {"tool_choice": choice}
 
     def _format(self) -> dict[str, Any]:
         shape = None if self.text is None else self.text.format
@@ -183,7 +238,6 @@ class ResponsesRequest(Strict):
             "response_format.json_schema.schema": "text.format.schema",
             "response_format": "text.format",
             "reasoning_effort": "reasoning.effort",
-            "tool_choice.function.name": "tool_choice.name",
         }
 
 
@@ -234,7 +288,7 @@ def _text(content: Any, at: str) -> str:
     texts = []
     for number, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("input_text", "output_text", "text") or not isinstance(part.get("text"), str):
+        if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
             raise BadParameter(f"{at}[{number}]", f"parts of type {kind} are not supported; this model reads text")
         texts.append(part["text"])
     return "\n".join(texts)

@@ -55,7 +55,10 @@ class RequestLog:
         async def witness(message: Message) -> None:
             if message["type"] == "http.response.start":
                 facts["status"] = message["status"]
-                MutableHeaders(scope=message).setdefault(HEADER, facts["id"])
+                headers = MutableHeaders(scope=message)
+                identity = headers.setdefault(HEADER, facts["id"])
+                if scope["path"].startswith("/v1/messages"):
+                    headers["request-id"] = identity  # where its clients look
             await send(message)
 
         token = _facts.set(facts)

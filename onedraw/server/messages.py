@@ -10,15 +10,17 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator
+from pydantic import Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
-from onedraw.server.blocks import Block, Blocks, Closed, Grew, Opened
+from onedraw.errors import OnedrawError
+from onedraw.server.blocks import Block, Blocks, Change, Closed, Grew, Opened
 from onedraw.server.completion import Job
-from onedraw.server.fields import Rule, inert, neutral, refused
+from onedraw.server.errors import message_error
+from onedraw.server.fields import Rule, inert, neutral, read, refused, sift
 from onedraw.server.parts import Part
-from onedraw.server.protocol import TOOL_NAME, Strict, Whole, wish
 from onedraw.server.reply import Json
+from onedraw.server.strict import TOOL_NAME, Strict, Whole, wish
 from onedraw.types import SEED_LIMIT, Finish, ModelCard, Usage
 
 RULES: tuple[Rule, ...] = (
@@ -29,8 +31,47 @@ RULES: tuple[Rule, ...] = (
     neutral("speed", "there is one speed", "standard"),
     refused("container", "the server runs no code"),
     refused("mcp_servers", "the server reads nothing but the request"),
-    refused("context_management", "a shortened prompt is another prompt; shorten it before sending"),
+    inert("user_profile_id", "who asked"),
+    inert("workspace_id", "who asked"),
+    inert("diagnostics", "there is nothing to tell of", {}, {"previous_message_id": None}),
+    neutral(
+        "context_management",
+        "a shortened prompt is another prompt; shorten it before sending",
+        {"edits": []},
+        {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    ),
+    refused("compaction", "a shortened prompt is another prompt; shorten it before sending"),
+    refused("fallbacks", "there is one model"),
+    refused("fallback_credit_token", "there is one model"),
+    refused("thread", "send the whole conversation as messages"),
 )
+TOOL_RULES: tuple[Rule, ...] = (
+    neutral("defer_loading", "the model hears of every tool", False),
+    neutral("allowed_callers", "the model calls, nobody else", ["direct"]),
+)
+_MARKED = (inert("cache_control", "the prefix cache needs no marks"),)
+BLOCK_RULES: Mapping[str, tuple[Rule, ...]] = {
+    "text": (*read("type", "text"), *_MARKED, inert("citations", "as they came")),
+    "thinking": (*read("type", "thinking"), inert("signature", "as it came")),
+    "tool_use": (*read("type", "id", "name", "input"), *_MARKED, inert("caller", "as it came")),
+    "tool_result": (*read("type", "tool_use_id", "content", "is_error"), *_MARKED),
+}
+
+
+def sifted(blocks: list[Any], *, path: str, ignored: list[str] | None) -> list[Any]:
+    """The honoured fields of blocks, and of the blocks inside. What cannot be read is judged with the request."""
+    kept: list[Any] = []
+    for number, block in enumerate(blocks):
+        rules = BLOCK_RULES.get(str(block.get("type"))) if isinstance(block, dict) else None
+        if rules is None:
+            kept.append(block)
+            continue
+        at = f"{path}[{number}]"
+        found = sift(block, {rule.name: rule for rule in rules}, path=f"{at}.", ignored=ignored)
+        if isinstance(found.get("content"), list):
+            found["content"] = sifted(found["content"], path=f"{at}.content", ignored=ignored)
+        kept.append(found)
+    return kept
 
 
 def _text_of(value: object) -> str:
@@ -75,7 +116,7 @@ _READ: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
     "text": {"text": str},
     "thinking": {"thinking": str},
     "tool_use": {"id": str, "name": str, "input": dict},
-    "tool_result": {"tool_use_id": str, "content": (str, list, type(None))},
+    "tool_result": {"tool_use_id": str, "content": (str, list, type(None)), "is_error": (bool, type(None))},
 }
 
 
@@ -106,7 +147,9 @@ class MessageToolChoice(Strict):
 class Thinking(Strict):
     type: Literal["enabled", "disabled", "adaptive"] = wish('"enabled", "disabled", "adaptive"', "required", ...)
     budget_tokens: Whole | None = wish("integer >= 0", "tokens of thinking, after which it is closed")
-    display: Literal["summarized", "omitted"] | None = wish("string", "accepted: thinking is shown as it is")
+    display: Literal["summarized", "omitted"] | None = wish(
+        '"summarized", "omitted"', "`omitted`: the reply says that there was thinking, not what; else it is shown as it is"
+    )
 
 
 class OutputFormat(Strict):
@@ -115,7 +158,7 @@ class OutputFormat(Strict):
 
 
 class OutputConfig(Strict):
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = wish("string", "as `reasoning_effort`; `max` is `xhigh`")
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = wish("string", "as `reasoning_effort` of a chat")
     format: OutputFormat | None = wish("object", "`type` and `schema`")
 
 
@@ -130,6 +173,13 @@ class CountRequest(Strict):
     thinking: Thinking | None = wish("object", "`type`, `budget_tokens`; without it a model that can be told does not think")
     chat_template_kwargs: dict[str, Any] = wish("object", "variables of the checkpoint's chat template", {})
     output_config: OutputConfig | None = wish("object", "`effort`, `format`")
+
+    @model_validator(mode="after")
+    def _ends_with_the_user(self) -> CountRequest:
+        if self.messages[-1].role == "assistant":
+            at = {"at": f"messages[{len(self.messages) - 1}].role"}
+            raise PydanticCustomError("agree", "the last message must be the user's: a reply cannot be begun for the model", at)
+        return self
 
     def chat(self) -> dict[str, Any]:
         """The fields of the chat request that this means."""
@@ -148,12 +198,18 @@ class CountRequest(Strict):
         choice = {"auto": "auto", "any": "required", "none": "none", "tool": named}[self.tool_choice.type]
         return {"tool_choice": choice, "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use}
 
+    @property
+    def omits_thinking(self) -> bool:
+        return self.thinking is not None and self.thinking.display == "omitted"
+
     def _thinking(self) -> dict[str, Any]:
         effort = self.output_config.effort if self.output_config is not None else None
         if self.thinking is None or self.thinking.type == "disabled":
             return {"reasoning_effort": "none"}
         told = {"thinking_budget": self.thinking.budget_tokens} if self.thinking.budget_tokens is not None else {}
-        return {"reasoning_effort": {"max": "xhigh", None: "high"}.get(effort, effort), **told}
+        if effort is None and self.thinking.type == "adaptive":
+            return told  # as the model itself does it, if it does
+        return {"reasoning_effort": effort or "high", **told}
 
     def _format(self) -> dict[str, Any]:
         if self.output_config is None or self.output_config.format is None:
@@ -180,7 +236,9 @@ class CountRequest(Strict):
 class MessagesRequest(CountRequest):
     max_tokens: Whole = wish("integer >= 1", "the most tokens of the reply; required", ...)
     stream: bool = wish("boolean", "answer in server-sent events", False)
-    stop_sequences: list[str] = wish("list of strings", "ends the reply, not part of its text", [])
+    stop_sequences: list[str] = wish(
+        "list of strings", "ends the reply, not part of its text; looked for in the answer, not in thinking or calls", []
+    )
     temperature: float | None = wish("number, 0 … 100", "0 is greedy")
     top_p: float | None = wish("number, over 0 … 1", "1: off")
     top_k: Whole | None = wish("integer >= -1", "0 and -1: off")
@@ -213,8 +271,7 @@ def _said(message: SpokenMessage) -> list[dict[str, Any]]:
     for block in message.content:
         by_type[block["type"]].append(block)
     results = [
-        {"role": "tool", "tool_call_id": block["tool_use_id"], "content": _text_of(block.get("content") or "")}
-        for block in by_type["tool_result"]
+        {"role": "tool", "tool_call_id": block["tool_use_id"], "content": _result(block)} for block in by_type["tool_result"]
     ]
     said: dict[str, Any] = {"role": message.role, "content": "\n".join(block["text"] for block in by_type["text"])}
     if by_type["thinking"]:
@@ -228,14 +285,21 @@ def _said(message: SpokenMessage) -> list[dict[str, Any]]:
     return [*results, said] if spoken else results
 
 
+def _result(block: Mapping[str, Any]) -> str:
+    """The text of a tool's result. Chat templates know no failed ones, so the text says it."""
+    text = _text_of(block.get("content") or "")
+    return f"Error: {text}" if block.get("is_error") else text
+
+
 # ---------------------------------------------------------------------------------------------- the reply
 
 
 class MessageScribe:
-    """Writes one reply as a message."""
+    """Writes one reply as a message. `omits`: that there was thinking is told, what it was is not."""
 
-    def __init__(self, job: Job, *, card: ModelCard) -> None:
+    def __init__(self, job: Job, *, card: ModelCard, omits: bool = False) -> None:
         self._job = job
+        self._omits = omits
         self._card = card
         self._blocks = Blocks()
         self._last: Part | None = None
@@ -247,24 +311,32 @@ class MessageScribe:
             started = self._message([], usage=Usage(prompt=prompt), finish=None, part=part)
             events.append({"type": "message_start", "message": started})
         self._last = part
-        return [*events, *(self._event(change) for change in self._blocks.take(part))]
+        return [*events, *self._events(self._blocks.take(part))]
 
     def ending(self, usage: Usage) -> list[Json]:
         assert self._last is not None
         return [
-            *(self._event(change) for change in self._blocks.end()),
+            *self._events(self._blocks.end()),
             {"type": "message_delta", "delta": self._stop(self._last), "usage": write_usage(usage)},
             {"type": "message_stop"},
         ]
+
+    def failed(self, error: OnedrawError) -> list[Json]:
+        return [message_error(error)]
 
     def whole(self, parts: Mapping[int, Sequence[Part]], usage: Usage) -> Json:
         for part in parts[0]:
             self._blocks.take(part)
         self._blocks.end()
         last = parts[0][-1]
-        return self._message([_content(block) for block in self._blocks.blocks], usage=usage, finish=last.finish, part=last)
+        content = [_content(block, empty=self._omits and block.kind == "thinking") for block in self._blocks.blocks]
+        return self._message(content, usage=usage, finish=last.finish, part=last)
 
-    def _event(self, change: Opened | Grew | Closed) -> Json:
+    def _events(self, changes: Sequence[Change]) -> list[Json]:
+        hidden = [isinstance(change, Grew) and change.block.kind == "thinking" and self._omits for change in changes]
+        return [self._event(change) for change, unseen in zip(changes, hidden, strict=True) if not unseen]
+
+    def _event(self, change: Change) -> Json:
         index = change.block.index
         match change:
             case Opened(block):

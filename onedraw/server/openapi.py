@@ -15,11 +15,11 @@ from pydantic import BaseModel, PlainValidator
 from pydantic.fields import FieldInfo
 
 from onedraw import __version__
-from onedraw.server import items, messages, protocol
+from onedraw.server import called, items, messages, protocol
 from onedraw.server.fields import Rule, Treatment
 from onedraw.server.items import ResponsesRequest
 from onedraw.server.messages import CountRequest, MessagesRequest
-from onedraw.server.parsing import PARTS, TABLES
+from onedraw.server.parsing import PARTS, TABLES, TOOLS
 from onedraw.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -37,6 +37,7 @@ POSTS: Mapping[str, tuple[type[BaseModel], str, str]] = {
     "/v1/completions": (CompletionRequest, "Continue prompts", "Completion"),
     "/v1/chat/completions": (ChatRequest, "Answer messages", "ChatCompletion"),
     "/v1/responses": (ResponsesRequest, "Answer items", "Response"),
+    "/v1/responses/input_tokens": (ResponsesRequest, "How many tokens items are", "InputTokens"),
     "/v1/messages": (MessagesRequest, "Answer messages, in Anthropic's shape", "MessageReply"),
     "/v1/messages/count_tokens": (CountRequest, "How many tokens messages are", "TokenCount"),
     "/tokenize": (TokenizeRequest, "A text or a chat as token ids", "Tokens"),
@@ -45,6 +46,8 @@ POSTS: Mapping[str, tuple[type[BaseModel], str, str]] = {
 GETS: Mapping[str, tuple[str, str]] = {
     "/v1/models": ("The served model, in a list", "ModelList"),
     "/v1/models/{name}": ("The served model", "Model"),
+    "/v1/responses/{response_id}": ("A response that is remembered", "Response"),
+    "/v1/responses/{response_id}/input_items": ("What it was asked", "ItemList"),
     "/health": ("Whether a request would be answered", "Health"),
 }
 PLAIN: Mapping[str, tuple[str, str]] = {
@@ -56,7 +59,14 @@ SIFTED: tuple[type[BaseModel], ...] = (
     Message,
     *PARTS.values(),
     JsonSchema,
+    *TOOLS.values(),
+    called.FunctionTool,
 )  # of what stands inside, that in which null asks for nothing
+PAGE: list[Json] = [
+    {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": 100}},
+    {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}},
+    {"name": "after", "in": "query", "schema": {"type": "string"}},
+]
 ERRORS = (400, 401, 404, 405, 408, 413, 429, 500, 503, 504)
 
 _TEXTS: Json = {"anyOf": [{"type": "string", "minLength": 1}, {"type": "array", "items": {"type": "string", "minLength": 1}}]}
@@ -67,6 +77,26 @@ _PART: Json = {
     "required": ["type", "text"],
     "additionalProperties": False,
 }
+_STRING: Json = {"type": "string"}
+_NAME: Json = {"type": "object", "properties": {"name": _STRING}, "required": ["name"], "additionalProperties": False}
+
+
+def _object(properties: Json) -> Json:
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+def _allowed(tool: Json) -> Json:
+    tools = {"type": "array", "items": _object({"type": {"const": "function"}, **tool}), "minItems": 1}
+    return _object({"mode": {"enum": ["auto", "required"]}, "tools": tools})
+
+
+def _choice(named: Json, allowed: Json) -> Json:
+    """`tool_choice`: a mode, one tool, or those that may be called."""
+    one = _object({"type": {"const": "function"}, **named})
+    some = _object({"type": {"const": "allowed_tools"}, **allowed})
+    return {"anyOf": [{"enum": ["none", "auto", "required"]}, one, some]}
+
+
 # What a validator of ours takes: pydantic cannot know.
 SPELLED: Mapping[Callable[..., Any], Json] = {
     protocol._texts: _TEXTS,
@@ -85,6 +115,8 @@ SPELLED: Mapping[Callable[..., Any], Json] = {
     },
     messages._text_of: {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]},
     messages._blocks: {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1}]},
+    called.chat_choice: _choice({"function": _NAME}, {"allowed_tools": _allowed({"function": _NAME})}),
+    called.response_choice: _choice({"name": _STRING}, _allowed({"name": _STRING})["properties"]),
     items._items: {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1}]},
     protocol._content: {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART, "minItems": 1}]},
 }
@@ -122,6 +154,25 @@ OBJECTS = {
             "max_model_len": {"type": "integer"},
         },
         "required": ["tokens", "count", "max_model_len"],
+    },
+    "InputTokens": {
+        "type": "object",
+        "properties": {"object": {"const": "response.input_tokens"}, "input_tokens": {"type": "integer"}},
+        "required": ["object", "input_tokens"],
+    },
+    "Deleted": {
+        "type": "object",
+        "properties": {"id": {"type": "string"}, "object": {"const": "response"}, "deleted": {"const": True}},
+        "required": ["id", "object", "deleted"],
+    },
+    "ItemList": {
+        "type": "object",
+        "properties": {
+            "object": {"const": "list"},
+            "data": {"type": "array", "items": {"type": "object"}},
+            "has_more": {"type": "boolean"},
+        },
+        "required": ["object", "data", "has_more"],
     },
     "TokenCount": {"type": "object", "properties": {"input_tokens": {"type": "integer"}}, "required": ["input_tokens"]},
     "Response": {
@@ -196,8 +247,14 @@ def document(card: ModelCard, *, lenient: bool = False, locked: bool = False) ->
     for path, (summary, media) in PLAIN.items():
         content: Json = {media: {"schema": {"type": "object" if media.endswith("json") else "string"}}}
         paths[path] = {"get": {**_get(summary, content), **({} if path == "/" else key)}}
-    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-    paths["/v1/models/{name}"]["get"]["parameters"] = [name]
+    paths["/v1/responses/{response_id}"]["delete"] = {**_get("Forget a response", _json("Deleted")), **key}
+    paths["/v1/responses/{response_id}/input_items"]["get"]["parameters"] = PAGE
+    paths["/v1/responses"]["post"]["responses"]["200"]["links"] = _links(paths, "/v1/responses/{response_id}")
+    for path, methods in paths.items():
+        for name in re.findall(r"{(\w+)}", path):
+            given = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for told in methods.values():
+                told["parameters"] = [given, *told.get("parameters", [])]
     components: Json = {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
     return {
         "openapi": "3.1.0",
@@ -207,9 +264,19 @@ def document(card: ModelCard, *, lenient: bool = False, locked: bool = False) ->
     }
 
 
+def _links(paths: Json, stem: str) -> Json:
+    """Where a stored response leads: to itself, by its id."""
+    found: Json = {}
+    for path, methods in paths.items():
+        for method, told in methods.items() if path.startswith(stem) else ():
+            told["operationId"] = name = f"{method}_{path.rpartition('/')[2].strip('{}')}"
+            found[name] = {"operationId": name, "parameters": {"response_id": "$response.body#/id"}}
+    return found
+
+
 def _post(model: type[BaseModel], summary: str, shape: str) -> Json:
     content = _json(shape)
-    if "stream" in model.model_fields:
+    if "stream" in model.model_fields and shape != "InputTokens":
         content = {**content, "text/event-stream": {"schema": {"type": ["string", "object"]}}}
     body = {"required": True, "content": _json(model.__name__)}
     error = "MessageError" if model in (MessagesRequest, CountRequest) else "Error"

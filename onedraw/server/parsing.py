@@ -5,7 +5,7 @@ In: a JSON value and the kind of request that it should be. Out: a frozen reques
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 
 from onedraw.errors import BadParameter, BadRequest
 from onedraw.server import items, messages
+from onedraw.server.called import FunctionTool, ToolSpec
 from onedraw.server.fields import (
     CHAT_RULES,
     COMPLETION_RULES,
@@ -28,7 +29,6 @@ from onedraw.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    FunctionTool,
     JsonSchema,
     Message,
     Prediction,
@@ -36,7 +36,6 @@ from onedraw.server.protocol import (
     StreamOptions,
     StructuredOutputs,
     TokenizeRequest,
-    ToolSpec,
 )
 
 RequestT = TypeVar("RequestT", bound=BaseModel)
@@ -55,11 +54,17 @@ TABLES: Mapping[type[BaseModel], Mapping[str, Rule]] = {
     TokenizeRequest: table(TokenizeRequest, TOKENIZE_RULES),
     DetokenizeRequest: table(DetokenizeRequest),
     items.ResponsesRequest: table(items.ResponsesRequest, items.RULES),
-    items.ResponseTool: table(items.ResponseTool),
+    items.ResponseTool: table(items.ResponseTool, items.TOOL_RULES),
     messages.MessagesRequest: table(messages.MessagesRequest, messages.RULES),
     messages.CountRequest: table(messages.CountRequest, messages.RULES),
     messages.SpokenMessage: table(messages.SpokenMessage),
-    messages.MessageTool: table(messages.MessageTool),
+    messages.MessageTool: table(messages.MessageTool, messages.TOOL_RULES),
+}
+TOOLS: Mapping[type[BaseModel], type[BaseModel]] = {  # what a tool is
+    ChatRequest: ToolSpec,
+    items.ResponsesRequest: items.ResponseTool,
+    messages.MessagesRequest: messages.MessageTool,
+    messages.CountRequest: messages.MessageTool,
 }
 SPOKEN: Mapping[type[BaseModel], type[BaseModel]] = {  # what a message is, in this kind of request
     ChatRequest: Message,
@@ -89,12 +94,12 @@ def parse(kind: type[RequestT], raw: object, *, lenient: bool = False) -> Parsed
         raise BadRequest("the body must be a JSON object", code="invalid_json")
     ignored: list[str] | None = [] if lenient else None
     kept = sift(raw, TABLES[kind], ignored=ignored)
-    if kind in SPOKEN and isinstance(kept.get("messages"), list):
-        rules = TABLES[SPOKEN[kind]]
-        kept["messages"] = [
-            sift(message, rules, path=f"messages[{i}].", ignored=ignored) if isinstance(message, dict) else message
-            for i, message in enumerate(kept["messages"])
-        ]
+    if kind in SPOKEN:
+        _each(kept, "messages", lambda message, path: _message(SPOKEN[kind], message, path=path, ignored=ignored))
+    if kind in TOOLS:
+        _each(kept, "tools", lambda tool, path: _tool(TOOLS[kind], tool, path=path, ignored=ignored))
+    if kind is items.ResponsesRequest:
+        _each(kept, "input", lambda item, path: items.sifted(item, path=path, ignored=ignored))
     for name, part in PARTS.items():
         if isinstance(kept.get(name), dict):
             kept[name] = sift(kept[name], TABLES[part], path=f"{name}.", ignored=ignored)
@@ -103,6 +108,27 @@ def parse(kind: type[RequestT], raw: object, *, lenient: bool = False) -> Parsed
         path = "response_format.json_schema."
         shape["json_schema"] = sift(shape["json_schema"], TABLES[JsonSchema], path=path, ignored=ignored)
     return Parsed(_validated(kind, kept), tuple(ignored or ()))
+
+
+def _each(kept: dict[str, Any], name: str, judged: Callable[[dict[str, Any], str], dict[str, Any]]) -> None:
+    """The objects of a list, sifted one by one. What is no list or no object is judged with the request."""
+    if isinstance(kept.get(name), list):
+        entries = enumerate(kept[name])
+        kept[name] = [judged(entry, f"{name}[{i}].") if isinstance(entry, dict) else entry for i, entry in entries]
+
+
+def _message(kind: type[BaseModel], raw: dict[str, Any], *, path: str, ignored: list[str] | None) -> dict[str, Any]:
+    kept = sift(raw, TABLES[kind], path=path, ignored=ignored)
+    if kind is messages.SpokenMessage and isinstance(kept.get("content"), list):
+        kept["content"] = messages.sifted(kept["content"], path=f"{path}content", ignored=ignored)
+    return kept
+
+
+def _tool(kind: type[BaseModel], raw: dict[str, Any], *, path: str, ignored: list[str] | None) -> dict[str, Any]:
+    kept = sift(raw, TABLES[kind], path=path, ignored=ignored)
+    if kind is ToolSpec and isinstance(kept.get("function"), dict):
+        kept["function"] = sift(kept["function"], TABLES[FunctionTool], path=f"{path}function.", ignored=ignored)
+    return kept
 
 
 def as_chat(asked: Mapping[str, Any], names: Mapping[str, str]) -> ChatRequest:

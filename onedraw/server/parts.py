@@ -73,37 +73,40 @@ class Teller:
         self._places: dict[int, Places] = {}  # per choice that has begun
 
     def tell(self, piece: Piece) -> Part:
-        ask = self._job.ask_of(piece.index)
-        part = Part(
+        ask, text, begins = self._job.ask_of(piece.index), piece.text, piece.index not in self._places
+        if begins:
+            self._places[piece.index] = Places(self._tokenizer, skip_special=ask.skip_special)
+            echo = self._job.echoes[piece.index // self._job.n]
+            if echo is not None:
+                text = self._echoed(echo, piece)
+        places = self._places[piece.index]
+        return Part(
             index=piece.index,
             seed=self._job.seed_of(piece.index),
-            text=piece.text if piece.channel == "content" else "",
-            reasoning=piece.text if piece.channel == "reasoning" else "",
-            calls=((piece.call, piece.text),) if piece.call is not None else (),
+            text=text if piece.channel == "content" else "",
+            reasoning=text if piece.channel == "reasoning" else "",
+            calls=((piece.call, text),) if piece.call is not None else (),
+            echoed=self._scored(piece) if begins else (),
+            said=tuple(_token(choice, places) for choice in piece.choices) if self._job.shows_tokens else (),
             finish=piece.finish,
             stop_reason=piece.stop_reason,
+            prompt_ids=ask.prompt if begins else None,
         )
-        if piece.index not in self._places:
-            self._places[piece.index] = Places(self._tokenizer, skip_special=ask.skip_special)
-            part = self._begin(part, piece)
-        places = self._places[piece.index]
-        return replace(part, said=tuple(_token(choice, places) for choice in piece.choices))
 
-    def _begin(self, part: Part, piece: Piece) -> Part:
-        """The first part of a choice also knows the prompt, and says it when it is echoed."""
-        prompt = self._job.ask_of(piece.index).prompt
-        echo = self._job.echoes[piece.index // self._job.n]
-        part = replace(part, prompt_ids=prompt)
-        if echo is None:
-            return part
-        part = replace(part, text=echo + part.text)
-        if self._job.logprobs:
-            offsets = prompt_offsets(prompt, echo, self._tokenizer)
-            scored = (None, *(piece.prompt_logprobs or ()))
-            echoed = (Token(id, logprobs, None, at) for id, logprobs, at in zip(prompt, scored, offsets, strict=True))
-            part = replace(part, echoed=tuple(echoed))
+    def _echoed(self, echo: str, piece: Piece) -> str:
+        """The first part of a choice says the prompt, where it is echoed."""
         self._places[piece.index].start = len(echo)
-        return part
+        return echo + piece.text
+
+    def _scored(self, piece: Piece) -> tuple[Token, ...]:
+        """The prompt's tokens, where it is echoed with logprobs."""
+        echo = self._job.echoes[piece.index // self._job.n]
+        if echo is None or not self._job.logprobs:
+            return ()
+        prompt = self._job.ask_of(piece.index).prompt
+        offsets = prompt_offsets(prompt, echo, self._tokenizer)
+        scored = (None, *(piece.prompt_logprobs or ()))
+        return tuple(Token(id, logprobs, None, at) for id, logprobs, at in zip(prompt, scored, offsets, strict=True))
 
 
 def _token(choice: Choice, places: Places) -> Token:

@@ -10,10 +10,12 @@ import json
 from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import BaseModel, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from onedraw.errors import BadParameter
+from onedraw.server.called import FunctionTool, ToolCall, ToolChoice, ToolSpec, chat_choice
+from onedraw.server.strict import Strict, Whole, wish
 from onedraw.text.guides import ANY_OBJECT
 from onedraw.text.tools import NO_PARAMETERS, Tool, ToolUse
 from onedraw.types import MAX_TOP_LOGPROBS, SEED_LIMIT
@@ -23,15 +25,8 @@ MAX_CHOICES = 128
 MAX_REPLIES = 4096  # prompts × n of one request
 COMPLETION_MAX_TOKENS = 16  # what clients of /v1/completions expect when they do not say
 
-TOOL_NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
-Whole = Annotated[int, Field(ge=-(2**31), lt=2**31)]  # counts; every backend has room for these
 Prompt = str | tuple[int, ...]
 RequestT = TypeVar("RequestT", bound=BaseModel)
-
-
-def wish(values: str, note: str, default: Any = None, **limits: Any) -> Any:
-    """A field with what docs/api.md says of it: the values it takes, and what it does."""
-    return Field(default, description=note, json_schema_extra={"values": values}, **limits)
 
 
 def _prompts(value: object) -> tuple[Prompt, ...]:
@@ -104,10 +99,6 @@ def _content(value: object) -> str:
     return "\n".join(texts)
 
 
-class Strict(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False, extra="forbid", arbitrary_types_allowed=True)
-
-
 class StreamOptions(Strict):
     include_usage: bool = wish("boolean", "a last chunk without choices carries `usage`", False)
 
@@ -177,7 +168,9 @@ class Sampling(Strict):
         "integer, 0 … 2^53 - 1", "left out, the server draws one; every choice says which", ge=0, lt=SEED_LIMIT
     )
     n: int = wish(f"integer, 1 … {MAX_CHOICES}", "choices per prompt, each with its own seed", 1, ge=1, le=MAX_CHOICES)
-    stop: Annotated[tuple[str, ...], PlainValidator(_texts)] = wish("string or list", "ends the reply, not part of its text", ())
+    stop: Annotated[tuple[str, ...], PlainValidator(_texts)] = wish(
+        "string or list", "ends the reply, not part of its text; looked for in the answer, not in thinking or calls", ()
+    )
     stop_token_ids: list[int] = wish("list of integers", "token ids that end the reply", [])
     ignore_eos: bool = wish("boolean", "go on after the model's own end", False)
     bad_words: Annotated[tuple[str, ...], PlainValidator(_texts)] = wish("list of strings", "words that are never completed", ())
@@ -264,17 +257,6 @@ class CompletionRequest(Sampling):
     add_special_tokens: bool = wish("boolean", "a text prompt begins as the tokenizer begins a text", True)
 
 
-class CalledFunction(Strict):
-    name: str = wish("string", "required", ..., pattern=TOOL_NAME)
-    arguments: str = wish("string", "a JSON object, as text", "{}")
-
-
-class ToolCall(Strict):
-    id: str = wish("string", "as it came with the reply; required", ...)
-    type: Literal["function"] = wish('"function"', "", "function")
-    function: CalledFunction = wish("object", "`name` and `arguments`, as they came", ...)
-
-
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"] = wish(
         '"system", "developer", "user", "assistant" or "tool"', "required", ...
@@ -305,27 +287,6 @@ class Message(Strict):
         return said | {"role": "system"} if self.role == "developer" else said
 
 
-class FunctionTool(Strict):
-    name: str = wish("string", "letters, digits, `_ . : / -`; required", ..., pattern=TOOL_NAME)
-    description: str | None = wish("string", "told to the model")
-    parameters: dict[str, Any] | None = wish("object", "a JSON schema of the arguments; none: no arguments")
-    strict: bool = wish("boolean", "calls of this tool are held to its schema, at any temperature", False)
-
-
-class ToolSpec(Strict):
-    type: Literal["function"] = wish('"function"', "required", ...)
-    function: FunctionTool = wish("object", "see below; required", ...)
-
-
-class NamedFunction(Strict):
-    name: str = wish("string", "required", ...)
-
-
-class NamedTool(Strict):
-    type: Literal["function"] = wish('"function"', "required", ...)
-    function: NamedFunction = wish("object", "`name`; required", ...)
-
-
 class ChatRequest(Sampling):
     messages: list[Message] = wish("list of objects", "see below; required", ..., min_length=1)
     logprobs: bool = wish("boolean", "logprobs of the tokens", False)
@@ -344,9 +305,11 @@ class ChatRequest(Sampling):
     )
 
     tools: list[ToolSpec] = wish("list of objects", "see below; functions that the model may call", [])
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = wish(
-        '"none", "auto", "required" or {"type": "function", "function": {"name": …}}',
-        "`required` and a name hold the reply to calls; `none` hides the tools; default `auto`",
+    tool_choice: Annotated[ToolChoice, PlainValidator(chat_choice)] | None = wish(
+        '"none", "auto", "required", {"type": "function", "function": {"name": …}} or '
+        '{"type": "allowed_tools", "allowed_tools": {"mode": …, "tools": […]}}',
+        "`required` and a name hold the reply to calls; `none` hides the tools; of `allowed_tools` the model hears of all "
+        "and may call these; default `auto`",
     )
     parallel_tool_calls: bool = wish("boolean", "false: at most one call in a reply", True)
 
@@ -357,24 +320,24 @@ class ChatRequest(Sampling):
         names = [tool.function.name for tool in self.tools]
         for number, name in enumerate(names):
             if name in names[:number]:
-                at = {"at": f"tools[{number}].function.name"}
-                raise PydanticCustomError("agree", "there is a tool of that name already", at)
+                twice = {"at": f"tools[{number}].function.name"}
+                raise PydanticCustomError("agree", "there is a tool of that name already", twice)
         wanted = self.tool_choice
-        if wanted not in (None, "none", "auto") and not self.tools:
+        if wanted is not None and wanted.mode == "required" and not self.tools:
             raise PydanticCustomError("agree", "only with tools", {"at": "tool_choice"})
-        if isinstance(wanted, NamedTool) and wanted.function.name not in names:
-            raise PydanticCustomError("agree", "is no tool of this request", {"at": "tool_choice.function.name"})
+        for name, at in (wanted and wanted.names) or ():
+            if name not in names:
+                raise PydanticCustomError("agree", "is no tool of this request", {"at": f"tool_choice{at}"})
         return self
 
     def tool_use(self) -> ToolUse | None:
         """What the request says of tools; None: the model hears of none."""
-        wanted = self.tool_choice
-        if not self.tools or wanted == "none":
+        wanted = self.tool_choice or ToolChoice("auto")
+        if not self.tools or wanted.mode == "none":
             return None
         tools = tuple(_tool(number, spec.function) for number, spec in enumerate(self.tools))
-        named = wanted.function.name if isinstance(wanted, NamedTool) else None
-        callable = tuple(tool for tool in tools if named in (None, tool.name))
-        return ToolUse(tools, callable, must=wanted not in (None, "auto"), parallel=self.parallel_tool_calls)
+        callable = tuple(tool for tool in tools if wanted.allows(tool.name))
+        return ToolUse(tools, callable, must=wanted.mode == "required", parallel=self.parallel_tool_calls)
 
 
 def _tool(number: int, function: FunctionTool) -> Tool:

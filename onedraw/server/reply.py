@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from onedraw.errors import OnedrawError
 from onedraw.server.completion import Job
+from onedraw.server.errors import error_object
 from onedraw.server.parts import Part, Token, join
 from onedraw.text.tokenizer import Tokenizer
 from onedraw.types import ModelCard, Usage
@@ -45,10 +47,9 @@ class Scribe:
             opening = Part(index=part.index, seed=part.seed, prompt_ids=part.prompt_ids)
             written.append(self._chunk(self._choice(opening, {"delta": {"role": "assistant", "content": ""}}), part.prompt_ids))
             part = _without_prompt(part)
-        shows_tokens = self._job.logprobs or self._job.token_ids or self._job.checksums or self._job.details
         opens = part.prompt_ids is not None and self._job.token_ids
         calls = self._deltas(part)
-        if part.text or part.reasoning or calls or part.finish is not None or opens or (part.said and shows_tokens):
+        if part.text or part.reasoning or calls or part.finish is not None or opens or part.said:
             body = {"delta": _spoken(part) | calls} if self._job.kind == "chat" else {"text": part.text}
             written.append(self._chunk(self._choice(part, body), part.prompt_ids))
         return written
@@ -73,6 +74,10 @@ class Scribe:
         if not self._include_usage:
             return []
         return [self._head | {"object": self._chunk_object, "choices": [], "usage": write_usage(usage)}]
+
+    def failed(self, error: OnedrawError) -> list[Json]:
+        """What ends a stream that cannot come to its end."""
+        return [error_object(error)]
 
     def _chunk(self, choice: Json, prompt_ids: tuple[int, ...] | None) -> Json:
         chunk = self._head | {"object": self._chunk_object, "choices": [choice]}

@@ -1,69 +1,50 @@
 """`/v1/responses`: OpenAI's newer shape of the same replies.
 
 In: the parts of a reply, and the conversations of earlier ones. Out: output items, whole or as events. Nothing is decided
-here: a response is one more rendering of the stream of pieces.
+here: a response is one more rendering of the stream of pieces. `memory.py` keeps what it is told to.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from onedraw.errors import BadParameter
+from onedraw.errors import OnedrawError
 from onedraw.server.blocks import Block, Blocks, Closed, Grew, Opened
+from onedraw.server.called import ToolChoice
 from onedraw.server.completion import Job
-from onedraw.server.items import ResponseNamedTool, ResponsesRequest, messages_of
+from onedraw.server.items import ResponsesRequest, messages_of
+from onedraw.server.memory import Remembered, ResponseMemory
 from onedraw.server.parts import Part, Token
 from onedraw.server.reply import Json, Scribe
 from onedraw.types import Finish, ModelCard, Usage
 
-MOST_CHARACTERS = 2**26  # of all remembered conversations together
-
-
-class ResponseMemory:
-    """Conversations by the id of the response that they ended with. Bounded: the oldest are forgotten. Any thread may use it."""
-
-    def __init__(self, most_characters: int = MOST_CHARACTERS) -> None:
-        self._most = most_characters
-        self._kept: OrderedDict[str, tuple[list[dict[str, Any]], int]] = OrderedDict()
-        self._size = 0
-        self._lock = threading.Lock()
-
-    def keep(self, response_id: str, messages: list[dict[str, Any]]) -> None:
-        size = sum(len(str(message)) for message in messages)
-        with self._lock:
-            self._kept[response_id] = (messages, size)
-            self._size += size
-            while self._size > self._most and self._kept:
-                self._size -= self._kept.popitem(last=False)[1][1]
-
-    def find(self, response_id: str | None) -> list[dict[str, Any]]:
-        if response_id is None:
-            return []
-        with self._lock:
-            found = self._kept.get(response_id)
-        if found is None:
-            raise BadParameter(
-                "previous_response_id", "is not remembered (anymore, or it was not stored); send the whole conversation as input"
-            )
-        return found[0]
-
-
-# ---------------------------------------------------------------------------------------------- the reply
-
 
 class ResponseScribe:
-    """Writes one reply as a response."""
+    """Writes one reply as a response, and has it remembered. `before`: the conversation it goes on from; `items`: what was
+    asked, without references."""
 
-    def __init__(self, job: Job, asked: ResponsesRequest, *, card: ModelCard, scribe: Scribe, memory: ResponseMemory) -> None:
+    def __init__(
+        self,
+        job: Job,
+        asked: ResponsesRequest,
+        *,
+        before: Sequence[Json],
+        items: Sequence[Json],
+        card: ModelCard,
+        scribe: Scribe,
+        memory: ResponseMemory,
+        owner: str | None = None,
+    ) -> None:
         self._job = job
         self._asked = asked
+        self._before = before
+        self._items = items
         self._card = card
         self._scribe = scribe  # knows how logprobs are written
         self._memory = memory
+        self._owner = owner
         self._blocks = Blocks()
         self._begun = int(time.time())
         self._number = 0
@@ -87,6 +68,14 @@ class ResponseScribe:
         whole = self._finished(self._last, usage)
         return [*events, self._event(f"response.{whole['status']}", response=whole)]
 
+    def failed(self, error: OnedrawError) -> list[Json]:
+        assert self._last is not None
+        items = [self._item(block, "incomplete") for block in self._blocks.blocks]
+        whole = self._response(items, status="failed", usage=None, part=self._last)
+        whole["error"] = {"code": error.code, "message": str(error)}
+        told = self._event("error", code=error.code, message=str(error), param=error.param)
+        return [told, self._event("response.failed", response=whole)]
+
     def whole(self, parts: Mapping[int, Sequence[Part]], usage: Usage) -> Json:
         for part in parts[0]:
             self._blocks.take(part)
@@ -98,10 +87,20 @@ class ResponseScribe:
         items = [self._item(block, status) for block in self._blocks.blocks]
         whole = self._response(items, status=status, usage=usage, part=last)
         if self._asked.store:
-            before = self._memory.find(self._asked.previous_response_id)
             said = [item for item in items if item["type"] != "reasoning"]
-            self._memory.keep(self._job.id, [*before, *self._asked.said(), *messages_of(said)])
+            messages = (*self._before, *messages_of(self._items), *messages_of(said))
+            asked = tuple(self._named(number, item) for number, item in enumerate(self._items))
+            self._memory.keep(Remembered(whole, asked, messages, self._owner))
         return whole
+
+    def _named(self, number: int, item: Json) -> Json:
+        """An item of the input as it is given back: with an id, its text as parts."""
+        name = item.get("id") or f"in_{self._job.id.partition('_')[2]}_{number}"
+        content = item.get("content")
+        if item["type"] == "message" and isinstance(content, str):
+            kind = "output_text" if item["role"] == "assistant" else "input_text"
+            return {**item, "id": name, "status": "completed", "content": [{"type": kind, "text": content}]}
+        return {**item, "id": name}
 
     # ------------------------------------------------------------------ events
 
@@ -202,7 +201,7 @@ class ResponseScribe:
             "temperature": params.temperature,
             "top_p": params.top_p,
             "text": {"format": _format_of(asked)},
-            "tool_choice": "auto" if asked.tool_choice is None else _plain(asked.tool_choice),
+            "tool_choice": _choice_of(asked.tool_choice),
             "tools": [{"strict": False, **tool.model_dump(exclude_none=True)} for tool in asked.tools],
             "truncation": "disabled",
             "metadata": asked.metadata or {},
@@ -212,8 +211,14 @@ class ResponseScribe:
         }
 
 
-def _plain(choice: str | ResponseNamedTool) -> Any:
-    return choice if isinstance(choice, str) else choice.model_dump()
+def _choice_of(choice: ToolChoice | None) -> Any:
+    """As the caller may have written it."""
+    if choice is None or choice.names is None:
+        return "auto" if choice is None else choice.mode
+    names = [{"type": "function", "name": name} for name, _ in choice.names]
+    if choice.named:
+        return names[0]
+    return {"type": "allowed_tools", "mode": choice.mode, "tools": names}
 
 
 def _format_of(asked: ResponsesRequest) -> Json:

@@ -12,6 +12,7 @@ import json
 import os
 import shlex
 import socket
+import sys
 from types import FrameType
 from typing import Any
 
@@ -23,6 +24,9 @@ from onedraw.server.app import Desk, create_app
 from onedraw.server.logs import log_config
 from onedraw.server.options import ServerOptions
 
+# The loop gives the interpreter up with every write to a socket, and gets it back when the engine's thread has had its turn:
+# Python's own 5 ms, many times per turn, are what the slowest tokens of a crowd would wait for.
+SWITCH_SECONDS = 0.001
 FLUSH_SECONDS = 5  # for the last bytes of finished replies, after the engine has stopped
 
 
@@ -56,6 +60,7 @@ class Server(uvicorn.Server):
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
+        sys.setswitchinterval(SWITCH_SECONDS)
         try:
             super().run(sockets=sockets or [self._listener])
         finally:

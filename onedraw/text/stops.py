@@ -43,8 +43,10 @@ class StopFinder:
         return buffer[:safe], None
 
     def finish(self) -> str:
-        """What was held back, when no more text comes."""
+        """What was held back, when no more of this text comes. What is pushed later is another text."""
         held, self._held = self._held, ""
+        for matcher in self._matchers:
+            matcher.matched = 0
         return held
 
 

@@ -46,6 +46,11 @@ class ToolUse:
     must: bool = False
     parallel: bool = True
 
+    @property
+    def narrowed(self) -> bool:
+        """The model hears of tools that it may not call."""
+        return len(self.callable) < len(self.tools)
+
 
 @dataclass(frozen=True, slots=True)
 class Calls:

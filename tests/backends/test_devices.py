@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onedraw.backends.devices import Device, compute_capability, parse_device
+from onedraw.backends.devices import Device, apart, compute_capability, parse_device
 from onedraw.errors import BadSetting
 
 
@@ -14,6 +14,8 @@ from onedraw.errors import BadSetting
         ("cpu", Device("cpu", "cpu")),
         ("cuda", Device("cuda", "cuda")),
         ("cuda:1", Device("cuda:1", "cuda")),
+        ("cpu:2", Device("cpu:2", "cpu", cores=(2,))),
+        ("cpu:4-7", Device("cpu:4-7", "cpu", cores=(4, 5, 6, 7))),
         ("cuda/sm86/24GiB", Device("cuda/sm86/24GiB", "cuda", "sm86", 24 * 2**30)),
         ("cuda/24GiB", Device("cuda/24GiB", "cuda", "", 24 * 2**30)),
         ("hip/gfx90a/64GiB", Device("hip/gfx90a/64GiB", "hip", "gfx90a", 64 * 2**30)),
@@ -26,7 +28,22 @@ def test_a_device_is_read_from_its_name(text: str, device: Device) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "tpu", "cuda:x", "cuda/24", "cpu/sm86", "cuda/sm86/sm90", "cuda:0/24GiB", "cuda/24GiB/8GiB"]
+    "text",
+    [
+        "",
+        "tpu",
+        "cuda:x",
+        "cuda:0-1",
+        "cpu:x",
+        "cpu:3-",
+        "cpu:4-3",
+        "cpu:0/8GiB",
+        "cuda/24",
+        "cpu/sm86",
+        "cuda/sm86/sm90",
+        "cuda:0/24GiB",
+        "cuda/24GiB/8GiB",
+    ],
 )
 def test_what_is_no_device_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(BadSetting, match="cuda/sm86/24GiB"):
@@ -42,3 +59,27 @@ def test_the_last_digit_of_an_architecture_is_the_minor_version() -> None:
         None,
         None,
     ]
+
+
+@pytest.mark.parametrize(
+    ("names", "each_by_itself"),
+    [
+        ("cuda:0 cuda:1", True),
+        ("cpu:0 cpu:1", True),
+        ("cpu:0-3 cpu:4-7 cpu:8", True),
+        ("cuda:0", False),
+        ("cuda:0 cuda:0", False),
+        ("cpu cpu", False),
+        ("cpu:0-3 cpu:3-7", False),
+        ("cpu:0 cpu", False),
+        ("cuda:0 cpu", False),
+        ("cuda:0 cpu:0-3", False),
+    ],
+)
+def test_devices_are_apart_where_none_takes_time_from_another(names: str, each_by_itself: bool) -> None:
+    assert apart([parse_device(name) for name in names.split()]) == each_by_itself
+
+
+def test_processors_of_one_machine_share_its_memory() -> None:
+    homes = [parse_device(name).home for name in ("cpu", "cpu:0", "cpu:1-2", "cuda:0", "cpu/8GiB")]
+    assert homes == ["cpu", "cpu", "cpu", "cuda:0", "cpu/8GiB"]

@@ -145,7 +145,8 @@ def test_uneven_splits_drop_no_layer() -> None:
 
 
 def test_gemma_is_never_cut_between_a_layer_and_its_keys() -> None:
-    assert legal_cuts(spec("gemma4_e4b").layers) == (1,)
+    assert legal_cuts(spec("gemma4_e4b").layers) == (1, 2)
+    assert legal_cuts(spec("gemma4_e2b").layers) == (1,)
     assert legal_cuts(spec("gemma4_31b").layers) == (1, 2, 3, 4, 5)
     with pytest.raises(BadSetting, match=r"layers behind 3 read keys .* nearest legal split is 1,5"):
         place(Loads((1,) * 6), machine(None, None), cuts=(1,), split="3,3")

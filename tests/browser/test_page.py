@@ -209,8 +209,56 @@ def test_reasoning_and_tool_calls_are_folded(visit: Visit) -> None:
     assert thought.locator(".said .kept").inner_text() == "hm"
     assert called.locator("summary").inner_text() == "Tool call: weather"
     called.locator("summary").click()
-    assert called.locator("pre").inner_text() == '{"city": "Oslo"}'
+    assert called.locator("pre").inner_text() == '{\n  "city": "Oslo"\n}'
     assert "ended by tool_calls" in visit.facts()
+
+
+TOOL = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Paris"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+def test_calls_are_answered_with_results(visit: Visit) -> None:
+    """A call that must be, its result by hand, what the model says to it, and the result written again."""
+    visit.page.locator("summary", has_text="Tools and reasoning").click()
+    visit.set("tools", json.dumps([{"type": "function", "function": {"name": "weather", "strict": True, "parameters": TOOL}}]))
+    visit.page.locator("#p-tool_choice").select_option("required")
+    visit.page.locator("#p-effort").select_option("none")
+    visit.page.locator("summary", has_text="More fields").click()
+    visit.set("more", '{"parallel_tool_calls": false}')
+    visit.set("max_tokens", "200")
+    visit.ask("weather?")
+    visit.wait_for_end()
+    assert "ended by tool_calls" in visit.facts()
+    visit.press("Replay without drafts")
+    assert "Same tokens" in visit.verdict()
+    assert visit.findings() == []
+
+    visit.page.locator("#p-tool_choice").select_option("none")
+    visit.set("max_tokens", "16")
+    visit.page.get_by_label("Result of weather").fill("sunny")
+    with visit.page.expect_request("**/v1/chat/completions") as asked:
+        visit.press("Send result")
+    *_, called, result = asked.value.post_data_json["messages"]
+    (call,) = called["tool_calls"]
+    assert json.loads(call["function"]["arguments"])["city"] in ("Oslo", "Paris")
+    assert result == {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}
+    visit.wait_for_end()
+    assert visit.page.locator(".message").count() == 4
+    assert "sunny" in visit.page.locator(".results").inner_text()
+    assert visit.findings() == []
+
+    visit.page.get_by_label("Results of tools").get_by_role("button", name="Edit").click()
+    assert visit.page.locator(".message").count() == 2
+    again = visit.page.get_by_label("Result of weather")
+    assert again.input_value() == "sunny"
+    again.fill("rain")
+    visit.press("Send result")
+    visit.wait_for_end()
+    assert "rain" in visit.page.locator(".results").inner_text()
 
 
 def test_a_refusal_is_told_in_the_servers_words(visit: Visit) -> None:

@@ -39,3 +39,18 @@ def test_chat(server: Server) -> None:
         model=server.model, messages=HELLO, response_model=None, max_retries=0, seed=7, max_tokens=12
     )
     assert reply.choices[0].message.content == server.said(seed=7, max_tokens=12)
+
+
+def test_streaming(server: Server, needs: Callable[..., None]) -> None:
+    """A typed reply that fills up while it comes."""
+    needs(field="response_format")
+    client = instructor.from_openai(
+        openai.OpenAI(base_url=server.base, api_key=server.key, max_retries=0), mode=instructor.Mode.JSON_SCHEMA
+    )
+    grown = list(
+        client.chat.completions.create_partial(
+            model=server.model, messages=HELLO, response_model=Weather, max_retries=0, seed=5, max_tokens=2000
+        )
+    )
+    assert len(grown) > 1
+    assert 1 <= grown[-1].days <= 9

@@ -7,6 +7,7 @@ from typing import Any
 
 import openai
 import pytest
+from langchain_core.messages import AIMessageChunk, HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
 
@@ -32,6 +33,8 @@ def test_streaming(server: Server) -> None:
 def test_errors(server: Server) -> None:
     with pytest.raises(openai.BadRequestError):
         model(server, temperature=-1.0).invoke("Hello.")
+    with pytest.raises(openai.AuthenticationError):
+        model(server, api_key="wrong").invoke("Hello.")
 
 
 class Weather(BaseModel):
@@ -43,8 +46,22 @@ class Weather(BaseModel):
 
 def test_tools(server: Server, needs: Callable[..., None]) -> None:
     needs(field="tools")
-    reply = model(server, max_tokens=2000).bind_tools([Weather], tool_choice="required", strict=True).invoke("Hello.")
+    bound = model(server, max_tokens=2000).bind_tools([Weather], tool_choice="required", strict=True)
+    reply = bound.invoke("Hello.")
     assert reply.tool_calls[0]["name"] == "Weather"
+    results = [ToolMessage("sunny", tool_call_id=call["id"]) for call in reply.tool_calls]
+    second = model(server).bind_tools([Weather]).invoke([HumanMessage("Hello."), reply, *results])
+    assert second.usage_metadata["output_tokens"] <= 12
+    streamed = sum(bound.stream("Hello."), start=AIMessageChunk(""))
+    assert [call["args"] for call in streamed.tool_calls] == [call["args"] for call in reply.tool_calls]
+
+
+def test_responses(server: Server, needs: Callable[..., None]) -> None:
+    needs(path="/v1/responses")
+    asked = {"use_responses_api": True, "seed": None, "max_tokens": 16}
+    assert model(server, **asked).invoke("Hello.").usage_metadata["output_tokens"] <= 16
+    structured = model(server, **{**asked, "max_tokens": 2000}).with_structured_output(Weather, method="json_schema")
+    assert isinstance(structured.invoke("Hello."), Weather)
 
 
 def test_structured_output(server: Server, needs: Callable[..., None]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import litellm
 import pytest
+from pydantic import BaseModel, Field
 
 from tests.clients.conftest import HELLO, WEATHER, Server
 
@@ -44,5 +45,25 @@ def test_errors(server: Server) -> None:
 def test_tools(server: Server, needs: Callable[..., None]) -> None:
     needs(field="tools")
     tool = {"type": "function", "function": {"name": "weather", "parameters": WEATHER, "strict": True}}
-    (call,) = ask(server, tools=[tool], tool_choice="required", seed=3, max_tokens=2000).choices[0].message.tool_calls
+    message = ask(server, tools=[tool], tool_choice="required", seed=3, max_tokens=2000).choices[0].message
+    (call,) = message.tool_calls
     assert 1 <= json.loads(call.function.arguments)["days"] <= 9
+    told = [*HELLO, message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+    assert ask(server, messages=told, tools=[tool], max_tokens=8).usage.completion_tokens <= 8
+
+
+class Weather(BaseModel):
+    city: str = Field(max_length=12)
+    days: int = Field(ge=1, le=9)
+
+
+def test_structured_output(server: Server, needs: Callable[..., None]) -> None:
+    needs(field="response_format")
+    reply = ask(server, response_format=Weather, seed=2, max_tokens=2000)
+    assert 1 <= Weather.model_validate_json(reply.choices[0].message.content).days <= 9
+
+
+def test_the_shape_of_anthropic(server: Server, needs: Callable[..., None]) -> None:
+    needs(path="/v1/messages")
+    reply = ask(server, model=f"anthropic/{server.model}", api_base=server.url, max_tokens=12)
+    assert reply.usage.completion_tokens <= 12

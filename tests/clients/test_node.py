@@ -52,3 +52,27 @@ def test_tools(server: Server, needs: Callable[..., None], script: str) -> None:
 def test_structured_output(server: Server, needs: Callable[..., None], script: str) -> None:
     needs(field="response_format")
     assert 1 <= run(server, script, "structured")["days"] <= 9
+
+
+@pytest.mark.parametrize("script", ["openai.js", "ai.js"])
+def test_a_tool_makes_its_round_trip(server: Server, needs: Callable[..., None], script: str) -> None:
+    needs(field="tools")
+    for part in ("round", "responses-round")[: 2 if script == "ai.js" else 1]:
+        told = run(server, script, part)
+        assert 1 <= told["days"] <= 9
+        assert told["steps"] == 2
+
+
+@pytest.mark.parametrize("script", ["openai.js", "ai.js"])
+@pytest.mark.parametrize("part", ["responses", "responses-stream"])
+def test_responses(server: Server, needs: Callable[..., None], script: str, part: str) -> None:
+    needs(path="/v1/responses")
+    assert run(server, script, part)["text"]
+
+
+def test_responses_refer_to_what_was_said_before(server: Server, needs: Callable[..., None]) -> None:
+    """The AI SDK's own way with OpenAI's provider: what was said before is named by its id."""
+    needs(path="/v1/responses")
+    told = run(server, "ai.js", "responses-refer")
+    assert told["text"]
+    assert told["referred"]

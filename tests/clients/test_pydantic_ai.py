@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel, Field
-from pydantic_ai import Agent
+from pydantic_ai import Agent, NativeOutput
 from pydantic_ai.exceptions import ModelHTTPError
-from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 from tests.clients.conftest import Server
@@ -53,3 +53,33 @@ def test_a_typed_reply(server: Server, needs: Callable[..., None]) -> None:
     needs(field="tools")
     reply = agent(server, output_type=Weather).run_sync("Hello.", model_settings={"seed": 3, "max_tokens": 2000})
     assert isinstance(reply.output, Weather)
+
+
+def test_a_tool_makes_its_round_trip(server: Server, needs: Callable[..., None]) -> None:
+    needs(field="tools")
+    called: list[str] = []
+
+    def weather(city: str) -> str:
+        """The weather in a city."""
+        called.append(city)
+        return "sunny"
+
+    typed = agent(server, output_type=Weather, tools=[weather])
+    for seed in range(20):  # every turn calls a tool or gives the typed reply, as the dice fall
+        reply = typed.run_sync("Hello.", model_settings={"seed": seed, "max_tokens": 2000, "temperature": 5.0})
+        assert isinstance(reply.output, Weather)
+        if called:
+            break
+    assert called
+
+
+def test_structured_output(server: Server, needs: Callable[..., None]) -> None:
+    needs(field="response_format")
+    reply = agent(server, output_type=NativeOutput(Weather)).run_sync("Hello.", model_settings={"seed": 3, "max_tokens": 2000})
+    assert isinstance(reply.output, Weather)
+
+
+def test_responses(server: Server, needs: Callable[..., None]) -> None:
+    needs(path="/v1/responses")
+    model = OpenAIResponsesModel(server.model, provider=OpenAIProvider(base_url=server.base, api_key=server.key))
+    assert Agent(model).run_sync("Hello.", model_settings={"max_tokens": 16}).usage.output_tokens <= 16

@@ -26,7 +26,16 @@ def judge(server: Server, tmp_path: Path) -> None:
     command = [
         *(str(Path(sys.executable).parent / "schemathesis"), "run", f"{server.url}/openapi.json", "--no-color"),
         *("--header", f"Authorization: Bearer {server.key}", "--exclude-checks", "positive_data_acceptance"),
-        *("--phases", "examples,coverage,fuzzing", "--max-examples", EXAMPLES, "--seed", "7", "--generation-database", "none"),
+        *(
+            "--phases",
+            "examples,coverage,fuzzing,stateful",
+            "--max-examples",
+            EXAMPLES,
+            "--seed",
+            "7",
+            "--generation-database",
+            "none",
+        ),
         *("--request-timeout", "30"),
     ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)

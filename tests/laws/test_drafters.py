@@ -215,8 +215,8 @@ def test_guesses_are_legal_trees() -> None:
     make = dflash(12)
 
     class Listening(TorchBackend):
-        def _run(self, plan):  # type: ignore[no-untyped-def]
-            outcome = super()._run(plan)
+        def collect(self, ticket):  # type: ignore[no-untyped-def]
+            outcome = super().collect(ticket)
             seen.extend(row.guesses for row in outcome.rows)
             return outcome
 

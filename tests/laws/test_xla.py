@@ -226,18 +226,29 @@ def test_a_planted_fault_is_caught(
     assert bench.faulty(Schedule(proposer=proposer, reuse=True, turn_tokens=80, arrivals=(0, 0, 16, 16)))
 
 
-def test_the_self_check_holds_on_this_machine_and_notices_a_sum_that_follows_the_rows(
+def test_the_self_check_holds_on_this_machine(benches: dict[str, Bench]) -> None:
+    backend = xla_backend(benches[DENSE].folder, check=True)
+    assert backend.report is not None
+    assert backend.report.holds, backend.report.findings
+    assert len(backend.report.findings) == 3
+    assert backend.shape != backend.shape.uniform
+
+
+def test_a_sum_that_follows_the_rows_is_noticed_and_products_get_one_height(
     benches: dict[str, Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = benches[DENSE].folder
-    report = xla_backend(folder, check=True).report
-    assert report is not None
-    assert report.holds, report.findings
-    assert len(report.findings) == 3
     sum_by_rows(monkeypatch)
-    found = xla_backend(folder, check=True).report
-    assert found is not None
-    assert not found.holds
+    backend = xla_backend(benches[DENSE].folder, check=True)
+    assert backend.report is not None
+    assert backend.report.holds
+    assert backend.shape == backend.shape.uniform
+
+
+def test_bf16_has_one_height_from_the_start_and_holds(benches: dict[str, Bench]) -> None:
+    backend = xla_backend(benches[DENSE].folder, dtype="bf16", check=True)
+    assert backend.shape == backend.shape.uniform
+    assert backend.report is not None
+    assert backend.report.holds, backend.report.findings
 
 
 def test_the_number_of_lanes_and_of_tokens_in_a_turn_changes_no_bit(benches: dict[str, Bench]) -> None:

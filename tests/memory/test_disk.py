@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from onedraw.memory import disk
-from onedraw.memory.disk import SnapshotFolder, value
+from onedraw.memory.disk import BLOCK, Checksum, SnapshotFolder, value
 
 TOKENS = tuple(range(100, 140))
 ARRAYS = {"a": np.arange(12, dtype=np.float32).reshape(3, 4), "b": np.arange(5, dtype=np.int16), "none": np.zeros((0, 3))}
@@ -179,3 +179,20 @@ def test_a_full_disk_is_a_warning(tmp_path: Path, snapshot_warnings: list[str], 
     [said] = snapshot_warnings
     assert "No space left" in said
     assert TOKENS not in folder
+
+
+def test_a_checksum_is_of_the_bytes_and_not_of_the_parts_they_came_in() -> None:
+    content = np.random.default_rng(1).integers(0, 256, 2 * BLOCK + 777, np.uint8).tobytes()
+
+    def of(*parts: bytes) -> bytes:
+        checksum = Checksum()
+        for part in parts:
+            checksum.update(part)
+        return checksum.digest()
+
+    whole = of(content)
+    assert of(content[:5], content[5 : BLOCK + 9], b"", content[BLOCK + 9 :]) == whole
+    for place in (0, BLOCK - 1, BLOCK, 2 * BLOCK + 776):  # one bit, anywhere
+        assert of(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :]) != whole
+    swapped = content[BLOCK : 2 * BLOCK] + content[:BLOCK] + content[2 * BLOCK :]
+    assert whole not in (of(swapped), of(content[:-1]), of(content + b"\0"), of(content[: 2 * BLOCK]))

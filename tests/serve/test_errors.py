@@ -298,3 +298,13 @@ def test_a_body_over_the_limit_is_refused_with_or_without_a_length(declared):
 def test_a_body_that_is_not_utf_8_is_not_json(fake, body):
     """Half a character spelled as bytes, in a value or in a name that the error would have to repeat."""
     refused(fake.send(COMPLETIONS, body), 400, code="invalid_json")
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/chat/completions"])
+def test_a_number_without_end_inside_a_field_is_refused(fake, path, number):
+    """Schemas are handed on and come back in responses, where such a number cannot be written."""
+    function = f'{{"type": "function", "name": "w", "parameters": {{"type": "object", "default": {number}}}}}'
+    said = '"input": "hi"' if path == "/v1/responses" else '"messages": [{"role": "user", "content": "hi"}]'
+    answer = fake.send(path, f'{{{said}, "tools": [{function}]}}')
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools"), answer.text

@@ -136,3 +136,57 @@ def test_what_cannot_be_is_refused_by_the_callers_name(fake: Any, fields: dict[s
 def test_a_message_needs_its_length(fake: Any) -> None:
     answer = fake.post(PATH, messages=HELLO)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_tokens")
+
+
+def test_thinking_may_be_left_unsaid(fake: Any, client: anthropic.Anthropic) -> None:
+    asked: dict[str, Any] = {"model": fake.model, "max_tokens": 60, "messages": HELLO, "extra_body": {"seed": 3}}
+    shown = client.messages.create(thinking={"type": "enabled", "budget_tokens": 10}, **asked)
+    quiet: Any = {"type": "enabled", "budget_tokens": 10, "display": "omitted"}
+    hidden = client.messages.create(thinking=quiet, **asked)
+    assert shown.content[0].thinking
+    assert [block.type for block in hidden.content] == ["thinking", "text"]
+    assert (hidden.content[0].thinking, hidden.content[1].text) == ("", shown.content[1].text)
+    with client.messages.stream(thinking=quiet, **asked) as stream:
+        deltas = [event.delta.type for event in stream if event.type == "content_block_delta"]
+        final = stream.get_final_message().content
+    assert [block.to_dict() for block in final] == [block.to_dict() for block in hidden.content]
+    assert set(deltas) == {"text_delta"}
+
+
+def test_a_tool_that_failed_is_told_as_one(fake: Any) -> None:
+    def prompt(**result: Any) -> int:
+        used = {"type": "tool_use", "id": "t", "name": "weather", "input": {}}
+        told = {"type": "tool_result", "tool_use_id": "t", "content": "no such city", **result}
+        said = [*HELLO, {"role": "assistant", "content": [used]}, {"role": "user", "content": [told]}]
+        answer = fake.post(f"{PATH}/count_tokens", messages=said)
+        assert answer.status_code == 200, answer.text
+        return int(answer.json()["input_tokens"])
+
+    assert prompt(is_error=True) == prompt() + len("Error: ")
+    assert prompt(is_error=False) == prompt(cache_control={"type": "ephemeral"}) == prompt()
+
+
+def test_the_client_finds_the_model_and_the_requests_id(fake: Any, client: anthropic.Anthropic) -> None:
+    (model,) = client.models.list()
+    assert (model.id, model.type, model.display_name) == (fake.model, "model", fake.model)
+    reply = client.messages.create(model=fake.model, max_tokens=4, messages=HELLO)
+    assert reply._request_id == reply.id
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": [*HELLO, {"role": "assistant", "content": "The answer is"}]}, "messages[1].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}]}, "messages[0].content[0].y"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
+        ({"tools": [{**WEATHER, "defer_loading": True}]}, "tools[0].defer_loading"),
+    ],
+)
+def test_what_would_change_the_prompt_unseen_is_refused(fake: Any, fields: dict[str, Any], param: str) -> None:
+    answer = fake.post(PATH, **{"messages": HELLO, "max_tokens": 4, **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+def test_what_asks_for_nothing_is_accepted(fake: Any) -> None:
+    nothing = {"context_management": {"edits": []}, "tools": [{**WEATHER, "strict": None, "defer_loading": False}]}
+    assert fake.post(PATH, messages=HELLO, max_tokens=4, **nothing).status_code == 200

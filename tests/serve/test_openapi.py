@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import PlainValidator
 
-from onedraw.server import items, messages, protocol
+from onedraw.server import called, items, messages, protocol
 from onedraw.server.app import create_app
 from onedraw.server.fields import Treatment
 from onedraw.server.openapi import OBJECTS, POSTS, SPELLED, document, limits
@@ -24,6 +24,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [1]},
     "/v1/responses": {"input": "a", "max_output_tokens": 2},
+    "/v1/responses/input_tokens": {"input": "a"},
     "/v1/messages": {"messages": HELLO, "max_tokens": 2},
     "/v1/messages/count_tokens": {"messages": HELLO},
 }
@@ -162,5 +163,5 @@ def test_the_document_says_whether_a_key_is_needed_and_what_lenience_takes() -> 
 
 
 def test_protocol_has_what_the_document_asks_of_it() -> None:
-    theirs = {messages._text_of, messages._blocks, items._items}
+    theirs = {messages._text_of, messages._blocks, items._items, called.chat_choice, called.response_choice}
     assert set(SPELLED) == theirs | {protocol._texts, protocol._prompts, protocol._bias, protocol._content}

@@ -70,3 +70,20 @@ def test_a_budget_below_nothing_is_refused(fake: Any) -> None:
 def test_a_completion_has_no_thinking_to_budget(fake: Any) -> None:
     answer = fake.post("/v1/completions", prompt="a", thinking_budget=5)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "thinking_budget")
+
+
+def test_a_stop_string_is_looked_for_in_the_answer_alone(fake: Any) -> None:
+    """What closes thinking ends in two line breaks, which a caller who stops at an empty line never sees."""
+    wishes = {**THINKING, "thinking_budget": 12, "max_tokens": 60, "return_token_ids": True}
+    free = ask(fake, **wishes)["choices"][0]
+    thought, answer = free["message"]["reasoning_content"], free["message"]["content"]
+    assert len(answer) > 8
+    spared = ask(fake, **wishes, stop=["\n\n", "</think>", thought[2:5]])["choices"][0]
+    assert spared["message"]["reasoning_content"] == thought
+    stop = answer[4:6]
+    hit = ask(fake, **wishes, stop=[stop])["choices"][0]
+    assert hit["message"]["content"] == answer[: answer.index(stop)]
+    assert (hit["finish_reason"], hit["stop_reason"]) == ("stop", stop)
+    assert hit["token_ids"] == free["token_ids"][: len(hit["token_ids"])]
+    chunks = fake.chunks("/v1/chat/completions", messages=HELLO, **wishes, stop=[stop])
+    assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == hit["message"]["content"]

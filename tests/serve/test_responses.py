@@ -10,6 +10,12 @@ import jsonschema
 import openai
 import pytest
 
+from onedraw.errors import BadParameter
+from onedraw.server.keys import ApiKey
+from onedraw.server.memory import Remembered, ResponseMemory
+from onedraw.server.options import ServerOptions
+from tests.serve.running import fake_door, serving, slowed
+
 PATH = "/v1/responses"
 SCHEMA = {
     "type": "object",
@@ -129,6 +135,15 @@ def test_a_form_and_logprobs(fake: Any, client: openai.OpenAI) -> None:
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{**WEATHER, "parameters": {"not": {}}}]}, "tools[0].parameters.not"),
         ({"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "text.format.schema.not"),
+        ({"tool_choice": {"type": "function", "name": "weather"}}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "rain"}}, "tool_choice.name"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice.tools"),
+        ({"input": [{"role": "user", "content": "x", "frobnicate": 1}]}, "input[0].frobnicate"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_text", "text": "x", "y": 1}]}]},
+            "input[0].content[0].y",
+        ),
         ({"frobnicate": 1}, "frobnicate"),
     ],
 )
@@ -143,13 +158,114 @@ def test_what_is_not_stored_is_not_remembered(fake: Any) -> None:
     assert answer.json()["error"]["param"] == "previous_response_id"
 
 
-def test_memory_of_conversations_is_bounded() -> None:
-    from onedraw.errors import BadParameter
-    from onedraw.server.responses import ResponseMemory
+def remembered(number: int, item: dict[str, Any] | None = None) -> Remembered:
+    output = [item or {"id": f"msg_{number}", "type": "message"}]
+    return Remembered({"id": f"resp_{number}", "output": output}, (), ({"role": "user", "content": "x" * 60},))
 
-    memory = ResponseMemory(most_characters=200)
-    for number in range(5):
-        memory.keep(f"resp_{number}", [{"role": "user", "content": "x" * 60}])
-    assert memory.find("resp_4")[0]["content"] == "x" * 60
+
+def test_memory_of_conversations_is_bounded() -> None:
+    memory = ResponseMemory(most_characters=500)
+    for number in range(9):
+        memory.keep(remembered(number))
+    assert memory.before("resp_8")[0]["content"] == "x" * 60
     with pytest.raises(BadParameter):
-        memory.find("resp_0")
+        memory.before("resp_0")
+    with pytest.raises(BadParameter):
+        memory.resolved([{"type": "item_reference", "id": "msg_0"}])
+
+
+def test_an_item_is_remembered_as_long_as_any_response_that_has_it() -> None:
+    memory, reference = ResponseMemory(), [{"type": "item_reference", "id": "msg_0"}]
+    memory.keep(remembered(0))
+    memory.keep(remembered(1, memory.resolved(reference)[0]))
+    memory.forget("resp_0")
+    assert memory.resolved(reference)[0]["type"] == "message"
+    memory.forget("resp_1")
+    with pytest.raises(BadParameter):
+        memory.resolved(reference)
+
+
+def test_what_one_key_stored_no_other_key_finds() -> None:
+    options = ServerOptions(api_keys=(ApiKey("ann", "a-key"), ApiKey("bob", "b-key")))
+    with fake_door() as door, serving(door, options) as served:
+        ann, bob = ({"authorization": f"Bearer {key}"} for key in ("a-key", "b-key"))
+        asked = {"input": "Hello.", "max_output_tokens": 4}
+        told = served.http.post(PATH, json=asked, headers=ann).json()
+        reference = {"type": "item_reference", "id": told["output"][0]["id"]}
+        assert served.get(f"{PATH}/{told['id']}", headers=bob).status_code == 404
+        assert served.http.delete(f"{PATH}/{told['id']}", headers=bob).status_code == 404
+        for more in ({"previous_response_id": told["id"]}, {"input": [reference, {"role": "user", "content": "?"}]}):
+            assert served.http.post(PATH, json={**asked, **more}, headers=bob).status_code == 400
+            assert served.http.post(PATH, json={**asked, **more}, headers=ann).status_code == 200
+        assert served.get(f"{PATH}/{told['id']}", headers=ann).json() == told
+
+
+def test_a_stored_response_is_read_again_and_forgotten(fake: Any, client: openai.OpenAI) -> None:
+    told = client.responses.create(model=fake.model, input="Hello.", instructions="Be brief.", metadata={"a": "b"}, **SHORT)
+    assert client.responses.retrieve(told.id).to_dict() == told.to_dict()
+    (asked,) = client.responses.input_items.list(told.id)
+    assert (asked.role, asked.content[0].text) == ("user", "Hello.")
+    assert client.responses.delete(told.id) is None
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(told.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.delete(told.id)
+    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+        client.responses.create(model=fake.model, input="And?", previous_response_id=told.id)
+
+
+def test_what_it_was_asked_comes_in_pages(fake: Any, client: openai.OpenAI) -> None:
+    said: Any = [{"role": "user", "content": str(number)} for number in range(5)]
+    told = client.responses.create(model=fake.model, input=said, **SHORT)
+    listed = client.responses.input_items.list(told.id, limit=2, order="asc")
+    assert [item.content[0].text for item in listed] == list("01234")  # the client turns the pages
+    newest = client.responses.input_items.list(told.id, limit=2)
+    assert ([item.content[0].text for item in newest.data], newest.has_more) == (["4", "3"], True)
+    for wrong in ("limit=0", "limit=many", "order=up", "after=nobody", "page=2"):
+        answer = fake.get(f"{PATH}/{told.id}/input_items?{wrong}")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, wrong.partition("=")[0])
+    assert fake.get(f"{PATH}/{told.id}?stream=true").status_code == 400
+
+
+def test_items_may_be_referred_to(fake: Any, client: openai.OpenAI) -> None:
+    """As clients do that store responses: what was said before is named, not sent."""
+    first = client.responses.create(model=fake.model, input="Hello.", **SHORT)
+    user: Any = {"role": "user", "content": "Hello."}
+    more: Any = {"role": "user", "content": "More."}
+    whole = client.responses.create(model=fake.model, input=[user, *(item.to_dict() for item in first.output), more], **SHORT)
+    named: Any = [{"type": "item_reference", "id": item.id} for item in first.output]
+    short = client.responses.create(model=fake.model, input=[user, *named, more], **SHORT)
+    assert short.output_text == whole.output_text
+    assert short.usage.input_tokens == whole.usage.input_tokens
+    counted = client.responses.input_tokens.count(model=fake.model, input=[user, *named, more])
+    assert counted.input_tokens == whole.usage.input_tokens
+    with pytest.raises(openai.BadRequestError, match=r"input\[1\].id"):
+        client.responses.create(model=fake.model, input=[user, {"type": "item_reference", "id": "msg_none"}])
+
+
+def test_a_failure_in_the_middle_is_told_in_both_ways() -> None:
+    """Some clients wait for an error, some for a response that failed."""
+    with slowed(fake_door(), 0.005) as door, serving(door) as served:
+        backend = door.service._engine.backend
+        stream = served.client().responses.create(model=served.model, input="Hello.", max_output_tokens=500, stream=True)
+        events = [next(iter(stream))]
+        backend.submit = lambda plan: 1 / 0
+        events += list(stream)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[-2:]] == ["error", "response.failed"]
+    assert events[-2].code == "internal_error"
+    assert (events[-1].response.status, events[-1].response.error.code) == ("failed", "internal_error")
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_only_allowed_tools_are_called(fake: Any, client: openai.OpenAI, mode: str) -> None:
+    tools: Any = [{"type": "function", "name": name} for name in ("one", "two", "three")]
+    choice: Any = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "two"}]}
+    asked = {"tools": tools, "tool_choice": choice, "max_output_tokens": 200, "temperature": 2.0}
+    called = set()
+    for seed in range(6):
+        reply = client.responses.create(model=fake.model, input="?", extra_body={"seed": seed}, **asked)
+        assert reply.to_dict()["tool_choice"] == choice
+        called |= {item.name for item in reply.output if item.type == "function_call"}
+    assert called <= {"two"}
+    assert called or mode == "auto"

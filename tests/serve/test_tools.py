@@ -165,3 +165,68 @@ def test_content_may_have_a_form_beside_tools(fake: Any) -> None:
 def test_what_cannot_be_is_refused_by_name(fake: Any, wishes: dict[str, Any], param: str) -> None:
     answer = fake.post(CHAT, **{"messages": HELLO, "max_tokens": 5, **wishes})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_of_all_tools_that_it_hears_of_the_model_calls_the_allowed(fake: Any, mode: str) -> None:
+    allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "stop"}}]}
+    wishes = MUST | {"tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
+    replies = [said(fake, **wishes, seed=seed, return_token_ids=True) for seed in range(6)]
+    names = {call["function"]["name"] for reply in replies for call in reply["message"].get("tool_calls", [])}
+    assert names <= {"stop"}
+    assert names or mode == "auto"
+    assert replies[0]["prompt_token_ids"] == said(fake, **MUST, return_token_ids=True)["prompt_token_ids"]
+
+
+def test_null_asks_for_nothing_inside_a_tool_too(fake: Any) -> None:
+    tool = {"type": "function", "function": {"name": "stop", "strict": None, "parameters": None, "description": None}}
+    assert said(fake, tools=[tool], max_tokens=4)["finish_reason"] in ("length", "stop")
+
+
+def test_calls_may_come_back_as_a_stream_numbered_them(fake: Any) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "stop", "arguments": "{}"}}
+    result = {"role": "tool", "tool_call_id": "c", "content": "done"}
+
+    def prompt(*calls: dict[str, Any]) -> list[int]:
+        asked = [*HELLO, {"role": "assistant", "tool_calls": list(calls)}, result]
+        return said(fake, asked, max_tokens=1, return_token_ids=True)["prompt_token_ids"]
+
+    assert prompt({**call, "index": 0}) == prompt(call)
+
+
+def test_a_stop_string_is_looked_for_in_the_answer_alone(fake: Any) -> None:
+    """A call is written with line breaks and braces that the caller never sees; they end nothing."""
+    free = said(fake, **MUST, seed=3)
+    assert free["message"]["tool_calls"]
+    stopped = said(fake, **MUST, seed=3, stop=["\n", "}", "{"])
+    assert [call["function"] for call in stopped["message"]["tool_calls"]] == [
+        call["function"] for call in free["message"]["tool_calls"]
+    ]
+    assert (stopped["finish_reason"], stopped["stop_reason"]) == (free["finish_reason"], free["stop_reason"])
+
+
+def test_the_other_shapes_begin_with_the_very_tokens_too(fake: Any) -> None:
+    """A call comes back as an object, as an item, or by the id of its response; each time the whole prefix is found."""
+    function, hello = WEATHER["function"], {"role": "user", "content": "What is the weather in Messages?"}
+    tool = {"name": "weather", "input_schema": SCHEMA, "strict": True}
+    asked = {"tools": [tool], "max_tokens": 400, "seed": 4, "temperature": 1.2}
+    choice = {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}
+    first = fake.post("/v1/messages", messages=[hello], tool_choice=choice, **asked).json()
+    (used,) = first["content"]
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": used["id"], "content": "sunny"}]}
+    said = [hello, {"role": "assistant", "content": first["content"]}, result]
+    second = fake.post("/v1/messages", messages=said, **asked | {"max_tokens": 1}).json()
+    before = first["usage"]["input_tokens"] + first["usage"]["cache_read_input_tokens"] + first["usage"]["output_tokens"]
+    page = fake.door.service.capacity.page_size
+    assert second["usage"]["cache_read_input_tokens"] >= before - 1 - page
+
+    flat = {"type": "function", **function}
+    wishes = {"tools": [flat], "seed": 4, "temperature": 1.2, "max_output_tokens": 400}
+    must = {"tool_choice": {"type": "function", "name": "weather"}, "parallel_tool_calls": False}
+    item = {"role": "user", "content": "What is the weather in Responses?"}
+    told = fake.post("/v1/responses", input=[item], **wishes, **must).json()
+    (call,) = told["output"]
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"}
+    for more in ({"input": [item, call, output]}, {"input": [output], "previous_response_id": told["id"]}):
+        usage = fake.post("/v1/responses", **wishes | {"max_output_tokens": 1}, **more).json()["usage"]
+        assert usage["input_tokens_details"]["cached_tokens"] >= told["usage"]["total_tokens"] - 1 - page

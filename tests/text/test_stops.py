@@ -98,3 +98,11 @@ def test_without_stops_everything_passes() -> None:
 def test_an_empty_stop_is_refused() -> None:
     with pytest.raises(BadParameter, match="empty"):
         StopFinder(["a", ""])
+
+
+def test_what_comes_after_the_end_of_a_text_is_another_text() -> None:
+    stops = StopFinder(["abc"])
+    assert stops.push("xab") == ("x", None)
+    assert stops.finish() == "ab"
+    assert stops.push("c") == ("c", None)
+    assert stops.push("abc") == ("", "abc")

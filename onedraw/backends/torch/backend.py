@@ -2,15 +2,20 @@
 
 In: a spec, a source of weights, sizes, perhaps a drafter. Out: outcomes. inputs → stack → sampler → verification →
 commit → guesses. A commit brings kept drafts home: a tree's path to its positions, a state's steps to its lane; the
-rejected rest is never read again.
+rejected rest is never read again. Where stages have threads of their own several plans are under way, each in one stage
+at a time, and the last stage's thread chooses, commits and guesses.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy.typing as npt
@@ -24,17 +29,18 @@ from onedraw.backends.staging import FEWEST_ROWS, most_tokens
 from onedraw.backends.torch.device import DTYPES, hardware_name
 from onedraw.backends.torch.inputs import Inputs, Shape, Span, make_inputs
 from onedraw.backends.torch.layers.linear import strictest
+from onedraw.backends.torch.line import Line
 from onedraw.backends.torch.loader import LANE, WeightSource, padded
 from onedraw.backends.torch.ops import Ops, TorchOps
 from onedraw.backends.torch.ranking import Turned
 from onedraw.backends.torch.runs import CHUNK
 from onedraw.backends.torch.sampler import Sampler
 from onedraw.backends.torch.selfcheck import SelfCheck, self_check
-from onedraw.backends.torch.stack import Site, Stack, Watch
+from onedraw.backends.torch.stack import Site, Stack, Stream, Watch
 from onedraw.backends.torch.state import KeptLogits, Sizes, State
 from onedraw.models.spec import ModelSpec
 from onedraw.sampling.verify import hypotheses
-from onedraw.types import Choice, Draft, Logprobs, Outcome, Plan, Row
+from onedraw.types import Choice, Draft, Logprobs, Outcome, Plan, Row, RowOutcome
 
 LOGITS_BYTES = 256 * 2**20  # float32 logits held at once
 
@@ -80,6 +86,18 @@ class Pick:
     keep: int | None  # the checkpoint that wants these logits
 
 
+@dataclass(slots=True)
+class Turn:
+    """A plan on its way. Owner: the stage it is in."""
+
+    plan: Plan
+    inputs: Inputs
+    watch: Watch
+    held: int  # its first place in the rollback buffer
+    stream: Stream | None = None  # once it has entered
+    seconds: float = 0.0  # in stages, not between them
+
+
 class TorchBackend:
     """Complete when constructed: weights loaded, pages allocated, self-check done."""
 
@@ -101,6 +119,8 @@ class TorchBackend:
         activation: str | None = None,
         rows: int = FEWEST_ROWS,
         check: bool = True,
+        line: Line | None = None,
+        tickets: int = 1,
         make_drafter: Callable[[Stack, Sampler, Shape], Drafter] | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -144,7 +164,9 @@ class TorchBackend:
             checkpoints=checkpoints,
             chunk=CHUNK if spec.recurrent else 1,
             recurrent=spec.recurrent,
-            draft_positions=drafts if spec.recurrent else None,
+            draft_positions=drafts // tickets if spec.recurrent else None,
+            stages=len(sites),
+            tickets=tickets,
             lookahead=0 if self._drafter is None else self._drafter.lookahead,
             drafter="" if self._drafter is None else self._drafter.name,
             turn_tokens=most_tokens(rows, chunk=CHUNK) if len(sites) > 1 else None,
@@ -152,8 +174,13 @@ class TorchBackend:
             dtype=dtype,
             activation=activation or dtype,
         )
+        assert tickets == 1 or line is not None, "stages that work at once have threads of their own"
         self._tickets = itertools.count()
-        self._outcomes: dict[Ticket, Outcome] = {}
+        self._line, self._under_way = line, dict[Ticket, Future[Outcome]]()
+        self._hang_up = None
+        if line is not None:
+            self._hang_up = weakref.finalize(self, line.close)
+            self._hang_up.atexit = False  # a stage that computes while the program ends is not waited for
 
     @property
     def capacity(self) -> Capacity:
@@ -161,15 +188,19 @@ class TorchBackend:
 
     def submit(self, plan: Plan) -> Ticket:
         ticket = Ticket(next(self._tickets))
-        self._outcomes[ticket] = self._run(plan)
+        turn = self._board(plan, berth=ticket % self._capacity.tickets)
+        steps = [partial(self._step, turn, number) for number in range(len(self._states))]
+        self._under_way[ticket] = _done(steps) if self._line is None else self._line.start(steps)
         return ticket
 
     def collect(self, ticket: Ticket) -> Outcome:
-        return self._outcomes.pop(ticket)
+        return self._under_way.pop(ticket).result()
 
     def close(self) -> None:
         """Let go of weights and pages now, whoever still holds this object."""
-        self._outcomes.clear()
+        if self._hang_up is not None:
+            self._hang_up()
+        self._under_way.clear()
         for name in ("_stack", "_states", "_sampler", "_drafter"):
             self.__dict__.pop(name, None)
 
@@ -205,26 +236,41 @@ class TorchBackend:
 
     # ------------------------------------------------------------------ one turn
 
+    def _board(self, plan: Plan, *, berth: int) -> Turn:
+        """Plans under way at once have places of their own in the rollback buffer."""
+        held = berth * (self._capacity.draft_positions or 0)
+        inputs = make_inputs(plan, shape=replace(self._shape, held=held), device=self._first)
+        watch = Watch(() if self._drafter is None else self._drafter.captures, finite=self._narrow())
+        return Turn(plan, inputs, watch, held)
+
     @torch.inference_mode()
-    def _run(self, plan: Plan) -> Outcome:
+    def _step(self, turn: Turn, number: int) -> Outcome | None:
+        """A plan through one stage, on that stage's thread where it has one; through the last: what became of it."""
         begin = time.perf_counter()
-        for state in self._states:
-            state.open(plan.rows)
+        with _current(self._stack.stages[number].device):
+            self._states[number].open(turn.plan.rows)
+            if turn.stream is None:
+                turn.stream = self._stack.enter(turn.inputs)
+            self._stack.advance(turn.stream, number, turn.inputs, self._states[number], watch=turn.watch)
+            rows = self._finish(turn, self._stack.leave(turn.stream)) if number == len(self._states) - 1 else None
+        turn.seconds += time.perf_counter() - begin
+        return None if rows is None else Outcome(rows, turn.seconds)
+
+    def _finish(self, turn: Turn, hidden: Tensor) -> tuple[RowOutcome, ...]:
+        """Choose, commit what was kept on every stage, guess on."""
+        plan, inputs, watch = turn.plan, turn.inputs, turn.watch
         if self._drafter is not None:
             self._drafter.open(plan.rows)
-        inputs = make_inputs(plan, shape=self._shape, device=self._first)
-        watch = Watch(() if self._drafter is None else self._drafter.captures, finite=self._narrow())
-        hidden = self._stack.hidden(inputs, self._states, watch=watch)
         scored = self._score(plan, inputs, hidden)
         chosen = self._choose(plan, inputs, hidden)
         rows = tuple(row_outcome(row, chosen.get(i, []), scored.get(i, ())) for i, row in enumerate(plan.rows))
         rows = tuple(replace(row, fault=self._fault(watch, inputs.spans[i])) if row.barren else row for i, row in enumerate(rows))
         for state, stage in zip(self._states, self._stack.stages, strict=True):
-            state.commit(plan.rows, [row.kept for row in rows], stage.ops)
+            state.commit(plan.rows, [row.kept for row in rows], stage.ops, turn.held)
         if self._drafter is not None:
             guesses = self._drafter.guess(Turned(plan, inputs, hidden, watch.features, rows))
             rows = tuple(replace(row, guesses=own) for row, own in zip(rows, guesses, strict=True))
-        return Outcome(rows, time.perf_counter() - begin)
+        return rows
 
     def _narrow(self) -> list[Tensor] | None:
         """Models trained in bf16 may leave the range of f16, so where there is any every layer is looked at."""
@@ -290,6 +336,21 @@ class TorchBackend:
                 found.extend(self._sampler.score(logits, part, row.params.prompt_logprobs or 0))
             scored[i] = tuple(found)
         return scored
+
+
+def _done(steps: Sequence[Callable[[], Outcome | None]]) -> Future[Outcome]:
+    """One step after the other, here and now."""
+    done: Future[Outcome] = Future()
+    for step in steps:
+        found = step()
+    assert found is not None
+    done.set_result(found)
+    return done
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Kernels are launched on the current device, whatever their arguments lie on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def as_stored(tensor: Tensor) -> npt.NDArray[Any]:

@@ -5,8 +5,10 @@ In: what was asked for. Out: devices with what this machine says of them, or an 
 
 from __future__ import annotations
 
+import os
 import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -34,7 +36,8 @@ def find_devices(names: Sequence[str]) -> list[Device]:
 def _find(device: Device, *, several: bool) -> Device:
     if device.kind == "cpu":
         free = _free_memory() if several and device.memory is None else device.memory
-        return Device("cpu", "cpu", memory=free)
+        name = device.name if _usable(device) else "cpu"
+        return Device(name, "cpu", memory=free, cores=device.cores)
     if device.described:
         raise BadSetting(f"--devices: {device.name} is only described, which is enough for `inspect`; to run, name cuda:0 or cpu")
     if not torch.cuda.is_available():
@@ -47,6 +50,36 @@ def _find(device: Device, *, several: bool) -> Device:
         return Device(f"cuda:{index}", "hip", torch.cuda.get_device_properties(index).gcnArchName, free)
     major, minor = torch.cuda.get_device_capability(index)
     return Device(f"cuda:{index}", "cuda", f"sm{major}{minor}", free)
+
+
+def _usable(device: Device) -> bool:
+    """Whether processors are named; those that are not there are refused."""
+    if not device.cores:
+        return False
+    if not hasattr(os, "sched_setaffinity"):
+        raise BadSetting(f"--devices {device.name}: this system does not let a program choose its processors; write cpu")
+    there = os.sched_getaffinity(0)
+    if not there.issuperset(device.cores):
+        raise BadSetting(f"--devices {device.name}: this program may run on the processors {_listed(there)}")
+    return True
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(numbers)))
+
+
+@contextmanager
+def on_cores(cores: Collection[int]) -> Iterator[None]:
+    """The calling thread on these processors alone, and with it the threads that it makes; none named: as it is."""
+    if not cores:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _free_memory() -> int | None:
@@ -75,12 +108,16 @@ def why_no_kernels(cache: Path) -> str:
     return build(cache).reason
 
 
-def set_threads(count: int | None, ops: Iterable[Ops]) -> None:
-    """Torch's threads on the calling thread from now on; None leaves its own choice.
+def set_threads(count: int | None, ops: Iterable[Ops], cores: Collection[int] = ()) -> None:
+    """The calling thread's place from now on: on these processors, where some are named, with so many of torch's threads;
+    None leaves torch its own choice.
 
     Beside kernels with a team of their own torch has little left to do, and gets one thread: the idle threads of its pool
     would spin for a while after every operation, on the processors that the team needs.
     """
+    if cores:
+        os.sched_setaffinity(0, cores)
+        count = len(cores) if count is None else count
     if any(isinstance(one, CpuOps) for one in ops):
         torch.set_num_threads(1)
     elif count is not None:

@@ -34,6 +34,7 @@ class Shape:
     scratch: tuple[int, ...]  # per page group, a page nobody reads: padding tokens write there
     rule: RowRule
     windows: tuple[int | None, ...] = (None,)  # of the page groups
+    held: int = 0  # the turn's first place in the rollback buffer
 
     @property
     def alone(self) -> Shape:
@@ -146,7 +147,7 @@ class Inputs:
 def make_inputs(plan: Plan, *, shape: Shape, device: torch.device) -> Inputs:
     tokens: list[int] = []
     spans: list[Span] = []
-    held = 0
+    held = shape.held
     for row in plan.rows:
         span = Span(
             first=len(tokens),

@@ -44,11 +44,12 @@ class PageStore:
     def fill(self, places: Mapping[int, int], keys: Tensor, values: Tensor) -> None:
         """Stored pages → pages here."""
         shape = (-1, self._heads, self._page_size * self.dim)
-        stored, here = list(places), list(places.values())
         for store, given in ((self.keys, keys), (self.values, values)):
             if given.shape[1:] != (self._heads, self._page_size * self.dim):
                 raise ValueError(f"pages of {tuple(given.shape[1:])}, not of {(self._heads, self._page_size * self.dim)}")
-            store.view(shape)[here] = given[stored].to(store.device)
+            paged = store.view(shape)
+            for stored, here, count in _runs(places):
+                paged[here : here + count].copy_(given[stored : stored + count])
 
     def move(self, table: Tensor) -> None:
         """Slots to slots: rows of (from page, from slot, to page, to slot). All are read before any is written."""
@@ -82,3 +83,14 @@ def write_places(pages: Tensor, slots: Tensor, *, kv_heads: int, page_size: int)
     """Where each (token, head) goes in a store seen as slots of one head's key: [T * K]."""
     heads = torch.arange(kv_heads, device=pages.device)
     return ((pages[:, None] * kv_heads + heads) * page_size + slots[:, None]).reshape(-1)
+
+
+def _runs(places: Mapping[int, int]) -> list[tuple[int, int, int]]:
+    """Neighbours that stay neighbours: (first key, first value, how many)."""
+    runs: list[tuple[int, int, int]] = []
+    for key, value in sorted(places.items()):
+        if runs and (key, value) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+        else:
+            runs.append((key, value, 1))
+    return runs

@@ -103,8 +103,7 @@ class Sampler:
     def _slab(self, logits: Tensor, positions: Sequence[Position], columns: int) -> Tensor:
         """What the host needs to know of these rows.   [C, columns] int64"""
         raw = self._padded(logits)
-        law = self._law(raw, positions)
-        tokens = first_best(self._values(law, positions))
+        law, tokens = self._chosen(raw, self._adjusted(raw, positions), positions)
         answers = torch.zeros(len(positions), columns, dtype=torch.int64, device=self._device)
         answers[:, TOKEN] = torch.where(law.sound, tokens, NO_TOKEN)
         own = [row for row, p in enumerate(positions) if p.params.logprobs is not None and p.params.logprobs_mode == "raw"]
@@ -121,8 +120,12 @@ class Sampler:
             answers[:, CHECKSUM] = self._checksums(raw, law)
         return answers
 
-    def _law(self, raw: Tensor, positions: Sequence[Position]) -> Law:
-        scores = self._adjusted(raw, positions)
+    def _chosen(self, raw: Tensor, scores: Tensor, positions: Sequence[Position]) -> tuple[Law, Tensor]:
+        """From scores, adjusted or `raw` itself, to the law and the tokens; any token where nothing sound is left."""
+        law = self._law(raw, scores, positions)
+        return law, first_best(self._values(law, positions))
+
+    def _law(self, raw: Tensor, scores: Tensor, positions: Sequence[Position]) -> Law:
         best = scores.amax(1) + 0.0  # -0.0 becomes 0.0
         sound = (best > -torch.inf) & (best < torch.inf)
         if scores is not raw:

@@ -206,6 +206,15 @@ class Watch:
 NOTHING = Watch()
 
 
+@dataclass(slots=True)
+class Stream:
+    """What goes from stage to stage. Owner: the stage it is in."""
+
+    x: Tensor  # the residual stream, [T, E]
+    own: Tensor | None  # [T, layers ahead, width], where layers have inputs of their own
+    left: int  # layers still to run
+
+
 class Stack:
     """All layers, on one device or several. Complete when constructed.
 
@@ -285,9 +294,10 @@ class Stack:
 
     # ------------------------------------------------------------------ one turn
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Rows [T, E] where the tokens are; they are looked up on the first stage, so there is one table."""
-        x = self._embedding(tokens)
+    def embed(self, tokens: Tensor, *, by: Ops | None = None) -> Tensor:
+        """Rows [T, E] where the tokens are; they are looked up on the first stage, so there is one table. `by`: by the
+        threads of these operations, since those of the head, else asked, may be at work on another turn."""
+        x = self._embedding(tokens, by)
         return (x if self.spec.embed_scale == 1 else x * self._embed_scale).to(tokens.device)
 
     def hidden(self, inputs: Inputs, states: Sequence[State], *, depth: int | None = None, watch: Watch = NOTHING) -> Tensor:
@@ -295,16 +305,31 @@ class Stack:
 
         `depth` runs the first layers only: the self-check needs no more.
         """
-        x = self.embed(inputs.tokens).to(self.activation)
+        stream = self.enter(inputs, depth=depth)
+        for number, state in enumerate(states):
+            self.advance(stream, number, inputs, state, watch=watch)
+        return self.leave(stream)
+
+    def enter(self, inputs: Inputs, *, depth: int | None = None) -> Stream:
+        """On the first stage."""
+        x = self.embed(inputs.tokens, by=self.stages[0].ops).to(self.activation)
         own = None if self._input_table is None else self._input_table(inputs, x)
-        left = len(self.spec.layers) if depth is None else depth
-        for stage, state in zip(self.stages, states, strict=True):
-            if stage.entrance is not None:
-                x, own = stage.entrance.cross(x, own)
-            x = self._run(stage, x, own, inputs.on(stage.device), state, count=left, watch=watch)
-            own = None if own is None else own[:, len(stage.layers) :]
-            left = max(left - len(stage.layers), 0)
-        return self.ops.rms_norm(x, self.norm, self.spec.eps).to(self.dtype)
+        return Stream(x, own, len(self.spec.layers) if depth is None else depth)
+
+    def advance(self, stream: Stream, number: int, inputs: Inputs, state: State, *, watch: Watch = NOTHING) -> None:
+        """Over the way to a stage, and through its layers."""
+        stage, x, own = self.stages[number], stream.x, stream.own
+        if stage.entrance is not None:
+            x, own = stage.entrance.cross(x, own)
+        stream.x = self._run(stage, x, own, inputs.on(stage.device), state, count=stream.left, watch=watch)
+        stream.left = max(stream.left - len(stage.layers), 0)
+        if own is not None:
+            own = own[:, len(stage.layers) :]
+            stream.own = own if stage.entrance is None else own.clone()  # the next turn may cross before this one goes on
+
+    def leave(self, stream: Stream) -> Tensor:
+        """On the last stage: hidden states after the last norm."""
+        return self.ops.rms_norm(stream.x, self.norm, self.spec.eps).to(self.dtype)
 
     def _run(
         self, stage: Stage, x: Tensor, own: Tensor | None, inputs: Inputs, state: State, *, count: int, watch: Watch

@@ -93,10 +93,11 @@ class State:
 
     # ------------------------------------------------------------------ after a turn
 
-    def commit(self, rows: Sequence[Row], kept: Sequence[Sequence[int]], ops: Ops) -> None:
-        """Bring kept drafts home: nodes of trees to the slots of their positions, states to their lanes."""
+    def commit(self, rows: Sequence[Row], kept: Sequence[Sequence[int]], ops: Ops, held: int = 0) -> None:
+        """Bring kept drafts home: nodes of trees to the slots of their positions, states to their lanes. `held`: the turn's
+        first place in the rollback buffer."""
         self._compact(rows, kept)
-        homes, held = [], 0
+        homes = []
         for row, path in zip(rows, kept, strict=True):
             if path:
                 homes.append(Kept(row.lane, tuple(held + index for index in path)))

@@ -21,12 +21,12 @@ import numpy.typing as npt
 from onedraw.backends.answers import Integers, Position, read_choice, read_logprobs
 from onedraw.backends.base import Capacity, PageGroup, Ticket
 from onedraw.backends.outcome import row_outcome
-from onedraw.backends.xla.buckets import CHUNK, make_shape, round_up
+from onedraw.backends.xla.buckets import CHUNK, MOST_ROWS, make_shape, round_up
 from onedraw.backends.xla.counts import LaneCounts
 from onedraw.backends.xla.inputs import Inputs, make_inputs
-from onedraw.backends.xla.platform import ROW_TILE, Array, hardware_name
+from onedraw.backends.xla.platform import OPTIONS, ROW_TILE, Array, hardware_name
 from onedraw.backends.xla.sampler import choose, score
-from onedraw.backends.xla.selfcheck import self_check
+from onedraw.backends.xla.selfcheck import SelfCheck, self_check
 from onedraw.backends.xla.stack import Stage
 from onedraw.backends.xla.state import nothing_to_copy
 from onedraw.backends.xla.wants import Recalls, make_wants
@@ -95,7 +95,7 @@ class XlaBackend:
             turn_tokens=turn_tokens,
             drafts=drafts,
             checkpoints=checkpoints,
-            rows=ROW_TILE.get(platform, 64),
+            rows=ROW_TILE.get(platform, 64) if dtype == "f32" else ROW_TILE.get(platform) or MOST_ROWS,
         )
         self._stages: list[Stage] = []
         for start, site in zip([0, *(site.stop or 0 for site in sites)], sites, strict=False):
@@ -130,12 +130,12 @@ class XlaBackend:
         self._outcomes: dict[Ticket, Outcome] = {}
         if warm:
             self._warm(tell)
-        self.report = self_check(self) if check else None
+        self.report = self._checked(tell) if check else None
 
     def _make_programs(self) -> None:
         fixed: dict[str, Any] = {"eps": self._spec.eps, "vocab": self._spec.vocab}
-        self._choose = jax.jit(partial(choose, rows=self.shape.slab, **fixed), donate_argnums=(2, 3))
-        self._score = jax.jit(partial(score, **fixed))
+        self._choose = jax.jit(partial(choose, rows=self.shape.slab, **fixed), donate_argnums=(2, 3), compiler_options=OPTIONS)
+        self._score = jax.jit(partial(score, **fixed), compiler_options=OPTIONS)
 
     def _warm(self, tell: Callable[[str], None]) -> None:
         """Compile every program now, with turns that hold nothing. jax keeps what it compiled on disk."""
@@ -157,6 +157,17 @@ class XlaBackend:
             if self.shape.drafts:
                 stage.commit(did, chosen, mixed)
         jax.block_until_ready([stage.state for stage in self._stages])
+
+    def _checked(self, tell: Callable[[str], None]) -> SelfCheck:
+        """What holds here; where something does not, with products and tiles of one height in all turns instead."""
+        report = self_check(self)
+        if not report.holds and self.shape != self.shape.uniform:
+            tell("xla: bits follow the number of rows here; compiling again with products of one height")
+            self.shape = self.shape.uniform
+            for stage in self._stages:
+                stage.reshape(self.shape)
+            report = self_check(self)
+        return report
 
     @property
     def capacity(self) -> Capacity:

@@ -68,10 +68,10 @@ class Shape:
 
     @property
     def uniform(self) -> Shape:
-        """The same with products of one height in both buckets: for libraries whose bits follow the number of rows."""
-        rows = self.mixed.rows
+        """The same with products and tiles of one height in both buckets: for libraries whose bits follow the rows."""
+        rows, step = self.mixed.rows, self.mixed.step
         tokens = round_up(self.decode.tokens, rows)
-        return replace(self, decode=replace(self.decode, tokens=tokens, rows=rows, tiles=round_up(tokens, self.decode.step)))
+        return replace(self, decode=Bucket(tokens, rows, self.mixed.tile, round_up(tokens, step), step, 0))
 
 
 def make_shape(
@@ -86,14 +86,14 @@ def make_shape(
     checkpoints: int,
     rows: int | None = None,
 ) -> Shape:
-    """`rows`: every product has exactly so many rows; None: between FEWEST_ROWS and MOST_ROWS."""
+    """`rows`: every product has exactly so many rows, every tile the same height; None: products of FEWEST_ROWS to MOST_ROWS."""
     few = next((n for n in (FEWEST_ROWS, 8, 16, MOST_ROWS) if n >= lanes), MOST_ROWS)
     height = rows or few
     tokens = round_up(lanes, height)
     step = min(TILES, tokens)
     most = rows or MOST_ROWS
     mixed = round_up(max(turn_tokens, lanes) + CHUNK, most)
-    return Shape(
+    shape = Shape(
         lanes=lanes,
         page_size=page_size,
         pages=pages,
@@ -104,6 +104,7 @@ def make_shape(
         decode=Bucket(tokens, height, 1, round_up(tokens, step), step, 0),
         mixed=Bucket(mixed, most, TILE, round_up(mixed // TILE + lanes + drafts, TILES), TILES, drafts),
     )
+    return shape if rows is None else shape.uniform
 
 
 def round_up(count: int, multiple: int) -> int:

@@ -19,6 +19,8 @@ jax.config.update("jax_enable_x64", True)
 
 Array = jax.Array
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
+# Where a number is rounded to bf16 it is rounded, whatever the compiler joins: else bits follow what it chose to join.
+OPTIONS = {"xla_allow_excess_precision": False}
 ROW_TILE = {"cpu": None, "gpu": 64, "tpu": 64}  # rows of every product; None: as few as there are, see buckets.py
 
 

@@ -19,7 +19,7 @@ from onedraw.backends.xla.buckets import Bucket, Shape
 from onedraw.backends.xla.delta import delta
 from onedraw.backends.xla.inputs import Inputs
 from onedraw.backends.xla.layers import attend, feed_forward, in_pieces, linear, opened, project, rms_norm, write
-from onedraw.backends.xla.platform import DTYPES, Array
+from onedraw.backends.xla.platform import DTYPES, OPTIONS, Array
 from onedraw.backends.xla.state import State, adopt, allocate, commit_turn, export, open_turn, openings
 from onedraw.backends.xla.weights import Loader, Weights, WeightSource
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
@@ -162,10 +162,10 @@ class Stage:
         """Make the programs anew, for other buckets."""
         self.shape = shape
         fixed: dict[str, Any] = {"layers": self.layers, "shape": shape}
-        self._open = jax.jit(partial(open_turn, **fixed), donate_argnums=0)
-        self._commit = jax.jit(partial(commit_turn, **fixed), donate_argnums=0)
+        self._open = jax.jit(partial(open_turn, **fixed), donate_argnums=0, compiler_options=OPTIONS)
+        self._commit = jax.jit(partial(commit_turn, **fixed), donate_argnums=0, compiler_options=OPTIONS)
         self._run = {
-            bucket: jax.jit(partial(run_layers, stage=self, bucket=bucket), donate_argnums=1)
+            bucket: jax.jit(partial(run_layers, stage=self, bucket=bucket), donate_argnums=1, compiler_options=OPTIONS)
             for bucket in (shape.decode, shape.mixed)
         }
 

@@ -5,7 +5,7 @@ import { make, spelled } from "./dom.js";
 import { Inspector } from "./inspector.js";
 import { Params } from "./params.js";
 import { Reply, firstDifference } from "./reply.js";
-import { ReplyView, UserView } from "./view.js";
+import { ReplyView, ResultsView, UserView } from "./view.js";
 
 const at = (id) => document.getElementById(id);
 const log = at("log");
@@ -16,7 +16,7 @@ const params = new Params(at("params"), () => {
   if (params.key !== triedKey) connect();
 });
 
-let conversation = []; // {role, view, text | reply}
+let conversation = []; // {role, view, text | reply | results}
 let running = null; // the AbortController of what runs
 let triedKey = null;
 
@@ -39,8 +39,37 @@ function resend(entry, text) {
 
 // What was said before entry number `length`.
 function messages(length = conversation.length) {
-  const said = conversation.slice(0, length).map((entry) => (entry.role === "user" ? { role: "user", content: entry.text } : entry.reply.message()));
-  return [...params.system(), ...said];
+  return [...params.system(), ...conversation.slice(0, length).flatMap(told)];
+}
+
+// An entry as the messages that a request tells of it.
+function told(entry) {
+  switch (entry.role) {
+    case "user":
+      return [{ role: "user", content: entry.text }];
+    case "tool":
+      return entry.results.map(({ id, text }) => ({ role: "tool", tool_call_id: id, content: text }));
+    default:
+      return [entry.reply.message()];
+  }
+}
+
+// What the calls of a reply gave. Written again, they take the place of what was said since.
+function giveResults(asked, texts) {
+  if (running) return;
+  const { calls } = asked.reply;
+  cut(conversation.indexOf(asked) + 1);
+  asked.view.answering.hidden = true;
+  const entry = { role: "tool", results: calls.map(({ id }, i) => ({ id, text: texts[i] })) };
+  entry.view = new ResultsView(calls, texts, {
+    onedit: () => {
+      if (running) return;
+      cut(conversation.indexOf(entry));
+      asked.view.askResults(texts).focus();
+    },
+  });
+  put(entry);
+  answer();
 }
 
 // The request of the panel, or nothing where the panel is filled in wrongly.
@@ -69,6 +98,7 @@ async function answer() {
       params.seed = entry.reply.seed;
       say(`Seed ${entry.reply.seed} is kept for the next messages`);
     },
+    onresults: (texts) => giveResults(entry, texts),
   });
   put(entry);
   await run(entry);

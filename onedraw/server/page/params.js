@@ -1,7 +1,11 @@
 // The panel of parameters: what it says, as fields of a request; kept in this browser, the key only while the tab is open.
 
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed"];
-const KEPT = [...NUMBERS.filter((name) => name !== "seed"), "system", "alternatives", "speculation", "colours", "more"];
+const KEPT = [...NUMBERS.filter((name) => name !== "seed"), "system", "alternatives", "speculation", "colours", "tools", "tool_choice", "effort", "more"];
+const JSON_FIELDS = {
+  tools: { title: "Tools", kind: "list", empty: [] },
+  more: { title: "More fields", kind: "object", empty: {} },
+};
 const STORE = "onedraw.params";
 
 function stored(area, name) {
@@ -23,7 +27,6 @@ function store(area, name, value) {
 export class Params {
   constructor(form, onchange) {
     this.form = form;
-    this.wrong = document.getElementById("more-wrong");
     this.restore();
     form.addEventListener("input", () => {
       this.save();
@@ -69,7 +72,10 @@ export class Params {
     const alternatives = Number(this.field("alternatives").value || 0);
     if (alternatives > 0) Object.assign(asked, { logprobs: true, top_logprobs: alternatives });
     if (!this.field("speculation").checked) asked.speculation = false;
-    return { ...asked, ...this.more() };
+    if (this.field("effort").value) asked.reasoning_effort = this.field("effort").value;
+    const tools = this.json("tools");
+    if (tools.length) Object.assign(asked, { tools, tool_choice: this.field("tool_choice").value });
+    return { ...asked, ...this.json("more") };
   }
 
   system() {
@@ -77,27 +83,32 @@ export class Params {
     return text ? [{ role: "system", content: text }] : [];
   }
 
-  more() {
-    const text = this.field("more").value.trim();
-    if (!text) return {};
+  // The value of a field that holds JSON. Throws where it does not.
+  json(name) {
+    const { title, kind, empty } = JSON_FIELDS[name];
+    const text = this.field(name).value.trim();
+    if (!text) return empty;
     let value;
     try {
       value = JSON.parse(text);
     } catch (error) {
-      throw new Error(`More fields: not JSON (${error.message})`);
+      throw new Error(`${title}: not JSON (${error.message})`);
     }
-    if (value === null || typeof value !== "object" || Array.isArray(value)) throw new Error("More fields: must be a JSON object");
+    if (value === null || typeof value !== "object" || Array.isArray(value) !== Array.isArray(empty)) throw new Error(`${title}: must be a JSON ${kind}`);
     return value;
   }
 
   judge() {
-    try {
-      this.more();
-      this.wrong.textContent = "";
-    } catch (error) {
-      this.wrong.textContent = error.message;
+    for (const name of Object.keys(JSON_FIELDS)) {
+      const wrong = document.getElementById(`${name}-wrong`);
+      try {
+        this.json(name);
+        wrong.textContent = "";
+      } catch (error) {
+        wrong.textContent = error.message;
+      }
+      this.field(name).setAttribute("aria-invalid", String(Boolean(wrong.textContent)));
     }
-    this.field("more").setAttribute("aria-invalid", String(Boolean(this.wrong.textContent)));
   }
 
   save() {

@@ -56,7 +56,7 @@ export class Reply {
     this.fingerprint = null;
     this.text = "";
     this.reasoning = "";
-    this.calls = []; // {name, arguments}
+    this.calls = []; // {id, name, arguments}
     this.tokens = []; // {index, id, text, kept, rejected, logprob, top}
     this.turns = []; // {at, tokens, kept, rejected}
     this.finish = null;
@@ -108,7 +108,8 @@ export class Reply {
   }
 
   addCall(piece) {
-    const call = (this.calls[piece.index] ??= { name: "", arguments: "" });
+    const call = (this.calls[piece.index] ??= { id: "", name: "", arguments: "" });
+    call.id ||= piece.id || "";
     call.name += piece.function?.name || "";
     call.arguments += piece.function?.arguments || "";
   }
@@ -131,6 +132,9 @@ export class Reply {
   message() {
     const said = { role: "assistant", content: this.text };
     if (this.reasoning) said.reasoning_content = this.reasoning;
+    if (this.calls.length) {
+      said.tool_calls = this.calls.map(({ id, name, arguments: text }) => ({ id, type: "function", function: { name, arguments: text } }));
+    }
     return said;
   }
 

@@ -48,11 +48,32 @@ export class UserView {
   }
 }
 
+// What tools gave back: a message of its own, which can be taken back and written again.
+export class ResultsView {
+  constructor(calls, texts, { onedit }) {
+    this.element = make("article", { class: "message user", "aria-label": "Results of tools" });
+    const said = calls.flatMap((call, i) => [make("strong", {}, call.name), make("pre", {}, texts[i] || "(nothing)")]);
+    const edit = make("button", { type: "button", class: "quiet edit", onclick: onedit }, "Edit");
+    this.element.append(make("div", { class: "said results" }, ...said), make("div", { class: "actions" }, edit));
+  }
+}
+
+// Arguments as people write them; as they came where they are no JSON.
+function tidy(text) {
+  try {
+    return JSON.stringify(JSON.parse(text), null, 2);
+  } catch {
+    return text;
+  }
+}
+
+let numbered = 0; // labels need ids of their own
+
 export class ReplyView {
-  constructor(reply, { inspector, say, onroll, onsame, onreplay, onpin }) {
+  constructor(reply, { inspector, say, onroll, onsame, onreplay, onpin, onresults }) {
     this.inspector = inspector;
     this.say = say;
-    this.handlers = { onroll, onsame, onreplay, onpin };
+    this.handlers = { onroll, onsame, onreplay, onpin, onresults };
     this.element = make("article", { class: "message assistant", "aria-label": "Reply" });
     this.reset(reply);
   }
@@ -66,6 +87,7 @@ export class ReplyView {
     this.thought = make("details", { class: "fold", hidden: true }, make("summary", {}, "Reasoning"), this.reasoning);
     this.text = make("div", { class: "said", tabindex: "0", role: "group", "aria-label": "Reply; arrow keys go from token to token" });
     this.calls = make("div", { class: "calls" });
+    this.answering = make("form", { class: "answering", hidden: true, "aria-label": "Results of the calls" });
     this.wrong = make("p", { class: "wrong", role: "alert" });
     this.plots = {
       speed: new Plot("tokens/s", { format: (value) => value.toFixed(1) }),
@@ -76,7 +98,8 @@ export class ReplyView {
     this.facts = make("p", { class: "facts muted" });
     this.actions = make("div", { class: "actions", hidden: true });
     this.verdict = make("p", { class: "verdict" });
-    this.element.replaceChildren(this.thought, this.text, this.calls, this.wrong, drawn, this.facts, this.actions, this.verdict);
+    this.element.replaceChildren(
+      this.thought, this.text, this.calls, this.answering, this.wrong, drawn, this.facts, this.actions, this.verdict);
     for (const group of [this.text, this.reasoning]) {
       group.addEventListener("pointerover", (event) => this.point(event.target));
       group.addEventListener("click", (event) => this.point(event.target));
@@ -108,8 +131,27 @@ export class ReplyView {
     this.reply.calls.forEach((call, i) => {
       const [summary, body] = this.calls.children[i].children;
       summary.textContent = `Tool call: ${call.name}`;
-      body.textContent = call.arguments;
+      body.textContent = this.reply.done ? tidy(call.arguments) : call.arguments;
     });
+  }
+
+  // Asks what the calls gave; `given` is what was said the last time.
+  askResults(given = []) {
+    const areas = this.reply.calls.map((call, i) => {
+      const area = make("textarea", { id: `result-${++numbered}`, rows: "2", spellcheck: "false" });
+      area.value = given[i] ?? "";
+      return area;
+    });
+    const fields = areas.map((area, i) =>
+      make("div", { class: "field" }, make("label", { for: area.id }, `Result of ${this.reply.calls[i].name}`), area));
+    const send = make("button", { type: "submit", class: "strong" }, areas.length > 1 ? "Send results" : "Send result");
+    this.answering.replaceChildren(...fields, make("div", { class: "actions" }, send));
+    this.answering.onsubmit = (event) => {
+      event.preventDefault();
+      this.handlers.onresults(areas.map((area) => area.value));
+    };
+    this.answering.hidden = false;
+    return areas[0];
   }
 
   draw() {
@@ -131,6 +173,8 @@ export class ReplyView {
   finish() {
     this.element.removeAttribute("aria-busy");
     if (this.reply.error) this.wrong.textContent = this.reply.error.message;
+    else if (this.reply.finish === "tool_calls") this.askResults();
+    this.showCalls();
     this.draw();
     const { onroll, onsame, onreplay, onpin } = this.handlers;
     const seeded = this.reply.seed !== null;

@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "choose.h"
 #include "delta.h"
 #include "layer.h"
 
@@ -150,6 +151,21 @@ static void check_delta(team *t, int threads) {
     free(projected); free(out); free(work); free(window);
 }
 
+/* Rows with every filter, a greedy one, one that is no distribution; a vocabulary that fills no block and no vector. */
+static void check_choosing(team *t, int threads) {
+    enum { ROWS = 5, VOCAB = 1037, WIDTH = 1088 };
+    wish wishes[ROWS] = {{1, 0, 1, INFINITY, {1, 2}, 1, 0},       {0.9, 40, 0.7f, 3, {3, 4}, 0, 0}, {0.5, 0, 1, INFINITY, {5, 6}, 0, 0},
+                         {1, 1036, 2, INFINITY, {7, 8}, 0, 0},    {0.1, 3, 1, INFINITY, {9, 10}, 0, 0}};
+    float *scores = floats_of(ROWS * VOCAB), *raw = floats_of(ROWS * VOCAB), *deficits = floats_of(ROWS * WIDTH), *limits = floats_of(ROWS);
+    scores[4 * VOCAB + 9] = NAN;
+    scores[3 * VOCAB + 5] = -INFINITY;
+    int64_t *tokens = malloc(ROWS * 8), *masses = malloc((size_t)threads * WIDTH * 8);
+    choosing c = {scores, raw, VOCAB, VOCAB, VOCAB, WIDTH, wishes, deficits, limits, tokens, masses};
+    INTERNAL(onedraw_choose)(&c, ROWS, t);
+    if (tokens[4] != -1 || tokens[0] < 0) abort();
+    free(scores); free(raw); free(deficits); free(limits); free(tokens); free(masses);
+}
+
 /* What the sanitizer must catch: a product whose last row is one number short. */
 static void fault(team *t) {
     part p = packed(0, 32, 7, 0, t);
@@ -168,6 +184,7 @@ int main(int count, char **arguments) {
         check_attention(t, 64);
         check_attention(t, 20);
         check_delta(t, threads);
+        check_choosing(t, threads);
         onedraw_team_free(t);
     }
     printf("done\n");

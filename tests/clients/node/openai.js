@@ -36,6 +36,26 @@ const parts = {
     const reply = await client.chat.completions.create({ ...asked, max_tokens: 2000, tools, tool_choice: "required" });
     return JSON.parse(reply.choices[0].message.tool_calls[0].function.arguments);
   },
+  async round() {
+    const tools = [{ type: "function", function: { name: "weather", parameters: weather, strict: true } }];
+    const must = { ...asked, max_tokens: 2000, tools, tool_choice: "required", parallel_tool_calls: false };
+    const { message } = (await client.chat.completions.create(must)).choices[0];
+    const [call] = message.tool_calls;
+    const messages = [...asked.messages, message, { role: "tool", tool_call_id: call.id, content: "sunny" }];
+    const second = await client.chat.completions.create({ ...asked, messages, tools });
+    return { ...JSON.parse(call.function.arguments), steps: 1 + second.choices.length };
+  },
+  async responses() {
+    const reply = await client.responses.create({ model: MODEL, input: "Hello.", max_output_tokens: 16 });
+    return { text: reply.output_text };
+  },
+  async "responses-stream"() {
+    let text = "";
+    for await (const event of await client.responses.create({ model: MODEL, input: "Hello.", max_output_tokens: 16, stream: true })) {
+      if (event.type === "response.output_text.delta") text += event.delta;
+    }
+    return { text };
+  },
   async structured() {
     const response_format = { type: "json_schema", json_schema: { name: "weather", schema: weather, strict: true } };
     const reply = await client.chat.completions.create({ ...asked, max_tokens: 2000, response_format });

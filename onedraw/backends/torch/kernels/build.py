@@ -21,7 +21,9 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 ONCE = tuple(FOLDER / name for name in ("team.c", "paths.c"))  # compiled for any processor
-SOURCES = tuple(FOLDER / name for name in ("packed.c", "products.c", "attention.c", "layer.c", "delta.c"))  # once per path
+SOURCES = tuple(
+    FOLDER / name for name in ("packed.c", "products.c", "attention.c", "layer.c", "delta.c", "choose.c")
+)  # once per path
 HEADERS = tuple(sorted(FOLDER.glob("*.h")))
 FLAGS = ("-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 PATHS: dict[str, tuple[str, ...]] = {

@@ -15,6 +15,7 @@ from torch import Tensor
 from onedraw.backends.torch.experts import PlainBank
 from onedraw.backends.torch.inputs import Inputs
 from onedraw.backends.torch.kernels.arguments import AttentionArguments, Prepared
+from onedraw.backends.torch.kernels.choosing import CpuSampler
 from onedraw.backends.torch.kernels.layers import FusedLayers
 from onedraw.backends.torch.kernels.library import Kernels
 from onedraw.backends.torch.kernels.products import CpuLinear, panels_of, panels_of_rows
@@ -106,6 +107,11 @@ class CpuOps:
         self._packing, self._fuses = packing or Packing(), fuses
         self.name = f"cpu-{self._kernels.path}"
 
+    @property
+    def team(self) -> int:
+        """The threads that compute, as the kernels know them."""
+        return int(self._kernels.team)
+
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> CpuLinear:
         rows, width = weight.shape
         panels = panels_of_rows(self._kernels, weight.contiguous().numpy(), "F32", rows=rows, width=width, height=rows)
@@ -144,7 +150,7 @@ class CpuOps:
         return PlainBank(tuple(map(self.linear, gate_up)), tuple(map(self.linear, down)), activation, self.gated)
 
     def sampler(self, *, vocab: int, lanes: int, device: torch.device) -> Sampler:
-        return Sampler(vocab=vocab, lanes=lanes, device=device)
+        return CpuSampler(self._kernels, vocab=vocab, lanes=lanes, device=device)
 
     def prepare(self, inputs: Inputs, mixer: AttentionSpec, turns: Tensor) -> Prepared:
         firsts = inputs.firsts(mixer.window)

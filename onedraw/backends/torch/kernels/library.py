@@ -28,6 +28,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "attention": (None, [POINTER, POINTER, POINTER, LONG, POINTER]),
     "layers_bytes": (LONG, [POINTER, LONG, LONG]),
     "layers": (None, [POINTER, POINTER, POINTER, LONG, LONG, POINTER, POINTER]),
+    "choose": (None, [POINTER, LONG, POINTER]),
     "delta": (None, [POINTER, POINTER, POINTER, POINTER, LONG, POINTER, POINTER]),
     "delta_commit": (None, [POINTER, LONG, POINTER, LONG, POINTER, POINTER]),
 }

@@ -1,11 +1,9 @@
-/* What the kernels share: vectors of 16 floats, their sum in one order, and exp as one sequence of operations. */
+/* What the kernels share: vectors of 16 floats, their sum in one order, and silu. */
 
 #ifndef ONEDRAW_VECTORS_H
 #define ONEDRAW_VECTORS_H
 
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
+#include "exponential.h"
 
 #define LANES 16
 
@@ -25,24 +23,6 @@ static inline float lane_sum(vec v) {
     memcpy(&c, &a, 16); memcpy(&d, (char *)&a + 16, 16);
     c = c + d;
     return (c[0] + c[2]) + (c[1] + c[3]);
-}
-
-/* exp, for -87 <= x <= 88 and constant beyond: 2^n times a polynomial on [-ln2/2, ln2/2], n within a float's exponent. */
-static inline float exponential(float x) {
-    x = x < -87.0f ? -87.0f : x;
-    x = x > 88.0f ? 88.0f : x;
-    float n = rintf(x * 1.44269504088896341f);
-    float r = x - n * 0.693359375f;
-    r = r - n * -2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    union { int32_t i; float f; } scale = {((int32_t)n + 127) << 23};
-    return p * scale.f;
 }
 
 /* x / (1 + e^-x) */

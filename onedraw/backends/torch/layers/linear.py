@@ -37,8 +37,9 @@ class Linear:
         # oneDNN's own layout, chosen for more than one row: the products of a row then have one order along K.
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None) if self._packed else weight
 
-    def rows(self, wanted: Tensor) -> Tensor:
-        """Rows of the weight as numbers, [T] → [T, K]. Of those alone whose operations look up."""
+    def rows(self, wanted: Tensor, by: object = None) -> Tensor:
+        """Rows of the weight as numbers, [T] → [T, K], read by the threads of these operations or else by its own. Of those
+        alone whose operations look up."""
         raise NotImplementedError("this product's weight cannot be read back")
 
     def __call__(self, x: Tensor) -> Tensor:

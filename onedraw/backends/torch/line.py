@@ -1,0 +1,67 @@
+"""A thread per stage: what is set going passes all of them in order, and while one thing is in a stage the next may be in the
+stage before.
+
+In: what each thread does first (take its processors), then steps, one per stage. Out: a Future of what the last step gives. A
+stage takes up one thing at a time, in the order in which things were set going; a step that fails ends its thing alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+Step = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    steps: Sequence[Step]
+    result: Future[Any] = field(default_factory=Future)
+
+
+class Line:
+    """Owner: the backend. The threads hold nothing but their queues between jobs, so they do not keep it alive."""
+
+    def __init__(self, openings: Sequence[Callable[[], None]]) -> None:
+        self._queues: list[SimpleQueue[Job | None]] = [SimpleQueue() for _ in openings]
+        behind = [*self._queues[1:], None]
+        self._threads = [
+            threading.Thread(target=_work, args=(number, opening, own, ahead), name=f"onedraw-stage-{number}", daemon=True)
+            for number, (opening, own, ahead) in enumerate(zip(openings, self._queues, behind, strict=True))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def start(self, steps: Sequence[Step]) -> Future[Any]:
+        """One step per stage. Returns at once."""
+        assert len(steps) == len(self._queues)
+        job = Job(steps)
+        self._queues[0].put(job)
+        return job.result
+
+    def close(self) -> None:
+        """What is under way is finished first."""
+        for queue, thread in zip(self._queues, self._threads, strict=True):
+            queue.put(None)
+            if thread is not threading.current_thread():  # the last to hold the backend may be a stage
+                thread.join()
+
+
+def _work(number: int, opening: Callable[[], None], own: SimpleQueue[Job | None], ahead: SimpleQueue[Job | None] | None) -> None:
+    opening()
+    while (job := own.get()) is not None:
+        try:
+            found = job.steps[number]()
+        except BaseException as error:
+            job.result.set_exception(error)
+        else:
+            if ahead is None:
+                job.result.set_result(found)
+            else:
+                ahead.put(job)
+            del found
+        del job

@@ -1,0 +1,30 @@
+"""A model's name → its open checkpoint, and the text that comes with it.
+
+In: Settings, or an open checkpoint. Out: the checkpoint; its tokenizer and chat template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from onedraw.checkpoints.base import Checkpoint, open_checkpoint
+from onedraw.checkpoints.pull import resolve
+from onedraw.settings import Settings, default_cache_dir
+from onedraw.text.template import ChatTemplate
+from onedraw.text.tokenizer import Tokenizer
+
+Progress = Callable[[str], None]  # hears one line per stage
+
+
+def find_checkpoint(settings: Settings, progress: Progress | None = None) -> Checkpoint:
+    """The model's name → an open checkpoint, pulled first where it must be."""
+    path = resolve(settings.model, settings.cache_dir or default_cache_dir(), progress=progress)
+    return open_checkpoint(path)
+
+
+def read_text(checkpoint: Checkpoint) -> tuple[Tokenizer, ChatTemplate | None]:
+    """Tokenizer and chat template, from the folder's files or the GGUF's key-values."""
+    if checkpoint.dialect == "gguf":
+        return Tokenizer.from_gguf(checkpoint.config), ChatTemplate.from_gguf(checkpoint.config)
+    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    return Tokenizer.from_folder(folder), ChatTemplate.from_folder(folder)

@@ -1,0 +1,74 @@
+"""How large a run will be: Settings, a described model and devices → the bytes of each, before one is allocated.
+
+In: Settings, Described, devices, what a drafter takes beside the model. Out: MemoryPlan and SplitPlan, or NoRoom with advice.
+`inspect` prints what `assemble` allocates, because both ask here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from onedraw.backends.devices import Device
+from onedraw.backends.packing import PACKED_DTYPES, hold, is_narrow, matrix_kinds, product_dtype
+from onedraw.backends.plan import DRAFTS_PER_LANE, MemoryPlan, memory_plan
+from onedraw.backends.precision import activation_precision
+from onedraw.backends.split import SplitPlan, plan_split, with_advice
+from onedraw.models.loading import Described
+from onedraw.settings import Settings
+
+DrafterBytes = Callable[[MemoryPlan], int]
+
+
+def plan_memory(settings: Settings, described: Described, *, dtype: str) -> MemoryPlan:
+    return memory_plan(
+        described.spec,
+        dtype=dtype,
+        weights=hold(described.weights).weights if dtype in PACKED_DTYPES else None,
+        max_context=settings.max_context,
+        max_batch=settings.max_batch,
+        page_size=settings.page_size,
+        turn_tokens=settings.turn_tokens,
+        kv_memory=settings.kv_memory,
+        drafts=0 if "none" in settings.draft else max(settings.draft_tokens or 0, settings.tree_budget, DRAFTS_PER_LANE),
+        draft_memory=settings.draft_memory,
+        checkpoint_memory=settings.checkpoint_memory if settings.prefix_cache else 0,
+    )
+
+
+def plan_devices(
+    settings: Settings,
+    described: Described,
+    devices: Sequence[Device],
+    *,
+    drafter: DrafterBytes | None = None,
+    no_kernels: str = "",
+) -> tuple[MemoryPlan, SplitPlan]:
+    """Sizes for these devices and the bytes of each, or NoRoom that says what would fit. One device is a split of one.
+
+    `no_kernels`: why a CPU cannot multiply with packed weights here.
+    """
+    dtype = product_dtype(
+        devices,
+        asked=settings.dtype,
+        activations=settings.cpu_activations,
+        stream=settings.activation_dtype,
+        narrow=is_narrow(matrix_kinds(described.weights)),
+        no_kernels=no_kernels,
+    )
+    activation = activation_precision(devices, asked=settings.activation_dtype, products=settings.dtype)
+    plan = plan_memory(settings, described, dtype=dtype)
+
+    def split(context: int) -> SplitPlan:
+        sizes = plan_memory(replace(settings, max_context=context), described, dtype=dtype)
+        return plan_split(
+            described.spec,
+            sizes,
+            devices,
+            split=settings.split,
+            activation=activation,
+            turn_tokens=settings.turn_tokens,
+            beside=0 if drafter is None else drafter(sizes),
+        )
+
+    return plan, with_advice(split, plan.max_context)

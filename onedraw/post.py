@@ -1,0 +1,68 @@
+"""Letters from the engine's thread to readers on an asyncio loop: many letters, one knock.
+
+In: letters, put by any thread. Out: lists of letters, each reader its own, in the order they were put. A turn tells every
+request something; to wake the loop once per request would cost more than reading does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Generic, TypeVar
+
+Letter = TypeVar("Letter")
+
+
+class Inbox(Generic[Letter]):
+    """The letters of one reader. One owner: the task that takes them; `post` delivers."""
+
+    def __init__(self, post: Post) -> None:
+        self._post = post
+        self._letters: deque[Letter] = deque()
+        self._awaited: asyncio.Future[None] | None = None
+
+    def put(self, letter: Letter) -> None:
+        """On any thread."""
+        self._letters.append(letter)
+        self._post.touch(self)
+
+    async def take(self) -> list[Letter]:
+        """All that have come, at least one."""
+        while not self._letters:
+            self._awaited = asyncio.get_running_loop().create_future()
+            try:
+                await self._awaited
+            finally:
+                self._awaited = None
+        # The other thread may go on putting letters while these are taken out.
+        return [self._letters.popleft() for _ in range(len(self._letters))]
+
+    def wake(self) -> None:
+        if self._awaited is not None and not self._awaited.done():
+            self._awaited.set_result(None)
+
+
+class Post:
+    """Knocks at one loop. Any thread may touch; the loop delivers."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._touched: deque[Inbox[object]] = deque()
+        self._knocked = False
+
+    def touch(self, inbox: Inbox[Letter]) -> None:
+        self._touched.append(inbox)  # type: ignore[arg-type]  # of every kind
+        if self._knocked:
+            return
+        self._knocked = True
+        try:
+            self._loop.call_soon_threadsafe(self._deliver)
+        except RuntimeError:  # a loop that closed meanwhile has no reader left
+            if not self._loop.is_closed():
+                raise
+
+    def _deliver(self) -> None:
+        # First, so that a letter which comes while these are handed out knocks again.
+        self._knocked = False
+        while self._touched:
+            self._touched.popleft().wake()

@@ -1,0 +1,84 @@
+"""Things pass a line of threads in order, one at a time in each; a step that fails ends its own thing."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from functools import partial
+
+import pytest
+
+from onedraw.backends.torch.device import find_devices, on_cores, set_threads
+from onedraw.backends.torch.line import Line
+from onedraw.errors import BadSetting
+
+
+def nothing() -> None: ...
+
+
+def test_a_stage_takes_one_thing_at_a_time_and_in_order() -> None:
+    line, seen, inside = Line([nothing] * 3), list[tuple[int, int]](), [0, 0, 0]
+
+    def step(thing: int, stage: int) -> int:
+        inside[stage] += 1
+        assert inside[stage] == 1
+        time.sleep(0.002 if (thing + stage) % 2 else 0)
+        seen.append((stage, thing))
+        inside[stage] -= 1
+        return thing
+
+    found = [line.start([partial(step, thing, stage) for stage in range(3)]) for thing in range(12)]
+    assert [one.result(5) for one in found] == list(range(12))
+    assert all([thing for at, thing in seen if at == stage] == list(range(12)) for stage in range(3))
+    line.close()
+
+
+def test_two_stages_are_at_work_at_once() -> None:
+    """Each of two things waits in its stage for the other: one after the other they would wait for ever."""
+    line, meet = Line([nothing] * 2), threading.Barrier(2)
+    first = line.start([nothing, lambda: meet.wait(5)])
+    second = line.start([lambda: meet.wait(5), lambda: "through"])
+    assert first.result(10) in (0, 1)
+    assert second.result(10) == "through"
+    line.close()
+
+
+def test_a_step_that_fails_ends_its_own_thing_alone() -> None:
+    line = Line([nothing] * 2)
+
+    def fails() -> None:
+        raise RuntimeError("planted")
+
+    bad, late, good = line.start([fails, nothing]), line.start([nothing, fails]), line.start([nothing, lambda: 7])
+    for one in (bad, late):
+        with pytest.raises(RuntimeError, match="planted"):
+            one.result(5)
+    assert good.result(5) == 7
+    line.close()
+
+
+needs_affinity = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no choice of processors on this system")
+
+
+@needs_affinity
+def test_a_stage_stays_on_its_processors_and_nobody_else_moves() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    line = Line([partial(set_threads, 1, [], (cores[0],)), partial(set_threads, 1, [], (cores[-1],))])
+    where: list[set[int]] = []
+    steps = [lambda: where.append(os.sched_getaffinity(0))] * 2
+    line.start(steps).result(5)
+    line.close()
+    assert where == [{cores[0]}, {cores[-1]}]
+    with on_cores((cores[0],)):
+        assert os.sched_getaffinity(0) == {cores[0]}
+    assert sorted(os.sched_getaffinity(0)) == cores
+
+
+@needs_affinity
+def test_processors_that_are_not_there_are_refused_by_name() -> None:
+    there = max(os.sched_getaffinity(0))
+    with pytest.raises(BadSetting, match=rf"--devices cpu:{there + 1}: this program may run on the processors 0"):
+        find_devices([f"cpu:{there + 1}"])
+    found = find_devices([f"cpu:{there}", "cpu"])
+    assert [(device.name, device.cores) for device in found] == [(f"cpu:{there}", (there,)), ("cpu", ())]

@@ -1,0 +1,354 @@
+"""The contract with several plans under way: whoever rides beside a request, and however late a plan comes back, its tokens
+and scores are those it has alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from onedraw.backends.fake import FakeBackend
+from onedraw.backends.torch.backend import TorchBackend
+from onedraw.backends.torch.stack import Stack, Stream
+from onedraw.checkpoints.base import open_checkpoint
+from onedraw.engine.engine import Engine, Sink
+from onedraw.engine.scheduler import Member, Scheduler
+from onedraw.engine.sequence import Sequence
+from onedraw.models.loading import describe
+from onedraw.types import Request, SamplingParams
+from tests import tiny
+from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, run
+from tests.laws.test_fake import KINDS, World, proposer_for, same, world
+from tests.laws.test_modern import same as torch_same
+from tests.laws.test_modern_drafters import TRAINED, dense, dflash, mtp
+from tests.laws.test_modern_drafters import requests_of as drafted_requests
+from tests.laws.test_split import LATE, REQUESTS, splits_of
+from tests.making import backend_of
+
+EXERCISED: Counter[str] = Counter()
+
+
+def overlapping(seed: int, kind: str | None = None) -> World:
+    """Drawn worlds, on a backend that takes two or three plans at once."""
+    met = world(seed, kind)
+    met.backend |= {"tickets": 2 + seed % 2, "lanes": max(met.backend["lanes"], 2)}
+    return met
+
+
+def met_with_cancels(seed: int, kind: str | None = None) -> tuple[World, list[Answer]]:
+    """Run with a request or two cancelled on the way; those answers are cut where they stopped."""
+    met = overlapping(seed, kind)
+    rng = np.random.default_rng(seed + 2)
+    gone = {int(i) for i in rng.integers(0, len(met.requests), 2)}
+    got, stats = met.run(proposer=proposer_for(seed, met), cancels=tuple((int(rng.integers(0, 25)), i) for i in sorted(gone)))
+    EXERCISED.update(cancelled=sum(answer.finish == "cancelled" for answer in got))
+    EXERCISED.update(overlapped=stats.overlapped_turns, preempted=stats.preemptions * bool(stats.overlapped_turns))
+    EXERCISED.update(kept=stats.accepted_tokens, rejected=stats.draft_tokens - stats.accepted_tokens)
+    EXERCISED.update(restores=stats.restores, hits=stats.prefix_hits, saved=stats.checkpoints_saved)
+    for i in gone:
+        if got[i].finish == "cancelled":
+            count = len(got[i].tokens)
+            met.expected[i] = dataclasses.replace(
+                met.expected[i], tokens=met.expected[i].tokens[:count], checksums=met.expected[i].checksums[:count]
+            )
+            keep = {"finish": "cancelled", "scored": got[i].scored, "logprobs": got[i].logprobs, "error": None}
+            met.expected[i] = dataclasses.replace(met.expected[i], **keep)
+    return met, got
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**40), kind=st.sampled_from(KINDS))
+def test_plans_under_way_together_change_nothing(seed: int, kind: str) -> None:
+    met, got = met_with_cancels(seed, kind)
+    assert same(got, met.expected)
+
+
+def test_the_schedules_overlapped() -> None:
+    """Runs after the law above, in the same process."""
+    wanted = ("overlapped", "preempted", "cancelled", "kept", "rejected", "restores", "hits", "saved")
+    for seed in range(300):
+        if all(EXERCISED[what] > 0 for what in wanted):
+            break
+        met, got = met_with_cancels(seed)
+        assert same(got, met.expected)
+    assert all(EXERCISED[what] > 0 for what in wanted), EXERCISED
+
+
+# ---------------------------------------------------------------------- who rides where
+
+
+def ask(name: str, length: int = 5) -> Request:
+    return Request(name, tuple(range(1, length + 1)), SamplingParams(max_tokens=6, checksums=True, seed=length))
+
+
+class Noting(FakeBackend):
+    """Notes who rides in which plan."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(vocab=61, **sizes)
+        self.plans: list[list[str]] = []
+
+    def submit(self, plan):  # type: ignore[no-untyped-def]
+        self.plans.append([row.request_id for row in plan.rows])
+        return super().submit(plan)
+
+
+@pytest.mark.parametrize(("count", "sizes"), [(1, {1}), (2, {1}), (3, {1, 2}), (5, {2, 3}), (8, {4})])
+def test_two_plans_share_the_sequences_evenly(count: int, sizes: set[int]) -> None:
+    backend = Noting(tickets=2, lanes=8)
+    run(backend, [ask(f"q{i}") for i in range(count)], Schedule())
+    assert {len(plan) for plan in backend.plans[:6]} == sizes
+
+
+def test_one_sequence_has_one_plan_at_a_time() -> None:
+    _, stats = run(FakeBackend(vocab=61, tickets=2), [ask("alone")], Schedule())
+    assert stats.turns == 6
+    assert stats.overlapped_turns == 0
+
+
+def test_a_plan_that_fails_fails_its_own_rows_alone() -> None:
+    class Fragile(FakeBackend):
+        def collect(self, ticket):  # type: ignore[no-untyped-def]
+            outcome = super().collect(ticket)
+            if ticket == 3:
+                raise RuntimeError("planted")
+            return outcome
+
+    requests = [ask("one"), ask("two", 7)]
+    expected = plain(lambda: FakeBackend(vocab=61), requests)
+    got, stats = run(Fragile(vocab=61, tickets=2), requests, Schedule())
+    assert [answer.error for answer in got].count("internal_error") == stats.failed_turns == 1
+    assert sum(same([answer], [whole]) for answer, whole in zip(got, expected, strict=True)) == 1
+
+
+def test_an_engine_that_ends_waits_for_what_is_under_way() -> None:
+    from onedraw.errors import Draining
+
+    events: list[str | None] = []
+    engine = engine_of(FakeBackend(vocab=61, tickets=2, lanes=2))
+    for name in ("one", "two", "three"):
+        engine.add(ask(name), lambda event: events.append(event.error and event.error.code))
+    engine.turn()
+    assert engine.busy
+    engine.fail_all(Draining("over"))
+    assert not engine.busy
+    assert [event for event in events if event] == ["shutting_down"] * 3
+    engine.scheduler.ledger.audit_all()
+    assert engine.scheduler.ledger.pages_held == 0
+
+
+def engine_of(backend: FakeBackend) -> Engine:
+    from onedraw.memory.ledger import Ledger
+    from onedraw.speculation.speculator import Speculator
+
+    ledger = Ledger(backend.capacity, reuse=True)
+    scheduler = Scheduler(ledger=ledger, capacity=backend.capacity, speculator=Speculator([]), turn_tokens=64)
+    return Engine(backend=backend, scheduler=scheduler)
+
+
+# ---------------------------------------------------------------------- stages with threads of their own
+
+FAMILIES = ("qwen2", "qwen3_5_odd", "gemma4_e4b")
+SIZES = {"kernels": False, "check": False, "max_context": 160, "pages": 80, "drafts": 48, "checkpoints": 4}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("overlap")
+    return {name: tiny.write_safetensors(name, place / name) for name in FAMILIES}
+
+
+def answers_of(folder: Path, **changes: Any) -> tuple[list[Answer], Clairvoyant]:
+    lonely = backend_of(folder, **{**SIZES, **changes, "lanes": 1})
+    expected = plain(lambda: lonely, REQUESTS)
+    return expected, Clairvoyant({r.id: a.tokens for r, a in zip(REQUESTS, expected, strict=True)}, tiny.VOCAB)
+
+
+def slowly(backend: TorchBackend) -> TorchBackend:
+    """The last stage takes a while to commit, so that others come and go meanwhile."""
+    real = backend._finish
+
+    def finish(*given: Any) -> Any:
+        time.sleep(0.002)
+        return real(*given)
+
+    backend._finish = finish  # type: ignore[method-assign]
+    return backend
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_stages_at_work_together_change_no_bit(folders: dict[str, Path], name: str) -> None:
+    expected, drafts = answers_of(folders[name])
+    counted: Counter[str] = Counter()
+    for number, cuts in enumerate(splits_of(folders[name])[::2]):
+        proposer = dataclasses.replace(drafts, tree=bool(number % 2))
+        schedule = Schedule(proposer=proposer, reuse=True, turn_tokens=64, arrivals=LATE)
+        backend = slowly(backend_of(folders[name], cuts=cuts, overlap=True, **SIZES))
+        got, stats = run(backend, REQUESTS, schedule)
+        backend.close()
+        assert torch_same(got, expected), cuts
+        counted.update(overlapped=stats.overlapped_turns, kept=stats.accepted_tokens, restores=stats.restores)
+        counted.update(rejected=stats.draft_tokens - stats.accepted_tokens)
+    assert all(counted.values()), counted
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_kernels_at_work_together_change_no_bit(folders: dict[str, Path], name: str) -> None:
+    expected, drafts = answers_of(folders[name], kernels=True)
+    backend = slowly(backend_of(folders[name], cuts=splits_of(folders[name])[0], overlap=True, **{**SIZES, "kernels": True}))
+    got, stats = run(backend, REQUESTS, Schedule(proposer=drafts, reuse=True, turn_tokens=64, arrivals=LATE))
+    backend.close()
+    assert torch_same(got, expected)
+    assert stats.overlapped_turns
+
+
+@pytest.mark.parametrize("name", ["dflash", "dense model", "mtp"])
+def test_a_drafter_beside_stages_at_work_changes_no_bit(name: str, tmp_path: Path) -> None:
+    target = tiny.write_safetensors("qwen3_5_mtp", tmp_path / "mtp") if name == "mtp" else TRAINED / "trained_qwen3_5"
+    make = {"dflash": lambda: dflash(target, 0), "dense model": lambda: dense(target), "mtp": lambda: mtp(target)}[name]
+    requests = drafted_requests(describe(open_checkpoint(target)).spec.vocab)[:4]
+    lonely = backend_of(target, kernels=False, lanes=1, check=False)
+    expected = plain(lambda: lonely, requests)
+    backend = backend_of(target, kernels=False, check=False, cuts=(2,), overlap=True, make_drafter=make())
+    got, stats = run(backend, requests, Schedule(reuse=True, arrivals=(0, 0, 9, 9)))
+    backend.close()
+    assert torch_same(got, expected)
+    assert stats.overlapped_turns
+    assert stats.accepted_tokens
+
+
+def test_a_stage_that_fails_fails_its_own_plan_alone(folders: dict[str, Path]) -> None:
+    backend = backend_of(folders["qwen2"], cuts=(1,), overlap=True, **SIZES)
+    real, calls = backend._finish, itertools.count()
+
+    def finish(*given: Any) -> Any:
+        if next(calls) == 3:
+            raise RuntimeError("planted")
+        return real(*given)
+
+    backend._finish = finish  # type: ignore[method-assign]
+    got, stats = run(backend, REQUESTS[:2], Schedule())
+    assert sorted(answer.error or "" for answer in got) == ["", "internal_error"]
+    assert stats.failed_turns == 1
+
+
+def test_the_threads_of_the_stages_end_with_the_backend(folders: dict[str, Path]) -> None:
+    def stages() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name.startswith("onedraw-stage")}
+
+    before = stages()
+    closed = backend_of(folders["qwen2"], cuts=(1,), overlap=True, **SIZES)
+    forgotten = backend_of(folders["qwen2"], cuts=(1, 2), overlap=True, **SIZES)
+    assert len(stages() - before) == 5
+    closed.close()
+    assert len(stages() - before) == 3
+    run(forgotten, REQUESTS[:1], Schedule())
+    del forgotten
+    gc.collect()
+    assert stages() <= before
+
+
+def one_rollback_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two plans hold their drafts in the same places."""
+    real = TorchBackend._board
+    monkeypatch.setattr(TorchBackend, "_board", lambda self, plan, berth: real(self, plan, berth=0))
+
+
+def one_buffer_of_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan waits for the third stage with its inputs where the next one crosses to the second."""
+    real = Stack.advance
+
+    def advance(self: Stack, stream: Stream, number: int, *given: Any, **how: Any) -> None:
+        real(self, stream, number, *given, **how)
+        stage = self.stages[number]
+        if stage.entrance is not None and stream.own is not None:
+            rows = stage.entrance._inputs[: len(stream.own)].view(len(stream.own), -1, stream.own.shape[2])
+            stream.own = rows[:, len(stage.layers) :]
+
+    monkeypatch.setattr(Stack, "advance", advance)
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [(one_rollback_buffer, "qwen3_5_odd"), (one_buffer_of_inputs, "gemma4_e4b")],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_shared_buffer_is_noticed(
+    folders: dict[str, Path], fault: Callable[[pytest.MonkeyPatch], None], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, drafts = answers_of(folders[name])
+    drafts = dataclasses.replace(drafts, silent_every=0)
+    fault(monkeypatch)
+    cuts, schedule = splits_of(folders[name])[-1], Schedule(proposer=drafts, turn_tokens=64)
+    assert len(cuts) == 2
+    assert torch_same(run(backend_of(folders[name], cuts=cuts, **SIZES), REQUESTS, schedule)[0], expected)  # one at a time
+    for _ in range(10):
+        backend = slowly(backend_of(folders[name], cuts=cuts, overlap=True, **SIZES))
+        got, _ = run(backend, REQUESTS, schedule)
+        if not torch_same(got, expected):
+            return
+    pytest.fail("the fault went unnoticed in ten runs")
+
+
+# ---------------------------------------------------------------------- planted faults
+
+
+def rides_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody notes who is under way."""
+    monkeypatch.setattr(Scheduler, "away", lambda self, members: None)
+
+
+def gives_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a cancelled request holds goes to others while its row is still under way."""
+
+    def remove(self: Engine, request_id: str) -> tuple[Sequence, Sink]:
+        sequence, sink = self._live.pop(request_id)
+        self.scheduler.riding.discard(sequence)
+        self.scheduler.finish(sequence)
+        self.scheduler.speculator.forget(request_id)
+        return sequence, sink
+
+    def let_go(self: Engine, members: list[Member]) -> set[Sequence]:
+        self.scheduler.back(members)
+        return {member.sequence for member in members} - {sequence for sequence, _ in self._live.values()}
+
+    monkeypatch.setattr(Engine, "_remove", remove)
+    monkeypatch.setattr(Engine, "_let_go", let_go)
+
+
+def drives_out_who_rides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence with a row under way is told to begin again."""
+    real = Scheduler._place
+
+    def place(self: Scheduler, *given: Any) -> bool:
+        riding, self.riding = self.riding, set()
+        try:
+            return real(self, *given)
+        finally:
+            self.riding = riding
+
+    monkeypatch.setattr(Scheduler, "_place", place)
+
+
+@pytest.mark.parametrize("fault", [rides_twice, gives_back_at_once, drives_out_who_rides], ids=lambda fault: fault.__name__)
+def test_a_planted_fault_is_caught(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
+    for seed in range(150):
+        try:
+            met, got = met_with_cancels(seed)
+        except (AssertionError, ValueError):  # the books, or the backend, noticed
+            return
+        if not same(got, met.expected):
+            return
+    pytest.fail("the fault went unnoticed in 150 schedules")
