@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from onedraw.backends.answers import Position
 from onedraw.backends.base import Capacity, PageGroup, Ticket
 from onedraw.backends.outcome import row_outcome
 from onedraw.backends.plan import LOGITS_BYTES
@@ -36,7 +37,7 @@ from onedraw.backends.torch.loader import LANE, WeightSource, padded
 from onedraw.backends.torch.ops import Ops, TorchOps
 from onedraw.backends.torch.ranking import Turned
 from onedraw.backends.torch.runs import CHUNK
-from onedraw.backends.torch.sampler import Position, Sampler, read_choices
+from onedraw.backends.torch.sampler import Sampler, read_choices
 from onedraw.backends.torch.selfcheck import SelfCheck, self_check
 from onedraw.backends.torch.stack import Site, Stack, Stream, Watch
 from onedraw.backends.torch.state import KeptLogits, Sizes, State

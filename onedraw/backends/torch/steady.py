@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onedraw.backends.answers import Position
 from onedraw.backends.torch.feed import Arena, ArenaFull, Array
 from onedraw.backends.torch.graphs import Recorder
 from onedraw.backends.torch.inputs import Bucket, Inputs, Shape, fed_inputs
-from onedraw.backends.torch.sampler import Position
 from onedraw.backends.torch.stack import Ready, Stack, Watch
 from onedraw.backends.torch.state import State
 from onedraw.sampling.verify import hypotheses
