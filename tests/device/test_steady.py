@@ -50,7 +50,9 @@ if not INTERPRETED:  # which takes a second for every turn
     SPECS["windows"] = spec_of(ATTENTION, WINDOWED)
 
 
-def backend_of(kind: str, recorder: Recorder | None, *, lanes: int = 3, checkpoints: int = 0) -> TorchBackend:
+def backend_of(
+    kind: str, recorder: Recorder | None, *, lanes: int = 3, checkpoints: int = 0, ahead: bool = False
+) -> TorchBackend:
     from onedraw.backends.torch.kernels.cuda import TritonOps
 
     spec = SPECS[kind]
@@ -69,6 +71,7 @@ def backend_of(kind: str, recorder: Recorder | None, *, lanes: int = 3, checkpoi
         ops=TritonOps(torch.device(DEVICE), pdl=pdl),
         check=False,
         recorder=recorder,
+        ahead=ahead,
     )
 
 
@@ -145,8 +148,9 @@ def test_a_turn_that_was_started_before_it_came_and_did_not_come_leaves_nothing_
     expected = one_by_one("attention", asked)
     assert expected[0].finish == "stop"
     for recorder in recorders().values():
-        backend = backend_of("attention", recorder)
+        backend = backend_of("attention", recorder, ahead=True)
         got, _ = run(backend, asked, Schedule(arrivals=(0, 0, 5)))
         assert got == expected
         assert backend._steady is not None
         assert backend._steady.foreseen > 2
+        assert backend._steady.started > 2
