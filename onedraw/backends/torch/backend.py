@@ -137,6 +137,7 @@ class TorchBackend:
         make_drafter: Callable[[Stack, Sampler, Shape], Drafter] | None = None,
         progress: Callable[[int, int], None] | None = None,
         recorder: Recorder | None = None,
+        ahead: bool = False,
     ) -> None:
         sites = sites or [Site(torch.device(device), ops or TorchOps(torch.device(device)))]
         self._stack = Stack(
@@ -173,7 +174,7 @@ class TorchBackend:
         if len(sites) == 1 and sites[0].ops.records:
             if recorder is None:
                 recorder = Graphs(self._device) if self._device.type == "cuda" else Straight()
-            self._steady = SteadyTurns(self._stack, self._states[0], self._sampler, self._shape, recorder)
+            self._steady = SteadyTurns(self._stack, self._states[0], self._sampler, self._shape, recorder, ahead=ahead)
         self._capacity = Capacity(
             vocab=spec.vocab,
             max_context=max_context,
