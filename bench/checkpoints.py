@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     options = parser.parse_args()
     ops = pick_ops("cpu", "f32", cache=default_cache_dir())
-    stores = [LaneStore(SPEC, lanes=2, drafts=0, checkpoints=2, device=CPU) for _ in range(options.layers)]
+    stores = [LaneStore.alone(SPEC, lanes=2, drafts=0, checkpoints=2, device=CPU) for _ in range(options.layers)]
     width = SPEC.channels + SPEC.value_heads * SPEC.value_dim + 2 * SPEC.value_heads
     projected = torch.randn(TOKENS, width)
     heads = SPEC.value_heads

@@ -463,6 +463,72 @@ def delta() -> None:
         say(f"27B delta layer, prompt of {count}, ms", timed_ms(partial(model.mix_prompt, projected), repeats=5))
 
 
+def step_tiles() -> None:
+    """The step kernel by columns of the state and warps per program: 1 and 16 in one row, 8 and 32 rows."""
+    model = HybridModel(TritonOps(DEVICE), positions=4096, pages=800, layers=4)
+    for columns, warps in ((32, 4), (32, 2), (32, 1), (16, 4), (16, 2), (16, 1), (8, 1), (64, 4), (64, 8))[PART::PARTS]:
+        triton_delta.COLUMNS, triton_delta.STEP_WARPS = columns, warps
+        line = []
+        for rows, count in ((1, 1), (1, 16), (8, 1), (32, 1)):
+            plan = model.step_plan(model.inputs([(100, count, CHAIN[: count - 1])] * rows))
+            projected = normal(rows * count, model.delta_width)
+            line.append(round(1000 * replay_ms(partial(model.mix, projected, 0, plan), inner=4), 1))
+        say(f"27B delta layer, {columns} columns, {warps} warps, us: 1, 16 in one row, 8 rows, 32 rows", line)
+
+
+def inexact() -> None:
+    """The 8B turn with the fastest library choices that promise nothing: cuBLAS products, library attention on dense keys."""
+    shape = replace(LLAMA_8B, layers=4) if SMALL else LLAMA_8B
+    model = DenseModel(shape, TritonOps(DEVICE, pdl=True), positions=30_000, pages=3400)
+    weights = [[product._weight for product in layer] for layer in model.layers]
+    scale = LLAMA_8B.layers / shape.layers
+    for case in ("1 row at 1K", "8 rows at 1K", "32 rows at 1K", "16-row verify at 1K", "1 row at 24K", "16-row verify at 24K"):
+        rows = CASES[case]
+        inputs = model.inputs(rows)
+        prepared = model.ops.prepare(inputs, model.mixer, model.turns)
+        count = rows[0][1]
+        keys = [normal(len(rows), 8, rows[0][0] + count, 128) for _ in range(2)]
+        found = []
+        for products, attention in ((False, False), (True, False), (True, True)):
+            work = partial(_loose_turn, model, weights, inputs.tokens, prepared, keys if attention else None, products, count)
+            found.append(round(scale * replay_ms(work, repeats=10), 3))
+        say(f"8B turn without choosing, {case}, ms: ours, cuBLAS products, cuBLAS and library attention", found)
+
+
+def _loose_turn(
+    model: DenseModel,
+    weights: list[list[Tensor]],
+    tokens: Tensor,
+    prepared: Prepared,
+    dense: list[Tensor] | None,
+    library: bool,
+    count: int,
+) -> Tensor:
+    ops, eps, spec = model.ops, 1e-5, model.mixer
+    x = model.embedding.index_select(0, tokens)
+
+    def product(layer: int, which: int, given: Tensor, residual: Tensor | None = None) -> Tensor:
+        if not library:
+            return model.layers[layer][which](given, residual)
+        y = given @ weights[layer][which].t()
+        return y if residual is None else y + residual
+
+    for index in range(len(model.layers)):
+        wide = product(index, 0, ops.rms_norm(x, model.norms[2 * index], eps))
+        settings: dict[str, Any] = {"spec": spec, "store": model.stores[index], "q_norm": None, "k_norm": None, "eps": eps}
+        if dense is None:
+            mixed = ops.attention(wide, prepared, **settings)
+        else:
+            q = ops._heads(wide, prepared, **settings, heads=spec.heads)
+            q = q.view(-1, count, spec.heads, spec.head_dim).transpose(1, 2)
+            mixed = torch.nn.functional.scaled_dot_product_attention(q, *dense, enable_gqa=True)
+            mixed = mixed.transpose(1, 2).reshape(len(x), -1)
+        x = product(index, 1, mixed, x)
+        opened = ops.gated(product(index, 2, ops.rms_norm(x, model.norms[2 * index + 1], eps)), "silu")
+        x = product(index, 3, opened, x)
+    return model.head(ops.rms_norm(x, model.norms[-1], eps))
+
+
 def parts() -> None:
     """What each kind of kernel adds to a decode turn, per layer of the 8B shape at 1K."""
     for pdl in (False, True):
@@ -686,6 +752,8 @@ SECTIONS: dict[str, Callable[[], None]] = {
     "attention": attention,
     "sampler": sampler,
     "delta": delta,
+    "step_tiles": step_tiles,
+    "inexact": inexact,
     "chunks": chunks,
     "decode": decode,
     "hybrid": hybrid,

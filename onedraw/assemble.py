@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,11 @@ from onedraw import __version__
 from onedraw.backends.base import Backend, Capacity, Exports, require_state_dtype
 from onedraw.backends.devices import apart
 from onedraw.backends.fake import FakeBackend
-from onedraw.backends.packing import PACKED_DTYPES
+from onedraw.backends.floor import turn_bytes
+from onedraw.backends.packing import PACKED_DTYPES, product_dtype
 from onedraw.backends.split import SplitPlan
+from onedraw.checkpoints.pull import resolve
+from onedraw.checkpoints.shapes import is_random, shape_config
 from onedraw.door import Door
 from onedraw.drafting import Drafting, chosen_drafter, drafter_bytes, drafter_paths, make_speculator
 from onedraw.engine.engine import Engine, Observer
@@ -95,6 +98,48 @@ def _shelf(settings: Settings, backend: Backend, ledger: Ledger, weights: str) -
         budget=settings.cache_budget,
     )
     return Shelf(folder, ledger=ledger, backend=backend)
+
+
+# ---------------------------------------------------------------------- what a bench asks besides
+
+
+def turn_floor(settings: Settings) -> Callable[[int, int], float] | None:
+    """Seconds that a decode turn of (rows, context) takes at least, at the memory's measured speed; None but on a GPU."""
+    if settings.backend != "torch":
+        return None
+    from onedraw.backends.torch.device import copy_bandwidth, find_devices
+
+    device = find_devices(settings.device_names)[0]
+    if device.kind == "cpu" or len(settings.device_names) > 1:
+        return None
+    checkpoint = find_checkpoint(settings)
+    try:
+        spec = describe(checkpoint).spec
+    finally:
+        checkpoint.close()
+    dtype = product_dtype([device], asked=settings.dtype, activations="f32", stream="auto", narrow=False, no_kernels="")
+    speed = copy_bandwidth(device.name)
+    return lambda rows, context: turn_bytes(spec, dtype=dtype, rows=rows, context=context) / speed
+
+
+def peer_rates(
+    settings: Settings, *, batches: Sequence[int], prompt_tokens: int, new_tokens: int, sampling: Mapping[str, float]
+) -> dict[int, float]:
+    """Decoded tokens per second of transformers with the same model, by batch size."""
+    from onedraw.backends.torch.device import find_devices
+    from onedraw.backends.torch.peer import transformers_rates
+
+    device = find_devices(settings.device_names)[0]
+    dtype = product_dtype([device], asked=settings.dtype, activations="f32", stream="auto", narrow=False, no_kernels="")
+    source: str | Mapping[str, Any]
+    if is_random(settings.model):
+        source = shape_config(settings.model)
+    else:
+        source = str(resolve(settings.model, settings.cache_dir or default_cache_dir()))
+        if not Path(source).is_dir():
+            raise BadSetting("--against transformers: needs a folder with safetensors, or a random: shape")
+    size = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens}
+    return transformers_rates(source, device=device.name, dtype=dtype, batches=batches, sampling=sampling, **size)
 
 
 # ---------------------------------------------------------------------- the two kinds of door
@@ -190,6 +235,7 @@ def torch_backend(settings: Settings, described: Described, tell: Progress, draf
         make_drafter=None if drafting is None else drafting.maker(settings, described, max_context=plan.max_context),
     )
     _tell_check(backend.report, tell)
+    backend.rehearse(tell)
     if backend.capacity.drafter and drafting is not None:
         tell(f"drafting with {drafting.named} ({backend.capacity.drafter})")
     return backend

@@ -9,21 +9,28 @@ from collections.abc import Callable
 
 from onedraw.checkpoints.base import Checkpoint, open_checkpoint
 from onedraw.checkpoints.pull import resolve
+from onedraw.checkpoints.shapes import is_random, open_random
 from onedraw.settings import Settings, default_cache_dir
 from onedraw.text.template import ChatTemplate
 from onedraw.text.tokenizer import Tokenizer
+from onedraw.text.toy import toy_template, toy_tokenizer
 
 Progress = Callable[[str], None]  # hears one line per stage
 
 
 def find_checkpoint(settings: Settings, progress: Progress | None = None) -> Checkpoint:
-    """The model's name → an open checkpoint, pulled first where it must be."""
+    """The model's name → an open checkpoint, pulled first where it must be, or random weights of a shape."""
+    if is_random(settings.model):
+        return open_random(settings.model)
     path = resolve(settings.model, settings.cache_dir or default_cache_dir(), progress=progress)
     return open_checkpoint(path)
 
 
 def read_text(checkpoint: Checkpoint) -> tuple[Tokenizer, ChatTemplate | None]:
-    """Tokenizer and chat template, from the folder's files or the GGUF's key-values."""
+    """Tokenizer and chat template, from the folder's files or the GGUF's key-values. Random weights have nothing to say, and
+    a toy's letters to say it with."""
+    if checkpoint.dialect == "plain":
+        return toy_tokenizer(), toy_template()
     if checkpoint.dialect == "gguf":
         return Tokenizer.from_gguf(checkpoint.config), ChatTemplate.from_gguf(checkpoint.config)
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from onedraw.backends.devices import Device
 from onedraw.backends.packing import PACKED_DTYPES, hold, is_narrow, matrix_kinds, product_dtype
-from onedraw.backends.plan import DRAFTS_PER_LANE, MemoryPlan, memory_plan
+from onedraw.backends.plan import DEFAULT_KV_BYTES, DRAFTS_PER_LANE, MemoryPlan, memory_plan, room_for_pages
 from onedraw.backends.precision import activation_precision
 from onedraw.backends.split import SplitPlan, plan_split, with_advice
 from onedraw.models.loading import Described
@@ -20,7 +20,7 @@ from onedraw.settings import Settings
 DrafterBytes = Callable[[MemoryPlan], int]
 
 
-def plan_memory(settings: Settings, described: Described, *, dtype: str) -> MemoryPlan:
+def plan_memory(settings: Settings, described: Described, *, dtype: str, default_kv_bytes: int = DEFAULT_KV_BYTES) -> MemoryPlan:
     return memory_plan(
         described.spec,
         dtype=dtype,
@@ -33,6 +33,7 @@ def plan_memory(settings: Settings, described: Described, *, dtype: str) -> Memo
         drafts=0 if "none" in settings.draft else max(settings.draft_tokens or 0, settings.tree_budget, DRAFTS_PER_LANE),
         draft_memory=settings.draft_memory,
         checkpoint_memory=settings.checkpoint_memory if settings.prefix_cache else 0,
+        default_kv_bytes=default_kv_bytes,
     )
 
 
@@ -58,9 +59,15 @@ def plan_devices(
     )
     activation = activation_precision(devices, asked=settings.activation_dtype, products=settings.dtype)
     plan = plan_memory(settings, described, dtype=dtype)
+    room = DEFAULT_KV_BYTES
+    if len(devices) == 1 and devices[0].kind != "cpu" and devices[0].memory is not None:
+        given = {"memory": devices[0].memory, "turn_tokens": settings.turn_tokens}
+        for _ in range(2):  # a drafter has pages too, as many as the model: too many at first, then what fits
+            room = room_for_pages(plan, described.spec, beside=0 if drafter is None else drafter(plan), **given)
+            plan = plan_memory(settings, described, dtype=dtype, default_kv_bytes=room)
 
     def split(context: int) -> SplitPlan:
-        sizes = plan_memory(replace(settings, max_context=context), described, dtype=dtype)
+        sizes = plan_memory(replace(settings, max_context=context), described, dtype=dtype, default_kv_bytes=room)
         return plan_split(
             described.spec,
             sizes,

@@ -18,6 +18,9 @@ DEFAULT_CHECKPOINT_BYTES = 2**30  # of checkpoints, at most
 MOST_CHECKPOINTS = 64
 DRAFTS_PER_LANE = 16  # places of the rollback buffer, where nobody asked for more
 MOST_DRAFTS = 64  # of one row
+LOGITS_BYTES = 256 * 2**20  # float32 logits held at once
+GRAPH_BYTES = 512 * 2**20  # of recorded turns
+RESERVE = 0.05  # of an accelerator's memory: what its runtime takes
 SMALLEST_DEFAULT_CONTEXT = 4096  # a default context is not cut below this to save pages
 
 
@@ -153,6 +156,22 @@ def memory_plan(
         checkpoints=_checkpoints(checkpoint_bytes, checkpoint_memory),
         checkpoint_bytes=checkpoint_bytes,
     )
+
+
+def room_for_pages(plan: MemoryPlan, spec: ModelSpec, *, memory: int, turn_tokens: int, beside: int = 0) -> int:
+    """Bytes of an accelerator's free memory that pages may take: what weights, states, a drafter `beside`, the numbers of a
+    turn and recorded turns leave, less a share that its runtime takes. 0 where they leave nothing."""
+    taken = plan.total_bytes - plan.kv_bytes + beside + turn_scratch(spec, plan.kv_dtype, turn_tokens) + GRAPH_BYTES
+    return max(int(memory * (1 - RESERVE)) - taken, 0)
+
+
+def turn_scratch(spec: ModelSpec, dtype: str, turn_tokens: int) -> int:
+    """Bytes of numbers that a turn of so many tokens holds at once, as an upper bound: a layer's widest rows, and logits."""
+    rows = [
+        sum(shape[0] for shape in layer.shapes(spec.hidden).values() if len(shape) == 2) + 4 * spec.hidden
+        for layer in dict.fromkeys(spec.layers)
+    ]
+    return turn_tokens * max(rows) * DTYPE_BYTES[dtype] + 3 * LOGITS_BYTES
 
 
 def padded_vocab(spec: ModelSpec) -> int:

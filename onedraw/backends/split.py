@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 
 from onedraw.backends.devices import Device
 from onedraw.backends.placement import Loads, legal_cuts, place
-from onedraw.backends.plan import MemoryPlan, padded_vocab
+from onedraw.backends.plan import RESERVE, MemoryPlan, padded_vocab
 from onedraw.backends.staging import StagingPlan, inputs_behind, row_bytes, staging_plan
 from onedraw.errors import NoRoom
 from onedraw.models.spec import DTYPE_BYTES, STATE_BYTES, DeltaSpec, ModelSpec
 
 CHUNK = 64  # prompt positions of a recurrent layer that are computed at once, the most that any backend asks for
-RESERVE = 0.05  # of an accelerator's memory: what its runtime and the turn's own numbers take
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,8 @@ from typing import Any, Protocol
 
 from onedraw.checkpoints.gguf import GgufCheckpoint, split_name
 from onedraw.checkpoints.safetensors import SafetensorsCheckpoint
-from onedraw.checkpoints.tensor import StoredTensor
 from onedraw.errors import Corrupt, NotFound
-from onedraw.models.source import Dialect
+from onedraw.models.source import Dialect, Tensor
 
 
 class Checkpoint(Protocol):
@@ -26,7 +25,7 @@ class Checkpoint(Protocol):
     def dialect(self) -> Dialect: ...
 
     @property
-    def tensors(self) -> Mapping[str, StoredTensor]: ...
+    def tensors(self) -> Mapping[str, Tensor]: ...
 
     @property
     def config(self) -> Mapping[str, Any]: ...

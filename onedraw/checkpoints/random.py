@@ -36,6 +36,7 @@ class RandomTensor:
     below: bool = False  # no value is above the mean
     order: NDArray[np.intp] | None = None  # of the rows that were taken
     height: int = 0  # how many rows they were taken from
+    anywhere: bool = False  # a device may draw numbers of its own instead
     kind: str = "F32"
 
     def require_readable(self) -> None:
@@ -123,13 +124,15 @@ class RandomCheckpoint:
 
     dialect: Dialect = "plain"
 
-    def __init__(self, spec: ModelSpec, seed: int = 0) -> None:
-        self.path = Path(f"random-{spec.family}")
-        self.config: dict[str, Any] = {}
+    def __init__(
+        self, spec: ModelSpec, seed: int = 0, *, config: dict[str, Any] | None = None, name: str = "", anywhere: bool = False
+    ) -> None:
+        self.path = Path(name or f"random-{spec.family}")
+        self.config: dict[str, Any] = config or {}
         self.generation_config: dict[str, Any] = {}
         self._name = f"{seed} {spec}"
         self.tensors = {
-            name: _tensor(name, where[1], shape, spec=spec, seed=seed)
+            name: replace(_tensor(name, where[1], shape, spec=spec, seed=seed), anywhere=anywhere)
             for where, shape in all_shapes(spec).items()
             for name in (PLAIN.stored(where),)
         }

@@ -2,7 +2,8 @@
 
 In: parsed arguments. Out: a table, or JSON. Requests come through the door as a client's do, all at once, in one event
 loop; each has its own prompt, so that the prefix cache has nothing to give, and runs to its full length. Where something
-was drafted, the table also says what came of it.
+was drafted, the table also says what came of it. On a GPU it says how near a turn comes to reading its bytes at the memory's
+own speed. `--draft replay:K` asks everything twice: plainly, and with the recorded answers as drafts of which K are kept.
 """
 
 from __future__ import annotations
@@ -13,14 +14,19 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
-from onedraw.cli import screen
+from onedraw.checkpoints.shapes import SHAPES
+from onedraw.cli import plot, screen
 from onedraw.cli.flags import add_settings, add_wishes, argument_type, read_settings, read_wishes, token_ids
 from onedraw.door import Ask, Door
 from onedraw.engine.stats import Stats
-from onedraw.errors import BadSetting
+from onedraw.errors import BadSetting, OnedrawError
 from onedraw.prove import settled_stats
+from onedraw.speculation.recorded import LENGTH, RecordedProposer
+from onedraw.speculation.speculator import Speculator
+from onedraw.types import ModelCard
 from onedraw.wishes import Wishes, settle
 
 HELP = "measure time to first token, inter-token latency and tokens per second"
@@ -28,7 +34,10 @@ EXAMPLES = """examples:
   onedraw bench smollm2
   onedraw bench smollm2 --batch 1,8,32 --prompt-tokens 512 --new-tokens 128 --json
   onedraw bench smollm2 --batch 1 --draft ngram --draft-tokens 4 --temperature 0
+  onedraw bench random:llama3-8b --batch 1,8,32 --temperature 0.8 --top-p 0.95 --against transformers
+  onedraw bench random:qwen3.6-27b --batch 1 --draft replay:4 --draft-tokens 15
 """
+REPLAY = "replay:"
 # A bench runs to full length, and has nothing to predict.
 SET_HERE = ("max_tokens", "ignore_eos", "n", "seed", "stop", "stop_token_ids", "min_tokens", "prediction", "speculation")
 
@@ -40,6 +49,7 @@ class Timing:
     first: float
     gaps: tuple[float, ...]
     tokens: int
+    ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +75,18 @@ class Measure:
     accepted_tokens: int  # drafts kept
     tokens_per_turn: float  # of one request: 1 without drafts
     turns_per_second: float  # of the engine, over the whole time
+    floor_share: float | None = None  # the least time of a turn over the time it took
+    plain_tokens_per_second: float | None = None  # decoded without drafts, where recorded answers were replayed
+    peer_tokens_per_second: float | None = None  # decoded by who was measured beside
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a name, a folder, a .gguf file or a hub id")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a name, a folder, a .gguf file, a hub id, or random:SHAPE with weights made up on the device "
+        f"({', '.join(SHAPES)}, or the path of a config.json)",
+    )
     parser.add_argument(
         "--batch", type=argument_type(token_ids), metavar="LIST", default=(1, 2, 4, 8), help="requests at once (default: 1,2,4,8)"
     )
@@ -76,63 +94,135 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new-tokens", type=int, metavar="N", default=64, help="tokens of each reply (default: 64)")
     parser.add_argument("--repeats", type=int, metavar="N", default=3, help="measured runs per batch size (default: 3)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--against", choices=("transformers",), help="run this one too, with the same weights' shape, and say the ratio"
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw throughput over batch and latency over context (matplotlib)"
+    )
     add_wishes(parser, leave_out=SET_HERE)
     add_settings(parser, leave_out=("served_name", "queue_limit"))
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from onedraw.assemble import open_door
+    from onedraw.assemble import open_door, peer_rates, turn_floor
 
     batches: tuple[int, ...] = arguments.batch
     if not batches or min(batches) < 1 or min(arguments.prompt_tokens, arguments.new_tokens, arguments.repeats) < 1:
         raise BadSetting("--batch, --prompt-tokens, --new-tokens and --repeats: must be at least 1")
+    if arguments.plot is not None:
+        plot.require_matplotlib()
+    recorded = _recorded(arguments)
     settings = read_settings(
         arguments,
         max_batch=arguments.max_batch or max(batches),
         max_context=arguments.max_context or arguments.prompt_tokens + arguments.new_tokens,
     )
     wishes = read_wishes(arguments, max_tokens=arguments.new_tokens, ignore_eos=True, seed=0)
-    with screen.progress() as tell, open_door(settings, tell) as door:
-        measures = measure_all(
-            door, wishes, batches=batches, prompt_tokens=arguments.prompt_tokens, repeats=arguments.repeats, tell=tell
-        )
-        card = door.card
+    work = {"prompt_tokens": arguments.prompt_tokens, "repeats": arguments.repeats}
+    contexts: list[tuple[int, float]] = []
+    with screen.progress() as tell:
+        floor = turn_floor(settings)
+        speculator = None if recorded is None else Speculator([recorded], draft_tokens=recorded.length)
+        with open_door(settings, tell, speculator=speculator) as door:
+            measures = measure_all(door, wishes, batches=batches, tell=tell, recorded=recorded, **work)
+            if arguments.plot is not None:
+                contexts = _over_contexts(door, wishes, arguments.prompt_tokens, tell)
+            card = door.card
+        if floor is not None:
+            measures = [with_floor(m, floor, arguments.prompt_tokens + arguments.new_tokens // 2) for m in measures]
+        if arguments.against is not None:
+            tell(f"{arguments.against}, batches of {', '.join(map(str, batches))}")
+            sampling = {"temperature": wishes.temperature or 1.0, "top_p": wishes.top_p or 1.0} if wishes.temperature != 0 else {}
+            size = {"prompt_tokens": arguments.prompt_tokens, "new_tokens": arguments.new_tokens}
+            rates = peer_rates(settings, batches=batches, sampling=sampling, **size)
+            measures = [replace(m, peer_tokens_per_second=rates[m.batch]) for m in measures]
+    title = f"{card.name} · {card.device} · {card.dtype} · {arguments.prompt_tokens} + {arguments.new_tokens} tokens"
+    if arguments.plot is not None:
+        peer = [(m.batch, m.peer_tokens_per_second) for m in measures if m.peer_tokens_per_second is not None]
+        throughput = [(m.batch, m.decode_tokens_per_second) for m in measures]
+        plot.draw(arguments.plot, title, throughput=throughput, latency=contexts, peer=peer)
     if arguments.json:
-        screen.print_json(
-            {
-                "model": card.name,
-                "fingerprint": card.fingerprint,
-                "device": card.device,
-                "dtype": card.dtype,
-                "prompt_tokens": arguments.prompt_tokens,
-                "new_tokens": arguments.new_tokens,
-                "repeats": arguments.repeats,
-                "batches": [asdict(m) for m in measures],
-            }
-        )
+        _print(measures, card, arguments)
     else:
-        _show(
-            measures,
-            title=f"{card.name} · {card.device} · {card.dtype} · {arguments.prompt_tokens} + {arguments.new_tokens} tokens",
-        )
+        _show(measures, title=title)
     return 0
 
 
+def _recorded(arguments: argparse.Namespace) -> RecordedProposer | None:
+    """`--draft replay:K` is a bench's own: it needs the answers. The rest of the house sees a drafter like any other."""
+    wanted = [entry for entry in arguments.draft or () if entry.startswith(REPLAY)]
+    if not wanted:
+        return None
+    kept = wanted[0].removeprefix(REPLAY)
+    if len(arguments.draft) > 1 or not kept.isdecimal():
+        raise BadSetting("--draft replay:K stands alone, K being how many drafts are kept per turn")
+    arguments.draft = ["ngram"]  # room for drafts, and no drafter on the device
+    length = arguments.draft_tokens or max(LENGTH, int(kept))
+    return RecordedProposer(kept=int(kept), length=int(length))
+
+
+def _print(measures: Sequence[Measure], card: ModelCard, arguments: argparse.Namespace) -> None:
+    told = {"model": card.name, "fingerprint": card.fingerprint, "device": card.device, "dtype": card.dtype}
+    asked = {name: getattr(arguments, name) for name in ("prompt_tokens", "new_tokens", "repeats")}
+    screen.print_json({**told, **asked, "batches": [asdict(m) for m in measures]})
+
+
 def measure_all(
-    door: Door, wishes: Wishes, *, batches: Sequence[int], prompt_tokens: int, repeats: int, tell: Callable[[str], None]
+    door: Door,
+    wishes: Wishes,
+    *,
+    batches: Sequence[int],
+    prompt_tokens: int,
+    repeats: int,
+    tell: Callable[[str], None],
+    recorded: RecordedProposer | None = None,
 ) -> list[Measure]:
     """Every batch size, after one run that is not counted."""
     prompts = Prompts(door, prompt_tokens)
-    _together(door, [_ask(door, wishes, prompts.next())])
+    _together(door, [_ask(door, wishes, prompts.next()) for _ in range(max(batches))])
     measures = []
     for batch in batches:
-        runs = []
+        runs, plain = [], []
         for repeat in range(repeats):
             tell(f"batch {batch}, run {repeat + 1} of {repeats}")
             asks = [_ask(door, wishes, prompts.next()) for _ in range(batch)]
             runs.append(_together(door, asks))
-        measures.append(summarise(batch, runs))
+            if recorded is not None:
+                plain.append(runs[-1])
+                runs[-1] = _replayed(door, asks, plain[-1], recorded)
+        measure = summarise(batch, runs)
+        measures.append(
+            replace(measure, plain_tokens_per_second=summarise(batch, plain).decode_tokens_per_second) if plain else measure
+        )
     return measures
+
+
+def _replayed(door: Door, asks: Sequence[Ask], plain: Run, recorded: RecordedProposer) -> Run:
+    """The same asks with their own answers as drafts. A draft cannot change an answer, and here that is seen to."""
+    recorded.vocab = door.card.vocab
+    recorded.answers = {ask.prompt: timing.ids for ask, timing in zip(asks, plain.timings, strict=True)}
+    again = _together(door, asks)
+    recorded.answers = {}
+    if [t.ids for t in again.timings] != [t.ids for t in plain.timings]:
+        raise OnedrawError("drafts changed an answer: the contract does not hold here; `onedraw prove` says where")
+    return again
+
+
+def with_floor(measure: Measure, floor: Callable[[int, int], float], context: int) -> Measure:
+    """A turn gives `tokens_per_turn` tokens to each of the rows."""
+    turn = measure.batch * measure.tokens_per_turn / max(measure.decode_tokens_per_second, 1e-9)
+    return replace(measure, floor_share=floor(measure.batch, context) / turn)
+
+
+def _over_contexts(door: Door, wishes: Wishes, longest: int, tell: Callable[[str], None]) -> list[tuple[int, float]]:
+    """Milliseconds per token of one request, for prompts up to the asked length."""
+    found = []
+    for length in sorted({max(longest // part, 1) for part in (16, 8, 4, 2, 1)}):
+        tell(f"context of {length}")
+        measured = summarise(1, [_together(door, [_ask(door, wishes, Prompts(door, length).next())])])
+        found.append((length, measured.inter_token_ms))
+    return found
 
 
 class Prompts:
@@ -165,7 +255,7 @@ async def _at_once(door: Door, asks: Sequence[Ask]) -> tuple[float, tuple[Timing
 
 async def _timed(door: Door, ask: Ask, start: float) -> Timing:
     """Tokens that arrive in one piece share the time since the piece before."""
-    first, last, gaps, tokens = 0.0, start, [], 0
+    first, last, gaps, tokens, ids = 0.0, start, [], 0, []
     async for piece in door.astream(ask):
         if not piece.choices:
             continue
@@ -176,7 +266,8 @@ async def _timed(door: Door, ask: Ask, start: float) -> Timing:
         else:
             gaps += [(now - last) / len(piece.choices)] * len(piece.choices)
         tokens, last = tokens + len(piece.choices), now
-    return Timing(first=first, gaps=tuple(gaps), tokens=tokens)
+        ids += [choice.token for choice in piece.choices]
+    return Timing(first=first, gaps=tuple(gaps), tokens=tokens, ids=tuple(ids))
 
 
 def summarise(batch: int, runs: Sequence[Run]) -> Measure:
@@ -224,4 +315,16 @@ def _show(measures: Sequence[Measure], *, title: str) -> None:
         heads += ["accepted/drafts", "tokens/turn", "turns/s"]
         for row, m in zip(rows, measures, strict=True):
             row += [f"{m.accepted_tokens}/{m.draft_tokens}", f"{m.tokens_per_turn:.2f}", f"{m.turns_per_second:.1f}"]
+    beside: list[tuple[str, list[str]]] = [
+        ("of floor", [f"{m.floor_share:.0%}" for m in measures if m.floor_share is not None]),
+        ("plain tokens/s", [f"{m.plain_tokens_per_second:.1f}" for m in measures if m.plain_tokens_per_second is not None]),
+        ("x plain", [f"{m.decode_tokens_per_second / p:.2f}" for m in measures if (p := m.plain_tokens_per_second)]),
+        ("peer tokens/s", [f"{m.peer_tokens_per_second:.1f}" for m in measures if m.peer_tokens_per_second is not None]),
+        ("x peer", [f"{m.decode_tokens_per_second / p:.2f}" for m in measures if (p := m.peer_tokens_per_second)]),
+    ]
+    for head, cells in beside:
+        if len(cells) == len(rows):
+            heads.append(head)
+            for row, cell in zip(rows, cells, strict=True):
+                row.append(cell)
     screen.table(title, heads, rows)

@@ -271,3 +271,14 @@ def test_a_value_that_is_no_number_reaches_only_who_sees_it() -> None:
     assert torch.equal(found[:20], sound[:20])
     assert torch.equal(found[40], sound[40])
     assert bool(found[20:40].isnan().any(1).all())
+
+
+@pytest.mark.parametrize("rows", [1, 7, 22, 300, 2048])
+def test_a_gate_in_the_product_has_the_bits_of_the_two(rows: int) -> None:
+    from onedraw.backends.torch.kernels.cuda import TritonGated, TritonOps
+
+    ops = TritonOps(DEVICE)
+    x, weight = normal(rows, 512), normal(2 * 704, 512) * 512**-0.5
+    joined = ops.linear(weight)
+    expected = ops.gated(joined(x), "silu")
+    assert torch.equal(TritonGated(joined, "silu").opened(x), expected)

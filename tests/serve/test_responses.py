@@ -70,6 +70,35 @@ def test_the_events_of_a_stream_are_complete_and_add_up(fake: Any, client: opena
     assert again.usage.output_tokens_details.reasoning_tokens == whole.usage.output_tokens_details.reasoning_tokens > 8
 
 
+def test_a_summary_is_the_reasoning_itself_where_clients_look_for_one(fake: Any, client: openai.OpenAI) -> None:
+    extra = {"seed": 3, "chat_template_kwargs": {"enable_thinking": True}, "thinking_budget": 8}
+    asked: dict[str, Any] = {"model": fake.model, "input": "Hello.", "max_output_tokens": 40, "extra_body": extra}
+    plain = client.responses.create(**asked)
+    events = list(client.responses.create(stream=True, reasoning={"summary": "auto"}, **asked))
+    whole = events[-1].response
+    assert whole.output[0].content == []
+    assert whole.output[0].summary[0].text == plain.output[0].content[0].text
+    assert whole.output_text == plain.output_text
+    kinds = [event.type for event in events]
+    ends = ["response.reasoning_summary_text.done", "response.reasoning_summary_part.done", "response.output_item.done"]
+    assert [kind for kind in kinds if "reasoning" in kind and "delta" not in kind] == [
+        "response.reasoning_summary_part.added",
+        *ends[:2],
+    ]
+    assert kinds[kinds.index(ends[0]) :][:3] == ends
+    assert (
+        "".join(e.delta for e in events if e.type == "response.reasoning_summary_text.delta") == whole.output[0].summary[0].text
+    )
+    # It is read as what it is when it comes back.
+    counts = [
+        client.responses.input_tokens.count(
+            model=fake.model, input=[{"role": "user", "content": "Hello."}, *(item.to_dict() for item in reply.output)]
+        ).input_tokens
+        for reply in (plain, whole)
+    ]
+    assert counts[0] == counts[1]
+
+
 def test_the_clients_own_stream_helper_reads_it(fake: Any, client: openai.OpenAI) -> None:
     shape: Any = {"format": {"type": "json_schema", "name": "w", "schema": SCHEMA, "strict": True}}
     asked = {"model": fake.model, "input": "Hello.", "text": shape, "max_output_tokens": 300}

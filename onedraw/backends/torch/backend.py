@@ -3,7 +3,8 @@
 In: a spec, a source of weights, sizes, perhaps a drafter. Out: outcomes. inputs → stack → sampler → verification →
 commit → guesses. A commit brings kept drafts home: a tree's path to its positions, a state's steps to its lane; the
 rejected rest is never read again. Where stages have threads of their own several plans are under way, each in one stage
-at a time, and the last stage's thread chooses, commits and guesses.
+at a time, and the last stage's thread chooses, commits and guesses. Turns that repeat are recorded where the device can
+(`steady.py`): `submit` starts such a turn and does not wait for it.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from torch import Tensor
 
 from onedraw.backends.base import Capacity, PageGroup, Ticket
 from onedraw.backends.outcome import row_outcome
+from onedraw.backends.plan import LOGITS_BYTES
 from onedraw.backends.staging import FEWEST_ROWS, most_tokens
 from onedraw.backends.torch.device import DTYPES, hardware_name
+from onedraw.backends.torch.graphs import Graphs, Recorder, Straight
 from onedraw.backends.torch.inputs import Inputs, Shape, Span, make_inputs
 from onedraw.backends.torch.layers.linear import strictest
 from onedraw.backends.torch.line import Line
@@ -33,15 +36,15 @@ from onedraw.backends.torch.loader import LANE, WeightSource, padded
 from onedraw.backends.torch.ops import Ops, TorchOps
 from onedraw.backends.torch.ranking import Turned
 from onedraw.backends.torch.runs import CHUNK
-from onedraw.backends.torch.sampler import Position, Sampler
+from onedraw.backends.torch.sampler import Position, Sampler, read_choices
 from onedraw.backends.torch.selfcheck import SelfCheck, self_check
 from onedraw.backends.torch.stack import Site, Stack, Stream, Watch
 from onedraw.backends.torch.state import KeptLogits, Sizes, State
+from onedraw.backends.torch.steady import Steady, SteadyTurns
 from onedraw.models.spec import ModelSpec
 from onedraw.sampling.verify import hypotheses
 from onedraw.types import Choice, Draft, Logprobs, Outcome, Plan, Row, RowOutcome
 
-LOGITS_BYTES = 256 * 2**20  # float32 logits held at once
 GPU_ROWS = 64  # rows of one token that a GPU computes in about the time of one
 
 
@@ -98,6 +101,15 @@ class Turn:
     seconds: float = 0.0  # in stages, not between them
 
 
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A steady turn under way. Owner: the backend, until it is collected."""
+
+    plan: Plan
+    steady: Steady
+    begin: float
+
+
 class TorchBackend:
     """Complete when constructed: weights loaded, pages allocated, self-check done."""
 
@@ -123,6 +135,7 @@ class TorchBackend:
         tickets: int = 1,
         make_drafter: Callable[[Stack, Sampler, Shape], Drafter] | None = None,
         progress: Callable[[int, int], None] | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         sites = sites or [Site(torch.device(device), ops or TorchOps(torch.device(device)))]
         self._stack = Stack(
@@ -155,6 +168,11 @@ class TorchBackend:
         self._sampler = sites[-1].ops.sampler(vocab=spec.vocab, lanes=lanes, device=self._device)
         self._drafter = None if make_drafter is None else make_drafter(self._stack, self._sampler, self._shape)
         self._slice = max(LOGITS_BYTES // (4 * spec.vocab), 1)
+        self._steady: SteadyTurns | None = None
+        if len(sites) == 1 and sites[0].ops.records:
+            if recorder is None:
+                recorder = Graphs(self._device) if self._device.type == "cuda" else Straight()
+            self._steady = SteadyTurns(self._stack, self._states[0], self._sampler, self._shape, recorder)
         self._capacity = Capacity(
             vocab=spec.vocab,
             max_context=max_context,
@@ -177,7 +195,7 @@ class TorchBackend:
         )
         assert tickets == 1 or line is not None, "stages that work at once have threads of their own"
         self._tickets = itertools.count()
-        self._line, self._under_way = line, dict[Ticket, Future[Outcome]]()
+        self._line, self._under_way = line, dict[Ticket, Future[Outcome] | Started]()
         self._hang_up = None
         if line is not None:
             self._hang_up = weakref.finalize(self, line.close)
@@ -187,22 +205,33 @@ class TorchBackend:
     def capacity(self) -> Capacity:
         return self._capacity
 
+    @torch.inference_mode()
+    def rehearse(self, tell: Callable[[str], None]) -> None:
+        """Record turns that will come, where turns are recorded. Before the first request."""
+        if self._steady is not None:
+            self._steady.rehearse(self._capacity.lanes, self._watch(), tell)
+
     def submit(self, plan: Plan) -> Ticket:
         ticket = Ticket(next(self._tickets))
+        started = self._begin(plan)
+        if started is not None:
+            self._under_way[ticket] = started
+            return ticket
         turn = self._board(plan, berth=ticket % self._capacity.tickets)
         steps = [partial(self._step, turn, number) for number in range(len(self._states))]
         self._under_way[ticket] = _done(steps) if self._line is None else self._line.start(steps)
         return ticket
 
     def collect(self, ticket: Ticket) -> Outcome:
-        return self._under_way.pop(ticket).result()
+        turn = self._under_way.pop(ticket)
+        return self._arrive(turn) if isinstance(turn, Started) else turn.result()
 
     def close(self) -> None:
         """Let go of weights and pages now, whoever still holds this object."""
         if self._hang_up is not None:
             self._hang_up()
         self._under_way.clear()
-        for name in ("_stack", "_states", "_sampler", "_drafter"):
+        for name in ("_stack", "_states", "_sampler", "_drafter", "_steady"):
             self.__dict__.pop(name, None)
 
     # ------------------------------------------------------------------ to and from the disk
@@ -241,8 +270,31 @@ class TorchBackend:
         """Plans under way at once have places of their own in the rollback buffer."""
         held = berth * (self._capacity.draft_positions or 0)
         inputs = make_inputs(plan, shape=replace(self._shape, held=held), device=self._first)
-        watch = Watch(() if self._drafter is None else self._drafter.captures, finite=self._narrow())
-        return Turn(plan, inputs, watch, held)
+        return Turn(plan, inputs, self._watch(), held)
+
+    def _watch(self) -> Watch:
+        return Watch(() if self._drafter is None else self._drafter.captures, finite=self._narrow())
+
+    @torch.inference_mode()
+    def _begin(self, plan: Plan) -> Started | None:
+        """A steady turn, begun and not waited for; None where the turn is none."""
+        begin = time.perf_counter()
+        steady = None if self._steady is None else self._steady.begin(plan, self._watch())
+        return None if steady is None else Started(plan, steady, begin)
+
+    @torch.inference_mode()
+    def _arrive(self, started: Started) -> Outcome:
+        """What a steady turn chose; what it kept is home already."""
+        plan, steady, worked = started.plan, started.steady, started.steady.worked
+        if steady.arrived is not None:
+            steady.arrived.synchronize()
+        choices = iter(read_choices(steady.answers, steady.positions))
+        chosen = {i: [next(choices) for _ in range(1 + len(row.drafts))] for i, row in enumerate(plan.rows)}
+        if self._drafter is not None:
+            self._drafter.open(plan.rows)
+        turn = Turn(plan, steady.inputs, worked.watch, held=0)
+        rows = self._conclude(turn, worked.hidden, chosen, {}, settled=True)
+        return Outcome(rows, time.perf_counter() - started.begin)
 
     @torch.inference_mode()
     def _step(self, turn: Turn, number: int) -> Outcome | None:
@@ -259,15 +311,26 @@ class TorchBackend:
 
     def _finish(self, turn: Turn, hidden: Tensor) -> tuple[RowOutcome, ...]:
         """Choose, commit what was kept on every stage, guess on."""
-        plan, inputs, watch = turn.plan, turn.inputs, turn.watch
         if self._drafter is not None:
-            self._drafter.open(plan.rows)
-        scored = self._score(plan, inputs, hidden)
-        chosen = self._choose(plan, inputs, hidden)
+            self._drafter.open(turn.plan.rows)
+        scored = self._score(turn.plan, turn.inputs, hidden)
+        return self._conclude(turn, hidden, self._choose(turn.plan, turn.inputs, hidden), scored, settled=False)
+
+    def _conclude(
+        self,
+        turn: Turn,
+        hidden: Tensor,
+        chosen: Mapping[int, Sequence[Choice | None]],
+        scored: Mapping[int, tuple[Logprobs, ...]],
+        *,
+        settled: bool,
+    ) -> tuple[RowOutcome, ...]:
+        plan, inputs, watch = turn.plan, turn.inputs, turn.watch
         rows = tuple(row_outcome(row, chosen.get(i, []), scored.get(i, ())) for i, row in enumerate(plan.rows))
         rows = tuple(replace(row, fault=self._fault(watch, inputs.spans[i])) if row.barren else row for i, row in enumerate(rows))
-        for state, stage in zip(self._states, self._stack.stages, strict=True):
-            state.commit(plan.rows, [row.kept for row in rows], stage.ops, turn.held)
+        if not settled:
+            for state, stage in zip(self._states, self._stack.stages, strict=True):
+                state.commit(plan.rows, [row.kept for row in rows], stage.ops, turn.held)
         if self._drafter is not None:
             guesses = self._drafter.guess(Turned(plan, inputs, hidden, watch.features, rows))
             rows = tuple(replace(row, guesses=own) for row, own in zip(rows, guesses, strict=True))

@@ -47,21 +47,23 @@ class LaneCounts:
     """Owner: the sampler. The buffers exist from the first position that has penalties."""
 
     def __init__(self, *, vocab: int, lanes: int, device: torch.device) -> None:
-        self._output = torch.zeros(lanes, vocab, dtype=torch.int32, device=device)
-        self._prompt = torch.zeros(lanes, vocab, dtype=torch.bool, device=device)
+        # One lane more than there are: what pads a turn is counted there, and nobody reads it.
+        self.output = torch.zeros(lanes + 1, vocab, dtype=torch.int32, device=device)
+        self.prompt = torch.zeros(lanes + 1, vocab, dtype=torch.bool, device=device)
         self._marks: list[Mark | None] = [None] * lanes
         self._device = device
 
     def read(self, places: Sequence[Place]) -> tuple[Tensor, Tensor]:
         """Counts in the output, and whether a token stands in prompt or output, drafts included.   [C, V] each"""
-        self._follow(places)
+        _add(self.output, self.grown(places))
         lanes = torch.tensor([place.lane for place in places], device=self._device)
-        counts = self._output[lanes]
+        counts = self.output[lanes]
         _add(counts, [(row, token) for row, place in enumerate(places) for token in place.drafts])
-        return counts, (counts > 0).logical_or_(self._prompt[lanes])
+        return counts, (counts > 0).logical_or_(self.prompt[lanes])
 
-    def _follow(self, places: Sequence[Place]) -> None:
-        """Bring the buffers of these lanes up to date with their histories."""
+    def grown(self, places: Sequence[Place]) -> list[tuple[int, int]]:
+        """What became known since these lanes were last read, as (lane, token): the caller adds it to `output`, and the
+        lanes are then as far as their histories. Lanes of other requests begin anew."""
         grown: list[tuple[int, int]] = []
         for place in places:
             history, mark = place.history, self._marks[place.lane]
@@ -73,12 +75,12 @@ class LaneCounts:
                 start = mark.known
             grown.extend((place.lane, token) for token in history.slice(start, known))
             self._marks[place.lane] = Mark(place.request_id, history.prompt, known)
-        _add(self._output, grown)
+        return grown
 
     def _open(self, lane: int, prompt: tuple[int, ...]) -> None:
-        self._output[lane] = 0
-        self._prompt[lane] = False
-        self._prompt[lane, torch.tensor(prompt, dtype=torch.int64, device=self._device)] = True
+        self.output[lane] = 0
+        self.prompt[lane] = False
+        self.prompt[lane, torch.tensor(prompt, dtype=torch.int64, device=self._device)] = True
 
 
 def _add(counts: Tensor, pairs: Sequence[tuple[int, int]]) -> None:

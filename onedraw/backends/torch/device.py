@@ -91,6 +91,21 @@ def _free_memory() -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
+def copy_bandwidth(name: str, size: int = 2**30) -> float:
+    """Bytes per second read and written by a large copy on this device."""
+    device = torch.device(name)
+    source, target = (torch.empty(size, dtype=torch.uint8, device=device).random_() for _ in range(2))
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    for _ in range(3):
+        target.copy_(source)
+    begin.record()
+    for _ in range(10):
+        target.copy_(source)
+    end.record()
+    end.synchronize()
+    return 20 * size / (float(begin.elapsed_time(end)) / 1e3)
+
+
 def hardware_name(device: torch.device) -> str:
     """The kind of chip behind a device: equal names compute equal bits."""
     if device.type == "cuda":

@@ -16,7 +16,7 @@ from onedraw.backends.torch.experts import Bank
 from onedraw.backends.torch.layers.elementwise import opened, softcapped
 from onedraw.backends.torch.layers.linear import Linear
 from onedraw.backends.torch.loader import LANE, Loader
-from onedraw.backends.torch.ops import Ops
+from onedraw.backends.torch.ops import Opening, Ops
 from onedraw.models.spec import Activation, MlpSpec, MoeSpec
 
 
@@ -25,20 +25,24 @@ class Mlp:
     """down(act(gate) * up). Padding adds zero rows and columns whose products are exact zeros."""
 
     gate_up: Linear
+    opening: Opening | None  # the same product with the gate behind it, where there is such an operation
     down: Linear
     activation: Activation
 
     @staticmethod
     def load(index: int, spec: MlpSpec, loader: Loader, names: tuple[str, str, str] = ("gate", "up", "down")) -> Mlp:
         gate, up, down = names
+        gate_up = loader.linear(
+            index,
+            gate,
+            up,
+            bias=loader.kept(index, f"{gate}_bias", f"{up}_bias", pad=LANE) if spec.bias else None,
+            pad=LANE,
+        )
+        opening = loader.ops.opening(gate_up, spec.activation)
         return Mlp(
-            gate_up=loader.linear(
-                index,
-                gate,
-                up,
-                bias=loader.kept(index, f"{gate}_bias", f"{up}_bias", pad=LANE) if spec.bias else None,
-                pad=LANE,
-            ),
+            gate_up=opening if isinstance(opening, Linear) else gate_up,
+            opening=opening,
             down=loader.linear(index, down, bias=loader.kept(index, f"{down}_bias") if spec.bias else None, pad_columns=LANE),
             activation=spec.activation,
         )
@@ -48,7 +52,14 @@ class Mlp:
         return [self.gate_up, self.down]
 
     def __call__(self, h: Tensor, residual: Tensor, ops: Ops) -> Tensor:
-        return self.down(ops.gated(self.gate_up(h), self.activation))
+        return self.down(self._opened(h, ops))
+
+    def added(self, h: Tensor, residual: Tensor, ops: Ops) -> Tensor:
+        """The same plus the residual."""
+        return self.down.added(self._opened(h, ops), residual)
+
+    def _opened(self, h: Tensor, ops: Ops) -> Tensor:
+        return ops.gated(self.gate_up(h), self.activation) if self.opening is None else self.opening.opened(h)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +103,9 @@ class Experts:
         if self.shared_route is not None:
             always = always * opened(self.shared_route(h).float(), "sigmoid")[:, :1]
         return always.add_(out).to(h.dtype)
+
+    def added(self, h: Tensor, residual: Tensor, ops: Ops) -> Tensor:
+        return residual + self(h, residual, ops).to(residual.dtype)
 
     def _route(self, h: Tensor, residual: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
         """Experts of each token, best first, the lowest number among equals, and their weights: [T, used] each."""

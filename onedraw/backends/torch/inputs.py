@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from onedraw.backends.torch.feed import Direct, Feed
 from onedraw.backends.torch.layers.linear import RowRule
 from onedraw.sampling.verify import trails
 from onedraw.types import Draft, Plan, Save
@@ -40,6 +41,17 @@ class Shape:
     def alone(self) -> Shape:
         """For a model of its own beside the target: all its layers lie in pages numbered like those of the first group."""
         return replace(self, scratch=self.scratch[:1], windows=(None,))
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Sizes that a turn is padded to, so that many turns look alike."""
+
+    rows: int
+    tokens: int
+    longest: int  # tokens of one row at most
+    reach: int  # positions that a token may see, and slots that it may lie in
+    depth: int | None = None  # of a draft's path; None where every row is a chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,35 +100,40 @@ class Inputs:
     host_paths: Ints | None  # [T, depth] slots of the path, counted from the tail
     page_size: int
     windows: tuple[int | None, ...]  # of the page groups
-    device: torch.device
+    feed: Feed
+    bucket: Bucket | None = None  # what the turn was padded to, if it was
+
+    @property
+    def device(self) -> torch.device:
+        return self.feed.device
 
     @cached_property
     def tokens(self) -> Tensor:
-        return to_device(self.host_tokens, self.device)
+        return self.feed.put(self.host_tokens)
 
     @cached_property
     def positions(self) -> Tensor:
-        return to_device(self.host_positions, self.device)
+        return self.feed.put(self.host_positions)
 
     @cached_property
     def slots(self) -> Tensor:
-        return to_device(self.host_slots, self.device)
+        return self.feed.put(self.host_slots)
 
     @cached_property
     def ends(self) -> Tensor:
-        return to_device(self.host_ends, self.device)
+        return self.feed.put(self.host_ends)
 
     @cached_property
     def rows(self) -> Tensor:
-        return to_device(self.host_rows, self.device)
+        return self.feed.put(self.host_rows)
 
     @cached_property
     def tables(self) -> tuple[Tensor, ...]:
-        return tuple(to_device(table, self.device) for table in self.host_tables)
+        return tuple(self.feed.put(table) for table in self.host_tables)
 
     def on(self, device: torch.device) -> Inputs:
         """The same turn on another device."""
-        return self if device == self.device else replace(self, device=device)
+        return self if device == self.device else replace(self, feed=Direct(device))
 
     def group(self, window: int | None) -> int:
         """Where layers with this window keep their pages."""
@@ -124,11 +141,11 @@ class Inputs:
 
     @cached_property
     def tails(self) -> Tensor | None:
-        return None if self.host_tails is None else to_device(self.host_tails, self.device)
+        return None if self.host_tails is None else self.feed.put(self.host_tails)
 
     @cached_property
     def paths(self) -> Tensor | None:
-        return None if self.host_paths is None else to_device(self.host_paths, self.device)
+        return None if self.host_paths is None else self.feed.put(self.host_paths)
 
     def host_firsts(self, window: int | None) -> Ints:
         """[T] the first position each token sees."""
@@ -141,10 +158,14 @@ class Inputs:
         return np.maximum(firsts, 0)
 
     def firsts(self, window: int | None) -> Tensor:
-        return to_device(self.host_firsts(window), self.device)
+        return self.feed.put(self.host_firsts(window))
 
 
 def make_inputs(plan: Plan, *, shape: Shape, device: torch.device) -> Inputs:
+    return fed_inputs(plan, shape=shape, feed=Direct(device))
+
+
+def fed_inputs(plan: Plan, *, shape: Shape, feed: Feed, bucket: Bucket | None = None) -> Inputs:
     tokens: list[int] = []
     spans: list[Span] = []
     held = shape.held
@@ -163,7 +184,7 @@ def make_inputs(plan: Plan, *, shape: Shape, device: torch.device) -> Inputs:
         tokens += row.tokens
         tokens += (draft.token for draft in row.drafts)
         held += len(row.drafts)
-    return lay_out(tokens, spans, [row.pages for row in plan.rows], shape=shape, device=device)
+    return fed_layout(tokens, spans, [row.pages for row in plan.rows], shape=shape, feed=feed, bucket=bucket)
 
 
 def lay_out(
@@ -175,18 +196,31 @@ def lay_out(
     device: torch.device,
 ) -> Inputs:
     """Inputs of any spans of tokens, each with the pages of its row, per group."""
-    padding = shape.rule.padded(len(tokens)) - len(tokens)
-    for i in range(padding):
-        spans = [*spans, Span(len(tokens), 1, i % shape.page_size)]
-        pages = [*pages, tuple((page,) for page in shape.scratch)]
-        tokens = [*tokens, 0]
+    return fed_layout(tokens, spans, pages, shape=shape, feed=Direct(device))
+
+
+def fed_layout(
+    tokens: list[int],
+    spans: list[Span],
+    pages: Sequence[tuple[Sequence[int], ...]],
+    *,
+    shape: Shape,
+    feed: Feed,
+    bucket: Bucket | None = None,
+) -> Inputs:
+    padding = (shape.rule.padded(len(tokens)) if bucket is None else bucket.tokens) - len(tokens)
+    spans = [*spans, *(Span(len(tokens) + i, 1, i % shape.page_size) for i in range(padding))]
+    pages = [*pages, *[tuple((page,) for page in shape.scratch)] * padding]
+    tokens = [*tokens, *[0] * padding]
     counts = [span.count for span in spans]
     rows = np.repeat(np.arange(len(spans), dtype=np.int64), counts)
     shift = np.repeat(np.asarray([span.start - span.first for span in spans], dtype=np.int64), counts)
     slots = np.arange(len(tokens), dtype=np.int64) + shift
     positions, tails, paths = slots, None, None
-    if any(span.branches for span in spans):
-        positions, tails, paths = _paths(spans, slots)
+    if bucket is not None:  # padding has one row, behind the last
+        rows = np.minimum(rows, bucket.rows)
+    if any(span.branches for span in spans) if bucket is None else bucket.depth is not None:
+        positions, tails, paths = _paths(spans, slots, 0 if bucket is None else bucket.depth or 0)
     ends = positions
     for span in spans:
         if span.whole:
@@ -199,25 +233,34 @@ def lay_out(
         host_slots=slots,
         host_ends=ends,
         host_rows=rows,
-        host_tables=tuple(_table([held[group] for held in pages], scratch) for group, scratch in enumerate(shape.scratch)),
+        host_tables=tuple(
+            _table([held[group] for held in pages], scratch, shape.page_size, bucket)
+            for group, scratch in enumerate(shape.scratch)
+        ),
         host_tails=tails,
         host_paths=paths,
         page_size=shape.page_size,
         windows=shape.windows,
-        device=device,
+        feed=feed,
+        bucket=bucket,
     )
 
 
-def _table(pages: list[Sequence[int]], scratch: int) -> Ints:
+def _table(pages: list[Sequence[int]], scratch: int, page_size: int, bucket: Bucket | None) -> Ints:
     """[R, W], the scratch page past a row's end and where a page was let go."""
-    table = np.full((len(pages), max((len(held) for held in pages), default=1)), scratch, dtype=np.int64)
-    for i, held in enumerate(pages):
-        table[i, : len(held)] = held
+    if bucket is None:
+        size = (len(pages), max((len(held) for held in pages), default=1))
+    else:
+        size = (bucket.rows + 1, bucket.reach // page_size)
+    table = np.full(size, scratch, dtype=np.int64)
+    for line, held in zip(table, pages):
+        line[: len(held)] = held[: size[1]]
     return np.where(table < 0, scratch, table)
 
 
-def _paths(spans: list[Span], slots: Ints) -> tuple[Ints, Ints, Ints]:
-    """Positions, tails and paths where some rows branch. A token without drafts before it has an empty path."""
+def _paths(spans: list[Span], slots: Ints, depth: int) -> tuple[Ints, Ints, Ints]:
+    """Positions, tails and paths where some rows branch, with room for `depth`. A token without drafts before it has an
+    empty path."""
     positions = slots.copy()
     tails = np.full(len(slots), np.iinfo(np.int64).max, dtype=np.int64)
     found: dict[int, tuple[int, ...]] = {}
@@ -228,7 +271,8 @@ def _paths(spans: list[Span], slots: Ints) -> tuple[Ints, Ints, Ints]:
             positions[token] = span.stop + len(path) - 1
             tails[token] = span.stop
             found[token] = path
-    paths = np.zeros((len(slots), max(len(path) for path in found.values())), dtype=np.int64)
+    longest = max((len(path) for path in found.values()), default=1)
+    paths = np.zeros((len(slots), max(longest, depth)), dtype=np.int64)
     for token, path in found.items():
         paths[token, : len(path)] = path
     return positions, tails, paths

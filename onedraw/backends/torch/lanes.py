@@ -24,28 +24,47 @@ class Kept:
     places: tuple[int, ...]
 
 
-class LaneStore:
-    """Owner: the state. Everything is float32, whatever the model's dtype."""
+class LaneBlock:
+    """The states of all delta layers of one shape, side by side, so that one operation can reach every layer. Owner: the state.
 
-    def __init__(self, spec: DeltaSpec, *, lanes: int, drafts: int, checkpoints: int, device: torch.device) -> None:
+    Everything is float32, whatever the model's dtype.
+    """
+
+    def __init__(self, spec: DeltaSpec, layers: int, *, lanes: int, drafts: int, checkpoints: int, device: torch.device) -> None:
         self.spec = spec
         head = (spec.value_heads, spec.key_dim, spec.value_dim)
         window = (spec.conv - 1, spec.channels)
         try:
-            self.states = _zeros(lanes, *head, device=device)  # [lane, value head, key dim, value dim]
-            self.windows = _zeros(lanes, *window, device=device)  # inputs of the convolution, oldest first
-            self.saved_states = _zeros(checkpoints, *head, device=device)
-            self.saved_windows = _zeros(checkpoints, *window, device=device)
+            self.states = _zeros(layers, lanes, *head, device=device)  # [layer, lane, value head, key dim, value dim]
+            self.windows = _zeros(layers, lanes, *window, device=device)  # inputs of the convolution, oldest first
+            self.saved_states = _zeros(layers, checkpoints, *head, device=device)
+            self.saved_windows = _zeros(layers, checkpoints, *window, device=device)
             # What a drafted position did: state = state * decay + key ⊗ change; and what it fed the convolution.
-            self.decays = _zeros(drafts, spec.value_heads, device=device)
-            self.keys = _zeros(drafts, spec.key_heads, spec.key_dim, device=device)
-            self.changes = _zeros(drafts, spec.value_heads, spec.value_dim, device=device)
-            self.fed = _zeros(drafts, spec.channels, device=device)
+            self.decays = _zeros(layers, drafts, spec.value_heads, device=device)
+            self.keys = _zeros(layers, drafts, spec.key_heads, spec.key_dim, device=device)
+            self.changes = _zeros(layers, drafts, spec.value_heads, spec.value_dim, device=device)
+            self.fed = _zeros(layers, drafts, spec.channels, device=device)
         except (RuntimeError, MemoryError):  # how torch says that there is not enough
             raise NoRoom(
                 f"the states of {lanes} lanes, {checkpoints} checkpoints and {drafts} drafts do not fit into the memory of "
                 f"{device}; lower --max-batch, --checkpoint-memory or --draft-memory"
             ) from None
+
+
+class LaneStore:
+    """One layer of a block. Owner: the state."""
+
+    def __init__(self, block: LaneBlock, layer: int) -> None:
+        self.spec = block.spec
+        self.states, self.windows = block.states[layer], block.windows[layer]
+        self.saved_states, self.saved_windows = block.saved_states[layer], block.saved_windows[layer]
+        self.decays, self.keys, self.changes = block.decays[layer], block.keys[layer], block.changes[layer]
+        self.fed = block.fed[layer]
+
+    @staticmethod
+    def alone(spec: DeltaSpec, *, lanes: int, drafts: int, checkpoints: int, device: torch.device) -> LaneStore:
+        """A layer by itself."""
+        return LaneStore(LaneBlock(spec, 1, lanes=lanes, drafts=drafts, checkpoints=checkpoints, device=device), 0)
 
     @property
     def draft_bytes(self) -> int:

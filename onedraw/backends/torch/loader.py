@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onedraw.backends.torch.experts import Bank, PlainBank
+from onedraw.backends.torch.making import can_make, make
 from onedraw.models.source import Tensor as Stored
 from onedraw.models.spec import Activation, Norm
 from onedraw.models.views import Matrix
@@ -42,7 +43,7 @@ class Loader:
     def __init__(
         self, source: WeightSource, *, ops: Ops, dtype: torch.dtype, device: torch.device, norm: Norm = "narrow"
     ) -> None:
-        self._source, self._ops, self.dtype, self._device, self._norm = source, ops, dtype, device, norm
+        self._source, self.ops, self.dtype, self._device, self._norm = source, ops, dtype, device, norm
         self._buffer = torch.empty(0)
 
     def kept(self, layer: int | None, *names: str, pad: int = 1) -> Tensor:
@@ -60,8 +61,8 @@ class Loader:
     def linear(self, layer: int | None, *names: str, bias: Tensor | None = None, pad: int = 1, pad_columns: int = 1) -> Linear:
         """The product of matrices joined by rows: as they are stored where the operations take them so."""
         tensors = [self._source.tensor(layer, name) for name in names]
-        found = self._ops.stored(tensors, bias=bias, pad=pad, pad_columns=pad_columns)
-        return found or self._ops.linear(self.passing(layer, *names, pad=pad, pad_columns=pad_columns), bias)
+        found = self.ops.stored(tensors, bias=bias, pad=pad, pad_columns=pad_columns)
+        return found or self.ops.linear(self.passing(layer, *names, pad=pad, pad_columns=pad_columns), bias)
 
     def passing(self, layer: int | None, *names: str, pad: int = 1, pad_columns: int = 1) -> Tensor:
         """The same for matrices that are about to be packed. In float32 on a CPU they lie in the buffer until the next
@@ -73,9 +74,9 @@ class Loader:
         gate_up = self._stored_experts(layer, "expert_gate", "expert_up", pad=LANE)
         down = self._stored_experts(layer, "expert_down", pad_columns=LANE)
         if gate_up and down:
-            return PlainBank(gate_up, down, activation, self._ops.gated)
+            return PlainBank(gate_up, down, activation, self.ops.gated)
         first = self.experts(layer, "expert_gate", "expert_up", pad=LANE)
-        return self._ops.bank(first, self.experts(layer, "expert_down", pad_columns=LANE), activation)
+        return self.ops.bank(first, self.experts(layer, "expert_down", pad_columns=LANE), activation)
 
     def _stored_experts(self, layer: int, *names: str, pad: int = 1, pad_columns: int = 1) -> tuple[Linear, ...]:
         """Per expert the product of its matrices joined by rows; nothing where the operations want float tensors."""
@@ -83,7 +84,7 @@ class Loader:
         found: list[Linear] = []
         for number in range(tensors[0].shape[0]):
             own = [Matrix(tensor, number) for tensor in tensors]
-            linear = self._ops.stored(own, bias=None, pad=pad, pad_columns=pad_columns)
+            linear = self.ops.stored(own, bias=None, pad=pad, pad_columns=pad_columns)
             if linear is None:
                 return ()
             found.append(linear)
@@ -91,12 +92,17 @@ class Loader:
 
     def experts(self, layer: int, *names: str, pad: int = 1, pad_columns: int = 1) -> list[Tensor]:
         """Stacks [experts, rows, columns] → per expert the matrices joined by rows and padded, in memory of their own."""
-        stacks = [torch.from_numpy(self._source.tensor(layer, name).float32()) for name in names]
+        stacks = [self._stack(self._source.tensor(layer, name)) for name in names]
         found = []
         for parts in zip(*stacks, strict=True):
             padded = [F.pad(m, (0, -m.shape[1] % pad_columns, 0, -m.shape[0] % pad)) for m in parts]
             found.append(torch.cat(padded).to(device=self._device, dtype=self.dtype))
         return found
+
+    def _stack(self, tensor: Stored) -> Tensor:
+        if can_make(tensor, self._device):
+            return make(tensor, device=self._device, dtype=self.dtype)
+        return torch.from_numpy(tensor.float32())
 
     def _take(self, shape: tuple[int, ...]) -> Tensor:
         count = math.prod(shape)
@@ -117,6 +123,8 @@ class Loader:
         stored = [self._source.tensor(layer, name) for name in names]
         heights = [padded(tensor.shape[0], pad) for tensor in stored]
         width = tuple(padded(columns, pad_columns) for columns in stored[0].shape[1:])  # () for vectors
+        if all(can_make(tensor, self._device) for tensor in stored):
+            return self._made(stored, heights, width)
         out = take((sum(heights), *width))
         for part, tensor in zip(torch.split(out, heights), stored, strict=True):
             rows = tensor.shape[0]
@@ -126,6 +134,13 @@ class Loader:
             else:
                 part[:rows] = F.pad(torch.from_numpy(tensor.float32()), (0, width[0] - tensor.shape[1]))
         return out.to(device=self._device, dtype=self.dtype)
+
+    def _made(self, stored: list[Stored], heights: list[int], width: tuple[int, ...]) -> Tensor:
+        """Random weights, joined and padded on the device."""
+        out = torch.zeros((sum(heights), *width), device=self._device, dtype=self.dtype)
+        for part, tensor in zip(torch.split(out, heights), stored, strict=True):
+            part[tuple(slice(0, size) for size in tensor.shape)] = make(tensor, device=self._device, dtype=self.dtype)
+        return out
 
 
 def padded(count: int, multiple: int) -> int:

@@ -1,6 +1,7 @@
 """The mixers of a stack: attention and delta, each with its weights ready for one device.
 
-In: normed tokens h [T, E], what the turn prepared, and the layer's store. Out: [T, E], what is added to the residual.
+In: normed tokens h [T, E], what the turn prepared, and the layer's store. Out: [T, E], what is added to the residual, or the
+sum with it.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Attention:
     def linears(self) -> list[Linear]:
         return [self.qkv, self.out]
 
-    def __call__(self, h: Tensor, prepared: Any, store: Store, ops: Ops) -> Tensor:
+    def __call__(self, h: Tensor, prepared: Any, store: Store, ops: Ops, residual: Tensor | None = None) -> Tensor:
         assert isinstance(store, PageStore)
         spec = self.spec
         qkv = self.qkv(h)  # [T, (H + 2K) * D + gate]
@@ -60,7 +61,8 @@ class Attention:
         mixed = ops.attention(
             qkv, prepared, spec=spec, store=store, q_norm=self.q_norm, k_norm=self.k_norm, eps=self.eps
         )  # [T, H * D]
-        return self.out(mixed if spec.gate is None else ops.opened(mixed, gate, spec.gate))
+        mixed = mixed if spec.gate is None else ops.opened(mixed, gate, spec.gate)
+        return self.out(mixed) if residual is None else self.out.added(mixed, residual)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +91,10 @@ class Delta:
     def linears(self) -> list[Linear]:
         return [self.projections, self.out]
 
-    def __call__(self, h: Tensor, prepared: Any, store: Store, ops: Ops) -> Tensor:
+    def __call__(self, h: Tensor, prepared: Any, store: Store, ops: Ops, residual: Tensor | None = None) -> Tensor:
         assert isinstance(store, LaneStore)
-        mixed = ops.delta(self.projections(h), prepared, weights=self.weights, store=store)
-        return self.out(mixed.to(h.dtype))
+        mixed = ops.delta(self.projections(h), prepared, weights=self.weights, store=store).to(h.dtype)
+        return self.out(mixed) if residual is None else self.out.added(mixed, residual)
 
 
 Mixer = Attention | Delta

@@ -54,6 +54,11 @@ class Ops(Protocol):
         """Whether rows of a weight can be read where a product has it (`Linear.rows`)."""
         ...
 
+    @property
+    def records(self) -> bool:
+        """Whether a steady turn's work reads device memory alone, so that it may be recorded (`steady.py`)."""
+        ...
+
     def fuse(self, layers: Sequence[DenseLayer]) -> Fused | None:
         """Neighbouring dense layers as one operation with the bits of its parts; None where there is no such operation."""
         ...
@@ -63,6 +68,11 @@ class Ops(Protocol):
         ...
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor: ...
+
+    def opening(self, gate_up: Linear, activation: Activation) -> Opening | None:
+        """The product and `gated` behind it as one operation with their bits, which takes the product's place; None where
+        there is no such operation."""
+        ...
 
     def opened(self, x: Tensor, gate: Tensor, kind: Gate) -> Tensor:
         """x [T, W] times the gate [T, W], or [T, W / n] with one number for n neighbours."""
@@ -111,6 +121,14 @@ class Ops(Protocol):
 
     def commit_delta(self, store: LaneStore, kept: Sequence[Kept]) -> None:
         """Bring kept drafts from the rollback buffer to their lanes."""
+        ...
+
+
+class Opening(Protocol):
+    """A product of gate and up, opened on its way out."""
+
+    def opened(self, x: Tensor) -> Tensor:
+        """[T, K] → [T, F]"""
         ...
 
 
@@ -167,11 +185,15 @@ class FloatOps:
     """What operations that want weights as float tensors say to the questions about stored ones."""
 
     looks_up = False
+    records = False
 
     def stored(self, tensors: Sequence[Stored], *, bias: Tensor | None, pad: int, pad_columns: int) -> Linear | None:
         return None
 
     def fuse(self, layers: Sequence[DenseLayer]) -> Fused | None:
+        return None
+
+    def opening(self, gate_up: Linear, activation: Activation) -> Opening | None:
         return None
 
 

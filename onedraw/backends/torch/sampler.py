@@ -77,16 +77,16 @@ class Sampler:
 
     def choose(self, logits: Tensor, positions: Sequence[Position]) -> list[Choice | None]:
         """One choice per row of `logits` ([C, V'] float32; columns past the vocabulary are never chosen)."""
-        if not positions:
-            return []
+        return read_choices(self.answers(logits, positions), positions) if positions else []
+
+    def answers(self, logits: Tensor, positions: Sequence[Position]) -> Tensor:
+        """The same, still on the device and not waited for: [C, columns] int64, for `read_choices`."""
         wishes = [p.params.logprobs for p in positions if p.params.logprobs is not None]
         columns = TOP + min(max(wishes, default=0), self._vocab)
         if not wishes and not any(p.params.checksums for p in positions):
             columns = 1
         with torch.inference_mode():
-            answers = torch.cat([self._slab(logits[span], positions[span], columns) for span in self._spans(len(positions))])
-            rows = answers.cpu().numpy()
-        return [_choice(p.params, row) for p, row in zip(positions, rows, strict=True)]
+            return torch.cat([self._slab(logits[span], positions[span], columns) for span in self._spans(len(positions))])
 
     def score(self, logits: Tensor, tokens: Sequence[int], top: int) -> list[Logprobs]:
         """The model's own logprobs of given tokens, and of the `top` likeliest beside them."""
@@ -326,6 +326,11 @@ def _divisor(temperature: float) -> float:
 
 def _deficits(raw: Tensor) -> Tensor:
     return (raw.amax(1) + 0.0)[:, None] - raw
+
+
+def read_choices(answers: Tensor, positions: Sequence[Position]) -> list[Choice | None]:
+    """What `answers` says of these positions, which are its first rows; waits for it."""
+    return [_choice(p.params, row) for p, row in zip(positions, answers.cpu().numpy()[: len(positions)], strict=True)]
 
 
 def _choice(params: SamplingParams, row: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Choice | None:

@@ -27,7 +27,7 @@ from onedraw.backends.torch.mixers import Mixer, load_mixer
 from onedraw.backends.torch.ops import Fused, Ops, Preparation
 from onedraw.backends.torch.pages import PageStore
 from onedraw.backends.torch.state import Sizes, State, Store
-from onedraw.models.spec import Activation, AttentionSpec, LayerSpec, ModelSpec, RopeSpec
+from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, LayerSpec, ModelSpec, RopeSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,22 +115,25 @@ def run_layer(
     if layer.fused is not None:
         assert isinstance(store, PageStore)
         return layer.fused(x, [prepared], [store])[0]
-    mixed = layer.mixer(ops.rms_norm(x, layer.attn_norm, eps).to(layer.dtype), prepared, store, ops).to(x.dtype)
-    x = x + _normed(mixed, layer.post_attn_norm, ops, eps)
-    fed = layer.feed_forward(ops.rms_norm(x, layer.mlp_norm, eps).to(layer.dtype), x, ops).to(x.dtype)
-    if layer.beside is not None:
-        both = layer.beside
-        answers = both.experts(ops.rms_norm(x, both.norm, eps).to(layer.dtype), x, ops).to(x.dtype)
-        fed = ops.rms_norm(fed, both.dense_norm, eps) + ops.rms_norm(answers, both.post_norm, eps)
-    x = x + _normed(fed, layer.post_mlp_norm, ops, eps)
+    h = ops.rms_norm(x, layer.attn_norm, eps).to(layer.dtype)
+    if layer.post_attn_norm is None:
+        x = layer.mixer(h, prepared, store, ops, x)
+    else:
+        x = x + ops.rms_norm(layer.mixer(h, prepared, store, ops).to(x.dtype), layer.post_attn_norm, eps)
+    h = ops.rms_norm(x, layer.mlp_norm, eps).to(layer.dtype)
+    if layer.beside is None and layer.post_mlp_norm is None:
+        x = layer.feed_forward.added(h, x, ops)
+    else:
+        fed = layer.feed_forward(h, x, ops).to(x.dtype)
+        if layer.beside is not None:
+            both = layer.beside
+            answers = both.experts(ops.rms_norm(x, both.norm, eps).to(layer.dtype), x, ops).to(x.dtype)
+            fed = ops.rms_norm(fed, both.dense_norm, eps) + ops.rms_norm(answers, both.post_norm, eps)
+        x = x + (fed if layer.post_mlp_norm is None else ops.rms_norm(fed, layer.post_mlp_norm, eps))
     if layer.own_input is not None:
         assert own_input is not None
         x = x + layer.own_input(x, own_input, ops, eps)
     return x if layer.scale is None else x * layer.scale.to(x.dtype)
-
-
-def _normed(x: Tensor, weight: Tensor | None, ops: Ops, eps: float) -> Tensor:
-    return x if weight is None else ops.rms_norm(x, weight, eps)
 
 
 def rope_tables(
@@ -153,11 +156,15 @@ class InputTable:
         self.project = loader.linear(None, "inputs_project")
         self._norm = loader.norm(None, "inputs_project_norm")
 
-    def __call__(self, inputs: Inputs, x: Tensor) -> Tensor:
+    def rows(self, inputs: Inputs) -> Tensor:
+        """Of the turn's tokens, [T, layers * width] float32."""
+        return inputs.feed.put(self._embedding.take_rows(inputs.host_tokens).float32())
+
+    def __call__(self, rows: Tensor, x: Tensor) -> Tensor:
         """[T, layers, width] of embedded tokens x [T, E]."""
         spec = self._spec
         shape = (len(x), len(spec.layers), spec.inputs)
-        rows = torch.from_numpy(self._embedding.take_rows(inputs.host_tokens).float32()).to(x)
+        rows = rows.to(x)
         projected = (self.project(x.to(self.project.dtype)) * spec.hidden**-0.5).to(x.dtype).view(shape)
         context = self._ops.rms_norm(projected, self._norm, spec.eps)
         both: Tensor = (context + rows.view(shape) * spec.inputs**0.5) * 2**-0.5
@@ -188,6 +195,7 @@ class Stage:
     runs: list[LayerRun]
     ropes: dict[RopeSpec, Tensor]
     entrance: Boundary | None  # None for the first
+    mixers: tuple[AttentionSpec | DeltaSpec, ...]  # each kind once
 
     @property
     def specs(self) -> tuple[LayerSpec, ...]:
@@ -213,6 +221,15 @@ class Stream:
     x: Tensor  # the residual stream, [T, E]
     own: Tensor | None  # [T, layers ahead, width], where layers have inputs of their own
     left: int  # layers still to run
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What a pass over the layers of one device reads beside weights and state, on its way there."""
+
+    tokens: Tensor
+    own_rows: Tensor | None  # of the layers' own inputs
+    preparation: Preparation
 
 
 class Stack:
@@ -273,7 +290,8 @@ class Stack:
         positions = max(self.max_context, LANE)  # padding tokens stand anywhere on a page, also where the context is shorter
         ropes = rope_tables(spec.layers[start:stop], positions, dtype=self.dtype, device=site.device)
         runs = runs_of_layers(layers, site.ops, spec.eps)
-        return Stage(site.device, site.ops, start, layers, runs, ropes, entrance)
+        mixers = tuple(dict.fromkeys(layer.spec.mixer for layer in layers))
+        return Stage(site.device, site.ops, start, layers, runs, ropes, entrance, mixers)
 
     @property
     def layers(self) -> list[Layer]:
@@ -310,18 +328,41 @@ class Stack:
             self.advance(stream, number, inputs, state, watch=watch)
         return self.leave(stream)
 
+    def prepare(self, inputs: Inputs) -> Ready:
+        """All that the host has to say about a turn on one device. What `run` does with it reads the device alone."""
+        (stage,) = self.stages
+        preparation = Preparation(stage.ops, inputs, stage.ropes)
+        tokens = inputs.tokens  # first: see `steady.py`
+        own_rows = None if self._input_table is None else self._input_table.rows(inputs)
+        for mixer in stage.mixers:
+            preparation.of(mixer)
+        return Ready(tokens, own_rows, preparation)
+
+    def run(self, ready: Ready, state: State, *, watch: Watch = NOTHING) -> Tensor:
+        """`hidden` of a turn that was prepared."""
+        stream = self._enter(ready.tokens, ready.own_rows, None)
+        self._advance(stream, self.stages[0], ready.preparation, state, watch)
+        return self.leave(stream)
+
     def enter(self, inputs: Inputs, *, depth: int | None = None) -> Stream:
         """On the first stage."""
-        x = self.embed(inputs.tokens, by=self.stages[0].ops).to(self.activation)
-        own = None if self._input_table is None else self._input_table(inputs, x)
+        return self._enter(inputs.tokens, None if self._input_table is None else self._input_table.rows(inputs), depth)
+
+    def _enter(self, tokens: Tensor, own_rows: Tensor | None, depth: int | None) -> Stream:
+        x = self.embed(tokens, by=self.stages[0].ops).to(self.activation)
+        own = None if self._input_table is None or own_rows is None else self._input_table(own_rows, x)
         return Stream(x, own, len(self.spec.layers) if depth is None else depth)
 
     def advance(self, stream: Stream, number: int, inputs: Inputs, state: State, *, watch: Watch = NOTHING) -> None:
         """Over the way to a stage, and through its layers."""
-        stage, x, own = self.stages[number], stream.x, stream.own
+        stage = self.stages[number]
+        self._advance(stream, stage, Preparation(stage.ops, inputs.on(stage.device), stage.ropes), state, watch)
+
+    def _advance(self, stream: Stream, stage: Stage, preparation: Preparation, state: State, watch: Watch) -> None:
+        x, own = stream.x, stream.own
         if stage.entrance is not None:
             x, own = stage.entrance.cross(x, own)
-        stream.x = self._run(stage, x, own, inputs.on(stage.device), state, count=stream.left, watch=watch)
+        stream.x = self._run(stage, x, own, preparation, state, count=stream.left, watch=watch)
         stream.left = max(stream.left - len(stage.layers), 0)
         if own is not None:
             own = own[:, len(stage.layers) :]
@@ -332,10 +373,18 @@ class Stack:
         return self.ops.rms_norm(stream.x, self.norm, self.spec.eps).to(self.dtype)
 
     def _run(
-        self, stage: Stage, x: Tensor, own: Tensor | None, inputs: Inputs, state: State, *, count: int, watch: Watch
+        self,
+        stage: Stage,
+        x: Tensor,
+        own: Tensor | None,
+        preparation: Preparation,
+        state: State,
+        *,
+        count: int,
+        watch: Watch,
     ) -> Tensor:
         """The stage's first `count` layers."""
-        ops, preparation = stage.ops, Preparation(stage.ops, inputs, stage.ropes)
+        ops = stage.ops
         for run in stage.runs:
             span = range(run.start, min(run.stop, count))
             if run.fused is not None and watch.finite is None and span:
@@ -354,5 +403,9 @@ class Stack:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [C', V'] of hidden states [C', E], C' from the row rule, V' padded."""
-        logits = self.head(hidden).float()
-        return logits if self.spec.softcap is None else softcapped(logits, self.spec.softcap)
+        return self.scores(hidden).float()
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """The same numbers, in the dtype that the head gives them in."""
+        logits = self.head(hidden)
+        return logits if self.spec.softcap is None else softcapped(logits.float(), self.spec.softcap)

@@ -6,13 +6,14 @@ After every turn the state behind a row's kept tokens lies in its pages and its 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from onedraw.backends.torch.lanes import Kept, LaneStore
+from onedraw.backends.torch.lanes import Kept, LaneBlock, LaneStore
 from onedraw.backends.torch.ops import Ops
 from onedraw.backends.torch.pages import PageStore
 from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec
@@ -45,13 +46,17 @@ class State:
         self.stores: list[Store] = []
         self._groups: list[list[PageStore]] = [[] for _ in sizes.pages]
         self.lanes: list[LaneStore] = []
+        deltas = Counter(layer.mixer for layer in layers if isinstance(layer.mixer, DeltaSpec))
+        given = {"lanes": sizes.lanes, "drafts": sizes.drafts, "checkpoints": sizes.checkpoints}
+        self.blocks = {spec: LaneBlock(spec, count, device=device, **given) for spec, count in deltas.items()}
+        self.attending: list[tuple[AttentionSpec, PageStore]] = []  # those that write
         for layer in layers:
             self.stores.append(self._make(layer.mixer, dtype))
 
     def _make(self, mixer: AttentionSpec | DeltaSpec, dtype: torch.dtype) -> Store:
         sizes = self.sizes
         if isinstance(mixer, DeltaSpec):
-            store = LaneStore(mixer, lanes=sizes.lanes, drafts=sizes.drafts, checkpoints=sizes.checkpoints, device=self._device)
+            store = LaneStore(self.blocks[mixer], sum(store.spec == mixer for store in self.lanes))
             self.lanes.append(store)
             return store
         if mixer.reuses is not None:
@@ -59,6 +64,7 @@ class State:
         group = sizes.windows.index(mixer.window) if mixer.window in sizes.windows else 0
         pages = PageStore(mixer, pages=sizes.pages[group], page_size=sizes.page_size, dtype=dtype, device=self._device)
         self._groups[group].append(pages)
+        self.attending.append((mixer, pages))
         return pages
 
     @property

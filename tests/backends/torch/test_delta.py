@@ -48,7 +48,7 @@ PROJECTED = draw(LENGTH, WIDTH, seed=5)
 
 
 def store_of(*, lanes: int = 3, drafts: int = 24, checkpoints: int = 4) -> LaneStore:
-    return LaneStore(SPEC, lanes=lanes, drafts=drafts, checkpoints=checkpoints, device=CPU)
+    return LaneStore.alone(SPEC, lanes=lanes, drafts=drafts, checkpoints=checkpoints, device=CPU)
 
 
 def row(

@@ -182,7 +182,7 @@ def test_drafts_left_in_the_counts_are_caught(monkeypatch: pytest.MonkeyPatch) -
 
     def keeping(self: LaneCounts, places: Sequence[Place]) -> tuple[torch.Tensor, torch.Tensor]:
         output, seen = honest(self, places)
-        self._output[[place.lane for place in places]] = output
+        self.output[[place.lane for place in places]] = output
         return output, seen
 
     monkeypatch.setattr(LaneCounts, "read", keeping)

@@ -14,9 +14,8 @@ from onedraw.backends.torch.kernels.triton_linear import SMALL_SHARED, choose_ti
 LARGE_SHARED = 227 * 1024
 
 
-def test_states_and_experts_are_right_under_the_interpreter() -> None:
-    """In a process of its own: the interpreter is chosen when Triton is imported."""
-    chosen = "kept_draft or windows or experts or gated_norm"
+def under_the_interpreter(file: str, chosen: str = "") -> str:
+    """Tests of a file in a process of their own: the interpreter is chosen when Triton is imported."""
     command = [
         sys.executable,
         "-m",
@@ -26,15 +25,22 @@ def test_states_and_experts_are_right_under_the_interpreter() -> None:
         "ignore",
         "-p",
         "no:cacheprovider",
-        "tests/device/test_states.py",
-        "-k",
-        chosen,
+        file,
+        *(["-k", chosen] if chosen else []),
     ]
-    ran = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
-    )
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout[-2000:]
-    assert "4 passed" in ran.stdout
+    return ran.stdout
+
+
+def test_states_and_experts_are_right_under_the_interpreter() -> None:
+    chosen = "kept_draft or windows or experts or gated_norm"
+    assert "4 passed" in under_the_interpreter("tests/device/test_states.py", chosen)
+
+
+def test_turns_that_are_padded_and_replayed_have_the_bits_of_plain_ones_under_the_interpreter() -> None:
+    assert "1 passed" in under_the_interpreter("tests/device/test_steady.py")
 
 
 @pytest.mark.parametrize("shared", [SMALL_SHARED, LARGE_SHARED])

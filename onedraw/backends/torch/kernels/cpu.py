@@ -22,7 +22,7 @@ from onedraw.backends.torch.kernels.products import CpuLinear, panels_of, panels
 from onedraw.backends.torch.lanes import Kept, LaneStore
 from onedraw.backends.torch.layers.delta import DeltaWeights
 from onedraw.backends.torch.layers.elementwise import gated, times_gate
-from onedraw.backends.torch.layers.linear import RowRule
+from onedraw.backends.torch.layers.linear import Linear, RowRule
 from onedraw.backends.torch.loader import padded
 from onedraw.backends.torch.ops import DenseLayer
 from onedraw.backends.torch.pages import PageStore
@@ -99,6 +99,7 @@ class CpuOps:
 
     rule = RowRule(floor=1)
     looks_up = True
+    records = False
 
     def __init__(
         self, library: ctypes.CDLL, *, threads: int, packing: Packing | None = None, path: str | None = None, fuses: bool = True
@@ -123,6 +124,9 @@ class CpuOps:
         parts = [panels_of(self._kernels, tensor, height=padded(tensor.shape[0], pad)) for tensor in tensors]
         width = padded(parts[0].width, pad_columns)
         return CpuLinear(self._kernels, parts, bias=bias, coded=self._packing.coded, in_features=width)
+
+    def opening(self, gate_up: Linear, activation: Activation) -> None:
+        """Layers are fused as a whole instead."""
 
     def fuse(self, layers: Sequence[DenseLayer]) -> FusedLayers | None:
         plain = all(layer.activation == "silu" and layer.spec.gate is None for layer in layers)

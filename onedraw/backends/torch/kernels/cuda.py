@@ -13,23 +13,25 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from onedraw.backends.torch.inputs import Inputs
+from onedraw.backends.torch.inputs import Bucket, Inputs
 from onedraw.backends.torch.kernels import triton_delta as delta_kernels
 from onedraw.backends.torch.kernels.recurrence import Recurrence, commit_tables
 from onedraw.backends.torch.kernels.sampler import TritonSampler
 from onedraw.backends.torch.kernels.triton_attention import attend
 from onedraw.backends.torch.kernels.triton_linear import linear
 from onedraw.backends.torch.kernels.triton_moe import experts, route
-from onedraw.backends.torch.kernels.triton_norm import gated, opened, rms_norm
+from onedraw.backends.torch.kernels.triton_norm import ACTIVATIONS, gated, opened, rms_norm
 from onedraw.backends.torch.kernels.triton_rope import prepare_heads
+from onedraw.backends.torch.kernels.triton_settle import move_kept, walk
 from onedraw.backends.torch.kernels.views import DeviceView, Heads, to_view
 from onedraw.backends.torch.lanes import Kept, LaneStore
 from onedraw.backends.torch.layers.delta import DeltaWeights
 from onedraw.backends.torch.layers.linear import Linear, RowRule
-from onedraw.backends.torch.ops import FloatOps
+from onedraw.backends.torch.ops import FloatOps, Preparation
 from onedraw.backends.torch.pages import PageStore
 from onedraw.backends.torch.runs import runs_of
 from onedraw.backends.torch.sampler import Sampler
+from onedraw.backends.torch.state import State
 from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, Gate
 
 LIBRARY_ROWS = 2048  # the library is offered exactly so many rows, so it always picks the kernel that was checked
@@ -69,6 +71,9 @@ class TritonLinear(Linear):
             y[whole:] = linear(x[whole:], self._weight, bias=self.bias, residual=rest, pdl=self._pdl)
         return y
 
+    def added(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self(x, residual) if residual.dtype == self.dtype else super().added(x, residual)
+
     def _for_library(self, rows: int) -> int:
         return rows // LIBRARY_ROWS * LIBRARY_ROWS if self.library else 0
 
@@ -76,6 +81,25 @@ class TritonLinear(Linear):
         torch.mm(x, self._weight.t(), out=y)
         if self.bias is not None:
             y += self.bias
+
+
+class TritonGated(TritonLinear):
+    """Gate and up in one product, opened on its way out. The weight's rows lie in pairs; the linear it comes from is used up."""
+
+    def __init__(self, joined: TritonLinear, activation: Activation) -> None:
+        half = joined.out_features // 2
+        weight = joined._weight.view(2, half, -1).transpose(0, 1).reshape(joined.out_features, -1)
+        bias = None if joined.bias is None else joined.bias.view(2, half).t().reshape(-1)
+        super().__init__(weight, bias=bias, pdl=joined._pdl)
+        self._activation = activation
+
+    def opened(self, x: Tensor) -> Tensor:
+        """activation(gate x) · up x: [T, K] → [T, F]."""
+        x = _straight(x)
+        whole = self._for_library(len(x))
+        if not whole:
+            return linear(x, self._weight, bias=self.bias, gate=ACTIVATIONS[self._activation], pdl=self._pdl)
+        return gated(self(x), self._activation, paired=True, pdl=self._pdl)
 
 
 def _straight(x: Tensor) -> Tensor:
@@ -88,6 +112,8 @@ _AGREEMENTS: dict[tuple[int, int, torch.dtype, torch.device], bool] = {}
 def _library_agrees(weight: Tensor) -> bool:
     """Does the library's product of 2,048 rows have the kernel's bits? Asked once per shape."""
     shape = (*weight.shape, weight.dtype, weight.device)
+    if weight.device.type != "cuda":
+        return False
     if shape not in _AGREEMENTS:
         generator = torch.Generator(device=weight.device).manual_seed(3)
         x = torch.randn(LIBRARY_ROWS, weight.shape[1], generator=generator, device=weight.device).to(weight.dtype)
@@ -123,6 +149,7 @@ class TritonOps(FloatOps):
     """`pdl`: a kernel may start while the one before it ends (Hopper and later)."""
 
     rule = RowRule(floor=1)
+    records = True
 
     def __init__(self, device: torch.device, *, pdl: bool = False) -> None:
         self.name = f"{device.type}-triton"
@@ -137,6 +164,9 @@ class TritonOps(FloatOps):
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         return gated(gate_up, activation, pdl=self._pdl)
 
+    def opening(self, gate_up: Linear, activation: Activation) -> TritonGated | None:
+        return TritonGated(gate_up, activation) if isinstance(gate_up, TritonLinear) else None
+
     def opened(self, x: Tensor, gate: Tensor, kind: Gate) -> Tensor:
         return opened(x, gate, kind, pdl=self._pdl)
 
@@ -144,7 +174,7 @@ class TritonOps(FloatOps):
         return TritonBank(torch.stack(gate_up), torch.stack(down), activation)
 
     def sampler(self, *, vocab: int, lanes: int, device: torch.device) -> Sampler:
-        return TritonSampler(vocab=vocab, lanes=lanes, device=device)
+        return TritonSampler(vocab=vocab, lanes=lanes, device=device, pdl=self._pdl)
 
     def prepare(self, inputs: Inputs, mixer: AttentionSpec, turns: Tensor) -> Prepared:
         return Prepared(turns, to_view(inputs, self.heads(mixer)))
@@ -183,7 +213,7 @@ class TritonOps(FloatOps):
         self._heads(kv, prepared, spec=spec, store=store, q_norm=None, k_norm=k_norm, eps=eps, heads=0)
 
     def prepare_delta(self, inputs: Inputs, mixer: DeltaSpec) -> Recurrence:
-        return Recurrence(runs_of(inputs, conv=mixer.conv))
+        return Recurrence(runs_of(inputs, conv=mixer.conv), feed=inputs.feed, bucket=inputs.bucket)
 
     def delta(self, projected: Tensor, prepared: Recurrence, *, weights: DeltaWeights, store: LaneStore) -> Tensor:
         spec, projected = store.spec, _straight(projected)
@@ -200,19 +230,55 @@ class TritonOps(FloatOps):
             value_dim=spec.value_dim,
             pdl=self._pdl,
         )
-        out = torch.zeros(len(projected), spec.value_heads, spec.value_dim, device=projected.device)
+        out = torch.empty(len(projected), spec.value_heads, spec.value_dim, device=projected.device)  # padding: anything
         chunks = {"chunks": prepared.chunks, "runs": prepared.chunk_runs, "slots": prepared.chunk_slots}
         delta_kernels.chunked(gates, store.states, store.saved_states, out, **chunks)
         held = (store.decays, store.keys, store.changes)
         for call in prepared.calls:
             paths = {"paths": call.paths, "order": call.order, "places": call.places}
             delta_kernels.steps(gates, store.states, out, held=held, pdl=self._pdl, **paths)
-        tokens, places = prepared.runs.drafted
-        if len(places):
-            store.fed[places] = projected[tokens, : spec.channels].float()
-        delta_kernels.shift_windows(projected, store.windows, store.saved_windows, prepared.kept)
-        delta_kernels.shift_windows(projected, store.windows, store.windows, prepared.closings)
+        if prepared.held is not None:
+            delta_kernels.hold(projected, store.fed, prepared.held, pdl=self._pdl)
+        delta_kernels.shift_windows(projected, store.windows, store.saved_windows, prepared.kept, pdl=self._pdl)
+        delta_kernels.shift_windows(projected, store.windows, store.windows, prepared.closings, pdl=self._pdl)
         return delta_kernels.close(out, projected, weights.norm, weights.eps, channels=spec.channels, pdl=self._pdl)
+
+    def settle(
+        self,
+        chosen: Tensor,
+        *,
+        tokens: Tensor,
+        parents: Tensor,
+        rows: Tensor,
+        bucket: Bucket,
+        preparation: Preparation,
+        state: State,
+    ) -> None:
+        """Kept drafts of a steady turn brought home without a look at the host: `State.commit` on the device."""
+        first = next(iter(state.lanes), None)
+        taps, held = (1, 0) if first is None else (first.spec.conv, len(first.fed))
+        if first is None and bucket.depth is None:
+            return  # a kept chain stands at its positions already
+        walked = walk(
+            chosen, tokens=tokens, parents=parents, rows=rows, longest=bucket.longest, taps=taps, held=held, pdl=self._pdl
+        )
+        for block in state.blocks.values():
+            given = (block.decays, block.keys, block.changes)
+            delta_kernels.commit(block.states, held=given, lanes=walked.lanes, places=walked.places, pdl=self._pdl)
+            delta_kernels.shift_windows(block.fed, block.windows, block.windows, walked.sources, pdl=self._pdl)
+        for mixer, pages in state.attending if bucket.depth is not None else ():
+            view = preparation.of(mixer).device.view
+            move_kept(
+                pages.keys,
+                pages.values,
+                walked,
+                rows=rows,
+                table=view.table,
+                kv_heads=mixer.kv_heads,
+                dim=mixer.head_dim,
+                page_size=view.page_size,
+                pdl=self._pdl,
+            )
 
     def commit_delta(self, store: LaneStore, kept: Sequence[Kept]) -> None:
         held, device = (store.decays, store.keys, store.changes), store.states.device
@@ -259,4 +325,6 @@ class TritonOps(FloatOps):
 @lru_cache(maxsize=8)
 def _busy(device: torch.device) -> int:
     """Programs that fill the device twice."""
+    if device.type != "cuda":  # the interpreter's
+        return 64
     return 2 * int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from onedraw.backends.torch.inputs import Ints
+from onedraw.backends.torch.feed import Feed
+from onedraw.backends.torch.inputs import Bucket, Ints
 from onedraw.backends.torch.lanes import Kept
 from onedraw.backends.torch.runs import CHUNK, Run, Runs
 from onedraw.sampling.verify import trails
+
+Words = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +46,17 @@ class _Paths:
             self.order += tokens
             self.places += places
 
-    def steps(self, device: torch.device) -> Steps:
-        return Steps(_table(self.rows, 6, device), _line(self.order, device), _line(self.places, device))
+    def steps(self, feed: Feed, rows: int = 0, tokens: int = 0) -> Steps:
+        """With room for so many paths and tokens; a path without tokens does nothing."""
+        table = _filled(self.rows, (max(rows, len(self.rows)), 6), 0)
+        line = (max(tokens, len(self.order)),)
+        return Steps(feed.put(table), feed.put(_filled(self.order, line, 0)), feed.put(_filled(self.places, line, -1)))
 
 
 class Recurrence:
-    """Owner: the pass over the layers that made it."""
+    """Everything is on the device when it is constructed. Owner: the pass over the layers that made it."""
 
-    def __init__(self, runs: Runs) -> None:
-        self.runs, self._device = runs, runs.device
+    def __init__(self, runs: Runs, *, feed: Feed, bucket: Bucket | None = None) -> None:
         chunks: list[list[int]] = []
         slots: list[int] = []
         rows: list[list[int]] = []
@@ -65,27 +70,37 @@ class Recurrence:
             if run.prompt:
                 rows.append([run.lane, begin, len(chunks), int(run.fresh)])
             _walk(run, first, second)
-        self.chunks, self.chunk_runs = _table(chunks, 2, runs.device), _table(rows, 4, runs.device)
-        self.chunk_slots = _line(slots, runs.device)
-        self.calls = tuple(paths.steps(runs.device) for paths in (first, second) if paths.rows)
+        put = feed.put
+        self.chunks, self.chunk_runs = put(_filled(chunks, (len(chunks), 2))), put(_filled(rows, (len(rows), 4)))
+        self.chunk_slots = put(_filled(slots, (len(slots),)))
+        if bucket is None:
+            calls = [paths.steps(feed) for paths in (first, second) if paths.rows]
+        else:
+            calls = [first.steps(feed, bucket.rows, bucket.tokens)]
+            if bucket.depth is not None:  # at most every draft is a leaf
+                calls.append(second.steps(feed, bucket.tokens, bucket.tokens * bucket.depth))
+        self.calls = tuple(calls)
+        self.taps = put(runs.host_taps.astype(np.int32))
+        room = 0 if bucket is None else bucket.rows
+        self.closings = put(_sources([run.lane for run in runs.runs], runs.host_closings, room))
+        self.kept = put(_sources([slot for run in runs.runs for _, slot in run.saves], runs.host_kept))
+        drafting = any(run.drafts for run in runs.runs) if bucket is None else bucket.longest > 1
+        self.held = put(_held(runs)) if drafting else None  # [T] place of each draft in the rollback buffer, -1 for others
 
-    @cached_property
-    def taps(self) -> Tensor:
-        return torch.from_numpy(self.runs.host_taps.astype(np.int32)).to(self._device)
 
-    @cached_property
-    def closings(self) -> Tensor:
-        return self._sources([run.lane for run in self.runs.runs], self.runs.host_closings)
+def _sources(places: list[int], rows: Ints, room: int = 0) -> Words:
+    """[m, 1 + K]: a place, the K - 1 rows of its window, padding; a place of -1 stands for nothing to do."""
+    padded = np.full((max(len(places), room), rows.shape[1] + 2), -1, dtype=np.int32)
+    padded[: len(places), 0], padded[: len(places), 1:-1] = places, rows
+    return padded
 
-    @cached_property
-    def kept(self) -> Tensor:
-        return self._sources([slot for run in self.runs.runs for _, slot in run.saves], self.runs.host_kept)
 
-    def _sources(self, places: list[int], rows: Ints) -> Tensor:
-        """[m, 1 + K]: a place, the K - 1 rows of its window, padding."""
-        padded = np.full((len(places), rows.shape[1] + 2), -1, dtype=np.int32)
-        padded[:, 0], padded[:, 1:-1] = places, rows
-        return torch.from_numpy(padded).to(self._device)
+def _held(runs: Runs) -> Words:
+    places = np.full(len(runs.host_taps), -1, dtype=np.int32)
+    for run in runs.runs:
+        first = run.first + run.known
+        places[first : first + len(run.drafts)] = np.arange(run.held, run.held + len(run.drafts))
+    return places
 
 
 def _walk(run: Run, first: _Paths, second: _Paths) -> None:
@@ -116,13 +131,12 @@ def commit_tables(kept: Sequence[Kept], *, conv: int, held: int, device: torch.d
         places[row, : len(one.places)] = one.places
         line = [*(held + one.lane * (conv - 1) + i for i in range(conv - 1)), *one.places]
         sources[row, 0], sources[row, 1:-1] = one.lane, line[len(line) - conv + 1 :]
-    lanes = _line([one.lane for one in kept], device)
+    lanes = torch.tensor([one.lane for one in kept], dtype=torch.int32).to(device)
     return lanes, torch.from_numpy(places).to(device), torch.from_numpy(sources).to(device)
 
 
-def _table(rows: list[list[int]], width: int, device: torch.device) -> Tensor:
-    return torch.tensor(rows, dtype=torch.int32).view(-1, width).to(device)
-
-
-def _line(values: list[int], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32).to(device)
+def _filled(values: list[int] | list[list[int]], shape: tuple[int, ...], fill: int = 0) -> Words:
+    table = np.full(shape, fill, dtype=np.int32)
+    if values:
+        table[: len(values)] = values
+    return table

@@ -6,33 +6,100 @@ table; logprobs, which few ask for, are described by the plain sampler from the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from onedraw.backends.torch.counts import LaneCounts
-from onedraw.backends.torch.kernels.triton_sample import COLUMNS, TOP_K, Chosen, Wishes, choose
+from onedraw.backends.torch.feed import Direct, Feed
+from onedraw.backends.torch.kernels.triton_sample import COLUMNS, GREEDY, KEY_0, LANE, TOP_K, Chosen, Wishes, choose
 from onedraw.backends.torch.sampler import CHECKSUM, TOKEN, Law, Position, Sampler, _deficits, _divisor
-from onedraw.sampling.adjust import adjustment, inside
+from onedraw.sampling.adjust import Adjustment, adjustment, inside
 from onedraw.sampling.law import NO_TOKEN, checksum_weights, min_p_limit
 from onedraw.sampling.noise import key
 from onedraw.types import SamplingParams
 
+MOST_KNOWN = 4096  # parameters that are remembered
+
+
+@dataclass(frozen=True, slots=True)
+class Choosing:
+    """What the positions of a turn ask for, on the device."""
+
+    wishes: Wishes
+    columns: int
+    weights: Tensor | None  # of checksums
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """One request's parameters as the kernels read them."""
+
+    params: SamplingParams
+    numbers: npt.NDArray[np.int64]  # the table's columns up to the keys
+    greedy: bool
+    counts: bool
+    more: bool  # something hangs on the history besides its counts, or tokens have a bias
+
 
 class TritonSampler(Sampler):
+    """`pdl`: a kernel may start while the one before it ends."""
+
+    def __init__(self, *, vocab: int, lanes: int, device: torch.device, pdl: bool = False) -> None:
+        super().__init__(vocab=vocab, lanes=lanes, device=device)
+        self._pdl = pdl
+        self._known: dict[int, Wish] = {}
+
     def _slab(self, logits: Tensor, positions: Sequence[Position], columns: int) -> Tensor:
         if any(p.params.constraint is not None for p in positions):  # the plain sampler chooses alike, and takes sets of tokens
-            return super()._slab(logits, positions, columns)
-        weights = self._checksum_weights() if any(p.params.checksums for p in positions) else None
-        chosen, checksums = choose(logits, self.wishes(positions), vocab=self._vocab, width=self._width, weights=weights)
-        answers = torch.zeros(len(positions), columns, dtype=torch.int64, device=self._device)
+            return super()._slab(logits.float(), positions, columns)
+        choosing = self.prepare(positions, feed=Direct(self._device), columns=columns)
+        self.count(choosing)
+        answers, chosen = self._choose(logits, choosing, slice(0, len(positions)))
+        self._report(answers, logits, chosen, positions)
+        return answers
+
+    def prepare(self, positions: Sequence[Position], *, feed: Feed, columns: int = 1, rows: int = 0) -> Choosing:
+        """Everything the kernels need to know of the positions, as many rows as asked for: those behind the last position
+        choose greedily and concern nobody."""
+        checksums = any(p.params.checksums for p in positions)
+        choosing = Choosing(
+            wishes=self._wishes(positions, feed, rows),
+            columns=max(columns, CHECKSUM + 1) if checksums else columns,
+            weights=self._checksum_weights() if checksums else None,
+        )
+        wishes = choosing.wishes
+        feed.note((wishes.counted, wishes.shared, wishes.adjusted, wishes.output is None, checksums, choosing.columns))
+        return choosing
+
+    def count(self, choosing: Choosing) -> None:
+        """Bring the lanes' counts up to date; drafts are counted where they are looked at."""
+        wishes = choosing.wishes
+        if wishes.grown is not None and wishes.output is not None:
+            one = torch.ones_like(wishes.grown, dtype=torch.int32)
+            wishes.output.view(-1).scatter_add_(0, wishes.grown, one)
+
+    def chosen(self, logits: Callable[[slice], Tensor], choosing: Choosing) -> Tensor:
+        """Answers for all rows of a prepared turn, [C, columns]; logits are asked for slab by slab."""
+        self.count(choosing)
+        rows = len(choosing.wishes.table)
+        return torch.cat([self._choose(logits(span), choosing, span)[0] for span in self._spans(rows)])
+
+    def _choose(self, logits: Tensor, choosing: Choosing, rows: slice) -> tuple[Tensor, Chosen]:
+        wishes = replace(choosing.wishes, table=choosing.wishes.table[rows])
+        chosen, checksums = choose(logits, wishes, vocab=self._vocab, width=self._width, weights=choosing.weights, pdl=self._pdl)
+        if choosing.columns == 1:
+            return chosen.tokens.unsqueeze(1), chosen
+        answers = torch.zeros(len(wishes.table), choosing.columns, dtype=torch.int64, device=self._device)
         answers[:, TOKEN] = chosen.tokens
         if checksums is not None:
             answers[:, CHECKSUM] = checksums
-        self._report(answers, logits, chosen, positions)
-        return answers
+        return answers, chosen
 
     def _report(self, answers: Tensor, logits: Tensor, chosen: Chosen, positions: Sequence[Position]) -> None:
         """Logprobs of the rows that ask for them."""
@@ -50,58 +117,88 @@ class TritonSampler(Sampler):
                 self._describe(answers, rows, law.kept(rows), tokens)
 
     def wishes(self, positions: Sequence[Position]) -> Wishes:
-        """Everything the kernels need to know of the rows, in three small copies at most."""
-        table = np.zeros((len(positions), COLUMNS), dtype=np.int64)
+        """For who calls the kernels by hand."""
+        return self._wishes(positions, Direct(self._device), 0)
+
+    def _wishes(self, positions: Sequence[Position], feed: Feed, rows: int) -> Wishes:
+        table = np.zeros((max(len(positions), rows), COLUMNS), dtype=np.int64)
+        table[len(positions) :] = _NOBODY
         tokens: list[int] = []
         values: list[float] = []
         adjusted = False
-        for row, p in enumerate(positions):
-            host = adjustment(p.params, p.history, p.drafts, self._recall(p))
-            bias = [(t, v) for t, v in p.params.logit_bias if 0 <= t < self._vocab]
-            kinds = [bias, list(host.penalized), [(t, 0.0) for t in inside(host.banned, self._vocab)]]
-            kinds.append([(t, 0.0) for t in p.drafts] if p.params.counts_history else [])
-            fences = [len(tokens)]
-            for kind in kinds:
-                tokens += [token for token, _ in kind]
-                values += [value for _, value in kind]
-                fences.append(len(tokens))
-            adjusted |= fences[-1] > fences[0] or p.params.counts_history
-            first, second = key(p.params.seed, p.index)
-            table[row, :6].view(np.float64)[:] = _numbers(p.params)
-            table[row, TOP_K:] = [
-                p.params.top_k if p.params.temperature > 0 and 0 < p.params.top_k < self._vocab else 0,
-                first,
-                second,
-                p.params.greedy,
-                p.lane if p.params.counts_history else -1,
-                *fences,
-            ]
-        counts = self._follow([p for p in positions if p.params.counts_history])
+        for line, p in zip(table, positions):
+            wish = self._wish(p.params)
+            line[:KEY_0] = wish.numbers
+            fences = [len(tokens)] * 5
+            if wish.counts and not wish.more:
+                tokens += p.drafts
+                values += [0.0] * len(p.drafts)
+                fences[-1] = len(tokens)
+            elif wish.more:
+                host = adjustment(p.params, p.history, p.drafts, self._recall(p))
+                for index, kind in enumerate(self._entries_of(p, host)):
+                    tokens += [token for token, _ in kind]
+                    values += [value for _, value in kind]
+                    fences[index + 1] = len(tokens)
+            adjusted |= fences[-1] > fences[0] or wish.counts
+            line[KEY_0:] = (*key(p.params.seed, p.index), wish.greedy, p.lane if wish.counts else -1, *fences)
+        room = max(len(tokens), 1) if not rows else max(64, 1 << (len(tokens) - 1).bit_length())
+        there = [feed.put(array) for array in (table, _line(tokens, room, np.int32), _line(values, room, np.float32))]
+        counts, grown = self._counted([p for p in positions if p.params.counts_history], rows)
         return Wishes(
-            table=torch.from_numpy(table).to(self._device),
-            tokens=torch.tensor(tokens or [0], dtype=torch.int32).to(self._device),
-            values=torch.tensor(values or [0.0], dtype=torch.float32).to(self._device),
-            output=None if counts is None else counts[0],
-            prompt=None if counts is None else counts[1],
+            table=there[0],
+            tokens=there[1],
+            values=there[2],
+            output=None if counts is None else counts.output,
+            prompt=None if counts is None else counts.prompt,
+            grown=None if counts is None else feed.put(grown),
             counted=bool(table[:, TOP_K].any()),
             shared=any(p.params.temperature > 0 and p.params.top_p < 1 for p in positions),
             adjusted=adjusted,
         )
 
-    def _follow(self, counting: Sequence[Position]) -> tuple[Tensor, Tensor] | None:
-        """The lanes' counts, brought up to date; drafts are counted by the kernel."""
+    def _wish(self, params: SamplingParams) -> Wish:
+        """What does not change from position to position, remembered for as long as the parameters live."""
+        known = self._known.get(id(params))
+        if known is None or known.params is not params:
+            if len(self._known) > MOST_KNOWN:
+                self._known.clear()
+            numbers = np.zeros(KEY_0, dtype=np.int64)
+            numbers[:6].view(np.float64)[:] = _numbers(params)
+            numbers[TOP_K] = params.top_k if params.temperature > 0 and 0 < params.top_k < self._vocab else 0
+            more = bool(params.dry is not None or params.bad_words or params.min_tokens or params.logit_bias)
+            known = self._known[id(params)] = Wish(params, numbers, params.greedy, params.counts_history, more)
+        return known
+
+    def _entries_of(self, p: Position, host: Adjustment) -> list[list[tuple[int, float]]]:
+        """Tokens with a number each: bias, DRY, bans, and drafts where they count."""
+        bias = [(t, v) for t, v in p.params.logit_bias if 0 <= t < self._vocab]
+        kinds = [bias, list(host.penalized), [(t, 0.0) for t in inside(host.banned, self._vocab)]]
+        return [*kinds, [(t, 0.0) for t in p.drafts] if p.params.counts_history else []]
+
+    def _counted(self, counting: Sequence[Position], rows: int) -> tuple[LaneCounts | None, npt.NDArray[np.int64]]:
+        """The lanes' counts, and where one is to be added to them; padding goes to the lane that nobody reads."""
         if not counting:
-            return None
+            return None, np.zeros(0, dtype=np.int64)
         if self._counts is None:
             self._counts = LaneCounts(vocab=self._width, lanes=self._lanes, device=self._device)
-        self._counts._follow(counting)
-        return self._counts._output, self._counts._prompt
+        grown = [lane * self._width + token for lane, token in self._counts.grown(counting)]
+        room = len(grown) if not rows else max(64, 1 << (len(grown) - 1).bit_length())
+        places = np.full(room, self._lanes * self._width, dtype=np.int64)
+        places[: len(grown)] = grown
+        return self._counts, places
 
     def _checksum_weights(self) -> Tensor:
         """[2, V]"""
         if self._weights is None:
             self._weights = torch.from_numpy(np.stack(checksum_weights(self._vocab))).to(self._device)
         return self._weights
+
+
+def _line(values: Sequence[float], room: int, dtype: type[np.int32] | type[np.float32]) -> npt.NDArray[Any]:
+    line = np.zeros(room, dtype=dtype)
+    line[: len(values)] = values
+    return line
 
 
 def _numbers(params: SamplingParams) -> list[float]:
@@ -114,3 +211,14 @@ def _numbers(params: SamplingParams) -> list[float]:
         params.presence_penalty,
         params.top_p if hot else 1.0,
     ]
+
+
+def _nobody() -> npt.NDArray[np.int64]:
+    """A row of the table that asks for nothing."""
+    line = np.zeros(COLUMNS, dtype=np.int64)
+    line[:6].view(np.float64)[:] = _numbers(SamplingParams(temperature=0.0))
+    line[GREEDY], line[LANE] = 1, -1
+    return line
+
+
+_NOBODY = _nobody()

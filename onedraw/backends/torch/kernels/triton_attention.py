@@ -67,7 +67,7 @@ def _fold(peak, total, mixed, peak_s, total_s, mixed_s):
     return tl.where(seen, top, peak), total, mixed
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["merged", "path_width"])
 def _attend(
     q,
     keys,
@@ -127,7 +127,7 @@ def _attend(
     PER: tl.constexpr = HEADS // KV
     m = tl.arange(0, BLOCK_M)
     live = m // PER < count
-    token = first + tl.minimum(m // PER, count - 1)
+    token = first + tl.maximum(tl.minimum(m // PER, count - 1), 0)  # an empty tile has none
     lowest = tl.where(live, tl.load(firsts + token), 2147483647)
     highest = tl.where(live, tl.load(ends + token), -1)
     d = tl.arange(0, BLOCK_D)
@@ -185,7 +185,7 @@ def _attend(
         tl.store(part_mixed + place[:, None] * D + d[None, :], mixed, mask=live[:, None] & wide[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["merged"])
 def _merge(
     out,
     part_mixed,

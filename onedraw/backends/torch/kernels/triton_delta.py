@@ -24,7 +24,7 @@ from onedraw.backends.torch.kernels.triton_linear import launch_options
 from onedraw.backends.torch.kernels.triton_math import exp, let_next_start, sigmoid, silu, softplus, wait_for_inputs
 
 CHUNK = 64
-COLUMNS = 32  # of the state that one program steps
+COLUMNS, STEP_WARPS = 32, 2  # of the state that one program steps; they fix the order of its sums
 CHUNK_COLUMNS, CHUNK_WARPS = 32, 4  # of the state that one program takes through chunks
 PATH_WORDS = 6  # lane, first of its tokens in the order, tokens, known, tokens whose output another path gives, fresh
 L2_EPS = 1e-6
@@ -44,7 +44,7 @@ class Gated:
 # ------------------------------------------------------------------ before the state
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _gate(
     projected,
     windows,
@@ -162,7 +162,7 @@ def gate(
 # ------------------------------------------------------------------ step by step
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _steps(
     q,
     k,
@@ -202,7 +202,7 @@ def _steps(
     wide, high = column < VALUE_DIM, row < KEY_DIM
     whole = high[:, None] & wide[None, :]
     at = states + ((lane * VALUE_HEADS + head) * KEY_DIM + row[:, None]) * VALUE_DIM + column[None, :]
-    state = tl.load(at, mask=whole & (fresh == 0), other=0.0)
+    state = tl.load(at, mask=whole & (fresh == 0) & (count > 0), other=0.0)
     for index in tl.range(0, count, num_stages=AHEAD):
         token = tl.load(order + first + index).to(tl.int64)
         place = tl.load(places + first + index).to(tl.int64)
@@ -270,13 +270,13 @@ def steps(
             BLOCK_V=COLUMNS,
             AHEAD=AHEAD,
             PDL=pdl,
-            num_warps=4,
+            num_warps=STEP_WARPS,
             enable_fp_fusion=False,
             **launch_options(pdl),
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def _commit(
     states,
     decays,
@@ -285,20 +285,32 @@ def _commit(
     lanes,
     places,
     width,
+    per_states,
+    per_held,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """The step's own products and sums, from what the step left behind."""
+    """The step's own products and sums, from what the step left behind. per_states: numbers of one layer's states; per_held:
+    places that one layer holds."""
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    PARTS: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
+    layer = (tl.program_id(2) // PARTS).to(tl.int64)
+    states += layer * per_states
+    decays += layer * per_held * VALUE_HEADS
+    keys += layer * per_held * KEY_HEADS * KEY_DIM
+    changes += layer * per_held * VALUE_HEADS * VALUE_DIM
     kept = tl.program_id(0)
     head = tl.program_id(1)
     key_head = head // (VALUE_HEADS // KEY_HEADS)
     lane = tl.load(lanes + kept).to(tl.int64)
     row = tl.arange(0, BLOCK_K)
-    column = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    column = tl.program_id(2) % PARTS * BLOCK_V + tl.arange(0, BLOCK_V)
     wide, high = column < VALUE_DIM, row < KEY_DIM
     whole = high[:, None] & wide[None, :]
     at = states + ((lane * VALUE_HEADS + head) * KEY_DIM + row[:, None]) * VALUE_DIM + column[None, :]
@@ -314,12 +326,14 @@ def _commit(
         tl.store(at, state, mask=whole)
 
 
-def commit(states: Tensor, *, held: tuple[Tensor, Tensor, Tensor], lanes: Tensor, places: Tensor) -> None:
-    """Bring kept drafts to their lanes [n]: places [n, longest] int32 in order of position, -1 behind the last."""
-    _, value_heads, key_dim, value_dim = states.shape
+def commit(states: Tensor, *, held: tuple[Tensor, Tensor, Tensor], lanes: Tensor, places: Tensor, pdl: bool = False) -> None:
+    """Bring kept drafts to their lanes [n]: places [n, longest] int32 in order of position, -1 behind the last. States and
+    what is held are one layer's, or those of many with the layers in front; all contiguous."""
+    layers = states.shape[0] if states.dim() == 5 else 1
+    value_heads, key_dim, value_dim = states.shape[-3:]
     decays, keys, changes = held
     if len(lanes) and places.shape[1]:
-        _commit[(len(lanes), value_heads, triton.cdiv(value_dim, COLUMNS))](
+        _commit[(len(lanes), value_heads, layers * triton.cdiv(value_dim, COLUMNS))](
             states,
             decays,
             keys,
@@ -327,20 +341,43 @@ def commit(states: Tensor, *, held: tuple[Tensor, Tensor, Tensor], lanes: Tensor
             lanes,
             places,
             places.shape[1],
-            KEY_HEADS=keys.shape[1],
+            states.numel() // layers,
+            decays.shape[-2],
+            KEY_HEADS=keys.shape[-2],
             VALUE_HEADS=value_heads,
             KEY_DIM=key_dim,
             VALUE_DIM=value_dim,
             BLOCK_K=triton.next_power_of_2(key_dim),
             BLOCK_V=COLUMNS,
+            PDL=pdl,
             num_warps=4,
             enable_fp_fusion=False,
+            **launch_options(pdl),
         )
 
 
-@triton.jit
-def _shift(fed, windows, target, sources, rows, stride, CHANNELS: tl.constexpr, BEFORE: tl.constexpr, BLOCK: tl.constexpr):
-    """All rows of one window are read before any is written, so a window may be made of itself."""
+@triton.jit(do_not_specialize=["rows"])
+def _shift(
+    fed,
+    windows,
+    target,
+    sources,
+    rows,
+    stride,
+    per_windows,
+    per_target,
+    CHANNELS: tl.constexpr,
+    BEFORE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """All rows of one window are read before any is written, so a window may be made of itself. per_…: numbers of one layer."""
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    layer = tl.program_id(2).to(tl.int64)
+    fed += layer * rows * stride
+    windows += layer * per_windows
+    target += layer * per_target
     one = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < CHANNELS
@@ -351,26 +388,70 @@ def _shift(fed, windows, target, sources, rows, stride, CHANNELS: tl.constexpr, 
     old = tl.load(windows + (source - rows) * CHANNELS + at[None, :], mask=inside[None, :] & (source >= rows), other=0.0)
     tl.debug_barrier()
     row = place * (BEFORE - 1) + slot[:, None]
-    tl.store(target + row * CHANNELS + at[None, :], new.to(tl.float32) + old, mask=inside[None, :] & (slot < BEFORE - 1)[:, None])
+    keep = inside[None, :] & (slot < BEFORE - 1)[:, None] & (place >= 0)
+    tl.store(target + row * CHANNELS + at[None, :], new.to(tl.float32) + old, mask=keep)
 
 
-def shift_windows(fed: Tensor, windows: Tensor, target: Tensor, sources: Tensor) -> None:
+def shift_windows(fed: Tensor, windows: Tensor, target: Tensor, sources: Tensor, *, pdl: bool = False) -> None:
     """target[place] ← K - 1 rows of `fed` [n, ≥ C] or, from n on, of windows [lanes, K - 1, C].
 
-    sources [m, 1 + K] int32: the place, the K - 1 rows oldest first (-1 for zeros), and one column of padding. K is a power
-    of two. `target` may be `windows` itself.
+    sources [m, 1 + K] int32: the place (-1: nowhere), the K - 1 rows oldest first (-1 for zeros), and one column of padding.
+    K is a power of two. `target` may be `windows` itself. All are one layer's, or contiguous with the layers in front.
     """
-    before, channels = windows.shape[1] + 1, windows.shape[2]
+    layers = windows.shape[0] if windows.dim() == 4 else 1
+    before, channels = windows.shape[-2] + 1, windows.shape[-1]
     if len(sources):
-        _shift[(len(sources), triton.cdiv(channels, 512))](
-            fed, windows, target, sources, len(fed), fed.stride(0), CHANNELS=channels, BEFORE=before, BLOCK=512, num_warps=4
+        _shift[(len(sources), triton.cdiv(channels, 512), layers)](
+            fed,
+            windows,
+            target,
+            sources,
+            fed.shape[-2],
+            fed.stride(-2),
+            windows.numel() // layers,
+            target.numel() // layers,
+            CHANNELS=channels,
+            BEFORE=before,
+            BLOCK=512,
+            PDL=pdl,
+            num_warps=4,
+            **launch_options(pdl),
+        )
+
+
+@triton.jit
+def _hold(projected, fed, places, stride, CHANNELS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.load(places + token).to(tl.int64)
+    keep = (at < CHANNELS) & (place >= 0)
+    given = tl.load(projected + token * stride + at, mask=keep, other=0.0)
+    tl.store(fed + place * CHANNELS + at, given.to(tl.float32), mask=keep)
+
+
+def hold(projected: Tensor, fed: Tensor, places: Tensor, *, pdl: bool = False) -> None:
+    """fed[place] ← what a drafted token feeds the convolution; places [T] int32, -1 for tokens that are no drafts."""
+    channels = fed.shape[1]
+    if len(places):
+        _hold[(len(places), triton.cdiv(channels, 1024))](
+            projected,
+            fed,
+            places,
+            projected.stride(0),
+            CHANNELS=channels,
+            BLOCK=1024,
+            PDL=pdl,
+            num_warps=4,
+            **launch_options(pdl),
         )
 
 
 # ------------------------------------------------------------------ in chunks
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _solve(
     q,
     k,
@@ -421,7 +502,7 @@ def _solve(
     tl.store(place + row[:, None] * LENGTH + row[None, :], found)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _chunks(
     q,
     k,

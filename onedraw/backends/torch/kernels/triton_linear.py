@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onedraw.backends.torch.kernels.triton_math import let_next_start, wait_for_inputs
+from onedraw.backends.torch.kernels.triton_math import activated, let_next_start, wait_for_inputs
 
 SMALL_SHARED = 99 * 1024  # bytes of shared memory that a block gets on sm86 and sm89
 
@@ -40,7 +40,7 @@ class Tile:
         return (self.rows + self.columns) * self.depth * itemsize * self.stages
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _linear(
     x,
     weight,
@@ -59,6 +59,7 @@ def _linear(
     GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    GATE: tl.constexpr,
     EVEN_N: tl.constexpr,
     IEEE: tl.constexpr,
     PDL: tl.constexpr,
@@ -102,7 +103,14 @@ def _linear(
     if HAS_RESIDUAL:
         add = tl.load(residual + m[:, None] * residual_stride + safe[None, :], mask=keep, other=0.0)
         out = (out.to(tl.float32) + add.to(tl.float32)).to(kind)
-    tl.store(y + m[:, None] * y_stride + columns[None, :], out, mask=keep)
+    if GATE == 0:
+        tl.store(y + m[:, None] * y_stride + columns[None, :], out, mask=keep)
+    else:
+        gate, up = tl.split(tl.reshape(out, (BLOCK_M, BLOCK_N // 2, 2)))
+        opened = activated(gate.to(tl.float32), GATE).to(kind)
+        half = block_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        result = (opened.to(tl.float32) * up.to(tl.float32)).to(kind)
+        tl.store(y + m[:, None] * y_stride + half[None, :], result, mask=live[:, None] & (half * 2 < n)[None, :])
 
 
 def linear(
@@ -111,12 +119,14 @@ def linear(
     *,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
+    gate: int = 0,
     tile: Tile | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """x [T, K], rows of stride 1 → [T, N]."""
+    """x [T, K], rows of stride 1 → [T, N]. With a `gate` (an activation's number) the weight's rows are pairs of a gate and
+    what it opens, and out comes activation(gate) times the other: [T, N / 2], rounded as `gated` rounds."""
     (rows, depth), n = x.shape, weight.shape[0]
-    y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+    y = torch.empty(rows, n // 2 if gate else n, dtype=x.dtype, device=x.device)
     if rows == 0:
         return y
     tile = tile or choose_tile(rows, n, depth, x.dtype, shared_memory(x.device))
@@ -131,7 +141,7 @@ def linear(
         n,
         x.stride(0),
         0 if residual is None else residual.stride(0),
-        n,
+        y.shape[1],
         K=depth,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.columns,
@@ -139,6 +149,7 @@ def linear(
         GROUP=tile.group,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
+        GATE=gate,
         EVEN_N=n % tile.columns == 0,
         IEEE=x.dtype == torch.float32,
         PDL=pdl,
@@ -157,7 +168,9 @@ def launch_options(pdl: bool) -> dict[str, Any]:
 
 @lru_cache(maxsize=8)
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one block may have."""
+    """Bytes of shared memory that one block may have; under the interpreter, those of a small card."""
+    if device.type != "cuda":
+        return SMALL_SHARED
     properties = torch.cuda.get_device_properties(device)
     return int(getattr(properties, "shared_memory_per_block_optin", SMALL_SHARED))
 

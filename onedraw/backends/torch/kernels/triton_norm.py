@@ -75,20 +75,25 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, pdl: bool = False)
 
 
 @triton.jit
-def _gated(gate_up, y, n, stride, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr):
+def _gated(gate_up, y, n, stride, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, PAIRED: tl.constexpr, PDL: tl.constexpr):
     let_next_start(PDL)
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
-    gate = tl.load(gate_up + row * stride + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * stride + n + at, mask=inside, other=0.0).to(tl.float32)
+    if PAIRED:
+        both = tl.program_id(1) * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
+        pairs = tl.load(gate_up + row * stride + both, mask=both < 2 * n, other=0.0).to(tl.float32)
+        gate, up = tl.split(tl.reshape(pairs, (BLOCK, 2)))
+    else:
+        gate = tl.load(gate_up + row * stride + at, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(gate_up + row * stride + n + at, mask=inside, other=0.0).to(tl.float32)
     opened = activated(gate, ACTIVATION).to(y.dtype.element_ty)
     tl.store(y + row * n + at, (opened.to(tl.float32) * up).to(y.dtype.element_ty), mask=inside)
 
 
-def gated(gate_up: Tensor, activation: Activation, *, pdl: bool = False) -> Tensor:
-    """activation(gate) * up for [T, 2F] with the gate in the first half: [T, F]."""
+def gated(gate_up: Tensor, activation: Activation, *, paired: bool = False, pdl: bool = False) -> Tensor:
+    """activation(gate) * up for [T, 2F] with the gate in the first half, or in pairs with what it opens: [T, F]."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     if rows:
@@ -100,6 +105,7 @@ def gated(gate_up: Tensor, activation: Activation, *, pdl: bool = False) -> Tens
             gate_up.stride(0),
             BLOCK=block,
             ACTIVATION=ACTIVATIONS[activation],
+            PAIRED=paired,
             PDL=pdl,
             num_warps=4,
             enable_fp_fusion=False,

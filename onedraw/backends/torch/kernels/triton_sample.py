@@ -47,6 +47,7 @@ class Wishes:
     values: Tensor  # [entries] float32
     output: Tensor | None  # [lanes, V'] int32, how often each token stands in a lane's output
     prompt: Tensor | None  # [lanes, V'] bool
+    grown: Tensor | None  # [n] int64: places in `output` that become one more before anything is chosen
     counted: bool  # some row wants top-k
     shared: bool  # some row wants top-p
     adjusted: bool  # some row wants bias, penalties, DRY or bans
@@ -214,7 +215,7 @@ def _limit_so_far(table, bins_k, states_k, row, COUNTED: tl.constexpr, LEVEL_COU
     return limit
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["level"])
 def _search(
     table,
     deficits,

@@ -1,7 +1,7 @@
 """What the attention kernels read of a turn, as one array of 32-bit integers: one copy to the device per kind of layer.
 
-In: Inputs, and the sizes of a kind of attention. Out: HostView, and from it the kernels' View and TileSets. A captured turn
-copies a HostView of the same layout into the memory its kernels were captured with.
+In: Inputs, and the sizes of a kind of attention. Out: HostView, and from it the kernels' View and TileSets. Turns of equal
+layouts may share recorded kernels, so those that were padded to one bucket have one layout.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from onedraw.backends.torch.inputs import Inputs, Ints
+from onedraw.backends.torch.inputs import Bucket, Inputs, Ints
 from onedraw.backends.torch.kernels.triton_attention import NODE, OWN, SHARED, SPLIT, TILE_WORDS, WHOLE, TileSet, View
 
 Words = npt.NDArray[np.int32]
@@ -93,9 +93,8 @@ class DeviceView:
     sets: tuple[TileSet, ...]
 
 
-def host_view(inputs: Inputs, heads: Heads, splits: int = 0) -> HostView:
-    """`splits`: room for at least so many, so that a captured layout serves longer contexts too."""
-    cuts = _cuts(inputs, heads, splits)
+def host_view(inputs: Inputs, heads: Heads) -> HostView:
+    cuts = _cuts(inputs, heads) if inputs.bucket is None else _bucket_cuts(inputs, inputs.bucket, heads)
     parts: list[Ints] = [inputs.host_positions, inputs.host_slots, inputs.host_rows, inputs.host_firsts(heads.window)]
     lines = np.zeros(len(inputs.host_tokens), dtype=np.int64)
     for place, token in enumerate(token for _, _, tokens in cuts for token in tokens):
@@ -116,12 +115,23 @@ def host_view(inputs: Inputs, heads: Heads, splits: int = 0) -> HostView:
     )
     for _, tiles, tokens in cuts:
         parts += [tiles, tokens]
-    return HostView(np.concatenate([part.reshape(-1) for part in parts]).astype(np.int32), layout)
+    words = np.zeros(sum(map(_aligned, layout.sizes)), dtype=np.int32)
+    begin = 0
+    for part in parts:
+        words[begin : begin + part.size] = part.reshape(-1)
+        begin += _aligned(part.size)
+    return HostView(words, layout)
+
+
+def _aligned(size: int) -> int:
+    """Every part begins at 16 bytes: kernels compiled for aligned addresses then serve every turn."""
+    return -(-size // 4) * 4
 
 
 def device_view(words: Tensor, layout: Layout) -> DeviceView:
     """`words` [layout's sizes] int32 on the device; nothing is copied."""
-    parts = torch.split(words, layout.sizes)
+    sizes = layout.sizes
+    parts = [part[:size] for part, size in zip(torch.split(words, list(map(_aligned, sizes))), sizes, strict=True)]
     positions, slots, rows, firsts, ends, lines, table = parts[:7]
     paths, rest = None, parts[7:]
     if layout.depth is not None:
@@ -136,13 +146,13 @@ def device_view(words: Tensor, layout: Layout) -> DeviceView:
 
 def to_view(inputs: Inputs, heads: Heads) -> DeviceView:
     host = host_view(inputs, heads)
-    return device_view(torch.from_numpy(host.words).to(inputs.device, non_blocking=True), host.layout)
+    inputs.feed.note(host.layout)
+    return device_view(inputs.feed.put(host.words), host.layout)
 
 
-def _cuts(inputs: Inputs, heads: Heads, splits: int) -> list[tuple[Cut, Ints, Ints]]:
+def _cuts(inputs: Inputs, heads: Heads) -> list[tuple[Cut, Ints, Ints]]:
     """Tiles by height. A row takes the lowest height that holds its queries, else the highest."""
-    seen = int(inputs.host_ends.max()) // SPLIT + 1
-    spare, splits = max(splits - seen, 0), max(splits, seen)
+    splits = int(inputs.host_ends.max()) // SPLIT + 1
     found: Found = {}
     for span in inputs.spans:
         known = span.count - len(span.drafts) if span.branches else span.count
@@ -156,22 +166,68 @@ def _cuts(inputs: Inputs, heads: Heads, splits: int) -> list[tuple[Cut, Ints, In
             for token in range(span.first + known, span.first + span.count):
                 _tile(found, heads, token, 1, NODE, span.stop)
         _tile(found, heads, span.first, known, WHOLE, FAR)
-    return [_cut(inputs, heads, height, tiles, splits, spare=spare) for (height, _), tiles in sorted(found.items())]
+    return [_cut(inputs, heads, height, tiles, splits) for (height, _), tiles in sorted(found.items())]
+
+
+def _bucket_cuts(inputs: Inputs, bucket: Bucket, heads: Heads) -> list[tuple[Cut, Ints, Ints]]:
+    """The same tiles for every turn of a bucket: a row has as many as the longest could need, those it does not need are
+    empty. Every row is a chain, or every row is a tree of one known token and its drafts."""
+    splits = -(-bucket.reach // SPLIT)
+    rows = [span for span in inputs.spans if span.lane is not None]
+    asked: list[tuple[int, int, list[tuple[int, int, int]]]]  # kind, room, (first token, tokens, tail) of the rows
+    if bucket.depth is None:
+        asked = [(WHOLE, bucket.longest, [(span.first, span.count, FAR) for span in rows])]
+    else:
+        nodes = [(token, 1, span.stop) for span in rows for token in range(span.first, span.first + span.count)]
+        if splits > 1:
+            asked = [(SHARED, bucket.longest, [(span.first, span.count, span.stop) for span in rows]), (OWN, 1, nodes)]
+        else:
+            asked = [(NODE, 1, nodes)]
+    found = []
+    for kind, longest, spans in asked:
+        height = _height(heads, longest, kind)
+        tiles: list[Tile] = []
+        for first, count, tail in spans:
+            _cover(tiles, height // heads.group, first, count, kind, tail)
+        room = bucket.tokens if longest == 1 and kind != WHOLE else bucket.rows * -(-longest // (height // heads.group))
+        found.append(_bucket_cut(inputs, bucket, heads, height, tiles, splits, room=room))
+    return found
+
+
+def _bucket_cut(
+    inputs: Inputs, bucket: Bucket, heads: Heads, height: int, tiles: list[Tile], splits: int, *, room: int
+) -> tuple[Cut, Ints, Ints]:
+    kind = tiles[0][2]
+    table = np.tile(np.asarray([0, 0, kind, bucket.rows, SPLIT, 0, 0, 1], dtype=np.int64), (room, 1))  # sees nothing
+    table[: len(tiles)] = _tile_table(inputs, heads, tiles)[0]
+    tokens = np.arange(0 if kind == SHARED else bucket.tokens, dtype=np.int64)
+    together = splits == 1 or (kind == WHOLE and _prefers_together(heads, room, len(tokens), splits))
+    seen = bucket.longest if kind == OWN else heads.window and heads.window + bucket.longest
+    launched = splits if seen is None else min(splits, seen // SPLIT + 2)
+    cut = Cut(height, room, 0 if together else len(tokens), splits, launched, together)
+    return cut, table, tokens[: 0 if together else None]
 
 
 def _tile(found: Found, heads: Heads, first: int, count: int, kind: int, tail: int) -> None:
-    if not count:
-        return
-    # High tiles pay for long prompts alone: few of them leave most of the device idle.
-    fitting = [h for h in heads.heights if h <= 64 or count >= LONG]
-    height = next((h for h in fitting if count * heads.group <= h), fitting[-1])
-    per = height // heads.group
-    # What nodes share, and what is their own, is launched apart: one is always split, and the other short.
-    tiles = found.setdefault((height, kind), [])
+    if count:
+        # What nodes share, and what is their own, is launched apart: one is always split, and the other short.
+        height = _height(heads, count, kind)
+        _cover(found.setdefault((height, kind), []), height // heads.group, first, count, kind, tail)
+
+
+def _height(heads: Heads, count: int, kind: int) -> int:
+    # High tiles pay for long prompts, and where all nodes of a tree then read their common keys once: few of them leave
+    # most of the device idle.
+    fitting = [h for h in heads.heights if h <= 64 or count >= LONG or kind == SHARED]
+    return next((h for h in fitting if count * heads.group <= h), fitting[-1])
+
+
+def _cover(tiles: list[Tile], per: int, first: int, count: int, kind: int, tail: int) -> None:
     tiles.extend((first + offset, min(per, count - offset), kind, tail) for offset in range(0, count, per))
 
 
-def _cut(inputs: Inputs, heads: Heads, height: int, tiles: list[Tile], splits: int, *, spare: int) -> tuple[Cut, Ints, Ints]:
+def _tile_table(inputs: Inputs, heads: Heads, tiles: list[Tile]) -> tuple[Ints, int]:
+    """[N, 8], and the largest number of splits that a tile reads."""
     first, count, kind, tail = np.asarray(tiles, dtype=np.int64).T
     firsts = inputs.host_firsts(heads.window)
     low = [firsts[f : f + c].min() for f, c, _, _ in tiles]
@@ -179,12 +235,16 @@ def _cut(inputs: Inputs, heads: Heads, height: int, tiles: list[Tile], splits: i
     begin = np.where(kind == OWN, np.maximum(low, tail // SPLIT * SPLIT), low) // SPLIT
     stop = np.where(kind == SHARED, np.minimum(high, tail // SPLIT * SPLIT - 1), high) // SPLIT + 1
     table = np.stack([first, count, kind, inputs.host_rows[first], np.asarray(low), np.asarray(high), tail, begin], 1)
+    return table, max(int((stop - begin).max()), 1)
+
+
+def _cut(inputs: Inputs, heads: Heads, height: int, tiles: list[Tile], splits: int) -> tuple[Cut, Ints, Ints]:
+    table, launched = _tile_table(inputs, heads, tiles)
     # A node's shared and own parts may lie in tiles of two heights; it is merged with its own part.
     ranges = [np.arange(f, f + c) for f, c, k, _ in tiles if k != SHARED]
     tokens = np.concatenate(ranges) if ranges else np.zeros(0, dtype=np.int64)
     whole_rows = tiles[0][2] == WHOLE
     together = splits == 1 or (whole_rows and _prefers_together(heads, len(tiles), len(tokens), splits))
-    launched = max(int((stop - begin).max()), 1) + spare
     cut = Cut(height, len(tiles), 0 if together else len(tokens), splits, launched, together)
     return cut, table, tokens[: 0 if together else None]
 

@@ -48,6 +48,10 @@ class Linear:
             return self._product(x)
         return torch.cat([self._product(x[start : start + block]) for start in range(0, len(x), block)])
 
+    def added(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual + x Wᵀ + b, each sum rounded. The sum may be fused into the product; its bits are these."""
+        return residual + self(x).to(residual.dtype)
+
     def _product(self, x: Tensor) -> Tensor:
         if self._packed:
             y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")

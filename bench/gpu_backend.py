@@ -1,0 +1,349 @@
+"""How fast turns are through the backend, and whether their bits are one row's own: captured turns, copies and host included.
+
+    python -m bench.gpu_backend SECTION ... --model random:llama3-8b [--device cuda:0] [--json out.json]
+
+Sections: decode (sampled, through the engine), turns (decode, verify and tree turns against a decode turn), drafted (4 kept of
+15 against plain), exact (1,000 positions: alone, verified, in a batch of 32, after preemption, in other chunks), prefill, host
+(where the host's time goes).
+Weights are random and made on the device. A turn's time is from `submit` to the end of `collect`, median of many.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import itertools
+import json
+import pstats
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from onedraw.backends.floor import turn_bytes
+from onedraw.backends.torch.backend import TorchBackend
+from onedraw.backends.torch.device import copy_bandwidth, pick_ops
+from onedraw.checkpoints.shapes import open_random
+from onedraw.engine.engine import Engine
+from onedraw.engine.scheduler import Scheduler
+from onedraw.memory.ledger import Ledger
+from onedraw.models.loading import describe
+from onedraw.speculation.recorded import RecordedProposer
+from onedraw.speculation.speculator import Speculator
+from onedraw.types import Draft, History, Plan, Request, Row, SamplingParams
+
+FOUND: dict[str, Any] = {}
+PAGE = 16
+CHAIN = tuple(Draft(1, i - 1) for i in range(15))
+TREE = tuple(Draft(1 + i, -1 if i < 4 else (i - 4) // 2) for i in range(21))
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=4096)
+PENALIZED = SamplingParams(temperature=1.0, repetition_penalty=1.1, frequency_penalty=0.2, presence_penalty=0.1, max_tokens=4096)
+
+
+def say(name: str, value: Any) -> None:
+    FOUND[name] = value
+    print(f"{name:72s} {f'{value:.4g}' if isinstance(value, float) else value}", flush=True)
+
+
+class Bench:
+    """One model and its backend."""
+
+    def __init__(self, model: str, device: str, *, context: int, lanes: int, pages: int, layers: int | None) -> None:
+        begin = time.perf_counter()
+        self.name, self.device = model.removeprefix("random:"), torch.device(device)
+        described = describe(open_random(model))
+        self.spec = described.spec
+        self.speed = copy_bandwidth(device) if self.device.type == "cuda" else 1e10
+        self.dtype = "bf16" if self.device.type == "cuda" else "f32"
+        self.backend = TorchBackend(
+            described.spec,
+            described.weights,
+            dtype=self.dtype,
+            device=device,
+            lanes=lanes,
+            pages=pages,
+            page_size=PAGE,
+            max_context=context,
+            drafts=64,
+            ops=pick_ops(device, self.dtype, cache=Path("build")),
+            check=False,
+        )
+        self.pages, self.lanes = pages, lanes
+        say(f"{self.name}: weights made and pages allocated, s", time.perf_counter() - begin)
+        say(f"{self.name}: copy bandwidth, TB/s", self.speed / 1e12)
+
+    def plan(self, rows: Sequence[tuple[int, tuple[Draft, ...]]], params: SamplingParams) -> Plan:
+        """Rows that stand at a position, each with pages of its own."""
+        made, page = [], 0
+        for lane, (start, drafts) in enumerate(rows):
+            need = -(-(start + 1 + len(drafts)) // PAGE)
+            history = History((1,) * start, [2])
+            own = tuple(range(page, page + need))
+            page += need
+            made.append(
+                Row(f"r{lane}", lane, tuple(own for _ in self.spec.windows), start, (2,), drafts, start, True, params, history)
+            )
+        assert page <= self.pages, (page, self.pages)
+        return Plan(tuple(made))
+
+    def turn_ms(self, plan: Plan, repeats: int = 30) -> float:
+        times = []
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            self.backend.collect(self.backend.submit(plan))
+            times.append(1e3 * (time.perf_counter() - begin))
+        return statistics.median(times[5:])
+
+    def replay_ms(self, repeats: int = 20) -> float:
+        """The last recorded turn alone, timed by the device."""
+        steady = self.backend._steady
+        graphs = [] if steady is None else [g for g in getattr(steady._recorder, "_graphs", {}).values() if g is not None]
+        if not graphs:
+            return float("nan")
+        times = []
+        for _ in range(repeats):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graphs[-1].graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+        return statistics.median(times[3:])
+
+    def engine(self, speculator: Speculator, *, pages: int | None = None, turn_tokens: int = 2048) -> Engine:
+        capacity = self.backend.capacity
+        if pages is not None:
+            from dataclasses import replace
+
+            capacity = replace(capacity, groups=tuple(replace(group, pages=pages) for group in capacity.groups))
+        ledger = Ledger(capacity, reuse=False)
+        return Engine(
+            backend=self.backend,
+            scheduler=Scheduler(ledger=ledger, capacity=capacity, speculator=speculator, turn_tokens=turn_tokens),
+        )
+
+    def answers(self, requests: Sequence[Request], engine: Engine, arrivals: int = 0) -> tuple[list[list[Any]], list[float]]:
+        """Tokens with checksums of every request, and the seconds of every turn."""
+        found: list[list[Any]] = [[] for _ in requests]
+        seconds = []
+
+        def sink(index: int) -> Callable[[Any], None]:
+            return lambda event: found[index].extend((c.token, c.checksum) for c in event.chosen)
+
+        for index, request in enumerate(requests):
+            engine.add(request, sink(index))
+        while engine.busy:
+            begin = time.perf_counter()
+            engine.turn()
+            seconds.append(time.perf_counter() - begin)
+        return found, seconds
+
+
+def turns(bench: Bench) -> None:
+    cases: dict[str, list[tuple[int, tuple[Draft, ...]]]] = {
+        "1 row at 200": [(200, ())],
+        "1 row at 1K": [(1000, ())],
+        "8 rows at 1K": [(1000 + 3 * i, ()) for i in range(8)],
+        "32 rows at 1K": [(1000 + 3 * i, ()) for i in range(32)],
+        "verify of 16 at 1K": [(1000, CHAIN)],
+        "tree of 22 at 1K": [(1000, TREE)],
+        "1 row at 24K": [(24_000, ())],
+        "verify of 16 at 24K": [(24_000, CHAIN)],
+        "tree of 22 at 24K": [(24_000, TREE)],
+        "1 row at 128K": [(131_000, ())],
+    }
+    alone: dict[str, tuple[float, float]] = {}
+    for case, rows in cases.items():
+        if max(start for start, _ in rows) + 32 > bench.backend.capacity.max_context or len(rows) > bench.lanes:
+            continue
+        ms = bench.turn_ms(bench.plan(rows, SAMPLED))
+        device = bench.replay_ms()
+        context = sum(start for start, _ in rows) // len(rows)
+        floor = 1e3 * turn_bytes(bench.spec, dtype=bench.dtype, rows=len(rows), context=context) / bench.speed
+        say(f"{bench.name}: {case}, sampled, ms (floor {floor:.2f})", ms)
+        say(f"{bench.name}: {case}, of it on the device, ms", device)
+        say(
+            f"{bench.name}: {case}, share of the floor, with the host and on the device",
+            [round(floor / t, 3) for t in (ms, device)],
+        )
+        place = case.rpartition(" at ")[2]
+        if case.startswith("1 row"):
+            alone[place] = ms, device
+            say(f"{bench.name}: {case}, tok/s", 1e3 / ms)
+        elif "rows" in case:
+            say(f"{bench.name}: {case}, tok/s", 1e3 * len(rows) / ms)
+        else:
+            ratios = [round(t / one, 3) for t, one in zip((ms, device), alone[place], strict=True)]
+            say(f"{bench.name}: {case}, x a decode turn, with the host and on the device", ratios)
+
+
+def _requests(bench: Bench, count: int, prompt: int, new: int, params: SamplingParams) -> list[Request]:
+    from dataclasses import replace
+
+    rng = np.random.default_rng(7)
+    return [
+        Request(
+            f"q{i}", tuple(int(t) for t in rng.integers(0, bench.spec.vocab, prompt)), replace(params, seed=i, max_tokens=new)
+        )
+        for i in range(count)
+    ]
+
+
+def decode(bench: Bench) -> None:
+    """Sampled decoding through the engine, all rows at about the same place."""
+    for prompt, count in ((128, 1), (960, 1), (960, 8), (960, 32)):
+        if count <= bench.lanes:
+            times = bench.answers(_requests(bench, count, prompt, 140, SAMPLED), bench.engine(Speculator([])))[1]
+            ms = 1e3 * statistics.median(times[-100:-5])
+            mean = 1e3 * statistics.mean(times[-100:-5])
+            floor = 1e3 * turn_bytes(bench.spec, dtype=bench.dtype, rows=count, context=prompt + 80) / bench.speed
+            say(
+                f"{bench.name}: decode, {count} rows at {prompt} to {prompt + 140}, turn, median and mean, ms",
+                [round(ms, 3), round(mean, 3)],
+            )
+            say(f"{bench.name}: decode, {count} rows at {prompt} to {prompt + 140}, tok/s by the mean", 1e3 * count / mean)
+            say(f"{bench.name}: decode, {count} rows at {prompt} to {prompt + 140}, share of the floor", floor / mean)
+
+
+def drafted(bench: Bench) -> None:
+    """Plain decoding, then the same answers with 1, 4 and 8 of 15 drafts kept per turn."""
+    for label, params in (("T 1.0 with penalties", PENALIZED), ("T 0.8, top-p .95", SAMPLED)):
+        asked = _requests(bench, 1, 960, 200, params)
+        plain, seconds = bench.answers(asked, bench.engine(Speculator([])))
+        one = statistics.median(seconds[5:])
+        say(f"{bench.name}: plain decode through the engine, {label}, tok/s", 1 / one)
+        for kept in (1, 4, 8) if params is PENALIZED else (4,):
+            proposer = RecordedProposer(kept=kept, length=15, vocab=bench.spec.vocab)
+            proposer.answers = {asked[0].prompt: tuple(token for token, _ in plain[0])}
+            for _ in range(2):  # the first compiles and records
+                got, times = bench.answers(asked, bench.engine(Speculator([proposer], draft_tokens=15)))
+            turn = statistics.median(times[3:])
+            say(f"{bench.name}: {kept} kept of 15, {label}, same tokens", got == plain)
+            say(f"{bench.name}: {kept} kept of 15, {label}, tok/s", (kept + 1) / turn)
+            say(f"{bench.name}: {kept} kept of 15, {label}, x plain", (kept + 1) * one / turn)
+
+
+def exact(bench: Bench, positions: int = 1000) -> None:
+    """Tokens and checksums of scores at so many positions, decoded alone, against every other way."""
+    from dataclasses import replace
+
+    params = replace(PENALIZED, checksums=True, top_p=0.98)
+    asked = _requests(bench, 1, 200, positions, params)
+    alone, seconds = bench.answers(asked, bench.engine(Speculator([])))
+    say(f"{bench.name}: exact: positions decoded alone, ms each", 1e3 * statistics.median(seconds[5:]))
+    truth = RecordedProposer(kept=9, length=15, vocab=bench.spec.vocab)
+    truth.answers = {asked[0].prompt: tuple(token for token, _ in alone[0])}
+    strangers = _requests(bench, min(bench.lanes, 32), 170, positions, params)[1:]
+    strangers = [replace(one, id=f"s{i}") for i, one in enumerate(strangers)]
+    need = -(-(200 + positions) // PAGE)
+    ways: dict[str, Callable[[], tuple[list[list[Any]], Engine]]] = {
+        "rows of a 16-row verify": lambda: _ran(bench, asked, bench.engine(Speculator([truth], draft_tokens=15))),
+        f"a row of a batch of {1 + len(strangers)}": lambda: _ran(bench, [*asked, *strangers], bench.engine(Speculator([]))),
+        "recomputed after preemption": lambda: _ran(
+            bench, [*strangers[:1], *asked], bench.engine(Speculator([]), pages=need + 40)
+        ),
+        "chunks of 64": lambda: _ran(bench, asked, bench.engine(Speculator([truth], draft_tokens=15), turn_tokens=64)),
+    }
+    for name, run in ways.items():
+        got, engine = run()
+        answer = got[1] if name.startswith("recomputed") else got[0]
+        differ = sum(a != b for a, b in itertools.zip_longest(answer, alone[0]))
+        stats = engine.stats()
+        counted = f"kept {stats.accepted_tokens}, preemptions {stats.preemptions}, middle chunks {stats.middle_chunks}"
+        say(f"{bench.name}: exact: {name}, positions that differ of {positions} ({counted})", differ)
+
+
+def _ran(bench: Bench, requests: Sequence[Request], engine: Engine) -> tuple[list[list[Any]], Engine]:
+    return bench.answers(requests, engine)[0], engine
+
+
+def prefill(bench: Bench) -> None:
+    spec = bench.spec
+    matrices = turn_bytes(spec, dtype="bf16", rows=1, context=0) / 2 - spec.vocab * spec.hidden
+    for count in (2048, 8192):
+        asked = _requests(bench, 1, count, 1, SAMPLED)
+        times = [min(bench.answers(asked, bench.engine(Speculator([]), turn_tokens=count))[1]) for _ in range(4)]
+        attended = sum(
+            4 * count * count / 2 * m.heads * m.head_dim for m in (x.mixer for x in spec.layers) if hasattr(m, "heads")
+        )
+        say(f"{bench.name}: prefill of {count}, ms", 1e3 * min(times))
+        say(
+            f"{bench.name}: prefill of {count}, TFLOP/s of model arithmetic",
+            (2 * count * matrices + attended) / min(times) / 1e12,
+        )
+
+
+def host(bench: Bench) -> None:
+    """Where the host's time of a decode turn goes."""
+    for count in (1, 8):
+        asked = _requests(bench, min(count, bench.lanes), 300, 120, SAMPLED)
+        engine = bench.engine(Speculator([]))
+        for request in asked:
+            engine.add(request, lambda event: None)
+        for _ in range(40):
+            engine.turn()
+        submits, collects, wholes = [], [], []
+        submit, collect = bench.backend.submit, bench.backend.collect
+
+        def timed(work: Callable[[Any], Any], into: list[float]) -> Callable[[Any], Any]:
+            def call(given: Any) -> Any:
+                begin = time.perf_counter()
+                result = work(given)
+                into.append(1e3 * (time.perf_counter() - begin))
+                return result
+
+            return call
+
+        bench.backend.submit, bench.backend.collect = timed(submit, submits), timed(collect, collects)  # type: ignore[method-assign]
+        for _ in range(40):
+            begin = time.perf_counter()
+            engine.turn()
+            wholes.append(1e3 * (time.perf_counter() - begin))
+        bench.backend.submit, bench.backend.collect = submit, collect  # type: ignore[method-assign]
+        middle = [statistics.median(x) for x in (wholes, submits, collects)]
+        say(
+            f"{bench.name}: {count} rows: turn, submit, collect, the engine's own, ms",
+            [*(round(x, 3) for x in middle), round(middle[0] - middle[1] - middle[2], 3)],
+        )
+        profile = cProfile.Profile()
+        profile.enable()
+        while engine.busy:
+            engine.turn()
+        profile.disable()
+        pstats.Stats(profile).sort_stats("tottime").print_stats(14)
+
+
+SECTIONS: dict[str, Callable[[Bench], None]] = {
+    "turns": turns,
+    "drafted": drafted,
+    "exact": exact,
+    "prefill": prefill,
+    "host": host,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("sections", nargs="*", default=list(SECTIONS))
+    parser.add_argument("--model", default="random:llama3-8b")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--context", type=int, default=132_000)
+    parser.add_argument("--lanes", type=int, default=32)
+    parser.add_argument("--pages", type=int, default=9000)
+    parser.add_argument("--json")
+    wishes = parser.parse_args()
+    bench = Bench(wishes.model, wishes.device, context=wishes.context, lanes=wishes.lanes, pages=wishes.pages, layers=None)
+    for section in wishes.sections:
+        begin = time.perf_counter()
+        SECTIONS[section](bench)
+        print(f"-- {section}: {time.perf_counter() - begin:.1f} s", flush=True)
+        if wishes.json:
+            Path(wishes.json).write_text(json.dumps(FOUND, indent=1, default=str))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""The least time a decode turn can take: the bytes it must read, at the speed of the memory. Pure arithmetic.
+
+In: a spec, a dtype, rows and their context, bytes per second. Out: seconds. Every matrix is read once whatever the rows; of
+experts those that the rows choose at most, and of keys and values what each row sees.
+"""
+
+from __future__ import annotations
+
+import math
+
+from onedraw.models.spec import DTYPE_BYTES, STATE_BYTES, AttentionSpec, ModelSpec, MoeSpec
+from onedraw.models.weights import all_shapes
+
+
+def turn_bytes(spec: ModelSpec, *, dtype: str, rows: int, context: int) -> int:
+    """Bytes that a turn of so many rows, each with so much context, reads."""
+    size, weights = DTYPE_BYTES[dtype], 0
+    for (layer, weight), shape in all_shapes(spec).items():
+        if len(shape) < 2 or weight == "inputs_embed" or (weight == "embed" and not spec.tied):
+            continue  # small, or looked up row by row
+        share = 1.0
+        if weight.startswith("expert_") and layer is not None:
+            experts = next(
+                part for part in (spec.layers[layer].feed_forward, spec.layers[layer].beside) if isinstance(part, MoeSpec)
+            )
+            share = min(1.0, rows * experts.used / experts.experts)
+        weights += int(size * math.prod(shape) * share)
+    return weights + rows * sum(_state_bytes(spec, index, context, size) for index in range(len(spec.layers)))
+
+
+def _state_bytes(spec: ModelSpec, index: int, context: int, size: int) -> int:
+    mixer = spec.layers[index].mixer
+    if isinstance(mixer, AttentionSpec):
+        seen = context if mixer.window is None else min(context, mixer.window)
+        return 2 * seen * mixer.kv_heads * mixer.head_dim * size
+    return 2 * STATE_BYTES * mixer.value_heads * mixer.key_dim * mixer.value_dim  # read and written

@@ -1,0 +1,107 @@
+"""What a turn brings to its device: small arrays from the host, and the facts that shape its kernels.
+
+In: numpy arrays, one after the other. Out: tensors on the device. `Direct` copies each by itself. `Arena` lays all of them
+into one buffer that crosses in one copy and lies at the same addresses in every turn: turns that laid out alike (equal
+signatures) read the same addresses, so the kernels of one, recorded, serve the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Array = npt.NDArray[Any]
+ALIGNED = 64  # bytes
+DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64, np.dtype(np.float32): torch.float32}
+
+
+class Feed(Protocol):
+    @property
+    def device(self) -> torch.device: ...
+
+    def put(self, array: Array) -> Tensor:
+        """The array on the device."""
+        ...
+
+    def note(self, fact: Hashable) -> None:
+        """Something the host decided that shapes the kernels of this turn beside the arrays' shapes."""
+        ...
+
+
+class Direct:
+    """Every array by itself, into memory of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def put(self, array: Array) -> Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+    def note(self, fact: Hashable) -> None:
+        """Nobody asks."""
+
+
+class ArenaFull(Exception):
+    """The turn brings more than the arena holds; it goes by `Direct` instead."""
+
+
+class Arena:
+    """Owner: the backend. `begin`, then `put` and `note` in any number, then `send`; after that the turn may run.
+
+    What is put after `send` would not reach a recorded turn, so it is an error. On the host there are two buffers: the next
+    turn may be laid out while the one before is on its way.
+    """
+
+    def __init__(self, device: torch.device, size: int) -> None:
+        self.device = device
+        on_gpu = device.type == "cuda"
+        self._hosts = [torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2)]
+        self._there = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._sent = [torch.cuda.Event() if on_gpu else None for _ in range(2)]  # type: ignore[no-untyped-call]
+        self._side, self._bytes = 0, self._hosts[0].numpy()
+        self._facts: list[Hashable] = []
+        self._used, self._open = 0, False
+
+    def begin(self) -> None:
+        self._side = 1 - self._side
+        sent = self._sent[self._side]
+        if sent is not None:
+            sent.synchronize()  # the buffer on the host is free again
+        self._bytes = self._hosts[self._side].numpy()
+        self._facts, self._used, self._open = [], 0, True
+
+    def put(self, array: Array) -> Tensor:
+        if not self._open:
+            raise RuntimeError("an array came after the turn was sent: a recorded turn would miss it")
+        flat = np.ascontiguousarray(array)
+        begin, stop = self._used, self._used + flat.nbytes
+        if stop > len(self._bytes):
+            raise ArenaFull
+        self._bytes[begin:stop] = flat.reshape(-1).view(np.uint8)
+        self._used = -(-stop // ALIGNED) * ALIGNED
+        self._facts.append((flat.dtype.char, flat.shape))
+        return self._there[begin:stop].view(DTYPES[flat.dtype]).view(flat.shape)
+
+    def rewrite_first(self, array: Array) -> None:
+        """Another array of the same shape in the place of the first one, before it is sent."""
+        if not self._open or self._facts[0] != (array.dtype.char, array.shape):
+            raise RuntimeError("an array may be rewritten before it is sent, by one of its shape")
+        self._bytes[: array.nbytes] = array.view(np.uint8)
+
+    def note(self, fact: Hashable) -> None:
+        self._facts.append(fact)
+
+    def send(self) -> Hashable:
+        """Everything in one copy. Turns with equal signatures may share recorded kernels."""
+        self._open = False
+        used = min(self._used, len(self._bytes))
+        self._there[:used].copy_(self._hosts[self._side][:used], non_blocking=True)
+        sent = self._sent[self._side]
+        if sent is not None:
+            sent.record()
+        return tuple(self._facts)

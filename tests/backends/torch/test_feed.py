@@ -1,0 +1,70 @@
+"""Arrays on their way to a device: laid out alike, they lie at the same places."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from onedraw.backends.torch.feed import Arena, ArenaFull
+from onedraw.backends.torch.graphs import Replays, Straight
+
+CPU = torch.device("cpu")
+
+
+def test_turns_that_lay_out_alike_share_a_signature_and_addresses() -> None:
+    arena = Arena(CPU, 4096)
+    found = []
+    for value in (1, 2):
+        arena.begin()
+        tensors = [arena.put(np.full(3, value, dtype=np.int32)), arena.put(np.full((2, 2), value / 2, dtype=np.float32))]
+        arena.note(("splits", 4))
+        found.append((arena.send(), tensors))
+    assert found[0][0] == found[1][0]
+    for first, second in zip(found[0][1], found[1][1], strict=True):
+        assert first.data_ptr() == second.data_ptr()
+        assert torch.equal(first, second)  # the later turn's values, in the place of the former's
+    assert found[0][1][1].tolist() == [[1.0, 1.0], [1.0, 1.0]]
+
+
+def test_another_shape_or_fact_is_another_signature() -> None:
+    arena = Arena(CPU, 4096)
+    signatures = set()
+    for size, fact in ((3, 1), (4, 1), (3, 2)):
+        arena.begin()
+        arena.put(np.zeros(size, dtype=np.int64))
+        arena.note(fact)
+        signatures.add(arena.send())
+    assert len(signatures) == 3
+
+
+def test_what_comes_after_the_sending_is_an_error_and_so_is_too_much() -> None:
+    arena = Arena(CPU, 256)
+    arena.begin()
+    with pytest.raises(ArenaFull):
+        arena.put(np.zeros(100, dtype=np.int64))
+    arena.send()
+    with pytest.raises(RuntimeError, match="after the turn was sent"):
+        arena.put(np.zeros(1, dtype=np.int64))
+
+
+def test_the_first_array_may_be_rewritten_until_it_is_sent() -> None:
+    arena = Arena(CPU, 256)
+    arena.begin()
+    tokens = arena.put(np.zeros(2, dtype=np.int64))
+    arena.rewrite_first(np.asarray([7, 8]))
+    arena.send()
+    assert tokens.tolist() == [7, 8]
+    with pytest.raises(RuntimeError):
+        arena.rewrite_first(np.asarray([7, 8]))
+
+
+def test_a_replay_reads_what_lies_there_now_and_a_stale_closure_shows() -> None:
+    arena, recorder = Arena(CPU, 256), Replays()
+    for value in (3, 5):
+        arena.begin()
+        there = arena.put(np.asarray([value]))
+        signature = arena.send()
+        assert recorder.run(signature, lambda there=there, value=value: (int(there[0]), value)) == (value, 3)
+        assert Straight().run(signature, lambda value=value: value) == value
+    assert recorder.replayed == 1

@@ -1,0 +1,53 @@
+"""Kernels compiled for a card with 99 KiB of shared memory per block, without such a card: what the compiler takes fits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from onedraw.backends.torch.kernels import triton_attention, triton_delta, triton_linear, triton_moe
+from onedraw.backends.torch.kernels.triton_linear import SMALL_SHARED, choose_tile
+from onedraw.backends.torch.kernels.views import Heads
+from tests.backends.torch.compiling import compiled
+
+SM86 = 86
+
+
+@pytest.mark.parametrize(("rows", "n", "k"), [(1, 4096, 14336), (22, 28672, 4096), (128, 6144, 4096), (512, 4096, 4096)])
+def test_products_fit(rows: int, n: int, k: int) -> None:
+    tile = choose_tile(rows, n, k, torch.bfloat16, SMALL_SHARED)
+    pointers = dict.fromkeys(("x", "weight", "bias", "residual", "y"), "*bf16")
+    sizes = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "GROUP": tile.group, "K": k}
+    flags = {"HAS_BIAS": False, "HAS_RESIDUAL": True, "GATE": 0, "EVEN_N": True, "IEEE": False, "PDL": False}
+    made = compiled(
+        triton_linear._linear, pointers, {**sizes, **flags}, capability=SM86, num_warps=tile.warps, num_stages=tile.stages
+    )
+    assert made.metadata.shared <= SMALL_SHARED
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 64), (32, 8, 128), (24, 4, 256), (32, 4, 512)])
+def test_attention_fits_in_its_highest_tile(heads: int, kv_heads: int, dim: int) -> None:
+    height = Heads(heads, kv_heads, dim, None, 200).heights[-1]
+    pointers = dict.fromkeys(("q", "keys", "values", "out"), "*bf16")
+    pointers |= dict.fromkeys(("part_mixed", "part_peak", "part_total"), "*fp32") | {"scale": "fp32"}
+    pointers |= dict.fromkeys(("tiles", "firsts", "ends", "lines", "table", "paths"), "*i32")
+    stages = triton_attention._stages(height, dim, 2, SMALL_SHARED)
+    numbers = {"HEADS": heads, "KV": kv_heads, "D": dim, "BLOCK_D": dim, "PAGE": 16, "BLOCK_M": height, "STAGES": stages}
+    numbers |= {"BLOCK_KEYS": triton_attention.block_keys(dim), "SPLIT_KEYS": triton_attention.SPLIT}
+    numbers |= {"ALL": False, "TREE": False, "IEEE": False, "PDL": False}
+    made = compiled(triton_attention._attend, pointers, numbers, capability=SM86, num_warps=triton_attention._warps(height, dim))
+    assert made.metadata.shared <= SMALL_SHARED
+
+
+def test_chunks_of_a_state_and_experts_fit() -> None:
+    kinds = dict.fromkeys(("q", "k", "v", "gates", "inverse", "near", "states", "saved", "out"), "*fp32")
+    kinds |= dict.fromkeys(("chunks", "runs", "slots"), "*i32")
+    sizes = {"KEY_HEADS": 16, "VALUE_HEADS": 48, "KEY_DIM": 128, "VALUE_DIM": 128, "BLOCK_K": 128, "LENGTH": 64}
+    options = {"capability": SM86, "num_warps": triton_delta.CHUNK_WARPS, "num_stages": 1}
+    made = compiled(triton_delta._chunks, kinds, {**sizes, "BLOCK_V": triton_delta.CHUNK_COLUMNS}, **options)
+    assert made.metadata.shared <= SMALL_SHARED
+    kinds = dict.fromkeys(("x", "weight", "y"), "*bf16") | dict.fromkeys(("order", "tiles"), "*i32")
+    for height, columns, depth in ((16, 64, 128), (64, 128, 64)):
+        numbers = {"DIVIDE": 8, "K": 2048, "BLOCK_M": height, "BLOCK_N": columns, "BLOCK_K": depth}
+        made = compiled(triton_moe._grouped, kinds, numbers, capability=SM86, num_warps=4, num_stages=3)
+        assert made.metadata.shared <= SMALL_SHARED

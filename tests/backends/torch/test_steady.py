@@ -1,0 +1,49 @@
+"""Which turns are padded and recorded, and to which shapes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from onedraw.backends.torch.steady import bucket_of
+from onedraw.types import Draft, DryParams, History, PageCopy, Plan, Row, SamplingParams, Save
+
+ROW = Row("r", 0, ((0, 1),), 20, (5,), (), 20, True, SamplingParams(), History((1,) * 20, [5]))
+CHAIN = tuple(Draft(1, i - 1) for i in range(5))
+
+
+def test_rows_tokens_and_reach_grow_in_steps() -> None:
+    assert bucket_of(Plan((ROW,) * 3), recurrent=True).rows == 4  # type: ignore[union-attr]
+    one, many = bucket_of(Plan((ROW,)), recurrent=True), bucket_of(Plan((replace(ROW, start=600),)), recurrent=False)
+    assert one is not None
+    assert many is not None
+    assert (one.rows, one.tokens, one.longest, one.depth) == (1, 1, 1, None)
+    assert (one.reach, many.reach) == (512, 1024)
+
+
+def test_drafts_have_buckets_of_their_own_and_trees_too() -> None:
+    chain = bucket_of(Plan((ROW, replace(ROW, drafts=CHAIN))), recurrent=True)
+    tree = bucket_of(Plan((replace(ROW, drafts=(Draft(1, -1), Draft(2, -1))),)), recurrent=True)
+    assert chain is not None
+    assert tree is not None
+    assert (chain.rows, chain.tokens, chain.longest, chain.depth) == (2, 8, 8, None)
+    assert tree.depth is not None
+
+
+def test_prompts_checkpoints_and_what_the_host_must_see_are_not_steady() -> None:
+    asks = SamplingParams(logprobs=1)
+    for row in (
+        replace(ROW, tokens=(5, 6)),
+        replace(ROW, tokens=()),
+        replace(ROW, chooses=False),
+        replace(ROW, restore=1),
+        replace(ROW, copies=(PageCopy(0, 1, 2),)),
+        replace(ROW, saves=(Save(21, 0),)),
+        replace(ROW, scores=True),
+        replace(ROW, params=asks),
+    ):
+        assert bucket_of(Plan((ROW, row)), recurrent=False) is None
+    assert bucket_of(Plan(()), recurrent=False) is None
+    in_prompt = replace(ROW, prompt_stop=21)  # the chunked form, where there is one
+    assert bucket_of(Plan((in_prompt,)), recurrent=True) is None
+    assert bucket_of(Plan((in_prompt,)), recurrent=False) is not None
+    assert bucket_of(Plan((replace(ROW, params=SamplingParams(dry=DryParams(1.0))),)), recurrent=True) is not None

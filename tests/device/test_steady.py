@@ -1,0 +1,152 @@
+"""Turns that are padded, recorded and replayed: the same tokens and checksums as turns that run kernel by kernel.
+
+On an accelerator with CUDA graphs. Without one under Triton's interpreter, where a recorded turn is its first work called again
+(`Replays`): what does not come through the arena is then stale, and padding that is no exact no-op shows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from onedraw.backends.torch.backend import TorchBackend
+from onedraw.backends.torch.graphs import Graphs, Recorder, Replays, Straight
+from onedraw.checkpoints.random import random_weights
+from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+from onedraw.types import Request, SamplingParams
+from tests.laws.harness import Answer, Clairvoyant, Schedule, run
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [
+    pytest.mark.device,
+    pytest.mark.skipif(not (torch.cuda.is_available() or INTERPRETED), reason="needs a CUDA device"),
+]
+DEVICE = "cuda:0" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+DTYPE = "f16" if INTERPRETED else "bf16"
+VOCAB = 96
+ATTENTION = AttentionSpec(heads=4, kv_heads=2, head_dim=16, rope=RopeSpec(1e4, 16), scale=0.25)
+WINDOWED = dataclasses.replace(ATTENTION, window=20)
+DELTA = DeltaSpec(key_heads=1, value_heads=2, key_dim=16, value_dim=16, conv=4)
+
+
+def spec_of(*mixers: AttentionSpec | DeltaSpec) -> ModelSpec:
+    return ModelSpec(
+        family="llama",
+        layers=tuple(LayerSpec(mixer, MlpSpec(64)) for mixer in mixers),
+        hidden=64,
+        vocab=VOCAB,
+        eps=1e-5,
+        tied=False,
+        max_context=256,
+    )
+
+
+SPECS = {"hybrid": spec_of(DELTA, ATTENTION), "attention": spec_of(ATTENTION)}
+if not INTERPRETED:  # which takes a second for every turn
+    SPECS["windows"] = spec_of(ATTENTION, WINDOWED)
+
+
+def backend_of(kind: str, recorder: Recorder | None, *, lanes: int = 3, checkpoints: int = 0) -> TorchBackend:
+    from onedraw.backends.torch.kernels.cuda import TritonOps
+
+    spec = SPECS[kind]
+    pdl = DEVICE != "cpu" and torch.cuda.get_device_capability() >= (9, 0)
+    return TorchBackend(
+        spec,
+        random_weights(spec, seed=1),
+        dtype=DTYPE,
+        device=DEVICE,
+        lanes=lanes,
+        pages=60,
+        page_size=16,
+        max_context=256,
+        drafts=64,
+        checkpoints=checkpoints,
+        ops=TritonOps(torch.device(DEVICE), pdl=pdl),
+        check=False,
+        recorder=recorder,
+    )
+
+
+def requests(count: int = 3) -> list[Request]:
+    rng = np.random.default_rng(3)
+    found = []
+    for i in range(count):
+        params = SamplingParams(
+            temperature=(0.0, 0.8, 1.0)[i % 3],
+            top_p=0.9 if i % 2 else 1.0,
+            top_k=20 if i == 2 else 0,
+            repetition_penalty=1.1 if i % 2 else 1.0,
+            frequency_penalty=0.3 if i % 2 else 0.0,
+            seed=i,
+            max_tokens=8,
+            checksums=True,
+        )
+        found.append(Request(f"q{i}", tuple(int(t) for t in rng.integers(0, VOCAB, 5 + 3 * i)), params))
+    return found
+
+
+def one_by_one(kind: str, asked: list[Request]) -> list[Answer]:
+    """Alone, no drafts, nothing recorded, nothing padded."""
+    backend = backend_of(kind, None, lanes=1)
+    backend._steady = None
+    return [run(backend, [request], Schedule())[0][0] for request in asked]
+
+
+def recorders() -> dict[str, Recorder]:
+    if DEVICE == "cpu":
+        return {"replays": Replays()}
+    return {"straight": Straight(), "graphs": Graphs(torch.device(DEVICE))}
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_a_recorded_turn_has_the_bits_of_a_plain_one(kind: str) -> None:
+    asked = requests()
+    expected = one_by_one(kind, asked)
+    assert all(answer.error is None for answer in expected)
+    drafts = Clairvoyant({r.id: a.tokens for r, a in zip(asked, expected, strict=True)}, VOCAB, silent_every=0)
+    trees = dataclasses.replace(drafts, tree=True)
+    for name, recorder in recorders().items():
+        backend, replayed = backend_of(kind, recorder), [0]
+        if DEVICE != "cpu":
+            backend.rehearse(lambda line: None)
+        for label, schedule in (
+            ("batched", Schedule(arrivals=(0, 4, 5))),
+            ("drafts", Schedule(proposer=drafts, arrivals=(0, 0, 2))),
+            ("trees", Schedule(proposer=trees)),
+        ):
+            got, stats = run(backend, asked, schedule)
+            assert got == expected, (name, label)
+            if label != "batched":
+                assert 0 < stats.accepted_tokens < stats.draft_tokens, (name, label)
+            if isinstance(recorder, Replays):
+                replayed.append(recorder.replayed)
+        if isinstance(recorder, Replays):
+            assert 2 < replayed[1] < replayed[-1], replayed
+        assert backend._steady is not None
+        assert backend._steady.foreseen > 1
+        if isinstance(recorder, Graphs):
+            assert len(recorder) > 2
+
+
+def test_a_turn_that_was_started_before_it_came_and_did_not_come_leaves_nothing_behind() -> None:
+    """One request ends at a stop id that nobody foresaw while another goes on and a third arrives."""
+    calm = SamplingParams(temperature=0.9, max_tokens=7, checksums=True)
+    rng = np.random.default_rng(4)
+    prompts = [tuple(int(t) for t in rng.integers(0, VOCAB, 6 + i)) for i in range(3)]
+    asked = [Request(f"c{i}", prompt, dataclasses.replace(calm, seed=i)) for i, prompt in enumerate(prompts)]
+    full = one_by_one("attention", asked)
+    stop = frozenset({full[0].tokens[2]})
+    asked[0] = dataclasses.replace(asked[0], params=dataclasses.replace(asked[0].params, stop_ids=stop))
+    expected = one_by_one("attention", asked)
+    assert expected[0].finish == "stop"
+    for recorder in recorders().values():
+        backend = backend_of("attention", recorder)
+        got, _ = run(backend, asked, Schedule(arrivals=(0, 0, 5)))
+        assert got == expected
+        assert backend._steady is not None
+        assert backend._steady.foreseen > 2
