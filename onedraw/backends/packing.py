@@ -167,6 +167,12 @@ def span_bytes(shape: tuple[int, ...], kind: str) -> int:
     return math.prod(shape[:-1]) * -(-shape[-1] // SPAN) * SPANS[kind].nbytes
 
 
+def saved_in_blocks(tensors: Iterable[Tensor]) -> int:
+    """Bytes that matrices save on a GPU by staying in their blocks, against two for every number."""
+    kept = [tensor for tensor in tensors if len(tensor.shape) > 1 and not why_not_in_blocks(tensor)]
+    return sum(2 * math.prod(tensor.shape) - span_bytes(tensor.shape, tensor.kind) for tensor in kept)
+
+
 def panel_bytes(shape: tuple[int, ...], kind: str) -> int:
     """Bytes of a matrix, or of a stack of them, in panels."""
     *stack, rows, width = shape

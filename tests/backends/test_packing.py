@@ -14,6 +14,7 @@ from onedraw.backends.packing import (
     matrix_kinds,
     panel_bytes,
     product_dtype,
+    saved_in_blocks,
     span_bytes,
     why_not_in_blocks,
 )
@@ -135,3 +136,10 @@ def test_a_gpu_keeps_columns_in_their_stored_order_and_converts_what_it_cannot_r
     assert why_not_in_blocks(Changed(tensor, ADD_ONE)) == "its values change on the way"
     weights = packed_weights(tiny_spec(tied=True), ("Q4_1", "Q3_K", "F16"))
     assert {(kind, why) for kind, why, _ in hold(weights, "packed-bf16").converted} == {("Q3_K", "no kernel reads this kind")}
+
+
+def test_what_blocks_save_is_counted_against_two_bytes_a_number() -> None:
+    rng = np.random.default_rng(0)
+    tensors = [stored("w", (4, 256), "Q4_K", rng), stored("w", (4, 256), "F16", rng), stored("n", (256,), "F32", rng)]
+    assert saved_in_blocks(tensors) == 2 * 4 * 256 - 4 * 144
+    assert saved_in_blocks(tensors[1:]) == 0
