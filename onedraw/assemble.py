@@ -236,6 +236,7 @@ def torch_backend(settings: Settings, described: Described, tell: Progress, draf
         line=line,
         tickets=len(sites) if overlap else 1,
         make_drafter=None if drafting is None else drafting.maker(settings, described, max_context=plan.max_context),
+        progress=partial(_tell_layers, tell),
     )
     _tell_check(backend.report, tell)
     backend.rehearse(tell)
@@ -269,6 +270,12 @@ def _sites(settings: Settings, split: SplitPlan, *, dtype: str, cache: Path, ove
 
 def _observer(settings: Settings, tokenizer: Tokenizer) -> Observer | None:
     return Tracer(tokenizer) if settings.trace_verify else None
+
+
+def _tell_layers(tell: Progress, done: int, layers: int) -> None:
+    """A line for every quarter of a model that has many layers."""
+    if layers >= 16 and done < layers and 4 * done // layers != 4 * (done - 1) // layers:
+        tell(f"loaded {done} of {layers} layers")
 
 
 def _tell_check(report: SelfCheck | None, tell: Progress) -> None:
