@@ -43,7 +43,7 @@ Bits = npt.NDArray[np.uint32]  # a set of tokens: token i is bit i % 32 of word 
 class Constraint(Protocol):
     """What a reply may go on with: a pure function of what it has said so far, drafts that are only supposed included.
 
-    It may remember its last walk to save time, so every request has one of its own. Used on the engine thread alone.
+    It may remember its last walk to save time, so every request has one of its own. Used on one thread at a time.
     """
 
     def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> Bits | None:

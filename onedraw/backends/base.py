@@ -47,6 +47,7 @@ class Capacity:
     turn_tokens: int | None = None  # tokens of one turn, where buffers between devices bound them
     stages: int = 1  # parts that the layers lie in, one behind the other
     tickets: int = 1  # plans that may be under way at once; stages on devices of their own work on one each
+    ticket_rows: int = 1  # sequences that ride together before a second plan is made: fewer would take as long by themselves
     lookahead: int = 0  # positions past a row that the backend's own drafter writes to; covered where pages allow
     drafter: str = ""  # the backend's own drafter, if it has one
     device: str = "cpu"

@@ -62,20 +62,17 @@ def place(loads: Loads, devices: Sequence[Device], *, cuts: Sequence[int], split
 
 def check_fit(loads: Loads, ranges: Ranges, devices: Sequence[Device]) -> None:
     """A device that is named twice holds both of its ranges."""
-    rooms: dict[str, tuple[int, int]] = {}
-    for device, layers in zip(devices, ranges, strict=True):
-        if device.memory is not None:
-            shared = not device.described  # a description named twice is two devices alike
-            key = device.home if shared else f"{device.name} {layers.start}"
-            rooms[key] = (rooms.get(key, (0, 0))[0] + loads.of(layers), device.memory)
-    for key, (needed, memory) in rooms.items():
-        if needed > memory:
-            name = key.split()[0]
-            own = [layers for device, layers in zip(devices, ranges, strict=True) if name in (device.name, device.home)]
-            held = ", ".join(f"{layers.start}–{layers.stop - 1}" for layers in own)
+    rooms: dict[object, list[tuple[Device, range]]] = {}
+    for index, (device, layers) in enumerate(zip(devices, ranges, strict=True)):
+        key = index if device.described else device.home  # a description named twice is two devices alike
+        rooms.setdefault(key, []).append((device, layers))
+    for held in rooms.values():
+        device, needed = held[0][0], sum(loads.of(layers) for _, layers in held)
+        if device.memory is not None and needed > device.memory:
+            parts = ", ".join(f"{layers.start}–{layers.stop - 1}" for _, layers in held)
             raise NoRoom(
-                f"layers {held} need {needed} bytes and {name} has {memory}: {needed - memory} too many. Lower "
-                f"--max-context, --max-batch or --kv-memory, use a smaller --dtype, another --split, or more devices"
+                f"layers {parts} need {needed} bytes and {device.name} has {device.memory}: {needed - device.memory} too many. "
+                f"Lower --max-context, --max-batch or --kv-memory, use a smaller --dtype, another --split, or more devices"
             )
 
 

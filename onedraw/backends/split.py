@@ -61,7 +61,8 @@ def plan_split(
     rows = staging_plan(spec, (widest,) * (len(devices) - 1), tokens=tokens, dtype=activation).rows
     boundary = rows * row_bytes(spec.hidden, activation, inputs=inputs_behind(spec, widest)) if len(devices) > 1 else 0
     figures = [_layer(spec, plan, index) for index in range(len(spec.layers))]
-    first, last = _outer(spec, plan, apart=len({d.home for d in devices}) > 1)
+    one = len({d.home for d in devices}) == 1 and not (len(devices) > 1 and devices[0].described)  # two descriptions are two
+    first, last = _outer(spec, plan, apart=not one)
     logits = plan.checkpoints * padded_vocab(spec) * STATE_BYTES
     loads = Loads(tuple(map(sum, figures)), first, last + logits + beside, boundary)
     ranges = place(loads, devices, cuts=legal_cuts(spec.layers), split=split)

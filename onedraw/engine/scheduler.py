@@ -7,7 +7,8 @@ rest of the budget goes to prompts in order of arrival. A prompt row that does n
 multiple of the backend's chunk. A sequence that needs pages drives out the latest comer that has no row yet. One whose
 whole prompt comes from a checkpoint generates at once, with a row of no tokens.
 
-Where the backend takes several plans at once, each has an even share of the sequences, so that the next finds some too.
+Where the backend takes several plans at once, each has an even share of the sequences, or as many as ride for nothing, so
+that the next finds some too.
 Who rides in a plan that is still under way is left alone: no second row, and nobody drives it out.
 """
 
@@ -62,7 +63,7 @@ class Scheduler:
         self._admit()
         members: list[Member] = []
         planned: set[Sequence] = set()
-        share = -(-len(self.running) // self.capacity.tickets)
+        share = max(-(-len(self.running) // self.capacity.tickets), self.capacity.ticket_rows)
         free = [s for s in self.running if s not in self.riding]
         generating = [s for s in free if s.remaining <= 1][:share]
         prompts = [s for s in free if s.remaining > 1][: share - len(generating)]

@@ -23,7 +23,7 @@ from onedraw.errors import Draining, NotFound, OnedrawError
 from onedraw.server import assets
 from onedraw.server.completion import Job, bursts, chat_prompt, prepare
 from onedraw.server.errors import TimedOut, error_response
-from onedraw.server.guards import OPEN_PATHS, Catcher, KeyGuard, read_body, read_json, until_gone
+from onedraw.server.guards import OPEN_PATHS, Catcher, KeyGuard, caller, read_body, read_json, until_gone
 from onedraw.server.items import ResponsesRequest
 from onedraw.server.keys import Keyring
 from onedraw.server.listing import check_query, listing, page_of
@@ -66,13 +66,15 @@ class Desk:
     async def respond(self, request: Request) -> Response:
         watch, parsed = Watch(self.meters), await self._read(request, ResponsesRequest)
         asked = parsed.request
-        names = asked.names()
-        before, items = self._memory.before(asked.previous_response_id), self._memory.resolved(asked.items)
+        names, owner = asked.names(), caller(request)
+        before, items = self._recall(asked, owner)
         wanted = as_chat(asked.chat(before, items), names)
 
         def write(job: Job) -> ResponseScribe:
             scribe = Scribe(job, card=self.door.card, tokenizer=self.door.tokenizer)
-            return ResponseScribe(job, asked, before=before, items=items, card=self.door.card, scribe=scribe, memory=self._memory)
+            return ResponseScribe(
+                job, asked, before=before, items=items, card=self.door.card, scribe=scribe, memory=self._memory, owner=owner
+            )
 
         return await self._answer(
             request, wanted, parsed.ignored, watch=watch, write=write, framing=NAMED, prefix="resp_", names=names
@@ -80,23 +82,27 @@ class Desk:
 
     async def response(self, request: Request, response_id: str) -> Response:
         if request.method == "DELETE":
-            self._memory.forget(response_id)
+            self._memory.forget(response_id, caller(request))
             return JSONResponse({"id": response_id, "object": "response", "deleted": True})
         check_query(request, {"stream": ("false",), "include": (), "include[]": ()})
-        return JSONResponse(self._memory.find(response_id).response)
+        return JSONResponse(self._memory.find(response_id, caller(request)).response)
 
     async def response_items(self, request: Request, response_id: str) -> Response:
-        items = self._memory.find(response_id).items
+        items = self._memory.find(response_id, caller(request)).items
         return JSONResponse(listing(items, page_of(request)))
 
     async def count_response(self, request: Request) -> Response:
         parsed = await self._read(request, ResponsesRequest)
         asked = parsed.request
-        before, items = self._memory.before(asked.previous_response_id), self._memory.resolved(asked.items)
+        before, items = self._recall(asked, caller(request))
         wanted = as_chat({**asked.chat(before, items), "max_tokens": 1}, asked.names())
         job = await asyncio.to_thread(prepare, wanted, self.door, names=asked.names())
         body = {"object": "response.input_tokens", "input_tokens": len(job.asks[0].prompt)}
         return JSONResponse(body, headers=_headers(parsed.ignored))
+
+    def _recall(self, asked: ResponsesRequest, owner: str | None) -> tuple[Sequence[Json], Sequence[Json]]:
+        """What was said before, and the items of the input without references."""
+        return self._memory.before(asked.previous_response_id, owner), self._memory.resolved(asked.items, owner)
 
     async def message(self, request: Request) -> Response:
         watch, parsed = Watch(self.meters), await self._read(request, MessagesRequest)

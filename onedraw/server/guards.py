@@ -21,6 +21,7 @@ from onedraw.server.keys import Keyring
 from onedraw.server.logs import note
 
 OPEN_PATHS = frozenset({"/health"})
+CALLER = "onedraw.caller"  # in the scope of a request: whose key it brought
 BODY_SECONDS = 60.0  # for the last byte of a body
 
 Result = TypeVar("Result")
@@ -50,8 +51,15 @@ class KeyGuard:
         owner = self._keyring.owner(key.strip(" \t").encode("latin-1"))
         if owner is None or scheme.lower() != "bearer":
             return False
+        scope[CALLER] = owner
         note(caller=owner)
         return True
+
+
+def caller(request: Request) -> str | None:
+    """Whose key the request brought; None where none is asked for."""
+    found: str | None = request.scope.get(CALLER)
+    return found
 
 
 class Catcher:

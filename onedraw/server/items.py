@@ -50,9 +50,8 @@ ITEM_RULES: Mapping[str, tuple[Rule, ...]] = {
     "function_call": (*read("call_id", "name", "arguments"), *_OUTPUT),
     "function_call_output": (*read("call_id", "output"), *_OUTPUT),
     "reasoning": (
-        *read("content"),
+        *read("content", "summary"),
         *_OUTPUT,
-        inert("summary", "the reasoning itself is read"),
         inert("encrypted_content", "the reasoning itself is read"),
     ),
     "item_reference": read("id"),
@@ -145,8 +144,10 @@ class ResponseReasoning(Strict):
     effort: Effort | None = wish(", ".join(f'"{effort}"' for effort in EFFORTS), "as `reasoning_effort` of a chat")
     context: Literal["auto", "all_turns"] | None = wish('"auto", "all_turns"', "what is sent is what the chat template is told")
     mode: Literal["standard"] | None = wish('"standard"', "there is one mode")
-    summary: Literal["auto", "concise", "detailed"] | None = wish("string", "accepted: reasoning is shown as it is")
-    generate_summary: Literal["auto", "concise", "detailed"] | None = wish("string", "accepted: as `summary`")
+    summary: Literal["auto", "concise", "detailed"] | None = wish(
+        '"auto", "concise", "detailed"', "reasoning is told where summaries are, as it is"
+    )
+    generate_summary: Literal["auto", "concise", "detailed"] | None = wish("string", "the older name of `summary`")
 
 
 class ResponsesRequest(Strict):
@@ -190,6 +191,10 @@ class ResponsesRequest(Strict):
     thinking_budget: Whole | None = wish("integer >= 0", "tokens of thinking, after which it is closed")
     chat_template_kwargs: dict[str, Any] = wish("object", "variables of the checkpoint's chat template", {})
     speculation: bool = wish("boolean", "false: nothing is guessed ahead; guesses never change a reply", True)
+
+    @property
+    def summary(self) -> str | None:
+        return None if self.reasoning is None else self.reasoning.summary or self.reasoning.generate_summary
 
     @property
     def items(self) -> list[dict[str, Any]]:
@@ -271,7 +276,8 @@ def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 content = _text(item["output"], f"{at}.output")
                 messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
             case "reasoning":
-                thought = "".join(str(part.get("text") or "") for part in _parts(item.get("content")))
+                told = _parts(item.get("content")) or _parts(item.get("summary"))
+                thought = "".join(str(part.get("text") or "") for part in told)
                 if thought:
                     assistant()["reasoning_content"] = thought
     return messages

@@ -1,6 +1,7 @@
 """Responses that are remembered: for `previous_response_id`, for references to items, and to be asked for again.
 
-In: finished responses with their conversations. Out: the same by id, as long as there is room. Bounded: the oldest go first.
+In: finished responses with their conversations, and whose they are. Out: the same by id, to the same caller, as long as there is
+room. Bounded: the oldest go first.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Remembered:
     response: Json
     items: tuple[Json, ...]  # the input, each with an id
     messages: tuple[Json, ...]
+    owner: str | None = None  # the name of the caller's key, where keys have names
 
     @property
     def size(self) -> int:
@@ -47,50 +49,52 @@ class ResponseMemory:
     def __init__(self, most_characters: int = MOST_CHARACTERS) -> None:
         self._most = most_characters
         self._kept: OrderedDict[str, Remembered] = OrderedDict()
-        self._items: dict[str, Json] = {}
+        self._items: dict[tuple[str | None, str], Json] = {}  # by owner and id
         self._size = 0
         self._lock = threading.Lock()
 
     def keep(self, remembered: Remembered) -> None:
         with self._lock:
             self._kept[remembered.response["id"]] = remembered
-            self._items |= {item["id"]: item for item in remembered.known}
+            self._items |= {(remembered.owner, item["id"]): item for item in remembered.known}
             self._size += remembered.size
             while self._size > self._most and self._kept:
                 self._drop(next(iter(self._kept)))
 
-    def find(self, response_id: str) -> Remembered:
+    def find(self, response_id: str, owner: str | None = None) -> Remembered:
+        """A response of another caller is as unknown as one that never was."""
         with self._lock:
-            if response_id not in self._kept:
-                raise NoSuchResponse(
-                    f"no response {response_id!r} is remembered (anymore, or it was not stored)", param="response_id"
-                )
-            return self._kept[response_id]
+            found = self._kept.get(response_id)
+        if found is None or found.owner != owner:
+            raise NoSuchResponse(
+                f"no response {response_id!r} is remembered (anymore, or it was not stored)", param="response_id"
+            )
+        return found
 
-    def forget(self, response_id: str) -> None:
-        self.find(response_id)
+    def forget(self, response_id: str, owner: str | None = None) -> None:
+        self.find(response_id, owner)
         with self._lock:
             if response_id in self._kept:
                 self._drop(response_id)
 
-    def before(self, response_id: str | None) -> tuple[Json, ...]:
+    def before(self, response_id: str | None, owner: str | None = None) -> tuple[Json, ...]:
         """The conversation that a response goes on from."""
         if response_id is None:
             return ()
         try:
-            return self.find(response_id).messages
+            return self.find(response_id, owner).messages
         except NoSuchResponse:
             raise BadParameter(
                 "previous_response_id", "is not remembered (anymore, or it was not stored); send the whole conversation as input"
             ) from None
 
-    def resolved(self, items: Sequence[Json]) -> list[Json]:
+    def resolved(self, items: Sequence[Json], owner: str | None = None) -> list[Json]:
         """The items, those that are only referred to in full."""
         found: list[Json] = []
         for number, item in enumerate(items):
             if item.get("type") == "item_reference":
                 with self._lock:
-                    known: Mapping[str, Any] | None = self._items.get(item["id"])
+                    known: Mapping[str, Any] | None = self._items.get((owner, item["id"]))
                 if known is None:
                     raise BadParameter(f"input[{number}].id", "no such item is remembered; send the item itself")
                 item = dict(known)
@@ -102,5 +106,5 @@ class ResponseMemory:
         self._size -= gone.size
         for item in gone.known:
             # An item that was referred to belongs to a later response too, which was kept later and still has it.
-            if self._items.get(item["id"]) is item:
-                del self._items[item["id"]]
+            if self._items.get((gone.owner, item["id"])) is item:
+                del self._items[gone.owner, item["id"]]

@@ -82,18 +82,21 @@ A prompt counts once in `usage`, however many choices continue it. A token that 
 choice's text; the tokens of a stop string lie beyond its end. In `token_details` a token is `kept` where a draft had guessed
 it, and `rejected` counts the drafts that were thrown away where it was chosen; its `text` has the characters it completes.
 
-A stream ends with `data: [DONE]`. If something fails after it began, its last event is `{"error": …}`, without `[DONE]`.
-A client that hangs up cancels its request.
+A stream ends with `data: [DONE]`. If something fails after it began, its last event is `{"error": …}`, without `[DONE]`; on
+`/v1/responses` it is `error` and then `response.failed`, on `/v1/messages` `error`. A client that hangs up cancels its request.
+
+Stored responses (`store`, on by default there) live in memory, within bounds, and belong to the key that asked for them.
 
 ## Errors
 
-`{"error": {"message", "type", "param", "code"}}`, always.
+`{"error": {"message", "type", "param", "code"}}`, always; below `/v1/messages` it is
+`{"type": "error", "error": {"type", "message", "param"}}`.
 
 | status | when |
 |---|---|
 | 400 | the request is wrong: `param` names the field, `code` the reason |
 | 401 | wrong or missing key |
-| 404 | unknown path, or a model that is not served (`model_not_found`) |
+| 404 | unknown path, a model that is not served (`model_not_found`), a response that is not remembered (`response_not_found`) |
 | 405 | the path does not take this method |
 | 408 | the body did not arrive within a minute |
 | 413 | the body is over `--max-body` |
@@ -127,7 +130,21 @@ def page() -> str:
         ("`POST /tokenize`", TokenizeRequest),
         ("`POST /detokenize`", DetokenizeRequest),
     )
-    return "\n".join([_HEAD, *(f"## {title}\n\n{_table(TABLES[kind])}" for title, kind in sections), _REPLIES])
+    tables = (f"## {title}\n\n{_table(TABLES[kind])}" for title, kind in sections)
+    inside = (_inside("Items of a response", items.ITEM_RULES), _inside("Blocks in Anthropic's shape", messages.BLOCK_RULES))
+    return "\n".join([_HEAD, *tables, *inside, _REPLIES])
+
+
+def _inside(title: str, kinds: Mapping[str, tuple[Rule, ...]]) -> str:
+    """What is read of each kind of thing in a list, and what may stand beside it."""
+    lines = [f"## {title}", "", "| type | honoured | accepted, cannot change the answer |", "|---|---|---|"]
+    for kind, rules in kinds.items():
+        named = [
+            ", ".join(f"`{rule.name}`" for rule in rules if rule.treatment is treatment and rule.name != "type")
+            for treatment in (Treatment.HONOURED, Treatment.INERT)
+        ]
+        lines.append(f"| `{kind}` | {named[0]} | {named[1]} |")
+    return "\n".join(lines) + "\n"
 
 
 def _table(rules: Mapping[str, Rule]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from onedraw.errors import OnedrawError
@@ -19,6 +20,20 @@ from onedraw.server.memory import Remembered, ResponseMemory
 from onedraw.server.parts import Part, Token
 from onedraw.server.reply import Json, Scribe
 from onedraw.types import Finish, ModelCard, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What the events of a part are called, and under which name its number stands."""
+
+    part: str
+    text: str
+    number: str
+
+
+TEXT = Names("response.content_part", "response.output_text", "content_index")
+THOUGHT = Names("response.content_part", "response.reasoning_text", "content_index")
+SUMMARY = Names("response.reasoning_summary_part", "response.reasoning_summary_text", "summary_index")
 
 
 class ResponseScribe:
@@ -35,6 +50,7 @@ class ResponseScribe:
         card: ModelCard,
         scribe: Scribe,
         memory: ResponseMemory,
+        owner: str | None = None,
     ) -> None:
         self._job = job
         self._asked = asked
@@ -43,6 +59,8 @@ class ResponseScribe:
         self._card = card
         self._scribe = scribe  # knows how logprobs are written
         self._memory = memory
+        self._owner = owner
+        self._summarizes = asked.summary is not None
         self._blocks = Blocks()
         self._begun = int(time.time())
         self._number = 0
@@ -88,7 +106,7 @@ class ResponseScribe:
             said = [item for item in items if item["type"] != "reasoning"]
             messages = (*self._before, *messages_of(self._items), *messages_of(said))
             asked = tuple(self._named(number, item) for number, item in enumerate(self._items))
-            self._memory.keep(Remembered(whole, asked, messages))
+            self._memory.keep(Remembered(whole, asked, messages, self._owner))
         return whole
 
     def _named(self, number: int, item: Json) -> Json:
@@ -108,37 +126,45 @@ class ResponseScribe:
 
     def _changed(self, change: Opened | Grew | Closed) -> list[Json]:
         block = change.block
-        place = {"item_id": self._item_id(block), "output_index": block.index}
-        inside = {**place, "content_index": 0}
+        if block.kind == "call":
+            return self._called(change, block)
+        names = self._names(block)
+        place = {"item_id": self._item_id(block), "output_index": block.index, names.number: 0}
         match change:
             case Opened():
                 item = self._item(block, "in_progress", empty=True)
                 added = self._event("response.output_item.added", output_index=block.index, item=item)
-                if block.kind == "call":
-                    return [added]
-                return [added, self._event("response.content_part.added", **inside, part=self._part(block, empty=True))]
+                return [added, self._event(f"{names.part}.added", **place, part=self._part(block, empty=True))]
             case Grew(_, text, tokens):
-                match block.kind:
-                    case "call":
-                        return [self._event("response.function_call_arguments.delta", **place, delta=text)]
-                    case "thinking":
-                        return [self._event("response.reasoning_text.delta", **inside, delta=text)]
-                    case "text":
-                        logprobs = self._logprobs(tokens)
-                        return [self._event("response.output_text.delta", **inside, delta=text, logprobs=logprobs)]
+                return [self._event(f"{names.text}.delta", **place, delta=text, **self._scored(block, tokens))]
+            case Closed():
+                return [
+                    self._event(f"{names.text}.done", **place, text=block.text, **self._scored(block, block.tokens or ())),
+                    self._event(f"{names.part}.done", **place, part=self._part(block)),
+                    self._event("response.output_item.done", output_index=block.index, item=self._item(block, "completed")),
+                ]
+
+    def _called(self, change: Opened | Grew | Closed, block: Block) -> list[Json]:
+        """Of a call only the arguments grow."""
+        place, kind = {"item_id": self._item_id(block), "output_index": block.index}, "response.function_call_arguments"
+        match change:
+            case Opened():
+                item = self._item(block, "in_progress", empty=True)
+                return [self._event("response.output_item.added", output_index=block.index, item=item)]
+            case Grew(_, text):
+                return [self._event(f"{kind}.delta", **place, delta=text)]
             case Closed():
                 item = self._item(block, "completed")
-                done = self._event
-                if block.kind == "call":
-                    first = [done("response.function_call_arguments.done", **place, arguments=block.text, name=item["name"])]
-                elif block.kind == "thinking":
-                    first = [done("response.reasoning_text.done", **inside, text=block.text)]
-                else:
-                    logprobs = self._logprobs(block.tokens or ())
-                    first = [done("response.output_text.done", **inside, text=block.text, logprobs=logprobs)]
-                if block.kind != "call":
-                    first.append(done("response.content_part.done", **inside, part=self._part(block)))
-                return [*first, done("response.output_item.done", output_index=block.index, item=item)]
+                done = self._event(f"{kind}.done", **place, arguments=block.text, name=item["name"])
+                return [done, self._event("response.output_item.done", output_index=block.index, item=item)]
+
+    def _names(self, block: Block) -> Names:
+        if block.kind == "text":
+            return TEXT
+        return SUMMARY if self._summarizes else THOUGHT
+
+    def _scored(self, block: Block, tokens: Sequence[Token]) -> Json:
+        return {"logprobs": self._logprobs(tokens)} if block.kind == "text" else {}
 
     # ------------------------------------------------------------------ objects
 
@@ -150,7 +176,9 @@ class ResponseScribe:
         head: Json = {"id": self._item_id(block), "status": status}
         match block.kind:
             case "thinking":
-                return {**head, "type": "reasoning", "summary": [], "content": [] if empty else [self._part(block)]}
+                shown = [] if empty else [self._part(block)]
+                summary, content = (shown, []) if self._summarizes else ([], shown)
+                return {**head, "type": "reasoning", "summary": summary, "content": content}
             case "text":
                 content = [] if empty else [self._part(block)]
                 return {**head, "type": "message", "role": "assistant", "content": content}
@@ -168,7 +196,7 @@ class ResponseScribe:
     def _part(self, block: Block, *, empty: bool = False) -> Json:
         text = "" if empty else block.text
         if block.kind == "thinking":
-            return {"type": "reasoning_text", "text": text}
+            return {"type": "summary_text" if self._summarizes else "reasoning_text", "text": text}
         return {
             "type": "output_text",
             "text": text,
@@ -194,7 +222,7 @@ class ResponseScribe:
             "output": items,
             "parallel_tool_calls": asked.parallel_tool_calls,
             "previous_response_id": asked.previous_response_id,
-            "reasoning": {"effort": None if asked.reasoning is None else asked.reasoning.effort, "summary": None},
+            "reasoning": {"effort": None if asked.reasoning is None else asked.reasoning.effort, "summary": asked.summary},
             "store": asked.store,
             "temperature": params.temperature,
             "top_p": params.top_p,

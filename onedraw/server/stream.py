@@ -74,4 +74,4 @@ class EventStream(Response):
 def event(value: Chunk, named: bool = False) -> bytes:
     """One event; `named`: by its type, as those clients expect who listen for names."""
     name = b"event: %b\n" % value["type"].encode() if named else b""
-    return b"%bdata: %b\n\n" % (name, to_json(value))
+    return b"%bdata: %b\n\n" % (name, to_json(value, inf_nan_mode="null"))

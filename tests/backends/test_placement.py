@@ -138,6 +138,14 @@ def test_a_device_that_is_named_twice_holds_both_parts() -> None:
     assert [len(r) for r in place(EVEN, described, cuts=CUTS)] == [16, 16]
 
 
+def test_processors_of_one_machine_take_from_one_memory() -> None:
+    halves = [Device(f"cpu:{core}", "cpu", memory=10, cores=(core,)) for core in (0, 1)]
+    with pytest.raises(NoRoom, match="layers 0–5, 6–11 need 12 bytes and cpu:0 has 10"):
+        place(Loads((1,) * 12), halves, cuts=range(1, 12))
+    alike = [Device("cpu/10MiB", "cpu", memory=10)] * 2
+    assert place(Loads((1,) * 12), alike, cuts=range(1, 12)) == (range(6), range(6, 12))
+
+
 def test_uneven_splits_drop_no_layer() -> None:
     """61 layers over three devices once lost two of them elsewhere."""
     ranges = place(Loads((7,) * 61), machine(None, None, None), cuts=tuple(range(1, 61)))

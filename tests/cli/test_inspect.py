@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors.numpy import save_file
 from onedraw.cli.inspect import in_words
 from tests import tiny, tiny_modern
 from tests.cli.running import Terminal
+from tests.hollow import write_hollow
 
 HIDDEN, WIDTH, HEADS, KV_HEADS, VOCAB, LAYERS = 32, 64, 4, 2, 96, 3
 
@@ -211,3 +213,32 @@ def test_what_would_fit_is_said_where_something_does_not(terminal: Terminal) -> 
     assert "has room here, 131072 with keys and values of 8 bits (which are not built)" in terminal.err
     assert terminal.run(*model, "--dtype", "bf16") != 0
     assert "no context has room here, 0 with keys and values of 8 bits" in terminal.err
+
+
+CARDS = ("--devices", "cuda/sm86/24GiB,cuda/sm86/24GiB", "--max-context", "262144")
+
+
+def test_a_long_context_over_two_described_cards_is_planned(terminal: Terminal, tmp_path: Path) -> None:
+    report = terminal.json("inspect", str(write_hollow("Qwen3.5-0.8B", tmp_path / "hf")), *CARDS)
+    first, second = report["stages"]
+    assert (first["start"], first["stop"], second["stop"]) == (0, second["start"], 24)
+    assert all(2 * 2**30 < stage["total_bytes"] <= 0.95 * 24 * 2**30 for stage in (first, second))
+    table = 248320 * 1024 * 2
+    assert all(stage["weight_bytes"] > table for stage in (first, second))  # the tied head is on the other card once more
+    assert report["memory"]["max_context"] == 262144
+    assert report["activation_dtype"] == "bf16"
+    rows = 512 + 64  # of a turn and a chunk, not of the context
+    assert first["staging_bytes"] == second["staging_bytes"] == rows * 2 * 1024 * 2 < 64 * 2**20
+
+
+def test_what_does_not_fit_says_what_would(terminal: Terminal, tmp_path: Path) -> None:
+    folder = str(write_hollow("Qwen3.6-27B", tmp_path / "hf"))
+    assert terminal.run("inspect", folder, *CARDS) != 0
+    assert "too many. Lower --max-context, --max-batch or --kv-memory" in terminal.err
+    assert "no context has room here" in terminal.err  # 54 GB of weights on 48
+    larger = ("--devices", "cuda/sm86/32GiB,cuda/sm86/32GiB", "--max-batch", "2")
+    assert terminal.run("inspect", folder, *larger, "--max-context", "262144") != 0
+    (context,) = re.findall(r"--max-context (\d+) has room here", terminal.err)
+    report = terminal.json("inspect", folder, *larger, "--max-context", context)
+    assert report["memory"]["max_context"] == int(context)
+    assert terminal.run("inspect", folder, *larger, "--max-context", str(int(context) + 64)) != 0

@@ -38,7 +38,12 @@ def test_counting(server: Server, client: anthropic.Anthropic) -> None:
 def test_tools(server: Server, client: anthropic.Anthropic) -> None:
     tool = {"name": "weather", "input_schema": WEATHER}
     reply = client.messages.create(
-        model=server.model, messages=HELLO, tools=[tool], tool_choice={"type": "tool", "name": "weather"}, max_tokens=2000
+        model=server.model,
+        messages=HELLO,
+        tools=[tool],
+        tool_choice={"type": "tool", "name": "weather"},
+        max_tokens=2000,
+        extra_body={"seed": 3},
     )
     call, *_ = [block for block in reply.content if block.type == "tool_use"]  # it may call more than once
     assert 1 <= call.input["days"] <= 9

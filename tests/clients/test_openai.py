@@ -74,6 +74,22 @@ def test_structured_output(server: Server, client: openai.OpenAI, needs: Callabl
     assert isinstance(reply.choices[0].message.parsed, Weather)
 
 
+def test_the_stream_helper(server: Server, client: openai.OpenAI, needs: Callable[..., None]) -> None:
+    """It folds chunks by itself, and parses what they join to."""
+    needs(field="response_format")
+    asked = {"model": server.model, "messages": HELLO, "max_tokens": 2000, "seed": 2}
+    with client.chat.completions.stream(response_format=Weather, **asked) as stream:
+        kinds = {event.type for event in stream}
+        assert isinstance(stream.get_final_completion().choices[0].message.parsed, Weather)
+    assert {"chunk", "content.delta", "content.done"} <= kinds
+    tool = openai.pydantic_function_tool(Weather)
+    with client.chat.completions.stream(tools=[tool], tool_choice="required", parallel_tool_calls=False, **asked) as stream:
+        kinds = {event.type for event in stream}
+        (call,) = stream.get_final_completion().choices[0].message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Weather)
+    assert {"tool_calls.function.arguments.delta", "tool_calls.function.arguments.done"} <= kinds
+
+
 def test_responses(server: Server, client: openai.OpenAI, needs: Callable[..., None]) -> None:
     needs(path="/v1/responses")
     reply = client.responses.create(model=server.model, input="Hello.", max_output_tokens=16)

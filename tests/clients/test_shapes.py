@@ -73,10 +73,11 @@ def test_chat(http: httpx.Client, wish: dict[str, Any]) -> None:
         {"tools": [{"type": "function", **FUNCTION}], "tool_choice": "required"},
         {"tools": [{"type": "function", **FUNCTION}], "tool_choice": {"type": "function", "name": "weather"}},
         THINKING,
+        {**THINKING, "reasoning": {"summary": "auto"}},
         {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
         {"text": {"format": {"type": "json_schema", **FORM}}, "instructions": "Be brief.", "metadata": {"a": "b"}},
     ],
-    ids=["plain", "tools", "named", "thinking", "logprobs", "form"],
+    ids=["plain", "tools", "named", "thinking", "summary", "logprobs", "form"],
 )
 def test_responses(http: httpx.Client, needs: Callable[..., None], wish: dict[str, Any]) -> None:
     needs(path="/v1/responses")

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from onedraw.backends.torch.backend import TorchBackend
-from onedraw.backends.torch.ops import TorchOps
+from onedraw.backends.torch.device import pick_ops
+from onedraw.backends.torch.line import Line
+from onedraw.backends.torch.ops import Ops, TorchOps
 from onedraw.backends.torch.stack import Site
 from onedraw.checkpoints.random import random_weights
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+from onedraw.settings import default_cache_dir
 from tests.laws.harness import Clairvoyant, Schedule, plain, random_requests, run
 
 pytestmark = [pytest.mark.device, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -34,9 +38,9 @@ SPEC = ModelSpec(
 )
 
 
-def backend_of(dtype: str, *, lanes: int = 4, pages: int = 200) -> TorchBackend:
-    weights = random_weights(SPEC, seed=1)
-    return TorchBackend(SPEC, weights, dtype=dtype, device="cuda:0", lanes=lanes, pages=pages, page_size=16, max_context=512)
+def backend_of(dtype: str, *, lanes: int = 4, pages: int = 200, ops: Ops | None = None) -> TorchBackend:
+    sizes: dict[str, Any] = {"lanes": lanes, "pages": pages, "page_size": 16, "max_context": 512}
+    return TorchBackend(SPEC, random_weights(SPEC, seed=1), dtype=dtype, device="cuda:0", ops=ops, **sizes)
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
@@ -67,6 +71,26 @@ def test_a_device_named_twice_gives_the_bits_of_one(dtype: str, cuts: tuple[int,
     expected = plain(lambda: lonely, requests)
     got, _ = run(split_of(dtype, ["cuda:0"] * (len(cuts) + 1), cuts), requests, Schedule(reuse=True))
     assert [dataclasses.replace(a, cached=0) for a in got] == [dataclasses.replace(a, cached=0) for a in expected]
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("cuts", [(2,), (1, 3)])
+def test_stages_at_work_on_one_device_give_the_bits_of_one(dtype: str, cuts: tuple[int, ...]) -> None:
+    """With the operations that serve the device, as the plain run."""
+    requests = random_requests(np.random.default_rng(8), count=6, vocab=VOCAB, longest=150, max_tokens=12)
+    ops = lambda: pick_ops("cuda:0", dtype, cache=default_cache_dir())  # noqa: E731
+    whole = backend_of(dtype, lanes=1, ops=ops())
+    expected = plain(lambda: whole, requests)
+    count = len(cuts) + 1
+    sites = [Site.named("cuda:0", ops(), stop=stop) for stop in (*cuts, None)]
+    sizes: dict[str, Any] = {"rows": 4096, "lanes": 4, "pages": 200, "page_size": 16, "max_context": 512}
+    split = TorchBackend(
+        *(SPEC, random_weights(SPEC, seed=1)), dtype=dtype, sites=sites, line=Line([lambda: None] * count), tickets=count, **sizes
+    )
+    got, stats = run(split, requests, Schedule(reuse=True, turn_tokens=64))  # prompts have plans of their own
+    split.close()
+    assert [dataclasses.replace(a, cached=0) for a in got] == [dataclasses.replace(a, cached=0) for a in expected]
+    assert stats.overlapped_turns
 
 
 @pytest.mark.parametrize("names", [["cuda:0", "cpu"], ["cpu", "cuda:0"]], ids="-".join)

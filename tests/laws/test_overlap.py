@@ -42,7 +42,7 @@ EXERCISED: Counter[str] = Counter()
 def overlapping(seed: int, kind: str | None = None) -> World:
     """Drawn worlds, on a backend that takes two or three plans at once."""
     met = world(seed, kind)
-    met.backend |= {"tickets": 2 + seed % 2, "lanes": max(met.backend["lanes"], 2)}
+    met.backend |= {"tickets": 2 + seed % 2, "ticket_rows": 1 + seed // 2 % 3, "lanes": max(met.backend["lanes"], 2)}
     return met
 
 
@@ -109,6 +109,20 @@ def test_two_plans_share_the_sequences_evenly(count: int, sizes: set[int]) -> No
     backend = Noting(tickets=2, lanes=8)
     run(backend, [ask(f"q{i}") for i in range(count)], Schedule())
     assert {len(plan) for plan in backend.plans[:6]} == sizes
+
+
+@pytest.mark.parametrize(("count", "sizes"), [(2, {2}), (3, {3}), (5, {3, 2}), (8, {4})])
+def test_those_who_ride_for_nothing_ride_together(count: int, sizes: set[int]) -> None:
+    backend = Noting(tickets=2, ticket_rows=3, lanes=8)
+    run(backend, [ask(f"q{i}") for i in range(count)], Schedule())
+    assert {len(plan) for plan in backend.plans[:6]} == sizes
+
+
+def test_two_long_prompts_have_a_plan_each_however_many_ride_for_nothing() -> None:
+    backend = Noting(tickets=2, ticket_rows=64, lanes=8)
+    _, stats = run(backend, [ask("one", 40), ask("two", 41)], Schedule(turn_tokens=16))
+    assert backend.plans[:2] == [["one"], ["two"]]
+    assert stats.overlapped_turns
 
 
 def test_one_sequence_has_one_plan_at_a_time() -> None:

@@ -15,6 +15,7 @@ import torch
 from onedraw.backends.placement import legal_cuts
 from onedraw.backends.torch import backend as backend_module
 from onedraw.backends.torch.boundary import Boundary
+from onedraw.backends.torch.loader import Loader
 from onedraw.backends.torch.state import State
 from onedraw.checkpoints.base import open_checkpoint
 from onedraw.models.loading import describe
@@ -138,6 +139,27 @@ def test_a_drafter_on_a_split_guesses_what_it_guesses_on_one_device() -> None:
         stats = run(backend, requests, Schedule())[1]
         figures.append((stats.draft_tokens, stats.accepted_tokens, stats.turns))
     assert figures[0] == figures[1]
+
+
+@pytest.mark.parametrize("name", ["dflash", "mtp"])
+def test_a_drafter_on_a_split_has_no_embedding_and_no_head_of_its_own(
+    name: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks up on the first stage and multiplies on the last: of a vocabulary there is one table and one head."""
+    target = folders["qwen3_5_mtp"] if name == "mtp" else TRAINED / "trained_qwen3_5"
+    make = dflash(target, 0) if name == "dflash" else mtp(target)
+    asked: list[str] = []
+
+    def making(*given: object) -> object:
+        for method in ("linear", "kept", "norm"):
+            real = getattr(Loader, method)
+            noting = lambda self, layer, *names, real=real, **how: asked.extend(names) or real(self, layer, *names, **how)  # noqa: E731
+            monkeypatch.setattr(Loader, method, noting)
+        return make(*given)
+
+    backend_of(target, kernels=False, check=False, cuts=(1, 3), make_drafter=making)
+    assert asked
+    assert not {"embed", "head"} & set(asked), asked
 
 
 # ---------------------------------------------------------------------- planted faults

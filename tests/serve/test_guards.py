@@ -62,9 +62,10 @@ def test_a_page_of_an_allowed_origin_may_ask(locked):
         "access-control-request-method": "POST",
         "access-control-request-headers": "authorization",
     }
-    answer = httpx.options(f"{locked.url}/v1/chat/completions", headers=asked)
-    assert answer.status_code == 200
-    assert answer.headers["access-control-allow-origin"] == "https://page.example"
+    for path, method in (("/v1/chat/completions", "POST"), ("/v1/responses/resp_1", "DELETE"), ("/v1/models", "GET")):
+        answer = httpx.options(f"{locked.url}{path}", headers={**asked, "access-control-request-method": method})
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == "https://page.example"
     refused = locked.get("/v1/models", headers={"origin": "https://page.example"})
     assert refused.status_code == 401
     assert refused.headers["access-control-allow-origin"] == "https://page.example"
@@ -93,6 +94,14 @@ def test_the_lenient_server_ignores_unknown_fields_and_says_so():
         refused = served.post("/v1/chat/completions", audio={}, **asked)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "audio")
         assert "x-onedraw-ignored" not in served.post("/v1/completions", prompt="a", max_tokens=1).headers
+        # Inside of items, blocks and tools too.
+        items = [{"role": "user", "content": [{"type": "input_text", "text": "Hi", "a": 1}], "b": 2}]
+        tool = {"type": "function", "name": "f", "c": 3}
+        answer = served.post("/v1/responses", input=items, tools=[tool], max_output_tokens=2)
+        assert answer.headers["x-onedraw-ignored"] == "tools[0].c, input[0].b, input[0].content[0].a", answer.text
+        said = [{"role": "user", "content": [{"type": "text", "text": "Hi", "a": 1}]}]
+        answer = served.post("/v1/messages", messages=said, tools=[{"name": "f", "input_schema": {}, "b": 2}], max_tokens=2)
+        assert answer.headers["x-onedraw-ignored"] == "messages[0].content[0].a, tools[0].b", answer.text
 
 
 def test_the_model_answers_to_its_other_names():

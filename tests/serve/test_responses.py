@@ -11,7 +11,9 @@ import openai
 import pytest
 
 from onedraw.errors import BadParameter
+from onedraw.server.keys import ApiKey
 from onedraw.server.memory import Remembered, ResponseMemory
+from onedraw.server.options import ServerOptions
 from tests.serve.running import fake_door, serving, slowed
 
 PATH = "/v1/responses"
@@ -66,6 +68,35 @@ def test_the_events_of_a_stream_are_complete_and_add_up(fake: Any, client: opena
     again = client.responses.create(**asked)
     assert again.output_text == whole.output_text
     assert again.usage.output_tokens_details.reasoning_tokens == whole.usage.output_tokens_details.reasoning_tokens > 8
+
+
+def test_a_summary_is_the_reasoning_itself_where_clients_look_for_one(fake: Any, client: openai.OpenAI) -> None:
+    extra = {"seed": 3, "chat_template_kwargs": {"enable_thinking": True}, "thinking_budget": 8}
+    asked: dict[str, Any] = {"model": fake.model, "input": "Hello.", "max_output_tokens": 40, "extra_body": extra}
+    plain = client.responses.create(**asked)
+    events = list(client.responses.create(stream=True, reasoning={"summary": "auto"}, **asked))
+    whole = events[-1].response
+    assert whole.output[0].content == []
+    assert whole.output[0].summary[0].text == plain.output[0].content[0].text
+    assert whole.output_text == plain.output_text
+    kinds = [event.type for event in events]
+    ends = ["response.reasoning_summary_text.done", "response.reasoning_summary_part.done", "response.output_item.done"]
+    assert [kind for kind in kinds if "reasoning" in kind and "delta" not in kind] == [
+        "response.reasoning_summary_part.added",
+        *ends[:2],
+    ]
+    assert kinds[kinds.index(ends[0]) :][:3] == ends
+    assert (
+        "".join(e.delta for e in events if e.type == "response.reasoning_summary_text.delta") == whole.output[0].summary[0].text
+    )
+    # It is read as what it is when it comes back.
+    counts = [
+        client.responses.input_tokens.count(
+            model=fake.model, input=[{"role": "user", "content": "Hello."}, *(item.to_dict() for item in reply.output)]
+        ).input_tokens
+        for reply in (plain, whole)
+    ]
+    assert counts[0] == counts[1]
 
 
 def test_the_clients_own_stream_helper_reads_it(fake: Any, client: openai.OpenAI) -> None:
@@ -181,6 +212,21 @@ def test_an_item_is_remembered_as_long_as_any_response_that_has_it() -> None:
     memory.forget("resp_1")
     with pytest.raises(BadParameter):
         memory.resolved(reference)
+
+
+def test_what_one_key_stored_no_other_key_finds() -> None:
+    options = ServerOptions(api_keys=(ApiKey("ann", "a-key"), ApiKey("bob", "b-key")))
+    with fake_door() as door, serving(door, options) as served:
+        ann, bob = ({"authorization": f"Bearer {key}"} for key in ("a-key", "b-key"))
+        asked = {"input": "Hello.", "max_output_tokens": 4}
+        told = served.http.post(PATH, json=asked, headers=ann).json()
+        reference = {"type": "item_reference", "id": told["output"][0]["id"]}
+        assert served.get(f"{PATH}/{told['id']}", headers=bob).status_code == 404
+        assert served.http.delete(f"{PATH}/{told['id']}", headers=bob).status_code == 404
+        for more in ({"previous_response_id": told["id"]}, {"input": [reference, {"role": "user", "content": "?"}]}):
+            assert served.http.post(PATH, json={**asked, **more}, headers=bob).status_code == 400
+            assert served.http.post(PATH, json={**asked, **more}, headers=ann).status_code == 200
+        assert served.get(f"{PATH}/{told['id']}", headers=ann).json() == told
 
 
 def test_a_stored_response_is_read_again_and_forgotten(fake: Any, client: openai.OpenAI) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,43 @@ def test_two_devices_answer_as_one(name: str, tmp_path: Path) -> None:
         assert choice["message"]["content"] in FORMS[0]["guided_choice"]
 
 
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
+WISHES: list[dict[str, Any]] = [
+    {"temperature": 0, "repetition_penalty": 1.3},
+    {"temperature": 0.8, "frequency_penalty": 0.7, "logit_bias": {"7": 5.0}, "top_p": 0.8, "logprobs": 3},
+    {"temperature": 1.0, "guided_json": SCHEMA, "max_tokens": 24},
+    {"temperature": 1.0, "guided_regex": "([a-f]{2} ){3}", "n": 2},
+    {"temperature": 0.9, "min_tokens": 12, "bad_words": ["a"], "min_p": 0.01},
+    {"temperature": 0.7, "dry_multiplier": 0.8, "echo": True, "logprobs": 1},
+    {"temperature": 1.0, "top_k": 1, "prediction": {"type": "content", "content": "a b a b a b"}},
+]
+
+
+def test_every_kind_of_request_is_served_on_a_split_with_its_stages_at_work(tmp_path: Path) -> None:
+    """All at once on two stages that work together, each alone on one device."""
+    pytest.importorskip("llguidance")
+    path = tiny.write_safetensors("qwen3", tmp_path / "hf")
+    given: dict[str, Any] = {"model": str(path), "max_context": 256, "served_name": "tiny", "draft_tokens": 4}
+    bodies = [
+        {"model": "tiny", "prompt": f"{i} a b a b a b a b", "max_tokens": 12, "seed": i, **wish} for i, wish in enumerate(WISHES)
+    ]
+
+    def ask(served: Served, body: dict[str, Any]) -> Any:
+        answer = served.post("/v1/completions", **body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"]
+
+    with open_door(Settings(device="cpu", **given)) as door, serving(door) as served:
+        expected = [ask(served, body) for body in bodies]
+    with open_door(Settings(devices="cpu,cpu", overlap="on", **given)) as door, serving(door) as served:
+        with ThreadPoolExecutor(len(bodies)) as crowd:
+            got = list(crowd.map(partial(ask, served), bodies))
+        stats = settled_stats(door)
+    assert got == expected
+    assert stats.overlapped_turns
+    assert stats.accepted_tokens
+
+
 @pytest.fixture(scope="module")
 def argmax_only() -> Iterator[Served]:
     """A fake backend that gives no logits."""
@@ -55,7 +94,7 @@ def argmax_only() -> Iterator[Served]:
         settings,
         make_speculator(settings),
     )
-    card = _card(settings, family="fake", weights="fake", capacity=service.capacity, eos=(), defaults={})
+    card = _card(settings, family="fake", weights="fake", capacity=service.capacity, eos=(tokenizer.eos_id or 0,), defaults={})
     with Door(service=service, tokenizer=tokenizer, template=toy_template(), card=card) as door, serving(door) as served:
         yield served
 
@@ -81,6 +120,8 @@ def test_plain_greedy_is_served_without_logits(argmax_only: Served) -> None:
         {"temperature": 0, "logprobs": 1},
         {"temperature": 0, "bad_words": ["x"]},
         {"temperature": 0, "dry_multiplier": 0.5},
+        {"temperature": 0, "guided_regex": "[a-z]+"},
+        {"temperature": 0, "echo": True, "logprobs": 0},
     ],
     ids=str,
 )
@@ -88,5 +129,5 @@ def test_anything_but_plain_argmax_is_refused_before_any_work(argmax_only: Serve
     before = settled_stats(argmax_only.door).turns
     answer = argmax_only.post("/v1/completions", **{"model": "fake", "prompt": "hello", "max_tokens": 4, **wish})
     assert answer.status_code == 400
-    assert answer.json()["error"]["code"] == "sampling_unsupported"
+    assert answer.json()["error"]["code"] == "sampling_unsupported", answer.text
     assert settled_stats(argmax_only.door).turns == before

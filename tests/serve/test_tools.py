@@ -203,3 +203,30 @@ def test_a_stop_string_is_looked_for_in_the_answer_alone(fake: Any) -> None:
         call["function"] for call in free["message"]["tool_calls"]
     ]
     assert (stopped["finish_reason"], stopped["stop_reason"]) == (free["finish_reason"], free["stop_reason"])
+
+
+def test_the_other_shapes_begin_with_the_very_tokens_too(fake: Any) -> None:
+    """A call comes back as an object, as an item, or by the id of its response; each time the whole prefix is found."""
+    function, hello = WEATHER["function"], {"role": "user", "content": "What is the weather in Messages?"}
+    tool = {"name": "weather", "input_schema": SCHEMA, "strict": True}
+    asked = {"tools": [tool], "max_tokens": 400, "seed": 4, "temperature": 1.2}
+    choice = {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}
+    first = fake.post("/v1/messages", messages=[hello], tool_choice=choice, **asked).json()
+    (used,) = first["content"]
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": used["id"], "content": "sunny"}]}
+    said = [hello, {"role": "assistant", "content": first["content"]}, result]
+    second = fake.post("/v1/messages", messages=said, **asked | {"max_tokens": 1}).json()
+    before = first["usage"]["input_tokens"] + first["usage"]["cache_read_input_tokens"] + first["usage"]["output_tokens"]
+    page = fake.door.service.capacity.page_size
+    assert second["usage"]["cache_read_input_tokens"] >= before - 1 - page
+
+    flat = {"type": "function", **function}
+    wishes = {"tools": [flat], "seed": 4, "temperature": 1.2, "max_output_tokens": 400}
+    must = {"tool_choice": {"type": "function", "name": "weather"}, "parallel_tool_calls": False}
+    item = {"role": "user", "content": "What is the weather in Responses?"}
+    told = fake.post("/v1/responses", input=[item], **wishes, **must).json()
+    (call,) = told["output"]
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"}
+    for more in ({"input": [item, call, output]}, {"input": [output], "previous_response_id": told["id"]}):
+        usage = fake.post("/v1/responses", **wishes | {"max_output_tokens": 1}, **more).json()["usage"]
+        assert usage["input_tokens_details"]["cached_tokens"] >= told["usage"]["total_tokens"] - 1 - page

@@ -45,6 +45,8 @@ from onedraw.models.spec import ModelSpec
 from onedraw.sampling.verify import hypotheses
 from onedraw.types import Choice, Draft, Logprobs, Outcome, Plan, Row, RowOutcome
 
+GPU_ROWS = 64  # rows of one token that a GPU computes in about the time of one
+
 
 class Drafter(Protocol):
     """Guesses on the device, from what the target computed. It may be wrong; it cannot change a token."""
@@ -183,6 +185,7 @@ class TorchBackend:
             draft_positions=drafts // tickets if spec.recurrent else None,
             stages=len(sites),
             tickets=tickets,
+            ticket_rows=GPU_ROWS if self._device.type == "cuda" else 1,
             lookahead=0 if self._drafter is None else self._drafter.lookahead,
             drafter="" if self._drafter is None else self._drafter.name,
             turn_tokens=most_tokens(rows, chunk=CHUNK) if len(sites) > 1 else None,

@@ -134,20 +134,26 @@ def padded(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-def table_rows(table: Tensor) -> Callable[[Tensor], Tensor]:
-    """Rows of a table [V', E] by token, on its device."""
-    return lambda tokens: table.index_select(0, tokens.to(table.device))
+class Rows(Protocol):
+    """Rows of the embedding by token, [T] → [T, E]. `by`: whose threads read them, where it matters."""
+
+    def __call__(self, tokens: Tensor, by: object = None) -> Tensor: ...
 
 
-def looked_up(table: Linear) -> Callable[[Tensor], Tensor]:
-    """Rows by token of a weight that is kept as it is stored, on its device."""
-    return lambda tokens: table.rows(tokens.to(table.device))
+def table_rows(table: Tensor) -> Rows:
+    """Of a table [V', E], on its device."""
+    return lambda tokens, by=None: table.index_select(0, tokens.to(table.device))
 
 
-def kept_rows(head: Linear, source: WeightSource, *, tied: bool, by: Ops) -> Callable[[Tensor], Tensor]:
-    """Rows by token where weights can be looked up: a tied one is there once, in the head, and the few rows of another are
-    read where the checkpoint lies. `by`: whose threads look them up; the head's own may be at work on another turn."""
+def looked_up(table: Linear) -> Rows:
+    """Of a weight that is kept as it is stored, on its device."""
+    return lambda tokens, by=None: table.rows(tokens.to(table.device))
+
+
+def kept_rows(head: Linear, source: WeightSource, *, tied: bool) -> Rows:
+    """Where weights can be looked up: a tied one is there once, in the head, and the few rows of another are read where the
+    checkpoint lies."""
     if tied:
-        return lambda tokens: head.rows(tokens, by)
+        return lambda tokens, by=None: head.rows(tokens, by)
     stored = source.tensor(None, "embed")
-    return lambda tokens: torch.from_numpy(stored.take_rows(tokens.numpy()).float32())
+    return lambda tokens, by=None: torch.from_numpy(stored.take_rows(tokens.numpy()).float32())

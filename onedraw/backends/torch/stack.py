@@ -275,7 +275,7 @@ class Stack:
         elif stored is not None:
             self._embedding = looked_up(stored)
         else:
-            self._embedding = kept_rows(self.head, source, tied=spec.tied, by=first.ops)
+            self._embedding = kept_rows(self.head, source, tied=spec.tied)
         self._rows, self._progress = rows, progress
         self.stages: list[Stage] = []
         for site in sites:
@@ -320,9 +320,10 @@ class Stack:
 
     # ------------------------------------------------------------------ one turn
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Rows [T, E] where the tokens are; they are looked up on the first stage, so there is one table."""
-        x = self._embedding(tokens)
+    def embed(self, tokens: Tensor, *, by: Ops | None = None) -> Tensor:
+        """Rows [T, E] where the tokens are; they are looked up on the first stage, so there is one table. `by`: by the
+        threads of these operations, since those of the head, else asked, may be at work on another turn."""
+        x = self._embedding(tokens, by)
         return (x if self.spec.embed_scale == 1 else x * self._embed_scale).to(tokens.device)
 
     def hidden(self, inputs: Inputs, states: Sequence[State], *, depth: int | None = None, watch: Watch = NOTHING) -> Tensor:
@@ -356,7 +357,7 @@ class Stack:
         return self._enter(inputs.tokens, None if self._input_table is None else self._input_table.rows(inputs), depth)
 
     def _enter(self, tokens: Tensor, own_rows: Tensor | None, depth: int | None) -> Stream:
-        x = self.embed(tokens).to(self.activation)
+        x = self.embed(tokens, by=self.stages[0].ops).to(self.activation)
         own = None if self._input_table is None or own_rows is None else self._input_table(own_rows, x)
         return Stream(x, own, len(self.spec.layers) if depth is None else depth)
 

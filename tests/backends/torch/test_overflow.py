@@ -51,7 +51,7 @@ def backend(request: pytest.FixtureRequest, folder: Path) -> TorchBackend:
         check=False,
     )
     rows = made._stack._embedding
-    made._stack._embedding = lambda tokens: torch.where(tokens[:, None] == BROKEN, torch.inf, rows(tokens))
+    made._stack._embedding = lambda tokens, by=None: torch.where(tokens[:, None] == BROKEN, torch.inf, rows(tokens))
     return made
 
 
@@ -123,6 +123,14 @@ def test_a_stream_that_leaves_the_range_of_f16_names_the_layer_and_is_never_serv
     request = Request("q", PROMPT, SamplingParams(max_tokens=3))
     [answer], _ = served(backend, [request], Schedule())
     assert (answer.tokens, answer.error) == ([], "not_finite")
+
+
+def test_a_stream_that_overflows_behind_a_boundary_names_the_layer_by_its_number_in_the_model(folder: Path) -> None:
+    backend = backend_of(folder, kernels=False, check=False, dtype="f16", activation="f16", cuts=(1,))
+    layers = backend._stack.stages[1].layers
+    layers[1] = dataclasses.replace(layers[1], feed_forward=Loud(layers[1].feed_forward))  # type: ignore[arg-type]
+    [failed] = run(backend, dataclasses.replace(row(PROMPT, (0, 1, 2, 3, 4)), scores=False))
+    assert (failed.chosen, failed.fault[:8]) == ((), "layer 2 ")
 
 
 def test_the_same_model_is_served_with_a_wider_stream(folder: Path) -> None:

@@ -23,7 +23,7 @@ const brief = { prompt: "Hello.", maxOutputTokens: 16, maxRetries: 0 };
 // The first step must call, the second may say what it likes.
 const stepped = {
   prompt: "Hello.",
-  maxOutputTokens: 500,
+  maxOutputTokens: 1000,
   maxRetries: 0,
   tools: { weather: tool({ description: "the weather", inputSchema: weather, execute: async () => "sunny" }) },
   stopWhen: stepCountIs(2),
@@ -56,7 +56,7 @@ const parts = {
     return reply.toolCalls[0].input;
   },
   async round() {
-    const reply = await generateText({ ...stepped, model: provider(MODEL) });
+    const reply = await generateText({ ...stepped, model: provider(MODEL), providerOptions: { onedraw: { parallel_tool_calls: false } } });
     return { ...reply.steps[0].toolCalls[0].input, steps: reply.steps.length };
   },
   async responses() {
