@@ -69,8 +69,8 @@ clean:
 # ---------------------------------------------------------------------------------------------- set-up
 
 $(VENV)/.stamp-serve: EXTRAS := serve,structured,terminal,models
-$(VENV)/.stamp-test: EXTRAS := serve,structured,terminal,models,test,browser
-$(VENV)/.stamp-check: EXTRAS := serve,structured,terminal,models,test,browser,check
+$(VENV)/.stamp-test: EXTRAS := serve,structured,terminal,models,xla,test,browser
+$(VENV)/.stamp-check: EXTRAS := serve,structured,terminal,models,xla,test,browser,check
 
 # A .venv counts for nothing if its Python does not run, if it was moved, or if an installation in it was cut off.
 $(shell [ ! -e $(VENV) ] || { $(BIN)/python -c 'import pip' && grep -qF '$(CURDIR)/$(VENV)' $(VENV)/pyvenv.cfg \

@@ -53,7 +53,7 @@ def say(name: str, value: Any) -> None:
 class Bench:
     """One model and its backend."""
 
-    def __init__(self, model: str, device: str, *, context: int, lanes: int, pages: int, layers: int | None) -> None:
+    def __init__(self, model: str, device: str, *, context: int, lanes: int, pages: int, ahead: bool) -> None:
         begin = time.perf_counter()
         self.name, self.device = model.removeprefix("random:"), torch.device(device)
         described = describe(open_random(model))
@@ -76,6 +76,7 @@ class Bench:
             drafts=64,
             ops=pick_ops(device, products, cache=Path("build")),
             check=False,
+            ahead=ahead,
         )
         self.pages, self.lanes = pages, lanes
         say(f"{self.name}: weights made and pages allocated, s", time.perf_counter() - begin)
@@ -327,6 +328,7 @@ def host(bench: Bench) -> None:
 
 
 SECTIONS: dict[str, Callable[[Bench], None]] = {
+    "decode": decode,
     "turns": turns,
     "drafted": drafted,
     "exact": exact,
@@ -343,13 +345,14 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=132_000)
     parser.add_argument("--lanes", type=int, default=32)
     parser.add_argument("--pages", type=int, default=9000)
+    parser.add_argument("--ahead", action="store_true", help="start foreseen turns before they come")
     parser.add_argument("--memory", type=float, metavar="GiB", help="of the device, at most")
     parser.add_argument("--json")
     wishes = parser.parse_args()
     if wishes.memory is not None:
         share = wishes.memory * 2**30 / torch.cuda.get_device_properties(wishes.device).total_memory
         torch.cuda.set_per_process_memory_fraction(share, wishes.device)
-    bench = Bench(wishes.model, wishes.device, context=wishes.context, lanes=wishes.lanes, pages=wishes.pages, layers=None)
+    bench = Bench(wishes.model, wishes.device, context=wishes.context, lanes=wishes.lanes, pages=wishes.pages, ahead=wishes.ahead)
     for section in wishes.sections:
         begin = time.perf_counter()
         SECTIONS[section](bench)

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onedraw.backends.answers import Position
 from onedraw.backends.torch.exact import padded
 from onedraw.backends.torch.inputs import Inputs, Shape, Span, lay_out
 from onedraw.backends.torch.kernels import triton_attention, triton_delta, views
@@ -36,7 +37,7 @@ from onedraw.backends.torch.kernels.views import Heads, device_view, host_view, 
 from onedraw.backends.torch.layers.linear import RowRule
 from onedraw.backends.torch.layers.rope import rope_table
 from onedraw.backends.torch.pages import PageStore
-from onedraw.backends.torch.sampler import Position, Sampler
+from onedraw.backends.torch.sampler import Sampler
 from onedraw.models.spec import AttentionSpec, RopeSpec
 from onedraw.sampling.noise import key
 from onedraw.sampling.verify import trails

@@ -49,10 +49,12 @@ class Measure:
     way: str
     tickets: int
     alone_ms_per_token: float
-    alone_cpu_ms_per_token: float  # computing time of the process: what a busy machine does not change
+    alone_cpu_ms_per_token: float  # computing time of the process: what a busy machine hardly changes
     prompts_tokens_per_second: float
+    prompts_cpu_ms_per_token: float
     prompts_busy: float
     replies_tokens_per_second: float
+    replies_cpu_ms_per_token: float
     replies_busy: float
 
 
@@ -89,10 +91,20 @@ def random_model(shape: str) -> Described:
     return Described(spec, LLAMA, "plain", random_weights(spec, seed=1), (), {})
 
 
-def ask(service: Service, requests: Sequence[Request]) -> tuple[list[Answer], float, float]:
-    """All at once: answers, seconds, and the seconds that stages were at work."""
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a crowd of requests got, in how many seconds; how long the process computed, and how long stages were at work."""
+
+    answers: list[Answer]
+    seconds: float
+    computing: float
+    at_work: float
+
+
+def ask(service: Service, requests: Sequence[Request]) -> Run:
+    """All at once."""
     answers = [Answer([], [], threading.Event()) for _ in requests]
-    before, begin = service.stats().turn_seconds, time.perf_counter()
+    before, begin, computed = service.stats().turn_seconds, time.perf_counter(), time.process_time()
     service.submit([(request, answer.hear) for request, answer in zip(requests, answers, strict=True)])
     for answer in answers:
         answer.done.wait()
@@ -101,7 +113,7 @@ def ask(service: Service, requests: Sequence[Request]) -> tuple[list[Answer], fl
         time.sleep(0.001)
     if errors := [answer.error for answer in answers if answer.error]:
         raise RuntimeError(errors[0])
-    return answers, seconds, service.stats().turn_seconds - before
+    return Run(answers, seconds, time.process_time() - computed, service.stats().turn_seconds - before)
 
 
 def requests(vocab: int, *, count: int, prompt: int, new: int, seed: int, checksums: bool = False) -> list[Request]:
@@ -117,18 +129,16 @@ def measure(way: str, service: Service, given: argparse.Namespace) -> tuple[Meas
     alone, prompts, replies = [], [], []
     for repeat in range(given.repeats):
         seed = 10 * repeat
-        before = time.process_time()
-        _, seconds, _ = ask(service, make(count=1, prompt=4, new=given.new_tokens, seed=seed + 2))
-        alone.append((1000 * seconds / given.new_tokens, 1000 * (time.process_time() - before) / given.new_tokens))
-        size = given.requests * given.prompt_tokens
-        _, seconds, busy = ask(service, make(count=given.requests, prompt=given.prompt_tokens, new=1, seed=seed + 3))
-        prompts.append((size / seconds, busy / seconds))
-        size = given.requests * given.new_tokens
-        _, seconds, busy = ask(service, make(count=given.requests, prompt=4, new=given.new_tokens, seed=seed + 4))
-        replies.append((size / seconds, busy / seconds))
-    judged, _, _ = ask(service, make(count=given.requests, prompt=48, new=12, seed=9, checksums=True))
-    found = (*map(min, zip(*alone, strict=True)), *max(prompts), *max(replies))
-    return Measure(way, service.capacity.tickets, *(round(value, 2) for value in found)), judged
+        alone.append(ask(service, make(count=1, prompt=4, new=given.new_tokens, seed=seed + 2)))
+        prompts.append(ask(service, make(count=given.requests, prompt=given.prompt_tokens, new=1, seed=seed + 3)))
+        replies.append(ask(service, make(count=given.requests, prompt=4, new=given.new_tokens, seed=seed + 4)))
+    judged = ask(service, make(count=given.requests, prompt=48, new=12, seed=9, checksums=True)).answers
+    figures = [1000 * min(run.seconds for run in alone) / given.new_tokens]
+    figures.append(1000 * min(run.computing for run in alone) / given.new_tokens)
+    for runs, tokens in ((prompts, given.requests * given.prompt_tokens), (replies, given.requests * given.new_tokens)):
+        best = min(runs, key=lambda run: run.seconds)
+        figures += [tokens / best.seconds, 1000 * min(run.computing for run in runs) / tokens, best.at_work / best.seconds]
+    return Measure(way, service.capacity.tickets, *(round(figure, 2) for figure in figures)), judged
 
 
 def open_one(given: argparse.Namespace, described: Described, **place: Any) -> Service:
@@ -173,9 +183,10 @@ def compare(given: argparse.Namespace) -> tuple[list[Measure], bool]:
 
 def told(found: Measure) -> str:
     return (
-        f"{found.way:26} alone {found.alone_ms_per_token:.2f} ms/token ({found.alone_cpu_ms_per_token:.2f} of computing), "
-        f"prompts {found.prompts_tokens_per_second:.0f} tok/s ({found.prompts_busy:.2f} busy), "
-        f"replies {found.replies_tokens_per_second:.0f} tok/s ({found.replies_busy:.2f} busy)"
+        f"{found.way:26} alone {found.alone_ms_per_token:.2f} ms/token ({found.alone_cpu_ms_per_token:.2f} computing), "
+        f"prompts {found.prompts_tokens_per_second:.0f} tok/s ({found.prompts_cpu_ms_per_token:.2f} ms/token computing, "
+        f"{found.prompts_busy:.2f} busy), replies {found.replies_tokens_per_second:.0f} tok/s "
+        f"({found.replies_cpu_ms_per_token:.2f} ms/token computing, {found.replies_busy:.2f} busy)"
     )
 
 

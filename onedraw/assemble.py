@@ -5,6 +5,7 @@ In: Settings. Out: a Door whose service is ready. Errors say what is missing; no
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +34,7 @@ from onedraw.memory.disk import SnapshotFolder
 from onedraw.memory.ledger import Ledger
 from onedraw.models.loading import Described, describe
 from onedraw.opening import Progress, find_checkpoint, read_text
-from onedraw.planning import plan_devices
+from onedraw.planning import plan_devices, plan_memory
 from onedraw.settings import Settings, default_cache_dir
 from onedraw.speculation.speculator import Speculator
 from onedraw.text.tokenizer import Tokenizer
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from onedraw.backends.torch.ops import Ops
     from onedraw.backends.torch.selfcheck import SelfCheck
     from onedraw.backends.torch.stack import Site
+    from onedraw.backends.xla.selfcheck import SelfCheck as XlaCheck
 
 log = logging.getLogger("onedraw")
 
@@ -56,8 +58,8 @@ def open_door(settings: Settings, progress: Progress | None = None, *, speculato
     match settings.backend:
         case "fake":
             return _fake_door(settings, speculator or make_speculator(settings))
-        case "torch":
-            return _torch_door(settings, tell, speculator or make_speculator(settings))
+        case "torch" | "xla":
+            return _model_door(settings, tell, speculator or make_speculator(settings))
 
 
 def make_service(
@@ -174,7 +176,10 @@ def _fake_door(settings: Settings, speculator: Speculator) -> Door:
     return Door(service=service, tokenizer=tokenizer, template=toy_template(), card=card)
 
 
-def _torch_door(settings: Settings, tell: Progress, speculator: Speculator) -> Door:
+def _model_door(settings: Settings, tell: Progress, speculator: Speculator) -> Door:
+    """A checkpoint behind a backend that computes."""
+    if settings.backend == "xla":
+        _require_jax()
     checkpoint = find_checkpoint(settings, tell)
     try:
         described = describe(checkpoint)
@@ -182,10 +187,16 @@ def _torch_door(settings: Settings, tell: Progress, speculator: Speculator) -> D
         tell(f"loading {checkpoint.path.name} ({spec.family}, {spec.parameters / 1e6:.0f} M parameters)")
         tokenizer, template = read_text(checkpoint)
         weights = checkpoint.fingerprint()
-        chosen = chosen_drafter(settings, described, checkpoint)
+        chosen = None if settings.backend == "xla" else chosen_drafter(settings, described, checkpoint)
         drafting = None if chosen is None else Drafting(chosen, tokenizer, checkpoint)
+
+        def make_backend() -> Backend:
+            if settings.backend == "xla":
+                return _xla_backend(settings, described, tell)
+            return torch_backend(settings, described, tell, drafting)
+
         service = make_service(
-            lambda: torch_backend(settings, described, tell, drafting),
+            make_backend,
             settings,
             speculator,
             weights=weights + ("" if drafting is None else f" and {drafting.fingerprint}"),
@@ -245,6 +256,71 @@ def torch_backend(settings: Settings, described: Described, tell: Progress, draf
     return backend
 
 
+def _require_jax() -> None:
+    if importlib.util.find_spec("jax") is None:
+        raise BadSetting('--backend xla needs jax, which is not installed here: pip install "onedraw[xla]"')
+
+
+def _xla_backend(settings: Settings, described: Described, tell: Progress) -> Backend:
+    from onedraw.backends.xla.backend import DRAFTS, Site, XlaBackend
+    from onedraw.backends.xla.platform import find_devices, keep_compiled, resolve_platform
+    from onedraw.backends.xla.weights import require_interpreted
+
+    require_state_dtype(settings.state_dtype, "states of recurrent layers")
+    require_interpreted(described.spec)
+    platform = resolve_platform(settings.xla_platform)
+    devices, found = find_devices(platform, settings.device_names)
+    kept = keep_compiled((settings.cache_dir or default_cache_dir()) / "xla")
+    plan, split = plan_devices(settings, described, devices, no_kernels="the xla backend has none")
+    drafts = 0 if "none" in settings.draft else DRAFTS
+    by_name = dict(zip((device.name for device in devices), found, strict=True))
+    begin = time.perf_counter()
+    backend = XlaBackend(
+        described.spec,
+        described.weights,
+        dtype=plan.dtype,
+        activation=split.activation,
+        sites=[Site(by_name[stage.device.name], stage.stop) for stage in split.stages],
+        lanes=settings.max_batch,
+        pages=plan.pages,
+        page_size=settings.page_size,
+        max_context=plan.max_context,
+        turn_tokens=settings.turn_tokens,
+        drafts=min(drafts, plan.draft_positions) if described.spec.recurrent else drafts,
+        checkpoints=plan.checkpoints,
+        check=settings.self_check,
+        tell=tell,
+    )
+    tell(f"xla: ready after {time.perf_counter() - begin:.1f} s on {platform}; compiled programs are kept in {kept}")
+    _tell_check(backend.report, tell)
+    return backend
+
+
+def export_graphs(settings: Settings, folder: Path, tell: Progress) -> Path:
+    """A model as StableHLO graphs, in the sizes of these settings; gives the manifest's path."""
+    _require_jax()
+    from onedraw.backends.xla.export import export_model
+
+    checkpoint = find_checkpoint(settings, tell)
+    try:
+        described = describe(checkpoint)
+        plan = plan_memory(settings, described, dtype="f32")
+        return export_model(
+            described.spec,
+            described.weights,
+            folder,
+            lanes=settings.max_batch,
+            page_size=settings.page_size,
+            pages=plan.pages,
+            max_context=plan.max_context,
+            turn_tokens=settings.turn_tokens,
+            version=__version__,
+            tell=tell,
+        )
+    finally:
+        checkpoint.close()
+
+
 def _sites(settings: Settings, split: SplitPlan, *, dtype: str, cache: Path, overlap: bool) -> tuple[list[Site], Line | None]:
     """Where each stage runs, and with what; and a line of threads where stages work at once, or on processors of their own."""
     from onedraw.backends.torch.device import on_cores, pick_ops, set_threads
@@ -278,7 +354,7 @@ def _tell_layers(tell: Progress, done: int, layers: int) -> None:
         tell(f"loaded {done} of {layers} layers")
 
 
-def _tell_check(report: SelfCheck | None, tell: Progress) -> None:
+def _tell_check(report: SelfCheck | XlaCheck | None, tell: Progress) -> None:
     if report is None:
         tell("self-check skipped")
     elif report.holds:

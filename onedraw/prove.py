@@ -81,8 +81,9 @@ def prove(
     """
     open_one = opener or _default_opener
     threads = base.threads or os.cpu_count() or 1
+    told = None if base.backend == "xla" else threads  # XLA has no such setting
     plain_settings = replace(
-        base, threads=threads, prefix_cache=False, max_batch=1, draft=("none",), tree_budget=0, cache_budget=None
+        base, threads=told, prefix_cache=False, max_batch=1, draft=("none",), tree_budget=0, cache_budget=None
     )
     new_tokens = QUICK_NEW_TOKENS if quick else NEW_TOKENS
     tell("the plain run")

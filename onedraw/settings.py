@@ -28,7 +28,8 @@ class Settings:
 
     model: str = "smollm2"
     served_name: str | None = None
-    backend: Literal["torch", "fake"] = "torch"
+    backend: Literal["torch", "xla", "fake"] = "torch"
+    xla_platform: Literal["auto", "cpu", "cuda", "tpu"] = "auto"  # what --backend xla computes on
     device: str = "auto"  # auto, cpu, cuda, cuda:0 …
     devices: str | None = None  # instead of device: several, as in cuda:0,cuda:1,cpu
     split: str = "auto"  # layers of each device: auto, 24,8 or 0.75,0.25
@@ -87,6 +88,25 @@ class Settings:
         if 64 % self.page_size:
             raise BadSetting(f"--page-size: must divide 64 (1, 2, 4, 8, 16, 32 or 64), not {self.page_size}")
         self._check_drafting()
+        self._check_xla()
+
+    def _check_xla(self) -> None:
+        """What the xla backend does not honour is refused by name."""
+        if self.backend != "xla":
+            if self.xla_platform != "auto":
+                raise BadSetting("--xla-platform: says what --backend xla computes on, and another backend was asked for")
+            return
+        if self.dtype in ("packed", "f16"):
+            raise BadSetting(f"--dtype {self.dtype}: the xla backend computes in f32 or bf16")
+        if self.activation_dtype == "f16":
+            raise BadSetting("--activation-dtype f16: the xla backend computes in f32 or bf16")
+        if self.threads is not None:
+            raise BadSetting("--threads: XLA takes all processors it may use; start it under taskset to give it fewer")
+        if self.overlap == "on":
+            raise BadSetting("--overlap on: stages of the xla backend work on one turn at a time")
+        named = [entry for entry in self.draft if entry not in ("auto", "none", "ngram", "prediction")]
+        if named:
+            raise BadSetting(f"--draft {named[0]}: the xla backend runs no drafter; auto, none, ngram and prediction work there")
 
     def _check_drafting(self) -> None:
         for entry in self.draft:

@@ -107,7 +107,7 @@ def variations(base: Settings, *, threads: int) -> tuple[Variation, ...]:
         *(
             Variation(f"{count} thread{'s' * (count > 1)}", _threads(count), "one by one", _other_threads)
             for count in (1, 2)
-            if count != threads
+            if count != threads and base.backend != "xla"
         ),
         *drafting(base),
     )

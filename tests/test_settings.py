@@ -52,3 +52,20 @@ def test_the_environment_says_the_dtype_of_the_stream_where_no_flag_does() -> No
 def test_one_device_is_a_list_of_one() -> None:
     assert Settings(device="cuda:1").device_names == ["cuda:1"]
     assert Settings(devices="cuda:0, cuda:0,cpu").device_names == ["cuda:0", "cuda:0", "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"backend": "torch", "xla_platform": "cpu"}, "--xla-platform: says what --backend xla computes on"),
+        ({"backend": "xla", "dtype": "packed"}, "--dtype packed: the xla backend computes in f32 or bf16"),
+        ({"backend": "xla", "dtype": "f16"}, "--dtype f16: the xla backend"),
+        ({"backend": "xla", "activation_dtype": "f16"}, "--activation-dtype f16: the xla backend"),
+        ({"backend": "xla", "threads": 2}, "--threads: XLA takes all processors"),
+        ({"backend": "xla", "overlap": "on"}, "--overlap on: stages of the xla backend"),
+        ({"backend": "xla", "draft": ("mtp",)}, "--draft mtp: the xla backend runs no drafter"),
+    ],
+)
+def test_what_the_xla_backend_does_not_honour_is_refused_by_name(flags: dict[str, object], said: str) -> None:
+    with pytest.raises(BadSetting, match=said):
+        Settings(**flags)  # type: ignore[arg-type]

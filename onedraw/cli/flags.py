@@ -21,7 +21,8 @@ from onedraw.wishes import Wishes
 # A switch that is on by default is spelled --no-…, and its line says what that does.
 SETTINGS_HELP: Mapping[str, str] = {
     "served_name": "name under which clients ask for the model (default: the name given here)",
-    "backend": "what computes: torch, or fake (no weights, for trying out clients)",
+    "backend": "what computes: torch, xla (through jax), or fake (no weights, for trying out clients)",
+    "xla_platform": "what --backend xla computes on; auto: what jax finds",
     "device": "auto, cpu, some processors of it (cpu:0-3), cuda, cuda:0 …",
     "devices": "several instead of one, like cuda:0,cuda:1,cpu: layers are divided among them, in this order; the same may be "
     "named twice",

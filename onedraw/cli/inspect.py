@@ -33,7 +33,7 @@ EXAMPLES = """examples:
   onedraw inspect ./my-model --dtype bf16 --max-context 32768 --max-batch 16 --json
 """
 NO_EFFECT = (
-    *("served_name", "queue_limit", "backend", "threads", "prefix_cache", "self_check", "overlap"),
+    *("served_name", "queue_limit", "backend", "xla_platform", "threads", "prefix_cache", "self_check", "overlap"),
     *("draft_tokens", "tree_budget", "trace_verify", "cache_budget", "snapshot_dir"),
 )
 

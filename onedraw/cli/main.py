@@ -18,7 +18,7 @@ from typing import NoReturn
 from onedraw import __version__
 from onedraw.errors import BadRequest, BadSetting, OnedrawError
 
-COMMANDS = ("serve", "generate", "chat", "bench", "inspect", "pull", "prove", "replay")
+COMMANDS = ("serve", "generate", "chat", "bench", "inspect", "pull", "prove", "replay", "export")
 DESCRIPTION = "Onedraw runs language models so that speed never changes the answer."
 
 

@@ -45,12 +45,13 @@ def spec_of(*mixers: AttentionSpec | DeltaSpec) -> ModelSpec:
     )
 
 
-SPECS = {"hybrid": spec_of(DELTA, ATTENTION), "attention": spec_of(ATTENTION)}
-if not INTERPRETED:  # which takes a second for every turn
-    SPECS["windows"] = spec_of(ATTENTION, WINDOWED)
+SPECS = {"hybrid": spec_of(DELTA, ATTENTION), "attention": spec_of(ATTENTION), "windows": spec_of(ATTENTION, WINDOWED)}
+KINDS = ["hybrid"] if INTERPRETED else list(SPECS)  # the interpreter takes a second for every turn
 
 
-def backend_of(kind: str, recorder: Recorder | None, *, lanes: int = 3, checkpoints: int = 0) -> TorchBackend:
+def backend_of(
+    kind: str, recorder: Recorder | None, *, lanes: int = 3, checkpoints: int = 0, ahead: bool = False
+) -> TorchBackend:
     from onedraw.backends.torch.kernels.cuda import TritonOps
 
     spec = SPECS[kind]
@@ -69,6 +70,7 @@ def backend_of(kind: str, recorder: Recorder | None, *, lanes: int = 3, checkpoi
         ops=TritonOps(torch.device(DEVICE), pdl=pdl),
         check=False,
         recorder=recorder,
+        ahead=ahead,
     )
 
 
@@ -79,14 +81,14 @@ def requests(count: int = 3) -> list[Request]:
         params = SamplingParams(
             temperature=(0.0, 0.8, 1.0)[i % 3],
             top_p=0.9 if i % 2 else 1.0,
-            top_k=20 if i == 2 else 0,
+            top_k=20 if i == 2 and not INTERPRETED else 0,
             repetition_penalty=1.1 if i % 2 else 1.0,
             frequency_penalty=0.3 if i % 2 else 0.0,
             seed=i,
-            max_tokens=8,
+            max_tokens=7 if INTERPRETED else 12,
             checksums=True,
         )
-        found.append(Request(f"q{i}", tuple(int(t) for t in rng.integers(0, VOCAB, 5 + 3 * i)), params))
+        found.append(Request(f"q{i}", tuple(int(t) for t in rng.integers(0, VOCAB, 4 + 2 * i)), params))
     return found
 
 
@@ -103,7 +105,7 @@ def recorders() -> dict[str, Recorder]:
     return {"straight": Straight(), "graphs": Graphs(torch.device(DEVICE))}
 
 
-@pytest.mark.parametrize("kind", SPECS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_recorded_turn_has_the_bits_of_a_plain_one(kind: str) -> None:
     asked = requests()
     expected = one_by_one(kind, asked)
@@ -145,8 +147,10 @@ def test_a_turn_that_was_started_before_it_came_and_did_not_come_leaves_nothing_
     expected = one_by_one("attention", asked)
     assert expected[0].finish == "stop"
     for recorder in recorders().values():
-        backend = backend_of("attention", recorder)
+        backend = backend_of("attention", recorder, ahead=True)
+        backend._narrow = lambda: None  # type: ignore[method-assign]  # the interpreter has no bf16, and f16 is watched
         got, _ = run(backend, asked, Schedule(arrivals=(0, 0, 5)))
         assert got == expected
         assert backend._steady is not None
         assert backend._steady.foreseen > 2
+        assert backend._steady.started > 2

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from onedraw.backends.answers import Position
 from onedraw.backends.fake import FakeBackend
-from onedraw.backends.torch.sampler import Position, Sampler
+from onedraw.backends.torch.sampler import Sampler
 from onedraw.sampling.law import choice
 from onedraw.text.budget import ThinkingBudget
 from onedraw.text.channels import Reasoning

@@ -276,7 +276,7 @@ def test_the_threads_of_the_stages_end_with_the_backend(folders: dict[str, Path]
 def one_rollback_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two plans hold their drafts in the same places."""
     real = TorchBackend._board
-    monkeypatch.setattr(TorchBackend, "_board", lambda self, plan, berth: real(self, plan, berth=0))
+    monkeypatch.setattr(TorchBackend, "_board", lambda self, *given, berth: real(self, *given, berth=0))
 
 
 def one_buffer_of_inputs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from onedraw.backends.answers import Position
 from onedraw.backends.base import Capacity, PageGroup, Ticket
 from onedraw.backends.outcome import row_outcome
 from onedraw.backends.plan import LOGITS_BYTES
@@ -36,7 +37,7 @@ from onedraw.backends.torch.loader import LANE, WeightSource, padded
 from onedraw.backends.torch.ops import Ops, TorchOps
 from onedraw.backends.torch.ranking import Turned
 from onedraw.backends.torch.runs import CHUNK
-from onedraw.backends.torch.sampler import Position, Sampler, read_choices
+from onedraw.backends.torch.sampler import Sampler, read_choices
 from onedraw.backends.torch.selfcheck import SelfCheck, self_check
 from onedraw.backends.torch.stack import Site, Stack, Stream, Watch
 from onedraw.backends.torch.state import KeptLogits, Sizes, State
@@ -136,6 +137,7 @@ class TorchBackend:
         make_drafter: Callable[[Stack, Sampler, Shape], Drafter] | None = None,
         progress: Callable[[int, int], None] | None = None,
         recorder: Recorder | None = None,
+        ahead: bool = False,
     ) -> None:
         sites = sites or [Site(torch.device(device), ops or TorchOps(torch.device(device)))]
         self._stack = Stack(
@@ -172,7 +174,7 @@ class TorchBackend:
         if len(sites) == 1 and sites[0].ops.records:
             if recorder is None:
                 recorder = Graphs(self._device) if self._device.type == "cuda" else Straight()
-            self._steady = SteadyTurns(self._stack, self._states[0], self._sampler, self._shape, recorder)
+            self._steady = SteadyTurns(self._stack, self._states[0], self._sampler, self._shape, recorder, ahead=ahead)
         self._capacity = Capacity(
             vocab=spec.vocab,
             max_context=max_context,

@@ -7,40 +7,11 @@ step adds one token; drafts are added to a copy, for their own position only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from onedraw.types import History
-
-
-class Place(Protocol):
-    """What a position says about where it stands."""
-
-    @property
-    def lane(self) -> int: ...
-    @property
-    def request_id(self) -> str: ...
-    @property
-    def history(self) -> History: ...
-    @property
-    def drafts(self) -> tuple[int, ...]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """What a lane's buffer holds: this request's prompt, and this many known tokens."""
-
-    request_id: str
-    prompt: tuple[int, ...]
-    known: int
-
-    def leads_to(self, place: Place) -> bool:
-        """The place has the same request, as far on or farther. Known tokens never change, prompts are compared last."""
-        same = self.request_id == place.request_id and self.known <= len(place.history)
-        return same and (self.prompt is place.history.prompt or self.prompt == place.history.prompt)
+from onedraw.backends.marks import Mark, Place
 
 
 class LaneCounts:

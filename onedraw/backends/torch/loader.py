@@ -147,7 +147,7 @@ def table_rows(table: Tensor) -> Rows:
 
 def looked_up(table: Linear) -> Rows:
     """Of a weight that is kept as it is stored, on its device."""
-    return lambda tokens, by=None: table.rows(tokens.to(table.device))
+    return lambda tokens, by=None: table.rows(tokens.to(table.device), by)
 
 
 def kept_rows(head: Linear, source: WeightSource, *, tied: bool) -> Rows:

@@ -16,33 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onedraw.backends.answers import CHECKSUM, TOKEN, TOP, TOTAL, Position, read_choice, read_logprobs
 from onedraw.backends.torch.counts import LaneCounts
 from onedraw.backends.torch.exact import Scratch, drop_beyond, first_best, likeliest, masses, padded, reach
 from onedraw.backends.torch.noise import gumbel, key_words
 from onedraw.sampling.adjust import Recall, adjustment, inside
-from onedraw.sampling.law import NO_TOKEN, SMALLEST_TEMPERATURE, checksum_weights, log_shares, min_p_limit
+from onedraw.sampling.law import NO_TOKEN, SMALLEST_TEMPERATURE, checksum_weights, min_p_limit
 from onedraw.sampling.noise import key
-from onedraw.types import Bits, Choice, History, Logprobs, SamplingParams
+from onedraw.types import Bits, Choice, Logprobs
 
 SLAB_ELEMENTS = {"cpu": 2**19, "cuda": 2**24}  # logits worked on at a time: bounds the temporaries, fits caches
-
-# Columns of what comes back to the host, in front of the likeliest tokens.
-TOKEN, CHECKSUM, TOTAL, CHOSEN, TOP = range(5)
-
-
-@dataclass(frozen=True, slots=True)
-class Position:
-    """One position at which a token is chosen. `drafts` are the guessed tokens between history and position."""
-
-    lane: int
-    params: SamplingParams
-    history: History
-    drafts: tuple[int, ...]
-    request_id: str
-
-    @property
-    def index(self) -> int:
-        return len(self.history) + len(self.drafts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +78,7 @@ class Sampler:
         with torch.inference_mode():
             answers = torch.cat([self._scored(logits[span], tokens[span], top) for span in self._spans(len(tokens))])
             rows = answers.cpu().numpy()
-        return [_logprobs(row, top) for row in rows]
+        return [read_logprobs(row, top) for row in rows]
 
     def _scored(self, logits: Tensor, tokens: Sequence[int], top: int) -> Tensor:
         raw = self._padded(logits)
@@ -330,21 +313,4 @@ def _deficits(raw: Tensor) -> Tensor:
 
 def read_choices(answers: Tensor, positions: Sequence[Position]) -> list[Choice | None]:
     """What `answers` says of these positions, which are its first rows; waits for it."""
-    return [_choice(p.params, row) for p, row in zip(positions, answers.cpu().numpy()[: len(positions)], strict=True)]
-
-
-def _choice(params: SamplingParams, row: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Choice | None:
-    token = int(row[TOKEN])
-    if token == NO_TOKEN:
-        return None
-    logprobs = None if params.logprobs is None else _logprobs(row, params.logprobs)
-    return Choice(token, logprobs, int(row[CHECKSUM]) if params.checksums else None)
-
-
-def _logprobs(row: np.ndarray[tuple[int], np.dtype[np.int64]], top: int) -> Logprobs:
-    bits = np.concatenate([row[CHOSEN : CHOSEN + 1], row[TOP : TOP + top] >> 32]).astype(np.int32)
-    deficit = bits.view(np.float32)
-    values = log_shares(deficit, int(row[TOTAL])).tolist()
-    ids = (row[TOP : TOP + top] & 0xFFFFFFFF).tolist()
-    kept = zip(ids, values[1:], np.isfinite(deficit[1:]).tolist(), strict=True)
-    return Logprobs(values[0], tuple((token, value) for token, value, finite in kept if finite))
+    return [read_choice(p.params, row) for p, row in zip(positions, answers.cpu().numpy()[: len(positions)], strict=True)]

@@ -3,7 +3,7 @@
 In: a plan, and a backend of one device whose operations can be recorded. Out: the turn's hidden states and answers, both still
 on the device, and kept drafts brought home there. Everything the host has to say goes through the arena before the work
 begins; the work reads device memory alone, so it may be recorded and replayed for every turn of its signature. While a turn
-runs, the next one is laid out as it will most likely be, the same rows one token further, and started behind it.
+runs, the next one is laid out as it will most likely be: the same rows, one token further.
 
 This file has the one rule that says which turns are steady. All others run kernel by kernel.
 """
@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onedraw.backends.answers import Position
 from onedraw.backends.torch.feed import Arena, ArenaFull, Array
 from onedraw.backends.torch.graphs import Recorder
 from onedraw.backends.torch.inputs import Bucket, Inputs, Shape, fed_inputs
-from onedraw.backends.torch.sampler import Position
 from onedraw.backends.torch.stack import Ready, Stack, Watch
 from onedraw.backends.torch.state import State
 from onedraw.sampling.verify import hypotheses
@@ -115,8 +115,8 @@ class Steady:
 class Foreseen:
     """The next turn, laid out while this one runs, as it will be if every row goes on by the one token it chooses.
 
-    Without recurrent layers it is even started, with the tokens that this one leaves on the device. If it does not come, its
-    keys and values lie behind everything that is settled, where they are written again before anybody reads them.
+    It may be started already, with the tokens that this one leaves on the device. If it does not come, its keys and values lie
+    behind everything that is settled, where they are written again before anybody reads them.
     """
 
     rows: tuple[tuple[str, int, int, SamplingParams, tuple[list[int], ...]], ...]  # request, lane, start, params, pages
@@ -145,15 +145,19 @@ class Foreseen:
 
 
 class SteadyTurns:
-    """Owner: the backend. One device, and operations and a sampler whose work can be recorded."""
+    """Owner: the backend. One device, and operations and a sampler whose work can be recorded. `ahead`: foreseen turns are
+    started, too, where no layer has a state."""
 
-    def __init__(self, stack: Stack, state: State, sampler: Any, shape: Shape, recorder: Recorder) -> None:
+    def __init__(
+        self, stack: Stack, state: State, sampler: Any, shape: Shape, recorder: Recorder, *, ahead: bool = False
+    ) -> None:
         self._stack, self._state, self._sampler, self._shape, self._recorder = stack, state, sampler, shape, recorder
         self._ops: Any = stack.ops
         self._arena = Arena(stack.device, ARENA_BYTES)
         self._recurrent = stack.spec.recurrent
+        self._ahead = ahead and not self._recurrent  # a state that was moved on cannot be taken back
         self._foreseen: Foreseen | None = None
-        self.foreseen = 0  # turns that were laid out before they came
+        self.foreseen = self.started = 0  # turns that were laid out, and started, before they came
 
     def begin(self, plan: Plan, watch: Watch) -> Steady | None:
         """Start a turn, where it is a steady one."""
@@ -165,6 +169,7 @@ class SteadyTurns:
         self.foreseen += expected
         if foreseen is not None and expected and foreseen.started is not None:
             steady = foreseen.started
+            self.started += 1
         else:
             try:
                 laid = foreseen.laid if foreseen is not None and expected else self._lay(plan, bucket)
@@ -239,10 +244,12 @@ class SteadyTurns:
             laid = self._lay(Plan(ahead), bucket)
         except ArenaFull:
             return
-        self._foreseen = Foreseen(
-            tuple((row.request_id, row.lane, row.start, row.params, tuple(list(held) for held in row.pages)) for row in ahead),
-            laid,
-        )
+        rows = tuple((row.request_id, row.lane, row.start, row.params, tuple(list(held) for held in row.pages)) for row in ahead)
+        alike = watch.finite is None and len(laid.ready.tokens) == len(steady.worked.answers)
+        if self._ahead and alike:
+            self._foreseen = Foreseen(rows, laid, self._launch(laid, watch, steady), steady)
+        else:
+            self._foreseen = Foreseen(rows, laid)
 
     def _work(self, laid: Laid, watch: Watch) -> Worked:
         watch = Watch(watch.captures, finite=None if watch.finite is None else [])

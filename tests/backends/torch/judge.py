@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from onedraw.backends.torch.sampler import Position, Sampler
+from onedraw.backends.answers import Position
+from onedraw.backends.torch.sampler import Sampler
 from onedraw.sampling.law import choice, law
 from onedraw.sampling.noise import gumbel
 from onedraw.text.constraints import packed

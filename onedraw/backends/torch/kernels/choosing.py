@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onedraw.backends.answers import Position
 from onedraw.backends.torch.kernels.library import LONG, POINTER, Kernels
-from onedraw.backends.torch.sampler import Law, Position, Sampler, _divisor
+from onedraw.backends.torch.sampler import Law, Sampler, _divisor
 from onedraw.sampling.law import NO_TOKEN, min_p_limit
 from onedraw.sampling.noise import key
 from onedraw.types import SamplingParams

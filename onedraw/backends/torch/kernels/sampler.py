@@ -15,10 +15,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from onedraw.backends.answers import CHECKSUM, TOKEN, Position
 from onedraw.backends.torch.counts import LaneCounts
 from onedraw.backends.torch.feed import Direct, Feed
 from onedraw.backends.torch.kernels.triton_sample import COLUMNS, GREEDY, KEY_0, LANE, TOP_K, Chosen, Wishes, choose
-from onedraw.backends.torch.sampler import CHECKSUM, TOKEN, Law, Position, Sampler, _deficits, _divisor
+from onedraw.backends.torch.sampler import Law, Sampler, _deficits, _divisor
 from onedraw.sampling.adjust import Adjustment, adjustment, inside
 from onedraw.sampling.law import NO_TOKEN, checksum_weights, min_p_limit
 from onedraw.sampling.noise import key

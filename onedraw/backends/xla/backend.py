@@ -1,0 +1,303 @@
+"""The OpenXLA backend: a plan in, an outcome out, through programs compiled by jax.
+
+In: a spec, a source of weights, sizes, jax devices. Out: outcomes. inputs → stages → choosing → commit, one program after
+the other on the devices; the host reads nothing before the chosen tokens are there. What a turn means is decided elsewhere:
+rows by the engine, choices by the law, kept drafts by `sampling/verify.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from onedraw.backends.answers import Integers, Position, read_choice, read_logprobs
+from onedraw.backends.base import Capacity, PageGroup, Ticket
+from onedraw.backends.outcome import row_outcome
+from onedraw.backends.xla.buckets import CHUNK, MOST_ROWS, make_shape, round_up
+from onedraw.backends.xla.counts import LaneCounts
+from onedraw.backends.xla.inputs import Inputs, make_inputs
+from onedraw.backends.xla.platform import OPTIONS, ROW_TILE, Array, hardware_name
+from onedraw.backends.xla.sampler import choose, score
+from onedraw.backends.xla.selfcheck import SelfCheck, self_check
+from onedraw.backends.xla.stack import Stage
+from onedraw.backends.xla.state import nothing_to_copy
+from onedraw.backends.xla.wants import Recalls, make_wants
+from onedraw.backends.xla.weights import VECTOR, Weights, WeightSource, conv_of, require_interpreted
+from onedraw.models.spec import ModelSpec
+from onedraw.sampling.law import checksum_weights
+from onedraw.sampling.verify import hypotheses
+from onedraw.types import Choice, Logprobs, Outcome, Plan, Row
+
+DRAFTS = 64  # of a turn, all rows together
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A device, and how far the layers on it go: from where the site before ends to `stop`; None: to the last."""
+
+    device: jax.Device
+    stop: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """A position to choose at: after a token of the turn, or after the prompt of a checkpoint."""
+
+    row: int
+    token: int  # of the turn
+    position: Position
+    restore: int  # the checkpoint whose logits are taken instead; -1: none
+    keep: int  # the checkpoint that wants these logits, or nobody's
+
+
+class XlaBackend:
+    """Complete when constructed: weights loaded, pages allocated, programs compiled."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        source: WeightSource,
+        *,
+        dtype: str = "f32",
+        activation: str | None = None,
+        sites: Sequence[Site],
+        lanes: int,
+        pages: int | tuple[int, ...],
+        page_size: int,
+        max_context: int,
+        turn_tokens: int = 512,
+        drafts: int = DRAFTS,
+        checkpoints: int = 0,
+        warm: bool = True,
+        check: bool = True,
+        tell: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """`warm`: compile everything now; else each program when a turn first needs it."""
+        require_interpreted(spec)
+        self._spec, self._sites = spec, tuple(sites)
+        self._conv = conv_of(spec)
+        self._width = round_up(spec.vocab, VECTOR)
+        platform = sites[-1].device.platform
+        self.shape = make_shape(
+            lanes=lanes,
+            page_size=page_size,
+            pages=(pages,) * len(spec.windows) if isinstance(pages, int) else pages,
+            windows=spec.windows,
+            max_context=max_context,
+            turn_tokens=turn_tokens,
+            drafts=drafts,
+            checkpoints=checkpoints,
+            rows=ROW_TILE.get(platform, 64) if dtype == "f32" else ROW_TILE.get(platform) or MOST_ROWS,
+        )
+        self._stages: list[Stage] = []
+        for start, site in zip([0, *(site.stop or 0 for site in sites)], sites, strict=False):
+            stop = len(spec.layers) if site.stop is None else site.stop
+            sizes: dict[str, Any] = {"dtype": dtype, "activation": activation or dtype, "device": site.device}
+            self._stages.append(Stage(spec, source, self.shape, **sizes, start=start, stop=stop))
+        last = sites[-1].device
+        put = partial(jax.device_put, device=last)
+        self._kept = put(np.zeros((checkpoints + 1, self._width), np.float32))
+        sums = np.stack(checksum_weights(spec.vocab))
+        self._sums = put(np.pad(sums, ((0, 0), (0, self._width - spec.vocab))))
+        self._counts = LaneCounts(width=self._width, lanes=lanes, device=last)
+        self._recalls = Recalls()
+        self._make_programs()
+        self._capacity = Capacity(
+            vocab=spec.vocab,
+            max_context=max_context,
+            lanes=lanes,
+            groups=tuple(PageGroup(count, window) for count, window in zip(self.shape.pages, spec.windows, strict=True)),
+            page_size=page_size,
+            checkpoints=checkpoints,
+            chunk=CHUNK if spec.recurrent else 1,
+            recurrent=spec.recurrent,
+            max_drafts=min(64, drafts),
+            draft_positions=drafts,
+            turn_tokens=self.shape.mixed.tokens - CHUNK,
+            device=f"xla-{platform}",
+            dtype=dtype,
+            activation=activation or dtype,
+        )
+        self._tickets = itertools.count()
+        self._outcomes: dict[Ticket, Outcome] = {}
+        if warm:
+            self._warm(tell)
+        self.report = self._checked(tell) if check else None
+
+    def _make_programs(self) -> None:
+        fixed: dict[str, Any] = {"eps": self._spec.eps, "vocab": self._spec.vocab}
+        self._choose = jax.jit(partial(choose, rows=self.shape.slab, **fixed), donate_argnums=(2, 3), compiler_options=OPTIONS)
+        self._score = jax.jit(partial(score, **fixed), compiler_options=OPTIONS)
+
+    def _warm(self, tell: Callable[[str], None]) -> None:
+        """Compile every program now, with turns that hold nothing. jax keeps what it compiled on disk."""
+        places = np.zeros(self.shape.picks, dtype=np.int32)
+        decode, mixed = (
+            make_inputs((), self.shape, conv=self._conv, bucket=bucket) for bucket in (self.shape.decode, self.shape.mixed)
+        )
+        tell(f"xla: compiling 1 of 5: turns of {decode.bucket.tokens} single tokens")
+        self._forward(decode, places)
+        tell(f"xla: compiling 2 of 5: turns of up to {mixed.bucket.tokens} tokens")
+        _, picked, increments = self._forward(mixed, places)
+        tell("xla: compiling 3 of 5: choosing")
+        chosen, _ = self._chosen(picked, [], slabs=1)
+        tell("xla: compiling 4 of 5: copies")
+        for stage in self._stages:
+            stage.copy(nothing_to_copy(self.shape))
+        tell("xla: compiling 5 of 5: kept drafts")
+        for stage, did in zip(self._stages, increments, strict=True):
+            if self.shape.drafts:
+                stage.commit(did, chosen, mixed)
+        jax.block_until_ready([stage.state for stage in self._stages])
+
+    def _checked(self, tell: Callable[[str], None]) -> SelfCheck:
+        """What holds here; where something does not, with products and tiles of one height in all turns instead."""
+        report = self_check(self)
+        if not report.holds and self.shape != self.shape.uniform:
+            tell("xla: bits follow the number of rows here; compiling again with products of one height")
+            self.shape = self.shape.uniform
+            for stage in self._stages:
+                stage.reshape(self.shape)
+            report = self_check(self)
+        return report
+
+    @property
+    def capacity(self) -> Capacity:
+        return self._capacity
+
+    def submit(self, plan: Plan) -> Ticket:
+        ticket = Ticket(next(self._tickets))
+        self._outcomes[ticket] = self._run(plan)
+        return ticket
+
+    def collect(self, ticket: Ticket) -> Outcome:
+        return self._outcomes.pop(ticket)
+
+    def close(self) -> None:
+        """Let go of weights and pages now, whoever still holds this object."""
+        self._outcomes.clear()
+        for name in ("_stages", "_counts", "_kept", "_choose", "_score"):
+            self.__dict__.pop(name, None)
+
+    # ------------------------------------------------------------------ one turn
+
+    def _run(self, plan: Plan) -> Outcome:
+        begin = time.perf_counter()
+        rows = plan.rows
+        for stage in self._stages:
+            stage.open(rows)
+        inputs = make_inputs(rows, self.shape, conv=self._conv)
+        picks = self._picks(rows, inputs)
+        places = np.zeros(self.shape.picks, dtype=np.int32)
+        places[: len(picks)] = [pick.token for pick in picks]
+        x, picked, increments = self._forward(inputs, places)
+        chosen, answers = self._chosen(picked, picks)
+        if int(inputs.drafts["count"]) and (inputs.branches or self._spec.recurrent):
+            for stage, did in zip(self._stages, increments, strict=True):
+                stage.commit(did, chosen, inputs)
+        scored = self._scored(rows, inputs, x)
+        choices: dict[int, list[Choice | None]] = {}
+        lines = itertools.chain.from_iterable(np.asarray(part) for part in answers)
+        for pick, line in zip(picks, lines, strict=False):  # the last slab may have rows that nobody asked for
+            choices.setdefault(pick.row, []).append(read_choice(pick.position.params, line))
+        outcomes = (row_outcome(row, choices.get(i, []), scored.get(i, ())) for i, row in enumerate(rows))
+        return Outcome(tuple(outcomes), time.perf_counter() - begin)
+
+    def _forward(self, inputs: Inputs, places: Any) -> tuple[Array, Array, list[list[Weights]]]:
+        """Through all stages: residuals [T, E], those of the picked tokens, and per stage what drafts did to its state."""
+        x: Any = inputs.arrays["tokens"]
+        picked: Any = None
+        increments = []
+        for stage in self._stages:
+            did, x, picked = stage.run(x, inputs, places)
+            increments.append(did)
+        return x, picked, increments
+
+    def _picks(self, rows: Sequence[Row], inputs: Inputs) -> list[Pick]:
+        """Per choosing row: after its last known token, and after each draft."""
+        picks = []
+        nobody = self.shape.checkpoints
+        for i, (row, first) in enumerate(zip(rows, inputs.firsts, strict=True)):
+            if not row.chooses:
+                continue
+            for k, drafts in enumerate(hypotheses(row.drafts)):
+                position = Position(row.lane, row.params, row.history, drafts, row.request_id)
+                keep = next((save.slot for save in row.saves if save.position == row.stop), nobody) if k == 0 else nobody
+                restore = -1 if row.tokens or row.restore is None else row.restore
+                picks.append(Pick(i, max(first + len(row.tokens) - 1 + k, 0), position, restore, keep))
+        return picks
+
+    def _chosen(self, picked: Array, picks: Sequence[Pick], *, slabs: int = 0) -> tuple[Array, list[Array]]:
+        """The chosen tokens of all picks, and their rows of answers, a slab after the other, all still on the device."""
+        rows = self.shape.slab
+        self._counts.follow([pick.position for pick in picks])
+        counts = (self._counts.output, self._counts.prompt)
+        chosen = jax.device_put(np.zeros(self.shape.picks, dtype=np.int32), self._sites[-1].device)
+        answers = []
+        for start in range(0, max(len(picks), slabs * rows), rows):
+            part = picks[start : start + rows]
+            padding = rows - len(part)
+            slab = {
+                "offset": np.int32(start),
+                "restore": np.asarray([*(pick.restore for pick in part), *[-1] * padding], dtype=np.int32),
+                "keep": np.asarray([*(pick.keep for pick in part), *[self.shape.checkpoints] * padding], dtype=np.int32),
+            }
+            sizes = {"rows": rows, "vocab": self._spec.vocab, "width": self._width, "lanes": self.shape.lanes}
+            wants = make_wants([pick.position for pick in part], self._recalls, **sizes)
+            given = (self._head, self._sums, self._kept, chosen, counts, picked, slab, wants)
+            self._kept, chosen, found = self._choose(*given)
+            answers.append(found)
+        return chosen, answers
+
+    @property
+    def _head(self) -> dict[str, Any]:
+        last = self._stages[-1].weights
+        return {"norm": last["norm"], "head": last["head"]}
+
+    def _scored(self, rows: Sequence[Row], inputs: Inputs, x: Array) -> dict[int, tuple[Logprobs, ...]]:
+        """Per scoring row, the logprobs of the prompt tokens its positions predict."""
+        scored: dict[int, tuple[Logprobs, ...]] = {}
+        step = self.shape.slab
+        for i, (row, first) in enumerate(zip(rows, inputs.firsts, strict=True)):
+            if not row.scores:
+                continue
+            targets = row.history.prompt[row.start + 1 : row.stop + 1]
+            top = min(row.params.prompt_logprobs or 0, self._spec.vocab)
+            found: list[Logprobs] = []
+            for start in range(0, len(targets), step):
+                part = np.asarray(targets[start : start + step], dtype=np.int64)
+                index = np.minimum(np.arange(first + start, first + start + step), first + len(row.tokens) - 1).astype(np.int32)
+                padded = np.pad(part, (0, step - len(part)))
+                answers: Integers = np.asarray(self._score(self._head, x, index, padded, np.int32(top)))
+                found += [read_logprobs(line, top) for line in answers[: len(part)]]
+            scored[i] = tuple(found)
+        return scored
+
+    # ------------------------------------------------------------------ to and from the disk
+
+    @property
+    def identity(self) -> str:
+        """What computes the bits: operations, hardware, library and the shapes of products; not the split."""
+        parts = sorted({hardware_name(site.device) for site in self._sites})
+        rows = f"products of {self.shape.decode.rows} and {self.shape.mixed.rows} rows"
+        return f"xla on {', '.join(parts)}; jax {jax.__version__}; {rows}"
+
+    def export(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, npt.NDArray[Any]]:
+        found = {"logits": np.asarray(self._kept)[slot].copy()}
+        for stage in self._stages:
+            found |= {f"layer.{name}": array for name, array in stage.export(slot, pages).items()}
+        return found
+
+    def adopt(self, slot: int | None, places: Sequence[Mapping[int, int]], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        for stage in self._stages:
+            stage.adopt(slot, places, {name.removeprefix("layer."): array for name, array in arrays.items()})
+        if slot is not None and "logits" in arrays:
+            self._kept = self._kept.at[slot].set(arrays["logits"])

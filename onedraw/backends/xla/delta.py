@@ -1,0 +1,206 @@
+"""Gated DeltaNet in jax: the arithmetic of `backends/torch/layers/delta.py`, its loops walked on the device.
+
+In: projections of the turn's tokens, the turn's runs (`inputs.py`), a layer's states. Out: what the state gave at every
+token, the states, and what drafts did to them. Everything is float32. Chunks, steps and drafts come one after the other,
+each in a fixed shape, so neither batch nor schedule changes a bit of a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.scipy.linalg import solve_triangular
+
+from onedraw.backends.xla.buckets import CHUNK, Bucket
+from onedraw.backends.xla.layers import activated, opened, row_sum, times
+from onedraw.backends.xla.platform import Array
+from onedraw.backends.xla.weights import Weights
+from onedraw.models.spec import DeltaSpec
+
+L2_EPS = 1e-6
+HIGHEST = lax.Precision.HIGHEST
+Runs = dict[str, Any]
+
+
+def delta(
+    projected: Array, store: Weights, runs: Runs, weights: Weights, spec: DeltaSpec, bucket: Bucket, eps: float
+) -> tuple[Array, Weights, Weights]:
+    """projected [T, C + Hv * Dv + 2 Hv] (qkv, z, a, b) → [T, Hv * Dv], the store moved on, and the drafts' increments."""
+    heads, inner = spec.value_heads, spec.value_heads * spec.value_dim
+    fed, z, a, b = jnp.split(projected, [spec.channels, spec.channels + inner, spec.channels + inner + heads], axis=1)
+    windows = store["windows"].reshape(-1, spec.channels)
+    source = jnp.concatenate([fed, windows, jnp.zeros((1, spec.channels), jnp.float32)])
+    gated = _gate(source, a, b, runs, weights, spec)
+    out = jnp.zeros((bucket.tokens, heads, spec.value_dim), jnp.float32)
+    states, saved, out = _chunks(store["states"], store["saved_states"], out, gated, runs)
+    states, out = _steps(states, out, gated, runs)
+    increments: Weights = {}
+    if bucket.drafts:
+        out, increments = _nodes(states, out, gated, runs, bucket)
+        increments["fed"] = fed[runs["node_token"]]
+    moved = {
+        "states": states,
+        "windows": store["windows"].at[runs["closing_lanes"]].set(source[runs["closings"]]),
+        "saved_states": saved,
+        "saved_windows": store["saved_windows"].at[runs["chunk_slot"]].set(source[runs["kept"]]),
+    }
+    return _close(out, z, weights, spec, eps), moved, increments
+
+
+def commit(store: Weights, increments: Weights, kept: Array, drafts: Runs) -> Weights:
+    """Bring the kept drafts home: the same step arithmetic, from the increments the turn left."""
+
+    def one(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        states, windows = carry
+        lane = drafts["lanes"][index]
+        state, window = states[lane], windows[lane]
+        moved = _advance(state, increments["decay"][index], increments["key"][index], increments["change"][index])
+        line = jnp.concatenate([window[1:], increments["fed"][index][None]])
+        states = states.at[lane].set(jnp.where(kept[index], moved, state))
+        return states, windows.at[lane].set(jnp.where(kept[index], line, window))
+
+    states, windows = lax.fori_loop(0, drafts["count"], one, (store["states"], store["windows"]))
+    return {**store, "states": states, "windows": windows}
+
+
+# ------------------------------------------------------------------ before and after the state
+
+
+def _gate(source: Array, a: Array, b: Array, runs: Runs, weights: Weights, spec: DeltaSpec) -> Weights:
+    """Every token's queries, keys [T, Hk, Dk], values [T, Hv, Dv] and gates [T, Hv]."""
+    total = len(a)
+    mixed = source[runs["taps"][:, 0]] * weights["conv"][0]
+    for tap in range(1, spec.conv):
+        mixed = mixed + source[runs["taps"][:, tap]] * weights["conv"][tap]
+    mixed = activated(mixed, "silu")
+    keys = spec.key_heads * spec.key_dim
+    q, k, v = jnp.split(mixed, [keys, 2 * keys], axis=1)
+    g = weights["decay"] * opened(a + weights["delta_bias"], "softplus")
+    return {
+        "q": _unit(q.reshape(total, spec.key_heads, -1)) * spec.key_dim**-0.5,
+        "k": _unit(k.reshape(total, spec.key_heads, -1)),
+        "v": v.reshape(total, spec.value_heads, -1),
+        "g": g,
+        "decay": jnp.exp(g),
+        "beta": opened(b, "sigmoid"),
+    }
+
+
+def _unit(x: Array) -> Array:
+    return x * lax.rsqrt(row_sum(x * x) + L2_EPS)
+
+
+def _close(out: Array, z: Array, weights: Weights, spec: DeltaSpec, eps: float) -> Array:
+    scale = lax.rsqrt(row_sum(out * out) * (1 / spec.value_dim) + eps)
+    normed = out * scale * weights["delta_norm"]
+    return normed.reshape(len(out), -1) * activated(z, "silu")
+
+
+# ------------------------------------------------------------------ the state
+
+
+def _chunks(states: Array, saved: Array, out: Array, gated: Weights, runs: Runs) -> tuple[Array, Array, Array]:
+    """Prompt positions, a chunk at a time, always in the shape of a whole one: what is missing changes nothing."""
+    padded = {name: jnp.pad(x, ((0, CHUNK), *((0, 0),) * (x.ndim - 1))) for name, x in gated.items()}
+    out = jnp.pad(out, ((0, CHUNK), (0, 0), (0, 0)))
+    inside = jnp.arange(CHUNK)
+
+    def one(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        states, saved, out = carry
+        first, lane = runs["chunk_first"][index], runs["chunk_lane"][index]
+        real = inside < runs["chunk_count"][index]
+        tile = {}
+        for name, x in padded.items():
+            rows = lax.dynamic_slice_in_dim(x, first, CHUNK)
+            tile[name] = jnp.where(real.reshape(-1, *(1,) * (x.ndim - 1)), rows, 0)
+        state = jnp.where(runs["chunk_fresh"][index], 0, states[lane])
+        state, seen = _chunk(state, tile)
+        old = lax.dynamic_slice_in_dim(out, first, CHUNK)
+        out = lax.dynamic_update_slice_in_dim(out, jnp.where(real[:, None, None], seen, old), first, 0)
+        return states.at[lane].set(state), saved.at[runs["chunk_slot"][index]].set(state), out
+
+    states, saved, out = lax.fori_loop(0, runs["chunks"], one, (states, saved, out))
+    return states, saved, out[:-CHUNK]
+
+
+def _chunk(state: Array, tile: Weights) -> tuple[Array, Array]:
+    """state [Hv, Dk, Dv] → after the chunk, and what it gave [n, Hv, Dv]."""
+    repeats = state.shape[0] // tile["k"].shape[1]
+    q, k = (jnp.repeat(tile[name].transpose(1, 0, 2), repeats, axis=0) for name in "qk")  # [Hv, n, Dk]
+    v, beta = tile["v"].transpose(1, 0, 2), tile["beta"].T[:, :, None]
+    total = jnp.cumsum(tile["g"].T, axis=1)  # [Hv, n]
+    lower = jnp.tril(jnp.ones((CHUNK, CHUNK), bool))
+    fade = jnp.where(lower, jnp.exp(jnp.where(lower, total[:, :, None] - total[:, None], 0)), 0)
+    so_far = jnp.exp(total)[:, :, None]
+    products = _mul(k, k.transpose(0, 2, 1))
+    system = jnp.where(jnp.tril(lower, -1), beta * products * fade, 0) + jnp.eye(CHUNK, dtype=jnp.float32)
+    right = beta * (v - so_far * _mul(k, state))
+    changes = _solve(system, right)
+    seen = so_far * _mul(q, state) + _mul(_mul(q, k.transpose(0, 2, 1)) * fade, changes)
+    rest = jnp.exp(total[:, -1:] - total)[:, :, None]
+    state = state * so_far[:, -1:] + _mul((k * rest).transpose(0, 2, 1), changes)
+    return state, seen.transpose(1, 0, 2)
+
+
+def _mul(left: Array, right: Array) -> Array:
+    return jnp.matmul(left, right, precision=HIGHEST)
+
+
+def _solve(system: Array, right: Array) -> Array:
+    solved: Array = jax.vmap(lambda a, b: solve_triangular(a, b, lower=True, unit_diagonal=True))(system, right)
+    return solved
+
+
+def _advance(state: Array, decay: Array, key: Array, change: Array) -> Array:
+    """state ← state · decay + key ⊗ change, each product rounded, then the sum."""
+    repeats = state.shape[0] // key.shape[0]
+    return times(state, decay[:, None, None]) + times(jnp.repeat(key, repeats, axis=0)[:, :, None], change[:, None, :])
+
+
+def _step(state: Array, gated: Weights, token: Array) -> tuple[Array, Array, Array]:
+    """One position: the state after it, what it gave [Hv, Dv], and the change that was written."""
+    decay, key = gated["decay"][token], gated["k"][token]
+    repeats = state.shape[0] // key.shape[0]
+    wide, query = jnp.repeat(key, repeats, axis=0), jnp.repeat(gated["q"][token], repeats, axis=0)  # [Hv, Dk]
+    held = jnp.einsum("hkv,hk->hv", state * decay[:, None, None], wide, precision=HIGHEST)
+    change = (gated["v"][token] - held) * gated["beta"][token][:, None]
+    state = _advance(state, decay, key, change)
+    return state, jnp.einsum("hkv,hk->hv", state, query, precision=HIGHEST), change
+
+
+def _steps(states: Array, out: Array, gated: Weights, runs: Runs) -> tuple[Array, Array]:
+    """Generated positions, one at a time."""
+
+    def one(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        states, out = carry
+        token, lane = runs["step_token"][index], runs["step_lane"][index]
+        state = jnp.where(runs["step_fresh"][index], 0, states[lane])
+        state, seen, _ = _step(state, gated, token)
+        return states.at[lane].set(state), out.at[token].set(seen)
+
+    return lax.fori_loop(0, runs["steps"], one, (states, out))
+
+
+def _nodes(states: Array, out: Array, gated: Weights, runs: Runs, bucket: Bucket) -> tuple[Array, Weights]:
+    """Every draft from its parent's state, which is rebuilt from the increments where the parent is not the last one."""
+    tokens = runs["node_token"]
+    increments = {"decay": gated["decay"][tokens], "key": gated["k"][tokens]}
+    changes = jnp.zeros((bucket.drafts, *out.shape[1:]), jnp.float32)
+
+    def one(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        work, changes, out = carry
+
+        def replay(depth: Array, state: Array) -> Array:
+            place = runs["node_path"][index, depth]
+            return _advance(state, increments["decay"][place], increments["key"][place], changes[place])
+
+        begin = jnp.where(runs["node_goes_on"][index], work, states[runs["node_lane"][index]])
+        work = lax.fori_loop(0, jnp.where(runs["node_goes_on"][index], 0, runs["node_depth"][index]), replay, begin)
+        work, seen, change = _step(work, gated, tokens[index])
+        return work, changes.at[index].set(change), out.at[tokens[index]].set(seen)
+
+    _, changes, out = lax.fori_loop(0, runs["nodes"], one, (states[0], changes, out))
+    return out, {**increments, "change": changes}

@@ -1,0 +1,106 @@
+"""A model as StableHLO graphs that other runtimes can run: `onedraw export`.
+
+In: a spec, a source of weights, sizes. Out: a folder with `prefill.mlir` (a turn of anything up to so many tokens),
+`decode.mlir` (one token of every lane), `weights.npz` and `manifest.json`, which says the order, names, shapes and dtypes of
+what a graph takes and gives. Both graphs take and give the pages and states; logits come out and choosing is the caller's.
+`iree.py` is a loader that runs them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from onedraw.backends.xla.buckets import Bucket, make_shape
+from onedraw.backends.xla.inputs import make_inputs
+from onedraw.backends.xla.sampler import logits_of
+from onedraw.backends.xla.stack import Stage, run_layers
+from onedraw.backends.xla.weights import WeightSource, conv_of, require_interpreted
+from onedraw.models.spec import ModelSpec
+
+FORMAT = 1  # of the manifest
+
+
+def export_model(
+    spec: ModelSpec,
+    source: WeightSource,
+    folder: Path,
+    *,
+    lanes: int,
+    page_size: int,
+    pages: tuple[int, ...],
+    max_context: int,
+    turn_tokens: int,
+    version: str,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Path:
+    """Write everything; gives the manifest's path. Float32: what the graphs compute is what the backend computes."""
+    require_interpreted(spec)
+    sizes: dict[str, Any] = {"lanes": lanes, "page_size": page_size, "pages": pages, "windows": spec.windows}
+    sizes |= {"max_context": max_context, "turn_tokens": turn_tokens, "drafts": 0, "checkpoints": 0}
+    shape = make_shape(**sizes)
+    device = jax.devices("cpu")[0]
+    stage = Stage(spec, source, shape, dtype="f32", activation="f32", device=device, start=0, stop=len(spec.layers))
+    folder.mkdir(parents=True, exist_ok=True)
+    graphs = {}
+    for name, bucket in (("prefill", shape.mixed), ("decode", shape.decode)):
+        tell(f"writing {name}.mlir: turns of up to {bucket.tokens} tokens")
+        text, graphs[name] = _graph(stage, bucket)
+        (folder / f"{name}.mlir").write_text(text)
+        graphs[name]["file"] = f"{name}.mlir"
+    tell("writing weights.npz")
+    arrays: dict[str, Any] = {name: np.asarray(array) for name, array in _named({"weights": stage.weights})}
+    np.savez(folder / "weights.npz", **arrays)
+    state = [{"name": n, "shape": list(a.shape), "dtype": str(a.dtype)} for n, a in _named({"state": stage.state})]
+    manifest = {
+        "format": FORMAT,
+        "made_by": f"onedraw {version}, jax {jax.__version__}",
+        "family": spec.family,
+        "vocab": spec.vocab,
+        "recurrent": spec.recurrent,
+        "conv": conv_of(spec),
+        "sizes": sizes,
+        "buckets": {"prefill": asdict(shape.mixed), "decode": asdict(shape.decode)},
+        "state": state,
+        "graphs": graphs,
+    }
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(manifest, indent=1))
+    return path
+
+
+def _graph(stage: Stage, bucket: Bucket) -> tuple[str, dict[str, Any]]:
+    """The text of a graph, and what it takes and gives, in order."""
+    spec = stage.spec
+
+    def turn(given: dict[str, Any]) -> dict[str, Any]:
+        weights, inputs = given["weights"], given["inputs"]
+        layers = (weights, given["state"], inputs["tokens"], inputs, given["runs"], given["picks"])
+        state, _, _, picked = run_layers(*layers, stage=stage, bucket=bucket)
+        return {"state": state, "logits": logits_of(weights, picked, eps=spec.eps, vocab=spec.vocab)}
+
+    inputs = make_inputs((), stage.shape, conv=conv_of(spec), bucket=bucket)
+    picks = np.zeros(stage.shape.picks, dtype=np.int32)
+    given = {"weights": stage.weights, "state": stage.state, "inputs": inputs.arrays, "runs": inputs.delta, "picks": picks}
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(np.shape(a), a.dtype), given)
+    exported = jax.export.export(jax.jit(turn))(shapes)
+    names = [name for name, _ in _named(given)]
+    results = jax.eval_shape(turn, shapes)
+    arguments = [_described(names[index], exported.in_avals[index]) for index in exported.module_kept_var_idx]
+    return exported.mlir_module(), {"arguments": arguments, "results": [_described(*pair) for pair in _named(results)]}
+
+
+def _named(tree: Any) -> list[tuple[str, Any]]:
+    """Leaves in jax's own order, by names like state/0/keys."""
+    found, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in found]
+
+
+def _described(name: str, leaf: Any) -> dict[str, Any]:
+    return {"name": name, "shape": list(leaf.shape), "dtype": str(leaf.dtype)}

@@ -1,0 +1,199 @@
+"""The layers in jax: norms, products, rope, paged attention, feed-forward. Functions of their arguments.
+
+In: weights of a layer, tokens of a piece of the turn. Out: arrays of the same rows. Every reduction is over the last axis of
+a piece whose shape the turn does not change (see `buckets.py`), keys come in blocks of absolute positions, one after the
+other, and what a query does not see adds exact zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, assert_never
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from onedraw.backends.xla.buckets import FEWEST_ROWS, KEYS, Bucket, Shape
+from onedraw.backends.xla.platform import Array
+from onedraw.backends.xla.weights import Weights
+from onedraw.models.spec import Activation, AttentionSpec, Gate, MlpSpec
+
+COLUMNS = 8  # of the product that adds up rows
+Piece = tuple[Array, ...]
+
+
+def in_pieces(function: Callable[..., Piece], bucket: Bucket, pieces: Array, *arrays: Array) -> Piece:
+    """`function` over the turn's rows, `bucket.rows` at a time; pieces without a token are left out, and stay zero."""
+    if bucket.tokens == bucket.rows:
+        return function(*arrays)
+    rows = bucket.rows
+
+    def one(index: Array, found: Piece) -> Piece:
+        start = index * rows
+        part = function(*(lax.dynamic_slice_in_dim(array, start, rows) for array in arrays))
+        return tuple(lax.dynamic_update_slice_in_dim(whole, new, start, 0) for whole, new in zip(found, part, strict=True))
+
+    shapes = jax.eval_shape(function, *(array[:rows] for array in arrays))
+    empty = tuple(jnp.zeros((bucket.tokens, *shape.shape[1:]), shape.dtype) for shape in shapes)
+    return lax.fori_loop(0, pieces, one, empty)
+
+
+def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    out = lax.dot(x, weight, precision=precision, preferred_element_type=jnp.float32)
+    return (out if bias is None else out + bias).astype(x.dtype)
+
+
+def row_sum(x: Array) -> Array:
+    """Sums over the last axis, [..., W] → [..., 1], as a product with ones: a library's own sum follows the number of rows,
+    its product of several columns was seen not to."""
+    flat = x.reshape(-1, x.shape[-1])
+    sums = lax.dot(flat, jnp.ones((x.shape[-1], COLUMNS), x.dtype), precision=lax.Precision.HIGHEST)
+    return sums[:, :1].reshape(*x.shape[:-1], 1)
+
+
+def times(x: Array, y: Array) -> Array:
+    """A product that is rounded before it is added to anything. Compilers join a product and a sum into one operation where
+    they see both; the choice between two values keeps them apart, and gives x · y for any x."""
+    return jnp.where(jnp.isnan(x), x, x * y)
+
+
+def over(x: Array, y: Array) -> Array:
+    """A quotient that is one: x / y where y is spread out would become a product with 1 / y, which rounds twice."""
+    return x / jnp.where(jnp.isnan(x), 1, y)
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """A float32 weight meets the normed numbers before they are rounded to x's dtype, another one after."""
+    wide = x.astype(jnp.float32)
+    scale = lax.rsqrt(row_sum(wide * wide) * (1 / x.shape[-1]) + eps)
+    normed = wide * scale
+    if weight.dtype == jnp.float32:
+        return (normed * weight).astype(x.dtype)
+    return normed.astype(x.dtype) * weight
+
+
+def rotate(x: Array, turn: Array) -> Array:
+    """x [T, N, D] turned by `turn` [T, 2, d/2], half-split; dimensions past d pass through."""
+    half = turn.shape[-1]
+    cos, sin = turn[:, :1], turn[:, 1:]
+    first, second = x[..., :half], x[..., half : 2 * half]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, x[..., 2 * half :]], axis=-1)
+
+
+def activated(x: Array, activation: Activation) -> Array:
+    match activation:
+        case "silu":
+            return x * jax.nn.sigmoid(x)
+        case "gelu_tanh":
+            return jax.nn.gelu(x, approximate=True)
+        case _:
+            assert_never(activation)
+
+
+def opened(x: Array, gate: Gate) -> Array:
+    match gate:
+        case "sigmoid":
+            return jax.nn.sigmoid(x)
+        case "softplus":
+            return jax.nn.softplus(x)
+        case _:
+            assert_never(gate)
+
+
+def feed_forward(h: Array, weights: Weights, spec: MlpSpec) -> Array:
+    both = linear(h, weights["gate_up"], weights.get("gate_up_bias")).astype(jnp.float32)
+    mixed = activated(both[:, : spec.width], spec.activation) * both[:, spec.width :]
+    return linear(mixed.astype(h.dtype), weights["down"], weights.get("down_bias"))
+
+
+# ------------------------------------------------------------------ attention
+
+
+def project(h: Array, turn: Array, weights: Weights, spec: AttentionSpec, eps: float) -> Piece:
+    """Queries [T, H, D], keys and values [T, K, D], and the gate [T, W], of normed tokens h."""
+    rows, dim = len(h), spec.head_dim
+    widths = [spec.heads * dim, spec.kv_heads * dim, spec.kv_heads * dim]
+    out = linear(h, weights["qkv"], weights.get("qkv_bias"))
+    q, k, v, gate = jnp.split(out, [widths[0], sum(widths[:2]), sum(widths)], axis=1)
+    q, k, v = (part.reshape(rows, -1, dim) for part in (q, k, v))
+    if spec.qk_norm:
+        q, k = rms_norm(q, weights["q_norm"], eps), rms_norm(k, weights["k_norm"], eps)
+    turn = turn.astype(h.dtype)
+    return rotate(q, turn), rotate(k, turn), v, gate
+
+
+def write(pages: Weights, k: Array, v: Array, places: Array) -> Weights:
+    """Keys and values [T, K, D] to their slots. A value that is not finite lies there as a key of NaN and a value of zero:
+    whoever sees it gets NaN, and whoever does not is not touched."""
+    broken = ~jnp.isfinite(v).all(-1, keepdims=True)
+    k, v = jnp.where(broken, jnp.nan, k), jnp.where(broken, 0, v)
+    return {"keys": pages["keys"].at[places].set(k), "values": pages["values"].at[places].set(v)}
+
+
+def attend(q: Array, pages: Weights, inputs: dict[str, Any], bucket: Bucket, shape: Shape, spec: AttentionSpec) -> Array:
+    """q [T, H, D] over the pages of a layer: [T, H * D]."""
+    group = shape.windows.index(spec.window)
+    kv, per, dim = spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim
+    height = max(per * bucket.tile, FEWEST_ROWS)
+    tiles = (q.astype(jnp.float32) * spec.scale).astype(q.dtype)[inputs["tile_queries"]]  # [N, h, H, D]
+    tiles = tiles.reshape(-1, bucket.tile, kv, per, dim).transpose(0, 2, 3, 1, 4).reshape(-1, kv, per * bucket.tile, dim)
+    tiles = jnp.pad(tiles, ((0, 0), (0, 0), (0, height - per * bucket.tile), (0, 0)))
+    ends = jnp.tile(inputs["positions"][inputs["tile_queries"]], (1, per))  # [N, G * h], the last position each query sees
+    ends = jnp.pad(ends, ((0, 0), (0, height - per * bucket.tile)))
+
+    def step(number: Array, out: Array) -> Array:
+        def part(array: Array) -> Array:
+            return lax.dynamic_slice_in_dim(array, number * bucket.step, bucket.step)
+
+        rows = (part(inputs["tile_rows"]), part(inputs["tile_tails"]), part(inputs["tile_paths"]))
+        queries, last = part(tiles), part(ends)
+
+        def block(index: Array, carry: Piece) -> Piece:
+            positions = index * KEYS + jnp.arange(KEYS, dtype=jnp.int32)
+            places = _places(positions, rows, inputs["tables"][group], shape)
+            seen = positions <= last[:, :, None]
+            if spec.window is not None:
+                seen &= positions > last[:, :, None] - spec.window
+            return _block(queries, pages["keys"][places], pages["values"][places], seen[:, None], carry)
+
+        none = (bucket.step, kv, height)
+        carry = (jnp.full(none, -jnp.inf, jnp.float32), jnp.zeros(none, jnp.float32), jnp.zeros((*none, dim), jnp.float32))
+        _, total, mixed = lax.fori_loop(inputs["first_blocks"][group, number], inputs["last_blocks"][number], block, carry)
+        found = mixed / jnp.where(total == 0, 1, total)[..., None]
+        return lax.dynamic_update_slice_in_dim(out, found, number * bucket.step, 0)
+
+    out = jnp.zeros((bucket.tiles, kv, height, dim), jnp.float32)
+    if bucket.tiles == bucket.step:
+        out = step(jnp.int32(0), out)
+    else:
+        out = lax.fori_loop(0, inputs["tile_steps"], step, out)
+    out = out[:, :, : per * bucket.tile]
+    out = out.reshape(-1, kv, per, bucket.tile, dim).transpose(0, 3, 1, 2, 4).reshape(bucket.tiles * bucket.tile, -1)
+    return out[inputs["token_slots"]].astype(q.dtype)
+
+
+def _places(positions: Array, rows: Piece, table: Array, shape: Shape) -> Array:
+    """Where a tile's keys lie, [tiles, KEYS]: known positions as they are, then a node's own path."""
+    row, tail, path = rows
+    depth = jnp.clip(positions - tail[:, None], 0, path.shape[1] - 1)
+    slots = jnp.where(positions < tail[:, None], positions, tail[:, None] + jnp.take_along_axis(path, depth, axis=1))
+    page = jnp.minimum(slots // shape.page_size, shape.table - 1)
+    return table[row[:, None], page] * shape.page_size + slots % shape.page_size
+
+
+def _block(queries: Array, keys: Array, values: Array, seen: Array, carry: Piece) -> Piece:
+    """One block more: peak, total and mixed values so far. A block that a query does not see leaves its bits alone."""
+    peak, total, mixed = carry
+    precision = lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None
+    dots: dict[str, Any] = {"precision": precision, "preferred_element_type": jnp.float32}
+    scores = jnp.einsum("nkmd,nbkd->nkmb", queries, keys, **dots)
+    scores = jnp.where(seen, scores, -jnp.inf)
+    top = jnp.maximum(peak, scores.max(-1))
+    base = jnp.where(top == -jnp.inf, 0, top)
+    weights = jnp.where(seen, jnp.exp(scores - base[..., None]), 0)
+    scale = jnp.where(peak == top, 1, jnp.exp(peak - base))
+    scale = jnp.where(peak == -jnp.inf, 0, scale)
+    added = jnp.einsum("nkmb,nbkd->nkmd", weights.astype(values.dtype), values, **dots)
+    return top, total * scale + row_sum(weights)[..., 0], mixed * scale[..., None] + added

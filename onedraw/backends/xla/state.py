@@ -1,0 +1,216 @@
+"""What a stage remembers between turns: pages and recurrent states as donated arrays, updated in place.
+
+In: sizes, then rows and what became of them. Out: a list of dictionaries of arrays, one per layer of the stage, which every
+program takes and gives back. Allocated once. After every turn the state behind a row's kept tokens lies in its pages and
+its lane, and nowhere else. Lanes, pages and checkpoints have one more than the engine knows: nobody's, for padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from onedraw.backends.xla import delta
+from onedraw.backends.xla.buckets import Shape
+from onedraw.backends.xla.platform import DTYPES, Array
+from onedraw.backends.xla.weights import Weights
+from onedraw.errors import NoRoom
+from onedraw.models.spec import AttentionSpec, LayerSpec
+from onedraw.types import Row
+
+State = list[Weights]
+COPIES = 16  # page copies and restored lanes of one program
+
+
+def allocate(layers: Sequence[LayerSpec], shape: Shape, *, dtype: str, device: jax.Device) -> State:
+    found: State = []
+    try:
+        with jax.default_device(device):
+            for layer in layers:
+                found.append({name: jnp.zeros(size, kind) for name, (size, kind) in _sizes(layer, shape, dtype).items()})
+            jax.block_until_ready(found)
+    except (RuntimeError, MemoryError):  # how jax says that there is not enough
+        raise NoRoom(
+            f"pages of {shape.max_context} tokens and the states of {shape.lanes} lanes do not fit into the memory of {device}; "
+            f"lower --kv-memory, --max-context or --max-batch"
+        ) from None
+    return [{name: jax.device_put(array, device) for name, array in layer.items()} for layer in found]
+
+
+def _sizes(layer: LayerSpec, shape: Shape, dtype: str) -> dict[str, tuple[tuple[int, ...], Any]]:
+    mixer = layer.mixer
+    if isinstance(mixer, AttentionSpec):
+        slots = (shape.pages[shape.windows.index(mixer.window)] + 1) * shape.page_size
+        size = (slots, mixer.kv_heads, mixer.head_dim)
+        return {"keys": (size, DTYPES[dtype]), "values": (size, DTYPES[dtype])}
+    head = (mixer.value_heads, mixer.key_dim, mixer.value_dim)
+    window = (mixer.conv - 1, mixer.channels)
+    lanes, slots = shape.lanes + 1, shape.checkpoints + 1
+    return {
+        "states": ((lanes, *head), jnp.float32),
+        "windows": ((lanes, *window), jnp.float32),
+        "saved_states": ((slots, *head), jnp.float32),
+        "saved_windows": ((slots, *window), jnp.float32),
+    }
+
+
+def openings(rows: Sequence[Row], shape: Shape) -> list[dict[str, npt.NDArray[np.int32]]]:
+    """What is to be copied before a turn, in parts of a fixed size; nothing where nobody asked."""
+    copies = [[(c.source, c.target) for row in rows for c in row.copies if c.group == group] for group in range(len(shape.pages))]
+    restored = [(row.restore, row.lane) for row in rows if row.restore is not None]
+    parts = -(-max(len(restored), *map(len, copies)) // COPIES)
+    return [
+        {
+            "pages": np.stack([_padded(own, part, shape.pages[group]) for group, own in enumerate(copies)]),
+            "lanes": _padded(restored, part, shape.checkpoints, shape.lanes),
+        }
+        for part in range(parts)
+    ]
+
+
+def nothing_to_copy(shape: Shape) -> dict[str, npt.NDArray[np.int32]]:
+    pages = np.stack([_padded((), 0, scratch) for scratch in shape.pages])
+    return {"pages": pages, "lanes": _padded((), 0, shape.checkpoints, shape.lanes)}
+
+
+def _padded(pairs: Sequence[tuple[int, int]], part: int, *nobodys: int) -> npt.NDArray[np.int32]:
+    """[COPIES, 2] of a list's part, from and to nobody's behind its end."""
+    found = np.empty((COPIES, 2), dtype=np.int32)
+    found[:] = nobodys if len(nobodys) == 2 else nobodys * 2
+    here = pairs[part * COPIES : (part + 1) * COPIES]
+    if here:
+        found[: len(here)] = here
+    return found
+
+
+def open_turn(state: State, copied: dict[str, Array], *, layers: Sequence[LayerSpec], shape: Shape) -> State:
+    """Pages of one's own, and the states of checkpoints into lanes."""
+    found: State = []
+    for layer, store in zip(layers, state, strict=True):
+        if isinstance(layer.mixer, AttentionSpec):
+            source, target = copied["pages"][shape.windows.index(layer.mixer.window)].T
+            paged = {name: array.reshape(-1, shape.page_size, *array.shape[1:]) for name, array in store.items()}
+            paged = {name: array.at[target].set(array[source]) for name, array in paged.items()}
+            found.append({name: array.reshape(-1, *array.shape[2:]) for name, array in paged.items()})
+        else:
+            slot, lane = copied["lanes"].T
+            moved = {name: store[name].at[lane].set(store[f"saved_{name}"][slot]) for name in ("states", "windows")}
+            found.append({**store, **moved})
+    return found
+
+
+def commit_turn(
+    state: State,
+    increments: Sequence[Weights],
+    chosen: Array,
+    drafts: dict[str, Any],
+    *,
+    layers: Sequence[LayerSpec],
+    shape: Shape,
+) -> State:
+    """Bring kept drafts home: nodes of trees to the slots of their positions, states to their lanes."""
+    kept = verified(chosen, drafts, shape)
+    found: State = []
+    for layer, store, own in zip(layers, state, increments, strict=True):
+        if isinstance(layer.mixer, AttentionSpec):
+            group = shape.windows.index(layer.mixer.window)
+            nobodys = shape.pages[group] * shape.page_size
+            source = drafts["sources"][group]
+            target = jnp.where(kept, drafts["targets"][group], nobodys)
+            found.append({name: array.at[target].set(array[source]) for name, array in store.items()})
+        else:
+            found.append(delta.commit(store, own, kept, drafts))
+    return found
+
+
+def verified(chosen: Array, drafts: dict[str, Any], shape: Shape) -> Array:
+    """Which drafts equal the choice at their parent, the parent kept: `sampling/verify.kept` for all rows.   [D] bool"""
+    rows = shape.lanes + 1
+
+    def one(index: jax.Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        kept, last = carry
+        row = drafts["rows"][index]
+        right = (drafts["parents"][index] == last[row]) & (drafts["tokens"][index] == chosen[drafts["picks"][index]])
+        return kept.at[index].set(right), last.at[row].set(jnp.where(right, index.astype(jnp.int32), last[row]))
+
+    begin = (jnp.zeros(max(shape.drafts, 1), bool), jnp.full(rows, -1, jnp.int32))
+    return jax.lax.fori_loop(0, drafts["count"], one, begin)[0]
+
+
+# ------------------------------------------------------------------ to and from the disk
+
+
+@jax.jit
+def take(array: Array, index: Array) -> Array:
+    return array[index]
+
+
+@partial(jax.jit, donate_argnums=0)
+def put(array: Array, index: Array, value: Array) -> Array:
+    return array.at[index].set(value)
+
+
+def as_stored(array: Array) -> npt.NDArray[Any]:
+    """A file knows no bf16: its bits are stored as integers."""
+    found = np.asarray(array)
+    return found.view(np.int16) if array.dtype == jnp.bfloat16 else found
+
+
+def as_given(array: npt.NDArray[Any], like: Array) -> npt.NDArray[Any]:
+    found = array.view(like.dtype) if like.dtype == jnp.bfloat16 and array.dtype == np.int16 else array
+    if found.dtype != like.dtype:
+        raise ValueError(f"numbers of {found.dtype}, not of {like.dtype}")
+    return found
+
+
+def export(
+    state: State, layers: Sequence[LayerSpec], slot: int, pages: Sequence[Sequence[int]], *, shape: Shape, first: int
+) -> dict[str, npt.NDArray[Any]]:
+    """Copies on the host, by the layers' numbers in the model."""
+    found: dict[str, npt.NDArray[Any]] = {}
+    for index, (layer, store) in enumerate(zip(layers, state, strict=True)):
+        if isinstance(layer.mixer, AttentionSpec):
+            wanted = pages[shape.windows.index(layer.mixer.window)]
+            for name, array in store.items():
+                size = (0, shape.page_size, *array.shape[1:])
+                parts = [as_stored(take(array, slots_of(page, shape)))[None] for page in wanted]
+                found[f"{first + index}.{name}"] = np.concatenate(parts) if parts else np.zeros(size, np.float32)
+        else:
+            for name in ("states", "windows"):
+                found[f"{first + index}.{name}"] = as_stored(take(store[f"saved_{name}"], np.int32(slot)))
+    return found
+
+
+def adopt(
+    state: State,
+    layers: Sequence[LayerSpec],
+    slot: int | None,
+    places: Sequence[Mapping[int, int]],
+    arrays: Mapping[str, npt.NDArray[Any]],
+    *,
+    shape: Shape,
+    first: int,
+) -> None:
+    """Stored pages to pages here, and a checkpoint's states, where there is a slot. The state's dictionaries are changed."""
+    for index, (layer, store) in enumerate(zip(layers, state, strict=True)):
+        if isinstance(layer.mixer, AttentionSpec):
+            for name in ("keys", "values"):
+                given = as_given(arrays[f"{first + index}.{name}"], store[name])
+                if given.shape[1:] != (shape.page_size, *store[name].shape[1:]):
+                    raise ValueError(f"pages of {given.shape[1:]}, not of {(shape.page_size, *store[name].shape[1:])}")
+                for stored, page in places[shape.windows.index(layer.mixer.window)].items():
+                    store[name] = put(store[name], slots_of(page, shape), given[stored])
+        elif slot is not None:
+            for name in ("states", "windows"):
+                saved = f"saved_{name}"
+                store[saved] = put(store[saved], np.int32(slot), as_given(arrays[f"{first + index}.{name}"], store[saved]))
+
+
+def slots_of(page: int, shape: Shape) -> Any:
+    return page * shape.page_size + np.arange(shape.page_size, dtype=np.int32)

@@ -1,0 +1,127 @@
+"""Weights on their way from a source to a jax device: leaves per layer, matrices as [inputs, outputs].
+
+In: a source of named weights (`models/spec.py` lists the names). Out: a dictionary of arrays per layer, and one of the outer
+ones. Leaves rather than stacks: a slice of a stack is copied at every use. What reads the same input is joined.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from onedraw.backends.xla.buckets import round_up
+from onedraw.backends.xla.platform import DTYPES, Array
+from onedraw.errors import UnsupportedModel
+from onedraw.models.source import Tensor as Stored
+from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5")  # what this backend interprets
+VECTOR = 64  # the vocabulary is padded to a multiple of it
+
+Floats = npt.NDArray[np.float32]
+Weights = dict[str, Array]
+
+
+class WeightSource(Protocol):
+    """Named weights, each read when asked for; layer None for the outer ones."""
+
+    def tensor(self, layer: int | None, weight: str) -> Stored: ...
+
+
+def require_interpreted(spec: ModelSpec) -> None:
+    """Refuse, by name, what the layers of this backend do not compute."""
+    plain = LayerSpec(spec.layers[0].mixer, spec.layers[0].feed_forward)
+    for layer in spec.layers:
+        mixer = layer.mixer
+        odd = isinstance(mixer, AttentionSpec) and (mixer.v_norm or mixer.keys_as_values or mixer.reuses is not None)
+        extras = (layer.sandwich, layer.beside, layer.inputs, layer.scaled)
+        usual = (plain.sandwich, plain.beside, plain.inputs, plain.scaled)
+        if odd or extras != usual or not isinstance(layer.feed_forward, MlpSpec) or spec.family not in FAMILIES or spec.softcap:
+            raise UnsupportedModel(
+                f"--backend xla does not interpret {spec.family} yet; it runs {', '.join(FAMILIES)}; use --backend torch"
+            )
+
+
+class Loader:
+    """Owner: the stack, while it is being made."""
+
+    def __init__(self, spec: ModelSpec, source: WeightSource, *, dtype: str, device: jax.Device) -> None:
+        self._spec, self._source, self._dtype, self._device = spec, source, DTYPES[dtype], device
+
+    def layer(self, index: int) -> Weights:
+        spec = self._spec.layers[index]
+        found = {name: self._norm(index, name) for name in ("attn_norm", "mlp_norm")}
+        mixer, mlp = spec.mixer, spec.feed_forward
+        assert isinstance(mlp, MlpSpec)
+        found |= self._attention(index, mixer) if isinstance(mixer, AttentionSpec) else self._delta(index)
+        found |= {"gate_up": self._matrix(index, "gate", "up"), "down": self._matrix(index, "down")}
+        if mlp.bias:
+            found |= {"gate_up_bias": self._vector(index, "gate_bias", "up_bias"), "down_bias": self._vector(index, "down_bias")}
+        return found
+
+    def embedding(self) -> Weights:
+        """For a head that is not tied, or lies on another device."""
+        return {"embed": self._put(self._read(None, "embed"))}
+
+    def head(self) -> Weights:
+        """The last norm, and the head as [E, V'], which a tied embedding is read from too."""
+        name = "embed" if self._spec.tied else "head"
+        rows = self._read(None, name)
+        width = round_up(self._spec.vocab, VECTOR)
+        wide = np.zeros((self._spec.hidden, width), dtype=np.float32)
+        wide[:, : self._spec.vocab] = rows.T
+        return {"norm": self._norm(None, "norm"), "head": self._put(wide)}
+
+    def rope(self, rope: RopeSpec, positions: int) -> Array:
+        """cos and sin of every position: [positions, 2, d/2]."""
+        frequencies = np.asarray(rope.inverse_frequencies(), dtype=np.float32)
+        wide = (np.arange(positions, dtype=np.float32)[:, None] * frequencies).astype(np.float64)
+        return self._put((np.stack([np.cos(wide), np.sin(wide)], axis=1) * rope.scale).astype(np.float32))
+
+    def _attention(self, index: int, spec: AttentionSpec) -> Weights:
+        parts = ["q", "k", "v", *(["attn_gate"] if spec.gate is not None else [])]
+        found = {"qkv": self._matrix(index, *parts), "o": self._matrix(index, "o")}
+        if spec.qkv_bias:
+            bias = np.concatenate([*(self._read(index, f"{part}_bias") for part in "qkv"), np.zeros(spec.gate_width, np.float32)])
+            found["qkv_bias"] = self._put(bias)
+        if spec.out_bias:
+            found["o_bias"] = self._vector(index, "o_bias")
+        if spec.qk_norm:
+            found |= {name: self._norm(index, name) for name in ("q_norm", "k_norm")}
+        return found
+
+    def _delta(self, index: int) -> Weights:
+        found = {"projections": self._matrix(index, "delta_qkv", "delta_z", "delta_a", "delta_b"), "o": self._matrix(index, "o")}
+        found["conv"] = self._wide(np.ascontiguousarray(self._read(index, "conv").T))  # [K, C]
+        return found | {name: self._wide(self._read(index, name)) for name in ("decay", "delta_bias", "delta_norm")}
+
+    def _read(self, layer: int | None, name: str) -> Floats:
+        return self._source.tensor(layer, name).float32()
+
+    def _matrix(self, layer: int, *names: str) -> Array:
+        return self._put(np.ascontiguousarray(np.concatenate([self._read(layer, name) for name in names]).T))
+
+    def _vector(self, layer: int, *names: str) -> Array:
+        return self._put(np.concatenate([self._read(layer, name) for name in names]))
+
+    def _norm(self, layer: int | None, name: str) -> Array:
+        """In float32 where it meets the numbers before they are rounded."""
+        value = self._read(layer, name)
+        return self._wide(value) if self._spec.norm == "wide" else self._put(value)
+
+    def _put(self, value: Floats) -> Array:
+        return jax.device_put(value.astype(self._dtype), self._device)
+
+    def _wide(self, value: Floats) -> Array:
+        return jax.device_put(value, self._device)
+
+
+def conv_of(spec: ModelSpec) -> int:
+    """Positions that the convolutions of recurrent layers read; 0 where there are none. All layers have the same."""
+    return next((layer.mixer.conv for layer in spec.layers if isinstance(layer.mixer, DeltaSpec)), 0)
+
+
+Tree = Any  # nested dictionaries and lists of arrays

@@ -1,0 +1,41 @@
+"""`onedraw export`: a model as graphs that other runtimes run.
+
+In: parsed arguments. Out: the path of the manifest on stdout, progress on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from onedraw.cli import screen
+from onedraw.cli.flags import SETTINGS_HELP
+from onedraw.settings import Settings
+
+HELP = "write a model as StableHLO graphs, for IREE and other runtimes"
+EXAMPLES = """examples:
+  onedraw export smollm2 --out smollm2-stablehlo
+  onedraw export ./my-model --out graphs --max-batch 8 --max-context 2048
+"""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a name, a folder, a .gguf file or a hub id")
+    parser.add_argument("--format", choices=["stablehlo"], default="stablehlo", help="what to write (default: stablehlo)")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where to; made if it is not there")
+    parser.add_argument("--max-batch", type=int, default=4, metavar="N", help="sequences of one turn (default: 4)")
+    parser.add_argument("--max-context", type=int, default=1024, metavar="N", help="tokens of one sequence (default: 1024)")
+    parser.add_argument("--turn-tokens", type=int, default=64, metavar="N", help="tokens of a prefill turn (default: 64)")
+    parser.add_argument("--page-size", type=int, default=16, metavar="N", help="positions per page (default: 16)")
+    parser.add_argument("--cache-dir", type=Path, metavar="FOLDER", help=SETTINGS_HELP["cache_dir"])
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from onedraw.assemble import export_graphs
+
+    given = {name: getattr(arguments, name) for name in ("max_batch", "max_context", "turn_tokens", "page_size", "cache_dir")}
+    settings = Settings.of(model=arguments.model, backend="xla", draft="none", **given)
+    with screen.progress() as tell:
+        path = export_graphs(settings, arguments.out, tell)
+    print(path)
+    return 0

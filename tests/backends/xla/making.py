@@ -1,0 +1,33 @@
+"""One way to make an xla backend from a folder, for every test that needs one; skips where jax is not installed."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("jax", reason='--backend xla needs jax: pip install "onedraw[xla]"')
+
+import jax
+
+from onedraw.backends.xla.backend import Site, XlaBackend
+from onedraw.backends.xla.platform import keep_compiled
+from onedraw.checkpoints.base import open_checkpoint
+from onedraw.models.loading import describe
+
+jax.config.update("jax_num_cpu_devices", 8)  # virtual ones, for splits; read before the first device is asked for
+COMPILED = tempfile.TemporaryDirectory()  # a program that two tests of a process need is compiled once
+keep_compiled(Path(COMPILED.name))
+
+SIZES: dict[str, Any] = {"lanes": 4, "pages": 200, "page_size": 8, "max_context": 400, "turn_tokens": 192, "checkpoints": 12}
+
+
+def xla_backend(path: Path, *, cuts: tuple[int, ...] = (), **changes: Any) -> XlaBackend:
+    """On the CPU, in one stage or cut before some layers, each stage on the next of jax's CPU devices."""
+    described = describe(open_checkpoint(path))
+    devices = jax.devices("cpu")
+    stops = (*cuts, None)
+    sites = [Site(devices[number % len(devices)], stop) for number, stop in enumerate(stops)]
+    return XlaBackend(described.spec, described.weights, sites=sites, **{"warm": False, "check": False, **SIZES, **changes})

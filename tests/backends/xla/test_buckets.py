@@ -1,0 +1,32 @@
+"""The two shapes of turns: what they hold, and that they agree where they must."""
+
+from __future__ import annotations
+
+import pytest
+
+from onedraw.backends.xla.buckets import FEWEST_ROWS, KEYS, MOST_ROWS, Shape, make_shape
+
+
+def shape_of(lanes: int, *, rows: int | None = None, drafts: int = 64) -> Shape:
+    sizes = {"page_size": 16, "pages": (100,), "windows": (None,), "max_context": 1000, "turn_tokens": 512, "checkpoints": 4}
+    return make_shape(lanes=lanes, drafts=drafts, rows=rows, **sizes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("lanes", [1, 4, 5, 8, 17, 32, 33, 100])
+def test_every_lane_has_a_token_and_products_have_few_to_many_rows(lanes: int) -> None:
+    shape = shape_of(lanes)
+    assert shape.decode.tokens >= lanes
+    assert FEWEST_ROWS <= shape.decode.rows <= MOST_ROWS == shape.mixed.rows
+    for bucket in (shape.decode, shape.mixed):
+        assert bucket.tokens % bucket.rows == 0
+        assert bucket.tiles % bucket.step == 0
+    assert shape.mixed.tiles * shape.mixed.tile >= shape.mixed.tokens  # even where every lane leaves a tile unfilled
+    assert shape.picks >= lanes + shape.drafts
+    assert shape.table * shape.page_size % KEYS == 0
+
+
+def test_fixed_rows_give_both_shapes_the_same_products_and_tiles() -> None:
+    shape = shape_of(8, rows=64)
+    assert (shape.decode.rows, shape.decode.tile, shape.decode.step) == (shape.mixed.rows, shape.mixed.tile, shape.mixed.step)
+    assert shape == shape.uniform
+    assert shape_of(8).uniform.decode.rows == MOST_ROWS

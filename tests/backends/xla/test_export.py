@@ -1,0 +1,74 @@
+"""`onedraw export` → StableHLO → IREE → tokens: whole generations, greedy and sampled, equal to the xla backend's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.backends.xla.making import xla_backend
+
+# isort: split
+pytest.importorskip("iree.runtime", reason='an export is run by IREE: pip install "onedraw[xla]"')
+
+from onedraw.backends.xla.iree import IreeBackend
+from onedraw.cli.main import main
+from onedraw.errors import NotFound
+from onedraw.types import Request, SamplingParams
+from tests import tiny
+from tests.laws.harness import Schedule, run
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model of one layer, and its export."""
+    place = tmp_path_factory.mktemp("export")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tiny.COMMON, "num_hidden_layers", 1)
+        model = tiny.write_safetensors("qwen2", place / "model")
+    out = place / "graphs"
+    assert main(["export", str(model), "--out", str(out), "--max-context", "256"]) == 0
+    return model, out
+
+
+def requests() -> list[Request]:
+    rng = np.random.default_rng(3)
+    prompts = [tuple(rng.integers(0, tiny.VOCAB, n).tolist()) for n in (150, 7, 40, 20, 33)]
+    wishes = [
+        SamplingParams(temperature=0.0, max_tokens=12),
+        SamplingParams(temperature=1.0, seed=42, max_tokens=12),
+        SamplingParams(temperature=0.8, seed=7, top_p=0.9, repetition_penalty=1.2, max_tokens=12),
+        SamplingParams(temperature=0.0, logit_bias=((5, 2.0),), max_tokens=12),
+        SamplingParams(temperature=1.2, seed=1, min_p=0.05, max_tokens=12),
+    ]
+    return [Request(f"r{i}", prompt, wish) for i, (prompt, wish) in enumerate(zip(prompts, wishes, strict=True))]
+
+
+def test_whole_generations_under_iree_are_the_backends(folders: tuple[Path, Path]) -> None:
+    model, out = folders
+    loaded = IreeBackend(out)
+    got, stats = run(loaded, requests(), Schedule())
+    expected, _ = run(xla_backend(model), requests(), Schedule())
+    assert [answer.tokens for answer in got] == [answer.tokens for answer in expected]
+    assert stats.middle_chunks > 0  # prompts longer than a turn
+    assert stats.mixed_turns > 0
+    alone = [run(loaded, [request], Schedule())[0][0].tokens for request in requests()[:2]]
+    assert alone == [answer.tokens for answer in got[:2]]
+
+
+def test_the_manifest_names_what_a_graph_takes_and_gives(folders: tuple[Path, Path]) -> None:
+    _, out = folders
+    manifest = json.loads((out / "manifest.json").read_text())
+    for graph in manifest["graphs"].values():
+        assert (out / graph["file"]).read_text().count("stablehlo.while") > 0
+        names = [argument["name"] for argument in graph["arguments"]]
+        assert {"weights/head", "state/0/keys", "inputs/tokens", "picks"} <= set(names)
+        assert [result["name"] for result in graph["results"]] == ["logits", "state/0/keys", "state/0/values"]
+    assert manifest["family"] == "qwen2"
+
+
+def test_a_folder_that_is_no_export_is_named(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match=r"has no manifest\.json"):
+        IreeBackend(tmp_path)

@@ -1,0 +1,259 @@
+"""The contract on the xla backend: tiny models of each family it interprets, tokens and checksums.
+
+A backend's programs are compiled once; it serves one law after the other, as a server would.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.backends.xla.making import xla_backend
+
+# isort: split
+from onedraw import assemble
+from onedraw.backends.xla import backend as backend_module
+from onedraw.backends.xla import inputs, layers, sampler, state
+from onedraw.checkpoints.base import open_checkpoint
+from onedraw.memory.ledger import Ledger
+from onedraw.models.loading import describe
+from onedraw.settings import Settings
+from onedraw.types import DryParams, Request, SamplingParams
+from tests import tiny
+from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, run
+from tests.laws.test_snapshots import requests_of as disk_requests
+from tests.laws.test_snapshots import restarted
+
+DENSE, HYBRID = "qwen3", "qwen3_5_odd"
+COUNTED = ("restores", "whole_prompts", "page_copies", "checkpoints_saved", "preemptions", "middle_chunks", "draft_trees")
+
+
+def params(seed: int) -> SamplingParams:
+    """Temperatures 0, 0.7 and 1 in turn, with penalties and filters."""
+    return SamplingParams(
+        temperature=(0.0, 0.7, 1.0)[seed % 3],
+        top_k=30 if seed % 4 == 1 else 0,
+        top_p=0.9 if seed % 4 == 2 else 1.0,
+        min_p=0.02 if seed % 2 else 0.0,
+        repetition_penalty=1.1,
+        frequency_penalty=0.3,
+        presence_penalty=0.2,
+        dry=DryParams(multiplier=0.5) if seed % 4 == 3 else None,
+        logit_bias=((seed, 2.0),),
+        seed=seed,
+        max_tokens=9 + seed % 4,
+        logprobs=2 if seed % 3 == 1 else None,
+        prompt_logprobs=1 if seed == 4 else None,
+        checksums=True,
+    )
+
+
+def conversation() -> list[Request]:
+    """Openings, the same prompt again, prompts that begin alike, second turns that quote a first prompt."""
+    rng = np.random.default_rng(5)
+    text = [tuple(int(t) for t in rng.integers(0, tiny.VOCAB, n)) for n in (150, 70, 90, 40)]
+    prompts = [text[0], text[0], text[0] + text[1], text[0][:100] + text[2], text[3], text[0][:128], text[3]]
+    return [Request(f"q{i}", prompt, params(i)) for i, prompt in enumerate(prompts)]
+
+
+REQUESTS = conversation()
+LATE = tuple(range(0, 7 * 16, 16))  # each arrives when the one before has finished
+
+
+def same(got: list[Answer], expected: list[Answer]) -> bool:
+    return [dataclasses.replace(a, cached=0) for a in got] == [dataclasses.replace(a, cached=0) for a in expected]
+
+
+class FewPages(Ledger):
+    """Lends only as many pages as one long request needs and a few more, of a backend that has plenty."""
+
+    def __init__(self, capacity: Any, **named: Any) -> None:
+        groups = tuple(dataclasses.replace(group, pages=38) for group in capacity.groups)
+        super().__init__(dataclasses.replace(capacity, groups=groups), **named)
+
+
+class Bench:
+    """A backend, what it answers to each alone, and who knows the answers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.backend = xla_backend(folder)
+        self.expected = plain(lambda: self.backend, REQUESTS)
+        answers = {r.id: a.tokens for r, a in zip(REQUESTS, self.expected, strict=True)}
+        self.drafts = Clairvoyant(answers, tiny.VOCAB)
+
+    def faulty(self, schedule: Schedule) -> bool:
+        """Whether a fault that was planted meanwhile shows."""
+        return not same(run(xla_backend(self.folder), REQUESTS[:4], schedule)[0], self.expected[:4])
+
+
+@pytest.fixture(scope="module")
+def benches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bench]:
+    place = tmp_path_factory.mktemp("xla")
+    return {name: Bench(tiny.write_safetensors(name, place / name)) for name in (DENSE, HYBRID)}
+
+
+@pytest.mark.parametrize("name", [DENSE, HYBRID])
+def test_no_schedule_changes_a_bit(benches: dict[str, Bench], name: str) -> None:
+    bench = benches[name]
+    drafts, trees = bench.drafts, dataclasses.replace(bench.drafts, tree=True)
+    variations = {
+        "batched": Schedule(),
+        "small turns": Schedule(turn_tokens=64, arrivals=(5, 0, 2, 9, 1, 3)),
+        "checkpoints": Schedule(reuse=True, arrivals=LATE),
+        "few pages": Schedule(reuse=True, turn_tokens=100, ledger=FewPages),
+        "drafts": Schedule(proposer=drafts, reuse=True, arrivals=LATE[::2]),
+        "trees": Schedule(proposer=trees),
+        "trees, few pages": Schedule(proposer=trees, turn_tokens=80, reuse=True, ledger=FewPages),
+    }
+    counted: Counter[str] = Counter()
+    for label, schedule in variations.items():
+        got, stats = run(bench.backend, REQUESTS, schedule)
+        assert same(got, bench.expected), label
+        counted.update({field: getattr(stats, field) for field in COUNTED})
+        counted.update(kept=stats.accepted_tokens, rejected=stats.draft_tokens - stats.accepted_tokens)
+        counted.update(hits=stats.prefix_hits, mixed=stats.mixed_turns)
+    assert [what for what, count in counted.items() if not count] == [], counted
+
+
+def test_a_prompt_from_the_disk_goes_on_as_a_cold_one(benches: dict[str, Bench], tmp_path: Path) -> None:
+    bench = benches[HYBRID]
+    cold = plain(lambda: bench.backend, disk_requests(tiny.VOCAB))
+    got, counted = restarted(lambda: bench.backend, lambda: bench.backend, disk_requests(tiny.VOCAB), tmp_path)
+    assert same(got, cold)
+    assert counted["restored"] >= 4
+    assert counted["whole"] >= 3
+
+
+@pytest.mark.parametrize(("name", "cuts"), [(DENSE, (1, 2)), (HYBRID, (1, 2, 3))])
+def test_layers_on_several_devices_give_the_bits_of_one(benches: dict[str, Bench], name: str, cuts: tuple[int, ...]) -> None:
+    bench = benches[name]
+    split = xla_backend(bench.folder, cuts=cuts)
+    assert len({site.device for site in split._sites}) == len(cuts) + 1
+    proposer = dataclasses.replace(bench.drafts, tree=True)
+    got, stats = run(split, REQUESTS, Schedule(proposer=proposer, reuse=True, turn_tokens=80, arrivals=(0, 9, 9)))
+    assert same(got, bench.expected)
+    assert min(stats.restores, stats.accepted_tokens, stats.draft_trees, stats.middle_chunks, stats.mixed_turns) > 0
+
+
+def test_eight_devices_share_eight_layers_as_the_placement_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tiny.COMMON, "num_hidden_layers", 8)
+    described = describe(open_checkpoint(tiny.write_safetensors("llama", tmp_path / "hf")))
+    names = ",".join(f"cpu:{number}" for number in range(8))
+    found = []
+    for devices in (None, names):
+        settings = Settings.of(
+            backend="xla", devices=devices, max_batch=4, max_context=256, turn_tokens=64, self_check=False, draft="none"
+        )
+        backend = assemble._xla_backend(dataclasses.replace(settings, cache_dir=tmp_path), described, lambda line: None)
+        found.append((backend, run(backend, [dataclasses.replace(r, prompt=r.prompt[:90]) for r in REQUESTS[:4]], Schedule())[0]))
+    assert len(found[0][0]._stages) == 1
+    assert [len(stage.layers) for stage in found[1][0]._stages] == [1] * 8
+    assert same(found[0][1], found[1][1])
+
+
+# ---------------------------------------------------------------------- planted faults
+
+
+def forget_to_move_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept nodes of a tree stay in the slots of the tree, states in the lanes of the last turn."""
+    monkeypatch.setattr(state, "verified", lambda chosen, drafts, shape: jnp.zeros(max(shape.drafts, 1), bool))
+
+
+def commit_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts move the lane, kept or not."""
+    monkeypatch.setattr(state, "verified", lambda chosen, drafts, shape: jnp.ones(max(shape.drafts, 1), bool))
+
+
+def key_noise_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = sampler.gumbel
+    monkeypatch.setattr(sampler, "gumbel", lambda keys, vocab: real(jnp.flip(keys, 0), vocab))
+
+
+def lose_the_last_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Histories of drafted positions are short by one."""
+    real = backend_module.make_wants
+    short = lambda p: dataclasses.replace(p, drafts=p.drafts[:-1])  # noqa: E731
+
+    def wants(positions: Any, *given: Any, **named: Any) -> dict[str, Any]:
+        found, keys = real([short(p) for p in positions], *given, **named), real(positions, *given, **named)["keys"]
+        return {**found, "keys": keys}
+
+    monkeypatch.setattr(backend_module, "make_wants", wants)
+
+
+def sum_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums that follow the number of rows."""
+    real = layers.row_sum
+    monkeypatch.setattr(layers, "row_sum", lambda x: real(x) * (1 + (x.shape[0] == 32) * 2.0**-22))
+
+
+def shift_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The convolution's window closes one position early."""
+    real = inputs._runs
+
+    def off_by_one(*given: Any) -> dict[str, Any]:
+        found = real(*given)
+        return {**found, "closings": np.maximum(found["closings"] - 1, 0)}
+
+    monkeypatch.setattr(inputs, "_runs", off_by_one)
+
+
+FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, bool]] = [
+    (forget_to_move_nodes, DENSE, True),
+    (commit_everything, HYBRID, False),
+    (key_noise_by_row, DENSE, False),
+    (lose_the_last_draft, DENSE, False),
+    (sum_by_rows, DENSE, False),
+    (shift_the_window, HYBRID, False),
+]
+
+
+@pytest.mark.parametrize(("fault", "name", "tree"), FAULTS, ids=lambda value: getattr(value, "__name__", value))
+def test_a_planted_fault_is_caught(
+    benches: dict[str, Bench], fault: Callable[[pytest.MonkeyPatch], None], name: str, tree: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = benches[name]
+    fault(monkeypatch)
+    proposer = dataclasses.replace(bench.drafts, tree=tree)
+    assert bench.faulty(Schedule(proposer=proposer, reuse=True, turn_tokens=80, arrivals=(0, 0, 16, 16)))
+
+
+def test_the_self_check_holds_on_this_machine(benches: dict[str, Bench]) -> None:
+    backend = xla_backend(benches[DENSE].folder, check=True)
+    assert backend.report is not None
+    assert backend.report.holds, backend.report.findings
+    assert len(backend.report.findings) == 3
+    assert backend.shape != backend.shape.uniform
+
+
+def test_a_sum_that_follows_the_rows_is_noticed_and_products_get_one_height(
+    benches: dict[str, Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sum_by_rows(monkeypatch)
+    backend = xla_backend(benches[DENSE].folder, check=True)
+    assert backend.report is not None
+    assert backend.report.holds
+    assert backend.shape == backend.shape.uniform
+
+
+def test_bf16_has_one_height_from_the_start_and_holds(benches: dict[str, Bench]) -> None:
+    backend = xla_backend(benches[DENSE].folder, dtype="bf16", check=True)
+    assert backend.shape == backend.shape.uniform
+    assert backend.report is not None
+    assert backend.report.holds, backend.report.findings
+
+
+def test_the_number_of_lanes_and_of_tokens_in_a_turn_changes_no_bit(benches: dict[str, Bench]) -> None:
+    bench = benches[DENSE]
+    other = xla_backend(bench.folder, lanes=9, turn_tokens=256)
+    assert other.shape.decode != bench.backend.shape.decode
+    got, _ = run(other, REQUESTS, Schedule())
+    assert same(got, bench.expected)
