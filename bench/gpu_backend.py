@@ -25,9 +25,10 @@ import numpy as np
 import torch
 
 from onedraw.backends.floor import turn_bytes
+from onedraw.backends.packing import stored_sizes
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import copy_bandwidth, pick_ops
-from onedraw.checkpoints.shapes import open_random
+from onedraw.checkpoints.shapes import named_mixture, open_random
 from onedraw.engine.engine import Engine
 from onedraw.engine.scheduler import Scheduler
 from onedraw.memory.ledger import Ledger
@@ -59,23 +60,31 @@ class Bench:
         self.spec = described.spec
         self.speed = copy_bandwidth(device) if self.device.type == "cuda" else 1e10
         self.dtype = "bf16" if self.device.type == "cuda" else "f32"
+        packed = bool(named_mixture(model)[1])
+        products = f"packed-{self.dtype}" if packed else self.dtype
+        self.sizes = stored_sizes(described.weights, products) if packed else None
         self.backend = TorchBackend(
             described.spec,
             described.weights,
-            dtype=self.dtype,
+            dtype=products,
+            activation=self.dtype,
             device=device,
             lanes=lanes,
             pages=pages,
             page_size=PAGE,
             max_context=context,
             drafts=64,
-            ops=pick_ops(device, self.dtype, cache=Path("build")),
+            ops=pick_ops(device, products, cache=Path("build")),
             check=False,
             ahead=ahead,
         )
         self.pages, self.lanes = pages, lanes
         say(f"{self.name}: weights made and pages allocated, s", time.perf_counter() - begin)
         say(f"{self.name}: copy bandwidth, TB/s", self.speed / 1e12)
+
+    def bytes(self, *, rows: int, context: int) -> int:
+        """That a turn reads."""
+        return turn_bytes(self.spec, dtype=self.dtype, rows=rows, context=context, sizes=self.sizes)
 
     def plan(self, rows: Sequence[tuple[int, tuple[Draft, ...]]], params: SamplingParams) -> Plan:
         """Rows that stand at a position, each with pages of its own."""
@@ -164,7 +173,7 @@ def turns(bench: Bench) -> None:
         ms = bench.turn_ms(bench.plan(rows, SAMPLED))
         device = bench.replay_ms()
         context = sum(start for start, _ in rows) // len(rows)
-        floor = 1e3 * turn_bytes(bench.spec, dtype=bench.dtype, rows=len(rows), context=context) / bench.speed
+        floor = 1e3 * bench.bytes(rows=len(rows), context=context) / bench.speed
         say(f"{bench.name}: {case}, sampled, ms (floor {floor:.2f})", ms)
         say(f"{bench.name}: {case}, of it on the device, ms", device)
         say(
@@ -201,7 +210,7 @@ def decode(bench: Bench) -> None:
             times = bench.answers(_requests(bench, count, prompt, 140, SAMPLED), bench.engine(Speculator([])))[1]
             ms = 1e3 * statistics.median(times[-100:-5])
             mean = 1e3 * statistics.mean(times[-100:-5])
-            floor = 1e3 * turn_bytes(bench.spec, dtype=bench.dtype, rows=count, context=prompt + 80) / bench.speed
+            floor = 1e3 * bench.bytes(rows=count, context=prompt + 80) / bench.speed
             say(
                 f"{bench.name}: decode, {count} rows at {prompt} to {prompt + 140}, turn, median and mean, ms",
                 [round(ms, 3), round(mean, 3)],
@@ -337,13 +346,19 @@ def main() -> None:
     parser.add_argument("--lanes", type=int, default=32)
     parser.add_argument("--pages", type=int, default=9000)
     parser.add_argument("--ahead", action="store_true", help="start foreseen turns before they come")
+    parser.add_argument("--memory", type=float, metavar="GiB", help="of the device, at most")
     parser.add_argument("--json")
     wishes = parser.parse_args()
+    if wishes.memory is not None:
+        share = wishes.memory * 2**30 / torch.cuda.get_device_properties(wishes.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(share, wishes.device)
     bench = Bench(wishes.model, wishes.device, context=wishes.context, lanes=wishes.lanes, pages=wishes.pages, ahead=wishes.ahead)
     for section in wishes.sections:
         begin = time.perf_counter()
         SECTIONS[section](bench)
         print(f"-- {section}: {time.perf_counter() - begin:.1f} s", flush=True)
+        if torch.cuda.is_available():
+            say(f"{bench.name}: memory at most, GiB", torch.cuda.max_memory_reserved(wishes.device) / 2**30)
         if wishes.json:
             Path(wishes.json).write_text(json.dumps(FOUND, indent=1, default=str))
 

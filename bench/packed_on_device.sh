@@ -5,7 +5,6 @@ cd "$(dirname "$0")/.."
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
 logs=${1:-/tmp/packed}
 mkdir -p "$logs"
-[ -f "$logs/cache.tgz" ] && tar xzf "$logs/cache.tgz" -C ~
 for part in $(seq 0 10); do
   timeout 110 python3 -m bench.gpu_packed compile --part "$part" --parts 11 >"$logs/compile$part.log" 2>&1 &
 done
@@ -16,6 +15,8 @@ wait
 cat "$logs"/compile*.log | sort | uniq -c | tail -8
 tail -n 8 "$logs"/check?.log
 date
-timeout 45 ncu --clock-control none -k regex:_packed --metrics smsp__issue_active.avg.pct_of_peak_sustained_active,smsp__inst_executed.sum,sm__throughput.avg.pct_of_peak_sustained_elapsed,dram__throughput.avg.pct_of_peak_sustained_elapsed,l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum,smsp__warps_active.avg.per_cycle_active,gpu__time_duration.sum,smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio,smsp__average_warps_issue_stalled_short_scoreboard_per_issue_active.ratio,smsp__average_warps_issue_stalled_wait_per_issue_active.ratio,smsp__average_warps_issue_stalled_math_pipe_throttle_per_issue_active.ratio,smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio,smsp__average_warps_issue_stalled_mio_throttle_per_issue_active.ratio,smsp__average_warps_issue_stalled_dispatch_stall_per_issue_active.ratio,sm__pipe_alu_cycles_active.avg.pct_of_peak_sustained_active python3 -m bench.gpu_packed once >"$logs/ncu.log" 2>&1
-grep -v "^==" "$logs/ncu.log" | tail -60 | cut -c1-150
-timeout 100 python3 -m bench.gpu_packed tune --limit 75 --json "$logs/tune.json" 2>&1 | tee "$logs/tune.log" | tail -70
+timeout 100 python3 -m bench.gpu_packed tune --limit 45 --json "$logs/tune.json" 2>&1 | tee "$logs/tune.log" | tail -70
+date
+timeout 150 python3 -m bench.gpu_backend turns prefill --model random:qwen3.6-27b-q4_k_m --memory 24 --lanes 8 --pages 2100 --context 33000 \
+  >"$logs/b27.log" 2>&1
+tail -45 "$logs/b27.log"

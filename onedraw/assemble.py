@@ -126,7 +126,7 @@ def turn_floor(settings: Settings) -> Callable[[int, int], float] | None:
     finally:
         checkpoint.close()
     speed = copy_bandwidth(device.name)
-    return lambda rows, context: turn_bytes(spec, sizes, dtype=float_dtype(dtype), rows=rows, context=context) / speed
+    return lambda rows, context: turn_bytes(spec, sizes=sizes, dtype=float_dtype(dtype), rows=rows, context=context) / speed
 
 
 def peer_rates(
@@ -249,6 +249,7 @@ def torch_backend(settings: Settings, described: Described, tell: Progress, draf
         line=line,
         tickets=len(sites) if overlap else 1,
         make_drafter=None if drafting is None else drafting.maker(settings, described, max_context=plan.max_context),
+        progress=partial(_tell_layers, tell),
     )
     _tell_check(backend.report, tell)
     backend.rehearse(tell)
@@ -373,6 +374,12 @@ def _sites(settings: Settings, split: SplitPlan, *, dtype: str, cache: Path, ove
 
 def _observer(settings: Settings, tokenizer: Tokenizer) -> Observer | None:
     return Tracer(tokenizer) if settings.trace_verify else None
+
+
+def _tell_layers(tell: Progress, done: int, layers: int) -> None:
+    """A line for every quarter of a model that has many layers."""
+    if layers >= 16 and done < layers and 4 * done // layers != 4 * (done - 1) // layers:
+        tell(f"loaded {done} of {layers} layers")
 
 
 def _tell_check(report: SelfCheck | XlaCheck | None, tell: Progress) -> None:

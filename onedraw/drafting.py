@@ -11,14 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from onedraw.backends.packing import reads_spans, saved_in_blocks
 from onedraw.backends.plan import MemoryPlan
+from onedraw.backends.precision import float_dtype
 from onedraw.checkpoints.base import Checkpoint, open_checkpoint
 from onedraw.drafters import built_in
 from onedraw.errors import BadSetting, UnsupportedModel
 from onedraw.models.dflash import check_fit, describe_drafter, is_drafter
 from onedraw.models.loading import Described, describe
 from onedraw.models.mtp import MtpSpec, describe_mtp, has_mtp
-from onedraw.models.spec import DTYPE_BYTES, AttentionSpec, DrafterSpec, ModelSpec
+from onedraw.models.spec import DTYPE_BYTES, KV_BYTES, AttentionSpec, DrafterSpec, ModelSpec
 from onedraw.opening import read_text
 from onedraw.planning import DrafterBytes
 from onedraw.settings import DRAFT_WORDS, Settings
@@ -67,10 +69,12 @@ def drafter_bytes(chosen: Path | Literal["mtp"] | None, described: Described, ch
     if chosen is None:
         return None
     spec: DrafterSpec | ModelSpec | MtpSpec
+    saved = 0  # bytes, where its blocks stay packed
     if isinstance(chosen, Path):
         own = open_checkpoint(chosen)
         try:
             spec = describe_drafter(own).spec if is_drafter(own) else describe(own).spec
+            saved = saved_in_blocks(own.tensors.values())
         finally:
             own.close()
     else:
@@ -78,7 +82,8 @@ def drafter_bytes(chosen: Path | Literal["mtp"] | None, described: Described, ch
     numbers = sum(2 * m.kv_heads * m.head_dim for layer in spec.layers if isinstance(m := layer.mixer, AttentionSpec))
 
     def size(plan: MemoryPlan) -> int:
-        return DTYPE_BYTES[plan.kv_dtype] * (spec.parameters + numbers * plan.page_size * (plan.pages[0] + 1))
+        weights = DTYPE_BYTES[float_dtype(plan.dtype)] * spec.parameters - (saved if reads_spans(plan.dtype) else 0)
+        return weights + KV_BYTES[plan.kv_dtype] * numbers * plan.page_size * (plan.pages[0] + 1)
 
     return size
 

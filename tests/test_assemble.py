@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from onedraw.assemble import open_door
+from onedraw.assemble import _tell_layers, open_door
 from onedraw.errors import BadSetting, NoRoom
 from onedraw.settings import Settings
 from onedraw.wishes import Wishes, settle
@@ -69,3 +69,12 @@ def test_packed_weights_give_one_answer_on_one_device_and_on_two(tmp_path: Path)
             found += door.generate(settle(wishes, door=door, prompt=tuple(range(5, 40))))
     assert [(c.token, c.checksum) for c in found[0].choices] == [(c.token, c.checksum) for c in found[1].choices]
     assert [(c.token, c.checksum) for c in found[0].choices] == [(c.token, c.checksum) for c in found[2].choices]
+
+
+def test_a_long_model_tells_of_its_quarters() -> None:
+    lines: list[str] = []
+    for done in range(1, 65):
+        _tell_layers(lines.append, done, 64)
+    assert lines == ["loaded 16 of 64 layers", "loaded 32 of 64 layers", "loaded 48 of 64 layers"]
+    _tell_layers(lines.append, 2, 4)
+    assert len(lines) == 3

@@ -159,12 +159,21 @@ def why_not_in_blocks(tensor: Tensor) -> str:
     if tensor.kind not in SPANS:
         return PLAIN_NUMBERS if tensor.kind in ("F32", "F16", "BF16") else "no kernel reads this kind"
     stored = tensor.stored if isinstance(tensor, Columns) else tensor
-    return "" if stored.stays_packed else "its values change on the way"
+    if not stored.stays_packed:
+        return "its values change on the way"
+    halfwords = span_bytes(tensor.shape[-2:], tensor.kind) // 2
+    return "" if halfwords < 2**31 else "its places are too many for 32 bits"
 
 
 def span_bytes(shape: tuple[int, ...], kind: str) -> int:
     """Bytes of a matrix, or of a stack of them, in blocks on a GPU."""
     return math.prod(shape[:-1]) * -(-shape[-1] // SPAN) * SPANS[kind].nbytes
+
+
+def saved_in_blocks(tensors: Iterable[Tensor]) -> int:
+    """Bytes that matrices save on a GPU by staying in their blocks, against two for every number."""
+    kept = [tensor for tensor in tensors if len(tensor.shape) > 1 and not why_not_in_blocks(tensor)]
+    return sum(2 * math.prod(tensor.shape) - span_bytes(tensor.shape, tensor.kind) for tensor in kept)
 
 
 def panel_bytes(shape: tuple[int, ...], kind: str) -> int:

@@ -14,11 +14,13 @@ from onedraw.backends.packing import (
     matrix_kinds,
     panel_bytes,
     product_dtype,
+    saved_in_blocks,
     span_bytes,
     why_not_in_blocks,
 )
 from onedraw.backends.plan import memory_plan
 from onedraw.checkpoints.quants import KINDS
+from onedraw.checkpoints.random_packed import RandomPacked
 from onedraw.checkpoints.tensor import StoredTensor
 from onedraw.errors import BadSetting
 from onedraw.models.views import ADD_ONE, Changed, Columns, Rows
@@ -133,5 +135,14 @@ def test_a_gpu_keeps_columns_in_their_stored_order_and_converts_what_it_cannot_r
     tensor: StoredTensor = stored("w", (4, 256), "Q4_K", np.random.default_rng(0))
     assert why_not_in_blocks(Columns(tensor, np.arange(256)[::-1].copy())) == ""
     assert why_not_in_blocks(Changed(tensor, ADD_ONE)) == "its values change on the way"
+    assert "32 bits" in why_not_in_blocks(RandomPacked("w", (2**22, 4096), "Q8_0", 0, 1.0))  # counted, not made
+    assert why_not_in_blocks(RandomPacked("w", (256, 2**12, 4096), "Q8_0", 0, 1.0)) == ""  # of experts each by itself
     weights = packed_weights(tiny_spec(tied=True), ("Q4_1", "Q3_K", "F16"))
     assert {(kind, why) for kind, why, _ in hold(weights, "packed-bf16").converted} == {("Q3_K", "no kernel reads this kind")}
+
+
+def test_what_blocks_save_is_counted_against_two_bytes_a_number() -> None:
+    rng = np.random.default_rng(0)
+    tensors = [stored("w", (4, 256), "Q4_K", rng), stored("w", (4, 256), "F16", rng), stored("n", (256,), "F32", rng)]
+    assert saved_in_blocks(tensors) == 2 * 4 * 256 - 4 * 144
+    assert saved_in_blocks(tensors[1:]) == 0

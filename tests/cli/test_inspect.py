@@ -197,6 +197,24 @@ def test_what_stays_packed_and_what_does_not_is_said(terminal: Terminal, tmp_pat
     assert terminal.json("inspect", str(file), "--device", "cpu", "--dtype", "f32", "--json")["holding"] is None
 
 
+def test_a_27b_model_in_four_bits_fits_a_card_of_24_gib(terminal: Terminal) -> None:
+    model = ("inspect", "random:qwen3.6-27b-q4_k_m", "--devices", "cuda/sm86/24GiB", "--max-batch", "1")
+    told = terminal.json(*model, "--max-context", "32768", "--json")
+    assert told["memory"]["dtype"] == "packed-bf16"
+    assert told["memory"]["kv_dtype"] == "bf16"
+    assert 15e9 < told["memory"]["weight_bytes"] < 17.5e9
+    assert told["stages"][0]["total_bytes"] < 24 * 2**30
+    assert told["holding"]["converted"] == []
+
+
+def test_what_would_fit_is_said_where_something_does_not(terminal: Terminal) -> None:
+    model = ("inspect", "random:qwen3.6-27b-q4_k_m", "--devices", "cuda/sm86/24GiB", "--max-context", "131072")
+    assert terminal.run(*model) != 0
+    assert "has room here, 131072 with keys and values of 8 bits (which are not built)" in terminal.err
+    assert terminal.run(*model, "--dtype", "bf16") != 0
+    assert "no context has room here, 0 with keys and values of 8 bits" in terminal.err
+
+
 CARDS = ("--devices", "cuda/sm86/24GiB,cuda/sm86/24GiB", "--max-context", "262144")
 
 

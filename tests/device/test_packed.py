@@ -12,7 +12,8 @@ from torch import Tensor
 from onedraw.backends.packing import SPAN, SPANS
 from onedraw.checkpoints.quants import KINDS
 from onedraw.models.views import Columns
-from tests.packed import stored
+from onedraw.types import History, Plan, Row, SamplingParams
+from tests.packed import packed_weights, stored, tiny_spec
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [
@@ -21,6 +22,7 @@ pytestmark = [
 ]
 
 if torch.cuda.is_available() or INTERPRETED:
+    from onedraw.backends.torch.backend import TorchBackend
     from onedraw.backends.torch.kernels.blocks import Blocks, numbers
     from onedraw.backends.torch.kernels.packed_linear import (
         Courier,
@@ -31,6 +33,7 @@ if torch.cuda.is_available() or INTERPRETED:
         packed_product,
         unpacked_rows,
     )
+    from onedraw.backends.torch.kernels.packed_ops import PackedOps
     from onedraw.backends.torch.kernels.triton_moe import experts, route
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() and not INTERPRETED else "cpu")
@@ -144,3 +147,34 @@ def test_experts_in_blocks_answer_like_experts_in_numbers(kinds: tuple[str, str,
     found = bank(x, ids, shares, 2.0)
     assert error(found, expected) < 3 * ROUNDING
     assert torch.equal(bank(x[:1], ids[:1], shares[:1], 2.0), found[:1])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_packed_model_answers_a_row_the_same_alone_and_in_a_batch(tied: bool) -> None:
+    """Embedding, products and head all read blocks; a tied table is there once."""
+    spec = tiny_spec(tied=tied)
+    dtype = "packed-f16" if INTERPRETED else "packed-bf16"
+    backend = TorchBackend(
+        spec,
+        packed_weights(spec, ("Q6_K", "Q4_K", "Q5_K")),
+        dtype=dtype,
+        device=str(DEVICE),
+        lanes=2,
+        pages=4,
+        page_size=16,
+        max_context=32,
+        ops=PackedOps(DEVICE, DTYPE),
+        check=False,
+    )
+
+    def row(lane: int, prompt: tuple[int, ...]) -> Row:
+        params = SamplingParams(temperature=0.7, checksums=True, max_tokens=4)
+        return Row(f"r{lane}", lane, ((lane,),), 0, prompt, (), len(prompt), True, params, History(prompt))
+
+    rows = [row(0, (1, 5, 9, 200)), row(1, (7, 8))]
+    both = backend.collect(backend.submit(Plan(tuple(rows)))).rows
+    for one, expected in zip(rows, both, strict=True):
+        (alone,) = backend.collect(backend.submit(Plan((one,)))).rows
+        assert alone.chosen == expected.chosen
+        assert alone.chosen[0].checksum is not None
+    assert (backend._stack.head.rows == backend._stack._embedding) == tied

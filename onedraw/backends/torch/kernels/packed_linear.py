@@ -49,23 +49,29 @@ class PackedTile:
         return self.stages * (self.columns * SPANS[kind].nbytes + self.rows * SPAN * 2)
 
 
+SPLIT_OUTPUTS = 16384  # up to so many outputs a program per segment fills the device better
+
+
 @lru_cache(maxsize=4096)
 def choose_packed_tile(kind: str, rows: int, n: int, shared: int) -> PackedTile:
-    """The tile for so many rows of a product, small enough for the device's shared memory."""
-    if rows <= 16:
-        tile = PackedTile(8 if rows <= 8 else 16, 32, 2, 3, split=n <= 16384)
+    """The tile for so many rows of a product, small enough for the device's shared memory. Measured on an H200 with cold
+    weights (bench/gpu_packed.py tune)."""
+    split, wide = n <= SPLIT_OUTPUTS, kind in ("Q6_K", "Q8_0")
+    if rows <= 8:
+        tile = PackedTile(8, 32, 2 if kind == "Q8_0" else 1, 2 if split else 3, split=split)
+    elif rows <= 16:
+        tile = PackedTile(16, 64, 4, 3, split=split) if wide else PackedTile(16, 32, 2, 2 if split else 3, split=split)
     elif rows <= 64:
-        tile = PackedTile(64, 64, 4, 2)
+        tile = PackedTile(32 if rows <= 32 else 64, 64, 4, 2 if kind in ("Q6_K", "Q8_0", "Q5_K") else 3, split=split)
     else:
-        tile = PackedTile(64, 128, 8, 2, group=8)
+        tile = PackedTile(64, 128, 8, 3, group=8) if kind == "Q5_K" else PackedTile(64, 64, 4, 2 if wide else 3, group=8)
     while tile.shared(kind) > shared:
         if tile.stages > 2:
             tile = replace(tile, stages=tile.stages - 1)
-        elif tile.rows > 32:
-            tile = replace(tile, rows=tile.rows // 2, columns=min(tile.columns, 64), warps=min(tile.warps, 4))
+        elif tile.columns > 64:
+            tile = replace(tile, columns=64, warps=4)
         else:
-            tile = replace(tile, stages=1)
-            break
+            tile = replace(tile, rows=tile.rows // 2)
     return tile
 
 
