@@ -113,6 +113,18 @@ static void *live(void *given) {
 
 static int alive(const team *t) { return t->forks == atomic_load(&forks); }
 
+/* In a forked child the threads are gone, and what they held or waited for at that moment stays so for ever: a team of one
+ * is left, with locks of its own. */
+static void begin_alone(team *t) {
+    pthread_mutex_init(&t->lock, 0);
+    pthread_mutex_init(&t->caller, 0);
+    pthread_cond_init(&t->changed, 0);
+    atomic_store(&t->sleepers, 0);
+    atomic_store(&t->inside, 0);
+    t->count = 1;
+    t->forks = atomic_load(&forks);
+}
+
 __attribute__((visibility("default"))) team *onedraw_team_new(int count) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, watch_forks);
@@ -137,8 +149,9 @@ __attribute__((visibility("default"))) team *onedraw_team_new(int count) {
 }
 
 void onedraw_team_run(team *t, job function, const void *argument, int alone) {
+    if (!alive(t)) begin_alone(t);
     pthread_mutex_lock(&t->caller);
-    int open = !alone && t->count > 1 && alive(t);
+    int open = !alone && t->count > 1;
     member m = {t, 0, open ? t->count : 1, 0};
     atomic_store(&t->place, 0);
     atomic_store(&t->done, 0);
