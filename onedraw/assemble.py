@@ -9,17 +9,19 @@ import importlib.util
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onedraw import __version__
 from onedraw.backends.base import Backend, Capacity, Exports, require_state_dtype
-from onedraw.backends.devices import apart
+from onedraw.backends.devices import Device, apart
 from onedraw.backends.fake import FakeBackend
 from onedraw.backends.floor import turn_bytes
 from onedraw.backends.packing import matrix_kinds, product_dtype, stored_sizes
-from onedraw.backends.precision import float_dtype
+from onedraw.backends.plan import MemoryPlan
+from onedraw.backends.precision import float_dtype, product_precision
 from onedraw.backends.split import SplitPlan
 from onedraw.checkpoints.pull import resolve
 from onedraw.checkpoints.shapes import is_random, shape_config
@@ -262,15 +264,16 @@ def _require_jax() -> None:
 
 def _xla_backend(settings: Settings, described: Described, tell: Progress) -> Backend:
     from onedraw.backends.xla.backend import DRAFTS, Site, XlaBackend
+    from onedraw.backends.xla.families import require_interpreted
     from onedraw.backends.xla.platform import find_devices, keep_compiled, resolve_platform
-    from onedraw.backends.xla.weights import require_interpreted
 
     require_state_dtype(settings.state_dtype, "states of recurrent layers")
     require_interpreted(described.spec)
     platform = resolve_platform(settings.xla_platform)
     devices, found = find_devices(platform, settings.device_names)
     kept = keep_compiled((settings.cache_dir or default_cache_dir()) / "xla")
-    plan, split = plan_devices(settings, described, devices, no_kernels="the xla backend has none")
+    settings = xla_settings(settings, devices)
+    plan, split = plan_devices(settings, described, devices)
     drafts = 0 if "none" in settings.draft else DRAFTS
     by_name = dict(zip((device.name for device in devices), found, strict=True))
     begin = time.perf_counter()
@@ -293,6 +296,31 @@ def _xla_backend(settings: Settings, described: Described, tell: Progress) -> Ba
     tell(f"xla: ready after {time.perf_counter() - begin:.1f} s on {platform}; compiled programs are kept in {kept}")
     _tell_check(backend.report, tell)
     return backend
+
+
+def xla_settings(settings: Settings, devices: Sequence[Device]) -> Settings:
+    """The same with the dtype that --backend xla takes on these devices: weights are float32 or bf16 there, never as stored."""
+    found = product_precision(devices, asked=settings.dtype)
+    return replace(settings, dtype="f32" if found == "f16" else found)
+
+
+def compiled_turns(settings: Settings, described: Described, plan: MemoryPlan) -> list[str]:
+    """The shapes that --backend xla compiles for these settings, in words; UnsupportedModel where it cannot run the model."""
+    from onedraw.backends.xla.buckets import make_shape
+    from onedraw.backends.xla.families import require_interpreted
+
+    require_interpreted(described.spec)
+    shape = make_shape(
+        lanes=settings.max_batch,
+        page_size=settings.page_size,
+        pages=plan.pages,
+        windows=described.spec.windows,
+        max_context=plan.max_context,
+        turn_tokens=settings.turn_tokens,
+        drafts=0,
+        checkpoints=plan.checkpoints,
+    )
+    return [f"{shape.decode.tokens} single tokens", f"up to {shape.mixed.tokens} tokens of any rows"]
 
 
 def export_graphs(settings: Settings, folder: Path, tell: Progress) -> Path:

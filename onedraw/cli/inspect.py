@@ -33,7 +33,7 @@ EXAMPLES = """examples:
   onedraw inspect ./my-model --dtype bf16 --max-context 32768 --max-batch 16 --json
 """
 NO_EFFECT = (
-    *("served_name", "queue_limit", "backend", "xla_platform", "threads", "prefix_cache", "self_check", "overlap"),
+    *("served_name", "queue_limit", "xla_platform", "threads", "prefix_cache", "self_check", "overlap"),
     *("draft_tokens", "tree_budget", "trace_verify", "cache_budget", "snapshot_dir"),
 )
 
@@ -45,6 +45,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from onedraw.assemble import compiled_turns, xla_settings
     from onedraw.drafting import chosen_drafter, drafter_bytes, proposer_names
     from onedraw.opening import find_checkpoint
     from onedraw.planning import plan_devices
@@ -54,12 +55,16 @@ def run(arguments: argparse.Namespace) -> int:
         checkpoint = find_checkpoint(settings, tell)
     try:
         described = describe(checkpoint)
-        drafter = chosen_drafter(settings, described, checkpoint)
+        xla = settings.backend == "xla"
+        drafter = None if xla else chosen_drafter(settings, described, checkpoint)
         size = drafter_bytes(drafter, described, checkpoint)
-        plan, split = plan_devices(settings, described, planned_devices(settings), drafter=size)
+        devices = planned_devices(settings)
+        settings = xla_settings(settings, devices) if xla else settings
+        plan, split = plan_devices(settings, described, devices, drafter=size)
         drafts = [*proposer_names(settings), *([] if drafter is None else [str(drafter)])]
         report = {**identity(settings, checkpoint, described), "drafts": drafts, "memory": memory_json(plan)}
         report |= {"activation_dtype": split.activation, "stages": stages_json(split)}
+        report["compiled_turns"] = compiled_turns(settings, described, plan) if xla else []
         report["holding"] = asdict(hold(described.weights, plan.dtype)) if plan.dtype in PACKED_DTYPES else None
     finally:
         checkpoint.close()
@@ -249,6 +254,7 @@ def rows(report: Mapping[str, Any]) -> list[list[str]]:
         *state_rows(memory),
         ["room for", f"{memory['full_sequences']} sequences of {memory['max_context']} tokens, {memory['max_batch']} running"],
         ["total", human_bytes(memory["total_bytes"])],
+        *(["compiled turns" if i == 0 else "", words] for i, words in enumerate(report["compiled_turns"])),
         *stage_rows(report["stages"]),
         *(["not used", note] for note in report["not_used"] or ["nothing: the whole checkpoint is used"]),
     ]

@@ -224,3 +224,13 @@ def test_what_does_not_fit_says_what_would(terminal: Terminal, tmp_path: Path) -
     report = terminal.json("inspect", folder, *larger, "--max-context", context)
     assert report["memory"]["max_context"] == int(context)
     assert terminal.run("inspect", folder, *larger, "--max-context", str(int(context) + 64)) != 0
+
+
+def test_the_xla_backend_says_what_it_compiles_and_refuses_what_it_does_not_know(terminal: Terminal, tmp_path: Path) -> None:
+    known = tiny.write_safetensors("qwen3", tmp_path / "qwen3")
+    assert terminal.run("inspect", str(known), "--backend", "xla", "--max-batch", "5", "--json") == 0
+    report = json.loads(terminal.out)
+    assert report["compiled_turns"] == ["8 single tokens", "up to 576 tokens of any rows"]
+    assert report["memory"]["dtype"] == "f32"
+    assert terminal.run("inspect", str(tiny.write_safetensors("qwen3_moe", tmp_path / "moe")), "--backend", "xla") == 1
+    assert "--backend xla does not interpret qwen3_moe yet" in terminal.err

@@ -23,6 +23,7 @@ from onedraw.backends.base import Capacity, PageGroup, Ticket
 from onedraw.backends.outcome import row_outcome
 from onedraw.backends.xla.buckets import CHUNK, MOST_ROWS, make_shape, round_up
 from onedraw.backends.xla.counts import LaneCounts
+from onedraw.backends.xla.families import conv_of, require_interpreted
 from onedraw.backends.xla.inputs import Inputs, make_inputs
 from onedraw.backends.xla.platform import OPTIONS, ROW_TILE, Array, hardware_name
 from onedraw.backends.xla.sampler import choose, score
@@ -30,7 +31,7 @@ from onedraw.backends.xla.selfcheck import SelfCheck, self_check
 from onedraw.backends.xla.stack import Stage
 from onedraw.backends.xla.state import nothing_to_copy
 from onedraw.backends.xla.wants import Recalls, make_wants
-from onedraw.backends.xla.weights import VECTOR, Weights, WeightSource, conv_of, require_interpreted
+from onedraw.backends.xla.weights import VECTOR, Weights, WeightSource
 from onedraw.models.spec import ModelSpec
 from onedraw.sampling.law import checksum_weights
 from onedraw.sampling.verify import hypotheses
@@ -122,6 +123,7 @@ class XlaBackend:
             max_drafts=min(64, drafts),
             draft_positions=drafts,
             turn_tokens=self.shape.mixed.tokens - CHUNK,
+            stages=len(sites),
             device=f"xla-{platform}",
             dtype=dtype,
             activation=activation or dtype,

@@ -6,7 +6,7 @@ ones. Leaves rather than stacks: a slice of a stack is copied at every use. What
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -14,11 +14,9 @@ import numpy.typing as npt
 
 from onedraw.backends.xla.buckets import round_up
 from onedraw.backends.xla.platform import DTYPES, Array
-from onedraw.errors import UnsupportedModel
 from onedraw.models.source import Tensor as Stored
-from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+from onedraw.models.spec import AttentionSpec, MlpSpec, ModelSpec, RopeSpec
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5")  # what this backend interprets
 VECTOR = 64  # the vocabulary is padded to a multiple of it
 
 Floats = npt.NDArray[np.float32]
@@ -29,20 +27,6 @@ class WeightSource(Protocol):
     """Named weights, each read when asked for; layer None for the outer ones."""
 
     def tensor(self, layer: int | None, weight: str) -> Stored: ...
-
-
-def require_interpreted(spec: ModelSpec) -> None:
-    """Refuse, by name, what the layers of this backend do not compute."""
-    plain = LayerSpec(spec.layers[0].mixer, spec.layers[0].feed_forward)
-    for layer in spec.layers:
-        mixer = layer.mixer
-        odd = isinstance(mixer, AttentionSpec) and (mixer.v_norm or mixer.keys_as_values or mixer.reuses is not None)
-        extras = (layer.sandwich, layer.beside, layer.inputs, layer.scaled)
-        usual = (plain.sandwich, plain.beside, plain.inputs, plain.scaled)
-        if odd or extras != usual or not isinstance(layer.feed_forward, MlpSpec) or spec.family not in FAMILIES or spec.softcap:
-            raise UnsupportedModel(
-                f"--backend xla does not interpret {spec.family} yet; it runs {', '.join(FAMILIES)}; use --backend torch"
-            )
 
 
 class Loader:
@@ -117,11 +101,3 @@ class Loader:
 
     def _wide(self, value: Floats) -> Array:
         return jax.device_put(value, self._device)
-
-
-def conv_of(spec: ModelSpec) -> int:
-    """Positions that the convolutions of recurrent layers read; 0 where there are none. All layers have the same."""
-    return next((layer.mixer.conv for layer in spec.layers if isinstance(layer.mixer, DeltaSpec)), 0)
-
-
-Tree = Any  # nested dictionaries and lists of arrays

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from onedraw.assemble import export_graphs, open_door
+from onedraw.assemble import export_graphs, open_door, xla_settings
+from onedraw.backends.devices import parse_device
 from onedraw.errors import BadSetting
 from onedraw.settings import Settings
 
@@ -35,3 +36,11 @@ def test_devices_are_named_by_their_platform() -> None:
         find_devices("cpu", ["cuda:0"])
     with pytest.raises(BadSetting, match="--device cpu:99: this platform has"):
         find_devices("cpu", ["cpu:99"])
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "taken"),
+    [("cpu", "auto", "f32"), ("cuda/sm90/80GiB", "auto", "bf16"), ("cuda/sm70/16GiB", "auto", "f32"), ("cpu", "bf16", "bf16")],
+)
+def test_weights_are_never_packed_there(device: str, asked: str, taken: str) -> None:
+    assert xla_settings(Settings(backend="xla", dtype=asked), [parse_device(device)]).dtype == taken
