@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from onedraw.backends.floor import turn_bytes
+from onedraw.backends.packing import stored_sizes
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import copy_bandwidth, pick_ops
 from onedraw.checkpoints.shapes import open_random
@@ -59,6 +60,7 @@ class Bench:
         self.spec = described.spec
         self.speed = copy_bandwidth(device) if self.device.type == "cuda" else 1e10
         self.dtype = "bf16" if self.device.type == "cuda" else "f32"
+        self.sizes = stored_sizes(described.weights, self.dtype)
         self.backend = TorchBackend(
             described.spec,
             described.weights,
@@ -164,7 +166,7 @@ def turns(bench: Bench) -> None:
         ms = bench.turn_ms(bench.plan(rows, SAMPLED))
         device = bench.replay_ms()
         context = sum(start for start, _ in rows) // len(rows)
-        floor = 1e3 * turn_bytes(bench.spec, dtype=bench.dtype, rows=len(rows), context=context) / bench.speed
+        floor = 1e3 * turn_bytes(bench.spec, bench.sizes, dtype=bench.dtype, rows=len(rows), context=context) / bench.speed
         say(f"{bench.name}: {case}, sampled, ms (floor {floor:.2f})", ms)
         say(f"{bench.name}: {case}, of it on the device, ms", device)
         say(
@@ -201,7 +203,7 @@ def decode(bench: Bench) -> None:
             times = bench.answers(_requests(bench, count, prompt, 140, SAMPLED), bench.engine(Speculator([])))[1]
             ms = 1e3 * statistics.median(times[-100:-5])
             mean = 1e3 * statistics.mean(times[-100:-5])
-            floor = 1e3 * turn_bytes(bench.spec, dtype=bench.dtype, rows=count, context=prompt + 80) / bench.speed
+            floor = 1e3 * turn_bytes(bench.spec, bench.sizes, dtype=bench.dtype, rows=count, context=prompt + 80) / bench.speed
             say(
                 f"{bench.name}: decode, {count} rows at {prompt} to {prompt + 140}, turn, median and mean, ms",
                 [round(ms, 3), round(mean, 3)],
@@ -264,7 +266,7 @@ def _ran(bench: Bench, requests: Sequence[Request], engine: Engine) -> tuple[lis
 
 def prefill(bench: Bench) -> None:
     spec = bench.spec
-    matrices = turn_bytes(spec, dtype="bf16", rows=1, context=0) / 2 - spec.vocab * spec.hidden
+    matrices = turn_bytes(spec, bench.sizes, dtype=bench.dtype, rows=1, context=0) / 2 - spec.vocab * spec.hidden
     for count in (2048, 8192):
         asked = _requests(bench, 1, count, 1, SAMPLED)
         times = [min(bench.answers(asked, bench.engine(Speculator([]), turn_tokens=count))[1]) for _ in range(4)]
