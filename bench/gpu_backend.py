@@ -273,7 +273,7 @@ def _ran(bench: Bench, requests: Sequence[Request], engine: Engine) -> tuple[lis
 
 def prefill(bench: Bench) -> None:
     spec = bench.spec
-    matrices = turn_bytes(spec, dtype="bf16", rows=1, context=0) / 2 - spec.vocab * spec.hidden
+    matrices = turn_bytes(spec, bench.sizes, dtype=bench.dtype, rows=1, context=0) / 2 - spec.vocab * spec.hidden
     for count in (2048, 8192):
         asked = _requests(bench, 1, count, 1, SAMPLED)
         times = [min(bench.answers(asked, bench.engine(Speculator([]), turn_tokens=count))[1]) for _ in range(4)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onedraw.backends.plan import DEFAULT_KV_BYTES, human_bytes, memory_plan
+from onedraw.backends.plan import DEFAULT_KV_BYTES, GRAPH_BYTES, RESERVE, human_bytes, memory_plan, room_for_pages, turn_scratch
 from onedraw.errors import BadSetting, NoRoom
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 
@@ -105,3 +105,16 @@ def test_a_dtype_must_be_decided_before_planning() -> None:
 )
 def test_bytes_are_said_in_units_of_1024(count: int, said: str) -> None:
     assert human_bytes(count) == said
+
+
+def test_pages_get_what_weights_states_recorded_turns_and_scratch_leave() -> None:
+    spec, memory = a_spec(), 8 * 2**30
+    plan = a_plan(spec)
+    room = room_for_pages(plan, spec, memory=memory, turn_tokens=512)
+    taken = plan.weight_bytes + plan.checkpoints * plan.checkpoint_bytes + turn_scratch(spec, "f32", 512) + GRAPH_BYTES
+    assert room == int(memory * (1 - RESERVE)) - taken
+    assert room - room_for_pages(plan, spec, memory=memory, turn_tokens=512, beside=1000) == 1000
+
+
+def test_a_device_that_the_weights_fill_has_no_room_for_pages() -> None:
+    assert room_for_pages(a_plan(a_spec()), a_spec(), memory=2**20, turn_tokens=512) == 0

@@ -91,3 +91,13 @@ def test_no_two_prompts_begin_alike() -> None:
 def test_nothing_to_measure_is_a_mistake(terminal: Terminal, given: tuple[str, ...]) -> None:
     assert terminal.run("bench", *FAKE, *given) == 2
     assert "must be at least 1" in terminal.err
+
+
+def test_recorded_answers_are_replayed_as_drafts_of_which_so_many_are_kept(terminal: Terminal) -> None:
+    given = ("--batch", "1", "--prompt-tokens", "8", "--new-tokens", "24", "--repeats", "1", "--draft-tokens", "6")
+    report = terminal.json("bench", *FAKE, *given, "--draft", "replay:3")
+    (measure,) = report["batches"]
+    assert measure["tokens_per_turn"] > 3
+    assert measure["accepted_tokens"] < measure["draft_tokens"]  # the planted lies
+    assert measure["plain_tokens_per_second"] > 0
+    assert terminal.run("bench", *FAKE, *given, "--draft", "replay:many") == 2
