@@ -186,7 +186,9 @@ class XlaBackend:
     def close(self) -> None:
         """Let go of weights and pages now, whoever still holds this object."""
         self._outcomes.clear()
-        for name in ("_stages", "_counts", "_kept", "_choose", "_score"):
+        for stage in self.__dict__.get("_stages", ()):
+            stage.close()
+        for name in ("_stages", "_counts", "_kept", "_sums", "_choose", "_score"):
             self.__dict__.pop(name, None)
 
     # ------------------------------------------------------------------ one turn

@@ -169,6 +169,10 @@ class Stage:
             for bucket in (shape.decode, shape.mixed)
         }
 
+    def close(self) -> None:
+        """Let go of weights, state and programs; jax remembers what it traced, and the stage itself with it."""
+        self.weights, self.state, self._run = {}, [], {}
+
     def open(self, rows: Sequence[Row]) -> None:
         for part in openings(rows, self.shape):
             self.copy(part)

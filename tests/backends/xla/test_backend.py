@@ -1,0 +1,29 @@
+"""What a backend holds on the device, and that it lets go of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import pytest
+
+from tests.backends.xla.making import xla_backend
+
+# isort: split
+from tests import tiny
+from tests.laws.harness import Schedule, run
+from tests.laws.test_xla import conversation
+
+
+@pytest.mark.parametrize("cuts", [(), (2,)])
+def test_a_closed_backend_leaves_no_array_behind(cuts: tuple[int, ...], tmp_path: Path) -> None:
+    """jax remembers what it traced; weights and pages must not be part of that."""
+    path = tiny.write_safetensors("qwen3", tmp_path / "model")
+    before = {id(array) for array in jax.live_arrays()}
+    backend = xla_backend(path, cuts=cuts)
+    run(backend, conversation()[:2], Schedule())
+    held = [array for array in jax.live_arrays() if id(array) not in before]
+    assert len(held) > 20
+    del held
+    backend.close()
+    assert [array.shape for array in jax.live_arrays() if id(array) not in before] == []
