@@ -257,6 +257,32 @@ def test_a_stage_that_fails_fails_its_own_plan_alone(folders: dict[str, Path]) -
     assert stats.failed_turns == 1
 
 
+def test_a_plan_that_did_not_get_under_way_leaves_the_others_their_places(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = slowly(backend_of(folders["qwen3_5_odd"], cuts=(1, 2), overlap=True, **SIZES))
+    real_board, real_collect, calls = backend._board, backend.collect, itertools.count()
+    boarded: list[int] = []
+
+    def board(plan: Any, *, berth: int) -> Any:
+        if next(calls) in (5, 7):
+            raise MemoryError("planted")
+        boarded.append(berth)
+        assert len(set(boarded)) == len(boarded) <= 3
+        return real_board(plan, berth=berth)
+
+    def collect(ticket: Any) -> Any:
+        boarded.remove(backend._berth_of[ticket])
+        return real_collect(ticket)
+
+    monkeypatch.setattr(backend, "_board", board)
+    monkeypatch.setattr(backend, "collect", collect)
+    _, stats = run(backend, REQUESTS, Schedule())
+    backend.close()
+    assert stats.failed_turns == 2
+    assert sorted(backend._berths) == [0, 1, 2]
+
+
 def test_the_threads_of_the_stages_end_with_the_backend(folders: dict[str, Path]) -> None:
     def stages() -> set[threading.Thread]:
         return {thread for thread in threading.enumerate() if thread.name.startswith("onedraw-stage")}

@@ -197,6 +197,7 @@ class TorchBackend:
         )
         assert tickets == 1 or line is not None, "stages that work at once have threads of their own"
         self._tickets = itertools.count()
+        self._berths, self._berth_of = list(range(tickets)), dict[Ticket, int]()
         self._line, self._under_way = line, dict[Ticket, Future[Outcome] | Started]()
         self._hang_up = None
         if line is not None:
@@ -219,14 +220,25 @@ class TorchBackend:
         if started is not None:
             self._under_way[ticket] = started
             return ticket
-        turn = self._board(plan, berth=ticket % self._capacity.tickets)
-        steps = [partial(self._step, turn, number) for number in range(len(self._states))]
-        self._under_way[ticket] = _done(steps) if self._line is None else self._line.start(steps)
+        berth = self._berths.pop()  # a plan that did not get under way holds none
+        try:
+            turn = self._board(plan, berth=berth)
+            steps = [partial(self._step, turn, number) for number in range(len(self._states))]
+            self._under_way[ticket] = _done(steps) if self._line is None else self._line.start(steps)
+        except BaseException:
+            self._berths.append(berth)
+            raise
+        self._berth_of[ticket] = berth
         return ticket
 
     def collect(self, ticket: Ticket) -> Outcome:
         turn = self._under_way.pop(ticket)
-        return self._arrive(turn) if isinstance(turn, Started) else turn.result()
+        if isinstance(turn, Started):
+            return self._arrive(turn)
+        try:
+            return turn.result()
+        finally:
+            self._berths.append(self._berth_of.pop(ticket))
 
     def close(self) -> None:
         """Let go of weights and pages now, whoever still holds this object."""
