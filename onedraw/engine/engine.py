@@ -86,11 +86,11 @@ class Engine:
         ticket, members = self._under_way.popleft()
         try:
             outcome = self.backend.collect(ticket)
-        except Exception as error:
+        except BaseException as error:  # a panic below Python is no Exception
             self._fail(members, error)
             return
-        self._count(members, outcome)
         gone = self._let_go(members)
+        self._count(members, outcome)
         for member, result in zip(members, outcome.rows, strict=True):
             if member.sequence not in gone:
                 self._settle(member, result)
@@ -104,7 +104,7 @@ class Engine:
                 return
             try:
                 ticket = self.backend.submit(Plan(tuple(m.row for m in members)))
-            except Exception as error:
+            except BaseException as error:
                 self._fail(members, error)
                 return
             self._totals["overlapped_turns"] += bool(self._under_way)
@@ -150,16 +150,30 @@ class Engine:
         )
 
     def fail_all(self, error: OnedrawError) -> None:
+        """Everybody hears this; what cannot be given back or told in good order keeps nobody else waiting."""
         while self._under_way:
             ticket, members = self._under_way.popleft()
             try:
                 self.backend.collect(ticket)
-            except Exception as failure:
+            except BaseException as failure:
                 log.error("a turn failed that nobody waited for", exc_info=failure)
-            self._let_go(members)
-        for request_id in list(self._live):
-            _, sink = self._remove(request_id)
-            sink(Event(request_id, error=error))
+            self.scheduler.back(members)
+        self.scheduler.riding.clear()  # nothing is under way any more
+        for request_id, (_, sink) in list(self._live.items()):
+            try:
+                self._remove(request_id)
+            except BaseException as failure:
+                log.error("a request could not be taken off", exc_info=failure)
+                self._live.pop(request_id, None)
+            try:
+                sink(Event(request_id, error=error))
+            except BaseException as failure:
+                log.error("a request could not be told that it failed", exc_info=failure)
+        for sequence in [*self.scheduler.running, *self.scheduler.waiting]:  # those who were cancelled on the way
+            try:
+                self.scheduler.finish(sequence)
+            except BaseException as failure:
+                log.error("a request could not be taken off", exc_info=failure)
 
     def _settle(self, member: Member, result: RowOutcome) -> None:
         sequence, row = member.sequence, member.row
@@ -194,13 +208,14 @@ class Engine:
         return tuple(sequence.scored)
 
     def _remove(self, request_id: str) -> tuple[Sequence, Sink]:
-        sequence, sink = self._live.pop(request_id)
+        sequence, sink = self._live[request_id]
         if sequence not in self.scheduler.riding:
             self.scheduler.finish(sequence)
         self.scheduler.speculator.forget(request_id)
+        del self._live[request_id]  # last: whoever is live still hears when this fails
         return sequence, sink
 
-    def _fail(self, members: list[Member], error: Exception) -> None:
+    def _fail(self, members: list[Member], error: BaseException) -> None:
         number = secrets.token_hex(6)
         log.error("turn failed, error id %s", number, exc_info=error)
         self._totals["failed_turns"] += 1

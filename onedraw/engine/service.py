@@ -16,7 +16,16 @@ from concurrent.futures import Future
 from onedraw.backends.base import Capacity
 from onedraw.engine.engine import Engine, Event, Sink
 from onedraw.engine.stats import Stats
-from onedraw.errors import BadParameter, BadRequest, ContextOverflow, Draining, QueueFull, TurnFailed, Unsupported
+from onedraw.errors import (
+    BadParameter,
+    BadRequest,
+    ContextOverflow,
+    Draining,
+    OnedrawError,
+    QueueFull,
+    TurnFailed,
+    Unsupported,
+)
 from onedraw.memory.span import longest_context
 from onedraw.types import Request, SamplingParams
 
@@ -98,8 +107,10 @@ class Service:
         for request, _ in requests:
             self.check(request)
         with self._news:
-            if self._draining or self._stop:
+            if self._draining:
                 raise Draining("the server is shutting down and takes no new requests")
+            if self._stop or not self._thread.is_alive():
+                raise Draining("the engine failed and takes no new requests; the server's log says why")
             if self._stats.waiting + len(self._arrivals) + len(requests) > self._queue_limit + self._free_lanes():
                 raise QueueFull(f"{self._queue_limit} requests are waiting already; try again in a moment")
             self._arrivals.extend(requests)
@@ -136,18 +147,40 @@ class Service:
             made.set_exception(error)
             return
         made.set_result(engine)
-        while self._listen(engine):
+        end: OnedrawError = TurnFailed("the engine failed and takes no more requests; the server's log says why")
+        try:
+            while self._go_on(engine):
+                pass
+            end = Draining("the server was shut down before this request finished")
+        except BaseException:
+            log.exception("the engine failed and cannot go on")
+        finally:
+            with self._news:  # nobody is taken from here on
+                self._stop = True
+                left, self._arrivals = self._arrivals, deque()
+            for request, sink in left:
+                engine.add(request, sink)
             try:
-                engine.turn()
-                if not engine.busy:
-                    engine.scheduler.ledger.audit()
-            except Exception:  # a bug of ours outside the backend: nobody may wait for ever
-                log.exception("the engine failed between turns")
-                engine.fail_all(TurnFailed("the engine failed; the server's log says why"))
-            self._stats = engine.stats()
-        engine.fail_all(Draining("the server was shut down before this request finished"))
+                engine.fail_all(end)
+                self._stats = engine.stats()
+            except BaseException:
+                log.exception("the engine did not end in good order")
+            finally:
+                engine.close()
+
+    def _go_on(self, engine: Engine) -> bool:
+        """One turn. False: stop."""
+        try:
+            if not self._listen(engine):
+                return False
+            engine.turn()
+            if not engine.busy:
+                engine.scheduler.ledger.audit()
+        except BaseException:  # a bug of ours outside the backend, or a panic below Python: nobody may wait for ever
+            log.exception("the engine failed between turns")
+            engine.fail_all(TurnFailed("the engine failed; the server's log says why"))
         self._stats = engine.stats()
-        engine.close()
+        return True
 
     def _listen(self, engine: Engine) -> bool:
         """Take in arrivals and cancellations; sleep while there is nothing to do. False: stop."""
@@ -155,8 +188,6 @@ class Service:
             while not (self._stop or self._arrivals or self._cancelled or engine.busy):
                 self._news.wait()
             if self._stop:
-                for request, sink in self._arrivals:
-                    engine.add(request, sink)
                 return False
             arrived = bool(self._arrivals)
             while self._arrivals:

@@ -9,12 +9,13 @@ import time
 import pytest
 
 from onedraw.assemble import make_service
+from onedraw.backends.base import Ticket
 from onedraw.backends.fake import FakeBackend
 from onedraw.engine.service import Event, Service
 from onedraw.errors import BadParameter, BadRequest, Barren, ContextOverflow, Draining, QueueFull, Unsupported
 from onedraw.settings import Settings
 from onedraw.speculation.speculator import Speculator
-from onedraw.types import Request, Row, RowOutcome, SamplingParams
+from onedraw.types import Outcome, Request, Row, RowOutcome, SamplingParams
 
 
 class Slow(FakeBackend):
@@ -210,4 +211,63 @@ def test_an_engine_that_breaks_outside_a_turn_fails_its_requests_and_serves_the_
     scheduler.plan = broken  # type: ignore[method-assign,assignment]
     assert ask(service, request("a"))[1].error is not None
     assert ask(service, request("b"))[1].finish == "length"
+    service.close()
+
+
+class Panic(BaseException):
+    """What a panic below Python is: no Exception."""
+
+
+@pytest.mark.parametrize("where", ["plan", "finish"])
+def test_a_panic_leaves_nobody_waiting(where: str) -> None:
+    service = start(FakeBackend(lanes=2))
+    scheduler = service._engine.scheduler
+    real, calls = getattr(scheduler, where), []
+
+    def broken(*given: object) -> object:
+        calls.append(1)
+        if len(calls) == 1:
+            raise Panic("planted")
+        return real(*given)
+
+    setattr(scheduler, where, broken)
+    inboxes: list[queue.SimpleQueue[Event]] = [queue.SimpleQueue() for _ in range(2)]
+    service.submit([(request(f"a{i}"), inbox.put) for i, inbox in enumerate(inboxes)])
+    assert [read(inbox)[1].error is not None for inbox in inboxes] == [True, True]
+    assert ask(service, request("b"))[1].finish == "length"
+    service.close()
+
+
+def test_an_engine_that_cannot_go_on_tells_everybody_and_takes_nobody() -> None:
+    service = start(FakeBackend(lanes=1))
+    heard: queue.SimpleQueue[Event] = queue.SimpleQueue()
+
+    def deaf(event: Event) -> None:
+        raise Panic("planted")
+
+    def broken() -> object:
+        raise Panic("planted")
+
+    service._engine.stats = broken  # type: ignore[method-assign,assignment]
+    service.submit([(request("a"), deaf), (request("b"), heard.put)])
+    assert read(heard)[1].error is not None
+    service._thread.join(10)
+    assert not service.ready
+    with pytest.raises(Draining, match="the engine failed"):
+        service.submit([(request("c"), heard.put)])
+    service.close()
+
+
+def test_an_outcome_of_too_few_rows_leaves_nothing_held() -> None:
+    class Short(FakeBackend):
+        def collect(self, ticket: Ticket) -> Outcome:
+            found = super().collect(ticket)
+            return Outcome(found.rows[:-1], found.seconds) if ticket == 1 else found
+
+    service = start(Short(tickets=2, lanes=2))
+    inboxes: list[queue.SimpleQueue[Event]] = [queue.SimpleQueue() for _ in range(2)]
+    service.submit([(request(f"a{i}"), inbox.put) for i, inbox in enumerate(inboxes)])
+    assert all(read(inbox)[1].error is not None for inbox in inboxes)
+    assert [ask(service, request(f"b{i}"))[1].finish for i in range(3)] == ["length"] * 3
+    assert not service._engine.scheduler.riding
     service.close()
