@@ -232,25 +232,30 @@ def torch_backend(settings: Settings, described: Described, tell: Progress, draf
 
     overlap = len(devices) > 1 and (settings.overlap == "on" or (settings.overlap == "auto" and apart(devices)))
     sites, line = _sites(settings, split, dtype=plan.dtype, cache=cache, overlap=overlap)
-    backend = TorchBackend(
-        described.spec,
-        described.weights,
-        dtype=plan.dtype,
-        activation=split.activation,
-        sites=sites,
-        rows=split.staging.rows,
-        lanes=settings.max_batch,
-        pages=plan.pages,
-        page_size=settings.page_size,
-        max_context=plan.max_context,
-        drafts=plan.draft_positions,
-        checkpoints=plan.checkpoints,
-        check=settings.self_check,
-        line=line,
-        tickets=len(sites) if overlap else 1,
-        make_drafter=None if drafting is None else drafting.maker(settings, described, max_context=plan.max_context),
-        progress=partial(_tell_layers, tell),
-    )
+    try:
+        backend = TorchBackend(
+            described.spec,
+            described.weights,
+            dtype=plan.dtype,
+            activation=split.activation,
+            sites=sites,
+            rows=split.staging.rows,
+            lanes=settings.max_batch,
+            pages=plan.pages,
+            page_size=settings.page_size,
+            max_context=plan.max_context,
+            drafts=plan.draft_positions,
+            checkpoints=plan.checkpoints,
+            check=settings.self_check,
+            line=line,
+            tickets=len(sites) if overlap else 1,
+            make_drafter=None if drafting is None else drafting.maker(settings, described, max_context=plan.max_context),
+            progress=partial(_tell_layers, tell),
+        )
+    except BaseException:
+        if line is not None:
+            line.close()
+        raise
     _tell_check(backend.report, tell)
     backend.rehearse(tell)
     if backend.capacity.drafter and drafting is not None:

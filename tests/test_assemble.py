@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from onedraw.assemble import _tell_layers, open_door
-from onedraw.errors import BadSetting, NoRoom
+from onedraw.errors import BadSetting, NoRoom, UnsupportedModel
 from onedraw.settings import Settings
 from onedraw.wishes import Wishes, settle
 from tests import tiny
@@ -69,6 +70,14 @@ def test_packed_weights_give_one_answer_on_one_device_and_on_two(tmp_path: Path)
             found += door.generate(settle(wishes, door=door, prompt=tuple(range(5, 40))))
     assert [(c.token, c.checksum) for c in found[0].choices] == [(c.token, c.checksum) for c in found[1].choices]
     assert [(c.token, c.checksum) for c in found[0].choices] == [(c.token, c.checksum) for c in found[2].choices]
+
+
+def test_a_model_that_could_not_be_loaded_leaves_no_thread_behind(tmp_path: Path) -> None:
+    model, bad = tiny.write_safetensors("llama", tmp_path / "m"), tiny.write_safetensors("qwen3_5", tmp_path / "bad")
+    before = set(threading.enumerate())
+    with pytest.raises(UnsupportedModel, match="cannot draft"):
+        open_door(Settings(model=str(model), devices="cpu,cpu", overlap="on", dtype="f32", draft=(str(bad),)))
+    assert {thread.name for thread in set(threading.enumerate()) - before} <= {"onedraw-engine"}  # which is ending
 
 
 def test_a_long_model_tells_of_its_quarters() -> None:

@@ -30,7 +30,7 @@ class Line:
         self._queues: list[SimpleQueue[Job | None]] = [SimpleQueue() for _ in openings]
         behind = [*self._queues[1:], None]
         self._threads = [
-            threading.Thread(target=_work, args=(number, opening, own, ahead), name=f"onedraw-stage-{number}", daemon=True)
+            threading.Thread(target=_work, args=(number, [opening], own, ahead), name=f"onedraw-stage-{number}", daemon=True)
             for number, (opening, own, ahead) in enumerate(zip(openings, self._queues, behind, strict=True))
         ]
         for thread in self._threads:
@@ -51,10 +51,18 @@ class Line:
                 thread.join()
 
 
-def _work(number: int, opening: Callable[[], None], own: SimpleQueue[Job | None], ahead: SimpleQueue[Job | None] | None) -> None:
-    opening()
+def _work(
+    number: int, openings: list[Callable[[], None]], own: SimpleQueue[Job | None], ahead: SimpleQueue[Job | None] | None
+) -> None:
+    failed: BaseException | None = None
+    try:
+        openings.pop()()  # and let go of: it may hold threads of its own
+    except BaseException as error:  # told to whoever comes through here
+        failed = error
     while (job := own.get()) is not None:
         try:
+            if failed is not None:
+                raise failed
             found = job.steps[number]()
         except BaseException as error:
             job.result.set_exception(error)

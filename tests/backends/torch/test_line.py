@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
+import weakref
 from functools import partial
 
 import pytest
@@ -55,6 +57,30 @@ def test_a_step_that_fails_ends_its_own_thing_alone() -> None:
         with pytest.raises(RuntimeError, match="planted"):
             one.result(5)
     assert good.result(5) == 7
+    line.close()
+
+
+def test_a_stage_that_could_not_open_says_so_to_whoever_comes_through() -> None:
+    def fails() -> None:
+        raise RuntimeError("planted")
+
+    line = Line([nothing, fails])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="planted"):
+            line.start([nothing, nothing]).result(5)
+    line.close()
+
+
+def test_an_opening_is_let_go_of_once_it_is_done() -> None:
+    class Opening:
+        def __call__(self) -> None: ...
+
+    opening = Opening()
+    line, held = Line([opening]), weakref.ref(opening)
+    del opening
+    line.start([nothing]).result(5)
+    gc.collect()
+    assert held() is None
     line.close()
 
 
