@@ -14,7 +14,6 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -28,6 +27,7 @@ from onedraw.backends.base import Capacity, PageGroup, Ticket
 from onedraw.backends.outcome import row_outcome
 from onedraw.backends.plan import LOGITS_BYTES
 from onedraw.backends.staging import FEWEST_ROWS, most_tokens
+from onedraw.backends.torch.boundary import current
 from onedraw.backends.torch.device import DTYPES, hardware_name
 from onedraw.backends.torch.graphs import Graphs, Recorder, Straight
 from onedraw.backends.torch.inputs import Inputs, Shape, Span, make_inputs
@@ -165,10 +165,12 @@ class TorchBackend:
         self._shape = Shape(page_size, sizes.pages, strictest([site.ops.rule for site in sites]), windows)
         self.report: SelfCheck | None = None
         if check:
-            self.report = _checked(self._stack, self._states, self._shape)
+            with current(self._device):
+                self.report = _checked(self._stack, self._states, self._shape)
             self._shape = replace(self._shape, rule=self.report.rule)
         self._sampler = sites[-1].ops.sampler(vocab=spec.vocab, lanes=lanes, device=self._device)
-        self._drafter = None if make_drafter is None else make_drafter(self._stack, self._sampler, self._shape)
+        with current(self._device):
+            self._drafter = None if make_drafter is None else make_drafter(self._stack, self._sampler, self._shape)
         self._slice = max(LOGITS_BYTES // (4 * spec.vocab), 1)
         self._steady: SteadyTurns | None = None
         if len(sites) == 1 and sites[0].ops.records:
@@ -212,7 +214,8 @@ class TorchBackend:
     def rehearse(self, tell: Callable[[str], None]) -> None:
         """Record turns that will come, where turns are recorded. Before the first request."""
         if self._steady is not None:
-            self._steady.rehearse(self._capacity.lanes, self._watch(), tell)
+            with current(self._device):
+                self._steady.rehearse(self._capacity.lanes, self._watch(), tell)
 
     def submit(self, plan: Plan) -> Ticket:
         ticket = Ticket(next(self._tickets))
@@ -293,7 +296,10 @@ class TorchBackend:
     def _begin(self, plan: Plan) -> Started | None:
         """A steady turn, begun and not waited for; None where the turn is none."""
         begin = time.perf_counter()
-        steady = None if self._steady is None else self._steady.begin(plan, self._watch())
+        if self._steady is None:
+            return None
+        with current(self._device):
+            steady = self._steady.begin(plan, self._watch())
         return None if steady is None else Started(plan, steady, begin)
 
     @torch.inference_mode()
@@ -304,17 +310,18 @@ class TorchBackend:
             steady.arrived.synchronize()
         choices = iter(read_choices(steady.answers, steady.positions))
         chosen = {i: [next(choices) for _ in range(1 + len(row.drafts))] for i, row in enumerate(plan.rows)}
-        if self._drafter is not None:
-            self._drafter.open(plan.rows)
         turn = Turn(plan, steady.inputs, worked.watch, held=0)
-        rows = self._conclude(turn, worked.hidden, chosen, {}, settled=True)
+        with current(self._device):
+            if self._drafter is not None:
+                self._drafter.open(plan.rows)
+            rows = self._conclude(turn, worked.hidden, chosen, {}, settled=True)
         return Outcome(rows, time.perf_counter() - started.begin)
 
     @torch.inference_mode()
     def _step(self, turn: Turn, number: int) -> Outcome | None:
         """A plan through one stage, on that stage's thread where it has one; through the last: what became of it."""
         begin = time.perf_counter()
-        with _current(self._stack.stages[number].device):
+        with current(self._stack.stages[number].device):
             self._states[number].open(turn.plan.rows)
             if turn.stream is None:
                 turn.stream = self._stack.enter(turn.inputs)
@@ -344,7 +351,8 @@ class TorchBackend:
         rows = tuple(replace(row, fault=self._fault(watch, inputs.spans[i])) if row.barren else row for i, row in enumerate(rows))
         if not settled:
             for state, stage in zip(self._states, self._stack.stages, strict=True):
-                state.commit(plan.rows, [row.kept for row in rows], stage.ops, turn.held)
+                with current(stage.device):
+                    state.commit(plan.rows, [row.kept for row in rows], stage.ops, turn.held)
         if self._drafter is not None:
             guesses = self._drafter.guess(Turned(plan, inputs, hidden, watch.features, rows))
             rows = tuple(replace(row, guesses=own) for row, own in zip(rows, guesses, strict=True))
@@ -424,11 +432,6 @@ def _done(steps: Sequence[Callable[[], Outcome | None]]) -> Future[Outcome]:
     assert found is not None
     done.set_result(found)
     return done
-
-
-def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Kernels are launched on the current device, whatever their arguments lie on."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def as_stored(tensor: Tensor) -> npt.NDArray[Any]:

@@ -7,6 +7,8 @@ sender's numbers are free as soon as they are in the first.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -56,3 +58,8 @@ class Boundary:
     def _settle(self) -> None:
         if self._gpu is not None:
             torch.cuda.current_stream(self._gpu).synchronize()
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Kernels are launched on the current device, whatever their arguments lie on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from onedraw.backends.torch.boundary import current
 from onedraw.backends.torch.inputs import Shape, make_inputs
 from onedraw.backends.torch.layers.linear import Linear, RowRule
 from onedraw.backends.torch.ops import TorchOps
@@ -73,8 +74,9 @@ def _rows_agree(linear: Linear, rule: RowRule) -> bool:
     x = torch.randn(max(ROWS) + 64, linear.in_features, generator=generator).to(linear.dtype).to(linear.device)
     kept, linear.rule = linear.rule, rule
     try:
-        full = linear(x[: rule.padded(len(x))])
-        return all(torch.equal(linear(x[: rule.padded(n)])[:n], full[:n]) for n in ROWS)
+        with current(linear.device):
+            full = linear(x[: rule.padded(len(x))])
+            return all(torch.equal(linear(x[: rule.padded(n)])[:n], full[:n]) for n in ROWS)
     finally:
         linear.rule = kept
 

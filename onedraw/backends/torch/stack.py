@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.staging import FEWEST_ROWS, inputs_behind
-from onedraw.backends.torch.boundary import Boundary
+from onedraw.backends.torch.boundary import Boundary, current
 from onedraw.backends.torch.feed_forward import Experts, FeedForward, load_feed_forward
 from onedraw.backends.torch.fusing import LayerRun, dense_layer, run_fused, runs_of_layers
 from onedraw.backends.torch.inputs import Inputs
@@ -279,7 +279,8 @@ class Stack:
         self._rows, self._progress = rows, progress
         self.stages: list[Stage] = []
         for site in sites:
-            self.stages.append(self._stage(site, source))
+            with current(site.device):
+                self.stages.append(self._stage(site, source))
 
     def _stage(self, site: Site, source: WeightSource) -> Stage:
         spec, before = self.spec, self.stages[-1] if self.stages else None
@@ -323,8 +324,9 @@ class Stack:
     def embed(self, tokens: Tensor, *, by: Ops | None = None) -> Tensor:
         """Rows [T, E] where the tokens are; they are looked up on the first stage, so there is one table. `by`: by the
         threads of these operations, since those of the head, else asked, may be at work on another turn."""
-        x = self._embedding(tokens, by)
-        return (x if self.spec.embed_scale == 1 else x * self._embed_scale).to(tokens.device)
+        with current(self.stages[0].device):
+            x = self._embedding(tokens, by)
+            return (x if self.spec.embed_scale == 1 else x * self._embed_scale).to(tokens.device)
 
     def hidden(self, inputs: Inputs, states: Sequence[State], *, depth: int | None = None, watch: Watch = NOTHING) -> Tensor:
         """Hidden states after the last norm: [T, E]. What the turn's tokens leave in pages and lanes is written on the way.
@@ -358,13 +360,15 @@ class Stack:
 
     def _enter(self, tokens: Tensor, own_rows: Tensor | None, depth: int | None) -> Stream:
         x = self.embed(tokens, by=self.stages[0].ops).to(self.activation)
-        own = None if self._input_table is None or own_rows is None else self._input_table(own_rows, x)
+        with current(self.stages[0].device):
+            own = None if self._input_table is None or own_rows is None else self._input_table(own_rows, x)
         return Stream(x, own, len(self.spec.layers) if depth is None else depth)
 
     def advance(self, stream: Stream, number: int, inputs: Inputs, state: State, *, watch: Watch = NOTHING) -> None:
         """Over the way to a stage, and through its layers."""
         stage = self.stages[number]
-        self._advance(stream, stage, Preparation(stage.ops, inputs.on(stage.device), stage.ropes), state, watch)
+        with current(stage.device):
+            self._advance(stream, stage, Preparation(stage.ops, inputs.on(stage.device), stage.ropes), state, watch)
 
     def _advance(self, stream: Stream, stage: Stage, preparation: Preparation, state: State, watch: Watch) -> None:
         x, own = stream.x, stream.own
@@ -378,7 +382,8 @@ class Stack:
 
     def leave(self, stream: Stream) -> Tensor:
         """On the last stage: hidden states after the last norm."""
-        return self.ops.rms_norm(stream.x, self.norm, self.spec.eps).to(self.dtype)
+        with current(self.device):
+            return self.ops.rms_norm(stream.x, self.norm, self.spec.eps).to(self.dtype)
 
     def _run(
         self,
