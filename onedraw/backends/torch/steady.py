@@ -144,6 +144,11 @@ class Foreseen:
         return chosen == [row.tokens[0] for row in plan.rows]
 
 
+def rehearsed_starts(max_context: int) -> list[int]:
+    """Where rehearsed rows stand: a position of each of the first two reaches, as far as the context goes."""
+    return sorted({min(start, max_context - 1) for start in (LEAST_REACH // 2, LEAST_REACH)})
+
+
 class SteadyTurns:
     """Owner: the backend. One device, and operations and a sampler whose work can be recorded. `ahead`: foreseen turns are
     started, too, where no layer has a state."""
@@ -201,7 +206,7 @@ class SteadyTurns:
         counts = [count for count in STEPS if count <= lanes] or [1]
         for number, count in enumerate(counts, start=1):
             tell(f"recording turns, {number} of {len(counts)}")
-            for params, start in itertools.product(REHEARSED, (LEAST_REACH // 2, LEAST_REACH)):
+            for params, start in itertools.product(REHEARSED, rehearsed_starts(self._stack.max_context)):
                 if time.monotonic() > deadline:
                     tell(f"recording turns: the rest when they first come, after {REHEARSAL_SECONDS} s")
                     return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from onedraw.backends.torch.steady import bucket_of
+from onedraw.backends.torch.steady import bucket_of, rehearsed_starts
 from onedraw.types import Draft, DryParams, History, PageCopy, Plan, Row, SamplingParams, Save
 
 ROW = Row("r", 0, ((0, 1),), 20, (5,), (), 20, True, SamplingParams(), History((1,) * 20, [5]))
@@ -47,3 +47,9 @@ def test_prompts_checkpoints_and_what_the_host_must_see_are_not_steady() -> None
     assert bucket_of(Plan((in_prompt,)), recurrent=True) is None
     assert bucket_of(Plan((in_prompt,)), recurrent=False) is not None
     assert bucket_of(Plan((replace(ROW, params=SamplingParams(dry=DryParams(1.0))),)), recurrent=True) is not None
+
+
+def test_rehearsed_rows_stand_within_the_context() -> None:
+    assert rehearsed_starts(4096) == [256, 512]
+    assert rehearsed_starts(512) == [256, 511]
+    assert rehearsed_starts(100) == [99]
