@@ -170,14 +170,19 @@ class SnapshotFolder:
     def _write(self, snapshot: Snapshot, arrays: Arrays) -> None:
         beside = snapshot.path.with_name(f"{snapshot.path.stem}.{os.getpid()}.part")
         checksum, size = Checksum(), DIGEST
-        with beside.open("wb") as file:
-            for part in self._parts(snapshot, arrays):
-                checksum.update(part)
-                size += file.write(part)
-            file.write(checksum.digest())
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(snapshot.path)
+        try:
+            with beside.open("wb") as file:
+                for part in self._parts(snapshot, arrays):
+                    checksum.update(part)
+                    size += file.write(part)
+                file.write(checksum.digest())
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(snapshot.path)
+        except OSError:
+            beside.unlink(missing_ok=True)
+            self._evict()  # others may have filled the disk with more than the budget
+            raise
         self._remember(Snapshot(snapshot.tokens, snapshot.logits, snapshot.firsts, snapshot.path, size))
         self.written += 1
         self._evict()

@@ -169,15 +169,16 @@ def test_a_disk_that_does_not_keep_up_drops_snapshots(tmp_path: Path, monkeypatc
 
 
 def test_a_full_disk_is_a_warning(tmp_path: Path, snapshot_warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: SnapshotFolder, *given: object) -> None:
+    def full(file: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(SnapshotFolder, "_write", full)
+    monkeypatch.setattr(disk.os, "fsync", full)
     folder = opened(tmp_path)
     folder.write(TOKENS, ARRAYS, logits=True, firsts=(0,))
     folder.close()
     [said] = snapshot_warnings
     assert "No space left" in said
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     assert TOKENS not in folder
 
 
