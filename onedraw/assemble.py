@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -57,6 +58,7 @@ log = logging.getLogger("onedraw")
 def open_door(settings: Settings, progress: Progress | None = None, *, speculator: Speculator | None = None) -> Door:
     """Load a model and start its engine. `progress` hears one line per stage."""
     tell = progress or (lambda line: None)
+    _require_snapshot_dir(settings)
     match settings.backend:
         case "fake":
             return _fake_door(settings, speculator or make_speculator(settings))
@@ -96,13 +98,36 @@ def _shelf(settings: Settings, backend: Backend, ledger: Ledger, weights: str) -
         f"onedraw {__version__}, weights {weights}, {backend.identity}, {_dtypes(capacity)}, chunk {capacity.chunk}, "
         f"page {capacity.page_size}, windows {[group.window for group in capacity.groups]}, drafter {capacity.drafter or 'none'}"
     )
-    folder = SnapshotFolder(
-        settings.snapshot_dir or (settings.cache_dir or default_cache_dir()) / "snapshots",
-        fingerprint=fingerprint,
-        page_size=capacity.page_size,
-        budget=settings.cache_budget,
-    )
+    root = _snapshot_dir(settings)
+    try:
+        folder = SnapshotFolder(root, fingerprint=fingerprint, page_size=capacity.page_size, budget=settings.cache_budget)
+    except OSError as error:
+        raise _unusable(root, error) from None
     return Shelf(folder, ledger=ledger, backend=backend)
+
+
+def _snapshot_dir(settings: Settings) -> Path:
+    return settings.snapshot_dir or (settings.cache_dir or default_cache_dir()) / "snapshots"
+
+
+def _require_snapshot_dir(settings: Settings) -> None:
+    """Said before a model is loaded."""
+    if settings.cache_budget is None:
+        return
+    root = _snapshot_dir(settings)
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root):
+            pass
+    except OSError as error:
+        raise _unusable(root, error) from None
+
+
+def _unusable(root: Path, error: OSError) -> BadSetting:
+    return BadSetting(
+        f"--snapshot-dir: {root} cannot be used ({error.strerror or error}); name a folder that can be made and written to, "
+        f"or leave --cache-budget away to keep no snapshots"
+    )
 
 
 # ---------------------------------------------------------------------- what a bench asks besides

@@ -80,6 +80,15 @@ def test_a_model_that_could_not_be_loaded_leaves_no_thread_behind(tmp_path: Path
     assert {thread.name for thread in set(threading.enumerate()) - before} <= {"onedraw-engine"}  # which is ending
 
 
+@pytest.mark.parametrize("below", ["", "under/it"])
+def test_a_folder_of_snapshots_that_cannot_be_used_is_refused_before_loading(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").touch()
+    flags: dict[str, Any] = {"cache_budget": 10**6, "snapshot_dir": tmp_path / "file" / below}
+    for settings in (Settings(backend="fake", **flags), Settings(model=str(tmp_path / "no-model"), **flags)):
+        with pytest.raises(BadSetting, match=r"--snapshot-dir: .* cannot be used .*; name a folder"):
+            open_door(settings)
+
+
 def test_a_long_model_tells_of_its_quarters() -> None:
     lines: list[str] = []
     for done in range(1, 65):
