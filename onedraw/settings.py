@@ -19,6 +19,8 @@ DTYPES = ("auto", "packed", "f32", "bf16", "f16")
 ACTIVATION_DTYPES = ("auto", "f32", "bf16", "f16")
 CpuActivations = Literal["int8", "f32"]
 Overlap = Literal["auto", "on", "off"]
+BackendName = Literal["torch", "xla", "fake"]
+XlaPlatform = Literal["auto", "cpu", "cuda", "tpu"]
 DRAFT_WORDS = ("auto", "none", "ngram", "prediction", "mtp")  # what --draft knows beside paths
 
 
@@ -28,8 +30,8 @@ class Settings:
 
     model: str = "smollm2"
     served_name: str | None = None
-    backend: Literal["torch", "xla", "fake"] = "torch"
-    xla_platform: Literal["auto", "cpu", "cuda", "tpu"] = "auto"  # what --backend xla computes on
+    backend: BackendName = "torch"
+    xla_platform: XlaPlatform = "auto"  # what --backend xla computes on
     device: str = "auto"  # auto, cpu, cuda, cuda:0 …
     devices: str | None = None  # instead of device: several, as in cuda:0,cuda:1,cpu
     split: str = "auto"  # layers of each device: auto, 24,8 or 0.75,0.25
@@ -58,6 +60,10 @@ class Settings:
     snapshot_dir: Path | None = None  # where they are kept; None: in the cache folder
 
     def __post_init__(self) -> None:
+        if self.backend not in get_args(BackendName):
+            raise BadSetting(f"--backend: {self.backend!r} is not one of {', '.join(get_args(BackendName))}")
+        if self.xla_platform not in get_args(XlaPlatform):
+            raise BadSetting(f"--xla-platform: {self.xla_platform!r} is not one of {', '.join(get_args(XlaPlatform))}")
         if self.dtype not in DTYPES:
             raise BadSetting(f"--dtype: {self.dtype!r} is not one of {', '.join(DTYPES)}")
         if self.cpu_activations not in get_args(CpuActivations):

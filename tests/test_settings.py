@@ -57,6 +57,8 @@ def test_one_device_is_a_list_of_one() -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
+        ({"backend": "jax"}, "--backend: 'jax' is not one of torch, xla, fake"),
+        ({"backend": "xla", "xla_platform": "gpu"}, "--xla-platform: 'gpu' is not one of auto, cpu, cuda, tpu"),
         ({"backend": "torch", "xla_platform": "cpu"}, "--xla-platform: says what --backend xla computes on"),
         ({"backend": "xla", "dtype": "packed"}, "--dtype packed: the xla backend computes in f32 or bf16"),
         ({"backend": "xla", "dtype": "f16"}, "--dtype f16: the xla backend"),
