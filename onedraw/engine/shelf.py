@@ -6,6 +6,7 @@ index that admission then finds there like any others. The engine thread copies 
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from onedraw.backends.base import Backend, Exports
@@ -14,6 +15,8 @@ from onedraw.memory.disk import Snapshot, SnapshotFolder
 from onedraw.memory.ledger import Ledger
 from onedraw.memory.span import first_needed
 from onedraw.types import History
+
+log = logging.getLogger("onedraw.snapshots")
 
 FEWEST = 64  # tokens: a shorter prompt is computed sooner than it is looked up
 
@@ -51,7 +54,11 @@ class Shelf:
             if held is None:  # gave way within the turn
                 continue
             firsts, pages = [first for first, _ in held], [pages for _, pages in held]
-            arrays = self._backend.export(checkpoint.slot, pages)
+            try:
+                arrays = self._backend.export(checkpoint.slot, pages)
+            except Exception as error:  # a snapshot less; nobody's reply hangs on it
+                log.warning("a snapshot could not be taken: %s", error)
+                return
             if not checkpoint.logits:
                 arrays.pop("logits", None)  # the slot has those of somebody else
             self._folder.write(tokens, arrays, logits=checkpoint.logits, firsts=firsts)
@@ -75,6 +82,10 @@ class Shelf:
             self._backend.adopt(adoption.slot, adoption.places(found.snapshot.firsts), arrays)
         except (KeyError, ValueError) as error:
             self._folder.discard(found.snapshot, error)
+            abandon(self._ledger, adoption)
+            return
+        except Exception as error:  # the prompt is computed instead; the file may be good
+            log.warning("a snapshot could not be taken in: %s", error)
             abandon(self._ledger, adoption)
             return
         adopt(self._ledger, adoption, logits=found.slot and found.snapshot.logits)

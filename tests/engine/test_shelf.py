@@ -77,3 +77,19 @@ def test_a_snapshot_that_is_not_this_backends_is_refused_with_a_warning(tmp_path
     assert len(snapshot_warnings) == 1
     assert "is not used" in snapshot_warnings[0]
     assert asked(tmp_path, request())[1].restored == 1
+
+
+@pytest.mark.parametrize("way", ["export", "adopt"])
+def test_a_device_that_cannot_give_or_take_a_snapshot_fails_nobody(
+    tmp_path: Path, snapshot_warnings: list[str], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: FakeBackend, *given: object) -> None:
+        raise RuntimeError("planted")
+
+    if way == "adopt":
+        asked(tmp_path, request())
+    monkeypatch.setattr(FakeBackend, way, fails)
+    engine, shelf = asked(tmp_path, request())
+    assert (shelf.saved, shelf.restored) == (0, 0)
+    assert (engine.stats().prompt_tokens, engine.stats().completion_tokens) == (100, 2)
+    assert "planted" in "".join(snapshot_warnings)
