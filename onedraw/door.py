@@ -15,7 +15,6 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from onedraw.engine.service import Event, Service, Sink
 from onedraw.errors import BadParameter, BadRequest, OnedrawError
@@ -66,7 +65,7 @@ class Door:
         self.card = card
         self.memory = CallMemory()
         self._numbers = itertools.count()
-        self._posts: WeakKeyDictionary[asyncio.AbstractEventLoop, Post] = WeakKeyDictionary()
+        self._posts: dict[asyncio.AbstractEventLoop, Post] = {}  # of loops that are open, and the last that closed
 
     def __enter__(self) -> Door:
         return self
@@ -270,6 +269,9 @@ class Door:
         loop = asyncio.get_running_loop()
         found = self._posts.get(loop)
         if found is None:
+            for known in list(self._posts):  # loops of other threads come and go meanwhile
+                if known.is_closed():
+                    self._posts.pop(known, None)
             found = self._posts[loop] = Post(loop)
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -83,3 +84,10 @@ def test_more_choices_than_a_server_ever_holds_are_refused_by_name() -> None:
         with pytest.raises(BadParameter, match="n: must be at most 6"):
             door.check(settle(Wishes.of(n=10**12, max_tokens=1), door=door, prompt=(1,)))
         assert len(door.generate(settle(Wishes.of(n=6, max_tokens=1), door=door, prompt=(1,)))) == 6
+
+
+def test_loops_that_closed_are_not_kept() -> None:
+    with open_door(Settings(backend="fake")) as door:
+        for _ in range(4):
+            asyncio.run(door.agenerate(settle(Wishes(max_tokens=2), door=door, prompt=(5, 6))))
+        assert len(door._posts) == 1
