@@ -76,6 +76,12 @@ class Settings:
             raise BadSetting(f"--overlap: {self.overlap!r} is not one of auto, on, off")
         if self.split != "auto" and self.devices is None:
             raise BadSetting("--split: says how layers are divided among --devices, which was not given")
+        if self.overlap == "on" and self.backend != "xla" and len(self.device_names) < 2:
+            raise BadSetting("--overlap on: several turns at once need several --devices, and one was given")
+        if self.snapshot_dir is not None and self.cache_budget is None:
+            raise BadSetting("--snapshot-dir: snapshots are kept where --cache-budget says how many bytes; give it too")
+        if self.backend == "fake" and self.devices is not None:
+            raise BadSetting("--devices: the fake backend runs on none")
         for name, low in (("max_batch", 1), ("turn_tokens", 1), ("page_size", 1), ("queue_limit", 1)):
             if getattr(self, name) < low:
                 raise BadSetting(f"--{name.replace('_', '-')}: must be at least {low}, not {getattr(self, name)}")

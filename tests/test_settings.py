@@ -71,3 +71,18 @@ def test_one_device_is_a_list_of_one() -> None:
 def test_what_the_xla_backend_does_not_honour_is_refused_by_name(flags: dict[str, object], said: str) -> None:
     with pytest.raises(BadSetting, match=said):
         Settings(**flags)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"overlap": "on", "device": "cpu"}, "--overlap on: several turns at once need several --devices"),
+        ({"overlap": "on", "devices": "cpu"}, "--overlap on: several turns at once need several --devices"),
+        ({"snapshot_dir": Path("x")}, "--snapshot-dir: .* give it too"),
+        ({"backend": "fake", "devices": "cpu,cpu"}, "--devices: the fake backend"),
+        ({"backend": "fake", "devices": "cpu,cpu", "split": "1,2"}, "--devices: the fake backend"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused_by_name(flags: dict[str, object], said: str) -> None:
+    with pytest.raises(BadSetting, match=said):
+        Settings(**flags)  # type: ignore[arg-type]
