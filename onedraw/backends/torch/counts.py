@@ -48,6 +48,11 @@ class LaneCounts:
             self._marks[place.lane] = Mark(place.request_id, history.prompt, known)
         return grown
 
+    def forget(self, places: Sequence[Place]) -> None:
+        """These lanes begin anew: what `grown` gave for them was not added."""
+        for place in places:
+            self._marks[place.lane] = None
+
     def _open(self, lane: int, prompt: tuple[int, ...]) -> None:
         self.output[lane] = 0
         self.prompt[lane] = False

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from onedraw.backends.answers import CHECKSUM, TOKEN, Position
 from onedraw.backends.torch.counts import LaneCounts
-from onedraw.backends.torch.feed import Direct, Feed
+from onedraw.backends.torch.feed import ArenaFull, Direct, Feed
 from onedraw.backends.torch.kernels.triton_sample import COLUMNS, GREEDY, KEY_0, LANE, TOP_K, Chosen, Wishes, choose
 from onedraw.backends.torch.sampler import Law, Sampler, _deficits, _divisor
 from onedraw.sampling.adjust import Adjustment, adjustment, inside
@@ -145,14 +145,21 @@ class TritonSampler(Sampler):
             line[KEY_0:] = (*key(p.params.seed, p.index), wish.greedy, p.lane if wish.counts else -1, *fences)
         room = max(len(tokens), 1) if not rows else max(64, 1 << (len(tokens) - 1).bit_length())
         there = [feed.put(array) for array in (table, _line(tokens, room, np.int32), _line(values, room, np.float32))]
-        counts, grown = self._counted([p for p in positions if p.params.counts_history], rows)
+        counting = [p for p in positions if p.params.counts_history]
+        counts, grown = self._counted(counting, rows)
+        try:
+            added = None if counts is None else feed.put(grown)
+        except ArenaFull:  # nobody adds what these lanes' marks say was added
+            if counts is not None:
+                counts.forget(counting)
+            raise
         return Wishes(
             table=there[0],
             tokens=there[1],
             values=there[2],
             output=None if counts is None else counts.output,
             prompt=None if counts is None else counts.prompt,
-            grown=None if counts is None else feed.put(grown),
+            grown=added,
             counted=bool(table[:, TOP_K].any()),
             shared=any(p.params.temperature > 0 and p.params.top_p < 1 for p in positions),
             adjusted=adjusted,
