@@ -256,6 +256,13 @@ def torch_backend(settings: Settings, described: Described, tell: Progress, draf
     )
 
     overlap = len(devices) > 1 and (settings.overlap == "on" or (settings.overlap == "auto" and apart(devices)))
+    if overlap and described.spec.recurrent and 0 < plan.draft_positions < len(split.stages):
+        log.warning(
+            "--draft-memory: gives %d positions, fewer than the %d turns at work at once, so nothing is drafted; raise it, or "
+            "pass --overlap off",
+            plan.draft_positions,
+            len(split.stages),
+        )
     sites, line = _sites(settings, split, dtype=plan.dtype, cache=cache, overlap=overlap)
     try:
         backend = TorchBackend(
