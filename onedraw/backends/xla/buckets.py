@@ -92,7 +92,7 @@ def make_shape(
     tokens = round_up(lanes, height)
     step = min(TILES, tokens)
     most = rows or MOST_ROWS
-    mixed = round_up(max(turn_tokens, lanes) + CHUNK, most)
+    mixed = round_up(max(turn_tokens, lanes, 2 * CHUNK) + CHUNK, most)  # the self-check's prompts fit, however few are asked for
     shape = Shape(
         lanes=lanes,
         page_size=page_size,

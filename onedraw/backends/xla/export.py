@@ -25,7 +25,7 @@ from onedraw.backends.xla.stack import Stage, run_layers
 from onedraw.backends.xla.weights import WeightSource
 from onedraw.models.spec import ModelSpec
 
-FORMAT = 1  # of the manifest
+FORMAT = 2  # of the manifest
 
 
 def export_model(

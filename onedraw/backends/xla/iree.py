@@ -24,7 +24,7 @@ from onedraw.sampling.law import choice
 from onedraw.types import Outcome, Plan
 
 DRIVER = "local-task"
-FORMAT = 1
+FORMAT = 2
 
 
 class IreeBackend:

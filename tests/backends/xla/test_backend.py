@@ -1,4 +1,4 @@
-"""What a backend holds on the device, and that it lets go of it."""
+"""What a backend holds on the device and lets go of, the smallest sizes it starts with, and its name."""
 
 from __future__ import annotations
 
@@ -27,3 +27,14 @@ def test_a_closed_backend_leaves_no_array_behind(cuts: tuple[int, ...], tmp_path
     del held
     backend.close()
     assert [array.shape for array in jax.live_arrays() if id(array) not in before] == []
+
+
+@pytest.mark.parametrize("turn_tokens", [1, 64])
+def test_a_backend_of_small_turns_checks_itself(turn_tokens: int, tmp_path: Path) -> None:
+    path = tiny.write_safetensors("qwen2", tmp_path / "model")
+    backend = xla_backend(path, turn_tokens=turn_tokens, check=True)
+    assert backend.report is not None
+    assert len(backend.report.findings) == 3
+    assert backend.report.holds
+    answers, _ = run(backend, conversation()[:2], Schedule())
+    assert all(answer.tokens for answer in answers)
