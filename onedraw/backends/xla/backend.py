@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jaxlib
 import numpy as np
 import numpy.typing as npt
 
@@ -292,7 +293,7 @@ class XlaBackend:
         """What computes the bits: operations, hardware, library and the shapes of products; not the split."""
         parts = sorted({hardware_name(site.device) for site in self._sites})
         rows = f"products of {self.shape.decode.rows} and {self.shape.mixed.rows} rows"
-        return f"xla on {', '.join(parts)}; jax {jax.__version__}; {rows}"
+        return f"xla on {', '.join(parts)}; jax {jax.__version__}, jaxlib {jaxlib.__version__}; {rows}"
 
     def export(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, npt.NDArray[Any]]:
         found = {"logits": np.asarray(self._kept)[slot].copy()}

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from onedraw.backends.devices import Device
+from onedraw.backends.hardware import cpu_model, cpu_vectors
 from onedraw.errors import BadSetting
 
 # Masses, checksums and ranked tokens are 64-bit integers (see sampling/law.py).
@@ -78,4 +79,7 @@ def keep_compiled(folder: Path) -> Path:
 
 
 def hardware_name(device: jax.Device) -> str:
+    """The kind of chip behind a device. jax calls every CPU `cpu`, so the system is asked which one it is."""
+    if device.platform == "cpu":
+        return f"cpu {cpu_model()} (vectors {cpu_vectors()})"
     return f"{device.platform} {device.device_kind}"

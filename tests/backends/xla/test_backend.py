@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import jax
+import jaxlib
 import pytest
 
 from tests.backends.xla.making import xla_backend
 
 # isort: split
+from onedraw.backends.hardware import cpu_model, cpu_vectors
 from tests import tiny
 from tests.laws.harness import Schedule, run
 from tests.laws.test_xla import conversation
@@ -38,3 +40,9 @@ def test_a_backend_of_small_turns_checks_itself(turn_tokens: int, tmp_path: Path
     assert backend.report.holds
     answers, _ = run(backend, conversation()[:2], Schedule())
     assert all(answer.tokens for answer in answers)
+
+
+def test_the_identity_names_the_processor_and_both_libraries(tmp_path: Path) -> None:
+    identity = xla_backend(tiny.write_safetensors("qwen2", tmp_path / "model")).identity
+    assert f"cpu {cpu_model()} (vectors {cpu_vectors()})" in identity
+    assert f"jax {jax.__version__}, jaxlib {jaxlib.__version__}" in identity
