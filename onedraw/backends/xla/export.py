@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import jax
@@ -20,10 +21,11 @@ import numpy as np
 from onedraw.backends.xla.buckets import Bucket, make_shape
 from onedraw.backends.xla.families import conv_of, require_interpreted
 from onedraw.backends.xla.inputs import make_inputs
+from onedraw.backends.xla.platform import find_devices
 from onedraw.backends.xla.sampler import logits_of
 from onedraw.backends.xla.stack import Stage, run_layers
 from onedraw.backends.xla.weights import WeightSource
-from onedraw.errors import UnsupportedModel
+from onedraw.errors import BadSetting, UnsupportedModel
 from onedraw.models.spec import ModelSpec
 
 FORMAT = 2  # of the manifest
@@ -49,12 +51,12 @@ def export_model(
             f"{spec.family} cannot be exported: its recurrent layers solve triangular systems with LAPACK, which other runtimes "
             "do not have; run it with --backend xla or torch"
         )
+    _require_writable(folder)
     sizes: dict[str, Any] = {"lanes": lanes, "page_size": page_size, "pages": pages, "windows": spec.windows}
     sizes |= {"max_context": max_context, "turn_tokens": turn_tokens, "drafts": 0, "checkpoints": 0}
     shape = make_shape(**sizes)
-    device = jax.devices("cpu")[0]
+    _, (device,) = find_devices("cpu", ["auto"])
     stage = Stage(spec, source, shape, dtype="f32", activation="f32", device=device, start=0, stop=len(spec.layers))
-    folder.mkdir(parents=True, exist_ok=True)
     graphs = {}
     for name, bucket in (("prefill", shape.mixed), ("decode", shape.decode)):
         tell(f"writing {name}.mlir: turns of up to {bucket.tokens} tokens")
@@ -80,6 +82,16 @@ def export_model(
     path = folder / "manifest.json"
     path.write_text(json.dumps(manifest, indent=1))
     return path
+
+
+def _require_writable(folder: Path) -> None:
+    """Make the folder, and know before anything is computed that files can be made in it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise BadSetting(f"--out {folder}: {error.strerror or error}; name a folder that can be written to") from None
 
 
 def _graph(stage: Stage, bucket: Bucket) -> tuple[str, dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import jax
@@ -15,9 +16,9 @@ from tests.backends.xla.making import xla_backend
 pytest.importorskip("iree.runtime", reason='an export is run by IREE: pip install "onedraw[xla]"')
 
 from onedraw.assemble import export_graphs
-from onedraw.backends.xla.iree import IreeBackend
+from onedraw.backends.xla.iree import IreeBackend, Runtime
 from onedraw.cli.main import main
-from onedraw.errors import NotFound, UnsupportedModel
+from onedraw.errors import BadSetting, NotFound, UnsupportedModel
 from onedraw.settings import Settings
 from onedraw.types import Request, SamplingParams
 from tests import tiny
@@ -89,6 +90,30 @@ def test_a_recurrent_model_is_refused_before_anything_is_written(tmp_path: Path)
     with pytest.raises(UnsupportedModel, match="qwen3_5 cannot be exported: its recurrent layers"):
         export_graphs(Settings(model=str(model), backend="xla", max_context=256), tmp_path / "graphs", print)
     assert not (tmp_path / "graphs").exists()
+
+
+def test_a_place_that_cannot_be_written_is_named(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    model, _ = folders
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadSetting, match=r"--out .*graphs: Not a directory; name a folder"):
+        export_graphs(Settings(model=str(model), backend="xla", max_context=256), tmp_path / "file" / "graphs", print)
+
+
+def test_a_compiled_graph_is_whole_or_not_there(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    _, out = folders
+    compiled = out / "decode.vmfb"
+    compiled.unlink(missing_ok=True)
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            Runtime().load(out / "decode.mlir")
+    assert not compiled.exists()
+    assert callable(Runtime().load(out / "decode.mlir"))
+    assert compiled.exists()
 
 
 def test_a_folder_that_is_no_export_is_named(tmp_path: Path) -> None:
