@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import jax
-import jaxlib
 import pytest
+from jaxlib.version import __version__ as jaxlib_version
 
 from tests.backends.xla.making import xla_backend
 
@@ -42,7 +42,23 @@ def test_a_backend_of_small_turns_checks_itself(turn_tokens: int, tmp_path: Path
     assert all(answer.tokens for answer in answers)
 
 
+@pytest.mark.parametrize("max_context", [1, 2, 3])
+def test_a_context_too_short_to_compare_is_no_error(max_context: int, tmp_path: Path) -> None:
+    path = tiny.write_safetensors("qwen2", tmp_path / "model")
+    report = xla_backend(path, max_context=max_context, check=True).report
+    assert report is not None
+    assert report.holds
+    assert bool(report.findings) == (max_context >= 3)
+
+
+def test_loaded_layers_are_told_through_all_stages(tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    path = tiny.write_safetensors("qwen2", tmp_path / "model")
+    xla_backend(path, cuts=(1,), progress=lambda done, layers: told.append((done, layers)))
+    assert told == [(1, 3), (2, 3), (3, 3)]
+
+
 def test_the_identity_names_the_processor_and_both_libraries(tmp_path: Path) -> None:
     identity = xla_backend(tiny.write_safetensors("qwen2", tmp_path / "model")).identity
     assert f"cpu {cpu_model()} (vectors {cpu_vectors()})" in identity
-    assert f"jax {jax.__version__}, jaxlib {jaxlib.__version__}" in identity
+    assert f"jax {jax.__version__}, jaxlib {jaxlib_version}" in identity
