@@ -126,7 +126,7 @@ def turn_floor(settings: Settings) -> Callable[[int, int], float] | None:
     finally:
         checkpoint.close()
     speed = copy_bandwidth(device.name)
-    return lambda rows, context: turn_bytes(spec, sizes=sizes, dtype=float_dtype(dtype), rows=rows, context=context) / speed
+    return lambda rows, context: turn_bytes(spec, sizes, dtype=float_dtype(dtype), rows=rows, context=context) / speed
 
 
 def peer_rates(
