@@ -309,7 +309,7 @@ def xla_settings(settings: Settings, devices: Sequence[Device]) -> Settings:
 
 
 def compiled_turns(settings: Settings, described: Described, plan: MemoryPlan, device: Device) -> list[str]:
-    """What --backend xla compiles with its last stage on this device, in words; UnsupportedModel where it cannot run the model."""
+    """What --backend xla compiles with its last stage on this device, in words; UnsupportedModel where it cannot run it."""
     from onedraw.backends.xla.buckets import make_shape, product_rows
     from onedraw.backends.xla.families import require_interpreted
 
