@@ -62,7 +62,7 @@ class Bench:
         self.dtype = "bf16" if self.device.type == "cuda" else "f32"
         packed = bool(named_mixture(model)[1])
         products = f"packed-{self.dtype}" if packed else self.dtype
-        self.sizes = stored_sizes(described.weights, products) if packed else None
+        self.sizes = stored_sizes(described.weights, products)
         self.backend = TorchBackend(
             described.spec,
             described.weights,
@@ -84,7 +84,7 @@ class Bench:
 
     def bytes(self, *, rows: int, context: int) -> int:
         """That a turn reads."""
-        return turn_bytes(self.spec, dtype=self.dtype, rows=rows, context=context, sizes=self.sizes)
+        return turn_bytes(self.spec, self.sizes, dtype=self.dtype, rows=rows, context=context)
 
     def plan(self, rows: Sequence[tuple[int, tuple[Draft, ...]]], params: SamplingParams) -> Plan:
         """Rows that stand at a position, each with pages of its own."""

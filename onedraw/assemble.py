@@ -22,7 +22,7 @@ from onedraw.backends.fake import FakeBackend
 from onedraw.backends.floor import turn_bytes
 from onedraw.backends.packing import matrix_kinds, product_dtype, stored_sizes
 from onedraw.backends.plan import MemoryPlan
-from onedraw.backends.precision import float_dtype, product_precision
+from onedraw.backends.precision import activation_precision, float_dtype, product_precision
 from onedraw.backends.split import SplitPlan
 from onedraw.checkpoints.pull import resolve
 from onedraw.checkpoints.shapes import is_random, shape_config
@@ -151,7 +151,7 @@ def turn_floor(settings: Settings) -> Callable[[int, int], float] | None:
     finally:
         checkpoint.close()
     speed = copy_bandwidth(device.name)
-    return lambda rows, context: turn_bytes(spec, sizes=sizes, dtype=float_dtype(dtype), rows=rows, context=context) / speed
+    return lambda rows, context: turn_bytes(spec, sizes, dtype=float_dtype(dtype), rows=rows, context=context) / speed
 
 
 def peer_rates(
@@ -330,21 +330,24 @@ def _xla_backend(settings: Settings, described: Described, tell: Progress) -> Ba
         checkpoints=plan.checkpoints,
         check=settings.self_check,
         tell=tell,
+        progress=partial(_tell_layers, tell),
     )
-    tell(f"xla: ready after {time.perf_counter() - begin:.1f} s on {platform}; compiled programs are kept in {kept}")
+    tell(f"xla: ready after {time.perf_counter() - begin:.1f} s on {platform}; {kept}")
     _tell_check(backend.report, tell)
     return backend
 
 
 def xla_settings(settings: Settings, devices: Sequence[Device]) -> Settings:
-    """The same with the dtype that --backend xla takes on these devices: weights are float32 or bf16 there, never as stored."""
+    """The same with the dtype that --backend xla takes on these devices: float32 or bf16 there, and weights never as stored."""
     found = product_precision(devices, asked=settings.dtype)
-    return replace(settings, dtype="f32" if found == "f16" else found)
+    dtype = "f32" if found == "f16" else found
+    stream = activation_precision(devices, asked=settings.activation_dtype, products=dtype)
+    return replace(settings, dtype=dtype, activation_dtype="f32" if stream == "f16" else stream)
 
 
-def compiled_turns(settings: Settings, described: Described, plan: MemoryPlan) -> list[str]:
-    """The shapes that --backend xla compiles for these settings, in words; UnsupportedModel where it cannot run the model."""
-    from onedraw.backends.xla.buckets import make_shape
+def compiled_turns(settings: Settings, described: Described, plan: MemoryPlan, device: Device) -> list[str]:
+    """What --backend xla compiles with its last stage on this device, in words; UnsupportedModel where it cannot run it."""
+    from onedraw.backends.xla.buckets import make_shape, product_rows
     from onedraw.backends.xla.families import require_interpreted
 
     require_interpreted(described.spec)
@@ -357,6 +360,7 @@ def compiled_turns(settings: Settings, described: Described, plan: MemoryPlan) -
         turn_tokens=settings.turn_tokens,
         drafts=0,
         checkpoints=plan.checkpoints,
+        rows=product_rows("cpu" if device.kind == "cpu" else "gpu", plan.dtype),
     )
     return [f"{shape.decode.tokens} single tokens", f"up to {shape.mixed.tokens} tokens of any rows"]
 
@@ -420,7 +424,7 @@ def _tell_layers(tell: Progress, done: int, layers: int) -> None:
 
 
 def _tell_check(report: SelfCheck | XlaCheck | None, tell: Progress) -> None:
-    if report is None:
+    if report is None or not report.findings:
         tell("self-check skipped")
     elif report.holds:
         tell(f"self-check: {len(report.findings)} of {len(report.findings)} hold, a row computes from its row")

@@ -155,6 +155,9 @@ class Settings:
             raise BadSetting(f"unknown setting {unknown[0]!r}; known: {', '.join(sorted(known))}")
         if isinstance(flags.get("draft"), str):
             flags["draft"] = (flags["draft"],)
+        for name in ("cache_dir", "snapshot_dir"):
+            if isinstance(flags.get(name), str):
+                flags[name] = Path(flags[name])
         given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in flags.items() if v is not None}
         return cls(**given).with_environment()
 

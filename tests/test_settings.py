@@ -21,6 +21,11 @@ def test_who_drafts_may_be_a_path(tmp_path: Path) -> None:
     assert Settings(draft=("ngram", str(file), str(tmp_path))).draft[1:] == (str(file), str(tmp_path))
 
 
+def test_a_folder_may_be_given_as_text() -> None:
+    given = Settings.of(cache_dir="here", snapshot_dir="there", cache_budget=2**20)
+    assert (given.cache_dir, given.snapshot_dir) == (Path("here"), Path("there"))
+
+
 def test_one_name_or_a_list_of_them_are_the_same_setting() -> None:
     assert Settings.of(draft="ngram") == Settings.of(draft=["ngram"]) == Settings(draft=("ngram",)).with_environment()
 

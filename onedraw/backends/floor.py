@@ -6,15 +6,14 @@ experts those that the rows choose at most, and of keys and values what each row
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from onedraw.models.spec import DTYPE_BYTES, STATE_BYTES, AttentionSpec, ModelSpec, MoeSpec
 from onedraw.models.weights import Where, all_shapes
 
 
-def turn_bytes(spec: ModelSpec, *, dtype: str, rows: int, context: int, sizes: Mapping[Where, int] | None = None) -> int:
-    """Bytes that a turn of so many rows, each with so much context, reads. `sizes`: of matrices that are packed."""
+def turn_bytes(spec: ModelSpec, sizes: Mapping[Where, int], *, dtype: str, rows: int, context: int) -> int:
+    """Bytes that a turn of so many rows, each with so much context, reads. `sizes`: of matrices; `dtype`: of keys."""
     size, weights = DTYPE_BYTES[dtype], 0
     for (layer, weight), shape in all_shapes(spec).items():
         if len(shape) < 2 or weight == "inputs_embed" or (weight == "embed" and not spec.tied):
@@ -25,7 +24,7 @@ def turn_bytes(spec: ModelSpec, *, dtype: str, rows: int, context: int, sizes: M
                 part for part in (spec.layers[layer].feed_forward, spec.layers[layer].beside) if isinstance(part, MoeSpec)
             )
             share = min(1.0, rows * experts.used / experts.experts)
-        weights += int((size * math.prod(shape) if sizes is None else sizes[layer, weight]) * share)
+        weights += int(sizes[layer, weight] * share)
     return weights + rows * sum(_state_bytes(spec, index, context, size) for index in range(len(spec.layers)))
 
 

@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         drafts = [*proposer_names(settings), *([] if drafter is None else [str(drafter)])]
         report = {**identity(settings, checkpoint, described), "drafts": drafts, "memory": memory_json(plan)}
         report |= {"activation_dtype": split.activation, "stages": stages_json(split)}
-        report["compiled_turns"] = compiled_turns(settings, described, plan) if xla else []
+        report["compiled_turns"] = compiled_turns(settings, described, plan, split.stages[-1].device) if xla else []
         report["holding"] = asdict(hold(described.weights, plan.dtype)) if plan.dtype in PACKED_DTYPES else None
     finally:
         checkpoint.close()

@@ -250,5 +250,7 @@ def test_the_xla_backend_says_what_it_compiles_and_refuses_what_it_does_not_know
     report = json.loads(terminal.out)
     assert report["compiled_turns"] == ["8 single tokens", "up to 576 tokens of any rows"]
     assert report["memory"]["dtype"] == "f32"
+    there = ("--backend", "xla", "--max-batch", "5", "--devices", "cuda/sm90/80GiB")
+    assert terminal.json("inspect", str(known), *there)["compiled_turns"][0] == "64 single tokens"
     assert terminal.run("inspect", str(tiny.write_safetensors("qwen3_moe", tmp_path / "moe")), "--backend", "xla") == 1
     assert "--backend xla does not interpret qwen3_moe yet" in terminal.err

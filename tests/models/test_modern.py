@@ -72,7 +72,7 @@ def test_gemma4_differs_by_size() -> None:
     assert moe.layers[0].beside is not None
     assert moe.layers[0].beside.own_router_norm
     assert all(layer.beside is None for spec in (large, small) for layer in spec.layers)
-    assert [layer.attention.reuses for layer in small.layers] == [None, None, None, 1, 1, 2]
+    assert [layer.attention.reuses for layer in small.layers] == [None, None, None, None, 3, 2]
     assert (small.inputs, large.inputs) == (16, 0)
     assert small.group(0) == 1
     assert small.group(5) is None
@@ -354,7 +354,7 @@ def test_keys_and_values_that_a_layer_does_not_use_may_be_stored(tmp_path: Path)
     folder = tiny.write_safetensors("gemma4_e4b", tmp_path / "hub")
 
     def add(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        for layer in (3, 4, 5):
+        for layer in (4, 5):
             for name in ("k_proj", "v_proj", "k_norm"):
                 tensors[f"model.layers.{layer}.self_attn.{name}.weight"] = np.zeros((2, 2), np.float32)
         return tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}

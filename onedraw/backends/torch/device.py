@@ -6,7 +6,6 @@ In: what was asked for. Out: devices with what this machine says of them, or an 
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import torch
 
 from onedraw.backends.devices import Device, parse_device
+from onedraw.backends.hardware import cpu_model
 from onedraw.backends.precision import PACKED
 from onedraw.backends.torch.kernels.build import build
 from onedraw.backends.torch.kernels.cpu import CpuOps, Packing
@@ -108,12 +108,7 @@ def hardware_name(device: torch.device) -> str:
     """The kind of chip behind a device: equal names compute equal bits."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-    return f"{model} ({torch.backends.cpu.get_cpu_capability()})"
+    return f"{cpu_model()} ({torch.backends.cpu.get_cpu_capability()})"
 
 
 def why_no_kernels(cache: Path) -> str:

@@ -17,15 +17,16 @@ from typing import Any
 import jax
 import numpy as np
 import numpy.typing as npt
+from jaxlib.version import __version__ as jaxlib_version
 
 from onedraw.backends.answers import Integers, Position, read_choice, read_logprobs
 from onedraw.backends.base import Capacity, PageGroup, Ticket
 from onedraw.backends.outcome import row_outcome
-from onedraw.backends.xla.buckets import CHUNK, MOST_ROWS, make_shape, round_up
+from onedraw.backends.xla.buckets import CHUNK, make_shape, product_rows, round_up
 from onedraw.backends.xla.counts import LaneCounts
 from onedraw.backends.xla.families import conv_of, require_interpreted
 from onedraw.backends.xla.inputs import Inputs, make_inputs
-from onedraw.backends.xla.platform import OPTIONS, ROW_TILE, Array, hardware_name
+from onedraw.backends.xla.platform import OPTIONS, Array, hardware_name
 from onedraw.backends.xla.sampler import choose, score
 from onedraw.backends.xla.selfcheck import SelfCheck, self_check
 from onedraw.backends.xla.stack import Stage
@@ -80,8 +81,9 @@ class XlaBackend:
         warm: bool = True,
         check: bool = True,
         tell: Callable[[str], None] = lambda line: None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """`warm`: compile everything now; else each program when a turn first needs it."""
+        """`warm`: compile everything now; else each program when a turn first needs it. `progress` hears of loaded layers."""
         require_interpreted(spec)
         self._spec, self._sites = spec, tuple(sites)
         self._conv = conv_of(spec)
@@ -96,12 +98,17 @@ class XlaBackend:
             turn_tokens=turn_tokens,
             drafts=drafts,
             checkpoints=checkpoints,
-            rows=ROW_TILE.get(platform, 64) if dtype == "f32" else ROW_TILE.get(platform) or MOST_ROWS,
+            rows=product_rows(platform, dtype),
         )
         self._stages: list[Stage] = []
         for start, site in zip([0, *(site.stop or 0 for site in sites)], sites, strict=False):
             stop = len(spec.layers) if site.stop is None else site.stop
-            sizes: dict[str, Any] = {"dtype": dtype, "activation": activation or dtype, "device": site.device}
+            sizes: dict[str, Any] = {
+                "dtype": dtype,
+                "activation": activation or dtype,
+                "device": site.device,
+                "progress": progress,
+            }
             self._stages.append(Stage(spec, source, self.shape, **sizes, start=start, stop=stop))
         last = sites[-1].device
         put = partial(jax.device_put, device=last)
@@ -292,7 +299,7 @@ class XlaBackend:
         """What computes the bits: operations, hardware, library and the shapes of products; not the split."""
         parts = sorted({hardware_name(site.device) for site in self._sites})
         rows = f"products of {self.shape.decode.rows} and {self.shape.mixed.rows} rows"
-        return f"xla on {', '.join(parts)}; jax {jax.__version__}; {rows}"
+        return f"xla on {', '.join(parts)}; jax {jax.__version__}, jaxlib {jaxlib_version}; {rows}"
 
     def export(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, npt.NDArray[Any]]:
         found = {"logits": np.asarray(self._kept)[slot].copy()}

@@ -18,6 +18,7 @@ KEYS = 128  # positions of a block of keys, on absolute multiples
 TILE = 16  # queries of a tile in a mixed turn
 TILES = 8  # tiles computed at once
 CHUNK = 64  # prompt positions that a recurrent layer takes at once
+ROW_TILE = {"cpu": None, "gpu": 64, "tpu": 64}  # rows of every product on a platform of jax; None: as few as there are
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ def make_shape(
     tokens = round_up(lanes, height)
     step = min(TILES, tokens)
     most = rows or MOST_ROWS
-    mixed = round_up(max(turn_tokens, lanes) + CHUNK, most)
+    mixed = round_up(max(turn_tokens, lanes, 2 * CHUNK) + CHUNK, most)  # the self-check's prompts fit, however few are asked for
     shape = Shape(
         lanes=lanes,
         page_size=page_size,
@@ -105,6 +106,12 @@ def make_shape(
         mixed=Bucket(mixed, most, TILE, round_up(mixed // TILE + lanes + drafts, TILES), TILES, drafts),
     )
     return shape if rows is None else shape.uniform
+
+
+def product_rows(platform: str, dtype: str) -> int | None:
+    """Rows of every product on a platform of jax; None: FEWEST_ROWS to MOST_ROWS, which float32 on a CPU allows."""
+    rows = ROW_TILE.get(platform, 64)
+    return rows if dtype == "f32" else rows or MOST_ROWS
 
 
 def round_up(count: int, multiple: int) -> int:

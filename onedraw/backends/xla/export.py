@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import jax
@@ -20,12 +21,14 @@ import numpy as np
 from onedraw.backends.xla.buckets import Bucket, make_shape
 from onedraw.backends.xla.families import conv_of, require_interpreted
 from onedraw.backends.xla.inputs import make_inputs
+from onedraw.backends.xla.platform import find_devices
 from onedraw.backends.xla.sampler import logits_of
 from onedraw.backends.xla.stack import Stage, run_layers
 from onedraw.backends.xla.weights import WeightSource
+from onedraw.errors import BadSetting, UnsupportedModel
 from onedraw.models.spec import ModelSpec
 
-FORMAT = 1  # of the manifest
+FORMAT = 2  # of the manifest
 
 
 def export_model(
@@ -43,12 +46,17 @@ def export_model(
 ) -> Path:
     """Write everything; gives the manifest's path. Float32: what the graphs compute is what the backend computes."""
     require_interpreted(spec)
+    if spec.recurrent:
+        raise UnsupportedModel(
+            f"{spec.family} cannot be exported: its recurrent layers solve triangular systems with LAPACK, which other runtimes "
+            "do not have; run it with --backend xla or torch"
+        )
+    _require_writable(folder)
     sizes: dict[str, Any] = {"lanes": lanes, "page_size": page_size, "pages": pages, "windows": spec.windows}
     sizes |= {"max_context": max_context, "turn_tokens": turn_tokens, "drafts": 0, "checkpoints": 0}
     shape = make_shape(**sizes)
-    device = jax.devices("cpu")[0]
+    _, (device,) = find_devices("cpu", ["auto"])
     stage = Stage(spec, source, shape, dtype="f32", activation="f32", device=device, start=0, stop=len(spec.layers))
-    folder.mkdir(parents=True, exist_ok=True)
     graphs = {}
     for name, bucket in (("prefill", shape.mixed), ("decode", shape.decode)):
         tell(f"writing {name}.mlir: turns of up to {bucket.tokens} tokens")
@@ -76,6 +84,16 @@ def export_model(
     return path
 
 
+def _require_writable(folder: Path) -> None:
+    """Make the folder, and know before anything is computed that files can be made in it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise BadSetting(f"--out {folder}: {error.strerror or error}; name a folder that can be written to") from None
+
+
 def _graph(stage: Stage, bucket: Bucket) -> tuple[str, dict[str, Any]]:
     """The text of a graph, and what it takes and gives, in order."""
     spec = stage.spec
@@ -90,11 +108,21 @@ def _graph(stage: Stage, bucket: Bucket) -> tuple[str, dict[str, Any]]:
     picks = np.zeros(stage.shape.picks, dtype=np.int32)
     given = {"weights": stage.weights, "state": stage.state, "inputs": inputs.arrays, "runs": inputs.delta, "picks": picks}
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(np.shape(a), a.dtype), given)
-    exported = jax.export.export(jax.jit(turn))(shapes)
+    exported = jax.export.export(jax.jit(turn), platforms=["cpu"])(shapes)
     names = [name for name, _ in _named(given)]
     results = jax.eval_shape(turn, shapes)
     arguments = [_described(names[index], exported.in_avals[index]) for index in exported.module_kept_var_idx]
-    return exported.mlir_module(), {"arguments": arguments, "results": [_described(*pair) for pair in _named(results)]}
+    return _text(exported), {"arguments": arguments, "results": [_described(*pair) for pair in _named(results)]}
+
+
+def _text(exported: Any) -> str:
+    """Without the places in the source that operations came from: paths of this machine have no business in a graph."""
+    before = jax.config.read("jax_include_debug_info_in_dumps")
+    jax.config.update("jax_include_debug_info_in_dumps", False)
+    try:
+        return str(exported.mlir_module())
+    finally:
+        jax.config.update("jax_include_debug_info_in_dumps", before)
 
 
 def _named(tree: Any) -> list[tuple[str, Any]]:

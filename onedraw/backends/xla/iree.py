@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,7 @@ from onedraw.sampling.law import choice
 from onedraw.types import Outcome, Plan
 
 DRIVER = "local-task"
-FORMAT = 1
+FORMAT = 2
 
 
 class IreeBackend:
@@ -137,7 +138,9 @@ class Runtime:
 
             options = ["--iree-llvmcpu-target-cpu=host"]
             given = {"target_backends": ["llvm-cpu"], "input_type": "stablehlo", "extra_args": options}
-            compiled.write_bytes(compiler.compile_str(path.read_text(), **given))
+            part = compiled.with_name(f"{compiled.name}.{os.getpid()}.part")  # whoever reads beside us finds a whole file or none
+            part.write_bytes(compiler.compile_str(path.read_text(), **given))
+            os.replace(part, compiled)
         context = self._runtime.SystemContext(config=self._config)
         context.add_vm_module(self._runtime.VmModule.copy_buffer(context.instance, compiled.read_bytes()))
         module = next(module for name, module in context.modules.items() if name != "hal")

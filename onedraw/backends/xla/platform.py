@@ -5,13 +5,16 @@ In: a platform's name and a folder. Out: jax devices, or an error that says what
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import jax
 import jax.numpy as jnp
 
 from onedraw.backends.devices import Device
+from onedraw.backends.hardware import cpu_model, cpu_vectors
 from onedraw.errors import BadSetting
 
 # Masses, checksums and ranked tokens are 64-bit integers (see sampling/law.py).
@@ -21,14 +24,13 @@ Array = jax.Array
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 # Where a number is rounded to bf16 it is rounded, whatever the compiler joins: else bits follow what it chose to join.
 OPTIONS = {"xla_allow_excess_precision": False}
-ROW_TILE = {"cpu": None, "gpu": 64, "tpu": 64}  # rows of every product; None: as few as there are, see buckets.py
 
 
 def resolve_platform(asked: str) -> str:
     """cpu, cuda or tpu; auto is what jax would take by itself."""
     if asked != "auto":
         return asked
-    found = jax.default_backend()
+    found = _default_devices()[0].platform
     return {"gpu": "cuda"}.get(found, found)
 
 
@@ -39,14 +41,27 @@ def find_devices(platform: str, names: Sequence[str]) -> tuple[list[Device], lis
     """
     try:
         there = jax.devices({"cuda": "gpu"}.get(platform, platform))
-    except RuntimeError:
-        kinds = sorted({device.platform for device in jax.devices()})
+    except (RuntimeError, AssertionError):
+        kinds = sorted({device.platform for device in _default_devices()})
         raise BadSetting(
             f"--xla-platform {platform}: this jax finds no such device, only {', '.join(kinds)}; "
             'for CUDA install "jax[cuda13]", for a TPU "jax[tpu]"'
         ) from None
     found = [there[_number(name, platform, len(there))] for name in names]
     return [_planned(device, platform, there.index(device)) for device in found], found
+
+
+def _default_devices() -> list[jax.Device]:
+    """What jax takes by itself, which JAX_PLATFORMS may narrow to nothing."""
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError):
+        asked = os.environ.get("JAX_PLATFORMS")
+        named = f"JAX_PLATFORMS={asked}" if asked else "--backend xla"
+        raise BadSetting(
+            f"{named}: this jax finds no such device; leave JAX_PLATFORMS out or set it to cpu; "
+            'for CUDA install "jax[cuda13]", for a TPU "jax[tpu]"'
+        ) from None
 
 
 def _number(name: str, platform: str, count: int) -> int:
@@ -68,14 +83,22 @@ def _planned(device: jax.Device, platform: str, number: int) -> Device:
     return Device(name, "cuda", f"sm{capability}", free)
 
 
-def keep_compiled(folder: Path) -> Path:
-    """Programs compiled from now on are kept in a folder and found there by the next start."""
-    folder.mkdir(parents=True, exist_ok=True)
+def keep_compiled(folder: Path) -> str:
+    """Programs compiled from now on are kept in a folder and found there by the next start. Says so, or why they are not."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        return f"programs are not kept: {error.strerror or error}: {folder}; --cache-dir names another place"
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
-    return folder
+    return f"compiled programs are kept in {folder}"
 
 
 def hardware_name(device: jax.Device) -> str:
+    """The kind of chip behind a device. jax calls every CPU `cpu`, so the system is asked which one it is."""
+    if device.platform == "cpu":
+        return f"cpu {cpu_model()} (vectors {cpu_vectors()})"
     return f"{device.platform} {device.device_kind}"

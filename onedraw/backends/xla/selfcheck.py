@@ -68,6 +68,8 @@ class Sample:
 
 def self_check(backend: Runs) -> SelfCheck:
     samples = _samples(backend.capacity)
+    if not samples:
+        return SelfCheck(())
     first = samples[0]
     prompt, end = len(first.tokens) - 1, len(first.tokens)
     alone = [*_turn(backend, [first.row(0, prompt)]), *_turn(backend, [first.row(prompt, end)])]
@@ -90,7 +92,7 @@ def _turn(backend: Runs, rows: Sequence[Row]) -> list[tuple[Choice, ...]]:
 
 
 def _samples(capacity: Capacity) -> list[Sample]:
-    """As many as there are lanes and pages for, up to three; the first is the longest."""
+    """As many as there are lanes and pages for, up to three; the first is the longest; none where a context is too short."""
     found: list[Sample] = []
     rng = np.random.default_rng(0)
     used = 0

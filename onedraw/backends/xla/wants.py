@@ -13,11 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from onedraw.backends.answers import Position
+from onedraw.backends.xla.buckets import round_up
 from onedraw.sampling.adjust import Recall, adjustment, inside
 from onedraw.sampling.law import SMALLEST_TEMPERATURE, min_p_limit
 from onedraw.sampling.noise import key
 
-SPARSE = (256, 4096, 65536, 2**20)  # how many sparse entries a program is compiled for, the smallest that holds them
+# How many sparse entries a program is compiled for: the smallest that holds them; past the last, a multiple of it.
+SPARSE = (256, 4096, 65536, 2**20)
 OFF = 2.0  # a top-p that filters nothing
 Entries = list[tuple[int, int, float]]
 
@@ -48,7 +50,7 @@ def make_wants(
     banned: Entries = [(row, token, 0.0) for row, known in enumerate(host) for token in inside(known.banned, vocab)]
     drafted: Entries = [(row, token, 1.0) for row, p in enumerate(positions) if p.params.counts_history for token in p.drafts]
     most = max(map(len, (bias, lost, banned, drafted)))
-    size = next(size for size in SPARSE if size >= most)
+    size = next((size for size in SPARSE if size >= most), round_up(most, SPARSE[-1]))
     for name, entries in (("bias", bias), ("lost", lost), ("banned", banned), ("drafted", drafted)):
         places = np.full(size, rows * width, dtype=np.int32)
         values = np.zeros(size, dtype=np.float32)

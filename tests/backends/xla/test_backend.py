@@ -1,4 +1,4 @@
-"""What a backend holds on the device, and that it lets go of it."""
+"""What a backend holds on the device and lets go of, the smallest sizes it starts with, and its name."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from pathlib import Path
 
 import jax
 import pytest
+from jaxlib.version import __version__ as jaxlib_version
 
 from tests.backends.xla.making import xla_backend
 
 # isort: split
+from onedraw.backends.hardware import cpu_model, cpu_vectors
 from tests import tiny
 from tests.laws.harness import Schedule, run
 from tests.laws.test_xla import conversation
@@ -27,3 +29,36 @@ def test_a_closed_backend_leaves_no_array_behind(cuts: tuple[int, ...], tmp_path
     del held
     backend.close()
     assert [array.shape for array in jax.live_arrays() if id(array) not in before] == []
+
+
+@pytest.mark.parametrize("turn_tokens", [1, 64])
+def test_a_backend_of_small_turns_checks_itself(turn_tokens: int, tmp_path: Path) -> None:
+    path = tiny.write_safetensors("qwen2", tmp_path / "model")
+    backend = xla_backend(path, turn_tokens=turn_tokens, check=True)
+    assert backend.report is not None
+    assert len(backend.report.findings) == 3
+    assert backend.report.holds
+    answers, _ = run(backend, conversation()[:2], Schedule())
+    assert all(answer.tokens for answer in answers)
+
+
+@pytest.mark.parametrize("max_context", [1, 2, 3])
+def test_a_context_too_short_to_compare_is_no_error(max_context: int, tmp_path: Path) -> None:
+    path = tiny.write_safetensors("qwen2", tmp_path / "model")
+    report = xla_backend(path, max_context=max_context, check=True).report
+    assert report is not None
+    assert report.holds
+    assert bool(report.findings) == (max_context >= 3)
+
+
+def test_loaded_layers_are_told_through_all_stages(tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    path = tiny.write_safetensors("qwen2", tmp_path / "model")
+    xla_backend(path, cuts=(1,), progress=lambda done, layers: told.append((done, layers)))
+    assert told == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_the_identity_names_the_processor_and_both_libraries(tmp_path: Path) -> None:
+    identity = xla_backend(tiny.write_safetensors("qwen2", tmp_path / "model")).identity
+    assert f"cpu {cpu_model()} (vectors {cpu_vectors()})" in identity
+    assert f"jax {jax.__version__}, jaxlib {jaxlib_version}" in identity

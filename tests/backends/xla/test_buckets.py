@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from onedraw.backends.xla.buckets import FEWEST_ROWS, KEYS, MOST_ROWS, Shape, make_shape
+from onedraw.backends.xla.buckets import CHUNK, FEWEST_ROWS, KEYS, MOST_ROWS, Shape, make_shape
 
 
-def shape_of(lanes: int, *, rows: int | None = None, drafts: int = 64) -> Shape:
-    sizes = {"page_size": 16, "pages": (100,), "windows": (None,), "max_context": 1000, "turn_tokens": 512, "checkpoints": 4}
-    return make_shape(lanes=lanes, drafts=drafts, rows=rows, **sizes)  # type: ignore[arg-type]
+def shape_of(lanes: int, *, rows: int | None = None, drafts: int = 64, turn_tokens: int = 512) -> Shape:
+    sizes = {"page_size": 16, "pages": (100,), "windows": (None,), "max_context": 1000, "checkpoints": 4}
+    return make_shape(lanes=lanes, drafts=drafts, rows=rows, turn_tokens=turn_tokens, **sizes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("lanes", [1, 4, 5, 8, 17, 32, 33, 100])
@@ -30,3 +30,9 @@ def test_fixed_rows_give_both_shapes_the_same_products_and_tiles() -> None:
     assert (shape.decode.rows, shape.decode.tile, shape.decode.step) == (shape.mixed.rows, shape.mixed.tile, shape.mixed.step)
     assert shape == shape.uniform
     assert shape_of(8).uniform.decode.rows == MOST_ROWS
+
+
+@pytest.mark.parametrize("rows", [None, 64])
+@pytest.mark.parametrize("turn_tokens", [1, 16, 64, 128, 512])
+def test_a_turn_of_few_tokens_still_holds_three_chunks(turn_tokens: int, rows: int | None) -> None:
+    assert shape_of(4, rows=rows, turn_tokens=turn_tokens).mixed.tokens >= max(turn_tokens, 2 * CHUNK) + CHUNK

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -13,9 +15,11 @@ from tests.backends.xla.making import xla_backend
 # isort: split
 pytest.importorskip("iree.runtime", reason='an export is run by IREE: pip install "onedraw[xla]"')
 
-from onedraw.backends.xla.iree import IreeBackend
+from onedraw.assemble import export_graphs
+from onedraw.backends.xla.iree import IreeBackend, Runtime
 from onedraw.cli.main import main
-from onedraw.errors import NotFound
+from onedraw.errors import BadSetting, NotFound, UnsupportedModel
+from onedraw.settings import Settings
 from onedraw.types import Request, SamplingParams
 from tests import tiny
 from tests.laws.harness import Schedule, run
@@ -67,6 +71,49 @@ def test_the_manifest_names_what_a_graph_takes_and_gives(folders: tuple[Path, Pa
         assert {"weights/head", "state/0/keys", "inputs/tokens", "picks"} <= set(names)
         assert [result["name"] for result in graph["results"]] == ["logits", "state/0/keys", "state/0/values"]
     assert manifest["family"] == "qwen2"
+
+
+def test_graphs_say_nothing_of_the_machine_that_wrote_them(folders: tuple[Path, Path]) -> None:
+    model, out = folders
+    for name in ("prefill", "decode"):
+        text = (out / f"{name}.mlir").read_text()
+        assert "loc(" not in text
+        assert '"/' not in text
+        assert ".py" not in text
+        assert str(model.parent) not in text
+        assert "custom_call" not in text
+    assert jax.config.read("jax_include_debug_info_in_dumps") is True
+
+
+def test_a_recurrent_model_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    model = tiny.write_safetensors("qwen3_5", tmp_path / "model")
+    with pytest.raises(UnsupportedModel, match="qwen3_5 cannot be exported: its recurrent layers"):
+        export_graphs(Settings(model=str(model), backend="xla", max_context=256), tmp_path / "graphs", print)
+    assert not (tmp_path / "graphs").exists()
+
+
+def test_a_place_that_cannot_be_written_is_named(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    model, _ = folders
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadSetting, match=r"--out .*graphs: Not a directory; name a folder"):
+        export_graphs(Settings(model=str(model), backend="xla", max_context=256), tmp_path / "file" / "graphs", print)
+
+
+def test_a_compiled_graph_is_whole_or_not_there(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    _, out = folders
+    compiled = out / "decode.vmfb"
+    compiled.unlink(missing_ok=True)
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            Runtime().load(out / "decode.mlir")
+    assert not compiled.exists()
+    assert callable(Runtime().load(out / "decode.mlir"))
+    assert compiled.exists()
 
 
 def test_a_folder_that_is_no_export_is_named(tmp_path: Path) -> None:

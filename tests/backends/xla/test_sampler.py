@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from onedraw.backends.answers import Position, read_choice
+from onedraw.backends.xla import wants
 from onedraw.backends.xla.counts import LaneCounts
 from onedraw.backends.xla.noise import uniform_bits
 from onedraw.backends.xla.sampler import answer, reach
@@ -110,6 +112,17 @@ def test_a_threshold_is_the_smallest_value_that_reaches_the_target() -> None:
     target = rng.integers(1, 200, 8)
     found = np.asarray(reach(jnp.asarray(deficit), jnp.ones((8, 200), jnp.int64), jnp.asarray(target)))
     assert found.tolist() == [float(np.sort(row)[count - 1]) for row, count in zip(deficit, target, strict=True)]
+
+
+def test_more_entries_than_the_largest_program_holds_get_a_larger_one(chooser: Chooser, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wants, "SPARSE", (2, 4))
+    case = case_of(5)
+    biased = replace(case.positions[0].params, logit_bias=tuple((token, 0.5) for token in range(37)))
+    positions = [replace(case.positions[0], params=biased), *case.positions[1:]]
+    sizes = {"rows": ROWS, "vocab": chooser.vocab, "width": chooser.width, "lanes": chooser.lanes}
+    assert len(make_wants(positions[:1], Recalls(), **sizes)["bias_at"]) == 40
+    case = Case(case.logits, positions)
+    assert disagreements(case, chooser.choose(case.logits.numpy(), positions)) == []
 
 
 def test_penalties_follow_histories_through_growth_drafts_and_changing_lanes() -> None:
