@@ -130,6 +130,8 @@ def splits(base: Settings) -> tuple[Variation, ...]:
         lambda plain, now: now.counted.overlapped_turns > 0,
         applies=_is_split,
     )
+    if base.backend == "fake" or (base.devices and len(base.device_names) < 2):  # has no layers, or no second stage
+        return ()
     if base.backend == "xla":  # its stages work on one turn at a time
         return (halves,) if twice else ()
     return (halves, together) if twice else (together,)
