@@ -162,13 +162,13 @@ def test_a_split_that_rounds_is_found(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_what_cannot_be_opened_was_not_exercised_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def opener(settings: Settings) -> Door:
-        if settings.devices:
-            raise BadSetting("this model cannot be cut")
+        if settings.cache_budget:
+            raise BadSetting("this disk is full")
         return open_door(settings)
 
-    some_rows(monkeypatch, HALVES)
+    some_rows(monkeypatch, RESTORED)
     (finding,) = prove(FAKE, quick=True, opener=opener).findings
-    assert str(finding) == "not exercised (this model cannot be cut)"
+    assert str(finding) == "not exercised (this disk is full)"
 
 
 def test_of_a_split_its_stages_at_work_are_proved() -> None:
