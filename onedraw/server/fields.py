@@ -112,6 +112,10 @@ MESSAGE_RULES = (
 )
 STREAM_RULES = (neutral("include_obfuscation", "chunks are not padded", False),)
 TOKENIZE_RULES = (neutral("return_token_strs", "use /detokenize", False),)
+TOOL_RULES = (
+    neutral("defer_loading", "the model hears of every tool", False),
+    neutral("allowed_callers", "the model calls, nobody else", ["direct"]),
+)
 
 
 def honoured(model: type[BaseModel]) -> tuple[Rule, ...]:

@@ -37,12 +37,6 @@ RULES: tuple[Rule, ...] = (
     refused("moderation", "nothing is moderated here"),
     refused("context_management", "a shortened prompt is another prompt; shorten it before sending"),
 )
-
-
-TOOL_RULES: tuple[Rule, ...] = (
-    neutral("defer_loading", "the model hears of every tool", False),
-    neutral("allowed_callers", "the model calls, nobody else", ["direct"]),
-)
 # What is done with the fields of items and of the parts of their content, by type.
 _OUTPUT = (inert("id", "as it came"), inert("status", "as it came"))
 ITEM_RULES: Mapping[str, tuple[Rule, ...]] = {

@@ -45,10 +45,6 @@ RULES: tuple[Rule, ...] = (
     refused("fallback_credit_token", "there is one model"),
     refused("thread", "send the whole conversation as messages"),
 )
-TOOL_RULES: tuple[Rule, ...] = (
-    neutral("defer_loading", "the model hears of every tool", False),
-    neutral("allowed_callers", "the model calls, nobody else", ["direct"]),
-)
 _MARKED = (inert("cache_control", "the prefix cache needs no marks"),)
 BLOCK_RULES: Mapping[str, tuple[Rule, ...]] = {
     "text": (*read("type", "text"), *_MARKED, inert("citations", "as they came")),

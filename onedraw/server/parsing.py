@@ -21,6 +21,7 @@ from onedraw.server.fields import (
     MESSAGE_RULES,
     STREAM_RULES,
     TOKENIZE_RULES,
+    TOOL_RULES,
     Rule,
     sift,
     table,
@@ -54,11 +55,11 @@ TABLES: Mapping[type[BaseModel], Mapping[str, Rule]] = {
     TokenizeRequest: table(TokenizeRequest, TOKENIZE_RULES),
     DetokenizeRequest: table(DetokenizeRequest),
     items.ResponsesRequest: table(items.ResponsesRequest, items.RULES),
-    items.ResponseTool: table(items.ResponseTool, items.TOOL_RULES),
+    items.ResponseTool: table(items.ResponseTool, TOOL_RULES),
     messages.MessagesRequest: table(messages.MessagesRequest, messages.RULES),
     messages.CountRequest: table(messages.CountRequest, messages.RULES),
     messages.SpokenMessage: table(messages.SpokenMessage),
-    messages.MessageTool: table(messages.MessageTool, messages.TOOL_RULES),
+    messages.MessageTool: table(messages.MessageTool, TOOL_RULES),
 }
 TOOLS: Mapping[type[BaseModel], type[BaseModel]] = {  # what a tool is
     ChatRequest: ToolSpec,
