@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -36,6 +37,16 @@ SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)  # a smaller one would b
 NO_TOKEN = -1
 
 Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """Steps 4 to 7 as the numbers that fast samplers work with."""
+
+    divisor: float = 1.0
+    limit: float = math.inf  # the largest deficit that min-p keeps
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # 1: off
 
 
 def law(logits: Floats, params: SamplingParams, history: History, drafts: Sequence[int] = ()) -> Floats:
@@ -101,6 +112,14 @@ def masses(deficit: Floats) -> Integers:
 def min_p_limit(min_p: float) -> float:
     """The largest deficit that min-p keeps, to be rounded to float32."""
     return -math.log(min_p) if min_p > 0 else math.inf
+
+
+def filters(params: SamplingParams, vocab: int) -> Filters:
+    """What a request asks of them; temperature 0 takes the scores as they are and filters nothing."""
+    if params.temperature <= 0:
+        return Filters()
+    top_k = params.top_k if 0 < params.top_k < vocab else 0
+    return Filters(max(params.temperature, SMALLEST_TEMPERATURE), min_p_limit(params.min_p), top_k, params.top_p)
 
 
 def checksum(logits: Floats, scores: Floats) -> int:

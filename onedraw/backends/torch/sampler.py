@@ -21,7 +21,7 @@ from onedraw.backends.torch.counts import LaneCounts
 from onedraw.backends.torch.exact import Scratch, drop_beyond, first_best, likeliest, masses, padded, reach
 from onedraw.backends.torch.noise import gumbel, key_words
 from onedraw.sampling.adjust import Recall, adjustment, inside
-from onedraw.sampling.law import NO_TOKEN, SMALLEST_TEMPERATURE, checksum_weights, min_p_limit
+from onedraw.sampling.law import NO_TOKEN, checksum_weights, filters
 from onedraw.sampling.noise import key
 from onedraw.types import Bits, Choice, Logprobs
 
@@ -133,7 +133,7 @@ class Sampler:
         deficit = self._scratch.take("deficit", scores.shape, torch.float32)
         torch.sub(best[:, None], scores, out=deficit)
         if any(p.params.temperature not in (0, 1) for p in positions):
-            deficit /= self._column([_divisor(p.params.temperature) for p in positions])
+            deficit /= self._column([filters(p.params, self._vocab).divisor for p in positions])
         return Law(deficit, self._limit(deficit, positions), sound)
 
     def _values(self, law: Law, positions: Sequence[Position]) -> Tensor:
@@ -225,15 +225,12 @@ class Sampler:
     # ── steps 5 to 7: the filters as one limit per row ────────────────────────────────────────────────────────────
 
     def _limit(self, deficit: Tensor, positions: Sequence[Position]) -> Tensor | None:
-        hot = [(row, p.params) for row, p in enumerate(positions) if p.params.temperature > 0]
-        counted = [(row, params.top_k) for row, params in hot if 0 < params.top_k < self._vocab]
-        shared = [(row, params.top_p) for row, params in hot if params.top_p < 1]
-        if not (counted or shared or any(params.min_p > 0 for _, params in hot)):
+        asked = [filters(p.params, self._vocab) for p in positions]
+        counted = [(row, f.top_k) for row, f in enumerate(asked) if f.top_k]
+        shared = [(row, f.top_p) for row, f in enumerate(asked) if f.top_p < 1]
+        if not (counted or shared or any(f.limit < torch.inf for f in asked)):
             return None
-        limits = [torch.inf] * len(positions)
-        for row, params in hot:
-            limits[row] = min_p_limit(params.min_p)
-        limit = self._column(limits)
+        limit = self._column([f.limit for f in asked])
         if counted:
             self._lower(limit, deficit, counted, by_mass=False)
         if shared:
@@ -300,11 +297,6 @@ class Sampler:
     def _entries(self, entries: Sequence[tuple[int, int, float]]) -> tuple[Tensor, Tensor, Tensor]:
         rows, tokens, values = zip(*entries, strict=True)
         return self._index(rows), self._index(tokens), self._column(values)[:, 0]
-
-
-def _divisor(temperature: float) -> float:
-    """Temperature 0 takes the scores as they are."""
-    return max(temperature, SMALLEST_TEMPERATURE) if temperature > 0 else 1.0
 
 
 def _deficits(raw: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from onedraw.backends.answers import Position
 from onedraw.backends.xla.buckets import round_up
 from onedraw.sampling.adjust import Recall, adjustment, inside
-from onedraw.sampling.law import SMALLEST_TEMPERATURE, min_p_limit
+from onedraw.sampling.law import filters
 from onedraw.sampling.noise import key
 
 # How many sparse entries a program is compiled for: the smallest that holds them; past the last, a multiple of it.
@@ -75,21 +75,18 @@ def _dense(positions: Sequence[Position], rows: int, vocab: int, lanes: int) -> 
         return np.asarray([*values, *[neutral] * (rows - len(values))], dtype=dtype)
 
     params = [p.params for p in positions]
-    hot = [p.temperature > 0 for p in params]
+    asked = [filters(p, vocab) for p in params]
     float32, boolean = np.float32, np.bool_
-    divisors = [max(p.temperature, SMALLEST_TEMPERATURE) if p.temperature > 0 else 1.0 for p in params]
-    limits = [min_p_limit(p.min_p) if warm else np.inf for p, warm in zip(params, hot, strict=True)]
-    counts = [p.top_k if warm and 0 < p.top_k < vocab else 0 for p, warm in zip(params, hot, strict=True)]
-    shares = [p.top_p if warm and p.top_p < 1 else OFF for p, warm in zip(params, hot, strict=True)]
+    shares = [f.top_p if f.top_p < 1 else OFF for f in asked]
     words = [key(p.params.seed, p.index) for p in positions]
     raw = [p.logprobs is not None and p.logprobs_mode == "raw" for p in params]
     lawful = [p.logprobs is not None and p.logprobs_mode == "processed" for p in params]
     return {
         "keys": np.asarray([*words, *[(0, 0)] * (rows - len(words))], dtype=np.uint32),
         "noisy": column([not p.greedy for p in params], False, boolean),
-        "divisor": column(divisors, 1.0, float32),
-        "limit": column(limits, np.inf, float32),
-        "top_k": column(counts, 0, np.int64),
+        "divisor": column([f.divisor for f in asked], 1.0, float32),
+        "limit": column([f.limit for f in asked], np.inf, float32),
+        "top_k": column([f.top_k for f in asked], 0, np.int64),
         "top_p": column(shares, OFF, np.float64),
         "lane": column([p.lane for p in positions], lanes, np.int32),
         "counting": column([p.counts_history for p in params], False, boolean),

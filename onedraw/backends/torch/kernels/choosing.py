@@ -15,8 +15,8 @@ from torch import Tensor
 
 from onedraw.backends.answers import Position
 from onedraw.backends.torch.kernels.library import LONG, POINTER, Kernels
-from onedraw.backends.torch.sampler import Law, Sampler, _divisor
-from onedraw.sampling.law import NO_TOKEN, min_p_limit
+from onedraw.backends.torch.sampler import Law, Sampler
+from onedraw.sampling.law import NO_TOKEN, filters
 from onedraw.sampling.noise import key
 from onedraw.types import SamplingParams
 
@@ -73,9 +73,7 @@ class CpuSampler(Sampler):
         return np.array([self._wish(p.params, p.index) for p in positions], dtype=WISH)
 
     def _wish(self, params: SamplingParams, index: int) -> tuple[float, ...]:
-        """A row's line of the table, in the order of its fields; filters mean nothing at temperature 0."""
-        hot = params.temperature > 0
+        """A row's line of the table, in the order of its fields."""
+        asked = filters(params, self._vocab)
         first, second = (0, 0) if params.greedy else key(params.seed, index)
-        top_k = params.top_k if hot and 0 < params.top_k < self._vocab else 0
-        limit = min_p_limit(params.min_p) if hot else np.inf
-        return (params.top_p if hot else 1.0, top_k, _divisor(params.temperature), limit, first, second, params.greedy, 0)
+        return (asked.top_p, asked.top_k, asked.divisor, asked.limit, first, second, params.greedy, 0)

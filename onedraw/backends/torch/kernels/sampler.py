@@ -19,9 +19,9 @@ from onedraw.backends.answers import CHECKSUM, TOKEN, Position
 from onedraw.backends.torch.counts import LaneCounts
 from onedraw.backends.torch.feed import ArenaFull, Direct, Feed
 from onedraw.backends.torch.kernels.triton_sample import COLUMNS, GREEDY, KEY_0, LANE, TOP_K, Chosen, Wishes, choose
-from onedraw.backends.torch.sampler import Law, Sampler, _deficits, _divisor
+from onedraw.backends.torch.sampler import Law, Sampler, _deficits
 from onedraw.sampling.adjust import Adjustment, adjustment, inside
-from onedraw.sampling.law import NO_TOKEN, checksum_weights, min_p_limit
+from onedraw.sampling.law import NO_TOKEN, Filters, checksum_weights, filters
 from onedraw.sampling.noise import key
 from onedraw.types import SamplingParams
 
@@ -172,8 +172,9 @@ class TritonSampler(Sampler):
             if len(self._known) > MOST_KNOWN:
                 self._known.clear()
             numbers = np.zeros(KEY_0, dtype=np.int64)
-            numbers[:6].view(np.float64)[:] = _numbers(params)
-            numbers[TOP_K] = params.top_k if params.temperature > 0 and 0 < params.top_k < self._vocab else 0
+            asked = filters(params, self._vocab)
+            numbers[:6].view(np.float64)[:] = _numbers(params, asked)
+            numbers[TOP_K] = asked.top_k
             more = bool(params.dry is not None or params.bad_words or params.min_tokens or params.logit_bias)
             known = self._known[id(params)] = Wish(params, numbers, params.greedy, params.counts_history, more)
         return known
@@ -209,22 +210,21 @@ def _line(values: Sequence[float], room: int, dtype: type[np.int32] | type[np.fl
     return line
 
 
-def _numbers(params: SamplingParams) -> list[float]:
-    hot = params.temperature > 0
+def _numbers(params: SamplingParams, asked: Filters) -> list[float]:
     return [
-        _divisor(params.temperature),
-        min_p_limit(params.min_p) if hot else np.inf,
+        asked.divisor,
+        asked.limit,
         params.repetition_penalty,
         params.frequency_penalty,
         params.presence_penalty,
-        params.top_p if hot else 1.0,
+        asked.top_p,
     ]
 
 
 def _nobody() -> npt.NDArray[np.int64]:
     """A row of the table that asks for nothing."""
     line = np.zeros(COLUMNS, dtype=np.int64)
-    line[:6].view(np.float64)[:] = _numbers(SamplingParams(temperature=0.0))
+    line[:6].view(np.float64)[:] = _numbers(SamplingParams(temperature=0.0), Filters())
     line[GREEDY], line[LANE] = 1, -1
     return line
 
