@@ -19,6 +19,14 @@ from onedraw.backends.torch.kernels.triton_packed import _packed
 LARGE_SHARED = 227 * 1024
 
 
+def test_rows_are_prepared_right_under_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider", "tests/device/test_spans.py"]
+    changes = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, env={**os.environ, **changes}, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout[-2000:]
+    assert "7 passed" in ran.stdout
+
+
 def test_packed_products_are_right_under_the_interpreter() -> None:
     """In a process of its own: the interpreter is chosen when Triton is imported."""
     quick = ("-k", "not packed_model")  # a whole model takes the interpreter a minute
