@@ -73,9 +73,11 @@ def test_zeros_and_extremes_are_prepared_too(dtype: torch.dtype) -> None:
     found = prepare_rows(x)
     assert equal(found, prepared_slowly(x))
     assert found.factors[0].tolist() == [1.0, 1.0]
-    assert bool(found.x.isfinite().all()) and bool(found.sums.isfinite().all())
+    assert bool(found.x.isfinite().all())
+    assert bool(found.sums.isfinite().all())
     largest = found.x.view(4, 2, 256).abs().amax(2)
-    assert float(largest[1].min()) >= 512 and float(largest.max()) < 1024
+    assert float(largest[1].min()) >= 512
+    assert float(largest.max()) < 1024
     if dtype == torch.float16:
         assert torch.equal(found.x[2].double() * float(found.factors[2, 0]), x[2].double())
 
