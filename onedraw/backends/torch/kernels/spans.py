@@ -162,3 +162,39 @@ def prepared_slowly(x: Tensor, *, width: int | None = None, order: Tensor | None
     lo = (whole - hi.float()).half()
     factors = torch.ldexp(torch.ones_like(largest, dtype=torch.float32), exponents)
     return Prepared(scaled.view(rows, -1), factors, torch.cat([hi, lo], 2))
+
+
+# ------------------------------------------------------------------ weights as the rule has them
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Outputs of a weight as whole numbers. S spans; `scales` and `least` have one number per span, or one per block of 32."""
+
+    weights: Tensor  # [N, S * 256] float16
+    scales: Tensor  # [N, S] or [N, S * 8] float32
+    minima: Tensor | None = None  # [N, S, 8] float16, of the K kinds that have minima
+    least: Tensor | None = None  # what a minimum is multiplied with [N, S], or the minima themselves [N, S * 8]: float32
+
+    @property
+    def by_block(self) -> bool:
+        return self.scales.shape[1] * SPAN > self.weights.shape[1]
+
+
+def product_slowly(prepared: Prepared, opened: Opened) -> Tensor:
+    """The product by the rule in float64: what both kernels come near to, [T, N]."""
+    rows, n = len(prepared), len(opened.weights)
+    x = prepared.x.double().view(rows, -1, SPAN // BLOCK, BLOCK)  # [T, S, 8, 32]
+    weights = opened.weights.double().view(n, -1, SPAN // BLOCK, BLOCK)
+    factors = prepared.factors.double()
+    sums = prepared.sums[..., :8].double() + prepared.sums[..., 8:].double()  # [T, S, 8]
+    if opened.by_block:
+        scales = opened.scales.double().view(n, -1, 8)
+        found = torch.einsum("tsbk,nsbk,ts,nsb->tn", x, weights, factors, scales)
+        if opened.least is not None:
+            found += torch.einsum("tsb,nsb,ts->tn", sums, opened.least.double().view(n, -1, 8), factors)
+        return found
+    found = torch.einsum("tsbk,nsbk,ts,ns->tn", x, weights, factors, opened.scales.double())
+    if opened.minima is not None and opened.least is not None:
+        found -= torch.einsum("tsb,nsb,ts,ns->tn", sums, opened.minima.double(), factors, opened.least.double())
+    return found
