@@ -1,6 +1,6 @@
 """Products of packed weights with many rows on a GPU: their bits, and how fast they are. Blocks are random.
 
-    python -m bench.gpu_wide check | time | variants
+    python -m bench.gpu_wide probe | check | time | variants
 
 check: every kind against float64, equal bits across numbers of rows, tiles and kernels. time: the shapes of Qwen3.6-27B at 2,048
 and 8,192 rows, medians between events, and the library's product of the same shape beside them.
@@ -20,7 +20,7 @@ from torch import Tensor
 from onedraw.backends.packing import SPANS
 from onedraw.backends.torch.kernels import triton_wide, wide
 from onedraw.backends.torch.kernels.blocks import empty_blocks, fill_blocks, numbers, opened_slowly
-from onedraw.backends.torch.kernels.spans import Opened, prepare_rows, prepared_slowly
+from onedraw.backends.torch.kernels.spans import Opened, prepare_rows, prepared_slowly, product_slowly
 from onedraw.backends.torch.kernels.triton_wide import WideTile
 from onedraw.checkpoints.random_blocks import random_blocks
 
@@ -74,6 +74,24 @@ def check() -> None:
                     f"{tiles or 'equal'}, bias and residual {after} {torch.equal(*both)}",
                     flush=True,
                 )
+
+
+def probe() -> None:
+    """One span and one tile, the weights and the minima by themselves: where an error comes from."""
+    for per in (1, 8):
+        weights = torch.randint(-900, 900, (128, 256), device=DEVICE).half()
+        minima = torch.randint(0, 63, (128, 1, 8), device=DEVICE).half() if per == 1 else None
+        scales = torch.rand(128, per, device=DEVICE)
+        prepared = prepare_rows(normal(128, 256))
+        for name, opened in (
+            ("weights", Opened(weights, scales)),
+            ("minima", Opened(torch.zeros_like(weights), scales, minima, scales)),
+            ("both", Opened(weights, scales, minima, scales)),
+        ):
+            found = wide.wide_product(prepared, opened, out=torch.full((128, 128), torch.nan, dtype=torch.float16, device=DEVICE))
+            expected = product_slowly(prepared, opened)
+            wrong = (found.double() - expected).abs() > 1e-2 * expected.abs().max()
+            print(f"probe {per} {name}: {int(wrong.sum())} wrong, first {wrong.nonzero()[:3].tolist()}", flush=True)
 
 
 def fields(prepared: object) -> list[Tensor]:
@@ -148,5 +166,5 @@ def variants() -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("check", "time", "variants"))
-    {"check": check, "time": time, "variants": variants}[parser.parse_args().part]()
+    parser.add_argument("part", choices=("probe", "check", "time", "variants"))
+    {"probe": probe, "check": check, "time": time, "variants": variants}[parser.parse_args().part]()

@@ -20,8 +20,9 @@ constexpr int TILE = 128, DEPTH = 64, SPAN = 256;
 constexpr int OPERAND = TILE * DEPTH * 2;  // bytes of a tile of X, and of W
 constexpr int HALVES = TILE * 16;          // bytes of eight float16 for 128 rows or outputs
 constexpr int FLOATS = TILE * 4;
-// A slot holds what belongs to a span: sums hi and lo, minima in whole numbers, scales, minima's scales, powers of two.
-constexpr int AT_SCALES = 3 * HALVES, AT_LEAST = AT_SCALES + PER * FLOATS, AT_FACTORS = AT_LEAST + PER * FLOATS;
+// A slot holds what belongs to a span: sums hi and lo, minima in whole numbers twice, scales, minima's scales, powers of two.
+constexpr int AT_MINIMA = 2 * HALVES, AT_SCALES = AT_MINIMA + (PER == 1 ? 2 : 0) * HALVES;
+constexpr int AT_LEAST = AT_SCALES + PER * FLOATS, AT_FACTORS = AT_LEAST + PER * FLOATS;
 constexpr int SLOT = AT_FACTORS + FLOATS, SLOTS = 2;
 constexpr int BRINGERS = 64;  // threads that bring what belongs to a span
 
@@ -80,9 +81,9 @@ __device__ __forceinline__ u64 swizzled(u32 at) {
     return u64(1) << 62 | u64(1024 >> 4) << 32 | u64(1) << 16 | (at >> 4 & 0x3FFF);
 }
 
-// Groups of eight rows of 16 bytes, 128 bytes apart; the other eight inputs `leap` bytes on.
-__device__ __forceinline__ u64 plain(u32 at, u32 leap) {
-    return u64(128 >> 4) << 32 | u64(leap >> 4) << 16 | (at >> 4 & 0x3FFF);
+// Groups of eight rows of 16 bytes, 128 bytes apart; the other eight inputs HALVES bytes on.
+__device__ __forceinline__ u64 plain(u32 at) {
+    return u64(128 >> 4) << 32 | u64(HALVES >> 4) << 16 | (at >> 4 & 0x3FFF);
 }
 
 __device__ __forceinline__ void ready() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -202,10 +203,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) wide(const __grid_constant_
                     wait(slot_empty + 8 * slot, phase);
                     if (one == 0) {
                         if (MINIMA) {
-                            expect(barrier, PER == 1 ? 3 * HALVES : 2 * HALVES);
+                            expect(barrier, AT_SCALES);
                             bring(at, &given.sums, span * 16, place.row, barrier);
                             bring(at + HALVES, &given.sums, span * 16 + 8, place.row, barrier);
-                            if (PER == 1) bring(at + 2 * HALVES, &given.minima, span * 8, place.column, barrier);
+                            if (PER == 1) {
+                                bring(at + AT_MINIMA, &given.minima, span * 8, place.column, barrier);
+                                bring(at + AT_MINIMA + HALVES, &given.minima, span * 8, place.column, barrier);
+                            }
                         } else {
                             arrive(barrier);
                         }
@@ -271,7 +275,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) wide(const __grid_constant_
                     }
                     if (MINIMA) {
                         ready();
-                        multiply(part, plain(at + group * 64 * 16, HALVES), plain(at + 2 * HALVES, 0), 0);
+                        multiply(part, plain(at + group * 64 * 16), plain(at + AT_MINIMA), 0);
                         commit();
                         finished<0>();
 #pragma unroll

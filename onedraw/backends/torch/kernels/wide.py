@@ -69,7 +69,7 @@ def _kernel(per: int, minima: bool, dtype: torch.dtype, device: torch.device) ->
 
 def shared_bytes(per: int) -> int:
     """Stages of X and W, two slots of what belongs to a span, barriers, and room to align them."""
-    slot = 3 * TILE * 16 + (2 * per + 1) * TILE * 4
+    slot = (4 if per == 1 else 2) * TILE * 16 + (2 * per + 1) * TILE * 4
     return 1024 + STAGES[per] * 2 * TILE * DEPTH * 2 + 2 * slot + 16 * STAGES[per] + 32
 
 
