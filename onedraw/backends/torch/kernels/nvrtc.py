@@ -176,10 +176,8 @@ class Module:
         """`own`: with instructions that this very architecture has and later ones may not."""
         capability = torch.cuda.get_device_capability(device)
         if capability < OLDEST:
-            raise BadSetting(
-                f"{torch.cuda.get_device_name(device)} is sm_{capability[0]}{capability[1]}: products of packed weights need "
-                "sm_80 or newer; use --dtype f16"
-            )
+            name = f"{torch.cuda.get_device_name(device)} (sm_{capability[0]}{capability[1]})"
+            raise BadSetting(f"{name}: products of packed weights need sm_80 or newer; use --dtype f16")
         self._source, self._device = source, device
         code = compile_source(source, f"sm_{capability[0]}{capability[1]}{'a' if own else ''}", defines)
         self._handle = ctypes.c_void_p()
