@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.packing import why_not_in_blocks
+from onedraw.backends.torch.kernels.courier import Courier
 from onedraw.backends.torch.kernels.cuda import TritonOps
-from onedraw.backends.torch.kernels.packed_linear import Courier, PackedBank, PackedLinear, load_bank, packed_linear
+from onedraw.backends.torch.kernels.packed_experts import PackedBank, load_bank
+from onedraw.backends.torch.kernels.packed_linear import PackedLinear, packed_linear
 from onedraw.backends.torch.loader import LANE
 from onedraw.models.source import Tensor as Stored
 from onedraw.models.spec import Activation
