@@ -150,6 +150,8 @@ __device__ __forceinline__ word part_of(const uint4 &v, int i) { return i == 0 ?
 #define MINUS_64 0xD400D400u
 #define SIXTEENTH 0x2C002C00u
 
+__constant__ word sixty_fours = 0x64646464u;  // the compiler may not see what it is, or it would put the selectors into registers
+
 struct Unit {
     uint4 codes[CODE_LOADS];
     uint4 high[HIGH_LOADS > 0 ? HIGH_LOADS : 1];
@@ -184,11 +186,13 @@ __device__ __forceinline__ void load_unit(Unit &unit, const byte *at, int lane, 
 
 // Small scales of outputs g and g + 8 in the shape that the codes are multiplied with.
 struct Scales {
+    word magic;
     word bytes[2][4];  // of K kinds: a byte per scale, four in a word
     word factor[2], zero[2];
 };
 
 __device__ __forceinline__ void open_scales(Scales &scales, const Unit &unit) {
+    scales.magic = sixty_fours;
     if (SIX_BIT_SCALES) {
         const uint4 s = unit.scales[0];
         scales.bytes[0][0] = s.x & 0x3F3F3F3Fu;
@@ -209,8 +213,8 @@ __device__ __forceinline__ void next_scales(Scales &scales, int i) {
     if (SIX_BIT_SCALES && i % 2 == 0) {
         const int block = i / 2;
         const word selector = 0x4040u + 0x0101u * (block & 3);
-        scales.factor[0] = add2(permute(scales.bytes[0][block >> 2], 0x64646464u, selector), MINUS_1024);
-        scales.factor[1] = fma2(permute(scales.bytes[1][block >> 2], 0x64646464u, selector), SIXTEENTH, MINUS_64);
+        scales.factor[0] = add2(permute(scales.bytes[0][block >> 2], scales.magic, selector), MINUS_1024);
+        scales.factor[1] = fma2(permute(scales.bytes[1][block >> 2], scales.magic, selector), SIXTEENTH, MINUS_64);
         scales.zero[0] = mul2(scales.factor[0], MINUS_1024);
         scales.zero[1] = mul2(scales.factor[1], MINUS_1024);
     }
@@ -218,7 +222,7 @@ __device__ __forceinline__ void next_scales(Scales &scales, int i) {
         const word selector = 0x4040u + 0x0101u * (i & 3);
 #pragma unroll
         for (int h = 0; h < 2; h++)
-            scales.factor[h] = add2(permute(scales.bytes[h][i >> 2], 0x64646464u, selector), MINUS_1152);
+            scales.factor[h] = add2(permute(scales.bytes[h][i >> 2], scales.magic, selector), MINUS_1152);
     }
 }
 
@@ -232,8 +236,8 @@ __device__ __forceinline__ void open_step(word (&a)[4], const Unit &unit, const 
 #pragma unroll
         for (int u = 0; u < 2; u++) {
             const word w = part_of(unit.codes[i / 2], 2 * (i & 1) + u) ^ 0x80808080u;
-            a[2 * u] = add2(permute(w, 0x64646464u, 0x4140u), MINUS_1152);
-            a[2 * u + 1] = add2(permute(w, 0x64646464u, 0x4342u), MINUS_1152);
+            a[2 * u] = add2(permute(w, scales.magic, 0x4140u), MINUS_1152);
+            a[2 * u + 1] = add2(permute(w, scales.magic, 0x4342u), MINUS_1152);
         }
         return;
     }
