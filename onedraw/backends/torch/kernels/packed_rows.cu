@@ -42,17 +42,15 @@ typedef unsigned char byte;
 
 // ------------------------------------------------------------------ single instructions
 
-__device__ __forceinline__ uint4 load_once(const byte *at) {
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
-    return v;
+// What is read once. Where there is nothing more to read the register keeps what it has.
+__device__ __forceinline__ void load_once(uint4 &v, const byte *at, bool more) {
+    asm volatile("{.reg .pred p; setp.ne.s32 p, %5, 0; @p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];}"
+                 : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(at), "r"((int)more));
 }
 
-__device__ __forceinline__ word load_word(const byte *at) {
-    word v;
-    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(at));
-    return v;
+__device__ __forceinline__ void load_once(word &v, const byte *at, bool more) {
+    asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p ld.global.nc.L1::no_allocate.u32 %0, [%1];}"
+                 : "+r"(v) : "l"(at), "r"((int)more));
 }
 
 __device__ __forceinline__ word and_or(word a, word mask, word c) {  // (a & mask) | c
@@ -152,6 +150,8 @@ __device__ __forceinline__ word part_of(const uint4 &v, int i) { return i == 0 ?
 #define MINUS_64 0xD400D400u
 #define SIXTEENTH 0x2C002C00u
 
+__constant__ word sixty_fours = 0x64646464u;  // the compiler may not see what it is, or it would put the selectors into registers
+
 struct Unit {
     uint4 codes[CODE_LOADS];
     uint4 high[HIGH_LOADS > 0 ? HIGH_LOADS : 1];
@@ -159,37 +159,40 @@ struct Unit {
     word extra;
 };
 
-__device__ __forceinline__ void load_codes(Unit &unit, const byte *at, int lane, int which) {
-    unit.codes[which] = load_once(at + which * 512 + lane * 16);
+__device__ __forceinline__ void load_codes(Unit &unit, const byte *at, int lane, int which, bool more) {
+    load_once(unit.codes[which], at + which * 512 + lane * 16, more);
 }
 
-__device__ __forceinline__ void load_high(Unit &unit, const byte *at, int lane, int which) {
-    unit.high[which] = load_once(at + CODE_BYTES + which * 512 + lane * 16);
+__device__ __forceinline__ void load_high(Unit &unit, const byte *at, int lane, int which, bool more) {
+    load_once(unit.high[which], at + CODE_BYTES + which * 512 + lane * 16, more);
 }
 
-__device__ __forceinline__ void load_scales(Unit &unit, const byte *at, int lane) {
+__device__ __forceinline__ void load_scales(Unit &unit, const byte *at, int lane, bool more) {
     const byte *scales = at + CODE_BYTES + HIGH_BYTES;
 #pragma unroll
-    for (int i = 0; i < SCALE_LOADS; i++) unit.scales[i] = load_once(scales + (lane >> 2) * (16 * SCALE_LOADS) + i * 16);
-    if (SIX_BIT_SCALES) unit.extra = load_word(scales + SCALE_BYTES + lane * 4);
-    if (KIND == Q6_K) unit.extra = load_word(scales + SCALE_BYTES + (lane >> 2) * 4);
+    for (int i = 0; i < SCALE_LOADS; i++) load_once(unit.scales[i], scales + (lane >> 2) * (16 * SCALE_LOADS) + i * 16, more);
+    if (SIX_BIT_SCALES) load_once(unit.extra, scales + SCALE_BYTES + lane * 4, more);
+    if (KIND == Q6_K) load_once(unit.extra, scales + SCALE_BYTES + (lane >> 2) * 4, more);
 }
 
-__device__ __forceinline__ void load_unit(Unit &unit, const byte *at, int lane) {
+__device__ __forceinline__ void load_unit(Unit &unit, const byte *at, int lane, bool more) {
+    unit = Unit{};
 #pragma unroll
-    for (int i = 0; i < CODE_LOADS; i++) load_codes(unit, at, lane, i);
+    for (int i = 0; i < CODE_LOADS; i++) load_codes(unit, at, lane, i, more);
 #pragma unroll
-    for (int i = 0; i < HIGH_LOADS; i++) load_high(unit, at, lane, i);
-    load_scales(unit, at, lane);
+    for (int i = 0; i < HIGH_LOADS; i++) load_high(unit, at, lane, i, more);
+    load_scales(unit, at, lane, more);
 }
 
 // Small scales of outputs g and g + 8 in the shape that the codes are multiplied with.
 struct Scales {
+    word magic;
     word bytes[2][4];  // of K kinds: a byte per scale, four in a word
     word factor[2], zero[2];
 };
 
 __device__ __forceinline__ void open_scales(Scales &scales, const Unit &unit) {
+    scales.magic = sixty_fours;
     if (SIX_BIT_SCALES) {
         const uint4 s = unit.scales[0];
         scales.bytes[0][0] = s.x & 0x3F3F3F3Fu;
@@ -210,8 +213,8 @@ __device__ __forceinline__ void next_scales(Scales &scales, int i) {
     if (SIX_BIT_SCALES && i % 2 == 0) {
         const int block = i / 2;
         const word selector = 0x4040u + 0x0101u * (block & 3);
-        scales.factor[0] = add2(permute(scales.bytes[0][block >> 2], 0x64646464u, selector), MINUS_1024);
-        scales.factor[1] = fma2(permute(scales.bytes[1][block >> 2], 0x64646464u, selector), SIXTEENTH, MINUS_64);
+        scales.factor[0] = add2(permute(scales.bytes[0][block >> 2], scales.magic, selector), MINUS_1024);
+        scales.factor[1] = fma2(permute(scales.bytes[1][block >> 2], scales.magic, selector), SIXTEENTH, MINUS_64);
         scales.zero[0] = mul2(scales.factor[0], MINUS_1024);
         scales.zero[1] = mul2(scales.factor[1], MINUS_1024);
     }
@@ -219,7 +222,7 @@ __device__ __forceinline__ void next_scales(Scales &scales, int i) {
         const word selector = 0x4040u + 0x0101u * (i & 3);
 #pragma unroll
         for (int h = 0; h < 2; h++)
-            scales.factor[h] = add2(permute(scales.bytes[h][i >> 2], 0x64646464u, selector), MINUS_1152);
+            scales.factor[h] = add2(permute(scales.bytes[h][i >> 2], scales.magic, selector), MINUS_1152);
     }
 }
 
@@ -233,8 +236,8 @@ __device__ __forceinline__ void open_step(word (&a)[4], const Unit &unit, const 
 #pragma unroll
         for (int u = 0; u < 2; u++) {
             const word w = part_of(unit.codes[i / 2], 2 * (i & 1) + u) ^ 0x80808080u;
-            a[2 * u] = add2(permute(w, 0x64646464u, 0x4140u), MINUS_1152);
-            a[2 * u + 1] = add2(permute(w, 0x64646464u, 0x4342u), MINUS_1152);
+            a[2 * u] = add2(permute(w, scales.magic, 0x4140u), MINUS_1152);
+            a[2 * u + 1] = add2(permute(w, scales.magic, 0x4342u), MINUS_1152);
         }
         return;
     }
@@ -404,7 +407,7 @@ template <int TILES, int STAGE, int STAGES> __device__ __forceinline__ void prod
     for (int m = 0; m < TALL; m++) {
         at[m] = p.units + ((long long)min(first_tall + m, p.tall - 1) * p.spans + begin) * UNIT_BYTES;
 #pragma unroll
-        for (int d = 0; d < DEPTH; d++) load_unit(ring[d][m], at[m] + (begin + d < end ? d * UNIT_BYTES : 0), lane);
+        for (int d = 0; d < DEPTH; d++) load_unit(ring[d][m], at[m] + d * UNIT_BYTES, lane, begin + d < end);
     }
     for (int i = threadIdx.x; i < STAGES * Own::BYTES / 16; i += WARPS * 32) ((uint4 *)shared)[i] = make_uint4(0, 0, 0, 0);
     __syncthreads();
@@ -450,7 +453,7 @@ template <int TILES, int STAGE, int STAGES> __device__ __forceinline__ void prod
             const byte *next[TALL];
 #pragma unroll
             for (int m = 0; m < TALL; m++) {
-                next[m] = at[m] + (more ? DEPTH * UNIT_BYTES : 0);
+                next[m] = at[m] + DEPTH * UNIT_BYTES;
                 at[m] += UNIT_BYTES;
             }
             float span_sums[TALL][TILES][4];
@@ -459,8 +462,8 @@ template <int TILES, int STAGE, int STAGES> __device__ __forceinline__ void prod
 #pragma unroll
             for (int m = 0; m < TALL; m++) {
                 now[m] = units[m];  // what was loaded; from here on each register is filled again as soon as it is free
-                load_scales(units[m], next[m], lane);
-                if (FIVE) load_high(units[m], next[m], lane, 0);
+                load_scales(units[m], next[m], lane, more);
+                if (FIVE) load_high(units[m], next[m], lane, 0, more);
                 open_scales(scales[m], now[m]);
 #pragma unroll
                 for (int n = 0; n < TILES; n++)
@@ -478,11 +481,11 @@ template <int TILES, int STAGE, int STAGES> __device__ __forceinline__ void prod
                     next_scales(scales[m], 2 * block + 1);
                     open_step(a[m][1], now[m], scales[m], 2 * block + 1);
                     if (KIND == Q8_0) {
-                        load_codes(units[m], next[m], lane, block);
+                        load_codes(units[m], next[m], lane, block, more);
                     } else if (block & 1) {
-                        load_codes(units[m], next[m], lane, block / 2);
+                        load_codes(units[m], next[m], lane, block / 2, more);
                     }
-                    if (KIND == Q6_K && (block & 3) == 3) load_high(units[m], next[m], lane, block / 4);
+                    if (KIND == Q6_K && (block & 3) == 3) load_high(units[m], next[m], lane, block / 4, more);
                 }
 #pragma unroll
                 for (int n = 0; n < TILES; n++) {
@@ -634,7 +637,7 @@ extern "C" __global__ void __launch_bounds__(OPENED_WARPS * 32) opened(const __g
     const int tall = (int)(which / p.spans), span = (int)(which - (long long)tall * p.spans);
     if (tall * 16 >= p.count) return;
     Unit unit;
-    load_unit(unit, p.units + ((long long)(p.first + tall) * p.spans + span) * UNIT_BYTES, lane);
+    load_unit(unit, p.units + ((long long)(p.first + tall) * p.spans + span) * UNIT_BYTES, lane, true);
     Scales scales;
     open_scales(scales, unit);
     word *own = (word *)tile[warp];

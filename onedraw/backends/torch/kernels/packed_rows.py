@@ -94,9 +94,12 @@ def shared_bytes(tiles: int) -> int:
     return stages * TILE_ROWS * tiles * (span * (2 * SPAN + 32) + 16 + 4 * span)
 
 
+FORMS = (Form(4, 1, 1, 4),)  # those that are chosen from
+
+
 def choose_form(kind: str, tiles: int) -> Form:
-    """Measured on an H200 with cold weights (bench/gpu_packed.py tune)."""
-    return Form(4, 1, 1, 4)
+    """Measured on an H200 with cold weights (bench/gpu_rows.py tune)."""
+    return FORMS[0]
 
 
 def choose_share(blocks: int, segments: int, places: int) -> int:
