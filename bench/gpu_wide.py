@@ -14,6 +14,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from onedraw.backends.packing import SPANS
 from onedraw.backends.plan import OPENED_BYTES
-from onedraw.backends.torch.kernels import packed_linear, packed_rows, triton_wide, wide
+from onedraw.backends.torch.kernels import nvrtc, packed_linear, packed_rows, triton_wide, wide
 from onedraw.backends.torch.kernels.blocks import empty_blocks, fill_blocks, numbers, opened_slowly
 from onedraw.backends.torch.kernels.fragments import Fragments, empty_fragments, fill_fragments
 from onedraw.backends.torch.kernels.packed_linear import packed_product
@@ -135,6 +136,10 @@ def kept(kind: str, n: int, k: int) -> Fragments:
     return replace(few, rows=n, units=few.units.repeat(n // 64, 1, 1), counters=counters)
 
 
+def prepared_product(x: Tensor, weight: Fragments, out: Tensor) -> Tensor:
+    return packed_product(prepare_rows(x), weight, out=out)
+
+
 def time() -> None:
     for rows in (2048, 8192):
         for kind, n, k in SHAPES:
@@ -145,7 +150,7 @@ def time() -> None:
             some = packed_rows.empty_opened(weight, count)
             opening = timed(partial(packed_rows.opened, weight, 0, count, some)) * n / count
             product = timed(partial(wide.wide_product, prepared, some, out=out[:, :count])) * n / count
-            whole = timed(lambda x=x, w=weight, o=out: packed_product(prepare_rows(x), w, out=o))  # type: ignore[misc]
+            whole = timed(partial(prepared_product, x, weight, out))
             plain = torch.randn(n, k, device=DEVICE).to(torch.bfloat16)
             library = timed(partial(torch.mm, x, plain.t(), out=out))
             print(
@@ -168,14 +173,15 @@ def few() -> None:
                     prepare_rows(x, out=room, pdl=True)
             print(f"prepare_rows {rows} x {width}: {timed(graph.replay) * 50:.2f} us", flush=True)
     for kind, n, k in SHAPES[:3]:
-        weight, times = kept(kind, n, k), []
+        weight, told = kept(kind, n, k), []
         for rows in (64, 128, 192, 256, 384, 512):
             prepared, out = prepare_rows(normal(rows, k)), torch.empty(rows, n, dtype=torch.bfloat16, device=DEVICE)
+            times = []
             for bound in (10**9, 0):
                 packed_linear.WIDE_FROM = bound
-                times.append(timed(partial(packed_product, prepared, weight, out=out)))
-            times[-2:] = [f"{rows} rows: {times[-2] * 1e3:.0f} or {times[-1] * 1e3:.0f} us"]
-        print(f"{kind} {n}x{k}, blocks read or weight opened: {'; '.join(times)}", flush=True)
+                times.append(1e3 * timed(partial(packed_product, prepared, weight, out=out)))
+            told.append(f"{rows} rows {times[0]:.0f} or {times[1]:.0f} us")
+        print(f"{kind} {n}x{k}, blocks read or weight opened: {'; '.join(told)}", flush=True)
 
 
 def variants() -> None:
@@ -184,14 +190,14 @@ def variants() -> None:
         x, flops = normal(2048, k), 2 * 2048 * n * k
         prepared, opened = prepare_rows(x), fast_opened("Q4_K", n, k)
         out = torch.empty(2048, n, dtype=torch.bfloat16, device=DEVICE)
-        for stages, group in ((6, 16), (4, 16), (6, 8), (6, 4), (6, 32)):
+        for stages, group in ((6, 16), (4, 16), (6, 8), (6, 32)):
             wide.STAGES[1], wide.GROUP = stages, group
             wide._kernel.cache_clear()
             ms = timed(partial(wide.wide_product, prepared, opened, out=out))
             print(f"{n}x{k} stages {stages} group {group}: {flops / ms / 1e9:.0f} TFLOP/s", flush=True)
         wide.STAGES[1], wide.GROUP = 6, 16
         wide._kernel.cache_clear()
-        for tile in (WideTile(), WideTile(64, 128, 64, 8, 3), WideTile(128, 128, 64, 8, 3)):
+        for tile in (WideTile(), WideTile(128, 128, 64, 8, 3)):
             ms = timed(partial(triton_wide.wide_product, prepared, opened, out=out, tile=tile), 3)
             print(f"{n}x{k} triton {tile}: {flops / ms / 1e9:.0f} TFLOP/s", flush=True)
 
@@ -201,6 +207,7 @@ if __name__ == "__main__":
     parser.add_argument("part", choices=("probe", "check", "time", "few", "variants"))
     parser.add_argument("--kinds", nargs="*", default=list(SPANS))
     given = parser.parse_args()
+    nvrtc.keep_in(Path("build"))
     if given.part == "check":
         check(given.kinds)
     else:
