@@ -16,7 +16,8 @@ pytestmark = [
 
 if torch.cuda.is_available() or INTERPRETED:
     from onedraw.backends.torch.kernels import spans
-    from onedraw.backends.torch.kernels.spans import Prepared, prepare_rows, prepared_slowly
+    from onedraw.backends.torch.kernels.spans import Prepared, Ready, empty_prepared, prepare_rows, prepared_slowly
+    from onedraw.backends.torch.kernels.triton_norm import gated, rms_norm
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 DTYPES = (torch.float16,) if INTERPRETED else (torch.bfloat16, torch.float16)
@@ -91,3 +92,25 @@ def test_what_is_not_finite_stays_so_and_stays_in_its_row() -> None:
     assert found.x.isfinite().all(1).tolist() == [True, False, False, True]
     assert found.sums.isfinite().flatten(1).all(1).tolist() == [True, False, False, True]
     assert bool(found.factors.isfinite().all())
+
+
+@pytest.mark.parametrize("width", [64, 512, 1300])
+def test_norms_and_gates_make_rows_ready_on_the_way(width: int) -> None:
+    rows = 3 if INTERPRETED else 200
+    x, weight = normal(rows, width, dtype=DTYPES[0], seed=5), normal(1, width, dtype=DTYPES[0], seed=6)[0]
+    ready = empty_prepared(rows, width, DEVICE)
+    normed = rms_norm(x, weight, 1e-6, ready=ready)
+    assert equal(ready, prepared_slowly(normed))
+    both = normal(rows, 2 * width, dtype=DTYPES[0], seed=7)
+    opened = gated(both, "silu", ready=ready)
+    assert equal(ready, prepared_slowly(opened))
+    assert torch.equal(opened, gated(both, "silu"))
+
+
+def test_rows_that_were_made_ready_are_taken_once_and_by_themselves_alone() -> None:
+    x, ready = normal(2, 256), Ready()
+    prepared = prepare_rows(x)
+    ready.put(x, prepared)
+    assert ready.take(x.clone()) is None
+    assert ready.take(x) is prepared
+    assert ready.take(x) is None

@@ -33,7 +33,7 @@ from onedraw.backends.torch.kernels.packed_rows import (
     skinny_product,
     unpacked_rows,
 )
-from onedraw.backends.torch.kernels.spans import Opened, Prepared, prepare_rows
+from onedraw.backends.torch.kernels.spans import Opened, Prepared, Ready, prepare_rows
 from onedraw.backends.torch.kernels.triton_linear import linear
 from onedraw.backends.torch.layers.linear import Linear, RowRule
 from onedraw.backends.torch.loader import padded
@@ -163,7 +163,8 @@ def load_fragments(tensors: Sequence[Stored], *, pad: int, courier: Courier, dev
 
 class PackedLinear(Linear):
     """Weights side by side, in blocks or as matrices of x's dtype. `order` (int32): where each input of the stored columns stands
-    in a row that is offered, where that is another order; such a weight stands alone."""
+    in a row that is offered, where that is another order; such a weight stands alone. `ready`: where rows may lie that were
+    made ready before."""
 
     def __init__(
         self,
@@ -174,9 +175,10 @@ class PackedLinear(Linear):
         bias: Tensor | None = None,
         in_features: int | None = None,
         order: Tensor | None = None,
+        ready: Ready | None = None,
         pdl: bool = False,
     ) -> None:
-        self.parts, self._order = tuple(parts), order
+        self.parts, self._order, self._ready = tuple(parts), order, ready or Ready()
         self._heights = [part.rows if isinstance(part, Fragments) else len(part) for part in parts]
         first = parts[0]
         self._width = first.width if isinstance(first, Fragments) else first.shape[1]
@@ -185,8 +187,10 @@ class PackedLinear(Linear):
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [T, K] → x Wᵀ + b + residual, each sum rounded."""
+        prepared = self._ready.take(x) if self._order is None and x.shape[1] == self._width else None
         x = x if x.stride(1) == 1 else x.contiguous()
-        prepared = prepare_rows(x, width=self._width, order=self._order, pdl=self._pdl)  # once for all parts
+        if prepared is None:
+            prepared = prepare_rows(x, width=self._width, order=self._order, pdl=self._pdl)  # once for all parts
         y = torch.empty(len(x), self.out_features, dtype=x.dtype, device=x.device)
         start = 0
         for part, height in zip(self.parts, self._heights, strict=True):
@@ -220,6 +224,7 @@ def packed_linear(
     bias: Tensor | None = None,
     pad: int = 1,
     pad_columns: int = 1,
+    ready: Ready | None = None,
     pdl: bool = False,
 ) -> PackedLinear | None:
     """None where none of these weights can stay in blocks: one matrix serves better then."""
@@ -236,7 +241,10 @@ def packed_linear(
             joined = torch.cat([torch.nn.functional.pad(m, (0, 0, 0, -len(m) % pad)) for m in matrices])
             parts.append(joined.to(device=device, dtype=dtype))
     width = padded(tensors[0].shape[1], pad_columns)
-    return PackedLinear(parts, dtype=dtype, device=device, bias=bias, in_features=width, order=order, pdl=pdl)
+    if device.type == "cuda" and _is_hopper(device):
+        for kind in {part.kind for part in parts if isinstance(part, Fragments)}:
+            wide.make_ready(by_block=kind not in WHOLE_KINDS, minima=has_minima(kind), dtype=dtype, device=device)
+    return PackedLinear(parts, dtype=dtype, device=device, bias=bias, in_features=width, order=order, ready=ready, pdl=pdl)
 
 
 def _in_stored_order(tensors: Sequence[Stored], device: torch.device) -> tuple[Sequence[Stored], Tensor | None]:

@@ -52,6 +52,24 @@ class Prepared:
         return Prepared(self.x[wanted], self.factors[wanted], self.sums[wanted])
 
 
+class Ready:
+    """Rows that a norm or a gate made ready on the way, until the product that reads them takes them. Owner: the operations."""
+
+    def __init__(self) -> None:
+        self._rows: Tensor | None = None
+        self._prepared: Prepared | None = None
+
+    def put(self, rows: Tensor, prepared: Prepared) -> None:
+        self._rows, self._prepared = rows, prepared
+
+    def take(self, rows: Tensor) -> Prepared | None:
+        """None where these very rows were not made ready, or were taken before."""
+        if self._rows is not rows:
+            return None
+        found, self._rows, self._prepared = self._prepared, None, None
+        return found
+
+
 def empty_prepared(rows: int, width: int, device: torch.device) -> Prepared:
     spans = -(-width // SPAN)
     return Prepared(

@@ -67,6 +67,11 @@ def _kernel(per: int, minima: bool, dtype: torch.dtype, device: torch.device) ->
     return Module("wide.cu", device, defines, own=True).kernel("wide", shared_bytes(per))
 
 
+def make_ready(*, by_block: bool, minima: bool, dtype: torch.dtype, device: torch.device) -> None:
+    """Compile, or find in the cache folder, what a product needs: nothing is compiled in the middle of a turn."""
+    _kernel(8 if by_block else 1, minima, dtype, device)
+
+
 def shared_bytes(per: int) -> int:
     """Stages of X and W, two slots of what belongs to a span, barriers, and room to align them."""
     slot = (4 if per == 1 else 2) * TILE * 16 + (2 * per + 1) * TILE * 4
