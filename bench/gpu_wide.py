@@ -185,21 +185,36 @@ def few() -> None:
 
 
 def variants() -> None:
-    """The kernel's own numbers, and the Triton kernel beside it, at 2,048 rows."""
-    for n, k in ((34816, 5120), (5120, 17408)):
-        x, flops = normal(2048, k), 2 * 2048 * n * k
-        prepared, opened = prepare_rows(x), fast_opened("Q4_K", n, k)
-        out = torch.empty(2048, n, dtype=torch.bfloat16, device=DEVICE)
-        for stages, group in ((6, 16), (4, 16), (6, 8), (6, 32)):
-            wide.STAGES[1], wide.GROUP = stages, group
-            wide._kernel.cache_clear()
-            ms = timed(partial(wide.wide_product, prepared, opened, out=out))
-            print(f"{n}x{k} stages {stages} group {group}: {flops / ms / 1e9:.0f} TFLOP/s", flush=True)
-        wide.STAGES[1], wide.GROUP = 6, 16
+    """The kernel's own numbers, at 2,048 rows, and whether the bits stay."""
+    first = {}
+    for turns, cluster, stages, group in (
+        (1, 2, 6, 8),
+        (0, 1, 6, 16),
+        (1, 1, 6, 16),
+        (2, 1, 6, 16),
+        (0, 2, 6, 8),
+        (2, 2, 6, 8),
+        (1, 2, 6, 16),
+        (1, 2, 6, 4),
+    ):
+        wide.TURNS[1] = wide.TURNS[8] = turns
+        wide.CLUSTER, wide.STAGES[1], wide.GROUP = cluster, stages, group
         wide._kernel.cache_clear()
-        for tile in (WideTile(), WideTile(128, 128, 64, 8, 3)):
-            ms = timed(partial(triton_wide.wide_product, prepared, opened, out=out, tile=tile), 3)
-            print(f"{n}x{k} triton {tile}: {flops / ms / 1e9:.0f} TFLOP/s", flush=True)
+        line = f"turns {turns} cluster {cluster} stages {stages} group {group}:"
+        for kind, n, k, rows in (
+            ("Q4_K", 16384, 5120, 2048),
+            ("Q4_K", 5120, 17408, 2048),
+            ("Q6_K", 5120, 17408, 2048),
+            ("Q4_K", 16384, 5120, 8192),
+            ("Q8_0", 16384, 5120, 2048),
+        ):
+            torch.manual_seed(0)
+            prepared, opened = prepare_rows(normal(rows, k)), fast_opened(kind, n, k)
+            out = torch.empty(rows, n, dtype=torch.bfloat16, device=DEVICE)
+            ms = timed(partial(wide.wide_product, prepared, opened, out=out), 5)
+            same_bits = torch.equal(first.setdefault((kind, n, k, rows), out), out)
+            line += f" {2 * rows * n * k / ms / 1e9:.0f}{'' if same_bits else ' UNEQUAL'}"
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@
 // warpgroups two multiply, each 64 rows, and one brings: a thread the tiles of X and W, two warps what belongs to a span. The two
 // that multiply run apart, so that one keeps the matrix unit busy while the other scales what came out of it.
 //
-// Defined by who compiles: PER, scales of a span (1 or 8); MINIMA, 0 or 1; BRAIN, whether y is bf16; STAGES; GROUP, blocks of rows in a band of tiles.
+// Defined by who compiles: PER, scales of a span (1 or 8); MINIMA, 0 or 1; BRAIN, whether y is bf16; STAGES; GROUP, blocks of rows in a band of tiles;
+// CLUSTER, blocks of threads that share the weights they bring; TURNS, when a turn at the matrix unit is passed on (0: never asked).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -23,7 +24,7 @@ constexpr int FLOATS = TILE * 4;
 // A slot holds what belongs to a span: sums hi and lo, minima in whole numbers twice, scales, minima's scales, powers of two.
 constexpr int AT_MINIMA = 2 * HALVES, AT_SCALES = AT_MINIMA + (PER == 1 ? 2 : 0) * HALVES;
 constexpr int AT_LEAST = AT_SCALES + PER * FLOATS, AT_FACTORS = AT_LEAST + PER * FLOATS;
-constexpr int SLOT = AT_FACTORS + FLOATS, SLOTS = 2;
+constexpr int SLOT = AT_FACTORS + FLOATS, SLOTS = 3;
 constexpr int BRINGERS = 64;  // threads that bring what belongs to a span
 
 __device__ __forceinline__ void start(u32 barrier, u32 count) {
@@ -52,6 +53,37 @@ __device__ __forceinline__ void bring(u32 to, const TensorMap *map, int column, 
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
         "l"(map), "r"(column), "r"(row), "r"(barrier)
         : "memory");
+}
+
+// The same into all blocks of the cluster, each at the same place.
+__device__ __forceinline__ void bring_to_all(u32 to, const TensorMap *map, int column, int row, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+        "l"(map), "r"(column), "r"(row), "r"(barrier), "h"((u16)((1 << CLUSTER) - 1))
+        : "memory");
+}
+
+// Tell a block of the cluster, at its own barrier of this place.
+__device__ __forceinline__ void arrive_at(u32 barrier, int rank) {
+    asm volatile(
+        "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(barrier),
+        "r"(rank)
+        : "memory");
+}
+
+// A warp needs a stage no longer: whoever fills it is told, in every block of the cluster.
+__device__ __forceinline__ void leave(u32 barrier, int lane) {
+    if (CLUSTER == 1) {
+        if (lane == 0) arrive(barrier);
+    } else if (lane < CLUSTER) {
+        arrive_at(barrier, lane);
+    }
+}
+
+__device__ __forceinline__ void meet_cluster() {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
 __device__ __forceinline__ void bring_word(u32 to, const float *from, bool there) {
@@ -85,6 +117,11 @@ __device__ __forceinline__ u64 swizzled(u32 at) {
 __device__ __forceinline__ u64 plain(u32 at) {
     return u64(128 >> 4) << 32 | u64(HALVES >> 4) << 16 | (at >> 4 & 0x3FFF);
 }
+
+// The two warpgroups that multiply take turns at the matrix unit: named barriers 1 and 2 say that it is the first's and the
+// second's. Whoever has been served scales what came out of it while the other one is served.
+__device__ __forceinline__ void await_turn(int group) { asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory"); }
+__device__ __forceinline__ void pass_turn(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(2 - group) : "memory"); }
 
 __device__ __forceinline__ void ready() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -145,10 +182,10 @@ struct Place {
     int row, column;
 };
 
-// Neighbouring tiles share rows or weights.
-__device__ __forceinline__ Place placed(int tile, int high, int wide) {
+// Neighbouring tiles share rows or weights; the blocks of a cluster have tiles below each other, and share the weights.
+__device__ __forceinline__ Place placed(int tile, int high, int wide, int rank) {
     const int band = tile / (GROUP * wide), within = tile % (GROUP * wide), height = min(high - band * GROUP, GROUP);
-    return {(band * GROUP + within % height) * TILE, within / height * TILE};
+    return {((band * GROUP + within % height) * CLUSTER + rank) * TILE, within / height * TILE};
 }
 
 struct Given {
@@ -159,7 +196,13 @@ struct Given {
     int rows, n, spans, residual_stride, y_stride, paired;  // paired: two numbers of y or the residual lie in a whole word
 };
 
-extern "C" __global__ void __launch_bounds__(384, 1) wide(const __grid_constant__ Given given) {
+#if CLUSTER > 1
+#define TOGETHER __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define TOGETHER
+#endif
+
+extern "C" __global__ void TOGETHER __launch_bounds__(384, 1) wide(const __grid_constant__ Given given) {
     const int rows = given.rows, n = given.n, spans = given.spans;
     extern __shared__ unsigned char memory[];
     u32 base;
@@ -167,14 +210,16 @@ extern "C" __global__ void __launch_bounds__(384, 1) wide(const __grid_constant_
     base = (base + 1023) & ~1023u;
     const u32 slots = base + STAGES * 2 * OPERAND, barriers = slots + SLOTS * SLOT;
     const u32 full = barriers, empty = full + 8 * STAGES, slot_full = empty + 8 * STAGES, slot_empty = slot_full + 8 * SLOTS;
-    const int thread = threadIdx.x, high = (rows + TILE - 1) / TILE, across = (n + TILE - 1) / TILE, tiles = high * across;
+    const int thread = threadIdx.x, rank = blockIdx.x % CLUSTER, first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
+    const int high = (rows + TILE * CLUSTER - 1) / (TILE * CLUSTER), across = (n + TILE - 1) / TILE, tiles = high * across;
     if (thread == 0) {
-        for (int i = 0; i < STAGES; i++) start(full + 8 * i, 1), start(empty + 8 * i, 8);
+        for (int i = 0; i < STAGES; i++) start(full + 8 * i, 1), start(empty + 8 * i, 8 * CLUSTER);
         for (int i = 0; i < SLOTS; i++) start(slot_full + 8 * i, BRINGERS + 1), start(slot_empty + 8 * i, 8);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
     __syncthreads();
+    if (CLUSTER > 1) meet_cluster();  // everybody's barriers are there
 
     if (thread >= 256) {  // the warpgroup that brings
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
@@ -182,13 +227,18 @@ extern "C" __global__ void __launch_bounds__(384, 1) wide(const __grid_constant_
         if (mine == 0) {
             int stage = 0;
             u32 phase = 1;
-            for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-                const Place place = placed(tile, high, across);
+            for (int tile = first; tile < tiles; tile += stride) {
+                const Place place = placed(tile, high, across, rank);
                 for (int step = 0; step < spans * (SPAN / DEPTH); step++) {
                     wait(empty + 8 * stage, phase);
                     expect(full + 8 * stage, 2 * OPERAND);
                     bring(base + stage * 2 * OPERAND, &given.x, step * DEPTH, place.row, full + 8 * stage);
-                    bring(base + stage * 2 * OPERAND + OPERAND, &given.weights, step * DEPTH, place.column, full + 8 * stage);
+                    const u32 to = base + stage * 2 * OPERAND + OPERAND + rank * (OPERAND / CLUSTER);
+                    const int column = place.column + rank * (TILE / CLUSTER);
+                    if (CLUSTER > 1)
+                        bring_to_all(to, &given.weights, step * DEPTH, column, full + 8 * stage);
+                    else
+                        bring(to, &given.weights, step * DEPTH, column, full + 8 * stage);
                     if (++stage == STAGES) stage = 0, phase ^= 1;
                 }
             }
@@ -196,8 +246,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) wide(const __grid_constant_
             const int one = mine - 32;
             int slot = 0;
             u32 phase = 1;
-            for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-                const Place place = placed(tile, high, across);
+            for (int tile = first; tile < tiles; tile += stride) {
+                const Place place = placed(tile, high, across, rank);
                 for (int span = 0; span < spans; span++) {
                     const u32 at = slots + slot * SLOT, barrier = slot_full + 8 * slot;
                     wait(slot_empty + 8 * slot, phase);
@@ -237,7 +287,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) wide(const __grid_constant_
         u32 phase = 0, slot_phase = 0;
 #pragma unroll
         for (int i = 0; i < 64; i++) part[i] = 0.0f;
-        for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+        if (TURNS && group == 1) pass_turn(group);
+        for (int tile = first; tile < tiles; tile += stride) {
 #pragma unroll
             for (int i = 0; i < 64; i++) sum[i] = total[i] = 0.0f;
             for (int span = 0; span < spans; span++) {
@@ -245,6 +296,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) wide(const __grid_constant_
                 float f0, f1;
                 if (PER == 1) {
                     u32 before = 0;
+                    if (TURNS) await_turn(group);
 #pragma unroll
                     for (int step = 0; step < SPAN / DEPTH; step++) {
                         const u32 own = base + stage * 2 * OPERAND;
@@ -254,15 +306,17 @@ extern "C" __global__ void __launch_bounds__(384, 1) wide(const __grid_constant_
 #pragma unroll
                         for (int k = 0; k < DEPTH / 16; k++) multiply(part, a + 2 * k, b + 2 * k, step + k > 0);
                         commit();
+                        if (TURNS == 1 && step == SPAN / DEPTH - 1) pass_turn(group);
                         if (step > 0) {
                             finished<1>();
-                            if (lane == 0) arrive(before);
+                            leave(before, lane);
                         }
+                        if (TURNS == 2 && step == SPAN / DEPTH - 1) pass_turn(group);
                         before = empty + 8 * stage;
                         if (++stage == STAGES) stage = 0, phase ^= 1;
                     }
                     finished<0>();
-                    if (lane == 0) arrive(before);
+                    leave(before, lane);
                     wait(slot_full + 8 * slot, slot_phase);
                     f0 = one_float(at + AT_FACTORS + 4 * r), f1 = one_float(at + AT_FACTORS + 4 * r + 32);
 #pragma unroll
@@ -294,13 +348,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) wide(const __grid_constant_
                         const u32 own = base + stage * 2 * OPERAND + block % 2 * 64;
                         const u64 a = swizzled(own + group * 64 * DEPTH * 2), b = swizzled(own + OPERAND);
                         if (block % 2 == 0) wait(full + 8 * stage, phase);
+                        if (TURNS) await_turn(group);
                         ready();
                         multiply(part, a, b, 0);
                         multiply(part, a + 2, b + 2, 1);
                         commit();
+                        if (TURNS) pass_turn(group);
                         finished<0>();
                         if (block % 2) {
-                            if (lane == 0) arrive(empty + 8 * stage);
+                            leave(empty + 8 * stage, lane);
                             if (++stage == STAGES) stage = 0, phase ^= 1;
                         }
                         float s0, s1;
@@ -332,7 +388,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) wide(const __grid_constant_
                     for (int i = 0; i < 64; i++) total[i] += sum[i], sum[i] = 0.0f;
                 }
             }
-            const Place place = placed(tile, high, across);
+            const Place place = placed(tile, high, across, rank);
 #pragma unroll
             for (int side = 0; side < 2; side++) {
                 const int row = place.row + r + 8 * side;
@@ -363,4 +419,5 @@ extern "C" __global__ void __launch_bounds__(384, 1) wide(const __grid_constant_
             }
         }
     }
+    if (CLUSTER > 1) meet_cluster();  // nobody leaves while others may still write here
 }
