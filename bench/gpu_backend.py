@@ -63,6 +63,7 @@ class Bench:
         packed = bool(named_mixture(model)[1])
         products = f"packed-{self.dtype}" if packed else self.dtype
         self.sizes = stored_sizes(described.weights, products)
+        self.plain_sizes = stored_sizes(described.weights, "bf16")  # two bytes a number
         self.backend = TorchBackend(
             described.spec,
             described.weights,
@@ -273,7 +274,9 @@ def _ran(bench: Bench, requests: Sequence[Request], engine: Engine) -> tuple[lis
 
 def prefill(bench: Bench) -> None:
     spec = bench.spec
-    matrices = turn_bytes(spec, bench.sizes, dtype=bench.dtype, rows=1, context=0) / 2 - spec.vocab * spec.hidden
+    given = {"dtype": bench.dtype, "rows": 1, "context": 0}
+    read = turn_bytes(spec, bench.plain_sizes, **given) - turn_bytes(spec, dict.fromkeys(bench.plain_sizes, 0), **given)
+    matrices = read / 2 - spec.vocab * spec.hidden  # numbers that every token meets
     for count in (2048, 8192):
         asked = _requests(bench, 1, count, 1, SAMPLED)
         times = [min(bench.answers(asked, bench.engine(Speculator([]), turn_tokens=count))[1]) for _ in range(4)]

@@ -93,16 +93,18 @@ def probe() -> None:
         weights = torch.randint(-900, 900, (128, 256), device=DEVICE).half()
         minima = torch.randint(0, 63, (128, 1, 8), device=DEVICE).half() if per == 1 else None
         scales = torch.rand(128, per, device=DEVICE)
-        prepared = prepare_rows(normal(128, 256))
+        prepared = prepare_rows(normal(300, 256))
         for name, opened in (
             ("weights", Opened(weights, scales)),
             ("minima", Opened(torch.zeros_like(weights), scales, minima, scales)),
             ("both", Opened(weights, scales, minima, scales)),
         ):
-            found = wide.wide_product(prepared, opened, out=torch.full((128, 128), torch.nan, dtype=torch.float16, device=DEVICE))
+            found = wide.wide_product(prepared, opened, out=nothing(300, 128, torch.float16))
             expected = product_slowly(prepared, opened)
             wrong = (found.double() - expected).abs() > 1e-2 * expected.abs().max()
             print(f"probe {per} {name}: {int(wrong.sum())} wrong, first {wrong.nonzero()[:3].tolist()}", flush=True)
+            if bool(wrong.any()):
+                raise SystemExit(1)
 
 
 def timed(call: Callable[[], object], repeats: int = 7) -> float:
@@ -184,23 +186,19 @@ def few() -> None:
         print(f"{kind} {n}x{k}, blocks read or weight opened: {'; '.join(told)}", flush=True)
 
 
-def variants() -> None:
-    """The kernel's own numbers, at 2,048 rows, and whether the bits stay."""
-    first = {}
-    for turns, cluster, stages, group in (
-        (1, 2, 6, 8),
-        (0, 1, 6, 16),
-        (1, 1, 6, 16),
-        (2, 1, 6, 16),
-        (0, 2, 6, 8),
-        (2, 2, 6, 8),
-        (1, 2, 6, 16),
-        (1, 2, 6, 4),
-    ):
-        wide.TURNS[1] = wide.TURNS[8] = turns
-        wide.CLUSTER, wide.STAGES[1], wide.GROUP = cluster, stages, group
-        wide._kernel.cache_clear()
-        line = f"turns {turns} cluster {cluster} stages {stages} group {group}:"
+def choose(turns: int, cluster: int, group: int) -> None:
+    """The kernel's own numbers."""
+    wide.TURNS[1] = wide.TURNS[8] = turns
+    wide.CLUSTER, wide.GROUP = cluster, group
+    wide._kernel.cache_clear()
+
+
+def variants(numbers: Iterable[str]) -> None:
+    """The kernel with other numbers of its own, and whether the bits stay."""
+    first: dict[tuple[str, int, int, int], Tensor] = {}
+    for turns, cluster, group in (map(int, asked.split(",")) for asked in numbers):
+        choose(turns, cluster, group)
+        line = f"turns {turns} cluster {cluster} group {group}:"
         for kind, n, k, rows in (
             ("Q4_K", 16384, 5120, 2048),
             ("Q4_K", 5120, 17408, 2048),
@@ -221,9 +219,15 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("probe", "check", "time", "few", "variants"))
     parser.add_argument("--kinds", nargs="*", default=list(SPANS))
+    parser.add_argument("--numbers", nargs="*", default=["1,2,8", "0,1,16"], help="turns,cluster,group; probe takes the first")
     given = parser.parse_args()
     nvrtc.keep_in(Path("build"))
-    if given.part == "check":
-        check(given.kinds)
-    else:
-        {"probe": probe, "time": time, "few": few, "variants": variants}[given.part]()
+    if given.part == "probe":
+        choose(*map(int, given.numbers[0].split(",")))
+    match given.part:
+        case "check":
+            check(given.kinds)
+        case "variants":
+            variants(given.numbers)
+        case other:
+            {"probe": probe, "time": time, "few": few}[other]()

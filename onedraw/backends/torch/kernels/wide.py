@@ -18,7 +18,7 @@ from onedraw.backends.torch.kernels.spans import Opened, Prepared
 TILE, DEPTH, THREADS = 128, 64, 384
 STAGES = {1: 6, 8: 5}  # by how many scales a span has
 SLOTS = 3  # of what belongs to a span
-GROUP = 16  # neighbouring tiles share so many blocks of rows
+GROUP = 8  # neighbouring tiles share so many blocks of rows
 TURNS = {1: 1, 8: 1}
 CLUSTER = 2  # blocks of threads that share the weights they bring
 _HALF, _PLAIN, _SWIZZLED, _PROMOTED = 6, 0, 3, 3  # the driver's names: float16; no swizzle, 128 bytes; 256 bytes into L2
