@@ -170,11 +170,11 @@ def timed(rows: Iterable[int], kinds: Iterable[str], limit: float, forms: Iterab
             print(f"{kind} {n}x{k}: floor {floor:.1f} us, {floor / min(found.values()):.0%} | {how} | {shown}", flush=True)
 
 
-def compile_all(kinds: Iterable[str], part: int, parts: int) -> None:
-    work = [(kind, form) for form in FORMS for kind in kinds]
-    for kind, form in work[part::parts]:
+def compile_all(kinds: Iterable[str], rows: Iterable[int], part: int, parts: int) -> None:
+    work = [(kind, form, count) for form in FORMS for kind in kinds for count in rows]
+    for kind, form, count in work[part::parts]:
         began = time.monotonic()
-        product(normal(1, 512), made(kind, 64, 512)[0], form)
+        product(normal(count, 512), made(kind, 64, 512)[0], form)
         print(f"{kind} {form}: {time.monotonic() - began:.1f} s", flush=True)
 
 
@@ -196,7 +196,7 @@ def main() -> None:
         elif chosen.section == "forms":
             check_forms(chosen.kinds)
         elif chosen.section == "compile":
-            compile_all(chosen.kinds, chosen.part, chosen.parts)
+            compile_all(chosen.kinds, chosen.rows, chosen.part, chosen.parts)
         else:
             timed(chosen.rows, chosen.kinds, chosen.limit, FORMS if chosen.all_forms else (CHOSEN,))
 

@@ -9,7 +9,7 @@ import torch
 
 from onedraw.backends.packing import SPANS
 from onedraw.backends.torch.kernels import nvrtc
-from onedraw.backends.torch.kernels.packed_rows import CHOSEN, MOST_ROWS, SOURCE, TILES, shared_bytes, tiles_of
+from onedraw.backends.torch.kernels.packed_rows import CHOSEN, MOST_ROWS, SOURCE, shared_bytes, tiles_of
 from onedraw.checkpoints.quants import KINDS
 from onedraw.errors import BadSetting
 
@@ -28,8 +28,10 @@ def test_weights_are_opened_on_every_card(kind: str) -> None:
 @needs_compiler
 @pytest.mark.parametrize(("kind", "architecture"), [("Q4_K", "sm_86"), ("Q4_1", "sm_90")])
 def test_products_compile(kind: str, architecture: str) -> None:
-    code = nvrtc.compile_source(SOURCE, architecture, {"KIND": KINDS[kind].code or 0, **CHOSEN.defines})
-    assert all(f"product{tiles}".encode() in code for tiles in TILES)
+    for tiles in (1, 3):
+        assert b"rows_product" in nvrtc.compile_source(
+            SOURCE, architecture, {"KIND": KINDS[kind].code or 0, **CHOSEN.defines(tiles)}
+        )
 
 
 def test_rows_take_the_fewest_tiles_that_hold_them_and_as_many_as_a_small_card_has_room_for() -> None:
@@ -42,11 +44,13 @@ def test_rows_take_the_fewest_tiles_that_hold_them_and_as_many_as_a_small_card_h
 @needs_compiler
 def test_what_was_compiled_is_kept_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "_kept", [])
+    monkeypatch.setattr(nvrtc, "_compiled", {})
     nvrtc.keep_in(tmp_path)
     made = nvrtc.compile_source(SOURCE, "sm_90", {"KIND": 12})
     (file,) = (tmp_path / "kernels").iterdir()
     assert file.read_bytes() == made
     file.write_bytes(b"found")
+    monkeypatch.setattr(nvrtc, "_compiled", {})
     assert nvrtc.compile_source(SOURCE, "sm_90", {"KIND": 12}) == b"found"
     assert nvrtc.compile_source(SOURCE, "sm_86", {"KIND": 12}) != b"found"
 
@@ -55,7 +59,7 @@ def test_what_was_compiled_is_kept_and_found_again(tmp_path: Path, monkeypatch: 
 def test_a_source_that_does_not_compile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "_kept", [])
     with pytest.raises(BadSetting, match=r"does not compile packed_rows.cu .*-DKIND=12 .*--dtype bf16"):
-        nvrtc.compile_source(SOURCE, "sm_90", {"KIND": 12, "WARPS": 0})  # no block of threads at all
+        nvrtc.compile_source(SOURCE, "sm_90", {"KIND": 12, "TILES": 1, "WARPS": 0, "AHEAD": 0})  # no block of threads at all
 
 
 def test_without_a_compiler_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

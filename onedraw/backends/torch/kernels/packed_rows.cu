@@ -2,7 +2,7 @@
 //
 // In: units of 16 outputs by 256 inputs, as fragments.py lays them, and rows as spans.py makes them ready; the rule of the
 // arithmetic stands there. Out: [rows, outputs]. Compiled at run time by nvrtc.py for a KIND (the kind's number in GGUF): with
-// WARPS (of a block, for up to 32 rows) and AHEAD (items that are brought near) the product, without them the rest.
+// TILES (of eight rows), WARPS (of a block) and AHEAD (items that are brought near) the product, without them the rest.
 //
 // Work comes in items: sixteen outputs by a segment of four spans. They stand segment by segment, and every block of threads, one
 // per multiprocessor, has an equal share of them, so most blocks have rows of one segment only, in shared memory. A warp takes an
@@ -326,7 +326,7 @@ __device__ __forceinline__ float block_minimum(const Unit &unit, int block, int 
     return half_to_float(part_of(unit.scales[(SCALE_LOADS / 2 * h + block / 4) % SCALE_LOADS], block & 3) >> 16);
 }
 
-#ifdef WARPS
+#ifdef TILES
 // ------------------------------------------------------------------ the product
 
 struct Product {
@@ -347,17 +347,16 @@ struct Product {
 #define ROW_BYTES (SEGMENT * (SPAN * 2 + 32) + 16)
 #define SUMS_AT (SEGMENT * SPAN * 2)
 
-template <int TILES, int WIDE>
 __device__ __forceinline__ void bring_rows(const Product &p, word to, int span) {
     const int live = min(SEGMENT, p.spans - span);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < p.rows * (SEGMENT * 32); i += WIDE * 32) {  // pieces of sixteen bytes
+    for (int i = threadIdx.x; i < p.rows * (SEGMENT * 32); i += WARPS * 32) {  // pieces of sixteen bytes
         const int row = i / (SEGMENT * 32), piece = i % (SEGMENT * 32);
         if (piece < live * 32)
             copy_sixteen(to + row * ROW_BYTES + piece * 16, p.x + ((long long)row * p.spans + span) * SPAN + piece * 8);
     }
 #pragma unroll 1
-    for (int i = threadIdx.x; i < p.rows * (SEGMENT * 2); i += WIDE * 32) {
+    for (int i = threadIdx.x; i < p.rows * (SEGMENT * 2); i += WARPS * 32) {
         const int row = i / (SEGMENT * 2), piece = i % (SEGMENT * 2);
         const long long at = (long long)row * p.spans + span;
         if (piece < live * 2) copy_sixteen(to + row * ROW_BYTES + SUMS_AT + piece * 16, p.sums + at * 16 + piece * 8);
@@ -365,7 +364,7 @@ __device__ __forceinline__ void bring_rows(const Product &p, word to, int span) 
     }
 }
 
-template <int TILES> __device__ __forceinline__ void finish(const Product &p, const float (&total)[TILES][4], int tall) {
+__device__ __forceinline__ void finish(const Product &p, const float (&total)[TILES][4], int tall) {
     const int lane = threadIdx.x & 31;
 #pragma unroll
     for (int n = 0; n < TILES; n++)
@@ -384,7 +383,7 @@ template <int TILES> __device__ __forceinline__ void finish(const Product &p, co
 }
 
 // A warp leaves the sum of a segment. The last of an output's segments adds them all from front to back.
-template <int TILES> __device__ __forceinline__ void leave(const Product &p, float (&sums)[TILES][4], int tall, int segment, int segments) {
+__device__ __forceinline__ void leave(const Product &p, float (&sums)[TILES][4], int tall, int segment, int segments) {
     const int lane = threadIdx.x & 31;
     float4 *own = (float4 *)p.parts + (long long)tall * segments * TILES * 32 + lane;
 #pragma unroll
@@ -414,11 +413,10 @@ template <int TILES> __device__ __forceinline__ void leave(const Product &p, flo
                 total[n][2] = __fadd_rn(total[n][2], v.z);
                 total[n][3] = __fadd_rn(total[n][3], v.w);
             }
-    finish<TILES>(p, total, tall);
+    finish(p, total, tall);
 }
 
 // One span of sixteen outputs: `unit` is used up, and filled again from `next`, register by register as they become free.
-template <int TILES>
 __device__ __forceinline__ void add_span(float (&sums)[TILES][4], Unit &unit, const byte *next, bool more, const byte *rows, word rows_at, int place) {
     const int lane = threadIdx.x & 31;
     const Unit now = unit;
@@ -502,7 +500,7 @@ __device__ __forceinline__ void add_span(float (&sums)[TILES][4], Unit &unit, co
     }
 }
 
-template <int TILES, int WIDE> __device__ __forceinline__ void product(const Product &p) {
+__device__ __forceinline__ void product(const Product &p) {
     extern __shared__ __align__(16) byte rows[];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const int segments = (p.spans + SEGMENT - 1) / SEGMENT;
@@ -510,7 +508,7 @@ template <int TILES, int WIDE> __device__ __forceinline__ void product(const Pro
     long long item = items * blockIdx.x / gridDim.x;
     const long long end = items * (blockIdx.x + 1) / gridDim.x;
     const word rows_at = (word)__cvta_generic_to_shared(rows);
-    for (int i = threadIdx.x; i < TILES * 8 * (ROW_BYTES + SEGMENT * 4) / 16; i += WIDE * 32) ((uint4 *)rows)[i] = make_uint4(0, 0, 0, 0);
+    for (int i = threadIdx.x; i < TILES * 8 * (ROW_BYTES + SEGMENT * 4) / 16; i += WARPS * 32) ((uint4 *)rows)[i] = make_uint4(0, 0, 0, 0);
     bool waits = p.pdl;
     while (item < end) {
         const int segment = (int)(item / p.tall), first = (int)(item - (long long)segment * p.tall);
@@ -524,19 +522,19 @@ template <int TILES, int WIDE> __device__ __forceinline__ void product(const Pro
         load_unit(unit, at, lane, tall < after);
 #pragma unroll
         for (int i = 0; i < AHEAD; i++)
-            if (lane == 0 && tall + i * WIDE < after) bring_near(at + i * WIDE * stride, live * UNIT_BYTES);
+            if (lane == 0 && tall + i * WARPS < after) bring_near(at + i * WARPS * stride, live * UNIT_BYTES);
         __syncthreads();
 #if __CUDA_ARCH__ >= 900
         if (waits) asm volatile("griddepcontrol.launch_dependents; griddepcontrol.wait;" ::: "memory");
 #endif
         waits = false;
-        bring_rows<TILES, WIDE>(p, rows_at, span);
+        bring_rows(p, rows_at, span);
         asm volatile("cp.async.commit_group; cp.async.wait_group 0;" ::: "memory");
         __syncthreads();
 #pragma unroll 1
-        for (; tall < after; tall += WIDE) {
-            const byte *further = at + WIDE * stride;
-            if (AHEAD > 0 && lane == 0 && tall + AHEAD * WIDE < after) bring_near(at + AHEAD * WIDE * stride, live * UNIT_BYTES);
+        for (; tall < after; tall += WARPS) {
+            const byte *further = at + WARPS * stride;
+            if (AHEAD > 0 && lane == 0 && tall + AHEAD * WARPS < after) bring_near(at + AHEAD * WARPS * stride, live * UNIT_BYTES);
             float sums[TILES][4];
 #pragma unroll
             for (int n = 0; n < TILES; n++)
@@ -547,34 +545,24 @@ template <int TILES, int WIDE> __device__ __forceinline__ void product(const Pro
                 if (s >= live) break;
                 const bool closes = s + 1 >= live;
                 const byte *next = closes ? further : at + (s + 1) * UNIT_BYTES;
-                add_span<TILES>(sums, unit, next, !closes || tall + WIDE < after, rows, rows_at, s);
+                add_span(sums, unit, next, !closes || tall + WARPS < after, rows, rows_at, s);
             }
             at = further;
             if (segments > 1) {
-                leave<TILES>(p, sums, tall, segment, segments);
+                leave(p, sums, tall, segment, segments);
             } else {
 #pragma unroll
                 for (int n = 0; n < TILES; n++)
 #pragma unroll
                     for (int c = 0; c < 4; c++) sums[n][c] = __fadd_rn(0.0f, sums[n][c]);
-                finish<TILES>(p, sums, tall);
+                finish(p, sums, tall);
             }
         }
         item += after - first;
     }
 }
 
-#define PRODUCT(TILES, WIDE)                                                                                    \
-    extern "C" __global__ void __launch_bounds__(WIDE * 32, 1) product##TILES(const __grid_constant__ Product p) { \
-        product<TILES, WIDE>(p);                                                                                \
-    }
-
-PRODUCT(1, WARPS)
-PRODUCT(2, WARPS)
-PRODUCT(3, WARPS)
-PRODUCT(4, WARPS)
-PRODUCT(6, 8)
-PRODUCT(8, 8)
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) rows_product(const __grid_constant__ Product p) { product(p); }
 #else
 // ------------------------------------------------------------------ weights as plain float16
 

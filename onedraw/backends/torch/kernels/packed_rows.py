@@ -8,6 +8,8 @@ kernels are `packed_rows.cu`, compiled when the first weight of a kind is made r
 from __future__ import annotations
 
 import ctypes
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from onedraw.backends.packing import SEGMENT, SPAN, UNIT_ROWS
 from onedraw.backends.torch.kernels.fragments import Fragments
-from onedraw.backends.torch.kernels.nvrtc import Kernel, Module
+from onedraw.backends.torch.kernels.nvrtc import Kernel, Module, compile_for
 from onedraw.backends.torch.kernels.spans import Opened, Prepared
 from onedraw.backends.torch.kernels.triton_linear import shared_memory
 from onedraw.checkpoints.quants import KINDS
@@ -24,7 +26,7 @@ from onedraw.checkpoints.quants import KINDS
 SOURCE = "packed_rows.cu"
 MOST_ROWS = 64  # of one call; more rows are another kernel's
 TILE_ROWS = 8  # rows that one step of the matrix unit takes
-TILES = (1, 2, 3, 4, 6, 8)  # tiles of rows that there are kernels for: product1 …
+TILES = (1, 2, 3, 4, 6, 8)  # tiles of rows that a kernel is compiled for
 FEW_WARPS = 8  # of a block of threads that has more than so many tiles:
 TILES_OF_MANY_WARPS = 4
 WHOLE_KINDS = ("Q4_K", "Q5_K", "Q6_K")  # one scale for a span of 256, on top of small ones
@@ -81,9 +83,11 @@ class Form:
     warps: int = 16  # of a block, for up to 32 rows
     ahead: int = 1  # items of a warp that are brought into the second cache before their turn
 
-    @property
-    def defines(self) -> dict[str, int]:
-        return {"WARPS": self.warps, "AHEAD": self.ahead}
+    def warps_for(self, tiles: int) -> int:
+        return self.warps if tiles <= TILES_OF_MANY_WARPS else FEW_WARPS
+
+    def defines(self, tiles: int) -> dict[str, int]:
+        return {"TILES": tiles, "WARPS": self.warps_for(tiles), "AHEAD": self.ahead}
 
 
 CHOSEN = Form()
@@ -100,14 +104,24 @@ def tiles_of(rows: int, shared: int) -> int:
     return next((tiles for tiles in fitting if tiles * TILE_ROWS >= rows), fitting[-1])
 
 
+def _defines(kind: str, tiles: int = 0, form: Form = CHOSEN) -> dict[str, int]:
+    """For a product of so many tiles, or for what else is done with a weight."""
+    return {"KIND": KINDS[kind].code or 0, **(form.defines(tiles) if tiles else {})}
+
+
 @lru_cache(maxsize=64)
-def _module(kind: str, device: torch.device, form: Form | None = None) -> Module:
-    return Module(SOURCE, device, {"KIND": KINDS[kind].code or 0, **(form.defines if form else {})})
+def _rest(kind: str, device: torch.device) -> Module:
+    return Module(SOURCE, device, _defines(kind))
+
+
+@lru_cache(maxsize=64)
+def _kernel(kind: str, device: torch.device, name: str) -> Kernel:
+    return _rest(kind, device).kernel(name)
 
 
 @lru_cache(maxsize=256)
-def _kernel(kind: str, device: torch.device, name: str, shared: int = 0, form: Form | None = None) -> Kernel:
-    return _module(kind, device, form).kernel(name, shared)
+def _product(kind: str, device: torch.device, tiles: int, form: Form) -> Kernel:
+    return Module(SOURCE, device, _defines(kind, tiles, form)).kernel("rows_product", shared_bytes(tiles))
 
 
 @lru_cache(maxsize=8)
@@ -148,20 +162,21 @@ def skinny_product(
         *(0 if residual is None else residual.stride(0), out.stride(0)),
         *(fragments.rows, tall, fragments.spans, rows, DTYPE_NUMBERS[out.dtype], int(pdl)),
     )
-    shared = shared_bytes(tiles)
-    kernel = _kernel(fragments.kind, device, f"product{tiles}", shared, form)
+    kernel = _product(fragments.kind, device, tiles, form)
     blocks = min(_multiprocessors(device), tall * segments)
-    threads = 32 * (form.warps if tiles <= TILES_OF_MANY_WARPS else FEW_WARPS)
-    kernel.launch(given, grid=(blocks, 1), threads=threads, shared=shared, pdl=pdl)
+    kernel.launch(given, grid=(blocks, 1), threads=32 * form.warps_for(tiles), shared=shared_bytes(tiles), pdl=pdl)
     return out
 
 
+@lru_cache(maxsize=64)
 def make_ready(kind: str, device: torch.device) -> None:
     """Compile, or find in the cache folder, what the products of a kind need: nothing is compiled in the middle of a turn."""
+    fitting = [tiles for tiles in TILES if shared_bytes(tiles) <= shared_memory(device)]
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        list(pool.map(lambda tiles: compile_for(SOURCE, device, _defines(kind, tiles)), (0, *fitting)))
     _kernel(kind, device, "opened")
-    for tiles in TILES:
-        if shared_bytes(tiles) <= shared_memory(device):
-            _kernel(kind, device, f"product{tiles}", shared_bytes(tiles), CHOSEN)
+    for tiles in fitting:
+        _product(kind, device, tiles, CHOSEN)
 
 
 def opened(fragments: Fragments, first: int, count: int, out: Opened | None = None) -> Opened:
