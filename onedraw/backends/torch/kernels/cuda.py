@@ -217,6 +217,9 @@ class TritonOps(FloatOps):
 
     def delta(self, projected: Tensor, prepared: Recurrence, *, weights: DeltaWeights, store: LaneStore) -> Tensor:
         spec, projected = store.spec, _straight(projected)
+        drafted = None
+        if prepared.held is not None:
+            drafted = delta_kernels.Drafted(prepared.held, store.decays, store.keys, store.changes, store.fed)
         gates = delta_kernels.gate(
             projected,
             store.windows,
@@ -228,17 +231,14 @@ class TritonOps(FloatOps):
             value_heads=spec.value_heads,
             key_dim=spec.key_dim,
             value_dim=spec.value_dim,
+            drafted=drafted,
             pdl=self._pdl,
         )
         out = torch.empty(len(projected), spec.value_heads, spec.value_dim, device=projected.device)  # padding: anything
         chunks = {"chunks": prepared.chunks, "runs": prepared.chunk_runs, "slots": prepared.chunk_slots}
         delta_kernels.chunked(gates, store.states, store.saved_states, out, **chunks)
-        held = (store.decays, store.keys, store.changes)
-        for call in prepared.calls:
-            paths = {"paths": call.paths, "order": call.order, "places": call.places}
-            delta_kernels.steps(gates, store.states, out, held=held, pdl=self._pdl, **paths)
-        if prepared.held is not None:
-            delta_kernels.hold(projected, store.fed, prepared.held, pdl=self._pdl)
+        paths = prepared.steps
+        delta_kernels.steps(gates, store.states, out, paths=paths.paths, order=paths.order, drafted=drafted, pdl=self._pdl)
         delta_kernels.shift_windows(projected, store.windows, store.saved_windows, prepared.kept, pdl=self._pdl)
         delta_kernels.shift_windows(projected, store.windows, store.windows, prepared.closings, pdl=self._pdl)
         return delta_kernels.close(out, projected, weights.norm, weights.eps, channels=spec.channels, pdl=self._pdl)
