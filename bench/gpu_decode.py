@@ -592,6 +592,21 @@ def sampler() -> None:
             say(f"choosing {rows} x {vocab}, {name}, plain sampler, ms", _wall_ms(partial(plain.choose, wide, positions)))
 
 
+def choosing() -> None:
+    """Choosing alone, captured: T 0.8, top-p .95, by rows; flat logits and peaked ones."""
+    params = SamplingParams(temperature=0.8, top_p=0.95)
+    for vocab in (248_320, 128_256):
+        for spread in (1.0, 3.0):
+            line = []
+            for rows in (1, 8, 16, 24, 32):
+                logits = normal(rows, vocab, spread=spread)
+                positions = [Position(i, replace(params, seed=i), History((1,), []), (), str(i)) for i in range(rows)]
+                wishes = TritonSampler(vocab=vocab, lanes=rows, device=DEVICE).wishes(positions)
+                work = partial(choose, logits, wishes, vocab=vocab, width=padded(vocab), pdl=True)
+                line.append(round(1000 * replay_ms(work, repeats=10, inner=4), 1))
+            say(f"choosing of {vocab}, logits spread {spread}, us: 1, 8, 16, 24, 32 rows", line)
+
+
 def _wall_ms(work: Callable[[], Any]) -> float:
     times = []
     for _ in range(12):
@@ -737,6 +752,7 @@ SECTIONS: dict[str, Callable[[], None]] = {
     "sweep": sweep,
     "attention": attention,
     "sampler": sampler,
+    "choosing": choosing,
     "delta": delta,
     "step_tiles": step_tiles,
     "inexact": inexact,
