@@ -247,7 +247,8 @@ class HybridModel:
         out = torch.empty(len(projected), 48, 128, device=DEVICE)
         paths = plan.steps
         steps(gated, self.states[index], out, paths=paths.paths, order=paths.order, drafted=drafted, pdl=True)
-        return close(out, projected, self.norm, 1e-6, channels=self.channels, pdl=True)
+        closing: dict[str, Any] = {"windows": self.windows, "sources": plan.closings}
+        return close(out, projected, self.norm, 1e-6, channels=self.channels, pdl=True, **closing)
 
     def mix_prompt(self, projected: Tensor, *, only_gates: bool = False) -> Tensor:
         count = len(projected)

@@ -227,13 +227,18 @@ def test_windows_are_read_before_they_are_written() -> None:
     fed = projections(5, seed=10)
     past = normal(LANES, TAPS - 1, CHANNELS, seed=11)
     now = past.clone()
-    delta.shift_windows(fed, now, now, words([[2, 5 + 2 * 3 + 1, 5 + 2 * 3 + 2, 0, -1], [4, 1, 2, 3, -1], [0, -1, -1, 4, -1]]))
+    sources = [[2, 5 + 2 * 3 + 1, 5 + 2 * 3 + 2, 0, -1], [4, 1, 2, 3, -1], [0, -1, -1, 4, -1]]
+    delta.shift_windows(fed, now, now, words(sources))
     expected = past.clone()
     wide = fed.float()[:, :CHANNELS]
     expected[2] = torch.stack([past[2, 1], past[2, 2], wide[0]])
     expected[4] = wide[1:4]
     expected[0] = torch.stack([torch.zeros_like(wide[0]), torch.zeros_like(wide[0]), wide[4]])
     assert torch.equal(now, expected)
+    closed, out = past.clone(), normal(5, VALUE_HEADS, DIM, seed=13)
+    given = delta.close(out, fed, LAYER.norm, 1e-6, channels=CHANNELS, windows=closed, sources=words(sources))
+    assert torch.equal(closed, expected)
+    assert torch.equal(given, delta.close(out, fed, LAYER.norm, 1e-6, channels=CHANNELS))
 
 
 def test_what_comes_after_the_state_is_a_gated_norm() -> None:

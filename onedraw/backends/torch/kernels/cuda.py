@@ -240,8 +240,16 @@ class TritonOps(FloatOps):
         paths = prepared.steps
         delta_kernels.steps(gates, store.states, out, paths=paths.paths, order=paths.order, drafted=drafted, pdl=self._pdl)
         delta_kernels.shift_windows(projected, store.windows, store.saved_windows, prepared.kept, pdl=self._pdl)
-        delta_kernels.shift_windows(projected, store.windows, store.windows, prepared.closings, pdl=self._pdl)
-        return delta_kernels.close(out, projected, weights.norm, weights.eps, channels=spec.channels, pdl=self._pdl)
+        return delta_kernels.close(
+            out,
+            projected,
+            weights.norm,
+            weights.eps,
+            channels=spec.channels,
+            windows=store.windows,
+            sources=prepared.closings,
+            pdl=self._pdl,
+        )
 
     def settle(
         self,

@@ -28,6 +28,7 @@ from onedraw.backends.torch.kernels.triton_math import exp, let_next_start, sigm
 CHUNK = 64
 COLUMNS = 8  # of the state that one warp steps; they fix the order of its sums: rows of a part side by side, part by part
 COMMIT_COLUMNS = 32
+WINDOW_BLOCK = 128  # channels of a window that a program of `close` moves on
 CHUNK_COLUMNS, CHUNK_WARPS = 32, 4  # of the state that one program takes through chunks
 PATH_WORDS = 5  # lane, first of its entries in the order, entries, known, fresh
 FROM_KNOWN, AGAIN = 1, 2  # of an entry: from the state behind the known tokens; a draft whose change is there already
@@ -441,6 +442,34 @@ def commit(states: Tensor, *, held: tuple[Tensor, Tensor, Tensor], lanes: Tensor
         )
 
 
+@triton.jit
+def _window(
+    fed,
+    windows,
+    target,
+    sources,
+    one,
+    block,
+    rows,
+    stride,
+    CHANNELS: tl.constexpr,
+    BEFORE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """All rows of one window are read before any is written, so a window may be made of itself."""
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    inside = at < CHANNELS
+    slot = tl.arange(0, BEFORE)
+    source = tl.load(sources + one * (BEFORE + 1) + 1 + slot).to(tl.int64)[:, None]
+    place = tl.load(sources + one * (BEFORE + 1)).to(tl.int64)
+    new = tl.load(fed + source * stride + at[None, :], mask=inside[None, :] & (source >= 0) & (source < rows), other=0.0)
+    old = tl.load(windows + (source - rows) * CHANNELS + at[None, :], mask=inside[None, :] & (source >= rows), other=0.0)
+    tl.debug_barrier()
+    row = place * (BEFORE - 1) + slot[:, None]
+    keep = inside[None, :] & (slot < BEFORE - 1)[:, None] & (place >= 0)
+    tl.store(target + row * CHANNELS + at[None, :], new.to(tl.float32) + old, mask=keep)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _shift(
     fed,
@@ -456,25 +485,14 @@ def _shift(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """All rows of one window are read before any is written, so a window may be made of itself. per_…: numbers of one layer."""
+    """per_…: numbers of one layer."""
     let_next_start(PDL)
     wait_for_inputs(PDL)
     layer = tl.program_id(2).to(tl.int64)
     fed += layer * rows * stride
     windows += layer * per_windows
     target += layer * per_target
-    one = tl.program_id(0)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < CHANNELS
-    slot = tl.arange(0, BEFORE)
-    source = tl.load(sources + one * (BEFORE + 1) + 1 + slot).to(tl.int64)[:, None]
-    place = tl.load(sources + one * (BEFORE + 1)).to(tl.int64)
-    new = tl.load(fed + source * stride + at[None, :], mask=inside[None, :] & (source >= 0) & (source < rows), other=0.0)
-    old = tl.load(windows + (source - rows) * CHANNELS + at[None, :], mask=inside[None, :] & (source >= rows), other=0.0)
-    tl.debug_barrier()
-    row = place * (BEFORE - 1) + slot[:, None]
-    keep = inside[None, :] & (slot < BEFORE - 1)[:, None] & (place >= 0)
-    tl.store(target + row * CHANNELS + at[None, :], new.to(tl.float32) + old, mask=keep)
+    _window(fed, windows, target, sources, tl.program_id(0), tl.program_id(1), rows, stride, CHANNELS, BEFORE, BLOCK)
 
 
 def shift_windows(fed: Tensor, windows: Tensor, target: Tensor, sources: Tensor, *, pdl: bool = False) -> None:
@@ -681,49 +699,78 @@ def chunked(gated: Gated, states: Tensor, saved: Tensor, out: Tensor, *, chunks:
 # ------------------------------------------------------------------ after the state
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "closing"])
 def _close(
     x,
     projected,
     weight,
     y,
+    windows,
+    sources,
+    tokens,
+    closing,
     stride,
     eps,
     HEADS: tl.constexpr,
     D: tl.constexpr,
-    OFFSET: tl.constexpr,
+    CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
+    BEFORE: tl.constexpr,
+    BLOCK_WINDOW: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """One head of one token; programs behind the heads move a lane's window on."""
     let_next_start(PDL)
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    at = tl.arange(0, BLOCK)
-    inside = at < D
-    values = tl.load(x + (token * HEADS + head) * D + at, mask=inside, other=0.0)
-    scale = tl.rsqrt(tl.sum(values * values, 0) * (1.0 / D) + eps)
-    normed = values * scale * tl.load(weight + at, mask=inside, other=0.0)
-    z = tl.load(projected + token * stride + OFFSET + head * D + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + (token * HEADS + head) * D + at, (normed * silu(z)).to(y.dtype.element_ty), mask=inside)
+    if head < HEADS:
+        at = tl.arange(0, BLOCK)
+        inside = (at < D) & (token < tokens)
+        values = tl.load(x + (token * HEADS + head) * D + at, mask=inside, other=0.0)
+        scale = tl.rsqrt(tl.sum(values * values, 0) * (1.0 / D) + eps)
+        normed = values * scale * tl.load(weight + at, mask=inside, other=0.0)
+        z = tl.load(projected + token * stride + CHANNELS + head * D + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(y + (token * HEADS + head) * D + at, (normed * silu(z)).to(y.dtype.element_ty), mask=inside)
+    elif token < closing:
+        block = head - HEADS
+        _window(projected, windows, windows, sources, token, block, tokens, stride, CHANNELS, BEFORE, BLOCK_WINDOW)
 
 
-def close(out: Tensor, projected: Tensor, weight: Tensor, eps: float, *, channels: int, pdl: bool = False) -> Tensor:
-    """rms(out) · weight · silu(z), z behind the first `channels` columns of `projected`: [T, Hv * Dv] in its dtype."""
+def close(
+    out: Tensor,
+    projected: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    channels: int,
+    windows: Tensor | None = None,
+    sources: Tensor | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """rms(out) · weight · silu(z), z behind the first `channels` columns of `projected`: [T, Hv * Dv] in its dtype. Windows
+    move on in the same launch, as in `shift_windows`: nothing reads them any more."""
     count, heads, dim = out.shape
     y = torch.empty(count, heads * dim, dtype=projected.dtype, device=out.device)
-    if count:
-        _close[(count, heads)](
+    closing = 0 if sources is None else len(sources)
+    if count or closing:
+        _close[(max(count, closing), heads + (triton.cdiv(channels, WINDOW_BLOCK) if closing else 0))](
             out,
             projected,
             weight,
             y,
+            windows,
+            sources,
+            count,
+            closing,
             projected.stride(0),
             eps,
             HEADS=heads,
             D=dim,
-            OFFSET=channels,
+            CHANNELS=channels,
             BLOCK=triton.next_power_of_2(dim),
+            BEFORE=2 if windows is None else windows.shape[1] + 1,
+            BLOCK_WINDOW=WINDOW_BLOCK,
             PDL=pdl,
             num_warps=1,
             enable_fp_fusion=False,
