@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor
+
+from onedraw.backends.torch.experts import choose_experts, join_shared
+from onedraw.models.spec import MoeSpec
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [
@@ -18,6 +22,7 @@ pytestmark = [
 if torch.cuda.is_available() or INTERPRETED:
     from onedraw.backends.torch.kernels import triton_delta as delta
     from onedraw.backends.torch.kernels import triton_moe as moe
+    from onedraw.backends.torch.kernels import triton_routes as routes
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
@@ -263,8 +268,8 @@ def test_experts_answer_each_row_by_itself_in_expert_order() -> None:
     weights, chosen = scores.topk(used, dim=1)
 
     def answer(part: slice) -> Tensor:
-        routes = moe.route(chosen[part], weights[part], count=count)
-        return moe.experts(x[part], routes, gate_up=gate_up, down=down, activation="silu")
+        tables = moe.route(chosen[part], weights[part], count=count)
+        return moe.experts(x[part], tables, gate_up=gate_up, down=down, activation="silu")
 
     found = answer(slice(0, rows))
     for row in range(0, rows, 37):
@@ -277,3 +282,33 @@ def test_experts_answer_each_row_by_itself_in_expert_order() -> None:
     for size in (1, 2, 3) if INTERPRETED else (1, 2, 5, 16, 64):
         assert torch.equal(answer(slice(0, size)), found[:size]), size
         assert torch.equal(answer(slice(2, 2 + size)), found[2 : 2 + size]), size
+
+
+@pytest.mark.parametrize("rows", [1, 3] if INTERPRETED else [1, 3, 24, 64])
+def test_rows_are_brought_together_as_sorting_would(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    count, used = (8, 4) if INTERPRETED else (256, 8)
+    weights, chosen = normal(rows, count, seed=rows).softmax(1).topk(used, dim=1)
+    found = moe.route(chosen, weights, count=count)
+    monkeypatch.setattr(moe, "MOST_PAIRS", 0)
+    expected = moe.route(chosen, weights, count=count)
+    assert torch.equal(found.order, expected.order)
+    assert torch.equal(found.weights, expected.weights)
+    live = expected.tiles[:, 2] > 0
+    assert torch.equal(found.tiles[live], expected.tiles[live])
+    assert not found.tiles[~live][:, 2].any()
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("more", [False, True])
+def test_experts_are_chosen_by_the_plain_rule(scores: Literal["softmax", "sigmoid"], more: bool) -> None:
+    count, rows = 20 if INTERPRETED else 250, 5
+    spec = MoeSpec(count, 4, 8, scores=scores, normalised=more, softcap=5.0 if more else None)
+    given = normal(rows, count + 12, seed=3, spread=4.0).round().to(DTYPE)  # ties, and columns behind the last expert
+    extra = {"bias": normal(count, seed=4) if more else None, "factors": normal(count, seed=5) if more else None}
+    ids, weights = routes.choose_experts(given, spec, **extra)
+    expected_ids, expected = choose_experts(given, spec, **extra)
+    assert torch.equal(ids, expected_ids)
+    assert error(weights, expected) < 1e-6
+    out, always, residual = (normal(rows, 40, seed=6 + i).to(DTYPE) for i in range(3))
+    for gate, before in ((None, None), (given, residual)):
+        assert error(routes.join(out, always, gate, before), join_shared(out, always, gate, before)) < 5e-3
