@@ -188,8 +188,7 @@ def few() -> None:
 
 def choose(turns: int, cluster: int, group: int) -> None:
     """The kernel's own numbers."""
-    wide.TURNS[1] = wide.TURNS[8] = turns
-    wide.CLUSTER, wide.GROUP = cluster, group
+    wide.TURNS, wide.CLUSTER, wide.GROUP = turns, cluster, group
     wide._kernel.cache_clear()
 
 
