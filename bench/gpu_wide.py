@@ -1,6 +1,6 @@
 """Products of packed weights with many rows on a GPU: their bits, and how fast they are. Blocks are random.
 
-    python -m bench.gpu_wide probe | check [--kinds …] | time | few | variants
+    python -m bench.gpu_wide probe | check [--kinds …] | time | few | compile | variants
 
 check: every kind against float64, equal bits across numbers of rows, tiles and kernels. time: the shapes of Qwen3.6-27B at 2,048
 and 8,192 rows, medians between events, and the library's product of the same shape beside them. few: 64 to 512 rows.
@@ -192,6 +192,14 @@ def choose(turns: int, cluster: int, group: int) -> None:
     wide._kernel.cache_clear()
 
 
+def compile_all(numbers: Iterable[str]) -> None:
+    """Into the cache folder, what `variants` needs."""
+    for asked in numbers:
+        choose(*map(int, asked.split(",")))
+        for per, minima in ((1, True), (1, False), (8, False)):
+            nvrtc.compile_source("wide.cu", "sm_90a", wide.defines(per, minima, torch.bfloat16))
+
+
 def variants(numbers: Iterable[str]) -> None:
     """The kernel with other numbers of its own, and whether the bits stay."""
     first: dict[tuple[str, int, int, int], Tensor] = {}
@@ -216,7 +224,7 @@ def variants(numbers: Iterable[str]) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("probe", "check", "time", "few", "variants"))
+    parser.add_argument("part", choices=("probe", "check", "time", "few", "compile", "variants"))
     parser.add_argument("--kinds", nargs="*", default=list(SPANS))
     parser.add_argument("--numbers", nargs="*", default=["1,2,8", "0,1,16"], help="turns,cluster,group; probe takes the first")
     given = parser.parse_args()
@@ -226,6 +234,8 @@ if __name__ == "__main__":
     match given.part:
         case "check":
             check(given.kinds)
+        case "compile":
+            compile_all(given.numbers)
         case "variants":
             variants(given.numbers)
         case other:
