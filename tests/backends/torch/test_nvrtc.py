@@ -30,7 +30,7 @@ def test_weights_are_opened_on_every_card(kind: str) -> None:
 def test_products_compile(kind: str, architecture: str) -> None:
     for tiles in (1, 3):
         assert b"rows_product" in nvrtc.compile_source(
-            SOURCE, architecture, {"KIND": KINDS[kind].code or 0, **CHOSEN.defines(tiles)}
+            SOURCE, architecture, {"KIND": KINDS[kind].code or 0, **CHOSEN.defines(tiles, 2)}
         )
 
 
@@ -59,7 +59,7 @@ def test_what_was_compiled_is_kept_and_found_again(tmp_path: Path, monkeypatch: 
 def test_a_source_that_does_not_compile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "_kept", [])
     with pytest.raises(BadSetting, match=r"does not compile packed_rows.cu .*-DKIND=12 .*--dtype bf16"):
-        nvrtc.compile_source(SOURCE, "sm_90", {"KIND": 12, "TILES": 1, "WARPS": 0, "AHEAD": 0})  # no block of threads at all
+        nvrtc.compile_source(SOURCE, "sm_90", {"KIND": 12, "TILES": 1})  # the other numbers are missing
 
 
 def test_without_a_compiler_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
