@@ -41,7 +41,7 @@ def test_a_workspace_is_as_large_as_its_weights_ask_for_within_the_plan() -> Non
     room.reserve(small)
     room.reserve(large)
     (_, opened), *_ = room.slices(small)
-    assert opened.weights.untyped_storage().nbytes() < 64 * 600
+    assert opened.weights.untyped_storage().nbytes() <= 128 * 600
     (_, again), *_ = room.slices(large)
     assert again.weights.data_ptr() == opened.weights.data_ptr()  # it was there before
     assert OPENED_BYTES == 256 << 20

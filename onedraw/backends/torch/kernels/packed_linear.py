@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onedraw.backends.packing import SPAN, UNIT_ROWS, why_not_in_blocks
+from onedraw.backends.packing import SPAN, why_not_in_blocks
 from onedraw.backends.plan import OPENED_BYTES
 from onedraw.backends.torch.kernels import triton_wide, wide
 from onedraw.backends.torch.kernels.courier import Courier
@@ -33,7 +33,7 @@ from onedraw.backends.torch.kernels.packed_rows import (
     skinny_product,
     unpacked_rows,
 )
-from onedraw.backends.torch.kernels.spans import Opened, Prepared, Ready, prepare_rows
+from onedraw.backends.torch.kernels.spans import Opened, Prepared, Ready, beside, prepare_rows
 from onedraw.backends.torch.kernels.triton_linear import linear
 from onedraw.backends.torch.layers.linear import Linear, RowRule
 from onedraw.backends.torch.loader import padded
@@ -94,7 +94,7 @@ class Workspace:
 
     def reserve(self, weight: Fragments) -> None:
         """Say that this weight will be opened here."""
-        rows = padded(weight.rows, UNIT_ROWS)
+        rows = beside(weight.rows)
         self._needed = max(self._needed, min(self._most, rows * _opened_bytes(weight) + 4 * _ALIGNED))
 
     def slices(self, weight: Fragments) -> Iterator[tuple[slice, Opened]]:
@@ -103,10 +103,9 @@ class Workspace:
         if self._room.numel() < self._needed:
             self._found, self._room = {}, self._room[:0].clone()  # the old one goes before the new one comes
             self._room = torch.empty(self._needed, dtype=torch.uint8, device=self._device)
-        most = (self._room.numel() - 4 * _ALIGNED) // _opened_bytes(weight)
+        most = (self._room.numel() - 4 * _ALIGNED) // _opened_bytes(weight) // wide.TILE * wide.TILE
         count = weight.rows
         if count > most:  # slices of about equal size, in whole tiles
-            most = most // wide.TILE * wide.TILE
             count = padded(-(-count // -(-count // most)), wide.TILE)
         for start in range(0, weight.rows, count):
             columns = slice(start, min(start + count, weight.rows))
@@ -125,11 +124,11 @@ class Workspace:
             start += padded(size, _ALIGNED)
             return found
 
-        weights, scales = take(torch.float16, count, spans * SPAN), take(torch.float32, count, spans * per)
+        weights, scales = take(torch.float16, count, spans * SPAN), take(torch.float32, spans * per, beside(count))
         if not has_minima(weight.kind):
             return Opened(weights, scales)
         minima = take(torch.float16, count, spans, 8) if per == 1 else None
-        return Opened(weights, scales, minima, take(torch.float32, count, spans * per))
+        return Opened(weights, scales, minima, take(torch.float32, spans * per, beside(count)))
 
 
 _ALIGNED = 256  # bytes

@@ -1,9 +1,9 @@
 // Products of packed weights with many rows on Hopper, over weights written out as whole numbers in float16 (spans.py has the
 // rule, triton_wide.py the same product for other cards).
 //
-// In: rows X [T, S * 256] with powers of two [T, S] and sums [T, S, 16], a slice of a weight W [N, S * 256] with its scales and
-// minima. Out: y [T, N]. A block of threads has tiles of 128 rows and 128 outputs, one after the other. Of its three
-// warpgroups two multiply, each 64 rows, and one brings: a thread the tiles of X and W, two warps what belongs to a span. The two
+// In: rows X [T, S * 256] with powers of two, here [S, T'], and sums [T, S, 16], a slice of a weight W [N, S * 256] with its
+// scales and minima. Out: y [T, N]. A block of threads has tiles of 128 rows and 128 outputs, one after the other. Of its three
+// warpgroups two multiply, each 64 rows, and one brings: a thread the tiles of X and W, another what belongs to a span. The two
 // that multiply run apart, so that one keeps the matrix unit busy while the other scales what came out of it.
 //
 // Defined by who compiles: PER, scales of a span (1 or 8); MINIMA, 0 or 1; BRAIN, whether y is bf16; STAGES, SLOTS; GROUP, blocks of rows in a band of tiles;
@@ -25,7 +25,6 @@ constexpr int FLOATS = TILE * 4;
 constexpr int AT_MINIMA = 2 * HALVES, AT_SCALES = AT_MINIMA + (PER == 1 ? 2 : 0) * HALVES;
 constexpr int AT_LEAST = AT_SCALES + PER * FLOATS, AT_FACTORS = AT_LEAST + PER * FLOATS;
 constexpr int SLOT = AT_FACTORS + FLOATS;
-constexpr int BRINGERS = 64;  // threads that bring what belongs to a span
 
 __device__ __forceinline__ void start(u32 barrier, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
@@ -86,8 +85,11 @@ __device__ __forceinline__ void meet_cluster() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
-__device__ __forceinline__ void bring_word(u32 to, const float *from, bool there) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(there ? 4 : 0) : "memory");
+// 128 floats that lie one behind the other.
+__device__ __forceinline__ void bring_floats(u32 to, const float *from, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+                 "n"(FLOATS), "r"(barrier)
+                 : "memory");
 }
 
 __device__ __forceinline__ float2 two_floats(u32 at) {
@@ -193,7 +195,7 @@ struct Given {
     const float *factors, *scales, *least;
     const u16 *bias, *residual;
     u16 *y;
-    int rows, n, spans, residual_stride, y_stride, paired;  // paired: two numbers of y or the residual lie in a whole word
+    int rows, n, spans, scale_stride, factor_stride, residual_stride, y_stride, paired;  // paired: two numbers of y or the residual lie in a whole word
 };
 
 // sum += part · scale · power of two, for both rows of a thread; `scales` of its first output.
@@ -293,7 +295,7 @@ extern "C" __global__ void TOGETHER __launch_bounds__(384, 1) wide(const __grid_
     const int high = (rows + TILE * CLUSTER - 1) / (TILE * CLUSTER), across = (n + TILE - 1) / TILE, tiles = high * across;
     if (thread == 0) {
         for (int i = 0; i < STAGES; i++) start(full + 8 * i, 1), start(empty + 8 * i, 8 * CLUSTER);
-        for (int i = 0; i < SLOTS; i++) start(slot_full + 8 * i, BRINGERS + 1), start(slot_empty + 8 * i, 8);
+        for (int i = 0; i < SLOTS; i++) start(slot_full + 8 * i, 1), start(slot_empty + 8 * i, 8);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
@@ -321,8 +323,7 @@ extern "C" __global__ void TOGETHER __launch_bounds__(384, 1) wide(const __grid_
                     if (++stage == STAGES) stage = 0, phase ^= 1;
                 }
             }
-        } else if (mine >= 32 && mine < 32 + BRINGERS) {
-            const int one = mine - 32;
+        } else if (mine == 32) {
             int slot = 0;
             u32 phase = 1;
             for (int tile = first; tile < tiles; tile += stride) {
@@ -330,33 +331,24 @@ extern "C" __global__ void TOGETHER __launch_bounds__(384, 1) wide(const __grid_
                 for (int span = 0; span < spans; span++) {
                     const u32 at = slots + slot * SLOT, barrier = slot_full + 8 * slot;
                     wait(slot_empty + 8 * slot, phase);
-                    if (one == 0) {
-                        if (MINIMA) {
-                            expect(barrier, AT_SCALES);
-                            bring(at, &given.sums, span * 16, place.row, barrier);
-                            bring(at + HALVES, &given.sums, span * 16 + 8, place.row, barrier);
-                            if (PER == 1) {
-                                bring(at + AT_MINIMA, &given.minima, span * 8, place.column, barrier);
-                                bring(at + AT_MINIMA + HALVES, &given.minima, span * 8, place.column, barrier);
-                            }
-                        } else {
-                            arrive(barrier);
+                    expect(barrier, (PER * (1 + MINIMA) + 1) * FLOATS + (MINIMA ? AT_SCALES : 0));
+                    if (MINIMA) {
+                        bring(at, &given.sums, span * 16, place.row, barrier);
+                        bring(at + HALVES, &given.sums, span * 16 + 8, place.row, barrier);
+                        if (PER == 1) {
+                            bring(at + AT_MINIMA, &given.minima, span * 8, place.column, barrier);
+                            bring(at + AT_MINIMA + HALVES, &given.minima, span * 8, place.column, barrier);
                         }
                     }
-                    for (int i = one; i < TILE; i += BRINGERS) {
-                        const int column = place.column + i, row = place.row + i;
-                        const u64 from = u64(column < n ? column : 0) * spans * PER + span * PER;
-                        for (int b = 0; b < PER; b++) {
-                            bring_word(at + AT_SCALES + b * FLOATS + 4 * i, given.scales + from + b, column < n);
-                            if (MINIMA) bring_word(at + AT_LEAST + b * FLOATS + 4 * i, given.least + from + b, column < n);
-                        }
-                        bring_word(at + AT_FACTORS + 4 * i, given.factors + u64(row < rows ? row : 0) * spans + span, row < rows);
+                    bring_floats(at + AT_FACTORS, given.factors + u64(span) * given.factor_stride + place.row, barrier);
+                    for (int b = 0; b < PER; b++) {
+                        const u64 from = u64(span * PER + b) * given.scale_stride + place.column;
+                        bring_floats(at + AT_SCALES + b * FLOATS, given.scales + from, barrier);
+                        if (MINIMA) bring_floats(at + AT_LEAST + b * FLOATS, given.least + from, barrier);
                     }
-                    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
                     if (++slot == SLOTS) slot = 0, phase ^= 1;
                 }
             }
-            asm volatile("cp.async.wait_all;" ::: "memory");
         }
     } else {  // the two that multiply
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");

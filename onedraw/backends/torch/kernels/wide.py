@@ -17,7 +17,7 @@ from onedraw.backends.torch.kernels.spans import Opened, Prepared
 
 TILE, DEPTH, THREADS = 128, 64, 384
 STAGES, SLOTS = {1: 6, 8: 4}, {1: 3, 8: 2}  # of tiles, and of what belongs to a span, by how many scales a span has
-GROUP = 8  # neighbouring tiles share so many blocks of rows
+GROUP = 4  # neighbouring tiles share so many blocks of rows
 TURNS = 1  # when a turn at the matrix unit is passed on
 CLUSTER = 2  # blocks of threads that share the weights they bring
 _HALF, _PLAIN, _SWIZZLED, _PROMOTED = 6, 0, 3, 3  # the driver's names: float16; no swizzle, 128 bytes; 256 bytes into L2
@@ -33,8 +33,11 @@ class _Given(ctypes.Structure):
     _fields_ = (
         *((name, _TensorMap) for name in ("x", "weights", "sums", "minima")),
         *((name, ctypes.c_void_p) for name in ("factors", "scales", "least", "bias", "residual", "y")),
-        *((name, ctypes.c_int) for name in ("rows", "n", "spans", "residual_stride", "y_stride", "paired")),
-        ("end", ctypes.c_char * 56),  # the kernel's structure is a multiple of 64 bytes
+        *(
+            (name, ctypes.c_int)
+            for name in ("rows", "n", "spans", "scale_stride", "factor_stride", "residual_stride", "y_stride", "paired")
+        ),
+        ("end", ctypes.c_char * 48),  # the kernel's structure is a multiple of 64 bytes
     )
 
 
@@ -98,6 +101,14 @@ def _processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+def _by_span(factors: Tensor) -> Tensor:
+    """[T, S] → [S, T'], with room for whole tiles."""
+    rows, spans = factors.shape
+    found = torch.empty(spans, -(-rows // (TILE * CLUSTER)) * TILE * CLUSTER, dtype=torch.float32, device=factors.device)
+    found[:, :rows] = factors.t()
+    return found
+
+
 def _place(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
@@ -112,14 +123,15 @@ def wide_product(
     per, device = 8 if opened.by_block else 1, out.device
     strides = (0 if residual is None else residual.stride(0), out.stride(0))
     whole = all(stride % 2 == 0 for stride in strides) and out.data_ptr() % 4 == 0 and (_place(residual) or 0) % 4 == 0
+    factors = _by_span(prepared.factors)
     sums = _tensor_map(prepared.sums.view(rows, -1), inner=8, swizzle=_PLAIN)
     given = _Given(
         _tensor_map(prepared.x, inner=DEPTH, swizzle=_SWIZZLED),
         _tensor_map(opened.weights, inner=DEPTH, swizzle=_SWIZZLED, tall=TILE // CLUSTER),
         sums,
         sums if opened.minima is None else _tensor_map(opened.minima.view(n, -1), inner=8, swizzle=_PLAIN),
-        *map(_place, (prepared.factors, opened.scales, opened.least, bias, residual, out)),
-        *(rows, n, width // SPAN, *strides, int(whole)),
+        *map(_place, (factors, opened.scales, opened.least, bias, residual, out)),
+        *(rows, n, width // SPAN, opened.scales.stride(0), factors.stride(0), *strides, int(whole)),
     )
     clusters = min(-(-rows // (TILE * CLUSTER)) * -(-n // TILE), _processors(device) // CLUSTER)
     kernel = _kernel(per, opened.least is not None, out.dtype, device)
