@@ -2,10 +2,11 @@
 //
 // In: units of 16 outputs by 256 inputs, as fragments.py lays them, and rows as spans.py makes them ready; the rule of the
 // arithmetic stands there. Out: [rows, outputs]. Compiled at run time by nvrtc.py for a KIND (the kind's number in GGUF): with
-// TILES (of eight rows), WARPS (of a block) and AHEAD (items that are brought near) the product, without them the rest.
+// TILES (of eight rows), WARPS (of a block), BUFFERS (segments of rows that there is room for) and AHEAD (items that are brought
+// near) the product, without them the rest.
 //
 // Work comes in items: sixteen outputs by a segment of four spans. They stand segment by segment, and every block of threads, one
-// per multiprocessor, has an equal share of them, so most blocks have rows of one segment only, in shared memory. A warp takes an
+// per multiprocessor, has an equal share of them, so a block needs rows of one segment or two only, in shared memory. A warp takes an
 // item after the other; its weights come straight into registers, a span ahead, and lie there as the matrix unit takes them. It
 // leaves the sum of the segment; whoever leaves the last of an output adds them from front to back. So no number here, and no
 // number of rows, changes a bit.
@@ -343,9 +344,10 @@ struct Product {
     int bf16, pdl;
 };
 
-// Shared memory: per row a segment's numbers and their sums, padded so that eight rows lie in different banks; then 2^e.
+// Shared memory of a segment: per row numbers and their sums, padded so that eight rows lie in different banks; then 2^e.
 #define ROW_BYTES (SEGMENT * (SPAN * 2 + 32) + 16)
 #define SUMS_AT (SEGMENT * SPAN * 2)
+#define BUFFER_BYTES (TILES * 8 * (ROW_BYTES + SEGMENT * 4))
 
 __device__ __forceinline__ void bring_rows(const Product &p, word to, int span) {
     const int live = min(SEGMENT, p.spans - span);
@@ -500,41 +502,61 @@ __device__ __forceinline__ void add_span(float (&sums)[TILES][4], Unit &unit, co
     }
 }
 
+// Where the weights of an item lie, and how many spans it has.
+struct Item {
+    const byte *at;
+    int tall, segment, live;
+};
+
+__device__ __forceinline__ Item place_of(const Product &p, int item) {
+    Item found;
+    found.segment = item / p.tall;
+    found.tall = item - found.segment * p.tall;
+    found.at = p.units + ((long long)found.tall * p.spans + found.segment * SEGMENT) * UNIT_BYTES;
+    found.live = min(SEGMENT, p.spans - found.segment * SEGMENT);
+    return found;
+}
+
 __device__ __forceinline__ void product(const Product &p) {
     extern __shared__ __align__(16) byte rows[];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    const int segments = (p.spans + SEGMENT - 1) / SEGMENT;
-    const long long items = (long long)segments * p.tall;
-    long long item = items * blockIdx.x / gridDim.x;
-    const long long end = items * (blockIdx.x + 1) / gridDim.x;
+    const int segments = (p.spans + SEGMENT - 1) / SEGMENT, items = segments * p.tall;
+    const int end = (int)((long long)items * (blockIdx.x + 1) / gridDim.x);
+    int begin = (int)((long long)items * blockIdx.x / gridDim.x);
     const word rows_at = (word)__cvta_generic_to_shared(rows);
-    for (int i = threadIdx.x; i < TILES * 8 * (ROW_BYTES + SEGMENT * 4) / 16; i += WARPS * 32) ((uint4 *)rows)[i] = make_uint4(0, 0, 0, 0);
+    for (int i = threadIdx.x; i < BUFFERS * BUFFER_BYTES / 16; i += WARPS * 32) ((uint4 *)rows)[i] = make_uint4(0, 0, 0, 0);
     bool waits = p.pdl;
-    while (item < end) {
-        const int segment = (int)(item / p.tall), first = (int)(item - (long long)segment * p.tall);
-        const int after = (int)min((long long)p.tall, first + (end - item));
-        const int span = segment * SEGMENT, live = min(SEGMENT, p.spans - span);
-        const long long stride = (long long)p.spans * UNIT_BYTES;
-        int tall = first + warp;
-        const byte *at = p.units + tall * stride + (long long)span * UNIT_BYTES;
+    while (begin < end) {  // once, but where a block has more segments than there is room for
+        const int segment = begin / p.tall, stop = min(end, (segment + BUFFERS) * p.tall);
+        int item = begin + warp;
+        Item own = place_of(p, min(item, stop - 1));
         // Weights hang on nothing that runs before this kernel: the first are on their way before it waits.
         Unit unit;
-        load_unit(unit, at, lane, tall < after);
+        load_unit(unit, own.at, lane, item < stop);
+        if (AHEAD > 0 && lane == 0 && item < stop) bring_near(own.at, own.live * UNIT_BYTES);
 #pragma unroll
-        for (int i = 0; i < AHEAD; i++)
-            if (lane == 0 && tall + i * WARPS < after) bring_near(at + i * WARPS * stride, live * UNIT_BYTES);
+        for (int i = 1; i < AHEAD; i++)
+            if (lane == 0 && item + i * WARPS < stop) {
+                const Item near = place_of(p, item + i * WARPS);
+                bring_near(near.at, near.live * UNIT_BYTES);
+            }
         __syncthreads();
 #if __CUDA_ARCH__ >= 900
         if (waits) asm volatile("griddepcontrol.launch_dependents; griddepcontrol.wait;" ::: "memory");
 #endif
         waits = false;
-        bring_rows(p, rows_at, span);
+        for (int i = segment; i * p.tall < stop; i++) bring_rows(p, rows_at + (i - segment) * BUFFER_BYTES, i * SEGMENT);
         asm volatile("cp.async.commit_group; cp.async.wait_group 0;" ::: "memory");
         __syncthreads();
 #pragma unroll 1
-        for (; tall < after; tall += WARPS) {
-            const byte *further = at + WARPS * stride;
-            if (AHEAD > 0 && lane == 0 && tall + AHEAD * WARPS < after) bring_near(at + AHEAD * WARPS * stride, live * UNIT_BYTES);
+        for (; item < stop; item += WARPS) {
+            const bool more = item + WARPS < stop;
+            const Item next = place_of(p, more ? item + WARPS : item);
+            if (AHEAD > 0 && lane == 0 && item + AHEAD * WARPS < stop) {
+                const Item near = AHEAD == 1 ? next : place_of(p, item + AHEAD * WARPS);
+                bring_near(near.at, near.live * UNIT_BYTES);
+            }
+            const int buffer = (own.segment - segment) * BUFFER_BYTES;
             float sums[TILES][4];
 #pragma unroll
             for (int n = 0; n < TILES; n++)
@@ -542,23 +564,22 @@ __device__ __forceinline__ void product(const Product &p) {
                 for (int c = 0; c < 4; c++) sums[n][c] = 0.0f;
 #pragma unroll
             for (int s = 0; s < SEGMENT; s++) {
-                if (s >= live) break;
-                const bool closes = s + 1 >= live;
-                const byte *next = closes ? further : at + (s + 1) * UNIT_BYTES;
-                add_span(sums, unit, next, !closes || tall + WARPS < after, rows, rows_at, s);
+                if (s >= own.live) break;
+                const bool closes = s + 1 >= own.live;
+                add_span(sums, unit, closes ? next.at : own.at + (s + 1) * UNIT_BYTES, !closes || more, rows + buffer, rows_at + buffer, s);
             }
-            at = further;
             if (segments > 1) {
-                leave(p, sums, tall, segment, segments);
+                leave(p, sums, own.tall, own.segment, segments);
             } else {
 #pragma unroll
                 for (int n = 0; n < TILES; n++)
 #pragma unroll
                     for (int c = 0; c < 4; c++) sums[n][c] = __fadd_rn(0.0f, sums[n][c]);
-                finish(p, sums, tall);
+                finish(p, sums, own.tall);
             }
+            own = next;
         }
-        item += after - first;
+        begin = stop;
     }
 }
 

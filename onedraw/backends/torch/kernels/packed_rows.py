@@ -86,8 +86,8 @@ class Form:
     def warps_for(self, tiles: int) -> int:
         return self.warps if tiles <= TILES_OF_MANY_WARPS else FEW_WARPS
 
-    def defines(self, tiles: int) -> dict[str, int]:
-        return {"TILES": tiles, "WARPS": self.warps_for(tiles), "AHEAD": self.ahead}
+    def defines(self, tiles: int, buffers: int) -> dict[str, int]:
+        return {"TILES": tiles, "WARPS": self.warps_for(tiles), "BUFFERS": buffers, "AHEAD": self.ahead}
 
 
 CHOSEN = Form()
@@ -98,20 +98,32 @@ def shared_bytes(tiles: int) -> int:
     return TILE_ROWS * tiles * (SEGMENT * (2 * SPAN + 32 + 4) + 16)
 
 
+def buffers_of(tiles: int, shared: int) -> int:
+    """Segments of rows that there is room for at once; more than two are never needed at once."""
+    return min(2, shared // shared_bytes(tiles))
+
+
+def blocks_of(tall: int, segments: int, multiprocessors: int) -> int:
+    """Blocks of threads: one per multiprocessor, but a few less where each has then rows of one segment only."""
+    aligned = multiprocessors // segments * segments
+    return min(aligned if aligned >= 0.97 * multiprocessors else multiprocessors, tall * segments)
+
+
 def tiles_of(rows: int, shared: int) -> int:
     """Tiles for so many rows at once, or the most that there is shared memory for."""
     fitting = [tiles for tiles in TILES if shared_bytes(tiles) <= shared]
     return next((tiles for tiles in fitting if tiles * TILE_ROWS >= rows), fitting[-1])
 
 
-def _defines(kind: str, tiles: int = 0, form: Form = CHOSEN) -> dict[str, int]:
+def _defines(kind: str, device: torch.device, tiles: int = 0, form: Form = CHOSEN) -> dict[str, int]:
     """For a product of so many tiles, or for what else is done with a weight."""
-    return {"KIND": KINDS[kind].code or 0, **(form.defines(tiles) if tiles else {})}
+    own = form.defines(tiles, buffers_of(tiles, shared_memory(device))) if tiles else {}
+    return {"KIND": KINDS[kind].code or 0, **own}
 
 
 @lru_cache(maxsize=64)
 def _rest(kind: str, device: torch.device) -> Module:
-    return Module(SOURCE, device, _defines(kind))
+    return Module(SOURCE, device, _defines(kind, device))
 
 
 @lru_cache(maxsize=64)
@@ -119,9 +131,14 @@ def _kernel(kind: str, device: torch.device, name: str) -> Kernel:
     return _rest(kind, device).kernel(name)
 
 
+def _shared(tiles: int, device: torch.device) -> int:
+    shared = shared_memory(device)
+    return buffers_of(tiles, shared) * shared_bytes(tiles)
+
+
 @lru_cache(maxsize=256)
 def _product(kind: str, device: torch.device, tiles: int, form: Form) -> Kernel:
-    return Module(SOURCE, device, _defines(kind, tiles, form)).kernel("rows_product", shared_bytes(tiles))
+    return Module(SOURCE, device, _defines(kind, device, tiles, form)).kernel("rows_product", _shared(tiles, device))
 
 
 @lru_cache(maxsize=8)
@@ -163,8 +180,8 @@ def skinny_product(
         *(fragments.rows, tall, fragments.spans, rows, DTYPE_NUMBERS[out.dtype], int(pdl)),
     )
     kernel = _product(fragments.kind, device, tiles, form)
-    blocks = min(_multiprocessors(device), tall * segments)
-    kernel.launch(given, grid=(blocks, 1), threads=32 * form.warps_for(tiles), shared=shared_bytes(tiles), pdl=pdl)
+    blocks = blocks_of(tall, segments, _multiprocessors(device))
+    kernel.launch(given, grid=(blocks, 1), threads=32 * form.warps_for(tiles), shared=_shared(tiles, device), pdl=pdl)
     return out
 
 
@@ -173,7 +190,7 @@ def make_ready(kind: str, device: torch.device) -> None:
     """Compile, or find in the cache folder, what the products of a kind need: nothing is compiled in the middle of a turn."""
     fitting = [tiles for tiles in TILES if shared_bytes(tiles) <= shared_memory(device)]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        list(pool.map(lambda tiles: compile_for(SOURCE, device, _defines(kind, tiles)), (0, *fitting)))
+        list(pool.map(lambda tiles: compile_for(SOURCE, device, _defines(kind, device, tiles)), (0, *fitting)))
     _kernel(kind, device, "opened")
     for tiles in fitting:
         _product(kind, device, tiles, CHOSEN)
