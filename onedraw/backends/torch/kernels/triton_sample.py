@@ -32,7 +32,9 @@ BLOCK = 2048
 # Of the search, one warp each: few rows leave the device idle in large blocks. 1024 halves of masses fit into 32 bits.
 FEW_ROWS, FEW_BLOCK, SEARCH_BLOCK = 4, 256, 1024
 TALLY = 32  # words of one row and level: sixteen bins, how many are written down, padding
-SHORT = 4096  # of the second list; the first one is a quarter of the vocabulary
+# The first list has room for half of the vocabulary, the second for this many, which one program has in registers.
+SHORT = 16384
+FEWEST = 2048  # of them, mostly
 
 # Columns of the table [C, COLUMNS] int64; the first six are float64 by their bits.
 DIVISOR, LIMIT, REPETITION, FREQUENCY, PRESENCE, TOP_P, TOP_K, KEY_0, KEY_1, GREEDY, LANE = range(11)
@@ -364,12 +366,31 @@ def _collect(
                 place += LONG
             if BY_MASS:
                 agrees = agrees & (deficit <= limit)
-            rank = tl.cumsum(agrees.to(tl.int32), 0)
-            count = tl.max(rank, 0)
+            count = tl.sum(agrees.to(tl.int32), 0)
             if count > 0:
+                rank = tl.cumsum(agrees.to(tl.int32), 0)
                 at = tl.atomic_add(bins + LEVEL * 32 + 16, count.to(tl.int64), sem="relaxed") + rank - 1
                 room: tl.constexpr = SHORT_LIST if LEVEL else LONG
                 tl.store(place + at, deficit, mask=agrees & (at < room))
+
+
+@triton.jit
+def _halved(lists, row, written, left, limit, SCALE: tl.constexpr, BY_MASS: tl.constexpr, LONG: tl.constexpr,
+            SHORT_LIST: tl.constexpr, ROOM: tl.constexpr):  # fmt: skip
+    """The limit in the second list, by its bits."""
+    ids = tl.arange(0, ROOM)
+    there = ids < written
+    deficit = tl.load(lists + row * (LONG + SHORT_LIST) + LONG + ids, mask=there, other=0.0)
+    weight = tl.where(there, _weight(deficit, limit, SCALE, BY_MASS), 0)
+    bits = deficit.to(tl.int32, bitcast=True)
+    high = tl.max(bits, 0)
+    low = tl.minimum(tl.min(tl.where(there, bits, 2139095040), 0), high)
+    while low < high:
+        middle = low + (high - low) // 2
+        enough = tl.sum(tl.where(bits <= middle, weight, 0), 0) >= left
+        high = tl.where(enough, middle, high)
+        low = tl.where(enough, low, middle + 1)
+    return high
 
 
 @triton.jit
@@ -386,6 +407,7 @@ def _find(
     SCALE: tl.constexpr,
     LONG: tl.constexpr,
     SHORT_LIST: tl.constexpr,
+    SHORTER: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The smallest deficit whose bin, up to it, has what is left to reach: between the ends of what is written down, halved."""
@@ -398,28 +420,26 @@ def _find(
         bin, left = _reached(bins, _target(table, bins, row, BY_MASS))
         fine, left = _reached(bins + 32, left)
         written = tl.load(bins + 32 + 16)
-        ids = tl.arange(0, SHORT_LIST)
-        low = tl.full((), 0, dtype=tl.int32)
-        high = tl.full((), 2139095040, dtype=tl.int32)  # infinity, by its bits
-        if written <= SHORT_LIST:
-            there = ids < written
-            deficit = tl.load(lists + row * (LONG + SHORT_LIST) + LONG + ids, mask=there, other=0.0)
-            weight = tl.where(there, _weight(deficit, limit, SCALE, BY_MASS), 0)
-            bits = deficit.to(tl.int32, bitcast=True)
-            high = tl.minimum(tl.max(bits, 0), high)
-            low = tl.minimum(tl.min(tl.where(there, bits, 2139095040), 0), high)
-            while low < high:
-                middle = low + (high - low) // 2
-                enough = tl.sum(tl.where(bits <= middle, weight, 0), 0) >= left
-                high = tl.where(enough, middle, high)
-                low = tl.where(enough, low, middle + 1)
+        high = tl.full((), 0, dtype=tl.int32)
+        if written <= SHORTER:
+            high = _halved(lists, row, written, left, limit, SCALE, BY_MASS, LONG, SHORT_LIST, SHORTER)
+        elif written <= SHORT_LIST:
+            high = _halved(lists, row, written, left, limit, SCALE, BY_MASS, LONG, SHORT_LIST, SHORT_LIST)
         else:
             first = tl.load(bins + 16)
             stop = tl.where(first <= LONG, first, VOCAB).to(tl.int32)
-            while low < high:
+            low = tl.full((), 2139095040, dtype=tl.int32)  # infinity, by its bits
+            ids = tl.arange(0, SHORTER)
+            for start in range(0, stop, SHORTER):
+                deficit, there = _listed(deficits, lists, row, start + ids, bins, width, VOCAB, LONG, SHORT_LIST)
+                there = there & (_bin(deficit, 0) == bin) & (_bin(deficit, 1) == fine)
+                bits = deficit.to(tl.int32, bitcast=True)
+                high = tl.maximum(high, tl.max(tl.where(there, bits, 0), 0))
+                low = tl.minimum(low, tl.min(tl.where(there, bits, 2139095040), 0))
+            while low < high:  # so many that are near, and not all equal: slow, and seldom
                 middle = low + (high - low) // 2
                 total = tl.full((), 0, dtype=tl.int64)
-                for start in range(0, stop, SHORT_LIST):
+                for start in range(0, stop, SHORTER):
                     deficit, there = _listed(deficits, lists, row, start + ids, bins, width, VOCAB, LONG, SHORT_LIST)
                     there = there & (_bin(deficit, 0) == bin) & (_bin(deficit, 1) == fine)
                     below = there & (deficit.to(tl.int32, bitcast=True) <= middle)
@@ -603,7 +623,7 @@ def _searched(
     )  # fmt: skip
     if not kinds:
         return found
-    long = max(width // 4, 1)
+    long = max(width // 2, 1)
     lists = torch.empty(rows, long + SHORT, dtype=torch.float32, device=device)
     for by_mass in kinds:
         given = (wishes.table, deficits, lists, found, tallies[int(by_mass)], width)
@@ -613,5 +633,5 @@ def _searched(
             kernel[(rows, triton.cdiv(vocab, block))](
                 *given, **sizes, LEVEL=level, SHORT_LIST=SHORT, BLOCK_V=block, num_warps=1, **options
             )
-        _find[(rows,)](*given, **sizes, SHORT_LIST=SHORT, num_warps=8, **options)
+        _find[(rows,)](*given, **sizes, SHORT_LIST=SHORT, SHORTER=min(FEWEST, SHORT), num_warps=16, **options)
     return found
