@@ -55,15 +55,18 @@ if TYPE_CHECKING:
 log = logging.getLogger("onedraw")
 
 
-def open_door(settings: Settings, progress: Progress | None = None, *, speculator: Speculator | None = None) -> Door:
-    """Load a model and start its engine. `progress` hears one line per stage."""
+def open_door(
+    settings: Settings, progress: Progress | None = None, *, speculator: Speculator | None = None, rehearse: bool = True
+) -> Door:
+    """Load a model and start its engine. `progress` hears one line per stage. `rehearse`: turns that will come are recorded
+    before the first request, where turns are recorded."""
     tell = progress or (lambda line: None)
     _require_snapshot_dir(settings)
     match settings.backend:
         case "fake":
             return _fake_door(settings, speculator or make_speculator(settings))
         case "torch" | "xla":
-            return _model_door(settings, tell, speculator or make_speculator(settings))
+            return _model_door(settings, tell, speculator or make_speculator(settings), rehearse=rehearse)
 
 
 def make_service(
@@ -155,7 +158,7 @@ def turn_floor(settings: Settings) -> Callable[[int, int], float] | None:
 
 
 def peer_rates(
-    settings: Settings, *, batches: Sequence[int], prompt_tokens: int, new_tokens: int, sampling: Mapping[str, float]
+    settings: Settings, tell: Progress, *, batches: Sequence[int], prompt_tokens: int, sampling: Mapping[str, float]
 ) -> dict[int, float]:
     """Decoded tokens per second of transformers with the same model, by batch size."""
     from onedraw.backends.torch.device import find_devices
@@ -170,8 +173,8 @@ def peer_rates(
         source = str(resolve(settings.model, settings.cache_dir or default_cache_dir()))
         if not Path(source).is_dir():
             raise BadSetting("--against transformers: needs a folder with safetensors, or a random: shape")
-    size = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens}
-    return transformers_rates(source, device=device.name, dtype=dtype, batches=batches, sampling=sampling, **size)
+    asked: dict[str, Any] = {"batches": batches, "prompt_tokens": prompt_tokens, "sampling": sampling}
+    return transformers_rates(source, device=device.name, dtype=dtype, tell=tell, **asked)
 
 
 # ---------------------------------------------------------------------- the two kinds of door
@@ -203,7 +206,7 @@ def _fake_door(settings: Settings, speculator: Speculator) -> Door:
     return Door(service=service, tokenizer=tokenizer, template=toy_template(), card=card)
 
 
-def _model_door(settings: Settings, tell: Progress, speculator: Speculator) -> Door:
+def _model_door(settings: Settings, tell: Progress, speculator: Speculator, *, rehearse: bool) -> Door:
     """A checkpoint behind a backend that computes."""
     if settings.backend == "xla":
         _require_jax()
@@ -220,7 +223,7 @@ def _model_door(settings: Settings, tell: Progress, speculator: Speculator) -> D
         def make_backend() -> Backend:
             if settings.backend == "xla":
                 return _xla_backend(settings, described, tell)
-            return torch_backend(settings, described, tell, drafting)
+            return torch_backend(settings, described, tell, drafting, rehearse=rehearse)
 
         service = make_service(
             make_backend,
@@ -242,7 +245,9 @@ def _model_door(settings: Settings, tell: Progress, speculator: Speculator) -> D
     return Door(service=service, tokenizer=tokenizer, template=template, card=card)
 
 
-def torch_backend(settings: Settings, described: Described, tell: Progress, drafting: Drafting | None) -> Backend:
+def torch_backend(
+    settings: Settings, described: Described, tell: Progress, drafting: Drafting | None, *, rehearse: bool = True
+) -> Backend:
     from onedraw.backends.torch.backend import TorchBackend
     from onedraw.backends.torch.device import find_devices, why_no_kernels
 
@@ -289,7 +294,8 @@ def torch_backend(settings: Settings, described: Described, tell: Progress, draf
             line.close()
         raise
     _tell_check(backend.report, tell)
-    backend.rehearse(tell)
+    if rehearse:
+        backend.rehearse(tell)
     if backend.capacity.drafter and drafting is not None:
         tell(f"drafting with {drafting.named} ({backend.capacity.drafter})")
     return backend

@@ -14,14 +14,14 @@ from typing import Any, Literal
 from onedraw.backends.packing import reads_spans, saved_in_blocks
 from onedraw.backends.plan import MemoryPlan
 from onedraw.backends.precision import float_dtype
-from onedraw.checkpoints.base import Checkpoint, open_checkpoint
+from onedraw.checkpoints.base import Checkpoint
 from onedraw.drafters import built_in
 from onedraw.errors import BadSetting, UnsupportedModel
 from onedraw.models.dflash import check_fit, describe_drafter, is_drafter
 from onedraw.models.loading import Described, describe
 from onedraw.models.mtp import MtpSpec, describe_mtp, has_mtp
 from onedraw.models.spec import DTYPE_BYTES, KV_BYTES, AttentionSpec, DrafterSpec, ModelSpec
-from onedraw.opening import read_text
+from onedraw.opening import open_drafter, read_text
 from onedraw.planning import DrafterBytes
 from onedraw.settings import DRAFT_WORDS, Settings
 from onedraw.speculation.ngram import NgramProposer
@@ -71,7 +71,7 @@ def drafter_bytes(chosen: Path | Literal["mtp"] | None, described: Described, ch
     spec: DrafterSpec | ModelSpec | MtpSpec
     saved = 0  # bytes, where its blocks stay packed
     if isinstance(chosen, Path):
-        own = open_checkpoint(chosen)
+        own = open_drafter(chosen)
         try:
             spec = describe_drafter(own).spec if is_drafter(own) else describe(own).spec
             saved = saved_in_blocks(own.tensors.values())
@@ -105,7 +105,7 @@ class Drafting:
         """Of its weights; those of a model's own head are in the model's."""
         if not isinstance(self.source, Path):
             return "its own head"
-        checkpoint = open_checkpoint(self.source)
+        checkpoint = open_drafter(self.source)
         try:
             return checkpoint.fingerprint()
         finally:
@@ -127,7 +127,7 @@ class Drafting:
             if not isinstance(self.source, Path):
                 head = describe_mtp(self.target, target)
                 return ahead(MtpHead(head.spec, head.weights, target=stack, shape=shape, max_context=max_context), shape)
-            checkpoint = open_checkpoint(self.source)
+            checkpoint = open_drafter(self.source)
             try:
                 if is_drafter(checkpoint):
                     drafter = describe_drafter(checkpoint)

@@ -124,7 +124,8 @@ def run(arguments: argparse.Namespace) -> int:
     with screen.progress() as tell:
         floor = turn_floor(settings)
         speculator = None if recorded is None else Speculator([recorded], draft_tokens=recorded.length)
-        with open_door(settings, tell, speculator=speculator) as door:
+        # Each batch size runs once before it is measured: that records its turns, and no others.
+        with open_door(settings, tell, speculator=speculator, rehearse=False) as door:
             measures = measure_all(door, wishes, batches=batches, tell=tell, recorded=recorded, **work)
             if arguments.plot is not None:
                 contexts = _over_contexts(door, wishes, arguments.prompt_tokens, tell)
@@ -132,10 +133,8 @@ def run(arguments: argparse.Namespace) -> int:
         if floor is not None:
             measures = [with_floor(m, floor, arguments.prompt_tokens + arguments.new_tokens // 2) for m in measures]
         if arguments.against is not None:
-            tell(f"{arguments.against}, batches of {', '.join(map(str, batches))}")
             sampling = {"temperature": wishes.temperature or 1.0, "top_p": wishes.top_p or 1.0} if wishes.temperature != 0 else {}
-            size = {"prompt_tokens": arguments.prompt_tokens, "new_tokens": arguments.new_tokens}
-            rates = peer_rates(settings, batches=batches, sampling=sampling, **size)
+            rates = peer_rates(settings, tell, batches=batches, prompt_tokens=arguments.prompt_tokens, sampling=sampling)
             measures = [replace(m, peer_tokens_per_second=rates[m.batch]) for m in measures]
     title = f"{card.name} · {card.device} · {card.dtype} · {arguments.prompt_tokens} + {arguments.new_tokens} tokens"
     if arguments.plot is not None:
@@ -178,11 +177,15 @@ def measure_all(
     tell: Callable[[str], None],
     recorded: RecordedProposer | None = None,
 ) -> list[Measure]:
-    """Every batch size, after one run that is not counted."""
+    """Every batch size, each after one run that is not counted."""
     prompts = Prompts(door, prompt_tokens)
-    _together(door, [_ask(door, wishes, prompts.next()) for _ in range(max(batches))])
     measures = []
     for batch in batches:
+        tell(f"batch {batch}, a run that is not counted")
+        asks = [_ask(door, wishes, prompts.next()) for _ in range(batch)]
+        first = _together(door, asks)
+        if recorded is not None:
+            _replayed(door, asks, first, recorded)
         runs, plain = [], []
         for repeat in range(repeats):
             tell(f"batch {batch}, run {repeat + 1} of {repeats}")

@@ -25,6 +25,7 @@ from onedraw.backends.torch.kernels.triton_norm import gated
 from onedraw.backends.torch.kernels.triton_packed import _merged, _packed, _packed_experts, _unpacked
 from onedraw.backends.torch.layers.linear import Linear, RowRule
 from onedraw.backends.torch.loader import padded
+from onedraw.checkpoints.quants import copy_rows
 from onedraw.models.source import Tensor as Stored
 from onedraw.models.spec import Activation
 from onedraw.models.views import Columns
@@ -197,7 +198,7 @@ class Courier:
         if self._buffers[turn].numel() < raw.size:
             self._buffers[turn] = torch.empty(raw.size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         room = self._buffers[turn][: raw.size].view(raw.shape)
-        np.copyto(room.numpy(), raw)
+        copy_rows(raw, room.numpy())
         there = room.to(self._device, non_blocking=True, copy=True)
         if self._device.type == "cuda":
             event = self._sent[turn] = torch.cuda.Event()  # type: ignore[no-untyped-call]
