@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onedraw import __version__
-from onedraw.backends.base import Backend, Capacity, Exports, require_state_dtype
+from onedraw.backends.base import Backend, Capacity, Exports, SelfCheck, require_state_dtype
 from onedraw.backends.devices import Device, apart
 from onedraw.backends.fake import FakeBackend
 from onedraw.backends.floor import turn_bytes
@@ -48,9 +48,7 @@ from onedraw.types import ModelCard
 if TYPE_CHECKING:
     from onedraw.backends.torch.line import Line
     from onedraw.backends.torch.ops import Ops
-    from onedraw.backends.torch.selfcheck import SelfCheck
     from onedraw.backends.torch.stack import Site
-    from onedraw.backends.xla.selfcheck import SelfCheck as XlaCheck
 
 log = logging.getLogger("onedraw")
 
@@ -429,7 +427,7 @@ def _tell_layers(tell: Progress, done: int, layers: int) -> None:
         tell(f"loaded {done} of {layers} layers")
 
 
-def _tell_check(report: SelfCheck | XlaCheck | None, tell: Progress) -> None:
+def _tell_check(report: SelfCheck | None, tell: Progress) -> None:
     if report is None or not report.findings:
         tell("self-check skipped")
     elif report.holds:
