@@ -6,6 +6,7 @@ makes the drafter once the target is loaded; the bytes it takes. Who does not fi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,12 +70,19 @@ def drafter_bytes(chosen: Path | Literal["mtp"] | None, described: Described, ch
     if chosen is None:
         return None
     spec: DrafterSpec | ModelSpec | MtpSpec
-    saved = 0  # bytes, where its blocks stay packed
+    saved = twice = 0  # bytes, where its blocks stay packed; weights that are kept twice
     if isinstance(chosen, Path):
         own = open_drafter(chosen)
         try:
-            spec = describe_drafter(own).spec if is_drafter(own) else describe(own).spec
-            saved = saved_in_blocks(own.tensors.values())
+            if is_drafter(own):
+                drafter = describe_drafter(own)
+                spec = drafter.spec
+                # Keys and values of the context are a product of their own.
+                contexts = [drafter.weights.tensor(index, name) for index in range(len(spec.layers)) for name in ("k", "v")]
+                twice, saved = sum(math.prod(tensor.shape) for tensor in contexts), saved_in_blocks(contexts)
+            else:
+                spec = describe(own).spec
+            saved += saved_in_blocks(own.tensors.values())
         finally:
             own.close()
     else:
@@ -82,7 +90,7 @@ def drafter_bytes(chosen: Path | Literal["mtp"] | None, described: Described, ch
     numbers = sum(2 * m.kv_heads * m.head_dim for layer in spec.layers if isinstance(m := layer.mixer, AttentionSpec))
 
     def size(plan: MemoryPlan) -> int:
-        weights = DTYPE_BYTES[float_dtype(plan.dtype)] * spec.parameters - (saved if reads_spans(plan.dtype) else 0)
+        weights = DTYPE_BYTES[float_dtype(plan.dtype)] * (spec.parameters + twice) - (saved if reads_spans(plan.dtype) else 0)
         return weights + KV_BYTES[plan.kv_dtype] * numbers * plan.page_size * (plan.pages[0] + 1)
 
     return size

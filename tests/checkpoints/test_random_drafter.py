@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 
 from onedraw.assemble import open_door
+from onedraw.backends.devices import parse_device
 from onedraw.backends.packing import saved_in_blocks
 from onedraw.checkpoints.random_drafter import DRAFTERS
 from onedraw.checkpoints.shapes import SHAPES, open_random, open_random_drafter
-from onedraw.errors import NotFound
+from onedraw.drafting import drafter_bytes
+from onedraw.errors import NoRoom, NotFound
 from onedraw.models.dflash import check_fit, describe_drafter
 from onedraw.models.loading import describe
+from onedraw.planning import plan_devices
 from onedraw.prove import settled_stats
 from onedraw.settings import Settings
 from onedraw.wishes import Wishes, settle
@@ -57,3 +60,18 @@ def test_random_drafts_change_no_token(tmp_path: Path) -> None:
             drafted = settled_stats(door).draft_tokens
     assert replies[0] == replies[1]
     assert drafted > 20
+
+
+@pytest.mark.parametrize(("drafter", "context", "fits"), [("-q4_k_m", 32_768, True), ("", 32_768, True), ("", 65_536, False)])
+def test_a_card_of_24_gigabytes_holds_a_packed_drafter_beside_a_packed_model(drafter: str, context: int, fits: bool) -> None:
+    checkpoint = open_random("random:qwen3.6-27b-q4_k_m")
+    described, path = describe(checkpoint), Path(f"random:qwen3.6-27b-dflash{drafter}")
+    settings = Settings(model="random:qwen3.6-27b-q4_k_m", max_context=context, max_batch=1, checkpoint_memory=0)
+    size, device = drafter_bytes(path, described, checkpoint), parse_device("cuda/sm86/24GiB")
+    if fits:
+        plan, split = plan_devices(settings, described, [device], drafter=size)
+        assert plan.max_context == context
+        assert split.stages[0].weight_bytes > plan.weight_bytes + 10**9  # the drafter is counted
+    else:
+        with pytest.raises(NoRoom, match="without a drafter"):
+            plan_devices(settings, described, [device], drafter=size)
