@@ -19,6 +19,7 @@ def test_products_fit(rows: int, n: int, k: int) -> None:
     pointers = dict.fromkeys(("x", "weight", "bias", "residual", "y"), "*bf16")
     sizes = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "GROUP": tile.group, "K": k}
     flags = {"HAS_BIAS": False, "HAS_RESIDUAL": True, "GATE": 0, "EVEN_N": True, "IEEE": False, "PDL": False}
+    flags |= {"TURNED": tile.turned, "FETCH": 0}
     made = compiled(
         triton_linear._linear, pointers, {**sizes, **flags}, capability=SM86, num_warps=tile.warps, num_stages=tile.stages
     )
@@ -34,7 +35,7 @@ def test_attention_fits_in_its_highest_tile(heads: int, kv_heads: int, dim: int)
     stages = triton_attention._stages(height, dim, 2, SMALL_SHARED)
     numbers = {"HEADS": heads, "KV": kv_heads, "D": dim, "BLOCK_D": dim, "PAGE": 16, "BLOCK_M": height, "STAGES": stages}
     numbers |= {"BLOCK_KEYS": triton_attention.block_keys(dim), "SPLIT_KEYS": triton_attention.SPLIT}
-    numbers |= {"ALL": False, "TREE": False, "IEEE": False, "PDL": False}
+    numbers |= {"ALL": False, "OWN": False, "IEEE": False, "PDL": False}
     made = compiled(triton_attention._attend, pointers, numbers, capability=SM86, num_warps=triton_attention._warps(height, dim))
     assert made.metadata.shared <= SMALL_SHARED
 

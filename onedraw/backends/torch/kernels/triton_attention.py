@@ -8,6 +8,9 @@ absolute positions, with a running maximum; splits are merged from front to back
 tile (`ALL`), or each split has a program and a second kernel merges: the same operations in the same order. The sum of a
 row's weights is taken by the matrix unit like the values' sum, since a library sum would follow the tile's layout. What a
 query does not see adds exact zeros. So neither batch, nor chunk, nor tile, nor the parallel form changes a bit of a row.
+
+Nodes of a tree have all blocks in common that end before its drafts begin: tiles of many nodes read those, and leave the
+state of the last split, maximum and sums, as it stands. A tile per node goes on from there with the blocks that hold its path.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -26,8 +29,8 @@ from onedraw.backends.torch.kernels.triton_math import let_next_start, wait_for_
 
 SPLIT = 512  # keys per split
 TILE_WORDS = 8
-# A tile reads everything by position; of a tree what its nodes have in common, what is a node's own, or all of one node's.
-WHOLE, SHARED, OWN, NODE = range(4)
+# A tile reads everything by position; of a tree the blocks that all its nodes have in common, or a node's own blocks.
+WHOLE, SHARED, OWN = range(3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +51,13 @@ class TileSet:
     """Tiles of one height, launched together."""
 
     height: int  # queries times query heads per key head
-    tiles: Tensor  # [N, 8] int32: first token, tokens, kind, row, lowest and highest position they see, tail, first split
+    tiles: Tensor  # [N, 8] int32: first token, tokens, the split that is carried on, row, positions to read from and to, tail,
+    # first split
     tokens: Tensor  # [t] int32: the tokens to be merged after all sets; empty where `together`
     splits: int  # behind the last split that any token sees
     launched: int  # the largest number of splits that a tile reads
     together: bool  # one program walks all splits of a tile
+    own: bool = False  # one node each: slots by its path, and a split that its tree's tile began (-1: none) carried on
 
 
 @triton.jit
@@ -96,7 +101,7 @@ def _attend(
     BLOCK_KEYS: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
     ALL: tl.constexpr,
-    TREE: tl.constexpr,
+    OWN: tl.constexpr,
     IEEE: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -109,13 +114,9 @@ def _attend(
     row = tl.load(tiles + tile * 8 + 3).to(tl.int64)
     low = tl.load(tiles + tile * 8 + 4)
     high = tl.load(tiles + tile * 8 + 5)
-    tail = 2147483647
-    if TREE:
-        kind = tl.load(tiles + tile * 8 + 2)
+    if OWN:
+        carried = tl.load(tiles + tile * 8 + 2)
         tail = tl.load(tiles + tile * 8 + 6)
-        edge = tail // SPLIT_KEYS * SPLIT_KEYS
-        high = tl.where(kind == 1, tl.minimum(high, edge - 1), high)
-        low = tl.where(kind == 2, tl.maximum(low, edge), low)
     if ALL:
         begin_split = low // SPLIT_KEYS
         end_split = high // SPLIT_KEYS + 1
@@ -143,17 +144,23 @@ def _attend(
         peak_s = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
         sums_s = tl.zeros((BLOCK_M, 16), dtype=tl.float32)
         mixed_s = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+        if OWN:
+            goes_on = live & (split == carried)
+            part = (split * merged + tl.load(lines + token)).to(tl.int64) * HEADS + query_head
+            peak_s = tl.load(part_peak + part, mask=goes_on, other=float("-inf"))
+            sums_s += tl.load(part_total + part, mask=goes_on, other=0.0)[:, None]
+            mixed_s = tl.load(part_mixed + part[:, None] * D + d[None, :], mask=goes_on[:, None] & wide[None, :], other=0.0)
         begin = tl.maximum(split * SPLIT_KEYS, low // BLOCK_KEYS * BLOCK_KEYS)
         stop = tl.minimum((split + 1) * SPLIT_KEYS, high + 1)
         for start in tl.range(begin, stop, BLOCK_KEYS, num_stages=STAGES):
             position = start + tl.arange(0, BLOCK_KEYS)
             there = (position >= low) & (position <= high)
             slot = position
-            if TREE:
+            if OWN:
                 depth = tl.minimum(tl.maximum(position - tail, 0), path_width - 1)
-                own = position >= tail
-                step = tl.load(paths + first * path_width + depth, mask=own & there, other=0)
-                slot = tl.where(own, tail + step, position)
+                behind = position >= tail
+                step = tl.load(paths + first * path_width + depth, mask=behind & there, other=0)
+                slot = tl.where(behind, tail + step, position)
             page = tl.load(table + row * table_width + slot // PAGE, mask=there, other=0).to(tl.int64)
             place = ((page * KV + head) * PAGE + slot % PAGE) * D
             key = tl.load(keys + place[:, None] + d[None, :], mask=there[:, None] & wide[None, :], other=0.0)
@@ -179,10 +186,10 @@ def _attend(
         o_at = out + (token.to(tl.int64) * HEADS + query_head)[:, None] * D + d[None, :]
         tl.store(o_at, result, mask=live[:, None] & wide[None, :])
     else:
-        place = (begin_split * merged + tl.load(lines + token)).to(tl.int64) * HEADS + query_head
-        tl.store(part_peak + place, peak, mask=live)
-        tl.store(part_total + place, total, mask=live)
-        tl.store(part_mixed + place[:, None] * D + d[None, :], mixed, mask=live[:, None] & wide[None, :])
+        part = (begin_split * merged + tl.load(lines + token)).to(tl.int64) * HEADS + query_head
+        tl.store(part_peak + part, peak, mask=live)
+        tl.store(part_total + part, total, mask=live)
+        tl.store(part_mixed + part[:, None] * D + d[None, :], mixed, mask=live[:, None] & wide[None, :])
 
 
 @triton.jit(do_not_specialize=["merged"])
@@ -279,7 +286,7 @@ def attend(
             BLOCK_KEYS=block_keys(dim),
             SPLIT_KEYS=SPLIT,
             ALL=group.together,
-            TREE=view.paths is not None,
+            OWN=group.own,
             IEEE=q.dtype == torch.float32,
             STAGES=stages or _stages(group.height, block_d, q.dtype.itemsize, shared_memory(q.device)),
             PDL=pdl,
