@@ -266,16 +266,16 @@ class TritonOps(FloatOps):
             given = (block.decays, block.keys, block.changes)
             delta_kernels.commit(block.states, held=given, lanes=walked.lanes, places=walked.places, pdl=self._pdl)
             delta_kernels.shift_windows(block.fed, block.windows, block.windows, walked.sources, pdl=self._pdl)
-        for mixer, pages in state.attending if bucket.depth is not None else ():
+        for mixer, stores in state.addresses.items() if bucket.depth is not None else ():
             view = preparation.of(mixer).device.view
             move_kept(
-                pages.keys,
-                pages.values,
+                stores,
                 walked,
                 rows=rows,
                 table=view.table,
                 kv_heads=mixer.kv_heads,
                 dim=mixer.head_dim,
+                itemsize=state.dtype.itemsize,
                 page_size=view.page_size,
                 pdl=self._pdl,
             )

@@ -107,8 +107,7 @@ def walk(
 
 @triton.jit(do_not_specialize=["width"])
 def _move(
-    keys,
-    values,
+    stores,
     kept,
     rows,
     table,
@@ -117,43 +116,53 @@ def _move(
     KV: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    WIDTH: tl.constexpr,
     PAGE: tl.constexpr,
+    BITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A kept draft never stands before its depth, so in order of depth nothing is overwritten before it is read."""
+    """One row, head and layer: all are read before any is written."""
     let_next_start(PDL)
     wait_for_inputs(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    row = (tl.program_id(0) // KV).to(tl.int64)
+    head = tl.program_id(0) % KV
+    depth = tl.arange(0, WIDTH)
+    index = tl.load(kept + row * width + depth, mask=depth < width, other=-1)
+    moved = index > depth
+    if tl.max(moved.to(tl.int32), 0) == 0:
+        return
     stop = tl.load(rows + row * 5 + 4)
-    at = tl.arange(0, BLOCK_D)
-    for depth in range(width):
-        index = tl.load(kept + row * width + depth)
-        moved = index > depth
-        source, target = stop + index, stop + depth
-        from_page = tl.load(table + row * table_width + source // PAGE, mask=moved, other=0).to(tl.int64)
-        to_page = tl.load(table + row * table_width + target // PAGE, mask=moved, other=0).to(tl.int64)
-        here = ((from_page * KV + head) * PAGE + source % PAGE) * D + at
-        there = ((to_page * KV + head) * PAGE + target % PAGE) * D + at
-        mask = (at < D) & moved
-        tl.store(keys + there, tl.load(keys + here, mask=mask, other=0.0), mask=mask)
-        tl.store(values + there, tl.load(values + here, mask=mask, other=0.0), mask=mask)
+    source, target = stop + index, stop + depth
+    from_page = tl.load(table + row * table_width + source // PAGE, mask=moved, other=0).to(tl.int64)
+    to_page = tl.load(table + row * table_width + target // PAGE, mask=moved, other=0).to(tl.int64)
+    at = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
+    here = (((from_page * KV + head) * PAGE + source % PAGE) * D)[:, None] + at[None, :]
+    there = (((to_page * KV + head) * PAGE + target % PAGE) * D)[:, None] + at[None, :]
+    mask = moved[:, None] & (at < D)[None, :]
+    for part in tl.static_range(2):
+        store = tl.load(stores + tl.program_id(1) * 2 + part).to(tl.pointer_type(tl.int16 if BITS == 16 else tl.int32))
+        numbers = tl.load(store + here, mask=mask, other=0)
+        tl.debug_barrier()
+        tl.store(store + there, numbers, mask=mask)
 
 
 def move_kept(
-    keys: Tensor,
-    values: Tensor,
+    stores: Tensor,
     walked: Walked,
     *,
     rows: Tensor,
     table: Tensor,
     kv_heads: int,
     dim: int,
+    itemsize: int,
     page_size: int,
     pdl: bool = False,
 ) -> None:
-    """Nodes of trees to the slots of their positions, in the pages [R, W] of their rows."""
-    _move[(len(rows), kv_heads)](
-        keys, values, walked.kept, rows, table, walked.kept.shape[1], table.shape[1],
-        KV=kv_heads, D=dim, BLOCK_D=triton.next_power_of_2(dim), PAGE=page_size, PDL=pdl, num_warps=1, **launch_options(pdl),
+    """Nodes of trees to the slots of their positions, in the pages [R, W] of their rows. `stores` [L, 2] int64: where keys and
+    values of the layers lie."""
+    width, block_d = walked.kept.shape[1], min(128, triton.next_power_of_2(dim))
+    _move[(len(rows) * kv_heads, len(stores), triton.cdiv(dim, block_d))](
+        stores, walked.kept, rows, table, width, table.shape[1],
+        KV=kv_heads, D=dim, BLOCK_D=block_d, WIDTH=triton.next_power_of_2(width), PAGE=page_size, BITS=8 * itemsize, PDL=pdl,
+        num_warps=4, **launch_options(pdl),
     )  # fmt: skip
