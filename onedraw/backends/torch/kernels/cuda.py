@@ -274,8 +274,7 @@ class TritonOps(FloatOps):
                 rows=rows,
                 table=view.table,
                 kv_heads=mixer.kv_heads,
-                dim=mixer.head_dim,
-                itemsize=state.dtype.itemsize,
+                head_bytes=mixer.head_dim * state.dtype.itemsize,
                 page_size=view.page_size,
                 pdl=self._pdl,
             )

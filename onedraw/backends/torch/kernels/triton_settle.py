@@ -114,11 +114,10 @@ def _move(
     width,
     table_width,
     KV: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
     PAGE: tl.constexpr,
-    BITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One row, head and layer: all are read before any is written."""
@@ -135,12 +134,12 @@ def _move(
     source, target = stop + index, stop + depth
     from_page = tl.load(table + row * table_width + source // PAGE, mask=moved, other=0).to(tl.int64)
     to_page = tl.load(table + row * table_width + target // PAGE, mask=moved, other=0).to(tl.int64)
-    at = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
-    here = (((from_page * KV + head) * PAGE + source % PAGE) * D)[:, None] + at[None, :]
-    there = (((to_page * KV + head) * PAGE + target % PAGE) * D)[:, None] + at[None, :]
-    mask = moved[:, None] & (at < D)[None, :]
+    at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    here = (((from_page * KV + head) * PAGE + source % PAGE) * WORDS)[:, None] + at[None, :]
+    there = (((to_page * KV + head) * PAGE + target % PAGE) * WORDS)[:, None] + at[None, :]
+    mask = moved[:, None] & (at < WORDS)[None, :]
     for part in tl.static_range(2):
-        store = tl.load(stores + tl.program_id(1) * 2 + part).to(tl.pointer_type(tl.int16 if BITS == 16 else tl.int32))
+        store = tl.load(stores + tl.program_id(1) * 2 + part).to(tl.pointer_type(tl.int32))
         numbers = tl.load(store + here, mask=mask, other=0)
         tl.debug_barrier()
         tl.store(store + there, numbers, mask=mask)
@@ -153,16 +152,16 @@ def move_kept(
     rows: Tensor,
     table: Tensor,
     kv_heads: int,
-    dim: int,
-    itemsize: int,
+    head_bytes: int,
     page_size: int,
     pdl: bool = False,
 ) -> None:
     """Nodes of trees to the slots of their positions, in the pages [R, W] of their rows. `stores` [L, 2] int64: where keys and
-    values of the layers lie."""
-    width, block_d = walked.kept.shape[1], min(128, triton.next_power_of_2(dim))
-    _move[(len(rows) * kv_heads, len(stores), triton.cdiv(dim, block_d))](
+    values of the layers lie; `head_bytes`, a multiple of 4: what one position of one head takes."""
+    width, words = walked.kept.shape[1], head_bytes // 4
+    block = min(64, triton.next_power_of_2(words))
+    _move[(len(rows) * kv_heads, len(stores), triton.cdiv(words, block))](
         stores, walked.kept, rows, table, width, table.shape[1],
-        KV=kv_heads, D=dim, BLOCK_D=block_d, WIDTH=triton.next_power_of_2(width), PAGE=page_size, BITS=8 * itemsize, PDL=pdl,
-        num_warps=4, **launch_options(pdl),
+        KV=kv_heads, WORDS=words, BLOCK=block, WIDTH=triton.next_power_of_2(width), PAGE=page_size, PDL=pdl, num_warps=4,
+        **launch_options(pdl),
     )  # fmt: skip
