@@ -116,6 +116,11 @@ class Variant:
     warps: int
     stages: int
 
+    @property
+    def splits(self) -> tuple[int, int, int]:
+        """0: as they are."""
+        return (self.split, self.split, self.split) if self.split else (256, 512, 1024)
+
 
 CASES: dict[str, tuple[int, int, tuple[Draft, ...]]] = {
     "1 at 1K": (1000, 1, ()),
@@ -134,8 +139,8 @@ def variants(dim: int, case: str) -> Iterator[Variant]:
         shapes = [(64, 4, 3), (64, 4, 5)] if case.startswith("16") else [(128, 8, 3), (64, 4, 3)]
     elif not case.startswith("1 "):
         shapes = [(64, 8, 3), (64, 4, 3), (128, 8, 3), (64, 4, 5)]
-    for block, split, (height, warps, stages) in itertools.product(keys, (512, 256, 1024), shapes):
-        if (stages <= 4 or split == 512) and (split < 1024 or block == keys[1] or dim == 128):
+    for block, split, (height, warps, stages) in itertools.product(keys, (0, 512, 256, 1024), shapes):
+        if (stages <= 4 or split == 0) and (split < 1024 or block == keys[1] or dim == 128):
             yield Variant(block, split, height, warps, stages)
 
 
@@ -173,7 +178,7 @@ def _launch(
     heads: int, kv: int, dim: int, start: int, count: int, drafts: tuple[Draft, ...], v: Variant, q: Tensor
 ) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     for module in (triton_attention, views):
-        module.SPLIT, module.block_keys = v.split, lambda _: v.keys  # type: ignore[attr-defined]
+        module.SPLITS, module.block_keys = v.splits, lambda _: v.keys  # type: ignore[attr-defined]
     Heads.heights = property(lambda self: (16, 32, 64, 128))  # type: ignore[method-assign, assignment]
     real, views._height = views._height, lambda h, c, kind: v.height if kind != triton_attention.OWN else 16  # type: ignore[assignment]
     table = torch.randperm(1600, generator=torch.Generator().manual_seed(1)).tolist()
@@ -204,7 +209,7 @@ def _attended(
 ) -> Tensor:
     triton_attention._warps = lambda height, _: plan.get(height, (4, 4))[0]  # type: ignore[assignment]
     triton_attention._stages = lambda height, *_: plan.get(height, (4, 4))[1]  # type: ignore[assignment]
-    triton_attention.SPLIT, triton_attention.block_keys = v.split, lambda _: v.keys  # type: ignore[assignment]
+    triton_attention.SPLITS, triton_attention.block_keys = v.splits, lambda _: v.keys  # type: ignore[assignment]
     real = triton_attention._merge
     triton_attention._merge = real if merges else _Nothing()
     out = attend(q, *stores, view=view, sets=sets, **sizes)

@@ -23,10 +23,10 @@ pytestmark = [
 ]
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 DTYPE = torch.float16
-PAGE, PAGES = 16, 80
+PAGE, PAGES = 16, 200
 PARENTS = (-1, -1, 0, 2, 1, 4, 3, 3)
 PATHS = ((0, 2, 3, 7), (0, 2, 3, 6), (1, 4, 5))
-STARTS = (127, 300, 1015) if INTERPRETED else (5, 127, 128, 300, 505, 511, 512, 1015)
+STARTS = (127, 300, 1015) if INTERPRETED else (5, 127, 128, 255, 300, 505, 511, 512, 1015, 2043, 2560, 3000)
 SHAPES = [(4, 2, 16, None), (4, 2, 16, 100)]
 if not INTERPRETED:
     SHAPES += [(32, 8, 128, None), (24, 4, 256, None), (24, 4, 256, 300)]

@@ -3,8 +3,8 @@
 In: queries [T, H, D], a layer's pages, and for every token what it sees. Out: [T, H * D].
 
 A tile is a few neighbouring queries of one row times the G query heads that share a key head. Keys are read in blocks of
-64 or 128 absolute positions, by the size of a head alone; blocks are taken one after the other inside a split of 512
-absolute positions, with a running maximum; splits are merged from front to back. One program may walk all splits of its
+64 or 128 absolute positions, by the size of a head alone; blocks are taken one after the other inside a split, which is a
+range of absolute positions, with a running maximum; splits are merged from front to back. One program may walk all splits of its
 tile (`ALL`), or each split has a program and a second kernel merges: the same operations in the same order. The sum of a
 row's weights is taken by the matrix unit like the values' sum, since a library sum would follow the tile's layout. What a
 query does not see adds exact zeros. So neither batch, nor chunk, nor tile, nor the parallel form changes a bit of a row.
@@ -19,6 +19,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
@@ -27,7 +29,9 @@ from torch import Tensor
 from onedraw.backends.torch.kernels.triton_linear import launch_options, shared_memory
 from onedraw.backends.torch.kernels.triton_math import let_next_start, wait_for_inputs
 
-SPLIT = 512  # keys per split
+Ints = npt.NDArray[np.int64]
+SPLITS = (256, 512, 1024)  # keys
+NEAR, FAR = 2048, 16384  # positions behind which the second and the third count hold
 TILE_WORDS = 8
 # A tile reads everything by position; of a tree the blocks that all its nodes have in common, or a node's own blocks.
 WHOLE, SHARED, OWN = range(3)
@@ -58,6 +62,29 @@ class TileSet:
     launched: int  # the largest number of splits that a tile reads
     together: bool  # one program walks all splits of a tile
     own: bool = False  # one node each: slots by its path, and a split that its tree's tile began (-1: none) carried on
+
+
+def split_of(position: Ints) -> Ints:
+    """Which split a position lies in: `SPLITS` keys each up to position 2,048, up to 16,384, and from there on. So short
+    contexts have enough of them to keep a device busy, and long ones not more than it takes time to merge."""
+    low, middle, high = SPLITS
+    first = NEAR // low - NEAR // middle
+    second = first + FAR // middle - FAR // high
+    return np.minimum(position // low, np.minimum(position // middle + first, position // high + second))
+
+
+@triton.jit
+def _split_of(position, LOW: tl.constexpr, MIDDLE: tl.constexpr, HIGH: tl.constexpr):
+    FIRST: tl.constexpr = 2048 // LOW - 2048 // MIDDLE
+    SECOND: tl.constexpr = FIRST + 16384 // MIDDLE - 16384 // HIGH
+    return tl.minimum(position // LOW, tl.minimum(position // MIDDLE + FIRST, position // HIGH + SECOND))
+
+
+@triton.jit
+def _start_of(split, LOW: tl.constexpr, MIDDLE: tl.constexpr, HIGH: tl.constexpr):
+    FIRST: tl.constexpr = 2048 // LOW - 2048 // MIDDLE
+    SECOND: tl.constexpr = FIRST + 16384 // MIDDLE - 16384 // HIGH
+    return tl.maximum(split * LOW, tl.maximum((split - FIRST) * MIDDLE, (split - SECOND) * HIGH))
 
 
 @triton.jit
@@ -99,7 +126,9 @@ def _attend(
     PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr,
+    LOW: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    HIGH: tl.constexpr,
     ALL: tl.constexpr,
     OWN: tl.constexpr,
     IEEE: tl.constexpr,
@@ -118,12 +147,12 @@ def _attend(
         carried = tl.load(tiles + tile * 8 + 2)
         tail = tl.load(tiles + tile * 8 + 6)
     if ALL:
-        begin_split = low // SPLIT_KEYS
-        end_split = high // SPLIT_KEYS + 1
-    else:
-        begin_split = tl.load(tiles + tile * 8 + 7) + tl.program_id(2)
+        begin_split = _split_of(low, LOW, MIDDLE, HIGH)
+        end_split = _split_of(high, LOW, MIDDLE, HIGH) + 1
+    else:  # the last ones, which are the longest, begin first
+        begin_split = tl.load(tiles + tile * 8 + 7) + tl.num_programs(2) - 1 - tl.program_id(2)
         end_split = begin_split + 1
-        if (begin_split * SPLIT_KEYS > high) | (end_split * SPLIT_KEYS <= low):
+        if (_start_of(begin_split, LOW, MIDDLE, HIGH) > high) | (_start_of(end_split, LOW, MIDDLE, HIGH) <= low):
             return
     PER: tl.constexpr = HEADS // KV
     m = tl.arange(0, BLOCK_M)
@@ -150,8 +179,8 @@ def _attend(
             peak_s = tl.load(part_peak + part, mask=goes_on, other=float("-inf"))
             sums_s += tl.load(part_total + part, mask=goes_on, other=0.0)[:, None]
             mixed_s = tl.load(part_mixed + part[:, None] * D + d[None, :], mask=goes_on[:, None] & wide[None, :], other=0.0)
-        begin = tl.maximum(split * SPLIT_KEYS, low // BLOCK_KEYS * BLOCK_KEYS)
-        stop = tl.minimum((split + 1) * SPLIT_KEYS, high + 1)
+        begin = tl.maximum(_start_of(split, LOW, MIDDLE, HIGH), low // BLOCK_KEYS * BLOCK_KEYS)
+        stop = tl.minimum(_start_of(split + 1, LOW, MIDDLE, HIGH), high + 1)
         for start in tl.range(begin, stop, BLOCK_KEYS, num_stages=STAGES):
             position = start + tl.arange(0, BLOCK_KEYS)
             there = (position >= low) & (position <= high)
@@ -206,7 +235,9 @@ def _merge(
     HEADS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr,
+    LOW: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    HIGH: tl.constexpr,
     AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -215,8 +246,8 @@ def _merge(
     token = tl.load(tokens + tl.program_id(0))
     line = tl.load(lines + token)
     head = tl.program_id(1)
-    begin = tl.load(firsts + token) // SPLIT_KEYS
-    stop = tl.load(ends + token) // SPLIT_KEYS + 1
+    begin = _split_of(tl.load(firsts + token), LOW, MIDDLE, HIGH)
+    stop = _split_of(tl.load(ends + token), LOW, MIDDLE, HIGH) + 1
     d = tl.arange(0, BLOCK_D)
     one = tl.arange(0, 1)
     peak = tl.full((1,), float("-inf"), dtype=tl.float32)
@@ -257,6 +288,7 @@ def attend(
     merged = sum(len(group.tokens) for group in sets)
     peak, total = (torch.empty(splits, merged, heads, dtype=torch.float32, device=q.device) for _ in range(2))
     mixed = torch.empty(splits, merged, heads, dim, dtype=torch.float32, device=q.device)
+    splits_given = dict(zip(("LOW", "MIDDLE", "HIGH"), SPLITS, strict=True))
     for group in sets:
         _attend[(len(group.tiles), kv_heads, 1 if group.together else group.launched)](
             q,
@@ -284,7 +316,7 @@ def attend(
             PAGE=view.page_size,
             BLOCK_M=group.height,
             BLOCK_KEYS=block_keys(dim),
-            SPLIT_KEYS=SPLIT,
+            **splits_given,
             ALL=group.together,
             OWN=group.own,
             IEEE=q.dtype == torch.float32,
@@ -309,7 +341,7 @@ def attend(
                 HEADS=heads,
                 D=dim,
                 BLOCK_D=block_d,
-                SPLIT_KEYS=SPLIT,
+                **splits_given,
                 AHEAD=min(12, triton.next_power_of_2(group.splits) + 1),
                 PDL=pdl,
                 num_warps=max(1, min(4, block_d // 64)),

@@ -14,7 +14,17 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.torch.inputs import Bucket, Inputs, Ints
-from onedraw.backends.torch.kernels.triton_attention import OWN, SHARED, SPLIT, TILE_WORDS, WHOLE, TileSet, View, block_keys
+from onedraw.backends.torch.kernels.triton_attention import (
+    OWN,
+    SHARED,
+    SPLITS,
+    TILE_WORDS,
+    WHOLE,
+    TileSet,
+    View,
+    block_keys,
+    split_of,
+)
 
 Words = npt.NDArray[np.int32]
 Tile = tuple[int, int, int, int]  # first token, tokens, kind, tail
@@ -161,7 +171,7 @@ def to_view(inputs: Inputs, heads: Heads) -> DeviceView:
 
 def _cuts(inputs: Inputs, heads: Heads) -> list[tuple[Cut, Ints, Ints]]:
     """Tiles by height. A row takes the lowest height that holds its queries, else the highest."""
-    splits = int(inputs.host_ends.max()) // SPLIT + 1
+    splits = int(split_of(inputs.host_ends.max())) + 1
     found: Found = {}
     for span in inputs.spans:
         known = span.count - len(span.drafts) if span.branches else span.count
@@ -179,7 +189,7 @@ def _cuts(inputs: Inputs, heads: Heads) -> list[tuple[Cut, Ints, Ints]]:
 def _bucket_cuts(inputs: Inputs, bucket: Bucket, heads: Heads) -> list[tuple[Cut, Ints, Ints]]:
     """The same tiles for every turn of a bucket: a row has as many as the longest could need, those it does not need are
     empty. Every row is a chain, or every row is a tree of one known token and its drafts."""
-    splits = -(-bucket.reach // SPLIT)
+    splits = int(split_of(np.int64(bucket.reach - 1))) + 1
     rows = [span for span in inputs.spans if span.lane is not None]
     asked: list[tuple[int, int, list[tuple[int, int, int]]]]  # kind, room, (first token, tokens, tail) of the rows
     if bucket.depth is None:
@@ -202,12 +212,12 @@ def _bucket_cut(
     inputs: Inputs, bucket: Bucket, heads: Heads, height: int, tiles: list[Tile], splits: int, *, room: int
 ) -> tuple[Cut, Ints, Ints]:
     kind = tiles[0][2]
-    table = np.tile(np.asarray([0, 0, -1, bucket.rows, SPLIT, 0, 0, 1], dtype=np.int64), (room, 1))  # sees nothing
+    table = np.tile(np.asarray([0, 0, -1, bucket.rows, SPLITS[0], 0, 0, 1], dtype=np.int64), (room, 1))  # sees nothing
     table[: len(tiles)] = _tile_table(inputs, heads, tiles)[0]
     tokens = np.arange(0 if kind == SHARED else bucket.tokens, dtype=np.int64)
     together = _together(heads, kind, room, len(tokens), splits)
     seen = bucket.longest if kind == OWN else heads.window and heads.window + bucket.longest
-    launched = splits if seen is None else min(splits, seen // SPLIT + 2)
+    launched = splits if seen is None else min(splits, seen // SPLITS[0] + 2)
     cut = Cut(height, room, 0 if together else len(tokens), splits, launched, together, kind == OWN)
     return cut, table, tokens[: 0 if together else None]
 
@@ -237,10 +247,10 @@ def _tile_table(inputs: Inputs, heads: Heads, tiles: list[Tile]) -> tuple[Ints, 
     low = np.asarray([firsts[f : f + c].min() for f, c, _, _ in tiles])
     high = np.asarray([inputs.host_ends[f : f + c].max() for f, c, _, _ in tiles])
     common = tail // block_keys(heads.dim) * block_keys(heads.dim)  # where the blocks end that all nodes read alike
-    carried = np.where((kind == OWN) & (low < common), (common - 1) // SPLIT, -1)
+    carried = np.where((kind == OWN) & (low < common), split_of(common - 1), -1)
     low = np.where(kind == OWN, np.maximum(low, common), low)
     high = np.where(kind == SHARED, np.minimum(high, common - 1), high)
-    begin, stop = low // SPLIT, high // SPLIT + 1
+    begin, stop = split_of(low), split_of(high) + 1
     table = np.stack([first, count, carried, inputs.host_rows[first], low, high, tail, begin], 1)
     return table, max(int((stop - begin).max()), 1)
 
