@@ -189,7 +189,7 @@ def _cuts(inputs: Inputs, heads: Heads) -> list[tuple[Cut, Ints, Ints]]:
 def _bucket_cuts(inputs: Inputs, bucket: Bucket, heads: Heads) -> list[tuple[Cut, Ints, Ints]]:
     """The same tiles for every turn of a bucket: a row has as many as the longest could need, those it does not need are
     empty. Every row is a chain, or every row is a tree of one known token and its drafts."""
-    splits = int(split_of(np.int64(bucket.reach - 1))) + 1
+    splits = int(split_of(np.asarray(bucket.reach - 1))) + 1
     rows = [span for span in inputs.spans if span.lane is not None]
     asked: list[tuple[int, int, list[tuple[int, int, int]]]]  # kind, room, (first token, tokens, tail) of the rows
     if bucket.depth is None:
