@@ -135,6 +135,7 @@ def _attend(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
     wait_for_inputs(PDL)
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -209,7 +210,6 @@ def _attend(
             peak, total, mixed = _fold(peak, total, mixed, peak_s, total_s, mixed_s)
         else:
             peak, total, mixed = peak_s, total_s, mixed_s
-    let_next_start(PDL)
     if ALL:
         result = tl.div_rn(mixed, tl.broadcast_to(total[:, None], (BLOCK_M, BLOCK_D))).to(out.dtype.element_ty)
         o_at = out + (token.to(tl.int64) * HEADS + query_head)[:, None] * D + d[None, :]
@@ -242,6 +242,7 @@ def _merge(
     PDL: tl.constexpr,
 ):
     """Front to back over the splits of one token and head; AHEAD of them are on their way."""
+    let_next_start(PDL)
     wait_for_inputs(PDL)
     token = tl.load(tokens + tl.program_id(0))
     line = tl.load(lines + token)
@@ -259,7 +260,6 @@ def _merge(
         total_s = tl.load(part_total + place)
         mixed_s = tl.load(part_mixed + place[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
         peak, total, mixed = _fold(peak, total, mixed, peak_s, total_s, mixed_s)
-    let_next_start(PDL)
     result = tl.div_rn(mixed, tl.broadcast_to(total[:, None], (1, BLOCK_D))).to(out.dtype.element_ty)
     at = out + ((token.to(tl.int64) * HEADS + head) * D + one)[:, None] + d[None, :]
     tl.store(at, result, mask=(d < D)[None, :])
