@@ -54,21 +54,22 @@ def _walk(
     count = tl.load(rows + row * 5 + 1)
     lane = tl.load(rows + row * 5 + 2)
     base = tl.load(rows + row * 5 + 3)
-    last = -1
+    place = tl.arange(0, BLOCK)
+    inside = place < count - 1
+    parent = tl.load(parents + first + 1 + place, mask=inside, other=-2)
+    token = tl.load(tokens + first + 1 + place, mask=inside, other=-1)
+    answer = tl.load(chosen + first + 1 + place, mask=inside, other=0)
+    path = tl.full((BLOCK,), -1, dtype=tl.int32)
     depth = 0
     choice = tl.load(chosen + first)
-    for index in range(0, count - 1):
-        at = first + 1 + index
-        if (tl.load(parents + at) == last) & (tl.load(tokens + at) == choice):
-            tl.store(kept + row * width + depth, index)
-            tl.store(places + row * width + depth, base + index)
-            choice = tl.load(chosen + at)
-            last = index
-            depth += 1
-    place = tl.arange(0, BLOCK)
-    rest = (place >= depth) & (place < width)
-    tl.store(kept + row * width + place, -1, mask=rest)
-    tl.store(places + row * width + place, -1, mask=rest)
+    index = tl.min(tl.where((parent == -1) & (token == choice), place, BLOCK), 0)
+    while index < BLOCK:  # a draft is kept: its children stand behind it
+        path = tl.where(place == depth, index, path)
+        choice = tl.sum(tl.where(place == index, answer, 0), 0)
+        depth += 1
+        index = tl.min(tl.where((parent == index) & (place > index) & (token == choice), place, BLOCK), 0)
+    tl.store(kept + row * width + place, path, mask=place < width)
+    tl.store(places + row * width + place, tl.where(path >= 0, base + path, -1), mask=place < width)
     tl.store(lanes + row, lane)
     tl.debug_barrier()
     tl.store(sources + row * (TAPS + 1), tl.where(depth > 0, lane, -1))
