@@ -10,7 +10,6 @@ nothing is timed; --part takes one share of the work, so that several processes 
 from __future__ import annotations
 
 import argparse
-import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -118,8 +117,9 @@ class Variant:
 
     @property
     def splits(self) -> tuple[int, int, int]:
-        """0: as they are."""
-        return (self.split, self.split, self.split) if self.split else (256, 512, 1024)
+        """0: as they are; 1: longer in the middle."""
+        known = {0: (256, 512, 1024), 1: (256, 1024, 1024)}
+        return known.get(self.split, (self.split, self.split, self.split))
 
 
 CASES: dict[str, tuple[int, int, tuple[Draft, ...]]] = {
@@ -133,15 +133,18 @@ CASES: dict[str, tuple[int, int, tuple[Draft, ...]]] = {
 
 
 def variants(dim: int, case: str) -> Iterator[Variant]:
-    keys = (64, 128) if dim == 128 else (32, 64)
-    shapes = [(16, 4, 4), (16, 4, 6)]
-    if not case.startswith("1 ") and dim == 128:
-        shapes = [(64, 4, 3), (64, 4, 5)] if case.startswith("16") else [(128, 8, 3), (64, 4, 3)]
-    elif not case.startswith("1 "):
-        shapes = [(64, 8, 3), (64, 4, 3), (128, 8, 3), (64, 4, 5)]
-    for block, split, (height, warps, stages) in itertools.product(keys, (0, 512, 256, 1024), shapes):
-        if (stages <= 4 or split == 0) and (split < 1024 or block == keys[1] or dim == 128):
-            yield Variant(block, split, height, warps, stages)
+    if dim == 128:
+        low = [(128, 16, 4, 2), (128, 16, 4, 3), (64, 16, 4, 2), (64, 16, 4, 3), (64, 16, 4, 4)]
+        middle = [(128, 64, 4, 2), (128, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4)]
+        high = [(64, 128, 8, 2), (64, 128, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 3)]
+    else:
+        low = [(64, 16, 4, 2), (64, 16, 4, 3), (32, 16, 4, 2), (32, 16, 4, 3), (32, 16, 4, 4)]
+        middle = [(64, 128, 8, 2), (32, 128, 8, 3), (32, 128, 8, 4), (32, 64, 4, 2), (32, 64, 4, 3), (64, 64, 8, 2)]
+        high = middle
+    shapes = low if case.startswith("1 ") else middle if case.startswith("16") else high
+    for keys, height, warps, stages in shapes:
+        for split in (0, 512, 1) if "24K" in case else (0,):
+            yield Variant(keys, split, height, warps, stages)
 
 
 def attention() -> None:
@@ -187,7 +190,7 @@ def _launch(
     device = to_view(inputs, Heads(heads, kv, dim, None, 264))
     views._height = real
     sizes: dict[str, Any] = {"heads": heads, "kv_heads": kv, "dim": dim, "scale": dim**-0.5, "pdl": True}
-    plan = {v.height: (v.warps, v.stages)}
+    plan = {16: (4, 3 if dim == 128 else 2)} | {v.height: (v.warps, v.stages)}
     work = partial(_attended, q, device.view, list(device.sets), v, plan, sizes)
     return work, partial(work, merges=False)
 

@@ -28,7 +28,7 @@ def test_products_fit(rows: int, n: int, k: int) -> None:
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 64), (32, 8, 128), (24, 4, 256), (32, 4, 512)])
 def test_attention_fits_in_its_highest_tile(heads: int, kv_heads: int, dim: int) -> None:
-    height = Heads(heads, kv_heads, dim, None, 200).heights[-1]
+    height = Heads(heads, kv_heads, dim, None, 200, small=True).heights[-1]
     pointers = dict.fromkeys(("q", "keys", "values", "out"), "*bf16")
     pointers |= dict.fromkeys(("part_mixed", "part_peak", "part_total"), "*fp32") | {"scale": "fp32"}
     pointers |= dict.fromkeys(("tiles", "firsts", "ends", "lines", "table", "paths"), "*i32")

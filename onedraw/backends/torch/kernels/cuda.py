@@ -18,7 +18,7 @@ from onedraw.backends.torch.kernels import triton_delta as delta_kernels
 from onedraw.backends.torch.kernels.recurrence import Recurrence, commit_tables
 from onedraw.backends.torch.kernels.sampler import TritonSampler
 from onedraw.backends.torch.kernels.triton_attention import attend
-from onedraw.backends.torch.kernels.triton_linear import linear
+from onedraw.backends.torch.kernels.triton_linear import SMALL_SHARED, linear, shared_memory
 from onedraw.backends.torch.kernels.triton_moe import experts, route
 from onedraw.backends.torch.kernels.triton_norm import ACTIVATIONS, gated, opened, rms_norm
 from onedraw.backends.torch.kernels.triton_rope import prepare_heads
@@ -180,7 +180,8 @@ class TritonOps(FloatOps):
         return Prepared(turns, to_view(inputs, self.heads(mixer)))
 
     def heads(self, mixer: AttentionSpec) -> Heads:
-        return Heads(mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.window, _busy(self._device))
+        small = shared_memory(self._device) <= SMALL_SHARED
+        return Heads(mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.window, _busy(self._device), small)
 
     def attention(
         self,

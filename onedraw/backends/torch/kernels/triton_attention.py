@@ -26,8 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onedraw.backends.torch.kernels.triton_linear import launch_options, shared_memory
-from onedraw.backends.torch.kernels.triton_math import let_next_start, wait_for_inputs
+from onedraw.backends.torch.kernels.triton_linear import SMALL_SHARED, launch_options, shared_memory
+from onedraw.backends.torch.kernels.triton_math import let_next_start, looked_up, wait_for_inputs
 
 Ints = npt.NDArray[np.int64]
 SPLITS = (256, 512, 1024)  # keys
@@ -99,6 +99,34 @@ def _fold(peak, total, mixed, peak_s, total_s, mixed_s):
     return tl.where(seen, top, peak), total, mixed
 
 
+@triton.jit
+def _places(
+    start,
+    low,
+    high,
+    tail,
+    path,
+    table,
+    head,
+    path_width,
+    KV: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    OWN: tl.constexpr,
+):
+    """Where the keys of a block lie, counted in slots of one head; the first slot for what is not read."""
+    position = start + tl.arange(0, BLOCK_KEYS)
+    there = (position >= low) & (position <= high)
+    slot = position
+    if OWN:
+        depth = tl.minimum(tl.maximum(position - tail, 0), path_width - 1)
+        behind = position >= tail
+        step = looked_up(path + depth)
+        slot = tl.where(behind, tail + step, position)
+    page = looked_up(table + tl.where(there, slot // PAGE, 0)).to(tl.int64)
+    return (page * KV + head) * PAGE + slot % PAGE
+
+
 @triton.jit(do_not_specialize=["merged", "path_width"])
 def _attend(
     q,
@@ -135,7 +163,6 @@ def _attend(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    let_next_start(PDL)
     wait_for_inputs(PDL)
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -144,9 +171,11 @@ def _attend(
     row = tl.load(tiles + tile * 8 + 3).to(tl.int64)
     low = tl.load(tiles + tile * 8 + 4)
     high = tl.load(tiles + tile * 8 + 5)
+    carried = tl.load(tiles + tile * 8 + 2)
+    tail = tl.load(tiles + tile * 8 + 6)
+    path = paths
     if OWN:
-        carried = tl.load(tiles + tile * 8 + 2)
-        tail = tl.load(tiles + tile * 8 + 6)
+        path = paths + first * path_width
     if ALL:
         begin_split = _split_of(low, LOW, MIDDLE, HIGH)
         end_split = _split_of(high, LOW, MIDDLE, HIGH) + 1
@@ -182,17 +211,15 @@ def _attend(
             mixed_s = tl.load(part_mixed + part[:, None] * D + d[None, :], mask=goes_on[:, None] & wide[None, :], other=0.0)
         begin = tl.maximum(_start_of(split, LOW, MIDDLE, HIGH), low // BLOCK_KEYS * BLOCK_KEYS)
         stop = tl.minimum(_start_of(split + 1, LOW, MIDDLE, HIGH), high + 1)
+        at = _places(begin, low, high, tail, path, table + row * table_width, head, path_width, KV, PAGE, BLOCK_KEYS, OWN)
         for start in tl.range(begin, stop, BLOCK_KEYS, num_stages=STAGES):
             position = start + tl.arange(0, BLOCK_KEYS)
             there = (position >= low) & (position <= high)
-            slot = position
-            if OWN:
-                depth = tl.minimum(tl.maximum(position - tail, 0), path_width - 1)
-                behind = position >= tail
-                step = tl.load(paths + first * path_width + depth, mask=behind & there, other=0)
-                slot = tl.where(behind, tail + step, position)
-            page = tl.load(table + row * table_width + slot // PAGE, mask=there, other=0).to(tl.int64)
-            place = ((page * KV + head) * PAGE + slot % PAGE) * D
+            place = at * D
+            # Looked up one block ahead, so that no fetching waits for where to fetch.
+            at = _places(
+                start + BLOCK_KEYS, low, high, tail, path, table + row * table_width, head, path_width, KV, PAGE, BLOCK_KEYS, OWN
+            )
             key = tl.load(keys + place[:, None] + d[None, :], mask=there[:, None] & wide[None, :], other=0.0)
             scores = tl.dot(query, tl.trans(key), input_precision="ieee" if IEEE else "tf32") * scale
             sees = (position[None, :] >= lowest[:, None]) & (position[None, :] <= highest[:, None])
@@ -210,6 +237,7 @@ def _attend(
             peak, total, mixed = _fold(peak, total, mixed, peak_s, total_s, mixed_s)
         else:
             peak, total, mixed = peak_s, total_s, mixed_s
+    let_next_start(PDL)
     if ALL:
         result = tl.div_rn(mixed, tl.broadcast_to(total[:, None], (BLOCK_M, BLOCK_D))).to(out.dtype.element_ty)
         o_at = out + (token.to(tl.int64) * HEADS + query_head)[:, None] * D + d[None, :]
@@ -242,7 +270,6 @@ def _merge(
     PDL: tl.constexpr,
 ):
     """Front to back over the splits of one token and head; AHEAD of them are on their way."""
-    let_next_start(PDL)
     wait_for_inputs(PDL)
     token = tl.load(tokens + tl.program_id(0))
     line = tl.load(lines + token)
@@ -260,6 +287,7 @@ def _merge(
         total_s = tl.load(part_total + place)
         mixed_s = tl.load(part_mixed + place[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
         peak, total, mixed = _fold(peak, total, mixed, peak_s, total_s, mixed_s)
+    let_next_start(PDL)
     result = tl.div_rn(mixed, tl.broadcast_to(total[:, None], (1, BLOCK_D))).to(out.dtype.element_ty)
     at = out + ((token.to(tl.int64) * HEADS + head) * D + one)[:, None] + d[None, :]
     tl.store(at, result, mask=(d < D)[None, :])
@@ -352,17 +380,18 @@ def attend(
 
 
 def block_keys(dim: int) -> int:
-    """Keys per block. Wide heads would not fit into a small card's shared memory otherwise."""
-    return 128 if dim <= 128 else 64
+    """Keys per block. Small ones leave room for several on their way, on a small card too."""
+    return 64 if dim <= 128 else 32
 
 
 def _warps(height: int, block_d: int) -> int:
-    return 8 if height >= 128 or block_d >= 512 or (height >= 64 and block_d >= 256) else 4
+    return 8 if height >= 128 or block_d >= 512 else 4
 
 
 def _stages(height: int, block_d: int, itemsize: int, shared: int) -> int:
-    """Blocks of keys and values on their way: the pages are looked up two steps ahead, and then come as many as fit."""
+    """Blocks of keys and values in shared memory at once, up to three: one is computed with, the others are on their way. Where
+    the matrix unit cannot read it there, the one that is computed with takes no room."""
     keys = block_keys(block_d)
-    block = 2 * keys * block_d * itemsize
-    room = min(shared, 200 * 1024) - height * (block_d * itemsize + keys * 4) - 8 * 1024
-    return 2 + min(2, room // block) if room >= block else 1
+    room = min(shared, 224 * 1024) - height * (block_d * itemsize + keys * 4) - 8 * 1024
+    reads = height >= 64 and shared > SMALL_SHARED
+    return max(1, min(3, room // (2 * keys * block_d * itemsize) + (not reads)))

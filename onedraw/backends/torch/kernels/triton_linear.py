@@ -21,7 +21,7 @@ from torch import Tensor
 
 from onedraw.backends.torch.kernels.triton_math import activated, fetch, let_next_start, wait_for_inputs
 
-FETCHED_BYTES = 1024
+FETCHED_BYTES = 0
 SMALL_SHARED = 99 * 1024  # bytes of shared memory that a block gets on sm86 and sm89
 
 
@@ -215,17 +215,17 @@ def _turned(rows: int, columns: int, depth: int, stages: int, warps: int = 4) ->
 Skinny = tuple[Tile, Tile, Tile]  # for up to 16, 32 and 64 rows
 # Measured on an H200 in bf16 with cold weights (bench/gpu_tiles.py products), by (N, K).
 _SKINNY: dict[tuple[int, int], Skinny] = {
-    (6144, 4096): (_flat(16, 64, 256, 4), _flat(64, 64, 128, 5), _flat(64, 64, 128, 5)),
-    (4096, 4096): (_flat(16, 32, 512, 4), _flat(64, 32, 128, 5), _flat(64, 32, 128, 5)),
-    (28672, 4096): (_flat(16, 64, 256, 3), _turned(32, 128, 128, 4, 8), _turned(64, 128, 128, 4, 8)),
-    (4096, 14336): (_flat(16, 32, 512, 4), _flat(64, 32, 256, 4), _flat(64, 32, 256, 4)),
+    (6144, 4096): (_flat(16, 64, 256, 4), _turned(32, 64, 128, 6), _flat(64, 64, 128, 5)),
+    (4096, 4096): (_flat(16, 32, 512, 4), _turned(32, 64, 128, 6), _flat(64, 32, 128, 5)),
+    (28672, 4096): (_flat(16, 64, 256, 3), _turned(32, 64, 128, 4), _turned(64, 128, 128, 4, 8)),
+    (4096, 14336): (_flat(16, 32, 512, 4), _turned(32, 64, 128, 6), _flat(64, 32, 256, 4)),
     (128256, 4096): (_flat(16, 32, 256, 4), _turned(32, 128, 128, 4, 8), _turned(64, 128, 128, 4, 8)),
-    (16480, 5120): (_flat(16, 64, 128, 4), _turned(32, 128, 128, 4, 8), _turned(64, 128, 128, 4, 8)),
-    (14336, 5120): (_flat(16, 64, 128, 4), _turned(32, 128, 128, 4, 8), _turned(64, 128, 128, 4, 8)),
-    (5120, 6144): (_flat(16, 64, 256, 4), _flat(64, 64, 128, 5), _flat(64, 64, 128, 5)),
-    (34816, 5120): (_flat(16, 32, 256, 4), _turned(32, 128, 128, 4, 8), _turned(64, 128, 128, 4, 8)),
-    (5120, 17408): (_flat(16, 64, 256, 5), _flat(64, 64, 128, 5), _flat(64, 64, 128, 5)),
-    (248320, 5120): (_flat(16, 64, 256, 5), _turned(32, 128, 128, 4, 8), _turned(64, 128, 128, 4, 8)),
+    (16480, 5120): (_flat(16, 64, 128, 4), _turned(32, 128, 128, 4, 8), _turned(64, 128, 128, 4)),
+    (14336, 5120): (_turned(16, 128, 128, 4), _turned(32, 128, 128, 4), _turned(64, 128, 128, 4, 8)),
+    (5120, 6144): (_turned(16, 64, 256, 5), _turned(32, 64, 128, 6), _turned(64, 64, 128, 6)),
+    (34816, 5120): (_flat(16, 32, 256, 4), _turned(32, 64, 128, 4), _turned(64, 64, 128, 6)),
+    (5120, 17408): (_turned(16, 64, 256, 5), _turned(32, 64, 128, 6), _turned(64, 64, 128, 6)),
+    (248320, 5120): (_flat(16, 64, 256, 5), _turned(32, 128, 128, 4), _turned(64, 128, 128, 4, 8)),
 }
 
 
@@ -249,10 +249,10 @@ def choose_tile(rows: int, n: int, k: int, dtype: torch.dtype, shared: int) -> T
 def _skinny_rule(n: int) -> Skinny:
     """Few columns: narrow, deep tiles, so that a lone program per multiprocessor has enough on its way."""
     if n <= 4608:
-        return _flat(16, 32, 512, 4), _flat(64, 32, 128, 5), _flat(64, 32, 128, 5)
+        return _flat(16, 32, 512, 4), _turned(32, 64, 128, 6), _flat(64, 32, 128, 5)
     if n <= 12288:
-        return _flat(16, 64, 256, 4), _flat(64, 64, 128, 5), _flat(64, 64, 128, 5)
-    return _flat(16, 64, 128, 4), _turned(32, 128, 128, 4, 8), _turned(64, 128, 128, 4, 8)
+        return _flat(16, 64, 256, 4), _turned(32, 64, 128, 6), _turned(64, 64, 128, 6)
+    return _flat(16, 64, 128, 4), _turned(32, 64, 128, 4), _turned(64, 128, 128, 4, 8)
 
 
 def fitted(tile: Tile, itemsize: int, shared: int) -> Tile:

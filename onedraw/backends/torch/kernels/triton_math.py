@@ -40,6 +40,18 @@ def fetch(at, COUNT: tl.constexpr):
 
 
 @triton.jit
+def looked_up(at):
+    """32-bit integers, loaded as they are asked for. A load that the compiler knows would wait in a queue with the large ones
+    that hang on it, and they with it."""
+    if INTERPRETED:
+        return tl.load(at)
+    else:
+        return tl.inline_asm_elementwise(
+            "ld.global.b32 $0, [$1];", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
 def let_next_start(PDL: tl.constexpr):
     """The next kernel's programs may take the places that become free. Small kernels say so at once, those that fill the
     device when their work is all but done: programs that only wait would stand in its way."""

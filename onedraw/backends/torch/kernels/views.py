@@ -43,6 +43,7 @@ class Heads:
     dim: int
     window: int | None
     busy: int
+    small: bool = False  # a card with little shared memory per block
 
     @property
     def group(self) -> int:
@@ -52,7 +53,7 @@ class Heads:
     def heights(self) -> tuple[int, ...]:
         """Tile heights, lowest first. Wide heads leave no room for high tiles."""
         least = max(16, 1 << (self.group - 1).bit_length())
-        most = 128 if self.dim <= 128 else 64 if self.dim <= 256 else 16
+        most = 128 if self.dim <= (128 if self.small else 256) else 64 if self.dim <= 256 else 16
         return tuple(h for h in (16, 32, 64, 128) if least <= h <= max(most, least))
 
 
@@ -230,9 +231,8 @@ def _tile(found: Found, heads: Heads, first: int, count: int, kind: int, tail: i
 
 
 def _height(heads: Heads, count: int, kind: int) -> int:
-    # High tiles pay for long prompts, and where all nodes of a tree then read their common keys once: few of them leave
-    # most of the device idle.
-    fitting = [h for h in heads.heights if h <= 64 or count >= LONG or kind == SHARED]
+    # High tiles pay for long prompts, and where one of them holds all queries of a row, which then read their keys once.
+    fitting = [h for h in heads.heights if h <= 64 or count >= LONG or count * heads.group <= h or kind == SHARED]
     return next((h for h in fitting if count * heads.group <= h), fitting[-1])
 
 
