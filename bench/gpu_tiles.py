@@ -143,7 +143,7 @@ def variants(dim: int, case: str) -> Iterator[Variant]:
         high = middle
     shapes = low if case.startswith("1 ") else middle if case.startswith("16") else high
     for keys, height, warps, stages in shapes:
-        for split in (0, 512, 1) if "24K" in case else (0,):
+        for split in (0, 1) if "24K" in case else (0,):
             yield Variant(keys, split, height, warps, stages)
 
 
