@@ -10,7 +10,8 @@ row's weights is taken by the matrix unit like the values' sum, since a library 
 query does not see adds exact zeros. So neither batch, nor chunk, nor tile, nor the parallel form changes a bit of a row.
 
 Nodes of a tree have all blocks in common that end before its drafts begin: tiles of many nodes read those, and leave the
-state of the last split, maximum and sums, as it stands. A tile per node goes on from there with the blocks that hold its path.
+state of the last split, maximum and sums, as it stands. A tile per node merges the splits before it, goes on from there with
+the blocks that hold its path, and ends.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -57,11 +58,11 @@ class TileSet:
     height: int  # queries times query heads per key head
     tiles: Tensor  # [N, 8] int32: first token, tokens, the split that is carried on, row, positions to read from and to, tail,
     # first split
-    tokens: Tensor  # [t] int32: the tokens to be merged after all sets; empty where `together`
+    tokens: Tensor  # [t] int32: the tokens whose parts are kept until they are merged; empty where `together`
     splits: int  # behind the last split that any token sees
     launched: int  # the largest number of splits that a tile reads
     together: bool  # one program walks all splits of a tile
-    own: bool = False  # one node each: slots by its path, and a split that its tree's tile began (-1: none) carried on
+    kind: int = WHOLE
 
 
 def split_of(position: Ints) -> Ints:
@@ -159,6 +160,7 @@ def _attend(
     HIGH: tl.constexpr,
     ALL: tl.constexpr,
     OWN: tl.constexpr,
+    AHEAD: tl.constexpr,
     IEEE: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -199,13 +201,21 @@ def _attend(
     peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((BLOCK_M,), dtype=tl.float32)
     mixed = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+    if OWN:
+        line = tl.load(lines + token)
+        for split in tl.range(_split_of(tl.load(firsts + first), LOW, MIDDLE, HIGH), begin_split, num_stages=AHEAD):
+            part = (split * merged + line).to(tl.int64) * HEADS + query_head
+            peak_s = tl.load(part_peak + part, mask=live, other=float("-inf"))
+            total_s = tl.load(part_total + part, mask=live, other=0.0)
+            mixed_s = tl.load(part_mixed + part[:, None] * D + d[None, :], mask=live[:, None] & wide[None, :], other=0.0)
+            peak, total, mixed = _fold(peak, total, mixed, peak_s, total_s, mixed_s)
     for split in range(begin_split, end_split):
         peak_s = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
         sums_s = tl.zeros((BLOCK_M, 16), dtype=tl.float32)
         mixed_s = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
         if OWN:
             goes_on = live & (split == carried)
-            part = (split * merged + tl.load(lines + token)).to(tl.int64) * HEADS + query_head
+            part = (split * merged + line).to(tl.int64) * HEADS + query_head
             peak_s = tl.load(part_peak + part, mask=goes_on, other=float("-inf"))
             sums_s += tl.load(part_total + part, mask=goes_on, other=0.0)[:, None]
             mixed_s = tl.load(part_mixed + part[:, None] * D + d[None, :], mask=goes_on[:, None] & wide[None, :], other=0.0)
@@ -346,7 +356,8 @@ def attend(
             BLOCK_KEYS=block_keys(dim),
             **splits_given,
             ALL=group.together,
-            OWN=group.own,
+            OWN=group.kind == OWN,
+            AHEAD=4,
             IEEE=q.dtype == torch.float32,
             STAGES=stages or _stages(group.height, block_d, q.dtype.itemsize, shared_memory(q.device)),
             PDL=pdl,
@@ -355,7 +366,7 @@ def attend(
             **launch_options(pdl),
         )
     for group in sets:
-        if len(group.tokens):
+        if group.kind == WHOLE and len(group.tokens):
             _merge[(len(group.tokens), heads)](
                 out,
                 mixed,

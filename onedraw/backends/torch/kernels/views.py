@@ -67,7 +67,7 @@ class Cut:
     splits: int
     launched: int
     together: bool
-    own: bool
+    kind: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ def device_view(words: Tensor, layout: Layout) -> DeviceView:
             cut.splits,
             cut.launched,
             cut.together,
-            cut.own,
+            cut.kind,
         )
         for i, cut in enumerate(layout.cuts)
     )
@@ -215,11 +215,11 @@ def _bucket_cut(
     kind = tiles[0][2]
     table = np.tile(np.asarray([0, 0, -1, bucket.rows, SPLITS[0], 0, 0, 1], dtype=np.int64), (room, 1))  # sees nothing
     table[: len(tiles)] = _tile_table(inputs, heads, tiles)[0]
-    tokens = np.arange(0 if kind == SHARED else bucket.tokens, dtype=np.int64)
+    tokens = np.arange(0 if kind == OWN else bucket.tokens, dtype=np.int64)
     together = _together(heads, kind, room, len(tokens), splits)
     seen = bucket.longest if kind == OWN else heads.window and heads.window + bucket.longest
     launched = splits if seen is None else min(splits, seen // SPLITS[0] + 2)
-    cut = Cut(height, room, 0 if together else len(tokens), splits, launched, together, kind == OWN)
+    cut = Cut(height, room, 0 if together else len(tokens), splits, launched, together, kind)
     return cut, table, tokens[: 0 if together else None]
 
 
@@ -257,16 +257,17 @@ def _tile_table(inputs: Inputs, heads: Heads, tiles: list[Tile]) -> tuple[Ints, 
 
 def _cut(inputs: Inputs, heads: Heads, height: int, tiles: list[Tile], splits: int) -> tuple[Cut, Ints, Ints]:
     table, launched = _tile_table(inputs, heads, tiles)
-    # A node's shared and own parts may lie in tiles of two heights; it is merged with its own part.
-    ranges = [np.arange(f, f + c) for f, c, k, _ in tiles if k != SHARED]
+    # A node's shared and own parts may lie in tiles of two heights; what it shares is kept for its own tile.
+    ranges = [np.arange(f, f + c) for f, c, k, _ in tiles if k != OWN]
     tokens = np.concatenate(ranges) if ranges else np.zeros(0, dtype=np.int64)
     kind = tiles[0][2]
     together = _together(heads, kind, len(tiles), len(tokens), splits)
-    cut = Cut(height, len(tiles), 0 if together else len(tokens), splits, launched, together, kind == OWN)
+    cut = Cut(height, len(tiles), 0 if together else len(tokens), splits, launched, together, kind)
     return cut, table, tokens[: 0 if together else None]
 
 
 def _together(heads: Heads, kind: int, tiles: int, tokens: int, splits: int) -> bool:
-    """One split, or enough programs without splitting, or too much to keep until the merge. Nodes of trees are merged always."""
+    """One split, or enough programs without splitting, or too much to keep until the merge. What is a node's own always, what
+    nodes share never."""
     many = tiles * heads.kv_heads >= heads.busy or splits * tokens * heads.heads * heads.dim * 4 > PARTIAL_BYTES
-    return kind == WHOLE and (splits == 1 or many)
+    return kind == OWN or (kind == WHOLE and (splits == 1 or many))
