@@ -165,7 +165,7 @@ def _attend(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
+    # What a turn is told, no kernel of the turn writes: it is read before waiting.
     tile = tl.program_id(0)
     head = tl.program_id(1)
     first = tl.load(tiles + tile * 8)
@@ -185,6 +185,7 @@ def _attend(
         begin_split = tl.load(tiles + tile * 8 + 7) + tl.num_programs(2) - 1 - tl.program_id(2)
         end_split = begin_split + 1
         if (_start_of(begin_split, LOW, MIDDLE, HIGH) > high) | (_start_of(end_split, LOW, MIDDLE, HIGH) <= low):
+            wait_for_inputs(PDL)  # who waits for this kernel waits for those before it
             return
     PER: tl.constexpr = HEADS // KV
     m = tl.arange(0, BLOCK_M)
@@ -196,6 +197,7 @@ def _attend(
     wide = d < D
     query_head = head * PER + m % PER
     q_at = q + token.to(tl.int64)[:, None] * q_stride + query_head[:, None] * D + d[None, :]
+    wait_for_inputs(PDL)
     query = tl.load(q_at, mask=live[:, None] & wide[None, :], other=0.0)
     ones = tl.full((BLOCK_KEYS, 16), 1.0, dtype=query.dtype)
     peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
@@ -280,12 +282,12 @@ def _merge(
     PDL: tl.constexpr,
 ):
     """Front to back over the splits of one token and head; AHEAD of them are on their way."""
-    wait_for_inputs(PDL)
     token = tl.load(tokens + tl.program_id(0))
     line = tl.load(lines + token)
     head = tl.program_id(1)
     begin = _split_of(tl.load(firsts + token), LOW, MIDDLE, HIGH)
     stop = _split_of(tl.load(ends + token), LOW, MIDDLE, HIGH) + 1
+    wait_for_inputs(PDL)
     d = tl.arange(0, BLOCK_D)
     one = tl.arange(0, 1)
     peak = tl.full((1,), float("-inf"), dtype=tl.float32)
