@@ -18,6 +18,7 @@ import pstats
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +54,13 @@ def say(name: str, value: Any) -> None:
 class Bench:
     """One model and its backend."""
 
-    def __init__(self, model: str, device: str, *, context: int, lanes: int, pages: int, ahead: bool) -> None:
+    def __init__(
+        self, model: str, device: str, *, context: int, lanes: int, pages: int, ahead: bool, layers: int | None = None
+    ) -> None:
         begin = time.perf_counter()
         self.name, self.device = model.removeprefix("random:"), torch.device(device)
         described = describe(open_random(model))
-        self.spec = described.spec
+        self.spec = replace(described.spec, layers=described.spec.layers[:layers])
         self.speed = copy_bandwidth(device) if self.device.type == "cuda" else 1e10
         self.dtype = "bf16" if self.device.type == "cuda" else "f32"
         packed = bool(named_mixture(model)[1])
@@ -65,7 +68,7 @@ class Bench:
         self.sizes = stored_sizes(described.weights, products)
         self.plain_sizes = stored_sizes(described.weights, "bf16")  # two bytes a number
         self.backend = TorchBackend(
-            described.spec,
+            self.spec,
             described.weights,
             dtype=products,
             activation=self.dtype,
@@ -350,12 +353,21 @@ def main() -> None:
     parser.add_argument("--pages", type=int, default=9000)
     parser.add_argument("--ahead", action="store_true", help="start foreseen turns before they come")
     parser.add_argument("--memory", type=float, metavar="GiB", help="of the device, at most")
+    parser.add_argument("--layers", type=int, help="the first layers only")
     parser.add_argument("--json")
     wishes = parser.parse_args()
     if wishes.memory is not None:
         share = wishes.memory * 2**30 / torch.cuda.get_device_properties(wishes.device).total_memory
         torch.cuda.set_per_process_memory_fraction(share, wishes.device)
-    bench = Bench(wishes.model, wishes.device, context=wishes.context, lanes=wishes.lanes, pages=wishes.pages, ahead=wishes.ahead)
+    bench = Bench(
+        wishes.model,
+        wishes.device,
+        context=wishes.context,
+        lanes=wishes.lanes,
+        pages=wishes.pages,
+        ahead=wishes.ahead,
+        layers=wishes.layers,
+    )
     for section in wishes.sections:
         begin = time.perf_counter()
         SECTIONS[section](bench)

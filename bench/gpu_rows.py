@@ -23,7 +23,7 @@ from onedraw.backends.packing import SPANS, span_bytes
 from onedraw.backends.torch.kernels.fragments import Fragments, empty_fragments, fill_fragments
 from onedraw.backends.torch.kernels.nvrtc import keep_in
 from onedraw.backends.torch.kernels.packed_rows import make_ready, opened, skinny_product, unpacked_rows
-from onedraw.backends.torch.kernels.spans import Prepared, prepare_rows
+from onedraw.backends.torch.kernels.spans import Prepared, prepare_rows, product_slowly
 from onedraw.checkpoints.quants import KINDS, dequantize_into
 from onedraw.checkpoints.random_blocks import random_blocks
 
@@ -80,23 +80,8 @@ def numbers(raw: np.ndarray, kind: str, k: int) -> Tensor:
 
 
 def product_of_opened(x: Tensor, weight: Fragments) -> Tensor:
-    """The rule in float64 over the opened weight: W · X and the sums of X, scaled."""
-    ready, wide, spans = prepare_rows(x), opened(weight, 0, weight.rows), weight.spans
-    own = wide.weights.double().view(weight.rows, spans, 8, 32)
-    rows = ready.x.double().view(len(x), spans, 8, 32)
-    sums = ready.sums.double()
-    sums = sums[..., :8] + sums[..., 8:]
-    factor = ready.factors.double()
-    blocks = torch.einsum("nsbk,tsbk->tnsb", own, rows)
-    per = 8 // (wide.scales.shape[1] // spans)
-    total = (blocks * wide.scales.double().view(weight.rows, spans, -1).repeat_interleave(per, 2)).sum(3)
-    if wide.least is not None:
-        least = wide.least.double().view(weight.rows, spans, -1)
-        if wide.minima is not None:
-            total = total - torch.einsum("tsb,nsb->tns", sums, wide.minima.double() * least)
-        else:
-            total = total + torch.einsum("tsb,nsb->tns", sums, least)
-    return (total * factor[:, None]).sum(2)
+    """The rule in float64 over the opened weight."""
+    return product_slowly(prepare_rows(x), opened(weight, 0, weight.rows))
 
 
 def check(kinds: Iterable[str]) -> None:

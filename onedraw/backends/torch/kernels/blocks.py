@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.packing import SPAN, SPANS
-from onedraw.backends.torch.kernels.spans import Opened
+from onedraw.backends.torch.kernels.spans import Opened, beside
 from onedraw.checkpoints.quants import KINDS
 
 VALUES_AT_ONCE = 1 << 24  # values that are put in order at once: what is needed besides the result stays small
@@ -204,19 +204,24 @@ def opened_slowly(blocks: Blocks, number: int = 0) -> Opened:
             scale = torch.cat([one & 63, three & 15 | one >> 6 << 4], -1)
             least = torch.cat([two & 63, three >> 4 | two >> 6 << 4], -1)
             weights = (codes * scale[..., None]).half().view(rows, -1)
-            return Opened(weights, halves[..., 0].contiguous(), least.half(), halves[..., 1].contiguous())
+            return Opened(weights, _side_by_side(halves[..., 0]), least.half(), _side_by_side(halves[..., 1]))
         case "Q6_K":
             scale = words[..., :4].contiguous().view(torch.int8).int()
             weights = (_split(codes - 32, -1, 2, 16) * _split(scale, -1, 8, 2)[..., None]).half()
-            return Opened(weights.view(rows, -1), halves[..., 8].contiguous())
+            return Opened(weights.view(rows, -1), _side_by_side(halves[..., 8]))
         case "Q4_1" | "Q5_1":
             weights = codes.half().view(rows, -1)
-            scale, least = (halves[..., side::2].reshape(rows, -1).contiguous() for side in (0, 1))
+            scale, least = (_side_by_side(halves[..., side::2].reshape(rows, -1)) for side in (0, 1))
             return Opened(weights, scale, None, least)
         case "MXFP4":
             fours = (0, 1, 2, 3, 4, 6, 8, 12)
             table = torch.tensor([*fours, *(-value for value in fours)], dtype=torch.float16, device=codes.device)
-            return Opened(table[codes].view(rows, -1), _powers(octets).reshape(rows, -1))
+            return Opened(table[codes].view(rows, -1), _side_by_side(_powers(octets).reshape(rows, -1)))
         case _:
             centre = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 0}[blocks.kind]
-            return Opened((codes - centre).half().view(rows, -1), halves.reshape(rows, -1))
+            return Opened((codes - centre).half().view(rows, -1), _side_by_side(halves.reshape(rows, -1)))
+
+
+def _side_by_side(numbers: Tensor) -> Tensor:
+    """[rows, n] → [n, rows filled up]"""
+    return torch.nn.functional.pad(numbers.t(), (0, beside(len(numbers)) - len(numbers))).contiguous()

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onedraw.backends.packing import SPAN, UNIT_ROWS, why_not_in_blocks
+from onedraw.backends.packing import SPAN, why_not_in_blocks
 from onedraw.backends.plan import OPENED_BYTES
 from onedraw.backends.torch.kernels import triton_wide, wide
 from onedraw.backends.torch.kernels.courier import Courier
@@ -33,7 +33,7 @@ from onedraw.backends.torch.kernels.packed_rows import (
     skinny_product,
     unpacked_rows,
 )
-from onedraw.backends.torch.kernels.spans import Opened, Prepared, Ready, prepare_rows
+from onedraw.backends.torch.kernels.spans import Opened, Prepared, Ready, beside, prepare_rows
 from onedraw.backends.torch.kernels.triton_linear import linear
 from onedraw.backends.torch.layers.linear import Linear, RowRule
 from onedraw.backends.torch.loader import padded
@@ -90,23 +90,29 @@ class Workspace:
     def __init__(self, device: torch.device, most: int = OPENED_BYTES) -> None:
         self._device, self._most, self._needed = device, most, 0
         self._room = torch.empty(0, dtype=torch.uint8, device=device)
+        self._found: dict[tuple[str, int, int], Opened] = {}  # places that were laid out before
 
     def reserve(self, weight: Fragments) -> None:
         """Say that this weight will be opened here."""
-        rows = padded(weight.rows, UNIT_ROWS)
+        rows = beside(weight.rows)
         self._needed = max(self._needed, min(self._most, rows * _opened_bytes(weight) + 4 * _ALIGNED))
 
     def slices(self, weight: Fragments) -> Iterator[tuple[slice, Opened]]:
         """Outputs that fit at once, and the room they are opened in."""
         self.reserve(weight)
         if self._room.numel() < self._needed:
-            self._room = torch.empty(0, dtype=torch.uint8, device=self._device)  # the old one goes before the new one comes
+            self._found, self._room = {}, self._room[:0].clone()  # the old one goes before the new one comes
             self._room = torch.empty(self._needed, dtype=torch.uint8, device=self._device)
-        count = (self._room.numel() - 4 * _ALIGNED) // _opened_bytes(weight)
-        count = min(max(count // wide.TILE * wide.TILE, UNIT_ROWS), padded(weight.rows, UNIT_ROWS))
+        most = (self._room.numel() - 4 * _ALIGNED) // _opened_bytes(weight) // wide.TILE * wide.TILE
+        count = weight.rows
+        if count > most:  # slices of about equal size, in whole tiles
+            count = padded(-(-count // -(-count // most)), wide.TILE)
         for start in range(0, weight.rows, count):
             columns = slice(start, min(start + count, weight.rows))
-            yield columns, self._laid_out(weight, columns.stop - start)
+            asked = (weight.kind, weight.spans, columns.stop - start)
+            if asked not in self._found:
+                self._found[asked] = self._laid_out(weight, columns.stop - start)
+            yield columns, self._found[asked]
 
     def _laid_out(self, weight: Fragments, count: int) -> Opened:
         spans, per, start = weight.spans, 1 if weight.kind in WHOLE_KINDS else 8, 0
@@ -118,11 +124,11 @@ class Workspace:
             start += padded(size, _ALIGNED)
             return found
 
-        weights, scales = take(torch.float16, count, spans * SPAN), take(torch.float32, count, spans * per)
+        weights, scales = take(torch.float16, count, spans * SPAN), take(torch.float32, spans * per, beside(count))
         if not has_minima(weight.kind):
             return Opened(weights, scales)
         minima = take(torch.float16, count, spans, 8) if per == 1 else None
-        return Opened(weights, scales, minima, take(torch.float32, count, spans * per))
+        return Opened(weights, scales, minima, take(torch.float32, spans * per, beside(count)))
 
 
 _ALIGNED = 256  # bytes

@@ -630,10 +630,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) rows_product(const _
 struct Opened {
     const byte *units;
     halfword *weights;   // [count, spans * 256] float16
-    float *scales;       // [count, spans], or [count, spans * 8]
+    float *scales;       // [spans, stride], or [spans * 8, stride]: outputs stand side by side
     halfword *minima;    // [count, spans, 8] float16, of K kinds with minima
-    float *least;        // the factors of the minima [count, spans], or minima [count, spans * 8]
-    int first, count, spans;  // first: in units
+    float *least;        // the factors of the minima [spans, stride], or minima [spans * 8, stride]
+    int first, count, spans, stride;  // first: in units
 };
 
 #define OPENED_WARPS 4
@@ -671,17 +671,19 @@ extern "C" __global__ void __launch_bounds__(OPENED_WARPS * 32) opened(const __g
         if (output >= p.count) continue;
         const long long at = output * p.spans + span;
         if (WHOLE) {
-            if (t == 0) p.scales[at] = whole_scale(unit, h);
+            const long long beside = (long long)span * p.stride + output;
+            if (t == 0) p.scales[beside] = whole_scale(unit, h);
             if (SIX_BIT_SCALES) {
                 ((word *)(p.minima + at * 8))[t] = minima_pair(unit, h);
-                if (t == 0) p.least[at] = half_to_float(h ? factors >> 16 : factors & 0xFFFFu);
+                if (t == 0) p.least[beside] = half_to_float(h ? factors >> 16 : factors & 0xFFFFu);
             }
         } else {
 #pragma unroll
             for (int block = 0; block < 8; block++)
                 if (t == (block & 3)) {
-                    p.scales[at * 8 + block] = block_scale(unit, block, h);
-                    if (MINIMA) p.least[at * 8 + block] = block_minimum(unit, block, h);
+                    const long long beside = ((long long)span * 8 + block) * p.stride + output;
+                    p.scales[beside] = block_scale(unit, block, h);
+                    if (MINIMA) p.least[beside] = block_minimum(unit, block, h);
                 }
         }
     }

@@ -19,7 +19,7 @@ from onedraw.backends.packing import SEGMENT, SPAN, UNIT_ROWS
 from onedraw.backends.torch.kernels.fragments import Fragments
 from onedraw.backends.torch.kernels.nvrtc import Kernel, Module, compile_for
 from onedraw.backends.torch.kernels.shares import APART_WARPS, INSIDE_WARPS, TILE_ROWS, rows_at_once, share_out
-from onedraw.backends.torch.kernels.spans import Opened, Prepared
+from onedraw.backends.torch.kernels.spans import Opened, Prepared, beside
 from onedraw.backends.torch.kernels.triton_linear import shared_memory
 from onedraw.checkpoints.quants import KINDS
 
@@ -40,16 +40,16 @@ def empty_opened(fragments: Fragments, count: int) -> Opened:
     minima, per_span = has_minima(fragments.kind), 1 if whole else 8
     return Opened(
         weights=torch.empty(count, spans * SPAN, dtype=torch.float16, device=device),
-        scales=torch.empty(count, spans * per_span, dtype=torch.float32, device=device),
+        scales=torch.empty(spans * per_span, beside(count), dtype=torch.float32, device=device),
         minima=torch.empty(count, spans, 8, dtype=torch.float16, device=device) if whole and minima else None,
-        least=torch.empty(count, spans * per_span, dtype=torch.float32, device=device) if minima else None,
+        least=torch.empty(spans * per_span, beside(count), dtype=torch.float32, device=device) if minima else None,
     )
 
 
 class _Opened(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("units", "weights", "scales", "minima", "least")),
-        *((name, ctypes.c_int) for name in ("first", "count", "spans")),
+        *((name, ctypes.c_int) for name in ("first", "count", "spans", "stride")),
     )
 
 
@@ -121,8 +121,8 @@ def skinny_product(
     most = rows_at_once(rows, shared)
     if rows > most:
         for part in (slice(0, most), slice(most, rows)):
-            beside = None if residual is None else residual[part]
-            skinny_product(prepared.rows(part), fragments, out=out[part], bias=bias, residual=beside, pdl=pdl, inside=inside)
+            added = None if residual is None else residual[part]
+            skinny_product(prepared.rows(part), fragments, out=out[part], bias=bias, residual=added, pdl=pdl, inside=inside)
         return out
     tall, segments = len(fragments.units), -(-fragments.spans // SEGMENT)
     share = share_out(rows, tall, segments, multiprocessors=_multiprocessors(device), shared=shared, inside=inside)
@@ -166,6 +166,7 @@ def opened(fragments: Fragments, first: int, count: int, out: Opened | None = No
         first // UNIT_ROWS,
         count,
         fragments.spans,
+        out.scales.stride(0),
     )
     units = -(-count // UNIT_ROWS) * fragments.spans
     kernel = _kernel(fragments.kind, fragments.units.device, "opened")

@@ -187,16 +187,22 @@ def prepared_slowly(x: Tensor, *, width: int | None = None, order: Tensor | None
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Outputs of a weight as whole numbers. S spans; `scales` and `least` have one number per span, or one per block of 32."""
+    """Outputs of a weight as whole numbers. S spans; `scales` and `least` have one number per span, or one per block of 32, and
+    those of neighbouring outputs stand side by side: N' is N filled up to whole tiles, with anything."""
 
     weights: Tensor  # [N, S * 256] float16
-    scales: Tensor  # [N, S] or [N, S * 8] float32
+    scales: Tensor  # [S, N'] or [S * 8, N'] float32
     minima: Tensor | None = None  # [N, S, 8] float16, of the K kinds that have minima
-    least: Tensor | None = None  # what a minimum is multiplied with [N, S], or the minima themselves [N, S * 8]: float32
+    least: Tensor | None = None  # what a minimum is multiplied with [S, N'], or the minima themselves [S * 8, N']: float32
 
     @property
     def by_block(self) -> bool:
-        return self.scales.shape[1] * SPAN > self.weights.shape[1]
+        return len(self.scales) * SPAN > self.weights.shape[1]
+
+
+def beside(outputs: int) -> int:
+    """Places for so many outputs' scales: whole tiles of the widest product."""
+    return -(-outputs // 128) * 128
 
 
 def product_slowly(prepared: Prepared, opened: Opened) -> Tensor:
@@ -207,12 +213,12 @@ def product_slowly(prepared: Prepared, opened: Opened) -> Tensor:
     factors = prepared.factors.double()
     sums = prepared.sums[..., :8].double() + prepared.sums[..., 8:].double()  # [T, S, 8]
     if opened.by_block:
-        scales = opened.scales.double().view(n, -1, 8)
-        found = torch.einsum("tsbk,nsbk,ts,nsb->tn", x, weights, factors, scales)
+        scales = opened.scales[:, :n].double().view(-1, 8, n)
+        found = torch.einsum("tsbk,nsbk,ts,sbn->tn", x, weights, factors, scales)
         if opened.least is not None:
-            found += torch.einsum("tsb,nsb,ts->tn", sums, opened.least.double().view(n, -1, 8), factors)
+            found += torch.einsum("tsb,sbn,ts->tn", sums, opened.least[:, :n].double().view(-1, 8, n), factors)
         return found
-    found = torch.einsum("tsbk,nsbk,ts,ns->tn", x, weights, factors, opened.scales.double())
+    found = torch.einsum("tsbk,nsbk,ts,sn->tn", x, weights, factors, opened.scales[:, :n].double())
     if opened.minima is not None and opened.least is not None:
-        found -= torch.einsum("tsb,nsb,ts,ns->tn", sums, opened.minima.double(), factors, opened.least.double())
+        found -= torch.einsum("tsb,nsb,ts,sn->tn", sums, opened.minima.double(), factors, opened.least[:, :n].double())
     return found

@@ -57,6 +57,7 @@ def _wide(
     rows,
     n,
     spans,
+    scale_stride,
     residual_stride,
     y_stride,
     PER: tl.constexpr,
@@ -92,25 +93,25 @@ def _wide(
         span = step // STEPS
         if PER == 8:
             factor = tl.load(factors + m_safe * spans + span)
-            scale = tl.load(scales + safe * spans * 8 + step)
+            scale = tl.load(scales + step * scale_stride + safe)
             segment = tl.fma(part, factor[:, None] * scale[None, :], segment)
             if MINIMA:
                 at = sums + (m_safe * spans + span) * 16 + step % 8
                 whole = tl.load(at).to(tl.float32) + tl.load(at + 8).to(tl.float32)
-                low = tl.load(least + safe * spans * 8 + step)
+                low = tl.load(least + step * scale_stride + safe)
                 spread = whole[:, None] + tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
                 segment = tl.fma(spread, factor[:, None] * low[None, :], segment)
             part = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         elif step % STEPS == STEPS - 1:
             factor = tl.load(factors + m_safe * spans + span)
-            scale = tl.load(scales + safe * spans + span)
+            scale = tl.load(scales + span * scale_stride + safe)
             segment = tl.fma(part, factor[:, None] * scale[None, :], segment)
             if MINIMA:
                 met = tl.dot(
                     tl.load(sums + (m_safe[:, None] * spans + span) * 16 + sixteen[None, :]),
                     tl.load(minima + (safe[None, :] * spans + span) * 8 + (sixteen % 8)[:, None]),
                 )
-                low = tl.load(least + safe * spans + span)
+                low = tl.load(least + span * scale_stride + safe)
                 segment = tl.fma(met, factor[:, None] * -low[None, :], segment)
             part = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         if step % (4 * STEPS) == 4 * STEPS - 1:
@@ -156,6 +157,7 @@ def wide_product(
         rows,
         n,
         width // SPAN,
+        opened.scales.stride(0),
         0 if residual is None else residual.stride(0),
         out.stride(0),
         PER=8 if opened.by_block else 1,

@@ -1,12 +1,12 @@
 // Products of packed weights with many rows on Hopper, over weights written out as whole numbers in float16 (spans.py has the
 // rule, triton_wide.py the same product for other cards).
 //
-// In: rows X [T, S * 256] with powers of two [T, S] and sums [T, S, 16], a slice of a weight W [N, S * 256] with its scales and
-// minima. Out: y [T, N]. A block of threads has tiles of 128 rows and 128 outputs, one after the other. Of its three
-// warpgroups two multiply, each 64 rows, and one brings: a thread the tiles of X and W, two warps what belongs to a span. The two
+// In: rows X [T, S * 256] with powers of two, here [S, T'], and sums [T, S, 16], a slice of a weight W [N, S * 256] with its
+// scales and minima. Out: y [T, N]. A block of threads has tiles of 128 rows and 128 outputs, one after the other. Of its three
+// warpgroups two multiply, each 64 rows, and one brings: a thread the tiles of X and W, another what belongs to a span. The two
 // that multiply run apart, so that one keeps the matrix unit busy while the other scales what came out of it.
 //
-// Defined by who compiles: PER, scales of a span (1 or 8); MINIMA, 0 or 1; BRAIN, whether y is bf16; STAGES; GROUP, blocks of rows in a band of tiles;
+// Defined by who compiles: PER, scales of a span (1 or 8); MINIMA, 0 or 1; BRAIN, whether y is bf16; STAGES, SLOTS; GROUP, blocks of rows in a band of tiles;
 // CLUSTER, blocks of threads that share the weights they bring; TURNS, when a turn at the matrix unit is passed on (0: never asked).
 
 typedef unsigned int u32;
@@ -24,8 +24,7 @@ constexpr int FLOATS = TILE * 4;
 // A slot holds what belongs to a span: sums hi and lo, minima in whole numbers twice, scales, minima's scales, powers of two.
 constexpr int AT_MINIMA = 2 * HALVES, AT_SCALES = AT_MINIMA + (PER == 1 ? 2 : 0) * HALVES;
 constexpr int AT_LEAST = AT_SCALES + PER * FLOATS, AT_FACTORS = AT_LEAST + PER * FLOATS;
-constexpr int SLOT = AT_FACTORS + FLOATS, SLOTS = 3;
-constexpr int BRINGERS = 64;  // threads that bring what belongs to a span
+constexpr int SLOT = AT_FACTORS + FLOATS;
 
 __device__ __forceinline__ void start(u32 barrier, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
@@ -86,8 +85,11 @@ __device__ __forceinline__ void meet_cluster() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
-__device__ __forceinline__ void bring_word(u32 to, const float *from, bool there) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(there ? 4 : 0) : "memory");
+// 128 floats that lie one behind the other.
+__device__ __forceinline__ void bring_floats(u32 to, const float *from, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+                 "n"(FLOATS), "r"(barrier)
+                 : "memory");
 }
 
 __device__ __forceinline__ float2 two_floats(u32 at) {
@@ -193,8 +195,87 @@ struct Given {
     const float *factors, *scales, *least;
     const u16 *bias, *residual;
     u16 *y;
-    int rows, n, spans, residual_stride, y_stride, paired;  // paired: two numbers of y or the residual lie in a whole word
+    int rows, n, spans, scale_stride, factor_stride, residual_stride, y_stride, paired;  // paired: two numbers of y or the residual lie in a whole word
 };
+
+// sum += part · scale · power of two, for both rows of a thread; `scales` of its first output.
+__device__ __forceinline__ void add_scaled(float (&sum)[64], const float (&part)[64], u32 scales, float f0, float f1) {
+#pragma unroll
+    for (int j = 0; j < 16; j++) {
+        const float2 d = two_floats(scales + 32 * j);
+        sum[4 * j] = __fmaf_rn(part[4 * j], d.x * f0, sum[4 * j]);
+        sum[4 * j + 1] = __fmaf_rn(part[4 * j + 1], d.y * f0, sum[4 * j + 1]);
+        sum[4 * j + 2] = __fmaf_rn(part[4 * j + 2], d.x * f1, sum[4 * j + 2]);
+        sum[4 * j + 3] = __fmaf_rn(part[4 * j + 3], d.y * f1, sum[4 * j + 3]);
+    }
+}
+
+// The same with a block of inputs' minima, which meet the block's sum in either row.
+__device__ __forceinline__ void add_minima(float (&sum)[64], float s0, float s1, u32 least, float f0, float f1) {
+#pragma unroll
+    for (int j = 0; j < 16; j++) {
+        const float2 m = two_floats(least + 32 * j);
+        sum[4 * j] = __fmaf_rn(s0, m.x * f0, sum[4 * j]);
+        sum[4 * j + 1] = __fmaf_rn(s0, m.y * f0, sum[4 * j + 1]);
+        sum[4 * j + 2] = __fmaf_rn(s1, m.x * f1, sum[4 * j + 2]);
+        sum[4 * j + 3] = __fmaf_rn(s1, m.y * f1, sum[4 * j + 3]);
+    }
+}
+
+// A thread's numbers of a tile, rounded, with bias and residual, each sum rounded. row, column: of its first.
+__device__ __forceinline__ void write_out(const Given &given, const float (&total)[64], int first_row, int first_column) {
+#pragma unroll
+    for (int side = 0; side < 2; side++) {
+        const int row = first_row + 8 * side;
+        if (row >= given.rows) continue;
+#pragma unroll
+        for (int j = 0; j < 16; j++) {
+            const int column = first_column + 8 * j;
+            const bool first = column < given.n, second = column + 1 < given.n;
+            u32 out = rounded(total[4 * j + 2 * side], total[4 * j + 2 * side + 1]);
+            if (given.bias) {
+                const float2 made = widened(out), more = widened(loaded(given.bias + column, first, second, false));
+                out = rounded(made.x + more.x, made.y + more.y);
+            }
+            if (given.residual) {
+                const u16 *from = given.residual + u64(row) * given.residual_stride + column;
+                const float2 made = widened(out), more = widened(loaded(from, first, second, given.paired));
+                out = rounded(made.x + more.x, made.y + more.y);
+            }
+            u16 *to = given.y + u64(row) * given.y_stride + column;
+            if (given.paired && second) {
+                *reinterpret_cast<u32 *>(to) = out;
+            } else {
+                if (first) to[0] = u16(out);
+                if (second) to[1] = u16(out >> 16);
+            }
+        }
+    }
+}
+
+#if PER > 1
+// A block of 32 inputs, from zero: on its way when this returns.
+__device__ __forceinline__ void multiply_block(float (&part)[64], u32 rows, u32 weights) {
+    const u64 a = swizzled(rows), b = swizzled(weights);
+    ready();
+    multiply(part, a, b, 0);
+    multiply(part, a + 2, b + 2, 1);
+    commit();
+}
+
+__device__ __forceinline__ void add_block(float (&sum)[64], const float (&part)[64], u32 slot, int block, int r, int c, float f0,
+                                          float f1) {
+    add_scaled(sum, part, slot + AT_SCALES + block * FLOATS + 4 * c, f0, f1);
+    if (MINIMA) {
+        const u32 hi = slot + 16 * r + 2 * block, lo = hi + HALVES;
+        const float s0 = one_half(hi) + one_half(lo), s1 = one_half(hi + 128) + one_half(lo + 128);
+        add_minima(sum, s0, s1, slot + AT_LEAST + block * FLOATS + 4 * c, f0, f1);
+    }
+    // All of it is done here: what is left for later would need copies of `part`, which is about to be filled again.
+#pragma unroll
+    for (int i = 0; i < 64; i++) asm volatile("" : "+f"(sum[i]));
+}
+#endif
 
 #if CLUSTER > 1
 #define TOGETHER __cluster_dims__(CLUSTER, 1, 1)
@@ -214,7 +295,7 @@ extern "C" __global__ void TOGETHER __launch_bounds__(384, 1) wide(const __grid_
     const int high = (rows + TILE * CLUSTER - 1) / (TILE * CLUSTER), across = (n + TILE - 1) / TILE, tiles = high * across;
     if (thread == 0) {
         for (int i = 0; i < STAGES; i++) start(full + 8 * i, 1), start(empty + 8 * i, 8 * CLUSTER);
-        for (int i = 0; i < SLOTS; i++) start(slot_full + 8 * i, BRINGERS + 1), start(slot_empty + 8 * i, 8);
+        for (int i = 0; i < SLOTS; i++) start(slot_full + 8 * i, 1), start(slot_empty + 8 * i, 8);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
@@ -242,8 +323,7 @@ extern "C" __global__ void TOGETHER __launch_bounds__(384, 1) wide(const __grid_
                     if (++stage == STAGES) stage = 0, phase ^= 1;
                 }
             }
-        } else if (mine >= 32 && mine < 32 + BRINGERS) {
-            const int one = mine - 32;
+        } else if (mine == 32) {
             int slot = 0;
             u32 phase = 1;
             for (int tile = first; tile < tiles; tile += stride) {
@@ -251,40 +331,34 @@ extern "C" __global__ void TOGETHER __launch_bounds__(384, 1) wide(const __grid_
                 for (int span = 0; span < spans; span++) {
                     const u32 at = slots + slot * SLOT, barrier = slot_full + 8 * slot;
                     wait(slot_empty + 8 * slot, phase);
-                    if (one == 0) {
-                        if (MINIMA) {
-                            expect(barrier, AT_SCALES);
-                            bring(at, &given.sums, span * 16, place.row, barrier);
-                            bring(at + HALVES, &given.sums, span * 16 + 8, place.row, barrier);
-                            if (PER == 1) {
-                                bring(at + AT_MINIMA, &given.minima, span * 8, place.column, barrier);
-                                bring(at + AT_MINIMA + HALVES, &given.minima, span * 8, place.column, barrier);
-                            }
-                        } else {
-                            arrive(barrier);
+                    expect(barrier, (PER * (1 + MINIMA) + 1) * FLOATS + (MINIMA ? AT_SCALES : 0));
+                    if (MINIMA) {
+                        bring(at, &given.sums, span * 16, place.row, barrier);
+                        bring(at + HALVES, &given.sums, span * 16 + 8, place.row, barrier);
+                        if (PER == 1) {
+                            bring(at + AT_MINIMA, &given.minima, span * 8, place.column, barrier);
+                            bring(at + AT_MINIMA + HALVES, &given.minima, span * 8, place.column, barrier);
                         }
                     }
-                    for (int i = one; i < TILE; i += BRINGERS) {
-                        const int column = place.column + i, row = place.row + i;
-                        const u64 from = u64(column < n ? column : 0) * spans * PER + span * PER;
-                        for (int b = 0; b < PER; b++) {
-                            bring_word(at + AT_SCALES + b * FLOATS + 4 * i, given.scales + from + b, column < n);
-                            if (MINIMA) bring_word(at + AT_LEAST + b * FLOATS + 4 * i, given.least + from + b, column < n);
-                        }
-                        bring_word(at + AT_FACTORS + 4 * i, given.factors + u64(row < rows ? row : 0) * spans + span, row < rows);
+                    bring_floats(at + AT_FACTORS, given.factors + u64(span) * given.factor_stride + place.row, barrier);
+                    for (int b = 0; b < PER; b++) {
+                        const u64 from = u64(span * PER + b) * given.scale_stride + place.column;
+                        bring_floats(at + AT_SCALES + b * FLOATS, given.scales + from, barrier);
+                        if (MINIMA) bring_floats(at + AT_LEAST + b * FLOATS, given.least + from, barrier);
                     }
-                    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
                     if (++slot == SLOTS) slot = 0, phase ^= 1;
                 }
             }
-            asm volatile("cp.async.wait_all;" ::: "memory");
         }
     } else {  // the two that multiply
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         const int group = thread / 128, lane = thread % 32, r = thread / 32 * 16 + lane / 4, c = lane % 4 * 2;
-        float part[64], sum[64], total[64];
+        const u32 own = base + group * 64 * DEPTH * 2;
+        float sum[64];
         int stage = 0, slot = 0;
         u32 phase = 0, slot_phase = 0;
+#if PER == 1
+        float part[64], total[64];
 #pragma unroll
         for (int i = 0; i < 64; i++) part[i] = 0.0f;
         if (TURNS && group == 1) pass_turn(group);
@@ -293,93 +367,36 @@ extern "C" __global__ void TOGETHER __launch_bounds__(384, 1) wide(const __grid_
             for (int i = 0; i < 64; i++) sum[i] = total[i] = 0.0f;
             for (int span = 0; span < spans; span++) {
                 const u32 at = slots + slot * SLOT;
-                float f0, f1;
-                if (PER == 1) {
-                    u32 before = 0;
-                    if (TURNS) await_turn(group);
+                u32 before = 0;
+                if (TURNS) await_turn(group);
 #pragma unroll
-                    for (int step = 0; step < SPAN / DEPTH; step++) {
-                        const u32 own = base + stage * 2 * OPERAND;
-                        const u64 a = swizzled(own + group * 64 * DEPTH * 2), b = swizzled(own + OPERAND);
-                        wait(full + 8 * stage, phase);
-                        ready();
+                for (int step = 0; step < SPAN / DEPTH; step++) {
+                    const u64 a = swizzled(own + stage * 2 * OPERAND), b = swizzled(base + stage * 2 * OPERAND + OPERAND);
+                    wait(full + 8 * stage, phase);
+                    ready();
 #pragma unroll
-                        for (int k = 0; k < DEPTH / 16; k++) multiply(part, a + 2 * k, b + 2 * k, step + k > 0);
-                        commit();
-                        if (TURNS == 1 && step == SPAN / DEPTH - 1) pass_turn(group);
-                        if (step > 0) {
-                            finished<1>();
-                            leave(before, lane);
-                        }
-                        if (TURNS == 2 && step == SPAN / DEPTH - 1) pass_turn(group);
-                        before = empty + 8 * stage;
-                        if (++stage == STAGES) stage = 0, phase ^= 1;
+                    for (int k = 0; k < DEPTH / 16; k++) multiply(part, a + 2 * k, b + 2 * k, step + k > 0);
+                    commit();
+                    if (TURNS == 1 && step == SPAN / DEPTH - 1) pass_turn(group);
+                    if (step > 0) {
+                        finished<1>();
+                        leave(before, lane);
                     }
+                    if (TURNS == 2 && step == SPAN / DEPTH - 1) pass_turn(group);
+                    before = empty + 8 * stage;
+                    if (++stage == STAGES) stage = 0, phase ^= 1;
+                }
+                finished<0>();
+                leave(before, lane);
+                wait(slot_full + 8 * slot, slot_phase);
+                const float f0 = one_float(at + AT_FACTORS + 4 * r), f1 = one_float(at + AT_FACTORS + 4 * r + 32);
+                add_scaled(sum, part, at + AT_SCALES + 4 * c, f0, f1);
+                if (MINIMA) {
+                    ready();
+                    multiply(part, plain(at + group * 64 * 16), plain(at + AT_MINIMA), 0);
+                    commit();
                     finished<0>();
-                    leave(before, lane);
-                    wait(slot_full + 8 * slot, slot_phase);
-                    f0 = one_float(at + AT_FACTORS + 4 * r), f1 = one_float(at + AT_FACTORS + 4 * r + 32);
-#pragma unroll
-                    for (int j = 0; j < 16; j++) {
-                        const float2 d = two_floats(at + AT_SCALES + 4 * (8 * j + c));
-                        sum[4 * j] = __fmaf_rn(part[4 * j], d.x * f0, sum[4 * j]);
-                        sum[4 * j + 1] = __fmaf_rn(part[4 * j + 1], d.y * f0, sum[4 * j + 1]);
-                        sum[4 * j + 2] = __fmaf_rn(part[4 * j + 2], d.x * f1, sum[4 * j + 2]);
-                        sum[4 * j + 3] = __fmaf_rn(part[4 * j + 3], d.y * f1, sum[4 * j + 3]);
-                    }
-                    if (MINIMA) {
-                        ready();
-                        multiply(part, plain(at + group * 64 * 16), plain(at + AT_MINIMA), 0);
-                        commit();
-                        finished<0>();
-#pragma unroll
-                        for (int j = 0; j < 16; j++) {
-                            const float2 m = two_floats(at + AT_LEAST + 4 * (8 * j + c));
-                            sum[4 * j] = __fmaf_rn(part[4 * j], m.x * -f0, sum[4 * j]);
-                            sum[4 * j + 1] = __fmaf_rn(part[4 * j + 1], m.y * -f0, sum[4 * j + 1]);
-                            sum[4 * j + 2] = __fmaf_rn(part[4 * j + 2], m.x * -f1, sum[4 * j + 2]);
-                            sum[4 * j + 3] = __fmaf_rn(part[4 * j + 3], m.y * -f1, sum[4 * j + 3]);
-                        }
-                    }
-                } else {
-                    wait(slot_full + 8 * slot, slot_phase);
-                    f0 = one_float(at + AT_FACTORS + 4 * r), f1 = one_float(at + AT_FACTORS + 4 * r + 32);
-                    for (int block = 0; block < 8; block++) {
-                        const u32 own = base + stage * 2 * OPERAND + block % 2 * 64;
-                        const u64 a = swizzled(own + group * 64 * DEPTH * 2), b = swizzled(own + OPERAND);
-                        if (block % 2 == 0) wait(full + 8 * stage, phase);
-                        if (TURNS) await_turn(group);
-                        ready();
-                        multiply(part, a, b, 0);
-                        multiply(part, a + 2, b + 2, 1);
-                        commit();
-                        if (TURNS) pass_turn(group);
-                        finished<0>();
-                        if (block % 2) {
-                            leave(empty + 8 * stage, lane);
-                            if (++stage == STAGES) stage = 0, phase ^= 1;
-                        }
-                        float s0, s1;
-                        if (MINIMA) {
-                            s0 = one_half(at + 16 * r + 2 * block) + one_half(at + HALVES + 16 * r + 2 * block);
-                            s1 = one_half(at + 16 * r + 128 + 2 * block) + one_half(at + HALVES + 16 * r + 128 + 2 * block);
-                        }
-#pragma unroll
-                        for (int j = 0; j < 16; j++) {
-                            const float2 d = two_floats(at + AT_SCALES + block * FLOATS + 4 * (8 * j + c));
-                            sum[4 * j] = __fmaf_rn(part[4 * j], d.x * f0, sum[4 * j]);
-                            sum[4 * j + 1] = __fmaf_rn(part[4 * j + 1], d.y * f0, sum[4 * j + 1]);
-                            sum[4 * j + 2] = __fmaf_rn(part[4 * j + 2], d.x * f1, sum[4 * j + 2]);
-                            sum[4 * j + 3] = __fmaf_rn(part[4 * j + 3], d.y * f1, sum[4 * j + 3]);
-                            if (MINIMA) {
-                                const float2 m = two_floats(at + AT_LEAST + block * FLOATS + 4 * (8 * j + c));
-                                sum[4 * j] = __fmaf_rn(s0, m.x * f0, sum[4 * j]);
-                                sum[4 * j + 1] = __fmaf_rn(s0, m.y * f0, sum[4 * j + 1]);
-                                sum[4 * j + 2] = __fmaf_rn(s1, m.x * f1, sum[4 * j + 2]);
-                                sum[4 * j + 3] = __fmaf_rn(s1, m.y * f1, sum[4 * j + 3]);
-                            }
-                        }
-                    }
+                    add_scaled(sum, part, at + AT_LEAST + 4 * c, -f0, -f1);
                 }
                 if (lane == 0) arrive(slot_empty + 8 * slot);
                 if (++slot == SLOTS) slot = 0, slot_phase ^= 1;
@@ -389,35 +406,60 @@ extern "C" __global__ void TOGETHER __launch_bounds__(384, 1) wide(const __grid_
                 }
             }
             const Place place = placed(tile, high, across, rank);
+            write_out(given, total, place.row + r, place.column + c);
+        }
+#else
+        // Two blocks of inputs are on their way, one multiplied while the other is scaled. What segments add up to lies in shared
+        // memory meanwhile: [64][256 threads].
+        float even[64], odd[64];
+        const u32 totals = barriers + 256 + 4 * thread;
+        const int pairs = spans * 4;
 #pragma unroll
-            for (int side = 0; side < 2; side++) {
-                const int row = place.row + r + 8 * side;
-                if (row < rows) {
+        for (int i = 0; i < 64; i++) even[i] = odd[i] = 0.0f;
+        for (int tile = first; tile < tiles; tile += stride) {
+            float f0 = 0.0f, f1 = 0.0f;
 #pragma unroll
-                    for (int j = 0; j < 16; j++) {
-                        const int column = place.column + 8 * j + c;
-                        const bool first = column < n, second = column + 1 < n;
-                        u32 out = rounded(total[4 * j + 2 * side], total[4 * j + 2 * side + 1]);
-                        if (given.bias) {
-                            const float2 made = widened(out), more = widened(loaded(given.bias + column, first, second, false));
-                            out = rounded(made.x + more.x, made.y + more.y);
-                        }
-                        if (given.residual) {
-                            const u16 *from = given.residual + u64(row) * given.residual_stride + column;
-                            const float2 made = widened(out), more = widened(loaded(from, first, second, given.paired));
-                            out = rounded(made.x + more.x, made.y + more.y);
-                        }
-                        u16 *to = given.y + u64(row) * given.y_stride + column;
-                        if (given.paired && second) {
-                            *reinterpret_cast<u32 *>(to) = out;
-                        } else {
-                            if (first) to[0] = u16(out);
-                            if (second) to[1] = u16(out >> 16);
+            for (int i = 0; i < 64; i++) sum[i] = 0.0f;
+            wait(full + 8 * stage, phase);
+            multiply_block(even, own + stage * 2 * OPERAND, base + stage * 2 * OPERAND + OPERAND);
+            finished<0>();
+            for (int pair = 0; pair < pairs; pair++) {
+                const u32 at = slots + slot * SLOT, before = empty + 8 * stage;
+                const int block = pair % 4 * 2;
+                if (block == 0) {
+                    wait(slot_full + 8 * slot, slot_phase);
+                    f0 = one_float(at + AT_FACTORS + 4 * r), f1 = one_float(at + AT_FACTORS + 4 * r + 32);
+                }
+                multiply_block(odd, own + stage * 2 * OPERAND + 64, base + stage * 2 * OPERAND + OPERAND + 64);
+                add_block(sum, even, at, block, r, c, f0, f1);
+                finished<0>();
+                leave(before, lane);
+                if (++stage == STAGES) stage = 0, phase ^= 1;
+                if (pair + 1 < pairs) {
+                    wait(full + 8 * stage, phase);
+                    multiply_block(even, own + stage * 2 * OPERAND, base + stage * 2 * OPERAND + OPERAND);
+                }
+                add_block(sum, odd, at, block + 1, r, c, f0, f1);
+                finished<0>();
+                if (block == 6) {
+                    if (lane == 0) arrive(slot_empty + 8 * slot);
+                    if (++slot == SLOTS) slot = 0, slot_phase ^= 1;
+                }
+                if (pair % 16 == 15 || pair + 1 == pairs) {
+#pragma unroll
+                    for (int i = 0; i < 64; i++) {
+                        sum[i] = (pair < 16 ? 0.0f : one_float(totals + 1024 * i)) + sum[i];
+                        if (pair + 1 < pairs) {
+                            asm volatile("st.shared.f32 [%0], %1;" ::"r"(totals + 1024 * i), "f"(sum[i]) : "memory");
+                            sum[i] = 0.0f;
                         }
                     }
                 }
             }
+            const Place place = placed(tile, high, across, rank);
+            write_out(given, sum, place.row + r, place.column + c);
         }
+#endif
     }
     if (CLUSTER > 1) meet_cluster();  // nobody leaves while others may still write here
 }
