@@ -9,7 +9,6 @@ medians of graph replays with cold weights, as launched alone and (pdl) with the
 from __future__ import annotations
 
 import argparse
-import itertools
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -147,7 +146,7 @@ def timed(rows: Iterable[int], kinds: Iterable[str], limit: float, forms: Iterab
         size = span_bytes((n, k), kind)
         copies = copies_of(made(kind, n, k)[0], size)
         floor = size / COPY_BYTES * 1e6
-        for form, pdl in itertools.product(forms, (False, True)):
+        for form, pdl in ((form, pdl) for form in forms for pdl in ((True, False) if form is None else (True,))):
             found = {count: cold_us(prepare_rows(normal(count, k)), copies, form, pdl=pdl) for count in rows}
             shown = ", ".join(f"{count}: {us:.1f}" for count, us in found.items())
             how = f"{NAMES[form]}{', pdl' if pdl else ''}"

@@ -335,7 +335,7 @@ struct Product {
     int *counters;          // [tall], zero between products
     long long residual_stride, out_stride;
     int outputs, tall, spans, rows;
-    int height;             // units of outputs that a block has, where INSIDE
+    int height, step;       // units of outputs that a block has, where INSIDE, and those whose sums there is room for
     int buffers;            // segments of rows that there is room for, where not
     int bf16, pdl;
 };
@@ -410,6 +410,27 @@ __device__ __forceinline__ void add_up(const Product &p, const float4 *from, int
                 total[n][3] = __fadd_rn(total[n][3], v.w);
             }
     finish(p, total, tall);
+}
+
+// Sums of all items of a block, in shared memory, segment by segment
+__device__ __forceinline__ void add_inside(const Product &p, const float4 *kept, int segments, int first, int count) {
+    for (int tall = threadIdx.x >> 5; tall < count; tall += blockDim.x >> 5) {
+        float total[TILES][4];
+#pragma unroll
+        for (int n = 0; n < TILES; n++)
+#pragma unroll
+            for (int c = 0; c < 4; c++) total[n][c] = 0.0f;
+        for (int i = 0; i < segments; i++)
+#pragma unroll
+            for (int n = 0; n < TILES; n++) {
+                const float4 v = kept[((i * count + tall) * TILES + n) * 32];
+                total[n][0] = __fadd_rn(total[n][0], v.x);
+                total[n][1] = __fadd_rn(total[n][1], v.y);
+                total[n][2] = __fadd_rn(total[n][2], v.z);
+                total[n][3] = __fadd_rn(total[n][3], v.w);
+            }
+        finish(p, total, first + tall);
+    }
 }
 
 #define MOST_UNSETTLED 8
@@ -537,36 +558,37 @@ __device__ __forceinline__ void product(const Product &p) {
     extern __shared__ __align__(16) byte rows[];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
     const int segments = (p.spans + SEGMENT - 1) / SEGMENT, buffers = INSIDE ? segments : p.buffers, bytes = buffer_bytes(p);
-    const int first = INSIDE ? blockIdx.x * p.height : 0, count = INSIDE ? min(p.height, p.tall - first) : p.tall;
-    const int items = segments * count;
-    const int end = INSIDE ? items : (int)((long long)items * (blockIdx.x + 1) / gridDim.x);
-    int begin = INSIDE ? 0 : (int)((long long)items * blockIdx.x / gridDim.x);
+    // Where INSIDE, `begin` and `end` are units of outputs, and items count from `begin`. Else they are items.
+    const int end = INSIDE ? min((int)(blockIdx.x + 1) * p.height, p.tall) : (int)((long long)segments * p.tall * (blockIdx.x + 1) / gridDim.x);
+    int begin = INSIDE ? blockIdx.x * p.height : (int)((long long)segments * p.tall * blockIdx.x / gridDim.x);
     const word rows_at = (word)__cvta_generic_to_shared(rows);
     float4 *kept = INSIDE ? (float4 *)(rows + buffers * bytes) + lane : (float4 *)p.parts + lane;
     // Eight rows by 32 inputs, four matrices of eight by eight: lane 8 i + r brings row r of matrix i.
     int row_of[TILES];
 #pragma unroll
     for (int n = 0; n < TILES; n++) row_of[n] = min(n * 8 + (lane & 7), p.rows) * ROW_BYTES;
-    for (int i = threadIdx.x; i < buffers * ((bytes - p.rows * ROW_BYTES) / 16); i += blockDim.x) {  // zeros, and 2^e of nobody
-        const int buffer = i / ((bytes - p.rows * ROW_BYTES) / 16);
-        ((uint4 *)(rows + buffer * bytes + p.rows * ROW_BYTES))[i - buffer * ((bytes - p.rows * ROW_BYTES) / 16)] = make_uint4(0, 0, 0, 0);
-    }
-    bool waits = p.pdl;
-    while (begin < end) {  // once, but where a block has more segments than there is room for
-        const int segment = begin / count, stop = min(end, (segment + buffers) * count);
-        int item = begin + warp, unsettled = 0, mine = 0;
+    const int pieces = (bytes - p.rows * ROW_BYTES) / 16;
+    for (int i = threadIdx.x; i < buffers * pieces; i += blockDim.x)  // the row of zeros, and 2^e of those that are not there
+        ((uint4 *)(rows + i / pieces * bytes + p.rows * ROW_BYTES))[i % pieces] = make_uint4(0, 0, 0, 0);
+    bool waits = p.pdl, starts = true;
+    while (begin < end) {  // once, but where there is no room for all sums, or for rows of all segments
+        const int count = INSIDE ? min(p.step, end - begin) : p.tall, first = INSIDE ? begin : 0;
+        const int segment = INSIDE ? 0 : begin / count, stop = INSIDE ? segments * count : min(end, (segment + buffers) * count);
+        int item = (INSIDE ? 0 : begin) + warp, unsettled = 0, mine = 0;
         Item own = place_of(p, min(item, stop - 1), first, count);
         // Weights hang on nothing that runs before this kernel: the first are on their way before it waits.
         Unit unit;
         load_unit(unit, own.at, lane, item < stop);
         __syncthreads();
+        if (!INSIDE || starts) {
 #if __CUDA_ARCH__ >= 900
-        if (waits) asm volatile("griddepcontrol.launch_dependents; griddepcontrol.wait;" ::: "memory");
+            if (waits) asm volatile("griddepcontrol.launch_dependents; griddepcontrol.wait;" ::: "memory");
 #endif
-        waits = false;
-        for (int i = segment; i * count < stop; i++) bring_rows(p, rows_at + (i - segment) * bytes, i * SEGMENT);
-        asm volatile("cp.async.commit_group; cp.async.wait_group 0;" ::: "memory");
-        __syncthreads();
+            waits = starts = false;
+            for (int i = segment; i * count < stop; i++) bring_rows(p, rows_at + (i - segment) * bytes, i * SEGMENT);
+            asm volatile("cp.async.commit_group; cp.async.wait_group 0;" ::: "memory");
+            __syncthreads();
+        }
 #pragma unroll 1
         for (; item < stop; item += warps) {
             const bool more = item + warps < stop;
@@ -599,27 +621,11 @@ __device__ __forceinline__ void product(const Product &p) {
             }
             own = next;
         }
-        begin = stop;
-    }
-    if (INSIDE) {
-        __syncthreads();
-        for (int tall = warp; tall < count; tall += warps) {
-            float total[TILES][4];
-#pragma unroll
-            for (int n = 0; n < TILES; n++)
-#pragma unroll
-                for (int c = 0; c < 4; c++) total[n][c] = 0.0f;
-            for (int i = 0; i < segments; i++)
-#pragma unroll
-                for (int n = 0; n < TILES; n++) {
-                    const float4 v = kept[((i * count + tall) * TILES + n) * 32];
-                    total[n][0] = __fadd_rn(total[n][0], v.x);
-                    total[n][1] = __fadd_rn(total[n][1], v.y);
-                    total[n][2] = __fadd_rn(total[n][2], v.z);
-                    total[n][3] = __fadd_rn(total[n][3], v.w);
-                }
-            finish(p, total, first + tall);
+        if (INSIDE) {
+            __syncthreads();
+            add_inside(p, kept, segments, first, count);
         }
+        begin = INSIDE ? begin + count : stop;
     }
 }
 

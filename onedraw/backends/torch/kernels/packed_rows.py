@@ -68,7 +68,7 @@ class _Product(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("units", "x", "factors", "sums", "bias", "residual", "out", "parts", "counters")),
         *((name, ctypes.c_longlong) for name in ("residual_stride", "out_stride")),
-        *((name, ctypes.c_int) for name in ("outputs", "tall", "spans", "rows", "height", "buffers", "bf16", "pdl")),
+        *((name, ctypes.c_int) for name in ("outputs", "tall", "spans", "rows", "height", "step", "buffers", "bf16", "pdl")),
     )
 
 
@@ -133,7 +133,17 @@ def skinny_product(
         *(fragments.units.data_ptr(), prepared.x.data_ptr(), prepared.factors.data_ptr(), prepared.sums.data_ptr()),
         *(_place(bias), _place(residual), out.data_ptr(), _place(parts), fragments.counters.data_ptr()),
         *(0 if residual is None else residual.stride(0), out.stride(0)),
-        *(fragments.rows, tall, fragments.spans, rows, share.height, share.buffers, DTYPE_NUMBERS[out.dtype], int(pdl)),
+        *(
+            fragments.rows,
+            tall,
+            fragments.spans,
+            rows,
+            share.height,
+            share.step,
+            share.buffers,
+            DTYPE_NUMBERS[out.dtype],
+            int(pdl),
+        ),
     )
     kernel = _product(fragments.kind, device, share.tiles, share.inside)
     kernel.launch(given, grid=(share.blocks, 1), threads=share.threads, shared=share.shared, pdl=pdl)

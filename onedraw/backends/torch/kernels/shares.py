@@ -17,6 +17,7 @@ TILES = (1, 2, 3, 4, 6, 8)  # tiles of rows that a kernel is compiled for
 INSIDE_WARPS = {1: 20, 2: 16}  # of a block, at most, by tiles: where blocks have all segments of their outputs
 APART_WARPS = {1: 16, 2: 16, 3: 16, 4: 16, 6: 8, 8: 8}  # where they have not
 BUSY = 0.8  # of the multiprocessors, where blocks have all segments of their outputs
+LEAST_STEP = 6  # units of a block whose sums must have room at once, so that its warps seldom wait for each other
 ALIGNED = 0.97  # of them, where each then has rows of one segment only
 
 
@@ -28,6 +29,7 @@ class Share:
     threads: int
     blocks: int
     height: int  # units of sixteen outputs of a block, where inside
+    step: int  # of them, those whose sums there is room for at once
     buffers: int  # segments of rows that lie in shared memory at once
     shared: int  # bytes of shared memory
 
@@ -56,17 +58,19 @@ def share_out(rows: int, tall: int, segments: int, *, multiprocessors: int, shar
     tiles = tiles_of(rows)
     buffer = buffer_bytes(rows, tiles)
     height = -(-tall // multiprocessors)
-    needed = segments * buffer + height * segments * tiles * TILE_ROWS * 16 * 4
-    if tiles in INSIDE_WARPS and needed <= shared and inside is not False:
-        busy = tall / (height * multiprocessors)
-        if inside or busy >= BUSY or tall < multiprocessors:
-            threads = 32 * _warps(height * segments, INSIDE_WARPS[tiles])
-            return Share(tiles, True, INSIDE_WARPS[tiles], threads, -(-tall // height), height, segments, needed)
+    sums = segments * tiles * TILE_ROWS * 16 * 4  # bytes of a unit's
+    room = max(0, shared - segments * buffer) // sums
+    busy = tall >= BUSY * height * multiprocessors or tall < multiprocessors
+    if tiles in INSIDE_WARPS and room >= min(height, LEAST_STEP) and (busy if inside is None else inside):
+        step = -(-height // -(-height // room))  # equal steps
+        threads = 32 * _warps(step * segments, INSIDE_WARPS[tiles])
+        needed = segments * buffer + step * sums
+        return Share(tiles, True, INSIDE_WARPS[tiles], threads, -(-tall // height), height, step, segments, needed)
     aligned = multiprocessors // segments * segments
     blocks = min(aligned if aligned >= ALIGNED * multiprocessors else multiprocessors, tall * segments)
     buffers = min(2, segments, shared // buffer)
     threads = 32 * _warps(-(-tall * segments // blocks), APART_WARPS[tiles])
-    return Share(tiles, False, APART_WARPS[tiles], threads, blocks, 0, buffers, buffers * buffer)
+    return Share(tiles, False, APART_WARPS[tiles], threads, blocks, 0, 0, buffers, buffers * buffer)
 
 
 def _warps(items: int, most: int) -> int:
