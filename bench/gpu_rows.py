@@ -146,7 +146,7 @@ def timed(rows: Iterable[int], kinds: Iterable[str], limit: float, forms: Iterab
         size = span_bytes((n, k), kind)
         copies = copies_of(made(kind, n, k)[0], size)
         floor = size / COPY_BYTES * 1e6
-        for form, pdl in ((form, pdl) for form in forms for pdl in ((True, False) if form is None else (True,))):
+        for form, pdl in [*((one, True) for one in forms), (None, False)]:
             found = {count: cold_us(prepare_rows(normal(count, k)), copies, form, pdl=pdl) for count in rows}
             shown = ", ".join(f"{count}: {us:.1f}" for count, us in found.items())
             how = f"{NAMES[form]}{', pdl' if pdl else ''}"
