@@ -1,15 +1,14 @@
 """Products of packed weights with few rows on a GPU, next to what the memory allows. Blocks are random.
 
-    python -m bench.gpu_rows check | forms | compile | time [--part I --parts N] [--kinds …] [--rows …] [--all-forms]
+    python -m bench.gpu_rows check | time [--kinds …] [--rows …] [--all-forms] [--limit SECONDS]
 
-check: every kind against float64 and against itself: one row alone, and among others. forms: in other forms. time:
+check: every kind against float64 and against itself: one row alone, and among others, shared out either way. time:
 medians of graph replays with cold weights, as launched alone and (pdl) with the start of each beside the end of the one before.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,7 +21,7 @@ from bench.gpu_decode import captured, timed_ms
 from onedraw.backends.packing import SPANS, span_bytes
 from onedraw.backends.torch.kernels.fragments import Fragments, empty_fragments, fill_fragments
 from onedraw.backends.torch.kernels.nvrtc import keep_in
-from onedraw.backends.torch.kernels.packed_rows import CHOSEN, Form, opened, skinny_product, unpacked_rows
+from onedraw.backends.torch.kernels.packed_rows import make_ready, opened, skinny_product, unpacked_rows
 from onedraw.backends.torch.kernels.spans import Prepared, prepare_rows, product_slowly
 from onedraw.checkpoints.quants import KINDS, dequantize_into
 from onedraw.checkpoints.random_blocks import random_blocks
@@ -42,7 +41,10 @@ SHAPES = (
     ("Q6_K", 6144, 5120),
     ("Q6_K", 248320, 5120),
 )
-FORMS = (Form(16, 1), Form(16, 0), Form(16, 2), Form(12, 1), Form(20, 1), Form(8, 2))
+FORMS: tuple[bool | None, ...] = (None, True, False)  # blocks that have all segments of their outputs, or not; None chooses
+
+
+NAMES = {None: "chosen", True: "inside", False: "apart"}
 
 
 def made(kind: str, n: int, k: int, seed: int = 0) -> tuple[Fragments, np.ndarray]:
@@ -62,9 +64,9 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> T
     return torch.randn(shape, generator=generator, device=DEVICE).to(dtype)
 
 
-def product(x: Tensor, weight: Fragments, form: Form = CHOSEN, **more: Tensor) -> Tensor:
+def product(x: Tensor, weight: Fragments, form: bool | None = None, **more: Tensor) -> Tensor:
     out = torch.full((len(x), weight.rows), torch.nan, dtype=x.dtype, device=x.device)
-    return skinny_product(prepare_rows(x), weight, out=out, form=form, **more)  # type: ignore[arg-type]
+    return skinny_product(prepare_rows(x), weight, out=out, inside=form, **more)  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------ is it right?
@@ -83,6 +85,7 @@ def product_of_opened(x: Tensor, weight: Fragments) -> Tensor:
 
 def check(kinds: Iterable[str]) -> None:
     for kind in kinds:
+        make_ready(kind, DEVICE)
         for n, k in ((1000, 1536), (512, 6144), *(((200, 576),) if KINDS[kind].values == 32 else ())):
             weight, raw = made(kind, n, k)
             twin = numbers(raw, kind, k).repeat(-(-n // len(raw)), 1)[:n]
@@ -96,7 +99,12 @@ def check(kinds: Iterable[str]) -> None:
                 judge = x.double() @ twin.double().t()
                 error = float((full.double() - judge).norm() / judge.norm())
                 half_way = float((product_of_opened(x[:5], weight) - judge[:5]).norm() / judge[:5].norm())
-                unequal = [rows for rows in ROWS if not torch.equal(product(x[:rows], weight), full[:rows])]
+                unequal = [
+                    (rows, NAMES[form])
+                    for rows in ROWS
+                    for form in FORMS
+                    if not torch.equal(product(x[:rows], weight, form), full[:rows])
+                ]
                 middle = torch.equal(product(x[30:41], weight), full[30:41])
                 bias, residual = normal(n, dtype=dtype, seed=2), normal(64, n, dtype=dtype, seed=3)
                 more = product(x, weight, bias=bias, residual=residual)
@@ -113,16 +121,6 @@ def check(kinds: Iterable[str]) -> None:
                 )
 
 
-def check_forms(kinds: Iterable[str]) -> None:
-    for kind in kinds:
-        weight, _ = made(kind, 1040, 2560)
-        x = normal(64, 2560, seed=1)
-        full = product(x, weight)
-        for form in FORMS:
-            unequal = [rows for rows in (1, 16, 24, 64) if not torch.equal(product(x[:rows], weight, form), full[:rows])]
-            print(f"{kind} {form}: {unequal or 'equal'}", flush=True)
-
-
 # ------------------------------------------------------------------ how fast is it?
 
 
@@ -134,13 +132,13 @@ def copies_of(weight: Fragments, size: int) -> list[Fragments]:
     return [weight, *others]
 
 
-def cold_us(ready: Prepared, copies: list[Fragments], form: Form, *, pdl: bool, repeats: int = 7) -> float:
+def cold_us(ready: Prepared, copies: list[Fragments], form: bool | None, *, pdl: bool, repeats: int = 7) -> float:
     out = torch.empty(len(ready), copies[0].rows, dtype=torch.bfloat16, device=DEVICE)
-    graph = captured(lambda: [skinny_product(ready, one, out=out, form=form, pdl=pdl) for one in copies])
+    graph = captured(lambda: [skinny_product(ready, one, out=out, inside=form, pdl=pdl) for one in copies])
     return timed_ms(graph.replay, repeats) / len(copies) * 1e3
 
 
-def timed(rows: Iterable[int], kinds: Iterable[str], limit: float, forms: Iterable[Form]) -> None:
+def timed(rows: Iterable[int], kinds: Iterable[str], limit: float, forms: Iterable[bool | None]) -> None:
     began = time.monotonic()
     for kind, n, k in SHAPES:
         if kind not in kinds or time.monotonic() - began > limit:
@@ -148,26 +146,16 @@ def timed(rows: Iterable[int], kinds: Iterable[str], limit: float, forms: Iterab
         size = span_bytes((n, k), kind)
         copies = copies_of(made(kind, n, k)[0], size)
         floor = size / COPY_BYTES * 1e6
-        for form, pdl in itertools.product(forms, (False, True)):
+        for form, pdl in [*((one, True) for one in forms), (None, False)]:
             found = {count: cold_us(prepare_rows(normal(count, k)), copies, form, pdl=pdl) for count in rows}
             shown = ", ".join(f"{count}: {us:.1f}" for count, us in found.items())
-            how = f"{form.warps} warps, {form.ahead} ahead{', pdl' if pdl else ''}"
+            how = f"{NAMES[form]}{', pdl' if pdl else ''}"
             print(f"{kind} {n}x{k}: floor {floor:.1f} us, {floor / min(found.values()):.0%} | {how} | {shown}", flush=True)
-
-
-def compile_all(kinds: Iterable[str], rows: Iterable[int], part: int, parts: int) -> None:
-    work = [(kind, form, count) for form in FORMS for kind in kinds for count in rows]
-    for kind, form, count in work[part::parts]:
-        began = time.monotonic()
-        product(normal(count, 512), made(kind, 64, 512)[0], form)
-        print(f"{kind} {form}: {time.monotonic() - began:.1f} s", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("section", choices=("check", "forms", "compile", "time"))
-    parser.add_argument("--part", type=int, default=0)
-    parser.add_argument("--parts", type=int, default=1)
+    parser.add_argument("section", choices=("check", "time"))
     parser.add_argument("--kinds", nargs="*", default=list(SPANS))
     parser.add_argument("--rows", nargs="*", type=int, default=[1, 8, 16, 24, 64])
     parser.add_argument("--all-forms", action="store_true")
@@ -178,12 +166,8 @@ def main() -> None:
     with torch.inference_mode():
         if chosen.section == "check":
             check(chosen.kinds)
-        elif chosen.section == "forms":
-            check_forms(chosen.kinds)
-        elif chosen.section == "compile":
-            compile_all(chosen.kinds, chosen.rows, chosen.part, chosen.parts)
         else:
-            timed(chosen.rows, chosen.kinds, chosen.limit, FORMS if chosen.all_forms else (CHOSEN,))
+            timed(chosen.rows, chosen.kinds, chosen.limit, FORMS if chosen.all_forms else (None,))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ import torch
 
 from onedraw.backends.packing import SPANS
 from onedraw.backends.torch.kernels import nvrtc
-from onedraw.backends.torch.kernels.packed_rows import CHOSEN, MOST_ROWS, SOURCE, blocks_of, buffers_of, shared_bytes, tiles_of
+from onedraw.backends.torch.kernels.packed_rows import SOURCE
+from onedraw.backends.torch.kernels.shares import share_out
 from onedraw.checkpoints.quants import KINDS
 from onedraw.errors import BadSetting
 
@@ -28,27 +29,11 @@ def test_weights_are_opened_on_every_card(kind: str) -> None:
 @needs_compiler
 @pytest.mark.parametrize(("kind", "architecture"), [("Q4_K", "sm_86"), ("Q4_1", "sm_90")])
 def test_products_compile(kind: str, architecture: str) -> None:
-    for tiles in (1, 3):
-        assert b"rows_product" in nvrtc.compile_source(
-            SOURCE, architecture, {"KIND": KINDS[kind].code or 0, **CHOSEN.defines(tiles, 2)}
-        )
-
-
-def test_rows_take_the_fewest_tiles_that_hold_them_and_as_many_as_a_small_card_has_room_for() -> None:
-    large = 227 << 10
-    assert [tiles_of(rows, large) for rows in (1, 8, 9, 17, 33, 49, MOST_ROWS)] == [1, 1, 2, 3, 6, 8, 8]
-    assert [tiles_of(rows, SMALL_SHARED) for rows in (1, 32, 33, MOST_ROWS)] == [1, 4, 4, 4]
-    assert shared_bytes(4) <= SMALL_SHARED < shared_bytes(6)
-
-
-def test_shares_are_equal_and_of_one_segment_where_that_costs_next_to_nothing() -> None:
-    assert blocks_of(2176, 5, 132) == 130  # 26 for every segment
-    assert blocks_of(320, 6, 132) == 132
-    assert blocks_of(320, 17, 132) == 132  # 119 would leave a tenth of the device idle
-    assert blocks_of(1, 1, 132) == 1
-    assert blocks_of(3, 200, 132) == 132
-    assert [buffers_of(tiles, 227 << 10) for tiles in (1, 4, 6, 8)] == [2, 2, 2, 1]
-    assert [buffers_of(tiles, SMALL_SHARED) for tiles in (1, 2, 4)] == [2, 2, 1]
+    for rows, inside in ((1, True), (17, False)):
+        share = share_out(rows, 64, 1, multiprocessors=128, shared=SMALL_SHARED, inside=inside)
+        assert share.inside == inside
+        code = nvrtc.compile_source(SOURCE, architecture, {"KIND": KINDS[kind].code or 0, **share.defines})
+        assert b"rows_product" in code
 
 
 @needs_compiler

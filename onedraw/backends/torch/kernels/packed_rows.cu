@@ -2,14 +2,15 @@
 //
 // In: units of 16 outputs by 256 inputs, as fragments.py lays them, and rows as spans.py makes them ready; the rule of the
 // arithmetic stands there. Out: [rows, outputs]. Compiled at run time by nvrtc.py for a KIND (the kind's number in GGUF): with
-// TILES (of eight rows), WARPS (of a block), BUFFERS (segments of rows that there is room for) and AHEAD (items that are brought
-// near) the product, without them the rest.
+// TILES (of eight rows), WARPS (of a block, at most) and INSIDE the product, without them the rest.
 //
-// Work comes in items: sixteen outputs by a segment of four spans. They stand segment by segment, and every block of threads, one
-// per multiprocessor, has an equal share of them, so a block needs rows of one segment or two only, in shared memory. A warp takes an
-// item after the other; its weights come straight into registers, a span ahead, and lie there as the matrix unit takes them. It
-// leaves the sum of the segment; whoever leaves the last of an output adds them from front to back. So no number here, and no
-// number of rows, changes a bit.
+// Work comes in items: sixteen outputs by a segment of four spans. A warp takes an item after the other; its weights come straight
+// into registers, a span ahead, and lie there as the matrix unit takes them. There are two ways to share items out:
+//   INSIDE 1  a block of threads has all segments of some outputs. Rows of all segments lie in shared memory, and so do the sums of
+//             items, which the block adds up in the end.
+//   INSIDE 0  items stand segment by segment, and every block has an equal share of them, so it needs rows of one segment or two.
+//             Sums of items go to memory; whoever is the last to finish one of an output adds them.
+// Sums of segments are added from front to back either way: no number here, and no number of rows, changes a bit.
 
 #define Q4_0 2
 #define Q4_1 3
@@ -138,13 +139,6 @@ __device__ __forceinline__ void copy_sixteen(word to, const void *from) {
 
 __device__ __forceinline__ void copy_four(word to, const void *from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from));
-}
-
-// Bytes that will be read soon come into the second cache; one lane asks for all of them.
-__device__ __forceinline__ void bring_near(const byte *at, int count) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at), "r"(count) : "memory");
-#endif
 }
 
 __device__ __forceinline__ word &part_of(uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
@@ -337,32 +331,38 @@ struct Product {
     const halfword *sums;   // [rows, spans, 16] float16
     const halfword *bias, *residual;
     halfword *out;
-    float *parts;           // [tall, segments, TILES, 32 lanes, 4]: sums of segments, where there are several
+    float *parts;           // [tall, segments, TILES, 32 lanes, 4]: sums of segments, where there are several and not INSIDE
     int *counters;          // [tall], zero between products
     long long residual_stride, out_stride;
     int outputs, tall, spans, rows;
+    int height, step;       // units of outputs that a block has, where INSIDE, and those whose sums there is room for
+    int buffers;            // segments of rows that there is room for, where not
     int bf16, pdl;
 };
 
-// Shared memory of a segment: per row numbers and their sums, padded so that eight rows lie in different banks; then 2^e.
+// Shared memory of a segment: per row numbers and their sums, padded so that eight rows lie in different banks, and a row of zeros
+// for those that are not there; then 2^e.
 #define ROW_BYTES (SEGMENT * (SPAN * 2 + 32) + 16)
 #define SUMS_AT (SEGMENT * SPAN * 2)
-#define BUFFER_BYTES (TILES * 8 * (ROW_BYTES + SEGMENT * 4))
+
+__device__ __forceinline__ int powers_at(const Product &p) { return (p.rows + 1) * ROW_BYTES; }
+
+__device__ __forceinline__ int buffer_bytes(const Product &p) { return powers_at(p) + TILES * 8 * SEGMENT * 4; }
 
 __device__ __forceinline__ void bring_rows(const Product &p, word to, int span) {
     const int live = min(SEGMENT, p.spans - span);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < p.rows * (SEGMENT * 32); i += WARPS * 32) {  // pieces of sixteen bytes
+    for (int i = threadIdx.x; i < p.rows * (SEGMENT * 32); i += blockDim.x) {  // pieces of sixteen bytes
         const int row = i / (SEGMENT * 32), piece = i % (SEGMENT * 32);
         if (piece < live * 32)
             copy_sixteen(to + row * ROW_BYTES + piece * 16, p.x + ((long long)row * p.spans + span) * SPAN + piece * 8);
     }
 #pragma unroll 1
-    for (int i = threadIdx.x; i < p.rows * (SEGMENT * 2); i += WARPS * 32) {
+    for (int i = threadIdx.x; i < p.rows * (SEGMENT * 2); i += blockDim.x) {
         const int row = i / (SEGMENT * 2), piece = i % (SEGMENT * 2);
         const long long at = (long long)row * p.spans + span;
         if (piece < live * 2) copy_sixteen(to + row * ROW_BYTES + SUMS_AT + piece * 16, p.sums + at * 16 + piece * 8);
-        if (piece < live) copy_four(to + TILES * 8 * ROW_BYTES + (piece * TILES * 8 + row) * 4, p.factors + at + piece);
+        if (piece < live) copy_four(to + powers_at(p) + (piece * TILES * 8 + row) * 4, p.factors + at + piece);
     }
 }
 
@@ -384,21 +384,15 @@ __device__ __forceinline__ void finish(const Product &p, const float (&total)[TI
         }
 }
 
-// A warp leaves the sum of a segment. The last of an output's segments adds them all from front to back.
-__device__ __forceinline__ void leave(const Product &p, float (&sums)[TILES][4], int tall, int segment, int segments) {
-    const int lane = threadIdx.x & 31;
-    float4 *own = (float4 *)p.parts + (long long)tall * segments * TILES * 32 + lane;
+// Sums of an item, as this lane has them: `to` is its place of the first tile.
+__device__ __forceinline__ void keep(const Product &p, float4 *to, const float (&sums)[TILES][4]) {
 #pragma unroll
     for (int n = 0; n < TILES; n++)
-        if (n * 8 + 2 * (lane & 3) < p.rows)
-            __stcg(own + (segment * TILES + n) * 32, make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]));
-    __threadfence();
-    __syncwarp();
-    int is_last = 0;
-    if (lane == 0) is_last = atomicAdd(p.counters + tall, 1) == segments - 1;
-    if (!__shfl_sync(0xFFFFFFFFu, is_last, 0)) return;
-    if (lane == 0) p.counters[tall] = 0;
-    __threadfence();
+        if (n * 8 + 2 * (int)(threadIdx.x & 3) < p.rows) __stcg(to + n * 32, make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]));
+}
+
+// Segments from front to back, `apart` from each other
+__device__ __forceinline__ void add_up(const Product &p, const float4 *from, int segments, int apart, int tall) {
     float total[TILES][4];
 #pragma unroll
     for (int n = 0; n < TILES; n++)
@@ -408,8 +402,8 @@ __device__ __forceinline__ void leave(const Product &p, float (&sums)[TILES][4],
     for (int i = 0; i < segments; i++)
 #pragma unroll
         for (int n = 0; n < TILES; n++)
-            if (n * 8 + 2 * (lane & 3) < p.rows) {
-                const float4 v = __ldcg(own + (i * TILES + n) * 32);
+            if (n * 8 + 2 * (int)(threadIdx.x & 3) < p.rows) {
+                const float4 v = __ldcg(from + (long long)i * apart + n * 32);
                 total[n][0] = __fadd_rn(total[n][0], v.x);
                 total[n][1] = __fadd_rn(total[n][1], v.y);
                 total[n][2] = __fadd_rn(total[n][2], v.z);
@@ -418,17 +412,58 @@ __device__ __forceinline__ void leave(const Product &p, float (&sums)[TILES][4],
     finish(p, total, tall);
 }
 
+// Sums of all items of a block, in shared memory, segment by segment
+__device__ __forceinline__ void add_inside(const Product &p, const float4 *kept, int segments, int first, int count) {
+    for (int tall = threadIdx.x >> 5; tall < count; tall += blockDim.x >> 5) {
+        float total[TILES][4];
+#pragma unroll
+        for (int n = 0; n < TILES; n++)
+#pragma unroll
+            for (int c = 0; c < 4; c++) total[n][c] = 0.0f;
+        for (int i = 0; i < segments; i++)
+#pragma unroll
+            for (int n = 0; n < TILES; n++) {
+                const float4 v = kept[((i * count + tall) * TILES + n) * 32];
+                total[n][0] = __fadd_rn(total[n][0], v.x);
+                total[n][1] = __fadd_rn(total[n][1], v.y);
+                total[n][2] = __fadd_rn(total[n][2], v.z);
+                total[n][3] = __fadd_rn(total[n][3], v.w);
+            }
+        finish(p, total, first + tall);
+    }
+}
+
+#define MOST_UNSETTLED 8
+
+// Items of a warp whose sums are in memory, and nobody knows yet: lane i holds the unit of item i.
+__device__ __forceinline__ void settle(const Product &p, int tall, int count, int segments) {
+    const int lane = threadIdx.x & 31;
+    __threadfence();
+    __syncwarp();
+    int is_last = 0;
+    if (lane < count) {
+        is_last = atomicAdd(p.counters + tall, 1) == segments - 1;
+        if (is_last) p.counters[tall] = 0;
+    }
+    word last = __ballot_sync(0xFFFFFFFFu, is_last);
+    if (last) __threadfence();
+    while (last) {
+        const int whose = __shfl_sync(0xFFFFFFFFu, tall, __ffs(last) - 1);
+        add_up(p, (const float4 *)p.parts + (long long)whose * segments * TILES * 32 + lane, segments, TILES * 32, whose);
+        last &= last - 1;
+    }
+}
+
 // One span of sixteen outputs: `unit` is used up, and filled again from `next`, register by register as they become free.
-__device__ __forceinline__ void add_span(float (&sums)[TILES][4], Unit &unit, const byte *next, bool more, const byte *rows, word rows_at, int place) {
+__device__ __forceinline__ void add_span(const Product &p, float (&sums)[TILES][4], Unit &unit, const byte *next, bool more, const byte *rows,
+                                         const word (&own)[TILES], int place) {
     const int lane = threadIdx.x & 31;
     const Unit now = unit;
     load_scales(unit, next, lane, more);
     if (FIVE) load_high(unit, next, lane, 0, more);
     Scales scales;
     open_scales(scales, now);
-    // Eight rows by 32 inputs, four matrices of eight by eight: lane 8 i + r brings row r of matrix i.
-    const word own = rows_at + (lane & 7) * ROW_BYTES + place * SPAN * 2 + (lane >> 3) * 16;
-    const float *powers = (const float *)(rows + TILES * 8 * ROW_BYTES) + place * TILES * 8 + 2 * (lane & 3);
+    const float *powers = (const float *)(rows + powers_at(p)) + place * TILES * 8 + 2 * (lane & 3);
     float span_sums[TILES][4];
 #pragma unroll
     for (int n = 0; n < TILES; n++)
@@ -451,17 +486,19 @@ __device__ __forceinline__ void add_span(float (&sums)[TILES][4], Unit &unit, co
 #pragma unroll
         for (int n = 0; n < TILES; n++) {
             word b[4];
-            matrices(b, own + n * 8 * ROW_BYTES + block * 64);
+            matrices(b, own[n] + place * SPAN * 2 + (lane >> 3) * 16 + block * 64);
             step(span_sums[n], a[0], b[0], b[1]);
             step(span_sums[n], a[1], b[2], b[3]);
             if (WHOLE) continue;
             const float two[2] = {powers[n * 8], powers[n * 8 + 1]};
             float whole[2] = {0.0f, 0.0f};
             if (MINIMA) {
-                const halfword *sum = (const halfword *)(rows + (n * 8 + 2 * (lane & 3)) * ROW_BYTES + SUMS_AT + place * 32) + block;
 #pragma unroll
-                for (int c = 0; c < 2; c++)
-                    whole[c] = half_to_float(sum[c * ROW_BYTES / 2]) + half_to_float(sum[c * ROW_BYTES / 2 + 8]);
+                for (int c = 0; c < 2; c++) {
+                    const int row = min(n * 8 + 2 * (lane & 3) + c, p.rows);
+                    const halfword *sum = (const halfword *)(rows + row * ROW_BYTES + SUMS_AT + place * 32) + block;
+                    whole[c] = half_to_float(sum[0]) + half_to_float(sum[8]);
+                }
             }
 #pragma unroll
             for (int c = 0; c < 4; c++) {
@@ -494,7 +531,7 @@ __device__ __forceinline__ void add_span(float (&sums)[TILES][4], Unit &unit, co
         if (SIX_BIT_SCALES) {
             float taken[4] = {0.0f, 0.0f, 0.0f, 0.0f};
             word b0, b1;
-            two_matrices(b0, b1, rows_at + (n * 8 + (lane & 7)) * ROW_BYTES + SUMS_AT + place * 32 + ((lane >> 3) & 1) * 16);
+            two_matrices(b0, b1, own[n] + SUMS_AT + place * 32 + ((lane >> 3) & 1) * 16);
             step(taken, minima, b0, b1);
 #pragma unroll
             for (int c = 0; c < 4; c++) sums[n][c] = __fmaf_rn(taken[c], -__fmul_rn(least[c >> 1], two[c & 1]), sums[n][c]);
@@ -502,16 +539,16 @@ __device__ __forceinline__ void add_span(float (&sums)[TILES][4], Unit &unit, co
     }
 }
 
-// Where the weights of an item lie, and how many spans it has.
+// Where the weights of an item lie, and how many spans it has. Items of a block with all segments count from its first unit.
 struct Item {
     const byte *at;
     int tall, segment, live;
 };
 
-__device__ __forceinline__ Item place_of(const Product &p, int item) {
+__device__ __forceinline__ Item place_of(const Product &p, int item, int first, int count) {
     Item found;
-    found.segment = item / p.tall;
-    found.tall = item - found.segment * p.tall;
+    found.segment = item / count;
+    found.tall = first + item - found.segment * count;
     found.at = p.units + ((long long)found.tall * p.spans + found.segment * SEGMENT) * UNIT_BYTES;
     found.live = min(SEGMENT, p.spans - found.segment * SEGMENT);
     return found;
@@ -519,67 +556,76 @@ __device__ __forceinline__ Item place_of(const Product &p, int item) {
 
 __device__ __forceinline__ void product(const Product &p) {
     extern __shared__ __align__(16) byte rows[];
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    const int segments = (p.spans + SEGMENT - 1) / SEGMENT, items = segments * p.tall;
-    const int end = (int)((long long)items * (blockIdx.x + 1) / gridDim.x);
-    int begin = (int)((long long)items * blockIdx.x / gridDim.x);
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
+    const int segments = (p.spans + SEGMENT - 1) / SEGMENT, buffers = INSIDE ? segments : p.buffers, bytes = buffer_bytes(p);
+    // Where INSIDE, `begin` and `end` are units of outputs, and items count from `begin`. Else they are items.
+    const int end = INSIDE ? min((int)(blockIdx.x + 1) * p.height, p.tall) : (int)((long long)segments * p.tall * (blockIdx.x + 1) / gridDim.x);
+    int begin = INSIDE ? blockIdx.x * p.height : (int)((long long)segments * p.tall * blockIdx.x / gridDim.x);
     const word rows_at = (word)__cvta_generic_to_shared(rows);
-    for (int i = threadIdx.x; i < BUFFERS * BUFFER_BYTES / 16; i += WARPS * 32) ((uint4 *)rows)[i] = make_uint4(0, 0, 0, 0);
-    bool waits = p.pdl;
-    while (begin < end) {  // once, but where a block has more segments than there is room for
-        const int segment = begin / p.tall, stop = min(end, (segment + BUFFERS) * p.tall);
-        int item = begin + warp;
-        Item own = place_of(p, min(item, stop - 1));
+    float4 *kept = INSIDE ? (float4 *)(rows + buffers * bytes) + lane : (float4 *)p.parts + lane;
+    // Eight rows by 32 inputs, four matrices of eight by eight: lane 8 i + r brings row r of matrix i.
+    int row_of[TILES];
+#pragma unroll
+    for (int n = 0; n < TILES; n++) row_of[n] = min(n * 8 + (lane & 7), p.rows) * ROW_BYTES;
+    const int pieces = (bytes - p.rows * ROW_BYTES) / 16;
+    for (int i = threadIdx.x; i < buffers * pieces; i += blockDim.x)  // the row of zeros, and 2^e of those that are not there
+        ((uint4 *)(rows + i / pieces * bytes + p.rows * ROW_BYTES))[i % pieces] = make_uint4(0, 0, 0, 0);
+    bool waits = p.pdl, starts = true;
+    while (begin < end) {  // once, but where there is no room for all sums, or for rows of all segments
+        const int count = INSIDE ? min(p.step, end - begin) : p.tall, first = INSIDE ? begin : 0;
+        const int segment = INSIDE ? 0 : begin / count, stop = INSIDE ? segments * count : min(end, (segment + buffers) * count);
+        int item = (INSIDE ? 0 : begin) + warp, unsettled = 0, mine = 0;
+        Item own = place_of(p, min(item, stop - 1), first, count);
         // Weights hang on nothing that runs before this kernel: the first are on their way before it waits.
         Unit unit;
         load_unit(unit, own.at, lane, item < stop);
-        if (AHEAD > 0 && lane == 0 && item < stop) bring_near(own.at, own.live * UNIT_BYTES);
-#pragma unroll
-        for (int i = 1; i < AHEAD; i++)
-            if (lane == 0 && item + i * WARPS < stop) {
-                const Item near = place_of(p, item + i * WARPS);
-                bring_near(near.at, near.live * UNIT_BYTES);
-            }
         __syncthreads();
+        if (!INSIDE || starts) {
 #if __CUDA_ARCH__ >= 900
-        if (waits) asm volatile("griddepcontrol.launch_dependents; griddepcontrol.wait;" ::: "memory");
+            if (waits) asm volatile("griddepcontrol.launch_dependents; griddepcontrol.wait;" ::: "memory");
 #endif
-        waits = false;
-        for (int i = segment; i * p.tall < stop; i++) bring_rows(p, rows_at + (i - segment) * BUFFER_BYTES, i * SEGMENT);
-        asm volatile("cp.async.commit_group; cp.async.wait_group 0;" ::: "memory");
-        __syncthreads();
+            waits = starts = false;
+            for (int i = segment; i * count < stop; i++) bring_rows(p, rows_at + (i - segment) * bytes, i * SEGMENT);
+            asm volatile("cp.async.commit_group; cp.async.wait_group 0;" ::: "memory");
+            __syncthreads();
+        }
 #pragma unroll 1
-        for (; item < stop; item += WARPS) {
-            const bool more = item + WARPS < stop;
-            const Item next = place_of(p, more ? item + WARPS : item);
-            if (AHEAD > 0 && lane == 0 && item + AHEAD * WARPS < stop) {
-                const Item near = AHEAD == 1 ? next : place_of(p, item + AHEAD * WARPS);
-                bring_near(near.at, near.live * UNIT_BYTES);
-            }
-            const int buffer = (own.segment - segment) * BUFFER_BYTES;
+        for (; item < stop; item += warps) {
+            const bool more = item + warps < stop;
+            const Item next = place_of(p, more ? item + warps : item, first, count);
+            const int buffer = (own.segment - segment) * bytes;
+            word own_rows[TILES];
             float sums[TILES][4];
 #pragma unroll
-            for (int n = 0; n < TILES; n++)
+            for (int n = 0; n < TILES; n++) {
+                own_rows[n] = rows_at + buffer + row_of[n];
 #pragma unroll
                 for (int c = 0; c < 4; c++) sums[n][c] = 0.0f;
+            }
 #pragma unroll
             for (int s = 0; s < SEGMENT; s++) {
                 if (s >= own.live) break;
                 const bool closes = s + 1 >= own.live;
-                add_span(sums, unit, closes ? next.at : own.at + (s + 1) * UNIT_BYTES, !closes || more, rows + buffer, rows_at + buffer, s);
+                add_span(p, sums, unit, closes ? next.at : own.at + (s + 1) * UNIT_BYTES, !closes || more, rows + buffer, own_rows, s);
             }
-            if (segments > 1) {
-                leave(p, sums, own.tall, own.segment, segments);
+            if (INSIDE) {
+#pragma unroll
+                for (int n = 0; n < TILES; n++) kept[(item * TILES + n) * 32] = make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]);
             } else {
-#pragma unroll
-                for (int n = 0; n < TILES; n++)
-#pragma unroll
-                    for (int c = 0; c < 4; c++) sums[n][c] = __fadd_rn(0.0f, sums[n][c]);
-                finish(p, sums, own.tall);
+                keep(p, kept + ((long long)own.tall * segments + own.segment) * TILES * 32, sums);
+                if (lane == unsettled) mine = own.tall;
+                if (++unsettled == MOST_UNSETTLED || !more) {
+                    settle(p, mine, unsettled, segments);
+                    unsettled = 0;
+                }
             }
             own = next;
         }
-        begin = stop;
+        if (INSIDE) {
+            __syncthreads();
+            add_inside(p, kept, segments, first, count);
+        }
+        begin = INSIDE ? begin + count : stop;
     }
 }
 

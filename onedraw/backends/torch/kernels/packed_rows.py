@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -19,16 +18,13 @@ from torch import Tensor
 from onedraw.backends.packing import SEGMENT, SPAN, UNIT_ROWS
 from onedraw.backends.torch.kernels.fragments import Fragments
 from onedraw.backends.torch.kernels.nvrtc import Kernel, Module, compile_for
+from onedraw.backends.torch.kernels.shares import APART_WARPS, INSIDE_WARPS, TILE_ROWS, rows_at_once, share_out
 from onedraw.backends.torch.kernels.spans import Opened, Prepared, beside
 from onedraw.backends.torch.kernels.triton_linear import shared_memory
 from onedraw.checkpoints.quants import KINDS
 
 SOURCE = "packed_rows.cu"
 MOST_ROWS = 64  # of one call; more rows are another kernel's
-TILE_ROWS = 8  # rows that one step of the matrix unit takes
-TILES = (1, 2, 3, 4, 6, 8)  # tiles of rows that a kernel is compiled for
-FEW_WARPS = 8  # of a block of threads that has more than so many tiles:
-TILES_OF_MANY_WARPS = 4
 WHOLE_KINDS = ("Q4_K", "Q5_K", "Q6_K")  # one scale for a span of 256, on top of small ones
 OPENED_WARPS = LOOKED_WARPS = 4
 DTYPE_NUMBERS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
@@ -72,58 +68,13 @@ class _Product(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("units", "x", "factors", "sums", "bias", "residual", "out", "parts", "counters")),
         *((name, ctypes.c_longlong) for name in ("residual_stride", "out_stride")),
-        *((name, ctypes.c_int) for name in ("outputs", "tall", "spans", "rows", "bf16", "pdl")),
+        *((name, ctypes.c_int) for name in ("outputs", "tall", "spans", "rows", "height", "step", "buffers", "bf16", "pdl")),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """How blocks of threads work. No number here can change a bit of the result."""
-
-    warps: int = 16  # of a block, for up to 32 rows
-    ahead: int = 1  # items of a warp that are brought into the second cache before their turn
-
-    def warps_for(self, tiles: int) -> int:
-        return self.warps if tiles <= TILES_OF_MANY_WARPS else FEW_WARPS
-
-    def defines(self, tiles: int, buffers: int) -> dict[str, int]:
-        return {"TILES": tiles, "WARPS": self.warps_for(tiles), "BUFFERS": buffers, "AHEAD": self.ahead}
-
-
-CHOSEN = Form()
-
-
-def shared_bytes(tiles: int) -> int:
-    """A segment of rows: numbers, sums, powers of two, and what brings eight rows into different banks."""
-    return TILE_ROWS * tiles * (SEGMENT * (2 * SPAN + 32 + 4) + 16)
-
-
-def buffers_of(tiles: int, shared: int) -> int:
-    """Segments of rows that there is room for at once; more than two are never needed at once."""
-    return min(2, shared // shared_bytes(tiles))
-
-
-def blocks_of(tall: int, segments: int, multiprocessors: int) -> int:
-    """Blocks of threads: one per multiprocessor, but a few less where each has then rows of one segment only."""
-    aligned = multiprocessors // segments * segments
-    return min(aligned if aligned >= 0.97 * multiprocessors else multiprocessors, tall * segments)
-
-
-def tiles_of(rows: int, shared: int) -> int:
-    """Tiles for so many rows at once, or the most that there is shared memory for."""
-    fitting = [tiles for tiles in TILES if shared_bytes(tiles) <= shared]
-    return next((tiles for tiles in fitting if tiles * TILE_ROWS >= rows), fitting[-1])
-
-
-def _defines(kind: str, device: torch.device, tiles: int = 0, form: Form = CHOSEN) -> dict[str, int]:
-    """For a product of so many tiles, or for what else is done with a weight."""
-    own = form.defines(tiles, buffers_of(tiles, shared_memory(device))) if tiles else {}
-    return {"KIND": KINDS[kind].code or 0, **own}
 
 
 @lru_cache(maxsize=64)
 def _rest(kind: str, device: torch.device) -> Module:
-    return Module(SOURCE, device, _defines(kind, device))
+    return Module(SOURCE, device, {"KIND": _number(kind)})
 
 
 @lru_cache(maxsize=64)
@@ -131,14 +82,18 @@ def _kernel(kind: str, device: torch.device, name: str) -> Kernel:
     return _rest(kind, device).kernel(name)
 
 
-def _shared(tiles: int, device: torch.device) -> int:
-    shared = shared_memory(device)
-    return buffers_of(tiles, shared) * shared_bytes(tiles)
-
-
 @lru_cache(maxsize=256)
-def _product(kind: str, device: torch.device, tiles: int, form: Form) -> Kernel:
-    return Module(SOURCE, device, _defines(kind, device, tiles, form)).kernel("rows_product", _shared(tiles, device))
+def _product(kind: str, device: torch.device, tiles: int, inside: bool) -> Kernel:
+    return Module(SOURCE, device, _defines(kind, tiles, inside)).kernel("rows_product", shared_memory(device))
+
+
+def _defines(kind: str, tiles: int, inside: bool) -> dict[str, int]:
+    warps = (INSIDE_WARPS if inside else APART_WARPS)[tiles]
+    return {"KIND": _number(kind), "TILES": tiles, "WARPS": warps, "INSIDE": int(inside)}
+
+
+def _number(kind: str) -> int:
+    return KINDS[kind].code or 0
 
 
 @lru_cache(maxsize=8)
@@ -154,46 +109,57 @@ def skinny_product(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     pdl: bool = False,
-    form: Form = CHOSEN,
+    inside: bool | None = None,
 ) -> Tensor:
     """Up to 64 rows → out [T, N] in bf16 or f16, which may be columns of a wider tensor; bias and residual are of its dtype.
-    `form` changes no bit."""
+    `inside` (shares.py) changes no bit."""
     rows, device = len(prepared), fragments.units.device
     assert rows <= MOST_ROWS, "more rows than this product is for"
     if rows == 0:
         return out
-    tiles = tiles_of(rows, shared_memory(device))
-    most = tiles * TILE_ROWS
+    shared = shared_memory(device)
+    most = rows_at_once(rows, shared)
     if rows > most:
         for part in (slice(0, most), slice(most, rows)):
-            beside = None if residual is None else residual[part]
-            skinny_product(prepared.rows(part), fragments, out=out[part], bias=bias, residual=beside, pdl=pdl, form=form)
+            added = None if residual is None else residual[part]
+            skinny_product(prepared.rows(part), fragments, out=out[part], bias=bias, residual=added, pdl=pdl, inside=inside)
         return out
     tall, segments = len(fragments.units), -(-fragments.spans // SEGMENT)
+    share = share_out(rows, tall, segments, multiprocessors=_multiprocessors(device), shared=shared, inside=inside)
     parts = None
-    if segments > 1:
-        parts = torch.empty(segments * tall * UNIT_ROWS * most, dtype=torch.float32, device=device)
+    if not share.inside:
+        parts = torch.empty(segments * tall * UNIT_ROWS * share.tiles * TILE_ROWS, dtype=torch.float32, device=device)
     given = _Product(
         *(fragments.units.data_ptr(), prepared.x.data_ptr(), prepared.factors.data_ptr(), prepared.sums.data_ptr()),
         *(_place(bias), _place(residual), out.data_ptr(), _place(parts), fragments.counters.data_ptr()),
         *(0 if residual is None else residual.stride(0), out.stride(0)),
-        *(fragments.rows, tall, fragments.spans, rows, DTYPE_NUMBERS[out.dtype], int(pdl)),
+        *(
+            fragments.rows,
+            tall,
+            fragments.spans,
+            rows,
+            share.height,
+            share.step,
+            share.buffers,
+            DTYPE_NUMBERS[out.dtype],
+            int(pdl),
+        ),
     )
-    kernel = _product(fragments.kind, device, tiles, form)
-    blocks = blocks_of(tall, segments, _multiprocessors(device))
-    kernel.launch(given, grid=(blocks, 1), threads=32 * form.warps_for(tiles), shared=_shared(tiles, device), pdl=pdl)
+    kernel = _product(fragments.kind, device, share.tiles, share.inside)
+    kernel.launch(given, grid=(share.blocks, 1), threads=share.threads, shared=share.shared, pdl=pdl)
     return out
 
 
 @lru_cache(maxsize=64)
 def make_ready(kind: str, device: torch.device) -> None:
     """Compile, or find in the cache folder, what the products of a kind need: nothing is compiled in the middle of a turn."""
-    fitting = [tiles for tiles in TILES if shared_bytes(tiles) <= shared_memory(device)]
+    ways = [(tiles, False) for tiles in APART_WARPS] + [(tiles, True) for tiles in INSIDE_WARPS]
+    needed = [{"KIND": _number(kind)}, *(_defines(kind, *way) for way in ways)]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        list(pool.map(lambda tiles: compile_for(SOURCE, device, _defines(kind, device, tiles)), (0, *fitting)))
+        list(pool.map(lambda defines: compile_for(SOURCE, device, defines), needed))
     _kernel(kind, device, "opened")
-    for tiles in fitting:
-        _product(kind, device, tiles, CHOSEN)
+    for way in ways:
+        _product(kind, device, *way)
 
 
 def opened(fragments: Fragments, first: int, count: int, out: Opened | None = None) -> Opened:

@@ -1,0 +1,57 @@
+"""Work shared out among multiprocessors: every item once, equal shares, within the shared memory of small cards."""
+
+from __future__ import annotations
+
+import pytest
+
+from onedraw.backends.torch.kernels.shares import Share, buffer_bytes, rows_at_once, share_out, tiles_of
+
+LARGE, SMALL = 227 << 10, 99 << 10  # bytes of shared memory of an sm_90 and of an sm_86
+
+
+def shares(share: Share, tall: int, segments: int) -> list[set[tuple[int, int]]]:
+    """What each block does: (unit of outputs, segment), as the kernel counts."""
+    if share.inside:
+        starts = range(0, share.blocks * share.height, share.height)
+        return [
+            {(unit, s) for unit in range(start, min(start + share.height, tall)) for s in range(segments)} for start in starts
+        ]
+    items = tall * segments
+    edges = [items * block // share.blocks for block in range(share.blocks + 1)]
+    return [{(item % tall, item // tall) for item in range(*edges[block : block + 2])} for block in range(share.blocks)]
+
+
+@pytest.mark.parametrize(("tall", "segments"), [(2176, 5), (320, 17), (320, 6), (384, 5), (640, 5), (1, 1), (3, 200), (64, 4)])
+@pytest.mark.parametrize(("rows", "shared", "processors"), [(1, LARGE, 132), (16, LARGE, 132), (64, LARGE, 132), (32, SMALL, 82)])
+def test_every_item_belongs_to_one_block(tall: int, segments: int, rows: int, shared: int, processors: int) -> None:
+    for inside in (None, True, False):
+        share = share_out(rows, tall, segments, multiprocessors=processors, shared=shared, inside=inside)
+        found = shares(share, tall, segments)
+        assert sum(map(len, found)) == tall * segments
+        assert set().union(*found) == {(unit, s) for unit in range(tall) for s in range(segments)}
+        assert all(found)
+        assert share.blocks <= processors
+        assert share.shared <= shared
+        assert 32 <= share.threads <= 32 * share.warps
+        if not share.inside:
+            assert max(map(len, found)) - min(map(len, found)) <= 1
+            assert share.buffers >= 1
+
+
+def test_blocks_have_rows_of_one_segment_where_that_costs_next_to_nothing() -> None:
+    share = share_out(24, 2176, 5, multiprocessors=132, shared=LARGE)
+    assert not share.inside
+    assert share.blocks == 130
+    assert all(len({segment for _, segment in items}) == 1 for items in shares(share, 2176, 5))
+
+
+def test_warps_are_as_few_as_do_the_work_in_as_many_rounds() -> None:
+    share = share_out(1, 2176, 5, multiprocessors=132, shared=LARGE, inside=True)
+    assert (share.height, share.blocks, share.threads) == (17, 128, 17 * 32)
+
+
+def test_rows_come_at_once_as_far_as_there_is_shared_memory() -> None:
+    assert [tiles_of(rows) for rows in (1, 8, 9, 17, 33, 49, 64)] == [1, 1, 2, 3, 6, 8, 8]
+    assert [rows_at_once(rows, LARGE) for rows in (1, 33, 64)] == [1, 33, 64]
+    assert [rows_at_once(rows, SMALL) for rows in (1, 32, 40, 64)] == [1, 32, 40, 32]
+    assert buffer_bytes(64, 8) <= LARGE
