@@ -70,10 +70,14 @@ def _encoded(place: int, rows: int, columns: int, stride: int, inner: int, swizz
     return _TensorMap.from_buffer_copy((ctypes.c_uint64 * 16).from_address(at))
 
 
+def stages(per: int) -> int:
+    return 4 if TURNS == 3 else STAGES[per]
+
+
 def defines(per: int, minima: bool, dtype: torch.dtype) -> dict[str, int]:
     """What the source is compiled with."""
     return {
-        **{"PER": per, "MINIMA": int(minima), "BRAIN": int(dtype == torch.bfloat16), "STAGES": STAGES[per], "SLOTS": SLOTS[per]},
+        **{"PER": per, "MINIMA": int(minima), "BRAIN": int(dtype == torch.bfloat16), "STAGES": stages(per), "SLOTS": SLOTS[per]},
         **{"GROUP": GROUP, "TURNS": TURNS, "CLUSTER": CLUSTER},
     }
 
@@ -92,8 +96,8 @@ def shared_bytes(per: int) -> int:
     """Stages of X and W, slots of what belongs to a span, barriers, totals where they do not stay in registers, and room to align
     them."""
     slot = (4 if per == 1 else 2) * TILE * 16 + (2 * per + 1) * TILE * 4
-    totals = 0 if per == 1 else TILE * TILE * 4
-    return 1024 + STAGES[per] * 2 * TILE * DEPTH * 2 + SLOTS[per] * slot + 256 + totals
+    totals = 0 if per == 1 and TURNS != 3 else TILE * TILE * 4
+    return 1024 + stages(per) * 2 * TILE * DEPTH * 2 + SLOTS[per] * slot + 256 + totals
 
 
 @lru_cache(maxsize=8)
