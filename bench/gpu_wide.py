@@ -215,7 +215,6 @@ def variants(numbers: Iterable[str]) -> None:
         line = f"turns {turns} cluster {cluster} group {group}:"
         for kind, n, k, rows in (
             ("Q4_K", 16384, 5120, 2048),
-            ("Q4_K", 5120, 17408, 2048),
             ("Q6_K", 5120, 17408, 2048),
             ("Q4_K", 16384, 5120, 8192),
             ("Q8_0", 16384, 5120, 2048),
