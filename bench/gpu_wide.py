@@ -204,7 +204,9 @@ def compile_all(numbers: Iterable[str]) -> None:
     for asked in numbers:
         choose(*map(int, asked.split(",")))
         for per, minima in ((1, True), (1, False), (8, False)):
-            nvrtc.compile_source("wide.cu", "sm_90a", wide.defines(per, minima, torch.bfloat16))
+            nvrtc.compile_source(
+                "wide_b.cu" if wide.TURNS == 3 else "wide.cu", "sm_90a", wide.defines(per, minima, torch.bfloat16)
+            )
 
 
 def variants(numbers: Iterable[str]) -> None:

@@ -277,21 +277,6 @@ __device__ __forceinline__ void add_block(float (&sum)[64], const float (&part)[
 }
 #endif
 
-__device__ __forceinline__ void settled(float (&sum)[64]) {
-#pragma unroll
-    for (int i = 0; i < 64; i++) asm volatile("" : "+f"(sum[i]));
-}
-__device__ __forceinline__ void close_segment(float (&sum)[64], u32 totals, bool opens, bool more) {
-#pragma unroll
-    for (int i = 0; i < 64; i++) {
-        sum[i] = (opens ? 0.0f : one_float(totals + 1024 * i)) + sum[i];
-        if (more) {
-            asm volatile("st.shared.f32 [%0], %1;" ::"r"(totals + 1024 * i), "f"(sum[i]) : "memory");
-            sum[i] = 0.0f;
-        }
-    }
-}
-
 #if CLUSTER > 1
 #define TOGETHER __cluster_dims__(CLUSTER, 1, 1)
 #else
@@ -372,82 +357,7 @@ extern "C" __global__ void TOGETHER __launch_bounds__(384, 1) wide(const __grid_
         float sum[64];
         int stage = 0, slot = 0;
         u32 phase = 0, slot_phase = 0;
-#if PER == 1 && TURNS == 3
-        float even[64], odd[64];
-        const u32 totals = barriers + 256 + 4 * thread;
-#pragma unroll
-        for (int i = 0; i < 64; i++) even[i] = odd[i] = 0.0f;
-#define STEP(part, adds)                                                                                                 \
-    {                                                                                                                    \
-        const u64 a = swizzled(own + stage * 2 * OPERAND), b = swizzled(base + stage * 2 * OPERAND + OPERAND);           \
-        wait(full + 8 * stage, phase);                                                                                   \
-        ready();                                                                                                         \
-        multiply(part, a, b, adds);                                                                                      \
-        multiply(part, a + 2, b + 2, 1);                                                                                 \
-        multiply(part, a + 4, b + 4, 1);                                                                                 \
-        multiply(part, a + 6, b + 6, 1);                                                                                 \
-        commit();                                                                                                        \
-        if (++stage == STAGES) stage = 0, phase ^= 1;                                                                    \
-    }
-#define LEAVE(back) leave(empty + 8 * ((stage + STAGES - back) % STAGES), lane)
-#define SPAN_OF(now, next)                                                                                               \
-    {                                                                                                                    \
-        const u32 at = slots + slot * SLOT;                                                                              \
-        const bool more = span + 1 < spans;                                                                              \
-        wait(slot_full + 8 * slot, slot_phase);                                                                          \
-        const float f0 = one_float(at + AT_FACTORS + 4 * r), f1 = one_float(at + AT_FACTORS + 4 * r + 32);               \
-        if (more) STEP(next, 0);                                                                                         \
-        add_scaled(sum, now, at + AT_SCALES + 4 * c, f0, f1);                                                            \
-        settled(sum);                                                                                                    \
-        finished<0>();                                                                                                   \
-        if (more) LEAVE(1);                                                                                              \
-        if (MINIMA) {                                                                                                    \
-            ready();                                                                                                     \
-            multiply(now, plain(at + group * 64 * 16), plain(at + AT_MINIMA), 0);                                        \
-            commit();                                                                                                    \
-            finished<0>();                                                                                               \
-        }                                                                                                                \
-        if (more) {                                                                                                      \
-            STEP(next, 1);                                                                                               \
-            STEP(next, 1);                                                                                               \
-        }                                                                                                                \
-        if (MINIMA) {                                                                                                    \
-            add_scaled(sum, now, at + AT_LEAST + 4 * c, -f0, -f1);                                                       \
-            settled(sum);                                                                                                \
-        }                                                                                                                \
-        finished<0>();                                                                                                   \
-        if (lane == 0) arrive(slot_empty + 8 * slot);                                                                    \
-        if (++slot == SLOTS) slot = 0, slot_phase ^= 1;                                                                  \
-        if (more) {                                                                                                      \
-            LEAVE(2);                                                                                                    \
-            LEAVE(1);                                                                                                    \
-            STEP(next, 1);                                                                                               \
-        }                                                                                                                \
-        if (span % 4 == 3 || !more) close_segment(sum, totals, span < 4, more);                                          \
-        finished<0>();                                                                                                   \
-        if (more) LEAVE(1);                                                                                              \
-    }
-        for (int tile = first; tile < tiles; tile += stride) {
-#pragma unroll
-            for (int i = 0; i < 64; i++) sum[i] = 0.0f;
-            STEP(even, 0);
-            STEP(even, 1);
-            STEP(even, 1);
-            STEP(even, 1);
-            finished<0>();
-            LEAVE(4);
-            LEAVE(3);
-            LEAVE(2);
-            LEAVE(1);
-            for (int span = 0; span < spans; span++) {
-                SPAN_OF(even, odd);
-                if (++span == spans) break;
-                SPAN_OF(odd, even);
-            }
-            const Place place = placed(tile, high, across, rank);
-            write_out(given, sum, place.row + r, place.column + c);
-        }
-#elif PER == 1
+#if PER == 1
         float part[64], total[64];
 #pragma unroll
         for (int i = 0; i < 64; i++) part[i] = 0.0f;

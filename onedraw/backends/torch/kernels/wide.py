@@ -84,7 +84,9 @@ def defines(per: int, minima: bool, dtype: torch.dtype) -> dict[str, int]:
 
 @lru_cache(maxsize=64)
 def _kernel(per: int, minima: bool, dtype: torch.dtype, device: torch.device) -> Kernel:
-    return Module("wide.cu", device, defines(per, minima, dtype), own=True).kernel("wide", shared_bytes(per))
+    return Module("wide_b.cu" if TURNS == 3 else "wide.cu", device, defines(per, minima, dtype), own=True).kernel(
+        "wide", shared_bytes(per)
+    )
 
 
 def make_ready(*, by_block: bool, minima: bool, dtype: torch.dtype, device: torch.device) -> None:

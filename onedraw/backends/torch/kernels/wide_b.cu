@@ -1,0 +1,475 @@
+// Products of packed weights with many rows on Hopper, over weights written out as whole numbers in float16 (spans.py has the
+// rule, triton_wide.py the same product for other cards).
+//
+// In: rows X [T, S * 256] with powers of two, here [S, T'], and sums [T, S, 16], a slice of a weight W [N, S * 256] with its
+// scales and minima. Out: y [T, N]. A block of threads has tiles of 128 rows and 128 outputs, one after the other. Of its three
+// warpgroups two multiply, each 64 rows, and one brings: a thread the tiles of X and W, another what belongs to a span. While those two wait
+// for the matrix unit's answer on the next inputs, they scale and add its last one.
+//
+// Defined by who compiles: PER, scales of a span (1 or 8); MINIMA, 0 or 1; BRAIN, whether y is bf16; STAGES, SLOTS; GROUP, blocks of
+// rows in a band of tiles; CLUSTER, blocks of threads that share the weights they bring.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+
+struct __align__(64) TensorMap {
+    u64 words[16];
+};
+
+constexpr int TILE = 128, DEPTH = 64, SPAN = 256;
+constexpr int OPERAND = TILE * DEPTH * 2;  // bytes of a tile of X, and of W
+constexpr int HALVES = TILE * 16;          // bytes of eight float16 for 128 rows or outputs
+constexpr int FLOATS = TILE * 4;
+// A slot holds what belongs to a span: sums hi and lo, minima in whole numbers twice, scales, minima's scales, powers of two.
+constexpr int AT_MINIMA = 2 * HALVES, AT_SCALES = AT_MINIMA + (PER == 1 ? 2 : 0) * HALVES;
+constexpr int AT_LEAST = AT_SCALES + PER * FLOATS, AT_FACTORS = AT_LEAST + PER * FLOATS;
+constexpr int SLOT = AT_FACTORS + FLOATS;
+
+__device__ __forceinline__ void start(u32 barrier, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
+    asm volatile(
+        "{ .reg .pred p;\n"
+        "again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+        "@!p bra again; }" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
+__device__ __forceinline__ void bring(u32 to, const TensorMap *map, int column, int row, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+        "l"(map), "r"(column), "r"(row), "r"(barrier)
+        : "memory");
+}
+
+// The same into all blocks of the cluster, each at the same place.
+__device__ __forceinline__ void bring_to_all(u32 to, const TensorMap *map, int column, int row, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+        "l"(map), "r"(column), "r"(row), "r"(barrier), "h"((u16)((1 << CLUSTER) - 1))
+        : "memory");
+}
+
+// Tell a block of the cluster, at its own barrier of this place.
+__device__ __forceinline__ void arrive_at(u32 barrier, int rank) {
+    asm volatile(
+        "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(barrier),
+        "r"(rank)
+        : "memory");
+}
+
+// A warp needs a stage no longer: whoever fills it is told, in every block of the cluster.
+__device__ __forceinline__ void leave(u32 barrier, int lane) {
+    if (CLUSTER == 1) {
+        if (lane == 0) arrive(barrier);
+    } else if (lane < CLUSTER) {
+        arrive_at(barrier, lane);
+    }
+}
+
+__device__ __forceinline__ void meet_cluster() {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// 128 floats that lie one behind the other.
+__device__ __forceinline__ void bring_floats(u32 to, const float *from, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+                 "n"(FLOATS), "r"(barrier)
+                 : "memory");
+}
+
+__device__ __forceinline__ float2 two_floats(u32 at) {
+    float2 found;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(found.x), "=f"(found.y) : "r"(at));
+    return found;
+}
+
+__device__ __forceinline__ float one_float(u32 at) {
+    float found;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(found) : "r"(at));
+    return found;
+}
+
+__device__ __forceinline__ float one_half(u32 at) {
+    float found;
+    asm volatile("{ .reg .b16 h; ld.shared.b16 h, [%1]; cvt.f32.f16 %0, h; }" : "=f"(found) : "r"(at));
+    return found;
+}
+
+// Where an operand lies: rows of 128 bytes, swizzled, eight of them 1,024 bytes apart.
+__device__ __forceinline__ u64 swizzled(u32 at) {
+    return u64(1) << 62 | u64(1024 >> 4) << 32 | u64(1) << 16 | (at >> 4 & 0x3FFF);
+}
+
+// Groups of eight rows of 16 bytes, 128 bytes apart; the other eight inputs HALVES bytes on.
+__device__ __forceinline__ u64 plain(u32 at) {
+    return u64(128 >> 4) << 32 | u64(HALVES >> 4) << 16 | (at >> 4 & 0x3FFF);
+}
+
+__device__ __forceinline__ void ready() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void finished() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+
+// d [64, 128] = a [64, 16] b [128, 16]ᵀ, plus d where `adds`.
+__device__ __forceinline__ void multiply(float (&d)[64], u64 a, u64 b, int adds) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+        "%64, %65, p, 1, 1, 0, 0; }"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
+          "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]),
+          "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+          "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]),
+          "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]),
+          "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]),
+          "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+        : "l"(a), "l"(b), "r"(adds)
+        : "memory");
+}
+
+// Two numbers as y has them, the first in the lower half, and back.
+__device__ __forceinline__ u32 rounded(float low, float high) {
+    u32 both;
+    if (BRAIN)
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    else
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+__device__ __forceinline__ float2 widened(u32 both) {
+    float2 found;
+    if (BRAIN) {
+        found.x = __uint_as_float(both << 16);
+        found.y = __uint_as_float(both & 0xFFFF0000u);
+    } else {
+        asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }"
+            : "=f"(found.x), "=f"(found.y)
+            : "r"(both));
+    }
+    return found;
+}
+
+__device__ __forceinline__ u32 loaded(const u16 *at, bool first, bool second, bool paired) {
+    if (paired && second) return *reinterpret_cast<const u32 *>(at);
+    return (first ? u32(at[0]) : 0u) | (second ? u32(at[1]) << 16 : 0u);
+}
+
+struct Place {
+    int row, column;
+};
+
+// Neighbouring tiles share rows or weights; the blocks of a cluster have tiles below each other, and share the weights.
+__device__ __forceinline__ Place placed(int tile, int high, int wide, int rank) {
+    const int band = tile / (GROUP * wide), within = tile % (GROUP * wide), height = min(high - band * GROUP, GROUP);
+    return {((band * GROUP + within % height) * CLUSTER + rank) * TILE, within / height * TILE};
+}
+
+struct Given {
+    TensorMap x, weights, sums, minima;
+    const float *factors, *scales, *least;
+    const u16 *bias, *residual;
+    u16 *y;
+    int rows, n, spans, scale_stride, factor_stride, residual_stride, y_stride, paired;  // paired: two numbers of y or the residual lie in a whole word
+};
+
+// sum += part · scale · power of two, for both rows of a thread; `scales` of its first output.
+__device__ __forceinline__ void add_scaled(float (&sum)[64], const float (&part)[64], u32 scales, float f0, float f1) {
+#pragma unroll
+    for (int j = 0; j < 16; j++) {
+        const float2 d = two_floats(scales + 32 * j);
+        sum[4 * j] = __fmaf_rn(part[4 * j], d.x * f0, sum[4 * j]);
+        sum[4 * j + 1] = __fmaf_rn(part[4 * j + 1], d.y * f0, sum[4 * j + 1]);
+        sum[4 * j + 2] = __fmaf_rn(part[4 * j + 2], d.x * f1, sum[4 * j + 2]);
+        sum[4 * j + 3] = __fmaf_rn(part[4 * j + 3], d.y * f1, sum[4 * j + 3]);
+    }
+}
+
+// The same with a block of inputs' minima, which meet the block's sum in either row.
+__device__ __forceinline__ void add_minima(float (&sum)[64], float s0, float s1, u32 least, float f0, float f1) {
+#pragma unroll
+    for (int j = 0; j < 16; j++) {
+        const float2 m = two_floats(least + 32 * j);
+        sum[4 * j] = __fmaf_rn(s0, m.x * f0, sum[4 * j]);
+        sum[4 * j + 1] = __fmaf_rn(s0, m.y * f0, sum[4 * j + 1]);
+        sum[4 * j + 2] = __fmaf_rn(s1, m.x * f1, sum[4 * j + 2]);
+        sum[4 * j + 3] = __fmaf_rn(s1, m.y * f1, sum[4 * j + 3]);
+    }
+}
+
+// All of a sum is computed here: what is left for later would need copies of products whose places are about to be filled again.
+__device__ __forceinline__ void settle(float (&sum)[64]) {
+#pragma unroll
+    for (int i = 0; i < 64; i++) asm volatile("" : "+f"(sum[i]));
+}
+
+// A thread's numbers of a tile, rounded, with bias and residual, each sum rounded. row, column: of its first.
+__device__ __forceinline__ void write_out(const Given &given, const float (&total)[64], int first_row, int first_column) {
+#pragma unroll
+    for (int side = 0; side < 2; side++) {
+        const int row = first_row + 8 * side;
+        if (row >= given.rows) continue;
+#pragma unroll
+        for (int j = 0; j < 16; j++) {
+            const int column = first_column + 8 * j;
+            const bool first = column < given.n, second = column + 1 < given.n;
+            u32 out = rounded(total[4 * j + 2 * side], total[4 * j + 2 * side + 1]);
+            if (given.bias) {
+                const float2 made = widened(out), more = widened(loaded(given.bias + column, first, second, false));
+                out = rounded(made.x + more.x, made.y + more.y);
+            }
+            if (given.residual) {
+                const u16 *from = given.residual + u64(row) * given.residual_stride + column;
+                const float2 made = widened(out), more = widened(loaded(from, first, second, given.paired));
+                out = rounded(made.x + more.x, made.y + more.y);
+            }
+            u16 *to = given.y + u64(row) * given.y_stride + column;
+            if (given.paired && second) {
+                *reinterpret_cast<u32 *>(to) = out;
+            } else {
+                if (first) to[0] = u16(out);
+                if (second) to[1] = u16(out >> 16);
+            }
+        }
+    }
+}
+
+#if PER > 1
+// A block of 32 inputs, from zero: on its way when this returns.
+__device__ __forceinline__ void multiply_block(float (&part)[64], u32 rows, u32 weights) {
+    const u64 a = swizzled(rows), b = swizzled(weights);
+    ready();
+    multiply(part, a, b, 0);
+    multiply(part, a + 2, b + 2, 1);
+    commit();
+}
+
+__device__ __forceinline__ void add_block(float (&sum)[64], const float (&part)[64], u32 slot, int block, int r, int c, float f0,
+                                          float f1) {
+    add_scaled(sum, part, slot + AT_SCALES + block * FLOATS + 4 * c, f0, f1);
+    if (MINIMA) {
+        const u32 hi = slot + 16 * r + 2 * block, lo = hi + HALVES;
+        const float s0 = one_half(hi) + one_half(lo), s1 = one_half(hi + 128) + one_half(lo + 128);
+        add_minima(sum, s0, s1, slot + AT_LEAST + block * FLOATS + 4 * c, f0, f1);
+    }
+    settle(sum);
+}
+#endif
+
+// A segment joins those before it, unless it opens the sum, and a new one begins if there are more.
+__device__ __forceinline__ void close_segment(float (&sum)[64], u32 totals, bool opens, bool more) {
+#pragma unroll
+    for (int i = 0; i < 64; i++) {
+        sum[i] = (opens ? 0.0f : one_float(totals + 1024 * i)) + sum[i];
+        if (more) {
+            asm volatile("st.shared.f32 [%0], %1;" ::"r"(totals + 1024 * i), "f"(sum[i]) : "memory");
+            sum[i] = 0.0f;
+        }
+    }
+}
+
+#if CLUSTER > 1
+#define TOGETHER __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define TOGETHER
+#endif
+
+extern "C" __global__ void TOGETHER __launch_bounds__(384, 1) wide(const __grid_constant__ Given given) {
+    const int rows = given.rows, n = given.n, spans = given.spans;
+    extern __shared__ unsigned char memory[];
+    u32 base;
+    asm("{ .reg .u64 t; cvta.to.shared.u64 t, %1; cvt.u32.u64 %0, t; }" : "=r"(base) : "l"(memory));
+    base = (base + 1023) & ~1023u;
+    const u32 slots = base + STAGES * 2 * OPERAND, barriers = slots + SLOTS * SLOT;
+    const u32 full = barriers, empty = full + 8 * STAGES, slot_full = empty + 8 * STAGES, slot_empty = slot_full + 8 * SLOTS;
+    const int thread = threadIdx.x, rank = blockIdx.x % CLUSTER, first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
+    const int high = (rows + TILE * CLUSTER - 1) / (TILE * CLUSTER), across = (n + TILE - 1) / TILE, tiles = high * across;
+    if (thread == 0) {
+        for (int i = 0; i < STAGES; i++) start(full + 8 * i, 1), start(empty + 8 * i, 8 * CLUSTER);
+        for (int i = 0; i < SLOTS; i++) start(slot_full + 8 * i, 1), start(slot_empty + 8 * i, 8);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    }
+    __syncthreads();
+    if (CLUSTER > 1) meet_cluster();  // everybody's barriers are there
+
+    if (thread >= 256) {  // the warpgroup that brings
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        const int mine = thread - 256;
+        if (mine == 0) {
+            int stage = 0;
+            u32 phase = 1;
+            for (int tile = first; tile < tiles; tile += stride) {
+                const Place place = placed(tile, high, across, rank);
+                for (int step = 0; step < spans * (SPAN / DEPTH); step++) {
+                    wait(empty + 8 * stage, phase);
+                    expect(full + 8 * stage, 2 * OPERAND);
+                    bring(base + stage * 2 * OPERAND, &given.x, step * DEPTH, place.row, full + 8 * stage);
+                    const u32 to = base + stage * 2 * OPERAND + OPERAND + rank * (OPERAND / CLUSTER);
+                    const int column = place.column + rank * (TILE / CLUSTER);
+                    if (CLUSTER > 1)
+                        bring_to_all(to, &given.weights, step * DEPTH, column, full + 8 * stage);
+                    else
+                        bring(to, &given.weights, step * DEPTH, column, full + 8 * stage);
+                    if (++stage == STAGES) stage = 0, phase ^= 1;
+                }
+            }
+        } else if (mine == 32) {
+            int slot = 0;
+            u32 phase = 1;
+            for (int tile = first; tile < tiles; tile += stride) {
+                const Place place = placed(tile, high, across, rank);
+                for (int span = 0; span < spans; span++) {
+                    const u32 at = slots + slot * SLOT, barrier = slot_full + 8 * slot;
+                    wait(slot_empty + 8 * slot, phase);
+                    expect(barrier, (PER * (1 + MINIMA) + 1) * FLOATS + (MINIMA ? AT_SCALES : 0));
+                    if (MINIMA) {
+                        bring(at, &given.sums, span * 16, place.row, barrier);
+                        bring(at + HALVES, &given.sums, span * 16 + 8, place.row, barrier);
+                        if (PER == 1) {
+                            bring(at + AT_MINIMA, &given.minima, span * 8, place.column, barrier);
+                            bring(at + AT_MINIMA + HALVES, &given.minima, span * 8, place.column, barrier);
+                        }
+                    }
+                    bring_floats(at + AT_FACTORS, given.factors + u64(span) * given.factor_stride + place.row, barrier);
+                    for (int b = 0; b < PER; b++) {
+                        const u64 from = u64(span * PER + b) * given.scale_stride + place.column;
+                        bring_floats(at + AT_SCALES + b * FLOATS, given.scales + from, barrier);
+                        if (MINIMA) bring_floats(at + AT_LEAST + b * FLOATS, given.least + from, barrier);
+                    }
+                    if (++slot == SLOTS) slot = 0, phase ^= 1;
+                }
+            }
+        }
+    } else {  // the two that multiply
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        const int group = thread / 128, lane = thread % 32, r = thread / 32 * 16 + lane / 4, c = lane % 4 * 2;
+        const u32 own = base + group * 64 * DEPTH * 2;
+        float sum[64];
+        int stage = 0, slot = 0;
+        u32 phase = 0, slot_phase = 0;
+        // Two products are on their way, one multiplied while the other is scaled. What segments add up to lies in shared memory
+        // meanwhile: [64][256 threads].
+        float even[64], odd[64];
+        const u32 totals = barriers + 256 + 4 * thread;
+#pragma unroll
+        for (int i = 0; i < 64; i++) even[i] = odd[i] = 0.0f;
+#if PER == 1
+        const auto leave_stage = [&](int back) { leave(empty + 8 * ((stage + STAGES - back) % STAGES), lane); };
+        // A stage of 64 inputs: multiplied from zero, or added. On its way when this returns.
+        const auto multiply_stage = [&](float(&part)[64], int adds) {
+            const u64 a = swizzled(own + stage * 2 * OPERAND), b = swizzled(base + stage * 2 * OPERAND + OPERAND);
+            wait(full + 8 * stage, phase);
+            ready();
+#pragma unroll
+            for (int k = 0; k < DEPTH / 16; k++) multiply(part, a + 2 * k, b + 2 * k, k ? 1 : adds);
+            commit();
+            if (++stage == STAGES) stage = 0, phase ^= 1;
+        };
+        // The span in `now` is scaled and added while the one behind it is multiplied into `next`.
+        const auto add_span = [&](float(&now)[64], float(&next)[64], int span) {
+            const u32 at = slots + slot * SLOT;
+            const bool more = span + 1 < spans;
+            wait(slot_full + 8 * slot, slot_phase);
+            const float f0 = one_float(at + AT_FACTORS + 4 * r), f1 = one_float(at + AT_FACTORS + 4 * r + 32);
+            if (more) multiply_stage(next, 0);
+            add_scaled(sum, now, at + AT_SCALES + 4 * c, f0, f1);
+            settle(sum);
+            finished();
+            if (more) leave_stage(1);
+            if (MINIMA) {
+                ready();
+                multiply(now, plain(at + group * 64 * 16), plain(at + AT_MINIMA), 0);
+                commit();
+                finished();
+            }
+            if (more) {
+                multiply_stage(next, 1);
+                multiply_stage(next, 1);
+            }
+            if (MINIMA) {
+                add_scaled(sum, now, at + AT_LEAST + 4 * c, -f0, -f1);
+                settle(sum);
+            }
+            finished();
+            if (lane == 0) arrive(slot_empty + 8 * slot);
+            if (++slot == SLOTS) slot = 0, slot_phase ^= 1;
+            if (more) {
+                leave_stage(2);
+                leave_stage(1);
+                multiply_stage(next, 1);
+            }
+            if (span % 4 == 3 || !more) close_segment(sum, totals, span < 4, more);
+            finished();
+            if (more) leave_stage(1);
+        };
+#endif
+        for (int tile = first; tile < tiles; tile += stride) {
+#pragma unroll
+            for (int i = 0; i < 64; i++) sum[i] = 0.0f;
+#if PER == 1
+#pragma unroll
+            for (int step = 0; step < SPAN / DEPTH; step++) multiply_stage(even, step);
+            finished();
+#pragma unroll
+            for (int step = 0; step < SPAN / DEPTH; step++) leave_stage(SPAN / DEPTH - step);
+            for (int span = 0; span < spans; span++) {
+                add_span(even, odd, span);
+                if (++span == spans) break;
+                add_span(odd, even, span);
+            }
+#else
+            const int pairs = spans * 4;
+            float f0 = 0.0f, f1 = 0.0f;
+            wait(full + 8 * stage, phase);
+            multiply_block(even, own + stage * 2 * OPERAND, base + stage * 2 * OPERAND + OPERAND);
+            finished();
+            for (int pair = 0; pair < pairs; pair++) {
+                const u32 at = slots + slot * SLOT, before = empty + 8 * stage;
+                const int block = pair % 4 * 2;
+                if (block == 0) {
+                    wait(slot_full + 8 * slot, slot_phase);
+                    f0 = one_float(at + AT_FACTORS + 4 * r), f1 = one_float(at + AT_FACTORS + 4 * r + 32);
+                }
+                multiply_block(odd, own + stage * 2 * OPERAND + 64, base + stage * 2 * OPERAND + OPERAND + 64);
+                add_block(sum, even, at, block, r, c, f0, f1);
+                finished();
+                leave(before, lane);
+                if (++stage == STAGES) stage = 0, phase ^= 1;
+                if (pair + 1 < pairs) {
+                    wait(full + 8 * stage, phase);
+                    multiply_block(even, own + stage * 2 * OPERAND, base + stage * 2 * OPERAND + OPERAND);
+                }
+                add_block(sum, odd, at, block + 1, r, c, f0, f1);
+                finished();
+                if (block == 6) {
+                    if (lane == 0) arrive(slot_empty + 8 * slot);
+                    if (++slot == SLOTS) slot = 0, slot_phase ^= 1;
+                }
+                if (pair % 16 == 15 || pair + 1 == pairs) close_segment(sum, totals, pair < 16, pair + 1 < pairs);
+            }
+#endif
+            const Place place = placed(tile, high, across, rank);
+            write_out(given, sum, place.row + r, place.column + c);
+        }
+    }
+    if (CLUSTER > 1) meet_cluster();  // nobody leaves while others may still write here
+}
