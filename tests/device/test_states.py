@@ -140,7 +140,7 @@ def slow_steps(state: Tensor, parts: tuple[Tensor, ...], tokens: list[int]) -> t
 
 
 def test_steps_are_the_recurrence_and_a_lane_does_not_know_its_neighbours() -> None:
-    counts = [5, 1, 3]
+    counts = [5, 1, 3, 2, 1]  # as many as are stepped in wide programs; alone each is stepped in narrow ones
     taps, paths, first = [], [], 0
     for lane, count in enumerate(counts):
         taps += line(count, first=first)
