@@ -19,7 +19,7 @@ def test_products_fit(rows: int, n: int, k: int) -> None:
     pointers = dict.fromkeys(("x", "weight", "bias", "residual", "y"), "*bf16")
     sizes = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "GROUP": tile.group, "K": k}
     flags = {"HAS_BIAS": False, "HAS_RESIDUAL": True, "GATE": 0, "EVEN_N": True, "IEEE": False, "PDL": False}
-    flags |= {"TURNED": tile.turned, "FETCH": 0}
+    flags |= {"TURNED": tile.turned}
     made = compiled(
         triton_linear._linear, pointers, {**sizes, **flags}, capability=SM86, num_warps=tile.warps, num_stages=tile.stages
     )
