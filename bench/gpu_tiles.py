@@ -180,7 +180,7 @@ def _launch(
     for module in (triton_attention, views):
         module.SPLITS, module.block_keys = v.splits, lambda _: v.keys  # type: ignore[attr-defined]
     Heads.heights = property(lambda self: (16, 32, 64, 128))  # type: ignore[method-assign, assignment]
-    real, views._height = views._height, lambda h, c, kind: v.height if kind != triton_attention.OWN else 16  # type: ignore[assignment]
+    real, views._height = views._height, lambda h, c, kind, splits: v.height if kind != triton_attention.OWN else 16  # type: ignore[assignment]
     table = torch.randperm(1600, generator=torch.Generator().manual_seed(1)).tolist()
     shape = Shape(PAGE, (1600,), RowRule(floor=1))
     inputs = lay_out([0] * count, [Span(0, count, start, drafts)], [(table,)], shape=shape, device=DEVICE)

@@ -179,10 +179,10 @@ def _cuts(inputs: Inputs, heads: Heads) -> list[tuple[Cut, Ints, Ints]]:
         if span.branches:
             # What the tokens have in common is read once for all of them, the rest by each for itself.
             known = max(known - 1, 0)
-            _tile(found, heads, span.first + known, span.count - known, SHARED, span.stop)
+            _tile(found, heads, splits, span.first + known, span.count - known, SHARED, span.stop)
             for token in range(span.first + known, span.first + span.count):
-                _tile(found, heads, token, 1, OWN, span.stop)
-        _tile(found, heads, span.first, known, WHOLE, FAR)
+                _tile(found, heads, splits, token, 1, OWN, span.stop)
+        _tile(found, heads, splits, span.first, known, WHOLE, FAR)
     # In order of their kinds: what nodes share before what is their own.
     return [_cut(inputs, heads, height, tiles, splits) for (_, height), tiles in sorted(found.items())]
 
@@ -200,7 +200,7 @@ def _bucket_cuts(inputs: Inputs, bucket: Bucket, heads: Heads) -> list[tuple[Cut
         asked = [(SHARED, bucket.longest, [(span.first, span.count, span.stop) for span in rows]), (OWN, 1, nodes)]
     found = []
     for kind, longest, spans in asked:
-        height = _height(heads, longest, kind)
+        height = _height(heads, longest, kind, splits)
         tiles: list[Tile] = []
         for first, count, tail in spans:
             _cover(tiles, height // heads.group, first, count, kind, tail)
@@ -223,17 +223,19 @@ def _bucket_cut(
     return cut, table, tokens[: 0 if together else None]
 
 
-def _tile(found: Found, heads: Heads, first: int, count: int, kind: int, tail: int) -> None:
+def _tile(found: Found, heads: Heads, splits: int, first: int, count: int, kind: int, tail: int) -> None:
     if count:
         # What nodes share, and what is their own, is launched apart: one is always split, and the other short.
-        height = _height(heads, count, kind)
+        height = _height(heads, count, kind, splits)
         _cover(found.setdefault((kind, height), []), height // heads.group, first, count, kind, tail)
 
 
-def _height(heads: Heads, count: int, kind: int) -> int:
-    # High tiles pay for long prompts, and where one of them holds all queries of a row, which then read their keys once.
-    fitting = [h for h in heads.heights if h <= 64 or count >= LONG or count * heads.group <= h or kind == SHARED]
-    return next((h for h in fitting if count * heads.group <= h), fitting[-1])
+def _height(heads: Heads, count: int, kind: int, splits: int) -> int:
+    # High tiles pay for long prompts, and where one of them holds all queries of a row, which then read their keys once, if
+    # there are enough of them all the same.
+    many = splits * heads.kv_heads >= heads.busy // 4
+    joined = [h for h in heads.heights if h <= 64 or count >= LONG or (many and (count * heads.group <= h or kind == SHARED))]
+    return next((h for h in joined if count * heads.group <= h), joined[-1])
 
 
 def _cover(tiles: list[Tile], per: int, first: int, count: int, kind: int, tail: int) -> None:
