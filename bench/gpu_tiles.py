@@ -207,7 +207,7 @@ def _attended(
     *stores: Tensor,
     merges: bool = True,
 ) -> Tensor:
-    triton_attention._warps = lambda height, _: plan.get(height, (4, 4))[0]  # type: ignore[assignment]
+    triton_attention._warps = lambda height, *_: plan.get(height, (4, 4))[0]  # type: ignore[assignment]
     triton_attention._stages = lambda height, *_: plan.get(height, (4, 4))[1]  # type: ignore[assignment]
     triton_attention.SPLITS, triton_attention.block_keys = v.splits, lambda _: v.keys  # type: ignore[assignment]
     real = triton_attention._merge

@@ -380,7 +380,7 @@ def attend(
             IEEE=q.dtype == torch.float32,
             STAGES=stages or _stages(group.height, block_d, q.dtype.itemsize, shared_memory(q.device)),
             PDL=pdl,
-            num_warps=warps or _warps(group.height, block_d),
+            num_warps=warps or _warps(group.height, block_d, group.together),
             enable_fp_fusion=False,
             **launch_options(pdl),
         )
@@ -414,8 +414,10 @@ def block_keys(dim: int) -> int:
     return 64 if dim <= 128 else 32
 
 
-def _warps(height: int, block_d: int) -> int:
-    return 8 if height >= 128 or block_d >= 512 else 4
+def _warps(height: int, block_d: int, together: bool) -> int:
+    """Registers for the sums: those of a split, and where one program walks all of them those of the splits before it."""
+    sums = height * block_d * (2 if together else 1)
+    return 16 if sums > 32768 else 8 if sums > 16384 or height >= 128 or block_d >= 512 else 4
 
 
 def _stages(height: int, block_d: int, itemsize: int, shared: int) -> int:

@@ -216,7 +216,7 @@ def _bucket_cut(
     table = np.tile(np.asarray([0, 0, -1, bucket.rows, SPLITS[0], 0, 0, 1], dtype=np.int64), (room, 1))  # sees nothing
     table[: len(tiles)] = _tile_table(inputs, heads, tiles)[0]
     tokens = np.arange(0 if kind == OWN else bucket.tokens, dtype=np.int64)
-    together = _together(heads, kind, room, len(tokens), splits)
+    together = _together(heads, kind, height, room, len(tokens), splits)
     seen = bucket.longest if kind == OWN else heads.window and heads.window + bucket.longest
     launched = splits if seen is None else min(splits, seen // SPLITS[0] + 2)
     cut = Cut(height, room, 0 if together else len(tokens), splits, launched, together, kind)
@@ -231,10 +231,11 @@ def _tile(found: Found, heads: Heads, splits: int, first: int, count: int, kind:
 
 
 def _height(heads: Heads, count: int, kind: int, splits: int) -> int:
-    # High tiles pay for long prompts, and where one of them holds all queries of a row, which then read their keys once, if
-    # there are enough of them all the same.
+    # High tiles pay for long prompts of narrow heads, and where one of them holds all queries of a row, which then read their
+    # keys once, if there are enough of them all the same.
+    long = count >= LONG and heads.dim <= 128
     many = splits * heads.kv_heads >= heads.busy // 4
-    joined = [h for h in heads.heights if h <= 64 or count >= LONG or (many and (count * heads.group <= h or kind == SHARED))]
+    joined = [h for h in heads.heights if h <= 64 or long or (many and (count * heads.group <= h or kind == SHARED))]
     return next((h for h in joined if count * heads.group <= h), joined[-1])
 
 
@@ -263,13 +264,14 @@ def _cut(inputs: Inputs, heads: Heads, height: int, tiles: list[Tile], splits: i
     ranges = [np.arange(f, f + c) for f, c, k, _ in tiles if k != OWN]
     tokens = np.concatenate(ranges) if ranges else np.zeros(0, dtype=np.int64)
     kind = tiles[0][2]
-    together = _together(heads, kind, len(tiles), len(tokens), splits)
+    together = _together(heads, kind, height, len(tiles), len(tokens), splits)
     cut = Cut(height, len(tiles), 0 if together else len(tokens), splits, launched, together, kind)
     return cut, table, tokens[: 0 if together else None]
 
 
-def _together(heads: Heads, kind: int, tiles: int, tokens: int, splits: int) -> bool:
-    """One split, or enough programs without splitting, or too much to keep until the merge. What is a node's own always, what
-    nodes share never."""
-    many = tiles * heads.kv_heads >= heads.busy or splits * tokens * heads.heads * heads.dim * 4 > PARTIAL_BYTES
-    return kind == OWN or (kind == WHOLE and (splits == 1 or many))
+def _together(heads: Heads, kind: int, height: int, tiles: int, tokens: int, splits: int) -> bool:
+    """One split, or enough programs without splitting whose registers hold two sums, or too much to keep until the merge. What
+    is a node's own always, what nodes share never."""
+    many = tiles * heads.kv_heads >= heads.busy and height * heads.dim <= 128 * 128
+    much = splits * tokens * heads.heads * heads.dim * 4 > PARTIAL_BYTES
+    return kind == OWN or (kind == WHOLE and (splits == 1 or many or much))
