@@ -245,7 +245,8 @@ class HybridModel:
         gated = self._gate(projected, plan.taps, drafted)
         out = torch.empty(len(projected), 48, 128, device=DEVICE)
         paths = plan.steps
-        steps(gated, self.states[index], out, paths=paths.paths, order=paths.order, drafted=drafted, pdl=True)
+        given: dict[str, Any] = {"paths": paths.paths, "order": paths.order, "branches": paths.branches}
+        steps(gated, self.states[index], out, drafted=drafted, pdl=True, **given)
         closing: dict[str, Any] = {"windows": self.windows, "sources": plan.closings}
         return close(out, projected, self.norm, 1e-6, channels=self.channels, pdl=True, **closing)
 
@@ -426,10 +427,10 @@ def _mix_all(model: HybridModel, projected: Tensor, plan: Recurrence) -> None:
 
 
 def step_tiles() -> None:
-    """The step kernel by columns of the state that a warp has."""
+    """The step kernel by columns of the state that a warp has: of drafts, and of many rows."""
     model = HybridModel(TritonOps(DEVICE), positions=4096, pages=800, layers=4)
-    for columns in (8, 16, 4):
-        triton_delta.COLUMNS = columns
+    for columns in (16, 32):
+        triton_delta.COLUMNS = triton_delta.MANY_COLUMNS = columns
         for case, rows in STEP_CASES.items():
             plan = model.step_plan(model.inputs(rows))
             projected = normal(sum(count for _, count, _ in rows), model.delta_width)

@@ -256,7 +256,16 @@ class TritonOps(FloatOps):
         chunks = {"chunks": prepared.chunks, "runs": prepared.chunk_runs, "slots": prepared.chunk_slots}
         delta_kernels.chunked(gates, store.states, store.saved_states, out, **chunks)
         paths = prepared.steps
-        delta_kernels.steps(gates, store.states, out, paths=paths.paths, order=paths.order, drafted=drafted, pdl=self._pdl)
+        delta_kernels.steps(
+            gates,
+            store.states,
+            out,
+            paths=paths.paths,
+            order=paths.order,
+            drafted=drafted,
+            branches=paths.branches,
+            pdl=self._pdl,
+        )
         delta_kernels.shift_windows(projected, store.windows, store.saved_windows, prepared.kept, pdl=self._pdl)
         return delta_kernels.close(
             out,
