@@ -124,7 +124,7 @@ def _places(
         behind = position >= tail
         step = looked_up(path + depth)
         slot = tl.where(behind, tail + step, position)
-    page = looked_up(table + tl.where(there, slot // PAGE, 0)).to(tl.int64)
+    page = looked_up(table + tl.where(there, slot // PAGE, 0))
     return (page * KV + head) * PAGE + slot % PAGE
 
 
@@ -209,6 +209,9 @@ def _attend(
     wide = d < D
     query_head = head * PER + m % PER
     q_at = q + token.to(tl.int64)[:, None] * q_stride + query_head[:, None] * D + d[None, :]
+    pages = table + row * table_width
+    begin = tl.maximum(_start_of(begin_split, LOW, MIDDLE, HIGH), low // BLOCK_KEYS * BLOCK_KEYS)
+    at = _places(begin, low, high, tail, path, pages, head, path_width, KV, PAGE, BLOCK_KEYS, OWN)
     wait_for_inputs(PDL)
     query = tl.load(q_at, mask=live[:, None] & wide[None, :], other=0.0)
     ones = tl.full((BLOCK_KEYS, 8), 1.0, dtype=query.dtype)
@@ -235,8 +238,6 @@ def _attend(
             mixed_s = tl.load(part_mixed + part[:, None] * D + d[None, :], mask=goes_on[:, None] & wide[None, :], other=0.0)
         begin = tl.maximum(_start_of(split, LOW, MIDDLE, HIGH), low // BLOCK_KEYS * BLOCK_KEYS)
         stop = tl.minimum(_start_of(split + 1, LOW, MIDDLE, HIGH), high + 1)
-        pages = table + row * table_width
-        at = _places(begin, low, high, tail, path, pages, head, path_width, KV, PAGE, BLOCK_KEYS, OWN)
         # Blocks that every query sees, then the others. The next block is looked up while one is computed with, so that no
         # fetching waits for where to fetch.
         middle = begin
@@ -244,7 +245,7 @@ def _attend(
             seen = tl.minimum(stop, tl.min(tl.where(live, highest, 2147483646), 0) + 1)
             middle = tl.where(begin >= tl.max(tl.where(live, lowest, 0), 0), seen // BLOCK_KEYS * BLOCK_KEYS, begin)
             for start in tl.range(begin, middle, BLOCK_KEYS, num_stages=STAGES):
-                place = at * D
+                place = at.to(tl.int64) * D
                 at = _places(start + BLOCK_KEYS, low, high, tail, path, pages, head, path_width, KV, PAGE, BLOCK_KEYS, OWN)
                 key = tl.load(keys + place[:, None] + d[None, :], mask=wide[None, :], other=0.0)
                 value = tl.load(values + place[:, None] + d[None, :], mask=wide[None, :], other=0.0)
@@ -253,7 +254,7 @@ def _attend(
         for start in tl.range(tl.maximum(begin, middle), stop, BLOCK_KEYS, num_stages=STAGES):
             position = start + tl.arange(0, BLOCK_KEYS)
             there = (position >= low) & (position <= high)
-            place = at * D
+            place = at.to(tl.int64) * D
             at = _places(start + BLOCK_KEYS, low, high, tail, path, pages, head, path_width, KV, PAGE, BLOCK_KEYS, OWN)
             key = tl.load(keys + place[:, None] + d[None, :], mask=there[:, None] & wide[None, :], other=0.0)
             value = tl.load(values + place[:, None] + d[None, :], mask=there[:, None] & wide[None, :], other=0.0)
