@@ -19,7 +19,7 @@ def test_products_fit(rows: int, n: int, k: int) -> None:
     pointers = dict.fromkeys(("x", "weight", "bias", "residual", "y"), "*bf16")
     sizes = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "GROUP": tile.group, "K": k}
     flags = {"HAS_BIAS": False, "HAS_RESIDUAL": True, "GATE": 0, "EVEN_N": True, "IEEE": False, "PDL": False}
-    flags |= {"TURNED": tile.turned, "FETCH": 0}
+    flags |= {"TURNED": tile.turned}
     made = compiled(
         triton_linear._linear, pointers, {**sizes, **flags}, capability=SM86, num_warps=tile.warps, num_stages=tile.stages
     )
@@ -36,7 +36,9 @@ def test_attention_fits_in_its_highest_tile(heads: int, kv_heads: int, dim: int)
     numbers = {"HEADS": heads, "KV": kv_heads, "D": dim, "BLOCK_D": dim, "PAGE": 16, "BLOCK_M": height, "STAGES": stages}
     numbers |= {"BLOCK_KEYS": triton_attention.block_keys(dim), "LOW": 256, "MIDDLE": 512, "HIGH": 1024}
     numbers |= {"ALL": False, "OWN": False, "AHEAD": 1, "IEEE": False, "PDL": False}
-    made = compiled(triton_attention._attend, pointers, numbers, capability=SM86, num_warps=triton_attention._warps(height, dim))
+    made = compiled(
+        triton_attention._attend, pointers, numbers, capability=SM86, num_warps=triton_attention._warps(height, dim, False)
+    )
     assert made.metadata.shared <= SMALL_SHARED
 
 

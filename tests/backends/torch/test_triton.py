@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
+from onedraw.backends.torch.kernels.triton_attention import block_keys, split_of
 from onedraw.backends.torch.kernels.triton_linear import SMALL_SHARED, choose_tile
 
 LARGE_SHARED = 227 * 1024
@@ -60,3 +62,13 @@ def test_products_of_a_few_rows_are_right_under_the_interpreter() -> None:
 def test_every_tile_fits_into_the_shared_memory_of_its_card(rows: int, shared: int) -> None:
     for n, k in ((6144, 4096), (4096, 14336), (128256, 4096), (5120, 17408), (576, 576), (49152, 576)):
         assert choose_tile(rows, n, k, torch.bfloat16, shared).shared(2) <= shared
+
+
+def test_splits_follow_each_other_and_none_begins_inside_a_block() -> None:
+    split = split_of(np.arange(40_000))
+    begins = np.flatnonzero(np.diff(split, prepend=-1))
+    assert set(np.diff(split)) == {0, 1}
+    assert not (begins % max(block_keys(dim) for dim in (64, 128, 256, 512))).any()
+    for low, high, length in ((0, 2048, 256), (2048, 8192, 512), (8192, 39_000, 1024)):
+        inside = begins[(begins >= low) & (begins < high)]
+        assert set(np.diff(inside)) == {length}

@@ -32,7 +32,7 @@ from onedraw.backends.torch.kernels.triton_math import let_next_start, looked_up
 
 Ints = npt.NDArray[np.int64]
 SPLITS = (256, 512, 1024)  # keys
-NEAR, FAR = 2048, 16384  # positions behind which the second and the third count hold
+NEAR, FAR = 2048, 8192  # positions behind which the second and the third count hold
 TILE_WORDS = 8
 # A tile reads everything by position; of a tree the blocks that all its nodes have in common, or a node's own blocks.
 WHOLE, SHARED, OWN = range(3)
@@ -66,7 +66,7 @@ class TileSet:
 
 
 def split_of(position: Ints) -> Ints:
-    """Which split a position lies in: `SPLITS` keys each up to position 2,048, up to 16,384, and from there on. So short
+    """Which split a position lies in: `SPLITS` keys each up to position 2,048, up to 8,192, and from there on. So short
     contexts have enough of them to keep a device busy, and long ones not more than it takes time to merge."""
     low, middle, high = SPLITS
     first = NEAR // low - NEAR // middle
@@ -77,14 +77,14 @@ def split_of(position: Ints) -> Ints:
 @triton.jit
 def _split_of(position, LOW: tl.constexpr, MIDDLE: tl.constexpr, HIGH: tl.constexpr):
     FIRST: tl.constexpr = 2048 // LOW - 2048 // MIDDLE
-    SECOND: tl.constexpr = FIRST + 16384 // MIDDLE - 16384 // HIGH
+    SECOND: tl.constexpr = FIRST + 8192 // MIDDLE - 8192 // HIGH
     return tl.minimum(position // LOW, tl.minimum(position // MIDDLE + FIRST, position // HIGH + SECOND))
 
 
 @triton.jit
 def _start_of(split, LOW: tl.constexpr, MIDDLE: tl.constexpr, HIGH: tl.constexpr):
     FIRST: tl.constexpr = 2048 // LOW - 2048 // MIDDLE
-    SECOND: tl.constexpr = FIRST + 16384 // MIDDLE - 16384 // HIGH
+    SECOND: tl.constexpr = FIRST + 8192 // MIDDLE - 8192 // HIGH
     return tl.maximum(split * LOW, tl.maximum((split - FIRST) * MIDDLE, (split - SECOND) * HIGH))
 
 
@@ -124,8 +124,20 @@ def _places(
         behind = position >= tail
         step = looked_up(path + depth)
         slot = tl.where(behind, tail + step, position)
-    page = looked_up(table + tl.where(there, slot // PAGE, 0)).to(tl.int64)
+    page = looked_up(table + tl.where(there, slot // PAGE, 0))
     return (page * KV + head) * PAGE + slot % PAGE
+
+
+@triton.jit
+def _mix(scores, value, ones, peak, sums, mixed, IEEE: tl.constexpr):
+    """One more block of a split: its scores, and the values they weigh."""
+    top = tl.maximum(peak, tl.max(scores, 1))
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    fade = tl.exp2(peak - safe)
+    weight = tl.exp2(scores - safe[:, None]).to(value.dtype)
+    sums = tl.dot(weight, ones, sums * fade[:, None], input_precision="ieee" if IEEE else "tf32")
+    mixed = tl.dot(weight, value, mixed * fade[:, None], input_precision="ieee" if IEEE else "tf32")
+    return top, sums, mixed
 
 
 @triton.jit(do_not_specialize=["merged", "path_width"])
@@ -197,9 +209,12 @@ def _attend(
     wide = d < D
     query_head = head * PER + m % PER
     q_at = q + token.to(tl.int64)[:, None] * q_stride + query_head[:, None] * D + d[None, :]
+    pages = table + row * table_width
+    begin = tl.maximum(_start_of(begin_split, LOW, MIDDLE, HIGH), low // BLOCK_KEYS * BLOCK_KEYS)
+    at = _places(begin, low, high, tail, path, pages, head, path_width, KV, PAGE, BLOCK_KEYS, OWN)
     wait_for_inputs(PDL)
     query = tl.load(q_at, mask=live[:, None] & wide[None, :], other=0.0)
-    ones = tl.full((BLOCK_KEYS, 16), 1.0, dtype=query.dtype)
+    ones = tl.full((BLOCK_KEYS, 8), 1.0, dtype=query.dtype)
     peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((BLOCK_M,), dtype=tl.float32)
     mixed = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
@@ -213,7 +228,7 @@ def _attend(
             peak, total, mixed = _fold(peak, total, mixed, peak_s, total_s, mixed_s)
     for split in range(begin_split, end_split):
         peak_s = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
-        sums_s = tl.zeros((BLOCK_M, 16), dtype=tl.float32)
+        sums_s = tl.zeros((BLOCK_M, 8), dtype=tl.float32)
         mixed_s = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
         if OWN:
             goes_on = live & (split == carried)
@@ -223,27 +238,30 @@ def _attend(
             mixed_s = tl.load(part_mixed + part[:, None] * D + d[None, :], mask=goes_on[:, None] & wide[None, :], other=0.0)
         begin = tl.maximum(_start_of(split, LOW, MIDDLE, HIGH), low // BLOCK_KEYS * BLOCK_KEYS)
         stop = tl.minimum(_start_of(split + 1, LOW, MIDDLE, HIGH), high + 1)
-        at = _places(begin, low, high, tail, path, table + row * table_width, head, path_width, KV, PAGE, BLOCK_KEYS, OWN)
-        for start in tl.range(begin, stop, BLOCK_KEYS, num_stages=STAGES):
+        # Blocks that every query sees, then the others. The next block is looked up while one is computed with, so that no
+        # fetching waits for where to fetch.
+        middle = begin
+        if not OWN:
+            seen = tl.minimum(stop, tl.min(tl.where(live, highest, 2147483646), 0) + 1)
+            middle = tl.where(begin >= tl.max(tl.where(live, lowest, 0), 0), seen // BLOCK_KEYS * BLOCK_KEYS, begin)
+            for start in tl.range(begin, middle, BLOCK_KEYS, num_stages=STAGES):
+                place = at.to(tl.int64) * D
+                at = _places(start + BLOCK_KEYS, low, high, tail, path, pages, head, path_width, KV, PAGE, BLOCK_KEYS, OWN)
+                key = tl.load(keys + place[:, None] + d[None, :], mask=wide[None, :], other=0.0)
+                value = tl.load(values + place[:, None] + d[None, :], mask=wide[None, :], other=0.0)
+                scores = tl.dot(query, tl.trans(key), input_precision="ieee" if IEEE else "tf32") * scale
+                peak_s, sums_s, mixed_s = _mix(scores, value, ones, peak_s, sums_s, mixed_s, IEEE)
+        for start in tl.range(tl.maximum(begin, middle), stop, BLOCK_KEYS, num_stages=STAGES):
             position = start + tl.arange(0, BLOCK_KEYS)
             there = (position >= low) & (position <= high)
-            place = at * D
-            # Looked up one block ahead, so that no fetching waits for where to fetch.
-            at = _places(
-                start + BLOCK_KEYS, low, high, tail, path, table + row * table_width, head, path_width, KV, PAGE, BLOCK_KEYS, OWN
-            )
+            place = at.to(tl.int64) * D
+            at = _places(start + BLOCK_KEYS, low, high, tail, path, pages, head, path_width, KV, PAGE, BLOCK_KEYS, OWN)
             key = tl.load(keys + place[:, None] + d[None, :], mask=there[:, None] & wide[None, :], other=0.0)
+            value = tl.load(values + place[:, None] + d[None, :], mask=there[:, None] & wide[None, :], other=0.0)
             scores = tl.dot(query, tl.trans(key), input_precision="ieee" if IEEE else "tf32") * scale
             sees = (position[None, :] >= lowest[:, None]) & (position[None, :] <= highest[:, None])
             scores = tl.where(sees, scores, float("-inf"))
-            top = tl.maximum(peak_s, tl.max(scores, 1))
-            safe = tl.where(top == float("-inf"), 0.0, top)
-            fade = tl.exp2(peak_s - safe)
-            weight = tl.exp2(scores - safe[:, None]).to(query.dtype)
-            value = tl.load(values + place[:, None] + d[None, :], mask=there[:, None] & wide[None, :], other=0.0)
-            sums_s = tl.dot(weight, ones, sums_s * fade[:, None], input_precision="ieee" if IEEE else "tf32")
-            mixed_s = tl.dot(weight, value, mixed_s * fade[:, None], input_precision="ieee" if IEEE else "tf32")
-            peak_s = top
+            peak_s, sums_s, mixed_s = _mix(scores, value, ones, peak_s, sums_s, mixed_s, IEEE)
         total_s = tl.max(sums_s, 1)
         if ALL:
             peak, total, mixed = _fold(peak, total, mixed, peak_s, total_s, mixed_s)
@@ -359,11 +377,11 @@ def attend(
             **splits_given,
             ALL=group.together,
             OWN=group.kind == OWN,
-            AHEAD=4,
+            AHEAD=8,
             IEEE=q.dtype == torch.float32,
             STAGES=stages or _stages(group.height, block_d, q.dtype.itemsize, shared_memory(q.device)),
             PDL=pdl,
-            num_warps=warps or _warps(group.height, block_d),
+            num_warps=warps or _warps(group.height, block_d, group.together),
             enable_fp_fusion=False,
             **launch_options(pdl),
         )
@@ -397,8 +415,10 @@ def block_keys(dim: int) -> int:
     return 64 if dim <= 128 else 32
 
 
-def _warps(height: int, block_d: int) -> int:
-    return 8 if height >= 128 or block_d >= 512 else 4
+def _warps(height: int, block_d: int, together: bool) -> int:
+    """Registers for the sums: those of a split, and where one program walks all of them those of the splits before it."""
+    sums = height * block_d * (2 if together else 1)
+    return 16 if sums > 32768 else 8 if sums > 16384 or height >= 128 or block_d >= 512 else 4
 
 
 def _stages(height: int, block_d: int, itemsize: int, shared: int) -> int:

@@ -19,9 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onedraw.backends.torch.kernels.triton_math import activated, fetch, let_next_start, wait_for_inputs
+from onedraw.backends.torch.kernels.triton_math import activated, let_next_start, wait_for_inputs
 
-FETCHED_BYTES = 0
 SMALL_SHARED = 99 * 1024  # bytes of shared memory that a block gets on sm86 and sm89
 
 
@@ -65,9 +64,9 @@ def _linear(
     EVEN_N: tl.constexpr,
     IEEE: tl.constexpr,
     TURNED: tl.constexpr,
-    FETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     program = tl.program_id(0).to(tl.int64)
     blocks_m = tl.cdiv(rows, BLOCK_M)
     blocks_n = tl.cdiv(n, BLOCK_N)
@@ -80,9 +79,6 @@ def _linear(
         within = program % (GROUP * blocks_n)
         block_m = band * GROUP + within % height
         block_n = within // height
-    if PDL and FETCH > 0:
-        fetch(weight + tl.minimum(block_n * BLOCK_N + tl.arange(0, BLOCK_N), n - 1) * K, FETCH)
-    wait_for_inputs(PDL)
     m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -172,7 +168,6 @@ def linear(
         EVEN_N=n % tile.columns == 0,
         IEEE=x.dtype == torch.float32,
         TURNED=tile.turned,
-        FETCH=_fetched(n, depth, x.dtype.itemsize) if pdl else 0,
         PDL=pdl,
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -180,11 +175,6 @@ def linear(
         **launch_options(pdl),
     )
     return y
-
-
-def _fetched(n: int, k: int, itemsize: int) -> int:
-    """Bytes of each row of a weight that are asked for while the kernel before still runs; 0 where rows are not aligned."""
-    return min(FETCHED_BYTES, k * itemsize) if k * itemsize % 16 == 0 else 0
 
 
 def launch_options(pdl: bool) -> dict[str, Any]:
@@ -215,16 +205,16 @@ def _turned(rows: int, columns: int, depth: int, stages: int, warps: int = 4) ->
 Skinny = tuple[Tile, Tile, Tile]  # for up to 16, 32 and 64 rows
 # Measured on an H200 in bf16 with cold weights (bench/gpu_tiles.py products), by (N, K).
 _SKINNY: dict[tuple[int, int], Skinny] = {
-    (6144, 4096): (_flat(16, 64, 256, 4), _turned(32, 64, 128, 6), _flat(64, 64, 128, 5)),
-    (4096, 4096): (_flat(16, 32, 512, 4), _turned(32, 64, 128, 6), _flat(64, 32, 128, 5)),
+    (6144, 4096): (_flat(16, 64, 256, 4), _turned(32, 64, 128, 7), _flat(64, 64, 128, 5)),
+    (4096, 4096): (_flat(16, 32, 512, 4), _turned(32, 64, 128, 7), _flat(64, 32, 128, 5)),
     (28672, 4096): (_flat(16, 64, 256, 3), _turned(32, 64, 128, 4), _turned(64, 128, 128, 4, 8)),
-    (4096, 14336): (_flat(16, 32, 512, 4), _turned(32, 64, 128, 6), _flat(64, 32, 256, 4)),
+    (4096, 14336): (_flat(16, 32, 512, 4), _turned(32, 64, 128, 7), _flat(64, 32, 256, 4)),
     (128256, 4096): (_flat(16, 32, 256, 4), _turned(32, 128, 128, 4, 8), _turned(64, 128, 128, 4, 8)),
     (16480, 5120): (_flat(16, 64, 128, 4), _turned(32, 128, 128, 4, 8), _turned(64, 128, 128, 4)),
     (14336, 5120): (_turned(16, 128, 128, 4), _turned(32, 128, 128, 4), _turned(64, 128, 128, 4, 8)),
-    (5120, 6144): (_turned(16, 64, 256, 5), _turned(32, 64, 128, 6), _turned(64, 64, 128, 6)),
-    (34816, 5120): (_flat(16, 32, 256, 4), _turned(32, 64, 128, 4), _turned(64, 64, 128, 6)),
-    (5120, 17408): (_turned(16, 64, 256, 5), _turned(32, 64, 128, 6), _turned(64, 64, 128, 6)),
+    (5120, 6144): (_turned(16, 64, 256, 5), _turned(32, 64, 128, 7), _turned(64, 64, 128, 6)),
+    (34816, 5120): (_flat(16, 32, 256, 4), _turned(32, 128, 64, 3), _turned(64, 64, 128, 6)),
+    (5120, 17408): (_turned(16, 64, 256, 5), _turned(32, 64, 128, 7), _turned(64, 64, 128, 6)),
     (248320, 5120): (_flat(16, 64, 256, 5), _turned(32, 128, 128, 4), _turned(64, 128, 128, 4, 8)),
 }
 
@@ -249,9 +239,9 @@ def choose_tile(rows: int, n: int, k: int, dtype: torch.dtype, shared: int) -> T
 def _skinny_rule(n: int) -> Skinny:
     """Few columns: narrow, deep tiles, so that a lone program per multiprocessor has enough on its way."""
     if n <= 4608:
-        return _flat(16, 32, 512, 4), _turned(32, 64, 128, 6), _flat(64, 32, 128, 5)
+        return _flat(16, 32, 512, 4), _turned(32, 64, 128, 7), _flat(64, 32, 128, 5)
     if n <= 12288:
-        return _flat(16, 64, 256, 4), _turned(32, 64, 128, 6), _turned(64, 64, 128, 6)
+        return _flat(16, 64, 256, 4), _turned(32, 64, 128, 7), _turned(64, 64, 128, 6)
     return _flat(16, 64, 128, 4), _turned(32, 64, 128, 4), _turned(64, 128, 128, 4, 8)
 
 

@@ -179,10 +179,10 @@ def _cuts(inputs: Inputs, heads: Heads) -> list[tuple[Cut, Ints, Ints]]:
         if span.branches:
             # What the tokens have in common is read once for all of them, the rest by each for itself.
             known = max(known - 1, 0)
-            _tile(found, heads, span.first + known, span.count - known, SHARED, span.stop)
+            _tile(found, heads, splits, span.first + known, span.count - known, SHARED, span.stop)
             for token in range(span.first + known, span.first + span.count):
-                _tile(found, heads, token, 1, OWN, span.stop)
-        _tile(found, heads, span.first, known, WHOLE, FAR)
+                _tile(found, heads, splits, token, 1, OWN, span.stop)
+        _tile(found, heads, splits, span.first, known, WHOLE, FAR)
     # In order of their kinds: what nodes share before what is their own.
     return [_cut(inputs, heads, height, tiles, splits) for (_, height), tiles in sorted(found.items())]
 
@@ -200,7 +200,7 @@ def _bucket_cuts(inputs: Inputs, bucket: Bucket, heads: Heads) -> list[tuple[Cut
         asked = [(SHARED, bucket.longest, [(span.first, span.count, span.stop) for span in rows]), (OWN, 1, nodes)]
     found = []
     for kind, longest, spans in asked:
-        height = _height(heads, longest, kind)
+        height = _height(heads, longest, kind, splits)
         tiles: list[Tile] = []
         for first, count, tail in spans:
             _cover(tiles, height // heads.group, first, count, kind, tail)
@@ -216,24 +216,27 @@ def _bucket_cut(
     table = np.tile(np.asarray([0, 0, -1, bucket.rows, SPLITS[0], 0, 0, 1], dtype=np.int64), (room, 1))  # sees nothing
     table[: len(tiles)] = _tile_table(inputs, heads, tiles)[0]
     tokens = np.arange(0 if kind == OWN else bucket.tokens, dtype=np.int64)
-    together = _together(heads, kind, room, len(tokens), splits)
+    together = _together(heads, kind, height, room, len(tokens), splits)
     seen = bucket.longest if kind == OWN else heads.window and heads.window + bucket.longest
     launched = splits if seen is None else min(splits, seen // SPLITS[0] + 2)
     cut = Cut(height, room, 0 if together else len(tokens), splits, launched, together, kind)
     return cut, table, tokens[: 0 if together else None]
 
 
-def _tile(found: Found, heads: Heads, first: int, count: int, kind: int, tail: int) -> None:
+def _tile(found: Found, heads: Heads, splits: int, first: int, count: int, kind: int, tail: int) -> None:
     if count:
         # What nodes share, and what is their own, is launched apart: one is always split, and the other short.
-        height = _height(heads, count, kind)
+        height = _height(heads, count, kind, splits)
         _cover(found.setdefault((kind, height), []), height // heads.group, first, count, kind, tail)
 
 
-def _height(heads: Heads, count: int, kind: int) -> int:
-    # High tiles pay for long prompts, and where one of them holds all queries of a row, which then read their keys once.
-    fitting = [h for h in heads.heights if h <= 64 or count >= LONG or count * heads.group <= h or kind == SHARED]
-    return next((h for h in fitting if count * heads.group <= h), fitting[-1])
+def _height(heads: Heads, count: int, kind: int, splits: int) -> int:
+    # High tiles pay for long prompts of narrow heads, and where one of them holds all queries of a row, which then read their
+    # keys once, if there are enough of them all the same.
+    long = count >= LONG and heads.dim <= 128
+    many = splits * heads.kv_heads >= heads.busy // 4
+    joined = [h for h in heads.heights if h <= 64 or long or (many and (count * heads.group <= h or kind == SHARED))]
+    return next((h for h in joined if count * heads.group <= h), joined[-1])
 
 
 def _cover(tiles: list[Tile], per: int, first: int, count: int, kind: int, tail: int) -> None:
@@ -261,13 +264,14 @@ def _cut(inputs: Inputs, heads: Heads, height: int, tiles: list[Tile], splits: i
     ranges = [np.arange(f, f + c) for f, c, k, _ in tiles if k != OWN]
     tokens = np.concatenate(ranges) if ranges else np.zeros(0, dtype=np.int64)
     kind = tiles[0][2]
-    together = _together(heads, kind, len(tiles), len(tokens), splits)
+    together = _together(heads, kind, height, len(tiles), len(tokens), splits)
     cut = Cut(height, len(tiles), 0 if together else len(tokens), splits, launched, together, kind)
     return cut, table, tokens[: 0 if together else None]
 
 
-def _together(heads: Heads, kind: int, tiles: int, tokens: int, splits: int) -> bool:
-    """One split, or enough programs without splitting, or too much to keep until the merge. What is a node's own always, what
-    nodes share never."""
-    many = tiles * heads.kv_heads >= heads.busy or splits * tokens * heads.heads * heads.dim * 4 > PARTIAL_BYTES
-    return kind == OWN or (kind == WHOLE and (splits == 1 or many))
+def _together(heads: Heads, kind: int, height: int, tiles: int, tokens: int, splits: int) -> bool:
+    """One split, or enough programs without splitting whose registers hold two sums, or too much to keep until the merge. What
+    is a node's own always, what nodes share never."""
+    many = tiles * heads.kv_heads >= heads.busy and height * heads.dim <= 128 * 128
+    much = splits * tokens * heads.heads * heads.dim * 4 > PARTIAL_BYTES
+    return kind == OWN or (kind == WHOLE and (splits == 1 or many or much))
