@@ -4,7 +4,8 @@
 
 Sections: decode (sampled, through the engine), turns (decode, verify and tree turns against a decode turn), drafted (4 kept of
 15 against plain), exact (1,000 positions: alone, verified, in a batch of 32, after preemption, in other chunks), prefill, host
-(where the host's time goes).
+(where the host's time goes), long (one row at 128K), choosing (the sampler alone), drafter (`--drafter`: a long prompt, then
+drafted turns).
 Weights are random and made on the device. A turn's time is from `submit` to the end of `collect`, median of many.
 """
 
@@ -25,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.gpu_sections import MORE, drafter_maker
 from onedraw.backends.floor import turn_bytes
 from onedraw.backends.packing import stored_sizes
 from onedraw.backends.torch.backend import TorchBackend
@@ -54,12 +56,23 @@ def say(name: str, value: Any) -> None:
 class Bench:
     """One model and its backend."""
 
+    say = staticmethod(say)
+
     def __init__(
-        self, model: str, device: str, *, context: int, lanes: int, pages: int, ahead: bool, layers: int | None = None
+        self,
+        model: str,
+        device: str,
+        *,
+        context: int,
+        lanes: int,
+        pages: int,
+        ahead: bool,
+        layers: int | None = None,
+        drafter: str = "",
     ) -> None:
         begin = time.perf_counter()
         self.name, self.device = model.removeprefix("random:"), torch.device(device)
-        described = describe(open_random(model))
+        described = describe(checkpoint := open_random(model))
         self.spec = replace(described.spec, layers=described.spec.layers[:layers])
         self.speed = copy_bandwidth(device) if self.device.type == "cuda" else 1e10
         self.dtype = "bf16" if self.device.type == "cuda" else "f32"
@@ -81,6 +94,7 @@ class Bench:
             ops=pick_ops(device, products, cache=Path("build")),
             check=False,
             ahead=ahead,
+            make_drafter=drafter_maker(drafter, checkpoint, described, context=context, lanes=lanes) if drafter else None,
         )
         self.pages, self.lanes = pages, lanes
         say(f"{self.name}: weights made and pages allocated, s", time.perf_counter() - begin)
@@ -340,12 +354,13 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
     "exact": exact,
     "prefill": prefill,
     "host": host,
+    **MORE,
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("sections", nargs="*", default=list(SECTIONS))
+    parser.add_argument("sections", nargs="*", default=list(SECTIONS), choices=list(SECTIONS))
     parser.add_argument("--model", default="random:llama3-8b")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--context", type=int, default=132_000)
@@ -354,20 +369,14 @@ def main() -> None:
     parser.add_argument("--ahead", action="store_true", help="start foreseen turns before they come")
     parser.add_argument("--memory", type=float, metavar="GiB", help="of the device, at most")
     parser.add_argument("--layers", type=int, help="the first layers only")
+    parser.add_argument("--drafter", default="", help="beside the model: random:qwen3.6-27b-dflash-q4_k_m, or a path")
     parser.add_argument("--json")
     wishes = parser.parse_args()
     if wishes.memory is not None:
         share = wishes.memory * 2**30 / torch.cuda.get_device_properties(wishes.device).total_memory
         torch.cuda.set_per_process_memory_fraction(share, wishes.device)
-    bench = Bench(
-        wishes.model,
-        wishes.device,
-        context=wishes.context,
-        lanes=wishes.lanes,
-        pages=wishes.pages,
-        ahead=wishes.ahead,
-        layers=wishes.layers,
-    )
+    sizes = {"context": wishes.context, "lanes": wishes.lanes, "pages": wishes.pages, "layers": wishes.layers}
+    bench = Bench(wishes.model, wishes.device, ahead=wishes.ahead, drafter=wishes.drafter, **sizes)
     for section in wishes.sections:
         begin = time.perf_counter()
         SECTIONS[section](bench)
