@@ -19,7 +19,7 @@ from onedraw.backends.torch.graphs import Graphs, Recorder, Replays, Straight
 from onedraw.checkpoints.random import random_weights
 from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from onedraw.types import Request, SamplingParams
-from tests.laws.harness import Answer, Clairvoyant, Schedule, run
+from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, run
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [
@@ -97,7 +97,7 @@ def one_by_one(kind: str, asked: list[Request]) -> list[Answer]:
     """Alone, no drafts, nothing recorded, nothing padded."""
     backend = backend_of(kind, None, lanes=1)
     backend._steady = None
-    return [run(backend, [request], Schedule())[0][0] for request in asked]
+    return [run(backend, [request], Schedule(ahead=False))[0][0] for request in asked]
 
 
 def recorders() -> dict[str, Recorder]:
@@ -210,3 +210,26 @@ def test_a_planted_fault_of_a_turn_ahead_is_caught(fault: str, monkeypatch: pyte
     got, stats = run(backend_of("hybrid", Straight()), asked, Schedule())
     assert stats.turns_ahead
     assert got != expected
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter takes a second for every turn")
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+def test_a_checkpoint_of_a_family_decodes_alike_with_turns_ahead_and_without(name: str) -> None:
+    """Four at once over several pages, some of them with penalties, all of them stopped by ids that nobody foresaw."""
+    from tests.device.test_families import backend_of as family_of
+
+    asked = [
+        dataclasses.replace(request, params=dataclasses.replace(request.params, stop_ids=frozenset(range(0, 512, 23))))
+        for request in calm(6, max_tokens=60, length=30)
+    ]
+    lonely = family_of(name, lanes=1)
+    expected = plain(lambda: lonely, asked)
+    assert len({len(answer.tokens) for answer in expected}) > 2
+    for label, schedule in (
+        ("alone", Schedule(arrivals=tuple(range(0, 600, 100)))),
+        ("batched", Schedule()),
+        ("arriving", Schedule(arrivals=(0, 2, 5, 7, 11, 17), turn_tokens=64, reuse=True)),
+    ):
+        got, stats = run(family_of(name), asked, schedule)
+        assert [dataclasses.replace(a, cached=0) for a in got] == expected, label
+        assert stats.turns_ahead > 10, label

@@ -138,7 +138,7 @@ class TorchBackend:
         make_drafter: Callable[[Stack, Sampler, Shape], Drafter] | None = None,
         progress: Callable[[int, int], None] | None = None,
         recorder: Recorder | None = None,
-        ahead: bool = True,
+        ahead: bool | None = None,
     ) -> None:
         sites = sites or [Site(torch.device(device), ops or TorchOps(torch.device(device)))]
         self._stack = Stack(
@@ -191,8 +191,8 @@ class TorchBackend:
             stages=len(sites),
             tickets=tickets,
             ticket_rows=GPU_ROWS if self._device.type == "cuda" else 1,
-            # A drafter makes the next turn another one, and layers with inputs of their own look tokens up on the host.
-            ahead=ahead and self._steady is not None and self._drafter is None and not spec.inputs and tickets == 1,
+            # A drafter looks at what a turn left before the next one runs.
+            ahead=(self._keeps_tokens if ahead is None else ahead) and self._drafter is None and tickets == 1,
             lookahead=0 if self._drafter is None else self._drafter.lookahead,
             drafter="" if self._drafter is None else self._drafter.name,
             turn_tokens=most_tokens(rows, chunk=CHUNK) if len(sites) > 1 else None,
@@ -255,10 +255,16 @@ class TorchBackend:
             if ticket in self._berth_of:
                 self._berths.append(self._berth_of.pop(ticket))
 
+    @property
+    def _keeps_tokens(self) -> bool:
+        """Steady turns find their tokens on the device. Layers with inputs of their own look them up on the host."""
+        return self._steady is not None and not self._stack.spec.inputs
+
     def _stays_on_device(self, plan: Plan) -> bool:
         """The turn before this one leaves its choices where this one finds them."""
         before = self._under_way[max(self._under_way)]
-        return isinstance(before, Started) and self._steady is not None and self._steady.serves(plan) is not None
+        steady = isinstance(before, Started) and self._steady is not None and self._steady.serves(plan) is not None
+        return steady and self._keeps_tokens
 
     def _heard(self, plan: Plan) -> Plan:
         """The plan with the tokens that its rows await; waits for them."""
@@ -267,8 +273,7 @@ class TorchBackend:
         chosen: dict[int, int] = {}
         if isinstance(before, Started):
             steady = before.steady
-            if steady.arrived is not None:
-                steady.arrived.synchronize()
+            steady.wait()
             chosen = {row.lane: int(token) for row, token in zip(before.plan.rows, steady.answers[:, 0].tolist())}
         else:
             for row, outcome in zip(self._plans[ticket].rows, before.result().rows, strict=True):
@@ -339,8 +344,7 @@ class TorchBackend:
     def _arrive(self, started: Started) -> Outcome:
         """What a steady turn chose; what it kept is home already."""
         plan, steady, worked = started.plan, started.steady, started.steady.worked
-        if steady.arrived is not None:
-            steady.arrived.synchronize()
+        steady.wait()
         begin, self._back = max(started.begin, self._back), time.perf_counter()
         choices = iter(read_choices(steady.answers, steady.positions))
         chosen = {i: [next(choices) for _ in range(1 + len(row.drafts))] for i, row in enumerate(plan.rows)}

@@ -114,6 +114,11 @@ class Steady:
     answers: Tensor
     arrived: Any
 
+    def wait(self) -> None:
+        """Until the answers are there."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+
     @property
     def faults(self) -> list[int]:
         """Per token the first layer that was not finite; nothing where nobody looked. When the answers are there."""
