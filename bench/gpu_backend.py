@@ -207,7 +207,7 @@ def decode(bench: Bench) -> None:
     for prompt, count in ((128, 1), (960, 1), (960, 8), (960, 32)):
         if count > bench.lanes:
             continue
-        asked = _requests(bench, count, prompt, 132 + -(-prompt * count // 2048), SAMPLED)
+        asked = _requests(bench, count, prompt, 148 + -(-prompt * count // 1024), SAMPLED)
         bench.answers(asked, bench.engine(Speculator([])))
         for ahead in (True, False) if bench.backend.capacity.ahead else (False,):
             times = _steady_turns(bench.engine(Speculator([]), ahead=ahead), asked, 128)
