@@ -17,6 +17,7 @@ from torch import Tensor
 
 Array = npt.NDArray[Any]
 ALIGNED = 64  # bytes
+MOST_VIEWS = 4096
 DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64, np.dtype(np.float32): torch.float32}
 
 
@@ -66,6 +67,7 @@ class Arena:
         self._side, self._bytes = 0, self._hosts[0].numpy()
         self._facts: list[Hashable] = []
         self._used, self._open = 0, False
+        self._views: dict[tuple[int, str, tuple[int, ...]], Tensor] = {}  # arrays lie at the same places turn after turn
 
     def begin(self) -> None:
         self._side = 1 - self._side
@@ -85,7 +87,13 @@ class Arena:
         self._bytes[begin:stop] = flat.reshape(-1).view(np.uint8)
         self._used = -(-stop // ALIGNED) * ALIGNED
         self._facts.append((flat.dtype.char, flat.shape))
-        return self._there[begin:stop].view(DTYPES[flat.dtype]).view(flat.shape)
+        place = (begin, flat.dtype.char, flat.shape)
+        view = self._views.get(place)
+        if view is None:
+            if len(self._views) > MOST_VIEWS:
+                self._views.clear()
+            view = self._views[place] = self._there[begin:stop].view(DTYPES[flat.dtype]).view(flat.shape)
+        return view
 
     def rewrite_first(self, array: Array) -> None:
         """Another array of the same shape in the place of the first one, before it is sent."""

@@ -229,12 +229,12 @@ def _cover(tiles: list[Tile], per: int, first: int, count: int, kind: int, tail:
 def _tile_table(inputs: Inputs, heads: Heads, tiles: list[Tile]) -> tuple[Ints, int]:
     """[N, 8], and the largest number of splits that a tile reads."""
     first, count, kind, tail = np.asarray(tiles, dtype=np.int64).T
-    firsts = inputs.host_firsts(heads.window)
-    low = [firsts[f : f + c].min() for f, c, _, _ in tiles]
-    high = [inputs.host_ends[f : f + c].max() for f, c, _, _ in tiles]
+    bounds = np.stack([first, first + count], 1).reshape(-1)  # every other stretch is a tile's; one more token ends the last
+    low = np.minimum.reduceat(np.append(inputs.host_firsts(heads.window), 0), bounds)[::2]
+    high = np.maximum.reduceat(np.append(inputs.host_ends, 0), bounds)[::2]
     begin = np.where(kind == OWN, np.maximum(low, tail // SPLIT * SPLIT), low) // SPLIT
     stop = np.where(kind == SHARED, np.minimum(high, tail // SPLIT * SPLIT - 1), high) // SPLIT + 1
-    table = np.stack([first, count, kind, inputs.host_rows[first], np.asarray(low), np.asarray(high), tail, begin], 1)
+    table = np.stack([first, count, kind, inputs.host_rows[first], low, high, tail, begin], 1)
     return table, max(int((stop - begin).max()), 1)
 
 
