@@ -80,6 +80,8 @@ class Bench:
             check=False,
         )
         self.pages, self.lanes = pages, lanes
+        self.cases = [(128, 1), (960, 1), (960, 8), (960, 32)]  # prompt tokens, rows
+        self.ways: tuple[bool, ...] = (True, False)  # ahead or not
         say(f"{self.name}: weights made and pages allocated, s", time.perf_counter() - begin)
         say(f"{self.name}: copy bandwidth, TB/s", self.speed / 1e12)
 
@@ -204,12 +206,12 @@ def _requests(bench: Bench, count: int, prompt: int, new: int, params: SamplingP
 def decode(bench: Bench) -> None:
     """Sampled decoding through the engine, all rows at about the same place: 128 turns in which nobody comes or goes. What
     they need was recorded before, by a run of the same requests."""
-    for prompt, count in ((128, 1), (960, 1), (960, 8), (960, 32)):
+    for prompt, count in bench.cases:
         if count > bench.lanes:
             continue
         asked = _requests(bench, count, prompt, 148 + -(-prompt * count // 1024), SAMPLED)
         bench.answers(asked, bench.engine(Speculator([])))
-        for ahead in (True, False) if bench.backend.capacity.ahead else (False,):
+        for ahead in bench.ways if bench.backend.capacity.ahead else (False,):
             times = _steady_turns(bench.engine(Speculator([]), ahead=ahead), asked, 128)
             ms, mean, worst = 1e3 * statistics.median(times), 1e3 * statistics.mean(times), 1e3 * max(times)
             floor = 1e3 * bench.bytes(rows=count, context=prompt + 64) / bench.speed
@@ -307,7 +309,7 @@ def prefill(bench: Bench) -> None:
 
 def host(bench: Bench) -> None:
     """Where the host's time of a decode turn goes. What is waited for is time that the host has to spare."""
-    for count in (1, 8, 32):
+    for count in sorted({rows for _, rows in bench.cases}):
         if count > bench.lanes:
             continue
         asked = _requests(bench, count, 100, 160, SAMPLED)
@@ -377,6 +379,8 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=132_000)
     parser.add_argument("--lanes", type=int, default=32)
     parser.add_argument("--pages", type=int, default=9000)
+    parser.add_argument("--cases", help="of decode: prompt tokens x rows, as in 128x1,960x8")
+    parser.add_argument("--ahead-only", action="store_true", help="of decode: not without turns sent off ahead")
     parser.add_argument("--memory", type=float, metavar="GiB", help="of the device, at most")
     parser.add_argument("--json")
     wishes = parser.parse_args()
@@ -384,6 +388,9 @@ def main() -> None:
         share = wishes.memory * 2**30 / torch.cuda.get_device_properties(wishes.device).total_memory
         torch.cuda.set_per_process_memory_fraction(share, wishes.device)
     bench = Bench(wishes.model, wishes.device, context=wishes.context, lanes=wishes.lanes, pages=wishes.pages)
+    if wishes.cases:
+        bench.cases = [(int(prompt), int(rows)) for prompt, rows in (case.split("x") for case in wishes.cases.split(","))]
+    bench.ways = (True,) if wishes.ahead_only else (True, False)
     for section in wishes.sections:
         begin = time.perf_counter()
         SECTIONS[section](bench)
