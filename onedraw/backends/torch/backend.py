@@ -30,7 +30,7 @@ from onedraw.backends.staging import FEWEST_ROWS, most_tokens
 from onedraw.backends.torch.boundary import current
 from onedraw.backends.torch.device import DTYPES, hardware_name
 from onedraw.backends.torch.graphs import Graphs, Recorder, Straight
-from onedraw.backends.torch.inputs import Inputs, Shape, Span, make_inputs
+from onedraw.backends.torch.inputs import Bucket, Inputs, Shape, Span, make_inputs
 from onedraw.backends.torch.layers.linear import strictest
 from onedraw.backends.torch.line import Line
 from onedraw.backends.torch.loader import LANE, WeightSource, padded
@@ -224,12 +224,14 @@ class TorchBackend:
     def submit(self, plan: Plan) -> Ticket:
         ticket = Ticket(next(self._tickets))
         awaits = any(row.awaits for row in plan.rows)
-        if awaits and not self._stays_on_device(plan):
+        bucket = None if self._steady is None else self._steady.serves(plan)
+        if awaits and bucket is not None and not (self._keeps_tokens and isinstance(self._latest, Started)):
             plan = self._heard(plan)
-        started = self._begin(plan)
+        started = None if bucket is None else self._begin(plan, bucket)
         if started is not None:
             self._under_way[ticket] = started
             return ticket
+        plan = self._heard(plan) if awaits else plan
         berth = 0 if awaits else self._berths.pop()  # who awaits a token has no drafts, and so needs no place for them
         try:
             turn = self._board(plan, berth=berth)
@@ -260,23 +262,21 @@ class TorchBackend:
         """Steady turns find their tokens on the device. Layers with inputs of their own look them up on the host."""
         return self._steady is not None and not self._stack.spec.inputs
 
-    def _stays_on_device(self, plan: Plan) -> bool:
-        """The turn before this one leaves its choices where this one finds them."""
-        before = self._under_way[max(self._under_way)]
-        steady = isinstance(before, Started) and self._steady is not None and self._steady.serves(plan) is not None
-        return steady and self._keeps_tokens
+    @property
+    def _latest(self) -> Future[Outcome] | Started:
+        """Of what is under way."""
+        return self._under_way[max(self._under_way)]
 
     def _heard(self, plan: Plan) -> Plan:
         """The plan with the tokens that its rows await; waits for them."""
-        ticket = max(self._under_way)
-        before = self._under_way[ticket]
+        before = self._latest
         chosen: dict[int, int] = {}
         if isinstance(before, Started):
             steady = before.steady
             steady.wait()
             chosen = {row.lane: int(token) for row, token in zip(before.plan.rows, steady.answers[:, 0].tolist())}
         else:
-            for row, outcome in zip(self._plans[ticket].rows, before.result().rows, strict=True):
+            for row, outcome in zip(self._plans[max(self._under_way)].rows, before.result().rows, strict=True):
                 chosen[row.lane] = outcome.chosen[-1].token if outcome.chosen else NO_TOKEN
         rows = (replace(row, tokens=(max(chosen[row.lane], 0),)) if row.awaits else row for row in plan.rows)
         return Plan(tuple(rows))
@@ -331,13 +331,12 @@ class TorchBackend:
         return Watch(() if self._drafter is None else self._drafter.captures, finite=self._narrow())
 
     @torch.inference_mode()
-    def _begin(self, plan: Plan) -> Started | None:
-        """A steady turn, begun and not waited for; None where the turn is none."""
+    def _begin(self, plan: Plan, bucket: Bucket) -> Started | None:
+        """A steady turn, begun and not waited for; None where it brings too much."""
         begin = time.perf_counter()
-        if self._steady is None:
-            return None
+        assert self._steady is not None
         with current(self._device):
-            steady = self._steady.begin(plan, self._watch())
+            steady = self._steady.begin(plan, bucket, self._watch())
         return None if steady is None else Started(plan, steady, begin)
 
     @torch.inference_mode()
