@@ -30,7 +30,7 @@ from onedraw.backends.staging import FEWEST_ROWS, most_tokens
 from onedraw.backends.torch.boundary import current
 from onedraw.backends.torch.device import DTYPES, hardware_name
 from onedraw.backends.torch.graphs import Graphs, Recorder, Straight
-from onedraw.backends.torch.inputs import Bucket, Inputs, Shape, Span, make_inputs
+from onedraw.backends.torch.inputs import Bucket, Inputs, Shape, make_inputs
 from onedraw.backends.torch.layers.linear import strictest
 from onedraw.backends.torch.line import Line
 from onedraw.backends.torch.loader import LANE, WeightSource, padded
