@@ -17,7 +17,12 @@ from onedraw.backends.answers import Position
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.graphs import Graphs, Recorder, Replays, Straight
 from onedraw.checkpoints.random import random_weights
+from onedraw.engine.engine import Engine, Event
+from onedraw.engine.scheduler import Scheduler
+from onedraw.errors import NotFinite
+from onedraw.memory.ledger import Ledger
 from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+from onedraw.speculation.speculator import Speculator
 from onedraw.types import Request, SamplingParams
 from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, run
 
@@ -50,9 +55,7 @@ SPECS = {"hybrid": spec_of(DELTA, ATTENTION), "attention": spec_of(ATTENTION), "
 KINDS = ["hybrid"] if INTERPRETED else list(SPECS)  # the interpreter takes a second for every turn
 
 
-def backend_of(
-    kind: str, recorder: Recorder | None, *, lanes: int = 3, checkpoints: int = 0, pages: int = 60, ahead: bool = True
-) -> TorchBackend:
+def backend_of(kind: str, recorder: Recorder | None, *, lanes: int = 3, dtype: str = DTYPE, pages: int = 60) -> TorchBackend:
     from onedraw.backends.torch.kernels.cuda import TritonOps
 
     spec = SPECS[kind]
@@ -60,18 +63,16 @@ def backend_of(
     return TorchBackend(
         spec,
         random_weights(spec, seed=1),
-        dtype=DTYPE,
+        dtype=dtype,
         device=DEVICE,
         lanes=lanes,
         pages=pages,
         page_size=16,
         max_context=256,
         drafts=64,
-        checkpoints=checkpoints,
         ops=TritonOps(torch.device(DEVICE), pdl=pdl),
         check=False,
         recorder=recorder,
-        ahead=ahead,
     )
 
 
@@ -210,6 +211,31 @@ def test_a_planted_fault_of_a_turn_ahead_is_caught(fault: str, monkeypatch: pyte
     got, stats = run(backend_of("hybrid", Straight()), asked, Schedule())
     assert stats.turns_ahead
     assert got != expected
+
+
+def test_numbers_that_overflow_end_their_rows_and_name_the_layer_though_a_turn_is_behind_them() -> None:
+    asked = calm(2, max_tokens=6, length=5)
+    backend = backend_of("hybrid", next(iter(recorders().values())), dtype="f16")
+    ledger = Ledger(backend.capacity, reuse=False)
+    scheduler = Scheduler(ledger=ledger, capacity=backend.capacity, speculator=Speculator(), turn_tokens=64)
+    engine = Engine(backend=backend, scheduler=scheduler)
+    heard: list[Event] = []
+    for request in asked:
+        engine.add(request, heard.append)
+    for _ in range(3):
+        engine.turn()
+    norm = backend._stack.layers[1].attn_norm
+    kept = norm.clone()
+    norm.fill_(torch.inf)
+    while engine.busy:
+        engine.turn()
+    assert engine.stats().turns_ahead > 1
+    errors = {event.request_id: event.error for event in heard if event.error is not None}
+    assert set(errors) == {"c0", "c1"}
+    assert all(isinstance(error, NotFinite) and "layer 1 " in str(error) for error in errors.values())
+    ledger.audit_all()
+    norm.copy_(kept)
+    assert all(answer.error is None for answer in run(backend, asked, Schedule())[0])
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter takes a second for every turn")
