@@ -83,6 +83,7 @@ class Bench:
         )
         self.pages, self.lanes = pages, lanes
         self.cases = [(128, 1), (960, 1), (960, 8), (960, 32)]  # prompt tokens, rows
+        self.kept: tuple[int, ...] = (1, 4, 8)  # of 15 drafts
         self.ways: tuple[bool, ...] = (True, False)  # ahead or not
         say(f"{self.name}: weights made and pages allocated, s", time.perf_counter() - begin)
         say(f"{self.name}: copy bandwidth, TB/s", self.speed / 1e12)
@@ -244,13 +245,13 @@ def _steady_turns(engine: Engine, asked: Sequence[Request], turns: int, begun: C
 
 
 def drafted(bench: Bench) -> None:
-    """Plain decoding, then the same answers with 1, 4 and 8 of 15 drafts kept per turn."""
-    for label, params in (("T 1.0 with penalties", PENALIZED), ("T 0.8, top-p .95", SAMPLED)):
+    """Plain decoding, then the same answers with 1, 4 and 8 of 15 drafts kept per turn, by the medians of turns."""
+    for label, params, counts in (("T 1.0 with penalties", PENALIZED, bench.kept), ("T 0.8, top-p .95", SAMPLED, (4,))):
         asked = _requests(bench, 1, 960, 200, params)
         plain, seconds = bench.answers(asked, bench.engine(Speculator([])))
         one = statistics.median(seconds[5:])
         say(f"{bench.name}: plain decode through the engine, {label}, tok/s", 1 / one)
-        for kept in (1, 4, 8) if params is PENALIZED else (4,):
+        for kept in counts:
             proposer = RecordedProposer(kept=kept, length=15, vocab=bench.spec.vocab)
             proposer.answers = {asked[0].prompt: tuple(token for token, _ in plain[0])}
             for _ in range(2):  # the first compiles and records
@@ -393,6 +394,7 @@ def main() -> None:
     parser.add_argument("--pages", type=int, default=9000)
     parser.add_argument("--cases", help="of decode: prompt tokens x rows, as in 128x1,960x8")
     parser.add_argument("--ahead-only", action="store_true", help="of decode: not without turns sent off ahead")
+    parser.add_argument("--kept", default="1,4,8", help="of drafted: drafts kept per turn of 15")
     parser.add_argument("--memory", type=float, metavar="GiB", help="of the device, at most")
     parser.add_argument("--json")
     wishes = parser.parse_args()
@@ -402,6 +404,7 @@ def main() -> None:
     bench = Bench(wishes.model, wishes.device, context=wishes.context, lanes=wishes.lanes, pages=wishes.pages)
     if wishes.cases:
         bench.cases = [(int(prompt), int(rows)) for prompt, rows in (case.split("x") for case in wishes.cases.split(","))]
+    bench.kept = tuple(map(int, wishes.kept.split(",")))
     bench.ways = (True,) if wishes.ahead_only else (True, False)
     for section in wishes.sections:
         begin = time.perf_counter()
