@@ -233,7 +233,7 @@ def profile() -> None:
     from bench.gpu_backend import TREE as DRAFTED
 
     for model in ("random:llama3-8b",):
-        bench = Bench(model, "cuda:0", context=26_000, lanes=32, pages=4600, ahead=False)
+        bench = Bench(model, "cuda:0", context=26_000, lanes=32, pages=4600)
         for name, rows in {
             "1 at 1K": [(1000, ())], "16 at 1K": [(1000, CHAIN)], "tree at 1K": [(1000, DRAFTED)],
             "32 at 1K": [(1000 + 3 * i, ()) for i in range(32)], "tree at 24K": [(24_000, DRAFTED)],

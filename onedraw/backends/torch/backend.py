@@ -30,7 +30,7 @@ from onedraw.backends.staging import FEWEST_ROWS, most_tokens
 from onedraw.backends.torch.boundary import current
 from onedraw.backends.torch.device import DTYPES, hardware_name
 from onedraw.backends.torch.graphs import Graphs, Recorder, Straight
-from onedraw.backends.torch.inputs import Inputs, Shape, Span, make_inputs
+from onedraw.backends.torch.inputs import Bucket, Inputs, Shape, make_inputs
 from onedraw.backends.torch.layers.linear import strictest
 from onedraw.backends.torch.line import Line
 from onedraw.backends.torch.loader import LANE, WeightSource, padded
@@ -41,8 +41,9 @@ from onedraw.backends.torch.sampler import Sampler, read_choices
 from onedraw.backends.torch.selfcheck import RowCheck, self_check
 from onedraw.backends.torch.stack import Site, Stack, Stream, Watch
 from onedraw.backends.torch.state import KeptLogits, Sizes, State
-from onedraw.backends.torch.steady import Steady, SteadyTurns
+from onedraw.backends.torch.steady import Steady, SteadyTurns, fault_of, faults_of
 from onedraw.models.spec import ModelSpec
+from onedraw.sampling.law import NO_TOKEN
 from onedraw.sampling.verify import hypotheses
 from onedraw.types import Choice, Draft, Logprobs, Outcome, Plan, Row, RowOutcome
 
@@ -137,7 +138,7 @@ class TorchBackend:
         make_drafter: Callable[[Stack, Sampler, Shape], Drafter] | None = None,
         progress: Callable[[int, int], None] | None = None,
         recorder: Recorder | None = None,
-        ahead: bool = False,
+        ahead: bool | None = None,
     ) -> None:
         sites = sites or [Site(torch.device(device), ops or TorchOps(torch.device(device)))]
         self._stack = Stack(
@@ -176,7 +177,7 @@ class TorchBackend:
         if len(sites) == 1 and sites[0].ops.records:
             if recorder is None:
                 recorder = Graphs(self._device) if self._device.type == "cuda" else Straight()
-            self._steady = SteadyTurns(self._stack, self._states[0], self._sampler, self._shape, recorder, ahead=ahead)
+            self._steady = SteadyTurns(self._stack, self._states[0], self._sampler, self._shape, recorder, lanes=lanes)
         self._capacity = Capacity(
             vocab=spec.vocab,
             max_context=max_context,
@@ -190,6 +191,8 @@ class TorchBackend:
             stages=len(sites),
             tickets=tickets,
             ticket_rows=GPU_ROWS if self._device.type == "cuda" else 1,
+            # A drafter looks at what a turn left before the next one runs.
+            ahead=(self._keeps_tokens if ahead is None else ahead) and self._drafter is None and tickets == 1,
             lookahead=0 if self._drafter is None else self._drafter.lookahead,
             drafter="" if self._drafter is None else self._drafter.name,
             turn_tokens=most_tokens(rows, chunk=CHUNK) if len(sites) > 1 else None,
@@ -201,6 +204,7 @@ class TorchBackend:
         self._tickets = itertools.count()
         self._berths, self._berth_of = list(range(tickets)), dict[Ticket, int]()
         self._line, self._under_way = line, dict[Ticket, Future[Outcome] | Started]()
+        self._plans, self._back = dict[Ticket, Plan](), 0.0  # of turns that do not repeat; when the last steady one was collected
         self._hang_up = None
         if line is not None:
             self._hang_up = weakref.finalize(self, line.close)
@@ -219,29 +223,63 @@ class TorchBackend:
 
     def submit(self, plan: Plan) -> Ticket:
         ticket = Ticket(next(self._tickets))
-        started = self._begin(plan)
+        awaits = any(row.awaits for row in plan.rows)
+        bucket = None if self._steady is None else self._steady.serves(plan)
+        if awaits and bucket is not None and not (self._keeps_tokens and isinstance(self._latest, Started)):
+            plan = self._heard(plan)
+        started = None if bucket is None else self._begin(plan, bucket)
         if started is not None:
             self._under_way[ticket] = started
             return ticket
-        berth = self._berths.pop()  # a plan that did not get under way holds none
+        plan = self._heard(plan) if awaits else plan
+        berth = 0 if awaits else self._berths.pop()  # who awaits a token has no drafts, and so needs no place for them
         try:
             turn = self._board(plan, berth=berth)
             steps = [partial(self._step, turn, number) for number in range(len(self._states))]
             self._under_way[ticket] = _done(steps) if self._line is None else self._line.start(steps)
         except BaseException:
-            self._berths.append(berth)
+            if not awaits:  # a plan that did not get under way holds none
+                self._berths.append(berth)
             raise
-        self._berth_of[ticket] = berth
+        self._plans[ticket] = plan
+        if not awaits:
+            self._berth_of[ticket] = berth
         return ticket
 
     def collect(self, ticket: Ticket) -> Outcome:
         turn = self._under_way.pop(ticket)
         if isinstance(turn, Started):
             return self._arrive(turn)
+        self._plans.pop(ticket)
         try:
             return turn.result()
         finally:
-            self._berths.append(self._berth_of.pop(ticket))
+            if ticket in self._berth_of:
+                self._berths.append(self._berth_of.pop(ticket))
+
+    @property
+    def _keeps_tokens(self) -> bool:
+        """Steady turns find their tokens on the device. Layers with inputs of their own look them up on the host."""
+        return self._steady is not None and not self._stack.spec.inputs
+
+    @property
+    def _latest(self) -> Future[Outcome] | Started:
+        """Of what is under way."""
+        return self._under_way[max(self._under_way)]
+
+    def _heard(self, plan: Plan) -> Plan:
+        """The plan with the tokens that its rows await; waits for them."""
+        before = self._latest
+        chosen: dict[int, int] = {}
+        if isinstance(before, Started):
+            steady = before.steady
+            steady.wait()
+            chosen = {row.lane: int(token) for row, token in zip(before.plan.rows, steady.answers[:, 0].tolist())}
+        else:
+            for row, outcome in zip(self._plans[max(self._under_way)].rows, before.result().rows, strict=True):
+                chosen[row.lane] = outcome.chosen[-1].token if outcome.chosen else NO_TOKEN
+        rows = (replace(row, tokens=(max(chosen[row.lane], 0),)) if row.awaits else row for row in plan.rows)
+        return Plan(tuple(rows))
 
     def close(self) -> None:
         """Let go of weights and pages now, whoever still holds this object."""
@@ -293,29 +331,28 @@ class TorchBackend:
         return Watch(() if self._drafter is None else self._drafter.captures, finite=self._narrow())
 
     @torch.inference_mode()
-    def _begin(self, plan: Plan) -> Started | None:
-        """A steady turn, begun and not waited for; None where the turn is none."""
+    def _begin(self, plan: Plan, bucket: Bucket) -> Started | None:
+        """A steady turn, begun and not waited for; None where it brings too much."""
         begin = time.perf_counter()
-        if self._steady is None:
-            return None
+        assert self._steady is not None
         with current(self._device):
-            steady = self._steady.begin(plan, self._watch())
+            steady = self._steady.begin(plan, bucket, self._watch())
         return None if steady is None else Started(plan, steady, begin)
 
     @torch.inference_mode()
     def _arrive(self, started: Started) -> Outcome:
         """What a steady turn chose; what it kept is home already."""
         plan, steady, worked = started.plan, started.steady, started.steady.worked
-        if steady.arrived is not None:
-            steady.arrived.synchronize()
+        steady.wait()
+        begin, self._back = max(started.begin, self._back), time.perf_counter()
         choices = iter(read_choices(steady.answers, steady.positions))
         chosen = {i: [next(choices) for _ in range(1 + len(row.drafts))] for i, row in enumerate(plan.rows)}
         turn = Turn(plan, steady.inputs, worked.watch, held=0)
         with current(self._device):
             if self._drafter is not None:
                 self._drafter.open(plan.rows)
-            rows = self._conclude(turn, worked.hidden, chosen, {}, settled=True)
-        return Outcome(rows, time.perf_counter() - started.begin)
+            rows = self._conclude(turn, worked.hidden, chosen, {}, faults=steady.faults)
+        return Outcome(rows, time.perf_counter() - begin)
 
     @torch.inference_mode()
     def _step(self, turn: Turn, number: int) -> Outcome | None:
@@ -335,7 +372,7 @@ class TorchBackend:
         if self._drafter is not None:
             self._drafter.open(turn.plan.rows)
         scored = self._score(turn.plan, turn.inputs, hidden)
-        return self._conclude(turn, hidden, self._choose(turn.plan, turn.inputs, hidden), scored, settled=False)
+        return self._conclude(turn, hidden, self._choose(turn.plan, turn.inputs, hidden), scored)
 
     def _conclude(
         self,
@@ -344,12 +381,17 @@ class TorchBackend:
         chosen: Mapping[int, Sequence[Choice | None]],
         scored: Mapping[int, tuple[Logprobs, ...]],
         *,
-        settled: bool,
+        faults: Sequence[int] | None = None,
     ) -> tuple[RowOutcome, ...]:
+        """`faults`: of a steady turn, which has brought home what it kept, the first layer of each token that was not finite."""
         plan, inputs, watch = turn.plan, turn.inputs, turn.watch
         rows = tuple(row_outcome(row, chosen.get(i, []), scored.get(i, ())) for i, row in enumerate(plan.rows))
-        rows = tuple(replace(row, fault=self._fault(watch, inputs.spans[i])) if row.barren else row for i, row in enumerate(rows))
-        if not settled:
+        if any(row.barren for row in rows):
+            found = faults_of(watch) if faults is None else faults
+            rows = tuple(
+                replace(row, fault=fault_of(found, inputs.spans[i])) if row.barren else row for i, row in enumerate(rows)
+            )
+        if faults is None:
             for state, stage in zip(self._states, self._stack.stages, strict=True):
                 with current(stage.device):
                     state.commit(plan.rows, [row.kept for row in rows], stage.ops, turn.held)
@@ -361,13 +403,6 @@ class TorchBackend:
     def _narrow(self) -> list[Tensor] | None:
         """Models trained in bf16 may leave the range of f16, so where there is any every layer is looked at."""
         return [] if torch.float16 in (self._stack.dtype, self._stack.activation) else None
-
-    def _fault(self, watch: Watch, span: Span) -> str:
-        """Where the numbers of a row stopped being finite; empty where they are."""
-        for layer, finite in enumerate(watch.finite or ()):
-            if not bool(finite[span.first : span.first + span.count].all()):
-                return f"layer {layer} left the range of f16; run with --dtype and --activation-dtype bf16 or f32"
-        return ""
 
     def _logits(self, hidden: Tensor, tokens: list[int]) -> Tensor:
         """Logits of these tokens of the turn: [C', V'], the first C rows wanted."""
@@ -382,6 +417,7 @@ class TorchBackend:
             if not row.chooses:
                 continue
             for k, drafts in enumerate(hypotheses(row.drafts)):
+                drafts = (*row.tokens, *drafts) if row.awaits else drafts  # what it awaited is not in the history yet
                 position = Position(row.lane, row.params, row.history, drafts, row.request_id)
                 kept = next((save.slot for save in row.saves if save.position == row.stop), None) if k == 0 else None
                 picks.append(Pick(i, span.first + len(row.tokens) - 1 + k if row.tokens else None, position, row.restore, kept))

@@ -2,8 +2,8 @@
 
 In: a plan, and a backend of one device whose operations can be recorded. Out: the turn's hidden states and answers, both still
 on the device, and kept drafts brought home there. Everything the host has to say goes through the arena before the work
-begins; the work reads device memory alone, so it may be recorded and replayed for every turn of its signature. While a turn
-runs, the next one is laid out as it will most likely be: the same rows, one token further.
+begins; the work reads device memory alone, so it may be recorded and replayed for every turn of its signature. What a turn
+of single tokens chose stays on the device, lane by lane: a turn may begin with it before the host has heard of it.
 
 This file has the one rule that says which turns are steady. All others run kernel by kernel.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import time
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -24,11 +25,11 @@ from torch import Tensor
 from onedraw.backends.answers import Position
 from onedraw.backends.torch.feed import Arena, ArenaFull, Array
 from onedraw.backends.torch.graphs import Recorder
-from onedraw.backends.torch.inputs import Bucket, Inputs, Shape, fed_inputs
+from onedraw.backends.torch.inputs import Bucket, Inputs, Shape, Span, fed_inputs
 from onedraw.backends.torch.stack import Ready, Stack, Watch
 from onedraw.backends.torch.state import State
 from onedraw.sampling.verify import hypotheses
-from onedraw.types import History, Plan, Row, SamplingParams
+from onedraw.types import UNKNOWN, History, Plan, Row, SamplingParams
 
 if TYPE_CHECKING:
     from onedraw.backends.torch.kernels.sampler import Choosing
@@ -37,7 +38,10 @@ ARENA_BYTES = 16 * 2**20
 STEPS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows, tokens, and tokens of one row
 LEAST_REACH = 512  # positions
 LEAST_DEPTH = 8
-REHEARSAL_SECONDS = 40
+BOXES = 3  # turns of one shape whose answers may be on their way
+_NOTHING = np.zeros(0, dtype=np.int32)
+REHEARSAL_SECONDS, FAR_SECONDS = 40, 15  # for short contexts, and for as many of the others as there is time for
+MOST_REHEARSED = 96  # fewer than the recorder keeps
 REHEARSED = (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9))
 
 
@@ -84,7 +88,7 @@ class Worked:
 
     hidden: Tensor  # [T, E]
     watch: Watch
-    answers: Tensor  # [T, columns]
+    answers: Tensor  # [T, columns], and the first layer that was not finite where that is watched
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +98,9 @@ class Laid:
     bucket: Bucket
     inputs: Inputs
     ready: Ready
-    rows: Tensor  # [R, 5]
-    parents: Tensor  # [T]
+    lanes: Tensor  # [T], of single tokens
+    rows: Tensor  # [R, 5], of rows with drafts
+    parents: Tensor  # [T], likewise
     positions: list[Position]
     choosing: Choosing
 
@@ -110,109 +115,75 @@ class Steady:
     answers: Tensor
     arrived: Any
 
+    def wait(self) -> None:
+        """Until the answers are there."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
 
-@dataclass(frozen=True, slots=True)
-class Foreseen:
-    """The next turn, laid out while this one runs, as it will be if every row goes on by the one token it chooses.
-
-    It may be started already, with the tokens that this one leaves on the device. If it does not come, its keys and values lie
-    behind everything that is settled, where they are written again before anybody reads them.
-    """
-
-    rows: tuple[tuple[str, int, int, SamplingParams, tuple[list[int], ...]], ...]  # request, lane, start, params, pages
-    laid: Laid
-    started: Steady | None = None  # it runs already
-    source: Steady | None = None  # the turn whose choices are its tokens, where it does
-
-    def is_for(self, plan: Plan) -> bool:
-        if self.source is not None and not self._has_tokens_of(plan, self.source):
-            return False
-        return len(plan.rows) == len(self.rows) and all(
-            not row.drafts
-            and row.request_id == request
-            and row.lane == lane
-            and row.start == start
-            and row.params is params
-            and all(list(held) == known for held, known in zip(row.pages, pages, strict=True))
-            for row, (request, lane, start, params, pages) in zip(plan.rows, self.rows)
-        )
-
-    def _has_tokens_of(self, plan: Plan, source: Steady) -> bool:
-        if source.arrived is not None and not source.arrived.query():
-            return False
-        chosen = source.answers[: len(plan.rows), 0].tolist()
-        return chosen == [row.tokens[0] for row in plan.rows]
+    @property
+    def faults(self) -> list[int]:
+        """Per token the first layer that was not finite; nothing where nobody looked. When the answers are there."""
+        return [] if self.worked.watch.finite is None else self.answers[:, -1].tolist()
 
 
-def rehearsed_starts(max_context: int) -> list[int]:
-    """Where rehearsed rows stand: a position of each of the first two reaches, as far as the context goes."""
-    return sorted({min(start, max_context - 1) for start in (LEAST_REACH // 2, LEAST_REACH)})
+def rehearsed_places(lanes: int, max_context: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """What is rehearsed, as rows and the position they stand at. First every number of rows in the first two reaches; then one
+    row as far as the context goes, and more rows from near to far."""
+    counts = [count for count in STEPS if count <= lanes] or [1]
+    near = sorted({min(start, max_context - 1) for start in (LEAST_REACH // 2, LEAST_REACH)})
+    far = [LEAST_REACH << step for step in range(1, 32) if LEAST_REACH << step < max_context]
+    farther = sorted(itertools.product(counts, far), key=lambda place: (place[0] > 1, place[1], place[0]))
+    return list(itertools.product(counts, near)), farther
 
 
 class SteadyTurns:
-    """Owner: the backend. One device, and operations and a sampler whose work can be recorded. `ahead`: foreseen turns are
-    started, too, where no layer has a state."""
+    """Owner: the backend. One device, and operations and a sampler whose work can be recorded."""
 
-    def __init__(
-        self, stack: Stack, state: State, sampler: Any, shape: Shape, recorder: Recorder, *, ahead: bool = False
-    ) -> None:
+    def __init__(self, stack: Stack, state: State, sampler: Any, shape: Shape, recorder: Recorder, *, lanes: int) -> None:
         self._stack, self._state, self._sampler, self._shape, self._recorder = stack, state, sampler, shape, recorder
         self._ops: Any = stack.ops
         self._arena = Arena(stack.device, ARENA_BYTES)
         self._recurrent = stack.spec.recurrent
-        self._ahead = ahead and not self._recurrent  # a state that was moved on cannot be taken back
-        self._foreseen: Foreseen | None = None
-        self.foreseen = self.started = 0  # turns that were laid out, and started, before they came
+        self._lanes = lanes
+        self._last = torch.zeros(lanes + 1, dtype=torch.int64, device=stack.device)  # chosen by each lane; padding has one more
+        self._mail = Mail()
+        self.awaited = 0  # turns that began before their tokens were known to the host
 
-    def begin(self, plan: Plan, watch: Watch) -> Steady | None:
-        """Start a turn, where it is a steady one."""
-        bucket = bucket_of(plan, recurrent=self._recurrent)
-        foreseen, self._foreseen = self._foreseen, None
-        if bucket is None:
+    def serves(self, plan: Plan) -> Bucket | None:
+        """The shape of a steady turn; None where the turn is none."""
+        return bucket_of(plan, recurrent=self._recurrent)
+
+    def begin(self, plan: Plan, bucket: Bucket, watch: Watch) -> Steady | None:
+        """Start a turn; None where it brings too much."""
+        try:
+            laid = self._lay(plan, bucket)
+        except ArenaFull:
             return None
-        expected = foreseen is not None and foreseen.is_for(plan)
-        self.foreseen += expected
-        if foreseen is not None and expected and foreseen.started is not None:
-            steady = foreseen.started
-            self.started += 1
-        else:
-            try:
-                laid = foreseen.laid if foreseen is not None and expected else self._lay(plan, bucket)
-            except ArenaFull:
-                return None
-            if expected:
-                tokens = np.zeros(bucket.tokens, dtype=np.int64)
-                tokens[: len(plan.rows)] = [row.tokens[0] for row in plan.rows]
-                self._arena.rewrite_first(tokens)
-            steady = self._launch(laid, watch)
-        # A drafter makes the next turn another one, and layers with inputs of their own look tokens up on the host.
-        if not watch.captures and not self._stack.spec.inputs:
-            self._foresee(plan, steady, watch)
-        return steady
+        self.awaited += plan.rows[0].tokens == (UNKNOWN,)
+        return self._launch(laid, watch)
 
-    def _launch(self, laid: Laid, watch: Watch, source: Steady | None = None) -> Steady:
-        """Start a turn that was laid out; its tokens are what `source` chose, where it is given."""
+    def _launch(self, laid: Laid, watch: Watch) -> Steady:
+        """Start a turn that was laid out."""
         self._arena.note(watch.captures)
         signature = self._arena.send()
-        if source is not None:
-            torch.clamp(source.worked.answers[:, 0], min=0, out=laid.ready.tokens)
         worked = self._recorder.run(signature, lambda: self._work(laid, watch))
-        return Steady(laid.inputs, worked, laid.positions, *self._fetch(worked.answers))
+        return Steady(laid.inputs, worked, laid.positions, *self._mail.send(worked.answers))
 
     def rehearse(self, lanes: int, watch: Watch, tell: Callable[[str], None]) -> None:
-        """Record the turns of plain decoding before anybody waits for them: every number of rows, short contexts, greedy and
-        sampled. Rehearsed rows lie on the page that nobody reads. What takes too long is recorded when it first comes."""
-        deadline = time.monotonic() + REHEARSAL_SECONDS
-        counts = [count for count in STEPS if count <= lanes] or [1]
-        for number, count in enumerate(counts, start=1):
-            tell(f"recording turns, {number} of {len(counts)}")
-            for params, start in itertools.product(REHEARSED, rehearsed_starts(self._stack.max_context)):
-                if time.monotonic() > deadline:
-                    tell(f"recording turns: the rest when they first come, after {REHEARSAL_SECONDS} s")
+        """Record the turns of plain decoding before anybody waits for them, greedy and sampled. Rehearsed rows lie on the page
+        that nobody reads. What takes too long is recorded when it first comes."""
+        begin, (near, far) = time.monotonic(), rehearsed_places(lanes, self._stack.max_context)
+        places = (*near, *far[: max(MOST_REHEARSED // len(REHEARSED) - len(near), 0)])
+        for number, (count, start) in enumerate(places, start=1):
+            tell(f"recording turns, {number} of {len(places)}")
+            for params in REHEARSED:
+                if time.monotonic() - begin > (REHEARSAL_SECONDS if number <= len(near) else FAR_SECONDS):
+                    tell(f"recording turns: the rest when they first come, after {time.monotonic() - begin:.0f} s")
                     return
                 plan = Plan(tuple(self._rehearsed(lane, start, params) for lane in range(count)))
-                self.begin(plan, watch)
-                self._foreseen = None
+                bucket = self.serves(plan)
+                assert bucket is not None
+                self.begin(plan, bucket, watch)
 
     def _rehearsed(self, lane: int, start: int, params: SamplingParams) -> Row:
         pages = tuple((page,) * (start // self._shape.page_size + 1) for page in self._shape.scratch)
@@ -224,74 +195,94 @@ class SteadyTurns:
         arena.begin()
         inputs = fed_inputs(plan, shape=self._shape, feed=arena, bucket=bucket)
         ready = self._stack.prepare(inputs)  # the tokens come first
-        rows, parents = arena.put(_row_words(plan, bucket)), arena.put(_parents(plan, bucket))
+        single = bucket.longest == 1
+        lanes = arena.put(_lane_words(plan, bucket, self._lanes) if single else _NOTHING)
+        rows, parents = (arena.put(_NOTHING if single else words(plan, bucket)) for words in (_row_words, _parents))
         positions = positions_of(plan.rows)
         choosing = self._sampler.prepare(positions, feed=arena, rows=bucket.tokens)
         arena.note(bucket)
-        return Laid(bucket, inputs, ready, rows, parents, positions, choosing)
-
-    def _foresee(self, plan: Plan, steady: Steady, watch: Watch) -> None:
-        """Lay out the turn after this one, where nothing of it but the tokens hangs on what this one chooses, and start it."""
-        size = self._shape.page_size
-        for row in plan.rows:
-            params = row.params
-            if row.drafts or params.counts_history or params.dry is not None or params.bad_words:
-                return
-            if any((row.start + 1) // size >= len(held) for held in row.pages):
-                return  # a page will be added
-            if len(row.history.output) + 2 > params.max_tokens:
-                return  # this one is its last
-        ahead = tuple(replace(row, start=row.start + 1, tokens=(0,), history=_longer(row.history)) for row in plan.rows)
-        bucket = bucket_of(Plan(ahead), recurrent=self._recurrent)
-        if bucket is None:
-            return
-        try:
-            laid = self._lay(Plan(ahead), bucket)
-        except ArenaFull:
-            return
-        rows = tuple((row.request_id, row.lane, row.start, row.params, tuple(list(held) for held in row.pages)) for row in ahead)
-        alike = watch.finite is None and len(laid.ready.tokens) == len(steady.worked.answers)
-        if self._ahead and alike:
-            self._foreseen = Foreseen(rows, laid, self._launch(laid, watch, steady), steady)
-        else:
-            self._foreseen = Foreseen(rows, laid)
+        return Laid(bucket, inputs, ready, lanes, rows, parents, positions, choosing)
 
     def _work(self, laid: Laid, watch: Watch) -> Worked:
         watch = Watch(watch.captures, finite=None if watch.finite is None else [])
-        hidden = self._stack.run(laid.ready, self._state, watch=watch)
-        answers = self._sampler.chosen(lambda rows: self._stack.scores(hidden[rows]), laid.choosing)
-        if laid.bucket.longest > 1:
+        single = laid.bucket.longest == 1
+        ready = replace(laid.ready, tokens=self._ops.awaited(laid.ready.tokens, self._last)) if single else laid.ready
+        hidden = self._stack.run(ready, self._state, watch=watch)
+        scores = lambda rows: self._stack.scores(hidden[rows])  # noqa: E731
+        answers = self._sampler.chosen(scores, laid.choosing, self._last if single else None)
+        if single:
+            self._ops.leave(answers, laid.lanes, self._last)
+        else:
             self._ops.settle(
                 answers[:, 0].contiguous(),
-                tokens=laid.ready.tokens,
+                tokens=ready.tokens,
                 parents=laid.parents,
                 rows=laid.rows,
                 bucket=laid.bucket,
-                preparation=laid.ready.preparation,
+                preparation=ready.preparation,
                 state=self._state,
             )
+        if watch.finite is not None:
+            answers = torch.cat([answers, first_fault(watch.finite)], 1)
         return Worked(hidden, watch, answers)
 
-    def _fetch(self, answers: Tensor) -> tuple[Tensor, Any]:
+
+def first_fault(finite: Sequence[Tensor]) -> Tensor:
+    """[T, 1]: the first layer after which a token is not finite, -1 where there is none."""
+    sound = torch.stack(list(finite)).to(torch.int64).cumprod(0).sum(0)
+    return torch.where(sound == len(finite), -1, sound)[:, None]
+
+
+def faults_of(watch: Watch) -> list[int]:
+    """The same on the host, per token; nothing where nobody looked."""
+    return [] if not watch.finite else first_fault([finite.cpu() for finite in watch.finite])[:, 0].tolist()
+
+
+def fault_of(found: Sequence[int], span: Span) -> str:
+    """Where the numbers of a row stopped being finite; empty where they are, or nobody looked."""
+    layers = [layer for layer in found[span.first : span.first + span.count] if layer >= 0]
+    return "" if not layers else f"layer {min(layers)} left the range of f16; run with --dtype and --activation-dtype bf16 or f32"
+
+
+class Mail:
+    """Answers on their way to the host, in buffers that are used again: at most two turns are under way. Owner: SteadyTurns."""
+
+    def __init__(self) -> None:
+        self._boxes: dict[tuple[int, ...], deque[tuple[Tensor, Any]]] = {}
+
+    def send(self, answers: Tensor) -> tuple[Tensor, Any]:
+        """Where they will be, and the event that says when; None where they are there already."""
         if answers.device.type != "cuda":
-            return answers, None
-        there = torch.empty(answers.shape, dtype=answers.dtype, pin_memory=True)
+            return answers.clone(), None
+        boxes = self._boxes.get(answers.shape)
+        if boxes is None:
+            boxes = self._boxes[answers.shape] = deque(_box(answers) for _ in range(BOXES))
+        boxes.rotate(1)
+        there, arrived = boxes[0]
         there.copy_(answers, non_blocking=True)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record()
         return there, arrived
 
 
-def _longer(history: History) -> History:
-    """As long as it will be after one more token, which is not known."""
-    return History(history.prompt, [0] * (len(history.output) + 1))
+def _box(answers: Tensor) -> tuple[Tensor, Any]:
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    return torch.empty(answers.shape, dtype=answers.dtype, pin_memory=True), event
 
 
 def positions_of(rows: Sequence[Row]) -> list[Position]:
-    """Where a steady turn chooses: after every token."""
+    """Where a steady turn chooses: after every token. A token that its row awaits is not in the history yet."""
     return [
-        Position(row.lane, row.params, row.history, drafts, row.request_id) for row in rows for drafts in hypotheses(row.drafts)
+        Position(row.lane, row.params, row.history, (*row.tokens, *drafts) if row.awaits else drafts, row.request_id)
+        for row in rows
+        for drafts in hypotheses(row.drafts)
     ]
+
+
+def _lane_words(plan: Plan, bucket: Bucket, lanes: int) -> Array:
+    """[T]: the lane of each token; padding has the one behind the last."""
+    words = np.full(bucket.tokens, lanes, dtype=np.int32)
+    words[: len(plan.rows)] = [row.lane for row in plan.rows]
+    return words
 
 
 def _row_words(plan: Plan, bucket: Bucket) -> Array:

@@ -18,12 +18,13 @@ from torch import Tensor
 from onedraw.backends.answers import CHECKSUM, TOKEN, Position
 from onedraw.backends.torch.counts import LaneCounts
 from onedraw.backends.torch.feed import ArenaFull, Direct, Feed
+from onedraw.backends.torch.kernels.triton_awaited import awaited
 from onedraw.backends.torch.kernels.triton_sample import COLUMNS, GREEDY, KEY_0, LANE, TOP_K, Chosen, Wishes, choose
 from onedraw.backends.torch.sampler import Law, Sampler, _deficits
 from onedraw.sampling.adjust import Adjustment, adjustment, inside
 from onedraw.sampling.law import NO_TOKEN, Filters, checksum_weights, filters
 from onedraw.sampling.noise import key
-from onedraw.types import SamplingParams
+from onedraw.types import UNKNOWN, SamplingParams
 
 MOST_KNOWN = 4096  # parameters that are remembered
 
@@ -85,9 +86,12 @@ class TritonSampler(Sampler):
             one = torch.ones_like(wishes.grown, dtype=torch.int32)
             wishes.output.view(-1).scatter_add_(0, wishes.grown, one)
 
-    def chosen(self, logits: Callable[[slice], Tensor], choosing: Choosing) -> Tensor:
-        """Answers for all rows of a prepared turn, [C, columns]; logits are asked for slab by slab."""
+    def chosen(self, logits: Callable[[slice], Tensor], choosing: Choosing, last: Tensor | None = None) -> Tensor:
+        """Answers for all rows of a prepared turn, [C, columns]; logits are asked for slab by slab. `last`: what each lane
+        chose last, where rows may await it."""
         self.count(choosing)
+        if last is not None and choosing.wishes.output is not None:
+            choosing = replace(choosing, wishes=replace(choosing.wishes, tokens=awaited(choosing.wishes.tokens, last)))
         rows = len(choosing.wishes.table)
         return torch.cat([self._choose(logits(span), choosing, span)[0] for span in self._spans(rows)])
 
@@ -127,12 +131,14 @@ class TritonSampler(Sampler):
         tokens: list[int] = []
         values: list[float] = []
         adjusted = False
-        for line, p in zip(table, positions):
-            wish = self._wish(p.params)
-            line[:KEY_0] = wish.numbers
+        numbers, words = [], []
+        before: Position | None = None
+        for p in positions:
+            if before is None or p.history is not before.history or p.params is not before.params:
+                before, known, wish = p, len(p.history), self._wish(p.params)
             fences = [len(tokens)] * 5
             if wish.counts and not wish.more:
-                tokens += p.drafts
+                tokens += _counted_drafts(p)
                 values += [0.0] * len(p.drafts)
                 fences[-1] = len(tokens)
             elif wish.more:
@@ -142,7 +148,10 @@ class TritonSampler(Sampler):
                     values += [value for _, value in kind]
                     fences[index + 1] = len(tokens)
             adjusted |= fences[-1] > fences[0] or wish.counts
-            line[KEY_0:] = (*key(p.params.seed, p.index), wish.greedy, p.lane if wish.counts else -1, *fences)
+            numbers.append(wish.numbers)
+            words.append((*key(p.params.seed, known + len(p.drafts)), wish.greedy, p.lane if wish.counts else -1, *fences))
+        if positions:
+            table[: len(positions), :KEY_0], table[: len(positions), KEY_0:] = numbers, words
         room = max(len(tokens), 1) if not rows else max(64, 1 << (len(tokens) - 1).bit_length())
         there = [feed.put(array) for array in (table, _line(tokens, room, np.int32), _line(values, room, np.float32))]
         counting = [p for p in positions if p.params.counts_history]
@@ -183,7 +192,7 @@ class TritonSampler(Sampler):
         """Tokens with a number each: bias, DRY, bans, and drafts where they count."""
         bias = [(t, v) for t, v in p.params.logit_bias if 0 <= t < self._vocab]
         kinds = [bias, list(host.penalized), [(t, 0.0) for t in inside(host.banned, self._vocab)]]
-        return [*kinds, [(t, 0.0) for t in p.drafts] if p.params.counts_history else []]
+        return [*kinds, [(t, 0.0) for t in _counted_drafts(p)] if p.params.counts_history else []]
 
     def _counted(self, counting: Sequence[Position], rows: int) -> tuple[LaneCounts | None, npt.NDArray[np.int64]]:
         """The lanes' counts, and where one is to be added to them; padding goes to the lane that nobody reads."""
@@ -202,6 +211,11 @@ class TritonSampler(Sampler):
         if self._weights is None:
             self._weights = torch.from_numpy(np.stack(checksum_weights(self._vocab))).to(self._device)
         return self._weights
+
+
+def _counted_drafts(p: Position) -> tuple[int, ...]:
+    """What stands between history and position; a token that only the device knows as -1 - lane."""
+    return (-1 - p.lane,) if p.drafts == (UNKNOWN,) else p.drafts
 
 
 def _line(values: Sequence[float], room: int, dtype: type[np.int32] | type[np.float32]) -> npt.NDArray[Any]:

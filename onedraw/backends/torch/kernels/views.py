@@ -167,7 +167,8 @@ def device_view(words: Tensor, layout: Layout) -> DeviceView:
 def to_view(inputs: Inputs, heads: Heads) -> DeviceView:
     host = host_view(inputs, heads)
     inputs.feed.note(host.layout)
-    return device_view(inputs.feed.put(host.words), host.layout)
+    words = inputs.feed.put(host.words)
+    return inputs.feed.remembered(words, host.layout, lambda: device_view(words, host.layout))
 
 
 def _cuts(inputs: Inputs, heads: Heads) -> list[tuple[Cut, Ints, Ints]]:
@@ -246,9 +247,13 @@ def _cover(tiles: list[Tile], per: int, first: int, count: int, kind: int, tail:
 def _tile_table(inputs: Inputs, heads: Heads, tiles: list[Tile]) -> tuple[Ints, int]:
     """[N, 8], and the largest number of splits that a tile reads."""
     first, count, kind, tail = np.asarray(tiles, dtype=np.int64).T
-    firsts = inputs.host_firsts(heads.window)
-    low = np.asarray([firsts[f : f + c].min() for f, c, _, _ in tiles])
-    high = np.asarray([inputs.host_ends[f : f + c].max() for f, c, _, _ in tiles])
+    low, high = inputs.host_firsts(heads.window), inputs.host_ends
+    if all(tokens == 1 for _, tokens, _, _ in tiles):
+        low, high = low[first], high[first]
+    else:
+        bounds = np.stack([first, first + count], 1).reshape(-1)  # every other stretch is a tile's
+        low = np.minimum.reduceat(np.append(low, 0), bounds)[::2]  # one more token ends the last
+        high = np.maximum.reduceat(np.append(high, 0), bounds)[::2]
     common = tail // block_keys(heads.dim) * block_keys(heads.dim)  # where the blocks end that all nodes read alike
     carried = np.where((kind == OWN) & (low < common), split_of(common - 1), -1)
     low = np.where(kind == OWN, np.maximum(low, common), low)
