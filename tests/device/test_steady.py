@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import torch
 
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.graphs import Graphs, Recorder, Replays, Straight
+from onedraw.backends.torch.stack import Site
 from onedraw.checkpoints.random import random_weights
 from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from onedraw.types import Request, SamplingParams
@@ -45,32 +47,37 @@ def spec_of(*mixers: AttentionSpec | DeltaSpec) -> ModelSpec:
     )
 
 
-SPECS = {"hybrid": spec_of(DELTA, ATTENTION), "attention": spec_of(ATTENTION), "windows": spec_of(ATTENTION, WINDOWED)}
-KINDS = ["hybrid"] if INTERPRETED else list(SPECS)  # the interpreter takes a second for every turn
+SPECS = {
+    "hybrid": spec_of(DELTA, ATTENTION),
+    "attention": spec_of(ATTENTION),
+    "windows": spec_of(ATTENTION, WINDOWED),
+    "three": spec_of(DELTA, WINDOWED, ATTENTION),
+}
 
 
 def backend_of(
-    kind: str, recorder: Recorder | None, *, lanes: int = 3, checkpoints: int = 0, ahead: bool = False
+    kind: str, recorder: Recorder | None, *, lanes: int = 3, checkpoints: int = 0, cuts: tuple[int, ...] = (), **more: Any
 ) -> TorchBackend:
+    """`cuts`: where the layers are divided into stages, all on the one device."""
     from onedraw.backends.torch.kernels.cuda import TritonOps
 
     spec = SPECS[kind]
     pdl = DEVICE != "cpu" and torch.cuda.get_device_capability() >= (9, 0)
+    sites = [Site(torch.device(DEVICE), TritonOps(torch.device(DEVICE), pdl=pdl), stop) for stop in (*cuts, None)]
     return TorchBackend(
         spec,
         random_weights(spec, seed=1),
         dtype=DTYPE,
-        device=DEVICE,
+        sites=sites,
         lanes=lanes,
         pages=60,
         page_size=16,
         max_context=256,
         drafts=64,
         checkpoints=checkpoints,
-        ops=TritonOps(torch.device(DEVICE), pdl=pdl),
         check=False,
         recorder=recorder,
-        ahead=ahead,
+        **more,
     )
 
 
@@ -105,15 +112,20 @@ def recorders() -> dict[str, Recorder]:
     return {"straight": Straight(), "graphs": Graphs(torch.device(DEVICE))}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_recorded_turn_has_the_bits_of_a_plain_one(kind: str) -> None:
+CUT = [("three", (1,)), ("three", (1, 2))]
+WAYS = [("hybrid", ()), ("hybrid", (1,))] if INTERPRETED else [*((kind, ()) for kind in SPECS), *CUT]  # a second for every turn
+
+
+@pytest.mark.parametrize(("kind", "cuts"), WAYS)
+def test_a_recorded_turn_has_the_bits_of_a_plain_one(kind: str, cuts: tuple[int, ...]) -> None:
+    """On one stage and on several: `cuts` divide the layers, the plain turns are those of the whole."""
     asked = requests()
     expected = one_by_one(kind, asked)
     assert all(answer.error is None for answer in expected)
     drafts = Clairvoyant({r.id: a.tokens for r, a in zip(asked, expected, strict=True)}, VOCAB, silent_every=0)
     trees = dataclasses.replace(drafts, tree=True)
     for name, recorder in recorders().items():
-        backend, replayed = backend_of(kind, recorder), [0]
+        backend, replayed = backend_of(kind, recorder, cuts=cuts), [0]
         if DEVICE != "cpu":
             backend.rehearse(lambda line: None)
         for label, schedule in (
@@ -125,9 +137,9 @@ def test_a_recorded_turn_has_the_bits_of_a_plain_one(kind: str) -> None:
             assert got == expected, (name, label)
             if label != "batched":
                 assert 0 < stats.accepted_tokens < stats.draft_tokens, (name, label)
-            if isinstance(recorder, Replays):
+            if isinstance(recorder, Replays | Graphs):
                 replayed.append(recorder.replayed)
-        if isinstance(recorder, Replays):
+        if isinstance(recorder, Replays | Graphs):
             assert 2 < replayed[1] < replayed[-1], replayed
         assert backend._steady is not None
         assert backend._steady.foreseen > 1

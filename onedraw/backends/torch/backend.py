@@ -3,13 +3,14 @@
 In: a spec, a source of weights, sizes, perhaps a drafter. Out: outcomes. inputs → stack → sampler → verification →
 commit → guesses. A commit brings kept drafts home: a tree's path to its positions, a state's steps to its lane; the
 rejected rest is never read again. Where stages have threads of their own several plans are under way, each in one stage
-at a time, and the last stage's thread chooses, commits and guesses. Turns that repeat are recorded where the device can
-(`steady.py`): `submit` starts such a turn and does not wait for it.
+at a time, and the last stage's thread chooses, commits and guesses. Turns that repeat are recorded where all devices can
+(`steady.py`): `submit` starts such a turn on every stage and does not wait for it.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -173,10 +174,11 @@ class TorchBackend:
             self._drafter = None if make_drafter is None else make_drafter(self._stack, self._sampler, self._shape)
         self._slice = max(LOGITS_BYTES // (4 * spec.vocab), 1)
         self._steady: SteadyTurns | None = None
-        if len(sites) == 1 and sites[0].ops.records:
-            if recorder is None:
-                recorder = Graphs(self._device) if self._device.type == "cuda" else Straight()
-            self._steady = SteadyTurns(self._stack, self._states[0], self._sampler, self._shape, recorder, ahead=ahead)
+        if all(site.ops.records for site in sites):
+            recorders = {site.device: recorder or _recorder(site.device) for site in sites}
+            given = [recorders[site.device] for site in sites]
+            shared = {"ahead": ahead, "several": tickets > 1}
+            self._steady = SteadyTurns(self._stack, self._states, self._sampler, self._shape, given, **shared)
         self._capacity = Capacity(
             vocab=spec.vocab,
             max_context=max_context,
@@ -199,6 +201,7 @@ class TorchBackend:
         )
         assert tickets == 1 or line is not None, "stages that work at once have threads of their own"
         self._tickets = itertools.count()
+        self._guessing = threading.Lock()  # steady turns are read by who collects them, others by the last stage's thread
         self._berths, self._berth_of = list(range(tickets)), dict[Ticket, int]()
         self._line, self._under_way = line, dict[Ticket, Future[Outcome] | Started]()
         self._hang_up = None
@@ -219,15 +222,10 @@ class TorchBackend:
 
     def submit(self, plan: Plan) -> Ticket:
         ticket = Ticket(next(self._tickets))
-        started = self._begin(plan)
-        if started is not None:
-            self._under_way[ticket] = started
-            return ticket
         berth = self._berths.pop()  # a plan that did not get under way holds none
         try:
-            turn = self._board(plan, berth=berth)
-            steps = [partial(self._step, turn, number) for number in range(len(self._states))]
-            self._under_way[ticket] = _done(steps) if self._line is None else self._line.start(steps)
+            started = self._begin(plan, berth=berth)
+            self._under_way[ticket] = self._boarded(plan, berth=berth) if started is None else started
         except BaseException:
             self._berths.append(berth)
             raise
@@ -236,10 +234,8 @@ class TorchBackend:
 
     def collect(self, ticket: Ticket) -> Outcome:
         turn = self._under_way.pop(ticket)
-        if isinstance(turn, Started):
-            return self._arrive(turn)
         try:
-            return turn.result()
+            return self._arrive(turn) if isinstance(turn, Started) else turn.result()
         finally:
             self._berths.append(self._berth_of.pop(ticket))
 
@@ -283,23 +279,29 @@ class TorchBackend:
 
     # ------------------------------------------------------------------ one turn
 
-    def _board(self, plan: Plan, *, berth: int) -> Turn:
-        """Plans under way at once have places of their own in the rollback buffer."""
-        held = berth * (self._capacity.draft_positions or 0)
+    def _held(self, berth: int) -> int:
+        """Plans under way at once have places of their own in the rollback buffer; this is the first."""
+        return berth * (self._capacity.draft_positions or 0)
+
+    def _boarded(self, plan: Plan, *, berth: int) -> Future[Outcome]:
+        """A turn that goes kernel by kernel: through all stages now, or on their threads."""
+        held = self._held(berth)
         inputs = make_inputs(plan, shape=replace(self._shape, held=held), device=self._first)
-        return Turn(plan, inputs, self._watch(), held)
+        turn = Turn(plan, inputs, self._watch(), held)
+        steps = [partial(self._step, turn, number) for number in range(len(self._states))]
+        return _done(steps) if self._line is None else self._line.start(steps)
 
     def _watch(self) -> Watch:
         return Watch(() if self._drafter is None else self._drafter.captures, finite=self._narrow())
 
     @torch.inference_mode()
-    def _begin(self, plan: Plan) -> Started | None:
-        """A steady turn, begun and not waited for; None where the turn is none."""
+    def _begin(self, plan: Plan, *, berth: int) -> Started | None:
+        """A steady turn, begun in all stages and not waited for; None where the turn is none."""
         begin = time.perf_counter()
         if self._steady is None:
             return None
         with current(self._device):
-            steady = self._steady.begin(plan, self._watch())
+            steady = self._steady.begin(plan, self._watch(), held=self._held(berth))
         return None if steady is None else Started(plan, steady, begin)
 
     @torch.inference_mode()
@@ -312,8 +314,6 @@ class TorchBackend:
         chosen = {i: [next(choices) for _ in range(1 + len(row.drafts))] for i, row in enumerate(plan.rows)}
         turn = Turn(plan, steady.inputs, worked.watch, held=0)
         with current(self._device):
-            if self._drafter is not None:
-                self._drafter.open(plan.rows)
             rows = self._conclude(turn, worked.hidden, chosen, {}, settled=True)
         return Outcome(rows, time.perf_counter() - started.begin)
 
@@ -325,15 +325,13 @@ class TorchBackend:
             self._states[number].open(turn.plan.rows)
             if turn.stream is None:
                 turn.stream = self._stack.enter(turn.inputs)
-            self._stack.advance(turn.stream, number, turn.inputs, self._states[number], watch=turn.watch)
+            turn.stream = self._stack.advance(turn.stream, number, turn.inputs, self._states[number], watch=turn.watch)
             rows = self._finish(turn, self._stack.leave(turn.stream)) if number == len(self._states) - 1 else None
         turn.seconds += time.perf_counter() - begin
         return None if rows is None else Outcome(rows, turn.seconds)
 
     def _finish(self, turn: Turn, hidden: Tensor) -> tuple[RowOutcome, ...]:
         """Choose, commit what was kept on every stage, guess on."""
-        if self._drafter is not None:
-            self._drafter.open(turn.plan.rows)
         scored = self._score(turn.plan, turn.inputs, hidden)
         return self._conclude(turn, hidden, self._choose(turn.plan, turn.inputs, hidden), scored, settled=False)
 
@@ -354,7 +352,9 @@ class TorchBackend:
                 with current(stage.device):
                     state.commit(plan.rows, [row.kept for row in rows], stage.ops, turn.held)
         if self._drafter is not None:
-            guesses = self._drafter.guess(Turned(plan, inputs, hidden, watch.features, rows))
+            with self._guessing:
+                self._drafter.open(plan.rows)
+                guesses = self._drafter.guess(Turned(plan, inputs, hidden, watch.features, rows))
             rows = tuple(replace(row, guesses=own) for row, own in zip(rows, guesses, strict=True))
         return rows
 
@@ -422,6 +422,10 @@ class TorchBackend:
                 found.extend(self._sampler.score(logits, part, row.params.prompt_logprobs or 0))
             scored[i] = tuple(found)
         return scored
+
+
+def _recorder(device: torch.device) -> Recorder:
+    return Graphs(device) if device.type == "cuda" else Straight()
 
 
 def _done(steps: Sequence[Callable[[], Outcome | None]]) -> Future[Outcome]:

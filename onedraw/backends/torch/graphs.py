@@ -66,6 +66,7 @@ class Graphs:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: OrderedDict[Hashable, Graph | None] = OrderedDict()
+        self.replayed = 0
 
     def __len__(self) -> int:
         return sum(graph is not None for graph in self._graphs.values())
@@ -82,6 +83,7 @@ class Graphs:
         if known is None:
             return work()
         known.graph.replay()
+        self.replayed += 1
         replayed: Result = known.result
         return replayed
 

@@ -1,9 +1,10 @@
 """Turns that repeat: every row takes one known token and perhaps drafts. They are padded to a few shapes and recorded.
 
-In: a plan, and a backend of one device whose operations can be recorded. Out: the turn's hidden states and answers, both still
-on the device, and kept drafts brought home there. Everything the host has to say goes through the arena before the work
-begins; the work reads device memory alone, so it may be recorded and replayed for every turn of its signature. While a turn
-runs, the next one is laid out as it will most likely be: the same rows, one token further.
+In: a plan, and stages whose operations can be recorded. Out: the turn's hidden states and answers, both still on the device,
+and kept drafts brought home on every stage. Everything the host has to say goes through arenas before the work begins; the
+work reads device memory alone, so each stage's part (`part.py`) is recorded and replayed for every turn of its signature. Nobody
+waits between the parts: turns that follow each other overlap on stages of several devices by themselves. While a turn runs, the
+next one is laid out as it will most likely be: the same rows, one token further.
 
 This file has the one rule that says which turns are steady. All others run kernel by kernel.
 """
@@ -15,6 +16,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,10 +24,12 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.answers import Position
-from onedraw.backends.torch.feed import Arena, ArenaFull, Array
+from onedraw.backends.torch.boundary import current
+from onedraw.backends.torch.feed import ArenaFull, Array
 from onedraw.backends.torch.graphs import Recorder
 from onedraw.backends.torch.inputs import Bucket, Inputs, Shape, fed_inputs
-from onedraw.backends.torch.stack import Ready, Stack, Watch
+from onedraw.backends.torch.part import LaidPart, Part
+from onedraw.backends.torch.stack import Stack, Stream, Watch
 from onedraw.backends.torch.state import State
 from onedraw.sampling.verify import hypotheses
 from onedraw.types import History, Plan, Row, SamplingParams
@@ -33,7 +37,6 @@ from onedraw.types import History, Plan, Row, SamplingParams
 if TYPE_CHECKING:
     from onedraw.backends.torch.kernels.sampler import Choosing
 
-ARENA_BYTES = 16 * 2**20
 STEPS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows, tokens, and tokens of one row
 LEAST_REACH = 512  # positions
 LEAST_DEPTH = 8
@@ -80,7 +83,7 @@ def _step(count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Worked:
-    """What a turn left on the device."""
+    """What a turn left on the device of the last stage."""
 
     hidden: Tensor  # [T, E]
     watch: Watch
@@ -89,15 +92,16 @@ class Worked:
 
 @dataclass(frozen=True, slots=True)
 class Laid:
-    """A turn laid out in the arena: all that its work reads beside weights and state."""
+    """A turn laid out in the arenas of all stages."""
 
     bucket: Bucket
-    inputs: Inputs
-    ready: Ready
-    rows: Tensor  # [R, 5]
-    parents: Tensor  # [T]
+    parts: list[LaidPart]
     positions: list[Position]
     choosing: Choosing
+
+    @property
+    def tokens(self) -> Tensor:
+        return self.parts[0].ready.tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,22 +154,32 @@ def rehearsed_starts(max_context: int) -> list[int]:
 
 
 class SteadyTurns:
-    """Owner: the backend. One device, and operations and a sampler whose work can be recorded. `ahead`: foreseen turns are
-    started, too, where no layer has a state."""
+    """Owner: the backend. Operations of all stages, and a sampler, whose work can be recorded; a recorder per stage. `ahead`:
+    foreseen turns are started, too, where no layer has a state. `several`: turns are started before the one before is read, so
+    what a turn leaves is copied out of the memory that recorded turns share."""
 
     def __init__(
-        self, stack: Stack, state: State, sampler: Any, shape: Shape, recorder: Recorder, *, ahead: bool = False
+        self,
+        stack: Stack,
+        states: Sequence[State],
+        sampler: Any,
+        shape: Shape,
+        recorders: Sequence[Recorder],
+        *,
+        ahead: bool = False,
+        several: bool = False,
     ) -> None:
-        self._stack, self._state, self._sampler, self._shape, self._recorder = stack, state, sampler, shape, recorder
-        self._ops: Any = stack.ops
-        self._arena = Arena(stack.device, ARENA_BYTES)
+        self._stack, self._sampler, self._shape, self._several = stack, sampler, shape, several
+        numbered = enumerate(zip(states, recorders, strict=True))
+        self._parts = [Part(stack, number, state, recorder, tokens=STEPS[-1]) for number, (state, recorder) in numbered]
         self._recurrent = stack.spec.recurrent
         self._ahead = ahead and not self._recurrent  # a state that was moved on cannot be taken back
         self._foreseen: Foreseen | None = None
+        self._riders: list[str] = []  # of the last turn
         self.foreseen = self.started = 0  # turns that were laid out, and started, before they came
 
-    def begin(self, plan: Plan, watch: Watch) -> Steady | None:
-        """Start a turn, where it is a steady one."""
+    def begin(self, plan: Plan, watch: Watch, *, held: int = 0) -> Steady | None:
+        """Start a turn, where it is a steady one. `held`: its first place in the rollback buffer."""
         bucket = bucket_of(plan, recurrent=self._recurrent)
         foreseen, self._foreseen = self._foreseen, None
         if bucket is None:
@@ -177,27 +191,54 @@ class SteadyTurns:
             self.started += 1
         else:
             try:
-                laid = foreseen.laid if foreseen is not None and expected else self._lay(plan, bucket)
+                laid = foreseen.laid if foreseen is not None and expected else self._lay(plan, bucket, held)
             except ArenaFull:
                 return None
             if expected:
                 tokens = np.zeros(bucket.tokens, dtype=np.int64)
                 tokens[: len(plan.rows)] = [row.tokens[0] for row in plan.rows]
-                self._arena.rewrite_first(tokens)
+                for part in self._parts:
+                    part.arena.rewrite_first(tokens)
             steady = self._launch(laid, watch)
         # A drafter makes the next turn another one, and layers with inputs of their own look tokens up on the host.
-        if not watch.captures and not self._stack.spec.inputs:
+        if not watch.captures and not self._stack.spec.inputs and self._goes_on(plan):
             self._foresee(plan, steady, watch)
         return steady
 
+    def _goes_on(self, plan: Plan) -> bool:
+        """Whether the next turn is likely one of the same rows. Where several are under way, they come in turn: not if this
+        one was not of the same rows as the one before."""
+        before, self._riders = self._riders, [row.request_id for row in plan.rows]
+        return not self._several or self._riders == before
+
     def _launch(self, laid: Laid, watch: Watch, source: Steady | None = None) -> Steady:
         """Start a turn that was laid out; its tokens are what `source` chose, where it is given."""
-        self._arena.note(watch.captures)
-        signature = self._arena.send()
+        signatures = [part.send(watch.captures) for part in self._parts]
         if source is not None:
-            torch.clamp(source.worked.answers[:, 0], min=0, out=laid.ready.tokens)
-        worked = self._recorder.run(signature, lambda: self._work(laid, watch))
-        return Steady(laid.inputs, worked, laid.positions, *self._fetch(worked.answers))
+            with current(laid.tokens.device):
+                torch.clamp(source.worked.answers[:, 0].to(laid.tokens.device), min=0, out=laid.tokens)
+        seen = Watch(watch.captures, finite=None if watch.finite is None else [])
+        stream: Stream | None = None
+        for part, own, signature in zip(self._parts[:-1], laid.parts, signatures):
+            entered = part.enter(stream)
+            stream, watched = part.record(signature, partial(part.pass_through, own, entered, watch))
+            self._gather(seen, watched)
+        last, entered = self._parts[-1], self._parts[-1].enter(stream)
+        worked = last.record(signatures[-1], partial(self._work, laid, entered, watch))
+        for part, own, signature in zip(self._parts[:-1], laid.parts, signatures):
+            part.settle_late(signature, own, worked.answers)
+        with current(last.device):
+            if len(self._parts) > 1:
+                self._gather(seen, worked.watch)
+                hidden = worked.hidden.clone() if self._several else worked.hidden
+                worked = Worked(hidden, seen, worked.answers)
+            return Steady(laid.parts[-1].inputs, worked, laid.positions, *self._fetch(worked.answers))
+
+    def _gather(self, seen: Watch, watched: Watch) -> None:
+        """What a stage showed, out of the memory that the next one works in."""
+        seen.features.extend(feature.to(self._stack.device, copy=True) for feature in watched.features)
+        if seen.finite is not None:
+            seen.finite.extend(finite.clone() for finite in watched.finite or ())
 
     def rehearse(self, lanes: int, watch: Watch, tell: Callable[[str], None]) -> None:
         """Record the turns of plain decoding before anybody waits for them: every number of rows, short contexts, greedy and
@@ -219,16 +260,13 @@ class SteadyTurns:
         history = History((0,) * start, [0])
         return Row(f"rehearsal {lane}", lane, pages, start, (0,), (), start, True, params, history)
 
-    def _lay(self, plan: Plan, bucket: Bucket) -> Laid:
-        arena = self._arena
-        arena.begin()
-        inputs = fed_inputs(plan, shape=self._shape, feed=arena, bucket=bucket)
-        ready = self._stack.prepare(inputs)  # the tokens come first
-        rows, parents = arena.put(_row_words(plan, bucket)), arena.put(_parents(plan, bucket))
+    def _lay(self, plan: Plan, bucket: Bucket, held: int = 0) -> Laid:
+        shape, last = replace(self._shape, held=held), self._parts[-1].arena
+        inputs = fed_inputs(plan, shape=shape, feed=last, bucket=bucket)
+        rows, parents = _row_words(plan, bucket, held), _parents(plan, bucket)
+        parts = [part.lay(inputs, bucket, rows, parents) for part in self._parts]
         positions = positions_of(plan.rows)
-        choosing = self._sampler.prepare(positions, feed=arena, rows=bucket.tokens)
-        arena.note(bucket)
-        return Laid(bucket, inputs, ready, rows, parents, positions, choosing)
+        return Laid(bucket, parts, positions, self._sampler.prepare(positions, feed=last, rows=bucket.tokens))
 
     def _foresee(self, plan: Plan, steady: Steady, watch: Watch) -> None:
         """Lay out the turn after this one, where nothing of it but the tokens hangs on what this one chooses, and start it."""
@@ -250,27 +288,21 @@ class SteadyTurns:
         except ArenaFull:
             return
         rows = tuple((row.request_id, row.lane, row.start, row.params, tuple(list(held) for held in row.pages)) for row in ahead)
-        alike = watch.finite is None and len(laid.ready.tokens) == len(steady.worked.answers)
+        alike = watch.finite is None and len(laid.tokens) == len(steady.worked.answers)
         if self._ahead and alike:
             self._foreseen = Foreseen(rows, laid, self._launch(laid, watch, steady), steady)
         else:
             self._foreseen = Foreseen(rows, laid)
 
-    def _work(self, laid: Laid, watch: Watch) -> Worked:
-        watch = Watch(watch.captures, finite=None if watch.finite is None else [])
-        hidden = self._stack.run(laid.ready, self._state, watch=watch)
+    def _work(self, laid: Laid, entered: Stream | None, watch: Watch) -> Worked:
+        """The last stage: its layers, then choose, and bring its own kept drafts home."""
+        last, own = self._parts[-1], laid.parts[-1]
+        stream, seen = last.pass_through(own, entered, watch)
+        hidden = self._stack.leave(stream)
         answers = self._sampler.chosen(lambda rows: self._stack.scores(hidden[rows]), laid.choosing)
         if laid.bucket.longest > 1:
-            self._ops.settle(
-                answers[:, 0].contiguous(),
-                tokens=laid.ready.tokens,
-                parents=laid.parents,
-                rows=laid.rows,
-                bucket=laid.bucket,
-                preparation=laid.ready.preparation,
-                state=self._state,
-            )
-        return Worked(hidden, watch, answers)
+            last.settle(own, answers[:, 0].contiguous())
+        return Worked(hidden, seen, answers)
 
     def _fetch(self, answers: Tensor) -> tuple[Tensor, Any]:
         if answers.device.type != "cuda":
@@ -294,10 +326,10 @@ def positions_of(rows: Sequence[Row]) -> list[Position]:
     ]
 
 
-def _row_words(plan: Plan, bucket: Bucket) -> Array:
+def _row_words(plan: Plan, bucket: Bucket, held: int) -> Array:
     """[R, 5]: first token, tokens, lane, first place in the rollback buffer, slot of the first draft."""
     words = np.zeros((bucket.rows, 5), dtype=np.int32)
-    first = held = 0
+    first = 0
     for line, row in zip(words, plan.rows):
         line[:] = first, 1 + len(row.drafts), row.lane, held, row.stop
         first, held = first + 1 + len(row.drafts), held + len(row.drafts)
