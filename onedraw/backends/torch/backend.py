@@ -225,7 +225,7 @@ class TorchBackend:
         berth = self._berths.pop()  # a plan that did not get under way holds none
         try:
             started = self._begin(plan, berth=berth)
-            self._under_way[ticket] = self._boarded(plan, berth=berth) if started is None else started
+            self._under_way[ticket] = self._board(plan, berth=berth) if started is None else started
         except BaseException:
             self._berths.append(berth)
             raise
@@ -283,7 +283,7 @@ class TorchBackend:
         """Plans under way at once have places of their own in the rollback buffer; this is the first."""
         return berth * (self._capacity.draft_positions or 0)
 
-    def _boarded(self, plan: Plan, *, berth: int) -> Future[Outcome]:
+    def _board(self, plan: Plan, *, berth: int) -> Future[Outcome]:
         """A turn that goes kernel by kernel: through all stages now, or on their threads."""
         held = self._held(berth)
         inputs = make_inputs(plan, shape=replace(self._shape, held=held), device=self._first)
