@@ -7,7 +7,9 @@ On an accelerator with CUDA graphs. Without one under Triton's interpreter, wher
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,10 @@ import pytest
 import torch
 
 from onedraw.backends.torch.backend import TorchBackend
+from onedraw.backends.torch.feed import Arena
 from onedraw.backends.torch.graphs import Graphs, Recorder, Replays, Straight
+from onedraw.backends.torch.line import Line
+from onedraw.backends.torch.part import Part
 from onedraw.backends.torch.stack import Site
 from onedraw.checkpoints.random import random_weights
 from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
@@ -166,3 +171,45 @@ def test_a_turn_that_was_started_before_it_came_and_did_not_come_leaves_nothing_
         assert backend._steady is not None
         assert backend._steady.foreseen > 2
         assert backend._steady.started > 2
+
+
+def test_a_stage_that_reads_the_arena_of_another_turn_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: what the host says to the second stage arrives every other time."""
+    asked = requests(1)
+    expected = one_by_one("windows", asked)
+    real, calls = Part.send, itertools.count()
+
+    def send(self: Part, captures: Hashable) -> Hashable:
+        forgets = self._number == 1 and next(calls) % 2 == 1
+        with monkeypatch.context() as patch:
+            if forgets:
+                patch.setattr(Arena, "send", lambda arena: tuple(arena._facts))
+            return real(self, captures)
+
+    for recorder in recorders().values():
+        assert run(backend_of("windows", recorder, cuts=(1,)), asked, Schedule())[0] == expected
+        with monkeypatch.context() as patch:
+            patch.setattr(Part, "send", send)
+            assert run(backend_of("windows", recorder, cuts=(1,)), asked, Schedule())[0] != expected
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter runs one kernel at a time")
+@pytest.mark.parametrize("cuts", [(1,), (1, 2)])
+@pytest.mark.parametrize("tree", [False, True])
+def test_recorded_turns_that_are_under_way_at_once_have_the_bits_of_plain_ones(cuts: tuple[int, ...], tree: bool) -> None:
+    """Prompts on the threads of the stages, and beside them as many turns of one row each as there are stages."""
+    asked = [dataclasses.replace(request, id=f"{request.id}.{n}") for n in range(3) for request in requests()]
+    expected = one_by_one("three", asked)
+    drafts = Clairvoyant({r.id: a.tokens for r, a in zip(asked, expected, strict=True)}, VOCAB, silent_every=0, tree=tree)
+    stages = len(cuts) + 1
+    for schedule in (Schedule(turn_tokens=64), Schedule(proposer=drafts, turn_tokens=64)):
+        backend = backend_of("three", None, cuts=cuts, lanes=4, line=Line([lambda: None] * stages), tickets=stages)
+        backend._capacity = dataclasses.replace(backend.capacity, ticket_rows=1)
+        got, stats = run(backend, asked, schedule)
+        assert got == expected
+        assert stats.overlapped_turns > 4
+        assert backend._steady is not None
+        recorder = backend._steady._parts[0]._recorder
+        assert isinstance(recorder, Graphs)
+        assert recorder.replayed > 20
+        backend.close()
