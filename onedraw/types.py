@@ -33,6 +33,7 @@ from onedraw.errors import BadParameter
 
 SEED_LIMIT = 2**53  # seeds travel through JSON numbers, which are exact below this
 MAX_TOP_LOGPROBS = 128
+UNKNOWN = -1  # stands for the token of a row that awaits it
 
 LogprobsMode = Literal["raw", "processed"]
 Finish = Literal["stop", "length", "cancelled", "tool_calls"]  # the last one only the text layer can tell
@@ -219,6 +220,7 @@ class Row:
     restore: int | None = None  # a checkpoint's slot
     copies: tuple[PageCopy, ...] = ()
     saves: tuple[Save, ...] = ()  # in order of position, within (start, stop]
+    awaits: bool = False  # its one token is what the sequence's row under way chooses: UNKNOWN here, and not in the history yet
 
     @property
     def stop(self) -> int:

@@ -48,6 +48,7 @@ class Capacity:
     stages: int = 1  # parts that the layers lie in, one behind the other
     tickets: int = 1  # plans that may be under way at once; stages on devices of their own work on one each
     ticket_rows: int = 1  # sequences that ride together before a second plan is made: fewer would take as long by themselves
+    ahead: bool = False  # a plan may follow one that is under way: its rows await the tokens of that one's rows
     lookahead: int = 0  # positions past a row that the backend's own drafter writes to; covered where pages allow
     drafter: str = ""  # the backend's own drafter, if it has one
     device: str = "cpu"
@@ -57,7 +58,8 @@ class Capacity:
 
 class Backend(Protocol):
     """One device, or several under one roof. A sequence rides in one ticket at a time; tickets are collected in the order of
-    their submission, and no more than `Capacity.tickets` are under way. With one, `submit` may compute."""
+    their submission, and no more than `Capacity.tickets` are under way; with `Capacity.ahead` one more, whose rows await what
+    the one before it chooses. With one ticket, `submit` may compute."""
 
     @property
     def capacity(self) -> Capacity: ...

@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -58,6 +58,7 @@ class FakeBackend:
         ticket_rows: int = 1,
         state_dtype: str = "f32",
         returns_logits: bool = True,
+        ahead: bool = False,
         favoured: Sequence[int] = (),
     ) -> None:
         require_state_dtype(state_dtype, "recurrent state of the fake backend")
@@ -76,10 +77,12 @@ class FakeBackend:
             ticket_rows=ticket_rows,
             returns_logits=returns_logits,
             logits_per_position=returns_logits,
+            ahead=ahead,
             device="fake",
         )
         self._stores = [np.full((count, page_size), -1, dtype=np.int64) for count in counts]
         self._lanes: list[bytes] = [b""] * lanes
+        self._chosen: list[tuple[str, int, int]] = [("", 0, 0)] * lanes  # request, position and token of a lane's last choice
         self._kept = [Kept(b"", None)] * checkpoints
         self._taste = np.zeros(vocab, dtype=np.float32)
         self._taste[list(favoured)] = 6.0
@@ -95,9 +98,10 @@ class FakeBackend:
         begin = time.perf_counter()
         most = self._capacity.draft_positions
         assert most is None or sum(len(row.drafts) for row in plan.rows) <= most, "more drafts than can be rolled back"
-        assert len(self._under_way) < self._capacity.tickets, "more plans than may be under way"
+        most = self._capacity.tickets + any(row.awaits for row in plan.rows)
+        assert len(self._under_way) < most, "more plans than may be under way"
         self._homeward = []
-        rows = tuple(self.run(row) for row in plan.rows)
+        rows = tuple(self.run(self.awaited(row) if row.awaits else row) for row in plan.rows)
         ticket = Ticket(next(self._tickets))
         self._under_way[ticket] = Outcome(rows, time.perf_counter() - begin), self._homeward
         return ticket
@@ -114,6 +118,12 @@ class FakeBackend:
 
     # ------------------------------------------------------------------ one row
 
+    def awaited(self, row: Row) -> Row:
+        """With the token that the row under way has chosen."""
+        request, position, token = self._chosen[row.lane]
+        assert (request, position) == (row.request_id, row.start), "the row before it is not under way"
+        return replace(row, tokens=(token,))
+
     def run(self, row: Row) -> RowOutcome:
         """Restore, write, walk, choose after every position that may be reached, commit what was known; when the plan is
         collected, save and commit what was kept: as late as stages that work on several plans at once may do it."""
@@ -125,8 +135,11 @@ class FakeBackend:
         known = len(row.tokens)
         scored = self._score(row, states) if row.scores else ()
         logits = self.all_logits(row, states) if row.chooses else []
-        choices = [self.choose(row, scores, drafts) for scores, drafts in zip(logits, hypotheses(row.drafts))]
+        awaited = row.tokens if row.awaits else ()  # the history has it when that row is back
+        choices = [self.choose(row, scores, (*awaited, *drafts)) for scores, drafts in zip(logits, hypotheses(row.drafts))]
         outcome = row_outcome(row, choices, scored)
+        if row.chooses:
+            self._chosen[row.lane] = row.request_id, row.stop, outcome.chosen[-1].token if outcome.chosen else 0
 
         def settle() -> None:
             for save in row.saves:

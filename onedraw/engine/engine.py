@@ -1,4 +1,5 @@
-"""The turn: plan → submit → collect → accept → tell. Plans of disjoint sequences may be under way at once.
+"""The turn: plan → submit → collect → accept → tell. Plans of disjoint sequences may be under way at once, and where the
+backend goes ahead a plan and the one behind it: then the host's work on a turn falls into the time of the next.
 
 In: requests with sinks, cancellations. Out: events to the sinks. One thread owns everything here (see service.py).
 A turn that fails fails its rows, gives back what they held, and the engine goes on.
@@ -42,7 +43,17 @@ Sink = Callable[[Event], None]
 Observer = Callable[[Row, RowOutcome], None]  # sees every row that carried drafts, and what became of them
 COUNTED = (
     *("prompt_tokens", "completion_tokens", "drafts", "draft_trees", "draft_tokens", "accepted_tokens"),
-    *("middle_chunks", "mixed_turns", "failed_turns", "turns", "overlapped_turns", "restores", "whole_prompts", "page_copies"),
+    *(
+        "middle_chunks",
+        "mixed_turns",
+        "failed_turns",
+        "turns",
+        "overlapped_turns",
+        "turns_ahead",
+        "restores",
+        "whole_prompts",
+        "page_copies",
+    ),
 )
 
 
@@ -81,13 +92,15 @@ class Engine:
     def turn(self) -> None:
         """Send off what the backend takes, then hear what became of the oldest."""
         self._send()
+        self._send_ahead()
         if not self._under_way:
             return
         ticket, members = self._under_way.popleft()
         try:
             outcome = self.backend.collect(ticket)
         except BaseException as error:  # a panic below Python is no Exception
-            self._fail(members, error)
+            gone = self._let_go(members)
+            self._fail([member for member in members if member.sequence not in gone], error)
             return
         gone = self._let_go(members)
         self._count(members, outcome)
@@ -111,13 +124,29 @@ class Engine:
             self._under_way.append((ticket, members))
             self.scheduler.away(members)
 
+    def _send_ahead(self) -> None:
+        """The turn behind the one under way, where that is all there is to do."""
+        if len(self._under_way) != 1:
+            return
+        members = self.scheduler.behind(self._under_way[0][1])
+        if not members:
+            return
+        try:
+            ticket = self.backend.submit(Plan(tuple(m.row for m in members)))
+        except BaseException as error:
+            self._fail(members, error)
+            return
+        self._totals["turns_ahead"] += 1
+        self._under_way.append((ticket, members))
+        self.scheduler.away(members)
+
     def _let_go(self, members: list[Member]) -> set[Sequence]:
-        """Their plan is back. Those who were cancelled on the way are, and give back what they hold."""
+        """Their plan is back. Those who ended on the way are, and give back what they hold, unless they still ride."""
         self.scheduler.back(members)
-        live = {sequence for sequence, _ in self._live.values()}
-        gone = {member.sequence for member in members} - live
+        gone = {member.sequence for member in members if member.sequence.ended}
         for sequence in gone:
-            self.scheduler.finish(sequence)
+            if sequence not in self.scheduler.riding:
+                self.scheduler.finish(sequence)
         return gone
 
     def close(self) -> None:
@@ -186,7 +215,8 @@ class Engine:
         kept_before = sequence.kept
         chosen, finish = sequence.accept(row, result)
         assert sequence.lease is not None
-        sequence.lease.settle(min(sequence.computed, sequence.known), sequence.history)
+        ahead = self.scheduler.riding[sequence]
+        sequence.lease.settle(min(sequence.computed, sequence.known), sequence.history, ahead=ahead)
         self._totals["completion_tokens"] += len(chosen)
         scored = self._scores(sequence)
         sink = self._live[row.request_id][1]
@@ -212,17 +242,16 @@ class Engine:
         if sequence not in self.scheduler.riding:
             self.scheduler.finish(sequence)
         self.scheduler.speculator.forget(request_id)
+        sequence.ended = True
         del self._live[request_id]  # last: whoever is live still hears when this fails
         return sequence, sink
 
     def _fail(self, members: list[Member], error: BaseException) -> None:
+        """Their turn failed, and they with it."""
         number = secrets.token_hex(6)
         log.error("turn failed, error id %s", number, exc_info=error)
         self._totals["failed_turns"] += 1
-        gone = self._let_go(members)
         for member in members:
-            if member.sequence in gone:
-                continue
             _, sink = self._remove(member.row.request_id)
             sink(Event(member.row.request_id, error=TurnFailed(f"the turn failed; error id {number} stands in the server's log")))
 

@@ -10,12 +10,17 @@ whole prompt comes from a checkpoint generates at once, with a row of no tokens.
 Where the backend takes several plans at once, each has an even share of the sequences, or as many as ride for nothing, so
 that the next finds some too.
 Who rides in a plan that is still under way is left alone: no second row, and nobody drives it out.
+
+Where the backend goes ahead, a plan of plain decoding is followed by the next one before it is back (`behind`): the same
+sequences, each one token further. As soon as there is anything else to do the chain ends, and the next plan is made when
+everybody is back.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as List
 from dataclasses import dataclass
 
 from onedraw.backends.base import Capacity
@@ -23,7 +28,7 @@ from onedraw.engine.sequence import Sequence
 from onedraw.memory.ledger import Ledger
 from onedraw.memory.span import longest_row
 from onedraw.speculation.speculator import NOTHING, Guess, Speculator
-from onedraw.types import Draft, History, Row
+from onedraw.types import Draft, History, Row, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +56,7 @@ class Scheduler:
         )
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.riding: set[Sequence] = set()  # those with a row under way
+        self.riding: Counter[Sequence] = Counter()  # those with rows under way, and how many
         self.preemptions = 0
         self.fetch: Callable[[History], None] | None = None  # brings in what is known of a prompt elsewhere
 
@@ -82,13 +87,40 @@ class Scheduler:
                 budget -= length
         return members
 
+    def behind(self, members: List[Member]) -> list[Member]:
+        """The plan behind the one under way: every sequence by the one token that is being chosen for it. Nobody, where
+        the next plan is better made when this one is back: somebody does not ride, has drafts, or lacks a page."""
+        if not self.capacity.ahead:
+            return []
+        self._admit()
+        riding = {member.sequence for member in members}
+        if not all(sequence in riding or sequence.ended for sequence in self.running):
+            return []
+        going = [member for member in members if not member.sequence.ended and member.sequence.room > 1]
+        if not all(self._goes_on(member, len(going)) for member in going):
+            return []
+        return [Member(member.sequence, member.sequence.row_behind(member.row)) for member in going]
+
+    def _goes_on(self, member: Member, running: int) -> bool:
+        """Nothing of the sequence's next row but its token hangs on what this one chooses."""
+        sequence, row = member.sequence, member.row
+        if len(row.tokens) != 1 or row.drafts or row.start < row.prompt_stop or not _alike(row.params):
+            return False
+        if self._guess(sequence, self.turn_tokens, running, tentative=True).drafts:
+            return False
+        return sequence.lease is not None and sequence.lease.cover(row.stop + 1)
+
     def away(self, members: Iterable[Member]) -> None:
         """Their plan is under way."""
-        self.riding.update(member.sequence for member in members)
+        for member in members:
+            self.riding[member.sequence] += 1
 
     def back(self, members: Iterable[Member]) -> None:
         """Their plan is not under way any more."""
-        self.riding.difference_update(member.sequence for member in members)
+        for member in members:
+            self.riding[member.sequence] -= 1
+            if self.riding[member.sequence] <= 0:
+                del self.riding[member.sequence]
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence off, wherever it is, and give back what it holds."""
@@ -114,11 +146,12 @@ class Scheduler:
             sequence.begin(lease)
             self.running.append(sequence)
 
-    def _guess(self, sequence: Sequence, left: int, running: int) -> Guess:
+    def _guess(self, sequence: Sequence, left: int, running: int, *, tentative: bool = False) -> Guess:
         room = min(left, sequence.room - 1, self.capacity.max_drafts, self.capacity.max_context - sequence.known - 1)
         if room <= 0 or not self.capacity.logits_per_position:
             return NOTHING
-        guess = self.speculator.guess(sequence.request, sequence.history, sequence.guesses, room=room, running=running)
+        known = (sequence.request, sequence.history, sequence.guesses)
+        guess = self.speculator.guess(*known, room=room, running=running, tentative=tentative)
         drafts = guess.drafts[:room]
         legal = next((i for i, d in enumerate(drafts) if not self._legal(d, i)), len(drafts))
         return Guess(drafts[:legal], guess.source) if legal else NOTHING
@@ -162,3 +195,9 @@ class Scheduler:
         self.running.remove(sequence)
         self.waiting.appendleft(sequence)
         self.preemptions += 1
+
+
+def _alike(params: SamplingParams) -> bool:
+    """A choice asks for nothing that the host makes of the tokens before it."""
+    plain = params.logprobs is None and params.constraint is None
+    return plain and params.dry is None and not params.bad_words

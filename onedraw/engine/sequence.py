@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from onedraw.memory.ledger import Lease
-from onedraw.types import Choice, Draft, Finish, History, Logprobs, Request, Row, RowOutcome, Usage
+from onedraw.types import UNKNOWN, Choice, Draft, Finish, History, Logprobs, Request, Row, RowOutcome, Usage
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +29,7 @@ class Sequence:
     scored: list[Logprobs] = field(default_factory=list)
     guesses: tuple[Draft, ...] = ()  # the backend's own, for the next row
     looked_up: bool = False  # on the disk, before it was first admitted
+    ended: bool = False  # nobody waits for it any more; it may still ride
     told_scores: bool = False  # the prompt's logprobs went out; a recomputation need not make them again
 
     def __post_init__(self) -> None:
@@ -102,6 +103,23 @@ class Sequence:
             restore=None if opening is None else opening.slot,
             copies=() if opening is None else opening.copies,
             saves=self.lease.saves(start=self.computed, stop=stop, chooses=chooses),
+        )
+
+    def row_behind(self, row: Row) -> Row:
+        """The row after one that is under way: the token which that one chooses, whichever it is."""
+        assert self.lease is not None
+        return Row(
+            request_id=row.request_id,
+            lane=row.lane,
+            pages=self.lease.pages,
+            start=row.stop,
+            tokens=(UNKNOWN,),
+            drafts=(),
+            prompt_stop=row.prompt_stop,
+            chooses=True,
+            params=row.params,
+            history=self.history,
+            awaits=True,
         )
 
     def accept(self, row: Row, outcome: RowOutcome) -> tuple[tuple[Choice, ...], Finish | None]:

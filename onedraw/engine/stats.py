@@ -52,6 +52,7 @@ class Stats:
     failed_turns: int = 0
     turns: int = 0
     overlapped_turns: int = 0  # sent off while another was under way
+    turns_ahead: int = 0  # sent off behind one that was under way, before its tokens were known
     turn_seconds: float = 0.0
 
     def since(self, earlier: Stats) -> Stats:

@@ -354,14 +354,14 @@ class Lease:
             ledger.saving.add(tokens)
             self.pending.append(Pending(position, slot, tokens, logits))
 
-    def settle(self, length: int, history: History) -> None:
+    def settle(self, length: int, history: History, *, ahead: int = 0) -> None:
         """Positions up to `length` are final: give back the pages past them, let others share the full ones and the
-        checkpoints, and let go of what no window sees any more."""
+        checkpoints, and let go of what no window sees any more. A row under way is writing the `ahead` positions behind them."""
         ledger = self.ledger
         if self.opening is not None:
             ledger.close(self.opening)
             self.opening = None
-        keep = pages_for(length, ledger.page_size)
+        keep = pages_for(length + ahead, ledger.page_size)
         for group, pages in enumerate(self.pages):
             if len(pages) > keep:
                 ledger.drop(group, pages[keep:])

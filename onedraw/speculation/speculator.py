@@ -64,12 +64,22 @@ class Speculator:
         self._kept_depths = [0] * (POSITIONS + 1)  # rows by how many drafts they kept
         self._seconds = 0.0
 
-    def guess(self, request: Request, history: History, own: tuple[Draft, ...], *, room: int, running: int) -> Guess:
-        """Drafts for the row that reaches the end of `history`. `own` are the backend's; `running` rows share the turn."""
+    def guess(
+        self,
+        request: Request,
+        history: History,
+        own: tuple[Draft, ...],
+        *,
+        room: int,
+        running: int,
+        tentative: bool = False,
+    ) -> Guess:
+        """Drafts for the row that reaches the end of `history`. `own` are the backend's; `running` rows share the turn.
+        `tentative`: nobody will carry them; is there anything to guess?"""
         if not request.speculate or room <= 0 or self._forced == 0:
             return NOTHING
         begin = perf_counter()
-        guess = self._decide(request, history, own[:room], room, running)
+        guess = self._decide(request, history, own[:room], room, running, tentative)
         self._seconds += perf_counter() - begin
         return guess
 
@@ -100,7 +110,9 @@ class Speculator:
 
     # ------------------------------------------------------------------ one decision
 
-    def _decide(self, request: Request, history: History, own: tuple[Draft, ...], room: int, running: int) -> Guess:
+    def _decide(
+        self, request: Request, history: History, own: tuple[Draft, ...], room: int, running: int, tentative: bool
+    ) -> Guess:
         records = self._records.setdefault(request.id, {})
         own_count, own_expected = self._own(records, own, running) if own else (0, 0.0)
         least = PREFERENCE * own_expected
@@ -117,7 +129,7 @@ class Speculator:
                 continue
             if pays:
                 record.probe.rest()
-            else:
+            elif not tentative:  # else it stays due
                 record.probe.spend()
             return Guess(drafts, proposer.name)
         if not own:
@@ -126,7 +138,8 @@ class Speculator:
         if own_count:
             probe.rest()
         elif probe.due():
-            probe.spend()
+            if not tentative:
+                probe.spend()
             own_count = PROBE_TOKENS
         return Guess(own[:own_count], DEVICE) if own_count else NOTHING
 

@@ -355,7 +355,7 @@ def gives_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def remove(self: Engine, request_id: str) -> tuple[Sequence, Sink]:
         sequence, sink = self._live.pop(request_id)
-        self.scheduler.riding.discard(sequence)
+        self.scheduler.riding.pop(sequence, None)
         self.scheduler.finish(sequence)
         self.scheduler.speculator.forget(request_id)
         return sequence, sink
@@ -373,7 +373,7 @@ def drives_out_who_rides(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Scheduler._place
 
     def place(self: Scheduler, *given: Any) -> bool:
-        riding, self.riding = self.riding, set()
+        riding, self.riding = self.riding, Counter()
         try:
             return real(self, *given)
         finally:

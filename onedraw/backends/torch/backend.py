@@ -42,8 +42,9 @@ from onedraw.backends.torch.sampler import Sampler, read_choices
 from onedraw.backends.torch.selfcheck import SelfCheck, self_check
 from onedraw.backends.torch.stack import Site, Stack, Stream, Watch
 from onedraw.backends.torch.state import KeptLogits, Sizes, State
-from onedraw.backends.torch.steady import Steady, SteadyTurns
+from onedraw.backends.torch.steady import Steady, SteadyTurns, first_fault
 from onedraw.models.spec import ModelSpec
+from onedraw.sampling.law import NO_TOKEN
 from onedraw.sampling.verify import hypotheses
 from onedraw.types import Choice, Draft, Logprobs, Outcome, Plan, Row, RowOutcome
 
@@ -138,7 +139,7 @@ class TorchBackend:
         make_drafter: Callable[[Stack, Sampler, Shape], Drafter] | None = None,
         progress: Callable[[int, int], None] | None = None,
         recorder: Recorder | None = None,
-        ahead: bool = False,
+        ahead: bool = True,
     ) -> None:
         sites = sites or [Site(torch.device(device), ops or TorchOps(torch.device(device)))]
         self._stack = Stack(
@@ -177,8 +178,7 @@ class TorchBackend:
         if all(site.ops.records for site in sites):
             recorders = {site.device: recorder or _recorder(site.device) for site in sites}
             given = [recorders[site.device] for site in sites]
-            shared = {"ahead": ahead, "several": tickets > 1}
-            self._steady = SteadyTurns(self._stack, self._states, self._sampler, self._shape, given, **shared)
+            self._steady = SteadyTurns(self._stack, self._states, self._sampler, self._shape, given, lanes=lanes, tickets=tickets)
         self._capacity = Capacity(
             vocab=spec.vocab,
             max_context=max_context,
@@ -192,6 +192,8 @@ class TorchBackend:
             stages=len(sites),
             tickets=tickets,
             ticket_rows=GPU_ROWS if self._device.type == "cuda" else 1,
+            # A drafter makes the next turn another one, and layers with inputs of their own look tokens up on the host.
+            ahead=ahead and self._steady is not None and self._drafter is None and not spec.inputs and tickets == 1,
             lookahead=0 if self._drafter is None else self._drafter.lookahead,
             drafter="" if self._drafter is None else self._drafter.name,
             turn_tokens=most_tokens(rows, chunk=CHUNK) if len(sites) > 1 else None,
@@ -204,6 +206,7 @@ class TorchBackend:
         self._guessing = threading.Lock()  # steady turns are read by who collects them, others by the last stage's thread
         self._berths, self._berth_of = list(range(tickets)), dict[Ticket, int]()
         self._line, self._under_way = line, dict[Ticket, Future[Outcome] | Started]()
+        self._plans, self._back = dict[Ticket, Plan](), 0.0  # under way; when the last steady turn was collected
         self._hang_up = None
         if line is not None:
             self._hang_up = weakref.finalize(self, line.close)
@@ -222,22 +225,51 @@ class TorchBackend:
 
     def submit(self, plan: Plan) -> Ticket:
         ticket = Ticket(next(self._tickets))
-        berth = self._berths.pop()  # a plan that did not get under way holds none
+        awaits = any(row.awaits for row in plan.rows)
+        if awaits and not self._stays_on_device(plan):
+            plan = self._heard(plan)
+        berth = 0 if awaits else self._berths.pop()  # who awaits a token has no drafts, and so needs no place for them
         try:
             started = self._begin(plan, berth=berth)
             self._under_way[ticket] = self._board(plan, berth=berth) if started is None else started
         except BaseException:
-            self._berths.append(berth)
+            if not awaits:  # a plan that did not get under way holds none
+                self._berths.append(berth)
             raise
-        self._berth_of[ticket] = berth
+        self._plans[ticket] = plan
+        if not awaits:
+            self._berth_of[ticket] = berth
         return ticket
 
     def collect(self, ticket: Ticket) -> Outcome:
         turn = self._under_way.pop(ticket)
+        self._plans.pop(ticket)
         try:
             return self._arrive(turn) if isinstance(turn, Started) else turn.result()
         finally:
-            self._berths.append(self._berth_of.pop(ticket))
+            if ticket in self._berth_of:
+                self._berths.append(self._berth_of.pop(ticket))
+
+    def _stays_on_device(self, plan: Plan) -> bool:
+        """The turn before this one leaves its choices where this one finds them."""
+        before = self._under_way[max(self._under_way)]
+        return isinstance(before, Started) and self._steady is not None and self._steady.serves(plan) is not None
+
+    def _heard(self, plan: Plan) -> Plan:
+        """The plan with the tokens that its rows await; waits for them."""
+        ticket = max(self._under_way)
+        before = self._under_way[ticket]
+        chosen: dict[int, int] = {}
+        if isinstance(before, Started):
+            steady = before.steady
+            if steady.arrived is not None:
+                steady.arrived.synchronize()
+            chosen = {row.lane: int(token) for row, token in zip(before.plan.rows, steady.answers[:, 0].tolist())}
+        else:
+            for row, outcome in zip(self._plans[ticket].rows, before.result().rows, strict=True):
+                chosen[row.lane] = outcome.chosen[-1].token if outcome.chosen else NO_TOKEN
+        rows = (replace(row, tokens=(max(chosen[row.lane], 0),)) if row.awaits else row for row in plan.rows)
+        return Plan(tuple(rows))
 
     def close(self) -> None:
         """Let go of weights and pages now, whoever still holds this object."""
@@ -310,12 +342,13 @@ class TorchBackend:
         plan, steady, worked = started.plan, started.steady, started.steady.worked
         if steady.arrived is not None:
             steady.arrived.synchronize()
+        begin, self._back = max(started.begin, self._back), time.perf_counter()
         choices = iter(read_choices(steady.answers, steady.positions))
         chosen = {i: [next(choices) for _ in range(1 + len(row.drafts))] for i, row in enumerate(plan.rows)}
         turn = Turn(plan, steady.inputs, worked.watch, held=0)
         with current(self._device):
-            rows = self._conclude(turn, worked.hidden, chosen, {}, settled=True)
-        return Outcome(rows, time.perf_counter() - started.begin)
+            rows = self._conclude(turn, worked.hidden, chosen, {}, faults=steady.faults)
+        return Outcome(rows, time.perf_counter() - begin)
 
     @torch.inference_mode()
     def _step(self, turn: Turn, number: int) -> Outcome | None:
@@ -333,7 +366,7 @@ class TorchBackend:
     def _finish(self, turn: Turn, hidden: Tensor) -> tuple[RowOutcome, ...]:
         """Choose, commit what was kept on every stage, guess on."""
         scored = self._score(turn.plan, turn.inputs, hidden)
-        return self._conclude(turn, hidden, self._choose(turn.plan, turn.inputs, hidden), scored, settled=False)
+        return self._conclude(turn, hidden, self._choose(turn.plan, turn.inputs, hidden), scored)
 
     def _conclude(
         self,
@@ -342,12 +375,15 @@ class TorchBackend:
         chosen: Mapping[int, Sequence[Choice | None]],
         scored: Mapping[int, tuple[Logprobs, ...]],
         *,
-        settled: bool,
+        faults: Sequence[int] | None = None,
     ) -> tuple[RowOutcome, ...]:
+        """`faults`: of a steady turn, which has brought home what it kept, the first layer of each token that was not finite."""
         plan, inputs, watch = turn.plan, turn.inputs, turn.watch
         rows = tuple(row_outcome(row, chosen.get(i, []), scored.get(i, ())) for i, row in enumerate(plan.rows))
-        rows = tuple(replace(row, fault=self._fault(watch, inputs.spans[i])) if row.barren else row for i, row in enumerate(rows))
-        if not settled:
+        if any(row.barren for row in rows):
+            found = _first_faults(watch) if faults is None else faults
+            rows = tuple(replace(row, fault=_fault(found, inputs.spans[i])) if row.barren else row for i, row in enumerate(rows))
+        if faults is None:
             for state, stage in zip(self._states, self._stack.stages, strict=True):
                 with current(stage.device):
                     state.commit(plan.rows, [row.kept for row in rows], stage.ops, turn.held)
@@ -362,13 +398,6 @@ class TorchBackend:
         """Models trained in bf16 may leave the range of f16, so where there is any every layer is looked at."""
         return [] if torch.float16 in (self._stack.dtype, self._stack.activation) else None
 
-    def _fault(self, watch: Watch, span: Span) -> str:
-        """Where the numbers of a row stopped being finite; empty where they are."""
-        for layer, finite in enumerate(watch.finite or ()):
-            if not bool(finite[span.first : span.first + span.count].all()):
-                return f"layer {layer} left the range of f16; run with --dtype and --activation-dtype bf16 or f32"
-        return ""
-
     def _logits(self, hidden: Tensor, tokens: list[int]) -> Tensor:
         """Logits of these tokens of the turn: [C', V'], the first C rows wanted."""
         padding = self._shape.rule.padded(len(tokens)) - len(tokens)
@@ -382,6 +411,7 @@ class TorchBackend:
             if not row.chooses:
                 continue
             for k, drafts in enumerate(hypotheses(row.drafts)):
+                drafts = (*row.tokens, *drafts) if row.awaits else drafts  # what it awaited is not in the history yet
                 position = Position(row.lane, row.params, row.history, drafts, row.request_id)
                 kept = next((save.slot for save in row.saves if save.position == row.stop), None) if k == 0 else None
                 picks.append(Pick(i, span.first + len(row.tokens) - 1 + k if row.tokens else None, position, row.restore, kept))
@@ -426,6 +456,17 @@ class TorchBackend:
 
 def _recorder(device: torch.device) -> Recorder:
     return Graphs(device) if device.type == "cuda" else Straight()
+
+
+def _first_faults(watch: Watch) -> list[int]:
+    """Per token the first layer after which it was not finite; nothing where nobody looked."""
+    return [] if not watch.finite else first_fault([finite.cpu() for finite in watch.finite])[:, 0].tolist()
+
+
+def _fault(found: Sequence[int], span: Span) -> str:
+    """Where the numbers of a row stopped being finite; empty where they are, or nobody looked."""
+    layers = [layer for layer in found[span.first : span.first + span.count] if layer >= 0]
+    return "" if not layers else f"layer {min(layers)} left the range of f16; run with --dtype and --activation-dtype bf16 or f32"
 
 
 def _done(steps: Sequence[Callable[[], Outcome | None]]) -> Future[Outcome]:

@@ -6,6 +6,8 @@ the host and moved once; nothing here is asked for again while the layers run.
 A token has a position (what rope and visibility go by) and a slot (where its key and value lie in its row's pages). They
 are the same but in a draft tree, whose nodes have slots of their own: there a token reads, from its row's last known
 position on, the slots of its own path in order of position, so its arithmetic is a chain's.
+
+A token that only the device knows (`Row.awaits`) stands as -1 - lane.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from torch import Tensor
 from onedraw.backends.torch.feed import Direct, Feed
 from onedraw.backends.torch.layers.linear import RowRule
 from onedraw.sampling.verify import trails
-from onedraw.types import Draft, Plan, Save
+from onedraw.types import UNKNOWN, Draft, Plan, Save
 
 Ints = npt.NDArray[np.int64]
 
@@ -181,7 +183,7 @@ def fed_inputs(plan: Plan, *, shape: Shape, feed: Feed, bucket: Bucket | None = 
             held=held,
         )
         spans.append(span)
-        tokens += row.tokens
+        tokens += row.tokens if row.tokens != (UNKNOWN,) else (-1 - row.lane,)
         tokens += (draft.token for draft in row.drafts)
         held += len(row.drafts)
     return fed_layout(tokens, spans, [row.pages for row in plan.rows], shape=shape, feed=feed, bucket=bucket)

@@ -76,9 +76,10 @@ class Part:
             x, own = self._entrance.cross(before.x, before.own)
         return Stream(x, own, before.left)
 
-    def pass_through(self, laid: LaidPart, entered: Stream | None, watch: Watch) -> tuple[Stream, Watch]:
-        watch = Watch(watch.captures, finite=None if watch.finite is None else [])
-        return self._stack.pass_stage(self._number, laid.ready, entered, self._state, watch=watch), watch
+    def pass_through(self, laid: LaidPart, entered: Stream | None, last: Tensor | None, watch: Watch) -> Stream:
+        """`last`: what each lane chose last, where tokens may await it."""
+        ready = laid.ready if last is None else replace(laid.ready, tokens=self._ops.awaited(laid.ready.tokens, last))
+        return self._stack.pass_stage(self._number, ready, entered, self._state, watch=watch)
 
     def settle(self, laid: LaidPart, chosen: Tensor) -> None:
         """Bring kept drafts home; chosen [T] on this device."""

@@ -3,8 +3,8 @@
 In: a plan, and stages whose operations can be recorded. Out: the turn's hidden states and answers, both still on the device,
 and kept drafts brought home on every stage. Everything the host has to say goes through arenas before the work begins; the
 work reads device memory alone, so each stage's part (`part.py`) is recorded and replayed for every turn of its signature. Nobody
-waits between the parts: turns that follow each other overlap on stages of several devices by themselves. While a turn runs, the
-next one is laid out as it will most likely be: the same rows, one token further.
+waits between the parts: turns that follow each other overlap on stages of several devices by themselves. What a turn of
+single tokens chose stays on the device, lane by lane: a turn may begin with it before the host has heard of it.
 
 This file has the one rule that says which turns are steady. All others run kernel by kernel.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import time
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,7 +33,7 @@ from onedraw.backends.torch.part import LaidPart, Part
 from onedraw.backends.torch.stack import Stack, Stream, Watch
 from onedraw.backends.torch.state import State
 from onedraw.sampling.verify import hypotheses
-from onedraw.types import History, Plan, Row, SamplingParams
+from onedraw.types import UNKNOWN, History, Plan, Row, SamplingParams
 
 if TYPE_CHECKING:
     from onedraw.backends.torch.kernels.sampler import Choosing
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 STEPS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows, tokens, and tokens of one row
 LEAST_REACH = 512  # positions
 LEAST_DEPTH = 8
+_NOTHING = np.zeros(0, dtype=np.int32)
 REHEARSAL_SECONDS = 40
 REHEARSED = (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9))
 
@@ -87,7 +89,7 @@ class Worked:
 
     hidden: Tensor  # [T, E]
     watch: Watch
-    answers: Tensor  # [T, columns]
+    answers: Tensor  # [T, columns], and the first layer that was not finite where that is watched
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +98,9 @@ class Laid:
 
     bucket: Bucket
     parts: list[LaidPart]
+    lanes: Tensor  # [T], of single tokens
     positions: list[Position]
     choosing: Choosing
-
-    @property
-    def tokens(self) -> Tensor:
-        return self.parts[0].ready.tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,38 +113,10 @@ class Steady:
     answers: Tensor
     arrived: Any
 
-
-@dataclass(frozen=True, slots=True)
-class Foreseen:
-    """The next turn, laid out while this one runs, as it will be if every row goes on by the one token it chooses.
-
-    It may be started already, with the tokens that this one leaves on the device. If it does not come, its keys and values lie
-    behind everything that is settled, where they are written again before anybody reads them.
-    """
-
-    rows: tuple[tuple[str, int, int, SamplingParams, tuple[list[int], ...]], ...]  # request, lane, start, params, pages
-    laid: Laid
-    started: Steady | None = None  # it runs already
-    source: Steady | None = None  # the turn whose choices are its tokens, where it does
-
-    def is_for(self, plan: Plan) -> bool:
-        if self.source is not None and not self._has_tokens_of(plan, self.source):
-            return False
-        return len(plan.rows) == len(self.rows) and all(
-            not row.drafts
-            and row.request_id == request
-            and row.lane == lane
-            and row.start == start
-            and row.params is params
-            and all(list(held) == known for held, known in zip(row.pages, pages, strict=True))
-            for row, (request, lane, start, params, pages) in zip(plan.rows, self.rows)
-        )
-
-    def _has_tokens_of(self, plan: Plan, source: Steady) -> bool:
-        if source.arrived is not None and not source.arrived.query():
-            return False
-        chosen = source.answers[: len(plan.rows), 0].tolist()
-        return chosen == [row.tokens[0] for row in plan.rows]
+    @property
+    def faults(self) -> list[int]:
+        """Per token the first layer that was not finite; nothing where nobody looked. When the answers are there."""
+        return [] if self.worked.watch.finite is None else self.answers[:, -1].tolist()
 
 
 def rehearsed_starts(max_context: int) -> list[int]:
@@ -154,9 +125,8 @@ def rehearsed_starts(max_context: int) -> list[int]:
 
 
 class SteadyTurns:
-    """Owner: the backend. Operations of all stages, and a sampler, whose work can be recorded; a recorder per stage. `ahead`:
-    foreseen turns are started, too, where no layer has a state. `several`: turns are started before the one before is read, so
-    what a turn leaves is copied out of the memory that recorded turns share."""
+    """Owner: the backend. Operations of all stages, and a sampler, whose work can be recorded; a recorder per stage. Where
+    several `tickets` are under way, what a turn leaves is copied out of the recorder's memory: others begin before it is read."""
 
     def __init__(
         self,
@@ -166,79 +136,72 @@ class SteadyTurns:
         shape: Shape,
         recorders: Sequence[Recorder],
         *,
-        ahead: bool = False,
-        several: bool = False,
+        lanes: int,
+        tickets: int = 1,
     ) -> None:
-        self._stack, self._sampler, self._shape, self._several = stack, sampler, shape, several
+        self._stack, self._sampler, self._shape, self._several = stack, sampler, shape, tickets > 1
         numbered = enumerate(zip(states, recorders, strict=True))
         self._parts = [Part(stack, number, state, recorder, tokens=STEPS[-1]) for number, (state, recorder) in numbered]
+        self._ops: Any = stack.ops
         self._recurrent = stack.spec.recurrent
-        self._ahead = ahead and not self._recurrent  # a state that was moved on cannot be taken back
-        self._foreseen: Foreseen | None = None
-        self._riders: list[str] = []  # of the last turn
-        self.foreseen = self.started = 0  # turns that were laid out, and started, before they came
+        self._lanes = lanes
+        # What each lane chose last, padding has one more: where it is chosen, and where the next turn begins.
+        self._last = torch.zeros(lanes + 1, dtype=torch.int64, device=stack.device)
+        first = self._parts[0].device
+        self._next = self._last if first == stack.device else torch.zeros_like(self._last, device=first)
+        self._mail = Mail(tickets + 2)
+        self.awaited = 0  # turns that began before their tokens were known to the host
+
+    def serves(self, plan: Plan) -> Bucket | None:
+        """The shape of a steady turn; None where the turn is none."""
+        return bucket_of(plan, recurrent=self._recurrent)
 
     def begin(self, plan: Plan, watch: Watch, *, held: int = 0) -> Steady | None:
         """Start a turn, where it is a steady one. `held`: its first place in the rollback buffer."""
-        bucket = bucket_of(plan, recurrent=self._recurrent)
-        foreseen, self._foreseen = self._foreseen, None
+        bucket = self.serves(plan)
         if bucket is None:
             return None
-        expected = foreseen is not None and foreseen.is_for(plan)
-        self.foreseen += expected
-        if foreseen is not None and expected and foreseen.started is not None:
-            steady = foreseen.started
-            self.started += 1
-        else:
-            try:
-                laid = foreseen.laid if foreseen is not None and expected else self._lay(plan, bucket, held)
-            except ArenaFull:
-                return None
-            if expected:
-                tokens = np.zeros(bucket.tokens, dtype=np.int64)
-                tokens[: len(plan.rows)] = [row.tokens[0] for row in plan.rows]
-                for part in self._parts:
-                    part.arena.rewrite_first(tokens)
-            steady = self._launch(laid, watch)
-        # A drafter makes the next turn another one, and layers with inputs of their own look tokens up on the host.
-        if not watch.captures and not self._stack.spec.inputs and self._goes_on(plan):
-            self._foresee(plan, steady, watch)
-        return steady
+        try:
+            laid = self._lay(plan, bucket, held)
+        except ArenaFull:
+            return None
+        self.awaited += plan.rows[0].tokens == (UNKNOWN,)
+        return self._launch(laid, watch)
 
-    def _goes_on(self, plan: Plan) -> bool:
-        """Whether the next turn is likely one of the same rows. Where several are under way, they come in turn: not if this
-        one was not of the same rows as the one before."""
-        before, self._riders = self._riders, [row.request_id for row in plan.rows]
-        return not self._several or self._riders == before
-
-    def _launch(self, laid: Laid, watch: Watch, source: Steady | None = None) -> Steady:
-        """Start a turn that was laid out; its tokens are what `source` chose, where it is given."""
+    def _launch(self, laid: Laid, watch: Watch) -> Steady:
+        """Start a turn that was laid out: all stages, one behind the other, and nobody waits."""
         signatures = [part.send(watch.captures) for part in self._parts]
-        if source is not None:
-            with current(laid.tokens.device):
-                torch.clamp(source.worked.answers[:, 0].to(laid.tokens.device), min=0, out=laid.tokens)
         seen = Watch(watch.captures, finite=None if watch.finite is None else [])
         stream: Stream | None = None
         for part, own, signature in zip(self._parts[:-1], laid.parts, signatures):
-            entered = part.enter(stream)
-            stream, watched = part.record(signature, partial(part.pass_through, own, entered, watch))
+            work = partial(self._pass, part, own, part.enter(stream), watch)
+            stream, watched = part.record(signature, work)
             self._gather(seen, watched)
-        last, entered = self._parts[-1], self._parts[-1].enter(stream)
-        worked = last.record(signatures[-1], partial(self._work, laid, entered, watch))
+        last = self._parts[-1]
+        worked = last.record(signatures[-1], partial(self._work, laid, last.enter(stream), watch))
         for part, own, signature in zip(self._parts[:-1], laid.parts, signatures):
             part.settle_late(signature, own, worked.answers)
         with current(last.device):
-            if len(self._parts) > 1:
-                self._gather(seen, worked.watch)
-                hidden = worked.hidden.clone() if self._several else worked.hidden
-                worked = Worked(hidden, seen, worked.answers)
-            return Steady(laid.parts[-1].inputs, worked, laid.positions, *self._fetch(worked.answers))
+            if self._next is not self._last:
+                self._next.copy_(self._last)
+            worked = self._taken(worked, seen)
+            return Steady(laid.parts[-1].inputs, worked, laid.positions, *self._mail.send(worked.answers))
 
     def _gather(self, seen: Watch, watched: Watch) -> None:
         """What a stage showed, out of the memory that the next one works in."""
         seen.features.extend(feature.to(self._stack.device, copy=True) for feature in watched.features)
         if seen.finite is not None:
-            seen.finite.extend(finite.clone() for finite in watched.finite or ())
+            seen.finite.extend(finite.to(self._stack.device, copy=True) for finite in watched.finite or ())
+
+    def _taken(self, worked: Worked, seen: Watch) -> Worked:
+        """What all stages left, as if there were one."""
+        if len(self._parts) == 1:
+            return worked
+        answers = worked.answers
+        if seen.finite is not None and worked.watch.finite is not None:  # the last stage told of its own layers
+            answers = torch.cat([answers[:, :-1], first_fault([*seen.finite, *worked.watch.finite])], 1)
+        self._gather(seen, worked.watch)
+        return Worked(worked.hidden.clone() if self._several else worked.hidden, seen, answers)
 
     def rehearse(self, lanes: int, watch: Watch, tell: Callable[[str], None]) -> None:
         """Record the turns of plain decoding before anybody waits for them: every number of rows, short contexts, greedy and
@@ -253,77 +216,91 @@ class SteadyTurns:
                     return
                 plan = Plan(tuple(self._rehearsed(lane, start, params) for lane in range(count)))
                 self.begin(plan, watch)
-                self._foreseen = None
 
     def _rehearsed(self, lane: int, start: int, params: SamplingParams) -> Row:
         pages = tuple((page,) * (start // self._shape.page_size + 1) for page in self._shape.scratch)
         history = History((0,) * start, [0])
         return Row(f"rehearsal {lane}", lane, pages, start, (0,), (), start, True, params, history)
 
-    def _lay(self, plan: Plan, bucket: Bucket, held: int = 0) -> Laid:
+    def _lay(self, plan: Plan, bucket: Bucket, held: int) -> Laid:
         shape, last = replace(self._shape, held=held), self._parts[-1].arena
         inputs = fed_inputs(plan, shape=shape, feed=last, bucket=bucket)
-        rows, parents = _row_words(plan, bucket, held), _parents(plan, bucket)
+        single = bucket.longest == 1
+        rows, parents = (_NOTHING, _NOTHING) if single else (_row_words(plan, bucket, held), _parents(plan, bucket))
         parts = [part.lay(inputs, bucket, rows, parents) for part in self._parts]
+        lanes = last.put(_lane_words(plan, bucket, self._lanes) if single else _NOTHING)
         positions = positions_of(plan.rows)
-        return Laid(bucket, parts, positions, self._sampler.prepare(positions, feed=last, rows=bucket.tokens))
+        return Laid(bucket, parts, lanes, positions, self._sampler.prepare(positions, feed=last, rows=bucket.tokens))
 
-    def _foresee(self, plan: Plan, steady: Steady, watch: Watch) -> None:
-        """Lay out the turn after this one, where nothing of it but the tokens hangs on what this one chooses, and start it."""
-        size = self._shape.page_size
-        for row in plan.rows:
-            params = row.params
-            if row.drafts or params.counts_history or params.dry is not None or params.bad_words:
-                return
-            if any((row.start + 1) // size >= len(held) for held in row.pages):
-                return  # a page will be added
-            if len(row.history.output) + 2 > params.max_tokens:
-                return  # this one is its last
-        ahead = tuple(replace(row, start=row.start + 1, tokens=(0,), history=_longer(row.history)) for row in plan.rows)
-        bucket = bucket_of(Plan(ahead), recurrent=self._recurrent)
-        if bucket is None:
-            return
-        try:
-            laid = self._lay(Plan(ahead), bucket)
-        except ArenaFull:
-            return
-        rows = tuple((row.request_id, row.lane, row.start, row.params, tuple(list(held) for held in row.pages)) for row in ahead)
-        alike = watch.finite is None and len(laid.tokens) == len(steady.worked.answers)
-        if self._ahead and alike:
-            self._foreseen = Foreseen(rows, laid, self._launch(laid, watch, steady), steady)
-        else:
-            self._foreseen = Foreseen(rows, laid)
+    def _pass(self, part: Part, own: LaidPart, entered: Stream | None, watch: Watch) -> tuple[Stream, Watch]:
+        """A stage's layers; the first finds the tokens that the host does not know."""
+        watch = Watch(watch.captures, finite=None if watch.finite is None else [])
+        awaits = entered is None and own.bucket.longest == 1
+        return part.pass_through(own, entered, self._next if awaits else None, watch), watch
 
     def _work(self, laid: Laid, entered: Stream | None, watch: Watch) -> Worked:
         """The last stage: its layers, then choose, and bring its own kept drafts home."""
         last, own = self._parts[-1], laid.parts[-1]
-        stream, seen = last.pass_through(own, entered, watch)
-        hidden = self._stack.leave(stream)
-        answers = self._sampler.chosen(lambda rows: self._stack.scores(hidden[rows]), laid.choosing)
-        if laid.bucket.longest > 1:
+        stream, watch = self._pass(last, own, entered, watch)
+        hidden, single = self._stack.leave(stream), laid.bucket.longest == 1
+        scores = lambda rows: self._stack.scores(hidden[rows])  # noqa: E731
+        answers = self._sampler.chosen(scores, laid.choosing, self._last if single else None)
+        if single:
+            self._ops.leave(answers, laid.lanes, self._last)
+        else:
             last.settle(own, answers[:, 0].contiguous())
-        return Worked(hidden, seen, answers)
+        if watch.finite is not None:
+            answers = torch.cat([answers, first_fault(watch.finite)], 1)
+        return Worked(hidden, watch, answers)
 
-    def _fetch(self, answers: Tensor) -> tuple[Tensor, Any]:
+
+def first_fault(finite: Sequence[Tensor]) -> Tensor:
+    """[T, 1]: the first layer after which a token is not finite, -1 where there is none."""
+    sound = torch.stack(list(finite)).to(torch.int64).cumprod(0).sum(0)
+    return torch.where(sound == len(finite), -1, sound)[:, None]
+
+
+class Mail:
+    """Answers on their way to the host, in buffers that are used again; `boxes`: more than turns may be under way. Owner:
+    SteadyTurns."""
+
+    def __init__(self, boxes: int) -> None:
+        self._count = boxes
+        self._boxes: dict[tuple[int, ...], deque[tuple[Tensor, Any]]] = {}
+
+    def send(self, answers: Tensor) -> tuple[Tensor, Any]:
+        """Where they will be, and the event that says when; None where they are there already."""
         if answers.device.type != "cuda":
-            return answers, None
-        there = torch.empty(answers.shape, dtype=answers.dtype, pin_memory=True)
+            return answers.clone(), None
+        boxes = self._boxes.get(answers.shape)
+        if boxes is None:
+            boxes = self._boxes[answers.shape] = deque(_box(answers) for _ in range(self._count))
+        boxes.rotate(1)
+        there, arrived = boxes[0]
         there.copy_(answers, non_blocking=True)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record()
         return there, arrived
 
 
-def _longer(history: History) -> History:
-    """As long as it will be after one more token, which is not known."""
-    return History(history.prompt, [0] * (len(history.output) + 1))
+def _box(answers: Tensor) -> tuple[Tensor, Any]:
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    return torch.empty(answers.shape, dtype=answers.dtype, pin_memory=True), event
 
 
 def positions_of(rows: Sequence[Row]) -> list[Position]:
-    """Where a steady turn chooses: after every token."""
+    """Where a steady turn chooses: after every token. A token that its row awaits is not in the history yet."""
     return [
-        Position(row.lane, row.params, row.history, drafts, row.request_id) for row in rows for drafts in hypotheses(row.drafts)
+        Position(row.lane, row.params, row.history, (*row.tokens, *drafts) if row.awaits else drafts, row.request_id)
+        for row in rows
+        for drafts in hypotheses(row.drafts)
     ]
+
+
+def _lane_words(plan: Plan, bucket: Bucket, lanes: int) -> Array:
+    """[T]: the lane of each token; padding has the one behind the last."""
+    words = np.full(bucket.tokens, lanes, dtype=np.int32)
+    words[: len(plan.rows)] = [row.lane for row in plan.rows]
+    return words
 
 
 def _row_words(plan: Plan, bucket: Bucket, held: int) -> Array:

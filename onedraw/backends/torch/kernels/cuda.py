@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.torch.inputs import Bucket, Inputs
+from onedraw.backends.torch.kernels import triton_awaited
 from onedraw.backends.torch.kernels import triton_delta as delta_kernels
 from onedraw.backends.torch.kernels.recurrence import Recurrence, commit_tables
 from onedraw.backends.torch.kernels.sampler import TritonSampler
@@ -246,6 +247,14 @@ class TritonOps(FloatOps):
     def settles(self, bucket: Bucket, state: State) -> bool:
         """Whether there is anything to bring home: without states a kept chain stands at its positions already."""
         return bucket.longest > 1 and (bool(state.lanes) or bucket.depth is not None)
+
+    def awaited(self, tokens: Tensor, last: Tensor) -> Tensor:
+        """All tokens of a turn; those that stand as -1 - lane are the lanes' last choices."""
+        return triton_awaited.awaited(tokens, last)
+
+    def leave(self, answers: Tensor, lanes: Tensor, last: Tensor) -> None:
+        """What a turn chose, for the turn behind it."""
+        triton_awaited.leave(answers, lanes, last)
 
     def settle(
         self,

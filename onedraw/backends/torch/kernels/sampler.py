@@ -18,12 +18,13 @@ from torch import Tensor
 from onedraw.backends.answers import CHECKSUM, TOKEN, Position
 from onedraw.backends.torch.counts import LaneCounts
 from onedraw.backends.torch.feed import ArenaFull, Direct, Feed
+from onedraw.backends.torch.kernels.triton_awaited import awaited
 from onedraw.backends.torch.kernels.triton_sample import COLUMNS, GREEDY, KEY_0, LANE, TOP_K, Chosen, Wishes, choose
 from onedraw.backends.torch.sampler import Law, Sampler, _deficits
 from onedraw.sampling.adjust import Adjustment, adjustment, inside
 from onedraw.sampling.law import NO_TOKEN, Filters, checksum_weights, filters
 from onedraw.sampling.noise import key
-from onedraw.types import SamplingParams
+from onedraw.types import UNKNOWN, SamplingParams
 
 MOST_KNOWN = 4096  # parameters that are remembered
 
@@ -86,9 +87,12 @@ class TritonSampler(Sampler):
             one = torch.ones_like(wishes.grown, dtype=torch.int32)
             wishes.output.view(-1).scatter_add_(0, wishes.grown, one)
 
-    def chosen(self, logits: Callable[[slice], Tensor], choosing: Choosing) -> Tensor:
-        """Answers for all rows of a prepared turn, [C, columns]; logits are asked for slab by slab."""
+    def chosen(self, logits: Callable[[slice], Tensor], choosing: Choosing, last: Tensor | None = None) -> Tensor:
+        """Answers for all rows of a prepared turn, [C, columns]; logits are asked for slab by slab. `last`: what each lane
+        chose last, where rows may await it."""
         self.count(choosing)
+        if last is not None and choosing.wishes.output is not None:
+            choosing = replace(choosing, wishes=replace(choosing.wishes, tokens=awaited(choosing.wishes.tokens, last)))
         rows = len(choosing.wishes.table)
         return torch.cat([self._choose(logits(span), choosing, span)[0] for span in self._spans(rows)])
 
@@ -133,7 +137,7 @@ class TritonSampler(Sampler):
             line[:KEY_0] = wish.numbers
             fences = [len(tokens)] * 5
             if wish.counts and not wish.more:
-                tokens += p.drafts
+                tokens += _counted_drafts(p)
                 values += [0.0] * len(p.drafts)
                 fences[-1] = len(tokens)
             elif wish.more:
@@ -184,7 +188,7 @@ class TritonSampler(Sampler):
         """Tokens with a number each: bias, DRY, bans, and drafts where they count."""
         bias = [(t, v) for t, v in p.params.logit_bias if 0 <= t < self._vocab]
         kinds = [bias, list(host.penalized), [(t, 0.0) for t in inside(host.banned, self._vocab)]]
-        return [*kinds, [(t, 0.0) for t in p.drafts] if p.params.counts_history else []]
+        return [*kinds, [(t, 0.0) for t in _counted_drafts(p)] if p.params.counts_history else []]
 
     def _counted(self, counting: Sequence[Position], rows: int) -> tuple[LaneCounts | None, npt.NDArray[np.int64]]:
         """The lanes' counts, and where one is to be added to them; padding goes to the lane that nobody reads."""
@@ -203,6 +207,11 @@ class TritonSampler(Sampler):
         if self._weights is None:
             self._weights = torch.from_numpy(np.stack(checksum_weights(self._vocab))).to(self._device)
         return self._weights
+
+
+def _counted_drafts(p: Position) -> list[int]:
+    """What stands between history and position; a token that only the device knows as -1 - lane."""
+    return [-1 - p.lane if token == UNKNOWN else token for token in p.drafts]
 
 
 def _line(values: Sequence[float], room: int, dtype: type[np.int32] | type[np.float32]) -> npt.NDArray[Any]:
