@@ -38,7 +38,7 @@ def test_three_ways_are_measured_and_give_the_same(capsys: pytest.CaptureFixture
 
 def test_a_split_that_rounds_is_noticed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     real = Boundary.cross
-    monkeypatch.setattr(Boundary, "cross", lambda self, x, own: real(self, x.bfloat16().float(), own))
+    monkeypatch.setattr(Boundary, "cross", lambda self, x, *given: real(self, x.bfloat16().float(), *given))
     assert bench.split_overlap.main(FEW) == 1
     assert "DIFFER" in capsys.readouterr().out
 

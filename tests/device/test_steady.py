@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.feed import Arena
 from onedraw.backends.torch.graphs import Graphs, Recorder, Replays, Straight
 from onedraw.backends.torch.line import Line
+from onedraw.backends.torch.ops import TorchOps
 from onedraw.backends.torch.part import Part
 from onedraw.backends.torch.stack import Site
 from onedraw.checkpoints.random import random_weights
@@ -65,9 +66,16 @@ WAYS = [*((kind, ()) for kind in KINDS), *CUT]  # where the layers are divided i
 
 
 def backend_of(
-    kind: str, recorder: Recorder | None, *, lanes: int = 3, pages: int = 60, cuts: tuple[int, ...] = (), **more: Any
+    kind: str,
+    recorder: Recorder | None,
+    *,
+    lanes: int = 3,
+    pages: int = 60,
+    cuts: tuple[int, ...] = (),
+    given: Sequence[Site] = (),
+    **more: Any,
 ) -> TorchBackend:
-    """`cuts`: where the layers are divided into stages, all on the one device."""
+    """`cuts`: where the layers are divided into stages, all on the one device, unless others are given."""
     from onedraw.backends.torch.kernels.cuda import TritonOps
 
     spec = SPECS[kind]
@@ -77,7 +85,7 @@ def backend_of(
         spec,
         random_weights(spec, seed=1),
         dtype=DTYPE,
-        sites=sites,
+        sites=given or sites,
         lanes=lanes,
         pages=pages,
         page_size=16,
@@ -247,6 +255,35 @@ def test_a_stage_that_reads_the_arena_of_another_turn_is_caught(monkeypatch: pyt
         with monkeypatch.context() as patch:
             patch.setattr(Part, "send", send)
             assert run(backend_of("windows", recorder, cuts=(1,)), asked, Schedule())[0] != expected
+
+
+@pytest.mark.parametrize("last", [False] if INTERPRETED else [False, True])
+def test_a_stage_that_records_beside_one_that_does_not_has_the_bits_of_one_that_runs_kernel_by_kernel(last: bool) -> None:
+    """A part on the CPU, behind the device's or (`last`) before it."""
+    from onedraw.backends.torch.kernels.cuda import TritonOps
+
+    cpu, device = torch.device("cpu"), torch.device(DEVICE)
+    order = [(cpu, TorchOps(cpu)), (device, TritonOps(device))] if last else [(device, TritonOps(device)), (cpu, TorchOps(cpu))]
+    sites = [Site(*one, stop) for one, stop in zip(order, (1, None), strict=True)]
+    asked = requests(2)
+    expected: list[Answer] = []
+    for records in (False, True):
+        recorder = Replays() if DEVICE == "cpu" else Graphs(device)
+        backend = backend_of("hybrid", recorder, given=sites)
+        backend._narrow = lambda: None  # type: ignore[method-assign]  # the interpreter has no bf16, and f16 is watched
+        if not records:
+            backend._parts = [None, None]
+        got, _ = run(backend, asked, Schedule())
+        expected = expected or got
+        assert got == expected
+        known = {request.id: answer.tokens for request, answer in zip(asked, expected, strict=True)}
+        for tree in (True,) if INTERPRETED else (False, True):
+            drafts = Clairvoyant(known, VOCAB, silent_every=3, tree=tree)
+            got, stats = run(backend, asked, Schedule(proposer=drafts))
+            assert got == expected
+            assert stats.accepted_tokens
+        assert (recorder.replayed > 2) == records
+    assert all(answer.error is None for answer in expected)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter runs one kernel at a time")

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -30,19 +31,21 @@ from onedraw.backends.plan import LOGITS_BYTES
 from onedraw.backends.staging import FEWEST_ROWS, most_tokens
 from onedraw.backends.torch.boundary import current
 from onedraw.backends.torch.device import DTYPES, hardware_name
+from onedraw.backends.torch.feed import ArenaFull
 from onedraw.backends.torch.graphs import Graphs, Recorder, Straight
-from onedraw.backends.torch.inputs import Inputs, Shape, Span, make_inputs
+from onedraw.backends.torch.inputs import Bucket, Inputs, Shape, Span, make_inputs
 from onedraw.backends.torch.layers.linear import strictest
 from onedraw.backends.torch.line import Line
 from onedraw.backends.torch.loader import LANE, WeightSource, padded
 from onedraw.backends.torch.ops import Ops, TorchOps
+from onedraw.backends.torch.part import Part
 from onedraw.backends.torch.ranking import Turned
 from onedraw.backends.torch.runs import CHUNK
 from onedraw.backends.torch.sampler import Sampler, read_choices
 from onedraw.backends.torch.selfcheck import SelfCheck, self_check
 from onedraw.backends.torch.stack import Site, Stack, Stream, Watch
 from onedraw.backends.torch.state import KeptLogits, Sizes, State
-from onedraw.backends.torch.steady import Steady, SteadyTurns, first_fault
+from onedraw.backends.torch.steady import STEPS, Steady, SteadyTurns, bucket_of, first_fault
 from onedraw.models.spec import ModelSpec
 from onedraw.sampling.law import NO_TOKEN
 from onedraw.sampling.verify import hypotheses
@@ -100,6 +103,7 @@ class Turn:
     inputs: Inputs
     watch: Watch
     held: int  # its first place in the rollback buffer
+    bucket: Bucket | None = None  # what stages that record pad it to, beside others that do not
     stream: Stream | None = None  # once it has entered
     seconds: float = 0.0  # in stages, not between them
 
@@ -175,10 +179,16 @@ class TorchBackend:
             self._drafter = None if make_drafter is None else make_drafter(self._stack, self._sampler, self._shape)
         self._slice = max(LOGITS_BYTES // (4 * spec.vocab), 1)
         self._steady: SteadyTurns | None = None
-        if all(site.ops.records for site in sites):
-            recorders = {site.device: recorder or _recorder(site.device) for site in sites}
-            given = [recorders[site.device] for site in sites]
-            self._steady = SteadyTurns(self._stack, self._states, self._sampler, self._shape, given, lanes=lanes, tickets=tickets)
+        recorders: list[Recorder | None] = _recorders(sites, recorder)
+        self._parts: list[Part | None] = [None for _ in sites]  # of stages that record beside others that do not
+        whole = [one for one in recorders if one is not None]
+        if len(whole) == len(sites):
+            sized = {"lanes": lanes, "tickets": tickets}
+            self._steady = SteadyTurns(self._stack, self._states, self._sampler, self._shape, whole, **sized)
+        else:
+            for number, one in enumerate(recorders):
+                if one is not None:
+                    self._parts[number] = Part(self._stack, number, self._states[number], one, tokens=STEPS[-1])
         self._capacity = Capacity(
             vocab=spec.vocab,
             max_context=max_context,
@@ -276,7 +286,7 @@ class TorchBackend:
         if self._hang_up is not None:
             self._hang_up()
         self._under_way.clear()
-        for name in ("_stack", "_states", "_sampler", "_drafter", "_steady"):
+        for name in ("_stack", "_states", "_sampler", "_drafter", "_steady", "_parts"):
             self.__dict__.pop(name, None)
 
     # ------------------------------------------------------------------ to and from the disk
@@ -318,8 +328,9 @@ class TorchBackend:
     def _board(self, plan: Plan, *, berth: int) -> Future[Outcome]:
         """A turn that goes kernel by kernel: through all stages now, or on their threads."""
         held = self._held(berth)
-        inputs = make_inputs(plan, shape=replace(self._shape, held=held), device=self._first)
-        turn = Turn(plan, inputs, self._watch(), held)
+        inputs, watch = make_inputs(plan, shape=replace(self._shape, held=held), device=self._first), self._watch()
+        records = any(self._parts) and watch.finite is None
+        turn = Turn(plan, inputs, watch, held, bucket_of(plan, recurrent=self._capacity.recurrent) if records else None)
         steps = [partial(self._step, turn, number) for number in range(len(self._states))]
         return _done(steps) if self._line is None else self._line.start(steps)
 
@@ -356,12 +367,18 @@ class TorchBackend:
         begin = time.perf_counter()
         with current(self._stack.stages[number].device):
             self._states[number].open(turn.plan.rows)
-            if turn.stream is None:
-                turn.stream = self._stack.enter(turn.inputs)
-            turn.stream = self._stack.advance(turn.stream, number, turn.inputs, self._states[number], watch=turn.watch)
+            turn.stream = self._advance(turn, number)
             rows = self._finish(turn, self._stack.leave(turn.stream)) if number == len(self._states) - 1 else None
         turn.seconds += time.perf_counter() - begin
         return None if rows is None else Outcome(rows, turn.seconds)
+
+    def _advance(self, turn: Turn, number: int) -> Stream:
+        part = self._parts[number]
+        if part is not None and turn.bucket is not None:
+            with suppress(ArenaFull):
+                return part.advance(turn.stream, turn.plan, turn.bucket, replace(self._shape, held=turn.held), turn.watch)
+        stream = self._stack.enter(turn.inputs) if turn.stream is None else turn.stream
+        return self._stack.advance(stream, number, turn.inputs, self._states[number], watch=turn.watch)
 
     def _finish(self, turn: Turn, hidden: Tensor) -> tuple[RowOutcome, ...]:
         """Choose, commit what was kept on every stage, guess on."""
@@ -454,8 +471,12 @@ class TorchBackend:
         return scored
 
 
-def _recorder(device: torch.device) -> Recorder:
-    return Graphs(device) if device.type == "cuda" else Straight()
+def _recorders(sites: Sequence[Site], given: Recorder | None) -> list[Recorder | None]:
+    """One per device, for the stages that record."""
+    made: dict[torch.device, Recorder] = {}
+    for device in {site.device for site in sites if site.ops.records}:
+        made[device] = given or (Graphs(device) if device.type == "cuda" else Straight())
+    return [made[site.device] if site.ops.records else None for site in sites]
 
 
 def _first_faults(watch: Watch) -> list[int]:

@@ -3,7 +3,8 @@
 In: a turn's inputs, and what the stage before left. Out: what this one leaves, still on its device. A stage other than the last
 brings its kept drafts home in a second work, once the last has chosen: the choices cross into a buffer that keeps its place.
 One thread starts all parts of a turn, and the next turn's behind them, so the order on each device is the order of turns: a
-part may still read its arena, and the rows at its entrance, when the next turn is already on its way there.
+part may still read its arena, and the rows at its entrance, when the next turn is already on its way there. Beside a stage
+that records nothing (on a CPU) a part goes by itself, in the turn's own order (`advance`), and the host brings drafts home.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -19,11 +21,13 @@ from torch import Tensor
 from onedraw.backends.torch.boundary import current
 from onedraw.backends.torch.feed import Arena
 from onedraw.backends.torch.graphs import Recorder
-from onedraw.backends.torch.inputs import Bucket, Inputs
+from onedraw.backends.torch.inputs import Bucket, Inputs, Shape, fed_inputs
 from onedraw.backends.torch.stack import Ready, Stack, Stream, Watch
 from onedraw.backends.torch.state import State
+from onedraw.types import Plan
 
 ARENA_BYTES = 16 * 2**20
+NOTHING = np.zeros(0, dtype=np.int32)
 Result = TypeVar("Result")
 
 
@@ -68,18 +72,33 @@ class Part:
         with current(self.device):
             return self._recorder.run(signature, work)
 
-    def enter(self, before: Stream | None) -> Stream | None:
+    def enter(self, before: Stream | None, bucket: Bucket) -> Stream | None:
         """Over the way from the stage before, into memory that keeps its place."""
         if before is None or self._entrance is None:
             return None
         with current(self.device):
-            x, own = self._entrance.cross(before.x, before.own)
+            x, own = self._entrance.cross(before.x, before.own, bucket.tokens)
         return Stream(x, own, before.left)
 
     def pass_through(self, laid: LaidPart, entered: Stream | None, last: Tensor | None, watch: Watch) -> Stream:
         """`last`: what each lane chose last, where tokens may await it."""
         ready = laid.ready if last is None else replace(laid.ready, tokens=self._ops.awaited(laid.ready.tokens, last))
         return self._stack.pass_stage(self._number, ready, entered, self._state, watch=watch)
+
+    def advance(self, before: Stream | None, plan: Plan, bucket: Bucket, shape: Shape, watch: Watch) -> Stream:
+        """The whole of it, for a stage beside others that record nothing: `Stack.advance` for a steady turn. What comes out
+        lies in memory of its own. May raise `ArenaFull`, before anything is done."""
+        laid = self.lay(fed_inputs(plan, shape=shape, feed=self.arena, bucket=bucket), bucket, NOTHING, NOTHING)
+        signature, entered = self.send(watch.captures), self.enter(before, bucket)
+
+        def work() -> tuple[Stream, Watch]:
+            own = Watch(watch.captures)
+            return self.pass_through(laid, entered, None, own), own
+
+        stream, seen = self.record(signature, work)
+        with current(self.device):
+            watch.features.extend(feature.to(self._stack.device, copy=True) for feature in seen.features)
+            return Stream(stream.x.clone(), None if stream.own is None else stream.own.clone(), stream.left)
 
     def settle(self, laid: LaidPart, chosen: Tensor) -> None:
         """Bring kept drafts home; chosen [T] on this device."""

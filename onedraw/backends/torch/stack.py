@@ -375,7 +375,7 @@ class Stack:
         stage, seen = self.stages[number], len(watch.features)
         with current(stage.device):
             if stage.entrance is not None:
-                stream = Stream(*stage.entrance.cross(stream.x, stream.own), stream.left)
+                stream = Stream(*stage.entrance.cross(stream.x, stream.own, len(inputs.host_tokens)), stream.left)
             preparation = Preparation(stage.ops, inputs.on(stage.device), stage.ropes)
             stream = self._passed(stage, stream, preparation, state, watch)
             if stage.entrance is not None and stream.own is not None:

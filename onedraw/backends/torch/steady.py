@@ -29,7 +29,7 @@ from onedraw.backends.torch.boundary import current
 from onedraw.backends.torch.feed import ArenaFull, Array
 from onedraw.backends.torch.graphs import Recorder
 from onedraw.backends.torch.inputs import Bucket, Inputs, Shape, fed_inputs
-from onedraw.backends.torch.part import LaidPart, Part
+from onedraw.backends.torch.part import NOTHING, LaidPart, Part
 from onedraw.backends.torch.stack import Stack, Stream, Watch
 from onedraw.backends.torch.state import State
 from onedraw.sampling.verify import hypotheses
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 STEPS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows, tokens, and tokens of one row
 LEAST_REACH = 512  # positions
 LEAST_DEPTH = 8
-_NOTHING = np.zeros(0, dtype=np.int32)
 REHEARSAL_SECONDS = 40
 REHEARSED = (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9))
 
@@ -174,11 +173,11 @@ class SteadyTurns:
         seen = Watch(watch.captures, finite=None if watch.finite is None else [])
         stream: Stream | None = None
         for part, own, signature in zip(self._parts[:-1], laid.parts, signatures):
-            work = partial(self._pass, part, own, part.enter(stream), watch)
+            work = partial(self._pass, part, own, part.enter(stream, laid.bucket), watch)
             stream, watched = part.record(signature, work)
             self._gather(seen, watched)
         last = self._parts[-1]
-        worked = last.record(signatures[-1], partial(self._work, laid, last.enter(stream), watch))
+        worked = last.record(signatures[-1], partial(self._work, laid, last.enter(stream, laid.bucket), watch))
         for part, own, signature in zip(self._parts[:-1], laid.parts, signatures):
             part.settle_late(signature, own, worked.answers)
         with current(last.device):
@@ -226,9 +225,9 @@ class SteadyTurns:
         shape, last = replace(self._shape, held=held), self._parts[-1].arena
         inputs = fed_inputs(plan, shape=shape, feed=last, bucket=bucket)
         single = bucket.longest == 1
-        rows, parents = (_NOTHING, _NOTHING) if single else (_row_words(plan, bucket, held), _parents(plan, bucket))
+        rows, parents = (NOTHING, NOTHING) if single else (_row_words(plan, bucket, held), _parents(plan, bucket))
         parts = [part.lay(inputs, bucket, rows, parents) for part in self._parts]
-        lanes = last.put(_lane_words(plan, bucket, self._lanes) if single else _NOTHING)
+        lanes = last.put(_lane_words(plan, bucket, self._lanes) if single else NOTHING)
         positions = positions_of(plan.rows)
         return Laid(bucket, parts, lanes, positions, self._sampler.prepare(positions, feed=last, rows=bucket.tokens))
 

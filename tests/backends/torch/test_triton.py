@@ -40,7 +40,7 @@ def test_states_and_experts_are_right_under_the_interpreter() -> None:
 
 
 def test_turns_that_are_padded_and_replayed_have_the_bits_of_plain_ones_under_the_interpreter() -> None:
-    assert "7 passed" in under_the_interpreter("tests/device/test_steady.py")
+    assert "8 passed" in under_the_interpreter("tests/device/test_steady.py")
 
 
 @pytest.mark.parametrize("shared", [SMALL_SHARED, LARGE_SHARED])
