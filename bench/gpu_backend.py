@@ -2,9 +2,9 @@
 
     python -m bench.gpu_backend SECTION ... --model random:llama3-8b [--device cuda:0] [--json out.json]
 
-Sections: decode (sampled, through the engine), turns (decode, verify and tree turns against a decode turn), drafted (4 kept of
-15 against plain), exact (1,000 positions: alone, verified, in a batch of 32, after preemption, in other chunks), prefill, host
-(where the host's time goes).
+Sections: decode (sampled, through the engine, with turns sent off ahead and without), turns (decode,
+verify and tree turns against a decode turn), drafted (4 kept of 15 against plain), exact (1,000 positions: alone, verified, in a
+batch of 32, after preemption, in other chunks), prefill, host (where the host's time goes).
 Weights are random and made on the device. A turn's time is from `submit` to the end of `collect`, median of many.
 """
 
@@ -18,6 +18,7 @@ import pstats
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from onedraw.backends.floor import turn_bytes
 from onedraw.backends.packing import stored_sizes
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import copy_bandwidth, pick_ops
+from onedraw.backends.torch.steady import Steady
 from onedraw.checkpoints.shapes import named_mixture, open_random
 from onedraw.engine.engine import Engine
 from onedraw.engine.scheduler import Scheduler
@@ -53,7 +55,7 @@ def say(name: str, value: Any) -> None:
 class Bench:
     """One model and its backend."""
 
-    def __init__(self, model: str, device: str, *, context: int, lanes: int, pages: int, ahead: bool) -> None:
+    def __init__(self, model: str, device: str, *, context: int, lanes: int, pages: int) -> None:
         begin = time.perf_counter()
         self.name, self.device = model.removeprefix("random:"), torch.device(device)
         described = describe(open_random(model))
@@ -76,9 +78,10 @@ class Bench:
             drafts=64,
             ops=pick_ops(device, products, cache=Path("build")),
             check=False,
-            ahead=ahead,
         )
         self.pages, self.lanes = pages, lanes
+        self.cases = [(128, 1), (960, 1), (960, 8), (960, 32)]  # prompt tokens, rows
+        self.ways: tuple[bool, ...] = (True, False)  # ahead or not
         say(f"{self.name}: weights made and pages allocated, s", time.perf_counter() - begin)
         say(f"{self.name}: copy bandwidth, TB/s", self.speed / 1e12)
 
@@ -124,11 +127,10 @@ class Bench:
             times.append(begin.elapsed_time(end))
         return statistics.median(times[3:])
 
-    def engine(self, speculator: Speculator, *, pages: int | None = None, turn_tokens: int = 2048) -> Engine:
+    def engine(self, speculator: Speculator, *, pages: int | None = None, turn_tokens: int = 2048, ahead: bool = True) -> Engine:
         capacity = self.backend.capacity
+        capacity = replace(capacity, ahead=ahead and capacity.ahead)
         if pages is not None:
-            from dataclasses import replace
-
             capacity = replace(capacity, groups=tuple(replace(group, pages=pages) for group in capacity.groups))
         ledger = Ledger(capacity, reuse=False)
         return Engine(
@@ -192,8 +194,6 @@ def turns(bench: Bench) -> None:
 
 
 def _requests(bench: Bench, count: int, prompt: int, new: int, params: SamplingParams) -> list[Request]:
-    from dataclasses import replace
-
     rng = np.random.default_rng(7)
     return [
         Request(
@@ -204,19 +204,41 @@ def _requests(bench: Bench, count: int, prompt: int, new: int, params: SamplingP
 
 
 def decode(bench: Bench) -> None:
-    """Sampled decoding through the engine, all rows at about the same place."""
-    for prompt, count in ((128, 1), (960, 1), (960, 8), (960, 32)):
-        if count <= bench.lanes:
-            times = bench.answers(_requests(bench, count, prompt, 140, SAMPLED), bench.engine(Speculator([])))[1]
-            ms = 1e3 * statistics.median(times[-100:-5])
-            mean = 1e3 * statistics.mean(times[-100:-5])
-            floor = 1e3 * bench.bytes(rows=count, context=prompt + 80) / bench.speed
-            say(
-                f"{bench.name}: decode, {count} rows at {prompt} to {prompt + 140}, turn, median and mean, ms",
-                [round(ms, 3), round(mean, 3)],
-            )
-            say(f"{bench.name}: decode, {count} rows at {prompt} to {prompt + 140}, tok/s by the mean", 1e3 * count / mean)
-            say(f"{bench.name}: decode, {count} rows at {prompt} to {prompt + 140}, share of the floor", floor / mean)
+    """Sampled decoding through the engine, all rows at about the same place: 128 turns in which nobody comes or goes. What
+    they need was recorded before, by a run of the same requests."""
+    for prompt, count in bench.cases:
+        if count > bench.lanes:
+            continue
+        asked = _requests(bench, count, prompt, 148 + -(-prompt * count // 1024), SAMPLED)
+        bench.answers(asked, bench.engine(Speculator([])))
+        for ahead in bench.ways if bench.backend.capacity.ahead else (False,):
+            times = _steady_turns(bench.engine(Speculator([]), ahead=ahead), asked, 128)
+            ms, mean, worst = 1e3 * statistics.median(times), 1e3 * statistics.mean(times), 1e3 * max(times)
+            floor = 1e3 * bench.bytes(rows=count, context=prompt + 64) / bench.speed
+            name = f"{bench.name}: decode, {count} rows from {prompt}, {'' if ahead else 'not '}ahead"
+            say(f"{name}, turn, median, mean, worst, ms", [round(ms, 3), round(mean, 3), round(worst, 3)])
+            say(f"{name}, tok/s by the mean", 1e3 * count / mean)
+            say(f"{name}, share of the floor", floor / mean)
+
+
+def _steady_turns(engine: Engine, asked: Sequence[Request], turns: int, begun: Callable[[], None] | None = None) -> list[float]:
+    """Seconds of so many turns of all requests, from the first that all of them share on."""
+    for request in asked:
+        engine.add(request, lambda event: None)
+    while engine.scheduler.waiting or any(sequence.remaining > 1 for sequence in engine.scheduler.running):
+        engine.turn()
+    engine.turn()
+    if begun is not None:
+        begun()
+    times = []
+    for _ in range(turns):
+        begin = time.perf_counter()
+        engine.turn()
+        times.append(time.perf_counter() - begin)
+    assert len(engine.scheduler.running) == len(asked)
+    while engine.busy:
+        engine.turn()
+    return times
 
 
 def drafted(bench: Bench) -> None:
@@ -239,8 +261,6 @@ def drafted(bench: Bench) -> None:
 
 def exact(bench: Bench, positions: int = 1000) -> None:
     """Tokens and checksums of scores at so many positions, decoded alone, against every other way."""
-    from dataclasses import replace
-
     params = replace(PENALIZED, checksums=True, top_p=0.98)
     asked = _requests(bench, 1, 200, positions, params)
     alone, seconds = bench.answers(asked, bench.engine(Speculator([])))
@@ -288,43 +308,57 @@ def prefill(bench: Bench) -> None:
 
 
 def host(bench: Bench) -> None:
-    """Where the host's time of a decode turn goes."""
-    for count in (1, 8):
-        asked = _requests(bench, min(count, bench.lanes), 300, 120, SAMPLED)
-        engine = bench.engine(Speculator([]))
-        for request in asked:
-            engine.add(request, lambda event: None)
-        for _ in range(40):
-            engine.turn()
-        submits, collects, wholes = [], [], []
-        submit, collect = bench.backend.submit, bench.backend.collect
-
-        def timed(work: Callable[[Any], Any], into: list[float]) -> Callable[[Any], Any]:
-            def call(given: Any) -> Any:
-                begin = time.perf_counter()
-                result = work(given)
-                into.append(1e3 * (time.perf_counter() - begin))
-                return result
-
-            return call
-
-        bench.backend.submit, bench.backend.collect = timed(submit, submits), timed(collect, collects)  # type: ignore[method-assign]
-        for _ in range(40):
-            begin = time.perf_counter()
-            engine.turn()
-            wholes.append(1e3 * (time.perf_counter() - begin))
-        bench.backend.submit, bench.backend.collect = submit, collect  # type: ignore[method-assign]
-        middle = [statistics.median(x) for x in (wholes, submits, collects)]
-        say(
-            f"{bench.name}: {count} rows: turn, submit, collect, the engine's own, ms",
-            [*(round(x, 3) for x in middle), round(middle[0] - middle[1] - middle[2], 3)],
-        )
+    """Where the host's time of a decode turn goes. What is waited for is time that the host has to spare."""
+    for count in sorted({rows for _, rows in bench.cases}):
+        if count > bench.lanes:
+            continue
+        asked = _requests(bench, count, 100, 160, SAMPLED)
+        bench.answers(asked, bench.engine(Speculator([])))
+        with _Clock() as clock:
+            clock.time(bench.backend, "submit")
+            clock.time(bench.backend, "collect")
+            clock.time(Steady, "wait")
+            wholes = _steady_turns(bench.engine(Speculator([])), asked, 100, clock.begin)
+        parts = [1e3 * statistics.mean(clock.spent[name][:100]) for name in ("submit", "collect", "wait")]
+        turn = 1e3 * statistics.mean(wholes)
+        say(f"{bench.name}: {count} rows: turn, submit, collect, of it waiting, ms", [round(x, 3) for x in (turn, *parts)])
+        say(f"{bench.name}: {count} rows: the host's own time of a turn, ms", turn - parts[2])
         profile = cProfile.Profile()
         profile.enable()
-        while engine.busy:
-            engine.turn()
+        _steady_turns(bench.engine(Speculator([])), asked, 100)
         profile.disable()
-        pstats.Stats(profile).sort_stats("tottime").print_stats(14)
+        pstats.Stats(profile).sort_stats("tottime").print_stats(12)
+
+
+class _Clock:
+    """Seconds that calls of some methods take."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, list[float]] = {}
+        self._real: list[tuple[Any, str, Any]] = []
+
+    def time(self, owner: Any, name: str) -> None:
+        work, into = getattr(owner, name), self.spent.setdefault(name, [])
+
+        def call(*given: Any) -> Any:
+            begin = time.perf_counter()
+            result = work(*given)
+            into.append(time.perf_counter() - begin)
+            return result
+
+        self._real.append((owner, name, work))
+        setattr(owner, name, call)
+
+    def begin(self) -> None:
+        for spent in self.spent.values():
+            spent.clear()
+
+    def __enter__(self) -> _Clock:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for owner, name, work in self._real:
+            setattr(owner, name, work)
 
 
 SECTIONS: dict[str, Callable[[Bench], None]] = {
@@ -345,14 +379,18 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=132_000)
     parser.add_argument("--lanes", type=int, default=32)
     parser.add_argument("--pages", type=int, default=9000)
-    parser.add_argument("--ahead", action="store_true", help="start foreseen turns before they come")
+    parser.add_argument("--cases", help="of decode: prompt tokens x rows, as in 128x1,960x8")
+    parser.add_argument("--ahead-only", action="store_true", help="of decode: not without turns sent off ahead")
     parser.add_argument("--memory", type=float, metavar="GiB", help="of the device, at most")
     parser.add_argument("--json")
     wishes = parser.parse_args()
     if wishes.memory is not None:
         share = wishes.memory * 2**30 / torch.cuda.get_device_properties(wishes.device).total_memory
         torch.cuda.set_per_process_memory_fraction(share, wishes.device)
-    bench = Bench(wishes.model, wishes.device, context=wishes.context, lanes=wishes.lanes, pages=wishes.pages, ahead=wishes.ahead)
+    bench = Bench(wishes.model, wishes.device, context=wishes.context, lanes=wishes.lanes, pages=wishes.pages)
+    if wishes.cases:
+        bench.cases = [(int(prompt), int(rows)) for prompt, rows in (case.split("x") for case in wishes.cases.split(","))]
+    bench.ways = (True,) if wishes.ahead_only else (True, False)
     for section in wishes.sections:
         begin = time.perf_counter()
         SECTIONS[section](bench)

@@ -195,6 +195,7 @@ def _fake_door(settings: Settings, speculator: Speculator) -> Door:
             page_size=settings.page_size,
             max_context=context,
             checkpoints=16 if settings.cache_budget is not None else 0,
+            ahead=settings.ahead == "on",
             favoured=tokenizer.encode(READABLE, add_special=False),
         )
 
@@ -281,6 +282,7 @@ def torch_backend(settings: Settings, described: Described, tell: Progress, draf
             check=settings.self_check,
             line=line,
             tickets=len(sites) if overlap else 1,
+            ahead={"auto": None, "on": True, "off": False}[settings.ahead],
             make_drafter=None if drafting is None else drafting.maker(settings, described, max_context=plan.max_context),
             progress=partial(_tell_layers, tell),
         )

@@ -83,7 +83,7 @@ def prove(
     threads = base.threads or os.cpu_count() or 1
     told = None if base.backend == "xla" else threads  # XLA has no such setting
     plain_settings = replace(
-        base, threads=told, prefix_cache=False, max_batch=1, draft=("none",), tree_budget=0, cache_budget=None
+        base, threads=told, prefix_cache=False, max_batch=1, draft=("none",), tree_budget=0, cache_budget=None, ahead="off"
     )
     new_tokens = QUICK_NEW_TOKENS if quick else NEW_TOKENS
     tell("the plain run")
@@ -100,7 +100,8 @@ def prove(
         )
         for variation in variations(base, threads=threads):
             tell(variation.name)
-            settings = replace(plain_settings, **{"max_batch": len(asks), "self_check": False, **variation.changes(facts)})
+            given = {"max_batch": len(asks), "self_check": False, "ahead": base.ahead}
+            settings = replace(plain_settings, **{**given, **variation.changes(facts)})
             found = _vary(variation, settings, asks, plain, evidence, open_one)
             findings += [] if found is None else [found]
     return Table(

@@ -36,6 +36,7 @@ class Settings:
     devices: str | None = None  # instead of device: several, as in cuda:0,cuda:1,cpu
     split: str = "auto"  # layers of each device: auto, 24,8 or 0.75,0.25
     overlap: Overlap = "auto"  # whether stages work on several turns at once
+    ahead: Overlap = "auto"  # whether a turn is sent off before the tokens of the one before it are known
     dtype: str = "auto"  # weights and products
     cpu_activations: CpuActivations = "int8"  # what packed weights are multiplied with on a CPU
     activation_dtype: str = "auto"  # the residual stream, and what crosses between devices
@@ -74,6 +75,8 @@ class Settings:
             raise BadSetting("--devices and --device both say where the model runs; give one of them")
         if self.overlap not in get_args(Overlap):
             raise BadSetting(f"--overlap: {self.overlap!r} is not one of auto, on, off")
+        if self.ahead not in get_args(Overlap):
+            raise BadSetting(f"--ahead: {self.ahead!r} is not one of auto, on, off")
         if self.split != "auto" and self.devices is None:
             raise BadSetting("--split: says how layers are divided among --devices, which was not given")
         if self.overlap == "on" and self.backend != "xla" and len(self.device_names) < 2:
@@ -116,6 +119,8 @@ class Settings:
             raise BadSetting("--threads: XLA takes all processors it may use; start it under taskset to give it fewer")
         if self.overlap == "on":
             raise BadSetting("--overlap on: stages of the xla backend work on one turn at a time")
+        if self.ahead == "on":
+            raise BadSetting("--ahead on: the xla backend computes a turn before it takes the next")
         named = [entry for entry in self.draft if entry not in ("auto", "none", "ngram", "prediction")]
         if named:
             raise BadSetting(f"--draft {named[0]}: the xla backend runs no drafter; auto, none, ngram and prediction work there")

@@ -103,6 +103,7 @@ def variations(base: Settings, *, threads: int) -> tuple[Variation, ...]:
             lambda plain, now: now.counted.snapshots_restored > 0,
             rehearsed=True,
         ),
+        *ahead(base),
         *splits(base),
         *(
             Variation(f"{count} thread{'s' * (count > 1)}", _threads(count), "one by one", _other_threads)
@@ -111,6 +112,18 @@ def variations(base: Settings, *, threads: int) -> tuple[Variation, ...]:
         ),
         *drafting(base),
     )
+
+
+def ahead(base: Settings) -> tuple[Variation, ...]:
+    """Turns sent off before the tokens of those before them are known, where the backend can."""
+    row = Variation(
+        "turns sent off ahead",
+        lambda facts: {"ahead": "on"},
+        "one by one",
+        lambda plain, now: now.counted.turns_ahead > 0,
+        applies=lambda door: door.service.capacity.ahead,
+    )
+    return () if base.backend == "xla" else (row,)
 
 
 def splits(base: Settings) -> tuple[Variation, ...]:

@@ -34,6 +34,7 @@ def backend_of(
     dtype: str = "f32",
     activation: str | None = None,
     overlap: bool = False,
+    ahead: bool | None = None,
 ) -> TorchBackend:
     """On the CPU, with our kernels or with plain torch, in one stage or cut before some layers, one by one or all at work."""
     described = describe(open_checkpoint(path))
@@ -57,6 +58,7 @@ def backend_of(
         checkpoints=checkpoints,
         check=check,
         make_drafter=make_drafter,
+        ahead=ahead,
         line=Line([lambda: None for _ in range(len(cuts) + 1)]) if overlap else None,
         tickets=len(cuts) + 1 if overlap else 1,
     )

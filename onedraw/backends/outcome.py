@@ -20,6 +20,9 @@ def row_outcome(row: Row, choices: Sequence[Choice | None], scored: tuple[Logpro
     """
     if not choices:
         return RowOutcome(scored=scored)
+    if not row.drafts:
+        first = choices[0]
+        return RowOutcome(scored=scored, barren=True) if first is None else RowOutcome((first,), scored)
     tokens = [NO_TOKEN if choice is None else choice.token for choice in choices]
     path = kept(row.drafts, tokens)
     reached = [choices[0], *(choices[1 + index] for index in path)]

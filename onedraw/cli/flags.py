@@ -29,6 +29,8 @@ SETTINGS_HELP: Mapping[str, str] = {
     "split": "how: auto (by their memory, accelerators first), layers (24,8) or shares (0.75,0.25)",
     "overlap": "whether devices work on several turns at once, each on requests of its own; auto: where all are of one kind and "
     "none is named twice, as in cuda:0,cuda:1 or cpu:0-7,cpu:8-15",
+    "ahead": "whether plain decoding sends a turn off before the host knows the tokens of the one before it; auto: where the "
+    "device works by itself, as a GPU with recorded turns does",
     "dtype": "of weights and products; packed: weights as they are stored; auto: packed where that is narrower and kernels read "
     "it, on a CPU and on NVIDIA GPUs from sm80 on, the device's own elsewhere",
     "cpu_activations": "what packed weights meet on a CPU: int8, rounded per 32 numbers, or f32, exact and slower",

@@ -90,7 +90,7 @@ class Scheduler:
     def behind(self, members: List[Member]) -> list[Member]:
         """The plan behind the one under way: every sequence by the one token that is being chosen for it. Nobody, where
         the next plan is better made when this one is back: somebody does not ride, has drafts, or lacks a page."""
-        if not self.capacity.ahead:
+        if not self.capacity.ahead or any(member.row.drafts for member in members):
             return []
         self._admit()
         riding = {member.sequence for member in members}
@@ -104,7 +104,7 @@ class Scheduler:
     def _goes_on(self, member: Member, running: int) -> bool:
         """Nothing of the sequence's next row but its token hangs on what this one chooses."""
         sequence, row = member.sequence, member.row
-        if len(row.tokens) != 1 or row.drafts or row.start < row.prompt_stop or not _alike(row.params):
+        if len(row.tokens) != 1 or row.start < row.prompt_stop or not _alike(row.params):
             return False
         if self._guess(sequence, self.turn_tokens, running, tentative=True).drafts:
             return False

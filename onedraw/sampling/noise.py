@@ -93,7 +93,13 @@ def prompt_seed(seed: int, index: int) -> int:
 
 
 def _hash(seed: int, number: int, domain: int) -> int:
-    return _mix64(_mix64(seed ^ domain) + number & _MASK_64)
+    return _mix64(_opening(seed, domain) + number & _MASK_64)
+
+
+@lru_cache(maxsize=4096)
+def _opening(seed: int, domain: int) -> int:
+    """The same at every position of a request."""
+    return _mix64(seed ^ domain)
 
 
 def _mix64(word: int) -> int:

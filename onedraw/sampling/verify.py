@@ -38,4 +38,6 @@ def trails(drafts: Sequence[Draft]) -> tuple[tuple[int, ...], ...]:
 
 def hypotheses(drafts: Sequence[Draft]) -> tuple[tuple[int, ...], ...]:
     """The same as tokens: what stands between the history and each position, if the drafts on the way were right."""
+    if not drafts:
+        return ((),)
     return tuple(tuple(drafts[index].token for index in path) for path in trails(drafts))

@@ -76,7 +76,7 @@ class Speculator:
     ) -> Guess:
         """Drafts for the row that reaches the end of `history`. `own` are the backend's; `running` rows share the turn.
         `tentative`: nobody will carry them; is there anything to guess?"""
-        if not request.speculate or room <= 0 or self._forced == 0:
+        if not request.speculate or room <= 0 or self._forced == 0 or not (own or self._proposers):
             return NOTHING
         begin = perf_counter()
         guess = self._decide(request, history, own[:room], room, running, tentative)

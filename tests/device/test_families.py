@@ -92,5 +92,7 @@ def test_no_schedule_changes_a_bit_on_the_device(name: str) -> None:
         got, stats = run(backend, asked, schedule)
         assert same(got, expected), label
         counted.update(kept=stats.accepted_tokens, rejected=stats.draft_tokens - stats.accepted_tokens)
+        if backend.capacity.ahead:
+            counted.update(ahead=stats.turns_ahead)
         counted.update(trees=stats.draft_trees, hits=stats.prefix_hits, whole=stats.whole_prompts)
     assert all(counted.values()), counted

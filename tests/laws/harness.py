@@ -59,11 +59,12 @@ class Schedule:
     ledger: type[Ledger] = Ledger
     snapshots: SnapshotFolder | None = None  # on disk, and closed at the end
     fewest: int = 8  # tokens that are worth a snapshot
+    ahead: bool = True  # turns may be sent off behind others, where the backend takes them
 
 
 def run(backend: Backend, requests: Sequence[Request], schedule: Schedule) -> tuple[list[Answer], Stats]:
     """All requests through one engine, until it is idle. Fails if a page or a lane is lost on the way."""
-    capacity = backend.capacity
+    capacity = replace(backend.capacity, ahead=schedule.ahead and backend.capacity.ahead)
     ledger = schedule.ledger(capacity, reuse=schedule.reuse)
     proposers = [schedule.proposer] if schedule.proposer else []
     speculator = schedule.speculator or Speculator(proposers, draft_tokens=64)
@@ -93,8 +94,8 @@ def run(backend: Backend, requests: Sequence[Request], schedule: Schedule) -> tu
 
 
 def plain(make_backend: Callable[[], Backend], requests: Sequence[Request]) -> list[Answer]:
-    """The run every variation is compared with: alone, no drafts, cold."""
-    return [run(make_backend(), [request], Schedule())[0][0] for request in requests]
+    """The run every variation is compared with: alone, no drafts, cold, one turn after the other."""
+    return [run(make_backend(), [request], Schedule(ahead=False))[0][0] for request in requests]
 
 
 def random_params(rng: np.random.Generator, *, vocab: int, max_tokens: int, calm: bool = False) -> SamplingParams:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -21,8 +22,12 @@ from onedraw.memory.ledger import Lease, Ledger
 from onedraw.speculation.proposer import chain
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import History, Outcome, Plan, Request, Row, RowOutcome, SamplingParams
+from tests import tiny
 from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, run
 from tests.laws.test_fake import KINDS, World, proposer_for, same, world
+from tests.laws.test_modern import LATE, REQUESTS
+from tests.laws.test_modern import same as torch_same
+from tests.making import backend_of
 
 EXERCISED: Counter[str] = Counter()
 
@@ -260,3 +265,25 @@ def test_a_planted_fault_is_caught(fault: Callable[[pytest.MonkeyPatch], None], 
         if not same(got, one.expected):
             return
     pytest.fail("nobody noticed")
+
+
+# ---------------------------------------------------------------------- real models
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_odd", "gemma4_e2b"])
+def test_a_real_model_says_the_same_with_turns_ahead(name: str, tmp_path: Path) -> None:
+    """States, shared keys, layers with inputs of their own: without a device that keeps tokens the host reads them."""
+    folder = tiny.write_safetensors(name, tmp_path / name)
+    expected = plain(lambda: backend_of(folder, lanes=1, check=False), REQUESTS)
+    drafts = Clairvoyant({r.id: a.tokens for r, a in zip(REQUESTS, expected, strict=True)}, tiny.VOCAB, silent_every=2)
+    counted: Counter[str] = Counter()
+    for schedule in (
+        Schedule(),
+        Schedule(reuse=True, arrivals=LATE, turn_tokens=64),
+        Schedule(proposer=drafts, arrivals=(3, 0, 1, 9, 4), reuse=True),
+    ):
+        backend = backend_of(folder, ahead=True, check=False)
+        got, stats = run(backend, REQUESTS, schedule)
+        assert torch_same(got, expected)
+        counted.update(ahead=stats.turns_ahead, kept=stats.accepted_tokens, hits=stats.prefix_hits)
+    assert all(counted.values()), counted

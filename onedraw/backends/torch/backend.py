@@ -143,7 +143,7 @@ class TorchBackend:
         make_drafter: Callable[[Stack, Sampler, Shape], Drafter] | None = None,
         progress: Callable[[int, int], None] | None = None,
         recorder: Recorder | None = None,
-        ahead: bool = True,
+        ahead: bool | None = None,
     ) -> None:
         sites = sites or [Site(torch.device(device), ops or TorchOps(torch.device(device)))]
         self._stack = Stack(
@@ -202,8 +202,8 @@ class TorchBackend:
             stages=len(sites),
             tickets=tickets,
             ticket_rows=GPU_ROWS if self._device.type == "cuda" else 1,
-            # A drafter makes the next turn another one, and layers with inputs of their own look tokens up on the host.
-            ahead=ahead and self._steady is not None and self._drafter is None and not spec.inputs and tickets == 1,
+            # A drafter looks at what a turn left before the next one runs.
+            ahead=(self._keeps_tokens if ahead is None else ahead) and self._drafter is None and tickets == 1,
             lookahead=0 if self._drafter is None else self._drafter.lookahead,
             drafter="" if self._drafter is None else self._drafter.name,
             turn_tokens=most_tokens(rows, chunk=CHUNK) if len(sites) > 1 else None,
@@ -236,11 +236,14 @@ class TorchBackend:
     def submit(self, plan: Plan) -> Ticket:
         ticket = Ticket(next(self._tickets))
         awaits = any(row.awaits for row in plan.rows)
-        if awaits and not self._stays_on_device(plan):
+        bucket = None if self._steady is None else self._steady.serves(plan)
+        if awaits and bucket is not None and not (self._keeps_tokens and isinstance(self._latest, Started)):
             plan = self._heard(plan)
         berth = 0 if awaits else self._berths.pop()  # who awaits a token has no drafts, and so needs no place for them
         try:
-            started = self._begin(plan, berth=berth)
+            started = None if bucket is None else self._begin(plan, bucket, berth=berth)
+            if started is None and awaits:
+                plan = self._heard(plan)
             self._under_way[ticket] = self._board(plan, berth=berth) if started is None else started
         except BaseException:
             if not awaits:  # a plan that did not get under way holds none
@@ -260,23 +263,26 @@ class TorchBackend:
             if ticket in self._berth_of:
                 self._berths.append(self._berth_of.pop(ticket))
 
-    def _stays_on_device(self, plan: Plan) -> bool:
-        """The turn before this one leaves its choices where this one finds them."""
-        before = self._under_way[max(self._under_way)]
-        return isinstance(before, Started) and self._steady is not None and self._steady.serves(plan) is not None
+    @property
+    def _keeps_tokens(self) -> bool:
+        """Steady turns find their tokens on the device. Layers with inputs of their own look them up on the host."""
+        return self._steady is not None and not self._stack.spec.inputs
+
+    @property
+    def _latest(self) -> Future[Outcome] | Started:
+        """Of what is under way."""
+        return self._under_way[max(self._under_way)]
 
     def _heard(self, plan: Plan) -> Plan:
         """The plan with the tokens that its rows await; waits for them."""
-        ticket = max(self._under_way)
-        before = self._under_way[ticket]
+        before = self._latest
         chosen: dict[int, int] = {}
         if isinstance(before, Started):
             steady = before.steady
-            if steady.arrived is not None:
-                steady.arrived.synchronize()
+            steady.wait()
             chosen = {row.lane: int(token) for row, token in zip(before.plan.rows, steady.answers[:, 0].tolist())}
         else:
-            for row, outcome in zip(self._plans[ticket].rows, before.result().rows, strict=True):
+            for row, outcome in zip(self._plans[max(self._under_way)].rows, before.result().rows, strict=True):
                 chosen[row.lane] = outcome.chosen[-1].token if outcome.chosen else NO_TOKEN
         rows = (replace(row, tokens=(max(chosen[row.lane], 0),)) if row.awaits else row for row in plan.rows)
         return Plan(tuple(rows))
@@ -338,21 +344,19 @@ class TorchBackend:
         return Watch(() if self._drafter is None else self._drafter.captures, finite=self._narrow())
 
     @torch.inference_mode()
-    def _begin(self, plan: Plan, *, berth: int) -> Started | None:
-        """A steady turn, begun in all stages and not waited for; None where the turn is none."""
+    def _begin(self, plan: Plan, bucket: Bucket, *, berth: int) -> Started | None:
+        """A steady turn, begun in all stages and not waited for; None where it brings too much."""
         begin = time.perf_counter()
-        if self._steady is None:
-            return None
+        assert self._steady is not None
         with current(self._device):
-            steady = self._steady.begin(plan, self._watch(), held=self._held(berth))
+            steady = self._steady.begin(plan, bucket, self._watch(), held=self._held(berth))
         return None if steady is None else Started(plan, steady, begin)
 
     @torch.inference_mode()
     def _arrive(self, started: Started) -> Outcome:
         """What a steady turn chose; what it kept is home already."""
         plan, steady, worked = started.plan, started.steady, started.steady.worked
-        if steady.arrived is not None:
-            steady.arrived.synchronize()
+        steady.wait()
         begin, self._back = max(started.begin, self._back), time.perf_counter()
         choices = iter(read_choices(steady.answers, steady.positions))
         chosen = {i: [next(choices) for _ in range(1 + len(row.drafts))] for i, row in enumerate(plan.rows)}

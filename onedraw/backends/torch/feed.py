@@ -7,8 +7,8 @@ signatures) read the same addresses, so the kernels of one, recorded, serve the 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 Array = npt.NDArray[Any]
+Made = TypeVar("Made")
 ALIGNED = 64  # bytes
+MOST_VIEWS = 4096
 DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64, np.dtype(np.float32): torch.float32}
 
 
@@ -32,6 +34,10 @@ class Feed(Protocol):
         """Something the host decided that shapes the kernels of this turn beside the arrays' shapes."""
         ...
 
+    def remembered(self, tensor: Tensor, layout: Hashable, make: Callable[[], Made]) -> Made:
+        """What `make` makes of a tensor of this feed and its layout alone, not of its content: perhaps an earlier turn did."""
+        ...
+
 
 class Direct:
     """Every array by itself, into memory of its own."""
@@ -44,6 +50,9 @@ class Direct:
 
     def note(self, fact: Hashable) -> None:
         """Nobody asks."""
+
+    def remembered(self, tensor: Tensor, layout: Hashable, make: Callable[[], Made]) -> Made:
+        return make()
 
 
 class ArenaFull(Exception):
@@ -66,6 +75,8 @@ class Arena:
         self._side, self._bytes = 0, self._hosts[0].numpy()
         self._facts: list[Hashable] = []
         self._used, self._open = 0, False
+        self._made: dict[tuple[int, Hashable], Any] = {}
+        self._views: dict[tuple[int, str, tuple[int, ...]], Tensor] = {}  # arrays lie at the same places turn after turn
 
     def begin(self) -> None:
         self._side = 1 - self._side
@@ -85,13 +96,21 @@ class Arena:
         self._bytes[begin:stop] = flat.reshape(-1).view(np.uint8)
         self._used = -(-stop // ALIGNED) * ALIGNED
         self._facts.append((flat.dtype.char, flat.shape))
-        return self._there[begin:stop].view(DTYPES[flat.dtype]).view(flat.shape)
+        place = (begin, flat.dtype.char, flat.shape)
+        view = self._views.get(place)
+        if view is None:
+            if len(self._views) > MOST_VIEWS:
+                self._views.clear()
+                self._made.clear()
+            view = self._views[place] = self._there[begin:stop].view(DTYPES[flat.dtype]).view(flat.shape)
+        return view
 
-    def rewrite_first(self, array: Array) -> None:
-        """Another array of the same shape in the place of the first one, before it is sent."""
-        if not self._open or self._facts[0] != (array.dtype.char, array.shape):
-            raise RuntimeError("an array may be rewritten before it is sent, by one of its shape")
-        self._bytes[: array.nbytes] = array.view(np.uint8)
+    def remembered(self, tensor: Tensor, layout: Hashable, make: Callable[[], Made]) -> Made:
+        key = (id(tensor), layout)  # views live as long as what was made of them
+        made: Made | None = self._made.get(key)
+        if made is None:
+            made = self._made[key] = make()
+        return made
 
     def note(self, fact: Hashable) -> None:
         self._facts.append(fact)

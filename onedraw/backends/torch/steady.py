@@ -112,6 +112,11 @@ class Steady:
     answers: Tensor
     arrived: Any
 
+    def wait(self) -> None:
+        """Until the answers are there."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+
     @property
     def faults(self) -> list[int]:
         """Per token the first layer that was not finite; nothing where nobody looked. When the answers are there."""
@@ -155,11 +160,8 @@ class SteadyTurns:
         """The shape of a steady turn; None where the turn is none."""
         return bucket_of(plan, recurrent=self._recurrent)
 
-    def begin(self, plan: Plan, watch: Watch, *, held: int = 0) -> Steady | None:
-        """Start a turn, where it is a steady one. `held`: its first place in the rollback buffer."""
-        bucket = self.serves(plan)
-        if bucket is None:
-            return None
+    def begin(self, plan: Plan, bucket: Bucket, watch: Watch, *, held: int = 0) -> Steady | None:
+        """Start a turn; None where it brings too much. `held`: its first place in the rollback buffer."""
         try:
             laid = self._lay(plan, bucket, held)
         except ArenaFull:
@@ -214,7 +216,9 @@ class SteadyTurns:
                     tell(f"recording turns: the rest when they first come, after {REHEARSAL_SECONDS} s")
                     return
                 plan = Plan(tuple(self._rehearsed(lane, start, params) for lane in range(count)))
-                self.begin(plan, watch)
+                bucket = self.serves(plan)
+                assert bucket is not None
+                self.begin(plan, bucket, watch)
 
     def _rehearsed(self, lane: int, start: int, params: SamplingParams) -> Row:
         pages = tuple((page,) * (start // self._shape.page_size + 1) for page in self._shape.scratch)

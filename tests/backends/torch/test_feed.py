@@ -48,15 +48,16 @@ def test_what_comes_after_the_sending_is_an_error_and_so_is_too_much() -> None:
         arena.put(np.zeros(1, dtype=np.int64))
 
 
-def test_the_first_array_may_be_rewritten_until_it_is_sent() -> None:
-    arena = Arena(CPU, 256)
-    arena.begin()
-    tokens = arena.put(np.zeros(2, dtype=np.int64))
-    arena.rewrite_first(np.asarray([7, 8]))
-    arena.send()
-    assert tokens.tolist() == [7, 8]
-    with pytest.raises(RuntimeError):
-        arena.rewrite_first(np.asarray([7, 8]))
+def test_what_was_made_of_a_place_and_its_layout_is_made_once() -> None:
+    arena, made = Arena(CPU, 256), []
+    for value, layout in ((1, "a"), (2, "a"), (3, "b")):
+        arena.begin()
+        words = arena.put(np.full(2, value, dtype=np.int32))
+        made.append(arena.remembered(words, layout, lambda words=words: [words.view(2, 1)]))  # type: ignore[misc]
+        arena.send()
+    assert made[0] is made[1]
+    assert made[1] is not made[2]
+    assert made[0][0].tolist() == [[3], [3]]  # a view: the latest content
 
 
 def test_a_replay_reads_what_lies_there_now_and_a_stale_closure_shows() -> None:

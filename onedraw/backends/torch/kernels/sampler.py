@@ -132,9 +132,9 @@ class TritonSampler(Sampler):
         tokens: list[int] = []
         values: list[float] = []
         adjusted = False
-        for line, p in zip(table, positions):
+        numbers, words = [], []
+        for p in positions:
             wish = self._wish(p.params)
-            line[:KEY_0] = wish.numbers
             fences = [len(tokens)] * 5
             if wish.counts and not wish.more:
                 tokens += _counted_drafts(p)
@@ -147,7 +147,10 @@ class TritonSampler(Sampler):
                     values += [value for _, value in kind]
                     fences[index + 1] = len(tokens)
             adjusted |= fences[-1] > fences[0] or wish.counts
-            line[KEY_0:] = (*key(p.params.seed, p.index), wish.greedy, p.lane if wish.counts else -1, *fences)
+            numbers.append(wish.numbers)
+            words.append((*key(p.params.seed, p.index), wish.greedy, p.lane if wish.counts else -1, *fences))
+        if positions:
+            table[: len(positions), :KEY_0], table[: len(positions), KEY_0:] = numbers, words
         room = max(len(tokens), 1) if not rows else max(64, 1 << (len(tokens) - 1).bit_length())
         there = [feed.put(array) for array in (table, _line(tokens, room, np.int32), _line(values, room, np.float32))]
         counting = [p for p in positions if p.params.counts_history]
@@ -209,9 +212,9 @@ class TritonSampler(Sampler):
         return self._weights
 
 
-def _counted_drafts(p: Position) -> list[int]:
+def _counted_drafts(p: Position) -> tuple[int, ...]:
     """What stands between history and position; a token that only the device knows as -1 - lane."""
-    return [-1 - p.lane if token == UNKNOWN else token for token in p.drafts]
+    return (-1 - p.lane,) if p.drafts == (UNKNOWN,) else p.drafts
 
 
 def _line(values: Sequence[float], room: int, dtype: type[np.int32] | type[np.float32]) -> npt.NDArray[Any]:

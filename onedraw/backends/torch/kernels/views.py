@@ -147,7 +147,8 @@ def device_view(words: Tensor, layout: Layout) -> DeviceView:
 def to_view(inputs: Inputs, heads: Heads) -> DeviceView:
     host = host_view(inputs, heads)
     inputs.feed.note(host.layout)
-    return device_view(inputs.feed.put(host.words), host.layout)
+    words = inputs.feed.put(host.words)
+    return inputs.feed.remembered(words, host.layout, lambda: device_view(words, host.layout))
 
 
 def _cuts(inputs: Inputs, heads: Heads) -> list[tuple[Cut, Ints, Ints]]:
@@ -199,7 +200,7 @@ def _bucket_cut(
 ) -> tuple[Cut, Ints, Ints]:
     kind = tiles[0][2]
     table = np.tile(np.asarray([0, 0, kind, bucket.rows, SPLIT, 0, 0, 1], dtype=np.int64), (room, 1))  # sees nothing
-    table[: len(tiles)] = _tile_table(inputs, heads, tiles)[0]
+    table[: len(tiles)] = _tile_table(inputs, heads, tiles)
     tokens = np.arange(0 if kind == SHARED else bucket.tokens, dtype=np.int64)
     together = splits == 1 or (kind == WHOLE and _prefers_together(heads, room, len(tokens), splits))
     seen = bucket.longest if kind == OWN else heads.window and heads.window + bucket.longest
@@ -226,20 +227,33 @@ def _cover(tiles: list[Tile], per: int, first: int, count: int, kind: int, tail:
     tiles.extend((first + offset, min(per, count - offset), kind, tail) for offset in range(0, count, per))
 
 
-def _tile_table(inputs: Inputs, heads: Heads, tiles: list[Tile]) -> tuple[Ints, int]:
-    """[N, 8], and the largest number of splits that a tile reads."""
-    first, count, kind, tail = np.asarray(tiles, dtype=np.int64).T
-    firsts = inputs.host_firsts(heads.window)
-    low = [firsts[f : f + c].min() for f, c, _, _ in tiles]
-    high = [inputs.host_ends[f : f + c].max() for f, c, _, _ in tiles]
-    begin = np.where(kind == OWN, np.maximum(low, tail // SPLIT * SPLIT), low) // SPLIT
-    stop = np.where(kind == SHARED, np.minimum(high, tail // SPLIT * SPLIT - 1), high) // SPLIT + 1
-    table = np.stack([first, count, kind, inputs.host_rows[first], np.asarray(low), np.asarray(high), tail, begin], 1)
-    return table, max(int((stop - begin).max()), 1)
+def _tile_table(inputs: Inputs, heads: Heads, tiles: list[Tile]) -> Ints:
+    """[N, 8] of tiles of one kind: first token, tokens, kind, row, first and last position seen, tail, first split."""
+    given = np.asarray(tiles, dtype=np.int64)
+    first, kind, tail = given[:, 0], tiles[0][2], given[:, 3]
+    low, high = inputs.host_firsts(heads.window), inputs.host_ends
+    if all(count == 1 for _, count, _, _ in tiles):
+        low, high = low[first], high[first]
+    else:
+        bounds = np.stack([first, first + given[:, 1]], 1).reshape(-1)  # every other stretch is a tile's
+        low = np.minimum.reduceat(np.append(low, 0), bounds)[::2]  # one more token ends the last
+        high = np.maximum.reduceat(np.append(high, 0), bounds)[::2]
+    table = np.empty((len(tiles), TILE_WORDS), dtype=np.int64)
+    table[:, :3], table[:, 3], table[:, 4], table[:, 5], table[:, 6] = given[:, :3], inputs.host_rows[first], low, high, tail
+    table[:, 7] = (np.maximum(low, tail // SPLIT * SPLIT) if kind == OWN else low) // SPLIT
+    return table
+
+
+def _launched(table: Ints, kind: int) -> int:
+    """The largest number of splits that a tile reads."""
+    high, tail, begin = table[:, 5], table[:, 6], table[:, 7]
+    stop = (np.minimum(high, tail // SPLIT * SPLIT - 1) if kind == SHARED else high) // SPLIT + 1
+    return max(int((stop - begin).max()), 1)
 
 
 def _cut(inputs: Inputs, heads: Heads, height: int, tiles: list[Tile], splits: int) -> tuple[Cut, Ints, Ints]:
-    table, launched = _tile_table(inputs, heads, tiles)
+    table = _tile_table(inputs, heads, tiles)
+    launched = _launched(table, tiles[0][2])
     # A node's shared and own parts may lie in tiles of two heights; it is merged with its own part.
     ranges = [np.arange(f, f + c) for f, c, k, _ in tiles if k != SHARED]
     tokens = np.concatenate(ranges) if ranges else np.zeros(0, dtype=np.int64)
