@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -180,15 +180,15 @@ class TorchBackend:
         self._slice = max(LOGITS_BYTES // (4 * spec.vocab), 1)
         self._steady: SteadyTurns | None = None
         recorders: list[Recorder | None] = _recorders(sites, recorder)
-        self._parts: list[Part | None] = [None for _ in sites]  # of stages that record beside others that do not
-        whole = [one for one in recorders if one is not None]
-        if len(whole) == len(sites):
-            sized = {"lanes": lanes, "tickets": tickets}
-            self._steady = SteadyTurns(self._stack, self._states, self._sampler, self._shape, whole, **sized)
-        else:
-            for number, one in enumerate(recorders):
-                if one is not None:
-                    self._parts[number] = Part(self._stack, number, self._states[number], one, tokens=STEPS[-1])
+        self._locks = _locks(sites) if line is not None else [nullcontext() for _ in sites]
+        self._parts: list[Part | None] = [  # beside stages that record nothing; where all do, they belong to the steady turns
+            None if one is None else Part(self._stack, i, state, one, tokens=STEPS[-1], lock=self._locks[i])
+            for i, (state, one) in enumerate(zip(self._states, recorders, strict=True))
+        ]
+        parts = [part for part in self._parts if part is not None]
+        if len(parts) == len(sites):
+            self._parts = [None] * len(sites)
+            self._steady = SteadyTurns(self._stack, parts, self._sampler, self._shape, lanes=lanes, tickets=tickets)
         self._capacity = Capacity(
             vocab=spec.vocab,
             max_context=max_context,
@@ -213,7 +213,6 @@ class TorchBackend:
         )
         assert tickets == 1 or line is not None, "stages that work at once have threads of their own"
         self._tickets = itertools.count()
-        self._guessing = threading.Lock()  # steady turns are read by who collects them, others by the last stage's thread
         self._berths, self._berth_of = list(range(tickets)), dict[Ticket, int]()
         self._line, self._under_way = line, dict[Ticket, Future[Outcome] | Started]()
         self._plans, self._back = dict[Ticket, Plan](), 0.0  # under way; when the last steady turn was collected
@@ -369,7 +368,7 @@ class TorchBackend:
     def _step(self, turn: Turn, number: int) -> Outcome | None:
         """A plan through one stage, on that stage's thread where it has one; through the last: what became of it."""
         begin = time.perf_counter()
-        with current(self._stack.stages[number].device):
+        with self._locks[number], current(self._stack.stages[number].device):
             self._states[number].open(turn.plan.rows)
             turn.stream = self._advance(turn, number)
             rows = self._finish(turn, self._stack.leave(turn.stream)) if number == len(self._states) - 1 else None
@@ -409,7 +408,7 @@ class TorchBackend:
                 with current(stage.device):
                     state.commit(plan.rows, [row.kept for row in rows], stage.ops, turn.held)
         if self._drafter is not None:
-            with self._guessing:
+            with self._locks[-1]:
                 self._drafter.open(plan.rows)
                 guesses = self._drafter.guess(Turned(plan, inputs, hidden, watch.features, rows))
             rows = tuple(replace(row, guesses=own) for row, own in zip(rows, guesses, strict=True))
@@ -492,6 +491,13 @@ def _fault(found: Sequence[int], span: Span) -> str:
     """Where the numbers of a row stopped being finite; empty where they are, or nobody looked."""
     layers = [layer for layer in found[span.first : span.first + span.count] if layer >= 0]
     return "" if not layers else f"layer {min(layers)} left the range of f16; run with --dtype and --activation-dtype bf16 or f32"
+
+
+def _locks(sites: Sequence[Site]) -> list[AbstractContextManager[Any]]:
+    """Who launches work on a GPU has it alone: operations keep what goes from one kernel to the next in places of their own,
+    and a thread that records must not meet another's launches. CPUs are left to their threads."""
+    made = {site.device: threading.RLock() for site in sites}
+    return [made[site.device] if site.device.type == "cuda" else nullcontext() for site in sites]
 
 
 def _done(steps: Sequence[Callable[[], Outcome | None]]) -> Future[Outcome]:

@@ -10,6 +10,7 @@ that records nothing (on a CPU) a part goes by itself, in the turn's own order (
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ from onedraw.types import Plan
 
 ARENA_BYTES = 16 * 2**20
 NOTHING = np.zeros(0, dtype=np.int32)
+NOBODY: AbstractContextManager[Any] = nullcontext()
 Result = TypeVar("Result")
 
 
@@ -43,13 +45,23 @@ class LaidPart:
 
 
 class Part:
-    """Owner: the steady turns. `tokens`: of a turn at most."""
+    """Owner: the backend. `tokens`: of a turn at most. `lock`: held while work is started, where others start some there."""
 
-    def __init__(self, stack: Stack, number: int, state: State, recorder: Recorder, *, tokens: int) -> None:
+    def __init__(
+        self,
+        stack: Stack,
+        number: int,
+        state: State,
+        recorder: Recorder,
+        *,
+        tokens: int,
+        lock: AbstractContextManager[Any] = NOBODY,
+    ) -> None:
         stage = stack.stages[number]
         self.device = stage.device
         self._stack, self._number, self._state, self._recorder = stack, number, state, recorder
         self._ops: Any = stage.ops
+        self._lock = lock
         self.arena = Arena(stage.device, ARENA_BYTES)
         self._chosen = torch.zeros(tokens, dtype=torch.int64, device=stage.device)
         # Turns that run kernel by kernel, perhaps on threads of their own, have the stage's own entrance.
@@ -69,7 +81,7 @@ class Part:
             return self.arena.send()
 
     def record(self, signature: Hashable, work: Callable[[], Result]) -> Result:
-        with current(self.device):
+        with self._lock, current(self.device):
             return self._recorder.run(signature, work)
 
     def enter(self, before: Stream | None, bucket: Bucket) -> Stream | None:
@@ -116,7 +128,7 @@ class Part:
         """The same from the answers [T, columns] of the last stage, wherever that is."""
         if not self._ops.settles(laid.bucket, self._state):
             return
-        with current(self.device):
+        with self._lock, current(self.device):
             chosen = self._chosen[: len(answers)]
             chosen.copy_(answers[:, 0])
             self._recorder.run(("settle", signature), lambda: self.settle(laid, chosen))

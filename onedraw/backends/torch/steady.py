@@ -27,11 +27,9 @@ from torch import Tensor
 from onedraw.backends.answers import Position
 from onedraw.backends.torch.boundary import current
 from onedraw.backends.torch.feed import ArenaFull, Array
-from onedraw.backends.torch.graphs import Recorder
 from onedraw.backends.torch.inputs import Bucket, Inputs, Shape, fed_inputs
 from onedraw.backends.torch.part import NOTHING, LaidPart, Part
 from onedraw.backends.torch.stack import Stack, Stream, Watch
-from onedraw.backends.torch.state import State
 from onedraw.sampling.verify import hypotheses
 from onedraw.types import UNKNOWN, History, Plan, Row, SamplingParams
 
@@ -129,23 +127,21 @@ def rehearsed_starts(max_context: int) -> list[int]:
 
 
 class SteadyTurns:
-    """Owner: the backend. Operations of all stages, and a sampler, whose work can be recorded; a recorder per stage. Where
-    several `tickets` are under way, what a turn leaves is copied out of the recorder's memory: others begin before it is read."""
+    """Owner: the backend. A part per stage, and a sampler whose work can be recorded. Where several `tickets` are under way, what
+    a turn leaves is copied out of the recorder's memory: others begin before it is read."""
 
     def __init__(
         self,
         stack: Stack,
-        states: Sequence[State],
+        parts: Sequence[Part],
         sampler: Any,
         shape: Shape,
-        recorders: Sequence[Recorder],
         *,
         lanes: int,
         tickets: int = 1,
     ) -> None:
         self._stack, self._sampler, self._shape, self._several = stack, sampler, shape, tickets > 1
-        numbered = enumerate(zip(states, recorders, strict=True))
-        self._parts = [Part(stack, number, state, recorder, tokens=STEPS[-1]) for number, (state, recorder) in numbered]
+        self._parts = list(parts)
         self._ops: Any = stack.ops
         self._recurrent = stack.spec.recurrent
         self._lanes = lanes
