@@ -4,7 +4,8 @@
 
 Sections: decode (sampled, through the engine, with turns sent off ahead and without), turns (decode,
 verify and tree turns against a decode turn), drafted (4 kept of 15 against plain), exact (1,000 positions: alone, verified, in a
-batch of 32, after preemption, in other chunks), prefill, host (where the host's time goes).
+batch of 32, after preemption, in other chunks), prefill, host (where the host's time goes),
+rehearse (turns recorded before the first request).
 Weights are random and made on the device. A turn's time is from `submit` to the end of `collect`, median of many.
 """
 
@@ -29,6 +30,7 @@ from onedraw.backends.floor import turn_bytes
 from onedraw.backends.packing import stored_sizes
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import copy_bandwidth, pick_ops
+from onedraw.backends.torch.graphs import Graphs
 from onedraw.backends.torch.steady import Steady
 from onedraw.checkpoints.shapes import named_mixture, open_random
 from onedraw.engine.engine import Engine
@@ -361,7 +363,17 @@ class _Clock:
             setattr(owner, name, work)
 
 
+def rehearse(bench: Bench) -> None:
+    """What recording turns before the first request takes."""
+    begin = time.perf_counter()
+    bench.backend.rehearse(lambda line: None)
+    steady = bench.backend._steady
+    count = 0 if steady is None or not isinstance(steady._recorder, Graphs) else len(steady._recorder)
+    say(f"{bench.name}: turns recorded before the first request, and s", [count, round(time.perf_counter() - begin, 1)])
+
+
 SECTIONS: dict[str, Callable[[Bench], None]] = {
+    "rehearse": rehearse,
     "decode": decode,
     "turns": turns,
     "drafted": drafted,

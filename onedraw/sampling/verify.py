@@ -38,6 +38,7 @@ def trails(drafts: Sequence[Draft]) -> tuple[tuple[int, ...], ...]:
 
 def hypotheses(drafts: Sequence[Draft]) -> tuple[tuple[int, ...], ...]:
     """The same as tokens: what stands between the history and each position, if the drafts on the way were right."""
-    if not drafts:
-        return ((),)
+    if all(draft.parent == index - 1 for index, draft in enumerate(drafts)):
+        tokens = tuple(draft.token for draft in drafts)
+        return tuple(tokens[:count] for count in range(len(tokens) + 1))
     return tuple(tuple(drafts[index].token for index in path) for path in trails(drafts))

@@ -33,7 +33,7 @@ from onedraw.backends.torch.boundary import current
 from onedraw.backends.torch.device import DTYPES, hardware_name
 from onedraw.backends.torch.feed import ArenaFull
 from onedraw.backends.torch.graphs import Graphs, Recorder, Straight
-from onedraw.backends.torch.inputs import Bucket, Inputs, Shape, Span, make_inputs
+from onedraw.backends.torch.inputs import Bucket, Inputs, Shape, make_inputs
 from onedraw.backends.torch.layers.linear import strictest
 from onedraw.backends.torch.line import Line
 from onedraw.backends.torch.loader import LANE, WeightSource, padded
@@ -45,7 +45,7 @@ from onedraw.backends.torch.sampler import Sampler, read_choices
 from onedraw.backends.torch.selfcheck import SelfCheck, self_check
 from onedraw.backends.torch.stack import Site, Stack, Stream, Watch
 from onedraw.backends.torch.state import KeptLogits, Sizes, State
-from onedraw.backends.torch.steady import STEPS, Steady, SteadyTurns, bucket_of, first_fault
+from onedraw.backends.torch.steady import STEPS, Steady, SteadyTurns, bucket_of, fault_of, faults_of
 from onedraw.models.spec import ModelSpec
 from onedraw.sampling.law import NO_TOKEN
 from onedraw.sampling.verify import hypotheses
@@ -401,8 +401,10 @@ class TorchBackend:
         plan, inputs, watch = turn.plan, turn.inputs, turn.watch
         rows = tuple(row_outcome(row, chosen.get(i, []), scored.get(i, ())) for i, row in enumerate(plan.rows))
         if any(row.barren for row in rows):
-            found = _first_faults(watch) if faults is None else faults
-            rows = tuple(replace(row, fault=_fault(found, inputs.spans[i])) if row.barren else row for i, row in enumerate(rows))
+            found = faults_of(watch) if faults is None else faults
+            rows = tuple(
+                replace(row, fault=fault_of(found, inputs.spans[i])) if row.barren else row for i, row in enumerate(rows)
+            )
         if faults is None:
             for state, stage in zip(self._states, self._stack.stages, strict=True):
                 with current(stage.device):
@@ -480,17 +482,6 @@ def _recorders(sites: Sequence[Site], given: Recorder | None) -> list[Recorder |
     for device in {site.device for site in sites if site.ops.records}:
         made[device] = given or (Graphs(device) if device.type == "cuda" else Straight())
     return [made[site.device] if site.ops.records else None for site in sites]
-
-
-def _first_faults(watch: Watch) -> list[int]:
-    """Per token the first layer after which it was not finite; nothing where nobody looked."""
-    return [] if not watch.finite else first_fault([finite.cpu() for finite in watch.finite])[:, 0].tolist()
-
-
-def _fault(found: Sequence[int], span: Span) -> str:
-    """Where the numbers of a row stopped being finite; empty where they are, or nobody looked."""
-    layers = [layer for layer in found[span.first : span.first + span.count] if layer >= 0]
-    return "" if not layers else f"layer {min(layers)} left the range of f16; run with --dtype and --activation-dtype bf16 or f32"
 
 
 def _locks(sites: Sequence[Site]) -> list[AbstractContextManager[Any]]:

@@ -36,11 +36,11 @@ class LaneCounts:
         """What became known since these lanes were last read, as (lane, token): the caller adds it to `output`, and the
         lanes are then as far as their histories. Lanes of other requests begin anew."""
         grown: list[tuple[int, int]] = []
-        before = None
+        before: Place | None = None
         for place in places:
-            if place.history is before:  # another position of the same row
-                continue
-            before = place.history
+            if before is not None and place.history is before.history and place.lane == before.lane:
+                continue  # another position of the same row
+            before = place
             history, mark = place.history, self._marks[place.lane]
             known = len(history)
             if mark is None or not mark.leads_to(place):

@@ -27,7 +27,7 @@ from torch import Tensor
 from onedraw.backends.answers import Position
 from onedraw.backends.torch.boundary import current
 from onedraw.backends.torch.feed import ArenaFull, Array
-from onedraw.backends.torch.inputs import Bucket, Inputs, Shape, fed_inputs
+from onedraw.backends.torch.inputs import Bucket, Inputs, Shape, Span, fed_inputs
 from onedraw.backends.torch.part import NOTHING, LaidPart, Part
 from onedraw.backends.torch.stack import Stack, Stream, Watch
 from onedraw.sampling.verify import hypotheses
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 STEPS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows, tokens, and tokens of one row
 LEAST_REACH = 512  # positions
 LEAST_DEPTH = 8
-REHEARSAL_SECONDS = 40
+REHEARSAL_SECONDS, FAR_SECONDS = 40, 15  # for short contexts, and for as many of the others as there is time for
+MOST_REHEARSED = 96  # fewer than the recorder keeps
 REHEARSED = (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9))
 
 
@@ -121,9 +122,14 @@ class Steady:
         return [] if self.worked.watch.finite is None else self.answers[:, -1].tolist()
 
 
-def rehearsed_starts(max_context: int) -> list[int]:
-    """Where rehearsed rows stand: a position of each of the first two reaches, as far as the context goes."""
-    return sorted({min(start, max_context - 1) for start in (LEAST_REACH // 2, LEAST_REACH)})
+def rehearsed_places(lanes: int, max_context: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """What is rehearsed, as rows and the position they stand at. First every number of rows in the first two reaches; then one
+    row as far as the context goes, and more rows from near to far."""
+    counts = [count for count in STEPS if count <= lanes] or [1]
+    near = sorted({min(start, max_context - 1) for start in (LEAST_REACH // 2, LEAST_REACH)})
+    far = [LEAST_REACH << step for step in range(1, 32) if LEAST_REACH << step < max_context]
+    farther = sorted(itertools.product(counts, far), key=lambda place: (place[0] > 1, place[1], place[0]))
+    return list(itertools.product(counts, near)), farther
 
 
 class SteadyTurns:
@@ -201,15 +207,15 @@ class SteadyTurns:
         return Worked(worked.hidden.clone() if self._several else worked.hidden, seen, answers)
 
     def rehearse(self, lanes: int, watch: Watch, tell: Callable[[str], None]) -> None:
-        """Record the turns of plain decoding before anybody waits for them: every number of rows, short contexts, greedy and
-        sampled. Rehearsed rows lie on the page that nobody reads. What takes too long is recorded when it first comes."""
-        deadline = time.monotonic() + REHEARSAL_SECONDS
-        counts = [count for count in STEPS if count <= lanes] or [1]
-        for number, count in enumerate(counts, start=1):
-            tell(f"recording turns, {number} of {len(counts)}")
-            for params, start in itertools.product(REHEARSED, rehearsed_starts(self._stack.max_context)):
-                if time.monotonic() > deadline:
-                    tell(f"recording turns: the rest when they first come, after {REHEARSAL_SECONDS} s")
+        """Record the turns of plain decoding before anybody waits for them, greedy and sampled. Rehearsed rows lie on the page
+        that nobody reads. What takes too long is recorded when it first comes."""
+        begin, (near, far) = time.monotonic(), rehearsed_places(lanes, self._stack.max_context)
+        places = (*near, *far[: max(MOST_REHEARSED // len(REHEARSED) - len(near), 0)])
+        for number, (count, start) in enumerate(places, start=1):
+            tell(f"recording turns, {number} of {len(places)}")
+            for params in REHEARSED:
+                if time.monotonic() - begin > (REHEARSAL_SECONDS if number <= len(near) else FAR_SECONDS):
+                    tell(f"recording turns: the rest when they first come, after {time.monotonic() - begin:.0f} s")
                     return
                 plan = Plan(tuple(self._rehearsed(lane, start, params) for lane in range(count)))
                 bucket = self.serves(plan)
@@ -257,6 +263,17 @@ def first_fault(finite: Sequence[Tensor]) -> Tensor:
     """[T, 1]: the first layer after which a token is not finite, -1 where there is none."""
     sound = torch.stack(list(finite)).to(torch.int64).cumprod(0).sum(0)
     return torch.where(sound == len(finite), -1, sound)[:, None]
+
+
+def faults_of(watch: Watch) -> list[int]:
+    """The same on the host, per token; nothing where nobody looked."""
+    return [] if not watch.finite else first_fault([finite.cpu() for finite in watch.finite])[:, 0].tolist()
+
+
+def fault_of(found: Sequence[int], span: Span) -> str:
+    """Where the numbers of a row stopped being finite; empty where they are, or nobody looked."""
+    layers = [layer for layer in found[span.first : span.first + span.count] if layer >= 0]
+    return "" if not layers else f"layer {min(layers)} left the range of f16; run with --dtype and --activation-dtype bf16 or f32"
 
 
 class Mail:

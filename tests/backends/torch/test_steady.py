@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from onedraw.backends.torch.steady import bucket_of, rehearsed_starts
+from onedraw.backends.torch.steady import bucket_of, rehearsed_places
 from onedraw.types import Draft, DryParams, History, PageCopy, Plan, Row, SamplingParams, Save
 
 ROW = Row("r", 0, ((0, 1),), 20, (5,), (), 20, True, SamplingParams(), History((1,) * 20, [5]))
@@ -49,7 +49,11 @@ def test_prompts_checkpoints_and_what_the_host_must_see_are_not_steady() -> None
     assert bucket_of(Plan((replace(ROW, params=SamplingParams(dry=DryParams(1.0))),)), recurrent=True) is not None
 
 
-def test_rehearsed_rows_stand_within_the_context() -> None:
-    assert rehearsed_starts(4096) == [256, 512]
-    assert rehearsed_starts(512) == [256, 511]
-    assert rehearsed_starts(100) == [99]
+def test_rehearsed_rows_stand_within_the_context_and_reach_as_far_as_it_goes() -> None:
+    near, far = rehearsed_places(2, 4096)
+    assert near == [(1, 256), (1, 512), (2, 256), (2, 512)]
+    assert far == [(1, 1024), (1, 2048), (2, 1024), (2, 2048)]
+    assert rehearsed_places(1, 512) == ([(1, 256), (1, 511)], [])
+    assert rehearsed_places(1, 100) == ([(1, 99)], [])
+    reaches = {bucket_of(Plan((replace(ROW, start=start, prompt_stop=0),)), recurrent=False).reach for _, start in (*near, *far)}  # type: ignore[union-attr]
+    assert reaches == {512, 1024, 2048, 4096}

@@ -133,8 +133,10 @@ class TritonSampler(Sampler):
         values: list[float] = []
         adjusted = False
         numbers, words = [], []
+        before: Position | None = None
         for p in positions:
-            wish = self._wish(p.params)
+            if before is None or p.history is not before.history or p.params is not before.params:
+                before, known, wish = p, len(p.history), self._wish(p.params)
             fences = [len(tokens)] * 5
             if wish.counts and not wish.more:
                 tokens += _counted_drafts(p)
@@ -148,7 +150,7 @@ class TritonSampler(Sampler):
                     fences[index + 1] = len(tokens)
             adjusted |= fences[-1] > fences[0] or wish.counts
             numbers.append(wish.numbers)
-            words.append((*key(p.params.seed, p.index), wish.greedy, p.lane if wish.counts else -1, *fences))
+            words.append((*key(p.params.seed, known + len(p.drafts)), wish.greedy, p.lane if wish.counts else -1, *fences))
         if positions:
             table[: len(positions), :KEY_0], table[: len(positions), KEY_0:] = numbers, words
         room = max(len(tokens), 1) if not rows else max(64, 1 << (len(tokens) - 1).bit_length())

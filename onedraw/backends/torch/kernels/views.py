@@ -199,7 +199,8 @@ def _bucket_cut(
     inputs: Inputs, bucket: Bucket, heads: Heads, height: int, tiles: list[Tile], splits: int, *, room: int
 ) -> tuple[Cut, Ints, Ints]:
     kind = tiles[0][2]
-    table = np.tile(np.asarray([0, 0, kind, bucket.rows, SPLIT, 0, 0, 1], dtype=np.int64), (room, 1))  # sees nothing
+    table = np.empty((room, TILE_WORDS), dtype=np.int64)
+    table[len(tiles) :] = (0, 0, kind, bucket.rows, SPLIT, 0, 0, 1)  # sees nothing
     table[: len(tiles)] = _tile_table(inputs, heads, tiles)
     tokens = np.arange(0 if kind == SHARED else bucket.tokens, dtype=np.int64)
     together = splits == 1 or (kind == WHOLE and _prefers_together(heads, room, len(tokens), splits))
