@@ -13,6 +13,7 @@ import itertools
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -32,7 +33,7 @@ from onedraw.backends.staging import FEWEST_ROWS, most_tokens
 from onedraw.backends.torch.boundary import current
 from onedraw.backends.torch.device import DTYPES, hardware_name
 from onedraw.backends.torch.feed import ArenaFull
-from onedraw.backends.torch.graphs import Graphs, Recorder, Straight
+from onedraw.backends.torch.graphs import MOST, Graphs, Recorder, Straight
 from onedraw.backends.torch.inputs import Bucket, Inputs, Shape, make_inputs
 from onedraw.backends.torch.layers.linear import strictest
 from onedraw.backends.torch.line import Line
@@ -479,8 +480,8 @@ class TorchBackend:
 def _recorders(sites: Sequence[Site], given: Recorder | None) -> list[Recorder | None]:
     """One per device, for the stages that record."""
     made: dict[torch.device, Recorder] = {}
-    for device in {site.device for site in sites if site.ops.records}:
-        made[device] = given or (Graphs(device) if device.type == "cuda" else Straight())
+    for device, stages in Counter(site.device for site in sites if site.ops.records).items():
+        made[device] = given or (Graphs(device, stages * MOST) if device.type == "cuda" else Straight())
     return [made[site.device] if site.ops.records else None for site in sites]
 
 
