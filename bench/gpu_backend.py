@@ -2,10 +2,10 @@
 
     python -m bench.gpu_backend SECTION ... --model random:llama3-8b [--device cuda:0] [--json out.json]
 
-Sections: decode (sampled, through the engine, with turns sent off ahead and without), turns (decode,
-verify and tree turns against a decode turn), drafted (4 kept of 15 against plain), exact (1,000 positions: alone, verified, in a
-batch of 32, after preemption, in other chunks), prefill, host (where the host's time goes),
-rehearse (turns recorded before the first request).
+Sections: decode (sampled, through the engine, with turns sent off ahead and without), turns (decode, verify and tree turns
+against a decode turn), drafted (4 kept of 15 against plain), exact (1,000 positions: alone, verified, in a batch of 32, after
+preemption, in other chunks), prefill, host (where the host's time goes), rehearse (turns recorded before the first request), long
+(one row at 128K), choosing (the sampler alone), drafter (`--drafter`: a long prompt, then drafted turns).
 Weights are random and made on the device. A turn's time is from `submit` to the end of `collect`, median of many.
 """
 
@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.gpu_sections import MORE, drafter_maker
 from onedraw.backends.floor import turn_bytes
 from onedraw.backends.packing import stored_sizes
 from onedraw.backends.torch.backend import TorchBackend
@@ -57,16 +58,19 @@ def say(name: str, value: Any) -> None:
 class Bench:
     """One model and its backend."""
 
-    def __init__(self, model: str, device: str, *, context: int, lanes: int, pages: int) -> None:
+    say = staticmethod(say)
+
+    def __init__(self, model: str, device: str, *, context: int, lanes: int, pages: int, drafter: str = "") -> None:
         begin = time.perf_counter()
         self.name, self.device = model.removeprefix("random:"), torch.device(device)
-        described = describe(open_random(model))
+        described = describe(checkpoint := open_random(model))
         self.spec = described.spec
         self.speed = copy_bandwidth(device) if self.device.type == "cuda" else 1e10
         self.dtype = "bf16" if self.device.type == "cuda" else "f32"
         packed = bool(named_mixture(model)[1])
         products = f"packed-{self.dtype}" if packed else self.dtype
         self.sizes = stored_sizes(described.weights, products)
+        self.plain_sizes = stored_sizes(described.weights, "bf16")  # two bytes a number
         self.backend = TorchBackend(
             described.spec,
             described.weights,
@@ -80,9 +84,11 @@ class Bench:
             drafts=64,
             ops=pick_ops(device, products, cache=Path("build")),
             check=False,
+            make_drafter=drafter_maker(drafter, checkpoint, described, context=context, lanes=lanes) if drafter else None,
         )
         self.pages, self.lanes = pages, lanes
         self.cases = [(128, 1), (960, 1), (960, 8), (960, 32)]  # prompt tokens, rows
+        self.kept: tuple[int, ...] = (1, 4, 8)  # of 15 drafts
         self.ways: tuple[bool, ...] = (True, False)  # ahead or not
         say(f"{self.name}: weights made and pages allocated, s", time.perf_counter() - begin)
         say(f"{self.name}: copy bandwidth, TB/s", self.speed / 1e12)
@@ -244,13 +250,13 @@ def _steady_turns(engine: Engine, asked: Sequence[Request], turns: int, begun: C
 
 
 def drafted(bench: Bench) -> None:
-    """Plain decoding, then the same answers with 1, 4 and 8 of 15 drafts kept per turn."""
-    for label, params in (("T 1.0 with penalties", PENALIZED), ("T 0.8, top-p .95", SAMPLED)):
+    """Plain decoding, then the same answers with 1, 4 and 8 of 15 drafts kept per turn, by the medians of turns."""
+    for label, params, counts in (("T 1.0 with penalties", PENALIZED, bench.kept), ("T 0.8, top-p .95", SAMPLED, (4,))):
         asked = _requests(bench, 1, 960, 200, params)
         plain, seconds = bench.answers(asked, bench.engine(Speculator([])))
         one = statistics.median(seconds[5:])
         say(f"{bench.name}: plain decode through the engine, {label}, tok/s", 1 / one)
-        for kept in (1, 4, 8) if params is PENALIZED else (4,):
+        for kept in counts:
             proposer = RecordedProposer(kept=kept, length=15, vocab=bench.spec.vocab)
             proposer.answers = {asked[0].prompt: tuple(token for token, _ in plain[0])}
             for _ in range(2):  # the first compiles and records
@@ -295,7 +301,9 @@ def _ran(bench: Bench, requests: Sequence[Request], engine: Engine) -> tuple[lis
 
 def prefill(bench: Bench) -> None:
     spec = bench.spec
-    matrices = turn_bytes(spec, bench.sizes, dtype=bench.dtype, rows=1, context=0) / 2 - spec.vocab * spec.hidden
+    given = {"dtype": bench.dtype, "rows": 1, "context": 0}
+    read = turn_bytes(spec, bench.plain_sizes, **given) - turn_bytes(spec, dict.fromkeys(bench.plain_sizes, 0), **given)
+    matrices = read / 2 - spec.vocab * spec.hidden  # numbers that every token meets
     for count in (2048, 8192):
         asked = _requests(bench, 1, count, 1, SAMPLED)
         times = [min(bench.answers(asked, bench.engine(Speculator([]), turn_tokens=count))[1]) for _ in range(4)]
@@ -380,12 +388,13 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
     "exact": exact,
     "prefill": prefill,
     "host": host,
+    **MORE,
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("sections", nargs="*", default=list(SECTIONS))
+    parser.add_argument("sections", nargs="*", default=list(SECTIONS), choices=list(SECTIONS))
     parser.add_argument("--model", default="random:llama3-8b")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--context", type=int, default=132_000)
@@ -393,15 +402,19 @@ def main() -> None:
     parser.add_argument("--pages", type=int, default=9000)
     parser.add_argument("--cases", help="of decode: prompt tokens x rows, as in 128x1,960x8")
     parser.add_argument("--ahead-only", action="store_true", help="of decode: not without turns sent off ahead")
+    parser.add_argument("--kept", default="1,4,8", help="of drafted: drafts kept per turn of 15")
     parser.add_argument("--memory", type=float, metavar="GiB", help="of the device, at most")
+    parser.add_argument("--drafter", default="", help="beside the model: random:qwen3.6-27b-dflash-q4_k_m, or a path")
     parser.add_argument("--json")
     wishes = parser.parse_args()
     if wishes.memory is not None:
         share = wishes.memory * 2**30 / torch.cuda.get_device_properties(wishes.device).total_memory
         torch.cuda.set_per_process_memory_fraction(share, wishes.device)
-    bench = Bench(wishes.model, wishes.device, context=wishes.context, lanes=wishes.lanes, pages=wishes.pages)
+    sizes = {"context": wishes.context, "lanes": wishes.lanes, "pages": wishes.pages}
+    bench = Bench(wishes.model, wishes.device, drafter=wishes.drafter, **sizes)
     if wishes.cases:
         bench.cases = [(int(prompt), int(rows)) for prompt, rows in (case.split("x") for case in wishes.cases.split(","))]
+    bench.kept = tuple(map(int, wishes.kept.split(",")))
     bench.ways = (True,) if wishes.ahead_only else (True, False)
     for section in wishes.sections:
         begin = time.perf_counter()

@@ -55,7 +55,9 @@ SPECS = {"hybrid": spec_of(DELTA, ATTENTION), "attention": spec_of(ATTENTION), "
 KINDS = ["hybrid"] if INTERPRETED else list(SPECS)  # the interpreter takes a second for every turn
 
 
-def backend_of(kind: str, recorder: Recorder | None, *, lanes: int = 3, dtype: str = DTYPE, pages: int = 60) -> TorchBackend:
+def backend_of(
+    kind: str, recorder: Recorder | None, *, lanes: int = 3, dtype: str = DTYPE, pages: int = 60, max_context: int = 256
+) -> TorchBackend:
     from onedraw.backends.torch.kernels.cuda import TritonOps
 
     spec = SPECS[kind]
@@ -68,7 +70,7 @@ def backend_of(kind: str, recorder: Recorder | None, *, lanes: int = 3, dtype: s
         lanes=lanes,
         pages=pages,
         page_size=16,
-        max_context=256,
+        max_context=max_context,
         drafts=64,
         ops=TritonOps(torch.device(DEVICE), pdl=pdl),
         check=False,
@@ -236,6 +238,25 @@ def test_numbers_that_overflow_end_their_rows_and_name_the_layer_though_a_turn_i
     ledger.audit_all()
     norm.copy_(kept)
     assert all(answer.error is None for answer in run(backend, asked, Schedule())[0])
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="nothing is recorded without a CUDA device")
+def test_what_was_rehearsed_is_not_recorded_again_and_leaves_nothing_behind() -> None:
+    """One row is rehearsed as far as the context goes."""
+    asked = [dataclasses.replace(request, id=f"far{i}") for i, request in enumerate(calm(2, max_tokens=6, length=1020))][:1]
+    plain_one = backend_of("hybrid", None, lanes=1, pages=80, max_context=4096)
+    plain_one._steady = None
+    expected = [run(plain_one, asked, Schedule(ahead=False))[0][0]]
+    recorder = Graphs(torch.device(DEVICE))
+    backend = backend_of("hybrid", recorder, pages=80, max_context=4096)
+    backend.rehearse(lambda line: None)
+    asked_plainly = [dataclasses.replace(r, params=dataclasses.replace(r.params, checksums=False)) for r in asked]
+    before = len(recorder)
+    got, stats = run(backend, asked_plainly, Schedule())
+    assert stats.turns_ahead > 3
+    assert len(recorder) == before > 12
+    assert got[0].tokens == expected[0].tokens
+    assert run(backend, asked, Schedule())[0] == expected
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter takes a second for every turn")

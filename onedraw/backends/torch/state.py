@@ -41,7 +41,7 @@ class State:
     def __init__(
         self, layers: Sequence[LayerSpec], sizes: Sizes, *, dtype: torch.dtype, device: torch.device, first: int = 0
     ) -> None:
-        self.sizes, self._first = sizes, first
+        self.sizes, self._first, self.dtype = sizes, first, dtype
         self._device = device
         self.stores: list[Store] = []
         self._groups: list[list[PageStore]] = [[] for _ in sizes.pages]
@@ -52,6 +52,8 @@ class State:
         self.attending: list[tuple[AttentionSpec, PageStore]] = []  # those that write
         for layer in layers:
             self.stores.append(self._make(layer.mixer, dtype))
+        # Where keys and values of the layers of one kind lie, which is for good: one kernel can then reach all of them.
+        self.addresses = {mixer: self._addresses(mixer) for mixer in dict.fromkeys(mixer for mixer, _ in self.attending)}
 
     def _make(self, mixer: AttentionSpec | DeltaSpec, dtype: torch.dtype) -> Store:
         sizes = self.sizes
@@ -66,6 +68,11 @@ class State:
         self._groups[group].append(pages)
         self.attending.append((mixer, pages))
         return pages
+
+    def _addresses(self, kind: AttentionSpec) -> Tensor:
+        """[layers, 2] int64"""
+        found = [(pages.keys.data_ptr(), pages.values.data_ptr()) for mixer, pages in self.attending if mixer == kind]
+        return torch.tensor(found, dtype=torch.int64, device=self._device)
 
     @property
     def page_bytes(self) -> int:
