@@ -156,7 +156,7 @@ def test_a_split_that_rounds_is_found(tmp_path: Path, monkeypatch: pytest.Monkey
     from onedraw.backends.torch.boundary import Boundary
 
     real = Boundary.cross
-    monkeypatch.setattr(Boundary, "cross", lambda self, x, own: real(self, x.bfloat16().float(), own))
+    monkeypatch.setattr(Boundary, "cross", lambda self, x, *given: real(self, x.bfloat16().float(), *given))
     settings = Settings(model=str(tiny.write_safetensors("qwen3", tmp_path / "hf")), device="cpu", threads=1)
     some_rows(monkeypatch, HALVES, TOGETHER)
     assert results(prove(settings, quick=True)) == {HALVES: "different", TOGETHER: "different"}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 
 import bench.split_overlap
+from bench.split_overlap import Answer
 from onedraw.backends.torch.boundary import Boundary
 
 FEW = [
@@ -29,12 +31,22 @@ def test_three_ways_are_measured_and_give_the_same(capsys: pytest.CaptureFixture
     assert bench.split_overlap.main([*FEW, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["same"]
+    assert found["compared"] == "tokens and checksums"
     assert [one["tickets"] for one in found["measures"]] == [1, 1, 2]
     assert all(one["replies_tokens_per_second"] > 0 for one in found["measures"])
 
 
 def test_a_split_that_rounds_is_noticed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     real = Boundary.cross
-    monkeypatch.setattr(Boundary, "cross", lambda self, x, own: real(self, x.bfloat16().float(), own))
+    monkeypatch.setattr(Boundary, "cross", lambda self, x, *given: real(self, x.bfloat16().float(), *given))
     assert bench.split_overlap.main(FEW) == 1
     assert "DIFFER" in capsys.readouterr().out
+
+
+def test_a_cpu_and_a_gpu_are_compared_by_tokens() -> None:
+    done = threading.Event()
+    one, low_bits, other = Answer([1, 2], [7], done), Answer([1, 2], [8], done), Answer([1, 3], [7], done)
+    judge = bench.split_overlap.judge
+    assert judge([[one], [low_bits]], ["cuda:0", "cpu"]).same
+    assert not judge([[one], [low_bits]], ["cuda:0", "cuda:0"]).same
+    assert str(judge([[one], [other]], ["cpu", "cuda:1"])) == "tokens DIFFER"

@@ -11,12 +11,14 @@ import torch
 
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import pick_ops
+from onedraw.backends.torch.graphs import Graphs
 from onedraw.backends.torch.line import Line
 from onedraw.backends.torch.ops import Ops, TorchOps
 from onedraw.backends.torch.stack import Site
 from onedraw.checkpoints.random import random_weights
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from onedraw.settings import default_cache_dir
+from onedraw.types import Request, SamplingParams
 from tests.laws.harness import Clairvoyant, Schedule, plain, random_requests, run
 
 pytestmark = [pytest.mark.device, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -91,6 +93,29 @@ def test_stages_at_work_on_one_device_give_the_bits_of_one(dtype: str, cuts: tup
     split.close()
     assert [dataclasses.replace(a, cached=0) for a in got] == [dataclasses.replace(a, cached=0) for a in expected]
     assert stats.overlapped_turns
+
+
+@pytest.mark.parametrize("cuts", [(2,), (1, 3)])
+@pytest.mark.parametrize("drafting", ["nobody", "chains", "trees"])
+def test_recorded_turns_of_a_split_have_the_bits_of_the_whole(cuts: tuple[int, ...], drafting: str) -> None:
+    prompts = np.random.default_rng(9).integers(0, VOCAB, (4, 60)).tolist()
+    params = [SamplingParams(temperature=0.4 * i, seed=i, max_tokens=24, checksums=True) for i in range(4)]
+    requests = [Request(f"q{i}", tuple(prompt[i:]), own) for i, (prompt, own) in enumerate(zip(prompts, params, strict=True))]
+    ops = lambda: pick_ops("cuda:0", "bf16", cache=default_cache_dir())  # noqa: E731
+    expected = plain(lambda: backend_of("bf16", lanes=1, ops=ops()), requests)
+    known = {r.id: a.tokens for r, a in zip(requests, expected, strict=True)}
+    drafts = None if drafting == "nobody" else Clairvoyant(known, VOCAB, tree=drafting == "trees")
+    sites = [Site.named("cuda:0", ops(), stop=stop) for stop in (*cuts, None)]
+    sizes: dict[str, Any] = {"rows": 4096, "lanes": 4, "pages": 200, "page_size": 16, "max_context": 512}
+    split = TorchBackend(SPEC, random_weights(SPEC, seed=1), dtype="bf16", sites=sites, **sizes)
+    for _ in range(2):  # what the first run recorded, the second has replayed
+        got, stats = run(split, requests, Schedule(proposer=drafts))
+        assert got == expected
+        assert drafts is None or stats.accepted_tokens
+    assert split._steady is not None
+    recorder = split._steady._parts[0]._recorder
+    assert isinstance(recorder, Graphs)
+    assert recorder.replayed >= len(sites) * (stats.turns - 1)
 
 
 @pytest.mark.parametrize("names", [["cuda:0", "cpu"], ["cpu", "cuda:0"]], ids="-".join)

@@ -202,7 +202,7 @@ def test_a_planted_fault_of_a_turn_ahead_is_caught(fault: str, monkeypatch: pyte
             def twice(self, laid, watch):  # type: ignore[no-untyped-def]
                 first = real(self, laid, watch)
                 if laid.positions[0].drafts:  # a row that awaits its token
-                    self._work(laid, watch)
+                    self._work(laid, None, watch)
                 return first
 
             monkeypatch.setattr(steady.SteadyTurns, "_launch", twice)

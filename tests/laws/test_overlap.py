@@ -309,12 +309,13 @@ def one_buffer_of_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan waits for the third stage with its inputs where the next one crosses to the second."""
     real = Stack.advance
 
-    def advance(self: Stack, stream: Stream, number: int, *given: Any, **how: Any) -> None:
-        real(self, stream, number, *given, **how)
+    def advance(self: Stack, stream: Stream, number: int, *given: Any, **how: Any) -> Stream:
+        stream = real(self, stream, number, *given, **how)
         stage = self.stages[number]
-        if stage.entrance is not None and stream.own is not None:
-            rows = stage.entrance._inputs[: len(stream.own)].view(len(stream.own), -1, stream.own.shape[2])
-            stream.own = rows[:, len(stage.layers) :]
+        if stage.entrance is None or stream.own is None:
+            return stream
+        rows = stage.entrance._inputs[: len(stream.own)].view(len(stream.own), -1, stream.own.shape[2])
+        return dataclasses.replace(stream, own=rows[:, len(stage.layers) :])
 
     monkeypatch.setattr(Stack, "advance", advance)
 

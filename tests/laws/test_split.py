@@ -167,7 +167,7 @@ def test_a_drafter_on_a_split_has_no_embedding_and_no_head_of_its_own(
 
 def round_at_the_boundary(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Boundary.cross
-    rounded = lambda self, x, own: real(self, x.bfloat16().float(), own)  # noqa: E731
+    rounded = lambda self, x, *given: real(self, x.bfloat16().float(), *given)  # noqa: E731
     monkeypatch.setattr(Boundary, "cross", rounded)
 
 
@@ -193,7 +193,7 @@ def open_the_last_stage_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def lose_a_layers_input(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Boundary.cross
-    shifted = lambda self, x, own: real(self, x, own.roll(1, dims=1))  # noqa: E731
+    shifted = lambda self, x, own, *given: real(self, x, own.roll(1, dims=1), *given)  # noqa: E731
     monkeypatch.setattr(Boundary, "cross", shifted)
 
 

@@ -3,17 +3,20 @@
 In: a spec, a source of weights, sizes, perhaps a drafter. Out: outcomes. inputs → stack → sampler → verification →
 commit → guesses. A commit brings kept drafts home: a tree's path to its positions, a state's steps to its lane; the
 rejected rest is never read again. Where stages have threads of their own several plans are under way, each in one stage
-at a time, and the last stage's thread chooses, commits and guesses. Turns that repeat are recorded where the device can
-(`steady.py`): `submit` starts such a turn and does not wait for it.
+at a time, and the last stage's thread chooses, commits and guesses. Turns that repeat are recorded where all devices can
+(`steady.py`): `submit` starts such a turn on every stage and does not wait for it.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -29,19 +32,21 @@ from onedraw.backends.plan import LOGITS_BYTES
 from onedraw.backends.staging import FEWEST_ROWS, most_tokens
 from onedraw.backends.torch.boundary import current
 from onedraw.backends.torch.device import DTYPES, hardware_name
-from onedraw.backends.torch.graphs import Graphs, Recorder, Straight
+from onedraw.backends.torch.feed import ArenaFull
+from onedraw.backends.torch.graphs import MOST, Graphs, Recorder, Straight
 from onedraw.backends.torch.inputs import Bucket, Inputs, Shape, make_inputs
 from onedraw.backends.torch.layers.linear import strictest
 from onedraw.backends.torch.line import Line
 from onedraw.backends.torch.loader import LANE, WeightSource, padded
 from onedraw.backends.torch.ops import Ops, TorchOps
+from onedraw.backends.torch.part import Part
 from onedraw.backends.torch.ranking import Turned
 from onedraw.backends.torch.runs import CHUNK
 from onedraw.backends.torch.sampler import Sampler, read_choices
 from onedraw.backends.torch.selfcheck import RowCheck, self_check
 from onedraw.backends.torch.stack import Site, Stack, Stream, Watch
 from onedraw.backends.torch.state import KeptLogits, Sizes, State
-from onedraw.backends.torch.steady import Steady, SteadyTurns, fault_of, faults_of
+from onedraw.backends.torch.steady import STEPS, Steady, SteadyTurns, bucket_of, fault_of, faults_of
 from onedraw.models.spec import ModelSpec
 from onedraw.sampling.law import NO_TOKEN
 from onedraw.sampling.verify import hypotheses
@@ -99,6 +104,7 @@ class Turn:
     inputs: Inputs
     watch: Watch
     held: int  # its first place in the rollback buffer
+    bucket: Bucket | None = None  # what stages that record pad it to, beside others that do not
     stream: Stream | None = None  # once it has entered
     seconds: float = 0.0  # in stages, not between them
 
@@ -174,10 +180,16 @@ class TorchBackend:
             self._drafter = None if make_drafter is None else make_drafter(self._stack, self._sampler, self._shape)
         self._slice = max(LOGITS_BYTES // (4 * spec.vocab), 1)
         self._steady: SteadyTurns | None = None
-        if len(sites) == 1 and sites[0].ops.records:
-            if recorder is None:
-                recorder = Graphs(self._device) if self._device.type == "cuda" else Straight()
-            self._steady = SteadyTurns(self._stack, self._states[0], self._sampler, self._shape, recorder, lanes=lanes)
+        recorders: list[Recorder | None] = _recorders(sites, recorder)
+        self._locks = _locks(sites) if line is not None else [nullcontext() for _ in sites]
+        self._parts: list[Part | None] = [  # beside stages that record nothing; where all do, they belong to the steady turns
+            None if one is None else Part(self._stack, i, state, one, tokens=STEPS[-1], lock=self._locks[i])
+            for i, (state, one) in enumerate(zip(self._states, recorders, strict=True))
+        ]
+        parts = [part for part in self._parts if part is not None]
+        if len(parts) == len(sites):
+            self._parts = [None] * len(sites)
+            self._steady = SteadyTurns(self._stack, parts, self._sampler, self._shape, lanes=lanes, tickets=tickets)
         self._capacity = Capacity(
             vocab=spec.vocab,
             max_context=max_context,
@@ -204,7 +216,7 @@ class TorchBackend:
         self._tickets = itertools.count()
         self._berths, self._berth_of = list(range(tickets)), dict[Ticket, int]()
         self._line, self._under_way = line, dict[Ticket, Future[Outcome] | Started]()
-        self._plans, self._back = dict[Ticket, Plan](), 0.0  # of turns that do not repeat; when the last steady one was collected
+        self._plans, self._back = dict[Ticket, Plan](), 0.0  # under way; when the last steady turn was collected
         self._hang_up = None
         if line is not None:
             self._hang_up = weakref.finalize(self, line.close)
@@ -227,16 +239,12 @@ class TorchBackend:
         bucket = None if self._steady is None else self._steady.serves(plan)
         if awaits and bucket is not None and not (self._keeps_tokens and isinstance(self._latest, Started)):
             plan = self._heard(plan)
-        started = None if bucket is None else self._begin(plan, bucket)
-        if started is not None:
-            self._under_way[ticket] = started
-            return ticket
-        plan = self._heard(plan) if awaits else plan
         berth = 0 if awaits else self._berths.pop()  # who awaits a token has no drafts, and so needs no place for them
         try:
-            turn = self._board(plan, berth=berth)
-            steps = [partial(self._step, turn, number) for number in range(len(self._states))]
-            self._under_way[ticket] = _done(steps) if self._line is None else self._line.start(steps)
+            started = None if bucket is None else self._begin(plan, bucket, berth=berth)
+            if started is None and awaits:
+                plan = self._heard(plan)
+            self._under_way[ticket] = self._board(plan, berth=berth) if started is None else started
         except BaseException:
             if not awaits:  # a plan that did not get under way holds none
                 self._berths.append(berth)
@@ -248,11 +256,9 @@ class TorchBackend:
 
     def collect(self, ticket: Ticket) -> Outcome:
         turn = self._under_way.pop(ticket)
-        if isinstance(turn, Started):
-            return self._arrive(turn)
         self._plans.pop(ticket)
         try:
-            return turn.result()
+            return self._arrive(turn) if isinstance(turn, Started) else turn.result()
         finally:
             if ticket in self._berth_of:
                 self._berths.append(self._berth_of.pop(ticket))
@@ -286,7 +292,7 @@ class TorchBackend:
         if self._hang_up is not None:
             self._hang_up()
         self._under_way.clear()
-        for name in ("_stack", "_states", "_sampler", "_drafter", "_steady"):
+        for name in ("_stack", "_states", "_sampler", "_drafter", "_steady", "_parts"):
             self.__dict__.pop(name, None)
 
     # ------------------------------------------------------------------ to and from the disk
@@ -321,22 +327,29 @@ class TorchBackend:
 
     # ------------------------------------------------------------------ one turn
 
-    def _board(self, plan: Plan, *, berth: int) -> Turn:
-        """Plans under way at once have places of their own in the rollback buffer."""
-        held = berth * (self._capacity.draft_positions or 0)
-        inputs = make_inputs(plan, shape=replace(self._shape, held=held), device=self._first)
-        return Turn(plan, inputs, self._watch(), held)
+    def _held(self, berth: int) -> int:
+        """Plans under way at once have places of their own in the rollback buffer; this is the first."""
+        return berth * (self._capacity.draft_positions or 0)
+
+    def _board(self, plan: Plan, *, berth: int) -> Future[Outcome]:
+        """A turn that goes kernel by kernel: through all stages now, or on their threads."""
+        held = self._held(berth)
+        inputs, watch = make_inputs(plan, shape=replace(self._shape, held=held), device=self._first), self._watch()
+        records = any(self._parts) and watch.finite is None
+        turn = Turn(plan, inputs, watch, held, bucket_of(plan, recurrent=self._capacity.recurrent) if records else None)
+        steps = [partial(self._step, turn, number) for number in range(len(self._states))]
+        return _done(steps) if self._line is None else self._line.start(steps)
 
     def _watch(self) -> Watch:
         return Watch(() if self._drafter is None else self._drafter.captures, finite=self._narrow())
 
     @torch.inference_mode()
-    def _begin(self, plan: Plan, bucket: Bucket) -> Started | None:
-        """A steady turn, begun and not waited for; None where it brings too much."""
+    def _begin(self, plan: Plan, bucket: Bucket, *, berth: int) -> Started | None:
+        """A steady turn, begun in all stages and not waited for; None where it brings too much."""
         begin = time.perf_counter()
         assert self._steady is not None
         with current(self._device):
-            steady = self._steady.begin(plan, bucket, self._watch())
+            steady = self._steady.begin(plan, bucket, self._watch(), held=self._held(berth))
         return None if steady is None else Started(plan, steady, begin)
 
     @torch.inference_mode()
@@ -349,8 +362,6 @@ class TorchBackend:
         chosen = {i: [next(choices) for _ in range(1 + len(row.drafts))] for i, row in enumerate(plan.rows)}
         turn = Turn(plan, steady.inputs, worked.watch, held=0)
         with current(self._device):
-            if self._drafter is not None:
-                self._drafter.open(plan.rows)
             rows = self._conclude(turn, worked.hidden, chosen, {}, faults=steady.faults)
         return Outcome(rows, time.perf_counter() - begin)
 
@@ -358,19 +369,23 @@ class TorchBackend:
     def _step(self, turn: Turn, number: int) -> Outcome | None:
         """A plan through one stage, on that stage's thread where it has one; through the last: what became of it."""
         begin = time.perf_counter()
-        with current(self._stack.stages[number].device):
+        with self._locks[number], current(self._stack.stages[number].device):
             self._states[number].open(turn.plan.rows)
-            if turn.stream is None:
-                turn.stream = self._stack.enter(turn.inputs)
-            self._stack.advance(turn.stream, number, turn.inputs, self._states[number], watch=turn.watch)
+            turn.stream = self._advance(turn, number)
             rows = self._finish(turn, self._stack.leave(turn.stream)) if number == len(self._states) - 1 else None
         turn.seconds += time.perf_counter() - begin
         return None if rows is None else Outcome(rows, turn.seconds)
 
+    def _advance(self, turn: Turn, number: int) -> Stream:
+        part = self._parts[number]
+        if part is not None and turn.bucket is not None:
+            with suppress(ArenaFull):
+                return part.advance(turn.stream, turn.plan, turn.bucket, replace(self._shape, held=turn.held), turn.watch)
+        stream = self._stack.enter(turn.inputs) if turn.stream is None else turn.stream
+        return self._stack.advance(stream, number, turn.inputs, self._states[number], watch=turn.watch)
+
     def _finish(self, turn: Turn, hidden: Tensor) -> tuple[RowOutcome, ...]:
         """Choose, commit what was kept on every stage, guess on."""
-        if self._drafter is not None:
-            self._drafter.open(turn.plan.rows)
         scored = self._score(turn.plan, turn.inputs, hidden)
         return self._conclude(turn, hidden, self._choose(turn.plan, turn.inputs, hidden), scored)
 
@@ -396,7 +411,9 @@ class TorchBackend:
                 with current(stage.device):
                     state.commit(plan.rows, [row.kept for row in rows], stage.ops, turn.held)
         if self._drafter is not None:
-            guesses = self._drafter.guess(Turned(plan, inputs, hidden, watch.features, rows))
+            with self._locks[-1]:
+                self._drafter.open(plan.rows)
+                guesses = self._drafter.guess(Turned(plan, inputs, hidden, watch.features, rows))
             rows = tuple(replace(row, guesses=own) for row, own in zip(rows, guesses, strict=True))
         return rows
 
@@ -458,6 +475,21 @@ class TorchBackend:
                 found.extend(self._sampler.score(logits, part, row.params.prompt_logprobs or 0))
             scored[i] = tuple(found)
         return scored
+
+
+def _recorders(sites: Sequence[Site], given: Recorder | None) -> list[Recorder | None]:
+    """One per device, for the stages that record."""
+    made: dict[torch.device, Recorder] = {}
+    for device, stages in Counter(site.device for site in sites if site.ops.records).items():
+        made[device] = given or (Graphs(device, stages * MOST) if device.type == "cuda" else Straight())
+    return [made[site.device] if site.ops.records else None for site in sites]
+
+
+def _locks(sites: Sequence[Site]) -> list[AbstractContextManager[Any]]:
+    """Who launches work on a GPU has it alone: operations keep what goes from one kernel to the next in places of their own,
+    and a thread that records must not meet another's launches. CPUs are left to their threads."""
+    made = {site.device: threading.RLock() for site in sites}
+    return [made[site.device] if site.device.type == "cuda" else nullcontext() for site in sites]
 
 
 def _done(steps: Sequence[Callable[[], Outcome | None]]) -> Future[Outcome]:

@@ -26,8 +26,8 @@ class Boundary:
         try:
             place = torch.device("cpu") if pinned else source
             self._sent = torch.empty(rows, hidden, dtype=dtype, device=place, pin_memory=pinned)
-            self._received = torch.empty(rows, hidden, dtype=dtype, device=target)
-            self._inputs = torch.empty(rows, inputs, dtype=dtype, device=target)
+            self._received = torch.zeros(rows, hidden, dtype=dtype, device=target)
+            self._inputs = torch.zeros(rows, inputs, dtype=dtype, device=target)
         except (RuntimeError, MemoryError):  # how torch says that there is not enough
             raise NoRoom(f"the {rows} rows between {source} and {target} do not fit; lower --turn-tokens") from None
         self._gpu = next((device for device in (source, target) if device.type == "cuda"), None) if pinned else None
@@ -36,24 +36,26 @@ class Boundary:
     def nbytes(self) -> int:
         return self._sent.nbytes + self._received.nbytes + self._inputs.nbytes
 
-    def cross(self, x: Tensor, own: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """x [T, E]; own [T, layers behind, width]."""
-        count = len(x)
-        if count > len(self._sent):
-            raise AssertionError(f"a turn of {count} rows meets a boundary of {len(self._sent)}")
+    def cross(self, x: Tensor, own: Tensor | None, rows: int | None = None) -> tuple[Tensor, Tensor | None]:
+        """x [T, E]; own [T, layers behind, width]. `rows`: as many as the stage behind pads the turn to, where it pads it
+        otherwise; what it has more is padding, with numbers of an earlier turn."""
+        rows = len(x) if rows is None else rows
+        count = min(len(x), rows)
+        if max(count, rows) > len(self._sent):
+            raise AssertionError(f"a turn of {max(count, rows)} rows meets a boundary of {len(self._sent)}")
         if x.dtype != self._sent.dtype:
             raise AssertionError(f"a stream of {x.dtype} meets a boundary of {self._sent.dtype}")
-        sent, received = self._sent[:count], self._received[:count]
+        sent = self._sent[:count]
         self._settle()  # the turn before may still be on its way out of this buffer
-        sent.copy_(x, non_blocking=True)
+        sent.copy_(x[:count], non_blocking=True)
         if self._source.type == "cuda":
             self._settle()  # a host reads it next
-        received.copy_(sent, non_blocking=True)
+        self._received[:count].copy_(sent, non_blocking=True)
         if own is None:
-            return received, None
-        inputs = self._inputs[:count].view(own.shape)
-        inputs.copy_(own)
-        return received, inputs
+            return self._received[:rows], None
+        inputs = self._inputs[:rows].view(rows, *own.shape[1:])
+        inputs[:count].copy_(own[:count])
+        return self._received[:rows], inputs
 
     def _settle(self) -> None:
         if self._gpu is not None:

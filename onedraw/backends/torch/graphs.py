@@ -18,7 +18,7 @@ import torch
 
 log = logging.getLogger("onedraw")
 Result = TypeVar("Result")
-MOST = 128  # graphs kept; the one that was used least recently goes
+MOST = 128  # graphs kept of a stage; the one that was used least recently goes
 
 
 class Recorder(Protocol):
@@ -61,11 +61,12 @@ class Graphs:
     nothing. What cannot be recorded goes on as it is, and is said once.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, most: int = MOST) -> None:
+        self._device, self._most = device, most
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: OrderedDict[Hashable, Graph | None] = OrderedDict()
+        self.replayed = 0
 
     def __len__(self) -> int:
         return sum(graph is not None for graph in self._graphs.values())
@@ -74,7 +75,7 @@ class Graphs:
         if signature not in self._graphs:
             result = work()
             self._graphs[signature] = self._record(work)
-            if len(self._graphs) > MOST:
+            if len(self._graphs) > self._most:
                 self._graphs.popitem(last=False)
             return result
         self._graphs.move_to_end(signature)
@@ -82,6 +83,7 @@ class Graphs:
         if known is None:
             return work()
         known.graph.replay()
+        self.replayed += 1
         replayed: Result = known.result
         return replayed
 

@@ -9,6 +9,7 @@ host before the end, where one small integer tensor has everything.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,6 +58,7 @@ class Sampler:
         self._counts: LaneCounts | None = None
         self._recalls: dict[int, tuple[str, Recall]] = {}
         self._weights: Tensor | None = None  # [2, V] int64, of logits and of scores
+        self._lock = threading.RLock()  # turns under way at once may be prepared and chosen for on two threads
 
     def choose(self, logits: Tensor, positions: Sequence[Position]) -> list[Choice | None]:
         """One choice per row of `logits` ([C, V'] float32; columns past the vocabulary are never chosen)."""
@@ -68,14 +70,14 @@ class Sampler:
         columns = TOP + min(max(wishes, default=0), self._vocab)
         if not wishes and not any(p.params.checksums for p in positions):
             columns = 1
-        with torch.inference_mode():
+        with torch.inference_mode(), self._lock:
             return torch.cat([self._slab(logits[span], positions[span], columns) for span in self._spans(len(positions))])
 
     def score(self, logits: Tensor, tokens: Sequence[int], top: int) -> list[Logprobs]:
         """The model's own logprobs of given tokens, and of the `top` likeliest beside them."""
         if not tokens:
             return []
-        with torch.inference_mode():
+        with torch.inference_mode(), self._lock:
             answers = torch.cat([self._scored(logits[span], tokens[span], top) for span in self._spans(len(tokens))])
             rows = answers.cpu().numpy()
         return [read_logprobs(row, top) for row in rows]

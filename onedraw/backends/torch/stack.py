@@ -214,9 +214,9 @@ class Watch:
 NOTHING = Watch()
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Stream:
-    """What goes from stage to stage. Owner: the stage it is in."""
+    """What goes from stage to stage."""
 
     x: Tensor  # the residual stream, [T, E]
     own: Tensor | None  # [T, layers ahead, width], where layers have inputs of their own
@@ -225,7 +225,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """What a pass over the layers of one device reads beside weights and state, on its way there."""
+    """What a pass over the layers of one stage reads beside weights and state, on its way there."""
 
     tokens: Tensor
     own_rows: Tensor | None  # of the layers' own inputs
@@ -292,15 +292,21 @@ class Stack:
             layers.append(load_layer(index, spec.layers[index], loader, site.ops, spec.eps))
             if self._progress is not None:
                 self._progress(index + 1, len(spec.layers))
-        entrance = None
-        if before is not None:
-            sizes = {"rows": self._rows, "hidden": spec.hidden, "inputs": inputs_behind(spec, start)}
-            entrance = Boundary(before.device, site.device, dtype=self.activation, **sizes)
+        entrance = None if before is None else self._way(before.device, site.device, start, rows=self._rows)
         positions = max(self.max_context, LANE)  # padding tokens stand anywhere on a page, also where the context is shorter
         ropes = rope_tables(spec.layers[start:stop], positions, dtype=self.dtype, device=site.device)
         runs = runs_of_layers(layers, site.ops, spec.eps)
         mixers = tuple(dict.fromkeys(layer.spec.mixer for layer in layers))
         return Stage(site.device, site.ops, start, layers, runs, ropes, entrance, mixers)
+
+    def _way(self, source: torch.device, target: torch.device, start: int, *, rows: int) -> Boundary:
+        sizes = {"rows": rows, "hidden": self.spec.hidden, "inputs": inputs_behind(self.spec, start)}
+        return Boundary(source, target, dtype=self.activation, **sizes)
+
+    def boundary(self, number: int, *, rows: int) -> Boundary:
+        """One more way to a stage, for turns of so many rows."""
+        stage = self.stages[number]
+        return self._way(self.stages[number - 1].device, stage.device, stage.start, rows=rows)
 
     @property
     def layers(self) -> list[Layer]:
@@ -335,24 +341,24 @@ class Stack:
         """
         stream = self.enter(inputs, depth=depth)
         for number, state in enumerate(states):
-            self.advance(stream, number, inputs, state, watch=watch)
+            stream = self.advance(stream, number, inputs, state, watch=watch)
         return self.leave(stream)
 
-    def prepare(self, inputs: Inputs) -> Ready:
-        """All that the host has to say about a turn on one device. What `run` does with it reads the device alone."""
-        (stage,) = self.stages
+    def prepare(self, inputs: Inputs, number: int) -> Ready:
+        """All that the host has to say about a turn in one stage. What `pass_stage` does with it reads the device alone."""
+        stage = self.stages[number]
         preparation = Preparation(stage.ops, inputs, stage.ropes)
         tokens = inputs.tokens  # first: see `steady.py`
-        own_rows = None if self._input_table is None else self._input_table.rows(inputs)
+        own_rows = None if self._input_table is None or number else self._input_table.rows(inputs)
         for mixer in stage.mixers:
             preparation.of(mixer)
         return Ready(tokens, own_rows, preparation)
 
-    def run(self, ready: Ready, state: State, *, watch: Watch = NOTHING) -> Tensor:
-        """`hidden` of a turn that was prepared."""
-        stream = self._enter(ready.tokens, ready.own_rows, None)
-        self._advance(stream, self.stages[0], ready.preparation, state, watch)
-        return self.leave(stream)
+    def pass_stage(self, number: int, ready: Ready, entered: Stream | None, state: State, *, watch: Watch = NOTHING) -> Stream:
+        """A turn that was prepared through one stage. What comes into it has crossed already; None: the first embeds."""
+        stage = self.stages[number]
+        stream = self._enter(ready.tokens, ready.own_rows, None) if entered is None else entered
+        return self._passed(stage, stream, ready.preparation, state, watch)
 
     def enter(self, inputs: Inputs, *, depth: int | None = None) -> Stream:
         """On the first stage."""
@@ -364,21 +370,23 @@ class Stack:
             own = None if self._input_table is None or own_rows is None else self._input_table(own_rows, x)
         return Stream(x, own, len(self.spec.layers) if depth is None else depth)
 
-    def advance(self, stream: Stream, number: int, inputs: Inputs, state: State, *, watch: Watch = NOTHING) -> None:
+    def advance(self, stream: Stream, number: int, inputs: Inputs, state: State, *, watch: Watch = NOTHING) -> Stream:
         """Over the way to a stage, and through its layers."""
-        stage = self.stages[number]
+        stage, seen = self.stages[number], len(watch.features)
         with current(stage.device):
-            self._advance(stream, stage, Preparation(stage.ops, inputs.on(stage.device), stage.ropes), state, watch)
+            if stage.entrance is not None:
+                stream = Stream(*stage.entrance.cross(stream.x, stream.own, len(inputs.host_tokens)), stream.left)
+            preparation = Preparation(stage.ops, inputs.on(stage.device), stage.ropes)
+            stream = self._passed(stage, stream, preparation, state, watch)
+            if stage.entrance is not None and stream.own is not None:
+                stream = replace(stream, own=stream.own.clone())  # the next turn may cross before this one goes on
+        watch.features[seen:] = [feature.to(self.device) for feature in watch.features[seen:]]
+        return stream
 
-    def _advance(self, stream: Stream, stage: Stage, preparation: Preparation, state: State, watch: Watch) -> None:
-        x, own = stream.x, stream.own
-        if stage.entrance is not None:
-            x, own = stage.entrance.cross(x, own)
-        stream.x = self._run(stage, x, own, preparation, state, count=stream.left, watch=watch)
-        stream.left = max(stream.left - len(stage.layers), 0)
-        if own is not None:
-            own = own[:, len(stage.layers) :]
-            stream.own = own if stage.entrance is None else own.clone()  # the next turn may cross before this one goes on
+    def _passed(self, stage: Stage, stream: Stream, preparation: Preparation, state: State, watch: Watch) -> Stream:
+        x = self._run(stage, stream.x, stream.own, preparation, state, count=stream.left, watch=watch)
+        own = None if stream.own is None else stream.own[:, len(stage.layers) :]
+        return Stream(x, own, max(stream.left - len(stage.layers), 0))
 
     def leave(self, stream: Stream) -> Tensor:
         """On the last stage: hidden states after the last norm."""
@@ -409,7 +417,7 @@ class Stack:
                 store = state.stores[index]
                 x = run_layer(x, layer, ops=ops, store=store, prepared=prepared, eps=self.spec.eps, own_input=own_input)
                 if stage.start + index in watch.captures:
-                    watch.features.append(x.to(self.device))
+                    watch.features.append(x)
                 if watch.finite is not None:
                     watch.finite.append(torch.isfinite(x).all(1))
         return x

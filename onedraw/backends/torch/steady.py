@@ -1,9 +1,10 @@
 """Turns that repeat: every row takes one known token and perhaps drafts. They are padded to a few shapes and recorded.
 
-In: a plan, and a backend of one device whose operations can be recorded. Out: the turn's hidden states and answers, both still
-on the device, and kept drafts brought home there. Everything the host has to say goes through the arena before the work
-begins; the work reads device memory alone, so it may be recorded and replayed for every turn of its signature. What a turn
-of single tokens chose stays on the device, lane by lane: a turn may begin with it before the host has heard of it.
+In: a plan, and stages whose operations can be recorded. Out: the turn's hidden states and answers, both still on the device,
+and kept drafts brought home on every stage. Everything the host has to say goes through arenas before the work begins; the
+work reads device memory alone, so each stage's part (`part.py`) is recorded and replayed for every turn of its signature. Nobody
+waits between the parts: turns that follow each other overlap on stages of several devices by themselves. What a turn of
+single tokens chose stays on the device, lane by lane: a turn may begin with it before the host has heard of it.
 
 This file has the one rule that says which turns are steady. All others run kernel by kernel.
 """
@@ -16,6 +17,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,23 +25,20 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.answers import Position
-from onedraw.backends.torch.feed import Arena, ArenaFull, Array
-from onedraw.backends.torch.graphs import Recorder
+from onedraw.backends.torch.boundary import current
+from onedraw.backends.torch.feed import ArenaFull, Array
 from onedraw.backends.torch.inputs import Bucket, Inputs, Shape, Span, fed_inputs
-from onedraw.backends.torch.stack import Ready, Stack, Watch
-from onedraw.backends.torch.state import State
+from onedraw.backends.torch.part import NOTHING, LaidPart, Part
+from onedraw.backends.torch.stack import Stack, Stream, Watch
 from onedraw.sampling.verify import hypotheses
 from onedraw.types import UNKNOWN, History, Plan, Row, SamplingParams
 
 if TYPE_CHECKING:
     from onedraw.backends.torch.kernels.sampler import Choosing
 
-ARENA_BYTES = 16 * 2**20
 STEPS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows, tokens, and tokens of one row
 LEAST_REACH = 512  # positions
 LEAST_DEPTH = 8
-BOXES = 3  # turns of one shape whose answers may be on their way
-_NOTHING = np.zeros(0, dtype=np.int32)
 REHEARSAL_SECONDS, FAR_SECONDS = 40, 15  # for short contexts, and for as many of the others as there is time for
 MOST_REHEARSED = 96  # fewer than the recorder keeps
 REHEARSED = (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9))
@@ -84,7 +83,7 @@ def _step(count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Worked:
-    """What a turn left on the device."""
+    """What a turn left on the device of the last stage."""
 
     hidden: Tensor  # [T, E]
     watch: Watch
@@ -93,14 +92,11 @@ class Worked:
 
 @dataclass(frozen=True, slots=True)
 class Laid:
-    """A turn laid out in the arena: all that its work reads beside weights and state."""
+    """A turn laid out in the arenas of all stages."""
 
     bucket: Bucket
-    inputs: Inputs
-    ready: Ready
+    parts: list[LaidPart]
     lanes: Tensor  # [T], of single tokens
-    rows: Tensor  # [R, 5], of rows with drafts
-    parents: Tensor  # [T], likewise
     positions: list[Position]
     choosing: Choosing
 
@@ -137,37 +133,78 @@ def rehearsed_places(lanes: int, max_context: int) -> tuple[list[tuple[int, int]
 
 
 class SteadyTurns:
-    """Owner: the backend. One device, and operations and a sampler whose work can be recorded."""
+    """Owner: the backend. A part per stage, and a sampler whose work can be recorded. Where several `tickets` are under way, what
+    a turn leaves is copied out of the recorder's memory: others begin before it is read."""
 
-    def __init__(self, stack: Stack, state: State, sampler: Any, shape: Shape, recorder: Recorder, *, lanes: int) -> None:
-        self._stack, self._state, self._sampler, self._shape, self._recorder = stack, state, sampler, shape, recorder
+    def __init__(
+        self,
+        stack: Stack,
+        parts: Sequence[Part],
+        sampler: Any,
+        shape: Shape,
+        *,
+        lanes: int,
+        tickets: int = 1,
+    ) -> None:
+        self._stack, self._sampler, self._shape, self._several = stack, sampler, shape, tickets > 1
+        self._parts = list(parts)
         self._ops: Any = stack.ops
-        self._arena = Arena(stack.device, ARENA_BYTES)
         self._recurrent = stack.spec.recurrent
         self._lanes = lanes
-        self._last = torch.zeros(lanes + 1, dtype=torch.int64, device=stack.device)  # chosen by each lane; padding has one more
-        self._mail = Mail()
+        # What each lane chose last, padding has one more: where it is chosen, and where the next turn begins.
+        self._last = torch.zeros(lanes + 1, dtype=torch.int64, device=stack.device)
+        first = self._parts[0].device
+        self._next = self._last if first == stack.device else torch.zeros_like(self._last, device=first)
+        self._mail = Mail(tickets + 2)
         self.awaited = 0  # turns that began before their tokens were known to the host
 
     def serves(self, plan: Plan) -> Bucket | None:
         """The shape of a steady turn; None where the turn is none."""
         return bucket_of(plan, recurrent=self._recurrent)
 
-    def begin(self, plan: Plan, bucket: Bucket, watch: Watch) -> Steady | None:
-        """Start a turn; None where it brings too much."""
+    def begin(self, plan: Plan, bucket: Bucket, watch: Watch, *, held: int = 0) -> Steady | None:
+        """Start a turn; None where it brings too much. `held`: its first place in the rollback buffer."""
         try:
-            laid = self._lay(plan, bucket)
+            laid = self._lay(plan, bucket, held)
         except ArenaFull:
             return None
         self.awaited += plan.rows[0].tokens == (UNKNOWN,)
         return self._launch(laid, watch)
 
     def _launch(self, laid: Laid, watch: Watch) -> Steady:
-        """Start a turn that was laid out."""
-        self._arena.note(watch.captures)
-        signature = self._arena.send()
-        worked = self._recorder.run(signature, lambda: self._work(laid, watch))
-        return Steady(laid.inputs, worked, laid.positions, *self._mail.send(worked.answers))
+        """Start a turn that was laid out: all stages, one behind the other, and nobody waits."""
+        signatures = [part.send(watch.captures) for part in self._parts]
+        seen = Watch(watch.captures, finite=None if watch.finite is None else [])
+        stream: Stream | None = None
+        for part, own, signature in zip(self._parts[:-1], laid.parts, signatures):
+            work = partial(self._pass, part, own, part.enter(stream, laid.bucket), watch)
+            stream, watched = part.record(signature, work)
+            self._gather(seen, watched)
+        last = self._parts[-1]
+        worked = last.record(signatures[-1], partial(self._work, laid, last.enter(stream, laid.bucket), watch))
+        for part, own, signature in zip(self._parts[:-1], laid.parts, signatures):
+            part.settle_late(signature, own, worked.answers)
+        with current(last.device):
+            if self._next is not self._last:
+                self._next.copy_(self._last)
+            worked = self._taken(worked, seen)
+            return Steady(laid.parts[-1].inputs, worked, laid.positions, *self._mail.send(worked.answers))
+
+    def _gather(self, seen: Watch, watched: Watch) -> None:
+        """What a stage showed, out of the memory that the next one works in."""
+        seen.features.extend(feature.to(self._stack.device, copy=True) for feature in watched.features)
+        if seen.finite is not None:
+            seen.finite.extend(finite.to(self._stack.device, copy=True) for finite in watched.finite or ())
+
+    def _taken(self, worked: Worked, seen: Watch) -> Worked:
+        """What all stages left, as if there were one."""
+        if len(self._parts) == 1:
+            return worked
+        answers = worked.answers
+        if seen.finite is not None and worked.watch.finite is not None:  # the last stage told of its own layers
+            answers = torch.cat([answers[:, :-1], first_fault([*seen.finite, *worked.watch.finite])], 1)
+        self._gather(seen, worked.watch)
+        return Worked(worked.hidden.clone() if self._several else worked.hidden, seen, answers)
 
     def rehearse(self, lanes: int, watch: Watch, tell: Callable[[str], None]) -> None:
         """Record the turns of plain decoding before anybody waits for them, greedy and sampled. Rehearsed rows lie on the page
@@ -190,38 +227,33 @@ class SteadyTurns:
         history = History((0,) * start, [0])
         return Row(f"rehearsal {lane}", lane, pages, start, (0,), (), start, True, params, history)
 
-    def _lay(self, plan: Plan, bucket: Bucket) -> Laid:
-        arena = self._arena
-        arena.begin()
-        inputs = fed_inputs(plan, shape=self._shape, feed=arena, bucket=bucket)
-        ready = self._stack.prepare(inputs)  # the tokens come first
+    def _lay(self, plan: Plan, bucket: Bucket, held: int) -> Laid:
+        shape, last = replace(self._shape, held=held), self._parts[-1].arena
+        inputs = fed_inputs(plan, shape=shape, feed=last, bucket=bucket)
         single = bucket.longest == 1
-        lanes = arena.put(_lane_words(plan, bucket, self._lanes) if single else _NOTHING)
-        rows, parents = (arena.put(_NOTHING if single else words(plan, bucket)) for words in (_row_words, _parents))
+        rows, parents = (NOTHING, NOTHING) if single else (_row_words(plan, bucket, held), _parents(plan, bucket))
+        parts = [part.lay(inputs, bucket, rows, parents) for part in self._parts]
+        lanes = last.put(_lane_words(plan, bucket, self._lanes) if single else NOTHING)
         positions = positions_of(plan.rows)
-        choosing = self._sampler.prepare(positions, feed=arena, rows=bucket.tokens)
-        arena.note(bucket)
-        return Laid(bucket, inputs, ready, lanes, rows, parents, positions, choosing)
+        return Laid(bucket, parts, lanes, positions, self._sampler.prepare(positions, feed=last, rows=bucket.tokens))
 
-    def _work(self, laid: Laid, watch: Watch) -> Worked:
+    def _pass(self, part: Part, own: LaidPart, entered: Stream | None, watch: Watch) -> tuple[Stream, Watch]:
+        """A stage's layers; the first finds the tokens that the host does not know."""
         watch = Watch(watch.captures, finite=None if watch.finite is None else [])
-        single = laid.bucket.longest == 1
-        ready = replace(laid.ready, tokens=self._ops.awaited(laid.ready.tokens, self._last)) if single else laid.ready
-        hidden = self._stack.run(ready, self._state, watch=watch)
+        awaits = entered is None and own.bucket.longest == 1
+        return part.pass_through(own, entered, self._next if awaits else None, watch), watch
+
+    def _work(self, laid: Laid, entered: Stream | None, watch: Watch) -> Worked:
+        """The last stage: its layers, then choose, and bring its own kept drafts home."""
+        last, own = self._parts[-1], laid.parts[-1]
+        stream, watch = self._pass(last, own, entered, watch)
+        hidden, single = self._stack.leave(stream), laid.bucket.longest == 1
         scores = lambda rows: self._stack.scores(hidden[rows])  # noqa: E731
         answers = self._sampler.chosen(scores, laid.choosing, self._last if single else None)
         if single:
             self._ops.leave(answers, laid.lanes, self._last)
         else:
-            self._ops.settle(
-                answers[:, 0].contiguous(),
-                tokens=ready.tokens,
-                parents=laid.parents,
-                rows=laid.rows,
-                bucket=laid.bucket,
-                preparation=ready.preparation,
-                state=self._state,
-            )
+            last.settle(own, answers[:, 0].contiguous())
         if watch.finite is not None:
             answers = torch.cat([answers, first_fault(watch.finite)], 1)
         return Worked(hidden, watch, answers)
@@ -245,9 +277,11 @@ def fault_of(found: Sequence[int], span: Span) -> str:
 
 
 class Mail:
-    """Answers on their way to the host, in buffers that are used again: at most two turns are under way. Owner: SteadyTurns."""
+    """Answers on their way to the host, in buffers that are used again; `boxes`: more than turns may be under way. Owner:
+    SteadyTurns."""
 
-    def __init__(self) -> None:
+    def __init__(self, boxes: int) -> None:
+        self._count = boxes
         self._boxes: dict[tuple[int, ...], deque[tuple[Tensor, Any]]] = {}
 
     def send(self, answers: Tensor) -> tuple[Tensor, Any]:
@@ -256,7 +290,7 @@ class Mail:
             return answers.clone(), None
         boxes = self._boxes.get(answers.shape)
         if boxes is None:
-            boxes = self._boxes[answers.shape] = deque(_box(answers) for _ in range(BOXES))
+            boxes = self._boxes[answers.shape] = deque(_box(answers) for _ in range(self._count))
         boxes.rotate(1)
         there, arrived = boxes[0]
         there.copy_(answers, non_blocking=True)
@@ -285,10 +319,10 @@ def _lane_words(plan: Plan, bucket: Bucket, lanes: int) -> Array:
     return words
 
 
-def _row_words(plan: Plan, bucket: Bucket) -> Array:
+def _row_words(plan: Plan, bucket: Bucket, held: int) -> Array:
     """[R, 5]: first token, tokens, lane, first place in the rollback buffer, slot of the first draft."""
     words = np.zeros((bucket.rows, 5), dtype=np.int32)
-    first = held = 0
+    first = 0
     for line, row in zip(words, plan.rows):
         line[:] = first, 1 + len(row.drafts), row.lane, held, row.stop
         first, held = first + 1 + len(row.drafts), held + len(row.drafts)

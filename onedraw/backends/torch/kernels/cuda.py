@@ -279,6 +279,10 @@ class TritonOps(FloatOps):
             pdl=self._pdl,
         )
 
+    def settles(self, bucket: Bucket, state: State) -> bool:
+        """Whether there is anything to bring home: without states a kept chain stands at its positions already."""
+        return bucket.longest > 1 and (bool(state.lanes) or bucket.depth is not None)
+
     def awaited(self, tokens: Tensor, last: Tensor) -> Tensor:
         """All tokens of a turn; those that stand as -1 - lane are the lanes' last choices."""
         return triton_awaited.awaited(tokens, last)
@@ -299,10 +303,10 @@ class TritonOps(FloatOps):
         state: State,
     ) -> None:
         """Kept drafts of a steady turn brought home without a look at the host: `State.commit` on the device."""
+        if not self.settles(bucket, state):
+            return
         first = next(iter(state.lanes), None)
         taps, held = (1, 0) if first is None else (first.spec.conv, len(first.fed))
-        if first is None and bucket.depth is None:
-            return  # a kept chain stands at its positions already
         walked = walk(
             chosen, tokens=tokens, parents=parents, rows=rows, longest=bucket.longest, taps=taps, held=held, pdl=self._pdl
         )

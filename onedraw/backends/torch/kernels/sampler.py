@@ -70,11 +70,12 @@ class TritonSampler(Sampler):
         """Everything the kernels need to know of the positions, as many rows as asked for: those behind the last position
         choose greedily and concern nobody."""
         checksums = any(p.params.checksums for p in positions)
-        choosing = Choosing(
-            wishes=self._wishes(positions, feed, rows),
-            columns=max(columns, CHECKSUM + 1) if checksums else columns,
-            weights=self._checksum_weights() if checksums else None,
-        )
+        with self._lock:
+            choosing = Choosing(
+                wishes=self._wishes(positions, feed, rows),
+                columns=max(columns, CHECKSUM + 1) if checksums else columns,
+                weights=self._checksum_weights() if checksums else None,
+            )
         wishes = choosing.wishes
         feed.note((wishes.counted, wishes.shared, wishes.adjusted, wishes.output is None, checksums, choosing.columns))
         return choosing

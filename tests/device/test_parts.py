@@ -1,0 +1,177 @@
+"""The parts of a split: turns that are recorded stage by stage have the tokens and checksums of the whole, kernel by kernel.
+
+On an accelerator with CUDA graphs, its device named two or three times. Without one under Triton's interpreter, where a recorded
+part is its first work called again (`Replays`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from onedraw.backends.torch.backend import TorchBackend
+from onedraw.backends.torch.feed import Arena
+from onedraw.backends.torch.graphs import Graphs, Recorder, Replays
+from onedraw.backends.torch.line import Line
+from onedraw.backends.torch.ops import TorchOps
+from onedraw.backends.torch.part import Part
+from onedraw.backends.torch.stack import Site
+from onedraw.checkpoints.random import random_weights
+from tests.device.test_steady import (
+    ATTENTION,
+    DELTA,
+    DEVICE,
+    DTYPE,
+    INTERPRETED,
+    VOCAB,
+    WINDOWED,
+    calm,
+    recorders,
+    requests,
+    spec_of,
+)
+from tests.laws.harness import Answer, Clairvoyant, Schedule, run
+
+pytestmark = [
+    pytest.mark.device,
+    pytest.mark.skipif(not (torch.cuda.is_available() or INTERPRETED), reason="needs a CUDA device"),
+]
+SPECS = {"two": spec_of(DELTA, ATTENTION), "windows": spec_of(ATTENTION, WINDOWED), "three": spec_of(DELTA, WINDOWED, ATTENTION)}
+WAYS = [("two", (1,))] if INTERPRETED else [("three", (1,)), ("three", (1, 2))]  # the interpreter takes a second for every turn
+
+
+def backend_of(
+    kind: str, recorder: Recorder | None, *, cuts: tuple[int, ...] = (), given: Sequence[Site] = (), lanes: int = 3, **more: Any
+) -> TorchBackend:
+    """`cuts`: where the layers are divided into stages, all on the one device, unless others are given."""
+    from onedraw.backends.torch.kernels.cuda import TritonOps
+
+    spec, device = SPECS[kind], torch.device(DEVICE)
+    pdl = DEVICE != "cpu" and torch.cuda.get_device_capability() >= (9, 0)
+    sites = given or [Site(device, TritonOps(device, pdl=pdl), stop) for stop in (*cuts, None)]
+    sizes: dict[str, Any] = {"lanes": lanes, "page_size": 16, "max_context": 256, "drafts": 64, **{"pages": 60, **more}}
+    return TorchBackend(spec, random_weights(spec, seed=1), dtype=DTYPE, sites=sites, check=False, recorder=recorder, **sizes)
+
+
+def one_by_one(kind: str, asked: list[Any]) -> list[Answer]:
+    """The whole: alone, no drafts, nothing recorded, nothing padded."""
+    backend = backend_of(kind, None, lanes=1)
+    backend._steady = None
+    return [run(backend, [request], Schedule())[0][0] for request in asked]
+
+
+@pytest.mark.parametrize(("kind", "cuts"), WAYS)
+def test_recorded_parts_have_the_bits_of_the_whole(kind: str, cuts: tuple[int, ...]) -> None:
+    """Known tokens, turns ahead, chains and trees; twice, so that the second time replays what the first recorded."""
+    asked = requests()
+    expected = one_by_one(kind, asked)
+    assert all(answer.error is None for answer in expected)
+    drafts = Clairvoyant({r.id: a.tokens for r, a in zip(asked, expected, strict=True)}, VOCAB, silent_every=0)
+    trees = dataclasses.replace(drafts, tree=True)
+    schedules = {"batched": Schedule(arrivals=(0, 4, 5)), "trees": Schedule(proposer=trees)}
+    if not INTERPRETED:  # trees bring home what chains do, and more
+        schedules["chains"] = Schedule(proposer=drafts, arrivals=(0, 0, 2))
+    for name, recorder in recorders().items():
+        backend = backend_of(kind, recorder, cuts=cuts)
+        for label, schedule in schedules.items():
+            replayed: list[int] = []
+            for _ in range(1 if INTERPRETED and label == "batched" else 2):
+                got, stats = run(backend, asked, schedule)
+                assert got == expected, (name, label)
+                replayed.append(getattr(recorder, "replayed", 0))
+            assert label == "batched" or 0 < stats.accepted_tokens < stats.draft_tokens, (name, label)
+            if isinstance(recorder, Replays | Graphs):
+                assert replayed[-1] > replayed[0] or replayed[0] > 2 * len(cuts), (label, replayed)
+        assert backend._steady is not None
+        assert backend._steady.awaited > 1
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter takes a second for every turn")
+@pytest.mark.parametrize(("kind", "cuts"), WAYS)
+def test_turns_ahead_on_a_split_have_the_bits_of_the_whole(kind: str, cuts: tuple[int, ...]) -> None:
+    """Pages are so few that somebody is driven out, and one request ends at a stop id that nobody foresaw."""
+    asked = calm(3, max_tokens=40)
+    stop = frozenset({one_by_one(kind, asked[:1])[0].tokens[3]})
+    asked[0] = dataclasses.replace(asked[0], params=dataclasses.replace(asked[0].params, stop_ids=stop))
+    expected = one_by_one(kind, asked)
+    for pages in (60, 7):
+        got, stats = run(backend_of(kind, None, cuts=cuts, pages=pages), asked, Schedule(arrivals=(0, 0, 5)))
+        assert got == expected
+        assert stats.turns_ahead
+        assert pages == 60 or stats.preemptions
+
+
+def test_a_stage_that_reads_the_arena_of_another_turn_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: what the host says to the second stage arrives every other time."""
+    asked = requests(1)
+    expected = one_by_one("windows", asked)
+    real, calls = Part.send, itertools.count()
+
+    def send(self: Part, captures: Hashable) -> Hashable:
+        forgets = self._number == 1 and next(calls) % 2 == 1
+        with monkeypatch.context() as patch:
+            if forgets:
+                patch.setattr(Arena, "send", lambda arena: tuple(arena._facts))
+            return real(self, captures)
+
+    for kept in recorders():
+        assert run(backend_of("windows", recorders()[kept], cuts=(1,)), asked, Schedule())[0] == expected
+        with monkeypatch.context() as patch:
+            patch.setattr(Part, "send", send)
+            assert run(backend_of("windows", recorders()[kept], cuts=(1,)), asked, Schedule())[0] != expected
+
+
+@pytest.mark.parametrize("last", [False] if INTERPRETED else [False, True])
+def test_a_stage_that_records_beside_one_that_does_not_has_the_bits_of_one_that_runs_kernel_by_kernel(last: bool) -> None:
+    """A part on the CPU, behind the device's or (`last`) before it."""
+    from onedraw.backends.torch.kernels.cuda import TritonOps
+
+    cpu, device = torch.device("cpu"), torch.device(DEVICE)
+    order = [(cpu, TorchOps(cpu)), (device, TritonOps(device))] if last else [(device, TritonOps(device)), (cpu, TorchOps(cpu))]
+    sites = [Site(*one, stop) for one, stop in zip(order, (1, None), strict=True)]
+    asked = requests(2)
+    expected: list[Answer] = []
+    for records in (False, True):
+        recorder = Replays() if DEVICE == "cpu" else Graphs(device)
+        backend = backend_of("two", recorder, given=sites)
+        backend._narrow = lambda: None  # type: ignore[method-assign]  # the interpreter has no bf16, and f16 is watched
+        if not records:
+            backend._parts = [None, None]
+        got, _ = run(backend, asked, Schedule())
+        expected = expected or got
+        assert got == expected
+        known = {request.id: answer.tokens for request, answer in zip(asked, expected, strict=True)}
+        for tree in (True,) if INTERPRETED else (False, True):
+            drafts = Clairvoyant(known, VOCAB, silent_every=3, tree=tree)
+            got, stats = run(backend, asked, Schedule(proposer=drafts))
+            assert got == expected
+            assert stats.accepted_tokens
+        assert (recorder.replayed > 2) == records
+    assert all(answer.error is None for answer in expected)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter runs one kernel at a time")
+@pytest.mark.parametrize("cuts", [(1,), (1, 2)])
+@pytest.mark.parametrize("tree", [False, True])
+def test_recorded_turns_that_are_under_way_at_once_have_the_bits_of_plain_ones(cuts: tuple[int, ...], tree: bool) -> None:
+    """Prompts on the threads of the stages, and beside them as many turns of one row each as there are stages."""
+    asked = [dataclasses.replace(request, id=f"{request.id}.{n}") for n in range(3) for request in requests()]
+    expected = one_by_one("three", asked)
+    drafts = Clairvoyant({r.id: a.tokens for r, a in zip(asked, expected, strict=True)}, VOCAB, silent_every=0, tree=tree)
+    stages = len(cuts) + 1
+    for schedule in (Schedule(turn_tokens=64), Schedule(proposer=drafts, turn_tokens=64)):
+        backend = backend_of("three", None, cuts=cuts, lanes=4, line=Line([lambda: None] * stages), tickets=stages)
+        backend._capacity = dataclasses.replace(backend.capacity, ticket_rows=1)
+        got, stats = run(backend, asked, schedule)
+        assert got == expected
+        assert stats.overlapped_turns > 4
+        assert backend._steady is not None
+        recorder = backend._steady._parts[0]._recorder
+        assert isinstance(recorder, Graphs)
+        assert recorder.replayed > 20
+        backend.close()
