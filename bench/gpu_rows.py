@@ -160,7 +160,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="*", type=int, default=[1, 8, 16, 24, 64])
     parser.add_argument("--all-forms", action="store_true")
     parser.add_argument("--limit", type=float, default=60)
-    parser.add_argument("--cache", type=Path, default=Path("build/cache"))
+    parser.add_argument("--cache", type=Path, default=Path("build"))
     chosen = parser.parse_args()
     keep_in(chosen.cache)
     with torch.inference_mode():
