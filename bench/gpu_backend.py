@@ -67,8 +67,8 @@ class Bench:
         lanes: int,
         pages: int,
         ahead: bool,
-        layers: int | None = None,
         drafter: str = "",
+        layers: int | None = None,
     ) -> None:
         begin = time.perf_counter()
         self.name, self.device = model.removeprefix("random:"), torch.device(device)

@@ -18,7 +18,6 @@ from onedraw.backends.torch.kernels.spans import Opened, Prepared
 TILE, DEPTH, THREADS = 128, 64, 384
 STAGES, SLOTS = {1: 6, 8: 4}, {1: 3, 8: 2}  # of tiles, and of what belongs to a span, by how many scales a span has
 GROUP = 4  # neighbouring tiles share so many blocks of rows
-TURNS = 1  # when a turn at the matrix unit is passed on
 CLUSTER = 2  # blocks of threads that share the weights they bring
 _HALF, _PLAIN, _SWIZZLED, _PROMOTED = 6, 0, 3, 3  # the driver's names: float16; no swizzle, 128 bytes; 256 bytes into L2
 
@@ -74,7 +73,7 @@ def defines(per: int, minima: bool, dtype: torch.dtype) -> dict[str, int]:
     """What the source is compiled with."""
     return {
         **{"PER": per, "MINIMA": int(minima), "BRAIN": int(dtype == torch.bfloat16), "STAGES": STAGES[per], "SLOTS": SLOTS[per]},
-        **{"GROUP": GROUP, "TURNS": TURNS, "CLUSTER": CLUSTER},
+        **{"GROUP": GROUP, "CLUSTER": CLUSTER},
     }
 
 
