@@ -193,9 +193,9 @@ def few() -> None:
         print(f"{kind} {n}x{k}, blocks read or weight opened: {'; '.join(told)}", flush=True)
 
 
-def choose(turns: int, cluster: int, group: int) -> None:
+def choose(cluster: int, group: int) -> None:
     """The kernel's own numbers."""
-    wide.TURNS, wide.CLUSTER, wide.GROUP = turns, cluster, group
+    wide.CLUSTER, wide.GROUP = cluster, group
     wide._kernel.cache_clear()
 
 
@@ -204,17 +204,15 @@ def compile_all(numbers: Iterable[str]) -> None:
     for asked in numbers:
         choose(*map(int, asked.split(",")))
         for per, minima in ((1, True), (1, False), (8, False)):
-            nvrtc.compile_source(
-                "wide_b.cu" if wide.TURNS == 3 else "wide.cu", "sm_90a", wide.defines(per, minima, torch.bfloat16)
-            )
+            nvrtc.compile_source("wide.cu", "sm_90a", wide.defines(per, minima, torch.bfloat16))
 
 
 def variants(numbers: Iterable[str]) -> None:
     """The kernel with other numbers of its own, and whether the bits stay."""
     first: dict[tuple[str, int, int, int], Tensor] = {}
-    for turns, cluster, group in (map(int, asked.split(",")) for asked in numbers):
-        choose(turns, cluster, group)
-        line = f"turns {turns} cluster {cluster} group {group}:"
+    for cluster, group in (map(int, asked.split(",")) for asked in numbers):
+        choose(cluster, group)
+        line = f"cluster {cluster} group {group}:"
         for kind, n, k, rows in (
             ("Q4_K", 16384, 5120, 2048),
             ("Q6_K", 5120, 17408, 2048),
@@ -234,7 +232,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("probe", "check", "time", "few", "compile", "variants"))
     parser.add_argument("--kinds", nargs="*", default=list(SPANS))
-    parser.add_argument("--numbers", nargs="*", default=["1,2,8", "0,1,16"], help="turns,cluster,group; probe takes the first")
+    parser.add_argument("--numbers", nargs="*", default=["2,4", "1,16"], help="cluster,group; probe takes the first")
     given = parser.parse_args()
     nvrtc.keep_in(Path("build"))
     if given.part == "probe":

@@ -10,6 +10,8 @@ for kind in Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q4_K Q5_K Q6_K MXFP4; do
 done
 wait
 tail -n 4 "$logs"/check_*.log
+timeout 110 python3 -m bench.gpu_rows check 2>&1 | tee "$logs/rows_check.log"
+timeout 40 python3 -m bench.gpu_rows time --all-forms 2>&1 | tee "$logs/rows.log"
 timeout 60 python3 -m bench.gpu_wide time 2>&1 | tee "$logs/wide.log"
 timeout 60 python3 -m bench.gpu_wide few 2>&1 | tee "$logs/few.log"
 timeout 150 python3 -m bench.gpu_backend turns prefill --model random:qwen3.6-27b-q4_k_m --memory 24 --lanes 8 --pages 2100 --context 33000 \

@@ -45,9 +45,14 @@ def test_blocks_have_rows_of_one_segment_where_that_costs_next_to_nothing() -> N
     assert all(len({segment for _, segment in items}) == 1 for items in shares(share, 2176, 5))
 
 
-def test_warps_are_as_few_as_do_the_work_in_as_many_rounds() -> None:
-    share = share_out(1, 2176, 5, multiprocessors=132, shared=LARGE, inside=True)
-    assert (share.height, share.blocks, share.threads) == (17, 128, 17 * 32)
+def test_outputs_stay_inside_a_block_where_that_was_faster() -> None:
+    def inside(rows: int, tall: int, segments: int) -> bool:
+        return share_out(rows, tall, segments, multiprocessors=132, shared=LARGE).inside
+
+    assert [inside(rows, 2176, 5) for rows in (1, 8, 16, 24)] == [True, True, False, False]
+    assert [inside(rows, 384, 5) for rows in (1, 8, 16)] == [True, False, False]
+    assert not inside(1, 320, 17)  # a fifth of the multiprocessors would be idle
+    assert [inside(rows, 15520, 5) for rows in (1, 16, 24)] == [True, True, False]
 
 
 def test_rows_come_at_once_as_far_as_there_is_shared_memory() -> None:

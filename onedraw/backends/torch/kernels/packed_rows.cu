@@ -433,7 +433,9 @@ __device__ __forceinline__ void add_inside(const Product &p, const float4 *kept,
     }
 }
 
+// Waiting for memory once for several items pays, but then one warp may have several outputs to add up, segment by segment.
 #define MOST_UNSETTLED 8
+#define FEW_SEGMENTS 8
 
 // Items of a warp whose sums are in memory, and nobody knows yet: lane i holds the unit of item i.
 __device__ __forceinline__ void settle(const Product &p, int tall, int count, int segments) {
@@ -570,6 +572,7 @@ __device__ __forceinline__ void product(const Product &p) {
     const int pieces = (bytes - p.rows * ROW_BYTES) / 16;
     for (int i = threadIdx.x; i < buffers * pieces; i += blockDim.x)  // the row of zeros, and 2^e of those that are not there
         ((uint4 *)(rows + i / pieces * bytes + p.rows * ROW_BYTES))[i % pieces] = make_uint4(0, 0, 0, 0);
+    const int most_unsettled = segments > FEW_SEGMENTS ? 1 : MOST_UNSETTLED;
     bool waits = p.pdl, starts = true;
     while (begin < end) {  // once, but where there is no room for all sums, or for rows of all segments
         const int count = INSIDE ? min(p.step, end - begin) : p.tall, first = INSIDE ? begin : 0;
@@ -614,7 +617,7 @@ __device__ __forceinline__ void product(const Product &p) {
             } else {
                 keep(p, kept + ((long long)own.tall * segments + own.segment) * TILES * 32, sums);
                 if (lane == unsettled) mine = own.tall;
-                if (++unsettled == MOST_UNSETTLED || !more) {
+                if (++unsettled == most_unsettled || !more) {
                     settle(p, mine, unsettled, segments);
                     unsettled = 0;
                 }

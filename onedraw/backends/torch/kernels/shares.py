@@ -16,7 +16,11 @@ TILE_ROWS = 8  # rows that one step of the matrix unit takes
 TILES = (1, 2, 3, 4, 6, 8)  # tiles of rows that a kernel is compiled for
 INSIDE_WARPS = {1: 20, 2: 16}  # of a block, at most, by tiles: where blocks have all segments of their outputs
 APART_WARPS = {1: 16, 2: 16, 3: 16, 4: 16, 6: 8, 8: 8}  # where they have not
-BUSY = 0.8  # of the multiprocessors, where blocks have all segments of their outputs
+# Blocks have all segments of their outputs where that leaves few multiprocessors idle, and where rows, of which each block then
+# needs all inputs, are few beside the weights. Measured on an H200 with cold weights (bench/gpu_rows.py time --all-forms).
+BUSY = 0.9
+FEW_ROWS = 4
+TALL_ENOUGH = {1: 16, 2: 64}  # units of a block, by tiles, for more rows
 LEAST_STEP = 6  # units of a block whose sums must have room at once, so that its warps seldom wait for each other
 ALIGNED = 0.97  # of them, where each then has rows of one segment only
 
@@ -60,20 +64,19 @@ def share_out(rows: int, tall: int, segments: int, *, multiprocessors: int, shar
     height = -(-tall // multiprocessors)
     sums = segments * tiles * TILE_ROWS * 16 * 4  # bytes of a unit's
     room = max(0, shared - segments * buffer) // sums
-    busy = tall >= BUSY * height * multiprocessors or tall < multiprocessors
-    if tiles in INSIDE_WARPS and room >= min(height, LEAST_STEP) and (busy if inside is None else inside):
+    fits = tiles in INSIDE_WARPS and room >= min(height, LEAST_STEP)
+    if fits and (_pays(rows, tiles, tall, height, multiprocessors) if inside is None else inside):
         step = -(-height // -(-height // room))  # equal steps
-        threads = 32 * _warps(step * segments, INSIDE_WARPS[tiles])
+        threads = 32 * min(step * segments, INSIDE_WARPS[tiles])
         needed = segments * buffer + step * sums
         return Share(tiles, True, INSIDE_WARPS[tiles], threads, -(-tall // height), height, step, segments, needed)
     aligned = multiprocessors // segments * segments
     blocks = min(aligned if aligned >= ALIGNED * multiprocessors else multiprocessors, tall * segments)
     buffers = min(2, segments, shared // buffer)
-    threads = 32 * _warps(-(-tall * segments // blocks), APART_WARPS[tiles])
+    threads = 32 * min(-(-tall * segments // blocks), APART_WARPS[tiles])
     return Share(tiles, False, APART_WARPS[tiles], threads, blocks, 0, 0, buffers, buffers * buffer)
 
 
-def _warps(items: int, most: int) -> int:
-    """As few as do the items in as many rounds as most would."""
-    rounds = -(-items // most)
-    return -(-items // rounds)
+def _pays(rows: int, tiles: int, tall: int, height: int, multiprocessors: int) -> bool:
+    few = rows <= FEW_ROWS or height >= TALL_ENOUGH[tiles]
+    return few and (tall >= BUSY * height * multiprocessors or tall < multiprocessors)

@@ -6,8 +6,8 @@
 // warpgroups two multiply, each 64 rows, and one brings: a thread the tiles of X and W, another what belongs to a span. The two
 // that multiply run apart, so that one keeps the matrix unit busy while the other scales what came out of it.
 //
-// Defined by who compiles: PER, scales of a span (1 or 8); MINIMA, 0 or 1; BRAIN, whether y is bf16; STAGES, SLOTS; GROUP, blocks of rows in a band of tiles;
-// CLUSTER, blocks of threads that share the weights they bring; TURNS, when a turn at the matrix unit is passed on (0: never asked).
+// Defined by who compiles: PER, scales of a span (1 or 8); MINIMA, 0 or 1; BRAIN, whether y is bf16; STAGES, SLOTS; GROUP, blocks of
+// rows in a band of tiles; CLUSTER, blocks of threads that share the weights they bring.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -361,14 +361,14 @@ extern "C" __global__ void TOGETHER __launch_bounds__(384, 1) wide(const __grid_
         float part[64], total[64];
 #pragma unroll
         for (int i = 0; i < 64; i++) part[i] = 0.0f;
-        if (TURNS && group == 1) pass_turn(group);
+        if (group == 1) pass_turn(group);
         for (int tile = first; tile < tiles; tile += stride) {
 #pragma unroll
             for (int i = 0; i < 64; i++) sum[i] = total[i] = 0.0f;
             for (int span = 0; span < spans; span++) {
                 const u32 at = slots + slot * SLOT;
                 u32 before = 0;
-                if (TURNS) await_turn(group);
+                await_turn(group);
 #pragma unroll
                 for (int step = 0; step < SPAN / DEPTH; step++) {
                     const u64 a = swizzled(own + stage * 2 * OPERAND), b = swizzled(base + stage * 2 * OPERAND + OPERAND);
@@ -377,12 +377,11 @@ extern "C" __global__ void TOGETHER __launch_bounds__(384, 1) wide(const __grid_
 #pragma unroll
                     for (int k = 0; k < DEPTH / 16; k++) multiply(part, a + 2 * k, b + 2 * k, step + k > 0);
                     commit();
-                    if (TURNS == 1 && step == SPAN / DEPTH - 1) pass_turn(group);
+                    if (step == SPAN / DEPTH - 1) pass_turn(group);
                     if (step > 0) {
                         finished<1>();
                         leave(before, lane);
                     }
-                    if (TURNS == 2 && step == SPAN / DEPTH - 1) pass_turn(group);
                     before = empty + 8 * stage;
                     if (++stage == STAGES) stage = 0, phase ^= 1;
                 }

@@ -18,7 +18,6 @@ from onedraw.backends.torch.kernels.spans import Opened, Prepared
 TILE, DEPTH, THREADS = 128, 64, 384
 STAGES, SLOTS = {1: 6, 8: 4}, {1: 3, 8: 2}  # of tiles, and of what belongs to a span, by how many scales a span has
 GROUP = 4  # neighbouring tiles share so many blocks of rows
-TURNS = 1  # when a turn at the matrix unit is passed on
 CLUSTER = 2  # blocks of threads that share the weights they bring
 _HALF, _PLAIN, _SWIZZLED, _PROMOTED = 6, 0, 3, 3  # the driver's names: float16; no swizzle, 128 bytes; 256 bytes into L2
 
@@ -70,23 +69,17 @@ def _encoded(place: int, rows: int, columns: int, stride: int, inner: int, swizz
     return _TensorMap.from_buffer_copy((ctypes.c_uint64 * 16).from_address(at))
 
 
-def stages(per: int) -> int:
-    return 4 if TURNS == 3 else STAGES[per]
-
-
 def defines(per: int, minima: bool, dtype: torch.dtype) -> dict[str, int]:
     """What the source is compiled with."""
     return {
-        **{"PER": per, "MINIMA": int(minima), "BRAIN": int(dtype == torch.bfloat16), "STAGES": stages(per), "SLOTS": SLOTS[per]},
-        **{"GROUP": GROUP, "TURNS": TURNS, "CLUSTER": CLUSTER},
+        **{"PER": per, "MINIMA": int(minima), "BRAIN": int(dtype == torch.bfloat16), "STAGES": STAGES[per], "SLOTS": SLOTS[per]},
+        **{"GROUP": GROUP, "CLUSTER": CLUSTER},
     }
 
 
 @lru_cache(maxsize=64)
 def _kernel(per: int, minima: bool, dtype: torch.dtype, device: torch.device) -> Kernel:
-    return Module("wide_b.cu" if TURNS == 3 else "wide.cu", device, defines(per, minima, dtype), own=True).kernel(
-        "wide", shared_bytes(per)
-    )
+    return Module("wide.cu", device, defines(per, minima, dtype), own=True).kernel("wide", shared_bytes(per))
 
 
 def make_ready(*, by_block: bool, minima: bool, dtype: torch.dtype, device: torch.device) -> None:
@@ -98,8 +91,8 @@ def shared_bytes(per: int) -> int:
     """Stages of X and W, slots of what belongs to a span, barriers, totals where they do not stay in registers, and room to align
     them."""
     slot = (4 if per == 1 else 2) * TILE * 16 + (2 * per + 1) * TILE * 4
-    totals = 0 if per == 1 and TURNS != 3 else TILE * TILE * 4
-    return 1024 + stages(per) * 2 * TILE * DEPTH * 2 + SLOTS[per] * slot + 256 + totals
+    totals = 0 if per == 1 else TILE * TILE * 4
+    return 1024 + STAGES[per] * 2 * TILE * DEPTH * 2 + SLOTS[per] * slot + 256 + totals
 
 
 @lru_cache(maxsize=8)
