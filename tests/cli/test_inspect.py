@@ -210,9 +210,9 @@ def test_a_27b_model_in_four_bits_fits_a_card_of_24_gib(terminal: Terminal) -> N
 def test_what_would_fit_is_said_where_something_does_not(terminal: Terminal) -> None:
     model = ("inspect", "random:qwen3.6-27b-q4_k_m", "--devices", "cuda/sm86/24GiB", "--max-context", "131072")
     assert terminal.run(*model) != 0
-    assert "has room here, 131072 with keys and values of 8 bits (which are not built)" in terminal.err
+    assert "has room here, 131072 with --kv-dtype int8" in terminal.err
     assert terminal.run(*model, "--dtype", "bf16") != 0
-    assert "no context has room here, 0 with keys and values of 8 bits" in terminal.err
+    assert "no context has room here, 0 with --kv-dtype int8" in terminal.err
 
 
 CARDS = ("--devices", "cuda/sm86/24GiB,cuda/sm86/24GiB", "--max-context", "262144")
