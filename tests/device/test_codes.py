@@ -3,6 +3,7 @@
 Without an accelerator the kernels alone, under Triton's interpreter.
 """
 
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
 from __future__ import annotations
 
 import dataclasses
@@ -12,12 +13,15 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from onedraw.backends.torch.codes import KV_DTYPES, encode
 from onedraw.backends.torch.inputs import Inputs, Shape, Span, lay_out
 from onedraw.backends.torch.kernels.cuda import TritonOps
 from onedraw.backends.torch.kernels.triton_attention import attend
+from onedraw.backends.torch.kernels.triton_codes import numbers
 from onedraw.backends.torch.kernels.triton_settle import move_kept, walk
 from onedraw.backends.torch.kernels.views import Heads, to_view
 from onedraw.backends.torch.layers.linear import RowRule
@@ -122,6 +126,24 @@ def slow_attention(scene: Scene, inputs: Inputs, qkv: Tensor, store: PageStore) 
         weights = torch.einsum("hd,nhd->hn", q[token], k).mul(spec.scale).softmax(1)
         out.append(torch.einsum("hn,nhd->hd", weights, v).reshape(-1))
     return torch.stack(out)
+
+
+@triton.jit
+def _widened(codes, found, kind: tl.constexpr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(found + at, numbers(tl.load(codes + at), kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16])
+def test_every_code_is_read_as_the_number_it_is(kind: str, dtype: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.int16).to(torch.uint8)
+    expected = codes.view(KV_DTYPES[kind]).float()
+    found = torch.empty(256, dtype=dtype, device=DEVICE)
+    given = codes.view(torch.int8) if kind == "int8" else codes
+    _widened[(1,)](given.to(DEVICE), found, kind=tl.bfloat16 if dtype == torch.bfloat16 else tl.float16, N=256)
+    sound = torch.isfinite(expected)  # fp8 has two codes for NaN, which nobody writes
+    assert torch.equal(found.cpu().float()[sound], expected[sound])
 
 
 @pytest.mark.parametrize("kind", KINDS[:1] if INTERPRETED else KINDS)

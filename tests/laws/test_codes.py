@@ -119,7 +119,9 @@ def test_a_chunk_that_reads_its_own_keys_before_they_are_codes_is_caught(
     expected = alone(folder, "int8")
     real = TorchOps.attention
 
-    def unrounded(self: TorchOps, qkv: Tensor, prepared: Prepared, *, spec: AttentionSpec, store: PageStore, **given: Any) -> Tensor:
+    def unrounded(
+        self: TorchOps, qkv: Tensor, prepared: Prepared, *, spec: AttentionSpec, store: PageStore, **given: Any
+    ) -> Tensor:
         pages = len(store.keys) // spec.kv_heads - 1
         wide = PageStore(spec, pages=pages, page_size=8, dtype=torch.float32, device=store.keys.device)
         for codes, scales, numbers in (

@@ -23,6 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from onedraw.backends.torch.codes import bits
+from onedraw.backends.torch.kernels.triton_codes import numbers
 from onedraw.backends.torch.kernels.triton_linear import launch_options, shared_memory
 from onedraw.backends.torch.kernels.triton_math import let_next_start, wait_for_inputs
 from onedraw.backends.torch.pages import PageStore
@@ -166,7 +168,7 @@ def _attend(
             key = tl.load(keys + place[:, None] + d[None, :], mask=there[:, None] & wide[None, :], other=0.0)
             by = scale
             if CODED:
-                key = key.to(query.dtype)
+                key = numbers(key, query.dtype)
                 by = (tl.load(key_scales + at, mask=there, other=0.0) * scale)[None, :]
             scores = tl.dot(query, tl.trans(key), input_precision="ieee" if IEEE else "tf32") * by
             sees = (position[None, :] >= lowest[:, None]) & (position[None, :] <= highest[:, None])
@@ -179,7 +181,7 @@ def _attend(
             value = tl.load(values + place[:, None] + d[None, :], mask=there[:, None] & wide[None, :], other=0.0)
             sums_s = tl.dot(weight, ones, sums_s * fade[:, None], input_precision="ieee" if IEEE else "tf32")
             if CODED:
-                value = value.to(query.dtype)
+                value = numbers(value, query.dtype)
                 weight = (mixing * tl.load(value_scales + at, mask=there, other=0.0)[None, :]).to(query.dtype)
             mixed_s = tl.dot(weight, value, mixed_s * fade[:, None], input_precision="ieee" if IEEE else "tf32")
             peak_s = top
@@ -267,8 +269,8 @@ def attend(
     for group in sets:
         _attend[(len(group.tiles), kv_heads, 1 if group.together else group.launched)](
             q,
-            store.keys,
-            store.values,
+            bits(store.keys),
+            bits(store.values),
             store.key_scales,
             store.value_scales,
             out,

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onedraw.backends.torch.codes import LARGEST
+from onedraw.backends.torch.kernels.triton_codes import codes_of
 from onedraw.backends.torch.kernels.triton_linear import launch_options
 from onedraw.backends.torch.kernels.triton_math import let_next_start, wait_for_inputs
 from onedraw.backends.torch.pages import PageStore
@@ -31,20 +32,6 @@ def _normed(x, mean, weight, at, inside, eps, kind: tl.constexpr, HAS: tl.conste
         factor = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)[None, :]
         scaled = scaled * factor if WIDE else scaled.to(kind).to(tl.float32) * factor
     return scaled.to(kind).to(tl.float32)
-
-
-@triton.jit
-def _coded(x, kind: tl.constexpr, LARGEST: tl.constexpr):
-    """x [heads, D] float32, finite → codes and scales [heads]. Adding 1.5 * 2^23 leaves no room for a fraction, so the sum
-    is rounded to a whole number, ties to the even one."""
-    largest = tl.max(tl.abs(x), 1)
-    scale = tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32))
-    by = tl.broadcast_to(tl.where(scale > 0, scale, 1.0)[:, None], x.shape)
-    ratio = tl.where((scale > 0)[:, None], tl.div_rn(x, by), 0.0)
-    ratio = tl.minimum(tl.maximum(ratio, -LARGEST), LARGEST)
-    if kind == tl.int8:
-        ratio = (ratio + 12582912.0) - 12582912.0
-    return ratio.to(kind), scale
 
 
 @triton.jit
@@ -139,8 +126,8 @@ def _prepare(
             key = turned.to(tl.float32)
             sound = sound & (tl.max((tl.abs(key) < float("inf")).to(tl.int32) ^ 1, 1) == 0)
             codes: tl.constexpr = keys.dtype.element_ty
-            key_codes, key_scale = _coded(tl.where(sound[:, None], key, 0.0), codes, LARGEST)
-            value_codes, value_scale = _coded(tl.where(sound[:, None], value.to(kind).to(tl.float32), 0.0), codes, LARGEST)
+            key_codes, key_scale = codes_of(tl.where(sound[:, None], key, 0.0), codes, LARGEST)
+            value_codes, value_scale = codes_of(tl.where(sound[:, None], value.to(kind).to(tl.float32), 0.0), codes, LARGEST)
             tl.store(keys + place, key_codes, mask=mask)
             tl.store(values + place, value_codes, mask=mask)
             tl.store(key_scales + slot_of_head, tl.where(sound, key_scale, float("nan")), mask=head < limit)
