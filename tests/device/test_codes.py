@@ -222,7 +222,8 @@ def test_both_forms_of_the_splits_give_equal_bits(index: int, kind: str) -> None
         device = to_view(inputs, Heads(spec.heads, spec.kv_heads, spec.head_dim, spec.window, busy))
         for warps, stages in ((4, 1), (8, 3)):
             sizes = {"heads": spec.heads, "kv_heads": spec.kv_heads, "dim": spec.head_dim, "scale": spec.scale}
-            found.append(attend(q, store, view=device.view, sets=list(device.sets), warps=warps, stages=stages, **sizes))  # type: ignore[arg-type]
+            given = {"view": device.view, "sets": list(device.sets), "scales": store.scales, "warps": warps, "stages": stages}
+            found.append(attend(q, store.keys, store.values, **given, **sizes))  # type: ignore[arg-type]
     assert all(torch.equal(other, found[0]) for other in found[1:])
 
 

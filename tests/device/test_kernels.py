@@ -234,7 +234,7 @@ def test_every_height_and_both_forms_of_the_splits_give_equal_bits(index: int) -
                 device = to_view(inputs, heads)
                 found.append(
                     attend(
-                        q, store, view=device.view, sets=list(device.sets), heads=spec.heads,
+                        q, store.keys, store.values, view=device.view, sets=list(device.sets), heads=spec.heads,
                         kv_heads=spec.kv_heads, dim=spec.head_dim, scale=spec.scale, warps=warps, stages=stages,
                     )
                 )  # fmt: skip

@@ -38,6 +38,11 @@ class PageStore:
         self.dim = spec.head_dim
         self._page_size, self._heads = page_size, spec.kv_heads
 
+    @property
+    def scales(self) -> tuple[Tensor, Tensor] | None:
+        """Of keys and of values, where they are codes."""
+        return None if self.key_scales is None or self.value_scales is None else (self.key_scales, self.value_scales)
+
     def parts(self) -> dict[str, Tensor]:
         """Everything that is in a page, by name: [P, K, S * D] or [P, K, S]."""
         named = {"keys": self.keys, "values": self.values, "key_scales": self.key_scales, "value_scales": self.value_scales}

@@ -196,7 +196,9 @@ class TritonOps(FloatOps):
         q = self._heads(qkv, prepared, spec=spec, store=store, q_norm=q_norm, k_norm=k_norm, eps=eps, heads=spec.heads)
         return attend(
             q,
-            store,
+            store.keys,
+            store.values,
+            scales=store.scales,
             view=prepared.device.view,
             sets=list(prepared.device.sets),
             heads=spec.heads,

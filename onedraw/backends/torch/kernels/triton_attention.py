@@ -27,7 +27,6 @@ from onedraw.backends.torch.codes import bits
 from onedraw.backends.torch.kernels.triton_codes import numbers
 from onedraw.backends.torch.kernels.triton_linear import launch_options, shared_memory
 from onedraw.backends.torch.kernels.triton_math import let_next_start, wait_for_inputs
-from onedraw.backends.torch.pages import PageStore
 
 SPLIT = 512  # keys per split
 TILE_WORDS = 8
@@ -246,8 +245,10 @@ def _merge(
 
 def attend(
     q: Tensor,
-    store: PageStore,
+    keys: Tensor,
+    values: Tensor,
     *,
+    scales: tuple[Tensor, Tensor] | None = None,
     view: View,
     sets: list[TileSet],
     heads: int,
@@ -258,7 +259,7 @@ def attend(
     stages: int | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """q [T, H * D] (rows of stride 1) over a layer's pages."""
+    """q [T, H * D] (rows of stride 1) over page stores [P * K, S * D]. `scales` of codes: [P * K, S]."""
     out = torch.empty(len(q), heads * dim, dtype=q.dtype, device=q.device)
     block_d = triton.next_power_of_2(dim)
     # Parts wait in one place: those of a tree's node may come from tiles of two heights.
@@ -269,10 +270,9 @@ def attend(
     for group in sets:
         _attend[(len(group.tiles), kv_heads, 1 if group.together else group.launched)](
             q,
-            bits(store.keys),
-            bits(store.values),
-            store.key_scales,
-            store.value_scales,
+            bits(keys),
+            bits(values),
+            *(scales or (None, None)),
             out,
             mixed,
             peak,
@@ -298,7 +298,7 @@ def attend(
             SPLIT_KEYS=SPLIT,
             ALL=group.together,
             TREE=view.paths is not None,
-            CODED=store.key_scales is not None,
+            CODED=scales is not None,
             IEEE=q.dtype == torch.float32,
             STAGES=stages or _stages(group.height, block_d, q.dtype.itemsize, shared_memory(q.device)),
             PDL=pdl,
