@@ -21,6 +21,7 @@ DRAFTS_PER_LANE = 16  # places of the rollback buffer, where nobody asked for mo
 MOST_DRAFTS = 64  # of one row
 LOGITS_BYTES = 256 * 2**20  # float32 logits held at once
 GRAPH_BYTES = 512 * 2**20  # of recorded turns
+OPENED_BYTES = 256 * 2**20  # of packed weights that a GPU writes out for products with many rows, a slice at a time
 RESERVE = 0.05  # of an accelerator's memory: what its runtime takes
 SMALLEST_DEFAULT_CONTEXT = 4096  # a default context is not cut below this to save pages
 
@@ -161,9 +162,10 @@ def memory_plan(
 
 def room_for_pages(plan: MemoryPlan, spec: ModelSpec, *, memory: int, turn_tokens: int, beside: int = 0) -> int:
     """Bytes of an accelerator's free memory that pages may take: what weights, states, a drafter `beside`, the numbers of a
-    turn and recorded turns leave, less a share that its runtime takes. 0 where they leave nothing."""
+    turn, packed weights written out and recorded turns leave, less a share that its runtime takes. 0 where they leave nothing."""
+    opened = OPENED_BYTES if plan.weights is not None else 0
     scratch = turn_scratch(spec, float_dtype(plan.dtype), turn_tokens)
-    taken = plan.total_bytes - plan.kv_bytes + beside + scratch + GRAPH_BYTES
+    taken = plan.total_bytes - plan.kv_bytes + beside + scratch + opened + GRAPH_BYTES
     return max(int(memory * (1 - RESERVE)) - taken, 0)
 
 
