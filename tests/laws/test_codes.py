@@ -23,7 +23,7 @@ from tests.laws.test_snapshots import folder_of
 from tests.making import backend_of
 
 KINDS = ("int8", "fp8")
-FAMILIES = ("llama", "qwen3_5_odd", "gemma4_e2b")
+FAMILIES = ("llama", "qwen3_5_odd", "gemma4_e2b", "laguna_odd")
 REQUESTS = [CONVERSATION[i] for i in (0, 2, 3, 4)]  # openings, a second turn, one that leaves the first in its middle
 
 
@@ -46,7 +46,11 @@ def drafts_of(expected: list[Answer], *, tree: bool = False) -> Clairvoyant:
     return Clairvoyant({r.id: a.tokens for r, a in zip(REQUESTS, expected, strict=True)}, tiny.VOCAB, tree=tree)
 
 
-SHOWN = [*((name, kind, "kernels") for name in FAMILIES for kind in KINDS), ("llama", "fp8", "torch")]
+SHOWN = [
+    *((name, kind, "kernels") for name in FAMILIES for kind in KINDS),
+    ("llama", "fp8", "torch"),
+    ("gemma4_e2b", "int8", "torch"),
+]
 
 
 @pytest.mark.parametrize(("name", "kind", "ops"), SHOWN)
