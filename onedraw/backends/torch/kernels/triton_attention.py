@@ -23,8 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onedraw.backends.torch.codes import bits
-from onedraw.backends.torch.kernels.triton_codes import halves, numbers
+from onedraw.backends.torch.kernels.triton_codes import halves
 from onedraw.backends.torch.kernels.triton_linear import launch_options, shared_memory
 from onedraw.backends.torch.kernels.triton_math import let_next_start, wait_for_inputs
 
@@ -141,8 +140,16 @@ def _attend(
     wide = d < D
     query_head = head * PER + m % PER
     q_at = q + token.to(tl.int64)[:, None] * q_stride + query_head[:, None] * D + d[None, :]
-    query = tl.load(q_at, mask=live[:, None] & wide[None, :], other=0.0)
-    ones = tl.full((BLOCK_KEYS, 16), 1.0, dtype=query.dtype)
+    kind = q.dtype.element_ty
+    if CODED:  # of two neighbouring dimensions, which lie in 16 bits, each has a product of its own
+        two = tl.arange(0, BLOCK_D // 2)
+        narrow = two < D // 2
+        even_at = q + token.to(tl.int64)[:, None] * q_stride + query_head[:, None] * D + 2 * two[None, :]
+        even_query = tl.load(even_at, mask=live[:, None] & narrow[None, :], other=0.0)
+        odd_query = tl.load(even_at + 1, mask=live[:, None] & narrow[None, :], other=0.0)
+    else:
+        query = tl.load(q_at, mask=live[:, None] & wide[None, :], other=0.0)
+    ones = tl.full((BLOCK_KEYS, 16), 1.0, dtype=kind)
     peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((BLOCK_M,), dtype=tl.float32)
     mixed = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
@@ -150,8 +157,7 @@ def _attend(
         peak_s = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
         sums_s = tl.zeros((BLOCK_M, 16), dtype=tl.float32)
         mixed_s = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-        if CODED:  # values of two neighbouring dimensions lie in 16 bits, and are summed apart
-            two = tl.arange(0, BLOCK_D // 2)
+        if CODED:
             even, odd = tl.split(tl.reshape(mixed_s, (BLOCK_M, BLOCK_D // 2, 2)))
         begin = tl.maximum(split * SPLIT_KEYS, low // BLOCK_KEYS * BLOCK_KEYS)
         stop = tl.minimum((split + 1) * SPLIT_KEYS, high + 1)
@@ -166,32 +172,32 @@ def _attend(
                 slot = tl.where(own, tail + step, position)
             page = tl.load(table + row * table_width + slot // PAGE, mask=there, other=0).to(tl.int64)
             at = (page * KV + head) * PAGE + slot % PAGE
-            place = at * D
-            key = tl.load(keys + place[:, None] + d[None, :], mask=there[:, None] & wide[None, :], other=0.0)
-            by = scale
             if CODED:
-                key = numbers(key, query.dtype)
-                by = (tl.load(key_scales + at, mask=there, other=0.0) * scale)[None, :]
-            scores = tl.dot(query, tl.trans(key), input_precision="ieee" if IEEE else "tf32") * by
+                inside = there[:, None] & narrow[None, :]
+                pair_at = (at * (D // 2))[:, None] + two[None, :]
+                lower, upper = halves(tl.load(keys + pair_at, mask=inside, other=0), kind, CODED == 2)
+                scores = tl.dot(even_query, tl.trans(lower), input_precision="ieee" if IEEE else "tf32")
+                scores = tl.dot(odd_query, tl.trans(upper), scores, input_precision="ieee" if IEEE else "tf32")
+                scores = scores * (tl.load(key_scales + at, mask=there, other=0.0) * scale)[None, :]
+            else:
+                place = at * D
+                key = tl.load(keys + place[:, None] + d[None, :], mask=there[:, None] & wide[None, :], other=0.0)
+                scores = tl.dot(query, tl.trans(key), input_precision="ieee" if IEEE else "tf32") * scale
             sees = (position[None, :] >= lowest[:, None]) & (position[None, :] <= highest[:, None])
             scores = tl.where(sees, scores, float("-inf"))
             top = tl.maximum(peak_s, tl.max(scores, 1))
             safe = tl.where(top == float("-inf"), 0.0, top)
             fade = tl.exp2(peak_s - safe)
             mixing = tl.exp2(scores - safe[:, None])
-            weight = mixing.to(query.dtype)
-            if not CODED:
-                value = tl.load(values + place[:, None] + d[None, :], mask=there[:, None] & wide[None, :], other=0.0)
+            weight = mixing.to(kind)
             sums_s = tl.dot(weight, ones, sums_s * fade[:, None], input_precision="ieee" if IEEE else "tf32")
             if CODED:
-                pairs = tl.load(
-                    values + (at * (D // 2))[:, None] + two[None, :], mask=there[:, None] & (two < D // 2)[None, :], other=0
-                )
-                lower, upper = halves(pairs, query.dtype, keys.dtype.element_ty == tl.uint8)
-                weight = (mixing * tl.load(value_scales + at, mask=there, other=0.0)[None, :]).to(query.dtype)
+                lower, upper = halves(tl.load(values + pair_at, mask=inside, other=0), kind, CODED == 2)
+                weight = (mixing * tl.load(value_scales + at, mask=there, other=0.0)[None, :]).to(kind)
                 even = tl.dot(weight, lower, even * fade[:, None], input_precision="ieee" if IEEE else "tf32")
                 odd = tl.dot(weight, upper, odd * fade[:, None], input_precision="ieee" if IEEE else "tf32")
             else:
+                value = tl.load(values + place[:, None] + d[None, :], mask=there[:, None] & wide[None, :], other=0.0)
                 mixed_s = tl.dot(weight, value, mixed_s * fade[:, None], input_precision="ieee" if IEEE else "tf32")
             peak_s = top
         if CODED:
@@ -273,7 +279,7 @@ def attend(
 ) -> Tensor:
     """q [T, H * D] (rows of stride 1) over page stores [P * K, S * D]. `scales` of codes: [P * K, S]."""
     out = torch.empty(len(q), heads * dim, dtype=q.dtype, device=q.device)
-    block_d = triton.next_power_of_2(dim)
+    block_d = triton.next_power_of_2(dim) if scales is None else max(triton.next_power_of_2(dim), 32)
     # Parts wait in one place: those of a tree's node may come from tiles of two heights.
     splits = max((group.splits for group in sets if not group.together), default=0)
     merged = sum(len(group.tokens) for group in sets)
@@ -282,7 +288,7 @@ def attend(
     for group in sets:
         _attend[(len(group.tiles), kv_heads, 1 if group.together else group.launched)](
             q,
-            bits(keys),
+            keys if scales is None else keys.view(torch.int16),
             values if scales is None else values.view(torch.int16),
             *(scales or (None, None)),
             out,
@@ -310,7 +316,7 @@ def attend(
             SPLIT_KEYS=SPLIT,
             ALL=group.together,
             TREE=view.paths is not None,
-            CODED=scales is not None,
+            CODED=0 if scales is None else 1 if keys.dtype == torch.int8 else 2,
             IEEE=q.dtype == torch.float32,
             STAGES=stages or _stages(group.height, block_d, q.dtype.itemsize, shared_memory(q.device)),
             PDL=pdl,

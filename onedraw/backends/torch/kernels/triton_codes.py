@@ -24,8 +24,7 @@ _WIDEN = {
     ("fp8", "f16"): """shr.u32 b, a, 1; and.b32 b, b, 0x3f803f80; lop3.b32 a, a, 0x80008000, b, 0xEA;
         mov.b32 by, 0x5C005C00; mul.rn.f16x2 {out}, a, by;""",
 }
-# The bytes of four codes to the halves of two words, and of the lower or upper codes of two pairs.
-_SPREAD = {"int8": ("0x4140", "0x4342"), "fp8": ("0x1404", "0x3424")}
+# The lower or upper codes of two pairs to their bytes.
 _PAIRED = {"int8": ("mov.b32 a, $1;", "shr.u32 a, $1, 8;"), "fp8": ("shl.b32 a, $1, 8;", "mov.b32 a, $1;")}
 
 
@@ -33,16 +32,10 @@ def _asm(body: str) -> tl.constexpr:
     return tl.constexpr("{ .reg .b32 a, b, by; " + body + " }")
 
 
-def _four(code: str, dtype: str) -> tl.constexpr:
-    parts = (f"prmt.b32 a, $2, 0, {how}; {_WIDEN[code, dtype].format(out=f'${i}')}" for i, how in enumerate(_SPREAD[code]))
-    return _asm(" ".join(parts))
-
-
 def _two(code: str, dtype: str, upper: int) -> tl.constexpr:
     return _asm(f"{_PAIRED[code][upper]} {_WIDEN[code, dtype].format(out='$0')}")
 
 
-INT8_BF16, INT8_F16, FP8_BF16, FP8_F16 = (_four(*names) for names in _WIDEN)
 LOWER_INT8_BF16, LOWER_INT8_F16, LOWER_FP8_BF16, LOWER_FP8_F16 = (_two(*names, 0) for names in _WIDEN)
 UPPER_INT8_BF16, UPPER_INT8_F16, UPPER_FP8_BF16, UPPER_FP8_F16 = (_two(*names, 1) for names in _WIDEN)
 
@@ -59,23 +52,10 @@ def _plainly(codes, kind: tl.constexpr, FP8: tl.constexpr):
 
 
 @triton.jit
-def numbers(codes, kind: tl.constexpr):
-    """int8, or fp8 as its bits (uint8), as numbers."""
-    FP8: tl.constexpr = codes.dtype == tl.uint8
-    BF16: tl.constexpr = kind == tl.bfloat16
-    if INTERPRETED or kind == tl.float32:
-        return _plainly(codes, kind, FP8)
-    else:
-        FOUR: tl.constexpr = (FP8_BF16 if BF16 else FP8_F16) if FP8 else (INT8_BF16 if BF16 else INT8_F16)
-        return tl.inline_asm_elementwise(
-            FOUR, "=r,=r,r", [codes], dtype=tl.bfloat16 if BF16 else tl.float16, is_pure=True, pack=4
-        )
-
-
-@triton.jit
 def halves(pairs, kind: tl.constexpr, FP8: tl.constexpr):
     """Two codes in each 16 bits (int16) → the numbers of the lower ones and of the upper ones. The matrix unit wants values of
-    two neighbouring keys side by side, and only 16 bits at a time can be turned to stand so."""
+    two neighbouring keys side by side, and only 16 bits at a time can be turned to stand so; and in 16 bits the compiler leaves
+    the order of a sum as it is, whatever the tile."""
     BF16: tl.constexpr = kind == tl.bfloat16
     if INTERPRETED or kind == tl.float32:
         return _plainly((pairs << 8) >> 8, kind, FP8), _plainly(pairs >> 8, kind, FP8)
