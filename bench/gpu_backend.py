@@ -4,7 +4,8 @@
 
 Sections: decode (sampled, through the engine), turns (decode, verify and tree turns against a decode turn), drafted (4 kept of
 15 against plain), exact (1,000 positions: alone, verified, in a batch of 32, after preemption, in other chunks), prefill, host
-(where the host's time goes).
+(where the host's time goes), long (one row at 128K), choosing (the sampler alone), drafter (`--drafter`: a long prompt, then
+drafted turns).
 Weights are random and made on the device. A turn's time is from `submit` to the end of `collect`, median of many.
 """
 
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.gpu_sections import MORE, drafter_maker
 from onedraw.backends.floor import turn_bytes
 from onedraw.backends.packing import stored_sizes
 from onedraw.backends.torch.backend import TorchBackend
@@ -53,13 +55,25 @@ def say(name: str, value: Any) -> None:
 class Bench:
     """One model and its backend."""
 
+    say = staticmethod(say)
+
     def __init__(
-        self, model: str, device: str, *, context: int, lanes: int, pages: int, ahead: bool, kv: str | None = None, only: str = ""
+        self,
+        model: str,
+        device: str,
+        *,
+        context: int,
+        lanes: int,
+        pages: int,
+        ahead: bool,
+        drafter: str = "",
+        kv: str | None = None,
+        only: str = "",
     ) -> None:
         begin = time.perf_counter()
         self.name, self.device = model.removeprefix("random:") + ("" if kv is None else f", kv {kv}"), torch.device(device)
         self.only = only
-        described = describe(open_random(model))
+        described = describe(checkpoint := open_random(model))
         self.spec = described.spec
         self.speed = copy_bandwidth(device) if self.device.type == "cuda" else 1e10
         self.dtype = "bf16" if self.device.type == "cuda" else "f32"
@@ -67,6 +81,7 @@ class Bench:
         packed = bool(named_mixture(model)[1])
         products = f"packed-{self.dtype}" if packed else self.dtype
         self.sizes = stored_sizes(described.weights, products)
+        self.plain_sizes = stored_sizes(described.weights, "bf16")  # two bytes a number
         self.backend = TorchBackend(
             described.spec,
             described.weights,
@@ -82,6 +97,7 @@ class Bench:
             ops=pick_ops(device, products, cache=Path("build")),
             check=False,
             ahead=ahead,
+            make_drafter=drafter_maker(drafter, checkpoint, described, context=context, lanes=lanes) if drafter else None,
         )
         self.pages, self.lanes = pages, lanes
         say(f"{self.name}: weights made and pages allocated, s", time.perf_counter() - begin)
@@ -280,7 +296,9 @@ def _ran(bench: Bench, requests: Sequence[Request], engine: Engine) -> tuple[lis
 
 def prefill(bench: Bench) -> None:
     spec = bench.spec
-    matrices = turn_bytes(spec, bench.sizes, dtype=bench.dtype, rows=1, context=0) / 2 - spec.vocab * spec.hidden
+    given = {"dtype": bench.dtype, "rows": 1, "context": 0}
+    read = turn_bytes(spec, bench.plain_sizes, **given) - turn_bytes(spec, dict.fromkeys(bench.plain_sizes, 0), **given)
+    matrices = read / 2 - spec.vocab * spec.hidden  # numbers that every token meets
     for count in (2048, 8192):
         asked = _requests(bench, 1, count, 1, SAMPLED)
         times = [min(bench.answers(asked, bench.engine(Speculator([]), turn_tokens=count))[1]) for _ in range(4)]
@@ -341,12 +359,13 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
     "exact": exact,
     "prefill": prefill,
     "host": host,
+    **MORE,
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("sections", nargs="*", default=list(SECTIONS))
+    parser.add_argument("sections", nargs="*", default=list(SECTIONS), choices=list(SECTIONS))
     parser.add_argument("--model", default="random:llama3-8b")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--context", type=int, default=132_000)
@@ -356,13 +375,15 @@ def main() -> None:
     parser.add_argument("--memory", type=float, metavar="GiB", help="of the device, at most")
     parser.add_argument("--kv-dtype", choices=("bf16", "fp8", "int8"), help="of keys and values")
     parser.add_argument("--only", default="", help="of the turns, those whose name ends so, as in 24K")
+    parser.add_argument("--drafter", default="", help="beside the model: random:qwen3.6-27b-dflash-q4_k_m, or a path")
     parser.add_argument("--json")
     wishes = parser.parse_args()
     if wishes.memory is not None:
         share = wishes.memory * 2**30 / torch.cuda.get_device_properties(wishes.device).total_memory
         torch.cuda.set_per_process_memory_fraction(share, wishes.device)
     sizes = {"context": wishes.context, "lanes": wishes.lanes, "pages": wishes.pages}
-    bench = Bench(wishes.model, wishes.device, ahead=wishes.ahead, kv=wishes.kv_dtype, only=wishes.only, **sizes)
+    given = {"drafter": wishes.drafter, "kv": wishes.kv_dtype, "only": wishes.only}
+    bench = Bench(wishes.model, wishes.device, ahead=wishes.ahead, **given, **sizes)
     for section in wishes.sections:
         begin = time.perf_counter()
         SECTIONS[section](bench)

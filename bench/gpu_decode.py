@@ -25,13 +25,12 @@ from torch import Tensor
 from onedraw.backends.answers import Position
 from onedraw.backends.torch.exact import padded
 from onedraw.backends.torch.inputs import Inputs, Shape, Span, lay_out
-from onedraw.backends.torch.kernels import triton_attention, triton_delta, views
+from onedraw.backends.torch.kernels import triton_delta
 from onedraw.backends.torch.kernels.cuda import Prepared, TritonLinear, TritonOps
 from onedraw.backends.torch.kernels.recurrence import Recurrence
 from onedraw.backends.torch.kernels.sampler import TritonSampler
 from onedraw.backends.torch.kernels.triton_attention import attend
 from onedraw.backends.torch.kernels.triton_delta import Drafted, Gated, chunked, close, gate, steps
-from onedraw.backends.torch.kernels.triton_linear import Tile, linear
 from onedraw.backends.torch.kernels.triton_norm import opened
 from onedraw.backends.torch.kernels.triton_sample import Wishes, choose
 from onedraw.backends.torch.kernels.views import Heads, device_view, host_view, to_view
@@ -246,7 +245,8 @@ class HybridModel:
         gated = self._gate(projected, plan.taps, drafted)
         out = torch.empty(len(projected), 48, 128, device=DEVICE)
         paths = plan.steps
-        steps(gated, self.states[index], out, paths=paths.paths, order=paths.order, drafted=drafted, pdl=True)
+        given: dict[str, Any] = {"paths": paths.paths, "order": paths.order, "branches": paths.branches}
+        steps(gated, self.states[index], out, drafted=drafted, pdl=True, **given)
         closing: dict[str, Any] = {"windows": self.windows, "sources": plan.closings}
         return close(out, projected, self.norm, 1e-6, channels=self.channels, pdl=True, **closing)
 
@@ -329,31 +329,6 @@ def ceilings() -> None:
 
 TUNED = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)]
 TUNED += [(16480, 5120), (14336, 5120), (5120, 6144), (34816, 5120), (5120, 17408), (248320, 5120)]
-
-
-def tune() -> None:
-    """The fastest tiles for the matrices of the shapes, with cold weights, by rows."""
-    for n, k in TUNED[PART::PARTS]:
-        copies = max(2, int(400e6 // (2 * n * k)) + 1)
-        weights = [normal(n, k, spread=k**-0.5) for _ in range(copies)]
-        x = normal(64, k)
-        for rows in (16, 32, 64):
-            results = []
-            for columns, depth, stages in itertools.product((32, 64, 128), (64, 128, 256, 512), (3, 4, 5)):
-                tile = Tile(rows, columns, depth, 4, stages)
-                deep = depth < 128 or depth > 256
-                if not 40_000 < tile.shared(2) < 220_000 or columns * depth > 16384 or (deep and rows > 16) or columns > 2 * rows:
-                    continue
-                ms = replay_ms(partial(_products, x[: rows - 1], weights, tile), repeats=4)
-                results.append((1000 * ms / copies, tile))
-            results.sort(key=lambda r: r[0])
-            best = [(round(t, 1), tile.columns, tile.depth, tile.stages) for t, tile in results[:4]]
-            say(f"tile {n} x {k}, {rows} rows, us (bytes at 4.2 TB/s: {2 * n * k / 4.2e6:.1f})", best)
-
-
-def _products(x: Tensor, weights: list[Tensor], tile: Tile) -> None:
-    for weight in weights:
-        linear(x, weight, tile=tile)
 
 
 CHAIN = tuple(Draft(1, i - 1) for i in range(15))
@@ -452,10 +427,10 @@ def _mix_all(model: HybridModel, projected: Tensor, plan: Recurrence) -> None:
 
 
 def step_tiles() -> None:
-    """The step kernel by columns of the state that a warp has."""
+    """The step kernel by columns of the state that a warp has: of drafts, and of many rows."""
     model = HybridModel(TritonOps(DEVICE), positions=4096, pages=800, layers=4)
-    for columns in (8, 16, 4):
-        triton_delta.COLUMNS = columns
+    for columns in (16, 32):
+        triton_delta.COLUMNS = triton_delta.MANY_COLUMNS = columns
         for case, rows in STEP_CASES.items():
             plan = model.step_plan(model.inputs(rows))
             projected = normal(sum(count for _, count, _ in rows), model.delta_width)
@@ -629,22 +604,6 @@ def attention() -> None:
             say(f"attention {heads}/{kv} x {dim}, {count} at {start}, us (bytes at 4.2 TB/s: {floor:.1f})", us)
 
 
-def sweep() -> None:
-    """Attention of one layer by keys per block and per split: what fixes the arithmetic is chosen by these figures."""
-    for block, split, stages in ((64, 512, 3), (64, 512, 4), (64, 512, 5), (128, 512, 3), (128, 512, 4), (64, 1024, 4))[
-        PART::PARTS
-    ]:
-        triton_attention.block_keys = lambda dim, block=block: block if dim <= 128 else 64  # type: ignore[assignment, misc]
-        triton_attention.SPLIT = views.SPLIT = split
-        for merged in (True, False):
-            line = []
-            for start, count in ((200, 1), (1000, 1), (1000, 16), (24_000, 1), (24_000, 16), (131_000, 1)):
-                launch, stores = _one_layer(32, 8, 128, start, count, merged=merged, stages=stages)
-                line.append(round(500 * replay_ms(partial(_through, launch, stores), repeats=5), 1))
-            name = f"block {block}, split {split}, {stages} stages{'' if merged else ', not merged'}, us"
-            say(f"{name}: 1 at 200, 1K, 16 at 1K, 1 at 24K, 16 at 24K, 1 at 131K", line)
-
-
 def chunks() -> None:
     """Chunks of a prompt by columns of the state and warps per program."""
     model = HybridModel(TritonOps(DEVICE), positions=4096, pages=400, layers=1)
@@ -748,9 +707,7 @@ def exact() -> None:
 SECTIONS: dict[str, Callable[[], None]] = {
     "exact": exact,
     "ceilings": ceilings,
-    "tune": tune,
     "parts": parts,
-    "sweep": sweep,
     "attention": attention,
     "sampler": sampler,
     "choosing": choosing,

@@ -1,9 +1,9 @@
 """Products of packed weights with few rows on a GPU, next to what the memory allows. Blocks are random.
 
-    python -m bench.gpu_rows check | compile | time | tune [--part I --parts N] [--kinds …] [--rows …] [--limit SECONDS]
+    python -m bench.gpu_rows check | forms | compile | time [--part I --parts N] [--kinds …] [--rows …] [--all-forms]
 
-check: every kind against float64 and against itself: one row alone, and among others, in several forms. time: the forms that are
-chosen. tune: several forms of every kind and shape. Times are medians of graph replays with cold weights.
+check: every kind against float64 and against itself: one row alone, and among others. forms: in other forms. time:
+medians of graph replays with cold weights, as launched alone and (pdl) with the start of each beside the end of the one before.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bench.gpu_decode import captured, timed_ms
 from onedraw.backends.packing import SPANS, span_bytes
 from onedraw.backends.torch.kernels.fragments import Fragments, empty_fragments, fill_fragments
 from onedraw.backends.torch.kernels.nvrtc import keep_in
-from onedraw.backends.torch.kernels.packed_rows import Form, opened, skinny_product, unpacked_rows
+from onedraw.backends.torch.kernels.packed_rows import CHOSEN, Form, opened, skinny_product, unpacked_rows
 from onedraw.backends.torch.kernels.spans import Prepared, prepare_rows
 from onedraw.checkpoints.quants import KINDS, dequantize_into
 from onedraw.checkpoints.random_blocks import random_blocks
@@ -42,15 +42,7 @@ SHAPES = (
     ("Q6_K", 6144, 5120),
     ("Q6_K", 248320, 5120),
 )
-FORMS = (
-    Form(4, 1, 1, 4),
-    Form(4, 1, 2, 4),
-    Form(4, 1, 1, 5),
-    Form(8, 1, 1, 2),
-    Form(4, 2, 1, 2),
-    Form(4, 2, 1, 3),
-    Form(2, 2, 1, 4),
-)
+FORMS = (Form(16, 1), Form(16, 0), Form(16, 2), Form(12, 1), Form(20, 1), Form(8, 2))
 
 
 def made(kind: str, n: int, k: int, seed: int = 0) -> tuple[Fragments, np.ndarray]:
@@ -70,9 +62,9 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> T
     return torch.randn(shape, generator=generator, device=DEVICE).to(dtype)
 
 
-def product(x: Tensor, weight: Fragments, form: Form | None = None, share: int | None = None, **more: Tensor) -> Tensor:
+def product(x: Tensor, weight: Fragments, form: Form = CHOSEN, **more: Tensor) -> Tensor:
     out = torch.full((len(x), weight.rows), torch.nan, dtype=x.dtype, device=x.device)
-    return skinny_product(prepare_rows(x), weight, out=out, form=form, share=share, **more)  # type: ignore[arg-type]
+    return skinny_product(prepare_rows(x), weight, out=out, form=form, **more)  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------ is it right?
@@ -121,7 +113,6 @@ def check(kinds: Iterable[str]) -> None:
                 half_way = float((product_of_opened(x[:5], weight) - judge[:5]).norm() / judge[:5].norm())
                 unequal = [rows for rows in ROWS if not torch.equal(product(x[:rows], weight), full[:rows])]
                 middle = torch.equal(product(x[30:41], weight), full[30:41])
-                shares = [s for s in (1, 2, 3, 99) for r in (1, 64) if not torch.equal(product(x[:r], weight, None, s), full[:r])]
                 bias, residual = normal(n, dtype=dtype, seed=2), normal(64, n, dtype=dtype, seed=3)
                 more = product(x, weight, bias=bias, residual=residual)
                 follows = torch.equal(more, (full + bias) + residual)
@@ -131,7 +122,7 @@ def check(kinds: Iterable[str]) -> None:
                 idle = not weight.counters.any()
                 print(
                     f"{kind} {n}x{k} {str(dtype)[6:]}: numbers {'equal' if same else 'UNEQUAL'}, error {error:.1e}, opened "
-                    f"{half_way:.1e}, rows {unequal or 'equal'} {'' if middle else 'UNEQUAL'}, shares {shares or 'equal'}, "
+                    f"{half_way:.1e}, rows {unequal or 'equal'} {'' if middle else 'UNEQUAL'}, "
                     f"bias and residual {'equal' if follows else 'UNEQUAL'}{'' if idle else ' COUNTERS'}",
                     flush=True,
                 )
@@ -158,66 +149,43 @@ def copies_of(weight: Fragments, size: int) -> list[Fragments]:
     return [weight, *others]
 
 
-def cold_us(ready: Prepared, copies: list[Fragments], form: Form | None, share: int | None, repeats: int = 7) -> float:
+def cold_us(ready: Prepared, copies: list[Fragments], form: Form, *, pdl: bool, repeats: int = 7) -> float:
     out = torch.empty(len(ready), copies[0].rows, dtype=torch.bfloat16, device=DEVICE)
-    graph = captured(lambda: [skinny_product(ready, one, out=out, form=form, share=share) for one in copies])
+    graph = captured(lambda: [skinny_product(ready, one, out=out, form=form, pdl=pdl) for one in copies])
     return timed_ms(graph.replay, repeats) / len(copies) * 1e3
 
 
-def timed(rows: Iterable[int], kinds: Iterable[str], limit: float) -> None:
-    began, once = time.monotonic(), {}
-    for kind, n, k in SHAPES:
-        if kind not in kinds:
-            continue
-        size, found = span_bytes((n, k), kind), []
-        copies = copies_of(made(kind, n, k)[0], size)
-        for count in rows:
-            once[count] = cold_us(prepare_rows(normal(count, k)), copies, None, None)
-            found.append(f"{count}: {once[count]:.1f}")
-        floor = size / COPY_BYTES * 1e6
-        print(f"{kind} {n}x{k}: floor {floor:.1f} us, {floor / once[min(rows)]:.0%} | {', '.join(found)}", flush=True)
-        if time.monotonic() - began > limit:
-            return
-
-
-def tune(rows: Iterable[int], kinds: Iterable[str], limit: float) -> None:
+def timed(rows: Iterable[int], kinds: Iterable[str], limit: float, forms: Iterable[Form]) -> None:
     began = time.monotonic()
-    for (kind, n, k), count in itertools.product(SHAPES, rows):
-        if kind not in kinds:
+    for kind, n, k in SHAPES:
+        if kind not in kinds or time.monotonic() - began > limit:
             continue
-        if time.monotonic() - began > limit:
-            print("out of time", kind, n, k, count)
-            return
-        size, found = span_bytes((n, k), kind), []
-        copies, ready = copies_of(made(kind, n, k)[0], size), prepare_rows(normal(count, k))
-        segments = -(-k // 1024)
-        for form, share in itertools.product(FORMS, sorted({None, 1, 2, segments} - {0}, key=str)):
-            if share is not None and n > 100000 and share != segments:
-                continue
-            found.append((cold_us(ready, copies, form, share, 5), form, share))
-        found.sort(key=lambda one: one[0])
+        size = span_bytes((n, k), kind)
+        copies = copies_of(made(kind, n, k)[0], size)
         floor = size / COPY_BYTES * 1e6
-        shown = " ".join(f"{f.warps}/{f.tall}/{f.depth}/{f.together}/{s or '-'}:{us:.1f}" for us, f, s in found[:9])
-        print(
-            f"{count:3d} {kind} {n}x{k}: floor {floor:.1f}, {floor / found[0][0]:.0%} | {shown} | {found[-1][0]:.0f}", flush=True
-        )
+        for form, pdl in itertools.product(forms, (False, True)):
+            found = {count: cold_us(prepare_rows(normal(count, k)), copies, form, pdl=pdl) for count in rows}
+            shown = ", ".join(f"{count}: {us:.1f}" for count, us in found.items())
+            how = f"{form.warps} warps, {form.ahead} ahead{', pdl' if pdl else ''}"
+            print(f"{kind} {n}x{k}: floor {floor:.1f} us, {floor / min(found.values()):.0%} | {how} | {shown}", flush=True)
 
 
-def compile_all(kinds: Iterable[str], part: int, parts: int) -> None:
-    work = [(kind, form) for form in FORMS for kind in kinds]
-    for kind, form in work[part::parts]:
+def compile_all(kinds: Iterable[str], rows: Iterable[int], part: int, parts: int) -> None:
+    work = [(kind, form, count) for form in FORMS for kind in kinds for count in rows]
+    for kind, form, count in work[part::parts]:
         began = time.monotonic()
-        product(normal(1, 512), made(kind, 64, 512)[0], form)
+        product(normal(count, 512), made(kind, 64, 512)[0], form)
         print(f"{kind} {form}: {time.monotonic() - began:.1f} s", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("section", choices=("check", "forms", "compile", "time", "tune"))
+    parser.add_argument("section", choices=("check", "forms", "compile", "time"))
     parser.add_argument("--part", type=int, default=0)
     parser.add_argument("--parts", type=int, default=1)
     parser.add_argument("--kinds", nargs="*", default=list(SPANS))
     parser.add_argument("--rows", nargs="*", type=int, default=[1, 8, 16, 24, 64])
+    parser.add_argument("--all-forms", action="store_true")
     parser.add_argument("--limit", type=float, default=60)
     parser.add_argument("--cache", type=Path, default=Path("build/cache"))
     chosen = parser.parse_args()
@@ -228,11 +196,9 @@ def main() -> None:
         elif chosen.section == "forms":
             check_forms(chosen.kinds)
         elif chosen.section == "compile":
-            compile_all(chosen.kinds, chosen.part, chosen.parts)
-        elif chosen.section == "time":
-            timed(chosen.rows, chosen.kinds, chosen.limit)
+            compile_all(chosen.kinds, chosen.rows, chosen.part, chosen.parts)
         else:
-            tune(chosen.rows, chosen.kinds, chosen.limit)
+            timed(chosen.rows, chosen.kinds, chosen.limit, FORMS if chosen.all_forms else (CHOSEN,))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Products of packed weights with many rows on a GPU: their bits, and how fast they are. Blocks are random.
 
-    python -m bench.gpu_wide probe | check [--kinds …] | time | few | variants
+    python -m bench.gpu_wide probe | check [--kinds …] | time | few | compile | variants
 
 check: every kind against float64, equal bits across numbers of rows, tiles and kernels. time: the shapes of Qwen3.6-27B at 2,048
 and 8,192 rows, medians between events, and the library's product of the same shape beside them. few: 64 to 512 rows.
@@ -93,16 +93,18 @@ def probe() -> None:
         weights = torch.randint(-900, 900, (128, 256), device=DEVICE).half()
         minima = torch.randint(0, 63, (128, 1, 8), device=DEVICE).half() if per == 1 else None
         scales = torch.rand(128, per, device=DEVICE)
-        prepared = prepare_rows(normal(128, 256))
+        prepared = prepare_rows(normal(300, 256))
         for name, opened in (
             ("weights", Opened(weights, scales)),
             ("minima", Opened(torch.zeros_like(weights), scales, minima, scales)),
             ("both", Opened(weights, scales, minima, scales)),
         ):
-            found = wide.wide_product(prepared, opened, out=torch.full((128, 128), torch.nan, dtype=torch.float16, device=DEVICE))
+            found = wide.wide_product(prepared, opened, out=nothing(300, 128, torch.float16))
             expected = product_slowly(prepared, opened)
             wrong = (found.double() - expected).abs() > 1e-2 * expected.abs().max()
             print(f"probe {per} {name}: {int(wrong.sum())} wrong, first {wrong.nonzero()[:3].tolist()}", flush=True)
+            if bool(wrong.any()):
+                raise SystemExit(1)
 
 
 def timed(call: Callable[[], object], repeats: int = 7) -> float:
@@ -184,31 +186,57 @@ def few() -> None:
         print(f"{kind} {n}x{k}, blocks read or weight opened: {'; '.join(told)}", flush=True)
 
 
-def variants() -> None:
-    """The kernel's own numbers, and the Triton kernel beside it, at 2,048 rows."""
-    for n, k in ((34816, 5120), (5120, 17408)):
-        x, flops = normal(2048, k), 2 * 2048 * n * k
-        prepared, opened = prepare_rows(x), fast_opened("Q4_K", n, k)
-        out = torch.empty(2048, n, dtype=torch.bfloat16, device=DEVICE)
-        for stages, group in ((6, 16), (4, 16), (6, 8), (6, 32)):
-            wide.STAGES[1], wide.GROUP = stages, group
-            wide._kernel.cache_clear()
-            ms = timed(partial(wide.wide_product, prepared, opened, out=out))
-            print(f"{n}x{k} stages {stages} group {group}: {flops / ms / 1e9:.0f} TFLOP/s", flush=True)
-        wide.STAGES[1], wide.GROUP = 6, 16
-        wide._kernel.cache_clear()
-        for tile in (WideTile(), WideTile(128, 128, 64, 8, 3)):
-            ms = timed(partial(triton_wide.wide_product, prepared, opened, out=out, tile=tile), 3)
-            print(f"{n}x{k} triton {tile}: {flops / ms / 1e9:.0f} TFLOP/s", flush=True)
+def choose(turns: int, cluster: int, group: int) -> None:
+    """The kernel's own numbers."""
+    wide.TURNS, wide.CLUSTER, wide.GROUP = turns, cluster, group
+    wide._kernel.cache_clear()
+
+
+def compile_all(numbers: Iterable[str]) -> None:
+    """Into the cache folder, what `variants` needs."""
+    for asked in numbers:
+        choose(*map(int, asked.split(",")))
+        for per, minima in ((1, True), (1, False), (8, False)):
+            nvrtc.compile_source("wide.cu", "sm_90a", wide.defines(per, minima, torch.bfloat16))
+
+
+def variants(numbers: Iterable[str]) -> None:
+    """The kernel with other numbers of its own, and whether the bits stay."""
+    first: dict[tuple[str, int, int, int], Tensor] = {}
+    for turns, cluster, group in (map(int, asked.split(",")) for asked in numbers):
+        choose(turns, cluster, group)
+        line = f"turns {turns} cluster {cluster} group {group}:"
+        for kind, n, k, rows in (
+            ("Q4_K", 16384, 5120, 2048),
+            ("Q4_K", 5120, 17408, 2048),
+            ("Q6_K", 5120, 17408, 2048),
+            ("Q4_K", 16384, 5120, 8192),
+            ("Q8_0", 16384, 5120, 2048),
+        ):
+            torch.manual_seed(0)
+            prepared, opened = prepare_rows(normal(rows, k)), fast_opened(kind, n, k)
+            out = torch.empty(rows, n, dtype=torch.bfloat16, device=DEVICE)
+            ms = timed(partial(wide.wide_product, prepared, opened, out=out), 5)
+            same_bits = torch.equal(first.setdefault((kind, n, k, rows), out), out)
+            line += f" {2 * rows * n * k / ms / 1e9:.0f}{'' if same_bits else ' UNEQUAL'}"
+        print(line, flush=True)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("probe", "check", "time", "few", "variants"))
+    parser.add_argument("part", choices=("probe", "check", "time", "few", "compile", "variants"))
     parser.add_argument("--kinds", nargs="*", default=list(SPANS))
+    parser.add_argument("--numbers", nargs="*", default=["1,2,8", "0,1,16"], help="turns,cluster,group; probe takes the first")
     given = parser.parse_args()
     nvrtc.keep_in(Path("build"))
-    if given.part == "check":
-        check(given.kinds)
-    else:
-        {"probe": probe, "time": time, "few": few, "variants": variants}[given.part]()
+    if given.part == "probe":
+        choose(*map(int, given.numbers[0].split(",")))
+    match given.part:
+        case "check":
+            check(given.kinds)
+        case "compile":
+            compile_all(given.numbers)
+        case "variants":
+            variants(given.numbers)
+        case other:
+            {"probe": probe, "time": time, "few": few}[other]()

@@ -5,27 +5,25 @@ In: Settings. Out: a Door whose service is ready. Errors say what is missing; no
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onedraw import __version__
-from onedraw.backends.base import Backend, Capacity, Exports, require_state_dtype
-from onedraw.backends.devices import Device, apart
+from onedraw.backends.base import Backend, Capacity, Exports, SelfCheck, require_state_dtype
+from onedraw.backends.devices import apart
 from onedraw.backends.fake import FakeBackend
 from onedraw.backends.floor import turn_bytes
 from onedraw.backends.packing import matrix_kinds, product_dtype, stored_sizes
-from onedraw.backends.plan import MemoryPlan
-from onedraw.backends.precision import activation_precision, float_dtype, kv_precision, product_precision
+from onedraw.backends.precision import float_dtype, kv_precision
 from onedraw.backends.split import SplitPlan
 from onedraw.checkpoints.pull import resolve
 from onedraw.checkpoints.shapes import is_random, shape_config
+from onedraw.compiling import require_jax, xla_backend
 from onedraw.door import Door
 from onedraw.drafting import Drafting, chosen_drafter, drafter_bytes, drafter_paths, make_speculator
 from onedraw.engine.engine import Engine, Observer
@@ -37,7 +35,7 @@ from onedraw.memory.disk import SnapshotFolder
 from onedraw.memory.ledger import Ledger
 from onedraw.models.loading import Described, describe
 from onedraw.opening import Progress, find_checkpoint, read_text
-from onedraw.planning import plan_devices, plan_memory
+from onedraw.planning import plan_devices
 from onedraw.settings import Settings, default_cache_dir
 from onedraw.speculation.speculator import Speculator
 from onedraw.text.tokenizer import Tokenizer
@@ -48,22 +46,23 @@ from onedraw.types import ModelCard
 if TYPE_CHECKING:
     from onedraw.backends.torch.line import Line
     from onedraw.backends.torch.ops import Ops
-    from onedraw.backends.torch.selfcheck import SelfCheck
     from onedraw.backends.torch.stack import Site
-    from onedraw.backends.xla.selfcheck import SelfCheck as XlaCheck
 
 log = logging.getLogger("onedraw")
 
 
-def open_door(settings: Settings, progress: Progress | None = None, *, speculator: Speculator | None = None) -> Door:
-    """Load a model and start its engine. `progress` hears one line per stage."""
+def open_door(
+    settings: Settings, progress: Progress | None = None, *, speculator: Speculator | None = None, rehearse: bool = True
+) -> Door:
+    """Load a model and start its engine. `progress` hears one line per stage. `rehearse`: turns that will come are recorded
+    before the first request, where turns are recorded."""
     tell = progress or (lambda line: None)
     _require_snapshot_dir(settings)
     match settings.backend:
         case "fake":
             return _fake_door(settings, speculator or make_speculator(settings))
         case "torch" | "xla":
-            return _model_door(settings, tell, speculator or make_speculator(settings))
+            return _model_door(settings, tell, speculator or make_speculator(settings), rehearse=rehearse)
 
 
 def make_service(
@@ -156,7 +155,7 @@ def turn_floor(settings: Settings) -> Callable[[int, int], float] | None:
 
 
 def peer_rates(
-    settings: Settings, *, batches: Sequence[int], prompt_tokens: int, new_tokens: int, sampling: Mapping[str, float]
+    settings: Settings, tell: Progress, *, batches: Sequence[int], prompt_tokens: int, sampling: Mapping[str, float]
 ) -> dict[int, float]:
     """Decoded tokens per second of transformers with the same model, by batch size."""
     from onedraw.backends.torch.device import find_devices
@@ -171,8 +170,8 @@ def peer_rates(
         source = str(resolve(settings.model, settings.cache_dir or default_cache_dir()))
         if not Path(source).is_dir():
             raise BadSetting("--against transformers: needs a folder with safetensors, or a random: shape")
-    size = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens}
-    return transformers_rates(source, device=device.name, dtype=dtype, batches=batches, sampling=sampling, **size)
+    asked: dict[str, Any] = {"batches": batches, "prompt_tokens": prompt_tokens, "sampling": sampling}
+    return transformers_rates(source, device=device.name, dtype=dtype, tell=tell, **asked)
 
 
 # ---------------------------------------------------------------------- the two kinds of door
@@ -206,10 +205,10 @@ def _fake_door(settings: Settings, speculator: Speculator) -> Door:
     return Door(service=service, tokenizer=tokenizer, template=toy_template(), card=card)
 
 
-def _model_door(settings: Settings, tell: Progress, speculator: Speculator) -> Door:
+def _model_door(settings: Settings, tell: Progress, speculator: Speculator, *, rehearse: bool) -> Door:
     """A checkpoint behind a backend that computes."""
     if settings.backend == "xla":
-        _require_jax()
+        require_jax()
     checkpoint = find_checkpoint(settings, tell)
     try:
         described = describe(checkpoint)
@@ -222,8 +221,10 @@ def _model_door(settings: Settings, tell: Progress, speculator: Speculator) -> D
 
         def make_backend() -> Backend:
             if settings.backend == "xla":
-                return _xla_backend(settings, described, tell)
-            return torch_backend(settings, described, tell, drafting)
+                backend = xla_backend(settings, described, tell, progress=partial(_tell_layers, tell))
+                _tell_check(backend.report, tell)
+                return backend
+            return torch_backend(settings, described, tell, drafting, rehearse=rehearse)
 
         service = make_service(
             make_backend,
@@ -245,7 +246,9 @@ def _model_door(settings: Settings, tell: Progress, speculator: Speculator) -> D
     return Door(service=service, tokenizer=tokenizer, template=template, card=card)
 
 
-def torch_backend(settings: Settings, described: Described, tell: Progress, drafting: Drafting | None) -> Backend:
+def torch_backend(
+    settings: Settings, described: Described, tell: Progress, drafting: Drafting | None, *, rehearse: bool = True
+) -> Backend:
     from onedraw.backends.torch.backend import TorchBackend
     from onedraw.backends.torch.device import find_devices, why_no_kernels
 
@@ -293,105 +296,11 @@ def torch_backend(settings: Settings, described: Described, tell: Progress, draf
             line.close()
         raise
     _tell_check(backend.report, tell)
-    backend.rehearse(tell)
+    if rehearse:
+        backend.rehearse(tell)
     if backend.capacity.drafter and drafting is not None:
         tell(f"drafting with {drafting.named} ({backend.capacity.drafter})")
     return backend
-
-
-def _require_jax() -> None:
-    if importlib.util.find_spec("jax") is None:
-        raise BadSetting('--backend xla needs jax, which is not installed here: pip install "onedraw[xla]"')
-
-
-def _xla_backend(settings: Settings, described: Described, tell: Progress) -> Backend:
-    from onedraw.backends.xla.backend import DRAFTS, Site, XlaBackend
-    from onedraw.backends.xla.families import require_interpreted
-    from onedraw.backends.xla.platform import find_devices, keep_compiled, resolve_platform
-
-    require_state_dtype(settings.state_dtype, "states of recurrent layers")
-    require_interpreted(described.spec)
-    platform = resolve_platform(settings.xla_platform)
-    devices, found = find_devices(platform, settings.device_names)
-    kept = keep_compiled((settings.cache_dir or default_cache_dir()) / "xla")
-    settings = xla_settings(settings, devices)
-    plan, split = plan_devices(settings, described, devices)
-    drafts = 0 if "none" in settings.draft else DRAFTS
-    by_name = dict(zip((device.name for device in devices), found, strict=True))
-    begin = time.perf_counter()
-    backend = XlaBackend(
-        described.spec,
-        described.weights,
-        dtype=plan.dtype,
-        activation=split.activation,
-        sites=[Site(by_name[stage.device.name], stage.stop) for stage in split.stages],
-        lanes=settings.max_batch,
-        pages=plan.pages,
-        page_size=settings.page_size,
-        max_context=plan.max_context,
-        turn_tokens=settings.turn_tokens,
-        drafts=min(drafts, plan.draft_positions) if described.spec.recurrent else drafts,
-        checkpoints=plan.checkpoints,
-        check=settings.self_check,
-        tell=tell,
-        progress=partial(_tell_layers, tell),
-    )
-    tell(f"xla: ready after {time.perf_counter() - begin:.1f} s on {platform}; {kept}")
-    _tell_check(backend.report, tell)
-    return backend
-
-
-def xla_settings(settings: Settings, devices: Sequence[Device]) -> Settings:
-    """The same with the dtype that --backend xla takes on these devices: float32 or bf16 there, and weights never as stored."""
-    found = product_precision(devices, asked=settings.dtype)
-    dtype = "f32" if found == "f16" else found
-    stream = activation_precision(devices, asked=settings.activation_dtype, products=dtype)
-    return replace(settings, dtype=dtype, activation_dtype="f32" if stream == "f16" else stream)
-
-
-def compiled_turns(settings: Settings, described: Described, plan: MemoryPlan, device: Device) -> list[str]:
-    """What --backend xla compiles with its last stage on this device, in words; UnsupportedModel where it cannot run it."""
-    from onedraw.backends.xla.buckets import make_shape, product_rows
-    from onedraw.backends.xla.families import require_interpreted
-
-    require_interpreted(described.spec)
-    shape = make_shape(
-        lanes=settings.max_batch,
-        page_size=settings.page_size,
-        pages=plan.pages,
-        windows=described.spec.windows,
-        max_context=plan.max_context,
-        turn_tokens=settings.turn_tokens,
-        drafts=0,
-        checkpoints=plan.checkpoints,
-        rows=product_rows("cpu" if device.kind == "cpu" else "gpu", plan.dtype),
-    )
-    return [f"{shape.decode.tokens} single tokens", f"up to {shape.mixed.tokens} tokens of any rows"]
-
-
-def export_graphs(settings: Settings, folder: Path, tell: Progress) -> Path:
-    """A model as StableHLO graphs, in the sizes of these settings; gives the manifest's path."""
-    _require_jax()
-    from onedraw.backends.xla.export import export_model
-
-    checkpoint = find_checkpoint(settings, tell)
-    try:
-        described = describe(checkpoint)
-        plan = plan_memory(settings, described, dtype="f32")
-        return export_model(
-            described.spec,
-            described.weights,
-            folder,
-            lanes=settings.max_batch,
-            page_size=settings.page_size,
-            pages=plan.pages,
-            max_context=plan.max_context,
-            turn_tokens=settings.turn_tokens,
-            version=__version__,
-            tell=tell,
-        )
-    finally:
-        checkpoint.close()
 
 
 def _sites(settings: Settings, split: SplitPlan, *, dtype: str, cache: Path, overlap: bool) -> tuple[list[Site], Line | None]:
@@ -427,7 +336,7 @@ def _tell_layers(tell: Progress, done: int, layers: int) -> None:
         tell(f"loaded {done} of {layers} layers")
 
 
-def _tell_check(report: SelfCheck | XlaCheck | None, tell: Progress) -> None:
+def _tell_check(report: SelfCheck | None, tell: Progress) -> None:
     if report is None or not report.findings:
         tell("self-check skipped")
     elif report.holds:

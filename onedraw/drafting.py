@@ -6,6 +6,7 @@ makes the drafter once the target is loaded; the bytes it takes. Who does not fi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +15,14 @@ from typing import Any, Literal
 from onedraw.backends.packing import reads_spans, saved_in_blocks
 from onedraw.backends.plan import MemoryPlan
 from onedraw.backends.precision import float_dtype
-from onedraw.checkpoints.base import Checkpoint, open_checkpoint
+from onedraw.checkpoints.base import Checkpoint
 from onedraw.drafters import built_in
 from onedraw.errors import BadSetting, UnsupportedModel
 from onedraw.models.dflash import check_fit, describe_drafter, is_drafter
 from onedraw.models.loading import Described, describe
 from onedraw.models.mtp import MtpSpec, describe_mtp, has_mtp
 from onedraw.models.spec import DTYPE_BYTES, AttentionSpec, DrafterSpec, ModelSpec
-from onedraw.opening import read_text
+from onedraw.opening import open_drafter, read_text
 from onedraw.planning import DrafterBytes
 from onedraw.settings import DRAFT_WORDS, Settings
 from onedraw.speculation.ngram import NgramProposer
@@ -69,12 +70,19 @@ def drafter_bytes(chosen: Path | Literal["mtp"] | None, described: Described, ch
     if chosen is None:
         return None
     spec: DrafterSpec | ModelSpec | MtpSpec
-    saved = 0  # bytes, where its blocks stay packed
+    saved = twice = 0  # bytes, where its blocks stay packed; weights that are kept twice
     if isinstance(chosen, Path):
-        own = open_checkpoint(chosen)
+        own = open_drafter(chosen)
         try:
-            spec = describe_drafter(own).spec if is_drafter(own) else describe(own).spec
-            saved = saved_in_blocks(own.tensors.values())
+            if is_drafter(own):
+                drafter = describe_drafter(own)
+                spec = drafter.spec
+                # Keys and values of the context are a product of their own.
+                contexts = [drafter.weights.tensor(index, name) for index in range(len(spec.layers)) for name in ("k", "v")]
+                twice, saved = sum(math.prod(tensor.shape) for tensor in contexts), saved_in_blocks(contexts)
+            else:
+                spec = describe(own).spec
+            saved += saved_in_blocks(own.tensors.values())
         finally:
             own.close()
     else:
@@ -82,7 +90,7 @@ def drafter_bytes(chosen: Path | Literal["mtp"] | None, described: Described, ch
     numbers = sum(2 * m.kv_heads * m.head_dim for layer in spec.layers if isinstance(m := layer.mixer, AttentionSpec))
 
     def size(plan: MemoryPlan) -> int:
-        weights = DTYPE_BYTES[float_dtype(plan.dtype)] * spec.parameters - (saved if reads_spans(plan.dtype) else 0)
+        weights = DTYPE_BYTES[float_dtype(plan.dtype)] * (spec.parameters + twice) - (saved if reads_spans(plan.dtype) else 0)
         # Its keys and values are never codes: they are few, and it decides nothing.
         return weights + DTYPE_BYTES[float_dtype(plan.dtype)] * numbers * plan.page_size * (plan.pages[0] + 1)
 
@@ -106,7 +114,7 @@ class Drafting:
         """Of its weights; those of a model's own head are in the model's."""
         if not isinstance(self.source, Path):
             return "its own head"
-        checkpoint = open_checkpoint(self.source)
+        checkpoint = open_drafter(self.source)
         try:
             return checkpoint.fingerprint()
         finally:
@@ -128,7 +136,7 @@ class Drafting:
             if not isinstance(self.source, Path):
                 head = describe_mtp(self.target, target)
                 return ahead(MtpHead(head.spec, head.weights, target=stack, shape=shape, max_context=max_context), shape)
-            checkpoint = open_checkpoint(self.source)
+            checkpoint = open_drafter(self.source)
             try:
                 if is_drafter(checkpoint):
                     drafter = describe_drafter(checkpoint)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from onedraw.door import Ask, Door
+from onedraw.text.grammar import available
 from onedraw.wishes import GUIDED, Wishes, settle
 
 NOTICE = (
@@ -49,10 +50,13 @@ def held(wishes: Mapping[str, Any]) -> bool:
 
 
 def requests(door: Door, *, new_tokens: int) -> list[Ask]:
-    """Prompts of differing length, some with a common beginning, under differing laws; each with its own seed."""
+    """Prompts of differing length, some with a common beginning, under differing laws; each with its own seed. Those that are
+    held to a form come last, and only where what holds them is installed."""
     room = max(door.card.max_context - new_tokens, 1)
     asks = []
     for number, (text, wishes) in enumerate(PROMPTS):
+        if held(wishes) and not available():
+            continue
         # A form ends where it ends; all other replies have the whole length.
         whole = {"temperature": 1.0, "max_tokens": new_tokens, "ignore_eos": not held(wishes)}
         settled = Wishes.of(**{**whole, **wishes}, checksums=True, seed=1000 + number)

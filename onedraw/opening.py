@@ -6,10 +6,11 @@ In: Settings, or an open checkpoint. Out: the checkpoint; its tokenizer and chat
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from onedraw.checkpoints.base import Checkpoint, open_checkpoint
 from onedraw.checkpoints.pull import resolve
-from onedraw.checkpoints.shapes import is_random, open_random
+from onedraw.checkpoints.shapes import is_random, open_random, open_random_drafter
 from onedraw.settings import Settings, default_cache_dir
 from onedraw.text.template import ChatTemplate
 from onedraw.text.tokenizer import Tokenizer
@@ -24,6 +25,11 @@ def find_checkpoint(settings: Settings, progress: Progress | None = None) -> Che
         return open_random(settings.model)
     path = resolve(settings.model, settings.cache_dir or default_cache_dir(), progress=progress)
     return open_checkpoint(path)
+
+
+def open_drafter(path: Path) -> Checkpoint:
+    """A drafter or draft model by its path, or a drafter of a known shape with random weights."""
+    return open_random_drafter(str(path)) if is_random(str(path)) else open_checkpoint(path)
 
 
 def read_text(checkpoint: Checkpoint) -> tuple[Tokenizer, ChatTemplate | None]:

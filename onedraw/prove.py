@@ -25,6 +25,7 @@ from onedraw.errors import BadSetting, Barren, NoRoom
 from onedraw.exercises import requests
 from onedraw.models.loading import describe
 from onedraw.settings import Settings
+from onedraw.text.grammar import available
 from onedraw.variations import Drive, Evidence, Facts, Variation, variations
 
 Opener: TypeAlias = Callable[[Settings], Door]
@@ -86,6 +87,8 @@ def prove(
         base, threads=told, prefix_cache=False, max_batch=1, draft=("none",), tree_budget=0, cache_budget=None
     )
     new_tokens = QUICK_NEW_TOKENS if quick else NEW_TOKENS
+    if not available():
+        tell("llguidance is not installed: no reply is held to a form")
     tell("the plain run")
     with open_one(plain_settings) as door:
         card, asks = door.card, requests(door, new_tokens=new_tokens)
@@ -229,7 +232,7 @@ def settled_stats(door: Door) -> Stats:
 def _default_opener(settings: Settings) -> Door:
     from onedraw.assemble import open_door
 
-    return open_door(settings)
+    return open_door(settings, rehearse=False)  # recorded when they come, turns have the same bits
 
 
 def bytes_per_page(settings: Settings, *, dtype: str) -> int:

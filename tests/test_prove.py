@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from onedraw.door import Door, Reply
 from onedraw.drafting import make_speculator
 from onedraw.engine.stats import Stats
 from onedraw.errors import BadSetting
+from onedraw.exercises import PROMPTS, held
 from onedraw.prove import Finding, Table, drive, first_difference, prove, requests
 from onedraw.sampling.law import choice
 from onedraw.settings import Settings
@@ -296,3 +298,13 @@ def test_another_number_of_threads_is_a_variation_wherever_a_cpu_computes(device
 @pytest.mark.weights
 def test_every_way_of_running_the_default_model_is_the_same() -> None:
     assert set(results(prove(Settings(model="smollm2", threads=1))).values()) == {"same"}
+
+
+def test_without_what_holds_a_form_the_rest_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    table = prove(FAKE, quick=True, tell=told.append)
+    assert told[0] == "llguidance is not installed: no reply is held to a form"
+    assert table.requests == sum(not held(wishes) for _, wishes in PROMPTS)
+    assert table.holds
+    assert results(table)["drafts: held to a form"] == "not exercised"

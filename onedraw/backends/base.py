@@ -56,6 +56,25 @@ class Capacity:
     kv_dtype: str = ""  # of keys and values; empty: that of the products
 
 
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at before anything is served."""
+
+    what: str
+    holds: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SelfCheck:
+    """Whether a row computes from its row on this machine."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def holds(self) -> bool:
+        return all(finding.holds for finding in self.findings)
+
+
 class Backend(Protocol):
     """One device, or several under one roof. A sequence rides in one ticket at a time; tickets are collected in the order of
     their submission, and no more than `Capacity.tickets` are under way. With one, `submit` may compute."""

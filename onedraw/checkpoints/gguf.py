@@ -19,7 +19,8 @@ from onedraw.checkpoints.files import fingerprint, map_file
 from onedraw.checkpoints.quants import KIND_OF_CODE, Bytes
 from onedraw.checkpoints.tensor import StoredTensor, packed_bytes
 from onedraw.errors import Corrupt, UnsupportedModel
-from onedraw.models.source import Dialect
+from onedraw.models.source import Dialect, Tensor
+from onedraw.models.views import Scaled
 
 MAGIC = b"GGUF"
 STRING, ARRAY = 8, 9
@@ -45,7 +46,8 @@ class GgufCheckpoint:
         expected = self.metadata.get("split.tensors.count", len(tensors))
         if expected != len(tensors):
             raise Corrupt(f"{path}: its parts hold {len(tensors)} tensors, it names {expected}")
-        self.tensors: Mapping[str, StoredTensor] = tensors
+        self._stored = tensors
+        self.tensors: Mapping[str, Tensor] = with_factors(path, tensors, str(self.metadata.get("general.architecture", "")))
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -57,11 +59,40 @@ class GgufCheckpoint:
 
     def fingerprint(self) -> str:
         described = {key: value for key, value in self.metadata.items() if not isinstance(value, list)}
-        return fingerprint(self.tensors, described)
+        return fingerprint(self._stored, described)
 
     def close(self) -> None:
         """Let go of the files; each map ends with the last view of it."""
-        self.tensors = {}
+        self.tensors, self._stored = {}, {}
+
+
+# ------------------------------------------------------------------ factors of NVFP4
+
+FACTOR, INPUT_FACTOR = (".scale", ".weight.scale"), (".input_scale", ".weight.input_scale")  # behind the name of a matrix
+
+
+def with_factors(path: Path, tensors: Mapping[str, StoredTensor], arch: str) -> dict[str, Tensor]:
+    """NVFP4 has a float32 factor for the whole matrix, or for each expert, in a tensor of its own. That belongs to the weight;
+    the factor of its inputs is for who rounds activations to four bits too, and nobody here does."""
+    found: dict[str, Tensor] = dict(tensors)
+    for name, tensor in tensors.items():
+        if tensor.kind != "NVFP4":
+            continue
+        stem = name.removesuffix(".weight")
+        if arch == "gemma4" and stem.endswith("ffn_down_exps"):  # there the factor's name is the router's
+            raise UnsupportedModel(
+                f"{path}: tensor {name}: NVFP4 experts of Gemma 4 are not supported, since their factors cannot be told from the "
+                f"router's; use a file of another kind, like Q4_K_M or MXFP4"
+            )
+        for ending in INPUT_FACTOR:
+            found.pop(stem + ending, None)
+        factor = next((own for ending in FACTOR if (own := found.pop(stem + ending, None)) is not None), None)
+        if factor is not None:
+            values = factor.float32().reshape(-1)
+            if len(values) not in (1, tensor.shape[0]):
+                raise Corrupt(f"{path}: tensor {factor.name} has {len(values)} factors, {name} has {tensor.shape[0]} rows")
+            found[name] = Scaled(tensor, np.broadcast_to(values, tensor.shape[:1]))
+    return found
 
 
 # ------------------------------------------------------------------ split files

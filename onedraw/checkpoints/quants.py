@@ -27,6 +27,7 @@ Unpack = Callable[[Bytes, Floats], None]  # blocks [n, size], out [n, values]
 
 RUN_VALUES = 1 << 17  # values of one run: 512 KiB of float32, which a core's second-level cache holds
 THREAD_VALUES = 1 << 18  # fewer values than this are not worth a second thread
+THREAD_BYTES = 1 << 19  # the same of bytes that are only copied
 MAX_THREADS = 8
 
 
@@ -171,6 +172,28 @@ def _mxfp4(blocks: Bytes, out: Floats) -> None:
     out *= np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
 
 
+def _tiny_floats() -> Floats:
+    """Half of what a byte of an NVFP4 block stands for: four bits of exponent, three of mantissa. 0x7F, no number there, is 0."""
+    codes = np.arange(256)
+    exponents, mantissas = codes >> 3 & 15, codes & 7
+    values: Floats = np.zeros(256, np.float32)
+    values[:] = np.where(exponents == 0, np.ldexp(mantissas, -9), np.ldexp(1 + mantissas / 8, exponents - 7)) / 2
+    values[0x7F] = 0
+    return values
+
+
+_TINY = _tiny_floats()
+
+
+def _nvfp4(blocks: Bytes, out: Floats) -> None:
+    """Bytes: four scales, 32 of codes as in MXFP4. Sixteen values share a scale, eight bytes hold them."""
+    codes = np.ascontiguousarray(blocks[:, 4:]).reshape(-1, 4, 8)
+    values = out.reshape(-1, 4, 16)
+    values[:, :, :8] = _FOURS[codes & 15]
+    values[:, :, 8:] = _FOURS[codes >> 4]
+    values *= _TINY[blocks[:, :4]][:, :, None]
+
+
 def _crumbs(packed: Bytes, out: Floats) -> None:
     """Two-bit codes: 32 bytes hold 128 values, value 32j + l in bits 2j of byte l."""
     dense = np.ascontiguousarray(packed).reshape(-1, 2, 32)
@@ -219,10 +242,10 @@ KINDS: dict[str, Kind] = {
         Kind("TQ1_0", 256, 54, 34, elsewhere=True),
         Kind("TQ2_0", 256, 66, 35, elsewhere=True),
         Kind("MXFP4", 32, 17, 39, _mxfp4),
+        Kind("NVFP4", 64, 36, 40, _nvfp4),  # with a factor for the whole tensor beside it: see `gguf.py`
         # No weights we can use come in these, but a header that names them is no reason to call a file broken.
         Kind("Q8_1", 32, 40, 9),
         Kind("Q8_K", 256, 292, 15),
-        Kind("NVFP4", 64, 36, 40),  # needs a second tensor of scales
         Kind("I8", 1, 1, 24),
         Kind("I16", 1, 2, 25),
         Kind("I32", 1, 4, 26),
@@ -263,6 +286,17 @@ def dequantize_into(raw: Bytes, kind: str, out: Floats, *, tensor: str = "") -> 
     work = [(blocks[start:stop], values[start:stop]) for start, stop in pairwise(edges)]
     futures = [_pool().submit(_run, unpack, *share) for share in work[1:]]
     _run(unpack, *work[0])
+    for future in futures:
+        future.result()
+
+
+def copy_rows(raw: Bytes, out: Bytes) -> None:
+    """out [n, bytes] = raw, by a few threads: of a mapped file most of the time goes into touching its pages first."""
+    shares = max(1, min(_threads(), raw.size // THREAD_BYTES))
+    edges = [len(raw) * i // shares for i in range(shares + 1)]
+    spans = [slice(start, stop) for start, stop in pairwise(edges)]
+    futures = [_pool().submit(np.copyto, out[span], raw[span]) for span in spans[1:]]
+    np.copyto(out[spans[0]], raw[spans[0]])
     for future in futures:
         future.result()
 

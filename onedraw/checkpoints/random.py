@@ -141,7 +141,7 @@ class RandomCheckpoint:
         self._name = f"{seed} {spec} {mixture}"
         self.tensors: dict[str, Tensor] = {}
         for where, shape in all_shapes(spec).items():
-            tensor = replace(_tensor(PLAIN.stored(where), where[1], shape, spec=spec, seed=seed), anywhere=anywhere)
+            tensor = replace(random_tensor(PLAIN.stored(where), where[1], shape, tied=spec.tied, seed=seed), anywhere=anywhere)
             kind = mixture_kind(mixture, *where, shape, layers=len(spec.layers), tied=spec.tied) if mixture else "F32"
             packed = RandomPacked(tensor.name, shape, kind, seed, tensor.spread)
             self.tensors[tensor.name] = tensor if kind == "F32" else packed
@@ -164,7 +164,7 @@ SIZES = {
 }
 
 
-def _tensor(name: str, weight: str, shape: tuple[int, ...], *, spec: ModelSpec, seed: int) -> RandomTensor:
+def random_tensor(name: str, weight: str, shape: tuple[int, ...], *, tied: bool, seed: int) -> RandomTensor:
     """Norms lie around one and biases around zero; a matrix keeps the size of what it multiplies."""
     if weight in SIZES:
         mean, spread = SIZES[weight]
@@ -176,7 +176,7 @@ def _tensor(name: str, weight: str, shape: tuple[int, ...], *, spec: ModelSpec, 
     if weight.endswith("bias"):
         return RandomTensor(name, shape, seed, spread=0.1)
     if weight == "embed":
-        return RandomTensor(name, shape, seed, spread=0.1 if spec.tied else 0.5)
+        return RandomTensor(name, shape, seed, spread=0.1 if tied else 0.5)
     if weight == "head":
         return RandomTensor(name, shape, seed, spread=2 / math.sqrt(shape[-1]))
     return RandomTensor(name, shape, seed, spread=1 / math.sqrt(shape[-1]))

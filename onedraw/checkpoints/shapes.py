@@ -1,5 +1,5 @@
 """Named shapes of well-known models: `random:NAME` is a model of that shape with random weights, for benchmarks;
-`random:NAME-q4_k_m` one with random blocks.
+`random:NAME-q4_k_m` one with random blocks; `random:NAME-dflash` a drafter for it.
 
 In: a name, or the path of a config.json. Out: a checkpoint whose weights are made when they are read. A shape is the text part
 of the model's published config.json, so `random:PATH` and a name come in by the same door.
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from onedraw.checkpoints.random import RandomCheckpoint
+from onedraw.checkpoints.random_drafter import DRAFTERS, RandomDrafter, make_drafter
 from onedraw.checkpoints.random_packed import MIXTURES
 from onedraw.errors import Corrupt, NotFound
 from onedraw.models.registry import identify
@@ -128,13 +129,17 @@ def named_mixture(model: str) -> tuple[str, str]:
 
 def shape_config(model: str) -> dict[str, Any]:
     """The config behind `random:NAME` or `random:PATH/config.json`, whatever its weights are stored as."""
+    return _config(model, SHAPES)
+
+
+def _config(model: str, known: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     name, _ = named_mixture(model)
-    if name in SHAPES:
-        return dict(SHAPES[name])
+    if name in known:
+        return dict(known[name])
     path = Path(name)
     if not path.is_file():
-        known = f"{', '.join(SHAPES)}; packed with -q4_k_m or a kind behind"
-        raise NotFound(f"{model}: neither a known shape ({known}) nor the path of a config.json")
+        told = f"{', '.join(known)}; packed with -q4_k_m or a kind behind"
+        raise NotFound(f"{model}: neither a known shape ({told}) nor the path of a config.json")
     try:
         found = json.loads(path.read_text())
     except ValueError as error:
@@ -142,6 +147,11 @@ def shape_config(model: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise Corrupt(f"{path}: a config.json holds one object")
     return found
+
+
+def open_random_drafter(model: str) -> RandomDrafter:
+    """`random:qwen3.6-27b-dflash` or `random:PATH/config.json`, perhaps with a mixture behind it."""
+    return make_drafter(_config(model, DRAFTERS), model, mixture=named_mixture(model)[1])
 
 
 def open_random(model: str, seed: int = 0) -> RandomCheckpoint:

@@ -36,6 +36,7 @@ EXAMPLES = """examples:
   onedraw bench smollm2 --batch 1 --draft ngram --draft-tokens 4 --temperature 0
   onedraw bench random:llama3-8b --batch 1,8,32 --temperature 0.8 --top-p 0.95 --against transformers
   onedraw bench random:qwen3.6-27b --batch 1 --draft replay:4 --draft-tokens 15
+  onedraw bench random:qwen3.6-27b-q4_k_m --batch 1 --draft random:qwen3.6-27b-dflash-q4_k_m --draft-tokens 15
 """
 REPLAY = "replay:"
 # A bench runs to full length, and has nothing to predict.
@@ -124,7 +125,8 @@ def run(arguments: argparse.Namespace) -> int:
     with screen.progress() as tell:
         floor = turn_floor(settings)
         speculator = None if recorded is None else Speculator([recorded], draft_tokens=recorded.length)
-        with open_door(settings, tell, speculator=speculator) as door:
+        # Each batch size runs once before it is measured: that records its turns, and no others.
+        with open_door(settings, tell, speculator=speculator, rehearse=False) as door:
             measures = measure_all(door, wishes, batches=batches, tell=tell, recorded=recorded, **work)
             if arguments.plot is not None:
                 contexts = _over_contexts(door, wishes, arguments.prompt_tokens, tell)
@@ -132,10 +134,8 @@ def run(arguments: argparse.Namespace) -> int:
         if floor is not None:
             measures = [with_floor(m, floor, arguments.prompt_tokens + arguments.new_tokens // 2) for m in measures]
         if arguments.against is not None:
-            tell(f"{arguments.against}, batches of {', '.join(map(str, batches))}")
             sampling = {"temperature": wishes.temperature or 1.0, "top_p": wishes.top_p or 1.0} if wishes.temperature != 0 else {}
-            size = {"prompt_tokens": arguments.prompt_tokens, "new_tokens": arguments.new_tokens}
-            rates = peer_rates(settings, batches=batches, sampling=sampling, **size)
+            rates = peer_rates(settings, tell, batches=batches, prompt_tokens=arguments.prompt_tokens, sampling=sampling)
             measures = [replace(m, peer_tokens_per_second=rates[m.batch]) for m in measures]
     title = f"{card.name} · {card.device} · {card.dtype} · {arguments.prompt_tokens} + {arguments.new_tokens} tokens"
     if arguments.plot is not None:
@@ -178,11 +178,15 @@ def measure_all(
     tell: Callable[[str], None],
     recorded: RecordedProposer | None = None,
 ) -> list[Measure]:
-    """Every batch size, after one run that is not counted."""
+    """Every batch size, each after one run that is not counted."""
     prompts = Prompts(door, prompt_tokens)
-    _together(door, [_ask(door, wishes, prompts.next()) for _ in range(max(batches))])
     measures = []
     for batch in batches:
+        tell(f"batch {batch}, a run that is not counted")
+        asks = [_ask(door, wishes, prompts.next()) for _ in range(batch)]
+        first = _together(door, asks)
+        if recorded is not None:
+            _replayed(door, asks, first, recorded)
         runs, plain = [], []
         for repeat in range(repeats):
             tell(f"batch {batch}, run {repeat + 1} of {repeats}")

@@ -31,7 +31,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from onedraw.assemble import export_graphs
+    from onedraw.compiling import export_graphs
 
     given = {name: getattr(arguments, name) for name in ("max_batch", "max_context", "turn_tokens", "page_size", "cache_dir")}
     settings = Settings.of(model=arguments.model, backend="xla", draft="none", **given)

@@ -45,7 +45,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from onedraw.assemble import compiled_turns, xla_settings
+    from onedraw.compiling import compiled_turns, xla_settings
     from onedraw.drafting import chosen_drafter, drafter_bytes, proposer_names
     from onedraw.opening import find_checkpoint
     from onedraw.planning import plan_devices

@@ -38,9 +38,15 @@ def draw(
     left.plot(*zip(*throughput, strict=True), marker="o", label="onedraw")
     if peer:
         left.plot(*zip(*peer, strict=True), marker="s", label="transformers")
-        left.legend()
-    left.set(xlabel="requests at once", ylabel="decoded tokens per second", xscale="log", yscale="log")
+        left.legend(frameon=False)
+    left.set(xlabel="requests at once", ylabel="decoded tokens per second, all together", ylim=(0, None))
+    left.set_xscale("log", base=2)
+    left.set_xticks([batch for batch, _ in throughput], [str(batch) for batch, _ in throughput])
+    left.minorticks_off()
     right.plot(*zip(*latency, strict=True), marker="o")
-    right.set(xlabel="context, tokens", ylabel="milliseconds per token, one request", ylim=(0, None))
+    right.set(xlabel="tokens of context", ylabel="milliseconds per token, one request", xlim=(0, None), ylim=(0, None))
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
     pyplot.close(figure)

@@ -1,7 +1,7 @@
 """Tensors seen another way, so that every file's weights have one form. Nothing is read before `into` or `float32`.
 
 In: tensors of a checkpoint. Out: tensors again: some rows in some order (still packed), another shape, columns in
-another order, several stacked into one, values changed one by one.
+another order, several stacked into one, rows by a factor, values changed one by one.
 """
 
 from __future__ import annotations
@@ -123,6 +123,32 @@ class Columns(View):
 
     def take_rows(self, order: Order) -> Tensor:
         return Columns(self.stored.take_rows(order), self.order)
+
+
+class Scaled(View):
+    """Every row of the first axis by a factor of its own: [E, …] times [E]."""
+
+    def __init__(self, tensor: Tensor, factors: Floats) -> None:
+        if factors.shape != tensor.shape[:1]:
+            raise ValueError(f"tensor {tensor.name} of shape {tensor.shape} has {len(factors)} factors")
+        self.name, self.kind, self.shape = tensor.name, tensor.kind, tensor.shape
+        self._tensor, self._factors = tensor, factors
+
+    def require_readable(self) -> None:
+        self._tensor.require_readable()
+
+    def into(self, out: Floats) -> None:
+        self._tensor.into(out)
+        out *= self._factors.reshape(-1, *(1,) * (out.ndim - 1))
+
+    def take_rows(self, order: Order) -> Tensor:
+        return Scaled(self._tensor.take_rows(order), self._factors[order])
+
+    def reshaped(self, shape: tuple[int, ...]) -> Tensor:
+        """The first axis divided into rows, or kept."""
+        if shape[0] % len(self._factors):
+            raise ValueError(f"tensor {self.name} of shape {self.shape} has no factors for {shape}")
+        return Scaled(self._tensor.reshaped(shape), np.repeat(self._factors, shape[0] // len(self._factors)))
 
 
 class Stacked(View):

@@ -163,6 +163,15 @@ def with_bounds(schema: Any) -> Any:
     return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE, **(given if isinstance(given, dict) else {})}}
 
 
+def available() -> bool:
+    """Whether replies can be held to a form here."""
+    try:
+        _library()
+    except Unsupported:
+        return False
+    return True
+
+
 def _library() -> Any:
     try:
         import llguidance

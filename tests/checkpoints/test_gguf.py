@@ -187,3 +187,46 @@ def test_a_vocabulary_of_a_quarter_million_parses_fast(tmp_path: Path) -> None:
     checkpoint = GgufCheckpoint(path)
     assert time.perf_counter() - start < 1.0
     assert checkpoint.metadata["tokenizer.ggml.tokens"][-1] == "word262143"
+
+
+def nvfp4_file(
+    path: Path, *, arch: str = "llama", name: str = "blk.0.ffn_up.weight", factors: tuple[float, ...] = (0.5,)
+) -> Path:
+    writer = gguf.GGUFWriter(path, arch)
+    stem = name.removesuffix(".weight")
+    raw = np.random.default_rng(3).integers(0, 127, (6, 2 * 36), dtype=np.uint8)
+    writer.add_tensor(name, raw, raw_shape=raw.shape, raw_dtype=gguf.GGMLQuantizationType.NVFP4)
+    writer.add_tensor(f"{stem}.scale", np.array(factors, np.float32))
+    writer.add_tensor(f"{stem}.input_scale", np.array([3.0], np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_nvfp4_is_multiplied_by_the_factor_that_stands_beside_it(tmp_path: Path) -> None:
+    checkpoint = GgufCheckpoint(nvfp4_file(tmp_path / "one.gguf"))
+    assert list(checkpoint.tensors) == ["blk.0.ffn_up.weight"]
+    tensor = checkpoint.tensors["blk.0.ffn_up.weight"]
+    bare = gguf.GGUFReader(tmp_path / "one.gguf").get_tensor(0)
+    expected = gguf.quants.dequantize(bare.data, gguf.GGMLQuantizationType.NVFP4) * np.float32(0.5)
+    assert np.abs(expected).max() > 0
+    np.testing.assert_array_equal(tensor.float32(), expected.astype(np.float32))
+    np.testing.assert_array_equal(tensor.take_rows(np.array([4, 1])).float32(), expected[[4, 1]])
+    assert not tensor.stays_packed
+    assert tensor.packed() is None
+
+
+def test_nvfp4_experts_have_a_factor_each_or_are_refused(tmp_path: Path) -> None:
+    each = GgufCheckpoint(nvfp4_file(tmp_path / "each.gguf", factors=(1, 2, 3, 4, 5, 6)))
+    one = GgufCheckpoint(nvfp4_file(tmp_path / "one.gguf", factors=(1,)))
+    name = "blk.0.ffn_up.weight"
+    factors = np.arange(1, 7, dtype=np.float32)[:, None]
+    np.testing.assert_array_equal(each.tensors[name].float32(), one.tensors[name].float32() * factors)
+    folded = each.tensors[name].reshaped((6, 128)).float32()
+    np.testing.assert_array_equal(folded, each.tensors[name].float32())
+    with pytest.raises(Corrupt, match="2 factors"):
+        GgufCheckpoint(nvfp4_file(tmp_path / "bad.gguf", factors=(1, 2)))
+    with pytest.raises(UnsupportedModel, match=r"Gemma 4.*Q4_K_M"):
+        GgufCheckpoint(nvfp4_file(tmp_path / "gemma.gguf", arch="gemma4", name="blk.0.ffn_down_exps.weight"))

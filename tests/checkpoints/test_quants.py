@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 import pytest
 
-from onedraw.checkpoints.quants import KIND_OF_CODE, KINDS, OURS, RUN_VALUES, dequantize_into
+from onedraw.checkpoints.quants import KIND_OF_CODE, KINDS, OURS, RUN_VALUES, copy_rows, dequantize_into
 from onedraw.errors import UnsupportedModel
 
 READABLE = [name for name, kind in KINDS.items() if kind.unpack is not None or kind.elsewhere]
@@ -91,3 +91,12 @@ def test_a_rare_kind_without_the_gguf_package_says_what_to_install(monkeypatch: 
 def test_a_kind_that_holds_no_weights_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedModel, match=r"tensor x: kind F8_E4M3 .* supported: F32"):
         dequantize_into(np.zeros(4, np.uint8), "F8_E4M3", np.empty(4, np.float32), tensor="x")
+
+
+def test_rows_copied_by_several_threads_are_the_rows() -> None:
+    """A window into rows, as a mapped file gives them, and more bytes than one thread's share."""
+    raw = np.random.default_rng(10).integers(0, 256, (3001, 777), dtype=np.uint8)[:, 5:]
+    out = np.zeros(raw.shape, np.uint8)
+    copy_rows(raw, out)
+    np.testing.assert_array_equal(out, raw)
+    copy_rows(raw[:0], out[:0])

@@ -243,7 +243,10 @@ def test_a_kept_draft_comes_home_with_its_scales(kind: str) -> None:
     walked = walk(chosen, tokens=tokens, parents=parents, rows=rows, longest=1 + len(TREE))
     assert walked.kept[0, :4].tolist() == [1, 4, 5, -1]
     table = torch.tensor([scene.tables[0]], dtype=torch.int32, device=DEVICE)
-    move_kept(store, walked, rows=rows, table=table, kv_heads=spec.kv_heads, dim=spec.head_dim, page_size=PAGE)
+    for pair, head_bytes in ((("keys", "values"), spec.head_dim), (("key_scales", "value_scales"), 4)):
+        stores = torch.tensor([[store.parts()[name].data_ptr() for name in pair]], device=DEVICE)
+        sizes = {"kv_heads": spec.kv_heads, "head_bytes": head_bytes, "page_size": PAGE}
+        move_kept(stores, walked, rows=rows, table=table, **sizes)
     slots = [(start + 1 + index, start + 1 + depth) for depth, index in enumerate((1, 4, 5))]
     pages = scene.tables[0]
     moves = [(pages[a // PAGE], a % PAGE, pages[b // PAGE], b % PAGE) for a, b in slots]

@@ -27,7 +27,7 @@ if torch.cuda.is_available():
     from onedraw.types import Draft
 
 DEVICE = torch.device("cuda:0")
-ROWS = (1, 2, 5, 16, 17, 40, 64, 100, 200, 300, 2048, 2100)
+ROWS = (1, 2, 5, 16, 17, 24, 32, 40, 64, 100, 200, 300, 2048, 2100)
 PAGES, PAGE = 2000, 16
 
 
@@ -57,10 +57,12 @@ def test_a_product_has_the_bits_of_its_row(n: int, k: int, dtype: torch.dtype) -
 def test_no_tile_changes_a_bit_and_small_cards_have_tiles_too() -> None:
     x, weight = normal(300, 4096), normal(6144, 4096, seed=1, spread=1 / 64)
     full = linear(x, weight)
-    for rows in (1, 16, 64, 128, 300):
+    tiles = [Tile(16, 64, 64, 4, 3), Tile(32, 32, 512, 4, 2), Tile(128, 256, 64, 8, 3), Tile(64, 16, 128, 2, 2)]
+    tiles += [Tile(rows, columns, 128, 4, 3, turned=True) for rows in (16, 32, 64) for columns in (32, 64, 128)]
+    for rows in (1, 16, 24, 64, 128, 300):
         small = choose_tile(rows, 6144, 4096, torch.bfloat16, SMALL_SHARED)
         assert small.shared(2) <= SMALL_SHARED
-        for tile in (small, Tile(16, 64, 64, 4, 3), Tile(32, 32, 512, 4, 2), Tile(128, 256, 64, 8, 3), Tile(64, 16, 128, 2, 2)):
+        for tile in (small, *tiles):
             assert torch.equal(linear(x[:rows], weight, tile=tile), full[:rows]), (rows, tile)
 
 

@@ -18,7 +18,7 @@ import pytest
 from tests.backends.xla.making import xla_backend
 
 # isort: split
-from onedraw import assemble
+from onedraw import compiling
 from onedraw.backends.xla import backend as backend_module
 from onedraw.backends.xla import inputs, layers, sampler, state
 from onedraw.checkpoints.base import open_checkpoint
@@ -152,7 +152,9 @@ def test_eight_devices_share_eight_layers_as_the_placement_says(tmp_path: Path, 
         settings = Settings.of(
             backend="xla", devices=devices, max_batch=4, max_context=256, turn_tokens=64, self_check=False, draft="none"
         )
-        backend = assemble._xla_backend(dataclasses.replace(settings, cache_dir=tmp_path), described, lambda line: None)
+        backend = compiling.xla_backend(
+            dataclasses.replace(settings, cache_dir=tmp_path), described, lambda line: None, progress=lambda done, layers: None
+        )
         found.append((backend, run(backend, [dataclasses.replace(r, prompt=r.prompt[:90]) for r in REQUESTS[:4]], Schedule())[0]))
     assert len(found[0][0]._stages) == 1
     assert [len(stage.layers) for stage in found[1][0]._stages] == [1] * 8

@@ -1,10 +1,11 @@
-"""Configs of released models as their hub pages give them, by what they are called. Shapes alone: no weights are here."""
+"""Configs of released models as their hub pages give them, by what they are called. Shapes alone: no weights are here.
+Those that `random:` knows are taken from there."""
 
 from __future__ import annotations
 
 from typing import Any
 
-SLIDING, FULL = "sliding_attention", "full_attention"
+from onedraw.checkpoints.shapes import FULL, SHAPES, SLIDING
 
 QWEN3_5: dict[str, Any] = {
     "vocab_size": 248320,
@@ -48,40 +49,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 16,
         "tie_word_embeddings": True,
     },
-    "Qwen3.6-27B": {
-        **QWEN3_5,
-        "model_type": "qwen3_5_text",
-        "hidden_size": 5120,
-        "intermediate_size": 17408,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 24,
-        "num_key_value_heads": 4,
-        "linear_num_value_heads": 48,
-    },
-    "Qwen3.6-35B-A3B": {
-        **QWEN3_5,
-        "model_type": "qwen3_5_moe_text",
-        "hidden_size": 2048,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "linear_num_value_heads": 32,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-    },
-    "Gemma 4 31B": {
-        **GEMMA4,
-        "hidden_size": 5376,
-        "intermediate_size": 21504,
-        "num_hidden_layers": 60,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 16,
-        "num_global_key_value_heads": 4,
-        "attention_k_eq_v": True,
-        "sliding_window": 1024,
-    },
+    "Qwen3.6-27B": {**SHAPES["qwen3.6-27b"], **QWEN3_5},
+    "Qwen3.6-35B-A3B": {**SHAPES["qwen3.6-35b-a3b"], **QWEN3_5},
+    "Gemma 4 31B": {**SHAPES["gemma4-31b"], **GEMMA4},
     "Gemma 4 26B-A4B": {
         **GEMMA4,
         "hidden_size": 2816,

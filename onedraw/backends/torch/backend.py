@@ -40,7 +40,7 @@ from onedraw.backends.torch.ops import Ops, TorchOps
 from onedraw.backends.torch.ranking import Turned
 from onedraw.backends.torch.runs import CHUNK
 from onedraw.backends.torch.sampler import Sampler, read_choices
-from onedraw.backends.torch.selfcheck import SelfCheck, self_check
+from onedraw.backends.torch.selfcheck import RowCheck, self_check
 from onedraw.backends.torch.stack import Site, Stack, Stream, Watch
 from onedraw.backends.torch.state import KeptLogits, Sizes, State
 from onedraw.backends.torch.steady import Steady, SteadyTurns
@@ -167,7 +167,7 @@ class TorchBackend:
         self._states = self._stack.states(sizes, KV_DTYPES[kept_as])
         self._kept = KeptLogits(checkpoints, padded(spec.vocab, LANE), self._device)
         self._shape = Shape(page_size, sizes.pages, strictest([site.ops.rule for site in sites]), windows)
-        self.report: SelfCheck | None = None
+        self.report: RowCheck | None = None
         if check:
             with current(self._device):
                 self.report = _checked(self._stack, self._states, self._shape)
@@ -450,5 +450,5 @@ def as_tensor(array: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
 
 
 @torch.inference_mode()
-def _checked(stack: Stack, states: Sequence[State], shape: Shape) -> SelfCheck:
+def _checked(stack: Stack, states: Sequence[State], shape: Shape) -> RowCheck:
     return self_check(stack, states, shape=shape)

@@ -1,13 +1,17 @@
 """The same work with transformers, for a benchmark's other column.
 
 In: a folder, or the config of a shape, and batch sizes. Out: decoded tokens per second for each. transformers is asked as its
-users ask it: `generate`, sampled, its own defaults for everything else. Prefill is taken out by the difference of two runs.
+users ask it: `generate`, sampled, its own defaults for everything else. A few tokens are enough: the time between two of them is
+taken, after the first ones, so neither its prefill nor its warming up counts.
 """
 
 from __future__ import annotations
 
+import gc
+import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -15,7 +19,11 @@ import torch
 from onedraw.backends.torch.device import DTYPES
 from onedraw.errors import BadSetting
 
-FEW = 4  # tokens of the run whose time is taken away
+WARMING = 3  # tokens whose time does not count
+COUNTED = 16
+LONGEST_PROMPT = (
+    256  # a longer one takes transformers longer to read, and tells nothing of its decoding that is not in its favour
+)
 
 
 def transformers_rates(
@@ -25,37 +33,52 @@ def transformers_rates(
     dtype: str,
     batches: Sequence[int],
     prompt_tokens: int,
-    new_tokens: int,
     sampling: Mapping[str, float],
+    tell: Callable[[str], None] = lambda line: None,
 ) -> dict[int, float]:
     """Tokens per second while decoding, by batch size. `source`: a checkpoint's folder, or a config of random weights."""
+    tell("transformers: importing")
     try:
         import transformers as library
     except ImportError:
         raise BadSetting("--against transformers: it is not installed; pip install transformers") from None
     place, transformers = torch.device(device), cast(Any, library)
+    gc.collect()
+    if place.type == "cuda":
+        torch.cuda.empty_cache()  # what our own weights left
+    tell("transformers: making the model")
     if isinstance(source, str):
         model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype]).to(place).eval()
     else:
-        given = {name: value for name, value in source.items() if name not in ("model_type", "architectures")}
-        config = transformers.AutoConfig.for_model(source["model_type"], **given)
-        with place:
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype]).eval()
+        model = _made(transformers, source, place, DTYPES[dtype])
     vocab = int(model.config.get_text_config().vocab_size)
     found = {}
     for batch in batches:
-        prompt = torch.randint(0, vocab, (batch, prompt_tokens), device=place)
-        seconds = {}
-        for count in (FEW, FEW + new_tokens):
-            for _ in range(2):  # the first warms up
-                seconds[count] = _seconds(model, prompt, count, sampling)
-        found[batch] = batch * new_tokens / max(seconds[FEW + new_tokens] - seconds[FEW], 1e-9)
+        tell(f"transformers: batch {batch}")
+        prompt = torch.randint(0, vocab, (batch, min(prompt_tokens, LONGEST_PROMPT)), device=place)
+        found[batch] = batch / max(_between_tokens(transformers, model, prompt, sampling), 1e-9)
     return found
 
 
-def _seconds(model: Any, prompt: torch.Tensor, count: int, sampling: Mapping[str, float]) -> float:
-    _wait(prompt.device)
-    begin = time.perf_counter()
+def _made(transformers: Any, source: Mapping[str, Any], place: torch.device, dtype: torch.dtype) -> Any:
+    """A model of this config whose weights are drawn where they are used."""
+    given = {name: value for name, value in source.items() if name not in ("model_type", "architectures")}
+    config = transformers.AutoConfig.for_model(source["model_type"], **given)
+    with place:
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def _between_tokens(transformers: Any, model: Any, prompt: torch.Tensor, sampling: Mapping[str, float]) -> float:
+    """Seconds from one token of every sequence to the next, the median of a few."""
+    moments: list[float] = []
+
+    def note(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if prompt.device.type == "cuda":
+            torch.cuda.synchronize(prompt.device)
+        moments.append(time.perf_counter())
+        return scores
+
+    count = WARMING + COUNTED + 1
     with torch.inference_mode():
         model.generate(
             prompt,
@@ -64,12 +87,8 @@ def _seconds(model: Any, prompt: torch.Tensor, count: int, sampling: Mapping[str
             eos_token_id=None,
             max_new_tokens=count,
             min_new_tokens=count,
+            logits_processor=transformers.LogitsProcessorList([note]),
             **({"do_sample": True, **sampling} if sampling else {"do_sample": False}),
         )
-    _wait(prompt.device)
-    return time.perf_counter() - begin
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    gaps = [after - before for before, after in pairwise(moments)]
+    return statistics.median(gaps[WARMING:])

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from onedraw.backends.base import Finding, SelfCheck
 from onedraw.backends.torch.boundary import current
 from onedraw.backends.torch.inputs import Shape, make_inputs
 from onedraw.backends.torch.layers.linear import Linear, RowRule
@@ -27,22 +28,11 @@ DEPTH = 2  # layers that the whole-turn comparison runs
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    what: str
-    holds: bool
+class RowCheck(SelfCheck):
+    rule: RowRule  # the one that the findings hold with
 
 
-@dataclass(frozen=True, slots=True)
-class SelfCheck:
-    rule: RowRule
-    findings: tuple[Finding, ...]
-
-    @property
-    def holds(self) -> bool:
-        return all(f.holds for f in self.findings)
-
-
-def self_check(stack: Stack, states: Sequence[State], *, shape: Shape) -> SelfCheck:
+def self_check(stack: Stack, states: Sequence[State], *, shape: Shape) -> RowCheck:
     """Find the first row rule that holds, and tile heights where the operations have any; say what holds with them."""
     rules = _candidates(shape.rule)
     samples = _one_per_shape(stack.linears())
@@ -57,7 +47,7 @@ def self_check(stack: Stack, states: Sequence[State], *, shape: Shape) -> SelfCh
             ops.tile_heights = ops.tile_heights[-1:]
         whole = _turns_agree(stack, states, shape)
     findings.append(Finding("a row alone, in a batch, and in chunks", whole))
-    return SelfCheck(rule, tuple(findings))
+    return RowCheck(tuple(findings), rule)
 
 
 def _candidates(first: RowRule) -> list[RowRule]:

@@ -52,6 +52,8 @@ class State:
         self.attending: list[tuple[AttentionSpec, PageStore]] = []  # those that write
         for layer in layers:
             self.stores.append(self._make(layer.mixer, dtype))
+        # Where what pages hold of the layers of one kind lies, which is for good: one kernel can then reach all of them.
+        self.addresses = {mixer: self._addresses(mixer) for mixer in dict.fromkeys(mixer for mixer, _ in self.attending)}
 
     def _make(self, mixer: AttentionSpec | DeltaSpec, dtype: torch.dtype) -> Store:
         sizes = self.sizes
@@ -66,6 +68,17 @@ class State:
         self._groups[group].append(pages)
         self.attending.append((mixer, pages))
         return pages
+
+    def _addresses(self, kind: AttentionSpec) -> list[tuple[Tensor, int]]:
+        """[layers, 2] int64 of keys and values, and of their scales where they have any; and bytes of one position of a head."""
+        stores = [pages for mixer, pages in self.attending if mixer == kind]
+        pairs = [[(pages.keys, pages.values) for pages in stores], [pages.scales for pages in stores if pages.scales]]
+        found = []
+        for layers in filter(None, pairs):
+            places = torch.tensor([[part.data_ptr() for part in pair] for pair in layers], dtype=torch.int64, device=self._device)
+            first = layers[0][0]
+            found.append((places, first.dtype.itemsize * first.shape[1] // self.sizes.page_size))
+        return found
 
     @property
     def page_bytes(self) -> int:

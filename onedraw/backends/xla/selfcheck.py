@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from onedraw.backends.base import Capacity, Ticket
+from onedraw.backends.base import Capacity, Finding, SelfCheck, Ticket
 from onedraw.types import Choice, History, Outcome, Plan, Row, SamplingParams
 
 LONGEST = 140  # past a block of keys and two chunks
@@ -25,21 +25,6 @@ class Runs(Protocol):
     def capacity(self) -> Capacity: ...
     def submit(self, plan: Plan) -> Ticket: ...
     def collect(self, ticket: Ticket) -> Outcome: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    what: str
-    holds: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SelfCheck:
-    findings: tuple[Finding, ...]
-
-    @property
-    def holds(self) -> bool:
-        return all(finding.holds for finding in self.findings)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import torch
 
 from onedraw.backends.packing import SPANS
 from onedraw.backends.torch.kernels import nvrtc
-from onedraw.backends.torch.kernels.packed_rows import FORMS, SOURCE, shared_bytes
+from onedraw.backends.torch.kernels.packed_rows import CHOSEN, MOST_ROWS, SOURCE, blocks_of, buffers_of, shared_bytes, tiles_of
 from onedraw.checkpoints.quants import KINDS
 from onedraw.errors import BadSetting
 
@@ -28,22 +28,39 @@ def test_weights_are_opened_on_every_card(kind: str) -> None:
 @needs_compiler
 @pytest.mark.parametrize(("kind", "architecture"), [("Q4_K", "sm_86"), ("Q4_1", "sm_90")])
 def test_products_compile(kind: str, architecture: str) -> None:
-    code = nvrtc.compile_source(SOURCE, architecture, {"KIND": KINDS[kind].code or 0, **FORMS[0].defines})
-    assert all(f"product{tiles}".encode() in code for tiles in (1, 2, 3, 4))
+    for tiles in (1, 3):
+        assert b"rows_product" in nvrtc.compile_source(
+            SOURCE, architecture, {"KIND": KINDS[kind].code or 0, **CHOSEN.defines(tiles, 2)}
+        )
 
 
-def test_stages_of_rows_fit_a_small_card() -> None:
-    assert max(map(shared_bytes, (1, 2, 3, 4))) <= SMALL_SHARED
+def test_rows_take_the_fewest_tiles_that_hold_them_and_as_many_as_a_small_card_has_room_for() -> None:
+    large = 227 << 10
+    assert [tiles_of(rows, large) for rows in (1, 8, 9, 17, 33, 49, MOST_ROWS)] == [1, 1, 2, 3, 6, 8, 8]
+    assert [tiles_of(rows, SMALL_SHARED) for rows in (1, 32, 33, MOST_ROWS)] == [1, 4, 4, 4]
+    assert shared_bytes(4) <= SMALL_SHARED < shared_bytes(6)
+
+
+def test_shares_are_equal_and_of_one_segment_where_that_costs_next_to_nothing() -> None:
+    assert blocks_of(2176, 5, 132) == 130  # 26 for every segment
+    assert blocks_of(320, 6, 132) == 132
+    assert blocks_of(320, 17, 132) == 132  # 119 would leave a tenth of the device idle
+    assert blocks_of(1, 1, 132) == 1
+    assert blocks_of(3, 200, 132) == 132
+    assert [buffers_of(tiles, 227 << 10) for tiles in (1, 4, 6, 8)] == [2, 2, 2, 1]
+    assert [buffers_of(tiles, SMALL_SHARED) for tiles in (1, 2, 4)] == [2, 2, 1]
 
 
 @needs_compiler
 def test_what_was_compiled_is_kept_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "_kept", [])
+    monkeypatch.setattr(nvrtc, "_compiled", {})
     nvrtc.keep_in(tmp_path)
     made = nvrtc.compile_source(SOURCE, "sm_90", {"KIND": 12})
     (file,) = (tmp_path / "kernels").iterdir()
     assert file.read_bytes() == made
     file.write_bytes(b"found")
+    monkeypatch.setattr(nvrtc, "_compiled", {})
     assert nvrtc.compile_source(SOURCE, "sm_90", {"KIND": 12}) == b"found"
     assert nvrtc.compile_source(SOURCE, "sm_86", {"KIND": 12}) != b"found"
 
@@ -52,7 +69,7 @@ def test_what_was_compiled_is_kept_and_found_again(tmp_path: Path, monkeypatch: 
 def test_a_source_that_does_not_compile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "_kept", [])
     with pytest.raises(BadSetting, match=r"does not compile packed_rows.cu .*-DKIND=12 .*--dtype bf16"):
-        nvrtc.compile_source(SOURCE, "sm_90", {"KIND": 12, "WARPS": 4})  # the other numbers are missing
+        nvrtc.compile_source(SOURCE, "sm_90", {"KIND": 12, "TILES": 1})  # the other numbers are missing
 
 
 def test_without_a_compiler_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

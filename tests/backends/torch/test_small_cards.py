@@ -19,6 +19,7 @@ def test_products_fit(rows: int, n: int, k: int) -> None:
     pointers = dict.fromkeys(("x", "weight", "bias", "residual", "y"), "*bf16")
     sizes = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "GROUP": tile.group, "K": k}
     flags = {"HAS_BIAS": False, "HAS_RESIDUAL": True, "GATE": 0, "EVEN_N": True, "IEEE": False, "PDL": False}
+    flags |= {"TURNED": tile.turned, "FETCH": 0}
     made = compiled(
         triton_linear._linear, pointers, {**sizes, **flags}, capability=SM86, num_warps=tile.warps, num_stages=tile.stages
     )
@@ -35,7 +36,7 @@ def test_products_fit(rows: int, n: int, k: int) -> None:
 )
 def test_attention_fits_in_its_highest_tile(heads: int, kv_heads: int, dim: int, kept: str) -> None:
     """Over numbers, and over codes of two kinds."""
-    height = Heads(heads, kv_heads, dim, None, 200).heights[-1]
+    height = Heads(heads, kv_heads, dim, None, 200, small=True).heights[-1]
     coded = {"bf16": 0, "int8": 1, "fp8": 2}[kept]
     pointers = dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("keys", "values"), "*i16" if coded else "*bf16")
     pointers |= dict.fromkeys(("key_scales", "value_scales"), "*fp32")
@@ -43,8 +44,8 @@ def test_attention_fits_in_its_highest_tile(heads: int, kv_heads: int, dim: int,
     pointers |= dict.fromkeys(("tiles", "firsts", "ends", "lines", "table", "paths"), "*i32")
     stages = triton_attention._stages(height, dim, 2, SMALL_SHARED)
     numbers = {"HEADS": heads, "KV": kv_heads, "D": dim, "BLOCK_D": dim, "PAGE": 16, "BLOCK_M": height, "STAGES": stages}
-    numbers |= {"BLOCK_KEYS": triton_attention.block_keys(dim), "SPLIT_KEYS": triton_attention.SPLIT}
-    numbers |= {"ALL": False, "TREE": False, "CODED": coded, "IEEE": False, "PDL": False}
+    numbers |= {"BLOCK_KEYS": triton_attention.block_keys(dim), "LOW": 256, "MIDDLE": 512, "HIGH": 1024}
+    numbers |= {"ALL": False, "OWN": False, "CODED": coded, "AHEAD": 1, "IEEE": False, "PDL": False}
     made = compiled(triton_attention._attend, pointers, numbers, capability=SM86, num_warps=triton_attention._warps(height, dim))
     assert made.metadata.shared <= SMALL_SHARED
 
@@ -58,6 +59,8 @@ def test_chunks_of_a_state_and_experts_fit() -> None:
     assert made.metadata.shared <= SMALL_SHARED
     kinds = dict.fromkeys(("x", "weight", "y"), "*bf16") | dict.fromkeys(("order", "tiles"), "*i32")
     for height, columns, depth in ((16, 64, 128), (64, 128, 64)):
-        numbers = {"DIVIDE": 8, "K": 2048, "BLOCK_M": height, "BLOCK_N": columns, "BLOCK_K": depth, "PDL": False}
-        made = compiled(triton_moe._grouped, kinds, numbers, capability=SM86, num_warps=4, num_stages=3)
-        assert made.metadata.shared <= SMALL_SHARED
+        for gate in (0, 1):
+            numbers = {"DIVIDE": 8, "K": 2048, "GATE": gate, "BLOCK_M": height, "BLOCK_K": depth, "PDL": False}
+            numbers["BLOCK_N"] = columns // 2 if gate else columns
+            made = compiled(triton_moe._grouped, kinds, numbers, capability=SM86, num_warps=4, num_stages=3)
+            assert made.metadata.shared <= SMALL_SHARED

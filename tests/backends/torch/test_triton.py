@@ -52,8 +52,16 @@ def test_codes_are_written_read_and_brought_home_under_the_interpreter() -> None
     assert "9 passed" in under_the_interpreter("tests/device/test_codes.py", chosen)
 
 
+def test_a_node_of_a_tree_reads_like_a_chain_under_the_interpreter() -> None:
+    assert "2 passed" in under_the_interpreter("tests/device/test_branches.py")
+
+
+def test_products_of_a_few_rows_are_right_under_the_interpreter() -> None:
+    assert "1 passed" in under_the_interpreter("tests/device/test_skinny.py")
+
+
 @pytest.mark.parametrize("shared", [SMALL_SHARED, LARGE_SHARED])
-@pytest.mark.parametrize("rows", [1, 16, 17, 64, 100, 200, 2048])
+@pytest.mark.parametrize("rows", [1, 16, 17, 32, 64, 100, 200, 2048])
 def test_every_tile_fits_into_the_shared_memory_of_its_card(rows: int, shared: int) -> None:
     for n, k in ((6144, 4096), (4096, 14336), (128256, 4096), (5120, 17408), (576, 576), (49152, 576)):
         assert choose_tile(rows, n, k, torch.bfloat16, shared).shared(2) <= shared

@@ -15,9 +15,9 @@ from tests.backends.xla.making import xla_backend
 # isort: split
 pytest.importorskip("iree.runtime", reason='an export is run by IREE: pip install "onedraw[xla]"')
 
-from onedraw.assemble import export_graphs
 from onedraw.backends.xla.iree import IreeBackend, Runtime
 from onedraw.cli.main import main
+from onedraw.compiling import export_graphs
 from onedraw.errors import BadSetting, NotFound, UnsupportedModel
 from onedraw.settings import Settings
 from onedraw.types import Request, SamplingParams

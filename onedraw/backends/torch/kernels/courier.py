@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onedraw.checkpoints.quants import copy_rows
+
 
 class Courier:
     """Brings stored bytes to a device through two small buffers, so the host holds no copy of a weight."""
@@ -28,7 +30,7 @@ class Courier:
         if self._buffers[turn].numel() < raw.size:
             self._buffers[turn] = torch.empty(raw.size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         room = self._buffers[turn][: raw.size].view(raw.shape)
-        np.copyto(room.numpy(), raw)
+        copy_rows(raw, room.numpy())
         there = room.to(self._device, non_blocking=True, copy=True)
         if self._device.type == "cuda":
             event = self._sent[turn] = torch.cuda.Event()  # type: ignore[no-untyped-call]

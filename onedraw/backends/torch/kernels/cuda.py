@@ -18,7 +18,7 @@ from onedraw.backends.torch.kernels import triton_delta as delta_kernels
 from onedraw.backends.torch.kernels.recurrence import Recurrence, commit_tables
 from onedraw.backends.torch.kernels.sampler import TritonSampler
 from onedraw.backends.torch.kernels.triton_attention import attend
-from onedraw.backends.torch.kernels.triton_linear import linear
+from onedraw.backends.torch.kernels.triton_linear import SMALL_SHARED, linear, shared_memory
 from onedraw.backends.torch.kernels.triton_moe import experts, route
 from onedraw.backends.torch.kernels.triton_norm import ACTIVATIONS, gated, opened, rms_norm
 from onedraw.backends.torch.kernels.triton_rope import prepare_heads
@@ -197,7 +197,8 @@ class TritonOps(FloatOps):
         return Prepared(turns, to_view(inputs, self.heads(mixer)))
 
     def heads(self, mixer: AttentionSpec) -> Heads:
-        return Heads(mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.window, _busy(self._device))
+        small = shared_memory(self._device) <= SMALL_SHARED
+        return Heads(mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.window, _busy(self._device), small)
 
     def attention(
         self,
@@ -256,7 +257,16 @@ class TritonOps(FloatOps):
         chunks = {"chunks": prepared.chunks, "runs": prepared.chunk_runs, "slots": prepared.chunk_slots}
         delta_kernels.chunked(gates, store.states, store.saved_states, out, **chunks)
         paths = prepared.steps
-        delta_kernels.steps(gates, store.states, out, paths=paths.paths, order=paths.order, drafted=drafted, pdl=self._pdl)
+        delta_kernels.steps(
+            gates,
+            store.states,
+            out,
+            paths=paths.paths,
+            order=paths.order,
+            drafted=drafted,
+            branches=paths.branches,
+            pdl=self._pdl,
+        )
         delta_kernels.shift_windows(projected, store.windows, store.saved_windows, prepared.kept, pdl=self._pdl)
         return delta_kernels.close(
             out,
@@ -292,18 +302,19 @@ class TritonOps(FloatOps):
             given = (block.decays, block.keys, block.changes)
             delta_kernels.commit(block.states, held=given, lanes=walked.lanes, places=walked.places, pdl=self._pdl)
             delta_kernels.shift_windows(block.fed, block.windows, block.windows, walked.sources, pdl=self._pdl)
-        for mixer, pages in state.attending if bucket.depth is not None else ():
+        for mixer, placed in state.addresses.items() if bucket.depth is not None else ():
             view = preparation.of(mixer).device.view
-            move_kept(
-                pages,
-                walked,
-                rows=rows,
-                table=view.table,
-                kv_heads=mixer.kv_heads,
-                dim=mixer.head_dim,
-                page_size=view.page_size,
-                pdl=self._pdl,
-            )
+            for stores, head_bytes in placed:
+                move_kept(
+                    stores,
+                    walked,
+                    rows=rows,
+                    table=view.table,
+                    kv_heads=mixer.kv_heads,
+                    head_bytes=head_bytes,
+                    page_size=view.page_size,
+                    pdl=self._pdl,
+                )
 
     def commit_delta(self, store: LaneStore, kept: Sequence[Kept]) -> None:
         held, device = (store.decays, store.keys, store.changes), store.states.device

@@ -27,6 +27,7 @@ _SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MOST_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _ALWAYS_SHARED = 48 << 10  # bytes that a block may have without asking
 _kept: list[Path] = []
+_compiled: dict[str, bytes] = {}  # by hash: what this process compiled
 
 
 def keep_in(cache: Path) -> None:
@@ -75,11 +76,13 @@ def compile_source(name: str, architecture: str, defines: Mapping[str, int]) -> 
     source = (FOLDER / name).read_bytes()
     options = [f"--gpu-architecture={architecture}", *_OPTIONS, *(f"-D{key}={value}" for key, value in sorted(defines.items()))]
     digest = hashlib.sha256(source + "\0".join([version(), *options]).encode()).hexdigest()[:20]
+    if digest in _compiled:
+        return _compiled[digest]
     files = [folder / f"{Path(name).stem}-{digest}.cubin" for folder in _kept]
     for file in files:
         if file.exists():
             return file.read_bytes()
-    code = _compile(library, source, name, options)
+    code = _compiled[digest] = _compile(library, source, name, options)
     for file in files:
         _keep(file, code)
     return code
@@ -169,17 +172,22 @@ class Kernel:
         checked(driver().cuLaunchKernelEx(ctypes.byref(config), self.handle, parameters, None), f"launching {self.name}")
 
 
+def compile_for(source: str, device: torch.device, defines: Mapping[str, int], *, own: bool = False) -> bytes:
+    """The machine code of a source for a device; several may be compiled at once."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability < OLDEST:
+        name = f"{torch.cuda.get_device_name(device)} (sm_{capability[0]}{capability[1]})"
+        raise BadSetting(f"{name}: products of packed weights need sm_80 or newer; use --dtype f16")
+    return compile_source(source, f"sm_{capability[0]}{capability[1]}{'a' if own else ''}", defines)
+
+
 class Module:
     """A compiled source on one device."""
 
     def __init__(self, source: str, device: torch.device, defines: Mapping[str, int], *, own: bool = False) -> None:
         """`own`: with instructions that this very architecture has and later ones may not."""
-        capability = torch.cuda.get_device_capability(device)
-        if capability < OLDEST:
-            name = f"{torch.cuda.get_device_name(device)} (sm_{capability[0]}{capability[1]})"
-            raise BadSetting(f"{name}: products of packed weights need sm_80 or newer; use --dtype f16")
         self._source, self._device = source, device
-        code = compile_source(source, f"sm_{capability[0]}{capability[1]}{'a' if own else ''}", defines)
+        code = compile_for(source, device, defines, own=own)
         self._handle = ctypes.c_void_p()
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # torch's context is the current one from here on

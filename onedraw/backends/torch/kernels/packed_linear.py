@@ -90,6 +90,7 @@ class Workspace:
     def __init__(self, device: torch.device, most: int = OPENED_BYTES) -> None:
         self._device, self._most, self._needed = device, most, 0
         self._room = torch.empty(0, dtype=torch.uint8, device=device)
+        self._found: dict[tuple[str, int, int], Opened] = {}  # places that were laid out before
 
     def reserve(self, weight: Fragments) -> None:
         """Say that this weight will be opened here."""
@@ -100,13 +101,19 @@ class Workspace:
         """Outputs that fit at once, and the room they are opened in."""
         self.reserve(weight)
         if self._room.numel() < self._needed:
-            self._room = torch.empty(0, dtype=torch.uint8, device=self._device)  # the old one goes before the new one comes
+            self._found, self._room = {}, self._room[:0].clone()  # the old one goes before the new one comes
             self._room = torch.empty(self._needed, dtype=torch.uint8, device=self._device)
-        count = (self._room.numel() - 4 * _ALIGNED) // _opened_bytes(weight)
-        count = min(max(count // wide.TILE * wide.TILE, UNIT_ROWS), padded(weight.rows, UNIT_ROWS))
+        most = (self._room.numel() - 4 * _ALIGNED) // _opened_bytes(weight)
+        count = weight.rows
+        if count > most:  # slices of about equal size, in whole tiles
+            most = most // wide.TILE * wide.TILE
+            count = padded(-(-count // -(-count // most)), wide.TILE)
         for start in range(0, weight.rows, count):
             columns = slice(start, min(start + count, weight.rows))
-            yield columns, self._laid_out(weight, columns.stop - start)
+            asked = (weight.kind, weight.spans, columns.stop - start)
+            if asked not in self._found:
+                self._found[asked] = self._laid_out(weight, columns.stop - start)
+            yield columns, self._found[asked]
 
     def _laid_out(self, weight: Fragments, count: int) -> Opened:
         spans, per, start = weight.spans, 1 if weight.kind in WHOLE_KINDS else 8, 0

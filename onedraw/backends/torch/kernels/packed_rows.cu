@@ -2,12 +2,14 @@
 //
 // In: units of 16 outputs by 256 inputs, as fragments.py lays them, and rows as spans.py makes them ready; the rule of the
 // arithmetic stands there. Out: [rows, outputs]. Compiled at run time by nvrtc.py for a KIND (the kind's number in GGUF): with
-// WARPS, TALL, DEPTH and TOGETHER (blocks on a multiprocessor) the product, without them the rest.
+// TILES (of eight rows), WARPS (of a block), BUFFERS (segments of rows that there is room for) and AHEAD (items that are brought
+// near) the product, without them the rest.
 //
-// A block of WARPS warps owns 16 * TALL outputs per warp and a run of segments of four spans. Rows of those spans come into
-// shared memory, stage by stage; weights come straight into registers, DEPTH spans ahead, and lie there as the matrix unit takes
-// them. Where several blocks share the inputs of an output, each leaves the sum of every segment, and the last one to be done
-// adds them from front to back. So no number here, and no number of rows, changes a bit.
+// Work comes in items: sixteen outputs by a segment of four spans. They stand segment by segment, and every block of threads, one
+// per multiprocessor, has an equal share of them, so a block needs rows of one segment or two only, in shared memory. A warp takes an
+// item after the other; its weights come straight into registers, a span ahead, and lie there as the matrix unit takes them. It
+// leaves the sum of the segment; whoever leaves the last of an output adds them from front to back. So no number here, and no
+// number of rows, changes a bit.
 
 #define Q4_0 2
 #define Q4_1 3
@@ -136,6 +138,13 @@ __device__ __forceinline__ void copy_sixteen(word to, const void *from) {
 
 __device__ __forceinline__ void copy_four(word to, const void *from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from));
+}
+
+// Bytes that will be read soon come into the second cache; one lane asks for all of them.
+__device__ __forceinline__ void bring_near(const byte *at, int count) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at), "r"(count) : "memory");
+#endif
 }
 
 __device__ __forceinline__ word &part_of(uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
@@ -318,7 +327,7 @@ __device__ __forceinline__ float block_minimum(const Unit &unit, int block, int 
     return half_to_float(part_of(unit.scales[(SCALE_LOADS / 2 * h + block / 4) % SCALE_LOADS], block & 3) >> 16);
 }
 
-#ifdef WARPS
+#ifdef TILES
 // ------------------------------------------------------------------ the product
 
 struct Product {
@@ -328,293 +337,253 @@ struct Product {
     const halfword *sums;   // [rows, spans, 16] float16
     const halfword *bias, *residual;
     halfword *out;
-    float *parts;           // what blocks leave for the last one, where several share an output
-    int *counters;
+    float *parts;           // [tall, segments, TILES, 32 lanes, 4]: sums of segments, where there are several
+    int *counters;          // [tall], zero between products
     long long residual_stride, out_stride;
     int outputs, tall, spans, rows;
-    int chunks;             // row groups of 8 * TILES
-    int share;              // segments of one block
     int bf16, pdl;
 };
 
+// Shared memory of a segment: per row numbers and their sums, padded so that eight rows lie in different banks; then 2^e.
+#define ROW_BYTES (SEGMENT * (SPAN * 2 + 32) + 16)
+#define SUMS_AT (SEGMENT * SPAN * 2)
+#define BUFFER_BYTES (TILES * 8 * (ROW_BYTES + SEGMENT * 4))
 
-// Shared memory of a stage: per row the spans' numbers and their sums, padded so that eight rows lie in different banks; then 2^e.
-template <int TILES, int STAGE> struct Shape {
-    static const int ROWS = 8 * TILES;
-    static const int ROW_BYTES = STAGE * (SPAN * 2 + 32) + 16;
-    static const int BYTES = ROWS * (ROW_BYTES + STAGE * 4);
-};
-
-template <int TILES, int STAGE>
-__device__ __forceinline__ void bring_rows(const Product &p, word to, int first_row, int span, int end) {
-    typedef Shape<TILES, STAGE> Own;
-    const int rows = min(p.rows - first_row, Own::ROWS);
-    const int live = end - span;
+__device__ __forceinline__ void bring_rows(const Product &p, word to, int span) {
+    const int live = min(SEGMENT, p.spans - span);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < rows * (STAGE * 32); i += WARPS * 32) {  // pieces of sixteen bytes
-        const int row = i / (STAGE * 32), piece = i % (STAGE * 32);
+    for (int i = threadIdx.x; i < p.rows * (SEGMENT * 32); i += WARPS * 32) {  // pieces of sixteen bytes
+        const int row = i / (SEGMENT * 32), piece = i % (SEGMENT * 32);
         if (piece < live * 32)
-            copy_sixteen(to + row * Own::ROW_BYTES + piece * 16, p.x + ((long long)(first_row + row) * p.spans + span) * SPAN + piece * 8);
+            copy_sixteen(to + row * ROW_BYTES + piece * 16, p.x + ((long long)row * p.spans + span) * SPAN + piece * 8);
     }
 #pragma unroll 1
-    for (int i = threadIdx.x; i < rows * (STAGE * 2); i += WARPS * 32) {
-        const int row = i / (STAGE * 2), piece = i % (STAGE * 2);
-        const long long at = (long long)(first_row + row) * p.spans + span;
-        if (piece < live * 2) copy_sixteen(to + row * Own::ROW_BYTES + STAGE * SPAN * 2 + piece * 16, p.sums + at * 16 + piece * 8);
-        if (piece < STAGE && piece < live) copy_four(to + Own::ROWS * Own::ROW_BYTES + (piece * Own::ROWS + row) * 4, p.factors + at + piece);
+    for (int i = threadIdx.x; i < p.rows * (SEGMENT * 2); i += WARPS * 32) {
+        const int row = i / (SEGMENT * 2), piece = i % (SEGMENT * 2);
+        const long long at = (long long)row * p.spans + span;
+        if (piece < live * 2) copy_sixteen(to + row * ROW_BYTES + SUMS_AT + piece * 16, p.sums + at * 16 + piece * 8);
+        if (piece < live) copy_four(to + TILES * 8 * ROW_BYTES + (piece * TILES * 8 + row) * 4, p.factors + at + piece);
     }
 }
 
-template <int TILES>
-__device__ __forceinline__ void finish(const Product &p, float (&total)[TALL][TILES][4], int first_output, int first_row) {
+__device__ __forceinline__ void finish(const Product &p, const float (&total)[TILES][4], int tall) {
     const int lane = threadIdx.x & 31;
 #pragma unroll
-    for (int m = 0; m < TALL; m++)
+    for (int n = 0; n < TILES; n++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            const int output = tall * 16 + (lane >> 2) + 8 * (c >> 1);
+            const int row = n * 8 + 2 * (lane & 3) + (c & 1);
+            if (output < p.outputs && row < p.rows) {
+                float value = rounded_to(total[n][c], p.bf16);
+                if (p.bias) value = rounded_to(value + read_number(p.bias + output, p.bf16), p.bf16);
+                if (p.residual)
+                    value = rounded_to(value + read_number(p.residual + row * p.residual_stride + output, p.bf16), p.bf16);
+                write_number(p.out + row * p.out_stride + output, value, p.bf16);
+            }
+        }
+}
+
+// A warp leaves the sum of a segment. The last of an output's segments adds them all from front to back.
+__device__ __forceinline__ void leave(const Product &p, float (&sums)[TILES][4], int tall, int segment, int segments) {
+    const int lane = threadIdx.x & 31;
+    float4 *own = (float4 *)p.parts + (long long)tall * segments * TILES * 32 + lane;
+#pragma unroll
+    for (int n = 0; n < TILES; n++)
+        if (n * 8 + 2 * (lane & 3) < p.rows)
+            __stcg(own + (segment * TILES + n) * 32, make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]));
+    __threadfence();
+    __syncwarp();
+    int is_last = 0;
+    if (lane == 0) is_last = atomicAdd(p.counters + tall, 1) == segments - 1;
+    if (!__shfl_sync(0xFFFFFFFFu, is_last, 0)) return;
+    if (lane == 0) p.counters[tall] = 0;
+    __threadfence();
+    float total[TILES][4];
+#pragma unroll
+    for (int n = 0; n < TILES; n++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) total[n][c] = 0.0f;
+#pragma unroll 4
+    for (int i = 0; i < segments; i++)
 #pragma unroll
         for (int n = 0; n < TILES; n++)
+            if (n * 8 + 2 * (lane & 3) < p.rows) {
+                const float4 v = __ldcg(own + (i * TILES + n) * 32);
+                total[n][0] = __fadd_rn(total[n][0], v.x);
+                total[n][1] = __fadd_rn(total[n][1], v.y);
+                total[n][2] = __fadd_rn(total[n][2], v.z);
+                total[n][3] = __fadd_rn(total[n][3], v.w);
+            }
+    finish(p, total, tall);
+}
+
+// One span of sixteen outputs: `unit` is used up, and filled again from `next`, register by register as they become free.
+__device__ __forceinline__ void add_span(float (&sums)[TILES][4], Unit &unit, const byte *next, bool more, const byte *rows, word rows_at, int place) {
+    const int lane = threadIdx.x & 31;
+    const Unit now = unit;
+    load_scales(unit, next, lane, more);
+    if (FIVE) load_high(unit, next, lane, 0, more);
+    Scales scales;
+    open_scales(scales, now);
+    // Eight rows by 32 inputs, four matrices of eight by eight: lane 8 i + r brings row r of matrix i.
+    const word own = rows_at + (lane & 7) * ROW_BYTES + place * SPAN * 2 + (lane >> 3) * 16;
+    const float *powers = (const float *)(rows + TILES * 8 * ROW_BYTES) + place * TILES * 8 + 2 * (lane & 3);
+    float span_sums[TILES][4];
+#pragma unroll
+    for (int n = 0; n < TILES; n++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) span_sums[n][c] = 0.0f;
+#pragma unroll
+    for (int block = 0; block < 8; block++) {
+        word a[2][4];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            next_scales(scales, 2 * block + i);
+            open_step(a[i], now, scales, 2 * block + i);
+        }
+        if (KIND == Q8_0) {
+            load_codes(unit, next, lane, block, more);
+        } else if (block & 1) {
+            load_codes(unit, next, lane, block / 2, more);
+        }
+        if (KIND == Q6_K && (block & 3) == 3) load_high(unit, next, lane, block / 4, more);
+#pragma unroll
+        for (int n = 0; n < TILES; n++) {
+            word b[4];
+            matrices(b, own + n * 8 * ROW_BYTES + block * 64);
+            step(span_sums[n], a[0], b[0], b[1]);
+            step(span_sums[n], a[1], b[2], b[3]);
+            if (WHOLE) continue;
+            const float two[2] = {powers[n * 8], powers[n * 8 + 1]};
+            float whole[2] = {0.0f, 0.0f};
+            if (MINIMA) {
+                const halfword *sum = (const halfword *)(rows + (n * 8 + 2 * (lane & 3)) * ROW_BYTES + SUMS_AT + place * 32) + block;
+#pragma unroll
+                for (int c = 0; c < 2; c++)
+                    whole[c] = half_to_float(sum[c * ROW_BYTES / 2]) + half_to_float(sum[c * ROW_BYTES / 2 + 8]);
+            }
 #pragma unroll
             for (int c = 0; c < 4; c++) {
-                const int output = first_output + m * 16 + (lane >> 2) + 8 * (c >> 1);
-                const int row = first_row + n * 8 + 2 * (lane & 3) + (c & 1);
-                if (output < p.outputs && row < p.rows) {
-                    float value = rounded_to(total[m][n][c], p.bf16);
-                    if (p.bias) value = rounded_to(value + read_number(p.bias + output, p.bf16), p.bf16);
-                    if (p.residual)
-                        value = rounded_to(value + read_number(p.residual + row * p.residual_stride + output, p.bf16), p.bf16);
-                    write_number(p.out + row * p.out_stride + output, value, p.bf16);
+                const float scale = __fmul_rn(block_scale(now, block, c >> 1), two[c & 1]);
+                sums[n][c] = __fmaf_rn(span_sums[n][c], scale, sums[n][c]);
+                span_sums[n][c] = 0.0f;
+                if (MINIMA) {
+                    const float least = __fmul_rn(block_minimum(now, block, c >> 1), two[c & 1]);
+                    sums[n][c] = __fmaf_rn(whole[c & 1], least, sums[n][c]);
                 }
             }
+        }
+    }
+    if (!WHOLE) return;
+    const float whole[2] = {whole_scale(now, 0), whole_scale(now, 1)};
+    word minima[4];
+    float least[2];
+    if (SIX_BIT_SCALES) {
+        minima[0] = minima[2] = minima_pair(now, 0);
+        minima[1] = minima[3] = minima_pair(now, 1);
+        const word factors = minima_factors(now, lane);
+        least[0] = half_to_float(factors & 0xFFFFu);
+        least[1] = half_to_float(factors >> 16);
+    }
+#pragma unroll
+    for (int n = 0; n < TILES; n++) {
+        const float two[2] = {powers[n * 8], powers[n * 8 + 1]};
+#pragma unroll
+        for (int c = 0; c < 4; c++) sums[n][c] = __fmaf_rn(span_sums[n][c], __fmul_rn(whole[c >> 1], two[c & 1]), sums[n][c]);
+        if (SIX_BIT_SCALES) {
+            float taken[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+            word b0, b1;
+            two_matrices(b0, b1, rows_at + (n * 8 + (lane & 7)) * ROW_BYTES + SUMS_AT + place * 32 + ((lane >> 3) & 1) * 16);
+            step(taken, minima, b0, b1);
+#pragma unroll
+            for (int c = 0; c < 4; c++) sums[n][c] = __fmaf_rn(taken[c], -__fmul_rn(least[c >> 1], two[c & 1]), sums[n][c]);
+        }
+    }
 }
 
-template <int TILES, int STAGE, int STAGES> __device__ __forceinline__ void product(const Product &p) {
-    typedef Shape<TILES, STAGE> Own;
-    extern __shared__ __align__(16) byte shared[];
-    __shared__ int is_last;
+// Where the weights of an item lie, and how many spans it has.
+struct Item {
+    const byte *at;
+    int tall, segment, live;
+};
+
+__device__ __forceinline__ Item place_of(const Product &p, int item) {
+    Item found;
+    found.segment = item / p.tall;
+    found.tall = item - found.segment * p.tall;
+    found.at = p.units + ((long long)found.tall * p.spans + found.segment * SEGMENT) * UNIT_BYTES;
+    found.live = min(SEGMENT, p.spans - found.segment * SEGMENT);
+    return found;
+}
+
+__device__ __forceinline__ void product(const Product &p) {
+    extern __shared__ __align__(16) byte rows[];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    const int tile = blockIdx.x / p.chunks, chunk = blockIdx.x - tile * p.chunks;
-    const int first_row = chunk * Own::ROWS;
-    const int first_tall = (tile * WARPS + warp) * TALL;
-    const int segments = (p.spans + SEGMENT - 1) / SEGMENT;
-    const int begin = blockIdx.y * p.share * SEGMENT;                   // spans
-    const int end = min(begin + p.share * SEGMENT, p.spans);
-    const bool alone = gridDim.y == 1;
-    const word base = (word)__cvta_generic_to_shared(shared);
-
-    // Weights hang on nothing that runs before this kernel: the first are on their way before it waits.
-    const byte *at[TALL];
-    Unit ring[DEPTH][TALL];
+    const int segments = (p.spans + SEGMENT - 1) / SEGMENT, items = segments * p.tall;
+    const int end = (int)((long long)items * (blockIdx.x + 1) / gridDim.x);
+    int begin = (int)((long long)items * blockIdx.x / gridDim.x);
+    const word rows_at = (word)__cvta_generic_to_shared(rows);
+    for (int i = threadIdx.x; i < BUFFERS * BUFFER_BYTES / 16; i += WARPS * 32) ((uint4 *)rows)[i] = make_uint4(0, 0, 0, 0);
+    bool waits = p.pdl;
+    while (begin < end) {  // once, but where a block has more segments than there is room for
+        const int segment = begin / p.tall, stop = min(end, (segment + BUFFERS) * p.tall);
+        int item = begin + warp;
+        Item own = place_of(p, min(item, stop - 1));
+        // Weights hang on nothing that runs before this kernel: the first are on their way before it waits.
+        Unit unit;
+        load_unit(unit, own.at, lane, item < stop);
+        if (AHEAD > 0 && lane == 0 && item < stop) bring_near(own.at, own.live * UNIT_BYTES);
 #pragma unroll
-    for (int m = 0; m < TALL; m++) {
-        at[m] = p.units + ((long long)min(first_tall + m, p.tall - 1) * p.spans + begin) * UNIT_BYTES;
-#pragma unroll
-        for (int d = 0; d < DEPTH; d++) load_unit(ring[d][m], at[m] + d * UNIT_BYTES, lane, begin + d < end);
-    }
-    for (int i = threadIdx.x; i < STAGES * Own::BYTES / 16; i += WARPS * 32) ((uint4 *)shared)[i] = make_uint4(0, 0, 0, 0);
-    __syncthreads();
+        for (int i = 1; i < AHEAD; i++)
+            if (lane == 0 && item + i * WARPS < stop) {
+                const Item near = place_of(p, item + i * WARPS);
+                bring_near(near.at, near.live * UNIT_BYTES);
+            }
+        __syncthreads();
 #if __CUDA_ARCH__ >= 900
-    if (p.pdl) asm volatile("griddepcontrol.wait;" ::: "memory");
+        if (waits) asm volatile("griddepcontrol.launch_dependents; griddepcontrol.wait;" ::: "memory");
 #endif
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; s++) {
-        if (begin + s * STAGE < end) bring_rows<TILES, STAGE>(p, base + s * Own::BYTES, first_row, begin + s * STAGE, end);
-        asm volatile("cp.async.commit_group;");
-    }
-
-    float total[TALL][TILES][4], sums[TALL][TILES][4];
-#pragma unroll
-    for (int m = 0; m < TALL; m++)
-#pragma unroll
-        for (int n = 0; n < TILES; n++)
-#pragma unroll
-            for (int c = 0; c < 4; c++) total[m][n][c] = sums[m][n][c] = 0.0f;
-
-    int slot = 0;  // the stage that is read
-    word rows_at = base;
-    for (int first = begin; first < end; first += SEGMENT) {
-#pragma unroll
-        for (int s = 0; s < SEGMENT; s++) {
-            const int span = first + s;
-            if (span >= end) break;
-            if (s % STAGE == 0) {
-                asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2));
-                __syncthreads();
-                const int ahead = span + (STAGES - 1) * STAGE;
-                const int free_slot = slot == 0 ? STAGES - 1 : slot - 1;
-                if (ahead < end) bring_rows<TILES, STAGE>(p, base + free_slot * Own::BYTES, first_row, ahead, end);
-                asm volatile("cp.async.commit_group;");
-                rows_at = base + slot * Own::BYTES;
-                slot = slot == STAGES - 1 ? 0 : slot + 1;
+        waits = false;
+        for (int i = segment; i * p.tall < stop; i++) bring_rows(p, rows_at + (i - segment) * BUFFER_BYTES, i * SEGMENT);
+        asm volatile("cp.async.commit_group; cp.async.wait_group 0;" ::: "memory");
+        __syncthreads();
+#pragma unroll 1
+        for (; item < stop; item += WARPS) {
+            const bool more = item + WARPS < stop;
+            const Item next = place_of(p, more ? item + WARPS : item);
+            if (AHEAD > 0 && lane == 0 && item + AHEAD * WARPS < stop) {
+                const Item near = AHEAD == 1 ? next : place_of(p, item + AHEAD * WARPS);
+                bring_near(near.at, near.live * UNIT_BYTES);
             }
-            const int place = s % STAGE;
-            // Eight rows by 32 inputs, four matrices of eight by eight: lane 8 i + r brings row r of matrix i.
-            const word own = rows_at + (lane & 7) * Own::ROW_BYTES + place * SPAN * 2 + (lane >> 3) * 16;
-            Unit(&units)[TALL] = ring[s % DEPTH];
-            const bool more = span + DEPTH < end;
-            const byte *next[TALL];
+            const int buffer = (own.segment - segment) * BUFFER_BYTES;
+            float sums[TILES][4];
 #pragma unroll
-            for (int m = 0; m < TALL; m++) {
-                next[m] = at[m] + DEPTH * UNIT_BYTES;
-                at[m] += UNIT_BYTES;
+            for (int n = 0; n < TILES; n++)
+#pragma unroll
+                for (int c = 0; c < 4; c++) sums[n][c] = 0.0f;
+#pragma unroll
+            for (int s = 0; s < SEGMENT; s++) {
+                if (s >= own.live) break;
+                const bool closes = s + 1 >= own.live;
+                add_span(sums, unit, closes ? next.at : own.at + (s + 1) * UNIT_BYTES, !closes || more, rows + buffer, rows_at + buffer, s);
             }
-            float span_sums[TALL][TILES][4];
-            Scales scales[TALL];
-            Unit now[TALL];
-#pragma unroll
-            for (int m = 0; m < TALL; m++) {
-                now[m] = units[m];  // what was loaded; from here on each register is filled again as soon as it is free
-                load_scales(units[m], next[m], lane, more);
-                if (FIVE) load_high(units[m], next[m], lane, 0, more);
-                open_scales(scales[m], now[m]);
+            if (segments > 1) {
+                leave(p, sums, own.tall, own.segment, segments);
+            } else {
 #pragma unroll
                 for (int n = 0; n < TILES; n++)
 #pragma unroll
-                    for (int c = 0; c < 4; c++) span_sums[m][n][c] = 0.0f;
+                    for (int c = 0; c < 4; c++) sums[n][c] = __fadd_rn(0.0f, sums[n][c]);
+                finish(p, sums, own.tall);
             }
-            const float *powers = (const float *)(shared + (rows_at - base) + Own::ROWS * Own::ROW_BYTES) + place * Own::ROWS + 2 * (lane & 3);
-#pragma unroll
-            for (int block = 0; block < 8; block++) {
-                word a[TALL][2][4];
-#pragma unroll
-                for (int m = 0; m < TALL; m++) {
-                    next_scales(scales[m], 2 * block);
-                    open_step(a[m][0], now[m], scales[m], 2 * block);
-                    next_scales(scales[m], 2 * block + 1);
-                    open_step(a[m][1], now[m], scales[m], 2 * block + 1);
-                    if (KIND == Q8_0) {
-                        load_codes(units[m], next[m], lane, block, more);
-                    } else if (block & 1) {
-                        load_codes(units[m], next[m], lane, block / 2, more);
-                    }
-                    if (KIND == Q6_K && (block & 3) == 3) load_high(units[m], next[m], lane, block / 4, more);
-                }
-#pragma unroll
-                for (int n = 0; n < TILES; n++) {
-                    word b[4];
-                    matrices(b, own + n * 8 * Own::ROW_BYTES + block * 64);
-#pragma unroll
-                    for (int m = 0; m < TALL; m++) {
-                        step(span_sums[m][n], a[m][0], b[0], b[1]);
-                        step(span_sums[m][n], a[m][1], b[2], b[3]);
-                    }
-                    if (!WHOLE) {
-                        const float two[2] = {powers[n * 8], powers[n * 8 + 1]};
-                        float whole[2] = {0.0f, 0.0f};
-                        if (MINIMA) {
-                            const halfword *sum = (const halfword *)(shared + (rows_at - base) + (n * 8 + 2 * (lane & 3)) * Own::ROW_BYTES +
-                                                                     STAGE * SPAN * 2 + place * 32) + block;
-#pragma unroll
-                            for (int c = 0; c < 2; c++)
-                                whole[c] = half_to_float(sum[c * Own::ROW_BYTES / 2]) + half_to_float(sum[c * Own::ROW_BYTES / 2 + 8]);
-                        }
-#pragma unroll
-                        for (int m = 0; m < TALL; m++)
-#pragma unroll
-                            for (int c = 0; c < 4; c++) {
-                                const float scale = __fmul_rn(block_scale(now[m], block, c >> 1), two[c & 1]);
-                                sums[m][n][c] = __fmaf_rn(span_sums[m][n][c], scale, sums[m][n][c]);
-                                span_sums[m][n][c] = 0.0f;
-                                if (MINIMA) {
-                                    const float least = __fmul_rn(block_minimum(now[m], block, c >> 1), two[c & 1]);
-                                    sums[m][n][c] = __fmaf_rn(whole[c & 1], least, sums[m][n][c]);
-                                }
-                            }
-                    }
-                }
-            }
-            if (WHOLE) {
-#pragma unroll
-                for (int m = 0; m < TALL; m++) {
-                    const float whole[2] = {whole_scale(now[m], 0), whole_scale(now[m], 1)};
-                    word minima[4];
-                    float least[2];
-                    if (SIX_BIT_SCALES) {
-                        minima[0] = minima[2] = minima_pair(now[m], 0);
-                        minima[1] = minima[3] = minima_pair(now[m], 1);
-                        const word factors = minima_factors(now[m], lane);
-                        least[0] = half_to_float(factors & 0xFFFFu);
-                        least[1] = half_to_float(factors >> 16);
-                    }
-#pragma unroll
-                    for (int n = 0; n < TILES; n++) {
-                        const float two[2] = {powers[n * 8], powers[n * 8 + 1]};
-#pragma unroll
-                        for (int c = 0; c < 4; c++)
-                            sums[m][n][c] = __fmaf_rn(span_sums[m][n][c], __fmul_rn(whole[c >> 1], two[c & 1]), sums[m][n][c]);
-                        if (SIX_BIT_SCALES) {
-                            float taken[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-                            word b0, b1;
-                            two_matrices(b0, b1, rows_at + (n * 8 + (lane & 7)) * Own::ROW_BYTES + STAGE * SPAN * 2 + place * 32 +
-                                                     ((lane >> 3) & 1) * 16);
-                            step(taken, minima, b0, b1);
-#pragma unroll
-                            for (int c = 0; c < 4; c++)
-                                sums[m][n][c] = __fmaf_rn(taken[c], -__fmul_rn(least[c >> 1], two[c & 1]), sums[m][n][c]);
-                        }
-                    }
-                }
-            }
+            own = next;
         }
-        if (alone) {
-#pragma unroll
-            for (int m = 0; m < TALL; m++)
-#pragma unroll
-                for (int n = 0; n < TILES; n++)
-#pragma unroll
-                    for (int c = 0; c < 4; c++) {
-                        total[m][n][c] = __fadd_rn(total[m][n][c], sums[m][n][c]);
-                        sums[m][n][c] = 0.0f;
-                    }
-        } else {
-            float4 *to = (float4 *)p.parts + ((long long)(first / SEGMENT) * gridDim.x + blockIdx.x) * (WARPS * 32 * TALL * TILES) + threadIdx.x;
-#pragma unroll
-            for (int m = 0; m < TALL; m++)
-#pragma unroll
-                for (int n = 0; n < TILES; n++) {
-                    __stcg(to + (m * TILES + n) * WARPS * 32, make_float4(sums[m][n][0], sums[m][n][1], sums[m][n][2], sums[m][n][3]));
-#pragma unroll
-                    for (int c = 0; c < 4; c++) sums[m][n][c] = 0.0f;
-                }
-        }
+        begin = stop;
     }
-#if __CUDA_ARCH__ >= 900
-    if (p.pdl) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-    if (!alone) {
-        __threadfence();
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            is_last = atomicAdd(p.counters + blockIdx.x, 1) == (int)gridDim.y - 1;
-            if (is_last) p.counters[blockIdx.x] = 0;
-        }
-        __syncthreads();
-        if (!is_last) return;
-        __threadfence();
-        for (int segment = 0; segment < segments; segment++) {
-            const float4 *from = (const float4 *)p.parts + ((long long)segment * gridDim.x + blockIdx.x) * (WARPS * 32 * TALL * TILES) + threadIdx.x;
-#pragma unroll
-            for (int m = 0; m < TALL; m++)
-#pragma unroll
-                for (int n = 0; n < TILES; n++) {
-                    const float4 v = __ldcg(from + (m * TILES + n) * WARPS * 32);
-                    total[m][n][0] = __fadd_rn(total[m][n][0], v.x);
-                    total[m][n][1] = __fadd_rn(total[m][n][1], v.y);
-                    total[m][n][2] = __fadd_rn(total[m][n][2], v.z);
-                    total[m][n][3] = __fadd_rn(total[m][n][3], v.w);
-                }
-        }
-    }
-    if (first_tall < p.tall) finish<TILES>(p, total, first_tall * 16, first_row);
 }
 
-#define PRODUCT(TILES, STAGE, STAGES)                                                                                     \
-    extern "C" __global__ void __launch_bounds__(WARPS * 32, TOGETHER) product##TILES(const __grid_constant__ Product p) { \
-        product<TILES, STAGE, STAGES>(p);                                                                                 \
-    }
-
-PRODUCT(1, 4, 2)
-PRODUCT(2, 2, 2)
-PRODUCT(3, 1, 3)
-PRODUCT(4, 1, 2)
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) rows_product(const __grid_constant__ Product p) { product(p); }
 #else
 // ------------------------------------------------------------------ weights as plain float16
 

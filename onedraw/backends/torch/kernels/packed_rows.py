@@ -8,6 +8,8 @@ kernels are `packed_rows.cu`, compiled when the first weight of a kind is made r
 from __future__ import annotations
 
 import ctypes
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -16,14 +18,17 @@ from torch import Tensor
 
 from onedraw.backends.packing import SEGMENT, SPAN, UNIT_ROWS
 from onedraw.backends.torch.kernels.fragments import Fragments
-from onedraw.backends.torch.kernels.nvrtc import Kernel, Module
+from onedraw.backends.torch.kernels.nvrtc import Kernel, Module, compile_for
 from onedraw.backends.torch.kernels.spans import Opened, Prepared
+from onedraw.backends.torch.kernels.triton_linear import shared_memory
 from onedraw.checkpoints.quants import KINDS
 
 SOURCE = "packed_rows.cu"
 MOST_ROWS = 64  # of one call; more rows are another kernel's
 TILE_ROWS = 8  # rows that one step of the matrix unit takes
-MOST_TILES = 4  # of one block of threads
+TILES = (1, 2, 3, 4, 6, 8)  # tiles of rows that a kernel is compiled for
+FEW_WARPS = 8  # of a block of threads that has more than so many tiles:
+TILES_OF_MANY_WARPS = 4
 WHOLE_KINDS = ("Q4_K", "Q5_K", "Q6_K")  # one scale for a span of 256, on top of small ones
 OPENED_WARPS = LOOKED_WARPS = 4
 DTYPE_NUMBERS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
@@ -67,63 +72,73 @@ class _Product(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("units", "x", "factors", "sums", "bias", "residual", "out", "parts", "counters")),
         *((name, ctypes.c_longlong) for name in ("residual_stride", "out_stride")),
-        *((name, ctypes.c_int) for name in ("outputs", "tall", "spans", "rows", "chunks", "share", "bf16", "pdl")),
+        *((name, ctypes.c_int) for name in ("outputs", "tall", "spans", "rows", "bf16", "pdl")),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a product is cut into blocks of threads. No number here can change a bit of the result."""
+    """How blocks of threads work. No number here can change a bit of the result."""
 
-    warps: int
-    tall: int  # units of 16 outputs below each other in a warp
-    depth: int  # spans that are on their way
-    together: int  # blocks on a multiprocessor, which the compiler leaves registers for
+    warps: int = 16  # of a block, for up to 32 rows
+    ahead: int = 1  # items of a warp that are brought into the second cache before their turn
 
-    @property
-    def defines(self) -> dict[str, int]:
-        return {"WARPS": self.warps, "TALL": self.tall, "DEPTH": self.depth, "TOGETHER": self.together}
+    def warps_for(self, tiles: int) -> int:
+        return self.warps if tiles <= TILES_OF_MANY_WARPS else FEW_WARPS
+
+    def defines(self, tiles: int, buffers: int) -> dict[str, int]:
+        return {"TILES": tiles, "WARPS": self.warps_for(tiles), "BUFFERS": buffers, "AHEAD": self.ahead}
 
 
-# Spans in a stage of rows, and stages, by tiles of rows: the same numbers stand at the end of the product's source.
-STAGES = {1: (4, 2), 2: (2, 2), 3: (1, 3), 4: (1, 2)}
+CHOSEN = Form()
 
 
 def shared_bytes(tiles: int) -> int:
-    span, stages = STAGES[tiles]
-    return stages * TILE_ROWS * tiles * (span * (2 * SPAN + 32) + 16 + 4 * span)
+    """A segment of rows: numbers, sums, powers of two, and what brings eight rows into different banks."""
+    return TILE_ROWS * tiles * (SEGMENT * (2 * SPAN + 32 + 4) + 16)
 
 
-FORMS = (Form(4, 1, 1, 4),)  # those that are chosen from
+def buffers_of(tiles: int, shared: int) -> int:
+    """Segments of rows that there is room for at once; more than two are never needed at once."""
+    return min(2, shared // shared_bytes(tiles))
 
 
-def choose_form(kind: str, tiles: int) -> Form:
-    """Measured on an H200 with cold weights (bench/gpu_rows.py tune)."""
-    return FORMS[0]
+def blocks_of(tall: int, segments: int, multiprocessors: int) -> int:
+    """Blocks of threads: one per multiprocessor, but a few less where each has then rows of one segment only."""
+    aligned = multiprocessors // segments * segments
+    return min(aligned if aligned >= 0.97 * multiprocessors else multiprocessors, tall * segments)
 
 
-def choose_share(blocks: int, segments: int, places: int) -> int:
-    """Segments of one block of threads: as many blocks as find a place at once, or enough rounds that the last is small."""
-    best, found = 2.0, segments
-    for share in range(1, segments + 1):
-        made = blocks * -(-segments // share)
-        rounds = made / places
-        # What is idle: places without a block, places that wait for the last round, and what a block takes to get going.
-        idle = max(0.0, 0.75 - rounds) if rounds <= 1 else (-(-made // places) - rounds) / rounds
-        idle += 0.03 * (-(-segments // share) - 1) / segments + (0.04 if share < 2 and rounds > 1 else 0.0)
-        if idle < best - 1e-9:
-            best, found = idle, share
-    return found
+def tiles_of(rows: int, shared: int) -> int:
+    """Tiles for so many rows at once, or the most that there is shared memory for."""
+    fitting = [tiles for tiles in TILES if shared_bytes(tiles) <= shared]
+    return next((tiles for tiles in fitting if tiles * TILE_ROWS >= rows), fitting[-1])
+
+
+def _defines(kind: str, device: torch.device, tiles: int = 0, form: Form = CHOSEN) -> dict[str, int]:
+    """For a product of so many tiles, or for what else is done with a weight."""
+    own = form.defines(tiles, buffers_of(tiles, shared_memory(device))) if tiles else {}
+    return {"KIND": KINDS[kind].code or 0, **own}
 
 
 @lru_cache(maxsize=64)
-def _module(kind: str, device: torch.device, form: Form | None = None) -> Module:
-    return Module(SOURCE, device, {"KIND": KINDS[kind].code or 0, **(form.defines if form else {})})
+def _rest(kind: str, device: torch.device) -> Module:
+    return Module(SOURCE, device, _defines(kind, device))
+
+
+@lru_cache(maxsize=64)
+def _kernel(kind: str, device: torch.device, name: str) -> Kernel:
+    return _rest(kind, device).kernel(name)
+
+
+def _shared(tiles: int, device: torch.device) -> int:
+    shared = shared_memory(device)
+    return buffers_of(tiles, shared) * shared_bytes(tiles)
 
 
 @lru_cache(maxsize=256)
-def _kernel(kind: str, device: torch.device, name: str, shared: int = 0, form: Form | None = None) -> Kernel:
-    return _module(kind, device, form).kernel(name, shared)
+def _product(kind: str, device: torch.device, tiles: int, form: Form) -> Kernel:
+    return Module(SOURCE, device, _defines(kind, device, tiles, form)).kernel("rows_product", _shared(tiles, device))
 
 
 @lru_cache(maxsize=8)
@@ -139,43 +154,46 @@ def skinny_product(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     pdl: bool = False,
-    form: Form | None = None,
-    share: int | None = None,
+    form: Form = CHOSEN,
 ) -> Tensor:
-    """Up to 64 rows → out [T, N] in bf16 or f16, which may be columns of a wider tensor; bias and residual are of its dtype."""
+    """Up to 64 rows → out [T, N] in bf16 or f16, which may be columns of a wider tensor; bias and residual are of its dtype.
+    `form` changes no bit."""
     rows, device = len(prepared), fragments.units.device
     assert rows <= MOST_ROWS, "more rows than this product is for"
     if rows == 0:
         return out
-    tiles = -(-rows // TILE_ROWS)
-    chunks = -(-tiles // MOST_TILES)
-    tiles = -(-tiles // chunks)
-    form = form or choose_form(fragments.kind, tiles)
+    tiles = tiles_of(rows, shared_memory(device))
+    most = tiles * TILE_ROWS
+    if rows > most:
+        for part in (slice(0, most), slice(most, rows)):
+            beside = None if residual is None else residual[part]
+            skinny_product(prepared.rows(part), fragments, out=out[part], bias=bias, residual=beside, pdl=pdl, form=form)
+        return out
     tall, segments = len(fragments.units), -(-fragments.spans // SEGMENT)
-    blocks = -(-tall // (form.warps * form.tall)) * chunks
-    share = share or choose_share(blocks, segments, form.together * _multiprocessors(device))
-    splits = -(-segments // share)
     parts = None
-    if splits > 1:
-        height = form.warps * form.tall * UNIT_ROWS
-        parts = torch.empty(segments * blocks * height * tiles * TILE_ROWS, dtype=torch.float32, device=device)
+    if segments > 1:
+        parts = torch.empty(segments * tall * UNIT_ROWS * most, dtype=torch.float32, device=device)
     given = _Product(
         *(fragments.units.data_ptr(), prepared.x.data_ptr(), prepared.factors.data_ptr(), prepared.sums.data_ptr()),
         *(_place(bias), _place(residual), out.data_ptr(), _place(parts), fragments.counters.data_ptr()),
         *(0 if residual is None else residual.stride(0), out.stride(0)),
-        *(fragments.rows, tall, fragments.spans, rows, chunks, share, DTYPE_NUMBERS[out.dtype], int(pdl)),
+        *(fragments.rows, tall, fragments.spans, rows, DTYPE_NUMBERS[out.dtype], int(pdl)),
     )
-    shared = shared_bytes(tiles)
-    kernel = _kernel(fragments.kind, device, f"product{tiles}", shared, form)
-    kernel.launch(given, grid=(blocks, splits), threads=32 * form.warps, shared=shared, pdl=pdl)
+    kernel = _product(fragments.kind, device, tiles, form)
+    blocks = blocks_of(tall, segments, _multiprocessors(device))
+    kernel.launch(given, grid=(blocks, 1), threads=32 * form.warps_for(tiles), shared=_shared(tiles, device), pdl=pdl)
     return out
 
 
+@lru_cache(maxsize=64)
 def make_ready(kind: str, device: torch.device) -> None:
     """Compile, or find in the cache folder, what the products of a kind need: nothing is compiled in the middle of a turn."""
+    fitting = [tiles for tiles in TILES if shared_bytes(tiles) <= shared_memory(device)]
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        list(pool.map(lambda tiles: compile_for(SOURCE, device, _defines(kind, device, tiles)), (0, *fitting)))
     _kernel(kind, device, "opened")
-    for tiles in range(1, MOST_TILES + 1):
-        _kernel(kind, device, f"product{tiles}", shared_bytes(tiles), choose_form(kind, tiles))
+    for tiles in fitting:
+        _product(kind, device, tiles, CHOSEN)
 
 
 def opened(fragments: Fragments, first: int, count: int, out: Opened | None = None) -> Opened:

@@ -30,6 +30,7 @@ class Steps:
 
     paths: Tensor  # [P, 5]
     order: Tensor  # [n] entries
+    branches: bool  # some path goes back
 
 
 class _Paths:
@@ -44,10 +45,12 @@ class _Paths:
             self.rows.append([lane, len(self.order), len(entries), known, int(fresh)])
             self.order += entries
 
-    def steps(self, feed: Feed, rows: int = 0, entries: int = 0) -> Steps:
+    def steps(self, feed: Feed, rows: int = 0, entries: int = 0, *, branches: bool | None = None) -> Steps:
         """With room for so many paths and entries; a path without entries does nothing."""
+        if branches is None:
+            branches = any(entry & FROM_KNOWN for entry in self.order)
         table = _filled(self.rows, (max(rows, len(self.rows)), PATH_WORDS), 0)
-        return Steps(feed.put(table), feed.put(_filled(self.order, (max(entries, len(self.order)),), 0)))
+        return Steps(feed.put(table), feed.put(_filled(self.order, (max(entries, len(self.order)),), 0)), branches)
 
 
 class Recurrence:
@@ -73,7 +76,9 @@ class Recurrence:
         if bucket is None:
             self.steps = paths.steps(feed)
         else:  # a draft is taken again at most once for each draft behind it
-            self.steps = paths.steps(feed, bucket.rows, bucket.tokens * (1 if bucket.depth is None else bucket.depth))
+            branches = bucket.depth is not None
+            entries = bucket.tokens * (1 if bucket.depth is None else bucket.depth)
+            self.steps = paths.steps(feed, bucket.rows, entries, branches=branches)
         self.taps = put(runs.host_taps.astype(np.int32))
         room = 0 if bucket is None else bucket.rows
         self.closings = put(_sources([run.lane for run in runs.runs], runs.host_closings, room))

@@ -3,13 +3,17 @@
 In: queries [T, H, D], a layer's pages, and for every token what it sees. Out: [T, H * D].
 
 A tile is a few neighbouring queries of one row times the G query heads that share a key head. Keys are read in blocks of
-64 or 128 absolute positions, by the size of a head alone; blocks are taken one after the other inside a split of 512
-absolute positions, with a running maximum; splits are merged from front to back. One program may walk all splits of its
+64 or 128 absolute positions, by the size of a head alone; blocks are taken one after the other inside a split, which is a
+range of absolute positions, with a running maximum; splits are merged from front to back. One program may walk all splits of its
 tile (`ALL`), or each split has a program and a second kernel merges: the same operations in the same order. The sum of a
 row's weights is taken by the matrix unit like the values' sum, since a library sum would follow the tile's layout. What a
 query does not see adds exact zeros. Keys and values may be codes of 8 bits with scales (`codes.py`): a score is (q · code)
 times the key's scale, and the weight that meets a value's code is the weight times the value's scale. So neither batch, nor
 chunk, nor tile, nor the parallel form changes a bit of a row.
+
+Nodes of a tree have all blocks in common that end before its drafts begin: tiles of many nodes read those, and leave the
+state of the last split, maximum and sums, as it stands. A tile per node merges the splits before it, goes on from there with
+the blocks that hold its path, and ends.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -18,19 +22,23 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from onedraw.backends.torch.kernels.triton_codes import halves
-from onedraw.backends.torch.kernels.triton_linear import launch_options, shared_memory
-from onedraw.backends.torch.kernels.triton_math import let_next_start, wait_for_inputs
+from onedraw.backends.torch.kernels.triton_linear import SMALL_SHARED, launch_options, shared_memory
+from onedraw.backends.torch.kernels.triton_math import let_next_start, looked_up, wait_for_inputs
 
-SPLIT = 512  # keys per split
+Ints = npt.NDArray[np.int64]
+SPLITS = (256, 512, 1024)  # keys
+NEAR, FAR = 2048, 16384  # positions behind which the second and the third count hold
 TILE_WORDS = 8
-# A tile reads everything by position; of a tree what its nodes have in common, what is a node's own, or all of one node's.
-WHOLE, SHARED, OWN, NODE = range(4)
+# A tile reads everything by position; of a tree the blocks that all its nodes have in common, or a node's own blocks.
+WHOLE, SHARED, OWN = range(3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +59,36 @@ class TileSet:
     """Tiles of one height, launched together."""
 
     height: int  # queries times query heads per key head
-    tiles: Tensor  # [N, 8] int32: first token, tokens, kind, row, lowest and highest position they see, tail, first split
-    tokens: Tensor  # [t] int32: the tokens to be merged after all sets; empty where `together`
+    tiles: Tensor  # [N, 8] int32: first token, tokens, the split that is carried on, row, positions to read from and to, tail,
+    # first split
+    tokens: Tensor  # [t] int32: the tokens whose parts are kept until they are merged; empty where `together`
     splits: int  # behind the last split that any token sees
     launched: int  # the largest number of splits that a tile reads
     together: bool  # one program walks all splits of a tile
+    kind: int = WHOLE
+
+
+def split_of(position: Ints) -> Ints:
+    """Which split a position lies in: `SPLITS` keys each up to position 2,048, up to 16,384, and from there on. So short
+    contexts have enough of them to keep a device busy, and long ones not more than it takes time to merge."""
+    low, middle, high = SPLITS
+    first = NEAR // low - NEAR // middle
+    second = first + FAR // middle - FAR // high
+    return np.minimum(position // low, np.minimum(position // middle + first, position // high + second))
+
+
+@triton.jit
+def _split_of(position, LOW: tl.constexpr, MIDDLE: tl.constexpr, HIGH: tl.constexpr):
+    FIRST: tl.constexpr = 2048 // LOW - 2048 // MIDDLE
+    SECOND: tl.constexpr = FIRST + 16384 // MIDDLE - 16384 // HIGH
+    return tl.minimum(position // LOW, tl.minimum(position // MIDDLE + FIRST, position // HIGH + SECOND))
+
+
+@triton.jit
+def _start_of(split, LOW: tl.constexpr, MIDDLE: tl.constexpr, HIGH: tl.constexpr):
+    FIRST: tl.constexpr = 2048 // LOW - 2048 // MIDDLE
+    SECOND: tl.constexpr = FIRST + 16384 // MIDDLE - 16384 // HIGH
+    return tl.maximum(split * LOW, tl.maximum((split - FIRST) * MIDDLE, (split - SECOND) * HIGH))
 
 
 @triton.jit
@@ -68,6 +101,34 @@ def _fold(peak, total, mixed, peak_s, total_s, mixed_s):
     total = tl.where(seen, tl.fma(total, before, total_s * now), total)
     mixed = tl.where(seen[:, None], tl.fma(mixed, before[:, None], mixed_s * now[:, None]), mixed)
     return tl.where(seen, top, peak), total, mixed
+
+
+@triton.jit
+def _places(
+    start,
+    low,
+    high,
+    tail,
+    path,
+    table,
+    head,
+    path_width,
+    KV: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    OWN: tl.constexpr,
+):
+    """Where the keys of a block lie, counted in slots of one head; the first slot for what is not read."""
+    position = start + tl.arange(0, BLOCK_KEYS)
+    there = (position >= low) & (position <= high)
+    slot = position
+    if OWN:
+        depth = tl.minimum(tl.maximum(position - tail, 0), path_width - 1)
+        behind = position >= tail
+        step = looked_up(path + depth)
+        slot = tl.where(behind, tail + step, position)
+    page = looked_up(table + tl.where(there, slot // PAGE, 0)).to(tl.int64)
+    return (page * KV + head) * PAGE + slot % PAGE
 
 
 @triton.jit(do_not_specialize=["merged", "path_width"])
@@ -99,15 +160,18 @@ def _attend(
     PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr,
+    LOW: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    HIGH: tl.constexpr,
     ALL: tl.constexpr,
-    TREE: tl.constexpr,
+    OWN: tl.constexpr,
     CODED: tl.constexpr,
+    AHEAD: tl.constexpr,
     IEEE: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
+    # What a turn is told, no kernel of the turn writes: it is read before waiting.
     tile = tl.program_id(0)
     head = tl.program_id(1)
     first = tl.load(tiles + tile * 8)
@@ -115,20 +179,19 @@ def _attend(
     row = tl.load(tiles + tile * 8 + 3).to(tl.int64)
     low = tl.load(tiles + tile * 8 + 4)
     high = tl.load(tiles + tile * 8 + 5)
-    tail = 2147483647
-    if TREE:
-        kind = tl.load(tiles + tile * 8 + 2)
-        tail = tl.load(tiles + tile * 8 + 6)
-        edge = tail // SPLIT_KEYS * SPLIT_KEYS
-        high = tl.where(kind == 1, tl.minimum(high, edge - 1), high)
-        low = tl.where(kind == 2, tl.maximum(low, edge), low)
+    carried = tl.load(tiles + tile * 8 + 2)
+    tail = tl.load(tiles + tile * 8 + 6)
+    path = paths
+    if OWN:
+        path = paths + first * path_width
     if ALL:
-        begin_split = low // SPLIT_KEYS
-        end_split = high // SPLIT_KEYS + 1
-    else:
-        begin_split = tl.load(tiles + tile * 8 + 7) + tl.program_id(2)
+        begin_split = _split_of(low, LOW, MIDDLE, HIGH)
+        end_split = _split_of(high, LOW, MIDDLE, HIGH) + 1
+    else:  # the last ones, which are the longest, begin first
+        begin_split = tl.load(tiles + tile * 8 + 7) + tl.num_programs(2) - 1 - tl.program_id(2)
         end_split = begin_split + 1
-        if (begin_split * SPLIT_KEYS > high) | (end_split * SPLIT_KEYS <= low):
+        if (_start_of(begin_split, LOW, MIDDLE, HIGH) > high) | (_start_of(end_split, LOW, MIDDLE, HIGH) <= low):
+            wait_for_inputs(PDL)  # who waits for this kernel waits for those before it
             return
     PER: tl.constexpr = HEADS // KV
     m = tl.arange(0, BLOCK_M)
@@ -140,6 +203,7 @@ def _attend(
     wide = d < D
     query_head = head * PER + m % PER
     q_at = q + token.to(tl.int64)[:, None] * q_stride + query_head[:, None] * D + d[None, :]
+    wait_for_inputs(PDL)
     kind = q.dtype.element_ty
     if CODED:  # of two neighbouring dimensions, which lie in 16 bits, each has a product of its own
         two = tl.arange(0, BLOCK_D // 2)
@@ -153,34 +217,46 @@ def _attend(
     peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((BLOCK_M,), dtype=tl.float32)
     mixed = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+    if OWN:
+        line = tl.load(lines + token)
+        for split in tl.range(_split_of(tl.load(firsts + first), LOW, MIDDLE, HIGH), begin_split, num_stages=AHEAD):
+            part = (split * merged + line).to(tl.int64) * HEADS + query_head
+            peak_s = tl.load(part_peak + part, mask=live, other=float("-inf"))
+            total_s = tl.load(part_total + part, mask=live, other=0.0)
+            mixed_s = tl.load(part_mixed + part[:, None] * D + d[None, :], mask=live[:, None] & wide[None, :], other=0.0)
+            peak, total, mixed = _fold(peak, total, mixed, peak_s, total_s, mixed_s)
     for split in range(begin_split, end_split):
         peak_s = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
         sums_s = tl.zeros((BLOCK_M, 16), dtype=tl.float32)
         mixed_s = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+        if OWN:
+            goes_on = live & (split == carried)
+            part = (split * merged + line).to(tl.int64) * HEADS + query_head
+            peak_s = tl.load(part_peak + part, mask=goes_on, other=float("-inf"))
+            sums_s += tl.load(part_total + part, mask=goes_on, other=0.0)[:, None]
+            mixed_s = tl.load(part_mixed + part[:, None] * D + d[None, :], mask=goes_on[:, None] & wide[None, :], other=0.0)
         if CODED:
             even, odd = tl.split(tl.reshape(mixed_s, (BLOCK_M, BLOCK_D // 2, 2)))
-        begin = tl.maximum(split * SPLIT_KEYS, low // BLOCK_KEYS * BLOCK_KEYS)
-        stop = tl.minimum((split + 1) * SPLIT_KEYS, high + 1)
+        begin = tl.maximum(_start_of(split, LOW, MIDDLE, HIGH), low // BLOCK_KEYS * BLOCK_KEYS)
+        stop = tl.minimum(_start_of(split + 1, LOW, MIDDLE, HIGH), high + 1)
+        at = _places(begin, low, high, tail, path, table + row * table_width, head, path_width, KV, PAGE, BLOCK_KEYS, OWN)
         for start in tl.range(begin, stop, BLOCK_KEYS, num_stages=STAGES):
             position = start + tl.arange(0, BLOCK_KEYS)
             there = (position >= low) & (position <= high)
-            slot = position
-            if TREE:
-                depth = tl.minimum(tl.maximum(position - tail, 0), path_width - 1)
-                own = position >= tail
-                step = tl.load(paths + first * path_width + depth, mask=own & there, other=0)
-                slot = tl.where(own, tail + step, position)
-            page = tl.load(table + row * table_width + slot // PAGE, mask=there, other=0).to(tl.int64)
-            at = (page * KV + head) * PAGE + slot % PAGE
+            here = at
+            # Looked up one block ahead, so that no fetching waits for where to fetch.
+            at = _places(
+                start + BLOCK_KEYS, low, high, tail, path, table + row * table_width, head, path_width, KV, PAGE, BLOCK_KEYS, OWN
+            )
             if CODED:
                 inside = there[:, None] & narrow[None, :]
-                pair_at = (at * (D // 2))[:, None] + two[None, :]
+                pair_at = (here * (D // 2))[:, None] + two[None, :]
                 lower, upper = halves(tl.load(keys + pair_at, mask=inside, other=0), kind, CODED == 2)
                 scores = tl.dot(even_query, tl.trans(lower), input_precision="ieee" if IEEE else "tf32")
                 scores = tl.dot(odd_query, tl.trans(upper), scores, input_precision="ieee" if IEEE else "tf32")
-                scores = scores * (tl.load(key_scales + at, mask=there, other=0.0) * scale)[None, :]
+                scores = scores * (tl.load(key_scales + here, mask=there, other=0.0) * scale)[None, :]
             else:
-                place = at * D
+                place = here * D
                 key = tl.load(keys + place[:, None] + d[None, :], mask=there[:, None] & wide[None, :], other=0.0)
                 scores = tl.dot(query, tl.trans(key), input_precision="ieee" if IEEE else "tf32") * scale
             sees = (position[None, :] >= lowest[:, None]) & (position[None, :] <= highest[:, None])
@@ -190,14 +266,15 @@ def _attend(
             fade = tl.exp2(peak_s - safe)
             mixing = tl.exp2(scores - safe[:, None])
             weight = mixing.to(kind)
+            if not CODED:
+                value = tl.load(values + place[:, None] + d[None, :], mask=there[:, None] & wide[None, :], other=0.0)
             sums_s = tl.dot(weight, ones, sums_s * fade[:, None], input_precision="ieee" if IEEE else "tf32")
             if CODED:
                 lower, upper = halves(tl.load(values + pair_at, mask=inside, other=0), kind, CODED == 2)
-                weight = (mixing * tl.load(value_scales + at, mask=there, other=0.0)[None, :]).to(kind)
+                weight = (mixing * tl.load(value_scales + here, mask=there, other=0.0)[None, :]).to(kind)
                 even = tl.dot(weight, lower, even * fade[:, None], input_precision="ieee" if IEEE else "tf32")
                 odd = tl.dot(weight, upper, odd * fade[:, None], input_precision="ieee" if IEEE else "tf32")
             else:
-                value = tl.load(values + place[:, None] + d[None, :], mask=there[:, None] & wide[None, :], other=0.0)
                 mixed_s = tl.dot(weight, value, mixed_s * fade[:, None], input_precision="ieee" if IEEE else "tf32")
             peak_s = top
         if CODED:
@@ -213,10 +290,10 @@ def _attend(
         o_at = out + (token.to(tl.int64) * HEADS + query_head)[:, None] * D + d[None, :]
         tl.store(o_at, result, mask=live[:, None] & wide[None, :])
     else:
-        place = (begin_split * merged + tl.load(lines + token)).to(tl.int64) * HEADS + query_head
-        tl.store(part_peak + place, peak, mask=live)
-        tl.store(part_total + place, total, mask=live)
-        tl.store(part_mixed + place[:, None] * D + d[None, :], mixed, mask=live[:, None] & wide[None, :])
+        part = (begin_split * merged + tl.load(lines + token)).to(tl.int64) * HEADS + query_head
+        tl.store(part_peak + part, peak, mask=live)
+        tl.store(part_total + part, total, mask=live)
+        tl.store(part_mixed + part[:, None] * D + d[None, :], mixed, mask=live[:, None] & wide[None, :])
 
 
 @triton.jit(do_not_specialize=["merged"])
@@ -233,17 +310,19 @@ def _merge(
     HEADS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr,
+    LOW: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    HIGH: tl.constexpr,
     AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Front to back over the splits of one token and head; AHEAD of them are on their way."""
-    wait_for_inputs(PDL)
     token = tl.load(tokens + tl.program_id(0))
     line = tl.load(lines + token)
     head = tl.program_id(1)
-    begin = tl.load(firsts + token) // SPLIT_KEYS
-    stop = tl.load(ends + token) // SPLIT_KEYS + 1
+    begin = _split_of(tl.load(firsts + token), LOW, MIDDLE, HIGH)
+    stop = _split_of(tl.load(ends + token), LOW, MIDDLE, HIGH) + 1
+    wait_for_inputs(PDL)
     d = tl.arange(0, BLOCK_D)
     one = tl.arange(0, 1)
     peak = tl.full((1,), float("-inf"), dtype=tl.float32)
@@ -285,6 +364,7 @@ def attend(
     merged = sum(len(group.tokens) for group in sets)
     peak, total = (torch.empty(splits, merged, heads, dtype=torch.float32, device=q.device) for _ in range(2))
     mixed = torch.empty(splits, merged, heads, dim, dtype=torch.float32, device=q.device)
+    splits_given = dict(zip(("LOW", "MIDDLE", "HIGH"), SPLITS, strict=True))
     for group in sets:
         _attend[(len(group.tiles), kv_heads, 1 if group.together else group.launched)](
             q,
@@ -313,10 +393,11 @@ def attend(
             PAGE=view.page_size,
             BLOCK_M=group.height,
             BLOCK_KEYS=block_keys(dim),
-            SPLIT_KEYS=SPLIT,
+            **splits_given,
             ALL=group.together,
-            TREE=view.paths is not None,
+            OWN=group.kind == OWN,
             CODED=0 if scales is None else 1 if keys.dtype == torch.int8 else 2,
+            AHEAD=4,
             IEEE=q.dtype == torch.float32,
             STAGES=stages or _stages(group.height, block_d, q.dtype.itemsize, shared_memory(q.device)),
             PDL=pdl,
@@ -325,7 +406,7 @@ def attend(
             **launch_options(pdl),
         )
     for group in sets:
-        if len(group.tokens):
+        if group.kind == WHOLE and len(group.tokens):
             _merge[(len(group.tokens), heads)](
                 out,
                 mixed,
@@ -339,7 +420,7 @@ def attend(
                 HEADS=heads,
                 D=dim,
                 BLOCK_D=block_d,
-                SPLIT_KEYS=SPLIT,
+                **splits_given,
                 AHEAD=min(12, triton.next_power_of_2(group.splits) + 1),
                 PDL=pdl,
                 num_warps=max(1, min(4, block_d // 64)),
@@ -350,17 +431,18 @@ def attend(
 
 
 def block_keys(dim: int) -> int:
-    """Keys per block. Wide heads would not fit into a small card's shared memory otherwise."""
-    return 128 if dim <= 128 else 64
+    """Keys per block. Small ones leave room for several on their way, on a small card too."""
+    return 64 if dim <= 128 else 32
 
 
 def _warps(height: int, block_d: int) -> int:
-    return 8 if height >= 128 or block_d >= 512 or (height >= 64 and block_d >= 256) else 4
+    return 8 if height >= 128 or block_d >= 512 else 4
 
 
 def _stages(height: int, block_d: int, itemsize: int, shared: int) -> int:
-    """Blocks of keys and values on their way: the pages are looked up two steps ahead, and then come as many as fit."""
+    """Blocks of keys and values in shared memory at once, up to three: one is computed with, the others are on their way. Where
+    the matrix unit cannot read it there, the one that is computed with takes no room."""
     keys = block_keys(block_d)
-    block = 2 * keys * block_d * itemsize
-    room = min(shared, 200 * 1024) - height * (block_d * itemsize + keys * 4) - 8 * 1024
-    return 2 + min(2, room // block) if room >= block else 1
+    room = min(shared, 224 * 1024) - height * (block_d * itemsize + keys * 4) - 8 * 1024
+    reads = height >= 64 and shared > SMALL_SHARED
+    return max(1, min(3, room // (2 * keys * block_d * itemsize) + (not reads)))

@@ -7,8 +7,9 @@ and the last product is float32.
 A position's form follows its role: chunks of 64 absolute positions for a prompt, single steps for what was generated or
 drafted. A path is what one program steps through: the known tokens of a row, and behind them its drafts, a chain or a tree
 branch by branch. Drafts never touch a lane: they leave decay, key and change behind, from which `commit` repeats the step, and
-so does a path that comes back to a branch. One program is one warp that has a few columns of the state in registers, by parts
-of so many rows that a column's sums never leave the warp; what the next step reads is on its way while one works.
+so does a path that comes back to a branch. One program is one warp that has some columns of the state in registers, by parts
+of so many rows that a column's sums never leave the warp; what the next step reads is on its way while one works. Sums have
+one order for any number of columns: eight of them over every eighth row, which are then added by halves.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
@@ -23,12 +24,12 @@ import triton.language as tl
 from torch import Tensor
 
 from onedraw.backends.torch.kernels.triton_linear import launch_options
-from onedraw.backends.torch.kernels.triton_math import exp, let_next_start, sigmoid, silu, softplus, wait_for_inputs
+from onedraw.backends.torch.kernels.triton_math import INTERPRETED, exp, let_next_start, sigmoid, silu, softplus, wait_for_inputs
 
 CHUNK = 64
-COLUMNS = 8  # of the state that one warp steps; they fix the order of its sums: rows of a part side by side, part by part
+COLUMNS, MANY_COLUMNS, MANY_PATHS = 16, 32, 4  # of the state that one warp steps; many where many paths have no drafts
 COMMIT_COLUMNS = 32
-WINDOW_BLOCK = 128  # channels of a window that a program of `close` moves on
+WINDOW_BLOCK = 256  # channels of a window that a program of `close` moves on
 CHUNK_COLUMNS, CHUNK_WARPS = 32, 4  # of the state that one program takes through chunks
 PATH_WORDS = 5  # lane, first of its entries in the order, entries, known, fresh
 FROM_KNOWN, AGAIN = 1, 2  # of an entry: from the state behind the known tokens; a draft whose change is there already
@@ -215,12 +216,19 @@ def _parts(line, row, KEY_DIM: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.const
 
 
 @triton.jit
-def _seen(state, line, PARTS: tl.constexpr):
-    """lineᵀ state: part by part in each thread, then over a part's rows."""
+def _sums(state, line, PARTS: tl.constexpr, ROWS: tl.constexpr):
+    """Eight sums over every eighth row, one after the other, the fifth added to the first and so on down to ROWS sums."""
     total = state[0] * line[0][:, None]
-    for part in tl.static_range(1, PARTS):
-        total = tl.fma(state[part], tl.broadcast_to(line[part][:, None], total.shape), total)
-    return tl.sum(total, 0)
+    if ROWS == 8:
+        for part in tl.static_range(1, PARTS):
+            total = tl.fma(state[part], tl.broadcast_to(line[part][:, None], total.shape), total)
+    else:
+        other = state[1] * line[1][:, None]
+        for part in tl.static_range(2, PARTS, 2):
+            total = tl.fma(state[part], tl.broadcast_to(line[part][:, None], total.shape), total)
+            other = tl.fma(state[part + 1], tl.broadcast_to(line[part + 1][:, None], total.shape), other)
+        total = total + other
+    return total
 
 
 @triton.jit
@@ -252,6 +260,7 @@ def _steps(
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     DRAFTS: tl.constexpr,
+    BRANCHES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
@@ -277,45 +286,68 @@ def _steps(
         keys, queries = k + key_head * KEY_DIM, q + key_head * KEY_DIM
         values = v + head * VALUE_DIM + column
         decays, betas = gates + tokens * VALUE_HEADS + head, gates + 2 * tokens * VALUE_HEADS + head
+        last = first + count - 1
         entry = tl.load(order + first)
-        entry_ahead = tl.load(order + first + tl.minimum(1, count - 1))
+        entry_ahead = tl.load(order + tl.minimum(first + 1, last))
         token = (entry >> 2).to(tl.int64)
         key = _parts(keys + token * KEY_HEADS * KEY_DIM, row, KEY_DIM, PARTS, ROWS)
         query = _parts(queries + token * KEY_HEADS * KEY_DIM, row, KEY_DIM, PARTS, ROWS)
         value = tl.load(values + token * VALUE_HEADS * VALUE_DIM, mask=wide, other=0.0)
         decay, beta = tl.load(decays + token * VALUE_HEADS), tl.load(betas + token * VALUE_HEADS)
+        place = tl.load(places + token).to(tl.int64) if DRAFTS else -1
+        # What a step read is added up and written while the next one works.
+        seen = tl.zeros((ROWS, BLOCK_V), dtype=tl.float32)
+        seen_at = tl.full((), -1, dtype=tl.int64)
         for index in range(count):
-            ahead = (entry_ahead >> 2).to(tl.int64)
-            key_ahead = _parts(keys + ahead * KEY_HEADS * KEY_DIM, row, KEY_DIM, PARTS, ROWS)
-            query_ahead = _parts(queries + ahead * KEY_HEADS * KEY_DIM, row, KEY_DIM, PARTS, ROWS)
-            value_ahead = tl.load(values + ahead * VALUE_HEADS * VALUE_DIM, mask=wide, other=0.0)
-            decay_ahead, beta_ahead = tl.load(decays + ahead * VALUE_HEADS), tl.load(betas + ahead * VALUE_HEADS)
-            entry_behind = tl.load(order + first + tl.minimum(index + 2, count - 1))
-            if (entry & 1) != 0:
-                tl.debug_barrier()  # a change that this path left is read again below
-                state = behind_known
+            if DRAFTS:
+                ahead = (entry_ahead >> 2).to(tl.int64)
+                entry_behind = tl.load(order + tl.minimum(first + index + 2, last))
+                key_ahead = _parts(keys + ahead * KEY_HEADS * KEY_DIM, row, KEY_DIM, PARTS, ROWS)
+                query_ahead = _parts(queries + ahead * KEY_HEADS * KEY_DIM, row, KEY_DIM, PARTS, ROWS)
+                value_ahead = tl.load(values + ahead * VALUE_HEADS * VALUE_DIM, mask=wide, other=0.0)
+                decay_ahead, beta_ahead = tl.load(decays + ahead * VALUE_HEADS), tl.load(betas + ahead * VALUE_HEADS)
+                place_ahead = tl.load(places + ahead).to(tl.int64)
+            if BRANCHES:  # noqa: SIM102 - known when compiled, and the other is not
+                if (entry & 1) != 0:
+                    tl.debug_barrier()  # a change that this path left is read again below
+                    state = behind_known
+            result = tl.sum(seen, 0)
+            tl.store(out + (seen_at * VALUE_HEADS + head) * VALUE_DIM + column, result, mask=wide & (seen_at >= 0))
             faded = ()
             for part in tl.static_range(PARTS):
                 faded = faded + (state[part] * decay,)
-            place = tl.load(places + token).to(tl.int64) if DRAFTS else -1
-            if (entry & 2) != 0:
-                if DRAFTS:
-                    left = tl.load(changes + (place * VALUE_HEADS + head) * VALUE_DIM + column, mask=wide, other=0.0)
-                    state = _moved(faded, key, left, PARTS)
+            if BRANCHES:
+                again = (entry & 2) != 0
+                change = tl.zeros((BLOCK_V,), dtype=tl.float32)
+                if again:
+                    change = tl.load(changes + (place * VALUE_HEADS + head) * VALUE_DIM + column, mask=wide, other=0.0)
+                else:
+                    change = (value - tl.sum(_sums(faded, key, PARTS, ROWS), 0)) * beta
+                seen_at = tl.where(again, -1, token)
             else:
-                change = (value - _seen(faded, key, PARTS)) * beta
-                state = _moved(faded, key, change, PARTS)
-                result = _seen(state, query, PARTS)
-                tl.store(out + (token * VALUE_HEADS + head) * VALUE_DIM + column, result, mask=wide)
-                if DRAFTS:
-                    tl.store(changes + (place * VALUE_HEADS + head) * VALUE_DIM + column, change, mask=wide & (place >= 0))
+                change = (value - tl.sum(_sums(faded, key, PARTS, ROWS), 0)) * beta
+                seen_at = token
+            state = _moved(faded, key, change, PARTS)
+            seen = _sums(state, query, PARTS, ROWS)
+            if DRAFTS:
+                left = changes + (place * VALUE_HEADS + head) * VALUE_DIM + column
+                tl.store(left, change, mask=wide & (place >= 0) & (seen_at >= 0))
             if index == known - 1:
-                behind_known = state
+                if BRANCHES:
+                    behind_known = state
                 for part in tl.static_range(PARTS):
                     there = (row + part * ROWS < KEY_DIM)[:, None] & wide[None, :]
                     tl.store(at + part * ROWS * VALUE_DIM, state[part], mask=there)
-            entry, entry_ahead, token = entry_ahead, entry_behind, ahead
-            key, query, value, decay, beta = key_ahead, query_ahead, value_ahead, decay_ahead, beta_ahead
+            if DRAFTS:
+                entry, entry_ahead, token, place = entry_ahead, entry_behind, ahead, place_ahead
+                key, query, value, decay, beta = key_ahead, query_ahead, value_ahead, decay_ahead, beta_ahead
+            elif index < count - 1:
+                token = (tl.load(order + first + index + 1) >> 2).to(tl.int64)
+                key = _parts(keys + token * KEY_HEADS * KEY_DIM, row, KEY_DIM, PARTS, ROWS)
+                query = _parts(queries + token * KEY_HEADS * KEY_DIM, row, KEY_DIM, PARTS, ROWS)
+                value = tl.load(values + token * VALUE_HEADS * VALUE_DIM, mask=wide, other=0.0)
+                decay, beta = tl.load(decays + token * VALUE_HEADS), tl.load(betas + token * VALUE_HEADS)
+        tl.store(out + (seen_at * VALUE_HEADS + head) * VALUE_DIM + column, tl.sum(seen, 0), mask=wide & (seen_at >= 0))
 
 
 def steps(
@@ -326,16 +358,19 @@ def steps(
     paths: Tensor,
     order: Tensor,
     drafted: Drafted | None = None,
+    branches: bool = True,
     pdl: bool = False,
 ) -> None:
     """Step through paths [P, 5] int32, each in a lane of its own. An entry of `order` [n] int32 is a token times four, and
     FROM_KNOWN or AGAIN or both: where a path goes back to a branch, it starts behind its known tokens and takes the drafts
     before the branch once more. The lane's state is taken before, and written after the path's known tokens; a path without
-    known tokens leaves the lane alone. Drafts leave their changes behind. out [T, Hv, Dv] float32."""
+    known tokens leaves the lane alone. Drafts leave their changes behind. out [T, Hv, Dv] float32. Without `branches` no entry
+    goes back."""
     _, value_heads, key_dim, value_dim = states.shape
-    rows = 128 // COLUMNS  # a warp has four columns of one row in each thread
+    columns = MANY_COLUMNS if drafted is None and len(paths) >= MANY_PATHS and not INTERPRETED else COLUMNS
+    rows = 128 // columns  # a warp has four columns of one row in each thread
     if len(paths):
-        _steps[(triton.cdiv(value_dim, COLUMNS), value_heads, len(paths))](
+        _steps[(triton.cdiv(value_dim, columns), value_heads, len(paths))](
             gated.q,
             gated.k,
             gated.v,
@@ -351,10 +386,11 @@ def steps(
             VALUE_HEADS=value_heads,
             KEY_DIM=key_dim,
             VALUE_DIM=value_dim,
-            PARTS=triton.cdiv(key_dim, rows),
+            PARTS=max(triton.cdiv(key_dim, rows), 2),
             ROWS=rows,
-            BLOCK_V=COLUMNS,
+            BLOCK_V=columns,
             DRAFTS=drafted is not None,
+            BRANCHES=drafted is not None and branches,
             PDL=pdl,
             num_warps=1,
             enable_fp_fusion=False,
@@ -699,7 +735,7 @@ def chunked(gated: Gated, states: Tensor, saved: Tensor, out: Tensor, *, chunks:
 # ------------------------------------------------------------------ after the state
 
 
-@triton.jit(do_not_specialize=["tokens", "closing"])
+@triton.jit(do_not_specialize=["tokens"])
 def _close(
     x,
     projected,
@@ -708,7 +744,6 @@ def _close(
     windows,
     sources,
     tokens,
-    closing,
     stride,
     eps,
     HEADS: tl.constexpr,
@@ -717,24 +752,28 @@ def _close(
     BLOCK: tl.constexpr,
     BEFORE: tl.constexpr,
     BLOCK_WINDOW: tl.constexpr,
+    WINDOWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One head of one token; programs behind the heads move a lane's window on."""
+    """One head of one token; programs behind those of all tokens move windows on."""
     let_next_start(PDL)
     wait_for_inputs(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    if head < HEADS:
+    program = tl.program_id(0)
+    behind = program - tokens * HEADS
+    if behind < 0:
+        token = (program // HEADS).to(tl.int64)
+        head = program % HEADS
         at = tl.arange(0, BLOCK)
-        inside = (at < D) & (token < tokens)
+        inside = at < D
         values = tl.load(x + (token * HEADS + head) * D + at, mask=inside, other=0.0)
         scale = tl.rsqrt(tl.sum(values * values, 0) * (1.0 / D) + eps)
         normed = values * scale * tl.load(weight + at, mask=inside, other=0.0)
         z = tl.load(projected + token * stride + CHANNELS + head * D + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(y + (token * HEADS + head) * D + at, (normed * silu(z)).to(y.dtype.element_ty), mask=inside)
-    elif token < closing:
-        block = head - HEADS
-        _window(projected, windows, windows, sources, token, block, tokens, stride, CHANNELS, BEFORE, BLOCK_WINDOW)
+    elif WINDOWS:
+        BLOCKS: tl.constexpr = (CHANNELS + BLOCK_WINDOW - 1) // BLOCK_WINDOW
+        one, block = behind // BLOCKS, behind % BLOCKS
+        _window(projected, windows, windows, sources, one, block, tokens, stride, CHANNELS, BEFORE, BLOCK_WINDOW)
 
 
 def close(
@@ -754,7 +793,7 @@ def close(
     y = torch.empty(count, heads * dim, dtype=projected.dtype, device=out.device)
     closing = 0 if sources is None else len(sources)
     if count or closing:
-        _close[(max(count, closing), heads + (triton.cdiv(channels, WINDOW_BLOCK) if closing else 0))](
+        _close[(count * heads + closing * triton.cdiv(channels, WINDOW_BLOCK),)](
             out,
             projected,
             weight,
@@ -762,7 +801,6 @@ def close(
             windows,
             sources,
             count,
-            closing,
             projected.stride(0),
             eps,
             HEADS=heads,
@@ -771,6 +809,7 @@ def close(
             BLOCK=triton.next_power_of_2(dim),
             BEFORE=2 if windows is None else windows.shape[1] + 1,
             BLOCK_WINDOW=WINDOW_BLOCK,
+            WINDOWS=closing > 0,
             PDL=pdl,
             num_warps=1,
             enable_fp_fusion=False,

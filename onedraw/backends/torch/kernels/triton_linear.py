@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onedraw.backends.torch.kernels.triton_math import activated, let_next_start, wait_for_inputs
+from onedraw.backends.torch.kernels.triton_math import activated, fetch, let_next_start, wait_for_inputs
 
+FETCHED_BYTES = 0
 SMALL_SHARED = 99 * 1024  # bytes of shared memory that a block gets on sm86 and sm89
 
 
@@ -34,6 +35,7 @@ class Tile:
     warps: int
     stages: int
     group: int = 1  # neighbouring programs share so many blocks of rows
+    turned: bool = False  # the weight is the matrix unit's left side, which is the high one, and the rows its right side
 
     def shared(self, itemsize: int) -> int:
         """Bytes of shared memory, as an upper bound."""
@@ -62,9 +64,10 @@ def _linear(
     GATE: tl.constexpr,
     EVEN_N: tl.constexpr,
     IEEE: tl.constexpr,
+    TURNED: tl.constexpr,
+    FETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
     program = tl.program_id(0).to(tl.int64)
     blocks_m = tl.cdiv(rows, BLOCK_M)
     blocks_n = tl.cdiv(n, BLOCK_N)
@@ -77,6 +80,9 @@ def _linear(
         within = program % (GROUP * blocks_n)
         block_m = band * GROUP + within % height
         block_n = within // height
+    if PDL and FETCH > 0:
+        fetch(weight + tl.minimum(block_n * BLOCK_N + tl.arange(0, BLOCK_N), n - 1) * K, FETCH)
+    wait_for_inputs(PDL)
     m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -84,16 +90,27 @@ def _linear(
     inside = columns < n
     safe = columns if EVEN_N else tl.where(inside, columns, 0)
     x_at = x + m[:, None] * x_stride + k[None, :]
-    w_at = weight + safe[None, :] * K + k[:, None]
-    accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    if TURNED:
+        w_at = weight + safe[:, None] * K + k[None, :]
+        inner = k[None, :]
+        accumulator = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    else:
+        w_at = weight + safe[None, :] * K + k[:, None]
+        inner = k[:, None]
+        accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for start in range(0, K, BLOCK_K):
         if K % BLOCK_K == 0:
             left = tl.load(x_at + start, mask=live[:, None], other=0.0)
             right = tl.load(w_at + start)
         else:
             left = tl.load(x_at + start, mask=live[:, None] & (k[None, :] < K - start), other=0.0)
-            right = tl.load(w_at + start, mask=k[:, None] < K - start, other=0.0)
-        accumulator = tl.dot(left, right, accumulator, input_precision="ieee" if IEEE else "tf32")
+            right = tl.load(w_at + start, mask=inner < K - start, other=0.0)
+        if TURNED:
+            accumulator = tl.dot(right, tl.trans(left), accumulator, input_precision="ieee" if IEEE else "tf32")
+        else:
+            accumulator = tl.dot(left, right, accumulator, input_precision="ieee" if IEEE else "tf32")
+    if TURNED:
+        accumulator = tl.trans(accumulator)
     let_next_start(PDL)
     kind = y.dtype.element_ty
     out = accumulator.to(kind)
@@ -154,6 +171,8 @@ def linear(
         GATE=gate,
         EVEN_N=n % tile.columns == 0,
         IEEE=x.dtype == torch.float32,
+        TURNED=tile.turned,
+        FETCH=_fetched(n, depth, x.dtype.itemsize) if pdl else 0,
         PDL=pdl,
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -161,6 +180,11 @@ def linear(
         **launch_options(pdl),
     )
     return y
+
+
+def _fetched(n: int, k: int, itemsize: int) -> int:
+    """Bytes of each row of a weight that are asked for while the kernel before still runs; 0 where rows are not aligned."""
+    return min(FETCHED_BYTES, k * itemsize) if k * itemsize % 16 == 0 else 0
 
 
 def launch_options(pdl: bool) -> dict[str, Any]:
@@ -179,20 +203,29 @@ def shared_memory(device: torch.device) -> int:
 
 # ------------------------------------------------------------------ which tile
 
-# Measured on an H200 in bf16 with cold weights (bench/gpu_decode.py tune): (N, K) → columns, depth, stages of tiles of 16 and
-# of 64 rows, four warps each. Tiles of 32 rows were slower than those of 64.
-_SKINNY: dict[tuple[int, int], tuple[tuple[int, int, int], tuple[int, int, int]]] = {
-    (6144, 4096): ((64, 256, 4), (64, 128, 5)),
-    (4096, 4096): ((32, 512, 4), (32, 128, 5)),
-    (28672, 4096): ((64, 256, 3), (128, 128, 4)),
-    (4096, 14336): ((32, 512, 4), (32, 256, 4)),
-    (128256, 4096): ((32, 256, 4), (128, 128, 4)),
-    (16480, 5120): ((64, 128, 4), (128, 128, 4)),
-    (14336, 5120): ((64, 128, 4), (128, 128, 4)),
-    (5120, 6144): ((64, 256, 4), (64, 128, 5)),
-    (34816, 5120): ((32, 256, 4), (32, 128, 3)),
-    (5120, 17408): ((64, 256, 5), (64, 128, 5)),
-    (248320, 5120): ((64, 256, 5), (128, 128, 4)),
+
+def _flat(rows: int, columns: int, depth: int, stages: int, warps: int = 4) -> Tile:
+    return Tile(rows, columns, depth, warps, stages)
+
+
+def _turned(rows: int, columns: int, depth: int, stages: int, warps: int = 4) -> Tile:
+    return Tile(rows, columns, depth, warps, stages, turned=True)
+
+
+Skinny = tuple[Tile, Tile, Tile]  # for up to 16, 32 and 64 rows
+# Measured on an H200 in bf16 with cold weights (bench/gpu_tiles.py products), by (N, K).
+_SKINNY: dict[tuple[int, int], Skinny] = {
+    (6144, 4096): (_flat(16, 64, 256, 4), _turned(32, 64, 128, 6), _flat(64, 64, 128, 5)),
+    (4096, 4096): (_flat(16, 32, 512, 4), _turned(32, 64, 128, 6), _flat(64, 32, 128, 5)),
+    (28672, 4096): (_flat(16, 64, 256, 3), _turned(32, 64, 128, 4), _turned(64, 128, 128, 4, 8)),
+    (4096, 14336): (_flat(16, 32, 512, 4), _turned(32, 64, 128, 6), _flat(64, 32, 256, 4)),
+    (128256, 4096): (_flat(16, 32, 256, 4), _turned(32, 128, 128, 4, 8), _turned(64, 128, 128, 4, 8)),
+    (16480, 5120): (_flat(16, 64, 128, 4), _turned(32, 128, 128, 4, 8), _turned(64, 128, 128, 4)),
+    (14336, 5120): (_turned(16, 128, 128, 4), _turned(32, 128, 128, 4), _turned(64, 128, 128, 4, 8)),
+    (5120, 6144): (_turned(16, 64, 256, 5), _turned(32, 64, 128, 6), _turned(64, 64, 128, 6)),
+    (34816, 5120): (_flat(16, 32, 256, 4), _turned(32, 64, 128, 4), _turned(64, 64, 128, 6)),
+    (5120, 17408): (_turned(16, 64, 256, 5), _turned(32, 64, 128, 6), _turned(64, 64, 128, 6)),
+    (248320, 5120): (_flat(16, 64, 256, 5), _turned(32, 128, 128, 4), _turned(64, 128, 128, 4, 8)),
 }
 
 
@@ -202,9 +235,8 @@ def choose_tile(rows: int, n: int, k: int, dtype: torch.dtype, shared: int) -> T
     if dtype == torch.float32:  # no matrix unit: small tiles, which still walk K in the same order
         return Tile(16 if rows <= 16 else 32, 32, 32, 4, 2, group=8 if rows > 32 else 1)
     if rows <= 64:
-        low, high = _SKINNY.get((n, k)) or _skinny_rule(n)
-        columns, depth, stages = low if rows <= 16 else high
-        tile = Tile(16 if rows <= 16 else 64, columns, depth, 4, stages)
+        low, middle, high = _SKINNY.get((n, k)) or _skinny_rule(n)
+        tile = low if rows <= 16 else middle if rows <= 32 else high
     elif rows <= 128:
         tile = Tile(64, 64, 64, 4, 4, group=8)
     elif rows <= 256:
@@ -214,11 +246,13 @@ def choose_tile(rows: int, n: int, k: int, dtype: torch.dtype, shared: int) -> T
     return fitted(tile, dtype.itemsize, shared)
 
 
-def _skinny_rule(n: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+def _skinny_rule(n: int) -> Skinny:
     """Few columns: narrow, deep tiles, so that a lone program per multiprocessor has enough on its way."""
     if n <= 4608:
-        return (32, 512, 4), (32, 128, 5)
-    return ((64, 256, 4), (64, 128, 5)) if n <= 12288 else ((64, 128, 4), (128, 128, 4))
+        return _flat(16, 32, 512, 4), _turned(32, 64, 128, 6), _flat(64, 32, 128, 5)
+    if n <= 12288:
+        return _flat(16, 64, 256, 4), _turned(32, 64, 128, 6), _turned(64, 64, 128, 6)
+    return _flat(16, 64, 128, 4), _turned(32, 64, 128, 4), _turned(64, 128, 128, 4, 8)
 
 
 def fitted(tile: Tile, itemsize: int, shared: int) -> Tile:

@@ -26,6 +26,32 @@ def wait_for_inputs(PDL: tl.constexpr):
 
 
 @triton.jit
+def fetch(at, COUNT: tl.constexpr):
+    """Ask the second cache for COUNT bytes behind each address, a multiple of 16 like the addresses (Hopper and later). Only
+    for what no kernel before writes: this need not wait."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [at.to(tl.int64), tl.full(at.shape, COUNT, tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def looked_up(at):
+    """32-bit integers, loaded as they are asked for. A load that the compiler knows would wait in a queue with the large ones
+    that hang on it, and they with it."""
+    if INTERPRETED:
+        return tl.load(at)
+    else:
+        return tl.inline_asm_elementwise(
+            "ld.global.b32 $0, [$1];", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
 def let_next_start(PDL: tl.constexpr):
     """The next kernel's programs may take the places that become free. Small kernels say so at once, those that fill the
     device when their work is all but done: programs that only wait would stand in its way."""

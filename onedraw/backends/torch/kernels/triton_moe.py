@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from onedraw.backends.torch.kernels.triton_linear import launch_options
-from onedraw.backends.torch.kernels.triton_math import let_next_start, wait_for_inputs
-from onedraw.backends.torch.kernels.triton_norm import gated
+from onedraw.backends.torch.kernels.triton_math import activated, let_next_start, wait_for_inputs
+from onedraw.backends.torch.kernels.triton_norm import ACTIVATIONS
 from onedraw.backends.torch.kernels.triton_routes import MOST_PAIRS, bring_together
 from onedraw.models.spec import Activation
 
@@ -47,12 +47,14 @@ def _grouped(
     n,
     DIVIDE: tl.constexpr,
     K: tl.constexpr,
+    GATE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y[pair] = x[pair // DIVIDE] · weight[expert]ᵀ for the pairs of one tile."""
+    """y[pair] = x[pair // DIVIDE] · weight[expert]ᵀ for the pairs of one tile; with a GATE the second half of the weight's rows
+    is opened by the first, each rounded as a product of its own would be."""
     let_next_start(PDL)
     wait_for_inputs(PDL)
     tile = tl.program_id(0) * 3
@@ -67,14 +69,23 @@ def _grouped(
         inside = column < n
         k = tl.arange(0, BLOCK_K)
         x_at = x + (pair // DIVIDE)[:, None] * K + k[None, :]
-        w_at = weight + expert * n * K + column[None, :].to(tl.int64) * K + k[:, None]
+        halves: tl.constexpr = 2 if GATE else 1
+        w_at = weight + expert * halves * n * K + column[None, :].to(tl.int64) * K + k[:, None]
+        kind = y.dtype.element_ty
         accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        behind = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for start in range(0, K, BLOCK_K):
             left = tl.load(x_at + start, mask=live[:, None] & (k[None, :] < K - start), other=0.0)
             right = tl.load(w_at + start, mask=inside[None, :] & (k[:, None] < K - start), other=0.0)
             accumulator = tl.dot(left, right, accumulator)
+            if GATE:
+                other = tl.load(w_at + n * K + start, mask=inside[None, :] & (k[:, None] < K - start), other=0.0)
+                behind = tl.dot(left, other, behind)
+        if GATE:
+            opened = activated(accumulator.to(kind).to(tl.float32), GATE).to(kind)
+            accumulator = opened.to(tl.float32) * behind.to(kind).to(tl.float32)
         at = y + pair[:, None] * n + column[None, :]
-        tl.store(at, accumulator.to(y.dtype.element_ty), mask=live[:, None] & inside[None, :])
+        tl.store(at, accumulator.to(kind), mask=live[:, None] & inside[None, :])
 
 
 @triton.jit
@@ -128,8 +139,8 @@ def experts(
     pdl: bool = False,
 ) -> Tensor:
     """x [T, E]; gate_up [experts, 2F, E], down [experts, E, F] → Σ weight · down(act(gate x) · up x), lowest expert first."""
-    opened = _products(x, gate_up, routes, divide=routes.used, pdl=pdl)  # [T * used, 2F]
-    answers = _products(gated(opened, activation, pdl=pdl), down, routes, divide=1, pdl=pdl)  # [T * used, E]
+    opened = _products(x, gate_up, routes, divide=routes.used, gate=ACTIVATIONS[activation], pdl=pdl)  # [T * used, F]
+    answers = _products(opened, down, routes, divide=1, pdl=pdl)  # [T * used, E]
     return combine(answers, routes, width=x.shape[1], scale=scale, pdl=pdl)
 
 
@@ -146,11 +157,13 @@ def combine(answers: Tensor, routes: Routes, *, width: int, scale: float, pdl: b
     return y
 
 
-def _products(x: Tensor, weight: Tensor, routes: Routes, *, divide: int, pdl: bool) -> Tensor:
+def _products(x: Tensor, weight: Tensor, routes: Routes, *, divide: int, gate: int = 0, pdl: bool) -> Tensor:
     _, n, k = weight.shape
+    n = n // 2 if gate else n
     y = torch.empty(len(routes.order), n, dtype=x.dtype, device=x.device)
     if len(y):
         columns, depth = (64, 128) if routes.height == 16 else (128, 64)
+        columns = columns // 2 if gate else columns
         _grouped[(len(routes.tiles), triton.cdiv(n, columns))](
             x,
             weight,
@@ -160,12 +173,13 @@ def _products(x: Tensor, weight: Tensor, routes: Routes, *, divide: int, pdl: bo
             n,
             DIVIDE=divide,
             K=k,
+            GATE=gate,
             BLOCK_M=routes.height,
             BLOCK_N=columns,
             BLOCK_K=depth,
+            PDL=pdl,
             num_warps=4,
             num_stages=3,
-            PDL=pdl,
             enable_fp_fusion=False,
             **launch_options(pdl),
         )

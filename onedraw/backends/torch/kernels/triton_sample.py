@@ -14,7 +14,8 @@ Blocks of one row meet only in maxima and in sums of whole numbers, so their num
 reads the host or waits for it: a turn that was captured may hold all of it.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
+# ruff: noqa: RUF005 - kernels know tuples of tiles by their sums, not by unpacking
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -23,16 +24,19 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import libdevice
 
 from onedraw.backends.torch.kernels.triton_linear import launch_options
-from onedraw.backends.torch.kernels.triton_math import exp, let_next_start, log, log1p, wait_for_inputs
+from onedraw.backends.torch.kernels.triton_math import INTERPRETED, exp, let_next_start, log, log1p, wait_for_inputs
 from onedraw.sampling.law import MASS_BITS
 
 BLOCK = 2048
-# Of the search, one warp each: few rows leave the device idle in large blocks. 1024 halves of masses fit into 32 bits.
+# Of the search, one warp each: few rows leave the device idle in large blocks.
 FEW_ROWS, FEW_BLOCK, SEARCH_BLOCK = 4, 256, 1024
 TALLY = 32  # words of one row and level: sixteen bins, how many are written down, padding
-SHORT = 4096  # of the second list; the first one is a quarter of the vocabulary
+# The first list has room for half of the vocabulary, the second for this many, which one program has in registers.
+SHORT = 16384
+FEWEST = 2048  # of them, mostly
 
 # Columns of the table [C, COLUMNS] int64; the first six are float64 by their bits.
 DIVISOR, LIMIT, REPETITION, FREQUENCY, PRESENCE, TOP_P, TOP_K, KEY_0, KEY_1, GREEDY, LANE = range(11)
@@ -182,18 +186,70 @@ def _weight(deficit, limit, SCALE: tl.constexpr, BY_MASS: tl.constexpr):
 
 
 @triton.jit
-def _add_up(bins, deficit, there, limit, SCALE: tl.constexpr, BY_MASS: tl.constexpr, LEVEL: tl.constexpr):
-    """Add the weights of a block to sixteen bins. Masses have 41 bits: they are added in two halves."""
-    bin = tl.where(there, _bin(deficit, LEVEL), 16)
-    weight = _weight(deficit, limit, SCALE, BY_MASS)
-    high, low = (weight >> 20).to(tl.int32), (weight & 1048575).to(tl.int32)
+def _floor(x):
+    """Of 0 to 2^22."""
+    if INTERPRETED:
+        return tl.floor(x)
+    else:
+        return libdevice.add_rd(x, 8388608.0) - 8388608.0
+
+
+@triton.jit
+def _from(bin, EDGE: tl.constexpr):
+    """1 where a whole number is EDGE or more, else 0: one sum that stops at 0 and at 1."""
+    if INTERPRETED:
+        return tl.where(bin >= EDGE, 1.0, 0.0)
+    else:
+        below: tl.constexpr = 1.0 - EDGE
+        asm: tl.constexpr = "add.sat.f32 $0, $1, $2;"
+        return tl.inline_asm_elementwise(asm, "=f,f,f", [bin, tl.full(bin.shape, below, tl.float32)], tl.float32, True, 1)
+
+
+@triton.jit
+def _nothing(SUMS: tl.constexpr):
+    found = ()
+    for _ in tl.static_range(SUMS):
+        found = found + (tl.zeros((32,), dtype=tl.float32),)
+    return found
+
+
+@triton.jit
+def _added_up(sums, deficit, there, limit, SCALE: tl.constexpr, BY_MASS: tl.constexpr, LEVEL: tl.constexpr):
+    """Sixteen sums of the weights of one deficit per thread: of all, of those not in the first bin, and so on. Masses have 41
+    bits; they are added in three pieces of at most 14, whole numbers that float32 adds exactly."""
+    bin = _bin(deficit, LEVEL).to(tl.float32)
+    found = ()
+    if BY_MASS:
+        mass = tl.where(there & (deficit <= limit), exp(0.0 - deficit) * SCALE, 0.0)
+        high = _floor(mass * 7.450580596923828e-09)  # 2^-27
+        rest = mass - high * 134217728.0
+        middle = _floor(rest * 6.103515625e-05)  # 2^-14
+        low = _floor(rest - middle * 16384.0)
+        for edge in tl.static_range(16):
+            part = _from(bin, edge)
+            found = found + (tl.fma(part, high, sums[3 * edge]),)
+            found = found + (tl.fma(part, middle, sums[3 * edge + 1]),)
+            found = found + (tl.fma(part, low, sums[3 * edge + 2]),)
+    else:
+        one = tl.where(there, 1.0, 0.0)
+        for edge in tl.static_range(16):
+            found = found + (tl.fma(_from(bin, edge), one, sums[edge]),)
+    return found
+
+
+@triton.jit
+def _keep_sums(bins, sums, BY_MASS: tl.constexpr):
+    """Add a program's sums to the row's bins."""
     at = tl.arange(0, 16)
     parts = tl.zeros((16,), dtype=tl.int64)
-    for one in tl.static_range(16):
-        part = tl.sum(tl.where(bin == one, low, 0), 0).to(tl.int64)
+    for edge in tl.static_range(16):
         if BY_MASS:
-            part += tl.sum(tl.where(bin == one, high, 0), 0).to(tl.int64) << 20
-        parts = tl.where(at == one, part, parts)
+            total = tl.sum(sums[3 * edge].to(tl.int32), 0).to(tl.int64) << 27
+            total += tl.sum(sums[3 * edge + 1].to(tl.int32), 0).to(tl.int64) << 14
+            total += tl.sum(sums[3 * edge + 2].to(tl.int32), 0).to(tl.int64)
+        else:
+            total = tl.sum(sums[edge].to(tl.int32), 0).to(tl.int64)
+        parts = tl.where(at == edge, parts + total, tl.where(at == edge - 1, parts - total, parts))
     tl.atomic_add(bins + at, parts, mask=parts > 0, sem="relaxed")
 
 
@@ -221,20 +277,34 @@ def _deficits(
     let_next_start(PDL)
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
-    ids = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    start = tl.program_id(1) * BLOCK_V
     best = _row_top(tops + row * 2 * blocks, blocks, BLOCKS) + 0.0
+    divisor = _number(table, row, 0).to(tl.float32)
+    tallied = False
+    if WANTED:
+        tallied = _wanted(table, row, BY_MASS)
+    if tallied:
+        limit = _number(table, row, 1).to(tl.float32)
+        sums = _nothing(48 if BY_MASS else 16)
+        for step in tl.range(0, BLOCK_V, 32, loop_unroll_factor=4):
+            ids = start + step + tl.arange(0, 32)
+            deficit = _deficit(logits, deficits, row, ids, best, divisor, logits_stride, width, VOCAB, ADJUSTED)
+            tl.store(deficits + row * width + ids, deficit, mask=ids < width)
+            sums = _added_up(sums, deficit, ids < VOCAB, limit, SCALE, BY_MASS, 0)
+        _keep_sums(tallies + (row + tl.num_programs(0) * BY_MASS) * 64, sums, BY_MASS)
+    else:
+        ids = start + tl.arange(0, BLOCK_V)
+        deficit = _deficit(logits, deficits, row, ids, best, divisor, logits_stride, width, VOCAB, ADJUSTED)
+        tl.store(deficits + row * width + ids, deficit, mask=ids < width)
+
+
+@triton.jit
+def _deficit(logits, deficits, row, ids, best, divisor, logits_stride, width, VOCAB: tl.constexpr, ADJUSTED: tl.constexpr):
     if ADJUSTED:
         scores = tl.load(deficits + row * width + ids, mask=ids < width, other=float("-inf"))
     else:
         scores = tl.load(logits + row * logits_stride + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
-    divisor = tl.zeros_like(scores) + _number(table, row, 0).to(tl.float32)
-    deficit = tl.div_rn(best - scores, divisor)
-    tl.store(deficits + row * width + ids, deficit, mask=ids < width)
-    if WANTED:  # noqa: SIM102 - known when compiled, and the other is not
-        if _wanted(table, row, BY_MASS):
-            limit = _number(table, row, 1).to(tl.float32)
-            bins = tallies + (row + tl.num_programs(0) * BY_MASS) * 64
-            _add_up(bins, deficit, ids < VOCAB, limit, SCALE, BY_MASS, 0)
+    return tl.div_rn(best - scores, tl.zeros_like(scores) + divisor)
 
 
 @triton.jit
@@ -310,17 +380,23 @@ def _tally(
     start = tl.program_id(1) * BLOCK_V
     bins = tallies + row * 64
     if _wanted(table, row, BY_MASS):
-        limit = _limit_so_far(table, found, row, COUNTED and BY_MASS)
-        ids = start + tl.arange(0, BLOCK_V)
-        if LEVEL == 0:
-            deficit = tl.load(deficits + row * width + ids, mask=ids < VOCAB, other=float("inf"))
-            _add_up(bins, deficit, ids < VOCAB, limit, SCALE, BY_MASS, 0)
-        else:
-            written = tl.load(bins + 16)
-            if (start < written) | (written > LONG):
-                deficit, there = _listed(deficits, lists, row, ids, bins, width, VOCAB, LONG, SHORT_LIST)
+        written = tl.load(bins + 16)
+        if (LEVEL == 0) | (start < written) | (written > LONG):
+            limit = _limit_so_far(table, found, row, COUNTED and BY_MASS)
+            bin = 0
+            if LEVEL == 1:
                 bin, _ = _reached(bins, _target(table, bins, row, BY_MASS))
-                _add_up(bins + 32, deficit, there & (_bin(deficit, 0) == bin), limit, SCALE, BY_MASS, 1)
+            sums = _nothing(48 if BY_MASS else 16)
+            for step in tl.range(0, BLOCK_V, 32, loop_unroll_factor=4):
+                ids = start + step + tl.arange(0, 32)
+                if LEVEL == 0:
+                    there = ids < VOCAB
+                    deficit = tl.load(deficits + row * width + ids, mask=there, other=float("inf"))
+                else:
+                    deficit, there = _listed(deficits, lists, row, ids, bins, width, VOCAB, LONG, SHORT_LIST)
+                    there = there & (_bin(deficit, 0) == bin)
+                sums = _added_up(sums, deficit, there, limit, SCALE, BY_MASS, LEVEL)
+            _keep_sums(bins + LEVEL * 32, sums, BY_MASS)
 
 
 @triton.jit
@@ -364,12 +440,31 @@ def _collect(
                 place += LONG
             if BY_MASS:
                 agrees = agrees & (deficit <= limit)
-            rank = tl.cumsum(agrees.to(tl.int32), 0)
-            count = tl.max(rank, 0)
+            count = tl.sum(agrees.to(tl.int32), 0)
             if count > 0:
+                rank = tl.cumsum(agrees.to(tl.int32), 0)
                 at = tl.atomic_add(bins + LEVEL * 32 + 16, count.to(tl.int64), sem="relaxed") + rank - 1
                 room: tl.constexpr = SHORT_LIST if LEVEL else LONG
                 tl.store(place + at, deficit, mask=agrees & (at < room))
+
+
+@triton.jit
+def _halved(lists, row, written, left, limit, SCALE: tl.constexpr, BY_MASS: tl.constexpr, LONG: tl.constexpr,
+            SHORT_LIST: tl.constexpr, ROOM: tl.constexpr):  # fmt: skip
+    """The limit in the second list, by its bits."""
+    ids = tl.arange(0, ROOM)
+    there = ids < written
+    deficit = tl.load(lists + row * (LONG + SHORT_LIST) + LONG + ids, mask=there, other=0.0)
+    weight = tl.where(there, _weight(deficit, limit, SCALE, BY_MASS), 0)
+    bits = deficit.to(tl.int32, bitcast=True)
+    high = tl.max(bits, 0)
+    low = tl.minimum(tl.min(tl.where(there, bits, 2139095040), 0), high)
+    while low < high:
+        middle = low + (high - low) // 2
+        enough = tl.sum(tl.where(bits <= middle, weight, 0), 0) >= left
+        high = tl.where(enough, middle, high)
+        low = tl.where(enough, low, middle + 1)
+    return high
 
 
 @triton.jit
@@ -386,6 +481,7 @@ def _find(
     SCALE: tl.constexpr,
     LONG: tl.constexpr,
     SHORT_LIST: tl.constexpr,
+    SHORTER: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The smallest deficit whose bin, up to it, has what is left to reach: between the ends of what is written down, halved."""
@@ -398,28 +494,26 @@ def _find(
         bin, left = _reached(bins, _target(table, bins, row, BY_MASS))
         fine, left = _reached(bins + 32, left)
         written = tl.load(bins + 32 + 16)
-        ids = tl.arange(0, SHORT_LIST)
-        low = tl.full((), 0, dtype=tl.int32)
-        high = tl.full((), 2139095040, dtype=tl.int32)  # infinity, by its bits
-        if written <= SHORT_LIST:
-            there = ids < written
-            deficit = tl.load(lists + row * (LONG + SHORT_LIST) + LONG + ids, mask=there, other=0.0)
-            weight = tl.where(there, _weight(deficit, limit, SCALE, BY_MASS), 0)
-            bits = deficit.to(tl.int32, bitcast=True)
-            high = tl.minimum(tl.max(bits, 0), high)
-            low = tl.minimum(tl.min(tl.where(there, bits, 2139095040), 0), high)
-            while low < high:
-                middle = low + (high - low) // 2
-                enough = tl.sum(tl.where(bits <= middle, weight, 0), 0) >= left
-                high = tl.where(enough, middle, high)
-                low = tl.where(enough, low, middle + 1)
+        high = tl.full((), 0, dtype=tl.int32)
+        if written <= SHORTER:
+            high = _halved(lists, row, written, left, limit, SCALE, BY_MASS, LONG, SHORT_LIST, SHORTER)
+        elif written <= SHORT_LIST:
+            high = _halved(lists, row, written, left, limit, SCALE, BY_MASS, LONG, SHORT_LIST, SHORT_LIST)
         else:
             first = tl.load(bins + 16)
             stop = tl.where(first <= LONG, first, VOCAB).to(tl.int32)
-            while low < high:
+            low = tl.full((), 2139095040, dtype=tl.int32)  # infinity, by its bits
+            ids = tl.arange(0, SHORTER)
+            for start in range(0, stop, SHORTER):
+                deficit, there = _listed(deficits, lists, row, start + ids, bins, width, VOCAB, LONG, SHORT_LIST)
+                there = there & (_bin(deficit, 0) == bin) & (_bin(deficit, 1) == fine)
+                bits = deficit.to(tl.int32, bitcast=True)
+                high = tl.maximum(high, tl.max(tl.where(there, bits, 0), 0))
+                low = tl.minimum(low, tl.min(tl.where(there, bits, 2139095040), 0))
+            while low < high:  # so many that are near, and not all equal: slow, and seldom
                 middle = low + (high - low) // 2
                 total = tl.full((), 0, dtype=tl.int64)
-                for start in range(0, stop, SHORT_LIST):
+                for start in range(0, stop, SHORTER):
                     deficit, there = _listed(deficits, lists, row, start + ids, bins, width, VOCAB, LONG, SHORT_LIST)
                     there = there & (_bin(deficit, 0) == bin) & (_bin(deficit, 1) == fine)
                     below = there & (deficit.to(tl.int32, bitcast=True) <= middle)
@@ -603,7 +697,7 @@ def _searched(
     )  # fmt: skip
     if not kinds:
         return found
-    long = max(width // 4, 1)
+    long = max(width // 2, 1)
     lists = torch.empty(rows, long + SHORT, dtype=torch.float32, device=device)
     for by_mass in kinds:
         given = (wishes.table, deficits, lists, found, tallies[int(by_mass)], width)
@@ -613,5 +707,5 @@ def _searched(
             kernel[(rows, triton.cdiv(vocab, block))](
                 *given, **sizes, LEVEL=level, SHORT_LIST=SHORT, BLOCK_V=block, num_warps=1, **options
             )
-        _find[(rows,)](*given, **sizes, SHORT_LIST=SHORT, num_warps=8, **options)
+        _find[(rows,)](*given, **sizes, SHORT_LIST=SHORT, SHORTER=min(FEWEST, SHORT), num_warps=16, **options)
     return found

@@ -1,9 +1,8 @@
 """After the choosing, still on the device: which drafts are kept, and kept drafts brought home.
 
-In: what was chosen at every token of a turn, and the rows' drafts. Out: the kept drafts' places, and keys and values (with
-their scales, where they are codes) moved to the slots of their positions. The walk is that of `sampling/verify.py`: parents
-stand before their children, so one pass finds the whole path. The host walks by itself when the tokens arrive; this one only
-spares the device the waiting.
+In: what was chosen at every token of a turn, and the rows' drafts. Out: the kept drafts' places, and keys and values moved to
+the slots of their positions. The walk is that of `sampling/verify.py`: parents stand before their children, so one pass finds
+the whole path. The host walks by itself when the tokens arrive; this one only spares the device the waiting.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -16,10 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onedraw.backends.torch.codes import bits
 from onedraw.backends.torch.kernels.triton_linear import launch_options
 from onedraw.backends.torch.kernels.triton_math import let_next_start, wait_for_inputs
-from onedraw.backends.torch.pages import PageStore
 
 ROW_WORDS = 5  # first token, tokens, lane, first place in the rollback buffer, slot of the first draft
 
@@ -57,21 +54,22 @@ def _walk(
     count = tl.load(rows + row * 5 + 1)
     lane = tl.load(rows + row * 5 + 2)
     base = tl.load(rows + row * 5 + 3)
-    last = -1
+    place = tl.arange(0, BLOCK)
+    inside = place < count - 1
+    parent = tl.load(parents + first + 1 + place, mask=inside, other=-2)
+    token = tl.load(tokens + first + 1 + place, mask=inside, other=-1)
+    answer = tl.load(chosen + first + 1 + place, mask=inside, other=0)
+    path = tl.full((BLOCK,), -1, dtype=tl.int32)
     depth = 0
     choice = tl.load(chosen + first)
-    for index in range(0, count - 1):
-        at = first + 1 + index
-        if (tl.load(parents + at) == last) & (tl.load(tokens + at) == choice):
-            tl.store(kept + row * width + depth, index)
-            tl.store(places + row * width + depth, base + index)
-            choice = tl.load(chosen + at)
-            last = index
-            depth += 1
-    place = tl.arange(0, BLOCK)
-    rest = (place >= depth) & (place < width)
-    tl.store(kept + row * width + place, -1, mask=rest)
-    tl.store(places + row * width + place, -1, mask=rest)
+    index = tl.min(tl.where((parent == -1) & (token == choice), place, BLOCK), 0)
+    while index < BLOCK:  # a draft is kept: its children stand behind it
+        path = tl.where(place == depth, index, path)
+        choice = tl.sum(tl.where(place == index, answer, 0), 0)
+        depth += 1
+        index = tl.min(tl.where((parent == index) & (place > index) & (token == choice), place, BLOCK), 0)
+    tl.store(kept + row * width + place, path, mask=place < width)
+    tl.store(places + row * width + place, tl.where(path >= 0, base + path, -1), mask=place < width)
     tl.store(lanes + row, lane)
     tl.debug_barrier()
     tl.store(sources + row * (TAPS + 1), tl.where(depth > 0, lane, -1))
@@ -110,61 +108,61 @@ def walk(
 
 @triton.jit(do_not_specialize=["width"])
 def _move(
-    keys,
-    values,
-    key_scales,
-    value_scales,
+    stores,
     kept,
     rows,
     table,
     width,
     table_width,
     KV: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
     PAGE: tl.constexpr,
-    CODED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A kept draft never stands before its depth, so in order of depth nothing is overwritten before it is read."""
+    """One row, head and layer: all are read before any is written."""
     let_next_start(PDL)
     wait_for_inputs(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    row = (tl.program_id(0) // KV).to(tl.int64)
+    head = tl.program_id(0) % KV
+    depth = tl.arange(0, WIDTH)
+    index = tl.load(kept + row * width + depth, mask=depth < width, other=-1)
+    moved = index > depth
+    if tl.max(moved.to(tl.int32), 0) == 0:
+        return
     stop = tl.load(rows + row * 5 + 4)
-    at = tl.arange(0, BLOCK_D)
-    for depth in range(width):
-        index = tl.load(kept + row * width + depth)
-        moved = index > depth
-        source, target = stop + index, stop + depth
-        from_page = tl.load(table + row * table_width + source // PAGE, mask=moved, other=0).to(tl.int64)
-        to_page = tl.load(table + row * table_width + target // PAGE, mask=moved, other=0).to(tl.int64)
-        from_slot = (from_page * KV + head) * PAGE + source % PAGE
-        to_slot = (to_page * KV + head) * PAGE + target % PAGE
-        here, there = from_slot * D + at, to_slot * D + at
-        mask = (at < D) & moved
-        tl.store(keys + there, tl.load(keys + here, mask=mask, other=0.0), mask=mask)
-        tl.store(values + there, tl.load(values + here, mask=mask, other=0.0), mask=mask)
-        if CODED:
-            tl.store(key_scales + to_slot, tl.load(key_scales + from_slot, mask=moved, other=0.0), mask=moved)
-            tl.store(value_scales + to_slot, tl.load(value_scales + from_slot, mask=moved, other=0.0), mask=moved)
+    source, target = stop + index, stop + depth
+    from_page = tl.load(table + row * table_width + source // PAGE, mask=moved, other=0).to(tl.int64)
+    to_page = tl.load(table + row * table_width + target // PAGE, mask=moved, other=0).to(tl.int64)
+    at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    here = (((from_page * KV + head) * PAGE + source % PAGE) * WORDS)[:, None] + at[None, :]
+    there = (((to_page * KV + head) * PAGE + target % PAGE) * WORDS)[:, None] + at[None, :]
+    mask = moved[:, None] & (at < WORDS)[None, :]
+    for part in tl.static_range(2):
+        store = tl.load(stores + tl.program_id(1) * 2 + part).to(tl.pointer_type(tl.int32))
+        numbers = tl.load(store + here, mask=mask, other=0)
+        tl.debug_barrier()
+        tl.store(store + there, numbers, mask=mask)
 
 
 def move_kept(
-    store: PageStore,
+    stores: Tensor,
     walked: Walked,
     *,
     rows: Tensor,
     table: Tensor,
     kv_heads: int,
-    dim: int,
+    head_bytes: int,
     page_size: int,
     pdl: bool = False,
 ) -> None:
-    """Nodes of trees to the slots of their positions, in the pages [R, W] of their rows."""
-    scales = store.key_scales, store.value_scales
-    _move[(len(rows), kv_heads)](
-        bits(store.keys), bits(store.values), *scales, walked.kept, rows, table, walked.kept.shape[1], table.shape[1],
-        KV=kv_heads, D=dim, BLOCK_D=triton.next_power_of_2(dim), PAGE=page_size, CODED=store.key_scales is not None,
-        PDL=pdl, num_warps=1, **launch_options(pdl),
+    """Nodes of trees to the slots of their positions, in the pages [R, W] of their rows. `stores` [L, 2] int64: where keys and
+    values of the layers, or their scales, lie; `head_bytes`, a multiple of 4: what one position of one head takes."""
+    width, words = walked.kept.shape[1], head_bytes // 4
+    block = min(64, triton.next_power_of_2(words))
+    _move[(len(rows) * kv_heads, len(stores), triton.cdiv(words, block))](
+        stores, walked.kept, rows, table, width, table.shape[1],
+        KV=kv_heads, WORDS=words, BLOCK=block, WIDTH=triton.next_power_of_2(width), PAGE=page_size, PDL=pdl, num_warps=4,
+        **launch_options(pdl),
     )  # fmt: skip

@@ -14,11 +14,21 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.torch.inputs import Bucket, Inputs, Ints
-from onedraw.backends.torch.kernels.triton_attention import NODE, OWN, SHARED, SPLIT, TILE_WORDS, WHOLE, TileSet, View
+from onedraw.backends.torch.kernels.triton_attention import (
+    OWN,
+    SHARED,
+    SPLITS,
+    TILE_WORDS,
+    WHOLE,
+    TileSet,
+    View,
+    block_keys,
+    split_of,
+)
 
 Words = npt.NDArray[np.int32]
 Tile = tuple[int, int, int, int]  # first token, tokens, kind, tail
-Found = dict[tuple[int, int], list[Tile]]  # by height and kind
+Found = dict[tuple[int, int], list[Tile]]  # by kind and height
 PARTIAL_BYTES = 256 * 2**20  # of splits that wait to be merged
 LONG = 128  # queries
 FAR = np.iinfo(np.int32).max
@@ -33,6 +43,7 @@ class Heads:
     dim: int
     window: int | None
     busy: int
+    small: bool = False  # a card with little shared memory per block
 
     @property
     def group(self) -> int:
@@ -42,7 +53,7 @@ class Heads:
     def heights(self) -> tuple[int, ...]:
         """Tile heights, lowest first. Wide heads leave no room for high tiles."""
         least = max(16, 1 << (self.group - 1).bit_length())
-        most = 128 if self.dim <= 128 else 64 if self.dim <= 256 else 16
+        most = 128 if self.dim <= (128 if self.small else 256) else 64 if self.dim <= 256 else 16
         return tuple(h for h in (16, 32, 64, 128) if least <= h <= max(most, least))
 
 
@@ -56,6 +67,7 @@ class Cut:
     splits: int
     launched: int
     together: bool
+    kind: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +150,15 @@ def device_view(words: Tensor, layout: Layout) -> DeviceView:
         paths, rest = rest[0].view(layout.tokens, layout.depth), rest[1:]
     view = View(rows, firsts, ends, lines, table.view(layout.rows, layout.width), paths, layout.page_size)
     sets = tuple(
-        TileSet(cut.height, rest[2 * i].view(cut.tiles, TILE_WORDS), rest[2 * i + 1], cut.splits, cut.launched, cut.together)
+        TileSet(
+            cut.height,
+            rest[2 * i].view(cut.tiles, TILE_WORDS),
+            rest[2 * i + 1],
+            cut.splits,
+            cut.launched,
+            cut.together,
+            cut.kind,
+        )
         for i, cut in enumerate(layout.cuts)
     )
     return DeviceView(words, positions, slots, view, sets)
@@ -152,37 +172,32 @@ def to_view(inputs: Inputs, heads: Heads) -> DeviceView:
 
 def _cuts(inputs: Inputs, heads: Heads) -> list[tuple[Cut, Ints, Ints]]:
     """Tiles by height. A row takes the lowest height that holds its queries, else the highest."""
-    splits = int(inputs.host_ends.max()) // SPLIT + 1
+    splits = int(split_of(inputs.host_ends.max())) + 1
     found: Found = {}
     for span in inputs.spans:
         known = span.count - len(span.drafts) if span.branches else span.count
-        if span.branches and splits > 1:
+        if span.branches:
             # What the tokens have in common is read once for all of them, the rest by each for itself.
             known = max(known - 1, 0)
             _tile(found, heads, span.first + known, span.count - known, SHARED, span.stop)
             for token in range(span.first + known, span.first + span.count):
                 _tile(found, heads, token, 1, OWN, span.stop)
-        elif span.branches:
-            for token in range(span.first + known, span.first + span.count):
-                _tile(found, heads, token, 1, NODE, span.stop)
         _tile(found, heads, span.first, known, WHOLE, FAR)
-    return [_cut(inputs, heads, height, tiles, splits) for (height, _), tiles in sorted(found.items())]
+    # In order of their kinds: what nodes share before what is their own.
+    return [_cut(inputs, heads, height, tiles, splits) for (_, height), tiles in sorted(found.items())]
 
 
 def _bucket_cuts(inputs: Inputs, bucket: Bucket, heads: Heads) -> list[tuple[Cut, Ints, Ints]]:
     """The same tiles for every turn of a bucket: a row has as many as the longest could need, those it does not need are
     empty. Every row is a chain, or every row is a tree of one known token and its drafts."""
-    splits = -(-bucket.reach // SPLIT)
+    splits = int(split_of(np.asarray(bucket.reach - 1))) + 1
     rows = [span for span in inputs.spans if span.lane is not None]
     asked: list[tuple[int, int, list[tuple[int, int, int]]]]  # kind, room, (first token, tokens, tail) of the rows
     if bucket.depth is None:
         asked = [(WHOLE, bucket.longest, [(span.first, span.count, FAR) for span in rows])]
     else:
         nodes = [(token, 1, span.stop) for span in rows for token in range(span.first, span.first + span.count)]
-        if splits > 1:
-            asked = [(SHARED, bucket.longest, [(span.first, span.count, span.stop) for span in rows]), (OWN, 1, nodes)]
-        else:
-            asked = [(NODE, 1, nodes)]
+        asked = [(SHARED, bucket.longest, [(span.first, span.count, span.stop) for span in rows]), (OWN, 1, nodes)]
     found = []
     for kind, longest, spans in asked:
         height = _height(heads, longest, kind)
@@ -198,13 +213,13 @@ def _bucket_cut(
     inputs: Inputs, bucket: Bucket, heads: Heads, height: int, tiles: list[Tile], splits: int, *, room: int
 ) -> tuple[Cut, Ints, Ints]:
     kind = tiles[0][2]
-    table = np.tile(np.asarray([0, 0, kind, bucket.rows, SPLIT, 0, 0, 1], dtype=np.int64), (room, 1))  # sees nothing
+    table = np.tile(np.asarray([0, 0, -1, bucket.rows, SPLITS[0], 0, 0, 1], dtype=np.int64), (room, 1))  # sees nothing
     table[: len(tiles)] = _tile_table(inputs, heads, tiles)[0]
-    tokens = np.arange(0 if kind == SHARED else bucket.tokens, dtype=np.int64)
-    together = splits == 1 or (kind == WHOLE and _prefers_together(heads, room, len(tokens), splits))
+    tokens = np.arange(0 if kind == OWN else bucket.tokens, dtype=np.int64)
+    together = _together(heads, kind, room, len(tokens), splits)
     seen = bucket.longest if kind == OWN else heads.window and heads.window + bucket.longest
-    launched = splits if seen is None else min(splits, seen // SPLIT + 2)
-    cut = Cut(height, room, 0 if together else len(tokens), splits, launched, together)
+    launched = splits if seen is None else min(splits, seen // SPLITS[0] + 2)
+    cut = Cut(height, room, 0 if together else len(tokens), splits, launched, together, kind)
     return cut, table, tokens[: 0 if together else None]
 
 
@@ -212,13 +227,12 @@ def _tile(found: Found, heads: Heads, first: int, count: int, kind: int, tail: i
     if count:
         # What nodes share, and what is their own, is launched apart: one is always split, and the other short.
         height = _height(heads, count, kind)
-        _cover(found.setdefault((height, kind), []), height // heads.group, first, count, kind, tail)
+        _cover(found.setdefault((kind, height), []), height // heads.group, first, count, kind, tail)
 
 
 def _height(heads: Heads, count: int, kind: int) -> int:
-    # High tiles pay for long prompts, and where all nodes of a tree then read their common keys once: few of them leave
-    # most of the device idle.
-    fitting = [h for h in heads.heights if h <= 64 or count >= LONG or kind == SHARED]
+    # High tiles pay for long prompts, and where one of them holds all queries of a row, which then read their keys once.
+    fitting = [h for h in heads.heights if h <= 64 or count >= LONG or count * heads.group <= h or kind == SHARED]
     return next((h for h in fitting if count * heads.group <= h), fitting[-1])
 
 
@@ -230,25 +244,30 @@ def _tile_table(inputs: Inputs, heads: Heads, tiles: list[Tile]) -> tuple[Ints, 
     """[N, 8], and the largest number of splits that a tile reads."""
     first, count, kind, tail = np.asarray(tiles, dtype=np.int64).T
     firsts = inputs.host_firsts(heads.window)
-    low = [firsts[f : f + c].min() for f, c, _, _ in tiles]
-    high = [inputs.host_ends[f : f + c].max() for f, c, _, _ in tiles]
-    begin = np.where(kind == OWN, np.maximum(low, tail // SPLIT * SPLIT), low) // SPLIT
-    stop = np.where(kind == SHARED, np.minimum(high, tail // SPLIT * SPLIT - 1), high) // SPLIT + 1
-    table = np.stack([first, count, kind, inputs.host_rows[first], np.asarray(low), np.asarray(high), tail, begin], 1)
+    low = np.asarray([firsts[f : f + c].min() for f, c, _, _ in tiles])
+    high = np.asarray([inputs.host_ends[f : f + c].max() for f, c, _, _ in tiles])
+    common = tail // block_keys(heads.dim) * block_keys(heads.dim)  # where the blocks end that all nodes read alike
+    carried = np.where((kind == OWN) & (low < common), split_of(common - 1), -1)
+    low = np.where(kind == OWN, np.maximum(low, common), low)
+    high = np.where(kind == SHARED, np.minimum(high, common - 1), high)
+    begin, stop = split_of(low), split_of(high) + 1
+    table = np.stack([first, count, carried, inputs.host_rows[first], low, high, tail, begin], 1)
     return table, max(int((stop - begin).max()), 1)
 
 
 def _cut(inputs: Inputs, heads: Heads, height: int, tiles: list[Tile], splits: int) -> tuple[Cut, Ints, Ints]:
     table, launched = _tile_table(inputs, heads, tiles)
-    # A node's shared and own parts may lie in tiles of two heights; it is merged with its own part.
-    ranges = [np.arange(f, f + c) for f, c, k, _ in tiles if k != SHARED]
+    # A node's shared and own parts may lie in tiles of two heights; what it shares is kept for its own tile.
+    ranges = [np.arange(f, f + c) for f, c, k, _ in tiles if k != OWN]
     tokens = np.concatenate(ranges) if ranges else np.zeros(0, dtype=np.int64)
-    whole_rows = tiles[0][2] == WHOLE
-    together = splits == 1 or (whole_rows and _prefers_together(heads, len(tiles), len(tokens), splits))
-    cut = Cut(height, len(tiles), 0 if together else len(tokens), splits, launched, together)
+    kind = tiles[0][2]
+    together = _together(heads, kind, len(tiles), len(tokens), splits)
+    cut = Cut(height, len(tiles), 0 if together else len(tokens), splits, launched, together, kind)
     return cut, table, tokens[: 0 if together else None]
 
 
-def _prefers_together(heads: Heads, tiles: int, tokens: int, splits: int) -> bool:
-    """Enough programs without splitting, or too much to keep until the merge."""
-    return tiles * heads.kv_heads >= heads.busy or splits * tokens * heads.heads * heads.dim * 4 > PARTIAL_BYTES
+def _together(heads: Heads, kind: int, tiles: int, tokens: int, splits: int) -> bool:
+    """One split, or enough programs without splitting, or too much to keep until the merge. What is a node's own always, what
+    nodes share never."""
+    many = tiles * heads.kv_heads >= heads.busy or splits * tokens * heads.heads * heads.dim * 4 > PARTIAL_BYTES
+    return kind == OWN or (kind == WHOLE and (splits == 1 or many))

@@ -6,7 +6,8 @@
 // warpgroups two multiply, each 64 rows, and one brings: a thread the tiles of X and W, two warps what belongs to a span. The two
 // that multiply run apart, so that one keeps the matrix unit busy while the other scales what came out of it.
 //
-// Defined by who compiles: PER, scales of a span (1 or 8); MINIMA, 0 or 1; BRAIN, whether y is bf16; STAGES; GROUP, blocks of rows in a band of tiles.
+// Defined by who compiles: PER, scales of a span (1 or 8); MINIMA, 0 or 1; BRAIN, whether y is bf16; STAGES, SLOTS; GROUP, blocks of rows in a band of tiles;
+// CLUSTER, blocks of threads that share the weights they bring; TURNS, when a turn at the matrix unit is passed on (0: never asked).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -23,7 +24,7 @@ constexpr int FLOATS = TILE * 4;
 // A slot holds what belongs to a span: sums hi and lo, minima in whole numbers twice, scales, minima's scales, powers of two.
 constexpr int AT_MINIMA = 2 * HALVES, AT_SCALES = AT_MINIMA + (PER == 1 ? 2 : 0) * HALVES;
 constexpr int AT_LEAST = AT_SCALES + PER * FLOATS, AT_FACTORS = AT_LEAST + PER * FLOATS;
-constexpr int SLOT = AT_FACTORS + FLOATS, SLOTS = 2;
+constexpr int SLOT = AT_FACTORS + FLOATS;
 constexpr int BRINGERS = 64;  // threads that bring what belongs to a span
 
 __device__ __forceinline__ void start(u32 barrier, u32 count) {
@@ -52,6 +53,37 @@ __device__ __forceinline__ void bring(u32 to, const TensorMap *map, int column, 
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
         "l"(map), "r"(column), "r"(row), "r"(barrier)
         : "memory");
+}
+
+// The same into all blocks of the cluster, each at the same place.
+__device__ __forceinline__ void bring_to_all(u32 to, const TensorMap *map, int column, int row, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+        "l"(map), "r"(column), "r"(row), "r"(barrier), "h"((u16)((1 << CLUSTER) - 1))
+        : "memory");
+}
+
+// Tell a block of the cluster, at its own barrier of this place.
+__device__ __forceinline__ void arrive_at(u32 barrier, int rank) {
+    asm volatile(
+        "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(barrier),
+        "r"(rank)
+        : "memory");
+}
+
+// A warp needs a stage no longer: whoever fills it is told, in every block of the cluster.
+__device__ __forceinline__ void leave(u32 barrier, int lane) {
+    if (CLUSTER == 1) {
+        if (lane == 0) arrive(barrier);
+    } else if (lane < CLUSTER) {
+        arrive_at(barrier, lane);
+    }
+}
+
+__device__ __forceinline__ void meet_cluster() {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
 __device__ __forceinline__ void bring_word(u32 to, const float *from, bool there) {
@@ -85,6 +117,11 @@ __device__ __forceinline__ u64 swizzled(u32 at) {
 __device__ __forceinline__ u64 plain(u32 at) {
     return u64(128 >> 4) << 32 | u64(HALVES >> 4) << 16 | (at >> 4 & 0x3FFF);
 }
+
+// The two warpgroups that multiply take turns at the matrix unit: named barriers 1 and 2 say that it is the first's and the
+// second's. Whoever has been served scales what came out of it while the other one is served.
+__device__ __forceinline__ void await_turn(int group) { asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory"); }
+__device__ __forceinline__ void pass_turn(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(2 - group) : "memory"); }
 
 __device__ __forceinline__ void ready() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -145,10 +182,10 @@ struct Place {
     int row, column;
 };
 
-// Neighbouring tiles share rows or weights.
-__device__ __forceinline__ Place placed(int tile, int high, int wide) {
+// Neighbouring tiles share rows or weights; the blocks of a cluster have tiles below each other, and share the weights.
+__device__ __forceinline__ Place placed(int tile, int high, int wide, int rank) {
     const int band = tile / (GROUP * wide), within = tile % (GROUP * wide), height = min(high - band * GROUP, GROUP);
-    return {(band * GROUP + within % height) * TILE, within / height * TILE};
+    return {((band * GROUP + within % height) * CLUSTER + rank) * TILE, within / height * TILE};
 }
 
 struct Given {
@@ -159,7 +196,92 @@ struct Given {
     int rows, n, spans, residual_stride, y_stride, paired;  // paired: two numbers of y or the residual lie in a whole word
 };
 
-extern "C" __global__ void __launch_bounds__(384, 1) wide(const __grid_constant__ Given given) {
+// sum += part · scale · power of two, for both rows of a thread; `scales` of its first output.
+__device__ __forceinline__ void add_scaled(float (&sum)[64], const float (&part)[64], u32 scales, float f0, float f1) {
+#pragma unroll
+    for (int j = 0; j < 16; j++) {
+        const float2 d = two_floats(scales + 32 * j);
+        sum[4 * j] = __fmaf_rn(part[4 * j], d.x * f0, sum[4 * j]);
+        sum[4 * j + 1] = __fmaf_rn(part[4 * j + 1], d.y * f0, sum[4 * j + 1]);
+        sum[4 * j + 2] = __fmaf_rn(part[4 * j + 2], d.x * f1, sum[4 * j + 2]);
+        sum[4 * j + 3] = __fmaf_rn(part[4 * j + 3], d.y * f1, sum[4 * j + 3]);
+    }
+}
+
+// The same with a block of inputs' minima, which meet the block's sum in either row.
+__device__ __forceinline__ void add_minima(float (&sum)[64], float s0, float s1, u32 least, float f0, float f1) {
+#pragma unroll
+    for (int j = 0; j < 16; j++) {
+        const float2 m = two_floats(least + 32 * j);
+        sum[4 * j] = __fmaf_rn(s0, m.x * f0, sum[4 * j]);
+        sum[4 * j + 1] = __fmaf_rn(s0, m.y * f0, sum[4 * j + 1]);
+        sum[4 * j + 2] = __fmaf_rn(s1, m.x * f1, sum[4 * j + 2]);
+        sum[4 * j + 3] = __fmaf_rn(s1, m.y * f1, sum[4 * j + 3]);
+    }
+}
+
+// A thread's numbers of a tile, rounded, with bias and residual, each sum rounded. row, column: of its first.
+__device__ __forceinline__ void write_out(const Given &given, const float (&total)[64], int first_row, int first_column) {
+#pragma unroll
+    for (int side = 0; side < 2; side++) {
+        const int row = first_row + 8 * side;
+        if (row >= given.rows) continue;
+#pragma unroll
+        for (int j = 0; j < 16; j++) {
+            const int column = first_column + 8 * j;
+            const bool first = column < given.n, second = column + 1 < given.n;
+            u32 out = rounded(total[4 * j + 2 * side], total[4 * j + 2 * side + 1]);
+            if (given.bias) {
+                const float2 made = widened(out), more = widened(loaded(given.bias + column, first, second, false));
+                out = rounded(made.x + more.x, made.y + more.y);
+            }
+            if (given.residual) {
+                const u16 *from = given.residual + u64(row) * given.residual_stride + column;
+                const float2 made = widened(out), more = widened(loaded(from, first, second, given.paired));
+                out = rounded(made.x + more.x, made.y + more.y);
+            }
+            u16 *to = given.y + u64(row) * given.y_stride + column;
+            if (given.paired && second) {
+                *reinterpret_cast<u32 *>(to) = out;
+            } else {
+                if (first) to[0] = u16(out);
+                if (second) to[1] = u16(out >> 16);
+            }
+        }
+    }
+}
+
+#if PER > 1
+// A block of 32 inputs, from zero: on its way when this returns.
+__device__ __forceinline__ void multiply_block(float (&part)[64], u32 rows, u32 weights) {
+    const u64 a = swizzled(rows), b = swizzled(weights);
+    ready();
+    multiply(part, a, b, 0);
+    multiply(part, a + 2, b + 2, 1);
+    commit();
+}
+
+__device__ __forceinline__ void add_block(float (&sum)[64], const float (&part)[64], u32 slot, int block, int r, int c, float f0,
+                                          float f1) {
+    add_scaled(sum, part, slot + AT_SCALES + block * FLOATS + 4 * c, f0, f1);
+    if (MINIMA) {
+        const u32 hi = slot + 16 * r + 2 * block, lo = hi + HALVES;
+        const float s0 = one_half(hi) + one_half(lo), s1 = one_half(hi + 128) + one_half(lo + 128);
+        add_minima(sum, s0, s1, slot + AT_LEAST + block * FLOATS + 4 * c, f0, f1);
+    }
+    // All of it is done here: what is left for later would need copies of `part`, which is about to be filled again.
+#pragma unroll
+    for (int i = 0; i < 64; i++) asm volatile("" : "+f"(sum[i]));
+}
+#endif
+
+#if CLUSTER > 1
+#define TOGETHER __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define TOGETHER
+#endif
+
+extern "C" __global__ void TOGETHER __launch_bounds__(384, 1) wide(const __grid_constant__ Given given) {
     const int rows = given.rows, n = given.n, spans = given.spans;
     extern __shared__ unsigned char memory[];
     u32 base;
@@ -167,14 +289,16 @@ extern "C" __global__ void __launch_bounds__(384, 1) wide(const __grid_constant_
     base = (base + 1023) & ~1023u;
     const u32 slots = base + STAGES * 2 * OPERAND, barriers = slots + SLOTS * SLOT;
     const u32 full = barriers, empty = full + 8 * STAGES, slot_full = empty + 8 * STAGES, slot_empty = slot_full + 8 * SLOTS;
-    const int thread = threadIdx.x, high = (rows + TILE - 1) / TILE, across = (n + TILE - 1) / TILE, tiles = high * across;
+    const int thread = threadIdx.x, rank = blockIdx.x % CLUSTER, first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
+    const int high = (rows + TILE * CLUSTER - 1) / (TILE * CLUSTER), across = (n + TILE - 1) / TILE, tiles = high * across;
     if (thread == 0) {
-        for (int i = 0; i < STAGES; i++) start(full + 8 * i, 1), start(empty + 8 * i, 8);
+        for (int i = 0; i < STAGES; i++) start(full + 8 * i, 1), start(empty + 8 * i, 8 * CLUSTER);
         for (int i = 0; i < SLOTS; i++) start(slot_full + 8 * i, BRINGERS + 1), start(slot_empty + 8 * i, 8);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
     __syncthreads();
+    if (CLUSTER > 1) meet_cluster();  // everybody's barriers are there
 
     if (thread >= 256) {  // the warpgroup that brings
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
@@ -182,13 +306,18 @@ extern "C" __global__ void __launch_bounds__(384, 1) wide(const __grid_constant_
         if (mine == 0) {
             int stage = 0;
             u32 phase = 1;
-            for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-                const Place place = placed(tile, high, across);
+            for (int tile = first; tile < tiles; tile += stride) {
+                const Place place = placed(tile, high, across, rank);
                 for (int step = 0; step < spans * (SPAN / DEPTH); step++) {
                     wait(empty + 8 * stage, phase);
                     expect(full + 8 * stage, 2 * OPERAND);
                     bring(base + stage * 2 * OPERAND, &given.x, step * DEPTH, place.row, full + 8 * stage);
-                    bring(base + stage * 2 * OPERAND + OPERAND, &given.weights, step * DEPTH, place.column, full + 8 * stage);
+                    const u32 to = base + stage * 2 * OPERAND + OPERAND + rank * (OPERAND / CLUSTER);
+                    const int column = place.column + rank * (TILE / CLUSTER);
+                    if (CLUSTER > 1)
+                        bring_to_all(to, &given.weights, step * DEPTH, column, full + 8 * stage);
+                    else
+                        bring(to, &given.weights, step * DEPTH, column, full + 8 * stage);
                     if (++stage == STAGES) stage = 0, phase ^= 1;
                 }
             }
@@ -196,8 +325,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) wide(const __grid_constant_
             const int one = mine - 32;
             int slot = 0;
             u32 phase = 1;
-            for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-                const Place place = placed(tile, high, across);
+            for (int tile = first; tile < tiles; tile += stride) {
+                const Place place = placed(tile, high, across, rank);
                 for (int span = 0; span < spans; span++) {
                     const u32 at = slots + slot * SLOT, barrier = slot_full + 8 * slot;
                     wait(slot_empty + 8 * slot, phase);
@@ -232,98 +361,50 @@ extern "C" __global__ void __launch_bounds__(384, 1) wide(const __grid_constant_
     } else {  // the two that multiply
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         const int group = thread / 128, lane = thread % 32, r = thread / 32 * 16 + lane / 4, c = lane % 4 * 2;
-        float part[64], sum[64], total[64];
+        const u32 own = base + group * 64 * DEPTH * 2;
+        float sum[64];
         int stage = 0, slot = 0;
         u32 phase = 0, slot_phase = 0;
+#if PER == 1
+        float part[64], total[64];
 #pragma unroll
         for (int i = 0; i < 64; i++) part[i] = 0.0f;
-        for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+        if (TURNS && group == 1) pass_turn(group);
+        for (int tile = first; tile < tiles; tile += stride) {
 #pragma unroll
             for (int i = 0; i < 64; i++) sum[i] = total[i] = 0.0f;
             for (int span = 0; span < spans; span++) {
                 const u32 at = slots + slot * SLOT;
-                float f0, f1;
-                if (PER == 1) {
-                    u32 before = 0;
+                u32 before = 0;
+                if (TURNS) await_turn(group);
 #pragma unroll
-                    for (int step = 0; step < SPAN / DEPTH; step++) {
-                        const u32 own = base + stage * 2 * OPERAND;
-                        const u64 a = swizzled(own + group * 64 * DEPTH * 2), b = swizzled(own + OPERAND);
-                        wait(full + 8 * stage, phase);
-                        ready();
+                for (int step = 0; step < SPAN / DEPTH; step++) {
+                    const u64 a = swizzled(own + stage * 2 * OPERAND), b = swizzled(base + stage * 2 * OPERAND + OPERAND);
+                    wait(full + 8 * stage, phase);
+                    ready();
 #pragma unroll
-                        for (int k = 0; k < DEPTH / 16; k++) multiply(part, a + 2 * k, b + 2 * k, step + k > 0);
-                        commit();
-                        if (step > 0) {
-                            finished<1>();
-                            if (lane == 0) arrive(before);
-                        }
-                        before = empty + 8 * stage;
-                        if (++stage == STAGES) stage = 0, phase ^= 1;
+                    for (int k = 0; k < DEPTH / 16; k++) multiply(part, a + 2 * k, b + 2 * k, step + k > 0);
+                    commit();
+                    if (TURNS == 1 && step == SPAN / DEPTH - 1) pass_turn(group);
+                    if (step > 0) {
+                        finished<1>();
+                        leave(before, lane);
                     }
+                    if (TURNS == 2 && step == SPAN / DEPTH - 1) pass_turn(group);
+                    before = empty + 8 * stage;
+                    if (++stage == STAGES) stage = 0, phase ^= 1;
+                }
+                finished<0>();
+                leave(before, lane);
+                wait(slot_full + 8 * slot, slot_phase);
+                const float f0 = one_float(at + AT_FACTORS + 4 * r), f1 = one_float(at + AT_FACTORS + 4 * r + 32);
+                add_scaled(sum, part, at + AT_SCALES + 4 * c, f0, f1);
+                if (MINIMA) {
+                    ready();
+                    multiply(part, plain(at + group * 64 * 16), plain(at + AT_MINIMA), 0);
+                    commit();
                     finished<0>();
-                    if (lane == 0) arrive(before);
-                    wait(slot_full + 8 * slot, slot_phase);
-                    f0 = one_float(at + AT_FACTORS + 4 * r), f1 = one_float(at + AT_FACTORS + 4 * r + 32);
-#pragma unroll
-                    for (int j = 0; j < 16; j++) {
-                        const float2 d = two_floats(at + AT_SCALES + 4 * (8 * j + c));
-                        sum[4 * j] = __fmaf_rn(part[4 * j], d.x * f0, sum[4 * j]);
-                        sum[4 * j + 1] = __fmaf_rn(part[4 * j + 1], d.y * f0, sum[4 * j + 1]);
-                        sum[4 * j + 2] = __fmaf_rn(part[4 * j + 2], d.x * f1, sum[4 * j + 2]);
-                        sum[4 * j + 3] = __fmaf_rn(part[4 * j + 3], d.y * f1, sum[4 * j + 3]);
-                    }
-                    if (MINIMA) {
-                        ready();
-                        multiply(part, plain(at + group * 64 * 16), plain(at + AT_MINIMA), 0);
-                        commit();
-                        finished<0>();
-#pragma unroll
-                        for (int j = 0; j < 16; j++) {
-                            const float2 m = two_floats(at + AT_LEAST + 4 * (8 * j + c));
-                            sum[4 * j] = __fmaf_rn(part[4 * j], m.x * -f0, sum[4 * j]);
-                            sum[4 * j + 1] = __fmaf_rn(part[4 * j + 1], m.y * -f0, sum[4 * j + 1]);
-                            sum[4 * j + 2] = __fmaf_rn(part[4 * j + 2], m.x * -f1, sum[4 * j + 2]);
-                            sum[4 * j + 3] = __fmaf_rn(part[4 * j + 3], m.y * -f1, sum[4 * j + 3]);
-                        }
-                    }
-                } else {
-                    wait(slot_full + 8 * slot, slot_phase);
-                    f0 = one_float(at + AT_FACTORS + 4 * r), f1 = one_float(at + AT_FACTORS + 4 * r + 32);
-                    for (int block = 0; block < 8; block++) {
-                        const u32 own = base + stage * 2 * OPERAND + block % 2 * 64;
-                        const u64 a = swizzled(own + group * 64 * DEPTH * 2), b = swizzled(own + OPERAND);
-                        if (block % 2 == 0) wait(full + 8 * stage, phase);
-                        ready();
-                        multiply(part, a, b, 0);
-                        multiply(part, a + 2, b + 2, 1);
-                        commit();
-                        finished<0>();
-                        if (block % 2) {
-                            if (lane == 0) arrive(empty + 8 * stage);
-                            if (++stage == STAGES) stage = 0, phase ^= 1;
-                        }
-                        float s0, s1;
-                        if (MINIMA) {
-                            s0 = one_half(at + 16 * r + 2 * block) + one_half(at + HALVES + 16 * r + 2 * block);
-                            s1 = one_half(at + 16 * r + 128 + 2 * block) + one_half(at + HALVES + 16 * r + 128 + 2 * block);
-                        }
-#pragma unroll
-                        for (int j = 0; j < 16; j++) {
-                            const float2 d = two_floats(at + AT_SCALES + block * FLOATS + 4 * (8 * j + c));
-                            sum[4 * j] = __fmaf_rn(part[4 * j], d.x * f0, sum[4 * j]);
-                            sum[4 * j + 1] = __fmaf_rn(part[4 * j + 1], d.y * f0, sum[4 * j + 1]);
-                            sum[4 * j + 2] = __fmaf_rn(part[4 * j + 2], d.x * f1, sum[4 * j + 2]);
-                            sum[4 * j + 3] = __fmaf_rn(part[4 * j + 3], d.y * f1, sum[4 * j + 3]);
-                            if (MINIMA) {
-                                const float2 m = two_floats(at + AT_LEAST + block * FLOATS + 4 * (8 * j + c));
-                                sum[4 * j] = __fmaf_rn(s0, m.x * f0, sum[4 * j]);
-                                sum[4 * j + 1] = __fmaf_rn(s0, m.y * f0, sum[4 * j + 1]);
-                                sum[4 * j + 2] = __fmaf_rn(s1, m.x * f1, sum[4 * j + 2]);
-                                sum[4 * j + 3] = __fmaf_rn(s1, m.y * f1, sum[4 * j + 3]);
-                            }
-                        }
-                    }
+                    add_scaled(sum, part, at + AT_LEAST + 4 * c, -f0, -f1);
                 }
                 if (lane == 0) arrive(slot_empty + 8 * slot);
                 if (++slot == SLOTS) slot = 0, slot_phase ^= 1;
@@ -332,35 +413,61 @@ extern "C" __global__ void __launch_bounds__(384, 1) wide(const __grid_constant_
                     for (int i = 0; i < 64; i++) total[i] += sum[i], sum[i] = 0.0f;
                 }
             }
-            const Place place = placed(tile, high, across);
+            const Place place = placed(tile, high, across, rank);
+            write_out(given, total, place.row + r, place.column + c);
+        }
+#else
+        // Two blocks of inputs are on their way, one multiplied while the other is scaled. What segments add up to lies in shared
+        // memory meanwhile: [64][256 threads].
+        float even[64], odd[64];
+        const u32 totals = barriers + 256 + 4 * thread;
+        const int pairs = spans * 4;
 #pragma unroll
-            for (int side = 0; side < 2; side++) {
-                const int row = place.row + r + 8 * side;
-                if (row < rows) {
+        for (int i = 0; i < 64; i++) even[i] = odd[i] = 0.0f;
+        for (int tile = first; tile < tiles; tile += stride) {
+            float f0 = 0.0f, f1 = 0.0f;
 #pragma unroll
-                    for (int j = 0; j < 16; j++) {
-                        const int column = place.column + 8 * j + c;
-                        const bool first = column < n, second = column + 1 < n;
-                        u32 out = rounded(total[4 * j + 2 * side], total[4 * j + 2 * side + 1]);
-                        if (given.bias) {
-                            const float2 made = widened(out), more = widened(loaded(given.bias + column, first, second, false));
-                            out = rounded(made.x + more.x, made.y + more.y);
-                        }
-                        if (given.residual) {
-                            const u16 *from = given.residual + u64(row) * given.residual_stride + column;
-                            const float2 made = widened(out), more = widened(loaded(from, first, second, given.paired));
-                            out = rounded(made.x + more.x, made.y + more.y);
-                        }
-                        u16 *to = given.y + u64(row) * given.y_stride + column;
-                        if (given.paired && second) {
-                            *reinterpret_cast<u32 *>(to) = out;
-                        } else {
-                            if (first) to[0] = u16(out);
-                            if (second) to[1] = u16(out >> 16);
+            for (int i = 0; i < 64; i++) sum[i] = 0.0f;
+            wait(full + 8 * stage, phase);
+            multiply_block(even, own + stage * 2 * OPERAND, base + stage * 2 * OPERAND + OPERAND);
+            finished<0>();
+            for (int pair = 0; pair < pairs; pair++) {
+                const u32 at = slots + slot * SLOT, before = empty + 8 * stage;
+                const int block = pair % 4 * 2;
+                if (block == 0) {
+                    wait(slot_full + 8 * slot, slot_phase);
+                    f0 = one_float(at + AT_FACTORS + 4 * r), f1 = one_float(at + AT_FACTORS + 4 * r + 32);
+                }
+                multiply_block(odd, own + stage * 2 * OPERAND + 64, base + stage * 2 * OPERAND + OPERAND + 64);
+                add_block(sum, even, at, block, r, c, f0, f1);
+                finished<0>();
+                leave(before, lane);
+                if (++stage == STAGES) stage = 0, phase ^= 1;
+                if (pair + 1 < pairs) {
+                    wait(full + 8 * stage, phase);
+                    multiply_block(even, own + stage * 2 * OPERAND, base + stage * 2 * OPERAND + OPERAND);
+                }
+                add_block(sum, odd, at, block + 1, r, c, f0, f1);
+                finished<0>();
+                if (block == 6) {
+                    if (lane == 0) arrive(slot_empty + 8 * slot);
+                    if (++slot == SLOTS) slot = 0, slot_phase ^= 1;
+                }
+                if (pair % 16 == 15 || pair + 1 == pairs) {
+#pragma unroll
+                    for (int i = 0; i < 64; i++) {
+                        sum[i] = (pair < 16 ? 0.0f : one_float(totals + 1024 * i)) + sum[i];
+                        if (pair + 1 < pairs) {
+                            asm volatile("st.shared.f32 [%0], %1;" ::"r"(totals + 1024 * i), "f"(sum[i]) : "memory");
+                            sum[i] = 0.0f;
                         }
                     }
                 }
             }
+            const Place place = placed(tile, high, across, rank);
+            write_out(given, sum, place.row + r, place.column + c);
         }
+#endif
     }
+    if (CLUSTER > 1) meet_cluster();  // nobody leaves while others may still write here
 }

@@ -16,8 +16,10 @@ from onedraw.backends.torch.kernels.nvrtc import Kernel, Module, checked, driver
 from onedraw.backends.torch.kernels.spans import Opened, Prepared
 
 TILE, DEPTH, THREADS = 128, 64, 384
-STAGES = {1: 6, 8: 5}  # by how many scales a span has
-GROUP = 16  # neighbouring tiles share so many blocks of rows
+STAGES, SLOTS = {1: 6, 8: 4}, {1: 3, 8: 2}  # of tiles, and of what belongs to a span, by how many scales a span has
+GROUP = 8  # neighbouring tiles share so many blocks of rows
+TURNS = 1  # when a turn at the matrix unit is passed on
+CLUSTER = 2  # blocks of threads that share the weights they bring
 _HALF, _PLAIN, _SWIZZLED, _PROMOTED = 6, 0, 3, 3  # the driver's names: float16; no swizzle, 128 bytes; 256 bytes into L2
 
 
@@ -36,20 +38,24 @@ class _Given(ctypes.Structure):
     )
 
 
-def _tensor_map(tensor: Tensor, *, inner: int, swizzle: int) -> _TensorMap:
-    """Tiles [128, inner] of a matrix of float16."""
+def _tensor_map(tensor: Tensor, *, inner: int, swizzle: int, tall: int = TILE) -> _TensorMap:
+    """Tiles [tall, inner] of a matrix of float16."""
+    return _encoded(tensor.data_ptr(), *tensor.shape, tensor.stride(0), inner, swizzle, tall)
+
+
+@lru_cache(maxsize=4096)
+def _encoded(place: int, rows: int, columns: int, stride: int, inner: int, swizzle: int, tall: int) -> _TensorMap:
     room = (ctypes.c_uint64 * 32)()
     at = (ctypes.addressof(room) + 63) // 64 * 64  # where the driver wants it
-    rows, columns = tensor.shape
     checked(
         driver().cuTensorMapEncodeTiled(
             ctypes.c_void_p(at),
             _HALF,
             2,
-            ctypes.c_void_p(tensor.data_ptr()),
+            ctypes.c_void_p(place),
             (ctypes.c_uint64 * 2)(columns, rows),
-            (ctypes.c_uint64 * 1)(tensor.stride(0) * tensor.itemsize),
-            (ctypes.c_uint32 * 2)(inner, TILE),
+            (ctypes.c_uint64 * 1)(2 * stride),
+            (ctypes.c_uint32 * 2)(inner, tall),
             (ctypes.c_uint32 * 2)(1, 1),
             0,
             swizzle,
@@ -61,10 +67,17 @@ def _tensor_map(tensor: Tensor, *, inner: int, swizzle: int) -> _TensorMap:
     return _TensorMap.from_buffer_copy((ctypes.c_uint64 * 16).from_address(at))
 
 
+def defines(per: int, minima: bool, dtype: torch.dtype) -> dict[str, int]:
+    """What the source is compiled with."""
+    return {
+        **{"PER": per, "MINIMA": int(minima), "BRAIN": int(dtype == torch.bfloat16), "STAGES": STAGES[per], "SLOTS": SLOTS[per]},
+        **{"GROUP": GROUP, "TURNS": TURNS, "CLUSTER": CLUSTER},
+    }
+
+
 @lru_cache(maxsize=64)
 def _kernel(per: int, minima: bool, dtype: torch.dtype, device: torch.device) -> Kernel:
-    defines = {"PER": per, "MINIMA": int(minima), "BRAIN": int(dtype == torch.bfloat16), "STAGES": STAGES[per], "GROUP": GROUP}
-    return Module("wide.cu", device, defines, own=True).kernel("wide", shared_bytes(per))
+    return Module("wide.cu", device, defines(per, minima, dtype), own=True).kernel("wide", shared_bytes(per))
 
 
 def make_ready(*, by_block: bool, minima: bool, dtype: torch.dtype, device: torch.device) -> None:
@@ -73,9 +86,11 @@ def make_ready(*, by_block: bool, minima: bool, dtype: torch.dtype, device: torc
 
 
 def shared_bytes(per: int) -> int:
-    """Stages of X and W, two slots of what belongs to a span, barriers, and room to align them."""
+    """Stages of X and W, slots of what belongs to a span, barriers, totals where they do not stay in registers, and room to align
+    them."""
     slot = (4 if per == 1 else 2) * TILE * 16 + (2 * per + 1) * TILE * 4
-    return 1024 + STAGES[per] * 2 * TILE * DEPTH * 2 + 2 * slot + 16 * STAGES[per] + 32
+    totals = 0 if per == 1 else TILE * TILE * 4
+    return 1024 + STAGES[per] * 2 * TILE * DEPTH * 2 + SLOTS[per] * slot + 256 + totals
 
 
 @lru_cache(maxsize=8)
@@ -100,13 +115,13 @@ def wide_product(
     sums = _tensor_map(prepared.sums.view(rows, -1), inner=8, swizzle=_PLAIN)
     given = _Given(
         _tensor_map(prepared.x, inner=DEPTH, swizzle=_SWIZZLED),
-        _tensor_map(opened.weights, inner=DEPTH, swizzle=_SWIZZLED),
+        _tensor_map(opened.weights, inner=DEPTH, swizzle=_SWIZZLED, tall=TILE // CLUSTER),
         sums,
         sums if opened.minima is None else _tensor_map(opened.minima.view(n, -1), inner=8, swizzle=_PLAIN),
         *map(_place, (prepared.factors, opened.scales, opened.least, bias, residual, out)),
         *(rows, n, width // SPAN, *strides, int(whole)),
     )
-    tiles = -(-rows // TILE) * -(-n // TILE)
+    clusters = min(-(-rows // (TILE * CLUSTER)) * -(-n // TILE), _processors(device) // CLUSTER)
     kernel = _kernel(per, opened.least is not None, out.dtype, device)
-    kernel.launch(given, grid=(min(tiles, _processors(device)), 1), threads=THREADS, shared=shared_bytes(per))
+    kernel.launch(given, grid=(CLUSTER * clusters, 1), threads=THREADS, shared=shared_bytes(per))
     return out

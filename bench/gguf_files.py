@@ -1,0 +1,206 @@
+"""GGUF files for benchmarks: of a known shape with random blocks, or a real one with fewer layers.
+
+In: a shape and a mixture of kinds, or an open file. Out: a file that any reader of GGUF opens. Only the standard library and
+numpy are needed. Seventeen gigabytes take seconds: a tensor repeats a few megabytes of random blocks, written by several threads.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onedraw.checkpoints.gguf import read_file
+from onedraw.checkpoints.quants import KINDS, Bytes
+from onedraw.checkpoints.random import RandomCheckpoint
+from onedraw.checkpoints.random_blocks import random_blocks
+from onedraw.checkpoints.random_packed import RandomPacked
+from onedraw.checkpoints.shapes import open_random, shape_config
+from onedraw.checkpoints.tensor import packed_bytes
+from onedraw.models.loading import describe
+from onedraw.models.spec import DeltaSpec, ModelSpec
+from onedraw.models.weights import PLAIN, Where, all_shapes
+
+ALIGNMENT = 32
+PIECE = 8 << 20  # bytes of random blocks that a tensor repeats
+WRITERS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tensor to write: `content` is repeated until it is full."""
+
+    name: str
+    shape: tuple[int, ...]  # row-major
+    kind: str
+    content: Callable[[], Bytes]
+
+    @property
+    def nbytes(self) -> int:
+        size = packed_bytes(self.shape, self.kind)
+        assert size is not None, (self.name, self.shape, self.kind)
+        return size
+
+
+# ------------------------------------------------------------------ any file
+
+
+def write_gguf(path: Path, metadata: Mapping[str, Any], parts: Sequence[Part]) -> int:
+    """Gives the file's size."""
+    offsets, end = [], 0
+    for part in parts:
+        offsets.append(end)
+        end += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(parts), len(metadata))
+    head += b"".join(_text(key) + _value(value) for key, value in metadata.items())
+    for part, offset in zip(parts, offsets, strict=True):
+        head += _text(part.name) + struct.pack("<I", len(part.shape))
+        head += struct.pack(f"<{len(part.shape)}Q", *reversed(part.shape)) + struct.pack("<IQ", KINDS[part.kind].code, offset)
+    start = -(-len(head) // ALIGNMENT) * ALIGNMENT
+    with path.open("wb") as file, ThreadPoolExecutor(WRITERS) as pool:
+        file.truncate(start + end)
+        os.pwrite(file.fileno(), head, 0)
+        jobs = [pool.submit(_fill, file.fileno(), part, start + offset) for part, offset in zip(parts, offsets, strict=True)]
+        for job in jobs:
+            job.result()
+    return start + end
+
+
+def _fill(file: int, part: Part, place: int) -> None:
+    content, end = memoryview(part.content()), place + part.nbytes  # type: ignore[arg-type]
+    while place < end:
+        place += os.pwrite(file, content[: end - place], place)
+
+
+def _text(text: str) -> bytes:
+    data = text.encode("utf-8", "surrogateescape")
+    return struct.pack("<Q", len(data)) + data
+
+
+def _value(value: Any) -> bytes:
+    """A value behind the number of its type."""
+    if isinstance(value, list):
+        code, _ = _scalar(value[0])
+        return struct.pack("<IIQ", 9, code, len(value)) + b"".join(_scalar(one)[1] for one in value)
+    code, data = _scalar(value)
+    return struct.pack("<I", code) + data
+
+
+def _scalar(value: Any) -> tuple[int, bytes]:
+    match value:
+        case bool():
+            return 7, struct.pack("<?", value)
+        case int():
+            return (4, struct.pack("<I", value)) if value >= 0 else (5, struct.pack("<i", value))
+        case float():
+            return 6, struct.pack("<f", value)
+        case str():
+            return 8, _text(value)
+    raise TypeError(f"no GGUF value for {value!r}")
+
+
+# ------------------------------------------------------------------ fewer layers of a real one
+
+
+def cut_gguf(source: Path, path: Path, *, layers: int) -> int:
+    """The first layers of a model, with its own embedding, last norm, head and vocabulary. Gives the file's size."""
+    file = read_file(source)
+    metadata = dict(file.metadata)
+    metadata[f"{metadata['general.architecture']}.block_count"] = layers
+
+    def kept(name: str) -> bool:
+        found = re.match(r"blk\.(\d+)\.", name)
+        return found is None or int(found[1]) < layers
+
+    parts = [
+        Part(name, tensor.shape, tensor.kind, lambda tensor=tensor: tensor.data)  # type: ignore[misc]
+        for name, tensor in file.tensors.items()
+        if kept(name)
+    ]
+    return write_gguf(path, metadata, parts)
+
+
+# ------------------------------------------------------------------ a model of Qwen3.6's family, or a Llama
+
+QWEN35_LAYER = {
+    **{"attn_norm": "attn_norm.weight", "mlp_norm": "post_attention_norm.weight"},
+    **{"q": "attn_q.weight", "k": "attn_k.weight", "v": "attn_v.weight", "o": "attn_output.weight"},
+    **{"q_norm": "attn_q_norm.weight", "k_norm": "attn_k_norm.weight"},
+    **{"delta_qkv": "attn_qkv.weight", "delta_z": "attn_gate.weight", "delta_a": "ssm_alpha.weight"},
+    **{"delta_b": "ssm_beta.weight", "conv": "ssm_conv1d.weight", "decay": "ssm_a", "delta_bias": "ssm_dt.bias"},
+    **{"delta_norm": "ssm_norm.weight", "gate": "ffn_gate.weight", "up": "ffn_up.weight", "down": "ffn_down.weight"},
+}
+LLAMA_LAYER = QWEN35_LAYER | {"mlp_norm": "ffn_norm.weight"}
+OUTER = {"embed": "token_embd.weight", "norm": "output_norm.weight", "head": "output.weight"}
+
+
+def write_random(path: Path, model: str) -> int:
+    """A file of `random:SHAPE-MIXTURE`; the families of Llama 3 and of Qwen3.5 without experts. Gives its size."""
+    checkpoint = open_random(model)
+    spec, config = describe(checkpoint).spec, shape_config(model)
+    hybrid = spec.recurrent
+    metadata = {"general.architecture": "qwen35" if hybrid else "llama", "general.name": model}
+    metadata |= _metadata(spec, config, "qwen35" if hybrid else "llama")
+    return write_gguf(path, metadata, list(_parts(spec, checkpoint, QWEN35_LAYER if hybrid else LLAMA_LAYER)))
+
+
+def _metadata(spec: ModelSpec, config: Mapping[str, Any], arch: str) -> dict[str, Any]:
+    rope = config.get("rope_parameters", {})
+    head_dim = config.get("head_dim", spec.hidden // config["num_attention_heads"])
+    found: dict[str, Any] = {
+        **{"context_length": spec.max_context, "embedding_length": spec.hidden, "block_count": len(spec.layers)},
+        **{"feed_forward_length": config["intermediate_size"], "attention.head_count": config["num_attention_heads"]},
+        **{"attention.head_count_kv": config["num_key_value_heads"], "attention.key_length": head_dim},
+        **{"attention.value_length": head_dim, "attention.layer_norm_rms_epsilon": float(spec.eps)},
+        **{"rope.freq_base": float(rope.get("rope_theta", config.get("rope_theta"))), "vocab_size": spec.vocab},
+        "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1)),
+    }
+    delta = next((layer.mixer for layer in spec.layers if isinstance(layer.mixer, DeltaSpec)), None)
+    if delta is not None:
+        found |= {
+            **{"rope.dimension_sections": [11, 11, 10, 0], "full_attention_interval": config["full_attention_interval"]},
+            **{"ssm.conv_kernel": delta.conv, "ssm.state_size": delta.key_dim, "ssm.group_count": delta.key_heads},
+            **{"ssm.time_step_rank": delta.value_heads, "ssm.inner_size": delta.value_heads * delta.value_dim},
+        }
+    return {f"{arch}.{key}": value for key, value in found.items()}
+
+
+def _parts(spec: ModelSpec, checkpoint: RandomCheckpoint, names: Mapping[str, str]) -> Iterator[Part]:
+    for (layer, weight), shape in all_shapes(spec).items():
+        tensor = checkpoint.tensors[PLAIN.stored((layer, weight))]
+        if weight == "attn_gate":  # lies beside q, head by head
+            continue
+        if weight == "q" and spec.layers[layer or 0].attention.gate:
+            shape = (2 * shape[0], shape[1])
+        yield Part(_name(spec, (layer, weight), names), shape, tensor.kind, _content(tensor, shape))
+
+
+def _name(spec: ModelSpec, where: Where, names: Mapping[str, str]) -> str:
+    layer, weight = where
+    if layer is None:
+        return OUTER[weight]
+    if weight == "o" and isinstance(spec.layers[layer].mixer, DeltaSpec):
+        return f"blk.{layer}.ssm_out.weight"
+    return f"blk.{layer}.{names[weight]}"
+
+
+def _content(tensor: Any, shape: tuple[int, ...]) -> Callable[[], Bytes]:
+    """Random rows of a kind, as many as fit a piece; a small tensor of numbers whole."""
+
+    def content() -> Bytes:
+        if not isinstance(tensor, RandomPacked):
+            return np.ascontiguousarray(tensor.float32()).reshape(-1).view(np.uint8)
+        row = packed_bytes(shape[-1:], tensor.kind)
+        assert row is not None
+        rows = max(1, min(math.prod(shape[:-1]), PIECE // row))
+        return random_blocks(tensor.kind, rows, shape[-1], np.random.default_rng(7), tensor.spread).reshape(-1)
+
+    return content

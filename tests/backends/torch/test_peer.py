@@ -1,0 +1,32 @@
+"""The peer of a benchmark answers for every batch size, and asks transformers for no more tokens than it needs."""
+
+from __future__ import annotations
+
+import pytest
+import transformers
+
+from onedraw.backends.torch.peer import COUNTED, LONGEST_PROMPT, WARMING, transformers_rates
+from onedraw.checkpoints.shapes import SHAPES
+
+SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+def test_every_batch_has_a_rate_from_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, ...]] = []
+    real = transformers.LlamaForCausalLM.generate
+
+    def counting(self: object, prompt: object, **given: object) -> object:
+        asked.append((*prompt.shape, given["max_new_tokens"]))  # type: ignore[attr-defined, arg-type]
+        return real(self, prompt, **given)
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "generate", counting)
+    told: list[str] = []
+    config = {**SHAPES["llama3-8b"], **SMALL, "num_hidden_layers": 2}
+    sampling = {"temperature": 0.8, "top_p": 0.95}
+    rates = transformers_rates(
+        config, device="cpu", dtype="f32", batches=(1, 3), prompt_tokens=1000, sampling=sampling, tell=told.append
+    )
+    assert list(rates) == [1, 3]
+    assert min(rates.values()) > 1
+    assert asked == [(batch, LONGEST_PROMPT, WARMING + COUNTED + 1) for batch in (1, 3)]
+    assert told[-1] == "transformers: batch 3"

@@ -1,0 +1,70 @@
+"""Files made for benchmarks are files: both readers open them, and the loader finds every weight in its place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from bench.gguf_files import Part, cut_gguf, write_gguf, write_random
+from onedraw.checkpoints.base import open_checkpoint
+from onedraw.checkpoints.shapes import SHAPES
+from onedraw.models.loading import describe
+from tests import tiny
+
+SMALL: dict[str, dict[str, Any]] = {
+    "llama3-8b": {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "qwen3.6-27b": {
+        **{"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2},
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    },
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_random_file_is_read_as_the_model_of_its_shape(name: str, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**SHAPES[name], **SMALL[name], "vocab_size": 512, "num_hidden_layers": 8}))
+    path = tmp_path / "random.gguf"
+    size = write_random(path, f"random:{config}-q4_k_m")
+    assert size == path.stat().st_size
+    described = describe(open_checkpoint(path))
+    assert len(described.spec.layers) == 8
+    kinds = {tensor.kind for tensor in open_checkpoint(path).tensors.values()}
+    assert {"F32", "Q4_K", "Q6_K"} <= kinds
+    for index in (0, 3):
+        for weight, values in described.weights.layer(index).items():
+            assert np.isfinite(values).all(), weight
+            assert 0 < np.abs(values).max() < 10, weight
+
+
+def test_what_was_written_is_what_the_other_reader_finds(tmp_path: Path) -> None:
+    numbers = np.arange(24, dtype=np.float32).reshape(4, 6)
+    metadata = {
+        "general.architecture": "x",
+        "x.flag": True,
+        "x.count": 7,
+        "x.size": 0.5,
+        "x.names": ["a", "bc"],
+        "x.sizes": [1, 2],
+    }
+    write_gguf(tmp_path / "one.gguf", metadata, [Part("numbers", (4, 6), "F32", lambda: numbers.reshape(-1).view(np.uint8))])
+    reader = gguf.GGUFReader(tmp_path / "one.gguf")
+    (tensor,) = reader.tensors
+    np.testing.assert_array_equal(tensor.data, numbers)
+    assert {key: reader.fields[key].contents() for key in metadata} == metadata
+
+
+def test_a_cut_model_is_its_first_layers(tmp_path: Path) -> None:
+    whole = tiny.write_gguf("llama", tmp_path / "whole.gguf")
+    cut_gguf(whole, tmp_path / "cut.gguf", layers=1)
+    full, cut = describe(open_checkpoint(whole)), describe(open_checkpoint(tmp_path / "cut.gguf"))
+    assert (len(full.spec.layers), len(cut.spec.layers)) == (len(full.spec.layers), 1)
+    for name, values in cut.weights.layer(0).items():
+        np.testing.assert_array_equal(values, full.weights.layer(0)[name])
+    np.testing.assert_array_equal(cut.weights.outer()["embed"], full.weights.outer()["embed"])
+    assert open_checkpoint(tmp_path / "cut.gguf").config["tokenizer.ggml.tokens"]

@@ -1,0 +1,77 @@
+"""A drafter of a known shape without a file: it describes itself, fits its target, and drafts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onedraw.assemble import open_door
+from onedraw.backends.devices import parse_device
+from onedraw.backends.packing import saved_in_blocks
+from onedraw.checkpoints.random_drafter import DRAFTERS
+from onedraw.checkpoints.shapes import SHAPES, open_random, open_random_drafter
+from onedraw.drafting import drafter_bytes
+from onedraw.errors import NoRoom, NotFound
+from onedraw.models.dflash import check_fit, describe_drafter
+from onedraw.models.loading import describe
+from onedraw.planning import plan_devices
+from onedraw.prove import settled_stats
+from onedraw.settings import Settings
+from onedraw.wishes import Wishes, settle
+
+SMALL = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def test_the_drafter_of_qwen_fits_qwen_and_has_its_size() -> None:
+    described = describe_drafter(open_random_drafter("random:qwen3.6-27b-dflash"))
+    check_fit(described.spec, describe(open_random("random:qwen3.6-27b")).spec)
+    assert described.spec.parameters / 1e9 == pytest.approx(1.73, rel=0.01)
+    assert [layer.attention.window for layer in described.spec.layers] == [2048] * 4 + [None]
+
+
+def test_a_packed_drafter_saves_most_of_its_bytes() -> None:
+    packed = open_random_drafter("random:qwen3.6-27b-dflash-q4_k_m")
+    parameters = describe_drafter(packed).spec.parameters
+    assert 0.6 * 2 * parameters < saved_in_blocks(packed.tensors.values()) < 0.75 * 2 * parameters
+    assert packed.fingerprint() != open_random_drafter("random:qwen3.6-27b-dflash").fingerprint()
+
+
+def test_what_is_no_drafter_is_refused_by_name() -> None:
+    with pytest.raises(NotFound, match=r"qwen3\.6-27b-dflash"):
+        open_random_drafter("random:llama3-8b")
+
+
+def test_random_drafts_change_no_token(tmp_path: Path) -> None:
+    target: dict[str, Any] = {**SHAPES["llama3-8b"], **SMALL, "num_hidden_layers": 4}
+    drafter: dict[str, Any] = {**DRAFTERS["qwen3.6-27b-dflash"], **SMALL, "head_dim": 32, "num_target_layers": 4}
+    drafter |= {"dflash_config": {"block_size": 8, "mask_token_id": 500, "target_layer_ids": [0, 2]}}
+    (tmp_path / "target.json").write_text(json.dumps(target))
+    (tmp_path / "drafter.json").write_text(json.dumps(drafter))
+    replies, drafted = [], 0
+    for draft in ("none", f"random:{tmp_path / 'drafter.json'}-q4_k_m"):
+        given: dict[str, Any] = {"draft": draft, "dtype": "f32", "max_context": 256, "self_check": False, "draft_tokens": 5}
+        with open_door(Settings.of(model=f"random:{tmp_path / 'target.json'}", **given)) as door:
+            wishes = Wishes(temperature=1.0, seed=3, max_tokens=20, ignore_eos=True)
+            [reply] = door.generate(settle(wishes, door=door, prompt=(5, 6, 7), label="test"))
+            replies.append(reply.token_ids)
+            drafted = settled_stats(door).draft_tokens
+    assert replies[0] == replies[1]
+    assert drafted > 20
+
+
+@pytest.mark.parametrize(("drafter", "context", "fits"), [("-q4_k_m", 32_768, True), ("", 32_768, True), ("", 65_536, False)])
+def test_a_card_of_24_gigabytes_holds_a_packed_drafter_beside_a_packed_model(drafter: str, context: int, fits: bool) -> None:
+    checkpoint = open_random("random:qwen3.6-27b-q4_k_m")
+    described, path = describe(checkpoint), Path(f"random:qwen3.6-27b-dflash{drafter}")
+    settings = Settings(model="random:qwen3.6-27b-q4_k_m", max_context=context, max_batch=1, checkpoint_memory=0)
+    size, device = drafter_bytes(path, described, checkpoint), parse_device("cuda/sm86/24GiB")
+    if fits:
+        plan, split = plan_devices(settings, described, [device], drafter=size)
+        assert plan.max_context == context
+        assert split.stages[0].weight_bytes > plan.weight_bytes + 10**9  # the drafter is counted
+    else:
+        with pytest.raises(NoRoom, match="without a drafter"):
+            plan_devices(settings, described, [device], drafter=size)

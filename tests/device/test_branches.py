@@ -1,0 +1,95 @@
+"""Attention of trees: a node has the bits of the chain that is its path, wherever blocks and splits of keys begin.
+
+On an accelerator, or under Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from onedraw.backends.torch.inputs import Inputs, Shape, Span, lay_out
+from onedraw.backends.torch.layers.linear import RowRule
+from onedraw.types import Draft
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [
+    pytest.mark.device,
+    pytest.mark.skipif(not (torch.cuda.is_available() or INTERPRETED), reason="needs a CUDA device"),
+]
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() and not INTERPRETED else "cpu")
+DTYPE = torch.float16
+PAGE, PAGES = 16, 200
+PARENTS = (-1, -1, 0, 2, 1, 4, 3, 3)
+PATHS = ((0, 2, 3, 7), (0, 2, 3, 6), (1, 4, 5))
+STARTS = (127, 300, 1015) if INTERPRETED else (5, 127, 128, 255, 300, 505, 511, 512, 1015, 2043, 2560, 3000)
+SHAPES = [(4, 2, 16, None), (4, 2, 16, 100)]
+if not INTERPRETED:
+    SHAPES += [(32, 8, 128, None), (24, 4, 256, None), (24, 4, 256, 300)]
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(device=DEVICE, dtype=DTYPE)
+
+
+class Scene:
+    """One layer's pages, and rows that read them."""
+
+    def __init__(self, heads: int, kv_heads: int, dim: int, window: int | None) -> None:
+        self.heads, self.kv_heads, self.dim, self.window = heads, kv_heads, dim, window
+        self.table = np.random.default_rng(3).permutation(PAGES).tolist()
+        self.keys, self.values = (normal(PAGES, kv_heads, PAGE, dim, seed=seed) for seed in (1, 2))
+
+    def inputs(self, start: int, drafts: tuple[Draft, ...]) -> Inputs:
+        count = 1 + len(drafts)
+        shape = Shape(PAGE, (PAGES,), RowRule(floor=1), windows=(self.window,))
+        return lay_out([0] * count, [Span(0, count, start, drafts)], [(self.table,)], shape=shape, device=DEVICE)
+
+    def attended(self, q: Tensor, inputs: Inputs, keys: Tensor, values: Tensor) -> Tensor:
+        from onedraw.backends.torch.kernels.triton_attention import attend
+        from onedraw.backends.torch.kernels.views import Heads, to_view
+
+        device = to_view(inputs, Heads(self.heads, self.kv_heads, self.dim, self.window, 64))
+        sizes = {"heads": self.heads, "kv_heads": self.kv_heads, "dim": self.dim, "scale": self.dim**-0.5}
+        flat = [store.view(-1, PAGE * self.dim) for store in (keys, values)]
+        return attend(q, *flat, view=device.view, sets=list(device.sets), **sizes)  # type: ignore[arg-type]
+
+    def moved(self, store: Tensor, start: int, path: tuple[int, ...]) -> Tensor:
+        """The nodes of a path in the slots of their depths, as a chain would have written them."""
+        found = store.clone()
+        for depth, node in enumerate(path):
+            source, target = start + 1 + node, start + 1 + depth
+            found[self.table[target // PAGE], :, target % PAGE] = store[self.table[source // PAGE], :, source % PAGE]
+        return found
+
+    def judged(self, q: Tensor, last: int, keys: Tensor, values: Tensor) -> Tensor:
+        """One query at position `last`, in float64."""
+        first = 0 if self.window is None else max(0, last - self.window + 1)
+        at = np.arange(first, last + 1)
+        pages, place = torch.tensor([self.table[p // PAGE] for p in at]), torch.from_numpy(at % PAGE)
+        k, v = (x.cpu().double()[pages, :, place].repeat_interleave(self.heads // self.kv_heads, 1) for x in (keys, values))
+        weights = torch.einsum("hd,nhd->hn", q.cpu().double().view(self.heads, -1), k).mul(self.dim**-0.5).softmax(1)
+        return torch.einsum("hn,nhd->hd", weights, v).reshape(-1)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "window"), SHAPES)
+def test_a_node_reads_like_the_chain_that_is_its_path(heads: int, kv_heads: int, dim: int, window: int | None) -> None:
+    scene = Scene(heads, kv_heads, dim, window)
+    tree = tuple(Draft(i, parent) for i, parent in enumerate(PARENTS))
+    q = normal(1 + len(tree), heads * dim, seed=7)
+    for start in STARTS:
+        found = scene.attended(q, scene.inputs(start, tree), scene.keys, scene.values)
+        for path in PATHS:
+            chosen = [0, *(1 + node for node in path)]
+            chain = tuple(Draft(0, i - 1) for i in range(len(path)))
+            stores = [scene.moved(store, start, path) for store in (scene.keys, scene.values)]
+            alone = scene.attended(q[chosen], scene.inputs(start, chain), *stores)
+            assert torch.equal(alone, found[chosen]), (start, path)
+            expected = scene.judged(q[chosen[-1]], start + len(path), *stores)
+            error = (found[chosen[-1]].cpu().double() - expected).norm() / expected.norm()
+            assert error < 2e-3, (start, path, float(error))

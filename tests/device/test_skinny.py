@@ -1,0 +1,58 @@
+"""Products of a few rows: every tile that is chosen, whichever side the weight takes, has the numbers and on a device the bits
+of the others.
+
+On an accelerator, or under Triton's interpreter, whose dots follow the tile: there the numbers are judged.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [
+    pytest.mark.device,
+    pytest.mark.skipif(not (torch.cuda.is_available() or INTERPRETED), reason="needs a CUDA device"),
+]
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() and not INTERPRETED else "cpu")
+DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
+ROWS = (1, 17, 24) if INTERPRETED else (1, 2, 15, 16, 17, 22, 24, 31, 32, 33, 48, 64)
+
+
+def normal(*shape: int, seed: int, spread: float = 1.0) -> Tensor:
+    generator = torch.Generator(device=DEVICE).manual_seed(seed)
+    return (torch.randn(shape, generator=generator, device=DEVICE) * spread).to(DTYPE)
+
+
+def shapes() -> list[tuple[int, int]]:
+    from onedraw.backends.torch.kernels.triton_linear import _SKINNY
+
+    return [(192, 160)] if INTERPRETED else [(1000, 576), (14000, 1000), *_SKINNY]
+
+
+def test_a_row_among_others_has_the_bits_of_the_row_alone_in_every_shape() -> None:
+    from onedraw.backends.torch.kernels.triton_linear import Tile, linear
+
+    tiles = {"turned": {"tile": Tile(32, 64, 64, 4, 3, turned=True)}, "chosen": {}} if INTERPRETED else {"chosen": {}}
+    for n, k in shapes():
+        x, weight = normal(64, k, seed=1), normal(n, k, seed=2, spread=k**-0.5)
+        bias, residual = normal(n, seed=3), normal(64, n, seed=4)
+        expected = linear(x, weight, tile=Tile(16, 64, 64, 4, 3))
+        exact = x[:3].double() @ weight.double().t()
+        assert (expected[:3].double() - exact).norm() < 4e-3 * exact.norm()
+        for rows in ROWS:
+            for name, tile in tiles.items():
+                found = linear(x[:rows], weight, **tile)
+                joined = linear(x[:rows], weight, bias=bias, residual=residual[:rows], **tile)
+                opened = linear(x[:rows], weight, gate=1, **tile)
+                assert torch.equal(joined, found + bias + residual[:rows]), (n, k, rows, name)
+                gates, others = found[:, ::2], found[:, 1::2]
+                close = opened.double() - torch.nn.functional.silu(gates.double()) * others.double()
+                assert close.norm() < 4e-3 * opened.double().norm(), (n, k, rows, name)
+                if INTERPRETED:
+                    assert (found.double() - expected[:rows].double()).norm() < 1e-3 * expected[:rows].double().norm()
+                else:
+                    assert torch.equal(found, expected[:rows]), (n, k, rows)
