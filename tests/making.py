@@ -33,6 +33,7 @@ def backend_of(
     cuts: tuple[int, ...] = (),
     dtype: str = "f32",
     activation: str | None = None,
+    kv_dtype: str | None = None,
     overlap: bool = False,
     ahead: bool | None = None,
 ) -> TorchBackend:
@@ -48,6 +49,7 @@ def backend_of(
         described.weights,
         dtype=dtype,
         activation=activation,
+        kv_dtype=kv_dtype,
         sites=[Site(cpu, ops(), stop) for stop in (*cuts, None)],
         rows=8192,
         lanes=lanes,
