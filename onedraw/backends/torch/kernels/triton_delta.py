@@ -34,7 +34,6 @@ CHUNK_COLUMNS, CHUNK_WARPS = 32, 4  # of the state that one program takes throug
 PATH_WORDS = 5  # lane, first of its entries in the order, entries, known, fresh
 FROM_KNOWN, AGAIN = 1, 2  # of an entry: from the state behind the known tokens; a draft whose change is there already
 L2_EPS = 1e-6
-EARLY = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +87,10 @@ def _gate(
     BLOCK: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     EPS: tl.constexpr,
-    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One head of one token: convolution, silu, and for queries and keys the length of one. The last program: the gates. A
     draft's last tap is the token itself."""
-    if EARLY:
-        let_next_start(PDL)
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -142,8 +138,7 @@ def _gate(
         if DRAFTS:
             tl.store(decays + place * VALUE_HEADS + one, fade, mask=there & (place >= 0))
         tl.store(gates + (token + 2 * tokens) * VALUE_HEADS + one, sigmoid(b), mask=there)
-    if not EARLY:
-        let_next_start(PDL)  # steps are spread evenly where nothing stands in their way
+    let_next_start(PDL)  # at the end: steps that start among these programs are not spread evenly over the device
 
 
 def gate(
@@ -191,7 +186,6 @@ def gate(
             BLOCK=triton.next_power_of_2(max(key_dim, value_dim)),
             BLOCK_HEADS=triton.next_power_of_2(value_heads),
             EPS=L2_EPS,
-            EARLY=EARLY,
             PDL=pdl,
             num_warps=1,
             enable_fp_fusion=False,
@@ -245,38 +239,6 @@ def _moved(state, key, change, PARTS: tl.constexpr):
     return found
 
 
-@triton.jit
-def _touch(
-    keys,
-    queries,
-    values,
-    order,
-    count,
-    out,
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    """Bring what a path reads near, many lines at once: the compiler moves loads to where they are used, one step's at a time.
-    The sum is compared with a number that it never is, so that it is needed."""
-    BLOCK_K: tl.constexpr = triton.next_power_of_2(KEY_DIM)
-    some = tl.arange(0, 8)
-    at = tl.arange(0, BLOCK_K)
-    sums = tl.zeros((8, BLOCK_K), dtype=tl.float32)
-    others = tl.zeros((8, BLOCK_V), dtype=tl.float32)
-    for start in range(0, count, 8):
-        there = (start + some < count)[:, None]
-        token = (tl.load(order + start + some, mask=start + some < count, other=0) >> 2).to(tl.int64)[:, None]
-        line = token * KEY_HEADS * KEY_DIM + at[None, :]
-        sums += tl.load(keys + line, mask=there & (at < KEY_DIM)[None, :], other=0.0)
-        sums += tl.load(queries + line, mask=there & (at < KEY_DIM)[None, :], other=0.0)
-        others += tl.load(values[None, :] + token * VALUE_HEADS * VALUE_DIM, mask=there, other=0.0)
-    if tl.sum(tl.sum(sums, 1), 0) + tl.sum(tl.sum(others, 1), 0) == 3.0e38:
-        tl.store(out, 0.0)
-
-
 @triton.jit(do_not_specialize=["tokens"])
 def _steps(
     q,
@@ -325,8 +287,6 @@ def _steps(
         values = v + head * VALUE_DIM + column
         decays, betas = gates + tokens * VALUE_HEADS + head, gates + 2 * tokens * VALUE_HEADS + head
         last = first + count - 1
-        if DRAFTS and not INTERPRETED:
-            _touch(keys, queries, values, order + first, count, out, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, BLOCK_V)
         entry = tl.load(order + first)
         entry_ahead = tl.load(order + tl.minimum(first + 1, last))
         token = (entry >> 2).to(tl.int64)
