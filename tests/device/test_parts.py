@@ -99,8 +99,8 @@ def test_turns_ahead_on_a_split_have_the_bits_of_the_whole(kind: str, cuts: tupl
     stop = frozenset({one_by_one(kind, asked[:1])[0].tokens[3]})
     asked[0] = dataclasses.replace(asked[0], params=dataclasses.replace(asked[0].params, stop_ids=stop))
     expected = one_by_one(kind, asked)
-    for pages in (60, 7):
-        got, stats = run(backend_of(kind, None, cuts=cuts, pages=pages), asked, Schedule(arrivals=(0, 0, 5)))
+    for pages, arrivals in ((60, (0, 0, 5)), (5, ())):
+        got, stats = run(backend_of(kind, None, cuts=cuts, pages=pages), asked, Schedule(arrivals=arrivals))
         assert got == expected
         assert stats.turns_ahead
         assert pages == 60 or stats.preemptions
