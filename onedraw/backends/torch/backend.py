@@ -486,8 +486,8 @@ def _recorders(sites: Sequence[Site], given: Recorder | None) -> list[Recorder |
     """One per device, for the stages that record."""
     made: dict[torch.device, Recorder] = {}
     for device, stages in Counter(site.device for site in sites if site.ops.records).items():
-        made[device] = given or (Graphs(device, stages * MOST) if device.type == "cuda" else Straight())
-    return [made[site.device] if site.ops.records else None for site in sites]
+        made[device] = Graphs(device, stages * MOST) if device.type == "cuda" else Straight()
+    return [None if not site.ops.records else made[site.device] if given is None else given for site in sites]
 
 
 def _locks(sites: Sequence[Site]) -> list[AbstractContextManager[Any]]:

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
+from onedraw.backends.torch.backend import _recorders
+from onedraw.backends.torch.graphs import Replays
+from onedraw.backends.torch.ops import TorchOps
+from onedraw.backends.torch.stack import Site
 from onedraw.backends.torch.steady import bucket_of, rehearsed_places
 from onedraw.types import Draft, DryParams, History, PageCopy, Plan, Row, SamplingParams, Save
 
@@ -57,3 +63,20 @@ def test_rehearsed_rows_stand_within_the_context_and_reach_as_far_as_it_goes() -
     assert rehearsed_places(1, 100) == ([(1, 99)], [])
     reaches = {bucket_of(Plan((replace(ROW, start=start, prompt_stop=0),)), recurrent=False).reach for _, start in (*near, *far)}  # type: ignore[union-attr]
     assert reaches == {512, 1024, 2048, 4096}
+
+
+def test_a_recorder_that_holds_nothing_yet_is_used_where_it_is_given() -> None:
+    """A recorder of graphs is as long as it has graphs, and so was taken for none while it was empty."""
+
+    class Empty(Replays):
+        def __len__(self) -> int:
+            return 0
+
+    class Records(TorchOps):
+        records = True
+
+    cpu, given = torch.device("cpu"), Empty()
+    sites = [Site(cpu, Records(cpu), 1), Site(cpu, TorchOps(cpu), 2), Site(cpu, Records(cpu))]
+    assert _recorders(sites, given) == [given, None, given]
+    own = _recorders(sites, None)
+    assert own[0] is own[2] is not None

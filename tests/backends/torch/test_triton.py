@@ -50,7 +50,7 @@ def test_turns_that_are_padded_and_replayed_have_the_bits_of_plain_ones_under_th
 
 
 def test_recorded_parts_of_a_split_have_the_bits_of_the_whole_under_the_interpreter() -> None:
-    assert "3 passed" in under_the_interpreter("tests/device/test_parts.py")
+    assert "4 passed" in under_the_interpreter("tests/device/test_parts.py")
 
 
 def test_codes_are_written_read_and_brought_home_under_the_interpreter() -> None:
