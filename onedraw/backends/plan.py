@@ -164,7 +164,8 @@ def room_for_pages(plan: MemoryPlan, spec: ModelSpec, *, memory: int, turn_token
     """Bytes of an accelerator's free memory that pages may take: what weights, states, a drafter `beside`, the numbers of a
     turn, packed weights written out and recorded turns leave, less a share that its runtime takes. 0 where they leave nothing."""
     opened = OPENED_BYTES if plan.weights is not None else 0
-    taken = plan.total_bytes - plan.kv_bytes + beside + turn_scratch(spec, plan.kv_dtype, turn_tokens) + opened + GRAPH_BYTES
+    scratch = turn_scratch(spec, float_dtype(plan.dtype), turn_tokens)
+    taken = plan.total_bytes - plan.kv_bytes + beside + scratch + opened + GRAPH_BYTES
     return max(int(memory * (1 - RESERVE)) - taken, 0)
 
 

@@ -36,12 +36,12 @@ class Sizes:
 
 class State:
     """The stores of the layers on one device, `first` and those behind it. A layer that reuses another's keys and values has
-    that one's store."""
+    that one's store. `dtype` is that of the pages."""
 
     def __init__(
         self, layers: Sequence[LayerSpec], sizes: Sizes, *, dtype: torch.dtype, device: torch.device, first: int = 0
     ) -> None:
-        self.sizes, self._first, self.dtype = sizes, first, dtype
+        self.sizes, self._first = sizes, first
         self._device = device
         self.stores: list[Store] = []
         self._groups: list[list[PageStore]] = [[] for _ in sizes.pages]
@@ -52,7 +52,7 @@ class State:
         self.attending: list[tuple[AttentionSpec, PageStore]] = []  # those that write
         for layer in layers:
             self.stores.append(self._make(layer.mixer, dtype))
-        # Where keys and values of the layers of one kind lie, which is for good: one kernel can then reach all of them.
+        # Where what pages hold of the layers of one kind lies, which is for good: one kernel can then reach all of them.
         self.addresses = {mixer: self._addresses(mixer) for mixer in dict.fromkeys(mixer for mixer, _ in self.attending)}
 
     def _make(self, mixer: AttentionSpec | DeltaSpec, dtype: torch.dtype) -> Store:
@@ -69,14 +69,20 @@ class State:
         self.attending.append((mixer, pages))
         return pages
 
-    def _addresses(self, kind: AttentionSpec) -> Tensor:
-        """[layers, 2] int64"""
-        found = [(pages.keys.data_ptr(), pages.values.data_ptr()) for mixer, pages in self.attending if mixer == kind]
-        return torch.tensor(found, dtype=torch.int64, device=self._device)
+    def _addresses(self, kind: AttentionSpec) -> list[tuple[Tensor, int]]:
+        """[layers, 2] int64 of keys and values, and of their scales where they have any; and bytes of one position of a head."""
+        stores = [pages for mixer, pages in self.attending if mixer == kind]
+        pairs = [[(pages.keys, pages.values) for pages in stores], [pages.scales for pages in stores if pages.scales]]
+        found = []
+        for layers in filter(None, pairs):
+            places = torch.tensor([[part.data_ptr() for part in pair] for pair in layers], dtype=torch.int64, device=self._device)
+            first = layers[0][0]
+            found.append((places, first.dtype.itemsize * first.shape[1] // self.sizes.page_size))
+        return found
 
     @property
     def page_bytes(self) -> int:
-        return sum(store.keys.nbytes + store.values.nbytes for group in self._groups for store in group)
+        return sum(store.nbytes for group in self._groups for store in group)
 
     @property
     def lane_bytes(self) -> int:
@@ -144,13 +150,13 @@ class State:
                 found[f"{name}.state"] = store.saved_states[slot].clone().cpu()
                 found[f"{name}.window"] = store.saved_windows[slot].clone().cpu()
             else:
-                found[f"{name}.keys"], found[f"{name}.values"] = store.read(pages[group])
+                found |= {f"{name}.{part}": tensor for part, tensor in store.read(pages[group]).items()}
         return found
 
     def adopt(self, slot: int | None, places: Sequence[Mapping[int, int]], arrays: Mapping[str, Tensor]) -> None:
         for name, group, store in self._named():
             if isinstance(store, PageStore):
-                store.fill(places[group], arrays[f"{name}.keys"], arrays[f"{name}.values"])
+                store.fill(places[group], {part: arrays[f"{name}.{part}"] for part in store.parts()})
             elif slot is not None:
                 store.saved_states[slot] = arrays[f"{name}.state"].to(self._device)
                 store.saved_windows[slot] = arrays[f"{name}.window"].to(self._device)

@@ -26,16 +26,26 @@ def test_products_fit(rows: int, n: int, k: int) -> None:
     assert made.metadata.shared <= SMALL_SHARED
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 64), (32, 8, 128), (24, 4, 256), (32, 4, 512)])
-def test_attention_fits_in_its_highest_tile(heads: int, kv_heads: int, dim: int) -> None:
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "kept"),
+    [
+        *((h, k, d, "bf16") for h, k, d in ((32, 8, 64), (32, 8, 128), (24, 4, 256), (32, 4, 512))),
+        (24, 4, 256, "int8"),
+        (32, 8, 128, "fp8"),
+    ],
+)
+def test_attention_fits_in_its_highest_tile(heads: int, kv_heads: int, dim: int, kept: str) -> None:
+    """Over numbers, and over codes of two kinds."""
     height = Heads(heads, kv_heads, dim, None, 200, small=True).heights[-1]
-    pointers = dict.fromkeys(("q", "keys", "values", "out"), "*bf16")
+    coded = {"bf16": 0, "int8": 1, "fp8": 2}[kept]
+    pointers = dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("keys", "values"), "*i16" if coded else "*bf16")
+    pointers |= dict.fromkeys(("key_scales", "value_scales"), "*fp32")
     pointers |= dict.fromkeys(("part_mixed", "part_peak", "part_total"), "*fp32") | {"scale": "fp32"}
     pointers |= dict.fromkeys(("tiles", "firsts", "ends", "lines", "table", "paths"), "*i32")
     stages = triton_attention._stages(height, dim, 2, SMALL_SHARED)
     numbers = {"HEADS": heads, "KV": kv_heads, "D": dim, "BLOCK_D": dim, "PAGE": 16, "BLOCK_M": height, "STAGES": stages}
     numbers |= {"BLOCK_KEYS": triton_attention.block_keys(dim), "LOW": 256, "MIDDLE": 512, "HIGH": 1024}
-    numbers |= {"ALL": False, "OWN": False, "AHEAD": 1, "IEEE": False, "PDL": False}
+    numbers |= {"ALL": False, "OWN": False, "CODED": coded, "AHEAD": 1, "IEEE": False, "PDL": False}
     made = compiled(triton_attention._attend, pointers, numbers, capability=SM86, num_warps=triton_attention._warps(height, dim))
     assert made.metadata.shared <= SMALL_SHARED
 

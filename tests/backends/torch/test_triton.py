@@ -47,6 +47,11 @@ def test_turns_that_are_padded_and_replayed_have_the_bits_of_plain_ones_under_th
     assert "2 passed" in under_the_interpreter("tests/device/test_steady.py")
 
 
+def test_codes_are_written_read_and_brought_home_under_the_interpreter() -> None:
+    chosen = "every_code or written or not_finite or tile_changes or scales"
+    assert "9 passed" in under_the_interpreter("tests/device/test_codes.py", chosen)
+
+
 def test_a_node_of_a_tree_reads_like_a_chain_under_the_interpreter() -> None:
     assert "2 passed" in under_the_interpreter("tests/device/test_branches.py")
 

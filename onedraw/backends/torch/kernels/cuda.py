@@ -216,6 +216,7 @@ class TritonOps(FloatOps):
             q,
             store.keys,
             store.values,
+            scales=store.scales,
             view=prepared.device.view,
             sets=list(prepared.device.sets),
             heads=spec.heads,
@@ -301,18 +302,19 @@ class TritonOps(FloatOps):
             given = (block.decays, block.keys, block.changes)
             delta_kernels.commit(block.states, held=given, lanes=walked.lanes, places=walked.places, pdl=self._pdl)
             delta_kernels.shift_windows(block.fed, block.windows, block.windows, walked.sources, pdl=self._pdl)
-        for mixer, stores in state.addresses.items() if bucket.depth is not None else ():
+        for mixer, placed in state.addresses.items() if bucket.depth is not None else ():
             view = preparation.of(mixer).device.view
-            move_kept(
-                stores,
-                walked,
-                rows=rows,
-                table=view.table,
-                kv_heads=mixer.kv_heads,
-                head_bytes=mixer.head_dim * state.dtype.itemsize,
-                page_size=view.page_size,
-                pdl=self._pdl,
-            )
+            for stores, head_bytes in placed:
+                move_kept(
+                    stores,
+                    walked,
+                    rows=rows,
+                    table=view.table,
+                    kv_heads=mixer.kv_heads,
+                    head_bytes=head_bytes,
+                    page_size=view.page_size,
+                    pdl=self._pdl,
+                )
 
     def commit_delta(self, store: LaneStore, kept: Sequence[Kept]) -> None:
         held, device = (store.decays, store.keys, store.changes), store.states.device
@@ -335,8 +337,7 @@ class TritonOps(FloatOps):
         device = prepared.device
         return prepare_heads(
             _straight(x),
-            store.keys,
-            store.values,
+            store,
             turns=prepared.turns,
             positions=device.positions,
             rows=device.view.rows,

@@ -7,7 +7,9 @@ A tile is a few neighbouring queries of one row times the G query heads that sha
 range of absolute positions, with a running maximum; splits are merged from front to back. One program may walk all splits of its
 tile (`ALL`), or each split has a program and a second kernel merges: the same operations in the same order. The sum of a
 row's weights is taken by the matrix unit like the values' sum, since a library sum would follow the tile's layout. What a
-query does not see adds exact zeros. So neither batch, nor chunk, nor tile, nor the parallel form changes a bit of a row.
+query does not see adds exact zeros. Keys and values may be codes of 8 bits with scales (`codes.py`): a score is (q · code)
+times the key's scale, and the weight that meets a value's code is the weight times the value's scale. So neither batch, nor
+chunk, nor tile, nor the parallel form changes a bit of a row.
 
 Nodes of a tree have all blocks in common that end before its drafts begin: tiles of many nodes read those, and leave the
 state of the last split, maximum and sums, as it stands. A tile per node merges the splits before it, goes on from there with
@@ -27,6 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from onedraw.backends.torch.kernels.triton_codes import halves
 from onedraw.backends.torch.kernels.triton_linear import SMALL_SHARED, launch_options, shared_memory
 from onedraw.backends.torch.kernels.triton_math import let_next_start, looked_up, wait_for_inputs
 
@@ -133,6 +136,8 @@ def _attend(
     q,
     keys,
     values,
+    key_scales,
+    value_scales,
     out,
     part_mixed,
     part_peak,
@@ -160,6 +165,7 @@ def _attend(
     HIGH: tl.constexpr,
     ALL: tl.constexpr,
     OWN: tl.constexpr,
+    CODED: tl.constexpr,
     AHEAD: tl.constexpr,
     IEEE: tl.constexpr,
     STAGES: tl.constexpr,
@@ -198,8 +204,16 @@ def _attend(
     query_head = head * PER + m % PER
     q_at = q + token.to(tl.int64)[:, None] * q_stride + query_head[:, None] * D + d[None, :]
     wait_for_inputs(PDL)
-    query = tl.load(q_at, mask=live[:, None] & wide[None, :], other=0.0)
-    ones = tl.full((BLOCK_KEYS, 16), 1.0, dtype=query.dtype)
+    kind = q.dtype.element_ty
+    if CODED:  # of two neighbouring dimensions, which lie in 16 bits, each has a product of its own
+        two = tl.arange(0, BLOCK_D // 2)
+        narrow = two < D // 2
+        even_at = q + token.to(tl.int64)[:, None] * q_stride + query_head[:, None] * D + 2 * two[None, :]
+        even_query = tl.load(even_at, mask=live[:, None] & narrow[None, :], other=0.0)
+        odd_query = tl.load(even_at + 1, mask=live[:, None] & narrow[None, :], other=0.0)
+    else:
+        query = tl.load(q_at, mask=live[:, None] & wide[None, :], other=0.0)
+    ones = tl.full((BLOCK_KEYS, 16), 1.0, dtype=kind)
     peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((BLOCK_M,), dtype=tl.float32)
     mixed = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
@@ -221,29 +235,50 @@ def _attend(
             peak_s = tl.load(part_peak + part, mask=goes_on, other=float("-inf"))
             sums_s += tl.load(part_total + part, mask=goes_on, other=0.0)[:, None]
             mixed_s = tl.load(part_mixed + part[:, None] * D + d[None, :], mask=goes_on[:, None] & wide[None, :], other=0.0)
+        if CODED:
+            even, odd = tl.split(tl.reshape(mixed_s, (BLOCK_M, BLOCK_D // 2, 2)))
         begin = tl.maximum(_start_of(split, LOW, MIDDLE, HIGH), low // BLOCK_KEYS * BLOCK_KEYS)
         stop = tl.minimum(_start_of(split + 1, LOW, MIDDLE, HIGH), high + 1)
         at = _places(begin, low, high, tail, path, table + row * table_width, head, path_width, KV, PAGE, BLOCK_KEYS, OWN)
         for start in tl.range(begin, stop, BLOCK_KEYS, num_stages=STAGES):
             position = start + tl.arange(0, BLOCK_KEYS)
             there = (position >= low) & (position <= high)
-            place = at * D
+            here = at
             # Looked up one block ahead, so that no fetching waits for where to fetch.
             at = _places(
                 start + BLOCK_KEYS, low, high, tail, path, table + row * table_width, head, path_width, KV, PAGE, BLOCK_KEYS, OWN
             )
-            key = tl.load(keys + place[:, None] + d[None, :], mask=there[:, None] & wide[None, :], other=0.0)
-            scores = tl.dot(query, tl.trans(key), input_precision="ieee" if IEEE else "tf32") * scale
+            if CODED:
+                inside = there[:, None] & narrow[None, :]
+                pair_at = (here * (D // 2))[:, None] + two[None, :]
+                lower, upper = halves(tl.load(keys + pair_at, mask=inside, other=0), kind, CODED == 2)
+                scores = tl.dot(even_query, tl.trans(lower), input_precision="ieee" if IEEE else "tf32")
+                scores = tl.dot(odd_query, tl.trans(upper), scores, input_precision="ieee" if IEEE else "tf32")
+                scores = scores * (tl.load(key_scales + here, mask=there, other=0.0) * scale)[None, :]
+            else:
+                place = here * D
+                key = tl.load(keys + place[:, None] + d[None, :], mask=there[:, None] & wide[None, :], other=0.0)
+                scores = tl.dot(query, tl.trans(key), input_precision="ieee" if IEEE else "tf32") * scale
             sees = (position[None, :] >= lowest[:, None]) & (position[None, :] <= highest[:, None])
             scores = tl.where(sees, scores, float("-inf"))
             top = tl.maximum(peak_s, tl.max(scores, 1))
             safe = tl.where(top == float("-inf"), 0.0, top)
             fade = tl.exp2(peak_s - safe)
-            weight = tl.exp2(scores - safe[:, None]).to(query.dtype)
-            value = tl.load(values + place[:, None] + d[None, :], mask=there[:, None] & wide[None, :], other=0.0)
+            mixing = tl.exp2(scores - safe[:, None])
+            weight = mixing.to(kind)
+            if not CODED:
+                value = tl.load(values + place[:, None] + d[None, :], mask=there[:, None] & wide[None, :], other=0.0)
             sums_s = tl.dot(weight, ones, sums_s * fade[:, None], input_precision="ieee" if IEEE else "tf32")
-            mixed_s = tl.dot(weight, value, mixed_s * fade[:, None], input_precision="ieee" if IEEE else "tf32")
+            if CODED:
+                lower, upper = halves(tl.load(values + pair_at, mask=inside, other=0), kind, CODED == 2)
+                weight = (mixing * tl.load(value_scales + here, mask=there, other=0.0)[None, :]).to(kind)
+                even = tl.dot(weight, lower, even * fade[:, None], input_precision="ieee" if IEEE else "tf32")
+                odd = tl.dot(weight, upper, odd * fade[:, None], input_precision="ieee" if IEEE else "tf32")
+            else:
+                mixed_s = tl.dot(weight, value, mixed_s * fade[:, None], input_precision="ieee" if IEEE else "tf32")
             peak_s = top
+        if CODED:
+            mixed_s = tl.reshape(tl.join(even, odd), (BLOCK_M, BLOCK_D))
         total_s = tl.max(sums_s, 1)
         if ALL:
             peak, total, mixed = _fold(peak, total, mixed, peak_s, total_s, mixed_s)
@@ -310,6 +345,7 @@ def attend(
     keys: Tensor,
     values: Tensor,
     *,
+    scales: tuple[Tensor, Tensor] | None = None,
     view: View,
     sets: list[TileSet],
     heads: int,
@@ -320,9 +356,9 @@ def attend(
     stages: int | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """q [T, H * D] (rows of stride 1) over page stores [P * K, S * D]."""
+    """q [T, H * D] (rows of stride 1) over page stores [P * K, S * D]. `scales` of codes: [P * K, S]."""
     out = torch.empty(len(q), heads * dim, dtype=q.dtype, device=q.device)
-    block_d = triton.next_power_of_2(dim)
+    block_d = triton.next_power_of_2(dim) if scales is None else max(triton.next_power_of_2(dim), 32)
     # Parts wait in one place: those of a tree's node may come from tiles of two heights.
     splits = max((group.splits for group in sets if not group.together), default=0)
     merged = sum(len(group.tokens) for group in sets)
@@ -332,8 +368,9 @@ def attend(
     for group in sets:
         _attend[(len(group.tiles), kv_heads, 1 if group.together else group.launched)](
             q,
-            keys,
-            values,
+            keys if scales is None else keys.view(torch.int16),
+            values if scales is None else values.view(torch.int16),
+            *(scales or (None, None)),
             out,
             mixed,
             peak,
@@ -359,6 +396,7 @@ def attend(
             **splits_given,
             ALL=group.together,
             OWN=group.kind == OWN,
+            CODED=0 if scales is None else 1 if keys.dtype == torch.int8 else 2,
             AHEAD=4,
             IEEE=q.dtype == torch.float32,
             STAGES=stages or _stages(group.height, block_d, q.dtype.itemsize, shared_memory(q.device)),

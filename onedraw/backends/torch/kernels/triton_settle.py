@@ -158,7 +158,7 @@ def move_kept(
     pdl: bool = False,
 ) -> None:
     """Nodes of trees to the slots of their positions, in the pages [R, W] of their rows. `stores` [L, 2] int64: where keys and
-    values of the layers lie; `head_bytes`, a multiple of 4: what one position of one head takes."""
+    values of the layers, or their scales, lie; `head_bytes`, a multiple of 4: what one position of one head takes."""
     width, words = walked.kept.shape[1], head_bytes // 4
     block = min(64, triton.next_power_of_2(words))
     _move[(len(rows) * kv_heads, len(stores), triton.cdiv(words, block))](
