@@ -1,10 +1,10 @@
-"""What packed weights and rounded activations cost in quality: perplexity of a fixed text, and greedy replies side by side.
+"""What packed weights, rounded activations and narrow keys and values cost in quality: perplexity, and greedy replies beside.
 
-    python -m bench.cpu_quality [MODEL] [--new-tokens 40] [--json]
+    python -m bench.cpu_quality [MODEL] [--kv] [--new-tokens 40] [--json]
 
 The same file three times: float32 throughout, packed weights with float32 activations (which must be the same to the
-bit), and packed weights with activations of 8 bits, the default on a CPU. The text is `bench/prompts/prose.txt`, in stretches
-of 512 tokens, each begun anew.
+bit), and packed weights with activations of 8 bits, the default on a CPU. With --kv float32 five times, its keys and values in
+every dtype of --kv-dtype. The text is `bench/prompts/prose.txt`, in stretches of 512 tokens, each begun anew.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ SIDES: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "f32"},
     "packed, f32 activations": {"dtype": "packed", "cpu_activations": "f32"},
     "packed, int8 activations": {"dtype": "packed"},
+}
+KV_SIDES: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "f32"},
+    **{f"float32, kv {kind}": {"dtype": "f32", "kv_dtype": kind} for kind in ("bf16", "f16", "int8", "fp8")},
 }
 
 
@@ -79,9 +83,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="smollm2")
     parser.add_argument("--new-tokens", type=int, default=40)
+    parser.add_argument("--kv", action="store_true", help="the dtypes of keys and values beside each other")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    found = {name: measure(options.model, settings, options.new_tokens) for name, settings in SIDES.items()}
+    sides = KV_SIDES if options.kv else SIDES
+    found = {name: measure(options.model, settings, options.new_tokens) for name, settings in sides.items()}
     base = found["float32"]
     for side in found.values():
         side["ratio"] = side["perplexity"] / base["perplexity"]
@@ -93,7 +99,7 @@ def main() -> None:
         print(f"{name:26s} perplexity {side['perplexity']:.4f} over {side['tokens']} tokens, {side['ratio']:.5f} x")
         print(f"{'':26s} greedy replies agree with float32 for {side['agrees_for']} of {options.new_tokens} tokens")
     for number, opening in enumerate(OPENINGS):
-        for name in ("float32", "packed, int8 activations"):
+        for name in ("float32", list(sides)[-1]):
             print(f"{name:26s} {opening}{found[name]['replies'][number]!r}")
 
 

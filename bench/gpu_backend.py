@@ -57,13 +57,27 @@ class Bench:
 
     say = staticmethod(say)
 
-    def __init__(self, model: str, device: str, *, context: int, lanes: int, pages: int, ahead: bool, drafter: str = "") -> None:
+    def __init__(
+        self,
+        model: str,
+        device: str,
+        *,
+        context: int,
+        lanes: int,
+        pages: int,
+        ahead: bool,
+        kv: str | None = None,
+        only: str = "",
+        drafter: str = "",
+    ) -> None:
         begin = time.perf_counter()
-        self.name, self.device = model.removeprefix("random:"), torch.device(device)
+        self.name, self.device = model.removeprefix("random:") + ("" if kv is None else f", kv {kv}"), torch.device(device)
+        self.only = only
         described = describe(checkpoint := open_random(model))
         self.spec = described.spec
         self.speed = copy_bandwidth(device) if self.device.type == "cuda" else 1e10
         self.dtype = "bf16" if self.device.type == "cuda" else "f32"
+        self.kv = kv or self.dtype
         packed = bool(named_mixture(model)[1])
         products = f"packed-{self.dtype}" if packed else self.dtype
         self.sizes = stored_sizes(described.weights, products)
@@ -72,6 +86,7 @@ class Bench:
             described.weights,
             dtype=products,
             activation=self.dtype,
+            kv_dtype=kv,
             device=device,
             lanes=lanes,
             pages=pages,
@@ -89,7 +104,7 @@ class Bench:
 
     def bytes(self, *, rows: int, context: int) -> int:
         """That a turn reads."""
-        return turn_bytes(self.spec, self.sizes, dtype=self.dtype, rows=rows, context=context)
+        return turn_bytes(self.spec, self.sizes, dtype=self.kv, rows=rows, context=context)
 
     def plan(self, rows: Sequence[tuple[int, tuple[Draft, ...]]], params: SamplingParams) -> Plan:
         """Rows that stand at a position, each with pages of its own."""
@@ -173,6 +188,8 @@ def turns(bench: Bench) -> None:
     }
     alone: dict[str, tuple[float, float]] = {}
     for case, rows in cases.items():
+        if not case.endswith(bench.only):
+            continue
         if max(start for start, _ in rows) + 32 > bench.backend.capacity.max_context or len(rows) > bench.lanes:
             continue
         ms = bench.turn_ms(bench.plan(rows, SAMPLED))
@@ -354,13 +371,16 @@ def main() -> None:
     parser.add_argument("--ahead", action="store_true", help="start foreseen turns before they come")
     parser.add_argument("--memory", type=float, metavar="GiB", help="of the device, at most")
     parser.add_argument("--drafter", default="", help="beside the model: random:qwen3.6-27b-dflash-q4_k_m, or a path")
+    parser.add_argument("--kv-dtype", choices=("bf16", "fp8", "int8"), help="of keys and values")
+    parser.add_argument("--only", default="", help="of the turns, those whose name ends so, as in 24K")
     parser.add_argument("--json")
     wishes = parser.parse_args()
     if wishes.memory is not None:
         share = wishes.memory * 2**30 / torch.cuda.get_device_properties(wishes.device).total_memory
         torch.cuda.set_per_process_memory_fraction(share, wishes.device)
     sizes = {"context": wishes.context, "lanes": wishes.lanes, "pages": wishes.pages}
-    bench = Bench(wishes.model, wishes.device, ahead=wishes.ahead, drafter=wishes.drafter, **sizes)
+    wanted = {"kv": wishes.kv_dtype, "only": wishes.only, "drafter": wishes.drafter}
+    bench = Bench(wishes.model, wishes.device, ahead=wishes.ahead, **wanted, **sizes)
     for section in wishes.sections:
         begin = time.perf_counter()
         SECTIONS[section](bench)

@@ -19,7 +19,7 @@ from onedraw.backends.devices import apart
 from onedraw.backends.fake import FakeBackend
 from onedraw.backends.floor import turn_bytes
 from onedraw.backends.packing import matrix_kinds, product_dtype, stored_sizes
-from onedraw.backends.precision import float_dtype
+from onedraw.backends.precision import float_dtype, kv_precision
 from onedraw.backends.split import SplitPlan
 from onedraw.checkpoints.pull import resolve
 from onedraw.checkpoints.shapes import is_random, shape_config
@@ -150,7 +150,8 @@ def turn_floor(settings: Settings) -> Callable[[int, int], float] | None:
     finally:
         checkpoint.close()
     speed = copy_bandwidth(device.name)
-    return lambda rows, context: turn_bytes(spec, sizes, dtype=float_dtype(dtype), rows=rows, context=context) / speed
+    kept_as = kv_precision(settings.kv_dtype, products=dtype)
+    return lambda rows, context: turn_bytes(spec, sizes, dtype=kept_as, rows=rows, context=context) / speed
 
 
 def peer_rates(
@@ -178,6 +179,8 @@ def peer_rates(
 
 def _fake_door(settings: Settings, speculator: Speculator) -> Door:
     require_state_dtype(settings.state_dtype, "states of recurrent layers")
+    if settings.kv_dtype != "auto":
+        raise BadSetting("--kv-dtype: the fake backend has no keys and values; leave it at auto")
     if drafter_paths(settings) or "mtp" in settings.draft:
         raise BadSetting("--draft: the fake backend runs no drafter; auto, none, ngram and prediction work there")
     tokenizer = toy_tokenizer()
@@ -273,6 +276,7 @@ def torch_backend(
             described.weights,
             dtype=plan.dtype,
             activation=split.activation,
+            kv_dtype=plan.kv_dtype,
             sites=sites,
             rows=split.staging.rows,
             lanes=settings.max_batch,
@@ -367,9 +371,10 @@ def _card(
 
 
 def _dtypes(capacity: Capacity) -> str:
-    """Of the products, and of the residual stream where it has another than goes with them."""
+    """Of the products, and of the residual stream and of keys and values where they have another than goes with them."""
     usual = float_dtype(capacity.dtype)
-    return capacity.dtype + ("" if capacity.activation in (usual, capacity.dtype) else f"-{capacity.activation}")
+    stream = "" if capacity.activation in (usual, capacity.dtype) else f"-{capacity.activation}"
+    return capacity.dtype + stream + ("" if capacity.kv_dtype in (usual, "") else f"-kv-{capacity.kv_dtype}")
 
 
 def _name_of(model: str) -> str:

@@ -21,7 +21,7 @@ from onedraw.errors import BadSetting, UnsupportedModel
 from onedraw.models.dflash import check_fit, describe_drafter, is_drafter
 from onedraw.models.loading import Described, describe
 from onedraw.models.mtp import MtpSpec, describe_mtp, has_mtp
-from onedraw.models.spec import DTYPE_BYTES, KV_BYTES, AttentionSpec, DrafterSpec, ModelSpec
+from onedraw.models.spec import DTYPE_BYTES, AttentionSpec, DrafterSpec, ModelSpec
 from onedraw.opening import open_drafter, read_text
 from onedraw.planning import DrafterBytes
 from onedraw.settings import DRAFT_WORDS, Settings
@@ -91,7 +91,8 @@ def drafter_bytes(chosen: Path | Literal["mtp"] | None, described: Described, ch
 
     def size(plan: MemoryPlan) -> int:
         weights = DTYPE_BYTES[float_dtype(plan.dtype)] * (spec.parameters + twice) - (saved if reads_spans(plan.dtype) else 0)
-        return weights + KV_BYTES[plan.kv_dtype] * numbers * plan.page_size * (plan.pages[0] + 1)
+        # Its keys and values are never codes: they are few, and it decides nothing.
+        return weights + DTYPE_BYTES[float_dtype(plan.dtype)] * numbers * plan.page_size * (plan.pages[0] + 1)
 
     return size
 

@@ -12,9 +12,9 @@ from dataclasses import replace
 from onedraw.backends.devices import Device
 from onedraw.backends.packing import PACKED_DTYPES, hold, matrix_kinds, product_dtype
 from onedraw.backends.plan import DEFAULT_KV_BYTES, DRAFTS_PER_LANE, MemoryPlan, memory_plan, room_for_pages
-from onedraw.backends.precision import activation_precision
+from onedraw.backends.precision import KV_CODES, activation_precision, kv_precision
 from onedraw.backends.split import SplitPlan, longest_context, plan_split, with_advice
-from onedraw.errors import NoRoom
+from onedraw.errors import BadSetting, NoRoom
 from onedraw.models.loading import Described
 from onedraw.settings import Settings
 
@@ -38,7 +38,7 @@ def plan_memory(
         page_size=settings.page_size,
         turn_tokens=settings.turn_tokens,
         kv_memory=settings.kv_memory,
-        kv_dtype=kv_dtype,
+        kv_dtype=kv_dtype or kv_precision(settings.kv_dtype, products=dtype),
         drafts=0 if "none" in settings.draft else max(settings.draft_tokens or 0, settings.tree_budget, DRAFTS_PER_LANE),
         draft_memory=settings.draft_memory,
         checkpoint_memory=settings.checkpoint_memory if settings.prefix_cache else 0,
@@ -67,6 +67,7 @@ def plan_devices(
         no_kernels=no_kernels,
     )
     activation = activation_precision(devices, asked=settings.activation_dtype, products=settings.dtype)
+    kv_precision(settings.kv_dtype, products=dtype, devices=devices)
     plan = plan_memory(settings, described, dtype=dtype)
     room = DEFAULT_KV_BYTES
     if len(devices) == 1 and devices[0].kind != "cpu" and devices[0].memory is not None:
@@ -91,10 +92,22 @@ def plan_devices(
     try:
         return plan, with_advice(split, plan.max_context)
     except NoRoom as error:
-        others: dict[str, Callable[[int], SplitPlan]] = {
-            "with keys and values of 8 bits (which are not built)": lambda context: split(context, "8-bit")
-        }
+        others: dict[str, Callable[[int], SplitPlan]] = {}
+        smaller = smaller_kv(plan, devices)
+        if smaller:
+            others[f"with --kv-dtype {' or '.join(smaller)}"] = lambda context: split(context, smaller[0])
         if drafter is not None:
             others["without a drafter (--draft none)"] = lambda context: split(context, beside=None)
         told = [f"{longest_context(make, plan.max_context)} {how}" for how, make in others.items()]
-        raise NoRoom(f"{error}, {' and '.join(told)}") from None
+        raise NoRoom(", ".join([str(error), *([" and ".join(told)] if told else [])])) from None
+
+
+def smaller_kv(plan: MemoryPlan, devices: Sequence[Device]) -> list[str]:
+    """The dtypes of keys and values that these devices read and that take less than the plan's; they are of one size."""
+    found = []
+    for name in ("int8", "fp8") if plan.kv_dtype not in KV_CODES else ():
+        try:
+            found.append(kv_precision(name, products=plan.dtype, devices=devices))
+        except BadSetting:
+            continue
+    return found

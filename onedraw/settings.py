@@ -17,6 +17,7 @@ from onedraw.errors import BadSetting
 MOST_THREADS = 1024
 DTYPES = ("auto", "packed", "f32", "bf16", "f16")
 ACTIVATION_DTYPES = ("auto", "f32", "bf16", "f16")
+KV_DTYPES = ("auto", "f32", "bf16", "f16", "fp8", "int8")
 CpuActivations = Literal["int8", "f32"]
 Overlap = Literal["auto", "on", "off"]
 BackendName = Literal["torch", "xla", "fake"]
@@ -44,6 +45,7 @@ class Settings:
     turn_tokens: int = 512  # tokens computed in one turn
     page_size: int = 16  # positions per page
     kv_memory: int | None = None  # bytes of key/value pages
+    kv_dtype: str = "auto"  # of keys and values in their pages
     state_dtype: str = "f32"  # of recurrent states
     draft_memory: int | None = None  # bytes of the rollback buffer of recurrent layers
     checkpoint_memory: int | None = None  # bytes of prompts' states and last logits
@@ -70,6 +72,8 @@ class Settings:
             raise BadSetting(f"--cpu-activations: {self.cpu_activations!r} is not one of int8, f32")
         if self.activation_dtype not in ACTIVATION_DTYPES:
             raise BadSetting(f"--activation-dtype: {self.activation_dtype!r} is not one of {', '.join(ACTIVATION_DTYPES)}")
+        if self.kv_dtype not in KV_DTYPES:
+            raise BadSetting(f"--kv-dtype: {self.kv_dtype!r} is not one of {', '.join(KV_DTYPES)}")
         if self.devices is not None and self.device != "auto":
             raise BadSetting("--devices and --device both say where the model runs; give one of them")
         if self.overlap not in get_args(Overlap):
@@ -112,6 +116,8 @@ class Settings:
             raise BadSetting(f"--dtype {self.dtype}: the xla backend computes in f32 or bf16")
         if self.activation_dtype == "f16":
             raise BadSetting("--activation-dtype f16: the xla backend computes in f32 or bf16")
+        if self.kv_dtype != "auto":
+            raise BadSetting("--kv-dtype: the xla backend keeps keys and values in the dtype of its products; leave it at auto")
         if self.threads is not None:
             raise BadSetting("--threads: XLA takes all processors it may use; start it under taskset to give it fewer")
         if self.overlap == "on":
@@ -134,12 +140,15 @@ class Settings:
             raise BadSetting(f"--tree-budget: must be 0 (a chain) or more nodes, not {self.tree_budget}")
 
     def with_environment(self, environment: Mapping[str, str] = os.environ) -> Settings:
-        """ONEDRAW_CACHE sets cache_dir and ONEDRAW_ACTIVATION_DTYPE activation_dtype where no flag did."""
+        """ONEDRAW_CACHE sets cache_dir, ONEDRAW_ACTIVATION_DTYPE activation_dtype and ONEDRAW_KV_DTYPE kv_dtype where no flag
+        did."""
         found: dict[str, Any] = {}
         if self.cache_dir is None and environment.get("ONEDRAW_CACHE"):
             found["cache_dir"] = Path(environment["ONEDRAW_CACHE"])
         if self.activation_dtype == "auto" and environment.get("ONEDRAW_ACTIVATION_DTYPE"):
             found["activation_dtype"] = environment["ONEDRAW_ACTIVATION_DTYPE"]
+        if self.kv_dtype == "auto" and environment.get("ONEDRAW_KV_DTYPE"):
+            found["kv_dtype"] = environment["ONEDRAW_KV_DTYPE"]
         return replace(self, **found) if found else self
 
     @property

@@ -33,6 +33,7 @@ def backend_of(
     cuts: tuple[int, ...] = (),
     dtype: str = "f32",
     activation: str | None = None,
+    kv_dtype: str | None = None,
     overlap: bool = False,
 ) -> TorchBackend:
     """On the CPU, with our kernels or with plain torch, in one stage or cut before some layers, one by one or all at work."""
@@ -47,6 +48,7 @@ def backend_of(
         described.weights,
         dtype=dtype,
         activation=activation,
+        kv_dtype=kv_dtype,
         sites=[Site(cpu, ops(), stop) for stop in (*cuts, None)],
         rows=8192,
         lanes=lanes,

@@ -39,12 +39,18 @@ def test_a_state_dtype_that_would_change_the_answer_is_refused_at_start(dtype: s
         open_door(Settings(backend="fake", state_dtype=dtype))
 
 
+def test_the_fake_backend_refuses_a_dtype_of_keys_and_values() -> None:
+    with pytest.raises(BadSetting, match="--kv-dtype: the fake backend has no keys and values"):
+        open_door(Settings(backend="fake", kv_dtype="int8"))
+
+
 @pytest.mark.parametrize(
     ("changes", "dtype"),
     [
         ({}, "packed"),
         ({"cpu_activations": "f32"}, "packed-f32"),
         ({"dtype": "f32"}, "f32"),
+        ({"kv_dtype": "int8"}, "packed-kv-int8"),
         ({"devices": "cpu,cpu", "split": "1,2"}, "packed"),
     ],
 )
@@ -54,7 +60,7 @@ def test_a_packed_file_stays_packed_on_a_cpu_unless_told_otherwise(tmp_path: Pat
     with open_door(Settings(model=str(file), draft=("none",), **place, **changes)) as door:
         if "torch" in door.card.device:
             pytest.skip("no C compiler")
-        assert door.card.dtype == dtype
+        assert door.card.dtype == dtype.partition("-kv-")[0]
         assert f"-{dtype}-c" in door.card.fingerprint
         wishes = Wishes(temperature=0.0, max_tokens=8, ignore_eos=True, seed=1, checksums=True)
         (reply,) = door.generate(settle(wishes, door=door, prompt=(5, 6, 7)))

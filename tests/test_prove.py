@@ -145,9 +145,11 @@ def some_rows(monkeypatch: pytest.MonkeyPatch, *wanted: str) -> None:
 HALVES, TOGETHER = "split in two", "split in two, both at work"
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
-def test_splits_and_restarts_of_a_real_model_are_proved(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = Settings(model=str(tiny.write_safetensors(name, tmp_path / name)), device="cpu", threads=1)
+@pytest.mark.parametrize(("name", "kv"), [("qwen3", "auto"), ("qwen3_5", "auto"), ("qwen3", "fp8")])
+def test_splits_and_restarts_of_a_real_model_are_proved(
+    name: str, kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(model=str(tiny.write_safetensors(name, tmp_path / name)), device="cpu", threads=1, kv_dtype=kv)
     some_rows(monkeypatch, HALVES, TOGETHER, RESTORED)
     assert results(prove(settings, quick=True)) == dict.fromkeys((RESTORED, HALVES, TOGETHER), "same")
 

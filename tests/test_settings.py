@@ -50,6 +50,8 @@ def test_the_environment_says_the_dtype_of_the_stream_where_no_flag_does() -> No
     environment = {"ONEDRAW_ACTIVATION_DTYPE": "f16"}
     assert Settings().with_environment(environment).activation_dtype == "f16"
     assert Settings(activation_dtype="f32").with_environment(environment).activation_dtype == "f32"
+    assert Settings().with_environment({"ONEDRAW_KV_DTYPE": "int8"}).kv_dtype == "int8"
+    assert Settings(kv_dtype="fp8").with_environment({"ONEDRAW_KV_DTYPE": "int8"}).kv_dtype == "fp8"
     with pytest.raises(BadSetting, match="--activation-dtype: 'fp8' is not one of auto, f32, bf16, f16"):
         Settings().with_environment({"ONEDRAW_ACTIVATION_DTYPE": "fp8"})
 
@@ -68,6 +70,8 @@ def test_one_device_is_a_list_of_one() -> None:
         ({"backend": "xla", "dtype": "packed"}, "--dtype packed: the xla backend computes in f32 or bf16"),
         ({"backend": "xla", "dtype": "f16"}, "--dtype f16: the xla backend"),
         ({"backend": "xla", "activation_dtype": "f16"}, "--activation-dtype f16: the xla backend"),
+        ({"backend": "xla", "kv_dtype": "int8"}, "--kv-dtype: the xla backend"),
+        ({"kv_dtype": "int4"}, "--kv-dtype: 'int4' is not one of auto, f32, bf16, f16, fp8, int8"),
         ({"backend": "xla", "threads": 2}, "--threads: XLA takes all processors"),
         ({"backend": "xla", "overlap": "on"}, "--overlap on: stages of the xla backend"),
         ({"backend": "xla", "draft": ("mtp",)}, "--draft mtp: the xla backend runs no drafter"),

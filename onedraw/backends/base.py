@@ -53,6 +53,7 @@ class Capacity:
     device: str = "cpu"
     dtype: str = "f32"
     activation: str = "f32"  # dtype of the residual stream
+    kv_dtype: str = ""  # of keys and values; empty: that of the products
 
 
 @dataclass(frozen=True, slots=True)

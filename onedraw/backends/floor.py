@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from onedraw.models.spec import DTYPE_BYTES, STATE_BYTES, AttentionSpec, ModelSpec, MoeSpec
+from onedraw.models.spec import KV_BYTES, KV_SCALE_BYTES, STATE_BYTES, AttentionSpec, ModelSpec, MoeSpec
 from onedraw.models.weights import Where, all_shapes
 
 
 def turn_bytes(spec: ModelSpec, sizes: Mapping[Where, int], *, dtype: str, rows: int, context: int) -> int:
     """Bytes that a turn of so many rows, each with so much context, reads. `sizes`: of matrices; `dtype`: of keys."""
-    size, weights = DTYPE_BYTES[dtype], 0
+    weights = 0
     for (layer, weight), shape in all_shapes(spec).items():
         if len(shape) < 2 or weight == "inputs_embed" or (weight == "embed" and not spec.tied):
             continue  # small, or looked up row by row
@@ -25,12 +25,12 @@ def turn_bytes(spec: ModelSpec, sizes: Mapping[Where, int], *, dtype: str, rows:
             )
             share = min(1.0, rows * experts.used / experts.experts)
         weights += int(sizes[layer, weight] * share)
-    return weights + rows * sum(_state_bytes(spec, index, context, size) for index in range(len(spec.layers)))
+    return weights + rows * sum(_state_bytes(spec, index, context, dtype) for index in range(len(spec.layers)))
 
 
-def _state_bytes(spec: ModelSpec, index: int, context: int, size: int) -> int:
+def _state_bytes(spec: ModelSpec, index: int, context: int, dtype: str) -> int:
     mixer = spec.layers[index].mixer
     if isinstance(mixer, AttentionSpec):
         seen = context if mixer.window is None else min(context, mixer.window)
-        return 2 * seen * mixer.kv_heads * mixer.head_dim * size
+        return 2 * seen * mixer.kv_heads * (mixer.head_dim * KV_BYTES[dtype] + KV_SCALE_BYTES.get(dtype, 0))
     return 2 * STATE_BYTES * mixer.value_heads * mixer.key_dim * mixer.value_dim  # read and written

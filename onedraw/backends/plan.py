@@ -162,7 +162,8 @@ def memory_plan(
 def room_for_pages(plan: MemoryPlan, spec: ModelSpec, *, memory: int, turn_tokens: int, beside: int = 0) -> int:
     """Bytes of an accelerator's free memory that pages may take: what weights, states, a drafter `beside`, the numbers of a
     turn and recorded turns leave, less a share that its runtime takes. 0 where they leave nothing."""
-    taken = plan.total_bytes - plan.kv_bytes + beside + turn_scratch(spec, plan.kv_dtype, turn_tokens) + GRAPH_BYTES
+    scratch = turn_scratch(spec, float_dtype(plan.dtype), turn_tokens)
+    taken = plan.total_bytes - plan.kv_bytes + beside + scratch + GRAPH_BYTES
     return max(int(memory * (1 - RESERVE)) - taken, 0)
 
 

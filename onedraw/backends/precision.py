@@ -17,6 +17,8 @@ PRECISIONS: tuple[Precision, ...] = ("f32", "f16", "bf16")  # the weakest first:
 # Weights as they are stored, and the dtype of everything else: on a CPU with activations as codes of 8 bits or as they are, and
 # on a GPU.
 PACKED: dict[str, Precision] = {"packed": "f32", "packed-f32": "f32", "packed-bf16": "bf16", "packed-f16": "f16"}
+KV_CODES = ("fp8", "int8")  # keys and values as codes of 8 bits with scales
+FP8_CAPABILITY = (8, 9)  # the oldest NVIDIA GPU that converts fp8
 NATIVE_BF16 = ("gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
 NATIVE_F16 = ("gfx9", "gfx10")
 
@@ -61,6 +63,22 @@ def weakest(found: Iterable[Precision]) -> Precision:
 def product_precision(devices: Iterable[Device], *, asked: str = "auto") -> str:
     """Dtype of weights and products: what was asked for, else the table's answer for the set."""
     return asked if asked != "auto" else weakest(map(device_precision, devices))
+
+
+def kv_precision(asked: str, *, products: str, devices: Iterable[Device] = ()) -> str:
+    """Dtype of keys and values: what was asked for, else that of the products. What a device cannot read is refused."""
+    own = float_dtype(products)
+    if asked in ("auto", own) or (own == "f32" and asked in PRECISIONS):
+        return own if asked == "auto" else asked
+    if asked not in KV_CODES:
+        raise BadSetting(f"--kv-dtype: keys and values are computed in {own} here, not for {asked}; say auto, fp8 or int8")
+    for device in devices if asked == "fp8" else ():
+        if device.kind == "hip" or (device.kind == "cuda" and (compute_capability(device.arch) or (0, 0)) < FP8_CAPABILITY):
+            raise BadSetting(
+                f"--kv-dtype fp8: {device.name} ({device.arch or 'unknown'}) does not convert fp8, NVIDIA GPUs do from sm89 on; "
+                "int8 has the same size and works there"
+            )
+    return asked
 
 
 def activation_precision(devices: Iterable[Device], *, asked: str = "auto", products: str = "auto") -> Precision:

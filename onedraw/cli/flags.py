@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from onedraw.errors import BadSetting
-from onedraw.settings import ACTIVATION_DTYPES, DTYPES, Settings, size_in_bytes
+from onedraw.settings import ACTIVATION_DTYPES, DTYPES, KV_DTYPES, Settings, size_in_bytes
 from onedraw.wishes import Wishes
 
 # A switch that is on by default is spelled --no-…, and its line says what that does.
@@ -39,6 +39,8 @@ SETTINGS_HELP: Mapping[str, str] = {
     "turn_tokens": "tokens computed in one turn; smaller turns keep other replies flowing during a long prompt",
     "page_size": "positions per key/value page; a divisor of 64",
     "kv_memory": "memory for key/value pages, like 512MiB or 2GiB",
+    "kv_dtype": "of keys and values in their pages; fp8 and int8: codes with a scale per token and head, half the bytes of bf16; "
+    "bf16 and f16 also beside products in f32; auto: that of the products (default: ONEDRAW_KV_DTYPE, or auto)",
     "state_dtype": "of the states of recurrent layers; f32 is the only one that keeps the answer",
     "draft_memory": "memory for undoing drafts on recurrent layers, like 1GiB; it bounds the drafts of a turn",
     "checkpoint_memory": "memory for states and last logits of prompts, which a prompt that begins alike starts from; 0: none",
@@ -195,6 +197,8 @@ def _value_options(name: str, kind: Any) -> dict[str, Any]:
         return {"choices": DTYPES}
     if name == "activation_dtype":
         return {"choices": ACTIVATION_DTYPES}
+    if name == "kv_dtype":
+        return {"choices": KV_DTYPES}
     if name == "devices":
         return {"metavar": "D,D…"}
     if name == "split":

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, assert_never
 from onedraw.backends.devices import Device, parse_device
 from onedraw.backends.packing import PACKED_DTYPES, hold
 from onedraw.backends.plan import MemoryPlan, human_bytes
-from onedraw.backends.precision import float_dtype
+from onedraw.backends.precision import KV_CODES, float_dtype
 from onedraw.backends.split import SplitPlan
 from onedraw.cli import screen
 from onedraw.cli.flags import add_settings, read_settings
@@ -197,6 +197,12 @@ def stage_rows(stages: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return told
 
 
+def kv_words(memory: Mapping[str, Any]) -> str:
+    size = sum(group["page_bytes"] for group in memory["groups"]) // memory["page_size"]
+    scales = ", with scales" if memory["kv_dtype"] in KV_CODES else ""
+    return f"{memory['kv_dtype']}: {human_bytes(size)} per position{scales}"
+
+
 def page_words(group: Mapping[str, Any], page_size: int) -> str:
     size = human_bytes(group["pages"] * group["page_bytes"])
     seen = "" if group["window"] is None else f", of layers that see {group['window']} positions"
@@ -250,6 +256,7 @@ def rows(report: Mapping[str, Any]) -> list[list[str]]:
         ],
         *holding_rows(report["holding"], float_dtype(memory["dtype"])),
         ["residual stream", report["activation_dtype"]],
+        ["keys and values", kv_words(memory)],
         *(["pages" if i == 0 else "", page_words(group, memory["page_size"])] for i, group in enumerate(memory["groups"])),
         *state_rows(memory),
         ["room for", f"{memory['full_sequences']} sequences of {memory['max_context']} tokens, {memory['max_batch']} running"],

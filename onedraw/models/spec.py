@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 DTYPE_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
-KV_BYTES = {**DTYPE_BYTES, "8-bit": 1}  # of keys and values; the last is only planned with
+KV_BYTES = {**DTYPE_BYTES, "fp8": 1, "int8": 1}  # of a key's or value's number
+KV_SCALE_BYTES = {"fp8": 4, "int8": 4}  # beside the numbers of one token's head
 
 STATE_BYTES = 4  # recurrent states are float32, whatever the model's dtype
 
@@ -325,7 +326,7 @@ class ModelSpec:
         mixer = self.layers[index].mixer
         if isinstance(mixer, DeltaSpec) or mixer.reuses is not None:
             return 0
-        return 2 * page_size * mixer.kv_heads * mixer.head_dim * KV_BYTES[dtype]
+        return 2 * page_size * mixer.kv_heads * (mixer.head_dim * KV_BYTES[dtype] + KV_SCALE_BYTES.get(dtype, 0))
 
     def lane_bytes(self, index: int) -> int:
         """Per-sequence state beside the pages; attention has none."""

@@ -12,6 +12,7 @@ from onedraw.backends.precision import (
     cuda_precision,
     device_precision,
     hip_precision,
+    kv_precision,
     weakest,
 )
 from onedraw.errors import BadSetting
@@ -68,3 +69,28 @@ def test_products_in_float32_are_not_rounded_between_layers_unless_asked() -> No
     assert activation_precision(modern, products="f32", asked="bf16") == "bf16"
     assert activation_precision(modern, products="bf16") == activation_precision(modern) == "bf16"
     assert activation_precision([parse_device("cpu")], products="bf16") == "f32"
+
+
+def test_keys_and_values_have_the_dtype_of_the_products_or_a_narrower_one() -> None:
+    assert [kv_precision("auto", products=p) for p in ("f32", "bf16", "packed", "packed-bf16", "f16")] == [
+        "f32", "bf16", "f32", "bf16", "f16",
+    ]  # fmt: skip
+    assert [kv_precision(kind, products="packed") for kind in ("f32", "bf16", "f16", "fp8", "int8")] == [
+        "f32", "bf16", "f16", "fp8", "int8",
+    ]  # fmt: skip
+    for products, asked in (("bf16", "f32"), ("bf16", "f16"), ("f16", "bf16"), ("packed-f16", "f32")):
+        with pytest.raises(BadSetting, match="say auto, fp8 or int8"):
+            kv_precision(asked, products=products)
+
+
+@pytest.mark.parametrize(
+    ("device", "reads"), [("cuda/sm86", False), ("cuda/sm80", False), ("cuda/sm89", True), ("cuda/sm90", True), ("cpu", True)]
+)
+def test_fp8_is_refused_where_no_instruction_makes_it_and_int8_never_is(device: str, reads: bool) -> None:
+    given = {"products": "bf16", "devices": [parse_device("cuda/sm90"), parse_device(device)]}
+    assert kv_precision("int8", **given) == "int8"  # type: ignore[arg-type]
+    if reads:
+        assert kv_precision("fp8", **given) == "fp8"  # type: ignore[arg-type]
+    else:
+        with pytest.raises(BadSetting, match="from sm89 on; int8 has the same size and works there"):
+            kv_precision("fp8", **given)  # type: ignore[arg-type]

@@ -210,9 +210,34 @@ def test_a_27b_model_in_four_bits_fits_a_card_of_24_gib(terminal: Terminal) -> N
 def test_what_would_fit_is_said_where_something_does_not(terminal: Terminal) -> None:
     model = ("inspect", "random:qwen3.6-27b-q4_k_m", "--devices", "cuda/sm86/24GiB", "--max-context", "131072")
     assert terminal.run(*model) != 0
-    assert "has room here, 131072 with keys and values of 8 bits (which are not built)" in terminal.err
+    assert "has room here, 131072 with --kv-dtype int8" in terminal.err
     assert terminal.run(*model, "--dtype", "bf16") != 0
-    assert "no context has room here, 0 with keys and values of 8 bits" in terminal.err
+    assert "no context has room here, 0 with --kv-dtype int8" in terminal.err
+
+
+def test_a_dtype_of_keys_and_values_is_planned_with_its_scales(terminal: Terminal) -> None:
+    model = (
+        "inspect",
+        "random:qwen3.6-27b-q4_k_m",
+        "--devices",
+        "cuda/sm86/24GiB",
+        "--max-batch",
+        "1",
+        "--max-context",
+        "131072",
+    )
+    told = terminal.json(*model, "--kv-dtype", "int8", "--json")["memory"]
+    assert told["kv_dtype"] == "int8"
+    [group] = told["groups"]
+    attending, kv_heads, dim = 16, 4, 256
+    assert group["page_bytes"] == 16 * attending * 2 * kv_heads * (dim + 4)
+    assert terminal.run(*model, "--kv-dtype", "int8") == 0
+    assert "int8: 32.5 KiB per position, with scales" in terminal.out
+    assert terminal.run(*model, "--kv-dtype", "fp8") != 0
+    assert "--kv-dtype fp8: cuda/sm86/24GiB (sm86) does not convert fp8" in terminal.err
+    ada = ("inspect", "random:qwen3.6-27b-q4_k_m", "--devices", "cuda/sm89/24GiB", "--max-context", "131072")
+    assert terminal.run(*ada) != 0
+    assert "131072 with --kv-dtype int8 or fp8" in terminal.err
 
 
 CARDS = ("--devices", "cuda/sm86/24GiB,cuda/sm86/24GiB", "--max-context", "262144")

@@ -26,7 +26,9 @@ NAMES = ("llama", "qwen3", "qwen3_5", "qwen3_5_moe", "gemma4_e4b", "gemma4_26b",
 VOCAB = 512
 
 
-def backend_of(name: str, *, dtype: str = "bf16", lanes: int = 4, pages: int = 200, drafts: int = 64) -> TorchBackend:
+def backend_of(
+    name: str, *, dtype: str = "bf16", lanes: int = 4, pages: int = 200, drafts: int = 64, kv_dtype: str | None = None
+) -> TorchBackend:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     if not (FOLDER / name).is_dir():
@@ -36,6 +38,7 @@ def backend_of(name: str, *, dtype: str = "bf16", lanes: int = 4, pages: int = 2
         described.spec,
         described.weights,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         device="cuda:0",
         lanes=lanes,
         pages=pages,

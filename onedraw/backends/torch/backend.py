@@ -26,8 +26,10 @@ from onedraw.backends.answers import Position
 from onedraw.backends.base import Capacity, PageGroup, Ticket
 from onedraw.backends.outcome import row_outcome
 from onedraw.backends.plan import LOGITS_BYTES
+from onedraw.backends.precision import kv_precision
 from onedraw.backends.staging import FEWEST_ROWS, most_tokens
 from onedraw.backends.torch.boundary import current
+from onedraw.backends.torch.codes import KV_DTYPES
 from onedraw.backends.torch.device import DTYPES, hardware_name
 from onedraw.backends.torch.graphs import Graphs, Recorder, Straight
 from onedraw.backends.torch.inputs import Inputs, Shape, Span, make_inputs
@@ -130,6 +132,7 @@ class TorchBackend:
         ops: Ops | None = None,
         sites: Sequence[Site] = (),
         activation: str | None = None,
+        kv_dtype: str | None = None,
         rows: int = FEWEST_ROWS,
         check: bool = True,
         line: Line | None = None,
@@ -160,7 +163,8 @@ class TorchBackend:
             drafts=drafts if spec.recurrent else 0,
             checkpoints=checkpoints,
         )
-        self._states = self._stack.states(sizes)
+        kept_as = kv_precision(kv_dtype or "auto", products=dtype)
+        self._states = self._stack.states(sizes, KV_DTYPES[kept_as])
         self._kept = KeptLogits(checkpoints, padded(spec.vocab, LANE), self._device)
         self._shape = Shape(page_size, sizes.pages, strictest([site.ops.rule for site in sites]), windows)
         self.report: RowCheck | None = None
@@ -196,6 +200,7 @@ class TorchBackend:
             device="+".join(sorted({site.ops.name for site in sites})),
             dtype=dtype,
             activation=activation or dtype,
+            kv_dtype=kept_as,
         )
         assert tickets == 1 or line is not None, "stages that work at once have threads of their own"
         self._tickets = itertools.count()

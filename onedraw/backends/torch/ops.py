@@ -265,7 +265,7 @@ class TorchOps(FloatOps):
         q = rotate(q if q_norm is None else rms_norm(q, q_norm, eps), prepared.turn)
         if spec.reuses is None:
             self.remember(qkv[:, width:], prepared, spec=spec, store=store, k_norm=k_norm, eps=eps)
-        return attend(q, store.keys, store.values, groups=prepared.groups, rows=prepared.rows, spec=spec)
+        return attend(q, store, groups=prepared.groups, rows=prepared.rows, spec=spec)
 
     def remember(
         self, kv: Tensor, prepared: Prepared, *, spec: AttentionSpec, store: PageStore, k_norm: Tensor | None, eps: float

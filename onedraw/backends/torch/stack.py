@@ -236,7 +236,7 @@ class Stack:
     """All layers, on one device or several. Complete when constructed.
 
     `device` and `ops` are those of the last stage, where hidden states come out and drafters live. `dtype` is that of
-    weights, products, keys and values; `activation` that of the residual stream. `rows`: tokens of a turn at most, where
+    weights and products; `activation` that of the residual stream. `rows`: tokens of a turn at most, where
     there are several stages.
     """
 
@@ -306,9 +306,9 @@ class Stack:
     def layers(self) -> list[Layer]:
         return [layer for stage in self.stages for layer in stage.layers]
 
-    def states(self, sizes: Sizes) -> list[State]:
-        """Fresh states, one per stage."""
-        return [State(s.specs, sizes, dtype=self.dtype, device=s.device, first=s.start) for s in self.stages]
+    def states(self, sizes: Sizes, pages: torch.dtype | None = None) -> list[State]:
+        """Fresh states, one per stage. `pages`: the dtype of keys and values, where it is another than that of products."""
+        return [State(s.specs, sizes, dtype=pages or self.dtype, device=s.device, first=s.start) for s in self.stages]
 
     def linears(self) -> list[Linear]:
         inner = [linear for layer in self.layers for linear in layer.linears]

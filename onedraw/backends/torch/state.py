@@ -36,7 +36,7 @@ class Sizes:
 
 class State:
     """The stores of the layers on one device, `first` and those behind it. A layer that reuses another's keys and values has
-    that one's store."""
+    that one's store. `dtype` is that of the pages."""
 
     def __init__(
         self, layers: Sequence[LayerSpec], sizes: Sizes, *, dtype: torch.dtype, device: torch.device, first: int = 0
@@ -69,7 +69,7 @@ class State:
 
     @property
     def page_bytes(self) -> int:
-        return sum(store.keys.nbytes + store.values.nbytes for group in self._groups for store in group)
+        return sum(store.nbytes for group in self._groups for store in group)
 
     @property
     def lane_bytes(self) -> int:
@@ -137,13 +137,13 @@ class State:
                 found[f"{name}.state"] = store.saved_states[slot].clone().cpu()
                 found[f"{name}.window"] = store.saved_windows[slot].clone().cpu()
             else:
-                found[f"{name}.keys"], found[f"{name}.values"] = store.read(pages[group])
+                found |= {f"{name}.{part}": tensor for part, tensor in store.read(pages[group]).items()}
         return found
 
     def adopt(self, slot: int | None, places: Sequence[Mapping[int, int]], arrays: Mapping[str, Tensor]) -> None:
         for name, group, store in self._named():
             if isinstance(store, PageStore):
-                store.fill(places[group], arrays[f"{name}.keys"], arrays[f"{name}.values"])
+                store.fill(places[group], {part: arrays[f"{name}.{part}"] for part in store.parts()})
             elif slot is not None:
                 store.saved_states[slot] = arrays[f"{name}.state"].to(self._device)
                 store.saved_windows[slot] = arrays[f"{name}.window"].to(self._device)

@@ -74,15 +74,17 @@ def test_the_activation_survives_extreme_gates() -> None:
     assert ((found - expected).abs() <= 1e-5 * (1 + expected.abs())).all()
 
 
-def attention_case(ops: Ops, spec: AttentionSpec, cuts: list[int], seed: int = 0, beside: int = 0) -> torch.Tensor:
-    """Attention outputs of one text computed in parts, with `beside` other rows in every turn."""
+def attention_case(
+    ops: Ops, spec: AttentionSpec, cuts: list[int], seed: int = 0, beside: int = 0, kept: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Attention outputs of one text computed in parts, with `beside` other rows in every turn, over pages of dtype `kept`."""
     generator = torch.Generator().manual_seed(seed)
     length, page_size = cuts[-1], 8
     per = -(-length // page_size)
     width = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
     qkv = torch.randn(length, width, generator=generator)
     norms = [torch.randn(spec.head_dim, generator=generator) if spec.qk_norm else None for _ in range(2)]
-    store = PageStore(spec, pages=per * (1 + beside), page_size=page_size, dtype=torch.float32, device=torch.device("cpu"))
+    store = PageStore(spec, pages=per * (1 + beside), page_size=page_size, dtype=kept, device=torch.device("cpu"))
     turns = rope_table(spec.rope, length, dtype=torch.float32, device=torch.device("cpu"))
     out = []
     for start, stop in itertools.pairwise(cuts):

@@ -16,14 +16,18 @@ from tests.models.test_modern import spec_of
 GIB = 2**30
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_odd", "qwen3_5_moe", "gemma4_e2b", "laguna"])
-def test_the_plan_is_what_is_allocated(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "kv"),
+    [("qwen3_5_odd", "f32"), ("qwen3_5_moe", "bf16"), ("gemma4_e2b", "f32"), ("gemma4_e2b", "int8"), ("laguna", "fp8")],
+)
+def test_the_plan_is_what_is_allocated(name: str, kv: str) -> None:
     spec = tiny_modern.spec(name)
-    plan = memory_plan(spec, dtype="f32", max_context=1000, max_batch=3, page_size=8, turn_tokens=64, drafts=16)
+    plan = memory_plan(spec, dtype="f32", kv_dtype=kv, max_context=1000, max_batch=3, page_size=8, turn_tokens=64, drafts=16)
     backend = TorchBackend(
         spec,
         random_weights(spec),
         dtype="f32",
+        kv_dtype=kv,
         device="cpu",
         lanes=plan.max_batch,
         pages=plan.pages,

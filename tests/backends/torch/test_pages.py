@@ -23,7 +23,7 @@ def store() -> PageStore:
 def test_every_page_lands_in_its_place_and_no_other_is_touched(places: dict[int, int]) -> None:
     torch.manual_seed(0)
     keys, values, pages = torch.randn(7, 2, 32), torch.randn(7, 2, 32), store()
-    pages.fill(places, keys, values)
+    pages.fill(places, {"keys": keys, "values": values})
     for own, given in ((pages.keys, keys), (pages.values, values)):
         paged, expected = own.view(-1, 2, 32), torch.zeros(13, 2, 32)
         for stored, here in places.items():
@@ -33,4 +33,4 @@ def test_every_page_lands_in_its_place_and_no_other_is_touched(places: dict[int,
 
 def test_pages_of_another_shape_are_refused() -> None:
     with pytest.raises(ValueError, match="pages of"):
-        store().fill({0: 0}, torch.zeros(1, 2, 16), torch.zeros(1, 2, 16))
+        store().fill({0: 0}, dict.fromkeys(("keys", "values"), torch.zeros(1, 2, 16)))

@@ -25,16 +25,25 @@ def test_products_fit(rows: int, n: int, k: int) -> None:
     assert made.metadata.shared <= SMALL_SHARED
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 64), (32, 8, 128), (24, 4, 256), (32, 4, 512)])
-def test_attention_fits_in_its_highest_tile(heads: int, kv_heads: int, dim: int) -> None:
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "kept"),
+    [
+        *((h, k, d, "bf16") for h, k, d in ((32, 8, 64), (32, 8, 128), (24, 4, 256), (32, 4, 512))),
+        (24, 4, 256, "i8"),
+        (32, 8, 128, "u8"),
+    ],
+)
+def test_attention_fits_in_its_highest_tile(heads: int, kv_heads: int, dim: int, kept: str) -> None:
+    """Over numbers, int8, and the bits of fp8."""
     height = Heads(heads, kv_heads, dim, None, 200).heights[-1]
-    pointers = dict.fromkeys(("q", "keys", "values", "out"), "*bf16")
+    pointers = dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("keys", "values"), f"*{kept}")
+    pointers |= dict.fromkeys(("key_scales", "value_scales"), "*fp32")
     pointers |= dict.fromkeys(("part_mixed", "part_peak", "part_total"), "*fp32") | {"scale": "fp32"}
     pointers |= dict.fromkeys(("tiles", "firsts", "ends", "lines", "table", "paths"), "*i32")
     stages = triton_attention._stages(height, dim, 2, SMALL_SHARED)
     numbers = {"HEADS": heads, "KV": kv_heads, "D": dim, "BLOCK_D": dim, "PAGE": 16, "BLOCK_M": height, "STAGES": stages}
     numbers |= {"BLOCK_KEYS": triton_attention.block_keys(dim), "SPLIT_KEYS": triton_attention.SPLIT}
-    numbers |= {"ALL": False, "TREE": False, "IEEE": False, "PDL": False}
+    numbers |= {"ALL": False, "TREE": False, "CODED": kept != "bf16", "IEEE": False, "PDL": False}
     made = compiled(triton_attention._attend, pointers, numbers, capability=SM86, num_warps=triton_attention._warps(height, dim))
     assert made.metadata.shared <= SMALL_SHARED
 

@@ -43,6 +43,11 @@ def test_turns_that_are_padded_and_replayed_have_the_bits_of_plain_ones_under_th
     assert "2 passed" in under_the_interpreter("tests/device/test_steady.py")
 
 
+def test_codes_are_written_read_and_brought_home_under_the_interpreter() -> None:
+    chosen = "every_code or written or not_finite or tile_changes or scales"
+    assert "9 passed" in under_the_interpreter("tests/device/test_codes.py", chosen)
+
+
 @pytest.mark.parametrize("shared", [SMALL_SHARED, LARGE_SHARED])
 @pytest.mark.parametrize("rows", [1, 16, 17, 64, 100, 200, 2048])
 def test_every_tile_fits_into_the_shared_memory_of_its_card(rows: int, shared: int) -> None:

@@ -4,6 +4,7 @@
 
 #include "attention.h"
 
+#include "codes.h"
 #include "rowwise.h"
 
 #define BLOCK 64
@@ -14,6 +15,26 @@ static void ready_head(float *x, const attention *a, long position, const float 
     turn_head(x, a->turns + position * a->rotary, a->rotary / 2);
 }
 
+/* One head's key and value to pages that are not float32. A code knows no NaN: where one is not finite the key's scale is NaN. */
+static void put_narrow(float *key, const float *value, const attention *a, long position, long head) {
+    long place = head * a->dim;
+    float own[a->dim];
+    if (a->norm_values) norm_row(value, 0, own, a->dim, a->eps);
+    else memcpy(own, value, a->dim * sizeof(float));
+    ready_head(key, a, position, a->k_norm);
+    if (a->kept == KEPT_BF16 || a->kept == KEPT_F16) {
+        uint16_t *keys = (uint16_t *)a->keys + place, *values = (uint16_t *)a->values + place;
+        for (long d = 0; d < a->dim; d++) keys[d] = a->kept == KEPT_F16 ? float_to_half(key[d]) : float_to_bfloat(key[d]);
+        for (long d = 0; d < a->dim; d++) values[d] = a->kept == KEPT_F16 ? float_to_half(own[d]) : float_to_bfloat(own[d]);
+        return;
+    }
+    int sound = head_is_finite(key, a->dim) && head_is_finite(own, a->dim);
+    for (long d = 0; !sound && d < a->dim; d++) key[d] = own[d] = 0.0f;
+    float scale = put_codes(key, a->keys, a->kept, place, a->dim);
+    a->key_scales[head] = sound ? scale : NAN;
+    a->value_scales[head] = put_codes(own, a->values, a->kept, place, a->dim);
+}
+
 /* Norm and turn the queries and keys of token t in place; write its keys and values to its page. */
 static void prepare_token(float *qkv, const attention *a, long t) {
     long position = a->positions[t], slot = a->slots[t];
@@ -22,7 +43,11 @@ static void prepare_token(float *qkv, const attention *a, long t) {
     for (long h = 0; h < a->heads; h++) ready_head(row + h * a->dim, a, position, a->q_norm);
     for (long h = 0; a->writes && h < a->kv_heads; h++) {
         float *key = row + (a->heads + h) * a->dim, *value = a->keys_as_values ? key : key + a->kv_heads * a->dim;
-        long place = ((page * a->kv_heads + h) * a->page_size + slot % a->page_size) * a->dim;
+        long head = (page * a->kv_heads + h) * a->page_size + slot % a->page_size, place = head * a->dim;
+        if (a->kept != KEPT_F32) {
+            put_narrow(key, value, a, position, head);
+            continue;
+        }
         if (a->norm_values) norm_row(value, 0, a->values + place, a->dim, a->eps);
         else memcpy(a->values + place, value, a->dim * sizeof(float));
         ready_head(key, a, position, a->k_norm);
@@ -90,13 +115,18 @@ INLINE void add_values(float *out, float fade, const float *values, const long *
     }
 }
 
+/* Keys and values that a block reads, as floats; the scales of codes by the block's place, else null. */
+typedef struct {
+    const float *keys, *values, *key_scales, *value_scales;
+} block;
+
 /* One block of keys for one query head. */
-INLINE void block_of(const float *q, float *out, const attention *a, const long *places, long low, long high, const long dim,
-                     float *peak, float *total) {
+INLINE void block_of(const float *q, float *out, const attention *a, const block b, const long *places, long low, long high,
+                     const long dim, float *peak, float *total) {
     float weights[BLOCK], best = *peak;
-    scores_of(q, a->keys, places, low, high, dim, weights);
+    scores_of(q, b.keys, places, low, high, dim, weights);
     for (long j = low; j < high; j++) {
-        weights[j] *= a->scale;
+        weights[j] *= b.key_scales ? a->scale * b.key_scales[j] : a->scale;
         best = weights[j] > best ? weights[j] : best;
     }
     for (long j = 0; j < low; j++) weights[j] = -INFINITY;
@@ -106,14 +136,30 @@ INLINE void block_of(const float *q, float *out, const attention *a, const long 
     floats sum = f_zero();
     for (long j = 0; j < BLOCK; j += 16) sum = f_add(sum, f_load(weights + j));
     *total = *total * fade + f_sum(sum);
-    add_values(out, fade, a->values, places, weights, low, high, dim);
+    for (long j = low; b.value_scales && j < high; j++) weights[j] *= b.value_scales[j];
+    add_values(out, fade, b.values, places, weights, low, high, dim);
     *peak = best;
 }
 
-/* Query heads [h, h + count) of token t, which share a key head; count <= SHARED. out [heads][dim] of the token. */
-INLINE void attend_heads(const float *row, float *out, const attention *a, long t, long h, long count, const long dim) {
+/* The heads at places [low, high) as floats in `keys` and `values`, and where they are now. */
+static block widen(const attention *a, long *places, long low, long high, float *keys, float *values, float *scales) {
+    for (long j = low; j < high; j++) {
+        get_head(keys + j * a->dim, a->keys, a->kept, places[j], a->dim);
+        get_head(values + j * a->dim, a->values, a->kept, places[j], a->dim);
+        if (a->key_scales) {
+            scales[j] = a->key_scales[places[j] / a->dim];
+            scales[BLOCK + j] = a->value_scales[places[j] / a->dim];
+        }
+    }
+    for (long j = 0; j < BLOCK; j++) places[j] = (j < low || j >= high ? low : j) * a->dim;
+    return (block){keys, values, a->key_scales ? scales : 0, a->key_scales ? scales + BLOCK : 0};
+}
+
+/* Query heads [h, h + count) of token t, which share a key head; count <= SHARED. out [heads][dim] of the token. `room`: for two
+ * blocks of heads, where pages are not float32; else null. */
+INLINE void attend_heads(const float *row, float *out, const attention *a, long t, long h, long count, const long dim, float *room) {
     long head = h / (a->heads / a->kv_heads), first = a->firsts[t], end = a->ends[t], places[BLOCK];
-    float peak[SHARED], total[SHARED];
+    float peak[SHARED], total[SHARED], scales[2 * BLOCK];
     for (long g = 0; g < count; g++) {
         peak[g] = -INFINITY;
         total[g] = 0.0f;
@@ -122,8 +168,10 @@ INLINE void attend_heads(const float *row, float *out, const attention *a, long 
     for (long start = first / BLOCK * BLOCK; start <= end; start += BLOCK) {
         long low = start < first ? first - start : 0, high = end - start + 1 < BLOCK ? end - start + 1 : BLOCK;
         places_of(a, t, head, start, low, high, places);
+        block b = {a->keys, a->values, 0, 0};
+        if (room) b = widen(a, places, low, high, room, room + BLOCK * dim, scales);
         for (long g = 0; g < count; g++)
-            block_of(row + (h + g) * dim, out + (h + g) * dim, a, places, low, high, dim, peak + g, total + g);
+            block_of(row + (h + g) * dim, out + (h + g) * dim, a, b, places, low, high, dim, peak + g, total + g);
     }
     for (long g = 0; g < count; g++)
         for (long d = 0; d < dim; d++) out[(h + g) * dim + d] /= total[g];
@@ -132,9 +180,14 @@ INLINE void attend_heads(const float *row, float *out, const attention *a, long 
 typedef void (*attending)(const float *row, float *out, const attention *a, long t, long h, long count);
 #define ATTEND(name, dim)                                                                                           \
     static void name(const float *row, float *out, const attention *a, long t, long h, long count) {                \
-        attend_heads(row, out, a, t, h, count, dim);                                                                \
+        attend_heads(row, out, a, t, h, count, dim, 0);                                                             \
     }
 ATTEND(attend_64, 64) ATTEND(attend_128, 128) ATTEND(attend_any, a->dim)
+
+static void attend_narrow(const float *row, float *out, const attention *a, long t, long h, long count) {
+    float room[2 * BLOCK * a->dim];
+    attend_heads(row, out, a, t, h, count, a->dim, room);
+}
 
 /* Heads that one member takes at once: those of a key head, fewer where there is little to share out. */
 static long together(const attention *a, const member *m, long tokens) {
@@ -144,7 +197,7 @@ static long together(const attention *a, const member *m, long tokens) {
 }
 
 void INTERNAL(onedraw_attend)(member *m, float *qkv, float *out, const attention *a, long tokens) {
-    attending attend = a->dim == 64 ? attend_64 : a->dim == 128 ? attend_128 : attend_any;
+    attending attend = a->kept != KEPT_F32 ? attend_narrow : a->dim == 64 ? attend_64 : a->dim == 128 ? attend_128 : attend_any;
     SHARE(m, tokens, 1 + tokens / 64, t, { prepare_token(qkv, a, t); });
     if (!a->heads) return;
     long count = together(a, m, tokens), items = a->heads / count;

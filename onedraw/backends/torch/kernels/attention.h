@@ -19,7 +19,9 @@ typedef struct {
     const float *turns;           /* [positions][2][rotary / 2] cos and sin */
     const int64_t *positions, *slots, *firsts, *ends, *rows, *table;
     const int64_t *tails, *paths; /* null where no token has a path */
-    float *keys, *values;         /* [page][kv_head][slot][dim] */
+    float *keys, *values;         /* [page][kv_head][slot][dim], of another type where `kept` says so */
+    float *key_scales, *value_scales; /* of codes: [page][kv_head][slot]; else null */
+    long kept;                    /* what keys and values are: codes.h */
 } attention;
 
 /* qkv [tokens][width], first the heads of q, k and v → out [tokens][heads][dim]. Every token's key is written before any

@@ -198,6 +198,7 @@ class TritonOps(FloatOps):
             q,
             store.keys,
             store.values,
+            scales=store.scales,
             view=prepared.device.view,
             sets=list(prepared.device.sets),
             heads=spec.heads,
@@ -269,8 +270,7 @@ class TritonOps(FloatOps):
         for mixer, pages in state.attending if bucket.depth is not None else ():
             view = preparation.of(mixer).device.view
             move_kept(
-                pages.keys,
-                pages.values,
+                pages,
                 walked,
                 rows=rows,
                 table=view.table,
@@ -301,8 +301,7 @@ class TritonOps(FloatOps):
         device = prepared.device
         return prepare_heads(
             _straight(x),
-            store.keys,
-            store.values,
+            store,
             turns=prepared.turns,
             positions=device.positions,
             rows=device.view.rows,

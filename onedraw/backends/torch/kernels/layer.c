@@ -111,6 +111,9 @@ static void run_layers(const void *given, member *m) {
         a.k_norm = l->k_norm;
         a.keys = l->keys;
         a.values = l->values;
+        a.key_scales = l->key_scales;
+        a.value_scales = l->value_scales;
+        a.kept = l->kept;
         a.eps = l->eps;
         a.width = l->qkv->out;
         run_layer(l, &a, p->residuals[i], p->residuals[i + 1], places_in(l, p->memory, p->tokens), p->tokens, m);

@@ -12,6 +12,8 @@ typedef struct {
     float *keys, *values;      /* its pages */
     long hidden, mixed, width; /* of the residual, of what is attended, of the gate */
     float eps;
+    float *key_scales, *value_scales;
+    long kept; /* what its pages hold, and their scales: attention.h */
 } layer;
 
 #endif

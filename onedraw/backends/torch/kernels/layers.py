@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from onedraw.backends.torch.kernels.arguments import Prepared
+from onedraw.backends.torch.kernels.arguments import Prepared, point_to_pages
 from onedraw.backends.torch.kernels.library import FLOAT, LONG, POINTER, Kernels
 from onedraw.backends.torch.kernels.products import CpuLinear
 from onedraw.backends.torch.ops import DenseLayer
@@ -28,6 +28,8 @@ class _Layer(ctypes.Structure):
         *((name, POINTER) for name in ("attn_norm", "mlp_norm", "q_norm", "k_norm", "keys", "values")),
         *((name, LONG) for name in ("hidden", "mixed", "width")),
         ("eps", FLOAT),
+        *((name, POINTER) for name in ("key_scales", "value_scales")),
+        ("kept", LONG),
     )
 
 
@@ -64,7 +66,7 @@ class FusedLayers:
         known = len(self._stores) == len(stores) and all(a is b for a, b in zip(self._stores, stores, strict=True))
         if not known:
             for own, store in zip(self._arguments, stores, strict=False):
-                own.keys, own.values = store.keys.data_ptr(), store.values.data_ptr()
+                point_to_pages(own, store)
             self._stores = list(stores)
 
 

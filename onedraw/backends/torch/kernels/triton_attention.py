@@ -7,7 +7,9 @@ A tile is a few neighbouring queries of one row times the G query heads that sha
 absolute positions, with a running maximum; splits are merged from front to back. One program may walk all splits of its
 tile (`ALL`), or each split has a program and a second kernel merges: the same operations in the same order. The sum of a
 row's weights is taken by the matrix unit like the values' sum, since a library sum would follow the tile's layout. What a
-query does not see adds exact zeros. So neither batch, nor chunk, nor tile, nor the parallel form changes a bit of a row.
+query does not see adds exact zeros. Keys and values may be codes of 8 bits with scales (`codes.py`): a score is (q · code)
+times the key's scale, and the weight that meets a value's code is the weight times the value's scale. So neither batch, nor
+chunk, nor tile, nor the parallel form changes a bit of a row.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -21,6 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from onedraw.backends.torch.codes import bits
+from onedraw.backends.torch.kernels.triton_codes import numbers
 from onedraw.backends.torch.kernels.triton_linear import launch_options, shared_memory
 from onedraw.backends.torch.kernels.triton_math import let_next_start, wait_for_inputs
 
@@ -72,6 +76,8 @@ def _attend(
     q,
     keys,
     values,
+    key_scales,
+    value_scales,
     out,
     part_mixed,
     part_peak,
@@ -97,6 +103,7 @@ def _attend(
     SPLIT_KEYS: tl.constexpr,
     ALL: tl.constexpr,
     TREE: tl.constexpr,
+    CODED: tl.constexpr,
     IEEE: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -155,17 +162,26 @@ def _attend(
                 step = tl.load(paths + first * path_width + depth, mask=own & there, other=0)
                 slot = tl.where(own, tail + step, position)
             page = tl.load(table + row * table_width + slot // PAGE, mask=there, other=0).to(tl.int64)
-            place = ((page * KV + head) * PAGE + slot % PAGE) * D
+            at = (page * KV + head) * PAGE + slot % PAGE
+            place = at * D
             key = tl.load(keys + place[:, None] + d[None, :], mask=there[:, None] & wide[None, :], other=0.0)
-            scores = tl.dot(query, tl.trans(key), input_precision="ieee" if IEEE else "tf32") * scale
+            by = scale
+            if CODED:
+                key = numbers(key, query.dtype)
+                by = (tl.load(key_scales + at, mask=there, other=0.0) * scale)[None, :]
+            scores = tl.dot(query, tl.trans(key), input_precision="ieee" if IEEE else "tf32") * by
             sees = (position[None, :] >= lowest[:, None]) & (position[None, :] <= highest[:, None])
             scores = tl.where(sees, scores, float("-inf"))
             top = tl.maximum(peak_s, tl.max(scores, 1))
             safe = tl.where(top == float("-inf"), 0.0, top)
             fade = tl.exp2(peak_s - safe)
-            weight = tl.exp2(scores - safe[:, None]).to(query.dtype)
+            mixing = tl.exp2(scores - safe[:, None])
+            weight = mixing.to(query.dtype)
             value = tl.load(values + place[:, None] + d[None, :], mask=there[:, None] & wide[None, :], other=0.0)
             sums_s = tl.dot(weight, ones, sums_s * fade[:, None], input_precision="ieee" if IEEE else "tf32")
+            if CODED:
+                value = numbers(value, query.dtype)
+                weight = (mixing * tl.load(value_scales + at, mask=there, other=0.0)[None, :]).to(query.dtype)
             mixed_s = tl.dot(weight, value, mixed_s * fade[:, None], input_precision="ieee" if IEEE else "tf32")
             peak_s = top
         total_s = tl.max(sums_s, 1)
@@ -232,6 +248,7 @@ def attend(
     keys: Tensor,
     values: Tensor,
     *,
+    scales: tuple[Tensor, Tensor] | None = None,
     view: View,
     sets: list[TileSet],
     heads: int,
@@ -242,7 +259,7 @@ def attend(
     stages: int | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """q [T, H * D] (rows of stride 1) over page stores [P * K, S * D]."""
+    """q [T, H * D] (rows of stride 1) over page stores [P * K, S * D]. `scales` of codes: [P * K, S]."""
     out = torch.empty(len(q), heads * dim, dtype=q.dtype, device=q.device)
     block_d = triton.next_power_of_2(dim)
     # Parts wait in one place: those of a tree's node may come from tiles of two heights.
@@ -253,8 +270,9 @@ def attend(
     for group in sets:
         _attend[(len(group.tiles), kv_heads, 1 if group.together else group.launched)](
             q,
-            keys,
-            values,
+            bits(keys),
+            bits(values),
+            *(scales or (None, None)),
             out,
             mixed,
             peak,
@@ -280,6 +298,7 @@ def attend(
             SPLIT_KEYS=SPLIT,
             ALL=group.together,
             TREE=view.paths is not None,
+            CODED=scales is not None,
             IEEE=q.dtype == torch.float32,
             STAGES=stages or _stages(group.height, block_d, q.dtype.itemsize, shared_memory(q.device)),
             PDL=pdl,

@@ -3,7 +3,8 @@
 In: the projections of a turn [T, ≥ (H + 2K) * D], positions, where each token's key goes. Out: queries [T, H * D]; the
 page stores are written. Roundings stand where separate operations would round.
 
-A value that is not finite lies in the pages as a key of NaN and a value of zero, as `PageStore.write` has it.
+A value that is not finite lies in the pages as a key of NaN and a value of zero, as `PageStore.write` has it. Pages of 8 bits
+get codes and scales, as `codes.py` has them.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -14,8 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from onedraw.backends.torch.codes import LARGEST
+from onedraw.backends.torch.kernels.triton_codes import codes_of
 from onedraw.backends.torch.kernels.triton_linear import launch_options
 from onedraw.backends.torch.kernels.triton_math import let_next_start, wait_for_inputs
+from onedraw.backends.torch.pages import PageStore
 
 HEADS_PER_PROGRAM = 4
 
@@ -36,6 +40,8 @@ def _prepare(
     queries,
     keys,
     values,
+    key_scales,
+    value_scales,
     turns,
     positions,
     rows,
@@ -58,6 +64,7 @@ def _prepare(
     WIDE: tl.constexpr,
     V_NORM: tl.constexpr,
     KEYS_AS_VALUES: tl.constexpr,
+    LARGEST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """HEADS query heads, then KV key heads, then KV value heads; any of the first two counts may be 0."""
@@ -105,7 +112,8 @@ def _prepare(
     else:
         slot = tl.load(slots + token)
         page = tl.load(table + tl.load(rows + token).to(tl.int64) * table_width + slot // PAGE).to(tl.int64)
-        place = ((page * KV + head) * PAGE + slot % PAGE)[:, None] * D + d[None, :]
+        slot_of_head = (page * KV + head) * PAGE + slot % PAGE
+        place = slot_of_head[:, None] * D + d[None, :]
         if KEYS_AS_VALUES:
             value = raw
         else:
@@ -114,14 +122,24 @@ def _prepare(
             square = mean if KEYS_AS_VALUES else tl.sum(value * value, 1) * (1.0 / D)
             value = _normed(value, square, k_norm, d, inside, eps, kind, False, WIDE)
         sound = tl.max((tl.abs(value) < float("inf")).to(tl.int32) ^ 1, 1) == 0
-        tl.store(keys + place, tl.where(sound[:, None], turned, float("nan")).to(kind), mask=mask)
-        tl.store(values + place, tl.where(sound[:, None], value, 0.0).to(kind), mask=mask)
+        if LARGEST > 0:
+            key = turned.to(tl.float32)
+            sound = sound & (tl.max((tl.abs(key) < float("inf")).to(tl.int32) ^ 1, 1) == 0)
+            codes: tl.constexpr = keys.dtype.element_ty
+            key_codes, key_scale = codes_of(tl.where(sound[:, None], key, 0.0), codes, LARGEST)
+            value_codes, value_scale = codes_of(tl.where(sound[:, None], value.to(kind).to(tl.float32), 0.0), codes, LARGEST)
+            tl.store(keys + place, key_codes, mask=mask)
+            tl.store(values + place, value_codes, mask=mask)
+            tl.store(key_scales + slot_of_head, tl.where(sound, key_scale, float("nan")), mask=head < limit)
+            tl.store(value_scales + slot_of_head, value_scale, mask=head < limit)
+        else:
+            tl.store(keys + place, tl.where(sound[:, None], turned, float("nan")).to(kind), mask=mask)
+            tl.store(values + place, tl.where(sound[:, None], value, 0.0).to(kind), mask=mask)
 
 
 def prepare_heads(
     x: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    store: PageStore,
     *,
     turns: Tensor,
     positions: Tensor,
@@ -149,8 +167,10 @@ def prepare_heads(
         _prepare[(count, blocks)](
             x,
             queries,
-            keys,
-            values,
+            store.keys,
+            store.values,
+            store.key_scales,
+            store.value_scales,
             turns,
             positions,
             rows,
@@ -173,6 +193,7 @@ def prepare_heads(
             WIDE=weight is not None and weight.dtype == torch.float32,
             V_NORM=v_norm,
             KEYS_AS_VALUES=keys_as_values,
+            LARGEST=LARGEST.get(store.keys.dtype, 0.0),
             PDL=pdl,
             num_warps=4,
             enable_fp_fusion=False,

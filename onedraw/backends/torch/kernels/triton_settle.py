@@ -1,8 +1,9 @@
 """After the choosing, still on the device: which drafts are kept, and kept drafts brought home.
 
-In: what was chosen at every token of a turn, and the rows' drafts. Out: the kept drafts' places, and keys and values moved to
-the slots of their positions. The walk is that of `sampling/verify.py`: parents stand before their children, so one pass finds
-the whole path. The host walks by itself when the tokens arrive; this one only spares the device the waiting.
+In: what was chosen at every token of a turn, and the rows' drafts. Out: the kept drafts' places, and keys and values (with
+their scales, where they are codes) moved to the slots of their positions. The walk is that of `sampling/verify.py`: parents
+stand before their children, so one pass finds the whole path. The host walks by itself when the tokens arrive; this one only
+spares the device the waiting.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -15,8 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from onedraw.backends.torch.codes import bits
 from onedraw.backends.torch.kernels.triton_linear import launch_options
 from onedraw.backends.torch.kernels.triton_math import let_next_start, wait_for_inputs
+from onedraw.backends.torch.pages import PageStore
 
 ROW_WORDS = 5  # first token, tokens, lane, first place in the rollback buffer, slot of the first draft
 
@@ -109,6 +112,8 @@ def walk(
 def _move(
     keys,
     values,
+    key_scales,
+    value_scales,
     kept,
     rows,
     table,
@@ -118,6 +123,7 @@ def _move(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PAGE: tl.constexpr,
+    CODED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A kept draft never stands before its depth, so in order of depth nothing is overwritten before it is read."""
@@ -133,16 +139,19 @@ def _move(
         source, target = stop + index, stop + depth
         from_page = tl.load(table + row * table_width + source // PAGE, mask=moved, other=0).to(tl.int64)
         to_page = tl.load(table + row * table_width + target // PAGE, mask=moved, other=0).to(tl.int64)
-        here = ((from_page * KV + head) * PAGE + source % PAGE) * D + at
-        there = ((to_page * KV + head) * PAGE + target % PAGE) * D + at
+        from_slot = (from_page * KV + head) * PAGE + source % PAGE
+        to_slot = (to_page * KV + head) * PAGE + target % PAGE
+        here, there = from_slot * D + at, to_slot * D + at
         mask = (at < D) & moved
         tl.store(keys + there, tl.load(keys + here, mask=mask, other=0.0), mask=mask)
         tl.store(values + there, tl.load(values + here, mask=mask, other=0.0), mask=mask)
+        if CODED:
+            tl.store(key_scales + to_slot, tl.load(key_scales + from_slot, mask=moved, other=0.0), mask=moved)
+            tl.store(value_scales + to_slot, tl.load(value_scales + from_slot, mask=moved, other=0.0), mask=moved)
 
 
 def move_kept(
-    keys: Tensor,
-    values: Tensor,
+    store: PageStore,
     walked: Walked,
     *,
     rows: Tensor,
@@ -153,7 +162,9 @@ def move_kept(
     pdl: bool = False,
 ) -> None:
     """Nodes of trees to the slots of their positions, in the pages [R, W] of their rows."""
+    scales = store.key_scales, store.value_scales
     _move[(len(rows), kv_heads)](
-        keys, values, walked.kept, rows, table, walked.kept.shape[1], table.shape[1],
-        KV=kv_heads, D=dim, BLOCK_D=triton.next_power_of_2(dim), PAGE=page_size, PDL=pdl, num_warps=1, **launch_options(pdl),
+        bits(store.keys), bits(store.values), *scales, walked.kept, rows, table, walked.kept.shape[1], table.shape[1],
+        KV=kv_heads, D=dim, BLOCK_D=triton.next_power_of_2(dim), PAGE=page_size, CODED=store.key_scales is not None,
+        PDL=pdl, num_warps=1, **launch_options(pdl),
     )  # fmt: skip

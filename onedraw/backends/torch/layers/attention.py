@@ -1,6 +1,7 @@
 """Paged attention in one form for all rows: prompt chunks, single tokens, drafts.
 
-In: queries q [T, H, D], the layer's pages, and the turn's groups of tiles (`inputs.py`). Out: [T, H * D].
+In: queries q [T, H, D], the layer's pages (numbers of q's dtype or a narrower one, or codes with scales: `codes.py`), and the
+turn's groups of tiles (`inputs.py`). Out: [T, H * D].
 
 Keys are read in blocks of 64 absolute positions. A tile is a few neighbouring queries of one row; every (tile, block)
 pair is one product of a fixed shape. The maximum over blocks is exact in any order; block sums are added in pairs of
@@ -15,8 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from onedraw.backends.torch.codes import bits
 from onedraw.backends.torch.exact import ordered_sum
 from onedraw.backends.torch.layers.elementwise import exp_
+from onedraw.backends.torch.pages import PageStore
 from onedraw.models.spec import AttentionSpec
 
 BLOCK = 64  # keys per block
@@ -51,38 +54,46 @@ def store_rows(group: TileGroup, *, kv_heads: int, page_size: int) -> Tensor:
     return ((reads // page_size * kv_heads + heads) * page_size + reads % page_size).reshape(-1)
 
 
-def attend(
-    q: Tensor, keys: Tensor, values: Tensor, *, groups: list[TileGroup], rows: list[Tensor], spec: AttentionSpec
-) -> Tensor:
-    """q [T, H, D] over page stores [P * K, S * D]; rows[i] is store_rows of groups[i]."""
+def attend(q: Tensor, store: PageStore, *, groups: list[TileGroup], rows: list[Tensor], spec: AttentionSpec) -> Tensor:
+    """q [T, H, D] over a layer's pages; rows[i] is store_rows of groups[i]."""
     out = q.new_empty(q.shape[0], spec.heads * spec.head_dim)
     scaled = q * spec.scale
     for group, row in zip(groups, rows, strict=True):
-        result = _attend_group(scaled, keys, values, group=group, rows=row, spec=spec)
+        result = _attend_group(scaled, store, group=group, rows=row, spec=spec)
         out.index_copy_(0, group.tokens, result.index_select(0, group.slots))
     return out
 
 
-def _attend_group(q: Tensor, keys: Tensor, values: Tensor, *, group: TileGroup, rows: Tensor, spec: AttentionSpec) -> Tensor:
+def _attend_group(q: Tensor, store: PageStore, *, group: TileGroup, rows: Tensor, spec: AttentionSpec) -> Tensor:
     kv, per, dim, height = spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim, group.height
     tiles, pairs = group.tiles, len(group.pair_tile)
     tiled = q.index_select(0, group.queries).view(tiles, height, kv, per, dim).permute(0, 2, 3, 1, 4)
     tiled = tiled.reshape(tiles, kv * per * height * dim)
     left = tiled.index_select(0, group.pair_tile).view(pairs * kv, per * height, dim)
-    if group.by_slot:
-        keys, values = keys.view(-1, dim), values.view(-1, dim)
-    right = keys.index_select(0, rows).view(pairs * kv, BLOCK, dim)
-    scores = _products(left, right.transpose(1, 2)).float()  # [X * K, G * height, BLOCK]
+    right = _gathered(store.keys, group, rows, dim, pairs * kv)
+    if store.key_scales is None:
+        scores = _products(left, right.to(q.dtype).transpose(1, 2)).float()  # [X * K, G * height, BLOCK]
+    else:  # in float32: products with codes may leave the range of f16
+        scores = _products(left.float(), right.float().transpose(1, 2))
+        scores *= _gathered(store.key_scales, group, rows, 1, pairs * kv).transpose(1, 2)
     scores.view(pairs, kv, per, height, BLOCK).masked_fill_(group.mask, float("-inf"))  # also where an unseen key is NaN
     peak = scores.amax(-1).view(pairs, -1)  # [X, K * G * height]
     peak = _spread(peak, group, fill=float("-inf")).amax(1)  # [N, K * G * height]
     scores.view(pairs, -1, BLOCK).sub_(peak.index_select(0, group.pair_tile).unsqueeze(-1))
     weights = exp_(scores)
     total = _ordered_sum(ordered_sum(weights).view(pairs, -1), group)  # [N, K * G * height]
-    mixed = _products(weights.to(values.dtype), values.index_select(0, rows).view(pairs * kv, BLOCK, dim)).float()
+    if store.value_scales is not None:
+        weights *= _gathered(store.value_scales, group, rows, 1, pairs * kv).transpose(1, 2)
+    mixed = _products(weights.to(q.dtype), _gathered(store.values, group, rows, dim, pairs * kv).to(q.dtype)).float()
     mixed = _ordered_sum(mixed.view(pairs, -1), group).view(tiles, kv * per, height, dim)
     mixed = mixed / total.view(tiles, kv * per, height, 1)
     return mixed.transpose(1, 2).reshape(tiles * height, kv * per * dim).to(q.dtype)
+
+
+def _gathered(store: Tensor, group: TileGroup, rows: Tensor, width: int, blocks: int) -> Tensor:
+    """The slots that a group reads, of keys or values or (width 1) their scales: [X * K, BLOCK, width]."""
+    found = bits(store).view(-1, width) if group.by_slot else bits(store)
+    return found.index_select(0, rows).view(store.dtype).view(blocks, BLOCK, width)
 
 
 def _products(left: Tensor, right: Tensor) -> Tensor:

@@ -1,0 +1,115 @@
+"""Keys and values as codes: what encoding rounds to, and the CPU kernels against their twin in plain torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from onedraw.backends.torch.codes import KV_DTYPES, LARGEST, encode
+from onedraw.backends.torch.ops import TorchOps
+from onedraw.backends.torch.pages import PageStore, write_places
+from onedraw.models.spec import AttentionSpec, RopeSpec
+from tests.backends.torch.test_kernels import SPECS, attention_case, kernels
+
+KINDS = ("int8", "fp8")
+SPEC = AttentionSpec(heads=4, kv_heads=2, head_dim=8, rope=RopeSpec(1e4, 8), scale=1.0)
+CPU = torch.device("cpu")
+
+
+def all_codes(kind: str) -> np.ndarray:
+    """Every number that a code stands for, in order; of two equally near the even code is the one at an even place."""
+    codes = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(KV_DTYPES[kind]).float().numpy()
+    return np.unique(codes[np.abs(codes) <= LARGEST[KV_DTYPES[kind]]])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_number_becomes_the_nearest_code_of_its_head(kind: str) -> None:
+    heads = torch.randn(200, 16, generator=torch.Generator().manual_seed(1)) * torch.logspace(-20, 20, 200)[:, None]
+    heads[:, 3:5] = 0.0
+    codes, scales = encode(heads, KV_DTYPES[kind])
+    levels = all_codes(kind)
+    ratios = heads.double().numpy() / scales.double().numpy()[:, None]
+    distance = np.abs(codes.float().double().numpy() - ratios)
+    nearest = np.abs(levels[None, None] - ratios[..., None]).min(-1)
+    assert (distance <= nearest * (1 + 1e-6) + 1e-4).all()
+    assert np.allclose(scales.numpy(), heads.abs().amax(1).numpy() / LARGEST[KV_DTYPES[kind]])
+
+
+def test_ties_go_to_the_even_code() -> None:
+    heads = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5]])
+    assert encode(heads, torch.int8)[0].tolist() == [[127, 0, 2, 2, 0, -2]]
+    heads = torch.tensor([[448.0, 17.0, 19.0, -17.0, 2.0**-10, 3 * 2.0**-10]])
+    assert encode(heads, torch.float8_e4m3fn)[0].float().tolist() == [[448.0, 16.0, 20.0, -16.0, 0.0, 2 * 2.0**-9]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("largest", [0.0, 1e-44, 1e-38, 3e38])
+def test_heads_at_the_ends_of_the_range_have_finite_codes_and_scales(kind: str, largest: float) -> None:
+    codes, scales = encode(torch.full((1, 8), largest), KV_DTYPES[kind])
+    assert torch.isfinite(codes.float()).all()
+    assert torch.isfinite(scales).all()
+    assert torch.allclose(codes.float() * scales[:, None], torch.full((1, 8), largest), rtol=0.1, atol=1e-43)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_finite_lies_in_the_pages_as_a_scale_of_nan(kind: str) -> None:
+    store = PageStore(SPEC, pages=2, page_size=4, dtype=KV_DTYPES[kind], device=CPU)
+    keys, values = torch.randn(3, 2, 8), torch.randn(3, 2, 8)
+    keys[0, 1, 3], values[1, 0, 2] = float("inf"), float("nan")
+    store.write(keys, values, write_places(torch.tensor([0, 0, 0]), torch.tensor([0, 1, 2]), kv_heads=2, page_size=4))
+    assert store.key_scales is not None
+    assert store.value_scales is not None
+    broken = torch.isnan(store.key_scales[:2, :3])
+    assert broken.tolist() == [[False, True, False], [True, False, False]]
+    assert torch.isfinite(store.value_scales).all()
+    assert (store.value_scales[:2, :3][broken] == 0).all()
+
+
+@pytest.mark.parametrize("kind", ["bf16", "f16", "fp8", "int8"])
+@pytest.mark.parametrize("name", SPECS)
+def test_the_kernels_read_and_write_what_plain_torch_does(name: str, kind: str) -> None:
+    spec, kept = SPECS[name], KV_DTYPES[kind]
+    found = attention_case(kernels(), spec, [0, 150], kept=kept)
+    twin = attention_case(TorchOps(CPU), spec, [0, 150], kept=kept)
+    exact = attention_case(kernels(), spec, [0, 150])
+    scale = exact.abs().max()
+    # A turn's last place may round to the code beside it.
+    assert (found - twin).abs().max() < {"bf16": 4e-3, "f16": 5e-4, "fp8": 4e-2, "int8": 8e-3}[kind] * scale
+    assert 0 < (found - exact).norm() / exact.norm() < {"bf16": 2e-2, "f16": 3e-3, "fp8": 0.12, "int8": 4e-2}[kind]
+
+
+@pytest.mark.parametrize("kind", ["bf16", "f16", "fp8", "int8"])
+@pytest.mark.parametrize("name", ["grouped", "window", "norms, odd width", "keys as values"])
+def test_neither_chunks_nor_neighbours_change_a_bit_of_what_the_kernels_read(name: str, kind: str) -> None:
+    spec, kept = SPECS[name], KV_DTYPES[kind]
+    whole = attention_case(kernels(), spec, [0, 150], kept=kept)
+    for cuts, beside in (([0, 1, 64, 149, 150], 0), ([0, 37, 150], 2)):
+        assert torch.equal(attention_case(kernels(), spec, cuts, kept=kept, beside=beside), whole), (cuts, beside)
+
+
+def test_numbers_are_rounded_to_narrow_ones_as_torch_rounds_them() -> None:
+    """The kernels' own conversions, over every exponent: a head is written by both, with no rope and no norm between."""
+    spec = AttentionSpec(heads=1, kv_heads=1, head_dim=16, rope=RopeSpec(1e4, 2), scale=1.0)
+    generator = torch.Generator().manual_seed(4)
+    values = torch.randn(400, 16, generator=generator) * torch.logspace(-9, 4, 400)[:, None]
+    for kind in ("bf16", "f16", "fp8", "int8"):
+        stores = [value_pages(ops, spec, values, KV_DTYPES[kind]) for ops in (kernels(), TorchOps(CPU))]
+        for name in ("values", "value_scales"):
+            if name in stores[0].parts():
+                assert torch.equal(stores[0].parts()[name], stores[1].parts()[name]), (kind, name)
+
+
+def value_pages(ops: object, spec: AttentionSpec, values: torch.Tensor, kept: torch.dtype) -> PageStore:
+    from onedraw.backends.torch.inputs import Shape, make_inputs
+    from onedraw.backends.torch.layers.linear import RowRule
+    from onedraw.backends.torch.layers.rope import rope_table
+    from onedraw.types import Plan
+    from tests.backends.torch.test_kernels import _row
+
+    store = PageStore(spec, pages=50, page_size=8, dtype=kept, device=CPU)
+    inputs = make_inputs(Plan((_row(0, 0, 400, range(50)),)), shape=Shape(8, (50,), RowRule(1)), device=CPU)
+    prepared = ops.prepare(inputs, spec, rope_table(spec.rope, 400, dtype=torch.float32, device=CPU))  # type: ignore[attr-defined]
+    qkv = torch.cat([torch.zeros(400, 32), values], 1)
+    ops.attention(qkv, prepared, spec=spec, store=store, q_norm=None, k_norm=None, eps=1e-6)  # type: ignore[attr-defined]
+    return store

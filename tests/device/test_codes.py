@@ -1,0 +1,277 @@
+"""Keys and values as codes of 8 bits on an accelerator: what is written, what is read, and that no form changes a bit.
+
+Without an accelerator the kernels alone, under Triton's interpreter.
+"""
+
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onedraw.backends.torch.codes import KV_DTYPES, encode
+from onedraw.backends.torch.inputs import Inputs, Shape, Span, lay_out
+from onedraw.backends.torch.kernels.cuda import TritonOps
+from onedraw.backends.torch.kernels.triton_attention import attend
+from onedraw.backends.torch.kernels.triton_codes import numbers
+from onedraw.backends.torch.kernels.triton_settle import move_kept, walk
+from onedraw.backends.torch.kernels.views import Heads, to_view
+from onedraw.backends.torch.layers.linear import RowRule
+from onedraw.backends.torch.layers.norm import rms_norm
+from onedraw.backends.torch.layers.rope import rope_table, rotate
+from onedraw.backends.torch.ops import TorchOps
+from onedraw.backends.torch.pages import PageStore
+from onedraw.models.spec import AttentionSpec, RopeSpec
+from onedraw.types import Draft
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [
+    pytest.mark.device,
+    pytest.mark.skipif(not (torch.cuda.is_available() or INTERPRETED), reason="needs a CUDA device"),
+]
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda:0")
+DTYPE = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter's numpy has no bf16
+KINDS = ("int8", "fp8")  # the interpreter's own rounding to fp8 loses a carry, so there its codes are not the twin's
+PAGE = 16
+PAGES = 60 if INTERPRETED else 1300
+LONG = 100 if INTERPRETED else 2300
+TREE = tuple(Draft(token, parent) for parent, token in ((-1, 5), (-1, 6), (0, 7), (2, 8), (1, 9), (4, 3), (0, 2), (3, 1)))
+
+
+def spec_of(heads: int, kv: int, dim: int, *, window: int | None = None, norm: bool = False) -> AttentionSpec:
+    rope = RopeSpec(1e4, dim // 2 if norm else dim)
+    return AttentionSpec(heads=heads, kv_heads=kv, head_dim=dim, rope=rope, scale=dim**-0.5, window=window, qk_norm=norm)
+
+
+SPECS = (
+    (spec_of(4, 2, 32, norm=True),)
+    if INTERPRETED
+    else (spec_of(32, 8, 128), spec_of(24, 4, 256, norm=True), spec_of(6, 2, 64, window=700), spec_of(8, 2, 512, window=300))
+)
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DTYPE).to(DEVICE)
+
+
+def turn(spans: list[tuple[int, int, tuple[Draft, ...]]], tables: list[list[int]]) -> Inputs:
+    laid, first = [], 0
+    for start, count, drafts in spans:
+        laid.append(Span(first, count, start, drafts))
+        first += count
+    shape = Shape(PAGE, (PAGES,), RowRule(floor=1))
+    return lay_out([0] * first, laid, [(table,) for table in tables], shape=shape, device=DEVICE)
+
+
+class Scene:
+    """A store with a random past, and rows that continue it."""
+
+    def __init__(self, spec: AttentionSpec, kind: str) -> None:
+        self.spec, self.kind = spec, KV_DTYPES[kind]
+        self.turns = rope_table(spec.rope, 8192, dtype=DTYPE, device=DEVICE)
+        self.norm = normal(spec.head_dim, seed=11) if spec.qk_norm else None
+        self.width = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
+        order, per = np.random.default_rng(3).permutation(PAGES), PAGES // 4
+        self.tables = [order[i * per : (i + 1) * per].tolist() for i in range(4)]
+
+    def store(self) -> PageStore:
+        store = PageStore(self.spec, pages=PAGES, page_size=PAGE, dtype=self.kind, device=DEVICE)
+        for number, (codes, scales) in enumerate(((store.keys, store.key_scales), (store.values, store.value_scales))):
+            heads = normal(len(codes) * PAGE, self.spec.head_dim, seed=21 + number) * (0.1 + number)
+            found, scale = encode(heads, self.kind)
+            assert scales is not None
+            codes.copy_(found.view(codes.shape))
+            scales.copy_(scale.view(scales.shape))
+        return store
+
+    def run(self, ops: TritonOps | TorchOps, inputs: Inputs, qkv: Tensor, store: PageStore | None = None) -> Tensor:
+        prepared = ops.prepare(inputs, self.spec, self.turns)
+        given = {"spec": self.spec, "store": store or self.store(), "q_norm": self.norm, "k_norm": self.norm, "eps": 1e-6}
+        return ops.attention(qkv, prepared, **given)  # type: ignore[arg-type]
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def slow_attention(scene: Scene, inputs: Inputs, qkv: Tensor, store: PageStore) -> Tensor:
+    """Token by token in float64, from what lies in the pages after the turn."""
+    spec = scene.spec
+    q = qkv[:, : spec.heads * spec.head_dim].reshape(len(qkv), spec.heads, -1)
+    q = rotate(q if scene.norm is None else rms_norm(q, scene.norm, 1e-6), scene.turns[inputs.positions]).double()
+    assert store.key_scales is not None
+    assert store.value_scales is not None
+    pairs = ((store.keys, store.key_scales), (store.values, store.value_scales))
+    keys, values = (
+        codes.float().view(-1, spec.kv_heads, PAGE, spec.head_dim).double() * scales.view(-1, spec.kv_heads, PAGE, 1).double()
+        for codes, scales in pairs
+    )
+    firsts, out = inputs.host_firsts(spec.window), []
+    for token in range(len(qkv)):
+        slots = np.arange(firsts[token], inputs.host_ends[token] + 1)
+        if inputs.host_tails is not None and inputs.host_paths is not None:
+            own = slots >= inputs.host_tails[token]
+            slots[own] = inputs.host_tails[token] + inputs.host_paths[token][slots[own] - inputs.host_tails[token]]
+        pages = torch.from_numpy(inputs.host_tables[0][inputs.host_rows[token], slots // PAGE]).to(DEVICE)
+        place = torch.from_numpy(slots % PAGE).to(DEVICE)
+        k, v = (x[pages, :, place].repeat_interleave(spec.heads // spec.kv_heads, 1) for x in (keys, values))
+        weights = torch.einsum("hd,nhd->hn", q[token], k).mul(spec.scale).softmax(1)
+        out.append(torch.einsum("hn,nhd->hd", weights, v).reshape(-1))
+    return torch.stack(out)
+
+
+@triton.jit
+def _widened(codes, found, kind: tl.constexpr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(found + at, numbers(tl.load(codes + at), kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16])
+def test_every_code_is_read_as_the_number_it_is(kind: str, dtype: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.int16).to(torch.uint8)
+    expected = codes.view(KV_DTYPES[kind]).float()
+    found = torch.empty(256, dtype=dtype, device=DEVICE)
+    given = codes.view(torch.int8) if kind == "int8" else codes
+    _widened[(1,)](given.to(DEVICE), found, kind=tl.bfloat16 if dtype == torch.bfloat16 else tl.float16, N=256)
+    sound = torch.isfinite(expected)  # fp8 has two codes for NaN, which nobody writes
+    assert torch.equal(found.cpu().float()[sound], expected[sound])
+
+
+@pytest.mark.parametrize("kind", KINDS[:1] if INTERPRETED else KINDS)
+@pytest.mark.parametrize("index", range(len(SPECS)))
+def test_codes_and_scales_are_written_as_the_twin_writes_them(index: int, kind: str) -> None:
+    scene = Scene(SPECS[index], kind)
+    inputs = turn([(LONG, 5, ()), (3, 4, ())], scene.tables)
+    qkv = normal(9, scene.width, seed=5)
+    qkv[1] = 0.0  # the largest of such a head is zero
+    stores = []
+    for ops in (TritonOps(DEVICE), TorchOps(DEVICE)):
+        stores.append(scene.store())
+        scene.run(ops, inputs, qkv, stores[-1])
+    for name, found in stores[0].parts().items():
+        twin = stores[1].parts()[name]
+        if "scales" in name:
+            assert error(found, twin) < 1e-6, name
+        else:  # a rounding of a norm's sum may move a number over an edge
+            assert (found != twin).float().mean() < 1e-4, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_value_that_is_not_finite_is_seen_by_its_own_row_alone(kind: str) -> None:
+    scene = Scene(SPECS[0], kind)
+    spans = [(20, 3, ()), (40, 3, ())]
+    qkv = normal(6, scene.width, seed=5)
+    store = scene.store()
+    clean = scene.run(TritonOps(DEVICE), turn(spans, scene.tables), qkv, store)
+    for column in (-1, (scene.spec.heads + 1) * scene.spec.head_dim - 1):  # a value, a key
+        broken = qkv.clone()
+        broken[1, column] = float("inf")
+        found = scene.run(TritonOps(DEVICE), turn(spans, scene.tables), broken, scene.store())
+        assert torch.equal(found[3:], clean[3:])
+        assert torch.equal(found[0], clean[0])
+        assert not torch.isfinite(found[1]).all()
+        assert not torch.isfinite(found[2]).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("index", range(len(SPECS)))
+def test_attention_over_codes_is_right_and_no_batch_chunk_or_tile_changes_a_bit(index: int, kind: str) -> None:
+    scene = Scene(SPECS[index], kind)
+    ops, length = TritonOps(DEVICE), 5 if INTERPRETED else 300
+    chain = tuple(Draft(i, i - 1) for i in range(2 if INTERPRETED else 7))
+    spans = [(LONG // 2, length, ()), (LONG, 1 + len(chain), chain), (30, 1 + len(TREE), TREE), (3, 1, ())]
+    whole = turn(spans, scene.tables)
+    qkv = normal(len(whole.host_tokens), scene.width, seed=5)
+    store = scene.store()
+    found = scene.run(ops, whole, qkv, store)
+    expected = slow_attention(scene, whole, qkv, store)
+    assert error(found, expected) < (6e-3 if torch.bfloat16 == DTYPE else 2e-3)
+    if not (INTERPRETED and kind == "fp8"):
+        assert error(scene.run(TorchOps(DEVICE), whole, qkv), expected) < 2e-2
+    first = 0
+    for span, table in zip(spans, scene.tables, strict=True):  # alone
+        part = slice(first, first + span[1])
+        assert torch.equal(scene.run(ops, turn([span], [table]), qkv[part]), found[part]), span
+        first += span[1]
+    for cut in (1, length // 2, length - 1):  # in chunks
+        store = scene.store()
+        parts = [(LONG // 2, cut, ()), (LONG // 2 + cut, length - cut, ())]
+        pieces = [qkv[:cut], qkv[cut:length]]
+        got = [scene.run(ops, turn([p], scene.tables[:1]), x, store) for p, x in zip(parts, pieces, strict=True)]
+        assert torch.equal(torch.cat(got), found[:length]), cut
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("index", range(len(SPECS)))
+def test_both_forms_of_the_splits_give_equal_bits(index: int, kind: str) -> None:
+    scene = Scene(SPECS[index], kind)
+    spec, store = scene.spec, scene.store()
+    inputs = turn([(LONG, 4, ())], scene.tables[:1])
+    q = normal(4, spec.heads * spec.head_dim, seed=5)
+    found = []
+    for busy in (1, 10**9):
+        device = to_view(inputs, Heads(spec.heads, spec.kv_heads, spec.head_dim, spec.window, busy))
+        for warps, stages in ((4, 1), (8, 3)):
+            sizes = {"heads": spec.heads, "kv_heads": spec.kv_heads, "dim": spec.head_dim, "scale": spec.scale}
+            given = {"view": device.view, "sets": list(device.sets), "scales": store.scales, "warps": warps, "stages": stages}
+            found.append(attend(q, store.keys, store.values, **given, **sizes))  # type: ignore[arg-type]
+    assert all(torch.equal(other, found[0]) for other in found[1:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kept_draft_comes_home_with_its_scales(kind: str) -> None:
+    scene = Scene(SPECS[0], kind)
+    store, twin, spec = scene.store(), scene.store(), scene.spec
+    start = 30  # the drafts cross a page
+    tokens = torch.tensor([1, *(draft.token for draft in TREE)], device=DEVICE)
+    chosen = torch.tensor([6, 0, 9, 0, 0, 3, 0, 0, 0], device=DEVICE)  # 6, then 9, then 3: nodes 1, 4 and 5
+    parents = torch.tensor([-2, *(draft.parent for draft in TREE)], dtype=torch.int32, device=DEVICE)
+    rows = torch.tensor([[0, 1 + len(TREE), 0, 0, start + 1]], dtype=torch.int32, device=DEVICE)
+    walked = walk(chosen, tokens=tokens, parents=parents, rows=rows, longest=1 + len(TREE))
+    assert walked.kept[0, :4].tolist() == [1, 4, 5, -1]
+    table = torch.tensor([scene.tables[0]], dtype=torch.int32, device=DEVICE)
+    move_kept(store, walked, rows=rows, table=table, kv_heads=spec.kv_heads, dim=spec.head_dim, page_size=PAGE)
+    slots = [(start + 1 + index, start + 1 + depth) for depth, index in enumerate((1, 4, 5))]
+    pages = scene.tables[0]
+    moves = [(pages[a // PAGE], a % PAGE, pages[b // PAGE], b % PAGE) for a, b in slots]
+    twin.move(torch.tensor(moves, device=DEVICE))
+    assert all(torch.equal(part, twin.parts()[name]) for name, part in store.parts().items())
+
+
+@pytest.mark.skipif(INTERPRETED, reason="takes a device")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "gemma4_e4b"])
+def test_no_schedule_changes_a_bit_of_a_family(name: str, kind: str) -> None:
+    from tests.device.test_families import VOCAB, backend_of, requests, same
+    from tests.laws.harness import Clairvoyant, Schedule, plain, run
+
+    asked = requests()
+    lonely = backend_of(name, lanes=1, kv_dtype=kind)
+    assert lonely.report is not None
+    assert lonely.report.holds, lonely.report.findings
+    expected = plain(lambda: lonely, asked)
+    drafts = Clairvoyant({r.id: a.tokens for r, a in zip(asked, expected, strict=True)}, VOCAB)
+    trees = dataclasses.replace(drafts, tree=True)
+    late = tuple(range(0, 16 * len(asked), 16))
+    counted: Counter[str] = Counter()
+    for label, backend, schedule in (
+        ("small turns", backend_of(name, kv_dtype=kind), Schedule(turn_tokens=64, arrivals=(5, 0, 2, 9, 1, 3))),
+        ("checkpoints", backend_of(name, kv_dtype=kind), Schedule(reuse=True, arrivals=late)),
+        ("drafts", backend_of(name, kv_dtype=kind), Schedule(proposer=drafts, reuse=True)),
+        ("trees, few pages", backend_of(name, pages=26, kv_dtype=kind), Schedule(proposer=trees, turn_tokens=80, reuse=True)),
+    ):
+        got, stats = run(backend, asked, schedule)
+        assert same(got, expected), label
+        counted.update(kept=stats.accepted_tokens, trees=stats.draft_trees, hits=stats.prefix_hits)
+    assert all(counted.values()), counted
+    [plainly] = plain(lambda: backend_of(name, lanes=1), asked[:1])
+    assert plainly.checksums != expected[0].checksums  # the codes are read
