@@ -163,7 +163,8 @@ def room_for_pages(plan: MemoryPlan, spec: ModelSpec, *, memory: int, turn_token
     """Bytes of an accelerator's free memory that pages may take: what weights, states, a drafter `beside`, the numbers of a
     turn and recorded turns leave, less a share that its runtime takes. 0 where they leave nothing."""
     scratch = turn_scratch(spec, float_dtype(plan.dtype), turn_tokens)
-    taken = plan.total_bytes - plan.kv_bytes + beside + scratch + GRAPH_BYTES
+    nobodys = sum(group.page_bytes for group in plan.groups)  # where padding writes
+    taken = plan.total_bytes - plan.kv_bytes + nobodys + beside + scratch + GRAPH_BYTES
     return max(int(memory * (1 - RESERVE)) - taken, 0)
 
 
