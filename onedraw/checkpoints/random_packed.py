@@ -89,7 +89,7 @@ class RandomPacked:
         return StoredTensor(self.name, self.shape, self.kind, np.ascontiguousarray(self.packed()).reshape(-1))
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=32)  # a model of 27 billion has thirty
 def _pool(kind: str, spread: float, count: int) -> Bytes:
     """So many blocks, one below the other."""
     return random_blocks(kind, count, KINDS[kind].values, np.random.default_rng(7), spread)
