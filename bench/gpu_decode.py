@@ -27,9 +27,10 @@ from onedraw.backends.torch.exact import padded
 from onedraw.backends.torch.inputs import Inputs, Shape, Span, lay_out
 from onedraw.backends.torch.kernels import triton_attention, triton_delta, views
 from onedraw.backends.torch.kernels.cuda import Prepared, TritonLinear, TritonOps
+from onedraw.backends.torch.kernels.recurrence import Recurrence
 from onedraw.backends.torch.kernels.sampler import TritonSampler
 from onedraw.backends.torch.kernels.triton_attention import attend
-from onedraw.backends.torch.kernels.triton_delta import Gated, chunked, close, gate, steps
+from onedraw.backends.torch.kernels.triton_delta import Drafted, Gated, chunked, close, gate, steps
 from onedraw.backends.torch.kernels.triton_linear import Tile, linear
 from onedraw.backends.torch.kernels.triton_norm import opened
 from onedraw.backends.torch.kernels.triton_sample import Wishes, choose
@@ -37,10 +38,10 @@ from onedraw.backends.torch.kernels.views import Heads, device_view, host_view, 
 from onedraw.backends.torch.layers.linear import RowRule
 from onedraw.backends.torch.layers.rope import rope_table
 from onedraw.backends.torch.pages import PageStore
+from onedraw.backends.torch.runs import runs_of
 from onedraw.backends.torch.sampler import Sampler
 from onedraw.models.spec import AttentionSpec, RopeSpec
 from onedraw.sampling.noise import key
-from onedraw.sampling.verify import trails
 from onedraw.types import Draft, History, SamplingParams
 
 DEVICE = torch.device("cuda:0")
@@ -149,7 +150,8 @@ class DenseModel:
         spans, tables, first, page = [], [], 0, 0
         for start, count, drafts in rows:
             need = -(-(start + count + 1) // 256) * 16
-            spans.append(Span(first, count, start, drafts))
+            held = sum(len(span.drafts) for span in spans)
+            spans.append(Span(first, count, start, drafts, lane=len(spans), held=held))
             tables.append(list(range(page, page + need)))
             first, page = first + count, page + need
         assert page <= self.pages, (page, self.pages)
@@ -220,8 +222,8 @@ class HybridModel:
         self.states = [torch.zeros(lanes, 48, 128, 128, device=DEVICE) for _ in range(layers)]
         self.windows = torch.zeros(lanes, 3, self.channels, device=DEVICE)
         places = 64
-        self.held = tuple(torch.zeros(places, *shape, device=DEVICE) for shape in ((48,), (16, 128), (48, 128)))
-        self.plan: tuple[Tensor, ...] = ()
+        self.held = [torch.zeros(places, *shape, device=DEVICE) for shape in ((48,), (16, 128), (48, 128), (self.channels,))]
+        self.plan: Recurrence | None = None
 
     def _product(self, n: int, k: int) -> TritonLinear:
         return self.ops.linear(normal(n, k, spread=k**-0.5))
@@ -236,44 +238,17 @@ class HybridModel:
         self.plan = self.step_plan(found)
         return found
 
-    def step_plan(self, inputs: Inputs) -> tuple[Tensor, ...]:
-        """Taps, and the paths of a first call (known tokens, chains) and of a second one (leaves of trees)."""
-        count = len(inputs.host_tokens)
-        taps = np.full((count, 4), -1)
-        calls: list[list[tuple[list[int], list[int], int, int]]] = [[], []]
-        for lane, span in enumerate(inputs.spans):
-            known = span.count - len(span.drafts)
-            tokens = list(range(span.first, span.first + span.count))
-            paths = [[span.first + known + i for i in trail] for trail in trails(span.drafts)]
-            for token, path in zip(tokens[known - 1 :], paths, strict=True):
-                chain = [count + 3 * lane + i for i in range(3)] + tokens[:known] + path
-                taps[token] = chain[-4:]
-            if not span.branches:
-                calls[0].append((tokens, [-1] * known + list(range(len(span.drafts))), lane, known))
-                continue
-            calls[0].append((tokens[:known], [-1] * known, lane, known))
-            parents = {draft.parent for draft in span.drafts}
-            for leaf in (i for i in range(len(span.drafts)) if i not in parents):
-                path = paths[1 + leaf]
-                calls[1].append((path, [t - span.first - known for t in path], lane, 0))
-        found = [torch.tensor(taps, dtype=torch.int32, device=DEVICE)]
-        for call in calls:
-            order = [t for tokens, _, _, _ in call for t in tokens]
-            places = [p for _, own, _, _ in call for p in own]
-            table, first = [], 0
-            for tokens, _, lane, known in call:
-                table.append([lane, first, len(tokens), known, 0, 0])
-                first += len(tokens)
-            shaped = torch.tensor(table, dtype=torch.int32, device=DEVICE).view(-1, 6)
-            found += [shaped, *(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (order, places))]
-        return tuple(found)
+    def step_plan(self, inputs: Inputs) -> Recurrence:
+        return Recurrence(runs_of(inputs, conv=self.taps), feed=inputs.feed)
 
-    def mix(self, projected: Tensor, index: int, plan: tuple[Tensor, ...]) -> Tensor:
-        gated = self._gate(projected, plan[0])
+    def mix(self, projected: Tensor, index: int, plan: Recurrence) -> Tensor:
+        drafted = None if plan.held is None else Drafted(plan.held, *self.held)
+        gated = self._gate(projected, plan.taps, drafted)
         out = torch.empty(len(projected), 48, 128, device=DEVICE)
-        for call in (plan[1:4], plan[4:7]):
-            steps(gated, self.states[index], out, paths=call[0], order=call[1], places=call[2], held=self.held, pdl=True)  # type: ignore[arg-type]
-        return close(out, projected, self.norm, 1e-6, channels=self.channels, pdl=True)
+        paths = plan.steps
+        steps(gated, self.states[index], out, paths=paths.paths, order=paths.order, drafted=drafted, pdl=True)
+        closing: dict[str, Any] = {"windows": self.windows, "sources": plan.closings}
+        return close(out, projected, self.norm, 1e-6, channels=self.channels, pdl=True, **closing)
 
     def mix_prompt(self, projected: Tensor, *, only_gates: bool = False) -> Tensor:
         count = len(projected)
@@ -287,10 +262,10 @@ class HybridModel:
             chunked(gated, self.states[0], self.states[0], out, chunks=chunks, runs=runs, slots=slots)
         return close(out, projected, self.norm, 1e-6, channels=self.channels, pdl=True)
 
-    def _gate(self, projected: Tensor, taps: Tensor) -> Gated:
+    def _gate(self, projected: Tensor, taps: Tensor, drafted: Drafted | None = None) -> Gated:
         return gate(
             projected, self.windows, taps, conv=self.conv, decay=self.decay, bias=self.bias, key_heads=16, value_heads=48,
-            key_dim=128, value_dim=128, pdl=True,
+            key_dim=128, value_dim=128, drafted=drafted, pdl=True,
         )  # fmt: skip
 
     def logits(self, tokens: Tensor, prepared: Prepared) -> Tensor:
@@ -305,6 +280,7 @@ class HybridModel:
                 )  # fmt: skip
                 mixed = opened(mixed, wide[:, -attended:], "sigmoid", pdl=True)
             else:
+                assert self.plan is not None
                 mixed = self.mix(wide, index, self.plan)
             x = out(mixed, x)
             x = down(ops.gated(gate_up(ops.rms_norm(x, self.norms[2 * index + 1], eps)), "silu"), x)
@@ -448,33 +424,43 @@ def hybrid() -> None:
     _turns("27B", model, model.matrix_bytes, 2 * 4 * 256 * 2 * 16)
 
 
+STEP_CASES: dict[str, list[tuple[int, int, tuple[Draft, ...]]]] = {
+    "1": [(100, 1, ())],
+    "16 in one row": [(100, 16, CHAIN)],
+    "tree of 22": [(100, 22, TREE)],
+    "8 rows": [(100, 1, ())] * 8,
+    "32 rows": [(100, 1, ())] * 32,
+}
+
+
 def delta() -> None:
     """The delta kernels of one 27B layer by themselves."""
     model = HybridModel(TritonOps(DEVICE), positions=4096, pages=800, layers=4)
-    for count in (1, 16):
-        projected = normal(count, model.delta_width)
-        plan = model.step_plan(model.inputs([(1000, count, CHAIN[: count - 1])]))
-        say(f"27B delta layer, {count} in one row, us", 1000 * replay_ms(partial(model.mix, projected, 0, plan), inner=4))
-    for rows in (8, 32):
-        plan = model.step_plan(model.inputs([(100, 1, ())] * rows))
-        projected = normal(rows, model.delta_width)
-        say(f"27B delta layer, {rows} rows, us", 1000 * replay_ms(partial(model.mix, projected, 0, plan), inner=4))
+    for case, rows in STEP_CASES.items():
+        plan = model.step_plan(model.inputs(rows))
+        projected = normal(sum(count for _, count, _ in rows), model.delta_width)
+        say(f"27B delta layer, {case}, us", 1000 * replay_ms(partial(_mix_all, model, projected, plan)) / 12)
     for count in (2048, 8192):
         projected = normal(count, model.delta_width)
         say(f"27B delta layer, prompt of {count}, ms", timed_ms(partial(model.mix_prompt, projected), repeats=5))
 
 
+def _mix_all(model: HybridModel, projected: Tensor, plan: Recurrence) -> None:
+    """Three times through the states of four layers."""
+    for index in range(12):
+        model.mix(projected, index % 4, plan)
+
+
 def step_tiles() -> None:
-    """The step kernel by columns of the state and warps per program: 1 and 16 in one row, 8 and 32 rows."""
+    """The step kernel by columns of the state that a warp has."""
     model = HybridModel(TritonOps(DEVICE), positions=4096, pages=800, layers=4)
-    for columns, warps in ((32, 4), (32, 2), (32, 1), (16, 4), (16, 2), (16, 1), (8, 1), (64, 4), (64, 8))[PART::PARTS]:
-        triton_delta.COLUMNS, triton_delta.STEP_WARPS = columns, warps
-        line = []
-        for rows, count in ((1, 1), (1, 16), (8, 1), (32, 1)):
-            plan = model.step_plan(model.inputs([(100, count, CHAIN[: count - 1])] * rows))
-            projected = normal(rows * count, model.delta_width)
-            line.append(round(1000 * replay_ms(partial(model.mix, projected, 0, plan), inner=4), 1))
-        say(f"27B delta layer, {columns} columns, {warps} warps, us: 1, 16 in one row, 8 rows, 32 rows", line)
+    for columns in (8, 16, 4):
+        triton_delta.COLUMNS = columns
+        for case, rows in STEP_CASES.items():
+            plan = model.step_plan(model.inputs(rows))
+            projected = normal(sum(count for _, count, _ in rows), model.delta_width)
+            us = 1000 * replay_ms(partial(_mix_all, model, projected, plan)) / 12
+            say(f"27B delta layer, {columns} columns, {case}, us", us)
 
 
 def inexact() -> None:
@@ -605,6 +591,21 @@ def sampler() -> None:
             say(f"choosing {rows} x {vocab}, {name}, with the host, ms", _wall_ms(partial(fast.choose, logits, positions)))
             wide = logits.float()
             say(f"choosing {rows} x {vocab}, {name}, plain sampler, ms", _wall_ms(partial(plain.choose, wide, positions)))
+
+
+def choosing() -> None:
+    """Choosing alone, captured: T 0.8, top-p .95, by rows; flat logits and peaked ones."""
+    params = SamplingParams(temperature=0.8, top_p=0.95)
+    for vocab in (248_320, 128_256):
+        for spread in (1.0, 3.0):
+            line = []
+            for rows in (1, 8, 16, 24, 32):
+                logits = normal(rows, vocab, spread=spread)
+                positions = [Position(i, replace(params, seed=i), History((1,), []), (), str(i)) for i in range(rows)]
+                wishes = TritonSampler(vocab=vocab, lanes=rows, device=DEVICE).wishes(positions)
+                work = partial(choose, logits, wishes, vocab=vocab, width=padded(vocab), pdl=True)
+                line.append(round(1000 * replay_ms(work, repeats=10, inner=4), 1))
+            say(f"choosing of {vocab}, logits spread {spread}, us: 1, 8, 16, 24, 32 rows", line)
 
 
 def _wall_ms(work: Callable[[], Any]) -> float:
@@ -752,6 +753,7 @@ SECTIONS: dict[str, Callable[[], None]] = {
     "sweep": sweep,
     "attention": attention,
     "sampler": sampler,
+    "choosing": choosing,
     "delta": delta,
     "step_tiles": step_tiles,
     "inexact": inexact,

@@ -15,14 +15,13 @@ from onedraw.backends.packing import PACKED_DTYPES, hold, matrix_kinds, product_
 from onedraw.backends.plan import (
     DEFAULT_KV_BYTES,
     DRAFTS_PER_LANE,
-    GRAPH_BYTES,
     RESERVE,
     MemoryPlan,
     memory_plan,
     room_for_pages,
-    turn_scratch,
+    turn_bytes_besides,
 )
-from onedraw.backends.precision import KV_CODES, activation_precision, float_dtype, kv_precision
+from onedraw.backends.precision import KV_CODES, activation_precision, kv_precision
 from onedraw.backends.split import SplitPlan, longest_context, plan_split, with_advice
 from onedraw.errors import BadSetting, NoRoom
 from onedraw.models.loading import Described
@@ -71,8 +70,8 @@ class Fitting:
         """The bytes of every device with this context, or NoRoom. Numbers of a turn and recorded turns have their share."""
         asked = replace(self.settings, max_context=context)
         sizes = plan_memory(asked, self.described, dtype=self.dtype, kv_dtype=kv_dtype, default_kv_bytes=self.room)
-        scratch = turn_scratch(self.described.spec, float_dtype(self.dtype), asked.turn_tokens)
-        scratch += GRAPH_BYTES if len(self.devices) == 1 else 0
+        turns = {"turn_tokens": asked.turn_tokens, "packed": sizes.weights is not None, "recorded": len(self.devices) == 1}
+        scratch = turn_bytes_besides(self.described.spec, self.dtype, **turns)
         return plan_split(
             self.described.spec,
             sizes,

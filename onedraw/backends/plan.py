@@ -21,6 +21,7 @@ DRAFTS_PER_LANE = 16  # places of the rollback buffer, where nobody asked for mo
 MOST_DRAFTS = 64  # of one row
 LOGITS_BYTES = 256 * 2**20  # float32 logits held at once
 GRAPH_BYTES = 512 * 2**20  # of recorded turns
+OPENED_BYTES = 256 * 2**20  # of packed weights that a GPU writes out for products with many rows, a slice at a time
 RESERVE = 0.05  # of an accelerator's memory: what its runtime takes
 SMALLEST_DEFAULT_CONTEXT = 4096  # a default context is not cut below this to save pages
 
@@ -161,11 +162,17 @@ def memory_plan(
 
 def room_for_pages(plan: MemoryPlan, spec: ModelSpec, *, memory: int, turn_tokens: int, beside: int = 0) -> int:
     """Bytes of an accelerator's free memory that pages may take: what weights, states, a drafter `beside`, the numbers of a
-    turn and recorded turns leave, less a share that its runtime takes. 0 where they leave nothing."""
-    scratch = turn_scratch(spec, float_dtype(plan.dtype), turn_tokens)
+    turn, packed weights written out and recorded turns leave, less a share that its runtime takes. 0 where they leave nothing."""
     nobodys = sum(group.page_bytes for group in plan.groups)  # where padding writes
-    taken = plan.total_bytes - plan.kv_bytes + nobodys + beside + scratch + GRAPH_BYTES
+    turns = turn_bytes_besides(spec, plan.dtype, turn_tokens=turn_tokens, packed=plan.weights is not None, recorded=True)
+    taken = plan.total_bytes - plan.kv_bytes + nobodys + beside + turns
     return max(int(memory * (1 - RESERVE)) - taken, 0)
+
+
+def turn_bytes_besides(spec: ModelSpec, dtype: str, *, turn_tokens: int, packed: bool, recorded: bool) -> int:
+    """Bytes that turns take on an accelerator beside what they read: their numbers, packed weights written out, recordings."""
+    opened, graphs = OPENED_BYTES if packed else 0, GRAPH_BYTES if recorded else 0
+    return turn_scratch(spec, float_dtype(dtype), turn_tokens) + opened + graphs
 
 
 def turn_scratch(spec: ModelSpec, dtype: str, turn_tokens: int) -> int:

@@ -36,6 +36,7 @@ EXAMPLES = """examples:
   onedraw bench smollm2 --batch 1 --draft ngram --draft-tokens 4 --temperature 0
   onedraw bench random:llama3-8b --batch 1,8,32 --temperature 0.8 --top-p 0.95 --against transformers
   onedraw bench random:qwen3.6-27b --batch 1 --draft replay:4 --draft-tokens 15
+  onedraw bench random:qwen3.6-27b-q4_k_m --batch 1 --draft random:qwen3.6-27b-dflash-q4_k_m --draft-tokens 15
 """
 REPLAY = "replay:"
 # A bench runs to full length, and has nothing to predict.

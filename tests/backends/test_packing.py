@@ -143,6 +143,6 @@ def test_a_gpu_keeps_columns_in_their_stored_order_and_converts_what_it_cannot_r
 
 def test_what_blocks_save_is_counted_against_two_bytes_a_number() -> None:
     rng = np.random.default_rng(0)
-    tensors = [stored("w", (4, 256), "Q4_K", rng), stored("w", (4, 256), "F16", rng), stored("n", (256,), "F32", rng)]
-    assert saved_in_blocks(tensors) == 2 * 4 * 256 - 4 * 144
+    tensors = [stored("w", (16, 256), "Q4_K", rng), stored("w", (16, 256), "F16", rng), stored("n", (256,), "F32", rng)]
+    assert saved_in_blocks(tensors) == 2 * 16 * 256 - 16 * 144
     assert saved_in_blocks(tensors[1:]) == 0

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from onedraw.backends.plan import DEFAULT_KV_BYTES, GRAPH_BYTES, RESERVE, human_bytes, memory_plan, room_for_pages, turn_scratch
+from onedraw.backends.plan import (
+    DEFAULT_KV_BYTES,
+    GRAPH_BYTES,
+    OPENED_BYTES,
+    RESERVE,
+    WeightBytes,
+    human_bytes,
+    memory_plan,
+    room_for_pages,
+    turn_scratch,
+)
 from onedraw.errors import BadSetting, NoRoom
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 
@@ -115,6 +125,13 @@ def test_pages_get_what_weights_states_recorded_turns_and_scratch_leave() -> Non
     taken += sum(group.page_bytes for group in plan.groups)  # padding has a page of its own
     assert room == int(memory * (1 - RESERVE)) - taken
     assert room - room_for_pages(plan, spec, memory=memory, turn_tokens=512, beside=1000) == 1000
+
+
+def test_packed_weights_leave_room_to_be_written_out() -> None:
+    spec, given = a_spec(), {"memory": 8 * 2**30, "turn_tokens": 512}
+    plain = a_plan(spec)
+    packed = a_plan(spec, weights=WeightBytes(0, (plain.weight_bytes,), 0))
+    assert room_for_pages(plain, spec, **given) - room_for_pages(packed, spec, **given) == OPENED_BYTES
 
 
 def test_a_device_that_the_weights_fill_has_no_room_for_pages() -> None:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from onedraw.backends.answers import Position
 from onedraw.backends.torch.sampler import Sampler
-from tests.backends.torch.judge import choices, disagreements, make, random_case
+from onedraw.types import History, SamplingParams
+from tests.backends.torch.judge import Case, choices, disagreements, make, random_case
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [
     pytest.mark.device,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(not (torch.cuda.is_available() or INTERPRETED), reason="needs a CUDA device"),
 ]
 
+DEVICE = "cpu" if INTERPRETED else "cuda"
 KINDS: list[type[Sampler]] = [Sampler]
-if torch.cuda.is_available():
+if torch.cuda.is_available() or INTERPRETED:
+    from onedraw.backends.torch.kernels import triton_sample
     from onedraw.backends.torch.kernels.sampler import TritonSampler
 
     KINDS.append(TritonSampler)
@@ -44,11 +52,47 @@ def test_a_rows_bits_are_its_own_whatever_rows_and_neighbours(vocab: int, kind: 
 def test_kernels_choose_what_the_plain_sampler_chooses_bit_by_bit(vocab: int) -> None:
     """Tokens, logprobs and checksums; logits in bf16 as a head gives them, too."""
     for seed in range(3):
-        case = random_case(seed, rows=40, vocab=vocab, whole_numbers=seed == 1, tokens=min(vocab, 50))
+        case = unconstrained(random_case(seed, rows=40, vocab=vocab, whole_numbers=seed == 1, tokens=min(vocab, 50)))
         plain, fast = make(vocab, device="cuda"), make(vocab, device="cuda", kind=KINDS[-1])
         assert choices(fast, case, "cuda") == choices(plain, case, "cuda")
         rounded = case.logits.to("cuda", torch.bfloat16)
         assert fast.choose(rounded, case.positions) == plain.choose(rounded.float(), case.positions)
+
+
+def unconstrained(case: Case) -> Case:
+    """A constraint in one row leaves all rows of the call to the plain sampler."""
+    return Case(case.logits, [replace(p, params=replace(p.params, constraint=None)) for p in case.positions])
+
+
+FILTERS = [
+    {"top_p": 0.9},
+    {"top_p": 0.999},
+    {"top_p": 1e-9},
+    {"top_k": 7},
+    {"top_k": 300},
+    {"top_k": 300, "top_p": 0.5, "min_p": 0.01},
+    {"min_p": 0.2, "top_p": 0.7},
+    {"temperature": 0.05, "top_k": 100, "top_p": 0.95},
+    {"temperature": 30.0, "top_p": 0.95},
+    {},
+]
+
+
+@pytest.mark.parametrize("short", [64, 4096])
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 8.0, 100.0])
+def test_a_limit_is_found_however_many_tokens_are_near_it(spread: float, short: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists that hold what is near the limit, and lists that are too short for it."""
+    monkeypatch.setattr(triton_sample, "SHORT", short)
+    vocab = 200 if INTERPRETED else 60_000
+    logits = torch.from_numpy(np.random.default_rng(1).normal(scale=spread, size=(10, vocab)).astype(np.float32))
+    logits[:, ::7] = -torch.inf
+    parameters = [SamplingParams(checksums=True, seed=i, **wishes) for i, wishes in enumerate(FILTERS)]
+    case = Case(logits, [Position(i, p, History((1,), []), (), str(i)) for i, p in enumerate(parameters)])
+    plain, fast = make(vocab, device=DEVICE), make(vocab, device=DEVICE, kind=KINDS[-1])
+    expected = choices(plain, case, DEVICE)
+    assert choices(fast, case, DEVICE) == expected
+    few = case.rows([0, 5])
+    assert choices(make(vocab, device=DEVICE, kind=KINDS[-1]), few, DEVICE) == [expected[0], expected[5]]
 
 
 @pytest.mark.parametrize("kind", KINDS)

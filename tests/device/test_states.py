@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor
+
+from onedraw.backends.torch.experts import choose_experts, join_shared
+from onedraw.models.spec import MoeSpec
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [
@@ -18,6 +22,7 @@ pytestmark = [
 if torch.cuda.is_available() or INTERPRETED:
     from onedraw.backends.torch.kernels import triton_delta as delta
     from onedraw.backends.torch.kernels import triton_moe as moe
+    from onedraw.backends.torch.kernels import triton_routes as routes
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
@@ -59,7 +64,7 @@ def projections(count: int, seed: int) -> Tensor:
     return normal(count, CHANNELS + VALUE_HEADS * DIM + 2 * VALUE_HEADS, seed=seed).to(DTYPE)
 
 
-def gated(projected: Tensor, taps: list[list[int]], windows: Tensor) -> delta.Gated:
+def gated(projected: Tensor, taps: list[list[int]], windows: Tensor, drafted: delta.Drafted | None = None) -> delta.Gated:
     return delta.gate(
         projected,
         windows,
@@ -71,6 +76,7 @@ def gated(projected: Tensor, taps: list[list[int]], windows: Tensor) -> delta.Ga
         value_heads=VALUE_HEADS,
         key_dim=DIM,
         value_dim=DIM,
+        drafted=drafted,
     )
 
 
@@ -83,12 +89,20 @@ def windows() -> Tensor:
     return torch.zeros(LANES, TAPS - 1, CHANNELS, device=DEVICE)
 
 
-def held(places: int) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        torch.full((places, VALUE_HEADS), torch.nan, device=DEVICE),
-        torch.full((places, KEY_HEADS, DIM), torch.nan, device=DEVICE),
-        torch.full((places, VALUE_HEADS, DIM), torch.nan, device=DEVICE),
+def drafts(places: list[int]) -> delta.Drafted:
+    """Tokens at these places of a rollback buffer full of NaN; -1 for tokens that are known."""
+    count = max(places) + 1
+    return delta.Drafted(
+        words(places),
+        torch.full((count, VALUE_HEADS), torch.nan, device=DEVICE),
+        torch.full((count, KEY_HEADS, DIM), torch.nan, device=DEVICE),
+        torch.full((count, VALUE_HEADS, DIM), torch.nan, device=DEVICE),
+        torch.full((count, CHANNELS), torch.nan, device=DEVICE),
     )
+
+
+def held(drafted: delta.Drafted) -> tuple[Tensor, Tensor, Tensor]:
+    return drafted.decays, drafted.keys, drafted.changes
 
 
 def states() -> Tensor:
@@ -130,22 +144,22 @@ def test_steps_are_the_recurrence_and_a_lane_does_not_know_its_neighbours() -> N
     taps, paths, first = [], [], 0
     for lane, count in enumerate(counts):
         taps += line(count, first=first)
-        paths.append([lane, first, count, count, 0, int(lane == 1)])
+        paths.append([lane, first, count, count, int(lane == 1)])
         first += count
     projected = projections(first, seed=5)
     parts = gated(projected, taps, windows())
     now, out = states(), outputs(first)
-    order, none = words(list(range(first))), words([-1] * first)
-    delta.steps(parts, now, out, paths=words(paths), order=order, places=none, held=held(1))
+    order = words([4 * token for token in range(first)])
+    delta.steps(parts, now, out, paths=words(paths), order=order)
     slow = slow_gates(projected, taps)
     for path in paths:
         lane, begin, count = path[:3]
-        start = states()[lane] * (0 if path[5] else 1)
+        start = states()[lane] * (0 if path[4] else 1)
         state, found = slow_steps(start, slow, list(range(begin, begin + count)))
         assert error(out[begin : begin + count], found) < 1e-4
         assert error(now[lane], state) < 1e-4
         again, alone = states(), outputs(first)
-        delta.steps(parts, again, alone, paths=words([path]), order=order, places=none, held=held(1))
+        delta.steps(parts, again, alone, paths=words([path]), order=order)
         assert torch.equal(alone[begin : begin + count], out[begin : begin + count])
         assert torch.equal(again[lane], now[lane])
 
@@ -153,37 +167,39 @@ def test_steps_are_the_recurrence_and_a_lane_does_not_know_its_neighbours() -> N
 def test_a_kept_draft_leaves_the_state_that_stepping_leaves() -> None:
     """A chain behind one known token: the kept part, committed, has the bits of the same tokens known from the start."""
     projected = projections(6, seed=6)
-    parts = gated(projected, line(6), windows())
-    order = words(list(range(6)))
+    drafted = drafts([-1, 0, 1, 2, 3, 4])
+    parts, plain_parts = gated(projected, line(6), windows(), drafted), gated(projected, line(6), windows())
+    assert torch.equal(parts.gates, plain_parts.gates)
+    assert torch.equal(drafted.fed, projected[1:, :CHANNELS].float())
+    order = words([4 * token for token in range(6)])
     plain, out = states(), outputs(6)
-    delta.steps(parts, plain, out, paths=words([[2, 0, 4, 4, 0, 0]]), order=order, places=words([-1] * 6), held=held(1))
-    drafted, seen, buffer = states(), outputs(6), held(5)
-    places = words([-1, 0, 1, 2, 3, 4])
-    delta.steps(parts, drafted, seen, paths=words([[2, 0, 6, 1, 0, 0]]), order=order, places=places, held=buffer)
+    delta.steps(parts, plain, out, paths=words([[2, 0, 4, 4, 0]]), order=order)
+    now, seen = states(), outputs(6)
+    delta.steps(parts, now, seen, paths=words([[2, 0, 6, 1, 0]]), order=order, drafted=drafted)
     assert torch.equal(seen[:4], out[:4])
-    delta.commit(drafted, held=buffer, lanes=words([2]), places=words([[0, 1, 2, -1]]))
-    assert torch.equal(drafted, plain)
+    delta.commit(now, held=held(drafted), lanes=words([2]), places=words([[0, 1, 2, -1]]))
+    assert torch.equal(now, plain)
 
 
 def test_a_node_of_a_tree_has_the_bits_of_its_path() -> None:
-    """Known token 0; nodes 1 (of 0), 2 (of 0), 3 (of 1), 4 (of 3), 5 (of 2)."""
-    projected = projections(6, seed=7)
-    taps = [[-1, -1, -1, 0], [-1, -1, 0, 1], [-1, -1, 0, 2], [-1, 0, 1, 3], [0, 1, 3, 4], [-1, 0, 2, 5]]
-    parts = gated(projected, taps, windows())
-    now, out, buffer = states(), outputs(6), held(5)
-    delta.steps(parts, now, out, paths=words([[1, 0, 1, 1, 0, 0]]), order=words([0]), places=words([-1]), held=buffer)
-    order, places = [1, 3, 4, 2, 5], [0, 2, 3, 1, 4]
-    paths = words([[1, 0, 3, 0, 0, 0], [1, 3, 2, 0, 0, 0]])
-    delta.steps(parts, now, out, paths=paths, order=words(order), places=words(places), held=buffer)
+    """Known token 0; nodes 1 (of 0), 2 (of 0), 3 (of 1), 4 (of 3), 5 (of 2), 6 (of 3); beside it a row that has one token."""
+    projected = projections(8, seed=7)
+    taps = [[-1, -1, -1, 0], [-1, -1, 0, 1], [-1, -1, 0, 2], [-1, 0, 1, 3], [0, 1, 3, 4], [-1, 0, 2, 5], [0, 1, 3, 6]]
+    drafted = drafts([-1, 0, 1, 2, 3, 4, 5, -1])
+    parts = gated(projected, [*taps, [-1, -1, -1, 7]], windows(), drafted)
+    now, out = states(), outputs(8)
+    back, again = delta.FROM_KNOWN, delta.AGAIN
+    order = words([0, 4 * 1, 4 * 3, 4 * 4, 4 * 1 + back + again, 4 * 3 + again, 4 * 6, 4 * 2 + back, 4 * 5, 4 * 7])
+    delta.steps(parts, now, out, paths=words([[1, 0, 9, 1, 0], [0] * 5, [3, 9, 1, 1, 0]]), order=order, drafted=drafted)
     assert not out.isnan().any()
-    for path in ([0, 1, 3, 4], [0, 2, 5]):
-        chain, alone = states(), outputs(6)
-        lone = words([[1, 0, len(path), len(path), 0, 0]])
-        delta.steps(parts, chain, alone, paths=lone, order=words(path), places=words([-1] * len(path)), held=held(1))
+    for path in ([0, 1, 3, 4], [0, 1, 3, 6], [0, 2, 5]):
+        chain, alone = states(), outputs(8)
+        lone = words([[1, 0, len(path), len(path), 0]])
+        delta.steps(parts, chain, alone, paths=lone, order=words([4 * token for token in path]))
         assert torch.equal(alone[path], out[path])
         kept = now.clone()
-        delta.commit(kept, held=buffer, lanes=words([1]), places=words([[t - 1 for t in path[1:]]]))
-        assert torch.equal(kept, chain)
+        delta.commit(kept, held=held(drafted), lanes=words([1]), places=words([[t - 1 for t in path[1:]]]))
+        assert torch.equal(kept[1], chain[1])
 
 
 @pytest.mark.parametrize("count", [64, 200] if not INTERPRETED else [70])
@@ -216,13 +232,18 @@ def test_windows_are_read_before_they_are_written() -> None:
     fed = projections(5, seed=10)
     past = normal(LANES, TAPS - 1, CHANNELS, seed=11)
     now = past.clone()
-    delta.shift_windows(fed, now, now, words([[2, 5 + 2 * 3 + 1, 5 + 2 * 3 + 2, 0, -1], [4, 1, 2, 3, -1], [0, -1, -1, 4, -1]]))
+    sources = [[2, 5 + 2 * 3 + 1, 5 + 2 * 3 + 2, 0, -1], [4, 1, 2, 3, -1], [0, -1, -1, 4, -1]]
+    delta.shift_windows(fed, now, now, words(sources))
     expected = past.clone()
     wide = fed.float()[:, :CHANNELS]
     expected[2] = torch.stack([past[2, 1], past[2, 2], wide[0]])
     expected[4] = wide[1:4]
     expected[0] = torch.stack([torch.zeros_like(wide[0]), torch.zeros_like(wide[0]), wide[4]])
     assert torch.equal(now, expected)
+    closed, out = past.clone(), normal(5, VALUE_HEADS, DIM, seed=13)
+    given = delta.close(out, fed, LAYER.norm, 1e-6, channels=CHANNELS, windows=closed, sources=words(sources))
+    assert torch.equal(closed, expected)
+    assert torch.equal(given, delta.close(out, fed, LAYER.norm, 1e-6, channels=CHANNELS))
 
 
 def test_what_comes_after_the_state_is_a_gated_norm() -> None:
@@ -247,8 +268,8 @@ def test_experts_answer_each_row_by_itself_in_expert_order() -> None:
     weights, chosen = scores.topk(used, dim=1)
 
     def answer(part: slice) -> Tensor:
-        routes = moe.route(chosen[part], weights[part], count=count)
-        return moe.experts(x[part], routes, gate_up=gate_up, down=down, activation="silu")
+        tables = moe.route(chosen[part], weights[part], count=count)
+        return moe.experts(x[part], tables, gate_up=gate_up, down=down, activation="silu")
 
     found = answer(slice(0, rows))
     for row in range(0, rows, 37):
@@ -261,3 +282,33 @@ def test_experts_answer_each_row_by_itself_in_expert_order() -> None:
     for size in (1, 2, 3) if INTERPRETED else (1, 2, 5, 16, 64):
         assert torch.equal(answer(slice(0, size)), found[:size]), size
         assert torch.equal(answer(slice(2, 2 + size)), found[2 : 2 + size]), size
+
+
+@pytest.mark.parametrize("rows", [1, 3] if INTERPRETED else [1, 3, 24, 64])
+def test_rows_are_brought_together_as_sorting_would(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    count, used = (8, 4) if INTERPRETED else (256, 8)
+    weights, chosen = normal(rows, count, seed=rows).softmax(1).topk(used, dim=1)
+    found = moe.route(chosen, weights, count=count)
+    monkeypatch.setattr(moe, "MOST_PAIRS", 0)
+    expected = moe.route(chosen, weights, count=count)
+    assert torch.equal(found.order, expected.order)
+    assert torch.equal(found.weights, expected.weights)
+    live = expected.tiles[:, 2] > 0
+    assert torch.equal(found.tiles[live], expected.tiles[live])
+    assert not found.tiles[~live][:, 2].any()
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("more", [False, True])
+def test_experts_are_chosen_by_the_plain_rule(scores: Literal["softmax", "sigmoid"], more: bool) -> None:
+    count, rows = 20 if INTERPRETED else 250, 5
+    spec = MoeSpec(count, 4, 8, scores=scores, normalised=more, softcap=5.0 if more else None)
+    given = normal(rows, count + 12, seed=3, spread=4.0).round().to(DTYPE)  # ties, and columns behind the last expert
+    extra = {"bias": normal(count, seed=4) if more else None, "factors": normal(count, seed=5) if more else None}
+    ids, weights = routes.choose_experts(given, spec, **extra)
+    expected_ids, expected = choose_experts(given, spec, **extra)
+    assert torch.equal(ids, expected_ids)
+    assert error(weights, expected) < 1e-6
+    out, always, residual = (normal(rows, 40, seed=6 + i).to(DTYPE) for i in range(3))
+    for gate, before in ((None, None), (given, residual)):
+        assert error(routes.join(out, always, gate, before), join_shared(out, always, gate, before)) < 5e-3

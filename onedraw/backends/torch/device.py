@@ -150,16 +150,18 @@ def pick_ops(
             return CpuOps(built.library, threads=threads or DEFAULT_THREADS, packing=packing)
         warn(f"no CPU kernels: {built.reason}; computing with plain torch, slower and with other low bits")
     if torch.device(device).type == "cuda":
-        return _cuda_ops(torch.device(device), DTYPES[dtype], warn, packed=packed)
+        return _cuda_ops(torch.device(device), DTYPES[dtype], warn, packed=packed, cache=cache)
     return TorchOps(torch.device(device))
 
 
-def _cuda_ops(device: torch.device, dtype: torch.dtype, warn: Callable[[str], object], *, packed: bool) -> Ops:
+def _cuda_ops(device: torch.device, dtype: torch.dtype, warn: Callable[[str], object], *, packed: bool, cache: Path) -> Ops:
+    from onedraw.backends.torch.kernels import nvrtc
     from onedraw.backends.torch.kernels.cuda import TritonOps, serves
     from onedraw.backends.torch.kernels.packed_ops import PackedOps
 
     if serves(device, dtype):
         pdl = torch.cuda.get_device_capability(device) >= (9, 0)
+        nvrtc.keep_in(cache)
         return PackedOps(device, dtype, pdl=pdl) if packed else TritonOps(device, pdl=pdl)
     if dtype != torch.float32:
         warn(f"no kernels for {torch.cuda.get_device_name(device)}: computing with plain torch, slower and with other low bits")

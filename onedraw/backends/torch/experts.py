@@ -13,8 +13,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from onedraw.backends.torch.exact import apply_elementwise, ordered_sum
+from onedraw.backends.torch.layers.elementwise import opened, softcapped
 from onedraw.backends.torch.layers.linear import Linear
-from onedraw.models.spec import Activation
+from onedraw.models.spec import Activation, MoeSpec
 
 
 class Bank(Protocol):
@@ -51,3 +53,33 @@ class PlainBank:
                 answer = down(self.gated(gate_up(chosen), self.activation))[: len(tokens)].float()
                 out.index_add_(0, tokens, answer * weights[tokens, place].unsqueeze(1))
         return (out if scale == 1 else out.mul_(scale)).to(h.dtype)
+
+
+def choose_experts(logits: Tensor, spec: MoeSpec, *, bias: Tensor | None, factors: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Experts of each token, best first, the lowest number among equals, and their weights: [T, used] each.
+
+    logits [T, ≥ experts]; `bias` is added for selecting, `factors` are of the experts, after normalising.
+    """
+    logits = logits[:, : spec.experts].float().contiguous()
+    if spec.softcap is not None:
+        logits = softcapped(logits, spec.softcap)
+    if spec.scores == "sigmoid":
+        scores = opened(logits, "sigmoid")
+    else:
+        shares = apply_elementwise(torch.exp, logits - logits.amax(1, keepdim=True))
+        scores = shares / ordered_sum(shares).unsqueeze(1)
+    order = scores if bias is None else scores + bias
+    ids = order.sort(dim=1, descending=True, stable=True).indices[:, : spec.used]
+    weights = scores.gather(1, ids)
+    if spec.normalised:
+        weights = weights / ordered_sum(weights).unsqueeze(1)
+    return ids, weights if factors is None else weights * factors[ids]
+
+
+def join_shared(out: Tensor, always: Tensor, gate: Tensor | None, residual: Tensor | None) -> Tensor:
+    """What the experts gave, plus what always answers times the sigmoid of the gate's first column; plus the residual."""
+    wide = always.float()
+    if gate is not None:
+        wide = wide * opened(gate.float(), "sigmoid")[:, :1]
+    total = wide.add_(out).to(out.dtype)
+    return total if residual is None else residual + total.to(residual.dtype)

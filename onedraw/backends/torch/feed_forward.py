@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from onedraw.backends.torch.exact import apply_elementwise, ordered_sum
 from onedraw.backends.torch.experts import Bank
-from onedraw.backends.torch.layers.elementwise import opened, softcapped
 from onedraw.backends.torch.layers.linear import Linear
 from onedraw.backends.torch.loader import LANE, Loader
 from onedraw.backends.torch.ops import Opening, Ops
@@ -95,40 +92,26 @@ class Experts:
         return [self.router, *self.bank.linears, *shared, *([self.shared_route] if self.shared_route else [])]
 
     def __call__(self, h: Tensor, residual: Tensor, ops: Ops) -> Tensor:
-        ids, weights = self._route(h, residual, ops)
-        out = self.bank(h, ids, weights, self.spec.scale)
-        if self.shared is None:
-            return out
-        always = self.shared(h, residual, ops).float()
-        if self.shared_route is not None:
-            always = always * opened(self.shared_route(h).float(), "sigmoid")[:, :1]
-        return always.add_(out).to(h.dtype)
+        out = self._experts(h, residual, ops)
+        return out if self.shared is None else self._joined(out, h, residual, ops, added=False)
 
     def added(self, h: Tensor, residual: Tensor, ops: Ops) -> Tensor:
-        return residual + self(h, residual, ops).to(residual.dtype)
+        """The same plus the residual."""
+        out = self._experts(h, residual, ops)
+        return residual + out.to(residual.dtype) if self.shared is None else self._joined(out, h, residual, ops, added=True)
 
-    def _route(self, h: Tensor, residual: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
-        """Experts of each token, best first, the lowest number among equals, and their weights: [T, used] each."""
-        spec = self.spec
+    def _joined(self, out: Tensor, h: Tensor, residual: Tensor, ops: Ops, *, added: bool) -> Tensor:
+        assert self.shared is not None
+        gate = None if self.shared_route is None else self.shared_route(h)
+        return ops.join_shared(out, self.shared(h, residual, ops), gate, residual if added else None)
+
+    def _experts(self, h: Tensor, residual: Tensor, ops: Ops) -> Tensor:
+        seen = h
         if self.router_scale is not None:
             normed = ops.rms_norm(residual, None, self.eps)
-            h = (normed.float() * self.router_scale * h.shape[1] ** -0.5).to(h.dtype)
-        logits = self.router(h)[:, : spec.experts].float().contiguous()
-        if spec.softcap is not None:
-            logits = softcapped(logits, spec.softcap)
-        if spec.scores == "sigmoid":
-            scores = opened(logits, "sigmoid")
-        else:
-            shares = apply_elementwise(torch.exp, logits - logits.amax(1, keepdim=True))
-            scores = shares / ordered_sum(shares).unsqueeze(1)
-        order = scores if self.select_bias is None else scores + self.select_bias
-        ids = order.sort(dim=1, descending=True, stable=True).indices[:, : spec.used]
-        weights = scores.gather(1, ids)
-        if spec.normalised:
-            weights = weights / ordered_sum(weights).unsqueeze(1)
-        if self.expert_scale is not None:
-            weights = weights * self.expert_scale[ids]
-        return ids, weights
+            seen = (normed.float() * self.router_scale * h.shape[1] ** -0.5).to(h.dtype)
+        ids, weights = ops.choose_experts(self.router(seen), self.spec, bias=self.select_bias, factors=self.expert_scale)
+        return self.bank(h, ids, weights, self.spec.scale)
 
 
 FeedForward = Mlp | Experts

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from onedraw.backends.torch.experts import Bank, PlainBank
+from onedraw.backends.torch.experts import Bank, PlainBank, choose_experts, join_shared
 from onedraw.backends.torch.inputs import Inputs
 from onedraw.backends.torch.lanes import Kept, LaneStore
 from onedraw.backends.torch.layers import delta as plain_delta
@@ -28,7 +28,7 @@ from onedraw.backends.torch.runs import Runs, runs_of
 from onedraw.backends.torch.sampler import Sampler
 from onedraw.backends.torch.tiles import tile_groups
 from onedraw.models.source import Tensor as Stored
-from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, Gate, RopeSpec
+from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, Gate, MoeSpec, RopeSpec
 
 
 class Ops(Protocol):
@@ -89,6 +89,16 @@ class Ops(Protocol):
 
     def bank(self, gate_up: list[Tensor], down: list[Tensor], activation: Activation) -> Bank:
         """Experts from their matrices: [2F, E] and [E, F] of each."""
+        ...
+
+    def choose_experts(
+        self, logits: Tensor, spec: MoeSpec, *, bias: Tensor | None, factors: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """As `experts.choose_experts`."""
+        ...
+
+    def join_shared(self, out: Tensor, always: Tensor, gate: Tensor | None, residual: Tensor | None) -> Tensor:
+        """As `experts.join_shared`."""
         ...
 
     def sampler(self, *, vocab: int, lanes: int, device: torch.device) -> Sampler: ...
@@ -204,6 +214,14 @@ class FloatOps:
 
     def table(self, tensor: Stored) -> Linear | None:
         return None
+
+    def choose_experts(
+        self, logits: Tensor, spec: MoeSpec, *, bias: Tensor | None, factors: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return choose_experts(logits, spec, bias=bias, factors=factors)
+
+    def join_shared(self, out: Tensor, always: Tensor, gate: Tensor | None, residual: Tensor | None) -> Tensor:
+        return join_shared(out, always, gate, residual)
 
     def fuse(self, layers: Sequence[DenseLayer]) -> Fused | None:
         return None

@@ -57,6 +57,6 @@ def test_chunks_of_a_state_and_experts_fit() -> None:
     assert made.metadata.shared <= SMALL_SHARED
     kinds = dict.fromkeys(("x", "weight", "y"), "*bf16") | dict.fromkeys(("order", "tiles"), "*i32")
     for height, columns, depth in ((16, 64, 128), (64, 128, 64)):
-        numbers = {"DIVIDE": 8, "K": 2048, "BLOCK_M": height, "BLOCK_N": columns, "BLOCK_K": depth}
+        numbers = {"DIVIDE": 8, "K": 2048, "BLOCK_M": height, "BLOCK_N": columns, "BLOCK_K": depth, "PDL": False}
         made = compiled(triton_moe._grouped, kinds, numbers, capability=SM86, num_warps=4, num_stages=3)
         assert made.metadata.shared <= SMALL_SHARED

@@ -35,8 +35,12 @@ def under_the_interpreter(file: str, chosen: str = "") -> str:
 
 
 def test_states_and_experts_are_right_under_the_interpreter() -> None:
-    chosen = "kept_draft or windows or experts or gated_norm"
-    assert "4 passed" in under_the_interpreter("tests/device/test_states.py", chosen)
+    chosen = "kept_draft or tree or windows or experts or gated_norm or brought"
+    assert "11 passed" in under_the_interpreter("tests/device/test_states.py", chosen)
+
+
+def test_limits_are_found_under_the_interpreter() -> None:
+    assert "2 passed" in under_the_interpreter("tests/device/test_sampler.py", "near and (0.01-64 or 8.0-4096)")
 
 
 def test_turns_that_are_padded_and_replayed_have_the_bits_of_plain_ones_under_the_interpreter() -> None:

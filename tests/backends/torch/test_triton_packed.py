@@ -5,71 +5,78 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from onedraw.backends.packing import SEGMENT, SPANS
-from onedraw.backends.torch.kernels.packed_linear import choose_packed_tile
+from onedraw.backends.torch.kernels import nvrtc, wide
+from onedraw.backends.torch.kernels.spans import _prepare
 from onedraw.backends.torch.kernels.triton_linear import SMALL_SHARED
-from onedraw.backends.torch.kernels.triton_packed import _packed
+from onedraw.backends.torch.kernels.triton_packed import _packed_experts
+from onedraw.backends.torch.kernels.triton_wide import WideTile, _wide
+from tests.backends.torch.compiling import compiled
 
 LARGE_SHARED = 227 * 1024
 
 
-def test_packed_products_are_right_under_the_interpreter() -> None:
+@pytest.mark.parametrize(("name", "passed"), [("test_spans.py", 11), ("test_packed.py", 2 * len(SPANS) + 4)])
+def test_what_is_written_in_triton_is_right_under_the_interpreter(name: str, passed: int) -> None:
     """In a process of its own: the interpreter is chosen when Triton is imported."""
-    quick = ("-k", "not packed_model")  # a whole model takes the interpreter a minute
-    command = [
-        *(sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider"),
-        *("tests/device/test_packed.py", *quick),
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider", f"tests/device/{name}"]
     changes = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(command, env={**os.environ, **changes}, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout[-2000:]
-    assert f"{2 * len(SPANS) + 7} passed" in ran.stdout
+    assert f"{passed} passed" in ran.stdout
 
 
-@pytest.mark.parametrize("shared", [SMALL_SHARED, LARGE_SHARED])
-@pytest.mark.parametrize("rows", [1, 16, 17, 64, 100, 2048])
-def test_every_packed_tile_fits_into_the_shared_memory_of_its_card(rows: int, shared: int) -> None:
-    for kind in SPANS:
-        for n in (1024, 5120, 34816):
-            assert choose_packed_tile(kind, rows, n, shared).shared(kind) <= shared
-
-
-@pytest.mark.parametrize(
-    ("kind", "rows", "arch"),
-    [("Q4_K", 1, 86), ("Q5_1", 16, 86), ("Q6_K", 2048, 86), ("Q8_0", 2048, 86), ("Q5_K", 1, 90), ("Q4_K", 2048, 90)],
-)
-def test_products_compile_for_cards_that_are_not_here(kind: str, rows: int, arch: int) -> None:
-    """Within the shared memory of the card, without memory for registers that do not fit, and with inputs in their order: a
+def lean(made: Any) -> None:
+    """Within the shared memory of a small card, without memory for registers that do not fit, and with inputs in their order: a
     matrix unit that is offered four at a time would add them up in another one."""
-    shared = SMALL_SHARED if arch == 86 else LARGE_SHARED
-    tile = choose_packed_tile(kind, rows, 5120, shared)
-    numbers = {
-        **{"KIND": kind, "CODES": SPANS[kind].codes, "SCALES": SPANS[kind].scales},
-        **{"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "GROUP": tile.group},
-        **{
-            "HAS_BIAS": False,
-            "HAS_RESIDUAL": False,
-            "EVEN_N": True,
-            "EVEN_K": True,
-            "SEGMENT": SEGMENT,
-            "SPLIT": tile.split,
-            "PDL": False,
-        },
-    }
-    pointers = dict.fromkeys(("x", "bias", "residual", "y"), "*bf16") | {"codes": "*i16", "high": "*i16", "scales": "*i32"}
-    pointers["y"] = "*fp32" if tile.split else "*bf16"
-    types = {name: pointers.get(name, "constexpr" if name in numbers else "i32") for name in _packed.arg_names}
-    wide = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(types) if name != "rows" and name not in numbers}
-    source = ASTSource(_packed, signature=types, constexprs=numbers, attrs=wide)
-    made = triton.compile(
-        source, target=GPUTarget("cuda", arch, 32), options={"num_warps": tile.warps, "num_stages": tile.stages}
-    )
-    assert made.metadata.shared <= shared
+    assert made.metadata.shared <= SMALL_SHARED
     assert "kWidth = 4" not in made.asm["ttgir"]
     assert "local.b" not in made.asm["ptx"]
+
+
+@pytest.mark.parametrize("capability", [86, 90])
+@pytest.mark.parametrize(("per", "minima"), [(1, True), (1, False), (8, True)])
+def test_wide_products_compile_for_cards_that_are_not_here(per: int, minima: bool, capability: int) -> None:
+    tile = WideTile()
+    pointers = {
+        **dict.fromkeys(("x", "sums", "weights", "minima"), "*fp16"),
+        **dict.fromkeys(("factors", "scales", "least"), "*fp32"),
+        **dict.fromkeys(("bias", "residual", "y"), "*bf16"),
+    }
+    numbers = {
+        **{"PER": per, "MINIMA": minima, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "GROUP": tile.group},
+        **{"BLOCK_K": 32 if per == 8 else tile.depth, "HAS_BIAS": True, "HAS_RESIDUAL": True},
+    }
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
+    lean(compiled(_wide, pointers, numbers, capability=capability, **options))
+
+
+@pytest.mark.parametrize(("spans", "warps"), [(1, 1), (8, 4)])
+def test_rows_are_prepared_by_kernels_that_compile_for_cards_that_are_not_here(spans: int, warps: int) -> None:
+    pointers = {"x": "*bf16", "order": "*i32", "x_out": "*fp16", "factors": "*fp32", "sums": "*fp16"}
+    numbers = {"SPANS": spans, "ORDERED": True, "PDL": False}
+    lean(compiled(_prepare, pointers, numbers, capability=86, num_warps=warps, enable_fp_fusion=False))
+
+
+@pytest.mark.parametrize(("kind", "height"), [("Q4_K", 16), ("Q6_K", 64), ("Q8_0", 64)])
+def test_experts_compile_for_cards_that_are_not_here(kind: str, height: int) -> None:
+    pointers = dict.fromkeys(("x", "y"), "*bf16") | {"codes": "*i16", "high": "*i16", "scales": "*i32"}
+    pointers |= {"order": "*i32", "tiles": "*i32"}
+    columns, warps = (32, 2) if height == 16 else (64, 4)
+    numbers = {
+        **{"DIVIDE": 8, "KIND": kind, "CODES": SPANS[kind].codes, "SCALES": SPANS[kind].scales},
+        **{"BLOCK_M": height, "BLOCK_N": columns, "EVEN_K": True, "SEGMENT": SEGMENT},
+    }
+    lean(compiled(_packed_experts, pointers, numbers, capability=86, num_warps=warps, num_stages=3))
+
+
+@pytest.mark.skipif(nvrtc.compiler() is None, reason="no NVRTC here")
+@pytest.mark.parametrize(("per", "minima"), [(1, 1), (1, 0), (8, 1), (8, 0)])
+def test_the_wide_product_of_hopper_compiles_and_its_stages_fit(per: int, minima: int) -> None:
+    defines = {"PER": per, "MINIMA": minima, "BRAIN": 1, "STAGES": wide.STAGES[per], "GROUP": wide.GROUP}
+    assert nvrtc.compile_source("wide.cu", "sm_90a", defines)
+    assert wide.shared_bytes(per) <= LARGE_SHARED

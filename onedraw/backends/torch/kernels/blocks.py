@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.packing import SPAN, SPANS
+from onedraw.backends.torch.kernels.spans import Opened
 from onedraw.checkpoints.quants import KINDS
 
 VALUES_AT_ONCE = 1 << 24  # values that are put in order at once: what is needed besides the result stays small
@@ -189,3 +190,33 @@ def _plain_codes(blocks: Blocks, number: int) -> Tensor:
         return codes
     high = blocks.high[number].transpose(0, 1).int() & 0xFFFF  # [rows, spans, 32]
     return codes | torch.stack([high >> 2 * plane & 3 for plane in range(8)], -2) << 4
+
+
+def opened_slowly(blocks: Blocks, number: int = 0) -> Opened:
+    """The weight as the rule of packed products has it (spans.py), step by step."""
+    codes = _plain_codes(blocks, number)  # [rows, spans, 8, 32]
+    words = blocks.scales[number].permute(2, 0, 1).contiguous()  # [rows, spans, words]
+    octets, halves = words.view(torch.uint8), words.view(torch.float16).float()
+    rows = blocks.rows
+    match blocks.kind:
+        case "Q4_K" | "Q5_K":
+            one, two, three = (octets[..., start : start + 4].int() for start in (4, 8, 12))
+            scale = torch.cat([one & 63, three & 15 | one >> 6 << 4], -1)
+            least = torch.cat([two & 63, three >> 4 | two >> 6 << 4], -1)
+            weights = (codes * scale[..., None]).half().view(rows, -1)
+            return Opened(weights, halves[..., 0].contiguous(), least.half(), halves[..., 1].contiguous())
+        case "Q6_K":
+            scale = words[..., :4].contiguous().view(torch.int8).int()
+            weights = (_split(codes - 32, -1, 2, 16) * _split(scale, -1, 8, 2)[..., None]).half()
+            return Opened(weights.view(rows, -1), halves[..., 8].contiguous())
+        case "Q4_1" | "Q5_1":
+            weights = codes.half().view(rows, -1)
+            scale, least = (halves[..., side::2].reshape(rows, -1).contiguous() for side in (0, 1))
+            return Opened(weights, scale, None, least)
+        case "MXFP4":
+            fours = (0, 1, 2, 3, 4, 6, 8, 12)
+            table = torch.tensor([*fours, *(-value for value in fours)], dtype=torch.float16, device=codes.device)
+            return Opened(table[codes].view(rows, -1), _powers(octets).reshape(rows, -1))
+        case _:
+            centre = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 0}[blocks.kind]
+            return Opened((codes - centre).half().view(rows, -1), halves.reshape(rows, -1))

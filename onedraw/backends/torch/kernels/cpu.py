@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from onedraw.backends.torch.experts import PlainBank
+from onedraw.backends.torch.experts import PlainBank, choose_experts, join_shared
 from onedraw.backends.torch.inputs import Inputs
 from onedraw.backends.torch.kernels.arguments import AttentionArguments, Prepared
 from onedraw.backends.torch.kernels.choosing import CpuSampler
@@ -30,7 +30,7 @@ from onedraw.backends.torch.runs import CHUNK, Runs, runs_of
 from onedraw.backends.torch.sampler import Sampler
 from onedraw.errors import UnsupportedModel
 from onedraw.models.source import Tensor as Stored
-from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, Gate
+from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, Gate, MoeSpec
 from onedraw.models.views import Matrix
 
 MOST_DELTA_DIMS = 512  # of a head, as in delta.c
@@ -168,6 +168,14 @@ class CpuOps:
 
     def bank(self, gate_up: list[Tensor], down: list[Tensor], activation: Activation) -> PlainBank:
         return PlainBank(tuple(map(self.linear, gate_up)), tuple(map(self.linear, down)), activation, self.gated)
+
+    def choose_experts(
+        self, logits: Tensor, spec: MoeSpec, *, bias: Tensor | None, factors: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return choose_experts(logits, spec, bias=bias, factors=factors)
+
+    def join_shared(self, out: Tensor, always: Tensor, gate: Tensor | None, residual: Tensor | None) -> Tensor:
+        return join_shared(out, always, gate, residual)
 
     def sampler(self, *, vocab: int, lanes: int, device: torch.device) -> Sampler:
         return CpuSampler(self._kernels, vocab=vocab, lanes=lanes, device=device)

@@ -22,6 +22,7 @@ from onedraw.backends.torch.kernels.triton_linear import linear
 from onedraw.backends.torch.kernels.triton_moe import experts, route
 from onedraw.backends.torch.kernels.triton_norm import ACTIVATIONS, gated, opened, rms_norm
 from onedraw.backends.torch.kernels.triton_rope import prepare_heads
+from onedraw.backends.torch.kernels.triton_routes import choose_experts, join
 from onedraw.backends.torch.kernels.triton_settle import move_kept, walk
 from onedraw.backends.torch.kernels.views import DeviceView, Heads, to_view
 from onedraw.backends.torch.lanes import Kept, LaneStore
@@ -32,7 +33,7 @@ from onedraw.backends.torch.pages import PageStore
 from onedraw.backends.torch.runs import runs_of
 from onedraw.backends.torch.sampler import Sampler
 from onedraw.backends.torch.state import State
-from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, Gate
+from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, Gate, MoeSpec
 
 LIBRARY_ROWS = 2048  # the library is offered exactly so many rows, so it always picks the kernel that was checked
 OLDEST = (8, 0)  # compute capability that Triton's bf16 products need
@@ -132,8 +133,8 @@ class Prepared:
 class TritonBank:
     """All experts' matrices, stacked."""
 
-    def __init__(self, gate_up: Tensor, down: Tensor, activation: Activation) -> None:
-        self._gate_up, self._down, self._activation = gate_up, down, activation
+    def __init__(self, gate_up: Tensor, down: Tensor, activation: Activation, *, pdl: bool) -> None:
+        self._gate_up, self._down, self._activation, self._pdl = gate_up, down, activation, pdl
 
     @property
     def linears(self) -> list[Linear]:
@@ -141,8 +142,16 @@ class TritonBank:
         return []
 
     def __call__(self, h: Tensor, ids: Tensor, weights: Tensor, scale: float) -> Tensor:
-        routes = route(ids, weights, count=len(self._gate_up))
-        return experts(h, routes, gate_up=self._gate_up, down=self._down, activation=self._activation, scale=scale)
+        routes = route(ids, weights, count=len(self._gate_up), pdl=self._pdl)
+        return experts(
+            h,
+            routes,
+            gate_up=self._gate_up,
+            down=self._down,
+            activation=self._activation,
+            scale=scale,
+            pdl=self._pdl,
+        )
 
 
 class TritonOps(FloatOps):
@@ -171,7 +180,15 @@ class TritonOps(FloatOps):
         return opened(x, gate, kind, pdl=self._pdl)
 
     def bank(self, gate_up: list[Tensor], down: list[Tensor], activation: Activation) -> TritonBank:
-        return TritonBank(torch.stack(gate_up), torch.stack(down), activation)
+        return TritonBank(torch.stack(gate_up), torch.stack(down), activation, pdl=self._pdl)
+
+    def choose_experts(
+        self, logits: Tensor, spec: MoeSpec, *, bias: Tensor | None, factors: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return choose_experts(logits, spec, bias=bias, factors=factors, pdl=self._pdl)
+
+    def join_shared(self, out: Tensor, always: Tensor, gate: Tensor | None, residual: Tensor | None) -> Tensor:
+        return join(out, always, gate, residual, pdl=self._pdl)
 
     def sampler(self, *, vocab: int, lanes: int, device: torch.device) -> Sampler:
         return TritonSampler(vocab=vocab, lanes=lanes, device=device, pdl=self._pdl)
@@ -218,6 +235,9 @@ class TritonOps(FloatOps):
 
     def delta(self, projected: Tensor, prepared: Recurrence, *, weights: DeltaWeights, store: LaneStore) -> Tensor:
         spec, projected = store.spec, _straight(projected)
+        drafted = None
+        if prepared.held is not None:
+            drafted = delta_kernels.Drafted(prepared.held, store.decays, store.keys, store.changes, store.fed)
         gates = delta_kernels.gate(
             projected,
             store.windows,
@@ -229,20 +249,25 @@ class TritonOps(FloatOps):
             value_heads=spec.value_heads,
             key_dim=spec.key_dim,
             value_dim=spec.value_dim,
+            drafted=drafted,
             pdl=self._pdl,
         )
         out = torch.empty(len(projected), spec.value_heads, spec.value_dim, device=projected.device)  # padding: anything
         chunks = {"chunks": prepared.chunks, "runs": prepared.chunk_runs, "slots": prepared.chunk_slots}
         delta_kernels.chunked(gates, store.states, store.saved_states, out, **chunks)
-        held = (store.decays, store.keys, store.changes)
-        for call in prepared.calls:
-            paths = {"paths": call.paths, "order": call.order, "places": call.places}
-            delta_kernels.steps(gates, store.states, out, held=held, pdl=self._pdl, **paths)
-        if prepared.held is not None:
-            delta_kernels.hold(projected, store.fed, prepared.held, pdl=self._pdl)
+        paths = prepared.steps
+        delta_kernels.steps(gates, store.states, out, paths=paths.paths, order=paths.order, drafted=drafted, pdl=self._pdl)
         delta_kernels.shift_windows(projected, store.windows, store.saved_windows, prepared.kept, pdl=self._pdl)
-        delta_kernels.shift_windows(projected, store.windows, store.windows, prepared.closings, pdl=self._pdl)
-        return delta_kernels.close(out, projected, weights.norm, weights.eps, channels=spec.channels, pdl=self._pdl)
+        return delta_kernels.close(
+            out,
+            projected,
+            weights.norm,
+            weights.eps,
+            channels=spec.channels,
+            windows=store.windows,
+            sources=prepared.closings,
+            pdl=self._pdl,
+        )
 
     def settle(
         self,

@@ -3,267 +3,202 @@
 In: tensors of a checkpoint, their bytes read where the file is mapped. Out: a `PackedLinear`: several weights side by side in
 one product, each in its own kind; neighbours of one kind are one weight. What no kernel reads is a matrix of the model's dtype
 beside them.
+
+A product of few rows reads the blocks themselves (`packed_rows.py`); for many rows the weight is opened, slice by slice of its
+outputs, in one workspace of the device, and multiplied there (`wide.py`, `triton_wide.py`). Both follow the rule that stands in
+spans.py, so which of them served does not show in the bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby
 
 import numpy as np
 import torch
-import triton
 from torch import Tensor
 
-from onedraw.backends.packing import SEGMENT, SPAN, SPANS, why_not_in_blocks
-from onedraw.backends.torch.kernels.blocks import Blocks, empty_blocks, fill_blocks, row_slices
-from onedraw.backends.torch.kernels.triton_linear import launch_options, linear, shared_memory
-from onedraw.backends.torch.kernels.triton_moe import Routes, combine, route
-from onedraw.backends.torch.kernels.triton_norm import gated
-from onedraw.backends.torch.kernels.triton_packed import _merged, _packed, _packed_experts, _unpacked
+from onedraw.backends.packing import SPAN, UNIT_ROWS, why_not_in_blocks
+from onedraw.backends.plan import OPENED_BYTES
+from onedraw.backends.torch.kernels import triton_wide, wide
+from onedraw.backends.torch.kernels.courier import Courier
+from onedraw.backends.torch.kernels.fragments import Fragments, empty_fragments, fill_fragments, row_slices
+from onedraw.backends.torch.kernels.packed_rows import (
+    MOST_ROWS,
+    WHOLE_KINDS,
+    has_minima,
+    make_ready,
+    opened,
+    skinny_product,
+    unpacked_rows,
+)
+from onedraw.backends.torch.kernels.spans import Opened, Prepared, Ready, prepare_rows
+from onedraw.backends.torch.kernels.triton_linear import linear
 from onedraw.backends.torch.layers.linear import Linear, RowRule
 from onedraw.backends.torch.loader import padded
-from onedraw.checkpoints.quants import copy_rows
 from onedraw.models.source import Tensor as Stored
-from onedraw.models.spec import Activation
 from onedraw.models.views import Columns
 
-MERGED_AT_ONCE = 512  # outputs of one program of `_merged`
-UNPACKED_AT_ONCE = 16  # rows of one program of `_unpacked`
+# Fewer rows are served faster 64 by 64 than by opening the weight. Recorded turns have fewer, so none has a workspace in it.
+WIDE_FROM = 257
+HOPPER = (9, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class PackedTile:
-    """How one program cuts its work. No number here can change a bit of the result."""
-
-    rows: int
-    columns: int
-    warps: int
-    stages: int
-    group: int = 1
-    split: bool = False  # a program of its own for each segment of inputs
-
-    def shared(self, kind: str) -> int:
-        """Bytes of shared memory, as an upper bound: a span of weights and of rows per stage."""
-        return self.stages * (self.columns * SPANS[kind].nbytes + self.rows * SPAN * 2)
-
-
-SPLIT_OUTPUTS = 16384  # up to so many outputs a program per segment fills the device better
-
-
-@lru_cache(maxsize=4096)
-def choose_packed_tile(kind: str, rows: int, n: int, shared: int) -> PackedTile:
-    """The tile for so many rows of a product, small enough for the device's shared memory. Measured on an H200 with cold
-    weights (bench/gpu_packed.py tune)."""
-    split, wide = n <= SPLIT_OUTPUTS, kind in ("Q6_K", "Q8_0")
-    if rows <= 8:
-        tile = PackedTile(8, 32, 2 if kind == "Q8_0" else 1, 2 if split else 3, split=split)
-    elif rows <= 16:
-        tile = PackedTile(16, 64, 4, 3, split=split) if wide else PackedTile(16, 32, 2, 2 if split else 3, split=split)
-    elif rows <= 64:
-        tile = PackedTile(32 if rows <= 32 else 64, 64, 4, 2 if kind in ("Q6_K", "Q8_0", "Q5_K") else 3, split=split)
-    else:
-        tile = PackedTile(64, 128, 8, 3, group=8) if kind == "Q5_K" else PackedTile(64, 64, 4, 2 if wide else 3, group=8)
-    while tile.shared(kind) > shared:
-        if tile.stages > 2:
-            tile = replace(tile, stages=tile.stages - 1)
-        elif tile.columns > 64:
-            tile = replace(tile, columns=64, warps=4)
-        else:
-            tile = replace(tile, rows=tile.rows // 2)
-    return tile
+# ------------------------------------------------------------------ one weight
 
 
 def packed_product(
-    x: Tensor,
-    blocks: Blocks,
+    prepared: Prepared,
+    weight: Fragments,
     *,
     out: Tensor,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    tile: PackedTile | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """x [T, at least K], rows of stride 1 → out [T, N], which may be columns of a wider tensor."""
-    rows, n = len(x), blocks.rows
-    if rows == 0:
+    """Prepared rows times a weight: out [T, N], which may be columns of a wider tensor."""
+    rows = len(prepared)
+    if rows < WIDE_FROM:
+        for start in range(0, rows, MOST_ROWS):
+            part = slice(start, start + MOST_ROWS)
+            beside = None if residual is None else residual[part]
+            skinny_product(prepared.rows(part), weight, out=out[part], bias=bias, residual=beside, pdl=pdl)
         return out
-    tile = tile or choose_packed_tile(blocks.kind, rows, n, shared_memory(x.device))
-    segments = triton.cdiv(triton.cdiv(blocks.width, SPAN), SEGMENT) if tile.split else 1
-    split = segments > 1
-    y = torch.empty(segments, rows, n, dtype=torch.float32, device=x.device) if split else out
-    follows = {"bias": bias, "residual": residual}
-    now = dict.fromkeys(follows) if split else follows
-    _packed[(triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.columns), segments)](
-        x,
-        blocks.codes,
-        blocks.high,
-        blocks.scales,
-        now["bias"],
-        now["residual"],
-        y,
-        rows,
-        n,
-        x.stride(0),
-        0 if now["residual"] is None else now["residual"].stride(0),
-        n if split else out.stride(0),
-        blocks.width,
-        KIND=blocks.kind,
-        CODES=SPANS[blocks.kind].codes,
-        SCALES=SPANS[blocks.kind].scales,
-        BLOCK_M=tile.rows,
-        BLOCK_N=tile.columns,
-        GROUP=tile.group,
-        HAS_BIAS=now["bias"] is not None,
-        HAS_RESIDUAL=now["residual"] is not None,
-        EVEN_N=n % tile.columns == 0,
-        EVEN_K=blocks.width % SPAN == 0,
-        SEGMENT=SEGMENT,
-        SPLIT=split,
-        PDL=pdl,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        **launch_options(pdl),
-    )
-    if split:
-        _merge(y, out, bias=bias, residual=residual, pdl=pdl)
-    return out
-
-
-def _merge(parts: Tensor, out: Tensor, *, bias: Tensor | None, residual: Tensor | None, pdl: bool) -> None:
-    segments, rows, n = parts.shape
-    _merged[(rows, triton.cdiv(n, MERGED_AT_ONCE))](
-        parts,
-        bias,
-        residual,
-        out,
-        rows,
-        n,
-        0 if residual is None else residual.stride(0),
-        out.stride(0),
-        segments,
-        BLOCK=MERGED_AT_ONCE,
-        HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None,
-        PDL=pdl,
-        num_warps=4,
-        enable_fp_fusion=False,
-        **launch_options(pdl),
-    )
-
-
-def unpacked_rows(blocks: Blocks, wanted: Tensor | None, *, out: Tensor) -> Tensor:
-    """Rows of a weight as numbers, those wanted or all: out [T, K]."""
-    count = len(out)
-    if count:
-        _unpacked[(triton.cdiv(count, UNPACKED_AT_ONCE), triton.cdiv(blocks.width, SPAN))](
-            blocks.codes,
-            blocks.high,
-            blocks.scales,
-            wanted,
-            out,
-            count,
-            blocks.rows,
-            blocks.width,
-            KIND=blocks.kind,
-            CODES=SPANS[blocks.kind].codes,
-            SCALES=SPANS[blocks.kind].scales,
-            BLOCK=UNPACKED_AT_ONCE,
-            LISTED=wanted is not None,
-            num_warps=4,
+    product = wide.wide_product if _is_hopper(out.device) else triton_wide.wide_product
+    for columns, room in workspace(out.device).slices(weight):
+        some = opened(weight, columns.start, columns.stop - columns.start, room)
+        product(
+            prepared,
+            some,
+            out=out[:, columns],
+            bias=None if bias is None else bias[columns],
+            residual=None if residual is None else residual[:, columns],
         )
     return out
 
 
-# ------------------------------------------------------------------ from the file to the device
+@lru_cache(maxsize=8)
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == HOPPER
 
 
-class Courier:
-    """Brings stored bytes to a device through two small buffers, so the host holds no copy of a weight."""
+class Workspace:
+    """Where weights are opened, on one device. It is as large as the largest of them asks for, within what the memory plan has
+    for it, and is allocated when the first product comes. Work on one device runs in order, so everybody may use it."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
-        self._sent: list[torch.cuda.Event | None] = [None, None]
-        self._turn = 0
+    def __init__(self, device: torch.device, most: int = OPENED_BYTES) -> None:
+        self._device, self._most, self._needed = device, most, 0
+        self._room = torch.empty(0, dtype=torch.uint8, device=device)
 
-    def bring(self, raw: np.ndarray) -> Tensor:
-        """Rows [n, bytes] on the device."""
-        turn = self._turn = 1 - self._turn
-        event = self._sent[turn]
-        if event is not None:
-            event.synchronize()
-        if self._buffers[turn].numel() < raw.size:
-            self._buffers[turn] = torch.empty(raw.size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-        room = self._buffers[turn][: raw.size].view(raw.shape)
-        copy_rows(raw, room.numpy())
-        there = room.to(self._device, non_blocking=True, copy=True)
-        if self._device.type == "cuda":
-            event = self._sent[turn] = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-        return there
+    def reserve(self, weight: Fragments) -> None:
+        """Say that this weight will be opened here."""
+        rows = padded(weight.rows, UNIT_ROWS)
+        self._needed = max(self._needed, min(self._most, rows * _opened_bytes(weight) + 4 * _ALIGNED))
+
+    def slices(self, weight: Fragments) -> Iterator[tuple[slice, Opened]]:
+        """Outputs that fit at once, and the room they are opened in."""
+        self.reserve(weight)
+        if self._room.numel() < self._needed:
+            self._room = torch.empty(0, dtype=torch.uint8, device=self._device)  # the old one goes before the new one comes
+            self._room = torch.empty(self._needed, dtype=torch.uint8, device=self._device)
+        count = (self._room.numel() - 4 * _ALIGNED) // _opened_bytes(weight)
+        count = min(max(count // wide.TILE * wide.TILE, UNIT_ROWS), padded(weight.rows, UNIT_ROWS))
+        for start in range(0, weight.rows, count):
+            columns = slice(start, min(start + count, weight.rows))
+            yield columns, self._laid_out(weight, columns.stop - start)
+
+    def _laid_out(self, weight: Fragments, count: int) -> Opened:
+        spans, per, start = weight.spans, 1 if weight.kind in WHOLE_KINDS else 8, 0
+
+        def take(dtype: torch.dtype, *shape: int) -> Tensor:
+            nonlocal start
+            size = int(np.prod(shape)) * dtype.itemsize
+            found = self._room[start : start + size].view(dtype).view(shape)
+            start += padded(size, _ALIGNED)
+            return found
+
+        weights, scales = take(torch.float16, count, spans * SPAN), take(torch.float32, count, spans * per)
+        if not has_minima(weight.kind):
+            return Opened(weights, scales)
+        minima = take(torch.float16, count, spans, 8) if per == 1 else None
+        return Opened(weights, scales, minima, take(torch.float32, count, spans * per))
 
 
-def load_blocks(tensors: Sequence[Stored], *, pad: int, courier: Courier, device: torch.device) -> Blocks:
-    """Weights of one kind as one: rows below each other, each padded to a multiple of `pad` rows. Stacks of matrices are
-    joined matrix by matrix."""
-    heights = [padded(tensor.shape[-2], pad) for tensor in tensors]
-    stack, width = tensors[0].shape[:-2], tensors[0].shape[-1]
-    count = stack[0] if stack else 1
-    blocks = empty_blocks(tensors[0].kind, rows=sum(heights), width=width, device=device, count=count)
+_ALIGNED = 256  # bytes
+
+
+def _opened_bytes(weight: Fragments) -> int:
+    """Of one output."""
+    per = 1 if weight.kind in WHOLE_KINDS else 8
+    least = (4 * per + (16 if per == 1 else 0)) if has_minima(weight.kind) else 0
+    return weight.spans * (2 * SPAN + 4 * per + least)
+
+
+@lru_cache(maxsize=8)
+def workspace(device: torch.device) -> Workspace:
+    """One for all weights of a device."""
+    return Workspace(device)
+
+
+def load_fragments(tensors: Sequence[Stored], *, pad: int, courier: Courier, device: torch.device) -> Fragments:
+    """Weights of one kind as one: rows below each other, each padded to a multiple of `pad` rows."""
+    heights, width = [padded(tensor.shape[0], pad) for tensor in tensors], tensors[0].shape[1]
+    made = empty_fragments(tensors[0].kind, rows=sum(heights), width=width, device=device)
     first = 0
     for tensor, height in zip(tensors, heights, strict=True):
         raw = tensor.packed()
         assert raw is not None
-        rows = tensor.shape[-2]
-        for number in range(count):
-            own = raw[number * rows : (number + 1) * rows]
-            for part in row_slices(rows, width):
-                fill_blocks(blocks, courier.bring(own[part]), first=first + part.start, number=number)
+        for part in row_slices(tensor.shape[0], width):
+            fill_fragments(made, courier.bring(raw[part]), first=first + part.start)
         first += height
-    return blocks
+    if device.type == "cuda":  # nothing is compiled in the middle of a turn
+        make_ready(made.kind, device)
+    workspace(device).reserve(made)
+    return made
 
 
 # ------------------------------------------------------------------ products
 
 
 class PackedLinear(Linear):
-    """Weights side by side, in blocks or as matrices of x's dtype. `order`: where each input of the stored columns stands in a
-    row that is offered, where that is another order."""
+    """Weights side by side, in blocks or as matrices of x's dtype. `order` (int32): where each input of the stored columns stands
+    in a row that is offered, where that is another order; such a weight stands alone. `ready`: where rows may lie that were
+    made ready before."""
 
     def __init__(
         self,
-        parts: Sequence[Blocks | Tensor],
+        parts: Sequence[Fragments | Tensor],
         *,
         dtype: torch.dtype,
         device: torch.device,
         bias: Tensor | None = None,
         in_features: int | None = None,
         order: Tensor | None = None,
+        ready: Ready | None = None,
         pdl: bool = False,
     ) -> None:
-        self.parts, self._order = tuple(parts), order
-        self._heights = [part.rows if isinstance(part, Blocks) else len(part) for part in parts]
+        self.parts, self._order, self._ready = tuple(parts), order, ready or Ready()
+        self._heights = [part.rows if isinstance(part, Fragments) else len(part) for part in parts]
         first = parts[0]
-        width = first.width if isinstance(first, Blocks) else first.shape[1]
-        self.out_features, self.in_features = sum(self._heights), in_features or width
+        self._width = first.width if isinstance(first, Fragments) else first.shape[1]
+        self.out_features, self.in_features = sum(self._heights), in_features or self._width
         self.dtype, self.device, self.rule, self.bias, self._pdl = dtype, device, RowRule(floor=1), bias, pdl
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [T, K] → x Wᵀ + b + residual, each sum rounded."""
-        if self._order is not None:
-            x = x.index_select(1, self._order)
+        prepared = self._ready.take(x) if self._order is None and x.shape[1] == self._width else None
         x = x if x.stride(1) == 1 else x.contiguous()
+        if prepared is None:
+            prepared = prepare_rows(x, width=self._width, order=self._order, pdl=self._pdl)  # once for all parts
         y = torch.empty(len(x), self.out_features, dtype=x.dtype, device=x.device)
         start = 0
         for part, height in zip(self.parts, self._heights, strict=True):
             here = slice(start, start + height)
             bias = None if self.bias is None else self.bias[here]
             beside = None if residual is None else residual[:, here]
-            if isinstance(part, Blocks):
-                packed_product(x, part, out=y[:, here], bias=bias, residual=beside, pdl=self._pdl)
+            if isinstance(part, Fragments):
+                packed_product(prepared, part, out=y[:, here], bias=bias, residual=beside, pdl=self._pdl)
             else:
                 linear(x[:, : part.shape[1]], part, out=y[:, here], bias=bias, residual=beside, pdl=self._pdl)
             start += height
@@ -275,7 +210,7 @@ class PackedLinear(Linear):
     def rows(self, wanted: Tensor, by: object = None) -> Tensor:
         """Rows of a product of one weight, as numbers: [T] → [T, K]."""
         (part,) = self.parts
-        if not isinstance(part, Blocks):
+        if not isinstance(part, Fragments):
             return part.index_select(0, wanted)
         return unpacked_rows(part, wanted, out=torch.empty(len(wanted), part.width, dtype=self.dtype, device=self.device))
 
@@ -289,23 +224,27 @@ def packed_linear(
     bias: Tensor | None = None,
     pad: int = 1,
     pad_columns: int = 1,
+    ready: Ready | None = None,
     pdl: bool = False,
 ) -> PackedLinear | None:
     """None where none of these weights can stay in blocks: one matrix serves better then."""
     if all(map(why_not_in_blocks, tensors)):
         return None
     tensors, order = _in_stored_order(tensors, device)
-    parts: list[Blocks | Tensor] = []
+    parts: list[Fragments | Tensor] = []
     for kind, same in groupby(tensors, key=lambda tensor: "" if why_not_in_blocks(tensor) else tensor.kind):
         together = list(same)
         if kind:
-            parts.append(load_blocks(together, pad=pad, courier=courier, device=device))
+            parts.append(load_fragments(together, pad=pad, courier=courier, device=device))
         else:
             matrices = [torch.from_numpy(tensor.float32()) for tensor in together]
             joined = torch.cat([torch.nn.functional.pad(m, (0, 0, 0, -len(m) % pad)) for m in matrices])
             parts.append(joined.to(device=device, dtype=dtype))
     width = padded(tensors[0].shape[1], pad_columns)
-    return PackedLinear(parts, dtype=dtype, device=device, bias=bias, in_features=width, order=order, pdl=pdl)
+    if device.type == "cuda" and _is_hopper(device):
+        for kind in {part.kind for part in parts if isinstance(part, Fragments)}:
+            wide.make_ready(by_block=kind not in WHOLE_KINDS, minima=has_minima(kind), dtype=dtype, device=device)
+    return PackedLinear(parts, dtype=dtype, device=device, bias=bias, in_features=width, order=order, ready=ready, pdl=pdl)
 
 
 def _in_stored_order(tensors: Sequence[Stored], device: torch.device) -> tuple[Sequence[Stored], Tensor | None]:
@@ -314,71 +253,4 @@ def _in_stored_order(tensors: Sequence[Stored], device: torch.device) -> tuple[S
     if not isinstance(first, Columns):
         return tensors, None
     assert not others, "columns in an order of their own come alone"
-    return [first.stored], torch.from_numpy(np.argsort(first.order)).to(device)
-
-
-# ------------------------------------------------------------------ experts
-
-
-class PackedBank:
-    """All experts' matrices in blocks: gate and up below each other where they are of one kind, else side by side."""
-
-    def __init__(self, gate_up: Sequence[Blocks], down: Blocks, activation: Activation) -> None:
-        self._gate_up, self._down, self._activation = tuple(gate_up), down, activation
-
-    @property
-    def linears(self) -> list[Linear]:
-        """None that must be offered rows by a rule."""
-        return []
-
-    def __call__(self, h: Tensor, ids: Tensor, weights: Tensor, scale: float) -> Tensor:
-        routes = route(ids, weights, count=self._down.count)
-        opened = _grouped(h, self._gate_up, routes, divide=routes.used)
-        answers = _grouped(gated(opened, self._activation), [self._down], routes, divide=1)
-        return combine(answers, routes, width=h.shape[1], scale=scale)
-
-
-def load_bank(
-    gate_up: Sequence[Stored], down: Stored, activation: Activation, *, pad: int, courier: Courier, device: torch.device
-) -> PackedBank:
-    """Stacks of matrices → experts; inner widths are padded with zero rows."""
-    together = len({tensor.kind for tensor in gate_up}) == 1
-    groups = [gate_up] if together else [[tensor] for tensor in gate_up]
-    first = [load_blocks(group, pad=pad, courier=courier, device=device) for group in groups]
-    return PackedBank(first, load_blocks([down], pad=1, courier=courier, device=device), activation)
-
-
-def _grouped(x: Tensor, parts: Sequence[Blocks], routes: Routes, *, divide: int) -> Tensor:
-    y = torch.empty(len(routes.order), sum(part.rows for part in parts), dtype=x.dtype, device=x.device)
-    start = 0
-    for part in parts:
-        if len(y):
-            columns, warps = (32, 2) if routes.height == 16 else (64, 4)
-            _packed_experts[(len(routes.tiles), triton.cdiv(part.rows, columns))](
-                x,
-                part.codes,
-                part.high,
-                part.scales,
-                y[:, start:],
-                routes.order,
-                routes.tiles,
-                part.rows,
-                part.codes.stride(0),
-                part.high.stride(0),
-                part.scales.stride(0),
-                y.stride(0),
-                x.stride(0),
-                part.width,
-                DIVIDE=divide,
-                KIND=part.kind,
-                CODES=SPANS[part.kind].codes,
-                SCALES=SPANS[part.kind].scales,
-                BLOCK_M=routes.height,
-                BLOCK_N=columns,
-                EVEN_K=part.width % SPAN == 0,
-                SEGMENT=SEGMENT,
-                num_warps=warps,
-                num_stages=3,
-            )
-        start += part.rows
-    return y
+    return [first.stored], torch.from_numpy(np.argsort(first.order)).to(device, torch.int32)

@@ -1,7 +1,8 @@
 """The operations of a GPU whose weights stay in their blocks.
 
 In: a device and the dtype of activations. Out: `PackedOps`: TritonOps whose products, experts and tables read weights as they
-are stored. What no kernel reads in blocks is a float tensor there as it is everywhere else.
+are stored. What no kernel reads in blocks is a float tensor there as it is everywhere else. Norms and gates make their rows ready
+for the packed product that follows them.
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.packing import why_not_in_blocks
+from onedraw.backends.torch.kernels.courier import Courier
 from onedraw.backends.torch.kernels.cuda import TritonOps
-from onedraw.backends.torch.kernels.packed_linear import Courier, PackedBank, PackedLinear, load_bank, packed_linear
+from onedraw.backends.torch.kernels.packed_experts import PackedBank, load_bank
+from onedraw.backends.torch.kernels.packed_linear import PackedLinear, packed_linear
+from onedraw.backends.torch.kernels.spans import Ready, empty_prepared
+from onedraw.backends.torch.kernels.triton_norm import gated, rms_norm
 from onedraw.backends.torch.loader import LANE
 from onedraw.models.source import Tensor as Stored
 from onedraw.models.spec import Activation
@@ -23,7 +28,21 @@ class PackedOps(TritonOps):
     def __init__(self, device: torch.device, dtype: torch.dtype, *, pdl: bool = False) -> None:
         super().__init__(device, pdl=pdl)
         self.name = f"{device.type}-triton-packed"
-        self._dtype, self._courier = dtype, Courier(device)
+        self._dtype, self._courier, self._ready = dtype, Courier(device), Ready()
+
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        if x.dim() != 2 or x.dtype != self._dtype:
+            return super().rms_norm(x, weight, eps)
+        prepared = empty_prepared(len(x), x.shape[1], x.device)
+        y = rms_norm(x, weight, eps, ready=prepared, pdl=self._pdl)
+        self._ready.put(y, prepared)
+        return y
+
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        prepared = empty_prepared(len(gate_up), gate_up.shape[1] // 2, gate_up.device)
+        y = gated(gate_up, activation, ready=prepared, pdl=self._pdl)
+        self._ready.put(y, prepared)
+        return y
 
     def stored(self, tensors: Sequence[Stored], *, bias: Tensor | None, pad: int, pad_columns: int) -> PackedLinear | None:
         return packed_linear(
@@ -34,6 +53,7 @@ class PackedOps(TritonOps):
             bias=bias,
             pad=pad,
             pad_columns=pad_columns,
+            ready=self._ready,
             pdl=self._pdl,
         )
 

@@ -1,7 +1,7 @@
 """A turn's runs as the delta kernels read them: tables of 32-bit integers on the device.
 
-In: Runs. Out: Recurrence: taps, chunks, paths of steps, and where windows come from. A path is the tokens one program steps
-through: a row's known tokens and its chain of drafts, or from the root to a leaf of a tree.
+In: Runs. Out: Recurrence: taps, chunks, paths of steps, and where windows come from. A path is what one program steps
+through: a row's known tokens and its drafts, a tree branch by branch.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch import Tensor
 
 from onedraw.backends.torch.feed import Feed
 from onedraw.backends.torch.inputs import Bucket, Ints
+from onedraw.backends.torch.kernels.triton_delta import AGAIN, FROM_KNOWN, PATH_WORDS
 from onedraw.backends.torch.lanes import Kept
 from onedraw.backends.torch.runs import CHUNK, Run, Runs
-from onedraw.sampling.verify import trails
+from onedraw.types import Draft
 
 Words = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Paths of one call: no two of them write one lane."""
+    """No two paths are of one lane."""
 
-    paths: Tensor  # [P, 6]
-    order: Tensor  # [n] tokens
-    places: Tensor  # [n] of drafts in the rollback buffer, -1 for known tokens
+    paths: Tensor  # [P, 5]
+    order: Tensor  # [n] entries
 
 
 class _Paths:
@@ -38,19 +38,16 @@ class _Paths:
     def __init__(self) -> None:
         self.rows: list[list[int]] = []
         self.order: list[int] = []
-        self.places: list[int] = []
 
-    def add(self, tokens: list[int], places: list[int], *, lane: int, known: int, given: int = 0, fresh: bool = False) -> None:
-        if tokens:
-            self.rows.append([lane, len(self.order), len(tokens), known, given, int(fresh)])
-            self.order += tokens
-            self.places += places
+    def add(self, entries: list[int], *, lane: int, known: int, fresh: bool) -> None:
+        if entries:
+            self.rows.append([lane, len(self.order), len(entries), known, int(fresh)])
+            self.order += entries
 
-    def steps(self, feed: Feed, rows: int = 0, tokens: int = 0) -> Steps:
-        """With room for so many paths and tokens; a path without tokens does nothing."""
-        table = _filled(self.rows, (max(rows, len(self.rows)), 6), 0)
-        line = (max(tokens, len(self.order)),)
-        return Steps(feed.put(table), feed.put(_filled(self.order, line, 0)), feed.put(_filled(self.places, line, -1)))
+    def steps(self, feed: Feed, rows: int = 0, entries: int = 0) -> Steps:
+        """With room for so many paths and entries; a path without entries does nothing."""
+        table = _filled(self.rows, (max(rows, len(self.rows)), PATH_WORDS), 0)
+        return Steps(feed.put(table), feed.put(_filled(self.order, (max(entries, len(self.order)),), 0)))
 
 
 class Recurrence:
@@ -60,7 +57,7 @@ class Recurrence:
         chunks: list[list[int]] = []
         slots: list[int] = []
         rows: list[list[int]] = []
-        first, second = _Paths(), _Paths()
+        paths = _Paths()
         for run in runs.runs:
             begin, saves = len(chunks), dict(run.saves)
             for start in range(0, run.prompt, CHUNK):
@@ -69,17 +66,14 @@ class Recurrence:
                 slots.append(saves.get(stop, -1))
             if run.prompt:
                 rows.append([run.lane, begin, len(chunks), int(run.fresh)])
-            _walk(run, first, second)
+            _walk(run, paths)
         put = feed.put
         self.chunks, self.chunk_runs = put(_filled(chunks, (len(chunks), 2))), put(_filled(rows, (len(rows), 4)))
         self.chunk_slots = put(_filled(slots, (len(slots),)))
         if bucket is None:
-            calls = [paths.steps(feed) for paths in (first, second) if paths.rows]
-        else:
-            calls = [first.steps(feed, bucket.rows, bucket.tokens)]
-            if bucket.depth is not None:  # at most every draft is a leaf
-                calls.append(second.steps(feed, bucket.tokens, bucket.tokens * bucket.depth))
-        self.calls = tuple(calls)
+            self.steps = paths.steps(feed)
+        else:  # a draft is taken again at most once for each draft behind it
+            self.steps = paths.steps(feed, bucket.rows, bucket.tokens * (1 if bucket.depth is None else bucket.depth))
         self.taps = put(runs.host_taps.astype(np.int32))
         room = 0 if bucket is None else bucket.rows
         self.closings = put(_sources([run.lane for run in runs.runs], runs.host_closings, room))
@@ -103,23 +97,36 @@ def _held(runs: Runs) -> Words:
     return places
 
 
-def _walk(run: Run, first: _Paths, second: _Paths) -> None:
-    """Known tokens and a chain behind them in the first call; the leaves of a tree in the second."""
-    known = list(range(run.first + run.prompt, run.first + run.known))
-    fresh = run.fresh and not run.prompt
+def _walk(run: Run, paths: _Paths) -> None:
+    """Known tokens, and the drafts behind them. Where a draft does not follow the one before it, what is before it is taken
+    again, from the known tokens on."""
+    known = range(run.first + run.prompt, run.first + run.known)
     node = run.first + run.known
-    drafts, chain = len(run.drafts), all(draft.parent == i - 1 for i, draft in enumerate(run.drafts))
-    if chain:
-        places = [-1] * len(known) + [run.held + i for i in range(drafts)]
-        first.add([*known, *range(node, node + drafts)], places, lane=run.lane, known=len(known), fresh=fresh)
-        return
-    first.add(known, [-1] * len(known), lane=run.lane, known=len(known), fresh=fresh)
-    parents = {draft.parent for draft in run.drafts}
-    written: set[int] = set()
-    for path in (path for i, path in enumerate(trails(run.drafts)[1:]) if i not in parents):
-        given = sum(index in written for index in path)  # what leaves have in common, the first one gives
-        written.update(path)
-        second.add([node + i for i in path], [run.held + i for i in path], lane=run.lane, known=0, given=given)
+    entries = [4 * token for token in known]
+    trail: list[int] = []
+    for index, before in _branch_by_branch(run.drafts):
+        if before != trail:
+            again = [4 * (node + i) + AGAIN for i in before] + [4 * (node + index)]
+            again[0] += FROM_KNOWN
+            entries += again
+        else:
+            entries.append(4 * (node + index))
+        trail = [*before, index]
+    paths.add(entries, lane=run.lane, known=len(known), fresh=run.fresh and not run.prompt)
+
+
+def _branch_by_branch(drafts: Sequence[Draft]) -> list[tuple[int, list[int]]]:
+    """Every draft with those before it, a parent's first child right behind it."""
+    children: dict[int, list[int]] = {}
+    for index, draft in enumerate(drafts):
+        children.setdefault(draft.parent, []).append(index)
+    found: list[tuple[int, list[int]]] = []
+    waiting: list[tuple[int, list[int]]] = [(index, []) for index in reversed(children.get(-1, []))]
+    while waiting:
+        index, before = waiting.pop()
+        found.append((index, before))
+        waiting += [(child, [*before, index]) for child in reversed(children.get(index, []))]
+    return found
 
 
 def commit_tables(kept: Sequence[Kept], *, conv: int, held: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,12 +5,14 @@ gave at every token; states move on in place. The formulas stand in `layers/delt
 and the last product is float32.
 
 A position's form follows its role: chunks of 64 absolute positions for a prompt, single steps for what was generated or
-drafted. A path is the tokens that one program steps through: the known tokens of a row, and behind them its chain of drafts;
-in a tree there is a path for every leaf, and what leaves have in common is stepped through by each of them, with the same
-bits. Drafts never touch a lane: they leave decay, key and change behind, from which `commit` repeats the step.
+drafted. A path is what one program steps through: the known tokens of a row, and behind them its drafts, a chain or a tree
+branch by branch. Drafts never touch a lane: they leave decay, key and change behind, from which `commit` repeats the step, and
+so does a path that comes back to a branch. One program is one warp that has a few columns of the state in registers, by parts
+of so many rows that a column's sums never leave the warp; what the next step reads is on its way while one works.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
+# ruff: noqa: RUF005 - kernels know tuples of tiles by their sums, not by unpacking
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -24,11 +26,13 @@ from onedraw.backends.torch.kernels.triton_linear import launch_options
 from onedraw.backends.torch.kernels.triton_math import exp, let_next_start, sigmoid, silu, softplus, wait_for_inputs
 
 CHUNK = 64
-COLUMNS, STEP_WARPS = 32, 2  # of the state that one program steps; they fix the order of its sums
+COLUMNS = 8  # of the state that one warp steps; they fix the order of its sums: rows of a part side by side, part by part
+COMMIT_COLUMNS = 32
+WINDOW_BLOCK = 128  # channels of a window that a program of `close` moves on
 CHUNK_COLUMNS, CHUNK_WARPS = 32, 4  # of the state that one program takes through chunks
-PATH_WORDS = 6  # lane, first of its tokens in the order, tokens, known, tokens whose output another path gives, fresh
+PATH_WORDS = 5  # lane, first of its entries in the order, entries, known, fresh
+FROM_KNOWN, AGAIN = 1, 2  # of an entry: from the state behind the known tokens; a draft whose change is there already
 L2_EPS = 1e-6
-AHEAD = 4  # steps whose keys, queries and values are on their way
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,17 @@ class Gated:
     k: Tensor  # [T, Hk, Dk]
     v: Tensor  # [T, Hv, Dv]
     gates: Tensor  # [3, T, Hv]: log of the decay, decay, beta
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """Where drafted tokens leave what a commit reads."""
+
+    places: Tensor  # [T] int32, -1 for tokens that are no drafts
+    decays: Tensor  # [places, Hv]
+    keys: Tensor  # [places, Hk, Dk]
+    changes: Tensor  # [places, Hv, Dv]
+    fed: Tensor  # [places, C], what the convolution was fed
 
 
 # ------------------------------------------------------------------ before the state
@@ -56,6 +71,10 @@ def _gate(
     k,
     v,
     gates,
+    places,
+    decays,
+    keys,
+    held,
     tokens,
     stride,
     KEY_HEADS: tl.constexpr,
@@ -63,16 +82,21 @@ def _gate(
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     TAPS: tl.constexpr,
+    DRAFTS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     EPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One head of one token: convolution, silu, and for queries and keys the length of one. The last program: the gates."""
+    """One head of one token: convolution, silu, and for queries and keys the length of one. The last program: the gates. A
+    draft's last tap is the token itself."""
     let_next_start(PDL)
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
+    place = tl.full((), -1, dtype=tl.int64)
+    if DRAFTS:
+        place = tl.load(places + token).to(tl.int64)
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     if head < 2 * KEY_HEADS + VALUE_HEADS:
         is_value = head >= 2 * KEY_HEADS
@@ -88,6 +112,8 @@ def _gate(
             fed = tl.load(own, mask=inside & (source >= 0) & (source < tokens), other=0.0).to(tl.float32)
             fed += tl.load(past, mask=inside & (source >= tokens), other=0.0)
             mixed += fed * tl.load(conv + tap * CHANNELS + start + at, mask=inside, other=0.0)
+            if DRAFTS and tap == TAPS - 1:
+                tl.store(held + place * CHANNELS + start + at, fed, mask=inside & (place >= 0))
         mixed = tl.where(inside, silu(mixed), 0.0)
         if is_value:
             tl.store(v + (token * VALUE_HEADS + head - 2 * KEY_HEADS) * VALUE_DIM + at, mixed, mask=inside)
@@ -97,6 +123,8 @@ def _gate(
                 tl.store(q + (token * KEY_HEADS + head) * KEY_DIM + at, unit * (KEY_DIM**-0.5), mask=inside)
             else:
                 tl.store(k + (token * KEY_HEADS + head - KEY_HEADS) * KEY_DIM + at, unit, mask=inside)
+                if DRAFTS:
+                    tl.store(keys + (place * KEY_HEADS + head - KEY_HEADS) * KEY_DIM + at, unit, mask=inside & (place >= 0))
     else:
         one = tl.arange(0, BLOCK_HEADS)
         there = one < VALUE_HEADS
@@ -105,7 +133,10 @@ def _gate(
         g = tl.load(decay + one, mask=there, other=0.0) * softplus(a)
         b = tl.load(base + VALUE_HEADS, mask=there, other=0.0).to(tl.float32)
         tl.store(gates + token * VALUE_HEADS + one, g, mask=there)
-        tl.store(gates + (token + tokens) * VALUE_HEADS + one, exp(g), mask=there)
+        fade = exp(g)
+        tl.store(gates + (token + tokens) * VALUE_HEADS + one, fade, mask=there)
+        if DRAFTS:
+            tl.store(decays + place * VALUE_HEADS + one, fade, mask=there & (place >= 0))
         tl.store(gates + (token + 2 * tokens) * VALUE_HEADS + one, sigmoid(b), mask=there)
 
 
@@ -121,10 +152,11 @@ def gate(
     value_heads: int,
     key_dim: int,
     value_dim: int,
+    drafted: Drafted | None = None,
     pdl: bool = False,
 ) -> Gated:
     """projected [T, C + Hv * Dv + 2 Hv] (qkv, z, a, b). taps [T, K] int32: rows of the turn, then of windows [lanes * (K - 1),
-    C], oldest first; -1 for zeros."""
+    C], oldest first; -1 for zeros. Drafts leave decay, key and what they feed behind."""
     count, device = len(projected), projected.device
     q, k = (torch.empty(count, key_heads, key_dim, device=device) for _ in range(2))
     v = torch.empty(count, value_heads, value_dim, device=device)
@@ -141,6 +173,7 @@ def gate(
             k,
             v,
             gates,
+            *((None,) * 4 if drafted is None else (drafted.places, drafted.decays, drafted.keys, drafted.fed)),
             count,
             projected.stride(0),
             KEY_HEADS=key_heads,
@@ -148,6 +181,7 @@ def gate(
             KEY_DIM=key_dim,
             VALUE_DIM=value_dim,
             TAPS=taps.shape[1],
+            DRAFTS=drafted is not None,
             BLOCK=triton.next_power_of_2(max(key_dim, value_dim)),
             BLOCK_HEADS=triton.next_power_of_2(value_heads),
             EPS=L2_EPS,
@@ -162,6 +196,41 @@ def gate(
 # ------------------------------------------------------------------ step by step
 
 
+@triton.jit
+def _added(key, change, state):
+    """state + key ⊗ change, each rounded once."""
+    return tl.fma(tl.broadcast_to(key[:, None], state.shape), tl.broadcast_to(change[None, :], state.shape), state)
+
+
+@triton.jit
+def _parts(line, row, KEY_DIM: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr):
+    """A key or a query, by parts. A part has fewer numbers than a warp has threads, so each thread reads its own from memory."""
+    found = ()
+    for part in tl.static_range(PARTS):
+        if PARTS * ROWS == KEY_DIM:
+            found = found + (tl.load(line + row + part * ROWS),)
+        else:
+            found = found + (tl.load(line + row + part * ROWS, mask=row + part * ROWS < KEY_DIM, other=0.0),)
+    return found
+
+
+@triton.jit
+def _seen(state, line, PARTS: tl.constexpr):
+    """lineᵀ state: part by part in each thread, then over a part's rows."""
+    total = state[0] * line[0][:, None]
+    for part in tl.static_range(1, PARTS):
+        total = tl.fma(state[part], tl.broadcast_to(line[part][:, None], total.shape), total)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _moved(state, key, change, PARTS: tl.constexpr):
+    found = ()
+    for part in tl.static_range(PARTS):
+        found = found + (_added(key[part], change, state[part]),)
+    return found
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _steps(
     q,
@@ -170,8 +239,6 @@ def _steps(
     gates,
     states,
     out,
-    decays,
-    keys,
     changes,
     paths,
     order,
@@ -181,51 +248,74 @@ def _steps(
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    AHEAD: tl.constexpr,
+    DRAFTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
     wait_for_inputs(PDL)
-    path = tl.program_id(0) * 6
-    head = tl.program_id(1)
-    key_head = head // (VALUE_HEADS // KEY_HEADS)
-    lane = tl.load(paths + path).to(tl.int64)
-    first = tl.load(paths + path + 1)
+    path = tl.program_id(2) * 5
     count = tl.load(paths + path + 2)
-    known = tl.load(paths + path + 3)
-    given = tl.load(paths + path + 4)
-    fresh = tl.load(paths + path + 5)
-    row = tl.arange(0, BLOCK_K)
-    column = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-    wide, high = column < VALUE_DIM, row < KEY_DIM
-    whole = high[:, None] & wide[None, :]
-    at = states + ((lane * VALUE_HEADS + head) * KEY_DIM + row[:, None]) * VALUE_DIM + column[None, :]
-    state = tl.load(at, mask=whole & (fresh == 0) & (count > 0), other=0.0)
-    for index in tl.range(0, count, num_stages=AHEAD):
-        token = tl.load(order + first + index).to(tl.int64)
-        place = tl.load(places + first + index).to(tl.int64)
-        key = tl.load(k + (token * KEY_HEADS + key_head) * KEY_DIM + row, mask=high, other=0.0)
-        query = tl.load(q + (token * KEY_HEADS + key_head) * KEY_DIM + row, mask=high, other=0.0)
-        value = tl.load(v + (token * VALUE_HEADS + head) * VALUE_DIM + column, mask=wide, other=0.0)
-        decay = tl.load(gates + (tokens + token) * VALUE_HEADS + head)
-        beta = tl.load(gates + (2 * tokens + token) * VALUE_HEADS + head)
-        state = state * decay
-        held = tl.sum(state * key[:, None], 0)
-        change = (value - held) * beta
-        state = state + key[:, None] * change[None, :]
-        result = tl.sum(state * query[:, None], 0)
-        if index >= given:
-            tl.store(out + (token * VALUE_HEADS + head) * VALUE_DIM + column, result, mask=wide)
-            if place >= 0:
-                tl.store(changes + (place * VALUE_HEADS + head) * VALUE_DIM + column, change, mask=wide)
-                if tl.program_id(2) == 0:
-                    tl.store(decays + place * VALUE_HEADS + head, decay)
-                    if head % (VALUE_HEADS // KEY_HEADS) == 0:
-                        tl.store(keys + (place * KEY_HEADS + key_head) * KEY_DIM + row, key, mask=high)
-        if index == known - 1:
-            tl.store(at, state, mask=whole)
+    if count > 0:
+        lane = tl.load(paths + path).to(tl.int64)
+        first = tl.load(paths + path + 1)
+        known = tl.load(paths + path + 3)
+        fresh = tl.load(paths + path + 4)
+        head = tl.program_id(1)
+        key_head = head // (VALUE_HEADS // KEY_HEADS)
+        row = tl.arange(0, ROWS)
+        column = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+        wide = column < VALUE_DIM
+        at = states + (lane * VALUE_HEADS + head) * KEY_DIM * VALUE_DIM + row[:, None] * VALUE_DIM + column[None, :]
+        state = ()
+        for part in tl.static_range(PARTS):
+            there = (row + part * ROWS < KEY_DIM)[:, None] & wide[None, :] & (fresh == 0)
+            state = state + (tl.load(at + part * ROWS * VALUE_DIM, mask=there, other=0.0),)
+        behind_known = state
+        keys, queries = k + key_head * KEY_DIM, q + key_head * KEY_DIM
+        values = v + head * VALUE_DIM + column
+        decays, betas = gates + tokens * VALUE_HEADS + head, gates + 2 * tokens * VALUE_HEADS + head
+        entry = tl.load(order + first)
+        entry_ahead = tl.load(order + first + tl.minimum(1, count - 1))
+        token = (entry >> 2).to(tl.int64)
+        key = _parts(keys + token * KEY_HEADS * KEY_DIM, row, KEY_DIM, PARTS, ROWS)
+        query = _parts(queries + token * KEY_HEADS * KEY_DIM, row, KEY_DIM, PARTS, ROWS)
+        value = tl.load(values + token * VALUE_HEADS * VALUE_DIM, mask=wide, other=0.0)
+        decay, beta = tl.load(decays + token * VALUE_HEADS), tl.load(betas + token * VALUE_HEADS)
+        for index in range(count):
+            ahead = (entry_ahead >> 2).to(tl.int64)
+            key_ahead = _parts(keys + ahead * KEY_HEADS * KEY_DIM, row, KEY_DIM, PARTS, ROWS)
+            query_ahead = _parts(queries + ahead * KEY_HEADS * KEY_DIM, row, KEY_DIM, PARTS, ROWS)
+            value_ahead = tl.load(values + ahead * VALUE_HEADS * VALUE_DIM, mask=wide, other=0.0)
+            decay_ahead, beta_ahead = tl.load(decays + ahead * VALUE_HEADS), tl.load(betas + ahead * VALUE_HEADS)
+            entry_behind = tl.load(order + first + tl.minimum(index + 2, count - 1))
+            if (entry & 1) != 0:
+                tl.debug_barrier()  # a change that this path left is read again below
+                state = behind_known
+            faded = ()
+            for part in tl.static_range(PARTS):
+                faded = faded + (state[part] * decay,)
+            place = tl.load(places + token).to(tl.int64) if DRAFTS else -1
+            if (entry & 2) != 0:
+                if DRAFTS:
+                    left = tl.load(changes + (place * VALUE_HEADS + head) * VALUE_DIM + column, mask=wide, other=0.0)
+                    state = _moved(faded, key, left, PARTS)
+            else:
+                change = (value - _seen(faded, key, PARTS)) * beta
+                state = _moved(faded, key, change, PARTS)
+                result = _seen(state, query, PARTS)
+                tl.store(out + (token * VALUE_HEADS + head) * VALUE_DIM + column, result, mask=wide)
+                if DRAFTS:
+                    tl.store(changes + (place * VALUE_HEADS + head) * VALUE_DIM + column, change, mask=wide & (place >= 0))
+            if index == known - 1:
+                behind_known = state
+                for part in tl.static_range(PARTS):
+                    there = (row + part * ROWS < KEY_DIM)[:, None] & wide[None, :]
+                    tl.store(at + part * ROWS * VALUE_DIM, state[part], mask=there)
+            entry, entry_ahead, token = entry_ahead, entry_behind, ahead
+            key, query, value, decay, beta = key_ahead, query_ahead, value_ahead, decay_ahead, beta_ahead
 
 
 def steps(
@@ -235,42 +325,38 @@ def steps(
     *,
     paths: Tensor,
     order: Tensor,
-    places: Tensor,
-    held: tuple[Tensor, Tensor, Tensor],
+    drafted: Drafted | None = None,
     pdl: bool = False,
 ) -> None:
-    """Step through paths [P, 6] int32 of tokens `order` [n] int32. The lane's state is taken before, and written after the
-    path's known tokens; a path without known tokens leaves the lane alone. `places` [n] int32 says where a draft's decay,
-    key and change go in `held`; -1 for known tokens. out [T, Hv, Dv] float32 is written where this path owns the token.
-
-    Paths of one call must not share a lane if one of them has known tokens: trees come in a second call.
-    """
+    """Step through paths [P, 5] int32, each in a lane of its own. An entry of `order` [n] int32 is a token times four, and
+    FROM_KNOWN or AGAIN or both: where a path goes back to a branch, it starts behind its known tokens and takes the drafts
+    before the branch once more. The lane's state is taken before, and written after the path's known tokens; a path without
+    known tokens leaves the lane alone. Drafts leave their changes behind. out [T, Hv, Dv] float32."""
     _, value_heads, key_dim, value_dim = states.shape
-    decays, keys, changes = held
+    rows = 128 // COLUMNS  # a warp has four columns of one row in each thread
     if len(paths):
-        _steps[(len(paths), value_heads, triton.cdiv(value_dim, COLUMNS))](
+        _steps[(triton.cdiv(value_dim, COLUMNS), value_heads, len(paths))](
             gated.q,
             gated.k,
             gated.v,
             gated.gates,
             states,
             out,
-            decays,
-            keys,
-            changes,
+            None if drafted is None else drafted.changes,
             paths,
             order,
-            places,
+            None if drafted is None else drafted.places,
             len(gated.q),
             KEY_HEADS=gated.q.shape[1],
             VALUE_HEADS=value_heads,
             KEY_DIM=key_dim,
             VALUE_DIM=value_dim,
-            BLOCK_K=triton.next_power_of_2(key_dim),
+            PARTS=triton.cdiv(key_dim, rows),
+            ROWS=rows,
             BLOCK_V=COLUMNS,
-            AHEAD=AHEAD,
+            DRAFTS=drafted is not None,
             PDL=pdl,
-            num_warps=STEP_WARPS,
+            num_warps=1,
             enable_fp_fusion=False,
             **launch_options(pdl),
         )
@@ -321,8 +407,8 @@ def _commit(
             if place >= 0:
                 key = tl.load(keys + (place * KEY_HEADS + key_head) * KEY_DIM + row, mask=high, other=0.0)
                 change = tl.load(changes + (place * VALUE_HEADS + head) * VALUE_DIM + column, mask=wide, other=0.0)
-                state = state * tl.load(decays + place * VALUE_HEADS + head)
-                state = state + key[:, None] * change[None, :]
+                faded = state * tl.load(decays + place * VALUE_HEADS + head)
+                state = _added(key, change, faded)
         tl.store(at, state, mask=whole)
 
 
@@ -333,7 +419,7 @@ def commit(states: Tensor, *, held: tuple[Tensor, Tensor, Tensor], lanes: Tensor
     value_heads, key_dim, value_dim = states.shape[-3:]
     decays, keys, changes = held
     if len(lanes) and places.shape[1]:
-        _commit[(len(lanes), value_heads, layers * triton.cdiv(value_dim, COLUMNS))](
+        _commit[(len(lanes), value_heads, layers * triton.cdiv(value_dim, COMMIT_COLUMNS))](
             states,
             decays,
             keys,
@@ -348,12 +434,40 @@ def commit(states: Tensor, *, held: tuple[Tensor, Tensor, Tensor], lanes: Tensor
             KEY_DIM=key_dim,
             VALUE_DIM=value_dim,
             BLOCK_K=triton.next_power_of_2(key_dim),
-            BLOCK_V=COLUMNS,
+            BLOCK_V=COMMIT_COLUMNS,
             PDL=pdl,
             num_warps=4,
             enable_fp_fusion=False,
             **launch_options(pdl),
         )
+
+
+@triton.jit
+def _window(
+    fed,
+    windows,
+    target,
+    sources,
+    one,
+    block,
+    rows,
+    stride,
+    CHANNELS: tl.constexpr,
+    BEFORE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """All rows of one window are read before any is written, so a window may be made of itself."""
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    inside = at < CHANNELS
+    slot = tl.arange(0, BEFORE)
+    source = tl.load(sources + one * (BEFORE + 1) + 1 + slot).to(tl.int64)[:, None]
+    place = tl.load(sources + one * (BEFORE + 1)).to(tl.int64)
+    new = tl.load(fed + source * stride + at[None, :], mask=inside[None, :] & (source >= 0) & (source < rows), other=0.0)
+    old = tl.load(windows + (source - rows) * CHANNELS + at[None, :], mask=inside[None, :] & (source >= rows), other=0.0)
+    tl.debug_barrier()
+    row = place * (BEFORE - 1) + slot[:, None]
+    keep = inside[None, :] & (slot < BEFORE - 1)[:, None] & (place >= 0)
+    tl.store(target + row * CHANNELS + at[None, :], new.to(tl.float32) + old, mask=keep)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -371,25 +485,14 @@ def _shift(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """All rows of one window are read before any is written, so a window may be made of itself. per_…: numbers of one layer."""
+    """per_…: numbers of one layer."""
     let_next_start(PDL)
     wait_for_inputs(PDL)
     layer = tl.program_id(2).to(tl.int64)
     fed += layer * rows * stride
     windows += layer * per_windows
     target += layer * per_target
-    one = tl.program_id(0)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < CHANNELS
-    slot = tl.arange(0, BEFORE)
-    source = tl.load(sources + one * (BEFORE + 1) + 1 + slot).to(tl.int64)[:, None]
-    place = tl.load(sources + one * (BEFORE + 1)).to(tl.int64)
-    new = tl.load(fed + source * stride + at[None, :], mask=inside[None, :] & (source >= 0) & (source < rows), other=0.0)
-    old = tl.load(windows + (source - rows) * CHANNELS + at[None, :], mask=inside[None, :] & (source >= rows), other=0.0)
-    tl.debug_barrier()
-    row = place * (BEFORE - 1) + slot[:, None]
-    keep = inside[None, :] & (slot < BEFORE - 1)[:, None] & (place >= 0)
-    tl.store(target + row * CHANNELS + at[None, :], new.to(tl.float32) + old, mask=keep)
+    _window(fed, windows, target, sources, tl.program_id(0), tl.program_id(1), rows, stride, CHANNELS, BEFORE, BLOCK)
 
 
 def shift_windows(fed: Tensor, windows: Tensor, target: Tensor, sources: Tensor, *, pdl: bool = False) -> None:
@@ -413,35 +516,6 @@ def shift_windows(fed: Tensor, windows: Tensor, target: Tensor, sources: Tensor,
             CHANNELS=channels,
             BEFORE=before,
             BLOCK=512,
-            PDL=pdl,
-            num_warps=4,
-            **launch_options(pdl),
-        )
-
-
-@triton.jit
-def _hold(projected, fed, places, stride, CHANNELS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    let_next_start(PDL)
-    wait_for_inputs(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    place = tl.load(places + token).to(tl.int64)
-    keep = (at < CHANNELS) & (place >= 0)
-    given = tl.load(projected + token * stride + at, mask=keep, other=0.0)
-    tl.store(fed + place * CHANNELS + at, given.to(tl.float32), mask=keep)
-
-
-def hold(projected: Tensor, fed: Tensor, places: Tensor, *, pdl: bool = False) -> None:
-    """fed[place] ← what a drafted token feeds the convolution; places [T] int32, -1 for tokens that are no drafts."""
-    channels = fed.shape[1]
-    if len(places):
-        _hold[(len(places), triton.cdiv(channels, 1024))](
-            projected,
-            fed,
-            places,
-            projected.stride(0),
-            CHANNELS=channels,
-            BLOCK=1024,
             PDL=pdl,
             num_warps=4,
             **launch_options(pdl),
@@ -625,49 +699,78 @@ def chunked(gated: Gated, states: Tensor, saved: Tensor, out: Tensor, *, chunks:
 # ------------------------------------------------------------------ after the state
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "closing"])
 def _close(
     x,
     projected,
     weight,
     y,
+    windows,
+    sources,
+    tokens,
+    closing,
     stride,
     eps,
     HEADS: tl.constexpr,
     D: tl.constexpr,
-    OFFSET: tl.constexpr,
+    CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
+    BEFORE: tl.constexpr,
+    BLOCK_WINDOW: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """One head of one token; programs behind the heads move a lane's window on."""
     let_next_start(PDL)
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    at = tl.arange(0, BLOCK)
-    inside = at < D
-    values = tl.load(x + (token * HEADS + head) * D + at, mask=inside, other=0.0)
-    scale = tl.rsqrt(tl.sum(values * values, 0) * (1.0 / D) + eps)
-    normed = values * scale * tl.load(weight + at, mask=inside, other=0.0)
-    z = tl.load(projected + token * stride + OFFSET + head * D + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + (token * HEADS + head) * D + at, (normed * silu(z)).to(y.dtype.element_ty), mask=inside)
+    if head < HEADS:
+        at = tl.arange(0, BLOCK)
+        inside = (at < D) & (token < tokens)
+        values = tl.load(x + (token * HEADS + head) * D + at, mask=inside, other=0.0)
+        scale = tl.rsqrt(tl.sum(values * values, 0) * (1.0 / D) + eps)
+        normed = values * scale * tl.load(weight + at, mask=inside, other=0.0)
+        z = tl.load(projected + token * stride + CHANNELS + head * D + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(y + (token * HEADS + head) * D + at, (normed * silu(z)).to(y.dtype.element_ty), mask=inside)
+    elif token < closing:
+        block = head - HEADS
+        _window(projected, windows, windows, sources, token, block, tokens, stride, CHANNELS, BEFORE, BLOCK_WINDOW)
 
 
-def close(out: Tensor, projected: Tensor, weight: Tensor, eps: float, *, channels: int, pdl: bool = False) -> Tensor:
-    """rms(out) · weight · silu(z), z behind the first `channels` columns of `projected`: [T, Hv * Dv] in its dtype."""
+def close(
+    out: Tensor,
+    projected: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    channels: int,
+    windows: Tensor | None = None,
+    sources: Tensor | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """rms(out) · weight · silu(z), z behind the first `channels` columns of `projected`: [T, Hv * Dv] in its dtype. Windows
+    move on in the same launch, as in `shift_windows`: nothing reads them any more."""
     count, heads, dim = out.shape
     y = torch.empty(count, heads * dim, dtype=projected.dtype, device=out.device)
-    if count:
-        _close[(count, heads)](
+    closing = 0 if sources is None else len(sources)
+    if count or closing:
+        _close[(max(count, closing), heads + (triton.cdiv(channels, WINDOW_BLOCK) if closing else 0))](
             out,
             projected,
             weight,
             y,
+            windows,
+            sources,
+            count,
+            closing,
             projected.stride(0),
             eps,
             HEADS=heads,
             D=dim,
-            OFFSET=channels,
+            CHANNELS=channels,
             BLOCK=triton.next_power_of_2(dim),
+            BEFORE=2 if windows is None else windows.shape[1] + 1,
+            BLOCK_WINDOW=WINDOW_BLOCK,
             PDL=pdl,
             num_warps=1,
             enable_fp_fusion=False,

@@ -16,7 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from onedraw.backends.torch.kernels.triton_linear import launch_options
+from onedraw.backends.torch.kernels.triton_math import let_next_start, wait_for_inputs
 from onedraw.backends.torch.kernels.triton_norm import gated
+from onedraw.backends.torch.kernels.triton_routes import MOST_PAIRS, bring_together
 from onedraw.models.spec import Activation
 
 
@@ -47,8 +50,11 @@ def _grouped(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """y[pair] = x[pair // DIVIDE] · weight[expert]ᵀ for the pairs of one tile."""
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
     tile = tl.program_id(0) * 3
     expert = tl.load(tiles + tile).to(tl.int64)
     first = tl.load(tiles + tile + 1)
@@ -72,8 +78,10 @@ def _grouped(
 
 
 @triton.jit
-def _combine(answers, weights, y, width, scale, USED: tl.constexpr, BLOCK: tl.constexpr):
+def _combine(answers, weights, y, width, scale, USED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Answers of one row, each times its weight, added in order."""
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
@@ -84,19 +92,22 @@ def _combine(answers, weights, y, width, scale, USED: tl.constexpr, BLOCK: tl.co
     tl.store(y + row * width + at, (total * scale).to(y.dtype.element_ty), mask=inside)
 
 
-def route(experts: Tensor, weights: Tensor, *, count: int) -> Routes:
+def route(experts: Tensor, weights: Tensor, *, count: int, pdl: bool = False) -> Routes:
     """experts [T, used] int64 and their weights [T, used] float32, in any order; `count` experts in all."""
     rows, used = experts.shape
-    experts, by_expert = experts.sort(dim=1)
     pairs = rows * used
     height = 16 if pairs <= 32 * count else 64
+    most = min(pairs, count + pairs // height)  # tiles there can be, whatever the routes
+    if 0 < pairs <= MOST_PAIRS:
+        given = bring_together(experts.contiguous(), weights.contiguous(), count=count, height=height, most=most, pdl=pdl)
+        return Routes(*given, height)
+    experts, by_expert = experts.sort(dim=1)
     flat = experts.reshape(-1)
     order = flat.argsort(stable=True)
     held = torch.zeros(count, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
     begins = held.cumsum(0) - held
     needed = (held + height - 1) // height
     ends = needed.cumsum(0)
-    most = min(pairs, count + pairs // height)  # tiles there can be, whatever the routes
     tile = torch.arange(most, device=flat.device)
     expert = torch.searchsorted(ends, tile, right=True).clamp_(max=count - 1)
     offset = (tile - (ends - needed)[expert]) * height
@@ -114,26 +125,28 @@ def experts(
     down: Tensor,
     activation: Activation,
     scale: float = 1.0,
+    pdl: bool = False,
 ) -> Tensor:
     """x [T, E]; gate_up [experts, 2F, E], down [experts, E, F] → Σ weight · down(act(gate x) · up x), lowest expert first."""
-    opened = _products(x, gate_up, routes, divide=routes.used)  # [T * used, 2F]
-    answers = _products(gated(opened, activation), down, routes, divide=1)  # [T * used, E]
-    return combine(answers, routes, width=x.shape[1], scale=scale)
+    opened = _products(x, gate_up, routes, divide=routes.used, pdl=pdl)  # [T * used, 2F]
+    answers = _products(gated(opened, activation, pdl=pdl), down, routes, divide=1, pdl=pdl)  # [T * used, E]
+    return combine(answers, routes, width=x.shape[1], scale=scale, pdl=pdl)
 
 
-def combine(answers: Tensor, routes: Routes, *, width: int, scale: float) -> Tensor:
+def combine(answers: Tensor, routes: Routes, *, width: int, scale: float, pdl: bool = False) -> Tensor:
     """Answers [T * used, width] of pairs → [T, width], lowest expert first."""
     rows = len(routes.weights)
     y = torch.empty(rows, width, dtype=answers.dtype, device=answers.device)
     if rows:
         block = 1024
         _combine[(rows, triton.cdiv(width, block))](
-            answers, routes.weights, y, width, scale, USED=routes.used, BLOCK=block, enable_fp_fusion=False
-        )
+            answers, routes.weights, y, width, scale, USED=routes.used, BLOCK=block, PDL=pdl, enable_fp_fusion=False,
+            **launch_options(pdl),
+        )  # fmt: skip
     return y
 
 
-def _products(x: Tensor, weight: Tensor, routes: Routes, *, divide: int) -> Tensor:
+def _products(x: Tensor, weight: Tensor, routes: Routes, *, divide: int, pdl: bool) -> Tensor:
     _, n, k = weight.shape
     y = torch.empty(len(routes.order), n, dtype=x.dtype, device=x.device)
     if len(y):
@@ -152,6 +165,8 @@ def _products(x: Tensor, weight: Tensor, routes: Routes, *, divide: int) -> Tens
             BLOCK_K=depth,
             num_warps=4,
             num_stages=3,
+            PDL=pdl,
             enable_fp_fusion=False,
+            **launch_options(pdl),
         )
     return y

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from onedraw.backends.torch.kernels.spans import Prepared, scaled_span, store_span
 from onedraw.backends.torch.kernels.triton_linear import launch_options
 from onedraw.backends.torch.kernels.triton_math import activated, let_next_start, sigmoid, softplus, wait_for_inputs
 from onedraw.models.spec import Activation, Gate
@@ -24,12 +25,16 @@ def _rms_norm(
     x,
     weight,
     y,
+    x_out,
+    factors,
+    sums,
     x_stride,
     eps,
     W: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     WIDE: tl.constexpr,
+    READY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
@@ -45,27 +50,34 @@ def _rms_norm(
         factor = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
         normed = normed * factor if WIDE else normed.to(kind).to(tl.float32) * factor
     tl.store(y + row * W + at, normed.to(kind), mask=inside)
+    if READY:
+        SPANS: tl.constexpr = BLOCK // 256
+        scaled, factor, hi, lo = scaled_span(normed.to(kind).to(tl.float32), SPANS)
+        store_span(scaled, factor, hi, lo, x_out, factors, sums, row, 0, (W + 255) // 256, SPANS)
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, pdl: bool = False) -> Tensor:
-    """x [..., W], rows of stride 1. A weight in float32 meets the normed numbers before they are rounded."""
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, ready: Prepared | None = None, pdl: bool = False) -> Tensor:
+    """x [..., W], rows of stride 1. A weight in float32 meets the normed numbers before they are rounded. `ready`: where the
+    rows are made ready for packed products on the way, as `prepare_rows` would."""
     width = x.shape[-1]
     flat = x.reshape(-1, width) if x.dim() != 2 else x
     if flat.stride(-1) != 1:
         flat = flat.contiguous()
     y = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
     if len(flat):
-        block = triton.next_power_of_2(width)
+        block = max(triton.next_power_of_2(width), 1 if ready is None else 256)
         _rms_norm[(len(flat),)](
             flat,
             weight,
             y,
+            *_places(ready),
             flat.stride(0),
             eps,
             W=width,
             BLOCK=block,
             HAS_WEIGHT=weight is not None,
             WIDE=weight is not None and weight.dtype == torch.float32,
+            READY=ready is not None,
             PDL=pdl,
             num_warps=_warps(block),
             enable_fp_fusion=False,
@@ -75,7 +87,20 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, pdl: bool = False)
 
 
 @triton.jit
-def _gated(gate_up, y, n, stride, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, PAIRED: tl.constexpr, PDL: tl.constexpr):
+def _gated(
+    gate_up,
+    y,
+    x_out,
+    factors,
+    sums,
+    n,
+    stride,
+    BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PAIRED: tl.constexpr,
+    READY: tl.constexpr,
+    PDL: tl.constexpr,
+):
     let_next_start(PDL)
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -89,23 +114,33 @@ def _gated(gate_up, y, n, stride, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
         gate = tl.load(gate_up + row * stride + at, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(gate_up + row * stride + n + at, mask=inside, other=0.0).to(tl.float32)
     opened = activated(gate, ACTIVATION).to(y.dtype.element_ty)
-    tl.store(y + row * n + at, (opened.to(tl.float32) * up).to(y.dtype.element_ty), mask=inside)
+    made = (opened.to(tl.float32) * up).to(y.dtype.element_ty)
+    tl.store(y + row * n + at, made, mask=inside)
+    if READY:
+        SPANS: tl.constexpr = BLOCK // 256
+        scaled, factor, hi, lo = scaled_span(tl.where(inside, made.to(tl.float32), 0.0), SPANS)
+        store_span(scaled, factor, hi, lo, x_out, factors, sums, row, tl.program_id(1) * SPANS, (n + 255) // 256, SPANS)
 
 
-def gated(gate_up: Tensor, activation: Activation, *, paired: bool = False, pdl: bool = False) -> Tensor:
-    """activation(gate) * up for [T, 2F] with the gate in the first half, or in pairs with what it opens: [T, F]."""
+def gated(
+    gate_up: Tensor, activation: Activation, *, paired: bool = False, ready: Prepared | None = None, pdl: bool = False
+) -> Tensor:
+    """activation(gate) * up for [T, 2F] with the gate in the first half, or in pairs with what it opens: [T, F]. `ready`: where
+    the rows are made ready for packed products on the way."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     if rows:
-        block = min(2048, triton.next_power_of_2(width))
+        block = max(min(2048, triton.next_power_of_2(width)), 1 if ready is None else 256)
         _gated[(rows, triton.cdiv(width, block))](
             gate_up,
             y,
+            *_places(ready),
             width,
             gate_up.stride(0),
             BLOCK=block,
             ACTIVATION=ACTIVATIONS[activation],
             PAIRED=paired,
+            READY=ready is not None,
             PDL=pdl,
             num_warps=4,
             enable_fp_fusion=False,
@@ -159,6 +194,10 @@ def opened(x: Tensor, gate: Tensor, kind: Gate, *, pdl: bool = False) -> Tensor:
             **launch_options(pdl),
         )
     return y
+
+
+def _places(ready: Prepared | None) -> tuple[Tensor | None, ...]:
+    return (None, None, None) if ready is None else (ready.x, ready.factors, ready.sums)
 
 
 def _warps(block: int) -> int:

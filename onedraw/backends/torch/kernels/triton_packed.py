@@ -1,10 +1,10 @@
-"""Products of packed weights on a GPU: y = x Wᵀ with W in its blocks, whose codes go to the matrix unit as small whole numbers.
+"""Products of packed experts on a GPU: y = x Wᵀ with W in its blocks, whose codes go to the matrix unit as small whole numbers.
+All other packed products follow another rule, with kernels of their own (spans.py).
 
 In: rows x [T, K] and a `Blocks` (blocks.py). Out: [T, N]. A block's codes are exact in x's dtype; what the matrix unit makes of
 one block is multiplied with the block's scale in float32 and added up, block after block from front to back. A minimum that
 a block adds to all of its weights meets the sum of the block's inputs, which is taken by the matrix unit too. So a weight
-is never rounded. Blocks are added up over segments of 1,024 inputs, and segments from front to back, whoever computes them: one
-program all of them, or for few rows each a program of its own. So the number of rows does not show in the bits.
+is never rounded. Blocks are added up over segments of 1,024 inputs, and segments from front to back; a row's bits are its own.
 
 A halfword holds a code for each of several planes; plane p has the inputs 32 p … 32 p + 31 of a span. So a plane's codes come
 out of all halfwords alike, two with one instruction, and meet one scale per output.
@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from onedraw.backends.torch.kernels.triton_math import INTERPRETED, let_next_start, wait_for_inputs
+from onedraw.backends.torch.kernels.triton_math import INTERPRETED
 
 MANTISSA = tl.constexpr(0x4B000000)  # 2²³ as bits: what is or-ed into it is added to it
 # Numbers as pairs of bf16, and of f16: 128 and 1024, to which a small whole number is added by or-ing it in; less them.
@@ -234,7 +234,6 @@ def _product(
     column,
     n,
     width,
-    begin,
     end,
     KIND: tl.constexpr,
     CODES: tl.constexpr,
@@ -243,9 +242,8 @@ def _product(
     BLOCK_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     SEGMENT: tl.constexpr,
-    SPLIT: tl.constexpr,
 ):
-    """Outputs `column` of rows at x_at [1, M], over spans [begin, end): [N, M] float32. Weights are the left side: they stay in
+    """Outputs `column` of rows at x_at [1, M], over spans [0, end): [N, M] float32. Weights are the left side: they stay in
     registers."""
     DEPTH: tl.constexpr = 16 if KIND == "Q6_K" else 32
     HAS_MINIMUM: tl.constexpr = KIND == "Q4_1" or KIND == "Q5_1" or KIND == "Q4_K" or KIND == "Q5_K"
@@ -258,8 +256,8 @@ def _product(
     accumulator = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     # Scales are not what the matrix unit reads, so the compiler would not bring them early: they come a span ahead.
-    next_a, next_b, next_c, next_d, next_e, next_f, next_g, next_h = _scale_words(scales_at + begin * n * SCALES, n, KIND)
-    for span in range(begin, end):
+    next_a, next_b, next_c, next_d, next_e, next_f, next_g, next_h = _scale_words(scales_at, n, KIND)
+    for span in range(0, end):
         at = codes + span * n * CODES + place
         low = tl.load(at)
         top = tl.load(at + 32)
@@ -315,189 +313,10 @@ def _product(
             accumulator = tl.fma(tl.dot(number, row), scale[:, None], accumulator)
             if HAS_MINIMUM:
                 accumulator = tl.fma(tl.dot(ones.to(row.dtype), row), least[:, None], accumulator)
-        if not SPLIT:
-            closes = span % SEGMENT == SEGMENT - 1
-            total = tl.where(closes, total + accumulator, total)
-            accumulator = tl.where(closes, 0.0, accumulator)
+        closes = span % SEGMENT == SEGMENT - 1
+        total = tl.where(closes, total + accumulator, total)
+        accumulator = tl.where(closes, 0.0, accumulator)
     return total + accumulator
-
-
-@triton.jit(do_not_specialize=["rows"])  # one compilation for all numbers of rows of a tile
-def _packed(
-    x,
-    codes,
-    high,
-    scales,
-    bias,
-    residual,
-    y,
-    rows,
-    n,
-    x_stride,
-    residual_stride,
-    y_stride,
-    width,
-    KIND: tl.constexpr,
-    CODES: tl.constexpr,
-    SCALES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    GROUP: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    wait_for_inputs(PDL)
-    program = tl.program_id(0)
-    segment = tl.program_id(1)
-    spans = tl.cdiv(width, 256)
-    blocks_m = tl.cdiv(rows, BLOCK_M)
-    blocks_n = tl.cdiv(n, BLOCK_N)
-    if GROUP == 1:
-        block_m = program // blocks_n
-        block_n = program % blocks_n
-    else:
-        band = program // (GROUP * blocks_n)
-        height = tl.minimum(blocks_m - band * GROUP, GROUP)
-        within = program % (GROUP * blocks_n)
-        block_m = band * GROUP + within % height
-        block_n = within // height
-    m = (block_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    column = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    live = m < rows
-    inside = column < n
-    safe = column if EVEN_N else tl.where(inside, column, 0)
-    x_at = x + m[None, :] * x_stride
-    out = _product(
-        x_at,
-        live[None, :],
-        codes,
-        high,
-        scales,
-        safe,
-        n,
-        width,
-        segment * SEGMENT if SPLIT else 0,
-        tl.minimum(segment * SEGMENT + SEGMENT, spans) if SPLIT else spans,
-        KIND,
-        CODES,
-        SCALES,
-        BLOCK_M,
-        BLOCK_N,
-        EVEN_K,
-        SEGMENT,
-        SPLIT,
-    )
-    let_next_start(PDL)
-    keep = live[None, :] if EVEN_N else live[None, :] & inside[:, None]
-    if SPLIT:  # y is [segments, rows, N] float32, which `_merged` adds up
-        tl.store(y + (segment * rows + m[None, :]) * y_stride + column[:, None], out, mask=keep)
-        return
-    kind = y.dtype.element_ty
-    out = out.to(kind)
-    if HAS_BIAS:
-        out = (out.to(tl.float32) + tl.load(bias + safe)[:, None].to(tl.float32)).to(kind)
-    if HAS_RESIDUAL:
-        add = tl.load(residual + m[None, :] * residual_stride + safe[:, None], mask=keep, other=0.0)
-        out = (out.to(tl.float32) + add.to(tl.float32)).to(kind)
-    tl.store(y + m[None, :] * y_stride + column[:, None], out, mask=keep)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _merged(
-    parts,
-    bias,
-    residual,
-    y,
-    rows,
-    n,
-    residual_stride,
-    y_stride,
-    segments,
-    BLOCK: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Segments [segments, rows, N] added up in order, and what follows a product."""
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < n
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for segment in range(segments):
-        total += tl.load(parts + (segment * rows + row) * n + column, mask=inside, other=0.0)
-    kind = y.dtype.element_ty
-    out = total.to(kind)
-    if HAS_BIAS:
-        out = (out.to(tl.float32) + tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)).to(kind)
-    if HAS_RESIDUAL:
-        add = tl.load(residual + row * residual_stride + column, mask=inside, other=0.0)
-        out = (out.to(tl.float32) + add.to(tl.float32)).to(kind)
-    tl.store(y + row * y_stride + column, out, mask=inside)
-
-
-@triton.jit(do_not_specialize=["count"])
-def _unpacked(
-    codes,
-    high,
-    scales,
-    wanted,
-    y,
-    count,
-    n,
-    width,
-    KIND: tl.constexpr,
-    CODES: tl.constexpr,
-    SCALES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LISTED: tl.constexpr,
-):
-    """Rows of the weight as numbers: one span of `BLOCK` of them, step by step as the kind is described."""
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    span = tl.program_id(1)
-    live = place < count
-    if LISTED:
-        row = tl.load(wanted + place, mask=live, other=0).to(tl.int32)
-    else:
-        row = tl.where(live, place, 0)
-    k = tl.arange(0, 32)
-    at = codes + span.to(tl.int64) * n * CODES + row[:, None] * CODES + k[None, :]
-    low = tl.load(at)
-    top = tl.load(at + 32)
-    more = low
-    most = low
-    if CODES > 64:
-        more = tl.load(at + 64)
-    if CODES > 96:
-        most = tl.load(at + 96)
-    upper = low
-    if KIND == "Q6_K":
-        upper = tl.load(high + span.to(tl.int64) * n * 32 + row[:, None] * 32 + k[None, :])
-    a, b, c, d, e, f, g, h = _scale_words(scales + span.to(tl.int64) * n * SCALES + row, n, KIND)
-    y_at = y + place.to(tl.int64)[:, None] * width + span * 256 + k[None, :]
-    for plane in tl.static_range(8):
-        mine = _mine(low, top, more, most, low, top, plane, 0, KIND)
-        whole = _whole(mine, upper, plane, KIND)
-        if KIND == "MXFP4":
-            number = _fours(whole)
-        else:
-            number = whole.to(tl.float32)
-        scale, least = _scale(a, b, c, d, e, f, g, h, plane, 0, KIND)
-        if KIND == "Q6_K":
-            other, least = _scale(a, b, c, d, e, f, g, h, plane, 1, KIND)
-            number = number * tl.where((k < 16)[None, :], scale[:, None], other[:, None])
-        else:
-            number = number * scale[:, None]
-        if KIND == "Q4_1" or KIND == "Q5_1" or KIND == "Q4_K" or KIND == "Q5_K":
-            number = number + least[:, None]
-        inside = (span * 256 + plane * 32 + k < width)[None, :]
-        tl.store(y_at + plane * 32, number.to(y.dtype.element_ty), mask=live[:, None] & inside)
 
 
 @triton.jit
@@ -550,7 +369,6 @@ def _packed_experts(
             safe,
             n,
             width,
-            0,
             tl.cdiv(width, 256),
             KIND,
             CODES,
@@ -559,7 +377,6 @@ def _packed_experts(
             BLOCK_N,
             EVEN_K,
             SEGMENT,
-            False,
         )
         at = y + pair[None, :] * y_stride + column[:, None]
         tl.store(at, out.to(y.dtype.element_ty), mask=live[None, :] & inside[:, None])

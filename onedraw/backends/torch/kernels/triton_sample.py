@@ -4,7 +4,9 @@ In: logits [C, V'] and a table of what each row wishes. Out: tokens [C], and the
 
     scores    block by block: bias, penalties by counts, DRY, bans; the largest of each block
     deficits  (best - score) / temperature
-    search    top-k and top-p as one limit: eight rounds of four bits, each adding whole numbers into sixteen bins
+    search    top-k and top-p as one limit: weights, whole numbers, are added into sixteen bins by deficit; what is in the bin
+              that holds the limit is written down, and once more for sixteen bins of that; what is left is halved until
+              the limit is found. A list that is too short is not used: its source is read again.
     pick      noise by integer hash less deficit; the largest, the lowest id among equals
     checksum  whole numbers, where a row asks for it
 
@@ -27,10 +29,10 @@ from onedraw.backends.torch.kernels.triton_math import exp, let_next_start, log,
 from onedraw.sampling.law import MASS_BITS
 
 BLOCK = 2048
-# Rows up to which the search takes small blocks, whose sixteen bins are added in one go: few rows leave the device idle
-# otherwise. Many rows are faster bin by bin in large blocks. Whole numbers add up to the same either way.
-FEW_ROWS, FEW_BLOCK = 8, 512
-LEVELS = 8  # rounds of four bits
+# Of the search, one warp each: few rows leave the device idle in large blocks. 1024 halves of masses fit into 32 bits.
+FEW_ROWS, FEW_BLOCK, SEARCH_BLOCK = 4, 256, 1024
+TALLY = 32  # words of one row and level: sixteen bins, how many are written down, padding
+SHORT = 4096  # of the second list; the first one is a quarter of the vocabulary
 
 # Columns of the table [C, COLUMNS] int64; the first six are float64 by their bits.
 DIVISOR, LIMIT, REPETITION, FREQUENCY, PRESENCE, TOP_P, TOP_K, KEY_0, KEY_1, GREEDY, LANE = range(11)
@@ -132,7 +134,7 @@ def _scores(
             scores = _penalized(scores, ids, inside, table, row, tokens, output, prompt, counts_stride)
         scores = _entries(scores, ids, tokens, values, tl.load(at + 12), tl.load(at + 13), 1)
         scores = _entries(scores, ids, tokens, values, tl.load(at + 13), tl.load(at + 14), 2)
-    tl.store(deficits + row * width + ids, scores, mask=ids < width)
+        tl.store(deficits + row * width + ids, scores, mask=ids < width)
     blocks = tl.num_programs(1)
     _keep_top(tops + (row * 2) * blocks + block, scores)
     _keep_top(tops + (row * 2 + 1) * blocks + block, raw)
@@ -154,130 +156,278 @@ def _row_top(tops, blocks, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _deficits(table, deficits, tops, width, blocks, BLOCKS: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr):
-    """In place: scores become deficits."""
+def _index(deficit):
+    """Which of all bins; they grow with the deficit, a quarter wide at first. Larger deficits are in no smaller bin."""
+    bits = (deficit + 1.0).to(tl.int32, bitcast=True)
+    return tl.maximum((bits >> 21) - 508, 0), (bits >> 17) & 15
+
+
+@triton.jit
+def _bin(deficit, LEVEL: tl.constexpr):
+    """Of sixteen; the last one of the first level has no end."""
+    coarse, fine = _index(deficit)
+    if LEVEL == 0:
+        return tl.minimum(coarse, 15)
+    else:
+        return tl.where(coarse >= 15, tl.minimum(coarse - 15, 15), fine)
+
+
+@triton.jit
+def _weight(deficit, limit, SCALE: tl.constexpr, BY_MASS: tl.constexpr):
+    """Of what may still be kept: its mass, or one."""
+    if BY_MASS:
+        return tl.where(deficit <= limit, exp(0.0 - deficit) * SCALE, 0.0).to(tl.int64)
+    else:
+        return tl.full(deficit.shape, 1, dtype=tl.int64)
+
+
+@triton.jit
+def _add_up(bins, deficit, there, limit, SCALE: tl.constexpr, BY_MASS: tl.constexpr, LEVEL: tl.constexpr):
+    """Add the weights of a block to sixteen bins. Masses have 41 bits: they are added in two halves."""
+    bin = tl.where(there, _bin(deficit, LEVEL), 16)
+    weight = _weight(deficit, limit, SCALE, BY_MASS)
+    high, low = (weight >> 20).to(tl.int32), (weight & 1048575).to(tl.int32)
+    at = tl.arange(0, 16)
+    parts = tl.zeros((16,), dtype=tl.int64)
+    for one in tl.static_range(16):
+        part = tl.sum(tl.where(bin == one, low, 0), 0).to(tl.int64)
+        if BY_MASS:
+            part += tl.sum(tl.where(bin == one, high, 0), 0).to(tl.int64) << 20
+        parts = tl.where(at == one, part, parts)
+    tl.atomic_add(bins + at, parts, mask=parts > 0, sem="relaxed")
+
+
+@triton.jit
+def _deficits(
+    logits,
+    table,
+    deficits,
+    tops,
+    tallies,
+    logits_stride,
+    width,
+    blocks,
+    VOCAB: tl.constexpr,
+    ADJUSTED: tl.constexpr,
+    WANTED: tl.constexpr,
+    BY_MASS: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Scores, which are the logits themselves where nothing adjusts them, become deficits; they are the first level of the
+    first search, too."""
     let_next_start(PDL)
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     ids = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     best = _row_top(tops + row * 2 * blocks, blocks, BLOCKS) + 0.0
-    scores = tl.load(deficits + row * width + ids, mask=ids < width, other=float("-inf"))
+    if ADJUSTED:
+        scores = tl.load(deficits + row * width + ids, mask=ids < width, other=float("-inf"))
+    else:
+        scores = tl.load(logits + row * logits_stride + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
     divisor = tl.zeros_like(scores) + _number(table, row, 0).to(tl.float32)
-    tl.store(deficits + row * width + ids, tl.div_rn(best - scores, divisor), mask=ids < width)
+    deficit = tl.div_rn(best - scores, divisor)
+    tl.store(deficits + row * width + ids, deficit, mask=ids < width)
+    if WANTED:  # noqa: SIM102 - known when compiled, and the other is not
+        if _wanted(table, row, BY_MASS):
+            limit = _number(table, row, 1).to(tl.float32)
+            bins = tallies + (row + tl.num_programs(0) * BY_MASS) * 64
+            _add_up(bins, deficit, ids < VOCAB, limit, SCALE, BY_MASS, 0)
 
 
 @triton.jit
-def _settled(bins, state, target):
-    """One round: which of sixteen bins reaches the target, and what is then left to reach. state: bits found so far."""
+def _wanted(table, row, BY_MASS: tl.constexpr):
+    if BY_MASS:
+        return _number(table, row, 5) < 1.0
+    else:
+        return tl.load(table + row * 16 + 6) > 0
+
+
+@triton.jit
+def _target(table, bins, row, BY_MASS: tl.constexpr):
+    """How many tokens top-k asks for, or how much mass top-p: its share of all that was counted."""
+    if BY_MASS:
+        total = tl.sum(tl.load(bins + tl.arange(0, 16)), 0)
+        wish = tl.ceil(_number(table, row, 5) * total.to(tl.float64)).to(tl.int64)
+        return tl.minimum(tl.maximum(wish, 1), total)
+    else:
+        return tl.load(table + row * 16 + 6)
+
+
+@triton.jit
+def _reached(bins, target):
+    """Which of sixteen bins reaches the target, and what is left to reach in it."""
     at = tl.arange(0, 16)
     counts = tl.load(bins + at)
-    running = tl.cumsum(counts, 0)
-    bin = tl.sum((running < target).to(tl.int64), 0)
-    below = tl.sum(tl.where(at < bin, counts, 0), 0)
-    return state * 16 + bin, target - below
+    bin = tl.minimum(tl.sum((tl.cumsum(counts, 0) < target).to(tl.int32), 0), 15)
+    return bin, target - tl.sum(tl.where(at < bin, counts, 0), 0)
 
 
 @triton.jit
-def _found(bins, states, row, level, target, LEVEL_COUNT: tl.constexpr):
-    """Bits found before `level`, and what is left to reach. states [C, 2 * LEVELS] int64 has those of the level before."""
-    state = tl.full((), 0, dtype=tl.int64)
-    left = target
-    if level > 0:
-        if level > 1:
-            state = tl.load(states + row * 2 * LEVEL_COUNT + 2 * (level - 1))
-            left = tl.load(states + row * 2 * LEVEL_COUNT + 2 * (level - 1) + 1)
-        state, left = _settled(bins + (row * LEVEL_COUNT + level - 1) * 16, state, left)
-    return state, left
-
-
-@triton.jit
-def _share_target(table, bins, row, LEVEL_COUNT: tl.constexpr):
-    """How much mass top-p asks for: its share of all that was counted in the first round."""
-    total = tl.sum(tl.load(bins + row * LEVEL_COUNT * 16 + tl.arange(0, 16)), 0)
-    wish = tl.ceil(_number(table, row, 5) * total.to(tl.float64)).to(tl.int64)
-    return tl.minimum(tl.maximum(wish, 1), total)
-
-
-@triton.jit
-def _as_float(bits):
-    return bits.to(tl.int32).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _limit_so_far(table, bins_k, states_k, row, COUNTED: tl.constexpr, LEVEL_COUNT: tl.constexpr):
+def _limit_so_far(table, found, row, COUNTED: tl.constexpr):
     """min-p, then top-k where the row has it."""
     limit = _number(table, row, 1).to(tl.float32)
-    if COUNTED:
-        wish = tl.load(table + row * 16 + 6)
-        if wish > 0:
-            bits, _ = _found(bins_k, states_k, row, LEVEL_COUNT, wish, LEVEL_COUNT)
-            limit = tl.minimum(limit, _as_float(bits))
+    if COUNTED:  # noqa: SIM102 - known when compiled, and the other is not
+        if _wanted(table, row, False):
+            limit = tl.minimum(limit, tl.load(found + row))
     return limit
 
 
-@triton.jit(do_not_specialize=["level"])
-def _search(
+@triton.jit
+def _listed(deficits, lists, row, ids, bins, width, VOCAB: tl.constexpr, LONG: tl.constexpr, SHORT_LIST: tl.constexpr):
+    """The first list, or all of the row where the list is too short."""
+    written = tl.load(bins + 16)
+    short = written <= LONG
+    some = tl.load(lists + row * (LONG + SHORT_LIST) + ids, mask=short & (ids < written), other=float("inf"))
+    every = tl.load(deficits + row * width + ids, mask=(written > LONG) & (ids < VOCAB), other=float("inf"))
+    return tl.where(short, some, every), ids < tl.where(short, written, VOCAB)
+
+
+@triton.jit
+def _tally(
     table,
     deficits,
-    bins_k,
-    states_k,
-    bins_p,
-    states_p,
+    lists,
+    found,
+    tallies,
     width,
-    level,
     VOCAB: tl.constexpr,
     COUNTED: tl.constexpr,
     BY_MASS: tl.constexpr,
-    LEVEL_COUNT: tl.constexpr,
     SCALE: tl.constexpr,
-    FEW: tl.constexpr,
+    LONG: tl.constexpr,
+    LEVEL: tl.constexpr,
+    SHORT_LIST: tl.constexpr,
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One round of top-k, or of top-p: weights of the next four bits, for what agrees with the bits found so far."""
+    """Weights into the sixteen bins of a level."""
     let_next_start(PDL)
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
-    if BY_MASS:
-        wanted = _number(table, row, 5) < 1.0
-        bins = bins_p
-        states = states_p
-    else:
-        wanted = tl.load(table + row * 16 + 6) > 0
-        bins = bins_k
-        states = states_k
-    if wanted:
-        ids = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-        deficit = tl.load(deficits + row * width + ids, mask=ids < VOCAB, other=float("inf"))
-        target = tl.load(table + row * 16 + 6)
-        if BY_MASS:
-            limit = _limit_so_far(table, bins_k, states_k, row, COUNTED, LEVEL_COUNT)
-            share = exp(0.0 - deficit) * SCALE
-            weights = tl.where((deficit <= limit) & (ids < VOCAB), share, 0.0).to(tl.int64)
-            if level > 0:
-                target = _share_target(table, bins_p, row, LEVEL_COUNT)
+    start = tl.program_id(1) * BLOCK_V
+    bins = tallies + row * 64
+    if _wanted(table, row, BY_MASS):
+        limit = _limit_so_far(table, found, row, COUNTED and BY_MASS)
+        ids = start + tl.arange(0, BLOCK_V)
+        if LEVEL == 0:
+            deficit = tl.load(deficits + row * width + ids, mask=ids < VOCAB, other=float("inf"))
+            _add_up(bins, deficit, ids < VOCAB, limit, SCALE, BY_MASS, 0)
         else:
-            weights = (ids < VOCAB).to(tl.int64)
-        state, left = _found(bins, states, row, level, target, LEVEL_COUNT)
-        if (tl.program_id(1) == 0) & (level > 0):
-            tl.store(states + row * 2 * LEVEL_COUNT + 2 * level, state)
-            tl.store(states + row * 2 * LEVEL_COUNT + 2 * level + 1, left)
-        bits = deficit.to(tl.int32, bitcast=True)
-        shift = 28 - 4 * level
-        agrees = (bits.to(tl.int64) >> (shift + 4)) == state
-        weights = tl.where(agrees, weights, 0)
-        place = bins + (row * LEVEL_COUNT + level) * 16
-        bin = (bits >> shift) & 15
-        if tl.max(weights, 0) > 0:
-            if FEW:
-                sixteen = tl.arange(0, 16)
-                parts = tl.sum(tl.where(bin[:, None] == sixteen[None, :], weights[:, None], 0), 0)
-                tl.atomic_add(place + sixteen, parts, mask=parts > 0, sem="relaxed")
+            written = tl.load(bins + 16)
+            if (start < written) | (written > LONG):
+                deficit, there = _listed(deficits, lists, row, ids, bins, width, VOCAB, LONG, SHORT_LIST)
+                bin, _ = _reached(bins, _target(table, bins, row, BY_MASS))
+                _add_up(bins + 32, deficit, there & (_bin(deficit, 0) == bin), limit, SCALE, BY_MASS, 1)
+
+
+@triton.jit
+def _collect(
+    table,
+    deficits,
+    lists,
+    found,
+    tallies,
+    width,
+    VOCAB: tl.constexpr,
+    COUNTED: tl.constexpr,
+    BY_MASS: tl.constexpr,
+    SCALE: tl.constexpr,
+    LONG: tl.constexpr,
+    LEVEL: tl.constexpr,
+    SHORT_LIST: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """What is in the bin that holds the limit, written down in any order; how much that is, even where it is too much."""
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1) * BLOCK_V
+    bins = tallies + row * 64
+    if _wanted(table, row, BY_MASS):
+        written = tl.load(bins + 16)
+        if (LEVEL == 0) | (start < written) | (written > LONG):
+            ids = start + tl.arange(0, BLOCK_V)
+            limit = _limit_so_far(table, found, row, COUNTED and BY_MASS)
+            bin, left = _reached(bins, _target(table, bins, row, BY_MASS))
+            place = lists + row * (LONG + SHORT_LIST)
+            if LEVEL == 0:
+                deficit = tl.load(deficits + row * width + ids, mask=ids < VOCAB, other=float("inf"))
+                agrees = (ids < VOCAB) & (_bin(deficit, 0) == bin)
             else:
-                for one in tl.static_range(16):
-                    part = tl.sum(tl.where(bin == one, weights, 0), 0)
-                    if part > 0:
-                        tl.atomic_add(place + one, part, sem="relaxed")
+                fine, _ = _reached(bins + 32, left)
+                deficit, there = _listed(deficits, lists, row, ids, bins, width, VOCAB, LONG, SHORT_LIST)
+                agrees = there & (_bin(deficit, 0) == bin) & (_bin(deficit, 1) == fine)
+                place += LONG
+            if BY_MASS:
+                agrees = agrees & (deficit <= limit)
+            rank = tl.cumsum(agrees.to(tl.int32), 0)
+            count = tl.max(rank, 0)
+            if count > 0:
+                at = tl.atomic_add(bins + LEVEL * 32 + 16, count.to(tl.int64), sem="relaxed") + rank - 1
+                room: tl.constexpr = SHORT_LIST if LEVEL else LONG
+                tl.store(place + at, deficit, mask=agrees & (at < room))
+
+
+@triton.jit
+def _find(
+    table,
+    deficits,
+    lists,
+    found,
+    tallies,
+    width,
+    VOCAB: tl.constexpr,
+    COUNTED: tl.constexpr,
+    BY_MASS: tl.constexpr,
+    SCALE: tl.constexpr,
+    LONG: tl.constexpr,
+    SHORT_LIST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The smallest deficit whose bin, up to it, has what is left to reach: between the ends of what is written down, halved."""
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    bins = tallies + row * 64
+    if _wanted(table, row, BY_MASS):
+        limit = _limit_so_far(table, found, row, COUNTED and BY_MASS)
+        bin, left = _reached(bins, _target(table, bins, row, BY_MASS))
+        fine, left = _reached(bins + 32, left)
+        written = tl.load(bins + 32 + 16)
+        ids = tl.arange(0, SHORT_LIST)
+        low = tl.full((), 0, dtype=tl.int32)
+        high = tl.full((), 2139095040, dtype=tl.int32)  # infinity, by its bits
+        if written <= SHORT_LIST:
+            there = ids < written
+            deficit = tl.load(lists + row * (LONG + SHORT_LIST) + LONG + ids, mask=there, other=0.0)
+            weight = tl.where(there, _weight(deficit, limit, SCALE, BY_MASS), 0)
+            bits = deficit.to(tl.int32, bitcast=True)
+            high = tl.minimum(tl.max(bits, 0), high)
+            low = tl.minimum(tl.min(tl.where(there, bits, 2139095040), 0), high)
+            while low < high:
+                middle = low + (high - low) // 2
+                enough = tl.sum(tl.where(bits <= middle, weight, 0), 0) >= left
+                high = tl.where(enough, middle, high)
+                low = tl.where(enough, low, middle + 1)
+        else:
+            first = tl.load(bins + 16)
+            stop = tl.where(first <= LONG, first, VOCAB).to(tl.int32)
+            while low < high:
+                middle = low + (high - low) // 2
+                total = tl.full((), 0, dtype=tl.int64)
+                for start in range(0, stop, SHORT_LIST):
+                    deficit, there = _listed(deficits, lists, row, start + ids, bins, width, VOCAB, LONG, SHORT_LIST)
+                    there = there & (_bin(deficit, 0) == bin) & (_bin(deficit, 1) == fine)
+                    below = there & (deficit.to(tl.int32, bitcast=True) <= middle)
+                    total += tl.sum(tl.where(below, _weight(deficit, limit, SCALE, BY_MASS), 0), 0)
+                enough = total >= left
+                high = tl.where(enough, middle, high)
+                low = tl.where(enough, low, middle + 1)
+        tl.store(found + BY_MASS * tl.num_programs(0) + row, high.to(tl.float32, bitcast=True))
 
 
 @triton.jit
@@ -305,11 +455,7 @@ def _pick(
     logits,
     table,
     deficits,
-    tops,
-    bins_k,
-    states_k,
-    bins_p,
-    states_p,
+    found,
     limits,
     best_values,
     best_ids,
@@ -320,7 +466,6 @@ def _pick(
     VOCAB: tl.constexpr,
     COUNTED: tl.constexpr,
     SHARED: tl.constexpr,
-    LEVEL_COUNT: tl.constexpr,
     CHECKSUMS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
@@ -330,32 +475,35 @@ def _pick(
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    limit = _limit_so_far(table, bins_k, states_k, row, COUNTED, LEVEL_COUNT)
+    limit = _limit_so_far(table, found, row, COUNTED)
     if SHARED:  # noqa: SIM102 - known when compiled, and the other is not
         if _number(table, row, 5) < 1.0:
-            target = _share_target(table, bins_p, row, LEVEL_COUNT)
-            bits, _ = _found(bins_p, states_p, row, LEVEL_COUNT, target, LEVEL_COUNT)
-            limit = tl.minimum(limit, _as_float(bits))
+            limit = tl.minimum(limit, tl.load(found + tl.num_programs(0) + row))
     if block == 0:
         tl.store(limits + row, limit)
     ids = block * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = ids < VOCAB
     deficit = tl.load(deficits + row * width + ids, mask=inside, other=float("inf"))
-    value = 0.0 - deficit
-    if tl.load(table + row * 16 + 9) == 0:
-        first = tl.load(table + row * 16 + 7).to(tl.uint32)
-        second = tl.load(table + row * 16 + 8).to(tl.uint32)
-        value = _gumbel(ids, first, second) - deficit
-    value = tl.where(inside & (deficit <= limit), value, float("-inf"))
-    best = tl.max(value, 0)
+    kept = inside & (deficit <= limit)
+    best = tl.full((), float("-inf"), dtype=tl.float32)
+    best_id = tl.full((), 2147483647, dtype=tl.int32)
+    if tl.max(kept.to(tl.int32), 0) > 0:  # most blocks have nothing that may be chosen
+        value = 0.0 - deficit
+        if tl.load(table + row * 16 + 9) == 0:
+            first = tl.load(table + row * 16 + 7).to(tl.uint32)
+            second = tl.load(table + row * 16 + 8).to(tl.uint32)
+            value = _gumbel(ids, first, second) - deficit
+        value = tl.where(kept, value, float("-inf"))
+        best = tl.max(value, 0)
+        best_id = tl.min(tl.where(value == best, ids, 2147483647), 0)
     place = row * tl.num_programs(1) + block
     tl.store(best_values + place, best)
-    tl.store(best_ids + place, tl.min(tl.where(value == best, ids, 2147483647), 0))
+    tl.store(best_ids + place, best_id)
     if CHECKSUMS:
         raw = tl.load(logits + row * logits_stride + ids, mask=inside, other=0.0).to(tl.float32)
-        kept = 0.0 - tl.where(deficit > limit, float("inf"), deficit)
+        left = 0.0 - tl.where(deficit > limit, float("inf"), deficit)
         one = raw.to(tl.int32, bitcast=True).to(tl.int64) * tl.load(weights + ids, mask=inside, other=0)
-        two = kept.to(tl.int32, bitcast=True).to(tl.int64) * tl.load(weights + VOCAB + ids, mask=inside, other=0)
+        two = left.to(tl.int32, bitcast=True).to(tl.int64) * tl.load(weights + VOCAB + ids, mask=inside, other=0)
         tl.atomic_add(checksums + row, tl.sum(tl.where(inside, one + two, 0), 0), sem="relaxed")
 
 
@@ -385,7 +533,7 @@ def choose(
     deficits = torch.empty(rows, width, dtype=torch.float32, device=device)
     tops = torch.empty(rows, 2, blocks, dtype=torch.float32, device=device)
     # What is cleared is cleared first: the kernels then follow each other without a gap.
-    bins = torch.zeros(2, rows, LEVELS, 16, dtype=torch.int64, device=device)
+    tallies = torch.zeros(2, rows, 2, TALLY, dtype=torch.int64, device=device)
     checksums = None if weights is None else torch.zeros(rows, dtype=torch.int64, device=device)
     _scores[grid](
         logits,
@@ -407,40 +555,7 @@ def choose(
         PDL=pdl,
         **launch_options(pdl),
     )
-    _deficits[grid](
-        wishes.table,
-        deficits,
-        tops,
-        width,
-        blocks,
-        BLOCKS=all_blocks,
-        BLOCK_V=BLOCK,
-        enable_fp_fusion=False,
-        PDL=pdl,
-        **launch_options(pdl),
-    )
-    states = torch.empty(2, rows, LEVELS, 2, dtype=torch.int64, device=device)
-    search_block = FEW_BLOCK if rows <= FEW_ROWS else BLOCK
-    searches = (bins[0], states[0], bins[1], states[1])
-    for by_mass, wanted in ((False, wishes.counted), (True, wishes.shared)):
-        for level in range(LEVELS if wanted else 0):
-            _search[(rows, triton.cdiv(vocab, search_block))](
-                wishes.table,
-                deficits,
-                *searches,
-                width,
-                level,
-                VOCAB=vocab,
-                COUNTED=wishes.counted,
-                BY_MASS=by_mass,
-                LEVEL_COUNT=LEVELS,
-                SCALE=2.0**MASS_BITS,
-                FEW=rows <= FEW_ROWS,
-                BLOCK_V=search_block,
-                enable_fp_fusion=False,
-                PDL=pdl,
-                **launch_options(pdl),
-            )
+    found = _searched(logits, wishes, deficits, tops, tallies, vocab=vocab, pdl=pdl)
     limits = torch.empty(rows, dtype=torch.float32, device=device)
     best_values = torch.empty(rows, blocks, dtype=torch.float32, device=device)
     best_ids = torch.empty(rows, blocks, dtype=torch.int32, device=device)
@@ -448,8 +563,7 @@ def choose(
         logits,
         wishes.table,
         deficits,
-        tops,
-        *searches,
+        found,
         limits,
         best_values,
         best_ids,
@@ -460,7 +574,6 @@ def choose(
         VOCAB=vocab,
         COUNTED=wishes.counted,
         SHARED=wishes.shared,
-        LEVEL_COUNT=LEVELS,
         CHECKSUMS=weights is not None,
         BLOCK_V=BLOCK,
         enable_fp_fusion=False,
@@ -472,3 +585,33 @@ def choose(
         tokens, tops, best_values, best_ids, blocks, BLOCKS=all_blocks, PDL=pdl, num_warps=1, **launch_options(pdl)
     )
     return Chosen(tokens, deficits, limits), None if checksums is None else checksums & (2**63 - 1)
+
+
+def _searched(
+    logits: Tensor, wishes: Wishes, deficits: Tensor, tops: Tensor, tallies: Tensor, *, vocab: int, pdl: bool
+) -> Tensor:
+    """Scores become deficits; the limits of top-k and of top-p, [2, C], where rows want them."""
+    (rows, width), blocks, device = deficits.shape, tops.shape[2], deficits.device
+    found = torch.empty(2, rows, dtype=torch.float32, device=device)
+    block = FEW_BLOCK if rows <= FEW_ROWS else SEARCH_BLOCK
+    options = {"PDL": pdl, "enable_fp_fusion": False, **launch_options(pdl)}
+    kinds = [by_mass for by_mass, wanted in ((False, wishes.counted), (True, wishes.shared)) if wanted]
+    _deficits[(rows, triton.cdiv(width, block))](
+        logits, wishes.table, deficits, tops, tallies, logits.stride(0), width, blocks,
+        VOCAB=vocab, ADJUSTED=wishes.adjusted, WANTED=bool(kinds), BY_MASS=kinds[:1] == [True], SCALE=2.0**MASS_BITS,
+        BLOCKS=triton.next_power_of_2(blocks), BLOCK_V=block, num_warps=1, **options,
+    )  # fmt: skip
+    if not kinds:
+        return found
+    long = max(width // 4, 1)
+    lists = torch.empty(rows, long + SHORT, dtype=torch.float32, device=device)
+    for by_mass in kinds:
+        given = (wishes.table, deficits, lists, found, tallies[int(by_mass)], width)
+        sizes = {"VOCAB": vocab, "COUNTED": wishes.counted, "BY_MASS": by_mass, "SCALE": 2.0**MASS_BITS, "LONG": long}
+        steps = [(_tally, 0), (_collect, 0), (_tally, 1), (_collect, 1)]
+        for kernel, level in steps[1:] if by_mass == kinds[0] else steps:  # the first is in the deficits already
+            kernel[(rows, triton.cdiv(vocab, block))](
+                *given, **sizes, LEVEL=level, SHORT_LIST=SHORT, BLOCK_V=block, num_warps=1, **options
+            )
+        _find[(rows,)](*given, **sizes, SHORT_LIST=SHORT, num_warps=8, **options)
+    return found

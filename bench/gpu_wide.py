@@ -1,0 +1,214 @@
+"""Products of packed weights with many rows on a GPU: their bits, and how fast they are. Blocks are random.
+
+    python -m bench.gpu_wide probe | check [--kinds …] | time | few | variants
+
+check: every kind against float64, equal bits across numbers of rows, tiles and kernels. time: the shapes of Qwen3.6-27B at 2,048
+and 8,192 rows, medians between events, and the library's product of the same shape beside them. few: 64 to 512 rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onedraw.backends.packing import SPANS
+from onedraw.backends.plan import OPENED_BYTES
+from onedraw.backends.torch.kernels import nvrtc, packed_linear, packed_rows, triton_wide, wide
+from onedraw.backends.torch.kernels.blocks import empty_blocks, fill_blocks, numbers, opened_slowly
+from onedraw.backends.torch.kernels.fragments import Fragments, empty_fragments, fill_fragments
+from onedraw.backends.torch.kernels.packed_linear import packed_product
+from onedraw.backends.torch.kernels.spans import Opened, Prepared, prepare_rows, prepared_slowly, product_slowly
+from onedraw.backends.torch.kernels.triton_wide import WideTile
+from onedraw.checkpoints.random_blocks import random_blocks
+
+DEVICE = torch.device("cuda:0")
+SHAPES = (("Q4_K", 34816, 5120), ("Q4_K", 5120, 17408), ("Q6_K", 5120, 17408), ("Q5_K", 10240, 5120), ("Q8_0", 5120, 6144))
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
+    generator = torch.Generator(device=DEVICE).manual_seed(seed)
+    return torch.randn(shape, generator=generator, device=DEVICE).to(dtype)
+
+
+def made(kind: str, n: int, k: int, seed: int = 0) -> tuple[Fragments, Opened, Tensor]:
+    """The weight as it is kept; as the rule has it, found slowly; its numbers."""
+    raw = torch.from_numpy(random_blocks(kind, n, k, np.random.default_rng(seed), k**-0.5)).to(DEVICE)
+    fragments = empty_fragments(kind, rows=n, width=k, device=DEVICE)
+    fill_fragments(fragments, raw, first=0)
+    blocks = empty_blocks(kind, rows=n, width=k, device=DEVICE)
+    fill_blocks(blocks, raw, first=0)
+    return fragments, opened_slowly(blocks), numbers(blocks)
+
+
+def nothing(rows: int, n: int, dtype: torch.dtype) -> Tensor:
+    return torch.full((rows, n), torch.nan, dtype=dtype, device=DEVICE)
+
+
+def check(kinds: Iterable[str]) -> None:
+    for kind, (n, k), dtype in itertools.product(kinds, ((200, 1536), (1000, 5120)), (torch.bfloat16, torch.float16)):
+        fragments, opened, weight = made(kind, n, k)
+        x, bias, residual = normal(2100, k, dtype=dtype, seed=1), normal(n, dtype=dtype), normal(2100, n, dtype=dtype)
+        prepared = prepare_rows(x)
+        found = {"prepared": same(prepared, prepared_slowly(x)), "opened": same(packed_rows.opened(fragments, 0, n), opened)}
+        full = wide.wide_product(prepared, opened, out=nothing(2100, n, dtype))
+        torch.cuda.synchronize()
+        expected = x.double() @ weight.double().t()
+        error = float((full.double() - expected).norm() / expected.norm())
+        for rows in (1, 65, 100, 300, 2048):
+            part = wide.wide_product(prepare_rows(x[:rows]), opened, out=nothing(rows, n, dtype))
+            found[f"{rows} rows"] = torch.equal(part, full[:rows])
+        some = prepared.rows(slice(0, 300))
+        for tile in (WideTile(), WideTile(16, 32, 64, 1, 2), WideTile(64, 128, 32, 4, 2)):
+            part = triton_wide.wide_product(some, opened, out=nothing(300, n, dtype), tile=tile)
+            found[str(tile)] = torch.equal(part, full[:300])
+        for rows in (1, 5, 16, 33, 64):
+            part = packed_rows.skinny_product(prepare_rows(x[7 : 7 + rows]), fragments, out=nothing(rows, n, dtype))
+            found[f"skinny {rows}"] = torch.equal(part, full[7 : 7 + rows])
+        both = [
+            call(prepared, opened, out=torch.empty_like(full), bias=bias, residual=residual)
+            for call in (wide.wide_product, triton_wide.wide_product)
+        ]
+        found["bias, residual"] = torch.equal(both[0], (full + bias) + residual) and torch.equal(*both)
+        wrong = [name for name, right in found.items() if not right]
+        print(f"{kind} {n}x{k} {str(dtype)[6:]}: error {error:.1e}, {len(found)} comparisons, {wrong or 'all equal'}", flush=True)
+
+
+def same(one: Prepared | Opened, other: Prepared | Opened) -> bool:
+    pairs = [(getattr(one, name), getattr(other, name)) for name in one.__slots__]
+    return all((a is None and b is None) or torch.equal(a.view_as(b), b) for a, b in pairs)
+
+
+def probe() -> None:
+    """One span and one tile, the weights and the minima by themselves: where an error comes from."""
+    for per in (1, 8):
+        weights = torch.randint(-900, 900, (128, 256), device=DEVICE).half()
+        minima = torch.randint(0, 63, (128, 1, 8), device=DEVICE).half() if per == 1 else None
+        scales = torch.rand(128, per, device=DEVICE)
+        prepared = prepare_rows(normal(128, 256))
+        for name, opened in (
+            ("weights", Opened(weights, scales)),
+            ("minima", Opened(torch.zeros_like(weights), scales, minima, scales)),
+            ("both", Opened(weights, scales, minima, scales)),
+        ):
+            found = wide.wide_product(prepared, opened, out=torch.full((128, 128), torch.nan, dtype=torch.float16, device=DEVICE))
+            expected = product_slowly(prepared, opened)
+            wrong = (found.double() - expected).abs() > 1e-2 * expected.abs().max()
+            print(f"probe {per} {name}: {int(wrong.sum())} wrong, first {wrong.nonzero()[:3].tolist()}", flush=True)
+
+
+def timed(call: Callable[[], object], repeats: int = 7) -> float:
+    """Milliseconds, median."""
+    times = []
+    for _ in range(repeats + 2):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times[2:])
+
+
+def fast_opened(kind: str, n: int, k: int) -> Opened:
+    """Random whole numbers: what comes out means nothing."""
+    spans, per = k // 256, 1 if kind.endswith("_K") else 8
+    weights = torch.randint(-900, 900, (n, k), device=DEVICE).half()
+    scales = torch.rand(n, spans * per, device=DEVICE) * 1e-4
+    minima = torch.randint(0, 63, (n, spans, 8), device=DEVICE).half() if kind in ("Q4_K", "Q5_K") else None
+    return Opened(weights, scales, minima, scales.clone() if kind in ("Q4_K", "Q5_K", "Q4_1", "Q5_1") else None)
+
+
+def kept(kind: str, n: int, k: int) -> Fragments:
+    """A weight that repeats every 64 outputs."""
+    raw = torch.from_numpy(random_blocks(kind, 64, k, np.random.default_rng(0), k**-0.5)).to(DEVICE)
+    few = empty_fragments(kind, rows=64, width=k, device=DEVICE)
+    fill_fragments(few, raw, first=0)
+    counters = torch.zeros(n // 16, dtype=torch.int32, device=DEVICE)
+    return replace(few, rows=n, units=few.units.repeat(n // 64, 1, 1), counters=counters)
+
+
+def prepared_product(x: Tensor, weight: Fragments, out: Tensor) -> Tensor:
+    return packed_product(prepare_rows(x), weight, out=out)
+
+
+def time() -> None:
+    for rows in (2048, 8192):
+        for kind, n, k in SHAPES:
+            x, flops, weight = normal(rows, k), 2 * rows * n * k, kept(kind, n, k)
+            out = torch.empty(rows, n, dtype=torch.bfloat16, device=DEVICE)
+            prepared = prepare_rows(x)
+            count = min(n, (OPENED_BYTES // (2 * k)) // 128 * 128)
+            some = packed_rows.empty_opened(weight, count)
+            opening = timed(partial(packed_rows.opened, weight, 0, count, some)) * n / count
+            product = timed(partial(wide.wide_product, prepared, some, out=out[:, :count])) * n / count
+            whole = timed(partial(prepared_product, x, weight, out))
+            plain = torch.randn(n, k, device=DEVICE).to(torch.bfloat16)
+            library = timed(partial(torch.mm, x, plain.t(), out=out))
+            print(
+                f"{kind} {n}x{k} {rows} rows: opening {opening:.3f} ms, product {product:.3f} ms, "
+                f"{flops / product / 1e9:.0f} TFLOP/s, all of it {whole:.3f} ms, {flops / whole / 1e9:.0f} TFLOP/s, "
+                f"library {flops / library / 1e9:.0f}",
+                flush=True,
+            )
+
+
+def few() -> None:
+    """From how many rows on opening the weight pays, and what preparing rows takes."""
+    for width in (5120, 17408):
+        for rows in (1, 16, 64, 2048, 8192):
+            x = normal(rows, width)
+            room = prepare_rows(x)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for _ in range(20):
+                    prepare_rows(x, out=room, pdl=True)
+            print(f"prepare_rows {rows} x {width}: {timed(graph.replay) * 50:.2f} us", flush=True)
+    for kind, n, k in SHAPES[:3]:
+        weight, told = kept(kind, n, k), []
+        for rows in (64, 128, 192, 256, 384, 512):
+            prepared, out = prepare_rows(normal(rows, k)), torch.empty(rows, n, dtype=torch.bfloat16, device=DEVICE)
+            times = []
+            for bound in (10**9, 0):
+                packed_linear.WIDE_FROM = bound
+                times.append(1e3 * timed(partial(packed_product, prepared, weight, out=out)))
+            told.append(f"{rows} rows {times[0]:.0f} or {times[1]:.0f} us")
+        print(f"{kind} {n}x{k}, blocks read or weight opened: {'; '.join(told)}", flush=True)
+
+
+def variants() -> None:
+    """The kernel's own numbers, and the Triton kernel beside it, at 2,048 rows."""
+    for n, k in ((34816, 5120), (5120, 17408)):
+        x, flops = normal(2048, k), 2 * 2048 * n * k
+        prepared, opened = prepare_rows(x), fast_opened("Q4_K", n, k)
+        out = torch.empty(2048, n, dtype=torch.bfloat16, device=DEVICE)
+        for stages, group in ((6, 16), (4, 16), (6, 8), (6, 32)):
+            wide.STAGES[1], wide.GROUP = stages, group
+            wide._kernel.cache_clear()
+            ms = timed(partial(wide.wide_product, prepared, opened, out=out))
+            print(f"{n}x{k} stages {stages} group {group}: {flops / ms / 1e9:.0f} TFLOP/s", flush=True)
+        wide.STAGES[1], wide.GROUP = 6, 16
+        wide._kernel.cache_clear()
+        for tile in (WideTile(), WideTile(128, 128, 64, 8, 3)):
+            ms = timed(partial(triton_wide.wide_product, prepared, opened, out=out, tile=tile), 3)
+            print(f"{n}x{k} triton {tile}: {flops / ms / 1e9:.0f} TFLOP/s", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("probe", "check", "time", "few", "variants"))
+    parser.add_argument("--kinds", nargs="*", default=list(SPANS))
+    given = parser.parse_args()
+    nvrtc.keep_in(Path("build"))
+    if given.part == "check":
+        check(given.kinds)
+    else:
+        {"probe": probe, "time": time, "few": few, "variants": variants}[given.part]()

@@ -1,0 +1,769 @@
+// Products of packed weights with few rows, weights as plain float16, and rows of weights as numbers.
+//
+// In: units of 16 outputs by 256 inputs, as fragments.py lays them, and rows as spans.py makes them ready; the rule of the
+// arithmetic stands there. Out: [rows, outputs]. Compiled at run time by nvrtc.py for a KIND (the kind's number in GGUF): with
+// WARPS, TALL, DEPTH and TOGETHER (blocks on a multiprocessor) the product, without them the rest.
+//
+// A block of WARPS warps owns 16 * TALL outputs per warp and a run of segments of four spans. Rows of those spans come into
+// shared memory, stage by stage; weights come straight into registers, DEPTH spans ahead, and lie there as the matrix unit takes
+// them. Where several blocks share the inputs of an output, each leaves the sum of every segment, and the last one to be done
+// adds them from front to back. So no number here, and no number of rows, changes a bit.
+
+#define Q4_0 2
+#define Q4_1 3
+#define Q5_0 6
+#define Q5_1 7
+#define Q8_0 8
+#define Q4_K 12
+#define Q5_K 13
+#define Q6_K 14
+#define MXFP4 39
+
+#define FIVE (KIND == Q5_0 || KIND == Q5_1 || KIND == Q5_K)
+#define SIX_BIT_SCALES (KIND == Q4_K || KIND == Q5_K)
+#define WHOLE (SIX_BIT_SCALES || KIND == Q6_K)    // one scale for a whole span on top of small ones
+#define MINIMA (KIND == Q4_1 || KIND == Q5_1)     // a minimum of float16 per block
+#define PLAIN_SCALES (KIND == Q4_0 || KIND == Q5_0 || KIND == Q8_0)
+
+typedef unsigned int word;
+typedef unsigned short halfword;
+typedef unsigned char byte;
+
+#define CODE_LOADS (KIND == Q8_0 ? 8 : 4)
+#define HIGH_LOADS (FIVE ? 1 : KIND == Q6_K ? 2 : 0)
+#define SCALE_LOADS (SIX_BIT_SCALES || KIND == MXFP4 ? 1 : MINIMA ? 4 : 2)
+#define CODE_BYTES (CODE_LOADS * 512)
+#define HIGH_BYTES (HIGH_LOADS * 512)
+#define SCALE_BYTES (SCALE_LOADS * 128)
+#define EXTRA_BYTES (SIX_BIT_SCALES ? 128 : KIND == Q6_K ? 32 : 0)
+#define UNIT_BYTES (CODE_BYTES + HIGH_BYTES + SCALE_BYTES + EXTRA_BYTES)
+#define SPAN 256
+#define SEGMENT 4
+
+// ------------------------------------------------------------------ single instructions
+
+// What is read once. Where there is nothing more to read the register keeps what it has.
+__device__ __forceinline__ void load_once(uint4 &v, const byte *at, bool more) {
+    asm volatile("{.reg .pred p; setp.ne.s32 p, %5, 0; @p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];}"
+                 : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(at), "r"((int)more));
+}
+
+__device__ __forceinline__ void load_once(word &v, const byte *at, bool more) {
+    asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p ld.global.nc.L1::no_allocate.u32 %0, [%1];}"
+                 : "+r"(v) : "l"(at), "r"((int)more));
+}
+
+__device__ __forceinline__ word and_or(word a, word mask, word c) {  // (a & mask) | c
+    word v;
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(v) : "r"(a), "r"(mask), "r"(c));
+    return v;
+}
+
+__device__ __forceinline__ word fma2(word a, word b, word c) {
+    word v;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(c));
+    return v;
+}
+
+__device__ __forceinline__ word mul2(word a, word b) {
+    word v;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+    return v;
+}
+
+__device__ __forceinline__ word add2(word a, word b) {
+    word v;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+    return v;
+}
+
+__device__ __forceinline__ word permute(word a, word b, word selector) {
+    word v;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(selector));
+    return v;
+}
+
+__device__ __forceinline__ float half_to_float(word bits) {
+    float v;
+    asm("{.reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h;}" : "=f"(v) : "r"(bits));
+    return v;
+}
+
+__device__ __forceinline__ float rounded_to(float value, int bf16) {  // to the result's dtype and back
+    float v;
+    if (bf16) {
+        asm("{.reg .b16 h; .reg .b32 w; cvt.rn.bf16.f32 h, %1; mov.b32 w, {0, h}; mov.b32 %0, w;}" : "=f"(v) : "f"(value));
+    } else {
+        asm("{.reg .b16 h; cvt.rn.f16.f32 h, %1; cvt.f32.f16 %0, h;}" : "=f"(v) : "f"(value));
+    }
+    return v;
+}
+
+__device__ __forceinline__ float read_number(const halfword *at, int bf16) {
+    word bits = *at;
+    return bf16 ? __uint_as_float(bits << 16) : half_to_float(bits);
+}
+
+__device__ __forceinline__ void write_number(halfword *at, float value, int bf16) {
+    halfword v;
+    if (bf16) {
+        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(v) : "f"(value));
+    } else {
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(v) : "f"(value));
+    }
+    *at = v;
+}
+
+// One step of the matrix unit: sums [16, 8] += a [16, 16] * b [16, 8]
+__device__ __forceinline__ void step(float (&sums)[4], const word (&a)[4], word b0, word b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void matrices(word (&v)[4], word at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(at));
+}
+
+__device__ __forceinline__ void two_matrices(word &v0, word &v1, word at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(v0), "=r"(v1) : "r"(at));
+}
+
+__device__ __forceinline__ void copy_sixteen(word to, const void *from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from));
+}
+
+__device__ __forceinline__ void copy_four(word to, const void *from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from));
+}
+
+__device__ __forceinline__ word &part_of(uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+__device__ __forceinline__ word part_of(const uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+// ------------------------------------------------------------------ one unit in the registers of a warp
+
+#define MAGIC 0x64006400u        // 1024 in float16, twice: bits below its last ten are a whole number on top
+#define MINUS_1024 0xE400E400u
+#define MINUS_1152 0xE480E480u
+#define MINUS_64 0xD400D400u
+#define SIXTEENTH 0x2C002C00u
+
+__constant__ word sixty_fours = 0x64646464u;  // the compiler may not see what it is, or it would put the selectors into registers
+
+struct Unit {
+    uint4 codes[CODE_LOADS];
+    uint4 high[HIGH_LOADS > 0 ? HIGH_LOADS : 1];
+    uint4 scales[SCALE_LOADS];
+    word extra;
+};
+
+__device__ __forceinline__ void load_codes(Unit &unit, const byte *at, int lane, int which, bool more) {
+    load_once(unit.codes[which], at + which * 512 + lane * 16, more);
+}
+
+__device__ __forceinline__ void load_high(Unit &unit, const byte *at, int lane, int which, bool more) {
+    load_once(unit.high[which], at + CODE_BYTES + which * 512 + lane * 16, more);
+}
+
+__device__ __forceinline__ void load_scales(Unit &unit, const byte *at, int lane, bool more) {
+    const byte *scales = at + CODE_BYTES + HIGH_BYTES;
+#pragma unroll
+    for (int i = 0; i < SCALE_LOADS; i++) load_once(unit.scales[i], scales + (lane >> 2) * (16 * SCALE_LOADS) + i * 16, more);
+    if (SIX_BIT_SCALES) load_once(unit.extra, scales + SCALE_BYTES + lane * 4, more);
+    if (KIND == Q6_K) load_once(unit.extra, scales + SCALE_BYTES + (lane >> 2) * 4, more);
+}
+
+__device__ __forceinline__ void load_unit(Unit &unit, const byte *at, int lane, bool more) {
+    unit = Unit{};
+#pragma unroll
+    for (int i = 0; i < CODE_LOADS; i++) load_codes(unit, at, lane, i, more);
+#pragma unroll
+    for (int i = 0; i < HIGH_LOADS; i++) load_high(unit, at, lane, i, more);
+    load_scales(unit, at, lane, more);
+}
+
+// Small scales of outputs g and g + 8 in the shape that the codes are multiplied with.
+struct Scales {
+    word magic;
+    word bytes[2][4];  // of K kinds: a byte per scale, four in a word
+    word factor[2], zero[2];
+};
+
+__device__ __forceinline__ void open_scales(Scales &scales, const Unit &unit) {
+    scales.magic = sixty_fours;
+    if (SIX_BIT_SCALES) {
+        const uint4 s = unit.scales[0];
+        scales.bytes[0][0] = s.x & 0x3F3F3F3Fu;
+        scales.bytes[1][0] = s.y & 0x3F3F3F3Fu;
+        scales.bytes[0][1] = and_or(s.z, 0x0F0F0F0Fu, (s.x >> 2) & 0x30303030u);
+        scales.bytes[1][1] = and_or(s.z >> 4, 0x0F0F0F0Fu, (s.y >> 2) & 0x30303030u);
+    }
+    if (KIND == Q6_K) {
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) scales.bytes[h][i] = part_of(unit.scales[h], i) ^ 0x80808080u;
+    }
+}
+
+// Before step i: K kinds whose small scales change there
+__device__ __forceinline__ void next_scales(Scales &scales, int i) {
+    if (SIX_BIT_SCALES && i % 2 == 0) {
+        const int block = i / 2;
+        const word selector = 0x4040u + 0x0101u * (block & 3);
+        scales.factor[0] = add2(permute(scales.bytes[0][block >> 2], scales.magic, selector), MINUS_1024);
+        scales.factor[1] = fma2(permute(scales.bytes[1][block >> 2], scales.magic, selector), SIXTEENTH, MINUS_64);
+        scales.zero[0] = mul2(scales.factor[0], MINUS_1024);
+        scales.zero[1] = mul2(scales.factor[1], MINUS_1024);
+    }
+    if (KIND == Q6_K) {
+        const word selector = 0x4040u + 0x0101u * (i & 3);
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+            scales.factor[h] = add2(permute(scales.bytes[h][i >> 2], scales.magic, selector), MINUS_1152);
+    }
+}
+
+// What is taken off 1024 + code, and off 64 + code, for a kind whose codes are multiplied with nothing
+#define OFF_1024 (KIND == Q4_0 ? 0xE408E408u : KIND == Q5_0 ? 0xE410E410u : KIND == Q6_K ? 0xE420E420u : MINUS_1024)
+#define OFF_64 (KIND == Q4_0 ? 0xD480D480u : KIND == Q5_0 ? 0xD500D500u : KIND == Q6_K ? 0xD600D600u : MINUS_64)
+
+// The weights of step i of sixteen inputs, in float16
+__device__ __forceinline__ void open_step(word (&a)[4], const Unit &unit, const Scales &scales, int i) {
+    if (KIND == Q8_0) {
+#pragma unroll
+        for (int u = 0; u < 2; u++) {
+            const word w = part_of(unit.codes[i / 2], 2 * (i & 1) + u) ^ 0x80808080u;
+            a[2 * u] = add2(permute(w, scales.magic, 0x4140u), MINUS_1152);
+            a[2 * u + 1] = add2(permute(w, scales.magic, 0x4342u), MINUS_1152);
+        }
+        return;
+    }
+    const word w = part_of(unit.codes[i / 4], i & 3);
+    if (KIND == MXFP4) {  // sign, two bits of exponent and one of mantissa, brought into float16's places
+        const word times = 0x78007800u;
+        a[0] = mul2(and_or(w << 9, 0x0E000E00u, (w << 2) & 0x80008000u), times);
+        a[1] = mul2(and_or(w << 6, 0x0E000E00u, (w << 1) & 0x80008000u), times);
+        a[2] = mul2((w << 3) & 0x8E008E00u, times);
+        a[3] = mul2(w & 0x8E008E00u, times);
+        return;
+    }
+#pragma unroll
+    for (int u = 0; u < 2; u++) {
+        const word own = u ? w >> 8 : w;
+        word low = and_or(own, 0x000F000Fu, MAGIC);  // 1024 + code
+        word top = and_or(own, 0x00F000F0u, MAGIC);  // 1024 + 16 code
+        if (FIVE) {
+            const word high = part_of(unit.high[0], i / 4);
+            const int place = 2 * (i & 3) + u;
+            const word moved = place < 4 ? high << (4 - place) : high >> place;
+            low = and_or(moved, 0x00100010u, low);
+            top = and_or(moved, 0x01000100u, top);
+        }
+        if (KIND == Q6_K) {
+            const word high = part_of(unit.high[i / 8], (i / 2) & 3);
+            const int place = 2 * (i & 1) + u;
+            const word moved = place == 0 ? high << 4 : place == 1 ? high << 2 : place == 2 ? high >> 4 : high >> 6;
+            low = and_or(moved, 0x00300030u, low);
+            top = and_or(moved, 0x03000300u, top);
+        }
+        if (SIX_BIT_SCALES) {
+            a[2 * u] = fma2(low, scales.factor[0], scales.zero[0]);
+            a[2 * u + 1] = fma2(top, scales.factor[1], scales.zero[1]);
+        } else {
+            a[2 * u] = add2(low, OFF_1024);
+            a[2 * u + 1] = fma2(top, SIXTEENTH, OFF_64);
+            if (KIND == Q6_K) {
+                a[2 * u] = mul2(a[2 * u], scales.factor[0]);
+                a[2 * u + 1] = mul2(a[2 * u + 1], scales.factor[1]);
+            }
+        }
+    }
+}
+
+// The scale of the whole span of output g + 8 h
+__device__ __forceinline__ float whole_scale(const Unit &unit, int h) {
+    const word pair = SIX_BIT_SCALES ? unit.scales[0].w : unit.extra;
+    return half_to_float(h ? pair >> 16 : pair & 0xFFFFu);
+}
+
+// The factor of the minima of both outputs, float16 each; all four lanes of a group take part
+__device__ __forceinline__ word minima_factors(const Unit &unit, int lane) {
+    word mine = ((unit.extra >> 12) & 15u) | ((unit.extra >> 24) & 0xF0u);
+    mine <<= 8 * (lane & 3);
+    mine |= __shfl_xor_sync(0xFFFFFFFFu, mine, 1);
+    return mine | __shfl_xor_sync(0xFFFFFFFFu, mine, 2);
+}
+
+// Minima 2 t and 2 t + 1 of output g + 8 h, in float16
+__device__ __forceinline__ word minima_pair(const Unit &unit, int h) {
+    return add2(and_or(h ? unit.extra >> 6 : unit.extra, 0x003F003Fu, MAGIC), MINUS_1024);
+}
+
+__device__ __forceinline__ float power_of_two(word exponent) {  // 2^(exponent - 128)
+    return __uint_as_float(exponent > 1 ? (exponent - 1) << 23 : 0x00200000u << exponent);
+}
+
+// The scale, and the minimum, of a block of 32 inputs of output g + 8 h
+__device__ __forceinline__ float block_scale(const Unit &unit, int block, int h) {
+    if (MINIMA) return half_to_float(part_of(unit.scales[SCALE_LOADS / 2 * h + block / 4], block & 3) & 0xFFFFu);
+    if (KIND == MXFP4) return power_of_two((part_of(unit.scales[0], 2 * h + block / 4) >> (8 * (block & 3))) & 255u);
+    const word pair = part_of(unit.scales[SCALE_LOADS > 1 ? h : 0], block / 2);
+    return half_to_float(block & 1 ? pair >> 16 : pair & 0xFFFFu);
+}
+
+__device__ __forceinline__ float block_minimum(const Unit &unit, int block, int h) {
+    return half_to_float(part_of(unit.scales[(SCALE_LOADS / 2 * h + block / 4) % SCALE_LOADS], block & 3) >> 16);
+}
+
+#ifdef WARPS
+// ------------------------------------------------------------------ the product
+
+struct Product {
+    const byte *units;
+    const halfword *x;      // [rows, spans * 256] float16
+    const float *factors;   // [rows, spans]
+    const halfword *sums;   // [rows, spans, 16] float16
+    const halfword *bias, *residual;
+    halfword *out;
+    float *parts;           // what blocks leave for the last one, where several share an output
+    int *counters;
+    long long residual_stride, out_stride;
+    int outputs, tall, spans, rows;
+    int chunks;             // row groups of 8 * TILES
+    int share;              // segments of one block
+    int bf16, pdl;
+};
+
+
+// Shared memory of a stage: per row the spans' numbers and their sums, padded so that eight rows lie in different banks; then 2^e.
+template <int TILES, int STAGE> struct Shape {
+    static const int ROWS = 8 * TILES;
+    static const int ROW_BYTES = STAGE * (SPAN * 2 + 32) + 16;
+    static const int BYTES = ROWS * (ROW_BYTES + STAGE * 4);
+};
+
+template <int TILES, int STAGE>
+__device__ __forceinline__ void bring_rows(const Product &p, word to, int first_row, int span, int end) {
+    typedef Shape<TILES, STAGE> Own;
+    const int rows = min(p.rows - first_row, Own::ROWS);
+    const int live = end - span;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < rows * (STAGE * 32); i += WARPS * 32) {  // pieces of sixteen bytes
+        const int row = i / (STAGE * 32), piece = i % (STAGE * 32);
+        if (piece < live * 32)
+            copy_sixteen(to + row * Own::ROW_BYTES + piece * 16, p.x + ((long long)(first_row + row) * p.spans + span) * SPAN + piece * 8);
+    }
+#pragma unroll 1
+    for (int i = threadIdx.x; i < rows * (STAGE * 2); i += WARPS * 32) {
+        const int row = i / (STAGE * 2), piece = i % (STAGE * 2);
+        const long long at = (long long)(first_row + row) * p.spans + span;
+        if (piece < live * 2) copy_sixteen(to + row * Own::ROW_BYTES + STAGE * SPAN * 2 + piece * 16, p.sums + at * 16 + piece * 8);
+        if (piece < STAGE && piece < live) copy_four(to + Own::ROWS * Own::ROW_BYTES + (piece * Own::ROWS + row) * 4, p.factors + at + piece);
+    }
+}
+
+template <int TILES>
+__device__ __forceinline__ void finish(const Product &p, float (&total)[TALL][TILES][4], int first_output, int first_row) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int m = 0; m < TALL; m++)
+#pragma unroll
+        for (int n = 0; n < TILES; n++)
+#pragma unroll
+            for (int c = 0; c < 4; c++) {
+                const int output = first_output + m * 16 + (lane >> 2) + 8 * (c >> 1);
+                const int row = first_row + n * 8 + 2 * (lane & 3) + (c & 1);
+                if (output < p.outputs && row < p.rows) {
+                    float value = rounded_to(total[m][n][c], p.bf16);
+                    if (p.bias) value = rounded_to(value + read_number(p.bias + output, p.bf16), p.bf16);
+                    if (p.residual)
+                        value = rounded_to(value + read_number(p.residual + row * p.residual_stride + output, p.bf16), p.bf16);
+                    write_number(p.out + row * p.out_stride + output, value, p.bf16);
+                }
+            }
+}
+
+template <int TILES, int STAGE, int STAGES> __device__ __forceinline__ void product(const Product &p) {
+    typedef Shape<TILES, STAGE> Own;
+    extern __shared__ __align__(16) byte shared[];
+    __shared__ int is_last;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    const int tile = blockIdx.x / p.chunks, chunk = blockIdx.x - tile * p.chunks;
+    const int first_row = chunk * Own::ROWS;
+    const int first_tall = (tile * WARPS + warp) * TALL;
+    const int segments = (p.spans + SEGMENT - 1) / SEGMENT;
+    const int begin = blockIdx.y * p.share * SEGMENT;                   // spans
+    const int end = min(begin + p.share * SEGMENT, p.spans);
+    const bool alone = gridDim.y == 1;
+    const word base = (word)__cvta_generic_to_shared(shared);
+
+    // Weights hang on nothing that runs before this kernel: the first are on their way before it waits.
+    const byte *at[TALL];
+    Unit ring[DEPTH][TALL];
+#pragma unroll
+    for (int m = 0; m < TALL; m++) {
+        at[m] = p.units + ((long long)min(first_tall + m, p.tall - 1) * p.spans + begin) * UNIT_BYTES;
+#pragma unroll
+        for (int d = 0; d < DEPTH; d++) load_unit(ring[d][m], at[m] + d * UNIT_BYTES, lane, begin + d < end);
+    }
+    for (int i = threadIdx.x; i < STAGES * Own::BYTES / 16; i += WARPS * 32) ((uint4 *)shared)[i] = make_uint4(0, 0, 0, 0);
+    __syncthreads();
+#if __CUDA_ARCH__ >= 900
+    if (p.pdl) asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; s++) {
+        if (begin + s * STAGE < end) bring_rows<TILES, STAGE>(p, base + s * Own::BYTES, first_row, begin + s * STAGE, end);
+        asm volatile("cp.async.commit_group;");
+    }
+
+    float total[TALL][TILES][4], sums[TALL][TILES][4];
+#pragma unroll
+    for (int m = 0; m < TALL; m++)
+#pragma unroll
+        for (int n = 0; n < TILES; n++)
+#pragma unroll
+            for (int c = 0; c < 4; c++) total[m][n][c] = sums[m][n][c] = 0.0f;
+
+    int slot = 0;  // the stage that is read
+    word rows_at = base;
+    for (int first = begin; first < end; first += SEGMENT) {
+#pragma unroll
+        for (int s = 0; s < SEGMENT; s++) {
+            const int span = first + s;
+            if (span >= end) break;
+            if (s % STAGE == 0) {
+                asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2));
+                __syncthreads();
+                const int ahead = span + (STAGES - 1) * STAGE;
+                const int free_slot = slot == 0 ? STAGES - 1 : slot - 1;
+                if (ahead < end) bring_rows<TILES, STAGE>(p, base + free_slot * Own::BYTES, first_row, ahead, end);
+                asm volatile("cp.async.commit_group;");
+                rows_at = base + slot * Own::BYTES;
+                slot = slot == STAGES - 1 ? 0 : slot + 1;
+            }
+            const int place = s % STAGE;
+            // Eight rows by 32 inputs, four matrices of eight by eight: lane 8 i + r brings row r of matrix i.
+            const word own = rows_at + (lane & 7) * Own::ROW_BYTES + place * SPAN * 2 + (lane >> 3) * 16;
+            Unit(&units)[TALL] = ring[s % DEPTH];
+            const bool more = span + DEPTH < end;
+            const byte *next[TALL];
+#pragma unroll
+            for (int m = 0; m < TALL; m++) {
+                next[m] = at[m] + DEPTH * UNIT_BYTES;
+                at[m] += UNIT_BYTES;
+            }
+            float span_sums[TALL][TILES][4];
+            Scales scales[TALL];
+            Unit now[TALL];
+#pragma unroll
+            for (int m = 0; m < TALL; m++) {
+                now[m] = units[m];  // what was loaded; from here on each register is filled again as soon as it is free
+                load_scales(units[m], next[m], lane, more);
+                if (FIVE) load_high(units[m], next[m], lane, 0, more);
+                open_scales(scales[m], now[m]);
+#pragma unroll
+                for (int n = 0; n < TILES; n++)
+#pragma unroll
+                    for (int c = 0; c < 4; c++) span_sums[m][n][c] = 0.0f;
+            }
+            const float *powers = (const float *)(shared + (rows_at - base) + Own::ROWS * Own::ROW_BYTES) + place * Own::ROWS + 2 * (lane & 3);
+#pragma unroll
+            for (int block = 0; block < 8; block++) {
+                word a[TALL][2][4];
+#pragma unroll
+                for (int m = 0; m < TALL; m++) {
+                    next_scales(scales[m], 2 * block);
+                    open_step(a[m][0], now[m], scales[m], 2 * block);
+                    next_scales(scales[m], 2 * block + 1);
+                    open_step(a[m][1], now[m], scales[m], 2 * block + 1);
+                    if (KIND == Q8_0) {
+                        load_codes(units[m], next[m], lane, block, more);
+                    } else if (block & 1) {
+                        load_codes(units[m], next[m], lane, block / 2, more);
+                    }
+                    if (KIND == Q6_K && (block & 3) == 3) load_high(units[m], next[m], lane, block / 4, more);
+                }
+#pragma unroll
+                for (int n = 0; n < TILES; n++) {
+                    word b[4];
+                    matrices(b, own + n * 8 * Own::ROW_BYTES + block * 64);
+#pragma unroll
+                    for (int m = 0; m < TALL; m++) {
+                        step(span_sums[m][n], a[m][0], b[0], b[1]);
+                        step(span_sums[m][n], a[m][1], b[2], b[3]);
+                    }
+                    if (!WHOLE) {
+                        const float two[2] = {powers[n * 8], powers[n * 8 + 1]};
+                        float whole[2] = {0.0f, 0.0f};
+                        if (MINIMA) {
+                            const halfword *sum = (const halfword *)(shared + (rows_at - base) + (n * 8 + 2 * (lane & 3)) * Own::ROW_BYTES +
+                                                                     STAGE * SPAN * 2 + place * 32) + block;
+#pragma unroll
+                            for (int c = 0; c < 2; c++)
+                                whole[c] = half_to_float(sum[c * Own::ROW_BYTES / 2]) + half_to_float(sum[c * Own::ROW_BYTES / 2 + 8]);
+                        }
+#pragma unroll
+                        for (int m = 0; m < TALL; m++)
+#pragma unroll
+                            for (int c = 0; c < 4; c++) {
+                                const float scale = __fmul_rn(block_scale(now[m], block, c >> 1), two[c & 1]);
+                                sums[m][n][c] = __fmaf_rn(span_sums[m][n][c], scale, sums[m][n][c]);
+                                span_sums[m][n][c] = 0.0f;
+                                if (MINIMA) {
+                                    const float least = __fmul_rn(block_minimum(now[m], block, c >> 1), two[c & 1]);
+                                    sums[m][n][c] = __fmaf_rn(whole[c & 1], least, sums[m][n][c]);
+                                }
+                            }
+                    }
+                }
+            }
+            if (WHOLE) {
+#pragma unroll
+                for (int m = 0; m < TALL; m++) {
+                    const float whole[2] = {whole_scale(now[m], 0), whole_scale(now[m], 1)};
+                    word minima[4];
+                    float least[2];
+                    if (SIX_BIT_SCALES) {
+                        minima[0] = minima[2] = minima_pair(now[m], 0);
+                        minima[1] = minima[3] = minima_pair(now[m], 1);
+                        const word factors = minima_factors(now[m], lane);
+                        least[0] = half_to_float(factors & 0xFFFFu);
+                        least[1] = half_to_float(factors >> 16);
+                    }
+#pragma unroll
+                    for (int n = 0; n < TILES; n++) {
+                        const float two[2] = {powers[n * 8], powers[n * 8 + 1]};
+#pragma unroll
+                        for (int c = 0; c < 4; c++)
+                            sums[m][n][c] = __fmaf_rn(span_sums[m][n][c], __fmul_rn(whole[c >> 1], two[c & 1]), sums[m][n][c]);
+                        if (SIX_BIT_SCALES) {
+                            float taken[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+                            word b0, b1;
+                            two_matrices(b0, b1, rows_at + (n * 8 + (lane & 7)) * Own::ROW_BYTES + STAGE * SPAN * 2 + place * 32 +
+                                                     ((lane >> 3) & 1) * 16);
+                            step(taken, minima, b0, b1);
+#pragma unroll
+                            for (int c = 0; c < 4; c++)
+                                sums[m][n][c] = __fmaf_rn(taken[c], -__fmul_rn(least[c >> 1], two[c & 1]), sums[m][n][c]);
+                        }
+                    }
+                }
+            }
+        }
+        if (alone) {
+#pragma unroll
+            for (int m = 0; m < TALL; m++)
+#pragma unroll
+                for (int n = 0; n < TILES; n++)
+#pragma unroll
+                    for (int c = 0; c < 4; c++) {
+                        total[m][n][c] = __fadd_rn(total[m][n][c], sums[m][n][c]);
+                        sums[m][n][c] = 0.0f;
+                    }
+        } else {
+            float4 *to = (float4 *)p.parts + ((long long)(first / SEGMENT) * gridDim.x + blockIdx.x) * (WARPS * 32 * TALL * TILES) + threadIdx.x;
+#pragma unroll
+            for (int m = 0; m < TALL; m++)
+#pragma unroll
+                for (int n = 0; n < TILES; n++) {
+                    __stcg(to + (m * TILES + n) * WARPS * 32, make_float4(sums[m][n][0], sums[m][n][1], sums[m][n][2], sums[m][n][3]));
+#pragma unroll
+                    for (int c = 0; c < 4; c++) sums[m][n][c] = 0.0f;
+                }
+        }
+    }
+#if __CUDA_ARCH__ >= 900
+    if (p.pdl) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+    if (!alone) {
+        __threadfence();
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            is_last = atomicAdd(p.counters + blockIdx.x, 1) == (int)gridDim.y - 1;
+            if (is_last) p.counters[blockIdx.x] = 0;
+        }
+        __syncthreads();
+        if (!is_last) return;
+        __threadfence();
+        for (int segment = 0; segment < segments; segment++) {
+            const float4 *from = (const float4 *)p.parts + ((long long)segment * gridDim.x + blockIdx.x) * (WARPS * 32 * TALL * TILES) + threadIdx.x;
+#pragma unroll
+            for (int m = 0; m < TALL; m++)
+#pragma unroll
+                for (int n = 0; n < TILES; n++) {
+                    const float4 v = __ldcg(from + (m * TILES + n) * WARPS * 32);
+                    total[m][n][0] = __fadd_rn(total[m][n][0], v.x);
+                    total[m][n][1] = __fadd_rn(total[m][n][1], v.y);
+                    total[m][n][2] = __fadd_rn(total[m][n][2], v.z);
+                    total[m][n][3] = __fadd_rn(total[m][n][3], v.w);
+                }
+        }
+    }
+    if (first_tall < p.tall) finish<TILES>(p, total, first_tall * 16, first_row);
+}
+
+#define PRODUCT(TILES, STAGE, STAGES)                                                                                     \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32, TOGETHER) product##TILES(const __grid_constant__ Product p) { \
+        product<TILES, STAGE, STAGES>(p);                                                                                 \
+    }
+
+PRODUCT(1, 4, 2)
+PRODUCT(2, 2, 2)
+PRODUCT(3, 1, 3)
+PRODUCT(4, 1, 2)
+#else
+// ------------------------------------------------------------------ weights as plain float16
+
+struct Opened {
+    const byte *units;
+    halfword *weights;   // [count, spans * 256] float16
+    float *scales;       // [count, spans], or [count, spans * 8]
+    halfword *minima;    // [count, spans, 8] float16, of K kinds with minima
+    float *least;        // the factors of the minima [count, spans], or minima [count, spans * 8]
+    int first, count, spans;  // first: in units
+};
+
+#define OPENED_WARPS 4
+#define OPENED_ROW (SPAN + 8)
+
+extern "C" __global__ void __launch_bounds__(OPENED_WARPS * 32) opened(const __grid_constant__ Opened p) {
+    __shared__ __align__(16) halfword tile[OPENED_WARPS][16 * OPENED_ROW];
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    const long long which = (long long)blockIdx.x * OPENED_WARPS + warp;
+    const int tall = (int)(which / p.spans), span = (int)(which - (long long)tall * p.spans);
+    if (tall * 16 >= p.count) return;
+    Unit unit;
+    load_unit(unit, p.units + ((long long)(p.first + tall) * p.spans + span) * UNIT_BYTES, lane, true);
+    Scales scales;
+    open_scales(scales, unit);
+    word *own = (word *)tile[warp];
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+        word a[4];
+        next_scales(scales, i);
+        open_step(a, unit, scales, i);
+#pragma unroll
+        for (int j = 0; j < 4; j++) own[(g + 8 * (j & 1)) * (OPENED_ROW / 2) + i * 8 + (j >> 1) * 4 + t] = a[j];
+    }
+    __syncwarp();
+    for (int row = 0; row < 16; row++) {
+        const long long output = (long long)tall * 16 + row;
+        if (output < p.count)
+            ((uint4 *)(p.weights + (output * p.spans + span) * SPAN))[lane] = ((const uint4 *)(tile[warp] + row * OPENED_ROW))[lane];
+    }
+    const word factors = SIX_BIT_SCALES ? minima_factors(unit, lane) : 0;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const long long output = (long long)tall * 16 + g + 8 * h;
+        if (output >= p.count) continue;
+        const long long at = output * p.spans + span;
+        if (WHOLE) {
+            if (t == 0) p.scales[at] = whole_scale(unit, h);
+            if (SIX_BIT_SCALES) {
+                ((word *)(p.minima + at * 8))[t] = minima_pair(unit, h);
+                if (t == 0) p.least[at] = half_to_float(h ? factors >> 16 : factors & 0xFFFFu);
+            }
+        } else {
+#pragma unroll
+            for (int block = 0; block < 8; block++)
+                if (t == (block & 3)) {
+                    p.scales[at * 8 + block] = block_scale(unit, block, h);
+                    if (MINIMA) p.least[at * 8 + block] = block_minimum(unit, block, h);
+                }
+        }
+    }
+}
+
+// ------------------------------------------------------------------ rows of a weight as numbers
+
+struct Looked {
+    const byte *units;
+    const long long *wanted;  // rows, or nothing for all of them in order
+    void *out;                // [count, width]
+    int count, spans, width, dtype;  // 0 float16, 1 bfloat16, 2 float32
+};
+
+#define LOOKED_WARPS 4
+
+// One warp per row and span, eight inputs per lane, step by step as the kind is described.
+extern "C" __global__ void __launch_bounds__(LOOKED_WARPS * 32) looked_up(const __grid_constant__ Looked p) {
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    const long long which = (long long)blockIdx.x * LOOKED_WARPS + warp;
+    const int place = (int)(which / p.spans), span = (int)(which - (long long)place * p.spans);
+    if (place >= p.count) return;
+    const long long row = p.wanted ? p.wanted[place] : place;
+    const int h = (int)(row >> 3) & 1, g = (int)row & 7;
+    const byte *unit = p.units + ((row >> 4) * p.spans + span) * UNIT_BYTES;
+    const byte *high = unit + CODE_BYTES, *scales = high + HIGH_BYTES, *extra = scales + SCALE_BYTES;
+    const int i = lane >> 1, u = lane & 1, block = lane >> 2;
+    const byte *own = scales + g * (16 * SCALE_LOADS) + h * (8 * SCALE_LOADS);
+    float scale, least = 0.0f;
+    if (SIX_BIT_SCALES) {
+        const byte *of_pair = scales + g * 16, *of_lane = extra + 16 * g + 4 * (block >> 1);
+        const word low = of_pair[4 * h + (block & 3)];
+        const word small = block < 4 ? low & 63 : (low >> 6 << 4) | ((of_pair[8 + (block & 3)] >> (4 * h)) & 15);
+        scale = __fmul_rn(half_to_float(*(const halfword *)(of_pair + 12 + 2 * h)), (float)small);
+        const word minimum = (*(const halfword *)(of_lane + 2 * (block & 1)) >> (6 * h)) & 63;
+        word factor = 0;
+        for (int b = 0; b < 2; b++) {
+            const byte *part = extra + 16 * g + 4 * (2 * h + b);
+            factor |= (word)((part[1] >> 4) | (part[3] & 0xF0)) << (8 * b);
+        }
+        least = __fmul_rn(half_to_float(factor), (float)minimum);
+    } else if (KIND == Q6_K) {
+        scale = __fmul_rn(half_to_float(*(const halfword *)(extra + 4 * g + 2 * h)), (float)(signed char)own[i]);
+    } else if (KIND == MXFP4) {
+        scale = power_of_two(own[block]);
+    } else if (MINIMA) {
+        scale = half_to_float(((const halfword *)own)[2 * block]);
+        least = half_to_float(((const halfword *)own)[2 * block + 1]);
+    } else {
+        scale = half_to_float(((const halfword *)own)[block]);
+    }
+    for (int t = 0; t < 4; t++)
+        for (int e = 0; e < 2; e++) {
+            const int of_lane = 4 * g + t;
+            float value;
+            if (KIND == Q8_0) {
+                value = (float)(signed char)unit[(i >> 1) * 512 + of_lane * 16 + (i & 1) * 8 + u * 4 + e + 2 * h];
+            } else {
+                const word half = *(const halfword *)(unit + (i >> 2) * 512 + of_lane * 16 + (i & 3) * 4 + 2 * e);
+                if (KIND == MXFP4) {
+                    const int j = 2 * u + h;
+                    const int sign = (half >> (j == 0 ? 13 : j == 1 ? 14 : j == 2 ? 12 : 15)) & 1;
+                    const int size = (half >> (3 * j)) & 7;
+                    const int twice = size < 4 ? size : size == 4 ? 4 : size == 5 ? 6 : size == 6 ? 8 : 12;
+                    value = sign ? -(float)twice : (float)twice;
+                } else {
+                    word code = (half >> (8 * u + 4 * h)) & 15;
+                    if (FIVE) {
+                        const byte bits = high[of_lane * 16 + (i >> 2) * 4 + 2 * e + ((i & 3) >> 1)];
+                        code |= ((bits >> (2 * (i & 1) + u + 4 * h)) & 1) << 4;
+                    }
+                    if (KIND == Q6_K) {
+                        const byte bits = high[(i >> 3) * 512 + of_lane * 16 + ((i >> 1) & 3) * 4 + 2 * e + (i & 1)];
+                        code |= ((bits >> (2 * u + 4 * h)) & 3) << 4;
+                    }
+                    value = (float)((int)code - (KIND == Q4_0 ? 8 : KIND == Q5_0 ? 16 : KIND == Q6_K ? 32 : 0));
+                }
+            }
+            value = __fmul_rn(value, scale);
+            if (SIX_BIT_SCALES) value = __fsub_rn(value, least);
+            if (MINIMA) value = __fadd_rn(value, least);
+            const int input = span * SPAN + i * 16 + u * 8 + 2 * t + e;
+            if (input < p.width) {
+                const long long to = (long long)place * p.width + input;
+                if (p.dtype == 2) {
+                    ((float *)p.out)[to] = value;
+                } else {
+                    write_number((halfword *)p.out + to, value, p.dtype);
+                }
+            }
+        }
+}
+
+#endif

@@ -1,0 +1,218 @@
+"""Rows made ready for products with packed weights on a GPU: numbers that are exact in float16, span by span.
+
+In: rows x [T, K] in bf16 or f16. Out: `Prepared`, which every packed product of those rows reads. The rule, which both kernels
+of such a product follow (`packed_rows.py` for few rows, `triton_wide.py` for many), so that their bits are equal:
+
+1. Rows. A span is 256 inputs, a block 32; inputs past K are zero. Of each span, 2^e is the power of two that brings its
+   largest |x| into [512, 1024), with e within [-96, 118] and 0 for a span of zeros. X = x · 2^-e, rounded to float16. A is a
+   block's sum of X: exact, then rounded to float32, and kept as two float16, hi = f16(A) and lo = f16(A - hi). What is not
+   finite stays so. A row's result depends on that row alone.
+2. K kinds (Q4_K, Q5_K, Q6_K). W = scale · code in float16, rounded to nearest: exact but for Q6_K above 2,048. P is the sum of
+   a span's W · X by the matrix unit, 16 inputs at a time in their order, chained from zero, in float32. Where there are minima,
+   M is one step of the matrix unit over 16: the eight minima with hi, then the eight again with lo.
+   sum = fma(P, d · 2^e, sum); sum = fma(M, -(dmin · 2^e), sum), in float32.
+3. Kinds with a float scale per block (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4). W = code less its offset, exact. P is the sum of a
+   block's W · X, two steps of 16 from zero. sum = fma(P, d · 2^e, sum); where there are minima,
+   sum = fma(hi + lo, m · 2^e, sum).
+4. Sums run over segments of four spans from zero, and segments are added from front to back, whoever computes them. Then the
+   result is rounded, and bias and residual are added, each sum rounded.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onedraw.backends.packing import SPAN
+from onedraw.backends.torch.kernels.triton_linear import launch_options
+from onedraw.backends.torch.kernels.triton_math import let_next_start, wait_for_inputs
+
+BLOCK = 32  # inputs that have a sum
+LEAST, MOST = -96, 118  # of e: a scale's float16 times 2^e stays within float32
+FEW = 4096  # spans; more of them are prepared eight by a program
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Rows as a packed product reads them. S spans of 256 inputs, the last filled up with zeros."""
+
+    x: Tensor  # [T, S * 256] float16, x · 2^-e
+    factors: Tensor  # [T, S] float32, 2^e
+    sums: Tensor  # [T, S, 16] float16: hi of the eight blocks' sums, then lo
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def rows(self, wanted: slice) -> Prepared:
+        return Prepared(self.x[wanted], self.factors[wanted], self.sums[wanted])
+
+
+class Ready:
+    """Rows that a norm or a gate made ready on the way, until the product that reads them takes them. Owner: the operations."""
+
+    def __init__(self) -> None:
+        self._rows: Tensor | None = None
+        self._prepared: Prepared | None = None
+
+    def put(self, rows: Tensor, prepared: Prepared) -> None:
+        self._rows, self._prepared = rows, prepared
+
+    def take(self, rows: Tensor) -> Prepared | None:
+        """None where these very rows were not made ready, or were taken before."""
+        if self._rows is not rows:
+            return None
+        found, self._rows, self._prepared = self._prepared, None, None
+        return found
+
+
+def empty_prepared(rows: int, width: int, device: torch.device) -> Prepared:
+    spans = -(-width // SPAN)
+    return Prepared(
+        x=torch.empty(rows, spans * SPAN, dtype=torch.float16, device=device),
+        factors=torch.empty(rows, spans, dtype=torch.float32, device=device),
+        sums=torch.empty(rows, spans, 16, dtype=torch.float16, device=device),
+    )
+
+
+@triton.jit
+def scaled_span(values, SPANS: tl.constexpr):
+    """Numbers of float32 [SPANS * 256] → X of float16 [SPANS, 256], 2^e [SPANS], hi and lo [SPANS, 8]."""
+    values = tl.reshape(values, (SPANS, 256))
+    bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # as whole numbers they stand in the order of their sizes, NaN last
+    largest = tl.max(bits, 1)
+    exponent = tl.minimum(tl.maximum((largest >> 23) - 136, -96), 118)
+    exponent = tl.where(largest == 0, 0, exponent)
+    factor = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+    inverse = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
+    scaled = (values * inverse[:, None]).to(tl.float16)
+    # 32 numbers below 1,024 that are multiples of 2^-24 add up exactly in float64, in any order.
+    whole = tl.sum(tl.reshape(scaled, (SPANS, 8, 32)).to(tl.float64), 2).to(tl.float32)
+    hi = whole.to(tl.float16)
+    lo = (whole - hi.to(tl.float32)).to(tl.float16)
+    return scaled, factor, hi, lo
+
+
+@triton.jit
+def store_span(scaled, factor, hi, lo, x_out, factors, sums, row, first, spans, SPANS: tl.constexpr):
+    """Spans `first` … of a row, as `Prepared` has them."""
+    span = first + tl.arange(0, SPANS)
+    inside = span < spans
+    at = row * spans + span
+    k = tl.arange(0, 256)
+    eight = tl.arange(0, 8)
+    tl.store(x_out + at[:, None] * 256 + k[None, :], scaled, mask=inside[:, None])
+    tl.store(factors + at, factor, mask=inside)
+    tl.store(sums + at[:, None] * 16 + eight[None, :], hi, mask=inside[:, None])
+    tl.store(sums + at[:, None] * 16 + 8 + eight[None, :], lo, mask=inside[:, None])
+
+
+@triton.jit
+def _prepare(
+    x,
+    order,
+    x_out,
+    factors,
+    sums,
+    x_stride,
+    width,
+    spans,
+    SPANS: tl.constexpr,
+    ORDERED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * SPANS
+    at = first * 256 + tl.arange(0, SPANS * 256)
+    inside = at < width
+    place = tl.load(order + at, mask=inside, other=0) if ORDERED else at
+    values = tl.load(x + row * x_stride + place, mask=inside, other=0.0).to(tl.float32)
+    scaled, factor, hi, lo = scaled_span(values, SPANS)
+    store_span(scaled, factor, hi, lo, x_out, factors, sums, row, first, spans, SPANS)
+
+
+def prepare_rows(
+    x: Tensor, *, width: int | None = None, order: Tensor | None = None, out: Prepared | None = None, pdl: bool = False
+) -> Prepared:
+    """x [T, at least `width`], rows of stride 1. `order`: input k of what comes out is input order[k] of x (int32)."""
+    rows, width = len(x), x.shape[1] if width is None else width
+    made = empty_prepared(rows, width, x.device) if out is None else out
+    spans = made.factors.shape[1]
+    if rows:
+        together = 1 if rows * spans <= FEW else 8
+        _prepare[(rows, triton.cdiv(spans, together))](
+            x,
+            order,
+            made.x,
+            made.factors,
+            made.sums,
+            x.stride(0),
+            width,
+            spans,
+            SPANS=together,
+            ORDERED=order is not None,
+            PDL=pdl,
+            num_warps=1 if together == 1 else 4,
+            enable_fp_fusion=False,
+            **launch_options(pdl),
+        )
+    return made
+
+
+# ------------------------------------------------------------------ the same, slowly: the twin that judges the kernel
+
+
+def prepared_slowly(x: Tensor, *, width: int | None = None, order: Tensor | None = None) -> Prepared:
+    rows, width = len(x), x.shape[1] if width is None else width
+    values = x[:, :width].float() if order is None else x.float().index_select(1, order.long())
+    values = torch.nn.functional.pad(values, (0, -width % SPAN)).view(rows, -1, SPAN)
+    largest = values.view(torch.int32).bitwise_and(0x7FFFFFFF).amax(2)
+    exponents = torch.where(largest == 0, 0, ((largest >> 23) - 136).clamp(LEAST, MOST))
+    scaled = torch.ldexp(values, -exponents[..., None]).half()
+    whole = scaled.double().view(rows, -1, SPAN // BLOCK, BLOCK).sum(3).float()
+    hi = whole.half()
+    lo = (whole - hi.float()).half()
+    factors = torch.ldexp(torch.ones_like(largest, dtype=torch.float32), exponents)
+    return Prepared(scaled.view(rows, -1), factors, torch.cat([hi, lo], 2))
+
+
+# ------------------------------------------------------------------ weights as the rule has them
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Outputs of a weight as whole numbers. S spans; `scales` and `least` have one number per span, or one per block of 32."""
+
+    weights: Tensor  # [N, S * 256] float16
+    scales: Tensor  # [N, S] or [N, S * 8] float32
+    minima: Tensor | None = None  # [N, S, 8] float16, of the K kinds that have minima
+    least: Tensor | None = None  # what a minimum is multiplied with [N, S], or the minima themselves [N, S * 8]: float32
+
+    @property
+    def by_block(self) -> bool:
+        return self.scales.shape[1] * SPAN > self.weights.shape[1]
+
+
+def product_slowly(prepared: Prepared, opened: Opened) -> Tensor:
+    """The product by the rule in float64: what both kernels come near to, [T, N]."""
+    rows, n = len(prepared), len(opened.weights)
+    x = prepared.x.double().view(rows, -1, SPAN // BLOCK, BLOCK)  # [T, S, 8, 32]
+    weights = opened.weights.double().view(n, -1, SPAN // BLOCK, BLOCK)
+    factors = prepared.factors.double()
+    sums = prepared.sums[..., :8].double() + prepared.sums[..., 8:].double()  # [T, S, 8]
+    if opened.by_block:
+        scales = opened.scales.double().view(n, -1, 8)
+        found = torch.einsum("tsbk,nsbk,ts,nsb->tn", x, weights, factors, scales)
+        if opened.least is not None:
+            found += torch.einsum("tsb,nsb,ts->tn", sums, opened.least.double().view(n, -1, 8), factors)
+        return found
+    found = torch.einsum("tsbk,nsbk,ts,ns->tn", x, weights, factors, opened.scales.double())
+    if opened.minima is not None and opened.least is not None:
+        found -= torch.einsum("tsb,nsb,ts,ns->tn", sums, opened.minima.double(), factors, opened.least.double())
+    return found

@@ -1,0 +1,366 @@
+// Products of packed weights with many rows on Hopper, over weights written out as whole numbers in float16 (spans.py has the
+// rule, triton_wide.py the same product for other cards).
+//
+// In: rows X [T, S * 256] with powers of two [T, S] and sums [T, S, 16], a slice of a weight W [N, S * 256] with its scales and
+// minima. Out: y [T, N]. A block of threads has tiles of 128 rows and 128 outputs, one after the other. Of its three
+// warpgroups two multiply, each 64 rows, and one brings: a thread the tiles of X and W, two warps what belongs to a span. The two
+// that multiply run apart, so that one keeps the matrix unit busy while the other scales what came out of it.
+//
+// Defined by who compiles: PER, scales of a span (1 or 8); MINIMA, 0 or 1; BRAIN, whether y is bf16; STAGES; GROUP, blocks of rows in a band of tiles.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+
+struct __align__(64) TensorMap {
+    u64 words[16];
+};
+
+constexpr int TILE = 128, DEPTH = 64, SPAN = 256;
+constexpr int OPERAND = TILE * DEPTH * 2;  // bytes of a tile of X, and of W
+constexpr int HALVES = TILE * 16;          // bytes of eight float16 for 128 rows or outputs
+constexpr int FLOATS = TILE * 4;
+// A slot holds what belongs to a span: sums hi and lo, minima in whole numbers twice, scales, minima's scales, powers of two.
+constexpr int AT_MINIMA = 2 * HALVES, AT_SCALES = AT_MINIMA + (PER == 1 ? 2 : 0) * HALVES;
+constexpr int AT_LEAST = AT_SCALES + PER * FLOATS, AT_FACTORS = AT_LEAST + PER * FLOATS;
+constexpr int SLOT = AT_FACTORS + FLOATS, SLOTS = 2;
+constexpr int BRINGERS = 64;  // threads that bring what belongs to a span
+
+__device__ __forceinline__ void start(u32 barrier, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
+    asm volatile(
+        "{ .reg .pred p;\n"
+        "again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+        "@!p bra again; }" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
+__device__ __forceinline__ void bring(u32 to, const TensorMap *map, int column, int row, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+        "l"(map), "r"(column), "r"(row), "r"(barrier)
+        : "memory");
+}
+
+__device__ __forceinline__ void bring_word(u32 to, const float *from, bool there) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(there ? 4 : 0) : "memory");
+}
+
+__device__ __forceinline__ float2 two_floats(u32 at) {
+    float2 found;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(found.x), "=f"(found.y) : "r"(at));
+    return found;
+}
+
+__device__ __forceinline__ float one_float(u32 at) {
+    float found;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(found) : "r"(at));
+    return found;
+}
+
+__device__ __forceinline__ float one_half(u32 at) {
+    float found;
+    asm volatile("{ .reg .b16 h; ld.shared.b16 h, [%1]; cvt.f32.f16 %0, h; }" : "=f"(found) : "r"(at));
+    return found;
+}
+
+// Where an operand lies: rows of 128 bytes, swizzled, eight of them 1,024 bytes apart.
+__device__ __forceinline__ u64 swizzled(u32 at) {
+    return u64(1) << 62 | u64(1024 >> 4) << 32 | u64(1) << 16 | (at >> 4 & 0x3FFF);
+}
+
+// Groups of eight rows of 16 bytes, 128 bytes apart; the other eight inputs HALVES bytes on.
+__device__ __forceinline__ u64 plain(u32 at) {
+    return u64(128 >> 4) << 32 | u64(HALVES >> 4) << 16 | (at >> 4 & 0x3FFF);
+}
+
+__device__ __forceinline__ void ready() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT> __device__ __forceinline__ void finished() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+
+// d [64, 128] = a [64, 16] b [128, 16]ᵀ, plus d where `adds`.
+__device__ __forceinline__ void multiply(float (&d)[64], u64 a, u64 b, int adds) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+        "%64, %65, p, 1, 1, 0, 0; }"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
+          "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]),
+          "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+          "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]),
+          "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]),
+          "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]),
+          "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+        : "l"(a), "l"(b), "r"(adds)
+        : "memory");
+}
+
+// Two numbers as y has them, the first in the lower half, and back.
+__device__ __forceinline__ u32 rounded(float low, float high) {
+    u32 both;
+    if (BRAIN)
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    else
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+__device__ __forceinline__ float2 widened(u32 both) {
+    float2 found;
+    if (BRAIN) {
+        found.x = __uint_as_float(both << 16);
+        found.y = __uint_as_float(both & 0xFFFF0000u);
+    } else {
+        asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }"
+            : "=f"(found.x), "=f"(found.y)
+            : "r"(both));
+    }
+    return found;
+}
+
+__device__ __forceinline__ u32 loaded(const u16 *at, bool first, bool second, bool paired) {
+    if (paired && second) return *reinterpret_cast<const u32 *>(at);
+    return (first ? u32(at[0]) : 0u) | (second ? u32(at[1]) << 16 : 0u);
+}
+
+struct Place {
+    int row, column;
+};
+
+// Neighbouring tiles share rows or weights.
+__device__ __forceinline__ Place placed(int tile, int high, int wide) {
+    const int band = tile / (GROUP * wide), within = tile % (GROUP * wide), height = min(high - band * GROUP, GROUP);
+    return {(band * GROUP + within % height) * TILE, within / height * TILE};
+}
+
+struct Given {
+    TensorMap x, weights, sums, minima;
+    const float *factors, *scales, *least;
+    const u16 *bias, *residual;
+    u16 *y;
+    int rows, n, spans, residual_stride, y_stride, paired;  // paired: two numbers of y or the residual lie in a whole word
+};
+
+extern "C" __global__ void __launch_bounds__(384, 1) wide(const __grid_constant__ Given given) {
+    const int rows = given.rows, n = given.n, spans = given.spans;
+    extern __shared__ unsigned char memory[];
+    u32 base;
+    asm("{ .reg .u64 t; cvta.to.shared.u64 t, %1; cvt.u32.u64 %0, t; }" : "=r"(base) : "l"(memory));
+    base = (base + 1023) & ~1023u;
+    const u32 slots = base + STAGES * 2 * OPERAND, barriers = slots + SLOTS * SLOT;
+    const u32 full = barriers, empty = full + 8 * STAGES, slot_full = empty + 8 * STAGES, slot_empty = slot_full + 8 * SLOTS;
+    const int thread = threadIdx.x, high = (rows + TILE - 1) / TILE, across = (n + TILE - 1) / TILE, tiles = high * across;
+    if (thread == 0) {
+        for (int i = 0; i < STAGES; i++) start(full + 8 * i, 1), start(empty + 8 * i, 8);
+        for (int i = 0; i < SLOTS; i++) start(slot_full + 8 * i, BRINGERS + 1), start(slot_empty + 8 * i, 8);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    }
+    __syncthreads();
+
+    if (thread >= 256) {  // the warpgroup that brings
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        const int mine = thread - 256;
+        if (mine == 0) {
+            int stage = 0;
+            u32 phase = 1;
+            for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+                const Place place = placed(tile, high, across);
+                for (int step = 0; step < spans * (SPAN / DEPTH); step++) {
+                    wait(empty + 8 * stage, phase);
+                    expect(full + 8 * stage, 2 * OPERAND);
+                    bring(base + stage * 2 * OPERAND, &given.x, step * DEPTH, place.row, full + 8 * stage);
+                    bring(base + stage * 2 * OPERAND + OPERAND, &given.weights, step * DEPTH, place.column, full + 8 * stage);
+                    if (++stage == STAGES) stage = 0, phase ^= 1;
+                }
+            }
+        } else if (mine >= 32 && mine < 32 + BRINGERS) {
+            const int one = mine - 32;
+            int slot = 0;
+            u32 phase = 1;
+            for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+                const Place place = placed(tile, high, across);
+                for (int span = 0; span < spans; span++) {
+                    const u32 at = slots + slot * SLOT, barrier = slot_full + 8 * slot;
+                    wait(slot_empty + 8 * slot, phase);
+                    if (one == 0) {
+                        if (MINIMA) {
+                            expect(barrier, AT_SCALES);
+                            bring(at, &given.sums, span * 16, place.row, barrier);
+                            bring(at + HALVES, &given.sums, span * 16 + 8, place.row, barrier);
+                            if (PER == 1) {
+                                bring(at + AT_MINIMA, &given.minima, span * 8, place.column, barrier);
+                                bring(at + AT_MINIMA + HALVES, &given.minima, span * 8, place.column, barrier);
+                            }
+                        } else {
+                            arrive(barrier);
+                        }
+                    }
+                    for (int i = one; i < TILE; i += BRINGERS) {
+                        const int column = place.column + i, row = place.row + i;
+                        const u64 from = u64(column < n ? column : 0) * spans * PER + span * PER;
+                        for (int b = 0; b < PER; b++) {
+                            bring_word(at + AT_SCALES + b * FLOATS + 4 * i, given.scales + from + b, column < n);
+                            if (MINIMA) bring_word(at + AT_LEAST + b * FLOATS + 4 * i, given.least + from + b, column < n);
+                        }
+                        bring_word(at + AT_FACTORS + 4 * i, given.factors + u64(row < rows ? row : 0) * spans + span, row < rows);
+                    }
+                    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+                    if (++slot == SLOTS) slot = 0, phase ^= 1;
+                }
+            }
+            asm volatile("cp.async.wait_all;" ::: "memory");
+        }
+    } else {  // the two that multiply
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        const int group = thread / 128, lane = thread % 32, r = thread / 32 * 16 + lane / 4, c = lane % 4 * 2;
+        float part[64], sum[64], total[64];
+        int stage = 0, slot = 0;
+        u32 phase = 0, slot_phase = 0;
+#pragma unroll
+        for (int i = 0; i < 64; i++) part[i] = 0.0f;
+        for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+#pragma unroll
+            for (int i = 0; i < 64; i++) sum[i] = total[i] = 0.0f;
+            for (int span = 0; span < spans; span++) {
+                const u32 at = slots + slot * SLOT;
+                float f0, f1;
+                if (PER == 1) {
+                    u32 before = 0;
+#pragma unroll
+                    for (int step = 0; step < SPAN / DEPTH; step++) {
+                        const u32 own = base + stage * 2 * OPERAND;
+                        const u64 a = swizzled(own + group * 64 * DEPTH * 2), b = swizzled(own + OPERAND);
+                        wait(full + 8 * stage, phase);
+                        ready();
+#pragma unroll
+                        for (int k = 0; k < DEPTH / 16; k++) multiply(part, a + 2 * k, b + 2 * k, step + k > 0);
+                        commit();
+                        if (step > 0) {
+                            finished<1>();
+                            if (lane == 0) arrive(before);
+                        }
+                        before = empty + 8 * stage;
+                        if (++stage == STAGES) stage = 0, phase ^= 1;
+                    }
+                    finished<0>();
+                    if (lane == 0) arrive(before);
+                    wait(slot_full + 8 * slot, slot_phase);
+                    f0 = one_float(at + AT_FACTORS + 4 * r), f1 = one_float(at + AT_FACTORS + 4 * r + 32);
+#pragma unroll
+                    for (int j = 0; j < 16; j++) {
+                        const float2 d = two_floats(at + AT_SCALES + 4 * (8 * j + c));
+                        sum[4 * j] = __fmaf_rn(part[4 * j], d.x * f0, sum[4 * j]);
+                        sum[4 * j + 1] = __fmaf_rn(part[4 * j + 1], d.y * f0, sum[4 * j + 1]);
+                        sum[4 * j + 2] = __fmaf_rn(part[4 * j + 2], d.x * f1, sum[4 * j + 2]);
+                        sum[4 * j + 3] = __fmaf_rn(part[4 * j + 3], d.y * f1, sum[4 * j + 3]);
+                    }
+                    if (MINIMA) {
+                        ready();
+                        multiply(part, plain(at + group * 64 * 16), plain(at + AT_MINIMA), 0);
+                        commit();
+                        finished<0>();
+#pragma unroll
+                        for (int j = 0; j < 16; j++) {
+                            const float2 m = two_floats(at + AT_LEAST + 4 * (8 * j + c));
+                            sum[4 * j] = __fmaf_rn(part[4 * j], m.x * -f0, sum[4 * j]);
+                            sum[4 * j + 1] = __fmaf_rn(part[4 * j + 1], m.y * -f0, sum[4 * j + 1]);
+                            sum[4 * j + 2] = __fmaf_rn(part[4 * j + 2], m.x * -f1, sum[4 * j + 2]);
+                            sum[4 * j + 3] = __fmaf_rn(part[4 * j + 3], m.y * -f1, sum[4 * j + 3]);
+                        }
+                    }
+                } else {
+                    wait(slot_full + 8 * slot, slot_phase);
+                    f0 = one_float(at + AT_FACTORS + 4 * r), f1 = one_float(at + AT_FACTORS + 4 * r + 32);
+                    for (int block = 0; block < 8; block++) {
+                        const u32 own = base + stage * 2 * OPERAND + block % 2 * 64;
+                        const u64 a = swizzled(own + group * 64 * DEPTH * 2), b = swizzled(own + OPERAND);
+                        if (block % 2 == 0) wait(full + 8 * stage, phase);
+                        ready();
+                        multiply(part, a, b, 0);
+                        multiply(part, a + 2, b + 2, 1);
+                        commit();
+                        finished<0>();
+                        if (block % 2) {
+                            if (lane == 0) arrive(empty + 8 * stage);
+                            if (++stage == STAGES) stage = 0, phase ^= 1;
+                        }
+                        float s0, s1;
+                        if (MINIMA) {
+                            s0 = one_half(at + 16 * r + 2 * block) + one_half(at + HALVES + 16 * r + 2 * block);
+                            s1 = one_half(at + 16 * r + 128 + 2 * block) + one_half(at + HALVES + 16 * r + 128 + 2 * block);
+                        }
+#pragma unroll
+                        for (int j = 0; j < 16; j++) {
+                            const float2 d = two_floats(at + AT_SCALES + block * FLOATS + 4 * (8 * j + c));
+                            sum[4 * j] = __fmaf_rn(part[4 * j], d.x * f0, sum[4 * j]);
+                            sum[4 * j + 1] = __fmaf_rn(part[4 * j + 1], d.y * f0, sum[4 * j + 1]);
+                            sum[4 * j + 2] = __fmaf_rn(part[4 * j + 2], d.x * f1, sum[4 * j + 2]);
+                            sum[4 * j + 3] = __fmaf_rn(part[4 * j + 3], d.y * f1, sum[4 * j + 3]);
+                            if (MINIMA) {
+                                const float2 m = two_floats(at + AT_LEAST + block * FLOATS + 4 * (8 * j + c));
+                                sum[4 * j] = __fmaf_rn(s0, m.x * f0, sum[4 * j]);
+                                sum[4 * j + 1] = __fmaf_rn(s0, m.y * f0, sum[4 * j + 1]);
+                                sum[4 * j + 2] = __fmaf_rn(s1, m.x * f1, sum[4 * j + 2]);
+                                sum[4 * j + 3] = __fmaf_rn(s1, m.y * f1, sum[4 * j + 3]);
+                            }
+                        }
+                    }
+                }
+                if (lane == 0) arrive(slot_empty + 8 * slot);
+                if (++slot == SLOTS) slot = 0, slot_phase ^= 1;
+                if (span % 4 == 3 || span == spans - 1) {
+#pragma unroll
+                    for (int i = 0; i < 64; i++) total[i] += sum[i], sum[i] = 0.0f;
+                }
+            }
+            const Place place = placed(tile, high, across);
+#pragma unroll
+            for (int side = 0; side < 2; side++) {
+                const int row = place.row + r + 8 * side;
+                if (row < rows) {
+#pragma unroll
+                    for (int j = 0; j < 16; j++) {
+                        const int column = place.column + 8 * j + c;
+                        const bool first = column < n, second = column + 1 < n;
+                        u32 out = rounded(total[4 * j + 2 * side], total[4 * j + 2 * side + 1]);
+                        if (given.bias) {
+                            const float2 made = widened(out), more = widened(loaded(given.bias + column, first, second, false));
+                            out = rounded(made.x + more.x, made.y + more.y);
+                        }
+                        if (given.residual) {
+                            const u16 *from = given.residual + u64(row) * given.residual_stride + column;
+                            const float2 made = widened(out), more = widened(loaded(from, first, second, given.paired));
+                            out = rounded(made.x + more.x, made.y + more.y);
+                        }
+                        u16 *to = given.y + u64(row) * given.y_stride + column;
+                        if (given.paired && second) {
+                            *reinterpret_cast<u32 *>(to) = out;
+                        } else {
+                            if (first) to[0] = u16(out);
+                            if (second) to[1] = u16(out >> 16);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,128 @@
+"""Units as a warp reads them: the numbers of the file bit by bit, found by a slow walk over lanes and registers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from onedraw.backends.packing import SPANS, UNIT_ROWS, span_bytes, unit_bytes
+from onedraw.backends.torch.kernels import fragments as fragments_module
+from onedraw.backends.torch.kernels.fragments import Fragments, empty_fragments, fill_fragments, row_slices
+from onedraw.checkpoints.quants import KINDS, dequantize_into
+from onedraw.checkpoints.random_blocks import random_blocks
+
+CPU = torch.device("cpu")
+KINDS_HERE = tuple(SPANS)
+FIVES, WHOLES = ("Q5_0", "Q5_1", "Q5_K"), ("Q4_K", "Q5_K")
+CENTRES = {"Q4_0": 8, "Q5_0": 16, "Q6_K": 32}
+TWICE = (0, 1, 2, 3, 4, 6, 8, 12)
+
+
+class Warp:
+    """One unit in the registers of a warp: what each of 32 lanes loads, 16 bytes at a time."""
+
+    def __init__(self, unit: np.ndarray, kind: str) -> None:
+        self.kind = kind
+        loads, high = (8 if kind == "Q8_0" else 4), 1 if kind in FIVES else 2 if kind == "Q6_K" else 0
+        self.codes = unit[: loads * 512].view("<u4").reshape(loads, 32, 4)  # load, lane, word
+        self.high = unit[loads * 512 : (loads + high) * 512].view("<u4").reshape(high, 32, 4)
+        self.scales = unit[(loads + high) * 512 :]
+
+    def code(self, lane: int, i: int, register: int, e: int) -> int:
+        """What stands in half e of a register of the left side of step i, before it is a number."""
+        u, h = register >> 1, register & 1
+        if self.kind == "Q8_0":
+            word = int(self.codes[i // 2, lane, 2 * (i % 2) + u])
+            return (word >> 8 * (e + 2 * h) & 255 ^ 128) - 128
+        half = int(self.codes[i // 4, lane, i % 4]) >> 16 * e
+        if self.kind == "MXFP4":
+            size = TWICE[half >> 3 * register & 7]
+            return -size if half >> (13, 14, 12, 15)[register] & 1 else size
+        code = half >> 4 * register & 15
+        if self.kind in FIVES:
+            place = 8 * (i % 4 // 2) + 2 * (i % 2) + u + 4 * h + 16 * e
+            code |= (int(self.high[0, lane, i // 4]) >> place & 1) << 4
+        if self.kind == "Q6_K":
+            place = 8 * (i % 2) + 2 * u + 4 * h + 16 * e
+            code |= (int(self.high[i // 8, lane, i // 2 % 4]) >> place & 3) << 4
+        return code - CENTRES.get(self.kind, 0)
+
+    def scale(self, lane: int, i: int, h: int) -> tuple[np.float32, np.float32]:
+        """The scale and the minimum of output g + 8 h at step i, as float32."""
+        g, block, zero = lane // 4, i // 2, np.float32(0)
+        if self.kind in WHOLES:
+            own = self.scales[16 * g : 16 * g + 16]
+            low = int(own[4 * h + block % 4])
+            small = low & 63 if block < 4 else low >> 6 << 4 | int(own[8 + block % 4]) >> 4 * h & 15
+            words = self.scales[128:].view("<u4").reshape(8, 4)[g].tolist()  # of the four lanes of a group
+            factor = bytes((word >> 12 & 15) | (word >> 28) << 4 for word in words)
+            minimum = words[block // 2] >> (6 * h + 16 * (block % 2)) & 63
+            whole = own[12:].view("<f2").astype(np.float32)[h]
+            return whole * np.float32(small), np.frombuffer(factor, "<f2").astype(np.float32)[h] * np.float32(minimum)
+        if self.kind == "Q6_K":
+            whole = self.scales[256:].view("<f2").astype(np.float32)[2 * g + h]
+            return whole * np.float32(self.scales[32 * g + 16 * h + i].view(np.int8)), zero
+        if self.kind == "MXFP4":
+            return np.ldexp(np.float32(1), int(self.scales[16 * g + 8 * h + block]) - 128), zero
+        pair = self.scales.view("<f2").astype(np.float32).reshape(8, 2, 8, -1)[g, h, block]
+        return pair[0], pair[1] if len(pair) > 1 else zero
+
+    def numbers(self) -> np.ndarray:
+        out = np.empty((16, 256), np.float32)
+        for lane in range(32):
+            for i in range(16):
+                for register in range(4):
+                    h = register & 1
+                    scale, least = self.scale(lane, i, h)
+                    for e in range(2):
+                        value = np.float32(self.code(lane, i, register, e)) * scale
+                        value = (
+                            value - least if self.kind in WHOLES else value + least if self.kind in ("Q4_1", "Q5_1") else value
+                        )
+                        out[lane // 4 + 8 * h, 16 * i + 8 * (register >> 1) + 2 * (lane % 4) + e] = value
+        return out
+
+
+def numbers(made: Fragments, *, tall: int, span: int) -> np.ndarray:
+    return Warp(made.units[tall, span].numpy(), made.kind).numbers()
+
+
+def stored_numbers(raw: np.ndarray, kind: str, width: int) -> np.ndarray:
+    out = np.empty((len(raw), width), np.float32)
+    dequantize_into(raw.reshape(-1), kind, out)
+    return out
+
+
+@pytest.mark.parametrize("kind", KINDS_HERE)
+def test_a_warp_finds_the_numbers_of_the_file_in_its_registers(kind: str) -> None:
+    raw = random_blocks(kind, 16, 512, np.random.default_rng(1))
+    made = empty_fragments(kind, rows=16, width=512, device=CPU)
+    fill_fragments(made, torch.from_numpy(raw), first=0)
+    expected = stored_numbers(raw, kind, 512)
+    for span in range(2):
+        assert np.array_equal(numbers(made, tall=0, span=span), expected[:, 256 * span :][:, :256])
+
+
+@pytest.mark.parametrize("kind", KINDS_HERE)
+def test_rows_may_come_in_any_slices_and_the_rest_is_zero(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    width = 256 if KINDS[kind].values == 256 else 96
+    monkeypatch.setattr(fragments_module, "VALUES_AT_ONCE", 16 * width)
+    raw = random_blocks(kind, 21, width, np.random.default_rng(2))
+    made = empty_fragments(kind, rows=40, width=width, device=CPU)
+    slices = list(row_slices(21, width))
+    assert [part.stop - part.start for part in slices] == [16, 5]
+    for part in slices:
+        fill_fragments(made, torch.from_numpy(raw)[part], first=5 + part.start)
+    expected = np.zeros((48, 256), np.float32)
+    expected[5:26, :width] = stored_numbers(raw, kind, width)
+    found = np.concatenate([numbers(made, tall=tall, span=0) for tall in range(3)])
+    assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS_HERE)
+def test_units_take_what_is_stored_and_what_the_plan_says(kind: str) -> None:
+    assert unit_bytes(kind) == UNIT_ROWS * 256 // KINDS[kind].values * KINDS[kind].size
+    assert unit_bytes(kind) % 16 == 0  # loads of 16 bytes
+    for rows, width in ((32, 512), (7, 768), (33, 256)):
+        assert empty_fragments(kind, rows=rows, width=width, device=CPU).nbytes == span_bytes((rows, width), kind)

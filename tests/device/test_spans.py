@@ -1,0 +1,116 @@
+"""Rows made ready for packed products, on an accelerator or under Triton's interpreter: the twin's bits, each row by itself."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [
+    pytest.mark.device,
+    pytest.mark.skipif(not (torch.cuda.is_available() or INTERPRETED), reason="needs a CUDA device"),
+]
+
+if torch.cuda.is_available() or INTERPRETED:
+    from onedraw.backends.torch.kernels import spans
+    from onedraw.backends.torch.kernels.spans import Prepared, Ready, empty_prepared, prepare_rows, prepared_slowly
+    from onedraw.backends.torch.kernels.triton_norm import gated, rms_norm
+
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() and not INTERPRETED else "cpu")
+DTYPES = (torch.float16,) if INTERPRETED else (torch.bfloat16, torch.float16)
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float16, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.exp(torch.randn(shape[0], 1, generator=generator))
+    return (torch.randn(shape, generator=generator) * sizes).to(DEVICE, dtype)
+
+
+def equal(one: Prepared, other: Prepared) -> bool:
+    """Bit by bit, but for the payload of what is not a number."""
+    pairs = ((one.x, other.x), (one.factors, other.factors), (one.sums, other.sums))
+    return all(bool(((a == b) | (a.isnan() & b.isnan())).all()) and a.shape == b.shape for a, b in pairs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [256, 300, 1024 + 32])
+def test_rows_are_prepared_as_the_twin_does(dtype: torch.dtype, width: int) -> None:
+    x = normal(5, width + 7, dtype=dtype)
+    found = prepare_rows(x, width=width)
+    assert equal(found, prepared_slowly(x, width=width))
+    back = found.x.double() * found.factors.double().repeat_interleave(256, 1)
+    assert float((back[:, :width] - x[:, :width].double()).abs().max()) <= float(x.double().abs().max()) * 2**-11
+    assert not back[:, width:].any()
+
+
+def test_a_row_is_prepared_alike_alone_and_among_thousands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever spans a program has."""
+    rows = 3 if INTERPRETED else 3000
+    x = normal(rows, 700, seed=1)
+    monkeypatch.setattr(spans, "FEW", 0)
+    many = prepare_rows(x)
+    monkeypatch.undo()
+    assert equal(many, prepared_slowly(x))
+    for row in (0, 1, rows - 1):
+        assert equal(prepare_rows(x[row : row + 1]), many.rows(slice(row, row + 1)))
+
+
+def test_inputs_may_come_in_another_order() -> None:
+    x = normal(2, 512, seed=2)
+    order = torch.randperm(512, generator=torch.Generator().manual_seed(3)).to(DEVICE, torch.int32)
+    assert equal(prepare_rows(x, order=order), prepare_rows(x[:, order.long()].contiguous()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zeros_and_extremes_are_prepared_too(dtype: torch.dtype) -> None:
+    """A span of zeros has the factor 1; the largest and the smallest numbers neither overflow nor vanish."""
+    x = torch.zeros(4, 512, dtype=dtype, device=DEVICE)
+    x[1] = torch.finfo(dtype).max
+    x[2, ::2] = torch.finfo(dtype).smallest_normal
+    x[3, 5], x[3, 300] = -torch.finfo(dtype).max, torch.finfo(dtype).tiny
+    found = prepare_rows(x)
+    assert equal(found, prepared_slowly(x))
+    assert found.factors[0].tolist() == [1.0, 1.0]
+    assert bool(found.x.isfinite().all())
+    assert bool(found.sums.isfinite().all())
+    largest = found.x.view(4, 2, 256).abs().amax(2)
+    assert float(largest[1].min()) >= 512
+    assert float(largest.max()) < 1024
+    if dtype == torch.float16:
+        assert torch.equal(found.x[2].double() * float(found.factors[2, 0]), x[2].double())
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # the interpreter computes with numpy
+def test_what_is_not_finite_stays_so_and_stays_in_its_row() -> None:
+    x = normal(4, 256, seed=4)
+    x[1, 7], x[2, 200] = float("inf"), float("nan")
+    found = prepare_rows(x)
+    assert equal(found, prepared_slowly(x))
+    assert found.x.isfinite().all(1).tolist() == [True, False, False, True]
+    assert found.sums.isfinite().flatten(1).all(1).tolist() == [True, False, False, True]
+    assert bool(found.factors.isfinite().all())
+
+
+@pytest.mark.parametrize("width", [64, 512, 1300])
+def test_norms_and_gates_make_rows_ready_on_the_way(width: int) -> None:
+    rows = 3 if INTERPRETED else 200
+    x, weight = normal(rows, width, dtype=DTYPES[0], seed=5), normal(1, width, dtype=DTYPES[0], seed=6)[0]
+    ready = empty_prepared(rows, width, DEVICE)
+    normed = rms_norm(x, weight, 1e-6, ready=ready)
+    assert equal(ready, prepared_slowly(normed))
+    both = normal(rows, 2 * width, dtype=DTYPES[0], seed=7)
+    opened = gated(both, "silu", ready=ready)
+    assert equal(ready, prepared_slowly(opened))
+    assert torch.equal(opened, gated(both, "silu"))
+
+
+def test_rows_that_were_made_ready_are_taken_once_and_by_themselves_alone() -> None:
+    x, ready = normal(2, 256), Ready()
+    prepared = prepare_rows(x)
+    ready.put(x, prepared)
+    assert ready.take(x.clone()) is None
+    assert ready.take(x) is prepared
+    assert ready.take(x) is None
