@@ -111,7 +111,7 @@ def planned_devices(settings: Settings) -> list[Device]:
     """The asked devices as they are named or described. The machine itself is not looked at: no torch is needed here. A CUDA
     device of which nothing is said is taken for a recent one."""
     found = [parse_device("cpu" if name == "auto" else name) for name in settings.device_names]
-    return [replace(d, arch="sm80") if d.kind == "cuda" and not d.arch else d for d in found]
+    return [replace(d, arch="sm90") if d.kind == "cuda" and not d.arch else d for d in found]
 
 
 def identity(settings: Settings, checkpoint: Checkpoint, described: Described) -> dict[str, Any]:

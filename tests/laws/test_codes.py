@@ -46,8 +46,11 @@ def drafts_of(expected: list[Answer], *, tree: bool = False) -> Clairvoyant:
     return Clairvoyant({r.id: a.tokens for r, a in zip(REQUESTS, expected, strict=True)}, tiny.VOCAB, tree=tree)
 
 
-SHOWN = [(name, kind, "kernels") for name in FAMILIES[:3] for kind in KINDS]
-SHOWN += [("laguna_odd", "int8", "kernels"), ("llama", "fp8", "torch")]
+SHOWN = [
+    *((name, kind, "kernels") for name in FAMILIES for kind in KINDS),
+    ("llama", "fp8", "torch"),
+    ("gemma4_e2b", "int8", "torch"),
+]
 
 
 @pytest.mark.parametrize(("name", "kind", "ops"), SHOWN)

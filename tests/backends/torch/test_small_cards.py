@@ -36,7 +36,7 @@ def test_products_fit(rows: int, n: int, k: int) -> None:
 def test_attention_fits_in_its_highest_tile(heads: int, kv_heads: int, dim: int, kept: str) -> None:
     """Over numbers, int8, and the bits of fp8."""
     height = Heads(heads, kv_heads, dim, None, 200).heights[-1]
-    pointers = dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("keys", "values"), f"*{kept}")
+    pointers = dict.fromkeys(("q", "out"), "*bf16") | {"keys": f"*{kept}", "values": "*bf16" if kept == "bf16" else "*i16"}
     pointers |= dict.fromkeys(("key_scales", "value_scales"), "*fp32")
     pointers |= dict.fromkeys(("part_mixed", "part_peak", "part_total"), "*fp32") | {"scale": "fp32"}
     pointers |= dict.fromkeys(("tiles", "firsts", "ends", "lines", "table", "paths"), "*i32")

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onedraw.backends.torch.codes import bits
-from onedraw.backends.torch.kernels.triton_codes import numbers
+from onedraw.backends.torch.kernels.triton_codes import halves, numbers
 from onedraw.backends.torch.kernels.triton_linear import launch_options, shared_memory
 from onedraw.backends.torch.kernels.triton_math import let_next_start, wait_for_inputs
 
@@ -150,6 +150,9 @@ def _attend(
         peak_s = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
         sums_s = tl.zeros((BLOCK_M, 16), dtype=tl.float32)
         mixed_s = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+        if CODED:  # values of two neighbouring dimensions lie in 16 bits, and are summed apart
+            two = tl.arange(0, BLOCK_D // 2)
+            even, odd = tl.split(tl.reshape(mixed_s, (BLOCK_M, BLOCK_D // 2, 2)))
         begin = tl.maximum(split * SPLIT_KEYS, low // BLOCK_KEYS * BLOCK_KEYS)
         stop = tl.minimum((split + 1) * SPLIT_KEYS, high + 1)
         for start in tl.range(begin, stop, BLOCK_KEYS, num_stages=STAGES):
@@ -177,13 +180,22 @@ def _attend(
             fade = tl.exp2(peak_s - safe)
             mixing = tl.exp2(scores - safe[:, None])
             weight = mixing.to(query.dtype)
-            value = tl.load(values + place[:, None] + d[None, :], mask=there[:, None] & wide[None, :], other=0.0)
+            if not CODED:
+                value = tl.load(values + place[:, None] + d[None, :], mask=there[:, None] & wide[None, :], other=0.0)
             sums_s = tl.dot(weight, ones, sums_s * fade[:, None], input_precision="ieee" if IEEE else "tf32")
             if CODED:
-                value = numbers(value, query.dtype)
+                pairs = tl.load(
+                    values + (at * (D // 2))[:, None] + two[None, :], mask=there[:, None] & (two < D // 2)[None, :], other=0
+                )
+                lower, upper = halves(pairs, query.dtype, keys.dtype.element_ty == tl.uint8)
                 weight = (mixing * tl.load(value_scales + at, mask=there, other=0.0)[None, :]).to(query.dtype)
-            mixed_s = tl.dot(weight, value, mixed_s * fade[:, None], input_precision="ieee" if IEEE else "tf32")
+                even = tl.dot(weight, lower, even * fade[:, None], input_precision="ieee" if IEEE else "tf32")
+                odd = tl.dot(weight, upper, odd * fade[:, None], input_precision="ieee" if IEEE else "tf32")
+            else:
+                mixed_s = tl.dot(weight, value, mixed_s * fade[:, None], input_precision="ieee" if IEEE else "tf32")
             peak_s = top
+        if CODED:
+            mixed_s = tl.reshape(tl.join(even, odd), (BLOCK_M, BLOCK_D))
         total_s = tl.max(sums_s, 1)
         if ALL:
             peak, total, mixed = _fold(peak, total, mixed, peak_s, total_s, mixed_s)
@@ -271,7 +283,7 @@ def attend(
         _attend[(len(group.tiles), kv_heads, 1 if group.together else group.launched)](
             q,
             bits(keys),
-            bits(values),
+            values if scales is None else values.view(torch.int16),
             *(scales or (None, None)),
             out,
             mixed,
