@@ -70,8 +70,13 @@ class Fitting:
         """The bytes of every device with this context, or NoRoom. Numbers of a turn and recorded turns have their share."""
         asked = replace(self.settings, max_context=context)
         sizes = plan_memory(asked, self.described, dtype=self.dtype, kv_dtype=kv_dtype, default_kv_bytes=self.room)
-        turns = {"turn_tokens": asked.turn_tokens, "packed": sizes.weights is not None, "recorded": len(self.devices) == 1}
-        scratch = turn_bytes_besides(self.described.spec, self.dtype, **turns)
+        scratch = turn_bytes_besides(
+            self.described.spec,
+            self.dtype,
+            turn_tokens=asked.turn_tokens,
+            packed=sizes.weights is not None,
+            recorded=len(self.devices) == 1,
+        )
         return plan_split(
             self.described.spec,
             sizes,
