@@ -56,6 +56,7 @@ class Bench:
     """One model and its backend."""
 
     say = staticmethod(say)
+    positions = 1000  # that `exact` compares
 
     def __init__(
         self,
@@ -259,8 +260,9 @@ def drafted(bench: Bench) -> None:
             say(f"{bench.name}: {kept} kept of 15, {label}, x plain", (kept + 1) * one / turn)
 
 
-def exact(bench: Bench, positions: int = 1000) -> None:
+def exact(bench: Bench) -> None:
     """Tokens and checksums of scores at so many positions, decoded alone, against every other way."""
+    positions = bench.positions
     from dataclasses import replace
 
     params = replace(PENALIZED, checksums=True, top_p=0.98)
@@ -276,7 +278,7 @@ def exact(bench: Bench, positions: int = 1000) -> None:
         "rows of a 16-row verify": lambda: _ran(bench, asked, bench.engine(Speculator([truth], draft_tokens=15))),
         f"a row of a batch of {1 + len(strangers)}": lambda: _ran(bench, [*asked, *strangers], bench.engine(Speculator([]))),
         "recomputed after preemption": lambda: _ran(
-            bench, [*strangers[:1], *asked], bench.engine(Speculator([]), pages=need + 40)
+            bench, [*strangers[:1], *asked], bench.engine(Speculator([]), pages=need + need // 2)
         ),
         "chunks of 64": lambda: _ran(bench, asked, bench.engine(Speculator([truth], draft_tokens=15), turn_tokens=64)),
     }
@@ -370,6 +372,7 @@ def main() -> None:
     parser.add_argument("--pages", type=int, default=9000)
     parser.add_argument("--ahead", action="store_true", help="start foreseen turns before they come")
     parser.add_argument("--memory", type=float, metavar="GiB", help="of the device, at most")
+    parser.add_argument("--positions", type=int, default=1000, help="that `exact` compares")
     parser.add_argument("--drafter", default="", help="beside the model: random:qwen3.6-27b-dflash-q4_k_m, or a path")
     parser.add_argument("--kv-dtype", choices=("bf16", "fp8", "int8"), help="of keys and values")
     parser.add_argument("--only", default="", help="of the turns, those whose name ends so, as in 24K")
@@ -381,6 +384,7 @@ def main() -> None:
     sizes = {"context": wishes.context, "lanes": wishes.lanes, "pages": wishes.pages}
     wanted = {"kv": wishes.kv_dtype, "only": wishes.only, "drafter": wishes.drafter}
     bench = Bench(wishes.model, wishes.device, ahead=wishes.ahead, **wanted, **sizes)
+    bench.positions = wishes.positions
     for section in wishes.sections:
         begin = time.perf_counter()
         SECTIONS[section](bench)
