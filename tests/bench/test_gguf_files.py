@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from bench.gguf_files import Part, cut_gguf, write_gguf, write_random
+from onedraw.backends.packing import hold
 from onedraw.checkpoints.base import open_checkpoint
+from onedraw.checkpoints.gguf import read_file
 from onedraw.checkpoints.shapes import SHAPES
 from onedraw.models.loading import describe
 from tests import tiny
@@ -68,3 +70,20 @@ def test_a_cut_model_is_its_first_layers(tmp_path: Path) -> None:
         np.testing.assert_array_equal(values, full.weights.layer(0)[name])
     np.testing.assert_array_equal(cut.weights.outer()["embed"], full.weights.outer()["embed"])
     assert open_checkpoint(tmp_path / "cut.gguf").config["tokenizer.ggml.tokens"]
+
+
+def test_an_nvfp4_weight_reaches_the_model_with_its_factor(tmp_path: Path) -> None:
+    """Its codes and scales lie in one tensor, the factor in another, which is no weight of its own."""
+    file = read_file(tiny.write_gguf("llama", tmp_path / "plain.gguf"))
+    up, rng = "blk.1.ffn_up.weight", np.random.default_rng(4)
+    rows, width = file.tensors[up].shape
+    raw = rng.integers(0, 127, rows * width // 64 * 36, dtype=np.uint8)
+    parts = [Part(t.name, t.shape, t.kind, lambda t=t: t.data) for t in file.tensors.values() if t.name != up]  # type: ignore[misc]
+    parts.append(Part(up, (rows, width), "NVFP4", lambda: raw))
+    parts.append(Part("blk.1.ffn_up.scale", (1,), "F32", lambda: np.array([0.25], np.float32).view(np.uint8)))
+    parts.append(Part("blk.1.ffn_up.input_scale", (1,), "F32", lambda: np.array([9], np.float32).view(np.uint8)))
+    write_gguf(tmp_path / "nvfp4.gguf", file.metadata, parts)
+    described = describe(open_checkpoint(tmp_path / "nvfp4.gguf"))
+    judge = gguf.quants.dequantize(raw.reshape(rows, -1), gguf.GGMLQuantizationType.NVFP4) * np.float32(0.25)
+    np.testing.assert_array_equal(described.weights.layer(1)["up"], judge)
+    assert ("NVFP4", "no kernel reads this kind", 1) in hold(described.weights, "packed-bf16").converted
