@@ -8,9 +8,11 @@ taken, after the first ones, so neither its prefill nor its warming up counts.
 from __future__ import annotations
 
 import gc
+import importlib
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any, cast
 
@@ -61,11 +63,22 @@ def transformers_rates(
 
 
 def _made(transformers: Any, source: Mapping[str, Any], place: torch.device, dtype: torch.dtype) -> Any:
-    """A model of this config whose weights are drawn where they are used."""
+    """A model of this config whose weights are drawn where they are used, each once: the library's own drawing is left out
+    where it can be."""
     given = {name: value for name, value in source.items() if name not in ("model_type", "architectures")}
     config = transformers.AutoConfig.for_model(source["model_type"], **given)
-    with place:
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    try:
+        undrawn = importlib.import_module("transformers.initialization").no_init_weights
+    except (ImportError, AttributeError):  # of another version
+        undrawn = nullcontext
+    with place, undrawn():
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            weight.data.normal_(std=0.02)
+        else:
+            weight.data.fill_(1.0)
+    return model
 
 
 def _between_tokens(transformers: Any, model: Any, prompt: torch.Tensor, sampling: Mapping[str, float]) -> float:
