@@ -16,6 +16,7 @@ from onedraw.backends.packing import reads_spans, saved_in_blocks
 from onedraw.backends.plan import MemoryPlan
 from onedraw.backends.precision import float_dtype
 from onedraw.checkpoints.base import Checkpoint
+from onedraw.checkpoints.random_drafter import DRAFTERS
 from onedraw.drafters import built_in
 from onedraw.errors import BadSetting, UnsupportedModel
 from onedraw.models.dflash import check_fit, describe_drafter, is_drafter
@@ -63,6 +64,18 @@ def chosen_drafter(settings: Settings, described: Described, checkpoint: Checkpo
     if "auto" not in settings.draft:
         return None
     return built_in(described.spec, checkpoint) or ("mtp" if has_mtp(checkpoint, described) else None)
+
+
+def known_drafter(described: Described, *, packed: bool) -> Path | None:
+    """A DFlash drafter of a known shape that fits this model, to plan with where none was named; packed as the model is."""
+    for name in DRAFTERS:
+        path = Path(f"random:{name}-q4_k_m" if packed else f"random:{name}")
+        try:
+            check_fit(describe_drafter(open_drafter(path)).spec, described.spec)
+        except UnsupportedModel:
+            continue
+        return path
+    return None
 
 
 def drafter_bytes(chosen: Path | Literal["mtp"] | None, described: Described, checkpoint: Checkpoint) -> DrafterBytes | None:

@@ -6,12 +6,21 @@ In: Settings, Described, devices, what a drafter takes beside the model. Out: Me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 from onedraw.backends.devices import Device
 from onedraw.backends.packing import PACKED_DTYPES, hold, matrix_kinds, product_dtype
-from onedraw.backends.plan import DEFAULT_KV_BYTES, DRAFTS_PER_LANE, MemoryPlan, memory_plan, room_for_pages
+from onedraw.backends.plan import (
+    DEFAULT_KV_BYTES,
+    DRAFTS_PER_LANE,
+    RESERVE,
+    MemoryPlan,
+    memory_plan,
+    room_for_pages,
+    turn_bytes_besides,
+)
 from onedraw.backends.precision import KV_CODES, activation_precision, kv_precision
 from onedraw.backends.split import SplitPlan, longest_context, plan_split, with_advice
 from onedraw.errors import BadSetting, NoRoom
@@ -46,6 +55,46 @@ def plan_memory(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """What is asked of these devices, but for the context. `room`: bytes that pages may take where nobody said how many."""
+
+    settings: Settings
+    described: Described
+    devices: tuple[Device, ...]
+    dtype: str
+    activation: str
+    room: int
+
+    def split(self, context: int, kv_dtype: str | None = None, *, drafter: DrafterBytes | None = None) -> SplitPlan:
+        """The bytes of every device with this context, or NoRoom. Numbers of a turn and recorded turns have their share."""
+        asked = replace(self.settings, max_context=context)
+        sizes = plan_memory(asked, self.described, dtype=self.dtype, kv_dtype=kv_dtype, default_kv_bytes=self.room)
+        scratch = turn_bytes_besides(
+            self.described.spec,
+            self.dtype,
+            turn_tokens=asked.turn_tokens,
+            packed=sizes.weights is not None,
+            recorded=len(self.devices) == 1,
+        )
+        return plan_split(
+            self.described.spec,
+            sizes,
+            [left_for_us(device, scratch) for device in self.devices],
+            split=asked.split,
+            activation=self.activation,
+            turn_tokens=asked.turn_tokens,
+            beside=0 if drafter is None else drafter(sizes),
+        )
+
+
+def left_for_us(device: Device, scratch: int) -> Device:
+    """An accelerator with so much less memory; a CPU's is not counted so closely."""
+    if device.memory is None or device.kind == "cpu":
+        return device
+    return replace(device, memory=max(device.memory - int(scratch / (1 - RESERVE)), 0))
+
+
 def plan_devices(
     settings: Settings,
     described: Described,
@@ -58,6 +107,24 @@ def plan_devices(
 
     `no_kernels`: why a CPU cannot multiply with packed weights here.
     """
+    fitting, plan = _fitting(settings, described, devices, drafter=drafter, no_kernels=no_kernels)
+    try:
+        return plan, with_advice(lambda context: fitting.split(context, drafter=drafter), plan.max_context)
+    except NoRoom as error:
+        others: dict[str, Callable[[int], SplitPlan]] = {}
+        smaller = smaller_kv(plan, devices)
+        if smaller:
+            how = f"with --kv-dtype {' or '.join(smaller)}"
+            others[how] = lambda context: fitting.split(context, smaller[0], drafter=drafter)
+        if drafter is not None:
+            others["without a drafter (--draft none)"] = lambda context: fitting.split(context)
+        told = [f"{longest_context(make, plan.max_context)} {how}" for how, make in others.items()]
+        raise NoRoom(", ".join([str(error), *([" and ".join(told)] if told else [])])) from None
+
+
+def _fitting(
+    settings: Settings, described: Described, devices: Sequence[Device], *, drafter: DrafterBytes | None, no_kernels: str = ""
+) -> tuple[Fitting, MemoryPlan]:
     dtype = product_dtype(
         devices,
         asked=settings.dtype,
@@ -75,31 +142,31 @@ def plan_devices(
         for _ in range(2):  # a drafter has pages too, as many as the model: too many at first, then what fits
             room = room_for_pages(plan, described.spec, beside=0 if drafter is None else drafter(plan), **given)
             plan = plan_memory(settings, described, dtype=dtype, default_kv_bytes=room)
+    return Fitting(settings, described, tuple(devices), dtype, activation, room), plan
 
-    def split(context: int, kv_dtype: str | None = None, beside: DrafterBytes | None = drafter) -> SplitPlan:
-        asked = replace(settings, max_context=context)
-        sizes = plan_memory(asked, described, dtype=dtype, kv_dtype=kv_dtype, default_kv_bytes=room)
-        return plan_split(
-            described.spec,
-            sizes,
-            devices,
-            split=settings.split,
-            activation=activation,
-            turn_tokens=settings.turn_tokens,
-            beside=0 if beside is None else beside(sizes),
-        )
 
-    try:
-        return plan, with_advice(split, plan.max_context)
-    except NoRoom as error:
-        others: dict[str, Callable[[int], SplitPlan]] = {}
-        smaller = smaller_kv(plan, devices)
-        if smaller:
-            others[f"with --kv-dtype {' or '.join(smaller)}"] = lambda context: split(context, smaller[0])
-        if drafter is not None:
-            others["without a drafter (--draft none)"] = lambda context: split(context, beside=None)
-        told = [f"{longest_context(make, plan.max_context)} {how}" for how, make in others.items()]
-        raise NoRoom(", ".join([str(error), *([" and ".join(told)] if told else [])])) from None
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """The longest context that has room under one choice."""
+
+    kv_dtype: str
+    drafter: str  # its name; empty: none
+    context: int
+
+
+def reaches(
+    settings: Settings, described: Described, devices: Sequence[Device], *, drafters: Mapping[str, DrafterBytes]
+) -> tuple[Reach, ...]:
+    """How far one sequence reaches on these devices: with keys and values as they are and smaller, without a drafter and
+    with each of these."""
+    fitting, plan = _fitting(replace(settings, max_batch=1, kv_memory=None), described, devices, drafter=None)
+    fitting = replace(fitting, room=0)
+    found = []
+    for kv_dtype in (plan.kv_dtype, *smaller_kv(plan, devices)[:1]):
+        for name, size in {"": None, **drafters}.items():
+            make = partial(fitting.split, kv_dtype=kv_dtype, drafter=size)
+            found.append(Reach(kv_dtype, name, longest_context(make, described.spec.max_context)))
+    return tuple(found)
 
 
 def smaller_kv(plan: MemoryPlan, devices: Sequence[Device]) -> list[str]:

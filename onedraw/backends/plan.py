@@ -163,10 +163,16 @@ def memory_plan(
 def room_for_pages(plan: MemoryPlan, spec: ModelSpec, *, memory: int, turn_tokens: int, beside: int = 0) -> int:
     """Bytes of an accelerator's free memory that pages may take: what weights, states, a drafter `beside`, the numbers of a
     turn, packed weights written out and recorded turns leave, less a share that its runtime takes. 0 where they leave nothing."""
-    opened = OPENED_BYTES if plan.weights is not None else 0
-    scratch = turn_scratch(spec, float_dtype(plan.dtype), turn_tokens)
-    taken = plan.total_bytes - plan.kv_bytes + beside + scratch + opened + GRAPH_BYTES
+    nobodys = sum(group.page_bytes for group in plan.groups)  # where padding writes
+    turns = turn_bytes_besides(spec, plan.dtype, turn_tokens=turn_tokens, packed=plan.weights is not None, recorded=True)
+    taken = plan.total_bytes - plan.kv_bytes + nobodys + beside + turns
     return max(int(memory * (1 - RESERVE)) - taken, 0)
+
+
+def turn_bytes_besides(spec: ModelSpec, dtype: str, *, turn_tokens: int, packed: bool, recorded: bool) -> int:
+    """Bytes that turns take on an accelerator beside what they read: their numbers, packed weights written out, recordings."""
+    opened, graphs = OPENED_BYTES if packed else 0, GRAPH_BYTES if recorded else 0
+    return turn_scratch(spec, float_dtype(dtype), turn_tokens) + opened + graphs
 
 
 def turn_scratch(spec: ModelSpec, dtype: str, turn_tokens: int) -> int:

@@ -10,15 +10,17 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, assert_never
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, assert_never
 
 from onedraw.backends.devices import Device, parse_device
-from onedraw.backends.packing import PACKED_DTYPES, hold
+from onedraw.backends.packing import PACKED_DTYPES, SPANS, hold, matrix_kinds
 from onedraw.backends.plan import MemoryPlan, human_bytes
 from onedraw.backends.precision import KV_CODES, float_dtype
 from onedraw.backends.split import SplitPlan
 from onedraw.cli import screen
 from onedraw.cli.flags import add_settings, read_settings
+from onedraw.errors import NoRoom
 from onedraw.models.loading import Described, describe
 from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, MoeSpec
 from onedraw.settings import Settings
@@ -60,10 +62,15 @@ def run(arguments: argparse.Namespace) -> int:
         size = drafter_bytes(drafter, described, checkpoint)
         devices = planned_devices(settings)
         settings = xla_settings(settings, devices) if xla else settings
-        plan, split = plan_devices(settings, described, devices, drafter=size)
+        fits = [] if xla else reach_rows(settings, described, devices, checkpoint, drafter)
+        try:
+            plan, split = plan_devices(settings, described, devices, drafter=size)
+        except NoRoom as error:
+            told = [f"  {reach_words(fit)}" for fit in fits]
+            raise NoRoom("\n".join([str(error), *told])) from None
         drafts = [*proposer_names(settings), *([] if drafter is None else [str(drafter)])]
         report = {**identity(settings, checkpoint, described), "drafts": drafts, "memory": memory_json(plan)}
-        report |= {"activation_dtype": split.activation, "stages": stages_json(split)}
+        report |= {"activation_dtype": split.activation, "stages": stages_json(split), "fits": fits}
         report["compiled_turns"] = compiled_turns(settings, described, plan, split.stages[-1].device) if xla else []
         report["holding"] = asdict(hold(described.weights, plan.dtype)) if plan.dtype in PACKED_DTYPES else None
     finally:
@@ -73,6 +80,31 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         screen.table("", ("", settings.model), rows(report))
     return 0
+
+
+def reach_rows(
+    settings: Settings,
+    described: Described,
+    devices: Sequence[Device],
+    checkpoint: Checkpoint,
+    chosen: Path | Literal["mtp"] | None,
+) -> list[dict[str, Any]]:
+    """How long a context fits, where memory is known: with the drafter that was chosen, or with one of a known shape."""
+    from onedraw.drafting import drafter_bytes, known_drafter
+    from onedraw.planning import reaches
+
+    if all(device.kind == "cpu" or device.memory is None for device in devices):
+        return []
+    packed = not SPANS.keys().isdisjoint(matrix_kinds(described.weights))
+    drafter = chosen or known_drafter(described, packed=packed)
+    size = drafter_bytes(drafter, described, checkpoint)
+    found = reaches(settings, described, devices, drafters={} if size is None else {str(drafter): size})
+    return [asdict(reach) for reach in found]
+
+
+def reach_words(fit: Mapping[str, Any]) -> str:
+    drafter = f"beside {fit['drafter']}" if fit["drafter"] else "no drafter"
+    return f"one sequence of {fit['context']} tokens: keys and values in {fit['kv_dtype']}, {drafter}"
 
 
 def planned_devices(settings: Settings) -> list[Device]:
@@ -261,6 +293,7 @@ def rows(report: Mapping[str, Any]) -> list[list[str]]:
         *state_rows(memory),
         ["room for", f"{memory['full_sequences']} sequences of {memory['max_context']} tokens, {memory['max_batch']} running"],
         ["total", human_bytes(memory["total_bytes"])],
+        *(["fits" if i == 0 else "", reach_words(fit)] for i, fit in enumerate(report["fits"])),
         *(["compiled turns" if i == 0 else "", words] for i, words in enumerate(report["compiled_turns"])),
         *stage_rows(report["stages"]),
         *(["not used", note] for note in report["not_used"] or ["nothing: the whole checkpoint is used"]),

@@ -62,8 +62,9 @@ def test_random_drafts_change_no_token(tmp_path: Path) -> None:
     assert drafted > 20
 
 
-@pytest.mark.parametrize(("drafter", "context", "fits"), [("-q4_k_m", 32_768, True), ("", 32_768, True), ("", 65_536, False)])
-def test_a_card_of_24_gigabytes_holds_a_packed_drafter_beside_a_packed_model(drafter: str, context: int, fits: bool) -> None:
+@pytest.mark.parametrize(("drafter", "fits"), [("-q4_k_m", True), ("-q8_0", True), ("", False)])
+def test_a_card_of_24_gigabytes_holds_a_packed_drafter_beside_a_packed_model(drafter: str, fits: bool) -> None:
+    context = 32_768
     checkpoint = open_random("random:qwen3.6-27b-q4_k_m")
     described, path = describe(checkpoint), Path(f"random:qwen3.6-27b-dflash{drafter}")
     settings = Settings(model="random:qwen3.6-27b-q4_k_m", max_context=context, max_batch=1, checkpoint_memory=0)
