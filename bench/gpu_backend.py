@@ -138,7 +138,9 @@ class Bench:
     def replay_ms(self, repeats: int = 20) -> float:
         """The last recorded turn alone, timed by the device."""
         steady = self.backend._steady
-        graphs = [] if steady is None else [g for g in getattr(steady._recorder, "_graphs", {}).values() if g is not None]
+        graphs = (
+            [] if steady is None else [g for g in getattr(steady._parts[-1]._recorder, "_graphs", {}).values() if g is not None]
+        )
         if not graphs:
             return float("nan")
         times = []
@@ -395,7 +397,7 @@ def rehearse(bench: Bench) -> None:
     begin = time.perf_counter()
     bench.backend.rehearse(lambda line: None)
     steady = bench.backend._steady
-    count = 0 if steady is None or not isinstance(steady._recorder, Graphs) else len(steady._recorder)
+    count = 0 if steady is None or not isinstance(steady._parts[-1]._recorder, Graphs) else len(steady._parts[-1]._recorder)
     say(f"{bench.name}: turns recorded before the first request, and s", [count, round(time.perf_counter() - begin, 1)])
 
 

@@ -22,9 +22,7 @@ def test_a_drafter_beside_its_model_and_choosing_alone(tmp_path: Path) -> None:
     for name, config in (("target", target), ("drafter", drafter)):
         (tmp_path / f"{name}.json").write_text(json.dumps(config))
     model = f"random:{tmp_path / 'target.json'}-q4_0"
-    bench = gpu_backend.Bench(
-        model, "cpu", context=768, lanes=1, pages=48, ahead=False, drafter=f"random:{tmp_path / 'drafter.json'}-q4_0"
-    )
+    bench = gpu_backend.Bench(model, "cpu", context=768, lanes=1, pages=48, drafter=f"random:{tmp_path / 'drafter.json'}-q4_0")
     for section in MORE.values():
         section(bench)
     found = {name.removeprefix(f"{bench.name}: "): value for name, value in gpu_backend.FOUND.items()}

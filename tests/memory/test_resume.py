@@ -110,6 +110,7 @@ def test_exactly_what_a_cold_run_would_pass_through_is_resumed(
 
 
 def test_the_oracle_met_everything() -> None:
-    if not any(MET.values()):
-        test_exactly_what_a_cold_run_would_pass_through_is_resumed()
+    for _ in range(20):  # the rarest is met in most runs, not in every one
+        if not all(MET.values()):
+            test_exactly_what_a_cold_run_would_pass_through_is_resumed()
     assert all(MET.values()), MET

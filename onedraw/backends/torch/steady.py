@@ -146,7 +146,7 @@ class SteadyTurns:
         lanes: int,
         tickets: int = 1,
     ) -> None:
-        self._stack, self._sampler, self._shape, self._several = stack, sampler, shape, tickets > 1
+        self._stack, self._sampler, self._shape = stack, sampler, shape
         self._parts = list(parts)
         self._ops: Any = stack.ops
         self._recurrent = stack.spec.recurrent
@@ -182,12 +182,13 @@ class SteadyTurns:
             self._gather(seen, watched)
         last = self._parts[-1]
         worked = last.record(signatures[-1], partial(self._work, laid, last.enter(stream, laid.bucket), watch))
+        with current(last.device):
+            worked = self._taken(worked, seen)
         for part, own, signature in zip(self._parts[:-1], laid.parts, signatures):
             part.settle_late(signature, own, worked.answers)
         with current(last.device):
             if self._next is not self._last:
                 self._next.copy_(self._last)
-            worked = self._taken(worked, seen)
             return Steady(laid.parts[-1].inputs, worked, laid.positions, *self._mail.send(worked.answers))
 
     def _gather(self, seen: Watch, watched: Watch) -> None:
@@ -197,14 +198,14 @@ class SteadyTurns:
             seen.finite.extend(finite.to(self._stack.device, copy=True) for finite in watched.finite or ())
 
     def _taken(self, worked: Worked, seen: Watch) -> Worked:
-        """What all stages left, as if there were one."""
+        """What all stages left, as if there were one, out of the memory that recorded works share: others settle next."""
         if len(self._parts) == 1:
             return worked
-        answers = worked.answers
+        answers = worked.answers.clone()
         if seen.finite is not None and worked.watch.finite is not None:  # the last stage told of its own layers
             answers = torch.cat([answers[:, :-1], first_fault([*seen.finite, *worked.watch.finite])], 1)
         self._gather(seen, worked.watch)
-        return Worked(worked.hidden.clone() if self._several else worked.hidden, seen, answers)
+        return Worked(worked.hidden.clone(), seen, answers)
 
     def rehearse(self, lanes: int, watch: Watch, tell: Callable[[str], None]) -> None:
         """Record the turns of plain decoding before anybody waits for them, greedy and sampled. Rehearsed rows lie on the page

@@ -11,6 +11,7 @@ from onedraw.backends.torch.kernels.views import Heads
 from tests.backends.torch.compiling import compiled
 
 SM86 = 86
+HOPPER_SHARED = 227 * 1024
 
 
 @pytest.mark.parametrize(("rows", "n", "k"), [(1, 4096, 14336), (22, 28672, 4096), (128, 6144, 4096), (512, 4096, 4096)])
@@ -34,22 +35,25 @@ def test_products_fit(rows: int, n: int, k: int) -> None:
         (32, 8, 128, "fp8"),
     ],
 )
-def test_attention_fits_in_its_highest_tile(heads: int, kv_heads: int, dim: int, kept: str) -> None:
-    """Over numbers, and over codes of two kinds."""
-    height = Heads(heads, kv_heads, dim, None, 200, small=True).heights[-1]
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("capability", [SM86, 90])
+def test_attention_fits_in_its_tiles(heads: int, kv_heads: int, dim: int, kept: str, capability: int, own: bool) -> None:
+    """Over numbers, and over codes of two kinds: the highest tile, and the lowest for a node of a tree."""
+    small, shared = capability == SM86, SMALL_SHARED if capability == SM86 else HOPPER_SHARED
+    height = Heads(heads, kv_heads, dim, None, 200, small=small).heights[0 if own else -1]
     coded = {"bf16": 0, "int8": 1, "fp8": 2}[kept]
     pointers = dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("keys", "values"), "*i16" if coded else "*bf16")
     pointers |= dict.fromkeys(("key_scales", "value_scales"), "*fp32")
     pointers |= dict.fromkeys(("part_mixed", "part_peak", "part_total"), "*fp32") | {"scale": "fp32"}
     pointers |= dict.fromkeys(("tiles", "firsts", "ends", "lines", "table", "paths"), "*i32")
-    stages = triton_attention._stages(height, dim, 2, SMALL_SHARED)
+    stages = triton_attention._stages(height, dim, 2, shared)
     numbers = {"HEADS": heads, "KV": kv_heads, "D": dim, "BLOCK_D": dim, "PAGE": 16, "BLOCK_M": height, "STAGES": stages}
     numbers |= {"BLOCK_KEYS": triton_attention.block_keys(dim), "LOW": 256, "MIDDLE": 512, "HIGH": 1024}
-    numbers |= {"ALL": False, "OWN": False, "CODED": coded, "AHEAD": 1, "IEEE": False, "PDL": False}
-    made = compiled(
-        triton_attention._attend, pointers, numbers, capability=SM86, num_warps=triton_attention._warps(height, dim, False)
-    )
-    assert made.metadata.shared <= SMALL_SHARED
+    ahead = triton_attention._ahead(height, dim, shared)
+    numbers |= {"ALL": False, "OWN": own, "CODED": coded, "AHEAD": ahead, "IEEE": False, "PDL": False}
+    warps = triton_attention._warps(height, dim, False)
+    made = compiled(triton_attention._attend, pointers, numbers, capability=capability, num_warps=warps)
+    assert made.metadata.shared <= shared
 
 
 def test_chunks_of_a_state_and_experts_fit() -> None:

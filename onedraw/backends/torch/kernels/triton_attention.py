@@ -418,7 +418,7 @@ def attend(
             ALL=group.together,
             OWN=group.kind == OWN,
             CODED=0 if scales is None else 1 if keys.dtype == torch.int8 else 2,
-            AHEAD=8,
+            AHEAD=_ahead(group.height, block_d, shared_memory(q.device)),
             IEEE=q.dtype == torch.float32,
             STAGES=stages or _stages(group.height, block_d, q.dtype.itemsize, shared_memory(q.device)),
             PDL=pdl,
@@ -469,3 +469,9 @@ def _stages(height: int, block_d: int, itemsize: int, shared: int) -> int:
     room = min(shared, 224 * 1024) - height * (block_d * itemsize + keys * 4) - 8 * 1024
     reads = height >= 64 and shared > SMALL_SHARED
     return max(1, min(3, room // (2 * keys * block_d * itemsize) + (not reads)))
+
+
+def _ahead(height: int, block_d: int, shared: int) -> int:
+    """Parts of earlier splits that a tile which carries them on has on their way: as many as there is room for, up to eight."""
+    part = height * block_d * 4
+    return max(1, min(8, (shared - part // 2 - 8 * 1024) // part + 1))
