@@ -104,8 +104,8 @@ class Scheduler:
     def _goes_on(self, member: Member, running: int) -> bool:
         """Nothing of the sequence's next row but its token hangs on what this one chooses."""
         sequence, row = member.sequence, member.row
-        if len(row.tokens) != 1 or row.start < row.prompt_stop or not _alike(row.params):
-            return False
+        if not row.chooses or len(row.tokens) != 1 or row.start < row.prompt_stop or not _alike(row.params):
+            return False  # who is computed again may know the next token already
         if self._guess(sequence, self.turn_tokens, running, tentative=True).drafts:
             return False
         return sequence.lease is not None and sequence.lease.cover(row.stop + 1)

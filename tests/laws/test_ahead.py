@@ -119,6 +119,18 @@ def test_plain_decoding_always_has_a_turn_behind_the_one_under_way() -> None:
     assert backend.log == ["a", "back", "a", *["+a", "back"] * 6, "back"]
 
 
+@pytest.mark.parametrize("turn_tokens", [1, 2, 4])
+def test_who_is_computed_again_a_token_at_a_time_has_nothing_sent_off_behind_a_known_token(turn_tokens: int) -> None:
+    asked = [ask(name, max_tokens=24, temperature=1.0, seed=seed) for seed, name in enumerate("abc")]
+    told = []
+    for ahead in (False, True):
+        backend = FakeBackend(pages=14, lanes=3, page_size=4, max_context=56, ahead=ahead)
+        answers, stats = run(backend, asked, Schedule(turn_tokens=turn_tokens))
+        assert stats.preemptions
+        told.append(answers)
+    assert told[0] == told[1]
+
+
 def test_who_arrives_is_taken_in_when_the_chain_is_back_and_goes_ahead_with_the_others() -> None:
     backend = Noting(lanes=2)
     run(backend, [ask("a", 12), ask("b", 12)], Schedule(arrivals=(0, 4)))
@@ -287,3 +299,12 @@ def test_a_real_model_says_the_same_with_turns_ahead(name: str, tmp_path: Path) 
         assert torch_same(got, expected)
         counted.update(ahead=stats.turns_ahead, kept=stats.accepted_tokens, hits=stats.prefix_hits)
     assert all(counted.values()), counted
+
+
+def test_a_stage_on_a_thread_of_its_own_has_no_turn_behind_it(tmp_path: Path) -> None:
+    """It would read the history when the engine has added to it already."""
+    folder = tiny.write_safetensors("llama", tmp_path / "llama")
+    expected = plain(lambda: backend_of(folder, lanes=1, check=False), REQUESTS[:2])
+    got, stats = run(backend_of(folder, ahead=True, overlap=True, check=False), REQUESTS[:2], Schedule())
+    assert torch_same(got, expected)
+    assert not stats.turns_ahead

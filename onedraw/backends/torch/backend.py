@@ -207,8 +207,8 @@ class TorchBackend:
             stages=len(sites),
             tickets=tickets,
             ticket_rows=GPU_ROWS if self._device.type == "cuda" else 1,
-            # A drafter looks at what a turn left before the next one runs.
-            ahead=(self._keeps_tokens if ahead is None else ahead) and self._drafter is None and tickets == 1,
+            # A drafter looks at what a turn left before the next one runs, and a thread of its own would read histories late.
+            ahead=(self._keeps_tokens if ahead is None else ahead) and self._drafter is None and tickets == 1 and line is None,
             lookahead=0 if self._drafter is None else self._drafter.lookahead,
             drafter="" if self._drafter is None else self._drafter.name,
             turn_tokens=most_tokens(rows, chunk=CHUNK) if len(sites) > 1 else None,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -82,7 +82,7 @@ def _kernel(kind: str, device: torch.device, name: str) -> Kernel:
     return _rest(kind, device).kernel(name)
 
 
-@lru_cache(maxsize=256)
+@cache  # recorded turns hold them
 def _product(kind: str, device: torch.device, tiles: int, inside: bool) -> Kernel:
     return Module(SOURCE, device, _defines(kind, tiles, inside)).kernel("rows_product", shared_memory(device))
 

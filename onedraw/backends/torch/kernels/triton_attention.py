@@ -3,7 +3,7 @@
 In: queries [T, H, D], a layer's pages, and for every token what it sees. Out: [T, H * D].
 
 A tile is a few neighbouring queries of one row times the G query heads that share a key head. Keys are read in blocks of
-64 or 128 absolute positions, by the size of a head alone; blocks are taken one after the other inside a split, which is a
+32 or 64 absolute positions, by the size of a head alone; blocks are taken one after the other inside a split, which is a
 range of absolute positions, with a running maximum; splits are merged from front to back. One program may walk all splits of its
 tile (`ALL`), or each split has a program and a second kernel merges: the same operations in the same order. The sum of a
 row's weights is taken by the matrix unit like the values' sum, since a library sum would follow the tile's layout. What a

@@ -397,6 +397,7 @@ extern "C" __global__ void TOGETHER __launch_bounds__(384, 1) wide(const __grid_
                     finished<0>();
                     add_scaled(sum, part, at + AT_LEAST + 4 * c, -f0, -f1);
                 }
+                __syncwarp();  // all lanes have read the slot
                 if (lane == 0) arrive(slot_empty + 8 * slot);
                 if (++slot == SLOTS) slot = 0, slot_phase ^= 1;
                 if (span % 4 == 3 || span == spans - 1) {
@@ -441,7 +442,8 @@ extern "C" __global__ void TOGETHER __launch_bounds__(384, 1) wide(const __grid_
                 add_block(sum, odd, at, block + 1, r, c, f0, f1);
                 finished<0>();
                 if (block == 6) {
-                    if (lane == 0) arrive(slot_empty + 8 * slot);
+                    __syncwarp();  // all lanes have read the slot
+                if (lane == 0) arrive(slot_empty + 8 * slot);
                     if (++slot == SLOTS) slot = 0, slot_phase ^= 1;
                 }
                 if (pair % 16 == 15 || pair + 1 == pairs) {
