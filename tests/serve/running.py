@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -28,13 +28,16 @@ class Served:
     url: str
     door: Door
     http: httpx.Client
+    clients: list[Any] = field(default_factory=list)  # closed with the server
 
     @property
     def model(self) -> str:
         return self.door.card.name
 
     def client(self, **kwargs: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120, **kwargs)
+        client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120, **kwargs)
+        self.clients.append(client)
+        return client
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.http.post(path, json=body)
@@ -64,7 +67,10 @@ def serving(door: Door, options: ServerOptions = DEFAULTS) -> Iterator[Served]:
     try:
         wait_until(lambda: server.started)
         with httpx.Client(base_url=server.url, timeout=120) as http:
-            yield Served(server.url, door, http)
+            served = Served(server.url, door, http)
+            yield served
+            for client in served.clients:
+                client.close()
     finally:
         server.should_exit = True
         thread.join(PATIENCE)
