@@ -112,33 +112,27 @@ class Engine:
 
     def _send(self) -> None:
         while len(self._under_way) < self.backend.capacity.tickets:
-            members = self.scheduler.plan()
-            if not members:
+            if not self._sent(self.scheduler.plan(), "overlapped_turns", bool(self._under_way)):
                 return
-            try:
-                ticket = self.backend.submit(Plan(tuple(m.row for m in members)))
-            except BaseException as error:
-                self._fail(members, error)
-                return
-            self._totals["overlapped_turns"] += bool(self._under_way)
-            self._under_way.append((ticket, members))
-            self.scheduler.away(members)
 
     def _send_ahead(self) -> None:
         """The turn behind the one under way, where that is all there is to do."""
-        if len(self._under_way) != 1:
-            return
-        members = self.scheduler.behind(self._under_way[0][1])
+        if len(self._under_way) == 1:
+            self._sent(self.scheduler.behind(self._under_way[0][1]), "turns_ahead", True)
+
+    def _sent(self, members: list[Member], counter: str, counts: bool) -> bool:
+        """Whether a plan is under way now; where the backend does not take it, its rows fail."""
         if not members:
-            return
+            return False
         try:
             ticket = self.backend.submit(Plan(tuple(m.row for m in members)))
         except BaseException as error:
             self._fail(members, error)
-            return
-        self._totals["turns_ahead"] += 1
+            return False
+        self._totals[counter] += counts
         self._under_way.append((ticket, members))
         self.scheduler.away(members)
+        return True
 
     def _let_go(self, members: list[Member]) -> set[Sequence]:
         """Their plan is back. Those who ended on the way are, and give back what they hold, unless they still ride."""

@@ -133,8 +133,8 @@ def rehearsed_places(lanes: int, max_context: int) -> tuple[list[tuple[int, int]
 
 
 class SteadyTurns:
-    """Owner: the backend. A part per stage, and a sampler whose work can be recorded. Where several `tickets` are under way, what
-    a turn leaves is copied out of the recorder's memory: others begin before it is read."""
+    """Owner: the backend. A part per stage, and a sampler whose work can be recorded. What a turn of several stages leaves is
+    copied out of the recorder's memory: others work there before it is read. `tickets`: turns under way at once."""
 
     def __init__(
         self,
