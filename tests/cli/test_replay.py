@@ -9,7 +9,7 @@ import pytest
 
 from tests.cli.running import FAKE, Terminal
 
-SHORT = ("--max-tokens", "12", "--ignore-eos")
+SHORT = ("--max-tokens", "12", "--ignore-eos", "--seed", "7")
 
 
 @pytest.fixture
@@ -22,6 +22,7 @@ def folder(terminal: Terminal, tmp_path: Path) -> Path:
 def lie(folder: Path) -> None:
     file = folder / "requests-000002.jsonl"
     line = json.loads(file.read_text())
+    assert line["reply"][4] != 65, "the lie below would be the truth"
     line["reply"][4] = 65
     file.write_text(json.dumps(line) + "\n")
 
