@@ -22,7 +22,8 @@ from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import pick_ops
 from onedraw.backends.torch.draft_model import DraftModel, SmallModel
 from onedraw.backends.torch.drafter import DflashDrafter
-from onedraw.backends.torch.stack import Site, Stack
+from onedraw.backends.torch.stack import Stack
+from onedraw.backends.torch.stages import Site
 from onedraw.checkpoints.base import open_checkpoint
 from onedraw.checkpoints.pull import resolve
 from onedraw.drafters import built_in

@@ -67,7 +67,8 @@ def load_weights(path: str, dtype: str) -> dict[str, float]:
 
     from onedraw.backends.packing import PACKED_DTYPES, hold
     from onedraw.backends.torch.device import DTYPES, pick_ops
-    from onedraw.backends.torch.stack import Site, Stack
+    from onedraw.backends.torch.stack import Stack
+    from onedraw.backends.torch.stages import Site
     from onedraw.checkpoints.base import open_checkpoint
     from onedraw.models.loading import describe
     from onedraw.models.spec import DTYPE_BYTES

@@ -46,7 +46,7 @@ from onedraw.types import ModelCard
 if TYPE_CHECKING:
     from onedraw.backends.torch.line import Line
     from onedraw.backends.torch.ops import Ops
-    from onedraw.backends.torch.stack import Site
+    from onedraw.backends.torch.stages import Site
 
 log = logging.getLogger("onedraw")
 
@@ -309,7 +309,7 @@ def _sites(settings: Settings, split: SplitPlan, *, dtype: str, cache: Path, ove
     """Where each stage runs, and with what; and a line of threads where stages work at once, or on processors of their own."""
     from onedraw.backends.torch.device import on_cores, pick_ops, set_threads
     from onedraw.backends.torch.line import Line
-    from onedraw.backends.torch.stack import Site
+    from onedraw.backends.torch.stages import Site
 
     given: dict[str, Any] = {"activation": split.activation, "cache": cache, "warn": log.warning}
     made: dict[object, Ops] = {}  # stages on one device share its team of threads, unless they work at once

@@ -138,7 +138,8 @@ class Drafting:
         from onedraw.backends.torch.draft_model import Ahead, DraftModel, SmallModel
         from onedraw.backends.torch.drafter import DflashDrafter
         from onedraw.backends.torch.mtp import MtpHead
-        from onedraw.backends.torch.stack import Site, Stack
+        from onedraw.backends.torch.stack import Stack
+        from onedraw.backends.torch.stages import Site
 
         sizes = {"lanes": settings.max_batch, "max_context": max_context}
 

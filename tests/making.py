@@ -12,7 +12,7 @@ from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import pick_ops
 from onedraw.backends.torch.line import Line
 from onedraw.backends.torch.ops import Ops, TorchOps
-from onedraw.backends.torch.stack import Site
+from onedraw.backends.torch.stages import Site
 from onedraw.checkpoints.base import open_checkpoint
 from onedraw.models.loading import describe
 from onedraw.settings import default_cache_dir

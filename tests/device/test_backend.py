@@ -14,7 +14,7 @@ from onedraw.backends.torch.device import pick_ops
 from onedraw.backends.torch.graphs import Graphs
 from onedraw.backends.torch.line import Line
 from onedraw.backends.torch.ops import Ops, TorchOps
-from onedraw.backends.torch.stack import Site
+from onedraw.backends.torch.stages import Site
 from onedraw.checkpoints.random import random_weights
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from onedraw.settings import default_cache_dir

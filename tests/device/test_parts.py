@@ -22,7 +22,7 @@ from onedraw.backends.torch.graphs import Graphs, Recorder, Replays
 from onedraw.backends.torch.line import Line
 from onedraw.backends.torch.ops import TorchOps
 from onedraw.backends.torch.part import Part
-from onedraw.backends.torch.stack import Site
+from onedraw.backends.torch.stages import Site
 from onedraw.checkpoints.random import random_weights
 from tests.device.test_steady import (
     ATTENTION,

@@ -19,7 +19,8 @@ from onedraw.backends.torch.drafter import DflashDrafter
 from onedraw.backends.torch.inputs import Shape
 from onedraw.backends.torch.ops import Ops, TorchOps
 from onedraw.backends.torch.sampler import Sampler
-from onedraw.backends.torch.stack import Site, Stack
+from onedraw.backends.torch.stack import Stack
+from onedraw.backends.torch.stages import Site
 from onedraw.checkpoints.base import open_checkpoint
 from onedraw.models.dflash import describe_drafter
 from onedraw.models.loading import describe

@@ -17,7 +17,8 @@ import torch
 from onedraw.backends.torch.draft_model import DraftModel, SmallModel
 from onedraw.backends.torch.drafter import DflashDrafter
 from onedraw.backends.torch.mtp import MtpHead
-from onedraw.backends.torch.stack import Site, Stack
+from onedraw.backends.torch.stack import Stack
+from onedraw.backends.torch.stages import Site
 from onedraw.checkpoints.base import open_checkpoint
 from onedraw.engine.stats import Stats
 from onedraw.models.dflash import check_fit, describe_drafter

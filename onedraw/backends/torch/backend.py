@@ -46,7 +46,8 @@ from onedraw.backends.torch.ranking import Turned
 from onedraw.backends.torch.runs import CHUNK
 from onedraw.backends.torch.sampler import Sampler, read_choices
 from onedraw.backends.torch.selfcheck import RowCheck, self_check
-from onedraw.backends.torch.stack import Site, Stack, Stream, Watch
+from onedraw.backends.torch.stack import Stack, Stream, Watch
+from onedraw.backends.torch.stages import Site
 from onedraw.backends.torch.state import KeptLogits, Sizes, State
 from onedraw.backends.torch.steady import STEPS, Steady, SteadyTurns, bucket_of, fault_of, faults_of
 from onedraw.models.spec import ModelSpec

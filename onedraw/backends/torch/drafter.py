@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.torch.inputs import Inputs, Shape, Span, lay_out
+from onedraw.backends.torch.layer import Layer, load_layer, rope_tables, run_layer
 from onedraw.backends.torch.layers.linear import Linear
 from onedraw.backends.torch.loader import Loader
 from onedraw.backends.torch.mixers import Attention
 from onedraw.backends.torch.ops import Preparation
 from onedraw.backends.torch.pages import PageStore
 from onedraw.backends.torch.ranking import Ranker, Turned, room_ahead
-from onedraw.backends.torch.stack import Layer, Stack, load_layer, rope_tables, run_layer
+from onedraw.backends.torch.stack import Stack
 from onedraw.backends.torch.state import Sizes, State
 from onedraw.models.dflash import DrafterWeights
 from onedraw.models.spec import DrafterSpec

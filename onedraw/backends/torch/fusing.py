@@ -19,7 +19,9 @@ from onedraw.backends.torch.pages import PageStore
 from onedraw.backends.torch.state import State
 
 if TYPE_CHECKING:
-    from onedraw.backends.torch.stack import Layer, Stage, Watch
+    from onedraw.backends.torch.layer import Layer
+    from onedraw.backends.torch.stack import Watch
+    from onedraw.backends.torch.stages import Stage
 
 
 def dense_layer(layer: Layer, eps: float) -> DenseLayer | None:

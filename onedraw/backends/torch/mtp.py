@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.torch.inputs import Inputs, Shape
+from onedraw.backends.torch.layer import load_layer, rope_tables, run_layer
 from onedraw.backends.torch.loader import Loader
 from onedraw.backends.torch.ops import Preparation
-from onedraw.backends.torch.stack import Stack, load_layer, rope_tables, run_layer
+from onedraw.backends.torch.stack import Stack
 from onedraw.backends.torch.state import Sizes, State
 from onedraw.models.mtp import MtpSpec, MtpWeights
 

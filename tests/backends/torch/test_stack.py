@@ -7,7 +7,8 @@ import torch
 
 from onedraw.backends.torch.loader import LANE, Loader
 from onedraw.backends.torch.ops import TorchOps
-from onedraw.backends.torch.stack import Site, Stack
+from onedraw.backends.torch.stack import Stack
+from onedraw.backends.torch.stages import Site
 from onedraw.checkpoints.random import random_weights
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 

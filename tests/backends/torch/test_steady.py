@@ -9,7 +9,7 @@ import torch
 from onedraw.backends.torch.backend import _recorders
 from onedraw.backends.torch.graphs import Replays
 from onedraw.backends.torch.ops import TorchOps
-from onedraw.backends.torch.stack import Site
+from onedraw.backends.torch.stages import Site
 from onedraw.backends.torch.steady import bucket_of, rehearsed_places
 from onedraw.types import Draft, DryParams, History, PageCopy, Plan, Row, SamplingParams, Save
 
