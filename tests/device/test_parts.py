@@ -165,7 +165,7 @@ def test_recorded_turns_that_are_under_way_at_once_have_the_bits_of_plain_ones(
     """Prompts on the threads of the stages, and beside them as many turns of one row each as there are stages."""
     kind, stages, lock = "two" if INTERPRETED else "three", len(cuts) + 1, threading.RLock()
     if INTERPRETED:  # it runs one kernel at a time, as a GPU is launched on by one at a time
-        monkeypatch.setattr(backend_module, "_locks", lambda sites: [lock for _ in sites])
+        monkeypatch.setattr(backend_module, "locks_of", lambda devices: [lock for _ in devices])
     count = 1 if INTERPRETED else 3
     asked = [dataclasses.replace(request, id=f"{request.id}.{n}") for n in range(count) for request in requests()]
     expected = one_by_one(kind, asked)

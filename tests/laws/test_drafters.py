@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from onedraw.backends.answers import Position
-from onedraw.backends.torch.backend import Drafter, TorchBackend
+from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import pick_ops
 from onedraw.backends.torch.draft_model import DraftModel, SmallModel
 from onedraw.backends.torch.drafter import DflashDrafter
 from onedraw.backends.torch.inputs import Shape
 from onedraw.backends.torch.ops import Ops, TorchOps
+from onedraw.backends.torch.ranking import Drafter
 from onedraw.backends.torch.sampler import Sampler
 from onedraw.backends.torch.stack import Stack
 from onedraw.backends.torch.stages import Site

@@ -272,7 +272,7 @@ def test_a_plan_that_did_not_get_under_way_leaves_the_others_their_places(
         return real_board(plan, berth=berth)
 
     def collect(ticket: Any) -> Any:
-        boarded.remove(backend._berth_of[ticket])
+        boarded.remove(backend._under_way.plans[ticket].berth)
         return real_collect(ticket)
 
     monkeypatch.setattr(backend, "_board", board)
@@ -280,7 +280,7 @@ def test_a_plan_that_did_not_get_under_way_leaves_the_others_their_places(
     _, stats = run(backend, REQUESTS, Schedule())
     backend.close()
     assert stats.failed_turns == 2
-    assert sorted(backend._berths) == [0, 1, 2]
+    assert sorted(backend._under_way.berths) == [0, 1, 2]
 
 
 def test_the_threads_of_the_stages_end_with_the_backend(folders: dict[str, Path]) -> None:

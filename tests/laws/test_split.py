@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from onedraw.backends.placement import legal_cuts
-from onedraw.backends.torch import backend as backend_module
+from onedraw.backends.torch import picking
 from onedraw.backends.torch.boundary import Boundary
 from onedraw.backends.torch.loader import Loader
 from onedraw.backends.torch.state import State
@@ -173,12 +173,12 @@ def round_at_the_boundary(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forget_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """A penalty looks at prompt and output on one device and at output alone on a split."""
-    real = backend_module.Position
+    real = picking.Position
 
     def position(lane: int, params: SamplingParams, history: History, *rest: object) -> object:
         return real(lane, params, History((0,) * len(history.prompt), history.output), *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(backend_module, "Position", position)
+    monkeypatch.setattr(picking, "Position", position)
 
 
 def commit_the_last_stage_alone(monkeypatch: pytest.MonkeyPatch) -> None:

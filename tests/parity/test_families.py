@@ -39,7 +39,7 @@ def hidden_logits(backend: TorchBackend, tokens: list[int], cuts: list[int], *, 
         )
         inputs = make_inputs(Plan((row,)), shape=backend._shape, device=torch.device("cpu"))
         hidden = backend._stack.hidden(inputs, backend._states)
-        out.append(backend._logits(hidden, list(range(stop - start))))
+        out.append(backend._picker.logits(hidden, list(range(stop - start))))
     return torch.cat(out)
 
 

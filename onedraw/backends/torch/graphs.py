@@ -9,13 +9,15 @@ does not come through its feed.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+from onedraw.backends.torch.stages import Site
 
 log = logging.getLogger("onedraw")
 Result = TypeVar("Result")
@@ -124,3 +126,11 @@ class Graphs:
             return None
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return Graph(graph, result)
+
+
+def recorders_of(sites: Sequence[Site], given: Recorder | None = None) -> list[Recorder | None]:
+    """One per device, for the stages that record."""
+    made: dict[torch.device, Recorder] = {}
+    for device, stages in Counter(site.device for site in sites if site.ops.records).items():
+        made[device] = Graphs(device, stages * MOST) if device.type == "cuda" else Straight()
+    return [None if not site.ops.records else made[site.device] if given is None else given for site in sites]

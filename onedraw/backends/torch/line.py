@@ -10,9 +10,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
+
+import torch
 
 Step = Callable[[], Any]
 
@@ -49,6 +52,24 @@ class Line:
             queue.put(None)
             if thread is not threading.current_thread():  # the last to hold the backend may be a stage
                 thread.join()
+
+
+class Here:
+    """Where stages have no threads: one step after the other, before `start` returns. What a step raises is raised there."""
+
+    def start(self, steps: Sequence[Step]) -> Future[Any]:
+        result: Future[Any] = Future()
+        for step in steps:
+            found = step()
+        result.set_result(found)
+        return result
+
+
+def locks_of(devices: Sequence[torch.device]) -> list[AbstractContextManager[Any]]:
+    """Who launches work on a GPU has it alone: operations keep what goes from one kernel to the next in places of their own,
+    and a thread that records must not meet another's launches. CPUs are left to their threads."""
+    made = {device: threading.RLock() for device in devices}
+    return [made[device] if device.type == "cuda" else nullcontext() for device in devices]
 
 
 def _work(

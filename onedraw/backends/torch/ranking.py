@@ -1,4 +1,4 @@
-"""From a drafter's logits to ranked candidates, and how much to sharpen them: what all drafters on the device share.
+"""What all drafters on the device share: what they are asked, and the way from their logits to ranked candidates.
 
 In: logits of drafted positions and the rows they belong to. Out: (token, score) per position, best first. The sharpness s
 of `s · log q + g` follows measured acceptance: mostly the best of a few values, now and then another one.
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
 from onedraw.backends.torch.inputs import Inputs
+from onedraw.backends.torch.state import State
 from onedraw.sampling.proposal import Tally, rank
 from onedraw.types import Draft, Plan, Row, RowOutcome
 
@@ -27,6 +29,36 @@ class Turned:
     hidden: Tensor  # [T, E] after the last norm
     features: list[Tensor]  # [T, E] per captured layer
     rows: tuple[RowOutcome, ...]
+
+
+class Drafter(Protocol):
+    """Guesses on the device, from what the target computed. It may be wrong; it cannot change a token."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def captures(self) -> tuple[int, ...]:
+        """Layers of the target whose outputs it wants."""
+        ...
+
+    @property
+    def lookahead(self) -> int:
+        """Positions past a row that it writes to."""
+        ...
+
+    @property
+    def state(self) -> State:
+        """Its pages, numbered like those of the target's first group."""
+        ...
+
+    def open(self, rows: Sequence[Row]) -> None:
+        """Before a turn: copy what rows want copied."""
+        ...
+
+    def guess(self, turn: Turned) -> list[tuple[Draft, ...]]:
+        """Take in what the turn settled and guess on: drafts per row for the row after it."""
+        ...
 
 
 CANDIDATES = 256  # of a position, that the noise ranks: at temperature 1 the tail wins often enough to count

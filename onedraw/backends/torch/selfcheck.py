@@ -32,8 +32,14 @@ class RowCheck(SelfCheck):
     rule: RowRule  # the one that the findings hold with
 
 
+@torch.inference_mode()
 def self_check(stack: Stack, states: Sequence[State], *, shape: Shape) -> RowCheck:
     """Find the first row rule that holds, and tile heights where the operations have any; say what holds with them."""
+    with current(stack.device):
+        return _checked(stack, states, shape)
+
+
+def _checked(stack: Stack, states: Sequence[State], shape: Shape) -> RowCheck:
     rules = _candidates(shape.rule)
     samples = _one_per_shape(stack.linears())
     rule = next((r for r in rules if all(_rows_agree(linear, r) for linear in samples)), rules[-1])

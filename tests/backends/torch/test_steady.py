@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from onedraw.backends.torch.backend import _recorders
-from onedraw.backends.torch.graphs import Replays
+from onedraw.backends.torch.graphs import Replays, recorders_of
 from onedraw.backends.torch.ops import TorchOps
 from onedraw.backends.torch.stages import Site
 from onedraw.backends.torch.steady import bucket_of, rehearsed_places
@@ -77,6 +76,6 @@ def test_a_recorder_that_holds_nothing_yet_is_used_where_it_is_given() -> None:
 
     cpu, given = torch.device("cpu"), Empty()
     sites = [Site(cpu, Records(cpu), 1), Site(cpu, TorchOps(cpu), 2), Site(cpu, Records(cpu))]
-    assert _recorders(sites, given) == [given, None, given]
-    own = _recorders(sites, None)
+    assert recorders_of(sites, given) == [given, None, given]
+    own = recorders_of(sites, None)
     assert own[0] is own[2] is not None
