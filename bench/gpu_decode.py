@@ -25,12 +25,14 @@ from torch import Tensor
 from onedraw.backends.answers import Position
 from onedraw.backends.torch.exact import padded
 from onedraw.backends.torch.inputs import Inputs, Shape, Span, lay_out
-from onedraw.backends.torch.kernels import triton_delta
+from onedraw.backends.torch.kernels import triton_delta_chunks, triton_delta_steps
 from onedraw.backends.torch.kernels.cuda import Prepared, TritonLinear, TritonOps
 from onedraw.backends.torch.kernels.recurrence import Recurrence
 from onedraw.backends.torch.kernels.sampler import TritonSampler
 from onedraw.backends.torch.kernels.triton_attention import attend
-from onedraw.backends.torch.kernels.triton_delta import Drafted, Gated, chunked, close, gate, steps
+from onedraw.backends.torch.kernels.triton_delta import Drafted, Gated, close, gate
+from onedraw.backends.torch.kernels.triton_delta_chunks import chunked
+from onedraw.backends.torch.kernels.triton_delta_steps import steps
 from onedraw.backends.torch.kernels.triton_norm import opened
 from onedraw.backends.torch.kernels.triton_sample import Wishes, choose
 from onedraw.backends.torch.kernels.views import Heads, device_view, host_view, to_view
@@ -430,7 +432,7 @@ def step_tiles() -> None:
     """The step kernel by columns of the state that a warp has: of drafts, and of many rows."""
     model = HybridModel(TritonOps(DEVICE), positions=4096, pages=800, layers=4)
     for columns in (16, 32):
-        triton_delta.COLUMNS = triton_delta.MANY_COLUMNS = columns
+        triton_delta_steps.COLUMNS = triton_delta_steps.MANY_COLUMNS = columns
         for case, rows in STEP_CASES.items():
             plan = model.step_plan(model.inputs(rows))
             projected = normal(sum(count for _, count, _ in rows), model.delta_width)
@@ -609,7 +611,7 @@ def chunks() -> None:
     model = HybridModel(TritonOps(DEVICE), positions=4096, pages=400, layers=1)
     projected = normal(8192, model.delta_width)
     for columns, warps in ((32, 8), (32, 4), (64, 8), (64, 4), (16, 4))[PART::PARTS]:
-        triton_delta.CHUNK_COLUMNS, triton_delta.CHUNK_WARPS = columns, warps
+        triton_delta_chunks.CHUNK_COLUMNS, triton_delta_chunks.CHUNK_WARPS = columns, warps
         ms = timed_ms(partial(model.mix_prompt, projected), repeats=5)
         say(f"27B delta layer, prompt of 8192, {columns} columns, {warps} warps, ms", ms)
     say("27B delta layer, gates alone, ms", timed_ms(partial(model.mix_prompt, projected, only_gates=True), repeats=5))

@@ -23,6 +23,8 @@ if torch.cuda.is_available() or INTERPRETED:
     from onedraw.backends.torch.kernels import triton_delta as delta
     from onedraw.backends.torch.kernels import triton_moe as moe
     from onedraw.backends.torch.kernels import triton_routes as routes
+    from onedraw.backends.torch.kernels.triton_delta_chunks import chunked
+    from onedraw.backends.torch.kernels.triton_delta_steps import AGAIN, FROM_KNOWN, commit, steps
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
@@ -150,7 +152,7 @@ def test_steps_are_the_recurrence_and_a_lane_does_not_know_its_neighbours() -> N
     parts = gated(projected, taps, windows())
     now, out = states(), outputs(first)
     order = words([4 * token for token in range(first)])
-    delta.steps(parts, now, out, paths=words(paths), order=order)
+    steps(parts, now, out, paths=words(paths), order=order)
     slow = slow_gates(projected, taps)
     for path in paths:
         lane, begin, count = path[:3]
@@ -159,7 +161,7 @@ def test_steps_are_the_recurrence_and_a_lane_does_not_know_its_neighbours() -> N
         assert error(out[begin : begin + count], found) < 1e-4
         assert error(now[lane], state) < 1e-4
         again, alone = states(), outputs(first)
-        delta.steps(parts, again, alone, paths=words([path]), order=order)
+        steps(parts, again, alone, paths=words([path]), order=order)
         assert torch.equal(alone[begin : begin + count], out[begin : begin + count])
         assert torch.equal(again[lane], now[lane])
 
@@ -173,11 +175,11 @@ def test_a_kept_draft_leaves_the_state_that_stepping_leaves() -> None:
     assert torch.equal(drafted.fed, projected[1:, :CHANNELS].float())
     order = words([4 * token for token in range(6)])
     plain, out = states(), outputs(6)
-    delta.steps(parts, plain, out, paths=words([[2, 0, 4, 4, 0]]), order=order)
+    steps(parts, plain, out, paths=words([[2, 0, 4, 4, 0]]), order=order)
     now, seen = states(), outputs(6)
-    delta.steps(parts, now, seen, paths=words([[2, 0, 6, 1, 0]]), order=order, drafted=drafted)
+    steps(parts, now, seen, paths=words([[2, 0, 6, 1, 0]]), order=order, drafted=drafted)
     assert torch.equal(seen[:4], out[:4])
-    delta.commit(now, held=held(drafted), lanes=words([2]), places=words([[0, 1, 2, -1]]))
+    commit(now, held=held(drafted), lanes=words([2]), places=words([[0, 1, 2, -1]]))
     assert torch.equal(now, plain)
 
 
@@ -188,17 +190,17 @@ def test_a_node_of_a_tree_has_the_bits_of_its_path() -> None:
     drafted = drafts([-1, 0, 1, 2, 3, 4, 5, -1])
     parts = gated(projected, [*taps, [-1, -1, -1, 7]], windows(), drafted)
     now, out = states(), outputs(8)
-    back, again = delta.FROM_KNOWN, delta.AGAIN
+    back, again = FROM_KNOWN, AGAIN
     order = words([0, 4 * 1, 4 * 3, 4 * 4, 4 * 1 + back + again, 4 * 3 + again, 4 * 6, 4 * 2 + back, 4 * 5, 4 * 7])
-    delta.steps(parts, now, out, paths=words([[1, 0, 9, 1, 0], [0] * 5, [3, 9, 1, 1, 0]]), order=order, drafted=drafted)
+    steps(parts, now, out, paths=words([[1, 0, 9, 1, 0], [0] * 5, [3, 9, 1, 1, 0]]), order=order, drafted=drafted)
     assert not out.isnan().any()
     for path in ([0, 1, 3, 4], [0, 1, 3, 6], [0, 2, 5]):
         chain, alone = states(), outputs(8)
         lone = words([[1, 0, len(path), len(path), 0]])
-        delta.steps(parts, chain, alone, paths=lone, order=words([4 * token for token in path]))
+        steps(parts, chain, alone, paths=lone, order=words([4 * token for token in path]))
         assert torch.equal(alone[path], out[path])
         kept = now.clone()
-        delta.commit(kept, held=held(drafted), lanes=words([1]), places=words([[t - 1 for t in path[1:]]]))
+        commit(kept, held=held(drafted), lanes=words([1]), places=words([[t - 1 for t in path[1:]]]))
         assert torch.equal(kept[1], chain[1])
 
 
@@ -212,7 +214,7 @@ def test_chunks_are_the_recurrence_and_a_cut_between_chunks_does_not_show(count:
 
     def run(now: Tensor, some: list[list[int]], slots: list[int], fresh: int, out: Tensor) -> None:
         runs = words([[3, 0, len(some), fresh]])
-        delta.chunked(parts, now, saved, out, chunks=words(some), runs=runs, slots=words(slots))
+        chunked(parts, now, saved, out, chunks=words(some), runs=runs, slots=words(slots))
 
     now, out = states(), outputs(count)
     run(now, chunks, slots, 1, out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from onedraw.backends.torch.kernels import triton_attention, triton_delta, triton_linear, triton_moe
+from onedraw.backends.torch.kernels import triton_attention, triton_delta_chunks, triton_linear, triton_moe
 from onedraw.backends.torch.kernels.triton_linear import SMALL_SHARED, choose_tile
 from onedraw.backends.torch.kernels.views import Heads
 from tests.backends.torch.compiling import compiled
@@ -60,8 +60,8 @@ def test_chunks_of_a_state_and_experts_fit() -> None:
     kinds = dict.fromkeys(("q", "k", "v", "gates", "inverse", "near", "states", "saved", "out"), "*fp32")
     kinds |= dict.fromkeys(("chunks", "runs", "slots"), "*i32")
     sizes = {"KEY_HEADS": 16, "VALUE_HEADS": 48, "KEY_DIM": 128, "VALUE_DIM": 128, "BLOCK_K": 128, "LENGTH": 64}
-    options = {"capability": SM86, "num_warps": triton_delta.CHUNK_WARPS, "num_stages": 1}
-    made = compiled(triton_delta._chunks, kinds, {**sizes, "BLOCK_V": triton_delta.CHUNK_COLUMNS}, **options)
+    options = {"capability": SM86, "num_warps": triton_delta_chunks.CHUNK_WARPS, "num_stages": 1}
+    made = compiled(triton_delta_chunks._chunks, kinds, {**sizes, "BLOCK_V": triton_delta_chunks.CHUNK_COLUMNS}, **options)
     assert made.metadata.shared <= SMALL_SHARED
     kinds = dict.fromkeys(("x", "weight", "y"), "*bf16") | dict.fromkeys(("order", "tiles"), "*i32")
     for height, columns, depth in ((16, 64, 128), (64, 128, 64)):

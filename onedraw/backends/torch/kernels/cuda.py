@@ -19,6 +19,8 @@ from onedraw.backends.torch.kernels import triton_delta as delta_kernels
 from onedraw.backends.torch.kernels.recurrence import Recurrence, commit_tables
 from onedraw.backends.torch.kernels.sampler import TritonSampler
 from onedraw.backends.torch.kernels.triton_attention import attend
+from onedraw.backends.torch.kernels.triton_delta_chunks import chunked
+from onedraw.backends.torch.kernels.triton_delta_steps import commit, steps
 from onedraw.backends.torch.kernels.triton_linear import SMALL_SHARED, linear, shared_memory
 from onedraw.backends.torch.kernels.triton_moe import experts, route
 from onedraw.backends.torch.kernels.triton_norm import ACTIVATIONS, gated, opened, rms_norm
@@ -256,9 +258,9 @@ class TritonOps(FloatOps):
         )
         out = torch.empty(len(projected), spec.value_heads, spec.value_dim, device=projected.device)  # padding: anything
         chunks = {"chunks": prepared.chunks, "runs": prepared.chunk_runs, "slots": prepared.chunk_slots}
-        delta_kernels.chunked(gates, store.states, store.saved_states, out, **chunks)
+        chunked(gates, store.states, store.saved_states, out, **chunks)
         paths = prepared.steps
-        delta_kernels.steps(
+        steps(
             gates,
             store.states,
             out,
@@ -313,7 +315,7 @@ class TritonOps(FloatOps):
         )
         for block in state.blocks.values():
             given = (block.decays, block.keys, block.changes)
-            delta_kernels.commit(block.states, held=given, lanes=walked.lanes, places=walked.places, pdl=self._pdl)
+            commit(block.states, held=given, lanes=walked.lanes, places=walked.places, pdl=self._pdl)
             delta_kernels.shift_windows(block.fed, block.windows, block.windows, walked.sources, pdl=self._pdl)
         for mixer, placed in state.addresses.items() if bucket.depth is not None else ():
             view = preparation.of(mixer).device.view
@@ -332,7 +334,7 @@ class TritonOps(FloatOps):
     def commit_delta(self, store: LaneStore, kept: Sequence[Kept]) -> None:
         held, device = (store.decays, store.keys, store.changes), store.states.device
         lanes, places, sources = commit_tables(kept, conv=store.spec.conv, held=len(store.fed), device=device)
-        delta_kernels.commit(store.states, held=held, lanes=lanes, places=places)
+        commit(store.states, held=held, lanes=lanes, places=places)
         delta_kernels.shift_windows(store.fed, store.windows, store.windows, sources)
 
     def _heads(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from onedraw.backends.torch.feed import Feed
 from onedraw.backends.torch.inputs import Bucket, Ints
-from onedraw.backends.torch.kernels.triton_delta import AGAIN, FROM_KNOWN, PATH_WORDS
+from onedraw.backends.torch.kernels.triton_delta_steps import AGAIN, FROM_KNOWN, PATH_WORDS
 from onedraw.backends.torch.lanes import Kept
 from onedraw.backends.torch.runs import CHUNK, Run, Runs
 from onedraw.types import Draft
