@@ -9,17 +9,16 @@ found. A list that is too short is not used: what it was made of is read again. 
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
-# ruff: noqa: RUF005 - kernels know tuples of tiles by their sums, not by unpacking
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import libdevice
 
+from onedraw.backends.torch.kernels.triton_bins import added_up, bin_of, keep_sums, no_sums, weight_of
 from onedraw.backends.torch.kernels.triton_linear import launch_options
-from onedraw.backends.torch.kernels.triton_math import INTERPRETED, exp, let_next_start, wait_for_inputs
+from onedraw.backends.torch.kernels.triton_math import let_next_start, wait_for_inputs
 from onedraw.sampling.law import MASS_BITS
 
 # Of the search, one warp each: few rows leave the device idle in large blocks.
@@ -42,100 +41,6 @@ def _row_top(tops, blocks, BLOCKS: tl.constexpr):
     x = tl.load(tops + at, mask=at < blocks, other=float("-inf"))
     broken = tl.max((x != x).to(tl.int32), 0)
     return tl.where(broken != 0, float("nan"), tl.max(x, 0))
-
-
-@triton.jit
-def _index(deficit):
-    """Which of all bins; they grow with the deficit, a quarter wide at first. Larger deficits are in no smaller bin."""
-    bits = (deficit + 1.0).to(tl.int32, bitcast=True)
-    return tl.maximum((bits >> 21) - 508, 0), (bits >> 17) & 15
-
-
-@triton.jit
-def _bin(deficit, LEVEL: tl.constexpr):
-    """Of sixteen; the last one of the first level has no end."""
-    coarse, fine = _index(deficit)
-    if LEVEL == 0:
-        return tl.minimum(coarse, 15)
-    else:
-        return tl.where(coarse >= 15, tl.minimum(coarse - 15, 15), fine)
-
-
-@triton.jit
-def _weight(deficit, limit, SCALE: tl.constexpr, BY_MASS: tl.constexpr):
-    """Of what may still be kept: its mass, or one."""
-    if BY_MASS:
-        return tl.where(deficit <= limit, exp(0.0 - deficit) * SCALE, 0.0).to(tl.int64)
-    else:
-        return tl.full(deficit.shape, 1, dtype=tl.int64)
-
-
-@triton.jit
-def _floor(x):
-    """Of 0 to 2^22."""
-    if INTERPRETED:
-        return tl.floor(x)
-    else:
-        return libdevice.add_rd(x, 8388608.0) - 8388608.0
-
-
-@triton.jit
-def _from(bin, EDGE: tl.constexpr):
-    """1 where a whole number is EDGE or more, else 0: one sum that stops at 0 and at 1."""
-    if INTERPRETED:
-        return tl.where(bin >= EDGE, 1.0, 0.0)
-    else:
-        below: tl.constexpr = 1.0 - EDGE
-        asm: tl.constexpr = "add.sat.f32 $0, $1, $2;"
-        return tl.inline_asm_elementwise(asm, "=f,f,f", [bin, tl.full(bin.shape, below, tl.float32)], tl.float32, True, 1)
-
-
-@triton.jit
-def _nothing(SUMS: tl.constexpr):
-    found = ()
-    for _ in tl.static_range(SUMS):
-        found = found + (tl.zeros((32,), dtype=tl.float32),)
-    return found
-
-
-@triton.jit
-def _added_up(sums, deficit, there, limit, SCALE: tl.constexpr, BY_MASS: tl.constexpr, LEVEL: tl.constexpr):
-    """Sixteen sums of the weights of one deficit per thread: of all, of those not in the first bin, and so on. Masses have 41
-    bits; they are added in three pieces of at most 14, whole numbers that float32 adds exactly."""
-    bin = _bin(deficit, LEVEL).to(tl.float32)
-    found = ()
-    if BY_MASS:
-        mass = tl.where(there & (deficit <= limit), exp(0.0 - deficit) * SCALE, 0.0)
-        high = _floor(mass * 7.450580596923828e-09)  # 2^-27
-        rest = mass - high * 134217728.0
-        middle = _floor(rest * 6.103515625e-05)  # 2^-14
-        low = _floor(rest - middle * 16384.0)
-        for edge in tl.static_range(16):
-            part = _from(bin, edge)
-            found = found + (tl.fma(part, high, sums[3 * edge]),)
-            found = found + (tl.fma(part, middle, sums[3 * edge + 1]),)
-            found = found + (tl.fma(part, low, sums[3 * edge + 2]),)
-    else:
-        one = tl.where(there, 1.0, 0.0)
-        for edge in tl.static_range(16):
-            found = found + (tl.fma(_from(bin, edge), one, sums[edge]),)
-    return found
-
-
-@triton.jit
-def _keep_sums(bins, sums, BY_MASS: tl.constexpr):
-    """Add a program's sums to the row's bins."""
-    at = tl.arange(0, 16)
-    parts = tl.zeros((16,), dtype=tl.int64)
-    for edge in tl.static_range(16):
-        if BY_MASS:
-            total = tl.sum(sums[3 * edge].to(tl.int32), 0).to(tl.int64) << 27
-            total += tl.sum(sums[3 * edge + 1].to(tl.int32), 0).to(tl.int64) << 14
-            total += tl.sum(sums[3 * edge + 2].to(tl.int32), 0).to(tl.int64)
-        else:
-            total = tl.sum(sums[edge].to(tl.int32), 0).to(tl.int64)
-        parts = tl.where(at == edge, parts + total, tl.where(at == edge - 1, parts - total, parts))
-    tl.atomic_add(bins + at, parts, mask=parts > 0, sem="relaxed")
 
 
 @triton.jit
@@ -170,13 +75,13 @@ def _deficits(
         tallied = _wanted(table, row, BY_MASS)
     if tallied:
         limit = _number(table, row, 1).to(tl.float32)
-        sums = _nothing(48 if BY_MASS else 16)
+        sums = no_sums(48 if BY_MASS else 16)
         for step in tl.range(0, BLOCK_V, 32, loop_unroll_factor=4):
             ids = start + step + tl.arange(0, 32)
             deficit = _deficit(logits, deficits, row, ids, best, divisor, logits_stride, width, VOCAB, ADJUSTED)
             tl.store(deficits + row * width + ids, deficit, mask=ids < width)
-            sums = _added_up(sums, deficit, ids < VOCAB, limit, SCALE, BY_MASS, 0)
-        _keep_sums(tallies + (row + tl.num_programs(0) * BY_MASS) * 64, sums, BY_MASS)
+            sums = added_up(sums, deficit, ids < VOCAB, limit, SCALE, BY_MASS, 0)
+        keep_sums(tallies + (row + tl.num_programs(0) * BY_MASS) * 64, sums, BY_MASS)
     else:
         ids = start + tl.arange(0, BLOCK_V)
         deficit = _deficit(logits, deficits, row, ids, best, divisor, logits_stride, width, VOCAB, ADJUSTED)
@@ -241,51 +146,58 @@ def _listed(deficits, lists, row, ids, bins, width, VOCAB: tl.constexpr, LONG: t
 
 
 @triton.jit
-def _tally(
-    table,
-    deficits,
-    lists,
-    found,
-    tallies,
-    width,
-    VOCAB: tl.constexpr,
-    COUNTED: tl.constexpr,
-    BY_MASS: tl.constexpr,
-    SCALE: tl.constexpr,
-    LONG: tl.constexpr,
-    LEVEL: tl.constexpr,
-    SHORT_LIST: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Weights into the sixteen bins of a level."""
-    let_next_start(PDL)
-    wait_for_inputs(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    start = tl.program_id(1) * BLOCK_V
-    bins = tallies + row * 64
-    if _wanted(table, row, BY_MASS):
-        written = tl.load(bins + 16)
-        if (LEVEL == 0) | (start < written) | (written > LONG):
-            limit = _limit_so_far(table, found, row, COUNTED and BY_MASS)
-            bin = 0
-            if LEVEL == 1:
-                bin, _ = _reached(bins, _target(table, bins, row, BY_MASS))
-            sums = _nothing(48 if BY_MASS else 16)
-            for step in tl.range(0, BLOCK_V, 32, loop_unroll_factor=4):
-                ids = start + step + tl.arange(0, 32)
-                if LEVEL == 0:
-                    there = ids < VOCAB
-                    deficit = tl.load(deficits + row * width + ids, mask=there, other=float("inf"))
-                else:
-                    deficit, there = _listed(deficits, lists, row, ids, bins, width, VOCAB, LONG, SHORT_LIST)
-                    there = there & (_bin(deficit, 0) == bin)
-                sums = _added_up(sums, deficit, there, limit, SCALE, BY_MASS, LEVEL)
-            _keep_sums(bins + LEVEL * 32, sums, BY_MASS)
+def _near(deficits, lists, row, ids, bins, width, bin, fine, VOCAB: tl.constexpr, LONG: tl.constexpr, SHORT_LIST: tl.constexpr):
+    """Of these, what is in the bin that holds the limit, and in the finer one."""
+    deficit, there = _listed(deficits, lists, row, ids, bins, width, VOCAB, LONG, SHORT_LIST)
+    return deficit, there & (bin_of(deficit, 0) == bin) & (bin_of(deficit, 1) == fine)
 
 
 @triton.jit
-def _collect(
+def _tally(table, deficits, lists, bins, row, start, width, limit, VOCAB: tl.constexpr, BY_MASS: tl.constexpr,
+           SCALE: tl.constexpr, LONG: tl.constexpr, LEVEL: tl.constexpr, SHORT_LIST: tl.constexpr,
+           BLOCK_V: tl.constexpr):  # fmt: skip
+    """Weights into the sixteen bins of a level."""
+    bin = 0
+    if LEVEL == 1:
+        bin, _ = _reached(bins, _target(table, bins, row, BY_MASS))
+    sums = no_sums(48 if BY_MASS else 16)
+    for step in tl.range(0, BLOCK_V, 32, loop_unroll_factor=4):
+        ids = start + step + tl.arange(0, 32)
+        if LEVEL == 0:
+            there = ids < VOCAB
+            deficit = tl.load(deficits + row * width + ids, mask=there, other=float("inf"))
+        else:
+            deficit, there = _listed(deficits, lists, row, ids, bins, width, VOCAB, LONG, SHORT_LIST)
+            there = there & (bin_of(deficit, 0) == bin)
+        sums = added_up(sums, deficit, there, limit, SCALE, BY_MASS, LEVEL)
+    keep_sums(bins + LEVEL * 32, sums, BY_MASS)
+
+
+@triton.jit
+def _collect(table, deficits, lists, bins, row, ids, width, limit, VOCAB: tl.constexpr, BY_MASS: tl.constexpr,
+             LONG: tl.constexpr, LEVEL: tl.constexpr, SHORT_LIST: tl.constexpr):  # fmt: skip
+    """What is in the bin that holds the limit, written down in any order; how much that is, even where it is too much."""
+    bin, left = _reached(bins, _target(table, bins, row, BY_MASS))
+    place = lists + row * (LONG + SHORT_LIST)
+    if LEVEL == 0:
+        deficit = tl.load(deficits + row * width + ids, mask=ids < VOCAB, other=float("inf"))
+        agrees = (ids < VOCAB) & (bin_of(deficit, 0) == bin)
+    else:
+        fine, _ = _reached(bins + 32, left)
+        deficit, agrees = _near(deficits, lists, row, ids, bins, width, bin, fine, VOCAB, LONG, SHORT_LIST)
+        place += LONG
+    if BY_MASS:
+        agrees = agrees & (deficit <= limit)
+    count = tl.sum(agrees.to(tl.int32), 0)
+    if count > 0:
+        rank = tl.cumsum(agrees.to(tl.int32), 0)
+        at = tl.atomic_add(bins + LEVEL * 32 + 16, count.to(tl.int64), sem="relaxed") + rank - 1
+        room: tl.constexpr = SHORT_LIST if LEVEL else LONG
+        tl.store(place + at, deficit, mask=agrees & (at < room))
+
+
+@triton.jit
+def _narrow(
     table,
     deficits,
     lists,
@@ -298,11 +210,12 @@ def _collect(
     SCALE: tl.constexpr,
     LONG: tl.constexpr,
     LEVEL: tl.constexpr,
+    COLLECTS: tl.constexpr,
     SHORT_LIST: tl.constexpr,
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """What is in the bin that holds the limit, written down in any order; how much that is, even where it is too much."""
+    """One level over one block of a row: what is in it is tallied, or then collected."""
     let_next_start(PDL)
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -313,24 +226,11 @@ def _collect(
         if (LEVEL == 0) | (start < written) | (written > LONG):
             ids = start + tl.arange(0, BLOCK_V)
             limit = _limit_so_far(table, found, row, COUNTED and BY_MASS)
-            bin, left = _reached(bins, _target(table, bins, row, BY_MASS))
-            place = lists + row * (LONG + SHORT_LIST)
-            if LEVEL == 0:
-                deficit = tl.load(deficits + row * width + ids, mask=ids < VOCAB, other=float("inf"))
-                agrees = (ids < VOCAB) & (_bin(deficit, 0) == bin)
+            if COLLECTS:
+                _collect(table, deficits, lists, bins, row, ids, width, limit, VOCAB, BY_MASS, LONG, LEVEL, SHORT_LIST)
             else:
-                fine, _ = _reached(bins + 32, left)
-                deficit, there = _listed(deficits, lists, row, ids, bins, width, VOCAB, LONG, SHORT_LIST)
-                agrees = there & (_bin(deficit, 0) == bin) & (_bin(deficit, 1) == fine)
-                place += LONG
-            if BY_MASS:
-                agrees = agrees & (deficit <= limit)
-            count = tl.sum(agrees.to(tl.int32), 0)
-            if count > 0:
-                rank = tl.cumsum(agrees.to(tl.int32), 0)
-                at = tl.atomic_add(bins + LEVEL * 32 + 16, count.to(tl.int64), sem="relaxed") + rank - 1
-                room: tl.constexpr = SHORT_LIST if LEVEL else LONG
-                tl.store(place + at, deficit, mask=agrees & (at < room))
+                _tally(table, deficits, lists, bins, row, start, width, limit, VOCAB, BY_MASS, SCALE, LONG, LEVEL, SHORT_LIST,
+                       BLOCK_V)  # fmt: skip
 
 
 @triton.jit
@@ -340,7 +240,7 @@ def _halved(lists, row, written, left, limit, SCALE: tl.constexpr, BY_MASS: tl.c
     ids = tl.arange(0, ROOM)
     there = ids < written
     deficit = tl.load(lists + row * (LONG + SHORT_LIST) + LONG + ids, mask=there, other=0.0)
-    weight = tl.where(there, _weight(deficit, limit, SCALE, BY_MASS), 0)
+    weight = tl.where(there, weight_of(deficit, limit, SCALE, BY_MASS), 0)
     bits = deficit.to(tl.int32, bitcast=True)
     high = tl.max(bits, 0)
     low = tl.minimum(tl.min(tl.where(there, bits, 2139095040), 0), high)
@@ -390,8 +290,7 @@ def _find(
             low = tl.full((), 2139095040, dtype=tl.int32)  # infinity, by its bits
             ids = tl.arange(0, SHORTER)
             for start in range(0, stop, SHORTER):
-                deficit, there = _listed(deficits, lists, row, start + ids, bins, width, VOCAB, LONG, SHORT_LIST)
-                there = there & (_bin(deficit, 0) == bin) & (_bin(deficit, 1) == fine)
+                deficit, there = _near(deficits, lists, row, start + ids, bins, width, bin, fine, VOCAB, LONG, SHORT_LIST)
                 bits = deficit.to(tl.int32, bitcast=True)
                 high = tl.maximum(high, tl.max(tl.where(there, bits, 0), 0))
                 low = tl.minimum(low, tl.min(tl.where(there, bits, 2139095040), 0))
@@ -399,10 +298,9 @@ def _find(
                 middle = low + (high - low) // 2
                 total = tl.full((), 0, dtype=tl.int64)
                 for start in range(0, stop, SHORTER):
-                    deficit, there = _listed(deficits, lists, row, start + ids, bins, width, VOCAB, LONG, SHORT_LIST)
-                    there = there & (_bin(deficit, 0) == bin) & (_bin(deficit, 1) == fine)
+                    deficit, there = _near(deficits, lists, row, start + ids, bins, width, bin, fine, VOCAB, LONG, SHORT_LIST)
                     below = there & (deficit.to(tl.int32, bitcast=True) <= middle)
-                    total += tl.sum(tl.where(below, _weight(deficit, limit, SCALE, BY_MASS), 0), 0)
+                    total += tl.sum(tl.where(below, weight_of(deficit, limit, SCALE, BY_MASS), 0), 0)
                 enough = total >= left
                 high = tl.where(enough, middle, high)
                 low = tl.where(enough, low, middle + 1)
@@ -441,10 +339,10 @@ def searched(
     for by_mass in kinds:
         given = (table, deficits, lists, found, tallies[int(by_mass)], width)
         sizes = {"VOCAB": vocab, "COUNTED": counted, "BY_MASS": by_mass, "SCALE": 2.0**MASS_BITS, "LONG": long}
-        steps = [(_tally, 0), (_collect, 0), (_tally, 1), (_collect, 1)]
-        for kernel, level in steps[1:] if by_mass == kinds[0] else steps:  # the first is in the deficits already
-            kernel[(rows, triton.cdiv(vocab, block))](
-                *given, **sizes, LEVEL=level, SHORT_LIST=SHORT, BLOCK_V=block, num_warps=1, **options
+        steps = [(level, collects) for level in (0, 1) for collects in (False, True)]
+        for level, collects in steps[1:] if by_mass == kinds[0] else steps:  # the first is in the deficits already
+            _narrow[(rows, triton.cdiv(vocab, block))](
+                *given, **sizes, LEVEL=level, COLLECTS=collects, SHORT_LIST=SHORT, BLOCK_V=block, num_warps=1, **options
             )
         _find[(rows,)](*given, **sizes, SHORT_LIST=SHORT, SHORTER=min(FEWEST, SHORT), num_warps=16, **options)
     return found
