@@ -16,7 +16,7 @@ from onedraw.backends.packing import reads_spans, saved_in_blocks
 from onedraw.backends.plan import MemoryPlan
 from onedraw.backends.precision import float_dtype
 from onedraw.checkpoints.base import Checkpoint
-from onedraw.checkpoints.random_drafter import DRAFTERS
+from onedraw.checkpoints.shapes import DRAFTERS
 from onedraw.drafters import built_in
 from onedraw.errors import BadSetting, UnsupportedModel
 from onedraw.models.dflash import check_fit, describe_drafter, is_drafter

@@ -1,8 +1,8 @@
-"""One way to make a torch backend from a folder or file, for every test that needs one."""
+"""One way to make a torch backend from a folder or file, and rows for it, for every test that needs them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,23 @@ from onedraw.backends.torch.stages import Site
 from onedraw.checkpoints.base import open_checkpoint
 from onedraw.models.loading import describe
 from onedraw.settings import default_cache_dir
+from onedraw.types import History, Row, SamplingParams
+
+
+def part_of(tokens: Sequence[int], start: int, stop: int, *, prompt: int, groups: int) -> Row:
+    """Positions [start, stop) of a text whose first `prompt` tokens are a prompt: nothing is chosen."""
+    return Row(
+        request_id="x",
+        lane=0,
+        pages=(tuple(range(20)),) * groups,
+        start=start,
+        tokens=tuple(tokens[start:stop]),
+        drafts=(),
+        prompt_stop=prompt,
+        chooses=False,
+        params=SamplingParams(),
+        history=History(tuple(tokens)),
+    )
 
 
 def backend_of(

@@ -5,33 +5,17 @@ In: a folder or a file. Out: a Checkpoint, mapped and not yet read. Nothing here
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from onedraw.checkpoints.gguf import GgufCheckpoint, split_name
 from onedraw.checkpoints.safetensors import SafetensorsCheckpoint
 from onedraw.errors import Corrupt, NotFound
-from onedraw.models.source import Dialect, Tensor
+from onedraw.models.source import Source
 
 
-class Checkpoint(Protocol):
-    """An open checkpoint: a models.source.Source that can be named by its content and let go."""
-
-    @property
-    def path(self) -> Path: ...
-
-    @property
-    def dialect(self) -> Dialect: ...
-
-    @property
-    def tensors(self) -> Mapping[str, Tensor]: ...
-
-    @property
-    def config(self) -> Mapping[str, Any]: ...
-
-    @property
-    def generation_config(self) -> Mapping[str, Any]: ...
+class Checkpoint(Source, Protocol):
+    """An open checkpoint: a source that can be named by its content and let go."""
 
     def fingerprint(self) -> str: ...
 

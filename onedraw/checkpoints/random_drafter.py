@@ -20,28 +20,6 @@ from onedraw.models.dflash_layouts import layout_of, read_description
 from onedraw.models.source import Dialect, Tensor
 from onedraw.models.weights import Shape, Where
 
-SLIDING, FULL = "sliding_attention", "full_attention"
-DRAFTERS: dict[str, dict[str, Any]] = {
-    "qwen3.6-27b-dflash": {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "vocab_size": 248_320,
-        "hidden_size": 5120,
-        "intermediate_size": 17_408,
-        "num_hidden_layers": 5,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "layer_types": [SLIDING] * 4 + [FULL],
-        "sliding_window": 2048,
-        "max_position_embeddings": 262_144,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10_000_000.0,
-        "num_target_layers": 64,
-        "dflash_config": {"block_size": 16, "mask_token_id": 248_070, "target_layer_ids": [1, 16, 31, 46, 61]},
-    }
-}
-
 
 @dataclass(frozen=True, slots=True)
 class RandomDrafter:

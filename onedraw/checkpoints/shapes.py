@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from onedraw.checkpoints.random import RandomCheckpoint
-from onedraw.checkpoints.random_drafter import DRAFTERS, RandomDrafter, make_drafter
+from onedraw.checkpoints.random_drafter import RandomDrafter, make_drafter
 from onedraw.checkpoints.random_packed import MIXTURES
 from onedraw.errors import Corrupt, NotFound
 from onedraw.models.registry import identify
@@ -102,6 +102,27 @@ SHAPES: dict[str, dict[str, Any]] = {
             FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
         },
     },
+}
+
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "qwen3.6-27b-dflash": {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "vocab_size": 248_320,
+        "hidden_size": 5120,
+        "intermediate_size": 17_408,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "layer_types": [SLIDING] * 4 + [FULL],
+        "sliding_window": 2048,
+        "max_position_embeddings": 262_144,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000_000.0,
+        "num_target_layers": 64,
+        "dflash_config": {"block_size": 16, "mask_token_id": 248_070, "target_layer_ids": [1, 16, 31, 46, 61]},
+    }
 }
 
 

@@ -183,18 +183,26 @@ def _from_metadata(source: Source, traits: Traits) -> ModelSpec:
         )
         for index in range(count)
     )
-    embedding = tensors.get("token_embd.weight")
     spec = ModelSpec(
         family=traits.family,
         layers=layers,
         hidden=hidden,
-        vocab=keys.whole("vocab_size", embedding.shape[0] if embedding is not None and embedding.shape else None),
-        eps=keys.number("attention.layer_norm_rms_epsilon"),
-        tied="output.weight" not in tensors,
         max_context=max_context,
+        **stored_ends(keys, source),
     )
     keys.refuse_rest(HARMLESS_METADATA)
     return checked(spec, origin)
+
+
+def stored_ends(keys: Keys, source: Source) -> dict[str, Any]:
+    """What every GGUF says alike of what is outside the layers. It need not tell the size of the vocabulary, and has no key
+    for a tied head: it has the head's own tensor or not."""
+    embedding = source.tensors.get("token_embd.weight")
+    return {
+        "vocab": keys.whole("vocab_size", embedding.shape[0] if embedding is not None and embedding.shape else None),
+        "eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "tied": "output.weight" not in source.tensors,
+    }
 
 
 def _stored_feed_forwards(keys: Keys, source: Source, count: int, traits: Traits) -> list[MlpSpec | MoeSpec]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onedraw.errors import Corrupt, UnsupportedModel
-from onedraw.models.family import HARMLESS_METADATA, Family, checked
+from onedraw.models.family import HARMLESS_METADATA, Family, checked, stored_ends
 from onedraw.models.keys import HARMLESS, MOST_LAYERS, Keys, code_notes, layer_types, refuse_quantized, text_part
 from onedraw.models.recipes import PLAIN_EXPERT_NAMES, experts, gguf_experts
 from onedraw.models.rope import DEFAULT_THETA, rope_of_divisors, ropes_by_layer_type
@@ -179,12 +179,11 @@ def _config_experts(keys: Keys) -> MoeSpec | None:
 
 
 def _from_metadata(source: Source) -> ModelSpec:
-    tensors, origin = source.tensors, source.path.name
+    origin = source.path.name
     keys = Keys(source.config, origin=origin, prefix="gemma4.")
     count = keys.whole("block_count", most=MOST_LAYERS)
     shared = keys.whole("attention.shared_kv_layers", 0, least=0, most=count - 1)
     hidden = keys.whole("embedding_length")
-    embedding = tensors.get("token_embd.weight")
     spec = ModelSpec(
         family="gemma4",
         layers=_layers(
@@ -197,9 +196,7 @@ def _from_metadata(source: Source) -> ModelSpec:
             origin=origin,
         ),
         hidden=hidden,
-        vocab=keys.whole("vocab_size", embedding.shape[0] if embedding is not None and embedding.shape else None),
-        eps=keys.number("attention.layer_norm_rms_epsilon"),
-        tied="output.weight" not in tensors,
+        **stored_ends(keys, source),
         max_context=keys.whole("context_length"),
         softcap=keys.number("final_logit_softcapping") if keys.get("final_logit_softcapping") else None,
         norm="wide",

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from onedraw.errors import Corrupt, UnsupportedModel
-from onedraw.models.family import HARMLESS_METADATA, Family, checked
+from onedraw.models.family import HARMLESS_METADATA, Family, checked, stored_ends
 from onedraw.models.keys import HARMLESS, HARMLESS_OF_EXPERTS, MOST_LAYERS, Keys, code_notes, layer_types, refuse_quantized
 from onedraw.models.recipes import PLAIN_EXPERT_NAMES, experts, gguf_experts
 from onedraw.models.rope import DEFAULT_THETA, rope_from_metadata, ropes_by_layer_type, turning_dims
@@ -167,14 +167,11 @@ def _from_metadata(source: Source) -> ModelSpec:
     ]
     leading = keys.whole("leading_dense_block_count", 1, least=0)
     dense, sparse = MlpSpec(keys.whole("feed_forward_length")), _gguf_experts(keys)
-    embedding = tensors.get("token_embd.weight")
     spec = ModelSpec(
         family="laguna",
         layers=tuple(LayerSpec(mixer, dense if index < leading else sparse) for index, mixer in enumerate(mixers)),
         hidden=keys.whole("embedding_length"),
-        vocab=keys.whole("vocab_size", embedding.shape[0] if embedding is not None and embedding.shape else None),
-        eps=keys.number("attention.layer_norm_rms_epsilon"),
-        tied="output.weight" not in tensors,
+        **stored_ends(keys, source),
         max_context=max_context,
     )
     keys.refuse_rest(HARMLESS_METADATA)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from onedraw.errors import UnsupportedModel
-from onedraw.models.family import HARMLESS_METADATA, Family, checked
+from onedraw.models.family import HARMLESS_METADATA, Family, checked, stored_ends
 from onedraw.models.keys import (
     HARMLESS,
     HARMLESS_OF_EXPERTS,
@@ -115,7 +115,7 @@ def _experts(keys: Keys) -> MoeSpec:
 
 
 def _from_metadata(source: Source, *, family: str, sparse: bool) -> ModelSpec:
-    metadata, tensors, origin = source.config, source.tensors, source.path.name
+    metadata, origin = source.config, source.path.name
     keys = Keys(metadata, origin=origin, prefix=f"{metadata['general.architecture']}.")
     guessing = keys.whole("nextn_predict_layers", 0, least=0)
     if guessing > 1:
@@ -143,16 +143,13 @@ def _from_metadata(source: Source, *, family: str, sparse: bool) -> ModelSpec:
         conv=keys.whole("ssm.conv_kernel", least=2),
     )
     feed_forward = _gguf_experts(keys) if sparse else MlpSpec(keys.whole("feed_forward_length"))
-    embedding = tensors.get("token_embd.weight")
     spec = ModelSpec(
         family=family,
         layers=tuple(
             LayerSpec(delta if linear else attention, feed_forward) for linear in _linear(keys, count + guessing)[:count]
         ),
         hidden=hidden,
-        vocab=keys.whole("vocab_size", embedding.shape[0] if embedding is not None and embedding.shape else None),
-        eps=keys.number("attention.layer_norm_rms_epsilon"),
-        tied="output.weight" not in tensors,
+        **stored_ends(keys, source),
         max_context=max_context,
         norm="wide",
     )

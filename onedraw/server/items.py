@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator
+from pydantic import PlainValidator
 from pydantic_core import PydanticCustomError
 
 from onedraw.errors import BadParameter
@@ -175,13 +175,7 @@ class ResponsesRequest(Strict):
     metadata: dict[str, str] | None = wish("object", "the caller's own notes, given back")
     top_k: Whole | None = wish("integer >= -1", "0 and -1: off")
     min_p: float | None = wish("number, 0 … 1", "0: off")
-    seed: int | None = Field(
-        None,
-        description="left out, the server draws one; the reply says which",
-        json_schema_extra={"values": "integer, 0 … 2^53 - 1"},
-        ge=0,
-        lt=SEED_LIMIT,
-    )
+    seed: int | None = wish("integer, 0 … 2^53 - 1", "left out, the server draws one; the reply says which", ge=0, lt=SEED_LIMIT)
     thinking_budget: Whole | None = wish("integer >= 0", "tokens of thinking, after which it is closed")
     chat_template_kwargs: dict[str, Any] = wish("object", "variables of the checkpoint's chat template", {})
     speculation: bool = wish("boolean", "false: nothing is guessed ahead; guesses never change a reply", True)

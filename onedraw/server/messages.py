@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, model_validator
+from pydantic import PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from onedraw.errors import OnedrawError
@@ -239,13 +239,7 @@ class MessagesRequest(CountRequest):
     top_p: float | None = wish("number, over 0 … 1", "1: off")
     top_k: Whole | None = wish("integer >= -1", "0 and -1: off")
     min_p: float | None = wish("number, 0 … 1", "0: off")
-    seed: int | None = Field(
-        None,
-        description="left out, the server draws one; the reply says which",
-        json_schema_extra={"values": "integer, 0 … 2^53 - 1"},
-        ge=0,
-        lt=SEED_LIMIT,
-    )
+    seed: int | None = wish("integer, 0 … 2^53 - 1", "left out, the server draws one; the reply says which", ge=0, lt=SEED_LIMIT)
     speculation: bool = wish("boolean", "false: nothing is guessed ahead; guesses never change a reply", True)
 
     def chat(self) -> dict[str, Any]:

@@ -11,8 +11,7 @@ import pytest
 from onedraw.assemble import open_door
 from onedraw.backends.devices import parse_device
 from onedraw.backends.packing import saved_in_blocks
-from onedraw.checkpoints.random_drafter import DRAFTERS
-from onedraw.checkpoints.shapes import SHAPES, open_random, open_random_drafter
+from onedraw.checkpoints.shapes import DRAFTERS, SHAPES, open_random, open_random_drafter
 from onedraw.drafting import drafter_bytes
 from onedraw.errors import NoRoom, NotFound
 from onedraw.models.dflash import check_fit, describe_drafter

@@ -6,9 +6,7 @@ Without an accelerator the kernels alone, under Triton's interpreter.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -258,27 +256,9 @@ def test_a_kept_draft_comes_home_with_its_scales(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "gemma4_e4b"])
 def test_no_schedule_changes_a_bit_of_a_family(name: str, kind: str) -> None:
-    from tests.device.test_families import VOCAB, backend_of, requests, same
-    from tests.laws.harness import Clairvoyant, Schedule, plain, run
+    from tests.device.test_families import backend_of, requests, schedules_agree
+    from tests.laws.harness import plain
 
-    asked = requests()
-    lonely = backend_of(name, lanes=1, kv_dtype=kind)
-    assert lonely.report is not None
-    assert lonely.report.holds, lonely.report.findings
-    expected = plain(lambda: lonely, asked)
-    drafts = Clairvoyant({r.id: a.tokens for r, a in zip(asked, expected, strict=True)}, VOCAB)
-    trees = dataclasses.replace(drafts, tree=True)
-    late = tuple(range(0, 16 * len(asked), 16))
-    counted: Counter[str] = Counter()
-    for label, backend, schedule in (
-        ("small turns", backend_of(name, kv_dtype=kind), Schedule(turn_tokens=64, arrivals=(5, 0, 2, 9, 1, 3))),
-        ("checkpoints", backend_of(name, kv_dtype=kind), Schedule(reuse=True, arrivals=late)),
-        ("drafts", backend_of(name, kv_dtype=kind), Schedule(proposer=drafts, reuse=True)),
-        ("trees, few pages", backend_of(name, pages=26, kv_dtype=kind), Schedule(proposer=trees, turn_tokens=80, reuse=True)),
-    ):
-        got, stats = run(backend, asked, schedule)
-        assert same(got, expected), label
-        counted.update(kept=stats.accepted_tokens, trees=stats.draft_trees, hits=stats.prefix_hits)
-    assert all(counted.values()), counted
-    [plainly] = plain(lambda: backend_of(name, lanes=1), asked[:1])
+    expected = schedules_agree(name, kv_dtype=kind)
+    [plainly] = plain(lambda: backend_of(name, lanes=1), requests()[:1])
     assert plainly.checksums != expected[0].checksums  # the codes are read

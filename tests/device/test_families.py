@@ -74,10 +74,10 @@ def same(got: list[Answer], expected: list[Answer]) -> bool:
     return [dataclasses.replace(a, cached=0) for a in got] == [dataclasses.replace(a, cached=0) for a in expected]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_no_schedule_changes_a_bit_on_the_device(name: str) -> None:
+def schedules_agree(name: str, *, kv_dtype: str | None = None) -> list[Answer]:
+    """Every schedule against the plain run, whose answers are given back; each must have happened."""
     asked = requests()
-    lonely = backend_of(name, lanes=1)
+    lonely = backend_of(name, lanes=1, kv_dtype=kv_dtype)
     assert lonely.report is not None
     assert lonely.report.holds, lonely.report.findings
     expected = plain(lambda: lonely, asked)
@@ -85,13 +85,14 @@ def test_no_schedule_changes_a_bit_on_the_device(name: str) -> None:
     trees = dataclasses.replace(drafts, tree=True)
     late = tuple(range(0, 16 * len(asked), 16))
     counted: Counter[str] = Counter()
-    for label, backend, schedule in (
-        ("batched", backend_of(name), Schedule()),
-        ("small turns", backend_of(name), Schedule(turn_tokens=64, arrivals=(5, 0, 2, 9, 1, 3))),
-        ("checkpoints", backend_of(name), Schedule(reuse=True, arrivals=late)),
-        ("drafts", backend_of(name), Schedule(proposer=drafts, reuse=True)),
-        ("trees, few pages", backend_of(name, pages=26), Schedule(proposer=trees, turn_tokens=80, reuse=True)),
+    for label, pages, schedule in (
+        ("batched", 200, Schedule()),
+        ("small turns", 200, Schedule(turn_tokens=64, arrivals=(5, 0, 2, 9, 1, 3))),
+        ("checkpoints", 200, Schedule(reuse=True, arrivals=late)),
+        ("drafts", 200, Schedule(proposer=drafts, reuse=True)),
+        ("trees, few pages", 26, Schedule(proposer=trees, turn_tokens=80, reuse=True)),
     ):
+        backend = backend_of(name, pages=pages, kv_dtype=kv_dtype)
         got, stats = run(backend, asked, schedule)
         assert same(got, expected), label
         counted.update(kept=stats.accepted_tokens, rejected=stats.draft_tokens - stats.accepted_tokens)
@@ -99,3 +100,9 @@ def test_no_schedule_changes_a_bit_on_the_device(name: str) -> None:
             counted.update(ahead=stats.turns_ahead)
         counted.update(trees=stats.draft_trees, hits=stats.prefix_hits, whole=stats.whole_prompts)
     assert all(counted.values()), counted
+    return expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_schedule_changes_a_bit_on_the_device(name: str) -> None:
+    schedules_agree(name)

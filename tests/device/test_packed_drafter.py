@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from onedraw.checkpoints.random_drafter import DRAFTERS, make_drafter
+from onedraw.checkpoints.random_drafter import make_drafter
+from onedraw.checkpoints.shapes import DRAFTERS
 from onedraw.engine.engine import Engine
 from onedraw.engine.scheduler import Scheduler
 from onedraw.memory.ledger import Ledger

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from onedraw.backends.torch.backend import TorchBackend
-from onedraw.types import History, Plan, Request, Row, SamplingParams
+from onedraw.types import Plan, Request, SamplingParams
 from tests import tiny, tiny_modern
 from tests.laws.harness import Schedule, run
-from tests.making import backend_of
+from tests.making import backend_of, part_of
 
 LENGTH = 150  # past every window, past two blocks of keys and two chunks
 NAMES = (*tiny.NAMES, *(name for name in tiny.MODERN if not name.endswith(tiny_modern.MTP)))
@@ -25,18 +25,7 @@ def hidden_logits(backend: TorchBackend, tokens: list[int], cuts: list[int], *, 
 
     out = []
     for start, stop in itertools.pairwise(cuts):
-        row = Row(
-            request_id="x",
-            lane=0,
-            pages=(tuple(range(20)),) * len(backend.capacity.groups),
-            start=start,
-            tokens=tuple(tokens[start:stop]),
-            drafts=(),
-            prompt_stop=prompt,
-            chooses=False,
-            params=SamplingParams(),
-            history=History(tuple(tokens)),
-        )
+        row = part_of(tokens, start, stop, prompt=prompt, groups=len(backend.capacity.groups))
         inputs = make_inputs(Plan((row,)), shape=backend._shape, device=torch.device("cpu"))
         hidden = backend._stack.hidden(inputs, backend._states)
         out.append(backend._picker.logits(hidden, list(range(stop - start))))

@@ -16,10 +16,10 @@ from onedraw.backends.xla.backend import XlaBackend
 from onedraw.backends.xla.inputs import make_inputs
 from onedraw.backends.xla.sampler import logits_of
 from onedraw.errors import UnsupportedModel
-from onedraw.types import History, Request, Row, SamplingParams
+from onedraw.types import Request, SamplingParams
 from tests import tiny
 from tests.laws.harness import Schedule, run
-from tests.making import backend_of
+from tests.making import backend_of, part_of
 
 LENGTH = 150  # past every window, past a block of keys and two chunks
 FAMILIES = ("llama31", "mistral", "qwen2", "qwen3", "qwen3_5")
@@ -29,18 +29,7 @@ def logits(backend: XlaBackend, tokens: list[int], cuts: list[int], *, prompt: i
     """Logits of every position, the text computed in parts."""
     out = []
     for start, stop in itertools.pairwise(cuts):
-        row = Row(
-            request_id="x",
-            lane=0,
-            pages=(tuple(range(20)),) * len(backend.capacity.groups),
-            start=start,
-            tokens=tuple(tokens[start:stop]),
-            drafts=(),
-            prompt_stop=prompt,
-            chooses=False,
-            params=SamplingParams(),
-            history=History(tuple(tokens)),
-        )
+        row = part_of(tokens, start, stop, prompt=prompt, groups=len(backend.capacity.groups))
         inputs = make_inputs([row], backend.shape, conv=backend._conv)
         x, _, _ = backend._forward(inputs, np.zeros(backend.shape.picks, dtype=np.int32))
         rows = np.asarray(x)[: stop - start]

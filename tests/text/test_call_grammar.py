@@ -12,13 +12,13 @@ import pytest
 from onedraw.errors import BadParameter
 from onedraw.sampling.adjust import unpacked
 from onedraw.text.call_grammar import CallGrammar
-from onedraw.text.call_parsers import Arguments, Begin, End
-from onedraw.text.call_reading import CallReader, Text
+from onedraw.text.call_reading import CallReader
 from onedraw.text.grammar import Grammars
 from onedraw.text.guides import LarkGuide
 from onedraw.text.reading import PLAIN
 from onedraw.text.tokenizer import Tokenizer
 from onedraw.text.tools import Calls, Dialect, Tool
+from tests.calls import gathered
 
 EOS = 256
 DIALECTS: tuple[Dialect, ...] = ("hermes", "qwen_xml", "laguna", "gemma", "llama", "pythonic")
@@ -100,18 +100,7 @@ def lark(dialect: Dialect, tokenizer: Tokenizer, *tools: Tool, must: bool = True
 
 def calls_in(dialect: Dialect, text: str) -> tuple[str, list[tuple[str, str]]]:
     reader = CallReader(Calls(dialect, (WEATHER, STOP)))
-    content, calls = "", []
-    for event in [*reader.push(text), *reader.finish()]:
-        match event:
-            case Text(said):
-                content += said
-            case Begin(name):
-                calls.append([name, ""])
-            case Arguments(said):
-                calls[-1][1] += said
-            case End():
-                pass
-    return content, [(name, arguments) for name, arguments in calls]
+    return gathered([*reader.push(text), *reader.finish()])
 
 
 @pytest.mark.parametrize("tokenizer", [PLAIN_BYTES, WITH_MARKERS], ids=["spelled", "special"])

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onedraw.text.call_parsers import Arguments, Begin, End
-from onedraw.text.call_reading import CallReader, Text
+from onedraw.text.call_parsers import Arguments
+from onedraw.text.call_reading import CallReader
 from onedraw.text.tools import Calls, Dialect, Tool, tool_syntax
+from tests.calls import gathered
 
 WEATHER = Tool(
     "weather",
@@ -54,18 +55,7 @@ def read(dialect: Dialect, text: str, width: int = 1000) -> tuple[str, list[tupl
     """Content, calls with their arguments, and how many came to an end."""
     reader = CallReader(Calls(dialect, (WEATHER,)))
     events = [event for start in range(0, len(text), width) for event in reader.push(text[start : start + width])]
-    content, calls = "", []
-    for event in [*events, *reader.finish()]:
-        match event:
-            case Text(said):
-                content += said
-            case Begin(name):
-                calls.append([name, ""])
-            case Arguments(said):
-                calls[-1][1] += said
-            case End():
-                pass
-    return content, [(name, arguments) for name, arguments in calls], reader.calls
+    return *gathered([*events, *reader.finish()]), reader.calls
 
 
 @pytest.mark.parametrize("dialect", SPELLED)
