@@ -14,6 +14,9 @@ timeout 110 python3 -m bench.gpu_rows check 2>&1 | tee "$logs/rows_check.log"
 timeout 40 python3 -m bench.gpu_rows time --all-forms 2>&1 | tee "$logs/rows.log"
 timeout 60 python3 -m bench.gpu_wide time 2>&1 | tee "$logs/wide.log"
 timeout 60 python3 -m bench.gpu_wide few 2>&1 | tee "$logs/few.log"
+timeout 90 python3 -m bench.gpu_experts check 2>&1 | tee "$logs/experts_check.log"
+timeout 90 python3 -m bench.gpu_experts time 2>&1 | tee "$logs/experts.log"
+timeout 60 python3 -m bench.gpu_experts heights 2>&1 | tee "$logs/heights.log"
 timeout 150 python3 -m bench.gpu_backend turns prefill --model random:qwen3.6-27b-q4_k_m --memory 24 --lanes 8 --pages 2100 --context 33000 \
   >"$logs/b27.log" 2>&1
 tail -45 "$logs/b27.log"

@@ -8,7 +8,7 @@ import torch
 
 from onedraw.backends.packing import SPANS, UNIT_ROWS, span_bytes, unit_bytes
 from onedraw.backends.torch.kernels import fragments as fragments_module
-from onedraw.backends.torch.kernels.fragments import Fragments, empty_fragments, fill_fragments, row_slices
+from onedraw.backends.torch.kernels.fragments import Fragments, empty_fragments, fill_fragments, slices_of
 from onedraw.checkpoints.quants import KINDS, dequantize_into
 from onedraw.checkpoints.random_blocks import random_blocks
 
@@ -110,7 +110,7 @@ def test_rows_may_come_in_any_slices_and_the_rest_is_zero(kind: str, monkeypatch
     monkeypatch.setattr(fragments_module, "VALUES_AT_ONCE", 16 * width)
     raw = random_blocks(kind, 21, width, np.random.default_rng(2))
     made = empty_fragments(kind, rows=40, width=width, device=CPU)
-    slices = list(row_slices(21, width))
+    slices = [part for _, part in slices_of(1, 21, width)]
     assert [part.stop - part.start for part in slices] == [16, 5]
     for part in slices:
         fill_fragments(made, torch.from_numpy(raw)[part], first=5 + part.start)
@@ -126,3 +126,23 @@ def test_units_take_what_is_stored_and_what_the_plan_says(kind: str) -> None:
     assert unit_bytes(kind) % 16 == 0  # loads of 16 bytes
     for rows, width in ((32, 512), (7, 768), (33, 256)):
         assert empty_fragments(kind, rows=rows, width=width, device=CPU).nbytes == span_bytes((rows, width), kind)
+        assert empty_fragments(kind, rows=rows, width=width, device=CPU, count=3).nbytes == span_bytes((3, rows, width), kind)
+
+
+def test_matrices_of_a_stack_lie_one_behind_the_other_each_as_if_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether several are put in order at once or none as a whole, and with another stack's rows below them."""
+    width, count = 256, 5
+    above, below = (random_blocks("Q5_K", count * rows, width, np.random.default_rng(rows)) for rows in (21, 8))
+    for at_once in (16 * width, 48 * width, 1 << 24):
+        monkeypatch.setattr(fragments_module, "VALUES_AT_ONCE", at_once)
+        made = empty_fragments("Q5_K", rows=40, width=width, device=CPU, count=count)
+        for stack, rows, first in ((above, 21, 0), (below, 8, 32)):
+            raw = torch.from_numpy(stack).view(count, rows, -1)
+            for matrices, part in slices_of(count, rows, width):
+                fill_fragments(made, raw[matrices, part], first=first + part.start, number=matrices.start)
+        for number in range(count):
+            alone = empty_fragments("Q5_K", rows=40, width=width, device=CPU)
+            fill_fragments(alone, torch.from_numpy(above[number * 21 : (number + 1) * 21]), first=0)
+            fill_fragments(alone, torch.from_numpy(below[number * 8 : (number + 1) * 8]), first=32)
+            assert torch.equal(made.matrix(number).units, alone.units)
+            assert made.matrix(number).count == 1

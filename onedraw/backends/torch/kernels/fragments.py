@@ -33,13 +33,14 @@ SIGN_PLACES = (13, 14, 12, 15)
 
 @dataclass(frozen=True, slots=True)
 class Fragments:
-    """One weight [rows, width]."""
+    """One weight [rows, width], or as many as there are experts, one behind the other."""
 
     kind: str
-    rows: int
+    rows: int  # of one
     width: int
-    units: Tensor  # [rows / 16, spans, bytes] uint8
+    units: Tensor  # [count * rows / 16, spans, bytes] uint8
     counters: Tensor  # int32 [rows / 16 + 1]: zero between products, which count in them who is done
+    count: int = 1
 
     @property
     def nbytes(self) -> int:
@@ -49,32 +50,48 @@ class Fragments:
     def spans(self) -> int:
         return self.units.shape[1]
 
+    @property
+    def tall(self) -> int:
+        """Units of outputs of one."""
+        return len(self.units) // self.count
 
-def empty_fragments(kind: str, *, rows: int, width: int, device: torch.device) -> Fragments:
+    def matrix(self, number: int) -> Fragments:
+        """One of them, in the same memory."""
+        own = self.units[number * self.tall : (number + 1) * self.tall]
+        return Fragments(self.kind, self.rows, self.width, own, self.counters)
+
+
+def empty_fragments(kind: str, *, rows: int, width: int, device: torch.device, count: int = 1) -> Fragments:
     tall, spans = -(-rows // UNIT_ROWS), -(-width // SPAN)
-    units = torch.zeros(tall, spans, unit_bytes(kind), dtype=torch.uint8, device=device)
-    return Fragments(kind, rows, width, units, torch.zeros(tall + 1, dtype=torch.int32, device=device))
+    units = torch.zeros(count * tall, spans, unit_bytes(kind), dtype=torch.uint8, device=device)
+    return Fragments(kind, rows, width, units, torch.zeros(tall + 1, dtype=torch.int32, device=device), count)
 
 
-def fill_fragments(fragments: Fragments, raw: Tensor, *, first: int) -> None:
-    """Stored rows [n, bytes] → rows first … first + n of a matrix. Each row is filled once."""
-    begin, end = first // UNIT_ROWS, -(-(first + len(raw)) // UNIT_ROWS)
-    above, below = first - begin * UNIT_ROWS, end * UNIT_ROWS - first - len(raw)
+def fill_fragments(fragments: Fragments, raw: Tensor, *, first: int, number: int = 0) -> None:
+    """Stored rows [n, bytes] → rows first … first + n of a matrix, or [m, n, bytes] → those of matrices number … number + m. Each
+    row is filled once."""
+    raw = raw.view(-1, *raw.shape[-2:])
+    many, rows, _ = raw.shape
+    begin, end = first // UNIT_ROWS, -(-(first + rows) // UNIT_ROWS)
+    above, below = first - begin * UNIT_ROWS, end * UNIT_ROWS - first - rows
     size, per_span = KINDS[fragments.kind].size, SPAN // KINDS[fragments.kind].values
-    blocks = raw.view(len(raw), -1, size)
-    missing = fragments.spans * per_span - blocks.shape[1]
+    blocks = raw.view(many, rows, -1, size)
+    missing = fragments.spans * per_span - blocks.shape[2]
     if missing or above or below:
         blocks = torch.nn.functional.pad(blocks, (0, 0, 0, missing, above, below))
-    blocks = _split(blocks, 1, fragments.spans, per_span)
+    blocks = _split(blocks.flatten(0, 1), 1, fragments.spans, per_span)
     made = torch.cat([part.flatten(2) for part in _parts(blocks, fragments.kind)], 2)
-    fragments.units[begin:end] |= made
+    places = _split(fragments.units, 0, fragments.count, fragments.tall)
+    places[number : number + many, begin:end] |= _split(made, 0, many, end - begin)
 
 
-def row_slices(rows: int, width: int) -> Iterator[slice]:
-    """All rows, as many at a time as are put in order at once."""
+def slices_of(count: int, rows: int, width: int) -> Iterator[tuple[slice, slice]]:
+    """All rows of so many matrices, as many at a time as are put in order at once: whole matrices, or some rows of one."""
     step = max(UNIT_ROWS, VALUES_AT_ONCE // max(width, 1) // UNIT_ROWS * UNIT_ROWS)
-    for start in range(0, rows, step):
-        yield slice(start, min(start + step, rows))
+    together = max(1, step // max(rows, 1))
+    for number in range(0, count, together):
+        for start in range(0, rows, step):
+            yield slice(number, min(number + together, count)), slice(start, min(start + step, rows))
 
 
 # ------------------------------------------------------------------ stored bytes → parts of a unit

@@ -2,7 +2,8 @@
 //
 // In: units of 16 outputs by 256 inputs, as fragments.py lays them, and rows as spans.py makes them ready; the rule of the
 // arithmetic stands there. Out: [rows, outputs]. Compiled at run time by nvrtc.py for a KIND (the kind's number in GGUF): with
-// TILES (of eight rows), WARPS (of a block, at most) and INSIDE the product, without them the rest.
+// TILES (of eight rows), WARPS (of a block, at most) and INSIDE the product, with GROUPED and BLOCKS (of a multiprocessor, at least) for INSIDE that of experts, without
+// them the rest.
 //
 // Work comes in items: sixteen outputs by a segment of four spans. A warp takes an item after the other; its weights come straight
 // into registers, a span ahead, and lie there as the matrix unit takes them. There are two ways to share items out:
@@ -10,7 +11,9 @@
 //             items, which the block adds up in the end.
 //   INSIDE 0  items stand segment by segment, and every block has an equal share of them, so it needs rows of one segment or two.
 //             Sums of items go to memory; whoever is the last to finish one of an output adds them.
-// Sums of segments are added from front to back either way: no number here, and no number of rows, changes a bit.
+//   GROUPED   a block of threads has a tile of the rows of one expert, and some of its outputs. A few warps share sixteen outputs, a
+//             segment each, and one of them adds up. There is nothing to share out: the tiles are made on the device.
+// Sums of segments are added from front to back in every way: no number here, and no number of rows, changes a bit.
 
 #define Q4_0 2
 #define Q4_1 3
@@ -338,7 +341,28 @@ struct Product {
     int height, step;       // units of outputs that a block has, where INSIDE, and those whose sums there is room for
     int buffers;            // segments of rows that there is room for, where not
     int bf16, pdl;
+#ifdef GROUPED
+    const int *pairs;       // of a row and one of its experts: where the rows of this product stand
+    int divide;             // pairs that read one row
+#endif
 };
+
+// Where row `row` of a product stands among all rows, and where its result does
+__device__ __forceinline__ int source_of(const Product &p, int row) {
+#ifdef GROUPED
+    return p.pairs[row] / p.divide;
+#else
+    return row;
+#endif
+}
+
+__device__ __forceinline__ int target_of(const Product &p, int row) {
+#ifdef GROUPED
+    return p.pairs[row];
+#else
+    return row;
+#endif
+}
 
 // Shared memory of a segment: per row numbers and their sums, padded so that eight rows lie in different banks, and a row of zeros
 // for those that are not there; then 2^e.
@@ -355,12 +379,12 @@ __device__ __forceinline__ void bring_rows(const Product &p, word to, int span) 
     for (int i = threadIdx.x; i < p.rows * (SEGMENT * 32); i += blockDim.x) {  // pieces of sixteen bytes
         const int row = i / (SEGMENT * 32), piece = i % (SEGMENT * 32);
         if (piece < live * 32)
-            copy_sixteen(to + row * ROW_BYTES + piece * 16, p.x + ((long long)row * p.spans + span) * SPAN + piece * 8);
+            copy_sixteen(to + row * ROW_BYTES + piece * 16, p.x + ((long long)source_of(p, row) * p.spans + span) * SPAN + piece * 8);
     }
 #pragma unroll 1
     for (int i = threadIdx.x; i < p.rows * (SEGMENT * 2); i += blockDim.x) {
         const int row = i / (SEGMENT * 2), piece = i % (SEGMENT * 2);
-        const long long at = (long long)row * p.spans + span;
+        const long long at = (long long)source_of(p, row) * p.spans + span;
         if (piece < live * 2) copy_sixteen(to + row * ROW_BYTES + SUMS_AT + piece * 16, p.sums + at * 16 + piece * 8);
         if (piece < live) copy_four(to + powers_at(p) + (piece * TILES * 8 + row) * 4, p.factors + at + piece);
     }
@@ -379,7 +403,7 @@ __device__ __forceinline__ void finish(const Product &p, const float (&total)[TI
                 if (p.bias) value = rounded_to(value + read_number(p.bias + output, p.bf16), p.bf16);
                 if (p.residual)
                     value = rounded_to(value + read_number(p.residual + row * p.residual_stride + output, p.bf16), p.bf16);
-                write_number(p.out + row * p.out_stride + output, value, p.bf16);
+                write_number(p.out + target_of(p, row) * p.out_stride + output, value, p.bf16);
             }
         }
 }
@@ -556,6 +580,7 @@ __device__ __forceinline__ Item place_of(const Product &p, int item, int first, 
     return found;
 }
 
+#ifndef GROUPED
 __device__ __forceinline__ void product(const Product &p) {
     extern __shared__ __align__(16) byte rows[];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
@@ -633,6 +658,95 @@ __device__ __forceinline__ void product(const Product &p) {
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) rows_product(const __grid_constant__ Product p) { product(p); }
+#else
+// ------------------------------------------------------------------ the products of many experts
+
+struct Grouped {
+    Product all;            // of one expert, but for its weights and its rows
+    const int *order;       // pairs, those of one expert one behind the other
+    const int *tiles;       // [gridDim.x, 3]: an expert, its first pair of this tile in `order`, pairs of the tile, which may be none
+    long long expert_bytes;
+    int sides;              // warps that share sixteen outputs, a segment each at a time
+};
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) grouped_product(const __grid_constant__ Grouped g) {
+    extern __shared__ __align__(16) byte rows[];
+    __shared__ int pairs[TILES * 8];
+#if __CUDA_ARCH__ >= 900
+    if (g.all.pdl) asm volatile("griddepcontrol.launch_dependents; griddepcontrol.wait;" ::: "memory");
+#endif
+    const int *tile = g.tiles + blockIdx.x * 3;
+    if (tile[2] == 0) return;
+    Product p = g.all;
+    p.units += tile[0] * g.expert_bytes;
+    p.rows = tile[2];
+    p.pairs = pairs;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, side = warp % g.sides;
+    const int units = (blockDim.x >> 5) / g.sides, tall = blockIdx.y * units + warp / g.sides;
+    const int segments = (p.spans + SEGMENT - 1) / SEGMENT, bytes = buffer_bytes(p);
+    const word rows_at = (word)__cvta_generic_to_shared(rows);
+    const byte *weights = p.units + (long long)tall * p.spans * UNIT_BYTES;
+    bool live = tall < p.tall && side < segments;
+    Unit unit;
+    load_unit(unit, weights + side * SEGMENT * UNIT_BYTES, lane, live);
+    if (threadIdx.x < p.rows) pairs[threadIdx.x] = g.order[tile[1] + threadIdx.x];
+    const int pieces = (bytes - p.rows * ROW_BYTES) / 16;
+    for (int i = threadIdx.x; i < g.sides * pieces; i += blockDim.x)  // the row of zeros, and 2^e of those that are not there
+        ((uint4 *)(rows + i / pieces * bytes + p.rows * ROW_BYTES))[i % pieces] = make_uint4(0, 0, 0, 0);
+    word own_rows[TILES];
+#pragma unroll
+    for (int n = 0; n < TILES; n++) own_rows[n] = rows_at + side * bytes + min(n * 8 + (lane & 7), p.rows) * ROW_BYTES;
+    float4 *kept = (float4 *)(rows + g.sides * bytes) + lane;  // sums of the other sides: [units, sides - 1, TILES, 32 lanes]
+    float total[TILES][4];
+#pragma unroll
+    for (int n = 0; n < TILES; n++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) total[n][c] = 0.0f;
+#pragma unroll 1
+    for (int first = 0; first < segments; first += g.sides) {
+        const int here = min(g.sides, segments - first);
+        __syncthreads();  // the pairs are there, and nobody reads what was there before
+        for (int i = 0; i < here; i++) bring_rows(p, rows_at + i * bytes, (first + i) * SEGMENT);
+        asm volatile("cp.async.commit_group; cp.async.wait_group 0;" ::: "memory");
+        __syncthreads();
+        float sums[TILES][4];
+#pragma unroll
+        for (int n = 0; n < TILES; n++)
+#pragma unroll
+            for (int c = 0; c < 4; c++) sums[n][c] = 0.0f;
+        if (live) {
+            const int segment = first + side, spans = min(SEGMENT, p.spans - segment * SEGMENT);
+            const bool more = segment + g.sides < segments;
+            const byte *at = weights + segment * SEGMENT * UNIT_BYTES, *next = at + (more ? g.sides * SEGMENT * UNIT_BYTES : 0);
+#pragma unroll
+            for (int s = 0; s < SEGMENT; s++) {
+                if (s >= spans) break;
+                const bool closes = s + 1 >= spans;
+                add_span(p, sums, unit, closes ? next : at + (s + 1) * UNIT_BYTES, !closes || more, rows + side * bytes, own_rows, s);
+            }
+            live = more;
+        }
+        if (side > 0) {
+#pragma unroll
+            for (int n = 0; n < TILES; n++)
+                kept[((warp / g.sides * (g.sides - 1) + side - 1) * TILES + n) * 32] = make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]);
+        }
+        if (g.sides > 1) __syncthreads();
+        if (side > 0) continue;
+        for (int i = 0; i < here; i++)
+#pragma unroll
+            for (int n = 0; n < TILES; n++) {
+                const float4 v = i == 0 ? make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3])
+                                        : kept[((warp / g.sides * (g.sides - 1) + i - 1) * TILES + n) * 32];
+                total[n][0] = __fadd_rn(total[n][0], v.x);
+                total[n][1] = __fadd_rn(total[n][1], v.y);
+                total[n][2] = __fadd_rn(total[n][2], v.z);
+                total[n][3] = __fadd_rn(total[n][3], v.w);
+            }
+    }
+    if (side == 0 && tall < p.tall) finish(p, total, tall);
+}
+#endif
 #else
 // ------------------------------------------------------------------ weights as plain float16
 

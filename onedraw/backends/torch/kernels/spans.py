@@ -1,7 +1,8 @@
 """Rows made ready for products with packed weights on a GPU: numbers that are exact in float16, span by span.
 
-In: rows x [T, K] in bf16 or f16. Out: `Prepared`, which every packed product of those rows reads. The rule, which both kernels
-of such a product follow (`packed_rows.py` for few rows, `triton_wide.py` for many), so that their bits are equal:
+In: rows x [T, K] in bf16 or f16. Out: `Prepared`, which every packed product of those rows reads. The rule, which all kernels
+of such a product follow (`packed_rows.py` for few rows and for experts, `wide.py` and `triton_wide.py` for many), so that their
+bits are equal:
 
 1. Rows. A span is 256 inputs, a block 32; inputs past K are zero. Of each span, 2^e is the power of two that brings its
    largest |x| into [512, 1024), with e within [-96, 118] and 0 for a span of zeros. X = x · 2^-e, rounded to float16. A is a
@@ -64,10 +65,14 @@ class Ready:
 
     def take(self, rows: Tensor) -> Prepared | None:
         """None where these very rows were not made ready, or were taken before."""
-        if self._rows is not rows:
-            return None
-        found, self._rows, self._prepared = self._prepared, None, None
+        found = self.look(rows)
+        if found is not None:
+            self._rows, self._prepared = None, None
         return found
+
+    def look(self, rows: Tensor) -> Prepared | None:
+        """The same for whoever is not the last to read these rows."""
+        return self._prepared if self._rows is rows else None
 
 
 def empty_prepared(rows: int, width: int, device: torch.device) -> Prepared:
