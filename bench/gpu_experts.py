@@ -3,9 +3,9 @@
     python -m bench.gpu_experts check | time | heights [--kinds GATE UP DOWN] [--rows …] [--limit SECONDS]
 
 The shape is that of Qwen3.6-35B-A3B: 256 experts of 512 between 2,048, eight for each row, which are drawn at random. check:
-products of experts against the same matrices alone, bit by bit. time: medians of graph replays over several layers, so that weights
-are cold: both products, the whole bank, and what share of a copy's speed the bytes of the chosen experts come at. heights: the
-products with tiles of rows of every height, so that `GROUP_PAIRS` in shares.py can be chosen.
+products of experts against the same matrices alone, bit by bit. time: medians of graph replays over several layers, so that
+weights are cold: both products, the whole bank, and what share of a copy's speed the bytes of the chosen experts come at.
+heights: the products with tiles of rows of every height, so that `GROUP_PAIRS` in shares.py can be chosen.
 """
 
 from __future__ import annotations

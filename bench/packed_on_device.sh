@@ -5,7 +5,7 @@ cd "$(dirname "$0")/.."
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
 logs=${1:-/tmp/packed}
 mkdir -p "$logs"
-for kind in Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q4_K Q5_K Q6_K MXFP4; do
+for kind in Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q4_K Q5_K Q6_K MXFP4 NVFP4; do
   timeout 110 python3 -m bench.gpu_wide check --kinds "$kind" >"$logs/check_$kind.log" 2>&1 &
 done
 wait

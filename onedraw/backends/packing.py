@@ -39,10 +39,11 @@ PACKED_DTYPES = tuple(PACKED)
 SPAN = 256  # inputs; a row that is no whole number of them is filled up with zeros
 SEGMENT = 4  # spans that a product adds up by themselves, whoever computes them
 UNIT_ROWS = 16  # outputs that lie together on a GPU; a matrix whose outputs are no whole number of them is filled up
-# Kinds that a GPU's products read as they are, and what 256 inputs of one output take there: the bytes stored.
+# Kinds that a GPU's products read as they are, and what 256 inputs of one output take there: the bytes stored, and for NVFP4 the
+# factor of its matrix.
 SPANS = {
     **{"Q4_0": 144, "Q4_1": 160, "Q5_0": 176, "Q5_1": 192, "Q8_0": 272, "MXFP4": 136},
-    **{"Q4_K": 144, "Q5_K": 176, "Q6_K": 210},
+    **{"Q4_K": 144, "Q5_K": 176, "Q6_K": 210, "NVFP4": 148},
 }
 
 

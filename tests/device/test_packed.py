@@ -157,7 +157,7 @@ def test_a_planted_fault_is_caught(fault: str) -> None:
 @pytest.mark.parametrize("kind", list(SPANS))
 def test_a_row_has_its_bits_alone_and_in_a_batch_whichever_kernel_serves(kind: str) -> None:
     """Few rows read the blocks, many an opened weight; neither the kernel nor its tile shows."""
-    width = 1536 if KINDS[kind].values == SPAN else 1120
+    width = 1536 if KINDS[kind].values == SPAN else 1088
     fragments, opened, values = weight(kind, 200, width)
     x = normal(MOST, width, seed=1)
     prepared = prepare_rows(x)
@@ -297,7 +297,7 @@ def test_experts_answer_with_the_bits_of_products_with_their_matrices_one_after_
 @pytest.mark.parametrize("kind", list(SPANS))
 def test_an_expert_gives_the_bits_of_a_product_with_its_matrix_alone(kind: str) -> None:
     """For 1 to 300 rows of an expert, in tiles of any height; tests/backends/torch/test_packed_rows.py asks the same on a CPU."""
-    width = 1536 if KINDS[kind].values == SPAN else 1120
+    width = 1536 if KINDS[kind].values == SPAN else 1088
     count, outputs = 9, 200
     made = bring_fragments(
         [stored("w", (count, outputs, width), kind, RNG, width**-0.5)], pad=1, courier=Courier(DEVICE), device=DEVICE

@@ -5,6 +5,7 @@
 // not a GPU's bits, but the same for the same numbers, so two kernels that follow one rule agree here as they do there.
 
 #include <cmath>
+#include <csetjmp>
 #include <cstdint>
 #include <cstring>
 #include <functional>
@@ -35,16 +36,16 @@ static Place threadIdx, blockIdx, blockDim, gridDim;
 alignas(16) unsigned char rows[232448];  // the shared memory of a block
 
 struct Meeting { int size = 0, arrived = 0; long turn = 0; };
-struct Lane { ucontext_t here; std::vector<char> stack; bool done = false; };
+struct Lane { ucontext_t begin; jmp_buf here; std::vector<char> stack; bool begun, done; };
 
 static std::vector<Lane> lanes;
 static std::vector<Meeting> warps;
 static Meeting block;
-static ucontext_t outside;
+static jmp_buf outside;
 static int current;
 static std::function<void()> body;
 
-static void next_lane() { swapcontext(&lanes[current].here, &outside); threadIdx.x = current; }
+static void next_lane() { if (!_setjmp(lanes[current].here)) _longjmp(outside, 1); }  // `swapcontext` would ask the kernel each time
 
 static void meet(Meeting &meeting) {
     const long turn = meeting.turn;
@@ -59,6 +60,14 @@ static void meet(Meeting &meeting) {
 static void one_lane() {
     body();
     lanes[current].done = true;
+    _longjmp(outside, 1);
+}
+
+static void visit(Lane &lane) {  // until it waits, or is done
+    if (_setjmp(outside)) return;
+    if (lane.begun) _longjmp(lane.here, 1);
+    lane.begun = true;
+    setcontext(&lane.begin);
 }
 
 static void run_block(int threads) {
@@ -66,13 +75,13 @@ static void run_block(int threads) {
     warps.assign(threads / 32, Meeting{32});
     block = Meeting{threads};
     for (Lane &lane : lanes) {
-        lane.done = false;
+        lane.begun = lane.done = false;
         lane.stack.resize(256 << 10);
-        getcontext(&lane.here);
-        lane.here.uc_stack.ss_sp = lane.stack.data();
-        lane.here.uc_stack.ss_size = lane.stack.size();
-        lane.here.uc_link = &outside;
-        makecontext(&lane.here, one_lane, 0);
+        getcontext(&lane.begin);
+        lane.begin.uc_stack.ss_sp = lane.stack.data();
+        lane.begin.uc_stack.ss_size = lane.stack.size();
+        lane.begin.uc_link = nullptr;
+        makecontext(&lane.begin, one_lane, 0);
     }
     for (bool busy = true; busy;) {
         busy = false;
@@ -80,7 +89,7 @@ static void run_block(int threads) {
             if (!lanes[current].done) {
                 busy = true;
                 threadIdx.x = current;
-                swapcontext(&outside, &lanes[current].here);
+                visit(lanes[current]);
             }
     }
 }

@@ -17,8 +17,8 @@ from onedraw.checkpoints.quants import KINDS
 TWICE = (0, 1, 2, 3, 4, 6, 8, 12)  # codes of a sign, two bits of exponent and one of mantissa stand for half of these
 
 
-def opened_slowly(raw: Tensor, kind: str) -> Opened:
-    """Stored rows [n, bytes] → all outputs."""
+def opened_slowly(raw: Tensor, kind: str, factors: Tensor | None = None) -> Opened:
+    """Stored rows [n, bytes] → all outputs. `factors` [n]: of NVFP4, where they are not all 1."""
     blocks = _spans(raw, kind)  # [n, spans, blocks, bytes]
     rows = len(raw)
     match kind:
@@ -35,6 +35,15 @@ def opened_slowly(raw: Tensor, kind: str) -> Opened:
         case "Q4_1" | "Q5_1":
             scale, least = (_side_by_side(_half(blocks, at).reshape(rows, -1)) for at in (0, 2))
             return Opened(_codes(blocks, kind).half().view(rows, -1), scale, None, least)
+        case "NVFP4":
+            bytes_ = blocks[..., :4].flatten(2)  # [n, spans, 16]
+            exponents, mantissas = bytes_.int() >> 3 & 15, (bytes_ & 7).double()
+            sizes = torch.where(exponents == 0, mantissas * 2.0**-9, torch.ldexp(1 + mantissas / 8, exponents - 7))
+            sizes = torch.where(bytes_ == 0x7F, 0.0, sizes)
+            signed = torch.tensor([*TWICE, *(-value for value in TWICE)], dtype=torch.float64, device=raw.device)
+            weights = _split(signed[_codes(blocks, kind)].flatten(2), -1, 16, 16) * sizes[..., None] / 2
+            scale = torch.ones(rows, device=raw.device) if factors is None else factors
+            return Opened(weights.half().view(rows, -1), _side_by_side(scale[:, None].expand(-1, blocks.shape[1])))
         case "MXFP4":
             table = torch.tensor([*TWICE, *(-value for value in TWICE)], dtype=torch.float16, device=raw.device)
             powers = np.ldexp(np.float32(1), blocks[..., 0].cpu().numpy().astype(np.int32) - 128)
@@ -67,6 +76,8 @@ def _codes(blocks: Tensor, kind: str) -> Tensor:
             low = _halves(_split(whole[..., :128], -1, 2, 64))
             shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device)[:, None]
             return low | (_split(whole[..., 128:192], -1, 2, 1, 32) >> shifts & 3).flatten(2, 3).int() << 4
+        case "NVFP4":
+            return _halves(_split(blocks[..., 4:], -1, 4, 8).flatten(2, 3))
         case "Q8_0":
             return blocks[..., 2:].contiguous().view(torch.int8).int()
         case "Q5_0" | "Q5_1":

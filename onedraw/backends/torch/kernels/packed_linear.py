@@ -167,11 +167,13 @@ def bring_fragments(tensors: Sequence[Stored], *, pad: int, courier: Courier, de
     for tensor, height in zip(tensors, heights, strict=True):
         raw, rows = tensor.packed(), tensor.shape[-2]
         assert raw is not None
-        stacked = raw.reshape(count, rows, -1)
+        stacked, own = raw.reshape(count, rows, -1), tensor.factors()
+        factors = None if own is None else torch.from_numpy(own).view(count, rows).to(device)
         for matrices, part in slices_of(count, rows, width):
             some = stacked[matrices, part]
             there = courier.bring(some.reshape(-1, some.shape[-1])).view(some.shape)
-            fill_fragments(made, there, first=first + part.start, number=matrices.start)
+            known = None if factors is None else factors[matrices, part]
+            fill_fragments(made, there, first=first + part.start, number=matrices.start, factors=known)
         first += height
     return made
 

@@ -24,10 +24,12 @@
 #define Q5_K 13
 #define Q6_K 14
 #define MXFP4 39
+#define NVFP4 40
 
 #define FIVE (KIND == Q5_0 || KIND == Q5_1 || KIND == Q5_K)
 #define SIX_BIT_SCALES (KIND == Q4_K || KIND == Q5_K)
-#define WHOLE (SIX_BIT_SCALES || KIND == Q6_K)    // one scale for a whole span on top of small ones
+#define FOURS (KIND == MXFP4 || KIND == NVFP4)    // codes of a sign, two bits of exponent and one of mantissa
+#define WHOLE (SIX_BIT_SCALES || KIND == Q6_K || KIND == NVFP4)  // one scale for a whole span on top of small ones
 #define MINIMA (KIND == Q4_1 || KIND == Q5_1)     // a minimum of float16 per block
 #define PLAIN_SCALES (KIND == Q4_0 || KIND == Q5_0 || KIND == Q8_0)
 
@@ -41,7 +43,7 @@ typedef unsigned char byte;
 #define CODE_BYTES (CODE_LOADS * 512)
 #define HIGH_BYTES (HIGH_LOADS * 512)
 #define SCALE_BYTES (SCALE_LOADS * 128)
-#define EXTRA_BYTES (SIX_BIT_SCALES ? 128 : KIND == Q6_K ? 32 : 0)
+#define EXTRA_BYTES (SIX_BIT_SCALES ? 128 : KIND == NVFP4 ? 64 : KIND == Q6_K ? 32 : 0)
 #define UNIT_BYTES (CODE_BYTES + HIGH_BYTES + SCALE_BYTES + EXTRA_BYTES)
 #define SPAN 256
 #define SEGMENT 4
@@ -163,6 +165,9 @@ struct Unit {
     uint4 high[HIGH_LOADS > 0 ? HIGH_LOADS : 1];
     uint4 scales[SCALE_LOADS];
     word extra;
+#if KIND == NVFP4
+    word second;
+#endif
 };
 
 __device__ __forceinline__ void load_codes(Unit &unit, const byte *at, int lane, int which, bool more) {
@@ -179,6 +184,10 @@ __device__ __forceinline__ void load_scales(Unit &unit, const byte *at, int lane
     for (int i = 0; i < SCALE_LOADS; i++) load_once(unit.scales[i], scales + (lane >> 2) * (16 * SCALE_LOADS) + i * 16, more);
     if (SIX_BIT_SCALES) load_once(unit.extra, scales + SCALE_BYTES + lane * 4, more);
     if (KIND == Q6_K) load_once(unit.extra, scales + SCALE_BYTES + (lane >> 2) * 4, more);
+#if KIND == NVFP4
+    load_once(unit.extra, scales + SCALE_BYTES + (lane >> 2) * 8, more);
+    load_once(unit.second, scales + SCALE_BYTES + (lane >> 2) * 8 + 4, more);
+#endif
 }
 
 __device__ __forceinline__ void load_unit(Unit &unit, const byte *at, int lane, bool more) {
@@ -212,6 +221,12 @@ __device__ __forceinline__ void open_scales(Scales &scales, const Unit &unit) {
 #pragma unroll
             for (int i = 0; i < 4; i++) scales.bytes[h][i] = part_of(unit.scales[h], i) ^ 0x80808080u;
     }
+    if (KIND == NVFP4) {
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) scales.bytes[h][i] = part_of(unit.scales[h % SCALE_LOADS], i);
+    }
 }
 
 // Before step i: K kinds whose small scales change there
@@ -229,6 +244,11 @@ __device__ __forceinline__ void next_scales(Scales &scales, int i) {
 #pragma unroll
         for (int h = 0; h < 2; h++)
             scales.factor[h] = add2(permute(scales.bytes[h][i >> 2], scales.magic, selector), MINUS_1152);
+    }
+    if (KIND == NVFP4) {  // four bits of exponent and three of mantissa, brought into float16's places, and half of that
+        const word selector = 0x0404u + 0x1010u * (i & 3), times = 0x58005800u;
+#pragma unroll
+        for (int h = 0; h < 2; h++) scales.factor[h] = mul2(permute(scales.bytes[h][i >> 2], 0, selector) >> 1, times);
     }
 }
 
@@ -248,12 +268,16 @@ __device__ __forceinline__ void open_step(word (&a)[4], const Unit &unit, const 
         return;
     }
     const word w = part_of(unit.codes[i / 4], i & 3);
-    if (KIND == MXFP4) {  // sign, two bits of exponent and one of mantissa, brought into float16's places
+    if (FOURS) {  // sign, two bits of exponent and one of mantissa, brought into float16's places
         const word times = 0x78007800u;
         a[0] = mul2(and_or(w << 9, 0x0E000E00u, (w << 2) & 0x80008000u), times);
         a[1] = mul2(and_or(w << 6, 0x0E000E00u, (w << 1) & 0x80008000u), times);
         a[2] = mul2((w << 3) & 0x8E008E00u, times);
         a[3] = mul2(w & 0x8E008E00u, times);
+        if (KIND == NVFP4) {
+#pragma unroll
+            for (int j = 0; j < 4; j++) a[j] = mul2(a[j], scales.factor[j & 1]);
+        }
         return;
     }
 #pragma unroll
@@ -291,6 +315,9 @@ __device__ __forceinline__ void open_step(word (&a)[4], const Unit &unit, const 
 
 // The scale of the whole span of output g + 8 h
 __device__ __forceinline__ float whole_scale(const Unit &unit, int h) {
+#if KIND == NVFP4
+    return __uint_as_float(h ? unit.second : unit.extra);
+#endif
     const word pair = SIX_BIT_SCALES ? unit.scales[0].w : unit.extra;
     return half_to_float(h ? pair >> 16 : pair & 0xFFFFu);
 }
@@ -850,6 +877,8 @@ extern "C" __global__ void __launch_bounds__(LOOKED_WARPS * 32) looked_up(const 
         least = __fmul_rn(half_to_float(factor), (float)minimum);
     } else if (KIND == Q6_K) {
         scale = __fmul_rn(half_to_float(*(const halfword *)(extra + 4 * g + 2 * h)), (float)(signed char)own[i]);
+    } else if (KIND == NVFP4) {
+        scale = __fmul_rn(half_to_float((word)own[i] << 7), 128.0f);
     } else if (KIND == MXFP4) {
         scale = power_of_two(own[block]);
     } else if (MINIMA) {
@@ -866,7 +895,7 @@ extern "C" __global__ void __launch_bounds__(LOOKED_WARPS * 32) looked_up(const 
                 value = (float)(signed char)unit[(i >> 1) * 512 + of_lane * 16 + (i & 1) * 8 + u * 4 + e + 2 * h];
             } else {
                 const word half = *(const halfword *)(unit + (i >> 2) * 512 + of_lane * 16 + (i & 3) * 4 + 2 * e);
-                if (KIND == MXFP4) {
+                if (FOURS) {
                     const int j = 2 * u + h;
                     const int sign = (half >> (j == 0 ? 13 : j == 1 ? 14 : j == 2 ? 12 : 15)) & 1;
                     const int size = (half >> (3 * j)) & 7;
@@ -886,6 +915,7 @@ extern "C" __global__ void __launch_bounds__(LOOKED_WARPS * 32) looked_up(const 
                 }
             }
             value = __fmul_rn(value, scale);
+            if (KIND == NVFP4) value = __fmul_rn(value, *(const float *)(extra + 8 * g + 4 * h));
             if (SIX_BIT_SCALES) value = __fsub_rn(value, least);
             if (MINIMA) value = __fadd_rn(value, least);
             const int input = span * SPAN + i * 16 + u * 8 + 2 * t + e;

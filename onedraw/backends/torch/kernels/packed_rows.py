@@ -38,7 +38,7 @@ from onedraw.checkpoints.quants import KINDS
 
 SOURCE = "packed_rows.cu"
 MOST_ROWS = 64  # of one call; more rows are another kernel's
-WHOLE_KINDS = ("Q4_K", "Q5_K", "Q6_K")  # one scale for a span of 256, on top of small ones
+WHOLE_KINDS = ("Q4_K", "Q5_K", "Q6_K", "NVFP4")  # one scale for a span of 256, on top of small ones
 OPENED_WARPS = LOOKED_WARPS = 4
 DTYPE_NUMBERS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 
