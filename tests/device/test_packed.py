@@ -1,7 +1,7 @@
 """Products of packed weights: the weights of the file, bits of the row alone, whichever kernel serves.
 
-On an accelerator all of it; under Triton's interpreter the kernels that are written in Triton, and experts, whose kernels in CUDA
-C++ run on the CPU then (tests/backends/torch/emulated.py).
+On an accelerator all of it; under Triton's interpreter the kernels that are written in Triton, experts, and a whole model: what
+they need in CUDA C++ runs on the CPU then (tests/backends/torch/emulated.py).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from onedraw.backends.packing import SPAN, SPANS
 from onedraw.checkpoints.quants import KINDS
 from onedraw.checkpoints.tensor import StoredTensor
+from onedraw.models.spec import MoeSpec
 from onedraw.models.views import Columns
 from onedraw.types import History, Plan, Row, SamplingParams
 from tests.packed import packed_weights, stored, tiny_spec
@@ -275,9 +276,8 @@ def test_experts_in_blocks_answer_like_experts_in_numbers(kinds: tuple[str, str,
 @pytest.mark.parametrize("kinds", KINDS_OF_EXPERTS)
 def test_experts_answer_with_the_bits_of_products_with_their_matrices_one_after_the_other(kinds: tuple[str, str, str]) -> None:
     """The lowest expert first, whatever the order they were chosen in."""
-    count, used, rows, width, hidden = (3, 2, 3, 256, 512) if INTERPRETED else (6, 3, 300, 320, 1536)
-    if kinds[2] == "Q6_K":
-        width = 256
+    count, used, rows, hidden = (3, 2, 3, 512) if INTERPRETED else (6, 3, 300, 1536)
+    width = 256 if kinds[2] == "Q6_K" else 96  # which is filled up
     tensors = stacks(kinds, count=count, width=width, hidden=hidden)
     ids, shares = chosen(rows, count=count, used=used)
     x = normal(rows, hidden, seed=8)
@@ -336,16 +336,21 @@ def test_experts_are_recorded_and_follow_other_routes_when_they_are_played(pdl: 
         assert torch.equal(recorded, bank(x, others, weights, 1.0))
 
 
-@on_device
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_packed_model_answers_a_row_the_same_alone_and_in_a_batch(tied: bool) -> None:
-    """Embedding, products and head all read blocks; a tied table is there once."""
+MIXTURE = MoeSpec(experts=8, used=2, width=256, shared=256, shared_gate=True)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("tied", "mixture"), [(True, None), (False, None), (True, MIXTURE)])
+def test_a_packed_model_answers_a_row_the_same_alone_and_in_a_batch(tied: bool, mixture: MoeSpec | None) -> None:
+    """Embedding, products, experts and head all read blocks; a tied table is there once."""
     spec = tiny_spec(tied=tied)
+    if mixture is not None:
+        spec = replace(spec, layers=tuple(replace(layer, feed_forward=mixture) for layer in spec.layers))
     gc.collect()  # the tables of a backend before
     backend = TorchBackend(
         spec,
         packed_weights(spec, ("Q6_K", "Q4_K", "Q5_K")),
-        dtype="packed-bf16",
+        dtype="packed-f16" if INTERPRETED else "packed-bf16",
         device=str(DEVICE),
         lanes=2,
         pages=4,

@@ -37,7 +37,9 @@ def test_products_compile(kind: str, architecture: str) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize(("kind", "tiles", "architecture"), [("Q4_K", 1, "sm_86"), ("Q6_K", 4, "sm_86"), ("Q5_1", 8, "sm_90")])
+@pytest.mark.parametrize(
+    ("kind", "tiles", "architecture"), [("Q4_K", 1, "sm_86"), ("Q6_K", 4, "sm_86"), ("Q5_1", 8, "sm_90"), ("NVFP4", 2, "sm_90")]
+)
 def test_products_of_experts_compile(kind: str, tiles: int, architecture: str) -> None:
     code = nvrtc.compile_source(SOURCE, architecture, _group_defines(kind, tiles))
     assert b"grouped_product" in code

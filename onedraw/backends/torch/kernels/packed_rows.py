@@ -24,6 +24,7 @@ from onedraw.backends.torch.kernels.shares import (
     GROUP_BLOCKS,
     GROUP_WARPS,
     INSIDE_WARPS,
+    RESERVED,
     TILE_ROWS,
     group_fits,
     group_tiles,
@@ -118,7 +119,8 @@ def _defines(kind: str, tiles: int, inside: bool) -> dict[str, int]:
 
 @cache
 def _group(kind: str, device: torch.device, tiles: int) -> Kernel:
-    return Module(SOURCE, device, _group_defines(kind, tiles)).kernel("grouped_product", shared_memory(device))
+    shared = shared_memory(device) - RESERVED  # the kernel has a little of its own
+    return Module(SOURCE, device, _group_defines(kind, tiles)).kernel("grouped_product", shared)
 
 
 def _group_defines(kind: str, tiles: int) -> dict[str, int]:
@@ -197,6 +199,7 @@ def grouped_product(
     if not len(routes.order):
         return out
     assert routes.height % TILE_ROWS == 0, "tiles of rows are whole tiles of the matrix unit"
+    assert prepared.factors.shape[1] == experts.spans, "rows of another width"
     tiles, segments = routes.height // TILE_ROWS, -(-experts.spans // SEGMENT)
     most = min(routes.height, len(routes.weights))  # a row goes to an expert once
     share = share_group(most, tiles, experts.tall, segments, shared=shared_memory(device))

@@ -89,7 +89,7 @@ GROUP_BLOCKS = {1: 2, 2: 2, 4: 2, 8: 1}  # that a multiprocessor shall have regi
 # Tiles of rows by how many pairs an expert has on average: not many more than are there, since what a tile lacks is computed too.
 GROUP_PAIRS = {1: 4, 2: 12, 4: 48}
 MOST_SIDES = 4  # warps that share sixteen outputs
-RESERVED = 2 << 10  # bytes of shared memory of every block that are not ours
+RESERVED = 2 << 10  # bytes of shared memory of every block that are not rows and sums: the kernel's own, and the driver's
 
 
 @dataclass(frozen=True, slots=True)
