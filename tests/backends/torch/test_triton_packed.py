@@ -15,12 +15,18 @@ from onedraw.backends.torch.kernels import nvrtc, wide
 from onedraw.backends.torch.kernels.spans import _prepare
 from onedraw.backends.torch.kernels.triton_linear import SMALL_SHARED
 from onedraw.backends.torch.kernels.triton_wide import WideTile, _wide
+from tests.backends.torch import emulated
 from tests.backends.torch.compiling import compiled
 
 LARGE_SHARED = 227 * 1024
 
 
-@pytest.mark.parametrize(("name", "passed"), [("test_spans.py", 11), ("test_packed.py", len(SPANS) + 9)])
+WITH_CPP = pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler here")
+
+
+@pytest.mark.parametrize(
+    ("name", "passed"), [("test_spans.py", 11), pytest.param("test_packed.py", len(SPANS) + 9, marks=WITH_CPP)]
+)
 def test_what_is_written_in_triton_is_right_under_the_interpreter(name: str, passed: int) -> None:
     """In a process of its own: the interpreter is chosen when Triton is imported."""
     command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider", f"tests/device/{name}"]
