@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from onedraw.backends.answers import read_choices
 from onedraw.backends.base import Capacity, PageGroup, Ticket
 from onedraw.backends.outcome import row_outcome
 from onedraw.backends.precision import kv_precision
@@ -40,7 +41,7 @@ from onedraw.backends.torch.part import Part
 from onedraw.backends.torch.picking import Picker
 from onedraw.backends.torch.ranking import Drafter, Turned
 from onedraw.backends.torch.runs import CHUNK
-from onedraw.backends.torch.sampler import Sampler, read_choices
+from onedraw.backends.torch.sampler import Sampler
 from onedraw.backends.torch.selfcheck import RowCheck, self_check
 from onedraw.backends.torch.snapshots import Snapshots
 from onedraw.backends.torch.stack import Stack, Stream, Watch
@@ -141,6 +142,7 @@ class TorchBackend:
             max_context=max_context,
             rows=rows,
             tickets=tickets,
+            starts=self._steady is not None and self._device.type == "cuda",
             ahead=not waits and (self._keeps_tokens if ahead is None else ahead),
             dtype=dtype,
             activation=activation or dtype,
@@ -263,7 +265,7 @@ class TorchBackend:
         plan, steady, worked = started.plan, started.steady, started.steady.worked
         steady.wait()
         begin, self._back = max(started.begin, self._back), time.perf_counter()
-        choices = iter(read_choices(steady.answers, steady.positions))
+        choices = iter(read_choices(steady.answers.numpy(), steady.positions))
         chosen = {i: [next(choices) for _ in range(1 + len(row.drafts))] for i, row in enumerate(plan.rows)}
         turn = Turn(plan, steady.inputs, worked.watch, held=0)
         with current(self._device):
@@ -336,6 +338,7 @@ def _capacity(
     max_context: int,
     rows: int,
     tickets: int,
+    starts: bool,
     ahead: bool,
     dtype: str,
     activation: str,
@@ -353,6 +356,7 @@ def _capacity(
         draft_positions=sizes.drafts // tickets if spec.recurrent else None,
         stages=len(sites),
         tickets=tickets,
+        starts=starts,
         ticket_rows=GPU_ROWS if sites[-1].device.type == "cuda" else 1,
         ahead=ahead,
         lookahead=0 if drafter is None else drafter.lookahead,
