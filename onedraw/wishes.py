@@ -158,16 +158,7 @@ def settle(
     check_ids("prompt", prompt, vocab=card.vocab)
     if not prompt:
         raise BadRequest("the prompt is empty; it needs at least one token", param="prompt", code="empty_prompt")
-    room = card.max_context - len(prompt)
-    max_tokens = wishes.max_tokens
-    if max_tokens is None:
-        max_tokens = max(room, 1) if default_max_tokens is None else min(default_max_tokens, max(room, 1))
-    if max_tokens > room:
-        raise ContextOverflow(
-            f"the prompt has {len(prompt)} tokens and max_tokens is {max_tokens}: together {len(prompt) + max_tokens}, "
-            f"over the context of {card.max_context}; shorten the prompt, ask for fewer tokens or raise --max-context",
-            param="max_tokens" if room > 0 else "prompt",
-        )
+    max_tokens = _length(wishes.max_tokens, default_max_tokens, prompt=len(prompt), context=card.max_context)
     check_ids("stop_token_ids", wishes.stop_token_ids, vocab=card.vocab)
     eos = () if wishes.ignore_eos else card.eos_ids
     params = SamplingParams(
@@ -202,6 +193,20 @@ def settle(
         speculate=wishes.speculation,
         label=label,
     )
+
+
+def _length(asked: int | None, default: int | None, *, prompt: int, context: int) -> int:
+    """The most tokens of a reply: those asked for, which must fit, else as many as the default and the context allow."""
+    room = context - prompt
+    if asked is None:
+        asked = max(room, 1) if default is None else min(default, max(room, 1))
+    if asked > room:
+        raise ContextOverflow(
+            f"the prompt has {prompt} tokens and max_tokens is {asked}: together {prompt + asked}, "
+            f"over the context of {context}; shorten the prompt, ask for fewer tokens or raise --max-context",
+            param="max_tokens" if room > 0 else "prompt",
+        )
+    return asked
 
 
 def check_ids(name: str, ids: tuple[int, ...], *, vocab: int) -> None:

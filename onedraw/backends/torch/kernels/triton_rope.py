@@ -35,6 +35,32 @@ def _normed(x, mean, weight, at, inside, eps, kind: tl.constexpr, HAS: tl.conste
 
 
 @triton.jit
+def _finite(x):
+    """Which heads of x [heads, D] have finite numbers alone."""
+    return tl.max((tl.abs(x) < float("inf")).to(tl.int32) ^ 1, 1) == 0
+
+
+@triton.jit
+def _write(keys, values, key_scales, value_scales, key, value, place, slot, mask, there, kind: tl.constexpr,
+           LARGEST: tl.constexpr):  # fmt: skip
+    """A token's keys and values to their pages, as numbers or as codes and scales; what is not finite as NaN and zero."""
+    sound = _finite(value)
+    if LARGEST > 0:
+        key = key.to(tl.float32)
+        sound = sound & _finite(key)
+        codes: tl.constexpr = keys.dtype.element_ty
+        key_codes, key_scale = codes_of(tl.where(sound[:, None], key, 0.0), codes, LARGEST)
+        value_codes, value_scale = codes_of(tl.where(sound[:, None], value.to(kind).to(tl.float32), 0.0), codes, LARGEST)
+        tl.store(keys + place, key_codes, mask=mask)
+        tl.store(values + place, value_codes, mask=mask)
+        tl.store(key_scales + slot, tl.where(sound, key_scale, float("nan")), mask=there)
+        tl.store(value_scales + slot, value_scale, mask=there)
+    else:
+        tl.store(keys + place, tl.where(sound[:, None], key, float("nan")).to(kind), mask=mask)
+        tl.store(values + place, tl.where(sound[:, None], value, 0.0).to(kind), mask=mask)
+
+
+@triton.jit
 def _prepare(
     x,
     queries,
@@ -121,20 +147,8 @@ def _prepare(
         if V_NORM:
             square = mean if KEYS_AS_VALUES else tl.sum(value * value, 1) * (1.0 / D)
             value = _normed(value, square, k_norm, d, inside, eps, kind, False, WIDE)
-        sound = tl.max((tl.abs(value) < float("inf")).to(tl.int32) ^ 1, 1) == 0
-        if LARGEST > 0:
-            key = turned.to(tl.float32)
-            sound = sound & (tl.max((tl.abs(key) < float("inf")).to(tl.int32) ^ 1, 1) == 0)
-            codes: tl.constexpr = keys.dtype.element_ty
-            key_codes, key_scale = codes_of(tl.where(sound[:, None], key, 0.0), codes, LARGEST)
-            value_codes, value_scale = codes_of(tl.where(sound[:, None], value.to(kind).to(tl.float32), 0.0), codes, LARGEST)
-            tl.store(keys + place, key_codes, mask=mask)
-            tl.store(values + place, value_codes, mask=mask)
-            tl.store(key_scales + slot_of_head, tl.where(sound, key_scale, float("nan")), mask=head < limit)
-            tl.store(value_scales + slot_of_head, value_scale, mask=head < limit)
-        else:
-            tl.store(keys + place, tl.where(sound[:, None], turned, float("nan")).to(kind), mask=mask)
-            tl.store(values + place, tl.where(sound[:, None], value, 0.0).to(kind), mask=mask)
+        there = head < limit
+        _write(keys, values, key_scales, value_scales, turned, value, place, slot_of_head, mask, there, kind, LARGEST)
 
 
 def prepare_heads(
