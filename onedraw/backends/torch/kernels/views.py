@@ -13,7 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from onedraw.backends.torch.inputs import Bucket, Inputs, Ints
+from onedraw.backends.torch.inputs import Bucket, Inputs, Ints, Span
+from onedraw.backends.torch.kernels.forms import TODAY, Forms
 from onedraw.backends.torch.kernels.triton_attention import (
     OWN,
     SHARED,
@@ -44,6 +45,7 @@ class Heads:
     window: int | None
     busy: int
     small: bool = False  # a card with little shared memory per block
+    forms: Forms = TODAY
 
     @property
     def group(self) -> int:
@@ -180,7 +182,8 @@ def _cuts(inputs: Inputs, heads: Heads) -> list[tuple[Cut, Ints, Ints]]:
         if span.branches:
             # What the tokens have in common is read once for all of them, the rest by each for itself.
             known = max(known - 1, 0)
-            _tile(found, heads, splits, span.first + known, span.count - known, SHARED, span.stop)
+            for offset, count in _shares(heads, span.count - known, splits):
+                _tile(found, heads, splits, span.first + known + offset, count, SHARED, span.stop)
             for token in range(span.first + known, span.first + span.count):
                 _tile(found, heads, splits, token, 1, OWN, span.stop)
         _tile(found, heads, splits, span.first, known, WHOLE, FAR)
@@ -198,25 +201,53 @@ def _bucket_cuts(inputs: Inputs, bucket: Bucket, heads: Heads) -> list[tuple[Cut
         asked = [(WHOLE, bucket.longest, [(span.first, span.count, FAR) for span in rows])]
     else:
         nodes = [(token, 1, span.stop) for span in rows for token in range(span.first, span.first + span.count)]
-        asked = [(SHARED, bucket.longest, [(span.first, span.count, span.stop) for span in rows]), (OWN, 1, nodes)]
-    found = []
+        shares = _shares(heads, bucket.longest, splits)
+        asked = [(SHARED, most, [_cutout(span, offset, most) for span in rows]) for offset, most in shares]
+        asked.append((OWN, 1, nodes))
+    found: list[tuple[Cut, Ints, Ints]] = []
     for kind, longest, spans in asked:
         height = _height(heads, longest, kind, splits)
         tiles: list[Tile] = []
         for first, count, tail in spans:
             _cover(tiles, height // heads.group, first, count, kind, tail)
-        room = bucket.tokens if longest == 1 and kind != WHOLE else bucket.rows * -(-longest // (height // heads.group))
-        found.append(_bucket_cut(inputs, bucket, heads, height, tiles, splits, room=room))
+        room = bucket.tokens if kind == OWN else bucket.rows * -(-longest // (height // heads.group))
+        kept = 0 if kind == OWN or found else bucket.tokens  # each token has one line
+        found.append(_bucket_cut(inputs, bucket, heads, height, tiles, splits, kind=kind, room=room, kept=kept))
     return found
 
 
+def _shares(heads: Heads, count: int, splits: int) -> list[tuple[int, int]]:
+    """Nodes that read what they share in tiles of one height: offset and count."""
+    height = _height(heads, count, SHARED, splits)
+    rest = count % (height // heads.group)
+    little = rest < count and 0 < 2 * rest * heads.group <= height
+    if heads.forms.apart and height >= 128 and little:
+        return [(0, count - rest), (count - rest, rest)]
+    return [(0, count)]
+
+
+def _cutout(span: Span, offset: int, most: int) -> tuple[int, int, int]:
+    """First token, tokens and tail of those of a span from `offset` on."""
+    return span.first + offset, max(min(span.count - offset, most), 0), span.stop
+
+
 def _bucket_cut(
-    inputs: Inputs, bucket: Bucket, heads: Heads, height: int, tiles: list[Tile], splits: int, *, room: int
+    inputs: Inputs,
+    bucket: Bucket,
+    heads: Heads,
+    height: int,
+    tiles: list[Tile],
+    splits: int,
+    *,
+    kind: int,
+    room: int,
+    kept: int,
 ) -> tuple[Cut, Ints, Ints]:
-    kind = tiles[0][2]
+    """`room`: tiles; `kept`: tokens whose parts are kept for those who merge them."""
     table = np.tile(np.asarray([0, 0, -1, bucket.rows, SPLITS[0], 0, 0, 1], dtype=np.int64), (room, 1))  # sees nothing
-    table[: len(tiles)] = _tile_table(inputs, heads, tiles)[0]
-    tokens = np.arange(0 if kind == OWN else bucket.tokens, dtype=np.int64)
+    if tiles:
+        table[: len(tiles)] = _tile_table(inputs, heads, tiles)[0]
+    tokens = np.arange(kept, dtype=np.int64)
     together = _together(heads, kind, height, room, len(tokens), splits)
     seen = bucket.longest if kind == OWN else heads.window and heads.window + bucket.longest
     launched = splits if seen is None else min(splits, seen // SPLITS[0] + 2)

@@ -1,0 +1,19 @@
+"""Ways to compute the same bits on a GPU, of which a device says which is fastest (`bench/gpu_trees.py`).
+
+In: nothing. Out: Forms, which `TritonOps` is made with. No field changes a result; `TODAY` is what was measured last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Forms:
+    group: int = 0  # splits of attention that are merged at once; 0: one after the other, through shared memory
+    stages: int = 3  # blocks of keys that a high tile of attention has in shared memory at once, at most
+    apart: bool = False  # nodes of a tree that would fill little of a high tile are read in a low one
+    strands: int = 1  # branches of a tree that a program of the delta steps walks side by side
+
+
+TODAY = Forms()
