@@ -4,8 +4,9 @@
 
 Sections: check (every form has the bits of today's: attention of both shapes, delta steps), kernels (microseconds of one layer's
 attention, of what the nodes of a tree share in it, and of the delta steps), turns (recorded turns of one model through the
-backend, milliseconds on the device, and what they are to a turn of one row). With --small a few layers, few repeats: fills the
-compiler's cache. The last lines say which form wins where. Forms are those of `kernels/forms.py`.
+backend, milliseconds on the device, and what they are to a turn of one row), parts (kernels of such turns by name). With --small
+a few layers, few repeats: fills the compiler's cache. The last lines of a section say which form wins where. Forms are those of
+`kernels/forms.py`.
 """
 
 from __future__ import annotations
@@ -48,13 +49,14 @@ CASES: dict[str, tuple[int, tuple[Draft, ...]]] = {
     "16 at 24K": (24_000, CHAIN),
     "tree at 24K": (24_000, TREE_DRAFTS),
 }
+DEEP = ((4, False), (5, False), (3, True), (4, True))  # stages, early
 ATTENTION = {
-    "32/8 x 128": [TODAY, Forms(group=8), Forms(group=16), Forms(group=8, stages=4), Forms(group=8, stages=5)],
+    "32/8 x 128": [TODAY, Forms(group=8), *(Forms(group=8, stages=s, early=e) for s, e in DEEP)],
     "24/4 x 256": [TODAY, Forms(group=8), Forms(group=8, stages=4), Forms(group=8, apart=True), Forms(group=4, apart=True)],
 }
 STRANDS = (1, 2, 4)
 TURNS = {
-    "random:llama3-8b": [TODAY, Forms(group=8), Forms(group=8, stages=4), Forms(group=8, stages=5)],
+    "random:llama3-8b": [TODAY, Forms(group=8), *(Forms(group=8, stages=s, early=e) for s, e in DEEP)],
     "random:qwen3.6-27b": [
         TODAY,
         Forms(group=8),
@@ -191,19 +193,27 @@ def _delta(*, timed: bool) -> None:
 # ------------------------------------------------------------------ whole turns
 
 
-def turns(model: str) -> None:
+def _bench(model: str) -> tuple[Bench, Any]:
     bench = Bench(model, "cuda:0", context=26_000, lanes=2, pages=3400, layers=4 if SMALL else None)
-    steady = bench.backend._steady
-    assert steady is not None
-    recorder: Any = steady._parts[-1]._recorder
+    assert bench.backend._steady is not None
+    return bench, bench.backend._steady._parts[-1]._recorder
+
+
+def _take(bench: Bench, recorder: Any, forms: Forms) -> None:
+    """From now on with these forms. Turns of others look the same, and are kept: they share their memory."""
+    bench.backend._stack.ops._forms = forms  # type: ignore[attr-defined]
+    for signature in list(recorder._graphs):
+        recorder._graphs["before", signature] = recorder._graphs.pop(signature)
+
+
+def turns(model: str) -> None:
+    bench, recorder = _bench(model)
     table: dict[str, dict[str, float]] = {}
     for forms in TURNS[model]:
-        bench.backend._stack.ops._forms = forms  # type: ignore[attr-defined]
-        for signature in list(recorder._graphs):  # turns of other forms look the same, and are kept: they share their memory
-            recorder._graphs["before", signature] = recorder._graphs.pop(signature)
+        _take(bench, recorder, forms)
         times = table.setdefault(named(forms), {})
         for case, row in CASES.items():
-            bench.turn_ms(bench.plan([row], SAMPLED), repeats=2 if SMALL else 7)
+            bench.turn_ms(bench.plan([row], SAMPLED), repeats=7)
             times[case] = bench.replay_ms(repeats=5 if SMALL else 25)
     for forms_name, times in table.items():
         for case, ms in times.items():
@@ -219,9 +229,29 @@ def turns(model: str) -> None:
         say(f"{bench.name}: {case}: ms, fastest first", ranked)
 
 
+def parts(model: str) -> None:
+    """Microseconds of a turn by kernels: where a drafted turn's time goes that a turn of one row does not take."""
+    from torch.profiler import ProfilerActivity, profile
+
+    bench, recorder = _bench(model)
+    for forms in (TURNS[model][0], TURNS[model][-1]):
+        _take(bench, recorder, forms)
+        for case, row in CASES.items():
+            bench.turn_ms(bench.plan([row], SAMPLED), repeats=7)
+            with profile(activities=[ProfilerActivity.CUDA]) as seen:
+                bench.replay_ms(repeats=8)
+            spent: dict[str, list[float]] = {}
+            for event in seen.events():
+                if "CUDA" in str(event.device_type):
+                    spent.setdefault(event.name[:24], []).append(event.device_time)
+            most = sorted(spent.items(), key=lambda item: -sum(item[1]))[:14]
+            told = [(name, round(sum(times) / 8, 1), len(times) // 8) for name, times in most]
+            say(f"{bench.name}, {named(forms)}: {case}, kernel, us a turn, launches", told)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("sections", nargs="+", choices=("check", "kernels", "turns"))
+    parser.add_argument("sections", nargs="+", choices=("check", "kernels", "turns", "parts"))
     parser.add_argument("--model", default="random:llama3-8b", choices=list(TURNS))
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--json")
@@ -232,6 +262,7 @@ def main() -> None:
         "check": [partial(_delta, timed=False), partial(_attention, timed=False)],
         "kernels": [partial(_delta, timed=True), partial(_attention, timed=True)],
         "turns": [partial(turns, wishes.model)],
+        "parts": [partial(parts, wishes.model)],
     }
     for section in wishes.sections:
         begin = time.perf_counter()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 class Forms:
     group: int = 0  # splits of attention that are merged at once; 0: one after the other, through shared memory
     stages: int = 3  # blocks of keys that a high tile of attention has in shared memory at once, at most
+    early: bool = False  # a high tile takes the scores of a block while it weighs the values of the one before it
     apart: bool = False  # nodes of a tree that would fill little of a high tile are read in a low one
     strands: int = 1  # branches of a tree that a program of the delta steps walks side by side
 

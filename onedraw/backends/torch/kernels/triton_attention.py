@@ -163,6 +163,7 @@ def _attend(
     AHEAD: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
     IEEE: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -279,15 +280,31 @@ def _attend(
         if not OWN and not CODED:
             seen = tl.minimum(stop, tl.min(tl.where(live, highest, 2147483646), 0) + 1)
             middle = tl.where(begin >= tl.max(tl.where(live, lowest, 0), 0), seen // BLOCK_KEYS * BLOCK_KEYS, begin)
-            for start in tl.range(begin, middle, BLOCK_KEYS, num_stages=STAGES):
-                place = at.to(tl.int64) * D
-                at = _places(
-                    start + BLOCK_KEYS, low, high, tail, path, pages, head, path_width, table_width, KV, PAGE, BLOCK_KEYS, OWN
-                )
-                key = tl.load(keys + place[:, None] + d[None, :], mask=wide[None, :], other=0.0)
-                value = tl.load(values + place[:, None] + d[None, :], mask=wide[None, :], other=0.0)
-                scores = tl.dot(query, tl.trans(key), input_precision="ieee" if IEEE else "tf32") * scale
-                peak_s, sums_s, mixed_s = _mix(scores, value, ones, peak_s, sums_s, mixed_s, IEEE)
+            if EARLY and begin < middle:
+                # The scores of a block are on their way while those of the block before it weigh its values; one block more than
+                # is weighed has its scores taken, which nobody looks at.
+                key = tl.load(keys + (at.to(tl.int64) * D)[:, None] + d[None, :], mask=wide[None, :], other=0.0)
+                scores = tl.dot(query, tl.trans(key), input_precision="ieee" if IEEE else "tf32")
+                for start in tl.range(begin, middle, BLOCK_KEYS, num_stages=STAGES):
+                    place = at.to(tl.int64) * D
+                    at = _places(
+                        start + BLOCK_KEYS, low, high, tail, path, pages, head, path_width, table_width, KV, PAGE, BLOCK_KEYS, OWN
+                    )
+                    key = tl.load(keys + (at.to(tl.int64) * D)[:, None] + d[None, :], mask=wide[None, :], other=0.0)
+                    value = tl.load(values + place[:, None] + d[None, :], mask=wide[None, :], other=0.0)
+                    coming = tl.dot(query, tl.trans(key), input_precision="ieee" if IEEE else "tf32")
+                    peak_s, sums_s, mixed_s = _mix(scores * scale, value, ones, peak_s, sums_s, mixed_s, IEEE)
+                    scores = coming
+            elif not EARLY:
+                for start in tl.range(begin, middle, BLOCK_KEYS, num_stages=STAGES):
+                    place = at.to(tl.int64) * D
+                    at = _places(
+                        start + BLOCK_KEYS, low, high, tail, path, pages, head, path_width, table_width, KV, PAGE, BLOCK_KEYS, OWN
+                    )
+                    key = tl.load(keys + place[:, None] + d[None, :], mask=wide[None, :], other=0.0)
+                    value = tl.load(values + place[:, None] + d[None, :], mask=wide[None, :], other=0.0)
+                    scores = tl.dot(query, tl.trans(key), input_precision="ieee" if IEEE else "tf32") * scale
+                    peak_s, sums_s, mixed_s = _mix(scores, value, ones, peak_s, sums_s, mixed_s, IEEE)
         for start in tl.range(tl.maximum(begin, middle), stop, BLOCK_KEYS, num_stages=STAGES):
             position = start + tl.arange(0, BLOCK_KEYS)
             there = (position >= low) & (position <= high)
@@ -401,6 +418,7 @@ def attend(
             AHEAD=_ahead(group.height, block_d, shared_memory(q.device)),
             GROUP=forms.group,
             GROUP_ROWS=triton.next_power_of_2(heads // kv_heads),
+            EARLY=forms.early and group.height >= 128,
             IEEE=q.dtype == torch.float32,
             STAGES=stages or _stages(group.height, block_d, q.dtype.itemsize, shared_memory(q.device), forms.stages),
             PDL=pdl,
