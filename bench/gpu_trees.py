@@ -51,12 +51,19 @@ CASES: dict[str, tuple[int, tuple[Draft, ...]]] = {
 }
 DEEP = ((4, False), (5, False), (3, True), (4, True))  # stages, early
 ATTENTION = {
-    "32/8 x 128": [TODAY, Forms(group=8), *(Forms(group=8, stages=s, early=e) for s, e in DEEP)],
-    "24/4 x 256": [TODAY, Forms(group=8), Forms(group=8, stages=4), Forms(group=8, apart=True), Forms(group=4, apart=True)],
+    "32/8 x 128": [TODAY, Forms(group=8), Forms(group=8, height=64), *(Forms(group=8, stages=s, early=e) for s, e in DEEP)],
+    "24/4 x 256": [
+        TODAY,
+        Forms(group=8),
+        Forms(group=8, height=64),
+        Forms(group=8, stages=4),
+        Forms(group=8, apart=True),
+        Forms(group=4, apart=True),
+    ],
 }
 STRANDS = (1, 2, 4)
 TURNS = {
-    "random:llama3-8b": [TODAY, Forms(group=8), *(Forms(group=8, stages=s, early=e) for s, e in DEEP)],
+    "random:llama3-8b": [TODAY, Forms(group=8), Forms(group=8, height=64), *(Forms(group=8, stages=s, early=e) for s, e in DEEP)],
     "random:qwen3.6-27b": [
         TODAY,
         Forms(group=8),

@@ -32,7 +32,7 @@ SHAPES = [(4, 2, 16, None), (4, 2, 16, 100)]
 if not INTERPRETED:
     SHAPES += [(32, 8, 128, None), (24, 4, 256, None), (24, 4, 256, 300)]
 WIDE = tuple(Draft(i, -1 if i < 4 else (i - 4) // 2) for i in range(21))
-FORMS = (Forms(group=8, early=True), Forms(group=16, stages=4, apart=True))
+FORMS = (Forms(group=8, early=True), Forms(group=16, stages=4, apart=True), Forms(height=64))
 
 
 def normal(*shape: int, seed: int) -> Tensor:

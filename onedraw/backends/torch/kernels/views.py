@@ -267,7 +267,8 @@ def _height(heads: Heads, count: int, kind: int, splits: int) -> int:
     # keys once, if there are enough of them all the same.
     long = count >= LONG and heads.dim <= 128
     many = splits * heads.kv_heads >= heads.busy // 4
-    joined = [h for h in heads.heights if h <= 64 or long or (many and (count * heads.group <= h or kind == SHARED))]
+    fits = heads.heights if kind != SHARED else [h for h in heads.heights if h <= heads.forms.height]
+    joined = [h for h in fits if h <= 64 or long or (many and (count * heads.group <= h or kind == SHARED))]
     return next((h for h in joined if count * heads.group <= h), joined[-1])
 
 
