@@ -1,12 +1,12 @@
 """Which forms of the kernels make drafted turns fastest on a GPU: attention of one layer, delta steps, and whole turns.
 
-    python -m bench.gpu_trees SECTION ... [--model random:llama3-8b] [--small] [--json out.json]
+    python -m bench.gpu_trees SECTION ... [--model random:llama3-8b] [--small] [--part 0/3] [--json out.json]
 
 Sections: check (every form has the bits of today's: attention of both shapes, delta steps), kernels (microseconds of one layer's
 attention, of what the nodes of a tree share in it, and of the delta steps), turns (recorded turns of one model through the
 backend, milliseconds on the device, and what they are to a turn of one row), parts (kernels of such turns by name). With --small
-a few layers, few repeats: fills the compiler's cache. The last lines of a section say which form wins where. Forms are those of
-`kernels/forms.py`.
+a few layers, few repeats, and with --part a share of the forms: so several processes fill the compiler's cache. The last lines of
+a section say which form wins where. Forms are those of `kernels/forms.py`.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from onedraw.backends.torch.runs import Run
 from onedraw.types import Draft
 
 SMALL = False
+PART, PARTS = 0, 1
 FOUND: dict[str, Any] = {}
 PAGES = 1600
 HEADS = {"32/8 x 128": (32, 8, 128), "24/4 x 256": (24, 4, 256)}
@@ -49,27 +50,37 @@ CASES: dict[str, tuple[int, tuple[Draft, ...]]] = {
     "16 at 24K": (24_000, CHAIN),
     "tree at 24K": (24_000, TREE_DRAFTS),
 }
-DEEP = ((4, False), (5, False), (3, True), (4, True))  # stages, early
 ATTENTION = {
-    "32/8 x 128": [TODAY, Forms(group=8), Forms(group=8, height=64), *(Forms(group=8, stages=s, early=e) for s, e in DEEP)],
-    "24/4 x 256": [
+    "32/8 x 128": [
         TODAY,
         Forms(group=8),
         Forms(group=8, height=64),
         Forms(group=8, stages=4),
+        Forms(group=8, stages=5),
+        Forms(group=8, stages=4, early=True),
+    ],
+    "24/4 x 256": [
+        TODAY,
+        Forms(group=8),
+        Forms(group=8, height=64),
         Forms(group=8, apart=True),
         Forms(group=4, apart=True),
+        Forms(group=8, stages=4, apart=True),
     ],
 }
 STRANDS = (1, 2, 4)
 TURNS = {
-    "random:llama3-8b": [TODAY, Forms(group=8), Forms(group=8, height=64), *(Forms(group=8, stages=s, early=e) for s, e in DEEP)],
-    "random:qwen3.6-27b": [
+    "random:llama3-8b": [
         TODAY,
         Forms(group=8),
+        Forms(group=8, height=64),
+        Forms(group=8, stages=4),
+        Forms(group=8, stages=4, early=True),
+    ],
+    "random:qwen3.6-27b": [
+        TODAY,
         Forms(group=8, strands=2),
-        Forms(group=8, strands=4),
-        Forms(group=8, apart=True, strands=2),
+        Forms(group=8, apart=True, strands=4),
         Forms(group=8, stages=4, apart=True, strands=2),
     ],
 }
@@ -122,7 +133,7 @@ def _attention(*, timed: bool) -> None:
             q = normal(1 + len(drafts), heads * dim)
             plain = _launch(shape, case, TODAY, q)(*stores[0])
             times = []
-            for forms in ATTENTION[shape]:
+            for forms in ATTENTION[shape][PART::PARTS]:
                 launch = _launch(shape, case, forms, q)
                 if not timed:
                     same = torch.equal(launch(*stores[0]), plain) and bool(plain.isfinite().all())
@@ -216,12 +227,12 @@ def _take(bench: Bench, recorder: Any, forms: Forms) -> None:
 def turns(model: str) -> None:
     bench, recorder = _bench(model)
     table: dict[str, dict[str, float]] = {}
-    for forms in TURNS[model]:
+    for forms in TURNS[model][PART::PARTS]:
         _take(bench, recorder, forms)
         times = table.setdefault(named(forms), {})
         for case, row in CASES.items():
-            bench.turn_ms(bench.plan([row], SAMPLED), repeats=7)
-            times[case] = bench.replay_ms(repeats=5 if SMALL else 25)
+            bench.turn_ms(bench.plan([row], SAMPLED), repeats=6)
+            times[case] = bench.replay_ms(repeats=5 if SMALL else 20)
     for forms_name, times in table.items():
         for case, ms in times.items():
             drafts, _, place = case.partition(" at ")
@@ -261,9 +272,11 @@ def main() -> None:
     parser.add_argument("sections", nargs="+", choices=("check", "kernels", "turns", "parts"))
     parser.add_argument("--model", default="random:llama3-8b", choices=list(TURNS))
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--part", default="0/1", help="of the forms")
     parser.add_argument("--json")
     wishes = parser.parse_args()
-    globals().update(SMALL=wishes.small)
+    part, parts_ = (int(x) for x in wishes.part.split("/"))
+    globals().update(SMALL=wishes.small, PART=part, PARTS=parts_)
     torch.manual_seed(0)
     sections: dict[str, list[Callable[[], None]]] = {
         "check": [partial(_delta, timed=False), partial(_attention, timed=False)],
