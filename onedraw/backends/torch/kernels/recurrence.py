@@ -20,6 +20,7 @@ from onedraw.backends.torch.inputs import Bucket, Ints
 from onedraw.backends.torch.kernels.triton_delta import AGAIN, FROM_KNOWN, PATH_WORDS
 from onedraw.backends.torch.lanes import Kept
 from onedraw.backends.torch.runs import CHUNK, Run, Runs
+from onedraw.speculation.tree import chain_length
 from onedraw.types import Draft
 
 Words = npt.NDArray[np.int32]
@@ -43,18 +44,20 @@ class _Paths:
         self.rows: list[list[int]] = []
         self.order: list[int] = []
 
-    def add(self, known: list[int], drafts: list[list[int]], *, lane: int, fresh: bool) -> None:
+    def add(self, known: list[int], walks: list[list[int]], *, lane: int, fresh: bool) -> None:
         """Entries of the known tokens, and of the drafts behind them by strands."""
-        longest = max(map(len, drafts), default=0)
-        if known or longest:
-            self.rows.append([lane, len(self.order), len(known) + longest, len(known), int(fresh)])
-            self.order += [entry for entry in known for _ in range(self.strands)]
-            # A strand that is at its end goes over something once more, and leaves nothing.
-            idle = (known[0] if known else drafts[0][0]) & ~3 | AGAIN
-            for step in range(longest):
-                self.order += [
-                    drafts[i][step] if i < len(drafts) and step < len(drafts[i]) else idle for i in range(self.strands)
-                ]
+        longest = max(map(len, walks), default=0)
+        if not (known or longest):
+            return
+        self.rows.append([lane, len(self.order), len(known) + longest, len(known), int(fresh)])
+        if self.strands == 1:
+            self.order += itertools.chain(known, *walks)
+            return
+        self.order += [entry for entry in known for _ in range(self.strands)]
+        # A strand that is at its end goes over something once more, and leaves nothing.
+        idle = (known[0] if known else walks[0][0]) & ~3 | AGAIN
+        walks = [*walks, *[[]] * (self.strands - len(walks))]
+        self.order += itertools.chain(*itertools.zip_longest(*walks, fillvalue=idle))
 
     def steps(self, feed: Feed, rows: int = 0, entries: int = 0, *, branches: bool | None = None) -> Steps:
         """With room for so many paths and entries; a path without entries does nothing."""
@@ -73,7 +76,7 @@ class Recurrence:
         chunks: list[list[int]] = []
         slots: list[int] = []
         rows: list[list[int]] = []
-        trees = any(_branches(run.drafts) for run in runs.runs) if bucket is None else bucket.depth is not None
+        trees = any(map(_branches, runs.runs)) if bucket is None else bucket.depth is not None
         paths = _Paths(strands if trees else 1)
         for run in runs.runs:
             begin, saves = len(chunks), dict(run.saves)
@@ -119,18 +122,21 @@ def _held(runs: Runs) -> Words:
 def _walk(run: Run, paths: _Paths) -> None:
     """Known tokens, and the drafts behind them."""
     known = [4 * token for token in range(run.first + run.prompt, run.first + run.known)]
-    found = _branch_by_branch(run.drafts)
     node = 4 * (run.first + run.known)
-    least = 1 + max((len(before) for _, before in found), default=0)
-    # As few steps as the strands allow, each with a part of the tree in its order.
-    limits = [None] if paths.strands == 1 else itertools.count(least)
-    walks = next(walks for most in limits if len(walks := _strands(found, most)) <= paths.strands)
-    drafts = [[node + entry for entry in walk] for walk in walks]
-    paths.add(known, drafts, lane=run.lane, fresh=run.fresh and not run.prompt)
+    walks = [list(range(node, node + 4 * len(run.drafts), 4))]
+    if _branches(run):
+        found = _branch_by_branch(run.drafts)
+        # As few steps as the strands allow, each with a part of the tree in its order.
+        least = 1 + max(len(before) for _, before in found)
+        limits = [None] if paths.strands == 1 else itertools.count(least)
+        parted = next(walks for most in limits if len(walks := _strands(found, most)) <= paths.strands)
+        walks = [[node + entry for entry in walk] for walk in parted]
+    paths.add(known, walks, lane=run.lane, fresh=run.fresh and not run.prompt)
 
 
-def _branches(drafts: Sequence[Draft]) -> bool:
-    return any(draft.parent != index - 1 for index, draft in enumerate(drafts))
+def _branches(run: Run) -> bool:
+    """Whether some draft does not follow the one before it."""
+    return chain_length(run.drafts) != len(run.drafts)
 
 
 def _strands(found: list[tuple[int, list[int]]], most: int | None) -> list[list[int]]:
@@ -140,13 +146,14 @@ def _strands(found: list[tuple[int, list[int]]], most: int | None) -> list[list[
     trail: list[int] = []
     for index, before in found:
         follows = bool(strands) and before == trail
-        entries = [4 * index] if follows else [*(4 * i + AGAIN for i in before), 4 * index]
-        if not strands or (most is not None and len(strands[-1]) + len(entries) > most):
-            strands.append([])
-            entries = [*(4 * i + AGAIN for i in before), 4 * index]
-        elif not follows:
-            entries[0] += FROM_KNOWN
-        strands[-1] += entries
+        again = [*(4 * i + AGAIN for i in before), 4 * index]
+        if not strands or (most is not None and len(strands[-1]) + (1 if follows else len(again)) > most):
+            strands.append(again)
+        elif follows:
+            strands[-1].append(4 * index)
+        else:
+            again[0] += FROM_KNOWN
+            strands[-1] += again
         trail = [*before, index]
     return strands
 
