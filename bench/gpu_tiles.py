@@ -210,10 +210,10 @@ def _attended(
     triton_attention._warps = lambda height, *_: plan.get(height, (4, 4))[0]  # type: ignore[assignment]
     triton_attention._stages = lambda height, *_: plan.get(height, (4, 4))[1]  # type: ignore[assignment]
     triton_attention.SPLITS, triton_attention.block_keys = v.splits, lambda _: v.keys  # type: ignore[assignment]
-    real = triton_attention._merge
-    triton_attention._merge = real if merges else _Nothing()
+    real = triton_attention.merge_splits
+    triton_attention.merge_splits = real if merges else _Nothing()
     out = attend(q, *stores, view=view, sets=sets, **sizes)
-    triton_attention._merge = real
+    triton_attention.merge_splits = real
     return out
 
 

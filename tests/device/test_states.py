@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.torch.experts import choose_experts, join_shared
+from onedraw.backends.torch.feed import Direct
+from onedraw.backends.torch.runs import Run
 from onedraw.models.spec import MoeSpec
+from onedraw.types import Draft
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [
@@ -23,8 +26,10 @@ if torch.cuda.is_available() or INTERPRETED:
     from onedraw.backends.torch.kernels import triton_delta as delta
     from onedraw.backends.torch.kernels import triton_moe as moe
     from onedraw.backends.torch.kernels import triton_routes as routes
+    from onedraw.backends.torch.kernels.recurrence import _Paths, _walk
     from onedraw.backends.torch.kernels.triton_delta_chunks import chunked
     from onedraw.backends.torch.kernels.triton_delta_steps import AGAIN, FROM_KNOWN, commit, steps
+    from onedraw.backends.torch.kernels.triton_strands import strands as side_by_side
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
@@ -202,6 +207,41 @@ def test_a_node_of_a_tree_has_the_bits_of_its_path() -> None:
         kept = now.clone()
         commit(kept, held=held(drafted), lanes=words([1]), places=words([[t - 1 for t in path[1:]]]))
         assert torch.equal(kept[1], chain[1])
+
+
+@pytest.mark.parametrize(("count", "known"), [(2, 2), (4, 1)])
+def test_branches_side_by_side_have_the_bits_of_one_walk(count: int, known: int) -> None:
+    """A tree of 21 drafts and, in a lane of its own, a chain: outputs, lanes and changes of one walk branch by branch."""
+    parents = [-1 if i < 4 else (i - 4) // 2 for i in range(21)]
+    tree, chain = tuple(Draft(0, parent) for parent in parents), tuple(Draft(0, i - 1) for i in range(3))
+    first = known + len(tree)
+    total = first + 1 + len(chain)
+    projected = projections(total, seed=11)
+    places = [*[-1] * known, *range(21), -1, 21, 22, 23]
+    runs = [
+        Run(first=0, lane=1, known=known, prompt=0, fresh=False, drafts=tree, saves=(), held=0),
+        Run(first=first, lane=3, known=1, prompt=0, fresh=True, drafts=chain, saves=(), held=21),
+    ]
+    found = []
+    for strands in (1, count):
+        paths = _Paths(strands)
+        for run in runs:
+            _walk(run, paths)
+        laid = paths.steps(Direct(DEVICE), rows=3, entries=len(paths.order))
+        drafted = drafts(places)
+        parts = gated(projected, line(total), windows(), drafted)
+        now, out = states(), outputs(total)
+        given = {"paths": laid.paths, "order": laid.order, "drafted": drafted}
+        if strands == 1:
+            steps(parts, now, out, **given)
+        else:
+            side_by_side(parts, now, out, count=strands, **given)
+        found.append((out, now, drafted.changes))
+        longest = max(row[2] for row in paths.rows)
+        assert longest == known + {1: 33, 2: 18, 4: 9}[strands]
+    assert not found[0][0].isnan().any()
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("count", [64, 200] if not INTERPRETED else [70])

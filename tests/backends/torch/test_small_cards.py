@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
 
 from onedraw.backends.torch.kernels import triton_attention, triton_delta_chunks, triton_linear, triton_moe
 from onedraw.backends.torch.kernels.triton_linear import SMALL_SHARED, choose_tile
@@ -50,7 +51,8 @@ def test_attention_fits_in_its_tiles(heads: int, kv_heads: int, dim: int, kept: 
     numbers = {"HEADS": heads, "KV": kv_heads, "D": dim, "BLOCK_D": dim, "PAGE": 16, "BLOCK_M": height, "STAGES": stages}
     numbers |= {"BLOCK_KEYS": triton_attention.block_keys(dim), "LOW": 256, "MIDDLE": 512, "HIGH": 1024}
     ahead = triton_attention._ahead(height, dim, shared)
-    numbers |= {"ALL": False, "OWN": own, "CODED": coded, "AHEAD": ahead, "IEEE": False, "PDL": False}
+    group = {"GROUP": 8 if kept == "int8" else 0, "GROUP_ROWS": triton.next_power_of_2(heads // kv_heads), "EARLY": False}
+    numbers |= {"ALL": False, "OWN": own, "CODED": coded, "AHEAD": ahead, "IEEE": False, "PDL": False} | group
     warps = triton_attention._warps(height, dim, False)
     made = compiled(triton_attention._attend, pointers, numbers, capability=capability, num_warps=warps)
     assert made.metadata.shared <= shared

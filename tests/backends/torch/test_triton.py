@@ -37,8 +37,8 @@ def under_the_interpreter(file: str, chosen: str = "") -> str:
 
 
 def test_states_and_experts_are_right_under_the_interpreter() -> None:
-    chosen = "kept_draft or tree or windows or experts or gated_norm or brought"
-    assert "11 passed" in under_the_interpreter("tests/device/test_states.py", chosen)
+    chosen = "kept_draft or tree or side_by_side or windows or experts or gated_norm or brought"
+    assert "13 passed" in under_the_interpreter("tests/device/test_states.py", chosen)
 
 
 def test_limits_are_found_under_the_interpreter() -> None:
@@ -59,7 +59,7 @@ def test_codes_are_written_read_and_brought_home_under_the_interpreter() -> None
 
 
 def test_a_node_of_a_tree_reads_like_a_chain_under_the_interpreter() -> None:
-    assert "2 passed" in under_the_interpreter("tests/device/test_branches.py")
+    assert "3 passed" in under_the_interpreter("tests/device/test_branches.py")
 
 
 def test_products_of_a_few_rows_are_right_under_the_interpreter() -> None:

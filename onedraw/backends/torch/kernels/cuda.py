@@ -16,6 +16,7 @@ from torch import Tensor
 from onedraw.backends.torch.inputs import Bucket, Inputs
 from onedraw.backends.torch.kernels import triton_awaited
 from onedraw.backends.torch.kernels import triton_delta as delta_kernels
+from onedraw.backends.torch.kernels.forms import TODAY, Forms
 from onedraw.backends.torch.kernels.recurrence import Recurrence, commit_tables
 from onedraw.backends.torch.kernels.sampler import TritonSampler
 from onedraw.backends.torch.kernels.triton_attention import attend
@@ -27,6 +28,7 @@ from onedraw.backends.torch.kernels.triton_norm import ACTIVATIONS, gated, opene
 from onedraw.backends.torch.kernels.triton_rope import prepare_heads
 from onedraw.backends.torch.kernels.triton_routes import choose_experts, join
 from onedraw.backends.torch.kernels.triton_settle import move_kept, walk
+from onedraw.backends.torch.kernels.triton_strands import strands
 from onedraw.backends.torch.kernels.views import DeviceView, Heads, to_view
 from onedraw.backends.torch.lanes import Kept, LaneStore
 from onedraw.backends.torch.layers.delta import DeltaWeights
@@ -163,9 +165,9 @@ class TritonOps(FloatOps):
     rule = RowRule(floor=1)
     records = True
 
-    def __init__(self, device: torch.device, *, pdl: bool = False) -> None:
+    def __init__(self, device: torch.device, *, pdl: bool = False, forms: Forms = TODAY) -> None:
         self.name = f"{device.type}-triton"
-        self._device, self._pdl = device, pdl
+        self._device, self._pdl, self._forms = device, pdl, forms
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> TritonLinear:
         return TritonLinear(weight, bias=bias, pdl=self._pdl)
@@ -201,7 +203,7 @@ class TritonOps(FloatOps):
 
     def heads(self, mixer: AttentionSpec) -> Heads:
         small = shared_memory(self._device) <= SMALL_SHARED
-        return Heads(mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.window, _busy(self._device), small)
+        return Heads(mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.window, _busy(self._device), small, self._forms)
 
     def attention(
         self,
@@ -226,6 +228,7 @@ class TritonOps(FloatOps):
             kv_heads=spec.kv_heads,
             dim=spec.head_dim,
             scale=spec.scale,
+            forms=self._forms,
             pdl=self._pdl,
         )
 
@@ -235,7 +238,8 @@ class TritonOps(FloatOps):
         self._heads(kv, prepared, spec=spec, store=store, q_norm=None, k_norm=k_norm, eps=eps, heads=0)
 
     def prepare_delta(self, inputs: Inputs, mixer: DeltaSpec) -> Recurrence:
-        return Recurrence(runs_of(inputs, conv=mixer.conv), feed=inputs.feed, bucket=inputs.bucket)
+        runs = runs_of(inputs, conv=mixer.conv)
+        return Recurrence(runs, feed=inputs.feed, bucket=inputs.bucket, strands=self._forms.strands)
 
     def delta(self, projected: Tensor, prepared: Recurrence, *, weights: DeltaWeights, store: LaneStore) -> Tensor:
         spec, projected = store.spec, _straight(projected)
@@ -260,16 +264,28 @@ class TritonOps(FloatOps):
         chunks = {"chunks": prepared.chunks, "runs": prepared.chunk_runs, "slots": prepared.chunk_slots}
         chunked(gates, store.states, store.saved_states, out, **chunks)
         paths = prepared.steps
-        steps(
-            gates,
-            store.states,
-            out,
-            paths=paths.paths,
-            order=paths.order,
-            drafted=drafted,
-            branches=paths.branches,
-            pdl=self._pdl,
-        )
+        if paths.strands > 1 and drafted is not None:
+            strands(
+                gates,
+                store.states,
+                out,
+                paths=paths.paths,
+                order=paths.order,
+                drafted=drafted,
+                count=paths.strands,
+                pdl=self._pdl,
+            )
+        else:
+            steps(
+                gates,
+                store.states,
+                out,
+                paths=paths.paths,
+                order=paths.order,
+                drafted=drafted,
+                branches=paths.branches,
+                pdl=self._pdl,
+            )
         delta_kernels.shift_windows(projected, store.windows, store.saved_windows, prepared.kept, pdl=self._pdl)
         return delta_kernels.close(
             out,

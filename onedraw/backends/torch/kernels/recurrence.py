@@ -6,6 +6,7 @@ through: a row's known tokens and its drafts, a tree branch by branch.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,36 +33,51 @@ class Steps:
     paths: Tensor  # [P, 5]
     order: Tensor  # [n] entries
     branches: bool  # some path goes back
+    strands: int = 1  # entries of a step, one for each branch that is walked beside others
 
 
 class _Paths:
     """Paths on their way to the device. Owner: Recurrence."""
 
-    def __init__(self) -> None:
+    def __init__(self, strands: int) -> None:
+        self.strands = strands
         self.rows: list[list[int]] = []
         self.order: list[int] = []
 
-    def add(self, entries: list[int], *, lane: int, known: int, fresh: bool) -> None:
-        if entries:
-            self.rows.append([lane, len(self.order), len(entries), known, int(fresh)])
-            self.order += entries
+    def add(self, known: list[int], walks: list[list[int]], *, lane: int, fresh: bool) -> None:
+        """Entries of the known tokens, and of the drafts behind them by strands."""
+        longest = max(map(len, walks), default=0)
+        if not (known or longest):
+            return
+        self.rows.append([lane, len(self.order), len(known) + longest, len(known), int(fresh)])
+        if self.strands == 1:
+            self.order += itertools.chain(known, *walks)
+            return
+        self.order += [entry for entry in known for _ in range(self.strands)]
+        # A strand that is at its end goes over something once more, and leaves nothing.
+        idle = (known[0] if known else walks[0][0]) & ~3 | AGAIN
+        walks = [*walks, *[[]] * (self.strands - len(walks))]
+        self.order += itertools.chain(*itertools.zip_longest(*walks, fillvalue=idle))
 
     def steps(self, feed: Feed, rows: int = 0, entries: int = 0, *, branches: bool | None = None) -> Steps:
         """With room for so many paths and entries; a path without entries does nothing."""
         if branches is None:
             branches = any(entry & FROM_KNOWN for entry in self.order)
         table = _filled(self.rows, (max(rows, len(self.rows)), PATH_WORDS), 0)
-        return Steps(feed.put(table), feed.put(_filled(self.order, (max(entries, len(self.order)),), 0)), branches)
+        order = _filled(self.order, (max(entries * self.strands, len(self.order)),), 0)
+        return Steps(feed.put(table), feed.put(order), branches, self.strands)
 
 
 class Recurrence:
     """Everything is on the device when it is constructed. Owner: the pass over the layers that made it."""
 
-    def __init__(self, runs: Runs, *, feed: Feed, bucket: Bucket | None = None) -> None:
+    def __init__(self, runs: Runs, *, feed: Feed, bucket: Bucket | None = None, strands: int = 1) -> None:
+        """`strands`: branches of a tree that are walked side by side, where there is one."""
         chunks: list[list[int]] = []
         slots: list[int] = []
         rows: list[list[int]] = []
-        paths = _Paths()
+        trees = any(map(_branches, runs.runs)) if bucket is None else bucket.depth is not None
+        paths = _Paths(strands if trees else 1)
         for run in runs.runs:
             begin, saves = len(chunks), dict(run.saves)
             for start in range(0, run.prompt, CHUNK):
@@ -104,22 +120,42 @@ def _held(runs: Runs) -> Words:
 
 
 def _walk(run: Run, paths: _Paths) -> None:
-    """Known tokens, and the drafts behind them. Where a draft does not follow the one before it, what is before it is taken
-    again, from the known tokens on."""
-    known = range(run.first + run.prompt, run.first + run.known)
-    node = run.first + run.known
-    chain = chain_length(run.drafts) == len(run.drafts)  # no draft is taken again
-    entries = [4 * token for token in range(known.start, node + len(run.drafts) if chain else node)]
+    """Known tokens, and the drafts behind them."""
+    known = [4 * token for token in range(run.first + run.prompt, run.first + run.known)]
+    node = 4 * (run.first + run.known)
+    walks = [list(range(node, node + 4 * len(run.drafts), 4))]
+    if _branches(run):
+        found = _branch_by_branch(run.drafts)
+        # As few steps as the strands allow, each with a part of the tree in its order.
+        least = 1 + max(len(before) for _, before in found)
+        limits = [None] if paths.strands == 1 else itertools.count(least)
+        parted = next(walks for most in limits if len(walks := _strands(found, most)) <= paths.strands)
+        walks = [[node + entry for entry in walk] for walk in parted]
+    paths.add(known, walks, lane=run.lane, fresh=run.fresh and not run.prompt)
+
+
+def _branches(run: Run) -> bool:
+    """Whether some draft does not follow the one before it."""
+    return chain_length(run.drafts) != len(run.drafts)
+
+
+def _strands(found: list[tuple[int, list[int]]], most: int | None) -> list[list[int]]:
+    """Entries of drafts in their order, counted from the first, in strands of at most so many. Where a draft does not follow
+    the one before it, what is before it is taken again, from the known tokens on."""
+    strands: list[list[int]] = []
     trail: list[int] = []
-    for index, before in () if chain else _branch_by_branch(run.drafts):
-        if before != trail:
-            again = [4 * (node + i) + AGAIN for i in before] + [4 * (node + index)]
-            again[0] += FROM_KNOWN
-            entries += again
+    for index, before in found:
+        follows = bool(strands) and before == trail
+        again = [*(4 * i + AGAIN for i in before), 4 * index]
+        if not strands or (most is not None and len(strands[-1]) + (1 if follows else len(again)) > most):
+            strands.append(again)
+        elif follows:
+            strands[-1].append(4 * index)
         else:
-            entries.append(4 * (node + index))
+            again[0] += FROM_KNOWN
+            strands[-1] += again
         trail = [*before, index]
-    paths.add(entries, lane=run.lane, known=len(known), fresh=run.fresh and not run.prompt)
+    return strands
 
 
 def _branch_by_branch(drafts: Sequence[Draft]) -> list[tuple[int, list[int]]]:

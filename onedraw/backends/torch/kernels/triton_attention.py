@@ -29,9 +29,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from onedraw.backends.torch.kernels.forms import TODAY, Forms
 from onedraw.backends.torch.kernels.triton_codes import halves
 from onedraw.backends.torch.kernels.triton_linear import SMALL_SHARED, launch_options, shared_memory
 from onedraw.backends.torch.kernels.triton_math import let_next_start, looked_up, wait_for_inputs
+from onedraw.backends.torch.kernels.triton_merge import fold, folded, merge_splits, split_at, start_of
 
 Ints = npt.NDArray[np.int64]
 SPLITS = (256, 512, 1024)  # keys
@@ -78,32 +80,6 @@ def split_of(position: Ints) -> Ints:
 
 
 @triton.jit
-def _split_of(position, LOW: tl.constexpr, MIDDLE: tl.constexpr, HIGH: tl.constexpr):
-    FIRST: tl.constexpr = 2048 // LOW - 2048 // MIDDLE
-    SECOND: tl.constexpr = FIRST + 8192 // MIDDLE - 8192 // HIGH
-    return tl.minimum(position // LOW, tl.minimum(position // MIDDLE + FIRST, position // HIGH + SECOND))
-
-
-@triton.jit
-def _start_of(split, LOW: tl.constexpr, MIDDLE: tl.constexpr, HIGH: tl.constexpr):
-    FIRST: tl.constexpr = 2048 // LOW - 2048 // MIDDLE
-    SECOND: tl.constexpr = FIRST + 8192 // MIDDLE - 8192 // HIGH
-    return tl.maximum(split * LOW, tl.maximum((split - FIRST) * MIDDLE, (split - SECOND) * HIGH))
-
-
-@triton.jit
-def _fold(peak, total, mixed, peak_s, total_s, mixed_s):
-    """One more split behind those so far; a split in which a row sees nothing leaves it as it is."""
-    top = tl.maximum(peak, peak_s)
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    before, now = tl.exp2(peak - safe), tl.exp2(peak_s - safe)
-    seen = total_s != 0.0
-    total = tl.where(seen, tl.fma(total, before, total_s * now), total)
-    mixed = tl.where(seen[:, None], tl.fma(mixed, before[:, None], mixed_s * now[:, None]), mixed)
-    return tl.where(seen, top, peak), total, mixed
-
-
-@triton.jit
 def _places(
     start,
     low,
@@ -113,12 +89,18 @@ def _places(
     table,
     head,
     path_width,
+    table_width,
     KV: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     OWN: tl.constexpr,
 ):
-    """Where the keys of a block lie, counted in slots of one head; the first slot for what is not read."""
+    """Where the keys of a block lie, counted in slots of one head; anywhere in the row's pages for what is not read."""
+    if not OWN:
+        # Blocks begin at multiples of their length: the compiler sees it, and what is left of a division is a shift.
+        at = (start // BLOCK_KEYS * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)).to(tl.uint32)
+        page = looked_up(table + tl.minimum((at // PAGE).to(tl.int32), table_width - 1))
+        return (page * KV + head) * PAGE + (at % PAGE).to(tl.int32)
     position = start + tl.arange(0, BLOCK_KEYS)
     there = (position >= low) & (position <= high)
     slot = position
@@ -143,7 +125,7 @@ def _mix(scores, value, ones, peak, sums, mixed, IEEE: tl.constexpr):
     return top, sums, mixed
 
 
-@triton.jit(do_not_specialize=["merged", "path_width"])
+@triton.jit(do_not_specialize=["merged", "path_width", "table_width"])
 def _attend(
     q,
     keys,
@@ -179,6 +161,9 @@ def _attend(
     OWN: tl.constexpr,
     CODED: tl.constexpr,
     AHEAD: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
     IEEE: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -197,12 +182,12 @@ def _attend(
     if OWN:
         path = paths + first * path_width
     if ALL:
-        begin_split = _split_of(low, LOW, MIDDLE, HIGH)
-        end_split = _split_of(high, LOW, MIDDLE, HIGH) + 1
+        begin_split = split_at(low, LOW, MIDDLE, HIGH)
+        end_split = split_at(high, LOW, MIDDLE, HIGH) + 1
     else:  # the last ones, which are the longest, begin first
         begin_split = tl.load(tiles + tile * 8 + 7) + tl.num_programs(2) - 1 - tl.program_id(2)
         end_split = begin_split + 1
-        if (_start_of(begin_split, LOW, MIDDLE, HIGH) > high) | (_start_of(end_split, LOW, MIDDLE, HIGH) <= low):
+        if (start_of(begin_split, LOW, MIDDLE, HIGH) > high) | (start_of(end_split, LOW, MIDDLE, HIGH) <= low):
             wait_for_inputs(PDL)  # who waits for this kernel waits for those before it
             return
     PER: tl.constexpr = HEADS // KV
@@ -216,8 +201,8 @@ def _attend(
     query_head = head * PER + m % PER
     q_at = q + token.to(tl.int64)[:, None] * q_stride + query_head[:, None] * D + d[None, :]
     pages = table + row * table_width
-    begin = tl.maximum(_start_of(begin_split, LOW, MIDDLE, HIGH), low // BLOCK_KEYS * BLOCK_KEYS)
-    at = _places(begin, low, high, tail, path, pages, head, path_width, KV, PAGE, BLOCK_KEYS, OWN)
+    begin = tl.maximum(start_of(begin_split, LOW, MIDDLE, HIGH), low // BLOCK_KEYS * BLOCK_KEYS)
+    at = _places(begin, low, high, tail, path, pages, head, path_width, table_width, KV, PAGE, BLOCK_KEYS, OWN)
     wait_for_inputs(PDL)
     kind = q.dtype.element_ty
     if CODED:  # of two neighbouring dimensions, which lie in 16 bits, each has a product of its own
@@ -234,17 +219,52 @@ def _attend(
     mixed = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
     if OWN:
         line = tl.load(lines + token)
-        for split in tl.range(_split_of(tl.load(firsts + first), LOW, MIDDLE, HIGH), begin_split, num_stages=AHEAD):
-            part = (split * merged + line).to(tl.int64) * HEADS + query_head
-            peak_s = tl.load(part_peak + part, mask=live, other=float("-inf"))
-            total_s = tl.load(part_total + part, mask=live, other=0.0)
-            mixed_s = tl.load(part_mixed + part[:, None] * D + d[None, :], mask=live[:, None] & wide[None, :], other=0.0)
-            peak, total, mixed = _fold(peak, total, mixed, peak_s, total_s, mixed_s)
+        first_split = split_at(tl.load(firsts + first), LOW, MIDDLE, HIGH)
+        if GROUP:
+            # What goes on is on its way while the splits before it are merged, in as many rows as there are heads.
+            goes_on = live & (begin_split == carried)
+            part = (begin_split * merged + line).to(tl.int64) * HEADS + query_head
+            peak_on = tl.load(part_peak + part, mask=goes_on, other=float("-inf"))
+            total_on = tl.load(part_total + part, mask=goes_on, other=0.0)
+            mixed_on = tl.load(part_mixed + part[:, None] * D + d[None, :], mask=goes_on[:, None] & wide[None, :], other=0.0)
+            one = tl.arange(0, GROUP_ROWS)
+            peak_g, total_g, mixed_g = folded(
+                first_split,
+                begin_split,
+                part_mixed,
+                part_peak,
+                part_total,
+                tl.load(lines + first),
+                merged,
+                head * PER + one,
+                (one < PER) & (count > 0),
+                HEADS,
+                D,
+                BLOCK_D,
+                GROUP_ROWS,
+                GROUP,
+            )
+            TIMES: tl.constexpr = BLOCK_M // GROUP_ROWS
+            peak = tl.reshape(tl.broadcast_to(peak_g[None, :], (TIMES, GROUP_ROWS)), (BLOCK_M,))
+            total = tl.reshape(tl.broadcast_to(total_g[None, :], (TIMES, GROUP_ROWS)), (BLOCK_M,))
+            mixed = tl.reshape(tl.broadcast_to(mixed_g[None, :, :], (TIMES, GROUP_ROWS, BLOCK_D)), (BLOCK_M, BLOCK_D))
+        else:
+            for split in tl.range(first_split, begin_split, num_stages=AHEAD):
+                part = (split * merged + line).to(tl.int64) * HEADS + query_head
+                peak_s = tl.load(part_peak + part, mask=live, other=float("-inf"))
+                total_s = tl.load(part_total + part, mask=live, other=0.0)
+                mixed_s = tl.load(part_mixed + part[:, None] * D + d[None, :], mask=live[:, None] & wide[None, :], other=0.0)
+                peak, total, mixed = fold(peak, total, mixed, peak_s, total_s, mixed_s)
     for split in range(begin_split, end_split):
         peak_s = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
         sums_s = tl.zeros((BLOCK_M, 8), dtype=tl.float32)
         mixed_s = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-        if OWN:
+        if OWN and GROUP:
+            again = split == begin_split  # a path may reach into a second split, which begins with nothing
+            peak_s = tl.where(again, peak_on, peak_s)
+            sums_s += tl.where(again, total_on, 0.0)[:, None]
+            mixed_s = tl.where(again, mixed_on, 0.0)
+        elif OWN:
             goes_on = live & (split == carried)
             part = (split * merged + line).to(tl.int64) * HEADS + query_head
             peak_s = tl.load(part_peak + part, mask=goes_on, other=float("-inf"))
@@ -252,26 +272,46 @@ def _attend(
             mixed_s = tl.load(part_mixed + part[:, None] * D + d[None, :], mask=goes_on[:, None] & wide[None, :], other=0.0)
         if CODED:
             even, odd = tl.split(tl.reshape(mixed_s, (BLOCK_M, BLOCK_D // 2, 2)))
-        begin = tl.maximum(_start_of(split, LOW, MIDDLE, HIGH), low // BLOCK_KEYS * BLOCK_KEYS)
-        stop = tl.minimum(_start_of(split + 1, LOW, MIDDLE, HIGH), high + 1)
+        begin = tl.maximum(start_of(split, LOW, MIDDLE, HIGH), low // BLOCK_KEYS * BLOCK_KEYS)
+        stop = tl.minimum(start_of(split + 1, LOW, MIDDLE, HIGH), high + 1)
         # Blocks that every query sees, then the others. The next block is looked up while one is computed with, so that no
         # fetching waits for where to fetch.
         middle = begin
         if not OWN and not CODED:
             seen = tl.minimum(stop, tl.min(tl.where(live, highest, 2147483646), 0) + 1)
             middle = tl.where(begin >= tl.max(tl.where(live, lowest, 0), 0), seen // BLOCK_KEYS * BLOCK_KEYS, begin)
-            for start in tl.range(begin, middle, BLOCK_KEYS, num_stages=STAGES):
-                place = at.to(tl.int64) * D
-                at = _places(start + BLOCK_KEYS, low, high, tail, path, pages, head, path_width, KV, PAGE, BLOCK_KEYS, OWN)
-                key = tl.load(keys + place[:, None] + d[None, :], mask=wide[None, :], other=0.0)
-                value = tl.load(values + place[:, None] + d[None, :], mask=wide[None, :], other=0.0)
-                scores = tl.dot(query, tl.trans(key), input_precision="ieee" if IEEE else "tf32") * scale
-                peak_s, sums_s, mixed_s = _mix(scores, value, ones, peak_s, sums_s, mixed_s, IEEE)
+            if EARLY and begin < middle:
+                # The scores of a block are on their way while those of the block before it weigh its values; one block more than
+                # is weighed has its scores taken, which nobody looks at.
+                key = tl.load(keys + (at.to(tl.int64) * D)[:, None] + d[None, :], mask=wide[None, :], other=0.0)
+                scores = tl.dot(query, tl.trans(key), input_precision="ieee" if IEEE else "tf32")
+                for start in tl.range(begin, middle, BLOCK_KEYS, num_stages=STAGES):
+                    place = at.to(tl.int64) * D
+                    at = _places(
+                        start + BLOCK_KEYS, low, high, tail, path, pages, head, path_width, table_width, KV, PAGE, BLOCK_KEYS, OWN
+                    )
+                    key = tl.load(keys + (at.to(tl.int64) * D)[:, None] + d[None, :], mask=wide[None, :], other=0.0)
+                    value = tl.load(values + place[:, None] + d[None, :], mask=wide[None, :], other=0.0)
+                    coming = tl.dot(query, tl.trans(key), input_precision="ieee" if IEEE else "tf32")
+                    peak_s, sums_s, mixed_s = _mix(scores * scale, value, ones, peak_s, sums_s, mixed_s, IEEE)
+                    scores = coming
+            elif not EARLY:
+                for start in tl.range(begin, middle, BLOCK_KEYS, num_stages=STAGES):
+                    place = at.to(tl.int64) * D
+                    at = _places(
+                        start + BLOCK_KEYS, low, high, tail, path, pages, head, path_width, table_width, KV, PAGE, BLOCK_KEYS, OWN
+                    )
+                    key = tl.load(keys + place[:, None] + d[None, :], mask=wide[None, :], other=0.0)
+                    value = tl.load(values + place[:, None] + d[None, :], mask=wide[None, :], other=0.0)
+                    scores = tl.dot(query, tl.trans(key), input_precision="ieee" if IEEE else "tf32") * scale
+                    peak_s, sums_s, mixed_s = _mix(scores, value, ones, peak_s, sums_s, mixed_s, IEEE)
         for start in tl.range(tl.maximum(begin, middle), stop, BLOCK_KEYS, num_stages=STAGES):
             position = start + tl.arange(0, BLOCK_KEYS)
             there = (position >= low) & (position <= high)
             here = at
-            at = _places(start + BLOCK_KEYS, low, high, tail, path, pages, head, path_width, KV, PAGE, BLOCK_KEYS, OWN)
+            at = _places(
+                start + BLOCK_KEYS, low, high, tail, path, pages, head, path_width, table_width, KV, PAGE, BLOCK_KEYS, OWN
+            )
             sees = (position[None, :] >= lowest[:, None]) & (position[None, :] <= highest[:, None])
             if CODED:
                 inside = there[:, None] & narrow[None, :]
@@ -302,7 +342,7 @@ def _attend(
             mixed_s = tl.reshape(tl.join(even, odd), (BLOCK_M, BLOCK_D))
         total_s = tl.max(sums_s, 1)
         if ALL:
-            peak, total, mixed = _fold(peak, total, mixed, peak_s, total_s, mixed_s)
+            peak, total, mixed = fold(peak, total, mixed, peak_s, total_s, mixed_s)
         else:
             peak, total, mixed = peak_s, total_s, mixed_s
     let_next_start(PDL)
@@ -315,50 +355,6 @@ def _attend(
         tl.store(part_peak + part, peak, mask=live)
         tl.store(part_total + part, total, mask=live)
         tl.store(part_mixed + part[:, None] * D + d[None, :], mixed, mask=live[:, None] & wide[None, :])
-
-
-@triton.jit(do_not_specialize=["merged"])
-def _merge(
-    out,
-    part_mixed,
-    part_peak,
-    part_total,
-    tokens,
-    firsts,
-    ends,
-    lines,
-    merged,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    LOW: tl.constexpr,
-    MIDDLE: tl.constexpr,
-    HIGH: tl.constexpr,
-    AHEAD: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Front to back over the splits of one token and head; AHEAD of them are on their way."""
-    token = tl.load(tokens + tl.program_id(0))
-    line = tl.load(lines + token)
-    head = tl.program_id(1)
-    begin = _split_of(tl.load(firsts + token), LOW, MIDDLE, HIGH)
-    stop = _split_of(tl.load(ends + token), LOW, MIDDLE, HIGH) + 1
-    wait_for_inputs(PDL)
-    d = tl.arange(0, BLOCK_D)
-    one = tl.arange(0, 1)
-    peak = tl.full((1,), float("-inf"), dtype=tl.float32)
-    total = tl.zeros((1,), dtype=tl.float32)
-    mixed = tl.zeros((1, BLOCK_D), dtype=tl.float32)
-    for split in tl.range(begin, stop, num_stages=AHEAD):
-        place = (split * merged + line).to(tl.int64) * HEADS + head + one
-        peak_s = tl.load(part_peak + place)
-        total_s = tl.load(part_total + place)
-        mixed_s = tl.load(part_mixed + place[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
-        peak, total, mixed = _fold(peak, total, mixed, peak_s, total_s, mixed_s)
-    let_next_start(PDL)
-    result = tl.div_rn(mixed, tl.broadcast_to(total[:, None], (1, BLOCK_D))).to(out.dtype.element_ty)
-    at = out + ((token.to(tl.int64) * HEADS + head) * D + one)[:, None] + d[None, :]
-    tl.store(at, result, mask=(d < D)[None, :])
 
 
 def attend(
@@ -375,6 +371,7 @@ def attend(
     scale: float,
     warps: int | None = None,
     stages: int | None = None,
+    forms: Forms = TODAY,
     pdl: bool = False,
 ) -> Tensor:
     """q [T, H * D] (rows of stride 1) over page stores [P * K, S * D]. `scales` of codes: [P * K, S]."""
@@ -419,8 +416,11 @@ def attend(
             OWN=group.kind == OWN,
             CODED=0 if scales is None else 1 if keys.dtype == torch.int8 else 2,
             AHEAD=_ahead(group.height, block_d, shared_memory(q.device)),
+            GROUP=forms.group,
+            GROUP_ROWS=triton.next_power_of_2(heads // kv_heads),
+            EARLY=forms.early and group.height >= 128,
             IEEE=q.dtype == torch.float32,
-            STAGES=stages or _stages(group.height, block_d, q.dtype.itemsize, shared_memory(q.device)),
+            STAGES=stages or _stages(group.height, block_d, q.dtype.itemsize, shared_memory(q.device), forms.stages),
             PDL=pdl,
             num_warps=warps or _warps(group.height, block_d, group.together),
             enable_fp_fusion=False,
@@ -428,7 +428,7 @@ def attend(
         )
     for group in sets:
         if group.kind == WHOLE and len(group.tokens):
-            _merge[(len(group.tokens), heads)](
+            merge_splits[(len(group.tokens), heads)](
                 out,
                 mixed,
                 peak,
@@ -442,6 +442,7 @@ def attend(
                 D=dim,
                 BLOCK_D=block_d,
                 **splits_given,
+                GROUP=forms.group,
                 AHEAD=min(12, triton.next_power_of_2(group.splits) + 1),
                 PDL=pdl,
                 num_warps=max(1, min(4, block_d // 64)),
@@ -462,13 +463,13 @@ def _warps(height: int, block_d: int, together: bool) -> int:
     return 16 if sums > 32768 else 8 if sums > 16384 or height >= 128 or block_d >= 512 else 4
 
 
-def _stages(height: int, block_d: int, itemsize: int, shared: int) -> int:
-    """Blocks of keys and values in shared memory at once, up to three: one is computed with, the others are on their way. Where
-    the matrix unit cannot read it there, the one that is computed with takes no room."""
+def _stages(height: int, block_d: int, itemsize: int, shared: int, high: int = 3) -> int:
+    """Blocks of keys and values in shared memory at once, up to three, of a high tile up to `high`: one is computed with, the
+    others are on their way. Where the matrix unit cannot read it there, the one that is computed with takes no room."""
     keys = block_keys(block_d)
     room = min(shared, 224 * 1024) - height * (block_d * itemsize + keys * 4) - 8 * 1024
     reads = height >= 64 and shared > SMALL_SHARED
-    return max(1, min(3, room // (2 * keys * block_d * itemsize) + (not reads)))
+    return max(1, min(high if height >= 128 else 3, room // (2 * keys * block_d * itemsize) + (not reads)))
 
 
 def _ahead(height: int, block_d: int, shared: int) -> int:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.torch.inputs import Bucket, Inputs, Ints
+from onedraw.backends.torch.kernels.forms import TODAY, Forms
 from onedraw.backends.torch.kernels.triton_attention import (
     OWN,
     SHARED,
@@ -46,6 +47,7 @@ class Heads:
     window: int | None
     busy: int
     small: bool = False  # a card with little shared memory per block
+    forms: Forms = TODAY
 
     @property
     def group(self) -> int:
@@ -70,6 +72,8 @@ class Cut:
     launched: int
     together: bool
     kind: int
+    begin: int = 0  # of a row's tokens those that it reads for: from here on,
+    stop: int = FAR  # and up to here
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +199,8 @@ def _cuts(inputs: Inputs, heads: Heads) -> list[tuple[Cut, Ints, Ints]]:
         if span.branches:
             # What the tokens have in common is read once for all of them, the rest by each for itself.
             known = max(known - 1, 0)
-            _tile(found, heads, splits, span.first + known, span.count - known, SHARED, span.stop)
+            for begin, stop in _shares(heads, span.count - known, splits):
+                _tile(found, heads, splits, span.first + known + begin, stop - begin, SHARED, span.stop)
             for token in range(span.first + known, span.first + span.count):
                 _tile(found, heads, splits, token, 1, OWN, span.stop)
         _tile(found, heads, splits, span.first, known, WHOLE, FAR)
@@ -208,8 +213,13 @@ def _bucket_form(bucket: Bucket, heads: Heads, page_size: int) -> Form:
     """The same tiles for every turn of a bucket: a row has as many as the longest could need, those it does not need are
     empty. Every row is a chain, or every row is a tree of one known token and its drafts."""
     splits = int(split_of(np.asarray(bucket.reach - 1))) + 1
-    kinds = [(WHOLE, bucket.longest)] if bucket.depth is None else [(SHARED, bucket.longest), (OWN, 1)]
-    cuts = [_bucket_cut(bucket, heads, kind, longest, splits) for kind, longest in kinds]
+    if bucket.depth is None:
+        cuts = [_bucket_cut(bucket, heads, WHOLE, bucket.longest, splits)]
+    else:
+        shares = [
+            _bucket_cut(bucket, heads, SHARED, stop, splits, begin) for begin, stop in _shares(heads, bucket.longest, splits)
+        ]
+        cuts = [*shares, _bucket_cut(bucket, heads, OWN, 1, splits)]
     layout = Layout(bucket.tokens, bucket.rows + 1, bucket.reach // page_size, bucket.depth, page_size, tuple(cuts))
     form = _form(layout, [np.arange(cut.tokens, dtype=np.int64) for cut in cuts])
     for cut, begin in zip(cuts, form.begins[-len(cuts) :], strict=True):
@@ -218,14 +228,16 @@ def _bucket_form(bucket: Bucket, heads: Heads, page_size: int) -> Form:
     return form
 
 
-def _bucket_cut(bucket: Bucket, heads: Heads, kind: int, longest: int, splits: int) -> Cut:
-    height = _height(heads, longest, kind, splits)
-    room = bucket.tokens if longest == 1 and kind != WHOLE else bucket.rows * -(-longest // (height // heads.group))
-    tokens = 0 if kind == OWN else bucket.tokens
+def _bucket_cut(bucket: Bucket, heads: Heads, kind: int, stop: int, splits: int, begin: int = 0) -> Cut:
+    """For the tokens of a row from `begin` up to `stop`; what is a node's own, for every one of them."""
+    height = _height(heads, stop - begin, kind, splits)
+    room = bucket.tokens if kind == OWN else bucket.rows * -(-(stop - begin) // (height // heads.group))
+    tokens = 0 if kind == OWN or begin else bucket.tokens  # each is kept once
     together = _together(heads, kind, height, room, tokens, splits)
     seen = bucket.longest if kind == OWN else heads.window and heads.window + bucket.longest
     launched = splits if seen is None else min(splits, seen // SPLITS[0] + 2)
-    return Cut(height, room, 0 if together else tokens, splits, launched, together, kind)
+    reads = (begin, stop) if kind == SHARED else (0, FAR)
+    return Cut(height, room, 0 if together else tokens, splits, launched, together, kind, *reads)
 
 
 def _bucket_tiles(inputs: Inputs, bucket: Bucket, heads: Heads, cuts: tuple[Cut, ...]) -> list[list[Tile]]:
@@ -235,8 +247,19 @@ def _bucket_tiles(inputs: Inputs, bucket: Bucket, heads: Heads, cuts: tuple[Cut,
     for cut, tiles in zip(cuts, found, strict=True):
         for span in rows:
             tail = FAR if cut.kind == WHOLE else span.stop
-            _cover(tiles, 1 if cut.kind == OWN else cut.height // heads.group, span.first, span.count, cut.kind, tail)
+            per = 1 if cut.kind == OWN else cut.height // heads.group
+            _cover(tiles, per, span.first + cut.begin, min(span.count, cut.stop) - cut.begin, cut.kind, tail)
     return found
+
+
+def _shares(heads: Heads, count: int, splits: int) -> list[tuple[int, int]]:
+    """Nodes that read what they share in tiles of one height: from and up to."""
+    height = _height(heads, count, SHARED, splits)
+    rest = count % (height // heads.group)
+    little = rest < count and 0 < 2 * rest * heads.group <= height
+    if heads.forms.apart and height >= 128 and little:
+        return [(0, count - rest), (count - rest, count)]
+    return [(0, count)]
 
 
 def _tile(found: Found, heads: Heads, splits: int, first: int, count: int, kind: int, tail: int) -> None:
@@ -251,7 +274,8 @@ def _height(heads: Heads, count: int, kind: int, splits: int) -> int:
     # keys once, if there are enough of them all the same.
     long = count >= LONG and heads.dim <= 128
     many = splits * heads.kv_heads >= heads.busy // 4
-    joined = [h for h in heads.heights if h <= 64 or long or (many and (count * heads.group <= h or kind == SHARED))]
+    fits = heads.heights if kind != SHARED else [h for h in heads.heights if h <= heads.forms.height]
+    joined = [h for h in fits if h <= 64 or long or (many and (count * heads.group <= h or kind == SHARED))]
     return next((h for h in joined if count * heads.group <= h), joined[-1])
 
 
@@ -261,6 +285,8 @@ def _cover(tiles: list[Tile], per: int, first: int, count: int, kind: int, tail:
 
 def _tile_table(inputs: Inputs, heads: Heads, tiles: list[Tile]) -> Ints:
     """[N, 8]: tiles of one kind."""
+    if not tiles:
+        return np.zeros((0, TILE_WORDS), dtype=np.int64)
     kind = tiles[0][2]
     first, count, _, tail = np.asarray(tiles, dtype=np.int64).T
     table = np.empty((len(tiles), TILE_WORDS), dtype=np.int64)

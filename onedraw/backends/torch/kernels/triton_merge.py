@@ -1,0 +1,163 @@
+"""Splits of attention merged from front to back: what every split of a row left, its maximum, its sums and its mixture.
+
+In: parts of splits in memory. Out: one state for all of them, in registers, or the rows' attention itself. A group of splits is
+asked for at once, so that a wait is one for all of them; the order of the merging, and so its bits, is that of the splits for
+any size of a group.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
+# ruff: noqa: RUF005 - kernels know tuples of tiles by their sums, not by unpacking
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from onedraw.backends.torch.kernels.triton_math import let_next_start, wait_for_inputs
+
+
+@triton.jit
+def split_at(position, LOW: tl.constexpr, MIDDLE: tl.constexpr, HIGH: tl.constexpr):
+    FIRST: tl.constexpr = 2048 // LOW - 2048 // MIDDLE
+    SECOND: tl.constexpr = FIRST + 8192 // MIDDLE - 8192 // HIGH
+    return tl.minimum(position // LOW, tl.minimum(position // MIDDLE + FIRST, position // HIGH + SECOND))
+
+
+@triton.jit
+def start_of(split, LOW: tl.constexpr, MIDDLE: tl.constexpr, HIGH: tl.constexpr):
+    FIRST: tl.constexpr = 2048 // LOW - 2048 // MIDDLE
+    SECOND: tl.constexpr = FIRST + 8192 // MIDDLE - 8192 // HIGH
+    return tl.maximum(split * LOW, tl.maximum((split - FIRST) * MIDDLE, (split - SECOND) * HIGH))
+
+
+@triton.jit
+def fold(peak, total, mixed, peak_s, total_s, mixed_s):
+    """One more split behind those so far; a split in which a row sees nothing leaves it as it is."""
+    top = tl.maximum(peak, peak_s)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    before, now = tl.exp2(peak - safe), tl.exp2(peak_s - safe)
+    seen = total_s != 0.0
+    total = tl.where(seen, tl.fma(total, before, total_s * now), total)
+    mixed = tl.where(seen[:, None], tl.fma(mixed, before[:, None], mixed_s * now[:, None]), mixed)
+    return tl.where(seen, top, peak), total, mixed
+
+
+@triton.jit
+def _group(
+    split,
+    stop,
+    part_mixed,
+    part_peak,
+    part_total,
+    line,
+    merged,
+    heads,
+    live,
+    d,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """The next splits' parts; behind the last there is none, which nobody sees."""
+    peaks, totals, mixtures = (), (), ()
+    for ahead in tl.static_range(GROUP):
+        there = live & (split + ahead < stop)
+        part = ((split + ahead) * merged + line).to(tl.int64) * HEADS + heads
+        peaks = peaks + (tl.load(part_peak + part, mask=there, other=float("-inf")),)
+        totals = totals + (tl.load(part_total + part, mask=there, other=0.0),)
+        inside = there[:, None] & (d < D)[None, :]
+        mixtures = mixtures + (tl.load(part_mixed + part[:, None] * D + d[None, :], mask=inside, other=0.0),)
+    return peaks, totals, mixtures
+
+
+@triton.jit
+def folded(
+    begin,
+    stop,
+    part_mixed,
+    part_peak,
+    part_total,
+    line,
+    merged,
+    heads,
+    live,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Splits [begin, stop) of one token's `heads` [ROWS]: maximum [ROWS], sum [ROWS], mixture [ROWS, BLOCK_D]."""
+    d = tl.arange(0, BLOCK_D)
+    peak = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((ROWS,), dtype=tl.float32)
+    mixed = tl.zeros((ROWS, BLOCK_D), dtype=tl.float32)
+    for split in tl.range(begin, stop, GROUP, num_stages=1):
+        peaks, totals, mixtures = _group(
+            split, stop, part_mixed, part_peak, part_total, line, merged, heads, live, d, HEADS, D, GROUP
+        )
+        for one in tl.static_range(GROUP):
+            peak, total, mixed = fold(peak, total, mixed, peaks[one], totals[one], mixtures[one])
+    return peak, total, mixed
+
+
+@triton.jit(do_not_specialize=["merged"])
+def merge_splits(
+    out,
+    part_mixed,
+    part_peak,
+    part_total,
+    tokens,
+    firsts,
+    ends,
+    lines,
+    merged,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    LOW: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    HIGH: tl.constexpr,
+    GROUP: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One token and head. Without a GROUP splits go one by one through shared memory, AHEAD of them on their way."""
+    token = tl.load(tokens + tl.program_id(0))
+    line = tl.load(lines + token)
+    head = tl.program_id(1)
+    begin = split_at(tl.load(firsts + token), LOW, MIDDLE, HIGH)
+    stop = split_at(tl.load(ends + token), LOW, MIDDLE, HIGH) + 1
+    wait_for_inputs(PDL)
+    d = tl.arange(0, BLOCK_D)
+    one = tl.arange(0, 1)
+    if GROUP:
+        peak, total, mixed = folded(
+            begin,
+            stop,
+            part_mixed,
+            part_peak,
+            part_total,
+            line,
+            merged,
+            head + one,
+            one == 0,
+            HEADS,
+            D,
+            BLOCK_D,
+            1,
+            GROUP,
+        )
+    else:
+        peak = tl.full((1,), float("-inf"), dtype=tl.float32)
+        total = tl.zeros((1,), dtype=tl.float32)
+        mixed = tl.zeros((1, BLOCK_D), dtype=tl.float32)
+        for split in tl.range(begin, stop, num_stages=AHEAD):
+            place = (split * merged + line).to(tl.int64) * HEADS + head + one
+            peak_s = tl.load(part_peak + place)
+            total_s = tl.load(part_total + place)
+            mixed_s = tl.load(part_mixed + place[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
+            peak, total, mixed = fold(peak, total, mixed, peak_s, total_s, mixed_s)
+    let_next_start(PDL)
+    result = tl.div_rn(mixed, tl.broadcast_to(total[:, None], (1, BLOCK_D))).to(out.dtype.element_ty)
+    at = out + ((token.to(tl.int64) * HEADS + head) * D + one)[:, None] + d[None, :]
+    tl.store(at, result, mask=(d < D)[None, :])

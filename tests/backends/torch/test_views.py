@@ -1,0 +1,54 @@
+"""Tiles of recorded turns: every node of a tree is read once in what it shares and once in what is its own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from onedraw.backends.torch.feed import Direct
+from onedraw.backends.torch.inputs import Bucket, Shape, Span, fed_layout
+from onedraw.backends.torch.kernels.forms import Forms
+from onedraw.backends.torch.kernels.triton_attention import OWN, SHARED, TILE_WORDS
+from onedraw.backends.torch.kernels.views import Heads, device_view, host_view
+from onedraw.backends.torch.layers.linear import RowRule
+from onedraw.types import Draft
+
+TREE = tuple(Draft(i, -1 if i < 4 else (i - 4) // 2) for i in range(21))
+BUCKET = Bucket(rows=1, tokens=24, longest=24, reach=32_768, depth=32)
+
+
+@pytest.mark.parametrize(
+    ("group", "forms", "heights"),
+    [
+        (6, Forms(), [(SHARED, 128)]),
+        (6, Forms(apart=True), [(SHARED, 128), (SHARED, 32)]),
+        (6, Forms(height=64), [(SHARED, 64)]),
+        (4, Forms(apart=True), [(SHARED, 128)]),
+    ],
+)
+@pytest.mark.parametrize("count", [22, 4])
+def test_every_node_is_in_one_tile_of_what_is_shared(
+    group: int, forms: Forms, heights: list[tuple[int, int]], count: int
+) -> None:
+    drafts = TREE[: count - 1]
+    shape = Shape(16, (2048,), RowRule(floor=1))
+    table = tuple(range(2000))
+    inputs = fed_layout(
+        [0] * count,
+        [Span(0, count, 24_000, drafts, lane=0)],
+        [(table,)],
+        shape=shape,
+        feed=Direct(torch.device("cpu")),
+        bucket=BUCKET,
+    )
+    host = host_view(inputs, Heads(4 * group, 4, 256, None, 264, forms=forms))
+    assert [(cut.kind, cut.height) for cut in host.layout.cuts] == [*heights, (OWN, 16)]
+    view = device_view(torch.from_numpy(host.words), host.layout)
+    for kind in (SHARED, OWN):
+        tiles = np.concatenate([tiles.tiles.numpy() for tiles in view.sets if tiles.kind == kind])
+        assert tiles.shape[1] == TILE_WORDS
+        read = [token for first, tokens in tiles[:, :2] for token in range(first, first + tokens)]
+        assert read == list(range(count))
+    assert sorted(view.view.lines[:count].tolist()) == list(range(count))
+    assert sum(len(tiles.tokens) for tiles in view.sets) == BUCKET.tokens
