@@ -1,9 +1,9 @@
 """Delta steps of a tree's branches side by side: a program has several strands, each a warp that walks some of the branches.
 
-In: what `triton_delta_steps.steps` takes, with an order that has as many columns as strands. Out: the same bits. A strand steps through
-the known tokens and then through drafts, of which it repeats those on the way to a branch where another strand, or it itself, has
-been before: a repeated step computes what it computed then, so nothing is read back. One strand alone would be stepping through
-the tree branch by branch, each step waiting for the last; side by side they wait together.
+In: what `steps` takes (`triton_delta_steps.py`), with an order that has as many columns as strands. Out: the same bits. A
+strand steps through the known tokens and then through drafts, of which it repeats those on the way to a branch where another
+strand, or it itself, has been before: a repeated step computes what it computed then, so nothing is read back. One strand alone
+would be stepping through the tree branch by branch, each step waiting for the last; side by side they wait together.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
