@@ -30,9 +30,9 @@ import triton.language as tl
 from torch import Tensor
 
 from onedraw.backends.torch.kernels.forms import TODAY, Forms
-from onedraw.backends.torch.kernels.triton_codes import halves
+from onedraw.backends.torch.kernels.triton_key_blocks import left_by, mix, mix_codes, places_of
 from onedraw.backends.torch.kernels.triton_linear import SMALL_SHARED, launch_options, shared_memory
-from onedraw.backends.torch.kernels.triton_math import let_next_start, looked_up, wait_for_inputs
+from onedraw.backends.torch.kernels.triton_math import let_next_start, wait_for_inputs
 from onedraw.backends.torch.kernels.triton_merge import fold, folded, merge_splits, split_at, start_of
 
 Ints = npt.NDArray[np.int64]
@@ -77,52 +77,6 @@ def split_of(position: Ints) -> Ints:
     first = NEAR // low - NEAR // middle
     second = first + FAR // middle - FAR // high
     return np.minimum(position // low, np.minimum(position // middle + first, position // high + second))
-
-
-@triton.jit
-def _places(
-    start,
-    low,
-    high,
-    tail,
-    path,
-    table,
-    head,
-    path_width,
-    table_width,
-    KV: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    OWN: tl.constexpr,
-):
-    """Where the keys of a block lie, counted in slots of one head; anywhere in the row's pages for what is not read."""
-    if not OWN:
-        # Blocks begin at multiples of their length: the compiler sees it, and what is left of a division is a shift.
-        at = (start // BLOCK_KEYS * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)).to(tl.uint32)
-        page = looked_up(table + tl.minimum((at // PAGE).to(tl.int32), table_width - 1))
-        return (page * KV + head) * PAGE + (at % PAGE).to(tl.int32)
-    position = start + tl.arange(0, BLOCK_KEYS)
-    there = (position >= low) & (position <= high)
-    slot = position
-    if OWN:
-        depth = tl.minimum(tl.maximum(position - tail, 0), path_width - 1)
-        behind = position >= tail
-        step = looked_up(path + depth)
-        slot = tl.where(behind, tail + step, position)
-    page = looked_up(table + tl.where(there, slot // PAGE, 0))
-    return (page * KV + head) * PAGE + slot % PAGE
-
-
-@triton.jit
-def _mix(scores, value, ones, peak, sums, mixed, IEEE: tl.constexpr):
-    """One more block of a split: its scores, and the values they weigh."""
-    top = tl.maximum(peak, tl.max(scores, 1))
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    fade = tl.exp2(peak - safe)
-    weight = tl.exp2(scores - safe[:, None]).to(value.dtype)
-    sums = tl.dot(weight, ones, sums * fade[:, None], input_precision="ieee" if IEEE else "tf32")
-    mixed = tl.dot(weight, value, mixed * fade[:, None], input_precision="ieee" if IEEE else "tf32")
-    return top, sums, mixed
 
 
 @triton.jit(do_not_specialize=["merged", "path_width", "table_width"])
@@ -202,10 +156,10 @@ def _attend(
     q_at = q + token.to(tl.int64)[:, None] * q_stride + query_head[:, None] * D + d[None, :]
     pages = table + row * table_width
     begin = tl.maximum(start_of(begin_split, LOW, MIDDLE, HIGH), low // BLOCK_KEYS * BLOCK_KEYS)
-    at = _places(begin, low, high, tail, path, pages, head, path_width, table_width, KV, PAGE, BLOCK_KEYS, OWN)
+    at = places_of(begin, low, high, tail, path, pages, head, path_width, table_width, KV, PAGE, BLOCK_KEYS, OWN)
     wait_for_inputs(PDL)
     kind = q.dtype.element_ty
-    if CODED:  # of two neighbouring dimensions, which lie in 16 bits, each has a product of its own
+    if CODED:  # even and odd dimensions by themselves, see `mix_codes`
         two = tl.arange(0, BLOCK_D // 2)
         narrow = two < D // 2
         even_at = q + token.to(tl.int64)[:, None] * q_stride + query_head[:, None] * D + 2 * two[None, :]
@@ -224,9 +178,7 @@ def _attend(
             # What goes on is on its way while the splits before it are merged, in as many rows as there are heads.
             goes_on = live & (begin_split == carried)
             part = (begin_split * merged + line).to(tl.int64) * HEADS + query_head
-            peak_on = tl.load(part_peak + part, mask=goes_on, other=float("-inf"))
-            total_on = tl.load(part_total + part, mask=goes_on, other=0.0)
-            mixed_on = tl.load(part_mixed + part[:, None] * D + d[None, :], mask=goes_on[:, None] & wide[None, :], other=0.0)
+            peak_on, total_on, mixed_on = left_by(part_mixed, part_peak, part_total, part, goes_on, d, wide, D)
             one = tl.arange(0, GROUP_ROWS)
             peak_g, total_g, mixed_g = folded(
                 first_split,
@@ -251,9 +203,7 @@ def _attend(
         else:
             for split in tl.range(first_split, begin_split, num_stages=AHEAD):
                 part = (split * merged + line).to(tl.int64) * HEADS + query_head
-                peak_s = tl.load(part_peak + part, mask=live, other=float("-inf"))
-                total_s = tl.load(part_total + part, mask=live, other=0.0)
-                mixed_s = tl.load(part_mixed + part[:, None] * D + d[None, :], mask=live[:, None] & wide[None, :], other=0.0)
+                peak_s, total_s, mixed_s = left_by(part_mixed, part_peak, part_total, part, live, d, wide, D)
                 peak, total, mixed = fold(peak, total, mixed, peak_s, total_s, mixed_s)
     for split in range(begin_split, end_split):
         peak_s = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
@@ -267,9 +217,8 @@ def _attend(
         elif OWN:
             goes_on = live & (split == carried)
             part = (split * merged + line).to(tl.int64) * HEADS + query_head
-            peak_s = tl.load(part_peak + part, mask=goes_on, other=float("-inf"))
-            sums_s += tl.load(part_total + part, mask=goes_on, other=0.0)[:, None]
-            mixed_s = tl.load(part_mixed + part[:, None] * D + d[None, :], mask=goes_on[:, None] & wide[None, :], other=0.0)
+            peak_s, total_s, mixed_s = left_by(part_mixed, part_peak, part_total, part, goes_on, d, wide, D)
+            sums_s += total_s[:, None]
         if CODED:
             even, odd = tl.split(tl.reshape(mixed_s, (BLOCK_M, BLOCK_D // 2, 2)))
         begin = tl.maximum(start_of(split, LOW, MIDDLE, HIGH), low // BLOCK_KEYS * BLOCK_KEYS)
@@ -287,57 +236,44 @@ def _attend(
                 scores = tl.dot(query, tl.trans(key), input_precision="ieee" if IEEE else "tf32")
                 for start in tl.range(begin, middle, BLOCK_KEYS, num_stages=STAGES):
                     place = at.to(tl.int64) * D
-                    at = _places(
+                    at = places_of(
                         start + BLOCK_KEYS, low, high, tail, path, pages, head, path_width, table_width, KV, PAGE, BLOCK_KEYS, OWN
                     )
                     key = tl.load(keys + (at.to(tl.int64) * D)[:, None] + d[None, :], mask=wide[None, :], other=0.0)
                     value = tl.load(values + place[:, None] + d[None, :], mask=wide[None, :], other=0.0)
                     coming = tl.dot(query, tl.trans(key), input_precision="ieee" if IEEE else "tf32")
-                    peak_s, sums_s, mixed_s = _mix(scores * scale, value, ones, peak_s, sums_s, mixed_s, IEEE)
+                    peak_s, sums_s, mixed_s = mix(scores * scale, value, ones, peak_s, sums_s, mixed_s, IEEE)
                     scores = coming
             elif not EARLY:
                 for start in tl.range(begin, middle, BLOCK_KEYS, num_stages=STAGES):
                     place = at.to(tl.int64) * D
-                    at = _places(
+                    at = places_of(
                         start + BLOCK_KEYS, low, high, tail, path, pages, head, path_width, table_width, KV, PAGE, BLOCK_KEYS, OWN
                     )
                     key = tl.load(keys + place[:, None] + d[None, :], mask=wide[None, :], other=0.0)
                     value = tl.load(values + place[:, None] + d[None, :], mask=wide[None, :], other=0.0)
                     scores = tl.dot(query, tl.trans(key), input_precision="ieee" if IEEE else "tf32") * scale
-                    peak_s, sums_s, mixed_s = _mix(scores, value, ones, peak_s, sums_s, mixed_s, IEEE)
+                    peak_s, sums_s, mixed_s = mix(scores, value, ones, peak_s, sums_s, mixed_s, IEEE)
         for start in tl.range(tl.maximum(begin, middle), stop, BLOCK_KEYS, num_stages=STAGES):
             position = start + tl.arange(0, BLOCK_KEYS)
             there = (position >= low) & (position <= high)
             here = at
-            at = _places(
+            at = places_of(
                 start + BLOCK_KEYS, low, high, tail, path, pages, head, path_width, table_width, KV, PAGE, BLOCK_KEYS, OWN
             )
             sees = (position[None, :] >= lowest[:, None]) & (position[None, :] <= highest[:, None])
             if CODED:
-                inside = there[:, None] & narrow[None, :]
-                pair_at = (here.to(tl.int64) * (D // 2))[:, None] + two[None, :]
-                lower, upper = halves(tl.load(keys + pair_at, mask=inside, other=0), kind, CODED == 2)
-                scores = tl.dot(even_query, tl.trans(lower), input_precision="ieee" if IEEE else "tf32")
-                scores = tl.dot(odd_query, tl.trans(upper), scores, input_precision="ieee" if IEEE else "tf32")
-                scores = scores * (tl.load(key_scales + here, mask=there, other=0.0) * scale)[None, :]
-                scores = tl.where(sees, scores, float("-inf"))
-                top = tl.maximum(peak_s, tl.max(scores, 1))
-                safe = tl.where(top == float("-inf"), 0.0, top)
-                fade = tl.exp2(peak_s - safe)
-                mixing = tl.exp2(scores - safe[:, None])
-                sums_s = tl.dot(mixing.to(kind), ones, sums_s * fade[:, None], input_precision="ieee" if IEEE else "tf32")
-                lower, upper = halves(tl.load(values + pair_at, mask=inside, other=0), kind, CODED == 2)
-                weight = (mixing * tl.load(value_scales + here, mask=there, other=0.0)[None, :]).to(kind)
-                even = tl.dot(weight, lower, even * fade[:, None], input_precision="ieee" if IEEE else "tf32")
-                odd = tl.dot(weight, upper, odd * fade[:, None], input_precision="ieee" if IEEE else "tf32")
-                peak_s = top
+                peak_s, sums_s, even, odd = mix_codes(
+                    keys, values, key_scales, value_scales, even_query, odd_query, here, there, sees, two, narrow, ones, scale,
+                    peak_s, sums_s, even, odd, D, CODED, IEEE
+                )  # fmt: skip
             else:
                 place = here.to(tl.int64) * D
                 key = tl.load(keys + place[:, None] + d[None, :], mask=there[:, None] & wide[None, :], other=0.0)
                 value = tl.load(values + place[:, None] + d[None, :], mask=there[:, None] & wide[None, :], other=0.0)
                 scores = tl.dot(query, tl.trans(key), input_precision="ieee" if IEEE else "tf32") * scale
                 scores = tl.where(sees, scores, float("-inf"))
-                peak_s, sums_s, mixed_s = _mix(scores, value, ones, peak_s, sums_s, mixed_s, IEEE)
+                peak_s, sums_s, mixed_s = mix(scores, value, ones, peak_s, sums_s, mixed_s, IEEE)
         if CODED:
             mixed_s = tl.reshape(tl.join(even, odd), (BLOCK_M, BLOCK_D))
         total_s = tl.max(sums_s, 1)
