@@ -103,8 +103,8 @@ def fake_door(**settings: Any) -> Door:
     return open_door(Settings(backend="fake", model="fake", **settings))
 
 
-def slowed(door: Door, seconds: float, until: threading.Event | None = None) -> Door:
-    """The same door with a device that needs this long for a turn, until it is let go."""
+def slowed(door: Door, seconds: float, until: Any = None) -> Door:
+    """The same door with a device that needs this long for a turn, until it is let go: `until` is an event, or waits as one."""
     free = until or threading.Event()
     backend = door.service._engine.backend
     submit = backend.submit
