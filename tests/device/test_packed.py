@@ -1,6 +1,7 @@
 """Products of packed weights: the weights of the file, bits of the row alone, whichever kernel serves.
 
-On an accelerator all of it; under Triton's interpreter the kernels that are written in Triton.
+On an accelerator all of it; under Triton's interpreter the kernels that are written in Triton, experts, and a whole model: what
+they need in CUDA C++ runs on the CPU then (tests/backends/torch/emulated.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from onedraw.backends.packing import SPAN, SPANS
 from onedraw.checkpoints.quants import KINDS
+from onedraw.checkpoints.tensor import StoredTensor
+from onedraw.models.spec import MoeSpec
 from onedraw.models.views import Columns
 from onedraw.types import History, Plan, Row, SamplingParams
 from tests.packed import packed_weights, stored, tiny_spec
@@ -31,15 +34,23 @@ if torch.cuda.is_available() or INTERPRETED:
     from onedraw.backends.torch.backend import TorchBackend
     from onedraw.backends.torch.kernels import packed_linear as linears
     from onedraw.backends.torch.kernels import packed_rows, triton_wide
-    from onedraw.backends.torch.kernels.blocks import Blocks, numbers, opened_slowly
     from onedraw.backends.torch.kernels.courier import Courier
     from onedraw.backends.torch.kernels.fragments import Fragments
-    from onedraw.backends.torch.kernels.packed_experts import load_bank, load_blocks
-    from onedraw.backends.torch.kernels.packed_linear import Workspace, load_fragments, packed_linear, packed_product
+    from onedraw.backends.torch.kernels.opening import opened_slowly
+    from onedraw.backends.torch.kernels.packed_experts import PackedBank, load_bank
+    from onedraw.backends.torch.kernels.packed_linear import (
+        Workspace,
+        bring_fragments,
+        load_fragments,
+        packed_linear,
+        packed_product,
+    )
     from onedraw.backends.torch.kernels.packed_ops import PackedOps
     from onedraw.backends.torch.kernels.spans import Opened, Prepared, prepare_rows, product_slowly
     from onedraw.backends.torch.kernels.triton_moe import experts, route
+    from onedraw.backends.torch.kernels.triton_norm import gated
     from onedraw.backends.torch.kernels.triton_wide import WideTile
+    from tests.backends.torch import emulated
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter cuts numbers to bf16, and does not round
@@ -61,19 +72,19 @@ def nothing(rows: int, columns: int) -> Tensor:
     return torch.full((rows, columns), torch.nan, dtype=DTYPE, device=DEVICE)
 
 
-def slow(kind: str, rows: int, width: int) -> tuple[Blocks, Tensor]:
-    """In blocks, and as the file's numbers in float32."""
+def slow(kind: str, rows: int, width: int) -> tuple[Opened, Tensor]:
+    """As the rule has it, found slowly; as the file's numbers in float32."""
     tensor = stored("w", (rows, width), kind, RNG, width**-0.5)
-    made = load_blocks([tensor], pad=1, courier=Courier(DEVICE), device=DEVICE)
-    return made, torch.from_numpy(tensor.float32()).to(DEVICE)
+    found = opened_slowly(torch.from_numpy(tensor.packed()).to(DEVICE), kind)
+    return found, torch.from_numpy(tensor.float32()).to(DEVICE)
 
 
 def weight(kind: str, rows: int, width: int) -> tuple[Fragments, Opened, Tensor]:
     """As products keep it; as the rule has it, found slowly; as the file's numbers."""
     tensor = stored("w", (rows, width), kind, RNG, width**-0.5)
-    blocks = load_blocks([tensor], pad=1, courier=Courier(DEVICE), device=DEVICE)
     made = load_fragments([tensor], pad=1, courier=Courier(DEVICE), device=DEVICE)
-    return made, opened_slowly(blocks), torch.from_numpy(tensor.float32()).to(DEVICE)
+    opened = opened_slowly(torch.from_numpy(tensor.packed()).to(DEVICE), kind)
+    return made, opened, torch.from_numpy(tensor.float32()).to(DEVICE)
 
 
 def short(kind: str) -> int:
@@ -82,12 +93,6 @@ def short(kind: str) -> int:
 
 
 # ------------------------------------------------------------------ weights
-
-
-@pytest.mark.parametrize("kind", list(SPANS))
-def test_weights_are_those_of_the_file_bit_by_bit(kind: str) -> None:
-    blocks, expected = slow(kind, 40, short(kind))
-    assert torch.equal(numbers(blocks), expected)
 
 
 @on_device
@@ -115,14 +120,15 @@ def test_rows_that_are_looked_up_and_outputs_that_are_opened_are_those_of_the_fi
 @pytest.mark.parametrize("kind", list(SPANS))
 def test_a_wide_product_is_near_the_rule_in_float64(kind: str) -> None:
     width = 1280 if kind in ("Q4_K", "Q4_1") else short(kind)  # more than a segment
-    blocks, values = slow(kind, 24 if INTERPRETED else 200, width)
-    x, bias, residual = normal(MOST, width, seed=1), normal(blocks.rows, seed=9), normal(MOST, blocks.rows, seed=10)
-    prepared, opened = prepare_rows(x), opened_slowly(blocks)
+    outputs = 24 if INTERPRETED else 200
+    opened, values = slow(kind, outputs, width)
+    x, bias, residual = normal(MOST, width, seed=1), normal(outputs, seed=9), normal(MOST, outputs, seed=10)
+    prepared = prepare_rows(x)
     tile = WideTile(32, 32, 64, 4, 2) if INTERPRETED else WideTile()
-    found = triton_wide.wide_product(prepared, opened, out=nothing(MOST, blocks.rows), tile=tile)
+    found = triton_wide.wide_product(prepared, opened, out=nothing(MOST, outputs), tile=tile)
     assert error(product_slowly(prepared, opened), x.double() @ values.double().t()) < 2e-4  # Q6_K rounds above 2,048
     assert error(found, product_slowly(prepared, opened)) < ROUNDING
-    more = triton_wide.wide_product(prepared, opened, out=nothing(MOST, blocks.rows), bias=bias, residual=residual, tile=tile)
+    more = triton_wide.wide_product(prepared, opened, out=nothing(MOST, outputs), bias=bias, residual=residual, tile=tile)
     assert torch.equal(more, (found + bias) + residual)
 
 
@@ -141,10 +147,10 @@ def faulty(prepared: Prepared, fault: str) -> Prepared:
 @pytest.mark.parametrize("fault", ["a power of two of one span", "sums of another row"])
 def test_a_planted_fault_is_caught(fault: str) -> None:
     """What the test above compares would show it."""
-    blocks, values = slow("Q4_K", 24, 512)
+    opened, values = slow("Q4_K", 24, 512)
     x = normal(8, 512, seed=1)
     tile = WideTile(16, 32, 64, 4, 2)
-    found = triton_wide.wide_product(faulty(prepare_rows(x), fault), opened_slowly(blocks), out=nothing(8, 24), tile=tile)
+    found = triton_wide.wide_product(faulty(prepare_rows(x), fault), opened, out=nothing(8, 24), tile=tile)
     assert error(found, x.double() @ values.double().t()) > 10 * ROUNDING
 
 
@@ -152,7 +158,7 @@ def test_a_planted_fault_is_caught(fault: str) -> None:
 @pytest.mark.parametrize("kind", list(SPANS))
 def test_a_row_has_its_bits_alone_and_in_a_batch_whichever_kernel_serves(kind: str) -> None:
     """Few rows read the blocks, many an opened weight; neither the kernel nor its tile shows."""
-    width = 1536 if KINDS[kind].values == SPAN else 1120
+    width = 1536 if KINDS[kind].values == SPAN else 1088
     fragments, opened, values = weight(kind, 200, width)
     x = normal(MOST, width, seed=1)
     prepared = prepare_rows(x)
@@ -223,35 +229,128 @@ def test_rows_that_a_norm_or_a_gate_made_ready_give_the_same_product() -> None:
 # ------------------------------------------------------------------ experts, and a whole model
 
 
-@pytest.mark.parametrize("kinds", [("Q4_K", "Q4_K", "Q6_K"), ("Q4_K", "Q5_K", "Q8_0")])
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels in CUDA C++ wherever these tests run."""
+    if INTERPRETED:
+        emulated.install(monkeypatch)
+
+
+KINDS_OF_EXPERTS = [("Q4_K", "Q4_K", "Q6_K"), ("Q4_K", "Q5_K", "Q8_0")]  # gate, up, down
+
+
+def stacks(kinds: tuple[str, str, str], *, count: int, width: int, hidden: int) -> list[StoredTensor]:
+    """Gate, up and down of all experts."""
+    shapes = ((count, width, hidden), (count, width, hidden), (count, hidden, width))
+    return [stored("w", shape, kind, RNG, shape[2] ** -0.5) for shape, kind in zip(shapes, kinds, strict=True)]
+
+
+def bank_of(tensors: list[StoredTensor], *, pdl: bool = False) -> PackedBank:
+    gate, up, down = tensors
+    return load_bank([gate, up], down, "silu", pad=64, courier=Courier(DEVICE), device=DEVICE, pdl=pdl)
+
+
+def chosen(rows: int, *, count: int, used: int, seed: int = 6) -> tuple[Tensor, Tensor]:
+    """Experts of each row, best first, and their weights."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.stack([torch.randperm(count, generator=generator)[:used] for _ in range(rows)])
+    return ids.to(DEVICE), torch.rand(rows, used, generator=generator).to(DEVICE)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("kinds", KINDS_OF_EXPERTS)
 def test_experts_in_blocks_answer_like_experts_in_numbers(kinds: tuple[str, str, str]) -> None:
-    count, width, hidden, used, rows = 2, 256, 256, 1, 4
-    gate, up = (stored("w", (count, width, hidden), kind, RNG, 1 / 16) for kind in kinds[:2])
-    down = stored("w", (count, hidden, width), kinds[2], RNG, 1 / 16)
-    bank = load_bank([gate, up], down, "silu", pad=8, courier=Courier(DEVICE), device=DEVICE)
-    generator = torch.Generator().manual_seed(6)
-    ids = torch.stack([torch.randperm(count, generator=generator)[:used] for _ in range(rows)]).to(DEVICE)
-    shares = torch.rand(rows, used, generator=generator).to(DEVICE)
-    x = normal(rows, hidden, seed=7)
-    stacks = [torch.from_numpy(t.float32()).to(DEVICE, DTYPE) for t in (gate, up, down)]
-    expected = experts(
-        x, route(ids, shares, count=count), gate_up=torch.cat(stacks[:2], 1), down=stacks[2], activation="silu", scale=2.0
-    )
+    tensors = stacks(kinds, count=2, width=256, hidden=256)
+    bank = bank_of(tensors)
+    ids, shares = chosen(4, count=2, used=1)
+    x = normal(4, 256, seed=7)
+    numbers = [torch.from_numpy(t.float32()).to(DEVICE, DTYPE) for t in tensors]
+    gate_up, down = torch.cat(numbers[:2], 1), numbers[2]
+    expected = experts(x, route(ids, shares, count=2), gate_up=gate_up, down=down, activation="silu", scale=2.0)
     found = bank(x, ids, shares, 2.0)
     assert error(found, expected) < 3 * ROUNDING
     assert torch.equal(bank(x[:1], ids[:1], shares[:1], 2.0), found[:1])
 
 
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("kinds", KINDS_OF_EXPERTS)
+def test_experts_answer_with_the_bits_of_products_with_their_matrices_one_after_the_other(kinds: tuple[str, str, str]) -> None:
+    """The lowest expert first, whatever the order they were chosen in."""
+    count, used, rows, hidden = (3, 2, 3, 512) if INTERPRETED else (6, 3, 300, 1536)
+    width = 256 if kinds[2] == "Q6_K" else 96  # which is filled up
+    tensors = stacks(kinds, count=count, width=width, hidden=hidden)
+    ids, shares = chosen(rows, count=count, used=used)
+    x = normal(rows, hidden, seed=8)
+    alone = [bring_fragments([tensor], pad=64, courier=Courier(DEVICE), device=DEVICE) for tensor in tensors]
+    expected = torch.zeros(rows, hidden, device=DEVICE)
+    for number in range(count):
+        gate, up, down = (stack.matrix(number) for stack in alone)
+        one, two = (packed_product(prepare_rows(x), part, out=nothing(rows, part.rows)) for part in (gate, up))
+        opened = prepare_rows(gated(torch.cat([one, two], 1), "silu"))
+        answer = packed_product(opened, down, out=nothing(rows, down.rows))[:, :hidden].float()
+        for row, place in (ids == number).nonzero().tolist():
+            expected[row] += answer[row] * shares[row, place]
+    assert torch.equal(bank_of(tensors)(x, ids, shares, 1.0), expected.to(DTYPE))
+
+
 @on_device
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_packed_model_answers_a_row_the_same_alone_and_in_a_batch(tied: bool) -> None:
-    """Embedding, products and head all read blocks; a tied table is there once."""
+@pytest.mark.parametrize("kind", list(SPANS))
+def test_an_expert_gives_the_bits_of_a_product_with_its_matrix_alone(kind: str) -> None:
+    """For 1 to 300 rows of an expert, in tiles of any height; tests/backends/torch/test_packed_rows.py asks the same on a CPU."""
+    width = 1536 if KINDS[kind].values == SPAN else 1088
+    count, outputs = 9, 200
+    made = bring_fragments(
+        [stored("w", (count, outputs, width), kind, RNG, width**-0.5)], pad=1, courier=Courier(DEVICE), device=DEVICE
+    )
+    prepared = prepare_rows(normal(300, width, seed=1))
+    members = (300, 257, 65, 33, 9, 8, 7, 2, 1)  # a row's experts are the lowest ones, so each is its own place
+    full = [packed_product(prepared, made.matrix(number), out=nothing(300, outputs)) for number in range(count)]
+    for height in (8, 16, 32, 64):
+        ids = torch.arange(count, device=DEVICE).expand(300, count).clone()
+        for number, rows in enumerate(members):
+            ids[rows:, number] = count  # nobody
+        routes = route(ids, torch.ones(300, count, device=DEVICE), count=count + 1, height=height)
+        routes.tiles[routes.tiles[:, 0] == count, 2] = 0
+        found = packed_rows.grouped_product(prepared, made, routes, divide=count, out=nothing(300 * count, outputs))
+        for number, rows in enumerate(members):
+            assert torch.equal(found.view(300, count, -1)[:rows, number], full[number][:rows]), (height, rows)
+
+
+@on_device
+@pytest.mark.parametrize("pdl", [False, True])
+def test_experts_are_recorded_and_follow_other_routes_when_they_are_played(pdl: bool) -> None:
+    """Nothing looks at the host on the way: a recording serves routes that it has not seen."""
+    tensors = stacks(("Q4_K", "Q4_K", "Q6_K"), count=16, width=256, hidden=512)
+    bank = bank_of(tensors, pdl=pdl and torch.cuda.get_device_capability() >= (9, 0))
+    x, (ids, shares) = normal(5, 512, seed=3), chosen(5, count=16, used=4)
+    bank(x, ids, shares, 1.0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = bank(x, ids, shares, 1.0)
+    for seed in range(3):
+        others, weights = chosen(5, count=16, used=4, seed=20 + seed)
+        ids.copy_(others)
+        shares.copy_(weights)
+        graph.replay()
+        assert torch.equal(recorded, bank(x, others, weights, 1.0))
+
+
+MIXTURE = MoeSpec(experts=8, used=2, width=256, shared=256, shared_gate=True)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("tied", "mixture"), [(True, None), (False, None), (True, MIXTURE)])
+def test_a_packed_model_answers_a_row_the_same_alone_and_in_a_batch(tied: bool, mixture: MoeSpec | None) -> None:
+    """Embedding, products, experts and head all read blocks; a tied table is there once."""
     spec = tiny_spec(tied=tied)
+    if mixture is not None:
+        spec = replace(spec, layers=tuple(replace(layer, feed_forward=mixture) for layer in spec.layers))
     gc.collect()  # the tables of a backend before
     backend = TorchBackend(
         spec,
         packed_weights(spec, ("Q6_K", "Q4_K", "Q5_K")),
-        dtype="packed-bf16",
+        dtype="packed-f16" if INTERPRETED else "packed-bf16",
         device=str(DEVICE),
         lanes=2,
         pages=4,

@@ -23,7 +23,7 @@ from onedraw.backends.packing import SPAN, why_not_in_blocks
 from onedraw.backends.plan import OPENED_BYTES
 from onedraw.backends.torch.kernels import triton_wide, wide
 from onedraw.backends.torch.kernels.courier import Courier
-from onedraw.backends.torch.kernels.fragments import Fragments, empty_fragments, fill_fragments, row_slices
+from onedraw.backends.torch.kernels.fragments import Fragments, empty_fragments, fill_fragments, slices_of
 from onedraw.backends.torch.kernels.packed_rows import (
     MOST_ROWS,
     WHOLE_KINDS,
@@ -148,19 +148,33 @@ def workspace(device: torch.device) -> Workspace:
 
 
 def load_fragments(tensors: Sequence[Stored], *, pad: int, courier: Courier, device: torch.device) -> Fragments:
-    """Weights of one kind as one: rows below each other, each padded to a multiple of `pad` rows."""
-    heights, width = [padded(tensor.shape[0], pad) for tensor in tensors], tensors[0].shape[1]
-    made = empty_fragments(tensors[0].kind, rows=sum(heights), width=width, device=device)
-    first = 0
-    for tensor, height in zip(tensors, heights, strict=True):
-        raw = tensor.packed()
-        assert raw is not None
-        for part in row_slices(tensor.shape[0], width):
-            fill_fragments(made, courier.bring(raw[part]), first=first + part.start)
-        first += height
+    """Weights of one kind as one, made ready for products and look-ups."""
+    made = bring_fragments(tensors, pad=pad, courier=courier, device=device)
     if device.type == "cuda":  # nothing is compiled in the middle of a turn
         make_ready(made.kind, device)
     workspace(device).reserve(made)
+    return made
+
+
+def bring_fragments(tensors: Sequence[Stored], *, pad: int, courier: Courier, device: torch.device) -> Fragments:
+    """Weights of one kind as one: rows below each other, each padded to a multiple of `pad` rows. Stacks of matrices are joined
+    matrix by matrix."""
+    heights, width = [padded(tensor.shape[-2], pad) for tensor in tensors], tensors[0].shape[-1]
+    stack = tensors[0].shape[:-2]
+    count = stack[0] if stack else 1
+    made = empty_fragments(tensors[0].kind, rows=sum(heights), width=width, device=device, count=count)
+    first = 0
+    for tensor, height in zip(tensors, heights, strict=True):
+        raw, rows = tensor.packed(), tensor.shape[-2]
+        assert raw is not None
+        stacked, own = raw.reshape(count, rows, -1), tensor.factors()
+        factors = None if own is None else torch.from_numpy(own).view(count, rows).to(device)
+        for matrices, part in slices_of(count, rows, width):
+            some = stacked[matrices, part]
+            there = courier.bring(some.reshape(-1, some.shape[-1])).view(some.shape)
+            known = None if factors is None else factors[matrices, part]
+            fill_fragments(made, there, first=first + part.start, number=matrices.start, factors=known)
+        first += height
     return made
 
 

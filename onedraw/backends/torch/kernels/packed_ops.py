@@ -60,7 +60,16 @@ class PackedOps(TritonOps):
     def stored_bank(self, gate_up: Sequence[Stored], down: Stored, activation: Activation) -> PackedBank | None:
         if any(map(why_not_in_blocks, [*gate_up, down])):
             return None
-        return load_bank(gate_up, down, activation, pad=LANE, courier=self._courier, device=self._device)
+        return load_bank(
+            gate_up,
+            down,
+            activation,
+            pad=LANE,
+            courier=self._courier,
+            device=self._device,
+            ready=self._ready,
+            pdl=self._pdl,
+        )
 
     def table(self, tensor: Stored) -> PackedLinear | None:
         return self.stored([tensor], bias=None, pad=LANE, pad_columns=1)
