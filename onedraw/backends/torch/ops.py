@@ -130,6 +130,10 @@ class Ops(Protocol):
         """Norm, turn and write keys and values [T, 2K * D] without attending."""
         ...
 
+    def require(self, mixer: DeltaSpec) -> None:
+        """Raises UnsupportedModel where these operations cannot compute such a layer. Asked before a weight of it is read."""
+        ...
+
     def prepare_delta(self, inputs: Inputs, mixer: DeltaSpec) -> Any:
         """What delta layers of one kind read alike in one turn."""
         ...
@@ -228,6 +232,9 @@ class FloatOps:
 
     def opening(self, gate_up: Linear, activation: Activation) -> Opening | None:
         return None
+
+    def require(self, mixer: DeltaSpec) -> None:
+        return
 
 
 class TorchOps(FloatOps):

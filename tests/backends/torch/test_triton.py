@@ -38,7 +38,7 @@ def under_the_interpreter(file: str, chosen: str = "") -> str:
 
 def test_states_and_experts_are_right_under_the_interpreter() -> None:
     chosen = "kept_draft or tree or windows or experts or gated_norm or brought"
-    assert "11 passed" in under_the_interpreter("tests/device/test_states.py", chosen)
+    assert "13 passed" in under_the_interpreter("tests/device/test_states.py", chosen)
 
 
 def test_limits_are_found_under_the_interpreter() -> None:

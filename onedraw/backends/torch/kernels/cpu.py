@@ -231,6 +231,9 @@ class CpuOps:
         self.attention(kv, prepared, spec=headless, store=store, q_norm=None, k_norm=k_norm, eps=eps)
         prepared.arguments.heads = spec.heads
 
+    def require(self, mixer: DeltaSpec) -> None:
+        """They compute every layer."""
+
     def prepare_delta(self, inputs: Inputs, mixer: DeltaSpec) -> Recurrence:
         return Recurrence(runs_of(inputs, conv=mixer.conv))
 

@@ -34,6 +34,7 @@ from onedraw.backends.torch.pages import PageStore
 from onedraw.backends.torch.runs import runs_of
 from onedraw.backends.torch.sampler import Sampler
 from onedraw.backends.torch.state import State
+from onedraw.errors import UnsupportedModel
 from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, Gate, MoeSpec
 
 LIBRARY_ROWS = 2048  # the library is offered exactly so many rows, so it always picks the kernel that was checked
@@ -231,6 +232,11 @@ class TritonOps(FloatOps):
         self, kv: Tensor, prepared: Prepared, *, spec: AttentionSpec, store: PageStore, k_norm: Tensor | None, eps: float
     ) -> None:
         self._heads(kv, prepared, spec=spec, store=store, q_norm=None, k_norm=k_norm, eps=eps, heads=0)
+
+    def require(self, mixer: DeltaSpec) -> None:
+        why = delta_kernels.why_not(mixer)
+        if why:
+            raise UnsupportedModel(f"this model's delta layers have {why}; use --device cpu")
 
     def prepare_delta(self, inputs: Inputs, mixer: DeltaSpec) -> Recurrence:
         return Recurrence(runs_of(inputs, conv=mixer.conv), feed=inputs.feed, bucket=inputs.bucket)
