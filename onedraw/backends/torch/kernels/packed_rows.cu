@@ -437,18 +437,26 @@ __device__ __forceinline__ void add_inside(const Product &p, const float4 *kept,
 #define MOST_UNSETTLED 8
 #define FEW_SEGMENTS 8
 
-// Items of a warp whose sums are in memory, and nobody knows yet: lane i holds the unit of item i.
+// Counts one up. What this thread has seen is seen by whoever counts later, and what earlier ones had seen is seen here.
+__device__ __forceinline__ int counted(int *counter) {
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(__cvta_generic_to_global(counter)) : "memory");
+    return before;
+}
+
+// Items of a warp whose sums are in memory, and nobody knows yet: lane i holds the unit of item i. All lanes' sums come before
+// the lane that counts, and what it finds comes before all lanes' reading: a warp meets before and after, since neither a ballot
+// nor a shuffle puts memory in order.
 __device__ __forceinline__ void settle(const Product &p, int tall, int count, int segments) {
     const int lane = threadIdx.x & 31;
-    __threadfence();
     __syncwarp();
     int is_last = 0;
     if (lane < count) {
-        is_last = atomicAdd(p.counters + tall, 1) == segments - 1;
+        is_last = counted(p.counters + tall) == segments - 1;
         if (is_last) p.counters[tall] = 0;
     }
     word last = __ballot_sync(0xFFFFFFFFu, is_last);
-    if (last) __threadfence();
+    if (last) __syncwarp();
     while (last) {
         const int whose = __shfl_sync(0xFFFFFFFFu, tall, __ffs(last) - 1);
         add_up(p, (const float4 *)p.parts + (long long)whose * segments * TILES * 32 + lane, segments, TILES * 32, whose);
