@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from onedraw.backends.devices import Device
-from onedraw.backends.plan import WeightBytes
+from onedraw.backends.plan import PARTS_BYTES, WeightBytes
 from onedraw.backends.precision import PACKED, device_precision, float_dtype, product_precision
 from onedraw.errors import BadSetting
 from onedraw.models.source import Tensor
@@ -58,6 +58,7 @@ SPANS = {
     **{"Q8_0": SpanLayout(128, 0, 4), "MXFP4": SpanLayout(64, 0, 2)},
     **{"Q4_K": SpanLayout(64, 0, 4), "Q5_K": SpanLayout(96, 0, 4), "Q6_K": SpanLayout(64, 32, 5)},
 }
+FEW_ROWS = 64  # rows of a product that reads a matrix in blocks, at most; more rows come so many at a time
 UNIT_ROWS = 16  # outputs that lie together on a GPU; a matrix whose outputs are no whole number of them is filled up
 # What 256 inputs of one output of any other matrix take on a GPU (`torch/kernels/fragments.py`): the bytes stored.
 _FRAGMENT_BYTES = {
@@ -117,6 +118,7 @@ def hold(weights: Weights, dtype: str) -> Holding:
     layers, ends = [0] * len(spec.layers), {"first": 0, "last": 0}
     kept: Counter[str] = Counter()
     converted: Counter[tuple[str, str]] = Counter()
+    together: Counter[tuple[object, int]] = Counter()  # outputs of matrices that may be one product: of a layer, and of one width
     for (layer, weight), shape in all_shapes(spec).items():
         tensor = weights.tensor(layer, weight)
         embeds = layer is None and weight == "embed" and not spec.tied
@@ -129,13 +131,16 @@ def hold(weights: Weights, dtype: str) -> Holding:
             size = _matrix_bytes(shape, tensor.kind, dtype, kept=not why)
             if not why:
                 kept[tensor.kind] += 1
+                if on_gpu and len(shape) == 2 and not embeds:
+                    together[weight if layer is None else layer, shape[1]] += _padded(shape[0])
             elif why != PLAIN_NUMBERS:
                 converted[tensor.kind, why] += 1
         if layer is not None:
             layers[layer] += size
         else:
             ends["first" if embeds or weight.startswith("inputs") else "last"] += size
-    found = WeightBytes(ends["first"], tuple(layers), ends["last"])
+    parts = max((parts_bytes(outputs, width) for (_, width), outputs in together.items()), default=0)
+    found = WeightBytes(ends["first"], tuple(layers), ends["last"], parts)
     return Holding(found, tuple(sorted(kept.items())), tuple((*key, count) for key, count in sorted(converted.items())))
 
 
@@ -167,7 +172,8 @@ def why_not_in_blocks(tensor: Tensor) -> str:
     stored = tensor.stored if isinstance(tensor, Columns) else tensor
     if not stored.stays_packed:
         return "its values change on the way"
-    halfwords = span_bytes(tensor.shape[-2:], tensor.kind) // 2
+    together = 2 if len(tensor.shape) > 2 else 1  # an expert's gate and up lie in one
+    halfwords = together * span_bytes(tensor.shape[-2:], tensor.kind) // 2
     return "" if halfwords < 2**31 else "its places are too many for 32 bits"
 
 
@@ -178,6 +184,18 @@ def span_bytes(shape: tuple[int, ...], kind: str) -> int:
     if stack:
         return math.prod(stack) * rows * spans * SPANS[kind].nbytes
     return -(-rows // UNIT_ROWS) * spans * unit_bytes(kind)
+
+
+def parts_bytes(outputs: int, width: int) -> int:
+    """Bytes of the sums that wait while a product of few rows with such a matrix is under way: one per output, row and segment.
+    The memory plan counts with them, and the products are given no more."""
+    segments = -(-width // (SPAN * SEGMENT))
+    return min(PARTS_BYTES, segments * -(-outputs // UNIT_ROWS) * UNIT_ROWS * FEW_ROWS * 4)
+
+
+def _padded(outputs: int) -> int:
+    """As a product has them, at most: inner widths are whole vectors."""
+    return -(-outputs // 64) * 64
 
 
 def unit_bytes(kind: str) -> int:

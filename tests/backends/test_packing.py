@@ -13,6 +13,7 @@ from onedraw.backends.packing import (
     is_narrow,
     matrix_kinds,
     panel_bytes,
+    parts_bytes,
     product_dtype,
     saved_in_blocks,
     span_bytes,
@@ -129,6 +130,10 @@ def test_a_gpu_keeps_blocks_and_the_embedding_with_them(tied: bool) -> None:
     assert dict(holding.kept) == dict(Counter(tensor.kind for tensor in matrices))
     plan = memory_plan(spec, dtype="packed-bf16", weights=holding.weights, max_batch=1, page_size=16)
     assert plan.kv_dtype == "bf16"
+    # Sums of a product with few rows wait for its last segment: those of the widest product are counted.
+    joined = sum(-(-shape[0] // 64) * 64 for (layer, _), shape in all_shapes(spec).items() if layer == 0 and len(shape) == 2)
+    assert holding.weights.parts == parts_bytes(max(joined, 320), 256) == max(joined, 320) * 64 * 4
+    assert hold(weights, "packed").weights.parts == 0  # a CPU has no such sums
 
 
 def test_a_gpu_keeps_columns_in_their_stored_order_and_converts_what_it_cannot_read() -> None:
@@ -137,6 +142,9 @@ def test_a_gpu_keeps_columns_in_their_stored_order_and_converts_what_it_cannot_r
     assert why_not_in_blocks(Changed(tensor, ADD_ONE)) == "its values change on the way"
     assert "32 bits" in why_not_in_blocks(RandomPacked("w", (2**22, 4096), "Q8_0", 0, 1.0))  # counted, not made
     assert why_not_in_blocks(RandomPacked("w", (256, 2**12, 4096), "Q8_0", 0, 1.0)) == ""  # of experts each by itself
+    large = RandomPacked("w", (2, 2**19, 4096), "Q8_0", 0, 1.0)
+    assert "32 bits" in why_not_in_blocks(large)  # an expert's gate and up lie in one
+    assert why_not_in_blocks(RandomPacked("w", (2, 2**18, 4096), "Q8_0", 0, 1.0)) == ""
     weights = packed_weights(tiny_spec(tied=True), ("Q4_1", "Q3_K", "F16"))
     assert {(kind, why) for kind, why, _ in hold(weights, "packed-bf16").converted} == {("Q3_K", "no kernel reads this kind")}
 

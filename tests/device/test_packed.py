@@ -29,17 +29,17 @@ on_device = pytest.mark.skipif(INTERPRETED, reason="kernels in CUDA C++ need a C
 
 if torch.cuda.is_available() or INTERPRETED:
     from onedraw.backends.torch.backend import TorchBackend
-    from onedraw.backends.torch.kernels import packed_linear as linears
     from onedraw.backends.torch.kernels import packed_rows, triton_wide
     from onedraw.backends.torch.kernels.blocks import Blocks, numbers, opened_slowly
     from onedraw.backends.torch.kernels.courier import Courier
     from onedraw.backends.torch.kernels.fragments import Fragments
     from onedraw.backends.torch.kernels.packed_experts import load_bank, load_blocks
-    from onedraw.backends.torch.kernels.packed_linear import Workspace, load_fragments, packed_linear, packed_product
+    from onedraw.backends.torch.kernels.packed_linear import load_fragments, packed_linear, packed_product
     from onedraw.backends.torch.kernels.packed_ops import PackedOps
     from onedraw.backends.torch.kernels.spans import Opened, Prepared, prepare_rows, product_slowly
     from onedraw.backends.torch.kernels.triton_moe import experts, route
     from onedraw.backends.torch.kernels.triton_wide import WideTile
+    from onedraw.backends.torch.kernels.workspace import Workspace
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter cuts numbers to bf16, and does not round
@@ -72,7 +72,7 @@ def weight(kind: str, rows: int, width: int) -> tuple[Fragments, Opened, Tensor]
     """As products keep it; as the rule has it, found slowly; as the file's numbers."""
     tensor = stored("w", (rows, width), kind, RNG, width**-0.5)
     blocks = load_blocks([tensor], pad=1, courier=Courier(DEVICE), device=DEVICE)
-    made = load_fragments([tensor], pad=1, courier=Courier(DEVICE), device=DEVICE)
+    made = load_fragments([tensor], pad=1, courier=Courier(DEVICE), device=DEVICE, workspace=Workspace(DEVICE))
     return made, opened_slowly(blocks), torch.from_numpy(tensor.float32()).to(DEVICE)
 
 
@@ -155,27 +155,39 @@ def test_a_row_has_its_bits_alone_and_in_a_batch_whichever_kernel_serves(kind: s
     width = 1536 if KINDS[kind].values == SPAN else 1120
     fragments, opened, values = weight(kind, 200, width)
     x = normal(MOST, width, seed=1)
-    prepared = prepare_rows(x)
-    full = packed_product(prepared, fragments, out=nothing(MOST, 200))
+    prepared, room = prepare_rows(x), Workspace(DEVICE)
+    full = packed_product(prepared, fragments, out=nothing(MOST, 200), workspace=room)
     assert error(full, x.double() @ values.double().t()) < ROUNDING
     for rows in (1, 2, 5, 16, 17, 40, 64, 65, 100, 256, 257, 300):
         for start in (0, 3):
             part = prepare_rows(x[start : start + rows])
-            assert torch.equal(packed_product(part, fragments, out=nothing(rows, 200)), full[start : start + rows]), (rows, start)
+            found = packed_product(part, fragments, out=nothing(rows, 200), workspace=room)
+            assert torch.equal(found, full[start : start + rows]), (rows, start)
     for tile in (WideTile(), WideTile(16, 32, 64, 1, 2), WideTile(64, 128, 32, 4, 2)):
         assert torch.equal(triton_wide.wide_product(prepared, opened, out=nothing(MOST, 200), tile=tile), full), tile
 
 
 @on_device
-def test_a_weight_that_is_opened_in_slices_answers_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_weight_that_is_opened_in_slices_answers_the_same() -> None:
     fragments, _, _ = weight("Q4_K", 600, 512)
     prepared, bias, residual = prepare_rows(normal(300, 512, seed=2)), normal(600, seed=3), normal(300, 600, seed=4)
     follows = {"bias": bias, "residual": residual}
-    whole = packed_product(prepared, fragments, out=nothing(300, 600), **follows)
+    whole = packed_product(prepared, fragments, out=nothing(300, 600), workspace=Workspace(DEVICE), **follows)
     small = Workspace(DEVICE, most=300 << 10)
     assert len(list(small.slices(fragments))) == 3
-    monkeypatch.setattr(linears, "workspace", lambda device: small)
-    assert torch.equal(packed_product(prepared, fragments, out=nothing(300, 600), **follows), whole)
+    assert torch.equal(packed_product(prepared, fragments, out=nothing(300, 600), workspace=small, **follows), whole)
+
+
+@on_device
+@pytest.mark.parametrize("rows", [17, 64])
+def test_outputs_that_come_slab_by_slab_are_the_same(rows: int) -> None:
+    fragments, _, _ = weight("Q4_K", 600, 2304)
+    prepared, bias, residual = prepare_rows(normal(rows, 2304, seed=2)), normal(600, seed=3), normal(rows, 600, seed=4)
+    follows = {"bias": bias, "residual": residual}
+    whole = packed_rows.skinny_product(prepared, fragments, out=nothing(rows, 600), **follows)
+    few = torch.full((3 * 16 * 64 * 7,), torch.nan, dtype=torch.float32, device=DEVICE)  # seven units of outputs at a time
+    assert torch.equal(packed_rows.skinny_product(prepared, fragments, out=nothing(rows, 600), parts=few, **follows), whole)
+    assert not fragments.counters.any()
 
 
 @on_device
@@ -186,7 +198,9 @@ def test_weights_of_several_kinds_stand_side_by_side_with_bias_and_residual(rows
     ]
     heights = [24, 16, 8, 8]  # padded to eight rows
     bias, x, residual = normal(56, seed=2), normal(rows, 256, seed=3), normal(rows, 56, seed=4)
-    made = packed_linear(tensors, dtype=DTYPE, device=DEVICE, courier=Courier(DEVICE), bias=bias, pad=8)
+    made = packed_linear(
+        tensors, dtype=DTYPE, device=DEVICE, courier=Courier(DEVICE), workspace=Workspace(DEVICE), bias=bias, pad=8
+    )
     assert made is not None
     assert [type(part).__name__ for part in made.parts] == ["Fragments", "Fragments", "Tensor"]
     dense = [torch.nn.functional.pad(torch.from_numpy(t.float32()), (0, 0, 0, -len(t.float32()) % 8)) for t in tensors]
@@ -194,7 +208,8 @@ def test_weights_of_several_kinds_stand_side_by_side_with_bias_and_residual(rows
     expected = x.double() @ torch.cat(dense).double().to(DEVICE).t() + bias.double()
     assert error(made(x), expected) < ROUNDING
     assert error(made(x, residual), expected + residual.double()) < ROUNDING
-    assert packed_linear(tensors[3:], dtype=DTYPE, device=DEVICE, courier=Courier(DEVICE)) is None
+    given = {"dtype": DTYPE, "device": DEVICE, "courier": Courier(DEVICE)}
+    assert packed_linear(tensors[3:], **given, workspace=Workspace(DEVICE)) is None
 
 
 @on_device
@@ -202,7 +217,7 @@ def test_columns_stay_as_stored_and_rows_come_in_their_order() -> None:
     tensor = stored("w", (16, 512), "Q4_K", RNG, 512**-0.5)
     order = np.arange(512).reshape(4, 128)[[2, 0, 3, 1]].reshape(-1)
     ours = Columns(tensor, order)
-    made = packed_linear([ours], dtype=DTYPE, device=DEVICE, courier=Courier(DEVICE))
+    made = packed_linear([ours], dtype=DTYPE, device=DEVICE, courier=Courier(DEVICE), workspace=Workspace(DEVICE))
     assert made is not None
     x = normal(5, 512, seed=5)
     assert error(made(x), x.double() @ torch.from_numpy(ours.float32()).to(DEVICE).double().t()) < ROUNDING

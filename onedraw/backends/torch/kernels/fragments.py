@@ -49,6 +49,11 @@ class Fragments:
     def spans(self) -> int:
         return self.units.shape[1]
 
+    def some(self, units: slice) -> Fragments:
+        """Some units of outputs, in the same memory."""
+        rows = min(self.rows, units.stop * UNIT_ROWS) - units.start * UNIT_ROWS
+        return Fragments(self.kind, rows, self.width, self.units[units], self.counters[units])
+
 
 def empty_fragments(kind: str, *, rows: int, width: int, device: torch.device) -> Fragments:
     tall, spans = -(-rows // UNIT_ROWS), -(-width // SPAN)

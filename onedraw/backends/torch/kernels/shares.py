@@ -77,6 +77,14 @@ def share_out(rows: int, tall: int, segments: int, *, multiprocessors: int, shar
     return Share(tiles, False, APART_WARPS[tiles], threads, blocks, 0, 0, buffers, buffers * buffer)
 
 
+def slabs_of(tall: int, most: int) -> list[slice]:
+    """Units of outputs in slabs of at most so many, all of about one height."""
+    assert most > 0, "no room for the sums of sixteen outputs"
+    count = -(-tall // most)
+    height = -(-tall // count)
+    return [slice(start, min(start + height, tall)) for start in range(0, tall, height)]
+
+
 def _pays(rows: int, tiles: int, tall: int, height: int, multiprocessors: int) -> bool:
     few = rows <= FEW_ROWS or height >= TALL_ENOUGH[tiles]
     return few and (tall >= BUSY * height * multiprocessors or tall < multiprocessors)
