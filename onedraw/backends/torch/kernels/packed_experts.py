@@ -15,7 +15,7 @@ from torch import Tensor
 from onedraw.backends.packing import SEGMENT, SPAN, SPANS
 from onedraw.backends.torch.kernels.blocks import Blocks, empty_blocks, fill_blocks, row_slices
 from onedraw.backends.torch.kernels.courier import Courier
-from onedraw.backends.torch.kernels.triton_moe import Routes, combine, route
+from onedraw.backends.torch.kernels.triton_moe import Routes, combine, route, route_borders
 from onedraw.backends.torch.kernels.triton_norm import gated
 from onedraw.backends.torch.kernels.triton_packed import _packed_experts
 from onedraw.backends.torch.layers.linear import Linear
@@ -54,6 +54,9 @@ class PackedBank:
     def linears(self) -> list[Linear]:
         """None that must be offered rows by a rule."""
         return []
+
+    def borders(self, used: int) -> tuple[int, ...]:
+        return route_borders(self._down.count, used) if self._down.codes.device.type == "cuda" else ()
 
     def __call__(self, h: Tensor, ids: Tensor, weights: Tensor, scale: float) -> Tensor:
         routes = route(ids, weights, count=self._down.count)

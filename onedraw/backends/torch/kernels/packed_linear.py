@@ -28,11 +28,12 @@ from onedraw.backends.torch.kernels.packed_rows import (
     has_minima,
     make_ready,
     opened,
+    skinny_borders,
     skinny_product,
     unpacked_rows,
 )
-from onedraw.backends.torch.kernels.spans import Prepared, Ready, prepare_rows
-from onedraw.backends.torch.kernels.triton_linear import linear
+from onedraw.backends.torch.kernels.spans import Prepared, Ready, prepare_border, prepare_rows
+from onedraw.backends.torch.kernels.triton_linear import linear, shared_memory, tile_borders
 from onedraw.backends.torch.kernels.workspace import Workspace
 from onedraw.backends.torch.layers.linear import Linear, RowRule
 from onedraw.backends.torch.loader import padded
@@ -157,6 +158,21 @@ class PackedLinear(Linear):
                 linear(x[:, : part.shape[1]], part, out=y[:, here], bias=bias, residual=beside, pdl=self._pdl)
             start += height
         return y
+
+    @property
+    def kind(self) -> str:
+        return "+".join(part.kind if isinstance(part, Fragments) else str(part.dtype) for part in self.parts)
+
+    @property
+    def borders(self) -> tuple[int, ...]:
+        """Of the products with few rows, of preparing rows, of the second launch, and where weights are opened from."""
+        found = {prepare_border(self._width), FEW_ROWS + 1, WIDE_FROM}
+        for part, height in zip(self.parts, self._heights, strict=True):
+            if isinstance(part, Fragments):
+                found.update(skinny_borders(part))
+            else:
+                found.update(tile_borders(height, self._width, part.dtype, shared_memory(self.device)))
+        return tuple(sorted(found - {1}))
 
     def added(self, x: Tensor, residual: Tensor) -> Tensor:
         return self(x, residual) if residual.dtype == self.dtype else super().added(x, residual)

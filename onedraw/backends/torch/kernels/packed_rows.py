@@ -18,7 +18,15 @@ from torch import Tensor
 from onedraw.backends.packing import FEW_ROWS, SEGMENT, SPAN, UNIT_ROWS
 from onedraw.backends.torch.kernels.fragments import Fragments
 from onedraw.backends.torch.kernels.nvrtc import Kernel, Module, compile_for
-from onedraw.backends.torch.kernels.shares import APART_WARPS, INSIDE_WARPS, TILE_ROWS, rows_at_once, share_out, slabs_of
+from onedraw.backends.torch.kernels.shares import (
+    APART_WARPS,
+    INSIDE_WARPS,
+    TILE_ROWS,
+    rows_at_once,
+    share_borders,
+    share_out,
+    slabs_of,
+)
 from onedraw.backends.torch.kernels.spans import Opened, Prepared, beside
 from onedraw.backends.torch.kernels.triton_linear import shared_memory
 from onedraw.checkpoints.quants import KINDS
@@ -98,6 +106,13 @@ def _number(kind: str) -> int:
 @lru_cache(maxsize=8)
 def _multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def skinny_borders(fragments: Fragments) -> tuple[int, ...]:
+    """Row counts from which on a product of few rows is another."""
+    device, segments = fragments.units.device, -(-fragments.spans // SEGMENT)
+    multiprocessors, shared = _multiprocessors(device), shared_memory(device)
+    return share_borders(len(fragments.units), segments, multiprocessors=multiprocessors, shared=shared, most=FEW_ROWS)
 
 
 def skinny_product(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from onedraw.backends.packing import SEGMENT, SPAN
 
@@ -75,6 +76,18 @@ def share_out(rows: int, tall: int, segments: int, *, multiprocessors: int, shar
     buffers = min(2, segments, shared // buffer)
     threads = 32 * min(-(-tall * segments // blocks), APART_WARPS[tiles])
     return Share(tiles, False, APART_WARPS[tiles], threads, blocks, 0, 0, buffers, buffers * buffer)
+
+
+def share_borders(tall: int, segments: int, *, multiprocessors: int, shared: int, most: int) -> tuple[int, ...]:
+    """Row counts, up to `most`, from which on a product is compiled otherwise, shared out otherwise, or made in two."""
+
+    def way(rows: int) -> tuple[int, int, bool]:
+        at_once = rows_at_once(rows, shared)
+        share = share_out.__wrapped__(at_once, tall, segments, multiprocessors=multiprocessors, shared=shared)
+        return rows > at_once, share.tiles, share.inside
+
+    ways = [way(rows) for rows in range(1, most + 1)]
+    return tuple(rows for rows, (before, here) in enumerate(pairwise(ways), start=2) if before != here)
 
 
 def slabs_of(tall: int, most: int) -> list[slice]:

@@ -128,6 +128,11 @@ def route(experts: Tensor, weights: Tensor, *, count: int, pdl: bool = False) ->
     return Routes(order.to(torch.int32), tiles, weights.gather(1, by_expert).contiguous(), height)
 
 
+def route_borders(count: int, used: int) -> tuple[int, ...]:
+    """Rows from which on tables are made by sorting, and from which on tiles are higher."""
+    return tuple(sorted({MOST_PAIRS // used + 1, 32 * count // used + 1}))
+
+
 def experts(
     x: Tensor,
     routes: Routes,
