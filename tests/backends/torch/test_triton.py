@@ -66,6 +66,10 @@ def test_products_of_a_few_rows_are_right_under_the_interpreter() -> None:
     assert "1 passed" in under_the_interpreter("tests/device/test_skinny.py")
 
 
+def test_kernels_reach_far_into_large_memory_under_the_interpreter() -> None:
+    assert " passed" in under_the_interpreter("tests/device/test_large.py")
+
+
 @pytest.mark.parametrize("shared", [SMALL_SHARED, LARGE_SHARED])
 @pytest.mark.parametrize("rows", [1, 16, 17, 32, 64, 100, 200, 2048])
 def test_every_tile_fits_into_the_shared_memory_of_its_card(rows: int, shared: int) -> None:
