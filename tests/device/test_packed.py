@@ -35,7 +35,7 @@ if torch.cuda.is_available() or INTERPRETED:
     from onedraw.backends.torch.kernels.fragments import Fragments
     from onedraw.backends.torch.kernels.packed_experts import load_bank, load_blocks
     from onedraw.backends.torch.kernels.packed_linear import load_fragments, packed_linear, packed_product
-    from onedraw.backends.torch.kernels.packed_ops import PackedOps
+    from onedraw.backends.torch.kernels.packed_ops import BlocksOps, PackedOps
     from onedraw.backends.torch.kernels.spans import Opened, Prepared, prepare_rows, product_slowly
     from onedraw.backends.torch.kernels.triton_moe import experts, route
     from onedraw.backends.torch.kernels.triton_wide import WideTile
@@ -235,6 +235,39 @@ def test_rows_that_a_norm_or_a_gate_made_ready_give_the_same_product() -> None:
         assert torch.equal(made(h), made(h.clone()))
 
 
+# ------------------------------------------------------------------ where nothing can be compiled
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"] if INTERPRETED else list(SPANS))
+def test_without_a_compiler_products_are_right_and_a_row_is_its_own(kind: str) -> None:
+    tensors = [stored(name, (height, 512), name, RNG, 512**-0.5) for name, height in ((kind, 24), (kind, 9), ("F32", 7))]
+    rows, ops = 20 if INTERPRETED else 300, BlocksOps(DEVICE, DTYPE)
+    bias, x, residual = normal(48, seed=2), normal(rows, 512, seed=3), normal(rows, 48, seed=4)
+    made = ops.stored(tensors, bias=bias, pad=8, pad_columns=1)
+    assert made is not None
+    assert made.kind.startswith(kind)
+    dense = [torch.nn.functional.pad(torch.from_numpy(t.float32()), (0, 0, 0, -len(t.float32()) % 8)) for t in tensors]
+    expected = x.double() @ torch.cat(dense).double().to(DEVICE).t() + bias.double()
+    full = made(x)
+    assert error(full, expected) < ROUNDING
+    assert torch.equal(made(x, residual), full + residual)
+    for count in (1, 17) if INTERPRETED else (1, 2, 16, 17, 64, 65, 257):
+        assert torch.equal(made(x[:count]), full[:count]), count
+    (table,) = [ops.table(tensors[0])]
+    assert table is not None
+    wanted = torch.tensor([3, 23, 0, 3], device=DEVICE)
+    assert torch.equal(table.rows(wanted).float(), torch.from_numpy(tensors[0].float32()).to(DEVICE, DTYPE)[wanted].float())
+    assert ops.stored(tensors[2:], bias=None, pad=1, pad_columns=1) is None
+
+
+def test_without_a_compiler_columns_stay_as_stored_and_rows_come_in_their_order() -> None:
+    tensor = stored("w", (16, 512), "Q4_K", RNG, 512**-0.5)
+    ours = Columns(tensor, np.arange(512).reshape(4, 128)[[2, 0, 3, 1]].reshape(-1))
+    made, x = BlocksOps(DEVICE, DTYPE).stored([ours], bias=None, pad=1, pad_columns=1), normal(3, 512, seed=5)
+    assert made is not None
+    assert error(made(x), x.double() @ torch.from_numpy(ours.float32()).to(DEVICE).double().t()) < ROUNDING
+
+
 # ------------------------------------------------------------------ experts, and a whole model
 
 
@@ -257,22 +290,24 @@ def test_experts_in_blocks_answer_like_experts_in_numbers(kinds: tuple[str, str,
     assert torch.equal(bank(x[:1], ids[:1], shares[:1], 2.0), found[:1])
 
 
-@on_device
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_packed_model_answers_a_row_the_same_alone_and_in_a_batch(tied: bool) -> None:
+@pytest.mark.parametrize(
+    ("compiled", "tied"),
+    [*(pytest.param(True, tied, marks=on_device) for tied in (True, False)), pytest.param(False, False)],
+)
+def test_a_packed_model_answers_a_row_the_same_alone_and_in_a_batch(compiled: bool, tied: bool) -> None:
     """Embedding, products and head all read blocks; a tied table is there once."""
     spec = tiny_spec(tied=tied)
     gc.collect()  # the tables of a backend before
     backend = TorchBackend(
         spec,
         packed_weights(spec, ("Q6_K", "Q4_K", "Q5_K")),
-        dtype="packed-bf16",
+        dtype="packed-f16" if INTERPRETED else "packed-bf16",
         device=str(DEVICE),
         lanes=2,
         pages=4,
         page_size=16,
         max_context=32,
-        ops=PackedOps(DEVICE, DTYPE),
+        ops=(PackedOps if compiled else BlocksOps)(DEVICE, DTYPE),
         check=False,
     )
 
@@ -286,5 +321,6 @@ def test_a_packed_model_answers_a_row_the_same_alone_and_in_a_batch(tied: bool) 
         (alone,) = backend.collect(backend.submit(Plan((one,)))).rows
         assert alone.chosen == expected.chosen
         assert alone.chosen[0].checksum is not None
-    tables = [found for found in gc.get_objects() if type(found) is Fragments and found.rows == 320]  # 300 tokens, padded
+    kept = Fragments if compiled else Blocks
+    tables = [found for found in gc.get_objects() if type(found) is kept and found.rows == 320]  # 300 tokens, padded
     assert len(tables) == (1 if tied else 2)

@@ -157,12 +157,18 @@ def pick_ops(
 def _cuda_ops(device: torch.device, dtype: torch.dtype, warn: Callable[[str], object], *, packed: bool, cache: Path) -> Ops:
     from onedraw.backends.torch.kernels import nvrtc
     from onedraw.backends.torch.kernels.cuda import TritonOps, serves
-    from onedraw.backends.torch.kernels.packed_ops import PackedOps
+    from onedraw.backends.torch.kernels.packed_ops import BlocksOps, PackedOps
 
     if serves(device, dtype):
         pdl = torch.cuda.get_device_capability(device) >= (9, 0)
+        if not packed:
+            return TritonOps(device, pdl=pdl)
+        why = nvrtc.why_not()
+        if why:
+            warn(f"packed weights are multiplied by Triton's kernels, slower and with other low bits: {why}")
+            return BlocksOps(device, dtype, pdl=pdl)
         nvrtc.keep_in(cache)
-        return PackedOps(device, dtype, pdl=pdl) if packed else TritonOps(device, pdl=pdl)
+        return PackedOps(device, dtype, pdl=pdl)
     if dtype != torch.float32:
         warn(f"no kernels for {torch.cuda.get_device_name(device)}: computing with plain torch, slower and with other low bits")
     return TorchOps(device)

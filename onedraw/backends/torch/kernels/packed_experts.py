@@ -79,33 +79,39 @@ def _grouped(x: Tensor, parts: Sequence[Blocks], routes: Routes, *, divide: int)
     y = torch.empty(len(routes.order), sum(part.rows for part in parts), dtype=x.dtype, device=x.device)
     start = 0
     for part in parts:
-        if len(y):
-            columns, warps = (32, 2) if routes.height == 16 else (64, 4)
-            _packed_experts[(len(routes.tiles), triton.cdiv(part.rows, columns))](
-                x,
-                part.codes,
-                part.high,
-                part.scales,
-                y[:, start:],
-                routes.order,
-                routes.tiles,
-                part.rows,
-                part.codes.stride(0),
-                part.high.stride(0),
-                part.scales.stride(0),
-                y.stride(0),
-                x.stride(0),
-                part.width,
-                DIVIDE=divide,
-                KIND=part.kind,
-                CODES=SPANS[part.kind].codes,
-                SCALES=SPANS[part.kind].scales,
-                BLOCK_M=routes.height,
-                BLOCK_N=columns,
-                EVEN_K=part.width % SPAN == 0,
-                SEGMENT=SEGMENT,
-                num_warps=warps,
-                num_stages=3,
-            )
+        grouped(x, part, routes, out=y[:, start : start + part.rows], divide=divide)
         start += part.rows
     return y
+
+
+def grouped(x: Tensor, part: Blocks, routes: Routes, *, out: Tensor, divide: int) -> None:
+    """out[pair] = x[pair // divide] · weight[expert]ᵀ; `out` may be columns of a wider tensor."""
+    if not len(out):
+        return
+    columns, warps = (32, 2) if routes.height == 16 else (64, 4)
+    _packed_experts[(len(routes.tiles), triton.cdiv(part.rows, columns))](
+        x,
+        part.codes,
+        part.high,
+        part.scales,
+        out,
+        routes.order,
+        routes.tiles,
+        part.rows,
+        part.codes.stride(0),
+        part.high.stride(0),
+        part.scales.stride(0),
+        out.stride(0),
+        x.stride(0),
+        part.width,
+        DIVIDE=divide,
+        KIND=part.kind,
+        CODES=SPANS[part.kind].codes,
+        SCALES=SPANS[part.kind].scales,
+        BLOCK_M=routes.height,
+        BLOCK_N=columns,
+        EVEN_K=part.width % SPAN == 0,
+        SEGMENT=SEGMENT,
+        num_warps=warps,
+        num_stages=3,
+    )

@@ -201,7 +201,7 @@ def packed_linear(
     """None where none of these weights can stay in blocks: one matrix serves better then."""
     if all(map(why_not_in_blocks, tensors)):
         return None
-    tensors, order = _in_stored_order(tensors, device)
+    tensors, order = in_stored_order(tensors, device)
     parts: list[Fragments | Tensor] = []
     for kind, same in groupby(tensors, key=lambda tensor: "" if why_not_in_blocks(tensor) else tensor.kind):
         together = list(same)
@@ -228,7 +228,7 @@ def packed_linear(
     )
 
 
-def _in_stored_order(tensors: Sequence[Stored], device: torch.device) -> tuple[Sequence[Stored], Tensor | None]:
+def in_stored_order(tensors: Sequence[Stored], device: torch.device) -> tuple[Sequence[Stored], Tensor | None]:
     """Weights with their columns as they are stored, and the order that a row must come in."""
     (first, *others) = tensors
     if not isinstance(first, Columns):
