@@ -8,7 +8,7 @@ follow the rule of `triton_packed.py`, not that of `spans.py`, so the operations
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from onedraw.backends.packing import why_not_in_blocks
 from onedraw.backends.torch.kernels.blocks import Blocks, numbers
 from onedraw.backends.torch.kernels.courier import Courier
 from onedraw.backends.torch.kernels.packed_experts import grouped, load_blocks
-from onedraw.backends.torch.kernels.packed_linear import in_stored_order
+from onedraw.backends.torch.kernels.packed_linear import in_stored_order, side_by_side
 from onedraw.backends.torch.kernels.triton_linear import linear
 from onedraw.backends.torch.kernels.triton_moe import Routes
 from onedraw.backends.torch.layers.linear import Linear, RowRule
@@ -104,14 +104,8 @@ def blocks_linear(
     if all(map(why_not_in_blocks, tensors)):
         return None
     tensors, order = in_stored_order(tensors, device)
-    parts: list[Blocks | Tensor] = []
-    for kind, same in groupby(tensors, key=lambda tensor: "" if why_not_in_blocks(tensor) else tensor.kind):
-        together = list(same)
-        if kind:
-            parts.append(load_blocks(together, pad=pad, courier=courier, device=device))
-        else:
-            matrices = [torch.from_numpy(tensor.float32()) for tensor in together]
-            joined = torch.cat([torch.nn.functional.pad(m, (0, 0, 0, -len(m) % pad)) for m in matrices])
-            parts.append(joined.to(device=device, dtype=dtype))
+    parts = side_by_side(
+        tensors, partial(load_blocks, pad=pad, courier=courier, device=device), pad=pad, dtype=dtype, device=device
+    )
     width = padded(tensors[0].shape[1], pad_columns)
     return BlocksLinear(parts, dtype=dtype, device=device, bias=bias, in_features=width, order=order)

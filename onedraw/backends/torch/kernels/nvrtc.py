@@ -109,7 +109,7 @@ def compile_source(name: str, architecture: str, defines: Mapping[str, int], *, 
         raise BadSetting(f"products of packed weights cannot be compiled: {why_not()}, or use --dtype bf16")
     source = (FOLDER / name).read_bytes()
     options = [f"--gpu-architecture={architecture}", *_OPTIONS, *(f"-D{key}={value}" for key, value in sorted(defines.items()))]
-    digest = hashlib.sha256(source + "\0".join([found.version, *options]).encode()).hexdigest()[:20]
+    digest = hashlib.sha256(source + "\0".join(["checksummed", found.version, *options]).encode()).hexdigest()[:20]
     if digest in _compiled and not anew:
         return _compiled[digest]
     files = [folder / f"{Path(name).stem}-{digest}.cubin" for folder in _kept]

@@ -11,9 +11,10 @@ outputs, and multiplied there (`wide.py`, `triton_wide.py`). What either writes 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from itertools import groupby
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -43,6 +44,7 @@ from onedraw.models.views import Columns
 # Fewer rows are served faster 64 by 64 than by opening the weight. Recorded turns have fewer, so none has a workspace in it.
 WIDE_FROM = 257
 HOPPER = (9, 0)
+Part = TypeVar("Part")
 
 
 # ------------------------------------------------------------------ one weight
@@ -202,15 +204,8 @@ def packed_linear(
     if all(map(why_not_in_blocks, tensors)):
         return None
     tensors, order = in_stored_order(tensors, device)
-    parts: list[Fragments | Tensor] = []
-    for kind, same in groupby(tensors, key=lambda tensor: "" if why_not_in_blocks(tensor) else tensor.kind):
-        together = list(same)
-        if kind:
-            parts.append(load_fragments(together, pad=pad, courier=courier, device=device, workspace=workspace))
-        else:
-            matrices = [torch.from_numpy(tensor.float32()) for tensor in together]
-            joined = torch.cat([torch.nn.functional.pad(m, (0, 0, 0, -len(m) % pad)) for m in matrices])
-            parts.append(joined.to(device=device, dtype=dtype))
+    load = partial(load_fragments, pad=pad, courier=courier, device=device, workspace=workspace)
+    parts = side_by_side(tensors, load, pad=pad, dtype=dtype, device=device)
     width = padded(tensors[0].shape[1], pad_columns)
     if device.type == "cuda" and _is_hopper(device):
         for kind in {part.kind for part in parts if isinstance(part, Fragments)}:
@@ -226,6 +221,22 @@ def packed_linear(
         ready=ready,
         pdl=pdl,
     )
+
+
+def side_by_side(
+    tensors: Sequence[Stored], load: Callable[[Sequence[Stored]], Part], *, pad: int, dtype: torch.dtype, device: torch.device
+) -> list[Part | Tensor]:
+    """Neighbours of one kind as one weight, and what no kernel reads as a matrix beside them."""
+    parts: list[Part | Tensor] = []
+    for kind, same in groupby(tensors, key=lambda tensor: "" if why_not_in_blocks(tensor) else tensor.kind):
+        together = list(same)
+        if kind:
+            parts.append(load(together))
+        else:
+            matrices = [torch.from_numpy(tensor.float32()) for tensor in together]
+            joined = torch.cat([torch.nn.functional.pad(m, (0, 0, 0, -len(m) % pad)) for m in matrices])
+            parts.append(joined.to(device=device, dtype=dtype))
+    return parts
 
 
 def in_stored_order(tensors: Sequence[Stored], device: torch.device) -> tuple[Sequence[Stored], Tensor | None]:
