@@ -23,12 +23,13 @@ from torch import Tensor
 from onedraw.backends.packing import SPANS
 from onedraw.backends.plan import OPENED_BYTES
 from onedraw.backends.torch.kernels import nvrtc, packed_linear, packed_rows, triton_wide, wide
-from onedraw.backends.torch.kernels.blocks import empty_blocks, fill_blocks, numbers, opened_slowly
 from onedraw.backends.torch.kernels.fragments import Fragments, empty_fragments, fill_fragments
+from onedraw.backends.torch.kernels.opening import opened_slowly
 from onedraw.backends.torch.kernels.packed_linear import packed_product
 from onedraw.backends.torch.kernels.spans import Opened, Prepared, prepare_rows, prepared_slowly, product_slowly
 from onedraw.backends.torch.kernels.triton_wide import WideTile
 from onedraw.backends.torch.kernels.workspace import Workspace
+from onedraw.checkpoints.quants import dequantize_into
 from onedraw.checkpoints.random_blocks import random_blocks
 
 DEVICE = torch.device("cuda:0")
@@ -45,9 +46,9 @@ def made(kind: str, n: int, k: int, seed: int = 0) -> tuple[Fragments, Opened, T
     raw = torch.from_numpy(random_blocks(kind, n, k, np.random.default_rng(seed), k**-0.5)).to(DEVICE)
     fragments = empty_fragments(kind, rows=n, width=k, device=DEVICE)
     fill_fragments(fragments, raw, first=0)
-    blocks = empty_blocks(kind, rows=n, width=k, device=DEVICE)
-    fill_blocks(blocks, raw, first=0)
-    return fragments, opened_slowly(blocks), numbers(blocks)
+    values = np.empty((n, k), np.float32)
+    dequantize_into(raw.cpu().numpy().reshape(-1), kind, values)
+    return fragments, opened_slowly(raw, kind), torch.from_numpy(values).to(DEVICE)
 
 
 def nothing(rows: int, n: int, dtype: torch.dtype) -> Tensor:

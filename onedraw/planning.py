@@ -106,7 +106,7 @@ def plan_devices(
 ) -> tuple[MemoryPlan, SplitPlan]:
     """Sizes for these devices and the bytes of each, or NoRoom that says what would fit. One device is a split of one.
 
-    `no_kernels`: why a CPU cannot multiply with packed weights here.
+    `no_kernels`: why these devices cannot multiply with packed weights here.
     """
     fitting, plan = _fitting(settings, described, devices, drafter=drafter, no_kernels=no_kernels)
     try:

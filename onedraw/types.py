@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -170,8 +170,7 @@ class History:
         return [*self.prompt[start:], *self.output[: stop - edge]]
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
+class Draft(NamedTuple):
     """A guessed token; `parent` is the index of the draft it follows, -1 for the row's last known token."""
 
     token: int

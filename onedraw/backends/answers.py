@@ -6,7 +6,8 @@ In: a row of integers from the device: token, checksum, total mass, the deficit 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +21,7 @@ Integers = npt.NDArray[np.int64]
 TOKEN, CHECKSUM, TOTAL, CHOSEN, TOP = range(5)
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
+class Position(NamedTuple):
     """One position at which a token is chosen. `drafts` are the guessed tokens between history and position."""
 
     lane: int
@@ -31,16 +31,21 @@ class Position:
     request_id: str
 
     @property
-    def index(self) -> int:
+    def at(self) -> int:
         return len(self.history) + len(self.drafts)
 
 
-def read_choice(params: SamplingParams, row: Integers) -> Choice | None:
-    token = int(row[TOKEN])
-    if token == NO_TOKEN:
-        return None
-    logprobs = None if params.logprobs is None else read_logprobs(row, params.logprobs)
-    return Choice(token, logprobs, int(row[CHECKSUM]) if params.checksums else None)
+def read_choices(rows: Integers, positions: Sequence[Position]) -> list[Choice | None]:
+    """What rows say of positions, as far as there are both."""
+    asked = enumerate(zip(rows[:, TOKEN].tolist(), positions, strict=False))
+    return [None if token == NO_TOKEN else _choice(token, p.params, rows, line) for line, (token, p) in asked]
+
+
+def _choice(token: int, params: SamplingParams, rows: Integers, line: int) -> Choice:
+    if params.logprobs is None and not params.checksums:
+        return Choice(token)
+    logprobs = None if params.logprobs is None else read_logprobs(rows[line], params.logprobs)
+    return Choice(token, logprobs, int(rows[line, CHECKSUM]) if params.checksums else None)
 
 
 def read_logprobs(row: Integers, top: int) -> Logprobs:

@@ -48,6 +48,7 @@ class Capacity:
     stages: int = 1  # parts that the layers lie in, one behind the other
     tickets: int = 1  # plans that may be under way at once; stages on devices of their own work on one each
     ticket_rows: int = 1  # sequences that ride together before a second plan is made: fewer would take as long by themselves
+    starts: bool = False  # `submit` only starts rows of one token that ask for no logprobs and have no constraint
     ahead: bool = False  # a plan may follow one that is under way: its rows await the tokens of that one's rows
     lookahead: int = 0  # positions past a row that the backend's own drafter writes to; covered where pages allow
     drafter: str = ""  # the backend's own drafter, if it has one

@@ -59,6 +59,7 @@ class FakeBackend:
         state_dtype: str = "f32",
         returns_logits: bool = True,
         ahead: bool = False,
+        starts: bool = False,
         favoured: Sequence[int] = (),
     ) -> None:
         require_state_dtype(state_dtype, "recurrent state of the fake backend")
@@ -78,6 +79,7 @@ class FakeBackend:
             returns_logits=returns_logits,
             logits_per_position=returns_logits,
             ahead=ahead,
+            starts=starts,
             device="fake",
         )
         self._stores = [np.full((count, page_size), -1, dtype=np.int64) for count in counts]

@@ -35,5 +35,6 @@ def _told(row: Row, chosen: tuple[Choice, ...], *, kept: int) -> tuple[Choice, .
     """The choices, saying how they came: the first are kept drafts, the last stands where the other drafts went."""
     if not row.drafts or not chosen:
         return chosen
-    *drafted, last = (replace(choice, kept=True) if index < kept else choice for index, choice in enumerate(chosen))
-    return (*drafted, replace(last, rejected=len(row.drafts) - kept))
+    told = [Choice(c.token, c.logprobs, c.checksum, kept=index < kept) for index, c in enumerate(chosen)]
+    told[-1] = replace(told[-1], rejected=len(row.drafts) - kept)
+    return tuple(told)

@@ -3,7 +3,7 @@ arithmetic.
 
 In: a model's weights, not read. Out: a Holding, which `inspect` prints and the memory plan counts with. Products read kept
 weights in their stored width; the layout in memory is that of `torch/kernels/packed.h` on a CPU, and on a GPU that of
-`torch/kernels/fragments.py`, or of `torch/kernels/blocks.py` for stacks of experts, with the same bytes in another order.
+`torch/kernels/fragments.py`, with the same bytes in another order.
 """
 
 from __future__ import annotations
@@ -36,34 +36,15 @@ _BYTES_OF_32 = {
 PACKED_DTYPES = tuple(PACKED)
 
 
-@dataclass(frozen=True, slots=True)
-class SpanLayout:
-    """What 256 inputs of one output of an expert take on a GPU (`torch/kernels/blocks.py`)."""
-
-    codes: int  # halfwords
-    high: int  # halfwords of high bits
-    scales: int  # words of scales
-
-    @property
-    def nbytes(self) -> int:
-        return 2 * (self.codes + self.high) + 4 * self.scales
-
-
 SPAN = 256  # inputs; a row that is no whole number of them is filled up with zeros
 SEGMENT = 4  # spans that a product adds up by themselves, whoever computes them
-# Kinds that a GPU's products read as they are. The bytes of experts are those stored, but for two of padding in Q6_K, and
-# five-bit codes that lie three to a halfword.
-SPANS = {
-    **{"Q4_0": SpanLayout(64, 0, 4), "Q4_1": SpanLayout(64, 0, 8), "Q5_0": SpanLayout(96, 0, 4), "Q5_1": SpanLayout(96, 0, 8)},
-    **{"Q8_0": SpanLayout(128, 0, 4), "MXFP4": SpanLayout(64, 0, 2)},
-    **{"Q4_K": SpanLayout(64, 0, 4), "Q5_K": SpanLayout(96, 0, 4), "Q6_K": SpanLayout(64, 32, 5)},
-}
 FEW_ROWS = 64  # rows of a product that reads a matrix in blocks, at most; more rows come so many at a time
 UNIT_ROWS = 16  # outputs that lie together on a GPU; a matrix whose outputs are no whole number of them is filled up
-# What 256 inputs of one output of any other matrix take on a GPU (`torch/kernels/fragments.py`): the bytes stored.
-_FRAGMENT_BYTES = {
+# Kinds that a GPU's products read as they are, and what 256 inputs of one output take there: the bytes stored, and for NVFP4 the
+# factor of its matrix.
+SPANS = {
     **{"Q4_0": 144, "Q4_1": 160, "Q5_0": 176, "Q5_1": 192, "Q8_0": 272, "MXFP4": 136},
-    **{"Q4_K": 144, "Q5_K": 176, "Q6_K": 210},
+    **{"Q4_K": 144, "Q5_K": 176, "Q6_K": 210, "NVFP4": 148},
 }
 
 
@@ -87,10 +68,13 @@ def product_dtype(
     """What products are made of: `product_precision`, but weights as they are stored where kernels read them so, if that is
     asked for, or if nobody asked and it saves something. Where CPUs compute it goes with float32 alone.
 
-    `kinds`: of the model's matrices. `no_kernels`: why it cannot be done on the CPU here."""
+    `kinds`: of the model's matrices. `no_kernels`: why it cannot be done here."""
     wanted = asked == "packed" or (asked == "auto" and not SPANS.keys().isdisjoint(kinds))
     if wanted and all(map(reads_blocks, devices)):
-        return "packed-f16" if stream == "f16" else "packed-bf16"
+        if not no_kernels:
+            return "packed-f16" if stream == "f16" else "packed-bf16"
+        if asked == "packed":
+            raise BadSetting(f"--dtype packed: no GPU kernels: {no_kernels}, or use --dtype bf16")
     on_cpu = all(device.kind == "cpu" for device in devices)
     if asked == "packed":
         if not on_cpu:
@@ -170,20 +154,13 @@ def why_not_in_blocks(tensor: Tensor) -> str:
     if tensor.kind not in SPANS:
         return PLAIN_NUMBERS if tensor.kind in ("F32", "F16", "BF16") else "no kernel reads this kind"
     stored = tensor.stored if isinstance(tensor, Columns) else tensor
-    if not stored.stays_packed:
-        return "its values change on the way"
-    together = 2 if len(tensor.shape) > 2 else 1  # an expert's gate and up lie in one
-    halfwords = together * span_bytes(tensor.shape[-2:], tensor.kind) // 2
-    return "" if halfwords < 2**31 else "its places are too many for 32 bits"
+    return "" if stored.stays_packed else "its values change on the way"
 
 
 def span_bytes(shape: tuple[int, ...], kind: str) -> int:
     """Bytes of a matrix, or of a stack of them, in blocks on a GPU."""
     *stack, rows, width = shape
-    spans = -(-width // SPAN)
-    if stack:
-        return math.prod(stack) * rows * spans * SPANS[kind].nbytes
-    return -(-rows // UNIT_ROWS) * spans * unit_bytes(kind)
+    return math.prod(stack) * -(-rows // UNIT_ROWS) * -(-width // SPAN) * unit_bytes(kind)
 
 
 def parts_bytes(outputs: int, width: int) -> int:
@@ -200,7 +177,7 @@ def _padded(outputs: int) -> int:
 
 def unit_bytes(kind: str) -> int:
     """Bytes of 16 outputs by 256 inputs of a matrix on a GPU."""
-    return UNIT_ROWS * _FRAGMENT_BYTES[kind]
+    return UNIT_ROWS * SPANS[kind]
 
 
 def saved_in_blocks(tensors: Iterable[Tensor]) -> int:

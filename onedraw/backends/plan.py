@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from onedraw.backends.precision import float_dtype
 from onedraw.errors import BadSetting, NoRoom
-from onedraw.models.spec import DTYPE_BYTES, KV_BYTES, STATE_BYTES, ModelSpec
+from onedraw.models.spec import DTYPE_BYTES, KV_BYTES, STATE_BYTES, LayerSpec, ModelSpec, MoeSpec
 
 DEFAULT_KV_BYTES = 2**30  # of pages, where nobody said how many; one full sequence always fits
 DEFAULT_DRAFT_BYTES = 2**30  # of the rollback buffer, at most
@@ -200,10 +200,18 @@ def turn_bytes(spec: ModelSpec, dtype: str, *, turn_tokens: int, weights: Weight
 def turn_scratch(spec: ModelSpec, dtype: str, turn_tokens: int) -> int:
     """Bytes of numbers that a turn of so many tokens holds at once, as an upper bound: a layer's widest rows, and logits."""
     rows = [
-        sum(shape[0] for shape in layer.shapes(spec.hidden).values() if len(shape) == 2) + 4 * spec.hidden
+        sum(shape[0] for shape in layer.shapes(spec.hidden).values() if len(shape) == 2)
+        + 4 * spec.hidden
+        + _experts_rows(spec, layer)
         for layer in dict.fromkeys(spec.layers)
     ]
     return turn_tokens * max(rows) * DTYPE_BYTES[dtype] + 3 * LOGITS_BYTES
+
+
+def _experts_rows(spec: ModelSpec, layer: LayerSpec) -> int:
+    """Numbers of one token at its experts: what each opens, gate and up, made ready, and answers."""
+    mixture = layer.feed_forward
+    return mixture.used * (4 * mixture.width + spec.hidden) if isinstance(mixture, MoeSpec) else 0
 
 
 def padded_vocab(spec: ModelSpec) -> int:

@@ -58,6 +58,9 @@ class RandomTensor:
     def packed(self) -> NDArray[np.uint8] | None:
         return None
 
+    def factors(self) -> None:
+        return None
+
     def into(self, out: Floats) -> None:
         if not out.flags.c_contiguous:  # a reshape would copy
             out[...] = self.float32()

@@ -39,6 +39,11 @@ def random_blocks(kind: str, rows: int, width: int, rng: np.random.Generator, si
             put(108, size / 100)
         case "Q6_K":  # signed scales of eight bits
             put(208, size / 18.5 / 74)
+        case "NVFP4":  # scales that are tiny floats, the nearest above what is wanted
+            sizes = np.array(
+                [np.ldexp(code & 7, -9) if code < 8 else np.ldexp(8 + (code & 7), (code >> 3) - 10) for code in range(127)]
+            )
+            blocks[:, :4] = np.minimum(np.searchsorted(sizes, size / 3 * rng.uniform(0.5, 1.5, (count, 4))), 126)
         case "MXFP4":  # an exponent with a bias of 127; codes up to six, three on average
             blocks[:, 0] = 127 + round(np.log2(size / 3)) + rng.integers(-1, 2, count)
     return blocks.reshape(rows, -1)

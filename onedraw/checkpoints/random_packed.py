@@ -69,6 +69,9 @@ class RandomPacked:
         pool = _pool(self.kind, self.spread, 1 << (first + rows + blocks).bit_length())
         return np.lib.stride_tricks.as_strided(pool[first:], (rows, blocks * packing.size), (packing.size, 1), writeable=False)
 
+    def factors(self) -> None:
+        return None
+
     def float32(self) -> Floats:
         return self._stored().float32()
 

@@ -64,6 +64,10 @@ class StoredTensor:
         """All rows as they lie on disk, [rows, bytes]."""
         return self.data.reshape(math.prod(self.shape[:-1]), -1)
 
+    def factors(self) -> None:
+        """Those of NVFP4 stand in a tensor of their own: `gguf.py` brings them together."""
+        return
+
     def take_rows(self, order: NDArray[np.intp]) -> StoredTensor:
         """Row i is row order[i] of this tensor. Rows are whole runs of blocks, so nothing is unpacked or read besides."""
         if KINDS[self.kind].values > 1 and len(self.shape) == 1:

@@ -1,5 +1,6 @@
 """The turn: plan → submit → collect → accept → tell. Plans of disjoint sequences may be under way at once, and where the
-backend goes ahead a plan and the one behind it: then the host's work on a turn falls into the time of the next.
+backend goes ahead a plan and the one behind it: then the host's work on a turn falls into the time of the next. Where the
+backend only starts a turn, what the last one gave is told when the next is under way: nobody waits for the telling.
 
 In: requests with sinks, cancellations. Out: events to the sinks. One thread owns everything here (see service.py).
 A turn that fails fails its rows, gives back what they held, and the engine goes on.
@@ -70,13 +71,14 @@ class Engine:
             scheduler.fetch = shelf.fetch
         self._live: dict[str, tuple[Sequence, Sink]] = {}
         self._under_way: deque[tuple[Ticket, list[Member]]] = deque()  # in order of submission
+        self._news: deque[tuple[Sink, Event]] = deque()  # not told yet, in order
         self._totals = dict.fromkeys(COUNTED, 0)
         self._seconds = 0.0
 
     @property
     def busy(self) -> bool:
         """Another thread may look while a sequence moves between the queues."""
-        return bool(self._live or self._under_way)
+        return bool(self._live or self._under_way or self._news)
 
     def add(self, request: Request, sink: Sink) -> None:
         sequence = Sequence(request)
@@ -87,12 +89,14 @@ class Engine:
         """Forget a request; unknown ids have finished already. One that rides gives back what it holds on its return."""
         if request_id in self._live:
             sequence, sink = self._remove(request_id)
-            sink(Event(request_id, finish="cancelled", usage=sequence.usage))
+            self._news.append((sink, Event(request_id, finish="cancelled", usage=sequence.usage)))
+            self._tell()
 
     def turn(self) -> None:
         """Send off what the backend takes, then hear what became of the oldest."""
         self._send()
         self._send_ahead()
+        self._tell()
         if not self._under_way:
             return
         ticket, members = self._under_way.popleft()
@@ -107,8 +111,17 @@ class Engine:
         for member, result in zip(members, outcome.rows, strict=True):
             if member.sequence not in gone:
                 self._settle(member, result)
-        if self._shelf is not None:  # when everybody has heard
+        keeps = self._shelf is not None and self._shelf.keeps
+        if keeps or not self.backend.capacity.starts:
+            self._tell()
+        if self._shelf is not None and keeps:  # when everybody has heard
             self._shelf.keep()
+
+    def _tell(self) -> None:
+        """Everybody hears what became of them so far."""
+        while self._news:
+            sink, event = self._news.popleft()
+            sink(event)
 
     def _send(self) -> None:
         while len(self._under_way) < self.backend.capacity.tickets:
@@ -124,6 +137,8 @@ class Engine:
         """Whether a plan is under way now; where the backend does not take it, its rows fail."""
         if not members:
             return False
+        if not all(_quick(member.row) for member in members):
+            self._tell()  # what comes now may take long
         try:
             ticket = self.backend.submit(Plan(tuple(m.row for m in members)))
         except BaseException as error:
@@ -188,8 +203,10 @@ class Engine:
             except BaseException as failure:
                 log.error("a request could not be taken off", exc_info=failure)
                 self._live.pop(request_id, None)
+            self._news.append((sink, Event(request_id, error=error)))
+        while self._news:
             try:
-                sink(Event(request_id, error=error))
+                self._tell()
             except BaseException as failure:
                 log.error("a request could not be told that it failed", exc_info=failure)
         for sequence in [*self.scheduler.running, *self.scheduler.waiting]:  # those who were cancelled on the way
@@ -220,9 +237,9 @@ class Engine:
         if chosen or finish or scored is not None:
             stop_id = chosen[-1].token if finish == "stop" else None
             kept = sequence.kept - kept_before
-            sink(Event(row.request_id, chosen, finish, stop_id, sequence.usage, scored, kept=kept))
+            self._news.append((sink, Event(row.request_id, chosen, finish, stop_id, sequence.usage, scored, kept=kept)))
         if error is not None:  # told by itself: a stop string in what was chosen before it ends the reply in good order
-            sink(Event(row.request_id, usage=sequence.usage, error=error))
+            self._news.append((sink, Event(row.request_id, usage=sequence.usage, error=error)))
 
     def _scores(self, sequence: Sequence) -> tuple[Logprobs, ...] | None:
         """The prompt's logprobs, once, when its last position is computed."""
@@ -247,7 +264,9 @@ class Engine:
         self._totals["failed_turns"] += 1
         for member in members:
             _, sink = self._remove(member.row.request_id)
-            sink(Event(member.row.request_id, error=TurnFailed(f"the turn failed; error id {number} stands in the server's log")))
+            told = TurnFailed(f"the turn failed; error id {number} stands in the server's log")
+            self._news.append((sink, Event(member.row.request_id, error=told)))
+        self._tell()
 
     def _count(self, members: list[Member], outcome: Outcome) -> None:
         totals = self._totals
@@ -269,6 +288,11 @@ class Engine:
                 totals["restores"] += 1
                 totals["whole_prompts"] += not row.tokens
                 totals["page_copies"] += len(row.copies)
+
+
+def _quick(row: Row) -> bool:
+    """A backend that only starts such a row does not compute in `submit`."""
+    return len(row.tokens) == 1 and row.restore is None and row.params.logprobs is None and row.params.constraint is None
 
 
 def _barren(result: RowOutcome) -> OnedrawError:

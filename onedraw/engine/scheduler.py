@@ -28,7 +28,7 @@ from onedraw.engine.sequence import Sequence
 from onedraw.memory.ledger import Ledger
 from onedraw.memory.span import longest_row
 from onedraw.speculation.speculator import NOTHING, Guess, Speculator
-from onedraw.types import Draft, History, Row, SamplingParams
+from onedraw.types import History, Row, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +153,12 @@ class Scheduler:
         known = (sequence.request, sequence.history, sequence.guesses)
         guess = self.speculator.guess(*known, room=room, running=running, tentative=tentative)
         drafts = guess.drafts[:room]
-        legal = next((i for i, d in enumerate(drafts) if not self._legal(d, i)), len(drafts))
+        vocab, legal = self.capacity.vocab, 0
+        for token, parent in drafts:  # in the vocabulary, and after a draft that stands before it
+            if not (0 <= token < vocab and -1 <= parent < legal):
+                break
+            legal += 1
         return Guess(drafts[:legal], guess.source) if legal else NOTHING
-
-    def _legal(self, draft: Draft, index: int) -> bool:
-        """In the vocabulary, and after a draft that stands before it."""
-        return 0 <= draft.token < self.capacity.vocab and -1 <= draft.parent < index
 
     def _chunk_length(self, sequence: Sequence, budget: int) -> int:
         """How many known tokens a prompt row may take: all, or up to a multiple of the chunk."""

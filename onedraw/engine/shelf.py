@@ -44,6 +44,11 @@ class Shelf:
     def saved(self) -> int:
         return self._folder.written
 
+    @property
+    def keeps(self) -> bool:
+        """A turn made checkpoints that nobody has looked at."""
+        return bool(self._ledger.news)
+
     def keep(self) -> None:
         """After a turn: send out the checkpoints it made, as far as the disk keeps up."""
         news, self._ledger.news = self._ledger.news or [], []

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from onedraw.memory.pages import NO_PAGE, PagePool
+from onedraw.memory.pages import NO_PAGE, PagePool, Pages, pages_of
 from onedraw.memory.policy import save_points
 from onedraw.memory.prefix import Checkpoint, Node, PrefixIndex
 from onedraw.memory.resume import Needs, Resume, longest
@@ -108,10 +108,10 @@ class Ledger:
         """Positions before it may be let go once `length` positions are settled."""
         return first_needed(length, window)
 
-    def _shared(self, resume: Resume, group: int) -> list[int]:
+    def _shared(self, resume: Resume, group: int) -> Pages:
         """Pages of the resumed prefix that are still seen, at their places."""
         first = first_needed(resume.position, self.pools[group].window) // self.page_size
-        return [NO_PAGE] * first + [node.pages[group] for node in resume.path[1 + first :]]
+        return pages_of([NO_PAGE] * first + [node.pages[group] for node in resume.path[1 + first :]])
 
     def _fits(self, resume: Resume, length: int, step: int) -> bool:
         for group, pool in enumerate(self.pools):
@@ -166,7 +166,7 @@ class Ledger:
         self.leases[lane] = lease
         return lease
 
-    def _open(self, checkpoint: Checkpoint, pages: tuple[list[int], ...]) -> Opening:
+    def _open(self, checkpoint: Checkpoint, pages: tuple[Pages, ...]) -> Opening:
         """Pin a checkpoint and the pages to be copied until a row has restored them."""
         self.slots.pin(checkpoint.slot)
         for pool, source in zip(self.pools, checkpoint.pages):
@@ -305,7 +305,7 @@ class Lease:
 
     ledger: Ledger
     lane: int
-    pages: tuple[list[int], ...]  # per group; NO_PAGE where the window has passed
+    pages: tuple[Pages, ...]  # per group; NO_PAGE where the window has passed
     firsts: list[int]  # per group: places of pages let go already
     node: Node  # of the last settled full page
     indexable: int  # positions before it may be shared
@@ -393,7 +393,7 @@ class Lease:
         if first <= before:
             return
         self.ledger.drop(group, pages[before:first][::-1])  # the longest unseen is forgotten first
-        pages[before:first] = [NO_PAGE] * (first - before)
+        pages[before:first] = pages_of([NO_PAGE] * (first - before))
         self.firsts[group] = first
         self.ledger.let_go += first - before
 

@@ -7,10 +7,17 @@ indexed).
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TypeAlias
 
 NO_PAGE = -1  # where a window let go of a page, or the index has none
+Pages: TypeAlias = "array[int]"  # page after page: a turn's table takes in thousands of them at once
+
+
+def pages_of(numbers: Iterable[int]) -> Pages:
+    return array("q", numbers)
 
 
 class PagePool:

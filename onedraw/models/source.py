@@ -45,6 +45,9 @@ class Tensor(Protocol):
     def packed(self) -> NDArray[np.uint8] | None:
         """All rows as they are stored, [rows, bytes], the leading axes as one; None where values change on the way."""
 
+    def factors(self) -> NDArray[np.float32] | None:
+        """What each of those rows is multiplied with besides, [rows]; None for 1. NVFP4 alone has factors."""
+
     def take_rows(self, order: NDArray[np.intp]) -> Tensor:
         """Some rows in some order, still packed; the others are not read."""
 

@@ -45,6 +45,9 @@ class View:
     def packed(self) -> NDArray[np.uint8] | None:
         return None
 
+    def factors(self) -> Floats | None:
+        return None
+
     def reshaped(self, shape: tuple[int, ...]) -> Tensor:
         raise ValueError(f"tensor {self.name}: its rows have no other shape")
 
@@ -66,6 +69,9 @@ class Rows(View):
 
     def packed(self) -> NDArray[np.uint8] | None:
         return self._tensor.take_rows(self._order).packed()
+
+    def factors(self) -> Floats | None:
+        return self._tensor.take_rows(self._order).factors()
 
     def into(self, out: Floats) -> None:
         self._tensor.take_rows(self._order).into(out)
@@ -95,6 +101,9 @@ class Folded(View):
 
     def packed(self) -> NDArray[np.uint8] | None:
         return self._tensor.packed() if self.stays_packed else None
+
+    def factors(self) -> Floats | None:
+        return self._tensor.factors()
 
     def into(self, out: Floats) -> None:
         if out.flags.c_contiguous:
@@ -137,6 +146,17 @@ class Scaled(View):
     def require_readable(self) -> None:
         self._tensor.require_readable()
 
+    @property
+    def stays_packed(self) -> bool:
+        """Whoever reads the blocks of NVFP4 takes its factors too; those of other kinds have none."""
+        return self.kind == "NVFP4" and self._tensor.stays_packed
+
+    def packed(self) -> NDArray[np.uint8] | None:
+        return self._tensor.packed() if self.stays_packed else None
+
+    def factors(self) -> Floats | None:
+        return np.repeat(self._factors.astype(np.float32), math.prod(self.shape[1:-1]))
+
     def into(self, out: Floats) -> None:
         self._tensor.into(out)
         out *= self._factors.reshape(-1, *(1,) * (out.ndim - 1))
@@ -172,6 +192,12 @@ class Stacked(View):
             return None
         return np.concatenate([rows for tensor in self._tensors if (rows := tensor.packed()) is not None])
 
+    def factors(self) -> Floats | None:
+        found, rows = [tensor.factors() for tensor in self._tensors], math.prod(self.shape[1:-1])
+        if all(own is None for own in found):
+            return None
+        return np.concatenate([np.ones(rows, np.float32) if own is None else own for own in found])
+
     def into(self, out: Floats) -> None:
         for tensor, room in zip(self._tensors, out, strict=True):
             tensor.into(room)
@@ -196,6 +222,9 @@ class Matrix(View):
 
     def packed(self) -> NDArray[np.uint8] | None:
         return self._alone().packed()
+
+    def factors(self) -> Floats | None:
+        return self._alone().factors()
 
     def into(self, out: Floats) -> None:
         self._alone().into(out[None])

@@ -24,6 +24,7 @@ from onedraw.types import SEED_LIMIT
 
 BITS = 24
 HALF = 2 ** (BITS - 1)
+BLOCK = 32  # positions whose keys are made together
 
 # Odd multipliers and shifts of well-known finalizers: every step is a bijection, and together they avalanche.
 MULTIPLIERS_32 = (0x7FEB352D, 0x846CA68B)
@@ -42,8 +43,14 @@ Bits = npt.NDArray[np.uint32]
 
 def key(seed: int, position: int) -> tuple[int, int]:
     """Two 32-bit words. For one seed no two positions have the same pair."""
-    word = _hash(seed, position, _NOISE_DOMAIN)
-    return word & 0xFFFFFFFF, word >> 32
+    return _keys(seed, position // BLOCK)[position % BLOCK]
+
+
+@lru_cache(maxsize=1024)
+def _keys(seed: int, block: int) -> list[tuple[int, int]]:
+    """Of a block of positions: who asks for one will ask for its neighbours."""
+    words = (_hash(seed, position, _NOISE_DOMAIN) for position in range(BLOCK * block, BLOCK * (block + 1)))
+    return [(word & 0xFFFFFFFF, word >> 32) for word in words]
 
 
 def uniform_bits(seed: int, position: int, vocab: int) -> Bits:

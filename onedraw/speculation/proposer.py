@@ -26,4 +26,4 @@ class Proposer(Protocol):
 
 def chain(tokens: tuple[int, ...]) -> tuple[Draft, ...]:
     """Drafts one after the other: a tree with one child everywhere."""
-    return tuple(Draft(token=token, parent=index - 1) for index, token in enumerate(tokens))
+    return tuple(map(Draft, tokens, range(-1, len(tokens))))

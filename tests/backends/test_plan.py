@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from onedraw.backends.plan import (
@@ -16,7 +18,7 @@ from onedraw.backends.plan import (
     turn_scratch,
 )
 from onedraw.errors import BadSetting, NoRoom
-from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec
 
 
 def a_spec(*, layers: int = 2, kv_heads: int = 2, head_dim: int = 8, max_context: int = 256) -> ModelSpec:
@@ -125,6 +127,15 @@ def test_pages_get_what_weights_states_recorded_turns_and_scratch_leave() -> Non
     taken += sum(group.page_bytes for group in plan.groups)  # padding has a page of its own
     assert room == int(memory * (1 - RESERVE)) - taken
     assert room - room_for_pages(plan, spec, memory=memory, turn_tokens=512, beside=1000) == 1000
+
+
+def test_a_turn_needs_room_for_every_expert_of_every_token() -> None:
+    spec = a_spec(layers=1)
+    few, more = (
+        replace(spec, layers=(replace(spec.layers[0], feed_forward=MoeSpec(experts=16, used=used, width=64)),)) for used in (2, 6)
+    )
+    # of each of four experts more: 64 gates, 64 that they open, both rounded and as products read them, 32 of the answer
+    assert turn_scratch(more, "bf16", 100) - turn_scratch(few, "bf16", 100) == 100 * 4 * (4 * 64 + 32) * 2
 
 
 def test_packed_weights_leave_room_to_be_written_out_and_for_the_sums_of_their_products() -> None:

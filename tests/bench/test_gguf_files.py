@@ -86,4 +86,6 @@ def test_an_nvfp4_weight_reaches_the_model_with_its_factor(tmp_path: Path) -> No
     described = describe(open_checkpoint(tmp_path / "nvfp4.gguf"))
     judge = gguf.quants.dequantize(raw.reshape(rows, -1), gguf.GGMLQuantizationType.NVFP4) * np.float32(0.25)
     np.testing.assert_array_equal(described.weights.layer(1)["up"], judge)
-    assert ("NVFP4", "no kernel reads this kind", 1) in hold(described.weights, "packed-bf16").converted
+    holding = hold(described.weights, "packed-bf16")
+    assert dict(holding.kept)["NVFP4"] == 1
+    assert not any(kind == "NVFP4" for kind, *_ in holding.converted)

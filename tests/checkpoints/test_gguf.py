@@ -214,8 +214,12 @@ def test_nvfp4_is_multiplied_by_the_factor_that_stands_beside_it(tmp_path: Path)
     assert np.abs(expected).max() > 0
     np.testing.assert_array_equal(tensor.float32(), expected.astype(np.float32))
     np.testing.assert_array_equal(tensor.take_rows(np.array([4, 1])).float32(), expected[[4, 1]])
-    assert not tensor.stays_packed
-    assert tensor.packed() is None
+    assert tensor.stays_packed
+    raw, factors = tensor.packed(), tensor.factors()
+    assert raw is not None
+    assert factors is not None
+    np.testing.assert_array_equal(raw, bare.data)  # the blocks stay, and the factors beside them
+    assert factors.tolist() == [0.5] * tensor.shape[0]
 
 
 def test_nvfp4_experts_have_a_factor_each_or_are_refused(tmp_path: Path) -> None:

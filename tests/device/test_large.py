@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -22,14 +21,11 @@ pytestmark = [
 ]
 
 if torch.cuda.is_available() or INTERPRETED:
-    from onedraw.backends.packing import SPANS
     from onedraw.backends.torch.codes import KV_DTYPES
     from onedraw.backends.torch.inputs import Shape, Span, lay_out
     from onedraw.backends.torch.kernels import triton_delta as delta
     from onedraw.backends.torch.kernels import triton_settle as settle
-    from onedraw.backends.torch.kernels.blocks import Blocks, empty_blocks
     from onedraw.backends.torch.kernels.cuda import TritonOps
-    from onedraw.backends.torch.kernels.packed_experts import _grouped
     from onedraw.backends.torch.kernels.spans import prepare_rows
     from onedraw.backends.torch.kernels.triton_linear import linear
     from onedraw.backends.torch.kernels.triton_moe import Routes, _products
@@ -189,24 +185,3 @@ def test_experts_whose_matrices_lie_far_behind_answer_the_same() -> None:
         weight[expert] = own
         found.append(_products(x, weight, only(expert, 3), divide=1, gate=1, pdl=False))
     assert torch.equal(*found)
-
-
-def test_packed_experts_that_lie_far_behind_answer_the_same() -> None:
-    x, rows, width = normal(3, 256, seed=1), 32, 256
-    small = empty_blocks("Q6_K", rows=rows, width=width, device=DEVICE)
-    generator = torch.Generator().manual_seed(7)
-    small.codes.copy_(torch.randint(-(2**15), 2**15, small.codes.shape, generator=generator))
-    small.high.copy_(torch.randint(-(2**15), 2**15, small.high.shape, generator=generator))
-    small.scales.view(torch.float16).copy_(torch.randn(small.scales.view(torch.float16).shape, generator=generator))
-    last = 2**31 // (rows * SPANS["Q6_K"].codes) + 1
-    far = replace(small, **{name: _behind(getattr(small, name), last) for name in ("codes", "high", "scales")})
-    assert isinstance(far, Blocks)
-    near = _grouped(x, [small], only(0, 3), divide=1)
-    assert not near.isnan().any()
-    assert torch.equal(_grouped(x, [far], only(last, 3), divide=1), near)
-
-
-def _behind(part: Tensor, last: int) -> Tensor:
-    whole = room((last + 1) * part.numel(), part.dtype).view(last + 1, *part.shape[1:])
-    whole[last] = part[0]
-    return whole

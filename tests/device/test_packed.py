@@ -1,6 +1,7 @@
 """Products of packed weights: the weights of the file, bits of the row alone, whichever kernel serves.
 
-On an accelerator all of it; under Triton's interpreter the kernels that are written in Triton.
+On an accelerator all of it; under Triton's interpreter the kernels that are written in Triton, experts, and a whole model: what
+they need in CUDA C++ runs on the CPU then (tests/backends/torch/emulated.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from onedraw.backends.packing import SPAN, SPANS
 from onedraw.checkpoints.quants import KINDS
+from onedraw.checkpoints.tensor import StoredTensor
+from onedraw.models.spec import MoeSpec
 from onedraw.models.views import Columns
 from onedraw.types import History, Plan, Row, SamplingParams
 from tests.packed import packed_weights, stored, tiny_spec
@@ -30,22 +33,30 @@ on_device = pytest.mark.skipif(INTERPRETED, reason="kernels in CUDA C++ need a C
 if torch.cuda.is_available() or INTERPRETED:
     from onedraw.backends.torch.backend import TorchBackend
     from onedraw.backends.torch.kernels import packed_rows, triton_wide
-    from onedraw.backends.torch.kernels.blocks import Blocks, numbers, opened_slowly
     from onedraw.backends.torch.kernels.courier import Courier
     from onedraw.backends.torch.kernels.fragments import Fragments
-    from onedraw.backends.torch.kernels.packed_experts import load_bank, load_blocks
-    from onedraw.backends.torch.kernels.packed_linear import load_fragments, packed_linear, packed_product
-    from onedraw.backends.torch.kernels.packed_ops import BlocksOps, PackedOps
+    from onedraw.backends.torch.kernels.opening import opened_slowly
+    from onedraw.backends.torch.kernels.packed_experts import PackedBank, load_bank
+    from onedraw.backends.torch.kernels.packed_linear import (
+        bring_fragments,
+        load_fragments,
+        packed_linear,
+        packed_product,
+    )
+    from onedraw.backends.torch.kernels.packed_ops import PackedOps
     from onedraw.backends.torch.kernels.spans import Opened, Prepared, prepare_rows, product_slowly
     from onedraw.backends.torch.kernels.triton_moe import experts, route
+    from onedraw.backends.torch.kernels.triton_norm import gated
     from onedraw.backends.torch.kernels.triton_wide import WideTile
     from onedraw.backends.torch.kernels.workspace import Workspace
+    from tests.backends.torch import emulated
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter cuts numbers to bf16, and does not round
 ROUNDING = 6e-4 if INTERPRETED else 4e-3
 MOST = 20 if INTERPRETED else 700
 RNG = np.random.default_rng(0)
+ROOM = Workspace(DEVICE) if torch.cuda.is_available() or INTERPRETED else None
 
 
 def normal(*shape: int, seed: int = 0, spread: float = 1.0) -> Tensor:
@@ -61,19 +72,19 @@ def nothing(rows: int, columns: int) -> Tensor:
     return torch.full((rows, columns), torch.nan, dtype=DTYPE, device=DEVICE)
 
 
-def slow(kind: str, rows: int, width: int) -> tuple[Blocks, Tensor]:
-    """In blocks, and as the file's numbers in float32."""
+def slow(kind: str, rows: int, width: int) -> tuple[Opened, Tensor]:
+    """As the rule has it, found slowly; as the file's numbers in float32."""
     tensor = stored("w", (rows, width), kind, RNG, width**-0.5)
-    made = load_blocks([tensor], pad=1, courier=Courier(DEVICE), device=DEVICE)
-    return made, torch.from_numpy(tensor.float32()).to(DEVICE)
+    found = opened_slowly(torch.from_numpy(tensor.packed()).to(DEVICE), kind)
+    return found, torch.from_numpy(tensor.float32()).to(DEVICE)
 
 
 def weight(kind: str, rows: int, width: int) -> tuple[Fragments, Opened, Tensor]:
     """As products keep it; as the rule has it, found slowly; as the file's numbers."""
     tensor = stored("w", (rows, width), kind, RNG, width**-0.5)
-    blocks = load_blocks([tensor], pad=1, courier=Courier(DEVICE), device=DEVICE)
-    made = load_fragments([tensor], pad=1, courier=Courier(DEVICE), device=DEVICE, workspace=Workspace(DEVICE))
-    return made, opened_slowly(blocks), torch.from_numpy(tensor.float32()).to(DEVICE)
+    made = load_fragments([tensor], pad=1, courier=Courier(DEVICE), device=DEVICE, workspace=ROOM)
+    opened = opened_slowly(torch.from_numpy(tensor.packed()).to(DEVICE), kind)
+    return made, opened, torch.from_numpy(tensor.float32()).to(DEVICE)
 
 
 def short(kind: str) -> int:
@@ -82,12 +93,6 @@ def short(kind: str) -> int:
 
 
 # ------------------------------------------------------------------ weights
-
-
-@pytest.mark.parametrize("kind", list(SPANS))
-def test_weights_are_those_of_the_file_bit_by_bit(kind: str) -> None:
-    blocks, expected = slow(kind, 40, short(kind))
-    assert torch.equal(numbers(blocks), expected)
 
 
 @on_device
@@ -115,14 +120,15 @@ def test_rows_that_are_looked_up_and_outputs_that_are_opened_are_those_of_the_fi
 @pytest.mark.parametrize("kind", list(SPANS))
 def test_a_wide_product_is_near_the_rule_in_float64(kind: str) -> None:
     width = 1280 if kind in ("Q4_K", "Q4_1") else short(kind)  # more than a segment
-    blocks, values = slow(kind, 24 if INTERPRETED else 200, width)
-    x, bias, residual = normal(MOST, width, seed=1), normal(blocks.rows, seed=9), normal(MOST, blocks.rows, seed=10)
-    prepared, opened = prepare_rows(x), opened_slowly(blocks)
+    outputs = 24 if INTERPRETED else 200
+    opened, values = slow(kind, outputs, width)
+    x, bias, residual = normal(MOST, width, seed=1), normal(outputs, seed=9), normal(MOST, outputs, seed=10)
+    prepared = prepare_rows(x)
     tile = WideTile(32, 32, 64, 4, 2) if INTERPRETED else WideTile()
-    found = triton_wide.wide_product(prepared, opened, out=nothing(MOST, blocks.rows), tile=tile)
+    found = triton_wide.wide_product(prepared, opened, out=nothing(MOST, outputs), tile=tile)
     assert error(product_slowly(prepared, opened), x.double() @ values.double().t()) < 2e-4  # Q6_K rounds above 2,048
     assert error(found, product_slowly(prepared, opened)) < ROUNDING
-    more = triton_wide.wide_product(prepared, opened, out=nothing(MOST, blocks.rows), bias=bias, residual=residual, tile=tile)
+    more = triton_wide.wide_product(prepared, opened, out=nothing(MOST, outputs), bias=bias, residual=residual, tile=tile)
     assert torch.equal(more, (found + bias) + residual)
 
 
@@ -141,10 +147,10 @@ def faulty(prepared: Prepared, fault: str) -> Prepared:
 @pytest.mark.parametrize("fault", ["a power of two of one span", "sums of another row"])
 def test_a_planted_fault_is_caught(fault: str) -> None:
     """What the test above compares would show it."""
-    blocks, values = slow("Q4_K", 24, 512)
+    opened, values = slow("Q4_K", 24, 512)
     x = normal(8, 512, seed=1)
     tile = WideTile(16, 32, 64, 4, 2)
-    found = triton_wide.wide_product(faulty(prepare_rows(x), fault), opened_slowly(blocks), out=nothing(8, 24), tile=tile)
+    found = triton_wide.wide_product(faulty(prepare_rows(x), fault), opened, out=nothing(8, 24), tile=tile)
     assert error(found, x.double() @ values.double().t()) > 10 * ROUNDING
 
 
@@ -152,16 +158,16 @@ def test_a_planted_fault_is_caught(fault: str) -> None:
 @pytest.mark.parametrize("kind", list(SPANS))
 def test_a_row_has_its_bits_alone_and_in_a_batch_whichever_kernel_serves(kind: str) -> None:
     """Few rows read the blocks, many an opened weight; neither the kernel nor its tile shows."""
-    width = 1536 if KINDS[kind].values == SPAN else 1120
+    width = 1536 if KINDS[kind].values == SPAN else 1088
     fragments, opened, values = weight(kind, 200, width)
     x = normal(MOST, width, seed=1)
-    prepared, room = prepare_rows(x), Workspace(DEVICE)
-    full = packed_product(prepared, fragments, out=nothing(MOST, 200), workspace=room)
+    prepared = prepare_rows(x)
+    full = packed_product(prepared, fragments, out=nothing(MOST, 200), workspace=ROOM)
     assert error(full, x.double() @ values.double().t()) < ROUNDING
     for rows in (1, 2, 5, 16, 17, 40, 64, 65, 100, 256, 257, 300):
         for start in (0, 3):
             part = prepare_rows(x[start : start + rows])
-            found = packed_product(part, fragments, out=nothing(rows, 200), workspace=room)
+            found = packed_product(part, fragments, out=nothing(rows, 200), workspace=ROOM)
             assert torch.equal(found, full[start : start + rows]), (rows, start)
     for tile in (WideTile(), WideTile(16, 32, 64, 1, 2), WideTile(64, 128, 32, 4, 2)):
         assert torch.equal(triton_wide.wide_product(prepared, opened, out=nothing(MOST, 200), tile=tile), full), tile
@@ -172,7 +178,7 @@ def test_a_weight_that_is_opened_in_slices_answers_the_same() -> None:
     fragments, _, _ = weight("Q4_K", 600, 512)
     prepared, bias, residual = prepare_rows(normal(300, 512, seed=2)), normal(600, seed=3), normal(300, 600, seed=4)
     follows = {"bias": bias, "residual": residual}
-    whole = packed_product(prepared, fragments, out=nothing(300, 600), workspace=Workspace(DEVICE), **follows)
+    whole = packed_product(prepared, fragments, out=nothing(300, 600), workspace=ROOM, **follows)
     small = Workspace(DEVICE, most=300 << 10)
     assert len(list(small.slices(fragments))) == 3
     assert torch.equal(packed_product(prepared, fragments, out=nothing(300, 600), workspace=small, **follows), whole)
@@ -198,9 +204,7 @@ def test_weights_of_several_kinds_stand_side_by_side_with_bias_and_residual(rows
     ]
     heights = [24, 16, 8, 8]  # padded to eight rows
     bias, x, residual = normal(56, seed=2), normal(rows, 256, seed=3), normal(rows, 56, seed=4)
-    made = packed_linear(
-        tensors, dtype=DTYPE, device=DEVICE, courier=Courier(DEVICE), workspace=Workspace(DEVICE), bias=bias, pad=8
-    )
+    made = packed_linear(tensors, dtype=DTYPE, device=DEVICE, courier=Courier(DEVICE), workspace=ROOM, bias=bias, pad=8)
     assert made is not None
     assert [type(part).__name__ for part in made.parts] == ["Fragments", "Fragments", "Tensor"]
     dense = [torch.nn.functional.pad(torch.from_numpy(t.float32()), (0, 0, 0, -len(t.float32()) % 8)) for t in tensors]
@@ -208,8 +212,7 @@ def test_weights_of_several_kinds_stand_side_by_side_with_bias_and_residual(rows
     expected = x.double() @ torch.cat(dense).double().to(DEVICE).t() + bias.double()
     assert error(made(x), expected) < ROUNDING
     assert error(made(x, residual), expected + residual.double()) < ROUNDING
-    given = {"dtype": DTYPE, "device": DEVICE, "courier": Courier(DEVICE)}
-    assert packed_linear(tensors[3:], **given, workspace=Workspace(DEVICE)) is None
+    assert packed_linear(tensors[3:], dtype=DTYPE, device=DEVICE, courier=Courier(DEVICE), workspace=ROOM) is None
 
 
 @on_device
@@ -217,7 +220,7 @@ def test_columns_stay_as_stored_and_rows_come_in_their_order() -> None:
     tensor = stored("w", (16, 512), "Q4_K", RNG, 512**-0.5)
     order = np.arange(512).reshape(4, 128)[[2, 0, 3, 1]].reshape(-1)
     ours = Columns(tensor, order)
-    made = packed_linear([ours], dtype=DTYPE, device=DEVICE, courier=Courier(DEVICE), workspace=Workspace(DEVICE))
+    made = packed_linear([ours], dtype=DTYPE, device=DEVICE, courier=Courier(DEVICE), workspace=ROOM)
     assert made is not None
     x = normal(5, 512, seed=5)
     assert error(made(x), x.double() @ torch.from_numpy(ours.float32()).to(DEVICE).double().t()) < ROUNDING
@@ -235,68 +238,126 @@ def test_rows_that_a_norm_or_a_gate_made_ready_give_the_same_product() -> None:
         assert torch.equal(made(h), made(h.clone()))
 
 
-# ------------------------------------------------------------------ where nothing can be compiled
-
-
-@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"] if INTERPRETED else list(SPANS))
-def test_without_a_compiler_products_are_right_and_a_row_is_its_own(kind: str) -> None:
-    tensors = [stored(name, (height, 512), name, RNG, 512**-0.5) for name, height in ((kind, 24), (kind, 9), ("F32", 7))]
-    rows, ops = 20 if INTERPRETED else 300, BlocksOps(DEVICE, DTYPE)
-    bias, x, residual = normal(48, seed=2), normal(rows, 512, seed=3), normal(rows, 48, seed=4)
-    made = ops.stored(tensors, bias=bias, pad=8, pad_columns=1)
-    assert made is not None
-    assert made.kind.startswith(kind)
-    dense = [torch.nn.functional.pad(torch.from_numpy(t.float32()), (0, 0, 0, -len(t.float32()) % 8)) for t in tensors]
-    expected = x.double() @ torch.cat(dense).double().to(DEVICE).t() + bias.double()
-    full = made(x)
-    assert error(full, expected) < ROUNDING
-    assert torch.equal(made(x, residual), full + residual)
-    for count in (1, 17) if INTERPRETED else (1, 2, 16, 17, 64, 65, 257):
-        assert torch.equal(made(x[:count]), full[:count]), count
-    (table,) = [ops.table(tensors[0])]
-    assert table is not None
-    wanted = torch.tensor([3, 23, 0, 3], device=DEVICE)
-    assert torch.equal(table.rows(wanted).float(), torch.from_numpy(tensors[0].float32()).to(DEVICE, DTYPE)[wanted].float())
-    assert ops.stored(tensors[2:], bias=None, pad=1, pad_columns=1) is None
-
-
-def test_without_a_compiler_columns_stay_as_stored_and_rows_come_in_their_order() -> None:
-    tensor = stored("w", (16, 512), "Q4_K", RNG, 512**-0.5)
-    ours = Columns(tensor, np.arange(512).reshape(4, 128)[[2, 0, 3, 1]].reshape(-1))
-    made, x = BlocksOps(DEVICE, DTYPE).stored([ours], bias=None, pad=1, pad_columns=1), normal(3, 512, seed=5)
-    assert made is not None
-    assert error(made(x), x.double() @ torch.from_numpy(ours.float32()).to(DEVICE).double().t()) < ROUNDING
-
-
 # ------------------------------------------------------------------ experts, and a whole model
 
 
-@pytest.mark.parametrize("kinds", [("Q4_K", "Q4_K", "Q6_K"), ("Q4_K", "Q5_K", "Q8_0")])
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels in CUDA C++ wherever these tests run."""
+    if INTERPRETED:
+        emulated.install(monkeypatch)
+
+
+KINDS_OF_EXPERTS = [("Q4_K", "Q4_K", "Q6_K"), ("Q4_K", "Q5_K", "Q8_0")]  # gate, up, down
+
+
+def stacks(kinds: tuple[str, str, str], *, count: int, width: int, hidden: int) -> list[StoredTensor]:
+    """Gate, up and down of all experts."""
+    shapes = ((count, width, hidden), (count, width, hidden), (count, hidden, width))
+    return [stored("w", shape, kind, RNG, shape[2] ** -0.5) for shape, kind in zip(shapes, kinds, strict=True)]
+
+
+def bank_of(tensors: list[StoredTensor], *, pdl: bool = False) -> PackedBank:
+    gate, up, down = tensors
+    return load_bank([gate, up], down, "silu", pad=64, courier=Courier(DEVICE), device=DEVICE, pdl=pdl)
+
+
+def chosen(rows: int, *, count: int, used: int, seed: int = 6) -> tuple[Tensor, Tensor]:
+    """Experts of each row, best first, and their weights."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.stack([torch.randperm(count, generator=generator)[:used] for _ in range(rows)])
+    return ids.to(DEVICE), torch.rand(rows, used, generator=generator).to(DEVICE)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("kinds", KINDS_OF_EXPERTS)
 def test_experts_in_blocks_answer_like_experts_in_numbers(kinds: tuple[str, str, str]) -> None:
-    count, width, hidden, used, rows = 2, 256, 256, 1, 4
-    gate, up = (stored("w", (count, width, hidden), kind, RNG, 1 / 16) for kind in kinds[:2])
-    down = stored("w", (count, hidden, width), kinds[2], RNG, 1 / 16)
-    bank = load_bank([gate, up], down, "silu", pad=8, courier=Courier(DEVICE), device=DEVICE)
-    generator = torch.Generator().manual_seed(6)
-    ids = torch.stack([torch.randperm(count, generator=generator)[:used] for _ in range(rows)]).to(DEVICE)
-    shares = torch.rand(rows, used, generator=generator).to(DEVICE)
-    x = normal(rows, hidden, seed=7)
-    stacks = [torch.from_numpy(t.float32()).to(DEVICE, DTYPE) for t in (gate, up, down)]
-    expected = experts(
-        x, route(ids, shares, count=count), gate_up=torch.cat(stacks[:2], 1), down=stacks[2], activation="silu", scale=2.0
-    )
+    tensors = stacks(kinds, count=2, width=256, hidden=256)
+    bank = bank_of(tensors)
+    ids, shares = chosen(4, count=2, used=1)
+    x = normal(4, 256, seed=7)
+    numbers = [torch.from_numpy(t.float32()).to(DEVICE, DTYPE) for t in tensors]
+    gate_up, down = torch.cat(numbers[:2], 1), numbers[2]
+    expected = experts(x, route(ids, shares, count=2), gate_up=gate_up, down=down, activation="silu", scale=2.0)
     found = bank(x, ids, shares, 2.0)
     assert error(found, expected) < 3 * ROUNDING
     assert torch.equal(bank(x[:1], ids[:1], shares[:1], 2.0), found[:1])
 
 
-@pytest.mark.parametrize(
-    ("compiled", "tied"),
-    [*(pytest.param(True, tied, marks=on_device) for tied in (True, False)), pytest.param(False, False)],
-)
-def test_a_packed_model_answers_a_row_the_same_alone_and_in_a_batch(compiled: bool, tied: bool) -> None:
-    """Embedding, products and head all read blocks; a tied table is there once."""
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("kinds", KINDS_OF_EXPERTS)
+def test_experts_answer_with_the_bits_of_products_with_their_matrices_one_after_the_other(kinds: tuple[str, str, str]) -> None:
+    """The lowest expert first, whatever the order they were chosen in."""
+    count, used, rows, hidden = (3, 2, 3, 512) if INTERPRETED else (6, 3, 300, 1536)
+    width = 256 if kinds[2] == "Q6_K" else 96  # which is filled up
+    tensors = stacks(kinds, count=count, width=width, hidden=hidden)
+    ids, shares = chosen(rows, count=count, used=used)
+    x = normal(rows, hidden, seed=8)
+    alone = [bring_fragments([tensor], pad=64, courier=Courier(DEVICE), device=DEVICE) for tensor in tensors]
+    expected = torch.zeros(rows, hidden, device=DEVICE)
+    for number in range(count):
+        gate, up, down = (stack.matrix(number) for stack in alone)
+        one, two = (packed_product(prepare_rows(x), part, out=nothing(rows, part.rows), workspace=ROOM) for part in (gate, up))
+        opened = prepare_rows(gated(torch.cat([one, two], 1), "silu"))
+        answer = packed_product(opened, down, out=nothing(rows, down.rows), workspace=ROOM)[:, :hidden].float()
+        for row, place in (ids == number).nonzero().tolist():
+            expected[row] += answer[row] * shares[row, place]
+    assert torch.equal(bank_of(tensors)(x, ids, shares, 1.0), expected.to(DTYPE))
+
+
+@on_device
+@pytest.mark.parametrize("kind", list(SPANS))
+def test_an_expert_gives_the_bits_of_a_product_with_its_matrix_alone(kind: str) -> None:
+    """For 1 to 300 rows of an expert, in tiles of any height; tests/backends/torch/test_packed_rows.py asks the same on a CPU."""
+    width = 1536 if KINDS[kind].values == SPAN else 1088
+    count, outputs = 9, 200
+    made = bring_fragments(
+        [stored("w", (count, outputs, width), kind, RNG, width**-0.5)], pad=1, courier=Courier(DEVICE), device=DEVICE
+    )
+    prepared = prepare_rows(normal(300, width, seed=1))
+    members = (300, 257, 65, 33, 9, 8, 7, 2, 1)  # a row's experts are the lowest ones, so each is its own place
+    full = [packed_product(prepared, made.matrix(number), out=nothing(300, outputs), workspace=ROOM) for number in range(count)]
+    for height in (8, 16, 32, 64):
+        ids = torch.arange(count, device=DEVICE).expand(300, count).clone()
+        for number, rows in enumerate(members):
+            ids[rows:, number] = count  # nobody
+        routes = route(ids, torch.ones(300, count, device=DEVICE), count=count + 1, height=height)
+        routes.tiles[routes.tiles[:, 0] == count, 2] = 0
+        found = packed_rows.grouped_product(prepared, made, routes, divide=count, out=nothing(300 * count, outputs))
+        for number, rows in enumerate(members):
+            assert torch.equal(found.view(300, count, -1)[:rows, number], full[number][:rows]), (height, rows)
+
+
+@on_device
+@pytest.mark.parametrize("pdl", [False, True])
+def test_experts_are_recorded_and_follow_other_routes_when_they_are_played(pdl: bool) -> None:
+    """Nothing looks at the host on the way: a recording serves routes that it has not seen."""
+    tensors = stacks(("Q4_K", "Q4_K", "Q6_K"), count=16, width=256, hidden=512)
+    bank = bank_of(tensors, pdl=pdl and torch.cuda.get_device_capability() >= (9, 0))
+    x, (ids, shares) = normal(5, 512, seed=3), chosen(5, count=16, used=4)
+    bank(x, ids, shares, 1.0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = bank(x, ids, shares, 1.0)
+    for seed in range(3):
+        others, weights = chosen(5, count=16, used=4, seed=20 + seed)
+        ids.copy_(others)
+        shares.copy_(weights)
+        graph.replay()
+        assert torch.equal(recorded, bank(x, others, weights, 1.0))
+
+
+MIXTURE = MoeSpec(experts=8, used=2, width=256, shared=256, shared_gate=True)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("tied", "mixture"), [(True, None), (False, None), (True, MIXTURE)])
+def test_a_packed_model_answers_a_row_the_same_alone_and_in_a_batch(tied: bool, mixture: MoeSpec | None) -> None:
+    """Embedding, products, experts and head all read blocks; a tied table is there once."""
     spec = tiny_spec(tied=tied)
+    if mixture is not None:
+        spec = replace(spec, layers=tuple(replace(layer, feed_forward=mixture) for layer in spec.layers))
     gc.collect()  # the tables of a backend before
     backend = TorchBackend(
         spec,
@@ -307,7 +368,7 @@ def test_a_packed_model_answers_a_row_the_same_alone_and_in_a_batch(compiled: bo
         pages=4,
         page_size=16,
         max_context=32,
-        ops=(PackedOps if compiled else BlocksOps)(DEVICE, DTYPE),
+        ops=PackedOps(DEVICE, DTYPE),
         check=False,
     )
 
@@ -321,6 +382,5 @@ def test_a_packed_model_answers_a_row_the_same_alone_and_in_a_batch(compiled: bo
         (alone,) = backend.collect(backend.submit(Plan((one,)))).rows
         assert alone.chosen == expected.chosen
         assert alone.chosen[0].checksum is not None
-    kept = Fragments if compiled else Blocks
-    tables = [found for found in gc.get_objects() if type(found) is kept and found.rows == 320]  # 300 tokens, padded
+    tables = [found for found in gc.get_objects() if type(found) is Fragments and found.rows == 320]  # 300 tokens, padded
     assert len(tables) == (1 if tied else 2)

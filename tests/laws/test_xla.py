@@ -182,7 +182,7 @@ def key_noise_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
 def lose_the_last_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Histories of drafted positions are short by one."""
     real = backend_module.make_wants
-    short = lambda p: dataclasses.replace(p, drafts=p.drafts[:-1])  # noqa: E731
+    short = lambda p: p._replace(drafts=p.drafts[:-1])  # noqa: E731
 
     def wants(positions: Any, *given: Any, **named: Any) -> dict[str, Any]:
         found, keys = real([short(p) for p in positions], *given, **named), real(positions, *given, **named)["keys"]

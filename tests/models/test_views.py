@@ -9,7 +9,7 @@ import pytest
 from onedraw.checkpoints.tensor import StoredTensor
 from onedraw.errors import UnsupportedModel
 from onedraw.models.source import Tensor
-from onedraw.models.views import ADD_ONE, NEGATIVE_EXPONENTIAL, Changed, Columns, Folded, Rows, Stacked
+from onedraw.models.views import ADD_ONE, NEGATIVE_EXPONENTIAL, Changed, Columns, Folded, Matrix, Rows, Scaled, Stacked
 
 RANDOM = np.random.default_rng(0)
 
@@ -116,3 +116,29 @@ def test_a_kind_that_cannot_be_read_is_refused_through_every_view() -> None:
             view.require_readable()
         with pytest.raises(UnsupportedModel, match="whole numbers"):
             view.int64()
+
+
+def test_factors_go_with_the_blocks_they_belong_to() -> None:
+    """Whichever way the rows come, blocks times factors are the numbers."""
+    whole = StoredTensor("x", (4, 3, 64), "NVFP4", RANDOM.integers(0, 127, 4 * 3 * 36, dtype=np.uint8))
+    one, two = (StoredTensor("y", (3, 64), "NVFP4", RANDOM.integers(0, 127, 3 * 36, dtype=np.uint8)) for _ in range(2))
+    scaled = Scaled(whole, np.array([2, 3, 5, 7], np.float32))
+    check(scaled, whole.float32() * np.array([2, 3, 5, 7], np.float32)[:, None, None])
+    views = [scaled, Rows(scaled, np.array([3, 0, 0])), Matrix(scaled, 2), scaled.reshaped((12, 64)), Folded(scaled, (4, 3, 64))]
+    views.append(Stacked((Scaled(one, np.full(3, 0.5, np.float32)), two)))
+    for view in views:
+        raw, factors = view.packed(), view.factors()
+        assert view.stays_packed
+        assert raw is not None
+        assert factors is not None
+        numbers = StoredTensor("z", (len(raw), 64), "NVFP4", np.ascontiguousarray(raw).reshape(-1)).float32()
+        np.testing.assert_array_equal((numbers * factors[:, None]).reshape(view.shape), view.float32())
+    assert Stacked((one, two)).factors() is None
+    assert whole.factors() is None
+
+
+def test_a_factor_on_any_other_kind_changes_its_values() -> None:
+    """Nobody who reads their blocks looks for one."""
+    view = Scaled(stored((6, 64), "Q8_0"), np.arange(6, dtype=np.float32))
+    assert not view.stays_packed
+    assert view.packed() is None

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from onedraw.backends.answers import Position
+from onedraw.backends.answers import Position, read_choices
 from onedraw.backends.base import Capacity, PageGroup, Ticket
 from onedraw.backends.outcome import row_outcome
 from onedraw.backends.plan import LOGITS_BYTES
@@ -44,7 +44,7 @@ from onedraw.backends.torch.ops import Ops, TorchOps
 from onedraw.backends.torch.part import Part
 from onedraw.backends.torch.ranking import Turned
 from onedraw.backends.torch.runs import CHUNK
-from onedraw.backends.torch.sampler import Sampler, read_choices
+from onedraw.backends.torch.sampler import Sampler
 from onedraw.backends.torch.selfcheck import RowCheck, self_check
 from onedraw.backends.torch.stack import Site, Stack, Stream, Watch
 from onedraw.backends.torch.state import KeptLogits, Sizes, State
@@ -206,6 +206,7 @@ class TorchBackend:
             draft_positions=drafts // tickets if spec.recurrent else None,
             stages=len(sites),
             tickets=tickets,
+            starts=self._steady is not None and self._device.type == "cuda",
             ticket_rows=GPU_ROWS if self._device.type == "cuda" else 1,
             # A drafter looks at what a turn left before the next one runs, and a thread of its own would read histories late.
             ahead=(self._keeps_tokens if ahead is None else ahead) and self._drafter is None and tickets == 1 and line is None,
@@ -363,7 +364,7 @@ class TorchBackend:
         plan, steady, worked = started.plan, started.steady, started.steady.worked
         steady.wait()
         begin, self._back = max(started.begin, self._back), time.perf_counter()
-        choices = iter(read_choices(steady.answers, steady.positions))
+        choices = iter(read_choices(steady.answers.numpy(), steady.positions))
         chosen = {i: [next(choices) for _ in range(1 + len(row.drafts))] for i, row in enumerate(plan.rows)}
         turn = Turn(plan, steady.inputs, worked.watch, held=0)
         with current(self._device):

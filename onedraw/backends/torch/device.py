@@ -116,6 +116,13 @@ def why_no_kernels(cache: Path) -> str:
     return build(cache).reason
 
 
+def why_no_blocks() -> str:
+    """Why our kernels for packed weights cannot be compiled for a GPU here; nothing where they can."""
+    from onedraw.backends.torch.kernels import nvrtc
+
+    return nvrtc.why_not()
+
+
 def set_threads(count: int | None, ops: Iterable[Ops], cores: Collection[int] = ()) -> None:
     """The calling thread's place from now on: on these processors, where some are named, with so many of torch's threads;
     None leaves torch its own choice.
@@ -157,18 +164,12 @@ def pick_ops(
 def _cuda_ops(device: torch.device, dtype: torch.dtype, warn: Callable[[str], object], *, packed: bool, cache: Path) -> Ops:
     from onedraw.backends.torch.kernels import nvrtc
     from onedraw.backends.torch.kernels.cuda import TritonOps, serves
-    from onedraw.backends.torch.kernels.packed_ops import BlocksOps, PackedOps
+    from onedraw.backends.torch.kernels.packed_ops import PackedOps
 
     if serves(device, dtype):
         pdl = torch.cuda.get_device_capability(device) >= (9, 0)
-        if not packed:
-            return TritonOps(device, pdl=pdl)
-        why = nvrtc.why_not()
-        if why:
-            warn(f"packed weights are multiplied by Triton's kernels, slower and with other low bits: {why}")
-            return BlocksOps(device, dtype, pdl=pdl)
         nvrtc.keep_in(cache)
-        return PackedOps(device, dtype, pdl=pdl)
+        return PackedOps(device, dtype, pdl=pdl) if packed else TritonOps(device, pdl=pdl)
     if dtype != torch.float32:
         warn(f"no kernels for {torch.cuda.get_device_name(device)}: computing with plain torch, slower and with other low bits")
     return TorchOps(device)

@@ -8,6 +8,7 @@ signatures) read the same addresses, so the kernels of one, recorded, serve the 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -59,6 +60,13 @@ class ArenaFull(Exception):
     """The turn brings more than the arena holds; it goes by `Direct` instead."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Signature:
+    """Turns of one arena that laid out alike have the same one: what is recorded is found by it without a look at the facts."""
+
+    facts: Hashable
+
+
 class Arena:
     """Owner: the backend. `begin`, then `put` and `note` in any number, then `send`; after that the turn may run.
 
@@ -76,6 +84,7 @@ class Arena:
         self._facts: list[Hashable] = []
         self._used, self._open = 0, False
         self._made: dict[tuple[int, Hashable], Any] = {}
+        self._signatures: dict[Hashable, Signature] = {}
         self._views: dict[tuple[int, str, tuple[int, ...]], Tensor] = {}  # arrays lie at the same places turn after turn
 
     def begin(self) -> None:
@@ -89,20 +98,19 @@ class Arena:
     def put(self, array: Array) -> Tensor:
         if not self._open:
             raise RuntimeError("an array came after the turn was sent: a recorded turn would miss it")
-        flat = np.ascontiguousarray(array)
-        begin, stop = self._used, self._used + flat.nbytes
+        begin, stop = self._used, self._used + array.nbytes
         if stop > len(self._bytes):
             raise ArenaFull
-        self._bytes[begin:stop] = flat.reshape(-1).view(np.uint8)
+        self._bytes[begin:stop] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         self._used = -(-stop // ALIGNED) * ALIGNED
-        self._facts.append((flat.dtype.char, flat.shape))
-        place = (begin, flat.dtype.char, flat.shape)
+        place = (begin, array.dtype.char, array.shape)
+        self._facts.append(place)
         view = self._views.get(place)
         if view is None:
             if len(self._views) > MOST_VIEWS:
                 self._views.clear()
                 self._made.clear()
-            view = self._views[place] = self._there[begin:stop].view(DTYPES[flat.dtype]).view(flat.shape)
+            view = self._views[place] = self._there[begin:stop].view(DTYPES[array.dtype]).view(array.shape)
         return view
 
     def remembered(self, tensor: Tensor, layout: Hashable, make: Callable[[], Made]) -> Made:
@@ -115,7 +123,7 @@ class Arena:
     def note(self, fact: Hashable) -> None:
         self._facts.append(fact)
 
-    def send(self) -> Hashable:
+    def send(self) -> Signature:
         """Everything in one copy. Turns with equal signatures may share recorded kernels."""
         self._open = False
         used = min(self._used, len(self._bytes))
@@ -123,4 +131,10 @@ class Arena:
         sent = self._sent[self._side]
         if sent is not None:
             sent.record()
-        return tuple(self._facts)
+        facts = tuple(self._facts)
+        known = self._signatures.get(facts)
+        if known is None:
+            if len(self._signatures) > MOST_VIEWS:
+                self._signatures.clear()
+            known = self._signatures[facts] = Signature(facts)
+        return known

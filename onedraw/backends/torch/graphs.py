@@ -74,6 +74,9 @@ class Graph:
     result: Any  # tensors in the graph's memory, good until the next replay of any graph
 
 
+UNSEEN = Graph(None, None)
+
+
 class Graphs:
     """CUDA graphs in one pool of memory, since no two of them run at once. Owner: the backend.
 
@@ -92,14 +95,14 @@ class Graphs:
         return sum(graph is not None for graph in self._graphs.values())
 
     def run(self, signature: Hashable, work: Callable[[], Result]) -> Result:
-        if signature not in self._graphs:
+        known = self._graphs.get(signature, UNSEEN)
+        if known is UNSEEN:
             result = work()
             self._graphs[signature] = self._record(work)
             if len(self._graphs) > self._most:
                 self._graphs.popitem(last=False)
             return result
         self._graphs.move_to_end(signature)
-        known = self._graphs[signature]
         if known is None:
             return work()
         known.graph.replay()

@@ -70,7 +70,7 @@ class Part:
     def lay(self, inputs: Inputs, bucket: Bucket, rows: npt.NDArray[Any], parents: npt.NDArray[Any]) -> LaidPart:
         arena = self.arena
         arena.begin()
-        own = replace(inputs, feed=arena)
+        own = inputs if inputs.feed is arena else replace(inputs, feed=arena)
         ready = self._stack.prepare(own, self._number)  # the tokens come first
         arena.note((self._number, bucket))
         return LaidPart(bucket, own, ready, arena.put(rows), arena.put(parents))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from onedraw.backends.torch.inputs import Inputs, Ints, Span, to_device
 from onedraw.sampling.verify import trails
+from onedraw.speculation.tree import chain_length
 from onedraw.types import Draft
 
 CHUNK = 64  # positions that the chunked form takes at once
@@ -84,12 +85,14 @@ def runs_of(inputs: Inputs, *, conv: int) -> Runs:
         run = _run(span)
         runs.append(run)
         opening = [ZERO] * before if run.fresh else [total + run.lane * before + i for i in range(before)]
-        line = np.asarray([*opening, *range(run.first, run.first + run.known)], dtype=np.int64)
-        for i in range(run.known):
-            taps[run.first + i] = line[i : i + conv]
-        for index, path in enumerate(trails(run.drafts)[1:]):
+        chain = chain_length(run.drafts)
+        row = np.asarray([*opening, *range(run.first, run.first + run.known + chain)], dtype=np.int64)
+        line = row[: before + run.known]
+        taps[run.first : run.first + run.known + chain] = row[np.arange(run.known + chain)[:, None] + np.arange(conv)]
+        if chain < len(run.drafts):
             node = run.first + run.known
-            taps[node + index] = [*line[-before:], *(node + i for i in path)][-conv:]
+            for index, path in enumerate(trails(run.drafts)[1 + chain :], start=chain):
+                taps[node + index] = [*line[-before:], *(node + i for i in path)][-conv:]
         closings.append(line[len(line) - before :])
         kept += [line[count : count + before] for count, _ in run.saves]
     empty = np.zeros((0, before), dtype=np.int64)

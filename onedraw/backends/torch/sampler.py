@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onedraw.backends.answers import CHECKSUM, TOKEN, TOP, TOTAL, Position, read_choice, read_logprobs
+from onedraw.backends.answers import CHECKSUM, TOKEN, TOP, TOTAL, Position, read_choices, read_logprobs
 from onedraw.backends.torch.counts import LaneCounts
 from onedraw.backends.torch.exact import Scratch, drop_beyond, first_best, likeliest, masses, padded, reach
 from onedraw.backends.torch.noise import gumbel, key_words
@@ -62,7 +62,7 @@ class Sampler:
 
     def choose(self, logits: Tensor, positions: Sequence[Position]) -> list[Choice | None]:
         """One choice per row of `logits` ([C, V'] float32; columns past the vocabulary are never chosen)."""
-        return read_choices(self.answers(logits, positions), positions) if positions else []
+        return read_choices(self.answers(logits, positions).cpu().numpy(), positions) if positions else []
 
     def answers(self, logits: Tensor, positions: Sequence[Position]) -> Tensor:
         """The same, still on the device and not waited for: [C, columns] int64, for `read_choices`."""
@@ -154,7 +154,7 @@ class Sampler:
         return values
 
     def _keys(self, positions: Sequence[Position]) -> list[tuple[int, int]]:
-        return [key(p.params.seed, p.index) for p in positions]
+        return [key(p.params.seed, p.at) for p in positions]
 
     # ── steps 1 to 3: bias, penalties, bans ───────────────────────────────────────────────────────────────────────
 
@@ -303,8 +303,3 @@ class Sampler:
 
 def _deficits(raw: Tensor) -> Tensor:
     return (raw.amax(1) + 0.0)[:, None] - raw
-
-
-def read_choices(answers: Tensor, positions: Sequence[Position]) -> list[Choice | None]:
-    """What `answers` says of these positions, which are its first rows; waits for it."""
-    return [read_choice(p.params, row) for p, row in zip(positions, answers.cpu().numpy()[: len(positions)], strict=True)]

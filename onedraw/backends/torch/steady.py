@@ -229,7 +229,7 @@ class SteadyTurns:
         return Row(f"rehearsal {lane}", lane, pages, start, (0,), (), start, True, params, history)
 
     def _lay(self, plan: Plan, bucket: Bucket, held: int) -> Laid:
-        shape, last = replace(self._shape, held=held), self._parts[-1].arena
+        shape, last = replace(self._shape, held=held) if held else self._shape, self._parts[-1].arena
         inputs = fed_inputs(plan, shape=shape, feed=last, bucket=bucket)
         single = bucket.longest == 1
         rows, parents = (NOTHING, NOTHING) if single else (_row_words(plan, bucket, held), _parents(plan, bucket))

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxlib.version import __version__ as jaxlib_version
 
-from onedraw.backends.answers import Integers, Position, read_choice, read_logprobs
+from onedraw.backends.answers import Integers, Position, read_choices, read_logprobs
 from onedraw.backends.base import Capacity, PageGroup, SelfCheck, Ticket
 from onedraw.backends.outcome import row_outcome
 from onedraw.backends.xla.buckets import CHUNK, make_shape, product_rows, round_up
@@ -216,9 +216,11 @@ class XlaBackend:
                 stage.commit(did, chosen, inputs)
         scored = self._scored(rows, inputs, x)
         choices: dict[int, list[Choice | None]] = {}
-        lines = itertools.chain.from_iterable(np.asarray(part) for part in answers)
-        for pick, line in zip(picks, lines, strict=False):  # the last slab may have rows that nobody asked for
-            choices.setdefault(pick.row, []).append(read_choice(pick.position.params, line))
+        positions, read = [pick.position for pick in picks], list[Choice | None]()
+        for part in answers:
+            read += read_choices(np.asarray(part), positions[len(read) :])
+        for pick, choice in zip(picks, read, strict=True):
+            choices.setdefault(pick.row, []).append(choice)
         outcomes = (row_outcome(row, choices.get(i, []), scored.get(i, ())) for i, row in enumerate(rows))
         return Outcome(tuple(outcomes), time.perf_counter() - begin)
 

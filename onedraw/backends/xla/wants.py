@@ -78,7 +78,7 @@ def _dense(positions: Sequence[Position], rows: int, vocab: int, lanes: int) -> 
     asked = [filters(p, vocab) for p in params]
     float32, boolean = np.float32, np.bool_
     shares = [f.top_p if f.top_p < 1 else OFF for f in asked]
-    words = [key(p.params.seed, p.index) for p in positions]
+    words = [key(p.params.seed, p.at) for p in positions]
     raw = [p.logprobs is not None and p.logprobs_mode == "raw" for p in params]
     lawful = [p.logprobs is not None and p.logprobs_mode == "processed" for p in params]
     return {

@@ -106,7 +106,7 @@ def _agrees(logits: np.ndarray, position: Position, found: Choice | None) -> boo
     if expected.token != found.token:
         if position.params.greedy:
             return False
-        values = law(*arguments) + gumbel(position.params.seed, position.index, len(logits))
+        values = law(*arguments) + gumbel(position.params.seed, position.at, len(logits))
         return bool(abs(values[expected.token] - values[found.token]) < NEAR)
     return expected.checksum == found.checksum and _same_logprobs(expected.logprobs, found.logprobs)
 

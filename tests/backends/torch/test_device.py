@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from onedraw.backends.torch import device
 from onedraw.backends.torch.device import find_devices, hardware_name, pick_ops
-from onedraw.backends.torch.kernels import cuda, nvrtc
 from onedraw.errors import BadSetting
 from onedraw.settings import default_cache_dir
 
@@ -46,18 +42,3 @@ def test_kernels_serve_float32_streams_alone() -> None:
 
 def test_hardware_has_a_name() -> None:
     assert hardware_name(torch.device("cpu"))
-
-
-def test_where_nothing_compiles_packed_weights_have_other_kernels_and_one_line_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cuda, "serves", lambda device, dtype: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    for why, name in (("", "cpu-triton-packed"), ("torch is made for CUDA 13.0 and NVRTC here is 12.8", "cpu-triton-blocks")):
-        said: list[str] = []
-        monkeypatch.setattr(nvrtc, "why_not", lambda why=why: why)
-        ops = device._cuda_ops(torch.device("cpu"), torch.bfloat16, said.append, packed=True, cache=tmp_path)
-        assert ops.name == name
-        assert said == (
-            [] if not why else [f"packed weights are multiplied by Triton's kernels, slower and with other low bits: {why}"]
-        )

@@ -8,7 +8,7 @@ import torch
 
 from onedraw.backends.packing import SPANS, UNIT_ROWS, span_bytes, unit_bytes
 from onedraw.backends.torch.kernels import fragments as fragments_module
-from onedraw.backends.torch.kernels.fragments import Fragments, empty_fragments, fill_fragments, row_slices
+from onedraw.backends.torch.kernels.fragments import Fragments, empty_fragments, fill_fragments, slices_of
 from onedraw.checkpoints.quants import KINDS, dequantize_into
 from onedraw.checkpoints.random_blocks import random_blocks
 
@@ -36,7 +36,7 @@ class Warp:
             word = int(self.codes[i // 2, lane, 2 * (i % 2) + u])
             return (word >> 8 * (e + 2 * h) & 255 ^ 128) - 128
         half = int(self.codes[i // 4, lane, i % 4]) >> 16 * e
-        if self.kind == "MXFP4":
+        if self.kind in ("MXFP4", "NVFP4"):
             size = TWICE[half >> 3 * register & 7]
             return -size if half >> (13, 14, 12, 15)[register] & 1 else size
         code = half >> 4 * register & 15
@@ -63,6 +63,10 @@ class Warp:
         if self.kind == "Q6_K":
             whole = self.scales[256:].view("<f2").astype(np.float32)[2 * g + h]
             return whole * np.float32(self.scales[32 * g + 16 * h + i].view(np.int8)), zero
+        if self.kind == "NVFP4":
+            byte, factor = int(self.scales[32 * g + 16 * h + i]), self.scales[256:].view("<f4")[2 * g + h]
+            size = np.ldexp(byte & 7, -9) if byte < 8 else np.ldexp(8 + (byte & 7), (byte >> 3) - 10)
+            return np.float32(size / 2) * factor, zero
         if self.kind == "MXFP4":
             return np.ldexp(np.float32(1), int(self.scales[16 * g + 8 * h + block]) - 128), zero
         pair = self.scales.view("<f2").astype(np.float32).reshape(8, 2, 8, -1)[g, h, block]
@@ -106,11 +110,11 @@ def test_a_warp_finds_the_numbers_of_the_file_in_its_registers(kind: str) -> Non
 
 @pytest.mark.parametrize("kind", KINDS_HERE)
 def test_rows_may_come_in_any_slices_and_the_rest_is_zero(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    width = 256 if KINDS[kind].values == 256 else 96
+    width = 256 if KINDS[kind].values == 256 else 192
     monkeypatch.setattr(fragments_module, "VALUES_AT_ONCE", 16 * width)
     raw = random_blocks(kind, 21, width, np.random.default_rng(2))
     made = empty_fragments(kind, rows=40, width=width, device=CPU)
-    slices = list(row_slices(21, width))
+    slices = [part for _, part in slices_of(1, 21, width)]
     assert [part.stop - part.start for part in slices] == [16, 5]
     for part in slices:
         fill_fragments(made, torch.from_numpy(raw)[part], first=5 + part.start)
@@ -122,7 +126,28 @@ def test_rows_may_come_in_any_slices_and_the_rest_is_zero(kind: str, monkeypatch
 
 @pytest.mark.parametrize("kind", KINDS_HERE)
 def test_units_take_what_is_stored_and_what_the_plan_says(kind: str) -> None:
-    assert unit_bytes(kind) == UNIT_ROWS * 256 // KINDS[kind].values * KINDS[kind].size
+    factors = 4 * UNIT_ROWS if kind == "NVFP4" else 0  # a file has them once per matrix
+    assert unit_bytes(kind) == UNIT_ROWS * 256 // KINDS[kind].values * KINDS[kind].size + factors
     assert unit_bytes(kind) % 16 == 0  # loads of 16 bytes
     for rows, width in ((32, 512), (7, 768), (33, 256)):
         assert empty_fragments(kind, rows=rows, width=width, device=CPU).nbytes == span_bytes((rows, width), kind)
+        assert empty_fragments(kind, rows=rows, width=width, device=CPU, count=3).nbytes == span_bytes((3, rows, width), kind)
+
+
+def test_matrices_of_a_stack_lie_one_behind_the_other_each_as_if_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether several are put in order at once or none as a whole, and with another stack's rows below them."""
+    width, count = 256, 5
+    above, below = (random_blocks("Q5_K", count * rows, width, np.random.default_rng(rows)) for rows in (21, 8))
+    for at_once in (16 * width, 48 * width, 1 << 24):
+        monkeypatch.setattr(fragments_module, "VALUES_AT_ONCE", at_once)
+        made = empty_fragments("Q5_K", rows=40, width=width, device=CPU, count=count)
+        for stack, rows, first in ((above, 21, 0), (below, 8, 32)):
+            raw = torch.from_numpy(stack).view(count, rows, -1)
+            for matrices, part in slices_of(count, rows, width):
+                fill_fragments(made, raw[matrices, part], first=first + part.start, number=matrices.start)
+        for number in range(count):
+            alone = empty_fragments("Q5_K", rows=40, width=width, device=CPU)
+            fill_fragments(alone, torch.from_numpy(above[number * 21 : (number + 1) * 21]), first=0)
+            fill_fragments(alone, torch.from_numpy(below[number * 8 : (number + 1) * 8]), first=32)
+            assert torch.equal(made.matrix(number).units, alone.units)
+            assert made.matrix(number).count == 1

@@ -19,7 +19,7 @@ import triton
 
 from onedraw.backends.packing import SPANS
 from onedraw.backends.torch.kernels import nvrtc
-from onedraw.backends.torch.kernels.packed_rows import SOURCE
+from onedraw.backends.torch.kernels.packed_rows import SOURCE, _group_defines
 from onedraw.backends.torch.kernels.shares import share_out
 from onedraw.checkpoints.quants import KINDS
 from onedraw.errors import BadSetting
@@ -44,6 +44,16 @@ def test_products_compile(kind: str, architecture: str) -> None:
         assert share.inside == inside
         code = nvrtc.compile_source(SOURCE, architecture, {"KIND": KINDS[kind].code or 0, **share.defines})
         assert b"rows_product" in code
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("kind", "tiles", "architecture"), [("Q4_K", 1, "sm_86"), ("Q6_K", 4, "sm_86"), ("Q5_1", 8, "sm_90"), ("NVFP4", 2, "sm_90")]
+)
+def test_products_of_experts_compile(kind: str, tiles: int, architecture: str) -> None:
+    code = nvrtc.compile_source(SOURCE, architecture, _group_defines(kind, tiles))
+    assert b"grouped_product" in code
+    assert b"rows_product" not in code
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -139,14 +138,14 @@ class KeyedByRow(Sampler):
     """Noise that depends on where a row stands in the batch."""
 
     def _keys(self, positions: Sequence[Position]) -> list[tuple[int, int]]:
-        return [key(row, p.index) for row, p in enumerate(positions)]
+        return [key(row, p.at) for row, p in enumerate(positions)]
 
 
 class ShortByOne(Sampler):
     """Histories that lack their last token, at the right position."""
 
     def _adjusted(self, raw: torch.Tensor, positions: Sequence[Position]) -> torch.Tensor:
-        return super()._adjusted(raw, [dataclasses.replace(p, drafts=p.drafts[:-1]) for p in positions])
+        return super()._adjusted(raw, [p._replace(drafts=p.drafts[:-1]) for p in positions])
 
 
 def test_noise_keyed_by_row_is_caught() -> None:

@@ -128,7 +128,7 @@ def test_packed_products_name_every_border(monkeypatch: pytest.MonkeyPatch) -> N
         made = PackedOps(CPU, torch.float16).stored(tensors, bias=None, pad=1, pad_columns=1)
         assert made is not None
         assert made.kind == "Q4_K"
-        found = set(made.borders)
+        found = set(made.all_borders())
         assert found >= {9, 17, 25, 33, 65, 205, 257} | more, sorted(found)
         assert found <= {5, 9, 17, 25, 33, 49, 65, 205, 257} | more, sorted(found)
 

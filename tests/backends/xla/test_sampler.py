@@ -15,7 +15,7 @@ from tests.backends.xla import making
 import jax
 import jax.numpy as jnp
 
-from onedraw.backends.answers import Position, read_choice
+from onedraw.backends.answers import Position, read_choices
 from onedraw.backends.xla import wants
 from onedraw.backends.xla.counts import LaneCounts
 from onedraw.backends.xla.noise import uniform_bits
@@ -57,7 +57,7 @@ class Chooser:
             sizes = {"rows": ROWS, "vocab": self.vocab, "width": self.width, "lanes": self.lanes}
             wants = make_wants(part, self.recalls, **sizes)
             answers = np.asarray(self.program(rows, self.sums, (self.counts.output, self.counts.prompt), wants))
-            found += [read_choice(p.params, line) for p, line in zip(part, answers, strict=False)]
+            found += read_choices(answers, part)
         return found
 
 
@@ -118,7 +118,7 @@ def test_more_entries_than_the_largest_program_holds_get_a_larger_one(chooser: C
     monkeypatch.setattr(wants, "SPARSE", (2, 4))
     case = case_of(5)
     biased = replace(case.positions[0].params, logit_bias=tuple((token, 0.5) for token in range(37)))
-    positions = [replace(case.positions[0], params=biased), *case.positions[1:]]
+    positions = [case.positions[0]._replace(params=biased), *case.positions[1:]]
     sizes = {"rows": ROWS, "vocab": chooser.vocab, "width": chooser.width, "lanes": chooser.lanes}
     assert len(make_wants(positions[:1], Recalls(), **sizes)["bias_at"]) == 40
     case = Case(case.logits, positions)

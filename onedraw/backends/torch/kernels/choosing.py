@@ -70,7 +70,7 @@ class CpuSampler(Sampler):
         return Law(deficits, limits[:, None], tokens != NO_TOKEN), tokens.clamp_(min=0)
 
     def _wishes(self, positions: Sequence[Position]) -> np.ndarray[tuple[int], np.dtype[np.void]]:
-        return np.array([self._wish(p.params, p.index) for p in positions], dtype=WISH)
+        return np.array([self._wish(p.params, p.at) for p in positions], dtype=WISH)
 
     def _wish(self, params: SamplingParams, index: int) -> tuple[float, ...]:
         """A row's line of the table, in the order of its fields."""

@@ -11,10 +11,9 @@ outputs, and multiplied there (`wide.py`, `triton_wide.py`). What either writes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from collections.abc import Sequence
+from functools import lru_cache
 from itertools import groupby
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor
 from onedraw.backends.packing import FEW_ROWS, why_not_in_blocks
 from onedraw.backends.torch.kernels import triton_wide, wide
 from onedraw.backends.torch.kernels.courier import Courier
-from onedraw.backends.torch.kernels.fragments import Fragments, empty_fragments, fill_fragments, row_slices
+from onedraw.backends.torch.kernels.fragments import Fragments, empty_fragments, fill_fragments, slices_of
 from onedraw.backends.torch.kernels.packed_rows import (
     WHOLE_KINDS,
     has_minima,
@@ -44,7 +43,6 @@ from onedraw.models.views import Columns
 # Fewer rows are served faster 64 by 64 than by opening the weight. Recorded turns have fewer, so none has a workspace in it.
 WIDE_FROM = 257
 HOPPER = (9, 0)
-Part = TypeVar("Part")
 
 
 # ------------------------------------------------------------------ one weight
@@ -90,19 +88,33 @@ def _is_hopper(device: torch.device) -> bool:
 def load_fragments(
     tensors: Sequence[Stored], *, pad: int, courier: Courier, device: torch.device, workspace: Workspace
 ) -> Fragments:
-    """Weights of one kind as one: rows below each other, each padded to a multiple of `pad` rows."""
-    heights, width = [padded(tensor.shape[0], pad) for tensor in tensors], tensors[0].shape[1]
-    made = empty_fragments(tensors[0].kind, rows=sum(heights), width=width, device=device)
-    first = 0
-    for tensor, height in zip(tensors, heights, strict=True):
-        raw = tensor.packed()
-        assert raw is not None
-        for part in row_slices(tensor.shape[0], width):
-            fill_fragments(made, courier.bring(raw[part]), first=first + part.start)
-        first += height
+    """Weights of one kind as one, made ready for products and look-ups."""
+    made = bring_fragments(tensors, pad=pad, courier=courier, device=device)
     if device.type == "cuda":  # nothing is compiled in the middle of a turn
         make_ready(made.kind, device)
     workspace.reserve(made)
+    return made
+
+
+def bring_fragments(tensors: Sequence[Stored], *, pad: int, courier: Courier, device: torch.device) -> Fragments:
+    """Weights of one kind as one: rows below each other, each padded to a multiple of `pad` rows. Stacks of matrices are joined
+    matrix by matrix."""
+    heights, width = [padded(tensor.shape[-2], pad) for tensor in tensors], tensors[0].shape[-1]
+    stack = tensors[0].shape[:-2]
+    count = stack[0] if stack else 1
+    made = empty_fragments(tensors[0].kind, rows=sum(heights), width=width, device=device, count=count)
+    first = 0
+    for tensor, height in zip(tensors, heights, strict=True):
+        raw, rows = tensor.packed(), tensor.shape[-2]
+        assert raw is not None
+        stacked, own = raw.reshape(count, rows, -1), tensor.factors()
+        factors = None if own is None else torch.from_numpy(own).view(count, rows).to(device)
+        for matrices, part in slices_of(count, rows, width):
+            some = stacked[matrices, part]
+            there = courier.bring(some.reshape(-1, some.shape[-1])).view(some.shape)
+            known = None if factors is None else factors[matrices, part]
+            fill_fragments(made, there, first=first + part.start, number=matrices.start, factors=known)
+        first += height
     return made
 
 
@@ -167,6 +179,9 @@ class PackedLinear(Linear):
 
     @property
     def borders(self) -> tuple[int, ...]:
+        return self.all_borders() if self.device.type == "cuda" else ()  # an emulator takes seconds for so many rows
+
+    def all_borders(self) -> tuple[int, ...]:
         """Of the products with few rows, of preparing rows, of the second launch, and where weights are opened from."""
         found = {prepare_border(self._width), FEW_ROWS + 1, WIDE_FROM}
         for part, height in zip(self.parts, self._heights, strict=True):
@@ -203,9 +218,16 @@ def packed_linear(
     """None where none of these weights can stay in blocks: one matrix serves better then."""
     if all(map(why_not_in_blocks, tensors)):
         return None
-    tensors, order = in_stored_order(tensors, device)
-    load = partial(load_fragments, pad=pad, courier=courier, device=device, workspace=workspace)
-    parts = side_by_side(tensors, load, pad=pad, dtype=dtype, device=device)
+    tensors, order = _in_stored_order(tensors, device)
+    parts: list[Fragments | Tensor] = []
+    for kind, same in groupby(tensors, key=lambda tensor: "" if why_not_in_blocks(tensor) else tensor.kind):
+        together = list(same)
+        if kind:
+            parts.append(load_fragments(together, pad=pad, courier=courier, device=device, workspace=workspace))
+        else:
+            matrices = [torch.from_numpy(tensor.float32()) for tensor in together]
+            joined = torch.cat([torch.nn.functional.pad(m, (0, 0, 0, -len(m) % pad)) for m in matrices])
+            parts.append(joined.to(device=device, dtype=dtype))
     width = padded(tensors[0].shape[1], pad_columns)
     if device.type == "cuda" and _is_hopper(device):
         for kind in {part.kind for part in parts if isinstance(part, Fragments)}:
@@ -223,23 +245,7 @@ def packed_linear(
     )
 
 
-def side_by_side(
-    tensors: Sequence[Stored], load: Callable[[Sequence[Stored]], Part], *, pad: int, dtype: torch.dtype, device: torch.device
-) -> list[Part | Tensor]:
-    """Neighbours of one kind as one weight, and what no kernel reads as a matrix beside them."""
-    parts: list[Part | Tensor] = []
-    for kind, same in groupby(tensors, key=lambda tensor: "" if why_not_in_blocks(tensor) else tensor.kind):
-        together = list(same)
-        if kind:
-            parts.append(load(together))
-        else:
-            matrices = [torch.from_numpy(tensor.float32()) for tensor in together]
-            joined = torch.cat([torch.nn.functional.pad(m, (0, 0, 0, -len(m) % pad)) for m in matrices])
-            parts.append(joined.to(device=device, dtype=dtype))
-    return parts
-
-
-def in_stored_order(tensors: Sequence[Stored], device: torch.device) -> tuple[Sequence[Stored], Tensor | None]:
+def _in_stored_order(tensors: Sequence[Stored], device: torch.device) -> tuple[Sequence[Stored], Tensor | None]:
     """Weights with their columns as they are stored, and the order that a row must come in."""
     (first, *others) = tensors
     if not isinstance(first, Columns):

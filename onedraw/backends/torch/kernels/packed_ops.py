@@ -2,7 +2,7 @@
 
 In: a device and the dtype of activations. Out: `PackedOps`: TritonOps whose products, experts and tables read weights as they
 are stored. What no kernel reads in blocks is a float tensor there as it is everywhere else. Norms and gates make their rows ready
-for the packed product that follows them. `BlocksOps` are for where NVRTC is missing: the same with kernels of Triton alone.
+for the packed product that follows them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.packing import why_not_in_blocks
-from onedraw.backends.torch.kernels.blocks_linear import BlocksLinear, blocks_linear
 from onedraw.backends.torch.kernels.courier import Courier
 from onedraw.backends.torch.kernels.cuda import TritonOps
 from onedraw.backends.torch.kernels.packed_experts import PackedBank, load_bank
@@ -63,35 +62,16 @@ class PackedOps(TritonOps):
     def stored_bank(self, gate_up: Sequence[Stored], down: Stored, activation: Activation) -> PackedBank | None:
         if any(map(why_not_in_blocks, [*gate_up, down])):
             return None
-        return load_bank(gate_up, down, activation, pad=LANE, courier=self._courier, device=self._device)
-
-    def table(self, tensor: Stored) -> PackedLinear | None:
-        return self.stored([tensor], bias=None, pad=LANE, pad_columns=1)
-
-
-class BlocksOps(TritonOps):
-    """Slower, and with bits of their own: one form of one kernel for all rows."""
-
-    def __init__(self, device: torch.device, dtype: torch.dtype, *, pdl: bool = False) -> None:
-        super().__init__(device, pdl=pdl)
-        self.name = f"{device.type}-triton-blocks"
-        self._dtype, self._courier = dtype, Courier(device)
-
-    def stored(self, tensors: Sequence[Stored], *, bias: Tensor | None, pad: int, pad_columns: int) -> BlocksLinear | None:
-        return blocks_linear(
-            tensors,
-            dtype=self._dtype,
-            device=self._device,
+        return load_bank(
+            gate_up,
+            down,
+            activation,
+            pad=LANE,
             courier=self._courier,
-            bias=bias,
-            pad=pad,
-            pad_columns=pad_columns,
+            device=self._device,
+            ready=self._ready,
+            pdl=self._pdl,
         )
 
-    def stored_bank(self, gate_up: Sequence[Stored], down: Stored, activation: Activation) -> PackedBank | None:
-        if any(map(why_not_in_blocks, [*gate_up, down])):
-            return None
-        return load_bank(gate_up, down, activation, pad=LANE, courier=self._courier, device=self._device)
-
-    def table(self, tensor: Stored) -> BlocksLinear | None:
+    def table(self, tensor: Stored) -> PackedLinear | None:
         return self.stored([tensor], bias=None, pad=LANE, pad_columns=1)

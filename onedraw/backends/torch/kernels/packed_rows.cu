@@ -2,7 +2,8 @@
 //
 // In: units of 16 outputs by 256 inputs, as fragments.py lays them, and rows as spans.py makes them ready; the rule of the
 // arithmetic stands there. Out: [rows, outputs]. Compiled at run time by nvrtc.py for a KIND (the kind's number in GGUF): with
-// TILES (of eight rows), WARPS (of a block, at most) and INSIDE the product, without them the rest.
+// TILES (of eight rows), WARPS (of a block, at most) and INSIDE the product, with GROUPED and BLOCKS (of a multiprocessor, at least) for INSIDE that of experts, without
+// them the rest.
 //
 // Work comes in items: sixteen outputs by a segment of four spans. A warp takes an item after the other; its weights come straight
 // into registers, a span ahead, and lie there as the matrix unit takes them. There are two ways to share items out:
@@ -10,7 +11,9 @@
 //             items, which the block adds up in the end.
 //   INSIDE 0  items stand segment by segment, and every block has an equal share of them, so it needs rows of one segment or two.
 //             Sums of items go to memory; whoever is the last to finish one of an output adds them.
-// Sums of segments are added from front to back either way: no number here, and no number of rows, changes a bit.
+//   GROUPED   a block of threads has a tile of the rows of one expert, and some of its outputs. A few warps share sixteen outputs, a
+//             segment each, and one of them adds up. There is nothing to share out: the tiles are made on the device.
+// Sums of segments are added from front to back in every way: no number here, and no number of rows, changes a bit.
 
 #define Q4_0 2
 #define Q4_1 3
@@ -21,10 +24,12 @@
 #define Q5_K 13
 #define Q6_K 14
 #define MXFP4 39
+#define NVFP4 40
 
 #define FIVE (KIND == Q5_0 || KIND == Q5_1 || KIND == Q5_K)
 #define SIX_BIT_SCALES (KIND == Q4_K || KIND == Q5_K)
-#define WHOLE (SIX_BIT_SCALES || KIND == Q6_K)    // one scale for a whole span on top of small ones
+#define FOURS (KIND == MXFP4 || KIND == NVFP4)    // codes of a sign, two bits of exponent and one of mantissa
+#define WHOLE (SIX_BIT_SCALES || KIND == Q6_K || KIND == NVFP4)  // one scale for a whole span on top of small ones
 #define MINIMA (KIND == Q4_1 || KIND == Q5_1)     // a minimum of float16 per block
 #define PLAIN_SCALES (KIND == Q4_0 || KIND == Q5_0 || KIND == Q8_0)
 
@@ -38,7 +43,7 @@ typedef unsigned char byte;
 #define CODE_BYTES (CODE_LOADS * 512)
 #define HIGH_BYTES (HIGH_LOADS * 512)
 #define SCALE_BYTES (SCALE_LOADS * 128)
-#define EXTRA_BYTES (SIX_BIT_SCALES ? 128 : KIND == Q6_K ? 32 : 0)
+#define EXTRA_BYTES (SIX_BIT_SCALES ? 128 : KIND == NVFP4 ? 64 : KIND == Q6_K ? 32 : 0)
 #define UNIT_BYTES (CODE_BYTES + HIGH_BYTES + SCALE_BYTES + EXTRA_BYTES)
 #define SPAN 256
 #define SEGMENT 4
@@ -141,6 +146,13 @@ __device__ __forceinline__ void copy_four(word to, const void *from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from));
 }
 
+// Counts one up. What this thread has seen is seen by whoever counts later, and what earlier ones had seen is seen here.
+__device__ __forceinline__ int counted(int *counter) {
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(__cvta_generic_to_global(counter)) : "memory");
+    return before;
+}
+
 __device__ __forceinline__ word &part_of(uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 __device__ __forceinline__ word part_of(const uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
@@ -160,6 +172,9 @@ struct Unit {
     uint4 high[HIGH_LOADS > 0 ? HIGH_LOADS : 1];
     uint4 scales[SCALE_LOADS];
     word extra;
+#if KIND == NVFP4
+    word second;
+#endif
 };
 
 __device__ __forceinline__ void load_codes(Unit &unit, const byte *at, int lane, int which, bool more) {
@@ -176,6 +191,10 @@ __device__ __forceinline__ void load_scales(Unit &unit, const byte *at, int lane
     for (int i = 0; i < SCALE_LOADS; i++) load_once(unit.scales[i], scales + (lane >> 2) * (16 * SCALE_LOADS) + i * 16, more);
     if (SIX_BIT_SCALES) load_once(unit.extra, scales + SCALE_BYTES + lane * 4, more);
     if (KIND == Q6_K) load_once(unit.extra, scales + SCALE_BYTES + (lane >> 2) * 4, more);
+#if KIND == NVFP4
+    load_once(unit.extra, scales + SCALE_BYTES + (lane >> 2) * 8, more);
+    load_once(unit.second, scales + SCALE_BYTES + (lane >> 2) * 8 + 4, more);
+#endif
 }
 
 __device__ __forceinline__ void load_unit(Unit &unit, const byte *at, int lane, bool more) {
@@ -209,6 +228,12 @@ __device__ __forceinline__ void open_scales(Scales &scales, const Unit &unit) {
 #pragma unroll
             for (int i = 0; i < 4; i++) scales.bytes[h][i] = part_of(unit.scales[h], i) ^ 0x80808080u;
     }
+    if (KIND == NVFP4) {
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) scales.bytes[h][i] = part_of(unit.scales[h % SCALE_LOADS], i);
+    }
 }
 
 // Before step i: K kinds whose small scales change there
@@ -226,6 +251,11 @@ __device__ __forceinline__ void next_scales(Scales &scales, int i) {
 #pragma unroll
         for (int h = 0; h < 2; h++)
             scales.factor[h] = add2(permute(scales.bytes[h][i >> 2], scales.magic, selector), MINUS_1152);
+    }
+    if (KIND == NVFP4) {  // four bits of exponent and three of mantissa, brought into float16's places, and half of that
+        const word selector = 0x0404u + 0x1010u * (i & 3), times = 0x58005800u;
+#pragma unroll
+        for (int h = 0; h < 2; h++) scales.factor[h] = mul2(permute(scales.bytes[h][i >> 2], 0, selector) >> 1, times);
     }
 }
 
@@ -245,12 +275,16 @@ __device__ __forceinline__ void open_step(word (&a)[4], const Unit &unit, const 
         return;
     }
     const word w = part_of(unit.codes[i / 4], i & 3);
-    if (KIND == MXFP4) {  // sign, two bits of exponent and one of mantissa, brought into float16's places
+    if (FOURS) {  // sign, two bits of exponent and one of mantissa, brought into float16's places
         const word times = 0x78007800u;
         a[0] = mul2(and_or(w << 9, 0x0E000E00u, (w << 2) & 0x80008000u), times);
         a[1] = mul2(and_or(w << 6, 0x0E000E00u, (w << 1) & 0x80008000u), times);
         a[2] = mul2((w << 3) & 0x8E008E00u, times);
         a[3] = mul2(w & 0x8E008E00u, times);
+        if (KIND == NVFP4) {
+#pragma unroll
+            for (int j = 0; j < 4; j++) a[j] = mul2(a[j], scales.factor[j & 1]);
+        }
         return;
     }
 #pragma unroll
@@ -288,6 +322,9 @@ __device__ __forceinline__ void open_step(word (&a)[4], const Unit &unit, const 
 
 // The scale of the whole span of output g + 8 h
 __device__ __forceinline__ float whole_scale(const Unit &unit, int h) {
+#if KIND == NVFP4
+    return __uint_as_float(h ? unit.second : unit.extra);
+#endif
     const word pair = SIX_BIT_SCALES ? unit.scales[0].w : unit.extra;
     return half_to_float(h ? pair >> 16 : pair & 0xFFFFu);
 }
@@ -338,7 +375,28 @@ struct Product {
     int height, step;       // units of outputs that a block has, where INSIDE, and those whose sums there is room for
     int buffers;            // segments of rows that there is room for, where not
     int bf16, pdl;
+#ifdef GROUPED
+    const int *pairs;       // of a row and one of its experts: where the rows of this product stand
+    int divide;             // pairs that read one row
+#endif
 };
+
+// Where row `row` of a product stands among all rows, and where its result does
+__device__ __forceinline__ int source_of(const Product &p, int row) {
+#ifdef GROUPED
+    return p.pairs[row] / p.divide;
+#else
+    return row;
+#endif
+}
+
+__device__ __forceinline__ int target_of(const Product &p, int row) {
+#ifdef GROUPED
+    return p.pairs[row];
+#else
+    return row;
+#endif
+}
 
 // Shared memory of a segment: per row numbers and their sums, padded so that eight rows lie in different banks, and a row of zeros
 // for those that are not there; then 2^e.
@@ -355,12 +413,12 @@ __device__ __forceinline__ void bring_rows(const Product &p, word to, int span) 
     for (int i = threadIdx.x; i < p.rows * (SEGMENT * 32); i += blockDim.x) {  // pieces of sixteen bytes
         const int row = i / (SEGMENT * 32), piece = i % (SEGMENT * 32);
         if (piece < live * 32)
-            copy_sixteen(to + row * ROW_BYTES + piece * 16, p.x + ((long long)row * p.spans + span) * SPAN + piece * 8);
+            copy_sixteen(to + row * ROW_BYTES + piece * 16, p.x + ((long long)source_of(p, row) * p.spans + span) * SPAN + piece * 8);
     }
 #pragma unroll 1
     for (int i = threadIdx.x; i < p.rows * (SEGMENT * 2); i += blockDim.x) {
         const int row = i / (SEGMENT * 2), piece = i % (SEGMENT * 2);
-        const long long at = (long long)row * p.spans + span;
+        const long long at = (long long)source_of(p, row) * p.spans + span;
         if (piece < live * 2) copy_sixteen(to + row * ROW_BYTES + SUMS_AT + piece * 16, p.sums + at * 16 + piece * 8);
         if (piece < live) copy_four(to + powers_at(p) + (piece * TILES * 8 + row) * 4, p.factors + at + piece);
     }
@@ -379,7 +437,7 @@ __device__ __forceinline__ void finish(const Product &p, const float (&total)[TI
                 if (p.bias) value = rounded_to(value + read_number(p.bias + output, p.bf16), p.bf16);
                 if (p.residual)
                     value = rounded_to(value + read_number(p.residual + row * p.residual_stride + output, p.bf16), p.bf16);
-                write_number(p.out + row * p.out_stride + output, value, p.bf16);
+                write_number(p.out + target_of(p, row) * p.out_stride + output, value, p.bf16);
             }
         }
 }
@@ -436,13 +494,6 @@ __device__ __forceinline__ void add_inside(const Product &p, const float4 *kept,
 // Waiting for memory once for several items pays, but then one warp may have several outputs to add up, segment by segment.
 #define MOST_UNSETTLED 8
 #define FEW_SEGMENTS 8
-
-// Counts one up. What this thread has seen is seen by whoever counts later, and what earlier ones had seen is seen here.
-__device__ __forceinline__ int counted(int *counter) {
-    int before;
-    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(__cvta_generic_to_global(counter)) : "memory");
-    return before;
-}
 
 // Items of a warp whose sums are in memory, and nobody knows yet: lane i holds the unit of item i. All lanes' sums come before
 // the lane that counts, and what it finds comes before all lanes' reading: a warp meets before and after, since neither a ballot
@@ -564,6 +615,7 @@ __device__ __forceinline__ Item place_of(const Product &p, int item, int first, 
     return found;
 }
 
+#ifndef GROUPED
 __device__ __forceinline__ void product(const Product &p) {
     extern __shared__ __align__(16) byte rows[];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
@@ -641,6 +693,95 @@ __device__ __forceinline__ void product(const Product &p) {
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) rows_product(const __grid_constant__ Product p) { product(p); }
+#else
+// ------------------------------------------------------------------ the products of many experts
+
+struct Grouped {
+    Product all;            // of one expert, but for its weights and its rows
+    const int *order;       // pairs, those of one expert one behind the other
+    const int *tiles;       // [gridDim.x, 3]: an expert, its first pair of this tile in `order`, pairs of the tile, which may be none
+    long long expert_bytes;
+    int sides;              // warps that share sixteen outputs, a segment each at a time
+};
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) grouped_product(const __grid_constant__ Grouped g) {
+    extern __shared__ __align__(16) byte rows[];
+    __shared__ int pairs[TILES * 8];
+#if __CUDA_ARCH__ >= 900
+    if (g.all.pdl) asm volatile("griddepcontrol.launch_dependents; griddepcontrol.wait;" ::: "memory");
+#endif
+    const int *tile = g.tiles + blockIdx.x * 3;
+    if (tile[2] == 0) return;
+    Product p = g.all;
+    p.units += tile[0] * g.expert_bytes;
+    p.rows = tile[2];
+    p.pairs = pairs;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, side = warp % g.sides;
+    const int units = (blockDim.x >> 5) / g.sides, tall = blockIdx.y * units + warp / g.sides;
+    const int segments = (p.spans + SEGMENT - 1) / SEGMENT, bytes = buffer_bytes(p);
+    const word rows_at = (word)__cvta_generic_to_shared(rows);
+    const byte *weights = p.units + (long long)tall * p.spans * UNIT_BYTES;
+    bool live = tall < p.tall && side < segments;
+    Unit unit;
+    load_unit(unit, weights + side * SEGMENT * UNIT_BYTES, lane, live);
+    for (int i = threadIdx.x; i < p.rows; i += blockDim.x) pairs[i] = g.order[tile[1] + i];
+    const int pieces = (bytes - p.rows * ROW_BYTES) / 16;
+    for (int i = threadIdx.x; i < g.sides * pieces; i += blockDim.x)  // the row of zeros, and 2^e of those that are not there
+        ((uint4 *)(rows + i / pieces * bytes + p.rows * ROW_BYTES))[i % pieces] = make_uint4(0, 0, 0, 0);
+    word own_rows[TILES];
+#pragma unroll
+    for (int n = 0; n < TILES; n++) own_rows[n] = rows_at + side * bytes + min(n * 8 + (lane & 7), p.rows) * ROW_BYTES;
+    float4 *kept = (float4 *)(rows + g.sides * bytes) + lane;  // sums of the other sides: [units, sides - 1, TILES, 32 lanes]
+    float total[TILES][4];
+#pragma unroll
+    for (int n = 0; n < TILES; n++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) total[n][c] = 0.0f;
+#pragma unroll 1
+    for (int first = 0; first < segments; first += g.sides) {
+        const int here = min(g.sides, segments - first);
+        __syncthreads();  // the pairs are there, and nobody reads what was there before
+        for (int i = 0; i < here; i++) bring_rows(p, rows_at + i * bytes, (first + i) * SEGMENT);
+        asm volatile("cp.async.commit_group; cp.async.wait_group 0;" ::: "memory");
+        __syncthreads();
+        float sums[TILES][4];
+#pragma unroll
+        for (int n = 0; n < TILES; n++)
+#pragma unroll
+            for (int c = 0; c < 4; c++) sums[n][c] = 0.0f;
+        if (live) {
+            const int segment = first + side, spans = min(SEGMENT, p.spans - segment * SEGMENT);
+            const bool more = segment + g.sides < segments;
+            const byte *at = weights + segment * SEGMENT * UNIT_BYTES, *next = at + (more ? g.sides * SEGMENT * UNIT_BYTES : 0);
+#pragma unroll
+            for (int s = 0; s < SEGMENT; s++) {
+                if (s >= spans) break;
+                const bool closes = s + 1 >= spans;
+                add_span(p, sums, unit, closes ? next : at + (s + 1) * UNIT_BYTES, !closes || more, rows + side * bytes, own_rows, s);
+            }
+            live = more;
+        }
+        if (side > 0) {
+#pragma unroll
+            for (int n = 0; n < TILES; n++)
+                kept[((warp / g.sides * (g.sides - 1) + side - 1) * TILES + n) * 32] = make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]);
+        }
+        if (g.sides > 1) __syncthreads();
+        if (side > 0) continue;
+        for (int i = 0; i < here; i++)
+#pragma unroll
+            for (int n = 0; n < TILES; n++) {
+                const float4 v = i == 0 ? make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3])
+                                        : kept[((warp / g.sides * (g.sides - 1) + i - 1) * TILES + n) * 32];
+                total[n][0] = __fadd_rn(total[n][0], v.x);
+                total[n][1] = __fadd_rn(total[n][1], v.y);
+                total[n][2] = __fadd_rn(total[n][2], v.z);
+                total[n][3] = __fadd_rn(total[n][3], v.w);
+            }
+    }
+    if (side == 0 && tall < p.tall) finish(p, total, tall);
+}
+#endif
 #else
 // ------------------------------------------------------------------ weights as plain float16
 
@@ -744,6 +885,8 @@ extern "C" __global__ void __launch_bounds__(LOOKED_WARPS * 32) looked_up(const 
         least = __fmul_rn(half_to_float(factor), (float)minimum);
     } else if (KIND == Q6_K) {
         scale = __fmul_rn(half_to_float(*(const halfword *)(extra + 4 * g + 2 * h)), (float)(signed char)own[i]);
+    } else if (KIND == NVFP4) {
+        scale = __fmul_rn(half_to_float((word)own[i] << 7), 128.0f);
     } else if (KIND == MXFP4) {
         scale = power_of_two(own[block]);
     } else if (MINIMA) {
@@ -760,7 +903,7 @@ extern "C" __global__ void __launch_bounds__(LOOKED_WARPS * 32) looked_up(const 
                 value = (float)(signed char)unit[(i >> 1) * 512 + of_lane * 16 + (i & 1) * 8 + u * 4 + e + 2 * h];
             } else {
                 const word half = *(const halfword *)(unit + (i >> 2) * 512 + of_lane * 16 + (i & 3) * 4 + 2 * e);
-                if (KIND == MXFP4) {
+                if (FOURS) {
                     const int j = 2 * u + h;
                     const int sign = (half >> (j == 0 ? 13 : j == 1 ? 14 : j == 2 ? 12 : 15)) & 1;
                     const int size = (half >> (3 * j)) & 7;
@@ -780,6 +923,7 @@ extern "C" __global__ void __launch_bounds__(LOOKED_WARPS * 32) looked_up(const 
                 }
             }
             value = __fmul_rn(value, scale);
+            if (KIND == NVFP4) value = __fmul_rn(value, *(const float *)(extra + 8 * g + 4 * h));
             if (SIX_BIT_SCALES) value = __fsub_rn(value, least);
             if (MINIMA) value = __fadd_rn(value, least);
             const int input = span * SPAN + i * 16 + u * 8 + 2 * t + e;

@@ -1,8 +1,9 @@
 """Products of packed weights with few rows on a GPU, weights as plain float16, and rows of weights as numbers.
 
 In: `Fragments` (fragments.py), and rows made ready (spans.py, which says the rule of the arithmetic). Out: `skinny_product` gives
-[T, N]; `opened` a slice of outputs as the product of many rows reads it; `unpacked_rows` numbers, as the file has them. The
-kernels are `packed_rows.cu`, compiled when the first weight of a kind is made ready.
+[T, N]; `grouped_product` the same for rows that go to experts; `opened` a slice of outputs as the product of many rows reads it;
+`unpacked_rows` numbers, as the file has them. The kernels are `packed_rows.cu`, compiled when the first weight of a kind is made
+ready.
 """
 
 from __future__ import annotations
@@ -15,24 +16,31 @@ from functools import cache, lru_cache, partial
 import torch
 from torch import Tensor
 
-from onedraw.backends.packing import FEW_ROWS, SEGMENT, SPAN, UNIT_ROWS
+from onedraw.backends.packing import FEW_ROWS, SEGMENT, SPAN, UNIT_ROWS, unit_bytes
 from onedraw.backends.torch.kernels.fragments import Fragments
 from onedraw.backends.torch.kernels.nvrtc import Kernel, Module, compile_for
 from onedraw.backends.torch.kernels.shares import (
     APART_WARPS,
+    GROUP_BLOCKS,
+    GROUP_WARPS,
     INSIDE_WARPS,
+    RESERVED,
     TILE_ROWS,
+    group_fits,
+    group_tiles,
     rows_at_once,
     share_borders,
+    share_group,
     share_out,
     slabs_of,
 )
 from onedraw.backends.torch.kernels.spans import Opened, Prepared, beside
 from onedraw.backends.torch.kernels.triton_linear import shared_memory
+from onedraw.backends.torch.kernels.triton_moe import Routes
 from onedraw.checkpoints.quants import KINDS
 
 SOURCE = "packed_rows.cu"
-WHOLE_KINDS = ("Q4_K", "Q5_K", "Q6_K")  # one scale for a span of 256, on top of small ones
+WHOLE_KINDS = ("Q4_K", "Q5_K", "Q6_K", "NVFP4")  # one scale for a span of 256, on top of small ones
 OPENED_WARPS = LOOKED_WARPS = 4
 DTYPE_NUMBERS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 
@@ -79,6 +87,17 @@ class _Product(ctypes.Structure):
     )
 
 
+class _Grouped(ctypes.Structure):
+    _fields_ = (
+        *_Product._fields_,
+        ("pairs", ctypes.c_void_p),
+        ("divide", ctypes.c_int),
+        *((name, ctypes.c_void_p) for name in ("order", "tiles")),
+        ("expert_bytes", ctypes.c_longlong),
+        ("sides", ctypes.c_int),
+    )
+
+
 @lru_cache(maxsize=64)
 def _rest(kind: str, device: torch.device) -> Module:
     return Module(SOURCE, device, {"KIND": _number(kind)})
@@ -97,6 +116,16 @@ def _product(kind: str, device: torch.device, tiles: int, inside: bool) -> Kerne
 def _defines(kind: str, tiles: int, inside: bool) -> dict[str, int]:
     warps = (INSIDE_WARPS if inside else APART_WARPS)[tiles]
     return {"KIND": _number(kind), "TILES": tiles, "WARPS": warps, "INSIDE": int(inside)}
+
+
+@cache
+def _group(kind: str, device: torch.device, tiles: int) -> Kernel:
+    shared = shared_memory(device) - RESERVED  # the kernel has a little of its own
+    return Module(SOURCE, device, _group_defines(kind, tiles)).kernel("grouped_product", shared)
+
+
+def _group_defines(kind: str, tiles: int) -> dict[str, int]:
+    return {"KIND": _number(kind), "TILES": tiles, "WARPS": GROUP_WARPS, "BLOCKS": GROUP_BLOCKS[tiles], "GROUPED": 1}
 
 
 def _number(kind: str) -> int:
@@ -172,6 +201,45 @@ def skinny_product(
     kernel = _product(fragments.kind, device, share.tiles, share.inside)
     kernel.launch(given, grid=(share.blocks, 1), threads=share.threads, shared=share.shared, pdl=pdl)
     return out
+
+
+def tile_height(pairs: int, count: int, device: torch.device) -> int:
+    """Rows of an expert that a block takes at once, where so many pairs go to so many experts. It changes no bit."""
+    return TILE_ROWS * group_tiles(pairs, count, shared=shared_memory(device))
+
+
+def grouped_product(
+    prepared: Prepared, experts: Fragments, routes: Routes, *, divide: int, out: Tensor, pdl: bool = False
+) -> Tensor:
+    """out[pair] = prepared[pair // divide] · expertᵀ for all pairs, each with its own expert; out [pairs, N] in bf16 or f16,
+    which may be columns of a wider tensor. Nothing here looks at the host, whatever the routes are."""
+    device, rows = experts.units.device, len(prepared)
+    if not len(routes.order):
+        return out
+    assert routes.height % TILE_ROWS == 0, "tiles of rows are whole tiles of the matrix unit"
+    assert prepared.factors.shape[1] == experts.spans, "rows of another width"
+    tiles, segments = routes.height // TILE_ROWS, -(-experts.spans // SEGMENT)
+    most = min(routes.height, len(routes.weights))  # a row goes to an expert once
+    share = share_group(most, tiles, experts.tall, segments, shared=shared_memory(device))
+    given = _Grouped(
+        *(experts.units.data_ptr(), prepared.x.data_ptr(), prepared.factors.data_ptr(), prepared.sums.data_ptr()),
+        *(None, None, out.data_ptr(), None, None, 0, out.stride(0), experts.rows, experts.tall, experts.spans, rows),
+        *(0, 0, 0, DTYPE_NUMBERS[out.dtype], int(pdl), None, divide),
+        *(routes.order.data_ptr(), routes.tiles.data_ptr(), experts.tall * experts.spans * unit_bytes(experts.kind), share.sides),
+    )
+    kernel = _group(experts.kind, device, tiles)
+    kernel.launch(given, grid=(len(routes.tiles), share.across), threads=share.threads, shared=share.shared, pdl=pdl)
+    return out
+
+
+@lru_cache(maxsize=64)
+def make_groups_ready(kind: str, device: torch.device) -> None:
+    """The same as `make_ready`, for experts."""
+    fitting = [tiles for tiles in GROUP_BLOCKS if group_fits(tiles, shared_memory(device))]
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        list(pool.map(lambda tiles: compile_for(SOURCE, device, _group_defines(kind, tiles)), fitting))
+    for tiles in fitting:
+        _group(kind, device, tiles)
 
 
 @lru_cache(maxsize=64)

@@ -19,6 +19,7 @@ from onedraw.backends.torch.inputs import Bucket, Ints
 from onedraw.backends.torch.kernels.triton_delta import AGAIN, FROM_KNOWN, PATH_WORDS
 from onedraw.backends.torch.lanes import Kept
 from onedraw.backends.torch.runs import CHUNK, Run, Runs
+from onedraw.speculation.tree import chain_length
 from onedraw.types import Draft
 
 Words = npt.NDArray[np.int32]
@@ -107,9 +108,10 @@ def _walk(run: Run, paths: _Paths) -> None:
     again, from the known tokens on."""
     known = range(run.first + run.prompt, run.first + run.known)
     node = run.first + run.known
-    entries = [4 * token for token in known]
+    chain = chain_length(run.drafts) == len(run.drafts)  # no draft is taken again
+    entries = [4 * token for token in range(known.start, node + len(run.drafts) if chain else node)]
     trail: list[int] = []
-    for index, before in _branch_by_branch(run.drafts):
+    for index, before in () if chain else _branch_by_branch(run.drafts):
         if before != trail:
             again = [4 * (node + i) + AGAIN for i in before] + [4 * (node + index)]
             again[0] += FROM_KNOWN

@@ -6,9 +6,8 @@ table; logprobs, which few ask for, are described by the plain sampler from the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +46,40 @@ class Wish:
     greedy: bool
     counts: bool
     more: bool  # something hangs on the history besides its counts, or tokens have a bias
+    counted: bool  # a number of tokens is kept
+    shared: bool  # a share of the mass is kept
+
+
+class Entries:
+    """Tokens with a number each, one after the other."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._values: list[float] = []
+
+    def add(self, tokens: Sequence[int]) -> int:
+        """Where they begin."""
+        begin = len(self._tokens)
+        self._tokens += tokens
+        self._values += [0.0] * len(tokens)
+        return begin
+
+    def kinds(self, kinds: Sequence[Sequence[tuple[int, float]]]) -> tuple[int, ...]:
+        """Where the entries of each kind begin, and where the last one ends."""
+        fences = [len(self._tokens)]
+        for kind in kinds:
+            self._tokens += [token for token, _ in kind]
+            self._values += [value for _, value in kind]
+            fences.append(len(self._tokens))
+        return tuple(fences)
+
+    def lines(self, *, padded: bool) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        """`padded`: to few different lengths."""
+        count = len(self._tokens)
+        room = max(64, 1 << (count - 1).bit_length()) if padded else max(count, 1)
+        tokens, values = np.zeros(room, dtype=np.int32), np.zeros(room, dtype=np.float32)
+        tokens[:count], values[:count] = self._tokens, self._values
+        return tokens, values
 
 
 class TritonSampler(Sampler):
@@ -129,39 +162,26 @@ class TritonSampler(Sampler):
     def _wishes(self, positions: Sequence[Position], feed: Feed, rows: int) -> Wishes:
         table = np.zeros((max(len(positions), rows), COLUMNS), dtype=np.int64)
         table[len(positions) :] = _NOBODY
-        tokens: list[int] = []
-        values: list[float] = []
-        adjusted = False
-        numbers, words = [], []
-        before: Position | None = None
-        for p in positions:
-            if before is None or p.history is not before.history or p.params is not before.params:
-                before, known, wish = p, len(p.history), self._wish(p.params)
-            fences = [len(tokens)] * 5
-            if wish.counts and not wish.more:
-                tokens += _counted_drafts(p)
-                values += [0.0] * len(p.drafts)
-                fences[-1] = len(tokens)
-            elif wish.more:
-                host = adjustment(p.params, p.history, p.drafts, self._recall(p))
-                for index, kind in enumerate(self._entries_of(p, host)):
-                    tokens += [token for token, _ in kind]
-                    values += [value for _, value in kind]
-                    fences[index + 1] = len(tokens)
-            adjusted |= fences[-1] > fences[0] or wish.counts
-            numbers.append(wish.numbers)
-            words.append((*key(p.params.seed, known + len(p.drafts)), wish.greedy, p.lane if wish.counts else -1, *fences))
-        if positions:
-            table[: len(positions), :KEY_0], table[: len(positions), KEY_0:] = numbers, words
-        room = max(len(tokens), 1) if not rows else max(64, 1 << (len(tokens) - 1).bit_length())
-        there = [feed.put(array) for array in (table, _line(tokens, room, np.int32), _line(values, room, np.float32))]
-        counting = [p for p in positions if p.params.counts_history]
-        counts, grown = self._counted(counting, rows)
+        entries, words, asking = Entries(), list[tuple[int, ...]](), list[Position]()
+        counted = shared = adjusted = False
+        for first, own in _rows_of(positions):
+            head, wish = own[0], self._wish(own[0].params)
+            known, lane = len(head.history), head.lane if wish.counts else -1
+            table[first : first + len(own), :KEY_0] = wish.numbers
+            for p, fences in zip(own, self._fences(own, wish, entries), strict=True):
+                words.append((*key(p.params.seed, known + len(p.drafts)), wish.greedy, lane, *fences))
+            counted, shared, adjusted = counted or wish.counted, shared or wish.shared, adjusted or wish.counts or wish.more
+            if wish.counts:
+                asking.append(head)
+        if words:
+            table[: len(positions), KEY_0:] = words
+        there = [feed.put(array) for array in (table, *entries.lines(padded=rows > 0))]
+        counts, grown = self._counted(asking, rows)
         try:
             added = None if counts is None else feed.put(grown)
         except ArenaFull:  # nobody adds what these lanes' marks say was added
             if counts is not None:
-                counts.forget(counting)
+                counts.forget(asking)
             raise
         return Wishes(
             table=there[0],
@@ -170,10 +190,24 @@ class TritonSampler(Sampler):
             output=None if counts is None else counts.output,
             prompt=None if counts is None else counts.prompt,
             grown=added,
-            counted=bool(table[:, TOP_K].any()),
-            shared=any(p.params.temperature > 0 and p.params.top_p < 1 for p in positions),
+            counted=counted,
+            shared=shared,
             adjusted=adjusted,
         )
+
+    def _fences(self, own: Sequence[Position], wish: Wish, entries: Entries) -> Iterator[tuple[int, ...]]:
+        """Where the entries of each kind begin, and the last ends, for each position of a row."""
+        if wish.more:
+            for p in own:
+                host = adjustment(p.params, p.history, p.drafts, self._recall(p))
+                yield entries.kinds(self._entries_of(p, host))
+        else:
+            path = _counted_drafts(max(own, key=lambda p: len(p.drafts))) if wish.counts else ()
+            begin = entries.add(path)
+            for p in own:  # a chain's positions have the beginnings of one path
+                drafts = _counted_drafts(p) if wish.counts else ()
+                start = begin if drafts == path[: len(drafts)] else entries.add(drafts)
+                yield (start, start, start, start, start + len(drafts))
 
     def _wish(self, params: SamplingParams) -> Wish:
         """What does not change from position to position, remembered for as long as the parameters live."""
@@ -186,7 +220,9 @@ class TritonSampler(Sampler):
             numbers[:6].view(np.float64)[:] = _numbers(params, asked)
             numbers[TOP_K] = asked.top_k
             more = bool(params.dry is not None or params.bad_words or params.min_tokens or params.logit_bias)
-            known = self._known[id(params)] = Wish(params, numbers, params.greedy, params.counts_history, more)
+            counted, shared = bool(asked.top_k), params.temperature > 0 and params.top_p < 1
+            known = Wish(params, numbers, params.greedy, params.counts_history, more, counted, shared)
+            self._known[id(params)] = known
         return known
 
     def _entries_of(self, p: Position, host: Adjustment) -> list[list[tuple[int, float]]]:
@@ -219,10 +255,15 @@ def _counted_drafts(p: Position) -> tuple[int, ...]:
     return (-1 - p.lane,) if p.drafts == (UNKNOWN,) else p.drafts
 
 
-def _line(values: Sequence[float], room: int, dtype: type[np.int32] | type[np.float32]) -> npt.NDArray[Any]:
-    line = np.zeros(room, dtype=dtype)
-    line[: len(values)] = values
-    return line
+def _rows_of(positions: Sequence[Position]) -> Iterator[tuple[int, Sequence[Position]]]:
+    """Neighbours of one history and its parameters, and the place of the first."""
+    first = 0
+    for place, p in enumerate(positions):
+        if p.history is not positions[first].history or p.params is not positions[first].params:
+            yield first, positions[first:place]
+            first = place
+    if positions:
+        yield first, positions[first:]
 
 
 def _numbers(params: SamplingParams, asked: Filters) -> list[float]:

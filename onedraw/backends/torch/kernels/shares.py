@@ -1,8 +1,8 @@
-"""How a packed product of few rows is shared out among the multiprocessors of a GPU. Pure arithmetic.
+"""How a packed product of few rows, or one of experts, is shared out among the multiprocessors of a GPU. Pure arithmetic.
 
-In: the size of a product, and what the device has. Out: a `Share`, which `packed_rows.cu` is compiled for and launched with. An
-item is sixteen outputs by a segment of inputs; a block of threads works on one multiprocessor. Nothing here can change a bit of
-a result.
+In: the size of a product, and what the device has. Out: a `Share`, or a `GroupShare` for experts, which `packed_rows.cu` is
+compiled for and launched with. An item is sixteen outputs by a segment of inputs; a block of threads works on one multiprocessor.
+Nothing here can change a bit of a result.
 """
 
 from __future__ import annotations
@@ -101,3 +101,54 @@ def slabs_of(tall: int, most: int) -> list[slice]:
 def _pays(rows: int, tiles: int, tall: int, height: int, multiprocessors: int) -> bool:
     few = rows <= FEW_ROWS or height >= TALL_ENOUGH[tiles]
     return few and (tall >= BUSY * height * multiprocessors or tall < multiprocessors)
+
+
+# ------------------------------------------------------------------ experts
+
+GROUP_WARPS = 8  # of a block
+GROUP_BLOCKS = {1: 2, 2: 2, 4: 2, 8: 1}  # that a multiprocessor shall have registers for, by tiles of rows
+# Tiles of rows by how many pairs an expert has on average: not many more than are there, since what a tile lacks is computed too.
+GROUP_PAIRS = {1: 4, 2: 12, 4: 48}
+MOST_SIDES = 4  # warps that share sixteen outputs
+RESERVED = 2 << 10  # bytes of shared memory of every block that are not rows and sums: the kernel's own, and the driver's
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShare:
+    sides: int  # warps that share sixteen outputs, a segment each
+    threads: int
+    across: int  # blocks beside each other that have all outputs of a tile of rows
+    shared: int  # bytes of shared memory
+
+
+def group_fits(tiles: int, shared: int) -> bool:
+    """Whether a block has room for so many tiles of rows."""
+    return buffer_bytes(tiles * TILE_ROWS, tiles) + RESERVED <= shared
+
+
+def group_tiles(pairs: int, count: int, *, shared: int) -> int:
+    """Tiles of eight rows that a block takes at once, where so many pairs go to so many experts."""
+    wanted = next((tiles for tiles, most in GROUP_PAIRS.items() if pairs <= most * count), max(GROUP_BLOCKS))
+    return max(tiles for tiles in GROUP_BLOCKS if tiles <= wanted and group_fits(tiles, shared))
+
+
+def group_borders(count: int, *, shared: int) -> tuple[int, ...]:
+    """Pairs up to which tiles of rows are lower than behind them."""
+    edges = [most * count for most in GROUP_PAIRS.values()]
+    return tuple(n for n in edges if group_tiles(n, count, shared=shared) != group_tiles(n + 1, count, shared=shared))
+
+
+@lru_cache(maxsize=4096)
+def share_group(rows: int, tiles: int, tall: int, segments: int, *, shared: int) -> GroupShare:
+    """For tiles of up to `rows` rows. Sides need room for a segment each, and leave some to other blocks beside this one."""
+    buffer, room = buffer_bytes(rows, tiles), shared // GROUP_BLOCKS[tiles] - RESERVED
+    sides = 1
+    while sides < min(MOST_SIDES, segments) and _group_bytes(2 * sides, buffer, tiles) <= room:
+        sides *= 2
+    units = min(GROUP_WARPS // sides, tall)
+    return GroupShare(sides, 32 * units * sides, -(-tall // units), _group_bytes(sides, buffer, tiles))
+
+
+def _group_bytes(sides: int, buffer: int, tiles: int) -> int:
+    """Rows of a segment for every side, and sums of all sides but the first."""
+    return sides * buffer + GROUP_WARPS // sides * (sides - 1) * tiles * TILE_ROWS * 16 * 4

@@ -1,16 +1,17 @@
 """Rows made ready for products with packed weights on a GPU: numbers that are exact in float16, span by span.
 
-In: rows x [T, K] in bf16 or f16. Out: `Prepared`, which every packed product of those rows reads. The rule, which both kernels
-of such a product follow (`packed_rows.py` for few rows, `triton_wide.py` for many), so that their bits are equal:
+In: rows x [T, K] in bf16 or f16. Out: `Prepared`, which every packed product of those rows reads. The rule, which all kernels
+of such a product follow (`packed_rows.py` for few rows and for experts, `wide.py` and `triton_wide.py` for many), so that their
+bits are equal:
 
 1. Rows. A span is 256 inputs, a block 32; inputs past K are zero. Of each span, 2^e is the power of two that brings its
    largest |x| into [512, 1024), with e within [-96, 118] and 0 for a span of zeros. X = x · 2^-e, rounded to float16. A is a
    block's sum of X: exact, then rounded to float32, and kept as two float16, hi = f16(A) and lo = f16(A - hi). What is not
    finite stays so. A row's result depends on that row alone.
-2. K kinds (Q4_K, Q5_K, Q6_K). W = scale · code in float16, rounded to nearest: exact but for Q6_K above 2,048. P is the sum of
-   a span's W · X by the matrix unit, 16 inputs at a time in their order, chained from zero, in float32. Where there are minima,
-   M is one step of the matrix unit over 16: the eight minima with hi, then the eight again with lo.
-   sum = fma(P, d · 2^e, sum); sum = fma(M, -(dmin · 2^e), sum), in float32.
+2. K kinds (Q4_K, Q5_K, Q6_K) and NVFP4. W = scale · code in float16, rounded to nearest: exact but for Q6_K above 2,048. P is the
+   sum of a span's W · X by the matrix unit, 16 inputs at a time in their order, chained from zero, in float32. Where there are
+   minima, M is one step of the matrix unit over 16: the eight minima with hi, then the eight again with lo.
+   sum = fma(P, d · 2^e, sum); sum = fma(M, -(dmin · 2^e), sum), in float32. d of NVFP4 is the factor of its matrix.
 3. Kinds with a float scale per block (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4). W = code less its offset, exact. P is the sum of a
    block's W · X, two steps of 16 from zero. sum = fma(P, d · 2^e, sum); where there are minima,
    sum = fma(hi + lo, m · 2^e, sum).
@@ -64,10 +65,14 @@ class Ready:
 
     def take(self, rows: Tensor) -> Prepared | None:
         """None where these very rows were not made ready, or were taken before."""
-        if self._rows is not rows:
-            return None
-        found, self._rows, self._prepared = self._prepared, None, None
+        found = self.look(rows)
+        if found is not None:
+            self._rows, self._prepared = None, None
         return found
+
+    def look(self, rows: Tensor) -> Prepared | None:
+        """The same for whoever is not the last to read these rows."""
+        return self._prepared if self._rows is rows else None
 
 
 def empty_prepared(rows: int, width: int, device: torch.device) -> Prepared:

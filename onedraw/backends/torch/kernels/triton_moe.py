@@ -103,11 +103,12 @@ def _combine(answers, weights, y, width, scale, USED: tl.constexpr, BLOCK: tl.co
     tl.store(y + row * width + at, (total * scale).to(y.dtype.element_ty), mask=inside)
 
 
-def route(experts: Tensor, weights: Tensor, *, count: int, pdl: bool = False) -> Routes:
-    """experts [T, used] int64 and their weights [T, used] float32, in any order; `count` experts in all."""
+def route(experts: Tensor, weights: Tensor, *, count: int, height: int | None = None, pdl: bool = False) -> Routes:
+    """experts [T, used] int64 and their weights [T, used] float32, in any order; `count` experts in all. `height`: pairs of a
+    tile, at most."""
     rows, used = experts.shape
     pairs = rows * used
-    height = 16 if pairs <= 32 * count else 64
+    height = height or (16 if pairs <= 32 * count else 64)
     most = min(pairs, count + pairs // height)  # tiles there can be, whatever the routes
     if 0 < pairs <= MOST_PAIRS:
         given = bring_together(experts.contiguous(), weights.contiguous(), count=count, height=height, most=most, pdl=pdl)
@@ -130,7 +131,7 @@ def route(experts: Tensor, weights: Tensor, *, count: int, pdl: bool = False) ->
 
 def route_borders(count: int, used: int) -> tuple[int, ...]:
     """Rows from which on tables are made by sorting, and from which on tiles are higher."""
-    return tuple(sorted({MOST_PAIRS // used + 1, 32 * count // used + 1}))
+    return MOST_PAIRS // used + 1, 32 * count // used + 1
 
 
 def experts(

@@ -34,7 +34,7 @@ BIAS, DRY, BANS, DRAFTS, ENTRIES_END = range(11, 16)  # where a row's entries of
 COLUMNS = 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Wishes:
     """What the rows ask for, on the device. Entries: token ids with a number each, row by row, kind by kind."""
 

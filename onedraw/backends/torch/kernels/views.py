@@ -7,6 +7,8 @@ layouts may share recorded kernels, so those that were padded to one bucket have
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -89,6 +91,15 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
+class Form:
+    """A layout, words that hold what all its turns have in common, and where the other parts begin."""
+
+    layout: Layout
+    begins: tuple[int, ...]
+    words: Words
+
+
+@dataclass(frozen=True, slots=True)
 class HostView:
     words: Words
     layout: Layout
@@ -106,33 +117,37 @@ class DeviceView:
 
 
 def host_view(inputs: Inputs, heads: Heads) -> HostView:
-    cuts = _cuts(inputs, heads) if inputs.bucket is None else _bucket_cuts(inputs, inputs.bucket, heads)
-    parts: list[Ints] = [inputs.host_positions, inputs.host_slots, inputs.host_rows, inputs.host_firsts(heads.window)]
-    lines = np.zeros(len(inputs.host_tokens), dtype=np.int64)
-    for place, token in enumerate(token for _, _, tokens in cuts for token in tokens):
-        lines[token] = place
-    table = inputs.host_tables[inputs.group(heads.window)]
-    parts += [inputs.host_ends, lines, table]
-    depth = None
-    if inputs.host_paths is not None:
-        depth = inputs.host_paths.shape[1]
-        parts.append(inputs.host_paths)
-    layout = Layout(
-        tokens=len(inputs.host_tokens),
-        rows=table.shape[0],
-        width=table.shape[1],
-        depth=depth,
-        page_size=inputs.page_size,
-        cuts=tuple(cut for cut, _, _ in cuts),
-    )
-    for _, tiles, tokens in cuts:
-        parts += [tiles, tokens]
-    words = np.zeros(sum(map(_aligned, layout.sizes)), dtype=np.int32)
-    begin = 0
-    for part in parts:
+    if inputs.bucket is None:
+        cuts = _cuts(inputs, heads)
+        form = _form(_layout(inputs, heads, tuple(cut for cut, _, _ in cuts)), [tokens for _, _, tokens in cuts])
+        tiles = [table for _, table, _ in cuts]
+    else:
+        form = _bucket_form(inputs.bucket, heads, inputs.page_size)
+        tiles = [_tile_table(inputs, heads, own) for own in _bucket_tiles(inputs, inputs.bucket, heads, form.layout.cuts)]
+    firsts, table = inputs.host_firsts(heads.window), inputs.host_tables[inputs.group(heads.window)]
+    parts = [inputs.host_positions, inputs.host_slots, inputs.host_rows, firsts, inputs.host_ends, table]
+    parts += tiles if inputs.host_paths is None else [inputs.host_paths, *tiles]
+    words = form.words.copy()
+    for begin, part in zip(form.begins, parts, strict=True):
         words[begin : begin + part.size] = part.reshape(-1)
-        begin += _aligned(part.size)
-    return HostView(words, layout)
+    return HostView(words, form.layout)
+
+
+def _layout(inputs: Inputs, heads: Heads, cuts: tuple[Cut, ...]) -> Layout:
+    depth = None if inputs.host_paths is None else inputs.host_paths.shape[1]
+    rows, width = inputs.host_tables[inputs.group(heads.window)].shape
+    return Layout(len(inputs.host_tokens), rows, width, depth, inputs.page_size, cuts)
+
+
+def _form(layout: Layout, tokens: list[Ints]) -> Form:
+    """`tokens`: of each cut, those that are kept until the merge."""
+    begins = [0, *accumulate(map(_aligned, layout.sizes))]
+    words = np.zeros(begins.pop(), dtype=np.int32)
+    kept, behind = np.concatenate(tokens), 7 + (layout.depth is not None)
+    words[begins[5] : begins[6]][kept] = np.arange(len(kept))
+    for begin, own in zip(begins[behind + 1 :: 2], tokens, strict=True):
+        words[begin : begin + len(own)] = own
+    return Form(layout, (*begins[:5], *begins[6:behind], *begins[behind::2]), words)
 
 
 def _aligned(size: int) -> int:
@@ -188,40 +203,40 @@ def _cuts(inputs: Inputs, heads: Heads) -> list[tuple[Cut, Ints, Ints]]:
     return [_cut(inputs, heads, height, tiles, splits) for (_, height), tiles in sorted(found.items())]
 
 
-def _bucket_cuts(inputs: Inputs, bucket: Bucket, heads: Heads) -> list[tuple[Cut, Ints, Ints]]:
+@lru_cache(maxsize=1024)
+def _bucket_form(bucket: Bucket, heads: Heads, page_size: int) -> Form:
     """The same tiles for every turn of a bucket: a row has as many as the longest could need, those it does not need are
     empty. Every row is a chain, or every row is a tree of one known token and its drafts."""
     splits = int(split_of(np.asarray(bucket.reach - 1))) + 1
-    rows = [span for span in inputs.spans if span.lane is not None]
-    asked: list[tuple[int, int, list[tuple[int, int, int]]]]  # kind, room, (first token, tokens, tail) of the rows
-    if bucket.depth is None:
-        asked = [(WHOLE, bucket.longest, [(span.first, span.count, FAR) for span in rows])]
-    else:
-        nodes = [(token, 1, span.stop) for span in rows for token in range(span.first, span.first + span.count)]
-        asked = [(SHARED, bucket.longest, [(span.first, span.count, span.stop) for span in rows]), (OWN, 1, nodes)]
-    found = []
-    for kind, longest, spans in asked:
-        height = _height(heads, longest, kind, splits)
-        tiles: list[Tile] = []
-        for first, count, tail in spans:
-            _cover(tiles, height // heads.group, first, count, kind, tail)
-        room = bucket.tokens if longest == 1 and kind != WHOLE else bucket.rows * -(-longest // (height // heads.group))
-        found.append(_bucket_cut(inputs, bucket, heads, height, tiles, splits, room=room))
-    return found
+    kinds = [(WHOLE, bucket.longest)] if bucket.depth is None else [(SHARED, bucket.longest), (OWN, 1)]
+    cuts = [_bucket_cut(bucket, heads, kind, longest, splits) for kind, longest in kinds]
+    layout = Layout(bucket.tokens, bucket.rows + 1, bucket.reach // page_size, bucket.depth, page_size, tuple(cuts))
+    form = _form(layout, [np.arange(cut.tokens, dtype=np.int64) for cut in cuts])
+    for cut, begin in zip(cuts, form.begins[-len(cuts) :], strict=True):
+        size = cut.tiles * TILE_WORDS
+        form.words[begin : begin + size] = np.tile([0, 0, -1, bucket.rows, SPLITS[0], 0, 0, 1], cut.tiles)  # sees nothing
+    return form
 
 
-def _bucket_cut(
-    inputs: Inputs, bucket: Bucket, heads: Heads, height: int, tiles: list[Tile], splits: int, *, room: int
-) -> tuple[Cut, Ints, Ints]:
-    kind = tiles[0][2]
-    table = np.tile(np.asarray([0, 0, -1, bucket.rows, SPLITS[0], 0, 0, 1], dtype=np.int64), (room, 1))  # sees nothing
-    table[: len(tiles)] = _tile_table(inputs, heads, tiles)[0]
-    tokens = np.arange(0 if kind == OWN else bucket.tokens, dtype=np.int64)
-    together = _together(heads, kind, height, room, len(tokens), splits)
+def _bucket_cut(bucket: Bucket, heads: Heads, kind: int, longest: int, splits: int) -> Cut:
+    height = _height(heads, longest, kind, splits)
+    room = bucket.tokens if longest == 1 and kind != WHOLE else bucket.rows * -(-longest // (height // heads.group))
+    tokens = 0 if kind == OWN else bucket.tokens
+    together = _together(heads, kind, height, room, tokens, splits)
     seen = bucket.longest if kind == OWN else heads.window and heads.window + bucket.longest
     launched = splits if seen is None else min(splits, seen // SPLITS[0] + 2)
-    cut = Cut(height, room, 0 if together else len(tokens), splits, launched, together, kind)
-    return cut, table, tokens[: 0 if together else None]
+    return Cut(height, room, 0 if together else tokens, splits, launched, together, kind)
+
+
+def _bucket_tiles(inputs: Inputs, bucket: Bucket, heads: Heads, cuts: tuple[Cut, ...]) -> list[list[Tile]]:
+    """The tiles that a turn of a bucket needs, per cut."""
+    rows = [span for span in inputs.spans if span.lane is not None]
+    found: list[list[Tile]] = [[] for _ in cuts]
+    for cut, tiles in zip(cuts, found, strict=True):
+        for span in rows:
+            tail = FAR if cut.kind == WHOLE else span.stop
+            _cover(tiles, 1 if cut.kind == OWN else cut.height // heads.group, span.first, span.count, cut.kind, tail)
+    return found
 
 
 def _tile(found: Found, heads: Heads, splits: int, first: int, count: int, kind: int, tail: int) -> None:
@@ -244,27 +259,29 @@ def _cover(tiles: list[Tile], per: int, first: int, count: int, kind: int, tail:
     tiles.extend((first + offset, min(per, count - offset), kind, tail) for offset in range(0, count, per))
 
 
-def _tile_table(inputs: Inputs, heads: Heads, tiles: list[Tile]) -> tuple[Ints, int]:
-    """[N, 8], and the largest number of splits that a tile reads."""
-    first, count, kind, tail = np.asarray(tiles, dtype=np.int64).T
-    low, high = inputs.host_firsts(heads.window), inputs.host_ends
-    if all(tokens == 1 for _, tokens, _, _ in tiles):
-        low, high = low[first], high[first]
-    else:
-        bounds = np.stack([first, first + count], 1).reshape(-1)  # every other stretch is a tile's
-        low = np.minimum.reduceat(np.append(low, 0), bounds)[::2]  # one more token ends the last
-        high = np.maximum.reduceat(np.append(high, 0), bounds)[::2]
-    common = tail // block_keys(heads.dim) * block_keys(heads.dim)  # where the blocks end that all nodes read alike
-    carried = np.where((kind == OWN) & (low < common), split_of(common - 1), -1)
-    low = np.where(kind == OWN, np.maximum(low, common), low)
-    high = np.where(kind == SHARED, np.minimum(high, common - 1), high)
-    begin, stop = split_of(low), split_of(high) + 1
-    table = np.stack([first, count, carried, inputs.host_rows[first], low, high, tail, begin], 1)
-    return table, max(int((stop - begin).max()), 1)
+def _tile_table(inputs: Inputs, heads: Heads, tiles: list[Tile]) -> Ints:
+    """[N, 8]: tiles of one kind."""
+    kind = tiles[0][2]
+    first, count, _, tail = np.asarray(tiles, dtype=np.int64).T
+    table = np.empty((len(tiles), TILE_WORDS), dtype=np.int64)
+    firsts = inputs.host_firsts(heads.window)
+    low, high = firsts[first], inputs.host_ends[first + count - 1]  # known tokens see more and more
+    carried: Ints | int = -1
+    if kind != WHOLE:
+        common = tail // block_keys(heads.dim) * block_keys(heads.dim)  # where the blocks end that all nodes read alike
+        if kind == OWN:
+            carried = np.where(low < common, split_of(common - 1), -1)
+            low = np.maximum(low, common)
+        else:
+            low, high = np.asarray([firsts[f : f + c].min() for f, c, _, _ in tiles]), common - 1
+    for column, values in enumerate((first, count, carried, inputs.host_rows[first], low, high, tail, split_of(low))):
+        table[:, column] = values
+    return table
 
 
 def _cut(inputs: Inputs, heads: Heads, height: int, tiles: list[Tile], splits: int) -> tuple[Cut, Ints, Ints]:
-    table, launched = _tile_table(inputs, heads, tiles)
+    table = _tile_table(inputs, heads, tiles)
+    launched = max(int((split_of(table[:, 5]) + 1 - table[:, 7]).max()), 1)  # the most splits that a tile reads
     # A node's shared and own parts may lie in tiles of two heights; what it shares is kept for its own tile.
     ranges = [np.arange(f, f + c) for f, c, k, _ in tiles if k != OWN]
     tokens = np.concatenate(ranges) if ranges else np.zeros(0, dtype=np.int64)

@@ -1,0 +1,196 @@
+// A GPU's blocks of threads on a CPU: every thread is a fiber, and they meet where threads of a warp or of a block do.
+//
+// In: a CUDA source whose single instructions (those in PTX) were taken out; this stands in their place. Out: kernels that are
+// called one block after the other. What the matrix unit adds up is added in float64 and rounded once per step of sixteen inputs:
+// not a GPU's bits, but the same for the same numbers, so two kernels that follow one rule agree here as they do there.
+
+#include <cmath>
+#include <csetjmp>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <ucontext.h>
+#include <vector>
+
+using std::max;
+using std::min;
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __constant__ static
+#define __shared__ static
+#define __align__(n) __attribute__((aligned(n)))
+#define __launch_bounds__(...)
+#define __grid_constant__
+
+struct uint4 { unsigned x, y, z, w; };
+struct float4 { float x, y, z, w; };
+struct Place { unsigned x, y; };
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+// ------------------------------------------------------------------ threads
+
+static Place threadIdx, blockIdx, blockDim, gridDim;
+alignas(16) unsigned char rows[232448];  // the shared memory of a block
+
+struct Meeting { int size = 0, arrived = 0; long turn = 0; };
+struct Lane { ucontext_t begin; jmp_buf here; std::vector<char> stack; bool begun, done; };
+
+static std::vector<Lane> lanes;
+static std::vector<Meeting> warps;
+static Meeting block;
+static jmp_buf outside;
+static int current;
+static std::function<void()> body;
+
+static void next_lane() { if (!_setjmp(lanes[current].here)) _longjmp(outside, 1); }  // `swapcontext` would ask the kernel each time
+
+static void meet(Meeting &meeting) {
+    const long turn = meeting.turn;
+    if (++meeting.arrived == meeting.size) {
+        meeting.arrived = 0;
+        meeting.turn++;
+    } else {
+        while (meeting.turn == turn) next_lane();
+    }
+}
+
+static void one_lane() {
+    body();
+    lanes[current].done = true;
+    _longjmp(outside, 1);
+}
+
+static void visit(Lane &lane) {  // until it waits, or is done
+    if (_setjmp(outside)) return;
+    if (lane.begun) _longjmp(lane.here, 1);
+    lane.begun = true;
+    setcontext(&lane.begin);
+}
+
+static void run_block(int threads) {
+    lanes.resize(threads);
+    warps.assign(threads / 32, Meeting{32});
+    block = Meeting{threads};
+    for (Lane &lane : lanes) {
+        lane.begun = lane.done = false;
+        lane.stack.resize(256 << 10);
+        getcontext(&lane.begin);
+        lane.begin.uc_stack.ss_sp = lane.stack.data();
+        lane.begin.uc_stack.ss_size = lane.stack.size();
+        lane.begin.uc_link = nullptr;
+        makecontext(&lane.begin, one_lane, 0);
+    }
+    for (bool busy = true; busy;) {
+        busy = false;
+        for (current = 0; current < threads; current++)
+            if (!lanes[current].done) {
+                busy = true;
+                threadIdx.x = current;
+                visit(lanes[current]);
+            }
+    }
+}
+
+static Meeting &warp_of() { return warps[threadIdx.x >> 5]; }
+static void __syncthreads() { meet(block); }
+static void __syncwarp() { meet(warp_of()); }
+static void __threadfence() {}
+
+// What a lane shows to the others of its warp
+struct Shown { uint32_t words[8]; };
+static Shown shown[64][32];
+
+static Shown (&show(const Shown &mine))[32] {
+    shown[threadIdx.x >> 5][threadIdx.x & 31] = mine;
+    meet(warp_of());
+    return shown[threadIdx.x >> 5];
+}
+
+static uint32_t __shfl_sync(uint32_t, uint32_t value, int from) {
+    const uint32_t found = show({{value}})[from & 31].words[0];
+    meet(warp_of());
+    return found;
+}
+static uint32_t __shfl_xor_sync(uint32_t all, uint32_t value, int other) { return __shfl_sync(all, value, (threadIdx.x & 31) ^ other); }
+static uint32_t __ballot_sync(uint32_t, int value) {
+    Shown(&all)[32] = show({{(uint32_t)(value != 0)}});
+    uint32_t found = 0;
+    for (int i = 0; i < 32; i++) found |= all[i].words[0] << i;
+    meet(warp_of());
+    return found;
+}
+static int __ffs(uint32_t v) { return __builtin_ffs(v); }
+static int counted(int *at) { return (*at)++; }
+template <class T> static T __ldcg(const T *at) { return *at; }
+template <class T> static void __stcg(T *at, const T &value) { *at = value; }
+static uint64_t __cvta_generic_to_shared(const void *at) { return (const unsigned char *)at - rows; }
+
+// ------------------------------------------------------------------ numbers
+
+static float __fmul_rn(float a, float b) { return a * b; }
+static float __fadd_rn(float a, float b) { return a + b; }
+static float __fsub_rn(float a, float b) { return a - b; }
+static float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+static float __uint_as_float(uint32_t v) { float f; memcpy(&f, &v, 4); return f; }
+static uint32_t as_bits(float v) { uint32_t b; memcpy(&b, &v, 4); return b; }
+static double half_value(uint32_t bits) { const uint16_t h = (uint16_t)bits; _Float16 v; memcpy(&v, &h, 2); return (double)v; }
+static uint32_t half_bits(double v) { const _Float16 h = (_Float16)v; uint16_t b; memcpy(&b, &h, 2); return b; }
+static uint32_t brain_bits(float v) {
+    const uint32_t b = as_bits(v);
+    return v != v ? 0x7FFF : (b + 0x7FFF + (b >> 16 & 1)) >> 16;
+}
+
+// ------------------------------------------------------------------ the single instructions
+
+inline void load_once(uint4 &v, const byte *at, bool more) { if (more) memcpy(&v, at, 16); }
+inline void load_once(word &v, const byte *at, bool more) { if (more) memcpy(&v, at, 4); }
+inline word and_or(word a, word mask, word c) { return (a & mask) | c; }
+template <class F> static word by_halves(F f) { return half_bits(f(0)) | half_bits(f(16)) << 16; }
+inline word fma2(word a, word b, word c) { return by_halves([=](int s) { return half_value(a >> s) * half_value(b >> s) + half_value(c >> s); }); }
+inline word mul2(word a, word b) { return by_halves([=](int s) { return half_value(a >> s) * half_value(b >> s); }); }
+inline word add2(word a, word b) { return by_halves([=](int s) { return half_value(a >> s) + half_value(b >> s); }); }
+inline word permute(word a, word b, word selector) {
+    const uint64_t both = (uint64_t)b << 32 | a;
+    word found = 0;
+    for (int i = 0; i < 4; i++) found |= (word)(both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+    return found;
+}
+inline float half_to_float(word bits) { return (float)half_value(bits); }
+inline float rounded_to(float value, int bf16) { return bf16 ? __uint_as_float(brain_bits(value) << 16) : half_to_float(half_bits(value)); }
+inline float read_number(const halfword *at, int bf16) { return bf16 ? __uint_as_float((word)*at << 16) : half_to_float(*at); }
+inline void write_number(halfword *at, float value, int bf16) { *at = (halfword)(bf16 ? brain_bits(value) : half_bits(value)); }
+
+inline void step(float (&sums)[4], const word (&a)[4], word b0, word b1) {
+    Shown(&all)[32] = show({{a[0], a[1], a[2], a[3], b0, b1}});
+    const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
+    for (int c = 0; c < 4; c++) {
+        double found = sums[c];
+        for (int k = 0; k < 16; k++) {
+            const int u = k >> 3, lane = (k & 7) >> 1, shift = 16 * (k & 1);
+            const word left = all[4 * g + lane].words[2 * u + (c >> 1)], right = all[4 * (2 * t + (c & 1)) + lane].words[4 + u];
+            found += half_value(left >> shift) * half_value(right >> shift);
+        }
+        sums[c] = (float)found;
+    }
+    meet(warp_of());
+}
+
+template <int COUNT> static void some_matrices(word *v, word at) {
+    Shown(&all)[32] = show({{at}});
+    const int lane = threadIdx.x & 31;
+    for (int i = 0; i < COUNT; i++) memcpy(v + i, rows + all[8 * i + (lane >> 2)].words[0] + (lane & 3) * 4, 4);
+    meet(warp_of());
+}
+inline void matrices(word (&v)[4], word at) { some_matrices<4>(v, at); }
+inline void two_matrices(word &v0, word &v1, word at) {
+    word both[2];
+    some_matrices<2>(both, at);
+    v0 = both[0], v1 = both[1];
+}
+inline void copy_sixteen(word to, const void *from) { memcpy(rows + to, from, 16); }
+inline void copy_four(word to, const void *from) { memcpy(rows + to, from, 4); }
+inline word &part_of(uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+inline word part_of(const uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }

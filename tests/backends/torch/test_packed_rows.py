@@ -1,0 +1,248 @@
+"""The CUDA kernels of packed products, on a CPU (emulated.py): weights of the file, the rule, and experts that follow it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from onedraw.backends.packing import SPAN, SPANS
+from onedraw.backends.torch.kernels import packed_rows
+from onedraw.backends.torch.kernels.courier import Courier
+from onedraw.backends.torch.kernels.fragments import Fragments, empty_fragments, fill_fragments
+from onedraw.backends.torch.kernels.opening import opened_slowly
+from onedraw.backends.torch.kernels.packed_linear import bring_fragments
+from onedraw.backends.torch.kernels.packed_rows import grouped_product, opened, skinny_product, unpacked_rows
+from onedraw.backends.torch.kernels.shares import GROUP_BLOCKS, RESERVED, group_fits, share_group, tiles_of
+from onedraw.backends.torch.kernels.spans import Prepared, prepared_slowly, product_slowly
+from onedraw.backends.torch.kernels.triton_moe import Routes
+from onedraw.checkpoints.quants import KINDS, dequantize_into
+from onedraw.checkpoints.random_blocks import random_blocks
+from onedraw.checkpoints.tensor import StoredTensor
+from onedraw.models.views import Scaled
+from tests.backends.torch import emulated
+
+pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler here")
+CPU = torch.device("cpu")
+LARGE_SHARED = 227 << 10
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated.install(monkeypatch)
+
+
+def width_of(kind: str) -> int:
+    """More than a segment, and no whole number of spans where the kind's blocks allow it."""
+    return 1280 if KINDS[kind].values == SPAN else 1088
+
+
+def made(kind: str, *, rows: int, width: int, count: int = 1, seed: int = 0) -> tuple[Fragments, Tensor]:
+    """Matrices as products keep them, and their stored bytes [count, rows, bytes]."""
+    raw = torch.from_numpy(random_blocks(kind, count * rows, width, np.random.default_rng(seed), width**-0.5))
+    found = empty_fragments(kind, rows=rows, width=width, device=CPU, count=count)
+    fill_fragments(found, raw.view(count, rows, -1), first=0)
+    return found, raw.view(count, rows, -1)
+
+
+def normal(rows: int, width: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(rows, width, generator=generator) * torch.exp(torch.randn(rows, 1, generator=generator))).bfloat16()
+
+
+def nothing(rows: int, columns: int) -> Tensor:
+    return torch.full((rows, columns), torch.nan, dtype=torch.bfloat16)
+
+
+def dense(prepared: Prepared, weight: Fragments) -> Tensor:
+    """The product with one matrix, eight rows at a time: a row's bits are its own (tests/device/test_packed.py)."""
+    out = nothing(len(prepared), weight.rows)
+    for start in range(0, len(prepared), 8):
+        here = slice(start, start + 8)
+        skinny_product(prepared.rows(here), weight, out=out[here], inside=True)
+    return out
+
+
+# ------------------------------------------------------------------ one weight
+
+
+@pytest.mark.parametrize("kind", list(SPANS))
+def test_outputs_that_are_opened_and_rows_that_are_looked_up_are_those_of_the_file(kind: str) -> None:
+    width = width_of(kind)
+    weight, raw = made(kind, rows=40, width=width)
+    expected, found = opened_slowly(raw[0], kind), opened(weight, 16, 24)
+    assert torch.equal(found.weights, expected.weights[16:])
+    assert torch.equal(found.scales[:, :24], expected.scales[:, 16:40])
+    assert (found.minima is None) == (expected.minima is None)
+    assert found.minima is None or torch.equal(found.minima, expected.minima[16:])
+    assert (found.least is None) == (expected.least is None)
+    assert found.least is None or torch.equal(found.least[:, :24], expected.least[:, 16:40])
+    values = np.empty((40, width), np.float32)
+    dequantize_into(raw.numpy().reshape(-1), kind, values)
+    wanted = torch.tensor([3, 39, 0, 3])
+    looked_up = unpacked_rows(weight, wanted, out=torch.full((4, width), torch.nan))
+    assert np.array_equal(looked_up.numpy(), values[wanted])
+
+
+@pytest.mark.parametrize("kind", list(SPANS))
+def test_a_product_is_near_the_rule_in_float64(kind: str) -> None:
+    weight, raw = made(kind, rows=40, width=width_of(kind))
+    prepared = prepared_slowly(normal(5, width_of(kind), seed=1))
+    expected = product_slowly(prepared, opened_slowly(raw[0], kind))
+    found = dense(prepared, weight)
+    assert float((found.double() - expected).norm() / expected.norm()) < 4e-3
+    assert torch.equal(skinny_product(prepared, weight, out=nothing(5, 40), inside=False), found)
+
+
+@pytest.mark.parametrize("rows", [3, 20])
+def test_outputs_that_come_slab_by_slab_have_the_bits_of_all_at_once(rows: int) -> None:
+    """Where there is room for the sums of two units of outputs at a time, and of seven in all."""
+    weight, _ = made("Q4_K", rows=104, width=1280)
+    prepared, bias, residual = prepared_slowly(normal(rows, 1280, seed=1)), normal(1, 104, seed=2)[0], normal(rows, 104, seed=3)
+    follows = {"bias": bias, "residual": residual, "inside": False}
+    whole = skinny_product(prepared, weight, out=nothing(rows, 104), **follows)
+    few = torch.full((2 * 16 * 8 * tiles_of(rows) * 2,), torch.nan)
+    wide = nothing(rows, 300)
+    skinny_product(prepared, weight, out=wide[:, 50:154], parts=few, **follows)
+    assert torch.equal(wide[:, 50:154], whole)
+    assert bool(wide[:, :50].isnan().all())
+    assert bool(wide[:, 154:].isnan().all())
+    assert not weight.counters.any()
+
+
+@pytest.mark.parametrize("factors", [None, (0.25, -3.0, 1e-3)])
+def test_nvfp4_is_what_numpy_makes_of_it_times_the_factor_of_its_matrix(factors: tuple[float, ...] | None) -> None:
+    """With every byte there is for a scale, also those that are no numbers; three experts, and rows that nobody filled."""
+    rng, width = np.random.default_rng(7), 320
+    stored = StoredTensor("w", (3, 20, width), "NVFP4", rng.integers(0, 256, 3 * 20 * width // 64 * 36, dtype=np.uint8))
+    tensor = stored if factors is None else Scaled(stored, np.array(factors, np.float32))
+    made = bring_fragments([tensor], pad=32, courier=Courier(CPU), device=CPU)
+    assert (made.count, made.rows) == (3, 32)
+    known = torch.ones(60) if factors is None else torch.tensor(factors).repeat_interleave(20)
+    values, raw = torch.from_numpy(tensor.float32()), torch.from_numpy(stored.packed()).view(3, 20, -1)
+    for number in range(3):
+        matrix = made.matrix(number)
+        numbers = unpacked_rows(matrix, None, out=torch.full((32, width), torch.nan))
+        assert torch.equal(numbers[:20], values[number])
+        assert not numbers[20:].any()
+        expected = opened_slowly(raw[number], "NVFP4", known[20 * number : 20 * number + 20])
+        found = opened(matrix, 0, 32)
+        assert torch.equal(found.weights[:20], expected.weights)
+        assert torch.equal(found.scales[:, :20], expected.scales[:, :20])
+        prepared = prepared_slowly(normal(3, width, seed=number))
+        product, judge = dense(prepared, matrix)[:, :20].double(), product_slowly(prepared, expected)
+        assert float((product - judge).norm() / judge.norm()) < 4e-3
+
+
+# ------------------------------------------------------------------ experts
+
+
+def routes_to(counts: Sequence[int], height: int) -> Routes:
+    """Expert e is the choice e of the first counts[e] rows; a tile that nobody needs stands at the end."""
+    used, order, tiles = len(counts), [], []
+    for expert, count in enumerate(counts):
+        for start in range(0, count, height):
+            tiles.append((expert, len(order) + start, min(height, count - start)))
+        order += [row * used + expert for row in range(count)]
+    tiles.append((0, 0, 0))
+    weights = torch.ones(max(counts), used)
+    return Routes(torch.tensor(order, dtype=torch.int32), torch.tensor(tiles, dtype=torch.int32), weights, height)
+
+
+def by_expert(prepared: Prepared, experts: Fragments, counts: Sequence[int], height: int) -> Tensor:
+    """[rows, experts, outputs]; what nobody asked for is no number."""
+    out = nothing(len(prepared) * len(counts), experts.rows)
+    grouped_product(prepared, experts, routes_to(counts, height), divide=len(counts), out=out)
+    return out.view(len(prepared), len(counts), -1)
+
+
+def agrees(prepared: Prepared, experts: Fragments, counts: Sequence[int], height: int) -> bool:
+    """Has each expert's product the very bits of a product with its matrix alone, and is nothing else written?"""
+    found = by_expert(prepared, experts, counts, height)
+    whole = [
+        torch.equal(found[:count, e], dense(prepared.rows(slice(count)), experts.matrix(e))) for e, count in enumerate(counts)
+    ]
+    return all(whole) and all(bool(found[count:, e].isnan().all()) for e, count in enumerate(counts))
+
+
+@pytest.mark.parametrize(("kind", "height"), list(zip(SPANS, (8, 16, 32, 64, 8, 16, 64, 32, 16, 8), strict=True)))
+def test_an_expert_gives_the_bits_of_a_product_with_its_matrix_alone(
+    kind: str, height: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For one row and for hundreds of them."""
+    monkeypatch.setattr(packed_rows, "shared_memory", lambda device: LARGE_SHARED)
+    counts = (1, 2, 0, 300, 7, 8, 9, 65, 33) if kind == "Q4_K" else (1, 0, 9, 300)
+    experts, _ = made(kind, rows=24, width=width_of(kind), count=len(counts))
+    prepared = prepared_slowly(normal(max(counts), width_of(kind), seed=2))
+    assert agrees(prepared, experts, counts, height)
+
+
+@pytest.mark.parametrize("shared", [99 << 10, LARGE_SHARED])
+def test_neither_tiles_nor_warps_that_share_outputs_show_in_the_bits(shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_rows, "shared_memory", lambda device: shared)
+    counts, width = (1, 19), 9 * 256
+    experts, _ = made("Q4_0", rows=40, width=width, count=2)
+    prepared = prepared_slowly(normal(19, width, seed=3))
+    heights = [8 * tiles for tiles in (1, 2, 4) if group_fits(tiles, shared)]
+    sides = {share_group(min(height, 19), height // 8, 3, 3, shared=shared).sides for height in heights}
+    assert sides == ({1, 2} if shared < LARGE_SHARED else {2, 4})
+    assert all(agrees(prepared, experts, counts, height) for height in heights)
+
+
+def test_a_tile_may_have_more_rows_than_its_block_has_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_rows, "shared_memory", lambda device: LARGE_SHARED)
+    experts, _ = made("Q4_K", rows=8, width=256, count=2)
+    assert share_group(64, 8, experts.tall, 1, shared=LARGE_SHARED).threads == 32
+    assert agrees(prepared_slowly(normal(70, 256, seed=6)), experts, (70, 40), 64)
+
+
+def test_a_row_of_its_own_for_every_pair_is_read_where_it_stands() -> None:
+    """As the second product of an expert reads what the first one made."""
+    experts, _ = made("Q8_0", rows=24, width=288, count=3)
+    routes, prepared = routes_to((2, 4, 3), 8), prepared_slowly(normal(12, 288, seed=4))
+    found = grouped_product(prepared, experts, routes, divide=1, out=nothing(12, 24))
+    for pair in routes.order.tolist():
+        alone = dense(prepared.rows(slice(pair, pair + 1)), experts.matrix(pair % 3))
+        assert torch.equal(found[pair : pair + 1], alone)
+
+
+@pytest.mark.parametrize("fault", ["a tile of another expert", "a pair in another's place", "a span's power of two"])
+def test_a_planted_fault_is_caught(fault: str) -> None:
+    counts = (3, 5)
+    experts, _ = made("Q4_0", rows=24, width=512, count=2)
+    prepared = prepared_slowly(normal(5, 512, seed=5))
+    assert agrees(prepared, experts, counts, 8)
+    routes, given = routes_to(counts, 8), prepared
+    match fault:
+        case "a tile of another expert":
+            routes.tiles[1, 0] = 0
+        case "a pair in another's place":
+            routes.order[[3, 4]] = routes.order[[4, 3]].clone()
+            routes.order[0] = 2  # row 1's pair instead of row 0's
+        case _:
+            factors = prepared.factors.clone()
+            factors[2, 1] *= 2
+            given = Prepared(prepared.x, factors, prepared.sums)
+    found = grouped_product(given, experts, routes, divide=2, out=nothing(10, 24)).view(5, 2, -1)
+    assert not all(
+        torch.equal(found[:count, e], dense(prepared.rows(slice(count)), experts.matrix(e))) for e, count in enumerate(counts)
+    )
+
+
+@pytest.mark.parametrize("shared", [99 << 10, LARGE_SHARED])
+def test_shares_of_experts_fit_and_have_all_outputs(shared: int) -> None:
+    for tiles in GROUP_BLOCKS:
+        if not group_fits(tiles, shared):
+            assert (tiles, shared) == (8, 99 << 10)
+            continue
+        for tall, segments in ((1, 1), (3, 2), (64, 2), (128, 1), (256, 14)):
+            for rows in {1, tiles * 8}:
+                share = share_group(rows, tiles, tall, segments, shared=shared)
+                units = share.threads // 32 // share.sides
+                assert share.shared <= shared - RESERVED
+                assert units >= 1
+                assert share.threads <= 256
+                assert (share.across - 1) * units < tall <= share.across * units

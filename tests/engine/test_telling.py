@@ -1,0 +1,106 @@
+"""When sinks hear of a turn: at once where `submit` computes, and where it only starts a turn, when the next is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from onedraw.backends.base import Ticket
+from onedraw.backends.fake import FakeBackend
+from onedraw.engine.engine import Engine, Event
+from onedraw.engine.scheduler import Scheduler
+from onedraw.errors import TurnFailed
+from onedraw.memory.ledger import Ledger
+from onedraw.speculation.speculator import Speculator
+from onedraw.types import Plan, Request, SamplingParams
+
+
+class Logged(FakeBackend):
+    def __init__(self, *, starts: bool, log: list[str], fails_at: int | None = None) -> None:
+        super().__init__(starts=starts, lanes=2)
+        self._log, self._left = log, fails_at
+
+    def submit(self, plan: Plan) -> Ticket:
+        self._log.append(f"submit {'+'.join(str(len(row.tokens)) for row in plan.rows)}")
+        if self._left is not None:
+            self._left -= 1
+            if self._left < 0:
+                raise RuntimeError("planted")
+        return super().submit(plan)
+
+
+def engine_of(backend: FakeBackend) -> Engine:
+    capacity = backend.capacity
+    ledger = Ledger(capacity, reuse=False)
+    return Engine(backend=backend, scheduler=Scheduler(ledger=ledger, capacity=capacity, speculator=Speculator(), turn_tokens=64))
+
+
+def hearing(log: list[str], name: str) -> Callable[[Event], None]:
+    def hear(event: Event) -> None:
+        end = event.finish if event.error is None else type(event.error).__name__
+        log.append(f"{name} {len(event.chosen)} {end}")
+
+    return hear
+
+
+def request(name: str, prompt: int, new: int) -> Request:
+    return Request(name, (1,) * prompt, SamplingParams(seed=1, max_tokens=new))
+
+
+@pytest.mark.parametrize("starts", [False, True])
+def test_what_a_turn_gave_is_told_beside_the_next_where_that_is_only_started(starts: bool) -> None:
+    log: list[str] = []
+    engine = engine_of(Logged(starts=starts, log=log))
+    engine.add(request("a", 5, 3), hearing(log, "a"))
+    while engine.busy:
+        engine.turn()
+    told = ["a 1 None", "a 1 None", "a 1 length"]
+    if starts:
+        assert log == ["submit 5", "submit 1", told[0], "submit 1", told[1], told[2]]
+    else:
+        assert log == ["submit 5", told[0], "submit 1", told[1], "submit 1", told[2]]
+
+
+def test_nobody_waits_for_a_prompt_to_hear_of_a_token() -> None:
+    log: list[str] = []
+    engine = engine_of(Logged(starts=True, log=log))
+    engine.add(request("a", 5, 4), hearing(log, "a"))
+    engine.turn()
+    engine.add(request("b", 7, 1), hearing(log, "b"))
+    engine.turn()
+    assert log == ["submit 5", "a 1 None", "submit 1+7"]
+
+
+def test_who_fails_or_is_cancelled_hears_first_what_was_chosen() -> None:
+    log: list[str] = []
+    engine = engine_of(Logged(starts=True, log=log, fails_at=2))
+    engine.add(request("a", 5, 4), hearing(log, "a"))
+    for _ in range(3):
+        engine.turn()
+    assert log == ["submit 5", "submit 1", "a 1 None", "submit 1", "a 1 None", "a 0 TurnFailed"]
+    assert not engine.busy
+    log.clear()
+    engine = engine_of(Logged(starts=True, log=log))
+    engine.add(request("a", 5, 4), hearing(log, "a"))
+    engine.turn()
+    engine.cancel("a")
+    assert log == ["submit 5", "a 1 None", "a 0 cancelled"]
+
+
+def test_a_sink_that_breaks_keeps_nobody_from_hearing() -> None:
+    log: list[str] = []
+    engine = engine_of(Logged(starts=True, log=log))
+
+    def breaks(event: Event) -> None:
+        log.append("broken")
+        raise ValueError("planted")
+
+    engine.add(request("a", 2, 4), breaks)
+    engine.add(request("b", 2, 4), hearing(log, "b"))
+    engine.turn()
+    with pytest.raises(ValueError, match="planted"):
+        engine.turn()
+    engine.fail_all(TurnFailed("over"))
+    assert log == ["submit 2+2", "submit 1+1", "broken", "b 1 None", "broken", "b 0 TurnFailed"]
+    assert not engine.busy
