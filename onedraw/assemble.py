@@ -18,7 +18,7 @@ from onedraw.backends.base import Backend, Capacity, Exports, SelfCheck, require
 from onedraw.backends.devices import apart
 from onedraw.backends.fake import FakeBackend
 from onedraw.backends.floor import turn_bytes
-from onedraw.backends.packing import SPANS, matrix_kinds, product_dtype, stored_sizes
+from onedraw.backends.packing import SPANS, matrix_kinds, product_dtype, reads_blocks, stored_sizes
 from onedraw.backends.precision import float_dtype, kv_precision
 from onedraw.backends.split import SplitPlan
 from onedraw.checkpoints.pull import resolve
@@ -258,9 +258,10 @@ def torch_backend(
     size = None if drafting is None else drafter_bytes(drafting.source, described, drafting.target)
     devices = find_devices(settings.device_names)
     on_cpu = all(device.kind == "cpu" for device in devices)
-    no_kernels = "" if settings.dtype == "f32" else why_no_kernels(cache) if on_cpu else why_no_blocks()
+    in_blocks = all(map(reads_blocks, devices)) and not SPANS.keys().isdisjoint(matrix_kinds(described.weights))
+    no_kernels = why_no_kernels(cache) if on_cpu and settings.dtype != "f32" else why_no_blocks() if in_blocks else ""
     plan, split = plan_devices(settings, described, devices, drafter=size, no_kernels=no_kernels)
-    if no_kernels and not on_cpu and settings.dtype == "auto" and not SPANS.keys().isdisjoint(matrix_kinds(described.weights)):
+    if no_kernels and in_blocks and settings.dtype == "auto":
         log.warning("packed weights become %s, which Triton's kernels multiply: %s", plan.dtype, no_kernels)
 
     overlap = len(devices) > 1 and (settings.overlap == "on" or (settings.overlap == "auto" and apart(devices)))
