@@ -38,7 +38,7 @@ def under_the_interpreter(file: str, chosen: str = "") -> str:
 
 def test_states_and_experts_are_right_under_the_interpreter() -> None:
     chosen = "kept_draft or tree or windows or experts or gated_norm or brought"
-    assert "11 passed" in under_the_interpreter("tests/device/test_states.py", chosen)
+    assert "13 passed" in under_the_interpreter("tests/device/test_states.py", chosen)
 
 
 def test_limits_are_found_under_the_interpreter() -> None:
@@ -64,6 +64,10 @@ def test_a_node_of_a_tree_reads_like_a_chain_under_the_interpreter() -> None:
 
 def test_products_of_a_few_rows_are_right_under_the_interpreter() -> None:
     assert "1 passed" in under_the_interpreter("tests/device/test_skinny.py")
+
+
+def test_kernels_reach_far_into_large_memory_under_the_interpreter() -> None:
+    assert " passed" in under_the_interpreter("tests/device/test_large.py")
 
 
 @pytest.mark.parametrize("shared", [SMALL_SHARED, LARGE_SHARED])
