@@ -20,7 +20,7 @@ help:
 	@echo "make test         set up and run the tests"
 	@echo "make check        format, lint, types, import walls"
 	@echo "make format       rewrite the sources in the project's format"
-	@echo "make test-long    soak, kill loops, large statistics"
+	@echo "make test-long    soak, kill loops, large statistics, and properties with what nobody drew before"
 	@echo "make test-device  what needs an accelerator"
 	@echo "make test-clients other people's clients (Python and npm) against a server, in an environment of their own"
 	@echo "make bench        measure $(MODEL) on this machine"
@@ -34,7 +34,7 @@ test: $(VENV)/.stamp-test
 	$(PYTEST) -m "not long and not device" $(ARGS)
 
 test-long: $(VENV)/.stamp-test
-	$(PYTEST) -m long $(ARGS)
+	$(PYTEST) -m "long or hypothesis" --hypothesis-profile=searching $(ARGS)
 
 test-device: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -m device tests/device $(ARGS)

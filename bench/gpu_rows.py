@@ -23,6 +23,7 @@ from onedraw.backends.torch.kernels.fragments import Fragments, empty_fragments,
 from onedraw.backends.torch.kernels.nvrtc import keep_in
 from onedraw.backends.torch.kernels.packed_rows import make_ready, opened, skinny_product, unpacked_rows
 from onedraw.backends.torch.kernels.spans import Prepared, prepare_rows, product_slowly
+from onedraw.backends.torch.kernels.workspace import Workspace
 from onedraw.checkpoints.quants import KINDS, dequantize_into
 from onedraw.checkpoints.random_blocks import random_blocks
 
@@ -134,7 +135,8 @@ def copies_of(weight: Fragments, size: int) -> list[Fragments]:
 
 def cold_us(ready: Prepared, copies: list[Fragments], form: bool | None, *, pdl: bool, repeats: int = 7) -> float:
     out = torch.empty(len(ready), copies[0].rows, dtype=torch.bfloat16, device=DEVICE)
-    graph = captured(lambda: [skinny_product(ready, one, out=out, inside=form, pdl=pdl) for one in copies])
+    parts = Workspace(DEVICE).parts(copies[0])  # as the operations have it
+    graph = captured(lambda: [skinny_product(ready, one, out=out, parts=parts, inside=form, pdl=pdl) for one in copies])
     return timed_ms(graph.replay, repeats) / len(copies) * 1e3
 
 

@@ -13,7 +13,7 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +28,7 @@ from onedraw.backends.torch.kernels.opening import opened_slowly
 from onedraw.backends.torch.kernels.packed_linear import packed_product
 from onedraw.backends.torch.kernels.spans import Opened, Prepared, prepare_rows, prepared_slowly, product_slowly
 from onedraw.backends.torch.kernels.triton_wide import WideTile
+from onedraw.backends.torch.kernels.workspace import Workspace
 from onedraw.checkpoints.quants import dequantize_into
 from onedraw.checkpoints.random_blocks import random_blocks
 
@@ -146,8 +147,13 @@ def kept(kind: str, n: int, k: int) -> Fragments:
     return replace(few, rows=n, units=few.units.repeat(n // 64, 1, 1), counters=counters)
 
 
+@lru_cache(maxsize=1)
+def workspace() -> Workspace:
+    return Workspace(DEVICE)
+
+
 def prepared_product(x: Tensor, weight: Fragments, out: Tensor) -> Tensor:
-    return packed_product(prepare_rows(x), weight, out=out)
+    return packed_product(prepare_rows(x), weight, out=out, workspace=workspace())
 
 
 def time() -> None:
@@ -189,7 +195,7 @@ def few() -> None:
             times = []
             for bound in (10**9, 0):
                 packed_linear.WIDE_FROM = bound
-                times.append(1e3 * timed(partial(packed_product, prepared, weight, out=out)))
+                times.append(1e3 * timed(partial(packed_product, prepared, weight, out=out, workspace=workspace())))
             told.append(f"{rows} rows {times[0]:.0f} or {times[1]:.0f} us")
         print(f"{kind} {n}x{k}, blocks read or weight opened: {'; '.join(told)}", flush=True)
 

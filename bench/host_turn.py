@@ -25,8 +25,9 @@ import torch
 
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.kernels.cuda import TritonOps
-from onedraw.backends.torch.stack import Watch
-from onedraw.backends.torch.steady import Steady, Worked
+from onedraw.backends.torch.part import Part
+from onedraw.backends.torch.stack import Stream, Watch
+from onedraw.backends.torch.steady import Steady
 from onedraw.checkpoints.random import random_weights
 from onedraw.engine.engine import Engine
 from onedraw.engine.scheduler import Scheduler
@@ -53,13 +54,15 @@ class Scripted:
         self.arrived, self.waited = 0.0, list[float]()
 
     def run(self, signature: Hashable, work: Callable[[], Any]) -> Any:
-        self.waited.append(time.perf_counter() - self.arrived)
-        laid = work.args[0]  # type: ignore[attr-defined]
-        tokens = laid.bucket.tokens
-        answers = torch.zeros(tokens, 1, dtype=torch.int64)
-        places = torch.tensor([len(p.history.output) + len(p.drafts) for p in laid.positions])
+        given = work.args  # type: ignore[attr-defined]
+        if isinstance(given[0], Part):
+            self.waited.append(time.perf_counter() - self.arrived)
+            return Stream(torch.zeros(given[1].bucket.tokens, HIDDEN), None, 0), Watch()
+        laid, asked, _ = given
+        answers = torch.zeros(laid.bucket.tokens, 1, dtype=torch.int64)
+        places = torch.tensor([len(p.history.output) + len(p.drafts) for p in asked.positions])
         answers[: len(places), 0] = places % VOCAB
-        return Worked(torch.zeros(tokens, HIDDEN), Watch(), answers)
+        return answers
 
 
 def backend_of(recorder: Scripted, *, recurrent: bool, lanes: int) -> TorchBackend:

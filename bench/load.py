@@ -158,8 +158,9 @@ async def stream(case: Case, *, port: int, leave_after: int | None, tally: Tally
 
 
 async def client(number: int, *, port: int, until: float, vanish: float, given: Sequence[Case], tally: Tally) -> None:
+    """One stream at least, then more until the time is over."""
     dice = random.Random(f"client {number}")
-    while time.monotonic() < until:
+    while True:
         case = dice.choice(given)
         leave = dice.randrange(1, len(case.tokens)) if dice.random() < vanish else None
         try:
@@ -167,6 +168,8 @@ async def client(number: int, *, port: int, until: float, vanish: float, given: 
         except (OSError, ValueError, asyncio.IncompleteReadError) as error:
             tally.lost += 1
             tally.notes.append(repr(error))
+        if time.monotonic() >= until:
+            return
 
 
 def memory_mib(pid: int) -> float:

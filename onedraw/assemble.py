@@ -18,7 +18,7 @@ from onedraw.backends.base import Backend, Capacity, Exports, SelfCheck, require
 from onedraw.backends.devices import apart
 from onedraw.backends.fake import FakeBackend
 from onedraw.backends.floor import turn_bytes
-from onedraw.backends.packing import matrix_kinds, product_dtype, stored_sizes
+from onedraw.backends.packing import SPANS, matrix_kinds, product_dtype, reads_blocks, stored_sizes
 from onedraw.backends.precision import float_dtype, kv_precision
 from onedraw.backends.split import SplitPlan
 from onedraw.checkpoints.pull import resolve
@@ -251,16 +251,18 @@ def torch_backend(
     settings: Settings, described: Described, tell: Progress, drafting: Drafting | None, *, rehearse: bool = True
 ) -> Backend:
     from onedraw.backends.torch.backend import TorchBackend
-    from onedraw.backends.torch.device import find_devices, why_no_kernels
+    from onedraw.backends.torch.device import find_devices, why_no_blocks, why_no_kernels
 
     require_state_dtype(settings.state_dtype, "states of recurrent layers")
     cache = settings.cache_dir or default_cache_dir()
     size = None if drafting is None else drafter_bytes(drafting.source, described, drafting.target)
     devices = find_devices(settings.device_names)
     on_cpu = all(device.kind == "cpu" for device in devices)
-    plan, split = plan_devices(
-        settings, described, devices, drafter=size, no_kernels=why_no_kernels(cache) if on_cpu and settings.dtype != "f32" else ""
-    )
+    in_blocks = all(map(reads_blocks, devices)) and not SPANS.keys().isdisjoint(matrix_kinds(described.weights))
+    no_kernels = why_no_kernels(cache) if on_cpu and settings.dtype != "f32" else why_no_blocks() if in_blocks else ""
+    plan, split = plan_devices(settings, described, devices, drafter=size, no_kernels=no_kernels)
+    if no_kernels and in_blocks and settings.dtype == "auto":
+        log.warning("packed weights become %s, which Triton's kernels multiply: %s", plan.dtype, no_kernels)
 
     overlap = len(devices) > 1 and (settings.overlap == "on" or (settings.overlap == "auto" and apart(devices)))
     if overlap and described.spec.recurrent and 0 < plan.draft_positions < len(split.stages):

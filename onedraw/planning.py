@@ -17,9 +17,10 @@ from onedraw.backends.plan import (
     DRAFTS_PER_LANE,
     RESERVE,
     MemoryPlan,
+    TurnBytes,
     memory_plan,
     room_for_pages,
-    turn_bytes_besides,
+    turn_bytes,
 )
 from onedraw.backends.precision import KV_CODES, activation_precision, kv_precision
 from onedraw.backends.split import SplitPlan, longest_context, plan_split, with_advice
@@ -70,13 +71,7 @@ class Fitting:
         """The bytes of every device with this context, or NoRoom. Numbers of a turn and recorded turns have their share."""
         asked = replace(self.settings, max_context=context)
         sizes = plan_memory(asked, self.described, dtype=self.dtype, kv_dtype=kv_dtype, default_kv_bytes=self.room)
-        scratch = turn_bytes_besides(
-            self.described.spec,
-            self.dtype,
-            turn_tokens=asked.turn_tokens,
-            packed=sizes.weights is not None,
-            recorded=len(self.devices) == 1,
-        )
+        scratch = turns_beside(asked, self.described, sizes, self.devices).total
         return plan_split(
             self.described.spec,
             sizes,
@@ -86,6 +81,12 @@ class Fitting:
             turn_tokens=asked.turn_tokens,
             beside=0 if drafter is None else drafter(sizes),
         )
+
+
+def turns_beside(settings: Settings, described: Described, plan: MemoryPlan, devices: Sequence[Device]) -> TurnBytes:
+    """What turns take on each of these devices beside what the plan has."""
+    recorded = len(devices) == 1
+    return turn_bytes(described.spec, plan.dtype, turn_tokens=settings.turn_tokens, weights=plan.weights, recorded=recorded)
 
 
 def left_for_us(device: Device, scratch: int) -> Device:
@@ -105,7 +106,7 @@ def plan_devices(
 ) -> tuple[MemoryPlan, SplitPlan]:
     """Sizes for these devices and the bytes of each, or NoRoom that says what would fit. One device is a split of one.
 
-    `no_kernels`: why a CPU cannot multiply with packed weights here.
+    `no_kernels`: why these devices cannot multiply with packed weights here.
     """
     fitting, plan = _fitting(settings, described, devices, drafter=drafter, no_kernels=no_kernels)
     try:

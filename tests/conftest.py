@@ -7,12 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from onedraw.settings import default_cache_dir
 
-settings.register_profile("patient", deadline=None)  # a busy machine is no finding
-settings.load_profile("patient")
+# A busy machine is no finding. What is drawn is the same every time, so that a change is judged by what it changes; `make
+# test-long` draws anew, and what it finds is written down as an example of its own.
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("repeating", PATIENT, derandomize=True)
+settings.register_profile("searching", PATIENT, derandomize=False)
+settings.load_profile("repeating")
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,13 @@ from typing import Any
 
 import pytest
 
+from onedraw import assemble
 from onedraw.assemble import _tell_layers, open_door
+from onedraw.backends.devices import Device
+from onedraw.backends.torch import device
+from onedraw.checkpoints.base import open_checkpoint
 from onedraw.errors import BadSetting, NoRoom, UnsupportedModel
+from onedraw.models.loading import describe
 from onedraw.settings import Settings
 from onedraw.wishes import Wishes, settle
 from tests import tiny
@@ -102,3 +107,25 @@ def test_a_long_model_tells_of_its_quarters() -> None:
     assert lines == ["loaded 16 of 64 layers", "loaded 32 of 64 layers", "loaded 48 of 64 layers"]
     _tell_layers(lines.append, 2, 4)
     assert len(lines) == 3
+
+
+@pytest.mark.parametrize(("why", "dtype"), [("", "packed-bf16"), ("torch is made for CUDA 13.0 and NVRTC here is 12.8", "bf16")])
+def test_packed_weights_become_numbers_where_a_gpu_has_no_kernels_for_them_and_one_line_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, why: str, dtype: str
+) -> None:
+    """The plan knows it before anything is allocated."""
+    seen: list[str] = []
+
+    def stop(settings: Settings, split: Any, *, dtype: str, **given: Any) -> None:
+        seen.append(dtype)
+        raise StopAsyncIteration
+
+    monkeypatch.setattr(device, "find_devices", lambda names: [Device("cuda:0", "cuda", "sm90", 8 * 2**30)])
+    monkeypatch.setattr(device, "why_no_blocks", lambda: why)
+    monkeypatch.setattr(assemble, "_sites", stop)
+    checkpoint = open_checkpoint(tiny.write_gguf("llama31", tmp_path / "tiny.gguf", kind="Q8_0"))
+    with pytest.raises(StopAsyncIteration):
+        assemble.torch_backend(Settings(draft=("none",)), describe(checkpoint), print, None)
+    assert seen == [dtype]
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ([f"packed weights become bf16, which Triton's kernels multiply: {why}"] if why else [])

@@ -80,7 +80,7 @@ def test_no_text_is_written_unless_it_was_asked_for(tmp_path: Path) -> None:
         for text in (False, True):
             folder = tmp_path / str(text)
             door = RecordingDoor(inner, Recorder(folder), source="fake", text=text)
-            (reply,) = door.generate(ask(door, "a secret prompt"))
+            (reply,) = door.generate(ask(door, "a secret prompt", seed=1))
             (line,) = (folder / "requests-000001.jsonl").read_text().splitlines()
             assert ("a secret prompt" in line) == text
             assert read_records(folder)[0].text == (("a secret prompt", reply.text) if text else None)

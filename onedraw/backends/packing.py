@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from onedraw.backends.devices import Device
-from onedraw.backends.plan import WeightBytes
+from onedraw.backends.plan import PARTS_BYTES, WeightBytes
 from onedraw.backends.precision import PACKED, device_precision, float_dtype, product_precision
 from onedraw.errors import BadSetting
 from onedraw.models.source import Tensor
@@ -38,6 +38,7 @@ PACKED_DTYPES = tuple(PACKED)
 
 SPAN = 256  # inputs; a row that is no whole number of them is filled up with zeros
 SEGMENT = 4  # spans that a product adds up by themselves, whoever computes them
+FEW_ROWS = 64  # rows of a product that reads a matrix in blocks, at most; more rows come so many at a time
 UNIT_ROWS = 16  # outputs that lie together on a GPU; a matrix whose outputs are no whole number of them is filled up
 # Kinds that a GPU's products read as they are, and what 256 inputs of one output take there: the bytes stored, and for NVFP4 the
 # factor of its matrix.
@@ -67,10 +68,13 @@ def product_dtype(
     """What products are made of: `product_precision`, but weights as they are stored where kernels read them so, if that is
     asked for, or if nobody asked and it saves something. Where CPUs compute it goes with float32 alone.
 
-    `kinds`: of the model's matrices. `no_kernels`: why it cannot be done on the CPU here."""
+    `kinds`: of the model's matrices. `no_kernels`: why it cannot be done here."""
     wanted = asked == "packed" or (asked == "auto" and not SPANS.keys().isdisjoint(kinds))
     if wanted and all(map(reads_blocks, devices)):
-        return "packed-f16" if stream == "f16" else "packed-bf16"
+        if not no_kernels:
+            return "packed-f16" if stream == "f16" else "packed-bf16"
+        if asked == "packed":
+            raise BadSetting(f"--dtype packed: no GPU kernels: {no_kernels}, or use --dtype bf16")
     on_cpu = all(device.kind == "cpu" for device in devices)
     if asked == "packed":
         if not on_cpu:
@@ -98,6 +102,7 @@ def hold(weights: Weights, dtype: str) -> Holding:
     layers, ends = [0] * len(spec.layers), {"first": 0, "last": 0}
     kept: Counter[str] = Counter()
     converted: Counter[tuple[str, str]] = Counter()
+    together: Counter[tuple[object, int]] = Counter()  # outputs of matrices that may be one product: of a layer, and of one width
     for (layer, weight), shape in all_shapes(spec).items():
         tensor = weights.tensor(layer, weight)
         embeds = layer is None and weight == "embed" and not spec.tied
@@ -110,13 +115,16 @@ def hold(weights: Weights, dtype: str) -> Holding:
             size = _matrix_bytes(shape, tensor.kind, dtype, kept=not why)
             if not why:
                 kept[tensor.kind] += 1
+                if on_gpu and len(shape) == 2 and not embeds:
+                    together[weight if layer is None else layer, shape[1]] += _padded(shape[0])
             elif why != PLAIN_NUMBERS:
                 converted[tensor.kind, why] += 1
         if layer is not None:
             layers[layer] += size
         else:
             ends["first" if embeds or weight.startswith("inputs") else "last"] += size
-    found = WeightBytes(ends["first"], tuple(layers), ends["last"])
+    parts = max((parts_bytes(outputs, width) for (_, width), outputs in together.items()), default=0)
+    found = WeightBytes(ends["first"], tuple(layers), ends["last"], parts)
     return Holding(found, tuple(sorted(kept.items())), tuple((*key, count) for key, count in sorted(converted.items())))
 
 
@@ -153,6 +161,18 @@ def span_bytes(shape: tuple[int, ...], kind: str) -> int:
     """Bytes of a matrix, or of a stack of them, in blocks on a GPU."""
     *stack, rows, width = shape
     return math.prod(stack) * -(-rows // UNIT_ROWS) * -(-width // SPAN) * unit_bytes(kind)
+
+
+def parts_bytes(outputs: int, width: int) -> int:
+    """Bytes of the sums that wait while a product of few rows with such a matrix is under way: one per output, row and segment.
+    The memory plan counts with them, and the products are given no more."""
+    segments = -(-width // (SPAN * SEGMENT))
+    return min(PARTS_BYTES, segments * -(-outputs // UNIT_ROWS) * UNIT_ROWS * FEW_ROWS * 4)
+
+
+def _padded(outputs: int) -> int:
+    """As a product has them, at most: inner widths are whole vectors."""
+    return -(-outputs // 64) * 64
 
 
 def unit_bytes(kind: str) -> int:

@@ -22,6 +22,9 @@ MOST_DRAFTS = 64  # of one row
 LOGITS_BYTES = 256 * 2**20  # float32 logits held at once
 GRAPH_BYTES = 512 * 2**20  # of recorded turns
 OPENED_BYTES = 256 * 2**20  # of packed weights that a GPU writes out for products with many rows, a slice at a time
+PARTS_BYTES = (
+    160 * 2**20
+)  # of sums that wait in a packed product with few rows, whose outputs come a slab at a time where it has more
 RESERVE = 0.05  # of an accelerator's memory: what its runtime takes
 SMALLEST_DEFAULT_CONTEXT = 4096  # a default context is not cut below this to save pages
 
@@ -43,6 +46,7 @@ class WeightBytes:
     first: int
     layers: tuple[int, ...]
     last: int
+    parts: int = 0  # of sums that wait in their products with few rows: a GPU's, and no bytes of the weights
 
     @property
     def total(self) -> int:
@@ -162,17 +166,35 @@ def memory_plan(
 
 def room_for_pages(plan: MemoryPlan, spec: ModelSpec, *, memory: int, turn_tokens: int, beside: int = 0) -> int:
     """Bytes of an accelerator's free memory that pages may take: what weights, states, a drafter `beside`, the numbers of a
-    turn, packed weights written out and recorded turns leave, less a share that its runtime takes. 0 where they leave nothing."""
+    turn, what packed products write and recorded turns leave, less a share that its runtime takes. 0 where they leave nothing."""
     nobodys = sum(group.page_bytes for group in plan.groups)  # where padding writes
-    turns = turn_bytes_besides(spec, plan.dtype, turn_tokens=turn_tokens, packed=plan.weights is not None, recorded=True)
-    taken = plan.total_bytes - plan.kv_bytes + nobodys + beside + turns
+    turns = turn_bytes(spec, plan.dtype, turn_tokens=turn_tokens, weights=plan.weights, recorded=True)
+    taken = plan.total_bytes - plan.kv_bytes + nobodys + beside + turns.total
     return max(int(memory * (1 - RESERVE)) - taken, 0)
 
 
-def turn_bytes_besides(spec: ModelSpec, dtype: str, *, turn_tokens: int, packed: bool, recorded: bool) -> int:
-    """Bytes that turns take on an accelerator beside what they read: their numbers, packed weights written out, recordings."""
-    opened, graphs = OPENED_BYTES if packed else 0, GRAPH_BYTES if recorded else 0
-    return turn_scratch(spec, float_dtype(dtype), turn_tokens) + opened + graphs
+@dataclass(frozen=True, slots=True)
+class TurnBytes:
+    """What turns take on an accelerator beside what they read."""
+
+    numbers: int  # of a turn, and logits
+    opened: int  # packed weights written out
+    parts: int  # sums that wait in packed products
+    recorded: int  # turns
+
+    @property
+    def total(self) -> int:
+        return self.numbers + self.opened + self.parts + self.recorded
+
+
+def turn_bytes(spec: ModelSpec, dtype: str, *, turn_tokens: int, weights: WeightBytes | None, recorded: bool) -> TurnBytes:
+    """`weights`: packed ones, where they are."""
+    return TurnBytes(
+        numbers=turn_scratch(spec, float_dtype(dtype), turn_tokens),
+        opened=0 if weights is None else OPENED_BYTES,
+        parts=0 if weights is None else weights.parts,
+        recorded=GRAPH_BYTES if recorded else 0,
+    )
 
 
 def turn_scratch(spec: ModelSpec, dtype: str, turn_tokens: int) -> int:

@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     from onedraw.compiling import compiled_turns, xla_settings
     from onedraw.drafting import chosen_drafter, drafter_bytes, proposer_names
     from onedraw.opening import find_checkpoint
-    from onedraw.planning import plan_devices
+    from onedraw.planning import plan_devices, turns_beside
 
     settings = read_settings(arguments)
     with screen.progress() as tell:
@@ -71,6 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
         drafts = [*proposer_names(settings), *([] if drafter is None else [str(drafter)])]
         report = {**identity(settings, checkpoint, described), "drafts": drafts, "memory": memory_json(plan)}
         report |= {"activation_dtype": split.activation, "stages": stages_json(split), "fits": fits}
+        on_device = not xla and any(device.kind != "cpu" for device in devices)
+        report["turns"] = asdict(turns_beside(settings, described, plan, devices)) if on_device else None
         report["compiled_turns"] = compiled_turns(settings, described, plan, split.stages[-1].device) if xla else []
         report["holding"] = asdict(hold(described.weights, plan.dtype)) if plan.dtype in PACKED_DTYPES else None
     finally:
@@ -254,6 +256,15 @@ def state_rows(memory: Mapping[str, Any]) -> list[list[str]]:
     ]
 
 
+def turn_rows(turns: Mapping[str, int] | None) -> list[list[str]]:
+    """What turns take on an accelerator beside all of that, and who takes it."""
+    if turns is None:
+        return []
+    names = {"opened": "packed weights written out", "parts": "sums of packed products", "recorded": "recorded turns"}
+    parts = [f"{name} {human_bytes(turns[key])}" for key, name in {"numbers": "numbers", **names}.items() if turns[key]]
+    return [["turns", f"{human_bytes(sum(turns.values()))} beside it on each device ({', '.join(parts)})"]]
+
+
 def holding_rows(holding: Mapping[str, Any] | None, dtype: str) -> list[list[str]]:
     """Which matrices stay as they are stored, and why others do not."""
     if holding is None:
@@ -293,6 +304,7 @@ def rows(report: Mapping[str, Any]) -> list[list[str]]:
         *state_rows(memory),
         ["room for", f"{memory['full_sequences']} sequences of {memory['max_context']} tokens, {memory['max_batch']} running"],
         ["total", human_bytes(memory["total_bytes"])],
+        *turn_rows(report["turns"]),
         *(["fits" if i == 0 else "", reach_words(fit)] for i, fit in enumerate(report["fits"])),
         *(["compiled turns" if i == 0 else "", words] for i, words in enumerate(report["compiled_turns"])),
         *stage_rows(report["stages"]),

@@ -13,6 +13,7 @@ from onedraw.backends.packing import (
     is_narrow,
     matrix_kinds,
     panel_bytes,
+    parts_bytes,
     product_dtype,
     saved_in_blocks,
     span_bytes,
@@ -113,6 +114,10 @@ def test_auto_is_packed_on_gpus_that_have_kernels_where_the_file_has_blocks() ->
     assert product_dtype([GPU], **ASKED | {"kinds": {"F16", "BF16"}}) == "bf16"
     assert product_dtype([GPU], **ASKED | {"kinds": {"F16"}, "asked": "packed"}) == "packed-bf16"
     assert product_dtype([GPU, old], **ASKED) == "f16"
+    # Where their kernels cannot be compiled, weights become numbers, unless that was asked for.
+    assert product_dtype([GPU], **ASKED | {"no_kernels": "no NVRTC"}) == "bf16"
+    with pytest.raises(BadSetting, match="no GPU kernels: no NVRTC, or use --dtype bf16"):
+        product_dtype([GPU], **ASKED | {"asked": "packed", "no_kernels": "no NVRTC"})
     assert product_dtype([Device("hip:0", "hip", "gfx942")], **ASKED) == "bf16"
 
 
@@ -129,6 +134,10 @@ def test_a_gpu_keeps_blocks_and_the_embedding_with_them(tied: bool) -> None:
     assert dict(holding.kept) == dict(Counter(tensor.kind for tensor in matrices))
     plan = memory_plan(spec, dtype="packed-bf16", weights=holding.weights, max_batch=1, page_size=16)
     assert plan.kv_dtype == "bf16"
+    # Sums of a product with few rows wait for its last segment: those of the widest product are counted.
+    joined = sum(-(-shape[0] // 64) * 64 for (layer, _), shape in all_shapes(spec).items() if layer == 0 and len(shape) == 2)
+    assert holding.weights.parts == parts_bytes(max(joined, 320), 256) == max(joined, 320) * 64 * 4
+    assert hold(weights, "packed").weights.parts == 0  # a CPU has no such sums
 
 
 def test_a_gpu_keeps_columns_in_their_stored_order_and_converts_what_it_cannot_read() -> None:

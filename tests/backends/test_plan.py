@@ -138,11 +138,11 @@ def test_a_turn_needs_room_for_every_expert_of_every_token() -> None:
     assert turn_scratch(more, "bf16", 100) - turn_scratch(few, "bf16", 100) == 100 * 4 * (4 * 64 + 32) * 2
 
 
-def test_packed_weights_leave_room_to_be_written_out() -> None:
+def test_packed_weights_leave_room_to_be_written_out_and_for_the_sums_of_their_products() -> None:
     spec, given = a_spec(), {"memory": 8 * 2**30, "turn_tokens": 512}
     plain = a_plan(spec)
-    packed = a_plan(spec, weights=WeightBytes(0, (plain.weight_bytes,), 0))
-    assert room_for_pages(plain, spec, **given) - room_for_pages(packed, spec, **given) == OPENED_BYTES
+    packed = a_plan(spec, weights=WeightBytes(0, (plain.weight_bytes,), 0, parts=3 << 20))
+    assert room_for_pages(plain, spec, **given) - room_for_pages(packed, spec, **given) == OPENED_BYTES + (3 << 20)
 
 
 def test_a_device_that_the_weights_fill_has_no_room_for_pages() -> None:

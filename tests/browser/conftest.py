@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,23 @@ def browser() -> Iterator[Any]:
         browser.close()
 
 
+class Pace:
+    """How long a turn takes, whatever it was said to take."""
+
+    usual = 0.004
+    seconds = usual
+
+    def wait(self, _: float) -> None:
+        time.sleep(self.seconds)
+
+
 @pytest.fixture(scope="module")
-def model(browser: Any) -> Iterator[Served]:
+def pace() -> Pace:
+    return Pace()
+
+
+@pytest.fixture(scope="module")
+def model(browser: Any, pace: Pace) -> Iterator[Served]:
     """A small real model with its drafter, so that drafts are kept and thrown away. Turns take a while, as with a large one."""
     settings = Settings(
         model=str(TRAINED / "trained_qwen3"),
@@ -52,5 +68,5 @@ def model(browser: Any) -> Iterator[Served]:
         threads=1,
         self_check=False,
     )
-    with open_door(settings) as door, serving(slowed(door, 0.004)) as served:
+    with open_door(settings) as door, serving(slowed(door, pace.usual, pace)) as served:
         yield served

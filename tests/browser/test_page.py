@@ -12,10 +12,12 @@ import pytest
 
 from onedraw.server.assets import POLICY
 from onedraw.server.options import ServerOptions
+from tests.browser.conftest import Pace
 from tests.serve.running import Served, fake_door, serving
 
 AXE = (Path(__file__).parent / "vendor" / "axe.min.js").read_text(encoding="utf-8")
-PATIENCE = 20_000  # milliseconds
+PATIENCE = 120_000  # milliseconds
+SEED = "7"
 
 
 class Visit:
@@ -71,18 +73,21 @@ def visit(browser: Any, model: Served) -> Iterator[Visit]:
     visitor = Visit(context.new_page(), model.url)
     visitor.set("max_tokens", "48")
     visitor.set("temperature", "0.7")
+    visitor.set("seed", SEED)
     yield visitor
     context.close()
     assert visitor.mistakes == []
 
 
-def test_a_persons_walk(visit: Visit) -> None:
+def test_a_persons_walk(visit: Visit, pace: Pace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask, watch, stop, edit, draw again with the same seed, replay without drafts."""
     visit.set("max_tokens", "400")
-    visit.ask("def add(a, b):")
-    visit.page.locator(".assistant .t").nth(5).wait_for()
-    visit.press("Stop")
-    visit.wait_for_end()
+    with monkeypatch.context() as patched:
+        patched.setattr(pace, "seconds", 0.25)  # slow enough to be stopped, however slow the browser is
+        visit.ask("def add(a, b):")
+        visit.page.locator(".assistant .t").nth(5).wait_for()
+        visit.press("Stop")
+        visit.wait_for_end()
     stopped = visit.reply()
     assert stopped
     assert "stopped by you" in visit.facts()
@@ -174,6 +179,7 @@ def test_a_difference_is_shown_where_it_begins(visit: Visit) -> None:
 
 
 def test_a_pinned_seed_gives_the_same_reply_in_a_new_chat(visit: Visit) -> None:
+    visit.set("seed", "")
     visit.ask("hello")
     visit.wait_for_end()
     first = visit.reply()
@@ -289,7 +295,10 @@ def test_axe_finds_nothing_serious(
     visit = Visit(context.new_page(), model.url)
     visit.page.locator("#model strong").wait_for()
     assert visit.findings() == []
-    visit.page.evaluate("document.getElementById('p-max_tokens').value = '40'")
+    visit.page.evaluate(
+        f"for (const [name, value] of [['max_tokens', '40'], ['seed', '{SEED}']]) "
+        "document.getElementById(`p-${name}`).value = value"
+    )
     visit.ask("1 2 3 1 2 3 1 2 3")
     visit.wait_for_end()
     visit.press("Replay without drafts")
@@ -341,6 +350,7 @@ def test_a_key_locks_the_interface_and_not_the_page(browser: Any) -> None:
         visit.set("key", "sesame")
         visit.page.locator("#model strong").wait_for()
         visit.set("max_tokens", "8")
+        visit.set("seed", SEED)
         visit.ask("hello")
         visit.wait_for_end()
         assert "8 tokens" in visit.facts()

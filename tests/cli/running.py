@@ -26,6 +26,6 @@ class Terminal:
 
     def json(self, *given: str) -> dict[str, Any]:
         assert self.run(*given, "--json") == 0, self.err
-        (line,) = self.out.splitlines()
+        (line,) = self.out.removesuffix("\n").split("\n")  # a text may hold any other line break
         value: dict[str, Any] = json.loads(line)
         return value

@@ -18,6 +18,7 @@ from onedraw.prove import settled_stats
 from onedraw.settings import Settings
 from onedraw.wishes import Wishes
 from tests.cli.running import FAKE, Terminal
+from tests.serve.running import slowed
 
 
 @pytest.fixture
@@ -85,7 +86,7 @@ def test_control_c_stops_the_answer_and_keeps_what_was_said(door: Door, monkeypa
     screen = Interrupting()
     monkeypatch.setattr(sys, "stdout", screen)
     conversation = a_conversation(max_tokens=1500)
-    talk(door, conversation, read=typing("hello", "/max 3", "go on"))
+    talk(slowed(door, 0.02), conversation, read=typing("hello", "/max 3", "go on"))
     assert "stopped" in screen.getvalue()
     assert [t["role"] for t in conversation.turns] == ["user", "assistant"] * 2
     assert settled_stats(door).completion_tokens < 1500

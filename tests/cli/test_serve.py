@@ -33,7 +33,7 @@ def test_the_printed_line_works_when_pasted(server: subprocess.Popen[str]) -> No
         env={"ONEDRAW_API_KEY": "key", "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=300,
         check=True,
     )
     reply = json.loads(pasted.stdout)
@@ -45,7 +45,7 @@ def test_it_stops_with_status_0_when_told(server: subprocess.Popen[str]) -> None
     assert server.stdout is not None
     server.stdout.readline()
     server.send_signal(signal.SIGTERM)
-    assert server.wait(timeout=20) == 0
+    assert server.wait(timeout=300) == 0
 
 
 def test_a_port_in_use_is_one_line_and_no_traceback(server: subprocess.Popen[str]) -> None:
@@ -55,7 +55,7 @@ def test_a_port_in_use_is_one_line_and_no_traceback(server: subprocess.Popen[str
         [sys.executable, "-m", "onedraw.cli.main", "serve", "fake", "--backend", "fake", "--port", port],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=300,
         check=False,
     )
     assert second.returncode == 2

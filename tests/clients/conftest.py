@@ -21,6 +21,7 @@ import pytest
 
 ROOT = Path(os.environ.get("ONEDRAW_ROOT", Path(__file__).parents[2]))
 KEY = "sesame"
+PATIENCE = 300.0  # seconds, on a machine that does other things
 HELLO = [{"role": "user", "content": "Hello."}]
 WEATHER = {
     "type": "object",
@@ -50,7 +51,7 @@ class Server:
         """What the server says without any client, to hold clients to."""
         body = {"messages": HELLO, **asked}
         answer = httpx.post(
-            f"{self.base}/chat/completions", json=body, headers={"authorization": f"Bearer {self.key}"}, timeout=60
+            f"{self.base}/chat/completions", json=body, headers={"authorization": f"Bearer {self.key}"}, timeout=PATIENCE
         )
         assert answer.status_code == 200, answer.text
         text: str = answer.json()["choices"][0]["message"]["content"]
@@ -66,12 +67,12 @@ def running(*flags: str) -> Iterator[Server]:
             assert process.stdout is not None
             found = re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())
             assert found is not None, "the server did not start"
-            with httpx.Client(base_url=found[0], headers={"authorization": f"Bearer {KEY}"}) as http:
+            with httpx.Client(base_url=found[0], headers={"authorization": f"Bearer {KEY}"}, timeout=PATIENCE) as http:
                 document, models = http.get("/openapi.json").json(), http.get("/v1/models").json()
             yield Server(found[0], KEY, models["data"][0]["id"], document)
         finally:
             process.terminate()
-            process.wait(30)
+            process.wait(PATIENCE)
 
 
 @pytest.fixture(scope="session")

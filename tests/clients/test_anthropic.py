@@ -12,6 +12,8 @@ from pydantic import BaseModel
 
 from tests.clients.conftest import HELLO, WEATHER, Server
 
+SEEDED = {"seed": 7}
+
 
 @pytest.fixture
 def client(server: Server, needs: Callable[..., None]) -> anthropic.Anthropic:
@@ -20,13 +22,13 @@ def client(server: Server, needs: Callable[..., None]) -> anthropic.Anthropic:
 
 
 def test_chat(server: Server, client: anthropic.Anthropic) -> None:
-    reply = client.messages.create(model=server.model, messages=HELLO, max_tokens=12)
+    reply = client.messages.create(model=server.model, messages=HELLO, max_tokens=12, extra_body=SEEDED)
     assert reply.content[0].type == "text"
     assert reply.stop_reason in ("end_turn", "max_tokens")
 
 
 def test_streaming(server: Server, client: anthropic.Anthropic) -> None:
-    with client.messages.stream(model=server.model, messages=HELLO, max_tokens=12) as stream:
+    with client.messages.stream(model=server.model, messages=HELLO, max_tokens=12, extra_body=SEEDED) as stream:
         text = "".join(stream.text_stream)
         assert stream.get_final_message().content[0].text == text
 
@@ -62,7 +64,7 @@ def test_a_call_is_streamed(server: Server, client: anthropic.Anthropic) -> None
     tool = {"name": "weather", "input_schema": WEATHER, "strict": True}
     choice = {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}
     asked = {"model": server.model, "messages": HELLO, "tools": [tool], "tool_choice": choice, "max_tokens": 2000}
-    with client.messages.stream(**asked) as stream:
+    with client.messages.stream(**asked, extra_body=SEEDED) as stream:
         pieces = [event.partial_json for event in stream if event.type == "input_json"]
         (block,) = stream.get_final_message().content
     assert len(pieces) > 5
@@ -77,7 +79,7 @@ class Weather(BaseModel):
 
 
 def test_structured_output(server: Server, client: anthropic.Anthropic) -> None:
-    reply = client.messages.parse(model=server.model, messages=HELLO, max_tokens=2000, output_format=Weather)
+    reply = client.messages.parse(model=server.model, messages=HELLO, max_tokens=2000, output_format=Weather, extra_body=SEEDED)
     assert isinstance(reply.parsed_output, Weather)
 
 

@@ -58,7 +58,7 @@ def test_tools(server: Server, needs: Callable[..., None]) -> None:
 
 def test_responses(server: Server, needs: Callable[..., None]) -> None:
     needs(path="/v1/responses")
-    asked = {"use_responses_api": True, "seed": None, "max_tokens": 16}
+    asked = {"use_responses_api": True, "seed": None, "extra_body": {"seed": 7}, "max_tokens": 16}
     assert model(server, **asked).invoke("Hello.").usage_metadata["output_tokens"] <= 16
     structured = model(server, **{**asked, "max_tokens": 2000}).with_structured_output(Weather, method="json_schema")
     assert isinstance(structured.invoke("Hello."), Weather)

@@ -65,5 +65,7 @@ def test_structured_output(server: Server, needs: Callable[..., None]) -> None:
 
 def test_the_shape_of_anthropic(server: Server, needs: Callable[..., None]) -> None:
     needs(path="/v1/messages")
-    reply = ask(server, model=f"anthropic/{server.model}", api_base=server.url, max_tokens=12)
+    reply = ask(
+        server, model=f"anthropic/{server.model}", api_base=server.url, max_tokens=12, seed=7, allowed_openai_params=["seed"]
+    )
     assert reply.usage.completion_tokens <= 12

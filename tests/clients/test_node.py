@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.clients.conftest import Server
+from tests.clients.conftest import PATIENCE, Server
 
 FOLDER = Path(__file__).parent / "node"
 
@@ -24,7 +24,7 @@ def run(server: Server, script: str, part: str, *, key: str | None = None) -> An
     if not (FOLDER / "node_modules").is_dir():
         pytest.skip("the npm packages are not installed: npm ci in tests/clients/node")
     given = {**os.environ, "BASE": server.base, "KEY": key or server.key, "MODEL": server.model}
-    done = subprocess.run([node, script, part], cwd=FOLDER, env=given, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([node, script, part], cwd=FOLDER, env=given, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

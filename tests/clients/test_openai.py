@@ -92,11 +92,9 @@ def test_the_stream_helper(server: Server, client: openai.OpenAI, needs: Callabl
 
 def test_responses(server: Server, client: openai.OpenAI, needs: Callable[..., None]) -> None:
     needs(path="/v1/responses")
-    reply = client.responses.create(model=server.model, input="Hello.", max_output_tokens=16)
-    assert reply.output_text is not None
-    events = [
-        event.type for event in client.responses.create(model=server.model, input="Hello.", max_output_tokens=16, stream=True)
-    ]
+    asked = {"model": server.model, "input": "Hello.", "max_output_tokens": 16, "extra_body": {"seed": 7}}
+    assert client.responses.create(**asked).output_text
+    events = [event.type for event in client.responses.create(**asked, stream=True)]
     assert events[0] == "response.created"
     assert events[-1] in ("response.completed", "response.incomplete")
 
@@ -104,17 +102,16 @@ def test_responses(server: Server, client: openai.OpenAI, needs: Callable[..., N
 def test_responses_with_tools_and_forms(server: Server, client: openai.OpenAI, needs: Callable[..., None]) -> None:
     needs(path="/v1/responses")
     tool = {"type": "function", "name": "weather", "parameters": WEATHER, "strict": True}
+    asked = {"model": server.model, "extra_body": {"seed": 7}}
     must = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 2000}
-    first = client.responses.create(model=server.model, input="Hello.", **must)
+    first = client.responses.create(input="Hello.", **must, **asked)
     (call,) = first.output
     assert 1 <= json.loads(call.arguments)["days"] <= 9
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
-    second = client.responses.create(
-        model=server.model, input=[result], previous_response_id=first.id, tools=[tool], max_output_tokens=16
-    )
+    second = client.responses.create(input=[result], previous_response_id=first.id, tools=[tool], max_output_tokens=16, **asked)
     assert client.responses.retrieve(second.id).output == second.output
     client.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(first.id)
-    parsed = client.responses.parse(model=server.model, input="Hello.", text_format=Weather, max_output_tokens=2000)
+    parsed = client.responses.parse(input="Hello.", text_format=Weather, max_output_tokens=2000, **asked)
     assert isinstance(parsed.output_parsed, Weather)

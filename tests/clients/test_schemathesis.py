@@ -36,7 +36,7 @@ def judge(server: Server, tmp_path: Path) -> None:
             "--generation-database",
             "none",
         ),
-        *("--request-timeout", "30"),
+        *("--request-timeout", "120"),
     ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -19,7 +19,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from tests.clients.conftest import HELLO, WEATHER, Server
+from tests.clients.conftest import HELLO, PATIENCE, WEATHER, Server
 
 FUNCTION = {"name": "weather", "parameters": WEATHER, "strict": True}
 THINKING = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_budget": 6}
@@ -28,7 +28,7 @@ FORM = {"name": "weather", "schema": WEATHER, "strict": True}
 
 @pytest.fixture
 def http(server: Server) -> httpx.Client:
-    return httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {server.key}"}, timeout=60)
+    return httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {server.key}"}, timeout=PATIENCE)
 
 
 @cache

@@ -32,14 +32,12 @@ on_device = pytest.mark.skipif(INTERPRETED, reason="kernels in CUDA C++ need a C
 
 if torch.cuda.is_available() or INTERPRETED:
     from onedraw.backends.torch.backend import TorchBackend
-    from onedraw.backends.torch.kernels import packed_linear as linears
     from onedraw.backends.torch.kernels import packed_rows, triton_wide
     from onedraw.backends.torch.kernels.courier import Courier
     from onedraw.backends.torch.kernels.fragments import Fragments
     from onedraw.backends.torch.kernels.opening import opened_slowly
     from onedraw.backends.torch.kernels.packed_experts import PackedBank, load_bank
     from onedraw.backends.torch.kernels.packed_linear import (
-        Workspace,
         bring_fragments,
         load_fragments,
         packed_linear,
@@ -50,6 +48,7 @@ if torch.cuda.is_available() or INTERPRETED:
     from onedraw.backends.torch.kernels.triton_moe import experts, route
     from onedraw.backends.torch.kernels.triton_norm import gated
     from onedraw.backends.torch.kernels.triton_wide import WideTile
+    from onedraw.backends.torch.kernels.workspace import Workspace
     from tests.backends.torch import emulated
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() and not INTERPRETED else "cpu")
@@ -57,6 +56,7 @@ DTYPE = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter cuts
 ROUNDING = 6e-4 if INTERPRETED else 4e-3
 MOST = 20 if INTERPRETED else 700
 RNG = np.random.default_rng(0)
+ROOM = Workspace(DEVICE) if torch.cuda.is_available() or INTERPRETED else None
 
 
 def normal(*shape: int, seed: int = 0, spread: float = 1.0) -> Tensor:
@@ -82,7 +82,7 @@ def slow(kind: str, rows: int, width: int) -> tuple[Opened, Tensor]:
 def weight(kind: str, rows: int, width: int) -> tuple[Fragments, Opened, Tensor]:
     """As products keep it; as the rule has it, found slowly; as the file's numbers."""
     tensor = stored("w", (rows, width), kind, RNG, width**-0.5)
-    made = load_fragments([tensor], pad=1, courier=Courier(DEVICE), device=DEVICE)
+    made = load_fragments([tensor], pad=1, courier=Courier(DEVICE), device=DEVICE, workspace=ROOM)
     opened = opened_slowly(torch.from_numpy(tensor.packed()).to(DEVICE), kind)
     return made, opened, torch.from_numpy(tensor.float32()).to(DEVICE)
 
@@ -162,26 +162,38 @@ def test_a_row_has_its_bits_alone_and_in_a_batch_whichever_kernel_serves(kind: s
     fragments, opened, values = weight(kind, 200, width)
     x = normal(MOST, width, seed=1)
     prepared = prepare_rows(x)
-    full = packed_product(prepared, fragments, out=nothing(MOST, 200))
+    full = packed_product(prepared, fragments, out=nothing(MOST, 200), workspace=ROOM)
     assert error(full, x.double() @ values.double().t()) < ROUNDING
     for rows in (1, 2, 5, 16, 17, 40, 64, 65, 100, 256, 257, 300):
         for start in (0, 3):
             part = prepare_rows(x[start : start + rows])
-            assert torch.equal(packed_product(part, fragments, out=nothing(rows, 200)), full[start : start + rows]), (rows, start)
+            found = packed_product(part, fragments, out=nothing(rows, 200), workspace=ROOM)
+            assert torch.equal(found, full[start : start + rows]), (rows, start)
     for tile in (WideTile(), WideTile(16, 32, 64, 1, 2), WideTile(64, 128, 32, 4, 2)):
         assert torch.equal(triton_wide.wide_product(prepared, opened, out=nothing(MOST, 200), tile=tile), full), tile
 
 
 @on_device
-def test_a_weight_that_is_opened_in_slices_answers_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_weight_that_is_opened_in_slices_answers_the_same() -> None:
     fragments, _, _ = weight("Q4_K", 600, 512)
     prepared, bias, residual = prepare_rows(normal(300, 512, seed=2)), normal(600, seed=3), normal(300, 600, seed=4)
     follows = {"bias": bias, "residual": residual}
-    whole = packed_product(prepared, fragments, out=nothing(300, 600), **follows)
+    whole = packed_product(prepared, fragments, out=nothing(300, 600), workspace=ROOM, **follows)
     small = Workspace(DEVICE, most=300 << 10)
     assert len(list(small.slices(fragments))) == 3
-    monkeypatch.setattr(linears, "workspace", lambda device: small)
-    assert torch.equal(packed_product(prepared, fragments, out=nothing(300, 600), **follows), whole)
+    assert torch.equal(packed_product(prepared, fragments, out=nothing(300, 600), workspace=small, **follows), whole)
+
+
+@on_device
+@pytest.mark.parametrize("rows", [17, 64])
+def test_outputs_that_come_slab_by_slab_are_the_same(rows: int) -> None:
+    fragments, _, _ = weight("Q4_K", 600, 2304)
+    prepared, bias, residual = prepare_rows(normal(rows, 2304, seed=2)), normal(600, seed=3), normal(rows, 600, seed=4)
+    follows = {"bias": bias, "residual": residual}
+    whole = packed_rows.skinny_product(prepared, fragments, out=nothing(rows, 600), **follows)
+    few = torch.full((3 * 16 * 64 * 7,), torch.nan, dtype=torch.float32, device=DEVICE)  # seven units of outputs at a time
+    assert torch.equal(packed_rows.skinny_product(prepared, fragments, out=nothing(rows, 600), parts=few, **follows), whole)
+    assert not fragments.counters.any()
 
 
 @on_device
@@ -192,7 +204,7 @@ def test_weights_of_several_kinds_stand_side_by_side_with_bias_and_residual(rows
     ]
     heights = [24, 16, 8, 8]  # padded to eight rows
     bias, x, residual = normal(56, seed=2), normal(rows, 256, seed=3), normal(rows, 56, seed=4)
-    made = packed_linear(tensors, dtype=DTYPE, device=DEVICE, courier=Courier(DEVICE), bias=bias, pad=8)
+    made = packed_linear(tensors, dtype=DTYPE, device=DEVICE, courier=Courier(DEVICE), workspace=ROOM, bias=bias, pad=8)
     assert made is not None
     assert [type(part).__name__ for part in made.parts] == ["Fragments", "Fragments", "Tensor"]
     dense = [torch.nn.functional.pad(torch.from_numpy(t.float32()), (0, 0, 0, -len(t.float32()) % 8)) for t in tensors]
@@ -200,7 +212,7 @@ def test_weights_of_several_kinds_stand_side_by_side_with_bias_and_residual(rows
     expected = x.double() @ torch.cat(dense).double().to(DEVICE).t() + bias.double()
     assert error(made(x), expected) < ROUNDING
     assert error(made(x, residual), expected + residual.double()) < ROUNDING
-    assert packed_linear(tensors[3:], dtype=DTYPE, device=DEVICE, courier=Courier(DEVICE)) is None
+    assert packed_linear(tensors[3:], dtype=DTYPE, device=DEVICE, courier=Courier(DEVICE), workspace=ROOM) is None
 
 
 @on_device
@@ -208,7 +220,7 @@ def test_columns_stay_as_stored_and_rows_come_in_their_order() -> None:
     tensor = stored("w", (16, 512), "Q4_K", RNG, 512**-0.5)
     order = np.arange(512).reshape(4, 128)[[2, 0, 3, 1]].reshape(-1)
     ours = Columns(tensor, order)
-    made = packed_linear([ours], dtype=DTYPE, device=DEVICE, courier=Courier(DEVICE))
+    made = packed_linear([ours], dtype=DTYPE, device=DEVICE, courier=Courier(DEVICE), workspace=ROOM)
     assert made is not None
     x = normal(5, 512, seed=5)
     assert error(made(x), x.double() @ torch.from_numpy(ours.float32()).to(DEVICE).double().t()) < ROUNDING
@@ -285,9 +297,9 @@ def test_experts_answer_with_the_bits_of_products_with_their_matrices_one_after_
     expected = torch.zeros(rows, hidden, device=DEVICE)
     for number in range(count):
         gate, up, down = (stack.matrix(number) for stack in alone)
-        one, two = (packed_product(prepare_rows(x), part, out=nothing(rows, part.rows)) for part in (gate, up))
+        one, two = (packed_product(prepare_rows(x), part, out=nothing(rows, part.rows), workspace=ROOM) for part in (gate, up))
         opened = prepare_rows(gated(torch.cat([one, two], 1), "silu"))
-        answer = packed_product(opened, down, out=nothing(rows, down.rows))[:, :hidden].float()
+        answer = packed_product(opened, down, out=nothing(rows, down.rows), workspace=ROOM)[:, :hidden].float()
         for row, place in (ids == number).nonzero().tolist():
             expected[row] += answer[row] * shares[row, place]
     assert torch.equal(bank_of(tensors)(x, ids, shares, 1.0), expected.to(DTYPE))
@@ -304,7 +316,7 @@ def test_an_expert_gives_the_bits_of_a_product_with_its_matrix_alone(kind: str) 
     )
     prepared = prepare_rows(normal(300, width, seed=1))
     members = (300, 257, 65, 33, 9, 8, 7, 2, 1)  # a row's experts are the lowest ones, so each is its own place
-    full = [packed_product(prepared, made.matrix(number), out=nothing(300, outputs)) for number in range(count)]
+    full = [packed_product(prepared, made.matrix(number), out=nothing(300, outputs), workspace=ROOM) for number in range(count)]
     for height in (8, 16, 32, 64):
         ids = torch.arange(count, device=DEVICE).expand(300, count).clone()
         for number, rows in enumerate(members):

@@ -354,3 +354,22 @@ def test_experts_are_chosen_by_the_plain_rule(scores: Literal["softmax", "sigmoi
     out, always, residual = (normal(rows, 40, seed=6 + i).to(DTYPE) for i in range(3))
     for gate, before in ((None, None), (given, residual)):
         assert error(routes.join(out, always, gate, before), join_shared(out, always, gate, before)) < 5e-3
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+def test_experts_of_a_row_without_numbers_are_several_and_the_row_is_noticed(scores: Literal["softmax", "sigmoid"]) -> None:
+    """Such a row once had one expert several times over; the others' answers were never written, and were read all the same."""
+    count, used, rows, hidden, width = 8, 3, 4, 32, 16
+    spec = MoeSpec(count, used, width, scores=scores)
+    given = normal(rows, count, seed=3).to(DTYPE)
+    given[1], given[2, 5] = torch.nan, torch.nan
+    ids, weights = routes.choose_experts(given, spec, bias=None, factors=None)
+    expected, _ = choose_experts(given, spec, bias=None, factors=None)
+    assert torch.equal(ids, expected)
+    assert weights.isnan().any(1).tolist() == [False, True, True, False]
+    tables = moe.route(ids, weights, count=count)
+    assert sorted(tables.order.tolist()) == list(range(rows * used))  # every pair is answered, and has its weight
+    x, gate_up, down = (normal(*shape, seed=4).to(DTYPE) for shape in ((rows, hidden), (count, 32, hidden), (count, hidden, 16)))
+    found = moe.experts(x, tables, gate_up=gate_up, down=down, activation="silu")
+    assert found.isnan().any(1).tolist() == [False, True, True, False]
+    assert found[[1, 2]].isnan().all()

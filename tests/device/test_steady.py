@@ -201,8 +201,8 @@ def test_a_planted_fault_of_a_turn_ahead_is_caught(fault: str, monkeypatch: pyte
 
             def twice(self, laid, watch):  # type: ignore[no-untyped-def]
                 first = real(self, laid, watch)
-                if laid.positions[0].drafts:  # a row that awaits its token
-                    self._work(laid, None, watch)
+                if laid.plan.rows[0].awaits:
+                    self._pass(self._parts[-1], laid.parts[-1], None, watch)
                 return first
 
             monkeypatch.setattr(steady.SteadyTurns, "_launch", twice)
@@ -213,6 +213,38 @@ def test_a_planted_fault_of_a_turn_ahead_is_caught(fault: str, monkeypatch: pyte
     got, stats = run(backend_of("hybrid", Straight()), asked, Schedule())
     assert stats.turns_ahead
     assert got != expected
+
+
+def test_wishes_that_are_too_many_to_be_recorded_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers run already when the choosing is laid out: it goes on without its arena."""
+    from onedraw.backends.torch import steady
+
+    asked = calm(2, max_tokens=4, length=5)[1:]
+    expected = one_by_one("hybrid", asked)
+    drafts = Clairvoyant({r.id: a.tokens for r, a in zip(asked, expected, strict=True)}, VOCAB, silent_every=2)
+    monkeypatch.setattr(steady, "WISHES_BYTES", 64)
+    recorder = next(iter(recorders().values()))
+    got, stats = run(backend_of("hybrid", recorder), asked, Schedule(proposer=drafts))
+    assert got == expected
+    assert stats.accepted_tokens
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="what shares memory on a device is luck")
+def test_choosing_that_reads_the_memory_of_the_layers_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: what the layers left stays where other recorded works put theirs."""
+    from onedraw.backends.torch.stack import Stream
+    from onedraw.backends.torch.steady import SteadyTurns
+
+    asked = calm(1, max_tokens=4, length=5)
+    expected = one_by_one("hybrid", asked)
+    real = SteadyTurns._pass
+
+    def shares(self, part, own, entered, watch):  # type: ignore[no-untyped-def]
+        stream, watch = real(self, part, own, entered, watch)
+        return Stream(stream.x.clone(), None, 0), watch
+
+    monkeypatch.setattr(SteadyTurns, "_pass", shares)
+    assert run(backend_of("hybrid", Replays()), asked, Schedule())[0] != expected
 
 
 def test_numbers_that_overflow_end_their_rows_and_name_the_layer_though_a_turn_is_behind_them() -> None:

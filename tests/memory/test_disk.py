@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -75,7 +76,7 @@ def empty(path: Path) -> None:
 
 
 def garble(path: Path) -> None:
-    path.write_bytes(os.urandom(500))
+    path.write_bytes(np.random.default_rng(8).bytes(500))
 
 
 def swap(path: Path) -> None:
@@ -158,12 +159,13 @@ def test_value_is_tokens_per_byte_and_fades() -> None:
 
 
 def test_a_disk_that_does_not_keep_up_drops_snapshots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = SnapshotFolder._write
-    monkeypatch.setattr(SnapshotFolder, "_write", lambda self, *given: (time.sleep(0.2), real(self, *given)))
+    real, working = SnapshotFolder._write, threading.Event()
+    monkeypatch.setattr(SnapshotFolder, "_write", lambda self, *given: (working.wait(), real(self, *given)))
     folder = opened(tmp_path)
     taken = [folder.write((*TOKENS, i), ARRAYS, logits=True, firsts=(0,)) for i in range(4)]
     assert taken == [True, True, False, False]
     assert folder.busy
+    working.set()
     folder.close()
     assert folder.written == 2
 

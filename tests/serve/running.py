@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from onedraw.server.serve import Server
 from onedraw.settings import Settings
 
 DEFAULTS = ServerOptions()
-PATIENCE = 30.0  # seconds a condition may take to come true
+PATIENCE = 120.0  # seconds a condition may take to come true, and an answer to come, on a machine that does other things
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Served:
         return self.door.card.name
 
     def client(self, **kwargs: Any) -> openai.OpenAI:
-        client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120, **kwargs)
+        client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE, **kwargs)
         self.clients.append(client)
         return client
 
@@ -48,6 +49,19 @@ class Served:
 
     def get(self, path: str, **kwargs: Any) -> httpx.Response:
         return self.http.get(path, **kwargs)
+
+    def stream(self, path: str, **body: Any) -> AbstractContextManager[httpx.Response]:
+        """An answer to be read line by line; who leaves early hangs up."""
+        return self.http.stream("POST", path, json={**body, "stream": True})
+
+    @contextmanager
+    def unread(self, path: str, body: bytes, *, length: int | None = None) -> Iterator[socket.socket]:
+        """A request on a connection of its own, whose answer is left to the caller. Leaving is hanging up."""
+        address = httpx.URL(self.url)
+        with socket.create_connection((address.host, address.port), timeout=PATIENCE) as connection:
+            head = f"POST {path} HTTP/1.1\r\nhost: test\r\ncontent-length: {len(body) if length is None else length}\r\n\r\n"
+            connection.sendall(head.encode() + body)
+            yield connection
 
     def chunks(self, path: str, **body: Any) -> list[dict[str, Any]]:
         """The objects of a stream, which must end in [DONE]."""
@@ -62,11 +76,12 @@ class Served:
 def serving(door: Door, options: ServerOptions = DEFAULTS) -> Iterator[Served]:
     """A server in a thread, on a free port. The door stays open when it stops."""
     server = Server(door, replace(options, port=0, log_level="critical"))
+    server.config.timeout_keep_alive = 3600  # a client that was paused meets no connection that is just being closed
     thread = threading.Thread(target=server.run, name="test-server")
     thread.start()
     try:
         wait_until(lambda: server.started)
-        with httpx.Client(base_url=server.url, timeout=120) as http:
+        with httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
             served = Served(server.url, door, http)
             yield served
             for client in served.clients:
@@ -88,13 +103,14 @@ def fake_door(**settings: Any) -> Door:
     return open_door(Settings(backend="fake", model="fake", **settings))
 
 
-def slowed(door: Door, seconds: float) -> Door:
-    """The same door with a device that needs this long for a turn."""
+def slowed(door: Door, seconds: float, until: Any = None) -> Door:
+    """The same door with a device that needs this long for a turn, until it is let go: `until` is an event, or waits as one."""
+    free = until or threading.Event()
     backend = door.service._engine.backend
     submit = backend.submit
 
     def slow_submit(plan: Any) -> Any:
-        time.sleep(seconds)
+        free.wait(seconds)
         return submit(plan)
 
     backend.submit = slow_submit

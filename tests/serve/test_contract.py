@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 
 from onedraw.assemble import open_door
+from onedraw.prove import settled_stats
 from onedraw.settings import Settings
-from tests.serve.running import Served, serving
+from tests.serve.running import Served, serving, wait_until
 
 pytestmark = pytest.mark.weights
 
@@ -44,6 +46,14 @@ def one_by_one(served: Served) -> list[Answer]:
 
 
 def all_at_once(served: Served) -> list[Answer]:
+    """Beside one that is being answered already, so that whoever comes meets somebody."""
+    long = {"model": served.model, "prompt": "One, two,", "max_tokens": 100, "ignore_eos": True, "seed": 8}
+    with served.unread("/v1/completions", json.dumps(long).encode()):
+        wait_until(lambda: served.door.service.stats().completion_tokens > 0)
+        return at_once(served)
+
+
+def at_once(served: Served) -> list[Answer]:
     order = list(range(len(REQUESTS)))
     random.Random(7).shuffle(order)
     with ThreadPoolExecutor(len(order)) as pool:
@@ -80,10 +90,10 @@ def variation(request: pytest.FixtureRequest, smollm2_path: Path) -> Iterator[tu
             if request.param in ("prefix hits", "after a restart"):
                 one_by_one(served)
             answers = one_by_one(served) if request.param in ("prefix hits", "one thread", "two threads") else all_at_once(served)
-            stats = served.door.service.stats()
+            stats = settled_stats(door)
         if request.param == "after a restart":
             with opened(smollm2_path) as door, serving(door) as served:
-                answers, stats = one_by_one(served), served.door.service.stats()
+                answers, stats = one_by_one(served), settled_stats(door)
         yield request.param, answers, stats
     finally:
         torch.set_num_threads(before)

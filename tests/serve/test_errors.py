@@ -225,8 +225,9 @@ def test_a_law_that_leaves_no_token_is_a_named_error(fake):
 
 
 def test_a_full_queue_says_when_to_come_back():
-    with slowed(fake_door(max_batch=1, queue_limit=1), 0.005) as door, serving(door) as served:
-        long = {"prompt": "a", "max_tokens": 400, "ignore_eos": True}
+    free = threading.Event()  # until then the first is far from its end
+    with slowed(fake_door(max_batch=1, queue_limit=1), 0.05, free) as door, serving(door) as served:
+        long = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True}
         others = [threading.Thread(target=lambda: served.post(COMPLETIONS, **long)) for _ in range(2)]
         for number, other in enumerate(others):
             other.start()
@@ -235,6 +236,7 @@ def test_a_full_queue_says_when_to_come_back():
             answer = served.post(COMPLETIONS, stream=stream, **long)
             refused(answer, 429, code="queue_full")
             assert int(answer.headers["retry-after"]) >= 1
+        free.set()
         for other in others:
             other.join()
         assert served.post(COMPLETIONS, prompt="a", max_tokens=1).status_code == 200

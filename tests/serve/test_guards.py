@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
+import json
 
-import httpx
 import openai
 import pytest
 
 from onedraw.errors import BadSetting
 from onedraw.server.options import ServerOptions
-from tests.serve.running import fake_door, serving, slowed, wait_until
+from tests.serve.running import Served, fake_door, serving, slowed, wait_until
 
 KEY = "sesame-Ω-key"  # a key may hold any characters
 
@@ -63,7 +62,7 @@ def test_a_page_of_an_allowed_origin_may_ask(locked):
         "access-control-request-headers": "authorization",
     }
     for path, method in (("/v1/chat/completions", "POST"), ("/v1/responses/resp_1", "DELETE"), ("/v1/models", "GET")):
-        answer = httpx.options(f"{locked.url}{path}", headers={**asked, "access-control-request-method": method})
+        answer = locked.http.options(path, headers={**asked, "access-control-request-method": method})
         assert answer.status_code == 200
         assert answer.headers["access-control-allow-origin"] == "https://page.example"
     refused = locked.get("/v1/models", headers={"origin": "https://page.example"})
@@ -138,26 +137,38 @@ def test_a_key_may_end_in_bytes_that_look_like_spaces(key):
         assert served.get("/v1/models", headers={"authorization": f"Bearer {key[:-1]}x".encode()}).status_code == 401
 
 
+ENDLESS = {"prompt": "a", "max_tokens": 2000, "ignore_eos": True}
+
+
 def test_a_request_over_its_time_is_ended_and_its_pages_are_free():
-    with fake_door() as door, serving(slowed(door, 0.01), ServerOptions(request_seconds=0.3)) as served:
-        asked = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True}
-        answer = served.post("/v1/completions", **asked)
+    with fake_door() as door:
+        with serving(slowed(door, 0.02), ServerOptions(request_seconds=0.3)) as served:
+            answer = served.post("/v1/completions", **ENDLESS)
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "request_timeout")
-        streamed = served.post("/v1/completions", stream=True, **asked).text.split("\n\n")
-        assert len(streamed) > 5
-        assert '"request_timeout"' in streamed[-2]
         wait_until(lambda: door.service.stats().running == 0)
-        assert served.post("/v1/completions", prompt="a", max_tokens=3).status_code == 200
+        with serving(door) as served:
+            assert served.post("/v1/completions", prompt="a", max_tokens=3).status_code == 200
 
 
-def test_a_body_that_does_not_arrive_is_refused(monkeypatch):
+def test_a_stream_over_its_time_is_ended_by_an_event():
+    def streamed(seconds: float) -> tuple[int, list[str]]:
+        with serving(door, ServerOptions(request_seconds=seconds)) as served:
+            answer = served.post("/v1/completions", stream=True, **ENDLESS)
+        return answer.status_code, answer.text.split("\n\n")
+
+    with slowed(fake_door(), 0.05) as door:
+        # The time must be enough for the first token: then the answer has begun when it is over. A busy machine needs more.
+        status, events = next(found for found in map(streamed, (0.3, 3, 30)) if found[0] == 200)
+        assert status == 200
+        assert json.loads(events[0].removeprefix("data: "))["choices"]
+        assert '"request_timeout"' in events[-2]
+        assert "[DONE]" not in events[-1]
+        wait_until(lambda: door.service.stats().running == 0)
+
+
+def test_a_body_that_does_not_arrive_is_refused(monkeypatch, fake: Served):
     monkeypatch.setattr("onedraw.server.guards.read_body.__kwdefaults__", {"seconds": 0.2})
-    with fake_door() as door, serving(door) as served:
-
-        def slowly():
-            yield b'{"prompt": '
-            time.sleep(0.6)
-            yield b'"a"}'
-
-        answer = served.send("/v1/completions", slowly())
-        assert (answer.status_code, answer.json()["error"]["code"]) == (408, "body_too_slow")
+    with fake.unread("/v1/completions", b'{"prompt": ', length=15) as connection:
+        answer = connection.makefile("rb").read1(65536)  # the rest is never sent
+    assert b" 408 " in answer.partition(b"\r\n")[0]
+    assert b"body_too_slow" in answer

@@ -9,12 +9,11 @@ import subprocess
 import sys
 from typing import Any
 
-import httpx
 import pytest
 
 from onedraw.server.logs import JsonFormatter, TextFormatter
 from onedraw.server.options import ServerOptions
-from tests.serve.running import Served, fake_door, serving, slowed, wait_until
+from tests.serve.running import PATIENCE, Served, fake_door, serving, slowed, wait_until
 
 CHAT = "/v1/chat/completions"
 SECRET = [{"role": "user", "content": "my secret question"}]
@@ -29,6 +28,9 @@ def lines(caplog: pytest.LogCaptureFixture, fake: Served) -> Any:
         return [record.facts for record in caplog.records if hasattr(record, "facts")]
 
     facts()
+    fake.get("/health", headers={"x-request-id": "before"})  # behind its line there is none of an earlier test's
+    wait_until(lambda: any(line.get("caller_id") == "before" for line in facts()))
+    caplog.clear()
     return facts
 
 
@@ -74,9 +76,9 @@ def test_prompts_are_logged_only_when_asked_for(lines: Any) -> None:
 
 
 def test_a_client_that_hung_up_is_noted(lines: Any) -> None:
-    with fake_door() as door, serving(slowed(door, 0.01)) as served:
+    with fake_door() as door, serving(slowed(door, 0.02)) as served:
         assert lines() == []
-        with httpx.stream("POST", f"{served.url}{CHAT}", json={"messages": SECRET, "stream": True, "max_tokens": 400}) as answer:
+        with served.stream(CHAT, messages=SECRET, max_tokens=1500, ignore_eos=True) as answer:
             next(answer.iter_lines())
         wait_until(lambda: len(lines()) == 1)
         assert lines()[0]["gone"] is True
@@ -112,10 +114,10 @@ def test_the_process_logs_json_alone_on_stderr() -> None:
         "server = Server(fake_door(), ServerOptions(port=0, log_format='json'))\n"
         "thread = threading.Thread(target=server.run); thread.start()\n"
         "wait_until(lambda: server.started)\n"
-        "httpx.get(server.url + '/health')\n"
+        f"httpx.get(server.url + '/health', timeout={PATIENCE})\n"
         "server._loop.call_soon_threadsafe(server.stop); thread.join()\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env={**os.environ})
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE, env={**os.environ})
     assert done.returncode == 0, done.stderr
     told = [json.loads(line) for line in done.stderr.splitlines()]
     assert [line["path"] for line in told if line["message"] == "request"] == ["/health"]

@@ -274,9 +274,10 @@ def test_items_may_be_referred_to(fake: Any, client: openai.OpenAI) -> None:
 
 def test_a_failure_in_the_middle_is_told_in_both_ways() -> None:
     """Some clients wait for an error, some for a response that failed."""
-    with slowed(fake_door(), 0.005) as door, serving(door) as served:
+    with slowed(fake_door(), 0.02) as door, serving(door) as served:
         backend = door.service._engine.backend
-        stream = served.client().responses.create(model=served.model, input="Hello.", max_output_tokens=500, stream=True)
+        asked = {"model": served.model, "input": "Hello.", "max_output_tokens": 1500, "extra_body": {"seed": 6}}
+        stream = served.client().responses.create(**asked, stream=True)  # with this seed it has no end of its own
         events = [next(iter(stream))]
         backend.submit = lambda plan: 1 / 0
         events += list(stream)

@@ -17,19 +17,22 @@ import pytest
 from onedraw.assemble import open_door
 from onedraw.settings import Settings
 from tests import tiny
-from tests.serve.running import PATIENCE, Served, fake_door, serving
+from tests.serve.running import PATIENCE, Served, fake_door, serving, wait_until
 
-# The disk of this server is slow, so that a kill finds it writing.
+# The disk of this server is slow and stands still before one of its writes, so that a kill finds it writing.
 PROGRAM = """
-import sys, time
+import itertools, sys, time
 from pathlib import Path
 from onedraw.memory.disk import SnapshotFolder
 from onedraw.server.options import ServerOptions
 from onedraw.server.serve import serve
 from tests.serve.running import fake_door
-parts = SnapshotFolder._parts
+parts, count = SnapshotFolder._parts, itertools.count()
 def slow(self, *given):
     for part in parts(self, *given):
+        if next(count) == int(sys.argv[2]):
+            Path(sys.argv[1], "still").touch()
+            time.sleep(10**6)
         yield part
         time.sleep(0.01)
 SnapshotFolder._parts = slow
@@ -49,8 +52,11 @@ def answers(served: Served, count: int) -> list[Any]:
     return [served.post("/v1/completions", **asked(number)).json()["choices"] for number in range(count)]
 
 
-def killed_while_writing(place: Path, numbers: range, delay: float) -> None:
-    command = [sys.executable, "-c", PROGRAM, str(place)]
+def killed_while_writing(place: Path, numbers: range, *, still_before: int = -1, delay: float = 0.0) -> None:
+    """Killed once the disk stands still before this write, or a while after the last answer."""
+    command = [sys.executable, "-c", PROGRAM, str(place), str(still_before)]
+    still = place / "still"
+    still.unlink(missing_ok=True)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         try:
             assert child.stdout is not None
@@ -60,22 +66,24 @@ def killed_while_writing(place: Path, numbers: range, delay: float) -> None:
             url = shlex.split(line)[1].split("/v1")[0]
             for number in numbers:
                 assert httpx.post(f"{url}/v1/completions", json=asked(number), timeout=PATIENCE).status_code == 200
+            if still_before >= 0:
+                wait_until(still.exists)
             time.sleep(delay)
         finally:
             child.send_signal(signal.SIGKILL)
             child.wait()
 
 
-def kill_again_and_again(place: Path, kills: int, snapshot_warnings: list[str]) -> None:
-    chance, caught = random.Random(3), 0
-    for life in range(kills):
-        killed_while_writing(place, range(life * 2, life * 2 + 2), chance.uniform(0.0, 0.08))
+def kill_again_and_again(place: Path, kills: list[dict[str, Any]], snapshot_warnings: list[str]) -> None:
+    caught = 0
+    for life, how in enumerate(kills):
+        killed_while_writing(place, range(life * 2, life * 2 + 2), **how)
         caught += len(list(place.glob("snapshots/*/*.part")))  # the next life sweeps them away
     wholes = list(place.glob("snapshots/*/*.snapshot"))
     with fake_door() as door, serving(door) as served:
-        expected = answers(served, kills * 2)
+        expected = answers(served, len(kills) * 2)
     with fake_door(cache_dir=place, cache_budget=10**9) as door, serving(door) as served:
-        assert answers(served, kills * 2) == expected
+        assert answers(served, len(kills) * 2) == expected
         assert door.service.stats().snapshots_restored == len(wholes)
     assert not snapshot_warnings
     assert not list(place.glob("snapshots/*/*.part"))
@@ -86,12 +94,14 @@ def kill_again_and_again(place: Path, kills: int, snapshot_warnings: list[str]) 
 def test_a_kill_while_writing_loses_no_good_snapshot_and_restores_no_bad_one(
     tmp_path: Path, snapshot_warnings: list[str]
 ) -> None:
-    kill_again_and_again(tmp_path, 5, snapshot_warnings)
+    # A snapshot is seven writes: the first is cut at its beginning, in its middle and before its end, then the second.
+    kill_again_and_again(tmp_path, [{"still_before": write} for write in (0, 3, 6, 7, 11)], snapshot_warnings)
 
 
 @pytest.mark.long
 def test_a_hundred_kills(tmp_path: Path, snapshot_warnings: list[str]) -> None:
-    kill_again_and_again(tmp_path, 100, snapshot_warnings)
+    chance = random.Random(3)
+    kill_again_and_again(tmp_path, [{"delay": chance.uniform(0.0, 0.08)} for _ in range(100)], snapshot_warnings)
 
 
 def test_a_restart_finds_the_prompt_and_another_split_does_too(tmp_path: Path) -> None:

@@ -116,6 +116,13 @@ def why_no_kernels(cache: Path) -> str:
     return build(cache).reason
 
 
+def why_no_blocks() -> str:
+    """Why our kernels for packed weights cannot be compiled for a GPU here; nothing where they can."""
+    from onedraw.backends.torch.kernels import nvrtc
+
+    return nvrtc.why_not()
+
+
 def set_threads(count: int | None, ops: Iterable[Ops], cores: Collection[int] = ()) -> None:
     """The calling thread's place from now on: on these processors, where some are named, with so many of torch's threads;
     None leaves torch its own choice.

@@ -27,6 +27,10 @@ class Bank(Protocol):
         """Products that the self-check compares and that obey its rule."""
         ...
 
+    def borders(self, used: int) -> tuple[int, ...]:
+        """Row counts from which on other kernels serve, where `used` experts answer for each row."""
+        ...
+
     def __call__(self, h: Tensor, ids: Tensor, weights: Tensor, scale: float) -> Tensor:
         """ids and weights [T, used] → scale · Σ weight · expert(h), the lowest expert first, in h's dtype."""
         ...
@@ -42,6 +46,9 @@ class PlainBank:
     @property
     def linears(self) -> list[Linear]:
         return [*self.gate_up, *self.down]
+
+    def borders(self, used: int) -> tuple[int, ...]:
+        return ()  # the products are compared by themselves
 
     def __call__(self, h: Tensor, ids: Tensor, weights: Tensor, scale: float) -> Tensor:
         out = torch.zeros_like(h, dtype=torch.float32)

@@ -135,5 +135,5 @@ def recorders_of(sites: Sequence[Site], given: Recorder | None = None) -> list[R
     """One per device, for the stages that record."""
     made: dict[torch.device, Recorder] = {}
     for device, stages in Counter(site.device for site in sites if site.ops.records).items():
-        made[device] = Graphs(device, stages * MOST) if device.type == "cuda" else Straight()
+        made[device] = Graphs(device, (stages + 1) * MOST) if device.type == "cuda" else Straight()
     return [None if not site.ops.records else made[site.device] if given is None else given for site in sites]

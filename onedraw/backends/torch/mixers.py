@@ -74,6 +74,7 @@ class Delta:
 
     @staticmethod
     def load(index: int, spec: DeltaSpec, loader: Loader, eps: float) -> Delta:
+        loader.ops.require(spec)
         return Delta(
             spec=spec,
             projections=loader.linear(index, "delta_qkv", "delta_z", "delta_a", "delta_b"),

@@ -6,7 +6,7 @@ In: tensors. Out: tensors whose rows do not depend on each other. Kernels answer
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -130,6 +130,14 @@ class Ops(Protocol):
         """Norm, turn and write keys and values [T, 2K * D] without attending."""
         ...
 
+    def turn_borders(self, mixers: Collection[AttentionSpec | DeltaSpec]) -> tuple[int, ...]:
+        """Rows of one token each from which on other kernels than those of the products serve a turn."""
+        ...
+
+    def require(self, mixer: DeltaSpec) -> None:
+        """Raises UnsupportedModel where these operations cannot compute such a layer. Asked before a weight of it is read."""
+        ...
+
     def prepare_delta(self, inputs: Inputs, mixer: DeltaSpec) -> Any:
         """What delta layers of one kind read alike in one turn."""
         ...
@@ -228,6 +236,12 @@ class FloatOps:
 
     def opening(self, gate_up: Linear, activation: Activation) -> Opening | None:
         return None
+
+    def turn_borders(self, mixers: Collection[AttentionSpec | DeltaSpec]) -> tuple[int, ...]:
+        return ()
+
+    def require(self, mixer: DeltaSpec) -> None:
+        return
 
 
 class TorchOps(FloatOps):

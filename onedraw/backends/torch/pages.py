@@ -26,6 +26,8 @@ class PageStore:
         shape = (rows, page_size * spec.head_dim)
         self.key_scales: Tensor | None = None
         self.value_scales: Tensor | None = None
+        if rows * page_size >= 2**31:  # kernels look places up before they know how wide they are
+            raise NoRoom(f"{pages} pages of {page_size} positions are more than 32 bits count in one layer; lower --kv-memory")
         try:
             self.keys, self.values = zeros(shape, dtype, device), zeros(shape, dtype, device)
             if coded(dtype):

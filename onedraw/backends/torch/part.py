@@ -84,6 +84,11 @@ class Part:
         with self._lock, current(self.device):
             return self._recorder.run(signature, work)
 
+    def straight(self, work: Callable[[], Result]) -> Result:
+        """Not to be recorded."""
+        with self._lock, current(self.device):
+            return work()
+
     def enter(self, before: Stream | None, bucket: Bucket) -> Stream | None:
         """Over the way from the stage before, into memory that keeps its place."""
         if before is None or self._entrance is None:

@@ -1,23 +1,26 @@
 """Does a row compute from its row on this machine? Asked at start, answered in bits.
 
 In: a stack and its state before anything is served. Out: the row rule that holds, and findings that say plainly what
-does not. Libraries change with versions, processors and shapes, so this is measured, not assumed.
+does not. Libraries change with versions, processors and shapes, so this is measured, not assumed. Where our own code takes
+another kernel from some number of rows on, it says so (`borders`), and bits are compared on both sides of every such border.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from onedraw.backends.base import Finding, SelfCheck
+from onedraw.backends.plan import LOGITS_BYTES
 from onedraw.backends.torch.boundary import current
+from onedraw.backends.torch.feed_forward import Experts
 from onedraw.backends.torch.inputs import Shape, make_inputs
 from onedraw.backends.torch.layers.linear import Linear, RowRule
-from onedraw.backends.torch.ops import TorchOps
+from onedraw.backends.torch.ops import Ops, TorchOps
 from onedraw.backends.torch.runs import CHUNK
 from onedraw.backends.torch.stack import Stack
 from onedraw.backends.torch.state import State
@@ -25,6 +28,8 @@ from onedraw.types import History, Plan, Row, SamplingParams
 
 ROWS = (1, 2, 5, 16, 64)
 DEPTH = 2  # layers that the whole-turn comparison runs
+STEP_LENGTH = 270  # positions of a generated token and what it sees: more than one split of attention
+MOST_STEPS = 256  # generated tokens that ride together
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,8 @@ def _checked(stack: Stack, states: Sequence[State], shape: Shape) -> RowCheck:
     samples = _one_per_shape(stack.linears())
     rule = next((r for r in rules if all(_rows_agree(linear, r) for linear in samples)), rules[-1])
     stack.obey(rule)
-    findings = [Finding(f"product {x.out_features} x {x.in_features}", _rows_agree(x, rule)) for x in samples]
+    findings = [Finding(_words(x), _rows_agree(x, rule)) for x in samples]
+    findings += [Finding(f"{x.spec.used} of {x.spec.experts} experts", _experts_agree(x, ops)) for x, ops in _experts(stack)]
     shape = replace(shape, rule=rule)
     whole = _turns_agree(stack, states, shape)
     tiled = [stage.ops for stage in stack.stages if isinstance(stage.ops, TorchOps)]
@@ -53,6 +59,10 @@ def _checked(stack: Stack, states: Sequence[State], shape: Shape) -> RowCheck:
             ops.tile_heights = ops.tile_heights[-1:]
         whole = _turns_agree(stack, states, shape)
     findings.append(Finding("a row alone, in a batch, and in chunks", whole))
+    counts = _step_counts(stack, states, shape)
+    if counts:
+        among = ", ".join(map(str, counts))
+        findings.append(Finding(f"a generated token alone and among {among}", _steps_agree(stack, states, shape, counts)))
     return RowCheck(tuple(findings), rule)
 
 
@@ -62,19 +72,52 @@ def _candidates(first: RowRule) -> list[RowRule]:
 
 
 def _one_per_shape(linears: list[Linear]) -> list[Linear]:
-    return list({(x.out_features, x.in_features, x.bias is None): x for x in linears}.values())
+    return list({(x.out_features, x.in_features, x.bias is None, x.kind): x for x in linears}.values())
+
+
+def _words(linear: Linear) -> str:
+    return f"product {linear.out_features} x {linear.in_features}" + (f" in {linear.kind}" if linear.kind else "")
+
+
+def _rows_compared(borders: Iterable[int], most: int) -> list[int]:
+    """Those always compared, and on both sides of every border that can be reached."""
+    return sorted({*ROWS, *(rows for border in borders if border <= most for rows in (border - 1, border))})
 
 
 def _rows_agree(linear: Linear, rule: RowRule) -> bool:
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(max(ROWS) + 64, linear.in_features, generator=generator).to(linear.dtype).to(linear.device)
+    # No product has more rows than logits may be held of at once.
+    counts = _rows_compared(linear.borders, max(LOGITS_BYTES // (4 * linear.out_features), max(ROWS)))
+    whole = -(-(counts[-1] + 1) // 64) * 64
+    x = torch.randn(max(whole, max(ROWS) + 64), linear.in_features, generator=generator).to(linear.dtype).to(linear.device)
     kept, linear.rule = linear.rule, rule
     try:
         with current(linear.device):
             full = linear(x[: rule.padded(len(x))])
-            return all(torch.equal(linear(x[: rule.padded(n)])[:n], full[:n]) for n in ROWS)
+            return all(torch.equal(linear(x[: rule.padded(n)])[:n], full[:n]) for n in counts)
     finally:
         linear.rule = kept
+
+
+def _experts(stack: Stack) -> list[tuple[Experts, Ops]]:
+    """One of each kind whose kernels change with the rows, and who computes it."""
+    found = {}
+    for stage in stack.stages:
+        for layer in stage.layers:
+            beside = [] if layer.beside is None else [layer.beside.experts]
+            for one in (layer.feed_forward, *beside):
+                if isinstance(one, Experts) and one.bank.borders(one.spec.used):
+                    found[one.spec, type(one.bank)] = (one, stage.ops)
+    return list(found.values())
+
+
+def _experts_agree(experts: Experts, ops: Ops) -> bool:
+    borders, router = experts.bank.borders(experts.spec.used), experts.router
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(max(max(borders), max(ROWS)) + 1, router.in_features, generator=generator).to(router.dtype).to(router.device)
+    with current(router.device):
+        full = experts(x, x, ops)
+        return all(torch.equal(experts(x[:n], x[:n], ops), full[:n]) for n in _rows_compared(borders, len(x)))
 
 
 def _turns_agree(stack: Stack, states: Sequence[State], shape: Shape) -> bool:
@@ -95,6 +138,41 @@ def _turns_agree(stack: Stack, states: Sequence[State], shape: Shape) -> bool:
     cuts = [sorted({0, n, *(cut for cut in inner if 0 < cut < n)}) for n in lengths]
     chunked = [_run(stack, states, shape, [list(itertools.pairwise(c))], [t], per)[0] for c, t in zip(cuts, texts, strict=True)]
     return all(torch.equal(w, a) and torch.equal(w, c) for w, a, c in zip(whole, alone, chunked, strict=True))
+
+
+def _step_counts(stack: Stack, states: Sequence[State], shape: Shape) -> list[int]:
+    """How many generated tokens ride together on both sides of a border, as far as there are lanes for them. Without states
+    rows need none: they may be of one sequence."""
+    stage, most = stack.stages[0], states[0].sizes.lanes if stack.spec.recurrent else MOST_STEPS
+    mixers = {layer.mixer for layer in stack.spec.layers[: _depth(stack)]}
+    borders = stage.ops.turn_borders(mixers)
+    room = min(shape.scratch) * shape.page_size >= 2 and stack.max_context >= 2
+    return sorted({n for border in borders for n in (border - 1, border) if 1 < n <= most}) if room else []
+
+
+def _steps_agree(stack: Stack, states: Sequence[State], shape: Shape, counts: Sequence[int]) -> bool:
+    """The token behind a prompt, generated in one row and in many: all are of one text in the same pages, so all are alike."""
+    per = min(-(-STEP_LENGTH // shape.page_size), min(shape.scratch))
+    length = min(per * shape.page_size, STEP_LENGTH, stack.max_context)
+    generator = torch.Generator().manual_seed(5)
+    text = torch.randint(0, stack.spec.vocab, (length,), generator=generator).tolist()
+    pages = (range(per),) * len(shape.scratch)
+    edges = [*range(0, length - 1, 2 * CHUNK), length - 1]
+
+    def steps(count: int) -> Tensor:
+        for lane in range(count if stack.spec.recurrent else 1):
+            for part in itertools.pairwise(edges):
+                _turn(stack, states, shape, [_row(text, part, lane, pages, prompt_stop=length - 1)])
+        rows = [_row(text, (length - 1, length), lane, pages, prompt_stop=length - 1) for lane in range(count)]
+        return _turn(stack, states, shape, rows)[:count]
+
+    alone = steps(1)
+    return all(torch.equal(steps(count), alone.expand(count, -1)) for count in counts)
+
+
+def _turn(stack: Stack, states: Sequence[State], shape: Shape, rows: list[Row]) -> Tensor:
+    inputs = make_inputs(Plan(tuple(rows)), shape=shape, device=stack.stages[0].device)
+    return stack.hidden(inputs, states, depth=_depth(stack)).clone()
 
 
 def _run(
@@ -119,7 +197,7 @@ def _depth(stack: Stack) -> int:
     return max(DEPTH, *(kinds.index(kind) + 1 for kind in set(kinds)))
 
 
-def _row(text: list[int], part: tuple[int, int], lane: int, pages: tuple[range, ...]) -> Row:
+def _row(text: list[int], part: tuple[int, int], lane: int, pages: tuple[range, ...], *, prompt_stop: int | None = None) -> Row:
     return Row(
         request_id="self-check",
         lane=lane,
@@ -127,7 +205,7 @@ def _row(text: list[int], part: tuple[int, int], lane: int, pages: tuple[range, 
         start=part[0],
         tokens=tuple(text[part[0] : part[1]]),
         drafts=(),
-        prompt_stop=len(text),
+        prompt_stop=len(text) if prompt_stop is None else prompt_stop,
         chooses=False,
         params=SamplingParams(),
         history=History(tuple(text)),

@@ -1,10 +1,12 @@
 """Turns that repeat: every row takes one known token and perhaps drafts. They are padded to a few shapes and recorded.
 
 In: a plan, and stages whose operations can be recorded. Out: the turn's hidden states and answers, both still on the device,
-and kept drafts brought home on every stage. Everything the host has to say goes through arenas before the work begins; the
-work reads device memory alone, so each stage's part (`part.py`) is recorded and replayed for every turn of its signature. Nobody
-waits between the parts: turns that follow each other overlap on stages of several devices by themselves. What a turn of
-single tokens chose stays on the device, lane by lane: a turn may begin with it before the host has heard of it.
+and kept drafts brought home on every stage. Everything the host has to say goes through arenas before a work begins; the
+work reads device memory alone, so each stage's part (`part.py`) is recorded and replayed for every turn of its signature. The
+layers are one work and choosing is another: what is asked of the choosing is laid out while the layers run, and layers that were
+recorded once serve whatever is asked. Nobody waits between the works: turns that follow each other overlap on stages of several
+devices by themselves. What a turn of single tokens chose stays on the device, lane by lane: a turn may begin with it before the
+host has heard of it.
 
 This file has the one rule that says which turns are steady. All others run kernel by kernel.
 """
@@ -15,7 +17,7 @@ import itertools
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,7 +28,7 @@ from torch import Tensor
 
 from onedraw.backends.answers import Position
 from onedraw.backends.torch.boundary import current
-from onedraw.backends.torch.feed import ArenaFull, Array
+from onedraw.backends.torch.feed import Arena, ArenaFull, Array, Direct, Feed
 from onedraw.backends.torch.inputs import Bucket, Inputs, Shape, Span, fed_inputs
 from onedraw.backends.torch.part import NOTHING, LaidPart, Part
 from onedraw.backends.torch.stack import Stack, Stream, Watch
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 STEPS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows, tokens, and tokens of one row
 LEAST_REACH = 512  # positions
 LEAST_DEPTH = 8
+WISHES_BYTES = 8 * 2**20
 REHEARSAL_SECONDS, FAR_SECONDS = 40, 15  # for short contexts, and for as many of the others as there is time for
 MOST_REHEARSED = 96  # fewer than the recorder keeps
 REHEARSED = (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9))
@@ -92,13 +95,21 @@ class Worked:
 
 @dataclass(frozen=True, slots=True)
 class Laid:
-    """A turn laid out in the arenas of all stages."""
+    """What the layers of a turn read, in the arenas of all stages."""
 
+    plan: Plan
     bucket: Bucket
     parts: list[LaidPart]
-    lanes: Tensor  # [T], of single tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What choosing reads: in an arena of its own, and then it has a signature."""
+
     positions: list[Position]
+    lanes: Tensor  # [T], of single tokens
     choosing: Choosing
+    signature: Hashable | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +167,9 @@ class SteadyTurns:
         first = self._parts[0].device
         self._next = self._last if first == stack.device else torch.zeros_like(self._last, device=first)
         self._mail = Mail(tickets + 2)
+        # Out of the memory that recorded works share: what the layers left, for the choosing.
+        self._hidden = torch.zeros(STEPS[-1], stack.spec.hidden, dtype=stack.dtype, device=stack.device)
+        self._wishes = Arena(stack.device, WISHES_BYTES)
         self.awaited = 0  # turns that began before their tokens were known to the host
 
     def serves(self, plan: Plan) -> Bucket | None:
@@ -172,40 +186,41 @@ class SteadyTurns:
         return self._launch(laid, watch)
 
     def _launch(self, laid: Laid, watch: Watch) -> Steady:
-        """Start a turn that was laid out: all stages, one behind the other, and nobody waits."""
+        """Start a turn that was laid out: all stages, one behind the other, then the choosing, and nobody waits."""
         signatures = [part.send(watch.captures) for part in self._parts]
         seen = Watch(watch.captures, finite=None if watch.finite is None else [])
         stream: Stream | None = None
-        for part, own, signature in zip(self._parts[:-1], laid.parts, signatures):
+        for part, own, signature in zip(self._parts, laid.parts, signatures, strict=True):
             work = partial(self._pass, part, own, part.enter(stream, laid.bucket), watch)
             stream, watched = part.record(signature, work)
-            self._gather(seen, watched)
-        last = self._parts[-1]
-        worked = last.record(signatures[-1], partial(self._work, laid, last.enter(stream, laid.bucket), watch))
-        with current(last.device):
-            worked = self._taken(worked, seen)
+            with current(part.device):
+                self._gather(seen, watched)
+        assert stream is not None
+        asked = self._ask(laid)
+        answers = self._answered(laid, asked, stream.x, signatures[-1])
+        with current(self._parts[-1].device):
+            worked = self._taken(stream.x, answers, seen)
         for part, own, signature in zip(self._parts[:-1], laid.parts, signatures):
             part.settle_late(signature, own, worked.answers)
-        with current(last.device):
+        with current(self._parts[-1].device):
             if self._next is not self._last:
                 self._next.copy_(self._last)
-            return Steady(laid.parts[-1].inputs, worked, laid.positions, *self._mail.send(worked.answers))
+            return Steady(laid.parts[-1].inputs, worked, asked.positions, *self._mail.send(worked.answers))
 
     def _gather(self, seen: Watch, watched: Watch) -> None:
-        """What a stage showed, out of the memory that the next one works in."""
+        """What a stage showed, out of the memory that the next work has."""
         seen.features.extend(feature.to(self._stack.device, copy=True) for feature in watched.features)
-        if seen.finite is not None:
-            seen.finite.extend(finite.to(self._stack.device, copy=True) for finite in watched.finite or ())
+        if seen.finite is not None and watched.finite:
+            seen.finite.extend(torch.stack(watched.finite).to(self._stack.device))
 
-    def _taken(self, worked: Worked, seen: Watch) -> Worked:
-        """What all stages left, as if there were one, out of the memory that recorded works share: others settle next."""
-        if len(self._parts) == 1:
-            return worked
-        answers = worked.answers.clone()
-        if seen.finite is not None and worked.watch.finite is not None:  # the last stage told of its own layers
-            answers = torch.cat([answers[:, :-1], first_fault([*seen.finite, *worked.watch.finite])], 1)
-        self._gather(seen, worked.watch)
-        return Worked(worked.hidden.clone(), seen, answers)
+    def _taken(self, hidden: Tensor, answers: Tensor, seen: Watch) -> Worked:
+        """What all stages left, as if there were one; out of the memory that works share where others settle next."""
+        several = len(self._parts) > 1
+        if seen.finite is not None:
+            answers = torch.cat([answers, first_fault(seen.finite)], 1)
+        elif several:
+            answers = answers.clone()
+        return Worked(hidden.clone() if several else hidden, seen, answers)
 
     def rehearse(self, lanes: int, watch: Watch, tell: Callable[[str], None]) -> None:
         """Record the turns of plain decoding before anybody waits for them, greedy and sampled. Rehearsed rows lie on the page
@@ -233,31 +248,55 @@ class SteadyTurns:
         inputs = fed_inputs(plan, shape=shape, feed=last, bucket=bucket)
         single = bucket.longest == 1
         rows, parents = (NOTHING, NOTHING) if single else (_row_words(plan, bucket, held), _parents(plan, bucket))
-        parts = [part.lay(inputs, bucket, rows, parents) for part in self._parts]
-        lanes = last.put(_lane_words(plan, bucket, self._lanes) if single else NOTHING)
-        positions = positions_of(plan.rows)
-        return Laid(bucket, parts, lanes, positions, self._sampler.prepare(positions, feed=last, rows=bucket.tokens))
+        return Laid(plan, bucket, [part.lay(inputs, bucket, rows, parents) for part in self._parts])
+
+    def _ask(self, laid: Laid) -> Asked:
+        """The layers run by now, so what is too much for the arena goes without it, and is not recorded."""
+        positions, arena = positions_of(laid.plan.rows), self._wishes
+        with current(self._parts[-1].device):
+            try:
+                arena.begin()
+                lanes, choosing = self._wished(laid, positions, arena)
+                return Asked(positions, lanes, choosing, arena.send())
+            except ArenaFull:
+                lanes, choosing = self._wished(laid, positions, Direct(arena.device))
+                return Asked(positions, lanes, choosing, None)
+
+    def _wished(self, laid: Laid, positions: list[Position], feed: Feed) -> tuple[Tensor, Choosing]:
+        bucket = laid.bucket
+        lanes = feed.put(_lane_words(laid.plan, bucket, self._lanes) if bucket.longest == 1 else NOTHING)
+        feed.note(bucket.tokens)
+        return lanes, self._sampler.prepare(positions, feed=feed, rows=bucket.tokens)
 
     def _pass(self, part: Part, own: LaidPart, entered: Stream | None, watch: Watch) -> tuple[Stream, Watch]:
-        """A stage's layers; the first finds the tokens that the host does not know."""
+        """A stage's layers; the first finds the tokens that the host does not know, the last leaves what choosing reads."""
         watch = Watch(watch.captures, finite=None if watch.finite is None else [])
         awaits = entered is None and own.bucket.longest == 1
-        return part.pass_through(own, entered, self._next if awaits else None, watch), watch
+        stream = part.pass_through(own, entered, self._next if awaits else None, watch)
+        if part is self._parts[-1]:
+            hidden = self._hidden[: own.bucket.tokens]
+            hidden.copy_(self._stack.leave(stream))
+            stream = Stream(hidden, None, 0)
+        return stream, watch
 
-    def _work(self, laid: Laid, entered: Stream | None, watch: Watch) -> Worked:
-        """The last stage: its layers, then choose, and bring its own kept drafts home."""
-        last, own = self._parts[-1], laid.parts[-1]
-        stream, watch = self._pass(last, own, entered, watch)
-        hidden, single = self._stack.leave(stream), laid.bucket.longest == 1
+    def _answered(self, laid: Laid, asked: Asked, hidden: Tensor, signature: Hashable) -> Tensor:
+        """[T, columns]. Drafts that are kept come home by what the layers were told, so recorded choosing belongs to theirs."""
+        work = partial(self._choose, laid, asked, hidden)
+        if asked.signature is None:
+            return self._parts[-1].straight(work)
+        single = laid.bucket.longest == 1
+        return self._parts[-1].record(asked.signature if single else (signature, asked.signature), work)
+
+    def _choose(self, laid: Laid, asked: Asked, hidden: Tensor) -> Tensor:
+        """Choose, and bring the last stage's kept drafts home."""
+        single = laid.bucket.longest == 1
         scores = lambda rows: self._stack.scores(hidden[rows])  # noqa: E731
-        answers = self._sampler.chosen(scores, laid.choosing, self._last if single else None)
+        answers: Tensor = self._sampler.chosen(scores, asked.choosing, self._last if single else None)
         if single:
-            self._ops.leave(answers, laid.lanes, self._last)
+            self._ops.leave(answers, asked.lanes, self._last)
         else:
-            last.settle(own, answers[:, 0].contiguous())
-        if watch.finite is not None:
-            answers = torch.cat([answers, first_fault(watch.finite)], 1)
-        return Worked(hidden, watch, answers)
+            self._parts[-1].settle(laid.parts[-1], answers[:, 0].contiguous())
+        return answers
 
 
 def first_fault(finite: Sequence[Tensor]) -> Tensor:

@@ -123,7 +123,7 @@ static uint32_t __ballot_sync(uint32_t, int value) {
     return found;
 }
 static int __ffs(uint32_t v) { return __builtin_ffs(v); }
-static int atomicAdd(int *at, int by) { const int was = *at; *at += by; return was; }
+static int counted(int *at) { return (*at)++; }
 template <class T> static T __ldcg(const T *at) { return *at; }
 template <class T> static void __stcg(T *at, const T &value) { *at = value; }
 static uint64_t __cvta_generic_to_shared(const void *at) { return (const unsigned char *)at - rows; }

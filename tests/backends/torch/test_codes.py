@@ -55,7 +55,7 @@ def test_heads_at_the_ends_of_the_range_have_finite_codes_and_scales(kind: str, 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_finite_lies_in_the_pages_as_a_scale_of_nan(kind: str) -> None:
     store = PageStore(SPEC, pages=2, page_size=4, dtype=KV_DTYPES[kind], device=CPU)
-    keys, values = torch.randn(3, 2, 8), torch.randn(3, 2, 8)
+    keys, values = torch.randn(2, 3, 2, 8, generator=torch.Generator().manual_seed(2))
     keys[0, 1, 3], values[1, 0, 2] = float("inf"), float("nan")
     store.write(keys, values, write_places(torch.tensor([0, 0, 0]), torch.tensor([0, 1, 2]), kv_heads=2, page_size=4))
     assert store.key_scales is not None

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 
 from onedraw.backends.packing import SPANS
 from onedraw.backends.torch.kernels import nvrtc
@@ -46,18 +56,161 @@ def test_products_of_experts_compile(kind: str, tiles: int, architecture: str) -
     assert b"rows_product" not in code
 
 
-@needs_compiler
-def test_what_was_compiled_is_kept_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Path]:
+    """An empty cache folder. When called: the one file in it, with nothing left of it in the process."""
     monkeypatch.setattr(nvrtc, "_kept", [])
     monkeypatch.setattr(nvrtc, "_compiled", {})
     nvrtc.keep_in(tmp_path)
+
+    def found() -> Path:
+        monkeypatch.setattr(nvrtc, "_compiled", {})
+        (file,) = (tmp_path / "kernels").iterdir()
+        return file
+
+    return found
+
+
+@needs_compiler
+def test_what_was_compiled_is_kept_and_found_again(kept: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     made = nvrtc.compile_source(SOURCE, "sm_90", {"KIND": 12})
-    (file,) = (tmp_path / "kernels").iterdir()
-    assert file.read_bytes() == made
-    file.write_bytes(b"found")
-    monkeypatch.setattr(nvrtc, "_compiled", {})
-    assert nvrtc.compile_source(SOURCE, "sm_90", {"KIND": 12}) == b"found"
-    assert nvrtc.compile_source(SOURCE, "sm_86", {"KIND": 12}) != b"found"
+    assert kept().read_bytes().startswith(made)
+    compiled: list[str] = []
+    monkeypatch.setattr(nvrtc, "_compile", lambda library, source, name, options: compiled.append(options[0]) or b"made")
+    assert nvrtc.compile_source(SOURCE, "sm_90", {"KIND": 12}) == made
+    assert compiled == []
+    assert nvrtc.compile_source(SOURCE, "sm_86", {"KIND": 12}) == b"made"
+    assert compiled == ["--gpu-architecture=sm_86"]
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", ["cut short", "torn", "empty", "gone in the middle"])
+def test_what_is_damaged_in_the_cache_is_compiled_anew(
+    kept: Callable[[], Path], damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A start that was killed, or a full disk, once left a kernel that no later start could load."""
+    made = nvrtc.compile_source(SOURCE, "sm_90", {"KIND": 12})
+    whole = kept().read_bytes()
+    middle = len(whole) // 2
+    kept().write_bytes(
+        {
+            "cut short": whole[:-1],
+            "torn": whole[:middle] + bytes(len(whole) - middle),
+            "empty": b"",
+            "gone in the middle": whole[:middle] + whole[middle + 8 :],
+        }[damage]
+    )
+    assert nvrtc.compile_source(SOURCE, "sm_90", {"KIND": 12}) == made
+    assert "is damaged, and is compiled anew" in caplog.text
+    assert kept().read_bytes() == whole
+
+
+class _Driver:
+    """A driver that loads some codes and not others."""
+
+    def __init__(self, loads: Callable[[bytes], bool]) -> None:
+        self._loads, self.offered = loads, []
+
+    def cuModuleLoadData(self, handle: object, code: bytes) -> int:
+        self.offered.append(code)
+        return 0 if self._loads(code) else 200
+
+    def cuGetErrorString(self, code: int, said: object) -> int:
+        return 0
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+
+
+@needs_compiler
+def test_what_the_driver_does_not_load_is_compiled_anew_once(
+    kept: Callable[[], Path], hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = nvrtc.compile_source(SOURCE, "sm_90", {"KIND": 12})
+    bad = b"sound by its checksum, and still no kernel"
+    kept().write_bytes(bad + hashlib.sha256(bad).digest())
+    driver = _Driver(lambda code: code != bad)
+    monkeypatch.setattr(nvrtc, "driver", lambda: driver)
+    nvrtc.Module(SOURCE, torch.device("cuda:0"), {"KIND": 12})
+    assert driver.offered == [bad, made]
+    assert kept().read_bytes().startswith(made)
+    driver = _Driver(lambda code: False)
+    with pytest.raises(RuntimeError, match=r"loading packed_rows.cu: .* \(200\)"):
+        nvrtc.Module(SOURCE, torch.device("cuda:0"), {"KIND": 12})
+    assert len(driver.offered) == 2
+
+
+# ------------------------------------------------------------------ which compiler
+
+
+@pytest.fixture
+def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None, list[str]], str]:
+    """What is found for a torch of this CUDA where such libraries lie, in this order."""
+    cc = shutil.which("cc") or shutil.which("gcc")
+    if cc is None:
+        pytest.skip("needs a C compiler")
+
+    def found(cuda: str | None, versions: list[str]) -> str:
+        folders = []
+        for version in versions:
+            major, minor = version.split(".")
+            folder = tmp_path / f"nvidia-{version}"
+            if not folder.exists():
+                folder.mkdir()
+                body = f"int nvrtcVersion(int *a, int *b) {{ *a = {major}; *b = {minor}; return 0; }}"
+                subprocess.run(
+                    [cc, "-shared", "-fPIC", "-x", "c", "-", "-o", str(folder / f"libnvrtc.so.{major}")],
+                    input=body.encode(),
+                    check=True,
+                )
+            folders.append(folder)
+        monkeypatch.setattr(nvrtc, "_folders", lambda: folders)
+        monkeypatch.setattr(nvrtc, "SYSTEMS", ())
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        nvrtc.compiler.cache_clear()
+        return nvrtc.version()
+
+    monkeypatch.setattr(nvrtc, "compiler", lru_cache(nvrtc.compiler.__wrapped__))
+    return found
+
+
+def test_the_compiler_is_one_of_the_cuda_that_torch_is_made_for(libraries: Callable[[str | None, list[str]], str]) -> None:
+    """Beside a torch of CUDA 13 an older package once came first, and the kernels of either did not load with the other."""
+    assert libraries("13.0", ["12.8", "13.0"]) == "13.0"
+    assert libraries("12.6", ["13.4", "12.8"]) == "12.8"
+    assert libraries("13.0", ["12.8", "13.4", "13.0"]) == "13.0"  # the very version before another of its kind
+    assert libraries(None, ["12.8", "13.0"]) == "12.8"
+
+
+def test_where_no_compiler_fits_it_is_said_which_there_are(libraries: Callable[[str | None, list[str]], str]) -> None:
+    assert libraries("13.0", ["12.8", "11.2"]) == ""
+    assert nvrtc.why_not() == "torch is made for CUDA 13.0 and NVRTC here is 12.8, 11.2; pip install nvidia-cuda-nvrtc==13.*"
+    assert libraries("12.8", []) == ""
+    assert nvrtc.why_not() == "no libnvrtc was found; pip install nvidia-cuda-nvrtc-cu12"
+
+
+@needs_compiler
+def test_whoever_counts_last_has_seen_what_the_others_wrote() -> None:
+    """One counter per output says who adds its segments up: counted with release and acquire, which is what the compiled code
+    must have. A barrier of the strongest kind on either side, as it once was, is slower and orders less where it matters."""
+    dump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if not dump.exists():
+        pytest.skip("no disassembler here")
+    defines = {"KIND": 12, "TILES": 1, "WARPS": 16, "INSIDE": 0}
+    for architecture in ("sm_86", "sm_90a"):
+        code = nvrtc.compile_source(SOURCE, architecture, defines)
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(code)
+            file.flush()
+            said = subprocess.run([dump, "-sass", file.name], capture_output=True, text=True, check=True).stdout
+        lines = [line for line in said.splitlines() if re.search(r"MEMBAR|ATOMG|CCTL.IVALL", line)]
+        order = [re.search(r"MEMBAR\.\w+\.\w+|ATOMG|CCTL\.IVALL", line)[0] for line in lines]
+        assert order == ["MEMBAR.ALL.GPU", "ATOMG", "CCTL.IVALL"], architecture
 
 
 @needs_compiler

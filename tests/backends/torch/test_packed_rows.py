@@ -16,7 +16,7 @@ from onedraw.backends.torch.kernels.fragments import Fragments, empty_fragments,
 from onedraw.backends.torch.kernels.opening import opened_slowly
 from onedraw.backends.torch.kernels.packed_linear import bring_fragments
 from onedraw.backends.torch.kernels.packed_rows import grouped_product, opened, skinny_product, unpacked_rows
-from onedraw.backends.torch.kernels.shares import GROUP_BLOCKS, RESERVED, group_fits, share_group
+from onedraw.backends.torch.kernels.shares import GROUP_BLOCKS, RESERVED, group_fits, share_group, tiles_of
 from onedraw.backends.torch.kernels.spans import Prepared, prepared_slowly, product_slowly
 from onedraw.backends.torch.kernels.triton_moe import Routes
 from onedraw.checkpoints.quants import KINDS, dequantize_into
@@ -95,6 +95,22 @@ def test_a_product_is_near_the_rule_in_float64(kind: str) -> None:
     found = dense(prepared, weight)
     assert float((found.double() - expected).norm() / expected.norm()) < 4e-3
     assert torch.equal(skinny_product(prepared, weight, out=nothing(5, 40), inside=False), found)
+
+
+@pytest.mark.parametrize("rows", [3, 20])
+def test_outputs_that_come_slab_by_slab_have_the_bits_of_all_at_once(rows: int) -> None:
+    """Where there is room for the sums of two units of outputs at a time, and of seven in all."""
+    weight, _ = made("Q4_K", rows=104, width=1280)
+    prepared, bias, residual = prepared_slowly(normal(rows, 1280, seed=1)), normal(1, 104, seed=2)[0], normal(rows, 104, seed=3)
+    follows = {"bias": bias, "residual": residual, "inside": False}
+    whole = skinny_product(prepared, weight, out=nothing(rows, 104), **follows)
+    few = torch.full((2 * 16 * 8 * tiles_of(rows) * 2,), torch.nan)
+    wide = nothing(rows, 300)
+    skinny_product(prepared, weight, out=wide[:, 50:154], parts=few, **follows)
+    assert torch.equal(wide[:, 50:154], whole)
+    assert bool(wide[:, :50].isnan().all())
+    assert bool(wide[:, 154:].isnan().all())
+    assert not weight.counters.any()
 
 
 @pytest.mark.parametrize("factors", [None, (0.25, -3.0, 1e-3)])

@@ -41,7 +41,7 @@ def program(folder: Path, path: str, sanitizers: tuple[str, ...]) -> Path:
 
 
 def check(made: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([made, *arguments], capture_output=True, text=True, timeout=120)
+    return subprocess.run([made, *arguments], capture_output=True, text=True, timeout=300)
 
 
 def test_no_kernel_leaves_its_memory_or_the_language(tmp_path: Path) -> None:

@@ -1,23 +1,37 @@
-"""The self-check keeps to the pages and the context there are, however few: kernels do not look where they write."""
+"""The self-check keeps to the pages and the context there are, however few: kernels do not look where they write. And it compares
+over every border at which another kernel takes over."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from onedraw.backends.torch import selfcheck
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import pick_ops
+from onedraw.backends.torch.experts import Bank
 from onedraw.backends.torch.inputs import Inputs
-from onedraw.backends.torch.layers.linear import RowRule
+from onedraw.backends.torch.kernels import packed_rows
+from onedraw.backends.torch.kernels.packed_ops import PackedOps
+from onedraw.backends.torch.kernels.triton_linear import MOST_TILED, choose_tile, tile_borders
+from onedraw.backends.torch.kernels.triton_moe import route_borders
+from onedraw.backends.torch.layers.linear import Linear, RowRule
 from onedraw.backends.torch.ops import TorchOps
 from onedraw.checkpoints.base import open_checkpoint
 from onedraw.models.loading import describe
+from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec
 from onedraw.settings import default_cache_dir
 from tests import tiny
+from tests.packed import stored
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -69,3 +83,136 @@ def test_padding_finds_its_turn_where_the_context_is_shorter_than_a_page(folder:
     )
     assert backend.report is not None
     assert backend.report.holds
+
+
+# ------------------------------------------------------------------ borders: where another kernel takes over
+
+
+class Bordered(Linear):
+    """A product whose rows differ in a low bit where another kernel serves, from some number of rows on."""
+
+    def __init__(self, border: int, *, says: bool, differs: bool) -> None:
+        super().__init__(torch.randn(24, 32, generator=torch.Generator().manual_seed(3)), rule=RowRule(floor=2))
+        self._border, self._says, self._differs = border, says, differs
+
+    @property
+    def borders(self) -> tuple[int, ...]:
+        return (self._border,) if self._says else ()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = super().__call__(x)
+        return y * (1 + 2**-22) if self._differs and len(x) >= self._border else y
+
+
+@pytest.mark.parametrize("border", [9, 65, 257, 1366])
+def test_a_kernel_that_takes_over_with_other_bits_is_found(border: int) -> None:
+    assert not selfcheck._rows_agree(Bordered(border, says=True, differs=True), RowRule(floor=2))
+    assert selfcheck._rows_agree(Bordered(border, says=True, differs=False), RowRule(floor=2))
+
+
+def test_a_border_that_nobody_names_is_one_that_nobody_compares_over() -> None:
+    """As it was at 257 rows of packed weights: fewer than 128 rows were ever compared."""
+    assert selfcheck._rows_agree(Bordered(257, says=False, differs=True), RowRule(floor=2))
+
+
+def test_borders_that_no_product_of_this_width_can_reach_are_left_out() -> None:
+    assert selfcheck._rows_compared([257, 65], 256) == [1, 2, 5, 16, 64, 65]
+    assert selfcheck._rows_compared([257, 65], 257) == [1, 2, 5, 16, 64, 65, 256, 257]
+
+
+def test_packed_products_name_every_border(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_rows, "_multiprocessors", lambda device: 132)
+    for shared, more in ((227 << 10, set()), (99 << 10, {45})):
+        monkeypatch.setattr(packed_rows, "shared_memory", lambda device, shared=shared: shared)
+        tensors = [stored("w", (2048, 5120), "Q4_K", np.random.default_rng(0))]
+        made = PackedOps(CPU, torch.float16).stored(tensors, bias=None, pad=1, pad_columns=1)
+        assert made is not None
+        assert made.kind == "Q4_K"
+        found = set(made.all_borders())
+        assert found >= {9, 17, 25, 33, 65, 205, 257} | more, sorted(found)
+        assert found <= {5, 9, 17, 25, 33, 49, 65, 205, 257} | more, sorted(found)
+
+
+def test_products_of_plain_weights_name_every_border() -> None:
+    for n, k in ((6144, 4096), (1000, 576)):
+        assert tile_borders(n, k, torch.bfloat16, 227 << 10) == (17, 33, 65, 129, 257)
+    assert choose_tile(MOST_TILED, 6144, 4096, torch.bfloat16, 227 << 10) == choose_tile(
+        10**6, 6144, 4096, torch.bfloat16, 227 << 10
+    )
+    assert tile_borders(64, 64, torch.float32, 227 << 10) == (17, 33)
+
+
+class OtherSteps(TorchOps):
+    """Generated tokens of four rows or more by another kernel; one whose bits are others, where it is told so."""
+
+    def __init__(self, *, differs: bool) -> None:
+        super().__init__(CPU)
+        self._differs = differs
+
+    def turn_borders(self, mixers: Collection[AttentionSpec | DeltaSpec]) -> tuple[int, ...]:
+        return (4, 100)
+
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        y = super().rms_norm(x, weight, eps)
+        return y * (1 + 2**-20) if self._differs and len(x) == 4 else y
+
+
+def backend_with(folder: Path, ops: TorchOps) -> TorchBackend:
+    described = describe(open_checkpoint(folder))
+    sizes = {"lanes": 5, "pages": 20, "page_size": 16, "max_context": 20}
+    return TorchBackend(described.spec, described.weights, dtype="f32", device="cpu", ops=ops, check=False, **sizes)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_generated_tokens_are_compared_over_the_borders_of_a_turn(family: str, folder: Path, tmp_path: Path) -> None:
+    place = folder if family == "qwen3" else tiny.write_safetensors(family, tmp_path / "hf")
+    for differs in (False, True):
+        backend = backend_with(place, OtherSteps(differs=differs))
+        given = (backend._stack, backend._states, backend._shape)
+        with torch.inference_mode():
+            counts = selfcheck._step_counts(*given)
+            assert counts == ([3, 4] if family == "qwen3_5" else [3, 4, 99, 100])  # as far as there are lanes
+            assert selfcheck._steps_agree(*given, counts) != differs
+
+
+def test_what_was_compared_over_borders_stands_among_the_findings(folder: Path) -> None:
+    backend = backend_with(folder, OtherSteps(differs=True))
+    with torch.inference_mode():
+        report = selfcheck.self_check(backend._stack, backend._states, shape=backend._shape)
+    assert "a generated token alone and among 3, 4, 99, 100" in [one.what for one in report.findings if not one.holds]
+
+
+class OtherExperts:
+    """A bank that answers rows past a border with other bits, where it is told so."""
+
+    def __init__(self, bank: Bank, *, differs: bool) -> None:
+        self._bank, self._differs = bank, differs
+
+    @property
+    def linears(self) -> list[Linear]:
+        return []
+
+    def borders(self, used: int) -> tuple[int, ...]:
+        return (40,)
+
+    def __call__(self, h: Tensor, ids: Tensor, weights: Tensor, scale: float) -> Tensor:
+        y = self._bank(h, ids, weights, scale)
+        return y * (1 + 2**-20) if self._differs and len(h) >= 40 else y
+
+
+def test_experts_are_compared_over_their_borders(tmp_path: Path) -> None:
+    class Ops(TorchOps):
+        differs = False
+
+        def bank(self, gate_up: list[Tensor], down: list[Tensor], activation: Activation) -> Any:
+            return OtherExperts(super().bank(gate_up, down, activation), differs=self.differs)
+
+    place = tiny.write_safetensors("qwen3_moe", tmp_path / "hf")
+    for differs in (False, True):
+        ops = Ops(CPU)
+        ops.differs = differs
+        backend = backend_with(place, ops)
+        ((experts, by),) = selfcheck._experts(backend._stack)
+        with torch.inference_mode():
+            assert selfcheck._experts_agree(experts, by) != differs
+    assert route_borders(256, 8) == (65, 1025)

@@ -38,7 +38,7 @@ def under_the_interpreter(file: str, chosen: str = "") -> str:
 
 def test_states_and_experts_are_right_under_the_interpreter() -> None:
     chosen = "kept_draft or tree or side_by_side or windows or experts or gated_norm or brought"
-    assert "13 passed" in under_the_interpreter("tests/device/test_states.py", chosen)
+    assert "15 passed" in under_the_interpreter("tests/device/test_states.py", chosen)
 
 
 def test_limits_are_found_under_the_interpreter() -> None:
@@ -46,7 +46,7 @@ def test_limits_are_found_under_the_interpreter() -> None:
 
 
 def test_turns_that_are_padded_and_replayed_have_the_bits_of_plain_ones_under_the_interpreter() -> None:
-    assert "6 passed" in under_the_interpreter("tests/device/test_steady.py")
+    assert "8 passed" in under_the_interpreter("tests/device/test_steady.py")
 
 
 def test_recorded_parts_of_a_split_have_the_bits_of_the_whole_under_the_interpreter() -> None:
@@ -64,6 +64,10 @@ def test_a_node_of_a_tree_reads_like_a_chain_under_the_interpreter() -> None:
 
 def test_products_of_a_few_rows_are_right_under_the_interpreter() -> None:
     assert "1 passed" in under_the_interpreter("tests/device/test_skinny.py")
+
+
+def test_kernels_reach_far_into_large_memory_under_the_interpreter() -> None:
+    assert " passed" in under_the_interpreter("tests/device/test_large.py")
 
 
 @pytest.mark.parametrize("shared", [SMALL_SHARED, LARGE_SHARED])

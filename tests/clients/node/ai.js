@@ -9,14 +9,15 @@ const provider = createOpenAICompatible({ name: "onedraw", baseURL: BASE, apiKey
 const asked = { model: provider(MODEL), prompt: "Hello.", seed: 7, maxOutputTokens: 12, maxRetries: 0 };
 const weather = z.object({ city: z.string().max(12), days: z.number().int().min(1).max(9) });
 
-// What was sent, to see in which way the provider tells of earlier steps.
+// What was sent, to see in which way the provider tells of earlier steps. It knows no seed; the server does.
 const sent = [];
 const openai = createOpenAI({
   baseURL: BASE,
   apiKey: KEY,
   fetch: (url, init) => {
-    sent.push(String(init?.body));
-    return fetch(url, init);
+    const body = JSON.stringify({ ...JSON.parse(init.body), seed: 7 });
+    sent.push(body);
+    return fetch(url, { ...init, body });
   },
 });
 const brief = { prompt: "Hello.", maxOutputTokens: 16, maxRetries: 0 };
@@ -56,7 +57,7 @@ const parts = {
     return reply.toolCalls[0].input;
   },
   async round() {
-    const reply = await generateText({ ...stepped, model: provider(MODEL), providerOptions: { onedraw: { parallel_tool_calls: false } } });
+    const reply = await generateText({ ...stepped, seed: 7, model: provider(MODEL), providerOptions: { onedraw: { parallel_tool_calls: false } } });
     return { ...reply.steps[0].toolCalls[0].input, steps: reply.steps.length };
   },
   async responses() {

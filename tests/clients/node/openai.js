@@ -4,6 +4,7 @@ import OpenAI from "openai";
 const { BASE, KEY, MODEL } = process.env;
 const client = new OpenAI({ baseURL: BASE, apiKey: KEY, maxRetries: 0 });
 const asked = { model: MODEL, messages: [{ role: "user", content: "Hello." }], seed: 7, max_tokens: 12 };
+const said = { model: MODEL, input: "Hello.", max_output_tokens: 16, seed: 7 };
 const weather = {
   type: "object",
   properties: { city: { type: "string", maxLength: 12 }, days: { type: "integer", minimum: 1, maximum: 9 } },
@@ -46,12 +47,12 @@ const parts = {
     return { ...JSON.parse(call.function.arguments), steps: 1 + second.choices.length };
   },
   async responses() {
-    const reply = await client.responses.create({ model: MODEL, input: "Hello.", max_output_tokens: 16 });
+    const reply = await client.responses.create(said);
     return { text: reply.output_text };
   },
   async "responses-stream"() {
     let text = "";
-    for await (const event of await client.responses.create({ model: MODEL, input: "Hello.", max_output_tokens: 16, stream: true })) {
+    for await (const event of await client.responses.create({ ...said, stream: true })) {
       if (event.type === "response.output_text.delta") text += event.delta;
     }
     return { text };

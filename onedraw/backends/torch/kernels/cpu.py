@@ -6,7 +6,7 @@ In: the loaded library. Out: `CpuOps`, which a stack uses like `TorchOps`. Tenso
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -230,6 +230,12 @@ class CpuOps:
         prepared.arguments.heads = 0
         self.attention(kv, prepared, spec=headless, store=store, q_norm=None, k_norm=k_norm, eps=eps)
         prepared.arguments.heads = spec.heads
+
+    def turn_borders(self, mixers: Collection[AttentionSpec | DeltaSpec]) -> tuple[int, ...]:
+        return ()
+
+    def require(self, mixer: DeltaSpec) -> None:
+        """They compute every layer."""
 
     def prepare_delta(self, inputs: Inputs, mixer: DeltaSpec) -> Recurrence:
         return Recurrence(runs_of(inputs, conv=mixer.conv))

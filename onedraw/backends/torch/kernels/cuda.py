@@ -6,7 +6,7 @@ number: no kernel's bits depend on them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -21,9 +21,9 @@ from onedraw.backends.torch.kernels.recurrence import Recurrence, commit_tables
 from onedraw.backends.torch.kernels.sampler import TritonSampler
 from onedraw.backends.torch.kernels.triton_attention import attend
 from onedraw.backends.torch.kernels.triton_delta_chunks import chunked
-from onedraw.backends.torch.kernels.triton_delta_steps import commit, steps
-from onedraw.backends.torch.kernels.triton_linear import SMALL_SHARED, linear, shared_memory
-from onedraw.backends.torch.kernels.triton_moe import experts, route
+from onedraw.backends.torch.kernels.triton_delta_steps import MANY_PATHS, commit, steps
+from onedraw.backends.torch.kernels.triton_linear import SMALL_SHARED, linear, shared_memory, tile_borders
+from onedraw.backends.torch.kernels.triton_moe import experts, route, route_borders
 from onedraw.backends.torch.kernels.triton_norm import ACTIVATIONS, gated, opened, rms_norm
 from onedraw.backends.torch.kernels.triton_rope import prepare_heads
 from onedraw.backends.torch.kernels.triton_routes import choose_experts, join
@@ -38,6 +38,7 @@ from onedraw.backends.torch.pages import PageStore
 from onedraw.backends.torch.runs import runs_of
 from onedraw.backends.torch.sampler import Sampler
 from onedraw.backends.torch.state import State
+from onedraw.errors import UnsupportedModel
 from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, Gate, MoeSpec
 
 LIBRARY_ROWS = 2048  # the library is offered exactly so many rows, so it always picks the kernel that was checked
@@ -79,6 +80,13 @@ class TritonLinear(Linear):
 
     def added(self, x: Tensor, residual: Tensor) -> Tensor:
         return self(x, residual) if residual.dtype == self.dtype else super().added(x, residual)
+
+    @property
+    def borders(self) -> tuple[int, ...]:
+        """Of tiles. Whether the library has the kernel's bits was asked when the weight was made ready."""
+        if self.device.type != "cuda":  # the interpreter takes seconds for so many rows
+            return ()
+        return tile_borders(self.out_features, self.in_features, self.dtype, shared_memory(self.device))
 
     def _for_library(self, rows: int) -> int:
         return rows // LIBRARY_ROWS * LIBRARY_ROWS if self.library else 0
@@ -145,6 +153,9 @@ class TritonBank:
     def linears(self) -> list[Linear]:
         """None that must be offered rows by a rule."""
         return []
+
+    def borders(self, used: int) -> tuple[int, ...]:
+        return route_borders(len(self._gate_up), used) if self._down.device.type == "cuda" else ()
 
     def __call__(self, h: Tensor, ids: Tensor, weights: Tensor, scale: float) -> Tensor:
         routes = route(ids, weights, count=len(self._gate_up), pdl=self._pdl)
@@ -236,6 +247,18 @@ class TritonOps(FloatOps):
         self, kv: Tensor, prepared: Prepared, *, spec: AttentionSpec, store: PageStore, k_norm: Tensor | None, eps: float
     ) -> None:
         self._heads(kv, prepared, spec=spec, store=store, q_norm=None, k_norm=k_norm, eps=eps, heads=0)
+
+    def turn_borders(self, mixers: Collection[AttentionSpec | DeltaSpec]) -> tuple[int, ...]:
+        """Where programs that walk all keys of a token are enough to fill the device; where states are stepped in other parts."""
+        if self._device.type != "cuda":  # the interpreter takes a second for every turn
+            return ()
+        found = {-(-_busy(self._device) // one.kv_heads) for one in mixers if isinstance(one, AttentionSpec)}
+        return tuple(sorted(found | {MANY_PATHS for one in mixers if isinstance(one, DeltaSpec)}))
+
+    def require(self, mixer: DeltaSpec) -> None:
+        why = delta_kernels.why_not(mixer)
+        if why:
+            raise UnsupportedModel(f"this model's delta layers have {why}; use --device cpu")
 
     def prepare_delta(self, inputs: Inputs, mixer: DeltaSpec) -> Recurrence:
         runs = runs_of(inputs, conv=mixer.conv)

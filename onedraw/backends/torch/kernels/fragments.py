@@ -57,6 +57,11 @@ class Fragments:
         """Units of outputs of one."""
         return len(self.units) // self.count
 
+    def some(self, units: slice) -> Fragments:
+        """Some units of outputs of the only one, in the same memory."""
+        rows = min(self.rows, units.stop * UNIT_ROWS) - units.start * UNIT_ROWS
+        return Fragments(self.kind, rows, self.width, self.units[units], self.counters[units])
+
     def matrix(self, number: int) -> Fragments:
         """One of them, in the same memory."""
         own = self.units[number * self.tall : (number + 1) * self.tall]

@@ -1,17 +1,20 @@
 """CUDA sources of this package → kernels on a device: compiled at run time by NVRTC, which comes with every torch for CUDA.
 
 In: a source file, its definitions, a device. Out: a `Kernel`, which launches on torch's current stream, so graphs record it. What
-was compiled is kept in the cache folder, under a hash of the source, the options and the compiler; `keep_in` says where.
+was compiled is kept in the cache folder, under a hash of the source, the options and the compiler; `keep_in` says where. What is
+damaged there, by its checksum or because the driver does not load it, is compiled anew. The library is one of the CUDA that
+torch is made for: what another makes, the driver beside this torch may not load.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,12 +23,15 @@ import torch
 
 from onedraw.errors import BadSetting
 
+log = logging.getLogger("onedraw")
 FOLDER = Path(__file__).parent
 OLDEST = (8, 0)  # the first that has what the sources use
+SYSTEMS = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")  # what the system's loader may know
 _OPTIONS = ("--std=c++17", "--fmad=false")  # a product and a sum are one rounding where the sources say so
 _SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MOST_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _ALWAYS_SHARED = 48 << 10  # bytes that a block may have without asking
+_CHECKSUM = 32  # bytes behind what is kept
 _kept: list[Path] = []
 _compiled: dict[str, bytes] = {}  # by hash: what this process compiled
 
@@ -38,16 +44,39 @@ def keep_in(cache: Path) -> None:
 # ------------------------------------------------------------------ compiling
 
 
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    library: ctypes.CDLL
+    version: str  # like 13.0
+
+
 @lru_cache(maxsize=1)
-def compiler() -> ctypes.CDLL | None:
-    """NVRTC's library, where there is one: torch's own, a package's, or the system's."""
+def compiler() -> Compiler | None:
+    """NVRTC, where there is one that fits this torch: torch's own, a package's, or the system's."""
+    return _fitting(_found(), torch.version.cuda)
+
+
+def _fitting(found: Iterator[Compiler], cuda: str | None) -> Compiler | None:
+    """The first of this very version, or else the first of its major version; any where torch is made for no CUDA."""
+    second = None
+    for one in found:
+        if cuda is None or one.version == cuda:
+            return one
+        if one.version.partition(".")[0] == cuda.partition(".")[0]:
+            second = second or one
+    return second
+
+
+def _found() -> Iterator[Compiler]:
     names = [str(file) for folder in _folders() for file in sorted(folder.glob("libnvrtc.so*"), reverse=True)]
-    for name in (*names, "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"):
+    for name in (*names, *SYSTEMS):
         try:
-            return ctypes.CDLL(name)
-        except OSError:
+            library = ctypes.CDLL(name)
+            major, minor = ctypes.c_int(), ctypes.c_int()
+            library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+        except (OSError, AttributeError):  # not there, or something else by this name
             continue
-    return None
+        yield Compiler(library, f"{major.value}.{minor.value}")
 
 
 def _folders() -> list[Path]:
@@ -57,35 +86,54 @@ def _folders() -> list[Path]:
 
 
 def version() -> str:
-    library = compiler()
-    if library is None:
+    found = compiler()
+    return "" if found is None else found.version
+
+
+def why_not() -> str:
+    """Why nothing can be compiled here; nothing where it can."""
+    if compiler() is not None:
         return ""
-    major, minor = ctypes.c_int(), ctypes.c_int()
-    library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-    return f"{major.value}.{minor.value}"
+    others = ", ".join(dict.fromkeys(one.version for one in _found()))
+    there = f"torch is made for CUDA {torch.version.cuda} and NVRTC here is {others}" if others else "no libnvrtc was found"
+    major = (torch.version.cuda or "").partition(".")[0]
+    package = {"": "nvidia-cuda-nvrtc", "12": "nvidia-cuda-nvrtc-cu12"}.get(major, f"nvidia-cuda-nvrtc=={major}.*")
+    return f"{there}; pip install {package}"
 
 
-def compile_source(name: str, architecture: str, defines: Mapping[str, int]) -> bytes:
-    """The machine code of a source for an architecture (like sm_90), from the cache folder where it lies there already."""
-    library = compiler()
-    if library is None:
-        raise BadSetting(
-            "products of packed weights on a GPU need NVRTC, which comes with torch for CUDA, and no libnvrtc was found; "
-            "pip install nvidia-cuda-nvrtc, or use --dtype bf16"
-        )
+def compile_source(name: str, architecture: str, defines: Mapping[str, int], *, anew: bool = False) -> bytes:
+    """The machine code of a source for an architecture (like sm_90), from the cache folder where it lies there already and is
+    not to be made `anew`."""
+    found = compiler()
+    if found is None:
+        raise BadSetting(f"products of packed weights cannot be compiled: {why_not()}, or use --dtype bf16")
     source = (FOLDER / name).read_bytes()
     options = [f"--gpu-architecture={architecture}", *_OPTIONS, *(f"-D{key}={value}" for key, value in sorted(defines.items()))]
-    digest = hashlib.sha256(source + "\0".join([version(), *options]).encode()).hexdigest()[:20]
-    if digest in _compiled:
+    digest = hashlib.sha256(source + "\0".join(["checksummed", found.version, *options]).encode()).hexdigest()[:20]
+    if digest in _compiled and not anew:
         return _compiled[digest]
     files = [folder / f"{Path(name).stem}-{digest}.cubin" for folder in _kept]
-    for file in files:
-        if file.exists():
-            return file.read_bytes()
-    code = _compiled[digest] = _compile(library, source, name, options)
+    for file in files if not anew else ():
+        code = _read(file)
+        if code is not None:
+            return code
+    code = _compiled[digest] = _compile(found.library, source, name, options)
     for file in files:
         _keep(file, code)
     return code
+
+
+def _read(file: Path) -> bytes | None:
+    """What is kept there; nothing where it is not there or damaged, which is said."""
+    try:
+        kept = file.read_bytes()
+    except OSError:
+        return None
+    code, checksum = kept[:-_CHECKSUM], kept[-_CHECKSUM:]
+    if hashlib.sha256(code).digest() == checksum:
+        return code
+    log.warning("%s is damaged, and is compiled anew", file)
+    return None
 
 
 def _compile(library: ctypes.CDLL, source: bytes, name: str, options: Sequence[str]) -> bytes:
@@ -114,15 +162,19 @@ def _bytes_of(library: ctypes.CDLL, what: str, program: ctypes.c_void_p) -> byte
 
 
 def _keep(file: Path, code: bytes) -> None:
-    """Beside the target, then moved into place. A folder that cannot be written costs time at the next start, no more."""
+    """With its checksum, beside the target, then moved into place. A folder that cannot be written costs time at the next start,
+    no more."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         handle, beside = tempfile.mkstemp(dir=file.parent)
-        with os.fdopen(handle, "wb") as opened:
-            opened.write(code)
-        os.replace(beside, file)
     except OSError:
         return
+    try:
+        with os.fdopen(handle, "wb") as opened:
+            opened.write(code + hashlib.sha256(code).digest())
+        os.replace(beside, file)
+    except OSError:
+        Path(beside).unlink(missing_ok=True)
 
 
 # ------------------------------------------------------------------ launching
@@ -172,13 +224,13 @@ class Kernel:
         checked(driver().cuLaunchKernelEx(ctypes.byref(config), self.handle, parameters, None), f"launching {self.name}")
 
 
-def compile_for(source: str, device: torch.device, defines: Mapping[str, int], *, own: bool = False) -> bytes:
+def compile_for(source: str, device: torch.device, defines: Mapping[str, int], *, own: bool = False, anew: bool = False) -> bytes:
     """The machine code of a source for a device; several may be compiled at once."""
     capability = torch.cuda.get_device_capability(device)
     if capability < OLDEST:
         name = f"{torch.cuda.get_device_name(device)} (sm_{capability[0]}{capability[1]})"
         raise BadSetting(f"{name}: products of packed weights need sm_80 or newer; use --dtype f16")
-    return compile_source(source, f"sm_{capability[0]}{capability[1]}{'a' if own else ''}", defines)
+    return compile_source(source, f"sm_{capability[0]}{capability[1]}{'a' if own else ''}", defines, anew=anew)
 
 
 class Module:
@@ -191,6 +243,10 @@ class Module:
         self._handle = ctypes.c_void_p()
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # torch's context is the current one from here on
+            if not driver().cuModuleLoadData(ctypes.byref(self._handle), code):
+                return
+            log.warning("%s as it was compiled before does not load on %s, and is compiled anew", source, device)
+            code = compile_for(source, device, defines, own=own, anew=True)
             checked(driver().cuModuleLoadData(ctypes.byref(self._handle), code), f"loading {source}")
 
     def kernel(self, name: str, shared: int = 0) -> Kernel:

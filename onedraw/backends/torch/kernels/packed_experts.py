@@ -16,8 +16,10 @@ from onedraw.backends.torch.kernels.courier import Courier
 from onedraw.backends.torch.kernels.fragments import Fragments
 from onedraw.backends.torch.kernels.packed_linear import bring_fragments
 from onedraw.backends.torch.kernels.packed_rows import grouped_product, make_groups_ready, tile_height
-from onedraw.backends.torch.kernels.spans import Prepared, Ready, empty_prepared, prepare_rows
-from onedraw.backends.torch.kernels.triton_moe import Routes, combine, route
+from onedraw.backends.torch.kernels.shares import group_borders
+from onedraw.backends.torch.kernels.spans import Prepared, Ready, empty_prepared, prepare_border, prepare_rows
+from onedraw.backends.torch.kernels.triton_linear import shared_memory
+from onedraw.backends.torch.kernels.triton_moe import Routes, combine, route, route_borders
 from onedraw.backends.torch.kernels.triton_norm import gated
 from onedraw.backends.torch.layers.linear import Linear
 from onedraw.models.source import Tensor as Stored
@@ -44,6 +46,15 @@ class PackedBank:
     def linears(self) -> list[Linear]:
         """None that must be offered rows by a rule."""
         return []
+
+    def borders(self, used: int) -> tuple[int, ...]:
+        """Where tables are made by sorting, where tiles are higher, and where rows are made ready otherwise."""
+        device, count = self._down.units.device, self._down.count
+        if device.type != "cuda":  # an emulator takes seconds for so many rows
+            return ()
+        found = {route_borders(count, used)[0], prepare_border(self._gate_up[0].width)}
+        found.update(pairs // used + 1 for pairs in group_borders(count, shared=shared_memory(device)))
+        return tuple(sorted(found - {1}))
 
     def __call__(self, h: Tensor, ids: Tensor, weights: Tensor, scale: float) -> Tensor:
         count, pdl = self._down.count, self._pdl

@@ -5,13 +5,13 @@ one product, each in its own kind; neighbours of one kind are one weight. What n
 beside them.
 
 A product of few rows reads the blocks themselves (`packed_rows.py`); for many rows the weight is opened, slice by slice of its
-outputs, in one workspace of the device, and multiplied there (`wide.py`, `triton_wide.py`). Both follow the rule that stands in
-spans.py, so which of them served does not show in the bits.
+outputs, and multiplied there (`wide.py`, `triton_wide.py`). What either writes on the way lies in the operations' own workspace
+(`workspace.py`). Both follow the rule that stands in spans.py, so which of them served does not show in the bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import groupby
 
@@ -19,22 +19,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onedraw.backends.packing import SPAN, why_not_in_blocks
-from onedraw.backends.plan import OPENED_BYTES
+from onedraw.backends.packing import FEW_ROWS, why_not_in_blocks
 from onedraw.backends.torch.kernels import triton_wide, wide
 from onedraw.backends.torch.kernels.courier import Courier
 from onedraw.backends.torch.kernels.fragments import Fragments, empty_fragments, fill_fragments, slices_of
 from onedraw.backends.torch.kernels.packed_rows import (
-    MOST_ROWS,
     WHOLE_KINDS,
     has_minima,
     make_ready,
     opened,
+    skinny_borders,
     skinny_product,
     unpacked_rows,
 )
-from onedraw.backends.torch.kernels.spans import Opened, Prepared, Ready, beside, prepare_rows
-from onedraw.backends.torch.kernels.triton_linear import linear
+from onedraw.backends.torch.kernels.spans import Prepared, Ready, prepare_border, prepare_rows
+from onedraw.backends.torch.kernels.triton_linear import linear, shared_memory, tile_borders
+from onedraw.backends.torch.kernels.workspace import Workspace
 from onedraw.backends.torch.layers.linear import Linear, RowRule
 from onedraw.backends.torch.loader import padded
 from onedraw.models.source import Tensor as Stored
@@ -53,6 +53,7 @@ def packed_product(
     weight: Fragments,
     *,
     out: Tensor,
+    workspace: Workspace,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     pdl: bool = False,
@@ -60,13 +61,14 @@ def packed_product(
     """Prepared rows times a weight: out [T, N], which may be columns of a wider tensor."""
     rows = len(prepared)
     if rows < WIDE_FROM:
-        for start in range(0, rows, MOST_ROWS):
-            part = slice(start, start + MOST_ROWS)
+        parts = workspace.parts(weight)
+        for start in range(0, rows, FEW_ROWS):
+            part = slice(start, start + FEW_ROWS)
             beside = None if residual is None else residual[part]
-            skinny_product(prepared.rows(part), weight, out=out[part], bias=bias, residual=beside, pdl=pdl)
+            skinny_product(prepared.rows(part), weight, out=out[part], parts=parts, bias=bias, residual=beside, pdl=pdl)
         return out
     product = wide.wide_product if _is_hopper(out.device) else triton_wide.wide_product
-    for columns, room in workspace(out.device).slices(weight):
+    for columns, room in workspace.slices(weight):
         some = opened(weight, columns.start, columns.stop - columns.start, room)
         product(
             prepared,
@@ -83,76 +85,14 @@ def _is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == HOPPER
 
 
-class Workspace:
-    """Where weights are opened, on one device. It is as large as the largest of them asks for, within what the memory plan has
-    for it, and is allocated when the first product comes. Work on one device runs in order, so everybody may use it."""
-
-    def __init__(self, device: torch.device, most: int = OPENED_BYTES) -> None:
-        self._device, self._most, self._needed = device, most, 0
-        self._room = torch.empty(0, dtype=torch.uint8, device=device)
-        self._found: dict[tuple[str, int, int], Opened] = {}  # places that were laid out before
-
-    def reserve(self, weight: Fragments) -> None:
-        """Say that this weight will be opened here."""
-        rows = beside(weight.rows)
-        self._needed = max(self._needed, min(self._most, rows * _opened_bytes(weight) + 4 * _ALIGNED))
-
-    def slices(self, weight: Fragments) -> Iterator[tuple[slice, Opened]]:
-        """Outputs that fit at once, and the room they are opened in."""
-        self.reserve(weight)
-        if self._room.numel() < self._needed:
-            self._found, self._room = {}, self._room[:0].clone()  # the old one goes before the new one comes
-            self._room = torch.empty(self._needed, dtype=torch.uint8, device=self._device)
-        most = (self._room.numel() - 4 * _ALIGNED) // _opened_bytes(weight) // wide.TILE * wide.TILE
-        count = weight.rows
-        if count > most:  # slices of about equal size, in whole tiles
-            count = padded(-(-count // -(-count // most)), wide.TILE)
-        for start in range(0, weight.rows, count):
-            columns = slice(start, min(start + count, weight.rows))
-            asked = (weight.kind, weight.spans, columns.stop - start)
-            if asked not in self._found:
-                self._found[asked] = self._laid_out(weight, columns.stop - start)
-            yield columns, self._found[asked]
-
-    def _laid_out(self, weight: Fragments, count: int) -> Opened:
-        spans, per, start = weight.spans, 1 if weight.kind in WHOLE_KINDS else 8, 0
-
-        def take(dtype: torch.dtype, *shape: int) -> Tensor:
-            nonlocal start
-            size = int(np.prod(shape)) * dtype.itemsize
-            found = self._room[start : start + size].view(dtype).view(shape)
-            start += padded(size, _ALIGNED)
-            return found
-
-        weights, scales = take(torch.float16, count, spans * SPAN), take(torch.float32, spans * per, beside(count))
-        if not has_minima(weight.kind):
-            return Opened(weights, scales)
-        minima = take(torch.float16, count, spans, 8) if per == 1 else None
-        return Opened(weights, scales, minima, take(torch.float32, spans * per, beside(count)))
-
-
-_ALIGNED = 256  # bytes
-
-
-def _opened_bytes(weight: Fragments) -> int:
-    """Of one output."""
-    per = 1 if weight.kind in WHOLE_KINDS else 8
-    least = (4 * per + (16 if per == 1 else 0)) if has_minima(weight.kind) else 0
-    return weight.spans * (2 * SPAN + 4 * per + least)
-
-
-@lru_cache(maxsize=8)
-def workspace(device: torch.device) -> Workspace:
-    """One for all weights of a device."""
-    return Workspace(device)
-
-
-def load_fragments(tensors: Sequence[Stored], *, pad: int, courier: Courier, device: torch.device) -> Fragments:
+def load_fragments(
+    tensors: Sequence[Stored], *, pad: int, courier: Courier, device: torch.device, workspace: Workspace
+) -> Fragments:
     """Weights of one kind as one, made ready for products and look-ups."""
     made = bring_fragments(tensors, pad=pad, courier=courier, device=device)
     if device.type == "cuda":  # nothing is compiled in the middle of a turn
         make_ready(made.kind, device)
-    workspace(device).reserve(made)
+    workspace.reserve(made)
     return made
 
 
@@ -192,13 +132,14 @@ class PackedLinear(Linear):
         *,
         dtype: torch.dtype,
         device: torch.device,
+        workspace: Workspace,
         bias: Tensor | None = None,
         in_features: int | None = None,
         order: Tensor | None = None,
         ready: Ready | None = None,
         pdl: bool = False,
     ) -> None:
-        self.parts, self._order, self._ready = tuple(parts), order, ready or Ready()
+        self.parts, self._order, self._ready, self.workspace = tuple(parts), order, ready or Ready(), workspace
         self._heights = [part.rows if isinstance(part, Fragments) else len(part) for part in parts]
         first = parts[0]
         self._width = first.width if isinstance(first, Fragments) else first.shape[1]
@@ -218,11 +159,37 @@ class PackedLinear(Linear):
             bias = None if self.bias is None else self.bias[here]
             beside = None if residual is None else residual[:, here]
             if isinstance(part, Fragments):
-                packed_product(prepared, part, out=y[:, here], bias=bias, residual=beside, pdl=self._pdl)
+                packed_product(
+                    prepared,
+                    part,
+                    out=y[:, here],
+                    workspace=self.workspace,
+                    bias=bias,
+                    residual=beside,
+                    pdl=self._pdl,
+                )
             else:
                 linear(x[:, : part.shape[1]], part, out=y[:, here], bias=bias, residual=beside, pdl=self._pdl)
             start += height
         return y
+
+    @property
+    def kind(self) -> str:
+        return "+".join(part.kind if isinstance(part, Fragments) else str(part.dtype) for part in self.parts)
+
+    @property
+    def borders(self) -> tuple[int, ...]:
+        return self.all_borders() if self.device.type == "cuda" else ()  # an emulator takes seconds for so many rows
+
+    def all_borders(self) -> tuple[int, ...]:
+        """Of the products with few rows, of preparing rows, of the second launch, and where weights are opened from."""
+        found = {prepare_border(self._width), FEW_ROWS + 1, WIDE_FROM}
+        for part, height in zip(self.parts, self._heights, strict=True):
+            if isinstance(part, Fragments):
+                found.update(skinny_borders(part))
+            else:
+                found.update(tile_borders(height, self._width, part.dtype, shared_memory(self.device)))
+        return tuple(sorted(found - {1}))
 
     def added(self, x: Tensor, residual: Tensor) -> Tensor:
         return self(x, residual) if residual.dtype == self.dtype else super().added(x, residual)
@@ -241,6 +208,7 @@ def packed_linear(
     dtype: torch.dtype,
     device: torch.device,
     courier: Courier,
+    workspace: Workspace,
     bias: Tensor | None = None,
     pad: int = 1,
     pad_columns: int = 1,
@@ -255,7 +223,7 @@ def packed_linear(
     for kind, same in groupby(tensors, key=lambda tensor: "" if why_not_in_blocks(tensor) else tensor.kind):
         together = list(same)
         if kind:
-            parts.append(load_fragments(together, pad=pad, courier=courier, device=device))
+            parts.append(load_fragments(together, pad=pad, courier=courier, device=device, workspace=workspace))
         else:
             matrices = [torch.from_numpy(tensor.float32()) for tensor in together]
             joined = torch.cat([torch.nn.functional.pad(m, (0, 0, 0, -len(m) % pad)) for m in matrices])
@@ -264,7 +232,17 @@ def packed_linear(
     if device.type == "cuda" and _is_hopper(device):
         for kind in {part.kind for part in parts if isinstance(part, Fragments)}:
             wide.make_ready(by_block=kind not in WHOLE_KINDS, minima=has_minima(kind), dtype=dtype, device=device)
-    return PackedLinear(parts, dtype=dtype, device=device, bias=bias, in_features=width, order=order, ready=ready, pdl=pdl)
+    return PackedLinear(
+        parts,
+        dtype=dtype,
+        device=device,
+        workspace=workspace,
+        bias=bias,
+        in_features=width,
+        order=order,
+        ready=ready,
+        pdl=pdl,
+    )
 
 
 def _in_stored_order(tensors: Sequence[Stored], device: torch.device) -> tuple[Sequence[Stored], Tensor | None]:

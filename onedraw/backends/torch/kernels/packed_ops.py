@@ -19,6 +19,7 @@ from onedraw.backends.torch.kernels.packed_experts import PackedBank, load_bank
 from onedraw.backends.torch.kernels.packed_linear import PackedLinear, packed_linear
 from onedraw.backends.torch.kernels.spans import Ready, empty_prepared
 from onedraw.backends.torch.kernels.triton_norm import gated, rms_norm
+from onedraw.backends.torch.kernels.workspace import Workspace
 from onedraw.backends.torch.loader import LANE
 from onedraw.models.source import Tensor as Stored
 from onedraw.models.spec import Activation
@@ -28,7 +29,7 @@ class PackedOps(TritonOps):
     def __init__(self, device: torch.device, dtype: torch.dtype, *, pdl: bool = False) -> None:
         super().__init__(device, pdl=pdl)
         self.name = f"{device.type}-triton-packed"
-        self._dtype, self._courier, self._ready = dtype, Courier(device), Ready()
+        self._dtype, self._courier, self._ready, self._workspace = dtype, Courier(device), Ready(), Workspace(device)
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         if x.dim() != 2 or x.dtype != self._dtype:
@@ -50,6 +51,7 @@ class PackedOps(TritonOps):
             dtype=self._dtype,
             device=self._device,
             courier=self._courier,
+            workspace=self._workspace,
             bias=bias,
             pad=pad,
             pad_columns=pad_columns,

@@ -146,6 +146,13 @@ __device__ __forceinline__ void copy_four(word to, const void *from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from));
 }
 
+// Counts one up. What this thread has seen is seen by whoever counts later, and what earlier ones had seen is seen here.
+__device__ __forceinline__ int counted(int *counter) {
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(__cvta_generic_to_global(counter)) : "memory");
+    return before;
+}
+
 __device__ __forceinline__ word &part_of(uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 __device__ __forceinline__ word part_of(const uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
@@ -488,18 +495,19 @@ __device__ __forceinline__ void add_inside(const Product &p, const float4 *kept,
 #define MOST_UNSETTLED 8
 #define FEW_SEGMENTS 8
 
-// Items of a warp whose sums are in memory, and nobody knows yet: lane i holds the unit of item i.
+// Items of a warp whose sums are in memory, and nobody knows yet: lane i holds the unit of item i. All lanes' sums come before
+// the lane that counts, and what it finds comes before all lanes' reading: a warp meets before and after, since neither a ballot
+// nor a shuffle puts memory in order.
 __device__ __forceinline__ void settle(const Product &p, int tall, int count, int segments) {
     const int lane = threadIdx.x & 31;
-    __threadfence();
     __syncwarp();
     int is_last = 0;
     if (lane < count) {
-        is_last = atomicAdd(p.counters + tall, 1) == segments - 1;
+        is_last = counted(p.counters + tall) == segments - 1;
         if (is_last) p.counters[tall] = 0;
     }
     word last = __ballot_sync(0xFFFFFFFFu, is_last);
-    if (last) __threadfence();
+    if (last) __syncwarp();
     while (last) {
         const int whose = __shfl_sync(0xFFFFFFFFu, tall, __ffs(last) - 1);
         add_up(p, (const float4 *)p.parts + (long long)whose * segments * TILES * 32 + lane, segments, TILES * 32, whose);

@@ -11,12 +11,12 @@ from __future__ import annotations
 import ctypes
 import os
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 
 import torch
 from torch import Tensor
 
-from onedraw.backends.packing import SEGMENT, SPAN, UNIT_ROWS, unit_bytes
+from onedraw.backends.packing import FEW_ROWS, SEGMENT, SPAN, UNIT_ROWS, unit_bytes
 from onedraw.backends.torch.kernels.fragments import Fragments
 from onedraw.backends.torch.kernels.nvrtc import Kernel, Module, compile_for
 from onedraw.backends.torch.kernels.shares import (
@@ -29,8 +29,10 @@ from onedraw.backends.torch.kernels.shares import (
     group_fits,
     group_tiles,
     rows_at_once,
+    share_borders,
     share_group,
     share_out,
+    slabs_of,
 )
 from onedraw.backends.torch.kernels.spans import Opened, Prepared, beside
 from onedraw.backends.torch.kernels.triton_linear import shared_memory
@@ -38,7 +40,6 @@ from onedraw.backends.torch.kernels.triton_moe import Routes
 from onedraw.checkpoints.quants import KINDS
 
 SOURCE = "packed_rows.cu"
-MOST_ROWS = 64  # of one call; more rows are another kernel's
 WHOLE_KINDS = ("Q4_K", "Q5_K", "Q6_K", "NVFP4")  # one scale for a span of 256, on top of small ones
 OPENED_WARPS = LOOKED_WARPS = 4
 DTYPE_NUMBERS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
@@ -136,37 +137,54 @@ def _multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+def skinny_borders(fragments: Fragments) -> tuple[int, ...]:
+    """Row counts from which on a product of few rows is another."""
+    device, segments = fragments.units.device, -(-fragments.spans // SEGMENT)
+    multiprocessors, shared = _multiprocessors(device), shared_memory(device)
+    return share_borders(len(fragments.units), segments, multiprocessors=multiprocessors, shared=shared, most=FEW_ROWS)
+
+
 def skinny_product(
     prepared: Prepared,
     fragments: Fragments,
     *,
     out: Tensor,
+    parts: Tensor | None = None,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     pdl: bool = False,
     inside: bool | None = None,
 ) -> Tensor:
     """Up to 64 rows → out [T, N] in bf16 or f16, which may be columns of a wider tensor; bias and residual are of its dtype.
-    `inside` (shares.py) changes no bit."""
+    `parts`: float32, where sums of segments wait; where it is too short for all outputs they come slab by slab. Without it they
+    have memory of their own. `inside` (shares.py) changes no bit."""
     rows, device = len(prepared), fragments.units.device
-    assert rows <= MOST_ROWS, "more rows than this product is for"
+    assert rows <= FEW_ROWS, "more rows than this product is for"
     if rows == 0:
         return out
-    shared = shared_memory(device)
+    shared, again = shared_memory(device), partial(skinny_product, parts=parts, pdl=pdl, inside=inside)
     most = rows_at_once(rows, shared)
     if rows > most:
         for part in (slice(0, most), slice(most, rows)):
             added = None if residual is None else residual[part]
-            skinny_product(prepared.rows(part), fragments, out=out[part], bias=bias, residual=added, pdl=pdl, inside=inside)
+            again(prepared.rows(part), fragments, out=out[part], bias=bias, residual=added)
         return out
     tall, segments = len(fragments.units), -(-fragments.spans // SEGMENT)
     share = share_out(rows, tall, segments, multiprocessors=_multiprocessors(device), shared=shared, inside=inside)
-    parts = None
     if not share.inside:
-        parts = torch.empty(segments * tall * UNIT_ROWS * share.tiles * TILE_ROWS, dtype=torch.float32, device=device)
+        unit = segments * UNIT_ROWS * share.tiles * TILE_ROWS  # sums of sixteen outputs
+        if parts is None:
+            parts = torch.empty(tall * unit, dtype=torch.float32, device=device)
+        if tall * unit > parts.numel():
+            for units in slabs_of(tall, parts.numel() // unit):
+                here = slice(units.start * UNIT_ROWS, units.stop * UNIT_ROWS)
+                own = None if bias is None else bias[here]
+                added = None if residual is None else residual[:, here]
+                again(prepared, fragments.some(units), out=out[:, here], bias=own, residual=added)
+            return out
     given = _Product(
         *(fragments.units.data_ptr(), prepared.x.data_ptr(), prepared.factors.data_ptr(), prepared.sums.data_ptr()),
-        *(_place(bias), _place(residual), out.data_ptr(), _place(parts), fragments.counters.data_ptr()),
+        *(_place(bias), _place(residual), out.data_ptr(), None if share.inside else _place(parts), fragments.counters.data_ptr()),
         *(0 if residual is None else residual.stride(0), out.stride(0)),
         *(
             fragments.rows,

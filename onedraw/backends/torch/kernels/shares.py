@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from onedraw.backends.packing import SEGMENT, SPAN
 
@@ -77,6 +78,26 @@ def share_out(rows: int, tall: int, segments: int, *, multiprocessors: int, shar
     return Share(tiles, False, APART_WARPS[tiles], threads, blocks, 0, 0, buffers, buffers * buffer)
 
 
+def share_borders(tall: int, segments: int, *, multiprocessors: int, shared: int, most: int) -> tuple[int, ...]:
+    """Row counts, up to `most`, from which on a product is compiled otherwise, shared out otherwise, or made in two."""
+
+    def way(rows: int) -> tuple[int, int, bool]:
+        at_once = rows_at_once(rows, shared)
+        share = share_out.__wrapped__(at_once, tall, segments, multiprocessors=multiprocessors, shared=shared)
+        return rows > at_once, share.tiles, share.inside
+
+    ways = [way(rows) for rows in range(1, most + 1)]
+    return tuple(rows for rows, (before, here) in enumerate(pairwise(ways), start=2) if before != here)
+
+
+def slabs_of(tall: int, most: int) -> list[slice]:
+    """Units of outputs in slabs of at most so many, all of about one height."""
+    assert most > 0, "no room for the sums of sixteen outputs"
+    count = -(-tall // most)
+    height = -(-tall // count)
+    return [slice(start, min(start + height, tall)) for start in range(0, tall, height)]
+
+
 def _pays(rows: int, tiles: int, tall: int, height: int, multiprocessors: int) -> bool:
     few = rows <= FEW_ROWS or height >= TALL_ENOUGH[tiles]
     return few and (tall >= BUSY * height * multiprocessors or tall < multiprocessors)
@@ -109,6 +130,12 @@ def group_tiles(pairs: int, count: int, *, shared: int) -> int:
     """Tiles of eight rows that a block takes at once, where so many pairs go to so many experts."""
     wanted = next((tiles for tiles, most in GROUP_PAIRS.items() if pairs <= most * count), max(GROUP_BLOCKS))
     return max(tiles for tiles in GROUP_BLOCKS if tiles <= wanted and group_fits(tiles, shared))
+
+
+def group_borders(count: int, *, shared: int) -> tuple[int, ...]:
+    """Pairs up to which tiles of rows are lower than behind them."""
+    edges = [most * count for most in GROUP_PAIRS.values()]
+    return tuple(n for n in edges if group_tiles(n, count, shared=shared) != group_tiles(n + 1, count, shared=shared))
 
 
 @lru_cache(maxsize=4096)

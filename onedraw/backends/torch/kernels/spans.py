@@ -142,6 +142,11 @@ def _prepare(
     store_span(scaled, factor, hi, lo, x_out, factors, sums, row, first, spans, SPANS)
 
 
+def prepare_border(width: int) -> int:
+    """Rows from which on eight spans are one program's."""
+    return FEW // -(-width // SPAN) + 1
+
+
 def prepare_rows(
     x: Tensor, *, width: int | None = None, order: Tensor | None = None, out: Prepared | None = None, pdl: bool = False
 ) -> Prepared:

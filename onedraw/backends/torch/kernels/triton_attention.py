@@ -217,8 +217,9 @@ def _attend(
         elif OWN:
             goes_on = live & (split == carried)
             part = (split * merged + line).to(tl.int64) * HEADS + query_head
-            peak_s, total_s, mixed_s = left_by(part_mixed, part_peak, part_total, part, goes_on, d, wide, D)
-            sums_s += total_s[:, None]
+            peak_s = tl.load(part_peak + part, mask=goes_on, other=float("-inf"))
+            sums_s += tl.load(part_total + part, mask=goes_on, other=0.0)[:, None]
+            mixed_s = tl.load(part_mixed + part[:, None] * D + d[None, :], mask=goes_on[:, None] & wide[None, :], other=0.0)
         if CODED:
             even, odd = tl.split(tl.reshape(mixed_s, (BLOCK_M, BLOCK_D // 2, 2)))
         begin = tl.maximum(start_of(split, LOW, MIDDLE, HIGH), low // BLOCK_KEYS * BLOCK_KEYS)

@@ -18,10 +18,25 @@ from torch import Tensor
 
 from onedraw.backends.torch.kernels.triton_linear import launch_options
 from onedraw.backends.torch.kernels.triton_math import exp, let_next_start, sigmoid, silu, softplus, wait_for_inputs
+from onedraw.models.spec import DeltaSpec
 
 WINDOW_BLOCK = 256  # channels of a window that a program of `close` moves on
 SHIFT_BLOCK = 512  # and one of `shift_windows`
 L2_EPS = 1e-6
+
+
+def why_not(spec: DeltaSpec) -> str:
+    """Why these kernels cannot compute a layer; nothing where they can. A column's eight sums over every eighth row are made
+    by parts of four rows or of eight, in pairs: a head that is no whole number of eights would leave one without its other."""
+    heads = {"key heads": spec.key_dim, "value heads": spec.value_dim}
+    for name, size in heads.items():
+        if size % 8 or size < 16:
+            return f"{name} {size} wide, where kernels take multiples of 8 from 16 on"
+    if spec.value_heads % spec.key_heads:
+        return f"{spec.value_heads} value heads to {spec.key_heads} key heads, which is no whole number for each"
+    if spec.conv < 2 or spec.conv & (spec.conv - 1):
+        return f"a convolution over {spec.conv} positions, where kernels take 2, 4, 8 …"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from onedraw.backends.torch.kernels.triton_math import activated, let_next_start, wait_for_inputs
 
+MOST_TILED = 512  # rows; all that are more have one tile
 SMALL_SHARED = 99 * 1024  # bytes of shared memory that a block gets on sm86 and sm89
 
 
@@ -234,6 +236,12 @@ def choose_tile(rows: int, n: int, k: int, dtype: torch.dtype, shared: int) -> T
     else:
         tile = Tile(128, 128, 64, 8, 4, group=8)
     return fitted(tile, dtype.itemsize, shared)
+
+
+def tile_borders(n: int, k: int, dtype: torch.dtype, shared: int) -> tuple[int, ...]:
+    """Row counts from which on another tile serves."""
+    tiles = [choose_tile.__wrapped__(rows, n, k, dtype, shared) for rows in range(1, MOST_TILED + 1)]
+    return tuple(rows for rows, (before, here) in enumerate(pairwise(tiles), start=2) if before != here)
 
 
 def _skinny_rule(n: int) -> Skinny:

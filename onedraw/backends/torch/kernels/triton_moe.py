@@ -129,6 +129,11 @@ def route(experts: Tensor, weights: Tensor, *, count: int, height: int | None = 
     return Routes(order.to(torch.int32), tiles, weights.gather(1, by_expert).contiguous(), height)
 
 
+def route_borders(count: int, used: int) -> tuple[int, ...]:
+    """Rows from which on tables are made by sorting, and from which on tiles are higher."""
+    return MOST_PAIRS // used + 1, 32 * count // used + 1
+
+
 def experts(
     x: Tensor,
     routes: Routes,

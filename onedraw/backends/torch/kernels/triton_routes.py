@@ -58,7 +58,8 @@ def _choose_experts(
     rank = scores
     if BIAS:
         rank = scores + tl.load(bias + expert, mask=inside, other=0.0)
-    rank = tl.where(inside, rank, float("-inf"))
+    # What is no number comes first, as in a sort, and makes the row's sum no number: it is noticed, and no expert is taken twice.
+    rank = tl.where(rank == rank, rank, float("inf"))
     open_ = inside
     slot = tl.arange(0, SLOTS)
     found = tl.full((SLOTS,), EXPERTS - 1, dtype=tl.int32)
@@ -66,7 +67,7 @@ def _choose_experts(
     total = tl.full((), 0.0, dtype=tl.float32)
     for index in tl.static_range(USED):
         best = tl.max(tl.where(open_, rank, float("-inf")), 0)
-        one = tl.min(tl.where(open_ & (rank == best), expert, EXPERTS - 1), 0)  # no number is no expert's: still one of them
+        one = tl.min(tl.where(open_ & (rank == best), expert, EXPERTS - 1), 0)
         open_ = open_ & (expert != one)
         score = tl.sum(tl.where(expert == one, scores, 0.0), 0)
         total += score

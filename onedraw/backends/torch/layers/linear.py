@@ -37,6 +37,16 @@ class Linear:
         # oneDNN's own layout, chosen for more than one row: the products of a row then have one order along K.
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None) if self._packed else weight
 
+    @property
+    def kind(self) -> str:
+        """What decides beside the shape which kernels serve: products of two kinds are compared each by itself."""
+        return ""
+
+    @property
+    def borders(self) -> tuple[int, ...]:
+        """Row counts from which on another kernel, or another tile, serves: the self-check compares over each of them."""
+        return ()
+
     def rows(self, wanted: Tensor, by: object = None) -> Tensor:
         """Rows of the weight as numbers, [T] → [T, K], read by the threads of these operations or else by its own. Of those
         alone whose operations look up."""

@@ -1,0 +1,128 @@
+"""Where packed products write on the way: what fits, where it lies, and whose it is."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from onedraw.backends.packing import SPANS, parts_bytes
+from onedraw.backends.plan import OPENED_BYTES, PARTS_BYTES
+from onedraw.backends.torch.kernels import packed_rows
+from onedraw.backends.torch.kernels.fragments import Fragments, empty_fragments
+from onedraw.backends.torch.kernels.packed_ops import PackedOps
+from onedraw.backends.torch.kernels.shares import tiles_of
+from onedraw.backends.torch.kernels.spans import Opened, empty_prepared
+from onedraw.backends.torch.kernels.wide import TILE
+from onedraw.backends.torch.kernels.workspace import Workspace
+from tests.packed import stored
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("kind", list(SPANS))
+@pytest.mark.parametrize("most", [300 << 10, 1 << 20])
+def test_slices_are_all_outputs_once_and_fit_where_they_are_opened(kind: str, most: int) -> None:
+    weight = empty_fragments(kind, rows=600, width=512, device=CPU)
+    room = Workspace(CPU, most)
+    slices = list(room.slices(weight))
+    assert [output for columns, _ in slices for output in range(columns.start, columns.stop)] == list(range(600))
+    assert len(slices) == (3 if most < 1 << 20 else 1)
+    for columns, opened in slices:
+        assert columns.start % TILE == 0
+        assert len(opened.weights) == columns.stop - columns.start
+        parts = [part for name in Opened.__slots__ if (part := getattr(opened, name)) is not None]
+        ends = sorted((part.data_ptr(), part.data_ptr() + part.nbytes) for part in parts)
+        assert all(stop <= start for (_, stop), (start, _) in pairwise(ends))  # nothing lies on another
+        assert ends[-1][1] - ends[0][0] <= most
+        assert all((place - ends[0][0]) % 256 == 0 for place, _ in ends)
+
+
+def test_a_workspace_is_as_large_as_its_weights_ask_for_within_the_plan() -> None:
+    room = Workspace(CPU, 1 << 20)
+    small, large = (empty_fragments("Q4_K", rows=rows, width=256, device=CPU) for rows in (16, 64))
+    room.reserve(small)
+    room.reserve(large)
+    (_, opened), *_ = room.slices(small)
+    assert opened.weights.untyped_storage().nbytes() <= 128 * 600
+    (_, again), *_ = room.slices(large)
+    assert again.weights.data_ptr() == opened.weights.data_ptr()  # it was there before
+    assert OPENED_BYTES == 256 << 20
+
+
+def test_sums_have_the_room_that_the_plan_counts() -> None:
+    """At 64 rows the head of a large model took 303 MiB beside the plan."""
+    room, most = Workspace(CPU), 0
+    for rows, width in ((600, 512), (4096, 2304), (600, 512)):
+        weight = empty_fragments("Q4_K", rows=rows, width=width, device=CPU)
+        most = max(most, parts_bytes(rows, width))
+        assert room.parts(weight).nbytes == most
+    assert parts_bytes(248_320, 5120) == PARTS_BYTES
+    assert parts_bytes(128_256, 4096) == 4 * 128_256 * 64 * 4 < PARTS_BYTES
+
+
+def test_sums_that_recorded_turns_hold_stay_where_they_are() -> None:
+    room = Workspace(CPU)
+    first = room.parts(empty_fragments("Q4_K", rows=16, width=256, device=CPU))
+    where = first.data_ptr()
+    del first
+    second = room.parts(empty_fragments("Q4_K", rows=64, width=2048, device=CPU))
+    others = [torch.empty(16 * 64) for _ in range(8)]  # what an allocator would put into memory that is free again
+    assert where not in {second.data_ptr(), *(other.data_ptr() for other in others)}
+
+
+def test_two_engines_on_one_device_share_no_workspace() -> None:
+    """Each may be in the middle of a product when the other begins one."""
+    tensors = [stored("w", (128, 512), "Q4_K", np.random.default_rng(0))]
+    engines = [PackedOps(CPU, torch.float16).stored(tensors, bias=None, pad=1, pad_columns=1) for _ in range(2)]
+    rooms = []
+    for made in engines:
+        assert made is not None
+        (weight,) = made.parts
+        assert isinstance(weight, Fragments)
+        opened = [part for _, part in made.workspace.slices(weight)]
+        rooms.append({made.workspace.parts(weight).data_ptr(), *(part.weights.data_ptr() for part in opened)})
+    assert rooms[0].isdisjoint(rooms[1])
+
+
+class _Recorded:
+    """Stands for the kernel: writes down what it was given."""
+
+    def __init__(self) -> None:
+        self.given: list[dict[str, int]] = []
+
+    def launch(self, given: Any, **how: Any) -> None:
+        self.given.append({name: getattr(given, name) or 0 for name, _ in given._fields_})
+
+
+@pytest.mark.parametrize(("rows", "units"), [(64, 7), (20, 7), (64, 38), (3, 7)])
+def test_outputs_come_slab_by_slab_where_their_sums_do_not_fit_at_once(
+    rows: int, units: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every output once, with its own weights, counters, bias, residual and place, and never more sums than there is room for."""
+    kernel, tiles = _Recorded(), tiles_of(rows)
+    monkeypatch.setattr(packed_rows, "_product", lambda *which: kernel)
+    monkeypatch.setattr(packed_rows, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(packed_rows, "shared_memory", lambda device: 227 << 10)
+    weight = empty_fragments("Q4_K", rows=600, width=2304, device=CPU)  # 38 units, three segments
+    parts = torch.empty(units * 3 * 16 * tiles * 8)
+    out, bias, residual = torch.empty(rows, 700).half()[:, 50:650], torch.empty(600).half(), torch.empty(rows, 600).half()
+    packed_rows.skinny_product(
+        empty_prepared(rows, 2304, CPU), weight, out=out, parts=parts, bias=bias, residual=residual, inside=False
+    )
+    first = 0
+    for given in kernel.given:
+        assert given["units"] == weight.units.data_ptr() + first * weight.units.stride(0)
+        assert given["counters"] == weight.counters.data_ptr() + 4 * first
+        assert [given["out"], given["residual"]] == [t.data_ptr() + 32 * first for t in (out, residual)]
+        assert given["bias"] == bias.data_ptr() + 32 * first
+        assert (given["out_stride"], given["residual_stride"]) == (700, 600)
+        assert given["parts"] == parts.data_ptr()
+        assert given["tall"] * 3 * 16 * tiles * 8 <= parts.numel()
+        assert given["outputs"] == min(600 - 16 * first, 16 * given["tall"])
+        first += given["tall"]
+    assert first == 38
+    assert len(kernel.given) == -(-38 // units)
