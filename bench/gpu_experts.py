@@ -32,6 +32,7 @@ from onedraw.backends.torch.kernels.shares import GROUP_BLOCKS, TILE_ROWS, group
 from onedraw.backends.torch.kernels.spans import prepare_rows
 from onedraw.backends.torch.kernels.triton_linear import shared_memory
 from onedraw.backends.torch.kernels.triton_moe import Routes, route
+from onedraw.backends.torch.kernels.workspace import Workspace
 from onedraw.checkpoints.random_blocks import random_blocks
 
 DEVICE = torch.device("cuda:0")
@@ -93,7 +94,7 @@ def fitting_heights() -> list[int]:
 
 
 def check(kinds: tuple[str, str, str]) -> None:
-    made = layer(kinds)
+    made, workspace = layer(kinds), Workspace(DEVICE)
     for part, divide in ((made.gate_up[0], USED), (made.down, 1)):
         make_ready(part.kind, DEVICE)
         for rows in (1, 5, 64, 700):
@@ -106,7 +107,7 @@ def check(kinds: tuple[str, str, str]) -> None:
                 mine = asked[lowest == number]
                 alone = prepare_rows(x[mine // divide])
                 room = torch.empty(len(mine), part.rows, dtype=x.dtype, device=DEVICE)
-                expected[mine] = packed_product(alone, part.matrix(number), out=room)
+                expected[mine] = packed_product(alone, part.matrix(number), out=room, workspace=workspace)
             for height in fitting_heights():
                 found = product(x, part, route(ids, weights, count=COUNT, height=height), divide=divide)
                 same = torch.equal(found, expected)

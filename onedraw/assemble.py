@@ -136,16 +136,18 @@ def turn_floor(settings: Settings) -> Callable[[int, int], float] | None:
     """Seconds that a decode turn of (rows, context) takes at least, at the memory's measured speed; None but on a GPU."""
     if settings.backend != "torch":
         return None
-    from onedraw.backends.torch.device import copy_bandwidth, find_devices
+    from onedraw.backends.torch.device import copy_bandwidth, find_devices, why_no_blocks
 
     device = find_devices(settings.device_names)[0]
     if device.kind == "cpu" or len(settings.device_names) > 1:
         return None
+    no_kernels = why_no_blocks() if reads_blocks(device) else ""
     checkpoint = find_checkpoint(settings)
     try:
         described = describe(checkpoint)
         spec, kinds = described.spec, matrix_kinds(described.weights)
-        dtype = product_dtype([device], asked=settings.dtype, activations="f32", stream="auto", kinds=kinds, no_kernels="")
+        stream = {"activations": "f32", "stream": "auto"}
+        dtype = product_dtype([device], asked=settings.dtype, **stream, kinds=kinds, no_kernels=no_kernels)
         sizes = stored_sizes(described.weights, dtype)
     finally:
         checkpoint.close()

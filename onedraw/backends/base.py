@@ -13,7 +13,7 @@ from typing import Any, NewType, Protocol, runtime_checkable
 import numpy.typing as npt
 
 from onedraw.errors import BadSetting
-from onedraw.types import Outcome, Plan
+from onedraw.types import Outcome, Plan, Row
 
 Ticket = NewType("Ticket", int)
 
@@ -48,7 +48,7 @@ class Capacity:
     stages: int = 1  # parts that the layers lie in, one behind the other
     tickets: int = 1  # plans that may be under way at once; stages on devices of their own work on one each
     ticket_rows: int = 1  # sequences that ride together before a second plan is made: fewer would take as long by themselves
-    starts: bool = False  # `submit` only starts rows of one token that ask for no logprobs and have no constraint
+    starts: int = 0  # tokens of a steady turn that `submit` only starts; 0: it computes every turn
     ahead: bool = False  # a plan may follow one that is under way: its rows await the tokens of that one's rows
     lookahead: int = 0  # positions past a row that the backend's own drafter writes to; covered where pages allow
     drafter: str = ""  # the backend's own drafter, if it has one
@@ -56,6 +56,19 @@ class Capacity:
     dtype: str = "f32"
     activation: str = "f32"  # dtype of the residual stream
     kv_dtype: str = ""  # of keys and values; empty: that of the products
+
+    def only_starts(self, rows: Sequence[Row]) -> bool:
+        """`submit` of these rows returns at once."""
+        tokens = sum(len(row.tokens) + len(row.drafts) for row in rows)
+        return tokens <= self.starts and all(is_steady(row, recurrent=self.recurrent) for row in rows)
+
+
+def is_steady(row: Row, *, recurrent: bool) -> bool:
+    """A row of a turn that repeats: it chooses, from one generated token, with what sampling kernels can do alone. Logprobs and
+    constraints are left to the host's part of the sampler, and checkpoints and prompts come once per request."""
+    plain = row.chooses and len(row.tokens) == 1 and not (row.scores or row.copies or row.saves) and row.restore is None
+    chooses = row.params.logprobs is None and row.params.constraint is None
+    return plain and chooses and (row.start >= row.prompt_stop or not recurrent)
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ class FakeBackend:
         state_dtype: str = "f32",
         returns_logits: bool = True,
         ahead: bool = False,
-        starts: bool = False,
+        starts: int = 0,
         favoured: Sequence[int] = (),
     ) -> None:
         require_state_dtype(state_dtype, "recurrent state of the fake backend")

@@ -115,7 +115,7 @@ def hold(weights: Weights, dtype: str) -> Holding:
             size = _matrix_bytes(shape, tensor.kind, dtype, kept=not why)
             if not why:
                 kept[tensor.kind] += 1
-                if on_gpu and len(shape) == 2 and not embeds:
+                if on_gpu and len(shape) == 2:
                     together[weight if layer is None else layer, shape[1]] += _padded(shape[0])
             elif why != PLAIN_NUMBERS:
                 converted[tensor.kind, why] += 1

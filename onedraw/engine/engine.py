@@ -94,6 +94,8 @@ class Engine:
 
     def turn(self) -> None:
         """Send off what the backend takes, then hear what became of the oldest."""
+        if self.scheduler.waiting:
+            self._tell()  # who is admitted may be looked up on the disk
         self._send()
         self._send_ahead()
         self._tell()
@@ -137,8 +139,8 @@ class Engine:
         """Whether a plan is under way now; where the backend does not take it, its rows fail."""
         if not members:
             return False
-        if not all(_quick(member.row) for member in members):
-            self._tell()  # what comes now may take long
+        if not self._quick(members):
+            self._tell()
         try:
             ticket = self.backend.submit(Plan(tuple(m.row for m in members)))
         except BaseException as error:
@@ -148,6 +150,12 @@ class Engine:
         self._under_way.append((ticket, members))
         self.scheduler.away(members)
         return True
+
+    def _quick(self, members: list[Member]) -> bool:
+        """To submit these takes no time worth speaking of: they are only started, and nothing else that computes is under way,
+        which could hold a device."""
+        plans = [members, *(others for _, others in self._under_way)]
+        return all(self.backend.capacity.only_starts([member.row for member in plan]) for plan in plans)
 
     def _let_go(self, members: list[Member]) -> set[Sequence]:
         """Their plan is back. Those who ended on the way are, and give back what they hold, unless they still ride."""
@@ -288,11 +296,6 @@ class Engine:
                 totals["restores"] += 1
                 totals["whole_prompts"] += not row.tokens
                 totals["page_copies"] += len(row.copies)
-
-
-def _quick(row: Row) -> bool:
-    """A backend that only starts such a row does not compute in `submit`."""
-    return len(row.tokens) == 1 and row.restore is None and row.params.logprobs is None and row.params.constraint is None
 
 
 def _barren(result: RowOutcome) -> OnedrawError:

@@ -71,7 +71,8 @@ class Rows(View):
         return self._tensor.take_rows(self._order).packed()
 
     def factors(self) -> Floats | None:
-        return self._tensor.take_rows(self._order).factors()
+        own = self._tensor.factors()  # of every row
+        return None if own is None else own.reshape(self._tensor.shape[0], -1)[self._order].reshape(-1)
 
     def into(self, out: Floats) -> None:
         self._tensor.take_rows(self._order).into(out)

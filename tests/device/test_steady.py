@@ -215,14 +215,15 @@ def test_a_planted_fault_of_a_turn_ahead_is_caught(fault: str, monkeypatch: pyte
     assert got != expected
 
 
-def test_wishes_that_are_too_many_to_be_recorded_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("room", [64, 800])  # for nothing; for all but what became known since the last turn
+def test_wishes_that_are_too_many_to_be_recorded_change_nothing(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The layers run already when the choosing is laid out: it goes on without its arena."""
     from onedraw.backends.torch import steady
 
     asked = calm(2, max_tokens=4, length=5)[1:]
     expected = one_by_one("hybrid", asked)
     drafts = Clairvoyant({r.id: a.tokens for r, a in zip(asked, expected, strict=True)}, VOCAB, silent_every=2)
-    monkeypatch.setattr(steady, "WISHES_BYTES", 64)
+    monkeypatch.setattr(steady, "WISHES_BYTES", room)
     recorder = next(iter(recorders().values()))
     got, stats = run(backend_of("hybrid", recorder), asked, Schedule(proposer=drafts))
     assert got == expected

@@ -17,7 +17,7 @@ from onedraw.types import Plan, Request, SamplingParams
 
 
 class Logged(FakeBackend):
-    def __init__(self, *, starts: bool, log: list[str], fails_at: int | None = None) -> None:
+    def __init__(self, *, log: list[str], starts: int = 256, fails_at: int | None = None) -> None:
         super().__init__(starts=starts, lanes=2)
         self._log, self._left = log, fails_at
 
@@ -48,8 +48,8 @@ def request(name: str, prompt: int, new: int) -> Request:
     return Request(name, (1,) * prompt, SamplingParams(seed=1, max_tokens=new))
 
 
-@pytest.mark.parametrize("starts", [False, True])
-def test_what_a_turn_gave_is_told_beside_the_next_where_that_is_only_started(starts: bool) -> None:
+@pytest.mark.parametrize("starts", [0, 256])
+def test_what_a_turn_gave_is_told_beside_the_next_where_that_is_only_started(starts: int) -> None:
     log: list[str] = []
     engine = engine_of(Logged(starts=starts, log=log))
     engine.add(request("a", 5, 3), hearing(log, "a"))
@@ -64,7 +64,7 @@ def test_what_a_turn_gave_is_told_beside_the_next_where_that_is_only_started(sta
 
 def test_nobody_waits_for_a_prompt_to_hear_of_a_token() -> None:
     log: list[str] = []
-    engine = engine_of(Logged(starts=True, log=log))
+    engine = engine_of(Logged(log=log))
     engine.add(request("a", 5, 4), hearing(log, "a"))
     engine.turn()
     engine.add(request("b", 7, 1), hearing(log, "b"))
@@ -72,16 +72,38 @@ def test_nobody_waits_for_a_prompt_to_hear_of_a_token() -> None:
     assert log == ["submit 5", "a 1 None", "submit 1+7"]
 
 
+def test_nobody_waits_for_a_turn_that_is_too_large_to_be_only_started() -> None:
+    log: list[str] = []
+    engine = engine_of(Logged(log=log, starts=1))
+    engine.add(request("a", 3, 2), hearing(log, "a"))
+    engine.add(request("b", 3, 2), hearing(log, "b"))
+    while engine.busy:
+        engine.turn()
+    assert log == ["submit 3+3", "a 1 None", "b 1 None", "submit 1+1", "a 1 length", "b 1 length"]
+
+
+def test_nobody_waits_for_the_disk() -> None:
+    """Who is admitted may be looked up there first."""
+    log: list[str] = []
+    engine = engine_of(Logged(log=log))
+    engine.scheduler.fetch = lambda history: log.append(f"look up {len(history)}")
+    engine.add(request("a", 5, 3), hearing(log, "a"))
+    engine.turn()
+    engine.add(request("b", 1, 1), hearing(log, "b"))
+    engine.turn()
+    assert log == ["look up 5", "submit 5", "a 1 None", "look up 1", "submit 1+1"]
+
+
 def test_who_fails_or_is_cancelled_hears_first_what_was_chosen() -> None:
     log: list[str] = []
-    engine = engine_of(Logged(starts=True, log=log, fails_at=2))
+    engine = engine_of(Logged(log=log, fails_at=2))
     engine.add(request("a", 5, 4), hearing(log, "a"))
     for _ in range(3):
         engine.turn()
     assert log == ["submit 5", "submit 1", "a 1 None", "submit 1", "a 1 None", "a 0 TurnFailed"]
     assert not engine.busy
     log.clear()
-    engine = engine_of(Logged(starts=True, log=log))
+    engine = engine_of(Logged(log=log))
     engine.add(request("a", 5, 4), hearing(log, "a"))
     engine.turn()
     engine.cancel("a")
@@ -90,7 +112,7 @@ def test_who_fails_or_is_cancelled_hears_first_what_was_chosen() -> None:
 
 def test_a_sink_that_breaks_keeps_nobody_from_hearing() -> None:
     log: list[str] = []
-    engine = engine_of(Logged(starts=True, log=log))
+    engine = engine_of(Logged(log=log))
 
     def breaks(event: Event) -> None:
         log.append("broken")

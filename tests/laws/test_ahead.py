@@ -49,7 +49,7 @@ def met_ahead(seed: int, kind: str | None = None, *, drafting: bool = False) -> 
     """Drawn worlds on a backend that goes ahead, with a request or two cancelled on the way. Every other one is told of a turn
     when the next is under way."""
     met = world(seed, kind)
-    met.backend |= {"ahead": True, "starts": bool(seed // 2 % 2)}
+    met.backend |= {"ahead": True, "starts": 256 * (seed // 2 % 2)}
     rng = np.random.default_rng(seed + 2)
     gone = {int(i) for i in rng.integers(0, len(met.requests), 2)}
     cancels = tuple((int(rng.integers(0, 25)), i) for i in sorted(gone))

@@ -142,7 +142,7 @@ class TorchBackend:
             max_context=max_context,
             rows=rows,
             tickets=tickets,
-            starts=self._steady is not None and self._device.type == "cuda",
+            starts=STEPS[-1] if self._steady is not None and self._device.type == "cuda" else 0,
             ahead=not waits and (self._keeps_tokens if ahead is None else ahead),
             dtype=dtype,
             activation=activation or dtype,
@@ -161,7 +161,9 @@ class TorchBackend:
     ) -> tuple[list[Part | None], SteadyTurns | None]:
         """The parts of stages that record, beside others that do not; where all do, the parts belong to the steady turns."""
         parts = [
-            None if recorder is None else Part(self._stack, i, state, recorder, tokens=STEPS[-1], lock=self._locks[i])
+            None
+            if recorder is None
+            else Part(self._stack, i, state, recorder, tokens=STEPS[-1], lock=self._locks[i], sides=tickets + 1)
             for i, (state, recorder) in enumerate(zip(self._states, recorders, strict=True))
         ]
         found = [part for part in parts if part is not None]
@@ -338,7 +340,7 @@ def _capacity(
     max_context: int,
     rows: int,
     tickets: int,
-    starts: bool,
+    starts: int,
     ahead: bool,
     dtype: str,
     activation: str,

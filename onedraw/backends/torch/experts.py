@@ -23,6 +23,11 @@ class Bank(Protocol):
     """All experts of one layer, ready for one device."""
 
     @property
+    def kind(self) -> str:
+        """What its matrices are made of: banks of other kinds have other kernels."""
+        ...
+
+    @property
     def linears(self) -> list[Linear]:
         """Products that the self-check compares and that obey its rule."""
         ...
@@ -42,6 +47,10 @@ class PlainBank:
     down: tuple[Linear, ...]
     activation: Activation
     gated: Callable[[Tensor, Activation], Tensor]
+
+    @property
+    def kind(self) -> str:
+        return "+".join(dict.fromkeys(linear.kind for linear in (self.gate_up[0], self.down[0])))
 
     @property
     def linears(self) -> list[Linear]:

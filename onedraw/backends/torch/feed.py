@@ -70,16 +70,16 @@ class Signature:
 class Arena:
     """Owner: the backend. `begin`, then `put` and `note` in any number, then `send`; after that the turn may run.
 
-    What is put after `send` would not reach a recorded turn, so it is an error. On the host there are two buffers: the next
-    turn may be laid out while the one before is on its way.
+    What is put after `send` would not reach a recorded turn, so it is an error. On the host there are several buffers (`sides`):
+    the next turn may be laid out while those before are on their way.
     """
 
-    def __init__(self, device: torch.device, size: int) -> None:
+    def __init__(self, device: torch.device, size: int, *, sides: int = 2) -> None:
         self.device = device
         on_gpu = device.type == "cuda"
-        self._hosts = [torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2)]
+        self._hosts = [torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(sides)]
         self._there = torch.zeros(size, dtype=torch.uint8, device=device)
-        self._sent = [torch.cuda.Event() if on_gpu else None for _ in range(2)]  # type: ignore[no-untyped-call]
+        self._sent = [torch.cuda.Event() if on_gpu else None for _ in range(sides)]  # type: ignore[no-untyped-call]
         self._side, self._bytes = 0, self._hosts[0].numpy()
         self._facts: list[Hashable] = []
         self._used, self._open = 0, False
@@ -88,7 +88,7 @@ class Arena:
         self._views: dict[tuple[int, str, tuple[int, ...]], Tensor] = {}  # arrays lie at the same places turn after turn
 
     def begin(self) -> None:
-        self._side = 1 - self._side
+        self._side = (self._side + 1) % len(self._hosts)
         sent = self._sent[self._side]
         if sent is not None:
             sent.synchronize()  # the buffer on the host is free again

@@ -45,7 +45,8 @@ class LaidPart:
 
 
 class Part:
-    """Owner: the backend. `tokens`: of a turn at most. `lock`: held while work is started, where others start some there."""
+    """Owner: the backend. `tokens`: of a turn at most. `lock`: held while work is started, where others start some there.
+    `sides`: of the arena, one more than turns may be under way."""
 
     def __init__(
         self,
@@ -56,13 +57,14 @@ class Part:
         *,
         tokens: int,
         lock: AbstractContextManager[Any] = NOBODY,
+        sides: int = 2,
     ) -> None:
         stage = stack.stages[number]
         self.device = stage.device
         self._stack, self._number, self._state, self._recorder = stack, number, state, recorder
         self._ops: Any = stage.ops
         self._lock = lock
-        self.arena = Arena(stage.device, ARENA_BYTES)
+        self.arena = Arena(stage.device, ARENA_BYTES, sides=sides)
         self._chosen = torch.zeros(tokens, dtype=torch.int64, device=stage.device)
         # Turns that run kernel by kernel, perhaps on threads of their own, have the stage's own entrance.
         self._entrance = None if number == 0 else stack.boundary(number, rows=tokens)

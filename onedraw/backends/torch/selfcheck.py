@@ -50,7 +50,8 @@ def _checked(stack: Stack, states: Sequence[State], shape: Shape) -> RowCheck:
     rule = next((r for r in rules if all(_rows_agree(linear, r) for linear in samples)), rules[-1])
     stack.obey(rule)
     findings = [Finding(_words(x), _rows_agree(x, rule)) for x in samples]
-    findings += [Finding(f"{x.spec.used} of {x.spec.experts} experts", _experts_agree(x, ops)) for x, ops in _experts(stack)]
+    for x, ops in _experts(stack):
+        findings.append(Finding(f"{x.spec.used} of {x.spec.experts} experts, {x.bank.kind}", _experts_agree(x, ops)))
     shape = replace(shape, rule=rule)
     whole = _turns_agree(stack, states, shape)
     tiled = [stage.ops for stage in stack.stages if isinstance(stage.ops, TorchOps)]
@@ -107,7 +108,7 @@ def _experts(stack: Stack) -> list[tuple[Experts, Ops]]:
             beside = [] if layer.beside is None else [layer.beside.experts]
             for one in (layer.feed_forward, *beside):
                 if isinstance(one, Experts) and one.bank.borders(one.spec.used):
-                    found[one.spec, type(one.bank)] = (one, stage.ops)
+                    found[one.spec, one.bank.kind] = (one, stage.ops)
     return list(found.values())
 
 

@@ -8,7 +8,7 @@ recorded once serve whatever is asked. Nobody waits between the works: turns tha
 devices by themselves. What a turn of single tokens chose stays on the device, lane by lane: a turn may begin with it before the
 host has heard of it.
 
-This file has the one rule that says which turns are steady. All others run kernel by kernel.
+Which rows are steady is said once, in `backends/base.py`. Turns with others run kernel by kernel.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.answers import Position
+from onedraw.backends.base import is_steady
 from onedraw.backends.torch.boundary import current
 from onedraw.backends.torch.feed import Arena, ArenaFull, Array, Direct, Feed
 from onedraw.backends.torch.inputs import Bucket, Inputs, Shape, Span, fed_inputs
@@ -43,18 +44,14 @@ LEAST_REACH = 512  # positions
 LEAST_DEPTH = 8
 WISHES_BYTES = 8 * 2**20
 REHEARSAL_SECONDS, FAR_SECONDS = 40, 15  # for short contexts, and for as many of the others as there is time for
-MOST_REHEARSED = 96  # fewer than the recorder keeps
+MOST_REHEARSED = 96  # places, each with a recording of the layers: fewer than the recorder keeps
 REHEARSED = (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9))
 
 
 def bucket_of(plan: Plan, *, recurrent: bool) -> Bucket | None:
-    """The shape that a turn is padded to; None where it is not steady.
-
-    Steady is a turn whose rows choose, from one generated token each, with what the sampling kernels can do alone: logprobs
-    and constraints are left to the host's part of the sampler, and checkpoints and prompts come once per request.
-    """
+    """The shape that a turn is padded to; None where some row is not steady, or there are too many."""
     rows = plan.rows
-    if not rows or not all(_steady(row, recurrent=recurrent) for row in rows):
+    if not rows or not all(is_steady(row, recurrent=recurrent) for row in rows):
         return None
     tokens = sum(1 + len(row.drafts) for row in rows)
     if tokens > STEPS[-1]:
@@ -72,12 +69,6 @@ def bucket_of(plan: Plan, *, recurrent: bool) -> Bucket | None:
         reach=max(LEAST_REACH, 1 << (last - 1).bit_length()),
         depth=depth,
     )
-
-
-def _steady(row: Row, *, recurrent: bool) -> bool:
-    plain = row.chooses and len(row.tokens) == 1 and not (row.scores or row.copies or row.saves) and row.restore is None
-    chooses = row.params.logprobs is None and row.params.constraint is None
-    return plain and chooses and (row.start >= row.prompt_stop or not recurrent)
 
 
 def _step(count: int) -> int:
@@ -169,7 +160,7 @@ class SteadyTurns:
         self._mail = Mail(tickets + 2)
         # Out of the memory that recorded works share: what the layers left, for the choosing.
         self._hidden = torch.zeros(STEPS[-1], stack.spec.hidden, dtype=stack.dtype, device=stack.device)
-        self._wishes = Arena(stack.device, WISHES_BYTES)
+        self._wishes, self._tickets = Arena(stack.device, WISHES_BYTES, sides=tickets + 1), tickets
         self.awaited = 0  # turns that began before their tokens were known to the host
 
     def serves(self, plan: Plan) -> Bucket | None:
@@ -203,7 +194,7 @@ class SteadyTurns:
         for part, own, signature in zip(self._parts[:-1], laid.parts, signatures):
             part.settle_late(signature, own, worked.answers)
         with current(self._parts[-1].device):
-            if self._next is not self._last:
+            if self._next is not self._last and self._tickets == 1:  # else nobody awaits a token, and devices would wait for it
                 self._next.copy_(self._last)
             return Steady(laid.parts[-1].inputs, worked, asked.positions, *self._mail.send(worked.answers))
 
@@ -226,7 +217,7 @@ class SteadyTurns:
         """Record the turns of plain decoding before anybody waits for them, greedy and sampled. Rehearsed rows lie on the page
         that nobody reads. What takes too long is recorded when it first comes."""
         begin, (near, far) = time.monotonic(), rehearsed_places(lanes, self._stack.max_context)
-        places = (*near, *far[: max(MOST_REHEARSED // len(REHEARSED) - len(near), 0)])
+        places = (*near, *far[: max(MOST_REHEARSED - len(near), 0)])
         for number, (count, start) in enumerate(places, start=1):
             tell(f"recording turns, {number} of {len(places)}")
             for params in REHEARSED:

@@ -231,3 +231,12 @@ def test_an_old_card_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     with pytest.raises(BadSetting, match=r"Tesla T4 \(sm_75\): products of packed weights need sm_80 or newer; use --dtype f16"):
         nvrtc.Module(SOURCE, torch.device("cuda:0"), {"KIND": 12})
+
+
+def test_a_card_newer_than_the_compiler_has_machine_code_of_its_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "_architectures", lambda: [80, 86, 89, 90, 100, 120])
+    assert nvrtc.architecture_for(8, 6) == "sm_86"
+    assert nvrtc.architecture_for(12, 1) == "sm_120"
+    assert nvrtc.architecture_for(10, 3) == "sm_100"
+    assert nvrtc.architecture_for(9, 0, own=True) == "sm_90a"
+    assert nvrtc.architecture_for(13, 0) == "sm_130"  # which the compiler will refuse by name

@@ -185,8 +185,8 @@ def test_what_was_compared_over_borders_stands_among_the_findings(folder: Path) 
 class OtherExperts:
     """A bank that answers rows past a border with other bits, where it is told so."""
 
-    def __init__(self, bank: Bank, *, differs: bool) -> None:
-        self._bank, self._differs = bank, differs
+    def __init__(self, bank: Bank, *, differs: bool, kind: str) -> None:
+        self._bank, self._differs, self.kind = bank, differs, kind
 
     @property
     def linears(self) -> list[Linear]:
@@ -202,10 +202,12 @@ class OtherExperts:
 
 def test_experts_are_compared_over_their_borders(tmp_path: Path) -> None:
     class Ops(TorchOps):
-        differs = False
+        differs, kinds, made = False, ["Q4_K"], 0
 
         def bank(self, gate_up: list[Tensor], down: list[Tensor], activation: Activation) -> Any:
-            return OtherExperts(super().bank(gate_up, down, activation), differs=self.differs)
+            self.made += 1
+            bank = super().bank(gate_up, down, activation)
+            return OtherExperts(bank, differs=self.differs, kind=self.kinds[self.made % len(self.kinds)])
 
     place = tiny.write_safetensors("qwen3_moe", tmp_path / "hf")
     for differs in (False, True):
@@ -215,4 +217,7 @@ def test_experts_are_compared_over_their_borders(tmp_path: Path) -> None:
         ((experts, by),) = selfcheck._experts(backend._stack)
         with torch.inference_mode():
             assert selfcheck._experts_agree(experts, by) != differs
+    ops.kinds = ["Q4_K", "Q6_K"]  # every kind has kernels of its own
+    found = selfcheck._experts(backend_with(place, ops)._stack)
+    assert sorted(experts.bank.kind for experts, _ in found) == ops.kinds
     assert route_borders(256, 8) == (65, 1025)

@@ -150,6 +150,10 @@ class TritonBank:
         self._gate_up, self._down, self._activation, self._pdl = gate_up, down, activation, pdl
 
     @property
+    def kind(self) -> str:
+        return str(self._down.dtype).removeprefix("torch.")
+
+    @property
     def linears(self) -> list[Linear]:
         """None that must be offered rows by a rule."""
         return []

@@ -146,7 +146,7 @@ def _compile(library: ctypes.CDLL, source: bytes, name: str, options: Sequence[s
             lines = _bytes_of(library, "ProgramLog", program).decode(errors="replace").strip().splitlines()
             raise BadSetting(
                 f"NVRTC {version()} does not compile {name} with {' '.join(options)}: {' '.join(lines[:3])}; "
-                "an NVRTC of CUDA 12 or newer is needed, or --dtype bf16"
+                "a newer NVRTC is needed, or --dtype bf16"
             )
         return _bytes_of(library, "CUBIN", program)
     finally:
@@ -230,7 +230,24 @@ def compile_for(source: str, device: torch.device, defines: Mapping[str, int], *
     if capability < OLDEST:
         name = f"{torch.cuda.get_device_name(device)} (sm_{capability[0]}{capability[1]})"
         raise BadSetting(f"{name}: products of packed weights need sm_80 or newer; use --dtype f16")
-    return compile_source(source, f"sm_{capability[0]}{capability[1]}{'a' if own else ''}", defines, anew=anew)
+    return compile_source(source, architecture_for(*capability, own=own), defines, anew=anew)
+
+
+def architecture_for(major: int, minor: int, *, own: bool = False) -> str:
+    """What to compile for: the card's own architecture, or the newest of its generation that this NVRTC knows, whose machine code
+    the card runs as well."""
+    exact = 10 * major + minor
+    known = [number for number in _architectures() if number // 10 == major and number <= exact]
+    return f"sm_{exact if own or not known else max(known)}{'a' if own else ''}"
+
+
+def _architectures() -> list[int]:
+    found = compiler()
+    count = ctypes.c_int()
+    if found is None or found.library.nvrtcGetNumSupportedArchs(ctypes.byref(count)):
+        return []
+    numbers = (ctypes.c_int * count.value)()
+    return [] if found.library.nvrtcGetSupportedArchs(numbers) else list(numbers)
 
 
 class Module:

@@ -43,6 +43,10 @@ class PackedBank:
         self._ready, self._pdl = ready or Ready(), pdl
 
     @property
+    def kind(self) -> str:
+        return "+".join(part.kind for part in (*self._gate_up, self._down))
+
+    @property
     def linears(self) -> list[Linear]:
         """None that must be offered rows by a rule."""
         return []

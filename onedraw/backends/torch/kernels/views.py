@@ -208,7 +208,7 @@ def _cuts(inputs: Inputs, heads: Heads) -> list[tuple[Cut, Ints, Ints]]:
     return [_cut(inputs, heads, height, tiles, splits) for (_, height), tiles in sorted(found.items())]
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=128)  # of long contexts and many rows, megabytes each
 def _bucket_form(bucket: Bucket, heads: Heads, page_size: int) -> Form:
     """The same tiles for every turn of a bucket: a row has as many as the longest could need, those it does not need are
     empty. Every row is a chain, or every row is a tree of one known token and its drafts."""
