@@ -27,6 +27,8 @@ if torch.cuda.is_available() or INTERPRETED:
     from onedraw.backends.torch.kernels import triton_settle as settle
     from onedraw.backends.torch.kernels.cuda import TritonOps
     from onedraw.backends.torch.kernels.spans import prepare_rows
+    from onedraw.backends.torch.kernels.triton_delta_chunks import chunked
+    from onedraw.backends.torch.kernels.triton_delta_steps import commit, steps
     from onedraw.backends.torch.kernels.triton_linear import linear
     from onedraw.backends.torch.kernels.triton_moe import Routes, _products
     from onedraw.backends.torch.kernels.triton_norm import gated, rms_norm
@@ -161,10 +163,10 @@ def test_states_of_lanes_far_behind_are_stepped_committed_and_saved() -> None:
         out = torch.zeros(70, heads, dim, device=DEVICE)
         saved = room(states.numel(), torch.float32).view(states.shape)
         chunks = {"chunks": words([[0, 64]]), "runs": words([[here, 0, 1, 0]]), "slots": words([here])}
-        delta.chunked(gates, states, saved, out, **chunks)
-        delta.steps(gates, states, out, paths=words([[here, 0, 6, 6, 0]]), order=words([4 * t for t in range(64, 70)]))
+        chunked(gates, states, saved, out, **chunks)
+        steps(gates, states, out, paths=words([[here, 0, 6, 6, 0]]), order=words([4 * t for t in range(64, 70)]))
         held = (torch.full((1, heads), 0.5, device=DEVICE), gates.k[:1], gates.v[:1])
-        delta.commit(states, held=held, lanes=words([here]), places=words([[0]]))
+        commit(states, held=held, lanes=words([here]), places=words([[0]]))
         delta.shift_windows(projected, windows, windows, words([[here, 67, 68, 69, -1]]))
         found.append((out, states[here].clone(), saved[here].clone(), windows[here].clone()))
     for near, far in zip(*found, strict=True):

@@ -199,7 +199,7 @@ def test_a_planted_fault_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) 
         case "no compaction":
             monkeypatch.setattr("onedraw.backends.torch.state.State._compact", lambda self, rows, kept: None)
         case "noise position":
-            monkeypatch.setattr(Position, "index", property(lambda position: len(position.history)))
+            monkeypatch.setattr(Position, "at", property(lambda position: len(position.history)))
         case "sibling's path":
             from onedraw.backends.torch import inputs
 
