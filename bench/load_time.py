@@ -89,7 +89,7 @@ def load_weights(path: str, dtype: str) -> dict[str, float]:
         stack = thread.submit(build).result()
         _meet("loaded")
     packed = chosen in PACKED_DTYPES
-    plan = hold(described.weights).weights.total if packed else spec.parameters * DTYPE_BYTES[chosen]
+    plan = hold(described.weights, chosen).weights.total if packed else spec.parameters * DTYPE_BYTES[chosen]
     ropes = sum(table.numel() * table.element_size() for table in stack.stages[0].ropes.values())
     return {
         "parameters": float(plan),
