@@ -82,14 +82,10 @@ class Part:
         with current(self.device):
             return self.arena.send()
 
-    def record(self, signature: Hashable, work: Callable[[], Result]) -> Result:
+    def record(self, signature: Hashable | None, work: Callable[[], Result]) -> Result:
+        """Without a signature it is done and not recorded."""
         with self._lock, current(self.device):
-            return self._recorder.run(signature, work)
-
-    def straight(self, work: Callable[[], Result]) -> Result:
-        """Not to be recorded."""
-        with self._lock, current(self.device):
-            return work()
+            return work() if signature is None else self._recorder.run(signature, work)
 
     def enter(self, before: Stream | None, bucket: Bucket) -> Stream | None:
         """Over the way from the stage before, into memory that keeps its place."""

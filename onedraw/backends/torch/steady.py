@@ -272,11 +272,9 @@ class SteadyTurns:
 
     def _answered(self, laid: Laid, asked: Asked, hidden: Tensor, signature: Hashable) -> Tensor:
         """[T, columns]. Drafts that are kept come home by what the layers were told, so recorded choosing belongs to theirs."""
-        work = partial(self._choose, laid, asked, hidden)
-        if asked.signature is None:
-            return self._parts[-1].straight(work)
-        single = laid.bucket.longest == 1
-        return self._parts[-1].record(asked.signature if single else (signature, asked.signature), work)
+        own = asked.signature
+        together = own if own is None or laid.bucket.longest == 1 else (signature, own)
+        return self._parts[-1].record(together, partial(self._choose, laid, asked, hidden))
 
     def _choose(self, laid: Laid, asked: Asked, hidden: Tensor) -> Tensor:
         """Choose, and bring the last stage's kept drafts home."""

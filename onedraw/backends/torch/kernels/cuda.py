@@ -291,28 +291,11 @@ class TritonOps(FloatOps):
         chunks = {"chunks": prepared.chunks, "runs": prepared.chunk_runs, "slots": prepared.chunk_slots}
         chunked(gates, store.states, store.saved_states, out, **chunks)
         paths = prepared.steps
+        tables = {"paths": paths.paths, "order": paths.order}
         if paths.strands > 1 and drafted is not None:
-            strands(
-                gates,
-                store.states,
-                out,
-                paths=paths.paths,
-                order=paths.order,
-                drafted=drafted,
-                count=paths.strands,
-                pdl=self._pdl,
-            )
+            strands(gates, store.states, out, **tables, drafted=drafted, count=paths.strands, pdl=self._pdl)
         else:
-            steps(
-                gates,
-                store.states,
-                out,
-                paths=paths.paths,
-                order=paths.order,
-                drafted=drafted,
-                branches=paths.branches,
-                pdl=self._pdl,
-            )
+            steps(gates, store.states, out, **tables, drafted=drafted, branches=paths.branches, pdl=self._pdl)
         delta_kernels.shift_windows(projected, store.windows, store.saved_windows, prepared.kept, pdl=self._pdl)
         return delta_kernels.close(
             out,

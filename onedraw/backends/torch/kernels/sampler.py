@@ -76,7 +76,7 @@ class Entries:
     def lines(self, *, padded: bool) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
         """`padded`: to few different lengths."""
         count = len(self._tokens)
-        room = max(64, 1 << (count - 1).bit_length()) if padded else max(count, 1)
+        room = _padded(count) if padded else max(count, 1)
         tokens, values = np.zeros(room, dtype=np.int32), np.zeros(room, dtype=np.float32)
         tokens[:count], values[:count] = self._tokens, self._values
         return tokens, values
@@ -238,7 +238,7 @@ class TritonSampler(Sampler):
         if self._counts is None:
             self._counts = LaneCounts(vocab=self._width, lanes=self._lanes, device=self._device)
         grown = [lane * self._width + token for lane, token in self._counts.grown(counting)]
-        room = len(grown) if not rows else max(64, 1 << (len(grown) - 1).bit_length())
+        room = _padded(len(grown)) if rows else len(grown)
         places = np.full(room, self._lanes * self._width, dtype=np.int64)
         places[: len(grown)] = grown
         return self._counts, places
@@ -253,6 +253,11 @@ class TritonSampler(Sampler):
 def _counted_drafts(p: Position) -> tuple[int, ...]:
     """What stands between history and position; a token that only the device knows as -1 - lane."""
     return (-1 - p.lane,) if p.drafts == (UNKNOWN,) else p.drafts
+
+
+def _padded(count: int) -> int:
+    """Room for so many, of few different sizes."""
+    return max(64, 1 << (count - 1).bit_length())
 
 
 def _rows_of(positions: Sequence[Position]) -> Iterator[tuple[int, Sequence[Position]]]:
