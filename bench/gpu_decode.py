@@ -35,6 +35,7 @@ from onedraw.backends.torch.kernels.triton_delta_chunks import chunked
 from onedraw.backends.torch.kernels.triton_delta_steps import steps
 from onedraw.backends.torch.kernels.triton_norm import opened
 from onedraw.backends.torch.kernels.triton_sample import Wishes, choose
+from onedraw.backends.torch.kernels.triton_strands import strands
 from onedraw.backends.torch.kernels.views import Heads, device_view, host_view, to_view
 from onedraw.backends.torch.layers.linear import RowRule
 from onedraw.backends.torch.layers.rope import rope_table
@@ -247,8 +248,11 @@ class HybridModel:
         gated = self._gate(projected, plan.taps, drafted)
         out = torch.empty(len(projected), 48, 128, device=DEVICE)
         paths = plan.steps
-        given: dict[str, Any] = {"paths": paths.paths, "order": paths.order, "branches": paths.branches}
-        steps(gated, self.states[index], out, drafted=drafted, pdl=True, **given)
+        given: dict[str, Any] = {"paths": paths.paths, "order": paths.order, "pdl": True}
+        if drafted is not None and paths.strands > 1:
+            strands(gated, self.states[index], out, drafted=drafted, count=paths.strands, **given)
+        else:
+            steps(gated, self.states[index], out, drafted=drafted, **given)
         closing: dict[str, Any] = {"windows": self.windows, "sources": plan.closings}
         return close(out, projected, self.norm, 1e-6, channels=self.channels, pdl=True, **closing)
 

@@ -28,7 +28,8 @@ if torch.cuda.is_available() or INTERPRETED:
     from onedraw.backends.torch.kernels import triton_routes as routes
     from onedraw.backends.torch.kernels.recurrence import _Paths, _walk
     from onedraw.backends.torch.kernels.triton_delta_chunks import chunked
-    from onedraw.backends.torch.kernels.triton_delta_steps import AGAIN, FROM_KNOWN, commit, steps
+    from onedraw.backends.torch.kernels.triton_delta_steps import commit, steps
+    from onedraw.backends.torch.kernels.triton_strands import AGAIN, FROM_KNOWN
     from onedraw.backends.torch.kernels.triton_strands import strands as side_by_side
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() and not INTERPRETED else "cpu")
@@ -197,7 +198,8 @@ def test_a_node_of_a_tree_has_the_bits_of_its_path() -> None:
     now, out = states(), outputs(8)
     back, again = FROM_KNOWN, AGAIN
     order = words([0, 4 * 1, 4 * 3, 4 * 4, 4 * 1 + back + again, 4 * 3 + again, 4 * 6, 4 * 2 + back, 4 * 5, 4 * 7])
-    steps(parts, now, out, paths=words([[1, 0, 9, 1, 0], [0] * 5, [3, 9, 1, 1, 0]]), order=order, drafted=drafted)
+    paths = words([[1, 0, 9, 1, 0], [0] * 5, [3, 9, 1, 1, 0]])
+    side_by_side(parts, now, out, paths=paths, order=order, drafted=drafted, count=1)
     assert not out.isnan().any()
     for path in ([0, 1, 3, 4], [0, 1, 3, 6], [0, 2, 5]):
         chain, alone = states(), outputs(8)
@@ -232,10 +234,7 @@ def test_branches_side_by_side_have_the_bits_of_one_walk(count: int, known: int)
         parts = gated(projected, line(total), windows(), drafted)
         now, out = states(), outputs(total)
         given = {"paths": laid.paths, "order": laid.order, "drafted": drafted}
-        if strands == 1:
-            steps(parts, now, out, **given)
-        else:
-            side_by_side(parts, now, out, count=strands, **given)
+        side_by_side(parts, now, out, count=strands, **given)
         found.append((out, now, drafted.changes))
         longest = max(row[2] for row in paths.rows)
         assert longest == known + {1: 33, 2: 18, 4: 9}[strands]

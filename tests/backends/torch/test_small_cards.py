@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 
-from onedraw.backends.torch.kernels import triton_attention, triton_delta_chunks, triton_linear, triton_moe
+from onedraw.backends.torch.kernels import triton_attention, triton_delta_chunks, triton_linear, triton_moe, triton_own
 from onedraw.backends.torch.kernels.triton_linear import SMALL_SHARED, choose_tile
 from onedraw.backends.torch.kernels.views import Heads
 from tests.backends.torch.compiling import compiled
@@ -46,15 +46,18 @@ def test_attention_fits_in_its_tiles(heads: int, kv_heads: int, dim: int, kept: 
     pointers = dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("keys", "values"), "*i16" if coded else "*bf16")
     pointers |= dict.fromkeys(("key_scales", "value_scales"), "*fp32")
     pointers |= dict.fromkeys(("part_mixed", "part_peak", "part_total"), "*fp32") | {"scale": "fp32"}
-    pointers |= dict.fromkeys(("tiles", "firsts", "ends", "lines", "table", "paths"), "*i32")
-    stages = triton_attention._stages(height, dim, 2, shared)
-    numbers = {"HEADS": heads, "KV": kv_heads, "D": dim, "BLOCK_D": dim, "PAGE": 16, "BLOCK_M": height, "STAGES": stages}
+    pointers |= dict.fromkeys(("tiles", "firsts", "ends", "lines", "table"), "*i32")
+    numbers = {"HEADS": heads, "KV": kv_heads, "D": dim, "BLOCK_D": dim, "PAGE": 16, "BLOCK_M": height, "CODED": coded}
     numbers |= {"BLOCK_KEYS": triton_attention.block_keys(dim), "LOW": 256, "MIDDLE": 512, "HIGH": 1024}
-    ahead = triton_attention._ahead(height, dim, shared)
-    group = {"GROUP": 8 if kept == "int8" else 0, "GROUP_ROWS": triton.next_power_of_2(heads // kv_heads), "EARLY": False}
-    numbers |= {"ALL": False, "OWN": own, "CODED": coded, "AHEAD": ahead, "IEEE": False, "PDL": False} | group
-    warps = triton_attention._warps(height, dim, False)
-    made = compiled(triton_attention._attend, pointers, numbers, capability=capability, num_warps=warps)
+    numbers |= {"IEEE": False, "PDL": False}
+    if own:
+        numbers |= {"COLUMNS": min(dim, triton_attention.OWN_COLUMNS), "GROUP": triton_attention.GROUP}
+        numbers["GROUP_ROWS"] = triton.next_power_of_2(heads // kv_heads)
+        made = compiled(triton_own.attend_own, pointers | {"paths": "*i32"}, numbers, capability=capability, num_warps=4)
+    else:
+        numbers |= {"ALL": False, "STAGES": triton_attention._stages(height, dim, 2, shared)}
+        warps = triton_attention._warps(height, dim, False)
+        made = compiled(triton_attention._attend, pointers, numbers, capability=capability, num_warps=warps)
     assert made.metadata.shared <= shared
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from onedraw.backends.torch.inputs import Bucket, Inputs
 from onedraw.backends.torch.kernels import triton_awaited
 from onedraw.backends.torch.kernels import triton_delta as delta_kernels
-from onedraw.backends.torch.kernels.forms import TODAY, Forms
 from onedraw.backends.torch.kernels.recurrence import Recurrence, commit_tables
 from onedraw.backends.torch.kernels.sampler import TritonSampler
 from onedraw.backends.torch.kernels.triton_attention import attend
@@ -180,9 +179,9 @@ class TritonOps(FloatOps):
     rule = RowRule(floor=1)
     records = True
 
-    def __init__(self, device: torch.device, *, pdl: bool = False, forms: Forms = TODAY) -> None:
+    def __init__(self, device: torch.device, *, pdl: bool = False) -> None:
         self.name = f"{device.type}-triton"
-        self._device, self._pdl, self._forms = device, pdl, forms
+        self._device, self._pdl = device, pdl
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> TritonLinear:
         return TritonLinear(weight, bias=bias, pdl=self._pdl)
@@ -218,7 +217,7 @@ class TritonOps(FloatOps):
 
     def heads(self, mixer: AttentionSpec) -> Heads:
         small = shared_memory(self._device) <= SMALL_SHARED
-        return Heads(mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.window, _busy(self._device), small, self._forms)
+        return Heads(mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.window, _busy(self._device), small)
 
     def attention(
         self,
@@ -243,7 +242,6 @@ class TritonOps(FloatOps):
             kv_heads=spec.kv_heads,
             dim=spec.head_dim,
             scale=spec.scale,
-            forms=self._forms,
             pdl=self._pdl,
         )
 
@@ -266,7 +264,7 @@ class TritonOps(FloatOps):
 
     def prepare_delta(self, inputs: Inputs, mixer: DeltaSpec) -> Recurrence:
         runs = runs_of(inputs, conv=mixer.conv)
-        return Recurrence(runs, feed=inputs.feed, bucket=inputs.bucket, strands=self._forms.strands)
+        return Recurrence(runs, feed=inputs.feed, bucket=inputs.bucket)
 
     def delta(self, projected: Tensor, prepared: Recurrence, *, weights: DeltaWeights, store: LaneStore) -> Tensor:
         spec, projected = store.spec, _straight(projected)
@@ -292,10 +290,11 @@ class TritonOps(FloatOps):
         chunked(gates, store.states, store.saved_states, out, **chunks)
         paths = prepared.steps
         tables = {"paths": paths.paths, "order": paths.order}
-        if paths.strands > 1 and drafted is not None:
-            strands(gates, store.states, out, **tables, drafted=drafted, count=paths.strands, pdl=self._pdl)
+        if paths.strands == 1:
+            steps(gates, store.states, out, **tables, drafted=drafted, pdl=self._pdl)
         else:
-            steps(gates, store.states, out, **tables, drafted=drafted, branches=paths.branches, pdl=self._pdl)
+            assert drafted is not None, "branches are drafts"
+            strands(gates, store.states, out, **tables, drafted=drafted, count=paths.strands, pdl=self._pdl)
         delta_kernels.shift_windows(projected, store.windows, store.saved_windows, prepared.kept, pdl=self._pdl)
         return delta_kernels.close(
             out,

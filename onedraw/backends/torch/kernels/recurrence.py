@@ -17,13 +17,15 @@ from torch import Tensor
 
 from onedraw.backends.torch.feed import Feed
 from onedraw.backends.torch.inputs import Bucket, Ints
-from onedraw.backends.torch.kernels.triton_delta_steps import AGAIN, FROM_KNOWN, PATH_WORDS
+from onedraw.backends.torch.kernels.triton_delta_steps import PATH_WORDS
+from onedraw.backends.torch.kernels.triton_strands import AGAIN, FROM_KNOWN
 from onedraw.backends.torch.lanes import Kept
 from onedraw.backends.torch.runs import CHUNK, Run, Runs
 from onedraw.speculation.tree import chain_length
 from onedraw.types import Draft
 
 Words = npt.NDArray[np.int32]
+STRANDS = 2  # branches of a tree that are walked side by side
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,6 @@ class Steps:
 
     paths: Tensor  # [P, 5]
     order: Tensor  # [n] entries
-    branches: bool  # some path goes back
     strands: int = 1  # entries of a step, one for each branch that is walked beside others
 
 
@@ -59,25 +60,22 @@ class _Paths:
         walks = [*walks, *[[]] * (self.strands - len(walks))]
         self.order += itertools.chain(*itertools.zip_longest(*walks, fillvalue=idle))
 
-    def steps(self, feed: Feed, rows: int = 0, entries: int = 0, *, branches: bool | None = None) -> Steps:
+    def steps(self, feed: Feed, rows: int = 0, entries: int = 0) -> Steps:
         """With room for so many paths and entries; a path without entries does nothing."""
-        if branches is None:
-            branches = any(entry & FROM_KNOWN for entry in self.order)
         table = _filled(self.rows, (max(rows, len(self.rows)), PATH_WORDS), 0)
         order = _filled(self.order, (max(entries * self.strands, len(self.order)),), 0)
-        return Steps(feed.put(table), feed.put(order), branches, self.strands)
+        return Steps(feed.put(table), feed.put(order), self.strands)
 
 
 class Recurrence:
     """Everything is on the device when it is constructed. Owner: the pass over the layers that made it."""
 
-    def __init__(self, runs: Runs, *, feed: Feed, bucket: Bucket | None = None, strands: int = 1) -> None:
-        """`strands`: branches of a tree that are walked side by side, where there is one."""
+    def __init__(self, runs: Runs, *, feed: Feed, bucket: Bucket | None = None) -> None:
         chunks: list[list[int]] = []
         slots: list[int] = []
         rows: list[list[int]] = []
         trees = any(map(_branches, runs.runs)) if bucket is None else bucket.depth is not None
-        paths = _Paths(strands if trees else 1)
+        paths = _Paths(STRANDS if trees else 1)
         for run in runs.runs:
             begin, saves = len(chunks), dict(run.saves)
             for start in range(0, run.prompt, CHUNK):
@@ -93,9 +91,8 @@ class Recurrence:
         if bucket is None:
             self.steps = paths.steps(feed)
         else:  # a draft is taken again at most once for each draft behind it
-            branches = bucket.depth is not None
             entries = bucket.tokens * (1 if bucket.depth is None else bucket.depth)
-            self.steps = paths.steps(feed, bucket.rows, entries, branches=branches)
+            self.steps = paths.steps(feed, bucket.rows, entries)
         self.taps = put(runs.host_taps.astype(np.int32))
         room = 0 if bucket is None else bucket.rows
         self.closings = put(_sources([run.lane for run in runs.runs], runs.host_closings, room))

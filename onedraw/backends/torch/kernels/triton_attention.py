@@ -12,8 +12,8 @@ times the key's scale, and the weight that meets a value's code is the weight ti
 chunk, nor tile, nor the parallel form changes a bit of a row.
 
 Nodes of a tree have all blocks in common that end before its drafts begin: tiles of many nodes read those, and leave the
-state of the last split, maximum and sums, as it stands. A tile per node merges the splits before it, goes on from there with
-the blocks that hold its path, and ends.
+state of the last split, maximum and sums, as it stands. A second kernel (`triton_own.py`) has a tile per node, which merges the
+splits before it, goes on from there with the blocks that hold its path, and ends.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -29,16 +29,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onedraw.backends.torch.kernels.forms import TODAY, Forms
-from onedraw.backends.torch.kernels.triton_key_blocks import left_by, mix, mix_codes, places_of
+from onedraw.backends.torch.kernels.triton_key_blocks import block_places, code_scores, mix, mix_codes
 from onedraw.backends.torch.kernels.triton_linear import SMALL_SHARED, launch_options, shared_memory
 from onedraw.backends.torch.kernels.triton_math import let_next_start, wait_for_inputs
-from onedraw.backends.torch.kernels.triton_merge import fold, folded, merge_splits, split_at, start_of
+from onedraw.backends.torch.kernels.triton_merge import fold, merge_splits, split_at, start_of
+from onedraw.backends.torch.kernels.triton_own import attend_own
 
 Ints = npt.NDArray[np.int64]
 SPLITS = (256, 512, 1024)  # keys
+LOG2_E = math.log2(math.e)
 NEAR, FAR = 2048, 8192  # positions behind which the second and the third count hold
 TILE_WORDS = 8
+GROUP = 8  # splits that are merged at once
+OWN_COLUMNS = 64  # of the values, that a program has of a tree's node
 # A tile reads everything by position; of a tree the blocks that all its nodes have in common, or a node's own blocks.
 WHOLE, SHARED, OWN = range(3)
 
@@ -79,7 +82,7 @@ def split_of(position: Ints) -> Ints:
     return np.minimum(position // low, np.minimum(position // middle + first, position // high + second))
 
 
-@triton.jit(do_not_specialize=["merged", "path_width", "table_width"])
+@triton.jit(do_not_specialize=["merged", "table_width"])
 def _attend(
     q,
     keys,
@@ -95,11 +98,9 @@ def _attend(
     ends,
     lines,
     table,
-    paths,
     merged,
     q_stride,
     table_width,
-    path_width,
     scale,
     HEADS: tl.constexpr,
     KV: tl.constexpr,
@@ -112,12 +113,7 @@ def _attend(
     MIDDLE: tl.constexpr,
     HIGH: tl.constexpr,
     ALL: tl.constexpr,
-    OWN: tl.constexpr,
     CODED: tl.constexpr,
-    AHEAD: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
-    EARLY: tl.constexpr,
     IEEE: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -130,11 +126,6 @@ def _attend(
     row = tl.load(tiles + tile * 8 + 3).to(tl.int64)
     low = tl.load(tiles + tile * 8 + 4)
     high = tl.load(tiles + tile * 8 + 5)
-    carried = tl.load(tiles + tile * 8 + 2)
-    tail = tl.load(tiles + tile * 8 + 6)
-    path = paths
-    if OWN:
-        path = paths + first * path_width
     if ALL:
         begin_split = split_at(low, LOW, MIDDLE, HIGH)
         end_split = split_at(high, LOW, MIDDLE, HIGH) + 1
@@ -153,73 +144,27 @@ def _attend(
     d = tl.arange(0, BLOCK_D)
     wide = d < D
     query_head = head * PER + m % PER
-    q_at = q + token.to(tl.int64)[:, None] * q_stride + query_head[:, None] * D + d[None, :]
+    q_at = q + token.to(tl.int64)[:, None] * q_stride + query_head[:, None] * D
     pages = table + row * table_width
     begin = tl.maximum(start_of(begin_split, LOW, MIDDLE, HIGH), low // BLOCK_KEYS * BLOCK_KEYS)
-    at = places_of(begin, low, high, tail, path, pages, head, path_width, table_width, KV, PAGE, BLOCK_KEYS, OWN)
+    at = block_places(begin, pages, head, table_width, KV, PAGE, BLOCK_KEYS)
     wait_for_inputs(PDL)
     kind = q.dtype.element_ty
-    if CODED:  # even and odd dimensions by themselves, see `mix_codes`
+    if CODED:  # even and odd dimensions by themselves, see `code_scores`
         two = tl.arange(0, BLOCK_D // 2)
-        narrow = two < D // 2
-        even_at = q + token.to(tl.int64)[:, None] * q_stride + query_head[:, None] * D + 2 * two[None, :]
-        even_query = tl.load(even_at, mask=live[:, None] & narrow[None, :], other=0.0)
-        odd_query = tl.load(even_at + 1, mask=live[:, None] & narrow[None, :], other=0.0)
+        narrow = live[:, None] & (two < D // 2)[None, :]
+        even_query = tl.load(q_at + 2 * two[None, :], mask=narrow, other=0.0)
+        odd_query = tl.load(q_at + 2 * two[None, :] + 1, mask=narrow, other=0.0)
     else:
-        query = tl.load(q_at, mask=live[:, None] & wide[None, :], other=0.0)
+        query = tl.load(q_at + d[None, :], mask=live[:, None] & wide[None, :], other=0.0)
     ones = tl.full((BLOCK_KEYS, 8), 1.0, dtype=kind)
     peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((BLOCK_M,), dtype=tl.float32)
     mixed = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-    if OWN:
-        line = tl.load(lines + token)
-        first_split = split_at(tl.load(firsts + first), LOW, MIDDLE, HIGH)
-        if GROUP:
-            # What goes on is on its way while the splits before it are merged, in as many rows as there are heads.
-            goes_on = live & (begin_split == carried)
-            part = (begin_split * merged + line).to(tl.int64) * HEADS + query_head
-            peak_on, total_on, mixed_on = left_by(part_mixed, part_peak, part_total, part, goes_on, d, wide, D)
-            one = tl.arange(0, GROUP_ROWS)
-            peak_g, total_g, mixed_g = folded(
-                first_split,
-                begin_split,
-                part_mixed,
-                part_peak,
-                part_total,
-                tl.load(lines + first),
-                merged,
-                head * PER + one,
-                (one < PER) & (count > 0),
-                HEADS,
-                D,
-                BLOCK_D,
-                GROUP_ROWS,
-                GROUP,
-            )
-            TIMES: tl.constexpr = BLOCK_M // GROUP_ROWS
-            peak = tl.reshape(tl.broadcast_to(peak_g[None, :], (TIMES, GROUP_ROWS)), (BLOCK_M,))
-            total = tl.reshape(tl.broadcast_to(total_g[None, :], (TIMES, GROUP_ROWS)), (BLOCK_M,))
-            mixed = tl.reshape(tl.broadcast_to(mixed_g[None, :, :], (TIMES, GROUP_ROWS, BLOCK_D)), (BLOCK_M, BLOCK_D))
-        else:
-            for split in tl.range(first_split, begin_split, num_stages=AHEAD):
-                part = (split * merged + line).to(tl.int64) * HEADS + query_head
-                peak_s, total_s, mixed_s = left_by(part_mixed, part_peak, part_total, part, live, d, wide, D)
-                peak, total, mixed = fold(peak, total, mixed, peak_s, total_s, mixed_s)
     for split in range(begin_split, end_split):
         peak_s = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
         sums_s = tl.zeros((BLOCK_M, 8), dtype=tl.float32)
         mixed_s = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-        if OWN and GROUP:
-            again = split == begin_split  # a path may reach into a second split, which begins with nothing
-            peak_s = tl.where(again, peak_on, peak_s)
-            sums_s += tl.where(again, total_on, 0.0)[:, None]
-            mixed_s = tl.where(again, mixed_on, 0.0)
-        elif OWN:
-            goes_on = live & (split == carried)
-            part = (split * merged + line).to(tl.int64) * HEADS + query_head
-            peak_s = tl.load(part_peak + part, mask=goes_on, other=float("-inf"))
-            sums_s += tl.load(part_total + part, mask=goes_on, other=0.0)[:, None]
-            mixed_s = tl.load(part_mixed + part[:, None] * D + d[None, :], mask=goes_on[:, None] & wide[None, :], other=0.0)
         if CODED:
             even, odd = tl.split(tl.reshape(mixed_s, (BLOCK_M, BLOCK_D // 2, 2)))
         begin = tl.maximum(start_of(split, LOW, MIDDLE, HIGH), low // BLOCK_KEYS * BLOCK_KEYS)
@@ -227,47 +172,28 @@ def _attend(
         # Blocks that every query sees, then the others. The next block is looked up while one is computed with, so that no
         # fetching waits for where to fetch.
         middle = begin
-        if not OWN and not CODED:
+        if not CODED:
             seen = tl.minimum(stop, tl.min(tl.where(live, highest, 2147483646), 0) + 1)
             middle = tl.where(begin >= tl.max(tl.where(live, lowest, 0), 0), seen // BLOCK_KEYS * BLOCK_KEYS, begin)
-            if EARLY and begin < middle:
-                # The scores of a block are on their way while those of the block before it weigh its values; one block more than
-                # is weighed has its scores taken, which nobody looks at.
-                key = tl.load(keys + (at.to(tl.int64) * D)[:, None] + d[None, :], mask=wide[None, :], other=0.0)
-                scores = tl.dot(query, tl.trans(key), input_precision="ieee" if IEEE else "tf32")
-                for start in tl.range(begin, middle, BLOCK_KEYS, num_stages=STAGES):
-                    place = at.to(tl.int64) * D
-                    at = places_of(
-                        start + BLOCK_KEYS, low, high, tail, path, pages, head, path_width, table_width, KV, PAGE, BLOCK_KEYS, OWN
-                    )
-                    key = tl.load(keys + (at.to(tl.int64) * D)[:, None] + d[None, :], mask=wide[None, :], other=0.0)
-                    value = tl.load(values + place[:, None] + d[None, :], mask=wide[None, :], other=0.0)
-                    coming = tl.dot(query, tl.trans(key), input_precision="ieee" if IEEE else "tf32")
-                    peak_s, sums_s, mixed_s = mix(scores * scale, value, ones, peak_s, sums_s, mixed_s, IEEE)
-                    scores = coming
-            elif not EARLY:
-                for start in tl.range(begin, middle, BLOCK_KEYS, num_stages=STAGES):
-                    place = at.to(tl.int64) * D
-                    at = places_of(
-                        start + BLOCK_KEYS, low, high, tail, path, pages, head, path_width, table_width, KV, PAGE, BLOCK_KEYS, OWN
-                    )
-                    key = tl.load(keys + place[:, None] + d[None, :], mask=wide[None, :], other=0.0)
-                    value = tl.load(values + place[:, None] + d[None, :], mask=wide[None, :], other=0.0)
-                    scores = tl.dot(query, tl.trans(key), input_precision="ieee" if IEEE else "tf32") * scale
-                    peak_s, sums_s, mixed_s = mix(scores, value, ones, peak_s, sums_s, mixed_s, IEEE)
+            for start in tl.range(begin, middle, BLOCK_KEYS, num_stages=STAGES):
+                place = at.to(tl.int64) * D
+                at = block_places(start + BLOCK_KEYS, pages, head, table_width, KV, PAGE, BLOCK_KEYS)
+                key = tl.load(keys + place[:, None] + d[None, :], mask=wide[None, :], other=0.0)
+                value = tl.load(values + place[:, None] + d[None, :], mask=wide[None, :], other=0.0)
+                scores = tl.dot(query, tl.trans(key), input_precision="ieee" if IEEE else "tf32") * scale
+                peak_s, sums_s, mixed_s = mix(scores, value, ones, peak_s, sums_s, mixed_s, IEEE)
         for start in tl.range(tl.maximum(begin, middle), stop, BLOCK_KEYS, num_stages=STAGES):
             position = start + tl.arange(0, BLOCK_KEYS)
             there = (position >= low) & (position <= high)
             here = at
-            at = places_of(
-                start + BLOCK_KEYS, low, high, tail, path, pages, head, path_width, table_width, KV, PAGE, BLOCK_KEYS, OWN
-            )
+            at = block_places(start + BLOCK_KEYS, pages, head, table_width, KV, PAGE, BLOCK_KEYS)
             sees = (position[None, :] >= lowest[:, None]) & (position[None, :] <= highest[:, None])
             if CODED:
+                scores = code_scores(keys, key_scales, even_query, odd_query, here, there, two, scale, D, CODED, IEEE)
+                scores = tl.where(sees, scores, float("-inf"))
                 peak_s, sums_s, even, odd = mix_codes(
-                    keys, values, key_scales, value_scales, even_query, odd_query, here, there, sees, two, narrow, ones, scale,
-                    peak_s, sums_s, even, odd, D, CODED, IEEE
-                )  # fmt: skip
+                    scores, values, value_scales, here, there, two, ones, peak_s, sums_s, even, odd, D, CODED, IEEE
+                )
             else:
                 place = here.to(tl.int64) * D
                 key = tl.load(keys + place[:, None] + d[None, :], mask=there[:, None] & wide[None, :], other=0.0)
@@ -308,7 +234,6 @@ def attend(
     scale: float,
     warps: int | None = None,
     stages: int | None = None,
-    forms: Forms = TODAY,
     pdl: bool = False,
 ) -> Tensor:
     """q [T, H * D] (rows of stride 1) over page stores [P * K, S * D]. `scales` of codes: [P * K, S]."""
@@ -319,72 +244,44 @@ def attend(
     merged = sum(len(group.tokens) for group in sets)
     peak, total = (torch.empty(splits, merged, heads, dtype=torch.float32, device=q.device) for _ in range(2))
     mixed = torch.empty(splits, merged, heads, dim, dtype=torch.float32, device=q.device)
-    splits_given = dict(zip(("LOW", "MIDDLE", "HIGH"), SPLITS, strict=True))
+    coded = 0 if scales is None else 1 if keys.dtype == torch.int8 else 2
+    stores = (keys, values) if scales is None else (keys.view(torch.int16), values.view(torch.int16))
+    given = (q, *stores, *(scales or (None, None)), out, mixed, peak, total)
+    seen, strides, scale = (view.firsts, view.ends, view.lines, view.table), (q.stride(0), view.table.shape[1]), scale * LOG2_E
+    own = dict(zip(("LOW", "MIDDLE", "HIGH"), SPLITS, strict=True)) | {"HEADS": heads, "D": dim, "PDL": pdl}
+    own |= {"enable_fp_fusion": False, **launch_options(pdl)}
+    sizes = own | {"KV": kv_heads, "BLOCK_D": block_d, "PAGE": view.page_size, "BLOCK_KEYS": block_keys(dim), "CODED": coded}
+    sizes["IEEE"] = q.dtype == torch.float32
     for group in sets:
-        _attend[(len(group.tiles), kv_heads, 1 if group.together else group.launched)](
-            q,
-            keys if scales is None else keys.view(torch.int16),
-            values if scales is None else values.view(torch.int16),
-            *(scales or (None, None)),
-            out,
-            mixed,
-            peak,
-            total,
-            group.tiles,
-            view.firsts,
-            view.ends,
-            view.lines,
-            view.table,
-            view.paths,
-            merged,
-            q.stride(0),
-            view.table.shape[1],
-            0 if view.paths is None else view.paths.shape[1],
-            scale * math.log2(math.e),
-            HEADS=heads,
-            KV=kv_heads,
-            D=dim,
-            BLOCK_D=block_d,
-            PAGE=view.page_size,
-            BLOCK_M=group.height,
-            BLOCK_KEYS=block_keys(dim),
-            **splits_given,
-            ALL=group.together,
-            OWN=group.kind == OWN,
-            CODED=0 if scales is None else 1 if keys.dtype == torch.int8 else 2,
-            AHEAD=_ahead(group.height, block_d, shared_memory(q.device)),
-            GROUP=forms.group,
-            GROUP_ROWS=triton.next_power_of_2(heads // kv_heads),
-            EARLY=forms.early and group.height >= 128,
-            IEEE=q.dtype == torch.float32,
-            STAGES=stages or _stages(group.height, block_d, q.dtype.itemsize, shared_memory(q.device), forms.stages),
-            PDL=pdl,
-            num_warps=warps or _warps(group.height, block_d, group.together),
-            enable_fp_fusion=False,
-            **launch_options(pdl),
-        )
+        if group.kind == OWN:
+            assert view.paths is not None, "a node has a path"
+            columns = min(block_d, OWN_COLUMNS)
+            attend_own[(len(group.tiles), kv_heads, block_d // columns)](
+                *(*given, group.tiles, *seen, view.paths, merged, *strides, view.paths.shape[1], scale),
+                **sizes,
+                BLOCK_M=group.height,
+                COLUMNS=columns,
+                GROUP=GROUP,
+                GROUP_ROWS=triton.next_power_of_2(heads // kv_heads),
+                num_warps=4,
+            )
+        else:
+            _attend[(len(group.tiles), kv_heads, 1 if group.together else group.launched)](
+                *(*given, group.tiles, *seen, merged, *strides, scale),
+                **sizes,
+                BLOCK_M=group.height,
+                ALL=group.together,
+                STAGES=stages or _stages(group.height, block_d, q.dtype.itemsize, shared_memory(q.device)),
+                num_warps=warps or _warps(group.height, block_d, group.together),
+            )
     for group in sets:
         if group.kind == WHOLE and len(group.tokens):
             merge_splits[(len(group.tokens), heads)](
-                out,
-                mixed,
-                peak,
-                total,
-                group.tokens,
-                view.firsts,
-                view.ends,
-                view.lines,
-                merged,
-                HEADS=heads,
-                D=dim,
+                *(out, mixed, peak, total, group.tokens, view.firsts, view.ends, view.lines, merged),
+                **own,
                 BLOCK_D=block_d,
-                **splits_given,
-                GROUP=forms.group,
-                AHEAD=min(12, triton.next_power_of_2(group.splits) + 1),
-                PDL=pdl,
+                GROUP=GROUP,
                 num_warps=max(1, min(4, block_d // 64)),
-                enable_fp_fusion=False,
-                **launch_options(pdl),
             )
     return out
 
@@ -400,16 +297,13 @@ def _warps(height: int, block_d: int, together: bool) -> int:
     return 16 if sums > 32768 else 8 if sums > 16384 or height >= 128 or block_d >= 512 else 4
 
 
-def _stages(height: int, block_d: int, itemsize: int, shared: int, high: int = 3) -> int:
-    """Blocks of keys and values in shared memory at once, up to three, of a high tile up to `high`: one is computed with, the
-    others are on their way. Where the matrix unit cannot read it there, the one that is computed with takes no room."""
-    keys = block_keys(block_d)
-    room = min(shared, 224 * 1024) - height * (block_d * itemsize + keys * 4) - 8 * 1024
+def _stages(height: int, block_d: int, itemsize: int, shared: int) -> int:
+    """Blocks of keys and values in shared memory at once, up to three: one is computed with, the others are on their way. Where
+    the matrix unit cannot read it there, the one that is computed with takes no room. Two tiles of 64 rows shall fit beside each
+    other."""
+    keys, block = block_keys(block_d), 2 * block_keys(block_d) * block_d * itemsize
     reads = height >= 64 and shared > SMALL_SHARED
-    return max(1, min(high if height >= 128 else 3, room // (2 * keys * block_d * itemsize) + (not reads)))
-
-
-def _ahead(height: int, block_d: int, shared: int) -> int:
-    """Parts of earlier splits that a tile which carries them on has on their way: as many as there is room for, up to eight."""
-    part = height * block_d * 4
-    return max(1, min(8, (shared - part // 2 - 8 * 1024) // part + 1))
+    if reads and height == 64:
+        return max(1, min(3, (shared // 2 - height * block_d * itemsize) // block))
+    room = min(shared, 224 * 1024) - height * (block_d * itemsize + keys * 4) - 8 * 1024
+    return max(1, min(3, room // block + (not reads)))

@@ -265,8 +265,8 @@ def _shift(
     PDL: tl.constexpr,
 ):
     """per_…: numbers of one layer."""
-    let_next_start(PDL)
     wait_for_inputs(PDL)
+    let_next_start(PDL)
     layer = tl.program_id(2).to(tl.int64)
     fed += layer * rows * stride
     windows += layer * per_windows
@@ -322,8 +322,8 @@ def _close(
     PDL: tl.constexpr,
 ):
     """One head of one token; programs behind those of all tokens move windows on."""
-    let_next_start(PDL)
     wait_for_inputs(PDL)
+    let_next_start(PDL)
     program = tl.program_id(0)
     behind = program - tokens * HEADS
     if behind < 0:

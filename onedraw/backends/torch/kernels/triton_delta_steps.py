@@ -18,12 +18,12 @@ from torch import Tensor
 
 from onedraw.backends.torch.kernels.triton_delta import Drafted, Gated, sizes_of
 from onedraw.backends.torch.kernels.triton_linear import launch_options
-from onedraw.backends.torch.kernels.triton_math import INTERPRETED, let_next_start, wait_for_inputs
+from onedraw.backends.torch.kernels.triton_math import INTERPRETED, brought_near, let_next_start, wait_for_inputs
 
 COLUMNS, MANY_COLUMNS, MANY_PATHS = 16, 32, 4  # of the state that one warp steps; many where many paths have no drafts
 COMMIT_COLUMNS = 32
+NEAR = tl.constexpr(32)  # entries that a warp asks for at once
 PATH_WORDS = 5  # lane, first of its entries in the order, entries, known, fresh
-FROM_KNOWN, AGAIN = 1, 2  # of an entry: from the state behind the known tokens; a draft whose change is there already
 
 
 @triton.jit
@@ -52,6 +52,19 @@ def _read(lines, token, row, wide, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.cons
     query = _parts(lines[1] + token * KEY_HEADS * KEY_DIM, row, KEY_DIM, PARTS, ROWS)
     value = tl.load(lines[2] + token * VALUE_HEADS * VALUE_DIM, mask=wide, other=0.0)
     return key, query, value, tl.load(lines[3] + token * VALUE_HEADS), tl.load(lines[4] + token * VALUE_HEADS)
+
+
+@triton.jit
+def bring_steps_near(lines, entries, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+                     VALUE_DIM: tl.constexpr):  # fmt: skip
+    """All that the steps of these entries will read: a step is shorter than the way to where it lies."""
+    token = (entries >> 2).to(tl.int64)
+    for start in tl.static_range(0, KEY_DIM, 32):
+        brought_near(lines[0] + token * KEY_HEADS * KEY_DIM + start)
+        brought_near(lines[1] + token * KEY_HEADS * KEY_DIM + start)
+    brought_near(lines[2] + token * VALUE_HEADS * VALUE_DIM)
+    brought_near(lines[3] + token * VALUE_HEADS)
+    brought_near(lines[4] + token * VALUE_HEADS)
 
 
 @triton.jit
@@ -99,12 +112,11 @@ def _steps(
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     DRAFTS: tl.constexpr,
-    BRANCHES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One path, for one head and some columns of its state."""
-    let_next_start(PDL)
     wait_for_inputs(PDL)
+    let_next_start(PDL)
     path = tl.program_id(2) * 5
     count = tl.load(paths + path + 2)
     if count > 0:
@@ -122,12 +134,15 @@ def _steps(
         for part in tl.static_range(PARTS):
             there = (row + part * ROWS < KEY_DIM)[:, None] & wide[None, :] & (fresh == 0)
             state = state + (tl.load(at + part * ROWS * VALUE_DIM, mask=there, other=0.0),)
-        behind_known = state
         keys, queries = k + key_head * KEY_DIM, q + key_head * KEY_DIM
         values = v + head * VALUE_DIM + column
         decays, betas = gates + tokens * VALUE_HEADS + head, gates + 2 * tokens * VALUE_HEADS + head
         lines = (keys, queries, values, decays, betas)
         last = first + count - 1
+        if DRAFTS:
+            near = tl.load(order + tl.minimum(first + tl.arange(0, NEAR), last))
+            begins = (keys, queries, v + head * VALUE_DIM + tl.program_id(0) * BLOCK_V, decays, betas)
+            bring_steps_near(begins, near, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM)
         entry = tl.load(order + first)
         entry_ahead = tl.load(order + tl.minimum(first + 1, last))
         token = (entry >> 2).to(tl.int64)
@@ -142,34 +157,19 @@ def _steps(
                 entry_behind = tl.load(order + tl.minimum(first + index + 2, last))
                 read_ahead = _read(lines, ahead, row, wide, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, PARTS, ROWS)
                 place_ahead = tl.load(places + ahead).to(tl.int64)
-            if BRANCHES:  # noqa: SIM102 - known when compiled, and the other is not
-                if (entry & 1) != 0:
-                    tl.debug_barrier()  # a change that this path left is read again below
-                    state = behind_known
             result = tl.sum(seen, 0)
             tl.store(out + (seen_at * VALUE_HEADS + head) * VALUE_DIM + column, result, mask=wide & (seen_at >= 0))
             faded = ()
             for part in tl.static_range(PARTS):
                 faded = faded + (state[part] * decay,)
-            if BRANCHES:
-                again = (entry & 2) != 0
-                change = tl.zeros((BLOCK_V,), dtype=tl.float32)
-                if again:
-                    change = tl.load(changes + (place * VALUE_HEADS + head) * VALUE_DIM + column, mask=wide, other=0.0)
-                else:
-                    change = (value - tl.sum(_sums(faded, key, PARTS, ROWS), 0)) * beta
-                seen_at = tl.where(again, -1, token)
-            else:
-                change = (value - tl.sum(_sums(faded, key, PARTS, ROWS), 0)) * beta
-                seen_at = token
+            change = (value - tl.sum(_sums(faded, key, PARTS, ROWS), 0)) * beta
+            seen_at = token
             state = _moved(faded, key, change, PARTS)
             seen = _sums(state, query, PARTS, ROWS)
             if DRAFTS:
                 left = changes + (place * VALUE_HEADS + head) * VALUE_DIM + column
-                tl.store(left, change, mask=wide & (place >= 0) & (seen_at >= 0))
+                tl.store(left, change, mask=wide & (place >= 0))
             if index == known - 1:
-                if BRANCHES:
-                    behind_known = state
                 for part in tl.static_range(PARTS):
                     there = (row + part * ROWS < KEY_DIM)[:, None] & wide[None, :]
                     tl.store(at + part * ROWS * VALUE_DIM, state[part], mask=there)
@@ -192,14 +192,11 @@ def steps(
     paths: Tensor,
     order: Tensor,
     drafted: Drafted | None = None,
-    branches: bool = True,
     pdl: bool = False,
 ) -> None:
-    """Step through paths [P, 5] int32, each in a lane of its own. An entry of `order` [n] int32 is a token times four, and
-    FROM_KNOWN or AGAIN or both: where a path goes back to a branch, it starts behind its known tokens and takes the drafts
-    before the branch once more. The lane's state is taken before, and written after the path's known tokens; a path without
-    known tokens leaves the lane alone. Drafts leave their changes behind. out [T, Hv, Dv] float32. Without `branches` no entry
-    goes back."""
+    """Step through paths [P, 5] int32, each in a lane of its own. An entry of `order` [n] int32 is a token times four. The
+    lane's state is taken before, and written after the path's known tokens; a path without known tokens leaves the lane alone.
+    Drafts leave their changes behind. out [T, Hv, Dv] float32. Branches are for `strands` (`triton_strands.py`)."""
     _, value_heads, key_dim, value_dim = states.shape
     columns = MANY_COLUMNS if drafted is None and len(paths) >= MANY_PATHS and not INTERPRETED else COLUMNS
     rows = 128 // columns  # a warp has four columns of one row in each thread
@@ -221,7 +218,6 @@ def steps(
             ROWS=rows,
             BLOCK_V=columns,
             DRAFTS=drafted is not None,
-            BRANCHES=drafted is not None and branches,
             PDL=pdl,
             num_warps=1,
             enable_fp_fusion=False,
@@ -250,8 +246,8 @@ def _commit(
 ):
     """The step's own products and sums, from what the step left behind. per_states: numbers of one layer's states; per_held:
     places that one layer holds."""
-    let_next_start(PDL)
     wait_for_inputs(PDL)
+    let_next_start(PDL)
     PARTS: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
     layer = (tl.program_id(2) // PARTS).to(tl.int64)
     states += layer * per_states

@@ -39,8 +39,9 @@ def looked_up(at):
 
 @triton.jit
 def let_next_start(PDL: tl.constexpr):
-    """The next kernel's programs may take the places that become free. Small kernels say so at once, those that fill the
-    device when their work is all but done: programs that only wait would stand in its way."""
+    """The next kernel's programs may take the places that become free. Small kernels say so once they have waited, those that
+    fill the device when their work is all but done: programs that only wait would stand in its way. Nobody says so before
+    waiting: the kernel before may hold some multiprocessors still, and the next one's programs would crowd on the others."""
     if PDL:
         gdc_launch_dependents()
 
@@ -101,3 +102,23 @@ def activated(x, ACTIVATION: tl.constexpr):
     else:
         inner = 0.7978845608028654 * (x + 0.044715 * (x * x * x))
         return 0.5 * x * (1.0 + tanh(inner))
+
+
+@triton.jit
+def begin(PDL: tl.constexpr, PACKED: tl.constexpr):
+    """A small kernel's beginning. Before PACKED products the next may start before this one waits: it has a program for each
+    multiprocessor, which does not crowd, and asks for its weights while it waits."""
+    if PACKED:
+        let_next_start(PDL)
+        wait_for_inputs(PDL)
+    else:
+        wait_for_inputs(PDL)
+        let_next_start(PDL)
+
+
+@triton.jit
+def brought_near(at):
+    """Lines are asked for: whoever on this multiprocessor reads them next finds them near. What comes back is nothing."""
+    if not INTERPRETED:
+        asked: tl.constexpr = "prefetch.global.L1 [$1]; mov.b32 $0, 0;"
+        tl.inline_asm_elementwise(asked, "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)

@@ -52,7 +52,7 @@ def _group(
     merged,
     heads,
     live,
-    d,
+    column,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     GROUP: tl.constexpr,
@@ -64,8 +64,8 @@ def _group(
         part = ((split + ahead) * merged + line).to(tl.int64) * HEADS + heads
         peaks = peaks + (tl.load(part_peak + part, mask=there, other=float("-inf")),)
         totals = totals + (tl.load(part_total + part, mask=there, other=0.0),)
-        inside = there[:, None] & (d < D)[None, :]
-        mixtures = mixtures + (tl.load(part_mixed + part[:, None] * D + d[None, :], mask=inside, other=0.0),)
+        inside = there[:, None] & (column < D)[None, :]
+        mixtures = mixtures + (tl.load(part_mixed + part[:, None] * D + column[None, :], mask=inside, other=0.0),)
     return peaks, totals, mixtures
 
 
@@ -80,20 +80,18 @@ def folded(
     merged,
     heads,
     live,
+    column,
     HEADS: tl.constexpr,
     D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Splits [begin, stop) of one token's `heads` [ROWS]: maximum [ROWS], sum [ROWS], mixture [ROWS, BLOCK_D]."""
-    d = tl.arange(0, BLOCK_D)
-    peak = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
-    total = tl.zeros((ROWS,), dtype=tl.float32)
-    mixed = tl.zeros((ROWS, BLOCK_D), dtype=tl.float32)
+    """Splits [begin, stop) of one token's `heads` [ROWS] and values' columns [C]: maximum and sum [ROWS], mixture [ROWS, C]."""
+    peak = tl.full((heads.shape[0],), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((heads.shape[0],), dtype=tl.float32)
+    mixed = tl.zeros((heads.shape[0], column.shape[0]), dtype=tl.float32)
     for split in tl.range(begin, stop, GROUP, num_stages=1):
         peaks, totals, mixtures = _group(
-            split, stop, part_mixed, part_peak, part_total, line, merged, heads, live, d, HEADS, D, GROUP
+            split, stop, part_mixed, part_peak, part_total, line, merged, heads, live, column, HEADS, D, GROUP
         )
         for one in tl.static_range(GROUP):
             peak, total, mixed = fold(peak, total, mixed, peaks[one], totals[one], mixtures[one])
@@ -118,10 +116,9 @@ def merge_splits(
     MIDDLE: tl.constexpr,
     HIGH: tl.constexpr,
     GROUP: tl.constexpr,
-    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One token and head. Without a GROUP splits go one by one through shared memory, AHEAD of them on their way."""
+    """One token and head."""
     token = tl.load(tokens + tl.program_id(0))
     line = tl.load(lines + token)
     head = tl.program_id(1)
@@ -130,33 +127,9 @@ def merge_splits(
     wait_for_inputs(PDL)
     d = tl.arange(0, BLOCK_D)
     one = tl.arange(0, 1)
-    if GROUP:
-        peak, total, mixed = folded(
-            begin,
-            stop,
-            part_mixed,
-            part_peak,
-            part_total,
-            line,
-            merged,
-            head + one,
-            one == 0,
-            HEADS,
-            D,
-            BLOCK_D,
-            1,
-            GROUP,
-        )
-    else:
-        peak = tl.full((1,), float("-inf"), dtype=tl.float32)
-        total = tl.zeros((1,), dtype=tl.float32)
-        mixed = tl.zeros((1, BLOCK_D), dtype=tl.float32)
-        for split in tl.range(begin, stop, num_stages=AHEAD):
-            place = (split * merged + line).to(tl.int64) * HEADS + head + one
-            peak_s = tl.load(part_peak + place)
-            total_s = tl.load(part_total + place)
-            mixed_s = tl.load(part_mixed + place[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
-            peak, total, mixed = fold(peak, total, mixed, peak_s, total_s, mixed_s)
+    _, total, mixed = folded(
+        begin, stop, part_mixed, part_peak, part_total, line, merged, head + one, one == 0, d, HEADS, D, GROUP
+    )
     let_next_start(PDL)
     result = tl.div_rn(mixed, tl.broadcast_to(total[:, None], (1, BLOCK_D))).to(out.dtype.element_ty)
     at = out + ((token.to(tl.int64) * HEADS + head) * D + one)[:, None] + d[None, :]

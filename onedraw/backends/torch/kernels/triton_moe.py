@@ -55,8 +55,8 @@ def _grouped(
 ):
     """y[pair] = x[pair // DIVIDE] · weight[expert]ᵀ for the pairs of one tile; with a GATE the second half of the weight's rows
     is opened by the first, each rounded as a product of its own would be."""
-    let_next_start(PDL)
     wait_for_inputs(PDL)
+    let_next_start(PDL)
     tile = tl.program_id(0) * 3
     expert = tl.load(tiles + tile).to(tl.int64)
     first = tl.load(tiles + tile + 1)
@@ -91,8 +91,8 @@ def _grouped(
 @triton.jit
 def _combine(answers, weights, y, width, scale, USED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Answers of one row, each times its weight, added in order."""
-    let_next_start(PDL)
     wait_for_inputs(PDL)
+    let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width

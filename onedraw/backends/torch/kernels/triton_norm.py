@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onedraw.backends.torch.kernels.spans import Prepared, scaled_span, store_span
 from onedraw.backends.torch.kernels.triton_linear import launch_options
-from onedraw.backends.torch.kernels.triton_math import activated, let_next_start, sigmoid, softplus, wait_for_inputs
+from onedraw.backends.torch.kernels.triton_math import activated, begin, let_next_start, sigmoid, softplus, wait_for_inputs
 from onedraw.models.spec import Activation, Gate
 
 ACTIVATIONS: dict[Activation, int] = {"silu": 1, "gelu_tanh": 2}
@@ -37,23 +37,23 @@ def _rms_norm(
     READY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    let_next_start(PDL)
-    wait_for_inputs(PDL)
-    row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < W
+    if HAS_WEIGHT:  # no kernel writes it
+        factor = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    begin(PDL, READY)
+    row = tl.program_id(0).to(tl.int64)
     values = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, 0) * (1.0 / W) + eps)
     normed = values * scale
     kind = y.dtype.element_ty
     if HAS_WEIGHT:
-        factor = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
         normed = normed * factor if WIDE else normed.to(kind).to(tl.float32) * factor
     tl.store(y + row * W + at, normed.to(kind), mask=inside)
     if READY:
         SPANS: tl.constexpr = BLOCK // 256
-        scaled, factor, hi, lo = scaled_span(normed.to(kind).to(tl.float32), SPANS)
-        store_span(scaled, factor, hi, lo, x_out, factors, sums, row, 0, (W + 255) // 256, SPANS)
+        scaled, power, hi, lo = scaled_span(normed.to(kind).to(tl.float32), SPANS)
+        store_span(scaled, power, hi, lo, x_out, factors, sums, row, 0, (W + 255) // 256, SPANS)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, ready: Prepared | None = None, pdl: bool = False) -> Tensor:
@@ -101,8 +101,7 @@ def _gated(
     READY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    let_next_start(PDL)
-    wait_for_inputs(PDL)
+    begin(PDL, READY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
@@ -161,8 +160,8 @@ def _opened(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    let_next_start(PDL)
     wait_for_inputs(PDL)
+    let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < WIDTH

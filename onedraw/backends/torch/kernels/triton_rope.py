@@ -94,7 +94,6 @@ def _prepare(
     PDL: tl.constexpr,
 ):
     """HEADS query heads, then KV key heads, then KV value heads; any of the first two counts may be 0."""
-    let_next_start(PDL)
     token = tl.program_id(0).to(tl.int64)
     Q_BLOCKS: tl.constexpr = (HEADS + PER - 1) // PER
     block = tl.program_id(1)
@@ -117,6 +116,7 @@ def _prepare(
     mask = (head < limit)[:, None] & inside[None, :]
     base = x + token * x_stride + column[:, None] * D
     wait_for_inputs(PDL)  # positions and their turns no kernel of the turn writes
+    let_next_start(PDL)
     own = tl.load(base + d[None, :], mask=mask, other=0.0).to(tl.float32)
     other = tl.load(base + partner[None, :], mask=mask, other=0.0).to(tl.float32)
     raw = own

@@ -42,8 +42,8 @@ def _choose_experts(
     PDL: tl.constexpr,
 ):
     """The best of one row, the lowest number among equals; their weights are added in this order."""
-    let_next_start(PDL)
     wait_for_inputs(PDL)
+    let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     inside = expert < EXPERTS
@@ -118,8 +118,8 @@ def _bring_together(
     PDL: tl.constexpr,
 ):
     """Pairs by expert. A pair's place is how many stand before it, which is counted."""
-    let_next_start(PDL)
     wait_for_inputs(PDL)
+    let_next_start(PDL)
     expert = tl.arange(0, BLOCK_E)
     pair = tl.arange(0, BLOCK)
     mine = tl.load(ids + pair, mask=pair < pairs, other=-1).to(tl.int32)
@@ -185,8 +185,8 @@ def _join(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    let_next_start(PDL)
     wait_for_inputs(PDL)
+    let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width

@@ -108,8 +108,8 @@ def _scores(
     PDL: tl.constexpr,
 ):
     """Steps 1 to 3, and the largest score and logit of each block; NaN where there is one."""
-    let_next_start(PDL)
     wait_for_inputs(PDL)
+    let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     ids = block * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -176,8 +176,8 @@ def _pick(
     PDL: tl.constexpr,
 ):
     """Each block's best value under noise, and the lowest id that has it."""
-    let_next_start(PDL)
     wait_for_inputs(PDL)
+    let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     limit = _limit_so_far(table, found, row, COUNTED)
@@ -215,8 +215,8 @@ def _pick(
 @triton.jit
 def _conclude(tokens, tops, best_values, best_ids, blocks, BLOCKS: tl.constexpr, PDL: tl.constexpr):
     """The best of the blocks' best; -1 where the logits are no distribution or nothing is left."""
-    let_next_start(PDL)
     wait_for_inputs(PDL)
+    let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCKS)
     value = tl.load(best_values + row * blocks + at, mask=at < blocks, other=float("-inf"))

@@ -64,8 +64,8 @@ def _deficits(
 ):
     """Scores, which are the logits themselves where nothing adjusts them, become deficits; they are the first level of the
     first search, too."""
-    let_next_start(PDL)
     wait_for_inputs(PDL)
+    let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK_V
     best = _row_top(tops + row * 2 * blocks, blocks, BLOCKS) + 0.0
@@ -216,8 +216,8 @@ def _narrow(
     PDL: tl.constexpr,
 ):
     """One level over one block of a row: what is in it is tallied, or then collected."""
-    let_next_start(PDL)
     wait_for_inputs(PDL)
+    let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK_V
     bins = tallies + row * 64
@@ -270,8 +270,8 @@ def _find(
     PDL: tl.constexpr,
 ):
     """The smallest deficit whose bin, up to it, has what is left to reach: between the ends of what is written down, halved."""
-    let_next_start(PDL)
     wait_for_inputs(PDL)
+    let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     bins = tallies + row * 64
     if _wanted(table, row, BY_MASS):

@@ -47,8 +47,8 @@ def _walk(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    let_next_start(PDL)
     wait_for_inputs(PDL)
+    let_next_start(PDL)
     row = tl.program_id(0)
     first = tl.load(rows + row * 5)
     count = tl.load(rows + row * 5 + 1)
@@ -122,8 +122,8 @@ def _move(
     PDL: tl.constexpr,
 ):
     """One row, head and layer: all are read before any is written."""
-    let_next_start(PDL)
     wait_for_inputs(PDL)
+    let_next_start(PDL)
     row = (tl.program_id(0) // KV).to(tl.int64)
     head = tl.program_id(0) % KV
     depth = tl.arange(0, WIDTH)

@@ -15,9 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from onedraw.backends.torch.kernels.triton_delta import Drafted, Gated
-from onedraw.backends.torch.kernels.triton_delta_steps import COLUMNS
+from onedraw.backends.torch.kernels.triton_delta_steps import COLUMNS, NEAR, bring_steps_near
 from onedraw.backends.torch.kernels.triton_linear import launch_options
 from onedraw.backends.torch.kernels.triton_math import let_next_start, wait_for_inputs
+
+FROM_KNOWN, AGAIN = 1, 2  # of an entry: from the state behind the known tokens; a step that was taken before, and leaves nothing
 
 
 @triton.jit
@@ -66,8 +68,8 @@ def _strands(
 ):
     """Eight rows of every strand's state lie one below the other in a tile, four columns of a row in each thread: so a strand is
     a warp, and no sum leaves it."""
-    let_next_start(PDL)
     wait_for_inputs(PDL)
+    let_next_start(PDL)
     path = tl.program_id(2) * 5
     count = tl.load(paths + path + 2)
     if count > 0:
@@ -92,6 +94,9 @@ def _strands(
         decays, betas = gates + tokens * VALUE_HEADS + head, gates + 2 * tokens * VALUE_HEADS + head
         entries = order + first + strand
         last = count - 1
+        near = tl.load(order + first + tl.minimum(tl.arange(0, NEAR * STRANDS), last * STRANDS))
+        begins = (keys, queries, v + head * VALUE_DIM + tl.program_id(0) * COLUMNS, decays, betas)
+        bring_steps_near(begins, near, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM)
         entry = tl.load(entries)
         entry_ahead = tl.load(entries + tl.minimum(last, 1) * STRANDS)
         token = (entry >> 2).to(tl.int64)
@@ -143,7 +148,9 @@ def strands(
     count: int,
     pdl: bool = False,
 ) -> None:
-    """As `triton_delta_steps.steps`. A path has `count` entries for each of its steps, one per strand."""
+    """As `triton_delta_steps.steps`. A path has `count` entries for each of its steps, one per strand: a token times four, and
+    FROM_KNOWN or AGAIN or both. Where a strand goes to another branch, it starts behind the known tokens and takes the drafts
+    before the branch once more."""
     _, value_heads, key_dim, value_dim = states.shape
     if len(paths):
         _strands[(triton.cdiv(value_dim, COLUMNS), value_heads, len(paths))](

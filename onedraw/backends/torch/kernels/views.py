@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.torch.inputs import Bucket, Inputs, Ints
-from onedraw.backends.torch.kernels.forms import TODAY, Forms
 from onedraw.backends.torch.kernels.triton_attention import (
     OWN,
     SHARED,
@@ -47,7 +46,6 @@ class Heads:
     window: int | None
     busy: int
     small: bool = False  # a card with little shared memory per block
-    forms: Forms = TODAY
 
     @property
     def group(self) -> int:
@@ -72,8 +70,6 @@ class Cut:
     launched: int
     together: bool
     kind: int
-    begin: int = 0  # of a row's tokens those that it reads for: from here on,
-    stop: int = FAR  # and up to here
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +195,7 @@ def _cuts(inputs: Inputs, heads: Heads) -> list[tuple[Cut, Ints, Ints]]:
         if span.branches:
             # What the tokens have in common is read once for all of them, the rest by each for itself.
             known = max(known - 1, 0)
-            for begin, stop in _shares(heads, span.count - known, splits):
-                _tile(found, heads, splits, span.first + known + begin, stop - begin, SHARED, span.stop)
+            _tile(found, heads, splits, span.first + known, span.count - known, SHARED, span.stop)
             for token in range(span.first + known, span.first + span.count):
                 _tile(found, heads, splits, token, 1, OWN, span.stop)
         _tile(found, heads, splits, span.first, known, WHOLE, FAR)
@@ -216,10 +211,7 @@ def _bucket_form(bucket: Bucket, heads: Heads, page_size: int) -> Form:
     if bucket.depth is None:
         cuts = [_bucket_cut(bucket, heads, WHOLE, bucket.longest, splits)]
     else:
-        shares = [
-            _bucket_cut(bucket, heads, SHARED, stop, splits, begin) for begin, stop in _shares(heads, bucket.longest, splits)
-        ]
-        cuts = [*shares, _bucket_cut(bucket, heads, OWN, 1, splits)]
+        cuts = [_bucket_cut(bucket, heads, SHARED, bucket.longest, splits), _bucket_cut(bucket, heads, OWN, 1, splits)]
     layout = Layout(bucket.tokens, bucket.rows + 1, bucket.reach // page_size, bucket.depth, page_size, tuple(cuts))
     form = _form(layout, [np.arange(cut.tokens, dtype=np.int64) for cut in cuts])
     for cut, begin in zip(cuts, form.begins[-len(cuts) :], strict=True):
@@ -228,16 +220,15 @@ def _bucket_form(bucket: Bucket, heads: Heads, page_size: int) -> Form:
     return form
 
 
-def _bucket_cut(bucket: Bucket, heads: Heads, kind: int, stop: int, splits: int, begin: int = 0) -> Cut:
-    """For the tokens of a row from `begin` up to `stop`; what is a node's own, for every one of them."""
-    height = _height(heads, stop - begin, kind, splits)
-    room = bucket.tokens if kind == OWN else bucket.rows * -(-(stop - begin) // (height // heads.group))
-    tokens = 0 if kind == OWN or begin else bucket.tokens  # each is kept once
+def _bucket_cut(bucket: Bucket, heads: Heads, kind: int, count: int, splits: int) -> Cut:
+    """For so many tokens of a row; what is a node's own, for every one of them."""
+    height = _height(heads, count, kind, splits)
+    room = bucket.tokens if kind == OWN else bucket.rows * -(-count // (height // heads.group))
+    tokens = 0 if kind == OWN else bucket.tokens
     together = _together(heads, kind, height, room, tokens, splits)
     seen = bucket.longest if kind == OWN else heads.window and heads.window + bucket.longest
     launched = splits if seen is None else min(splits, seen // SPLITS[0] + 2)
-    reads = (begin, stop) if kind == SHARED else (0, FAR)
-    return Cut(height, room, 0 if together else tokens, splits, launched, together, kind, *reads)
+    return Cut(height, room, 0 if together else tokens, splits, launched, together, kind)
 
 
 def _bucket_tiles(inputs: Inputs, bucket: Bucket, heads: Heads, cuts: tuple[Cut, ...]) -> list[list[Tile]]:
@@ -248,18 +239,8 @@ def _bucket_tiles(inputs: Inputs, bucket: Bucket, heads: Heads, cuts: tuple[Cut,
         for span in rows:
             tail = FAR if cut.kind == WHOLE else span.stop
             per = 1 if cut.kind == OWN else cut.height // heads.group
-            _cover(tiles, per, span.first + cut.begin, min(span.count, cut.stop) - cut.begin, cut.kind, tail)
+            _cover(tiles, per, span.first, span.count, cut.kind, tail)
     return found
-
-
-def _shares(heads: Heads, count: int, splits: int) -> list[tuple[int, int]]:
-    """Nodes that read what they share in tiles of one height: from and up to."""
-    height = _height(heads, count, SHARED, splits)
-    rest = count % (height // heads.group)
-    little = rest < count and 0 < 2 * rest * heads.group <= height
-    if heads.forms.apart and height >= 128 and little:
-        return [(0, count - rest), (count - rest, count)]
-    return [(0, count)]
 
 
 def _tile(found: Found, heads: Heads, splits: int, first: int, count: int, kind: int, tail: int) -> None:
@@ -271,11 +252,10 @@ def _tile(found: Found, heads: Heads, splits: int, first: int, count: int, kind:
 
 def _height(heads: Heads, count: int, kind: int, splits: int) -> int:
     # High tiles pay for long prompts of narrow heads, and where one of them holds all queries of a row, which then read their
-    # keys once, if there are enough of them all the same.
+    # keys once, if there are enough of them all the same. Nodes of a tree would fill little of their last one.
     long = count >= LONG and heads.dim <= 128
-    many = splits * heads.kv_heads >= heads.busy // 4
-    fits = heads.heights if kind != SHARED else [h for h in heads.heights if h <= heads.forms.height]
-    joined = [h for h in fits if h <= 64 or long or (many and (count * heads.group <= h or kind == SHARED))]
+    many = splits * heads.kv_heads >= heads.busy // 4 and kind == WHOLE
+    joined = [h for h in heads.heights if h <= 64 or long or (many and count * heads.group <= h)]
     return next((h for h in joined if count * heads.group <= h), joined[-1])
 
 
