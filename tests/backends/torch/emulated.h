@@ -147,7 +147,6 @@ static uint32_t brain_bits(float v) {
 
 inline void load_once(uint4 &v, const byte *at, bool more) { if (more) memcpy(&v, at, 16); }
 inline void load_once(word &v, const byte *at, bool more) { if (more) memcpy(&v, at, 4); }
-inline void ask_for_line(const byte *) {}
 inline word and_or(word a, word mask, word c) { return (a & mask) | c; }
 template <class F> static word by_halves(F f) { return half_bits(f(0)) | half_bits(f(16)) << 16; }
 inline word fma2(word a, word b, word c) { return by_halves([=](int s) { return half_value(a >> s) * half_value(b >> s) + half_value(c >> s); }); }

@@ -6,8 +6,7 @@
 // them the rest.
 //
 // Work comes in items: sixteen outputs by a segment of four spans. A warp takes an item after the other; its weights come straight
-// into registers, a span ahead, and lie there as the matrix unit takes them. The second cache is asked for them an item ahead, for the
-// first item before the kernel waits for its rows, when memory has little to do. There are two ways to share items out:
+// into registers, a span ahead, and lie there as the matrix unit takes them. There are two ways to share items out:
 //   INSIDE 1  a block of threads has all segments of some outputs. Rows of all segments lie in shared memory, and so do the sums of
 //             items, which the block adds up in the end.
 //   INSIDE 0  items stand segment by segment, and every block has an equal share of them, so it needs rows of one segment or two.
@@ -61,9 +60,6 @@ __device__ __forceinline__ void load_once(word &v, const byte *at, bool more) {
     asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p ld.global.nc.L1::no_allocate.u32 %0, [%1];}"
                  : "+r"(v) : "l"(at), "r"((int)more));
 }
-
-// The second cache shall have the line at this address; nobody waits for it.
-__device__ __forceinline__ void ask_for_line(const byte *at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
 __device__ __forceinline__ word and_or(word a, word mask, word c) {  // (a & mask) | c
     word v;
@@ -620,17 +616,6 @@ __device__ __forceinline__ Item place_of(const Product &p, int item, int first, 
 }
 
 #ifndef GROUPED
-#ifndef ASKS
-#define ASKS 1
-#endif
-#define LINE 128
-
-// Weights of an item, from a span of it on, for the second cache: what is read an item later comes from there.
-__device__ __forceinline__ void ask_for(const Item &item, int span) {
-    const byte *end = item.at + item.live * UNIT_BYTES;
-    for (const byte *at = item.at + span * UNIT_BYTES + (threadIdx.x & 31) * LINE; at < end; at += 32 * LINE) ask_for_line(at);
-}
-
 __device__ __forceinline__ void product(const Product &p) {
     extern __shared__ __align__(16) byte rows[];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
@@ -657,7 +642,6 @@ __device__ __forceinline__ void product(const Product &p) {
         // Weights hang on nothing that runs before this kernel: the first are on their way before it waits.
         Unit unit;
         load_unit(unit, own.at, lane, item < stop);
-        if (ASKS && item < stop) ask_for(own, 1);
         __syncthreads();
         if (!INSIDE || starts) {
 #if __CUDA_ARCH__ >= 900
@@ -672,7 +656,6 @@ __device__ __forceinline__ void product(const Product &p) {
         for (; item < stop; item += warps) {
             const bool more = item + warps < stop;
             const Item next = place_of(p, more ? item + warps : item, first, count);
-            if (ASKS && more) ask_for(next, 0);
             const int buffer = (own.segment - segment) * bytes;
             word own_rows[TILES];
             float sums[TILES][4];

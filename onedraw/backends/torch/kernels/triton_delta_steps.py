@@ -1,9 +1,9 @@
 """Gated DeltaNet on a GPU: the state step by step, for what was generated or drafted, and kept drafts brought to their lanes.
 
 In: every token's queries, keys, values and gates, the lanes' states, and paths. Out: what the state gave at every token; states
-move on in place. A path is what one program steps through: the known tokens of a row, and behind them its drafts, a chain or a
-tree branch by branch. Drafts never touch a lane: they leave decay, key and change behind, from which `commit` repeats the step,
-and so does a path that comes back to a branch. One program is one warp that has some columns of the state in registers, by parts
+move on in place. A path is what one program steps through: the known tokens of a row, and behind them a chain of drafts; trees
+are for `triton_strands.py`. Drafts never touch a lane: they leave decay, key and change behind, from which `commit` repeats the
+step. One program is one warp that has some columns of the state in registers, by parts
 of so many rows that a column's sums never leave the warp; what the next step reads is on its way while one works. Sums have
 one order for any number of columns: eight of them over every eighth row, which are then added by halves.
 """
@@ -18,11 +18,10 @@ from torch import Tensor
 
 from onedraw.backends.torch.kernels.triton_delta import Drafted, Gated, sizes_of
 from onedraw.backends.torch.kernels.triton_linear import launch_options
-from onedraw.backends.torch.kernels.triton_math import INTERPRETED, brought_near, let_next_start, wait_for_inputs
+from onedraw.backends.torch.kernels.triton_math import INTERPRETED, let_next_start, wait_for_inputs
 
 COLUMNS, MANY_COLUMNS, MANY_PATHS = 16, 32, 4  # of the state that one warp steps; many where many paths have no drafts
 COMMIT_COLUMNS = 32
-NEAR = tl.constexpr(32)  # entries that a warp asks for at once
 PATH_WORDS = 5  # lane, first of its entries in the order, entries, known, fresh
 
 
@@ -52,19 +51,6 @@ def _read(lines, token, row, wide, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.cons
     query = _parts(lines[1] + token * KEY_HEADS * KEY_DIM, row, KEY_DIM, PARTS, ROWS)
     value = tl.load(lines[2] + token * VALUE_HEADS * VALUE_DIM, mask=wide, other=0.0)
     return key, query, value, tl.load(lines[3] + token * VALUE_HEADS), tl.load(lines[4] + token * VALUE_HEADS)
-
-
-@triton.jit
-def bring_steps_near(lines, entries, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
-                     VALUE_DIM: tl.constexpr):  # fmt: skip
-    """All that the steps of these entries will read: a step is shorter than the way to where it lies."""
-    token = (entries >> 2).to(tl.int64)
-    for start in tl.static_range(0, KEY_DIM, 32):
-        brought_near(lines[0] + token * KEY_HEADS * KEY_DIM + start)
-        brought_near(lines[1] + token * KEY_HEADS * KEY_DIM + start)
-    brought_near(lines[2] + token * VALUE_HEADS * VALUE_DIM)
-    brought_near(lines[3] + token * VALUE_HEADS)
-    brought_near(lines[4] + token * VALUE_HEADS)
 
 
 @triton.jit
@@ -139,10 +125,6 @@ def _steps(
         decays, betas = gates + tokens * VALUE_HEADS + head, gates + 2 * tokens * VALUE_HEADS + head
         lines = (keys, queries, values, decays, betas)
         last = first + count - 1
-        if DRAFTS:
-            near = tl.load(order + tl.minimum(first + tl.arange(0, NEAR), last))
-            begins = (keys, queries, v + head * VALUE_DIM + tl.program_id(0) * BLOCK_V, decays, betas)
-            bring_steps_near(begins, near, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM)
         entry = tl.load(order + first)
         entry_ahead = tl.load(order + tl.minimum(first + 1, last))
         token = (entry >> 2).to(tl.int64)

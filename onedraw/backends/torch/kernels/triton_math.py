@@ -107,18 +107,10 @@ def activated(x, ACTIVATION: tl.constexpr):
 @triton.jit
 def begin(PDL: tl.constexpr, PACKED: tl.constexpr):
     """A small kernel's beginning. Before PACKED products the next may start before this one waits: it has a program for each
-    multiprocessor, which does not crowd, and asks for its weights while it waits."""
+    multiprocessor, which does not crowd, and its first weights are on their way while it waits."""
     if PACKED:
         let_next_start(PDL)
         wait_for_inputs(PDL)
     else:
         wait_for_inputs(PDL)
         let_next_start(PDL)
-
-
-@triton.jit
-def brought_near(at):
-    """Lines are asked for: whoever on this multiprocessor reads them next finds them near. What comes back is nothing."""
-    if not INTERPRETED:
-        asked: tl.constexpr = "prefetch.global.L1 [$1]; mov.b32 $0, 0;"
-        tl.inline_asm_elementwise(asked, "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onedraw.backends.torch.kernels.triton_delta import Drafted, Gated
-from onedraw.backends.torch.kernels.triton_delta_steps import COLUMNS, NEAR, bring_steps_near
+from onedraw.backends.torch.kernels.triton_delta_steps import COLUMNS
 from onedraw.backends.torch.kernels.triton_linear import launch_options
 from onedraw.backends.torch.kernels.triton_math import let_next_start, wait_for_inputs
 
@@ -94,9 +94,6 @@ def _strands(
         decays, betas = gates + tokens * VALUE_HEADS + head, gates + 2 * tokens * VALUE_HEADS + head
         entries = order + first + strand
         last = count - 1
-        near = tl.load(order + first + tl.minimum(tl.arange(0, NEAR * STRANDS), last * STRANDS))
-        begins = (keys, queries, v + head * VALUE_DIM + tl.program_id(0) * COLUMNS, decays, betas)
-        bring_steps_near(begins, near, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM)
         entry = tl.load(entries)
         entry_ahead = tl.load(entries + tl.minimum(last, 1) * STRANDS)
         token = (entry >> 2).to(tl.int64)
