@@ -51,7 +51,7 @@ def test_attention_fits_in_its_tiles(heads: int, kv_heads: int, dim: int, kept: 
     numbers |= {"BLOCK_KEYS": triton_attention.block_keys(dim), "LOW": 256, "MIDDLE": 512, "HIGH": 1024}
     numbers |= {"IEEE": False, "PDL": False}
     if own:
-        numbers |= {"COLUMNS": min(dim, triton_attention.OWN_COLUMNS), "GROUP": triton_attention.GROUP}
+        numbers |= {"COLUMNS": min(dim, triton_attention.OWN_COLUMNS), "GROUP": 16}
         numbers["GROUP_ROWS"] = triton.next_power_of_2(heads // kv_heads)
         made = compiled(triton_own.attend_own, pointers | {"paths": "*i32"}, numbers, capability=capability, num_warps=4)
     else:

@@ -40,7 +40,6 @@ SPLITS = (256, 512, 1024)  # keys
 LOG2_E = math.log2(math.e)
 NEAR, FAR = 2048, 8192  # positions behind which the second and the third count hold
 TILE_WORDS = 8
-GROUP = 8  # splits that are merged at once
 OWN_COLUMNS = 64  # of the values, that a program has of a tree's node
 # A tile reads everything by position; of a tree the blocks that all its nodes have in common, or a node's own blocks.
 WHOLE, SHARED, OWN = range(3)
@@ -252,6 +251,7 @@ def attend(
     own |= {"enable_fp_fusion": False, **launch_options(pdl)}
     sizes = own | {"KV": kv_heads, "BLOCK_D": block_d, "PAGE": view.page_size, "BLOCK_KEYS": block_keys(dim), "CODED": coded}
     sizes["IEEE"] = q.dtype == torch.float32
+    at_once = 8 if block_d < 256 else 16  # splits that are merged
     for group in sets:
         if group.kind == OWN:
             assert view.paths is not None, "a node has a path"
@@ -261,7 +261,7 @@ def attend(
                 **sizes,
                 BLOCK_M=group.height,
                 COLUMNS=columns,
-                GROUP=GROUP,
+                GROUP=at_once,
                 GROUP_ROWS=triton.next_power_of_2(heads // kv_heads),
                 num_warps=4,
             )
@@ -280,7 +280,7 @@ def attend(
                 *(out, mixed, peak, total, group.tokens, view.firsts, view.ends, view.lines, merged),
                 **own,
                 BLOCK_D=block_d,
-                GROUP=GROUP,
+                GROUP=at_once,
                 num_warps=max(1, min(4, block_d // 64)),
             )
     return out

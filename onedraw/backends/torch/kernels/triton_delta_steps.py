@@ -77,6 +77,13 @@ def _moved(state, key, change, PARTS: tl.constexpr):
     return found
 
 
+@triton.jit
+def _write(to, found, place, head, row, column, wide, VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr):
+    """Columns of a head, where there is a place for them. Of the threads that have them those of the first row write them."""
+    at = to + (place * VALUE_HEADS + head) * VALUE_DIM + row[:, None] * 0 + column[None, :]
+    tl.store(at, found[None, :], mask=(row == 0)[:, None] & wide[None, :] & (place >= 0))
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _steps(
     q,
@@ -125,22 +132,22 @@ def _steps(
         decays, betas = gates + tokens * VALUE_HEADS + head, gates + 2 * tokens * VALUE_HEADS + head
         lines = (keys, queries, values, decays, betas)
         last = first + count - 1
-        entry = tl.load(order + first)
-        entry_ahead = tl.load(order + tl.minimum(first + 1, last))
-        token = (entry >> 2).to(tl.int64)
+        token = (tl.load(order + first) >> 2).to(tl.int64)
         key, query, value, decay, beta = _read(lines, token, row, wide, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, PARTS, ROWS)
-        place = tl.load(places + token).to(tl.int64) if DRAFTS else -1
+        if DRAFTS:
+            ahead = (tl.load(order + tl.minimum(first + 1, last)) >> 2).to(tl.int64)
+            far = (tl.load(order + tl.minimum(first + 2, last)) >> 2).to(tl.int64)
+            read_ahead = _read(lines, ahead, row, wide, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, PARTS, ROWS)
+            place, place_ahead = tl.load(places + token).to(tl.int64), tl.load(places + ahead).to(tl.int64)
         # What a step read is added up and written while the next one works.
         seen = tl.zeros((ROWS, BLOCK_V), dtype=tl.float32)
         seen_at = tl.full((), -1, dtype=tl.int64)
         for index in range(count):
-            if DRAFTS:
-                ahead = (entry_ahead >> 2).to(tl.int64)
-                entry_behind = tl.load(order + tl.minimum(first + index + 2, last))
-                read_ahead = _read(lines, ahead, row, wide, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, PARTS, ROWS)
-                place_ahead = tl.load(places + ahead).to(tl.int64)
-            result = tl.sum(seen, 0)
-            tl.store(out + (seen_at * VALUE_HEADS + head) * VALUE_DIM + column, result, mask=wide & (seen_at >= 0))
+            if DRAFTS:  # a step is shorter than the way to what it reads, so that is asked for two steps before
+                read_far = _read(lines, far, row, wide, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, PARTS, ROWS)
+                place_far = tl.load(places + far).to(tl.int64)
+                farther = (tl.load(order + tl.minimum(first + index + 3, last)) >> 2).to(tl.int64)
+            _write(out, tl.sum(seen, 0), seen_at, head, row, column, wide, VALUE_HEADS, VALUE_DIM)
             faded = ()
             for part in tl.static_range(PARTS):
                 faded = faded + (state[part] * decay,)
@@ -149,21 +156,21 @@ def _steps(
             state = _moved(faded, key, change, PARTS)
             seen = _sums(state, query, PARTS, ROWS)
             if DRAFTS:
-                left = changes + (place * VALUE_HEADS + head) * VALUE_DIM + column
-                tl.store(left, change, mask=wide & (place >= 0))
+                _write(changes, change, place, head, row, column, wide, VALUE_HEADS, VALUE_DIM)
             if index == known - 1:
                 for part in tl.static_range(PARTS):
                     there = (row + part * ROWS < KEY_DIM)[:, None] & wide[None, :]
                     tl.store(at + part * ROWS * VALUE_DIM, state[part], mask=there)
             if DRAFTS:
-                entry, entry_ahead, token, place = entry_ahead, entry_behind, ahead, place_ahead
+                token, ahead, far, place, place_ahead = ahead, far, farther, place_ahead, place_far
                 key, query, value, decay, beta = read_ahead
+                read_ahead = read_far
             elif index < count - 1:
                 token = (tl.load(order + first + index + 1) >> 2).to(tl.int64)
                 key, query, value, decay, beta = _read(
                     lines, token, row, wide, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, PARTS, ROWS
                 )
-        tl.store(out + (seen_at * VALUE_HEADS + head) * VALUE_DIM + column, tl.sum(seen, 0), mask=wide & (seen_at >= 0))
+        _write(out, tl.sum(seen, 0), seen_at, head, row, column, wide, VALUE_HEADS, VALUE_DIM)
 
 
 def steps(
