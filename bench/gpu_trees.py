@@ -104,6 +104,8 @@ def _turns(bench: Bench) -> None:
 def tiles(model: str) -> None:
     """A tree's turn with one product's tile exchanged; today's before and behind them says how much to believe. Then all turns
     with the fastest of all of them."""
+    if model not in TILES:
+        raise SystemExit(f"tiles are known for {', '.join(TILES)}")
     bench, recorder = _bench(model)
     for shape, candidates in TILES[model].items():
         found, kept = [], triton_linear._SKINNY[shape]

@@ -125,7 +125,7 @@ def _walk(run: Run, paths: _Paths) -> None:
         found = _branch_by_branch(run.drafts)
         # As few steps as the strands allow, each with a part of the tree in its order.
         least = 1 + max(len(before) for _, before in found)
-        limits = [None] if paths.strands == 1 else itertools.count(least)
+        limits = itertools.count(least)
         parted = next(walks for most in limits if len(walks := _strands(found, most)) <= paths.strands)
         walks = [[node + entry for entry in walk] for walk in parted]
     paths.add(known, walks, lane=run.lane, fresh=run.fresh and not run.prompt)
@@ -136,7 +136,7 @@ def _branches(run: Run) -> bool:
     return chain_length(run.drafts) != len(run.drafts)
 
 
-def _strands(found: list[tuple[int, list[int]]], most: int | None) -> list[list[int]]:
+def _strands(found: list[tuple[int, list[int]]], most: int) -> list[list[int]]:
     """Entries of drafts in their order, counted from the first, in strands of at most so many. Where a draft does not follow
     the one before it, what is before it is taken again, from the known tokens on."""
     strands: list[list[int]] = []
@@ -144,7 +144,7 @@ def _strands(found: list[tuple[int, list[int]]], most: int | None) -> list[list[
     for index, before in found:
         follows = bool(strands) and before == trail
         again = [*(4 * i + AGAIN for i in before), 4 * index]
-        if not strands or (most is not None and len(strands[-1]) + (1 if follows else len(again)) > most):
+        if not strands or len(strands[-1]) + (1 if follows else len(again)) > most:
             strands.append(again)
         elif follows:
             strands[-1].append(4 * index)

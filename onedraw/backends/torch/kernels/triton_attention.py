@@ -207,7 +207,7 @@ def _attend(
             peak, total, mixed = fold(peak, total, mixed, peak_s, total_s, mixed_s)
         else:
             peak, total, mixed = peak_s, total_s, mixed_s
-    let_next_start(PDL)
+    let_next_start(PDL)  # not before the wait above: `attend_own` reads queries and keys without waiting again
     if ALL:
         result = tl.div_rn(mixed, tl.broadcast_to(total[:, None], (BLOCK_M, BLOCK_D))).to(out.dtype.element_ty)
         o_at = out + (token.to(tl.int64) * HEADS + query_head)[:, None] * D + d[None, :]
@@ -238,7 +238,6 @@ def attend(
     """q [T, H * D] (rows of stride 1) over page stores [P * K, S * D]. `scales` of codes: [P * K, S]."""
     out = torch.empty(len(q), heads * dim, dtype=q.dtype, device=q.device)
     block_d = triton.next_power_of_2(dim) if scales is None else max(triton.next_power_of_2(dim), 32)
-    # Parts wait in one place: those of a tree's node may come from tiles of two heights.
     splits = max((group.splits for group in sets if not group.together), default=0)
     merged = sum(len(group.tokens) for group in sets)
     peak, total = (torch.empty(splits, merged, heads, dtype=torch.float32, device=q.device) for _ in range(2))
@@ -252,6 +251,7 @@ def attend(
     sizes = own | {"KV": kv_heads, "BLOCK_D": block_d, "PAGE": view.page_size, "BLOCK_KEYS": block_keys(dim), "CODED": coded}
     sizes["IEEE"] = q.dtype == torch.float32
     at_once = 8 if block_d < 256 else 16  # splits that are merged
+    assert not sets or sets[0].kind != OWN, "what is a node's own is read behind what nodes share"
     for group in sets:
         if group.kind == OWN:
             assert view.paths is not None, "a node has a path"

@@ -180,7 +180,8 @@ def linear(
 
 
 def launch_options(pdl: bool) -> dict[str, Any]:
-    """Programmatic launch: the next kernel's start overlaps this one's end. Every kernel waits before it reads."""
+    """Programmatic launch: the next kernel's start overlaps this one's end. Every kernel waits before it reads
+    what another of the turn writes."""
     return {"launch_pdl": True} if pdl else {}
 
 

@@ -20,7 +20,7 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
-    """Wait until everything before this kernel is written. Nothing is read or written before."""
+    """Wait until everything before this kernel is written. Nothing is written before, and nothing read that the turn writes."""
     if PDL:
         gdc_wait()
 
@@ -40,8 +40,8 @@ def looked_up(at):
 @triton.jit
 def let_next_start(PDL: tl.constexpr):
     """The next kernel's programs may take the places that become free. Small kernels say so once they have waited, those that
-    fill the device when their work is all but done: programs that only wait would stand in its way. Nobody says so before
-    waiting: the kernel before may hold some multiprocessors still, and the next one's programs would crowd on the others."""
+    fill the device when their work is all but done: programs that only wait would stand in its way. Hardly anybody
+    says so before waiting (see `begin`): the kernel before may hold some multiprocessors, and the next crowds on the others."""
     if PDL:
         gdc_launch_dependents()
 
@@ -106,8 +106,8 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def begin(PDL: tl.constexpr, PACKED: tl.constexpr):
-    """A small kernel's beginning. Before PACKED products the next may start before this one waits: it has a program for each
-    multiprocessor, which does not crowd, and its first weights are on their way while it waits."""
+    """A small kernel's beginning. Before PACKED products the next may start before this one waits: it has a program or less for
+    each multiprocessor, which does not crowd, and its first weights are on their way while it waits."""
     if PACKED:
         let_next_start(PDL)
         wait_for_inputs(PDL)

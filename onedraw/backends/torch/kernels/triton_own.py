@@ -2,8 +2,8 @@
 
 In: queries, a layer's pages, and what tiles of many nodes left of every split that the nodes have in common. Out: the node's
 attention. A program has one node, one key head and some columns of the values; columns know nothing of each other, so how many
-it has changes no bit. What it reads of its path was written before the kernel in front of it began, so the first block's scores
-are taken while that one ends.
+it has changes no bit. The kernel in front of it is `_attend`, all of whose programs have waited for queries and keys before they
+let this one start; so the first block's scores are taken before this one waits, while that one ends.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -155,7 +155,8 @@ def attend_own(
     else:
         peak_s, sums_s, mixed_s = mix(scores, value, ones, peak_s, sums_s, mixed_s, IEEE)
     for start in tl.range(begin + BLOCK_KEYS, stop, BLOCK_KEYS, num_stages=1):
-        if start == border:  # a path may reach into a second split, which begins with nothing
+        if start == border:  # a path may reach into another split, which begins with nothing
+            border = start_of(split_at(start, LOW, MIDDLE, HIGH) + 1, LOW, MIDDLE, HIGH)
             peak, total, mixed = fold(peak, total, mixed, peak_s, tl.max(sums_s, 1), mixed_s)
             peak_s = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
             sums_s = tl.zeros((BLOCK_M, 8), dtype=tl.float32)

@@ -226,7 +226,7 @@ def _bucket_cut(bucket: Bucket, heads: Heads, kind: int, count: int, splits: int
     room = bucket.tokens if kind == OWN else bucket.rows * -(-count // (height // heads.group))
     tokens = 0 if kind == OWN else bucket.tokens
     together = _together(heads, kind, height, room, tokens, splits)
-    seen = bucket.longest if kind == OWN else heads.window and heads.window + bucket.longest
+    seen = heads.window and heads.window + bucket.longest
     launched = splits if seen is None else min(splits, seen // SPLITS[0] + 2)
     return Cut(height, room, 0 if together else tokens, splits, launched, together, kind)
 
