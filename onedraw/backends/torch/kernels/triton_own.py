@@ -29,6 +29,16 @@ def _repeated(peak, total, mixed, TIMES: tl.constexpr):
 
 
 @triton.jit
+def _block(start, low, high, tail, path, pages, head, path_width, lowest, highest, KV: tl.constexpr, PAGE: tl.constexpr,
+           BLOCK_KEYS: tl.constexpr):  # fmt: skip
+    """Of the keys of a block: where they lie, which are the tile's, which the node sees."""
+    position = start + tl.arange(0, BLOCK_KEYS)
+    inside = (position >= low) & (position <= high)
+    at = path_places(start, low, high, tail, path, pages, head, path_width, KV, PAGE, BLOCK_KEYS)
+    return at, inside, inside & (position >= lowest) & (position <= highest)
+
+
+@triton.jit
 def _mix_codes(scores, values, value_scales, here, there, pair, ones, peak, sums, mixed, D: tl.constexpr, CODED: tl.constexpr,
                IEEE: tl.constexpr):  # fmt: skip
     even, odd = tl.split(tl.reshape(mixed, (mixed.shape[0], mixed.shape[1] // 2, 2)))
@@ -111,10 +121,7 @@ def attend_own(
     ones = tl.full((BLOCK_KEYS, 8), 1.0, dtype=kind)
     stop, border = high + 1, start_of(begin_split + 1, LOW, MIDDLE, HIGH)
     # The first block, before the others are here.
-    position = begin + tl.arange(0, BLOCK_KEYS)
-    inside = (position >= low) & (position <= high)
-    at = path_places(begin, low, high, tail, path, pages, head, path_width, KV, PAGE, BLOCK_KEYS)
-    sees = live[:, None] & (inside & (position >= lowest) & (position <= highest))[None, :]
+    at, inside, sees = _block(begin, low, high, tail, path, pages, head, path_width, lowest, highest, KV, PAGE, BLOCK_KEYS)
     if CODED:
         scores = code_scores(keys, key_scales, even_query, odd_query, at, inside, two, scale, D, CODED, IEEE)
     else:
@@ -122,7 +129,7 @@ def attend_own(
         key = tl.load(keys + place[:, None] + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee" if IEEE else "tf32") * scale
         value = tl.load(values + place[:, None] + column[None, :], mask=inside[:, None] & wide[None, :], other=0.0)
-    scores = tl.where(sees, scores, float("-inf"))
+    scores = tl.where(live[:, None] & sees[None, :], scores, float("-inf"))
     wait_for_inputs(PDL)
     # What goes on is on its way while the splits before it are merged, in as many rows as there are heads.
     part = (begin_split * merged + line).to(tl.int64) * HEADS + query_head
@@ -161,13 +168,10 @@ def attend_own(
             peak_s = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
             sums_s = tl.zeros((BLOCK_M, 8), dtype=tl.float32)
             mixed_s = tl.zeros((BLOCK_M, COLUMNS), dtype=tl.float32)
-        position = start + tl.arange(0, BLOCK_KEYS)
-        inside = (position >= low) & (position <= high)
-        at = path_places(start, low, high, tail, path, pages, head, path_width, KV, PAGE, BLOCK_KEYS)
-        sees = live[:, None] & (inside & (position >= lowest) & (position <= highest))[None, :]
+        at, inside, sees = _block(start, low, high, tail, path, pages, head, path_width, lowest, highest, KV, PAGE, BLOCK_KEYS)
         if CODED:
             scores = code_scores(keys, key_scales, even_query, odd_query, at, inside, two, scale, D, CODED, IEEE)
-            scores = tl.where(sees, scores, float("-inf"))
+            scores = tl.where(live[:, None] & sees[None, :], scores, float("-inf"))
             peak_s, sums_s, mixed_s = _mix_codes(
                 scores, values, value_scales, at, inside, pair, ones, peak_s, sums_s, mixed_s, D, CODED, IEEE
             )
@@ -176,7 +180,7 @@ def attend_own(
             key = tl.load(keys + place[:, None] + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
             value = tl.load(values + place[:, None] + column[None, :], mask=inside[:, None] & wide[None, :], other=0.0)
             scores = tl.dot(query, tl.trans(key), input_precision="ieee" if IEEE else "tf32") * scale
-            scores = tl.where(sees, scores, float("-inf"))
+            scores = tl.where(live[:, None] & sees[None, :], scores, float("-inf"))
             peak_s, sums_s, mixed_s = mix(scores, value, ones, peak_s, sums_s, mixed_s, IEEE)
     peak, total, mixed = fold(peak, total, mixed, peak_s, tl.max(sums_s, 1), mixed_s)
     let_next_start(PDL)
