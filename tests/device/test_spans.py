@@ -84,6 +84,16 @@ def test_zeros_and_extremes_are_prepared_too(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # the interpreter computes with numpy
+def test_sums_of_blocks_are_exact_whatever_stands_beside_each_other() -> None:
+    """Numbers of every size below the largest, down to single bits of float16's last place, of both signs."""
+    sizes = torch.randint(-34, 1, (6, 512), generator=torch.Generator().manual_seed(9)).to(DEVICE)
+    x = normal(6, 512, dtype=torch.float32, seed=8).clamp(-1, 1) * 1000 * torch.exp2(sizes.float())
+    x[3], x[4, ::2] = -x[3].abs(), 0
+    x[5], x[:5, ::256] = 1023.9, 1000  # the largest of each span: with it numbers stay as they are
+    for dtype in DTYPES:
+        assert equal(prepare_rows(x.to(dtype)), prepared_slowly(x.to(dtype)))
+
+
 def test_what_is_not_finite_stays_so_and_stays_in_its_row() -> None:
     x = normal(4, 256, seed=4)
     x[1, 7], x[2, 200] = float("inf"), float("nan")

@@ -95,8 +95,12 @@ def scaled_span(values, SPANS: tl.constexpr):
     factor = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
     inverse = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
     scaled = (values * inverse[:, None]).to(tl.float16)
-    # 32 numbers below 1,024 that are multiples of 2^-24 add up exactly in float64, in any order.
-    whole = tl.sum(tl.reshape(scaled, (SPANS, 8, 32)).to(tl.float64), 2).to(tl.float32)
+    # 32 multiples of 2^-24 up to 1,024, in two parts: multiples of 2^-9, and what is left. The sums of each need 24 bits, so they
+    # are exact in any order, and only where they are put together is anything rounded.
+    exact = tl.reshape(scaled, (SPANS, 8, 32)).to(tl.float32)
+    coarse = (exact + 24576.0) - 24576.0
+    large, small = tl.sum(coarse, 2), tl.sum(exact - coarse, 2)
+    whole = tl.where(tl.abs(large) < float("inf"), large + small, large)
     hi = whole.to(tl.float16)
     lo = (whole - hi.to(tl.float32)).to(tl.float16)
     return scaled, factor, hi, lo
