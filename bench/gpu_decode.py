@@ -27,15 +27,13 @@ from onedraw.backends.torch.exact import padded
 from onedraw.backends.torch.inputs import Inputs, Shape, Span, lay_out
 from onedraw.backends.torch.kernels import triton_delta_chunks, triton_delta_steps
 from onedraw.backends.torch.kernels.cuda import Prepared, TritonLinear, TritonOps
-from onedraw.backends.torch.kernels.recurrence import Recurrence
+from onedraw.backends.torch.kernels.recurrence import Recurrence, take_steps
 from onedraw.backends.torch.kernels.sampler import TritonSampler
 from onedraw.backends.torch.kernels.triton_attention import attend
 from onedraw.backends.torch.kernels.triton_delta import Drafted, Gated, close, gate
 from onedraw.backends.torch.kernels.triton_delta_chunks import chunked
-from onedraw.backends.torch.kernels.triton_delta_steps import steps
 from onedraw.backends.torch.kernels.triton_norm import opened
 from onedraw.backends.torch.kernels.triton_sample import Wishes, choose
-from onedraw.backends.torch.kernels.triton_strands import strands
 from onedraw.backends.torch.kernels.views import Heads, device_view, host_view, to_view
 from onedraw.backends.torch.layers.linear import RowRule
 from onedraw.backends.torch.layers.rope import rope_table
@@ -247,12 +245,7 @@ class HybridModel:
         drafted = None if plan.held is None else Drafted(plan.held, *self.held)
         gated = self._gate(projected, plan.taps, drafted)
         out = torch.empty(len(projected), 48, 128, device=DEVICE)
-        paths = plan.steps
-        given: dict[str, Any] = {"paths": paths.paths, "order": paths.order, "pdl": True}
-        if drafted is not None and paths.strands > 1:
-            strands(gated, self.states[index], out, drafted=drafted, count=paths.strands, **given)
-        else:
-            steps(gated, self.states[index], out, drafted=drafted, **given)
+        take_steps(gated, self.states[index], out, plan.steps, drafted=drafted, pdl=True)
         closing: dict[str, Any] = {"windows": self.windows, "sources": plan.closings}
         return close(out, projected, self.norm, 1e-6, channels=self.channels, pdl=True, **closing)
 

@@ -27,7 +27,9 @@ PAGE, PAGES = 16, 200
 PARENTS = (-1, -1, 0, 2, 1, 4, 3, 3)
 PATHS = ((0, 2, 3, 7), (0, 2, 3, 6), (1, 4, 5))
 # In some of them a path reaches from one split into the next.
-STARTS = (127, 254, 1015) if INTERPRETED else (5, 127, 128, 253, 255, 300, 510, 511, 512, 1015, 1022, 2046, 2560, 3000)
+STARTS = (127, 254, 300, 1015)
+if not INTERPRETED:
+    STARTS += (5, 128, 253, 255, 505, 510, 511, 512, 1022, 2043, 2046, 2560, 3000)
 SHAPES = [(4, 2, 16, None), (4, 2, 16, 100), (12, 2, 16, None)]
 if not INTERPRETED:
     SHAPES += [(32, 8, 128, None), (24, 4, 256, None), (24, 4, 256, 300)]

@@ -287,7 +287,7 @@ def test_what_was_rehearsed_is_not_recorded_again_and_leaves_nothing_behind() ->
     before = len(recorder)
     got, stats = run(backend, asked_plainly, Schedule())
     assert stats.turns_ahead > 3
-    assert len(recorder) == before > 8
+    assert len(recorder) == before >= 12
     assert got[0].tokens == expected[0].tokens
     assert run(backend, asked, Schedule())[0] == expected
 

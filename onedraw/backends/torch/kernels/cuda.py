@@ -16,18 +16,17 @@ from torch import Tensor
 from onedraw.backends.torch.inputs import Bucket, Inputs
 from onedraw.backends.torch.kernels import triton_awaited
 from onedraw.backends.torch.kernels import triton_delta as delta_kernels
-from onedraw.backends.torch.kernels.recurrence import Recurrence, commit_tables
+from onedraw.backends.torch.kernels.recurrence import Recurrence, commit_tables, take_steps
 from onedraw.backends.torch.kernels.sampler import TritonSampler
 from onedraw.backends.torch.kernels.triton_attention import attend
 from onedraw.backends.torch.kernels.triton_delta_chunks import chunked
-from onedraw.backends.torch.kernels.triton_delta_steps import MANY_PATHS, commit, steps
+from onedraw.backends.torch.kernels.triton_delta_steps import MANY_PATHS, commit
 from onedraw.backends.torch.kernels.triton_linear import SMALL_SHARED, linear, shared_memory, tile_borders
 from onedraw.backends.torch.kernels.triton_moe import experts, route, route_borders
 from onedraw.backends.torch.kernels.triton_norm import ACTIVATIONS, gated, opened, rms_norm
 from onedraw.backends.torch.kernels.triton_rope import prepare_heads
 from onedraw.backends.torch.kernels.triton_routes import choose_experts, join
 from onedraw.backends.torch.kernels.triton_settle import move_kept, walk
-from onedraw.backends.torch.kernels.triton_strands import strands
 from onedraw.backends.torch.kernels.views import DeviceView, Heads, to_view
 from onedraw.backends.torch.lanes import Kept, LaneStore
 from onedraw.backends.torch.layers.delta import DeltaWeights
@@ -288,13 +287,7 @@ class TritonOps(FloatOps):
         out = torch.empty(len(projected), spec.value_heads, spec.value_dim, device=projected.device)  # padding: anything
         chunks = {"chunks": prepared.chunks, "runs": prepared.chunk_runs, "slots": prepared.chunk_slots}
         chunked(gates, store.states, store.saved_states, out, **chunks)
-        paths = prepared.steps
-        tables = {"paths": paths.paths, "order": paths.order}
-        if paths.strands == 1:
-            steps(gates, store.states, out, **tables, drafted=drafted, pdl=self._pdl)
-        else:
-            assert drafted is not None, "branches are drafts"
-            strands(gates, store.states, out, **tables, drafted=drafted, count=paths.strands, pdl=self._pdl)
+        take_steps(gates, store.states, out, prepared.steps, drafted=drafted, pdl=self._pdl)
         delta_kernels.shift_windows(projected, store.windows, store.saved_windows, prepared.kept, pdl=self._pdl)
         return delta_kernels.close(
             out,

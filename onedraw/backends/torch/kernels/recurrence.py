@@ -17,8 +17,10 @@ from torch import Tensor
 
 from onedraw.backends.torch.feed import Feed
 from onedraw.backends.torch.inputs import Bucket, Ints
+from onedraw.backends.torch.kernels.triton_delta import Drafted, Gated
 from onedraw.backends.torch.kernels.triton_delta_steps import PATH_WORDS
-from onedraw.backends.torch.kernels.triton_strands import AGAIN, FROM_KNOWN
+from onedraw.backends.torch.kernels.triton_delta_steps import steps as step_chains
+from onedraw.backends.torch.kernels.triton_strands import AGAIN, FROM_KNOWN, strands
 from onedraw.backends.torch.lanes import Kept
 from onedraw.backends.torch.runs import CHUNK, Run, Runs
 from onedraw.speculation.tree import chain_length
@@ -35,6 +37,17 @@ class Steps:
     paths: Tensor  # [P, 5]
     order: Tensor  # [n] entries
     strands: int = 1  # entries of a step, one for each branch that is walked beside others
+
+
+def take_steps(
+    gated: Gated, states: Tensor, out: Tensor, steps: Steps, *, drafted: Drafted | None = None, pdl: bool = False
+) -> None:
+    """The states step by step, chains in one way and branches in another (`triton_delta_steps.py`, `triton_strands.py`)."""
+    if steps.strands == 1:
+        step_chains(gated, states, out, paths=steps.paths, order=steps.order, drafted=drafted, pdl=pdl)
+    else:
+        assert drafted is not None, "branches are drafts"
+        strands(gated, states, out, paths=steps.paths, order=steps.order, drafted=drafted, count=steps.strands, pdl=pdl)
 
 
 class _Paths:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from onedraw.backends.packing import SPAN
 from onedraw.backends.torch.kernels.triton_linear import launch_options
-from onedraw.backends.torch.kernels.triton_math import begin
+from onedraw.backends.torch.kernels.triton_math import begin_kernel
 
 BLOCK = 32  # inputs that have a sum
 LEAST, MOST = -96, 118  # of e: a scale's float16 times 2^e stays within float32
@@ -134,7 +134,7 @@ def _prepare(
     ORDERED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin(PDL, True)
+    begin_kernel(PDL, True)
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * SPANS
     at = first * 256 + tl.arange(0, SPANS * 256)

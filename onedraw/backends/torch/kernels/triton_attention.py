@@ -246,9 +246,9 @@ def attend(
     stores = (keys, values) if scales is None else (keys.view(torch.int16), values.view(torch.int16))
     given = (q, *stores, *(scales or (None, None)), out, mixed, peak, total)
     seen, strides, scale = (view.firsts, view.ends, view.lines, view.table), (q.stride(0), view.table.shape[1]), scale * LOG2_E
-    own = dict(zip(("LOW", "MIDDLE", "HIGH"), SPLITS, strict=True)) | {"HEADS": heads, "D": dim, "PDL": pdl}
-    own |= {"enable_fp_fusion": False, **launch_options(pdl)}
-    sizes = own | {"KV": kv_heads, "BLOCK_D": block_d, "PAGE": view.page_size, "BLOCK_KEYS": block_keys(dim), "CODED": coded}
+    common = dict(zip(("LOW", "MIDDLE", "HIGH"), SPLITS, strict=True)) | {"HEADS": heads, "D": dim, "PDL": pdl}
+    common |= {"enable_fp_fusion": False, **launch_options(pdl)}
+    sizes = common | {"KV": kv_heads, "BLOCK_D": block_d, "PAGE": view.page_size, "BLOCK_KEYS": block_keys(dim), "CODED": coded}
     sizes["IEEE"] = q.dtype == torch.float32
     at_once = 8 if block_d < 256 else 16  # splits that are merged
     assert not sets or sets[0].kind != OWN, "what is a node's own is read behind what nodes share"
@@ -278,7 +278,7 @@ def attend(
         if group.kind == WHOLE and len(group.tokens):
             merge_splits[(len(group.tokens), heads)](
                 *(out, mixed, peak, total, group.tokens, view.firsts, view.ends, view.lines, merged),
-                **own,
+                **common,
                 BLOCK_D=block_d,
                 GROUP=at_once,
                 num_warps=max(1, min(4, block_d // 64)),

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onedraw.backends.torch.kernels.triton_linear import launch_options
-from onedraw.backends.torch.kernels.triton_math import exp, let_next_start, sigmoid, silu, softplus, wait_for_inputs
+from onedraw.backends.torch.kernels.triton_math import begin_kernel, exp, let_next_start, sigmoid, silu, softplus, wait_for_inputs
 from onedraw.models.spec import DeltaSpec
 
 WINDOW_BLOCK = 256  # channels of a window that a program of `close` moves on
@@ -265,8 +265,7 @@ def _shift(
     PDL: tl.constexpr,
 ):
     """per_…: numbers of one layer."""
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    begin_kernel(PDL)
     layer = tl.program_id(2).to(tl.int64)
     fed += layer * rows * stride
     windows += layer * per_windows
@@ -322,8 +321,7 @@ def _close(
     PDL: tl.constexpr,
 ):
     """One head of one token; programs behind those of all tokens move windows on."""
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    begin_kernel(PDL)
     program = tl.program_id(0)
     behind = program - tokens * HEADS
     if behind < 0:

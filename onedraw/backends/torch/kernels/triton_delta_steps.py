@@ -18,7 +18,7 @@ from torch import Tensor
 
 from onedraw.backends.torch.kernels.triton_delta import Drafted, Gated, sizes_of
 from onedraw.backends.torch.kernels.triton_linear import launch_options
-from onedraw.backends.torch.kernels.triton_math import INTERPRETED, let_next_start, wait_for_inputs
+from onedraw.backends.torch.kernels.triton_math import INTERPRETED, begin_kernel
 
 COLUMNS, MANY_COLUMNS, MANY_PATHS = 16, 32, 4  # of the state that one warp steps; many where many paths have no drafts
 COMMIT_COLUMNS = 32
@@ -108,8 +108,7 @@ def _steps(
     PDL: tl.constexpr,
 ):
     """One path, for one head and some columns of its state."""
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    begin_kernel(PDL)
     path = tl.program_id(2) * 5
     count = tl.load(paths + path + 2)
     if count > 0:
@@ -235,8 +234,7 @@ def _commit(
 ):
     """The step's own products and sums, from what the step left behind. per_states: numbers of one layer's states; per_held:
     places that one layer holds."""
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    begin_kernel(PDL)
     PARTS: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
     layer = (tl.program_id(2) // PARTS).to(tl.int64)
     states += layer * per_states

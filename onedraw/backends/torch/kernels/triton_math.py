@@ -40,8 +40,8 @@ def looked_up(at):
 @triton.jit
 def let_next_start(PDL: tl.constexpr):
     """The next kernel's programs may take the places that become free. Small kernels say so once they have waited, those that
-    fill the device when their work is all but done: programs that only wait would stand in its way. Hardly anybody
-    says so before waiting (see `begin`): the kernel before may hold some multiprocessors, and the next crowds on the others."""
+    fill the device when their work is all but done: programs that only wait would stand in its way. Hardly anybody says
+    so before waiting (see `begin_kernel`): the kernel before may hold some multiprocessors, and the next crowds on the others."""
     if PDL:
         gdc_launch_dependents()
 
@@ -105,7 +105,7 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def begin(PDL: tl.constexpr, PACKED: tl.constexpr):
+def begin_kernel(PDL: tl.constexpr, PACKED: tl.constexpr = False):
     """A small kernel's beginning. Before PACKED products the next may start before this one waits: it has a program or less for
     each multiprocessor, which does not crowd, and its first weights are on their way while it waits."""
     if PACKED:

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onedraw.backends.torch.kernels.triton_linear import launch_options
-from onedraw.backends.torch.kernels.triton_math import activated, let_next_start, wait_for_inputs
+from onedraw.backends.torch.kernels.triton_math import activated, begin_kernel
 from onedraw.backends.torch.kernels.triton_norm import ACTIVATIONS
 from onedraw.backends.torch.kernels.triton_routes import MOST_PAIRS, bring_together
 from onedraw.models.spec import Activation
@@ -55,8 +55,7 @@ def _grouped(
 ):
     """y[pair] = x[pair // DIVIDE] · weight[expert]ᵀ for the pairs of one tile; with a GATE the second half of the weight's rows
     is opened by the first, each rounded as a product of its own would be."""
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    begin_kernel(PDL)
     tile = tl.program_id(0) * 3
     expert = tl.load(tiles + tile).to(tl.int64)
     first = tl.load(tiles + tile + 1)
@@ -91,8 +90,7 @@ def _grouped(
 @triton.jit
 def _combine(answers, weights, y, width, scale, USED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Answers of one row, each times its weight, added in order."""
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    begin_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width

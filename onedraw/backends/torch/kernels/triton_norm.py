@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onedraw.backends.torch.kernels.spans import Prepared, scaled_span, store_span
 from onedraw.backends.torch.kernels.triton_linear import launch_options
-from onedraw.backends.torch.kernels.triton_math import activated, begin, let_next_start, sigmoid, softplus, wait_for_inputs
+from onedraw.backends.torch.kernels.triton_math import activated, begin_kernel, sigmoid, softplus
 from onedraw.models.spec import Activation, Gate
 
 ACTIVATIONS: dict[Activation, int] = {"silu": 1, "gelu_tanh": 2}
@@ -41,7 +41,7 @@ def _rms_norm(
     inside = at < W
     if HAS_WEIGHT:  # no kernel writes it
         factor = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    begin(PDL, READY)
+    begin_kernel(PDL, READY)
     row = tl.program_id(0).to(tl.int64)
     values = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, 0) * (1.0 / W) + eps)
@@ -101,7 +101,7 @@ def _gated(
     READY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin(PDL, READY)
+    begin_kernel(PDL, READY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
@@ -160,8 +160,7 @@ def _opened(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    begin_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < WIDTH

@@ -31,7 +31,7 @@ def _repeated(peak, total, mixed, TIMES: tl.constexpr):
 @triton.jit
 def _block(start, low, high, tail, path, pages, head, path_width, lowest, highest, KV: tl.constexpr, PAGE: tl.constexpr,
            BLOCK_KEYS: tl.constexpr):  # fmt: skip
-    """Of the keys of a block: where they lie, which are the tile's, which the node sees."""
+    """Of the keys of a block: where they lie, which of them are the node's to read, which it sees."""
     position = start + tl.arange(0, BLOCK_KEYS)
     inside = (position >= low) & (position <= high)
     at = path_places(start, low, high, tail, path, pages, head, path_width, KV, PAGE, BLOCK_KEYS)

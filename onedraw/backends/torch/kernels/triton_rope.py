@@ -18,7 +18,7 @@ from torch import Tensor
 from onedraw.backends.torch.codes import LARGEST
 from onedraw.backends.torch.kernels.triton_codes import codes_of
 from onedraw.backends.torch.kernels.triton_linear import launch_options
-from onedraw.backends.torch.kernels.triton_math import let_next_start, wait_for_inputs
+from onedraw.backends.torch.kernels.triton_math import begin_kernel
 from onedraw.backends.torch.pages import PageStore
 
 HEADS_PER_PROGRAM = 4
@@ -115,8 +115,7 @@ def _prepare(
     column = tl.where(is_query, head, HEADS + head)
     mask = (head < limit)[:, None] & inside[None, :]
     base = x + token * x_stride + column[:, None] * D
-    wait_for_inputs(PDL)  # positions and their turns no kernel of the turn writes
-    let_next_start(PDL)
+    begin_kernel(PDL)  # positions and their turns no kernel of the turn writes
     own = tl.load(base + d[None, :], mask=mask, other=0.0).to(tl.float32)
     other = tl.load(base + partner[None, :], mask=mask, other=0.0).to(tl.float32)
     raw = own

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onedraw.backends.torch.kernels.triton_linear import launch_options
-from onedraw.backends.torch.kernels.triton_math import exp, let_next_start, sigmoid, tanh, wait_for_inputs
+from onedraw.backends.torch.kernels.triton_math import begin_kernel, exp, sigmoid, tanh
 from onedraw.models.spec import MoeSpec
 
 MOST_PAIRS = 512  # rows times experts of each that one program brings together
@@ -42,8 +42,7 @@ def _choose_experts(
     PDL: tl.constexpr,
 ):
     """The best of one row, the lowest number among equals; their weights are added in this order."""
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    begin_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     inside = expert < EXPERTS
@@ -118,8 +117,7 @@ def _bring_together(
     PDL: tl.constexpr,
 ):
     """Pairs by expert. A pair's place is how many stand before it, which is counted."""
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    begin_kernel(PDL)
     expert = tl.arange(0, BLOCK_E)
     pair = tl.arange(0, BLOCK)
     mine = tl.load(ids + pair, mask=pair < pairs, other=-1).to(tl.int32)
@@ -185,8 +183,7 @@ def _join(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    begin_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onedraw.backends.torch.kernels.triton_linear import launch_options
-from onedraw.backends.torch.kernels.triton_math import let_next_start, log, log1p, wait_for_inputs
+from onedraw.backends.torch.kernels.triton_math import begin_kernel, log, log1p
 from onedraw.backends.torch.kernels.triton_search import TALLY, _limit_so_far, _number, _row_top, searched
 
 BLOCK = 2048
@@ -108,8 +108,7 @@ def _scores(
     PDL: tl.constexpr,
 ):
     """Steps 1 to 3, and the largest score and logit of each block; NaN where there is one."""
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    begin_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     ids = block * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -176,8 +175,7 @@ def _pick(
     PDL: tl.constexpr,
 ):
     """Each block's best value under noise, and the lowest id that has it."""
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    begin_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     limit = _limit_so_far(table, found, row, COUNTED)
@@ -215,8 +213,7 @@ def _pick(
 @triton.jit
 def _conclude(tokens, tops, best_values, best_ids, blocks, BLOCKS: tl.constexpr, PDL: tl.constexpr):
     """The best of the blocks' best; -1 where the logits are no distribution or nothing is left."""
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    begin_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCKS)
     value = tl.load(best_values + row * blocks + at, mask=at < blocks, other=float("-inf"))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from onedraw.backends.torch.kernels.triton_bins import added_up, bin_of, keep_sums, no_sums, weight_of
 from onedraw.backends.torch.kernels.triton_linear import launch_options
-from onedraw.backends.torch.kernels.triton_math import let_next_start, wait_for_inputs
+from onedraw.backends.torch.kernels.triton_math import begin_kernel
 from onedraw.sampling.law import MASS_BITS
 
 # Of the search, one warp each: few rows leave the device idle in large blocks.
@@ -64,8 +64,7 @@ def _deficits(
 ):
     """Scores, which are the logits themselves where nothing adjusts them, become deficits; they are the first level of the
     first search, too."""
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    begin_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK_V
     best = _row_top(tops + row * 2 * blocks, blocks, BLOCKS) + 0.0
@@ -216,8 +215,7 @@ def _narrow(
     PDL: tl.constexpr,
 ):
     """One level over one block of a row: what is in it is tallied, or then collected."""
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    begin_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK_V
     bins = tallies + row * 64
@@ -270,8 +268,7 @@ def _find(
     PDL: tl.constexpr,
 ):
     """The smallest deficit whose bin, up to it, has what is left to reach: between the ends of what is written down, halved."""
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    begin_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     bins = tallies + row * 64
     if _wanted(table, row, BY_MASS):

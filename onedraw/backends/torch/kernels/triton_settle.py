@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onedraw.backends.torch.kernels.triton_linear import launch_options
-from onedraw.backends.torch.kernels.triton_math import let_next_start, wait_for_inputs
+from onedraw.backends.torch.kernels.triton_math import begin_kernel
 
 ROW_WORDS = 5  # first token, tokens, lane, first place in the rollback buffer, slot of the first draft
 
@@ -47,8 +47,7 @@ def _walk(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    begin_kernel(PDL)
     row = tl.program_id(0)
     first = tl.load(rows + row * 5)
     count = tl.load(rows + row * 5 + 1)
@@ -122,8 +121,7 @@ def _move(
     PDL: tl.constexpr,
 ):
     """One row, head and layer: all are read before any is written."""
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    begin_kernel(PDL)
     row = (tl.program_id(0) // KV).to(tl.int64)
     head = tl.program_id(0) % KV
     depth = tl.arange(0, WIDTH)

@@ -17,7 +17,7 @@ from torch import Tensor
 from onedraw.backends.torch.kernels.triton_delta import Drafted, Gated
 from onedraw.backends.torch.kernels.triton_delta_steps import COLUMNS
 from onedraw.backends.torch.kernels.triton_linear import launch_options
-from onedraw.backends.torch.kernels.triton_math import let_next_start, wait_for_inputs
+from onedraw.backends.torch.kernels.triton_math import begin_kernel
 
 FROM_KNOWN, AGAIN = 1, 2  # of an entry: from the state behind the known tokens; a step that was taken before, and leaves nothing
 
@@ -68,8 +68,7 @@ def _strands(
 ):
     """Eight rows of every strand's state lie one below the other in a tile, four columns of a row in each thread: so a strand is
     a warp, and no sum leaves it."""
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    begin_kernel(PDL)
     path = tl.program_id(2) * 5
     count = tl.load(paths + path + 2)
     if count > 0:
