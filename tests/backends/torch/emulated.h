@@ -149,8 +149,11 @@ inline void load_once(uint4 &v, const byte *at, bool more) { if (more) memcpy(&v
 inline void load_once(word &v, const byte *at, bool more) { if (more) memcpy(&v, at, 4); }
 inline word and_or(word a, word mask, word c) { return (a & mask) | c; }
 template <class F> static word by_halves(F f) { return half_bits(f(0)) | half_bits(f(16)) << 16; }
-inline word fma2(word a, word b, word c) { return by_halves([=](int s) { return half_value(a >> s) * half_value(b >> s) + half_value(c >> s); }); }
 inline word mul2(word a, word b) { return by_halves([=](int s) { return half_value(a >> s) * half_value(b >> s); }); }
+template <int HALF> static word times_half(word a, word b) { return by_halves([=](int s) { return half_value(a >> s) * half_value(b >> 16 * HALF); }); }
+template <int HALF> static word fma_half(word a, word b, word c) {
+    return by_halves([=](int s) { return half_value(a >> s) * half_value(b >> 16 * HALF) + half_value(c >> 16 * HALF); });
+}
 inline word add2(word a, word b) { return by_halves([=](int s) { return half_value(a >> s) + half_value(b >> s); }); }
 inline word permute(word a, word b, word selector) {
     const uint64_t both = (uint64_t)b << 32 | a;
@@ -190,6 +193,7 @@ inline void two_matrices(word &v0, word &v1, word at) {
     some_matrices<2>(both, at);
     v0 = both[0], v1 = both[1];
 }
+inline word kept_apart(word v) { return v; }
 inline void copy_sixteen(word to, const void *from) { memcpy(rows + to, from, 16); }
 inline void copy_four(word to, const void *from) { memcpy(rows + to, from, 4); }
 inline word &part_of(uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }

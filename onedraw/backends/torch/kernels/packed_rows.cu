@@ -50,15 +50,15 @@ typedef unsigned char byte;
 
 // ------------------------------------------------------------------ single instructions
 
-// What is read once. Where there is nothing more to read the register keeps what it has.
+// What is read once. Where there is nothing more to read nobody uses what the register has.
 __device__ __forceinline__ void load_once(uint4 &v, const byte *at, bool more) {
     asm volatile("{.reg .pred p; setp.ne.s32 p, %5, 0; @p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];}"
-                 : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(at), "r"((int)more));
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at), "r"((int)more));
 }
 
 __device__ __forceinline__ void load_once(word &v, const byte *at, bool more) {
     asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p ld.global.nc.L1::no_allocate.u32 %0, [%1];}"
-                 : "+r"(v) : "l"(at), "r"((int)more));
+                 : "=r"(v) : "l"(at), "r"((int)more));
 }
 
 __device__ __forceinline__ word and_or(word a, word mask, word c) {  // (a & mask) | c
@@ -67,15 +67,33 @@ __device__ __forceinline__ word and_or(word a, word mask, word c) {  // (a & mas
     return v;
 }
 
-__device__ __forceinline__ word fma2(word a, word b, word c) {
-    word v;
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(c));
-    return v;
-}
-
 __device__ __forceinline__ word mul2(word a, word b) {
     word v;
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+    return v;
+}
+
+// Both halves of a with one half of b, the lower or the upper.
+template <int HALF> __device__ __forceinline__ word times_half(word a, word b) {
+    word v;
+    if (HALF) {
+        asm("{.reg .b16 l, h; .reg .b32 f; mov.b32 {l, h}, %2; mov.b32 f, {h, h}; mul.rn.f16x2 %0, %1, f;}" : "=r"(v) : "r"(a), "r"(b));
+    } else {
+        asm("{.reg .b16 l, h; .reg .b32 f; mov.b32 {l, h}, %2; mov.b32 f, {l, l}; mul.rn.f16x2 %0, %1, f;}" : "=r"(v) : "r"(a), "r"(b));
+    }
+    return v;
+}
+
+// The same, and plus one half of c.
+template <int HALF> __device__ __forceinline__ word fma_half(word a, word b, word c) {
+    word v;
+    if (HALF) {
+        asm("{.reg .b16 l, h; .reg .b32 f, z; mov.b32 {l, h}, %2; mov.b32 f, {h, h}; mov.b32 {l, h}, %3; mov.b32 z, {h, h}; fma.rn.f16x2 %0, %1, f, z;}"
+            : "=r"(v) : "r"(a), "r"(b), "r"(c));
+    } else {
+        asm("{.reg .b16 l, h; .reg .b32 f, z; mov.b32 {l, h}, %2; mov.b32 f, {l, l}; mov.b32 {l, h}, %3; mov.b32 z, {l, l}; fma.rn.f16x2 %0, %1, f, z;}"
+            : "=r"(v) : "r"(a), "r"(b), "r"(c));
+    }
     return v;
 }
 
@@ -138,6 +156,12 @@ __device__ __forceinline__ void two_matrices(word &v0, word &v1, word at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(v0), "=r"(v1) : "r"(at));
 }
 
+// The same number, of which the compiler knows nothing: it is kept in a register, and what is added to it becomes part of an address.
+__device__ __forceinline__ word kept_apart(word v) {
+    asm volatile("mov.b32 %0, %0;" : "+r"(v));
+    return v;
+}
+
 __device__ __forceinline__ void copy_sixteen(word to, const void *from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from));
 }
@@ -159,11 +183,13 @@ __device__ __forceinline__ word part_of(const uint4 &v, int i) { return i == 0 ?
 
 // ------------------------------------------------------------------ one unit in the registers of a warp
 
-#define MAGIC 0x64006400u        // 1024 in float16, twice: bits below its last ten are a whole number on top
+#define MAGIC 0x64006400u        // 1024 in float16, twice: its last ten bits are a whole number on top
+#define TOP_MAGIC 0x54005400u    // 64, twice: the same without the last four bits
 #define MINUS_1024 0xE400E400u
 #define MINUS_1152 0xE480E480u
 #define MINUS_64 0xD400D400u
-#define SIXTEENTH 0x2C002C00u
+#define MINUS_1024_AND_64 0xD400E400u
+#define NOTHING_AND_96 0xD6000000u
 
 __constant__ word sixty_fours = 0x64646464u;  // the compiler may not see what it is, or it would put the selectors into registers
 
@@ -198,7 +224,6 @@ __device__ __forceinline__ void load_scales(Unit &unit, const byte *at, int lane
 }
 
 __device__ __forceinline__ void load_unit(Unit &unit, const byte *at, int lane, bool more) {
-    unit = Unit{};
 #pragma unroll
     for (int i = 0; i < CODE_LOADS; i++) load_codes(unit, at, lane, i, more);
 #pragma unroll
@@ -206,33 +231,30 @@ __device__ __forceinline__ void load_unit(Unit &unit, const byte *at, int lane, 
     load_scales(unit, at, lane, more);
 }
 
-// Small scales of outputs g and g + 8 in the shape that the codes are multiplied with.
+// Small scales of outputs g and g + 8 in the shape that the codes are multiplied with, that of output g in the lower half.
 struct Scales {
     word magic;
-    word bytes[2][4];  // of K kinds: a byte per scale, four in a word
-    word factor[2], zero[2];
+    word pairs[8];  // of K kinds: bytes of output g and g + 8 side by side, two of each in a word
+    word factor, zero;
 };
+
+__device__ __forceinline__ void pair_up(word (&pairs)[8], int i, word first, word second) {
+    pairs[2 * i] = permute(first, second, 0x5140u);
+    pairs[2 * i + 1] = permute(first, second, 0x7362u);
+}
 
 __device__ __forceinline__ void open_scales(Scales &scales, const Unit &unit) {
     scales.magic = sixty_fours;
     if (SIX_BIT_SCALES) {
         const uint4 s = unit.scales[0];
-        scales.bytes[0][0] = s.x & 0x3F3F3F3Fu;
-        scales.bytes[1][0] = s.y & 0x3F3F3F3Fu;
-        scales.bytes[0][1] = and_or(s.z, 0x0F0F0F0Fu, (s.x >> 2) & 0x30303030u);
-        scales.bytes[1][1] = and_or(s.z >> 4, 0x0F0F0F0Fu, (s.y >> 2) & 0x30303030u);
+        pair_up(scales.pairs, 0, s.x & 0x3F3F3F3Fu, s.y & 0x3F3F3F3Fu);
+        pair_up(scales.pairs, 1, and_or(s.z, 0x0F0F0F0Fu, (s.x >> 2) & 0x30303030u), and_or(s.z >> 4, 0x0F0F0F0Fu, (s.y >> 2) & 0x30303030u));
     }
-    if (KIND == Q6_K) {
+    if (KIND == Q6_K || KIND == NVFP4) {
+        const word sign = KIND == Q6_K ? 0x80808080u : 0;
 #pragma unroll
-        for (int h = 0; h < 2; h++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) scales.bytes[h][i] = part_of(unit.scales[h], i) ^ 0x80808080u;
-    }
-    if (KIND == NVFP4) {
-#pragma unroll
-        for (int h = 0; h < 2; h++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) scales.bytes[h][i] = part_of(unit.scales[h % SCALE_LOADS], i);
+        for (int i = 0; i < 4; i++)
+            pair_up(scales.pairs, i, part_of(unit.scales[0], i) ^ sign, part_of(unit.scales[1 % SCALE_LOADS], i) ^ sign);
     }
 }
 
@@ -240,22 +262,16 @@ __device__ __forceinline__ void open_scales(Scales &scales, const Unit &unit) {
 __device__ __forceinline__ void next_scales(Scales &scales, int i) {
     if (SIX_BIT_SCALES && i % 2 == 0) {
         const int block = i / 2;
-        const word selector = 0x4040u + 0x0101u * (block & 3);
-        scales.factor[0] = add2(permute(scales.bytes[0][block >> 2], scales.magic, selector), MINUS_1024);
-        scales.factor[1] = fma2(permute(scales.bytes[1][block >> 2], scales.magic, selector), SIXTEENTH, MINUS_64);
-        scales.zero[0] = mul2(scales.factor[0], MINUS_1024);
-        scales.zero[1] = mul2(scales.factor[1], MINUS_1024);
+        scales.factor = add2(permute(scales.pairs[block >> 1], scales.magic, block & 1 ? 0x4342u : 0x4140u), MINUS_1024);
+        scales.zero = mul2(scales.factor, MINUS_1024_AND_64);
     }
     if (KIND == Q6_K) {
-        const word selector = 0x4040u + 0x0101u * (i & 3);
-#pragma unroll
-        for (int h = 0; h < 2; h++)
-            scales.factor[h] = add2(permute(scales.bytes[h][i >> 2], scales.magic, selector), MINUS_1152);
+        scales.factor = add2(permute(scales.pairs[i >> 1], scales.magic, i & 1 ? 0x4342u : 0x4140u), MINUS_1152);
+        scales.zero = mul2(scales.factor, NOTHING_AND_96);
     }
     if (KIND == NVFP4) {  // four bits of exponent and three of mantissa, brought into float16's places, and half of that
-        const word selector = 0x0404u + 0x1010u * (i & 3), times = 0x58005800u;
-#pragma unroll
-        for (int h = 0; h < 2; h++) scales.factor[h] = mul2(permute(scales.bytes[h][i >> 2], 0, selector) >> 1, times);
+        const word times = 0x58005800u;
+        scales.factor = mul2(permute(scales.pairs[i >> 1], 0, i & 1 ? 0x3424u : 0x1404u) >> 1, times);
     }
 }
 
@@ -283,7 +299,10 @@ __device__ __forceinline__ void open_step(word (&a)[4], const Unit &unit, const 
         a[3] = mul2(w & 0x8E008E00u, times);
         if (KIND == NVFP4) {
 #pragma unroll
-            for (int j = 0; j < 4; j++) a[j] = mul2(a[j], scales.factor[j & 1]);
+            for (int u = 0; u < 2; u++) {
+                a[2 * u] = times_half<0>(a[2 * u], scales.factor);
+                a[2 * u + 1] = times_half<1>(a[2 * u + 1], scales.factor);
+            }
         }
         return;
     }
@@ -291,7 +310,7 @@ __device__ __forceinline__ void open_step(word (&a)[4], const Unit &unit, const 
     for (int u = 0; u < 2; u++) {
         const word own = u ? w >> 8 : w;
         word low = and_or(own, 0x000F000Fu, MAGIC);  // 1024 + code
-        word top = and_or(own, 0x00F000F0u, MAGIC);  // 1024 + 16 code
+        word top = and_or(own, 0x00F000F0u, TOP_MAGIC);  // 64 + code
         if (FIVE) {
             const word high = part_of(unit.high[0], i / 4);
             const int place = 2 * (i & 3) + u;
@@ -307,15 +326,12 @@ __device__ __forceinline__ void open_step(word (&a)[4], const Unit &unit, const 
             top = and_or(moved, 0x03000300u, top);
         }
         if (SIX_BIT_SCALES) {
-            a[2 * u] = fma2(low, scales.factor[0], scales.zero[0]);
-            a[2 * u + 1] = fma2(top, scales.factor[1], scales.zero[1]);
+            a[2 * u] = fma_half<0>(low, scales.factor, scales.zero);
+            a[2 * u + 1] = fma_half<1>(top, scales.factor, scales.zero);
         } else {
             a[2 * u] = add2(low, OFF_1024);
-            a[2 * u + 1] = fma2(top, SIXTEENTH, OFF_64);
-            if (KIND == Q6_K) {
-                a[2 * u] = mul2(a[2 * u], scales.factor[0]);
-                a[2 * u + 1] = mul2(a[2 * u + 1], scales.factor[1]);
-            }
+            a[2 * u + 1] = KIND == Q6_K ? fma_half<1>(top, scales.factor, scales.zero) : add2(top, OFF_64);
+            if (KIND == Q6_K) a[2 * u] = times_half<0>(a[2 * u], scales.factor);  // 1,056 times a scale may be no number
         }
     }
 }
@@ -547,7 +563,7 @@ __device__ __forceinline__ void add_span(const Product &p, float (&sums)[TILES][
 #pragma unroll
         for (int n = 0; n < TILES; n++) {
             word b[4];
-            matrices(b, own[n] + place * SPAN * 2 + (lane >> 3) * 16 + block * 64);
+            matrices(b, own[n] + place * SPAN * 2 + block * 64);
             step(span_sums[n], a[0], b[0], b[1]);
             step(span_sums[n], a[1], b[2], b[3]);
             if (WHOLE) continue;
@@ -592,7 +608,7 @@ __device__ __forceinline__ void add_span(const Product &p, float (&sums)[TILES][
         if (SIX_BIT_SCALES) {
             float taken[4] = {0.0f, 0.0f, 0.0f, 0.0f};
             word b0, b1;
-            two_matrices(b0, b1, own[n] + SUMS_AT + place * 32 + ((lane >> 3) & 1) * 16);
+            two_matrices(b0, b1, own[n] + SUMS_AT + place * 32);
             step(taken, minima, b0, b1);
 #pragma unroll
             for (int c = 0; c < 4; c++) sums[n][c] = __fmaf_rn(taken[c], -__fmul_rn(least[c >> 1], two[c & 1]), sums[n][c]);
@@ -628,7 +644,7 @@ __device__ __forceinline__ void product(const Product &p) {
     // Eight rows by 32 inputs, four matrices of eight by eight: lane 8 i + r brings row r of matrix i.
     int row_of[TILES];
 #pragma unroll
-    for (int n = 0; n < TILES; n++) row_of[n] = min(n * 8 + (lane & 7), p.rows) * ROW_BYTES;
+    for (int n = 0; n < TILES; n++) row_of[n] = kept_apart(min(n * 8 + (lane & 7), p.rows) * ROW_BYTES + (lane >> 3) * 16);
     const int pieces = (bytes - p.rows * ROW_BYTES) / 16;
     for (int i = threadIdx.x; i < buffers * pieces; i += blockDim.x)  // the row of zeros, and 2^e of those that are not there
         ((uint4 *)(rows + i / pieces * bytes + p.rows * ROW_BYTES))[i % pieces] = make_uint4(0, 0, 0, 0);
@@ -661,7 +677,7 @@ __device__ __forceinline__ void product(const Product &p) {
             float sums[TILES][4];
 #pragma unroll
             for (int n = 0; n < TILES; n++) {
-                own_rows[n] = rows_at + buffer + row_of[n];
+                own_rows[n] = kept_apart(rows_at + buffer + row_of[n]);
 #pragma unroll
                 for (int c = 0; c < 4; c++) sums[n][c] = 0.0f;
             }
@@ -730,7 +746,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) grouped_product
         ((uint4 *)(rows + i / pieces * bytes + p.rows * ROW_BYTES))[i % pieces] = make_uint4(0, 0, 0, 0);
     word own_rows[TILES];
 #pragma unroll
-    for (int n = 0; n < TILES; n++) own_rows[n] = rows_at + side * bytes + min(n * 8 + (lane & 7), p.rows) * ROW_BYTES;
+    for (int n = 0; n < TILES; n++) own_rows[n] = kept_apart(rows_at + side * bytes + min(n * 8 + (lane & 7), p.rows) * ROW_BYTES + (lane >> 3) * 16);
     float4 *kept = (float4 *)(rows + g.sides * bytes) + lane;  // sums of the other sides: [units, sides - 1, TILES, 32 lanes]
     float total[TILES][4];
 #pragma unroll
