@@ -35,7 +35,7 @@ from onedraw.memory.disk import SnapshotFolder
 from onedraw.memory.ledger import Ledger
 from onedraw.models.loading import Described, describe
 from onedraw.opening import Progress, find_checkpoint, read_text
-from onedraw.planning import plan_devices
+from onedraw.planning import longest_draft, plan_devices
 from onedraw.settings import Settings, default_cache_dir
 from onedraw.speculation.speculator import Speculator
 from onedraw.text.tokenizer import Tokenizer
@@ -303,7 +303,7 @@ def torch_backend(
         raise
     _tell_check(backend.report, tell)
     if rehearse:
-        backend.rehearse(tell)
+        backend.rehearse(tell, drafts=longest_draft(settings))
     if backend.capacity.drafter and drafting is not None:
         tell(f"drafting with {drafting.named} ({backend.capacity.drafter})")
     return backend

@@ -31,6 +31,11 @@ from onedraw.settings import Settings
 DrafterBytes = Callable[[MemoryPlan], int]
 
 
+def longest_draft(settings: Settings) -> int:
+    """Drafts that a row may have behind each other where nobody asked for more; none where nothing is drafted."""
+    return 0 if "none" in settings.draft else settings.draft_tokens or DRAFTS_PER_LANE
+
+
 def plan_memory(
     settings: Settings,
     described: Described,
@@ -49,7 +54,7 @@ def plan_memory(
         turn_tokens=settings.turn_tokens,
         kv_memory=settings.kv_memory,
         kv_dtype=kv_dtype or kv_precision(settings.kv_dtype, products=dtype),
-        drafts=0 if "none" in settings.draft else max(settings.draft_tokens or 0, settings.tree_budget, DRAFTS_PER_LANE),
+        drafts=max(longest_draft(settings), settings.tree_budget, DRAFTS_PER_LANE) if longest_draft(settings) else 0,
         draft_memory=settings.draft_memory,
         checkpoint_memory=settings.checkpoint_memory if settings.prefix_cache else 0,
         default_kv_bytes=default_kv_bytes,

@@ -119,7 +119,7 @@ def test_a_recorded_turn_has_the_bits_of_a_plain_one(kind: str) -> None:
     for name, recorder in recorders().items():
         backend, replayed = backend_of(kind, recorder), [0]
         if DEVICE != "cpu":
-            backend.rehearse(lambda line: None)
+            backend.rehearse(lambda line: None, drafts=7)
         for label, schedule in (
             ("batched", Schedule(arrivals=(0, 4, 5))),
             ("drafts", Schedule(proposer=drafts, arrivals=(0, 0, 2))),
@@ -290,6 +290,29 @@ def test_what_was_rehearsed_is_not_recorded_again_and_leaves_nothing_behind() ->
     assert len(recorder) == before >= 12
     assert got[0].tokens == expected[0].tokens
     assert run(backend, asked, Schedule())[0] == expected
+
+
+def test_drafts_that_were_rehearsed_are_not_recorded_again_and_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to seven of one row, in either reach; the interpreter has one of the ways to choose."""
+    from onedraw.backends.torch import steady
+
+    if INTERPRETED:
+        monkeypatch.setattr(steady, "REHEARSED", steady.REHEARSED[:1])
+    asked = [dataclasses.replace(request, params=SamplingParams(temperature=0.0, max_tokens=8)) for request in requests(1)]
+    expected = one_by_one("hybrid", asked)
+    recorder: Replays | Graphs = Replays() if DEVICE == "cpu" else Graphs(torch.device(DEVICE))
+    backend, lines = backend_of("hybrid", recorder, lanes=1), list[str]()
+    backend.rehearse(lines.append, drafts=7)
+    assert lines[0].startswith("recording turns, 1 of ")
+    before = recorded(recorder)
+    got, stats = run(backend, asked, Schedule(proposer=Clairvoyant({asked[0].id: expected[0].tokens}, VOCAB, silent_every=0)))
+    assert got == expected
+    assert stats.accepted_tokens > 0
+    assert recorded(recorder) == before
+
+
+def recorded(recorder: Replays | Graphs) -> int:
+    return len(recorder._works if isinstance(recorder, Replays) else recorder)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter takes a second for every turn")

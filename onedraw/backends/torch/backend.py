@@ -176,11 +176,14 @@ class TorchBackend:
         return self._capacity
 
     @torch.inference_mode()
-    def rehearse(self, tell: Callable[[str], None]) -> None:
-        """Record turns that will come, where turns are recorded. Before the first request."""
+    def rehearse(self, tell: Callable[[str], None], *, drafts: int = 0) -> None:
+        """Record turns that will come, where turns are recorded; rows may have so many drafts. Before the first request."""
         if self._steady is not None:
+            held, most = self._capacity.draft_positions, self._capacity.max_drafts
             with current(self._device):
-                self._steady.rehearse(self._capacity.lanes, self._watch(), tell)
+                self._steady.rehearse(
+                    self._capacity.lanes, min(drafts, most, most if held is None else held), self._watch(), tell
+                )
 
     def submit(self, plan: Plan) -> Ticket:
         awaits = any(row.awaits for row in plan.rows)

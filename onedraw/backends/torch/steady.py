@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from onedraw.backends.torch.inputs import Bucket, Inputs, Shape, Span, fed_input
 from onedraw.backends.torch.part import NOTHING, LaidPart, Part
 from onedraw.backends.torch.stack import Stack, Stream, Watch
 from onedraw.sampling.verify import hypotheses
-from onedraw.types import UNKNOWN, History, Plan, Row, SamplingParams
+from onedraw.types import UNKNOWN, Draft, History, Plan, Row, SamplingParams
 
 if TYPE_CHECKING:
     from onedraw.backends.torch.kernels.sampler import Choosing
@@ -124,14 +124,30 @@ class Steady:
         return [] if self.worked.watch.finite is None else self.answers[:, -1].tolist()
 
 
-def rehearsed_places(lanes: int, max_context: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """What is rehearsed, as rows and the position they stand at. First every number of rows in the first two reaches; then one
-    row as far as the context goes, and more rows from near to far."""
+class Place(NamedTuple):
+    """Of a turn that is rehearsed: so many rows at this position, each with so many drafts."""
+
+    rows: int
+    start: int
+    drafts: int = 0
+
+
+def rehearsed_places(lanes: int, max_context: int, drafts: int = 0) -> tuple[list[Place], list[Place]]:
+    """What is rehearsed. First every number of rows in the first two reaches, and one row with up to `drafts` drafts there; then
+    one row as far as the context goes, and more rows from near to far."""
     counts = [count for count in STEPS if count <= lanes] or [1]
-    near = sorted({min(start, max_context - 1) for start in (LEAST_REACH // 2, LEAST_REACH)})
+    lengths = [step - 1 for step in STEPS if 1 < step <= drafts + 1]
+    starts = (LEAST_REACH // 2, LEAST_REACH)
+    near = [Place(rows, start) for rows in counts for start in _within(starts, max_context)]
+    near += [Place(1, start, length) for length in lengths for start in _within(starts, max_context - length)]
     far = [LEAST_REACH << step for step in range(1, 32) if LEAST_REACH << step < max_context]
     farther = sorted(itertools.product(counts, far), key=lambda place: (place[0] > 1, place[1], place[0]))
-    return list(itertools.product(counts, near)), farther
+    return near, [Place(*place) for place in farther]
+
+
+def _within(starts: Sequence[int], stop: int) -> list[int]:
+    """Positions that a row's last known token may have, where all that comes with it ends before `stop`."""
+    return sorted({min(start, stop - 1) for start in starts}) if stop > 0 else []
 
 
 class SteadyTurns:
@@ -213,26 +229,27 @@ class SteadyTurns:
             answers = answers.clone()
         return Worked(hidden.clone() if several else hidden, seen, answers)
 
-    def rehearse(self, lanes: int, watch: Watch, tell: Callable[[str], None]) -> None:
-        """Record the turns of plain decoding before anybody waits for them, greedy and sampled. Rehearsed rows lie on the page
-        that nobody reads. What takes too long is recorded when it first comes."""
-        begin, (near, far) = time.monotonic(), rehearsed_places(lanes, self._stack.max_context)
+    def rehearse(self, lanes: int, drafts: int, watch: Watch, tell: Callable[[str], None]) -> None:
+        """Record the turns of decoding before anybody waits for them, greedy and sampled, without drafts and with up to so many.
+        Rehearsed rows lie on the page that nobody reads. What takes too long is recorded when it first comes."""
+        begin, (near, far) = time.monotonic(), rehearsed_places(lanes, self._stack.max_context, drafts)
         places = (*near, *far[: max(MOST_REHEARSED - len(near), 0)])
-        for number, (count, start) in enumerate(places, start=1):
+        for number, place in enumerate(places, start=1):
             tell(f"recording turns, {number} of {len(places)}")
             for params in REHEARSED:
                 if time.monotonic() - begin > (REHEARSAL_SECONDS if number <= len(near) else FAR_SECONDS):
                     tell(f"recording turns: the rest when they first come, after {time.monotonic() - begin:.0f} s")
                     return
-                plan = Plan(tuple(self._rehearsed(lane, start, params) for lane in range(count)))
+                plan = Plan(tuple(self._rehearsed(lane, place, params) for lane in range(place.rows)))
                 bucket = self.serves(plan)
                 assert bucket is not None
                 self.begin(plan, bucket, watch)
 
-    def _rehearsed(self, lane: int, start: int, params: SamplingParams) -> Row:
-        pages = tuple((page,) * (start // self._shape.page_size + 1) for page in self._shape.scratch)
+    def _rehearsed(self, lane: int, place: Place, params: SamplingParams) -> Row:
+        start, drafts = place.start, tuple(Draft(0, i - 1) for i in range(place.drafts))
+        pages = tuple((page,) * ((start + len(drafts)) // self._shape.page_size + 1) for page in self._shape.scratch)
         history = History((0,) * start, [0])
-        return Row(f"rehearsal {lane}", lane, pages, start, (0,), (), start, True, params, history)
+        return Row(f"rehearsal {lane}", lane, pages, start, (0,), drafts, start, True, params, history)
 
     def _lay(self, plan: Plan, bucket: Bucket, held: int) -> Laid:
         shape, last = replace(self._shape, held=held) if held else self._shape, self._parts[-1].arena

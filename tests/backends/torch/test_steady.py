@@ -9,7 +9,7 @@ import torch
 from onedraw.backends.torch.graphs import Replays, recorders_of
 from onedraw.backends.torch.ops import TorchOps
 from onedraw.backends.torch.stages import Site
-from onedraw.backends.torch.steady import bucket_of, rehearsed_places
+from onedraw.backends.torch.steady import Place, bucket_of, rehearsed_places
 from onedraw.types import Draft, DryParams, History, PageCopy, Plan, Row, SamplingParams, Save
 
 ROW = Row("r", 0, ((0, 1),), 20, (5,), (), 20, True, SamplingParams(), History((1,) * 20, [5]))
@@ -56,12 +56,24 @@ def test_prompts_checkpoints_and_what_the_host_must_see_are_not_steady() -> None
 
 def test_rehearsed_rows_stand_within_the_context_and_reach_as_far_as_it_goes() -> None:
     near, far = rehearsed_places(2, 4096)
-    assert near == [(1, 256), (1, 512), (2, 256), (2, 512)]
-    assert far == [(1, 1024), (1, 2048), (2, 1024), (2, 2048)]
-    assert rehearsed_places(1, 512) == ([(1, 256), (1, 511)], [])
-    assert rehearsed_places(1, 100) == ([(1, 99)], [])
-    reaches = {bucket_of(Plan((replace(ROW, start=start, prompt_stop=0),)), recurrent=False).reach for _, start in (*near, *far)}  # type: ignore[union-attr]
+    assert near == [Place(1, 256), Place(1, 512), Place(2, 256), Place(2, 512)]
+    assert far == [Place(1, 1024), Place(1, 2048), Place(2, 1024), Place(2, 2048)]
+    assert rehearsed_places(1, 512) == ([Place(1, 256), Place(1, 511)], [])
+    assert rehearsed_places(1, 100) == ([Place(1, 99)], [])
+    starts = {place.start for place in (*near, *far)}
+    reaches = {bucket_of(Plan((replace(ROW, start=start, prompt_stop=0),)), recurrent=False).reach for start in starts}  # type: ignore[union-attr]
     assert reaches == {512, 1024, 2048, 4096}
+
+
+def test_one_row_is_rehearsed_with_drafts_of_every_length_that_has_a_bucket() -> None:
+    plain, _ = rehearsed_places(2, 4096)
+    near, _ = rehearsed_places(2, 4096, drafts=15)
+    assert near[: len(plain)] == plain
+    assert [place.drafts for place in near[len(plain) :]] == [1, 1, 3, 3, 7, 7, 11, 11, 15, 15]
+    assert {place.rows for place in near[len(plain) :]} == {1}
+    assert [place.drafts for place in rehearsed_places(1, 4096, drafts=2)[0]] == [0, 0, 1, 1]
+    assert all(place.start + place.drafts < 20 for place in rehearsed_places(1, 20, drafts=15)[0])
+    assert all(place.drafts < 5 for place in rehearsed_places(1, 5, drafts=15)[0])
 
 
 def test_a_recorder_that_holds_nothing_yet_is_used_where_it_is_given() -> None:
