@@ -1,6 +1,6 @@
 """The CUDA source of packed products on a CPU, for tests: the same code but for its single instructions, block by block.
 
-In: `packed_rows.cu`. Out: `install`, after which `packed_rows.py` launches kernels that a C++ compiler made of it, on tensors of
+In: `packed_rows.cu` and its siblings. Out: `install`, after which `packed_rows.py` launches kernels that a C++ compiler made of it, on tensors of
 the CPU. `emulated.h` says what stands for a GPU's threads and for its matrix unit.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from onedraw.backends.torch.kernels import packed_rows
-from onedraw.backends.torch.kernels.nvrtc import FOLDER
+from onedraw.backends.torch.kernels.nvrtc import read_source
 
 _PROBE = "#include <ucontext.h>\nint main() { ucontext_t u; return getcontext(&u) + (int)(_Float16)0; }\n"
 
@@ -59,9 +59,9 @@ extern "C" int launch_{name}(const void *given, int across, int down, int thread
 """
 
 
-def source(names: tuple[str, ...]) -> str:
-    """The CUDA source as C++."""
-    text = (FOLDER / packed_rows.SOURCE).read_text()
+def source(name: str, names: tuple[str, ...]) -> str:
+    """A CUDA source as C++."""
+    text = read_source(name)
     (before, rest), unit = text.split(_LINE + "single instructions"), _LINE + "one unit in the registers of a warp"
     after = unit + rest.split(unit)[1]
     after = re.sub(r"asm volatile\(.*?\);", ";", after).replace("extern __shared__", "extern")
@@ -70,10 +70,10 @@ def source(names: tuple[str, ...]) -> str:
 
 
 @cache
-def compiled(defines: tuple[tuple[str, int], ...], names: tuple[str, ...]) -> ctypes.CDLL:
+def compiled(name: str, defines: tuple[tuple[str, int], ...], names: tuple[str, ...]) -> ctypes.CDLL:
     assert COMPILER is not None
     folder = Path(tempfile.mkdtemp(prefix="emulated-"))
-    (folder / "source.cpp").write_text(source(names))
+    (folder / "source.cpp").write_text(source(name, names))
     options = [
         "-std=c++17",
         "-O1",
@@ -105,21 +105,21 @@ class EmulatedKernel:
         getattr(self.library, f"launch_{self.name}")(ctypes.byref(given), *grid, threads)
 
 
-def _kernel(defines: dict[str, int], names: tuple[str, ...], name: str) -> EmulatedKernel:
-    return EmulatedKernel(compiled(tuple(sorted(defines.items())), names), name)
+def _kernel(file: str, defines: dict[str, int], names: tuple[str, ...], name: str) -> EmulatedKernel:
+    return EmulatedKernel(compiled(file, tuple(sorted(defines.items())), names), name)
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
     """Products of packed weights run here from now on."""
 
     def product(kind: str, device: Any, tiles: int, inside: bool) -> EmulatedKernel:
-        return _kernel(packed_rows._defines(kind, tiles, inside), ("rows_product",), "rows_product")
+        return _kernel(packed_rows.PRODUCT, packed_rows._defines(kind, tiles, inside), ("rows_product",), "rows_product")
 
     def group(kind: str, device: Any, tiles: int) -> EmulatedKernel:
-        return _kernel(packed_rows._group_defines(kind, tiles), ("grouped_product",), "grouped_product")
+        return _kernel(packed_rows.EXPERTS, packed_rows._group_defines(kind, tiles), ("grouped_product",), "grouped_product")
 
     def rest(kind: str, device: Any, name: str) -> EmulatedKernel:
-        return _kernel({"KIND": packed_rows._number(kind)}, ("opened", "looked_up"), name)
+        return _kernel(packed_rows.OPENED, {"KIND": packed_rows._number(kind)}, ("opened", "looked_up"), name)
 
     patch.setattr(packed_rows, "_product", product)
     patch.setattr(packed_rows, "_group", group)

@@ -20,7 +20,7 @@ import triton
 
 from onedraw.backends.packing import SPANS
 from onedraw.backends.torch.kernels import nvrtc
-from onedraw.backends.torch.kernels.packed_rows import SOURCE, _group_defines
+from onedraw.backends.torch.kernels.packed_rows import EXPERTS, OPENED, PRODUCT, _group_defines
 from onedraw.backends.torch.kernels.shares import share_out
 from onedraw.checkpoints.quants import KINDS
 from onedraw.errors import BadSetting
@@ -34,7 +34,7 @@ SMALL_SHARED = 99 << 10  # of an sm_86
 @pytest.mark.parametrize("kind", list(SPANS))
 def test_weights_are_opened_on_every_card(kind: str) -> None:
     for architecture in ARCHITECTURES:
-        assert nvrtc.compile_source(SOURCE, architecture, {"KIND": KINDS[kind].code or 0})[:4] == b"\x7fELF"
+        assert nvrtc.compile_source(OPENED, architecture, {"KIND": KINDS[kind].code or 0})[:4] == b"\x7fELF"
 
 
 @needs_compiler
@@ -43,7 +43,7 @@ def test_products_compile(kind: str, architecture: str) -> None:
     for rows, inside in ((1, True), (17, False)):
         share = share_out(rows, 64, 1, multiprocessors=128, shared=SMALL_SHARED, inside=inside)
         assert share.inside == inside
-        code = nvrtc.compile_source(SOURCE, architecture, {"KIND": KINDS[kind].code or 0, **share.defines})
+        code = nvrtc.compile_source(PRODUCT, architecture, {"KIND": KINDS[kind].code or 0, **share.defines})
         assert b"rows_product" in code
 
 
@@ -52,7 +52,7 @@ def test_products_compile(kind: str, architecture: str) -> None:
     ("kind", "tiles", "architecture"), [("Q4_K", 1, "sm_86"), ("Q6_K", 4, "sm_86"), ("Q5_1", 8, "sm_90"), ("NVFP4", 2, "sm_90")]
 )
 def test_products_of_experts_compile(kind: str, tiles: int, architecture: str) -> None:
-    code = nvrtc.compile_source(SOURCE, architecture, _group_defines(kind, tiles))
+    code = nvrtc.compile_source(EXPERTS, architecture, _group_defines(kind, tiles))
     assert b"grouped_product" in code
     assert b"rows_product" not in code
 
@@ -74,13 +74,13 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Path]:
 
 @needs_compiler
 def test_what_was_compiled_is_kept_and_found_again(kept: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    made = nvrtc.compile_source(SOURCE, "sm_90", {"KIND": 12})
+    made = nvrtc.compile_source(OPENED, "sm_90", {"KIND": 12})
     assert kept().read_bytes().startswith(made)
     compiled: list[str] = []
     monkeypatch.setattr(nvrtc, "_compile", lambda library, source, name, options: compiled.append(options[0]) or b"made")
-    assert nvrtc.compile_source(SOURCE, "sm_90", {"KIND": 12}) == made
+    assert nvrtc.compile_source(OPENED, "sm_90", {"KIND": 12}) == made
     assert compiled == []
-    assert nvrtc.compile_source(SOURCE, "sm_86", {"KIND": 12}) == b"made"
+    assert nvrtc.compile_source(OPENED, "sm_86", {"KIND": 12}) == b"made"
     assert compiled == ["--gpu-architecture=sm_86"]
 
 
@@ -91,7 +91,7 @@ def test_what_is_damaged_in_the_cache_is_compiled_anew(
 ) -> None:
     """A start that was killed, or a full disk, once left a kernel that no later start could load."""
     caplog.set_level(logging.WARNING, logger="onedraw")  # a server of another test may have made it silent
-    made = nvrtc.compile_source(SOURCE, "sm_90", {"KIND": 12})
+    made = nvrtc.compile_source(OPENED, "sm_90", {"KIND": 12})
     whole = kept().read_bytes()
     middle = len(whole) // 2
     kept().write_bytes(
@@ -102,7 +102,7 @@ def test_what_is_damaged_in_the_cache_is_compiled_anew(
             "gone in the middle": whole[:middle] + whole[middle + 8 :],
         }[damage]
     )
-    assert nvrtc.compile_source(SOURCE, "sm_90", {"KIND": 12}) == made
+    assert nvrtc.compile_source(OPENED, "sm_90", {"KIND": 12}) == made
     assert "is damaged, and is compiled anew" in caplog.text
     assert kept().read_bytes() == whole
 
@@ -133,17 +133,17 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_the_driver_does_not_load_is_compiled_anew_once(
     kept: Callable[[], Path], hopper: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = nvrtc.compile_source(SOURCE, "sm_90", {"KIND": 12})
+    made = nvrtc.compile_source(OPENED, "sm_90", {"KIND": 12})
     bad = b"sound by its checksum, and still no kernel"
     kept().write_bytes(bad + hashlib.sha256(bad).digest())
     driver = _Driver(lambda code: code != bad)
     monkeypatch.setattr(nvrtc, "driver", lambda: driver)
-    nvrtc.Module(SOURCE, torch.device("cuda:0"), {"KIND": 12})
+    nvrtc.Module(OPENED, torch.device("cuda:0"), {"KIND": 12})
     assert driver.offered == [bad, made]
     assert kept().read_bytes().startswith(made)
     driver = _Driver(lambda code: False)
-    with pytest.raises(RuntimeError, match=r"loading packed_rows.cu: .* \(200\)"):
-        nvrtc.Module(SOURCE, torch.device("cuda:0"), {"KIND": 12})
+    with pytest.raises(RuntimeError, match=r"loading packed_opened.cu: .* \(200\)"):
+        nvrtc.Module(OPENED, torch.device("cuda:0"), {"KIND": 12})
     assert len(driver.offered) == 2
 
 
@@ -205,7 +205,7 @@ def test_whoever_counts_last_has_seen_what_the_others_wrote() -> None:
         pytest.skip("no disassembler here")
     defines = {"KIND": 12, "TILES": 1, "WARPS": 16, "INSIDE": 0}
     for architecture in ("sm_86", "sm_90a"):
-        code = nvrtc.compile_source(SOURCE, architecture, defines)
+        code = nvrtc.compile_source(PRODUCT, architecture, defines)
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(code)
             file.flush()
@@ -219,20 +219,20 @@ def test_whoever_counts_last_has_seen_what_the_others_wrote() -> None:
 def test_a_source_that_does_not_compile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "_kept", [])
     with pytest.raises(BadSetting, match=r"does not compile packed_rows.cu .*-DKIND=12 .*--dtype bf16"):
-        nvrtc.compile_source(SOURCE, "sm_90", {"KIND": 12, "TILES": 1})  # the other numbers are missing
+        nvrtc.compile_source(PRODUCT, "sm_90", {"KIND": 12, "TILES": 1})  # the other numbers are missing
 
 
 def test_without_a_compiler_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "compiler", lambda: None)
     with pytest.raises(BadSetting, match="pip install nvidia-cuda-nvrtc, or use --dtype bf16"):
-        nvrtc.compile_source(SOURCE, "sm_90", {"KIND": 12})
+        nvrtc.compile_source(OPENED, "sm_90", {"KIND": 12})
 
 
 def test_an_old_card_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     with pytest.raises(BadSetting, match=r"Tesla T4 \(sm_75\): products of packed weights need sm_80 or newer; use --dtype f16"):
-        nvrtc.Module(SOURCE, torch.device("cuda:0"), {"KIND": 12})
+        nvrtc.Module(OPENED, torch.device("cuda:0"), {"KIND": 12})
 
 
 def test_a_card_newer_than_the_compiler_has_machine_code_of_its_generation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ every step i of sixteen inputs, which is what `mma.m16n8k16` asks of it on the l
           minima, its halves at bits 12 and 28. Q6_K, NVFP4: per g sixteen bytes of either output, then both scales of the whole,
           which are float32 for NVFP4: the factor of the matrix, in every unit, so that joined matrices keep their own. Others:
           per g the eight scales of either output as they are stored, a minimum behind each where the kind has minima.
-`packed_rows.cu` reads it; bits that nobody filled are zero, which stands for weights of zero.
+`packed_units.cuh` reads it; bits that nobody filled are zero, which stands for weights of zero.
 """
 
 from __future__ import annotations

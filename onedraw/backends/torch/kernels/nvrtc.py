@@ -12,6 +12,7 @@ import ctypes
 import hashlib
 import logging
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ _SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MOST_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _ALWAYS_SHARED = 48 << 10  # bytes that a block may have without asking
 _CHECKSUM = 32  # bytes behind what is kept
+_INCLUDE = re.compile(r'#include "([a-z_]+\.cuh)"')
 _kept: list[Path] = []
 _compiled: dict[str, bytes] = {}  # by hash: what this process compiled
 
@@ -101,13 +103,20 @@ def why_not() -> str:
     return f"{there}; pip install {package}"
 
 
+def read_source(name: str) -> str:
+    """A source with what it includes in its place."""
+    lines = (FOLDER / name).read_text().splitlines(keepends=True)
+    included = (_INCLUDE.fullmatch(line.strip()) for line in lines)
+    return "".join(line if found is None else read_source(found[1]) for line, found in zip(lines, included))
+
+
 def compile_source(name: str, architecture: str, defines: Mapping[str, int], *, anew: bool = False) -> bytes:
     """The machine code of a source for an architecture (like sm_90), from the cache folder where it lies there already and is
     not to be made `anew`."""
     found = compiler()
     if found is None:
         raise BadSetting(f"products of packed weights cannot be compiled: {why_not()}, or use --dtype bf16")
-    source = (FOLDER / name).read_bytes()
+    source = read_source(name).encode()
     options = [f"--gpu-architecture={architecture}", *_OPTIONS, *(f"-D{key}={value}" for key, value in sorted(defines.items()))]
     digest = hashlib.sha256(source + "\0".join(["checksummed", found.version, *options]).encode()).hexdigest()[:20]
     if digest in _compiled and not anew:

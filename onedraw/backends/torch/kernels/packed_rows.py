@@ -2,8 +2,8 @@
 
 In: `Fragments` (fragments.py), and rows made ready (spans.py, which says the rule of the arithmetic). Out: `skinny_product` gives
 [T, N]; `grouped_product` the same for rows that go to experts; `opened` a slice of outputs as the product of many rows reads it;
-`unpacked_rows` numbers, as the file has them. The kernels are `packed_rows.cu`, compiled when the first weight of a kind is made
-ready.
+`unpacked_rows` numbers, as the file has them. The kernels are `packed_rows.cu`, `packed_experts.cu` and `packed_opened.cu`, compiled
+when the first weight of a kind is made ready.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from onedraw.backends.torch.kernels.triton_linear import shared_memory
 from onedraw.backends.torch.kernels.triton_moe import Routes
 from onedraw.checkpoints.quants import KINDS
 
-SOURCE = "packed_rows.cu"
+PRODUCT, EXPERTS, OPENED = "packed_rows.cu", "packed_experts.cu", "packed_opened.cu"
 WHOLE_KINDS = ("Q4_K", "Q5_K", "Q6_K", "NVFP4")  # one scale for a span of 256, on top of small ones
 OPENED_WARPS = LOOKED_WARPS = 4
 DTYPE_NUMBERS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
@@ -100,7 +100,7 @@ class _Grouped(ctypes.Structure):
 
 @lru_cache(maxsize=64)
 def _rest(kind: str, device: torch.device) -> Module:
-    return Module(SOURCE, device, {"KIND": _number(kind)})
+    return Module(OPENED, device, {"KIND": _number(kind)})
 
 
 @lru_cache(maxsize=64)
@@ -110,7 +110,7 @@ def _kernel(kind: str, device: torch.device, name: str) -> Kernel:
 
 @cache  # recorded turns hold them
 def _product(kind: str, device: torch.device, tiles: int, inside: bool) -> Kernel:
-    return Module(SOURCE, device, _defines(kind, tiles, inside)).kernel("rows_product", shared_memory(device))
+    return Module(PRODUCT, device, _defines(kind, tiles, inside)).kernel("rows_product", shared_memory(device))
 
 
 def _defines(kind: str, tiles: int, inside: bool) -> dict[str, int]:
@@ -121,11 +121,11 @@ def _defines(kind: str, tiles: int, inside: bool) -> dict[str, int]:
 @cache
 def _group(kind: str, device: torch.device, tiles: int) -> Kernel:
     shared = shared_memory(device) - RESERVED  # the kernel has a little of its own
-    return Module(SOURCE, device, _group_defines(kind, tiles)).kernel("grouped_product", shared)
+    return Module(EXPERTS, device, _group_defines(kind, tiles)).kernel("grouped_product", shared)
 
 
 def _group_defines(kind: str, tiles: int) -> dict[str, int]:
-    return {"KIND": _number(kind), "TILES": tiles, "WARPS": GROUP_WARPS, "BLOCKS": GROUP_BLOCKS[tiles], "GROUPED": 1}
+    return {"KIND": _number(kind), "TILES": tiles, "WARPS": GROUP_WARPS, "BLOCKS": GROUP_BLOCKS[tiles]}
 
 
 def _number(kind: str) -> int:
@@ -237,7 +237,7 @@ def make_groups_ready(kind: str, device: torch.device) -> None:
     """The same as `make_ready`, for experts."""
     fitting = [tiles for tiles in GROUP_BLOCKS if group_fits(tiles, shared_memory(device))]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        list(pool.map(lambda tiles: compile_for(SOURCE, device, _group_defines(kind, tiles)), fitting))
+        list(pool.map(lambda tiles: compile_for(EXPERTS, device, _group_defines(kind, tiles)), fitting))
     for tiles in fitting:
         _group(kind, device, tiles)
 
@@ -246,9 +246,9 @@ def make_groups_ready(kind: str, device: torch.device) -> None:
 def make_ready(kind: str, device: torch.device) -> None:
     """Compile, or find in the cache folder, what the products of a kind need: nothing is compiled in the middle of a turn."""
     ways = [(tiles, False) for tiles in APART_WARPS] + [(tiles, True) for tiles in INSIDE_WARPS]
-    needed = [{"KIND": _number(kind)}, *(_defines(kind, *way) for way in ways)]
+    needed = [(OPENED, {"KIND": _number(kind)}), *((PRODUCT, _defines(kind, *way)) for way in ways)]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        list(pool.map(lambda defines: compile_for(SOURCE, device, defines), needed))
+        list(pool.map(lambda one: compile_for(one[0], device, one[1]), needed))
     _kernel(kind, device, "opened")
     for way in ways:
         _product(kind, device, *way)

@@ -1,6 +1,6 @@
 """How a packed product of few rows, or one of experts, is shared out among the multiprocessors of a GPU. Pure arithmetic.
 
-In: the size of a product, and what the device has. Out: a `Share`, or a `GroupShare` for experts, which `packed_rows.cu` is
+In: the size of a product, and what the device has. Out: a `Share`, or a `GroupShare` for experts, which the kernels are
 compiled for and launched with. An item is sixteen outputs by a segment of inputs; a block of threads works on one multiprocessor.
 Nothing here can change a bit of a result.
 """

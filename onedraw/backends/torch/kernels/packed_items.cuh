@@ -1,0 +1,270 @@
+// What products of packed weights with few rows have in common: an item is sixteen outputs by a segment of four spans.
+//
+// In: TILES (of eight rows) beside the KIND; GROUPED where rows are pairs of a row and one of its experts. Out: rows in shared memory, an
+// item's sums span by span, and sums of segments added up and written. A warp takes an item after the other; its weights come straight
+// into registers, a span ahead. Sums of segments are added from front to back by whoever does it: no number here, and no number of
+// rows, changes a bit.
+
+#include "packed_units.cuh"
+
+struct Product {
+    const byte *units;
+    const halfword *x;      // [rows, spans * 256] float16
+    const float *factors;   // [rows, spans]
+    const halfword *sums;   // [rows, spans, 16] float16
+    const halfword *bias, *residual;
+    halfword *out;
+    float *parts;           // [tall, segments, TILES, 32 lanes, 4]: sums of segments, where there are several and not INSIDE
+    int *counters;          // [tall], zero between products
+    long long residual_stride, out_stride;
+    int outputs, tall, spans, rows;
+    int height, step;       // units of outputs that a block has, where INSIDE, and those whose sums there is room for
+    int buffers;            // segments of rows that there is room for, where not
+    int bf16, pdl;
+#ifdef GROUPED
+    const int *pairs;       // of a row and one of its experts: where the rows of this product stand
+    int divide;             // pairs that read one row
+#endif
+};
+
+// Where row `row` of a product stands among all rows, and where its result does
+__device__ __forceinline__ int source_of(const Product &p, int row) {
+#ifdef GROUPED
+    return p.pairs[row] / p.divide;
+#else
+    return row;
+#endif
+}
+
+__device__ __forceinline__ int target_of(const Product &p, int row) {
+#ifdef GROUPED
+    return p.pairs[row];
+#else
+    return row;
+#endif
+}
+
+// Shared memory of a segment: per row numbers and their sums, padded so that eight rows lie in different banks, and a row of zeros
+// for those that are not there; then 2^e.
+#define ROW_BYTES (SEGMENT * (SPAN * 2 + 32) + 16)
+#define SUMS_AT (SEGMENT * SPAN * 2)
+
+__device__ __forceinline__ int powers_at(const Product &p) { return (p.rows + 1) * ROW_BYTES; }
+
+__device__ __forceinline__ int buffer_bytes(const Product &p) { return powers_at(p) + TILES * 8 * SEGMENT * 4; }
+
+__device__ __forceinline__ void bring_rows(const Product &p, word to, int span) {
+    const int live = min(SEGMENT, p.spans - span);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < p.rows * (SEGMENT * 32); i += blockDim.x) {  // pieces of sixteen bytes
+        const int row = i / (SEGMENT * 32), piece = i % (SEGMENT * 32);
+        if (piece < live * 32)
+            copy_sixteen(to + row * ROW_BYTES + piece * 16, p.x + ((long long)source_of(p, row) * p.spans + span) * SPAN + piece * 8);
+    }
+#pragma unroll 1
+    for (int i = threadIdx.x; i < p.rows * (SEGMENT * 2); i += blockDim.x) {
+        const int row = i / (SEGMENT * 2), piece = i % (SEGMENT * 2);
+        const long long at = (long long)source_of(p, row) * p.spans + span;
+        if (piece < live * 2) copy_sixteen(to + row * ROW_BYTES + SUMS_AT + piece * 16, p.sums + at * 16 + piece * 8);
+        if (piece < live) copy_four(to + powers_at(p) + (piece * TILES * 8 + row) * 4, p.factors + at + piece);
+    }
+}
+
+__device__ __forceinline__ void clear(float (&sums)[TILES][4]) {
+#pragma unroll
+    for (int n = 0; n < TILES; n++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) sums[n][c] = 0.0f;
+}
+
+__device__ __forceinline__ void add_to(float (&total)[4], float4 v) {
+    total[0] = __fadd_rn(total[0], v.x);
+    total[1] = __fadd_rn(total[1], v.y);
+    total[2] = __fadd_rn(total[2], v.z);
+    total[3] = __fadd_rn(total[3], v.w);
+}
+
+__device__ __forceinline__ void finish(const Product &p, const float (&total)[TILES][4], int tall) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int n = 0; n < TILES; n++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            const int output = tall * 16 + (lane >> 2) + 8 * (c >> 1);
+            const int row = n * 8 + 2 * (lane & 3) + (c & 1);
+            if (output < p.outputs && row < p.rows) {
+                float value = rounded_to(total[n][c], p.bf16);
+                if (p.bias) value = rounded_to(value + read_number(p.bias + output, p.bf16), p.bf16);
+                if (p.residual)
+                    value = rounded_to(value + read_number(p.residual + row * p.residual_stride + output, p.bf16), p.bf16);
+                write_number(p.out + target_of(p, row) * p.out_stride + output, value, p.bf16);
+            }
+        }
+}
+
+// Sums of an item, as this lane has them: `to` is its place of the first tile.
+__device__ __forceinline__ void keep(const Product &p, float4 *to, const float (&sums)[TILES][4]) {
+#pragma unroll
+    for (int n = 0; n < TILES; n++)
+        if (n * 8 + 2 * (int)(threadIdx.x & 3) < p.rows) __stcg(to + n * 32, make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]));
+}
+
+// Segments from front to back, `apart` from each other
+__device__ __forceinline__ void add_up(const Product &p, const float4 *from, int segments, int apart, int tall) {
+    float total[TILES][4];
+    clear(total);
+#pragma unroll 4
+    for (int i = 0; i < segments; i++)
+#pragma unroll
+        for (int n = 0; n < TILES; n++)
+            if (n * 8 + 2 * (int)(threadIdx.x & 3) < p.rows) {
+                add_to(total[n], __ldcg(from + (long long)i * apart + n * 32));
+            }
+    finish(p, total, tall);
+}
+
+// Sums of all items of a block, in shared memory, segment by segment
+__device__ __forceinline__ void add_inside(const Product &p, const float4 *kept, int segments, int first, int count) {
+    for (int tall = threadIdx.x >> 5; tall < count; tall += blockDim.x >> 5) {
+        float total[TILES][4];
+        clear(total);
+        for (int i = 0; i < segments; i++)
+#pragma unroll
+            for (int n = 0; n < TILES; n++) {
+                add_to(total[n], kept[((i * count + tall) * TILES + n) * 32]);
+            }
+        finish(p, total, first + tall);
+    }
+}
+
+// Waiting for memory once for several items pays, but then one warp may have several outputs to add up, segment by segment.
+#define MOST_UNSETTLED 8
+#define FEW_SEGMENTS 8
+
+// Items of a warp whose sums are in memory, and nobody knows yet: lane i holds the unit of item i. All lanes' sums come before
+// the lane that counts, and what it finds comes before all lanes' reading: a warp meets before and after, since neither a ballot
+// nor a shuffle puts memory in order.
+__device__ __forceinline__ void settle(const Product &p, int tall, int count, int segments) {
+    const int lane = threadIdx.x & 31;
+    __syncwarp();
+    int is_last = 0;
+    if (lane < count) {
+        is_last = counted(p.counters + tall) == segments - 1;
+        if (is_last) p.counters[tall] = 0;
+    }
+    word last = __ballot_sync(0xFFFFFFFFu, is_last);
+    if (last) __syncwarp();
+    while (last) {
+        const int whose = __shfl_sync(0xFFFFFFFFu, tall, __ffs(last) - 1);
+        add_up(p, (const float4 *)p.parts + (long long)whose * segments * TILES * 32 + lane, segments, TILES * 32, whose);
+        last &= last - 1;
+    }
+}
+
+// One span of sixteen outputs: `unit` is used up, and filled again from `next`, register by register as they become free.
+__device__ __forceinline__ void add_span(const Product &p, float (&sums)[TILES][4], Unit &unit, const byte *next, bool more, const byte *rows,
+                                         const word (&own)[TILES], int place) {
+    const int lane = threadIdx.x & 31;
+    const Unit now = unit;
+    load_scales(unit, next, lane, more);
+    if (FIVE) load_high(unit, next, lane, 0, more);
+    Scales scales;
+    open_scales(scales, now);
+    const float *powers = (const float *)(rows + powers_at(p)) + place * TILES * 8 + 2 * (lane & 3);
+    float span_sums[TILES][4];
+    clear(span_sums);
+#pragma unroll
+    for (int block = 0; block < 8; block++) {
+        word a[2][4];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            next_scales(scales, 2 * block + i);
+            open_step(a[i], now, scales, 2 * block + i);
+        }
+        if (KIND == Q8_0) {
+            load_codes(unit, next, lane, block, more);
+        } else if (block & 1) {
+            load_codes(unit, next, lane, block / 2, more);
+        }
+        if (KIND == Q6_K && (block & 3) == 3) load_high(unit, next, lane, block / 4, more);
+#pragma unroll
+        for (int n = 0; n < TILES; n++) {
+            word b[4];
+            matrices(b, own[n] + place * SPAN * 2 + block * 64);
+            step(span_sums[n], a[0], b[0], b[1]);
+            step(span_sums[n], a[1], b[2], b[3]);
+            if (WHOLE) continue;
+            const float two[2] = {powers[n * 8], powers[n * 8 + 1]};
+            float whole[2] = {0.0f, 0.0f};
+            if (MINIMA) {
+#pragma unroll
+                for (int c = 0; c < 2; c++) {
+                    const int row = min(n * 8 + 2 * (lane & 3) + c, p.rows);
+                    const halfword *sum = (const halfword *)(rows + row * ROW_BYTES + SUMS_AT + place * 32) + block;
+                    whole[c] = half_to_float(sum[0]) + half_to_float(sum[8]);
+                }
+            }
+#pragma unroll
+            for (int c = 0; c < 4; c++) {
+                const float scale = __fmul_rn(block_scale(now, block, c >> 1), two[c & 1]);
+                sums[n][c] = __fmaf_rn(span_sums[n][c], scale, sums[n][c]);
+                span_sums[n][c] = 0.0f;
+                if (MINIMA) {
+                    const float least = __fmul_rn(block_minimum(now, block, c >> 1), two[c & 1]);
+                    sums[n][c] = __fmaf_rn(whole[c & 1], least, sums[n][c]);
+                }
+            }
+        }
+    }
+    if (!WHOLE) return;
+    const float whole[2] = {whole_scale(now, 0), whole_scale(now, 1)};
+    word minima[4];
+    float least[2];
+    if (SIX_BIT_SCALES) {
+        minima[0] = minima[2] = minima_pair(now, 0);
+        minima[1] = minima[3] = minima_pair(now, 1);
+        const word factors = minima_factors(now, lane);
+        least[0] = half_to_float(factors & 0xFFFFu);
+        least[1] = half_to_float(factors >> 16);
+    }
+#pragma unroll
+    for (int n = 0; n < TILES; n++) {
+        const float two[2] = {powers[n * 8], powers[n * 8 + 1]};
+#pragma unroll
+        for (int c = 0; c < 4; c++) sums[n][c] = __fmaf_rn(span_sums[n][c], __fmul_rn(whole[c >> 1], two[c & 1]), sums[n][c]);
+        if (SIX_BIT_SCALES) {
+            float taken[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+            word b0, b1;
+            two_matrices(b0, b1, own[n] + SUMS_AT + place * 32);
+            step(taken, minima, b0, b1);
+#pragma unroll
+            for (int c = 0; c < 4; c++) sums[n][c] = __fmaf_rn(taken[c], -__fmul_rn(least[c >> 1], two[c & 1]), sums[n][c]);
+        }
+    }
+}
+
+// So many spans of sixteen outputs, one behind the other; then the first of what comes `next` is on its way.
+__device__ __forceinline__ void add_item(const Product &p, float (&sums)[TILES][4], Unit &unit, const byte *at, int spans, const byte *next,
+                                         bool more, const byte *rows, const word (&own)[TILES]) {
+#pragma unroll
+    for (int s = 0; s < SEGMENT; s++) {
+        if (s >= spans) break;
+        const bool closes = s + 1 >= spans;
+        add_span(p, sums, unit, closes ? next : at + (s + 1) * UNIT_BYTES, !closes || more, rows, own, s);
+    }
+}
+
+// Where the weights of an item lie, and how many spans it has. Items of a block with all segments count from its first unit.
+struct Item {
+    const byte *at;
+    int tall, segment, live;
+};
+
+__device__ __forceinline__ Item place_of(const Product &p, int item, int first, int count) {
+    Item found;
+    found.segment = item / count;
+    found.tall = first + item - found.segment * count;
+    found.at = p.units + ((long long)found.tall * p.spans + found.segment * SEGMENT) * UNIT_BYTES;
+    found.live = min(SEGMENT, p.spans - found.segment * SEGMENT);
+    return found;
+}

@@ -1,0 +1,364 @@
+// Units of packed weights, sixteen outputs by 256 inputs, in the registers of a warp.
+//
+// In: units as fragments.py lays them, of a KIND (the kind's number in GGUF). Out: the numbers of a step of sixteen inputs as the matrix
+// unit takes them, exact or rounded once as spans.py says, and the scales and minima of a span or a block. Tests run everything
+// behind the single instructions on a CPU, with their own instead (tests/backends/torch/emulated.h).
+
+#define Q4_0 2
+#define Q4_1 3
+#define Q5_0 6
+#define Q5_1 7
+#define Q8_0 8
+#define Q4_K 12
+#define Q5_K 13
+#define Q6_K 14
+#define MXFP4 39
+#define NVFP4 40
+
+#define FIVE (KIND == Q5_0 || KIND == Q5_1 || KIND == Q5_K)
+#define SIX_BIT_SCALES (KIND == Q4_K || KIND == Q5_K)
+#define FOURS (KIND == MXFP4 || KIND == NVFP4)    // codes of a sign, two bits of exponent and one of mantissa
+#define WHOLE (SIX_BIT_SCALES || KIND == Q6_K || KIND == NVFP4)  // one scale for a whole span on top of small ones
+#define MINIMA (KIND == Q4_1 || KIND == Q5_1)     // a minimum of float16 per block
+#define PLAIN_SCALES (KIND == Q4_0 || KIND == Q5_0 || KIND == Q8_0)
+
+typedef unsigned int word;
+typedef unsigned short halfword;
+typedef unsigned char byte;
+
+#define CODE_LOADS (KIND == Q8_0 ? 8 : 4)
+#define HIGH_LOADS (FIVE ? 1 : KIND == Q6_K ? 2 : 0)
+#define SCALE_LOADS (SIX_BIT_SCALES || KIND == MXFP4 ? 1 : MINIMA ? 4 : 2)
+#define CODE_BYTES (CODE_LOADS * 512)
+#define HIGH_BYTES (HIGH_LOADS * 512)
+#define SCALE_BYTES (SCALE_LOADS * 128)
+#define EXTRA_BYTES (SIX_BIT_SCALES ? 128 : KIND == NVFP4 ? 64 : KIND == Q6_K ? 32 : 0)
+#define UNIT_BYTES (CODE_BYTES + HIGH_BYTES + SCALE_BYTES + EXTRA_BYTES)
+#define SPAN 256
+#define SEGMENT 4
+
+// ------------------------------------------------------------------ single instructions
+
+// What is read once. Where there is nothing more to read nobody uses what the register has.
+__device__ __forceinline__ void load_once(uint4 &v, const byte *at, bool more) {
+    asm volatile("{.reg .pred p; setp.ne.s32 p, %5, 0; @p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];}"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at), "r"((int)more));
+}
+
+__device__ __forceinline__ void load_once(word &v, const byte *at, bool more) {
+    asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p ld.global.nc.L1::no_allocate.u32 %0, [%1];}"
+                 : "=r"(v) : "l"(at), "r"((int)more));
+}
+
+__device__ __forceinline__ word and_or(word a, word mask, word c) {  // (a & mask) | c
+    word v;
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(v) : "r"(a), "r"(mask), "r"(c));
+    return v;
+}
+
+__device__ __forceinline__ word mul2(word a, word b) {
+    word v;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+    return v;
+}
+
+// Both halves of a with one half of b, the lower or the upper.
+template <int HALF> __device__ __forceinline__ word times_half(word a, word b) {
+    word v;
+    if (HALF) {
+        asm("{.reg .b16 l, h; .reg .b32 f; mov.b32 {l, h}, %2; mov.b32 f, {h, h}; mul.rn.f16x2 %0, %1, f;}" : "=r"(v) : "r"(a), "r"(b));
+    } else {
+        asm("{.reg .b16 l, h; .reg .b32 f; mov.b32 {l, h}, %2; mov.b32 f, {l, l}; mul.rn.f16x2 %0, %1, f;}" : "=r"(v) : "r"(a), "r"(b));
+    }
+    return v;
+}
+
+// The same, and plus one half of c.
+template <int HALF> __device__ __forceinline__ word fma_half(word a, word b, word c) {
+    word v;
+    if (HALF) {
+        asm("{.reg .b16 l, h; .reg .b32 f, z; mov.b32 {l, h}, %2; mov.b32 f, {h, h}; mov.b32 {l, h}, %3; mov.b32 z, {h, h}; fma.rn.f16x2 %0, %1, f, z;}"
+            : "=r"(v) : "r"(a), "r"(b), "r"(c));
+    } else {
+        asm("{.reg .b16 l, h; .reg .b32 f, z; mov.b32 {l, h}, %2; mov.b32 f, {l, l}; mov.b32 {l, h}, %3; mov.b32 z, {l, l}; fma.rn.f16x2 %0, %1, f, z;}"
+            : "=r"(v) : "r"(a), "r"(b), "r"(c));
+    }
+    return v;
+}
+
+__device__ __forceinline__ word add2(word a, word b) {
+    word v;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+    return v;
+}
+
+__device__ __forceinline__ word permute(word a, word b, word selector) {
+    word v;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(selector));
+    return v;
+}
+
+__device__ __forceinline__ float half_to_float(word bits) {
+    float v;
+    asm("{.reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h;}" : "=f"(v) : "r"(bits));
+    return v;
+}
+
+__device__ __forceinline__ float rounded_to(float value, int bf16) {  // to the result's dtype and back
+    float v;
+    if (bf16) {
+        asm("{.reg .b16 h; .reg .b32 w; cvt.rn.bf16.f32 h, %1; mov.b32 w, {0, h}; mov.b32 %0, w;}" : "=f"(v) : "f"(value));
+    } else {
+        asm("{.reg .b16 h; cvt.rn.f16.f32 h, %1; cvt.f32.f16 %0, h;}" : "=f"(v) : "f"(value));
+    }
+    return v;
+}
+
+__device__ __forceinline__ float read_number(const halfword *at, int bf16) {
+    word bits = *at;
+    return bf16 ? __uint_as_float(bits << 16) : half_to_float(bits);
+}
+
+__device__ __forceinline__ void write_number(halfword *at, float value, int bf16) {
+    halfword v;
+    if (bf16) {
+        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(v) : "f"(value));
+    } else {
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(v) : "f"(value));
+    }
+    *at = v;
+}
+
+// One step of the matrix unit: sums [16, 8] += a [16, 16] * b [16, 8]
+__device__ __forceinline__ void step(float (&sums)[4], const word (&a)[4], word b0, word b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void matrices(word (&v)[4], word at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(at));
+}
+
+__device__ __forceinline__ void two_matrices(word &v0, word &v1, word at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(v0), "=r"(v1) : "r"(at));
+}
+
+// The same number, of which the compiler knows nothing: it is kept in a register, and what is added to it becomes part of an address.
+__device__ __forceinline__ word kept_apart(word v) {
+    asm volatile("mov.b32 %0, %0;" : "+r"(v));
+    return v;
+}
+
+__device__ __forceinline__ void copy_sixteen(word to, const void *from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from));
+}
+
+__device__ __forceinline__ void copy_four(word to, const void *from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from));
+}
+
+// Counts one up. What this thread has seen is seen by whoever counts later, and what earlier ones had seen is seen here.
+__device__ __forceinline__ int counted(int *counter) {
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(__cvta_generic_to_global(counter)) : "memory");
+    return before;
+}
+
+__device__ __forceinline__ word &part_of(uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+__device__ __forceinline__ word part_of(const uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+// ------------------------------------------------------------------ one unit in the registers of a warp
+
+#define MAGIC 0x64006400u        // 1024 in float16, twice: its last ten bits are a whole number on top
+#define TOP_MAGIC 0x54005400u    // 64, twice: the same without the last four bits
+#define MINUS_1024 0xE400E400u
+#define MINUS_1152 0xE480E480u
+#define MINUS_64 0xD400D400u
+#define MINUS_1024_AND_64 0xD400E400u
+#define NOTHING_AND_96 0xD6000000u
+
+__constant__ word sixty_fours = 0x64646464u;  // the compiler may not see what it is, or it would put the selectors into registers
+
+struct Unit {
+    uint4 codes[CODE_LOADS];
+    uint4 high[HIGH_LOADS > 0 ? HIGH_LOADS : 1];
+    uint4 scales[SCALE_LOADS];
+    word extra;
+#if KIND == NVFP4
+    word second;
+#endif
+};
+
+__device__ __forceinline__ void load_codes(Unit &unit, const byte *at, int lane, int which, bool more) {
+    load_once(unit.codes[which], at + which * 512 + lane * 16, more);
+}
+
+__device__ __forceinline__ void load_high(Unit &unit, const byte *at, int lane, int which, bool more) {
+    load_once(unit.high[which], at + CODE_BYTES + which * 512 + lane * 16, more);
+}
+
+__device__ __forceinline__ void load_scales(Unit &unit, const byte *at, int lane, bool more) {
+    const byte *scales = at + CODE_BYTES + HIGH_BYTES;
+#pragma unroll
+    for (int i = 0; i < SCALE_LOADS; i++) load_once(unit.scales[i], scales + (lane >> 2) * (16 * SCALE_LOADS) + i * 16, more);
+    if (SIX_BIT_SCALES) load_once(unit.extra, scales + SCALE_BYTES + lane * 4, more);
+    if (KIND == Q6_K) load_once(unit.extra, scales + SCALE_BYTES + (lane >> 2) * 4, more);
+#if KIND == NVFP4
+    load_once(unit.extra, scales + SCALE_BYTES + (lane >> 2) * 8, more);
+    load_once(unit.second, scales + SCALE_BYTES + (lane >> 2) * 8 + 4, more);
+#endif
+}
+
+__device__ __forceinline__ void load_unit(Unit &unit, const byte *at, int lane, bool more) {
+#pragma unroll
+    for (int i = 0; i < CODE_LOADS; i++) load_codes(unit, at, lane, i, more);
+#pragma unroll
+    for (int i = 0; i < HIGH_LOADS; i++) load_high(unit, at, lane, i, more);
+    load_scales(unit, at, lane, more);
+}
+
+// Small scales of outputs g and g + 8 in the shape that the codes are multiplied with, that of output g in the lower half.
+struct Scales {
+    word magic;
+    word pairs[8];  // of K kinds: bytes of output g and g + 8 side by side, two of each in a word
+    word factor, zero;
+};
+
+__device__ __forceinline__ void pair_up(word (&pairs)[8], int i, word first, word second) {
+    pairs[2 * i] = permute(first, second, 0x5140u);
+    pairs[2 * i + 1] = permute(first, second, 0x7362u);
+}
+
+__device__ __forceinline__ void open_scales(Scales &scales, const Unit &unit) {
+    scales.magic = sixty_fours;
+    if (SIX_BIT_SCALES) {
+        const uint4 s = unit.scales[0];
+        pair_up(scales.pairs, 0, s.x & 0x3F3F3F3Fu, s.y & 0x3F3F3F3Fu);
+        pair_up(scales.pairs, 1, and_or(s.z, 0x0F0F0F0Fu, (s.x >> 2) & 0x30303030u), and_or(s.z >> 4, 0x0F0F0F0Fu, (s.y >> 2) & 0x30303030u));
+    }
+    if (KIND == Q6_K || KIND == NVFP4) {
+        const word sign = KIND == Q6_K ? 0x80808080u : 0;
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            pair_up(scales.pairs, i, part_of(unit.scales[0], i) ^ sign, part_of(unit.scales[1 % SCALE_LOADS], i) ^ sign);
+    }
+}
+
+// Before step i: K kinds whose small scales change there
+__device__ __forceinline__ void next_scales(Scales &scales, int i) {
+    if (SIX_BIT_SCALES && i % 2 == 0) {
+        const int block = i / 2;
+        scales.factor = add2(permute(scales.pairs[block >> 1], scales.magic, block & 1 ? 0x4342u : 0x4140u), MINUS_1024);
+        scales.zero = mul2(scales.factor, MINUS_1024_AND_64);
+    }
+    if (KIND == Q6_K) {
+        scales.factor = add2(permute(scales.pairs[i >> 1], scales.magic, i & 1 ? 0x4342u : 0x4140u), MINUS_1152);
+        scales.zero = mul2(scales.factor, NOTHING_AND_96);
+    }
+    if (KIND == NVFP4) {  // four bits of exponent and three of mantissa, brought into float16's places, and half of that
+        const word times = 0x58005800u;
+        scales.factor = mul2(permute(scales.pairs[i >> 1], 0, i & 1 ? 0x3424u : 0x1404u) >> 1, times);
+    }
+}
+
+// What is taken off 1024 + code, and off 64 + code, for a kind whose codes are multiplied with nothing
+#define OFF_1024 (KIND == Q4_0 ? 0xE408E408u : KIND == Q5_0 ? 0xE410E410u : KIND == Q6_K ? 0xE420E420u : MINUS_1024)
+#define OFF_64 (KIND == Q4_0 ? 0xD480D480u : KIND == Q5_0 ? 0xD500D500u : KIND == Q6_K ? 0xD600D600u : MINUS_64)
+
+// The weights of step i of sixteen inputs, in float16
+__device__ __forceinline__ void open_step(word (&a)[4], const Unit &unit, const Scales &scales, int i) {
+    if (KIND == Q8_0) {
+#pragma unroll
+        for (int u = 0; u < 2; u++) {
+            const word w = part_of(unit.codes[i / 2], 2 * (i & 1) + u) ^ 0x80808080u;
+            a[2 * u] = add2(permute(w, scales.magic, 0x4140u), MINUS_1152);
+            a[2 * u + 1] = add2(permute(w, scales.magic, 0x4342u), MINUS_1152);
+        }
+        return;
+    }
+    const word w = part_of(unit.codes[i / 4], i & 3);
+    if (FOURS) {  // sign, two bits of exponent and one of mantissa, brought into float16's places
+        const word times = 0x78007800u;
+        a[0] = mul2(and_or(w << 9, 0x0E000E00u, (w << 2) & 0x80008000u), times);
+        a[1] = mul2(and_or(w << 6, 0x0E000E00u, (w << 1) & 0x80008000u), times);
+        a[2] = mul2((w << 3) & 0x8E008E00u, times);
+        a[3] = mul2(w & 0x8E008E00u, times);
+        if (KIND == NVFP4) {
+#pragma unroll
+            for (int u = 0; u < 2; u++) {
+                a[2 * u] = times_half<0>(a[2 * u], scales.factor);
+                a[2 * u + 1] = times_half<1>(a[2 * u + 1], scales.factor);
+            }
+        }
+        return;
+    }
+#pragma unroll
+    for (int u = 0; u < 2; u++) {
+        const word own = u ? w >> 8 : w;
+        word low = and_or(own, 0x000F000Fu, MAGIC);  // 1024 + code
+        word top = and_or(own, 0x00F000F0u, TOP_MAGIC);  // 64 + code
+        if (FIVE) {
+            const word high = part_of(unit.high[0], i / 4);
+            const int place = 2 * (i & 3) + u;
+            const word moved = place < 4 ? high << (4 - place) : high >> place;
+            low = and_or(moved, 0x00100010u, low);
+            top = and_or(moved, 0x01000100u, top);
+        }
+        if (KIND == Q6_K) {
+            const word high = part_of(unit.high[i / 8], (i / 2) & 3);
+            const int place = 2 * (i & 1) + u;
+            const word moved = place == 0 ? high << 4 : place == 1 ? high << 2 : place == 2 ? high >> 4 : high >> 6;
+            low = and_or(moved, 0x00300030u, low);
+            top = and_or(moved, 0x03000300u, top);
+        }
+        if (SIX_BIT_SCALES) {
+            a[2 * u] = fma_half<0>(low, scales.factor, scales.zero);
+            a[2 * u + 1] = fma_half<1>(top, scales.factor, scales.zero);
+        } else {
+            a[2 * u] = add2(low, OFF_1024);
+            a[2 * u + 1] = KIND == Q6_K ? fma_half<1>(top, scales.factor, scales.zero) : add2(top, OFF_64);
+            if (KIND == Q6_K) a[2 * u] = times_half<0>(a[2 * u], scales.factor);  // 1,056 times a scale may be no number
+        }
+    }
+}
+
+// The scale of the whole span of output g + 8 h
+__device__ __forceinline__ float whole_scale(const Unit &unit, int h) {
+#if KIND == NVFP4
+    return __uint_as_float(h ? unit.second : unit.extra);
+#endif
+    const word pair = SIX_BIT_SCALES ? unit.scales[0].w : unit.extra;
+    return half_to_float(h ? pair >> 16 : pair & 0xFFFFu);
+}
+
+// The factor of the minima of both outputs, float16 each; all four lanes of a group take part
+__device__ __forceinline__ word minima_factors(const Unit &unit, int lane) {
+    word mine = ((unit.extra >> 12) & 15u) | ((unit.extra >> 24) & 0xF0u);
+    mine <<= 8 * (lane & 3);
+    mine |= __shfl_xor_sync(0xFFFFFFFFu, mine, 1);
+    return mine | __shfl_xor_sync(0xFFFFFFFFu, mine, 2);
+}
+
+// Minima 2 t and 2 t + 1 of output g + 8 h, in float16
+__device__ __forceinline__ word minima_pair(const Unit &unit, int h) {
+    return add2(and_or(h ? unit.extra >> 6 : unit.extra, 0x003F003Fu, MAGIC), MINUS_1024);
+}
+
+__device__ __forceinline__ float power_of_two(word exponent) {  // 2^(exponent - 128)
+    return __uint_as_float(exponent > 1 ? (exponent - 1) << 23 : 0x00200000u << exponent);
+}
+
+// The scale, and the minimum, of a block of 32 inputs of output g + 8 h
+__device__ __forceinline__ float block_scale(const Unit &unit, int block, int h) {
+    if (MINIMA) return half_to_float(part_of(unit.scales[SCALE_LOADS / 2 * h + block / 4], block & 3) & 0xFFFFu);
+    if (KIND == MXFP4) return power_of_two((part_of(unit.scales[0], 2 * h + block / 4) >> (8 * (block & 3))) & 255u);
+    const word pair = part_of(unit.scales[SCALE_LOADS > 1 ? h : 0], block / 2);
+    return half_to_float(block & 1 ? pair >> 16 : pair & 0xFFFFu);
+}
+
+__device__ __forceinline__ float block_minimum(const Unit &unit, int block, int h) {
+    return half_to_float(part_of(unit.scales[(SCALE_LOADS / 2 * h + block / 4) % SCALE_LOADS], block & 3) >> 16);
+}
