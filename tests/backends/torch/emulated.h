@@ -150,10 +150,8 @@ inline void load_once(word &v, const byte *at, bool more) { if (more) memcpy(&v,
 inline word and_or(word a, word mask, word c) { return (a & mask) | c; }
 template <class F> static word by_halves(F f) { return half_bits(f(0)) | half_bits(f(16)) << 16; }
 inline word mul2(word a, word b) { return by_halves([=](int s) { return half_value(a >> s) * half_value(b >> s); }); }
-template <int HALF> static word times_half(word a, word b) { return by_halves([=](int s) { return half_value(a >> s) * half_value(b >> 16 * HALF); }); }
-template <int HALF> static word fma_half(word a, word b, word c) {
-    return by_halves([=](int s) { return half_value(a >> s) * half_value(b >> 16 * HALF) + half_value(c >> 16 * HALF); });
-}
+inline word fma2(word a, word b, word c) { return by_halves([=](int s) { return half_value(a >> s) * half_value(b >> s) + half_value(c >> s); }); }
+template <int HALF> static word both(word a) { return (a >> 16 * HALF & 0xFFFF) * 0x10001u; }
 inline word add2(word a, word b) { return by_halves([=](int s) { return half_value(a >> s) + half_value(b >> s); }); }
 inline word permute(word a, word b, word selector) {
     const uint64_t both = (uint64_t)b << 32 | a;

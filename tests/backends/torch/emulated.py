@@ -1,7 +1,7 @@
 """The CUDA source of packed products on a CPU, for tests: the same code but for its single instructions, block by block.
 
-In: `packed_rows.cu` and its siblings. Out: `install`, after which `packed_rows.py` launches kernels that a C++ compiler made of it, on tensors of
-the CPU. `emulated.h` says what stands for a GPU's threads and for its matrix unit.
+In: `packed_rows.cu` and its siblings. Out: `install`, after which `packed_rows.py` launches kernels that a C++ compiler made of
+them, on tensors of the CPU. `emulated.h` says what stands for a GPU's threads and for its matrix unit.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 // Products of packed experts with the rows that go to them, by the rule of all packed products (spans.py).
 //
-// In: experts one behind the other, rows made ready, and tiles of pairs that were made on the device (`Grouped`). Out: [pairs, outputs]. A block of threads has a
-// tile of the rows of one expert, and some of its outputs. A few warps share sixteen outputs, a segment each, and one of them adds up:
-// there is nothing to share out. Compiled for a KIND, TILES, WARPS and BLOCKS (of a multiprocessor, at least).
+// In: experts one behind the other, rows made ready, and tiles of pairs that were made on the device (`Grouped`). Out: [pairs,
+// outputs]. A block of threads has a tile of the rows of one expert, and some of its outputs. A few warps share sixteen outputs, a
+// segment each, and one of them adds up: there is nothing to share out. Compiled for a KIND, TILES, WARPS and BLOCKS (of a
+// multiprocessor, at least).
 
 #define GROUPED
 #include "packed_items.cuh"
@@ -41,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) grouped_product
         ((uint4 *)(rows + i / pieces * bytes + p.rows * ROW_BYTES))[i % pieces] = make_uint4(0, 0, 0, 0);
     word own_rows[TILES];
 #pragma unroll
-    for (int n = 0; n < TILES; n++) own_rows[n] = kept_apart(rows_at + side * bytes + min(n * 8 + (lane & 7), p.rows) * ROW_BYTES + (lane >> 3) * 16);
+    for (int n = 0; n < TILES; n++) own_rows[n] = kept_apart(rows_at + side * bytes + row_at(p, n));
     float4 *kept = (float4 *)(rows + g.sides * bytes) + lane;  // sums of the other sides: [units, sides - 1, TILES, 32 lanes]
     float total[TILES][4];
     clear(total);

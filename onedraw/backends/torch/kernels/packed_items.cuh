@@ -53,6 +53,12 @@ __device__ __forceinline__ int powers_at(const Product &p) { return (p.rows + 1)
 
 __device__ __forceinline__ int buffer_bytes(const Product &p) { return powers_at(p) + TILES * 8 * SEGMENT * 4; }
 
+// Eight rows by 32 inputs, four matrices of eight by eight: lane 8 i + r brings row r of matrix i.
+__device__ __forceinline__ int row_at(const Product &p, int tile) {
+    const int lane = threadIdx.x & 31;
+    return min(tile * 8 + (lane & 7), p.rows) * ROW_BYTES + (lane >> 3) * 16;
+}
+
 __device__ __forceinline__ void bring_rows(const Product &p, word to, int span) {
     const int live = min(SEGMENT, p.spans - span);
 #pragma unroll 1

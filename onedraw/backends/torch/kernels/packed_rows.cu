@@ -1,7 +1,7 @@
 // Products of packed weights with few rows. The rule of the arithmetic stands in spans.py.
 //
-// In: units of a weight and rows made ready (`Product`, packed_items.cuh). Out: [rows, outputs]. Compiled at run time by nvrtc.py for a KIND, TILES, WARPS
-// (of a block, at most) and INSIDE, which says how items are shared out:
+// In: units of a weight and rows made ready (`Product`, packed_items.cuh). Out: [rows, outputs]. Compiled at run time by nvrtc.py
+// for a KIND, TILES, WARPS (of a block, at most) and INSIDE, which says how items are shared out:
 //   INSIDE 1  a block of threads has all segments of some outputs. Rows of all segments lie in shared memory, and so do the sums of
 //             items, which the block adds up in the end.
 //   INSIDE 0  items stand segment by segment, and every block has an equal share of them, so it needs rows of one segment or two.
@@ -18,10 +18,9 @@ __device__ __forceinline__ void product(const Product &p) {
     int begin = INSIDE ? blockIdx.x * p.height : (int)((long long)segments * p.tall * blockIdx.x / gridDim.x);
     const word rows_at = (word)__cvta_generic_to_shared(rows);
     float4 *kept = INSIDE ? (float4 *)(rows + buffers * bytes) + lane : (float4 *)p.parts + lane;
-    // Eight rows by 32 inputs, four matrices of eight by eight: lane 8 i + r brings row r of matrix i.
     int row_of[TILES];
 #pragma unroll
-    for (int n = 0; n < TILES; n++) row_of[n] = kept_apart(min(n * 8 + (lane & 7), p.rows) * ROW_BYTES + (lane >> 3) * 16);
+    for (int n = 0; n < TILES; n++) row_of[n] = kept_apart(row_at(p, n));
     const int pieces = (bytes - p.rows * ROW_BYTES) / 16;
     for (int i = threadIdx.x; i < buffers * pieces; i += blockDim.x)  // the row of zeros, and 2^e of those that are not there
         ((uint4 *)(rows + i / pieces * bytes + p.rows * ROW_BYTES))[i % pieces] = make_uint4(0, 0, 0, 0);

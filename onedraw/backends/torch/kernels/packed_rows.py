@@ -2,8 +2,8 @@
 
 In: `Fragments` (fragments.py), and rows made ready (spans.py, which says the rule of the arithmetic). Out: `skinny_product` gives
 [T, N]; `grouped_product` the same for rows that go to experts; `opened` a slice of outputs as the product of many rows reads it;
-`unpacked_rows` numbers, as the file has them. The kernels are `packed_rows.cu`, `packed_experts.cu` and `packed_opened.cu`, compiled
-when the first weight of a kind is made ready.
+`unpacked_rows` numbers, as the file has them. The kernels are `packed_rows.cu`, `packed_experts.cu` and `packed_opened.cu`,
+compiled when the first weight of a kind is made ready.
 """
 
 from __future__ import annotations

@@ -62,26 +62,19 @@ __device__ __forceinline__ word mul2(word a, word b) {
     return v;
 }
 
-// Both halves of a with one half of b, the lower or the upper.
-template <int HALF> __device__ __forceinline__ word times_half(word a, word b) {
+__device__ __forceinline__ word fma2(word a, word b, word c) {
     word v;
-    if (HALF) {
-        asm("{.reg .b16 l, h; .reg .b32 f; mov.b32 {l, h}, %2; mov.b32 f, {h, h}; mul.rn.f16x2 %0, %1, f;}" : "=r"(v) : "r"(a), "r"(b));
-    } else {
-        asm("{.reg .b16 l, h; .reg .b32 f; mov.b32 {l, h}, %2; mov.b32 f, {l, l}; mul.rn.f16x2 %0, %1, f;}" : "=r"(v) : "r"(a), "r"(b));
-    }
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(c));
     return v;
 }
 
-// The same, and plus one half of c.
-template <int HALF> __device__ __forceinline__ word fma_half(word a, word b, word c) {
+// One half of it, the lower or the upper, in both places. An instruction that takes it reads the half itself, so this is none.
+template <int HALF> __device__ __forceinline__ word both(word a) {
     word v;
     if (HALF) {
-        asm("{.reg .b16 l, h; .reg .b32 f, z; mov.b32 {l, h}, %2; mov.b32 f, {h, h}; mov.b32 {l, h}, %3; mov.b32 z, {h, h}; fma.rn.f16x2 %0, %1, f, z;}"
-            : "=r"(v) : "r"(a), "r"(b), "r"(c));
+        asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {high, high};}" : "=r"(v) : "r"(a));
     } else {
-        asm("{.reg .b16 l, h; .reg .b32 f, z; mov.b32 {l, h}, %2; mov.b32 f, {l, l}; mov.b32 {l, h}, %3; mov.b32 z, {l, l}; fma.rn.f16x2 %0, %1, f, z;}"
-            : "=r"(v) : "r"(a), "r"(b), "r"(c));
+        asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {low, low};}" : "=r"(v) : "r"(a));
     }
     return v;
 }
@@ -237,7 +230,8 @@ __device__ __forceinline__ void open_scales(Scales &scales, const Unit &unit) {
     if (SIX_BIT_SCALES) {
         const uint4 s = unit.scales[0];
         pair_up(scales.pairs, 0, s.x & 0x3F3F3F3Fu, s.y & 0x3F3F3F3Fu);
-        pair_up(scales.pairs, 1, and_or(s.z, 0x0F0F0F0Fu, (s.x >> 2) & 0x30303030u), and_or(s.z >> 4, 0x0F0F0F0Fu, (s.y >> 2) & 0x30303030u));
+        const word first = and_or(s.z, 0x0F0F0F0Fu, (s.x >> 2) & 0x30303030u);
+        pair_up(scales.pairs, 1, first, and_or(s.z >> 4, 0x0F0F0F0Fu, (s.y >> 2) & 0x30303030u));
     }
     if (KIND == Q6_K || KIND == NVFP4) {
         const word sign = KIND == Q6_K ? 0x80808080u : 0;
@@ -289,8 +283,8 @@ __device__ __forceinline__ void open_step(word (&a)[4], const Unit &unit, const 
         if (KIND == NVFP4) {
 #pragma unroll
             for (int u = 0; u < 2; u++) {
-                a[2 * u] = times_half<0>(a[2 * u], scales.factor);
-                a[2 * u + 1] = times_half<1>(a[2 * u + 1], scales.factor);
+                a[2 * u] = mul2(a[2 * u], both<0>(scales.factor));
+                a[2 * u + 1] = mul2(a[2 * u + 1], both<1>(scales.factor));
             }
         }
         return;
@@ -315,12 +309,12 @@ __device__ __forceinline__ void open_step(word (&a)[4], const Unit &unit, const 
             top = and_or(moved, 0x03000300u, top);
         }
         if (SIX_BIT_SCALES) {
-            a[2 * u] = fma_half<0>(low, scales.factor, scales.zero);
-            a[2 * u + 1] = fma_half<1>(top, scales.factor, scales.zero);
+            a[2 * u] = fma2(low, both<0>(scales.factor), both<0>(scales.zero));
+            a[2 * u + 1] = fma2(top, both<1>(scales.factor), both<1>(scales.zero));
         } else {
             a[2 * u] = add2(low, OFF_1024);
-            a[2 * u + 1] = KIND == Q6_K ? fma_half<1>(top, scales.factor, scales.zero) : add2(top, OFF_64);
-            if (KIND == Q6_K) a[2 * u] = times_half<0>(a[2 * u], scales.factor);  // 1,056 times a scale may be no number
+            a[2 * u + 1] = KIND == Q6_K ? fma2(top, both<1>(scales.factor), both<1>(scales.zero)) : add2(top, OFF_64);
+            if (KIND == Q6_K) a[2 * u] = mul2(a[2 * u], both<0>(scales.factor));  // 1,056 times a scale may be no number
         }
     }
 }
