@@ -11,6 +11,7 @@ import pytest
 from onedraw.assemble import open_door
 from onedraw.drafting import drafter_paths, make_speculator, proposer_names
 from onedraw.errors import BadSetting, UnsupportedModel
+from onedraw.planning import longest_draft
 from onedraw.settings import Settings
 from onedraw.types import History, Request, SamplingParams
 from onedraw.wishes import Wishes, settle
@@ -102,3 +103,8 @@ def test_a_hybrid_opens_drafts_with_its_own_head_and_answers_alike(tmp_path: Pat
         open_door(Settings(model=str(bare), max_context=256, draft=("mtp",)))
     with pytest.raises(UnsupportedModel, match="its state only moves forward"):
         open_door(Settings(model=str(folder), max_context=256, draft=(str(bare),)))
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, 16), ({"draft": ("none",)}, 0), ({"draft_tokens": 5}, 5)])
+def test_turns_are_rehearsed_with_as_many_drafts_as_will_come(given: dict[str, Any], expected: int) -> None:
+    assert longest_draft(Settings(model="smollm2", **given)) == expected
