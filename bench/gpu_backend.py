@@ -29,6 +29,7 @@ import torch
 from bench.gpu_sections import MORE, drafter_maker
 from onedraw.backends.floor import turn_bytes
 from onedraw.backends.packing import stored_sizes
+from onedraw.backends.plan import DRAFTS_PER_LANE
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import copy_bandwidth, pick_ops
 from onedraw.backends.torch.graphs import Graphs
@@ -396,7 +397,7 @@ class _Clock:
 def rehearse(bench: Bench) -> None:
     """What recording turns before the first request takes."""
     begin = time.perf_counter()
-    bench.backend.rehearse(lambda line: None)
+    bench.backend.rehearse(lambda line: None, drafts=DRAFTS_PER_LANE)
     steady = bench.backend._steady
     count = 0 if steady is None or not isinstance(steady._parts[-1]._recorder, Graphs) else len(steady._parts[-1]._recorder)
     say(f"{bench.name}: turns recorded before the first request, and s", [count, round(time.perf_counter() - begin, 1)])

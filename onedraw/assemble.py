@@ -303,7 +303,11 @@ def torch_backend(
         raise
     _tell_check(backend.report, tell)
     if rehearse:
-        backend.rehearse(tell, drafts=longest_draft(settings))
+        try:
+            backend.rehearse(tell, drafts=longest_draft(settings))
+        except BaseException:
+            backend.close()
+            raise
     if backend.capacity.drafter and drafting is not None:
         tell(f"drafting with {drafting.named} ({backend.capacity.drafter})")
     return backend

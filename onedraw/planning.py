@@ -32,7 +32,7 @@ DrafterBytes = Callable[[MemoryPlan], int]
 
 
 def longest_draft(settings: Settings) -> int:
-    """Drafts that a row may have behind each other where nobody asked for more; none where nothing is drafted."""
+    """Drafts of a row that are worth a place in advance: those that were asked for, or as many as most guesses have."""
     return 0 if "none" in settings.draft else settings.draft_tokens or DRAFTS_PER_LANE
 
 

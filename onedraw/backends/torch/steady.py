@@ -13,7 +13,6 @@ Which rows are steady is said once, in `backends/base.py`. Turns with others run
 
 from __future__ import annotations
 
-import itertools
 import time
 from bisect import bisect_left
 from collections import deque
@@ -43,7 +42,7 @@ STEPS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows, tokens,
 LEAST_REACH = 512  # positions
 LEAST_DEPTH = 8
 WISHES_BYTES = 8 * 2**20
-REHEARSAL_SECONDS, FAR_SECONDS = 40, 15  # for short contexts, and for as many of the others as there is time for
+NEAR_SECONDS, FAR_SECONDS, DRAFTS_SECONDS = 40, 15, 25  # of a start: short contexts, and as much else as there is time for
 MOST_REHEARSED = 96  # places, each with a recording of the layers: fewer than the recorder keeps
 REHEARSED = (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9))
 
@@ -132,17 +131,17 @@ class Place(NamedTuple):
     drafts: int = 0
 
 
-def rehearsed_places(lanes: int, max_context: int, drafts: int = 0) -> tuple[list[Place], list[Place]]:
-    """What is rehearsed. First every number of rows in the first two reaches, and one row with up to `drafts` drafts there; then
-    one row as far as the context goes, and more rows from near to far."""
+def rehearsed_places(lanes: int, max_context: int, drafts: int = 0) -> list[tuple[float, list[Place]]]:
+    """What is rehearsed, in this order, and until how many seconds after the beginning: every number of rows in the first two
+    reaches; one row as far as the context goes; one row with drafts, up to so many; and more rows from near to far."""
     counts = [count for count in STEPS if count <= lanes] or [1]
-    lengths = [step - 1 for step in STEPS if 1 < step <= drafts + 1]
+    lengths = sorted({min(step - 1, drafts) for step in STEPS} - {0})  # the longest of each bucket
     starts = (LEAST_REACH // 2, LEAST_REACH)
-    near = [Place(rows, start) for rows in counts for start in _within(starts, max_context)]
-    near += [Place(1, start, length) for length in lengths for start in _within(starts, max_context - length)]
     far = [LEAST_REACH << step for step in range(1, 32) if LEAST_REACH << step < max_context]
-    farther = sorted(itertools.product(counts, far), key=lambda place: (place[0] > 1, place[1], place[0]))
-    return near, [Place(*place) for place in farther]
+    near = [Place(rows, start) for rows in counts for start in _within(starts, max_context)]
+    drafted = [Place(1, start, length) for length in lengths for start in _within(starts, max_context - length)]
+    alone, more = [Place(1, start) for start in far], [Place(rows, start) for start in far for rows in counts if rows > 1]
+    return [(NEAR_SECONDS, near), (FAR_SECONDS, alone), (DRAFTS_SECONDS, drafted), (FAR_SECONDS, more)]
 
 
 def _within(starts: Sequence[int], stop: int) -> list[int]:
@@ -232,18 +231,21 @@ class SteadyTurns:
     def rehearse(self, lanes: int, drafts: int, watch: Watch, tell: Callable[[str], None]) -> None:
         """Record the turns of decoding before anybody waits for them, greedy and sampled, without drafts and with up to so many.
         Rehearsed rows lie on the page that nobody reads. What takes too long is recorded when it first comes."""
-        begin, (near, far) = time.monotonic(), rehearsed_places(lanes, self._stack.max_context, drafts)
-        places = (*near, *far[: max(MOST_REHEARSED - len(near), 0)])
-        for number, place in enumerate(places, start=1):
-            tell(f"recording turns, {number} of {len(places)}")
+        begin, groups = time.monotonic(), rehearsed_places(lanes, self._stack.max_context, drafts)
+        asked = [(seconds, place) for seconds, places in groups for place in places][:MOST_REHEARSED]
+        late = False
+        for number, (seconds, place) in enumerate(asked, start=1):
+            if time.monotonic() - begin > seconds:
+                late = True
+                continue
+            tell(f"recording turns, {number} of {len(asked)}")
             for params in REHEARSED:
-                if time.monotonic() - begin > (REHEARSAL_SECONDS if number <= len(near) else FAR_SECONDS):
-                    tell(f"recording turns: the rest when they first come, after {time.monotonic() - begin:.0f} s")
-                    return
                 plan = Plan(tuple(self._rehearsed(lane, place, params) for lane in range(place.rows)))
                 bucket = self.serves(plan)
                 assert bucket is not None
                 self.begin(plan, bucket, watch)
+        if late:
+            tell(f"recording turns: the rest when they first come, after {time.monotonic() - begin:.0f} s")
 
     def _rehearsed(self, lane: int, place: Place, params: SamplingParams) -> Row:
         start, drafts = place.start, tuple(Draft(0, i - 1) for i in range(place.drafts))

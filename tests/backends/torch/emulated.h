@@ -145,8 +145,8 @@ static uint32_t brain_bits(float v) {
 
 // ------------------------------------------------------------------ the single instructions
 
-inline void load_once(uint4 &v, const byte *at, bool more) { if (more) memcpy(&v, at, 16); }
-inline void load_once(word &v, const byte *at, bool more) { if (more) memcpy(&v, at, 4); }
+// What is not read is no number: nobody may use it.
+template <class T> static void load_once(T &v, const byte *at, bool more) { more ? memcpy(&v, at, sizeof v) : memset(&v, 0xFF, sizeof v); }
 inline word and_or(word a, word mask, word c) { return (a & mask) | c; }
 template <class F> static word by_halves(F f) { return half_bits(f(0)) | half_bits(f(16)) << 16; }
 inline word mul2(word a, word b) { return by_halves([=](int s) { return half_value(a >> s) * half_value(b >> s); }); }

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -242,3 +244,16 @@ def test_a_card_newer_than_the_compiler_has_machine_code_of_its_generation(monke
     assert nvrtc.architecture_for(10, 3) == "sm_100"
     assert nvrtc.architecture_for(9, 0, own=True) == "sm_90a"
     assert nvrtc.architecture_for(13, 0) == "sm_130"  # which the compiler will refuse by name
+
+
+def test_sources_are_read_alike_where_nobody_speaks_unicode() -> None:
+    """They have signs in their comments, and some of them stand in others."""
+    names = ("wide.cu", PRODUCT)
+    said = "from onedraw.backends.torch.kernels.nvrtc import read_source as read; print(sum(len(read(n)) for n in NAMES))"
+    env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    found = subprocess.run(
+        [sys.executable, "-c", f"NAMES = {names}; {said}"], env=env, capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr[-500:]
+    assert int(found.stdout) == sum(len(nvrtc.read_source(name)) for name in names)
+    assert "#include" not in nvrtc.read_source(PRODUCT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from onedraw.backends.torch.graphs import Replays, recorders_of
@@ -55,25 +56,36 @@ def test_prompts_checkpoints_and_what_the_host_must_see_are_not_steady() -> None
 
 
 def test_rehearsed_rows_stand_within_the_context_and_reach_as_far_as_it_goes() -> None:
-    near, far = rehearsed_places(2, 4096)
+    near, alone, drafted, more = (places for _, places in rehearsed_places(2, 4096))
     assert near == [Place(1, 256), Place(1, 512), Place(2, 256), Place(2, 512)]
-    assert far == [Place(1, 1024), Place(1, 2048), Place(2, 1024), Place(2, 2048)]
-    assert rehearsed_places(1, 512) == ([Place(1, 256), Place(1, 511)], [])
-    assert rehearsed_places(1, 100) == ([Place(1, 99)], [])
-    starts = {place.start for place in (*near, *far)}
+    assert (alone, drafted, more) == ([Place(1, 1024), Place(1, 2048)], [], [Place(2, 1024), Place(2, 2048)])
+    assert [places for _, places in rehearsed_places(1, 512)] == [[Place(1, 256), Place(1, 511)], [], [], []]
+    assert [places for _, places in rehearsed_places(1, 100)] == [[Place(1, 99)], [], [], []]
+    starts = {place.start for place in (*near, *alone, *more)}
     reaches = {bucket_of(Plan((replace(ROW, start=start, prompt_stop=0),)), recurrent=False).reach for start in starts}  # type: ignore[union-attr]
     assert reaches == {512, 1024, 2048, 4096}
 
 
-def test_one_row_is_rehearsed_with_drafts_of_every_length_that_has_a_bucket() -> None:
-    plain, _ = rehearsed_places(2, 4096)
-    near, _ = rehearsed_places(2, 4096, drafts=15)
-    assert near[: len(plain)] == plain
-    assert [place.drafts for place in near[len(plain) :]] == [1, 1, 3, 3, 7, 7, 11, 11, 15, 15]
-    assert {place.rows for place in near[len(plain) :]} == {1}
-    assert [place.drafts for place in rehearsed_places(1, 4096, drafts=2)[0]] == [0, 0, 1, 1]
-    assert all(place.start + place.drafts < 20 for place in rehearsed_places(1, 20, drafts=15)[0])
-    assert all(place.drafts < 5 for place in rehearsed_places(1, 5, drafts=15)[0])
+def drafted(max_context: int, drafts: int) -> list[Place]:
+    return rehearsed_places(2, max_context, drafts)[2][1]
+
+
+@pytest.mark.parametrize(
+    ("drafts", "lengths"), [(0, []), (1, [1]), (2, [1, 2]), (4, [1, 3, 4]), (15, [1, 3, 7, 11, 15]), (16, [1, 3, 7, 11, 15, 16])]
+)
+def test_one_row_is_rehearsed_with_drafts_of_every_bucket_up_to_the_longest(drafts: int, lengths: list[int]) -> None:
+    found = drafted(4096, drafts)
+    assert [(place.rows, place.drafts, place.start) for place in found] == [
+        (1, n, start) for n in lengths for start in (256, 512)
+    ]
+    rows = (replace(ROW, drafts=tuple(Draft(1, i - 1) for i in range(n))) for n in range(1, drafts + 1))
+    buckets = {bucket_of(Plan((row,)), recurrent=True).longest for row in rows}  # type: ignore[union-attr]
+    assert len(buckets) == len(lengths)  # whatever comes has a bucket that was rehearsed
+
+
+def test_rehearsed_drafts_end_within_the_context() -> None:
+    for max_context in (1, 5, 20, 300, 520):
+        assert all(place.start >= 0 and place.start + place.drafts < max_context for place in drafted(max_context, 15))
 
 
 def test_a_recorder_that_holds_nothing_yet_is_used_where_it_is_given() -> None:

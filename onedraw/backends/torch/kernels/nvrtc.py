@@ -105,7 +105,7 @@ def why_not() -> str:
 
 def read_source(name: str) -> str:
     """A source with what it includes in its place."""
-    lines = (FOLDER / name).read_text().splitlines(keepends=True)
+    lines = (FOLDER / name).read_text(encoding="utf-8").splitlines(keepends=True)
     included = (_INCLUDE.fullmatch(line.strip()) for line in lines)
     return "".join(line if found is None else read_source(found[1]) for line, found in zip(lines, included))
 
