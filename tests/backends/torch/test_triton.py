@@ -46,7 +46,7 @@ def test_limits_are_found_under_the_interpreter() -> None:
 
 
 def test_turns_that_are_padded_and_replayed_have_the_bits_of_plain_ones_under_the_interpreter() -> None:
-    assert "9 passed" in under_the_interpreter("tests/device/test_steady.py")
+    assert "10 passed" in under_the_interpreter("tests/device/test_steady.py")
 
 
 def test_recorded_parts_of_a_split_have_the_bits_of_the_whole_under_the_interpreter() -> None:
