@@ -83,7 +83,6 @@ def test_zeros_and_extremes_are_prepared_too(dtype: torch.dtype) -> None:
         assert torch.equal(found.x[2].double() * float(found.factors[2, 0]), x[2].double())
 
 
-@pytest.mark.filterwarnings("ignore:invalid value")  # the interpreter computes with numpy
 def test_sums_of_blocks_are_exact_whatever_stands_beside_each_other() -> None:
     """Numbers of every size below the largest, down to single bits of float16's last place, of both signs."""
     sizes = torch.randint(-34, 1, (6, 512), generator=torch.Generator().manual_seed(9)).to(DEVICE)
@@ -94,6 +93,7 @@ def test_sums_of_blocks_are_exact_whatever_stands_beside_each_other() -> None:
         assert equal(prepare_rows(x.to(dtype)), prepared_slowly(x.to(dtype)))
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")  # the interpreter computes with numpy
 def test_what_is_not_finite_stays_so_and_stays_in_its_row() -> None:
     x = normal(4, 256, seed=4)
     x[1, 7], x[2, 200] = float("inf"), float("nan")

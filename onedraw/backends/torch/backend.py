@@ -179,11 +179,11 @@ class TorchBackend:
     def rehearse(self, tell: Callable[[str], None], *, drafts: int = 0) -> None:
         """Record turns that will come, where turns are recorded; rows may have so many drafts. Before the first request."""
         if self._steady is not None:
-            held, most = self._capacity.draft_positions, self._capacity.max_drafts
+            capacity = self._capacity
+            limits = (drafts, capacity.max_drafts, capacity.draft_positions)
+            most = min(limit for limit in limits if limit is not None)
             with current(self._device):
-                self._steady.rehearse(
-                    self._capacity.lanes, min(drafts, most, most if held is None else held), self._watch(), tell
-                )
+                self._steady.rehearse(capacity.lanes, most, self._watch(), tell)
 
     def submit(self, plan: Plan) -> Ticket:
         awaits = any(row.awaits for row in plan.rows)

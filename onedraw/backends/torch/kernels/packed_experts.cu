@@ -37,9 +37,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) grouped_product
     Unit unit;
     load_unit(unit, weights + side * SEGMENT * UNIT_BYTES, lane, live);
     for (int i = threadIdx.x; i < p.rows; i += blockDim.x) pairs[i] = g.order[tile[1] + i];
-    const int pieces = (bytes - p.rows * ROW_BYTES) / 16;
-    for (int i = threadIdx.x; i < g.sides * pieces; i += blockDim.x)  // the row of zeros, and 2^e of those that are not there
-        ((uint4 *)(rows + i / pieces * bytes + p.rows * ROW_BYTES))[i % pieces] = make_uint4(0, 0, 0, 0);
+    clear_rows(p, rows, bytes, g.sides);
     word own_rows[TILES];
 #pragma unroll
     for (int n = 0; n < TILES; n++) own_rows[n] = kept_apart(rows_at + side * bytes + row_at(p, n));

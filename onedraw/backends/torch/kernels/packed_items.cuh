@@ -59,6 +59,13 @@ __device__ __forceinline__ int row_at(const Product &p, int tile) {
     return min(tile * 8 + (lane & 7), p.rows) * ROW_BYTES + (lane >> 3) * 16;
 }
 
+// Of so many buffers the row of zeros, and 2^e of rows that are not there
+__device__ __forceinline__ void clear_rows(const Product &p, byte *rows, int bytes, int buffers) {
+    const int pieces = (bytes - p.rows * ROW_BYTES) / 16;
+    for (int i = threadIdx.x; i < buffers * pieces; i += blockDim.x)
+        ((uint4 *)(rows + i / pieces * bytes + p.rows * ROW_BYTES))[i % pieces] = make_uint4(0, 0, 0, 0);
+}
+
 __device__ __forceinline__ void bring_rows(const Product &p, word to, int span) {
     const int live = min(SEGMENT, p.spans - span);
 #pragma unroll 1
@@ -115,17 +122,16 @@ __device__ __forceinline__ void keep(const Product &p, float4 *to, const float (
         if (n * 8 + 2 * (int)(threadIdx.x & 3) < p.rows) __stcg(to + n * 32, make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]));
 }
 
-// Segments from front to back, `apart` from each other
-__device__ __forceinline__ void add_up(const Product &p, const float4 *from, int segments, int apart, int tall) {
+// Sums of a unit's items, in memory, segment by segment
+__device__ __forceinline__ void add_up(const Product &p, int segments, int tall) {
+    const float4 *from = (const float4 *)p.parts + (long long)tall * segments * TILES * 32 + (threadIdx.x & 31);
     float total[TILES][4];
     clear(total);
 #pragma unroll 4
     for (int i = 0; i < segments; i++)
 #pragma unroll
         for (int n = 0; n < TILES; n++)
-            if (n * 8 + 2 * (int)(threadIdx.x & 3) < p.rows) {
-                add_to(total[n], __ldcg(from + (long long)i * apart + n * 32));
-            }
+            if (n * 8 + 2 * (int)(threadIdx.x & 3) < p.rows) add_to(total[n], __ldcg(from + (long long)i * (TILES * 32) + n * 32));
     finish(p, total, tall);
 }
 
@@ -136,9 +142,7 @@ __device__ __forceinline__ void add_inside(const Product &p, const float4 *kept,
         clear(total);
         for (int i = 0; i < segments; i++)
 #pragma unroll
-            for (int n = 0; n < TILES; n++) {
-                add_to(total[n], kept[((i * count + tall) * TILES + n) * 32]);
-            }
+            for (int n = 0; n < TILES; n++) add_to(total[n], kept[((i * count + tall) * TILES + n) * 32]);
         finish(p, total, first + tall);
     }
 }
@@ -161,8 +165,7 @@ __device__ __forceinline__ void settle(const Product &p, int tall, int count, in
     word last = __ballot_sync(0xFFFFFFFFu, is_last);
     if (last) __syncwarp();
     while (last) {
-        const int whose = __shfl_sync(0xFFFFFFFFu, tall, __ffs(last) - 1);
-        add_up(p, (const float4 *)p.parts + (long long)whose * segments * TILES * 32 + lane, segments, TILES * 32, whose);
+        add_up(p, segments, __shfl_sync(0xFFFFFFFFu, tall, __ffs(last) - 1));
         last &= last - 1;
     }
 }

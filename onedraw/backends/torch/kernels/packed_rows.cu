@@ -9,7 +9,7 @@
 
 #include "packed_items.cuh"
 
-__device__ __forceinline__ void product(const Product &p) {
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) rows_product(const __grid_constant__ Product p) {
     extern __shared__ __align__(16) byte rows[];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
     const int segments = (p.spans + SEGMENT - 1) / SEGMENT, buffers = INSIDE ? segments : p.buffers, bytes = buffer_bytes(p);
@@ -21,9 +21,7 @@ __device__ __forceinline__ void product(const Product &p) {
     int row_of[TILES];
 #pragma unroll
     for (int n = 0; n < TILES; n++) row_of[n] = kept_apart(row_at(p, n));
-    const int pieces = (bytes - p.rows * ROW_BYTES) / 16;
-    for (int i = threadIdx.x; i < buffers * pieces; i += blockDim.x)  // the row of zeros, and 2^e of those that are not there
-        ((uint4 *)(rows + i / pieces * bytes + p.rows * ROW_BYTES))[i % pieces] = make_uint4(0, 0, 0, 0);
+    clear_rows(p, rows, bytes, buffers);
     const int most_unsettled = segments > FEW_SEGMENTS ? 1 : MOST_UNSETTLED;
     bool waits = p.pdl, starts = true;
     while (begin < end) {  // once, but where there is no room for all sums, or for rows of all segments
@@ -75,5 +73,3 @@ __device__ __forceinline__ void product(const Product &p) {
         begin = INSIDE ? begin + count : stop;
     }
 }
-
-extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) rows_product(const __grid_constant__ Product p) { product(p); }
