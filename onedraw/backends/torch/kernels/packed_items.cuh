@@ -269,6 +269,9 @@ struct Item {
     int tall, segment, live;
 };
 
+// Item `item` of so many, where the first is another one
+__device__ __forceinline__ int turned(int item, int turn, int items) { return item + turn < items ? item + turn : item + turn - items; }
+
 __device__ __forceinline__ Item place_of(const Product &p, int item, int first, int count) {
     Item found;
     found.segment = item / count;

@@ -27,11 +27,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) rows_product(const _
     while (begin < end) {  // once, but where there is no room for all sums, or for rows of all segments
         const int count = INSIDE ? min(p.step, end - begin) : p.tall, first = INSIDE ? begin : 0;
         const int segment = INSIDE ? 0 : begin / count, stop = INSIDE ? segments * count : min(end, (segment + buffers) * count);
-        int item = (INSIDE ? 0 : begin) + warp, unsettled = 0, mine = 0;
-        Item own = place_of(p, min(item, stop - 1), first, count);
+        // Blocks that have other segments of the same outputs begin elsewhere among them: so each is the last to finish some of them,
+        // and none has to add up all.
+        const int from = INSIDE ? 0 : begin, items = stop - from, turn = INSIDE ? 0 : (int)((long long)items * segment / segments);
+        int item = warp, unsettled = 0, mine = 0;
+        Item own = place_of(p, from + turned(min(item, items - 1), turn, items), first, count);
         // Weights hang on nothing that runs before this kernel: the first are on their way before it waits.
         Unit unit;
-        load_unit(unit, own.at, lane, item < stop);
+        load_unit(unit, own.at, lane, item < items);
         __syncthreads();
         if (!INSIDE || starts) {
 #if __CUDA_ARCH__ >= 900
@@ -43,9 +46,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) rows_product(const _
             __syncthreads();
         }
 #pragma unroll 1
-        for (; item < stop; item += warps) {
-            const bool more = item + warps < stop;
-            const Item next = place_of(p, more ? item + warps : item, first, count);
+        for (; item < items; item += warps) {
+            const bool more = item + warps < items;
+            const Item next = place_of(p, from + turned(more ? item + warps : item, turn, items), first, count);
             const int buffer = (own.segment - segment) * bytes;
             word own_rows[TILES];
             float sums[TILES][4];
