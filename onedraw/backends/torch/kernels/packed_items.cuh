@@ -147,8 +147,8 @@ __device__ __forceinline__ void add_inside(const Product &p, const float4 *kept,
     }
 }
 
-// Waiting for memory once for several items pays, but then one warp may have several outputs to add up, segment by segment.
-#define MOST_UNSETTLED 8
+// Waiting for memory once for several items pays, but what is settled late is more to add up in the end.
+#define MOST_UNSETTLED 2
 #define FEW_SEGMENTS 8
 
 // Items of a warp whose sums are in memory, and nobody knows yet: lane i holds the unit of item i. All lanes' sums come before
@@ -226,7 +226,7 @@ __device__ __forceinline__ void add_span(const Product &p, float (&sums)[TILES][
         }
     }
     if (!WHOLE) return;
-    const float whole[2] = {whole_scale(now, 0), whole_scale(now, 1)};
+    const float whole[2] = {for_tiny(whole_scale(now, 0), 0), for_tiny(whole_scale(now, 1), 1)};
     word minima[4];
     float least[2];
     if (SIX_BIT_SCALES) {

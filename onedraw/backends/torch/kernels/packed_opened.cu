@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(OPENED_WARPS * 32) opened(const __g
         next_scales(scales, i);
         open_step(a, unit, scales, i);
 #pragma unroll
-        for (int j = 0; j < 4; j++) own[(g + 8 * (j & 1)) * (OPENED_ROW / 2) + i * 8 + (j >> 1) * 4 + t] = a[j];
+        for (int j = 0; j < 4; j++) own[(g + 8 * (j & 1)) * (OPENED_ROW / 2) + i * 8 + (j >> 1) * 4 + t] = plain(a[j], j & 1);
     }
     __syncwarp();
     for (int row = 0; row < 16; row++) {

@@ -1,7 +1,7 @@
 // Units of packed weights, sixteen outputs by 256 inputs, in the registers of a warp.
 //
 // In: units as fragments.py lays them, of a KIND (the kind's number in GGUF). Out: the numbers of a step of sixteen inputs as the matrix
-// unit takes them, exact or rounded once as spans.py says, and the scales and minima of a span or a block. Tests run everything
+// unit takes them, exact or rounded once as spans.py says but for a power of two (TINY), and the scales and minima of a span or a block. Tests run everything
 // behind the single instructions on a CPU, with their own instead (tests/backends/torch/emulated.h).
 
 #define Q4_0 2
@@ -20,6 +20,9 @@
 #define FOURS (KIND == MXFP4 || KIND == NVFP4)    // codes of a sign, two bits of exponent and one of mantissa
 #define WHOLE (SIX_BIT_SCALES || KIND == Q6_K || KIND == NVFP4)  // one scale for a whole span on top of small ones
 #define MINIMA (KIND == Q4_1 || KIND == Q5_1)     // a minimum of float16 per block
+// Codes are taken as the last bits of a float16 without more, so numbers are whole multiples of 2^-24 (outputs g) and 2^-20 (g + 8).
+// Whatever is exact, or rounded, is so at these sizes too: a power of two commutes with all that follows.
+#define TINY (SIX_BIT_SCALES || KIND == Q6_K)
 #define PLAIN_SCALES (KIND == Q4_0 || KIND == Q5_0 || KIND == Q8_0)
 
 typedef unsigned int word;
@@ -170,8 +173,9 @@ __device__ __forceinline__ word part_of(const uint4 &v, int i) { return i == 0 ?
 #define MINUS_1024 0xE400E400u
 #define MINUS_1152 0xE480E480u
 #define MINUS_64 0xD400D400u
-#define MINUS_1024_AND_64 0xD400E400u
-#define NOTHING_AND_96 0xD6000000u
+#define TINY_MINUS_32 0x82008020u  // 32 steps of 2^-24, and of 2^-20, below nothing
+#define TIMES_4096 0x6C006C00u
+#define TIMES_256 0x5C005C00u
 
 __constant__ word sixty_fours = 0x64646464u;  // the compiler may not see what it is, or it would put the selectors into registers
 
@@ -246,11 +250,10 @@ __device__ __forceinline__ void next_scales(Scales &scales, int i) {
     if (SIX_BIT_SCALES && i % 2 == 0) {
         const int block = i / 2;
         scales.factor = add2(permute(scales.pairs[block >> 1], scales.magic, block & 1 ? 0x4342u : 0x4140u), MINUS_1024);
-        scales.zero = mul2(scales.factor, MINUS_1024_AND_64);
     }
     if (KIND == Q6_K) {
         scales.factor = add2(permute(scales.pairs[i >> 1], scales.magic, i & 1 ? 0x4342u : 0x4140u), MINUS_1152);
-        scales.zero = mul2(scales.factor, NOTHING_AND_96);
+        scales.zero = mul2(scales.factor, TINY_MINUS_32);
     }
     if (KIND == NVFP4) {  // four bits of exponent and three of mantissa, brought into float16's places, and half of that
         const word times = 0x58005800u;
@@ -259,10 +262,10 @@ __device__ __forceinline__ void next_scales(Scales &scales, int i) {
 }
 
 // What is taken off 1024 + code, and off 64 + code, for a kind whose codes are multiplied with nothing
-#define OFF_1024 (KIND == Q4_0 ? 0xE408E408u : KIND == Q5_0 ? 0xE410E410u : KIND == Q6_K ? 0xE420E420u : MINUS_1024)
-#define OFF_64 (KIND == Q4_0 ? 0xD480D480u : KIND == Q5_0 ? 0xD500D500u : KIND == Q6_K ? 0xD600D600u : MINUS_64)
+#define OFF_1024 (KIND == Q4_0 ? 0xE408E408u : KIND == Q5_0 ? 0xE410E410u : MINUS_1024)
+#define OFF_64 (KIND == Q4_0 ? 0xD480D480u : KIND == Q5_0 ? 0xD500D500u : MINUS_64)
 
-// The weights of step i of sixteen inputs, in float16
+// The weights of step i of sixteen inputs, in float16: a[0] and a[2] of output g, the others of g + 8
 __device__ __forceinline__ void open_step(word (&a)[4], const Unit &unit, const Scales &scales, int i) {
     if (KIND == Q8_0) {
 #pragma unroll
@@ -292,8 +295,8 @@ __device__ __forceinline__ void open_step(word (&a)[4], const Unit &unit, const 
 #pragma unroll
     for (int u = 0; u < 2; u++) {
         const word own = u ? w >> 8 : w;
-        word low = and_or(own, 0x000F000Fu, MAGIC);  // 1024 + code
-        word top = and_or(own, 0x00F000F0u, TOP_MAGIC);  // 64 + code
+        word low = and_or(own, 0x000F000Fu, TINY ? 0 : MAGIC);  // code · 2^-24, or 1024 + code
+        word top = and_or(own, 0x00F000F0u, TINY ? 0 : TOP_MAGIC);  // code · 2^-20, or 64 + code
         if (FIVE) {
             const word high = part_of(unit.high[0], i / 4);
             const int place = 2 * (i & 3) + u;
@@ -309,15 +312,23 @@ __device__ __forceinline__ void open_step(word (&a)[4], const Unit &unit, const 
             top = and_or(moved, 0x03000300u, top);
         }
         if (SIX_BIT_SCALES) {
+            a[2 * u] = mul2(low, both<0>(scales.factor));
+            a[2 * u + 1] = mul2(top, both<1>(scales.factor));
+        } else if (KIND == Q6_K) {
             a[2 * u] = fma2(low, both<0>(scales.factor), both<0>(scales.zero));
             a[2 * u + 1] = fma2(top, both<1>(scales.factor), both<1>(scales.zero));
         } else {
             a[2 * u] = add2(low, OFF_1024);
-            a[2 * u + 1] = KIND == Q6_K ? fma2(top, both<1>(scales.factor), both<1>(scales.zero)) : add2(top, OFF_64);
-            if (KIND == Q6_K) a[2 * u] = mul2(a[2 * u], both<0>(scales.factor));  // 1,056 times a scale may be no number
+            a[2 * u + 1] = add2(top, OFF_64);
         }
     }
 }
+
+// Numbers of output g + 8 h as spans.py has them
+__device__ __forceinline__ word plain(word a, int h) { return TINY ? mul2(mul2(a, TIMES_4096), h ? TIMES_256 : TIMES_4096) : a; }
+
+// What stands for the scale of the whole span of output g + 8 h beside those that are not plain
+__device__ __forceinline__ float for_tiny(float scale, int h) { return TINY ? __fmul_rn(scale, h ? 1048576.0f : 16777216.0f) : scale; }
 
 // The scale of the whole span of output g + 8 h
 __device__ __forceinline__ float whole_scale(const Unit &unit, int h) {
