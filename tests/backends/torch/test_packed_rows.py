@@ -209,7 +209,7 @@ def test_a_row_of_its_own_for_every_pair_is_read_where_it_stands() -> None:
         assert torch.equal(found[pair : pair + 1], alone)
 
 
-@pytest.mark.parametrize("fault", ["a tile of another expert", "a pair in another's place", "a span's power of two"])
+@pytest.mark.parametrize("fault", ["a tile of another expert", "a pair in another's place", "a segment's power of two"])
 def test_a_planted_fault_is_caught(fault: str) -> None:
     counts = (3, 5)
     experts, _ = made("Q4_0", rows=24, width=512, count=2)
@@ -224,7 +224,7 @@ def test_a_planted_fault_is_caught(fault: str) -> None:
             routes.order[0] = 2  # row 1's pair instead of row 0's
         case _:
             factors = prepared.factors.clone()
-            factors[2, 1] *= 2
+            factors[2, 0] *= 2
             given = Prepared(prepared.x, factors, prepared.sums)
     found = grouped_product(given, experts, routes, divide=2, out=nothing(10, 24)).view(5, 2, -1)
     assert not all(

@@ -45,13 +45,13 @@ __device__ __forceinline__ int target_of(const Product &p, int row) {
 }
 
 // Shared memory of a segment: per row numbers and their sums, padded so that eight rows lie in different banks, and a row of zeros
-// for those that are not there; then 2^e.
+// for those that are not there; then 2^e of each row.
 #define ROW_BYTES (SEGMENT * (SPAN * 2 + 32) + 16)
 #define SUMS_AT (SEGMENT * SPAN * 2)
 
 __device__ __forceinline__ int powers_at(const Product &p) { return (p.rows + 1) * ROW_BYTES; }
 
-__device__ __forceinline__ int buffer_bytes(const Product &p) { return powers_at(p) + TILES * 8 * SEGMENT * 4; }
+__device__ __forceinline__ int buffer_bytes(const Product &p) { return powers_at(p) + TILES * 8 * 4; }
 
 // Eight rows by 32 inputs, four matrices of eight by eight: lane 8 i + r brings row r of matrix i.
 __device__ __forceinline__ int row_at(const Product &p, int tile) {
@@ -79,7 +79,7 @@ __device__ __forceinline__ void bring_rows(const Product &p, word to, int span) 
         const int row = i / (SEGMENT * 2), piece = i % (SEGMENT * 2);
         const long long at = (long long)source_of(p, row) * p.spans + span;
         if (piece < live * 2) copy_sixteen(to + row * ROW_BYTES + SUMS_AT + piece * 16, p.sums + at * 16 + piece * 8);
-        if (piece < live) copy_four(to + powers_at(p) + (piece * TILES * 8 + row) * 4, p.factors + at + piece);
+        if (piece == 0) copy_four(to + powers_at(p) + row * 4, p.factors + at);
     }
 }
 
@@ -179,7 +179,6 @@ __device__ __forceinline__ void add_span(const Product &p, float (&sums)[TILES][
     if (FIVE) load_high(unit, next, lane, 0, more);
     Scales scales;
     open_scales(scales, now);
-    const float *powers = (const float *)(rows + powers_at(p)) + place * TILES * 8 + 2 * (lane & 3);
     float span_sums[TILES][4];
     clear(span_sums);
 #pragma unroll
@@ -203,7 +202,6 @@ __device__ __forceinline__ void add_span(const Product &p, float (&sums)[TILES][
             step(span_sums[n], a[0], b[0], b[1]);
             step(span_sums[n], a[1], b[2], b[3]);
             if (WHOLE) continue;
-            const float two[2] = {powers[n * 8], powers[n * 8 + 1]};
             float whole[2] = {0.0f, 0.0f};
             if (MINIMA) {
 #pragma unroll
@@ -215,13 +213,9 @@ __device__ __forceinline__ void add_span(const Product &p, float (&sums)[TILES][
             }
 #pragma unroll
             for (int c = 0; c < 4; c++) {
-                const float scale = __fmul_rn(block_scale(now, block, c >> 1), two[c & 1]);
-                sums[n][c] = __fmaf_rn(span_sums[n][c], scale, sums[n][c]);
+                sums[n][c] = __fmaf_rn(span_sums[n][c], block_scale(now, block, c >> 1), sums[n][c]);
                 span_sums[n][c] = 0.0f;
-                if (MINIMA) {
-                    const float least = __fmul_rn(block_minimum(now, block, c >> 1), two[c & 1]);
-                    sums[n][c] = __fmaf_rn(whole[c & 1], least, sums[n][c]);
-                }
+                if (MINIMA) sums[n][c] = __fmaf_rn(whole[c & 1], block_minimum(now, block, c >> 1), sums[n][c]);
             }
         }
     }
@@ -238,21 +232,20 @@ __device__ __forceinline__ void add_span(const Product &p, float (&sums)[TILES][
     }
 #pragma unroll
     for (int n = 0; n < TILES; n++) {
-        const float two[2] = {powers[n * 8], powers[n * 8 + 1]};
 #pragma unroll
-        for (int c = 0; c < 4; c++) sums[n][c] = __fmaf_rn(span_sums[n][c], __fmul_rn(whole[c >> 1], two[c & 1]), sums[n][c]);
+        for (int c = 0; c < 4; c++) sums[n][c] = __fmaf_rn(span_sums[n][c], whole[c >> 1], sums[n][c]);
         if (SIX_BIT_SCALES) {
             float taken[4] = {0.0f, 0.0f, 0.0f, 0.0f};
             word b0, b1;
             two_matrices(b0, b1, own[n] + SUMS_AT + place * 32);
             step(taken, minima, b0, b1);
 #pragma unroll
-            for (int c = 0; c < 4; c++) sums[n][c] = __fmaf_rn(taken[c], -__fmul_rn(least[c >> 1], two[c & 1]), sums[n][c]);
+            for (int c = 0; c < 4; c++) sums[n][c] = __fmaf_rn(taken[c], -least[c >> 1], sums[n][c]);
         }
     }
 }
 
-// So many spans of sixteen outputs, one behind the other; then the first of what comes `next` is on its way.
+// So many spans of sixteen outputs, one behind the other, then times 2^e; and the first of what comes `next` is on its way.
 __device__ __forceinline__ void add_item(const Product &p, float (&sums)[TILES][4], Unit &unit, const byte *at, int spans, const byte *next,
                                          bool more, const byte *rows, const word (&own)[TILES]) {
 #pragma unroll
@@ -261,6 +254,11 @@ __device__ __forceinline__ void add_item(const Product &p, float (&sums)[TILES][
         const bool closes = s + 1 >= spans;
         add_span(p, sums, unit, closes ? next : at + (s + 1) * UNIT_BYTES, !closes || more, rows, own, s);
     }
+    const float *powers = (const float *)(rows + powers_at(p)) + 2 * (threadIdx.x & 3);
+#pragma unroll
+    for (int n = 0; n < TILES; n++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) sums[n][c] = __fmul_rn(sums[n][c], powers[n * 8 + (c & 1)]);
 }
 
 // Where the weights of an item lie, and how many spans it has. Items of a block with all segments count from its first unit.

@@ -45,7 +45,7 @@ class Share:
 
 def buffer_bytes(rows: int, tiles: int) -> int:
     """A segment of rows and a row of zeros: numbers, sums, what brings eight rows into different banks, powers of two."""
-    return (rows + 1) * (SEGMENT * (2 * SPAN + 32) + 16) + tiles * TILE_ROWS * SEGMENT * 4
+    return (rows + 1) * (SEGMENT * (2 * SPAN + 32) + 16) + tiles * TILE_ROWS * 4
 
 
 def rows_at_once(rows: int, shared: int) -> int:

@@ -4,19 +4,19 @@ In: rows x [T, K] in bf16 or f16. Out: `Prepared`, which every packed product of
 of such a product follow (`packed_rows.py` for few rows and for experts, `wide.py` and `triton_wide.py` for many), so that their
 bits are equal:
 
-1. Rows. A span is 256 inputs, a block 32; inputs past K are zero. Of each span, 2^e is the power of two that brings its
-   largest |x| into [512, 1024), with e within [-96, 118] and 0 for a span of zeros. X = x · 2^-e, rounded to float16. A is a
-   block's sum of X: exact, then rounded to float32, and kept as two float16, hi = f16(A) and lo = f16(A - hi). What is not
-   finite stays so. A row's result depends on that row alone.
+1. Rows. A block is 32 inputs, a span 256, a segment four spans; inputs past K are zero. Of each segment, 2^e is the power of two
+   that brings its largest |x| into [512, 1024), with e within [-96, 118] and 0 for a segment of zeros. X = x · 2^-e, rounded to
+   float16. A is a block's sum of X: exact, then rounded to float32, and kept as two float16, hi = f16(A) and lo = f16(A - hi).
+   What is not finite stays so. A row's result depends on that row alone.
 2. K kinds (Q4_K, Q5_K, Q6_K) and NVFP4. W = scale · code in float16, rounded to nearest: exact but for Q6_K above 2,048. P is the
    sum of a span's W · X by the matrix unit, 16 inputs at a time in their order, chained from zero, in float32. Where there are
    minima, M is one step of the matrix unit over 16: the eight minima with hi, then the eight again with lo.
-   sum = fma(P, d · 2^e, sum); sum = fma(M, -(dmin · 2^e), sum), in float32. d of NVFP4 is the factor of its matrix.
+   sum = fma(P, d, sum); sum = fma(M, -dmin, sum), in float32. d of NVFP4 is the factor of its matrix.
 3. Kinds with a float scale per block (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4). W = code less its offset, exact. P is the sum of a
-   block's W · X, two steps of 16 from zero. sum = fma(P, d · 2^e, sum); where there are minima,
-   sum = fma(hi + lo, m · 2^e, sum).
-4. Sums run over segments of four spans from zero, and segments are added from front to back, whoever computes them. Then the
-   result is rounded, and bias and residual are added, each sum rounded.
+   block's W · X, two steps of 16 from zero. sum = fma(P, d, sum); where there are minima, sum = fma(hi + lo, m, sum).
+4. Sums run over segments from zero, each times its 2^e in the end, or times 2^e on the way, which is the same: a power of two
+   commutes with rounding, and e is such that nothing falls below what float32 has. Segments are added from front to back,
+   whoever computes them. Then the result is rounded, and bias and residual are added, each sum rounded.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -29,13 +29,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onedraw.backends.packing import SPAN
+from onedraw.backends.packing import SEGMENT, SPAN
 from onedraw.backends.torch.kernels.triton_linear import launch_options
 from onedraw.backends.torch.kernels.triton_math import begin_kernel
 
 BLOCK = 32  # inputs that have a sum
 LEAST, MOST = -96, 118  # of e: a scale's float16 times 2^e stays within float32
-FEW = 4096  # spans; more of them are prepared eight by a program
+FEW = 4096  # spans; more of them are prepared two segments by a program
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Prepared:
     """Rows as a packed product reads them. S spans of 256 inputs, the last filled up with zeros."""
 
     x: Tensor  # [T, S * 256] float16, x · 2^-e
-    factors: Tensor  # [T, S] float32, 2^e
+    factors: Tensor  # [T, S] float32, 2^e: equal for the spans of a segment
     sums: Tensor  # [T, S, 16] float16: hi of the eight blocks' sums, then lo
 
     def __len__(self) -> int:
@@ -86,10 +86,13 @@ def empty_prepared(rows: int, width: int, device: torch.device) -> Prepared:
 
 @triton.jit
 def scaled_span(values, SPANS: tl.constexpr):
-    """Numbers of float32 [SPANS * 256] → X of float16 [SPANS, 256], 2^e [SPANS], hi and lo [SPANS, 8]."""
+    """Numbers of float32 [SPANS * 256], whole segments or all there is → X of float16 [SPANS, 256], 2^e [SPANS], hi and lo
+    [SPANS, 8]."""
     values = tl.reshape(values, (SPANS, 256))
     bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # as whole numbers they stand in the order of their sizes, NaN last
-    largest = tl.max(bits, 1)
+    TOGETHER: tl.constexpr = 4 if SPANS >= 4 else SPANS
+    largest = tl.max(tl.reshape(tl.max(bits, 1), (SPANS // TOGETHER, TOGETHER)), 1)
+    largest = tl.reshape(tl.broadcast_to(largest[:, None], (SPANS // TOGETHER, TOGETHER)), (SPANS,))
     exponent = tl.minimum(tl.maximum((largest >> 23) - 136, -96), 118)
     exponent = tl.where(largest == 0, 0, exponent)
     factor = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
@@ -146,7 +149,7 @@ def _prepare(
 
 
 def prepare_border(width: int) -> int:
-    """Rows from which on eight spans are one program's."""
+    """Rows from which on two segments are one program's."""
     return FEW // -(-width // SPAN) + 1
 
 
@@ -158,7 +161,7 @@ def prepare_rows(
     made = empty_prepared(rows, width, x.device) if out is None else out
     spans = made.factors.shape[1]
     if rows:
-        together = 1 if rows * spans <= FEW else 8
+        together = SEGMENT if rows * spans <= FEW else 2 * SEGMENT
         _prepare[(rows, triton.cdiv(spans, together))](
             x,
             order,
@@ -171,7 +174,7 @@ def prepare_rows(
             SPANS=together,
             ORDERED=order is not None,
             PDL=pdl,
-            num_warps=1 if together == 1 else 4,
+            num_warps=4,
             enable_fp_fusion=False,
             **launch_options(pdl),
         )
@@ -186,6 +189,7 @@ def prepared_slowly(x: Tensor, *, width: int | None = None, order: Tensor | None
     values = x[:, :width].float() if order is None else x.float().index_select(1, order.long())
     values = torch.nn.functional.pad(values, (0, -width % SPAN)).view(rows, -1, SPAN)
     largest = values.view(torch.int32).bitwise_and(0x7FFFFFFF).amax(2)
+    largest = torch.cat([part.amax(1, keepdim=True).expand_as(part) for part in largest.split(SEGMENT, 1)], 1)
     exponents = torch.where(largest == 0, 0, ((largest >> 23) - 136).clamp(LEAST, MOST))
     scaled = torch.ldexp(values, -exponents[..., None]).half()
     whole = scaled.double().view(rows, -1, SPAN // BLOCK, BLOCK).sum(3).float()
