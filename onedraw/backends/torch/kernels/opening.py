@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.packing import SPAN
-from onedraw.backends.torch.kernels.spans import Opened, beside
+from onedraw.backends.torch.kernels.spans import TINY, Opened, beside
 from onedraw.checkpoints.quants import KINDS
 
 TWICE = (0, 1, 2, 3, 4, 6, 8, 12)  # codes of a sign, two bits of exponent and one of mantissa stand for half of these
@@ -25,13 +25,17 @@ def opened_slowly(raw: Tensor, kind: str, factors: Tensor | None = None) -> Open
         case "Q4_K" | "Q5_K":
             whole = blocks[:, :, 0]
             scale, least = _six_bits(whole)
-            weights = (_codes(blocks, kind) * scale[..., None]).half().view(rows, -1)
-            return Opened(weights, _side_by_side(_half(whole, 0)), least.half(), _side_by_side(_half(whole, 2)))
+            tiny = _tiny(rows, raw.device)
+            weights = (_codes(blocks, kind) * scale[..., None] * tiny[:, :, None, None]).half().view(rows, -1)
+            minima = (least * tiny[:, :, None]).half()
+            return Opened(weights, _side_by_side(_half(whole, 0) / tiny), minima, _side_by_side(_half(whole, 2) / tiny))
         case "Q6_K":
             whole = blocks[:, :, 0]
             scale = whole[..., 192:208].contiguous().view(torch.int8).int()
-            weights = (_split(_codes(blocks, kind) - 32, -1, 2, 16) * _split(scale, -1, 8, 2)[..., None]).half()
-            return Opened(weights.view(rows, -1), _side_by_side(_half(whole, 208)))
+            tiny = _tiny(rows, raw.device)
+            weights = _split(_codes(blocks, kind) - 32, -1, 2, 16) * _split(scale, -1, 8, 2)[..., None]
+            weights = (weights * tiny[:, :, None, None, None]).half().view(rows, -1)
+            return Opened(weights, _side_by_side(_half(whole, 208) / tiny))
         case "Q4_1" | "Q5_1":
             scale, least = (_side_by_side(_half(blocks, at).reshape(rows, -1)) for at in (0, 2))
             return Opened(_codes(blocks, kind).half().view(rows, -1), scale, None, least)
@@ -53,6 +57,11 @@ def opened_slowly(raw: Tensor, kind: str, factors: Tensor | None = None) -> Open
             centre = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 0}[kind]
             weights = (_codes(blocks, kind) - centre).half().view(rows, -1)
             return Opened(weights, _side_by_side(_half(blocks, 0).reshape(rows, -1)))
+
+
+def _tiny(rows: int, device: torch.device) -> Tensor:
+    """What each output's numbers are multiplied with: [n, 1]"""
+    return torch.tensor(TINY, device=device).repeat_interleave(8).repeat(-(-rows // 16))[:rows, None]
 
 
 def _spans(raw: Tensor, kind: str) -> Tensor:

@@ -220,7 +220,7 @@ __device__ __forceinline__ void add_span(const Product &p, float (&sums)[TILES][
         }
     }
     if (!WHOLE) return;
-    const float whole[2] = {for_tiny(whole_scale(now, 0), 0), for_tiny(whole_scale(now, 1), 1)};
+    const float whole[2] = {whole_scale(now, 0), whole_scale(now, 1)};
     word minima[4];
     float least[2];
     if (SIX_BIT_SCALES) {
@@ -258,7 +258,7 @@ __device__ __forceinline__ void add_item(const Product &p, float (&sums)[TILES][
 #pragma unroll
     for (int n = 0; n < TILES; n++)
 #pragma unroll
-        for (int c = 0; c < 4; c++) sums[n][c] = __fmul_rn(sums[n][c], powers[n * 8 + (c & 1)]);
+        for (int c = 0; c < 4; c++) sums[n][c] = __fmul_rn(sums[n][c], __fmul_rn(powers[n * 8 + (c & 1)], size_of(c >> 1)));
 }
 
 // Where the weights of an item lie, and how many spans it has. Items of a block with all segments count from its first unit.

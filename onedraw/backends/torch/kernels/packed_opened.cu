@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(OPENED_WARPS * 32) opened(const __g
         next_scales(scales, i);
         open_step(a, unit, scales, i);
 #pragma unroll
-        for (int j = 0; j < 4; j++) own[(g + 8 * (j & 1)) * (OPENED_ROW / 2) + i * 8 + (j >> 1) * 4 + t] = plain(a[j], j & 1);
+        for (int j = 0; j < 4; j++) own[(g + 8 * (j & 1)) * (OPENED_ROW / 2) + i * 8 + (j >> 1) * 4 + t] = a[j];
     }
     __syncwarp();
     for (int row = 0; row < 16; row++) {
@@ -51,10 +51,10 @@ extern "C" __global__ void __launch_bounds__(OPENED_WARPS * 32) opened(const __g
         const long long at = output * p.spans + span;
         if (WHOLE) {
             const long long beside = (long long)span * p.stride + output;
-            if (t == 0) p.scales[beside] = whole_scale(unit, h);
+            if (t == 0) p.scales[beside] = __fmul_rn(whole_scale(unit, h), size_of(h));
             if (SIX_BIT_SCALES) {
                 ((word *)(p.minima + at * 8))[t] = minima_pair(unit, h);
-                if (t == 0) p.least[beside] = half_to_float(h ? factors >> 16 : factors & 0xFFFFu);
+                if (t == 0) p.least[beside] = __fmul_rn(half_to_float(h ? factors >> 16 : factors & 0xFFFFu), size_of(h));
             }
         } else {
 #pragma unroll

@@ -1,7 +1,7 @@
 // Units of packed weights, sixteen outputs by 256 inputs, in the registers of a warp.
 //
 // In: units as fragments.py lays them, of a KIND (the kind's number in GGUF). Out: the numbers of a step of sixteen inputs as the matrix
-// unit takes them, exact or rounded once as spans.py says but for a power of two (TINY), and the scales and minima of a span or a block. Tests run everything
+// unit takes them, exact or rounded once as spans.py says, and the scales and minima of a span or a block. Tests run everything
 // behind the single instructions on a CPU, with their own instead (tests/backends/torch/emulated.h).
 
 #define Q4_0 2
@@ -21,7 +21,6 @@
 #define WHOLE (SIX_BIT_SCALES || KIND == Q6_K || KIND == NVFP4)  // one scale for a whole span on top of small ones
 #define MINIMA (KIND == Q4_1 || KIND == Q5_1)     // a minimum of float16 per block
 // Codes are taken as the last bits of a float16 without more, so numbers are whole multiples of 2^-24 (outputs g) and 2^-20 (g + 8).
-// Whatever is exact, or rounded, is so at these sizes too: a power of two commutes with all that follows.
 #define TINY (SIX_BIT_SCALES || KIND == Q6_K)
 #define PLAIN_SCALES (KIND == Q4_0 || KIND == Q5_0 || KIND == Q8_0)
 
@@ -174,8 +173,6 @@ __device__ __forceinline__ word part_of(const uint4 &v, int i) { return i == 0 ?
 #define MINUS_1152 0xE480E480u
 #define MINUS_64 0xD400D400u
 #define TINY_MINUS_32 0x82008020u  // 32 steps of 2^-24, and of 2^-20, below nothing
-#define TIMES_4096 0x6C006C00u
-#define TIMES_256 0x5C005C00u
 
 __constant__ word sixty_fours = 0x64646464u;  // the compiler may not see what it is, or it would put the selectors into registers
 
@@ -324,11 +321,8 @@ __device__ __forceinline__ void open_step(word (&a)[4], const Unit &unit, const 
     }
 }
 
-// Numbers of output g + 8 h as spans.py has them
-__device__ __forceinline__ word plain(word a, int h) { return TINY ? mul2(mul2(a, TIMES_4096), h ? TIMES_256 : TIMES_4096) : a; }
-
-// What stands for the scale of the whole span of output g + 8 h beside those that are not plain
-__device__ __forceinline__ float for_tiny(float scale, int h) { return TINY ? __fmul_rn(scale, h ? 1048576.0f : 16777216.0f) : scale; }
+// What brings sums of tiny numbers of output g + 8 h back to their size
+__device__ __forceinline__ float size_of(int h) { return TINY ? (h ? 1048576.0f : 16777216.0f) : 1.0f; }
 
 // The scale of the whole span of output g + 8 h
 __device__ __forceinline__ float whole_scale(const Unit &unit, int h) {
@@ -347,10 +341,8 @@ __device__ __forceinline__ word minima_factors(const Unit &unit, int lane) {
     return mine | __shfl_xor_sync(0xFFFFFFFFu, mine, 2);
 }
 
-// Minima 2 t and 2 t + 1 of output g + 8 h, in float16
-__device__ __forceinline__ word minima_pair(const Unit &unit, int h) {
-    return add2(and_or(h ? unit.extra >> 6 : unit.extra, 0x003F003Fu, MAGIC), MINUS_1024);
-}
+// Minima 2 t and 2 t + 1 of output g + 8 h, in float16 and as tiny as its numbers
+__device__ __forceinline__ word minima_pair(const Unit &unit, int h) { return h ? (unit.extra >> 2) & 0x03F003F0u : unit.extra & 0x003F003Fu; }
 
 __device__ __forceinline__ float power_of_two(word exponent) {  // 2^(exponent - 128)
     return __uint_as_float(exponent > 1 ? (exponent - 1) << 23 : 0x00200000u << exponent);
