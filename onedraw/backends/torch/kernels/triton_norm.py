@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from onedraw.backends.packing import SEGMENT, SPAN
 from onedraw.backends.torch.kernels.spans import Prepared, scaled_span, store_span
 from onedraw.backends.torch.kernels.triton_linear import launch_options
 from onedraw.backends.torch.kernels.triton_math import activated, begin_kernel, sigmoid, softplus
@@ -129,7 +130,7 @@ def gated(
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     if rows:
-        block = max(min(2048, triton.next_power_of_2(width)), 1 if ready is None else 256)
+        block = max(min(SEGMENT * SPAN, triton.next_power_of_2(width)), 1 if ready is None else SPAN)
         _gated[(rows, triton.cdiv(width, block))](
             gate_up,
             y,
