@@ -147,8 +147,9 @@ __device__ __forceinline__ void add_inside(const Product &p, const float4 *kept,
     }
 }
 
-// Waiting for memory once for several items pays, but what is settled late is more to add up in the end.
+// Waiting for memory once for two items pays where a warp has many, but what is settled late is more to add up in the end.
 #define MOST_UNSETTLED 2
+#define MANY_ITEMS 4
 #define FEW_SEGMENTS 8
 
 // Items of a warp whose sums are in memory, and nobody knows yet: lane i holds the unit of item i. All lanes' sums come before

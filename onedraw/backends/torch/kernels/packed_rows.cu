@@ -22,7 +22,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) rows_product(const _
 #pragma unroll
     for (int n = 0; n < TILES; n++) row_of[n] = kept_apart(row_at(p, n));
     clear_rows(p, rows, bytes, buffers);
-    const int most_unsettled = segments > FEW_SEGMENTS ? 1 : MOST_UNSETTLED;
     bool waits = p.pdl, starts = true;
     while (begin < end) {  // once, but where there is no room for all sums, or for rows of all segments
         const int count = INSIDE ? min(p.step, end - begin) : p.tall, first = INSIDE ? begin : 0;
@@ -30,6 +29,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) rows_product(const _
         // Blocks that have other segments of the same outputs begin elsewhere among them: so each is the last to finish some of them,
         // and none has to add up all.
         const int from = INSIDE ? 0 : begin, items = stop - from, turn = INSIDE ? 0 : (int)((long long)items * segment / segments);
+        const int most_unsettled = segments > FEW_SEGMENTS || items < MANY_ITEMS * warps ? 1 : MOST_UNSETTLED;
         int item = warp, unsettled = 0, mine = 0;
         Item own = place_of(p, from + turned(min(item, items - 1), turn, items), first, count);
         // Weights hang on nothing that runs before this kernel: the first are on their way before it waits.
