@@ -61,7 +61,7 @@ def test_wide_products_compile_for_cards_that_are_not_here(per: int, minima: boo
     lean(compiled(_wide, pointers, numbers, capability=capability, **options))
 
 
-@pytest.mark.parametrize(("spans", "warps"), [(1, 1), (8, 4)])
+@pytest.mark.parametrize(("spans", "warps"), [(4, 4), (8, 4)])
 def test_rows_are_prepared_by_kernels_that_compile_for_cards_that_are_not_here(spans: int, warps: int) -> None:
     pointers = {"x": "*bf16", "order": "*i32", "x_out": "*fp16", "factors": "*fp32", "sums": "*fp16"}
     numbers = {"SPANS": spans, "ORDERED": True, "PDL": False}

@@ -8,13 +8,13 @@ bits are equal:
    that brings its largest |x| into [512, 1024), with e within [-96, 118] and 0 for a segment of zeros. X = x · 2^-e, rounded to
    float16. A is a block's sum of X: exact, then rounded to float32, and kept as two float16, hi = f16(A) and lo = f16(A - hi).
    What is not finite stays so. A row's result depends on that row alone.
-2. K kinds (Q4_K, Q5_K, Q6_K) and NVFP4. W = t · scale · code in float16, rounded to nearest: exact but for Q6_K above 2,048. P is
-   the sum of a span's W · X by the matrix unit, 16 inputs at a time in their order, chained from zero, in float32. Where there are
-   minima, M is one step of the matrix unit over 16: t times the eight minima with hi, then the eight again with lo.
-   sum = fma(P, d / t, sum); sum = fma(M, -dmin / t, sum), in float32, or the same with all t taken together in the end. d of NVFP4
-   is the factor of its matrix, and t is 1; for K kinds t is 2^-24 for the first eight of sixteen outputs and 2^-20 for the others.
-   Such numbers lie below float16's normal ones. The matrix unit brings products to one exponent before it adds them, and takes
-   that of a number below the normal ones for the least normal one: so t shows in the last bits of P, and is part of the rule.
+2. K kinds (Q4_K, Q5_K, Q6_K) and NVFP4. W = t · scale · code in float16, rounded to nearest: exact but for Q6_K above 2,048.
+   P is the sum of a span's W · X by the matrix unit, 16 inputs at a time in their order, chained from zero, in float32. Where there
+   are minima, M is one step of the matrix unit over 16: t times the eight minima with hi, then the eight again with lo.
+   sum = fma(P, d / t, sum); sum = fma(M, -dmin / t, sum), in float32, or the same with 1 / t in the end. d of NVFP4 is the factor
+   of its matrix, and t is 1; for K kinds t is 2^-24 for the first eight of sixteen outputs and 2^-20 for the others. Such numbers
+   lie below float16's normal ones. The matrix unit brings products to one exponent before it adds them, and takes that of a
+   number below the normal ones for the least normal one: so t shows in the last bits of P, and is part of the rule.
 3. Kinds with a float scale per block (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4). W = code less its offset, exact. P is the sum of a
    block's W · X, two steps of 16 from zero. sum = fma(P, d, sum); where there are minima, sum = fma(hi + lo, m, sum).
 4. Sums run over segments from zero, each times its 2^e in the end, or times 2^e on the way, which is the same: a power of two
@@ -207,8 +207,9 @@ def prepared_slowly(x: Tensor, *, width: int | None = None, order: Tensor | None
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Outputs of a weight as whole numbers, or as tiny multiples of them (`TINY`). S spans; `scales` and `least` have one number per span, or one per block of 32, and
-    those of neighbouring outputs stand side by side: N' is N filled up to whole tiles, with anything."""
+    """Outputs of a weight as whole numbers, or as tiny multiples of them (`TINY`). S spans; `scales` and `least` have one number
+    per span, or one per block of 32, and those of neighbouring outputs stand side by side: N' is N filled up to whole tiles, with
+    anything."""
 
     weights: Tensor  # [N, S * 256] float16
     scales: Tensor  # [S, N'] or [S * 8, N'] float32
