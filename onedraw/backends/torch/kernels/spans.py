@@ -9,8 +9,8 @@ bits are equal:
    float16. A is a block's sum of X: exact, then rounded to float32, and kept as two float16, hi = f16(A) and lo = f16(A - hi).
    What is not finite stays so. A row's result depends on that row alone.
 2. K kinds (Q4_K, Q5_K, Q6_K) and NVFP4. W = t · scale · code in float16, rounded to nearest: exact but for Q6_K above 2,048.
-   P is the sum of a span's W · X by the matrix unit, 16 inputs at a time in their order, chained from zero, in float32. Where there
-   are minima, M is one step of the matrix unit over 16: t times the eight minima with hi, then the eight again with lo.
+   P is the sum of a span's W · X by the matrix unit, 16 inputs at a time in their order, chained from zero, in float32. Where
+   there are minima, M is one step of the matrix unit over 16: t times the eight minima with hi, then the eight again with lo.
    sum = fma(P, d / t, sum); sum = fma(M, -dmin / t, sum), in float32, or the same with 1 / t in the end. d of NVFP4 is the factor
    of its matrix, and t is 1; for K kinds t is 2^-24 for the first eight of sixteen outputs and 2^-20 for the others. Such numbers
    lie below float16's normal ones. The matrix unit brings products to one exponent before it adds them, and takes that of a
