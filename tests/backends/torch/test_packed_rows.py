@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.packing import SPAN, SPANS
-from onedraw.backends.torch.kernels import packed_rows
+from onedraw.backends.torch.kernels import packed_rows, shares
 from onedraw.backends.torch.kernels.courier import Courier
 from onedraw.backends.torch.kernels.fragments import Fragments, empty_fragments, fill_fragments
 from onedraw.backends.torch.kernels.opening import opened_slowly
@@ -95,6 +95,20 @@ def test_a_product_is_near_the_rule_in_float64(kind: str) -> None:
     found = dense(prepared, weight)
     assert float((found.double() - expected).norm() / expected.norm()) < 4e-3
     assert torch.equal(skinny_product(prepared, weight, out=nothing(5, 40), inside=False), found)
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q4_1"])
+def test_a_warp_with_many_items_settles_all_of_them(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two warps for nine items: one settles two by two, and one is left with an item in the end. Three blocks have the segments of
+    the same outputs, and begin at different ones."""
+    monkeypatch.setitem(shares.APART_WARPS, 1, 2)
+    shares.share_out.cache_clear()
+    weight, _ = made(kind, rows=9 * 16 - 3, width=2816)
+    prepared = prepared_slowly(normal(3, 2816, seed=1))
+    found = skinny_product(prepared, weight, out=nothing(3, weight.rows), inside=False)
+    shares.share_out.cache_clear()
+    assert torch.equal(found, dense(prepared, weight))
+    assert not weight.counters.any()
 
 
 @pytest.mark.parametrize("rows", [3, 20])
