@@ -99,8 +99,8 @@ def test_a_product_is_near_the_rule_in_float64(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q4_1"])
 def test_a_warp_with_many_items_settles_all_of_them(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two warps for nine items: one settles two by two, and one is left with an item in the end. Three blocks have the segments of
-    the same outputs, and begin at different ones."""
+    """Two warps for nine items: one settles two by two, and one is left with an item in the end. Three blocks have the segments
+    of the same outputs, and begin at different ones."""
     monkeypatch.setitem(shares.APART_WARPS, 1, 2)
     shares.share_out.cache_clear()
     weight, _ = made(kind, rows=9 * 16 - 3, width=2816)
