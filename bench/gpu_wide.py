@@ -130,11 +130,12 @@ def timed(call: Callable[[], object], repeats: int = 7) -> float:
 
 
 def fast_opened(kind: str, n: int, k: int) -> Opened:
-    """Random whole numbers: what comes out means nothing."""
+    """Random numbers, those of K kinds as tiny as opened ones are: what comes out means nothing."""
     spans, per = k // 256, 1 if kind.endswith("_K") else 8
-    weights = torch.randint(-900, 900, (n, k), device=DEVICE).half()
-    scales = torch.rand(spans * per, n, device=DEVICE) * 1e-4
-    minima = torch.randint(0, 63, (n, spans, 8), device=DEVICE).half() if kind in ("Q4_K", "Q5_K") else None
+    tiny = 2.0**-20 if per == 1 else 1.0
+    weights = (torch.randint(-900, 900, (n, k), device=DEVICE) * tiny).half()
+    scales = torch.rand(spans * per, n, device=DEVICE) * 1e-4 / tiny
+    minima = (torch.randint(0, 63, (n, spans, 8), device=DEVICE) * tiny).half() if kind in ("Q4_K", "Q5_K") else None
     return Opened(weights, scales, minima, scales.clone() if kind in ("Q4_K", "Q5_K", "Q4_1", "Q5_1") else None)
 
 

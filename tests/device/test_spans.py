@@ -66,7 +66,7 @@ def test_inputs_may_come_in_another_order() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_zeros_and_extremes_are_prepared_too(dtype: torch.dtype) -> None:
-    """A span of zeros has the factor 1; the largest and the smallest numbers neither overflow nor vanish."""
+    """A segment of zeros has the factor 1; the largest and the smallest numbers neither overflow nor vanish."""
     x = torch.zeros(4, 512, dtype=dtype, device=DEVICE)
     x[1] = torch.finfo(dtype).max
     x[2, ::2] = torch.finfo(dtype).smallest_normal

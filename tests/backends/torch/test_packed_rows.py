@@ -97,6 +97,28 @@ def test_a_product_is_near_the_rule_in_float64(kind: str) -> None:
     assert torch.equal(skinny_product(prepared, weight, out=nothing(5, 40), inside=False), found)
 
 
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K", "Q8_0"])
+@pytest.mark.parametrize("size", [2.0**113, 2.0**-100])
+def test_products_of_very_large_and_very_small_rows_are_near_the_rule(kind: str, size: float) -> None:
+    weight, raw = made(kind, rows=40, width=width_of(kind))
+    prepared = prepared_slowly(normal(3, width_of(kind), seed=1).float().clamp(-2, 2).mul(size).bfloat16())
+    expected = product_slowly(prepared, opened_slowly(raw[0], kind))
+    found = dense(prepared, weight).double()
+    assert bool(found.isfinite().all())
+    assert float((found - expected).norm() / expected.norm()) < 4e-3
+
+
+@pytest.mark.parametrize("processors", [1, 2, 4, 5])
+def test_shares_of_two_segments_have_the_bits_of_blocks_by_themselves(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks whose items begin in one segment and end in another, or that have to bring rows again."""
+    monkeypatch.setattr(packed_rows, "_multiprocessors", lambda device: processors)
+    weight, _ = made("Q4_K", rows=5 * 16, width=2816)
+    prepared = prepared_slowly(normal(3, 2816, seed=1))
+    found = skinny_product(prepared, weight, out=nothing(3, weight.rows), inside=False)
+    assert torch.equal(found, dense(prepared, weight))
+    assert not weight.counters.any()
+
+
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q4_1"])
 def test_a_warp_with_many_items_settles_all_of_them(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two warps for nine items: one settles two by two, and one is left with an item in the end. Three blocks have the segments

@@ -259,7 +259,7 @@ __device__ __forceinline__ void add_item(const Product &p, float (&sums)[TILES][
 #pragma unroll
     for (int n = 0; n < TILES; n++)
 #pragma unroll
-        for (int c = 0; c < 4; c++) sums[n][c] = __fmul_rn(sums[n][c], __fmul_rn(powers[n * 8 + (c & 1)], size_of(c >> 1)));
+        for (int c = 0; c < 4; c++) sums[n][c] = __fmul_rn(__fmul_rn(sums[n][c], size_of(c >> 1)), powers[n * 8 + (c & 1)]);  // both together may be no number
 }
 
 // Where the weights of an item lie, and how many spans it has. Items of a block with all segments count from its first unit.

@@ -1,4 +1,4 @@
-"""Rows made ready for products with packed weights on a GPU: numbers that are exact in float16, span by span.
+"""Rows made ready for products with packed weights on a GPU: numbers that are exact in float16, segment by segment.
 
 In: rows x [T, K] in bf16 or f16. Out: `Prepared`, which every packed product of those rows reads. The rule, which all kernels
 of such a product follow (`packed_rows.py` for few rows and for experts, `wide.py` and `triton_wide.py` for many), so that their
@@ -14,12 +14,14 @@ bits are equal:
    sum = fma(P, d / t, sum); sum = fma(M, -dmin / t, sum), in float32, or the same with 1 / t in the end. d of NVFP4 is the factor
    of its matrix, and t is 1; for K kinds t is 2^-24 for the first eight of sixteen outputs and 2^-20 for the others. Such numbers
    lie below float16's normal ones. The matrix unit brings products to one exponent before it adds them, and takes that of a
-   number below the normal ones for the least normal one: so t shows in the last bits of P, and is part of the rule.
+   number below the normal ones for the least normal one: so t shows in the last bits of P, and is part of the rule. Outputs are
+   counted within weights that stand together: each has its place of sixteen wherever and however it is multiplied.
 3. Kinds with a float scale per block (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4). W = code less its offset, exact. P is the sum of a
    block's W · X, two steps of 16 from zero. sum = fma(P, d, sum); where there are minima, sum = fma(hi + lo, m, sum).
 4. Sums run over segments from zero, each times its 2^e in the end, or times 2^e on the way, which is the same: a power of two
-   commutes with rounding, and e is such that nothing falls below what float32 has. Segments are added from front to back,
-   whoever computes them. Then the result is rounded, and bias and residual are added, each sum rounded.
+   commutes with rounding, as long as all numbers stay within float32. With scales of float16 none falls below it, whatever the
+   rows are; none exceeds it where d · 2^e / t does not, so for scales below 1 and rows below 2^112. Segments are added from
+   front to back, whoever computes them. Then the result is rounded, and bias and residual are added, each sum rounded.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -37,7 +39,7 @@ from onedraw.backends.torch.kernels.triton_linear import launch_options
 from onedraw.backends.torch.kernels.triton_math import begin_kernel
 
 BLOCK = 32  # inputs that have a sum
-LEAST, MOST = -96, 118  # of e: a scale's float16 times 2^e stays within float32
+LEAST, MOST = -96, 118  # of e: a float16 times 2^-96 is no less than float32 has, and rows of any size become finite numbers
 FEW = 4096  # spans; more of them are prepared two segments by a program
 
 

@@ -1,4 +1,4 @@
-"""Products of packed weights with many rows, over weights written out as whole numbers in float16: for GPUs other than Hopper,
+"""Products of packed weights with many rows, over weights written out in float16: for GPUs other than Hopper,
 which has `wide.cu`, and the judge of both.
 
 In: prepared rows (spans.py, whose docstring has the rule) and a slice of a weight's outputs, opened. Out: [T, N]. One program has

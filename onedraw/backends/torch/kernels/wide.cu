@@ -1,5 +1,5 @@
-// Products of packed weights with many rows on Hopper, over weights written out as whole numbers in float16 (spans.py has the
-// rule, triton_wide.py the same product for other cards).
+// Products of packed weights with many rows on Hopper, over weights written out in float16 (spans.py has the rule,
+// triton_wide.py the same product for other cards).
 //
 // In: rows X [T, S * 256] with powers of two, here [S, T'], and sums [T, S, 16], a slice of a weight W [N, S * 256] with its
 // scales and minima. Out: y [T, N]. A block of threads has tiles of 128 rows and 128 outputs, one after the other. Of its three
@@ -21,7 +21,7 @@ constexpr int TILE = 128, DEPTH = 64, SPAN = 256;
 constexpr int OPERAND = TILE * DEPTH * 2;  // bytes of a tile of X, and of W
 constexpr int HALVES = TILE * 16;          // bytes of eight float16 for 128 rows or outputs
 constexpr int FLOATS = TILE * 4;
-// A slot holds what belongs to a span: sums hi and lo, minima in whole numbers twice, scales, minima's scales, powers of two.
+// A slot holds what belongs to a span: sums hi and lo, minima twice, scales, minima's scales, powers of two.
 constexpr int AT_MINIMA = 2 * HALVES, AT_SCALES = AT_MINIMA + (PER == 1 ? 2 : 0) * HALVES;
 constexpr int AT_LEAST = AT_SCALES + PER * FLOATS, AT_FACTORS = AT_LEAST + PER * FLOATS;
 constexpr int SLOT = AT_FACTORS + FLOATS;
