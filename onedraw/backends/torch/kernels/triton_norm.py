@@ -130,7 +130,8 @@ def gated(
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     if rows:
-        block = max(min(SEGMENT * SPAN, triton.next_power_of_2(width)), 1 if ready is None else SPAN)
+        most, least = (2048, 1) if ready is None else (SEGMENT * SPAN, SPAN)  # a segment has one power of two
+        block = max(min(most, triton.next_power_of_2(width)), least)
         _gated[(rows, triton.cdiv(width, block))](
             gate_up,
             y,
