@@ -26,7 +26,7 @@ from onedraw.backends.torch.kernels import nvrtc, packed_linear, packed_rows, tr
 from onedraw.backends.torch.kernels.fragments import Fragments, empty_fragments, fill_fragments
 from onedraw.backends.torch.kernels.opening import opened_slowly
 from onedraw.backends.torch.kernels.packed_linear import packed_product
-from onedraw.backends.torch.kernels.spans import Opened, Prepared, prepare_rows, prepared_slowly, product_slowly
+from onedraw.backends.torch.kernels.spans import TINY, Opened, Prepared, prepare_rows, prepared_slowly, product_slowly
 from onedraw.backends.torch.kernels.triton_wide import WideTile
 from onedraw.backends.torch.kernels.workspace import Workspace
 from onedraw.checkpoints.quants import dequantize_into
@@ -132,7 +132,7 @@ def timed(call: Callable[[], object], repeats: int = 7) -> float:
 def fast_opened(kind: str, n: int, k: int) -> Opened:
     """Random numbers, those of K kinds as tiny as opened ones are: what comes out means nothing."""
     spans, per = k // 256, 1 if kind.endswith("_K") else 8
-    tiny = 2.0**-20 if per == 1 else 1.0
+    tiny = TINY[1] if per == 1 else 1.0
     weights = (torch.randint(-900, 900, (n, k), device=DEVICE) * tiny).half()
     scales = torch.rand(spans * per, n, device=DEVICE) * 1e-4 / tiny
     minima = (torch.randint(0, 63, (n, spans, 8), device=DEVICE) * tiny).half() if kind in ("Q4_K", "Q5_K") else None

@@ -124,11 +124,10 @@ def test_a_warp_with_many_items_settles_all_of_them(kind: str, monkeypatch: pyte
     """Two warps for nine items: one settles two by two, and one is left with an item in the end. Three blocks have the segments
     of the same outputs, and begin at different ones."""
     monkeypatch.setitem(shares.APART_WARPS, 1, 2)
-    shares.share_out.cache_clear()
+    monkeypatch.setattr(packed_rows, "share_out", shares.share_out.__wrapped__)
     weight, _ = made(kind, rows=9 * 16 - 3, width=2816)
     prepared = prepared_slowly(normal(3, 2816, seed=1))
     found = skinny_product(prepared, weight, out=nothing(3, weight.rows), inside=False)
-    shares.share_out.cache_clear()
     assert torch.equal(found, dense(prepared, weight))
     assert not weight.counters.any()
 

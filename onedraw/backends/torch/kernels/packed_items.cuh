@@ -259,17 +259,18 @@ __device__ __forceinline__ void add_item(const Product &p, float (&sums)[TILES][
 #pragma unroll
     for (int n = 0; n < TILES; n++)
 #pragma unroll
-        for (int c = 0; c < 4; c++) sums[n][c] = __fmul_rn(__fmul_rn(sums[n][c], size_of(c >> 1)), powers[n * 8 + (c & 1)]);  // both together may be no number
+        for (int c = 0; c < 4; c++)  // size and power together may be no number
+            sums[n][c] = __fmul_rn(__fmul_rn(sums[n][c], size_of(c >> 1)), powers[n * 8 + (c & 1)]);
 }
+
+// Item `item` of so many, where the first is another one
+__device__ __forceinline__ int turned(int item, int turn, int items) { return item + turn < items ? item + turn : item + turn - items; }
 
 // Where the weights of an item lie, and how many spans it has. Items of a block with all segments count from its first unit.
 struct Item {
     const byte *at;
     int tall, segment, live;
 };
-
-// Item `item` of so many, where the first is another one
-__device__ __forceinline__ int turned(int item, int turn, int items) { return item + turn < items ? item + turn : item + turn - items; }
 
 __device__ __forceinline__ Item place_of(const Product &p, int item, int first, int count) {
     Item found;

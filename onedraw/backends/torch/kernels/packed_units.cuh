@@ -22,7 +22,6 @@
 #define MINIMA (KIND == Q4_1 || KIND == Q5_1)     // a minimum of float16 per block
 // Codes are taken as the last bits of a float16 without more, so numbers are whole multiples of 2^-24 (outputs g) and 2^-20 (g + 8).
 #define TINY (SIX_BIT_SCALES || KIND == Q6_K)
-#define PLAIN_SCALES (KIND == Q4_0 || KIND == Q5_0 || KIND == Q8_0)
 
 typedef unsigned int word;
 typedef unsigned short halfword;
@@ -218,7 +217,7 @@ __device__ __forceinline__ void load_unit(Unit &unit, const byte *at, int lane, 
 struct Scales {
     word magic;
     word pairs[8];  // of K kinds: bytes of output g and g + 8 side by side, two of each in a word
-    word factor, zero;
+    word factor, zero;  // zero: what a code of nothing stands for, where that is not nothing
 };
 
 __device__ __forceinline__ void pair_up(word (&pairs)[8], int i, word first, word second) {
@@ -242,14 +241,16 @@ __device__ __forceinline__ void open_scales(Scales &scales, const Unit &unit) {
     }
 }
 
+// Small scales number `which` of both outputs, less what stands on top of them
+__device__ __forceinline__ word small_scales(const Scales &scales, int which, word off) {
+    return add2(permute(scales.pairs[which >> 1], scales.magic, which & 1 ? 0x4342u : 0x4140u), off);
+}
+
 // Before step i: K kinds whose small scales change there
 __device__ __forceinline__ void next_scales(Scales &scales, int i) {
-    if (SIX_BIT_SCALES && i % 2 == 0) {
-        const int block = i / 2;
-        scales.factor = add2(permute(scales.pairs[block >> 1], scales.magic, block & 1 ? 0x4342u : 0x4140u), MINUS_1024);
-    }
+    if (SIX_BIT_SCALES && i % 2 == 0) scales.factor = small_scales(scales, i / 2, MINUS_1024);
     if (KIND == Q6_K) {
-        scales.factor = add2(permute(scales.pairs[i >> 1], scales.magic, i & 1 ? 0x4342u : 0x4140u), MINUS_1152);
+        scales.factor = small_scales(scales, i, MINUS_1152);
         scales.zero = mul2(scales.factor, TINY_MINUS_32);
     }
     if (KIND == NVFP4) {  // four bits of exponent and three of mantissa, brought into float16's places, and half of that
