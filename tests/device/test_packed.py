@@ -38,6 +38,7 @@ if torch.cuda.is_available() or INTERPRETED:
     from onedraw.backends.torch.kernels.opening import opened_slowly
     from onedraw.backends.torch.kernels.packed_experts import PackedBank, load_bank
     from onedraw.backends.torch.kernels.packed_linear import (
+        PackedLinear,
         bring_fragments,
         load_fragments,
         packed_linear,
@@ -213,6 +214,41 @@ def test_weights_of_several_kinds_stand_side_by_side_with_bias_and_residual(rows
     assert error(made(x), expected) < ROUNDING
     assert error(made(x, residual), expected + residual.double()) < ROUNDING
     assert packed_linear(tensors[3:], dtype=DTYPE, device=DEVICE, courier=Courier(DEVICE), workspace=ROOM) is None
+
+
+@on_device
+@pytest.mark.parametrize("rows", [1, 8, 16, 22])
+def test_products_of_the_same_rows_that_run_at_once_answer_as_one_behind_the_other(rows: int) -> None:
+    """Recorded, four times behind each other, and played again and again: each reads what the one before it has written."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("kernels come one behind the other here")
+    tensors = [stored(kind, (n, 2048), kind, RNG, 2048**-0.5) for kind, n in (("Q5_K", 4096), ("Q4_K", 1024), ("Q6_K", 512))]
+
+    def made(pdl: bool) -> PackedLinear:
+        found = packed_linear(
+            tensors, dtype=DTYPE, device=DEVICE, courier=Courier(DEVICE), workspace=Workspace(DEVICE), pad=1, pdl=pdl
+        )
+        assert found is not None
+        return found
+
+    joined, alone, x = made(True), made(False), normal(rows, 2048)
+
+    def turn(linear: PackedLinear) -> list[Tensor]:
+        found, h = [], x
+        for start in range(0, 4000, 1000):
+            found.append(linear(h))
+            h = found[-1][:, start : start + 2048] * 0.5
+        return found
+
+    turn(joined)
+    assert len(joined._rooms(rows)) == 3
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        played = turn(joined)
+    for seed in range(40):
+        x.copy_(normal(rows, 2048, seed=seed))
+        graph.replay()
+        assert all(torch.equal(one, other) for one, other in zip(played, turn(alone), strict=True))
 
 
 @on_device

@@ -41,6 +41,7 @@ struct Lane { ucontext_t begin; jmp_buf here; std::vector<char> stack; bool begu
 static std::vector<Lane> lanes;
 static std::vector<Meeting> warps;
 static Meeting block;
+static uint32_t draw = 1;
 static jmp_buf outside;
 static int current;
 static std::function<void()> body;
@@ -70,6 +71,8 @@ static void visit(Lane &lane) {  // until it waits, or is done
     setcontext(&lane.begin);
 }
 
+static uint32_t drawn() { return (draw = draw * 1664525u + 1013904223u) >> 8; }
+
 static void run_block(int threads) {
     lanes.resize(threads);
     warps.assign(threads / 32, Meeting{32});
@@ -83,14 +86,16 @@ static void run_block(int threads) {
         lane.begin.uc_link = nullptr;
         makecontext(&lane.begin, one_lane, 0);
     }
-    for (bool busy = true; busy;) {
-        busy = false;
-        for (current = 0; current < threads; current++)
-            if (!lanes[current].done) {
-                busy = true;
-                threadIdx.x = current;
-                visit(lanes[current]);
-            }
+    // Any warp may be far ahead of the others: one goes on for a while, then another one, as drawn.
+    for (int left = threads; left;) {
+        const int first = drawn() % (threads / 32) * 32;
+        for (int turns = 1 + drawn() % 100; turns > 0; turns--)
+            for (current = first; current < first + 32; current++)
+                if (!lanes[current].done) {
+                    threadIdx.x = current;
+                    visit(lanes[current]);
+                    left -= lanes[current].done;
+                }
     }
 }
 
@@ -194,5 +199,10 @@ inline void two_matrices(word &v0, word &v1, word at) {
 inline word kept_apart(word v) { return v; }
 inline void copy_sixteen(word to, const void *from) { memcpy(rows + to, from, 16); }
 inline void copy_four(word to, const void *from) { memcpy(rows + to, from, 4); }
+inline void await_grid() {}
+inline void let_next_come() {}
+inline void make_barrier(word at, int count) { ((int *)(rows + at))[0] = count; }
+inline void arrive_with_copies(word at) { ((int *)(rows + at))[0]--; }
+inline void await_copies(word at) { while (((int *)(rows + at))[0]) next_lane(); }
 inline word &part_of(uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 inline word part_of(const uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }

@@ -132,6 +132,25 @@ def test_a_warp_with_many_items_settles_all_of_them(kind: str, monkeypatch: pyte
     assert not weight.counters.any()
 
 
+@pytest.mark.parametrize(("kind", "rows"), [("Q4_K", 1), ("Q4_K", 11), ("Q6_K", 3), ("Q4_1", 9), ("Q8_0", 8)])
+@pytest.mark.parametrize("units", [4, 7, 9, 10])
+def test_units_whole_in_a_warp_and_units_spread_over_all_have_the_bits_of_items(
+    kind: str, rows: int, units: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two blocks of two warps: each has one or two units for every warp, and one more, or none, whose items they share."""
+    monkeypatch.setitem(shares.INSIDE_WARPS, tiles_of(rows), 2)
+    monkeypatch.setattr(packed_rows, "share_out", shares.share_out.__wrapped__)
+    monkeypatch.setattr(packed_rows, "_multiprocessors", lambda device: 2)
+    weight, _ = made(kind, rows=units * 16 - 3, width=2816)
+    prepared, bias, residual = (normal(rows, width, seed=width) for width in (2816, weight.rows, weight.rows))
+    given = {"bias": bias[0], "residual": residual}
+    found, expected = (
+        skinny_product(prepared_slowly(prepared), weight, out=nothing(rows, weight.rows), inside=inside, **given)
+        for inside in (True, False)
+    )
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("rows", [3, 20])
 def test_outputs_that_come_slab_by_slab_have_the_bits_of_all_at_once(rows: int) -> None:
     """Where there is room for the sums of two units of outputs at a time, and of seven in all."""

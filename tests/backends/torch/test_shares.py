@@ -12,9 +12,9 @@ LARGE, SMALL = 227 << 10, 99 << 10  # bytes of shared memory of an sm_90 and of 
 def shares(share: Share, tall: int, segments: int) -> list[set[tuple[int, int]]]:
     """What each block does: (unit of outputs, segment), as the kernel counts."""
     if share.inside:
-        starts = range(0, share.blocks * share.height, share.height)
+        edges = [tall * block // share.blocks for block in range(share.blocks + 1)]
         return [
-            {(unit, s) for unit in range(start, min(start + share.height, tall)) for s in range(segments)} for start in starts
+            {(unit, s) for unit in range(*edges[block : block + 2]) for s in range(segments)} for block in range(share.blocks)
         ]
     items = tall * segments
     edges = [items * block // share.blocks for block in range(share.blocks + 1)]

@@ -13,9 +13,11 @@ from onedraw.backends.packing import SPANS, parts_bytes
 from onedraw.backends.plan import OPENED_BYTES, PARTS_BYTES
 from onedraw.backends.torch.kernels import packed_rows
 from onedraw.backends.torch.kernels.fragments import Fragments, empty_fragments
+from onedraw.backends.torch.kernels.packed_linear import PackedLinear
 from onedraw.backends.torch.kernels.packed_ops import PackedOps
+from onedraw.backends.torch.kernels.packed_rows import JOINED, JOINS, PDL
 from onedraw.backends.torch.kernels.shares import tiles_of
-from onedraw.backends.torch.kernels.spans import Opened, empty_prepared
+from onedraw.backends.torch.kernels.spans import Opened, Ready, empty_prepared
 from onedraw.backends.torch.kernels.wide import TILE
 from onedraw.backends.torch.kernels.workspace import Workspace
 from tests.packed import stored
@@ -126,3 +128,65 @@ def test_outputs_come_slab_by_slab_where_their_sums_do_not_fit_at_once(
         first += given["tall"]
     assert first == 38
     assert len(kernel.given) == -(-38 // units)
+
+
+# ------------------------------------------------------------------ products that read the same rows
+
+
+def launched(linear: PackedLinear, ready: Ready, rows: int, kernel: _Recorded) -> list[dict[str, int]]:
+    x = torch.zeros(rows, 2304, dtype=torch.float16)
+    ready.put(x, empty_prepared(rows, 2304, CPU))
+    kernel.given.clear()
+    linear(x)
+    return kernel.given
+
+
+@pytest.fixture
+def side_by_side(monkeypatch: pytest.MonkeyPatch) -> tuple[PackedLinear, Ready, _Recorded]:
+    kernel, ready, room = _Recorded(), Ready(), Workspace(CPU)
+    monkeypatch.setattr(packed_rows, "_product", lambda *which: kernel)
+    monkeypatch.setattr(packed_rows, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(packed_rows, "shared_memory", lambda device: 227 << 10)
+    weights = [
+        empty_fragments(kind, rows=n, width=2304, device=CPU) for kind, n in (("Q5_K", 4096), ("Q4_K", 1024), ("Q6_K", 320))
+    ]
+    for weight in weights:
+        room.reserve(weight)
+    made = PackedLinear(weights, dtype=torch.float16, device=CPU, workspace=room, ready=ready, pdl=True)
+    return made, ready, kernel
+
+
+@pytest.mark.parametrize("rows", [5, 16])
+def test_products_of_the_same_rows_join_and_have_their_sums_apart(
+    side_by_side: tuple[PackedLinear, Ready, _Recorded], rows: int
+) -> None:
+    """The first waits before it lets the next come, the others in the end."""
+    given = launched(*side_by_side[:2], rows, side_by_side[2])
+    assert [one["pdl"] for one in given] == [PDL | JOINED, PDL | JOINS | JOINED, PDL | JOINS]
+    sizes = [4 * one["tall"] * 3 * 16 * tiles_of(rows) * 8 for one in given]
+    places = sorted((one["parts"], one["parts"] + size) for one, size in zip(given, sizes, strict=True))
+    assert all(places)
+    assert all(end <= start for (_, end), (start, _) in pairwise(places))
+    room = side_by_side[0].workspace.parts(side_by_side[0].parts[0])
+    assert room.data_ptr() <= places[0][0]
+    assert places[-1][1] <= room.data_ptr() + room.nbytes
+
+
+@pytest.mark.parametrize("rows", [64, 65, 200])
+def test_products_come_one_behind_the_other_where_sums_have_no_room_or_rows_do_not_come_at_once(
+    side_by_side: tuple[PackedLinear, Ready, _Recorded], rows: int
+) -> None:
+    assert {one["pdl"] for one in launched(*side_by_side[:2], rows, side_by_side[2])} == {PDL}
+
+
+def test_a_product_in_pieces_joins_with_its_first_and_is_joined_at_its_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = _Recorded()
+    monkeypatch.setattr(packed_rows, "_product", lambda *which: kernel)
+    monkeypatch.setattr(packed_rows, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(packed_rows, "shared_memory", lambda device: 227 << 10)
+    weight = empty_fragments("Q4_K", rows=600, width=2304, device=CPU)
+    parts, out = torch.empty(13 * 3 * 16 * 16), torch.empty(9, 600).half()
+    packed_rows.skinny_product(
+        empty_prepared(9, 2304, CPU), weight, out=out, parts=parts, pdl=True, joins=True, joined=True, inside=False
+    )
+    assert [one["pdl"] for one in kernel.given] == [PDL | JOINS, PDL, PDL | JOINED]

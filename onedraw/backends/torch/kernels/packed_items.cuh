@@ -18,14 +18,18 @@ struct Product {
     int *counters;          // [tall], zero between products
     long long residual_stride, out_stride;
     int outputs, tall, spans, rows;
-    int height, step;       // units of outputs that a block has, where INSIDE, and those whose sums there is room for
+    int barriers;           // where in shared memory rows are waited for, where INSIDE
     int buffers;            // segments of rows that there is room for, where not
-    int bf16, pdl;
+    int bf16, pdl;          // pdl: of PDL, JOINS and JOINED (packed_rows.cu)
 #ifdef GROUPED
     const int *pairs;       // of a row and one of its experts: where the rows of this product stand
     int divide;             // pairs that read one row
 #endif
 };
+
+#define PDL 1
+#define JOINS 2
+#define JOINED 4
 
 // Where row `row` of a product stands among all rows, and where its result does
 __device__ __forceinline__ int source_of(const Product &p, int row) {
@@ -135,7 +139,19 @@ __device__ __forceinline__ void add_up(const Product &p, int segments, int tall)
     finish(p, total, tall);
 }
 
-// Sums of all items of a block, in shared memory, segment by segment
+// To the sums of the segments before, or to nothing
+__device__ __forceinline__ void add_before(float (&sums)[TILES][4], const float4 *kept) {
+#pragma unroll
+    for (int n = 0; n < TILES; n++) {
+        const float4 v = kept ? kept[n * 32] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        sums[n][0] = __fadd_rn(v.x, sums[n][0]);
+        sums[n][1] = __fadd_rn(v.y, sums[n][1]);
+        sums[n][2] = __fadd_rn(v.z, sums[n][2]);
+        sums[n][3] = __fadd_rn(v.w, sums[n][3]);
+    }
+}
+
+// Sums of so many units' items, in shared memory, segment by segment
 __device__ __forceinline__ void add_inside(const Product &p, const float4 *kept, int segments, int first, int count) {
     for (int tall = threadIdx.x >> 5; tall < count; tall += blockDim.x >> 5) {
         float total[TILES][4];
@@ -266,17 +282,22 @@ __device__ __forceinline__ void add_item(const Product &p, float (&sums)[TILES][
 // Item `item` of so many, where the first is another one
 __device__ __forceinline__ int turned(int item, int turn, int items) { return item + turn < items ? item + turn : item + turn - items; }
 
-// Where the weights of an item lie, and how many spans it has. Items of a block with all segments count from its first unit.
+// Which unit and segment an item is, where its weights lie, and how many spans it has
 struct Item {
     const byte *at;
     int tall, segment, live;
 };
 
-__device__ __forceinline__ Item place_of(const Product &p, int item, int first, int count) {
+__device__ __forceinline__ void place(const Product &p, Item &item) {
+    item.at = p.units + ((long long)item.tall * p.spans + item.segment * SEGMENT) * UNIT_BYTES;
+    item.live = min(SEGMENT, p.spans - item.segment * SEGMENT);
+}
+
+// Item `item` of all, segment by segment
+__device__ __forceinline__ Item place_of(const Product &p, int item) {
     Item found;
-    found.segment = item / count;
-    found.tall = first + item - found.segment * count;
-    found.at = p.units + ((long long)found.tall * p.spans + found.segment * SEGMENT) * UNIT_BYTES;
-    found.live = min(SEGMENT, p.spans - found.segment * SEGMENT);
+    found.segment = item / p.tall;
+    found.tall = item - found.segment * p.tall;
+    place(p, found);
     return found;
 }

@@ -31,6 +31,7 @@ from onedraw.backends.torch.kernels.packed_rows import (
     skinny_borders,
     skinny_product,
     unpacked_rows,
+    waiting_sums,
 )
 from onedraw.backends.torch.kernels.spans import Prepared, Ready, prepare_border, prepare_rows
 from onedraw.backends.torch.kernels.triton_linear import linear, shared_memory, tile_borders
@@ -56,16 +57,19 @@ def packed_product(
     workspace: Workspace,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
+    parts: Tensor | None = None,
     pdl: bool = False,
+    **joins: bool,
 ) -> Tensor:
-    """Prepared rows times a weight: out [T, N], which may be columns of a wider tensor."""
+    """Prepared rows times a weight: out [T, N], which may be columns of a wider tensor. `parts`, `joins` and `joined` are
+    those of `skinny_product`, for rows that come at once."""
     rows = len(prepared)
     if rows < WIDE_FROM:
-        parts = workspace.parts(weight)
+        parts = workspace.parts(weight) if parts is None else parts
         for start in range(0, rows, FEW_ROWS):
             part = slice(start, start + FEW_ROWS)
             beside = None if residual is None else residual[part]
-            skinny_product(prepared.rows(part), weight, out=out[part], parts=parts, bias=bias, residual=beside, pdl=pdl)
+            skinny_product(prepared.rows(part), weight, out=out[part], parts=parts, bias=bias, residual=beside, pdl=pdl, **joins)
         return out
     product = wide.wide_product if _is_hopper(out.device) else triton_wide.wide_product
     for columns, room in workspace.slices(weight):
@@ -153,8 +157,8 @@ class PackedLinear(Linear):
         if prepared is None:
             prepared = prepare_rows(x, width=self._width, order=self._order, pdl=self._pdl)  # once for all parts
         y = torch.empty(len(x), self.out_features, dtype=x.dtype, device=x.device)
-        start = 0
-        for part, height in zip(self.parts, self._heights, strict=True):
+        rooms, start = self._rooms(len(x)), 0
+        for i, (part, height) in enumerate(zip(self.parts, self._heights, strict=True)):
             here = slice(start, start + height)
             bias = None if self.bias is None else self.bias[here]
             beside = None if residual is None else residual[:, here]
@@ -166,12 +170,26 @@ class PackedLinear(Linear):
                     workspace=self.workspace,
                     bias=bias,
                     residual=beside,
+                    parts=rooms[i] if rooms else None,
                     pdl=self._pdl,
+                    joins=bool(rooms) and i > 0,
+                    joined=bool(rooms) and i + 1 < len(self.parts),
                 )
             else:
                 linear(x[:, : part.shape[1]], part, out=y[:, here], bias=bias, residual=beside, pdl=self._pdl)
             start += height
         return y
+
+    def _rooms(self, rows: int) -> list[Tensor]:
+        """Where the sums of each part wait, where all parts may be multiplied at once: each has its own. Else none."""
+        parts = [part for part in self.parts if isinstance(part, Fragments)]
+        if not (self._pdl and 1 < len(parts) == len(self.parts) and 0 < rows <= FEW_ROWS):
+            return []
+        room, found, start = max((self.workspace.parts(part) for part in parts), key=len), [], 0
+        for part in parts:
+            found.append(room[start : start + waiting_sums(rows, part)])
+            start += waiting_sums(rows, part)
+        return found if start <= len(room) else []
 
     @property
     def kind(self) -> str:

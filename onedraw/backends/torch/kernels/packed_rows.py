@@ -42,6 +42,7 @@ from onedraw.checkpoints.quants import KINDS
 PRODUCT, EXPERTS, OPENED = "packed_rows.cu", "packed_experts.cu", "packed_opened.cu"
 WHOLE_KINDS = ("Q4_K", "Q5_K", "Q6_K", "NVFP4")  # one scale for a span of 256, on top of small ones
 OPENED_WARPS = LOOKED_WARPS = 4
+PDL, JOINS, JOINED = 1, 2, 4  # as packed_items.cuh has them
 DTYPE_NUMBERS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 
 
@@ -83,7 +84,7 @@ class _Product(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("units", "x", "factors", "sums", "bias", "residual", "out", "parts", "counters")),
         *((name, ctypes.c_longlong) for name in ("residual_stride", "out_stride")),
-        *((name, ctypes.c_int) for name in ("outputs", "tall", "spans", "rows", "height", "step", "buffers", "bf16", "pdl")),
+        *((name, ctypes.c_int) for name in ("outputs", "tall", "spans", "rows", "barriers", "buffers", "bf16", "pdl")),
     )
 
 
@@ -153,11 +154,14 @@ def skinny_product(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     pdl: bool = False,
+    joins: bool = False,
+    joined: bool = False,
     inside: bool | None = None,
 ) -> Tensor:
     """Up to 64 rows → out [T, N] in bf16 or f16, which may be columns of a wider tensor; bias and residual are of its dtype.
     `parts`: float32, where sums of segments wait; where it is too short for all outputs they come slab by slab. Without it they
-    have memory of their own. `inside` (shares.py) changes no bit."""
+    have memory of their own. `joins`: the product launched before this one reads the same rows and is `joined`, so both may run
+    at once; they have different `parts`. `inside` (shares.py) changes no bit."""
     rows, device = len(prepared), fragments.units.device
     assert rows <= FEW_ROWS, "more rows than this product is for"
     if rows == 0:
@@ -167,7 +171,8 @@ def skinny_product(
     if rows > most:
         for part in (slice(0, most), slice(most, rows)):
             added = None if residual is None else residual[part]
-            again(prepared.rows(part), fragments, out=out[part], bias=bias, residual=added)
+            first, last = joins and part.start == 0, joined and part.start > 0
+            again(prepared.rows(part), fragments, out=out[part], bias=bias, residual=added, joins=first, joined=last)
         return out
     tall, segments = len(fragments.units), -(-fragments.spans // SEGMENT)
     share = share_out(rows, tall, segments, multiprocessors=_multiprocessors(device), shared=shared, inside=inside)
@@ -180,7 +185,8 @@ def skinny_product(
                 here = slice(units.start * UNIT_ROWS, units.stop * UNIT_ROWS)
                 own = None if bias is None else bias[here]
                 added = None if residual is None else residual[:, here]
-                again(prepared, fragments.some(units), out=out[:, here], bias=own, residual=added)
+                first, last = joins and units.start == 0, joined and units.stop == tall
+                again(prepared, fragments.some(units), out=out[:, here], bias=own, residual=added, joins=first, joined=last)
             return out
     given = _Product(
         *(fragments.units.data_ptr(), prepared.x.data_ptr(), prepared.factors.data_ptr(), prepared.sums.data_ptr()),
@@ -191,16 +197,23 @@ def skinny_product(
             tall,
             fragments.spans,
             rows,
-            share.height,
-            share.step,
+            share.barriers,
             share.buffers,
             DTYPE_NUMBERS[out.dtype],
-            int(pdl),
+            (PDL | JOINS * joins | JOINED * joined) * pdl,
         ),
     )
     kernel = _product(fragments.kind, device, share.tiles, share.inside)
     kernel.launch(given, grid=(share.blocks, 1), threads=share.threads, shared=share.shared, pdl=pdl)
     return out
+
+
+def waiting_sums(rows: int, fragments: Fragments) -> int:
+    """Numbers that `parts` has for a product of so many rows at once."""
+    device, segments = fragments.units.device, -(-fragments.spans // SEGMENT)
+    tall, shared = len(fragments.units), shared_memory(device)
+    share = share_out(rows_at_once(rows, shared), tall, segments, multiprocessors=_multiprocessors(device), shared=shared)
+    return 0 if share.inside else tall * segments * UNIT_ROWS * share.tiles * TILE_ROWS
 
 
 def tile_height(pairs: int, count: int, device: torch.device) -> int:
@@ -224,7 +237,7 @@ def grouped_product(
     given = _Grouped(
         *(experts.units.data_ptr(), prepared.x.data_ptr(), prepared.factors.data_ptr(), prepared.sums.data_ptr()),
         *(None, None, out.data_ptr(), None, None, 0, out.stride(0), experts.rows, experts.tall, experts.spans, rows),
-        *(0, 0, 0, DTYPE_NUMBERS[out.dtype], int(pdl), None, divide),
+        *(0, 0, DTYPE_NUMBERS[out.dtype], int(pdl), None, divide),
         *(routes.order.data_ptr(), routes.tiles.data_ptr(), experts.tall * experts.spans * unit_bytes(experts.kind), share.sides),
     )
     kernel = _group(experts.kind, device, tiles)

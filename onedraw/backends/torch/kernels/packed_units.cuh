@@ -153,6 +153,32 @@ __device__ __forceinline__ void copy_four(word to, const void *from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from));
 }
 
+// A barrier in shared memory that so many threads arrive at, each when what it copies is there; and whether all are
+__device__ __forceinline__ void make_barrier(word at, int count) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory"); }
+
+__device__ __forceinline__ void arrive_with_copies(word at) { asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(at) : "memory"); }
+
+__device__ __forceinline__ void await_copies(word at) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{ .reg .pred p; again: mbarrier.try_wait.parity.shared.b64 p, [%0], 0; @!p bra again; }" ::"r"(at) : "memory");
+#else
+    asm volatile("{ .reg .pred p; again: mbarrier.test_wait.parity.shared.b64 p, [%0], 0; @!p bra again; }" ::"r"(at) : "memory");
+#endif
+}
+
+// Programmatic launch: what was launched before is done and seen, and what is launched next may take free places
+__device__ __forceinline__ void await_grid() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void let_next_come() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // Counts one up. What this thread has seen is seen by whoever counts later, and what earlier ones had seen is seen here.
 __device__ __forceinline__ int counted(int *counter) {
     int before;

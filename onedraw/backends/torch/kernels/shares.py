@@ -22,7 +22,6 @@ APART_WARPS = {1: 16, 2: 16, 3: 16, 4: 16, 6: 8, 8: 8}  # where they have not
 BUSY = 0.9
 FEW_ROWS = 4
 TALL_ENOUGH = {1: 16, 2: 64}  # units of a block, by tiles, for more rows
-LEAST_STEP = 6  # units of a block whose sums must have room at once, so that its warps seldom wait for each other
 ALIGNED = 0.97  # of them, where each then has rows of one segment only
 
 
@@ -33,8 +32,7 @@ class Share:
     warps: int  # that the kernel is compiled for
     threads: int
     blocks: int
-    height: int  # units of sixteen outputs of a block, where inside
-    step: int  # of them, those whose sums there is room for at once
+    barriers: int  # where in shared memory rows are waited for, where inside
     buffers: int  # segments of rows that lie in shared memory at once
     shared: int  # bytes of shared memory
 
@@ -62,20 +60,20 @@ def share_out(rows: int, tall: int, segments: int, *, multiprocessors: int, shar
     """For rows that fit at once. `inside` is for measuring: what to do where both ways are open."""
     tiles = tiles_of(rows)
     buffer = buffer_bytes(rows, tiles)
-    height = -(-tall // multiprocessors)
-    sums = segments * tiles * TILE_ROWS * 16 * 4  # bytes of a unit's
-    room = max(0, shared - segments * buffer) // sums
-    fits = tiles in INSIDE_WARPS and room >= min(height, LEAST_STEP)
-    if fits and (_pays(rows, tiles, tall, height, multiprocessors) if inside is None else inside):
-        step = -(-height // -(-height // room))  # equal steps
-        threads = 32 * min(step * segments, INSIDE_WARPS[tiles])
-        needed = segments * buffer + step * sums
-        return Share(tiles, True, INSIDE_WARPS[tiles], threads, -(-tall // height), height, step, segments, needed)
+    height = -(-tall // multiprocessors)  # units of a block, or one less
+    if tiles in INSIDE_WARPS and (_pays(rows, tiles, tall, height, multiprocessors) if inside is None else inside):
+        warps = min(height * segments, INSIDE_WARPS[tiles])
+        blocks = min(multiprocessors, tall)
+        rest = max(units % warps for units in (tall // blocks, -(-tall // blocks)))
+        waiting = max(warps, rest * segments)  # sums of a warp's own unit, and then of items that are spread over all
+        barriers = segments * buffer + waiting * tiles * TILE_ROWS * 16 * 4
+        if (needed := barriers + 8 * segments) <= shared:
+            return Share(tiles, True, INSIDE_WARPS[tiles], 32 * warps, blocks, barriers, segments, needed)
     aligned = multiprocessors // segments * segments
     blocks = min(aligned if aligned >= ALIGNED * multiprocessors else multiprocessors, tall * segments)
     buffers = min(2, segments, shared // buffer)
     threads = 32 * min(-(-tall * segments // blocks), APART_WARPS[tiles])
-    return Share(tiles, False, APART_WARPS[tiles], threads, blocks, 0, 0, buffers, buffers * buffer)
+    return Share(tiles, False, APART_WARPS[tiles], threads, blocks, 0, buffers, buffers * buffer)
 
 
 def share_borders(tall: int, segments: int, *, multiprocessors: int, shared: int, most: int) -> tuple[int, ...]:
