@@ -218,11 +218,12 @@ def test_weights_of_several_kinds_stand_side_by_side_with_bias_and_residual(rows
 
 @on_device
 @pytest.mark.parametrize("rows", [1, 8, 16, 22])
-def test_products_of_the_same_rows_that_run_at_once_answer_as_one_behind_the_other(rows: int) -> None:
+@pytest.mark.parametrize("heights", [{"Q5_K": 4096, "Q4_K": 1024, "Q6_K": 512}, {"Q6_K": 320, "Q5_K": 4096, "Q4_K": 1024}])
+def test_products_of_the_same_rows_that_run_at_once_answer_as_one_behind_the_other(rows: int, heights: dict[str, int]) -> None:
     """Recorded, four times behind each other, and played again and again: each reads what the one before it has written."""
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("kernels come one behind the other here")
-    tensors = [stored(kind, (n, 2048), kind, RNG, 2048**-0.5) for kind, n in (("Q5_K", 4096), ("Q4_K", 1024), ("Q6_K", 512))]
+    tensors = [stored(kind, (height, 2048), kind, RNG, 2048**-0.5) for kind, height in heights.items()]
 
     def made(pdl: bool) -> PackedLinear:
         found = packed_linear(
@@ -231,13 +232,13 @@ def test_products_of_the_same_rows_that_run_at_once_answer_as_one_behind_the_oth
         assert found is not None
         return found
 
-    joined, alone, x = made(True), made(False), normal(rows, 2048)
+    joined, alone, x, residual = made(True), made(False), normal(rows, 2048), normal(rows, sum(heights.values()))
 
     def turn(linear: PackedLinear) -> list[Tensor]:
         found, h = [], x
         for start in range(0, 4000, 1000):
-            found.append(linear(h))
-            h = found[-1][:, start : start + 2048] * 0.5
+            found.append(linear(h, residual))
+            h = found[-1][:, start : start + 2048]
         return found
 
     turn(joined)
@@ -247,6 +248,7 @@ def test_products_of_the_same_rows_that_run_at_once_answer_as_one_behind_the_oth
         played = turn(joined)
     for seed in range(40):
         x.copy_(normal(rows, 2048, seed=seed))
+        residual.copy_(normal(*residual.shape, seed=seed + 1000))
         graph.replay()
         assert all(torch.equal(one, other) for one, other in zip(played, turn(alone), strict=True))
 

@@ -202,7 +202,10 @@ inline void copy_four(word to, const void *from) { memcpy(rows + to, from, 4); }
 inline void await_grid() {}
 inline void let_next_come() {}
 inline void make_barrier(word at, int count) { ((int *)(rows + at))[0] = count; }
-inline void arrive_with_copies(word at) { ((int *)(rows + at))[0]--; }
+inline void arrive_with_copies(word at) {  // others may be far ahead before it brings more
+    ((int *)(rows + at))[0]--;
+    for (int turns = drawn() % 200; turns > 0; turns--) next_lane();
+}
 inline void await_copies(word at) { while (((int *)(rows + at))[0]) next_lane(); }
 inline word &part_of(uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 inline word part_of(const uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }

@@ -142,6 +142,8 @@ def test_units_whole_in_a_warp_and_units_spread_over_all_have_the_bits_of_items(
     monkeypatch.setattr(packed_rows, "share_out", shares.share_out.__wrapped__)
     monkeypatch.setattr(packed_rows, "_multiprocessors", lambda device: 2)
     weight, _ = made(kind, rows=units * 16 - 3, width=2816)
+    room = {"multiprocessors": 2, "shared": packed_rows.shared_memory(CPU)}
+    assert shares.share_out.__wrapped__(rows, len(weight.units), 3, **room, inside=True).inside
     prepared, bias, residual = (normal(rows, width, seed=width) for width in (2816, weight.rows, weight.rows))
     given = {"bias": bias[0], "residual": residual}
     found, expected = (

@@ -51,7 +51,7 @@ def test_outputs_stay_inside_a_block_where_that_was_faster() -> None:
 
     assert [inside(rows, 2176, 5) for rows in (1, 8, 16, 24)] == [True, True, False, False]
     assert [inside(rows, 384, 5) for rows in (1, 8, 16)] == [True, False, False]
-    assert not inside(1, 320, 17)  # a fifth of the multiprocessors would be idle
+    assert not inside(1, 320, 17)  # two units or three: a fifth of the time most would wait for the others
     assert [inside(rows, 15520, 5) for rows in (1, 16, 24)] == [True, True, False]
 
 

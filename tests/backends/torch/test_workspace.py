@@ -165,7 +165,7 @@ def test_products_of_the_same_rows_join_and_have_their_sums_apart(
     assert [one["pdl"] for one in given] == [PDL | JOINED, PDL | JOINS | JOINED, PDL | JOINS]
     sizes = [4 * one["tall"] * 3 * 16 * tiles_of(rows) * 8 for one in given]
     places = sorted((one["parts"], one["parts"] + size) for one, size in zip(given, sizes, strict=True))
-    assert all(places)
+    assert all(start for start, _ in places)
     assert all(end <= start for (_, end), (start, _) in pairwise(places))
     room = side_by_side[0].workspace.parts(side_by_side[0].parts[0])
     assert room.data_ptr() <= places[0][0]

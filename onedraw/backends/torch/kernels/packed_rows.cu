@@ -12,7 +12,7 @@
 
 // What runs behind this kernel may come, and what runs before it is done. A product that JOINS the one before it reads the same rows,
 // and they are there: the one before it is JOINED, and has waited for them before it let anybody come. It waits in the end, so that
-// whoever waits for it has waited for both.
+// whoever waits for it has waited for both. What a kernel finds in its first cache is no older than the kernel itself, as for any launch.
 __device__ __forceinline__ void begin_turn(const Product &p) {
     if (p.pdl == (PDL | JOINED)) await_grid();
     if (p.pdl & PDL) let_next_come();
@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) rows_product(const _
     const int first = share_of(p.tall, blockIdx.x), height = share_of(p.tall, blockIdx.x + 1) - first;
     const Units units = {first, height / warps, height % warps, segments};
     const int owned = units.whole * segments, items = owned + max(0, (units.rest * segments - warp + warps - 1) / warps);
-    float4 *kept = (float4 *)(rows + segments * bytes) + lane;  // what a warp's own unit comes to, and behind that items of the rest
+    float4 *kept = (float4 *)(rows + segments * bytes) + lane;  // of a warp its own unit, then its items of the rest: [i][warp]
     const word barriers = (word)__cvta_generic_to_shared(rows) + p.barriers;
     int row_of[TILES];
 #pragma unroll

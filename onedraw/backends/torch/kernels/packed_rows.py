@@ -209,11 +209,16 @@ def skinny_product(
 
 
 def waiting_sums(rows: int, fragments: Fragments) -> int:
-    """Numbers that `parts` has for a product of so many rows at once."""
+    """Numbers that `parts` has for a product of so many rows, those that come at once and those behind them."""
     device, segments = fragments.units.device, -(-fragments.spans // SEGMENT)
     tall, shared = len(fragments.units), shared_memory(device)
-    share = share_out(rows_at_once(rows, shared), tall, segments, multiprocessors=_multiprocessors(device), shared=shared)
-    return 0 if share.inside else tall * segments * UNIT_ROWS * share.tiles * TILE_ROWS
+    needed = 0
+    while rows:
+        count = rows_at_once(rows, shared)
+        share = share_out(count, tall, segments, multiprocessors=_multiprocessors(device), shared=shared)
+        needed = max(needed, 0 if share.inside else tall * segments * UNIT_ROWS * share.tiles * TILE_ROWS)
+        rows -= count
+    return needed
 
 
 def tile_height(pairs: int, count: int, device: torch.device) -> int:

@@ -108,8 +108,8 @@ __device__ __forceinline__ float rounded_to(float value, int bf16) {  // to the 
     return v;
 }
 
-__device__ __forceinline__ float read_number(const halfword *at, int bf16) {
-    word bits = *at;
+__device__ __forceinline__ float read_number(const halfword *at, int bf16) {  // past the first cache, where something old might lie
+    const word bits = __ldcg(at);
     return bf16 ? __uint_as_float(bits << 16) : half_to_float(bits);
 }
 

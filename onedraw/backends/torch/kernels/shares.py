@@ -17,7 +17,7 @@ TILE_ROWS = 8  # rows that one step of the matrix unit takes
 TILES = (1, 2, 3, 4, 6, 8)  # tiles of rows that a kernel is compiled for
 INSIDE_WARPS = {1: 16, 2: 16}  # of a block, at most, by tiles: where blocks have all segments of their outputs
 APART_WARPS = {1: 16, 2: 16, 3: 16, 4: 16, 6: 8, 8: 8}  # where they have not
-# Blocks have all segments of their outputs where that leaves few multiprocessors idle, and where rows, of which each block then
+# Blocks have all segments of their outputs where they then have about as many as each other, and where rows, of which each block
 # needs all inputs, are few beside the weights. Measured on an H200 with cold weights (bench/gpu_rows.py time --all-forms).
 BUSY = 0.9
 FEW_ROWS = 4
