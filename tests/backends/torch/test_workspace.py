@@ -100,15 +100,20 @@ class _Recorded:
         self.given.append({name: getattr(given, name) or 0 for name, _ in given._fields_})
 
 
-@pytest.mark.parametrize(("rows", "units"), [(64, 7), (20, 7), (64, 38), (3, 7)])
-def test_outputs_come_slab_by_slab_where_their_sums_do_not_fit_at_once(
-    rows: int, units: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every output once, with its own weights, counters, bias, residual and place, and never more sums than there is room for."""
-    kernel, tiles = _Recorded(), tiles_of(rows)
-    monkeypatch.setattr(packed_rows, "_product", lambda *which: kernel)
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> _Recorded:
+    """All products of few rows, as on a large card."""
+    found = _Recorded()
+    monkeypatch.setattr(packed_rows, "_product", lambda *which: found)
     monkeypatch.setattr(packed_rows, "_multiprocessors", lambda device: 132)
     monkeypatch.setattr(packed_rows, "shared_memory", lambda device: 227 << 10)
+    return found
+
+
+@pytest.mark.parametrize(("rows", "units"), [(64, 7), (20, 7), (64, 38), (3, 7)])
+def test_outputs_come_slab_by_slab_where_their_sums_do_not_fit_at_once(rows: int, units: int, kernel: _Recorded) -> None:
+    """Every output once, with its own weights, counters, bias, residual and place, and never more sums than there is room for."""
+    tiles = tiles_of(rows)
     weight = empty_fragments("Q4_K", rows=600, width=2304, device=CPU)  # 38 units, three segments
     parts = torch.empty(units * 3 * 16 * tiles * 8)
     out, bias, residual = torch.empty(rows, 700).half()[:, 50:650], torch.empty(600).half(), torch.empty(rows, 600).half()
@@ -142,11 +147,8 @@ def launched(linear: PackedLinear, ready: Ready, rows: int, kernel: _Recorded) -
 
 
 @pytest.fixture
-def side_by_side(monkeypatch: pytest.MonkeyPatch) -> tuple[PackedLinear, Ready, _Recorded]:
-    kernel, ready, room = _Recorded(), Ready(), Workspace(CPU)
-    monkeypatch.setattr(packed_rows, "_product", lambda *which: kernel)
-    monkeypatch.setattr(packed_rows, "_multiprocessors", lambda device: 132)
-    monkeypatch.setattr(packed_rows, "shared_memory", lambda device: 227 << 10)
+def side_by_side(kernel: _Recorded) -> tuple[PackedLinear, Ready, _Recorded]:
+    ready, room = Ready(), Workspace(CPU)
     weights = [
         empty_fragments(kind, rows=n, width=2304, device=CPU) for kind, n in (("Q5_K", 4096), ("Q4_K", 1024), ("Q6_K", 320))
     ]
@@ -179,11 +181,7 @@ def test_products_come_one_behind_the_other_where_sums_have_no_room_or_rows_do_n
     assert {one["pdl"] for one in launched(*side_by_side[:2], rows, side_by_side[2])} == {PDL}
 
 
-def test_a_product_in_pieces_joins_with_its_first_and_is_joined_at_its_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = _Recorded()
-    monkeypatch.setattr(packed_rows, "_product", lambda *which: kernel)
-    monkeypatch.setattr(packed_rows, "_multiprocessors", lambda device: 132)
-    monkeypatch.setattr(packed_rows, "shared_memory", lambda device: 227 << 10)
+def test_a_product_in_pieces_joins_with_its_first_and_is_joined_at_its_last(kernel: _Recorded) -> None:
     weight = empty_fragments("Q4_K", rows=600, width=2304, device=CPU)
     parts, out = torch.empty(13 * 3 * 16 * 16), torch.empty(9, 600).half()
     packed_rows.skinny_product(

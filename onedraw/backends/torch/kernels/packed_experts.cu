@@ -19,9 +19,10 @@ struct Grouped {
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) grouped_product(const __grid_constant__ Grouped g) {
     extern __shared__ __align__(16) byte rows[];
     __shared__ int pairs[TILES * 8];
-#if __CUDA_ARCH__ >= 900
-    if (g.all.pdl) asm volatile("griddepcontrol.launch_dependents; griddepcontrol.wait;" ::: "memory");
-#endif
+    if (g.all.pdl) {
+        let_next_come();
+        await_grid();
+    }
     const int *tile = g.tiles + blockIdx.x * 3;
     if (tile[2] == 0) return;
     Product p = g.all;
@@ -63,14 +64,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) grouped_product
         if (side > 0) {
 #pragma unroll
             for (int n = 0; n < TILES; n++)
-                kept[((warp / g.sides * (g.sides - 1) + side - 1) * TILES + n) * 32] = make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]);
+                kept[((warp / g.sides * (g.sides - 1) + side - 1) * TILES + n) * 32] = four(sums[n]);
         }
         if (g.sides > 1) __syncthreads();
         if (side > 0) continue;
         for (int i = 0; i < here; i++)
 #pragma unroll
             for (int n = 0; n < TILES; n++) {
-                const float4 v = i == 0 ? make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3])
+                const float4 v = i == 0 ? four(sums[n])
                                         : kept[((warp / g.sides * (g.sides - 1) + i - 1) * TILES + n) * 32];
                 add_to(total[n], v);
             }

@@ -101,6 +101,8 @@ __device__ __forceinline__ void add_to(float (&total)[4], float4 v) {
     total[3] = __fadd_rn(total[3], v.w);
 }
 
+__device__ __forceinline__ float4 four(const float (&v)[4]) { return make_float4(v[0], v[1], v[2], v[3]); }
+
 __device__ __forceinline__ void finish(const Product &p, const float (&total)[TILES][4], int tall) {
     const int lane = threadIdx.x & 31;
 #pragma unroll
@@ -123,7 +125,7 @@ __device__ __forceinline__ void finish(const Product &p, const float (&total)[TI
 __device__ __forceinline__ void keep(const Product &p, float4 *to, const float (&sums)[TILES][4]) {
 #pragma unroll
     for (int n = 0; n < TILES; n++)
-        if (n * 8 + 2 * (int)(threadIdx.x & 3) < p.rows) __stcg(to + n * 32, make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]));
+        if (n * 8 + 2 * (int)(threadIdx.x & 3) < p.rows) __stcg(to + n * 32, four(sums[n]));
 }
 
 // Sums of a unit's items, in memory, segment by segment
@@ -142,13 +144,7 @@ __device__ __forceinline__ void add_up(const Product &p, int segments, int tall)
 // To the sums of the segments before, or to nothing
 __device__ __forceinline__ void add_before(float (&sums)[TILES][4], const float4 *kept) {
 #pragma unroll
-    for (int n = 0; n < TILES; n++) {
-        const float4 v = kept ? kept[n * 32] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        sums[n][0] = __fadd_rn(v.x, sums[n][0]);
-        sums[n][1] = __fadd_rn(v.y, sums[n][1]);
-        sums[n][2] = __fadd_rn(v.z, sums[n][2]);
-        sums[n][3] = __fadd_rn(v.w, sums[n][3]);
-    }
+    for (int n = 0; n < TILES; n++) add_to(sums[n], kept ? kept[n * 32] : make_float4(0.0f, 0.0f, 0.0f, 0.0f));
 }
 
 // Sums of so many units' items, in shared memory, segment by segment

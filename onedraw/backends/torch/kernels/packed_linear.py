@@ -59,7 +59,8 @@ def packed_product(
     residual: Tensor | None = None,
     parts: Tensor | None = None,
     pdl: bool = False,
-    **joins: bool,
+    joins: bool = False,
+    joined: bool = False,
 ) -> Tensor:
     """Prepared rows times a weight: out [T, N], which may be columns of a wider tensor. `parts`, `joins` and `joined` are
     those of `skinny_product`, for rows that come at once."""
@@ -69,7 +70,17 @@ def packed_product(
         for start in range(0, rows, FEW_ROWS):
             part = slice(start, start + FEW_ROWS)
             beside = None if residual is None else residual[part]
-            skinny_product(prepared.rows(part), weight, out=out[part], parts=parts, bias=bias, residual=beside, pdl=pdl, **joins)
+            skinny_product(
+                prepared.rows(part),
+                weight,
+                out=out[part],
+                parts=parts,
+                bias=bias,
+                residual=beside,
+                pdl=pdl,
+                joins=joins,
+                joined=joined,
+            )
         return out
     product = wide.wide_product if _is_hopper(out.device) else triton_wide.wide_product
     for columns, room in workspace.slices(weight):
@@ -185,11 +196,9 @@ class PackedLinear(Linear):
         parts = [part for part in self.parts if isinstance(part, Fragments)]
         if not (self._pdl and 1 < len(parts) == len(self.parts) and 0 < rows <= FEW_ROWS):
             return []
-        room, found, start = max((self.workspace.parts(part) for part in parts), key=len), [], 0
-        for part in parts:
-            found.append(room[start : start + waiting_sums(rows, part)])
-            start += waiting_sums(rows, part)
-        return found if start <= len(room) else []
+        *_, room = map(self.workspace.parts, parts)  # it grows with what it is asked for
+        sizes = [waiting_sums(rows, part) for part in parts]
+        return list(torch.split(room[: sum(sizes)], sizes)) if sum(sizes) <= len(room) else []
 
     @property
     def kind(self) -> str:

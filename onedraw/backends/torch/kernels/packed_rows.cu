@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) rows_product(const _
             finish(p, sums, own.tall);
         } else {
 #pragma unroll
-            for (int n = 0; n < TILES; n++) place[n * 32] = make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]);
+            for (int n = 0; n < TILES; n++) place[n * 32] = four(sums[n]);
         }
         own = next;
     }

@@ -177,11 +177,10 @@ def skinny_product(
     tall, segments = len(fragments.units), -(-fragments.spans // SEGMENT)
     share = share_out(rows, tall, segments, multiprocessors=_multiprocessors(device), shared=shared, inside=inside)
     if not share.inside:
-        unit = segments * UNIT_ROWS * share.tiles * TILE_ROWS  # sums of sixteen outputs
         if parts is None:
-            parts = torch.empty(tall * unit, dtype=torch.float32, device=device)
-        if tall * unit > parts.numel():
-            for units in slabs_of(tall, parts.numel() // unit):
+            parts = torch.empty(tall * share.sums, dtype=torch.float32, device=device)
+        if tall * share.sums > parts.numel():
+            for units in slabs_of(tall, parts.numel() // share.sums):
                 here = slice(units.start * UNIT_ROWS, units.stop * UNIT_ROWS)
                 own = None if bias is None else bias[here]
                 added = None if residual is None else residual[:, here]
@@ -216,7 +215,7 @@ def waiting_sums(rows: int, fragments: Fragments) -> int:
     while rows:
         count = rows_at_once(rows, shared)
         share = share_out(count, tall, segments, multiprocessors=_multiprocessors(device), shared=shared)
-        needed = max(needed, 0 if share.inside else tall * segments * UNIT_ROWS * share.tiles * TILE_ROWS)
+        needed = max(needed, tall * share.sums)
         rows -= count
     return needed
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from onedraw.backends.packing import SEGMENT, SPAN
+from onedraw.backends.packing import SEGMENT, SPAN, UNIT_ROWS
 
 TILE_ROWS = 8  # rows that one step of the matrix unit takes
 TILES = (1, 2, 3, 4, 6, 8)  # tiles of rows that a kernel is compiled for
@@ -35,6 +35,7 @@ class Share:
     barriers: int  # where in shared memory rows are waited for, where inside
     buffers: int  # segments of rows that lie in shared memory at once
     shared: int  # bytes of shared memory
+    sums: int  # numbers of a unit that wait in memory, where not inside
 
     @property
     def defines(self) -> dict[str, int]:
@@ -64,16 +65,17 @@ def share_out(rows: int, tall: int, segments: int, *, multiprocessors: int, shar
     if tiles in INSIDE_WARPS and (_pays(rows, tiles, tall, height, multiprocessors) if inside is None else inside):
         warps = min(height * segments, INSIDE_WARPS[tiles])
         blocks = min(multiprocessors, tall)
-        rest = max(units % warps for units in (tall // blocks, -(-tall // blocks)))
+        rest = max(units % warps for units in (tall // blocks, height))
         waiting = max(warps, rest * segments)  # sums of a warp's own unit, and then of items that are spread over all
-        barriers = segments * buffer + waiting * tiles * TILE_ROWS * 16 * 4
+        barriers = segments * buffer + waiting * tiles * TILE_ROWS * UNIT_ROWS * 4
         if (needed := barriers + 8 * segments) <= shared:
-            return Share(tiles, True, INSIDE_WARPS[tiles], 32 * warps, blocks, barriers, segments, needed)
+            return Share(tiles, True, INSIDE_WARPS[tiles], 32 * warps, blocks, barriers, segments, needed, sums=0)
     aligned = multiprocessors // segments * segments
     blocks = min(aligned if aligned >= ALIGNED * multiprocessors else multiprocessors, tall * segments)
     buffers = min(2, segments, shared // buffer)
     threads = 32 * min(-(-tall * segments // blocks), APART_WARPS[tiles])
-    return Share(tiles, False, APART_WARPS[tiles], threads, blocks, 0, buffers, buffers * buffer)
+    sums = segments * tiles * TILE_ROWS * UNIT_ROWS
+    return Share(tiles, False, APART_WARPS[tiles], threads, blocks, 0, buffers, buffers * buffer, sums)
 
 
 def share_borders(tall: int, segments: int, *, multiprocessors: int, shared: int, most: int) -> tuple[int, ...]:
