@@ -24,6 +24,9 @@ struct Product {
 #ifdef GROUPED
     const int *pairs;       // of a row and one of its experts: where the rows of this product stand
     int divide;             // pairs that read one row
+#else
+    int even, odd;          // units of a block, and how many blocks have one more, where INSIDE
+    float per_segment;      // one by the segments
 #endif
 };
 
@@ -154,7 +157,7 @@ __device__ __forceinline__ void add_inside(const Product &p, const float4 *kept,
         clear(total);
         for (int i = 0; i < segments; i++)
 #pragma unroll
-            for (int n = 0; n < TILES; n++) add_to(total[n], kept[((i * count + tall) * TILES + n) * 32]);
+            for (int n = 0; n < TILES; n++) add_to(total[n], kept[((tall * segments + i) * TILES + n) * 32]);
         finish(p, total, first + tall);
     }
 }

@@ -23,9 +23,6 @@ __device__ __forceinline__ void end_turn(const Product &p) {
     if (p.pdl & JOINS) await_grid();
 }
 
-// Where the share of a block begins, of so many
-__device__ __forceinline__ int share_of(int all, int block) { return (int)((long long)all * block / gridDim.x); }
-
 // An item's sums. `unit` has its first weights, and then those of the first span of what comes next.
 __device__ __forceinline__ void add_own_item(const Product &p, float (&sums)[TILES][4], Unit &unit, const Item &own, const Item &next, bool more,
                                              const byte *rows, const int (&row_of)[TILES]) {
@@ -38,75 +35,118 @@ __device__ __forceinline__ void add_own_item(const Product &p, float (&sums)[TIL
 }
 
 #if INSIDE
-// A block's units: `whole` of every warp's own, and the rest
+// Where the units of a block begin
+__device__ __forceinline__ int units_before(const Product &p, int block) { return block * p.even + min(block, p.odd); }
+
+// A block's units: from `first` on those that are whole in a warp, every `warps`-th its own, and `rest` behind them
 struct Units {
-    int first, whole, rest, segments;
+    int first, rest_at, rest, segments;
 };
 
-// Item i of this warp
-__device__ __forceinline__ Item item_of(const Product &p, const Units &u, int i) {
-    const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5, before = u.whole * u.segments;
-    Item found;
-    if (i < before) {
-        found.tall = u.first + i / u.segments * warps + warp;
-        found.segment = i % u.segments;
-    } else {
-        const int spread = (i - before) * warps + warp;
-        found.segment = spread / max(u.rest, 1);
-        found.tall = u.first + u.whole * warps + spread - found.segment * u.rest;
-    }
+// How often a number goes into n, of which `per` is one part: for n below 2^21, which no block comes near
+__device__ __forceinline__ int quotient(int n, float per) { return (int)(((float)n + 0.5f) * per); }
+
+// Item `spread` of those that all warps share, unit by unit; false where there is none
+__device__ __forceinline__ bool spread_item(const Product &p, const Units &u, int spread, Item &found) {
+    if (spread >= u.rest * u.segments) return false;
+    const int unit = quotient(spread, p.per_segment);
+    found.tall = u.rest_at + unit;
+    found.segment = spread - unit * u.segments;
     place(p, found);
-    return found;
+    return true;
+}
+
+__device__ __forceinline__ int spread_of(const Units &u, const Item &item) { return (item.tall - u.rest_at) * u.segments + item.segment; }
+
+__device__ __forceinline__ bool first_item(const Product &p, const Units &u, Item &found) {
+    const int warp = threadIdx.x >> 5;
+    found.tall = u.first + warp;
+    found.segment = 0;
+    place(p, found);
+    return u.first < u.rest_at || spread_item(p, u, warp, found);
+}
+
+// What a warp takes behind an item, or nothing
+__device__ __forceinline__ bool next_item(const Product &p, const Units &u, const Item &own, Item &found) {
+    const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    if (own.tall >= u.rest_at) return spread_item(p, u, spread_of(u, own) + warps, found);
+    const bool closes = own.segment + 1 == u.segments;
+    if (closes && own.tall + warps >= u.rest_at) return spread_item(p, u, warp, found);
+    found.tall = own.tall + (closes ? warps : 0);
+    found.segment = closes ? 0 : own.segment + 1;
+    place(p, found);
+    return true;
+}
+
+// Rows of all segments, a warp for each row of each, whose lanes arrive at the segment's barrier
+#define ARRIVALS 32
+
+__device__ __forceinline__ void bring_all_rows(const Product &p, word to, int bytes, int segments, word barriers) {
+    const int lane = threadIdx.x & 31, warps = blockDim.x >> 5;
+#pragma unroll 1
+    for (int pair = threadIdx.x >> 5; pair < segments * p.rows; pair += warps) {
+        const int segment = pair / p.rows, row = pair - segment * p.rows, span = segment * SEGMENT, live = min(SEGMENT, p.spans - span);
+        const long long at = (long long)row * p.spans + span;
+        const word own = to + segment * bytes + row * ROW_BYTES;
+        const halfword *x = p.x + at * SPAN + lane * 8;
+#pragma unroll
+        for (int i = 0; i < SEGMENT; i++)
+            if (i < live) copy_sixteen(own + (i * SPAN + lane * 8) * 2, x + i * SPAN);
+        if (lane < live * 2) copy_sixteen(own + SUMS_AT + lane * 16, p.sums + at * 16 + lane * 8);
+        if (lane == 31) copy_four(to + segment * bytes + powers_at(p) + row * 4, p.factors + at);
+        arrive_with_copies(barriers + segment * 8);
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) rows_product(const __grid_constant__ Product p) {
     extern __shared__ __align__(16) byte rows[];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
     const int segments = (p.spans + SEGMENT - 1) / SEGMENT, bytes = buffer_bytes(p);
-    const int first = share_of(p.tall, blockIdx.x), height = share_of(p.tall, blockIdx.x + 1) - first;
-    const Units units = {first, height / warps, height % warps, segments};
-    const int owned = units.whole * segments, items = owned + max(0, (units.rest * segments - warp + warps - 1) / warps);
-    float4 *kept = (float4 *)(rows + segments * bytes) + lane;  // of a warp its own unit, then its items of the rest: [i][warp]
+    const int first = units_before(p, blockIdx.x), height = units_before(p, blockIdx.x + 1) - first, rest = height % warps;
+    const Units units = {first, first + height - rest, rest, segments};
+    float4 *kept = (float4 *)(rows + segments * bytes) + lane;  // of a warp its own unit, then its items of the rest
     const word barriers = (word)__cvta_generic_to_shared(rows) + p.barriers;
     int row_of[TILES];
 #pragma unroll
     for (int n = 0; n < TILES; n++) row_of[n] = kept_apart(row_at(p, n));
-    Item own = item_of(p, units, 0);
+    Item own;
+    bool live = first_item(p, units, own);
     // Weights hang on nothing that runs before this kernel: the first are on their way before it waits.
     Unit unit;
-    load_unit(unit, own.at, lane, items > 0);
+    load_unit(unit, own.at, lane, live);
     clear_rows(p, rows, bytes, segments);
-    if (threadIdx.x < segments) make_barrier(barriers + threadIdx.x * 8, blockDim.x);
+    if (threadIdx.x < segments) make_barrier(barriers + threadIdx.x * 8, ARRIVALS * p.rows);
     __syncthreads();
     begin_turn(p);
-    for (int i = 0; i < segments; i++) {
-        bring_rows(p, (word)__cvta_generic_to_shared(rows) + i * bytes, i * SEGMENT);
-        arrive_with_copies(barriers + i * 8);
-    }
+    bring_all_rows(p, (word)__cvta_generic_to_shared(rows), bytes, segments, barriers);
 #pragma unroll 1
-    for (int i = 0; i < items; i++) {
-        const bool more = i + 1 < items;
-        const Item next = item_of(p, units, more ? i + 1 : i);
+    while (live) {
+        Item next = own;
+        const bool more = next_item(p, units, own, next), whole = own.tall < units.rest_at;
         float sums[TILES][4];
         await_copies(barriers + own.segment * 8);
         add_own_item(p, sums, unit, own, next, more, rows + own.segment * bytes, row_of);
-        float4 *place = kept + (i < owned ? warp : (i - owned) * warps + warp) * TILES * 32;
-        if (i < owned) add_before(sums, own.segment > 0 ? place : nullptr);
-        if (i < owned && own.segment == segments - 1) {
+        float4 *place = kept + (whole ? warp : spread_of(units, own)) * TILES * 32;
+        if (whole) add_before(sums, own.segment > 0 ? place : nullptr);
+        if (whole && own.segment == segments - 1) {
             finish(p, sums, own.tall);
         } else {
 #pragma unroll
             for (int n = 0; n < TILES; n++) place[n * 32] = four(sums[n]);
         }
         own = next;
+        live = more;
     }
     if (units.rest) {
         __syncthreads();
-        add_inside(p, kept, segments, units.first + units.whole * warps, units.rest);
+        add_inside(p, kept, segments, units.rest_at, units.rest);
     }
     end_turn(p);
 }
 #else
+// Where the share of a block begins, of so many
+__device__ __forceinline__ int share_of(int all, int block) { return (int)((long long)all * block / gridDim.x); }
+
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) rows_product(const __grid_constant__ Product p) {
     extern __shared__ __align__(16) byte rows[];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;

@@ -80,17 +80,20 @@ def _place(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+_COMMON = (
+    *((name, ctypes.c_void_p) for name in ("units", "x", "factors", "sums", "bias", "residual", "out", "parts", "counters")),
+    *((name, ctypes.c_longlong) for name in ("residual_stride", "out_stride")),
+    *((name, ctypes.c_int) for name in ("outputs", "tall", "spans", "rows", "barriers", "buffers", "bf16", "pdl")),
+)
+
+
 class _Product(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("units", "x", "factors", "sums", "bias", "residual", "out", "parts", "counters")),
-        *((name, ctypes.c_longlong) for name in ("residual_stride", "out_stride")),
-        *((name, ctypes.c_int) for name in ("outputs", "tall", "spans", "rows", "barriers", "buffers", "bf16", "pdl")),
-    )
+    _fields_ = (*_COMMON, ("even", ctypes.c_int), ("odd", ctypes.c_int), ("per_segment", ctypes.c_float))
 
 
 class _Grouped(ctypes.Structure):
     _fields_ = (
-        *_Product._fields_,
+        *_COMMON,
         ("pairs", ctypes.c_void_p),
         ("divide", ctypes.c_int),
         *((name, ctypes.c_void_p) for name in ("order", "tiles")),
@@ -200,6 +203,8 @@ def skinny_product(
             share.buffers,
             DTYPE_NUMBERS[out.dtype],
             (PDL | JOINS * joins | JOINED * joined) * pdl,
+            *divmod(tall, share.blocks),
+            1 / segments,
         ),
     )
     kernel = _product(fragments.kind, device, share.tiles, share.inside)
