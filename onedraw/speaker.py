@@ -123,14 +123,16 @@ class Speaker:
         sayings = [Saying(self._channel, self._call)]
         heard, hit = 0, None
         for choice in event.chosen:
-            sayings[-1].choices.append(choice)
             heard += 1
             self._count(choice.token)
-            if choice.token in self._hidden and event.finish == "stop" and choice is event.chosen[-1]:
-                break
+            ends = choice.token in self._hidden and event.finish == "stop" and choice is event.chosen[-1]
             self._searching = self._said + heard >= self._least
-            hit = self._read(sayings, self._detokenizer.push(choice.token))
-            if hit is not None or self._reader.over:
+            now, before, length = len(sayings) - 1, sayings[-1], len(sayings[-1].text)
+            hit = None if ends else self._read(sayings, self._detokenizer.push(choice.token))
+            # Where its text begins, however many tokens came before it in this event.
+            elsewhere = len(sayings) > now + 1 and len(before.text) == length
+            sayings[now + elsewhere].choices.append(choice)
+            if ends or hit is not None or self._reader.over:
                 break
         self._said += heard
         finish: Finish | None = "stop" if hit is not None or self._reader.over else event.finish
@@ -163,7 +165,7 @@ class Speaker:
         thinking and calls have markers and spaces of their own."""
         for part in [*self._reader.push(text), *(self._reader.finish() if last else ())]:
             if part.channel == "content":
-                shown, hit = self._stops.push(part.text) if self._searching else (part.text, None)
+                shown, hit = self._stops.push(part.text) if self._searching and part.read else (part.text, None)
                 self._say(sayings, part.channel, None, shown)
                 if hit is not None:
                     return hit
@@ -179,7 +181,7 @@ class Speaker:
         if channel == "content" and not text:
             return
         now = sayings[-1]
-        if (now.channel, now.call) != (channel, call) and (now.text or now.call is not None):
+        if (now.channel, now.call) != (channel, call) and (now.text or now.choices or now.call is not None):
             sayings.append(Saying(channel, call))
         sayings[-1].channel, sayings[-1].call = channel, call
         sayings[-1].text += text

@@ -12,13 +12,14 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from onedraw.backends.base import Backend, Ticket
 from onedraw.engine.scheduler import Member, Scheduler
 from onedraw.engine.sequence import Sequence
 from onedraw.engine.shelf import Shelf
 from onedraw.engine.stats import Drafted, Stats
+from onedraw.engine.watched import Watched
 from onedraw.errors import Barren, NotFinite, OnedrawError, TurnFailed
 from onedraw.speculation.tree import chain_length, depth
 from onedraw.types import Choice, Finish, Logprobs, Outcome, Plan, Request, Row, RowOutcome, Usage
@@ -81,6 +82,8 @@ class Engine:
         return bool(self._live or self._under_way or self._news)
 
     def add(self, request: Request, sink: Sink) -> None:
+        if request.params.constraint is not None:
+            request = replace(request, params=replace(request.params, constraint=Watched(request.params.constraint)))
         sequence = Sequence(request)
         self._live[request.id] = (sequence, sink)
         self.scheduler.waiting.append(sequence)
@@ -239,7 +242,7 @@ class Engine:
         self._totals["completion_tokens"] += len(chosen)
         scored = self._scores(sequence)
         sink = self._live[row.request_id][1]
-        error = _barren(result) if result.barren and finish is None else None
+        error = _barren(sequence, result) if result.barren and finish is None else None
         if finish is not None or error is not None:
             self._remove(row.request_id)
         if chosen or finish or scored is not None:
@@ -298,8 +301,15 @@ class Engine:
                 totals["page_copies"] += len(row.copies)
 
 
-def _barren(result: RowOutcome) -> OnedrawError:
-    return NotFinite(f"the model's numbers overflowed: {result.fault}") if result.fault else Barren(_BARREN)
+def _barren(sequence: Sequence, result: RowOutcome) -> OnedrawError:
+    if result.fault:
+        return NotFinite(f"the model's numbers overflowed: {result.fault}")
+    constraint = sequence.request.params.constraint
+    if isinstance(constraint, Watched):
+        constraint.allowed(sequence.history.output, ())  # where the reply came to stand, drafted or not
+    if isinstance(constraint, Watched) and constraint.failure:
+        return TurnFailed(f"holding this reply to its form failed; error id {constraint.failure} stands in the server's log")
+    return Barren(_BARREN)
 
 
 _BARREN = (

@@ -80,11 +80,11 @@ def _penalized(ids: Ids, scores: Floats, params: SamplingParams, seen: tuple[Cou
 
 
 def _filtered(scores: Floats, params: SamplingParams) -> int:
-    """How many of the candidates, best first at 0, min-p, top-k and top-p leave."""
-    kept = int((scores >= -np.float32(min_p_limit(params.min_p))).sum())
+    """How many of the candidates, best first at 0, min-p, top-k and top-p leave: one at least, also of scores that are no numbers."""
+    kept = max(int((scores >= -np.float32(min_p_limit(params.min_p))).sum()), 1)
     if params.top_k:
         kept = min(kept, params.top_k)
     if params.top_p < 1:
         running = np.exp(scores[:kept]).cumsum()
         kept = min(kept, int(np.searchsorted(running, params.top_p * running[-1])) + 1)
-    return max(kept, 1)
+    return kept

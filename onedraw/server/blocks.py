@@ -1,11 +1,13 @@
 """A reply as a row of blocks, each of one kind: thinking, text, a tool call. What Responses and Messages are written from.
 
 In: the parts of one choice, in order. Out: changes: a block begins, grows, ends. The blocks that stand at the end are the
-whole reply, so a whole reply is the fold of its stream here too.
+whole reply, so a whole reply is the fold of its stream here too. A token of the answer belongs to the text that is open, or, where
+none is, to the next: so which tokens a text has does not depend on how the reply was cut into parts.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +26,7 @@ class Block:
     call: Call | None = None
     text: str = ""
     tokens: list[Token] | None = None  # of a text, where logprobs were asked for
+    cut: bool = False  # the reply ended in the middle of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,35 +55,54 @@ class Blocks:
     def __init__(self) -> None:
         self.blocks: list[Block] = []
         self._open: Block | None = None
+        self._held: tuple[Token, ...] = ()  # of the answer, and not in a block yet
 
     def take(self, part: Part) -> list[Change]:
         changes: list[Change] = []
+        if part.answers:
+            self._held += part.said
         if part.reasoning:
             changes += self._grow("thinking", None, part.reasoning)
         if part.text:
-            changes += self._grow("text", None, part.text, part.said)
+            changes += self._grow("text", None, part.text)
         for call, text in part.calls:
             changes += self._grow("call", call, text)
         return changes
 
-    def end(self) -> list[Change]:
-        """A reply that said nothing has one empty text."""
+    def end(self, *, cut: bool = False) -> list[Change]:
+        """A reply that said nothing has one empty text. `cut`: it was to go on; what it was saying is cut with it, but for a
+        call that was whole by then."""
         changes = [] if self.blocks else self._grow("text", None, "")
+        if self._open is not None:
+            self._open.cut = cut and not (self._open.kind == "call" and _is_json(self._open.text))
         return [*changes, *self._close()]
 
-    def _grow(self, kind: Kind, call: Call | None, text: str, tokens: tuple[Token, ...] = ()) -> list[Change]:
+    def _grow(self, kind: Kind, call: Call | None, text: str) -> list[Change]:
         changes: list[Change] = []
         if self._open is None or (self._open.kind, self._open.call) != (kind, call):
             changes += self._close()
             self._open = Block(len(self.blocks), kind, call)
             self.blocks.append(self._open)
             changes.append(Opened(self._open))
-        if text:
-            self._open.text += text
-            self._open.tokens = [*(self._open.tokens or ()), *tokens]
-            changes.append(Grew(self._open, text, tokens))
-        return changes
+        return [*changes, *self._said(self._open, text)] if text else changes
+
+    def _said(self, block: Block, text: str) -> list[Change]:
+        """More of a block, with the tokens that wait for it."""
+        tokens: tuple[Token, ...] = ()
+        if block.kind == "text":
+            tokens, self._held = self._held, ()
+            block.tokens = [*(block.tokens or ()), *tokens]
+        block.text += text
+        return [Grew(block, text, tokens)] if text or tokens else []
 
     def _close(self) -> list[Change]:
         closed, self._open = self._open, None
-        return [] if closed is None else [Closed(closed)]
+        return [] if closed is None else [*self._said(closed, ""), Closed(closed)]
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True

@@ -38,6 +38,7 @@ class Part:
     calls: tuple[tuple[Call, str], ...] = ()  # tool calls with parts of their arguments
     echoed: tuple[Token, ...] = ()  # the prompt's tokens, when it is echoed with logprobs
     said: tuple[Token, ...] = ()
+    answers: bool = True  # these tokens are of the answer, not of thinking or calls
     finish: Finish | None = None
     stop_reason: str | int | None = None
     prompt_ids: tuple[int, ...] | None = None  # on the first part
@@ -88,6 +89,7 @@ class Teller:
             calls=((piece.call, text),) if piece.call is not None else (),
             echoed=self._scored(piece) if begins else (),
             said=tuple(_token(choice, places) for choice in piece.choices) if self._job.shows_tokens else (),
+            answers=piece.channel == "content",
             finish=piece.finish,
             stop_reason=piece.stop_reason,
             prompt_ids=ask.prompt if begins else None,

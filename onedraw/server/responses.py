@@ -79,7 +79,7 @@ class ResponseScribe:
     def ending(self, usage: Usage) -> list[Json]:
         assert self._last is not None
         events: list[Json] = []
-        for change in self._blocks.end():
+        for change in self._blocks.end(cut=_status(self._last.finish) == "incomplete"):
             events += self._changed(change)
         whole = self._finished(self._last, usage)
         return [*events, self._event(f"response.{whole['status']}", response=whole)]
@@ -95,12 +95,12 @@ class ResponseScribe:
     def whole(self, parts: Mapping[int, Sequence[Part]], usage: Usage) -> Json:
         for part in parts[0]:
             self._blocks.take(part)
-        self._blocks.end()
+        self._blocks.end(cut=_status(parts[0][-1].finish) == "incomplete")
         return self._finished(parts[0][-1], usage)
 
     def _finished(self, last: Part, usage: Usage) -> Json:
         status = _status(last.finish)
-        items = [self._item(block, status) for block in self._blocks.blocks]
+        items = [self._item(block, _standing(block)) for block in self._blocks.blocks]
         whole = self._response(items, status=status, usage=usage, part=last)
         if self._asked.store:
             said = [item for item in items if item["type"] != "reasoning"]
@@ -141,7 +141,7 @@ class ResponseScribe:
                 return [
                     self._event(f"{names.text}.done", **place, text=block.text, **self._scored(block, block.tokens or ())),
                     self._event(f"{names.part}.done", **place, part=self._part(block)),
-                    self._event("response.output_item.done", output_index=block.index, item=self._item(block, "completed")),
+                    self._event("response.output_item.done", output_index=block.index, item=self._item(block, _standing(block))),
                 ]
 
     def _called(self, change: Opened | Grew | Closed, block: Block) -> list[Json]:
@@ -154,7 +154,7 @@ class ResponseScribe:
             case Grew(_, text):
                 return [self._event(f"{kind}.delta", **place, delta=text)]
             case Closed():
-                item = self._item(block, "completed")
+                item = self._item(block, _standing(block))
                 done = self._event(f"{kind}.done", **place, arguments=block.text, name=item["name"])
                 return [done, self._event("response.output_item.done", output_index=block.index, item=item)]
 
@@ -250,6 +250,10 @@ def _choice_of(choice: ToolChoice | None) -> Any:
 def _format_of(asked: ResponsesRequest) -> Json:
     shape = None if asked.text is None else asked.text.format
     return {"type": "text"} if shape is None else shape.model_dump(by_alias=True, exclude_none=True)
+
+
+def _standing(block: Block) -> str:
+    return "incomplete" if block.cut else "completed"
 
 
 def _status(finish: Finish | None) -> str:

@@ -18,6 +18,7 @@ from onedraw.text.tools import MARKERS, Calls
 @dataclass(frozen=True, slots=True)
 class Text:
     text: str
+    read: bool = True  # else nobody knows what it would have been: a call was begun, and the reply ended before its name
 
 
 class CallReader:
@@ -47,7 +48,7 @@ class CallReader:
         """What was held back, when no more text comes."""
         out: list[Event | Text] = []
         if self._running is not None:
-            self._give_up(out)
+            self._give_up(out, read=False)
         self._say(self._held, out)
         self._held = ""
         return _joined(out)
@@ -98,7 +99,7 @@ class CallReader:
             self._calls += self._running.ended
             self._running, self._fresh = None, True
 
-    def _give_up(self, out: list[Event | Text]) -> None:
+    def _give_up(self, out: list[Event | Text], *, read: bool = True) -> None:
         """Not a call after all, or one that was cut off."""
         assert self._running is not None
         running, self._running = self._running, None
@@ -109,15 +110,15 @@ class CallReader:
                 out.append(End())
             self._fresh = True
         else:
-            self._say(running.raw, out)
+            self._say(running.raw, out, read=read)
 
-    def _say(self, text: str, out: list[Event | Text]) -> None:
+    def _say(self, text: str, out: list[Event | Text], *, read: bool = True) -> None:
         """Content; space behind a call is part of the call."""
         if self._fresh:
             text = text.lstrip(SPACE)
         if text:
             self._began, self._fresh = True, False
-            out.append(Text(text))
+            out.append(Text(text, read))
 
 
 class Running:
@@ -153,8 +154,8 @@ def _joined(out: list[Event | Text]) -> list[Event | Text]:
     for event in out:
         last = joined[-1] if joined else None
         match last, event:
-            case Text(before), Text(text):
-                joined[-1] = Text(before + text)
+            case Text(before, one), Text(text, other) if one == other:
+                joined[-1] = Text(before + text, one)
             case Arguments(before), Arguments(text):
                 joined[-1] = Arguments(before + text)
             case _:

@@ -61,7 +61,7 @@ class BoundedNumbers:
         bits = self._grammar.allowed(output, drafts)
         if bits is None or self._walk.after(output, drafts) < LONGEST_NUMBER:
             return bits
-        others = bits & ~self._digits[: len(bits)]
+        others = both(bits, ~self._digits)  # a grammar's sets may be a word longer than the vocabulary
         return others if others.any() else bits
 
     def _step(self, run: int, token: int) -> int:

@@ -32,20 +32,32 @@ _GAP = r"gap: /[ \t\r\n]{0,8}/"  # what models put between their thinking and th
 class GrammarConstraint:
     """A matcher that follows a reply. Owner: one request."""
 
-    def __init__(self, pristine: Any) -> None:
-        self._matcher = pristine.deep_copy()
+    def __init__(self, pristine: Any, vocab: int) -> None:
+        self._pristine, self._matcher, self._vocab = pristine, pristine.deep_copy(), vocab
         self._tokens: list[int] = []
 
     def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> Bits | None:
         tokens = [*output, *drafts]
-        common = shared(self._tokens, tokens)
-        if common < len(self._tokens):
-            self._matcher.rollback(len(self._tokens) - common)
+        if any(token >= self._vocab for token in drafts):  # a row of the model's head that stands for no token
+            return NOTHING
+        common = self._back_to(shared(self._tokens, tokens))
         fitting = self._matcher.try_consume_tokens(tokens[common:])
         self._tokens = tokens[: common + fitting]
-        if len(self._tokens) < len(tokens):  # a draft that may not stand there: nothing behind it is ever reached
-            return NOTHING
-        return np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)
+        if len(self._tokens) < len(tokens) and not self._matcher.is_error():
+            return NOTHING  # a draft that may not stand there: nothing behind it is ever reached
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)
+        if self._matcher.is_error():  # it says no more than that a reply may end
+            raise RuntimeError(f"the grammar does not go on: {_first_line(self._matcher.get_error())}")
+        return bits
+
+    def _back_to(self, common: int) -> int:
+        """Goes back to so many tokens, or, where the matcher cannot (rules with limits of their own), to the first."""
+        if common < len(self._tokens):
+            self._matcher.rollback(len(self._tokens) - common)
+        if not self._matcher.is_error():
+            return common
+        self._matcher, self._tokens = self._pristine.deep_copy(), []
+        return 0
 
 
 class Grammars:
@@ -56,7 +68,7 @@ class Grammars:
             raise Unsupported(
                 "this model names no token that ends a reply, so no reply can be held to a form", code="no_end_token"
             )
-        self._tokenizer = tokenizer
+        self._tokenizer, self._ends = tokenizer, frozenset(eos_ids)
         self._library = _library()
         self._vocabulary = _vocabulary(self._library, tokenizer, eos_ids)
         members = [i for i in range(tokenizer.vocab_size) if begins_with_digit(tokenizer.token_bytes(i))]
@@ -73,7 +85,7 @@ class Grammars:
                 if len(self._compiled) > REMEMBERED:
                     self._compiled.popitem(last=False)
             self._compiled.move_to_end((guide, reading))
-        grammar = GrammarConstraint(pristine)
+        grammar = GrammarConstraint(pristine, self._tokenizer.vocab_size)
         if isinstance(guide, JsonGuide) or (isinstance(guide, LarkGuide) and guide.numbers):
             return BoundedNumbers(grammar, spell=self._tokenizer.token_bytes, digits=self._digits)
         return grammar
@@ -83,11 +95,21 @@ class Grammars:
         body = {"name": "body", **self._body(guide)}
         matcher = self._matcher({"grammars": [opening, body]})
         if not matcher.is_error():
+            self._require_text(matcher, guide.param)
             return matcher
         error = matcher.get_error()
         if isinstance(guide, JsonGuide):
             self.checked(json.loads(guide.schema), guide.param)
         raise BadParameter(guide.param, f"cannot be compiled: {_first_line(error)}")
+
+    def _require_text(self, matcher: Any, param: str) -> None:
+        """Refuse a form that nothing has: where a reply may only end at once, and nothing is not of that form either."""
+        first = matcher.deep_copy()
+        bits = np.unpackbits(np.frombuffer(first.compute_bitmask(), dtype=np.uint8), bitorder="little")
+        if first.is_error():
+            raise BadParameter(param, f"cannot be followed: {_first_line(first.get_error())}")
+        if not first.is_accepting() and not set(np.flatnonzero(bits).tolist()) - self._ends:
+            raise BadParameter(param, "no text is of this form")
 
     def _matcher(self, grammar: dict[str, Any]) -> Any:
         return self._library.LLMatcher(self._vocabulary, json.dumps(grammar), log_level=0)
@@ -112,7 +134,8 @@ class Grammars:
             case RegexGuide(pattern):
                 return {"lark_grammar": f"start: /{self._library.regex_to_lark(pattern, '')}/"}
             case ChoiceGuide(texts):
-                return {"lark_grammar": "start: " + " | ".join(literal(text) for text in texts)}
+                # One word of many shapes: as many rules would be more than a parser follows at once.
+                return {"lark_grammar": "start: CHOICE\nCHOICE: " + " | ".join(literal(text) for text in texts)}
             case LarkGuide(lark):
                 return {"lark_grammar": lark}
             case GbnfGuide(gbnf, param):
@@ -184,7 +207,8 @@ def _library() -> Any:
 
 
 def _vocabulary(library: Any, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> Any:
-    """The tokenizer as the library knows one. Its own tokenization is never asked for: masks are all we need."""
+    """The tokenizer as the library knows one. It asks how a text is written that a form leaves no choice about: in plain tokens,
+    since what is spelled like a special token is none there."""
 
     class Wrapped:
         eos_token_id = eos_ids[0]
@@ -193,7 +217,7 @@ def _vocabulary(library: Any, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> A
         special_token_ids = [i for i in range(tokenizer.vocab_size) if tokenizer.is_special(i)]  # noqa: RUF012
 
         def __call__(self, text: bytes | str) -> list[int]:
-            return tokenizer.encode(text if isinstance(text, str) else text.decode("utf-8", "replace"), add_special=False)
+            return tokenizer.encode_plain(text if isinstance(text, str) else text.decode("utf-8", "replace"))
 
     return library.LLTokenizer(library.TokenizerWrapper(Wrapped()), n_vocab=tokenizer.vocab_size, eos_token=list(eos_ids))
 

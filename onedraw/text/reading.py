@@ -59,6 +59,7 @@ class Part:
     channel: Channel
     text: str
     call: Call | None = None
+    read: bool = True  # else it is the beginning of a call that was cut off before it had a name
 
 
 class Reader:
@@ -107,8 +108,8 @@ class Reader:
                     parts.append(Part("tool", "", self._call))
                 case Arguments(text):
                     parts.append(Part("tool", text, self._call))
-                case Text(text):
-                    parts.append(Part("content", text))
+                case Text(text, read):
+                    parts.append(Part("content", text, read=read))
                 case End():
                     pass
         return parts

@@ -120,6 +120,16 @@ class Tokenizer:
             _utf8(text)
             raise
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of a text in which nothing is a special token, however it is spelled."""
+        return list(self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+
+    @cached_property
+    def _plain(self) -> tokenizers.Tokenizer:
+        copy = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        copy.encode_special_tokens = True
+        return copy
+
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """The text of these ids. Ids without a token have no text."""
         joined = b"".join(self.token_bytes(i) for i in ids if not (skip_special and i in self._special))

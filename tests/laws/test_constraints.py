@@ -81,6 +81,60 @@ def test_drafts_never_change_where_thinking_ends(seed: int) -> None:
         assert begins, "closed at its limit, or behind the character that it fell into"
 
 
+class Breaks:
+    """A constraint that raises once a reply is so long, or is another one than `only`."""
+
+    def __init__(self, length: int, only: Sequence[int] | None = None) -> None:
+        self._length, self._only = length, only
+
+    def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> Bits | None:
+        tokens = [*output, *drafts]
+        if len(tokens) >= self._length or (self._only is not None and tokens != [*self._only[: len(tokens)]]):
+            raise ValueError("planted")
+        return None
+
+
+def test_a_constraint_that_fails_fails_its_own_request_and_nobody_elses() -> None:
+    def wanted() -> list[Request]:
+        return requests([Breaks(7), budget(5), Breaks(3)], seed=2)
+
+    expected = plain(backend, wanted())
+    assert [answer.error for answer in expected] == ["internal_error", None, "internal_error", None]
+    assert [len(answer.tokens) for answer in (expected[0], expected[2])] == [7, 3]
+    for name, schedule in schedules(expected).items():
+        answers, stats = run(backend(), wanted(), schedule)
+        assert answers == expected, name
+        assert not stats.failed_turns
+
+
+def test_a_constraint_that_fails_behind_wrong_drafts_changes_nothing() -> None:
+    expected = plain(backend, requests([Breaks(1000)], seed=3))
+    for name, schedule in schedules(expected).items():
+        answers, stats = run(backend(), requests([Breaks(1000, expected[0].tokens)], seed=3), schedule)
+        assert answers == expected, name
+        assert schedule.proposer is None or stats.accepted_tokens < stats.draft_tokens, name
+
+
+def test_drafts_that_no_token_of_the_tokenizer_stands_for_change_nothing() -> None:
+    """A model's head may have more rows than there are tokens."""
+    grammars = Grammars(TOKENIZER, (256,))
+    size = VOCAB + 40
+
+    def larger() -> FakeBackend:
+        return FakeBackend(vocab=size, pages=64, lanes=4, page_size=4, max_context=256)
+
+    def wanted() -> list[Request]:
+        return requests([grammars.constraint(RegexGuide("([a-f]{1,4}-[0-9]{1,3};)+", "x"), PLAIN) for _ in range(3)], seed=4)
+
+    expected = plain(larger, wanted())
+    truth = {f"q{i}": answer.tokens for i, answer in enumerate(expected)}
+    for tree in (False, True):
+        schedule = Schedule(proposer=Clairvoyant(truth, size, silent_every=0, tree=tree))
+        answers, stats = run(larger(), wanted(), schedule)
+        assert answers == expected
+        assert 0 < stats.accepted_tokens < stats.draft_tokens
+
+
 class Forgetful(FakeBackend):
     """Planted fault: the mask of a position is made without the draft just before it."""
 
@@ -184,7 +238,7 @@ def test_a_matcher_that_is_not_rolled_back_is_caught() -> None:
     guide = RegexGuide("([a-f]{2,4}-[0-9]{1,3};)+", "x")
     wanted = requests([GRAMMARS.constraint(guide, PLAIN)], seed=10, max_tokens=60)
     expected = plain(backend, wanted)
-    faulty = NotRolledBack(GRAMMARS._compile(guide, PLAIN))
+    faulty = NotRolledBack(GRAMMARS._compile(guide, PLAIN), VOCAB)
     broken = [replace(wanted[0], params=replace(wanted[0].params, constraint=faulty)), *wanted[1:]]
     for name in ("chain", "tree"):
         answers, _ = run(backend(), broken, schedules(expected)[name])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import jsonschema
@@ -14,13 +15,13 @@ from onedraw.errors import BadParameter, Unsupported
 from onedraw.sampling.adjust import unpacked
 from onedraw.text.budget import single
 from onedraw.text.channels import Reasoning
-from onedraw.text.constraints import LONGEST_NUMBER, All, all_of, both, packed
+from onedraw.text.constraints import LONGEST_NUMBER, All, BoundedNumbers, all_of, both, packed
 from onedraw.text.grammar import Grammars
 from onedraw.text.guides import ANY_OBJECT, ChoiceGuide, GbnfGuide, Guide, JsonGuide, LarkGuide, RegexGuide, grammar_guide
 from onedraw.text.reading import PLAIN, Reading
 from onedraw.text.tokenizer import Tokenizer
 from onedraw.text.toy import toy_tokenizer
-from onedraw.types import Constraint
+from onedraw.types import Bits, Constraint
 
 TOKENIZER = toy_tokenizer()
 EOS = 256
@@ -59,6 +60,60 @@ def test_a_choice_is_spelled_to_its_end_and_then_ends() -> None:
     assert allowed(held, "ye") == {"s", "l"}
     assert allowed(held, 'n"o') == {"\n"}
     assert allowed(held, "yes") == {"END"}
+
+
+def test_a_choice_that_begins_like_another_may_end_or_go_on() -> None:
+    held = constraint(ChoiceGuide(("yes", "yes, but"), "guided_choice"))
+    assert allowed(held, "yes") == {"END", ","}
+    assert allowed(held, "yes, but") == {"END"}
+
+
+def test_thousands_of_choices_are_held_to() -> None:
+    held = constraint(ChoiceGuide(tuple(f"c{i}" for i in range(5000)), "guided_choice"))
+    assert allowed(held, "c499") == {"END", *"0123456789"}
+    assert allowed(held, "c4999") == {"END"}
+
+
+def test_what_is_spelled_like_a_special_token_is_text_where_a_form_wants_it() -> None:
+    marker = TOKENIZER.special_texts[0]
+    for guide, said in ((ChoiceGuide((f"a{marker}b",), "x"), "a"), (JsonGuide.of({"const": f"a{marker}b"}, "x"), '"a')):
+        held = constraint(guide)
+        plain = TOKENIZER.encode_plain(said + marker)
+        assert EOS not in plain
+        for length in range(len(said), len(plain)):
+            bits = held.allowed(plain[:length], ())
+            assert bits is not None
+            assert np.flatnonzero(unpacked(bits, TOKENIZER.vocab_size)).tolist() == [plain[length]]
+
+
+@pytest.mark.parametrize("rule", ["a[max_tokens=30]: /[a-z ]*/", 'a[stop="e"]: /[a-z ]*/'])
+def test_rules_with_limits_of_their_own_allow_the_same_behind_drafts_that_were_dropped(rule: str) -> None:
+    """Their matcher cannot go back by itself."""
+    guide = LarkGuide(f'start: a "x"\n{rule}', "guided_grammar")
+    held, alone = constraint(guide), constraint(guide)
+    said = "do this and"
+    for length in range(len(said)):
+        held.allowed(ids(said[:length]), ids("abc"))
+        assert allowed(held, said[:length], "q") == allowed(constraint(guide), said[:length], "q")
+        assert allowed(held, said[:length]) == allowed(alone, said[:length])
+
+
+@pytest.mark.parametrize(
+    "guide",
+    [
+        JsonGuide.of({"$ref": "#"}, "x"),
+        RegexGuide(r"[^\s\S]", "x"),
+        LarkGuide("start: start", "x"),
+        GbnfGuide("root ::= root", "x"),
+    ],
+)
+def test_a_form_that_no_text_has_is_refused(guide: Guide) -> None:
+    with pytest.raises(BadParameter, match="no text is of this form|cannot be"):
+        constraint(guide)
+
+
+def test_a_form_that_nothing_at_all_has_may_end_at_once() -> None:
+    assert "END" in allowed(constraint(RegexGuide("(a)?", "x")), "")
 
 
 def test_a_regular_expression_holds_from_first_to_last() -> None:
@@ -190,6 +245,20 @@ def test_numbers_and_white_space_come_to_an_end() -> None:
     assert "," in allowed(held, begun + "1" * LONGEST_NUMBER)
     assert " " in allowed(held, "{\n" + " " * 23)
     assert allowed(held, "{\n" + " " * 24) == {'"'}
+
+
+@pytest.mark.parametrize("vocab", [64, 70, 96, 97])
+def test_numbers_come_to_an_end_whatever_the_size_of_the_vocabulary(vocab: int) -> None:
+    """A grammar's sets have room for one token more than there are."""
+
+    class Anything:
+        def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> Bits:
+            return np.full(-(-(vocab + 1) // 32), 0xFFFFFFFF, dtype=np.uint32)
+
+    held = BoundedNumbers(Anything(), spell=lambda token: b"%d" % (token % 10), digits=packed(range(10), vocab))
+    bits = held.allowed([1] * LONGEST_NUMBER, ())
+    assert bits is not None
+    assert np.flatnonzero(unpacked(bits, vocab)).tolist() == list(range(10, vocab))
 
 
 def test_a_grammar_that_wants_a_long_number_has_it() -> None:

@@ -1,0 +1,22 @@
+"""What a drafter proposes from its scores: whatever they are, something is proposed, and nothing raises."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from onedraw.sampling.proposal import rank
+from onedraw.types import SamplingParams
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 1e-6])
+@pytest.mark.parametrize("value", [-np.inf, np.nan, np.inf, 3e38, -3e38])
+@pytest.mark.parametrize("temperature", [0.0, 1e-30, 1.0])
+def test_candidates_whose_scores_are_no_numbers_are_ranked_all_the_same(value: float, top_p: float, temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=3)
+    for first in (value, 1.0):
+        logits = np.array([first, value, value, value], dtype=np.float32)
+        with np.errstate(all="ignore"):
+            found = rank(np.arange(4), logits, params, position=3, sharpness=1.0, seen=None)
+        assert found
+        assert {token for token, _ in found} <= set(range(4))
