@@ -233,7 +233,7 @@ def _model_door(settings: Settings, tell: Progress, speculator: Speculator, *, r
             make_backend,
             settings,
             speculator,
-            weights=weights + ("" if drafting is None else f" and {drafting.fingerprint}"),
+            weights=f"{weights} {checkpoint.stamp()}" + ("" if drafting is None else f" and {drafting.fingerprint}"),
             observer=_observer(settings, tokenizer),
         )
     finally:

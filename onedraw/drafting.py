@@ -129,7 +129,7 @@ class Drafting:
             return "its own head"
         checkpoint = open_drafter(self.source)
         try:
-            return checkpoint.fingerprint()
+            return f"{checkpoint.fingerprint()} {checkpoint.stamp()}"
         finally:
             checkpoint.close()
 

@@ -57,7 +57,13 @@ class BadParameter(BadRequest):
 
 
 class ContextOverflow(BadRequest):
+    """`prompt`: tokens that the prompt has."""
+
     code = "context_length_exceeded"
+
+    def __init__(self, message: str, *, param: str, prompt: int) -> None:
+        super().__init__(message, param=param)
+        self.prompt = prompt
 
 
 class Unsupported(BadRequest):

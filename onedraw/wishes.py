@@ -205,6 +205,7 @@ def _length(asked: int | None, default: int | None, *, prompt: int, context: int
             f"the prompt has {prompt} tokens and max_tokens is {asked}: together {prompt + asked}, "
             f"over the context of {context}; shorten the prompt, ask for fewer tokens or raise --max-context",
             param="max_tokens" if room > 0 else "prompt",
+            prompt=prompt,
         )
     return asked
 

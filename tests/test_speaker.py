@@ -48,7 +48,11 @@ def pieces(tokens: Sequence[int], cuts: Sequence[int], *, reading: Reading, stop
 
 def told(found: Sequence[Piece]) -> tuple[list[tuple[int, str]], dict[str, str], Finish | None, object]:
     """Tokens with their channels, texts by channel, and how it ended."""
-    channels = [(choice.token, f"{piece.channel}{'' if piece.call is None else piece.call.index}") for piece in found for choice in piece.choices]
+    channels = [
+        (choice.token, f"{piece.channel}{'' if piece.call is None else piece.call.index}")
+        for piece in found
+        for choice in piece.choices
+    ]
     texts: dict[str, str] = {}
     for piece in found:
         texts[piece.channel] = texts.get(piece.channel, "") + piece.text

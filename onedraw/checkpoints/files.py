@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,22 @@ def fingerprint(tensors: Mapping[str, StoredTensor], description: Mapping[str, A
         digest.update(f"\n{name} {tensor.kind} {tensor.shape} ".encode())
         digest.update(tensor.data[middle : middle + SAMPLE_BYTES].tobytes())
     return digest.hexdigest()[:16]
+
+
+def stamp(files: Iterable[Path]) -> str:
+    """What tells files from others at their place without reading them: name, size and when each was written. What was computed
+    with weights is kept under it, beside their fingerprint, since that looks at samples alone."""
+    known = [(file.name, (found := file.stat()).st_size, found.st_mtime_ns) for file in sorted(files)]
+    return hashlib.sha256(repr(known).encode()).hexdigest()[:16]
+
+
+def refuse_overlaps(path: Path, places: Iterable[tuple[int, int, str]]) -> None:
+    """Places of tensors in a file: where each begins, where it ends, its name. No byte belongs to two."""
+    end, before = 0, ""
+    for begin, stop, name in sorted(place for place in places if place[0] < place[1]):
+        if begin < end:
+            raise Corrupt(f"{path}: tensors {before} and {name} lie on the same bytes")
+        end, before = stop, name
 
 
 def map_file(path: Path) -> Bytes:

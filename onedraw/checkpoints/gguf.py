@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from onedraw.checkpoints.files import fingerprint, map_file
+from onedraw.checkpoints.files import fingerprint, map_file, refuse_overlaps, stamp
 from onedraw.checkpoints.quants import KIND_OF_CODE, Bytes
 from onedraw.checkpoints.tensor import StoredTensor, packed_bytes
 from onedraw.errors import Corrupt, UnsupportedModel
@@ -60,6 +60,9 @@ class GgufCheckpoint:
     def fingerprint(self) -> str:
         described = {key: value for key, value in self.metadata.items() if not isinstance(value, list)}
         return fingerprint(self._stored, described)
+
+    def stamp(self) -> str:
+        return stamp(_parts(self.path))
 
     def close(self) -> None:
         """Let go of the files; each map ends with the last view of it."""
@@ -164,6 +167,7 @@ def read_file(path: Path) -> GgufFile:
     tensors = {entry.name: _tensor(path, entry, data[start:], alignment) for entry in entries}
     if len(tensors) != len(entries):
         raise Corrupt(f"{path}: a tensor name occurs twice")
+    refuse_overlaps(path, ((entry.offset, entry.offset + tensors[entry.name].nbytes, entry.name) for entry in entries))
     return GgufFile(path, metadata, tensors)
 
 

@@ -152,6 +152,10 @@ class RandomCheckpoint:
     def fingerprint(self) -> str:
         return hashlib.sha256(self._name.encode()).hexdigest()[:16]
 
+    def stamp(self) -> str:
+        """There are no files."""
+        return ""
+
     def close(self) -> None:
         """Nothing is held."""
 

@@ -33,6 +33,10 @@ class RandomDrafter:
     def fingerprint(self) -> str:
         return hashlib.sha256(f"{self.config} {self.mixture}".encode()).hexdigest()[:16]
 
+    def stamp(self) -> str:
+        """There are no files."""
+        return ""
+
     def close(self) -> None:
         """Nothing is held."""
 

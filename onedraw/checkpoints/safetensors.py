@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from onedraw.checkpoints.files import fingerprint, map_file, read_json
+from onedraw.checkpoints.files import fingerprint, map_file, read_json, refuse_overlaps, stamp
 from onedraw.checkpoints.quants import KINDS, Bytes
 from onedraw.checkpoints.tensor import StoredTensor
 from onedraw.errors import Corrupt, NotFound
@@ -38,6 +38,9 @@ class SafetensorsCheckpoint:
 
     def fingerprint(self) -> str:
         return fingerprint(self.tensors, self.config)
+
+    def stamp(self) -> str:
+        return stamp([*self.path.glob("*.safetensors"), self.path / "config.json"])
 
     def close(self) -> None:
         """Let go of the files; each map ends with the last view of it."""
@@ -84,7 +87,9 @@ def read_file(path: Path) -> dict[str, StoredTensor]:
     if not isinstance(header, dict):
         raise Corrupt(f"{path}: its header is not a JSON object")
     header.pop("__metadata__", None)
-    return {name: _tensor(path, name, entry, data[start:]) for name, entry in header.items()}
+    tensors = {name: _tensor(path, name, entry, data[start:]) for name, entry in header.items()}
+    refuse_overlaps(path, ((*map(int, header[name]["data_offsets"]), name) for name in tensors))
+    return tensors
 
 
 def _tensor(path: Path, name: str, entry: Any, data: Bytes) -> StoredTensor:

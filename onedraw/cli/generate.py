@@ -88,8 +88,7 @@ def _write(door: Door, ask: Ask) -> None:
     if ask.n == 1:
         sys.stdout.write("\n")
     sys.stdout.flush()
-    if screen.decorated(sys.stderr):
-        screen.dim(remark(replies, seconds=time.perf_counter() - start))
+    screen.dim(remark(replies, seconds=time.perf_counter() - start))
 
 
 def remark(replies: list[Reply], *, seconds: float) -> str:

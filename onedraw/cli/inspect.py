@@ -194,9 +194,12 @@ def tokenizer_kind(checkpoint: Checkpoint) -> str:
     if not file.is_file():
         return "missing: the folder has no tokenizer.json"
     try:
-        model = json.loads(file.read_text(encoding="utf-8")).get("model", {})
-    except ValueError:
+        described = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
         return "unreadable: tokenizer.json is no JSON text"
+    model = described.get("model") if isinstance(described, dict) else None
+    if not isinstance(model, dict):
+        return "unreadable: tokenizer.json names no model"
     return f"{model.get('type', 'unnamed')} in tokenizer.json"
 
 

@@ -7,6 +7,7 @@ In: the arguments. Out: an exit status (0 done, 1 failed, 2 used wrongly, 130 in
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import importlib
 import os
@@ -75,19 +76,10 @@ def overview() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; never a traceback for a user's mistake."""
     given = list(sys.argv[1:] if argv is None else argv)
+    _mend_streams()
     try:
-        match given:
-            case []:
-                print(overview(), file=sys.stderr)
-                return 2
-            case ["--help" | "-h", *_]:
-                print(overview())
-                return 0
-            case ["--version", *_]:
-                print(f"onedraw {__version__}")
-                return 0
-        arguments = parse(given)
-        status: int = arguments.run(arguments)
+        status = _run(given)
+        sys.stdout.flush()  # what cannot be written is found here, not at the very end
         return status
     except UsageError as error:
         return complain(str(error), status=2)
@@ -99,8 +91,46 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         # The reader of a pipe left early (`| head`): nobody is interested in the rest, nor in our complaint.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence_output()
         return 1
+    except OSError as error:  # a file or the output that cannot be used
+        if "--debug" in given:
+            raise
+        _silence_output()
+        return complain(f"{error.filename or 'the output'}: {error.strerror or error}", status=1)
+
+
+def _run(given: list[str]) -> int:
+    match given:
+        case []:
+            print(overview(), file=sys.stderr)
+            return 2
+        case ["--help" | "-h", *_]:
+            print(overview())
+            return 0
+        case ["--version", *_]:
+            print(f"onedraw {__version__}")
+            return 0
+    arguments = parse(given)
+    status: int = arguments.run(arguments)
+    return status
+
+
+def _mend_streams() -> None:
+    """Streams that were closed before the start take everything in and give nothing; a character that a stream has no code for
+    is spelled."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  open to the end
+        elif mode == "w" and hasattr(stream, "reconfigure") and stream.errors in ("strict", "surrogateescape"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _silence_output() -> None:
+    """What is still to be written to stdout goes nowhere."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # not a file of the system's
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def parse(given: Sequence[str]) -> argparse.Namespace:

@@ -88,6 +88,7 @@ class Service:
                 f"the prompt has {len(request.prompt)} tokens and max_tokens is {params.max_tokens}: together {total}, "
                 f"over the context of {room}",
                 param="max_tokens",
+                prompt=len(request.prompt),
             )
         if not capacity.returns_logits and not _plain_argmax(params):
             raise Unsupported(

@@ -11,6 +11,7 @@ quick to read as blake2b of everything, which is what a first token waits for.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -125,7 +126,7 @@ class SnapshotFolder:
                 raise ValueError("it is of another prompt")
             os.utime(snapshot.path)  # used now: worth keeping
             return dict(_arrays(content, header["arrays"], stop))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             self.discard(snapshot, error)
             return None
 
@@ -252,7 +253,7 @@ class SnapshotFolder:
         """Take a file of an earlier run into the books by its header alone; its content is checked when it is read."""
         if path.suffix == ".part":
             if not _alive(path):
-                path.unlink(missing_ok=True)
+                _remove(path)
             return
         if path.suffix != SUFFIX:
             return
@@ -261,14 +262,16 @@ class SnapshotFolder:
                 opening = file.read(len(MAGIC) + 8)
                 opening += file.read(_length(opening))
                 header, start = self._header(opening)
+                size = path.stat().st_size
+                if not 0 <= header["tokens"] <= size:
+                    raise ValueError("it is cut short")
                 tokens = tuple(np.frombuffer(file.read(4 * header["tokens"]), "<u4").tolist())
-            size = path.stat().st_size
             if size != start + 4 * header["tokens"] + header["bytes"] + DIGEST or len(tokens) != header["tokens"]:
                 raise ValueError("it is cut short")
             if path != self._path(tokens):
                 raise ValueError("it is of another prompt")
             self._remember(Snapshot(tokens, bool(header["logits"]), tuple(header["firsts"]), path, size))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             self._skip(path, error)
 
     def _header(self, content: bytes | memoryview) -> tuple[dict[str, Any], int]:
@@ -283,8 +286,13 @@ class SnapshotFolder:
     def _skip(self, path: Path, error: Exception) -> None:
         self.skipped += 1
         log.warning("snapshot %s is not used: %s", path.name, error)
-        if not isinstance(error, FileNotFoundError):
-            path.unlink(missing_ok=True)
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """What cannot be removed, a folder for one, stays where it is."""
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def value(tokens: int, size: int, age: float) -> float:

@@ -80,7 +80,7 @@ def _penalized(ids: Ids, scores: Floats, params: SamplingParams, seen: tuple[Cou
 
 
 def _filtered(scores: Floats, params: SamplingParams) -> int:
-    """How many of the candidates, best first at 0, min-p, top-k and top-p leave: one at least, also of scores that are no numbers."""
+    """How many of the candidates, best first at 0, min-p, top-k and top-p leave: one at least, whatever the scores are."""
     kept = max(int((scores >= -np.float32(min_p_limit(params.min_p))).sum()), 1)
     if params.top_k:
         kept = min(kept, params.top_k)

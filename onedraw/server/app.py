@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 from onedraw.door import Door
 from onedraw.errors import Draining, NotFound, OnedrawError
 from onedraw.server import assets
-from onedraw.server.completion import Job, bursts, chat_prompt, prepare
+from onedraw.server.completion import Job, bursts, chat_prompt, count_prompt, prepare
 from onedraw.server.errors import TimedOut, error_response
 from onedraw.server.guards import OPEN_PATHS, Catcher, KeyGuard, caller, read_body, read_json, until_gone
 from onedraw.server.items import ResponsesRequest
@@ -96,8 +96,8 @@ class Desk:
         asked = parsed.request
         before, items = self._recall(asked, caller(request))
         wanted = as_chat({**asked.chat(before, items), "max_tokens": 1}, asked.names())
-        job = await asyncio.to_thread(prepare, wanted, self.door, names=asked.names())
-        body = {"object": "response.input_tokens", "input_tokens": len(job.asks[0].prompt)}
+        counted = await asyncio.to_thread(count_prompt, wanted, self.door, names=asked.names())
+        body = {"object": "response.input_tokens", "input_tokens": counted}
         return JSONResponse(body, headers=_headers(parsed.ignored))
 
     def _recall(self, asked: ResponsesRequest, owner: str | None) -> tuple[Sequence[Json], Sequence[Json]]:
@@ -120,8 +120,8 @@ class Desk:
         parsed = await self._read(request, CountRequest)
         names = parsed.request.names()
         wanted = as_chat({**parsed.request.chat(), "max_tokens": 1}, names)
-        job = await asyncio.to_thread(prepare, wanted, self.door, names=names)
-        return JSONResponse({"input_tokens": len(job.asks[0].prompt)}, headers=_headers(parsed.ignored))
+        counted = await asyncio.to_thread(count_prompt, wanted, self.door, names=names)
+        return JSONResponse({"input_tokens": counted}, headers=_headers(parsed.ignored))
 
     def _openai(self, wanted: CompletionRequest | ChatRequest) -> Callable[[Job], Scribe]:
         include_usage = wanted.stream_options is not None and wanted.stream_options.include_usage

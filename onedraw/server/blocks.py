@@ -1,8 +1,8 @@
 """A reply as a row of blocks, each of one kind: thinking, text, a tool call. What Responses and Messages are written from.
 
 In: the parts of one choice, in order. Out: changes: a block begins, grows, ends. The blocks that stand at the end are the
-whole reply, so a whole reply is the fold of its stream here too. A token of the answer belongs to the text that is open, or, where
-none is, to the next: so which tokens a text has does not depend on how the reply was cut into parts.
+whole reply, so a whole reply is the fold of its stream here too. A token of the answer belongs to the text that is open, or,
+where none is, to the next: so which tokens a text has does not depend on how the reply was cut into parts.
 """
 
 from __future__ import annotations

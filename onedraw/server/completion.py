@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from onedraw.door import Ask, Door, fresh_seed
-from onedraw.errors import BadParameter, BadRequest, Draining
+from onedraw.errors import BadParameter, BadRequest, ContextOverflow, Draining
 from onedraw.sampling.noise import child_seed, prompt_seed
 from onedraw.server.protocol import (
     COMPLETION_MAX_TOKENS,
@@ -81,6 +81,14 @@ def prepare(
         error.param = (names or {}).get(error.param or "", error.param)
         raise
     return job
+
+
+def count_prompt(request: ChatRequest, door: Door, *, names: Mapping[str, str]) -> int:
+    """Tokens of a chat's prompt, also of one that is longer than the context."""
+    try:
+        return len(prepare(request, door, names=names).asks[0].prompt)
+    except ContextOverflow as error:
+        return error.prompt
 
 
 def _completion(request: CompletionRequest, door: Door) -> Job:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from onedraw.errors import BadParameter
+from onedraw.text.call_parsers import kinds_of
 from onedraw.text.grammar import literal, with_bounds
 from onedraw.text.literal_grammar import FREE, GEMMA, PYTHON, Literals, text_terminal
 from onedraw.text.tokenizer import Tokenizer
@@ -125,13 +126,17 @@ class CallGrammar:
         return " ".join(parts)
 
     def _tagged_value(self, rule: str, part: Any, shared: dict[str, Any], *, tail: str, param: str) -> str:
-        if not isinstance(part, dict) or part.get("type") != "string":
+        if not isinstance(part, dict) or kinds_of(part) != ("string",):
             schema = self._check({**shared, **part} if isinstance(part, dict) else part, param)
             self._rules.append(f"{rule}_v: %json {json.dumps(with_bounds(schema))}")
             return f"{rule}_v {literal(tail)}"
         if "enum" in part or "const" in part:
-            texts = [part["const"]] if "const" in part else part["enum"]
-            return "(" + " | ".join(literal(str(text)) for text in texts) + f") {literal(tail)}"
+            keyword = "const" if "const" in part else "enum"
+            texts = [text for text in ([part["const"]] if "const" in part else part["enum"]) if isinstance(text, str)]
+            if not texts or any(tail.strip() in text for text in texts):
+                reason = f"holds {tail.strip()}, which ends a value" if texts else "holds no text, where the type is string"
+                raise BadParameter(f"{param}.{keyword}", reason)
+            return "(" + " | ".join(map(literal, texts)) + f") {literal(tail)}"
         terminal = text_terminal(part, avoiding=tail, param=param)
         if terminal is None:
             self._rules.append(f"{rule}_v[suffix={literal(tail)}]: {FREE}")

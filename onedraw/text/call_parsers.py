@@ -251,14 +251,17 @@ def _kind(value: Any) -> str:
 
 
 def _types(schema: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    found = {}
     properties = schema.get("properties")
-    for key, part in properties.items() if isinstance(properties, dict) else ():
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind is None and isinstance(part, dict) and isinstance(part.get("enum"), list):
-            kind = sorted({_kind(value) for value in part["enum"]})
-        found[key] = (kind,) if isinstance(kind, str) else tuple(map(str, kind)) if isinstance(kind, list) else ()
-    return found
+    return {key: kinds_of(part) for key, part in properties.items()} if isinstance(properties, dict) else {}
+
+
+def kinds_of(part: Any) -> tuple[str, ...]:
+    """Types of JSON that a schema names. Where it is text alone, a value stands between tags as it is, else as JSON: whoever
+    writes calls asks here as well."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind is None and isinstance(part, dict) and isinstance(part.get("enum"), list):
+        kind = sorted({_kind(value) for value in part["enum"]})
+    return (kind,) if isinstance(kind, str) else tuple(map(str, kind)) if isinstance(kind, list) else ()
 
 
 # ---------------------------------------------------------------------------------------------- literals: Gemma, pythonic

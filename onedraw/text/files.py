@@ -28,7 +28,7 @@ def read_object(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise Corrupt(f"{path} is not valid JSON ({error}); get the file again") from None
     if not isinstance(value, dict):
         raise Corrupt(f"{path} holds no JSON object; get the file again")

@@ -80,6 +80,27 @@ SPLITS: Mapping[str, Split] = {
 KINDS = ("gpt2", "llama", "gemma4")
 
 
+_LISTS = ("tokens", "token_type", "merges", "scores")
+_TEXTS = ("model", "pre", "chat_template")
+
+
+def require_types(metadata: Mapping[str, Any]) -> None:
+    """Corrupt where a key of the tokenizer holds something else than such a key holds."""
+    for key, value in metadata.items():
+        room, _, name = key.rpartition(".")
+        if room not in ("tokenizer", "tokenizer.ggml") or value is None:
+            continue
+        wanted, fits = "anything", True
+        if name in _LISTS:
+            wanted, fits = "a list", hasattr(value, "__len__") and not isinstance(value, str)
+        elif name in _TEXTS:
+            wanted, fits = "a text", isinstance(value, str)
+        elif name.endswith("_token_id"):
+            wanted, fits = "a whole number", isinstance(value, int) and not isinstance(value, bool)
+        if not fits:
+            raise Corrupt(f"the GGUF file's {key} is not {wanted}; convert the model again")
+
+
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
     """The tokenizer part of the metadata, with its lists checked against each other."""
@@ -91,6 +112,7 @@ class Vocabulary:
 
     @classmethod
     def read(cls, metadata: Mapping[str, Any]) -> Vocabulary:
+        require_types(metadata)
         tokens = metadata.get("tokenizer.ggml.tokens")
         if tokens is None:
             raise NotFound("this GGUF file has no tokenizer (tokenizer.ggml.tokens); use a file that carries one")

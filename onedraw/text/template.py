@@ -26,6 +26,7 @@ import jinja2.utils
 
 from onedraw.errors import BadRequest, Corrupt
 from onedraw.text.files import read_text, special_text, tokenizer_config
+from onedraw.text.gguf_vocab import require_types
 
 MAX_OUTPUT = 2**26  # characters; far beyond any context
 MAX_REPEATED = 2**20  # elements of a repeated string or list
@@ -58,6 +59,7 @@ class ChatTemplate:
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> ChatTemplate | None:
         """The template in a GGUF file's metadata."""
+        require_types(metadata)
         source = metadata.get("tokenizer.chat_template")
         if source is None:
             return None

@@ -76,6 +76,16 @@ def test_a_file_cut_anywhere_is_called_corrupt(tmp_path: Path) -> None:
             GgufCheckpoint(cut)
 
 
+def test_tensors_that_lie_on_the_same_bytes_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.gguf")
+    data = path.read_bytes()
+    at = data.index(b"part1.weight") + len(b"part1.weight") + 4 + 2 * 8 + 4  # behind name, dimensions and kind
+    assert int.from_bytes(data[at : at + 8], "little") == 160
+    path.write_bytes(data[:at] + (128).to_bytes(8, "little") + data[at + 8 :])
+    with pytest.raises(Corrupt, match=r"tensors part0\.weight and part1\.weight lie on the same bytes"):
+        GgufCheckpoint(path)
+
+
 def test_a_truncated_file_names_the_tensor_it_lost(tmp_path: Path) -> None:
     path = write(tmp_path / "short.gguf")
     last = gguf.GGUFReader(path).tensors[-1]

@@ -74,6 +74,12 @@ def write(folder: Path, header: Any, data: bytes = b"") -> Path:
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 
+def test_tensors_that_lie_on_the_same_bytes_are_refused(tmp_path: Path) -> None:
+    other = {**ENTRY, "data_offsets": [4, 12]}
+    with pytest.raises(Corrupt, match="tensors a and b lie on the same bytes"):
+        SafetensorsCheckpoint(write(tmp_path, {"b": other, "a": ENTRY}, bytes(16)))
+
+
 @pytest.mark.parametrize(
     ("header", "words"),
     [

@@ -110,6 +110,31 @@ def test_a_reader_that_leaves_early_gets_no_complaint() -> None:
 
 
 @pytest.mark.parametrize(
+    ("line", "status", "said"),
+    [
+        ("generate fake hi --backend fake --max-tokens 2 --seed 7 >&-", 0, "seed 7 "),
+        ("generate fake hi --backend fake --max-tokens 2 > /dev/full", 1, "onedraw: the output: No space left on device"),
+        ("--version > /dev/full", 1, "onedraw: the output: No space left on device"),
+        ("generate fake - --backend fake --max-tokens 2 <&-", 2, "onedraw: the prompt is empty"),
+        (f"inspect {'a' * 300}", 1, "File name too long"),
+        ("generate fake hi --backend fake --max-tokens 2 --seed 9", 0, "seed 9 "),
+    ],
+)
+def test_streams_that_cannot_be_used_and_names_that_cannot_be_are_said_in_a_line(line: str, status: int, said: str) -> None:
+    script = f"{sys.executable} -m onedraw.cli.main {line}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, errors="replace", timeout=300, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (status, False), done.stderr
+    assert said in done.stderr
+
+
+def test_a_character_that_the_terminal_has_no_code_for_is_spelled() -> None:
+    script = f"PYTHONIOENCODING=latin-1 {sys.executable} -m onedraw.cli.main --help"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "\\u2026" in done.stdout
+
+
+@pytest.mark.parametrize(
     "given", [("generate", *FAKE, "hello", "--max-tokens", "2"), ("bench", *FAKE, "--batch", "1"), ("prove", *FAKE, "--quick")]
 )
 def test_commands_run_where_neither_web_nor_terminal_packages_are_installed(given: tuple[str, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import threading
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from onedraw.memory import disk
-from onedraw.memory.disk import BLOCK, Checksum, SnapshotFolder, value
+from onedraw.memory.disk import BLOCK, MAGIC, Checksum, SnapshotFolder, value
 
 TOKENS = tuple(range(100, 140))
 ARRAYS = {"a": np.arange(12, dtype=np.float32).reshape(3, 4), "b": np.arange(5, dtype=np.int16), "none": np.zeros((0, 3))}
@@ -95,7 +96,20 @@ def from_elsewhere(path: Path) -> None:
     shutil.copy(next(other.glob("*/*.snapshot")), path)
 
 
-@pytest.mark.parametrize("spoil", [cut, flip, empty, garble, swap, from_elsewhere], ids=lambda f: f.__name__)
+def boast(path: Path) -> None:
+    """A header that names more tokens than any file has."""
+    content, start = path.read_bytes(), len(MAGIC) + 8
+    length = int.from_bytes(content[start - 8 : start], "little")
+    spoilt = json.dumps(json.loads(content[start : start + length]) | {"tokens": 10**12}).encode()
+    path.write_bytes(MAGIC + len(spoilt).to_bytes(8, "little") + spoilt + content[start + length :])
+
+
+def nest(path: Path) -> None:
+    deep = b"[" * 100_000
+    path.write_bytes(MAGIC + len(deep).to_bytes(8, "little") + deep)
+
+
+@pytest.mark.parametrize("spoil", [cut, flip, empty, garble, swap, from_elsewhere, boast, nest], ids=lambda f: f.__name__)
 def test_a_file_that_is_not_whole_is_skipped_with_one_warning(
     tmp_path: Path, spoil: Callable[[Path], None], snapshot_warnings: list[str]
 ) -> None:
@@ -112,6 +126,17 @@ def test_a_file_that_is_not_whole_is_skipped_with_one_warning(
     assert folder.write(TOKENS, ARRAYS, logits=True, firsts=(0,))  # and it may be written again
     folder.close()
     assert opened(tmp_path).whole(TOKENS, lengths=[40]) is not None
+
+
+def test_folders_that_are_named_like_snapshots_stay_where_they_are(tmp_path: Path, snapshot_warnings: list[str]) -> None:
+    filled(tmp_path)
+    place = next(tmp_path.glob("*/*.snapshot")).parent
+    for name in ("40-cc.snapshot", "40-aa.999999999.part"):
+        (place / name).mkdir()
+    folder = opened(tmp_path)
+    assert folder.whole(TOKENS) is not None
+    assert len(list(place.iterdir())) == 3
+    assert len(snapshot_warnings) == 1
 
 
 def test_a_file_that_vanished_is_no_error(tmp_path: Path) -> None:

@@ -153,6 +153,17 @@ def test_thinking_may_be_left_unsaid(fake: Any, client: anthropic.Anthropic) -> 
     assert set(deltas) == {"text_delta"}
 
 
+def test_a_prompt_longer_than_the_context_is_counted(fake: Any) -> None:
+    text = "a" * 50_000
+    said = [{"role": "user", "content": text}]
+    answers = [
+        fake.post(f"{PATH}/count_tokens", messages=said),
+        fake.post("/v1/responses/input_tokens", input=text),
+    ]
+    assert [answer.status_code for answer in answers] == [200, 200], [answer.text for answer in answers]
+    assert all(answer.json()["input_tokens"] > len(text) for answer in answers)
+
+
 def test_a_tool_that_failed_is_told_as_one(fake: Any) -> None:
     def prompt(**result: Any) -> int:
         used = {"type": "tool_use", "id": "t", "name": "weather", "input": {}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shlex
 import signal
@@ -15,7 +16,9 @@ import httpx
 import pytest
 
 from onedraw.assemble import open_door
+from onedraw.checkpoints.base import open_checkpoint
 from onedraw.settings import Settings
+from onedraw.wishes import Wishes, settle
 from tests import tiny
 from tests.serve.running import PATIENCE, Served, fake_door, serving, wait_until
 
@@ -121,3 +124,33 @@ def test_a_restart_finds_the_prompt_and_another_split_does_too(tmp_path: Path) -
         assert f'prompt_snapshots_restored_total{{model_name="tiny"}} {float(restored)}' in metrics
         assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == (200 if restored else 0)
     assert seen[0] == seen[1] == seen[2]
+
+
+def test_snapshots_of_other_weights_are_not_taken_for_those_at_the_same_place(tmp_path: Path) -> None:
+    """Weights that differ where the fingerprint does not look."""
+    path = tiny.write_safetensors("llama", tmp_path / "hf")
+    file = path / "model.safetensors"
+
+    def asked(budget: int | None) -> tuple[list[int], int]:
+        settings = Settings(
+            model=str(path), max_context=256, device="cpu", cache_dir=tmp_path / "cache", cache_budget=budget, self_check=False
+        )
+        with open_door(settings) as door:
+            wishes = Wishes(temperature=0.0, max_tokens=8, ignore_eos=True, seed=1)
+            (reply,) = door.generate(settle(wishes, door=door, prompt=tuple(range(3, 203))))
+            return reply.token_ids, door.service.stats().snapshots_restored
+
+    first, again = asked(10**9), asked(10**9)
+    assert again == (first[0], 1)
+    data = bytearray(file.read_bytes())
+    start = 8 + int.from_bytes(data[:8], "little")
+    entry = json.loads(data[8:start])["model.embed_tokens.weight"]
+    begin, end = (start + offset for offset in entry["data_offsets"])
+    before = open_checkpoint(path).fingerprint()
+    middle = (begin + end) // 2
+    data[begin : middle - 1024] = data[middle + 1024 : end][: middle - 1024 - begin]
+    file.write_bytes(data)
+    assert open_checkpoint(path).fingerprint() == before
+    cold = asked(None)
+    assert cold[0] != first[0]
+    assert asked(10**9) == cold

@@ -172,8 +172,36 @@ def test_a_text_without_quotes_keeps_its_length_and_pattern(dialect: Dialect) ->
 
 
 @pytest.mark.parametrize(
+    "part",
+    [
+        {"enum": ["cat", "dog"]},
+        {"type": ["string"]},
+        {"type": "string", "enum": ["a", 1]},
+        {"enum": ["a", 1]},
+        {"const": "x"},
+        {"type": ["string", "null"]},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dialect", ["qwen_xml", "laguna"])
+def test_a_value_between_tags_is_read_as_it_was_written(dialect: Dialect, part: dict[str, Any]) -> None:
+    schema = {"type": "object", "properties": {"v": part}, "required": ["v"], "additionalProperties": False}
+    tool = Tool("f", parameters=json.dumps(schema), strict=True)
+    blind = Blind(WITH_MARKERS, lark(dialect, WITH_MARKERS, tool, parallel=False), 3)
+    for _ in range(6):
+        text = blind.write()
+        assert text is not None
+        reader = CallReader(Calls(dialect, (tool,)))
+        ((_, arguments),) = gathered([*reader.push(text), *reader.finish()])[1]
+        jsonschema.validate(json.loads(arguments), schema)
+
+
+@pytest.mark.parametrize(
     ("dialect", "part", "path"),
     [
+        ("qwen_xml", {"type": "string", "enum": ["a\n</parameter>b"]}, ".properties.a.enum"),
+        ("laguna", {"type": "string", "const": "</arg_value>"}, ".properties.a.const"),
+        ("qwen_xml", {"type": "string", "enum": [1, 2]}, ".properties.a.enum"),
         ("hermes", {"type": "array", "uniqueItems": True}, ".properties.a.uniqueItems"),
         ("qwen_xml", {"type": "string", "format": "date"}, ".properties.a.format"),
         ("gemma", {"type": "array", "items": {"type": "string"}, "minItems": 2}, ".properties.a.minItems"),

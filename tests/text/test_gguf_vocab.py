@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from onedraw.errors import Corrupt, NotFound, UnsupportedModel
 from onedraw.text.gguf_vocab import SPLITS
+from onedraw.text.template import ChatTemplate
 from onedraw.text.tokenizer import Tokenizer
 
 # ---------------------------------------------------------------------- byte-level
@@ -265,3 +266,23 @@ def test_gemma4_merges_text_keeps_its_spaces_and_falls_back_to_bytes() -> None:
     )
     assert tokenizer.encode("日", add_special=False) == [3 + byte for byte in "日".encode()]
     assert tokenizer.decode(tokenizer.encode(" a  日")) == " a  日"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("tokenizer.ggml.tokens", 7),
+        ("tokenizer.ggml.tokens", "abc"),
+        ("tokenizer.ggml.token_type", 1.5),
+        ("tokenizer.ggml.merges", 3),
+        ("tokenizer.ggml.bos_token_id", 1.5),
+        ("tokenizer.ggml.eos_token_id", [1]),
+        ("tokenizer.ggml.pre", 4),
+        ("tokenizer.chat_template", ["a"]),
+    ],
+)
+def test_a_key_of_the_tokenizer_that_holds_something_else_is_named(key: str, value: object) -> None:
+    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.merges": [], key: value}
+    for read in (Tokenizer.from_gguf, ChatTemplate.from_gguf):
+        with pytest.raises(Corrupt, match=key):
+            read(metadata)

@@ -108,7 +108,7 @@ def test_rules_with_limits_of_their_own_allow_the_same_behind_drafts_that_were_d
     ],
 )
 def test_a_form_that_no_text_has_is_refused(guide: Guide) -> None:
-    with pytest.raises(BadParameter, match="no text is of this form|cannot be"):
+    with pytest.raises(BadParameter, match=r"no text is of this form|cannot be"):
         constraint(guide)
 
 
