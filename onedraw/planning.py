@@ -61,6 +61,9 @@ def plan_memory(
     )
 
 
+ROOM_STEP = 64 << 20  # bytes that a search for room is content with
+
+
 @dataclass(frozen=True, slots=True)
 class Fitting:
     """What is asked of these devices, but for the context. `room`: bytes that pages may take where nobody said how many."""
@@ -148,7 +151,32 @@ def _fitting(
         for _ in range(2):  # a drafter has pages too, as many as the model: too many at first, then what fits
             room = room_for_pages(plan, described.spec, beside=0 if drafter is None else drafter(plan), **given)
             plan = plan_memory(settings, described, dtype=dtype, default_kv_bytes=room)
-    return Fitting(settings, described, tuple(devices), dtype, activation, room), plan
+    fitting = Fitting(settings, described, tuple(devices), dtype, activation, room)
+    if len(devices) > 1 and all(device.kind != "cpu" and device.memory is not None for device in devices):
+        fitting = replace(fitting, room=_room_over(fitting, drafter))
+        plan = plan_memory(settings, described, dtype=dtype, default_kv_bytes=fitting.room)
+    return fitting, plan
+
+
+def _room_over(fitting: Fitting, drafter: DrafterBytes | None) -> int:
+    """Bytes for pages that all devices have room for together; what everybody has where not even that fits."""
+
+    def fits(room: int) -> bool:
+        asked = replace(fitting, room=room)
+        sizes = plan_memory(asked.settings, asked.described, dtype=asked.dtype, default_kv_bytes=room)
+        try:
+            asked.split(sizes.max_context, drafter=drafter)
+        except NoRoom:
+            return False
+        return True
+
+    low, high = fitting.room, sum(device.memory or 0 for device in fitting.devices)
+    if not fits(low):
+        return low
+    while high - low > ROOM_STEP:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 from onedraw.errors import BadSetting
 
 MOST_THREADS = 1024
+MOST_LANES = 65_536  # sequences at once, far beyond what any machine runs
 DTYPES = ("auto", "packed", "f32", "bf16", "f16")
 ACTIVATION_DTYPES = ("auto", "f32", "bf16", "f16")
 KV_DTYPES = ("auto", "f32", "bf16", "f16", "fp8", "int8")
@@ -102,6 +103,8 @@ class Settings:
             raise BadSetting(f"--cache-budget: must be at least 1 byte, not {self.cache_budget}; without it nothing is kept")
         if self.cache_budget is not None and (not self.prefix_cache or self.checkpoint_memory == 0):
             raise BadSetting("--cache-budget: snapshots are made of checkpoints, and those were switched off")
+        if self.max_batch > MOST_LANES:
+            raise BadSetting(f"--max-batch: must be at most {MOST_LANES}, not {self.max_batch}")
         if self.threads is not None and self.threads > MOST_THREADS:
             raise BadSetting(f"--threads: must be at most {MOST_THREADS}, not {self.threads}")
         if 64 % self.page_size:

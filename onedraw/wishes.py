@@ -230,18 +230,19 @@ def _sampling_values(wishes: Wishes, defaults: Mapping[str, float | int]) -> dic
 
 
 def _dry(wishes: Wishes, door: Door) -> DryParams | None:
-    if not wishes.dry_multiplier:
-        return None
+    if wishes.dry_range is not None and wishes.dry_range < -1:
+        raise BadParameter("dry_range", f"must be >= -1, not {wishes.dry_range}")
     texts = DEFAULT_BREAKERS if wishes.dry_sequence_breakers is None else wishes.dry_sequence_breakers
     if any(not text for text in texts):
         raise BadParameter("dry_sequence_breakers", "an empty text stands in every token and would break everything")
-    return DryParams(
-        multiplier=wishes.dry_multiplier,
+    found = DryParams(
+        multiplier=wishes.dry_multiplier or 0.0,
         base=1.75 if wishes.dry_base is None else wishes.dry_base,
         allowed_length=2 if wishes.dry_allowed_length is None else wishes.dry_allowed_length,
         range=0 if wishes.dry_range is None or wishes.dry_range == -1 else wishes.dry_range,
-        breakers=door.tokenizer.ids_containing(texts),
+        breakers=door.tokenizer.ids_containing(texts) if wishes.dry_multiplier else frozenset(),
     )
+    return found if wishes.dry_multiplier else None  # what is asked for is checked, whether it has an effect or not
 
 
 def _budget(wishes: Wishes, reading: Reading) -> int | None:

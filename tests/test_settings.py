@@ -95,3 +95,8 @@ def test_what_the_xla_backend_does_not_honour_is_refused_by_name(flags: dict[str
 def test_what_would_have_no_effect_is_refused_by_name(flags: dict[str, object], said: str) -> None:
     with pytest.raises(BadSetting, match=said):
         Settings(**flags)  # type: ignore[arg-type]
+
+
+def test_more_sequences_than_any_machine_runs_are_refused() -> None:
+    with pytest.raises(BadSetting, match="--max-batch: must be at most 65536"):
+        Settings(max_batch=99_999_999_999)

@@ -30,6 +30,10 @@ def door() -> Iterator[Door]:
         ({"bad_words": ["fine", "  "]}, "bad_words"),
         ({"dry_multiplier": 1.0, "dry_sequence_breakers": ["\n", ""]}, "dry_sequence_breakers"),  # would break everywhere
         ({"dry_multiplier": 1.0, "dry_range": -2}, "dry_range"),
+        ({"dry_range": -77}, "dry_range"),
+        ({"dry_base": -1.0}, "dry_base"),
+        ({"dry_allowed_length": -5}, "dry_allowed_length"),
+        ({"dry_multiplier": 0.0, "dry_sequence_breakers": [""]}, "dry_sequence_breakers"),
         ({"top_k": -(10**400)}, "top_k"),
         ({"temperature": 10**400}, "temperature"),
         ({"seed": 10**400}, "seed"),

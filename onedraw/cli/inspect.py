@@ -69,7 +69,11 @@ def run(arguments: argparse.Namespace) -> int:
             told = [f"  {reach_words(fit)}" for fit in fits]
             raise NoRoom("\n".join([str(error), *told])) from None
         drafts = [*proposer_names(settings), *([] if drafter is None else [str(drafter)])]
-        report = {**identity(settings, checkpoint, described), "drafts": drafts, "memory": memory_json(plan)}
+        report = {
+            **identity(settings, checkpoint, described),
+            "drafts": drafts,
+            "memory": memory_json(plan, 0 if size is None else size(plan)),
+        }
         report |= {"activation_dtype": split.activation, "stages": stages_json(split), "fits": fits}
         on_device = not xla and any(device.kind != "cpu" for device in devices)
         report["turns"] = asdict(turns_beside(settings, described, plan, devices)) if on_device else None
@@ -203,7 +207,8 @@ def tokenizer_kind(checkpoint: Checkpoint) -> str:
     return f"{model.get('type', 'unnamed')} in tokenizer.json"
 
 
-def memory_json(plan: MemoryPlan) -> dict[str, Any]:
+def memory_json(plan: MemoryPlan, drafter: int) -> dict[str, Any]:
+    """`drafter`: bytes that one takes beside the model."""
     return {
         **asdict(plan),
         "sequence_bytes": plan.sequence_bytes,
@@ -212,7 +217,8 @@ def memory_json(plan: MemoryPlan) -> dict[str, Any]:
         "state_bytes": plan.lane_bytes * plan.max_batch,
         "rollback_bytes": plan.draft_positions * plan.draft_bytes,
         "checkpoints_bytes": plan.checkpoints * plan.checkpoint_bytes,
-        "total_bytes": plan.total_bytes,
+        "drafter_bytes": drafter,
+        "total_bytes": plan.total_bytes + drafter,
     }
 
 
@@ -306,6 +312,7 @@ def rows(report: Mapping[str, Any]) -> list[list[str]]:
         *(["pages" if i == 0 else "", page_words(group, memory["page_size"])] for i, group in enumerate(memory["groups"])),
         *state_rows(memory),
         ["room for", f"{memory['full_sequences']} sequences of {memory['max_context']} tokens, {memory['max_batch']} running"],
+        *([["drafter", human_bytes(memory["drafter_bytes"])]] if memory["drafter_bytes"] else []),
         ["total", human_bytes(memory["total_bytes"])],
         *turn_rows(report["turns"]),
         *(["fits" if i == 0 else "", reach_words(fit)] for i, fit in enumerate(report["fits"])),

@@ -139,6 +139,12 @@ class MessageToolChoice(Strict):
     name: str | None = wish("string", 'with type "tool"')
     disable_parallel_tool_use: bool = wish("boolean", "at most one call in a reply", False)
 
+    @model_validator(mode="after")
+    def _agree(self) -> MessageToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise PydanticCustomError("agree", 'goes with type "tool", and that with it', {"at": ".name"})
+        return self
+
 
 class Thinking(Strict):
     type: Literal["enabled", "disabled", "adaptive"] = wish('"enabled", "disabled", "adaptive"', "required", ...)
@@ -188,7 +194,7 @@ class CountRequest(Strict):
         return asked | self._choice() | self._thinking() | self._format()
 
     def _choice(self) -> dict[str, Any]:
-        if self.tool_choice is None or not self.tools:
+        if self.tool_choice is None or not (self.tools or self.tool_choice.type in ("any", "tool")):
             return {}
         named = {"type": "function", "function": {"name": self.tool_choice.name}}
         choice = {"auto": "auto", "any": "required", "none": "none", "tool": named}[self.tool_choice.type]

@@ -297,3 +297,26 @@ def test_the_xla_backend_says_what_it_compiles_and_refuses_what_it_does_not_know
     assert terminal.json("inspect", str(known), *there)["compiled_turns"][0] == "64 single tokens"
     assert terminal.run("inspect", str(tiny.write_safetensors("qwen3_moe", tmp_path / "moe")), "--backend", "xla") == 1
     assert "--backend xla does not interpret qwen3_moe yet" in terminal.err
+
+
+def test_several_cards_have_the_context_that_their_memory_has_room_for(terminal: Terminal) -> None:
+    reports = []
+    for devices in ("cuda/sm86/24GiB", "cuda/sm86/24GiB,cuda/sm86/24GiB"):
+        assert terminal.run("inspect", "random:qwen3.6-27b-q4_k_m", "--devices", devices, "--json") == 0
+        reports.append(json.loads(terminal.out))
+    one, two = (report["memory"]["max_context"] for report in reports)
+    assert two > 4 * one
+    assert all(stage["total_bytes"] <= stage["device"]["memory"] for stage in reports[1]["stages"])
+
+
+def test_what_a_drafter_takes_is_part_of_the_total(terminal: Terminal) -> None:
+    given = ("inspect", "random:qwen3.6-27b-q4_k_m", "--devices", "cuda/sm86/24GiB", "--max-context", "16384", "--json")
+    totals = []
+    for draft in ("none", "random:qwen3.6-27b-dflash-q4_k_m"):
+        assert terminal.run(*given, "--draft", draft) == 0
+        report = json.loads(terminal.out)
+        memory = report["memory"]
+        totals.append((memory["drafter_bytes"], memory["total_bytes"] - memory["drafter_bytes"]))
+        assert abs(memory["total_bytes"] - sum(stage["total_bytes"] for stage in report["stages"])) < 1 << 22
+    assert totals[0][0] == 0
+    assert totals[1][0] > 10**9

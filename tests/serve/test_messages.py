@@ -153,6 +153,20 @@ def test_thinking_may_be_left_unsaid(fake: Any, client: anthropic.Anthropic) -> 
     assert set(deltas) == {"text_delta"}
 
 
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tool_choice": {"type": "auto", "name": "w"}}, "tool_choice.name"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+    ],
+)
+def test_a_choice_of_tools_that_means_nothing_is_refused(fake: Any, given: dict[str, Any], param: str) -> None:
+    answer = fake.post(PATH, messages=HELLO, max_tokens=4, **given)
+    assert answer.status_code == 400, answer.text
+    assert param in answer.json()["error"]["message"]
+
+
 def test_a_prompt_longer_than_the_context_is_counted(fake: Any) -> None:
     text = "a" * 50_000
     said = [{"role": "user", "content": text}]
