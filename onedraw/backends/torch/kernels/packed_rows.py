@@ -12,6 +12,7 @@ import ctypes
 import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,7 +81,7 @@ def _place(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-_COMMON = (
+_COMMON: tuple[tuple[str, Any], ...] = (
     *((name, ctypes.c_void_p) for name in ("units", "x", "factors", "sums", "bias", "residual", "out", "parts", "counters")),
     *((name, ctypes.c_longlong) for name in ("residual_stride", "out_stride")),
     *((name, ctypes.c_int) for name in ("outputs", "tall", "spans", "rows", "barriers", "buffers", "bf16", "pdl")),
