@@ -127,7 +127,8 @@ def plan_devices(
             others[how] = lambda context: fitting.split(context, smaller[0], drafter=drafter)
         if drafter is not None:
             others["without a drafter (--draft none)"] = lambda context: fitting.split(context)
-        told = [f"{longest_context(make, plan.max_context)} {how}" for how, make in others.items()]
+        longest = {how: longest_context(make, plan.max_context) for how, make in others.items()}
+        told = [f"{context} {how}" for how, context in longest.items() if context]
         raise NoRoom(", ".join([str(error), *([" and ".join(told)] if told else [])])) from None
 
 

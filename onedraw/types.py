@@ -131,9 +131,17 @@ def _check(name: str, value: float, *, low: float, high: float = math.inf, open_
     """Refuse NaN and what lies outside [low, high] ((low, high] when open_low). Python's whole numbers may be of any size."""
     if value != value or value > high or value < low or (open_low and value == low):
         opening = "(" if open_low else "["
-        bound = f"in {opening}{low:g}, {high:g}]" if high != math.inf else f"{'>' if open_low else '>='} {low:g}"
-        shown = f"{value:g}" if not isinstance(value, int) or abs(value) < 2**64 else "a number of that size"
-        raise BadParameter(name, f"must be {bound}, not {shown}")
+        bound = (
+            f"in {opening}{_shown(low)}, {_shown(high)}]" if high != math.inf else f"{'>' if open_low else '>='} {_shown(low)}"
+        )
+        raise BadParameter(name, f"must be {bound}, not {_shown(value)}")
+
+
+def _shown(value: float) -> str:
+    """Whole numbers in full."""
+    if not isinstance(value, int):
+        return f"{value:g}"
+    return str(value) if abs(value) < 2**64 else "a number of that size"
 
 
 @dataclass(frozen=True, slots=True)

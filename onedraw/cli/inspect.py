@@ -105,7 +105,7 @@ def reach_rows(
     drafter = chosen or known_drafter(described, packed=packed)
     size = drafter_bytes(drafter, described, checkpoint)
     found = reaches(settings, described, devices, drafters={} if size is None else {str(drafter): size})
-    return [asdict(reach) for reach in found]
+    return [asdict(reach) for reach in found if reach.context]
 
 
 def reach_words(fit: Mapping[str, Any]) -> str:

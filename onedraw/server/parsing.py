@@ -5,9 +5,10 @@ In: a JSON value and the kind of request that it should be. Out: a frozen reques
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -38,6 +39,7 @@ from onedraw.server.protocol import (
     StructuredOutputs,
     TokenizeRequest,
 )
+from onedraw.server.strict import Strict
 
 RequestT = TypeVar("RequestT", bound=BaseModel)
 
@@ -108,7 +110,41 @@ def parse(kind: type[RequestT], raw: object, *, lenient: bool = False) -> Parsed
     if isinstance(shape, dict) and isinstance(shape.get("json_schema"), dict):
         path = "response_format.json_schema."
         shape["json_schema"] = sift(shape["json_schema"], TABLES[JsonSchema], path=path, ignored=ignored)
-    return Parsed(_validated(kind, kept), tuple(ignored or ()))
+    return Parsed(_validated(kind, _inner(kind, kept, "", ignored)), tuple(ignored or ()))
+
+
+def _inner(kind: type[BaseModel], raw: dict[str, Any], path: str, ignored: list[str] | None) -> dict[str, Any]:
+    """The objects inside an object, and those inside them: null asks for nothing there either, and what is unknown may be
+    ignored. Refusing is left to the validation."""
+    kept = dict(raw)
+    for name, field in kind.model_fields.items():
+        given = field.alias or name
+        part = _object_in(field.annotation)
+        if part is None:
+            continue
+        value, here = kept.get(given), f"{path}{given}"
+        if isinstance(value, dict):
+            kept[given] = _known(part, value, f"{here}.", ignored)
+        elif isinstance(value, list):
+            entries = enumerate(value)
+            kept[given] = [_known(part, one, f"{here}[{i}].", ignored) if isinstance(one, dict) else one for i, one in entries]
+    return kept
+
+
+def _known(kind: type[BaseModel], raw: dict[str, Any], path: str, ignored: list[str] | None) -> dict[str, Any]:
+    names = {field.alias or name for name, field in kind.model_fields.items()}
+    kept = {name: value for name, value in raw.items() if value is not None and (name in names or ignored is None)}
+    if ignored is not None:
+        ignored += [path + name for name, value in raw.items() if value is not None and name not in names]
+    return _inner(kind, kept, path, ignored)
+
+
+def _object_in(annotation: Any) -> type[BaseModel] | None:
+    """The kind of object that a field holds, alone, in a list or as one of several things."""
+    if isinstance(annotation, type) and issubclass(annotation, Strict):
+        return annotation
+    found = [part for one in get_args(annotation) if (part := _object_in(one)) is not None]
+    return found[0] if len(found) == 1 else None
 
 
 def _each(kept: dict[str, Any], name: str, judged: Callable[[dict[str, Any], str], dict[str, Any]]) -> None:
@@ -122,7 +158,18 @@ def _message(kind: type[BaseModel], raw: dict[str, Any], *, path: str, ignored: 
     kept = sift(raw, TABLES[kind], path=path, ignored=ignored)
     if kind is messages.SpokenMessage and isinstance(kept.get("content"), list):
         kept["content"] = messages.sifted(kept["content"], path=f"{path}content", ignored=ignored)
+    if kind is Message and isinstance(kept.get("content"), list) and ignored is not None:
+        parts = enumerate(kept["content"])
+        kept["content"] = [_text_part(part, f"{path}content[{i}].", ignored) for i, part in parts]
     return kept
+
+
+def _text_part(part: Any, path: str, ignored: list[str]) -> Any:
+    """A part of a message without what a text part does not have. What is no text part is judged with the request."""
+    if not isinstance(part, dict) or part.get("type") != "text":
+        return part
+    ignored += [path + name for name, value in part.items() if value is not None and name not in ("type", "text")]
+    return {name: value for name, value in part.items() if name in ("type", "text")}
 
 
 def _tool(kind: type[BaseModel], raw: dict[str, Any], *, path: str, ignored: list[str] | None) -> dict[str, Any]:
@@ -147,9 +194,14 @@ def _validated(kind: type[RequestT], fields: dict[str, Any]) -> RequestT:
         raise _explain(error.errors(include_url=False, include_input=False)[0]) from None
 
 
+_ALTERNATIVE = re.compile(r"str|int|float|bool|(dict|list|tuple|literal|function-\w+)\[.*\]")
+
+
 def _explain(detail: ErrorDetails) -> BadRequest:
     param = ""
     for step in detail["loc"]:
+        if param and isinstance(step, str) and _ALTERNATIVE.fullmatch(step):
+            continue  # one of several kinds that a field may have, and no name of the caller's
         param += f"[{step}]" if isinstance(step, int) else f".{step}" if param else step
     param += str(cast(Mapping[str, object], detail.get("ctx", {})).get("at", ""))
     if detail["type"] == "missing":

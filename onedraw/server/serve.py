@@ -114,6 +114,8 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         if isinstance(error, PermissionError):
             raise BadSetting(f"--port: {port} needs more rights; choose one above 1023") from None
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise BadSetting(f"--host: {host!r} is no address of this machine ({error.strerror})") from None
         reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be had ({error.strerror})"
         raise BadSetting(
             f"--port: {port} on {host} {reason}; stop the other program or choose another port with --port"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from onedraw.errors import BadRequest
+from onedraw.server import items, messages
 from onedraw.server.fields import Treatment
 from onedraw.server.parsing import TABLES, parse
 from onedraw.server.protocol import ChatRequest, CompletionRequest
@@ -78,3 +81,54 @@ def test_a_reply_of_the_openai_client_can_be_sent_back(fake):
     messages.append(reply.choices[0].message.model_dump())
     messages.append({"role": "user", "content": "And now?"})
     assert fake.client().chat.completions.create(messages=messages, **asked).choices[0].message.role == "assistant"
+
+
+SAID = [{"role": "user", "content": "a"}]
+CALLED: dict[str, Any] = {"id": "1", "function": {"name": "w", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "raw", "names"),
+    [
+        (
+            ChatRequest,
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}]},
+            ["messages[0].content[0].x"],
+        ),
+        (
+            ChatRequest,
+            {"messages": [*SAID, {"role": "assistant", "tool_calls": [{**CALLED, "x": 1}]}]},
+            ["messages[1].tool_calls[0].x"],
+        ),
+        (items.ResponsesRequest, {"input": "a", "text": {"x": 1}, "reasoning": {"y": 2}}, ["text.x", "reasoning.y"]),
+        (
+            messages.MessagesRequest,
+            {"messages": SAID, "max_tokens": 4, "thinking": {"type": "disabled", "x": 1}},
+            ["thinking.x"],
+        ),
+    ],
+)
+def test_what_is_unknown_inside_an_object_is_refused_or_ignored_by_its_path(
+    kind: type[BaseModel], raw: dict[str, Any], names: list[str]
+) -> None:
+    with pytest.raises(BadRequest) as refusal:
+        parse(kind, raw)
+    assert refusal.value.param in names
+    assert sorted(parse(kind, raw, lenient=True).ignored) == sorted(names)
+
+
+@pytest.mark.parametrize(
+    ("kind", "raw"),
+    [
+        (ChatRequest, {"messages": [*SAID, {"role": "assistant", "tool_calls": [{**CALLED, "type": None, "x": None}]}]}),
+        (messages.MessagesRequest, {"messages": SAID, "max_tokens": 4, "thinking": {"type": "disabled", "x": None}}),
+    ],
+)
+def test_null_asks_for_nothing_inside_an_object_either(kind: type[BaseModel], raw: dict[str, Any]) -> None:
+    assert not parse(kind, raw).ignored
+
+
+def test_a_field_of_several_kinds_is_named_as_the_caller_wrote_it() -> None:
+    with pytest.raises(BadRequest) as refusal:
+        parse(CompletionRequest, {"prompt": "a", "guided_json": True})
+    assert refusal.value.param == "guided_json"
