@@ -162,7 +162,7 @@ def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
     code += "builder.PATHS = {'portable': ()}; sys.exit(builder.build(Path(sys.argv[1])).library is None)"  # the quickest
     runs = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env=os.environ) for _ in range(2)]
     assert [run.wait(120) for run in runs] == [0, 0]
-    assert len(list((tmp_path / "kernels").iterdir())) == 1
+    assert sorted(file.suffix for file in (tmp_path / "kernels").iterdir()) == [".sha256", ".so"]
 
 
 def test_a_gate_far_below_zero_is_shut() -> None:
@@ -190,3 +190,21 @@ def test_another_default_dtype_in_the_program_changes_nothing(default: torch.dty
     assert all(found.dtype == torch.float32 for found in again)
     assert torch.equal(again[0], product)
     assert torch.equal(again[1], gated)
+
+
+@pytest.mark.parametrize("left", [0, 1000, None])
+def test_a_library_that_is_not_whole_is_compiled_anew(tmp_path: Path, left: int | None) -> None:
+    """Loading it would end the process."""
+    if builder.find_compiler() is None:
+        pytest.skip("no C compiler")
+    code = "import sys; from pathlib import Path; from onedraw.backends.torch.kernels import build as builder; "
+    code += "builder.PATHS = {'portable': ()}; sys.exit(builder.build(Path(sys.argv[1])).library is None)"
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False, timeout=600
+        )
+        assert done.returncode == 0, done.stderr
+        (file,) = (tmp_path / "kernels").glob("*.so")
+        whole = file.read_bytes()
+        assert len(whole) > 10_000
+        file.write_bytes(whole[:left] if left is not None else whole[:5000] + bytes(5000) + whole[10_000:])

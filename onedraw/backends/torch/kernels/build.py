@@ -2,7 +2,8 @@
 
 In: a cache folder. Out: a loaded library, or None and the reason where there is no compiler. The sources are compiled once
 per path (`path.h`) into one library, which is asked at run time what the processor can do. The file's name holds a hash of
-the sources, the flags and the compiler, so neither an update nor a shared home folder ever loads a wrong one.
+the sources, the flags and the compiler, so neither an update nor a shared home folder ever loads a wrong one; a checksum beside
+it says that it is whole, and what is not is compiled anew.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def build(cache: Path) -> Built:
     if compiler is None:
         return Built(None, "no C compiler (cc, gcc or clang) is installed")
     file = cache / "kernels" / f"cpu-{_key(compiler)}.so"
-    if not file.exists():
+    if not _is_whole(file):
         reason = _compile(compiler, file)
         if reason:
             return Built(None, reason)
@@ -54,6 +55,17 @@ def build(cache: Path) -> Built:
         return Built(ctypes.CDLL(str(file)))
     except OSError as error:
         return Built(None, f"{file.name} does not load: {error}")
+
+
+def _is_whole(file: Path) -> bool:
+    try:
+        return _checksum(file).read_text() == hashlib.sha256(file.read_bytes()).hexdigest()
+    except (OSError, ValueError):
+        return False
+
+
+def _checksum(file: Path) -> Path:
+    return file.with_suffix(".sha256")
 
 
 def find_compiler() -> str | None:
@@ -102,7 +114,10 @@ def _compile(compiler: str, file: Path) -> str:
         made = place / "kernels.so"
         reason = _run([compiler, "-shared", "-pthread", "-o", str(made), *map(str, sorted(place.glob("*.o"))), "-lm"])
         if not reason:
+            told = place / "sha256"
+            told.write_text(hashlib.sha256(made.read_bytes()).hexdigest())
             os.replace(made, file)
+            os.replace(told, _checksum(file))
         return reason
 
 
