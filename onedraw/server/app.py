@@ -66,8 +66,9 @@ class Desk:
     async def respond(self, request: Request) -> Response:
         watch, parsed = Watch(self.meters), await self._read(request, ResponsesRequest)
         asked = parsed.request
-        names, owner = asked.names(), caller(request)
+        owner = caller(request)
         before, items = self._recall(asked, owner)
+        names = asked.names(before, items)
         wanted = as_chat(asked.chat(before, items), names)
 
         def write(job: Job) -> ResponseScribe:
@@ -95,8 +96,9 @@ class Desk:
         parsed = await self._read(request, ResponsesRequest)
         asked = parsed.request
         before, items = self._recall(asked, caller(request))
-        wanted = as_chat({**asked.chat(before, items), "max_tokens": 1}, asked.names())
-        counted = await asyncio.to_thread(count_prompt, wanted, self.door, names=asked.names())
+        names = asked.names(before, items)
+        wanted = as_chat({**asked.chat(before, items), "max_tokens": 1}, names)
+        counted = await asyncio.to_thread(count_prompt, wanted, self.door, names=names)
         body = {"object": "response.input_tokens", "input_tokens": counted}
         return JSONResponse(body, headers=_headers(parsed.ignored))
 

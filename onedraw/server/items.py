@@ -221,11 +221,14 @@ class ResponsesRequest(Strict):
             return {"response_format": {"type": "json_object"}}
         return {"response_format": {"type": "json_schema", "json_schema": {"schema": shape.schema_ or {}}}}
 
-    def names(self) -> dict[str, str]:
-        """Names of the chat request → the caller's."""
+    def names(self, before: Sequence[dict[str, Any]], items: Sequence[dict[str, Any]]) -> dict[str, str]:
+        """Names of the chat request that `chat` makes → the caller's."""
         tools = {f"tools[{n}].function": f"tools[{n}]" for n in range(len(self.tools))}
+        opening = len(before) + bool(self.instructions)
+        said = {f"messages[{place}]": f"input[{number}]" for place, (number, _) in enumerate(_numbered(items), opening)}
         return {
             **tools,
+            **said,
             "messages": "input",
             "max_tokens": "max_output_tokens",
             "response_format.json_schema.schema": "text.format.schema",
@@ -241,12 +244,17 @@ def _tool(tool: ResponseTool) -> dict[str, Any]:
 
 def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Items as chat messages: what the assistant thought, said and called in a row is one message."""
-    messages: list[dict[str, Any]] = []
+    return [message for _, message in _numbered(items)]
+
+
+def _numbered(items: Sequence[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
+    """The same, each with the number of its first item."""
+    messages: list[tuple[int, dict[str, Any]]] = []
 
     def assistant() -> dict[str, Any]:
-        if not messages or messages[-1]["role"] != "assistant":
-            messages.append({"role": "assistant", "content": ""})
-        return messages[-1]
+        if not messages or messages[-1][1]["role"] != "assistant":
+            messages.append((number, {"role": "assistant", "content": ""}))
+        return messages[-1][1]
 
     for number, item in enumerate(items):
         at = f"input[{number}]"
@@ -255,14 +263,14 @@ def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 said = assistant()
                 said["content"] += _text(item["content"], f"{at}.content")
             case "message":
-                messages.append({"role": item["role"], "content": _text(item["content"], f"{at}.content")})
+                messages.append((number, {"role": item["role"], "content": _text(item["content"], f"{at}.content")}))
             case "function_call":
                 call = {"id": item["call_id"], "type": "function"}
                 call["function"] = {"name": item["name"], "arguments": item["arguments"]}
                 assistant().setdefault("tool_calls", []).append(call)
             case "function_call_output":
                 content = _text(item["output"], f"{at}.output")
-                messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
+                messages.append((number, {"role": "tool", "tool_call_id": item["call_id"], "content": content}))
             case "reasoning":
                 told = _parts(item.get("content")) or _parts(item.get("summary"))
                 thought = "".join(str(part.get("text") or "") for part in told)

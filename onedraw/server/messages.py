@@ -220,8 +220,8 @@ class CountRequest(Strict):
 
     def names(self) -> dict[str, str]:
         """Names of the chat request → the caller's."""
-        shift = 1 if self.system else 0
-        messages = {f"messages[{number + shift}]": f"messages[{number}]" for number in range(len(self.messages))}
+        said = [number for number, message in enumerate(self.messages) for _ in _said(message)]
+        messages = {f"messages[{place}]": f"messages[{number}]" for place, number in enumerate(said, 1 if self.system else 0)}
         tools = {f"tools[{n}].function.parameters": f"tools[{n}].input_schema" for n in range(len(self.tools))}
         return {
             **tools,

@@ -299,3 +299,15 @@ def test_only_allowed_tools_are_called(fake: Any, client: openai.OpenAI, mode: s
         called |= {item.name for item in reply.output if item.type == "function_call"}
     assert called <= {"two"}
     assert called or mode == "auto"
+
+
+@pytest.mark.parametrize("instructions", [None, "Be brief."])
+def test_a_refusal_names_the_item_that_the_caller_wrote(fake: Any, instructions: str | None) -> None:
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "assistant", "content": "c"}]
+    for wrong in (0, 3):
+        items = [*said, {"role": "user", "content": "d"}]
+        items[wrong] = {"role": "wizard", "content": "a"}
+        given = {} if instructions is None else {"instructions": instructions}
+        answer = fake.post("/v1/responses", input=items, **given)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == f"input[{wrong}].role", answer.text
