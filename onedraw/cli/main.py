@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import errno
 import importlib
 import os
 import sys
@@ -97,7 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--debug" in given:
             raise
         _silence_output()
-        return complain(f"{error.filename or 'the output'}: {error.strerror or error}", status=1)
+        place = error.filename or ("the output" if error.errno in (errno.ENOSPC, errno.EIO, errno.EBADF) else "the system")
+        return complain(f"{place}: {error.strerror or error}", status=1)
 
 
 def _run(given: list[str]) -> int:

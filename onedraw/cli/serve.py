@@ -6,6 +6,7 @@ In: parsed arguments. Out: a server until it is told to stop; it prints one curl
 from __future__ import annotations
 
 import argparse
+from contextlib import closing
 from pathlib import Path
 
 from onedraw.cli import screen
@@ -68,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         from onedraw.server.keys import read_keys
         from onedraw.server.options import ServerOptions
-        from onedraw.server.serve import serve
+        from onedraw.server.serve import bind, serve
     except ImportError as error:
         raise BadSetting(f"serve needs the web packages, and {error.name} is missing: pip install 'onedraw[serve]'") from None
     from onedraw.assemble import open_door
@@ -89,8 +90,9 @@ def run(arguments: argparse.Namespace) -> int:
         log_format=arguments.log_format,
         log_prompts=arguments.log_prompts,
     )
-    with screen.progress() as tell:
-        door = open_door(settings, tell)
-    with door, recorded(door, arguments) as door:
-        serve(door, options)
+    with closing(bind(options.host, options.port)) as listener:  # a model takes a while to load, a port that is taken does not
+        with screen.progress() as tell:
+            door = open_door(settings, tell)
+        with door, recorded(door, arguments) as door:
+            serve(door, options, listener)
     return 0

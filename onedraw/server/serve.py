@@ -33,7 +33,7 @@ FLUSH_SECONDS = 5  # for the last bytes of finished replies, after the engine ha
 class Server(uvicorn.Server):
     """Uvicorn with our way of stopping. Closes the door when told to stop."""
 
-    def __init__(self, door: Door, options: ServerOptions) -> None:
+    def __init__(self, door: Door, options: ServerOptions, listener: socket.socket | None = None) -> None:
         app = create_app(door, options)
         super().__init__(
             uvicorn.Config(
@@ -48,7 +48,7 @@ class Server(uvicorn.Server):
         )
         self._desk: Desk = app.state.desk
         self._options = options
-        self._listener = bind(options.host, options.port)
+        self._listener = listener or bind(options.host, options.port)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain: asyncio.Task[None] | None = None
         self._told = False
@@ -94,9 +94,9 @@ class Server(uvicorn.Server):
             self.should_exit = True
 
 
-def serve(door: Door, options: ServerOptions) -> None:
-    """Serve until a signal says stop. BadSetting when the port cannot be had."""
-    Server(door, options).run()
+def serve(door: Door, options: ServerOptions, listener: socket.socket | None = None) -> None:
+    """Serve until a signal says stop. BadSetting when the port cannot be had. `listener`: it is had already (`bind`)."""
+    Server(door, options, listener).run()
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -52,7 +52,7 @@ def test_a_port_in_use_is_one_line_and_no_traceback(server: subprocess.Popen[str
     assert server.stdout is not None
     port = server.stdout.readline().partition("127.0.0.1:")[2].partition("/")[0]
     second = subprocess.run(
-        [sys.executable, "-m", "onedraw.cli.main", "serve", "fake", "--backend", "fake", "--port", port],
+        [sys.executable, "-m", "onedraw.cli.main", "serve", "no-such-model", "--port", port],  # said before it is looked for
         capture_output=True,
         text=True,
         timeout=300,
