@@ -160,7 +160,7 @@ def _fitting(
 
 
 def _room_over(fitting: Fitting, drafter: DrafterBytes | None) -> int:
-    """Bytes for pages that all devices have room for together; what everybody has where not even that fits."""
+    """Bytes for pages that all devices have room for together; where there is room for none, what everybody has."""
 
     def fits(room: int) -> bool:
         asked = replace(fitting, room=room)
@@ -173,7 +173,9 @@ def _room_over(fitting: Fitting, drafter: DrafterBytes | None) -> int:
 
     low, high = fitting.room, sum(device.memory or 0 for device in fitting.devices)
     if not fits(low):
-        return low
+        low, high = 0, low
+        if not fits(low):
+            return high
     while high - low > ROOM_STEP:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

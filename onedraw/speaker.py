@@ -165,7 +165,10 @@ class Speaker:
         thinking and calls have markers and spaces of their own."""
         for part in [*self._reader.push(text), *(self._reader.finish() if last else ())]:
             if part.channel == "content":
-                shown, hit = self._stops.push(part.text) if self._searching and part.read else (part.text, None)
+                if part.read:
+                    shown, hit = self._stops.push(part.text) if self._searching else (part.text, None)
+                else:
+                    shown, hit = self._stops.finish() + part.text, None
                 self._say(sayings, part.channel, None, shown)
                 if hit is not None:
                     return hit

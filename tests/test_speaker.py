@@ -108,6 +108,27 @@ def test_a_call_that_is_cut_off_before_its_name_ends_nothing(stop: tuple[str, ..
     assert found[-1].stop_reason is None
 
 
+def test_what_may_begin_a_stop_string_stays_before_a_call_that_is_cut_off() -> None:
+    tokens = ids('well st<tool_call>\n{"na')
+    for stop in ((), ("stop",)):
+        found = pieces(tokens, [3], reading=READING, stop=stop, finish="length")
+        assert told(found)[1] == {"content": 'well st<tool_call>\n{"na'}
+
+
+@pytest.mark.parametrize(
+    ("reply", "texts"),
+    [
+        ("<think>\nhm\n</think>\n\nAh.", [("Ah.", "Ah.")]),
+        (f"{CALL} after", [("after", "after")]),
+        (f"Sure.{CALL}", [("Sure.", "Sure.")]),
+    ],
+)
+def test_a_text_has_its_own_tokens(reply: str, texts: list[tuple[str, str]]) -> None:
+    tokens = ids(reply)
+    found = pieces(tokens, range(1, len(tokens)), reading=READING, stop=(), finish="stop")
+    assert [(text, TOKENIZER.decode(own)) for kind, text, own, _ in blocks(found) if kind == "text"] == texts
+
+
 def test_only_what_was_being_said_is_cut() -> None:
     begun = '<tool_call>\n{"name": "f", "arguments": {"a"'
     found = pieces(ids(CALL + begun), [5], reading=READING, stop=(), finish="length")

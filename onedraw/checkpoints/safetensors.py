@@ -40,7 +40,7 @@ class SafetensorsCheckpoint:
         return fingerprint(self.tensors, self.config)
 
     def stamp(self) -> str:
-        return stamp([*self.path.glob("*.safetensors"), self.path / "config.json"])
+        return stamp(file for file in (*self.path.glob("*.safetensors"), self.path / "config.json") if file.is_file())
 
     def close(self) -> None:
         """Let go of the files; each map ends with the last view of it."""

@@ -97,9 +97,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # a file or the output that cannot be used
         if "--debug" in given:
             raise
-        _silence_output()
-        place = error.filename or ("the output" if error.errno in (errno.ENOSPC, errno.EIO, errno.EBADF) else "the system")
+        written = _flushed() and error.errno not in (errno.ENOSPC, errno.EIO)
+        place = error.filename or ("the system" if written else "the output")
         return complain(f"{place}: {error.strerror or error}", status=1)
+
+
+def _flushed() -> bool:
+    """Whether what was printed is written; where it cannot be, the rest goes nowhere."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        _silence_output()
+        return False
+    return True
 
 
 def _run(given: list[str]) -> int:

@@ -62,9 +62,18 @@ class Server(uvicorn.Server):
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         sys.setswitchinterval(SWITCH_SECONDS)
         try:
+            self._listen()
             super().run(sockets=sockets or [self._listener])
         finally:
             self._listener.close()
+
+    def _listen(self) -> None:
+        """Two servers that were loading at once may both have the port until one listens."""
+        host, port = self._listener.getsockname()[:2]
+        try:
+            self._listener.listen()
+        except OSError as error:
+            raise _no_port(host, port, error) from None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -116,12 +125,14 @@ def bind(host: str, port: int) -> socket.socket:
             raise BadSetting(f"--port: {port} needs more rights; choose one above 1023") from None
         if error.errno == errno.EADDRNOTAVAIL:
             raise BadSetting(f"--host: {host!r} is no address of this machine ({error.strerror})") from None
-        reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be had ({error.strerror})"
-        raise BadSetting(
-            f"--port: {port} on {host} {reason}; stop the other program or choose another port with --port"
-        ) from None
+        raise _no_port(host, port, error) from None
     listener.set_inheritable(True)
     return listener
+
+
+def _no_port(host: str, port: int, error: OSError) -> BadSetting:
+    reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be had ({error.strerror})"
+    return BadSetting(f"--port: {port} on {host} {reason}; stop the other program or choose another port with --port")
 
 
 def greeting(url: str, door: Door, options: ServerOptions) -> str:

@@ -68,7 +68,7 @@ class Grammars:
             raise Unsupported(
                 "this model names no token that ends a reply, so no reply can be held to a form", code="no_end_token"
             )
-        self._tokenizer, self._ends = tokenizer, frozenset(eos_ids)
+        self._tokenizer, self._ends = tokenizer, tuple(eos_ids)
         self._library = _library()
         self._vocabulary = _vocabulary(self._library, tokenizer, eos_ids)
         members = [i for i in range(tokenizer.vocab_size) if begins_with_digit(tokenizer.token_bytes(i))]
@@ -108,7 +108,8 @@ class Grammars:
         bits = np.unpackbits(np.frombuffer(first.compute_bitmask(), dtype=np.uint8), bitorder="little")
         if first.is_error():
             raise BadParameter(param, f"cannot be followed: {_first_line(first.get_error())}")
-        if not first.is_accepting() and not set(np.flatnonzero(bits).tolist()) - self._ends:
+        bits[list(self._ends)] = 0
+        if not first.is_accepting() and not bits.any():
             raise BadParameter(param, "no text is of this form")
 
     def _matcher(self, grammar: dict[str, Any]) -> Any:

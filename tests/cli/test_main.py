@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -125,6 +126,14 @@ def test_streams_that_cannot_be_used_and_names_that_cannot_be_are_said_in_a_line
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, errors="replace", timeout=300, check=False)
     assert (done.returncode, "Traceback" in done.stderr) == (status, False), done.stderr
     assert said in done.stderr
+
+
+def test_what_was_printed_before_a_file_could_not_be_used_is_there() -> None:
+    code = "import sys; from onedraw.cli import main as cli; "
+    code += "cli._run = lambda given: (print('a result'), open('/no/such/file'))[1]; sys.exit(cli.main([]))"
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run([sys.executable, "-c", code], env=buffered, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "a result\n", "onedraw: /no/such/file: No such file or directory\n")
 
 
 def test_a_character_that_the_terminal_has_no_code_for_is_spelled() -> None:
