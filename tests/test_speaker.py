@@ -120,7 +120,7 @@ def test_what_may_begin_a_stop_string_stays_before_a_call_that_is_cut_off() -> N
     [
         ("<think>\nhm\n</think>\n\nAh.", [("Ah.", "Ah.")]),
         (f"{CALL} after", [("after", "after")]),
-        (f"Sure.{CALL}", [("Sure.", "Sure.")]),
+        (f"Sure.{CALL}", [("Sure.", 'Sure.<tool_call>\n{"name": "f')]),
     ],
 )
 def test_a_text_has_its_own_tokens(reply: str, texts: list[tuple[str, str]]) -> None:

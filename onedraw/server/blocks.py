@@ -1,9 +1,9 @@
 """A reply as a row of blocks, each of one kind: thinking, text, a tool call. What Responses and Messages are written from.
 
 In: the parts of one choice, in order. Out: changes: a block begins, grows, ends. The blocks that stand at the end are the
-whole reply, so a whole reply is the fold of its stream here too. A token of the answer belongs to the text that grows next, or that
-the reply ends with; those that lead into thinking or a call belong to none. So which tokens a text has does not depend on how the
-reply was cut into parts.
+whole reply, so a whole reply is the fold of its stream here too. A token of the answer belongs to the text that is open, with
+those that lead from there into thinking or a call, which nobody knows before; or, where none is open, to the next text if nothing
+else comes before it. So which tokens a text has does not depend on how the reply was cut into parts.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ class Blocks:
     def _grow(self, kind: Kind, call: Call | None, text: str) -> list[Change]:
         changes: list[Change] = []
         if self._open is None or (self._open.kind, self._open.call) != (kind, call):
+            changes += self._close()
             if kind != "text":
                 self._held = ()  # what thinking and calls begin with
-            changes += self._close()
             self._open = Block(len(self.blocks), kind, call)
             self.blocks.append(self._open)
             changes.append(Opened(self._open))
