@@ -311,6 +311,12 @@ def test_several_cards_have_the_context_that_their_memory_has_room_for(terminal:
     assert all(stage["total_bytes"] <= stage["device"]["memory"] for stage in reports[1]["stages"])
 
 
+def test_several_cards_with_little_room_have_a_short_context_and_not_none(terminal: Terminal) -> None:
+    given = ("inspect", "random:qwen3.6-27b-q4_k_m", "--devices", "cuda/sm86/11GiB,cuda/sm86/11GiB", "--draft", "none", "--json")
+    told = terminal.json(*given)
+    assert 4096 < told["memory"]["max_context"] < 32_768
+
+
 def test_what_a_drafter_takes_is_part_of_the_total(terminal: Terminal) -> None:
     given = ("inspect", "random:qwen3.6-27b-q4_k_m", "--devices", "cuda/sm86/24GiB", "--max-context", "16384", "--json")
     totals = []

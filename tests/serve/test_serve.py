@@ -17,7 +17,7 @@ import pytest
 
 from onedraw.errors import BadSetting
 from onedraw.server.options import ServerOptions
-from onedraw.server.serve import bind, greeting
+from onedraw.server.serve import bind, greeting, serve
 from tests.serve.running import PATIENCE, fake_door, wait_until
 
 # Its device is slow until a file says that it may be quick: what runs is still running when a test looks.
@@ -150,3 +150,12 @@ def test_a_host_that_is_not_ours_is_a_clear_error():
             bind(host, 8000)
     with pytest.raises(BadSetting, match=r"192\.0\.2\.1"):
         bind("192.0.2.1", 0)
+
+
+def test_of_two_servers_that_were_loading_at_once_one_says_that_the_port_is_in_use() -> None:
+    first = bind("127.0.0.1", 0)
+    port = first.getsockname()[1]
+    second = bind("127.0.0.1", port)  # nobody listens there yet
+    first.listen()
+    with first, fake_door() as door, pytest.raises(BadSetting, match=f"--port: {port} on 127.0.0.1 is in use"):
+        serve(door, ServerOptions(port=port), second)
