@@ -39,6 +39,7 @@ LogprobsMode = Literal["raw", "processed"]
 Finish = Literal["stop", "length", "cancelled", "tool_calls"]  # the last one only the text layer can tell
 Channel = Literal["content", "reasoning", "tool"]
 Bits = npt.NDArray[np.uint32]  # a set of tokens: token i is bit i % 32 of word i // 32; ids past the end are not in it
+NO_TOKEN: Bits = np.zeros(0, dtype=np.uint32)  # the set of none
 
 
 class Constraint(Protocol):

@@ -305,10 +305,9 @@ def _barren(sequence: Sequence, result: RowOutcome) -> OnedrawError:
     if result.fault:
         return NotFinite(f"the model's numbers overflowed: {result.fault}")
     constraint = sequence.request.params.constraint
-    if isinstance(constraint, Watched):
-        constraint.allowed(sequence.history.output, ())  # where the reply came to stand, drafted or not
-    if isinstance(constraint, Watched) and constraint.failure:
-        return TurnFailed(f"holding this reply to its form failed; error id {constraint.failure} stands in the server's log")
+    number = constraint.failure(sequence.history.output) if isinstance(constraint, Watched) else ""
+    if number:
+        return TurnFailed(f"holding this reply to its form failed; error id {number} stands in the server's log")
     return Barren(_BARREN)
 
 

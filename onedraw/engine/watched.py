@@ -1,7 +1,7 @@
 """A request's constraint, watched: where it fails, its own request does, and nobody who rides with it.
 
-In: a constraint. Out: one that answers the same, and allows nothing where the other one raised. What happened stands in the log
-under an error id, by which the request's error can name it.
+In: a constraint. Out: one that answers the same, and allows nothing where the other one raised. Whoever finds that nothing is
+allowed asks whether it failed there; then it stands in the log under an error id, by which the request's error can name it.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ import logging
 import secrets
 from collections.abc import Sequence
 
-import numpy as np
-
-from onedraw.types import Bits, Constraint
+from onedraw.types import NO_TOKEN, Bits, Constraint
 
 log = logging.getLogger(__name__)
 
@@ -22,15 +20,24 @@ class Watched:
 
     def __init__(self, constraint: Constraint) -> None:
         self._constraint = constraint
-        self.failure = ""  # the error id of the first time it failed where the reply stands
 
     def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> Bits | None:
+        answer = self._asked(output, drafts)
+        return NO_TOKEN if isinstance(answer, BaseException) else answer
+
+    def failure(self, output: Sequence[int]) -> str:
+        """The error id, where it fails behind this output; else nothing."""
+        answer = self._asked(output, ())
+        if not isinstance(answer, BaseException):
+            return ""
+        number = secrets.token_hex(6)
+        log.error("a constraint failed, error id %s", number, exc_info=answer)
+        return number
+
+    def _asked(self, output: Sequence[int], drafts: Sequence[int]) -> Bits | BaseException | None:
         try:
             return self._constraint.allowed(output, drafts)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic below Python is no Exception
-            if not drafts and not self.failure:  # behind drafts nobody may ever come there
-                self.failure = secrets.token_hex(6)
-                log.error("a constraint failed, error id %s", self.failure, exc_info=error)
-            return np.zeros(0, dtype=np.uint32)
+            return error

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, Generic, TypeVar, cast, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -117,26 +118,32 @@ def _inner(kind: type[BaseModel], raw: dict[str, Any], path: str, ignored: list[
     """The objects inside an object, and those inside them: null asks for nothing there either, and what is unknown may be
     ignored. Refusing is left to the validation."""
     kept = dict(raw)
-    for name, field in kind.model_fields.items():
-        given = field.alias or name
-        part = _object_in(field.annotation)
-        if part is None:
-            continue
-        value, here = kept.get(given), f"{path}{given}"
-        if isinstance(value, dict):
-            kept[given] = _known(part, value, f"{here}.", ignored)
-        elif isinstance(value, list):
-            entries = enumerate(value)
-            kept[given] = [_known(part, one, f"{here}[{i}].", ignored) if isinstance(one, dict) else one for i, one in entries]
+    for name, part in _objects_of(kind):
+        if isinstance(kept.get(name), dict):
+            kept[name] = _known(part, kept[name], f"{path}{name}.", ignored)
+        _each(kept, name, partial(_known, part, ignored=ignored), path)
     return kept
 
 
 def _known(kind: type[BaseModel], raw: dict[str, Any], path: str, ignored: list[str] | None) -> dict[str, Any]:
-    names = {field.alias or name for name, field in kind.model_fields.items()}
-    kept = {name: value for name, value in raw.items() if value is not None and (name in names or ignored is None)}
+    kept, names = {name: value for name, value in raw.items() if value is not None}, _names_of(kind)
     if ignored is not None:
-        ignored += [path + name for name, value in raw.items() if value is not None and name not in names]
+        ignored += [path + name for name in kept if name not in names]
+        kept = {name: value for name, value in kept.items() if name in names}
     return _inner(kind, kept, path, ignored)
+
+
+@cache
+def _names_of(kind: type[BaseModel]) -> frozenset[str]:
+    """Fields of an object as the caller writes them."""
+    return frozenset(field.alias or name for name, field in kind.model_fields.items())
+
+
+@cache
+def _objects_of(kind: type[BaseModel]) -> tuple[tuple[str, type[BaseModel]], ...]:
+    """Those that hold objects, or lists of them, and the kind of those objects."""
+    fields = ((field.alias or name, _object_in(field.annotation)) for name, field in kind.model_fields.items())
+    return tuple((name, part) for name, part in fields if part is not None)
 
 
 def _object_in(annotation: Any) -> type[BaseModel] | None:
@@ -147,11 +154,11 @@ def _object_in(annotation: Any) -> type[BaseModel] | None:
     return found[0] if len(found) == 1 else None
 
 
-def _each(kept: dict[str, Any], name: str, judged: Callable[[dict[str, Any], str], dict[str, Any]]) -> None:
+def _each(kept: dict[str, Any], name: str, judged: Callable[[dict[str, Any], str], dict[str, Any]], path: str = "") -> None:
     """The objects of a list, sifted one by one. What is no list or no object is judged with the request."""
     if isinstance(kept.get(name), list):
         entries = enumerate(kept[name])
-        kept[name] = [judged(entry, f"{name}[{i}].") if isinstance(entry, dict) else entry for i, entry in entries]
+        kept[name] = [judged(entry, f"{path}{name}[{i}].") if isinstance(entry, dict) else entry for i, entry in entries]
 
 
 def _message(kind: type[BaseModel], raw: dict[str, Any], *, path: str, ignored: list[str] | None) -> dict[str, Any]:

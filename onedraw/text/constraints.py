@@ -14,7 +14,6 @@ import numpy as np
 from onedraw.text.walk import Walk
 from onedraw.types import Bits, Constraint
 
-NOTHING: Bits = np.zeros(0, dtype=np.uint32)
 LONGEST_NUMBER = 48  # digits in a row; a number of more is a model that does not come to an end
 _DIGITS = b"0123456789"
 

@@ -18,12 +18,12 @@ import numpy as np
 from onedraw.errors import BadParameter, Unsupported
 from onedraw.text.blame import find_blame
 from onedraw.text.channels import Reasoning
-from onedraw.text.constraints import NOTHING, BoundedNumbers, begins_with_digit, packed
+from onedraw.text.constraints import BoundedNumbers, begins_with_digit, packed
 from onedraw.text.guides import WHITESPACE, ChoiceGuide, GbnfGuide, Guide, JsonGuide, LarkGuide, RegexGuide
 from onedraw.text.reading import Reading
 from onedraw.text.tokenizer import Tokenizer
 from onedraw.text.walk import shared
-from onedraw.types import Bits, Constraint
+from onedraw.types import NO_TOKEN, Bits, Constraint
 
 REMEMBERED = 64  # compiled grammars
 _GAP = r"gap: /[ \t\r\n]{0,8}/"  # what models put between their thinking and their answer
@@ -39,12 +39,12 @@ class GrammarConstraint:
     def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> Bits | None:
         tokens = [*output, *drafts]
         if any(token >= self._vocab for token in drafts):  # a row of the model's head that stands for no token
-            return NOTHING
+            return NO_TOKEN
         common = self._back_to(shared(self._tokens, tokens))
         fitting = self._matcher.try_consume_tokens(tokens[common:])
         self._tokens = tokens[: common + fitting]
         if len(self._tokens) < len(tokens) and not self._matcher.is_error():
-            return NOTHING  # a draft that may not stand there: nothing behind it is ever reached
+            return NO_TOKEN  # a draft that may not stand there: nothing behind it is ever reached
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)
         if self._matcher.is_error():  # it says no more than that a reply may end
             raise RuntimeError(f"the grammar does not go on: {_first_line(self._matcher.get_error())}")

@@ -33,6 +33,11 @@ def kernels(threads: int = 2) -> CpuOps:
 
 
 TWIN = TorchOps(torch.device("cpu"))
+BUILDS = """
+import sys; from pathlib import Path; import torch; from onedraw.backends.torch.kernels import build as builder
+builder.PATHS = {'portable': ()}  # the quickest
+sys.exit(builder.build(Path(sys.argv[1])).library is None)
+"""
 
 
 @pytest.mark.parametrize(("out", "width"), [(32, 16), (960, 576), (100, 72), (1, 7), (576, 1536)])
@@ -158,9 +163,7 @@ def test_a_source_that_does_not_compile_leaves_nothing_behind(monkeypatch: pytes
 
 
 def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
-    code = "import sys; from pathlib import Path; import torch; from onedraw.backends.torch.kernels import build as builder; "
-    code += "builder.PATHS = {'portable': ()}; sys.exit(builder.build(Path(sys.argv[1])).library is None)"  # the quickest
-    runs = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env=os.environ) for _ in range(2)]
+    runs = [subprocess.Popen([sys.executable, "-c", BUILDS, str(tmp_path)], env=os.environ) for _ in range(2)]
     assert [run.wait(120) for run in runs] == [0, 0]
     assert sorted(file.suffix for file in (tmp_path / "kernels").iterdir()) == [".sha256", ".so"]
 
@@ -197,11 +200,9 @@ def test_a_library_that_is_not_whole_is_compiled_anew(tmp_path: Path, left: int 
     """Loading it would end the process."""
     if builder.find_compiler() is None:
         pytest.skip("no C compiler")
-    code = "import sys; from pathlib import Path; from onedraw.backends.torch.kernels import build as builder; "
-    code += "builder.PATHS = {'portable': ()}; sys.exit(builder.build(Path(sys.argv[1])).library is None)"
     for _ in range(2):
         done = subprocess.run(
-            [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False, timeout=600
+            [sys.executable, "-c", BUILDS, str(tmp_path)], capture_output=True, text=True, check=False, timeout=600
         )
         assert done.returncode == 0, done.stderr
         (file,) = (tmp_path / "kernels").glob("*.so")
