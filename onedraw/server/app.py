@@ -24,7 +24,7 @@ from onedraw.server import assets
 from onedraw.server.completion import Job, bursts, chat_prompt, count_prompt, prepare
 from onedraw.server.errors import TimedOut, error_response
 from onedraw.server.guards import OPEN_PATHS, Catcher, KeyGuard, caller, read_body, read_json, until_gone
-from onedraw.server.items import ResponsesRequest
+from onedraw.server.items import ResponsesRequest, numbered
 from onedraw.server.keys import Keyring
 from onedraw.server.listing import check_query, listing, page_of
 from onedraw.server.logs import RequestLog, note
@@ -68,8 +68,9 @@ class Desk:
         asked = parsed.request
         owner = caller(request)
         before, items = self._recall(asked, owner)
-        names = asked.names(before, items)
-        wanted = as_chat(asked.chat(before, items), names)
+        said = numbered(items)
+        names = asked.names(before, said)
+        wanted = as_chat(asked.chat(before, said), names)
 
         def write(job: Job) -> ResponseScribe:
             scribe = Scribe(job, card=self.door.card, tokenizer=self.door.tokenizer)
@@ -96,8 +97,9 @@ class Desk:
         parsed = await self._read(request, ResponsesRequest)
         asked = parsed.request
         before, items = self._recall(asked, caller(request))
-        names = asked.names(before, items)
-        wanted = as_chat({**asked.chat(before, items), "max_tokens": 1}, names)
+        said = numbered(items)
+        names = asked.names(before, said)
+        wanted = as_chat({**asked.chat(before, said), "max_tokens": 1}, names)
         counted = await asyncio.to_thread(count_prompt, wanted, self.door, names=names)
         body = {"object": "response.input_tokens", "input_tokens": counted}
         return JSONResponse(body, headers=_headers(parsed.ignored))

@@ -113,6 +113,9 @@ def _items(value: object) -> str | list[dict[str, Any]]:
     return value
 
 
+Said = tuple[int, dict[str, Any]]  # a chat message, and the number of the item that it begins with
+
+
 class ResponseTool(Strict):
     type: Literal["function"] = wish('"function"', "the server has no tools of its own; required", ...)
     name: str = wish("string", "required", ..., pattern=TOOL_NAME)
@@ -192,8 +195,8 @@ class ResponsesRequest(Strict):
         found: list[dict[str, Any]] = self.input
         return found
 
-    def chat(self, before: Sequence[dict[str, Any]], items: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The fields of the chat request that this means, behind an earlier conversation. `items`: without references."""
+    def chat(self, before: Sequence[dict[str, Any]], said: Sequence[Said]) -> dict[str, Any]:
+        """The fields of the chat request that this means, behind an earlier conversation. `said`: the input."""
         opening = [{"role": "system", "content": self.instructions}] if self.instructions else []
         same = ("temperature", "top_p", "top_k", "min_p", "seed", "thinking_budget", "speculation", "tool_choice")
         given = {name: getattr(self, name) for name in same if getattr(self, name) is not None}
@@ -204,7 +207,7 @@ class ResponsesRequest(Strict):
         if self.reasoning is not None and self.reasoning.effort is not None:
             given["reasoning_effort"] = self.reasoning.effort
         return {
-            "messages": [*opening, *before, *messages_of(items)],
+            "messages": [*opening, *before, *(message for _, message in said)],
             "stream": self.stream,
             "tools": [_tool(tool) for tool in self.tools],
             "parallel_tool_calls": self.parallel_tool_calls,
@@ -221,14 +224,13 @@ class ResponsesRequest(Strict):
             return {"response_format": {"type": "json_object"}}
         return {"response_format": {"type": "json_schema", "json_schema": {"schema": shape.schema_ or {}}}}
 
-    def names(self, before: Sequence[dict[str, Any]], items: Sequence[dict[str, Any]]) -> dict[str, str]:
+    def names(self, before: Sequence[dict[str, Any]], said: Sequence[Said]) -> dict[str, str]:
         """Names of the chat request that `chat` makes → the caller's."""
         tools = {f"tools[{n}].function": f"tools[{n}]" for n in range(len(self.tools))}
         opening = len(before) + bool(self.instructions)
-        said = {f"messages[{place}]": f"input[{number}]" for place, (number, _) in enumerate(_numbered(items), opening)}
         return {
             **tools,
-            **said,
+            **{f"messages[{place}]": f"input[{number}]" for place, (number, _) in enumerate(said, opening)},
             "messages": "input",
             "max_tokens": "max_output_tokens",
             "response_format.json_schema.schema": "text.format.schema",
@@ -244,12 +246,12 @@ def _tool(tool: ResponseTool) -> dict[str, Any]:
 
 def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Items as chat messages: what the assistant thought, said and called in a row is one message."""
-    return [message for _, message in _numbered(items)]
+    return [message for _, message in numbered(items)]
 
 
-def _numbered(items: Sequence[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
+def numbered(items: Sequence[dict[str, Any]]) -> list[Said]:
     """The same, each with the number of its first item."""
-    messages: list[tuple[int, dict[str, Any]]] = []
+    messages: list[Said] = []
 
     def assistant() -> dict[str, Any]:
         if not messages or messages[-1][1]["role"] != "assistant":

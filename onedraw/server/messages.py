@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import PlainValidator, model_validator
@@ -183,11 +184,16 @@ class CountRequest(Strict):
             raise PydanticCustomError("agree", "the last message must be the user's: a reply cannot be begun for the model", at)
         return self
 
+    @cached_property
+    def said(self) -> list[tuple[int, dict[str, Any]]]:
+        """The messages of a chat that these mean, each with the number of the one it comes from."""
+        return [(number, one) for number, message in enumerate(self.messages) for one in _said(message)]
+
     def chat(self) -> dict[str, Any]:
         """The fields of the chat request that this means."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         asked: dict[str, Any] = {
-            "messages": [*system, *(said for message in self.messages for said in _said(message))],
+            "messages": [*system, *(message for _, message in self.said)],
             "tools": [_tool(tool) for tool in self.tools],
             "chat_template_kwargs": self.chat_template_kwargs,
         }
@@ -220,8 +226,8 @@ class CountRequest(Strict):
 
     def names(self) -> dict[str, str]:
         """Names of the chat request → the caller's."""
-        said = [number for number, message in enumerate(self.messages) for _ in _said(message)]
-        messages = {f"messages[{place}]": f"messages[{number}]" for place, number in enumerate(said, 1 if self.system else 0)}
+        places = enumerate(self.said, 1 if self.system else 0)
+        messages = {f"messages[{place}]": f"messages[{number}]" for place, (number, _) in places}
         tools = {f"tools[{n}].function.parameters": f"tools[{n}].input_schema" for n in range(len(self.tools))}
         return {
             **tools,
