@@ -87,7 +87,7 @@ def product_of_opened(x: Tensor, weight: Fragments) -> Tensor:
 def check(kinds: Iterable[str]) -> None:
     for kind in kinds:
         make_ready(kind, DEVICE)
-        for n, k in ((1000, 1536), (512, 6144), *(((200, 576),) if KINDS[kind].values == 32 else ())):
+        for n, k in ((1000, 1536), (512, 6144), (2600, 2560), *(((200, 576),) if KINDS[kind].values == 32 else ())):
             weight, raw = made(kind, n, k)
             twin = numbers(raw, kind, k).repeat(-(-n // len(raw)), 1)[:n]
             same = torch.equal(unpacked_rows(weight, None, out=torch.empty(n, k, device=DEVICE)), twin)
@@ -135,8 +135,9 @@ def copies_of(weight: Fragments, size: int) -> list[Fragments]:
 
 def cold_us(ready: Prepared, copies: list[Fragments], form: bool | None, *, pdl: bool, repeats: int = 7) -> float:
     out = torch.empty(len(ready), copies[0].rows, dtype=torch.bfloat16, device=DEVICE)
-    parts = Workspace(DEVICE).parts(copies[0])  # as the operations have it
-    graph = captured(lambda: [skinny_product(ready, one, out=out, parts=parts, inside=form, pdl=pdl) for one in copies])
+    workspace = Workspace(DEVICE)  # as the operations have it
+    room = {"parts": workspace.parts(copies[0]), "handed": workspace.handed(0)}
+    graph = captured(lambda: [skinny_product(ready, one, out=out, inside=form, pdl=pdl, **room) for one in copies])
     return timed_ms(graph.replay, repeats) / len(copies) * 1e3
 
 

@@ -207,5 +207,7 @@ inline void arrive_with_copies(word at) {  // others may be far ahead before it 
     for (int turns = drawn() % 200; turns > 0; turns--) next_lane();
 }
 inline void await_copies(word at) { while (((int *)(rows + at))[0]) next_lane(); }
+inline int counted_here(word at) { return ((int *)(rows + at))[0]++; }
+inline uint4 read_now(const float4 *at) { next_lane(); uint4 v; memcpy(&v, at, sizeof v); return v; }
 inline word &part_of(uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 inline word part_of(const uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }

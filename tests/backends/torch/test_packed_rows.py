@@ -134,23 +134,30 @@ def test_a_warp_with_many_items_settles_all_of_them(kind: str, monkeypatch: pyte
 
 @pytest.mark.parametrize(("kind", "rows"), [("Q4_K", 1), ("Q4_K", 11), ("Q6_K", 3), ("Q4_1", 9), ("Q8_0", 8)])
 @pytest.mark.parametrize("units", [4, 7, 9, 10])
+@pytest.mark.parametrize(("processors", "busy"), [(2, 0.0), (2, 2.0), (3, 2.0)])
 def test_units_whole_in_a_warp_and_units_spread_over_all_have_the_bits_of_items(
-    kind: str, rows: int, units: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, rows: int, units: int, processors: int, busy: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two blocks of two warps: each has one or two units for every warp, and one more, or none, whose items they share."""
+    """Two blocks of two warps: each has one or two units for every warp, and one more, or none, whose items they share. Or blocks
+    share units: then one hands on to the next what it has summed up of one."""
     monkeypatch.setitem(shares.INSIDE_WARPS, tiles_of(rows), 2)
+    monkeypatch.setattr(shares, "BUSY", busy)
     monkeypatch.setattr(packed_rows, "share_out", shares.share_out.__wrapped__)
-    monkeypatch.setattr(packed_rows, "_multiprocessors", lambda device: 2)
+    monkeypatch.setattr(packed_rows, "_multiprocessors", lambda device: processors)
     weight, _ = made(kind, rows=units * 16 - 3, width=2816)
-    room = {"multiprocessors": 2, "shared": packed_rows.shared_memory(CPU)}
-    assert shares.share_out.__wrapped__(rows, len(weight.units), 3, **room, inside=True).inside
+    room = {"multiprocessors": processors, "shared": packed_rows.shared_memory(CPU)}
+    share = shares.share_out.__wrapped__(rows, len(weight.units), 3, **room, inside=True)
+    assert share.inside
+    assert share.granule == (1 if busy else 3)
     prepared, bias, residual = (normal(rows, width, seed=width) for width in (2816, weight.rows, weight.rows))
-    given = {"bias": bias[0], "residual": residual}
+    handed = packed_rows.empty_handed(CPU)
+    given = {"bias": bias[0], "residual": residual, "handed": handed}
     found, expected = (
         skinny_product(prepared_slowly(prepared), weight, out=nothing(rows, weight.rows), inside=inside, **given)
         for inside in (True, False)
     )
     assert torch.equal(found, expected)
+    assert bool((handed == -1).all())
 
 
 @pytest.mark.parametrize("rows", [3, 20])

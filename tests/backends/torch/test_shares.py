@@ -12,10 +12,9 @@ LARGE, SMALL = 227 << 10, 99 << 10  # bytes of shared memory of an sm_90 and of 
 def shares(share: Share, tall: int, segments: int) -> list[set[tuple[int, int]]]:
     """What each block does: (unit of outputs, segment), as the kernel counts."""
     if share.inside:
-        edges = [tall * block // share.blocks for block in range(share.blocks + 1)]
-        return [
-            {(unit, s) for unit in range(*edges[block : block + 2]) for s in range(segments)} for block in range(share.blocks)
-        ]
+        even, odd = divmod(tall * segments // share.granule, share.blocks)
+        edges = [(block * even + min(block, odd)) * share.granule for block in range(share.blocks + 1)]
+        return [{divmod(item, segments) for item in range(*edges[block : block + 2])} for block in range(share.blocks)]
     items = tall * segments
     edges = [items * block // share.blocks for block in range(share.blocks + 1)]
     return [{(item % tall, item // tall) for item in range(*edges[block : block + 2])} for block in range(share.blocks)]
@@ -33,9 +32,10 @@ def test_every_item_belongs_to_one_block(tall: int, segments: int, rows: int, sh
         assert share.blocks <= processors
         assert share.shared <= shared
         assert 32 <= share.threads <= 32 * share.warps
-        if not share.inside:
-            assert max(map(len, found)) - min(map(len, found)) <= 1
-            assert share.buffers >= 1
+        assert max(map(len, found)) - min(map(len, found)) <= (share.granule if share.inside else 1)
+        assert share.buffers >= 1
+        if share.inside:  # a unit goes on in the next block, but not behind it
+            assert share.granule == segments or min(map(len, found)) >= segments
 
 
 def test_blocks_have_rows_of_one_segment_where_that_costs_next_to_nothing() -> None:
@@ -51,8 +51,17 @@ def test_outputs_stay_inside_a_block_where_that_was_faster() -> None:
 
     assert [inside(rows, 2176, 5) for rows in (1, 8, 16, 24)] == [True, True, False, False]
     assert [inside(rows, 384, 5) for rows in (1, 8, 16)] == [True, False, False]
-    assert not inside(1, 320, 17)  # two units or three: a fifth of the time most would wait for the others
+    assert [inside(rows, 320, 17) for rows in (1, 5, 16)] == [True, False, False]
     assert [inside(rows, 15520, 5) for rows in (1, 16, 24)] == [True, True, False]
+
+
+def test_blocks_share_units_where_some_would_wait_a_fifth_of_the_time_for_the_others() -> None:
+    def granule(tall: int, segments: int) -> int:
+        return share_out(1, tall, segments, multiprocessors=132, shared=LARGE).granule
+
+    assert granule(320, 17) == 1  # two units or three
+    assert granule(384, 5) == 5  # three but for some
+    assert granule(64, 4) == 4  # no unit for each
 
 
 def test_rows_come_at_once_as_far_as_there_is_shared_memory() -> None:

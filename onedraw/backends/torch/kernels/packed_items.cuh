@@ -25,7 +25,9 @@ struct Product {
     const int *pairs;       // of a row and one of its experts: where the rows of this product stand
     int divide;             // pairs that read one row
 #else
-    int even, odd;          // units of a block, and how many blocks have one more, where INSIDE
+    float *handed;          // [blocks, TILES, 32 lanes, 4]: sums that a block hands on to the next, NOBODYS between products
+    int granule;            // items that no two blocks share, where INSIDE: those of a unit, or one
+    int even, odd;          // granules of a block, and how many blocks have one more
     float per_segment;      // one by the segments
 #endif
 };
@@ -106,22 +108,40 @@ __device__ __forceinline__ void add_to(float (&total)[4], float4 v) {
 
 __device__ __forceinline__ float4 four(const float (&v)[4]) { return make_float4(v[0], v[1], v[2], v[3]); }
 
-__device__ __forceinline__ void finish(const Product &p, const float (&total)[TILES][4], int tall) {
+// What is added to sums of a unit, as this lane has them: there before the sums are, where somebody waits for those
+__device__ __forceinline__ void read_residual(const Product &p, float (&residual)[TILES][4], int tall) {
     const int lane = threadIdx.x & 31;
 #pragma unroll
     for (int n = 0; n < TILES; n++)
 #pragma unroll
         for (int c = 0; c < 4; c++) {
-            const int output = tall * 16 + (lane >> 2) + 8 * (c >> 1);
-            const int row = n * 8 + 2 * (lane & 3) + (c & 1);
+            const int output = tall * 16 + (lane >> 2) + 8 * (c >> 1), row = n * 8 + 2 * (lane & 3) + (c & 1);
+            residual[n][c] = 0.0f;
+            if (p.residual && output < p.outputs && row < p.rows)
+                residual[n][c] = read_number(p.residual + row * p.residual_stride + output, p.bf16);
+        }
+}
+
+__device__ __forceinline__ void finish(const Product &p, const float (&total)[TILES][4], const float (&residual)[TILES][4], int tall) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int n = 0; n < TILES; n++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            const int output = tall * 16 + (lane >> 2) + 8 * (c >> 1), row = n * 8 + 2 * (lane & 3) + (c & 1);
             if (output < p.outputs && row < p.rows) {
                 float value = rounded_to(total[n][c], p.bf16);
                 if (p.bias) value = rounded_to(value + read_number(p.bias + output, p.bf16), p.bf16);
-                if (p.residual)
-                    value = rounded_to(value + read_number(p.residual + row * p.residual_stride + output, p.bf16), p.bf16);
+                if (p.residual) value = rounded_to(value + residual[n][c], p.bf16);
                 write_number(p.out + target_of(p, row) * p.out_stride + output, value, p.bf16);
             }
         }
+}
+
+__device__ __forceinline__ void finish(const Product &p, const float (&total)[TILES][4], int tall) {
+    float residual[TILES][4];
+    read_residual(p, residual, tall);
+    finish(p, total, residual, tall);
 }
 
 // Sums of an item, as this lane has them: `to` is its place of the first tile.
@@ -148,18 +168,6 @@ __device__ __forceinline__ void add_up(const Product &p, int segments, int tall)
 __device__ __forceinline__ void add_before(float (&sums)[TILES][4], const float4 *kept) {
 #pragma unroll
     for (int n = 0; n < TILES; n++) add_to(sums[n], kept ? kept[n * 32] : make_float4(0.0f, 0.0f, 0.0f, 0.0f));
-}
-
-// Sums of so many units' items, in shared memory, segment by segment
-__device__ __forceinline__ void add_inside(const Product &p, const float4 *kept, int segments, int first, int count) {
-    for (int tall = threadIdx.x >> 5; tall < count; tall += blockDim.x >> 5) {
-        float total[TILES][4];
-        clear(total);
-        for (int i = 0; i < segments; i++)
-#pragma unroll
-            for (int n = 0; n < TILES; n++) add_to(total[n], kept[((tall * segments + i) * TILES + n) * 32]);
-        finish(p, total, first + tall);
-    }
 }
 
 // Waiting for memory once for two items pays where a warp has many, but what is settled late is more to add up in the end.

@@ -61,9 +61,10 @@ def packed_product(
     pdl: bool = False,
     joins: bool = False,
     joined: bool = False,
+    number: int = 0,
 ) -> Tensor:
     """Prepared rows times a weight: out [T, N], which may be columns of a wider tensor. `parts`, `joins` and `joined` are
-    those of `skinny_product`, for rows that come at once."""
+    those of `skinny_product`, for rows that come at once; `number`: of those that are joined."""
     rows = len(prepared)
     if rows < WIDE_FROM:
         parts = workspace.parts(weight) if parts is None else parts
@@ -80,6 +81,7 @@ def packed_product(
                 pdl=pdl,
                 joins=joins,
                 joined=joined,
+                handed=workspace.handed(number),
             )
         return out
     product = wide.wide_product if _is_hopper(out.device) else triton_wide.wide_product
@@ -185,6 +187,7 @@ class PackedLinear(Linear):
                     pdl=self._pdl,
                     joins=bool(rooms) and i > 0,
                     joined=bool(rooms) and i + 1 < len(self.parts),
+                    number=i,
                 )
             else:
                 linear(x[:, : part.shape[1]], part, out=y[:, here], bias=bias, residual=beside, pdl=self._pdl)

@@ -35,43 +35,54 @@ __device__ __forceinline__ void add_own_item(const Product &p, float (&sums)[TIL
 }
 
 #if INSIDE
-// Where the units of a block begin
-__device__ __forceinline__ int units_before(const Product &p, int block) { return block * p.even + min(block, p.odd); }
-
-// A block's units: from `first` on those that are whole in a warp, every `warps`-th its own, and `rest` behind them
-struct Units {
-    int first, rest_at, rest, segments;
+// A block's items [first, end), unit by unit: up to `rest` units that are whole in a warp, every `warps`-th its own; behind them items
+// that the warps share. Where blocks share units, the `lead` last items are of one that goes on in the next block, which waits for
+// their sum: they come first.
+struct Run {
+    int first, rest, end, lead, segments;
 };
 
-// How often a number goes into n, of which `per` is one part: for n below 2^21, which no block comes near
+// How often a number goes into n, of which `per` is one part: for n below 2^21, which shares.py sees to
 __device__ __forceinline__ int quotient(int n, float per) { return (int)(((float)n + 0.5f) * per); }
 
-// Item `spread` of those that all warps share, unit by unit; false where there is none
-__device__ __forceinline__ bool spread_item(const Product &p, const Units &u, int spread, Item &found) {
-    if (spread >= u.rest * u.segments) return false;
-    const int unit = quotient(spread, p.per_segment);
-    found.tall = u.rest_at + unit;
-    found.segment = spread - unit * u.segments;
+__device__ __forceinline__ int items_before(const Product &p, int block) { return (block * p.even + min(block, p.odd)) * p.granule; }
+
+__device__ __forceinline__ Run run_of(const Product &p, int segments) {
+    const int first = items_before(p, blockIdx.x), end = items_before(p, blockIdx.x + 1), warps = blockDim.x >> 5;
+    if (p.granule != segments) return {first, first, end, end - quotient(end, p.per_segment) * segments, segments};
+    const int height = quotient(end - first, p.per_segment);
+    return {first, first + (height - height % warps) * segments, end, 0, segments};
+}
+
+__device__ __forceinline__ int number_of(const Run &run, const Item &item) { return item.tall * run.segments + item.segment; }
+
+__device__ __forceinline__ bool leads(const Run &run, int number) { return number >= run.end - run.lead; }
+
+// Item `spread` of those that all warps share; false where there is none
+__device__ __forceinline__ bool spread_item(const Product &p, const Run &run, int spread, Item &found) {
+    if (spread >= run.end - run.rest) return false;
+    const int number = (spread < run.lead ? run.end : run.rest) - run.lead + spread;
+    found.tall = quotient(number, p.per_segment);
+    found.segment = number - found.tall * run.segments;
     place(p, found);
     return true;
 }
 
-__device__ __forceinline__ int spread_of(const Units &u, const Item &item) { return (item.tall - u.rest_at) * u.segments + item.segment; }
-
-__device__ __forceinline__ bool first_item(const Product &p, const Units &u, Item &found) {
+__device__ __forceinline__ bool first_item(const Product &p, const Run &run, Item &found) {
     const int warp = threadIdx.x >> 5;
-    found.tall = u.first + warp;
+    if (run.first == run.rest) return spread_item(p, run, warp, found);
+    found.tall = quotient(run.first, p.per_segment) + warp;
     found.segment = 0;
     place(p, found);
-    return u.first < u.rest_at || spread_item(p, u, warp, found);
+    return true;
 }
 
 // What a warp takes behind an item, or nothing
-__device__ __forceinline__ bool next_item(const Product &p, const Units &u, const Item &own, Item &found) {
-    const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
-    if (own.tall >= u.rest_at) return spread_item(p, u, spread_of(u, own) + warps, found);
-    const bool closes = own.segment + 1 == u.segments;
-    if (closes && own.tall + warps >= u.rest_at) return spread_item(p, u, warp, found);
+__device__ __forceinline__ bool next_item(const Product &p, const Run &run, const Item &own, Item &found) {
+    const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5, number = number_of(run, own);
+    if (number >= run.rest) return spread_item(p, run, number - (leads(run, number) ? run.end : run.rest) + run.lead + warps, found);
+    const bool closes = own.segment + 1 == run.segments;
+    if (closes && number + 1 + (warps - 1) * run.segments >= run.rest) return spread_item(p, run, warp, found);
     found.tall = own.tall + (closes ? warps : 0);
     found.segment = closes ? 0 : own.segment + 1;
     place(p, found);
@@ -98,48 +109,106 @@ __device__ __forceinline__ void bring_all_rows(const Product &p, word to, int by
     }
 }
 
+// Sums of items, in shared memory: `count` of them from `slot` on are added to `total`, one behind the other.
+__device__ __forceinline__ void add_kept(float (&total)[TILES][4], const float4 *kept, int slot, int count) {
+    for (int i = slot; i < slot + count; i++)
+#pragma unroll
+        for (int n = 0; n < TILES; n++) add_to(total[n], kept[(i * TILES + n) * 32]);
+}
+
+// Where nobody has handed a sum on: no sum has these bits. So a sum says by itself that it is there.
+#define NOBODYS 0xFFFFFFFFu
+
+// The sum of the items that lead, from the last warp that has one: to the next block
+__device__ __forceinline__ void pass_on(const Product &p, const Run &run, const float4 *kept, word counter) {
+    const int lane = threadIdx.x & 31;
+    __syncwarp();
+    const int before = lane == 0 ? counted_here(counter) : 0;
+    if (__shfl_sync(0xFFFFFFFFu, before, 0) != run.lead - 1) return;
+    float total[TILES][4];
+    clear(total);
+    add_kept(total, kept, run.end - run.lead - run.rest, run.lead);
+    keep(p, (float4 *)p.handed + blockIdx.x * TILES * 32 + lane, total);
+}
+
+// The same, from the block before: into shared memory
+__device__ __forceinline__ void take_over(const Product &p, float4 *to) {
+    float4 *from = (float4 *)p.handed + (blockIdx.x - 1) * TILES * 32 + (threadIdx.x & 31);
+#pragma unroll
+    for (int n = 0; n < TILES; n++) {
+        if (n * 8 + 2 * (int)(threadIdx.x & 3) >= p.rows) continue;
+        uint4 found;
+        do found = read_now(from + n * 32);
+        while (found.x == NOBODYS || found.y == NOBODYS || found.z == NOBODYS || found.w == NOBODYS);
+        *(uint4 *)(to + n * 32) = found;
+        __stcg((uint4 *)(from + n * 32), make_uint4(NOBODYS, NOBODYS, NOBODYS, NOBODYS));
+    }
+}
+
+// Sums of the units whose items the warps have shared, but for those that lead
+__device__ __forceinline__ void add_inside(const Product &p, const Run &run, const float4 *kept, int taken) {
+    const int begin = quotient(run.rest, p.per_segment), end = quotient(run.end - run.lead, p.per_segment);
+    int tall = begin + (threadIdx.x >> 5);
+    float residual[TILES][4];
+    if (tall < end) read_residual(p, residual, tall);
+    __syncthreads();
+    for (; tall < end; tall += blockDim.x >> 5) {
+        const int missing = max(run.rest - tall * run.segments, 0);  // that the block before has
+        float total[TILES][4];
+        clear(total);
+        if (missing) add_kept(total, kept, taken, 1);
+        add_kept(total, kept, tall * run.segments + missing - run.rest, run.segments - missing);
+        finish(p, total, residual, tall);
+        if (tall + (blockDim.x >> 5) < end) read_residual(p, residual, tall + (blockDim.x >> 5));
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) rows_product(const __grid_constant__ Product p) {
     extern __shared__ __align__(16) byte rows[];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
     const int segments = (p.spans + SEGMENT - 1) / SEGMENT, bytes = buffer_bytes(p);
-    const int first = units_before(p, blockIdx.x), height = units_before(p, blockIdx.x + 1) - first, rest = height % warps;
-    const Units units = {first, first + height - rest, rest, segments};
-    float4 *kept = (float4 *)(rows + segments * bytes) + lane;  // of a warp its own unit, then its items of the rest
-    const word barriers = (word)__cvta_generic_to_shared(rows) + p.barriers;
+    const Run run = run_of(p, segments);
+    float4 *kept = (float4 *)(rows + segments * bytes) + lane;  // of a warp its own unit, then items that are shared, and what is taken over
+    const word barriers = (word)__cvta_generic_to_shared(rows) + p.barriers, counter = barriers + segments * 8;
     int row_of[TILES];
 #pragma unroll
     for (int n = 0; n < TILES; n++) row_of[n] = kept_apart(row_at(p, n));
     Item own;
-    bool live = first_item(p, units, own);
+    bool live = first_item(p, run, own);
     // Weights hang on nothing that runs before this kernel: the first are on their way before it waits.
     Unit unit;
     load_unit(unit, own.at, lane, live);
     clear_rows(p, rows, bytes, segments);
     if (threadIdx.x < segments) make_barrier(barriers + threadIdx.x * 8, ARRIVALS * p.rows);
+    if (threadIdx.x == 0) *(int *)(rows + p.barriers + segments * 8) = 0;
     __syncthreads();
     begin_turn(p);
     bring_all_rows(p, (word)__cvta_generic_to_shared(rows), bytes, segments, barriers);
 #pragma unroll 1
     while (live) {
         Item next = own;
-        const bool more = next_item(p, units, own, next), whole = own.tall < units.rest_at;
+        const int number = number_of(run, own);
+        const bool more = next_item(p, run, own, next), whole = number < run.rest;
         float sums[TILES][4];
         await_copies(barriers + own.segment * 8);
         add_own_item(p, sums, unit, own, next, more, rows + own.segment * bytes, row_of);
-        float4 *place = kept + (whole ? warp : spread_of(units, own)) * TILES * 32;
+        float4 *place = kept + (whole ? warp : number - run.rest) * TILES * 32;
         if (whole) add_before(sums, own.segment > 0 ? place : nullptr);
         if (whole && own.segment == segments - 1) {
             finish(p, sums, own.tall);
         } else {
 #pragma unroll
             for (int n = 0; n < TILES; n++) place[n * 32] = four(sums[n]);
+            if (leads(run, number)) pass_on(p, run, kept, counter);
         }
         own = next;
         live = more;
     }
-    if (units.rest) {
-        __syncthreads();
-        add_inside(p, kept, segments, units.rest_at, units.rest);
+    if (run.rest < run.end) {
+        const int taken = run.end - run.rest;
+        if (p.granule != segments && quotient(run.first, p.per_segment) * segments != run.first && warp == warps - 1)
+            take_over(p, kept + taken * TILES * 32);
+        add_inside(p, run, kept, taken);
     }
     end_turn(p);
 }

@@ -89,7 +89,12 @@ _COMMON: tuple[tuple[str, Any], ...] = (
 
 
 class _Product(ctypes.Structure):
-    _fields_ = (*_COMMON, ("even", ctypes.c_int), ("odd", ctypes.c_int), ("per_segment", ctypes.c_float))
+    _fields_ = (
+        *_COMMON,
+        ("handed", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("granule", "even", "odd")),
+        ("per_segment", ctypes.c_float),
+    )
 
 
 class _Grouped(ctypes.Structure):
@@ -160,17 +165,18 @@ def skinny_product(
     pdl: bool = False,
     joins: bool = False,
     joined: bool = False,
+    handed: Tensor | None = None,
     inside: bool | None = None,
 ) -> Tensor:
     """Up to 64 rows → out [T, N] in bf16 or f16, which may be columns of a wider tensor; bias and residual are of its dtype.
     `parts`: float32, where sums of segments wait; where it is too short for all outputs they come slab by slab. Without it they
     have memory of their own. `joins`: the product launched before this one reads the same rows and is `joined`, so both may run
-    at once; they have different `parts`. `inside` (shares.py) changes no bit."""
+    at once; they have different `parts` and `handed` (`empty_handed`). `inside` (shares.py) changes no bit."""
     rows, device = len(prepared), fragments.units.device
     assert rows <= FEW_ROWS, "more rows than this product is for"
     if rows == 0:
         return out
-    shared, again = shared_memory(device), partial(skinny_product, parts=parts, pdl=pdl, inside=inside)
+    shared, again = shared_memory(device), partial(skinny_product, parts=parts, pdl=pdl, handed=handed, inside=inside)
     most = rows_at_once(rows, shared)
     if rows > most:
         for part in (slice(0, most), slice(most, rows)):
@@ -180,20 +186,21 @@ def skinny_product(
         return out
     tall, segments = len(fragments.units), -(-fragments.spans // SEGMENT)
     share = share_out(rows, tall, segments, multiprocessors=_multiprocessors(device), shared=shared, inside=inside)
-    if not share.inside:
-        if parts is None:
-            parts = torch.empty(tall * share.sums, dtype=torch.float32, device=device)
-        if tall * share.sums > parts.numel():
-            for units in slabs_of(tall, parts.numel() // share.sums):
-                here = slice(units.start * UNIT_ROWS, units.stop * UNIT_ROWS)
-                own = None if bias is None else bias[here]
-                added = None if residual is None else residual[:, here]
-                first, last = joins and units.start == 0, joined and units.stop == tall
-                again(prepared, fragments.some(units), out=out[:, here], bias=own, residual=added, joins=first, joined=last)
-            return out
+    if handed is None and share.inside:
+        handed = empty_handed(device)
+    if parts is None:
+        parts = torch.empty(tall * share.sums, dtype=torch.float32, device=device)
+    if tall * share.sums > parts.numel():
+        for units in slabs_of(tall, parts.numel() // share.sums):
+            here = slice(units.start * UNIT_ROWS, units.stop * UNIT_ROWS)
+            own = None if bias is None else bias[here]
+            added = None if residual is None else residual[:, here]
+            first, last = joins and units.start == 0, joined and units.stop == tall
+            again(prepared, fragments.some(units), out=out[:, here], bias=own, residual=added, joins=first, joined=last)
+        return out
     given = _Product(
         *(fragments.units.data_ptr(), prepared.x.data_ptr(), prepared.factors.data_ptr(), prepared.sums.data_ptr()),
-        *(_place(bias), _place(residual), out.data_ptr(), None if share.inside else _place(parts), fragments.counters.data_ptr()),
+        *(_place(bias), _place(residual), out.data_ptr(), _place(parts), fragments.counters.data_ptr()),
         *(0 if residual is None else residual.stride(0), out.stride(0)),
         *(
             fragments.rows,
@@ -204,13 +211,20 @@ def skinny_product(
             share.buffers,
             DTYPE_NUMBERS[out.dtype],
             (PDL | JOINS * joins | JOINED * joined) * pdl,
-            *divmod(tall, share.blocks),
+            _place(handed),
+            share.granule,
+            *divmod(tall * segments // share.granule, share.blocks),
             1 / segments,
         ),
     )
     kernel = _product(fragments.kind, device, share.tiles, share.inside)
     kernel.launch(given, grid=(share.blocks, 1), threads=share.threads, shared=share.shared, pdl=pdl)
     return out
+
+
+def empty_handed(device: torch.device) -> Tensor:
+    """Where blocks of a product hand sums on to each other, when none has: NOBODYS in packed_rows.cu."""
+    return torch.full((_multiprocessors(device) * max(INSIDE_WARPS) * TILE_ROWS * UNIT_ROWS,), -1, dtype=torch.int32, device=device)
 
 
 def waiting_sums(rows: int, fragments: Fragments) -> int:

@@ -186,6 +186,21 @@ __device__ __forceinline__ int counted(int *counter) {
     return before;
 }
 
+// The same in shared memory, for threads of a block
+__device__ __forceinline__ int counted_here(word counter) {
+    int before;
+    asm volatile("atom.acq_rel.cta.shared.add.s32 %0, [%1], 1;" : "=r"(before) : "r"(counter) : "memory");
+    return before;
+}
+
+// What lies there now, whoever wrote it
+__device__ __forceinline__ uint4 read_now(const float4 *at) {
+    uint4 v;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(__cvta_generic_to_global(at)) : "memory");
+    return v;
+}
+
 __device__ __forceinline__ word &part_of(uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 __device__ __forceinline__ word part_of(const uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }

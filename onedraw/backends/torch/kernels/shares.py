@@ -17,9 +17,11 @@ TILE_ROWS = 8  # rows that one step of the matrix unit takes
 TILES = (1, 2, 3, 4, 6, 8)  # tiles of rows that a kernel is compiled for
 INSIDE_WARPS = {1: 16, 2: 16}  # of a block, at most, by tiles: where blocks have all segments of their outputs
 APART_WARPS = {1: 16, 2: 16, 3: 16, 4: 16, 6: 8, 8: 8}  # where they have not
-# Blocks have all segments of their outputs where they then have about as many as each other, and where rows, of which each block
-# needs all inputs, are few beside the weights. Measured on an H200 with cold weights (bench/gpu_rows.py time --all-forms).
+# Blocks have all segments of their outputs where rows, of which each block needs all inputs, are few beside the weights: whole
+# units where blocks then have about as many as each other, else items of units that two blocks may share. Measured on an H200
+# with cold weights (bench/gpu_rows.py time --all-forms).
 BUSY = 0.9
+MOST_ITEMS = 1 << 21  # that the kernel can tell apart by units, where blocks have all segments
 FEW_ROWS = 4
 TALL_ENOUGH = {1: 16, 2: 64}  # units of a block, by tiles, for more rows
 ALIGNED = 0.97  # of them, where each then has rows of one segment only
@@ -28,10 +30,11 @@ ALIGNED = 0.97  # of them, where each then has rows of one segment only
 @dataclass(frozen=True, slots=True)
 class Share:
     tiles: int
-    inside: bool  # a block has all segments of its outputs
+    inside: bool  # a block has all segments of its outputs, but for units that two blocks share
     warps: int  # that the kernel is compiled for
     threads: int
     blocks: int
+    granule: int  # items that no two blocks share, where inside: all of a unit, or one
     barriers: int  # where in shared memory rows are waited for, where inside
     buffers: int  # segments of rows that lie in shared memory at once
     shared: int  # bytes of shared memory
@@ -62,20 +65,24 @@ def share_out(rows: int, tall: int, segments: int, *, multiprocessors: int, shar
     tiles = tiles_of(rows)
     buffer = buffer_bytes(rows, tiles)
     height = -(-tall // multiprocessors)  # units of a block, or one less
-    if tiles in INSIDE_WARPS and (_pays(rows, tiles, tall, height, multiprocessors) if inside is None else inside):
-        warps = min(height * segments, INSIDE_WARPS[tiles])
+    if tiles in INSIDE_WARPS and tall * segments < MOST_ITEMS and (_pays(rows, tiles, height) if inside is None else inside):
         blocks = min(multiprocessors, tall)
-        rest = max(units % warps for units in (tall // blocks, height))
-        waiting = max(warps, rest * segments)  # sums of a warp's own unit, and then of items that are spread over all
+        shares = tall >= BUSY * height * multiprocessors or tall < multiprocessors
+        granule = segments if shares else 1
+        items = -(-tall * segments // (blocks * granule)) * granule  # of a block, or a granule less
+        warps = min(items, INSIDE_WARPS[tiles])
+        waiting = items + 1  # sums of items, and what a block takes over from the one before
+        if shares:  # sums of a warp's own unit, and then of items that are spread over all
+            waiting = max(warps, *(units % warps * segments for units in (tall // blocks, height)))
         barriers = segments * buffer + waiting * tiles * TILE_ROWS * UNIT_ROWS * 4
-        if (needed := barriers + 8 * segments) <= shared:
-            return Share(tiles, True, INSIDE_WARPS[tiles], 32 * warps, blocks, barriers, segments, needed, sums=0)
+        if (needed := barriers + 8 * (segments + 1)) <= shared:
+            return Share(tiles, True, INSIDE_WARPS[tiles], 32 * warps, blocks, granule, barriers, segments, needed, sums=0)
     aligned = multiprocessors // segments * segments
     blocks = min(aligned if aligned >= ALIGNED * multiprocessors else multiprocessors, tall * segments)
     buffers = min(2, segments, shared // buffer)
     threads = 32 * min(-(-tall * segments // blocks), APART_WARPS[tiles])
     sums = segments * tiles * TILE_ROWS * UNIT_ROWS
-    return Share(tiles, False, APART_WARPS[tiles], threads, blocks, 0, buffers, buffers * buffer, sums)
+    return Share(tiles, False, APART_WARPS[tiles], threads, blocks, 1, 0, buffers, buffers * buffer, sums)
 
 
 def share_borders(tall: int, segments: int, *, multiprocessors: int, shared: int, most: int) -> tuple[int, ...]:
@@ -98,9 +105,8 @@ def slabs_of(tall: int, most: int) -> list[slice]:
     return [slice(start, min(start + height, tall)) for start in range(0, tall, height)]
 
 
-def _pays(rows: int, tiles: int, tall: int, height: int, multiprocessors: int) -> bool:
-    few = rows <= FEW_ROWS or height >= TALL_ENOUGH[tiles]
-    return few and (tall >= BUSY * height * multiprocessors or tall < multiprocessors)
+def _pays(rows: int, tiles: int, height: int) -> bool:
+    return rows <= FEW_ROWS or height >= TALL_ENOUGH[tiles]
 
 
 # ------------------------------------------------------------------ experts

@@ -17,7 +17,7 @@ from onedraw.backends.packing import SPAN, parts_bytes
 from onedraw.backends.plan import OPENED_BYTES
 from onedraw.backends.torch.kernels import wide
 from onedraw.backends.torch.kernels.fragments import Fragments
-from onedraw.backends.torch.kernels.packed_rows import WHOLE_KINDS, has_minima
+from onedraw.backends.torch.kernels.packed_rows import WHOLE_KINDS, empty_handed, has_minima
 from onedraw.backends.torch.kernels.spans import Opened, beside
 from onedraw.backends.torch.loader import padded
 
@@ -32,6 +32,7 @@ class Workspace:
         self._device, self._most, self._needed, self._summed = device, most, 0, 0
         self._room = torch.empty(0, dtype=torch.uint8, device=device)
         self._parts = [torch.empty(0, dtype=torch.float32, device=device)]  # the last is used; recorded turns hold the others
+        self._handed: list[Tensor] = []
         self._found: dict[tuple[str, int, int], Opened] = {}  # places that were laid out before
 
     def reserve(self, weight: Fragments) -> None:
@@ -46,6 +47,12 @@ class Workspace:
         if self._parts[-1].nbytes < self._summed:
             self._parts.append(torch.empty(self._summed // 4, dtype=torch.float32, device=self._device))
         return self._parts[-1]
+
+    def handed(self, number: int) -> Tensor:
+        """Where blocks of one product, or of the so-manieth of those that run at once, hand sums on to each other."""
+        while len(self._handed) <= number:
+            self._handed.append(empty_handed(self._device))
+        return self._handed[number]
 
     def slices(self, weight: Fragments) -> Iterator[tuple[slice, Opened]]:
         """Outputs that fit at once, and the room they are opened in."""
