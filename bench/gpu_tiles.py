@@ -107,16 +107,10 @@ def _products(x: Tensor, weights: list[Tensor], tile: Tile, gate: int) -> None:
 @dataclass(frozen=True)
 class Variant:
     keys: int
-    split: int
+    split: int  # keys of the first splits
     height: int
     warps: int
     stages: int
-
-    @property
-    def splits(self) -> tuple[int, int, int]:
-        """0: as they are; 1: longer in the middle; 2: shorter at the end."""
-        known = {0: (256, 512, 1024), 1: (256, 1024, 1024), 2: (256, 512, 512)}
-        return known.get(self.split, (self.split, self.split, self.split))
 
 
 CASES: dict[str, tuple[int, int, tuple[Draft, ...]]] = {
@@ -140,7 +134,7 @@ def variants(dim: int, case: str) -> Iterator[Variant]:
         high = middle
     shapes = low if case.startswith("1 ") else middle if case.startswith("16") else high
     for keys, height, warps, stages in shapes:
-        for split in (0, 1, 2) if "24K" in case else (0,):
+        for split in (triton_attention.LEAST, 64, 256):
             yield Variant(keys, split, height, warps, stages)
 
 
@@ -178,7 +172,7 @@ def _launch(
     heads: int, kv: int, dim: int, start: int, count: int, drafts: tuple[Draft, ...], v: Variant, q: Tensor
 ) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     for module in (triton_attention, views):
-        module.SPLITS, module.block_keys = v.splits, lambda _: v.keys  # type: ignore[attr-defined]
+        module.LEAST, module.block_keys = v.split, lambda _: v.keys  # type: ignore[attr-defined]
     Heads.heights = property(lambda self: (16, 32, 64, 128))  # type: ignore[method-assign, assignment]
     real, views._height = views._height, lambda h, c, kind, splits: v.height if kind != triton_attention.OWN else 16  # type: ignore[assignment]
     table = torch.randperm(1600, generator=torch.Generator().manual_seed(1)).tolist()
@@ -209,7 +203,7 @@ def _attended(
 ) -> Tensor:
     triton_attention._warps = lambda height, *_: plan.get(height, (4, 4))[0]  # type: ignore[assignment]
     triton_attention._stages = lambda height, *_: plan.get(height, (4, 4))[1]  # type: ignore[assignment]
-    triton_attention.SPLITS, triton_attention.block_keys = v.splits, lambda _: v.keys  # type: ignore[assignment]
+    triton_attention.LEAST, triton_attention.block_keys = v.split, lambda _: v.keys  # type: ignore[assignment]
     real = triton_attention.merge_splits
     triton_attention.merge_splits = real if merges else _Nothing()
     out = attend(q, *stores, view=view, sets=sets, **sizes)

@@ -218,7 +218,14 @@ def test_weights_of_several_kinds_stand_side_by_side_with_bias_and_residual(rows
 
 @on_device
 @pytest.mark.parametrize("rows", [1, 8, 16, 22])
-@pytest.mark.parametrize("heights", [{"Q5_K": 4096, "Q4_K": 1024, "Q6_K": 512}, {"Q6_K": 320, "Q5_K": 4096, "Q4_K": 1024}])
+@pytest.mark.parametrize(
+    "heights",
+    [
+        {"Q5_K": 4096, "Q4_K": 1024, "Q6_K": 512},
+        {"Q6_K": 320, "Q5_K": 4096, "Q4_K": 1024},
+        {"Q4_K": 2656, "Q6_K": 2656, "Q5_K": 3200},  # blocks share units
+    ],
+)
 def test_products_of_the_same_rows_that_run_at_once_answer_as_one_behind_the_other(rows: int, heights: dict[str, int]) -> None:
     """Recorded, four times behind each other, and played again and again: each reads what the one before it has written."""
     if torch.cuda.get_device_capability() < (9, 0):

@@ -15,7 +15,7 @@ pytestmark = [
 ]
 
 if torch.cuda.is_available() or INTERPRETED:
-    from onedraw.backends.torch.kernels import spans
+    from onedraw.backends.torch.kernels import spans, triton_norm
     from onedraw.backends.torch.kernels.spans import Prepared, Ready, empty_prepared, prepare_rows, prepared_slowly
     from onedraw.backends.torch.kernels.triton_norm import gated, rms_norm
 
@@ -115,6 +115,18 @@ def test_norms_and_gates_make_rows_ready_on_the_way(width: int) -> None:
     opened = gated(both, "silu", ready=ready)
     assert equal(ready, prepared_slowly(opened))
     assert torch.equal(opened, gated(both, "silu"))
+
+
+@pytest.mark.parametrize("width", [1300] if INTERPRETED else [1300, 2048, 4096, 5120])
+def test_a_norm_that_several_programs_share_has_the_bits_of_one(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = 2 if INTERPRETED else 64
+    x, weight = normal(rows, width, dtype=DTYPES[0], seed=5), normal(1, width, dtype=DTYPES[0], seed=6)[0]
+    shared, alone = (empty_prepared(rows, width, DEVICE) for _ in range(2))
+    few = rms_norm(x, weight, 1e-6, ready=shared)
+    monkeypatch.setattr(triton_norm, "FEW_ROWS", 0)
+    assert torch.equal(rms_norm(x, weight, 1e-6, ready=alone), few)
+    assert equal(shared, alone)
+    assert torch.equal(rms_norm(x, weight, 1e-6), few)
 
 
 def test_rows_that_were_made_ready_are_taken_once_and_by_themselves_alone() -> None:

@@ -22,6 +22,7 @@ using std::min;
 #define __shared__ static
 #define __align__(n) __attribute__((aligned(n)))
 #define __launch_bounds__(...)
+#define __maxnreg__(...)
 #define __grid_constant__
 
 struct uint4 { unsigned x, y, z, w; };

@@ -48,7 +48,7 @@ def test_attention_fits_in_its_tiles(heads: int, kv_heads: int, dim: int, kept: 
     pointers |= dict.fromkeys(("part_mixed", "part_peak", "part_total"), "*fp32") | {"scale": "fp32"}
     pointers |= dict.fromkeys(("tiles", "firsts", "ends", "lines", "table"), "*i32")
     numbers = {"HEADS": heads, "KV": kv_heads, "D": dim, "BLOCK_D": dim, "PAGE": 16, "BLOCK_M": height, "CODED": coded}
-    numbers |= {"BLOCK_KEYS": triton_attention.block_keys(dim), "LOW": 256, "MIDDLE": 512, "HIGH": 1024}
+    numbers |= {"BLOCK_KEYS": triton_attention.block_keys(dim), "LEAST": triton_attention.LEAST}
     numbers |= {"IEEE": False, "PDL": False}
     if own:
         numbers |= {"COLUMNS": min(dim, triton_attention.OWN_COLUMNS), "GROUP": 16}

@@ -82,6 +82,6 @@ def test_splits_follow_each_other_and_none_begins_inside_a_block() -> None:
     begins = np.flatnonzero(np.diff(split, prepend=-1))
     assert set(np.diff(split)) == {0, 1}
     assert not (begins % max(block_keys(dim) for dim in (64, 128, 256, 512))).any()
-    for low, high, length in ((0, 2048, 256), (2048, 8192, 512), (8192, 39_000, 1024)):
+    for low, high, length in ((0, 1024, 128), (1024, 2048, 256), (2048, 8192, 512), (8192, 39_000, 1024)):
         inside = begins[(begins >= low) & (begins < high)]
         assert set(np.diff(inside)) == {length}

@@ -108,40 +108,31 @@ __device__ __forceinline__ void add_to(float (&total)[4], float4 v) {
 
 __device__ __forceinline__ float4 four(const float (&v)[4]) { return make_float4(v[0], v[1], v[2], v[3]); }
 
-// What is added to sums of a unit, as this lane has them: there before the sums are, where somebody waits for those
-__device__ __forceinline__ void read_residual(const Product &p, float (&residual)[TILES][4], int tall) {
-    const int lane = threadIdx.x & 31;
-#pragma unroll
-    for (int n = 0; n < TILES; n++)
-#pragma unroll
-        for (int c = 0; c < 4; c++) {
-            const int output = tall * 16 + (lane >> 2) + 8 * (c >> 1), row = n * 8 + 2 * (lane & 3) + (c & 1);
-            residual[n][c] = 0.0f;
-            if (p.residual && output < p.outputs && row < p.rows)
-                residual[n][c] = read_number(p.residual + row * p.residual_stride + output, p.bf16);
-        }
+__device__ __forceinline__ float residual_at(const Product &p, int row, int output) {
+    return read_number(p.residual + row * p.residual_stride + output, p.bf16);
 }
 
-__device__ __forceinline__ void finish(const Product &p, const float (&total)[TILES][4], const float (&residual)[TILES][4], int tall) {
+// The outputs of a unit. `residual` says what is added to output c of tile n where something is, which is this row's.
+template <class Residual>
+__device__ __forceinline__ void finish(const Product &p, const float (&total)[TILES][4], int tall, Residual residual) {
     const int lane = threadIdx.x & 31;
 #pragma unroll
     for (int n = 0; n < TILES; n++)
 #pragma unroll
         for (int c = 0; c < 4; c++) {
-            const int output = tall * 16 + (lane >> 2) + 8 * (c >> 1), row = n * 8 + 2 * (lane & 3) + (c & 1);
+            const int output = tall * 16 + (lane >> 2) + 8 * (c >> 1);
+            const int row = n * 8 + 2 * (lane & 3) + (c & 1);
             if (output < p.outputs && row < p.rows) {
                 float value = rounded_to(total[n][c], p.bf16);
                 if (p.bias) value = rounded_to(value + read_number(p.bias + output, p.bf16), p.bf16);
-                if (p.residual) value = rounded_to(value + residual[n][c], p.bf16);
+                if (p.residual) value = rounded_to(value + residual(n, c, row, output), p.bf16);
                 write_number(p.out + target_of(p, row) * p.out_stride + output, value, p.bf16);
             }
         }
 }
 
 __device__ __forceinline__ void finish(const Product &p, const float (&total)[TILES][4], int tall) {
-    float residual[TILES][4];
-    read_residual(p, residual, tall);
-    finish(p, total, residual, tall);
+    finish(p, total, tall, [&](int, int, int row, int output) { return residual_at(p, row, output); });
 }
 
 // Sums of an item, as this lane has them: `to` is its place of the first tile.

@@ -1,7 +1,8 @@
 // Products of packed weights with few rows. The rule of the arithmetic stands in spans.py.
 //
 // In: units of a weight and rows made ready (`Product`, packed_items.cuh). Out: [rows, outputs]. Compiled at run time by nvrtc.py
-// for a KIND, TILES, WARPS (of a block, at most) and INSIDE, which says how items are shared out:
+// for a KIND, TILES, WARPS (of a block, at most), REGISTERS (of a thread, at most; 0: as many as there are) and INSIDE, which says how
+// items are shared out:
 //   INSIDE 1  a block of threads has all segments of some outputs. Rows of all segments lie in shared memory, and those of the first
 //             are waited for before those of the next. A warp has all segments of a unit, one behind the other, as long as there is a
 //             unit for every warp; items of the units that are left are spread over all warps, and added up in the end.
@@ -9,6 +10,12 @@
 //             Sums of items go to memory; whoever is the last to finish one of an output adds them.
 
 #include "packed_items.cuh"
+
+#if REGISTERS && !MINIMA  // kinds with minima of float16 have no room for less
+#define BOUNDS __maxnreg__(REGISTERS)
+#else
+#define BOUNDS __launch_bounds__(WARPS * 32, 1)
+#endif
 
 // What runs behind this kernel may come, and what runs before it is done. A product that JOINS the one before it reads the same rows,
 // and they are there: the one before it is JOINED, and has waited for them before it let anybody come. It waits in the end, so that
@@ -145,6 +152,19 @@ __device__ __forceinline__ void take_over(const Product &p, float4 *to) {
     }
 }
 
+// What is added to sums of a unit, as this lane has them: it is there before the sums are
+__device__ __forceinline__ void read_residual(const Product &p, float (&residual)[TILES][4], int tall) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int n = 0; n < TILES; n++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            const int output = tall * 16 + (lane >> 2) + 8 * (c >> 1), row = n * 8 + 2 * (lane & 3) + (c & 1);
+            const bool there = p.residual && output < p.outputs && row < p.rows;
+            residual[n][c] = there ? residual_at(p, row, output) : 0.0f;
+        }
+}
+
 // Sums of the units whose items the warps have shared, but for those that lead
 __device__ __forceinline__ void add_inside(const Product &p, const Run &run, const float4 *kept, int taken) {
     const int begin = quotient(run.rest, p.per_segment), end = quotient(run.end - run.lead, p.per_segment);
@@ -158,12 +178,12 @@ __device__ __forceinline__ void add_inside(const Product &p, const Run &run, con
         clear(total);
         if (missing) add_kept(total, kept, taken, 1);
         add_kept(total, kept, tall * run.segments + missing - run.rest, run.segments - missing);
-        finish(p, total, residual, tall);
+        finish(p, total, tall, [&](int n, int c, int, int) { return residual[n][c]; });
         if (tall + (blockDim.x >> 5) < end) read_residual(p, residual, tall + (blockDim.x >> 5));
     }
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) rows_product(const __grid_constant__ Product p) {
+extern "C" __global__ void BOUNDS rows_product(const __grid_constant__ Product p) {
     extern __shared__ __align__(16) byte rows[];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
     const int segments = (p.spans + SEGMENT - 1) / SEGMENT, bytes = buffer_bytes(p);
@@ -216,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) rows_product(const _
 // Where the share of a block begins, of so many
 __device__ __forceinline__ int share_of(int all, int block) { return (int)((long long)all * block / gridDim.x); }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) rows_product(const __grid_constant__ Product p) {
+extern "C" __global__ void BOUNDS rows_product(const __grid_constant__ Product p) {
     extern __shared__ __align__(16) byte rows[];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
     const int segments = (p.spans + SEGMENT - 1) / SEGMENT, bytes = buffer_bytes(p);

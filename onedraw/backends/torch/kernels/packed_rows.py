@@ -27,6 +27,7 @@ from onedraw.backends.torch.kernels.shares import (
     INSIDE_WARPS,
     RESERVED,
     TILE_ROWS,
+    defines_of,
     group_fits,
     group_tiles,
     rows_at_once,
@@ -124,8 +125,7 @@ def _product(kind: str, device: torch.device, tiles: int, inside: bool) -> Kerne
 
 
 def _defines(kind: str, tiles: int, inside: bool) -> dict[str, int]:
-    warps = (INSIDE_WARPS if inside else APART_WARPS)[tiles]
-    return {"KIND": _number(kind), "TILES": tiles, "WARPS": warps, "INSIDE": int(inside)}
+    return {"KIND": _number(kind), **defines_of(tiles, inside)}
 
 
 @cache
@@ -224,7 +224,9 @@ def skinny_product(
 
 def empty_handed(device: torch.device) -> Tensor:
     """Where blocks of a product hand sums on to each other, when none has: NOBODYS in packed_rows.cu."""
-    return torch.full((_multiprocessors(device) * max(INSIDE_WARPS) * TILE_ROWS * UNIT_ROWS,), -1, dtype=torch.int32, device=device)
+    return torch.full(
+        (_multiprocessors(device) * max(INSIDE_WARPS) * TILE_ROWS * UNIT_ROWS,), -1, dtype=torch.int32, device=device
+    )
 
 
 def waiting_sums(rows: int, fragments: Fragments) -> int:

@@ -16,6 +16,9 @@ from onedraw.backends.packing import SEGMENT, SPAN, UNIT_ROWS
 TILE_ROWS = 8  # rows that one step of the matrix unit takes
 TILES = (1, 2, 3, 4, 6, 8)  # tiles of rows that a kernel is compiled for
 INSIDE_WARPS = {1: 16, 2: 16}  # of a block, at most, by tiles: where blocks have all segments of their outputs
+# Registers of a thread there, at most (0: any). What sixteen warps leave of a multiprocessor's, 8,192 where they have 112, a
+# small kernel may have beside a product: a norm or a gate neither waits for a block to end nor keeps the next one from coming.
+INSIDE_REGISTERS = {1: 112, 2: 0}
 APART_WARPS = {1: 16, 2: 16, 3: 16, 4: 16, 6: 8, 8: 8}  # where they have not
 # Blocks have all segments of their outputs where rows, of which each block needs all inputs, are few beside the weights: whole
 # units where blocks then have about as many as each other, else items of units that two blocks may share. Measured on an H200
@@ -42,7 +45,13 @@ class Share:
 
     @property
     def defines(self) -> dict[str, int]:
-        return {"TILES": self.tiles, "WARPS": self.warps, "INSIDE": int(self.inside)}
+        return defines_of(self.tiles, self.inside)
+
+
+def defines_of(tiles: int, inside: bool) -> dict[str, int]:
+    """What the kernel of a share is compiled for, beside the weight's kind."""
+    warps, registers = (INSIDE_WARPS[tiles], INSIDE_REGISTERS[tiles]) if inside else (APART_WARPS[tiles], 0)
+    return {"TILES": tiles, "WARPS": warps, "INSIDE": int(inside), "REGISTERS": registers}
 
 
 def buffer_bytes(rows: int, tiles: int) -> int:

@@ -36,9 +36,8 @@ from onedraw.backends.torch.kernels.triton_merge import fold, merge_splits, spli
 from onedraw.backends.torch.kernels.triton_own import attend_own
 
 Ints = npt.NDArray[np.int64]
-SPLITS = (256, 512, 1024)  # keys
+LEAST = 128  # keys of the first splits
 LOG2_E = math.log2(math.e)
-NEAR, FAR = 2048, 8192  # positions behind which the second and the third count hold
 TILE_WORDS = 8
 OWN_COLUMNS = 64  # of the values, that a program has of a tree's node
 # A tile reads everything by position; of a tree the blocks that all its nodes have in common, or a node's own blocks.
@@ -73,12 +72,12 @@ class TileSet:
 
 
 def split_of(position: Ints) -> Ints:
-    """Which split a position lies in: `SPLITS` keys each up to position 2,048, up to 8,192, and from there on. So short
-    contexts have enough of them to keep a device busy, and long ones not more than it takes time to merge."""
-    low, middle, high = SPLITS
-    first = NEAR // low - NEAR // middle
-    second = first + FAR // middle - FAR // high
-    return np.minimum(position // low, np.minimum(position // middle + first, position // high + second))
+    """Which split a position lies in: 128 keys each up to position 1,024, 256 up to 2,048, 512 up to 8,192, and 1,024 from there
+    on. So short contexts have enough of them to keep a device busy, and long ones not more than it takes time to merge."""
+    found = position // LEAST
+    for doubled, ahead in ((1, 4), (2, 8), (3, 16)):
+        found = np.minimum(found, position // (LEAST << doubled) + ahead)
+    return found
 
 
 @triton.jit(do_not_specialize=["merged", "table_width"])
@@ -108,9 +107,7 @@ def _attend(
     PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
-    LOW: tl.constexpr,
-    MIDDLE: tl.constexpr,
-    HIGH: tl.constexpr,
+    LEAST: tl.constexpr,
     ALL: tl.constexpr,
     CODED: tl.constexpr,
     IEEE: tl.constexpr,
@@ -126,12 +123,12 @@ def _attend(
     low = tl.load(tiles + tile * 8 + 4)
     high = tl.load(tiles + tile * 8 + 5)
     if ALL:
-        begin_split = split_at(low, LOW, MIDDLE, HIGH)
-        end_split = split_at(high, LOW, MIDDLE, HIGH) + 1
+        begin_split = split_at(low, LEAST)
+        end_split = split_at(high, LEAST) + 1
     else:  # the last ones, which are the longest, begin first
         begin_split = tl.load(tiles + tile * 8 + 7) + tl.num_programs(2) - 1 - tl.program_id(2)
         end_split = begin_split + 1
-        if (start_of(begin_split, LOW, MIDDLE, HIGH) > high) | (start_of(end_split, LOW, MIDDLE, HIGH) <= low):
+        if (start_of(begin_split, LEAST) > high) | (start_of(end_split, LEAST) <= low):
             wait_for_inputs(PDL)  # who waits for this kernel waits for those before it
             return
     PER: tl.constexpr = HEADS // KV
@@ -145,7 +142,7 @@ def _attend(
     query_head = head * PER + m % PER
     q_at = q + token.to(tl.int64)[:, None] * q_stride + query_head[:, None] * D
     pages = table + row * table_width
-    begin = tl.maximum(start_of(begin_split, LOW, MIDDLE, HIGH), low // BLOCK_KEYS * BLOCK_KEYS)
+    begin = tl.maximum(start_of(begin_split, LEAST), low // BLOCK_KEYS * BLOCK_KEYS)
     at = block_places(begin, pages, head, table_width, KV, PAGE, BLOCK_KEYS)
     wait_for_inputs(PDL)
     kind = q.dtype.element_ty
@@ -166,8 +163,8 @@ def _attend(
         mixed_s = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
         if CODED:
             even, odd = tl.split(tl.reshape(mixed_s, (BLOCK_M, BLOCK_D // 2, 2)))
-        begin = tl.maximum(start_of(split, LOW, MIDDLE, HIGH), low // BLOCK_KEYS * BLOCK_KEYS)
-        stop = tl.minimum(start_of(split + 1, LOW, MIDDLE, HIGH), high + 1)
+        begin = tl.maximum(start_of(split, LEAST), low // BLOCK_KEYS * BLOCK_KEYS)
+        stop = tl.minimum(start_of(split + 1, LEAST), high + 1)
         # Blocks that every query sees, then the others. The next block is looked up while one is computed with, so that no
         # fetching waits for where to fetch.
         middle = begin
@@ -246,7 +243,7 @@ def attend(
     stores = (keys, values) if scales is None else (keys.view(torch.int16), values.view(torch.int16))
     given = (q, *stores, *(scales or (None, None)), out, mixed, peak, total)
     seen, strides, scale = (view.firsts, view.ends, view.lines, view.table), (q.stride(0), view.table.shape[1]), scale * LOG2_E
-    common = dict(zip(("LOW", "MIDDLE", "HIGH"), SPLITS, strict=True)) | {"HEADS": heads, "D": dim, "PDL": pdl}
+    common = {"LEAST": LEAST, "HEADS": heads, "D": dim, "PDL": pdl}
     common |= {"enable_fp_fusion": False, **launch_options(pdl)}
     sizes = common | {"KV": kv_heads, "BLOCK_D": block_d, "PAGE": view.page_size, "BLOCK_KEYS": block_keys(dim), "CODED": coded}
     sizes["IEEE"] = q.dtype == torch.float32

@@ -16,17 +16,16 @@ from onedraw.backends.torch.kernels.triton_math import let_next_start, wait_for_
 
 
 @triton.jit
-def split_at(position, LOW: tl.constexpr, MIDDLE: tl.constexpr, HIGH: tl.constexpr):
-    FIRST: tl.constexpr = 2048 // LOW - 2048 // MIDDLE
-    SECOND: tl.constexpr = FIRST + 8192 // MIDDLE - 8192 // HIGH
-    return tl.minimum(position // LOW, tl.minimum(position // MIDDLE + FIRST, position // HIGH + SECOND))
+def split_at(position, LEAST: tl.constexpr):
+    """Which split a position lies in: see `split_of`."""
+    low = tl.minimum(position // LEAST, position // (2 * LEAST) + 4)
+    return tl.minimum(low, tl.minimum(position // (4 * LEAST) + 8, position // (8 * LEAST) + 16))
 
 
 @triton.jit
-def start_of(split, LOW: tl.constexpr, MIDDLE: tl.constexpr, HIGH: tl.constexpr):
-    FIRST: tl.constexpr = 2048 // LOW - 2048 // MIDDLE
-    SECOND: tl.constexpr = FIRST + 8192 // MIDDLE - 8192 // HIGH
-    return tl.maximum(split * LOW, tl.maximum((split - FIRST) * MIDDLE, (split - SECOND) * HIGH))
+def start_of(split, LEAST: tl.constexpr):
+    low = tl.maximum(split * LEAST, (split - 4) * (2 * LEAST))
+    return tl.maximum(low, tl.maximum((split - 8) * (4 * LEAST), (split - 16) * (8 * LEAST)))
 
 
 @triton.jit
@@ -112,9 +111,7 @@ def merge_splits(
     HEADS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    LOW: tl.constexpr,
-    MIDDLE: tl.constexpr,
-    HIGH: tl.constexpr,
+    LEAST: tl.constexpr,
     GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -122,8 +119,8 @@ def merge_splits(
     token = tl.load(tokens + tl.program_id(0))
     line = tl.load(lines + token)
     head = tl.program_id(1)
-    begin = split_at(tl.load(firsts + token), LOW, MIDDLE, HIGH)
-    stop = split_at(tl.load(ends + token), LOW, MIDDLE, HIGH) + 1
+    begin = split_at(tl.load(firsts + token), LEAST)
+    stop = split_at(tl.load(ends + token), LEAST) + 1
     wait_for_inputs(PDL)
     d = tl.arange(0, BLOCK_D)
     one = tl.arange(0, 1)

@@ -12,12 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onedraw.backends.packing import SEGMENT, SPAN
+from onedraw.backends.packing import FEW_ROWS, SEGMENT, SPAN
 from onedraw.backends.torch.kernels.spans import Prepared, scaled_span, store_span
 from onedraw.backends.torch.kernels.triton_linear import launch_options
 from onedraw.backends.torch.kernels.triton_math import activated, begin_kernel, sigmoid, softplus
 from onedraw.models.spec import Activation, Gate
 
+# So many warps find room beside the blocks of a packed product (shares.py, INSIDE_REGISTERS). Programs of more would have
+# multiprocessors for themselves, and the product's blocks come late there: then one has a whole row.
+BESIDE_WARPS = 8
 ACTIVATIONS: dict[Activation, int] = {"silu": 1, "gelu_tanh": 2}
 
 
@@ -33,28 +36,32 @@ def _rms_norm(
     eps,
     W: tl.constexpr,
     BLOCK: tl.constexpr,
+    PIECE: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     WIDE: tl.constexpr,
     READY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    at = tl.arange(0, BLOCK)
+    # Every program of a row takes the same sum, and has PIECE of its numbers.
+    at = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     inside = at < W
     if HAS_WEIGHT:  # no kernel writes it
         factor = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     begin_kernel(PDL, READY)
     row = tl.program_id(0).to(tl.int64)
-    values = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
+    every = tl.arange(0, BLOCK)
+    values = tl.load(x + row * x_stride + every, mask=every < W, other=0.0).to(tl.float32)
+    own = values if PIECE == BLOCK else tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, 0) * (1.0 / W) + eps)
-    normed = values * scale
+    normed = own * scale
     kind = y.dtype.element_ty
     if HAS_WEIGHT:
         normed = normed * factor if WIDE else normed.to(kind).to(tl.float32) * factor
     tl.store(y + row * W + at, normed.to(kind), mask=inside)
     if READY:
-        SPANS: tl.constexpr = BLOCK // 256
+        SPANS: tl.constexpr = PIECE // 256
         scaled, power, hi, lo = scaled_span(normed.to(kind).to(tl.float32), SPANS)
-        store_span(scaled, power, hi, lo, x_out, factors, sums, row, 0, (W + 255) // 256, SPANS)
+        store_span(scaled, power, hi, lo, x_out, factors, sums, row, tl.program_id(1) * SPANS, (W + 255) // 256, SPANS)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, ready: Prepared | None = None, pdl: bool = False) -> Tensor:
@@ -67,7 +74,9 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, ready: Prepared | 
     y = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
     if len(flat):
         block = max(triton.next_power_of_2(width), 1 if ready is None else 256)
-        _rms_norm[(len(flat),)](
+        shares = ready is not None and len(flat) <= FEW_ROWS and _warps(block) <= BESIDE_WARPS
+        piece = min(block, SEGMENT * SPAN) if shares else block
+        _rms_norm[(len(flat), triton.cdiv(width, piece))](
             flat,
             weight,
             y,
@@ -76,6 +85,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, ready: Prepared | 
             eps,
             W=width,
             BLOCK=block,
+            PIECE=piece,
             HAS_WEIGHT=weight is not None,
             WIDE=weight is not None and weight.dtype == torch.float32,
             READY=ready is not None,

@@ -77,9 +77,7 @@ def attend_own(
     PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
-    LOW: tl.constexpr,
-    MIDDLE: tl.constexpr,
-    HIGH: tl.constexpr,
+    LEAST: tl.constexpr,
     CODED: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -106,8 +104,8 @@ def attend_own(
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     wide = column < D
     path, pages = paths + token * path_width, table + row * table_width
-    begin_split = split_at(low, LOW, MIDDLE, HIGH)
-    begin = tl.maximum(start_of(begin_split, LOW, MIDDLE, HIGH), low // BLOCK_KEYS * BLOCK_KEYS)
+    begin_split = split_at(low, LEAST)
+    begin = tl.maximum(start_of(begin_split, LEAST), low // BLOCK_KEYS * BLOCK_KEYS)
     kind = q.dtype.element_ty
     q_at = q + token.to(tl.int64) * q_stride + query_head[:, None] * D
     if CODED:  # even and odd dimensions by themselves, see `code_scores`
@@ -119,7 +117,7 @@ def attend_own(
     else:
         query = tl.load(q_at + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
     ones = tl.full((BLOCK_KEYS, 8), 1.0, dtype=kind)
-    stop, border = high + 1, start_of(begin_split + 1, LOW, MIDDLE, HIGH)
+    stop, border = high + 1, start_of(begin_split + 1, LEAST)
     # The first block, before the others are here.
     at, inside, sees = _block(begin, low, high, tail, path, pages, head, path_width, lowest, highest, KV, PAGE, BLOCK_KEYS)
     if CODED:
@@ -140,7 +138,7 @@ def attend_own(
     mixed_s = tl.load(on_at, mask=goes_on[:, None] & wide[None, :], other=0.0)
     one = tl.arange(0, GROUP_ROWS)
     peak, total, mixed = folded(
-        split_at(lowest, LOW, MIDDLE, HIGH),
+        split_at(lowest, LEAST),
         begin_split,
         part_mixed,
         part_peak,
@@ -163,7 +161,7 @@ def attend_own(
         peak_s, sums_s, mixed_s = mix(scores, value, ones, peak_s, sums_s, mixed_s, IEEE)
     for start in tl.range(begin + BLOCK_KEYS, stop, BLOCK_KEYS, num_stages=1):
         if start == border:  # a path may reach into another split, which begins with nothing
-            border = start_of(split_at(start, LOW, MIDDLE, HIGH) + 1, LOW, MIDDLE, HIGH)
+            border = start_of(split_at(start, LEAST) + 1, LEAST)
             peak, total, mixed = fold(peak, total, mixed, peak_s, tl.max(sums_s, 1), mixed_s)
             peak_s = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
             sums_s = tl.zeros((BLOCK_M, 8), dtype=tl.float32)

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from onedraw.backends.torch.inputs import Bucket, Inputs, Ints
 from onedraw.backends.torch.kernels.triton_attention import (
+    LEAST,
     OWN,
     SHARED,
-    SPLITS,
     TILE_WORDS,
     WHOLE,
     TileSet,
@@ -216,7 +216,7 @@ def _bucket_form(bucket: Bucket, heads: Heads, page_size: int) -> Form:
     form = _form(layout, [np.arange(cut.tokens, dtype=np.int64) for cut in cuts])
     for cut, begin in zip(cuts, form.begins[-len(cuts) :], strict=True):
         size = cut.tiles * TILE_WORDS
-        form.words[begin : begin + size] = np.tile([0, 0, -1, bucket.rows, SPLITS[0], 0, 0, 1], cut.tiles)  # sees nothing
+        form.words[begin : begin + size] = np.tile([0, 0, -1, bucket.rows, LEAST, 0, 0, 1], cut.tiles)  # sees nothing
     return form
 
 
@@ -227,7 +227,7 @@ def _bucket_cut(bucket: Bucket, heads: Heads, kind: int, count: int, splits: int
     tokens = 0 if kind == OWN else bucket.tokens
     together = _together(heads, kind, height, room, tokens, splits)
     seen = heads.window and heads.window + bucket.longest
-    launched = splits if seen is None else min(splits, seen // SPLITS[0] + 2)
+    launched = splits if seen is None else min(splits, seen // LEAST + 2)
     return Cut(height, room, 0 if together else tokens, splits, launched, together, kind)
 
 
