@@ -7,12 +7,12 @@ for the packed product that follows them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
-from onedraw.backends.packing import why_not_in_blocks
+from onedraw.backends.packing import FEW_ROWS, why_not_in_blocks
 from onedraw.backends.torch.kernels.courier import Courier
 from onedraw.backends.torch.kernels.cuda import TritonOps
 from onedraw.backends.torch.kernels.packed_experts import PackedBank, load_bank
@@ -22,7 +22,7 @@ from onedraw.backends.torch.kernels.triton_norm import gated, rms_norm
 from onedraw.backends.torch.kernels.workspace import Workspace
 from onedraw.backends.torch.loader import LANE
 from onedraw.models.source import Tensor as Stored
-from onedraw.models.spec import Activation
+from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec
 
 
 class PackedOps(TritonOps):
@@ -38,6 +38,11 @@ class PackedOps(TritonOps):
         y = rms_norm(x, weight, eps, ready=prepared, pdl=self._pdl)
         self._ready.put(y, prepared)
         return y
+
+    def turn_borders(self, mixers: Collection[AttentionSpec | DeltaSpec]) -> tuple[int, ...]:
+        """And up to how many rows several programs share a norm."""
+        known = super().turn_borders(mixers)
+        return tuple(sorted({*known, FEW_ROWS + 1})) if known else ()
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         prepared = empty_prepared(len(gate_up), gate_up.shape[1] // 2, gate_up.device)

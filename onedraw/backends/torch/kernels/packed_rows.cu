@@ -138,7 +138,8 @@ __device__ __forceinline__ void pass_on(const Product &p, const Run &run, const 
     keep(p, (float4 *)p.handed + blockIdx.x * TILES * 32 + lane, total);
 }
 
-// The same, from the block before: into shared memory
+// The same, from the block before: into shared memory. Blocks start in the order of their numbers, so that one has started, and it
+// waits for nobody before it hands its sum on.
 __device__ __forceinline__ void take_over(const Product &p, float4 *to) {
     float4 *from = (float4 *)p.handed + (blockIdx.x - 1) * TILES * 32 + (threadIdx.x & 31);
 #pragma unroll
