@@ -19,13 +19,11 @@ from onedraw.server import called, items, messages, protocol
 from onedraw.server.fields import Rule, Treatment
 from onedraw.server.items import ResponsesRequest
 from onedraw.server.messages import CountRequest, MessagesRequest
-from onedraw.server.parsing import PARTS, TABLES, TOOLS
+from onedraw.server.parsing import kinds_in, table_of
 from onedraw.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    JsonSchema,
-    Message,
     TokenizeRequest,
 )
 from onedraw.types import ModelCard
@@ -55,13 +53,6 @@ PLAIN: Mapping[str, tuple[str, str]] = {
     "/openapi.json": ("This document", "application/json"),
     "/": ("The web page", "text/html"),
 }
-SIFTED: tuple[type[BaseModel], ...] = (
-    Message,
-    *PARTS.values(),
-    JsonSchema,
-    *TOOLS.values(),
-    called.FunctionTool,
-)  # of what stands inside, that in which null asks for nothing
 PAGE: list[Json] = [
     {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": 100}},
     {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}},
@@ -235,11 +226,11 @@ def document(card: ModelCard, *, lenient: bool = False, locked: bool = False) ->
     schemas["Completion"] = _reply("text_completion", "text", {"type": "string"})
     schemas["ChatCompletion"] = _reply("chat.completion", "message", {"type": "object", "required": ["role", "content"]})
     bodies: list[type[BaseModel]] = [model for model, _, _ in POSTS.values()]
-    sifted = {model.__name__: model for model in (*bodies, *SIFTED)}
+    sifted = {model.__name__: model for body in bodies for model in (body, *kinds_in(body))}
     for model in bodies:
         inner = model.model_json_schema(ref_template=COMPONENT).get("$defs", {})
         schemas |= {name: _without(told) for name, told in inner.items() if name not in sifted}
-    schemas |= {name: schema(model, TABLES[model], card=card, lenient=lenient) for name, model in sifted.items()}
+    schemas |= {name: schema(model, table_of(model), card=card, lenient=lenient) for name, model in sifted.items()}
     key: Json = {"security": [{"key": []}]} if locked else {}
     paths: Json = {path: {"post": {**_post(*told), **key}} for path, told in POSTS.items()}
     for path, (summary, shape) in GETS.items():

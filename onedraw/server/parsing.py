@@ -64,25 +64,16 @@ TABLES: Mapping[type[BaseModel], Mapping[str, Rule]] = {
     messages.SpokenMessage: table(messages.SpokenMessage),
     messages.MessageTool: table(messages.MessageTool, TOOL_RULES),
 }
-TOOLS: Mapping[type[BaseModel], type[BaseModel]] = {  # what a tool is
-    ChatRequest: ToolSpec,
-    items.ResponsesRequest: items.ResponseTool,
-    messages.MessagesRequest: messages.MessageTool,
-    messages.CountRequest: messages.MessageTool,
-}
-SPOKEN: Mapping[type[BaseModel], type[BaseModel]] = {  # what a message is, in this kind of request
-    ChatRequest: Message,
-    TokenizeRequest: Message,
-    messages.MessagesRequest: messages.SpokenMessage,
-    messages.CountRequest: messages.SpokenMessage,
-}
-
-
-PARTS: Mapping[str, type[BaseModel]] = {
-    "stream_options": StreamOptions,
-    "prediction": Prediction,
-    "response_format": ResponseFormat,
-    "structured_outputs": StructuredOutputs,
+# Objects that have no model, by the kind they stand in and their name there: their fields, and what those hold.
+Shape = Mapping[str, "Shape | None"]
+_NAMED: Shape = {"type": None, "name": None}
+_INSIDE: Shape = {"type": None, "function": {"name": None}}
+_TEXT: Shape = {"type": None, "text": None}
+SHAPES: Mapping[tuple[type[BaseModel], str], Shape] = {
+    (ChatRequest, "tool_choice"): {**_INSIDE, "allowed_tools": {"mode": None, "tools": _INSIDE}},
+    (items.ResponsesRequest, "tool_choice"): {**_NAMED, "mode": None, "tools": _NAMED},
+    (Message, "content"): _TEXT,
+    (Prediction, "content"): _TEXT,
 }
 
 
@@ -97,46 +88,56 @@ def parse(kind: type[RequestT], raw: object, *, lenient: bool = False) -> Parsed
     if not isinstance(raw, dict):
         raise BadRequest("the body must be a JSON object", code="invalid_json")
     ignored: list[str] | None = [] if lenient else None
-    kept = sift(raw, TABLES[kind], ignored=ignored)
-    if kind in SPOKEN:
-        _each(kept, "messages", lambda message, path: _message(SPOKEN[kind], message, path=path, ignored=ignored))
-    if kind in TOOLS:
-        _each(kept, "tools", lambda tool, path: _tool(TOOLS[kind], tool, path=path, ignored=ignored))
-    if kind is items.ResponsesRequest:
-        _each(kept, "input", lambda item, path: items.sifted(item, path=path, ignored=ignored))
-    for name, part in PARTS.items():
-        if isinstance(kept.get(name), dict):
-            kept[name] = sift(kept[name], TABLES[part], path=f"{name}.", ignored=ignored)
-    shape = kept.get("response_format")
-    if isinstance(shape, dict) and isinstance(shape.get("json_schema"), dict):
-        path = "response_format.json_schema."
-        shape["json_schema"] = sift(shape["json_schema"], TABLES[JsonSchema], path=path, ignored=ignored)
-    return Parsed(_validated(kind, _inner(kind, kept, "", ignored)), tuple(ignored or ()))
+    return Parsed(_validated(kind, _sifted(kind, raw, "", ignored)), tuple(ignored or ()))
 
 
-def _inner(kind: type[BaseModel], raw: dict[str, Any], path: str, ignored: list[str] | None) -> dict[str, Any]:
-    """The objects inside an object, and those inside them: null asks for nothing there either, and what is unknown may be
-    ignored. Refusing is left to the validation."""
-    kept = dict(raw)
+def _sifted(kind: type[BaseModel], raw: dict[str, Any], path: str, ignored: list[str] | None) -> dict[str, Any]:
+    """An object's fields that ask for something, and so in the objects inside it. What is unknown is ignored or refused."""
+    kept = sift(raw, table_of(kind), path=path, ignored=ignored)
     for name, part in _objects_of(kind):
-        if isinstance(kept.get(name), dict):
-            kept[name] = _known(part, kept[name], f"{path}{name}.", ignored)
-        _each(kept, name, partial(_known, part, ignored=ignored), path)
+        _each(kept, name, partial(_sifted, part, ignored=ignored), path)
+    if kind is items.ResponsesRequest:
+        _each(kept, "input", lambda item, at: items.sifted(item, path=at, ignored=ignored), path)
+    if kind is messages.SpokenMessage and isinstance(kept.get("content"), list):
+        kept["content"] = messages.sifted(kept["content"], path=f"{path}content", ignored=ignored)
+    if ignored is not None:
+        _trim(kept, {name: shape for (owner, name), shape in SHAPES.items() if owner is kind}, path, ignored)
     return kept
 
 
-def _known(kind: type[BaseModel], raw: dict[str, Any], path: str, ignored: list[str] | None) -> dict[str, Any]:
-    kept, names = {name: value for name, value in raw.items() if value is not None}, _names_of(kind)
-    if ignored is not None:
-        ignored += [path + name for name in kept if name not in names]
-        kept = {name: value for name, value in kept.items() if name in names}
-    return _inner(kind, kept, path, ignored)
+def _trim(kept: dict[str, Any], shapes: Shape, path: str, ignored: list[str]) -> None:
+    """The objects of those names lose what their shapes do not have."""
+    for name, shape in shapes.items():
+        if shape is not None:
+            _each(kept, name, partial(_trimmed, shape, ignored=ignored), path)
+
+
+def _trimmed(shape: Shape, raw: dict[str, Any], path: str, ignored: list[str]) -> dict[str, Any]:
+    """An object without what its shape does not have. Without `--lenient` that is refused where the object is read."""
+    ignored += [path + name for name, value in raw.items() if value is not None and name not in shape]
+    kept = {name: value for name, value in raw.items() if name in shape}
+    _trim(kept, shape, path, ignored)
+    return kept
+
+
+def _each(kept: dict[str, Any], name: str, judged: Callable[[dict[str, Any], str], dict[str, Any]], path: str) -> None:
+    """The object of that name, or the objects of a list, one by one. What is neither is judged with the request."""
+    value = kept.get(name)
+    if isinstance(value, dict):
+        kept[name] = judged(value, f"{path}{name}.")
+    elif isinstance(value, list):
+        kept[name] = [judged(entry, f"{path}{name}[{i}].") if isinstance(entry, dict) else entry for i, entry in enumerate(value)]
+
+
+def kinds_in(kind: type[BaseModel]) -> tuple[type[BaseModel], ...]:
+    """The kinds of objects inside one, and inside those."""
+    inner = [part for _, part in _objects_of(kind)]
+    return tuple(dict.fromkeys((*inner, *(one for part in inner for one in kinds_in(part)))))
 
 
 @cache
-def _names_of(kind: type[BaseModel]) -> frozenset[str]:
-    """Fields of an object as the caller writes them."""
-    return frozenset(field.alias or name for name, field in kind.model_fields.items())
+def table_of(kind: type[BaseModel]) -> Mapping[str, Rule]:
+    return TABLES[kind] if kind in TABLES else table(kind)
 
 
 @cache
@@ -152,38 +153,6 @@ def _object_in(annotation: Any) -> type[BaseModel] | None:
         return annotation
     found = [part for one in get_args(annotation) if (part := _object_in(one)) is not None]
     return found[0] if len(found) == 1 else None
-
-
-def _each(kept: dict[str, Any], name: str, judged: Callable[[dict[str, Any], str], dict[str, Any]], path: str = "") -> None:
-    """The objects of a list, sifted one by one. What is no list or no object is judged with the request."""
-    if isinstance(kept.get(name), list):
-        entries = enumerate(kept[name])
-        kept[name] = [judged(entry, f"{path}{name}[{i}].") if isinstance(entry, dict) else entry for i, entry in entries]
-
-
-def _message(kind: type[BaseModel], raw: dict[str, Any], *, path: str, ignored: list[str] | None) -> dict[str, Any]:
-    kept = sift(raw, TABLES[kind], path=path, ignored=ignored)
-    if kind is messages.SpokenMessage and isinstance(kept.get("content"), list):
-        kept["content"] = messages.sifted(kept["content"], path=f"{path}content", ignored=ignored)
-    if kind is Message and isinstance(kept.get("content"), list) and ignored is not None:
-        parts = enumerate(kept["content"])
-        kept["content"] = [_text_part(part, f"{path}content[{i}].", ignored) for i, part in parts]
-    return kept
-
-
-def _text_part(part: Any, path: str, ignored: list[str]) -> Any:
-    """A part of a message without what a text part does not have. What is no text part is judged with the request."""
-    if not isinstance(part, dict) or part.get("type") != "text":
-        return part
-    ignored += [path + name for name, value in part.items() if value is not None and name not in ("type", "text")]
-    return {name: value for name, value in part.items() if name in ("type", "text")}
-
-
-def _tool(kind: type[BaseModel], raw: dict[str, Any], *, path: str, ignored: list[str] | None) -> dict[str, Any]:
-    kept = sift(raw, TABLES[kind], path=path, ignored=ignored)
-    if kind is ToolSpec and isinstance(kept.get("function"), dict):
-        kept["function"] = sift(kept["function"], TABLES[FunctionTool], path=f"{path}function.", ignored=ignored)
-    return kept
 
 
 def as_chat(asked: Mapping[str, Any], names: Mapping[str, str]) -> ChatRequest:

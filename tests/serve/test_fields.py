@@ -84,6 +84,7 @@ def test_a_reply_of_the_openai_client_can_be_sent_back(fake):
 
 
 SAID = [{"role": "user", "content": "a"}]
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "w"}}
 CALLED: dict[str, Any] = {"id": "1", "function": {"name": "w", "arguments": "{}"}}
 
 
@@ -101,6 +102,37 @@ CALLED: dict[str, Any] = {"id": "1", "function": {"name": "w", "arguments": "{}"
             ["messages[1].tool_calls[0].x"],
         ),
         (items.ResponsesRequest, {"input": "a", "text": {"x": 1}, "reasoning": {"y": 2}}, ["text.x", "reasoning.y"]),
+        (
+            ChatRequest,
+            {"messages": SAID, "prediction": {"type": "content", "content": [{"type": "text", "text": "b", "x": 1}]}},
+            ["prediction.content[0].x"],
+        ),
+        (
+            ChatRequest,
+            {"messages": SAID, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "w", "x": 1}, "y": 2}},
+            ["tool_choice.function.x", "tool_choice.y"],
+        ),
+        (
+            ChatRequest,
+            {
+                "messages": SAID,
+                "tools": [TOOL],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "w"}, "x": 1}]},
+                },
+            },
+            ["tool_choice.allowed_tools.tools[0].x"],
+        ),
+        (
+            items.ResponsesRequest,
+            {
+                "input": "a",
+                "tools": [{"type": "function", "name": "w"}],
+                "tool_choice": {"type": "function", "name": "w", "x": 1},
+            },
+            ["tool_choice.x"],
+        ),
         (
             messages.MessagesRequest,
             {"messages": SAID, "max_tokens": 4, "thinking": {"type": "disabled", "x": 1}},
