@@ -23,7 +23,7 @@ from torch import Tensor
 from bench.gpu_decode import DEVICE, PAGE, TREE, TUNED, normal, replay_ms, say
 from onedraw.backends.torch.inputs import Shape, Span, lay_out
 from onedraw.backends.torch.kernels import triton_attention, views
-from onedraw.backends.torch.kernels.triton_attention import attend
+from onedraw.backends.torch.kernels.triton_attention import LEAST, attend
 from onedraw.backends.torch.kernels.triton_linear import Tile, choose_tile, linear, shared_memory
 from onedraw.backends.torch.kernels.views import Heads, to_view
 from onedraw.backends.torch.layers.linear import RowRule
@@ -134,7 +134,7 @@ def variants(dim: int, case: str) -> Iterator[Variant]:
         high = middle
     shapes = low if case.startswith("1 ") else middle if case.startswith("16") else high
     for keys, height, warps, stages in shapes:
-        for split in (triton_attention.LEAST, 64, 256):
+        for split in (LEAST, 64, 256):
             yield Variant(keys, split, height, warps, stages)
 
 

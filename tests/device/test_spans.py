@@ -117,16 +117,19 @@ def test_norms_and_gates_make_rows_ready_on_the_way(width: int) -> None:
     assert torch.equal(opened, gated(both, "silu"))
 
 
-@pytest.mark.parametrize("width", [1300] if INTERPRETED else [1300, 2048, 4096, 5120])
+@pytest.mark.parametrize("width", [1296, 1300] if INTERPRETED else [1296, 1300, 2048, 4096, 5120])
 def test_a_norm_that_several_programs_share_has_the_bits_of_one(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float16, and often: bf16 hides what another order of the sum would change in its last bit."""
     rows = 2 if INTERPRETED else 64
-    x, weight = normal(rows, width, dtype=DTYPES[0], seed=5), normal(1, width, dtype=DTYPES[0], seed=6)[0]
-    shared, alone = (empty_prepared(rows, width, DEVICE) for _ in range(2))
-    few = rms_norm(x, weight, 1e-6, ready=shared)
-    monkeypatch.setattr(triton_norm, "FEW_ROWS", 0)
-    assert torch.equal(rms_norm(x, weight, 1e-6, ready=alone), few)
-    assert equal(shared, alone)
-    assert torch.equal(rms_norm(x, weight, 1e-6), few)
+    for seed in range(1 if INTERPRETED else 20):
+        with monkeypatch.context() as patch:
+            x, weight = (normal(n, width, dtype=torch.float16, seed=seed + n) for n in (rows, 1))
+            shared, alone = (empty_prepared(rows, width, DEVICE) for _ in range(2))
+            few = rms_norm(x, weight[0], 1e-6, ready=shared)
+            patch.setattr(triton_norm, "FEW_ROWS", 0)
+            assert torch.equal(rms_norm(x, weight[0], 1e-6, ready=alone), few)
+            assert equal(shared, alone)
+            assert torch.equal(rms_norm(x, weight[0], 1e-6), few)
 
 
 def test_rows_that_were_made_ready_are_taken_once_and_by_themselves_alone() -> None:

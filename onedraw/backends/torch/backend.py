@@ -228,7 +228,7 @@ class TorchBackend:
         """What computes the bits: operations, hardware, library and how rows are offered to it; not the split."""
         stages = self._stack.stages
         parts = sorted({f"{stage.ops.name} on {hardware_name(stage.device)}" for stage in stages})
-        tiles = sorted({str(getattr(stage.ops, "tile_heights", "")) for stage in stages})
+        tiles = sorted({str(getattr(stage.ops, name, "")) for stage in stages for name in ("tile_heights", "first_split")})
         return f"{', '.join(parts)}; torch {torch.__version__}; {self._shape.rule}; {tiles}"
 
     def export(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, npt.NDArray[Any]]:

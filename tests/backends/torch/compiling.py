@@ -9,8 +9,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 
-def compiled(kernel: Any, pointers: dict[str, str], numbers: dict[str, Any], *, capability: int, **options: Any) -> Any:
-    """`pointers`: argument → element kind; `numbers`: constants; what is in neither is a 32-bit integer, floats by name."""
+def compiled(
+    kernel: Any,
+    pointers: dict[str, str],
+    numbers: dict[str, Any],
+    *,
+    capability: int,
+    sixteens: tuple[str, ...] = (),
+    **options: Any,
+) -> Any:
+    """`pointers`: argument → element kind; `numbers`: constants; what is in neither is a 32-bit integer, floats by name. Pointers
+    and `sixteens` are multiples of 16."""
     signature, constants = {}, {}
     for name in kernel.arg_names:
         if name in numbers:
@@ -19,6 +28,10 @@ def compiled(kernel: Any, pointers: dict[str, str], numbers: dict[str, Any], *, 
             signature[name] = pointers[name] if pointers[name].startswith(("fp", "i")) else "*" + pointers[name][1:]
         else:
             signature[name] = "i32"
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
+        if signature[name].startswith("*") or name in sixteens
+    }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

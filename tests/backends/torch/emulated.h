@@ -6,6 +6,8 @@
 
 #include <cmath>
 #include <csetjmp>
+#include <cstdio>
+#include <cstdlib>
 #include <cstdint>
 #include <cstring>
 #include <functional>
@@ -209,6 +211,12 @@ inline void arrive_with_copies(word at) {  // others may be far ahead before it 
 }
 inline void await_copies(word at) { while (((int *)(rows + at))[0]) next_lane(); }
 inline int counted_here(word at) { return ((int *)(rows + at))[0]++; }
-inline uint4 read_now(const float4 *at) { next_lane(); uint4 v; memcpy(&v, at, sizeof v); return v; }
+inline uint4 read_now(const float4 *at) {  // the block before this one has ended: what is not there never comes
+    uint4 v;
+    memcpy(&v, at, sizeof v);
+    if (v.x == 0xFFFFFFFFu) fprintf(stderr, "no block has handed this on\n"), abort();
+    return v;
+}
+inline void write_now(float4 *at, float4 v) { *at = v; }
 inline word &part_of(uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 inline word part_of(const uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }

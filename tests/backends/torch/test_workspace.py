@@ -76,7 +76,7 @@ def test_sums_that_recorded_turns_hold_stay_where_they_are() -> None:
     assert where not in {second.data_ptr(), *(other.data_ptr() for other in others)}
 
 
-def test_two_engines_on_one_device_share_no_workspace() -> None:
+def test_two_engines_on_one_device_share_no_workspace(kernel: _Recorded) -> None:
     """Each may be in the middle of a product when the other begins one."""
     tensors = [stored("w", (128, 512), "Q4_K", np.random.default_rng(0))]
     engines = [PackedOps(CPU, torch.float16).stored(tensors, bias=None, pad=1, pad_columns=1) for _ in range(2)]
@@ -86,7 +86,9 @@ def test_two_engines_on_one_device_share_no_workspace() -> None:
         (weight,) = made.parts
         assert isinstance(weight, Fragments)
         opened = [part for _, part in made.workspace.slices(weight)]
-        rooms.append({made.workspace.parts(weight).data_ptr(), *(part.weights.data_ptr() for part in opened)})
+        handed = (made.workspace.handed(number).data_ptr() for number in range(2))
+        rooms.append({made.workspace.parts(weight).data_ptr(), *handed, *(part.weights.data_ptr() for part in opened)})
+        assert len(rooms[-1]) == 4
     assert rooms[0].isdisjoint(rooms[1])
 
 
@@ -172,6 +174,15 @@ def test_products_of_the_same_rows_join_and_have_their_sums_apart(
     room = side_by_side[0].workspace.parts(side_by_side[0].parts[0])
     assert room.data_ptr() <= places[0][0]
     assert places[-1][1] <= room.data_ptr() + room.nbytes
+
+
+def test_products_that_join_hand_sums_on_in_places_of_their_own(side_by_side: tuple[PackedLinear, Ready, _Recorded]) -> None:
+    given = launched(*side_by_side[:2], 1, side_by_side[2])
+    places = sorted(one["handed"] for one in given)
+    assert all(places)
+    size = packed_rows.empty_handed(CPU).nbytes
+    assert all(place + size <= behind for place, behind in pairwise(places))
+    assert all(size >= 4 * 132 * 16 * 8 * 2 for _ in given)  # as many blocks as there may be, of two tiles
 
 
 @pytest.mark.parametrize("rows", [64, 65, 200])

@@ -18,7 +18,7 @@ from onedraw.backends.torch.kernels import triton_awaited
 from onedraw.backends.torch.kernels import triton_delta as delta_kernels
 from onedraw.backends.torch.kernels.recurrence import Recurrence, commit_tables, take_steps
 from onedraw.backends.torch.kernels.sampler import TritonSampler
-from onedraw.backends.torch.kernels.triton_attention import attend
+from onedraw.backends.torch.kernels.triton_attention import LEAST, attend
 from onedraw.backends.torch.kernels.triton_delta_chunks import chunked
 from onedraw.backends.torch.kernels.triton_delta_steps import MANY_PATHS, commit
 from onedraw.backends.torch.kernels.triton_linear import SMALL_SHARED, linear, shared_memory, tile_borders
@@ -177,6 +177,7 @@ class TritonOps(FloatOps):
 
     rule = RowRule(floor=1)
     records = True
+    first_split = LEAST  # of attention: it decides about bits
 
     def __init__(self, device: torch.device, *, pdl: bool = False) -> None:
         self.name = f"{device.type}-triton"

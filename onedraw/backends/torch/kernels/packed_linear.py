@@ -171,6 +171,7 @@ class PackedLinear(Linear):
             prepared = prepare_rows(x, width=self._width, order=self._order, pdl=self._pdl)  # once for all parts
         y = torch.empty(len(x), self.out_features, dtype=x.dtype, device=x.device)
         rooms, start = self._rooms(len(x)), 0
+        self.workspace.handed(len(self.parts) - 1)  # all of them, before the first product is under way
         for i, (part, height) in enumerate(zip(self.parts, self._heights, strict=True)):
             here = slice(start, start + height)
             bias = None if self.bias is None else self.bias[here]

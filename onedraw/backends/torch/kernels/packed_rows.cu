@@ -3,7 +3,8 @@
 // In: units of a weight and rows made ready (`Product`, packed_items.cuh). Out: [rows, outputs]. Compiled at run time by nvrtc.py
 // for a KIND, TILES, WARPS (of a block, at most), REGISTERS (of a thread, at most; 0: as many as there are) and INSIDE, which says how
 // items are shared out:
-//   INSIDE 1  a block of threads has all segments of some outputs. Rows of all segments lie in shared memory, and those of the first
+//   INSIDE 1  a block of threads has all segments of some outputs, or, where those do not divide evenly, an equal share of all items and
+//             hands on to the next block what it has of the last unit. Rows of all segments lie in shared memory, and those of the first
 //             are waited for before those of the next. A warp has all segments of a unit, one behind the other, as long as there is a
 //             unit for every warp; items of the units that are left are spread over all warps, and added up in the end.
 //   INSIDE 0  items stand segment by segment, and every block has an equal share of them, so it needs rows of one segment or two.
@@ -132,10 +133,13 @@ __device__ __forceinline__ void pass_on(const Product &p, const Run &run, const 
     __syncwarp();
     const int before = lane == 0 ? counted_here(counter) : 0;
     if (__shfl_sync(0xFFFFFFFFu, before, 0) != run.lead - 1) return;
+    __syncwarp();  // a shuffle does not put memory in order
     float total[TILES][4];
     clear(total);
     add_kept(total, kept, run.end - run.lead - run.rest, run.lead);
-    keep(p, (float4 *)p.handed + blockIdx.x * TILES * 32 + lane, total);
+#pragma unroll
+    for (int n = 0; n < TILES; n++)
+        if (n * 8 + 2 * (lane & 3) < p.rows) write_now((float4 *)p.handed + (blockIdx.x * TILES + n) * 32 + lane, four(total[n]));
 }
 
 // The same, from the block before: into shared memory. Blocks start in the order of their numbers, so that one has started, and it
@@ -149,7 +153,8 @@ __device__ __forceinline__ void take_over(const Product &p, float4 *to) {
         do found = read_now(from + n * 32);
         while (found.x == NOBODYS || found.y == NOBODYS || found.z == NOBODYS || found.w == NOBODYS);
         *(uint4 *)(to + n * 32) = found;
-        __stcg((uint4 *)(from + n * 32), make_uint4(NOBODYS, NOBODYS, NOBODYS, NOBODYS));
+        const float nobodys = __uint_as_float(NOBODYS);
+        write_now(from + n * 32, make_float4(nobodys, nobodys, nobodys, nobodys));
     }
 }
 

@@ -193,12 +193,17 @@ __device__ __forceinline__ int counted_here(word counter) {
     return before;
 }
 
-// What lies there now, whoever wrote it
+// What lies there now, whoever wrote it; and what everybody finds there from now on
 __device__ __forceinline__ uint4 read_now(const float4 *at) {
     uint4 v;
     asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(__cvta_generic_to_global(at)) : "memory");
     return v;
+}
+
+__device__ __forceinline__ void write_now(float4 *at, float4 v) {
+    asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(at)), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+                 : "memory");
 }
 
 __device__ __forceinline__ word &part_of(uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }

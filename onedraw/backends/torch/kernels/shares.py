@@ -76,12 +76,12 @@ def share_out(rows: int, tall: int, segments: int, *, multiprocessors: int, shar
     height = -(-tall // multiprocessors)  # units of a block, or one less
     if tiles in INSIDE_WARPS and tall * segments < MOST_ITEMS and (_pays(rows, tiles, height) if inside is None else inside):
         blocks = min(multiprocessors, tall)
-        shares = tall >= BUSY * height * multiprocessors or tall < multiprocessors
-        granule = segments if shares else 1
+        whole = tall >= BUSY * height * multiprocessors or tall < multiprocessors
+        granule = segments if whole else 1
         items = -(-tall * segments // (blocks * granule)) * granule  # of a block, or a granule less
         warps = min(items, INSIDE_WARPS[tiles])
         waiting = items + 1  # sums of items, and what a block takes over from the one before
-        if shares:  # sums of a warp's own unit, and then of items that are spread over all
+        if whole:  # sums of a warp's own unit, and then of items that are spread over all
             waiting = max(warps, *(units % warps * segments for units in (tall // blocks, height)))
         barriers = segments * buffer + waiting * tiles * TILE_ROWS * UNIT_ROWS * 4
         if (needed := barriers + 8 * (segments + 1)) <= shared:

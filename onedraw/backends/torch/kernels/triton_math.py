@@ -106,8 +106,8 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def begin_kernel(PDL: tl.constexpr, PACKED: tl.constexpr = False):
-    """A small kernel's beginning. Before PACKED products the next may start before this one waits: it has a program or less for
-    each multiprocessor, which does not crowd, and its first weights are on their way while it waits."""
+    """A small kernel's beginning. Before PACKED products the next may start before this one waits: a product has a program or
+    less for each multiprocessor, which does not crowd, and its first weights are on their way while it waits."""
     if PACKED:
         let_next_start(PDL)
         wait_for_inputs(PDL)

@@ -1,7 +1,7 @@
 """Norms and gated activations on a GPU.
 
-In: rows [T, W]. Out: rows. One program has one row, in a layout that follows the width alone: the order of its sum is the
-same whatever rows come along.
+In: rows [T, W]. Out: rows. One program has one row, or a segment of one and takes the whole row's sum for it, in a layout that
+follows the width alone: the order of the sum is the same whatever rows come along.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -74,8 +74,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, ready: Prepared | 
     y = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
     if len(flat):
         block = max(triton.next_power_of_2(width), 1 if ready is None else 256)
-        shares = ready is not None and len(flat) <= FEW_ROWS and _warps(block) <= BESIDE_WARPS
-        piece = min(block, SEGMENT * SPAN) if shares else block
+        piece = min(block, SEGMENT * SPAN) if ready is not None and _in_pieces(flat, block) else block
         _rms_norm[(len(flat), triton.cdiv(width, piece))](
             flat,
             weight,
@@ -208,6 +207,13 @@ def opened(x: Tensor, gate: Tensor, kind: Gate, *, pdl: bool = False) -> Tensor:
 
 def _places(ready: Prepared | None) -> tuple[Tensor | None, ...]:
     return (None, None, None) if ready is None else (ready.x, ready.factors, ready.sums)
+
+
+def _in_pieces(x: Tensor, block: int) -> bool:
+    """Whether several programs share a row. Numbers are read eight by eight in either form where rows lie at whole sixteens;
+    elsewhere the compiler would choose by what else a program reads, and with it the order of the sum."""
+    aligned = x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
+    return aligned and len(x) <= FEW_ROWS and _warps(block) <= BESIDE_WARPS
 
 
 def _warps(block: int) -> int:

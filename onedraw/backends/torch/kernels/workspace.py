@@ -2,7 +2,7 @@
 
 In: the weights that will be multiplied with. Out: room for slices of their outputs, opened, and for the sums of a product with
 few rows; both within what the memory plan has for them (`packing.parts_bytes`, `OPENED_BYTES`), allocated when the first product
-comes.
+comes. What blocks hand on to each other has some 100 KiB, which nobody counts.
 """
 
 from __future__ import annotations
