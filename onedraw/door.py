@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import queue
 import secrets
+import time
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from functools import cached_property
 from typing import Any
 
 from onedraw.engine.service import Event, Service, Sink
+from onedraw.engine.stats import Stats
 from onedraw.errors import BadParameter, BadRequest, OnedrawError
 from onedraw.post import Inbox, Post
 from onedraw.sampling.noise import child_seed
@@ -32,6 +34,8 @@ from onedraw.text.tokenizer import Tokenizer
 from onedraw.text.tool_prompt import prepared
 from onedraw.text.tools import Calls, ToolSyntax, ToolUse, tool_syntax
 from onedraw.types import SEED_LIMIT, Constraint, ModelCard, Piece, Request
+
+SETTLE_SECONDS = 10.0  # the counters follow the last event within one turn
 
 __all__ = ["Ask", "Door", "Prompted", "Reply", "fresh_seed"]
 
@@ -296,3 +300,13 @@ class Door:
 def fresh_seed() -> int:
     """A seed for a request that brought none."""
     return secrets.randbelow(SEED_LIMIT)
+
+
+def settled_stats(door: Door) -> Stats:
+    """The counters once the engine is idle: they are published after a turn's events, not before."""
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while (stats := door.service.stats()).running or stats.waiting:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.001)
+    return stats

@@ -12,15 +12,13 @@ import asyncio
 import contextlib
 import os
 import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal, TypeAlias, assert_never
 
-from onedraw.door import Ask, Door, Reply
-from onedraw.engine.stats import Stats
+from onedraw.door import Ask, Door, Reply, settled_stats
 from onedraw.errors import BadSetting, Barren, NoRoom
 from onedraw.exercises import requests
 from onedraw.models.loading import describe
@@ -33,7 +31,6 @@ Tell: TypeAlias = Callable[[str], None]
 
 NEW_TOKENS = 48
 QUICK_NEW_TOKENS = 12
-SETTLE_SECONDS = 10.0  # the counters follow the last event within one turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,16 +215,6 @@ async def _folded(door: Door, ask: Ask) -> tuple[Reply, int]:
             reply.add(piece)
             count += 1
     return reply, count
-
-
-def settled_stats(door: Door) -> Stats:
-    """The counters once the engine is idle: they are published after a turn's events, not before."""
-    deadline = time.monotonic() + SETTLE_SECONDS
-    while (stats := door.service.stats()).running or stats.waiting:
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.001)
-    return stats
 
 
 def _default_opener(settings: Settings) -> Door:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from onedraw.door import Ask, Door, Reply
-from onedraw.errors import BadSetting
+from onedraw.errors import BadSetting, OnedrawError
 from onedraw.sampling.noise import child_seed
 from onedraw.types import Finish, Piece
 from onedraw.written import Unwritable, read, write
@@ -150,8 +150,8 @@ class RecordingDoor(Door):
         identity = f"{ask.label or 'request'}-{index}"
         try:
             self._recorder.write(self._line(identity, alone, reply))
-        except OSError as error:
-            log.error("%s is not recorded: %s", identity, error.strerror)
+        except (OSError, ValueError) as error:  # a text that is no text may be in it
+            log.error("%s is not recorded: %s", identity, getattr(error, "strerror", None) or error)
 
     def _line(self, identity: str, ask: Ask, reply: Reply) -> dict[str, Any]:
         checksums = [choice.checksum for choice in reply.choices if choice.checksum is not None]
@@ -209,13 +209,16 @@ def _read_file(file: Path) -> Iterator[Record]:
         where = f"{file.name}:{number}"
         try:
             yield _record(json.loads(line), where)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OnedrawError) as error:
             raise BadSetting(f"{file}:{number}: this is no record ({type(error).__name__}: {error})") from None
 
 
 def _record(line: dict[str, Any], where: str) -> Record:
     if line["version"] != VERSION:
         raise ValueError(f"version {line['version']}, and this program reads {VERSION}")
+    for name in ("id", "model", "source", "fingerprint"):
+        if not isinstance(line[name], str):
+            raise TypeError(f"{name} is no text")
     checksums, text = line.get("checksums"), line.get("text")
     return Record(
         id=line["id"],

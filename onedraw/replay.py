@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from onedraw.door import Ask, Door, Reply
+from onedraw.door import Ask, Door, Reply, settled_stats
 from onedraw.engine.stats import Stats
 from onedraw.errors import OnedrawError
 from onedraw.record import Record
@@ -54,14 +54,14 @@ class Report:
 
 def replay(records: Sequence[Record], door: Door, *, tell: Tell = lambda text: None) -> Report:
     """Run the records again, as many at once as the door takes, in their order."""
-    before = door.service.stats()
+    before = settled_stats(door)
     verdicts = asyncio.run(_all(records, door, tell))
     return Report(
         model=door.card.name,
         fingerprint=door.card.fingerprint,
         recorded_by=tuple(sorted({record.fingerprint for record in records})),
         verdicts=tuple(verdicts),
-        counted=door.service.stats().since(before),
+        counted=settled_stats(door).since(before),
     )
 
 

@@ -22,6 +22,7 @@ from onedraw.text.tools import ToolUse
 from onedraw.types import DryParams, LogprobsMode, SamplingParams
 
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")
+MOST_STOPS = 1 << 16  # characters of all stop strings
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 # Tokens of thinking, for models whose template knows no effort of its own; None: as much as they like.
@@ -180,6 +181,10 @@ def settle(
         raise BadParameter("ignore_eos", "a reply that is held to a form ends where the form ends")
     if any(not s for s in wishes.stop):
         raise BadParameter("stop", "an empty stop string would stop everything")
+    if any("\ud800" <= character <= "\udfff" for s in wishes.stop for character in s):
+        raise BadParameter("stop", "half of a surrogate pair is no text")
+    if sum(map(len, wishes.stop)) > MOST_STOPS:
+        raise BadParameter("stop", f"at most {MOST_STOPS:,} characters in all")
     return Ask(
         prompt=prompt,
         params=params,

@@ -54,7 +54,7 @@ def parse_device(text: str) -> Device:
     first, *parts = text.strip().split("/")
     base, _, index = first.partition(":")
     cores = _cores(index) if base == "cpu" else ()
-    if base not in KINDS or (index and not index.isdigit() and not cores) or (parts and index):
+    if base not in KINDS or (index and not (index.isascii() and index.isdecimal()) and not cores) or (parts and index):
         raise BadSetting(f"--devices: {text!r} is no device; write {EXAMPLES}")
     kind: Kind = next(k for k in KINDS if k == base)
     arch, memory = "", None
@@ -70,7 +70,7 @@ def parse_device(text: str) -> Device:
 
 def _cores(text: str) -> tuple[int, ...]:
     """3 → (3,), 4-7 → (4, 5, 6, 7); nothing where it says neither."""
-    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    found = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", text)
     return () if found is None else tuple(range(int(found[1]), int(found[2] or found[1]) + 1))
 
 

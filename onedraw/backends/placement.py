@@ -121,7 +121,7 @@ def _explicit(split: str, total: int, count: int, cuts: Sequence[int]) -> tuple[
     parts = [part.strip() for part in split.split(",")]
     if len(parts) != count:
         raise BadSetting(f"--split: {len(parts)} parts for {count} devices; write one part per device, or auto")
-    if all(part.isdigit() for part in parts):
+    if all(part.isascii() and part.isdecimal() for part in parts):
         return _counted([int(part) for part in parts], total, cuts)
     try:
         shares = [float(part) for part in parts]

@@ -20,10 +20,9 @@ from pathlib import Path
 from onedraw.checkpoints.shapes import SHAPES
 from onedraw.cli import plot, screen
 from onedraw.cli.flags import add_settings, add_wishes, argument_type, read_settings, read_wishes, token_ids
-from onedraw.door import Ask, Door
+from onedraw.door import Ask, Door, settled_stats
 from onedraw.engine.stats import Stats
 from onedraw.errors import BadSetting, OnedrawError
-from onedraw.prove import settled_stats
 from onedraw.speculation.recorded import LENGTH, RecordedProposer
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import ModelCard

@@ -26,7 +26,7 @@ from onedraw.server.protocol import (
 from onedraw.types import Piece
 from onedraw.wishes import settle, settle_chat
 
-TEMPLATE_NAMES = frozenset({"messages", "add_generation_prompt", "tools", "self"})  # not for chat_template_kwargs
+TEMPLATE_NAMES = frozenset({"messages", "add_generation_prompt", "tools", "self", "use"})  # not for chat_template_kwargs
 
 
 @dataclass(frozen=True, slots=True)

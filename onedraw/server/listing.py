@@ -35,7 +35,7 @@ def check_query(request: Request, known: Mapping[str, Sequence[str]]) -> None:
 def page_of(request: Request) -> Page:
     check_query(request, {"limit": (), "order": ("desc", "asc"), "after": (), "include": (), "include[]": ()})
     limit = request.query_params.get("limit", "20")
-    if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:9]) <= MOST):
+    if not (limit.isascii() and limit.isdecimal() and len(limit) < 10 and 1 <= int(limit) <= MOST):
         raise BadParameter("limit", f"must be a whole number in [1, {MOST}]")
     newest_first = request.query_params.get("order", "desc") == "desc"
     return Page(int(limit), newest_first, request.query_params.get("after"))

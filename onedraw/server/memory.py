@@ -49,14 +49,17 @@ class ResponseMemory:
     def __init__(self, most_characters: int = MOST_CHARACTERS) -> None:
         self._most = most_characters
         self._kept: OrderedDict[str, Remembered] = OrderedDict()
-        self._items: dict[tuple[str | None, str], Json] = {}  # by owner and id
+        self._items: dict[tuple[str | None, str], list[Json]] = {}  # by owner and id
         self._size = 0
         self._lock = threading.Lock()
 
     def keep(self, remembered: Remembered) -> None:
+        if remembered.size > self._most:  # it would drive out all others, and itself
+            return
         with self._lock:
             self._kept[remembered.response["id"]] = remembered
-            self._items |= {(remembered.owner, item["id"]): item for item in remembered.known}
+            for item in remembered.known:
+                self._items.setdefault((remembered.owner, item["id"]), []).append(item)
             self._size += remembered.size
             while self._size > self._most and self._kept:
                 self._drop(next(iter(self._kept)))
@@ -94,7 +97,8 @@ class ResponseMemory:
         for number, item in enumerate(items):
             if item.get("type") == "item_reference":
                 with self._lock:
-                    known: Mapping[str, Any] | None = self._items.get((owner, item["id"]))
+                    held = self._items.get((owner, item["id"]))
+                    known: Mapping[str, Any] | None = held[-1] if held else None
                 if known is None:
                     raise BadParameter(f"input[{number}].id", "no such item is remembered; send the item itself")
                 item = dict(known)
@@ -105,6 +109,7 @@ class ResponseMemory:
         gone = self._kept.pop(response_id)
         self._size -= gone.size
         for item in gone.known:
-            # An item that was referred to belongs to a later response too, which was kept later and still has it.
-            if self._items.get((gone.owner, item["id"])) is item:
-                del self._items[gone.owner, item["id"]]
+            # An item that was referred to belongs to other responses too, which still have it.
+            left = [one for one in self._items.pop((gone.owner, item["id"]), ()) if one is not item]
+            if left:
+                self._items[gone.owner, item["id"]] = left

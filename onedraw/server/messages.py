@@ -390,7 +390,7 @@ def _input(arguments: str) -> Json:
     """Arguments as an object; what was cut off in the middle is none."""
     try:
         found = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -4,12 +4,14 @@ In: text in pieces of any size, stop strings. Out: the text that may be shown, a
 
 A stop is hit at the first character that completes any stop string, so a reply ends at the token that completed it and
 never waits for a longer one. If several are completed by the same character, the one that began first is the hit. The
-text before it is given out, the stop itself and all after it never. How the text was cut into pieces does not matter.
+text before it is given out, the stop itself and all after it never. How the text was cut into pieces does not matter, and
+however many stop strings there are, a character of the text is looked at about once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from onedraw.errors import BadParameter
 
@@ -20,56 +22,75 @@ class StopFinder:
     def __init__(self, stops: Sequence[str]) -> None:
         if any(not stop for stop in stops):
             raise BadParameter("stop", "an empty stop string would stop everything")
-        # Longest first: of several completed by one character, the longest began first.
-        self._matchers = [_Matcher(stop) for stop in sorted(set(stops), key=len, reverse=True)]
+        self._known = _known(tuple(stops)) if stops else None
+        self._state = 0
         self._held = ""
         self._hit: str | None = None
 
     def push(self, text: str) -> tuple[str, str | None]:
         """The text that is safe to show now, and the stop string hit so far."""
-        if not self._matchers:
+        if self._known is None:
             return text, None
         if self._hit is not None:
             return "", self._hit
         buffer = self._held + text
         for stop in range(len(self._held) + 1, len(buffer) + 1):
-            # Every matcher must see the character, also when another one is already complete.
-            completed = [matcher for matcher in self._matchers if matcher.completes(buffer[stop - 1])]
-            if completed:
-                self._hit, self._held = completed[0].stop, ""
+            self._state = self._known.behind(self._state, buffer[stop - 1])
+            self._hit = self._known.hits[self._state]
+            if self._hit is not None:
+                self._held = ""
                 return buffer[: stop - len(self._hit)], self._hit
-        safe = len(buffer) - max(matcher.matched for matcher in self._matchers)
+        safe = len(buffer) - self._known.lengths[self._state]
         self._held = buffer[safe:]
         return buffer[:safe], None
 
     def finish(self) -> str:
         """What was held back, when no more of this text comes. What is pushed later is another text."""
-        held, self._held = self._held, ""
-        for matcher in self._matchers:
-            matcher.matched = 0
+        held, self._held, self._state = self._held, "", 0
         return held
 
 
-class _Matcher:
-    """One stop string against the stream (Knuth, Morris, Pratt).
+@lru_cache(maxsize=8)  # the choices of a request share one
+def _known(stops: tuple[str, ...]) -> _Prefixes:
+    return _Prefixes(stops)
 
-    Invariant: `matched` is the length of the longest prefix of the stop string that the text so far ends with.
+
+class _Prefixes:
+    """All prefixes of all stop strings (Aho and Corasick). The state behind a text is the longest prefix that it ends with.
+
+    `lengths`: characters of each. `hits`: the longest stop string that each ends with; of several that are completed at once it
+    began first. Frozen once it is made.
     """
 
-    def __init__(self, stop: str) -> None:
-        self.stop = stop
-        self.matched = 0
-        self._shorter = [0] * len(stop)  # the next shorter prefix that the first i + 1 characters end with
-        length = 0
-        for i in range(1, len(stop)):
-            length = self._advance(length, stop[i])
-            self._shorter[i] = length
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._next: list[dict[str, int]] = [{}]
+        self._shorter = [0]  # the next shorter prefix that each ends with
+        self.lengths, self.hits = [0], [None]  # type: tuple[list[int], list[str | None]]
+        for stop in stops:
+            self._add(stop)
+        for state in self._by_length():
+            for character, longer in self._next[state].items():
+                shorter = self.behind(self._shorter[state], character) if state else 0
+                self._shorter[longer] = shorter
+                self.hits[longer] = self.hits[longer] or self.hits[shorter]
 
-    def completes(self, character: str) -> bool:
-        self.matched = self._advance(self.matched, character)
-        return self.matched == len(self.stop)
+    def _add(self, stop: str) -> None:
+        state = 0
+        for character in stop:
+            if character not in self._next[state]:
+                self._next[state][character] = len(self._next)
+                self._next.append({})
+                self._shorter.append(0)
+                self.lengths.append(self.lengths[state] + 1)
+                self.hits.append(None)
+            state = self._next[state][character]
+        self.hits[state] = stop
 
-    def _advance(self, length: int, character: str) -> int:
-        while length and self.stop[length] != character:
-            length = self._shorter[length - 1]
-        return length + (self.stop[length] == character)
+    def _by_length(self) -> list[int]:
+        return sorted(range(len(self._next)), key=self.lengths.__getitem__)
+
+    def behind(self, state: int, character: str) -> int:
+        """The state one character later."""
+        while state and character not in self._next[state]:
+            state = self._shorter[state]
+        return self._next[state].get(character, 0)

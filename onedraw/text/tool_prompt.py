@@ -28,7 +28,7 @@ def prepared(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], syntax: ToolSyntax
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Messages and keyword arguments for the template."""
-    objects = [_with_objects(message) for message in messages]
+    objects = [_with_objects(message, syntax.dialect == "qwen_xml") for message in messages]
     if syntax.native:
         return objects, {"tools": [tool.told() for tool in tools]} if tools else {}
     if not tools and not any(message.get("tool_calls") or message["role"] == "tool" for message in objects):
@@ -36,22 +36,25 @@ def prepared(
     return _explained(objects, tools), {}
 
 
-def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
+def _with_objects(message: Mapping[str, Any], objects: bool) -> dict[str, Any]:
+    """`objects`: the template walks over arguments, so those of a call that was cut off are none instead of a text."""
     said = dict(message)
     if said.get("tool_calls"):
-        said["tool_calls"] = [_call_with_object(call) for call in said["tool_calls"]]
+        said["tool_calls"] = [_call_with_object(call, objects) for call in said["tool_calls"]]
     return said
 
 
-def _call_with_object(call: Mapping[str, Any]) -> dict[str, Any]:
+def _call_with_object(call: Mapping[str, Any], objects: bool) -> dict[str, Any]:
     function = dict(call["function"])
     if isinstance(function.get("arguments"), str):
         try:
             found = json.loads(function["arguments"])
-        except ValueError:
+        except (ValueError, RecursionError):
             found = None
         if isinstance(found, dict):
             function["arguments"] = found
+        elif objects:
+            function["arguments"] = {}
     return {**call, "function": function}
 
 

@@ -37,6 +37,8 @@ def test_a_device_is_read_from_its_name(text: str, device: Device) -> None:
         "cpu:x",
         "cpu:3-",
         "cpu:4-3",
+        "cpu:0-9999999999",
+        "cuda:²",
         "cpu:0/8GiB",
         "cuda/24",
         "cpu/sm86",

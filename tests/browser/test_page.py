@@ -178,6 +178,83 @@ def test_a_difference_is_shown_where_it_begins(visit: Visit) -> None:
     assert re.search(r"Different without drafts, first at token \d+: “.+” before, “.+” now", visit.verdict())
 
 
+BREAKS = """() => {
+  const real = window.fetch;
+  window.fetch = async (...given) => {
+    const answer = await real(...given);
+    if (!String(given[0]).includes("chat")) return answer;
+    window.fetch = real;
+    const reader = answer.body.getReader();
+    let left = 7;
+    const body = new ReadableStream({
+      async pull(to) {
+        if (left-- === 0) { to.error(new TypeError("the line is dead")); return reader.cancel(); }
+        const { value, done } = await reader.read();
+        if (done) to.close(); else to.enqueue(value);
+      },
+    });
+    return new Response(body, { status: 200, headers: answer.headers });
+  };
+}"""  # the first reply's connection breaks off in the middle
+
+
+def test_a_reply_that_broke_off_is_compared_as_far_as_it_came(visit: Visit, pace: Pace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "seconds", 0.05)  # so that the stream comes in pieces
+    visit.page.evaluate(BREAKS)
+    visit.ask("def add(a, b):")
+    visit.wait_for_end()
+    visit.page.locator(".assistant [role=alert]").wait_for()
+    monkeypatch.setattr(pace, "seconds", Pace.usual)
+    visit.press("Replay without drafts")
+    assert "Same tokens without drafts" in visit.verdict()
+    visit.press("Same seed")
+    visit.wait_for_end()
+    assert "Same tokens with the same seed" in visit.verdict()
+
+
+def test_a_panel_filled_in_wrongly_costs_nothing_that_was_said(visit: Visit) -> None:
+    messages = visit.page.locator(".message")
+    for text in ("one", "two"):
+        visit.ask(text)
+        visit.wait_for_end()
+    assert messages.count() == 4
+    visit.page.locator("summary", has_text="More fields").click()
+    for wrong in ("{nonsense", '{"n": 2}'):
+        visit.set("more", wrong)
+        visit.page.get_by_role("button", name="Edit").first.click()
+        visit.page.keyboard.press("Enter")
+        visit.page.keyboard.press("Escape")
+        visit.ask("three")
+        assert visit.page.locator("#ask").input_value() == "three"
+        assert messages.count() == 4
+    visit.set("more", "")
+    with visit.page.expect_request("**/v1/chat/completions") as asked:
+        visit.ask("three")
+    assert [said["role"] for said in asked.value.post_data_json["messages"]] == ["user", "assistant", "user", "assistant", "user"]
+    visit.wait_for_end()
+
+
+def test_an_edit_waits_for_the_reply_and_its_escape_does_not_stop_it(
+    visit: Visit, pace: Pace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    visit.ask("one")
+    visit.wait_for_end()
+    visit.press("Edit")
+    monkeypatch.setattr(pace, "seconds", 0.1)
+    visit.set("max_tokens", "300")
+    visit.ask("two")
+    area, stop = visit.page.locator(".user textarea"), visit.page.locator("#stop")
+    stop.wait_for()
+    area.press("Enter")
+    assert visit.page.locator(".message").count() == 4
+    area.press("Escape")
+    area.wait_for(state="detached")
+    assert stop.is_visible()
+    visit.page.keyboard.press("Escape")
+    visit.wait_for_end()
+    assert "stopped" in visit.facts()
+
+
 def test_a_pinned_seed_gives_the_same_reply_in_a_new_chat(visit: Visit) -> None:
     visit.set("seed", "")
     visit.ask("hello")

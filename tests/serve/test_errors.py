@@ -201,6 +201,7 @@ def test_fields_that_only_make_sense_together_are_refused_apart(fake):
     refused(fake.post(CHAT, messages=HELLO, max_tokens=1, max_completion_tokens=2), 400, param="max_completion_tokens")
     refused(fake.post(CHAT, messages=HELLO, stream=True, stream_options={"x": 1}), 400, param="stream_options.x")
     refused(fake.post(CHAT, messages=HELLO, chat_template_kwargs={"messages": []}), 400, param="chat_template_kwargs")
+    refused(fake.post(CHAT, messages=HELLO, chat_template_kwargs={"use": 1}), 400, param="chat_template_kwargs")
     refused(fake.post("/tokenize"), 400, param="prompt")
     refused(fake.post("/tokenize", prompt="a", messages=HELLO), 400, param="prompt")
 
@@ -310,3 +311,15 @@ def test_a_number_without_end_inside_a_field_is_refused(fake, path, number):
     said = '"input": "hi"' if path == "/v1/responses" else '"messages": [{"role": "user", "content": "hi"}]'
     answer = fake.send(path, f'{{{said}, "tools": [{function}]}}')
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools"), answer.text
+
+
+def test_stop_strings_have_a_bound(fake):
+    refused(fake.post(CHAT, messages=HELLO, stop=["x" * 40_000, "y" * 40_000]), 400, param="stop")
+
+
+def test_arguments_of_a_past_call_may_be_anything(fake):
+    """Nested deeper than a reader goes, or cut off in the middle."""
+    for arguments, status in (("[" * 100_000, 400), ('{"city": "Par', 200), ("", 200)):  # the first is longer than the context
+        call = {"id": "1", "type": "function", "function": {"name": "w", "arguments": arguments}}
+        messages = [*HELLO, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "x"}]
+        assert fake.post(CHAT, messages=messages, max_tokens=2).status_code == status

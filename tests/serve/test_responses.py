@@ -12,7 +12,7 @@ import pytest
 
 from onedraw.errors import BadParameter
 from onedraw.server.keys import ApiKey
-from onedraw.server.memory import Remembered, ResponseMemory
+from onedraw.server.memory import NoSuchResponse, Remembered, ResponseMemory
 from onedraw.server.options import ServerOptions
 from tests.serve.running import fake_door, serving, slowed
 
@@ -214,6 +214,23 @@ def test_an_item_is_remembered_as_long_as_any_response_that_has_it() -> None:
         memory.resolved(reference)
 
 
+def test_forgetting_a_later_response_leaves_the_items_of_an_earlier_one() -> None:
+    memory, reference = ResponseMemory(), [{"type": "item_reference", "id": "msg_0"}]
+    memory.keep(remembered(0))
+    memory.keep(Remembered({"id": "resp_1", "output": []}, (*memory.resolved(reference * 2),), ()))
+    memory.forget("resp_1")
+    assert memory.resolved(reference)[0]["type"] == "message"
+
+
+def test_a_response_too_large_to_keep_drives_no_other_out() -> None:
+    memory = ResponseMemory(most_characters=500)
+    memory.keep(remembered(0))
+    memory.keep(Remembered({"id": "resp_1", "output": []}, (), ({"role": "user", "content": "x" * 600},)))
+    assert memory.find("resp_0")
+    with pytest.raises(NoSuchResponse):
+        memory.find("resp_1")
+
+
 def test_what_one_key_stored_no_other_key_finds() -> None:
     options = ServerOptions(api_keys=(ApiKey("ann", "a-key"), ApiKey("bob", "b-key")))
     with fake_door() as door, serving(door, options) as served:
@@ -250,7 +267,15 @@ def test_what_it_was_asked_comes_in_pages(fake: Any, client: openai.OpenAI) -> N
     assert [item.content[0].text for item in listed] == list("01234")  # the client turns the pages
     newest = client.responses.input_items.list(told.id, limit=2)
     assert ([item.content[0].text for item in newest.data], newest.has_more) == (["4", "3"], True)
-    for wrong in ("limit=0", "limit=many", "order=up", "after=nobody", "page=2"):
+    for wrong in (
+        "limit=0",
+        "limit=many",
+        "limit=00000001000",
+        f"limit=000000001{5000 * '0'}",
+        "order=up",
+        "after=nobody",
+        "page=2",
+    ):
         answer = fake.get(f"{PATH}/{told.id}/input_items?{wrong}")
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, wrong.partition("=")[0])
     assert fake.get(f"{PATH}/{told.id}?stream=true").status_code == 400

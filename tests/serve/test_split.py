@@ -12,9 +12,8 @@ import pytest
 
 from onedraw.assemble import _card, make_service, open_door
 from onedraw.backends.fake import FakeBackend
-from onedraw.door import Door
+from onedraw.door import Door, settled_stats
 from onedraw.drafting import make_speculator
-from onedraw.prove import settled_stats
 from onedraw.settings import Settings
 from onedraw.text.toy import toy_template, toy_tokenizer
 from tests import tiny

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from onedraw.text.call_parsers import Arguments
 from onedraw.text.call_reading import CallReader
-from onedraw.text.tools import Calls, Dialect, Tool, tool_syntax
+from onedraw.text.tool_prompt import prepared
+from onedraw.text.tools import Calls, Dialect, Tool, ToolSyntax, tool_syntax
 from tests.calls import gathered
 
 WEATHER = Tool(
@@ -150,3 +151,12 @@ def test_any_text_survives_tags(value: str, width: int) -> None:
 def test_the_template_tells_the_dialect(source: str, dialect: Dialect, native: bool) -> None:
     syntax = tool_syntax(source)
     assert (syntax.dialect, syntax.native) == (dialect, native)
+
+
+@pytest.mark.parametrize("arguments", ["", '{"city": "Par', "[" * 100_000, "5"])
+def test_a_template_that_walks_over_arguments_gets_an_object_of_a_call_that_was_cut_off(arguments: str) -> None:
+    said = [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "w", "arguments": arguments}}]}]
+    (message,), _ = prepared(said, [], ToolSyntax("qwen_xml", native=True))
+    assert message["tool_calls"][0]["function"]["arguments"] == {}
+    (message,), _ = prepared(said, [], ToolSyntax("hermes", native=True))
+    assert message["tool_calls"][0]["function"]["arguments"] == arguments

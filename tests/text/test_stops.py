@@ -106,3 +106,10 @@ def test_what_comes_after_the_end_of_a_text_is_another_text() -> None:
     assert stops.finish() == "ab"
     assert stops.push("c") == ("c", None)
     assert stops.push("abc") == ("", "abc")
+
+
+def test_twenty_thousand_stops_are_looked_for_at_once() -> None:
+    stops = [f"<{number}>" for number in range(20_000)]
+    finder = StopFinder(stops)
+    assert finder.push("<1999<20000><1") == ("<1999<20000>", None)
+    assert finder.push("2345>6") == ("", "<12345>")

@@ -84,7 +84,8 @@ class DflashDrafter:
 
     @property
     def captures(self) -> tuple[int, ...]:
-        return self._spec.target_layers
+        """Each once, in the order of the layers, as a turn gives them."""
+        return tuple(sorted(set(self._spec.target_layers)))
 
     @property
     def lookahead(self) -> int:
@@ -120,7 +121,8 @@ class DflashDrafter:
         placed = lay_out([0] * len(taken), spans, [row.pages[:1] for row in plan.rows], shape=self._shape, device=self._device)
         padding = len(placed.host_tokens) - len(taken)
         index = torch.tensor([*taken, *taken[-1:] * padding], dtype=torch.long, device=self._device)
-        joined = torch.cat([feature.index_select(0, index) for feature in features], dim=1).to(self._target.dtype)  # [M, n * Et]
+        wanted = [features[self.captures.index(layer)].index_select(0, index) for layer in self._spec.target_layers]
+        joined = torch.cat(wanted, dim=1).to(self._target.dtype)  # [M, n * Et], in the drafter's order
         context = self._ops.rms_norm(self._fc(joined), self._hidden_norm, self._spec.eps)
         preparation = Preparation(self._ops, placed, self._ropes)
         for layer, linear, store in zip(self._layers, self._contexts, self.state.stores, strict=True):

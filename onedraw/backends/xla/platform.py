@@ -66,7 +66,7 @@ def _default_devices() -> list[jax.Device]:
 
 def _number(name: str, platform: str, count: int) -> int:
     base, _, number = name.partition(":")
-    if base not in ("auto", platform) or (number and not number.isdigit()):
+    if base not in ("auto", platform) or (number and not (number.isascii() and number.isdecimal())):
         raise BadSetting(f"--device {name}: with --xla-platform {platform} a device is auto, {platform} or {platform}:0 …")
     if int(number or 0) >= count:
         raise BadSetting(f"--device {name}: this platform has {count} of them, counted from 0")

@@ -11,7 +11,8 @@ export class ApiError extends Error {
 
 function headers(key) {
   const given = { "content-type": "application/json" };
-  if (key) given.authorization = "Bearer " + key;
+  // A header has bytes: those of the key in UTF-8, as the server reads it.
+  if (key) given.authorization = "Bearer " + String.fromCharCode(...new TextEncoder().encode(key));
   return given;
 }
 

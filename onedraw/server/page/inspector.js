@@ -9,7 +9,9 @@ export class Inspector {
     this.at = null;
     close.addEventListener("click", () => this.hide());
     document.addEventListener("keydown", (event) => {
-      if (event.key === "Escape") this.hide();
+      if (event.key !== "Escape" || this.card.hidden) return;
+      this.hide();
+      event.stopImmediatePropagation(); // it closes the card, and does not stop a reply
     });
   }
 

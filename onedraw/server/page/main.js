@@ -24,17 +24,25 @@ const say = (text) => (at("status").textContent = text);
 
 // ---------------------------------------------------------------------------------------------- asking
 
+// Nothing is sent, and nothing of the conversation changes, while something runs or the panel is filled in wrongly.
+const ready = () => !running && compose() !== null;
+
+// → whether it was sent.
 function send(text) {
+  if (!ready()) return false;
   const entry = { role: "user", text };
   entry.view = new UserView(text, { onedit: (edited) => resend(entry, edited) });
   put(entry);
-  return answer();
+  answer();
+  return true;
 }
 
 function resend(entry, text) {
+  if (!ready()) return false;
   entry.text = text;
   cut(conversation.indexOf(entry) + 1);
-  return answer();
+  answer();
+  return true;
 }
 
 // What was said before entry number `length`.
@@ -50,13 +58,13 @@ function told(entry) {
     case "tool":
       return entry.results.map(({ id, text }) => ({ role: "tool", tool_call_id: id, content: text }));
     default:
-      return [entry.reply.message()];
+      return entry.reply.says() ? [entry.reply.message()] : [];
   }
 }
 
 // What the calls of a reply gave. Written again, they take the place of what was said since.
 function giveResults(asked, texts) {
-  if (running) return;
+  if (!ready()) return;
   const { calls } = asked.reply;
   cut(conversation.indexOf(asked) + 1);
   asked.view.answering.hidden = true;
@@ -163,9 +171,10 @@ async function replay(entry) {
   if (running) return;
   const { reply, view } = entry;
   const request = { ...reply.request, seed: reply.seed, speculation: false };
-  if (reply.stopped) {
+  if (reply.partial) {
     delete request.max_completion_tokens;
     request.max_tokens = reply.tokens.length;
+    if (request.min_tokens > request.max_tokens) request.min_tokens = request.max_tokens;
   }
   const again = new Reply(request);
   view.judge("Replaying without drafts …", "waiting");
@@ -178,7 +187,7 @@ async function replay(entry) {
 }
 
 function verdict(entry, before, now, how) {
-  const difference = firstDifference(before, now, { partial: before.stopped || now.stopped });
+  const difference = firstDifference(before, now, { partial: before.partial || now.partial });
   if (difference) {
     const named = (token) => (token ? `“${spelled(token.text)}”` : "the end");
     const text = `Different ${how}, first at token ${difference.index + 1}: ${named(difference.then)} before, ${named(difference.now)} now.`;
@@ -251,8 +260,7 @@ function end() {
 function submit() {
   const text = ask.value.trim();
   if (!text || running) return;
-  ask.value = "";
-  send(text);
+  if (send(text)) ask.value = "";
 }
 
 function colour() {
@@ -295,14 +303,16 @@ function remembered() {
 }
 
 async function connect() {
-  triedKey = params.key;
+  const tried = (triedKey = params.key);
   try {
-    const [card] = await models(params.key);
+    const [card] = await models(tried);
+    if (tried !== params.key) return; // another one is on its way
     at("model").replaceChildren(make("strong", {}, card.id), ` ${card.dtype} on ${card.device}, context ${card.max_model_len}`);
     document.title = `${card.id} · Onedraw`;
     params.defaults(card);
     at("locked").hidden = true;
   } catch (error) {
+    if (tried !== params.key) return;
     at("model").textContent = error.status === 401 ? "locked" : `not reachable: ${error.message}`;
     if (error.status === 401 && at("locked").hidden) locked(true);
   }

@@ -66,8 +66,9 @@ export class Params {
   fields() {
     const asked = { return_token_details: true };
     for (const name of NUMBERS) {
-      const text = this.field(name).value.trim();
-      if (text) asked[name] = Number(text);
+      const field = this.field(name);
+      if (field.validity.badInput) throw new Error(`${name}: not a number`);
+      if (field.value.trim()) asked[name] = Number(field.value);
     }
     const alternatives = Number(this.field("alternatives").value || 0);
     if (alternatives > 0) Object.assign(asked, { logprobs: true, top_logprobs: alternatives });
@@ -75,7 +76,9 @@ export class Params {
     if (this.field("effort").value) asked.reasoning_effort = this.field("effort").value;
     const tools = this.json("tools");
     if (tools.length) Object.assign(asked, { tools, tool_choice: this.field("tool_choice").value });
-    return { ...asked, ...this.json("more") };
+    const more = this.json("more");
+    if ("n" in more) throw new Error("More fields: the page shows one reply, so n cannot be asked for here");
+    return { ...asked, ...more };
   }
 
   system() {
@@ -124,7 +127,7 @@ export class Params {
   restore() {
     let values = {};
     try {
-      values = JSON.parse(stored("localStorage", STORE) || "{}");
+      values = Object(JSON.parse(stored("localStorage", STORE) || "{}"));
     } catch {
       // written by something else
     }

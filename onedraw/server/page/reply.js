@@ -128,11 +128,21 @@ export class Reply {
     return this.tokens.map((token) => token.id);
   }
 
-  // The message as the next request sends it.
+  // It ended before its end: stopped here, or broken off.
+  get partial() {
+    return Boolean(this.stopped || this.error);
+  }
+
+  // Whether there is anything of it to tell of.
+  says() {
+    return Boolean(this.text || this.reasoning || (this.calls.length && !this.partial));
+  }
+
+  // The message as the next request sends it. Calls that were cut off nobody has answered.
   message() {
     const said = { role: "assistant", content: this.text };
     if (this.reasoning) said.reasoning_content = this.reasoning;
-    if (this.calls.length) {
+    if (this.calls.length && !this.partial) {
       said.tool_calls = this.calls.map(({ id, name, arguments: text }) => ({ id, type: "function", function: { name, arguments: text } }));
     }
     return said;

@@ -31,13 +31,16 @@ export class UserView {
         make("button", { type: "button", class: "quiet", onclick: close }, "Cancel")));
     form.addEventListener("submit", (event) => {
       event.preventDefault();
-      if (!area.value.trim()) return;
-      this.text = area.value;
-      this.show();
-      this.onedit(this.text);
+      if (area.value.trim() && this.onedit(area.value)) {
+        this.text = area.value;
+        this.show();
+      }
     });
     area.addEventListener("keydown", (event) => {
-      if (event.key === "Escape") close();
+      if (event.key === "Escape") {
+        event.stopPropagation(); // it ends the editing, not a reply
+        close();
+      }
       if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
         event.preventDefault();
         form.requestSubmit();
@@ -206,6 +209,7 @@ export class ReplyView {
 
   // Arrow keys walk over the tokens that have text; what is found is said aloud.
   move(event) {
+    if (event.altKey || event.ctrlKey || event.metaKey || event.shiftKey) return;
     const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
     const shown = this.spans.flatMap((span, i) => (span && event.currentTarget.contains(span) ? [i] : []));
     if (!shown.length || (step === undefined && !["Home", "End"].includes(event.key))) return;
@@ -215,8 +219,9 @@ export class ReplyView {
     if (event.key === "Home") next = 0;
     if (event.key === "End") next = shown.length - 1;
     const index = shown[next];
+    this.active = index;
     this.spans[index].scrollIntoView({ block: "nearest" });
-    this.inspect(index, this.spans[index]);
+    requestAnimationFrame(() => this.inspect(index, this.spans[index])); // behind the scrolling, which hides the card
     this.say(described(this.reply.tokens[index], this.reply.tokens.length));
   }
 }
