@@ -77,6 +77,13 @@ SHAPES: Mapping[tuple[type[BaseModel], str], Shape] = {
 }
 
 
+BLOCKS: Mapping[type[BaseModel], tuple[str, ...]] = {  # fields that hold blocks, which have rules of their own
+    messages.SpokenMessage: ("content",),
+    messages.MessagesRequest: ("system",),
+    messages.CountRequest: ("system",),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Parsed(Generic[RequestT]):
     request: RequestT
@@ -98,8 +105,9 @@ def _sifted(kind: type[BaseModel], raw: dict[str, Any], path: str, ignored: list
         _each(kept, name, partial(_sifted, part, ignored=ignored), path)
     if kind is items.ResponsesRequest:
         _each(kept, "input", lambda item, at: items.sifted(item, path=at, ignored=ignored), path)
-    if kind is messages.SpokenMessage and isinstance(kept.get("content"), list):
-        kept["content"] = messages.sifted(kept["content"], path=f"{path}content", ignored=ignored)
+    for name in BLOCKS.get(kind, ()):
+        if isinstance(kept.get(name), list):
+            kept[name] = messages.sifted(kept[name], path=f"{path}{name}", ignored=ignored)
     if ignored is not None:
         _trim(kept, {name: shape for (owner, name), shape in SHAPES.items() if owner is kind}, path, ignored)
     return kept

@@ -102,6 +102,14 @@ CALLED: dict[str, Any] = {"id": "1", "function": {"name": "w", "arguments": "{}"
             ["messages[1].tool_calls[0].x"],
         ),
         (items.ResponsesRequest, {"input": "a", "text": {"x": 1}, "reasoning": {"y": 2}}, ["text.x", "reasoning.y"]),
+        *(
+            (
+                kind,
+                {"messages": SAID, "system": [{"type": "text", "text": "b", "cache_control": {}, "x": 42}], **more},
+                ["system[0].x"],
+            )
+            for kind, more in ((messages.MessagesRequest, {"max_tokens": 4}), (messages.CountRequest, {}))
+        ),
         (
             ChatRequest,
             {"messages": SAID, "prediction": {"type": "content", "content": [{"type": "text", "text": "b", "x": 1}]}},
