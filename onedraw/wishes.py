@@ -181,10 +181,10 @@ def settle(
         raise BadParameter("ignore_eos", "a reply that is held to a form ends where the form ends")
     if any(not s for s in wishes.stop):
         raise BadParameter("stop", "an empty stop string would stop everything")
-    if any("\ud800" <= character <= "\udfff" for s in wishes.stop for character in s):
-        raise BadParameter("stop", "half of a surrogate pair is no text")
     if sum(map(len, wishes.stop)) > MOST_STOPS:
         raise BadParameter("stop", f"at most {MOST_STOPS:,} characters in all")
+    if any("\ud800" <= character <= "\udfff" for s in wishes.stop for character in s):
+        raise BadParameter("stop", "half of a surrogate pair is no text")
     return Ask(
         prompt=prompt,
         params=params,

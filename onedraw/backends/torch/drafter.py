@@ -121,8 +121,8 @@ class DflashDrafter:
         placed = lay_out([0] * len(taken), spans, [row.pages[:1] for row in plan.rows], shape=self._shape, device=self._device)
         padding = len(placed.host_tokens) - len(taken)
         index = torch.tensor([*taken, *taken[-1:] * padding], dtype=torch.long, device=self._device)
-        wanted = [features[self.captures.index(layer)].index_select(0, index) for layer in self._spec.target_layers]
-        joined = torch.cat(wanted, dim=1).to(self._target.dtype)  # [M, n * Et], in the drafter's order
+        found = dict(zip(self.captures, (feature.index_select(0, index) for feature in features), strict=True))
+        joined = torch.cat([found[layer] for layer in self._spec.target_layers], dim=1).to(self._target.dtype)  # [M, n * Et]
         context = self._ops.rms_norm(self._fc(joined), self._hidden_norm, self._spec.eps)
         preparation = Preparation(self._ops, placed, self._ropes)
         for layer, linear, store in zip(self._layers, self._contexts, self.state.stores, strict=True):
