@@ -53,6 +53,7 @@ from onedraw.models.spec import ModelSpec
 from onedraw.types import Choice, Logprobs, Outcome, Plan, RowOutcome
 
 GPU_ROWS = 64  # rows of one token that a GPU computes in about the time of one
+CHOICES = ("tile_heights", "first_split", "norm_warps")  # of operations, which decide about bits
 
 
 @dataclass(slots=True)
@@ -228,8 +229,8 @@ class TorchBackend:
         """What computes the bits: operations, hardware, library and how rows are offered to it; not the split."""
         stages = self._stack.stages
         parts = sorted({f"{stage.ops.name} on {hardware_name(stage.device)}" for stage in stages})
-        tiles = sorted({str(getattr(stage.ops, name, "")) for stage in stages for name in ("tile_heights", "first_split")})
-        return f"{', '.join(parts)}; torch {torch.__version__}; {self._shape.rule}; {tiles}"
+        choices = sorted({f"{name} {getattr(stage.ops, name, '')}" for stage in stages for name in CHOICES})
+        return f"{', '.join(parts)}; torch {torch.__version__}; {self._shape.rule}; {choices}"
 
     def export(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, npt.NDArray[Any]]:
         return self._snapshots.export(slot, pages)

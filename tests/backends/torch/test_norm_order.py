@@ -32,7 +32,9 @@ def order_of_the_sum(width: int, piece: int, *, kind: str, weight: str, capabili
     return meaning
 
 
-@pytest.mark.parametrize(("width", "kind", "weight"), [(2048, "bf16", "bf16"), (4096, "bf16", "fp32"), (2880, "fp16", "fp16")])
+@pytest.mark.parametrize(
+    ("width", "kind", "weight"), [(2048, "bf16", "bf16"), (4096, "bf16", "fp32"), (5120, "bf16", "bf16"), (2880, "fp16", "fp16")]
+)
 @pytest.mark.parametrize("capability", [80, 90])
 def test_programs_that_share_a_row_take_its_sum_as_one_does(width: int, kind: str, weight: str, capability: int) -> None:
     few, many = (order_of_the_sum(width, piece, kind=kind, weight=weight, capability=capability) for piece in (1024, 1 << 20))
@@ -45,8 +47,7 @@ def test_rows_at_odd_places_are_not_shared_since_their_sum_would_be_another() ->
     )
     assert few != many, "then they may be shared"
     rows = torch.empty(3, 2060, dtype=torch.bfloat16)
-    assert triton_norm._in_pieces(rows[:, :2048].contiguous(), 2048)
-    assert not triton_norm._in_pieces(rows[:, :2048], 2048)
-    assert not triton_norm._in_pieces(torch.empty(3, 2056, dtype=torch.bfloat16)[:, 1:2049], 2048)
-    assert not triton_norm._in_pieces(torch.empty(65, 2048), 2048)
-    assert not triton_norm._in_pieces(torch.empty(3, 5120), 8192)
+    assert triton_norm._in_pieces(rows[:, :2048].contiguous())
+    assert not triton_norm._in_pieces(rows[:, :2048])
+    assert not triton_norm._in_pieces(torch.empty(3, 2056, dtype=torch.bfloat16)[:, 1:2049])
+    assert not triton_norm._in_pieces(torch.empty(65, 2048))

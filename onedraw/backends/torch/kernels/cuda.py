@@ -23,7 +23,7 @@ from onedraw.backends.torch.kernels.triton_delta_chunks import chunked
 from onedraw.backends.torch.kernels.triton_delta_steps import MANY_PATHS, commit
 from onedraw.backends.torch.kernels.triton_linear import SMALL_SHARED, linear, shared_memory, tile_borders
 from onedraw.backends.torch.kernels.triton_moe import experts, route, route_borders
-from onedraw.backends.torch.kernels.triton_norm import ACTIVATIONS, gated, opened, rms_norm
+from onedraw.backends.torch.kernels.triton_norm import ACTIVATIONS, MOST_WARPS, gated, opened, rms_norm
 from onedraw.backends.torch.kernels.triton_rope import prepare_heads
 from onedraw.backends.torch.kernels.triton_routes import choose_experts, join
 from onedraw.backends.torch.kernels.triton_settle import move_kept, walk
@@ -177,7 +177,7 @@ class TritonOps(FloatOps):
 
     rule = RowRule(floor=1)
     records = True
-    first_split = LEAST  # of attention: it decides about bits
+    first_split, norm_warps = LEAST, MOST_WARPS  # they decide about bits: of attention, and of norms
 
     def __init__(self, device: torch.device, *, pdl: bool = False) -> None:
         self.name = f"{device.type}-triton"

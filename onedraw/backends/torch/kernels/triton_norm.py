@@ -18,9 +18,9 @@ from onedraw.backends.torch.kernels.triton_linear import launch_options
 from onedraw.backends.torch.kernels.triton_math import activated, begin_kernel, sigmoid, softplus
 from onedraw.models.spec import Activation, Gate
 
-# So many warps find room beside the blocks of a packed product (shares.py, INSIDE_REGISTERS). Programs of more would have
-# multiprocessors for themselves, and the product's blocks come late there: then one has a whole row.
-BESIDE_WARPS = 8
+# So many warps, at most, find room beside the blocks of a packed product (shares.py, INSIDE_REGISTERS). Programs of more would
+# have multiprocessors for themselves, and the product's blocks come late there.
+MOST_WARPS = 8
 ACTIVATIONS: dict[Activation, int] = {"silu": 1, "gelu_tanh": 2}
 
 
@@ -74,7 +74,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, ready: Prepared | 
     y = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
     if len(flat):
         block = max(triton.next_power_of_2(width), 1 if ready is None else 256)
-        piece = min(block, SEGMENT * SPAN) if ready is not None and _in_pieces(flat, block) else block
+        piece = min(block, SEGMENT * SPAN) if ready is not None and _in_pieces(flat) else block
         _rms_norm[(len(flat), triton.cdiv(width, piece))](
             flat,
             weight,
@@ -152,7 +152,7 @@ def gated(
             PAIRED=paired,
             READY=ready is not None,
             PDL=pdl,
-            num_warps=4,
+            num_warps=4 if ready is None else MOST_WARPS,
             enable_fp_fusion=False,
             **launch_options(pdl),
         )
@@ -209,12 +209,12 @@ def _places(ready: Prepared | None) -> tuple[Tensor | None, ...]:
     return (None, None, None) if ready is None else (ready.x, ready.factors, ready.sums)
 
 
-def _in_pieces(x: Tensor, block: int) -> bool:
+def _in_pieces(x: Tensor) -> bool:
     """Whether several programs share a row. Numbers are read eight by eight in either form where rows lie at whole sixteens;
     elsewhere the compiler would choose by what else a program reads, and with it the order of the sum."""
     aligned = x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
-    return aligned and len(x) <= FEW_ROWS and _warps(block) <= BESIDE_WARPS
+    return aligned and len(x) <= FEW_ROWS
 
 
 def _warps(block: int) -> int:
-    return min(max(block // 512, 1), 16)
+    return min(max(block // 512, 1), MOST_WARPS)
