@@ -136,7 +136,7 @@ class Settings:
 
     def _check_drafting(self) -> None:
         for entry in self.draft:
-            if entry not in DRAFT_WORDS and not entry.startswith("random:") and not Path(entry).exists():
+            if entry not in DRAFT_WORDS and not entry.startswith("random:") and not (entry and Path(entry).exists()):
                 raise BadSetting(
                     f"--draft: {entry!r} is neither {', '.join(DRAFT_WORDS)} nor the path of a drafter or draft model"
                 )

@@ -33,6 +33,7 @@ def test_one_name_or_a_list_of_them_are_the_same_setting() -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
+        ({"draft": ("",)}, "'' is neither auto, none"),
         ({"draft": ("n-gram",)}, "'n-gram' is neither auto, none, ngram, prediction, mtp nor the path of"),
         ({"draft": ("no/such/drafter.gguf",)}, "no/such/drafter.gguf"),
         ({"draft": ("none", "ngram")}, "none stands alone"),

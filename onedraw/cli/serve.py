@@ -36,6 +36,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     web.add_argument(
         "--cors-origin", action="append", default=[], metavar="ORIGIN", help="a web origin that may call; may be repeated"
     )
+    web.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a public name that leads to this server, where it has no key; may be repeated",
+    )
     web.add_argument("--alias", action="append", default=[], metavar="NAME", help="a further name of the model; may be repeated")
     web.add_argument(
         "--max-body",
@@ -81,6 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
         api_key=arguments.api_key,
         api_keys=() if arguments.api_key_file is None else read_keys(arguments.api_key_file),
         cors_origins=tuple(arguments.cors_origin),
+        allow_hosts=tuple(arguments.allow_host),
         max_body=arguments.max_body,
         lenient=arguments.lenient,
         drain_seconds=arguments.drain_seconds,

@@ -23,7 +23,7 @@ from onedraw.errors import Draining, NotFound, OnedrawError
 from onedraw.server import assets
 from onedraw.server.completion import Job, bursts, chat_prompt, count_prompt, prepare
 from onedraw.server.errors import TimedOut, error_response
-from onedraw.server.guards import OPEN_PATHS, Catcher, KeyGuard, caller, read_body, read_json, until_gone
+from onedraw.server.guards import OPEN_PATHS, Catcher, HomeGuard, KeyGuard, caller, read_body, read_json, until_gone
 from onedraw.server.items import ResponsesRequest, numbered
 from onedraw.server.keys import Keyring
 from onedraw.server.listing import check_query, listing, page_of
@@ -350,6 +350,8 @@ def create_app(door: Door, options: ServerOptions) -> FastAPI:
     # The last one added stands outermost: cross-origin headers go on every answer, errors included.
     if options.keys:
         app.add_middleware(KeyGuard, keyring=Keyring(options.keys), open_paths=OPEN_PATHS | page.keys())
+    else:
+        app.add_middleware(HomeGuard, hosts=(options.host, *options.allow_hosts), origins=options.cors_origins)
     app.add_middleware(Catcher)
     if options.cors_origins:
         app.add_middleware(

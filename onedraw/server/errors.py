@@ -53,6 +53,14 @@ class WrongKey(BadRequest):
     code, status = "invalid_api_key", 401
 
 
+class UnknownHost(BadRequest):
+    code, status = "unknown_host", 403
+
+
+class ForeignPage(BadRequest):
+    code, status = "foreign_page", 403
+
+
 class ClientGone(Exception):
     """The client hung up: nobody is left to answer."""
 

@@ -1,4 +1,4 @@
-"""What stands between the wire and the routes: key, body limit, JSON, a client that hangs up, errors nobody foresaw.
+"""What stands between the wire and the routes: key or name, body limit, JSON, a client that hangs up, errors nobody foresaw.
 
 In: ASGI messages. Out: the same, or an error in OpenAI's shape.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Coroutine, Set
+from collections.abc import Coroutine, Sequence, Set
+from ipaddress import ip_address
 from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
@@ -16,13 +17,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from onedraw.errors import BadRequest
-from onedraw.server.errors import BodyTooLarge, BodyTooSlow, ClientGone, WrongKey, error_response
+from onedraw.server.errors import BodyTooLarge, BodyTooSlow, ClientGone, ForeignPage, UnknownHost, WrongKey, error_response
 from onedraw.server.keys import Keyring
 from onedraw.server.logs import note
 
 OPEN_PATHS = frozenset({"/health"})
 CALLER = "onedraw.caller"  # in the scope of a request: whose key it brought
 BODY_SECONDS = 60.0  # for the last byte of a body
+NEAR = (".localhost", ".local", ".internal", ".lan", ".home.arpa", ".test")  # names that lead nowhere outside
 
 Result = TypeVar("Result")
 
@@ -54,6 +56,57 @@ class KeyGuard:
         scope[CALLER] = owner
         note(caller=owner)
         return True
+
+
+class HomeGuard:
+    """Stands before a server without keys: it answers to names of this machine and its network, and to no foreign web page.
+
+    A page that somebody looks at may send requests from their browser to their own machine. It can let a name of its own lead
+    there, and then read the answers: so a name that anybody can own must be allowed. Without that it can only make us work: a
+    browser says so, and only what fetches, which changes nothing, may come from elsewhere.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Sequence[str] = (), origins: Sequence[str] = ()) -> None:
+        self._app, self._hosts, self._origins = app, {host.lower().rstrip(".") for host in hosts}, set(origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        wrong = self._wrong(scope) if scope["type"] == "http" and scope["path"] not in OPEN_PATHS else None
+        if wrong is None:
+            await self._app(scope, receive, send)
+        else:
+            await error_response(wrong, path=scope["path"])(scope, receive, send)
+
+    def _wrong(self, scope: Scope) -> BadRequest | None:
+        headers = Headers(scope=scope)
+        name = _name_of(headers.get("host", ""))
+        if not (name in self._hosts or _is_near(name)):
+            return UnknownHost(
+                f"a server without a key does not answer to the name {name!r}, which any web page could lead here; serve it with "
+                f"--allow-host {name}, or with --api-key"
+            )
+        origin = headers.get("origin", "")
+        foreign = headers.get("sec-fetch-site") == "cross-site" and origin.startswith("http")
+        if foreign and scope["method"] not in ("GET", "HEAD", "OPTIONS") and not self._origins & {origin, "*"}:
+            return ForeignPage(
+                f"a server without a key takes no requests from the web page {origin}; serve it with --cors-origin {origin}, or "
+                "with --api-key"
+            )
+        return None
+
+
+def _name_of(host: str) -> str:
+    """What a Host header names, without the port."""
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.rpartition(":")[0] or host
+    return name.lower().rstrip(".")
+
+
+def _is_near(name: str) -> bool:
+    """An address, or a name that nobody can own in public: one without a dot, or under a name that stays in its network."""
+    try:
+        ip_address(name)
+    except ValueError:
+        return "." not in name or name.endswith(NEAR)
+    return True
 
 
 def caller(request: Request) -> str | None:

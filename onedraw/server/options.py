@@ -21,6 +21,7 @@ class ServerOptions:
     api_key: str | None = field(default=None, repr=False)  # a secret: never shown, never logged
     api_keys: tuple[ApiKey, ...] = ()  # further keys, with names
     cors_origins: tuple[str, ...] = ()
+    allow_hosts: tuple[str, ...] = ()  # public names that lead here, where there is no key
     max_body: int = 32 * 2**20  # bytes
     lenient: bool = False  # ignore unknown fields, and say so in a header
     drain_seconds: float = 30.0  # how long running requests may go on after SIGTERM

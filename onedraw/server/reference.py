@@ -49,6 +49,11 @@ This page is generated: `python -m onedraw.server.reference > docs/api.md`. A te
 With `--api-key` or `--api-key-file`, everything but `/health` and the web page's files needs the header
 `Authorization: Bearer KEY` (or `x-api-key: KEY`).
 
+Without a key the server answers to addresses, to names without a dot and to names of the local network alone, but for
+`/health` (403 `unknown_host`): a web page could let any other name lead to the reader's own machine. `--allow-host NAME`
+allows one more. And a browser's request from a web page elsewhere is refused (403 `foreign_page`) unless `--cors-origin`
+names the page's origin.
+
 ## What happens to a field
 
 A field is **honoured**, **accepted** because it cannot change the answer, taken **only with values that ask for nothing**,

@@ -75,6 +75,56 @@ def test_a_page_of_another_origin_may_not(locked):
     assert "access-control-allow-origin" not in answer.headers
 
 
+@pytest.fixture(scope="module")
+def home():
+    options = ServerOptions(allow_hosts=("Chat.Example",), cors_origins=("https://page.example",))
+    with fake_door() as door, serving(door, options) as served:
+        yield served
+
+
+NEAR = ("localhost", "LOCALHOST:8000", "api.localhost:1", "127.0.0.1:8000", "192.168.1.7", "[::1]:8000", "[fe80::1]")
+NAMED = ("onedraw:8000", "nas.local", "host.docker.internal:8000", "chat.example", "chat.example.:8000", "CHAT.EXAMPLE:443")
+
+
+@pytest.mark.parametrize("host", [*NEAR, *NAMED])
+def test_without_a_key_names_of_the_network_and_allowed_ones_are_answered(home, host):
+    assert home.get("/v1/models", headers={"host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example.", "a.chat.example"]
+)
+@pytest.mark.parametrize("path", ["/", "/v1/models", "/metrics"])
+def test_without_a_key_a_name_that_anybody_can_own_is_refused(home, host, path):
+    answer = home.get(path, headers={"host": host})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "unknown_host")
+    assert f"--allow-host {host.partition(':')[0].rstrip('.')}" in answer.json()["error"]["message"]
+
+
+def test_health_is_told_to_any_name(home):
+    assert home.get("/health", headers={"host": "evil.example"}).status_code == 200
+
+
+def test_with_a_key_any_name_is_answered(locked):
+    headers = {"host": "evil.example", "authorization": f"Bearer {KEY}".encode()}
+    assert locked.get("/v1/models", headers=headers).status_code == 200
+
+
+def test_without_a_key_no_foreign_page_makes_the_server_work(home):
+    body = {"model": home.model, "prompt": "a", "max_tokens": 1}
+
+    def ask(origin: str, site: str = "cross-site") -> int:
+        headers = {"origin": origin, "sec-fetch-site": site, "content-type": "text/plain"}
+        return home.http.post("/v1/completions", content=json.dumps(body), headers=headers).status_code
+
+    assert ask("https://evil.example") == 403
+    assert ask("https://page.example") == 200, "named by --cors-origin"
+    assert ask("http://localhost:3000", "same-site") == 200
+    assert ask("https://behind.a.proxy", "same-origin") == 200
+    assert ask("null") == ask("file://") == 200, "a program's own page"
+    assert home.get("/", headers={"origin": "https://evil.example", "sec-fetch-site": "cross-site"}).status_code == 200, "a link"
+
+
 def test_no_origin_is_allowed_unless_one_is_named(fake):
     assert "access-control-allow-origin" not in fake.get("/health", headers={"origin": "https://page.example"}).headers
 
