@@ -142,8 +142,8 @@ __device__ __forceinline__ void pass_on(const Product &p, const Run &run, const 
         if (n * 8 + 2 * (lane & 3) < p.rows) write_now((float4 *)p.handed + (blockIdx.x * TILES + n) * 32 + lane, four(total[n]));
 }
 
-// The same, from the block before: into shared memory. Blocks start in the order of their numbers, so that one has started, and it
-// waits for nobody before it hands its sum on.
+// The same, from the block before: into shared memory. That one waits for nobody before it hands its sum on, and it runs: blocks start
+// in the order of their numbers, and even if they did not, a device has room for all of a product's at once.
 __device__ __forceinline__ void take_over(const Product &p, float4 *to) {
     float4 *from = (float4 *)p.handed + (blockIdx.x - 1) * TILES * 32 + (threadIdx.x & 31);
 #pragma unroll
