@@ -105,13 +105,23 @@ class ResponseScribe:
         if self._asked.store:
             said = [item for item in items if item["type"] != "reasoning"]
             messages = (*self._before, *messages_of(self._items), *messages_of(said))
-            asked = tuple(self._named(number, item) for number, item in enumerate(self._items))
-            self._memory.keep(Remembered(whole, asked, messages, self._owner))
+            self._memory.keep(Remembered(whole, self._given(), messages, self._owner))
         return whole
 
-    def _named(self, number: int, item: Json) -> Json:
-        """An item of the input as it is given back: with an id, its text as parts."""
-        name = item.get("id") or f"in_{self._job.id.partition('_')[2]}_{number}"
+    def _given(self) -> tuple[Json, ...]:
+        """The input as it is given back. An id is that of one item, or nobody could turn pages: of several the first has it."""
+        seen: set[str] = set()
+        found: list[Json] = []
+        for number, item in enumerate(self._items):
+            own = f"in_{self._job.id.partition('_')[2]}_{number}"
+            name = item.get("id") or own
+            name = own if name in seen else name
+            seen.add(name)
+            found.append(self._named(name, item))
+        return tuple(found)
+
+    def _named(self, name: str, item: Json) -> Json:
+        """An item with an id, its text as parts."""
         content = item.get("content")
         if item["type"] == "message" and isinstance(content, str):
             kind = "output_text" if item["role"] == "assistant" else "input_text"

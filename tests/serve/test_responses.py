@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -279,6 +280,19 @@ def test_what_it_was_asked_comes_in_pages(fake: Any, client: openai.OpenAI) -> N
         answer = fake.get(f"{PATH}/{told.id}/input_items?{wrong}")
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, wrong.partition("=")[0])
     assert fake.get(f"{PATH}/{told.id}?stream=true").status_code == 400
+
+
+@pytest.mark.parametrize("order", ["asc", "desc"])
+def test_an_item_that_is_referred_to_several_times_is_turned_over_so_often(fake: Any, client: openai.OpenAI, order: Any) -> None:
+    (first,) = client.responses.create(model=fake.model, input="a", **SHORT).output
+    again = {"type": "item_reference", "id": first.id}
+    said: Any = [{"role": "user", "content": "a"}, again, again, {"role": "user", "content": "b"}, again]
+    told = client.responses.create(model=fake.model, input=said, **SHORT)
+    listed = list(itertools.islice(client.responses.input_items.list(told.id, limit=1, order=order), 9))
+    texts, answer = [item.content[0].text for item in listed], first.content[0].text
+    assert (texts if order == "asc" else texts[::-1]) == ["a", answer, answer, "b", answer]
+    assert len({item.id for item in listed}) == 5
+    assert client.responses.create(model=fake.model, input=[*said, again], **SHORT).status is not None
 
 
 def test_items_may_be_referred_to(fake: Any, client: openai.OpenAI) -> None:
