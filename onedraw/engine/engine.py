@@ -305,10 +305,8 @@ def _barren(sequence: Sequence, result: RowOutcome) -> OnedrawError:
     if result.fault:
         return NotFinite(f"the model's numbers overflowed: {result.fault}")
     constraint = sequence.request.params.constraint
-    number = constraint.failure(sequence.history.output) if isinstance(constraint, Watched) else ""
-    if number:
-        return TurnFailed(f"holding this reply to its form failed; error id {number} stands in the server's log")
-    return Barren(_BARREN)
+    failure = constraint.failure(sequence.history.output) if isinstance(constraint, Watched) else None
+    return Barren(_BARREN) if failure is None else failure
 
 
 _BARREN = (

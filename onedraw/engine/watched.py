@@ -1,7 +1,7 @@
 """A request's constraint, watched: where it fails, its own request does, and nobody who rides with it.
 
 In: a constraint. Out: one that answers the same, and allows nothing where the other one raised. Whoever finds that nothing is
-allowed asks whether it failed there; then it stands in the log under an error id, by which the request's error can name it.
+allowed asks whether it failed there: with an error that it says on purpose, or with one that stands in the log under an id.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import logging
 import secrets
 from collections.abc import Sequence
 
+from onedraw.errors import OnedrawError, TurnFailed
 from onedraw.types import NO_TOKEN, Bits, Constraint
 
 log = logging.getLogger(__name__)
@@ -25,14 +26,14 @@ class Watched:
         answer = self._asked(output, drafts)
         return NO_TOKEN if isinstance(answer, BaseException) else answer
 
-    def failure(self, output: Sequence[int]) -> str:
-        """The error id, where it fails behind this output; else nothing."""
+    def failure(self, output: Sequence[int]) -> OnedrawError | None:
+        """What it fails with behind this output, if it does: what it says itself, or an error id."""
         answer = self._asked(output, ())
-        if not isinstance(answer, BaseException):
-            return ""
+        if not isinstance(answer, BaseException) or isinstance(answer, OnedrawError):
+            return answer if isinstance(answer, OnedrawError) else None
         number = secrets.token_hex(6)
         log.error("a constraint failed, error id %s", number, exc_info=answer)
-        return number
+        return TurnFailed(f"holding this reply to its form failed; error id {number} stands in the server's log")
 
     def _asked(self, output: Sequence[int], drafts: Sequence[int]) -> Bits | BaseException | None:
         try:

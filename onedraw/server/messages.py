@@ -7,6 +7,7 @@ decided here: a message is one more rendering of the stream of pieces.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
@@ -387,12 +388,17 @@ def _content(block: Block, *, empty: bool = False) -> Json:
 
 
 def _input(arguments: str) -> Json:
-    """Arguments as an object; what was cut off in the middle is none."""
+    """Arguments as an object; what was cut off in the middle is none. JSON has no number without end: one that is too large
+    becomes the largest, and what is none is null."""
     try:
-        found = json.loads(arguments)
+        found = json.loads(arguments, parse_float=_finite, parse_constant=lambda _: None)
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _finite(number: str) -> float:
+    return max(-sys.float_info.max, min(float(number), sys.float_info.max))
 
 
 def write_usage(usage: Usage) -> Json:

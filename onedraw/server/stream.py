@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from onedraw.errors import OnedrawError
-from onedraw.server.errors import known
+from onedraw.server.errors import error_object, known, log
 from onedraw.server.guards import until_gone
 
 Chunk = dict[str, Any]
@@ -63,8 +63,15 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": self._events(chunks), "more_body": True})
                 last = self._framing.last
             except Exception as error:
-                last = self._events(self._failed(known(error)))
+                last = self._last_words(known(error))
             await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    def _last_words(self, said: OnedrawError) -> bytes:
+        try:
+            return self._events(self._failed(said))
+        except Exception as error:  # what was said so far may be what cannot be written
+            log.error("an error could not be told in its shape", exc_info=error)
+            return event({"type": "error", **error_object(said)}, self._framing.named)
 
     def _events(self, chunks: list[Chunk]) -> bytes:
         """One write for all of them: a write per chunk would cost more than the chunk."""

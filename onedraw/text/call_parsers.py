@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Callable, Generator, Sequence
+import re
+from collections.abc import Callable, Generator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
 from onedraw.text.channels import SPACE
-from onedraw.text.tools import GEMMA_QUOTE, MARKERS, Calls
+from onedraw.text.tools import GEMMA_QUOTE, MARKERS, Calls, Dialect
+
+_HALVES = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +44,15 @@ class Malformed(Exception):
     """These characters are no call."""
 
 
+class Another(Exception):
+    """A call that is over was not closed, and another one begins."""
+
+
 def parser_of(calls: Calls) -> Callable[[list[Event]], Parser]:
     types = {tool.name: _types(tool.schema) for tool in calls.tools}
     match calls.dialect:
         case "hermes":
-            return partial(_hermes, close=MARKERS["hermes"][1])
+            return _hermes
         case "llama":
             return _llama
         case "qwen_xml":
@@ -55,16 +62,16 @@ def parser_of(calls: Calls) -> Callable[[list[Event]], Parser]:
         case "gemma":
             return _gemma
         case "pythonic":
-            return _pythonic
+            return partial(_pythonic, names=frozenset(types))
 
 
 # ---------------------------------------------------------------------------------------------- JSON: Hermes, Qwen, Llama
 
 
-def _hermes(out: list[Event], *, close: str) -> Parser:
+def _hermes(out: list[Event]) -> Parser:
     """{"name": …, "arguments": {…}} and the marker behind it."""
     yield from _json_call(out, (yield from _skip((yield))))
-    yield from _until((close,))
+    yield from _closed("hermes")
 
 
 def _llama(out: list[Event]) -> Parser:
@@ -144,7 +151,7 @@ def _string(first: str) -> Generator[None, str, str]:
             break
         escaped = character == "\\" and not escaped
     try:
-        return str(json.loads(raw))
+        return _whole(json.loads(raw))
     except ValueError:
         raise Malformed from None
 
@@ -166,7 +173,7 @@ def _qwen_xml(out: list[Event], *, types: Types) -> Parser:
         key, _ = yield from _until((">",))
         yield from members.read(key, "</parameter>", trim=True)
     members.end()
-    yield from _until((MARKERS["qwen_xml"][1],))
+    yield from _closed("qwen_xml")
 
 
 def _laguna(out: list[Event], *, types: Types) -> Parser:
@@ -238,11 +245,11 @@ def _value(text: str, kinds: tuple[str, ...]) -> str:
     """A tagged value as JSON: what it is where that is allowed, else a text."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = text
     if kinds and _kind(value) not in kinds and not (_kind(value) == "integer" and "number" in kinds) and "string" in kinds:
         value = text
-    return text.strip() if not isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text.strip() if not isinstance(value, str) else _whole(json.dumps(value, ensure_ascii=False))
 
 
 def _kind(value: Any) -> str:
@@ -275,7 +282,7 @@ def _gemma(out: list[Event]) -> Parser:
     out.append(Arguments("{"))
     yield from _gemma_members(out, "}")
     out.append(End())
-    yield from _until((MARKERS["gemma"][1],))
+    yield from _closed("gemma")
 
 
 def _gemma_members(out: list[Event], close: str) -> Parser:
@@ -326,13 +333,14 @@ def _gemma_value(out: list[Event], first: str) -> Generator[None, str, str]:
     return character
 
 
-def _pythonic(out: list[Event]) -> Parser:
-    """[name(key=value, …), …], as Python would write it."""
+def _pythonic(out: list[Event], *, names: Set[str]) -> Parser:
+    """[name(key=value, …), …], as Python would write it. `names`: of tools, which need not be names there."""
     _demand((yield from _skip((yield))) == "[")
     while True:
         name, _ = yield from _until(("(",))
-        _demand(name.strip(SPACE).replace(".", "_").replace("-", "_").isidentifier())
-        out.append(Begin(name.strip(SPACE)))
+        name = name.strip(SPACE)
+        _demand(name in names or name.replace(".", "_").replace("-", "_").isidentifier())
+        out.append(Begin(name))
         out.append(Arguments("{"))
         character = yield from _skip((yield))
         while character != ")":
@@ -364,7 +372,7 @@ def _literal(out: list[Event]) -> Generator[None, str, str]:
         else:
             depth += (character in "([{") - (character in ")]}")
         text += character
-    out.append(Arguments(json.dumps(_python_value(text.strip(SPACE)), ensure_ascii=False)))
+    out.append(Arguments(_whole(json.dumps(_python_value(text.strip(SPACE)), ensure_ascii=False))))
     return character
 
 
@@ -385,6 +393,19 @@ def _python_value(text: str) -> Any:
 def _demand(holds: bool) -> None:
     if not holds:
         raise Malformed
+
+
+def _whole(text: str) -> str:
+    """Halves of characters, which JSON can spell and no reply can say, as what stands for a character that is not known."""
+    return _HALVES.sub("\ufffd", text)
+
+
+def _closed(dialect: Dialect) -> Parser:
+    """The marker behind a call. What else stands before it is nothing; before another call, it is the reader's."""
+    opens, closes = MARKERS[dialect]
+    _, found = yield from _until((closes, opens))
+    if found == opens:
+        raise Another
 
 
 def _skip(character: str) -> Generator[None, str, str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
-from onedraw.text.call_parsers import Arguments, Begin, End, Event, Malformed, Parser, parser_of
+from onedraw.text.call_parsers import Another, Arguments, Begin, End, Event, Malformed, Parser, parser_of
 from onedraw.text.channels import SPACE
 from onedraw.text.tools import MARKERS, Calls
 
@@ -26,7 +26,8 @@ class CallReader:
 
     def __init__(self, calls: Calls) -> None:
         self._make = parser_of(calls)
-        self._opens = MARKERS[calls.dialect][0] if calls.dialect in MARKERS else None
+        self._markers = MARKERS.get(calls.dialect)
+        self._opens = None if self._markers is None else self._markers[0]
         self._held = ""  # content that may begin a call, or is space before one
         self._running: Running | None = None
         self._began = False  # something other than space was said, outside of calls
@@ -94,6 +95,11 @@ class CallReader:
         except Malformed:
             self._give_up(out)
             return
+        except Another:
+            assert self._opens is not None
+            self._give_up(out)
+            self._running = Running(self._make, self._opens)
+            return
         out.extend(self._running.events())
         if ended:
             self._calls += self._running.ended
@@ -106,9 +112,13 @@ class CallReader:
         out.extend(running.events())
         self._calls += running.ended
         if running.begun:
+            self._fresh = True
             if running.begun > running.ended:
                 out.append(End())
-            self._fresh = True
+            elif self._markers is not None:
+                opens, closes = self._markers
+                behind = running.behind.removesuffix(opens)
+                self._say("" if closes.startswith(behind.strip(SPACE)) else behind.rstrip(SPACE), out)
         else:
             self._say(running.raw, out, read=read)
 
@@ -130,16 +140,20 @@ class Running:
         next(self._parser)
         self.raw = opening
         self.begun = self.ended = 0
+        self.behind = ""  # what came behind the end of a call
 
     def take(self, character: str) -> bool:
         """Whether the call is over."""
         self.raw += character
+        self.behind += character
         try:
             self._parser.send(character)
         except StopIteration:
             return True
         finally:
             self.begun += sum(isinstance(event, Begin) for event in self._events)
+            if self._events:
+                self.behind = ""
         return False
 
     def events(self) -> list[Event]:

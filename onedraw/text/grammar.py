@@ -32,8 +32,8 @@ _GAP = r"gap: /[ \t\r\n]{0,8}/"  # what models put between their thinking and th
 class GrammarConstraint:
     """A matcher that follows a reply. Owner: one request."""
 
-    def __init__(self, pristine: Any, vocab: int) -> None:
-        self._pristine, self._matcher, self._vocab = pristine, pristine.deep_copy(), vocab
+    def __init__(self, pristine: Any, vocab: int, param: str) -> None:
+        self._pristine, self._matcher, self._vocab, self._param = pristine, pristine.deep_copy(), vocab, param
         self._tokens: list[int] = []
 
     def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> Bits | None:
@@ -47,7 +47,7 @@ class GrammarConstraint:
             return NO_TOKEN  # a draft that may not stand there: nothing behind it is ever reached
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)
         if self._matcher.is_error():  # it says no more than that a reply may end
-            raise RuntimeError(f"the grammar does not go on: {_first_line(self._matcher.get_error())}")
+            raise BadParameter(self._param, f"cannot be followed any further: {_first_line(self._matcher.get_error())}")
         return bits
 
     def _back_to(self, common: int) -> int:
@@ -85,7 +85,7 @@ class Grammars:
                 if len(self._compiled) > REMEMBERED:
                     self._compiled.popitem(last=False)
             self._compiled.move_to_end((guide, reading))
-        grammar = GrammarConstraint(pristine, self._tokenizer.vocab_size)
+        grammar = GrammarConstraint(pristine, self._tokenizer.vocab_size, guide.param)
         if isinstance(guide, JsonGuide) or (isinstance(guide, LarkGuide) and guide.numbers):
             return BoundedNumbers(grammar, spell=self._tokenizer.token_bytes, digits=self._digits)
         return grammar

@@ -31,6 +31,8 @@ class JsonGuide:
                 schema = json.loads(schema)
             except ValueError as error:
                 raise BadParameter(param, f"is not valid JSON: {error}") from None
+            except RecursionError:
+                raise BadParameter(param, "is nested too deeply") from None
         if not isinstance(schema, dict | bool):
             raise BadParameter(param, "a JSON schema is an object")
         return cls(json.dumps(schema), param)

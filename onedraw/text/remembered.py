@@ -57,8 +57,8 @@ class CallMemory:
             reply = self._kept.get(calls[0].get("id", ""))
         if reply is None or (message.get("content") or "") != reply.content or len(calls) != len(reply.calls):
             return None
-        told = [(call["function"]["name"], _value(call["function"].get("arguments"))) for call in calls]
-        return reply if told == [(name, _value(arguments)) for name, arguments in reply.calls] else None
+        told = [(call["function"]["name"], _spelled(call["function"].get("arguments"))) for call in calls]
+        return reply if told == [(name, _spelled(arguments)) for name, arguments in reply.calls] else None
 
 
 def origin_of(text: str) -> str:
@@ -104,10 +104,10 @@ def _behind(
     return rest if found and text.endswith(rest) and any(rest.startswith(mark) for mark in marks) else None
 
 
-def _value(arguments: Any) -> Any:
-    if not isinstance(arguments, str):
-        return arguments
+def _spelled(arguments: Any) -> str:
+    """Arguments in one spelling, whatever their spaces and their order are: `true`, `1` and `1.0` are three things."""
     try:
-        return json.loads(arguments)
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+        return json.dumps(value, sort_keys=True)
     except (ValueError, RecursionError):
-        return arguments
+        return str(arguments)

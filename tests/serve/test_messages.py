@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +11,7 @@ import anthropic
 import jsonschema
 import pytest
 
+from onedraw.server import messages
 from onedraw.server.keys import ApiKey
 from onedraw.server.options import ServerOptions
 from tests.serve.running import fake_door, serving
@@ -215,3 +218,17 @@ def test_what_would_change_the_prompt_unseen_is_refused(fake: Any, fields: dict[
 def test_what_asks_for_nothing_is_accepted(fake: Any) -> None:
     nothing = {"context_management": {"edits": []}, "tools": [{**WEATHER, "strict": None, "defer_loading": False}]}
     assert fake.post(PATH, messages=HELLO, max_tokens=4, **nothing).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        ('{"a": 6e390, "b": [-1e999], "c": 1.5}', {"a": sys.float_info.max, "b": [-sys.float_info.max], "c": 1.5}),
+        ('{"a": NaN, "b": Infinity}', {"a": None, "b": None}),
+        ('{"a": 1', {}),
+        ("[1]", {}),
+    ],
+)
+def test_arguments_become_an_object_that_can_be_written(arguments: str, given: Any) -> None:
+    assert messages._input(arguments) == given
+    json.dumps(given, allow_nan=False)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import openai
 import pytest
 
+from onedraw.errors import OnedrawError
+from onedraw.server.stream import NAMED, EventStream
 from tests.serve.running import fake_door, serving, slowed, wait_until
 
 HELLO = [{"role": "user", "content": "Say hello."}]
@@ -166,3 +169,29 @@ def test_a_client_that_hangs_up_while_it_waits_in_the_queue_leaves_it():
             wait_until(lambda: door.service.stats().waiting == 1)
         wait_until(lambda: door.service.stats().waiting == 0)
         assert door.service.stats().running == 1
+
+
+def test_an_error_that_cannot_be_told_in_its_shape_is_told_in_another() -> None:
+    """As where the shape repeats what was said, and that is what could not be written."""
+
+    async def chunks() -> Any:
+        yield [{"type": "a", "text": "fine"}]
+        yield [{"type": "b", "text": "\ud83d"}]
+
+    def failed(error: OnedrawError) -> list[dict[str, Any]]:
+        return [{"type": "c", "text": "\ud83d", "error": str(error)}]
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        await asyncio.sleep(60)
+
+    stream = EventStream(chunks(), {}, NAMED, failed)
+    asyncio.run(stream({"type": "http"}, receive, send))
+    assert b'"fine"' in sent[1]["body"]
+    assert sent[-1]["body"].startswith(b"event: error\ndata: ")
+    assert json.loads(sent[-1]["body"].partition(b"data: ")[2])["error"]["code"] == "internal_error"
+    assert not sent[-1]["more_body"]

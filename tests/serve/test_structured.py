@@ -127,6 +127,8 @@ def test_a_keyword_that_cannot_be_held_to_is_named_with_its_path(fake: Any, path
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"guided_choice": ["a"], "ignore_eos": True}, "ignore_eos"),
         ({"guided_json": "{"}, "guided_json"),
+        ({"guided_json": 100_000 * "["}, "guided_json"),
+        ({"guided_regex": "(a{1000}){1000}"}, "guided_regex"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
     ],

@@ -112,6 +112,50 @@ def test_a_call_that_is_cut_off_keeps_what_came() -> None:
     assert (content, calls, ended) == ("", [("weather", '{"city": "Par')], 0)
 
 
+@pytest.mark.parametrize("width", [1, 7, 1000])
+@pytest.mark.parametrize("dialect", ["hermes", "qwen_xml", "gemma"])
+def test_what_comes_behind_a_call_that_nobody_closed_is_not_lost(dialect: Dialect, width: int) -> None:
+    whole = SPELLED[dialect]
+    opened = whole[: whole.rindex("<")].rstrip()
+    ((name, _),) = read(dialect, whole)[1]
+    content, calls, ended = read(dialect, f"{opened}\n{whole} Well, \n{opened} It is 42.", width)
+    assert ([name for name, _ in calls], ended, content) == ([name] * 3, 3, "Well,It is 42.")
+    assert read(dialect, whole[:-3], width) == read(dialect, whole, width), "the marker was cut off"
+
+
+def test_a_stray_brace_behind_a_call_is_nothing() -> None:
+    assert read("hermes", '<tool_call>{"name": "weather", "arguments": {}}}\n</tool_call>Well.')[::2] == ("Well.", 1)
+
+
+@pytest.mark.parametrize("name", ["a/b", "a:b", "2fa", "a-b.c"])
+def test_a_tool_is_called_by_its_name_in_python_too(name: str) -> None:
+    reader = CallReader(Calls("pythonic", (Tool(name),)))
+    assert gathered([*reader.push(f"[{name}(a=9)]"), *reader.finish()]) == ("", [(name, '{"a": 9}')])
+    assert read("pythonic", "[a/b(a=9)]")[0] == "[a/b(a=9)]", "nobody's name"
+
+
+@pytest.mark.parametrize(
+    ("dialect", "text"),
+    [
+        ("hermes", r'<tool_call>{"name": "f\ud83d", "arguments": {}}</tool_call>'),
+        ("hermes", r'<tool_call>{"name": "f", "arguments": "{\"a\": \"\ud83d\"}"}</tool_call>'),
+        ("qwen_xml", r'<tool_call><function=f><parameter=a>"\ud83d"</parameter></function></tool_call>'),
+        ("gemma", r'<|tool_call>call:f{a:"\ud83d"}<tool_call|>'),
+        ("pythonic", r'[f(a=["\ud83d"])]'),
+    ],
+)
+def test_half_of_a_character_becomes_one_that_can_be_said(dialect: Dialect, text: str) -> None:
+    content, ((name, arguments),), _ = read(dialect, text)
+    assert "\ufffd" in (name + arguments)
+    assert (content + name + arguments).encode()
+
+
+def test_a_value_that_is_nested_too_deeply_is_a_text() -> None:
+    text = "<tool_call><function=f><parameter=a>" + 100_000 * "[" + "</parameter></function></tool_call>"
+    ((_, arguments),) = read("qwen_xml", text)[1]
+    assert json.loads(arguments) == {"a": 100_000 * "["}
+
+
 def test_a_name_may_come_behind_its_arguments() -> None:
     text = '<tool_call>{"arguments": {"a": 1}, "name": "weather"}</tool_call>'
     assert read("hermes", text, 2)[1] == [("weather", '{"a": 1}')]

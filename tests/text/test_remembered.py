@@ -36,6 +36,9 @@ def found(memory: CallMemory, messages: Any) -> Any:
 def test_the_prompt_begins_with_the_remembered_tokens() -> None:
     messages = [USER, ASSISTANT, RESULT]
     assert found(memory_of(), messages) == ((1, 2, 3), "<end>\n[tool]5<end>\n[assistant]")
+    several = {"name": "f", "arguments": '{"b": [true], "a": 1}'}
+    messages[1] = {**ASSISTANT, "tool_calls": [{**CALL, "function": several}]}
+    assert found(memory_of(calls=(("f", '{"a":1,"b":[ true ]}'),)), messages) is not None
 
 
 def test_another_beginning_another_call_or_another_content_is_not_it() -> None:
@@ -43,6 +46,8 @@ def test_another_beginning_another_call_or_another_content_is_not_it() -> None:
     assert found(memory_of(origin="other"), messages) is None
     assert found(memory_of(calls=(("g", '{"a":1}'),)), messages) is None
     assert found(memory_of(calls=(("f", '{"a":2}'),)), messages) is None
+    assert found(memory_of(calls=(("f", '{"a":1.0}'),)), messages) is None
+    assert found(memory_of(calls=(("f", '{"a":true}'),)), messages) is None
     assert found(memory_of(content="x"), messages) is None
     assert found(memory_of(), [USER, {**ASSISTANT, "tool_calls": [{**CALL, "id": "call_2"}]}, RESULT]) is None
     assert found(CallMemory(), messages) is None
