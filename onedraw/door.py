@@ -122,7 +122,12 @@ class Door:
         """
         template, tools = self.template, () if use is None else use.tools
         if template is None:
-            raise BadRequest("this model has no chat template; use /v1/completions", param="messages", code="no_chat_template")
+            raise BadRequest(
+                "this model has no chat template of its own, or none that is called default; give it a plain prompt, as "
+                "/v1/completions does",
+                param="messages",
+                code="no_chat_template",
+            )
 
         def render(said: Sequence[Mapping[str, Any]], follows: bool) -> str:
             prepared_messages, told = prepared(said, tools, self.tool_syntax)

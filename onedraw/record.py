@@ -209,7 +209,7 @@ def _read_file(file: Path) -> Iterator[Record]:
         where = f"{file.name}:{number}"
         try:
             yield _record(json.loads(line), where)
-        except (ValueError, KeyError, TypeError, OnedrawError) as error:
+        except (ValueError, KeyError, IndexError, TypeError, RecursionError, OnedrawError) as error:
             raise BadSetting(f"{file}:{number}: this is no record ({type(error).__name__}: {error})") from None
 
 
@@ -220,13 +220,15 @@ def _record(line: dict[str, Any], where: str) -> Record:
         if not isinstance(line[name], str):
             raise TypeError(f"{name} is no text")
     checksums, text = line.get("checksums"), line.get("text")
+    if checksums is not None and len(checksums) != len(line["reply"]):
+        raise ValueError(f"{len(checksums)} checksums of {len(line['reply'])} tokens")
     return Record(
         id=line["id"],
         time=line["time"],
         model=line["model"],
         source=line["source"],
         fingerprint=line["fingerprint"],
-        ask=None if line["ask"] is None else read(Ask, line["ask"]),
+        ask=None if line["ask"] is None else _single(read(Ask, line["ask"])),
         reply=tuple(int(token) for token in line["reply"]),
         finish=line["finish"],
         stop_reason=line["stop_reason"],
@@ -235,6 +237,12 @@ def _record(line: dict[str, Any], where: str) -> Record:
         text=None if text is None else (text[0], text[1]),
         where=where,
     )
+
+
+def _single(ask: Ask) -> Ask:
+    if ask.n != 1:
+        raise ValueError(f"a request of {ask.n} replies, where a record has one")
+    return ask
 
 
 def _number(path: Path) -> int:

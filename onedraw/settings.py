@@ -7,7 +7,7 @@ receives values. Each field is a serving flag: `max_context` is `--max-context`.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -24,6 +24,13 @@ Overlap = Literal["auto", "on", "off"]
 BackendName = Literal["torch", "xla", "fake"]
 XlaPlatform = Literal["auto", "cpu", "cuda", "tpu"]
 DRAFT_WORDS = ("auto", "none", "ngram", "prediction", "mtp")  # what --draft knows beside paths
+
+
+ENVIRONMENT: tuple[tuple[str, str, Callable[[str], Any]], ...] = (
+    ("cache_dir", "ONEDRAW_CACHE", Path),
+    ("activation_dtype", "ONEDRAW_ACTIVATION_DTYPE", str),
+    ("kv_dtype", "ONEDRAW_KV_DTYPE", str),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,17 +154,18 @@ class Settings:
         if self.tree_budget < 0:
             raise BadSetting(f"--tree-budget: must be 0 (a chain) or more nodes, not {self.tree_budget}")
 
-    def with_environment(self, environment: Mapping[str, str] = os.environ) -> Settings:
+    def with_environment(self, environment: Mapping[str, str] = os.environ, *, given: Collection[str] = ()) -> Settings:
         """ONEDRAW_CACHE sets cache_dir, ONEDRAW_ACTIVATION_DTYPE activation_dtype and ONEDRAW_KV_DTYPE kv_dtype where no flag
-        did."""
-        found: dict[str, Any] = {}
-        if self.cache_dir is None and environment.get("ONEDRAW_CACHE"):
-            found["cache_dir"] = Path(environment["ONEDRAW_CACHE"])
-        if self.activation_dtype == "auto" and environment.get("ONEDRAW_ACTIVATION_DTYPE"):
-            found["activation_dtype"] = environment["ONEDRAW_ACTIVATION_DTYPE"]
-        if self.kv_dtype == "auto" and environment.get("ONEDRAW_KV_DTYPE"):
-            found["kv_dtype"] = environment["ONEDRAW_KV_DTYPE"]
-        return replace(self, **found) if found else self
+        did: those that did are `given`."""
+        found = self
+        for name, variable, read in ENVIRONMENT:
+            if name in given or getattr(self, name) not in (None, "auto") or not environment.get(variable):
+                continue
+            try:
+                found = replace(found, **{name: read(environment[variable])})
+            except BadSetting as error:
+                raise BadSetting(f"{variable} is taken for a flag. {error}") from None
+        return found
 
     @property
     def device_names(self) -> list[str]:
@@ -176,7 +184,7 @@ class Settings:
             if isinstance(flags.get(name), str):
                 flags[name] = Path(flags[name])
         given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in flags.items() if v is not None}
-        return cls(**given).with_environment()
+        return cls(**given).with_environment(given=given)
 
 
 def default_cache_dir(environment: Mapping[str, str] = os.environ) -> Path:

@@ -74,6 +74,9 @@ class DryParams:
         _check("dry_range", self.range, low=0)
 
 
+LARGEST = 1e9  # of what is added to a logit, and of what it is multiplied with: float32 has room for both
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Everything that shapes the choice of a token, besides the logits and the history."""
@@ -103,7 +106,7 @@ class SamplingParams:
         _check("top_k", self.top_k, low=0)
         _check("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
         _check("min_p", self.min_p, low=0.0, high=1.0)
-        _check("repetition_penalty", self.repetition_penalty, low=0.0, open_low=True)
+        _check("repetition_penalty", self.repetition_penalty, low=1 / LARGEST, high=LARGEST)
         _check("frequency_penalty", self.frequency_penalty, low=-100.0, high=100.0)
         _check("presence_penalty", self.presence_penalty, low=-100.0, high=100.0)
         _check("seed", self.seed, low=0, high=SEED_LIMIT - 1)
@@ -113,8 +116,8 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 _check(name, getattr(self, name), low=0, high=MAX_TOP_LOGPROBS)
         for _, value in self.logit_bias:
-            if math.isnan(value) or value == math.inf:
-                raise BadParameter("logit_bias", f"must be a number or -inf, not {value}")
+            if not value <= LARGEST:
+                raise BadParameter("logit_bias", f"must be a number of up to {LARGEST:g}, or -inf, not {value}")
         if any(not word for word in self.bad_words):
             raise BadParameter("bad_words", "an empty word would ban everything")
 
@@ -122,6 +125,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         """No noise: temperature 0, or a top_k of 1, which leaves nothing to draw."""
         return self.temperature == 0 or self.top_k == 1
+
+    @property
+    def may_ban_all(self) -> bool:
+        """Whether bans may leave nothing to choose. Without any, filters leave the likeliest token, if there is one."""
+        return bool(self.logit_bias or self.bad_words or self.min_tokens or self.constraint is not None)
 
     @property
     def counts_history(self) -> bool:

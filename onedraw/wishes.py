@@ -22,7 +22,8 @@ from onedraw.text.tools import ToolUse
 from onedraw.types import DryParams, LogprobsMode, SamplingParams
 
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")
-MOST_STOPS = 1 << 16  # characters of all stop strings
+MOST_FORM = 1 << 25  # characters of what a reply is held to: any that fits into a body
+MOST_CHARACTERS = 1 << 16  # of all stop strings, of all words that are not to be said, of all texts that break a sequence
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 # Tokens of thinking, for models whose template knows no effort of its own; None: as much as they like.
@@ -138,7 +139,7 @@ def thinking_switches(wishes: Wishes, reasoning: Reasoning | None) -> dict[str, 
     if reasoning is None:
         if effort == "none":
             return {}
-        raise BadParameter("reasoning_effort", "this model does not think aloud; only none can be asked for")
+        raise BadParameter("reasoning_effort", "this model does not think aloud, so none can be asked of it")
     switches: dict[str, Any] = {"enable_thinking": effort != "none"} if reasoning.switch else {}
     return switches | ({"reasoning_effort": effort} if reasoning.effort else {})
 
@@ -181,10 +182,7 @@ def settle(
         raise BadParameter("ignore_eos", "a reply that is held to a form ends where the form ends")
     if any(not s for s in wishes.stop):
         raise BadParameter("stop", "an empty stop string would stop everything")
-    if sum(map(len, wishes.stop)) > MOST_STOPS:
-        raise BadParameter("stop", f"at most {MOST_STOPS:,} characters in all")
-    if any("\ud800" <= character <= "\udfff" for s in wishes.stop for character in s):
-        raise BadParameter("stop", "half of a surrogate pair is no text")
+    _check_texts("stop", wishes.stop)
     return Ask(
         prompt=prompt,
         params=params,
@@ -207,7 +205,7 @@ def _length(asked: int | None, default: int | None, *, prompt: int, context: int
         asked = max(room, 1) if default is None else min(default, max(room, 1))
     if asked > room:
         raise ContextOverflow(
-            f"the prompt has {prompt} tokens and max_tokens is {asked}: together {prompt + asked}, "
+            f"the prompt has {prompt} tokens and the reply may have {asked}: together {prompt + asked}, "
             f"over the context of {context}; shorten the prompt, ask for fewer tokens or raise --max-context",
             param="max_tokens" if room > 0 else "prompt",
             prompt=prompt,
@@ -219,6 +217,13 @@ def check_ids(name: str, ids: tuple[int, ...], *, vocab: int) -> None:
     for token in ids:
         if not 0 <= token < vocab:
             raise BadParameter(name, f"token id {token} is outside the vocabulary of {vocab}")
+
+
+def _check_texts(name: str, texts: Sequence[str], *, most: int = MOST_CHARACTERS) -> None:
+    if sum(map(len, texts)) > most:
+        raise BadParameter(name, f"at most {most:,} characters in all")
+    if any("\ud800" <= character <= "\udfff" for text in texts for character in text):
+        raise BadParameter(name, "half of a surrogate pair is no text")
 
 
 def _sampling_values(wishes: Wishes, defaults: Mapping[str, float | int]) -> dict[str, Any]:
@@ -240,6 +245,7 @@ def _dry(wishes: Wishes, door: Door) -> DryParams | None:
     texts = DEFAULT_BREAKERS if wishes.dry_sequence_breakers is None else wishes.dry_sequence_breakers
     if any(not text for text in texts):
         raise BadParameter("dry_sequence_breakers", "an empty text stands in every token and would break everything")
+    _check_texts("dry_sequence_breakers", texts)
     found = DryParams(
         multiplier=wishes.dry_multiplier or 0.0,
         base=1.75 if wishes.dry_base is None else wishes.dry_base,
@@ -255,9 +261,10 @@ def _budget(wishes: Wishes, reading: Reading) -> int | None:
     if limit is not None and limit < 0:
         raise BadParameter("thinking_budget", f"must be >= 0, not {limit}")
     if reasoning is None:
-        if limit is None:
-            return None
-        raise BadParameter("thinking_budget", "this model does not think aloud, or the prompt is no chat")
+        for name, wish in (("thinking_budget", limit), ("reasoning_effort", wishes.reasoning_effort)):
+            if wish not in (None, "none"):
+                raise BadParameter(name, "this model does not think aloud, or the prompt is no chat")
+        return None
     if limit is None and wishes.reasoning_effort is not None and not reasoning.effort:
         return EFFORTS[wishes.reasoning_effort]
     return limit
@@ -268,6 +275,9 @@ def guide_of(wishes: Wishes) -> Guide | None:
     given = [name for name in GUIDED if getattr(wishes, name) is not None]
     if len(given) > 1:
         raise BadParameter(given[1], f"a reply is held to one form; {given[0]} is given too")
+    for name in given:
+        form = getattr(wishes, name)
+        _check_texts(name, [form] if isinstance(form, str) else form if isinstance(form, tuple) else [], most=MOST_FORM)
     match given:
         case ["guided_json"]:
             return JsonGuide.of(wishes.guided_json, "guided_json")
@@ -293,6 +303,7 @@ def _bad_words(words: tuple[str, ...], door: Door) -> tuple[tuple[int, ...], ...
     spelled: dict[tuple[int, ...], None] = {}
     if any(not word.strip(" ") for word in words):
         raise BadParameter("bad_words", "a word needs a character beside spaces")
+    _check_texts("bad_words", words)
     for word in words:
         for text in (word, " " + word.lstrip(" ")):
             ids = door.encode(text, add_special=False)

@@ -45,6 +45,34 @@ def test_letters_of_a_crowd_arrive_each_in_its_order() -> None:
     assert asyncio.run(main()) == [list(range(500))] * 20
 
 
+def test_a_reader_that_was_away_takes_letters_in_parts_and_others_have_their_turn() -> None:
+    async def main() -> tuple[list[int], list[int]]:
+        inbox = Inbox[int](Post(asyncio.get_running_loop()))
+        for letter in range(1000):
+            inbox.put(letter)
+        others: list[int] = []
+
+        async def other() -> None:
+            while True:
+                others.append(len(got))
+                await asyncio.sleep(0)
+
+        got: list[int] = []
+        sizes: list[int] = []
+        working = asyncio.ensure_future(other())
+        while len(got) < 1000:
+            letters = await inbox.take()
+            sizes.append(len(letters))
+            got += letters
+        working.cancel()
+        assert got == list(range(1000))
+        return sizes, others
+
+    sizes, others = asyncio.run(main())
+    assert sizes == [256, 256, 256, 232]
+    assert {0, 256, 512} <= set(others)
+
+
 def test_a_turn_knocks_once_however_many_it_tells() -> None:
     async def main() -> tuple[int, list[list[str]]]:
         loop = asyncio.get_running_loop()

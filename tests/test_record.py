@@ -149,6 +149,19 @@ def test_a_line_that_was_cut_off_is_left_out_and_told(
     assert "cut off" in caplog.text
 
 
+def test_a_line_that_somebody_changed_is_no_record(door: RecordingDoor, tmp_path: Path) -> None:
+    door.generate(ask(door))
+    file = tmp_path / "requests-000001.jsonl"
+    line = json.loads(file.read_text())
+    for changed in ({"ask": {**line["ask"], "n": 5}}, {"checksums": [1]}, {"text": ""}):
+        file.write_text(json.dumps({**line, **changed}) + "\n")
+        with pytest.raises(BadSetting, match="this is no record"):
+            read_records(tmp_path)
+    file.write_text(100_000 * "[" + "\n")
+    with pytest.raises(BadSetting, match="this is no record"):
+        read_records(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [("{}", "KeyError"), ("nonsense", "no record"), ('{"version": 9}', "version 9"), ("[]", "no record")],

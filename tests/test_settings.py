@@ -53,7 +53,10 @@ def test_the_environment_says_the_dtype_of_the_stream_where_no_flag_does() -> No
     assert Settings(activation_dtype="f32").with_environment(environment).activation_dtype == "f32"
     assert Settings().with_environment({"ONEDRAW_KV_DTYPE": "int8"}).kv_dtype == "int8"
     assert Settings(kv_dtype="fp8").with_environment({"ONEDRAW_KV_DTYPE": "int8"}).kv_dtype == "fp8"
-    with pytest.raises(BadSetting, match="--activation-dtype: 'fp8' is not one of auto, f32, bf16, f16"):
+    assert Settings().with_environment({"ONEDRAW_KV_DTYPE": "int8"}, given={"kv_dtype"}).kv_dtype == "auto"
+    with pytest.raises(
+        BadSetting, match=r"ONEDRAW_ACTIVATION_DTYPE.*--activation-dtype: 'fp8' is not one of auto, f32, bf16, f16"
+    ):
         Settings().with_environment({"ONEDRAW_ACTIVATION_DTYPE": "fp8"})
 
 

@@ -38,6 +38,13 @@ def door() -> Iterator[Door]:
         ({"temperature": 10**400}, "temperature"),
         ({"seed": 10**400}, "seed"),
         ({"min_tokens": 10**5000}, "min_tokens"),
+        ({"bad_words": ["word"] * 20_000}, "bad_words"),
+        ({"dry_multiplier": 1.0, "dry_sequence_breakers": ["text"] * 20_000}, "dry_sequence_breakers"),
+        ({"logit_bias": {5: 1e39}}, "logit_bias"),
+        ({"repetition_penalty": 1e-39}, "repetition_penalty"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),  # the prompt is no chat
+        ({"guided_regex": "\ud800"}, "guided_regex"),
+        ({"guided_choice": ["a", "\ud800"]}, "guided_choice"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_by_name(door: Door, wish: dict[str, Any], name: str) -> None:

@@ -71,6 +71,14 @@ BUILT_IN: Mapping[str, BuiltIn] = {
 }
 
 
+def at_home(name: str) -> Path:
+    """The path, with ~ as it is meant; where there is no such user, as it stands."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        return Path(name)
+
+
 def resolve(
     name: str,
     cache_dir: Path,
@@ -81,7 +89,7 @@ def resolve(
 ) -> Path:
     """The path behind a name. `progress` hears short lines; `offline` takes only what is already here."""
     tell = progress or (lambda line: None)
-    place = Path(name).expanduser()
+    place = at_home(name)
     if name and place.exists():
         return place
     if name in built_in:

@@ -39,7 +39,10 @@ EXAMPLES = """examples:
 """
 REPLAY = "replay:"
 # A bench runs to full length, and has nothing to predict.
-SET_HERE = ("max_tokens", "ignore_eos", "n", "seed", "stop", "stop_token_ids", "min_tokens", "prediction", "speculation")
+SET_HERE = (
+    *("max_tokens", "ignore_eos", "n", "seed", "stop", "stop_token_ids", "min_tokens", "prediction", "speculation"),
+    *("reasoning_effort", "thinking_budget", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +115,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise BadSetting("--batch, --prompt-tokens, --new-tokens and --repeats: must be at least 1")
     if arguments.plot is not None:
         plot.require_matplotlib()
-    recorded = _recorded(arguments)
+    recorded, needed = _recorded(arguments), arguments.prompt_tokens + arguments.new_tokens
     settings = read_settings(
         arguments,
-        max_batch=arguments.max_batch or max(batches),
-        max_context=arguments.max_context or arguments.prompt_tokens + arguments.new_tokens,
+        max_batch=max(batches) if arguments.max_batch is None else arguments.max_batch,
+        max_context=needed if arguments.max_context is None else arguments.max_context,
     )
     wishes = read_wishes(arguments, max_tokens=arguments.new_tokens, ignore_eos=True, seed=0)
     work = {"prompt_tokens": arguments.prompt_tokens, "repeats": arguments.repeats}

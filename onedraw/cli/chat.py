@@ -189,8 +189,8 @@ def _save(conversation: Conversation, name: str) -> str:
     content = {"messages": conversation.messages(), "seeds": conversation.seeds}
     try:
         Path(name).expanduser().write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        return f"cannot write {name}: {error.strerror}"
+    except (OSError, RuntimeError) as error:  # the latter: no such user behind a ~
+        return f"cannot write {name}: {getattr(error, 'strerror', error)}"
     return f"saved to {name}"
 
 

@@ -35,7 +35,7 @@ EXAMPLES = """examples:
   onedraw inspect ./my-model --dtype bf16 --max-context 32768 --max-batch 16 --json
 """
 NO_EFFECT = (
-    *("served_name", "queue_limit", "xla_platform", "threads", "prefix_cache", "self_check", "overlap"),
+    *("served_name", "queue_limit", "xla_platform", "threads", "prefix_cache", "self_check", "overlap", "ahead"),
     *("draft_tokens", "tree_budget", "trace_verify", "cache_budget", "snapshot_dir"),
 )
 
@@ -47,12 +47,14 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from onedraw.backends.base import require_state_dtype
     from onedraw.compiling import compiled_turns, xla_settings
     from onedraw.drafting import chosen_drafter, drafter_bytes, proposer_names
     from onedraw.opening import find_checkpoint
     from onedraw.planning import plan_devices, turns_beside
 
     settings = read_settings(arguments)
+    require_state_dtype(settings.state_dtype, "states of recurrent layers")
     with screen.progress() as tell:
         checkpoint = find_checkpoint(settings, tell)
     try:

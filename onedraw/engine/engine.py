@@ -306,9 +306,14 @@ def _barren(sequence: Sequence, result: RowOutcome) -> OnedrawError:
         return NotFinite(f"the model's numbers overflowed: {result.fault}")
     constraint = sequence.request.params.constraint
     failure = constraint.failure(sequence.history.output) if isinstance(constraint, Watched) else None
+    if failure is None and not sequence.request.params.may_ban_all:
+        return NotFinite(_NOT_FINITE)
     return Barren(_BARREN) if failure is None else failure
 
 
+_NOT_FINITE = (
+    "the model's numbers are not finite, so there is no token to choose; its weights may be damaged, or need a wider --dtype"
+)
 _BARREN = (
     "the sampling parameters leave no token to choose at this position (bans, bias of -inf, a constraint and filters "
     "together); relax logit_bias, bad_words, min_tokens or the constraint"

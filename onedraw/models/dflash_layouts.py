@@ -14,7 +14,7 @@ from typing import Any, assert_never
 
 from onedraw.errors import Corrupt, UnsupportedModel
 from onedraw.models.family import check_heads
-from onedraw.models.keys import HARMLESS, MOST_LAYERS, Keys
+from onedraw.models.keys import HARMLESS, MOST_LAYERS, Keys, share_of_head
 from onedraw.models.rope import rope_from_config, rope_from_metadata
 from onedraw.models.source import Source
 from onedraw.models.spec import AttentionSpec, DrafterLayout, DrafterSpec, LayerSpec, MlpSpec
@@ -280,7 +280,7 @@ def _metadata_layers(keys: Keys, source: Source) -> tuple[LayerSpec, ...]:
     heads = keys.wholes("attention.head_count", count)
     kv_heads = keys.wholes("attention.head_count_kv", count, heads)
     widths = keys.wholes("feed_forward_length", count)
-    head_dim = keys.whole("attention.key_length", keys.whole("embedding_length") // heads[0])
+    head_dim = keys.optional_whole("attention.key_length") or share_of_head(keys.whole("embedding_length"), heads[0], origin)
     keys.only("attention.value_length", head_dim)
     keys.number("rope.freq_base")  # must be there: the drafter's rope is its target's, and no default is right for all
     rope = rope_from_metadata(keys, divisors, head_dim=head_dim, max_context=max_context, origin=origin)

@@ -11,7 +11,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, assert_never
 
 from onedraw.errors import Corrupt, UnsupportedModel
-from onedraw.models.keys import HARMLESS, HARMLESS_OF_EXPERTS, MOST_LAYERS, Keys, code_notes, layer_types, refuse_quantized
+from onedraw.models.keys import (
+    HARMLESS,
+    HARMLESS_OF_EXPERTS,
+    MOST_LAYERS,
+    Keys,
+    code_notes,
+    layer_types,
+    refuse_quantized,
+    share_of_head,
+)
 from onedraw.models.rope import rope_from_config, rope_from_metadata
 from onedraw.models.source import Dialect, Source
 from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
@@ -91,7 +100,7 @@ def _from_config(config: Mapping[str, Any], origin: str, traits: Traits) -> Mode
 def _mixer(keys: Keys, traits: Traits, *, max_context: int, origin: str) -> AttentionSpec:
     """The attention of every layer, before its window."""
     heads = keys.whole("num_attention_heads")
-    head_dim = keys.whole("head_dim", traits.head_dim or keys.whole("hidden_size") // heads)
+    head_dim = keys.optional_whole("head_dim") or traits.head_dim or share_of_head(keys.whole("hidden_size"), heads, origin)
     bias = keys.flag("attention_bias")
     if bias and traits.qkv_bias != "config":
         raise UnsupportedModel(f"{origin}: attention_bias = true is not supported for {traits.family}")
@@ -107,6 +116,9 @@ def _mixer(keys: Keys, traits: Traits, *, max_context: int, origin: str) -> Atte
     )
 
 
+UNNAMED_WINDOW = 4096  # of a family whose layers all slide, where the config has no such key; null is none
+
+
 def _windows(keys: Keys, count: int, traits: Traits, origin: str) -> list[int | None]:
     """The sliding window of every layer."""
     if traits.window == "never":
@@ -114,6 +126,8 @@ def _windows(keys: Keys, count: int, traits: Traits, origin: str) -> list[int | 
         keys.only("sliding_window")
         return [None] * count
     window = keys.optional_whole("sliding_window")
+    if traits.window == "all" and not keys.names("sliding_window"):
+        window = UNNAMED_WINDOW
     first = 0
     if traits.window == "gated":
         used, first = keys.flag("use_sliding_window"), keys.whole("max_window_layers", count, least=0)
@@ -161,7 +175,7 @@ def _from_metadata(source: Source, traits: Traits) -> ModelSpec:
     heads = keys.wholes("attention.head_count", count)
     kv_heads = keys.wholes("attention.head_count_kv", count, heads)
     fed = _stored_feed_forwards(keys, source, count, traits)
-    head_dim = keys.whole("attention.key_length", hidden // heads[0])
+    head_dim = keys.optional_whole("attention.key_length") or share_of_head(hidden, heads[0], origin)
     keys.only("attention.value_length", head_dim)
     window = keys.optional_whole("attention.sliding_window", least=0) or None
     rope = rope_from_metadata(keys, tensors.get("rope_freqs.weight"), head_dim=head_dim, max_context=max_context, origin=origin)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from onedraw.errors import Corrupt
+from onedraw.errors import BadParameter, Corrupt
 from onedraw.models.source import Source
+from onedraw.types import SamplingParams
 
 SAMPLED = ("temperature", "top_k", "top_p", "min_p")
 GGUF_NAMES = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat"}
@@ -29,7 +30,16 @@ def generation_defaults(source: Source) -> dict[str, float | int]:
 def _number(source: Source, name: str, value: Any) -> float | int:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise Corrupt(f"{source.path}: the default {name} must be a number, not {value!r}")
-    return int(value) if name == "top_k" else float(value)
+    if name == "top_k" and value == -1:  # as some say that it is off
+        return 0
+    number = int(value) if name == "top_k" and value == int(value) else float(value)
+    try:
+        SamplingParams(**{name: number})  # type: ignore[arg-type]  # one of the numbers
+    except BadParameter as error:
+        raise Corrupt(f"{source.path}: the default {error}") from None
+    if name == "top_k" and not isinstance(number, int):
+        raise Corrupt(f"{source.path}: the default top_k must be a whole number, not {value!r}")
+    return number
 
 
 # Tokens that end a reply although no key of a converted file names them, by its architecture.

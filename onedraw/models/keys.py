@@ -131,6 +131,15 @@ HARMLESS_OF_WRAPPERS = frozenset(
 )
 
 MOST = 2**31 - 1  # of any count
+
+
+def share_of_head(hidden: int, heads: int, origin: str) -> int:
+    """How wide a head is where nothing says it."""
+    if hidden < heads:
+        raise Corrupt(f"{origin}: {heads} heads share {hidden} numbers, and nothing says how wide a head is")
+    return hidden // heads
+
+
 MOST_LAYERS = 4096
 
 
@@ -151,6 +160,10 @@ class Keys:
     def get(self, name: str) -> Any:
         self._read.add(self._prefix + name)
         return self._values.get(self._prefix + name)
+
+    def names(self, name: str) -> bool:
+        """Whether the key is there at all, if only with null."""
+        return self._prefix + name in self._values
 
     def whole(self, name: str, default: int | None = None, *, least: int = 1, most: int = MOST) -> int:
         """A whole number; without a default the key must be there."""

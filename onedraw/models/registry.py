@@ -34,6 +34,8 @@ def identify(source: Source) -> Family:
             return family
     supported = ", ".join(family.architectures[0] for family in FAMILIES)
     wanted = names[0] if names else f"model_type {model_type}"
+    if any(names and names[0] in family.architectures for family in FAMILIES):
+        wanted = f"{names[0]} with the model_type {model_type}"
     raise UnsupportedModel(f"{source.path}: {wanted} is not supported; supported: {supported}")
 
 

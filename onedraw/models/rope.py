@@ -6,6 +6,7 @@ and its rope_freqs tensor. Out: RopeSpec. A rope type or key that is not known i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -68,9 +69,21 @@ def _described(keys: Keys, *, theta: float, head_dim: int, share: float, max_con
     theta, share = keys.number("rope_theta", theta), keys.number("partial_rotary_factor", share)
     if share > 1:
         raise Corrupt(f"{origin}: partial_rotary_factor = {share} is more than all")
-    return _rope(
+    rope = _rope(
         keys, kind or older or "default", theta=theta, head_dim=head_dim, share=share, max_context=max_context, origin=origin
     )
+    return _sound(rope, origin)
+
+
+def _sound(rope: RopeSpec, origin: str) -> RopeSpec:
+    """The rope, if its frequencies are numbers."""
+    try:
+        sound = all(map(math.isfinite, [*rope.inverse_frequencies(), rope.scale]))
+    except (ArithmeticError, ValueError):
+        sound = False
+    if not sound:
+        raise Corrupt(f"{origin}: the values of this {rope.kind} rope give frequencies that are no numbers: {rope}")
+    return rope
 
 
 def _rope(keys: Keys, kind: str, *, theta: float, head_dim: int, share: float, max_context: int, origin: str) -> RopeSpec:
@@ -133,7 +146,7 @@ def rope_from_metadata(
         case "none" | "linear":
             return RopeSpec(theta=theta, dims=dims, kind="linear", factor=factor)
         case "yarn":
-            return RopeSpec(
+            rope = RopeSpec(
                 theta=theta,
                 dims=dims,
                 kind="yarn",
@@ -143,6 +156,7 @@ def rope_from_metadata(
                 beta_slow=slow,
                 attention_factor=attention,
             )
+            return _sound(rope, origin)
         case _:
             supported = "none, linear, yarn, and llama3 as a rope_freqs tensor"
             raise UnsupportedModel(f"{origin}: rope type {kind!r} is not supported; supported: {supported}")

@@ -42,6 +42,8 @@ from onedraw.server.stream import NAMED, OPENAI, EventStream, Framing
 from onedraw.types import Piece, Usage
 from onedraw.wishes import check_ids
 
+LONG_BODY = 1 << 18  # bytes
+
 
 class Desk:
     """Answers requests for one door. `draining` is set once, by `serve`, when the server is told to stop."""
@@ -205,7 +207,12 @@ class Desk:
 
     async def _read(self, request: Request, kind: type[RequestT]) -> Parsed[RequestT]:
         body = await read_body(request, limit=self.options.max_body)
-        parsed = parse(kind, read_json(body), lenient=self.options.lenient)
+
+        def understood() -> Parsed[RequestT]:
+            return parse(kind, read_json(body), lenient=self.options.lenient)
+
+        # A long body takes long to read, and streams go on meanwhile.
+        parsed = understood() if len(body) < LONG_BODY else await asyncio.to_thread(understood)
         self._check_model(getattr(parsed.request, "model", None))
         return parsed
 
@@ -258,7 +265,7 @@ class Telling:
 
     def __init__(self, job: Job, writer: Writer, *, door: Door, watch: Watch, seconds: float | None = None) -> None:
         self._seconds = seconds
-        self._deadline = None if seconds is None else asyncio.get_running_loop().time() + seconds
+        self._deadline = None if seconds is None else watch.arrival + seconds  # a loop's time is that of time.monotonic
         self._job = job
         self._writer = writer
         self._door = door

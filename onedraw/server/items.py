@@ -204,6 +204,8 @@ class ResponsesRequest(Strict):
             given["max_tokens"] = self.max_output_tokens
         if LOGPROBS in self.include:
             given |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
+        elif self.top_logprobs:
+            raise BadParameter("top_logprobs", f"needs {LOGPROBS!r} in include")
         if self.reasoning is not None and self.reasoning.effort is not None:
             given["reasoning_effort"] = self.reasoning.effort
         return {
@@ -218,6 +220,8 @@ class ResponsesRequest(Strict):
 
     def _format(self) -> dict[str, Any]:
         shape = None if self.text is None else self.text.format
+        if shape is not None and shape.type != "json_schema" and shape.schema_ is not None:
+            raise BadParameter("text.format.schema", f"goes with the type json_schema, not with {shape.type}")
         if shape is None or shape.type == "text":
             return {}
         if shape.type == "json_object":
@@ -274,15 +278,23 @@ def numbered(items: Sequence[dict[str, Any]]) -> list[Said]:
                 content = _text(item["output"], f"{at}.output")
                 messages.append((number, {"role": "tool", "tool_call_id": item["call_id"], "content": content}))
             case "reasoning":
-                told = _parts(item.get("content")) or _parts(item.get("summary"))
-                thought = "".join(str(part.get("text") or "") for part in told)
+                told = _thoughts(item.get("content"), f"{at}.content") or _thoughts(item.get("summary"), f"{at}.summary")
+                thought = "".join(told)
                 if thought:
                     assistant()["reasoning_content"] = thought
     return messages
 
 
-def _parts(content: Any) -> list[dict[str, Any]]:
-    return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+def _thoughts(content: Any, at: str) -> list[str]:
+    if content is None:
+        return []
+    if not isinstance(content, list):
+        raise BadParameter(at, "must be a list of parts")
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("reasoning_text", "summary_text") or not isinstance(part.get("text"), str):
+            raise BadParameter(f"{at}[{number}]", "must be a part of type reasoning_text or summary_text, with its text")
+    return [part["text"] for part in content]
 
 
 def _text(content: Any, at: str) -> str:

@@ -29,7 +29,7 @@ def check_query(request: Request, known: Mapping[str, Sequence[str]]) -> None:
         if name not in known:
             raise BadParameter(name, "unknown parameter")
         if known[name] and value not in known[name]:
-            raise BadParameter(name, f"not supported; only {known[name][0]} can be sent here")
+            raise BadParameter(name, f"must be {' or '.join(known[name])}")
 
 
 def page_of(request: Request) -> Page:

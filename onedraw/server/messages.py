@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
-from onedraw.errors import OnedrawError
+from onedraw.errors import BadParameter, OnedrawError
 from onedraw.server.blocks import Block, Blocks, Change, Closed, Grew, Opened
 from onedraw.server.completion import Job
 from onedraw.server.errors import message_error
@@ -213,6 +213,8 @@ class CountRequest(Strict):
 
     def _thinking(self) -> dict[str, Any]:
         effort = self.output_config.effort if self.output_config is not None else None
+        if self.thinking is not None and self.thinking.type == "disabled" and self.thinking.budget_tokens is not None:
+            raise BadParameter("thinking.budget_tokens", "goes with thinking, and it is disabled")
         if self.thinking is None or self.thinking.type == "disabled":
             return {"reasoning_effort": "none"}
         told = {"thinking_budget": self.thinking.budget_tokens} if self.thinking.budget_tokens is not None else {}

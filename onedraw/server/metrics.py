@@ -105,7 +105,7 @@ class Watch:
 
     def __init__(self, meters: Meters) -> None:
         self._meters = meters
-        self._arrival = time.monotonic()
+        self.arrival = time.monotonic()
         self._last: dict[int, float] = {}
 
     def see(self, piece: Piece) -> None:
@@ -113,7 +113,7 @@ class Watch:
         if piece.choices:
             self._tokens(piece.index, len(piece.choices), now)
         if piece.finish is not None:
-            self._meters.whole.observe(now - self._arrival)
+            self._meters.whole.observe(now - self.arrival)
             self._meters.ended(piece.finish)
 
     def _tokens(self, choice: int, count: int, now: float) -> None:
@@ -122,5 +122,5 @@ class Watch:
             for _ in range(count):
                 self._meters.between.observe((now - self._last[choice]) / count)
         else:
-            self._meters.first.observe(now - self._arrival)
+            self._meters.first.observe(now - self.arrival)
         self._last[choice] = now

@@ -34,6 +34,8 @@ def _prompts(value: object) -> tuple[Prompt, ...]:
     if isinstance(value, str):
         return (value,)
     if isinstance(value, list) and value:
+        if len(value) > MAX_REPLIES and not isinstance(value[0], int):
+            raise PydanticCustomError("prompt", "is over {most} prompts; split the list", {"most": MAX_REPLIES})
         if all(isinstance(item, str) for item in value):
             return tuple(value)
         if _are_ids(value):

@@ -76,7 +76,7 @@ Replies have OpenAI's shapes. A whole reply is the sum of its streamed chunks. B
 | `prompt_token_ids` | the same beside `choices`, where there is one prompt |
 | `choices[].score_checksums` | with `return_checksums`: one string per token, equal exactly when the scores had equal bits |
 | `choices[].token_details` | with `return_token_details`: `id`, `text`, `kept`, `rejected` of each token, see below |
-| `system_fingerprint` | version, weights (by samples), device, dtypes, chunk length; where these and the prompt's tokens are equal, so are the reply's |
+| `system_fingerprint` | version, weights (by samples), device, dtypes, chunk length: equal for equal replies to one prompt |
 | `usage.prompt_tokens_details.cached_tokens` | prompt tokens that no choice had to compute |
 | `usage.completion_tokens_details.reasoning_tokens` | tokens of thinking, its markers included |
 | `usage.completion_tokens_details` | `accepted_prediction_tokens` and `rejected_prediction_tokens`: drafts kept and thrown away |

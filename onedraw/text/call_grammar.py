@@ -13,7 +13,7 @@ from typing import Any
 from onedraw.errors import BadParameter
 from onedraw.text.call_parsers import kinds_of
 from onedraw.text.grammar import literal, with_bounds
-from onedraw.text.literal_grammar import FREE, GEMMA, PYTHON, Literals, text_terminal
+from onedraw.text.literal_grammar import BINDS_TEXT, FREE, GEMMA, PYTHON, Literals, as_members, constants, text_terminal
 from onedraw.text.tokenizer import Tokenizer
 from onedraw.text.tools import MARKERS, Dialect, Tool
 
@@ -106,12 +106,19 @@ class CallGrammar:
     def _schema(self, tool: Tool) -> dict[str, Any]:
         """The tool's schema. One that cannot be held to is refused where it is strict, else any object will do."""
         try:
-            found = self._check(tool.schema, tool.param)
+            found = {"type": "object", **self._check(tool.schema, tool.param)}
         except BadParameter:
             if tool.strict:
                 raise
             return {"type": "object"}
-        return {"type": "object", **found}
+        if self._dialect in ("hermes", "llama"):  # arguments are JSON there
+            return found
+        try:
+            return as_members(found, tool.param, self._dialect)
+        except BadParameter:
+            if tool.strict:
+                raise
+            return found
 
     def _tagged(self, name: str, tool: Tool, schema: dict[str, Any], *, head: str, tail: str, behind: str) -> str:
         """Parameters between tags, in the order of the schema, those that are not required left out or not."""
@@ -131,12 +138,14 @@ class CallGrammar:
             self._rules.append(f"{rule}_v: %json {json.dumps(with_bounds(schema))}")
             return f"{rule}_v {literal(tail)}"
         if "enum" in part or "const" in part:
-            keyword = "const" if "const" in part else "enum"
-            texts = [text for text in ([part["const"]] if "const" in part else part["enum"]) if isinstance(text, str)]
-            if not texts or any(tail.strip() in text for text in texts):
-                reason = f"holds {tail.strip()}, which ends a value" if texts else "holds no text, where the type is string"
-                raise BadParameter(f"{param}.{keyword}", reason)
+            texts = constants({**part, "type": "string"}, param)
+            if any(tail.strip() in text for text in texts):
+                keyword = "const" if "const" in part else "enum"
+                raise BadParameter(f"{param}.{keyword}", f"holds {tail.strip()}, which ends a value")
             return "(" + " | ".join(map(literal, texts)) + f") {literal(tail)}"
+        for keyword in part:
+            if keyword not in BINDS_TEXT:
+                raise BadParameter(f"{param}.{keyword}", "cannot be held to in this model's call syntax")
         terminal = text_terminal(part, avoiding=tail, param=param)
         if terminal is None:
             self._rules.append(f"{rule}_v[suffix={literal(tail)}]: {FREE}")

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 from onedraw.text.channels import SPACE
 from onedraw.text.tools import GEMMA_QUOTE, MARKERS, Calls, Dialect
 
+_QUOTES = re.compile(r'(?<!\\)(?:\\\\)*"')
 _HALVES = re.compile("[\ud800-\udfff]")
 
 
@@ -208,6 +209,8 @@ class Members:
             yield from self._text(close, trim=trim)
             return
         value, _ = yield from _until((close,))
+        while kinds and "string" not in kinds and _in_quotes(value):  # a text inside of it may hold what ends it
+            value += close + (yield from _until((close,)))[0]
         if trim:
             value = value.removeprefix("\n").removesuffix("\n")
         self._out.append(Arguments(_value(value, kinds)))
@@ -241,18 +244,26 @@ class Members:
             self._out.append(Arguments(json.dumps(text, ensure_ascii=False)[1:-1]))
 
 
+def _in_quotes(text: str) -> bool:
+    """Whether an object or an array ends inside of a text."""
+    if not text.lstrip().startswith(("{", "[")):
+        return False
+    return len(_QUOTES.findall(text)) % 2 == 1
+
+
 def _value(text: str, kinds: tuple[str, ...]) -> str:
     """A tagged value as JSON: what it is where that is allowed, else a text."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         value = text
-    if kinds and _kind(value) not in kinds and not (_kind(value) == "integer" and "number" in kinds) and "string" in kinds:
+    if kinds and kind_of(value) not in kinds and not (kind_of(value) == "integer" and "number" in kinds) and "string" in kinds:
         value = text
     return text.strip() if not isinstance(value, str) else _whole(json.dumps(value, ensure_ascii=False))
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """What JSON calls a value."""
     names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object", type(None): "null"}
     return names[type(value)]
 
@@ -267,7 +278,7 @@ def kinds_of(part: Any) -> tuple[str, ...]:
     writes calls asks here as well."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind is None and isinstance(part, dict) and isinstance(part.get("enum"), list):
-        kind = sorted({_kind(value) for value in part["enum"]})
+        kind = sorted({kind_of(value) for value in part["enum"]})
     return (kind,) if isinstance(kind, str) else tuple(map(str, kind)) if isinstance(kind, list) else ()
 
 

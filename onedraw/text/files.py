@@ -45,4 +45,6 @@ def special_text(config: dict[str, Any], name: str) -> str | None:
     value = config.get(name)
     if isinstance(value, dict):
         value = value.get("content")
+    if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+        raise Corrupt(f"tokenizer_config.json: {name} holds half of a surrogate pair, which is no character")
     return value if isinstance(value, str) and value else None

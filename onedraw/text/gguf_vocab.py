@@ -81,6 +81,7 @@ KINDS = ("gpt2", "llama", "gemma4")
 
 
 _LISTS = ("tokens", "token_type", "merges", "scores")
+_LISTS_OF_TEXTS = ("tokens", "merges")
 _TEXTS = ("model", "pre", "chat_template")
 
 
@@ -93,6 +94,8 @@ def require_types(metadata: Mapping[str, Any]) -> None:
         wanted, fits = "anything", True
         if name in _LISTS:
             wanted, fits = "a list", hasattr(value, "__len__") and not isinstance(value, str)
+            if fits and name in _LISTS_OF_TEXTS:
+                wanted, fits = "a list of texts", set(map(type, value)) <= {str}
         elif name in _TEXTS:
             wanted, fits = "a text", isinstance(value, str)
         elif name.endswith("_token_id"):

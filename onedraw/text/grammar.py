@@ -64,6 +64,7 @@ class Grammars:
     """Compiles guides for one tokenizer and remembers the last ones. May be used from several threads."""
 
     def __init__(self, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> None:
+        eos_ids = [token for token in eos_ids if token < tokenizer.vocab_size]
         if not eos_ids:
             raise Unsupported(
                 "this model names no token that ends a reply, so no reply can be held to a form", code="no_end_token"
@@ -107,7 +108,8 @@ class Grammars:
         first = matcher.deep_copy()
         bits = np.unpackbits(np.frombuffer(first.compute_bitmask(), dtype=np.uint8), bitorder="little")
         if first.is_error():
-            raise BadParameter(param, f"cannot be followed: {_first_line(first.get_error())}")
+            error = _first_line(first.get_error())
+            raise BadParameter(param, "no text is of this form" if "NoExtension" in error else f"cannot be followed: {error}")
         bits[list(self._ends)] = 0
         if not first.is_accepting() and not bits.any():
             raise BadParameter(param, "no text is of this form")
@@ -117,6 +119,8 @@ class Grammars:
 
     def checked(self, schema: Any, param: str) -> Any:
         """The schema, if it can be held to; else BadParameter with the path of the keyword that is to blame."""
+        if (path := _inexact_bound(schema)) is not None:
+            raise BadParameter(f"{param}{path}", "is over 2^53, where bounds cannot be held to exactly")
         if self._schema_error(schema):
             blame = find_blame(schema, self._schema_error)
             assert blame is not None
@@ -177,6 +181,23 @@ class Grammars:
 def literal(text: str) -> str:
     """A text between quotes, as Lark reads it."""
     return json.dumps(text, ensure_ascii=False)
+
+
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+
+
+def _inexact_bound(schema: Any, path: str = "") -> str | None:
+    """Where a bound is a whole number that float64, in which bounds are kept, does not have."""
+    if isinstance(schema, list):
+        steps = ((f"[{number}]", part) for number, part in enumerate(schema))
+    elif isinstance(schema, dict):
+        for name in _BOUNDS:
+            if isinstance(schema.get(name), int) and not isinstance(schema[name], bool) and abs(schema[name]) > 2**53:
+                return f"{path}.{name}"
+        steps = ((f".{name}", part) for name, part in schema.items() if name not in ("enum", "const", "default", "examples"))
+    else:
+        return None
+    return next((found for step, part in steps if (found := _inexact_bound(part, path + step)) is not None), None)
 
 
 def with_bounds(schema: Any) -> Any:

@@ -8,14 +8,16 @@ would bind the value is refused by name.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from onedraw.errors import BadParameter
+from onedraw.text.call_parsers import kind_of
 from onedraw.text.grammar import literal
 from onedraw.text.tokenizer import Tokenizer
-from onedraw.text.tools import GEMMA_QUOTE
+from onedraw.text.tools import GEMMA_QUOTE, Dialect
 
 FREE = r"/(.|\n)*/"  # any text
 _SAID = ("description", "title", "default", "examples", "nullable", "$schema", "deprecated")  # bind nothing
@@ -38,6 +40,15 @@ _KNOWN = frozenset(
 )
 _NUMERIC = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
 _TEXTUAL = frozenset(("minLength", "maxLength", "pattern", "format"))
+
+
+_BESIDE_CONSTANTS = frozenset(("type", "minLength", "maxLength", "pattern", *_SHARED, *_SAID))
+_BARE_SLASH = re.compile(r"(?<!\\)((?:\\\\)*)/")  # that no backslash stands before
+
+
+BINDS_TEXT = frozenset(("type", *_TEXTUAL, *_SHARED, *_SAID))  # keywords of a text that can be held to
+_BINDS_MEMBERS = frozenset(("type", "properties", "required", "additionalProperties", *_SHARED, *_SAID))
+_ENDS_KEY = {"qwen_xml": ">", "laguna": "</arg_key>", "gemma": ":", "pythonic": "="}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +95,8 @@ class Literals:
         required = schema.get("required", ())
         parts: list[tuple[str, bool]] = []
         for key, part in (schema.get("properties") or {}).items():
+            if not style.quoted_keys and style.inner in key:
+                raise BadParameter(f"{path}.properties.{key}", "is a name that this model's call syntax cannot write")
             shown = literal(key + style.member) if top else self._key(key)
             rule = self._rule(f"{shown} {self._value(part, f'{path}.properties.{key}')}")
             parts.append((rule, key in required))
@@ -109,15 +122,14 @@ class Literals:
         if "$ref" in schema:
             return self._reference(str(schema["$ref"]), path)
         if "const" in schema or "enum" in schema:
-            values = [schema["const"]] if "const" in schema else schema["enum"]
-            return "(" + " | ".join(self._constant(value) for value in values) + ")"
+            return "(" + " | ".join(self._constant(value) for value in constants(schema, path)) + ")"
         for name in ("anyOf", "oneOf"):
             if name in schema:
                 parts = [self._value(part, f"{path}.{name}[{number}]") for number, part in enumerate(schema[name])]
                 return "(" + " | ".join(parts) + ")"
         kinds = schema.get("type")
         if isinstance(kinds, list):
-            return "(" + " | ".join(self._value({**schema, "type": kind}, path) for kind in kinds) + ")"
+            return "(" + " | ".join(self._value(_of_kind(schema, kind), path) for kind in kinds) + ")"
         return self._typed(kinds, schema, path)
 
     def _typed(self, kind: Any, schema: dict[str, Any], path: str) -> str:
@@ -168,16 +180,19 @@ class Literals:
                 if style.json_strings:
                     return literal(json.dumps(value, ensure_ascii=False))
                 return f"{self._spell(GEMMA_QUOTE)} {literal(value)} {self._spell(GEMMA_QUOTE)}"
+            case list():
+                return self._between("[", [self._constant(item) for item in value], "]")
+            case dict():
+                return self._between("{", [f"{self._key(key)} {self._constant(item)}" for key, item in value.items()], "}")
             case _:
                 return literal(json.dumps(value))
 
+    def _between(self, opens: str, parts: Sequence[str], closes: str) -> str:
+        return " ".join([literal(opens), f" {literal(self._style.separator)} ".join(parts), literal(closes)])
+
     def _reference(self, pointer: str, path: str) -> str:
         if pointer not in self._references:
-            target: Any = self._root
-            for step in pointer.removeprefix("#").strip("/").split("/") if pointer != "#" else ():
-                target = target.get(step) if isinstance(target, dict) else None
-            if target is None:
-                raise BadParameter(f"{path}.$ref", f"{pointer} is not in the schema")
+            target = pointed_to(self._root, pointer, path)
             self._count += 1
             rule = self._references[pointer] = f"{self._name}_r{self._count}"
             self._rules.append(f"{rule}: {self._value(target, path)}")
@@ -193,6 +208,81 @@ class Literals:
         return rule
 
 
+def as_members(schema: dict[str, Any], param: str, dialect: Dialect) -> dict[str, Any]:
+    """A tool's schema as properties, which is all that a call outside of JSON has: where it refers to another one, that one. What
+    else would bind the arguments is refused by name."""
+    shared, seen = {name: schema[name] for name in _SHARED if name in schema}, set[str]()
+    root = schema
+    while "$ref" in schema or len(schema.get("allOf", ())) == 1:
+        pointer = str(schema.get("$ref", ""))
+        if pointer and pointer in seen:
+            raise BadParameter(f"{param}.$ref", "refers to itself")
+        seen.add(pointer)
+        target = pointed_to(root, pointer, param) if "$ref" in schema else schema["allOf"][0]
+        if not isinstance(target, dict):
+            raise BadParameter(param, "must be the schema of an object")
+        rest = {name: part for name, part in schema.items() if name not in ("$ref", "allOf", "type")}
+        schema = {"type": "object", **target, **rest, **shared}
+    for keyword in schema:
+        if keyword not in _BINDS_MEMBERS:
+            raise BadParameter(f"{param}.{keyword}", "cannot be held to in this model's call syntax")
+    properties = schema.get("properties") or {}
+    for name in schema.get("required", ()):
+        if name not in properties:
+            raise BadParameter(f"{param}.required", f"names {name!r}, which is none of the properties")
+    for key in properties:
+        if _ENDS_KEY[dialect] in key or key != key.strip():
+            raise BadParameter(f"{param}.properties.{key}", "is a name that this model's call syntax cannot write")
+    return schema
+
+
+def pointed_to(root: Any, pointer: str, path: str) -> Any:
+    """What a reference means, inside of the schema it stands in."""
+    target = root
+    for step in pointer.removeprefix("#").strip("/").split("/") if pointer != "#" else ():
+        target = target.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(target, dict) else None
+    if target is None:
+        raise BadParameter(f"{path}.$ref", f"{pointer} is not in the schema")
+    return target
+
+
+def constants(schema: dict[str, Any], path: str) -> list[Any]:
+    """The values that a schema names, less those that it excludes itself."""
+    keyword = "const" if "const" in schema else "enum"
+    values = [schema["const"]] if keyword == "const" else schema["enum"]
+    judge = _judge_of({name: part for name, part in schema.items() if name not in ("enum", "const")}, path)
+    found = [value for value in values if judge(value)]
+    if not found:
+        raise BadParameter(f"{path}.{keyword}", "holds no value that the rest of the schema allows")
+    return found
+
+
+def _judge_of(schema: dict[str, Any], path: str) -> Callable[[Any], bool]:
+    """Whether a value has the type, the size and the length that stand beside an enumeration."""
+    for keyword in schema:
+        if keyword not in _BESIDE_CONSTANTS:
+            raise BadParameter(f"{path}.{keyword}", "cannot be held to beside an enumeration in this model's call syntax")
+    kinds = schema.get("type")
+    wanted = (kinds,) if isinstance(kinds, str) else tuple(kinds or ())
+
+    def judge(value: Any) -> bool:
+        kind = kind_of(value)
+        if wanted and kind not in wanted and not (kind == "integer" and "number" in wanted):
+            return False
+        if isinstance(value, str):
+            long_enough = schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", len(value))
+            return long_enough and ("pattern" not in schema or re.search(schema["pattern"], value) is not None)
+        return True
+
+    return judge
+
+
+def _of_kind(schema: dict[str, Any], kind: str) -> dict[str, Any]:
+    """A schema of several types as that of one: what binds the others is nothing to it."""
+    others = (frozenset() if kind in ("number", "integer") else _NUMERIC) | (frozenset() if kind == "string" else _TEXTUAL)
+    return {name: part for name, part in schema.items() if name not in others} | {"type": kind}
+
+
 def text_terminal(part: dict[str, Any], *, avoiding: str, param: str) -> str | None:
     """A text that stands without quotes, by the keywords of its schema; None: any text."""
     if "format" in part:
@@ -201,7 +291,7 @@ def text_terminal(part: dict[str, Any], *, avoiding: str, param: str) -> str | N
     if "minLength" in part or "maxLength" in part:
         bounds.append(rf"/(.|\n){{{part.get('minLength', 0)},{part.get('maxLength', '')}}}/")
     if "pattern" in part:
-        pattern = part["pattern"].replace("/", "\\/")
+        pattern = _BARE_SLASH.sub(r"\1\\/", part["pattern"])
         before = "" if pattern.startswith("^") else r"(.|\n)*"
         behind = "" if pattern.endswith("$") and not pattern.endswith("\\$") else r"(.|\n)*"
         bounds.append(f"/{before}({pattern.removeprefix('^').removesuffix('$' if not behind else '')}){behind}/")

@@ -116,7 +116,9 @@ class ChatTemplate:
 def _default_source(found: Any) -> str | None:
     """One template, or the one called `default` of a list of named ones."""
     if isinstance(found, list):
-        found = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}.get("default")
+        found = {str(entry.get("name")): entry.get("template") for entry in found if isinstance(entry, dict)}
+    if isinstance(found, dict):
+        found = found.get("default")
     return found if isinstance(found, str) else None
 
 

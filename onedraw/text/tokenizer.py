@@ -207,19 +207,41 @@ def _id_of(backend: tokenizers.Tokenizer, token: str | None) -> int | None:
     return None if token is None else backend.token_to_id(token)
 
 
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+def _flags(token: AddedToken) -> tuple[bool, ...]:
+    return tuple(bool(getattr(token, name)) for name in _FLAGS)
+
+
+def _configured_tokens(config: dict[str, Any], folder: Path) -> list[tuple[int, AddedToken]]:
+    """What tokenizer_config.json says of added tokens, by their ids."""
+    found: list[tuple[int, AddedToken]] = []
+    described = config.get("added_tokens_decoder") or {}
+    try:
+        for number, entry in described.items():
+            content = entry["content"]
+            _utf8(content)
+            found.append((int(number), AddedToken(content, **{name: bool(entry.get(name, False)) for name in _FLAGS})))
+    except (AttributeError, KeyError, TypeError, ValueError, BadRequest):
+        raise Corrupt(f"{folder}: added_tokens_decoder of tokenizer_config.json is not made of ids and their tokens") from None
+    return sorted(found, key=lambda pair: pair[0])
+
+
 def _add_configured_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], folder: Path) -> None:
     """Tokens that only tokenizer_config.json knows of, and the special flag of those it names as special."""
-    for number, entry in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
-        if backend.token_to_id(entry["content"]) is None:
-            flags = {name: bool(entry.get(name, False)) for name in ("single_word", "lstrip", "rstrip", "normalized", "special")}
-            backend.add_tokens([AddedToken(entry["content"], **flags)])
-            if backend.token_to_id(entry["content"]) != int(number):
-                raise Corrupt(
-                    f"{folder}: tokenizer_config.json gives {entry['content']!r} the id {number}, "
-                    f"which does not follow the ids of tokenizer.json"
-                )
+    added = backend.get_added_tokens_decoder()
+    for number, token in _configured_tokens(config, folder):
+        before = backend.token_to_id(token.content)
+        if before is None or (number in added and _flags(added[number]) != _flags(token)):
+            (backend.add_special_tokens if token.special else backend.add_tokens)([token])
+        if before is None and backend.token_to_id(token.content) != number:
+            raise Corrupt(
+                f"{folder}: tokenizer_config.json gives {token.content!r} the id {number}, "
+                f"which does not follow the ids of tokenizer.json"
+            )
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     for name in SPECIAL_NAMES:
-        token = special_text(config, name)
-        if token is not None and token not in known and backend.token_to_id(token) is not None:
-            backend.add_special_tokens([AddedToken(token, normalized=False, special=True)])
+        text = special_text(config, name)
+        if text is not None and text not in known and backend.token_to_id(text) is not None:
+            backend.add_special_tokens([AddedToken(text, normalized=False, special=True)])

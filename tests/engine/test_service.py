@@ -13,7 +13,7 @@ from onedraw.assemble import make_service
 from onedraw.backends.base import Ticket
 from onedraw.backends.fake import FakeBackend
 from onedraw.engine.service import Event, Service
-from onedraw.errors import BadParameter, BadRequest, Barren, ContextOverflow, Draining, QueueFull, Unsupported
+from onedraw.errors import BadParameter, BadRequest, ContextOverflow, Draining, NotFinite, QueueFull, Unsupported
 from onedraw.settings import Settings
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import Outcome, Request, Row, RowOutcome, SamplingParams
@@ -154,7 +154,7 @@ def test_what_was_chosen_before_an_error_is_told_before_it() -> None:
     service.submit([(request("a"), inbox.put)])
     first, second = inbox.get(timeout=PATIENCE), inbox.get(timeout=PATIENCE)
     assert (len(first.chosen), first.error) == (1, None)
-    assert isinstance(second.error, Barren)
+    assert isinstance(second.error, NotFinite)
     assert not second.chosen
     service.close()
 

@@ -238,7 +238,7 @@ def test_a_matcher_that_is_not_rolled_back_is_caught() -> None:
     guide = RegexGuide("([a-f]{2,4}-[0-9]{1,3};)+", "x")
     wanted = requests([GRAMMARS.constraint(guide, PLAIN)], seed=10, max_tokens=60)
     expected = plain(backend, wanted)
-    faulty = NotRolledBack(GRAMMARS._compile(guide, PLAIN), VOCAB)
+    faulty = NotRolledBack(GRAMMARS._compile(guide, PLAIN), VOCAB, "x")
     broken = [replace(wanted[0], params=replace(wanted[0].params, constraint=faulty)), *wanted[1:]]
     for name in ("chain", "tree"):
         answers, _ = run(backend(), broken, schedules(expected)[name])

@@ -69,6 +69,34 @@ def test_a_key_that_would_change_the_model_is_refused_by_name(changed: dict[str,
         llama(**changed)
 
 
+def test_mistral_slides_unless_it_says_that_it_does_not() -> None:
+    windows = [
+        MISTRAL.from_config({**BASE, **said}, "config.json").layers[0].attention.window for said in ({}, {"sliding_window": 9})
+    ]
+    assert windows == [4096, 9]
+    assert MISTRAL.from_config({**BASE, "sliding_window": None}, "config.json").layers[0].attention.window is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"num_attention_heads": 128}, "128 heads share 64 numbers"),
+        (
+            {
+                "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0, "high_freq_factor": 2.0}
+                | {"original_max_position_embeddings": 64}
+            },
+            "llama3 rope give frequencies that are no numbers",
+        ),
+        ({"rope_theta": 1.0, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn rope give frequencies"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 1e308}}, "yarn rope give frequencies"),
+    ],
+)
+def test_what_cannot_be_computed_is_corrupt(changed: dict[str, Any], words: str) -> None:
+    with pytest.raises(Corrupt, match=words):
+        llama(**changed)
+
+
 def test_what_is_switched_off_or_harmless_is_accepted() -> None:
     plain = llama()
     assert llama(use_mrope=False, pretraining_tp=2, num_experts=0, extra=None, quantization_config=None) == plain

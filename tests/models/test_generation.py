@@ -32,6 +32,24 @@ def test_a_default_that_is_no_number_is_corrupt(value: object) -> None:
         generation_defaults(MadeSource(generation_config={"do_sample": True, "temperature": value}))
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("temperature", -1, r"the default temperature: must be in \[0, 100\], not -1"),
+        ("top_p", 0, "the default top_p"),
+        ("top_k", 50.9, "the default top_k must be a whole number, not 50.9"),
+    ],
+)
+def test_a_default_that_no_request_could_ask_for_is_the_files_fault(name: str, value: object, words: str) -> None:
+    with pytest.raises(Corrupt, match=words):
+        generation_defaults(MadeSource(generation_config={"do_sample": True, name: value}))
+
+
+def test_a_top_k_may_be_written_as_off_or_as_a_float() -> None:
+    assert generation_defaults(MadeSource(generation_config={"do_sample": True, "top_k": -1})) == {"top_k": 0}
+    assert generation_defaults(MadeSource(generation_config={"do_sample": True, "top_k": 50.0})) == {"top_k": 50}
+
+
 def test_eos_comes_from_the_generation_config_then_the_config() -> None:
     assert eos_ids(MadeSource({"eos_token_id": 5}, generation_config={"eos_token_id": [7, 5, 7]})) == [7, 5]
     assert eos_ids(MadeSource({"eos_token_id": 5})) == [5]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 
 import openai
 import pytest
 
 from onedraw.errors import BadSetting
+from onedraw.server.completion import prepare
 from onedraw.server.options import ServerOptions
 from tests.serve.running import Served, fake_door, serving, slowed, wait_until
 
@@ -198,6 +200,16 @@ def test_a_request_over_its_time_is_ended_and_its_pages_are_free():
         wait_until(lambda: door.service.stats().running == 0)
         with serving(door) as served:
             assert served.post("/v1/completions", prompt="a", max_tokens=3).status_code == 200
+
+
+def test_the_time_of_a_request_begins_when_it_arrives(monkeypatch):
+    def slowly(*args, **kwargs):
+        time.sleep(0.6)
+        return prepare(*args, **kwargs)
+
+    monkeypatch.setattr("onedraw.server.app.prepare", slowly)
+    with fake_door() as door, serving(door, ServerOptions(request_seconds=0.5)) as served:
+        assert served.post("/v1/completions", prompt="a", max_tokens=1).status_code == 504
 
 
 def test_a_stream_over_its_time_is_ended_by_an_event():

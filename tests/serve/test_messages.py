@@ -208,6 +208,7 @@ def test_the_client_finds_the_model_and_the_requests_id(fake: Any, client: anthr
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}]}, "messages[0].content[0].y"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
         ({"tools": [{**WEATHER, "defer_loading": True}]}, "tools[0].defer_loading"),
+        ({"thinking": {"type": "disabled", "budget_tokens": 1024}}, "thinking.budget_tokens"),
     ],
 )
 def test_what_would_change_the_prompt_unseen_is_refused(fake: Any, fields: dict[str, Any], param: str) -> None:

@@ -175,6 +175,11 @@ def test_a_form_and_logprobs(fake: Any, client: openai.OpenAI) -> None:
             "input[0].content[0].y",
         ),
         ({"frobnicate": 1}, "frobnicate"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format.schema"),
+        ({"input": [{"type": "reasoning", "summary": "text"}, {"role": "user", "content": "x"}]}, "input[0].summary"),
+        ({"input": [{"type": "reasoning", "content": [5]}, {"role": "user", "content": "x"}]}, "input[0].content[0]"),
+        ({"input": [{"type": "reasoning", "summary": [{"type": "foo", "text": "x"}]}]}, "input[0].summary[0]"),
     ],
 )
 def test_what_cannot_be_is_refused_by_the_callers_name(fake: Any, fields: dict[str, Any], param: str) -> None:

@@ -206,6 +206,12 @@ def test_a_value_between_tags_is_read_as_it_was_written(dialect: Dialect, part: 
         ("qwen_xml", {"type": "string", "format": "date"}, ".properties.a.format"),
         ("gemma", {"type": "array", "items": {"type": "string"}, "minItems": 2}, ".properties.a.minItems"),
         ("pythonic", {"description": "anything"}, ".properties.a.type"),
+        ("qwen_xml", {"type": "string", "anyOf": [{"maxLength": 2}]}, ".properties.a.anyOf"),
+        ("laguna", {"type": "string", "$ref": "#/$defs/a"}, ".properties.a.$ref"),
+        ("qwen_xml", {"type": "string", "enum": ["long"], "maxLength": 2}, ".properties.a.enum"),
+        ("gemma", {"type": "integer", "enum": ["text"]}, ".properties.a.enum"),
+        ("gemma", {"type": "object", "properties": {"a:b": {"type": "string"}}}, ".properties.a.properties.a:b"),
+        ("hermes", {"type": "integer", "maximum": 2**53 + 1}, ".properties.a.maximum"),
     ],
 )
 def test_what_a_strict_tool_cannot_be_held_to_is_named_with_its_path(dialect: Dialect, part: Any, path: str) -> None:
@@ -213,6 +219,33 @@ def test_what_a_strict_tool_cannot_be_held_to_is_named_with_its_path(dialect: Di
     with pytest.raises(BadParameter) as refusal:
         lark(dialect, PLAIN_BYTES, tool)
     assert refusal.value.param == "tools[0].x" + path
+
+
+@pytest.mark.parametrize(
+    ("dialect", "schema", "path"),
+    [
+        ("qwen_xml", {"anyOf": [{"type": "object"}]}, ".anyOf"),
+        ("laguna", {"type": "object", "required": ["b"]}, ".required"),
+        ("pythonic", {"type": "object", "properties": {"a=b": {"type": "string"}}}, ".properties.a=b"),
+        ("qwen_xml", {"type": "object", "properties": {"a>b": {"type": "string"}}}, ".properties.a>b"),
+        ("gemma", {"$ref": "#"}, ".$ref"),
+    ],
+)
+def test_what_would_bind_all_arguments_and_cannot_be_written_is_named(dialect: Dialect, schema: Any, path: str) -> None:
+    tool = Tool("f", parameters=json.dumps(schema), strict=True, param="tools[0].x")
+    with pytest.raises(BadParameter) as refusal:
+        lark(dialect, PLAIN_BYTES, tool)
+    assert refusal.value.param == "tools[0].x" + path
+
+
+@pytest.mark.parametrize("dialect", ["qwen_xml", "laguna", "gemma", "pythonic"])
+def test_a_schema_may_refer_to_the_one_that_is_meant(dialect: Dialect) -> None:
+    meant = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    plain = lark(dialect, PLAIN_BYTES, Tool("f", parameters=json.dumps(meant), strict=True))
+    for said in ({"$ref": "#/$defs/a~1b", "$defs": {"a/b": meant}}, {"allOf": [meant]}):
+        written = lark(dialect, PLAIN_BYTES, Tool("f", parameters=json.dumps(said), strict=True))
+        assert len(written.splitlines()) == len(plain.splitlines()) > 3, "the rules of its one argument"
+        assert written == plain or "$ref" in said
 
 
 def test_a_tool_that_is_not_strict_takes_any_object_where_its_schema_cannot_be_held_to() -> None:

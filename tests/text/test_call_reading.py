@@ -150,6 +150,14 @@ def test_half_of_a_character_becomes_one_that_can_be_said(dialect: Dialect, text
     assert (content + name + arguments).encode()
 
 
+@pytest.mark.parametrize("text", ["a </parameter> b", '\\" </parameter>', "</parameter>"])
+def test_a_text_inside_of_an_object_may_hold_what_ends_values(text: str) -> None:
+    said = json.dumps({"a": [1, text]})
+    call = f"<tool_call>\n<function=weather>\n<parameter=where>\n{said}\n</parameter>\n</function>\n</tool_call>"
+    ((_, arguments),) = read("qwen_xml", call, 3)[1]
+    assert json.loads(arguments) == {"where": {"a": [1, text]}}
+
+
 def test_a_value_that_is_nested_too_deeply_is_a_text() -> None:
     text = "<tool_call><function=f><parameter=a>" + 100_000 * "[" + "</parameter></function></tool_call>"
     ((_, arguments),) = read("qwen_xml", text)[1]

@@ -112,6 +112,28 @@ def test_tokens_known_only_to_the_config_are_added(folder: Path) -> None:
     assert tokenizer.vocab_size == 1025
 
 
+def test_the_config_has_the_last_word_about_a_tokens_flags(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    text = "a<|im_end|>\n b"
+    before = Tokenizer.from_folder(folder).encode(text, add_special=False)
+    number = Tokenizer.from_folder(folder).encode("<|im_end|>", add_special=False)[0]
+    flags = {"special": True, "rstrip": True, "lstrip": False, "single_word": False, "normalized": False}
+    configure(folder, added_tokens_decoder={str(number): {"content": "<|im_end|>", **flags}})
+    ours, theirs = Tokenizer.from_folder(folder), AutoTokenizer.from_pretrained(str(folder))
+    assert ours.encode(text, add_special=False) == theirs.encode(text, add_special_tokens=False) != before
+    assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text), skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    "said", [{"a": {"content": "x"}}, {"600": {}}, {"600": {"content": 5}}, {"600": {"content": "\ud800"}}, [1], 5, "x"]
+)
+def test_added_tokens_that_are_none_are_refused(folder: Path, said: object) -> None:
+    configure(folder, added_tokens_decoder=said)
+    with pytest.raises(Corrupt, match="added_tokens_decoder"):
+        Tokenizer.from_folder(folder)
+
+
 def test_a_config_with_ids_out_of_place_is_refused(folder: Path) -> None:
     configure(folder, added_tokens_decoder={"2000": {"content": "<|extra|>", "special": True}})
     with pytest.raises(Corrupt, match="2000"):

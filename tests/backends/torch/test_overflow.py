@@ -142,3 +142,15 @@ def test_the_same_model_is_served_with_a_wider_stream(folder: Path) -> None:
     layers[1] = dataclasses.replace(layers[1], feed_forward=Loud(layers[1].feed_forward))  # type: ignore[arg-type]
     [answer], _ = served(backend, [Request("q", PROMPT, SamplingParams(max_tokens=3))], Schedule())
     assert (len(answer.tokens), answer.error) == (3, None)
+
+
+@pytest.mark.parametrize("wishes", [{}, {"top_k": 3, "min_p": 0.1}, {"repetition_penalty": 1.3}])
+def test_numbers_that_are_none_are_not_the_callers_fault(folder: Path, wishes: dict[str, float]) -> None:
+    backend = backend_of(folder, kernels=False, check=False, dtype="f32")
+    rows = backend._stack._embedding
+    backend._stack._embedding = lambda tokens, by=None: torch.where(tokens[:, None] == BROKEN, torch.nan, rows(tokens))
+    [answer], _ = served(backend, [Request("q", (*PROMPT, BROKEN), SamplingParams(max_tokens=3, **wishes))], Schedule())
+    assert (answer.tokens, answer.error) == ([], "not_finite")
+    banned = SamplingParams(max_tokens=3, bad_words=((5,),))
+    [answer], _ = served(backend, [Request("q", (*PROMPT, BROKEN), banned)], Schedule())
+    assert answer.error == "no_token_left", "which it may be"
