@@ -194,8 +194,13 @@ def feed_forward_in_words(feed_forward: MlpSpec | MoeSpec) -> str:
 def tokenizer_kind(checkpoint: Checkpoint) -> str:
     """Read from the metadata alone; the tokenizer itself is not built."""
     if checkpoint.dialect == "gguf":
+        from onedraw.text.gguf_vocab import why_not
+
         kind, split = (checkpoint.config.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
-        return "missing" if kind is None else f"{kind} in GGUF" + (f", split {split}" if split else "")
+        if kind is None:
+            return "missing"
+        reason = why_not(checkpoint.config)
+        return f"{kind} in GGUF" + (f", split {split}" if split else "") + (f": {reason}" if reason else "")
     file = checkpoint.path / "tokenizer.json"
     if not file.is_file():
         return "missing: the folder has no tokenizer.json"

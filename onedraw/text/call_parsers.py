@@ -9,16 +9,16 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Generator, Sequence, Set
+from collections.abc import Callable, Generator, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
+from onedraw.text.call_characters import Malformed, Parser, closed, demand, expect, skip, until, whole
 from onedraw.text.channels import SPACE
-from onedraw.text.tools import GEMMA_QUOTE, MARKERS, Calls, Dialect
+from onedraw.text.tools import GEMMA_QUOTE, MARKERS, Calls
 
 _QUOTES = re.compile(r'(?<!\\)(?:\\\\)*"')
-_HALVES = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +37,7 @@ class End:
 
 
 Event: TypeAlias = Begin | Arguments | End
-Parser: TypeAlias = Generator[None, str, None]
 Types: TypeAlias = dict[str, dict[str, tuple[str, ...]]]  # tool → parameter → JSON types it may have; none: any
-
-
-class Malformed(Exception):
-    """These characters are no call."""
-
-
-class Another(Exception):
-    """A call that is over was not closed, and another one begins."""
 
 
 def parser_of(calls: Calls) -> Callable[[list[Event]], Parser]:
@@ -71,42 +62,42 @@ def parser_of(calls: Calls) -> Callable[[list[Event]], Parser]:
 
 def _hermes(out: list[Event]) -> Parser:
     """{"name": …, "arguments": {…}} and the marker behind it."""
-    yield from _json_call(out, (yield from _skip((yield))))
-    yield from _closed("hermes")
+    yield from _json_call(out, (yield from skip((yield))))
+    yield from closed("hermes")
 
 
 def _llama(out: list[Event]) -> Parser:
     """{"name": …, "parameters": {…}} where a reply begins."""
-    yield from _json_call(out, (yield from _skip((yield))))
+    yield from _json_call(out, (yield from skip((yield))))
 
 
 def _json_call(out: list[Event], first: str) -> Parser:
     """An object with a name and arguments, in either order; arguments pass through as they are written."""
-    _demand(first == "{")
+    demand(first == "{")
     name: str | None = None
     early: list[str] = []  # arguments that came before the name
     given = False
-    character = yield from _skip((yield))
+    character = yield from skip((yield))
     while character != "}":
         key = yield from _string(character)
-        _demand(key in ("name", "arguments", "parameters", "type", "id"))
-        _demand((yield from _skip((yield))) == ":")
-        character = yield from _skip((yield))
+        demand(key in ("name", "arguments", "parameters", "type", "id"))
+        demand((yield from skip((yield))) == ":")
+        character = yield from skip((yield))
         if key == "name":
             name = yield from _string(character)
             out.append(Begin(name))
             if early:
                 out.append(Arguments("".join(early)))
-            character = yield from _skip((yield))
+            character = yield from skip((yield))
         elif key in ("arguments", "parameters"):
             given = True
-            character = yield from _skip((yield from _raw(character, out, early if name is None else None)))
+            character = yield from skip((yield from _raw(character, out, early if name is None else None)))
         else:
-            character = yield from _skip((yield from _raw(character, out, [])))
-        _demand(character in ",}")
+            character = yield from skip((yield from _raw(character, out, [])))
+        demand(character in ",}")
         if character == ",":
-            character = yield from _skip((yield))
-    _demand(name is not None)
+            character = yield from skip((yield))
+    demand(name is not None)
     if not given:
         out.append(Arguments("{}"))
     out.append(End())
@@ -125,7 +116,7 @@ def _raw(first: str, out: list[Event], early: list[str] | None) -> Generator[Non
         said = yield from _string(first)
         say(said)
         return (yield)
-    _demand(first not in ",:]}")
+    demand(first not in ",:]}")
     depth, quoted, escaped, character = 0, False, False, first
     while True:
         if quoted:
@@ -143,7 +134,7 @@ def _raw(first: str, out: list[Event], early: list[str] | None) -> Generator[Non
 
 def _string(first: str) -> Generator[None, str, str]:
     """A JSON string, decoded."""
-    _demand(first == '"')
+    demand(first == '"')
     raw, escaped = first, False
     while True:
         character = yield
@@ -152,7 +143,7 @@ def _string(first: str) -> Generator[None, str, str]:
             break
         escaped = character == "\\" and not escaped
     try:
-        return _whole(json.loads(raw))
+        return whole(json.loads(raw))
     except ValueError:
         raise Malformed from None
 
@@ -162,33 +153,33 @@ def _string(first: str) -> Generator[None, str, str]:
 
 def _qwen_xml(out: list[Event], *, types: Types) -> Parser:
     """<function=name> <parameter=key> value </parameter> … </function> and the marker behind it."""
-    yield from _expect("<function=", (yield from _skip((yield))))
-    name, _ = yield from _until((">",))
+    yield from expect("<function=", (yield from skip((yield))))
+    name, _ = yield from until((">",))
     out.append(Begin(name.strip()))
     members = Members(out, types.get(name.strip(), {}))
     while True:
-        head, which = yield from _until(("<parameter=", "</function>"))
-        _demand(not head.strip(SPACE))
+        head, which = yield from until(("<parameter=", "</function>"))
+        demand(not head.strip(SPACE))
         if which == "</function>":
             break
-        key, _ = yield from _until((">",))
+        key, _ = yield from until((">",))
         yield from members.read(key, "</parameter>", trim=True)
     members.end()
-    yield from _closed("qwen_xml")
+    yield from closed("qwen_xml")
 
 
 def _laguna(out: list[Event], *, types: Types) -> Parser:
     """name <arg_key>key</arg_key> <arg_value>value</arg_value> … and the marker behind it."""
     close = MARKERS["laguna"][1]
-    name, which = yield from _until(("<arg_key>", close))
-    _demand(bool(name.strip(SPACE)))
+    name, which = yield from until(("<arg_key>", close))
+    demand(bool(name.strip(SPACE)))
     out.append(Begin(name.strip(SPACE)))
     members = Members(out, types.get(name.strip(SPACE), {}))
     while which != close:
-        key, _ = yield from _until(("</arg_key>",))
-        yield from _until(("<arg_value>",))
+        key, _ = yield from until(("</arg_key>",))
+        yield from until(("<arg_value>",))
         yield from members.read(key.strip(SPACE), "</arg_value>", trim=False)
-        _, which = yield from _until(("<arg_key>", close))
+        _, which = yield from until(("<arg_key>", close))
     members.end()
 
 
@@ -208,9 +199,9 @@ class Members:
         if kinds == ("string",):
             yield from self._text(close, trim=trim)
             return
-        value, _ = yield from _until((close,))
+        value, _ = yield from until((close,))
         while kinds and "string" not in kinds and _in_quotes(value):  # a text inside of it may hold what ends it
-            value += close + (yield from _until((close,)))[0]
+            value += close + (yield from until((close,)))[0]
         if trim:
             value = value.removeprefix("\n").removesuffix("\n")
         self._out.append(Arguments(_value(value, kinds)))
@@ -259,7 +250,7 @@ def _value(text: str, kinds: tuple[str, ...]) -> str:
         value = text
     if kinds and kind_of(value) not in kinds and not (kind_of(value) == "integer" and "number" in kinds) and "string" in kinds:
         value = text
-    return text.strip() if not isinstance(value, str) else _whole(json.dumps(value, ensure_ascii=False))
+    return text.strip() if not isinstance(value, str) else whole(json.dumps(value, ensure_ascii=False))
 
 
 def kind_of(value: Any) -> str:
@@ -287,34 +278,34 @@ def kinds_of(part: Any) -> tuple[str, ...]:
 
 def _gemma(out: list[Event]) -> Parser:
     """call:name{key:value,…} with strings between their own quotes, and the marker behind it."""
-    yield from _expect("call:", (yield from _skip((yield))))
-    name, _ = yield from _until(("{",))
+    yield from expect("call:", (yield from skip((yield))))
+    name, _ = yield from until(("{",))
     out.append(Begin(name.strip(SPACE)))
     out.append(Arguments("{"))
     yield from _gemma_members(out, "}")
     out.append(End())
-    yield from _closed("gemma")
+    yield from closed("gemma")
 
 
 def _gemma_members(out: list[Event], close: str) -> Parser:
     """What stands between braces or brackets; the opening one is read already."""
-    character = yield from _skip((yield))
+    character = yield from skip((yield))
     while character != close:
         if close == "}":
             if character == GEMMA_QUOTE[0]:
-                yield from _expect(GEMMA_QUOTE, character)
-                key, _ = yield from _until((GEMMA_QUOTE,))
-                _demand((yield from _skip((yield))) == ":")
+                yield from expect(GEMMA_QUOTE, character)
+                key, _ = yield from until((GEMMA_QUOTE,))
+                demand((yield from skip((yield))) == ":")
             else:
-                rest, _ = yield from _until((":",))
+                rest, _ = yield from until((":",))
                 key = character + rest
             out.append(Arguments(json.dumps(key.strip(SPACE), ensure_ascii=False) + ": "))
-            character = yield from _skip((yield))
-        character = yield from _skip((yield from _gemma_value(out, character)))
-        _demand(character in (",", close))
+            character = yield from skip((yield))
+        character = yield from skip((yield from _gemma_value(out, character)))
+        demand(character in (",", close))
         if character == ",":
             out.append(Arguments(", "))
-            character = yield from _skip((yield))
+            character = yield from skip((yield))
     out.append(Arguments(close))
 
 
@@ -325,7 +316,7 @@ def _gemma_value(out: list[Event], first: str) -> Generator[None, str, str]:
         yield from _gemma_members(out, "}" if first == "{" else "]")
         return (yield)
     if first == GEMMA_QUOTE[0]:
-        yield from _expect(GEMMA_QUOTE, first)
+        yield from expect(GEMMA_QUOTE, first)
         out.append(Arguments('"'))
         held = ""
         while not held.endswith(GEMMA_QUOTE):
@@ -346,24 +337,24 @@ def _gemma_value(out: list[Event], first: str) -> Generator[None, str, str]:
 
 def _pythonic(out: list[Event], *, names: Set[str]) -> Parser:
     """[name(key=value, …), …], as Python would write it. `names`: of tools, which need not be names there."""
-    _demand((yield from _skip((yield))) == "[")
+    demand((yield from skip((yield))) == "[")
     while True:
-        name, _ = yield from _until(("(",))
+        name, _ = yield from until(("(",))
         name = name.strip(SPACE)
-        _demand(name in names or name.replace(".", "_").replace("-", "_").isidentifier())
+        demand(name in names or name.replace(".", "_").replace("-", "_").isidentifier())
         out.append(Begin(name))
         out.append(Arguments("{"))
-        character = yield from _skip((yield))
+        character = yield from skip((yield))
         while character != ")":
-            rest, _ = yield from _until(("=",))
+            rest, _ = yield from until(("=",))
             out.append(Arguments(json.dumps((character + rest).strip(SPACE), ensure_ascii=False) + ": "))
             character = yield from _literal(out)
             if character == ",":
                 out.append(Arguments(", "))
-                character = yield from _skip((yield))
+                character = yield from skip((yield))
         out += [Arguments("}"), End()]
-        character = yield from _skip((yield))
-        _demand(character in ",]")
+        character = yield from skip((yield))
+        demand(character in ",]")
         if character == "]":
             return
 
@@ -383,7 +374,7 @@ def _literal(out: list[Event]) -> Generator[None, str, str]:
         else:
             depth += (character in "([{") - (character in ")]}")
         text += character
-    out.append(Arguments(_whole(json.dumps(_python_value(text.strip(SPACE)), ensure_ascii=False))))
+    out.append(Arguments(whole(json.dumps(_python_value(text.strip(SPACE)), ensure_ascii=False))))
     return character
 
 
@@ -396,47 +387,3 @@ def _python_value(text: str) -> Any:
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             continue
     raise Malformed
-
-
-# ---------------------------------------------------------------------------------------------- characters
-
-
-def _demand(holds: bool) -> None:
-    if not holds:
-        raise Malformed
-
-
-def _whole(text: str) -> str:
-    """Halves of characters, which JSON can spell and no reply can say, as what stands for a character that is not known."""
-    return _HALVES.sub("\ufffd", text)
-
-
-def _closed(dialect: Dialect) -> Parser:
-    """The marker behind a call. What else stands before it is nothing; before another call, it is the reader's."""
-    opens, closes = MARKERS[dialect]
-    _, found = yield from _until((closes, opens))
-    if found == opens:
-        raise Another
-
-
-def _skip(character: str) -> Generator[None, str, str]:
-    """The first character that is no space, this one included."""
-    while character in SPACE:
-        character = yield
-    return character
-
-
-def _expect(text: str, first: str) -> Parser:
-    _demand(text[0] == first)
-    for wanted in text[1:]:
-        _demand((yield) == wanted)
-
-
-def _until(ends: Sequence[str]) -> Generator[None, str, tuple[str, str]]:
-    """The text before the first of these, and which one it was."""
-    text = ""
-    while True:
-        text += yield
-        found = next((end for end in ends if text.endswith(end)), None)
-        if found is not None:
-            return text[: -len(found)], found

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
-from onedraw.text.call_parsers import Another, Arguments, Begin, End, Event, Malformed, Parser, parser_of
+from onedraw.text.call_characters import Another, Malformed, Parser
+from onedraw.text.call_parsers import Arguments, Begin, End, Event, parser_of
 from onedraw.text.channels import SPACE
 from onedraw.text.tools import MARKERS, Calls
 

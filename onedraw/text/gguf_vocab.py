@@ -150,12 +150,28 @@ def rebuild(metadata: Mapping[str, Any]) -> Rebuilt:
             backend = _gemma4(vocabulary)
             bos_id, eos_id, add_bos = vocabulary.id("bos"), vocabulary.id("eos"), True
         case _:
-            raise UnsupportedModel(f"tokenizer.ggml.model {kind!r} is not supported; supported: {', '.join(KINDS)}")
+            raise UnsupportedModel(_no_kind(kind))
     _add_tokens(backend, vocabulary, special=[bos_id, eos_id, vocabulary.id("eot")])
     # Files of the gemma4 kind exist that deny their bos token by mistake; the model always wants it.
     begins = kind == "gemma4" or vocabulary.value("add_bos_token", add_bos)
     _frame(backend, bos_id=bos_id if begins else None, eos_id=eos_id if vocabulary.value("add_eos_token", False) else None)
     return Rebuilt(backend, bos_id, eos_id)
+
+
+def why_not(metadata: Mapping[str, Any]) -> str:
+    """Why a tokenizer of this kind cannot be rebuilt, as far as two words tell; nothing where it can."""
+    kind, split = (metadata.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
+    if kind not in KINDS:
+        return _no_kind(kind)
+    return _no_split(split) if kind == "gpt2" and split is not None and split not in SPLITS else ""
+
+
+def _no_kind(kind: Any) -> str:
+    return f"tokenizer.ggml.model {kind!r} is not supported; supported: {', '.join(KINDS)}"
+
+
+def _no_split(name: Any) -> str:
+    return f"tokenizer.ggml.pre {name!r} is not supported; supported: {', '.join(sorted(SPLITS))}"
 
 
 def _frame(backend: Tokenizer, *, bos_id: int | None, eos_id: int | None) -> None:
@@ -175,7 +191,7 @@ def _split(name: str | None) -> Split:
     # Old files of this kind name no pre-tokenizer; GPT-2's own is what the kind's name promises.
     found = SPLITS.get("default" if name is None else name)
     if found is None:
-        raise UnsupportedModel(f"tokenizer.ggml.pre {name!r} is not supported; supported: {', '.join(sorted(SPLITS))}")
+        raise UnsupportedModel(_no_split(name))
     return found
 
 

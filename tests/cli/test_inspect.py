@@ -98,6 +98,16 @@ def test_the_table_has_the_same_facts(terminal: Terminal, folder: Path) -> None:
         assert fact in terminal.out
 
 
+def test_a_tokenizer_that_cannot_be_rebuilt_is_said(terminal: Terminal, tmp_path: Path) -> None:
+    file = tiny.write_gguf("llama", tmp_path / "m.gguf")
+    fine = terminal.json("inspect", str(file))["tokenizer"]
+    assert "not supported" not in fine
+    head, key, rest = file.read_bytes().partition(b"tokenizer.ggml.pre")
+    size = int.from_bytes(rest[4:12], "little")
+    file.write_bytes(head + key + rest[:12] + size * b"x" + rest[12 + size :])
+    assert f"tokenizer.ggml.pre '{size * 'x'}' is not supported" in terminal.json("inspect", str(file))["tokenizer"]
+
+
 def test_a_missing_tokenizer_is_said(terminal: Terminal, folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     assert terminal.json("inspect", str(folder))["tokenizer"].startswith("missing")
