@@ -38,7 +38,7 @@ RULES: tuple[Rule, ...] = (
     refused("context_management", "a shortened prompt is another prompt; shorten it before sending"),
 )
 # What is done with the fields of items and of the parts of their content, by type.
-_OUTPUT = (inert("id", "as it came"), inert("status", "as it came"))
+_OUTPUT = (*read("id"), inert("status", "as it came"))
 ITEM_RULES: Mapping[str, tuple[Rule, ...]] = {
     "message": (*read("role", "content"), *_OUTPUT, inert("phase", "as it came")),
     "function_call": (*read("call_id", "name", "arguments"), *_OUTPUT),
@@ -110,6 +110,8 @@ def _items(value: object) -> str | list[dict[str, Any]]:
         for name, of in _NEEDED[kind]:
             if not isinstance(item.get(name), of):
                 raise PydanticCustomError("item", "is missing or of the wrong kind", {"at": f"[{number}].{name}"})
+        if not isinstance(item.get("id"), str | None):
+            raise PydanticCustomError("item", "must be a text", {"at": f"[{number}].id"})
     return value
 
 

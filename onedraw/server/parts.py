@@ -120,13 +120,21 @@ class Places:
     """Where the text of each token begins. A token inside a character begins where the character does."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool) -> None:
+        self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, skip_special=skip_special, opening=False)
         self.start = 0
 
     def next(self, token: int) -> tuple[int, str]:
-        offset, text = self.start, self._detokenizer.push(token)
+        held, offset, text = self._detokenizer.holds, self.start, self._detokenizer.push(token)
         self.start += len(text)
+        if held and text and not _goes_on(self._tokenizer.token_bytes(token)):
+            offset += 1  # what was held never became a character, and is not this token's
         return offset, text
+
+
+def _goes_on(text: bytes) -> bool:
+    """Whether bytes begin inside of a character."""
+    return text[:1] != b"" and text[0] & 0xC0 == 0x80
 
 
 def prompt_offsets(prompt: Sequence[int], text: str, tokenizer: Tokenizer) -> list[int]:

@@ -30,6 +30,11 @@ class Detokenizer:
         self._decoder = _Utf8Decoder(errors="replace")
         self._strips_space = opening and tokenizer.strips_space
 
+    @property
+    def holds(self) -> bool:
+        """Whether there are bytes of a character that is not complete."""
+        return bool(self._decoder.getstate()[0])
+
     def push(self, token_id: int) -> str:
         """The text that is final now."""
         if self._skip_special and self._tokenizer.is_special(token_id) and token_id not in self._spelled:

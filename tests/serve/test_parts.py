@@ -6,7 +6,7 @@ import pytest
 
 from onedraw.door import Ask
 from onedraw.server.completion import Job
-from onedraw.server.parts import Tally, prompt_offsets
+from onedraw.server.parts import Places, Tally, prompt_offsets
 from onedraw.server.reply import write_usage
 from onedraw.types import Piece, SamplingParams, Usage
 from tests.serve.running import fake_door
@@ -56,3 +56,19 @@ def test_a_token_the_text_does_not_spell_has_no_width():
         ids = door.encode(f"a{spelled}b", add_special=False)
         assert ids[1] == eos
         assert prompt_offsets(ids, f"a{spelled}b", door.tokenizer) == [0, 1, 1 + len(spelled)]
+
+
+def test_a_token_behind_a_broken_character_begins_behind_it() -> None:
+    class Bytes:
+        def token_bytes(self, token: int) -> bytes:
+            return [b"\xe6\x97", b"y", b"\xa5", b"z", b"\xff"][token]
+
+        def is_special(self, token: int) -> bool:
+            return False
+
+        strips_space = False
+
+    places = Places(Bytes(), skip_special=True)  # type: ignore[arg-type]
+    assert [places.next(token) for token in (0, 1)] == [(0, ""), (1, "\ufffdy")]
+    assert [places.next(token) for token in (0, 2, 3)] == [(2, ""), (2, "日"), (3, "z")]
+    assert [places.next(token) for token in (4, 3)] == [(4, "\ufffd"), (5, "z")]

@@ -300,6 +300,19 @@ def test_an_item_that_is_referred_to_several_times_is_turned_over_so_often(fake:
     assert client.responses.create(model=fake.model, input=[*said, again], **SHORT).status is not None
 
 
+def test_an_item_keeps_the_id_that_its_caller_gave_it(fake: Any, client: openai.OpenAI) -> None:
+    part = {"type": "output_text", "text": "Yes.", "annotations": []}
+    mine: Any = {"type": "message", "id": "msg_mine", "role": "assistant", "status": "completed", "content": [part]}
+    told = client.responses.create(model=fake.model, input=[mine, {"role": "user", "content": "b"}, mine], **SHORT)
+    first, second, third = client.responses.input_items.list(told.id, order="asc")
+    assert first.id == "msg_mine"
+    assert len({first.id, second.id, third.id}) == 3
+    reference: Any = [{"type": "item_reference", "id": "msg_mine"}, {"role": "user", "content": "?"}]
+    assert client.responses.create(model=fake.model, input=reference, **SHORT).status is not None
+    wrong = fake.post(PATH, input=[{**mine, "id": [1]}])
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "input[0].id")
+
+
 def test_items_may_be_referred_to(fake: Any, client: openai.OpenAI) -> None:
     """As clients do that store responses: what was said before is named, not sent."""
     first = client.responses.create(model=fake.model, input="Hello.", **SHORT)
