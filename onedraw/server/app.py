@@ -211,7 +211,7 @@ class Desk:
         def understood() -> Parsed[RequestT]:
             return parse(kind, read_json(body), lenient=self.options.lenient)
 
-        # A long body takes long to read, and streams go on meanwhile.
+        # A long body takes long to understand: between one step of it and the next, streams go on.
         parsed = understood() if len(body) < LONG_BODY else await asyncio.to_thread(understood)
         self._check_model(getattr(parsed.request, "model", None))
         return parsed

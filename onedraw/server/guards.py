@@ -24,7 +24,11 @@ from onedraw.server.logs import note
 OPEN_PATHS = frozenset({"/health"})
 CALLER = "onedraw.caller"  # in the scope of a request: whose key it brought
 BODY_SECONDS = 60.0  # for the last byte of a body
-NEAR = (".localhost", ".local", ".internal", ".lan", ".home.arpa", ".test")  # names that lead nowhere outside
+# Names that lead nowhere outside: reserved for it, or in use for it and never given to anybody.
+NEAR = (
+    *(".localhost", ".local", ".internal", ".lan", ".home.arpa", ".test", ".svc", ".localdomain", ".home", ".corp", ".intranet"),
+    ".private",
+)
 
 Result = TypeVar("Result")
 
@@ -67,7 +71,7 @@ class HomeGuard:
     """
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str] = (), origins: Sequence[str] = ()) -> None:
-        self._app, self._hosts, self._origins = app, {host.lower().rstrip(".") for host in hosts}, set(origins)
+        self._app, self._hosts, self._origins = app, {name_of(host) for host in hosts}, set(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         wrong = self._wrong(scope) if scope["type"] == "http" and scope["path"] not in OPEN_PATHS else None
@@ -78,23 +82,35 @@ class HomeGuard:
 
     def _wrong(self, scope: Scope) -> BadRequest | None:
         headers = Headers(scope=scope)
-        name = _name_of(headers.get("host", ""))
-        if not (name in self._hosts or _is_near(name)):
+        name = name_of(headers.get("host", ""))
+        if not self._answers_to(name):
             return UnknownHost(
                 f"a server without a key does not answer to the name {name!r}, which any web page could lead here; serve it with "
                 f"--allow-host {name}, or with --api-key"
             )
         origin = headers.get("origin", "")
-        foreign = headers.get("sec-fetch-site") == "cross-site" and origin.startswith("http")
-        if foreign and scope["method"] not in ("GET", "HEAD", "OPTIONS") and not self._origins & {origin, "*"}:
+        works = scope["method"] not in ("GET", "HEAD", "OPTIONS")
+        if works and not self._origins & {origin, "*"} and self._is_foreign(origin, headers.get("sec-fetch-site"), name):
             return ForeignPage(
                 f"a server without a key takes no requests from the web page {origin}; serve it with --cors-origin {origin}, or "
                 "with --api-key"
             )
         return None
 
+    def _answers_to(self, name: str) -> bool:
+        return bool(self._hosts & {name, "*"}) or _is_near(name)
 
-def _name_of(host: str) -> str:
+    def _is_foreign(self, origin: str, site: str | None, name: str) -> bool:
+        """Whether a page elsewhere asks. Browsers say so; to an address without TLS they say only where a page is from."""
+        if not origin.startswith("http") and origin != "null":  # a program's own page
+            return False
+        if site is not None:
+            return site == "cross-site"
+        page = name_of(origin.partition("://")[2])
+        return origin != "null" and page != name and not self._answers_to(page)
+
+
+def name_of(host: str) -> str:
     """What a Host header names, without the port."""
     name = host[1:].partition("]")[0] if host.startswith("[") else host.rpartition(":")[0] or host
     return name.lower().rstrip(".")

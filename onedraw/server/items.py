@@ -294,7 +294,7 @@ def _thoughts(content: Any, at: str) -> list[str]:
         raise BadParameter(at, "must be a list of parts")
     for number, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("reasoning_text", "summary_text") or not isinstance(part.get("text"), str):
+        if kind not in ("reasoning_text", "summary_text", "text") or not isinstance(part.get("text"), str):
             raise BadParameter(f"{at}[{number}]", "must be a part of type reasoning_text or summary_text, with its text")
     return [part["text"] for part in content]
 

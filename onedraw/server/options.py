@@ -42,6 +42,9 @@ class ServerOptions:
             raise BadSetting("--api-key: must not be empty, nor begin or end with a space")
         if self.request_seconds is not None and not 0 < self.request_seconds < float("inf"):
             raise BadSetting(f"--request-seconds: must be over 0, not {self.request_seconds}")
+        for host in self.allow_hosts:
+            if not host.strip() or "/" in host:
+                raise BadSetting(f"--allow-host: {host!r} is no name of a host, like chat.example")
         if self.log_format not in FORMATS:
             raise BadSetting(f"--log-format: {self.log_format!r} is not one of {', '.join(FORMATS)}")
         if self.log_level not in LOG_LEVELS:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from onedraw.errors import BadParameter
-from onedraw.text.call_parsers import kinds_of
 from onedraw.text.grammar import literal, with_bounds
-from onedraw.text.literal_grammar import BINDS_TEXT, FREE, GEMMA, PYTHON, Literals, as_members, constants, text_terminal
+from onedraw.text.literal_grammar import FREE, GEMMA, PYTHON, Literals, Style, text_terminal
 from onedraw.text.tokenizer import Tokenizer
+from onedraw.text.tool_schema import BINDS_ALL, as_members, constants, kinds_of, refuse
 from onedraw.text.tools import MARKERS, Dialect, Tool
 
 Spell = Callable[[str], str]  # a text as a Lark grammar writes it
@@ -96,29 +96,28 @@ class CallGrammar:
                 body = self._tagged(name, tool, schema, head=head, tail="</arg_value>", behind="\n")
                 self._rules.append(f"{name}: {literal(tool.name + chr(10))} {body}")
             case "gemma":
-                literals = Literals(GEMMA, name, self._rules, spell=self._spell, tokenizer=self._tokenizer, param=tool.param)
+                literals = self._literals(GEMMA, name, tool)
                 self._rules.append(f'{name}: {literal(f"call:{tool.name}{{")} {literals.members(schema)} "}}"')
             case "pythonic":
-                literals = Literals(PYTHON, name, self._rules, spell=self._spell, tokenizer=self._tokenizer, param=tool.param)
+                literals = self._literals(PYTHON, name, tool)
                 self._rules.append(f'{name}: {literal(tool.name + "(")} {literals.members(schema)} ")"')
         return name
 
+    def _literals(self, style: Style, name: str, tool: Tool) -> Literals:
+        tokenizer, strict = self._tokenizer, tool.strict
+        return Literals(style, name, self._rules, spell=self._spell, tokenizer=tokenizer, param=tool.param, strict=strict)
+
     def _schema(self, tool: Tool) -> dict[str, Any]:
         """The tool's schema. One that cannot be held to is refused where it is strict, else any object will do."""
+        found, as_json = {"type": "object", **tool.schema}, self._dialect in ("hermes", "llama")
         try:
-            found = {"type": "object", **self._check(tool.schema, tool.param)}
+            self._check(tool.schema, tool.param)
         except BadParameter:
             if tool.strict:
                 raise
-            return {"type": "object"}
-        if self._dialect in ("hermes", "llama"):  # arguments are JSON there
-            return found
-        try:
-            return as_members(found, tool.param, self._dialect)
-        except BadParameter:
-            if tool.strict:
-                raise
-            return found
+            if as_json:
+                return {"type": "object"}
+        return found if as_json else as_members(found, tool.param, self._dialect, strict=tool.strict)
 
     def _tagged(self, name: str, tool: Tool, schema: dict[str, Any], *, head: str, tail: str, behind: str) -> str:
         """Parameters between tags, in the order of the schema, those that are not required left out or not."""
@@ -127,7 +126,12 @@ class CallGrammar:
         parts = []
         for number, (key, part) in enumerate((schema.get("properties") or {}).items()):
             rule = f"{name}_p{number}"
-            value = self._tagged_value(rule, part, shared, tail=tail, param=f"{tool.param}.properties.{key}")
+            try:
+                value = self._tagged_value(rule, part, shared, tail=tail, param=f"{tool.param}.properties.{key}")
+            except BadParameter:
+                if tool.strict:
+                    raise
+                value = self._anything(rule, tail)
             self._rules.append(f"{rule}: {literal(head.format(key))} {value} {literal(behind)}")
             parts.append(rule if key in required else f"{rule}?")
         return " ".join(parts)
@@ -143,12 +147,14 @@ class CallGrammar:
                 keyword = "const" if "const" in part else "enum"
                 raise BadParameter(f"{param}.{keyword}", f"holds {tail.strip()}, which ends a value")
             return "(" + " | ".join(map(literal, texts)) + f") {literal(tail)}"
-        for keyword in part:
-            if keyword not in BINDS_TEXT:
-                raise BadParameter(f"{param}.{keyword}", "cannot be held to in this model's call syntax")
+        refuse(part, BINDS_ALL, param)
         terminal = text_terminal(part, avoiding=tail, param=param)
         if terminal is None:
-            self._rules.append(f"{rule}_v[suffix={literal(tail)}]: {FREE}")
-            return f"{rule}_v"
+            return self._anything(rule, tail)
         self._rules.append(f"{rule.upper()}_V: {terminal}")
         return f"{rule.upper()}_V {literal(tail)}"
+
+    def _anything(self, rule: str, tail: str) -> str:
+        """Any text up to the tag that ends it."""
+        self._rules.append(f"{rule}_v[suffix={literal(tail)}]: {FREE}")
+        return f"{rule}_v"

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import ast
 import json
-import re
 from collections.abc import Callable, Generator, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
-from onedraw.text.call_characters import Malformed, Parser, closed, demand, expect, skip, until, whole
+from onedraw.text.call_characters import Another, Malformed, Parser, closed, demand, expect, skip, until, whole
 from onedraw.text.channels import SPACE
+from onedraw.text.tool_schema import kind_of, types_of
 from onedraw.text.tools import GEMMA_QUOTE, MARKERS, Calls
-
-_QUOTES = re.compile(r'(?<!\\)(?:\\\\)*"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,7 @@ Types: TypeAlias = dict[str, dict[str, tuple[str, ...]]]  # tool → parameter �
 
 
 def parser_of(calls: Calls) -> Callable[[list[Event]], Parser]:
-    types = {tool.name: _types(tool.schema) for tool in calls.tools}
+    types = {tool.name: types_of(tool.schema) for tool in calls.tools}
     match calls.dialect:
         case "hermes":
             return _hermes
@@ -170,17 +168,19 @@ def _qwen_xml(out: list[Event], *, types: Types) -> Parser:
 
 def _laguna(out: list[Event], *, types: Types) -> Parser:
     """name <arg_key>key</arg_key> <arg_value>value</arg_value> … and the marker behind it."""
-    close = MARKERS["laguna"][1]
-    name, which = yield from until(("<arg_key>", close))
+    opens, close = MARKERS["laguna"]
+    name, which = yield from until(("<arg_key>", close, opens))
     demand(bool(name.strip(SPACE)))
     out.append(Begin(name.strip(SPACE)))
     members = Members(out, types.get(name.strip(SPACE), {}))
-    while which != close:
+    while which == "<arg_key>":
         key, _ = yield from until(("</arg_key>",))
         yield from until(("<arg_value>",))
         yield from members.read(key.strip(SPACE), "</arg_value>", trim=False)
-        _, which = yield from until(("<arg_key>", close))
+        _, which = yield from until(("<arg_key>", close, opens))
     members.end()
+    if which == opens:
+        raise Another
 
 
 class Members:
@@ -239,7 +239,13 @@ def _in_quotes(text: str) -> bool:
     """Whether an object or an array ends inside of a text."""
     if not text.lstrip().startswith(("{", "[")):
         return False
-    return len(_QUOTES.findall(text)) % 2 == 1
+    try:
+        json.JSONDecoder(strict=False).decode(text.strip())
+    except json.JSONDecodeError as error:
+        return error.msg.startswith("Unterminated string")
+    except (ValueError, RecursionError):
+        pass
+    return False
 
 
 def _value(text: str, kinds: tuple[str, ...]) -> str:
@@ -251,26 +257,6 @@ def _value(text: str, kinds: tuple[str, ...]) -> str:
     if kinds and kind_of(value) not in kinds and not (kind_of(value) == "integer" and "number" in kinds) and "string" in kinds:
         value = text
     return text.strip() if not isinstance(value, str) else whole(json.dumps(value, ensure_ascii=False))
-
-
-def kind_of(value: Any) -> str:
-    """What JSON calls a value."""
-    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object", type(None): "null"}
-    return names[type(value)]
-
-
-def _types(schema: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    properties = schema.get("properties")
-    return {key: kinds_of(part) for key, part in properties.items()} if isinstance(properties, dict) else {}
-
-
-def kinds_of(part: Any) -> tuple[str, ...]:
-    """Types of JSON that a schema names. Where it is text alone, a value stands between tags as it is, else as JSON: whoever
-    writes calls asks here as well."""
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind is None and isinstance(part, dict) and isinstance(part.get("enum"), list):
-        kind = sorted({kind_of(value) for value in part["enum"]})
-    return (kind,) if isinstance(kind, str) else tuple(map(str, kind)) if isinstance(kind, list) else ()
 
 
 # ---------------------------------------------------------------------------------------------- literals: Gemma, pythonic

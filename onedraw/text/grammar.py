@@ -119,8 +119,6 @@ class Grammars:
 
     def checked(self, schema: Any, param: str) -> Any:
         """The schema, if it can be held to; else BadParameter with the path of the keyword that is to blame."""
-        if (path := _inexact_bound(schema)) is not None:
-            raise BadParameter(f"{param}{path}", "is over 2^53, where bounds cannot be held to exactly")
         if self._schema_error(schema):
             blame = find_blame(schema, self._schema_error)
             assert blame is not None
@@ -181,23 +179,6 @@ class Grammars:
 def literal(text: str) -> str:
     """A text between quotes, as Lark reads it."""
     return json.dumps(text, ensure_ascii=False)
-
-
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-
-
-def _inexact_bound(schema: Any, path: str = "") -> str | None:
-    """Where a bound is a whole number that float64, in which bounds are kept, does not have."""
-    if isinstance(schema, list):
-        steps = ((f"[{number}]", part) for number, part in enumerate(schema))
-    elif isinstance(schema, dict):
-        for name in _BOUNDS:
-            if isinstance(schema.get(name), int) and not isinstance(schema[name], bool) and abs(schema[name]) > 2**53:
-                return f"{path}.{name}"
-        steps = ((f".{name}", part) for name, part in schema.items() if name not in ("enum", "const", "default", "examples"))
-    else:
-        return None
-    return next((found for step, part in steps if (found := _inexact_bound(part, path + step)) is not None), None)
 
 
 def with_bounds(schema: Any) -> Any:

@@ -14,41 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from onedraw.errors import BadParameter
-from onedraw.text.call_parsers import kind_of
 from onedraw.text.grammar import literal
 from onedraw.text.tokenizer import Tokenizer
-from onedraw.text.tools import GEMMA_QUOTE, Dialect
+from onedraw.text.tool_schema import BINDS_ARRAYS, BINDS_OBJECTS, constants, pointed_to, refuse
+from onedraw.text.tools import GEMMA_QUOTE
 
 FREE = r"/(.|\n)*/"  # any text
-_SAID = ("description", "title", "default", "examples", "nullable", "$schema", "deprecated")  # bind nothing
-_SHARED = ("$defs", "definitions")
-_KNOWN = frozenset(
-    (
-        "type",
-        "enum",
-        "const",
-        "properties",
-        "required",
-        "items",
-        "anyOf",
-        "oneOf",
-        "additionalProperties",
-        "$ref",
-        *_SHARED,
-        *_SAID,
-    )
-)
 _NUMERIC = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
 _TEXTUAL = frozenset(("minLength", "maxLength", "pattern", "format"))
 
-
-_BESIDE_CONSTANTS = frozenset(("type", "minLength", "maxLength", "pattern", *_SHARED, *_SAID))
 _BARE_SLASH = re.compile(r"(?<!\\)((?:\\\\)*)/")  # that no backslash stands before
-
-
-BINDS_TEXT = frozenset(("type", *_TEXTUAL, *_SHARED, *_SAID))  # keywords of a text that can be held to
-_BINDS_MEMBERS = frozenset(("type", "properties", "required", "additionalProperties", *_SHARED, *_SAID))
-_ENDS_KEY = {"qwen_xml": ">", "laguna": "</arg_key>", "gemma": ":", "pythonic": "="}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +48,17 @@ class Literals:
     """Writes the values of one tool. Owner: the grammar it adds rules to."""
 
     def __init__(
-        self, style: Style, name: str, rules: list[str], *, spell: Callable[[str], str], tokenizer: Tokenizer, param: str
+        self,
+        style: Style,
+        name: str,
+        rules: list[str],
+        *,
+        spell: Callable[[str], str],
+        tokenizer: Tokenizer,
+        param: str,
+        strict: bool,
     ) -> None:
-        self._style = style
+        self._style, self._strict = style, strict
         self._name = name
         self._rules = rules
         self._spell = spell
@@ -92,11 +75,16 @@ class Literals:
 
     def _members(self, schema: dict[str, Any], path: str, *, top: bool = False) -> str:
         style = self._style
-        required = schema.get("required", ())
+        required, properties = schema.get("required") or (), schema.get("properties") or {}
+        for name in required:
+            if name not in properties and self._strict:
+                raise BadParameter(f"{path}.required", f"names {name!r}, which is none of the properties")
         parts: list[tuple[str, bool]] = []
-        for key, part in (schema.get("properties") or {}).items():
+        for key, part in properties.items():
             if not style.quoted_keys and style.inner in key:
-                raise BadParameter(f"{path}.properties.{key}", "is a name that this model's call syntax cannot write")
+                if self._strict:
+                    raise BadParameter(f"{path}.properties.{key}", "is a name that this model's call syntax cannot write")
+                continue
             shown = literal(key + style.member) if top else self._key(key)
             rule = self._rule(f"{shown} {self._value(part, f'{path}.properties.{key}')}")
             parts.append((rule, key in required))
@@ -117,6 +105,15 @@ class Literals:
         return first
 
     def _value(self, schema: Any, path: str) -> str:
+        """Where the tool is not strict, anything, if the schema cannot be held to."""
+        try:
+            return self._held(schema, path)
+        except BadParameter:
+            if self._strict:
+                raise
+            return self._json({}) if self._style.json_strings else self._string({}, path)
+
+    def _held(self, schema: Any, path: str) -> str:
         if not isinstance(schema, dict):
             raise BadParameter(path, "must be a schema object here: this model's call syntax has no grammar of any value")
         if "$ref" in schema:
@@ -129,14 +126,12 @@ class Literals:
                 return "(" + " | ".join(parts) + ")"
         kinds = schema.get("type")
         if isinstance(kinds, list):
-            return "(" + " | ".join(self._value(_of_kind(schema, kind), path) for kind in kinds) + ")"
+            return "(" + " | ".join(self._value({**schema, "type": kind}, path) for kind in kinds) + ")"
         return self._typed(kinds, schema, path)
 
     def _typed(self, kind: Any, schema: dict[str, Any], path: str) -> str:
-        allowed = _KNOWN | (_NUMERIC if kind in ("number", "integer") else _TEXTUAL if kind == "string" else frozenset())
-        for keyword in schema:
-            if keyword not in allowed:
-                raise BadParameter(f"{path}.{keyword}", "cannot be held to in this model's call syntax")
+        refuse(schema, ("allOf", "not", "if", "$dynamicRef"), path)
+        refuse(schema, BINDS_ARRAYS if kind == "array" else BINDS_OBJECTS if kind == "object" else (), path)
         match kind:
             case "string":
                 return self._string(schema, path)
@@ -206,81 +201,6 @@ class Literals:
         rule = f"{self._name}_n{self._count}"
         self._rules.append(f"{rule}: {body}")
         return rule
-
-
-def as_members(schema: dict[str, Any], param: str, dialect: Dialect) -> dict[str, Any]:
-    """A tool's schema as properties, which is all that a call outside of JSON has: where it refers to another one, that one. What
-    else would bind the arguments is refused by name."""
-    shared, seen = {name: schema[name] for name in _SHARED if name in schema}, set[str]()
-    root = schema
-    while "$ref" in schema or len(schema.get("allOf", ())) == 1:
-        pointer = str(schema.get("$ref", ""))
-        if pointer and pointer in seen:
-            raise BadParameter(f"{param}.$ref", "refers to itself")
-        seen.add(pointer)
-        target = pointed_to(root, pointer, param) if "$ref" in schema else schema["allOf"][0]
-        if not isinstance(target, dict):
-            raise BadParameter(param, "must be the schema of an object")
-        rest = {name: part for name, part in schema.items() if name not in ("$ref", "allOf", "type")}
-        schema = {"type": "object", **target, **rest, **shared}
-    for keyword in schema:
-        if keyword not in _BINDS_MEMBERS:
-            raise BadParameter(f"{param}.{keyword}", "cannot be held to in this model's call syntax")
-    properties = schema.get("properties") or {}
-    for name in schema.get("required", ()):
-        if name not in properties:
-            raise BadParameter(f"{param}.required", f"names {name!r}, which is none of the properties")
-    for key in properties:
-        if _ENDS_KEY[dialect] in key or key != key.strip():
-            raise BadParameter(f"{param}.properties.{key}", "is a name that this model's call syntax cannot write")
-    return schema
-
-
-def pointed_to(root: Any, pointer: str, path: str) -> Any:
-    """What a reference means, inside of the schema it stands in."""
-    target = root
-    for step in pointer.removeprefix("#").strip("/").split("/") if pointer != "#" else ():
-        target = target.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(target, dict) else None
-    if target is None:
-        raise BadParameter(f"{path}.$ref", f"{pointer} is not in the schema")
-    return target
-
-
-def constants(schema: dict[str, Any], path: str) -> list[Any]:
-    """The values that a schema names, less those that it excludes itself."""
-    keyword = "const" if "const" in schema else "enum"
-    values = [schema["const"]] if keyword == "const" else schema["enum"]
-    judge = _judge_of({name: part for name, part in schema.items() if name not in ("enum", "const")}, path)
-    found = [value for value in values if judge(value)]
-    if not found:
-        raise BadParameter(f"{path}.{keyword}", "holds no value that the rest of the schema allows")
-    return found
-
-
-def _judge_of(schema: dict[str, Any], path: str) -> Callable[[Any], bool]:
-    """Whether a value has the type, the size and the length that stand beside an enumeration."""
-    for keyword in schema:
-        if keyword not in _BESIDE_CONSTANTS:
-            raise BadParameter(f"{path}.{keyword}", "cannot be held to beside an enumeration in this model's call syntax")
-    kinds = schema.get("type")
-    wanted = (kinds,) if isinstance(kinds, str) else tuple(kinds or ())
-
-    def judge(value: Any) -> bool:
-        kind = kind_of(value)
-        if wanted and kind not in wanted and not (kind == "integer" and "number" in wanted):
-            return False
-        if isinstance(value, str):
-            long_enough = schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", len(value))
-            return long_enough and ("pattern" not in schema or re.search(schema["pattern"], value) is not None)
-        return True
-
-    return judge
-
-
-def _of_kind(schema: dict[str, Any], kind: str) -> dict[str, Any]:
-    """A schema of several types as that of one: what binds the others is nothing to it."""
-    others = (frozenset() if kind in ("number", "integer") else _NUMERIC) | (frozenset() if kind == "string" else _TEXTUAL)
-    return {name: part for name, part in schema.items() if name not in others} | {"type": kind}
 
 
 def text_terminal(part: dict[str, Any], *, avoiding: str, param: str) -> str | None:

@@ -233,6 +233,8 @@ def _add_configured_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]
     added = backend.get_added_tokens_decoder()
     for number, token in _configured_tokens(config, folder):
         before = backend.token_to_id(token.content)
+        if number in added and added[number].special:  # what is special stays so
+            token.special = True
         if before is None or (number in added and _flags(added[number]) != _flags(token)):
             (backend.add_special_tokens if token.special else backend.add_tokens)([token])
         if before is None and backend.token_to_id(token.content) != number:

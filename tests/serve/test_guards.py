@@ -79,13 +79,13 @@ def test_a_page_of_another_origin_may_not(locked):
 
 @pytest.fixture(scope="module")
 def home():
-    options = ServerOptions(allow_hosts=("Chat.Example",), cors_origins=("https://page.example",))
+    options = ServerOptions(allow_hosts=("Chat.Example:8443",), cors_origins=("https://page.example",))
     with fake_door() as door, serving(door, options) as served:
         yield served
 
 
 NEAR = ("localhost", "LOCALHOST:8000", "api.localhost:1", "127.0.0.1:8000", "192.168.1.7", "[::1]:8000", "[fe80::1]")
-NAMED = ("onedraw:8000", "nas.local", "host.docker.internal:8000", "chat.example", "chat.example.:8000", "CHAT.EXAMPLE:443")
+NAMED = ("onedraw:8000", "nas.local", "onedraw.default.svc:80", "chat.example", "chat.example.:8000", "CHAT.EXAMPLE:443")
 
 
 @pytest.mark.parametrize("host", [*NEAR, *NAMED])
@@ -115,15 +115,18 @@ def test_with_a_key_any_name_is_answered(locked):
 def test_without_a_key_no_foreign_page_makes_the_server_work(home):
     body = {"model": home.model, "prompt": "a", "max_tokens": 1}
 
-    def ask(origin: str, site: str = "cross-site") -> int:
-        headers = {"origin": origin, "sec-fetch-site": site, "content-type": "text/plain"}
+    def ask(origin: str, site: str | None = "cross-site") -> int:
+        headers = {"origin": origin, "content-type": "text/plain"} | ({} if site is None else {"sec-fetch-site": site})
         return home.http.post("/v1/completions", content=json.dumps(body), headers=headers).status_code
 
     assert ask("https://evil.example") == 403
     assert ask("https://page.example") == 200, "named by --cors-origin"
     assert ask("http://localhost:3000", "same-site") == 200
     assert ask("https://behind.a.proxy", "same-origin") == 200
-    assert ask("null") == ask("file://") == 200, "a program's own page"
+    assert ask("app://x") == ask("file://") == 200, "a program's own page"
+    assert ask("null") == 403, "any page can have it"
+    assert ask("https://evil.example", None) == 403, "a browser that says no more"
+    assert ask("http://192.168.1.4:3000", None) == ask("https://chat.example", None) == ask("null", None) == 200
     assert home.get("/", headers={"origin": "https://evil.example", "sec-fetch-site": "cross-site"}).status_code == 200, "a link"
 
 
@@ -173,11 +176,12 @@ def test_the_model_answers_to_its_other_names():
         {"log_level": "loud"},
         {"log_format": "xml"},
         {"request_seconds": 0},
+        {"allow_hosts": ("https://chat.example/",)},
     ],
     ids=str,
 )
 def test_wrong_options_are_refused_by_their_flag(wrong):
-    with pytest.raises(BadSetting, match="--" + next(iter(wrong)).replace("_", "-")):
+    with pytest.raises(BadSetting, match="--" + next(iter(wrong)).replace("_", "-").removesuffix("s")):
         ServerOptions(**wrong)
 
 

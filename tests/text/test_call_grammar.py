@@ -211,7 +211,8 @@ def test_a_value_between_tags_is_read_as_it_was_written(dialect: Dialect, part: 
         ("qwen_xml", {"type": "string", "enum": ["long"], "maxLength": 2}, ".properties.a.enum"),
         ("gemma", {"type": "integer", "enum": ["text"]}, ".properties.a.enum"),
         ("gemma", {"type": "object", "properties": {"a:b": {"type": "string"}}}, ".properties.a.properties.a:b"),
-        ("hermes", {"type": "integer", "maximum": 2**53 + 1}, ".properties.a.maximum"),
+        ("qwen_xml", {"type": "string", "enum": ["abc"], "pattern": "^(?<y>b)"}, ".properties.a.pattern"),
+        ("gemma", {"type": "object", "required": ["b"]}, ".properties.a.required"),
     ],
 )
 def test_what_a_strict_tool_cannot_be_held_to_is_named_with_its_path(dialect: Dialect, part: Any, path: str) -> None:
@@ -238,14 +239,61 @@ def test_what_would_bind_all_arguments_and_cannot_be_written_is_named(dialect: D
     assert refusal.value.param == "tools[0].x" + path
 
 
-@pytest.mark.parametrize("dialect", ["qwen_xml", "laguna", "gemma", "pythonic"])
-def test_a_schema_may_refer_to_the_one_that_is_meant(dialect: Dialect) -> None:
-    meant = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    plain = lark(dialect, PLAIN_BYTES, Tool("f", parameters=json.dumps(meant), strict=True))
-    for said in ({"$ref": "#/$defs/a~1b", "$defs": {"a/b": meant}}, {"allOf": [meant]}):
-        written = lark(dialect, PLAIN_BYTES, Tool("f", parameters=json.dumps(said), strict=True))
-        assert len(written.splitlines()) == len(plain.splitlines()) > 3, "the rules of its one argument"
-        assert written == plain or "$ref" in said
+OUTSIDE_OF_JSON: tuple[Dialect, ...] = ("qwen_xml", "laguna", "gemma", "pythonic")
+MEANT = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 3}}, "required": ["a"]}
+HELD: dict[str, dict[str, Any]] = {
+    "refers to another": {"$ref": "#/$defs/a~1b", "$defs": {"a/b": MEANT}},
+    "is all of one": {"allOf": [MEANT]},
+    "several types": {"properties": {"a": {"type": ["string", "null"], "maxLength": 2}}, "required": ["a"]},
+    "a slash": {"properties": {"a": {"type": "string", "pattern": "^\\/[a-z]{1,3}/x$"}}, "required": ["a"]},
+    "lists and objects": {"properties": {"a": {"enum": [["x", 1], {"k": "v", "n": None}]}}, "required": ["a"]},
+    "excluded constants": {"properties": {"a": {"type": "string", "enum": ["x", "long"], "maxLength": 2}}, "required": ["a"]},
+    "whole floats": {"properties": {"a": {"type": "integer", "enum": [1.0, 2.5, 7], "maximum": 5}}, "required": ["a"]},
+    "words that bind nothing": {
+        "properties": {"a": {"type": "string", "maxLength": 2, "x-order": 1, "readOnly": True, "$comment": "x", "example": "y"}},
+        "required": ["a"],
+        "$id": "x",
+        "x-more": 1,
+    },
+}
+
+
+@pytest.mark.parametrize("dialect", OUTSIDE_OF_JSON)
+@pytest.mark.parametrize("schema", HELD.values(), ids=HELD.keys())
+def test_a_blind_model_keeps_to_a_strict_schema(dialect: Dialect, schema: dict[str, Any]) -> None:
+    tool = Tool("f", parameters=json.dumps({"type": "object", **schema}), strict=True)
+    blind = Blind(PLAIN_BYTES, lark(dialect, PLAIN_BYTES, tool, parallel=False), 3)
+    written = [text for text in (blind.write() for _ in range(6)) if text is not None]
+    assert len(written) >= 4
+    for text in written:
+        reader = CallReader(Calls(dialect, (tool,)))
+        content, ((_, arguments),) = gathered([*reader.push(text), *reader.finish()])
+        assert content == ""
+        jsonschema.validate(json.loads(arguments), {"type": "object", **schema})
+
+
+@pytest.mark.parametrize("dialect", OUTSIDE_OF_JSON)
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "string", "anyOf": [{"maxLength": 2}]},
+        {"type": "string", "format": "date"},
+        {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+        {"type": "string", "enum": ["a"], "pattern": "(?<x>b)"},
+        {"not": {}},
+    ],
+)
+def test_a_parameter_of_a_tool_that_is_not_strict_may_be_anything_and_the_others_stay(dialect: Dialect, part: Any) -> None:
+    schema = {"type": "object", "properties": {"a": part, "b:=>": {}, "c": {"type": "integer"}}, "required": ["a", "c", "d"]}
+    tool = Tool("f", parameters=json.dumps(schema))
+    blind = Blind(PLAIN_BYTES, lark(dialect, PLAIN_BYTES, tool, parallel=False), 4)
+    written = [text for text in (blind.write() for _ in range(4)) if text is not None]
+    assert written
+    for text in written:
+        reader = CallReader(Calls(dialect, (tool,)))
+        _, ((_, arguments),) = gathered([*reader.push(text), *reader.finish()])
+        assert isinstance(json.loads(arguments)["c"], int)
+        assert "a" in json.loads(arguments)
 
 
 def test_a_tool_that_is_not_strict_takes_any_object_where_its_schema_cannot_be_held_to() -> None:

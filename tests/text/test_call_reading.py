@@ -123,6 +123,23 @@ def test_what_comes_behind_a_call_that_nobody_closed_is_not_lost(dialect: Dialec
     assert read(dialect, whole[:-3], width) == read(dialect, whole, width), "the marker was cut off"
 
 
+@pytest.mark.parametrize("width", [1, 7, 1000])
+def test_another_call_of_laguna_ends_the_one_before_it(width: int) -> None:
+    one = "<tool_call>weather\n<arg_key>days</arg_key>\n<arg_value>1</arg_value>\n"
+    text = f"{one}{one}</tool_call>\n<tool_call>weather\n{one}</tool_call>Well."
+    content, calls, ended = read("laguna", text, width)
+    assert (content, ended) == ("Well.", 4)
+    assert [arguments for _, arguments in calls] == ['{"days": 1}', '{"days": 1}', "{}", '{"days": 1}']
+
+
+@pytest.mark.parametrize("value", ["['5\" nail']", '[5" nails]', '["5""]'])
+def test_an_odd_quote_ends_with_its_value(value: str) -> None:
+    call = f"<function=weather>\n<parameter=where>\n{value}\n</parameter>\n<parameter=city>\nRio\n</parameter>\n</function>"
+    content, ((_, arguments),), ended = read("qwen_xml", f"<tool_call>\n{call}\n</tool_call>\nDone.")
+    assert (content, ended) == ("Done.", 1)
+    assert arguments.endswith(', "city": "Rio"}')
+
+
 def test_a_stray_brace_behind_a_call_is_nothing() -> None:
     assert read("hermes", '<tool_call>{"name": "weather", "arguments": {}}}\n</tool_call>Well.')[::2] == ("Well.", 1)
 

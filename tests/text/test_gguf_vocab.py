@@ -286,3 +286,10 @@ def test_a_key_of_the_tokenizer_that_holds_something_else_is_named(key: str, val
     for read in (Tokenizer.from_gguf, ChatTemplate.from_gguf):
         with pytest.raises(Corrupt, match=key):
             read(metadata)
+
+
+@pytest.mark.parametrize("name", ["tokens", "merges"])
+def test_lists_of_something_else_than_texts_are_refused(tiny_metadata: dict[str, Any], name: str) -> None:
+    key = f"tokenizer.ggml.{name}"
+    with pytest.raises(Corrupt, match=rf"{key} is not a list of texts"):
+        Tokenizer.from_gguf({**tiny_metadata, key: [1] * len(tiny_metadata[key])})

@@ -335,3 +335,11 @@ def test_without_the_library_the_refusal_says_how_to_get_it(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(Unsupported, match=r"onedraw\[structured\]"):
         Grammars(TOKENIZER, (EOS,))
+
+
+def test_a_token_outside_the_vocabulary_ends_nothing() -> None:
+    guide = RegexGuide("[a-z]{5}", "x")
+    held = Grammars(TOKENIZER, (EOS, 10**6)).constraint(guide, PLAIN)
+    assert np.array_equal(held.allowed([], []), GRAMMARS.constraint(guide, PLAIN).allowed([], []))
+    with pytest.raises(Unsupported, match="no token that ends"):
+        Grammars(TOKENIZER, (10**6,))
