@@ -120,6 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments,
         max_batch=max(batches) if arguments.max_batch is None else arguments.max_batch,
         max_context=needed if arguments.max_context is None else arguments.max_context,
+        queue_limit=max(batches),
     )
     wishes = read_wishes(arguments, max_tokens=arguments.new_tokens, ignore_eos=True, seed=0)
     work = {"prompt_tokens": arguments.prompt_tokens, "repeats": arguments.repeats}

@@ -54,6 +54,14 @@ def test_the_engine_is_made_large_enough_for_what_is_asked(terminal: Terminal) -
     assert report["batches"][0]["batch"] == 12
 
 
+def test_more_may_wait_than_run(terminal: Terminal) -> None:
+    sizes = ("--batch", "300", "--prompt-tokens", "4", "--new-tokens", "2", "--repeats", "1")
+    (line,) = terminal.json("bench", *FAKE, "--max-batch", "1", *sizes)["batches"]
+    assert line["batch"] == 300
+    assert terminal.run("bench", *FAKE, "--max-batch", "0", *sizes) == 2
+    assert "--max-batch" in terminal.err
+
+
 def test_figures_are_medians_and_rates() -> None:
     even = Timing(first=1.0, gaps=(0.1,) * 10, tokens=11)
     late = Timing(first=3.0, gaps=(0.1,) * 9 + (0.5,), tokens=11)
