@@ -104,10 +104,10 @@ class HomeGuard:
         """Whether a page elsewhere asks. Browsers say so; to an address without TLS they say only where a page is from."""
         if not origin.startswith("http") and origin != "null":  # a program's own page
             return False
-        if site is not None:
-            return site == "cross-site"
+        if site is not None or origin == "null":  # which any page can have
+            return site in ("cross-site", None)
         page = name_of(origin.partition("://")[2])
-        return origin != "null" and page != name and not self._answers_to(page)
+        return page != name and page not in self._hosts and not _is_near(page, public=False)
 
 
 def name_of(host: str) -> str:
@@ -116,13 +116,14 @@ def name_of(host: str) -> str:
     return name.lower().rstrip(".")
 
 
-def _is_near(name: str) -> bool:
-    """An address, or a name that nobody can own in public: one without a dot, or under a name that stays in its network."""
+def _is_near(name: str, *, public: bool = True) -> bool:
+    """An address (`public`: any, else of a network's own), or a name that nobody can own in public: one without a dot, or under
+    a name that stays in its network."""
     try:
-        ip_address(name)
+        address = ip_address(name)
     except ValueError:
         return "." not in name or name.endswith(NEAR)
-    return True
+    return public or address.is_private or address.is_loopback or address.is_link_local
 
 
 def caller(request: Request) -> str | None:

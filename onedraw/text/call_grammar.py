@@ -12,9 +12,9 @@ from typing import Any
 
 from onedraw.errors import BadParameter
 from onedraw.text.grammar import literal, with_bounds
-from onedraw.text.literal_grammar import FREE, GEMMA, PYTHON, Literals, Style, text_terminal
+from onedraw.text.literal_grammar import FREE, GEMMA, PYTHON, TEXTUAL, Literals, Style, text_terminal
 from onedraw.text.tokenizer import Tokenizer
-from onedraw.text.tool_schema import BINDS_ALL, as_members, constants, kinds_of, refuse
+from onedraw.text.tool_schema import BINDS_ALL, KINDS, NO_SCHEMA, as_members, constants, kinds_of, refuse
 from onedraw.text.tools import MARKERS, Dialect, Tool
 
 Spell = Callable[[str], str]  # a text as a Lark grammar writes it
@@ -104,8 +104,16 @@ class CallGrammar:
         return name
 
     def _literals(self, style: Style, name: str, tool: Tool) -> Literals:
-        tokenizer, strict = self._tokenizer, tool.strict
-        return Literals(style, name, self._rules, spell=self._spell, tokenizer=tokenizer, param=tool.param, strict=strict)
+        return Literals(
+            style,
+            name,
+            self._rules,
+            spell=self._spell,
+            tokenizer=self._tokenizer,
+            param=tool.param,
+            strict=tool.strict,
+            check=self._check,
+        )
 
     def _schema(self, tool: Tool) -> dict[str, Any]:
         """The tool's schema. One that cannot be held to is refused where it is strict, else any object will do."""
@@ -128,10 +136,10 @@ class CallGrammar:
             rule = f"{name}_p{number}"
             try:
                 value = self._tagged_value(rule, part, shared, tail=tail, param=f"{tool.param}.properties.{key}")
-            except BadParameter:
+            except NO_SCHEMA:
                 if tool.strict:
                     raise
-                value = self._anything(rule, tail)
+                value = self._loosely(rule, part, tail)
             self._rules.append(f"{rule}: {literal(head.format(key))} {value} {literal(behind)}")
             parts.append(rule if key in required else f"{rule}?")
         return " ".join(parts)
@@ -148,11 +156,20 @@ class CallGrammar:
                 raise BadParameter(f"{param}.{keyword}", f"holds {tail.strip()}, which ends a value")
             return "(" + " | ".join(map(literal, texts)) + f") {literal(tail)}"
         refuse(part, BINDS_ALL, param)
+        self._check({name: value for name, value in part.items() if name == "type" or name in TEXTUAL}, param)
         terminal = text_terminal(part, avoiding=tail, param=param)
         if terminal is None:
             return self._anything(rule, tail)
         self._rules.append(f"{rule.upper()}_V: {terminal}")
         return f"{rule.upper()}_V {literal(tail)}"
+
+    def _loosely(self, rule: str, part: Any, tail: str) -> str:
+        """A value of its types, and no more; of a text, anything up to the tag that ends it, as it is read."""
+        kinds = kinds_of(part) if isinstance(part, dict) else ()
+        if not kinds or "string" in kinds or not set(kinds) <= KINDS:
+            return self._anything(rule, tail)
+        self._rules.append(f"{rule}_l: %json {json.dumps(with_bounds({'type': list(kinds)}))}")
+        return f"{rule}_l {literal(tail)}"
 
     def _anything(self, rule: str, tail: str) -> str:
         """Any text up to the tag that ends it."""

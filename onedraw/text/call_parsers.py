@@ -170,6 +170,8 @@ def _laguna(out: list[Event], *, types: Types) -> Parser:
     """name <arg_key>key</arg_key> <arg_value>value</arg_value> … and the marker behind it."""
     opens, close = MARKERS["laguna"]
     name, which = yield from until(("<arg_key>", close, opens))
+    if which == opens and not name.strip(SPACE):
+        raise Another
     demand(bool(name.strip(SPACE)))
     out.append(Begin(name.strip(SPACE)))
     members = Members(out, types.get(name.strip(SPACE), {}))

@@ -10,18 +10,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from onedraw.errors import BadParameter
 from onedraw.text.grammar import literal
 from onedraw.text.tokenizer import Tokenizer
-from onedraw.text.tool_schema import BINDS_ARRAYS, BINDS_OBJECTS, constants, pointed_to, refuse
+from onedraw.text.tool_schema import BINDS_ARRAYS, BINDS_OBJECTS, NO_SCHEMA, constants, pointed_to, refuse
 from onedraw.text.tools import GEMMA_QUOTE
 
 FREE = r"/(.|\n)*/"  # any text
 _NUMERIC = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
-_TEXTUAL = frozenset(("minLength", "maxLength", "pattern", "format"))
+TEXTUAL = frozenset(("minLength", "maxLength", "pattern", "format"))
 
 _BARE_SLASH = re.compile(r"(?<!\\)((?:\\\\)*)/")  # that no backslash stands before
 
@@ -57,8 +58,9 @@ class Literals:
         tokenizer: Tokenizer,
         param: str,
         strict: bool,
+        check: Callable[[Any, str], Any],
     ) -> None:
-        self._style, self._strict = style, strict
+        self._style, self._strict, self._check = style, strict, check
         self._name = name
         self._rules = rules
         self._spell = spell
@@ -67,6 +69,7 @@ class Literals:
         self._count = 0
         self._root: dict[str, Any] = {}
         self._references: dict[str, str] = {}
+        self._any: str | None = None
 
     def members(self, schema: dict[str, Any]) -> str:
         """The arguments of a call: the members of the schema's object, in its order."""
@@ -108,10 +111,30 @@ class Literals:
         """Where the tool is not strict, anything, if the schema cannot be held to."""
         try:
             return self._held(schema, path)
-        except BadParameter:
+        except NO_SCHEMA:
             if self._strict:
                 raise
-            return self._json({}) if self._style.json_strings else self._string({}, path)
+        if isinstance(schema, dict) and isinstance(schema.get("type"), str):
+            with suppress(*NO_SCHEMA):
+                return self._held(
+                    {name: schema[name] for name in ("type", "properties", "required", "items") if name in schema}, path
+                )
+        return self._anything()
+
+    def _anything(self) -> str:
+        """Any value, as far as it can be written without a schema."""
+        if self._style.json_strings:
+            return self._json({})
+        if self._any is None:
+            self._any = rule = f"{self._name}_any"
+            kinds = ("string", "number", "boolean", "null")
+            inner = f'({rule} ("," {rule})*)?'
+            key = f"{self._name}_K".upper()
+            self._rules.append(f"{key}: /[A-Za-z_][A-Za-z0-9_]*/")
+            members = f'({key} ":" {rule} ("," {key} ":" {rule})*)?'
+            plain = " | ".join(self._typed(kind, {"type": kind}, "") for kind in kinds)
+            self._rules.append(f'{rule}: {plain} | "[" {inner} "]" | "{{" {members} "}}"')
+        return self._any
 
     def _held(self, schema: Any, path: str) -> str:
         if not isinstance(schema, dict):
@@ -123,14 +146,17 @@ class Literals:
         for name in ("anyOf", "oneOf"):
             if name in schema:
                 parts = [self._value(part, f"{path}.{name}[{number}]") for number, part in enumerate(schema[name])]
+                if not parts:
+                    raise BadParameter(f"{path}.{name}", "holds no schema")
                 return "(" + " | ".join(parts) + ")"
         kinds = schema.get("type")
-        if isinstance(kinds, list):
+        if isinstance(kinds, list) and kinds:
             return "(" + " | ".join(self._value({**schema, "type": kind}, path) for kind in kinds) + ")"
         return self._typed(kinds, schema, path)
 
     def _typed(self, kind: Any, schema: dict[str, Any], path: str) -> str:
         refuse(schema, ("allOf", "not", "if", "$dynamicRef"), path)
+        self._check({name: part for name, part in schema.items() if name == "type" or name in _NUMERIC | TEXTUAL}, path)
         refuse(schema, BINDS_ARRAYS if kind == "array" else BINDS_OBJECTS if kind == "object" else (), path)
         match kind:
             case "string":
@@ -151,7 +177,7 @@ class Literals:
 
     def _string(self, schema: dict[str, Any], path: str) -> str:
         if self._style.json_strings:
-            return self._json({key: value for key, value in schema.items() if key in _TEXTUAL or key == "type"})
+            return self._json({key: value for key, value in schema.items() if key in TEXTUAL or key == "type"})
         terminal = text_terminal(schema, avoiding=GEMMA_QUOTE, param=path)
         quote = self._spell(GEMMA_QUOTE)
         if terminal is None and not self._special:

@@ -13,7 +13,9 @@ from typing import Any
 from onedraw.errors import BadParameter
 from onedraw.text.tools import Dialect
 
+NO_SCHEMA = (BadParameter, TypeError, AttributeError, ValueError)  # what comes of a part that is no schema, or cannot be held to
 NOT_HELD = "cannot be held to in this model's call syntax"
+KINDS = frozenset(("string", "number", "integer", "boolean", "null", "array", "object"))
 SHARED = ("$defs", "definitions")
 # Keywords that bind a value of any type, and those that bind objects and arrays; others bind texts or numbers, or nothing.
 BINDS_ALL = ("anyOf", "oneOf", "allOf", "not", "if", "$ref", "$dynamicRef", "enum", "const")
@@ -91,7 +93,8 @@ def as_members(schema: dict[str, Any], path: str, dialect: Dialect, *, strict: b
             raise
     given = schema.get("properties")
     properties: dict[str, Any] = given if isinstance(given, dict) else {}
-    required = [name for name in schema.get("required") or () if isinstance(name, str)]
+    named = schema.get("required")
+    required = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
     written = {key: part for key, part in properties.items() if _ENDS_KEY[dialect] not in key and key == key.strip()}
     if strict:
         refuse(schema, (*BINDS_ALL, *BINDS_OBJECTS), path)
@@ -109,7 +112,11 @@ def constants(schema: dict[str, Any], path: str) -> list[Any]:
     keyword = "const" if "const" in schema else "enum"
     values = [schema["const"]] if keyword == "const" else schema["enum"]
     rest = {name: part for name, part in schema.items() if name not in ("enum", "const")}
-    refuse(rest, (*BINDS_ALL, "pattern"), path)
+    refuse(rest, (*BINDS_ALL, "pattern", "multipleOf"), path)
+    if any(isinstance(value, list) for value in values):
+        refuse(rest, (*BINDS_ARRAYS, "items"), path)
+    if any(isinstance(value, dict) for value in values):
+        refuse(rest, (*BINDS_OBJECTS, "properties", "required", "additionalProperties"), path)
     judge = _judge(rest)
     found = [value for value in values if judge(value)]
     if not found:

@@ -126,7 +126,8 @@ def test_without_a_key_no_foreign_page_makes_the_server_work(home):
     assert ask("app://x") == ask("file://") == 200, "a program's own page"
     assert ask("null") == 403, "any page can have it"
     assert ask("https://evil.example", None) == 403, "a browser that says no more"
-    assert ask("http://192.168.1.4:3000", None) == ask("https://chat.example", None) == ask("null", None) == 200
+    assert ask("http://192.168.1.4:3000", None) == ask("https://chat.example", None) == 200
+    assert ask("http://8.8.8.8", None) == ask("null", None) == 403
     assert home.get("/", headers={"origin": "https://evil.example", "sec-fetch-site": "cross-site"}).status_code == 200, "a link"
 
 

@@ -281,7 +281,20 @@ def test_a_blind_model_keeps_to_a_strict_schema(dialect: Dialect, schema: dict[s
         {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
         {"type": "string", "enum": ["a"], "pattern": "(?<x>b)"},
         {"not": {}},
+        {"type": "string", "pattern": "^(?!x).*$"},
+        {"type": "string", "minLength": 5, "maxLength": 2},
+        {"type": "string", "minLength": None},
+        {"type": "string", "format": "password"},
+        {"type": "string", "enum": 5},
+        {"type": "string", "pattern": 5},
+        {"type": 5, "enum": ["a"]},
+        {"anyOf": 5},
+        {"anyOf": []},
+        {"type": []},
+        {"type": "object", "properties": [1], "required": True},
+        True,
     ],
+    ids=str,
 )
 def test_a_parameter_of_a_tool_that_is_not_strict_may_be_anything_and_the_others_stay(dialect: Dialect, part: Any) -> None:
     schema = {"type": "object", "properties": {"a": part, "b:=>": {}, "c": {"type": "integer"}}, "required": ["a", "c", "d"]}
@@ -294,6 +307,40 @@ def test_a_parameter_of_a_tool_that_is_not_strict_may_be_anything_and_the_others
         _, ((_, arguments),) = gathered([*reader.push(text), *reader.finish()])
         assert isinstance(json.loads(arguments)["c"], int)
         assert "a" in json.loads(arguments)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "text"),
+    [
+        ("gemma", 'call:f{a:[<|"|>x<|"|>,<|"|>y<|"|>]}'),
+        ("pythonic", 'f(a=["x", "y"])'),
+        ("qwen_xml", '<function=f>\n<parameter=a>\n["x", "y"]\n</parameter>\n</function>'),
+    ],
+)
+def test_what_cannot_be_held_to_keeps_its_type_in_a_tool_that_is_not_strict(dialect: Dialect, text: str) -> None:
+    part = {"type": "array", "items": {"type": "string"}, "minItems": 1, "uniqueItems": True}
+    tool = Tool("f", parameters=json.dumps({"type": "object", "properties": {"a": part}, "required": ["a"]}))
+    source = lark(dialect, PLAIN_BYTES, tool, parallel=False)
+    opens = {"gemma": "<|tool_call>", "pythonic": "[", "qwen_xml": "<tool_call>\n"}[dialect]
+    tokens = PLAIN_BYTES.encode(opens + text, add_special=False)
+    bits = Grammars(PLAIN_BYTES, (EOS,)).constraint(LarkGuide(source, "tools"), PLAIN).allowed(tokens, [])
+    assert bits is not None
+    assert unpacked(bits, PLAIN_BYTES.vocab_size).any()
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"enum": [1, 2, 3], "multipleOf": 2},
+        {"enum": [[1], [1, 2]], "minItems": 2},
+        {"enum": [{"x": 1}], "required": ["y"]},
+    ],
+    ids=str,
+)
+def test_what_stands_beside_constants_is_refused_or_held_to(part: dict[str, Any]) -> None:
+    tool = Tool("f", parameters=json.dumps({"type": "object", "properties": {"a": part}}), strict=True, param="x")
+    with pytest.raises(BadParameter, match=r"x\.properties\.a"):
+        lark("gemma", PLAIN_BYTES, tool)
 
 
 def test_a_tool_that_is_not_strict_takes_any_object_where_its_schema_cannot_be_held_to() -> None:
