@@ -37,7 +37,7 @@ from onedraw.types import SEED_LIMIT, Constraint, ModelCard, Piece, Request
 
 SETTLE_SECONDS = 10.0  # the counters follow the last event within one turn
 
-__all__ = ["Ask", "Door", "Prompted", "Reply", "fresh_seed"]
+__all__ = ["Ask", "Door", "Prompted", "Reply", "fresh_seed", "settled_stats"]
 
 
 @dataclass(frozen=True, slots=True)

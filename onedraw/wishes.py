@@ -17,6 +17,7 @@ from onedraw.text.call_grammar import CallGrammar
 from onedraw.text.channels import Reasoning
 from onedraw.text.grammar import with_bounds
 from onedraw.text.guides import ChoiceGuide, Guide, JsonGuide, LarkGuide, RegexGuide, grammar_guide
+from onedraw.text.halves import is_text
 from onedraw.text.reading import PLAIN, Reading
 from onedraw.text.tools import ToolUse
 from onedraw.types import DryParams, LogprobsMode, SamplingParams
@@ -222,7 +223,7 @@ def check_ids(name: str, ids: tuple[int, ...], *, vocab: int) -> None:
 def _check_texts(name: str, texts: Sequence[str], *, most: int = MOST_CHARACTERS) -> None:
     if sum(map(len, texts)) > most:
         raise BadParameter(name, f"at most {most:,} characters in all")
-    if any("\ud800" <= character <= "\udfff" for text in texts for character in text):
+    if not all(map(is_text, texts)):
         raise BadParameter(name, "half of a surrogate pair is no text")
 
 

@@ -71,14 +71,6 @@ BUILT_IN: Mapping[str, BuiltIn] = {
 }
 
 
-def at_home(name: str) -> Path:
-    """The path, with ~ as it is meant; where there is no such user, as it stands."""
-    try:
-        return Path(name).expanduser()
-    except RuntimeError:
-        return Path(name)
-
-
 def resolve(
     name: str,
     cache_dir: Path,
@@ -89,7 +81,7 @@ def resolve(
 ) -> Path:
     """The path behind a name. `progress` hears short lines; `offline` takes only what is already here."""
     tell = progress or (lambda line: None)
-    place = at_home(name)
+    place = Path(os.path.expanduser(name))  # which leaves a ~ of nobody as it stands
     if name and place.exists():
         return place
     if name in built_in:

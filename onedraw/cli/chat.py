@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -188,9 +189,9 @@ def _save(conversation: Conversation, name: str) -> str:
         return "save where? /save FILE"
     content = {"messages": conversation.messages(), "seeds": conversation.seeds}
     try:
-        Path(name).expanduser().write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
-    except (OSError, RuntimeError) as error:  # the latter: no such user behind a ~
-        return f"cannot write {name}: {getattr(error, 'strerror', error)}"
+        Path(os.path.expanduser(name)).write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        return f"cannot write {name}: {error.strerror}"
     return f"saved to {name}"
 
 

@@ -306,9 +306,9 @@ def _barren(sequence: Sequence, result: RowOutcome) -> OnedrawError:
         return NotFinite(f"the model's numbers overflowed: {result.fault}")
     constraint = sequence.request.params.constraint
     failure = constraint.failure(sequence.history.output) if isinstance(constraint, Watched) else None
-    if failure is None and not sequence.request.params.may_ban_all:
-        return NotFinite(_NOT_FINITE)
-    return Barren(_BARREN) if failure is None else failure
+    if failure is not None:
+        return failure
+    return Barren(_BARREN) if sequence.request.params.may_ban_all else NotFinite(_NOT_FINITE)
 
 
 _NOT_FINITE = (

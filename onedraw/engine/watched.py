@@ -29,8 +29,10 @@ class Watched:
     def failure(self, output: Sequence[int]) -> OnedrawError | None:
         """What it fails with behind this output, if it does: what it says itself, or an error id."""
         answer = self._asked(output, ())
-        if not isinstance(answer, BaseException) or isinstance(answer, OnedrawError):
-            return answer if isinstance(answer, OnedrawError) else None
+        if isinstance(answer, OnedrawError):
+            return answer
+        if not isinstance(answer, BaseException):
+            return None
         number = secrets.token_hex(6)
         log.error("a constraint failed, error id %s", number, exc_info=answer)
         return TurnFailed(f"holding this reply to its form failed; error id {number} stands in the server's log")

@@ -30,15 +30,15 @@ def generation_defaults(source: Source) -> dict[str, float | int]:
 def _number(source: Source, name: str, value: Any) -> float | int:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise Corrupt(f"{source.path}: the default {name} must be a number, not {value!r}")
-    if name == "top_k" and value == -1:  # as some say that it is off
-        return 0
-    number = int(value) if name == "top_k" and value == int(value) else float(value)
+    number: float | int = float(value)
+    if name == "top_k":
+        if value != int(value):
+            raise Corrupt(f"{source.path}: the default top_k must be a whole number, not {value!r}")
+        number = 0 if value == -1 else int(value)  # -1: as some say that it is off
     try:
         SamplingParams(**{name: number})  # type: ignore[arg-type]  # one of the numbers
     except BadParameter as error:
         raise Corrupt(f"{source.path}: the default {error}") from None
-    if name == "top_k" and not isinstance(number, int):
-        raise Corrupt(f"{source.path}: the default top_k must be a whole number, not {value!r}")
     return number
 
 

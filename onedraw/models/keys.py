@@ -131,6 +131,7 @@ HARMLESS_OF_WRAPPERS = frozenset(
 )
 
 MOST = 2**31 - 1  # of any count
+MOST_LAYERS = 4096
 
 
 def share_of_head(hidden: int, heads: int, origin: str) -> int:
@@ -138,9 +139,6 @@ def share_of_head(hidden: int, heads: int, origin: str) -> int:
     if hidden < heads:
         raise Corrupt(f"{origin}: {heads} heads share {hidden} numbers, and nothing says how wide a head is")
     return hidden // heads
-
-
-MOST_LAYERS = 4096
 
 
 def neutral(value: Any) -> bool:

@@ -126,6 +126,11 @@ def _rope(keys: Keys, kind: str, *, theta: float, head_dim: int, share: float, m
 def rope_from_metadata(
     keys: Keys, divisors: Tensor | None, *, head_dim: int, max_context: int, origin: str, partial: bool = False
 ) -> RopeSpec:
+    """One rope for all layers, as a GGUF file has it."""
+    return _sound(_stored(keys, divisors, head_dim=head_dim, max_context=max_context, origin=origin, partial=partial), origin)
+
+
+def _stored(keys: Keys, divisors: Tensor | None, *, head_dim: int, max_context: int, origin: str, partial: bool) -> RopeSpec:
     """`divisors` is the rope_freqs tensor: what a converter makes of llama3 scaling. `partial`: not all of a head may turn."""
     theta = keys.number("rope.freq_base", DEFAULT_THETA)
     dims = turning_dims(keys, "rope.dimension_count", head_dim=head_dim, partial=partial, origin=origin)
@@ -146,7 +151,7 @@ def rope_from_metadata(
         case "none" | "linear":
             return RopeSpec(theta=theta, dims=dims, kind="linear", factor=factor)
         case "yarn":
-            rope = RopeSpec(
+            return RopeSpec(
                 theta=theta,
                 dims=dims,
                 kind="yarn",
@@ -156,7 +161,6 @@ def rope_from_metadata(
                 beta_slow=slow,
                 attention_factor=attention,
             )
-            return _sound(rope, origin)
         case _:
             supported = "none, linear, yarn, and llama3 as a rope_freqs tensor"
             raise UnsupportedModel(f"{origin}: rope type {kind!r} is not supported; supported: {supported}")

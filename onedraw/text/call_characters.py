@@ -5,7 +5,6 @@ A reader of characters is a generator: it is sent one at a time, and returns wha
 
 from __future__ import annotations
 
-import re
 from collections.abc import Generator, Sequence
 from typing import TypeAlias
 
@@ -13,7 +12,6 @@ from onedraw.text.channels import SPACE
 from onedraw.text.tools import MARKERS, Dialect
 
 Parser: TypeAlias = Generator[None, str, None]
-_HALVES = re.compile("[\ud800-\udfff]")
 
 
 class Malformed(Exception):
@@ -27,11 +25,6 @@ class Another(Exception):
 def demand(holds: bool) -> None:
     if not holds:
         raise Malformed
-
-
-def whole(text: str) -> str:
-    """Halves of characters, which JSON can spell and no reply can say, as what stands for a character that is not known."""
-    return _HALVES.sub("\ufffd", text)
 
 
 def closed(dialect: Dialect) -> Parser:

@@ -14,7 +14,7 @@ from onedraw.errors import BadParameter
 from onedraw.text.grammar import literal, with_bounds
 from onedraw.text.literal_grammar import FREE, GEMMA, PYTHON, TEXTUAL, Literals, Style, text_terminal
 from onedraw.text.tokenizer import Tokenizer
-from onedraw.text.tool_schema import BINDS_ALL, KINDS, NO_SCHEMA, as_members, constants, kinds_of, refuse
+from onedraw.text.tool_schema import BINDS_ALL, KINDS, NO_SCHEMA, as_members, constants, kinds_of, only, refuse
 from onedraw.text.tools import MARKERS, Dialect, Tool
 
 Spell = Callable[[str], str]  # a text as a Lark grammar writes it
@@ -116,7 +116,8 @@ class CallGrammar:
         )
 
     def _schema(self, tool: Tool) -> dict[str, Any]:
-        """The tool's schema. One that cannot be held to is refused where it is strict, else any object will do."""
+        """The tool's schema. One that cannot be held to is refused where it is strict; else any object will do where arguments
+        are JSON, and elsewhere each part is judged by itself."""
         found, as_json = {"type": "object", **tool.schema}, self._dialect in ("hermes", "llama")
         try:
             self._check(tool.schema, tool.param)
@@ -156,7 +157,7 @@ class CallGrammar:
                 raise BadParameter(f"{param}.{keyword}", f"holds {tail.strip()}, which ends a value")
             return "(" + " | ".join(map(literal, texts)) + f") {literal(tail)}"
         refuse(part, BINDS_ALL, param)
-        self._check({name: value for name, value in part.items() if name == "type" or name in TEXTUAL}, param)
+        self._check(only(part, TEXTUAL), param)
         terminal = text_terminal(part, avoiding=tail, param=param)
         if terminal is None:
             return self._anything(rule, tail)

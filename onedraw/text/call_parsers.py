@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
-from onedraw.text.call_characters import Another, Malformed, Parser, closed, demand, expect, skip, until, whole
+from onedraw.text.call_characters import Another, Malformed, Parser, closed, demand, expect, skip, until
 from onedraw.text.channels import SPACE
+from onedraw.text.halves import whole
 from onedraw.text.tool_schema import kind_of, types_of
 from onedraw.text.tools import GEMMA_QUOTE, MARKERS, Calls
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from onedraw.errors import Corrupt
+from onedraw.text.halves import is_text
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -45,6 +46,6 @@ def special_text(config: dict[str, Any], name: str) -> str | None:
     value = config.get(name)
     if isinstance(value, dict):
         value = value.get("content")
-    if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+    if isinstance(value, str) and not is_text(value):
         raise Corrupt(f"tokenizer_config.json: {name} holds half of a surrogate pair, which is no character")
     return value if isinstance(value, str) and value else None

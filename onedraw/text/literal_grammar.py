@@ -17,7 +17,18 @@ from typing import Any
 from onedraw.errors import BadParameter
 from onedraw.text.grammar import literal
 from onedraw.text.tokenizer import Tokenizer
-from onedraw.text.tool_schema import BINDS_ARRAYS, BINDS_OBJECTS, NO_SCHEMA, constants, pointed_to, refuse
+from onedraw.text.tool_schema import (
+    BINDS_ALL,
+    BINDS_ARRAYS,
+    BINDS_OBJECTS,
+    NO_SCHEMA,
+    constants,
+    only,
+    pointed_to,
+    refuse,
+    refuse_missing,
+    unwritable,
+)
 from onedraw.text.tools import GEMMA_QUOTE
 
 FREE = r"/(.|\n)*/"  # any text
@@ -79,14 +90,13 @@ class Literals:
     def _members(self, schema: dict[str, Any], path: str, *, top: bool = False) -> str:
         style = self._style
         required, properties = schema.get("required") or (), schema.get("properties") or {}
-        for name in required:
-            if name not in properties and self._strict:
-                raise BadParameter(f"{path}.required", f"names {name!r}, which is none of the properties")
+        if self._strict:
+            refuse_missing(required, properties, path)
         parts: list[tuple[str, bool]] = []
         for key, part in properties.items():
             if not style.quoted_keys and style.inner in key:
                 if self._strict:
-                    raise BadParameter(f"{path}.properties.{key}", "is a name that this model's call syntax cannot write")
+                    raise unwritable(key, path)
                 continue
             shown = literal(key + style.member) if top else self._key(key)
             rule = self._rule(f"{shown} {self._value(part, f'{path}.properties.{key}')}")
@@ -155,14 +165,14 @@ class Literals:
         return self._typed(kinds, schema, path)
 
     def _typed(self, kind: Any, schema: dict[str, Any], path: str) -> str:
-        refuse(schema, ("allOf", "not", "if", "$dynamicRef"), path)
-        self._check({name: part for name, part in schema.items() if name == "type" or name in _NUMERIC | TEXTUAL}, path)
+        refuse(schema, BINDS_ALL, path)
+        self._check(only(schema, _NUMERIC | TEXTUAL), path)
         refuse(schema, BINDS_ARRAYS if kind == "array" else BINDS_OBJECTS if kind == "object" else (), path)
         match kind:
             case "string":
                 return self._string(schema, path)
             case "number" | "integer":
-                return self._json({key: value for key, value in schema.items() if key in _NUMERIC or key == "type"})
+                return self._json(only(schema, _NUMERIC))
             case "boolean":
                 return f"({literal(self._style.true)} | {literal(self._style.false)})"
             case "null":
@@ -177,7 +187,7 @@ class Literals:
 
     def _string(self, schema: dict[str, Any], path: str) -> str:
         if self._style.json_strings:
-            return self._json({key: value for key, value in schema.items() if key in TEXTUAL or key == "type"})
+            return self._json(only(schema, TEXTUAL))
         terminal = text_terminal(schema, avoiding=GEMMA_QUOTE, param=path)
         quote = self._spell(GEMMA_QUOTE)
         if terminal is None and not self._special:

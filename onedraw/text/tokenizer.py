@@ -229,7 +229,7 @@ def _configured_tokens(config: dict[str, Any], folder: Path) -> list[tuple[int, 
 
 
 def _add_configured_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], folder: Path) -> None:
-    """Tokens that only tokenizer_config.json knows of, and the special flag of those it names as special."""
+    """Tokens that only tokenizer_config.json knows of, and what it says of those that tokenizer.json has too."""
     added = backend.get_added_tokens_decoder()
     for number, token in _configured_tokens(config, folder):
         before = backend.token_to_id(token.content)

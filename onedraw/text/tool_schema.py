@@ -6,7 +6,7 @@ cannot be held to is refused by its path where the tool is strict; a word that b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from typing import Any
 
@@ -31,6 +31,21 @@ def refuse(schema: dict[str, Any], keywords: tuple[str, ...], path: str) -> None
     for keyword in keywords:
         if keyword in schema:
             raise BadParameter(f"{path}.{keyword}", NOT_HELD)
+
+
+def only(schema: dict[str, Any], keywords: Set[str]) -> dict[str, Any]:
+    """A schema's type and those of these keywords that it has."""
+    return {name: part for name, part in schema.items() if name == "type" or name in keywords}
+
+
+def refuse_missing(required: Sequence[str], properties: Mapping[str, Any], path: str) -> None:
+    for name in required:
+        if name not in properties:
+            raise BadParameter(f"{path}.required", f"names {name!r}, which is none of the properties")
+
+
+def unwritable(key: str, path: str) -> BadParameter:
+    return BadParameter(f"{path}.properties.{key}", "is a name that this model's call syntax cannot write")
 
 
 def kind_of(value: Any) -> str:
@@ -98,12 +113,10 @@ def as_members(schema: dict[str, Any], path: str, dialect: Dialect, *, strict: b
     written = {key: part for key, part in properties.items() if _ENDS_KEY[dialect] not in key and key == key.strip()}
     if strict:
         refuse(schema, (*BINDS_ALL, *BINDS_OBJECTS), path)
-        for name in required:
-            if name not in properties:
-                raise BadParameter(f"{path}.required", f"names {name!r}, which is none of the properties")
+        refuse_missing(required, properties, path)
         for key in properties:
             if key not in written:
-                raise BadParameter(f"{path}.properties.{key}", "is a name that this model's call syntax cannot write")
+                raise unwritable(key, path)
     return {**schema, "properties": written, "required": [name for name in required if name in written]}
 
 
