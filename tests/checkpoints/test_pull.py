@@ -239,3 +239,8 @@ def test_the_default_model_is_pulled_for_real(tmp_path: Path) -> None:
     with path.open("rb") as file:
         assert hashlib.file_digest(file, "sha256").hexdigest() == BUILT_IN["smollm2"].sha256
     assert path.stat().st_size == BUILT_IN["smollm2"].size
+
+
+def test_a_home_of_nobody_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="no model '~nosuchuser/x'"):
+        resolve("~nosuchuser/x", tmp_path, offline=True)
