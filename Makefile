@@ -57,9 +57,9 @@ bench: $(VENV)/.stamp-serve
 	$(BIN)/onedraw bench $(MODEL) $(ARGS)
 
 docs: $(VENV)/.stamp-serve
-	$(BIN)/python -m onedraw.cli.reference > docs/cli.md.tmp
+	$(BIN)/python -m onedraw.cli.cli_docs > docs/cli.md.tmp
 	mv docs/cli.md.tmp docs/cli.md
-	$(BIN)/python -m onedraw.server.reference > docs/api.md.tmp
+	$(BIN)/python -m onedraw.server.api_docs > docs/api.md.tmp
 	mv docs/api.md.tmp docs/api.md
 
 clean:

@@ -17,21 +17,21 @@ from unittest import mock
 
 import torch
 
-from onedraw.backends.torch import ranking
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import pick_ops
-from onedraw.backends.torch.draft_model import DraftModel, SmallModel
-from onedraw.backends.torch.drafter import DflashDrafter
-from onedraw.backends.torch.stack import Stack
-from onedraw.backends.torch.stages import Site
+from onedraw.backends.torch.drafters import base as ranking
+from onedraw.backends.torch.drafters.dflash import DflashDrafter
+from onedraw.backends.torch.drafters.draft_model import DraftModel, SmallModel
+from onedraw.backends.torch.model.transformer import Stack
+from onedraw.backends.torch.runner.stages import Site
+from onedraw.build.checkpoint import read_text
 from onedraw.checkpoints.base import open_checkpoint
-from onedraw.checkpoints.pull import resolve
-from onedraw.drafters import built_in
+from onedraw.checkpoints.download import resolve
+from onedraw.checkpoints.drafters import built_in
 from onedraw.models.dflash import describe_drafter
-from onedraw.models.loading import describe
-from onedraw.opening import read_text
+from onedraw.models.model_info import describe
 from onedraw.settings import default_cache_dir
-from onedraw.speculation.tree import build_tree
+from onedraw.speculation.draft_tree import build_tree
 from onedraw.types import Request, SamplingParams
 from tests.laws.harness import Answer, Schedule, run
 

@@ -17,10 +17,10 @@ from collections.abc import Callable
 import torch
 
 from onedraw.backends.torch.device import pick_ops
-from onedraw.backends.torch.inputs import Shape, make_inputs
-from onedraw.backends.torch.lanes import LaneStore
-from onedraw.backends.torch.layers.delta import DeltaWeights
-from onedraw.backends.torch.layers.linear import RowRule
+from onedraw.backends.torch.ops.plain.delta import DeltaWeights
+from onedraw.backends.torch.ops.plain.linear import RowRule
+from onedraw.backends.torch.runner.inputs import Shape, make_inputs
+from onedraw.backends.torch.state.recurrent_state import LaneStore
 from onedraw.models.spec import DeltaSpec
 from onedraw.settings import default_cache_dir
 from onedraw.types import History, Plan, Row, SamplingParams, Save

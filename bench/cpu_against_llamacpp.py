@@ -37,10 +37,10 @@ def best(work: Any, times: int) -> float:
 
 def measure_ours(path: str, *, threads: int, new_tokens: int) -> dict[str, Any]:
     from bench.cpu_decode import ours
-    from onedraw.assemble import open_door
     from onedraw.backends.torch import backend as imported  # noqa: F401  imports are not part of opening a model
+    from onedraw.build.llm import open_door
+    from onedraw.llm.options import Wishes, settle
     from onedraw.settings import Settings
-    from onedraw.wishes import Wishes, settle
 
     begin = time.perf_counter()
     settings = Settings(model=path, device="cpu", threads=threads, max_context=1024, draft=("none",), prefix_cache=False)
@@ -65,7 +65,7 @@ def measure_rows(path: str, *, threads: int) -> dict[str, float]:
     from onedraw.backends.torch.backend import TorchBackend
     from onedraw.backends.torch.device import pick_ops, set_threads
     from onedraw.checkpoints.base import open_checkpoint
-    from onedraw.models.loading import describe
+    from onedraw.models.model_info import describe
     from onedraw.settings import default_cache_dir
     from onedraw.types import Draft, History, Plan, Row, SamplingParams
 
@@ -176,13 +176,13 @@ def main() -> None:
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.path:
-        from onedraw.backends.torch.kernels import library
+        from onedraw.backends.torch.ops.cpu import library
 
         setattr(library, "paths", lambda: {options.path: ()})  # noqa: B010
     if options.side:
         print(json.dumps(SIDES[options.side](options.model, threads=options.threads, new_tokens=options.new_tokens)))
         return
-    from onedraw.checkpoints.pull import resolve
+    from onedraw.checkpoints.download import resolve
     from onedraw.settings import default_cache_dir
 
     path = str(resolve(options.model, default_cache_dir()))

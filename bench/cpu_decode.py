@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 from bench.peer import llama_in_transformers
-from onedraw.assemble import open_door
-from onedraw.checkpoints.pull import resolve
-from onedraw.door import Door
+from onedraw.build.llm import open_door
+from onedraw.checkpoints.download import resolve
+from onedraw.llm.llm import Door
+from onedraw.llm.options import Wishes, settle
 from onedraw.settings import Settings, default_cache_dir
-from onedraw.wishes import Wishes, settle
 
 PROMPT = tuple((7 * i) % 4000 + 100 for i in range(64))
 

@@ -15,10 +15,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-from onedraw.assemble import open_door
-from onedraw.door import Door
+from onedraw.build.llm import open_door
+from onedraw.llm.llm import Door
+from onedraw.llm.options import Wishes, settle
 from onedraw.settings import Settings
-from onedraw.wishes import Wishes, settle
 
 TEXT = Path(__file__).parent / "prompts" / "prose.txt"
 STRETCH = 512

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from onedraw.backends.fake import FakeBackend
 from onedraw.engine.engine import Engine, Event
 from onedraw.engine.scheduler import Scheduler
-from onedraw.memory.ledger import Ledger
+from onedraw.memory.allocator import Ledger
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import Request, SamplingParams
 

@@ -20,14 +20,12 @@ import numpy as np
 
 from onedraw.checkpoints.gguf import read_file
 from onedraw.checkpoints.quants import KINDS, Bytes
-from onedraw.checkpoints.random import RandomCheckpoint
-from onedraw.checkpoints.random_blocks import random_blocks
-from onedraw.checkpoints.random_packed import RandomPacked
-from onedraw.checkpoints.shapes import open_random, shape_config
+from onedraw.checkpoints.random_shapes import open_random, shape_config
+from onedraw.checkpoints.random_weights import RandomCheckpoint, RandomPacked, random_blocks
 from onedraw.checkpoints.tensor import packed_bytes
-from onedraw.models.loading import describe
+from onedraw.models.model_info import describe
 from onedraw.models.spec import DeltaSpec, ModelSpec
-from onedraw.models.weights import PLAIN, Where, all_shapes
+from onedraw.models.weight_names import PLAIN, Where, all_shapes
 
 ALIGNMENT = 32
 PIECE = 8 << 20  # bytes of random blocks that a tensor repeats

@@ -27,19 +27,19 @@ import numpy as np
 import torch
 
 from bench.gpu_sections import MORE, drafter_maker
-from onedraw.backends.floor import turn_bytes
+from onedraw.backends.memory_plan import DRAFTS_PER_LANE
 from onedraw.backends.packing import stored_sizes
-from onedraw.backends.plan import DRAFTS_PER_LANE
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import copy_bandwidth, pick_ops
-from onedraw.backends.torch.graphs import Graphs
-from onedraw.backends.torch.steady import Steady
-from onedraw.checkpoints.shapes import named_mixture, open_random
+from onedraw.backends.torch.runner.cuda_graphs import Graphs
+from onedraw.backends.torch.runner.graph_runner import Steady
+from onedraw.checkpoints.random_shapes import named_mixture, open_random
 from onedraw.engine.engine import Engine
 from onedraw.engine.scheduler import Scheduler
-from onedraw.memory.ledger import Ledger
-from onedraw.models.loading import describe
-from onedraw.speculation.recorded import RecordedProposer
+from onedraw.lab.floor import turn_bytes
+from onedraw.lab.recorded_drafts import RecordedProposer
+from onedraw.memory.allocator import Ledger
+from onedraw.models.model_info import describe
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import Draft, History, Plan, Request, Row, SamplingParams
 

@@ -22,24 +22,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onedraw.backends.answers import Position
-from onedraw.backends.torch.exact import padded
-from onedraw.backends.torch.inputs import Inputs, Shape, Span, lay_out
-from onedraw.backends.torch.kernels import triton_delta_chunks, triton_delta_steps
-from onedraw.backends.torch.kernels.cuda import Prepared, TritonLinear, TritonOps
-from onedraw.backends.torch.kernels.recurrence import Recurrence, take_steps
-from onedraw.backends.torch.kernels.sampler import TritonSampler
-from onedraw.backends.torch.kernels.triton_attention import attend
-from onedraw.backends.torch.kernels.triton_delta import Drafted, Gated, close, gate
-from onedraw.backends.torch.kernels.triton_delta_chunks import chunked
-from onedraw.backends.torch.kernels.triton_norm import opened
-from onedraw.backends.torch.kernels.triton_sample import Wishes, choose
-from onedraw.backends.torch.kernels.views import Heads, device_view, host_view, to_view
-from onedraw.backends.torch.layers.linear import RowRule
-from onedraw.backends.torch.layers.rope import rope_table
-from onedraw.backends.torch.pages import PageStore
-from onedraw.backends.torch.runs import runs_of
-from onedraw.backends.torch.sampler import Sampler
+from onedraw.backends.sampled_rows import Position
+from onedraw.backends.torch.ops.cuda import delta_chunked as triton_delta_chunks
+from onedraw.backends.torch.ops.cuda import delta_recurrent as triton_delta_steps
+from onedraw.backends.torch.ops.cuda.attention import attend
+from onedraw.backends.torch.ops.cuda.attention_inputs import Heads, device_view, host_view, to_view
+from onedraw.backends.torch.ops.cuda.delta import Drafted, Gated, close, gate
+from onedraw.backends.torch.ops.cuda.delta_chunked import chunked
+from onedraw.backends.torch.ops.cuda.delta_inputs import Recurrence, take_steps
+from onedraw.backends.torch.ops.cuda.norm import opened
+from onedraw.backends.torch.ops.cuda.ops import Prepared, TritonLinear, TritonOps
+from onedraw.backends.torch.ops.cuda.sampler import TritonSampler
+from onedraw.backends.torch.ops.cuda.sampling import Wishes, choose
+from onedraw.backends.torch.ops.plain.linear import RowRule
+from onedraw.backends.torch.ops.plain.norm_and_rope import rope_table
+from onedraw.backends.torch.runner.inputs import Inputs, Shape, Span, lay_out
+from onedraw.backends.torch.sampling.exact import padded
+from onedraw.backends.torch.sampling.sampler import Sampler
+from onedraw.backends.torch.state.kv_pages import PageStore
+from onedraw.backends.torch.state.recurrent_spans import runs_of
 from onedraw.models.spec import AttentionSpec, RopeSpec
 from onedraw.sampling.noise import key
 from onedraw.types import Draft, History, SamplingParams

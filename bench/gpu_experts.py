@@ -23,17 +23,17 @@ from torch import Tensor
 
 from bench.gpu_decode import captured, timed_ms
 from onedraw.backends.packing import SPANS, span_bytes
-from onedraw.backends.torch.kernels.fragments import Fragments, empty_fragments, fill_fragments
-from onedraw.backends.torch.kernels.nvrtc import keep_in
-from onedraw.backends.torch.kernels.packed_experts import PackedBank
-from onedraw.backends.torch.kernels.packed_linear import packed_product
-from onedraw.backends.torch.kernels.packed_rows import grouped_product, make_groups_ready, make_ready, tile_height
-from onedraw.backends.torch.kernels.shares import GROUP_BLOCKS, TILE_ROWS, group_fits
-from onedraw.backends.torch.kernels.spans import prepare_rows
-from onedraw.backends.torch.kernels.triton_linear import shared_memory
-from onedraw.backends.torch.kernels.triton_moe import Routes, route
-from onedraw.backends.torch.kernels.workspace import Workspace
-from onedraw.checkpoints.random_blocks import random_blocks
+from onedraw.backends.torch.ops.cuda.experts import Routes, route
+from onedraw.backends.torch.ops.cuda.linear import shared_memory
+from onedraw.backends.torch.ops.cuda.nvrtc import keep_in
+from onedraw.backends.torch.ops.cuda.packed.activations import prepare_rows
+from onedraw.backends.torch.ops.cuda.packed.experts import PackedBank
+from onedraw.backends.torch.ops.cuda.packed.few_rows import grouped_product, make_groups_ready, make_ready, tile_height
+from onedraw.backends.torch.ops.cuda.packed.linear import packed_product
+from onedraw.backends.torch.ops.cuda.packed.tensor_core_layout import Fragments, empty_fragments, fill_fragments
+from onedraw.backends.torch.ops.cuda.packed.work_split import GROUP_BLOCKS, TILE_ROWS, group_fits
+from onedraw.backends.torch.ops.cuda.packed.workspace import Workspace
+from onedraw.checkpoints.random_weights import random_blocks
 
 DEVICE = torch.device("cuda:0")
 COPY_BYTES = 4.21e12  # per second: a copy on an H200, bytes read and written

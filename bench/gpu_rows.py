@@ -19,13 +19,13 @@ from torch import Tensor
 
 from bench.gpu_decode import captured, timed_ms
 from onedraw.backends.packing import SPANS, span_bytes
-from onedraw.backends.torch.kernels.fragments import Fragments, empty_fragments, fill_fragments
-from onedraw.backends.torch.kernels.nvrtc import keep_in
-from onedraw.backends.torch.kernels.packed_rows import make_ready, opened, skinny_product, unpacked_rows
-from onedraw.backends.torch.kernels.spans import Prepared, prepare_rows, product_slowly
-from onedraw.backends.torch.kernels.workspace import Workspace
+from onedraw.backends.torch.ops.cuda.nvrtc import keep_in
+from onedraw.backends.torch.ops.cuda.packed.activations import Prepared, prepare_rows, product_slowly
+from onedraw.backends.torch.ops.cuda.packed.few_rows import make_ready, opened, skinny_product, unpacked_rows
+from onedraw.backends.torch.ops.cuda.packed.tensor_core_layout import Fragments, empty_fragments, fill_fragments
+from onedraw.backends.torch.ops.cuda.packed.workspace import Workspace
 from onedraw.checkpoints.quants import KINDS, dequantize_into
-from onedraw.checkpoints.random_blocks import random_blocks
+from onedraw.checkpoints.random_weights import random_blocks
 
 DEVICE = torch.device("cuda:0")
 COPY_BYTES = 4.21e12  # per second: a copy on an H200, bytes read and written

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onedraw.backends.answers import Position
-from onedraw.backends.torch.feed import Direct
-from onedraw.backends.torch.pages import PageStore
-from onedraw.checkpoints.random import RandomCheckpoint
-from onedraw.models.loading import Described
+from onedraw.backends.sampled_rows import Position
+from onedraw.backends.torch.runner.staging_buffers import Direct
+from onedraw.backends.torch.state.kv_pages import PageStore
+from onedraw.checkpoints.random_weights import RandomCheckpoint
+from onedraw.models.model_info import Described
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import Draft, History, Request, SamplingParams
 
@@ -40,9 +40,9 @@ def drafter_maker(
     name: str, checkpoint: RandomCheckpoint, described: Described, *, context: int, lanes: int
 ) -> Callable[[Any, Any, Any], Any]:
     """As the server makes it: by its path, or `random:SHAPE-dflash`."""
-    from onedraw.drafting import Drafting
+    from onedraw.build.drafters import Drafting
     from onedraw.settings import Settings
-    from onedraw.text.toy import toy_tokenizer
+    from onedraw.text.fake_tokenizer import toy_tokenizer
 
     drafting = Drafting(Path(name), toy_tokenizer(), checkpoint)
     return drafting.maker(Settings(model=str(checkpoint.path), max_batch=lanes), described, max_context=context)

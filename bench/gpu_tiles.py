@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 
 from bench.gpu_decode import DEVICE, PAGE, TREE, TUNED, normal, replay_ms, say
-from onedraw.backends.torch.inputs import Shape, Span, lay_out
-from onedraw.backends.torch.kernels import triton_attention, views
-from onedraw.backends.torch.kernels.triton_attention import LEAST, attend
-from onedraw.backends.torch.kernels.triton_linear import Tile, choose_tile, linear, shared_memory
-from onedraw.backends.torch.kernels.views import Heads, to_view
-from onedraw.backends.torch.layers.linear import RowRule
+from onedraw.backends.torch.ops.cuda import attention as triton_attention
+from onedraw.backends.torch.ops.cuda import attention_inputs as views
+from onedraw.backends.torch.ops.cuda.attention import LEAST, attend
+from onedraw.backends.torch.ops.cuda.attention_inputs import Heads, to_view
+from onedraw.backends.torch.ops.cuda.linear import Tile, choose_tile, linear, shared_memory
+from onedraw.backends.torch.ops.plain.linear import RowRule
+from onedraw.backends.torch.runner.inputs import Shape, Span, lay_out
 from onedraw.types import Draft
 
 CHECK = False

@@ -21,8 +21,8 @@ import torch
 
 from bench.gpu_backend import CHAIN, SAMPLED, Bench
 from bench.gpu_backend import TREE as TREE_DRAFTS
-from onedraw.backends.torch.kernels import triton_linear
-from onedraw.backends.torch.kernels.triton_linear import Tile
+from onedraw.backends.torch.ops.cuda import linear as triton_linear
+from onedraw.backends.torch.ops.cuda.linear import Tile
 from onedraw.types import Draft
 
 SMALL = False

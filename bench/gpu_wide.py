@@ -20,17 +20,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onedraw.backends.memory_plan import OPENED_BYTES
 from onedraw.backends.packing import SPANS
-from onedraw.backends.plan import OPENED_BYTES
-from onedraw.backends.torch.kernels import nvrtc, packed_linear, packed_rows, triton_wide, wide
-from onedraw.backends.torch.kernels.fragments import Fragments, empty_fragments, fill_fragments
-from onedraw.backends.torch.kernels.opening import opened_slowly
-from onedraw.backends.torch.kernels.packed_linear import packed_product
-from onedraw.backends.torch.kernels.spans import TINY, Opened, Prepared, prepare_rows, prepared_slowly, product_slowly
-from onedraw.backends.torch.kernels.triton_wide import WideTile
-from onedraw.backends.torch.kernels.workspace import Workspace
+from onedraw.backends.torch.ops.cuda import nvrtc
+from onedraw.backends.torch.ops.cuda.packed import few_rows as packed_rows
+from onedraw.backends.torch.ops.cuda.packed import linear as packed_linear
+from onedraw.backends.torch.ops.cuda.packed import many_rows as triton_wide
+from onedraw.backends.torch.ops.cuda.packed import many_rows_hopper as wide
+from onedraw.backends.torch.ops.cuda.packed.activations import (
+    TINY,
+    Opened,
+    Prepared,
+    prepare_rows,
+    prepared_slowly,
+    product_slowly,
+)
+from onedraw.backends.torch.ops.cuda.packed.linear import packed_product
+from onedraw.backends.torch.ops.cuda.packed.many_rows import WideTile
+from onedraw.backends.torch.ops.cuda.packed.tensor_core_layout import Fragments, empty_fragments, fill_fragments
+from onedraw.backends.torch.ops.cuda.packed.workspace import Workspace
 from onedraw.checkpoints.quants import dequantize_into
-from onedraw.checkpoints.random_blocks import random_blocks
+from onedraw.checkpoints.random_weights import random_blocks
+from tests.reference.packed_blocks import opened_slowly
 
 DEVICE = torch.device("cuda:0")
 SHAPES = (("Q4_K", 34816, 5120), ("Q4_K", 5120, 17408), ("Q6_K", 5120, 17408), ("Q5_K", 10240, 5120), ("Q8_0", 5120, 6144))
@@ -212,7 +223,7 @@ def compile_all(numbers: Iterable[str]) -> None:
     for asked in numbers:
         choose(*map(int, asked.split(",")))
         for per, minima in ((1, True), (1, False), (8, False)):
-            nvrtc.compile_source("wide.cu", "sm_90a", wide.defines(per, minima, torch.bfloat16))
+            nvrtc.compile_source("many_rows_hopper.cu", "sm_90a", wide.defines(per, minima, torch.bfloat16))
 
 
 def variants(numbers: Iterable[str]) -> None:

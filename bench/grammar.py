@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from onedraw.checkpoints.base import open_checkpoint
-from onedraw.checkpoints.pull import resolve
+from onedraw.checkpoints.download import resolve
 from onedraw.settings import default_cache_dir
-from onedraw.text.grammar import Grammars
-from onedraw.text.guides import ANY_OBJECT, Guide, JsonGuide, RegexGuide
-from onedraw.text.reading import PLAIN
+from onedraw.text.constraints.grammar import Grammars
+from onedraw.text.constraints.response_format import ANY_OBJECT, Guide, JsonGuide, RegexGuide
+from onedraw.text.reply_parser import PLAIN
 from onedraw.text.tokenizer import Tokenizer
 
 DRAFTS = 8
@@ -144,7 +144,7 @@ def peer(tokenizer: Tokenizer, guide: Guide) -> Callable[[], Mask]:
     """xgrammar with the same vocabulary, following by the same rule."""
     import xgrammar
 
-    from onedraw.text.walk import shared
+    from onedraw.text.constraints.base import shared
 
     words = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
     info = xgrammar.TokenizerInfo(words, vocab_type=xgrammar.VocabType.RAW, stop_token_ids=[tokenizer.eos_id])

@@ -24,17 +24,17 @@ from typing import Any
 import torch
 
 from onedraw.backends.torch.backend import TorchBackend
-from onedraw.backends.torch.kernels.cuda import TritonOps
-from onedraw.backends.torch.part import Part
-from onedraw.backends.torch.stack import Stream, Watch
-from onedraw.backends.torch.steady import Steady
-from onedraw.checkpoints.random import random_weights
+from onedraw.backends.torch.model.transformer import Stream, Watch
+from onedraw.backends.torch.ops.cuda.ops import TritonOps
+from onedraw.backends.torch.runner.graph_runner import Steady
+from onedraw.backends.torch.runner.graph_segment import Part
+from onedraw.checkpoints.random_weights import random_weights
 from onedraw.engine.engine import Engine
 from onedraw.engine.scheduler import Scheduler
 from onedraw.errors import TurnFailed
-from onedraw.memory.ledger import Ledger
+from onedraw.lab.recorded_drafts import RecordedProposer
+from onedraw.memory.allocator import Ledger
 from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
-from onedraw.speculation.recorded import RecordedProposer
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import Request, SamplingParams
 

@@ -26,10 +26,10 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from onedraw.assemble import open_door
-from onedraw.door import Door
+from onedraw.build.llm import open_door
+from onedraw.llm.llm import Door
+from onedraw.llm.options import Wishes, settle
 from onedraw.settings import Settings
-from onedraw.wishes import Wishes, settle
 
 CASES = 48
 LONGEST = 48  # tokens of a reply

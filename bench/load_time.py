@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from onedraw.checkpoints.pull import resolve
+from onedraw.checkpoints.download import resolve
 from onedraw.settings import Settings, default_cache_dir
 
 MEBIBYTE = 2**20
@@ -51,7 +51,7 @@ def status(pid: int | str, field: str) -> int:
 
 def open_a_door(path: str, dtype: str) -> dict[str, float]:
     import onedraw.backends.torch.backend  # noqa: F401  imported before the clock starts
-    from onedraw.assemble import open_door
+    from onedraw.build.llm import open_door
 
     begin = time.perf_counter()
     door = open_door(Settings(model=path, dtype=dtype))
@@ -67,10 +67,10 @@ def load_weights(path: str, dtype: str) -> dict[str, float]:
 
     from onedraw.backends.packing import PACKED_DTYPES, hold
     from onedraw.backends.torch.device import DTYPES, pick_ops
-    from onedraw.backends.torch.stack import Stack
-    from onedraw.backends.torch.stages import Site
+    from onedraw.backends.torch.model.transformer import Stack
+    from onedraw.backends.torch.runner.stages import Site
     from onedraw.checkpoints.base import open_checkpoint
-    from onedraw.models.loading import describe
+    from onedraw.models.model_info import describe
     from onedraw.models.spec import DTYPE_BYTES
 
     device, chosen = "cpu", "packed" if dtype == "auto" else dtype

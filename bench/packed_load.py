@@ -25,9 +25,9 @@ from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import pick_ops
 from onedraw.checkpoints import quants
 from onedraw.checkpoints.base import open_checkpoint
-from onedraw.checkpoints.shapes import open_random
+from onedraw.checkpoints.random_shapes import open_random
 from onedraw.checkpoints.tensor import packed_bytes
-from onedraw.models.loading import describe
+from onedraw.models.model_info import describe
 from onedraw.types import History, Plan, Row, SamplingParams
 
 GIB = 2**30

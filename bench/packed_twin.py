@@ -13,12 +13,12 @@ import argparse
 import statistics
 from collections.abc import Sequence
 
-from onedraw.assemble import open_door
-from onedraw.door import Door
-from onedraw.exercises import PROMPTS, held
+from onedraw.build.llm import open_door
+from onedraw.contract.variations import PROMPTS, held
+from onedraw.llm.llm import Door
+from onedraw.llm.options import Wishes, settle
 from onedraw.settings import Settings
 from onedraw.types import Logprobs
-from onedraw.wishes import Wishes, settle
 
 
 def replies(door: Door, new_tokens: int) -> list[tuple[int, ...]]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from onedraw.checkpoints.base import open_checkpoint
-from onedraw.models.loading import describe
+from onedraw.models.model_info import describe
 
 NAMES = {
     "attn_norm": "input_layernorm.weight",

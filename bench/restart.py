@@ -25,9 +25,9 @@ RULE = 10.0  # times sooner
 
 def live(given: argparse.Namespace) -> dict[str, Any]:
     """One life: open, ask, close."""
-    from onedraw.assemble import open_door
+    from onedraw.build.llm import open_door
+    from onedraw.llm.options import Wishes, settle
     from onedraw.settings import Settings
-    from onedraw.wishes import Wishes, settle
 
     settings = Settings.of(
         model=given.model,

@@ -27,13 +27,12 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from onedraw.assemble import open_door
-from onedraw.cli.screen import table
-from onedraw.door import Door
-from onedraw.prove import settled_stats
+from onedraw.build.llm import open_door
+from onedraw.cli.terminal import table
+from onedraw.llm.llm import Door, settled_stats
+from onedraw.llm.options import Wishes, settle_chat
 from onedraw.settings import Settings
 from onedraw.speculation.speculator import Speculator
-from onedraw.wishes import Wishes, settle_chat
 
 PROMPTS = Path(__file__).parent / "prompts"
 SIDES = ("none", "ngram", "prediction", "dflash", "auto")

@@ -25,15 +25,15 @@ from typing import Any
 
 import numpy as np
 
-from onedraw.assemble import make_service, torch_backend
 from onedraw.backends.base import Backend
-from onedraw.checkpoints.random import random_weights
-from onedraw.drafting import make_speculator
+from onedraw.build.checkpoint import find_checkpoint
+from onedraw.build.drafters import make_speculator
+from onedraw.build.llm import make_service, torch_backend
+from onedraw.checkpoints.random_weights import random_weights
 from onedraw.engine.service import Event, Service
 from onedraw.models.llama import LLAMA
-from onedraw.models.loading import Described, describe
+from onedraw.models.model_info import Described, describe
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
-from onedraw.opening import find_checkpoint
 from onedraw.settings import Settings
 from onedraw.types import Request, SamplingParams
 

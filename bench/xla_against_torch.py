@@ -28,7 +28,7 @@ SIZES: dict[str, Any] = {"lanes": 8, "page_size": 16, "max_context": 1024, "page
 def source_of(model: str, *, random: bool) -> tuple[Any, Any]:
     """A spec and its weights."""
     if random:
-        from onedraw.checkpoints.random import random_weights
+        from onedraw.checkpoints.random_weights import random_weights
         from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 
         mixer = AttentionSpec(32, 8, 64, RopeSpec(500000.0, 64), scale=64**-0.5)
@@ -36,8 +36,8 @@ def source_of(model: str, *, random: bool) -> tuple[Any, Any]:
         spec = ModelSpec("llama", layers, hidden=2048, vocab=128256, eps=1e-5, tied=True, max_context=131072)
         return spec, random_weights(spec)
     from onedraw.checkpoints.base import open_checkpoint
-    from onedraw.checkpoints.pull import resolve
-    from onedraw.models.loading import describe
+    from onedraw.checkpoints.download import resolve
+    from onedraw.models.model_info import describe
     from onedraw.settings import default_cache_dir
 
     described = describe(open_checkpoint(resolve(model, default_cache_dir())))
@@ -71,7 +71,7 @@ class Driver:
     def __init__(self, backend: Any) -> None:
         from onedraw.engine.engine import Engine
         from onedraw.engine.scheduler import Scheduler
-        from onedraw.memory.ledger import Ledger
+        from onedraw.memory.allocator import Ledger
         from onedraw.speculation.speculator import Speculator
 
         ledger = Ledger(backend.capacity, reuse=False)

@@ -10,12 +10,12 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from onedraw.door import Ask, Door, Reply
 from onedraw.errors import BadParameter, BadRequest
+from onedraw.llm.llm import Ask, Door, Reply
+from onedraw.llm.options import Wishes, settle, settle_chat
 from onedraw.settings import Settings
-from onedraw.text.tools import NO_PARAMETERS, Tool, ToolUse
+from onedraw.text.tools.dialects import NO_PARAMETERS, Tool, ToolUse
 from onedraw.types import ModelCard, Piece
-from onedraw.wishes import Wishes, settle, settle_chat
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
@@ -25,7 +25,7 @@ DEFAULT_MAX_TOKENS = 256  # where the caller named none; less where the context 
 
 def load(model: str = "smollm2", *, progress: Callable[[str], None] | None = None, **settings: Any) -> Model:
     """Load a model and start its engine. Settings are the serving flags: max_context=4096, dtype="f32", threads=2 …"""
-    from onedraw.assemble import open_door
+    from onedraw.build.llm import open_door
 
     return Model(open_door(Settings.of(model=model, **settings), progress))
 

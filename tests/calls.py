@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from onedraw.text.call_parsers import Arguments, Begin, End, Event
-from onedraw.text.call_reading import Text
+from onedraw.text.tools.call_parsers import Arguments, Begin, End, Event
+from onedraw.text.tools.call_stream import Text
 
 
 def gathered(events: Iterable[Event | Text]) -> tuple[str, list[tuple[str, str]]]:

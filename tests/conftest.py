@@ -22,7 +22,7 @@ settings.load_profile("repeating")
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The default model's GGUF file, pulled into the cache when it is not there. For tests marked `weights`."""
-    from onedraw.checkpoints.pull import resolve
+    from onedraw.checkpoints.download import resolve
 
     return Path(resolve("smollm2", default_cache_dir()))
 

@@ -10,11 +10,11 @@ import torch
 
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import pick_ops
-from onedraw.backends.torch.line import Line
-from onedraw.backends.torch.ops import Ops, TorchOps
-from onedraw.backends.torch.stages import Site
+from onedraw.backends.torch.ops.base import Ops, TorchOps
+from onedraw.backends.torch.runner.pipeline import Line
+from onedraw.backends.torch.runner.stages import Site
 from onedraw.checkpoints.base import open_checkpoint
-from onedraw.models.loading import describe
+from onedraw.models.model_info import describe
 from onedraw.settings import default_cache_dir
 from onedraw.types import History, Row, SamplingParams
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from onedraw.checkpoints.random_blocks import random_blocks
+from onedraw.checkpoints.random_weights import random_blocks
 from onedraw.checkpoints.tensor import StoredTensor
 from onedraw.models.source import Dialect
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
-from onedraw.models.weights import PLAIN, Weights, all_shapes
+from onedraw.models.weight_names import PLAIN, Weights, all_shapes
 
 PACKED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 PLAIN_KINDS = ("F32", "F16", "BF16")

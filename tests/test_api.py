@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 
 import onedraw
-from onedraw.door import Reply
 from onedraw.errors import BadParameter, BadRequest, BadSetting, Draining
+from onedraw.llm.llm import Reply
 
 
 @pytest.fixture

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from onedraw import assemble
-from onedraw.assemble import _tell_layers, open_door
 from onedraw.backends.devices import Device
 from onedraw.backends.torch import device
+from onedraw.build import llm as assemble
+from onedraw.build.llm import _tell_layers, open_door
 from onedraw.checkpoints.base import open_checkpoint
 from onedraw.errors import BadSetting, NoRoom, UnsupportedModel
-from onedraw.models.loading import describe
+from onedraw.llm.options import Wishes, settle
+from onedraw.models.model_info import describe
 from onedraw.settings import Settings
-from onedraw.wishes import Wishes, settle
 from tests import tiny
 
 

@@ -8,14 +8,14 @@ from typing import cast
 
 import pytest
 
-from onedraw.assemble import open_door
-from onedraw.door import Ask, Door
+from onedraw.build.llm import open_door
 from onedraw.engine.service import Event, Service, Sink
 from onedraw.errors import BadParameter, Barren
+from onedraw.llm.llm import Ask, Door
+from onedraw.llm.options import Wishes, settle
 from onedraw.settings import Settings
-from onedraw.text.toy import toy_tokenizer
+from onedraw.text.fake_tokenizer import toy_tokenizer
 from onedraw.types import Choice, ModelCard, Request, SamplingParams
-from onedraw.wishes import Wishes, settle
 
 TOKENIZER = toy_tokenizer()
 CARD = ModelCard(name="x", family="x", vocab=259, max_context=64, eos_ids=(), defaults={}, fingerprint="x")

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from onedraw.assemble import open_door
-from onedraw.drafting import drafter_paths, make_speculator, proposer_names
+from onedraw.build.drafters import drafter_paths, make_speculator, proposer_names
+from onedraw.build.llm import open_door
+from onedraw.build.sizing import longest_draft
 from onedraw.errors import BadSetting, UnsupportedModel
-from onedraw.planning import longest_draft
+from onedraw.llm.options import Wishes, settle
 from onedraw.settings import Settings
 from onedraw.types import History, Request, SamplingParams
-from onedraw.wishes import Wishes, settle
 from tests import tiny
 
 

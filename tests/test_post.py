@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from onedraw.post import Inbox, Post
+from onedraw.llm.mailbox import Inbox, Post
 
 
 class Counted(asyncio.SelectorEventLoop):

@@ -10,19 +10,18 @@ from typing import Any
 
 import pytest
 
-from onedraw.assemble import make_service, open_door
 from onedraw.backends.fake import FakeBackend, Logits
-from onedraw.door import Door, Reply
-from onedraw.drafting import make_speculator
+from onedraw.build.drafters import make_speculator
+from onedraw.build.llm import make_service, open_door
+from onedraw.contract.prove import Finding, Table, drive, first_difference, prove
+from onedraw.contract.variations import PROMPTS, Evidence, drafting, held, requests, variations
 from onedraw.engine.stats import Stats
 from onedraw.errors import BadSetting
-from onedraw.exercises import PROMPTS, held
-from onedraw.prove import Finding, Table, drive, first_difference, prove, requests
+from onedraw.llm.llm import Door, Reply
 from onedraw.sampling.law import choice
 from onedraw.settings import Settings
 from onedraw.speculation.proposer import chain
 from onedraw.types import Choice, Draft, Row, RowOutcome, Save
-from onedraw.variations import Evidence, drafting, variations
 from tests import tiny
 
 FAKE = Settings(model="fake", backend="fake", threads=1)
@@ -139,7 +138,7 @@ def test_a_restart_with_snapshots_is_proved_and_a_wrong_one_found() -> None:
 def some_rows(monkeypatch: pytest.MonkeyPatch, *wanted: str) -> None:
     """Of the table, to be quick."""
     chosen = lambda base, threads: tuple(v for v in variations(base, threads=threads) if v.name in wanted)  # noqa: E731
-    monkeypatch.setattr("onedraw.prove.variations", chosen)
+    monkeypatch.setattr("onedraw.contract.prove.variations", chosen)
 
 
 HALVES, TOGETHER = "split in two", "split in two, both at work"
@@ -155,7 +154,7 @@ def test_splits_and_restarts_of_a_real_model_are_proved(
 
 
 def test_a_split_that_rounds_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from onedraw.backends.torch.boundary import Boundary
+    from onedraw.backends.torch.runner.stage_boundary import Boundary
 
     real = Boundary.cross
     monkeypatch.setattr(Boundary, "cross", lambda self, x, *given: real(self, x.bfloat16().float(), *given))

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from onedraw.assemble import open_door
-from onedraw.door import Ask, Reply
+from onedraw.build.llm import open_door
+from onedraw.contract.record import Recorder, RecordingDoor, read_records
 from onedraw.errors import BadSetting
-from onedraw.record import Recorder, RecordingDoor, read_records
+from onedraw.llm.llm import Ask, Reply
+from onedraw.llm.options import Wishes, settle
 from onedraw.settings import Settings
-from onedraw.wishes import Wishes, settle
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_a_full_disk_costs_the_record_and_not_the_reply(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    caplog.set_level(logging.ERROR, logger="onedraw.record")  # a server of another test may have made it silent
+    caplog.set_level(logging.ERROR, logger="onedraw.contract.record")  # a server of another test may have made it silent
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
         (reply,) = door.generate(ask(door))
@@ -141,7 +141,7 @@ def test_only_the_owner_may_read_records(tmp_path: Path) -> None:
 def test_a_line_that_was_cut_off_is_left_out_and_told(
     door: RecordingDoor, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING, logger="onedraw.record")
+    caplog.set_level(logging.WARNING, logger="onedraw.contract.record")
     door.generate(ask(door), ask(door))
     file = tmp_path / "requests-000001.jsonl"
     file.write_bytes(file.read_bytes()[:-7])

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from onedraw.assemble import open_door
-from onedraw.door import Door
-from onedraw.record import Record, Recorder, RecordingDoor, read_records
-from onedraw.replay import judge, replay
+from onedraw.build.llm import open_door
+from onedraw.contract.record import Record, Recorder, RecordingDoor, read_records
+from onedraw.contract.replay import judge, replay
+from onedraw.llm.llm import Door
+from onedraw.llm.options import Wishes, settle
 from onedraw.settings import Settings
 from onedraw.types import Choice, Row, RowOutcome
-from onedraw.wishes import Wishes, settle
 
 TRAINED = Path(__file__).parent / "fixtures" / "trained"
 FAKE = Settings(backend="fake", model="fake")

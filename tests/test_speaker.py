@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import pytest
 
 from onedraw.engine.engine import Event
+from onedraw.llm.reply_stream import Ask, Speaker
 from onedraw.server.blocks import Blocks
-from onedraw.server.parts import Part, Token
-from onedraw.speaker import Ask, Speaker
-from onedraw.text.channels import Reasoning
-from onedraw.text.reading import PLAIN, Reading
-from onedraw.text.tools import Calls
-from onedraw.text.toy import toy_tokenizer
+from onedraw.server.openai.choice_parts import Part, Token
+from onedraw.text.fake_tokenizer import toy_tokenizer
+from onedraw.text.reasoning import Reasoning
+from onedraw.text.reply_parser import PLAIN, Reading
+from onedraw.text.tools.dialects import Calls
 from onedraw.types import Choice, Finish, Piece, SamplingParams
 
 TOKENIZER = toy_tokenizer()

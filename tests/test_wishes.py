@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from onedraw.assemble import open_door
-from onedraw.door import Ask, Door
+from onedraw.build.llm import open_door
+from onedraw.contract.record import read, write
 from onedraw.errors import BadParameter, BadRequest
+from onedraw.llm.llm import Ask, Door
+from onedraw.llm.options import Wishes, settle, settle_chat
 from onedraw.settings import Settings
-from onedraw.text.tools import Tool, ToolUse
-from onedraw.wishes import Wishes, settle, settle_chat
-from onedraw.written import read, write
+from onedraw.text.tools.dialects import Tool, ToolUse
 
 
 @pytest.fixture(scope="module")

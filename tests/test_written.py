@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onedraw.door import Ask
+from onedraw.contract.record import Unwritable, read, write
+from onedraw.llm.llm import Ask
 from onedraw.types import DryParams, SamplingParams
-from onedraw.written import Unwritable, read, write
 
 PARAMS = st.builds(
     SamplingParams,

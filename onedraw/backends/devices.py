@@ -6,12 +6,44 @@ plans; it cannot run.
 
 from __future__ import annotations
 
+import platform
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
 from typing import Literal
 
 from onedraw.errors import BadSetting
+
+# -------------------- The processor of this machine by name: equal names compute equal bits. Pure but for one fi
+
+
+CPUINFO = Path("/proc/cpuinfo")
+VECTOR = ("sse", "ssse", "avx", "fma", "f16c", "amx", "asimd", "sve", "sme", "bf16", "i8mm", "fphp")
+
+
+def cpu_model() -> str:
+    """As the system names it; where it does not say, the architecture."""
+    return _said("model name") or platform.machine()
+
+
+def cpu_vectors() -> str:
+    """Eight digits that differ where the vector instructions do."""
+    offered = (_said("flags") or _said("Features")).split()
+    return sha256(" ".join(sorted(word for word in offered if word.startswith(VECTOR))).encode()).hexdigest()[:8]
+
+
+def _said(name: str) -> str:
+    try:
+        lines = CPUINFO.read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == name), "")
+
+
+# -------------------- Devices by name: those of this machine, and those that are only described. Pure.
+
 
 Kind = Literal["cpu", "cuda", "hip"]
 KINDS: tuple[Kind, ...] = ("cpu", "cuda", "hip")

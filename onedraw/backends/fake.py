@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onedraw.backends.base import Capacity, PageGroup, Ticket, require_state_dtype
-from onedraw.backends.outcome import row_outcome
+from onedraw.backends.sampled_rows import row_outcome
 from onedraw.sampling.law import choice, logprobs
 from onedraw.sampling.noise import gumbel
 from onedraw.sampling.verify import hypotheses, trails

@@ -14,13 +14,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from onedraw.backends.devices import Device
-from onedraw.backends.plan import PARTS_BYTES, WeightBytes
+from onedraw.backends.memory_plan import PARTS_BYTES, WeightBytes
 from onedraw.backends.precision import PACKED, device_precision, float_dtype, product_precision
 from onedraw.errors import BadSetting
 from onedraw.models.source import Tensor
 from onedraw.models.spec import DTYPE_BYTES
-from onedraw.models.views import Columns
-from onedraw.models.weights import Weights, Where, all_shapes
+from onedraw.models.tensor_views import Columns
+from onedraw.models.weight_names import Weights, Where, all_shapes
 
 # Kinds that products read as they are, by their numbers in GGUF, which the kernels use too.
 KEPT_KINDS = {

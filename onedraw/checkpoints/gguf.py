@@ -20,7 +20,7 @@ from onedraw.checkpoints.quants import KIND_OF_CODE, Bytes
 from onedraw.checkpoints.tensor import StoredTensor, packed_bytes
 from onedraw.errors import Corrupt, UnsupportedModel
 from onedraw.models.source import Dialect, Tensor
-from onedraw.models.views import Scaled
+from onedraw.models.tensor_views import Scaled
 
 MAGIC = b"GGUF"
 STRING, ARRAY = 8, 9

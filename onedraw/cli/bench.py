@@ -17,16 +17,64 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from onedraw.checkpoints.shapes import SHAPES
-from onedraw.cli import plot, screen
+from onedraw.checkpoints.random_shapes import SHAPES
+from onedraw.cli import bench as plot
+from onedraw.cli import terminal as screen
 from onedraw.cli.flags import add_settings, add_wishes, argument_type, read_settings, read_wishes, token_ids
-from onedraw.door import Ask, Door, settled_stats
 from onedraw.engine.stats import Stats
 from onedraw.errors import BadSetting, OnedrawError
-from onedraw.speculation.recorded import LENGTH, RecordedProposer
+from onedraw.lab.recorded_drafts import LENGTH, RecordedProposer
+from onedraw.llm.llm import Ask, Door, settled_stats
+from onedraw.llm.options import Wishes, settle
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import ModelCard
-from onedraw.wishes import Wishes, settle
+
+# -------------------- What `bench --plot` draws: throughput over batch, latency over context.
+
+
+def require_matplotlib() -> None:
+    """Say that it is missing before anything is measured."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise BadSetting("--plot: needs matplotlib; pip install 'onedraw[plot]'") from None
+
+
+def draw(
+    path: Path,
+    title: str,
+    *,
+    throughput: Sequence[tuple[int, float]],
+    latency: Sequence[tuple[int, float]],
+    peer: Sequence[tuple[int, float]] = (),
+) -> None:
+    """(batch, tokens per second) and (context, milliseconds per token)."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure.suptitle(title)
+    left.plot(*zip(*throughput, strict=True), marker="o", label="onedraw")
+    if peer:
+        left.plot(*zip(*peer, strict=True), marker="s", label="transformers")
+        left.legend(frameon=False)
+    left.set(xlabel="requests at once", ylabel="decoded tokens per second, all together", ylim=(0, None))
+    left.set_xscale("log", base=2)
+    left.set_xticks([batch for batch, _ in throughput], [str(batch) for batch, _ in throughput])
+    left.minorticks_off()
+    right.plot(*zip(*latency, strict=True), marker="o")
+    right.set(xlabel="tokens of context", ylabel="milliseconds per token, one request", xlim=(0, None), ylim=(0, None))
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+# -------------------- `onedraw bench`: how long the first token takes, how long the next ones, how many per seco
+
 
 HELP = "measure time to first token, inter-token latency and tokens per second"
 EXAMPLES = """examples:
@@ -108,7 +156,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from onedraw.assemble import open_door, peer_rates, turn_floor
+    from onedraw.build.llm import open_door
+    from onedraw.lab.floor import turn_floor
+    from onedraw.lab.transformers_peer import peer_rates
 
     batches: tuple[int, ...] = arguments.batch
     if not batches or min(batches) < 1 or min(arguments.prompt_tokens, arguments.new_tokens, arguments.repeats) < 1:

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from onedraw.api import settle_ask
-from onedraw.cli import screen
+from onedraw.cli import terminal as screen
 from onedraw.cli.flags import add_settings, add_wishes, read_settings, read_wishes
-from onedraw.door import Ask, Door, Reply
 from onedraw.errors import BadParameter, BadRequest, OnedrawError
-from onedraw.wishes import Wishes
+from onedraw.llm.llm import Ask, Door, Reply
+from onedraw.llm.options import Wishes
 
 HELP = "talk with a model in the terminal"
 EXAMPLES = """examples:
@@ -75,7 +75,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from onedraw.assemble import open_door
+    from onedraw.build.llm import open_door
 
     settings, wishes = read_settings(arguments), read_wishes(arguments)
     with screen.progress() as tell:

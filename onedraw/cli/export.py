@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from onedraw.cli import screen
+from onedraw.cli import terminal as screen
 from onedraw.cli.flags import SETTINGS_HELP
 from onedraw.settings import Settings
 
@@ -31,7 +31,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from onedraw.compiling import export_graphs
+    from onedraw.build.xla import export_graphs
 
     given = {name: getattr(arguments, name) for name in ("max_batch", "max_context", "turn_tokens", "page_size", "cache_dir")}
     settings = Settings.of(model=arguments.model, backend="xla", draft="none", **given)

@@ -12,11 +12,55 @@ import typing
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from onedraw.errors import BadSetting
+from onedraw.llm.options import Wishes
 from onedraw.settings import ACTIVATION_DTYPES, DTYPES, KV_DTYPES, Settings, size_in_bytes
-from onedraw.wishes import Wishes
+
+# -------------------- The options of `--record`, the same for every command that can record.
+
+
+if TYPE_CHECKING:
+    from onedraw.llm.llm import Door
+
+
+def add_record(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("recording, off unless a folder is named")
+    group.add_argument(
+        "--record",
+        type=Path,
+        metavar="FOLDER",
+        help="append every finished request there (seed, parameters, token ids of prompt and reply), for `onedraw replay`",
+    )
+    group.add_argument(
+        "--record-size",
+        type=argument_type(size_in_bytes),
+        metavar="SIZE",
+        help="begin a new file when one would grow over this (default: 64MiB)",
+    )
+    group.add_argument("--record-text", action="store_true", help="also write prompt and reply as text")
+
+
+def recorded(door: Door, arguments: argparse.Namespace) -> Door:
+    """The door, which writes down what it answers if --record says so."""
+    from onedraw.contract.record import DEFAULT_SIZE, Recorder, RecordingDoor
+
+    if arguments.record is None:
+        for name in ("record_size", "record_text"):
+            if getattr(arguments, name):
+                raise BadSetting(f"--{name.replace('_', '-')}: only with --record")
+        return door
+    size = DEFAULT_SIZE if arguments.record_size is None else arguments.record_size
+    if size < 1:
+        raise BadSetting(f"--record-size: must be at least 1 byte, not {size}")
+    path = Path(arguments.model)
+    source = str(path.resolve()) if path.exists() else arguments.model
+    return RecordingDoor(door, Recorder(arguments.record, size=size), source=source, text=arguments.record_text)
+
+
+# -------------------- Every serving flag and every sampling wish as an option, made from the dataclasses themsel
+
 
 # A switch that is on by default is spelled --no-…, and its line says what that does.
 SETTINGS_HELP: Mapping[str, str] = {

@@ -11,11 +11,10 @@ import time
 from typing import Any
 
 from onedraw.api import Prompt, settle_ask
-from onedraw.cli import screen
-from onedraw.cli.flags import add_settings, add_wishes, argument_type, read_settings, read_wishes, token_ids
-from onedraw.cli.recording import add_record, recorded
-from onedraw.door import Ask, Door, Reply
+from onedraw.cli import terminal as screen
+from onedraw.cli.flags import add_record, add_settings, add_wishes, argument_type, read_settings, read_wishes, recorded, token_ids
 from onedraw.errors import BadSetting
+from onedraw.llm.llm import Ask, Door, Reply
 from onedraw.types import Logprobs
 
 HELP = "continue a prompt, or answer it"
@@ -40,7 +39,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from onedraw.assemble import open_door
+    from onedraw.build.llm import open_door
 
     prompt, settings, wishes = read_prompt(arguments), read_settings(arguments), read_wishes(arguments)
     with screen.progress() as tell:

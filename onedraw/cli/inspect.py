@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, assert_never
 
 from onedraw.backends.devices import Device, parse_device
+from onedraw.backends.memory_plan import MemoryPlan, human_bytes
 from onedraw.backends.packing import PACKED_DTYPES, SPANS, hold, matrix_kinds
-from onedraw.backends.plan import MemoryPlan, human_bytes
 from onedraw.backends.precision import KV_CODES, float_dtype
-from onedraw.backends.split import SplitPlan
-from onedraw.cli import screen
+from onedraw.backends.stage_memory import SplitPlan
+from onedraw.cli import terminal as screen
 from onedraw.cli.flags import add_settings, read_settings
 from onedraw.errors import NoRoom
-from onedraw.models.loading import Described, describe
+from onedraw.models.model_info import Described, describe
 from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, MoeSpec
 from onedraw.settings import Settings
 
@@ -48,10 +48,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from onedraw.backends.base import require_state_dtype
-    from onedraw.compiling import compiled_turns, xla_settings
-    from onedraw.drafting import chosen_drafter, drafter_bytes, proposer_names
-    from onedraw.opening import find_checkpoint
-    from onedraw.planning import plan_devices, turns_beside
+    from onedraw.build.checkpoint import find_checkpoint
+    from onedraw.build.drafters import chosen_drafter, drafter_bytes, proposer_names
+    from onedraw.build.sizing import plan_devices, turns_beside
+    from onedraw.build.xla import compiled_turns, xla_settings
 
     settings = read_settings(arguments)
     require_state_dtype(settings.state_dtype, "states of recurrent layers")
@@ -98,8 +98,8 @@ def reach_rows(
     chosen: Path | Literal["mtp"] | None,
 ) -> list[dict[str, Any]]:
     """How long a context fits, where memory is known: with the drafter that was chosen, or with one of a known shape."""
-    from onedraw.drafting import drafter_bytes, known_drafter
-    from onedraw.planning import reaches
+    from onedraw.build.drafters import drafter_bytes, known_drafter
+    from onedraw.build.sizing import reaches
 
     if all(device.kind == "cpu" or device.memory is None for device in devices):
         return []
@@ -194,7 +194,7 @@ def feed_forward_in_words(feed_forward: MlpSpec | MoeSpec) -> str:
 def tokenizer_kind(checkpoint: Checkpoint) -> str:
     """Read from the metadata alone; the tokenizer itself is not built."""
     if checkpoint.dialect == "gguf":
-        from onedraw.text.gguf_vocab import why_not
+        from onedraw.text.gguf_tokenizer import why_not
 
         kind, split = (checkpoint.config.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
         if kind is None:

@@ -9,11 +9,11 @@ import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from onedraw.cli import screen
+from onedraw.cli import terminal as screen
 from onedraw.cli.flags import add_settings, read_settings
 
 if TYPE_CHECKING:
-    from onedraw.prove import Table
+    from onedraw.contract.prove import Table
 
 HELP = "run the same requests in every way that must not matter, and compare"
 EXAMPLES = """examples:
@@ -40,7 +40,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from onedraw.prove import prove
+    from onedraw.contract.prove import prove
 
     settings = read_settings(arguments)
     with screen.progress() as tell:

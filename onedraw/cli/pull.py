@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from onedraw.cli import screen
+from onedraw.cli import terminal as screen
 from onedraw.cli.flags import SETTINGS_HELP
 from onedraw.settings import Settings, default_cache_dir
 
@@ -25,7 +25,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from onedraw.checkpoints.pull import resolve
+    from onedraw.checkpoints.download import resolve
 
     settings = Settings.of(model=arguments.model, cache_dir=arguments.cache_dir)
     with screen.progress() as tell:

@@ -12,14 +12,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onedraw.cli import screen
+from onedraw.cli import terminal as screen
 from onedraw.cli.flags import add_settings, read_settings
 from onedraw.errors import BadSetting
 
 if TYPE_CHECKING:
-    from onedraw.door import Door
-    from onedraw.record import Record
-    from onedraw.replay import Report, Verdict
+    from onedraw.contract.record import Record
+    from onedraw.contract.replay import Report, Verdict
+    from onedraw.llm.llm import Door
 
 HELP = "run recorded requests again, and say which tokens differ"
 EXAMPLES = """examples:
@@ -42,9 +42,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from onedraw.assemble import open_door
-    from onedraw.record import read_records
-    from onedraw.replay import replay
+    from onedraw.build.llm import open_door
+    from onedraw.contract.record import read_records
+    from onedraw.contract.replay import replay
 
     records = read_records(arguments.records)
     arguments.model = arguments.model or source_of(records)

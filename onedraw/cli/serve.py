@@ -9,9 +9,8 @@ import argparse
 from contextlib import closing
 from pathlib import Path
 
-from onedraw.cli import screen
-from onedraw.cli.flags import add_settings, argument_type, read_settings
-from onedraw.cli.recording import add_record, recorded
+from onedraw.cli import terminal as screen
+from onedraw.cli.flags import add_record, add_settings, argument_type, read_settings, recorded
 from onedraw.errors import BadSetting
 from onedraw.settings import size_in_bytes
 
@@ -74,12 +73,12 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     try:
-        from onedraw.server.keys import read_keys
+        from onedraw.server.auth import read_keys
         from onedraw.server.options import ServerOptions
         from onedraw.server.serve import bind, serve
     except ImportError as error:
         raise BadSetting(f"serve needs the web packages, and {error.name} is missing: pip install 'onedraw[serve]'") from None
-    from onedraw.assemble import open_door
+    from onedraw.build.llm import open_door
 
     settings = read_settings(arguments)
     options = ServerOptions(

@@ -15,13 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from onedraw.backends.base import Backend, Ticket
+from onedraw.engine.checkpoint_offload import Shelf
+from onedraw.engine.isolated_constraint import Watched
 from onedraw.engine.scheduler import Member, Scheduler
 from onedraw.engine.sequence import Sequence
-from onedraw.engine.shelf import Shelf
 from onedraw.engine.stats import Drafted, Stats
-from onedraw.engine.watched import Watched
 from onedraw.errors import Barren, NotFinite, OnedrawError, TurnFailed
-from onedraw.speculation.tree import chain_length, depth
+from onedraw.speculation.draft_tree import chain_length, depth
 from onedraw.types import Choice, Finish, Logprobs, Outcome, Plan, Request, Row, RowOutcome, Usage
 
 log = logging.getLogger("onedraw.engine")

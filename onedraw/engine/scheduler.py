@@ -25,8 +25,8 @@ from dataclasses import dataclass
 
 from onedraw.backends.base import Capacity
 from onedraw.engine.sequence import Sequence
-from onedraw.memory.ledger import Ledger
-from onedraw.memory.span import longest_row
+from onedraw.memory.allocator import Ledger
+from onedraw.memory.pages import longest_row
 from onedraw.speculation.speculator import NOTHING, Guess, Speculator
 from onedraw.types import History, Row, SamplingParams
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from onedraw.memory.ledger import Lease
+from onedraw.memory.allocator import Lease
 from onedraw.types import UNKNOWN, Choice, Draft, Finish, History, Logprobs, Request, Row, RowOutcome, Usage
 
 

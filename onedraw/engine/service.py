@@ -26,7 +26,7 @@ from onedraw.errors import (
     TurnFailed,
     Unsupported,
 )
-from onedraw.memory.span import longest_context
+from onedraw.memory.pages import longest_context
 from onedraw.types import Request, SamplingParams
 
 __all__ = ["Event", "Service", "Sink"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
-from onedraw.memory.prefix import Checkpoint
+from onedraw.memory.prefix_cache import Checkpoint
 
 
 class Slots:

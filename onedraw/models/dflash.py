@@ -21,16 +21,358 @@ Weights, float32, matrices as [outputs, inputs]
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
 from onedraw.errors import Corrupt, UnsupportedModel
-from onedraw.models.dflash_layouts import layout_of, looks_like_drafter, read_description, refuse_relatives
+from onedraw.models.config_reader import HARMLESS, MOST_LAYERS, Keys, share_of_head
+from onedraw.models.family import check_heads
+from onedraw.models.rope import rope_from_config, rope_from_metadata
 from onedraw.models.source import Source, Tensor
-from onedraw.models.spec import DrafterLayout, DrafterSpec, ModelSpec
-from onedraw.models.weights import GGUF, SAFETENSORS, Read, Rules, Shape, Where, find, pairs, refuse_unclaimed
+from onedraw.models.spec import AttentionSpec, DrafterLayout, DrafterSpec, LayerSpec, MlpSpec, ModelSpec
+from onedraw.models.weight_names import GGUF, SAFETENSORS, Read, Rules, Shape, Where, find, pairs, refuse_unclaimed
+
+# -------------------- The three ways a DFlash drafter describes itself → one DrafterSpec.
+
+
+SUPPORTED = "DFlashDraftModel (z-lab), speculators of type dflash, GGUF of architecture dflash"
+BLOCK = 16  # where a z-lab config names none
+HEAD_DIM = 128  # Qwen3's, where a config names none
+
+# A sign in an architecture's, a model type's or a tensor's name → what stands behind it. The first that matches counts.
+RELATIVES = {
+    r"dflash2|candidate_selector|attention_conv|mlp_conv": "DFlash2, which adds convolutions and a candidate selector",
+    r"laguna|aux_hidden_norms|aux_norm": "a Laguna draft, which norms every feature and gates its attention",
+    r"dspark|markov|conf_proj|confidence": "DSpark, which adds a Markov head and a confidence head",
+    r"domino": "Domino, which adds a recurrent head",
+    r"dflare|fusion_": "DFlare, which fuses features per layer",
+}
+HARMLESS_DRAFTER = HARMLESS | {"auto_map", "tie_word_embeddings", "max_anchors", "mask_token"}
+HARMLESS_SPECULATOR = {"speculators_version", "speculators_config", "has_no_defaults_at_init", *HARMLESS_DRAFTER}
+HARMLESS_METADATA = frozenset({"tensor_data_layout", "source.url"})
+NO_CODE = "auto_map: code that comes with a checkpoint is never run"
+
+
+# ------------------------------------------------------------------ which one
+
+
+def looks_like_drafter(source: Source) -> bool:
+    config = source.config
+    return (
+        "speculators_model_type" in config or "dflash_config" in config or bool(re.search("dflash|dspark", _name(source), re.I))
+    )
+
+
+def layout_of(source: Source) -> DrafterLayout:
+    name = _name(source)
+    if source.dialect == "gguf":
+        if name == "dflash":
+            return "gguf"
+    elif "speculators_model_type" in source.config:  # such files may name z-lab's architecture too
+        name = f"speculators_model_type {source.config['speculators_model_type']}"
+        if source.config["speculators_model_type"] == "dflash":
+            return "speculators"
+    elif name == "DFlashDraftModel":
+        return "z-lab"
+    raise UnsupportedModel(
+        f"{source.path}: {name or 'a nameless model'}{_relative(name)} is not supported as a drafter; supported: {SUPPORTED}"
+    )
+
+
+def refuse_relatives(source: Source) -> None:
+    """Heads and norms that plain DFlash does not have would be half of the drafter left out."""
+    for name in (_name(source), *source.tensors):
+        if relative := _relative(name):
+            raise UnsupportedModel(f"{source.path}: {name}{relative} is not supported; supported drafters: {SUPPORTED}")
+    if (source.path / "mask_embedding.pt").exists():  # replaces the mask token's embedding
+        raise UnsupportedModel(f"{source.path}: mask_embedding.pt is a pickle that could run code and is never opened")
+
+
+def _name(source: Source) -> str:
+    """What the checkpoint calls itself."""
+    if source.dialect == "gguf":
+        return str(source.config.get("general.architecture", ""))
+    names = source.config.get("architectures") or [source.config.get("model_type", "")]
+    return str(names[0]) if isinstance(names, list) else str(names)
+
+
+def _relative(name: str) -> str:
+    for sign, meaning in RELATIVES.items():
+        if re.search(sign, name, re.IGNORECASE):
+            return f" ({meaning})"
+    return ""
+
+
+def read_description(source: Source, layout: DrafterLayout) -> DrafterSpec:
+    match layout:
+        case "z-lab":
+            spec = _from_zlab(source)
+        case "speculators":
+            spec = _from_speculators(source)
+        case "gguf":
+            spec = _from_metadata(source)
+        case _:
+            assert_never(layout)
+    return _checked(spec, str(source.path))
+
+
+# ------------------------------------------------------------------ safetensors
+
+
+def _from_zlab(source: Source) -> DrafterSpec:
+    origin = str(source.path / "config.json")
+    keys = Keys(source.config, origin=origin)
+    inner = Keys(keys.mapping("dflash_config") or {}, origin=f"{origin}: dflash_config")
+    layers = _layers(keys, origin)
+    window = inner.optional_whole("swa_window_size") or keys.optional_whole("sliding_window")
+    if inner.flag("use_swa"):  # a window on every layer, whatever layer_types says
+        if window is None:
+            raise Corrupt(f"{origin}: dflash_config.use_swa is set, but neither swa_window_size nor sliding_window")
+        layers = tuple(replace(layer, mixer=replace(layer.attention, window=window)) for layer in layers)
+    depth = _either(keys, inner, "num_target_layers", origin)
+    ids = _ids(keys, inner, count=len(layers), depth=depth, origin=origin)
+    said = inner.flag("causal") if inner.get("causal") is not None else None
+    causal = keys.flag("is_causal") if keys.get("is_causal") is not None else said
+    _refuse_variants(keys)
+    _refuse_variants(inner)
+    spec = DrafterSpec(
+        layout="z-lab",
+        layers=layers,
+        causal_in_block=tuple(layer.attention.window is not None if causal is None else causal for layer in layers),
+        hidden=keys.whole("hidden_size"),
+        target_hidden=keys.whole("target_hidden_size", keys.whole("hidden_size")),
+        vocab=keys.whole("vocab_size"),
+        draft_vocab=keys.whole("draft_vocab_size", keys.whole("vocab_size")),
+        eps=keys.number("rms_norm_eps", 1e-6),
+        block=_either(keys, inner, "block_size", origin, least=2) or BLOCK,
+        mask_token=_mask(_either(keys, inner, "mask_token_id", origin, least=0), origin),
+        target_layers=ids,
+        max_context=keys.whole("max_position_embeddings"),
+        target_depth=depth,
+        notes=(NO_CODE,) if keys.get("auto_map") else (),
+    )
+    keys.refuse_rest(HARMLESS_DRAFTER)
+    inner.refuse_rest({"mask_token"})
+    return _with_own_tensors(spec, source, embed="embed_tokens.weight", head="lm_head.weight")
+
+
+def _from_speculators(source: Source) -> DrafterSpec:
+    origin = str(source.path / "config.json")
+    keys = Keys(source.config, origin=origin)
+    stack = Keys(keys.mapping("transformer_layer_config") or {}, origin=f"{origin}: transformer_layer_config")
+    layers = _layers(stack, f"{origin}: transformer_layer_config")
+    non_causal = keys.flag("sliding_window_non_causal")
+    counted = keys.get("aux_hidden_state_layer_ids")
+    if counted is None:
+        raise Corrupt(f"{origin}: aux_hidden_state_layer_ids is missing")
+    _refuse_variants(keys)
+    _refuse_variants(stack)
+    keys.only("pure_draft_prefix_len", 1)
+    hidden, vocab = stack.whole("hidden_size"), stack.whole("vocab_size")
+    spec = DrafterSpec(
+        layout="speculators",
+        layers=layers,
+        causal_in_block=tuple(layer.attention.window is not None and not non_causal for layer in layers),
+        hidden=hidden,
+        target_hidden=keys.whole("target_hidden_size", hidden),
+        vocab=vocab,
+        draft_vocab=keys.whole("draft_vocab_size", vocab),
+        eps=stack.number("rms_norm_eps", 1e-6),
+        block=keys.whole("block_size", least=2),
+        mask_token=_mask(keys.optional_whole("mask_token_id", least=0), origin),
+        target_layers=_zero_based(counted, "aux_hidden_state_layer_ids", offset=1, origin=origin),
+        max_context=stack.whole("max_position_embeddings"),
+        notes=(NO_CODE,) if keys.get("auto_map") else (),
+    )
+    keys.get("speculators_model_type")
+    keys.refuse_rest(HARMLESS_SPECULATOR)
+    stack.refuse_rest(HARMLESS_DRAFTER)
+    return _with_own_tensors(spec, source, embed="embed_tokens.weight", head="lm_head.weight")
+
+
+def _layers(keys: Keys, origin: str) -> tuple[LayerSpec, ...]:
+    """The Qwen3-style stack that both folder layouts describe in transformers' words."""
+    keys.only("hidden_act", "silu")
+    keys.only("attention_bias", False)
+    keys.only("quantization_config")
+    count, head_dim = keys.whole("num_hidden_layers", most=MOST_LAYERS), keys.whole("head_dim", HEAD_DIM)
+    heads, max_context = keys.whole("num_attention_heads"), keys.whole("max_position_embeddings")
+    described: Mapping[str, Any] = keys.mapping("rope_parameters") or keys.mapping("rope_scaling") or {}
+    if keys.get("rope_theta") is None and "rope_theta" not in described:
+        raise Corrupt(f"{origin}: rope_theta is missing; a drafter with a wrong one drafts badly without a sign of it")
+    mixer = AttentionSpec(
+        heads=heads,
+        kv_heads=keys.whole("num_key_value_heads", heads),
+        head_dim=head_dim,
+        rope=rope_from_config(keys, head_dim=head_dim, max_context=max_context, origin=origin),
+        scale=head_dim**-0.5,
+        qk_norm=True,
+    )
+    feed_forward = MlpSpec(keys.whole("intermediate_size"))
+    return tuple(LayerSpec(replace(mixer, window=window), feed_forward) for window in _windows(keys, count, origin))
+
+
+def _windows(keys: Keys, count: int, origin: str) -> list[int | None]:
+    """layer_types decides; without it Qwen3's rule, a window from max_window_layers on where use_sliding_window is set."""
+    window, used = keys.optional_whole("sliding_window"), keys.flag("use_sliding_window")
+    first, types = keys.whole("max_window_layers", 0, least=0), keys.get("layer_types")
+    if types is None:
+        return [window if used and index >= first else None for index in range(count)]
+    if not isinstance(types, list) or len(types) != count:
+        raise Corrupt(f"{origin}: layer_types must name {count} layers")
+    known = ("full_attention", "sliding_attention")
+    for kind in types:
+        if kind not in known:
+            raise UnsupportedModel(f"{origin}: layer_types: {kind!r} is not supported; supported: {', '.join(known)}")
+    if window is None and "sliding_attention" in types:
+        raise Corrupt(f"{origin}: layer_types names sliding layers, but no sliding_window is set")
+    return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def _ids(keys: Keys, inner: Keys, *, count: int, depth: int | None, origin: str) -> tuple[int, ...]:
+    """The features' layers: as listed, or spread evenly as z-lab does."""
+    listed, named = keys.get("target_layer_ids"), inner.get("target_layer_ids")
+    if listed is not None and named is not None and listed != named:
+        raise Corrupt(f"{origin}: target_layer_ids and dflash_config.target_layer_ids contradict each other; keep one")
+    if listed is not None or named is not None:
+        return _zero_based(named if listed is None else listed, "target_layer_ids", offset=0, origin=origin)
+    if depth is None:
+        raise Corrupt(f"{origin}: target_layer_ids and num_target_layers are both missing")
+    return default_layers(count, depth)
+
+
+def default_layers(count: int, depth: int) -> tuple[int, ...]:
+    """What z-lab chooses for `count` draft layers and a target of `depth` layers."""
+    if count == 1:
+        return (depth // 2,)
+    return tuple(round(1 + index * (depth - 4) / (count - 1)) for index in range(count))
+
+
+def _refuse_variants(keys: Keys) -> None:
+    """Switches that change what a drafter computes, in any of the objects that may hold them."""
+    keys.only("sample_from_anchor", False)
+    keys.only("use_aux_hidden_state", True)
+    keys.only("attention_sink_bias", False)
+    keys.only("is_neox_style", True)
+    keys.only("rope_is_neox_style", True)
+    keys.only("logit_scale", 1, 1.0)
+    keys.only("final_logit_softcapping")
+
+
+# ------------------------------------------------------------------ GGUF
+
+
+def _from_metadata(source: Source) -> DrafterSpec:
+    metadata, tensors, origin = source.config, source.tensors, source.path.name
+    keys = Keys(metadata, origin=origin, prefix="dflash.")
+    vocabulary = Keys(metadata, origin=origin, prefix="tokenizer.ggml.")
+    keys.only("sample_from_anchor", False)
+    hidden, layers = keys.whole("embedding_length"), _metadata_layers(keys, source)
+    ids = _zero_based(keys.get("target_layers"), "dflash.target_layers", offset=1, origin=origin)
+    fc, head, tokens = tensors.get("fc.weight"), tensors.get("output.weight"), metadata.get("tokenizer.ggml.tokens")
+    vocab = keys.whole("vocab_size", len(tokens) if isinstance(tokens, list) else None)
+    spec = DrafterSpec(
+        layout="gguf",
+        layers=layers,
+        causal_in_block=tuple(layer.attention.window is not None for layer in layers),
+        hidden=hidden,
+        # No key holds the target's size: it is what fc reads, shared by the features.
+        target_hidden=fc.shape[-1] // len(ids) if fc is not None and fc.shape else hidden,
+        vocab=vocab,
+        draft_vocab=head.shape[0] if head is not None and head.shape else vocab,
+        eps=keys.number("attention.layer_norm_rms_epsilon"),
+        block=keys.whole("block_size", least=2),
+        mask_token=_mask(vocabulary.optional_whole("mask_token_id", least=0), origin),
+        target_layers=ids,
+        max_context=keys.whole("context_length"),
+    )
+    keys.refuse_rest(HARMLESS_METADATA)
+    return _with_own_tensors(spec, source, embed="token_embd.weight", head="output.weight")
+
+
+def _metadata_layers(keys: Keys, source: Source) -> tuple[LayerSpec, ...]:
+    origin, divisors = source.path.name, source.tensors.get("rope_freqs.weight")
+    count, max_context = keys.whole("block_count", most=MOST_LAYERS), keys.whole("context_length")
+    heads = keys.wholes("attention.head_count", count)
+    kv_heads = keys.wholes("attention.head_count_kv", count, heads)
+    widths = keys.wholes("feed_forward_length", count)
+    head_dim = keys.optional_whole("attention.key_length") or share_of_head(keys.whole("embedding_length"), heads[0], origin)
+    keys.only("attention.value_length", head_dim)
+    keys.number("rope.freq_base")  # must be there: the drafter's rope is its target's, and no default is right for all
+    rope = rope_from_metadata(keys, divisors, head_dim=head_dim, max_context=max_context, origin=origin)
+    windows = _metadata_windows(keys, count, origin)
+    return tuple(
+        LayerSpec(
+            AttentionSpec(heads[i], kv_heads[i], head_dim, rope, head_dim**-0.5, window=windows[i], qk_norm=True),
+            MlpSpec(widths[i]),
+        )
+        for i in range(count)
+    )
+
+
+def _metadata_windows(keys: Keys, count: int, origin: str) -> list[int | None]:
+    window, pattern = (
+        keys.optional_whole("attention.sliding_window", least=0) or None,
+        keys.get("attention.sliding_window_pattern"),
+    )
+    if pattern is None:
+        return [window] * count
+    if not isinstance(pattern, list) or len(pattern) != count or not all(isinstance(slides, bool) for slides in pattern):
+        raise Corrupt(f"{origin}: dflash.attention.sliding_window_pattern must be {count} truth values, not {pattern!r}")
+    if window is None and any(pattern):
+        raise Corrupt(f"{origin}: dflash.attention.sliding_window_pattern names sliding layers, but no sliding_window is set")
+    return [window if slides else None for slides in pattern]
+
+
+# ------------------------------------------------------------------ what all share
+
+
+def _either(keys: Keys, inner: Keys, name: str, origin: str, *, least: int = 1) -> int | None:
+    """A number that stands at the top or in dflash_config, or in both alike."""
+    outside, inside = keys.optional_whole(name, least=least), inner.optional_whole(name, least=least)
+    if outside is not None and inside is not None and outside != inside:
+        raise Corrupt(f"{origin}: {name} is {outside}, but dflash_config.{name} is {inside}; keep one")
+    return inside if outside is None else outside
+
+
+def _mask(token: int | None, origin: str) -> int:
+    if token is None:
+        raise Corrupt(f"{origin}: mask_token_id is missing: the token that fills a block's open slots")
+    return token
+
+
+def _zero_based(ids: Any, name: str, *, offset: int, origin: str) -> tuple[int, ...]:
+    whole = isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) and i >= offset for i in ids)
+    if not whole or not ids:
+        raise Corrupt(f"{origin}: {name} must be a list of layers counted from {offset}, not {ids!r}")
+    return tuple(i - offset for i in ids)
+
+
+def _with_own_tensors(spec: DrafterSpec, source: Source, *, embed: str, head: str) -> DrafterSpec:
+    """A description does not say what of embedding, head and map is in the file: it is there or not."""
+    tensors = source.tensors
+    return replace(spec, own_embedding=embed in tensors, own_head=head in tensors, mapped="d2t" in tensors)
+
+
+def _checked(spec: DrafterSpec, origin: str) -> DrafterSpec:
+    """The sums that must come out even."""
+    check_heads(spec.layers, origin)
+    if spec.mask_token >= spec.vocab:
+        raise Corrupt(f"{origin}: mask token {spec.mask_token} is outside the vocabulary of {spec.vocab}")
+    reduced = spec.draft_vocab != spec.vocab
+    if (spec.mapped and not spec.own_head) or (reduced and not spec.mapped):
+        needed = "a head and d2t of its own"
+        raise Corrupt(f"{origin}: a draft vocabulary of {spec.draft_vocab} beside the target's {spec.vocab} needs {needed}")
+    return spec
+
+
+# -------------------- DFlash drafters as data: what a drafter file says, which of its tensors is which weight, a
+
 
 __all__ = ["DescribedDrafter", "DrafterSpec", "DrafterWeights", "check_fit", "describe_drafter", "is_drafter"]
 

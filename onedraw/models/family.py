@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, assert_never
 
 from onedraw.errors import Corrupt, UnsupportedModel
-from onedraw.models.keys import (
+from onedraw.models.config_reader import (
     HARMLESS,
     HARMLESS_OF_EXPERTS,
     MOST_LAYERS,
@@ -24,7 +24,7 @@ from onedraw.models.keys import (
 from onedraw.models.rope import rope_from_config, rope_from_metadata
 from onedraw.models.source import Dialect, Source
 from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
-from onedraw.models.weights import GGUF, GGUF_PERMUTED, PLAIN, SAFETENSORS, Rules
+from onedraw.models.weight_names import GGUF, GGUF_PERMUTED, PLAIN, SAFETENSORS, Rules
 
 
 @dataclass(frozen=True, slots=True)

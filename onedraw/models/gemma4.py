@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from onedraw.errors import Corrupt, UnsupportedModel
+from onedraw.models.config_reader import HARMLESS, MOST_LAYERS, Keys, code_notes, layer_types, refuse_quantized, text_part
 from onedraw.models.family import HARMLESS_METADATA, Family, checked, stored_ends
-from onedraw.models.keys import HARMLESS, MOST_LAYERS, Keys, code_notes, layer_types, refuse_quantized, text_part
-from onedraw.models.recipes import PLAIN_EXPERT_NAMES, experts, gguf_experts
 from onedraw.models.rope import DEFAULT_THETA, rope_of_divisors, ropes_by_layer_type
 from onedraw.models.source import Source
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec
-from onedraw.models.weights import GGUF, PLAIN, SAFETENSORS, Rules, pairs
+from onedraw.models.weight_names import GGUF, PLAIN, SAFETENSORS, Rules, pairs
+from onedraw.models.weight_transforms import PLAIN_EXPERT_NAMES, experts, gguf_experts
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 ACTIVATION = "gelu_pytorch_tanh"

@@ -10,13 +10,21 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from onedraw.errors import Corrupt, UnsupportedModel
+from onedraw.models.config_reader import (
+    HARMLESS,
+    HARMLESS_OF_EXPERTS,
+    MOST_LAYERS,
+    Keys,
+    code_notes,
+    layer_types,
+    refuse_quantized,
+)
 from onedraw.models.family import HARMLESS_METADATA, Family, checked, stored_ends
-from onedraw.models.keys import HARMLESS, HARMLESS_OF_EXPERTS, MOST_LAYERS, Keys, code_notes, layer_types, refuse_quantized
-from onedraw.models.recipes import PLAIN_EXPERT_NAMES, experts, gguf_experts
 from onedraw.models.rope import DEFAULT_THETA, rope_from_metadata, ropes_by_layer_type, turning_dims
 from onedraw.models.source import Source
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec
-from onedraw.models.weights import GGUF, PLAIN, SAFETENSORS, Rules, pairs
+from onedraw.models.weight_names import GGUF, PLAIN, SAFETENSORS, Rules, pairs
+from onedraw.models.weight_transforms import PLAIN_EXPERT_NAMES, experts, gguf_experts
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 DENSE, SPARSE = "dense", "sparse"

@@ -20,12 +20,12 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from onedraw.errors import UnsupportedModel
-from onedraw.models.loading import Described
+from onedraw.models.model_info import Described
 from onedraw.models.qwen3_5 import QWEN3_5, QWEN3_5_MOE
-from onedraw.models.recipes import add_one
 from onedraw.models.source import Source, Tensor
 from onedraw.models.spec import AttentionSpec, LayerSpec, ModelSpec, Norm, Shapes
-from onedraw.models.weights import Read, Rules, Shape, Where, gather, pairs, refuse_unclaimed
+from onedraw.models.weight_names import Read, Rules, Shape, Where, gather, pairs, refuse_unclaimed
+from onedraw.models.weight_transforms import add_one
 
 FAMILIES = (QWEN3_5.name, QWEN3_5_MOE.name)
 

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from onedraw.errors import UnsupportedModel
-from onedraw.models.family import HARMLESS_METADATA, Family, checked, stored_ends
-from onedraw.models.keys import (
+from onedraw.models.config_reader import (
     HARMLESS,
     HARMLESS_OF_EXPERTS,
     MOST_LAYERS,
@@ -21,7 +20,12 @@ from onedraw.models.keys import (
     refuse_quantized,
     text_part,
 )
-from onedraw.models.recipes import (
+from onedraw.models.family import HARMLESS_METADATA, Family, checked, stored_ends
+from onedraw.models.rope import TEXT_ALIKE, rope_from_config, rope_from_metadata
+from onedraw.models.source import Source
+from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
+from onedraw.models.weight_names import GGUF, GUESSES, PLAIN, SAFETENSORS, Rules, as_stored, pairs
+from onedraw.models.weight_transforms import (
     PLAIN_EXPERT_NAMES,
     add_one,
     as_row,
@@ -34,10 +38,6 @@ from onedraw.models.recipes import (
     of_each_head,
     squeezed,
 )
-from onedraw.models.rope import TEXT_ALIKE, rope_from_config, rope_from_metadata
-from onedraw.models.source import Source
-from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
-from onedraw.models.weights import GGUF, GUESSES, PLAIN, SAFETENSORS, Rules, as_stored, pairs
 
 LINEAR, FULL = "linear_attention", "full_attention"
 INTERVAL = 4  # of full attention, where a description names none

@@ -11,10 +11,8 @@ from onedraw.models.family import Family
 from onedraw.models.gemma4 import GEMMA4
 from onedraw.models.laguna import LAGUNA
 from onedraw.models.llama import LLAMA, MISTRAL
-from onedraw.models.qwen2 import QWEN2
-from onedraw.models.qwen3 import QWEN3
+from onedraw.models.qwen import QWEN2, QWEN3, QWEN3_MOE
 from onedraw.models.qwen3_5 import QWEN3_5, QWEN3_5_MOE
-from onedraw.models.qwen3_moe import QWEN3_MOE
 from onedraw.models.source import Source
 
 FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, QWEN3_5, QWEN3_5_MOE, GEMMA4, LAGUNA)

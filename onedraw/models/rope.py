@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from onedraw.errors import Corrupt, UnsupportedModel
-from onedraw.models.keys import Keys
+from onedraw.models.config_reader import Keys
 from onedraw.models.source import Tensor
 from onedraw.models.spec import RopeSpec
 

@@ -28,7 +28,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from onedraw.sampling.adjust import adjustment, inside, unpacked
+from onedraw.sampling.adjustments import adjustment, inside, unpacked
 from onedraw.sampling.noise import Floats, gumbel
 from onedraw.types import Choice, History, Logprobs, SamplingParams
 

@@ -18,29 +18,28 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from onedraw.door import Door
 from onedraw.errors import Draining, NotFound, OnedrawError
-from onedraw.server import assets
-from onedraw.server.completion import Job, bursts, chat_prompt, count_prompt, prepare
+from onedraw.llm.llm import Door
+from onedraw.llm.options import check_ids
+from onedraw.server import page as assets
+from onedraw.server.anthropic.messages import CountRequest, MessageScribe, MessagesRequest
+from onedraw.server.auth import Keyring
 from onedraw.server.errors import TimedOut, error_response
-from onedraw.server.guards import OPEN_PATHS, Catcher, HomeGuard, KeyGuard, caller, read_body, read_json, until_gone
-from onedraw.server.items import ResponsesRequest, numbered
-from onedraw.server.keys import Keyring
-from onedraw.server.listing import check_query, listing, page_of
+from onedraw.server.generation import Job, bursts, chat_prompt, count_prompt, prepare
 from onedraw.server.logs import RequestLog, note
-from onedraw.server.memory import ResponseMemory
-from onedraw.server.messages import CountRequest, MessageScribe, MessagesRequest
 from onedraw.server.metrics import Meters, Watch
+from onedraw.server.middleware import OPEN_PATHS, Catcher, HomeGuard, KeyGuard, caller, read_body, read_json, until_gone
+from onedraw.server.openai.chat import Json, Scribe
+from onedraw.server.openai.choice_parts import Part, Tally, Teller
+from onedraw.server.openai.response_store import ResponseMemory, check_query, listing, page_of
+from onedraw.server.openai.responses import ResponseScribe
+from onedraw.server.openai.responses_request import ResponsesRequest, numbered
 from onedraw.server.openapi import document
 from onedraw.server.options import ServerOptions
 from onedraw.server.parsing import Parsed, RequestT, as_chat, parse
-from onedraw.server.parts import Part, Tally, Teller
 from onedraw.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from onedraw.server.reply import Json, Scribe
-from onedraw.server.responses import ResponseScribe
-from onedraw.server.stream import NAMED, OPENAI, EventStream, Framing
+from onedraw.server.sse import NAMED, OPENAI, EventStream, Framing
 from onedraw.types import Piece, Usage
-from onedraw.wishes import check_ids
 
 LONG_BODY = 1 << 18  # bytes
 

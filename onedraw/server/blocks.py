@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass
 from typing import Literal
 
-from onedraw.server.parts import Part, Token
+from onedraw.server.openai.choice_parts import Part, Token
 from onedraw.types import Call
 
 Kind = Literal["thinking", "text", "call"]

@@ -15,10 +15,13 @@ from pydantic import BaseModel, PlainValidator
 from pydantic.fields import FieldInfo
 
 from onedraw import __version__
-from onedraw.server import called, items, messages, protocol
+from onedraw.server import protocol
+from onedraw.server import tool_fields as called
+from onedraw.server.anthropic import messages
+from onedraw.server.anthropic.messages import CountRequest, MessagesRequest
 from onedraw.server.fields import Rule, Treatment
-from onedraw.server.items import ResponsesRequest
-from onedraw.server.messages import CountRequest, MessagesRequest
+from onedraw.server.openai import responses_request as items
+from onedraw.server.openai.responses_request import ResponsesRequest
 from onedraw.server.parsing import kinds_in, table_of
 from onedraw.server.protocol import (
     ChatRequest,

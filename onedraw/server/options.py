@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from onedraw.errors import BadSetting
-from onedraw.server.keys import ApiKey
+from onedraw.server.auth import ApiKey
 from onedraw.server.logs import FORMATS
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")

@@ -15,8 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from onedraw.errors import BadParameter, BadRequest
-from onedraw.server import items, messages
-from onedraw.server.called import FunctionTool, ToolSpec
+from onedraw.server.anthropic import messages
 from onedraw.server.fields import (
     CHAT_RULES,
     COMPLETION_RULES,
@@ -28,6 +27,7 @@ from onedraw.server.fields import (
     sift,
     table,
 )
+from onedraw.server.openai import responses_request as items
 from onedraw.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -40,7 +40,8 @@ from onedraw.server.protocol import (
     StructuredOutputs,
     TokenizeRequest,
 )
-from onedraw.server.strict import Strict
+from onedraw.server.strict_model import Strict
+from onedraw.server.tool_fields import FunctionTool, ToolSpec
 
 RequestT = TypeVar("RequestT", bound=BaseModel)
 

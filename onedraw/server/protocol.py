@@ -14,12 +14,12 @@ from pydantic import BaseModel, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from onedraw.errors import BadParameter
-from onedraw.server.called import FunctionTool, ToolCall, ToolChoice, ToolSpec, chat_choice
-from onedraw.server.strict import Strict, Whole, wish
-from onedraw.text.guides import ANY_OBJECT
-from onedraw.text.tools import NO_PARAMETERS, Tool, ToolUse
+from onedraw.llm.options import EFFORTS, GUIDED, Effort, Wishes
+from onedraw.server.strict_model import Strict, Whole, wish
+from onedraw.server.tool_fields import FunctionTool, ToolCall, ToolChoice, ToolSpec, chat_choice
+from onedraw.text.constraints.response_format import ANY_OBJECT
+from onedraw.text.tools.dialects import NO_PARAMETERS, Tool, ToolUse
 from onedraw.types import MAX_TOP_LOGPROBS, SEED_LIMIT
-from onedraw.wishes import EFFORTS, GUIDED, Effort, Wishes
 
 MAX_CHOICES = 128
 MAX_REPLIES = 4096  # prompts × n of one request

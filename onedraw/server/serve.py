@@ -18,8 +18,8 @@ from typing import Any
 
 import uvicorn
 
-from onedraw.door import Door
 from onedraw.errors import BadSetting
+from onedraw.llm.llm import Door
 from onedraw.server.app import Desk, create_app
 from onedraw.server.logs import log_config
 from onedraw.server.options import ServerOptions

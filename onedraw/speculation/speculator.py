@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from time import perf_counter
 
+from onedraw.speculation.draft_length import PROBE_TOKENS, Acceptance, CostMeter, Probe, expected, how_many, how_much_of_a_tree
+from onedraw.speculation.draft_tree import chain_length, depth
 from onedraw.speculation.proposer import Proposer
-from onedraw.speculation.tree import chain_length, depth
-from onedraw.speculation.window import PROBE_TOKENS, Acceptance, CostMeter, Probe, expected, how_many, how_much_of_a_tree
 from onedraw.types import Draft, History, Request
 
 DEVICE = "device"  # source of the backend's own guesses

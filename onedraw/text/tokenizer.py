@@ -22,8 +22,8 @@ import tokenizers
 from tokenizers import AddedToken
 
 from onedraw.errors import BadRequest, Corrupt, NotFound, UnsupportedModel
-from onedraw.text import gguf_vocab
-from onedraw.text.files import SPECIAL_NAMES, special_text, tokenizer_config
+from onedraw.text import gguf_tokenizer as gguf_vocab
+from onedraw.text.checkpoint_files import SPECIAL_NAMES, special_text, tokenizer_config
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 

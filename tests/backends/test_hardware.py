@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from onedraw.backends import hardware
-from onedraw.backends.hardware import cpu_model, cpu_vectors
+from onedraw.backends import devices as hardware
+from onedraw.backends.devices import cpu_model, cpu_vectors
 
 SAID = "processor\t: 0\nmodel name\t: Some Chip 9\ncpu MHz\t: {mhz}\nflags\t\t: fpu {flags} avx2 fma\n"
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from onedraw.backends.devices import Device
+from onedraw.backends.memory_plan import memory_plan
 from onedraw.backends.packing import (
     hold,
     is_narrow,
@@ -19,13 +20,12 @@ from onedraw.backends.packing import (
     span_bytes,
     why_not_in_blocks,
 )
-from onedraw.backends.plan import memory_plan
 from onedraw.checkpoints.quants import KINDS
-from onedraw.checkpoints.random_packed import RandomPacked
+from onedraw.checkpoints.random_weights import RandomPacked
 from onedraw.checkpoints.tensor import StoredTensor
 from onedraw.errors import BadSetting
-from onedraw.models.views import ADD_ONE, Changed, Columns, Rows
-from onedraw.models.weights import all_shapes
+from onedraw.models.tensor_views import ADD_ONE, Changed, Columns, Rows
+from onedraw.models.weight_names import all_shapes
 from tests.packed import PACKED, PLAIN_KINDS, packed_weights, stored, tiny_spec
 
 CPU, GPU = Device("cpu", "cpu"), Device("cuda:0", "cuda", "sm90")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from onedraw.backends.plan import (
+from onedraw.backends.memory_plan import (
     DEFAULT_KV_BYTES,
     GRAPH_BYTES,
     OPENED_BYTES,

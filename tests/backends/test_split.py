@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from onedraw.backends.devices import parse_device
-from onedraw.backends.plan import MemoryPlan, memory_plan
-from onedraw.backends.split import SplitPlan, plan_split, with_advice
+from onedraw.backends.memory_plan import MemoryPlan, memory_plan
+from onedraw.backends.stage_memory import SplitPlan, plan_split, with_advice
 from onedraw.errors import NoRoom
 from onedraw.models.spec import ModelSpec
 from tests.tiny_modern import NAMES, spec

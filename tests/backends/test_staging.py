@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onedraw.backends.staging import FEWEST_ROWS, MOST_BYTES, context_bytes, row_bytes, staging_plan
+from onedraw.backends.memory_plan import FEWEST_ROWS, MOST_BYTES, context_bytes, row_bytes, staging_plan
 from onedraw.errors import NoRoom
 from onedraw.models.spec import ModelSpec
 from tests.tiny_modern import spec

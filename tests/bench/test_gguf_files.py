@@ -14,8 +14,8 @@ from bench.gguf_files import Part, cut_gguf, write_gguf, write_random
 from onedraw.backends.packing import hold
 from onedraw.checkpoints.base import open_checkpoint
 from onedraw.checkpoints.gguf import read_file
-from onedraw.checkpoints.shapes import SHAPES
-from onedraw.models.loading import describe
+from onedraw.checkpoints.random_shapes import SHAPES
+from onedraw.models.model_info import describe
 from tests import tiny
 
 SMALL: dict[str, dict[str, Any]] = {

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from onedraw.assemble import open_door
+from onedraw.build.llm import open_door
 from onedraw.settings import Settings
 from tests.serve.running import Served, serving, slowed
 

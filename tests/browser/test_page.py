@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from onedraw.server.assets import POLICY
 from onedraw.server.options import ServerOptions
+from onedraw.server.page import POLICY
 from tests.browser.conftest import Pace
 from tests.serve.running import Served, fake_door, serving
 

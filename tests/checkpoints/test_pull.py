@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from onedraw.checkpoints import pull
-from onedraw.checkpoints.pull import BUILT_IN, BuiltIn, resolve
+from onedraw.checkpoints import download as pull
+from onedraw.checkpoints.download import BUILT_IN, BuiltIn, resolve
 from onedraw.errors import ModelError, NoRoom, NotFound
 
 CONTENT = bytes(range(256)) * 1000

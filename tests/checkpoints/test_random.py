@@ -3,10 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from onedraw.checkpoints import random
-from onedraw.checkpoints.random import POOL, RandomCheckpoint, RandomTensor, random_weights
+from onedraw.checkpoints import random_weights as random
+from onedraw.checkpoints.random_weights import POOL, RandomCheckpoint, RandomTensor, random_weights
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
-from onedraw.models.weights import all_shapes
+from onedraw.models.weight_names import all_shapes
 from tests import tiny_modern
 from tests.models.forward import logits
 

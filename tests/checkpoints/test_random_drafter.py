@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from onedraw.assemble import open_door
 from onedraw.backends.devices import parse_device
 from onedraw.backends.packing import saved_in_blocks
-from onedraw.checkpoints.shapes import DRAFTERS, SHAPES, open_random, open_random_drafter
-from onedraw.drafting import drafter_bytes
+from onedraw.build.drafters import drafter_bytes
+from onedraw.build.llm import open_door
+from onedraw.build.sizing import plan_devices
+from onedraw.checkpoints.random_shapes import DRAFTERS, SHAPES, open_random, open_random_drafter
 from onedraw.errors import NoRoom, NotFound
+from onedraw.llm.llm import settled_stats
+from onedraw.llm.options import Wishes, settle
 from onedraw.models.dflash import check_fit, describe_drafter
-from onedraw.models.loading import describe
-from onedraw.planning import plan_devices
-from onedraw.prove import settled_stats
+from onedraw.models.model_info import describe
 from onedraw.settings import Settings
-from onedraw.wishes import Wishes, settle
 
 SMALL = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from onedraw.backends.packing import hold
-from onedraw.checkpoints.random_packed import MIXTURES, RandomPacked, mixture_kind
-from onedraw.checkpoints.shapes import named_mixture, open_random, shape_config
+from onedraw.checkpoints.random_shapes import named_mixture, open_random, shape_config
+from onedraw.checkpoints.random_weights import MIXTURES, RandomPacked, mixture_kind
 from onedraw.errors import NotFound
-from onedraw.models.loading import describe
+from onedraw.models.model_info import describe
 
 
 def test_rows_are_windows_that_hold_the_same_numbers_however_they_are_read() -> None:

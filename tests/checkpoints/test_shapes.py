@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from onedraw.checkpoints.shapes import SHAPES, open_random
+from onedraw.checkpoints.random_shapes import SHAPES, open_random
 from onedraw.errors import Corrupt, NotFound, UnsupportedModel
-from onedraw.models.loading import describe
+from onedraw.models.model_info import describe
 
 BILLIONS = {"llama3-8b": 8.03, "qwen3.6-27b": 26.9, "qwen3.6-35b-a3b": 34.7, "gemma4-31b": 30.7}
 

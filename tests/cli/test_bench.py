@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onedraw.assemble import open_door
+from onedraw.build.llm import open_door
 from onedraw.cli.bench import Prompts, Run, Timing, summarise
 from onedraw.engine.stats import Stats
 from onedraw.settings import Settings

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from onedraw.assemble import open_door
+from onedraw.build.llm import open_door
 from onedraw.cli.chat import HELP_LINES, Conversation, answer, line_reader, obey, talk
-from onedraw.door import Door, Prompted
-from onedraw.prove import settled_stats
+from onedraw.llm.llm import Door, Prompted, settled_stats
+from onedraw.llm.options import Wishes
 from onedraw.settings import Settings
-from onedraw.wishes import Wishes
 from tests.cli.running import FAKE, Terminal
 from tests.serve.running import slowed
 

@@ -11,8 +11,8 @@ import pytest
 from onedraw.cli import flags
 from onedraw.cli.main import UsageError, command_parser
 from onedraw.errors import BadSetting
+from onedraw.llm.options import Wishes
 from onedraw.settings import Settings, size_in_bytes
-from onedraw.wishes import Wishes
 
 
 def parsed(*given: str, command: str = "generate") -> argparse.Namespace:

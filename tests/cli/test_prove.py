@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-import onedraw.prove
-from onedraw.prove import Finding, Table
+import onedraw.contract.prove
+from onedraw.contract.prove import Finding, Table
 from tests.cli.running import FAKE, Terminal
 
 
@@ -25,6 +25,6 @@ def test_the_object_says_the_same(terminal: Terminal) -> None:
 
 def test_any_difference_is_status_1(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     table = Table("m", "f", requests=1, tokens=1, findings=(Finding("batched", "different", request=0, position=9),))
-    monkeypatch.setattr(onedraw.prove, "prove", lambda *args, **kwargs: table)
+    monkeypatch.setattr(onedraw.contract.prove, "prove", lambda *args, **kwargs: table)
     assert terminal.run("prove", *FAKE) == 1
     assert "different (first at request 0, position 9)" in terminal.out

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from onedraw.cli.cli_docs import reference
 from onedraw.cli.main import COMMANDS, command_parser
-from onedraw.cli.reference import reference
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
 

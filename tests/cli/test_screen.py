@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from onedraw.cli import screen
+from onedraw.cli import terminal as screen
 
 
 class Terminal(io.StringIO):

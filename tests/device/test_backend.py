@@ -11,11 +11,11 @@ import torch
 
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import pick_ops
-from onedraw.backends.torch.graphs import Graphs
-from onedraw.backends.torch.line import Line
-from onedraw.backends.torch.ops import Ops, TorchOps
-from onedraw.backends.torch.stages import Site
-from onedraw.checkpoints.random import random_weights
+from onedraw.backends.torch.ops.base import Ops, TorchOps
+from onedraw.backends.torch.runner.cuda_graphs import Graphs
+from onedraw.backends.torch.runner.pipeline import Line
+from onedraw.backends.torch.runner.stages import Site
+from onedraw.checkpoints.random_weights import random_weights
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from onedraw.settings import default_cache_dir
 from onedraw.types import Request, SamplingParams

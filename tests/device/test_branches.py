@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from onedraw.backends.torch.inputs import Inputs, Shape, Span, lay_out
-from onedraw.backends.torch.layers.linear import RowRule
+from onedraw.backends.torch.ops.plain.linear import RowRule
+from onedraw.backends.torch.runner.inputs import Inputs, Shape, Span, lay_out
 from onedraw.types import Draft
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -56,8 +56,8 @@ class Scene:
         return lay_out([0] * count, [Span(0, count, start, drafts)], [(self.table,)], shape=shape, device=DEVICE)
 
     def attended(self, q: Tensor, inputs: Inputs, keys: Tensor, values: Tensor) -> Tensor:
-        from onedraw.backends.torch.kernels.triton_attention import attend
-        from onedraw.backends.torch.kernels.views import Heads, to_view
+        from onedraw.backends.torch.ops.cuda.attention import attend
+        from onedraw.backends.torch.ops.cuda.attention_inputs import Heads, to_view
 
         device = to_view(inputs, Heads(self.heads, self.kv_heads, self.dim, self.window, busy=64))
         sizes = {"heads": self.heads, "kv_heads": self.kv_heads, "dim": self.dim, "scale": self.dim**-0.5}

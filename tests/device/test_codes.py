@@ -15,18 +15,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onedraw.backends.torch.codes import KV_DTYPES, encode
-from onedraw.backends.torch.inputs import Inputs, Shape, Span, lay_out
-from onedraw.backends.torch.kernels.cuda import TritonOps
-from onedraw.backends.torch.kernels.triton_attention import attend
-from onedraw.backends.torch.kernels.triton_codes import halves
-from onedraw.backends.torch.kernels.triton_settle import move_kept, walk
-from onedraw.backends.torch.kernels.views import Heads, to_view
-from onedraw.backends.torch.layers.linear import RowRule
-from onedraw.backends.torch.layers.norm import rms_norm
-from onedraw.backends.torch.layers.rope import rope_table, rotate
-from onedraw.backends.torch.ops import TorchOps
-from onedraw.backends.torch.pages import PageStore
+from onedraw.backends.torch.ops.base import TorchOps
+from onedraw.backends.torch.ops.cuda.attention import attend
+from onedraw.backends.torch.ops.cuda.attention_inputs import Heads, to_view
+from onedraw.backends.torch.ops.cuda.commit import move_kept, walk
+from onedraw.backends.torch.ops.cuda.kv_quant import halves
+from onedraw.backends.torch.ops.cuda.ops import TritonOps
+from onedraw.backends.torch.ops.plain.linear import RowRule
+from onedraw.backends.torch.ops.plain.norm_and_rope import rms_norm, rope_table, rotate
+from onedraw.backends.torch.runner.inputs import Inputs, Shape, Span, lay_out
+from onedraw.backends.torch.state.kv_pages import KV_DTYPES, PageStore, encode
 from onedraw.models.spec import AttentionSpec, RopeSpec
 from onedraw.types import Draft
 

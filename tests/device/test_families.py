@@ -16,7 +16,7 @@ import torch
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import pick_ops
 from onedraw.checkpoints.base import open_checkpoint
-from onedraw.models.loading import describe
+from onedraw.models.model_info import describe
 from onedraw.types import Request, SamplingParams
 from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, run
 

@@ -11,18 +11,18 @@ cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA de
 pytestmark = [pytest.mark.device, cuda]
 
 if torch.cuda.is_available():
-    from onedraw.backends.torch.inputs import Inputs, Shape, Span, lay_out
-    from onedraw.backends.torch.kernels.cuda import TritonLinear, TritonOps
-    from onedraw.backends.torch.kernels.triton_attention import attend
-    from onedraw.backends.torch.kernels.triton_linear import SMALL_SHARED, Tile, choose_tile, linear
-    from onedraw.backends.torch.kernels.triton_norm import gated, opened, rms_norm
-    from onedraw.backends.torch.kernels.views import Heads, to_view
-    from onedraw.backends.torch.layers.elementwise import gated as plain_gated
-    from onedraw.backends.torch.layers.linear import RowRule
-    from onedraw.backends.torch.layers.norm import rms_norm as plain_norm
-    from onedraw.backends.torch.layers.rope import rope_table, rotate
-    from onedraw.backends.torch.ops import TorchOps
-    from onedraw.backends.torch.pages import PageStore
+    from onedraw.backends.torch.ops.base import TorchOps
+    from onedraw.backends.torch.ops.cuda.attention import attend
+    from onedraw.backends.torch.ops.cuda.attention_inputs import Heads, to_view
+    from onedraw.backends.torch.ops.cuda.linear import SMALL_SHARED, Tile, choose_tile, linear
+    from onedraw.backends.torch.ops.cuda.norm import gated, opened, rms_norm
+    from onedraw.backends.torch.ops.cuda.ops import TritonLinear, TritonOps
+    from onedraw.backends.torch.ops.plain.elementwise import gated as plain_gated
+    from onedraw.backends.torch.ops.plain.linear import RowRule
+    from onedraw.backends.torch.ops.plain.norm_and_rope import rms_norm as plain_norm
+    from onedraw.backends.torch.ops.plain.norm_and_rope import rope_table, rotate
+    from onedraw.backends.torch.runner.inputs import Inputs, Shape, Span, lay_out
+    from onedraw.backends.torch.state.kv_pages import PageStore
     from onedraw.models.spec import AttentionSpec, RopeSpec
     from onedraw.types import Draft
 
@@ -277,7 +277,7 @@ def test_a_value_that_is_no_number_reaches_only_who_sees_it() -> None:
 
 @pytest.mark.parametrize("rows", [1, 7, 22, 300, 2048])
 def test_a_gate_in_the_product_has_the_bits_of_the_two(rows: int) -> None:
-    from onedraw.backends.torch.kernels.cuda import TritonGated, TritonOps
+    from onedraw.backends.torch.ops.cuda.ops import TritonGated, TritonOps
 
     ops = TritonOps(DEVICE)
     x, weight = normal(rows, 512), normal(2 * 704, 512) * 512**-0.5

@@ -21,20 +21,19 @@ pytestmark = [
 ]
 
 if torch.cuda.is_available() or INTERPRETED:
-    from onedraw.backends.torch.codes import KV_DTYPES
-    from onedraw.backends.torch.inputs import Shape, Span, lay_out
-    from onedraw.backends.torch.kernels import triton_delta as delta
-    from onedraw.backends.torch.kernels import triton_settle as settle
-    from onedraw.backends.torch.kernels.cuda import TritonOps
-    from onedraw.backends.torch.kernels.spans import prepare_rows
-    from onedraw.backends.torch.kernels.triton_delta_chunks import chunked
-    from onedraw.backends.torch.kernels.triton_delta_steps import commit, steps
-    from onedraw.backends.torch.kernels.triton_linear import linear
-    from onedraw.backends.torch.kernels.triton_moe import Routes, _products
-    from onedraw.backends.torch.kernels.triton_norm import gated, rms_norm
-    from onedraw.backends.torch.layers.linear import RowRule
-    from onedraw.backends.torch.layers.rope import rope_table
-    from onedraw.backends.torch.pages import PageStore
+    from onedraw.backends.torch.ops.cuda import commit as settle
+    from onedraw.backends.torch.ops.cuda import delta
+    from onedraw.backends.torch.ops.cuda.delta_chunked import chunked
+    from onedraw.backends.torch.ops.cuda.delta_recurrent import commit, steps
+    from onedraw.backends.torch.ops.cuda.experts import Routes, _products
+    from onedraw.backends.torch.ops.cuda.linear import linear
+    from onedraw.backends.torch.ops.cuda.norm import gated, rms_norm
+    from onedraw.backends.torch.ops.cuda.ops import TritonOps
+    from onedraw.backends.torch.ops.cuda.packed.activations import prepare_rows
+    from onedraw.backends.torch.ops.plain.linear import RowRule
+    from onedraw.backends.torch.ops.plain.norm_and_rope import rope_table
+    from onedraw.backends.torch.runner.inputs import Shape, Span, lay_out
+    from onedraw.backends.torch.state.kv_pages import KV_DTYPES, PageStore
     from onedraw.errors import NoRoom
     from onedraw.models.spec import AttentionSpec, RopeSpec
 

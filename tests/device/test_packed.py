@@ -19,7 +19,7 @@ from onedraw.backends.packing import SPAN, SPANS
 from onedraw.checkpoints.quants import KINDS
 from onedraw.checkpoints.tensor import StoredTensor
 from onedraw.models.spec import MoeSpec
-from onedraw.models.views import Columns
+from onedraw.models.tensor_views import Columns
 from onedraw.types import History, Plan, Row, SamplingParams
 from tests.packed import packed_weights, stored, tiny_spec
 
@@ -32,25 +32,26 @@ on_device = pytest.mark.skipif(INTERPRETED, reason="kernels in CUDA C++ need a C
 
 if torch.cuda.is_available() or INTERPRETED:
     from onedraw.backends.torch.backend import TorchBackend
-    from onedraw.backends.torch.kernels import packed_rows, triton_wide
-    from onedraw.backends.torch.kernels.courier import Courier
-    from onedraw.backends.torch.kernels.fragments import Fragments
-    from onedraw.backends.torch.kernels.opening import opened_slowly
-    from onedraw.backends.torch.kernels.packed_experts import PackedBank, load_bank
-    from onedraw.backends.torch.kernels.packed_linear import (
+    from onedraw.backends.torch.ops.cuda.experts import experts, route
+    from onedraw.backends.torch.ops.cuda.norm import gated
+    from onedraw.backends.torch.ops.cuda.packed import few_rows as packed_rows
+    from onedraw.backends.torch.ops.cuda.packed import many_rows as triton_wide
+    from onedraw.backends.torch.ops.cuda.packed.activations import Opened, Prepared, prepare_rows, product_slowly
+    from onedraw.backends.torch.ops.cuda.packed.experts import PackedBank, load_bank
+    from onedraw.backends.torch.ops.cuda.packed.linear import (
+        Courier,
         PackedLinear,
         bring_fragments,
         load_fragments,
         packed_linear,
         packed_product,
     )
-    from onedraw.backends.torch.kernels.packed_ops import PackedOps
-    from onedraw.backends.torch.kernels.spans import Opened, Prepared, prepare_rows, product_slowly
-    from onedraw.backends.torch.kernels.triton_moe import experts, route
-    from onedraw.backends.torch.kernels.triton_norm import gated
-    from onedraw.backends.torch.kernels.triton_wide import WideTile
-    from onedraw.backends.torch.kernels.workspace import Workspace
+    from onedraw.backends.torch.ops.cuda.packed.many_rows import WideTile
+    from onedraw.backends.torch.ops.cuda.packed.ops import PackedOps
+    from onedraw.backends.torch.ops.cuda.packed.tensor_core_layout import Fragments
+    from onedraw.backends.torch.ops.cuda.packed.workspace import Workspace
     from tests.backends.torch import emulated
+    from tests.reference.packed_blocks import opened_slowly
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter cuts numbers to bf16, and does not round

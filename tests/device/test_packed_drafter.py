@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from onedraw.checkpoints.random_drafter import make_drafter
-from onedraw.checkpoints.shapes import DRAFTERS
+from onedraw.checkpoints.random_shapes import DRAFTERS, make_drafter
 from onedraw.engine.engine import Engine
 from onedraw.engine.scheduler import Scheduler
-from onedraw.memory.ledger import Ledger
+from onedraw.memory.allocator import Ledger
 from onedraw.models.dflash import check_fit, describe_drafter
+from onedraw.speculation.draft_tree import build_tree
 from onedraw.speculation.speculator import Speculator
-from onedraw.speculation.tree import build_tree
 from onedraw.types import Request, SamplingParams
 from tests.packed import packed_weights, tiny_spec
 
@@ -22,9 +21,9 @@ pytestmark = [pytest.mark.device, pytest.mark.skipif(not torch.cuda.is_available
 
 if torch.cuda.is_available():
     from onedraw.backends.torch.backend import TorchBackend
-    from onedraw.backends.torch.drafter import DflashDrafter
-    from onedraw.backends.torch.kernels.packed_linear import PackedLinear
-    from onedraw.backends.torch.kernels.packed_ops import PackedOps
+    from onedraw.backends.torch.drafters.dflash import DflashDrafter
+    from onedraw.backends.torch.ops.cuda.packed.linear import PackedLinear
+    from onedraw.backends.torch.ops.cuda.packed.ops import PackedOps
 
 DEVICE = torch.device("cuda:0")
 TINY: dict[str, Any] = {"vocab_size": 300, "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4}

@@ -17,13 +17,13 @@ import torch
 
 from onedraw.backends.torch import backend as backend_module
 from onedraw.backends.torch.backend import TorchBackend
-from onedraw.backends.torch.feed import Arena
-from onedraw.backends.torch.graphs import Graphs, Recorder, Replays
-from onedraw.backends.torch.line import Line
-from onedraw.backends.torch.ops import TorchOps
-from onedraw.backends.torch.part import Part
-from onedraw.backends.torch.stages import Site
-from onedraw.checkpoints.random import random_weights
+from onedraw.backends.torch.ops.base import TorchOps
+from onedraw.backends.torch.runner.cuda_graphs import Graphs, Recorder, Replays
+from onedraw.backends.torch.runner.graph_segment import Part
+from onedraw.backends.torch.runner.pipeline import Line
+from onedraw.backends.torch.runner.stages import Site
+from onedraw.backends.torch.runner.staging_buffers import Arena
+from onedraw.checkpoints.random_weights import random_weights
 from tests.device.test_steady import (
     ATTENTION,
     DELTA,
@@ -51,7 +51,7 @@ def backend_of(
     kind: str, recorder: Recorder | None, *, cuts: tuple[int, ...] = (), given: Sequence[Site] = (), lanes: int = 3, **more: Any
 ) -> TorchBackend:
     """`cuts`: where the layers are divided into stages, all on the one device, unless others are given."""
-    from onedraw.backends.torch.kernels.cuda import TritonOps
+    from onedraw.backends.torch.ops.cuda.ops import TritonOps
 
     spec, device = SPECS[kind], torch.device(DEVICE)
     pdl = DEVICE != "cpu" and torch.cuda.get_device_capability() >= (9, 0)
@@ -131,7 +131,7 @@ def test_a_stage_that_reads_the_arena_of_another_turn_is_caught(monkeypatch: pyt
 @pytest.mark.parametrize("last", [False] if INTERPRETED else [False, True])
 def test_a_stage_that_records_beside_one_that_does_not_has_the_bits_of_one_that_runs_kernel_by_kernel(last: bool) -> None:
     """A part on the CPU, behind the device's or (`last`) before it."""
-    from onedraw.backends.torch.kernels.cuda import TritonOps
+    from onedraw.backends.torch.ops.cuda.ops import TritonOps
 
     cpu, device = torch.device("cpu"), torch.device(DEVICE)
     order = [(cpu, TorchOps(cpu)), (device, TritonOps(device))] if last else [(device, TritonOps(device)), (cpu, TorchOps(cpu))]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from onedraw.backends.answers import Position
-from onedraw.backends.torch.sampler import Sampler
+from onedraw.backends.sampled_rows import Position
+from onedraw.backends.torch.sampling.sampler import Sampler
 from onedraw.types import History, SamplingParams
 from tests.backends.torch.judge import Case, choices, disagreements, make, random_case
 
@@ -23,8 +23,8 @@ pytestmark = [
 DEVICE = "cpu" if INTERPRETED else "cuda"
 KINDS: list[type[Sampler]] = [Sampler]
 if torch.cuda.is_available() or INTERPRETED:
-    from onedraw.backends.torch.kernels import triton_search
-    from onedraw.backends.torch.kernels.sampler import TritonSampler
+    from onedraw.backends.torch.ops.cuda import top_k_top_p as triton_search
+    from onedraw.backends.torch.ops.cuda.sampler import TritonSampler
 
     KINDS.append(TritonSampler)
 

@@ -28,13 +28,13 @@ def normal(*shape: int, seed: int, spread: float = 1.0) -> Tensor:
 
 
 def shapes() -> list[tuple[int, int]]:
-    from onedraw.backends.torch.kernels.triton_linear import _SKINNY
+    from onedraw.backends.torch.ops.cuda.linear import _SKINNY
 
     return [(192, 160)] if INTERPRETED else [(1000, 576), (14000, 1000), *_SKINNY]
 
 
 def test_a_row_among_others_has_the_bits_of_the_row_alone_in_every_shape() -> None:
-    from onedraw.backends.torch.kernels.triton_linear import Tile, linear
+    from onedraw.backends.torch.ops.cuda.linear import Tile, linear
 
     tiles = {"turned": {"tile": Tile(32, 64, 64, 4, 3, turned=True)}, "chosen": {}} if INTERPRETED else {"chosen": {}}
     for n, k in shapes():

@@ -15,9 +15,10 @@ pytestmark = [
 ]
 
 if torch.cuda.is_available() or INTERPRETED:
-    from onedraw.backends.torch.kernels import spans, triton_norm
-    from onedraw.backends.torch.kernels.spans import Prepared, Ready, empty_prepared, prepare_rows, prepared_slowly
-    from onedraw.backends.torch.kernels.triton_norm import gated, rms_norm
+    from onedraw.backends.torch.ops.cuda import norm as triton_norm
+    from onedraw.backends.torch.ops.cuda.norm import gated, rms_norm
+    from onedraw.backends.torch.ops.cuda.packed import activations as spans
+    from onedraw.backends.torch.ops.cuda.packed.activations import Prepared, Ready, empty_prepared, prepare_rows, prepared_slowly
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 DTYPES = (torch.float16,) if INTERPRETED else (torch.bfloat16, torch.float16)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from onedraw.backends.torch.experts import choose_experts, join_shared
-from onedraw.backends.torch.feed import Direct
-from onedraw.backends.torch.runs import Run
+from onedraw.backends.torch.ops.plain.experts import choose_experts, join_shared
+from onedraw.backends.torch.runner.staging_buffers import Direct
+from onedraw.backends.torch.state.recurrent_spans import Run
 from onedraw.models.spec import MoeSpec
 from onedraw.types import Draft
 
@@ -23,14 +23,14 @@ pytestmark = [
 ]
 
 if torch.cuda.is_available() or INTERPRETED:
-    from onedraw.backends.torch.kernels import triton_delta as delta
-    from onedraw.backends.torch.kernels import triton_moe as moe
-    from onedraw.backends.torch.kernels import triton_routes as routes
-    from onedraw.backends.torch.kernels.recurrence import _Paths, _walk
-    from onedraw.backends.torch.kernels.triton_delta_chunks import chunked
-    from onedraw.backends.torch.kernels.triton_delta_steps import commit, steps
-    from onedraw.backends.torch.kernels.triton_strands import AGAIN, FROM_KNOWN
-    from onedraw.backends.torch.kernels.triton_strands import strands as side_by_side
+    from onedraw.backends.torch.ops.cuda import delta
+    from onedraw.backends.torch.ops.cuda import expert_routing as routes
+    from onedraw.backends.torch.ops.cuda import experts as moe
+    from onedraw.backends.torch.ops.cuda.delta_chunked import chunked
+    from onedraw.backends.torch.ops.cuda.delta_inputs import _Paths, _walk
+    from onedraw.backends.torch.ops.cuda.delta_recurrent import commit, steps
+    from onedraw.backends.torch.ops.cuda.delta_tree import AGAIN, FROM_KNOWN
+    from onedraw.backends.torch.ops.cuda.delta_tree import strands as side_by_side
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from onedraw.backends.answers import Position
+from onedraw.backends.sampled_rows import Position
 from onedraw.backends.torch.backend import TorchBackend
-from onedraw.backends.torch.graphs import Graphs, Recorder, Replays, Straight
-from onedraw.checkpoints.random import random_weights
+from onedraw.backends.torch.runner.cuda_graphs import Graphs, Recorder, Replays, Straight
+from onedraw.checkpoints.random_weights import random_weights
 from onedraw.engine.engine import Engine, Event
 from onedraw.engine.scheduler import Scheduler
 from onedraw.errors import NotFinite
-from onedraw.memory.ledger import Ledger
+from onedraw.memory.allocator import Ledger
 from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import Request, SamplingParams
@@ -58,7 +58,7 @@ KINDS = ["hybrid"] if INTERPRETED else list(SPECS)  # the interpreter takes a se
 def backend_of(
     kind: str, recorder: Recorder | None, *, lanes: int = 3, dtype: str = DTYPE, pages: int = 60, max_context: int = 256
 ) -> TorchBackend:
-    from onedraw.backends.torch.kernels.cuda import TritonOps
+    from onedraw.backends.torch.ops.cuda.ops import TritonOps
 
     spec = SPECS[kind]
     pdl = DEVICE != "cpu" and torch.cuda.get_device_capability() >= (9, 0)
@@ -188,8 +188,8 @@ def test_a_turn_that_begins_before_its_tokens_are_known_has_the_bits_of_a_plain_
 
 @pytest.mark.parametrize("fault", ["stale token", "stepped twice", "short history"])
 def test_a_planted_fault_of_a_turn_ahead_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from onedraw.backends.torch import steady
-    from onedraw.backends.torch.kernels.cuda import TritonOps
+    from onedraw.backends.torch.ops.cuda.ops import TritonOps
+    from onedraw.backends.torch.runner import graph_runner as steady
 
     asked = calm(2, max_tokens=5, length=5)[1:]
     expected = one_by_one("hybrid", asked)
@@ -218,7 +218,7 @@ def test_a_planted_fault_of_a_turn_ahead_is_caught(fault: str, monkeypatch: pyte
 @pytest.mark.parametrize("room", [64, 800])  # for nothing; for all but what became known since the last turn
 def test_wishes_that_are_too_many_to_be_recorded_change_nothing(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The layers run already when the choosing is laid out: it goes on without its arena."""
-    from onedraw.backends.torch import steady
+    from onedraw.backends.torch.runner import graph_runner as steady
 
     asked = calm(2, max_tokens=4, length=5)[1:]
     expected = one_by_one("hybrid", asked)
@@ -233,8 +233,8 @@ def test_wishes_that_are_too_many_to_be_recorded_change_nothing(room: int, monke
 @pytest.mark.skipif(DEVICE != "cpu", reason="what shares memory on a device is luck")
 def test_choosing_that_reads_the_memory_of_the_layers_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: what the layers left stays where other recorded works put theirs."""
-    from onedraw.backends.torch.stack import Stream
-    from onedraw.backends.torch.steady import SteadyTurns
+    from onedraw.backends.torch.model.transformer import Stream
+    from onedraw.backends.torch.runner.graph_runner import SteadyTurns
 
     asked = calm(1, max_tokens=4, length=5)
     expected = one_by_one("hybrid", asked)
@@ -294,7 +294,7 @@ def test_what_was_rehearsed_is_not_recorded_again_and_leaves_nothing_behind() ->
 
 def test_drafts_that_were_rehearsed_are_not_recorded_again_and_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to seven of one row, in either reach; the interpreter has one of the ways to choose."""
-    from onedraw.backends.torch import steady
+    from onedraw.backends.torch.runner import graph_runner as steady
 
     if INTERPRETED:
         monkeypatch.setattr(steady, "REHEARSED", steady.REHEARSED[:1])

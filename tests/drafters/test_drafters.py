@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from onedraw.checkpoints.base import open_checkpoint
-from onedraw.drafters import SHIPPED, built_in
+from onedraw.checkpoints.drafters import SHIPPED, built_in
 from onedraw.models.dflash import check_fit, describe_drafter, is_drafter
-from onedraw.models.loading import describe
+from onedraw.models.model_info import describe
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from tests.models.sources import MadeSource
 from tests.oracle.dflash import Drafter, Target, along

@@ -5,7 +5,7 @@ from __future__ import annotations
 from onedraw.backends.base import Capacity, PageGroup
 from onedraw.engine.scheduler import Member, Scheduler
 from onedraw.engine.sequence import Sequence
-from onedraw.memory.ledger import Ledger
+from onedraw.memory.allocator import Ledger
 from onedraw.speculation.proposer import Proposer, chain
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import Choice, Draft, History, Request, RowOutcome, SamplingParams

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import pytest
 
-from onedraw.assemble import make_service
 from onedraw.backends.base import Ticket
 from onedraw.backends.fake import FakeBackend
+from onedraw.build.llm import make_service
 from onedraw.engine.service import Event, Service
 from onedraw.errors import BadParameter, BadRequest, ContextOverflow, Draining, NotFinite, QueueFull, Unsupported
 from onedraw.settings import Settings

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from onedraw.backends.fake import FakeBackend
+from onedraw.engine.checkpoint_offload import Shelf
 from onedraw.engine.engine import Engine
 from onedraw.engine.scheduler import Scheduler
-from onedraw.engine.shelf import Shelf
-from onedraw.memory.disk import SnapshotFolder
-from onedraw.memory.ledger import Ledger
+from onedraw.memory.allocator import Ledger
+from onedraw.memory.disk_snapshots import SnapshotFolder
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import Request, SamplingParams
 

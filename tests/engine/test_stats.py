@@ -6,7 +6,7 @@ from onedraw.backends.fake import FakeBackend
 from onedraw.engine.engine import Engine, Event
 from onedraw.engine.scheduler import Scheduler
 from onedraw.engine.stats import Drafted, Stats
-from onedraw.memory.ledger import Ledger
+from onedraw.memory.allocator import Ledger
 from onedraw.speculation.prediction import PredictionProposer
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import Request, Row, RowOutcome, SamplingParams

@@ -11,7 +11,7 @@ from onedraw.backends.fake import FakeBackend
 from onedraw.engine.engine import Engine, Event
 from onedraw.engine.scheduler import Scheduler
 from onedraw.errors import TurnFailed
-from onedraw.memory.ledger import Ledger
+from onedraw.memory.allocator import Ledger
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import Plan, Request, SamplingParams
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from onedraw.backends.base import Backend
+from onedraw.engine.checkpoint_offload import Shelf
 from onedraw.engine.engine import Engine, Event
 from onedraw.engine.scheduler import Scheduler
-from onedraw.engine.shelf import Shelf
 from onedraw.engine.stats import Stats
-from onedraw.memory.disk import SnapshotFolder
-from onedraw.memory.ledger import Ledger
+from onedraw.memory.allocator import Ledger
+from onedraw.memory.disk_snapshots import SnapshotFolder
 from onedraw.speculation.proposer import Proposer, chain
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import Draft, DryParams, History, Request, SamplingParams

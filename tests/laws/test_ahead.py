@@ -18,7 +18,7 @@ from onedraw.backends.base import Ticket
 from onedraw.backends.fake import FakeBackend
 from onedraw.engine.engine import Engine
 from onedraw.engine.scheduler import Scheduler
-from onedraw.memory.ledger import Lease, Ledger
+from onedraw.memory.allocator import Lease, Ledger
 from onedraw.speculation.proposer import chain
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import History, Outcome, Plan, Request, Row, RowOutcome, SamplingParams

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.torch.backend import TorchBackend
-from onedraw.backends.torch.ops import Prepared, TorchOps
-from onedraw.backends.torch.pages import PageStore
+from onedraw.backends.torch.ops.base import Prepared, TorchOps
+from onedraw.backends.torch.state.kv_pages import PageStore
 from onedraw.models.spec import AttentionSpec
 from tests import tiny
 from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, run

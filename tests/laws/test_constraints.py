@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from onedraw.backends.answers import Position
 from onedraw.backends.fake import FakeBackend
-from onedraw.backends.torch.sampler import Sampler
+from onedraw.backends.sampled_rows import Position
+from onedraw.backends.torch.sampling.sampler import Sampler
 from onedraw.sampling.law import choice
-from onedraw.text.budget import ThinkingBudget
-from onedraw.text.channels import Reasoning
-from onedraw.text.constraints import all_of, packed
-from onedraw.text.grammar import GrammarConstraint, Grammars
-from onedraw.text.guides import ChoiceGuide, Guide, JsonGuide, RegexGuide
-from onedraw.text.reading import PLAIN, Reading
+from onedraw.text.constraints.base import all_of, packed
+from onedraw.text.constraints.grammar import GrammarConstraint, Grammars
+from onedraw.text.constraints.response_format import ChoiceGuide, Guide, JsonGuide, RegexGuide
+from onedraw.text.constraints.thinking_budget import ThinkingBudget
+from onedraw.text.fake_tokenizer import toy_tokenizer
+from onedraw.text.reasoning import Reasoning
+from onedraw.text.reply_parser import PLAIN, Reading
 from onedraw.text.tokenizer import Tokenizer
-from onedraw.text.toy import toy_tokenizer
 from onedraw.types import Bits, Choice, Constraint, History, Request, Row, SamplingParams
 from tests import tiny
 from tests.backends.torch.judge import Fixed

@@ -11,22 +11,22 @@ import numpy as np
 import pytest
 import torch
 
-from onedraw.backends.answers import Position
+from onedraw.backends.sampled_rows import Position
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import pick_ops
-from onedraw.backends.torch.draft_model import DraftModel, SmallModel
-from onedraw.backends.torch.drafter import DflashDrafter
-from onedraw.backends.torch.inputs import Shape
-from onedraw.backends.torch.ops import Ops, TorchOps
-from onedraw.backends.torch.ranking import Drafter
-from onedraw.backends.torch.sampler import Sampler
-from onedraw.backends.torch.stack import Stack
-from onedraw.backends.torch.stages import Site
+from onedraw.backends.torch.drafters.base import Drafter
+from onedraw.backends.torch.drafters.dflash import DflashDrafter
+from onedraw.backends.torch.drafters.draft_model import DraftModel, SmallModel
+from onedraw.backends.torch.model.transformer import Stack
+from onedraw.backends.torch.ops.base import Ops, TorchOps
+from onedraw.backends.torch.runner.inputs import Shape
+from onedraw.backends.torch.runner.stages import Site
+from onedraw.backends.torch.sampling.sampler import Sampler
 from onedraw.checkpoints.base import open_checkpoint
 from onedraw.models.dflash import describe_drafter
-from onedraw.models.loading import describe
+from onedraw.models.model_info import describe
 from onedraw.settings import default_cache_dir
-from onedraw.speculation.tree import build_tree
+from onedraw.speculation.draft_tree import build_tree
 from onedraw.types import Draft, Request, SamplingParams
 from tests.laws.harness import Answer, Schedule, plain, random_requests, run
 
@@ -197,11 +197,11 @@ def test_a_planted_fault_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) 
     expected = plain(lambda: backend_of(None, lanes=1), requests)
     match fault:
         case "no compaction":
-            monkeypatch.setattr("onedraw.backends.torch.state.State._compact", lambda self, rows, kept: None)
+            monkeypatch.setattr("onedraw.backends.torch.state.model_state.State._compact", lambda self, rows, kept: None)
         case "noise position":
             monkeypatch.setattr(Position, "at", property(lambda position: len(position.history)))
         case "sibling's path":
-            from onedraw.backends.torch import inputs
+            from onedraw.backends.torch.runner import inputs
 
             chained = lambda drafts: tuple(tuple(range(i)) for i in range(len(drafts) + 1))  # noqa: E731
             monkeypatch.setattr(inputs, "trails", chained)

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from onedraw.backends.fake import FakeBackend
 from onedraw.engine.stats import Stats
-from onedraw.memory.ledger import Lease, Ledger, Sizes
-from onedraw.memory.resume import Needs
-from onedraw.memory.span import most_pages
+from onedraw.memory.allocator import Lease, Ledger, Sizes
+from onedraw.memory.pages import most_pages
+from onedraw.memory.prefix_cache import Needs
 from onedraw.types import History, Request, Row, RowOutcome, SamplingParams
 from tests.laws.harness import Answer, Clairvoyant, Schedule, follow_ups, plain, random_requests, run
 

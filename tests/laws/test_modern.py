@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from onedraw.backends.torch import lanes, runs, state
 from onedraw.backends.torch.backend import TorchBackend
-from onedraw.backends.torch.layers import delta
+from onedraw.backends.torch.ops.plain import delta
+from onedraw.backends.torch.state import model_state as state
+from onedraw.backends.torch.state import recurrent_spans as runs
+from onedraw.backends.torch.state import recurrent_state as lanes
 from onedraw.types import DryParams, Request, SamplingParams
 from tests import tiny
 from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, run
@@ -146,7 +148,7 @@ def shift_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
         found = real(*given, **named)  # type: ignore[arg-type]
         return dataclasses.replace(found, host_closings=np.maximum(found.host_closings - 1, 0))
 
-    monkeypatch.setattr("onedraw.backends.torch.ops.runs_of", off_by_one)
+    monkeypatch.setattr("onedraw.backends.torch.ops.base.runs_of", off_by_one)
 
 
 def cut_off_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from onedraw.backends.torch.draft_model import DraftModel, SmallModel
-from onedraw.backends.torch.drafter import DflashDrafter
-from onedraw.backends.torch.mtp import MtpHead
-from onedraw.backends.torch.stack import Stack
-from onedraw.backends.torch.stages import Site
+from onedraw.backends.torch.drafters.dflash import DflashDrafter
+from onedraw.backends.torch.drafters.draft_model import DraftModel, SmallModel
+from onedraw.backends.torch.drafters.mtp import MtpHead
+from onedraw.backends.torch.model.transformer import Stack
+from onedraw.backends.torch.runner.stages import Site
 from onedraw.checkpoints.base import open_checkpoint
 from onedraw.models.dflash import describe_drafter
-from onedraw.models.loading import describe
+from onedraw.models.model_info import describe
 from onedraw.models.mtp import describe_mtp
-from onedraw.speculation.tree import build_tree
+from onedraw.speculation.draft_tree import build_tree
 from onedraw.types import Request, SamplingParams
 from tests import tiny
 from tests.laws.harness import Schedule, plain, run

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 
 from onedraw.backends.fake import FakeBackend
 from onedraw.backends.torch.backend import TorchBackend
-from onedraw.backends.torch.stack import Stack, Stream
+from onedraw.backends.torch.model.transformer import Stack, Stream
 from onedraw.checkpoints.base import open_checkpoint
 from onedraw.engine.engine import Engine, Sink
 from onedraw.engine.scheduler import Member, Scheduler
 from onedraw.engine.sequence import Sequence
-from onedraw.models.loading import describe
+from onedraw.models.model_info import describe
 from onedraw.types import Request, SamplingParams
 from tests import tiny
 from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, run
@@ -163,7 +163,7 @@ def test_an_engine_that_ends_waits_for_what_is_under_way() -> None:
 
 
 def engine_of(backend: FakeBackend) -> Engine:
-    from onedraw.memory.ledger import Ledger
+    from onedraw.memory.allocator import Ledger
     from onedraw.speculation.speculator import Speculator
 
     ledger = Ledger(backend.capacity, reuse=True)

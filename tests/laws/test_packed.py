@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from onedraw.backends.torch.backend import TorchBackend
-from onedraw.backends.torch.inputs import make_inputs
-from onedraw.backends.torch.kernels import build as builder
-from onedraw.backends.torch.kernels.cpu import CpuOps, Packing
-from onedraw.backends.torch.kernels.library import runnable
+from onedraw.backends.torch.ops.cpu import build as builder
+from onedraw.backends.torch.ops.cpu.library import runnable
+from onedraw.backends.torch.ops.cpu.ops import CpuOps, Packing
+from onedraw.backends.torch.runner.inputs import make_inputs
 from onedraw.models.spec import ModelSpec
 from onedraw.settings import default_cache_dir
 from onedraw.types import Plan, Request
@@ -121,10 +121,10 @@ def test_a_kernel_whose_order_follows_the_rows_is_caught(tmp_path: Path, monkeyp
     """Tiles of four rows and more add the blocks of a row from the other end: a fault of the last bit."""
     folder = tmp_path / "kernels"
     shutil.copytree(builder.FOLDER, folder)
-    source = (folder / "products.c").read_text()
+    source = (folder / "packed_linear.c").read_text()
     inner = source.index("for (long b = 0; b < blocks; b++) {", source.index("INLINE void coded_tile"))
     faulty = "for (long i = 0; i < blocks; i++) { const long b = count >= 4 ? blocks - 1 - i : i;"
-    (folder / "products.c").write_text(source[:inner] + faulty + source[source.index("{", inner) + 1 :])
+    (folder / "packed_linear.c").write_text(source[:inner] + faulty + source[source.index("{", inner) + 1 :])
     monkeypatch.setattr(builder, "SOURCES", tuple(folder / file.name for file in builder.SOURCES))
     monkeypatch.setattr(builder, "PATHS", {BEST: builder.PATHS[BEST]})
     built = builder.build(tmp_path)

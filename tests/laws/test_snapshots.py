@@ -13,7 +13,7 @@ import pytest
 from onedraw.backends.base import Backend
 from onedraw.backends.fake import FakeBackend
 from onedraw.backends.torch.backend import TorchBackend
-from onedraw.memory.disk import Snapshot, SnapshotFolder
+from onedraw.memory.disk_snapshots import Snapshot, SnapshotFolder
 from onedraw.types import Request, SamplingParams
 from tests import tiny
 from tests.laws.harness import Answer, Schedule, plain, run

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from onedraw.backends.placement import legal_cuts
-from onedraw.backends.torch import picking
-from onedraw.backends.torch.boundary import Boundary
-from onedraw.backends.torch.loader import Loader
-from onedraw.backends.torch.state import State
+from onedraw.backends.torch.model.weight_loader import Loader
+from onedraw.backends.torch.runner.stage_boundary import Boundary
+from onedraw.backends.torch.sampling import positions as picking
+from onedraw.backends.torch.state.model_state import State
 from onedraw.checkpoints.base import open_checkpoint
-from onedraw.models.loading import describe
+from onedraw.models.model_info import describe
 from onedraw.types import DryParams, History, Request, SamplingParams
 from tests import tiny
 from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, run

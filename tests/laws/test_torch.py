@@ -12,10 +12,10 @@ import torch
 
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import pick_ops
-from onedraw.backends.torch.layers import attention
-from onedraw.backends.torch.ops import TorchOps
+from onedraw.backends.torch.ops.base import TorchOps
+from onedraw.backends.torch.ops.plain import attention
 from onedraw.checkpoints.base import open_checkpoint
-from onedraw.models.loading import describe
+from onedraw.models.model_info import describe
 from onedraw.settings import default_cache_dir
 from onedraw.types import Request
 from tests import tiny
@@ -128,7 +128,7 @@ def test_a_product_that_follows_the_row_count_is_noticed_by_the_self_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A library whose bits change with the number of rows: the check must refuse the rule, then say what does not hold."""
-    from onedraw.backends.torch.layers.linear import Linear
+    from onedraw.backends.torch.ops.plain.linear import Linear
 
     monkeypatch.setitem(OPS, "kind", "torch")
     path = tiny.write_safetensors("llama", tmp_path / "hf")
@@ -152,13 +152,13 @@ def test_a_planted_fault_is_caught(folder: Path, fault: str, monkeypatch: pytest
                 attention, "_ordered_sum", lambda parts, group: real(parts, group) * (1 + (group.height == 16) * 2.0**-23)
             )
         case "mask by batch":  # a query loses its last key where the turn has an odd number of pairs
-            from onedraw.backends.torch import tiles
+            from onedraw.backends.torch.ops.plain import attention_tiles as tiles
 
             mask = tiles._mask
             short = lambda highest: np.maximum(highest - len(highest) % 2, 0)  # noqa: E731
             monkeypatch.setattr(tiles, "_mask", lambda lowest, highest, block: mask(lowest, short(highest), block))
         case "stale page":  # reused pages are one short: the last shared position keeps an older key
-            from onedraw.memory.ledger import Ledger
+            from onedraw.memory.allocator import Ledger
 
             lend = Ledger.lend
 

@@ -18,12 +18,12 @@ import pytest
 from tests.backends.xla.making import xla_backend
 
 # isort: split
-from onedraw import compiling
 from onedraw.backends.xla import backend as backend_module
 from onedraw.backends.xla import inputs, layers, sampler, state
+from onedraw.build import xla as compiling
 from onedraw.checkpoints.base import open_checkpoint
-from onedraw.memory.ledger import Ledger
-from onedraw.models.loading import describe
+from onedraw.memory.allocator import Ledger
+from onedraw.models.model_info import describe
 from onedraw.settings import Settings
 from onedraw.types import DryParams, Request, SamplingParams
 from tests import tiny

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onedraw.memory.adoption import abandon, adopt, make_room, pages_of, reach
-from onedraw.memory.ledger import Ledger
+from onedraw.memory.allocator import Ledger
+from onedraw.memory.prefix_import import abandon, adopt, make_room, pages_of, reach
 from onedraw.types import History
 
 PAGE = 4

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onedraw.memory import disk
-from onedraw.memory.disk import BLOCK, MAGIC, Checksum, SnapshotFolder, value
+from onedraw.memory import disk_snapshots as disk
+from onedraw.memory.disk_snapshots import BLOCK, MAGIC, Checksum, SnapshotFolder, value
 
 TOKENS = tuple(range(100, 140))
 ARRAYS = {"a": np.arange(12, dtype=np.float32).reshape(3, 4), "b": np.arange(5, dtype=np.int16), "none": np.zeros((0, 3))}

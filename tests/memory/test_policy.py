@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onedraw.memory.policy import INTERVAL, save_points
+from onedraw.memory.allocator import INTERVAL, save_points
 
 
 def test_without_recurrent_state_only_the_end_is_kept() -> None:

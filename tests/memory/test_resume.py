@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onedraw.backends.base import Capacity, PageGroup
-from onedraw.memory.ledger import Lease, Ledger
+from onedraw.memory.allocator import Lease, Ledger
 from onedraw.memory.pages import NO_PAGE
 from onedraw.types import History
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onedraw.memory.prefix import Checkpoint, PrefixIndex
+from onedraw.memory.prefix_cache import Checkpoint, PrefixIndex
 from onedraw.memory.slots import CheckpointSlots, Slots
 
 

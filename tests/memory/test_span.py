@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onedraw.backends.base import PageGroup
-from onedraw.memory.span import first_needed, longest_context, longest_row, most_pages, pages_for
+from onedraw.memory.pages import first_needed, longest_context, longest_row, most_pages, pages_for
 
 
 def seen_by(position: int, window: int | None) -> set[int]:

@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
-from onedraw.models.weights import Read, Weights
+from onedraw.models.weight_names import Read, Weights
 
 L2_EPS = 1e-6  # of the delta layers' queries and keys, under the root
 KeysValues = tuple[np.ndarray, np.ndarray]

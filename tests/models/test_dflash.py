@@ -11,9 +11,8 @@ import pytest
 
 from onedraw.checkpoints.base import open_checkpoint
 from onedraw.errors import Corrupt, ModelError, UnsupportedModel
-from onedraw.models.dflash import DescribedDrafter, check_fit, describe_drafter, is_drafter
-from onedraw.models.dflash_layouts import default_layers
-from onedraw.models.loading import describe
+from onedraw.models.dflash import DescribedDrafter, check_fit, default_layers, describe_drafter, is_drafter
+from onedraw.models.model_info import describe
 from onedraw.models.spec import AttentionSpec, DrafterSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from tests import tiny_drafters as tiny
 from tests.models.sources import MadeSource

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from onedraw.errors import Corrupt, UnsupportedModel
-from onedraw.models.keys import HARMLESS
+from onedraw.models.config_reader import HARMLESS
 from onedraw.models.llama import LLAMA, MISTRAL
-from onedraw.models.qwen2 import QWEN2
-from onedraw.models.qwen3 import QWEN3
+from onedraw.models.qwen import QWEN2, QWEN3
 from onedraw.models.spec import ModelSpec
 from tests.models.sources import MadeSource
 

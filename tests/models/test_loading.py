@@ -15,8 +15,8 @@ import torch
 import transformers
 
 from onedraw.checkpoints.base import open_checkpoint
-from onedraw.models.loading import Described, describe
-from onedraw.models.weights import all_shapes
+from onedraw.models.model_info import Described, describe
+from onedraw.models.weight_names import all_shapes
 from tests import tiny
 from tests.models.forward import logits
 from tests.work import counted

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from onedraw.checkpoints.base import open_checkpoint
 from onedraw.errors import Corrupt, UnsupportedModel
-from onedraw.models.loading import describe
+from onedraw.models.model_info import describe
 from onedraw.models.registry import FAMILIES
 from onedraw.models.spec import AttentionSpec, DeltaSpec, MlpSpec, ModelSpec, MoeSpec
 from tests import tiny, tiny_modern

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from onedraw.checkpoints.base import open_checkpoint
 from onedraw.errors import Corrupt, UnsupportedModel
-from onedraw.models.loading import describe
+from onedraw.models.model_info import describe
 from onedraw.models.mtp import DescribedMtp, describe_mtp, has_mtp
 from onedraw.models.spec import AttentionSpec, MoeSpec
 from tests import tiny

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from onedraw.errors import Corrupt
-from onedraw.models.recipes import (
+from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, MoeSpec, RopeSpec
+from onedraw.models.weight_names import Recipe, Site
+from onedraw.models.weight_transforms import (
     add_one,
     as_row,
     experts,
@@ -20,8 +22,6 @@ from onedraw.models.recipes import (
     of_each_head,
     squeezed,
 )
-from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, MoeSpec, RopeSpec
-from onedraw.models.weights import Recipe, Site
 from tests.models.sources import MadeSource
 
 ATTENTION = AttentionSpec(heads=3, kv_heads=1, head_dim=4, rope=RopeSpec(1e4, 4), scale=1.0, gate="sigmoid")

@@ -9,7 +9,7 @@ import pytest
 from onedraw.checkpoints.tensor import StoredTensor
 from onedraw.errors import UnsupportedModel
 from onedraw.models.source import Tensor
-from onedraw.models.views import ADD_ONE, NEGATIVE_EXPONENTIAL, Changed, Columns, Folded, Matrix, Rows, Scaled, Stacked
+from onedraw.models.tensor_views import ADD_ONE, NEGATIVE_EXPONENTIAL, Changed, Columns, Folded, Matrix, Rows, Scaled, Stacked
 
 RANDOM = np.random.default_rng(0)
 

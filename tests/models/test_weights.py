@@ -7,7 +7,7 @@ import pytest
 
 from onedraw.errors import Corrupt, UnsupportedModel
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
-from onedraw.models.weights import (
+from onedraw.models.weight_names import (
     GGUF,
     GGUF_PERMUTED,
     PLAIN,

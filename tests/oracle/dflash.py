@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from onedraw.models.dflash import DrafterWeights
-from onedraw.models.weights import Weights
+from onedraw.models.weight_names import Weights
 from tests.models.forward import forward
 
 Reads = Any  # DrafterWeights, or a Drafter that holds them

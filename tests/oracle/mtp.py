@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from onedraw.models.mtp import MtpWeights
-from onedraw.models.weights import Weights
+from onedraw.models.weight_names import Weights
 from tests.models.forward import head, norm, run_layer
 
 

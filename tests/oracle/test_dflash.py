@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from onedraw.checkpoints.base import open_checkpoint
 from onedraw.models.dflash import DrafterWeights, describe_drafter
-from onedraw.models.loading import describe
+from onedraw.models.model_info import describe
 from onedraw.models.spec import DrafterSpec
 from tests import tiny_drafters as tiny
 from tests.oracle.dflash import (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from onedraw.checkpoints.base import open_checkpoint
-from onedraw.models.loading import describe
+from onedraw.models.model_info import describe
 from onedraw.models.mtp import describe_mtp
 from tests import tiny, tiny_modern
 from tests.models.forward import forward, norm

@@ -11,13 +11,13 @@ import torch
 
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import pick_ops
-from onedraw.backends.torch.drafter import Block, DflashDrafter
-from onedraw.backends.torch.ops import TorchOps
+from onedraw.backends.torch.drafters.dflash import Block, DflashDrafter
+from onedraw.backends.torch.ops.base import TorchOps
 from onedraw.checkpoints.base import open_checkpoint
 from onedraw.models.dflash import DescribedDrafter, describe_drafter
-from onedraw.models.loading import describe
+from onedraw.models.model_info import describe
 from onedraw.settings import default_cache_dir
-from onedraw.speculation.tree import build_tree
+from onedraw.speculation.draft_tree import build_tree
 from onedraw.types import Draft, Request, SamplingParams
 from tests.laws.harness import Schedule, run
 from tests.oracle.dflash import Drafter, Target, block_logits

@@ -21,7 +21,7 @@ NAMES = (*tiny.NAMES, *(name for name in tiny.MODERN if not name.endswith(tiny_m
 
 def hidden_logits(backend: TorchBackend, tokens: list[int], cuts: list[int], *, prompt: int = LENGTH) -> torch.Tensor:
     """Logits of every position, the text computed in parts."""
-    from onedraw.backends.torch.inputs import make_inputs
+    from onedraw.backends.torch.runner.inputs import make_inputs
 
     out = []
     for start, stop in itertools.pairwise(cuts):

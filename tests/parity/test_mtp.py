@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onedraw.backends.torch.draft_model import DraftModel
-from onedraw.backends.torch.mtp import MtpHead
+from onedraw.backends.torch.drafters.draft_model import DraftModel
+from onedraw.backends.torch.drafters.mtp import MtpHead
 from onedraw.checkpoints.base import open_checkpoint
 from onedraw.errors import UnsupportedModel
-from onedraw.models.loading import describe
+from onedraw.models.model_info import describe
 from onedraw.models.mtp import DescribedMtp, describe_mtp
 from onedraw.types import Request, SamplingParams
 from tests import tiny

@@ -16,12 +16,12 @@ from scipy.stats import chisquare
 
 from bench.cpu_quality import SIDES, measure
 from bench.peer import llama_in_transformers
-from onedraw.assemble import open_door
-from onedraw.door import Door
+from onedraw.build.llm import open_door
+from onedraw.llm.llm import Door
+from onedraw.llm.options import Wishes, settle
 from onedraw.sampling.law import law
 from onedraw.settings import Settings
 from onedraw.types import History, Request, SamplingParams
-from onedraw.wishes import Wishes, settle
 
 pytestmark = pytest.mark.weights
 

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from onedraw.assemble import open_door
-from onedraw.door import Ask, Door
+from onedraw.build.llm import open_door
+from onedraw.llm.llm import Ask, Door
+from onedraw.llm.options import Wishes, settle
 from onedraw.settings import Settings
 from onedraw.speculation.prediction import PredictionProposer
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import Request
-from onedraw.wishes import Wishes, settle
 
 pytestmark = pytest.mark.weights
 
@@ -94,8 +94,8 @@ def test_the_shipped_drafter_reaches_its_acceptance(smollm2_path: Path) -> None:
 
 def _shipped(model: Path) -> Path:
     from onedraw.checkpoints.base import open_checkpoint
-    from onedraw.drafters import built_in
-    from onedraw.models.loading import describe
+    from onedraw.checkpoints.drafters import built_in
+    from onedraw.models.model_info import describe
 
     checkpoint = open_checkpoint(model)
     path = built_in(describe(checkpoint).spec, checkpoint)

@@ -9,11 +9,11 @@ from typing import Any
 import jsonschema
 import pytest
 
-from onedraw.assemble import open_door
-from onedraw.door import Door, Reply
+from onedraw.build.llm import open_door
+from onedraw.llm.llm import Door, Reply
+from onedraw.llm.options import Wishes, settle_chat
 from onedraw.settings import Settings
-from onedraw.text.tools import Tool, ToolUse
-from onedraw.wishes import Wishes, settle_chat
+from onedraw.text.tools.dialects import Tool, ToolUse
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onedraw.sampling.adjust import LONGEST_MATCH, NOTHING, Recall, adjustment, dry_penalties
+from onedraw.sampling.adjustments import LONGEST_MATCH, NOTHING, Recall, adjustment, dry_penalties
 from onedraw.types import DryParams, History, SamplingParams
 from tests.work import counted
 

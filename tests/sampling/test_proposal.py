@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from onedraw.sampling.proposal import rank
+from onedraw.sampling.draft_ranking import rank
 from onedraw.types import SamplingParams
 
 

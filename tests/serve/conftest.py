@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from onedraw.assemble import open_door
+from onedraw.build.llm import open_door
 from onedraw.settings import Settings
 from tests.serve.running import Served, fake_door, serving
 

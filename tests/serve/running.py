@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import openai
 
-from onedraw.assemble import open_door
-from onedraw.door import Door
+from onedraw.build.llm import open_door
+from onedraw.llm.llm import Door
 from onedraw.server.options import ServerOptions
 from onedraw.server.serve import Server
 from onedraw.settings import Settings

@@ -84,7 +84,7 @@ def test_an_agent_on_messages(fake: Any) -> None:
 
 def test_thinking_that_a_model_may_leave_is_no_reason_to_refuse_one_that_cannot() -> None:
     """`adaptive` leaves it to the model."""
-    from onedraw.server.messages import MessagesRequest
+    from onedraw.server.anthropic.messages import MessagesRequest
 
     def asked(**thinking: Any) -> dict[str, Any]:
         said = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4, "thinking": thinking}

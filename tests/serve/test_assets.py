@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from onedraw.server import assets
+from onedraw.server import page as assets
 from onedraw.server.options import ServerOptions
 from tests.serve.running import Served, fake_door, serving
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from onedraw.assemble import open_door
-from onedraw.prove import settled_stats
+from onedraw.build.llm import open_door
+from onedraw.llm.llm import settled_stats
 from onedraw.settings import Settings
 from tests.serve.running import Served, serving, wait_until
 

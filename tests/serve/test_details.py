@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from onedraw.text.toy import toy_tokenizer
+from onedraw.text.fake_tokenizer import toy_tokenizer
 from tests.serve.running import Served, fake_door, serving
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -9,11 +9,12 @@ import pytest
 from pydantic import BaseModel
 
 from onedraw.errors import BadRequest
-from onedraw.server import items, messages
+from onedraw.server.anthropic import messages
+from onedraw.server.api_docs import page
 from onedraw.server.fields import Treatment
+from onedraw.server.openai import responses_request as items
 from onedraw.server.parsing import TABLES, parse
 from onedraw.server.protocol import ChatRequest, CompletionRequest
-from onedraw.server.reference import page
 
 BASE = {
     CompletionRequest: {"prompt": "a"},
@@ -49,7 +50,7 @@ def test_a_field_is_treated_as_its_rule_says(kind, rule):
 
 def test_the_reference_page_is_current():
     file = Path(__file__).parents[2] / "docs" / "api.md"
-    assert file.read_text() == page(), "run: python -m onedraw.server.reference > docs/api.md"
+    assert file.read_text() == page(), "run: python -m onedraw.server.api_docs > docs/api.md"
 
 
 def test_the_reference_page_names_every_field():

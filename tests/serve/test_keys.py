@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from onedraw.errors import BadSetting
-from onedraw.server.keys import ApiKey, Keyring, read_keys
+from onedraw.server.auth import ApiKey, Keyring, read_keys
 from onedraw.server.options import ServerOptions
 from tests.serve.running import Served, fake_door, serving, wait_until
 
@@ -59,7 +59,7 @@ def test_every_key_is_compared_whichever_fits(monkeypatch: pytest.MonkeyPatch) -
         compared.append((len(a), len(b)))
         return a == b
 
-    monkeypatch.setattr("onedraw.server.keys.hmac.compare_digest", compare)
+    monkeypatch.setattr("onedraw.server.auth.hmac.compare_digest", compare)
     ring = Keyring(ApiKey(f"n{i}", "k" * (i + 1)) for i in range(5))
     assert (ring.owner(b"k"), ring.owner(b"kkkkk"), ring.owner(b"")) == ("n0", "n4", None)
     assert compared == [(32, 32)] * 15

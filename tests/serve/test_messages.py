@@ -11,8 +11,8 @@ import anthropic
 import jsonschema
 import pytest
 
-from onedraw.server import messages
-from onedraw.server.keys import ApiKey
+from onedraw.server.anthropic import messages
+from onedraw.server.auth import ApiKey
 from onedraw.server.options import ServerOptions
 from tests.serve.running import fake_door, serving
 

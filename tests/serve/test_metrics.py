@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from onedraw.prove import settled_stats
+from onedraw.llm.llm import settled_stats
 from tests.serve.running import fake_door, serving
 
 NAMES = {

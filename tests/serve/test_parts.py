@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from onedraw.door import Ask
-from onedraw.server.completion import Job
-from onedraw.server.parts import Places, Tally, prompt_offsets
-from onedraw.server.reply import write_usage
+from onedraw.llm.llm import Ask
+from onedraw.server.generation import Job
+from onedraw.server.openai.chat import write_usage
+from onedraw.server.openai.choice_parts import Places, Tally, prompt_offsets
 from onedraw.types import Piece, SamplingParams, Usage
 from tests.serve.running import fake_door
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from onedraw.assemble import open_door
-from onedraw.record import Recorder, RecordingDoor, read_records
-from onedraw.replay import replay
+from onedraw.build.llm import open_door
+from onedraw.contract.record import Recorder, RecordingDoor, read_records
+from onedraw.contract.replay import replay
 from onedraw.settings import Settings
 from tests.serve.running import fake_door, serving
 

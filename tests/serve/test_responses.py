@@ -12,8 +12,8 @@ import openai
 import pytest
 
 from onedraw.errors import BadParameter
-from onedraw.server.keys import ApiKey
-from onedraw.server.memory import NoSuchResponse, Remembered, ResponseMemory
+from onedraw.server.auth import ApiKey
+from onedraw.server.openai.response_store import NoSuchResponse, Remembered, ResponseMemory
 from onedraw.server.options import ServerOptions
 from tests.serve.running import fake_door, serving, slowed
 

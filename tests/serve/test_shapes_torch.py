@@ -10,7 +10,7 @@ import anthropic
 import jsonschema
 import pytest
 
-from onedraw.assemble import open_door
+from onedraw.build.llm import open_door
 from onedraw.settings import Settings
 from tests import tiny
 from tests.serve.running import Served, serving

@@ -15,10 +15,10 @@ from typing import Any
 import httpx
 import pytest
 
-from onedraw.assemble import open_door
+from onedraw.build.llm import open_door
 from onedraw.checkpoints.base import open_checkpoint
+from onedraw.llm.options import Wishes, settle
 from onedraw.settings import Settings
-from onedraw.wishes import Wishes, settle
 from tests import tiny
 from tests.serve.running import PATIENCE, Served, fake_door, serving, wait_until
 
@@ -26,7 +26,7 @@ from tests.serve.running import PATIENCE, Served, fake_door, serving, wait_until
 PROGRAM = """
 import itertools, sys, time
 from pathlib import Path
-from onedraw.memory.disk import SnapshotFolder
+from onedraw.memory.disk_snapshots import SnapshotFolder
 from onedraw.server.options import ServerOptions
 from onedraw.server.serve import serve
 from tests.serve.running import fake_door

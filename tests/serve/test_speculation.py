@@ -8,7 +8,7 @@ import pytest
 
 from onedraw.server.parsing import parse
 from onedraw.server.protocol import ChatRequest
-from onedraw.text.toy import toy_tokenizer
+from onedraw.text.fake_tokenizer import toy_tokenizer
 from tests.serve.running import Served, fake_door, serving
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from onedraw.assemble import _card, make_service, open_door
 from onedraw.backends.fake import FakeBackend
-from onedraw.door import Door, settled_stats
-from onedraw.drafting import make_speculator
+from onedraw.build.drafters import make_speculator
+from onedraw.build.llm import _card, make_service, open_door
+from onedraw.llm.llm import Door, settled_stats
 from onedraw.settings import Settings
-from onedraw.text.toy import toy_template, toy_tokenizer
+from onedraw.text.fake_tokenizer import toy_template, toy_tokenizer
 from tests import tiny
 from tests.serve.running import Served, serving
 

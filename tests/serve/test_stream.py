@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from onedraw.errors import OnedrawError
-from onedraw.server.stream import NAMED, EventStream
+from onedraw.server.sse import NAMED, EventStream
 from tests.serve.running import fake_door, serving, slowed, wait_until
 
 HELLO = [{"role": "user", "content": "Say hello."}]

@@ -14,7 +14,7 @@ import pytest
 from tests.backends.xla import making
 
 # isort: split
-from onedraw.assemble import open_door
+from onedraw.build.llm import open_door
 from onedraw.settings import Settings
 from tests import tiny
 from tests.serve.running import Served, serving

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onedraw.speculation.recorded import RecordedProposer
+from onedraw.lab.recorded_drafts import RecordedProposer
 from onedraw.types import History, Request, SamplingParams
 
 REQUEST = Request("r", (1, 2), SamplingParams())

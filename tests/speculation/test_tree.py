@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onedraw.speculation.draft_tree import build_tree, chain_length, depth
 from onedraw.speculation.proposer import chain
-from onedraw.speculation.tree import build_tree, chain_length, depth
 from onedraw.types import Draft
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onedraw.speculation.window import (
+from onedraw.speculation.draft_length import (
     LAST_PROBE_GAP,
     PRIOR_ACCEPTANCE,
     PRIOR_TOKEN_SHARE,

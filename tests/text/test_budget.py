@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from onedraw.sampling.adjust import unpacked
-from onedraw.text.budget import ThinkingBudget, missing_bytes, single
-from onedraw.text.channels import Reasoning, Thinking
-from onedraw.text.toy import toy_tokenizer
-from onedraw.text.walk import Walk, shared
+from onedraw.sampling.adjustments import unpacked
+from onedraw.text.constraints.base import Walk, shared
+from onedraw.text.constraints.thinking_budget import ThinkingBudget, missing_bytes, single
+from onedraw.text.fake_tokenizer import toy_tokenizer
+from onedraw.text.reasoning import Reasoning, Thinking
 
 TOKENIZER = toy_tokenizer()
 THINK = Reasoning("<think>", "</think>", "\n</think>\n\n")

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from onedraw.errors import BadParameter
-from onedraw.sampling.adjust import unpacked
-from onedraw.text.call_grammar import CallGrammar
-from onedraw.text.call_reading import CallReader
-from onedraw.text.grammar import Grammars
-from onedraw.text.guides import LarkGuide
-from onedraw.text.reading import PLAIN
+from onedraw.sampling.adjustments import unpacked
+from onedraw.text.constraints.grammar import Grammars
+from onedraw.text.constraints.response_format import LarkGuide
+from onedraw.text.reply_parser import PLAIN
 from onedraw.text.tokenizer import Tokenizer
-from onedraw.text.tools import Calls, Dialect, Tool
+from onedraw.text.tools.call_stream import CallReader
+from onedraw.text.tools.dialects import Calls, Dialect, Tool
+from onedraw.text.tools.grammar import CallGrammar
 from tests.calls import gathered
 
 EOS = 256

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onedraw.text.call_parsers import Arguments
-from onedraw.text.call_reading import CallReader
-from onedraw.text.tool_prompt import prepared
-from onedraw.text.tools import Calls, Dialect, Tool, ToolSyntax, tool_syntax
+from onedraw.text.tools.call_parsers import Arguments
+from onedraw.text.tools.call_stream import CallReader
+from onedraw.text.tools.dialects import Calls, Dialect, Tool, ToolSyntax, tool_syntax
+from onedraw.text.tools.prompt import prepared
 from tests.calls import gathered
 
 WEATHER = Tool(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onedraw.text.channels import SPACE, ChannelSplitter, Reasoning, reasoning_of, thinking_after
+from onedraw.text.reasoning import SPACE, ChannelSplitter, Reasoning, reasoning_of, thinking_after
 
 THINK = Reasoning("<think>", "</think>", "\n</think>\n\n")
 SHORT = Reasoning("<t>", "</t>", "</t>")

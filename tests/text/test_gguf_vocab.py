@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onedraw.errors import Corrupt, NotFound, UnsupportedModel
-from onedraw.text.gguf_vocab import SPLITS
-from onedraw.text.template import ChatTemplate
+from onedraw.text.chat_template import ChatTemplate
+from onedraw.text.gguf_tokenizer import SPLITS
 from onedraw.text.tokenizer import Tokenizer
 
 # ---------------------------------------------------------------------- byte-level

@@ -12,15 +12,24 @@ import numpy as np
 import pytest
 
 from onedraw.errors import BadParameter, Unsupported
-from onedraw.sampling.adjust import unpacked
-from onedraw.text.budget import single
-from onedraw.text.channels import Reasoning
-from onedraw.text.constraints import LONGEST_NUMBER, All, BoundedNumbers, all_of, both, packed
-from onedraw.text.grammar import Grammars
-from onedraw.text.guides import ANY_OBJECT, ChoiceGuide, GbnfGuide, Guide, JsonGuide, LarkGuide, RegexGuide, grammar_guide
-from onedraw.text.reading import PLAIN, Reading
+from onedraw.sampling.adjustments import unpacked
+from onedraw.text.constraints.base import LONGEST_NUMBER, All, BoundedNumbers, all_of, both, packed
+from onedraw.text.constraints.grammar import Grammars
+from onedraw.text.constraints.response_format import (
+    ANY_OBJECT,
+    ChoiceGuide,
+    GbnfGuide,
+    Guide,
+    JsonGuide,
+    LarkGuide,
+    RegexGuide,
+    grammar_guide,
+)
+from onedraw.text.constraints.thinking_budget import single
+from onedraw.text.fake_tokenizer import toy_tokenizer
+from onedraw.text.reasoning import Reasoning
+from onedraw.text.reply_parser import PLAIN, Reading
 from onedraw.text.tokenizer import Tokenizer
-from onedraw.text.toy import toy_tokenizer
 from onedraw.types import Bits, Constraint
 
 TOKENIZER = toy_tokenizer()

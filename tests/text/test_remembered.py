@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from onedraw.text.remembered import CallMemory, Remembered, origin_of, recalled
-from onedraw.text.tool_prompt import prepared
-from onedraw.text.tools import Tool, ToolSyntax
+from onedraw.text.tools.call_cache import CallMemory, Remembered, origin_of, recalled
+from onedraw.text.tools.dialects import Tool, ToolSyntax
+from onedraw.text.tools.prompt import prepared
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 ASSISTANT = {"role": "assistant", "content": "", "tool_calls": [CALL]}

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onedraw.errors import BadParameter
-from onedraw.text.stops import StopFinder
+from onedraw.text.stop_strings import StopFinder
 
 
 def slow(text: str, stops: list[str]) -> tuple[str, str | None]:

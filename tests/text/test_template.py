@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from onedraw.errors import BadRequest, Corrupt
-from onedraw.text.template import ChatTemplate
+from onedraw.text.chat_template import ChatTemplate
 
 CONVERSATIONS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "Hi"}],

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from onedraw.text.toy import toy_tokenizer
-from onedraw.text.trace import Step, Tracer, lines, walk
+from onedraw.text.fake_tokenizer import toy_tokenizer
+from onedraw.text.verify_trace import Step, Tracer, lines, walk
 from onedraw.types import Choice, Draft, History, Row, RowOutcome, SamplingParams
 
 

@@ -22,33 +22,32 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from onedraw.backends.answers import read_choices
 from onedraw.backends.base import Capacity, PageGroup, Ticket
-from onedraw.backends.outcome import row_outcome
+from onedraw.backends.memory_plan import FEWEST_ROWS, most_tokens
 from onedraw.backends.precision import kv_precision
-from onedraw.backends.staging import FEWEST_ROWS, most_tokens
-from onedraw.backends.torch.boundary import current
-from onedraw.backends.torch.codes import KV_DTYPES
+from onedraw.backends.sampled_rows import read_choices, row_outcome
 from onedraw.backends.torch.device import DTYPES, hardware_name
-from onedraw.backends.torch.feed import ArenaFull
-from onedraw.backends.torch.graphs import Recorder, recorders_of
-from onedraw.backends.torch.inputs import Bucket, Inputs, Shape, make_inputs
-from onedraw.backends.torch.layers.linear import strictest
-from onedraw.backends.torch.line import Here, Line, locks_of
-from onedraw.backends.torch.loader import LANE, WeightSource, padded
-from onedraw.backends.torch.ops import Ops, TorchOps
-from onedraw.backends.torch.part import Part
-from onedraw.backends.torch.picking import Picker
-from onedraw.backends.torch.ranking import Drafter, Turned
-from onedraw.backends.torch.runs import CHUNK
-from onedraw.backends.torch.sampler import Sampler
+from onedraw.backends.torch.drafters.base import Drafter, Turned
+from onedraw.backends.torch.model.transformer import Stack, Stream, Watch
+from onedraw.backends.torch.model.weight_loader import LANE, WeightSource, padded
+from onedraw.backends.torch.ops.base import Ops, TorchOps
+from onedraw.backends.torch.ops.plain.linear import strictest
+from onedraw.backends.torch.runner.cuda_graphs import Recorder, recorders_of
+from onedraw.backends.torch.runner.graph_runner import STEPS, SteadyTurns, bucket_of, fault_of, faults_of
+from onedraw.backends.torch.runner.graph_segment import Part
+from onedraw.backends.torch.runner.in_flight import Started, UnderWay
+from onedraw.backends.torch.runner.inputs import Bucket, Inputs, Shape, make_inputs
+from onedraw.backends.torch.runner.pipeline import Here, Line, locks_of
+from onedraw.backends.torch.runner.stage_boundary import current
+from onedraw.backends.torch.runner.stages import Site
+from onedraw.backends.torch.runner.staging_buffers import ArenaFull
+from onedraw.backends.torch.sampling.positions import Picker
+from onedraw.backends.torch.sampling.sampler import Sampler
 from onedraw.backends.torch.selfcheck import RowCheck, self_check
-from onedraw.backends.torch.snapshots import Snapshots
-from onedraw.backends.torch.stack import Stack, Stream, Watch
-from onedraw.backends.torch.stages import Site
-from onedraw.backends.torch.state import KeptLogits, Sizes
-from onedraw.backends.torch.steady import STEPS, SteadyTurns, bucket_of, fault_of, faults_of
-from onedraw.backends.torch.under_way import Started, UnderWay
+from onedraw.backends.torch.state.kv_pages import KV_DTYPES
+from onedraw.backends.torch.state.model_state import KeptLogits, Sizes
+from onedraw.backends.torch.state.recurrent_spans import CHUNK
+from onedraw.backends.torch.state.snapshots import Snapshots
 from onedraw.models.spec import ModelSpec
 from onedraw.types import Choice, Logprobs, Outcome, Plan, RowOutcome
 

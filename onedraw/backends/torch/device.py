@@ -12,12 +12,11 @@ from pathlib import Path
 
 import torch
 
-from onedraw.backends.devices import Device, parse_device
-from onedraw.backends.hardware import cpu_model
+from onedraw.backends.devices import Device, cpu_model, parse_device
 from onedraw.backends.precision import PACKED
-from onedraw.backends.torch.kernels.build import build
-from onedraw.backends.torch.kernels.cpu import CpuOps, Packing
-from onedraw.backends.torch.ops import Ops, TorchOps
+from onedraw.backends.torch.ops.base import Ops, TorchOps
+from onedraw.backends.torch.ops.cpu.build import build
+from onedraw.backends.torch.ops.cpu.ops import CpuOps, Packing
 from onedraw.errors import BadSetting
 
 _FLOATS = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -118,7 +117,7 @@ def why_no_kernels(cache: Path) -> str:
 
 def why_no_blocks() -> str:
     """Why our kernels for packed weights cannot be compiled for a GPU here; nothing where they can."""
-    from onedraw.backends.torch.kernels import nvrtc
+    from onedraw.backends.torch.ops.cuda import nvrtc
 
     return nvrtc.why_not()
 
@@ -162,9 +161,9 @@ def pick_ops(
 
 
 def _cuda_ops(device: torch.device, dtype: torch.dtype, warn: Callable[[str], object], *, packed: bool, cache: Path) -> Ops:
-    from onedraw.backends.torch.kernels import nvrtc
-    from onedraw.backends.torch.kernels.cuda import TritonOps, serves
-    from onedraw.backends.torch.kernels.packed_ops import PackedOps
+    from onedraw.backends.torch.ops.cuda import nvrtc
+    from onedraw.backends.torch.ops.cuda.ops import TritonOps, serves
+    from onedraw.backends.torch.ops.cuda.packed.ops import PackedOps
 
     if serves(device, dtype):
         pdl = torch.cuda.get_device_capability(device) >= (9, 0)

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.base import Finding, SelfCheck
-from onedraw.backends.plan import LOGITS_BYTES
-from onedraw.backends.torch.boundary import current
-from onedraw.backends.torch.feed_forward import Experts
-from onedraw.backends.torch.inputs import Shape, make_inputs
-from onedraw.backends.torch.layers.linear import Linear, RowRule
-from onedraw.backends.torch.ops import Ops, TorchOps
-from onedraw.backends.torch.runs import CHUNK
-from onedraw.backends.torch.stack import Stack
-from onedraw.backends.torch.state import State
+from onedraw.backends.memory_plan import LOGITS_BYTES
+from onedraw.backends.torch.model.feed_forward import Experts
+from onedraw.backends.torch.model.transformer import Stack
+from onedraw.backends.torch.ops.base import Ops, TorchOps
+from onedraw.backends.torch.ops.plain.linear import Linear, RowRule
+from onedraw.backends.torch.runner.inputs import Shape, make_inputs
+from onedraw.backends.torch.runner.stage_boundary import current
+from onedraw.backends.torch.state.model_state import State
+from onedraw.backends.torch.state.recurrent_spans import CHUNK
 from onedraw.types import History, Plan, Row, SamplingParams
 
 ROWS = (1, 2, 5, 16, 64)

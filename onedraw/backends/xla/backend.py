@@ -19,19 +19,16 @@ import numpy as np
 import numpy.typing as npt
 from jaxlib.version import __version__ as jaxlib_version
 
-from onedraw.backends.answers import Integers, Position, read_choices, read_logprobs
 from onedraw.backends.base import Capacity, PageGroup, SelfCheck, Ticket
-from onedraw.backends.outcome import row_outcome
-from onedraw.backends.xla.buckets import CHUNK, make_shape, product_rows, round_up
-from onedraw.backends.xla.counts import LaneCounts
+from onedraw.backends.sampled_rows import Integers, Position, read_choices, read_logprobs, row_outcome
 from onedraw.backends.xla.families import conv_of, require_interpreted
-from onedraw.backends.xla.inputs import Inputs, make_inputs
+from onedraw.backends.xla.inputs import CHUNK, Inputs, make_inputs, make_shape, product_rows, round_up
+from onedraw.backends.xla.model import Stage
 from onedraw.backends.xla.platform import OPTIONS, Array, hardware_name
-from onedraw.backends.xla.sampler import choose, score
+from onedraw.backends.xla.sampler import Recalls, choose, make_wants, score
 from onedraw.backends.xla.selfcheck import self_check
-from onedraw.backends.xla.stack import Stage
 from onedraw.backends.xla.state import nothing_to_copy
-from onedraw.backends.xla.wants import Recalls, make_wants
+from onedraw.backends.xla.token_counts import LaneCounts
 from onedraw.backends.xla.weights import VECTOR, Weights, WeightSource
 from onedraw.models.spec import ModelSpec
 from onedraw.sampling.law import checksum_weights

@@ -1,4 +1,4 @@
-"""Gated DeltaNet in jax: the arithmetic of `backends/torch/layers/delta.py`, its loops walked on the device.
+"""Gated DeltaNet in jax: the arithmetic of `backends/torch/ops/plain/delta.py`, its loops walked on the device.
 
 In: projections of the turn's tokens, the turn's runs (`inputs.py`), a layer's states. Out: what the state gave at every
 token, the states, and what drafts did to them. Everything is float32. Chunks, steps and drafts come one after the other,
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.scipy.linalg import solve_triangular
 
-from onedraw.backends.xla.buckets import CHUNK, Bucket
+from onedraw.backends.xla.inputs import CHUNK, Bucket
 from onedraw.backends.xla.layers import activated, opened, row_sum, times
 from onedraw.backends.xla.platform import Array
 from onedraw.backends.xla.weights import Weights

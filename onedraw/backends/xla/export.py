@@ -18,12 +18,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from onedraw.backends.xla.buckets import Bucket, make_shape
 from onedraw.backends.xla.families import conv_of, require_interpreted
-from onedraw.backends.xla.inputs import make_inputs
+from onedraw.backends.xla.inputs import Bucket, make_inputs, make_shape
+from onedraw.backends.xla.model import Stage, run_layers
 from onedraw.backends.xla.platform import find_devices
 from onedraw.backends.xla.sampler import logits_of
-from onedraw.backends.xla.stack import Stage, run_layers
 from onedraw.backends.xla.weights import WeightSource
 from onedraw.errors import BadSetting, UnsupportedModel
 from onedraw.models.spec import ModelSpec

@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 
 from onedraw.backends.base import Capacity, PageGroup, Ticket
-from onedraw.backends.outcome import row_outcome
-from onedraw.backends.xla.buckets import CHUNK, make_shape
-from onedraw.backends.xla.inputs import Inputs, make_inputs
+from onedraw.backends.sampled_rows import row_outcome
+from onedraw.backends.xla.inputs import CHUNK, Inputs, make_inputs, make_shape
 from onedraw.errors import NotFound, Unsupported, UnsupportedModel
 from onedraw.sampling.law import choice
 from onedraw.types import Outcome, Plan

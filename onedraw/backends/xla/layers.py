@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onedraw.backends.xla.buckets import FEWEST_ROWS, KEYS, Bucket, Shape
+from onedraw.backends.xla.inputs import FEWEST_ROWS, KEYS, Bucket, Shape
 from onedraw.backends.xla.platform import Array
 from onedraw.backends.xla.weights import Weights
 from onedraw.models.spec import Activation, AttentionSpec, Gate, MlpSpec

@@ -13,8 +13,7 @@ from tempfile import TemporaryFile
 import jax
 import jax.numpy as jnp
 
-from onedraw.backends.devices import Device
-from onedraw.backends.hardware import cpu_model, cpu_vectors
+from onedraw.backends.devices import Device, cpu_model, cpu_vectors
 from onedraw.errors import BadSetting
 
 # Masses, checksums and ranked tokens are 64-bit integers (see sampling/law.py).

@@ -1,7 +1,7 @@
 """Choosing tokens on the device for a slab of positions, by the law of `sampling/law.py`.
 
 In: residuals of picked tokens (or logits kept with checkpoints) and Wants. Out: a row of integers per position
-(`backends/answers.py`), the kept logits, and the chosen tokens, which the commit reads without the host in between.
+(`backends/sampled_rows.py`), the kept logits, and the chosen tokens, which the commit reads without the host in between.
 
 One program has everything; what no row of a slab asks for is skipped on the device. Sums over the vocabulary are sums of
 integers and thresholds are found by halving the range of float bits, so nothing depends on the other rows.
@@ -9,16 +9,137 @@ integers and thresholds are found by halving the range of float bits, so nothing
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
 from jax import lax
 
+from onedraw.backends.sampled_rows import Position
+from onedraw.backends.xla.inputs import round_up
 from onedraw.backends.xla.layers import linear, over, rms_norm, times
-from onedraw.backends.xla.noise import gumbel
 from onedraw.backends.xla.platform import Array
-from onedraw.sampling.law import MASS_BITS, NO_TOKEN
+from onedraw.sampling.adjustments import Recall, adjustment, inside
+from onedraw.sampling.law import MASS_BITS, NO_TOKEN, filters
+from onedraw.sampling.noise import BITS, HALF, MULTIPLIERS_32, SHIFTS_32, key
 from onedraw.types import MAX_TOP_LOGPROBS
+
+# -------------------- What the positions of a slab ask of the law, as arrays of fixed shapes.
+
+
+# How many sparse entries a program is compiled for: the smallest that holds them; past the last, a multiple of it.
+SPARSE = (256, 4096, 65536, 2**20)
+OFF = 2.0  # a top-p that filters nothing
+Entries = list[tuple[int, int, float]]
+
+
+class Recalls:
+    """Histories as arrays, one per lane, for DRY. Owner: the sampler."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[str, Recall]] = {}
+
+    def of(self, position: Position) -> Recall | None:
+        if position.params.dry is None:
+            return None
+        known = self._known.get(position.lane)
+        if known is None or known[0] != position.request_id:
+            known = self._known[position.lane] = (position.request_id, Recall())
+        return known[1]
+
+
+def make_wants(
+    positions: Sequence[Position], recalls: Recalls, *, rows: int, vocab: int, width: int, lanes: int
+) -> dict[str, Any]:
+    """Arrays of `rows` rows, of which the first are the positions and the others ask for nothing."""
+    wants = _dense(positions, rows, vocab, lanes)
+    host = [adjustment(p.params, p.history, p.drafts, recalls.of(p)) for p in positions]
+    bias: Entries = [(row, t, v) for row, p in enumerate(positions) for t, v in p.params.logit_bias if 0 <= t < vocab]
+    lost: Entries = [(row, token, value) for row, known in enumerate(host) for token, value in known.penalized]
+    banned: Entries = [(row, token, 0.0) for row, known in enumerate(host) for token in inside(known.banned, vocab)]
+    drafted: Entries = [(row, token, 1.0) for row, p in enumerate(positions) if p.params.counts_history for token in p.drafts]
+    most = max(map(len, (bias, lost, banned, drafted)))
+    size = next((size for size in SPARSE if size >= most), round_up(most, SPARSE[-1]))
+    for name, entries in (("bias", bias), ("lost", lost), ("banned", banned), ("drafted", drafted)):
+        places = np.full(size, rows * width, dtype=np.int32)
+        values = np.zeros(size, dtype=np.float32)
+        if entries:
+            at, tokens, by = zip(*entries, strict=True)
+            places[: len(entries)] = np.asarray(at) * width + np.asarray(tokens)
+            values[: len(entries)] = by
+        wants[f"{name}_at"], wants[f"{name}_by"], wants[f"{name}_any"] = places, values, np.bool_(bool(entries))
+    words = np.zeros((rows, width // 32), dtype=np.uint32)
+    for row, known in enumerate(host):
+        if known.allowed is not None:
+            wants["constrained"][row] = True
+            words[row, : len(known.allowed)] = known.allowed[: width // 32]
+    wants["allowed"] = words
+    return wants
+
+
+def _dense(positions: Sequence[Position], rows: int, vocab: int, lanes: int) -> dict[str, Any]:
+    """A number per row for every parameter; neutral behind the last position."""
+
+    def column(values: Sequence[Any], neutral: Any, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        return np.asarray([*values, *[neutral] * (rows - len(values))], dtype=dtype)
+
+    params = [p.params for p in positions]
+    asked = [filters(p, vocab) for p in params]
+    float32, boolean = np.float32, np.bool_
+    shares = [f.top_p if f.top_p < 1 else OFF for f in asked]
+    words = [key(p.params.seed, p.at) for p in positions]
+    raw = [p.logprobs is not None and p.logprobs_mode == "raw" for p in params]
+    lawful = [p.logprobs is not None and p.logprobs_mode == "processed" for p in params]
+    return {
+        "keys": np.asarray([*words, *[(0, 0)] * (rows - len(words))], dtype=np.uint32),
+        "noisy": column([not p.greedy for p in params], False, boolean),
+        "divisor": column([f.divisor for f in asked], 1.0, float32),
+        "limit": column([f.limit for f in asked], np.inf, float32),
+        "top_k": column([f.top_k for f in asked], 0, np.int64),
+        "top_p": column(shares, OFF, np.float64),
+        "lane": column([p.lane for p in positions], lanes, np.int32),
+        "counting": column([p.counts_history for p in params], False, boolean),
+        "repetition": column([p.repetition_penalty for p in params], 1.0, float32),
+        "frequency": column([p.frequency_penalty for p in params], 0.0, float32),
+        "presence": column([p.presence_penalty for p in params], 0.0, float32),
+        "constrained": np.zeros(rows, dtype=boolean),
+        "raw": column(raw, False, boolean),
+        "lawful": column(lawful, False, boolean),
+        "top": np.int32(max((p.logprobs or 0 for p in params), default=0)),
+        "summed": np.bool_(any(p.checksums for p in params)),
+    }
+
+
+# -------------------- The noise of `sampling/noise.py` for many positions at once: the same integers, XLA's loga
+
+
+def uniform_bits(keys: Array, vocab: int) -> Array:
+    """24 uniform bits for every token id.   [C, 2] uint32 -> [C, V] uint32"""
+    words = jnp.arange(vocab, dtype=jnp.uint32)[None] ^ keys[:, :1]
+    words = _mix32(words) + keys[:, 1:]
+    return _mix32(words) >> (32 - BITS)
+
+
+def gumbel(keys: Array, vocab: int) -> Array:
+    """-log(-log u) for every token id.   [C, 2] uint32 -> [C, V] float32"""
+    bits = uniform_bits(keys, vocab)
+    whole = bits.astype(jnp.float32)
+    below = (whole + 0.5) * 2.0**-BITS  # u, exact in the lower half
+    above = jnp.minimum((2.0**BITS - whole - 0.5) * 2.0**-BITS, 0.5)  # 1 - u, exact in the upper half
+    return -jnp.log(-jnp.where(bits < HALF, jnp.log(below), jnp.log1p(-above)))
+
+
+def _mix32(words: Array) -> Array:
+    first, second, third = SHIFTS_32
+    words = (words ^ words >> first) * jnp.uint32(MULTIPLIERS_32[0])
+    words = (words ^ words >> second) * jnp.uint32(MULTIPLIERS_32[1])
+    return words ^ words >> third
+
+
+# -------------------- Choosing tokens on the device for a slab of positions, by the law of `sampling/law.py`.
+
 
 Wants = dict[str, Any]
 NO_BITS = 0x7F800000  # of infinity: no deficit has more

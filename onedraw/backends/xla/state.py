@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onedraw.backends.xla import delta
-from onedraw.backends.xla.buckets import Shape
+from onedraw.backends.xla.inputs import Shape
 from onedraw.backends.xla.platform import DTYPES, Array
 from onedraw.backends.xla.weights import Weights
 from onedraw.errors import NoRoom

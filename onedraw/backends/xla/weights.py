@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from onedraw.backends.xla.buckets import round_up
+from onedraw.backends.xla.inputs import round_up
 from onedraw.backends.xla.platform import DTYPES, Array
 from onedraw.models.source import Tensor as Stored
 from onedraw.models.spec import AttentionSpec, MlpSpec, ModelSpec, RopeSpec

@@ -1,6 +1,6 @@
 """The CUDA source of packed products on a CPU, for tests: the same code but for its single instructions, block by block.
 
-In: `packed_rows.cu` and its siblings. Out: `install`, after which `packed_rows.py` launches kernels that a C++ compiler made of
+In: `few_rows.cu` and its siblings. Out: `install`, after which `packed_rows.py` launches kernels that a C++ compiler made of
 them, on tensors of the CPU. `emulated.h` says what stands for a GPU's threads and for its matrix unit.
 """
 
@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from onedraw.backends.torch.kernels import packed_rows
-from onedraw.backends.torch.kernels.nvrtc import read_source
+from onedraw.backends.torch.ops.cuda.nvrtc import read_source
+from onedraw.backends.torch.ops.cuda.packed import few_rows as packed_rows
 
 _PROBE = "#include <ucontext.h>\nint main() { ucontext_t u; return getcontext(&u) + (int)(_Float16)0; }\n"
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from onedraw.backends.answers import Position
-from onedraw.backends.torch.sampler import Sampler
+from onedraw.backends.sampled_rows import Position
+from onedraw.backends.torch.sampling.sampler import Sampler
 from onedraw.sampling.law import choice, law
 from onedraw.sampling.noise import gumbel
-from onedraw.text.constraints import packed
+from onedraw.text.constraints.base import packed
 from onedraw.types import Bits, Choice, DryParams, History, Logprobs, SamplingParams
 
 NEAR = 5e-6  # two values this close under noise may change places between backends, whose logarithms differ

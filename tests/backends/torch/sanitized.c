@@ -5,9 +5,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "choose.h"
+#include "sampling.h"
 #include "delta.h"
-#include "layer.h"
+#include "fused_layers.h"
 
 long INTERNAL(onedraw_packed_bytes)(long kind, long rows, long in);
 void INTERNAL(onedraw_pack)(const uint8_t *stored, uint8_t *panels, long kind, long rows, long in, long height, team *t);

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from onedraw.backends.answers import Position
-from onedraw.backends.torch.kernels import build as builder
-from onedraw.backends.torch.kernels.choosing import WISH, CpuSampler
-from onedraw.backends.torch.kernels.library import Kernels, runnable
+from onedraw.backends.sampled_rows import Position
+from onedraw.backends.torch.ops.cpu import build as builder
+from onedraw.backends.torch.ops.cpu.library import Kernels, runnable
+from onedraw.backends.torch.ops.cpu.sampler import WISH, CpuSampler
 from onedraw.sampling.noise import gumbel
 from onedraw.settings import default_cache_dir
 from onedraw.types import History, SamplingParams

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from onedraw.backends.torch.codes import KV_DTYPES, LARGEST, encode
-from onedraw.backends.torch.ops import TorchOps
-from onedraw.backends.torch.pages import PageStore, write_places
+from onedraw.backends.torch.ops.base import TorchOps
+from onedraw.backends.torch.state.kv_pages import KV_DTYPES, LARGEST, PageStore, encode, write_places
 from onedraw.models.spec import AttentionSpec, RopeSpec
 from tests.backends.torch.test_kernels import SPECS, attention_case, kernels
 
@@ -101,9 +100,9 @@ def test_numbers_are_rounded_to_narrow_ones_as_torch_rounds_them() -> None:
 
 
 def value_pages(ops: object, spec: AttentionSpec, values: torch.Tensor, kept: torch.dtype) -> PageStore:
-    from onedraw.backends.torch.inputs import Shape, make_inputs
-    from onedraw.backends.torch.layers.linear import RowRule
-    from onedraw.backends.torch.layers.rope import rope_table
+    from onedraw.backends.torch.ops.plain.linear import RowRule
+    from onedraw.backends.torch.ops.plain.norm_and_rope import rope_table
+    from onedraw.backends.torch.runner.inputs import Shape, make_inputs
     from onedraw.types import Plan
     from tests.backends.torch.test_kernels import _row
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from onedraw.backends.torch.kernels.cuda import TritonOps
-from onedraw.backends.torch.kernels.triton_delta import why_not
-from onedraw.backends.torch.loader import Loader
-from onedraw.backends.torch.mixers import Delta
+from onedraw.backends.torch.model.mixers import Delta
+from onedraw.backends.torch.model.weight_loader import Loader
+from onedraw.backends.torch.ops.cuda.delta import why_not
+from onedraw.backends.torch.ops.cuda.ops import TritonOps
 from onedraw.errors import UnsupportedModel
 from onedraw.models.source import Tensor as Stored
 from onedraw.models.spec import DeltaSpec

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from onedraw.backends.torch.device import pick_ops
-from onedraw.backends.torch.inputs import Shape, make_inputs
-from onedraw.backends.torch.lanes import Kept, LaneStore
-from onedraw.backends.torch.layers.delta import DeltaWeights
-from onedraw.backends.torch.layers.linear import RowRule
-from onedraw.backends.torch.ops import Ops, TorchOps
+from onedraw.backends.torch.ops.base import Ops, TorchOps
+from onedraw.backends.torch.ops.plain.delta import DeltaWeights
+from onedraw.backends.torch.ops.plain.linear import RowRule
+from onedraw.backends.torch.runner.inputs import Shape, make_inputs
+from onedraw.backends.torch.state.recurrent_state import Kept, LaneStore
 from onedraw.models.spec import DeltaSpec
 from onedraw.settings import default_cache_dir
 from onedraw.types import Draft, History, Plan, Row, SamplingParams, Save

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import onedraw
-from onedraw.backends.torch.drafter import DflashDrafter
+from onedraw.backends.torch.drafters.dflash import DflashDrafter
 from tests import tiny, tiny_drafters
 
 WIDTH = 64  # of the target's residual stream

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onedraw.backends.torch import noise
-from onedraw.backends.torch.exact import Scratch, apply_elementwise, first_best, likeliest, masses, padded, reach
+from onedraw.backends.torch.sampling import sampler as noise
+from onedraw.backends.torch.sampling.exact import Scratch, apply_elementwise, first_best, likeliest, masses, padded, reach
 from onedraw.sampling import law
 from onedraw.sampling.noise import gumbel, key, uniform_bits
 

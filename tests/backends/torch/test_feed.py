@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from onedraw.backends.torch.feed import Arena, ArenaFull
-from onedraw.backends.torch.graphs import Replays, Straight
+from onedraw.backends.torch.runner.cuda_graphs import Replays, Straight
+from onedraw.backends.torch.runner.staging_buffers import Arena, ArenaFull
 
 CPU = torch.device("cpu")
 

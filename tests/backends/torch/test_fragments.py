@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from onedraw.backends.packing import SPANS, UNIT_ROWS, span_bytes, unit_bytes
-from onedraw.backends.torch.kernels import fragments as fragments_module
-from onedraw.backends.torch.kernels.fragments import Fragments, empty_fragments, fill_fragments, slices_of
+from onedraw.backends.torch.ops.cuda.packed import tensor_core_layout as fragments_module
+from onedraw.backends.torch.ops.cuda.packed.tensor_core_layout import Fragments, empty_fragments, fill_fragments, slices_of
 from onedraw.checkpoints.quants import KINDS, dequantize_into
-from onedraw.checkpoints.random_blocks import random_blocks
+from onedraw.checkpoints.random_weights import random_blocks
 
 CPU = torch.device("cpu")
 KINDS_HERE = tuple(SPANS)

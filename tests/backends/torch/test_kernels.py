@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from onedraw.backends.torch.inputs import Shape, make_inputs
-from onedraw.backends.torch.kernels import build as builder
-from onedraw.backends.torch.kernels.build import build
-from onedraw.backends.torch.kernels.cpu import CpuOps
-from onedraw.backends.torch.layers.linear import RowRule
-from onedraw.backends.torch.layers.rope import rope_table
-from onedraw.backends.torch.ops import Ops, TorchOps
-from onedraw.backends.torch.pages import PageStore
+from onedraw.backends.torch.ops.base import Ops, TorchOps
+from onedraw.backends.torch.ops.cpu import build as builder
+from onedraw.backends.torch.ops.cpu.build import build
+from onedraw.backends.torch.ops.cpu.ops import CpuOps
+from onedraw.backends.torch.ops.plain.linear import RowRule
+from onedraw.backends.torch.ops.plain.norm_and_rope import rope_table
+from onedraw.backends.torch.runner.inputs import Shape, make_inputs
+from onedraw.backends.torch.state.kv_pages import PageStore
 from onedraw.models.spec import AttentionSpec, RopeSpec
 from onedraw.settings import default_cache_dir
 from onedraw.types import History, Plan, Row, SamplingParams
@@ -34,7 +34,7 @@ def kernels(threads: int = 2) -> CpuOps:
 
 TWIN = TorchOps(torch.device("cpu"))
 BUILDS = """
-import sys; from pathlib import Path; import torch; from onedraw.backends.torch.kernels import build as builder
+import sys; from pathlib import Path; import torch; from onedraw.backends.torch.ops.cuda import build as builder
 builder.PATHS = {'portable': ()}  # the quickest
 sys.exit(builder.build(Path(sys.argv[1])).library is None)
 """

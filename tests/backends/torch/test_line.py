@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 
 from onedraw.backends.torch.device import find_devices, on_cores, set_threads
-from onedraw.backends.torch.line import Line
+from onedraw.backends.torch.runner.pipeline import Line
 from onedraw.errors import BadSetting
 
 PATIENCE = 120.0  # seconds

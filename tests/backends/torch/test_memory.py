@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from onedraw.backends.plan import memory_plan
+from onedraw.backends.memory_plan import memory_plan
 from onedraw.backends.torch.backend import TorchBackend
-from onedraw.checkpoints.random import random_weights
+from onedraw.checkpoints.random_weights import random_weights
 from onedraw.errors import NoRoom
 from onedraw.models.spec import DeltaSpec
 from tests import tiny_modern

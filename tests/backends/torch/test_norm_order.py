@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from onedraw.backends.torch.kernels import triton_norm
+from onedraw.backends.torch.ops.cuda import norm as triton_norm
 from tests.backends.torch.compiling import compiled
 
 

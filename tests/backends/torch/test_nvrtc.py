@@ -21,9 +21,9 @@ import torch
 import triton
 
 from onedraw.backends.packing import SPANS
-from onedraw.backends.torch.kernels import nvrtc
-from onedraw.backends.torch.kernels.packed_rows import EXPERTS, OPENED, PRODUCT, _group_defines
-from onedraw.backends.torch.kernels.shares import share_out
+from onedraw.backends.torch.ops.cuda import nvrtc
+from onedraw.backends.torch.ops.cuda.packed.few_rows import EXPERTS, OPENED, PRODUCT, _group_defines
+from onedraw.backends.torch.ops.cuda.packed.work_split import share_out
 from onedraw.checkpoints.quants import KINDS
 from onedraw.errors import BadSetting
 
@@ -144,7 +144,7 @@ def test_what_the_driver_does_not_load_is_compiled_anew_once(
     assert driver.offered == [bad, made]
     assert kept().read_bytes().startswith(made)
     driver = _Driver(lambda code: False)
-    with pytest.raises(RuntimeError, match=r"loading packed_opened.cu: .* \(200\)"):
+    with pytest.raises(RuntimeError, match=r"loading dequantize.cu: .* \(200\)"):
         nvrtc.Module(OPENED, torch.device("cuda:0"), {"KIND": 12})
     assert len(driver.offered) == 2
 
@@ -220,7 +220,7 @@ def test_whoever_counts_last_has_seen_what_the_others_wrote() -> None:
 @needs_compiler
 def test_a_source_that_does_not_compile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "_kept", [])
-    with pytest.raises(BadSetting, match=r"does not compile packed_rows.cu .*-DKIND=12 .*--dtype bf16"):
+    with pytest.raises(BadSetting, match=r"does not compile few_rows.cu .*-DKIND=12 .*--dtype bf16"):
         nvrtc.compile_source(PRODUCT, "sm_90", {"KIND": 12, "TILES": 1})  # the other numbers are missing
 
 
@@ -248,8 +248,8 @@ def test_a_card_newer_than_the_compiler_has_machine_code_of_its_generation(monke
 
 def test_sources_are_read_alike_where_nobody_speaks_unicode() -> None:
     """They have signs in their comments, and some of them stand in others."""
-    names = ("wide.cu", PRODUCT)
-    said = "from onedraw.backends.torch.kernels.nvrtc import read_source as read; print(sum(len(read(n)) for n in NAMES))"
+    names = ("many_rows_hopper.cu", PRODUCT)
+    said = "from onedraw.backends.torch.ops.cuda.nvrtc import read_source as read; print(sum(len(read(n)) for n in NAMES))"
     env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     found = subprocess.run(
         [sys.executable, "-c", f"NAMES = {names}; {said}"], env=env, capture_output=True, text=True, check=False

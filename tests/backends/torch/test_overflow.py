@@ -10,10 +10,10 @@ import torch
 
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import pick_ops
-from onedraw.backends.torch.feed_forward import FeedForward
-from onedraw.backends.torch.ops import TorchOps
+from onedraw.backends.torch.model.feed_forward import FeedForward
+from onedraw.backends.torch.ops.base import TorchOps
 from onedraw.checkpoints.base import open_checkpoint
-from onedraw.models.loading import describe
+from onedraw.models.model_info import describe
 from onedraw.settings import default_cache_dir
 from onedraw.types import History, Plan, Request, Row, RowOutcome, SamplingParams
 from tests import tiny

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from onedraw.backends.torch.kernels.build import build
-from onedraw.backends.torch.kernels.cpu import CpuOps, Packing
-from onedraw.backends.torch.kernels.library import runnable
-from onedraw.backends.torch.kernels.products import CpuLinear
+from onedraw.backends.torch.ops.cpu.build import build
+from onedraw.backends.torch.ops.cpu.library import runnable
+from onedraw.backends.torch.ops.cpu.ops import CpuOps, Packing
+from onedraw.backends.torch.ops.cpu.packed_linear import CpuLinear
 from onedraw.checkpoints.quants import KINDS, dequantize_into
 from onedraw.checkpoints.tensor import StoredTensor
 from onedraw.settings import default_cache_dir

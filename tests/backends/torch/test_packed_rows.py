@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.packing import SPAN, SPANS
-from onedraw.backends.torch.kernels import packed_rows, shares
-from onedraw.backends.torch.kernels.courier import Courier
-from onedraw.backends.torch.kernels.fragments import Fragments, empty_fragments, fill_fragments
-from onedraw.backends.torch.kernels.opening import opened_slowly
-from onedraw.backends.torch.kernels.packed_linear import bring_fragments
-from onedraw.backends.torch.kernels.packed_rows import grouped_product, opened, skinny_product, unpacked_rows
-from onedraw.backends.torch.kernels.shares import GROUP_BLOCKS, RESERVED, group_fits, share_group, tiles_of
-from onedraw.backends.torch.kernels.spans import Prepared, prepared_slowly, product_slowly
-from onedraw.backends.torch.kernels.triton_moe import Routes
+from onedraw.backends.torch.ops.cuda.experts import Routes
+from onedraw.backends.torch.ops.cuda.packed import few_rows as packed_rows
+from onedraw.backends.torch.ops.cuda.packed import work_split as shares
+from onedraw.backends.torch.ops.cuda.packed.activations import Prepared, prepared_slowly, product_slowly
+from onedraw.backends.torch.ops.cuda.packed.few_rows import grouped_product, opened, skinny_product, unpacked_rows
+from onedraw.backends.torch.ops.cuda.packed.linear import Courier, bring_fragments
+from onedraw.backends.torch.ops.cuda.packed.tensor_core_layout import Fragments, empty_fragments, fill_fragments
+from onedraw.backends.torch.ops.cuda.packed.work_split import GROUP_BLOCKS, RESERVED, group_fits, share_group, tiles_of
 from onedraw.checkpoints.quants import KINDS, dequantize_into
-from onedraw.checkpoints.random_blocks import random_blocks
+from onedraw.checkpoints.random_weights import random_blocks
 from onedraw.checkpoints.tensor import StoredTensor
-from onedraw.models.views import Scaled
+from onedraw.models.tensor_views import Scaled
 from tests.backends.torch import emulated
+from tests.reference.packed_blocks import opened_slowly
 
 pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler here")
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from onedraw.backends.torch.pages import PageStore
+from onedraw.backends.torch.state.kv_pages import PageStore
 from onedraw.models.spec import AttentionSpec, RopeSpec
 
 SPEC = AttentionSpec(heads=4, kv_heads=2, head_dim=8, rope=RopeSpec(1e4, 8), scale=1.0)

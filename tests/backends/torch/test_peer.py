@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import transformers
 
-from onedraw.backends.torch.peer import COUNTED, LONGEST_PROMPT, WARMING, transformers_rates
-from onedraw.checkpoints.shapes import SHAPES
+from onedraw.checkpoints.random_shapes import SHAPES
+from onedraw.lab.transformers_peer import COUNTED, LONGEST_PROMPT, WARMING, transformers_rates
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
 

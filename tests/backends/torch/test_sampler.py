@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onedraw.backends.answers import Position
-from onedraw.backends.torch import noise
-from onedraw.backends.torch.counts import LaneCounts, Mark, Place
-from onedraw.backends.torch.sampler import Sampler
+from onedraw.backends.sampled_rows import Position
+from onedraw.backends.torch.sampling import sampler as noise
+from onedraw.backends.torch.sampling.sampler import Sampler
+from onedraw.backends.torch.sampling.token_counts import LaneCounts, Mark, Place
 from onedraw.sampling.law import logprobs
 from onedraw.sampling.noise import key
 from onedraw.types import Choice, History, SamplingParams

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from onedraw.backends.torch.kernels import build as builder
-from onedraw.backends.torch.kernels.library import runnable
+from onedraw.backends.torch.ops.cpu import build as builder
+from onedraw.backends.torch.ops.cpu.library import runnable
 from onedraw.settings import default_cache_dir
 
 LIBRARY = builder.build(default_cache_dir()).library

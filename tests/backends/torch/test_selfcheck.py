@@ -16,16 +16,16 @@ from torch import Tensor
 from onedraw.backends.torch import selfcheck
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import pick_ops
-from onedraw.backends.torch.experts import Bank
-from onedraw.backends.torch.inputs import Inputs
-from onedraw.backends.torch.kernels import packed_rows
-from onedraw.backends.torch.kernels.packed_ops import PackedOps
-from onedraw.backends.torch.kernels.triton_linear import MOST_TILED, choose_tile, tile_borders
-from onedraw.backends.torch.kernels.triton_moe import route_borders
-from onedraw.backends.torch.layers.linear import Linear, RowRule
-from onedraw.backends.torch.ops import TorchOps
+from onedraw.backends.torch.ops.base import TorchOps
+from onedraw.backends.torch.ops.cuda.experts import route_borders
+from onedraw.backends.torch.ops.cuda.linear import MOST_TILED, choose_tile, tile_borders
+from onedraw.backends.torch.ops.cuda.packed import few_rows as packed_rows
+from onedraw.backends.torch.ops.cuda.packed.ops import PackedOps
+from onedraw.backends.torch.ops.plain.experts import Bank
+from onedraw.backends.torch.ops.plain.linear import Linear, RowRule
+from onedraw.backends.torch.runner.inputs import Inputs
 from onedraw.checkpoints.base import open_checkpoint
-from onedraw.models.loading import describe
+from onedraw.models.model_info import describe
 from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec
 from onedraw.settings import default_cache_dir
 from tests import tiny

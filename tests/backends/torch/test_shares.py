@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onedraw.backends.torch.kernels.shares import Share, buffer_bytes, rows_at_once, share_out, tiles_of
+from onedraw.backends.torch.ops.cuda.packed.work_split import Share, buffer_bytes, rows_at_once, share_out, tiles_of
 
 LARGE, SMALL = 227 << 10, 99 << 10  # bytes of shared memory of an sm_90 and of an sm_86
 

@@ -6,9 +6,13 @@ import pytest
 import torch
 import triton
 
-from onedraw.backends.torch.kernels import triton_attention, triton_delta_chunks, triton_linear, triton_moe, triton_own
-from onedraw.backends.torch.kernels.triton_linear import SMALL_SHARED, choose_tile
-from onedraw.backends.torch.kernels.views import Heads
+from onedraw.backends.torch.ops.cuda import attention as triton_attention
+from onedraw.backends.torch.ops.cuda import delta_chunked as triton_delta_chunks
+from onedraw.backends.torch.ops.cuda import experts as triton_moe
+from onedraw.backends.torch.ops.cuda import linear as triton_linear
+from onedraw.backends.torch.ops.cuda import tree_attention as triton_own
+from onedraw.backends.torch.ops.cuda.attention_inputs import Heads
+from onedraw.backends.torch.ops.cuda.linear import SMALL_SHARED, choose_tile
 from tests.backends.torch.compiling import compiled
 
 SM86 = 86

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from onedraw.backends.torch.loader import LANE, Loader
-from onedraw.backends.torch.ops import TorchOps
-from onedraw.backends.torch.stack import Stack
-from onedraw.backends.torch.stages import Site
-from onedraw.checkpoints.random import random_weights
+from onedraw.backends.torch.model.transformer import Stack
+from onedraw.backends.torch.model.weight_loader import LANE, Loader
+from onedraw.backends.torch.ops.base import TorchOps
+from onedraw.backends.torch.runner.stages import Site
+from onedraw.checkpoints.random_weights import random_weights
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 
 CPU = torch.device("cpu")

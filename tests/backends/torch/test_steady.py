@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from onedraw.backends.torch.graphs import Replays, recorders_of
-from onedraw.backends.torch.ops import TorchOps
-from onedraw.backends.torch.stages import Site
-from onedraw.backends.torch.steady import Place, bucket_of, rehearsed_places
+from onedraw.backends.torch.ops.base import TorchOps
+from onedraw.backends.torch.runner.cuda_graphs import Replays, recorders_of
+from onedraw.backends.torch.runner.graph_runner import Place, bucket_of, rehearsed_places
+from onedraw.backends.torch.runner.stages import Site
 from onedraw.types import Draft, DryParams, History, PageCopy, Plan, Row, SamplingParams, Save
 
 ROW = Row("r", 0, ((0, 1),), 20, (5,), (), 20, True, SamplingParams(), History((1,) * 20, [5]))

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from onedraw.backends.torch.kernels.triton_attention import block_keys, split_of
-from onedraw.backends.torch.kernels.triton_linear import SMALL_SHARED, choose_tile
+from onedraw.backends.torch.ops.cuda.attention import block_keys, split_of
+from onedraw.backends.torch.ops.cuda.linear import SMALL_SHARED, choose_tile
 
 LARGE_SHARED = 227 * 1024
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from onedraw.backends.packing import SPANS
-from onedraw.backends.torch.kernels import nvrtc, wide
-from onedraw.backends.torch.kernels.spans import _prepare
-from onedraw.backends.torch.kernels.triton_linear import SMALL_SHARED
-from onedraw.backends.torch.kernels.triton_wide import WideTile, _wide
+from onedraw.backends.torch.ops.cuda import nvrtc
+from onedraw.backends.torch.ops.cuda.linear import SMALL_SHARED
+from onedraw.backends.torch.ops.cuda.packed import many_rows_hopper as wide
+from onedraw.backends.torch.ops.cuda.packed.activations import _prepare
+from onedraw.backends.torch.ops.cuda.packed.many_rows import WideTile, _wide
 from tests.backends.torch import emulated
 from tests.backends.torch.compiling import compiled
 
@@ -71,5 +72,5 @@ def test_rows_are_prepared_by_kernels_that_compile_for_cards_that_are_not_here(s
 @pytest.mark.skipif(nvrtc.compiler() is None, reason="no NVRTC here")
 @pytest.mark.parametrize(("per", "minima"), [(1, True), (8, True)])
 def test_the_wide_product_of_hopper_compiles_and_its_stages_fit(per: int, minima: bool) -> None:
-    assert nvrtc.compile_source("wide.cu", "sm_90a", wide.defines(per, minima, torch.bfloat16))
+    assert nvrtc.compile_source("many_rows_hopper.cu", "sm_90a", wide.defines(per, minima, torch.bfloat16))
     assert wide.shared_bytes(per) <= LARGE_SHARED

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from onedraw.backends.torch.feed import Direct
-from onedraw.backends.torch.inputs import Bucket, Shape, Span, fed_layout
-from onedraw.backends.torch.kernels.triton_attention import OWN, SHARED, TILE_WORDS
-from onedraw.backends.torch.kernels.views import Heads, device_view, host_view
-from onedraw.backends.torch.layers.linear import RowRule
+from onedraw.backends.torch.ops.cuda.attention import OWN, SHARED, TILE_WORDS
+from onedraw.backends.torch.ops.cuda.attention_inputs import Heads, device_view, host_view
+from onedraw.backends.torch.ops.plain.linear import RowRule
+from onedraw.backends.torch.runner.inputs import Bucket, Shape, Span, fed_layout
+from onedraw.backends.torch.runner.staging_buffers import Direct
 from onedraw.types import Draft
 
 TREE = tuple(Draft(i, -1 if i < 4 else (i - 4) // 2) for i in range(21))

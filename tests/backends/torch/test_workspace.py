@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 
+from onedraw.backends.memory_plan import OPENED_BYTES, PARTS_BYTES
 from onedraw.backends.packing import SPANS, parts_bytes
-from onedraw.backends.plan import OPENED_BYTES, PARTS_BYTES
-from onedraw.backends.torch.kernels import packed_rows
-from onedraw.backends.torch.kernels.fragments import Fragments, empty_fragments
-from onedraw.backends.torch.kernels.packed_linear import PackedLinear
-from onedraw.backends.torch.kernels.packed_ops import PackedOps
-from onedraw.backends.torch.kernels.packed_rows import JOINED, JOINS, PDL
-from onedraw.backends.torch.kernels.shares import tiles_of
-from onedraw.backends.torch.kernels.spans import Opened, Ready, empty_prepared
-from onedraw.backends.torch.kernels.wide import TILE
-from onedraw.backends.torch.kernels.workspace import Workspace
+from onedraw.backends.torch.ops.cuda.packed import few_rows as packed_rows
+from onedraw.backends.torch.ops.cuda.packed.activations import Opened, Ready, empty_prepared
+from onedraw.backends.torch.ops.cuda.packed.few_rows import JOINED, JOINS, PDL
+from onedraw.backends.torch.ops.cuda.packed.linear import PackedLinear
+from onedraw.backends.torch.ops.cuda.packed.many_rows_hopper import TILE
+from onedraw.backends.torch.ops.cuda.packed.ops import PackedOps
+from onedraw.backends.torch.ops.cuda.packed.tensor_core_layout import Fragments, empty_fragments
+from onedraw.backends.torch.ops.cuda.packed.work_split import tiles_of
+from onedraw.backends.torch.ops.cuda.packed.workspace import Workspace
 from tests.packed import stored
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ import jax
 from onedraw.backends.xla.backend import Site, XlaBackend
 from onedraw.backends.xla.platform import keep_compiled
 from onedraw.checkpoints.base import open_checkpoint
-from onedraw.models.loading import describe
+from onedraw.models.model_info import describe
 
 jax.config.update("jax_num_cpu_devices", 8)  # virtual ones, for splits; read before the first device is asked for
 COMPILED = tempfile.TemporaryDirectory()  # a program that two tests of a process need is compiled once

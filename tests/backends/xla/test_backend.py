@@ -11,7 +11,7 @@ from jaxlib.version import __version__ as jaxlib_version
 from tests.backends.xla.making import xla_backend
 
 # isort: split
-from onedraw.backends.hardware import cpu_model, cpu_vectors
+from onedraw.backends.devices import cpu_model, cpu_vectors
 from tests import tiny
 from tests.laws.harness import Schedule, run
 from tests.laws.test_xla import conversation

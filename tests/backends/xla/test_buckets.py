@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onedraw.backends.xla.buckets import CHUNK, FEWEST_ROWS, KEYS, MOST_ROWS, Shape, make_shape
+from onedraw.backends.xla.inputs import CHUNK, FEWEST_ROWS, KEYS, MOST_ROWS, Shape, make_shape
 
 
 def shape_of(lanes: int, *, rows: int | None = None, drafts: int = 64, turn_tokens: int = 512) -> Shape:

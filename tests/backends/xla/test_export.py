@@ -16,8 +16,8 @@ from tests.backends.xla.making import xla_backend
 pytest.importorskip("iree.runtime", reason='an export is run by IREE: pip install "onedraw[xla]"')
 
 from onedraw.backends.xla.iree import IreeBackend, Runtime
+from onedraw.build.xla import export_graphs
 from onedraw.cli.main import main
-from onedraw.compiling import export_graphs
 from onedraw.errors import BadSetting, NotFound, UnsupportedModel
 from onedraw.settings import Settings
 from onedraw.types import Request, SamplingParams

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from onedraw.assemble import open_door
 from onedraw.backends.devices import parse_device
-from onedraw.compiling import export_graphs, xla_settings
+from onedraw.build.llm import open_door
+from onedraw.build.xla import export_graphs, xla_settings
 from onedraw.errors import BadSetting
 from onedraw.settings import Settings
 

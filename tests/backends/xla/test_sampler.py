@@ -15,12 +15,10 @@ from tests.backends.xla import making
 import jax
 import jax.numpy as jnp
 
-from onedraw.backends.answers import Position, read_choices
-from onedraw.backends.xla import wants
-from onedraw.backends.xla.counts import LaneCounts
-from onedraw.backends.xla.noise import uniform_bits
-from onedraw.backends.xla.sampler import answer, reach
-from onedraw.backends.xla.wants import Recalls, make_wants
+from onedraw.backends.sampled_rows import Position, read_choices
+from onedraw.backends.xla import sampler as wants
+from onedraw.backends.xla.sampler import Recalls, answer, make_wants, reach, uniform_bits
+from onedraw.backends.xla.token_counts import LaneCounts
 from onedraw.sampling.law import checksum_weights
 from onedraw.sampling.noise import key
 from onedraw.sampling.noise import uniform_bits as defined_bits

@@ -1,0 +1,124 @@
+"""What all drafters on the device share: what they are asked, and the way from their logits to ranked candidates.
+
+In: logits of drafted positions and the rows they belong to. Out: (token, score) per position, best first. The sharpness s
+of `s · log q + g` follows measured acceptance: mostly the best of a few values, now and then another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from onedraw.backends.torch.runner.inputs import Inputs
+from onedraw.backends.torch.state.model_state import State
+from onedraw.sampling.draft_ranking import Tally, rank
+from onedraw.types import Draft, Plan, Row, RowOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class Turned:
+    """What a turn gave, as a drafter sees it."""
+
+    plan: Plan
+    inputs: Inputs
+    hidden: Tensor  # [T, E] after the last norm
+    features: list[Tensor]  # [T, E] per captured layer
+    rows: tuple[RowOutcome, ...]
+
+
+class Drafter(Protocol):
+    """Guesses on the device, from what the target computed. It may be wrong; it cannot change a token."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def captures(self) -> tuple[int, ...]:
+        """Layers of the target whose outputs it wants."""
+        ...
+
+    @property
+    def lookahead(self) -> int:
+        """Positions past a row that it writes to."""
+        ...
+
+    @property
+    def state(self) -> State:
+        """Its pages, numbered like those of the target's first group."""
+        ...
+
+    def open(self, rows: Sequence[Row]) -> None:
+        """Before a turn: copy what rows want copied."""
+        ...
+
+    def guess(self, turn: Turned) -> list[tuple[Draft, ...]]:
+        """Take in what the turn settled and guess on: drafts per row for the row after it."""
+        ...
+
+
+CANDIDATES = 256  # of a position, that the noise ranks: at temperature 1 the tail wins often enough to count
+SHARPNESS = (1.0, 1.25, 1.5)
+EXPLORE = 8  # every so many guesses another sharpness is tried
+FORGET = 0.98
+
+
+def room_ahead(row: Row, outcome: RowOutcome, *, limit: int, page_size: int, max_context: int) -> int:
+    """How many drafts may follow a row's last chosen token; 0 for a middle chunk, at a reply's end, or without pages.
+
+    The last token of a reply is chosen, never drafted, and every draft but the last needs a slot behind the chosen token.
+    """
+    if not outcome.chosen or outcome.barren or outcome.chosen[-1].token in row.params.stop_ids:
+        return 0
+    left = row.params.max_tokens - len(row.history.output) - len(outcome.chosen)
+    held = min(len(row.pages[0]) * page_size, max_context) - row.stop - len(outcome.kept)
+    return max(min(limit, left - 1, held - 1), 0)
+
+
+class Ranker:
+    """Owner: a drafter. One tally of seen tokens and one remembered guess per lane."""
+
+    def __init__(self, lanes: int) -> None:
+        self._tallies = [Tally() for _ in range(lanes)]
+        self._guessed: list[tuple[str, tuple[Draft, ...], int] | None] = [None] * lanes
+        self._kept = [0.0] * len(SHARPNESS)
+        self._weight = [1e-9] * len(SHARPNESS)
+        self._count = 0
+
+    def best(self, logits: Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """Ids and logits of the likeliest tokens of each row, on the host: [C, CANDIDATES] each."""
+        found = logits.topk(min(CANDIDATES, logits.shape[1]), dim=1)
+        return found.indices.cpu().numpy(), found.values.cpu().numpy()
+
+    def learn(self, plan: Plan, rows: Sequence[RowOutcome]) -> None:
+        """What verification made of the guesses given last; drafts of others teach nothing."""
+        for row, outcome in zip(plan.rows, rows, strict=True):
+            mine, self._guessed[row.lane] = self._guessed[row.lane], None
+            if mine is None or not row.drafts or row.params.greedy:
+                continue
+            request_id, drafts, arm = mine
+            if request_id == row.request_id and row.drafts == drafts[: len(row.drafts)]:
+                self._kept[arm] = self._kept[arm] * FORGET + len(outcome.kept)
+                self._weight[arm] = self._weight[arm] * FORGET + 1
+
+    def choose_arm(self) -> int:
+        """Which sharpness the next guesses use."""
+        self._count += 1
+        if self._count % EXPLORE == 0:
+            return self._count // EXPLORE % len(SHARPNESS)
+        means = [kept / weight for kept, weight in zip(self._kept, self._weight, strict=True)]
+        return max(range(len(SHARPNESS)), key=means.__getitem__)
+
+    def rank(
+        self, row: Row, ids: npt.NDArray[np.int64], logits: npt.NDArray[np.float32], *, position: int, arm: int
+    ) -> list[tuple[int, float]]:
+        params = row.params
+        seen = self._tallies[row.lane].of(row.history) if params.counts_history else None
+        return rank(ids, logits, params, position=position, sharpness=SHARPNESS[arm], seen=seen)
+
+    def remember(self, row: Row, drafts: tuple[Draft, ...], arm: int) -> None:
+        self._guessed[row.lane] = (row.request_id, drafts, arm)

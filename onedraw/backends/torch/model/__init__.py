@@ -1,0 +1,1 @@
+"""The model's layers as data and weights on a device."""

@@ -1,0 +1,80 @@
+"""What stands before the first layer and behind the last: the table of tokens, the layers' own inputs, the norm, the head.
+
+In: a spec, weights, the sites of the first stage and of the last. Out: Ends. A table that is tied to the head is kept once
+wherever the operations can look up what they multiply with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onedraw.backends.torch.model.weight_loader import LANE, Loader, Rows, WeightSource, kept_rows, looked_up, table_rows
+from onedraw.backends.torch.ops.base import Ops
+from onedraw.backends.torch.ops.plain.linear import Linear
+from onedraw.backends.torch.runner.inputs import Inputs
+from onedraw.backends.torch.runner.stages import Site
+from onedraw.models.spec import ModelSpec
+
+
+class InputTable:
+    """The layers' own inputs: ((project(x₀) / sqrt(E), normed per layer) + embedding · sqrt(width)) / sqrt(2).
+
+    The embedding has a row of layers × width numbers per token, more than all layers together; it stays where the
+    checkpoint lies and the turn's rows are gathered from there.
+    """
+
+    def __init__(self, spec: ModelSpec, source: WeightSource, loader: Loader, ops: Ops) -> None:
+        self._spec, self._ops = spec, ops
+        self._embedding = source.tensor(None, "inputs_embed")
+        self.project = loader.linear(None, "inputs_project")
+        self._norm = loader.norm(None, "inputs_project_norm")
+
+    def rows(self, inputs: Inputs) -> Tensor:
+        """Of the turn's tokens, [T, layers * width] float32."""
+        return inputs.feed.put(self._embedding.take_rows(inputs.host_tokens).float32())
+
+    def __call__(self, rows: Tensor, x: Tensor) -> Tensor:
+        """[T, layers, width] of embedded tokens x [T, E]."""
+        spec = self._spec
+        shape = (len(x), len(spec.layers), spec.inputs)
+        rows = rows.to(x)
+        projected = (self.project(x.to(self.project.dtype)) * spec.hidden**-0.5).to(x.dtype).view(shape)
+        context = self._ops.rms_norm(projected, self._norm, spec.eps)
+        both: Tensor = (context + rows.view(shape) * spec.inputs**0.5) * 2**-0.5
+        return both
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Table and inputs on the first device, norm and head on the last."""
+
+    embedding: Rows
+    input_table: InputTable | None
+    norm: Tensor
+    head: Linear
+
+
+def load_ends(spec: ModelSpec, source: WeightSource, first: Site, last: Site, *, dtype: torch.dtype) -> Ends:
+    loader = Loader(source, ops=first.ops, dtype=dtype, device=first.device, norm=spec.norm)
+    looks_up = first.ops.looks_up and last.ops.looks_up
+    stored = None if looks_up else first.ops.table(source.tensor(None, "embed"))
+    table = None if looks_up or stored is not None else loader.kept(None, "embed", pad=LANE)  # [V', E]
+    input_table = InputTable(spec, source, loader, first.ops) if spec.inputs else None
+    loader = Loader(source, ops=last.ops, dtype=dtype, device=last.device, norm=spec.norm)
+    norm = loader.norm(None, "norm")
+    if table is not None and spec.tied:
+        head = last.ops.linear(table.to(last.device))  # a second copy only where the devices differ
+    elif stored is not None and spec.tied and first.device == last.device:
+        head = stored
+    else:
+        head = loader.linear(None, "embed" if spec.tied else "head", pad=LANE)
+    if table is not None:
+        embedding = table_rows(table)
+    elif stored is not None:
+        embedding = looked_up(stored)
+    else:
+        embedding = kept_rows(head, source, tied=spec.tied)
+    return Ends(embedding, input_table, norm, head)

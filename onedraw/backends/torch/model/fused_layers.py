@@ -1,0 +1,75 @@
+"""Neighbouring layers that one operation can run, where the operations have such a one.
+
+In: loaded layers. Out: runs of them, and a way to run one. A layer that is more than attention and a feed-forward stands alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from onedraw.backends.torch.model.feed_forward import Mlp
+from onedraw.backends.torch.model.mixers import Attention
+from onedraw.backends.torch.ops.base import DenseLayer, Fused, Ops, Preparation
+from onedraw.backends.torch.state.kv_pages import PageStore
+from onedraw.backends.torch.state.model_state import State
+
+if TYPE_CHECKING:
+    from onedraw.backends.torch.model.layer import Layer
+    from onedraw.backends.torch.model.transformer import Watch
+    from onedraw.backends.torch.runner.stages import Stage
+
+
+def dense_layer(layer: Layer, eps: float) -> DenseLayer | None:
+    """A layer that is nothing but attention and a feed-forward, as the operations may fuse it."""
+    spec, mixer, feed_forward = layer.spec, layer.mixer, layer.feed_forward
+    if spec.sandwich or spec.beside is not None or spec.inputs or spec.scaled:
+        return None
+    if not isinstance(mixer, Attention) or not isinstance(feed_forward, Mlp):
+        return None
+    return DenseLayer(
+        spec=mixer.spec,
+        attn_norm=layer.attn_norm,
+        qkv=mixer.qkv,
+        q_norm=mixer.q_norm,
+        k_norm=mixer.k_norm,
+        out=mixer.out,
+        mlp_norm=layer.mlp_norm,
+        gate_up=feed_forward.gate_up,
+        down=feed_forward.down,
+        activation=feed_forward.activation,
+        eps=eps,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRun:
+    """Layers [start, stop), in one operation where they are fused."""
+
+    start: int
+    stop: int
+    fused: Fused | None
+
+
+def runs_of_layers(layers: Sequence[Layer], ops: Ops, eps: float) -> list[LayerRun]:
+    """Neighbouring layers that can be fused become one run each, the others too."""
+    runs: list[LayerRun] = []
+    for fuses, group in itertools.groupby(enumerate(layers), lambda pair: pair[1].fused is not None):
+        members = list(group)
+        dense = [found for _, layer in members if fuses and (found := dense_layer(layer, eps)) is not None]
+        runs.append(LayerRun(members[0][0], members[-1][0] + 1, ops.fuse(dense) if dense else None))
+    return runs
+
+
+def run_fused(fused: Fused, span: range, x: Tensor, stage: Stage, state: State, preparation: Preparation, watch: Watch) -> Tensor:
+    """Layers `span` of a stage in one operation."""
+    prepared = [preparation.of(stage.layers[index].spec.mixer) for index in span]
+    stores = [store for store in state.stores[span.start : span.stop] if isinstance(store, PageStore)]
+    kept = [index - stage.start - span.start for index in watch.captures if index - stage.start in span]
+    outputs = fused(x, prepared, stores, kept)
+    watch.features.extend(outputs[index] for index in sorted(kept))
+    return outputs[len(span) - 1]

@@ -1,0 +1,222 @@
+"""The model as a list of layers: Inputs → hidden states → logits.
+
+In: weights read layer by layer, and the turn's Inputs. Out: hidden states [T, E], and logits of the positions asked for.
+Each layer is a function of its arguments (`layer.py`); what several layers read alike (rope turns, page rows) is made once per
+turn. Layers lie in stages (`stages.py`), one per device: embeddings with the first, last norm and head with the last (`ends.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from onedraw.backends.memory_plan import FEWEST_ROWS
+from onedraw.backends.torch.model.embed_and_head import load_ends
+from onedraw.backends.torch.model.fused_layers import run_fused
+from onedraw.backends.torch.model.layer import Layer, run_layer
+from onedraw.backends.torch.model.weight_loader import WeightSource
+from onedraw.backends.torch.ops.base import Ops, Preparation
+from onedraw.backends.torch.ops.plain.elementwise import softcapped
+from onedraw.backends.torch.ops.plain.linear import Linear, RowRule
+from onedraw.backends.torch.runner.inputs import Inputs
+from onedraw.backends.torch.runner.stage_boundary import Boundary, current
+from onedraw.backends.torch.runner.stages import Site, Stage, load_stage, way
+from onedraw.backends.torch.state.model_state import Sizes, State
+from onedraw.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What somebody wants to see of a pass over the layers. Owner: who asked."""
+
+    captures: tuple[int, ...] = ()  # layers whose outputs are wanted
+    features: list[Tensor] = field(default_factory=list)  # the residual stream after each of them, [T, E]
+    finite: list[Tensor] | None = None  # per layer: which tokens are finite after it, [T], on its device
+
+
+NOTHING = Watch()
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """What goes from stage to stage."""
+
+    x: Tensor  # the residual stream, [T, E]
+    own: Tensor | None  # [T, layers ahead, width], where layers have inputs of their own
+    left: int  # layers still to run
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What a pass over the layers of one stage reads beside weights and state, on its way there."""
+
+    tokens: Tensor
+    own_rows: Tensor | None  # of the layers' own inputs
+    preparation: Preparation
+
+
+class Stack:
+    """All layers, on one device or several. Complete when constructed.
+
+    `device` and `ops` are those of the last stage, where hidden states come out and drafters live. `dtype` is that of
+    weights and products; `activation` that of the residual stream. `rows`: tokens of a turn at most, where
+    there are several stages.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        source: WeightSource,
+        *,
+        dtype: torch.dtype,
+        sites: Sequence[Site],
+        max_context: int,
+        activation: torch.dtype | None = None,
+        rows: int = FEWEST_ROWS,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.spec, self.dtype, self.activation, self.max_context = spec, dtype, activation or dtype, max_context
+        first, last = sites[0], sites[-1]
+        self.device, self.ops = last.device, last.ops
+        ends = load_ends(spec, source, first, last, dtype=dtype)
+        self.norm, self.head = ends.norm, ends.head
+        self._embedding, self._input_table = ends.embedding, ends.input_table
+        self._embed_scale = torch.tensor(spec.embed_scale, dtype=dtype, device=first.device)
+        self.stages: list[Stage] = []
+        sizes = {"max_context": max_context, "rows": rows}
+        stage: Stage | None = None
+        for site in sites:
+            with current(site.device):
+                stage = load_stage(site, stage, spec, source, dtype=dtype, activation=self.activation, progress=progress, **sizes)
+            self.stages.append(stage)
+
+    def boundary(self, number: int, *, rows: int) -> Boundary:
+        """One more way to a stage, for turns of so many rows."""
+        source, stage = self.stages[number - 1].device, self.stages[number]
+        return way(source, stage.device, self.spec, stage.start, rows=rows, dtype=self.activation)
+
+    @property
+    def layers(self) -> list[Layer]:
+        return [layer for stage in self.stages for layer in stage.layers]
+
+    def states(self, sizes: Sizes, pages: torch.dtype | None = None) -> list[State]:
+        """Fresh states, one per stage. `pages`: the dtype of keys and values, where it is another than that of products."""
+        return [State(s.specs, sizes, dtype=pages or self.dtype, device=s.device, first=s.start) for s in self.stages]
+
+    def linears(self) -> list[Linear]:
+        inner = [linear for layer in self.layers for linear in layer.linears]
+        return [*inner, *([] if self._input_table is None else [self._input_table.project]), self.head]
+
+    def obey(self, rule: RowRule) -> None:
+        """Offer rows by another rule from now on."""
+        for linear in self.linears():
+            linear.rule = rule
+
+    # ------------------------------------------------------------------ one turn
+
+    def embed(self, tokens: Tensor, *, by: Ops | None = None) -> Tensor:
+        """Rows [T, E] where the tokens are; they are looked up on the first stage, so there is one table. `by`: by the
+        threads of these operations, since those of the head, else asked, may be at work on another turn."""
+        with current(self.stages[0].device):
+            x = self._embedding(tokens, by)
+            return (x if self.spec.embed_scale == 1 else x * self._embed_scale).to(tokens.device)
+
+    def hidden(self, inputs: Inputs, states: Sequence[State], *, depth: int | None = None, watch: Watch = NOTHING) -> Tensor:
+        """Hidden states after the last norm: [T, E]. What the turn's tokens leave in pages and lanes is written on the way.
+
+        `depth` runs the first layers only: the self-check needs no more.
+        """
+        stream = self.enter(inputs, depth=depth)
+        for number, state in enumerate(states):
+            stream = self.advance(stream, number, inputs, state, watch=watch)
+        return self.leave(stream)
+
+    def prepare(self, inputs: Inputs, number: int) -> Ready:
+        """All that the host has to say about a turn in one stage. What `pass_stage` does with it reads the device alone."""
+        stage = self.stages[number]
+        preparation = Preparation(stage.ops, inputs, stage.ropes)
+        tokens = inputs.tokens  # first: see `steady.py`
+        own_rows = None if self._input_table is None or number else self._input_table.rows(inputs)
+        for mixer in stage.mixers:
+            preparation.of(mixer)
+        return Ready(tokens, own_rows, preparation)
+
+    def pass_stage(self, number: int, ready: Ready, entered: Stream | None, state: State, *, watch: Watch = NOTHING) -> Stream:
+        """A turn that was prepared through one stage. What comes into it has crossed already; None: the first embeds."""
+        stage = self.stages[number]
+        stream = self._enter(ready.tokens, ready.own_rows, None) if entered is None else entered
+        return self._passed(stage, stream, ready.preparation, state, watch)
+
+    def enter(self, inputs: Inputs, *, depth: int | None = None) -> Stream:
+        """On the first stage."""
+        return self._enter(inputs.tokens, None if self._input_table is None else self._input_table.rows(inputs), depth)
+
+    def _enter(self, tokens: Tensor, own_rows: Tensor | None, depth: int | None) -> Stream:
+        x = self.embed(tokens, by=self.stages[0].ops).to(self.activation)
+        with current(self.stages[0].device):
+            own = None if self._input_table is None or own_rows is None else self._input_table(own_rows, x)
+        return Stream(x, own, len(self.spec.layers) if depth is None else depth)
+
+    def advance(self, stream: Stream, number: int, inputs: Inputs, state: State, *, watch: Watch = NOTHING) -> Stream:
+        """Over the way to a stage, and through its layers."""
+        stage, seen = self.stages[number], len(watch.features)
+        with current(stage.device):
+            if stage.entrance is not None:
+                stream = Stream(*stage.entrance.cross(stream.x, stream.own, len(inputs.host_tokens)), stream.left)
+            preparation = Preparation(stage.ops, inputs.on(stage.device), stage.ropes)
+            stream = self._passed(stage, stream, preparation, state, watch)
+            if stage.entrance is not None and stream.own is not None:
+                stream = replace(stream, own=stream.own.clone())  # the next turn may cross before this one goes on
+        watch.features[seen:] = [feature.to(self.device) for feature in watch.features[seen:]]
+        return stream
+
+    def _passed(self, stage: Stage, stream: Stream, preparation: Preparation, state: State, watch: Watch) -> Stream:
+        x = self._run(stage, stream.x, stream.own, preparation, state, count=stream.left, watch=watch)
+        own = None if stream.own is None else stream.own[:, len(stage.layers) :]
+        return Stream(x, own, max(stream.left - len(stage.layers), 0))
+
+    def leave(self, stream: Stream) -> Tensor:
+        """On the last stage: hidden states after the last norm."""
+        with current(self.device):
+            return self.ops.rms_norm(stream.x, self.norm, self.spec.eps).to(self.dtype)
+
+    def _run(
+        self,
+        stage: Stage,
+        x: Tensor,
+        own: Tensor | None,
+        preparation: Preparation,
+        state: State,
+        *,
+        count: int,
+        watch: Watch,
+    ) -> Tensor:
+        """The stage's first `count` layers."""
+        ops = stage.ops
+        for run in stage.runs:
+            span = range(run.start, min(run.stop, count))
+            if run.fused is not None and watch.finite is None and span:
+                x = run_fused(run.fused, span, x, stage, state, preparation, watch)
+                continue
+            for index in span:
+                layer, own_input = stage.layers[index], None if own is None else own[:, index]
+                prepared = preparation.of(layer.spec.mixer)
+                store = state.stores[index]
+                x = run_layer(x, layer, ops=ops, store=store, prepared=prepared, eps=self.spec.eps, own_input=own_input)
+                if stage.start + index in watch.captures:
+                    watch.features.append(x)
+                if watch.finite is not None:
+                    watch.finite.append(torch.isfinite(x).all(1))
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Float32 logits [C', V'] of hidden states [C', E], C' from the row rule, V' padded."""
+        return self.scores(hidden).float()
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """The same numbers, in the dtype that the head gives them in."""
+        logits = self.head(hidden)
+        return logits if self.spec.softcap is None else softcapped(logits.float(), self.spec.softcap)

@@ -1,0 +1,180 @@
+"""Weights on their way from a source to a device.
+
+In: a source of named weights (`models/weight_names.py` and `models/spec.py` list the names). Out: tensors in the model's
+dtype, joined and padded as the products want them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onedraw.backends.torch.ops.plain.experts import Bank
+from onedraw.checkpoints.random_weights import RandomTensor
+from onedraw.models.source import Tensor as Stored
+from onedraw.models.spec import Activation, Norm
+
+# -------------------- Random weights made where they are used: a model of many billions of numbers in seconds, a
+
+
+def can_make(tensor: Stored, device: torch.device) -> bool:
+    return device.type == "cuda" and isinstance(tensor, RandomTensor) and tensor.anywhere and tensor.order is None
+
+
+def make(tensor: Stored, *, device: torch.device, dtype: torch.dtype) -> Tensor:
+    assert isinstance(tensor, RandomTensor)
+    digest = hashlib.sha256(f"{tensor.seed} {tensor.name}".encode()).digest()
+    generator = torch.Generator(device=device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    values = torch.randn(tensor.shape, generator=generator, device=device, dtype=dtype)
+    if tensor.below:
+        values.abs_().neg_()
+    return values.mul_(tensor.spread).add_(tensor.mean)
+
+
+# -------------------- Weights on their way from a source to a device.
+
+
+if TYPE_CHECKING:
+    from onedraw.backends.torch.ops.base import Ops
+    from onedraw.backends.torch.ops.plain.linear import Linear
+
+LANE = 64  # widths are padded to a multiple of it: see layers/elementwise.py
+
+
+class WeightSource(Protocol):
+    """Named weights, each read when asked for; layer None for the outer ones."""
+
+    def tensor(self, layer: int | None, weight: str) -> Stored: ...
+
+
+class Loader:
+    """Owner: the stack, while it is being made.
+
+    Matrices pass through one buffer on the host. Fresh ones, freed after every layer, would leave holes between the
+    weights that stay, and the process would end an eighth larger than its weights.
+    """
+
+    def __init__(
+        self, source: WeightSource, *, ops: Ops, dtype: torch.dtype, device: torch.device, norm: Norm = "narrow"
+    ) -> None:
+        self._source, self.ops, self.dtype, self._device, self._norm = source, ops, dtype, device, norm
+        self._buffer = torch.empty(0)
+
+    def kept(self, layer: int | None, *names: str, pad: int = 1) -> Tensor:
+        """Weights joined by rows, each padded with zeros to a multiple of `pad` rows, in memory of their own."""
+        return self._joined(layer, names, pad=pad, take=torch.empty)
+
+    def wide(self, layer: int | None, name: str) -> Tensor:
+        """One small weight in float32, whatever the model's dtype."""
+        return torch.from_numpy(self._source.tensor(layer, name).float32()).to(self._device)
+
+    def norm(self, layer: int | None, name: str) -> Tensor:
+        """The weight of a norm: in float32 where it meets the numbers before they are rounded."""
+        return self.wide(layer, name) if self._norm == "wide" else self.kept(layer, name)
+
+    def linear(self, layer: int | None, *names: str, bias: Tensor | None = None, pad: int = 1, pad_columns: int = 1) -> Linear:
+        """The product of matrices joined by rows: as they are stored where the operations take them so."""
+        tensors = [self._source.tensor(layer, name) for name in names]
+        found = self.ops.stored(tensors, bias=bias, pad=pad, pad_columns=pad_columns)
+        return found or self.ops.linear(self.passing(layer, *names, pad=pad, pad_columns=pad_columns), bias)
+
+    def passing(self, layer: int | None, *names: str, pad: int = 1, pad_columns: int = 1) -> Tensor:
+        """The same for matrices that are about to be packed. In float32 on a CPU they lie in the buffer until the next
+        call, so whoever takes them there keeps a copy, never the tensor itself."""
+        return self._joined(layer, names, pad=pad, pad_columns=pad_columns, take=self._take)
+
+    def bank(self, layer: int, activation: Activation) -> Bank:
+        """The experts of a layer, as they are stored where the operations take them so."""
+        gate, up, down = (self._source.tensor(layer, name) for name in ("expert_gate", "expert_up", "expert_down"))
+        found = self.ops.stored_bank([gate, up], down, activation)
+        if found is not None:
+            return found
+        first = self.experts(layer, "expert_gate", "expert_up", pad=LANE)
+        return self.ops.bank(first, self.experts(layer, "expert_down", pad_columns=LANE), activation)
+
+    def experts(self, layer: int, *names: str, pad: int = 1, pad_columns: int = 1) -> list[Tensor]:
+        """Stacks [experts, rows, columns] → per expert the matrices joined by rows and padded, in memory of their own."""
+        stacks = [self._stack(self._source.tensor(layer, name)) for name in names]
+        found = []
+        for parts in zip(*stacks, strict=True):
+            padded = [F.pad(m, (0, -m.shape[1] % pad_columns, 0, -m.shape[0] % pad)) for m in parts]
+            found.append(torch.cat(padded).to(device=self._device, dtype=self.dtype))
+        return found
+
+    def _stack(self, tensor: Stored) -> Tensor:
+        if can_make(tensor, self._device):
+            return make(tensor, device=self._device, dtype=self.dtype)
+        return torch.from_numpy(tensor.float32())
+
+    def _take(self, shape: tuple[int, ...]) -> Tensor:
+        count = math.prod(shape)
+        if self._buffer.numel() < count:
+            self._buffer = torch.empty(0)  # the old one goes before the new one comes
+            self._buffer = torch.empty(count)
+        return self._buffer[:count].view(shape)
+
+    def _joined(
+        self,
+        layer: int | None,
+        names: tuple[str, ...],
+        *,
+        pad: int,
+        pad_columns: int = 1,
+        take: Callable[[tuple[int, ...]], Tensor],
+    ) -> Tensor:
+        stored = [self._source.tensor(layer, name) for name in names]
+        heights = [padded(tensor.shape[0], pad) for tensor in stored]
+        width = tuple(padded(columns, pad_columns) for columns in stored[0].shape[1:])  # () for vectors
+        if all(can_make(tensor, self._device) for tensor in stored):
+            return self._made(stored, heights, width)
+        out = take((sum(heights), *width))
+        for part, tensor in zip(torch.split(out, heights), stored, strict=True):
+            rows = tensor.shape[0]
+            part[rows:] = 0
+            if width == tensor.shape[1:]:
+                tensor.into(part[:rows].numpy())
+            else:
+                part[:rows] = F.pad(torch.from_numpy(tensor.float32()), (0, width[0] - tensor.shape[1]))
+        return out.to(device=self._device, dtype=self.dtype)
+
+    def _made(self, stored: list[Stored], heights: list[int], width: tuple[int, ...]) -> Tensor:
+        """Random weights, joined and padded on the device."""
+        out = torch.zeros((sum(heights), *width), device=self._device, dtype=self.dtype)
+        for part, tensor in zip(torch.split(out, heights), stored, strict=True):
+            part[tuple(slice(0, size) for size in tensor.shape)] = make(tensor, device=self._device, dtype=self.dtype)
+        return out
+
+
+def padded(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+class Rows(Protocol):
+    """Rows of the embedding by token, [T] → [T, E]. `by`: whose threads read them, where it matters."""
+
+    def __call__(self, tokens: Tensor, by: object = None) -> Tensor: ...
+
+
+def table_rows(table: Tensor) -> Rows:
+    """Of a table [V', E], on its device."""
+    return lambda tokens, by=None: table.index_select(0, tokens.to(table.device))
+
+
+def looked_up(table: Linear) -> Rows:
+    """Of a weight that is kept as it is stored, on its device."""
+    return lambda tokens, by=None: table.rows(tokens.to(table.device), by)
+
+
+def kept_rows(head: Linear, source: WeightSource, *, tied: bool) -> Rows:
+    """Where weights can be looked up: a tied one is there once, in the head, and the few rows of another are read where the
+    checkpoint lies."""
+    if tied:
+        return lambda tokens, by=None: head.rows(tokens, by)
+    stored = source.tensor(None, "embed")
+    return lambda tokens, by=None: torch.from_numpy(stored.take_rows(tokens.numpy()).float32())

@@ -1,0 +1,1 @@
+"""Operations that layers call, one implementation per kind of device."""

@@ -1,0 +1,1 @@
+"""Operations on a CPU: kernels in C."""

@@ -1,0 +1,224 @@
+/* Attention: keys in blocks of 64 on absolute positions, one after the other, an online softmax between them. One query head
+ * of one token is one fixed sequence of operations, so batch, chunk, page and tree leave no trace in it.
+ * Slow twin: ../layers/attention.py. */
+
+#include "attention.h"
+
+#include "kv_quant.h"
+#include "rowwise.h"
+
+#define BLOCK 64
+#define SHARED 16 /* query heads of one key head that are computed together, at most */
+
+static void ready_head(float *x, const attention *a, long position, const float *weight) {
+    if (weight) norm_row(x, weight, x, a->dim, a->eps);
+    turn_head(x, a->turns + position * a->rotary, a->rotary / 2);
+}
+
+/* One head's key and value to pages that are not float32. A code knows no NaN: where one is not finite the key's scale is NaN. */
+static void put_narrow(float *key, const float *value, const attention *a, long position, long head) {
+    long place = head * a->dim;
+    float own[a->dim];
+    if (a->norm_values) norm_row(value, 0, own, a->dim, a->eps);
+    else memcpy(own, value, a->dim * sizeof(float));
+    ready_head(key, a, position, a->k_norm);
+    if (a->kept == KEPT_BF16 || a->kept == KEPT_F16) {
+        uint16_t *keys = (uint16_t *)a->keys + place, *values = (uint16_t *)a->values + place;
+        for (long d = 0; d < a->dim; d++) keys[d] = a->kept == KEPT_F16 ? float_to_half(key[d]) : float_to_bfloat(key[d]);
+        for (long d = 0; d < a->dim; d++) values[d] = a->kept == KEPT_F16 ? float_to_half(own[d]) : float_to_bfloat(own[d]);
+        return;
+    }
+    int sound = head_is_finite(key, a->dim) && head_is_finite(own, a->dim);
+    for (long d = 0; !sound && d < a->dim; d++) key[d] = own[d] = 0.0f;
+    float scale = put_codes(key, a->keys, a->kept, place, a->dim);
+    a->key_scales[head] = sound ? scale : NAN;
+    a->value_scales[head] = put_codes(own, a->values, a->kept, place, a->dim);
+}
+
+/* Norm and turn the queries and keys of token t in place; write its keys and values to its page. */
+static void prepare_token(float *qkv, const attention *a, long t) {
+    long position = a->positions[t], slot = a->slots[t];
+    long page = a->table[a->rows[t] * a->table_width + slot / a->page_size];
+    float *row = qkv + t * a->width;
+    for (long h = 0; h < a->heads; h++) ready_head(row + h * a->dim, a, position, a->q_norm);
+    for (long h = 0; a->writes && h < a->kv_heads; h++) {
+        float *key = row + (a->heads + h) * a->dim, *value = a->keys_as_values ? key : key + a->kv_heads * a->dim;
+        long head = (page * a->kv_heads + h) * a->page_size + slot % a->page_size, place = head * a->dim;
+        if (a->kept != KEPT_F32) {
+            put_narrow(key, value, a, position, head);
+            continue;
+        }
+        if (a->norm_values) norm_row(value, 0, a->values + place, a->dim, a->eps);
+        else memcpy(a->values + place, value, a->dim * sizeof(float));
+        ready_head(key, a, position, a->k_norm);
+        memcpy(a->keys + place, key, a->dim * sizeof(float));
+    }
+}
+
+/* Where the keys and values of positions start + [low, high) begin in their stores, as token t reads them with one head. */
+static void places_of(const attention *a, long t, long head, long start, long low, long high, long *places) {
+    const int64_t *table = a->table + a->rows[t] * a->table_width;
+    int shift = __builtin_ctzl((unsigned long)a->page_size); /* page sizes are powers of two */
+    for (long j = low; j < high; j++) {
+        long slot = start + j;
+        if (a->tails && slot >= a->tails[t]) slot = a->tails[t] + a->paths[t * a->path_width + slot - a->tails[t]];
+        places[j] = (((table[slot >> shift] * a->kv_heads + head) << shift) + (slot & (a->page_size - 1))) * a->dim;
+    }
+    /* Sixteen keys are read at a time: those that are not seen stand for the first that is. */
+    for (long j = low / 16 * 16; j < low; j++) places[j] = places[low];
+    for (long j = high; j % 16; j++) places[j] = places[low];
+}
+
+/* weights[j] = q · key j for whole sixteens around [low, high). */
+INLINE void scores_of(const float *q, const float *keys, const long *places, long low, long high, const long dim, float *weights) {
+    for (long j = low / 16 * 16; j < high; j += 16) {
+        floats sums[16];
+        for (int i = 0; i < 16; i++) {
+            const float *key = keys + places[j + i];
+            floats sum = f_zero();
+            for (long d = 0; d + 16 <= dim; d += 16) sum = fused(f_load(q + d), f_load(key + d), sum);
+            sums[i] = sum;
+        }
+        floats found = f_sums(sums);
+        f_store(weights + j, found);
+        for (long d = dim / 16 * 16; d < dim; d++)
+            for (int i = 0; i < 16; i++) weights[j + i] += q[d] * keys[places[j + i] + d];
+    }
+}
+
+/* out = out * fade + sum over j of weights[j] * value j, key by key. */
+INLINE void add_values(float *out, float fade, const float *values, const long *places, const float *weights, long low, long high,
+                       const long dim) {
+    long d = 0;
+    for (; d + 64 <= dim; d += 64) {
+        floats by = f_splat(fade), s0 = f_mul(f_load(out + d), by), s1 = f_mul(f_load(out + d + 16), by);
+        floats s2 = f_mul(f_load(out + d + 32), by), s3 = f_mul(f_load(out + d + 48), by);
+        for (long j = low; j < high; j++) {
+            const float *value = values + places[j] + d;
+            floats w = f_splat(weights[j]);
+            s0 = fused(w, f_load(value), s0);
+            s1 = fused(w, f_load(value + 16), s1);
+            s2 = fused(w, f_load(value + 32), s2);
+            s3 = fused(w, f_load(value + 48), s3);
+        }
+        f_store(out + d, s0); f_store(out + d + 16, s1); f_store(out + d + 32, s2); f_store(out + d + 48, s3);
+    }
+    for (; d + 16 <= dim; d += 16) {
+        floats s = f_mul(f_load(out + d), f_splat(fade));
+        for (long j = low; j < high; j++) s = fused(f_splat(weights[j]), f_load(values + places[j] + d), s);
+        f_store(out + d, s);
+    }
+    for (; d < dim; d++) {
+        float s = out[d] * fade;
+        for (long j = low; j < high; j++) s += weights[j] * values[places[j] + d];
+        out[d] = s;
+    }
+}
+
+/* Keys and values that a block reads, as floats; the scales of codes by the block's place, else null. */
+typedef struct {
+    const float *keys, *values, *key_scales, *value_scales;
+} block;
+
+/* One block of keys for one query head. */
+INLINE void block_of(const float *q, float *out, const attention *a, const block b, const long *places, long low, long high,
+                     const long dim, float *peak, float *total) {
+    float weights[BLOCK], best = *peak;
+    scores_of(q, b.keys, places, low, high, dim, weights);
+    for (long j = low; j < high; j++) {
+        weights[j] *= b.key_scales ? a->scale * b.key_scales[j] : a->scale;
+        best = weights[j] > best ? weights[j] : best;
+    }
+    for (long j = 0; j < low; j++) weights[j] = -INFINITY;
+    for (long j = high; j < BLOCK; j++) weights[j] = -INFINITY;
+    float fade = exponential(*peak - best);
+    for (long j = 0; j < BLOCK; j++) weights[j] = weights[j] == -INFINITY ? 0.0f : exponential(weights[j] - best);
+    floats sum = f_zero();
+    for (long j = 0; j < BLOCK; j += 16) sum = f_add(sum, f_load(weights + j));
+    *total = *total * fade + f_sum(sum);
+    for (long j = low; b.value_scales && j < high; j++) weights[j] *= b.value_scales[j];
+    add_values(out, fade, b.values, places, weights, low, high, dim);
+    *peak = best;
+}
+
+/* The heads at places [low, high) as floats in `keys` and `values`, and where they are now. */
+static block widen(const attention *a, long *places, long low, long high, float *keys, float *values, float *scales) {
+    for (long j = low; j < high; j++) {
+        get_head(keys + j * a->dim, a->keys, a->kept, places[j], a->dim);
+        get_head(values + j * a->dim, a->values, a->kept, places[j], a->dim);
+        if (a->key_scales) {
+            scales[j] = a->key_scales[places[j] / a->dim];
+            scales[BLOCK + j] = a->value_scales[places[j] / a->dim];
+        }
+    }
+    for (long j = 0; j < BLOCK; j++) places[j] = (j < low || j >= high ? low : j) * a->dim;
+    return (block){keys, values, a->key_scales ? scales : 0, a->key_scales ? scales + BLOCK : 0};
+}
+
+/* Query heads [h, h + count) of token t, which share a key head; count <= SHARED. out [heads][dim] of the token. `room`: for two
+ * blocks of heads, where pages are not float32; else null. */
+INLINE void attend_heads(const float *row, float *out, const attention *a, long t, long h, long count, const long dim, float *room) {
+    long head = h / (a->heads / a->kv_heads), first = a->firsts[t], end = a->ends[t], places[BLOCK];
+    float peak[SHARED], total[SHARED], scales[2 * BLOCK];
+    for (long g = 0; g < count; g++) {
+        peak[g] = -INFINITY;
+        total[g] = 0.0f;
+        for (long d = 0; d < dim; d++) out[(h + g) * dim + d] = 0.0f;
+    }
+    for (long start = first / BLOCK * BLOCK; start <= end; start += BLOCK) {
+        long low = start < first ? first - start : 0, high = end - start + 1 < BLOCK ? end - start + 1 : BLOCK;
+        places_of(a, t, head, start, low, high, places);
+        block b = {a->keys, a->values, 0, 0};
+        if (room) b = widen(a, places, low, high, room, room + BLOCK * dim, scales);
+        for (long g = 0; g < count; g++)
+            block_of(row + (h + g) * dim, out + (h + g) * dim, a, b, places, low, high, dim, peak + g, total + g);
+    }
+    for (long g = 0; g < count; g++)
+        for (long d = 0; d < dim; d++) out[(h + g) * dim + d] /= total[g];
+}
+
+typedef void (*attending)(const float *row, float *out, const attention *a, long t, long h, long count);
+#define ATTEND(name, dim)                                                                                           \
+    static void name(const float *row, float *out, const attention *a, long t, long h, long count) {                \
+        attend_heads(row, out, a, t, h, count, dim, 0);                                                             \
+    }
+ATTEND(attend_64, 64) ATTEND(attend_128, 128) ATTEND(attend_any, a->dim)
+
+static void attend_narrow(const float *row, float *out, const attention *a, long t, long h, long count) {
+    float room[2 * BLOCK * a->dim];
+    attend_heads(row, out, a, t, h, count, a->dim, room);
+}
+
+/* Heads that one member takes at once: those of a key head, fewer where there is little to share out. */
+static long together(const attention *a, const member *m, long tokens) {
+    long count = a->heads / a->kv_heads;
+    while (count > 1 && (count > SHARED || (a->heads / a->kv_heads) % count || tokens * a->heads / count < 4 * m->count)) count--;
+    return count;
+}
+
+void INTERNAL(onedraw_attend)(member *m, float *qkv, float *out, const attention *a, long tokens) {
+    attending attend = a->kept != KEPT_F32 ? attend_narrow : a->dim == 64 ? attend_64 : a->dim == 128 ? attend_128 : attend_any;
+    SHARE(m, tokens, 1 + tokens / 64, t, { prepare_token(qkv, a, t); });
+    if (!a->heads) return;
+    long count = together(a, m, tokens), items = a->heads / count;
+    SHARE(m, tokens * items, 1, i, {
+        long t = i / items;
+        attend(qkv + t * a->width, out + t * a->heads * a->dim, a, t, i % items * count, count);
+    });
+}
+
+typedef struct {
+    float *qkv, *out;
+    const attention *a;
+    long tokens;
+} turn;
+
+static void attend_turn(const void *given, member *m) {
+    const turn *t = given;
+    INTERNAL(onedraw_attend)(m, t->qkv, t->out, t->a, t->tokens);
+}
+
+void EXPORT(onedraw_attention)(float *qkv, float *out, const attention *a, long tokens, team *t) {
+    turn own = {qkv, out, a, tokens};
+    onedraw_team_run(t, attend_turn, &own, 0);
+}

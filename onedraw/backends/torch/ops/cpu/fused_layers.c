@@ -1,0 +1,135 @@
+/* What is done row by row, and whole dense layers in one call: norm → q, k, v → attention → out → norm → gate, up → silu → down.
+ * They compute what their operations would compute one by one, in the same order; only the calls are saved. */
+
+#include <stddef.h>
+
+#include "fused_layers.h"
+#include "rowwise.h"
+
+typedef struct {
+    const float *x, *weight;
+    float *y;
+    long rows, width;
+    float eps;
+} rowwise;
+
+#define FEW 32768 /* numbers that one member does alone */
+
+static void norm_rows(const void *given, member *m) {
+    const rowwise *r = given;
+    SHARE(m, r->rows, 4096 / r->width + 1, i, {
+        norm_row(r->x + i * r->width, r->weight, r->y + i * r->width, r->width, r->eps);
+    });
+}
+
+void EXPORT(onedraw_rms_norm)(const float *x, const float *weight, float *y, long rows, long width, float eps, team *t) {
+    rowwise own = {x, weight, y, rows, width, eps};
+    onedraw_team_run(t, norm_rows, &own, rows * width < FEW);
+}
+
+static void gate_rows(const void *given, member *m) {
+    const rowwise *r = given;
+    SHARE(m, r->rows, 4096 / r->width + 1, i, { silu_gated_row(r->x + i * 2 * r->width, r->y + i * r->width, r->width); });
+}
+
+/* y = silu(gate) * up for rows [gate | up] of 2 * width. */
+void EXPORT(onedraw_silu_gated)(const float *x, float *y, long rows, long width, team *t) {
+    rowwise own = {x, 0, y, rows, width, 0.0f};
+    onedraw_team_run(t, gate_rows, &own, rows * width < FEW);
+}
+
+/* ------------------------------------------------------------------ dense layers */
+
+/* What a run through layers reads and writes. */
+typedef struct {
+    const layer *const *layers;
+    const attention *const *attentions; /* of each layer, but for what is the layer's own */
+    float *const *residuals;            /* [count + 1], each [tokens][hidden]: what comes in, then what each layer gives */
+    char *memory;
+    long count, tokens;
+} pass;
+
+static long padded(long bytes) { return (bytes + 63) / 64 * 64; }
+static long wider(long a, long b) { return a > b ? a : b; }
+
+/* Where a layer keeps what lies between its steps. */
+typedef struct {
+    float *normed, *qkv, *mixed, *fed, *gated;
+    void *codes;
+    long size;
+} places;
+
+static places places_in(const layer *l, char *memory, long tokens) {
+    long widest = wider(wider(l->hidden, l->width), l->mixed), at = 0, starts[5];
+    long sizes[5] = {l->hidden, l->qkv->out, l->mixed, l->gate_up->out, l->width};
+    for (int i = 0; i < 5; i++) {
+        starts[i] = at;
+        at += padded(tokens * sizes[i] * (long)sizeof(float));
+    }
+    float *to[5];
+    for (int i = 0; i < 5; i++) to[i] = memory ? (float *)(void *)(memory + starts[i]) : 0;
+    return (places){to[0], to[1], to[2], to[3], to[4], memory ? memory + at : 0, at + padded(coded_bytes(tokens, widest))};
+}
+
+/* Room for rows as codes where the product wants them. */
+static coded coded_rows(const product *p, void *memory, long rows) {
+    return wants_codes(p) ? coded_at(memory, rows, p->in) : (coded){0, 0};
+}
+
+static void run_layer(const layer *l, const attention *a, const float *x, float *y, places at, long n, member *m) {
+    long few = 1 + n / (m->count * 16);
+    coded c = coded_rows(l->qkv, at.codes, n);
+    SHARE(m, n, few, r, {
+        norm_row(x + r * l->hidden, l->attn_norm, at.normed + r * l->hidden, l->hidden, l->eps);
+        if (c.codes) INTERNAL(onedraw_code_row)(at.normed + r * l->hidden, c, r, l->qkv->in);
+    });
+    INTERNAL(onedraw_multiply)(m, l->qkv, at.normed, l->hidden, c, at.qkv, 0, n);
+    INTERNAL(onedraw_attend)(m, at.qkv, at.mixed, a, n);
+    c = coded_rows(l->out, at.codes, n);
+    if (c.codes) SHARE(m, n, few, r, { INTERNAL(onedraw_code_row)(at.mixed + r * l->mixed, c, r, l->out->in); });
+    INTERNAL(onedraw_multiply)(m, l->out, at.mixed, l->mixed, c, y, x, n);
+    c = coded_rows(l->gate_up, at.codes, n);
+    SHARE(m, n, few, r, {
+        norm_row(y + r * l->hidden, l->mlp_norm, at.normed + r * l->hidden, l->hidden, l->eps);
+        if (c.codes) INTERNAL(onedraw_code_row)(at.normed + r * l->hidden, c, r, l->gate_up->in);
+    });
+    INTERNAL(onedraw_multiply)(m, l->gate_up, at.normed, l->hidden, c, at.fed, 0, n);
+    c = coded_rows(l->down, at.codes, n);
+    SHARE(m, n, few, r, {
+        silu_gated_row(at.fed + r * l->gate_up->out, at.gated + r * l->width, l->width);
+        if (c.codes) INTERNAL(onedraw_code_row)(at.gated + r * l->width, c, r, l->down->in);
+    });
+    INTERNAL(onedraw_multiply)(m, l->down, at.gated, l->width, c, y, y, n);
+}
+
+static void run_layers(const void *given, member *m) {
+    const pass *p = given;
+    for (long i = 0; i < p->count; i++) {
+        const layer *l = p->layers[i];
+        attention a = *p->attentions[i];
+        a.q_norm = l->q_norm;
+        a.k_norm = l->k_norm;
+        a.keys = l->keys;
+        a.values = l->values;
+        a.key_scales = l->key_scales;
+        a.value_scales = l->value_scales;
+        a.kept = l->kept;
+        a.eps = l->eps;
+        a.width = l->qkv->out;
+        run_layer(l, &a, p->residuals[i], p->residuals[i + 1], places_in(l, p->memory, p->tokens), p->tokens, m);
+    }
+}
+
+/* Bytes of memory that a pass over so many tokens needs. */
+long EXPORT(onedraw_layers_bytes)(const layer *const *layers, long count, long tokens) {
+    long most = 0;
+    for (long i = 0; i < count; i++) most = wider(most, places_in(layers[i], NULL, tokens).size);
+    return most;
+}
+
+/* Layers one after the other, in one job. memory: 64 bytes aligned. */
+void EXPORT(onedraw_layers)(const layer *const *layers, const attention *const *attentions, float *const *residuals, long count,
+                            long tokens, char *memory, team *t) {
+    pass own = {layers, attentions, residuals, memory, count, tokens};
+    onedraw_team_run(t, run_layers, &own, 0);
+}

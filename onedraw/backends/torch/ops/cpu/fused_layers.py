@@ -1,0 +1,141 @@
+"""Dense layers in one call: norm, q k v, attention, out, norm, gate and up, silu, down, over and over.
+
+In: the weights of neighbouring layers. Out: `FusedLayers`, which runs any first few of them. Its bits are those of the
+operations one by one; only the calls between them are saved.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from onedraw.backends.torch.ops.base import DenseLayer
+from onedraw.backends.torch.ops.cpu.library import FLOAT, LONG, POINTER, Kernels
+from onedraw.backends.torch.ops.cpu.packed_linear import CpuLinear
+from onedraw.backends.torch.runner.inputs import Inputs
+from onedraw.backends.torch.state.kv_pages import PageStore
+
+# -------------------- What attention is told about a turn, as the kernels read it.
+
+
+class AttentionArguments(ctypes.Structure):
+    """`attention` of attention.h, field by field."""
+
+    _fields_ = (
+        *((name, LONG) for name in ("heads", "kv_heads", "dim", "rotary", "page_size", "table_width", "path_width")),
+        *((name, LONG) for name in ("width", "writes", "keys_as_values", "norm_values")),
+        *((name, FLOAT) for name in ("scale", "eps")),
+        *((name, POINTER) for name in ("q_norm", "k_norm", "turns", "positions", "slots", "firsts", "ends")),
+        *((name, POINTER) for name in ("rows", "table", "tails", "paths", "keys", "values", "key_scales", "value_scales")),
+        ("kept", LONG),
+    )
+
+
+KEPT = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8)  # as kv_quant.h counts them
+
+
+def point_to_pages(arguments: Any, store: PageStore) -> None:
+    """Keys, values, their scales and what they are, in a structure that has such fields."""
+    arguments.keys, arguments.values = store.keys.data_ptr(), store.values.data_ptr()
+    arguments.key_scales = None if store.key_scales is None else store.key_scales.data_ptr()
+    arguments.value_scales = None if store.value_scales is None else store.value_scales.data_ptr()
+    arguments.kept = KEPT.index(store.keys.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A turn's arguments, and the tensors whose memory they point to."""
+
+    arguments: AttentionArguments
+    inputs: Inputs
+    firsts: Tensor
+    turns: Tensor
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self.arguments)
+
+    def point_to(self, store: PageStore, q_norm: Tensor | None, k_norm: Tensor | None, *, eps: float, width: int) -> int:
+        """The arguments' address, filled with one layer's own."""
+        arguments = self.arguments
+        arguments.eps, arguments.width = eps, width
+        arguments.q_norm = None if q_norm is None else q_norm.data_ptr()
+        arguments.k_norm = None if k_norm is None else k_norm.data_ptr()
+        point_to_pages(arguments, store)
+        return self.address
+
+
+# -------------------- Dense layers in one call: norm, q k v, attention, out, norm, gate and up, silu, down, over
+
+
+class _Layer(ctypes.Structure):
+    """`layer` of fused_layers.c."""
+
+    _fields_ = (
+        *((name, POINTER) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, POINTER) for name in ("attn_norm", "mlp_norm", "q_norm", "k_norm", "keys", "values")),
+        *((name, LONG) for name in ("hidden", "mixed", "width")),
+        ("eps", FLOAT),
+        *((name, POINTER) for name in ("key_scales", "value_scales")),
+        ("kept", LONG),
+    )
+
+
+class FusedLayers:
+    """Owner: a stack. Points to the layers' weights, which it keeps alive, and to the pages it was last called with."""
+
+    def __init__(self, kernels: Kernels, layers: Sequence[DenseLayer]) -> None:
+        self._kernels, self._layers = kernels, tuple(layers)
+        self._arguments = [_arguments(layer) for layer in layers]
+        self._array = (POINTER * len(layers))(*(ctypes.addressof(one) for one in self._arguments))
+        self._stores: list[PageStore] = []
+
+    def __call__(
+        self, x: Tensor, prepared: Sequence[Prepared], stores: Sequence[PageStore], kept: Sequence[int] = ()
+    ) -> dict[int, Tensor]:
+        """Run the first layers, as many as are prepared: x [T, E] → what the last of them and the `kept` ones give."""
+        count, kernels = len(prepared), self._kernels
+        self._point_to(stores)
+        outputs = {index: torch.empty_like(x) for index in {*kept, count - 1}}
+        passing = [torch.empty_like(x) for _ in range(2)] if len(outputs) < count else []
+        residuals = [x, *(outputs[i] if i in outputs else passing[i % 2] for i in range(count))]
+        kernels.layers(
+            self._array,
+            (POINTER * count)(*(one.address for one in prepared)),
+            (POINTER * (count + 1))(*(one.data_ptr() for one in residuals)),
+            count,
+            len(x),
+            kernels.memory(kernels.layers_bytes(self._array, count, len(x))),
+            kernels.team,
+        )
+        return outputs
+
+    def _point_to(self, stores: Sequence[PageStore]) -> None:
+        known = len(self._stores) == len(stores) and all(a is b for a, b in zip(self._stores, stores, strict=True))
+        if not known:
+            for own, store in zip(self._arguments, stores, strict=False):
+                point_to_pages(own, store)
+            self._stores = list(stores)
+
+
+def _arguments(layer: DenseLayer) -> _Layer:
+    qkv, gate_up = cast(CpuLinear, layer.qkv), cast(CpuLinear, layer.gate_up)
+    return _Layer(
+        qkv=qkv.address,
+        out=cast(CpuLinear, layer.out).address,
+        gate_up=gate_up.address,
+        down=cast(CpuLinear, layer.down).address,
+        attn_norm=layer.attn_norm.data_ptr(),
+        mlp_norm=layer.mlp_norm.data_ptr(),
+        q_norm=None if layer.q_norm is None else layer.q_norm.data_ptr(),
+        k_norm=None if layer.k_norm is None else layer.k_norm.data_ptr(),
+        hidden=qkv.in_features,
+        mixed=layer.spec.heads * layer.spec.head_dim,
+        width=gate_up.out_features // 2,
+        eps=layer.eps,
+    )

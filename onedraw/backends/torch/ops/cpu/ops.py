@@ -1,0 +1,289 @@
+"""The CPU kernels as operations on tensors: float32, rows of any number, bits of each row its own.
+
+In: the loaded library. Out: `CpuOps`, which a stack uses like `TorchOps`. Tensors are contiguous.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from onedraw.backends.torch.model.weight_loader import LANE, padded
+from onedraw.backends.torch.ops.base import DenseLayer
+from onedraw.backends.torch.ops.cpu.fused_layers import AttentionArguments, FusedLayers, Prepared
+from onedraw.backends.torch.ops.cpu.library import Kernels
+from onedraw.backends.torch.ops.cpu.packed_linear import CpuLinear, panels_of, panels_of_rows
+from onedraw.backends.torch.ops.cpu.sampler import CpuSampler
+from onedraw.backends.torch.ops.plain.delta import DeltaWeights
+from onedraw.backends.torch.ops.plain.elementwise import gated, times_gate
+from onedraw.backends.torch.ops.plain.experts import PlainBank, choose_experts, join_shared
+from onedraw.backends.torch.ops.plain.linear import Linear, RowRule
+from onedraw.backends.torch.runner.inputs import Inputs
+from onedraw.backends.torch.sampling.sampler import Sampler
+from onedraw.backends.torch.state.kv_pages import PageStore
+from onedraw.backends.torch.state.recurrent_spans import CHUNK, Runs, runs_of
+from onedraw.backends.torch.state.recurrent_state import Kept, LaneStore
+from onedraw.errors import UnsupportedModel
+from onedraw.models.source import Tensor as Stored
+from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, Gate, MoeSpec
+from onedraw.models.tensor_views import Matrix
+
+MOST_DELTA_DIMS = 512  # of a head, as in delta.c
+_POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
+
+
+class _Run(ctypes.Structure):
+    """`run` of delta.c."""
+
+    _fields_ = tuple(
+        (name, _LONG) for name in ("first", "lane", "fresh", "prompt", "known", "drafts", "held", "save_first", "saves")
+    )
+
+
+class _Delta(ctypes.Structure):
+    """`delta` of delta.c, field by field."""
+
+    _fields_ = (
+        *((name, _LONG) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "conv", "channels")),
+        *((name, _LONG) for name in ("tokens", "runs", "width")),
+        ("eps", _FLOAT),
+        *((name, _POINTER) for name in ("conv_weight", "decay_weight", "bias", "norm")),
+        *((name, _POINTER) for name in ("taps", "closings", "kept", "parents", "save_counts", "save_slots", "run")),
+        *((name, _POINTER) for name in ("states", "windows", "saved_states", "saved_windows")),
+        *((name, _POINTER) for name in ("decays", "keys", "changes", "fed", "mixed", "gates")),
+    )
+
+
+class Recurrence:
+    """A turn's runs as the kernel reads them, and the memory its pointers name."""
+
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+        parents = torch.full((len(runs.host_taps),), -1, dtype=torch.int64)
+        saves = [save for run in runs.runs for save in run.saves]
+        self._saves = torch.tensor(saves or [(0, 0)], dtype=torch.int64).t().contiguous()
+        self._array = (_Run * max(len(runs.runs), 1))()
+        before = 0
+        for place, run in enumerate(runs.runs):
+            node = run.first + run.known
+            parents[node : node + len(run.drafts)] = torch.tensor([d.parent for d in run.drafts], dtype=torch.int64)
+            numbers = (run.first, run.lane, run.fresh, run.prompt, run.known, len(run.drafts), run.held, before, len(run.saves))
+            self._array[place] = _Run(*numbers)
+            before += len(run.saves)
+        self._parents = parents
+
+    def fill(self, arguments: _Delta, weights: DeltaWeights) -> None:
+        runs = self._runs
+        arguments.eps, arguments.runs, arguments.run = weights.eps, len(runs.runs), ctypes.addressof(self._array)
+        arguments.conv_weight, arguments.decay_weight = weights.conv.data_ptr(), weights.decay.data_ptr()
+        arguments.bias, arguments.norm = weights.bias.data_ptr(), weights.norm.data_ptr()
+        arguments.taps, arguments.closings, arguments.kept = (t.data_ptr() for t in (runs.taps, runs.closings, runs.kept))
+        arguments.parents = self._parents.data_ptr()
+        arguments.save_counts, arguments.save_slots = self._saves[0].data_ptr(), self._saves[1].data_ptr()
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How `CpuOps` takes weights: as stored, and then with activations as codes or as they are; or all as float32."""
+
+    as_stored: bool = False
+    coded: bool = False
+
+
+class CpuOps:
+    """What a stack asks of a CPU. `threads` divide outputs only, so their number does not show."""
+
+    rule = RowRule(floor=1)
+    looks_up = True
+    records = False
+
+    def __init__(
+        self, library: ctypes.CDLL, *, threads: int, packing: Packing | None = None, path: str | None = None, fuses: bool = True
+    ) -> None:
+        self._kernels = Kernels(library, threads=threads, path=path)
+        self._packing, self._fuses = packing or Packing(), fuses
+        self.name = f"cpu-{self._kernels.path}"
+
+    @property
+    def team(self) -> int:
+        """The threads that compute, as the kernels know them."""
+        return int(self._kernels.team)
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> CpuLinear:
+        rows, width = weight.shape
+        panels = panels_of_rows(self._kernels, weight.contiguous().numpy(), "F32", rows=rows, width=width, height=rows)
+        return CpuLinear(self._kernels, [panels], bias=bias, coded=False)
+
+    def stored(self, tensors: Sequence[Stored], *, bias: Tensor | None, pad: int, pad_columns: int) -> CpuLinear | None:
+        return self._side_by_side(tensors, bias=bias, pad=pad, pad_columns=pad_columns) if self._packing.as_stored else None
+
+    def stored_bank(self, gate_up: Sequence[Stored], down: Stored, activation: Activation) -> PlainBank | None:
+        if not self._packing.as_stored:
+            return None
+        first, second = [], []
+        for number in range(down.shape[0]):
+            first.append(self._side_by_side([Matrix(tensor, number) for tensor in gate_up], pad=LANE))
+            second.append(self._side_by_side([Matrix(down, number)], pad_columns=LANE))
+        return PlainBank(tuple(first), tuple(second), activation, self.gated)
+
+    def table(self, tensor: Stored) -> None:
+        """Rows are read in the head's panels, or where the file is mapped."""
+
+    def _side_by_side(
+        self, tensors: Sequence[Stored], *, bias: Tensor | None = None, pad: int = 1, pad_columns: int = 1
+    ) -> CpuLinear:
+        parts = [panels_of(self._kernels, tensor, height=padded(tensor.shape[0], pad)) for tensor in tensors]
+        width = padded(parts[0].width, pad_columns)
+        return CpuLinear(self._kernels, parts, bias=bias, coded=self._packing.coded, in_features=width)
+
+    def opening(self, gate_up: Linear, activation: Activation) -> None:
+        """Layers are fused as a whole instead."""
+
+    def fuse(self, layers: Sequence[DenseLayer]) -> FusedLayers | None:
+        plain = all(layer.activation == "silu" and layer.spec.gate is None for layer in layers)
+        return FusedLayers(self._kernels, layers) if self._fuses and plain else None
+
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        width, scale = x.shape[-1], None if weight is None else weight.data_ptr()
+        self._kernels.rms_norm(x.data_ptr(), scale, y.data_ptr(), x.numel() // width, width, eps, self._kernels.team)
+        return y
+
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        if activation != "silu":
+            return gated(gate_up, activation)
+        width = gate_up.shape[1] // 2
+        y = _floats(len(gate_up), width)
+        self._kernels.silu_gated(gate_up.data_ptr(), y.data_ptr(), len(gate_up), width, self._kernels.team)
+        return y
+
+    def opened(self, x: Tensor, gate: Tensor, kind: Gate) -> Tensor:
+        return times_gate(x, gate, kind)
+
+    def bank(self, gate_up: list[Tensor], down: list[Tensor], activation: Activation) -> PlainBank:
+        return PlainBank(tuple(map(self.linear, gate_up)), tuple(map(self.linear, down)), activation, self.gated)
+
+    def choose_experts(
+        self, logits: Tensor, spec: MoeSpec, *, bias: Tensor | None, factors: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return choose_experts(logits, spec, bias=bias, factors=factors)
+
+    def join_shared(self, out: Tensor, always: Tensor, gate: Tensor | None, residual: Tensor | None) -> Tensor:
+        return join_shared(out, always, gate, residual)
+
+    def sampler(self, *, vocab: int, lanes: int, device: torch.device) -> Sampler:
+        return CpuSampler(self._kernels, vocab=vocab, lanes=lanes, device=device)
+
+    def prepare(self, inputs: Inputs, mixer: AttentionSpec, turns: Tensor) -> Prepared:
+        firsts = inputs.firsts(mixer.window)
+        tails, paths, table = inputs.tails, inputs.paths, inputs.tables[inputs.group(mixer.window)]
+        arguments = AttentionArguments(
+            heads=mixer.heads,
+            kv_heads=mixer.kv_heads,
+            dim=mixer.head_dim,
+            rotary=mixer.rope.dims,
+            page_size=inputs.page_size,
+            table_width=table.shape[1],
+            path_width=0 if paths is None else paths.shape[1],
+            writes=mixer.reuses is None,
+            keys_as_values=mixer.keys_as_values,
+            norm_values=mixer.v_norm,
+            scale=mixer.scale,
+            turns=turns.data_ptr(),
+            positions=inputs.positions.data_ptr(),
+            slots=inputs.slots.data_ptr(),
+            firsts=firsts.data_ptr(),
+            ends=inputs.ends.data_ptr(),
+            rows=inputs.rows.data_ptr(),
+            table=table.data_ptr(),
+            tails=None if tails is None else tails.data_ptr(),
+            paths=None if paths is None else paths.data_ptr(),
+        )
+        return Prepared(arguments, inputs, firsts, turns)
+
+    def attention(
+        self,
+        qkv: Tensor,
+        prepared: Prepared,
+        *,
+        spec: AttentionSpec,
+        store: PageStore,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        arguments = prepared.point_to(store, q_norm, k_norm, eps=eps, width=qkv.shape[1])
+        out = _floats(len(qkv), spec.heads * spec.head_dim)
+        self._kernels.attention(qkv.data_ptr(), out.data_ptr(), arguments, len(qkv), self._kernels.team)
+        return out
+
+    def remember(
+        self, kv: Tensor, prepared: Prepared, *, spec: AttentionSpec, store: PageStore, k_norm: Tensor | None, eps: float
+    ) -> None:
+        headless = replace(spec, heads=0)  # no queries: the kernel prepares and writes, and has nothing to attend
+        prepared.arguments.heads = 0
+        self.attention(kv, prepared, spec=headless, store=store, q_norm=None, k_norm=k_norm, eps=eps)
+        prepared.arguments.heads = spec.heads
+
+    def turn_borders(self, mixers: Collection[AttentionSpec | DeltaSpec]) -> tuple[int, ...]:
+        return ()
+
+    def require(self, mixer: DeltaSpec) -> None:
+        """They compute every layer."""
+
+    def prepare_delta(self, inputs: Inputs, mixer: DeltaSpec) -> Recurrence:
+        return Recurrence(runs_of(inputs, conv=mixer.conv))
+
+    def delta(self, projected: Tensor, prepared: Recurrence, *, weights: DeltaWeights, store: LaneStore) -> Tensor:
+        spec, tokens = store.spec, len(projected)
+        arguments = _delta_arguments(store)
+        prepared.fill(arguments, weights)
+        arguments.tokens, arguments.width = tokens, projected.shape[1]
+        mixed, gates = _floats(tokens, spec.channels), _floats(tokens, 3 * spec.value_heads)
+        arguments.mixed, arguments.gates = mixed.data_ptr(), gates.data_ptr()
+        out = torch.zeros(tokens, spec.value_heads * spec.value_dim, dtype=torch.float32)
+        size = spec.value_dim * max(CHUNK, spec.key_dim)
+        work, window = _floats(self._kernels.threads, size), _floats(spec.conv - 1, spec.channels)
+        self._kernels.delta(
+            projected.data_ptr(),
+            out.data_ptr(),
+            ctypes.addressof(arguments),
+            work.data_ptr(),
+            size,
+            window.data_ptr(),
+            self._kernels.team,
+        )
+        return out
+
+    def commit_delta(self, store: LaneStore, kept: Sequence[Kept]) -> None:
+        arguments, window = _delta_arguments(store), _floats(store.spec.conv - 1, store.spec.channels)
+        for one in kept:
+            places = torch.tensor(one.places, dtype=torch.int64)
+            self._kernels.delta_commit(
+                ctypes.addressof(arguments), one.lane, places.data_ptr(), len(places), window.data_ptr(), self._kernels.team
+            )
+
+
+def _delta_arguments(store: LaneStore) -> _Delta:
+    """What a layer's calls have in common: its shape and its stores."""
+    spec = store.spec
+    if max(spec.key_dim, spec.value_dim) > MOST_DELTA_DIMS:
+        raise UnsupportedModel(
+            f"delta heads of {spec.key_dim} x {spec.value_dim} are over the {MOST_DELTA_DIMS} of these kernels"
+        )
+    sizes = ("key_heads", "value_heads", "key_dim", "value_dim", "conv", "channels")
+    stores = ("states", "windows", "saved_states", "saved_windows", "decays", "keys", "changes", "fed")
+    return _Delta(
+        **{name: getattr(spec, name) for name in sizes},
+        **{name: getattr(store, name).data_ptr() for name in stores},
+    )
+
+
+def _floats(rows: int, width: int) -> Tensor:
+    """What a kernel writes to. A program may have set another default dtype or device, and kernels trust the size."""
+    return torch.empty(rows, width, dtype=torch.float32, device="cpu")

@@ -1,0 +1,286 @@
+/* Products: rows times weights as they are stored. Each output is one fixed sequence of operations along its inputs, in order,
+ * whatever other rows, tiles or members there are: members and tiles divide outputs only.
+ *
+ * With coded activations, 32 inputs at a time: an exact sum of products of integers, scaled once, and added to the sum so far.
+ * With float activations, and for plain weights, input by input. */
+
+#include "packed_linear.h"
+
+#include <math.h>
+
+#define AHEAD 8192             /* bytes of weights that are asked for before they are needed */
+#define ROW_BYTES (384 * 1024) /* of activations that are walked while a few panels stay near */
+
+void INTERNAL(onedraw_numbers)(long kind, const uint8_t *panel, long in, long b, float *out);
+
+/* ------------------------------------------------------------------ activations as codes */
+
+/* Codes are x * 127 / (largest |x|) to the nearest whole number, the even one of two. A group with a number that is not
+ * finite has a scale that is none, and so has every output of its row; one too small to divide by is zero. */
+void INTERNAL(onedraw_code_row)(const float *x, coded c, long row, long in) {
+    for (long b = 0; b < in / GROUP; b++) {
+        const float *from = x + b * GROUP;
+        int8_t *codes = c.codes + row * in + b * GROUP;
+        group *g = c.groups + row * (in / GROUP) + b;
+        uint32_t largest = 0, bits;
+        for (int i = 0; i < GROUP; i++) {
+            memcpy(&bits, from + i, 4);
+            bits &= 0x7fffffffu;
+            largest = bits > largest ? bits : largest;
+        }
+        float most, up = 0.0f;
+        memcpy(&most, &largest, 4);
+        g->scale = most / 127.0f;
+        if (largest >= 0x7f800000u) g->scale = NAN;
+        else if (most < 1e-35f) g->scale = 0.0f;
+        else up = 127.0f / most;
+        int32_t sums[2] = {0, 0}, whole[GROUP];
+        for (int i = 0; i < GROUP; i++) {
+            float near = (up == 0.0f ? 0.0f : from[i] * up) + 12582912.0f; /* 1.5 * 2^23: the last bits are the whole number */
+            int32_t as;
+            memcpy(&as, &near, 4);
+            whole[i] = as - 0x4b400000;
+        }
+        for (int i = 0; i < GROUP; i++) codes[i] = (int8_t)whole[i];
+        for (int i = 0; i < GROUP / 2; i++) { sums[0] += whole[i]; sums[1] += whole[GROUP / 2 + i]; }
+        g->first = sums[0];
+        g->second = sums[1];
+        g->sum = g->scale * (float)(sums[0] + sums[1]);
+    }
+}
+
+/* ------------------------------------------------------------------ tiles */
+
+/* `count` rows of one panel, with coded activations: out [count][16]. */
+INLINE void coded_tile(const int kind, const int count, const uint8_t *panel, long in, const int8_t *x, const group *groups,
+                       float *out) {
+    long blocks = in / GROUP;
+    sections s = sections_of(kind, panel, in);
+    const int lifted = kind == Q8_0 ? CODE_BIAS : centre(kind);
+    floats total[8];
+    for (int m = 0; m < count; m++) total[m] = f_zero();
+    for (long b = 0; b < blocks; b++) {
+        const int8_t *at = x + b * GROUP;
+        const uint8_t *coming = s.codes + b * (code_bytes(kind) + high_bytes(kind)) + AHEAD; /* may be past the end: only a hint */
+        for (long i = 0; i <= code_bytes(kind) + high_bytes(kind); i += 64) __builtin_prefetch(coming + i);
+        shared common = shared_of(kind, s, b);
+        ints sum[8], second[8];
+        for (int m = 0; m < count; m++) {
+            const group *g = groups + m * blocks + b;
+            if (kind == Q6_K) {
+                sum[m] = i_splat(-lifted * g->first);
+                second[m] = i_splat(-lifted * g->second);
+            } else {
+                sum[m] = i_splat(lifted ? -lifted * (g->first + g->second) : 0);
+            }
+        }
+#define STEP(g)                                                                                                     \
+    {                                                                                                               \
+        bytes codes = codes_of(kind, s, b, g);                                                                      \
+        if (kind == Q8_0) codes = b_lift(codes);                                                                    \
+        for (int m = 0; m < count; m++) {                                                                           \
+            const int8_t *four = at + m * in + 4 * g;                                                               \
+            if (kind == Q8_0) sum[m] = dot_lifted(sum[m], codes, four);                                             \
+            else if (kind == Q6_K && g >= 4) second[m] = dot(second[m], codes, four);                               \
+            else sum[m] = dot(sum[m], codes, four);                                                                 \
+        }                                                                                                           \
+    }
+#if MOST_ROWS > 2
+        STEP(0) STEP(4) STEP(1) STEP(5) STEP(2) STEP(6) STEP(3) STEP(7)
+#else
+        for (int g = 0; g < 8; g++) STEP(g)
+#endif
+#undef STEP
+        for (int m = 0; m < count; m++) {
+            const group *g = groups + m * blocks + b;
+            floats scale = f_splat(g->scale);
+            total[m] = fused(i_floats(sum[m]), f_mul(common.scale, scale), total[m]);
+            if (kind == Q6_K) total[m] = fused(i_floats(second[m]), f_mul(common.second, scale), total[m]);
+            if (has_min(kind)) total[m] = fused(common.min, f_splat(g->sum), total[m]);
+        }
+    }
+    for (int m = 0; m < count; m++) f_store(out + m * LANE, total[m]);
+}
+
+/* `count` rows of one packed panel, with float activations: its numbers are made as they are met. out [count][16] */
+INLINE void numbers_tile(const int kind, const int count, const uint8_t *panel, long in, const float *x, long stride, float *out) {
+    floats total[8];
+    float block[GROUP * LANE];
+    for (int m = 0; m < count; m++) total[m] = f_zero();
+    for (long b = 0; b < in / GROUP; b++) {
+        INTERNAL(onedraw_numbers)(kind, panel, in, b, block);
+        for (long k = 0; k < GROUP; k++) {
+            floats w = f_load(block + k * LANE);
+            for (int m = 0; m < count; m++) total[m] = fused(f_splat(x[m * stride + b * GROUP + k]), w, total[m]);
+        }
+    }
+    for (int m = 0; m < count; m++) f_store(out + m * LANE, total[m]);
+}
+
+INLINE floats plain_at(const int kind, const uint8_t *p) {
+    return kind == F32 ? f_load((const float *)(const void *)p) : kind == F16 ? f_halves(p) : f_bfloats(p);
+}
+
+/* `count` rows of one plain panel: out [count][32]. */
+INLINE void plain_tile(const int kind, const int count, const uint8_t *panel, long in, const float *x, long stride, float *out) {
+    floats total[FLOAT_ROWS][2];
+    for (int m = 0; m < count; m++) total[m][0] = total[m][1] = f_zero();
+    for (long k = 0; k < in; k++) {
+        const uint8_t *at = panel + k * WIDE * plain_bytes(kind);
+        floats w0 = plain_at(kind, at), w1 = plain_at(kind, at + LANE * plain_bytes(kind));
+        for (int m = 0; m < count; m++) {
+            floats v = f_splat(x[m * stride + k]);
+            total[m][0] = fused(v, w0, total[m][0]);
+            total[m][1] = fused(v, w1, total[m][1]);
+        }
+    }
+    for (int m = 0; m < count; m++) { f_store(out + m * WIDE, total[m][0]); f_store(out + m * WIDE + LANE, total[m][1]); }
+}
+
+typedef void (*tile)(const uint8_t *panel, long in, const float *x, long stride, const int8_t *codes, const group *groups, float *out);
+#define UNUSED (void)x, (void)stride, (void)codes, (void)groups
+#define TILE(name, call)                                                                                            \
+    static void name(const uint8_t *panel, long in, const float *x, long stride, const int8_t *codes, const group *groups,  \
+                     float *out) { UNUSED; call; }
+#define CODED(kind, count) TILE(coded_##kind##_##count, coded_tile(kind, count, panel, in, codes, groups, out))
+#define PLAIN(kind, count) TILE(plain_##kind##_##count, plain_tile(kind, count, panel, in, x, stride, out))
+
+/* Heights of tiles: powers of two up to MOST_ROWS with codes, every height up to FLOAT_ROWS with plain numbers. */
+#if MOST_ROWS == 8
+#define HEIGHTS(of, kind) of(kind, 1) of(kind, 2) of(kind, 4) of(kind, 8)
+#define TABLE(name) {name##_1, name##_2, name##_4, name##_8}
+#elif MOST_ROWS == 4
+#define HEIGHTS(of, kind) of(kind, 1) of(kind, 2) of(kind, 4)
+#define TABLE(name) {name##_1, name##_2, name##_4, 0}
+#else
+#define HEIGHTS(of, kind) of(kind, 1) of(kind, 2)
+#define TABLE(name) {name##_1, name##_2, 0, 0}
+#endif
+HEIGHTS(CODED, Q4_0) HEIGHTS(CODED, Q4_1) HEIGHTS(CODED, Q5_0) HEIGHTS(CODED, Q5_1)
+HEIGHTS(CODED, Q8_0) HEIGHTS(CODED, Q4_K) HEIGHTS(CODED, Q5_K) HEIGHTS(CODED, Q6_K)
+static const tile CODED_TILES[KINDS][4] = {
+    [Q4_0] = TABLE(coded_Q4_0), [Q4_1] = TABLE(coded_Q4_1), [Q5_0] = TABLE(coded_Q5_0), [Q5_1] = TABLE(coded_Q5_1),
+    [Q8_0] = TABLE(coded_Q8_0), [Q4_K] = TABLE(coded_Q4_K), [Q5_K] = TABLE(coded_Q5_K), [Q6_K] = TABLE(coded_Q6_K),
+};
+
+#if FLOAT_ROWS == 12
+#define ALL(kind)                                                                                                   \
+    PLAIN(kind, 1) PLAIN(kind, 2) PLAIN(kind, 3) PLAIN(kind, 4) PLAIN(kind, 5) PLAIN(kind, 6) PLAIN(kind, 7) PLAIN(kind, 8)   \
+    PLAIN(kind, 9) PLAIN(kind, 10) PLAIN(kind, 11) PLAIN(kind, 12)
+#define ROWS(n) {0, n##_1, n##_2, n##_3, n##_4, n##_5, n##_6, n##_7, n##_8, n##_9, n##_10, n##_11, n##_12}
+#else
+#define ALL(kind) PLAIN(kind, 1) PLAIN(kind, 2) PLAIN(kind, 3)
+#define ROWS(n) {0, n##_1, n##_2, n##_3}
+#endif
+ALL(F32) ALL(F16) ALL(BF16)
+static const tile PLAIN_TILES[KINDS][FLOAT_ROWS + 1] = {[F32] = ROWS(plain_F32), [F16] = ROWS(plain_F16), [BF16] = ROWS(plain_BF16)};
+
+static void numbers_rows(long kind, int count, const uint8_t *panel, long in, const float *x, long stride, float *out) {
+    switch (count) {
+    case 1: numbers_tile((int)kind, 1, panel, in, x, stride, out); return;
+    case 2: numbers_tile((int)kind, 2, panel, in, x, stride, out); return;
+#if MOST_ROWS >= 4
+    case 4: numbers_tile((int)kind, 4, panel, in, x, stride, out); return;
+#endif
+#if MOST_ROWS >= 8
+    case 8: numbers_tile((int)kind, 8, panel, in, x, stride, out); return;
+#endif
+    }
+}
+
+/* ------------------------------------------------------------------ products */
+
+typedef struct {
+    const product *of;
+    const float *x, *add;
+    float *y;
+    coded c;
+    long stride;
+} rows;
+
+/* What a tile gave, `width` columns of `count` rows, to its place; `left` of them are the part's. */
+static void put(const rows *r, const float *found, long first, long count, long width, long column, long left) {
+    for (long m = 0; m < count; m++) {
+        const float *from = found + m * width, *bias = r->of->bias ? r->of->bias + column : 0;
+        float *to = r->y + (first + m) * r->of->out + column;
+        const float *add = r->add ? r->add + (first + m) * r->of->out + column : 0;
+        long n = 0;
+        for (; n + LANE <= left && n < width; n += LANE) {
+            floats v = f_load(from + n);
+            if (bias) v = f_add(v, f_load(bias + n));
+            if (add) v = f_add(f_load(add + n), v);
+            f_store(to + n, v);
+        }
+        for (; n < left && n < width; n++) {
+            float v = from[n];
+            if (bias) v = v + bias[n];
+            to[n] = add ? add[n] + v : v;
+        }
+    }
+}
+
+/* Rows [first, last) of the 32 columns `unit` of a part. */
+static void unit_of(const rows *r, const part *p, long unit, long first, long last) {
+    long in = r->of->in, kind = p->kind, size = panel_bytes((int)kind, in);
+    float found[(FLOAT_ROWS > 8 ? FLOAT_ROWS : 8) * WIDE];
+    if (is_plain((int)kind)) {
+        for (long m = first, count; m < last; m += count) {
+            count = last - m < FLOAT_ROWS ? last - m : FLOAT_ROWS;
+            PLAIN_TILES[kind][count](p->panels + unit * size, in, r->x + m * r->stride, r->stride, 0, 0, found);
+            put(r, found, m, count, WIDE, p->column + unit * WIDE, p->rows - unit * WIDE);
+        }
+        return;
+    }
+    for (long half = 0; half < 2 && unit * WIDE + half * LANE < p->rows; half++) {
+        const uint8_t *panel = p->panels + (unit * 2 + half) * size;
+        long column = unit * WIDE + half * LANE;
+        for (long m = first, count; m < last; m += count) {
+            int height = MOST_ROWS == 8 ? 3 : MOST_ROWS == 4 ? 2 : 1;
+            while (1 << height > last - m) height--;
+            count = 1 << height;
+            if (r->of->coded)
+                CODED_TILES[kind][height](panel, in, 0, 0, r->c.codes + m * in, r->c.groups + m * (in / GROUP), found);
+            else numbers_rows(kind, (int)count, panel, in, r->x + m * r->stride, r->stride, found);
+            put(r, found, m, count, LANE, p->column + column, p->rows - column);
+        }
+    }
+}
+
+void INTERNAL(onedraw_multiply)(member *m, const product *p, const float *x, long stride, coded c, float *y, const float *add,
+                                long count) {
+    rows r = {p, x, add, y, c, stride};
+    long units = 0, tall = ROW_BYTES / (p->in * (wants_codes(p) ? 1 : 4)) / 24 * 24;
+    tall = tall < 48 ? 48 : tall;
+    for (long i = 0; i < p->count; i++) units += (p->parts[i].rows + WIDE - 1) / WIDE;
+    long bands = (count + tall - 1) / tall, piece = units / (m->count * 8L);
+    SHARE(m, units * bands, m->count == 1 ? units : piece < 1 ? 1 : piece > 16 ? 16 : piece, i, {
+        long unit = i % units, first = i / units * tall, last = first + tall < count ? first + tall : count;
+        const part *at = p->parts;
+        for (long own; unit >= (own = (at->rows + WIDE - 1) / WIDE); at++) unit -= own;
+        unit_of(&r, at, unit, first, last);
+    });
+}
+
+typedef struct {
+    const product *of;
+    const float *x;
+    float *y;
+    void *memory;
+    long stride, rows;
+} linear;
+
+static void multiply(const void *given, member *m) {
+    const linear *l = given;
+    coded c = {0, 0};
+    if (wants_codes(l->of)) {
+        c = coded_at(l->memory, l->rows, l->of->in);
+        SHARE(m, l->rows, 1, r, { INTERNAL(onedraw_code_row)(l->x + r * l->stride, c, r, l->of->in); });
+    }
+    INTERNAL(onedraw_multiply)(m, l->of, l->x, l->stride, c, l->y, 0, l->rows);
+}
+
+/* y [rows][out] = x [rows], `stride` apart, times the product's weights. memory: room for the rows as codes. */
+void EXPORT(onedraw_linear)(const product *of, const float *x, long stride, float *y, long rows, void *memory, team *t) {
+    linear l = {of, x, y, memory, stride, rows};
+    onedraw_team_run(t, multiply, &l, rows * of->in * of->out < 65536);
+}

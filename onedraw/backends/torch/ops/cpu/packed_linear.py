@@ -1,0 +1,111 @@
+"""Weights as they are stored, made ready for products on a CPU, and looked up row by row.
+
+In: tensors of a checkpoint, or one float32 matrix. Out: a `CpuLinear`: its weights in panels (gguf_blocks.h), several weights
+side by side in one product, each in its own kind. Packed weights stay packed; what no kernel knows becomes float32 here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onedraw.backends.packing import KEPT_KINDS, PANEL_ROWS
+from onedraw.backends.torch.ops.cpu.library import LONG, POINTER, Kernels
+from onedraw.backends.torch.ops.plain.linear import Linear, RowRule
+from onedraw.models.source import Tensor as Stored
+
+GROUP = 32  # activations that share a scale
+GROUP_BYTES = 16  # of a group's scale and sums
+
+
+class _Part(ctypes.Structure):
+    """`part` of packed_linear.h."""
+
+    _fields_ = (*((name, LONG) for name in ("kind", "rows", "column")), ("panels", POINTER))
+
+
+class _Product(ctypes.Structure):
+    """`product` of packed_linear.h."""
+
+    _fields_ = (*((name, LONG) for name in ("input", "output", "count", "coded")), ("bias", POINTER), ("parts", POINTER))
+
+
+@dataclass(frozen=True, slots=True)
+class Panels:
+    """One weight in panels."""
+
+    kind: str
+    rows: int  # stored and zero ones
+    width: int  # inputs
+    data: Tensor  # bytes, 64 bytes aligned
+
+
+def panels_of_rows(kernels: Kernels, raw: np.ndarray, kind: str, *, rows: int, width: int, height: int) -> Panels:
+    """Stored rows → panels of `height` rows; those that are not stored are zero."""
+    code = KEPT_KINDS[kind]
+    data = kernels.keep(kernels.packed_bytes(code, height, width))
+    raw = np.ascontiguousarray(raw)
+    kernels.pack(raw.ctypes.data, data.data_ptr(), code, rows, width, height, kernels.team)
+    return Panels(kind, height, width, data)
+
+
+def panels_of(kernels: Kernels, tensor: Stored, *, height: int) -> Panels:
+    """A stored matrix in panels: as it is where a kernel knows its kind, else as float32."""
+    rows, width = tensor.shape
+    raw = tensor.packed() if tensor.kind in KEPT_KINDS else None
+    if raw is None:
+        return panels_of_rows(kernels, tensor.float32(), "F32", rows=rows, width=width, height=height)
+    return panels_of_rows(kernels, raw, tensor.kind, rows=rows, width=width, height=height)
+
+
+class CpuLinear(Linear):
+    """Weights side by side. `coded`: packed ones meet activations as codes of 8 bits."""
+
+    def __init__(
+        self, kernels: Kernels, parts: Sequence[Panels], *, bias: Tensor | None, coded: bool, in_features: int | None = None
+    ) -> None:
+        self.out_features = sum(part.rows for part in parts)
+        self.in_features = in_features or parts[0].width  # of a row that is offered; what is over is not read
+        self.dtype, self.device, self.rule, self.bias = torch.float32, torch.device("cpu"), RowRule(floor=1), bias
+        self.parts = tuple(parts)
+        self._kernels = kernels
+        self._array = (_Part * len(parts))()
+        column = 0
+        for place, part in enumerate(parts):
+            self._array[place] = _Part(KEPT_KINDS[part.kind], part.rows, column, part.data.data_ptr())
+            column += part.rows
+        self._arguments = _Product(
+            input=parts[0].width,
+            output=self.out_features,
+            count=len(parts),
+            coded=coded,
+            bias=None if bias is None else bias.data_ptr(),
+            parts=ctypes.addressof(self._array),
+        )
+        self.address = ctypes.addressof(self._arguments)
+        wants_codes = coded and any(part.kind not in ("F32", "F16", "BF16") for part in parts)
+        self._row_bytes = parts[0].width // GROUP * (GROUP + GROUP_BYTES) if wants_codes else 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        kernels = self._kernels
+        y = torch.empty(len(x), self.out_features, dtype=torch.float32, device="cpu")
+        memory = kernels.memory(len(x) * self._row_bytes) if self._row_bytes else None
+        kernels.linear(self.address, x.data_ptr(), self.in_features, y.data_ptr(), len(x), memory, kernels.team)
+        return y
+
+    def rows(self, wanted: Tensor, by: object = None) -> Tensor:
+        """Rows of a product of one weight, as numbers: [T, in]."""
+        (part,) = self.parts
+        out = torch.empty(len(wanted), part.width, dtype=torch.float32, device="cpu")
+        kernels, code, team = self._kernels, KEPT_KINDS[part.kind], getattr(by, "team", self._kernels.team)
+        kernels.rows(part.data.data_ptr(), code, part.width, wanted.data_ptr(), len(wanted), out.data_ptr(), team)
+        return out
+
+
+def panel_height(rows: int) -> int:
+    return -(-rows // PANEL_ROWS) * PANEL_ROWS

@@ -1,0 +1,180 @@
+/* Choosing by the law of `sampling/law.py`, from scores on: deficits, the filters as one limit, noise, the best token.
+ *
+ * A row is one item of work: its numbers come from its own scores alone, in one order, whoever computes it. Sums are sums of
+ * whole numbers. The noise is that of `sampling/noise.py`: its integers exactly, its logarithms within two units in the last
+ * place. A row whose scores are no distribution has the token -1. */
+
+#include <math.h>
+#include <string.h>
+
+#include "sampling.h"
+#include "rowwise.h"
+
+#define BLOCK 512
+#define MASS 1099511627776.0f /* 2^40 */
+#define BINS 2048
+
+INLINE uint32_t mix(uint32_t x) {
+    x ^= x >> 16;
+    x *= 0x7FEB352Du;
+    x ^= x >> 15;
+    x *= 0x846CA68Bu;
+    return x ^ (x >> 16);
+}
+
+/* log(1 + r) + e log 2, for r between sqrt(1/2) - 1 and sqrt(2) - 1 */
+INLINE float logarithm_of(float r, float e) {
+    float p = 7.0376836292e-2f;
+    p = p * r - 1.1514610310e-1f;
+    p = p * r + 1.1676998740e-1f;
+    p = p * r - 1.2420140846e-1f;
+    p = p * r + 1.4249322787e-1f;
+    p = p * r - 1.6668057665e-1f;
+    p = p * r + 2.0000714765e-1f;
+    p = p * r - 2.4999993993e-1f;
+    p = p * r + 3.3333331174e-1f;
+    float square = r * r;
+    float y = p * r * square + e * -2.12194440e-4f;
+    y = y - 0.5f * square;
+    return r + y + e * 0.693359375f;
+}
+
+/* A positive number that is not denormal as (1 + r) 2^e. */
+INLINE void split(float x, float *r, float *e) {
+    int32_t bits;
+    memcpy(&bits, &x, 4);
+    int32_t from = bits - 0x3f3504f3; /* sqrt(1/2): what is below belongs to the exponent before */
+    int32_t whole = from >> 23;
+    bits -= (int32_t)((uint32_t)whole << 23);
+    float m;
+    memcpy(&m, &bits, 4);
+    *r = m - 1.0f;
+    *e = (float)whole;
+}
+
+INLINE float gumbel(uint32_t id, uint32_t first, uint32_t second) {
+    int32_t odd = (int32_t)(mix(mix(id ^ first) + second) >> 8) * 2 + 1; /* u 2^25 */
+    int32_t rest = 33554432 - odd;                                        /* (1 - u) 2^25 */
+    int upper = odd > 16777216;
+    /* In the lower half u is a float, in the upper half 1 - u is one; there u = 1 - a, or (1 + (1 - 2a)) / 2. */
+    float u = (float)(upper ? 16777216 : odd) * 2.98023223876953125e-8f;
+    float a = (float)(upper ? rest : 0) * 2.98023223876953125e-8f;
+    float r, e;
+    split(u, &r, &e);
+    int far = a > 0.29289f;
+    float upper_r = far ? 1.0f - 2.0f * a : -a, upper_e = far ? -1.0f : 0.0f;
+    r = upper ? upper_r : r;
+    e = upper ? upper_e : e;
+    split(-logarithm_of(r, e), &r, &e);
+    return -logarithm_of(r, e);
+}
+
+/* The largest of a row, and through `broken` whether something in it is no number. */
+INLINE float largest(const float *x, long count, int *broken) {
+    float best = -INFINITY;
+    int none = 0;
+    for (long i = 0; i < count; i++) {
+        best = x[i] > best ? x[i] : best;
+        none |= x[i] != x[i];
+    }
+    *broken = none;
+    return best;
+}
+
+/* Among floats of zero or more, whose order is that of their bits: the smallest t for which the weights (ones, where there
+ * are none) of what is t at most add up to the target. Eleven bits, ten and ten, each inside the bin found before. */
+static float reach(const float *x, const int64_t *weights, long count, int64_t target) {
+    int64_t bins[BINS], below = 0;
+    uint32_t found = 0;
+    const int shifts[3] = {20, 10, 0}, sizes[3] = {2048, 1024, 1024};
+    for (int level = 0; level < 3; level++) {
+        const int shift = shifts[level], size = sizes[level], before = level ? shift + 10 : 31;
+        memset(bins, 0, sizeof bins);
+        for (long i = 0; i < count; i++) {
+            uint32_t bits;
+            memcpy(&bits, x + i, 4);
+            if (bits >> before == found) bins[(bits >> shift) & (uint32_t)(size - 1)] += weights ? weights[i] : 1;
+        }
+        int bin = 0;
+        while (bin < size - 1 && below + bins[bin] < target) below += bins[bin++];
+        found = found * (uint32_t)size + (uint32_t)bin;
+    }
+    float t;
+    memcpy(&t, &found, 4);
+    return t;
+}
+
+INLINE float share(const float *deficit, int64_t *masses, long count, float limit, double top_p) {
+    int64_t total = 0;
+    for (long i = 0; i < count; i++) {
+        float mass = deficit[i] > limit ? 0.0f : exponential(-deficit[i]) * MASS;
+        masses[i] = (int64_t)mass;
+        total += masses[i];
+    }
+    double wanted = ceil(top_p * (double)total);
+    int64_t target = wanted < 1.0 ? 1 : wanted < (double)total ? (int64_t)wanted : total;
+    return reach(deficit, masses, count, target);
+}
+
+INLINE int64_t pick(const float *deficit, long count, float limit, const wish *w) {
+    float values[BLOCK], best = -INFINITY;
+    int64_t token = 0;
+    for (long start = 0; start < count; start += BLOCK) {
+        const long size = count - start < BLOCK ? count - start : BLOCK;
+        const float *here = deficit + start;
+        if (w->greedy)
+            for (long i = 0; i < size; i++) values[i] = 0.0f - here[i];
+        else
+            for (long i = 0; i < size; i++) values[i] = gumbel((uint32_t)(start + i), w->key[0], w->key[1]) - here[i];
+        float most = -INFINITY;
+        for (long i = 0; i < size; i++) {
+            values[i] = here[i] > limit ? -INFINITY : values[i];
+            most = values[i] > most ? values[i] : most;
+        }
+        if (most > best) {
+            long i = 0;
+            while (values[i] != most) i++;
+            best = most;
+            token = start + i;
+        }
+    }
+    return token;
+}
+
+static void choose_row(const choosing *c, long row, int64_t *masses) {
+    const wish *w = c->wishes + row;
+    const float *scores = c->scores + row * c->stride;
+    float *deficit = c->deficits + row * c->width, limit = w->limit;
+    int broken, hidden = 0;
+    float best = largest(scores, c->vocab, &broken) + 0.0f; /* -0 becomes 0 */
+    /* A ban may have hidden what is wrong with the logits. */
+    if (c->raw) broken |= !(largest(c->raw + row * c->raw_stride, c->vocab, &hidden) < INFINITY) || hidden;
+    for (long i = 0; i < c->vocab; i++) deficit[i] = (best - scores[i]) / w->divisor;
+    for (long i = c->vocab; i < c->width; i++) deficit[i] = INFINITY;
+    const int sound = !broken && best > -INFINITY && best < INFINITY;
+    if (sound && w->top_k > 0) {
+        float t = reach(deficit, 0, c->vocab, w->top_k);
+        limit = t < limit ? t : limit;
+    }
+    if (sound && w->top_p < 1.0) {
+        float t = share(deficit, masses, c->vocab, limit, w->top_p);
+        limit = t < limit ? t : limit;
+    }
+    c->limits[row] = limit;
+    c->tokens[row] = sound ? pick(deficit, c->vocab, limit, w) : -1;
+}
+
+typedef struct {
+    const choosing *what;
+    long rows;
+} work;
+
+static void choose_rows(const void *argument, member *m) {
+    const work *all = argument;
+    SHARE(m, all->rows, 1, row, { choose_row(all->what, row, all->what->masses + m->index * all->what->width); });
+}
+
+void EXPORT(onedraw_choose)(const choosing *what, long rows, team *t) {
+    const work all = {what, rows};
+    onedraw_team_run(t, choose_rows, &all, rows < 2);
+}

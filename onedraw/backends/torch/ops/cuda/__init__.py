@@ -1,0 +1,1 @@
+"""Operations on a GPU: kernels in Triton and CUDA C++."""

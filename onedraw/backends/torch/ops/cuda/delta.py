@@ -1,0 +1,390 @@
+"""Gated DeltaNet on a GPU: what goes before the state, and what comes after it.
+
+In: projections of the turn's tokens, and convolution windows of the lanes. Out: queries, keys, values and gates of every token
+(`gate`); from what the state gave, the layer's rows, and windows that have moved on (`close`). The state itself moves in
+`triton_delta_steps.py` and `triton_delta_chunks.py`: chunks of 64 absolute positions for a prompt, single steps for what was
+generated or drafted. The formulas stand in `layers/delta.py`. Everything between the projections and the last product is float32.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onedraw.backends.torch.ops.cuda.linear import launch_options
+from onedraw.backends.torch.ops.cuda.triton_math import (
+    begin_kernel,
+    exp,
+    let_next_start,
+    sigmoid,
+    silu,
+    softplus,
+    wait_for_inputs,
+)
+from onedraw.models.spec import DeltaSpec
+
+WINDOW_BLOCK = 256  # channels of a window that a program of `close` moves on
+SHIFT_BLOCK = 512  # and one of `shift_windows`
+L2_EPS = 1e-6
+
+
+def why_not(spec: DeltaSpec) -> str:
+    """Why these kernels cannot compute a layer; nothing where they can. A column's eight sums over every eighth row are made
+    by parts of four rows or of eight, in pairs: a head that is no whole number of eights would leave one without its other."""
+    heads = {"key heads": spec.key_dim, "value heads": spec.value_dim}
+    for name, size in heads.items():
+        if size % 8 or size < 16:
+            return f"{name} {size} wide, where kernels take multiples of 8 from 16 on"
+    if spec.value_heads % spec.key_heads:
+        return f"{spec.value_heads} value heads to {spec.key_heads} key heads, which is no whole number for each"
+    if spec.conv < 2 or spec.conv & (spec.conv - 1):
+        return f"a convolution over {spec.conv} positions, where kernels take 2, 4, 8 …"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Gated:
+    """Every token's queries, keys, values and gates; float32."""
+
+    q: Tensor  # [T, Hk, Dk]
+    k: Tensor  # [T, Hk, Dk]
+    v: Tensor  # [T, Hv, Dv]
+    gates: Tensor  # [3, T, Hv]: log of the decay, decay, beta
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """Where drafted tokens leave what a commit reads."""
+
+    places: Tensor  # [T] int32, -1 for tokens that are no drafts
+    decays: Tensor  # [places, Hv]
+    keys: Tensor  # [places, Hk, Dk]
+    changes: Tensor  # [places, Hv, Dv]
+    fed: Tensor  # [places, C], what the convolution was fed
+
+
+def sizes_of(states: Tensor, *, key_heads: int) -> dict[str, int]:
+    """Heads and their widths, as kernels that move states [lanes, Hv, Dk, Dv] are told."""
+    value_heads, key_dim, value_dim = states.shape[-3:]
+    return {"KEY_HEADS": key_heads, "VALUE_HEADS": value_heads, "KEY_DIM": key_dim, "VALUE_DIM": value_dim}
+
+
+# ------------------------------------------------------------------ before the state
+
+
+@triton.jit
+def _fed(projected, windows, source, tokens, stride, start, at, inside, CHANNELS: tl.constexpr):
+    """What one tap of the convolution takes: channels of a row of the turn, from `tokens` on of a window; zeros for -1."""
+    own = projected + source * stride + start + at
+    past = windows + (source - tokens) * CHANNELS + start + at
+    fed = tl.load(own, mask=inside & (source >= 0) & (source < tokens), other=0.0).to(tl.float32)
+    fed += tl.load(past, mask=inside & (source >= tokens), other=0.0)
+    return fed
+
+
+@triton.jit
+def _token_gates(projected, decay, bias, gates, decays, token, tokens, place, stride, START: tl.constexpr, HEADS: tl.constexpr,
+                 BLOCK: tl.constexpr, DRAFTS: tl.constexpr):  # fmt: skip
+    """Of all heads of a token: log of the decay, the decay itself, beta. START: of a and b among the projections."""
+    one = tl.arange(0, BLOCK)
+    there = one < HEADS
+    base = projected + token * stride + START + one
+    a = tl.load(base, mask=there, other=0.0).to(tl.float32) + tl.load(bias + one, mask=there, other=0.0)
+    g = tl.load(decay + one, mask=there, other=0.0) * softplus(a)
+    b = tl.load(base + HEADS, mask=there, other=0.0).to(tl.float32)
+    tl.store(gates + token * HEADS + one, g, mask=there)
+    fade = exp(g)
+    tl.store(gates + (token + tokens) * HEADS + one, fade, mask=there)
+    if DRAFTS:
+        tl.store(decays + place * HEADS + one, fade, mask=there & (place >= 0))
+    tl.store(gates + (token + 2 * tokens) * HEADS + one, sigmoid(b), mask=there)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _gate(
+    projected,
+    windows,
+    taps,
+    conv,
+    decay,
+    bias,
+    q,
+    k,
+    v,
+    gates,
+    places,
+    decays,
+    keys,
+    held,
+    tokens,
+    stride,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    TAPS: tl.constexpr,
+    DRAFTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    EPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One head of one token: convolution, silu, and for queries and keys the length of one. The last program: the gates. A
+    draft's last tap is the token itself."""
+    wait_for_inputs(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    place = tl.full((), -1, dtype=tl.int64)
+    if DRAFTS:
+        place = tl.load(places + token).to(tl.int64)
+    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    if head < 2 * KEY_HEADS + VALUE_HEADS:
+        is_value = head >= 2 * KEY_HEADS
+        size = tl.where(is_value, VALUE_DIM, KEY_DIM)
+        start = tl.where(is_value, 2 * KEY_HEADS * KEY_DIM + (head - 2 * KEY_HEADS) * VALUE_DIM, head * KEY_DIM)
+        at = tl.arange(0, BLOCK)
+        inside = at < size
+        mixed = tl.zeros((BLOCK,), dtype=tl.float32)
+        for tap in tl.static_range(TAPS):
+            source = tl.load(taps + token * TAPS + tap).to(tl.int64)
+            fed = _fed(projected, windows, source, tokens, stride, start, at, inside, CHANNELS)
+            mixed += fed * tl.load(conv + tap * CHANNELS + start + at, mask=inside, other=0.0)
+            if DRAFTS and tap == TAPS - 1:
+                tl.store(held + place * CHANNELS + start + at, fed, mask=inside & (place >= 0))
+        mixed = tl.where(inside, silu(mixed), 0.0)
+        if is_value:
+            tl.store(v + (token * VALUE_HEADS + head - 2 * KEY_HEADS) * VALUE_DIM + at, mixed, mask=inside)
+        else:
+            unit = mixed * tl.rsqrt(tl.sum(mixed * mixed, 0) + EPS)
+            if head < KEY_HEADS:
+                tl.store(q + (token * KEY_HEADS + head) * KEY_DIM + at, unit * (KEY_DIM**-0.5), mask=inside)
+            else:
+                tl.store(k + (token * KEY_HEADS + head - KEY_HEADS) * KEY_DIM + at, unit, mask=inside)
+                if DRAFTS:
+                    tl.store(keys + (place * KEY_HEADS + head - KEY_HEADS) * KEY_DIM + at, unit, mask=inside & (place >= 0))
+    else:
+        START: tl.constexpr = CHANNELS + VALUE_HEADS * VALUE_DIM
+        _token_gates(projected, decay, bias, gates, decays, token, tokens, place, stride, START, VALUE_HEADS, BLOCK_HEADS, DRAFTS)
+    let_next_start(PDL)  # at the end: steps that start among these programs are not spread evenly over the device
+
+
+def gate(
+    projected: Tensor,
+    windows: Tensor,
+    taps: Tensor,
+    *,
+    conv: Tensor,
+    decay: Tensor,
+    bias: Tensor,
+    key_heads: int,
+    value_heads: int,
+    key_dim: int,
+    value_dim: int,
+    drafted: Drafted | None = None,
+    pdl: bool = False,
+) -> Gated:
+    """projected [T, C + Hv * Dv + 2 Hv] (qkv, z, a, b). taps [T, K] int32: rows of the turn, then of windows [lanes * (K - 1),
+    C], oldest first; -1 for zeros. Drafts leave decay, key and what they feed behind."""
+    count, device = len(projected), projected.device
+    q, k = (torch.empty(count, key_heads, key_dim, device=device) for _ in range(2))
+    v = torch.empty(count, value_heads, value_dim, device=device)
+    gates = torch.empty(3, count, value_heads, device=device)
+    if count:
+        _gate[(count, 2 * key_heads + value_heads + 1)](
+            projected,
+            windows,
+            taps,
+            conv,
+            decay,
+            bias,
+            q,
+            k,
+            v,
+            gates,
+            *((None,) * 4 if drafted is None else (drafted.places, drafted.decays, drafted.keys, drafted.fed)),
+            count,
+            projected.stride(0),
+            KEY_HEADS=key_heads,
+            VALUE_HEADS=value_heads,
+            KEY_DIM=key_dim,
+            VALUE_DIM=value_dim,
+            TAPS=taps.shape[1],
+            DRAFTS=drafted is not None,
+            BLOCK=triton.next_power_of_2(max(key_dim, value_dim)),
+            BLOCK_HEADS=triton.next_power_of_2(value_heads),
+            EPS=L2_EPS,
+            PDL=pdl,
+            num_warps=1,
+            enable_fp_fusion=False,
+            **launch_options(pdl),
+        )
+    return Gated(q, k, v, gates)
+
+
+# ------------------------------------------------------------------ after the state
+
+
+@triton.jit
+def _window(
+    fed,
+    windows,
+    target,
+    sources,
+    one,
+    block,
+    rows,
+    stride,
+    CHANNELS: tl.constexpr,
+    BEFORE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """All rows of one window are read before any is written, so a window may be made of itself."""
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    inside = at < CHANNELS
+    slot = tl.arange(0, BEFORE)
+    source = tl.load(sources + one * (BEFORE + 1) + 1 + slot).to(tl.int64)[:, None]
+    place = tl.load(sources + one * (BEFORE + 1)).to(tl.int64)
+    new = tl.load(fed + source * stride + at[None, :], mask=inside[None, :] & (source >= 0) & (source < rows), other=0.0)
+    old = tl.load(windows + (source - rows) * CHANNELS + at[None, :], mask=inside[None, :] & (source >= rows), other=0.0)
+    tl.debug_barrier()
+    row = place * (BEFORE - 1) + slot[:, None]
+    keep = inside[None, :] & (slot < BEFORE - 1)[:, None] & (place >= 0)
+    tl.store(target + row * CHANNELS + at[None, :], new.to(tl.float32) + old, mask=keep)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _shift(
+    fed,
+    windows,
+    target,
+    sources,
+    rows,
+    stride,
+    per_windows,
+    per_target,
+    CHANNELS: tl.constexpr,
+    BEFORE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """per_…: numbers of one layer."""
+    begin_kernel(PDL)
+    layer = tl.program_id(2).to(tl.int64)
+    fed += layer * rows * stride
+    windows += layer * per_windows
+    target += layer * per_target
+    _window(fed, windows, target, sources, tl.program_id(0), tl.program_id(1), rows, stride, CHANNELS, BEFORE, BLOCK)
+
+
+def shift_windows(fed: Tensor, windows: Tensor, target: Tensor, sources: Tensor, *, pdl: bool = False) -> None:
+    """target[place] ← K - 1 rows of `fed` [n, ≥ C] or, from n on, of windows [lanes, K - 1, C].
+
+    sources [m, 1 + K] int32: the place (-1: nowhere), the K - 1 rows oldest first (-1 for zeros), and one column of padding.
+    K is a power of two. `target` may be `windows` itself. All are one layer's, or contiguous with the layers in front.
+    """
+    layers = windows.shape[0] if windows.dim() == 4 else 1
+    before, channels = windows.shape[-2] + 1, windows.shape[-1]
+    if len(sources):
+        _shift[(len(sources), triton.cdiv(channels, SHIFT_BLOCK), layers)](
+            fed,
+            windows,
+            target,
+            sources,
+            fed.shape[-2],
+            fed.stride(-2),
+            windows.numel() // layers,
+            target.numel() // layers,
+            CHANNELS=channels,
+            BEFORE=before,
+            BLOCK=SHIFT_BLOCK,
+            PDL=pdl,
+            num_warps=4,
+            **launch_options(pdl),
+        )
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _close(
+    x,
+    projected,
+    weight,
+    y,
+    windows,
+    sources,
+    tokens,
+    stride,
+    eps,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BEFORE: tl.constexpr,
+    BLOCK_WINDOW: tl.constexpr,
+    WINDOWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One head of one token; programs behind those of all tokens move windows on."""
+    begin_kernel(PDL)
+    program = tl.program_id(0)
+    behind = program - tokens * HEADS
+    if behind < 0:
+        token = (program // HEADS).to(tl.int64)
+        head = program % HEADS
+        at = tl.arange(0, BLOCK)
+        inside = at < D
+        values = tl.load(x + (token * HEADS + head) * D + at, mask=inside, other=0.0)
+        scale = tl.rsqrt(tl.sum(values * values, 0) * (1.0 / D) + eps)
+        normed = values * scale * tl.load(weight + at, mask=inside, other=0.0)
+        z = tl.load(projected + token * stride + CHANNELS + head * D + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(y + (token * HEADS + head) * D + at, (normed * silu(z)).to(y.dtype.element_ty), mask=inside)
+    elif WINDOWS:
+        BLOCKS: tl.constexpr = (CHANNELS + BLOCK_WINDOW - 1) // BLOCK_WINDOW
+        one, block = behind // BLOCKS, behind % BLOCKS
+        _window(projected, windows, windows, sources, one, block, tokens, stride, CHANNELS, BEFORE, BLOCK_WINDOW)
+
+
+def close(
+    out: Tensor,
+    projected: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    channels: int,
+    windows: Tensor | None = None,
+    sources: Tensor | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """rms(out) · weight · silu(z), z behind the first `channels` columns of `projected`: [T, Hv * Dv] in its dtype. Windows
+    move on in the same launch, as in `shift_windows`: nothing reads them any more."""
+    count, heads, dim = out.shape
+    y = torch.empty(count, heads * dim, dtype=projected.dtype, device=out.device)
+    closing = 0 if sources is None else len(sources)
+    if count or closing:
+        _close[(count * heads + closing * triton.cdiv(channels, WINDOW_BLOCK),)](
+            out,
+            projected,
+            weight,
+            y,
+            windows,
+            sources,
+            count,
+            projected.stride(0),
+            eps,
+            HEADS=heads,
+            D=dim,
+            CHANNELS=channels,
+            BLOCK=triton.next_power_of_2(dim),
+            BEFORE=2 if windows is None else windows.shape[1] + 1,
+            BLOCK_WINDOW=WINDOW_BLOCK,
+            WINDOWS=closing > 0,
+            PDL=pdl,
+            num_warps=1,
+            enable_fp_fusion=False,
+            **launch_options(pdl),
+        )
+    return y

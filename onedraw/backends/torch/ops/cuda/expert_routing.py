@@ -1,0 +1,210 @@
+"""Which experts a token goes to, on a GPU, in three launches: the choice of each row, the tables of the products, the end.
+
+In: a router's logits [T, ≥ experts]; chosen experts; what the experts and the one that always answers gave. Out: experts and
+weights [T, used]; rows brought together by expert and cut into tiles; their sum with the residual. A row's choice reads its
+row alone, and its sums have one order. Tables of many pairs are made in `triton_moe.py`; these are for turns that decode.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onedraw.backends.torch.ops.cuda.linear import launch_options
+from onedraw.backends.torch.ops.cuda.triton_math import begin_kernel, exp, sigmoid, tanh
+from onedraw.models.spec import MoeSpec
+
+MOST_PAIRS = 512  # rows times experts of each that one program brings together
+AT_ONCE = 16
+
+
+@triton.jit
+def _choose_experts(
+    logits,
+    bias,
+    factors,
+    ids,
+    weights,
+    stride,
+    softcap,
+    EXPERTS: tl.constexpr,
+    USED: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BIAS: tl.constexpr,
+    FACTORS: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The best of one row, the lowest number among equals; their weights are added in this order."""
+    begin_kernel(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, BLOCK)
+    inside = expert < EXPERTS
+    raw = tl.load(logits + row * stride + expert, mask=inside, other=0.0).to(tl.float32)
+    if SOFTCAP:
+        raw = tanh(tl.div_rn(raw, tl.zeros_like(raw) + softcap)) * softcap
+    if SOFTMAX:
+        shares = tl.where(inside, exp(raw - tl.max(tl.where(inside, raw, float("-inf")), 0)), 0.0)
+        scores = tl.div_rn(shares, tl.zeros_like(shares) + tl.sum(shares, 0))
+    else:
+        scores = sigmoid(raw)
+    rank = scores
+    if BIAS:
+        rank = scores + tl.load(bias + expert, mask=inside, other=0.0)
+    # What is no number comes first, as in a sort, and makes the row's sum no number: it is noticed, and no expert is taken twice.
+    rank = tl.where(rank == rank, rank, float("inf"))
+    open_ = inside
+    slot = tl.arange(0, SLOTS)
+    found = tl.full((SLOTS,), EXPERTS - 1, dtype=tl.int32)
+    weight = tl.zeros((SLOTS,), dtype=tl.float32)
+    total = tl.full((), 0.0, dtype=tl.float32)
+    for index in tl.static_range(USED):
+        best = tl.max(tl.where(open_, rank, float("-inf")), 0)
+        one = tl.min(tl.where(open_ & (rank == best), expert, EXPERTS - 1), 0)
+        open_ = open_ & (expert != one)
+        score = tl.sum(tl.where(expert == one, scores, 0.0), 0)
+        total += score
+        found = tl.where(slot == index, one, found)
+        weight = tl.where(slot == index, score, weight)
+    if NORMALISED:
+        weight = tl.div_rn(weight, tl.zeros_like(weight) + total)
+    if FACTORS:
+        weight = weight * tl.load(factors + found)
+    tl.store(ids + row * USED + slot, found.to(tl.int64), mask=slot < USED)
+    tl.store(weights + row * USED + slot, weight, mask=slot < USED)
+
+
+def choose_experts(
+    logits: Tensor, spec: MoeSpec, *, bias: Tensor | None, factors: Tensor | None, pdl: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Experts of each token, best first, and their weights: [T, used] int64 and float32."""
+    rows = len(logits)
+    ids = torch.empty(rows, spec.used, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(rows, spec.used, dtype=torch.float32, device=logits.device)
+    if rows:
+        _choose_experts[(rows,)](
+            logits, bias, factors, ids, weights, logits.stride(0), float(spec.softcap or 0.0),
+            EXPERTS=spec.experts, USED=spec.used, SOFTMAX=spec.scores == "softmax", SOFTCAP=spec.softcap is not None,
+            BIAS=bias is not None, FACTORS=factors is not None, NORMALISED=spec.normalised,
+            BLOCK=triton.next_power_of_2(spec.experts), SLOTS=triton.next_power_of_2(spec.used), PDL=pdl,
+            num_warps=1, enable_fp_fusion=False, **launch_options(pdl),
+        )  # fmt: skip
+    return ids, weights
+
+
+@triton.jit(do_not_specialize=["pairs", "most"])
+def _bring_together(
+    ids,
+    weights,
+    order,
+    tiles,
+    sorted_weights,
+    begins,
+    pairs,
+    most,
+    COUNT: tl.constexpr,
+    USED: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Pairs by expert. A pair's place is how many stand before it, which is counted."""
+    begin_kernel(PDL)
+    expert = tl.arange(0, BLOCK_E)
+    pair = tl.arange(0, BLOCK)
+    mine = tl.load(ids + pair, mask=pair < pairs, other=-1).to(tl.int32)
+    held = tl.zeros((BLOCK_E,), dtype=tl.int32)
+    before = tl.zeros((BLOCK,), dtype=tl.int32)  # of its own expert
+    lower = tl.zeros((BLOCK,), dtype=tl.int32)  # of its own row
+    for start in range(0, pairs, AT_ONCE):
+        other = start + tl.arange(0, AT_ONCE)
+        theirs = tl.load(ids + other, mask=other < pairs, other=-2).to(tl.int32)
+        held += tl.sum((expert[:, None] == theirs[None, :]).to(tl.int32), 1)
+        earlier = (mine[:, None] == theirs[None, :]) & (other[None, :] < pair[:, None])
+        before += tl.sum(earlier.to(tl.int32), 1)
+        beside = (other // USED)[None, :] == (pair // USED)[:, None]
+        lower += tl.sum((beside & (theirs[None, :] < mine[:, None]) & (theirs >= 0)[None, :]).to(tl.int32), 1)
+    begin = tl.cumsum(held, 0) - held
+    tl.store(begins + expert, begin, mask=expert < COUNT)
+    needed = (held + HEIGHT - 1) // HEIGHT
+    ends = tl.cumsum(needed, 0)
+    for tile in range(0, tl.max(needed, 0)):
+        at = tiles + (ends - needed + tile) * 3
+        there = tile < needed
+        tl.store(at, expert, mask=there)
+        tl.store(at + 1, begin + tile * HEIGHT, mask=there)
+        tl.store(at + 2, tl.minimum(held - tile * HEIGHT, HEIGHT), mask=there)
+    unused = (pair >= tl.max(ends, 0)) & (pair < most)
+    for word in tl.static_range(3):
+        tl.store(tiles + pair * 3 + word, 0, mask=unused)
+    tl.debug_barrier()
+    place = tl.load(begins + mine, mask=pair < pairs, other=0) + before
+    sorted_pair = pair // USED * USED + lower
+    tl.store(order + place, sorted_pair, mask=pair < pairs)
+    tl.store(sorted_weights + sorted_pair, tl.load(weights + pair, mask=pair < pairs, other=0.0), mask=pair < pairs)
+
+
+def bring_together(
+    ids: Tensor, weights: Tensor, *, count: int, height: int, most: int, pdl: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Order, tiles and weights of `Routes`, for at most MOST_PAIRS pairs."""
+    (rows, used), device = ids.shape, ids.device
+    order = torch.empty(rows * used, dtype=torch.int32, device=device)
+    tiles = torch.empty(most, 3, dtype=torch.int32, device=device)
+    sorted_weights = torch.empty(rows, used, dtype=torch.float32, device=device)
+    begins = torch.empty(count, dtype=torch.int32, device=device)
+    _bring_together[(1,)](
+        ids, weights, order, tiles, sorted_weights, begins, rows * used, most,
+        COUNT=count, USED=used, HEIGHT=height, BLOCK=triton.next_power_of_2(rows * used),
+        BLOCK_E=triton.next_power_of_2(count), AT_ONCE=AT_ONCE, PDL=pdl, num_warps=8, **launch_options(pdl),
+    )  # fmt: skip
+    return order, tiles, sorted_weights
+
+
+@triton.jit
+def _join(
+    out,
+    always,
+    gate,
+    residual,
+    y,
+    gate_stride,
+    width,
+    GATED: tl.constexpr,
+    ADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    begin_kernel(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    total = tl.load(always + row * width + at, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        total = total * sigmoid(tl.load(gate + row * gate_stride).to(tl.float32))
+    total = (total + tl.load(out + row * width + at, mask=inside, other=0.0).to(tl.float32)).to(out.dtype.element_ty)
+    if ADDED:
+        before = tl.load(residual + row * width + at, mask=inside, other=0.0)
+        total = before.to(tl.float32) + total.to(tl.float32)
+    tl.store(y + row * width + at, total.to(y.dtype.element_ty), mask=inside)
+
+
+def join(out: Tensor, always: Tensor, gate: Tensor | None, residual: Tensor | None, *, pdl: bool = False) -> Tensor:
+    """residual + (always · sigmoid(gate) + out), rounded where the parts would be; gate [T, …] by its first column."""
+    rows, width = out.shape
+    y = torch.empty_like(out if residual is None else residual)
+    if rows:
+        _join[(rows, triton.cdiv(width, 1024))](
+            out, always, gate, residual, y, 0 if gate is None else gate.stride(0), width,
+            GATED=gate is not None, ADDED=residual is not None, BLOCK=1024, PDL=pdl, enable_fp_fusion=False,
+            **launch_options(pdl),
+        )  # fmt: skip
+    return y

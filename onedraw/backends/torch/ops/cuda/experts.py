@@ -1,0 +1,190 @@
+"""A mixture of experts on a GPU: products of each expert's own rows, and their sum in expert order.
+
+In: rows x [T, E], the experts each row goes to with their weights, and the experts' matrices. Out: [T, E].
+
+Rows are brought together by expert and cut into tiles; a tile walks K from front to back like any other product, so a row's
+bits do not depend on who shares its expert. A row's answers are added one after the other, the lowest expert first.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onedraw.backends.torch.ops.cuda.expert_routing import MOST_PAIRS, bring_together
+from onedraw.backends.torch.ops.cuda.linear import launch_options
+from onedraw.backends.torch.ops.cuda.norm import ACTIVATIONS
+from onedraw.backends.torch.ops.cuda.triton_math import activated, begin_kernel
+from onedraw.models.spec import Activation
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Which rows go to which expert, on the device; made without a look at the host."""
+
+    order: Tensor  # [T * used] int32: (row, choice) pairs by expert, those of one expert in order of rows
+    tiles: Tensor  # [N, 3] int32: expert, first pair, pairs; 0 pairs for a tile that nobody needs
+    weights: Tensor  # [T, used] float32, lowest expert first
+    height: int
+
+    @property
+    def used(self) -> int:
+        return self.weights.shape[1]
+
+
+@triton.jit
+def _grouped(
+    x,
+    weight,
+    y,
+    order,
+    tiles,
+    n,
+    DIVIDE: tl.constexpr,
+    K: tl.constexpr,
+    GATE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """y[pair] = x[pair // DIVIDE] · weight[expert]ᵀ for the pairs of one tile; with a GATE the second half of the weight's rows
+    is opened by the first, each rounded as a product of its own would be."""
+    begin_kernel(PDL)
+    tile = tl.program_id(0) * 3
+    expert = tl.load(tiles + tile).to(tl.int64)
+    first = tl.load(tiles + tile + 1)
+    count = tl.load(tiles + tile + 2)
+    if count > 0:
+        m = tl.arange(0, BLOCK_M)
+        live = m < count
+        pair = tl.load(order + first + m, mask=live, other=0).to(tl.int64)
+        column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = column < n
+        k = tl.arange(0, BLOCK_K)
+        x_at = x + (pair // DIVIDE)[:, None] * K + k[None, :]
+        halves: tl.constexpr = 2 if GATE else 1
+        w_at = weight + expert * halves * n * K + column[None, :].to(tl.int64) * K + k[:, None]
+        kind = y.dtype.element_ty
+        accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        behind = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for start in range(0, K, BLOCK_K):
+            left = tl.load(x_at + start, mask=live[:, None] & (k[None, :] < K - start), other=0.0)
+            right = tl.load(w_at + start, mask=inside[None, :] & (k[:, None] < K - start), other=0.0)
+            accumulator = tl.dot(left, right, accumulator)
+            if GATE:
+                other = tl.load(w_at + n * K + start, mask=inside[None, :] & (k[:, None] < K - start), other=0.0)
+                behind = tl.dot(left, other, behind)
+        if GATE:
+            opened = activated(accumulator.to(kind).to(tl.float32), GATE).to(kind)
+            accumulator = opened.to(tl.float32) * behind.to(kind).to(tl.float32)
+        at = y + pair[:, None] * n + column[None, :]
+        tl.store(at, accumulator.to(kind), mask=live[:, None] & inside[None, :])
+
+
+@triton.jit
+def _combine(answers, weights, y, width, scale, USED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Answers of one row, each times its weight, added in order."""
+    begin_kernel(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for index in tl.static_range(USED):
+        answer = tl.load(answers + (row * USED + index) * width + at, mask=inside, other=0.0).to(tl.float32)
+        total = total + answer * tl.load(weights + row * USED + index)
+    tl.store(y + row * width + at, (total * scale).to(y.dtype.element_ty), mask=inside)
+
+
+def route(experts: Tensor, weights: Tensor, *, count: int, height: int | None = None, pdl: bool = False) -> Routes:
+    """experts [T, used] int64 and their weights [T, used] float32, in any order; `count` experts in all. `height`: pairs of a
+    tile, at most."""
+    rows, used = experts.shape
+    pairs = rows * used
+    height = height or (16 if pairs <= 32 * count else 64)
+    most = min(pairs, count + pairs // height)  # tiles there can be, whatever the routes
+    if 0 < pairs <= MOST_PAIRS:
+        given = bring_together(experts.contiguous(), weights.contiguous(), count=count, height=height, most=most, pdl=pdl)
+        return Routes(*given, height)
+    experts, by_expert = experts.sort(dim=1)
+    flat = experts.reshape(-1)
+    order = flat.argsort(stable=True)
+    held = torch.zeros(count, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+    begins = held.cumsum(0) - held
+    needed = (held + height - 1) // height
+    ends = needed.cumsum(0)
+    tile = torch.arange(most, device=flat.device)
+    expert = torch.searchsorted(ends, tile, right=True).clamp_(max=count - 1)
+    offset = (tile - (ends - needed)[expert]) * height
+    left = (held[expert] - offset).clamp(0, height)
+    left = torch.where(tile < ends[-1], left, 0)
+    tiles = torch.stack([expert, begins[expert] + offset, left], 1).to(torch.int32)
+    return Routes(order.to(torch.int32), tiles, weights.gather(1, by_expert).contiguous(), height)
+
+
+def route_borders(count: int, used: int) -> tuple[int, ...]:
+    """Rows from which on tables are made by sorting, and from which on tiles are higher."""
+    return MOST_PAIRS // used + 1, 32 * count // used + 1
+
+
+def experts(
+    x: Tensor,
+    routes: Routes,
+    *,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: Activation,
+    scale: float = 1.0,
+    pdl: bool = False,
+) -> Tensor:
+    """x [T, E]; gate_up [experts, 2F, E], down [experts, E, F] → Σ weight · down(act(gate x) · up x), lowest expert first."""
+    opened = _products(x, gate_up, routes, divide=routes.used, gate=ACTIVATIONS[activation], pdl=pdl)  # [T * used, F]
+    answers = _products(opened, down, routes, divide=1, pdl=pdl)  # [T * used, E]
+    return combine(answers, routes, width=x.shape[1], scale=scale, pdl=pdl)
+
+
+def combine(answers: Tensor, routes: Routes, *, width: int, scale: float, pdl: bool = False) -> Tensor:
+    """Answers [T * used, width] of pairs → [T, width], lowest expert first."""
+    rows = len(routes.weights)
+    y = torch.empty(rows, width, dtype=answers.dtype, device=answers.device)
+    if rows:
+        block = 1024
+        _combine[(rows, triton.cdiv(width, block))](
+            answers, routes.weights, y, width, scale, USED=routes.used, BLOCK=block, PDL=pdl, enable_fp_fusion=False,
+            **launch_options(pdl),
+        )  # fmt: skip
+    return y
+
+
+def _products(x: Tensor, weight: Tensor, routes: Routes, *, divide: int, gate: int = 0, pdl: bool) -> Tensor:
+    _, n, k = weight.shape
+    n = n // 2 if gate else n
+    y = torch.empty(len(routes.order), n, dtype=x.dtype, device=x.device)
+    if len(y):
+        columns, depth = (64, 128) if routes.height == 16 else (128, 64)
+        columns = columns // 2 if gate else columns
+        _grouped[(len(routes.tiles), triton.cdiv(n, columns))](
+            x,
+            weight,
+            y,
+            routes.order,
+            routes.tiles,
+            n,
+            DIVIDE=divide,
+            K=k,
+            GATE=gate,
+            BLOCK_M=routes.height,
+            BLOCK_N=columns,
+            BLOCK_K=depth,
+            PDL=pdl,
+            num_warps=4,
+            num_stages=3,
+            enable_fp_fusion=False,
+            **launch_options(pdl),
+        )
+    return y

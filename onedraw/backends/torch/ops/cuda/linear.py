@@ -1,0 +1,266 @@
+"""Matrix products on a GPU: y = x Wᵀ, with a bias and a residual on the way out.
+
+In: rows x [T, K] and a weight [N, K]. Out: [T, N]. One kernel for one row and for thousands: a tile
+walks K from front to back and K is never split, so the height of a tile, its width and its depth do not show in the bits.
+
+What follows the product is rounded where separate operations would round: the product, then the bias, then the residual.
+So a caller may join them or not, and the bits are the same.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onedraw.backends.torch.ops.cuda.triton_math import activated, let_next_start, wait_for_inputs
+
+MOST_TILED = 512  # rows; all that are more have one tile
+SMALL_SHARED = 99 * 1024  # bytes of shared memory that a block gets on sm86 and sm89
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How one program cuts its work. No number here can change a bit of the result."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    group: int = 1  # neighbouring programs share so many blocks of rows
+    turned: bool = False  # the weight is the matrix unit's left side, which is the high one, and the rows its right side
+
+    def shared(self, itemsize: int) -> int:
+        """Bytes of shared memory, as an upper bound."""
+        return (self.rows + self.columns) * self.depth * itemsize * self.stages
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _linear(
+    x,
+    weight,
+    bias,
+    residual,
+    y,
+    rows,
+    n,
+    x_stride,
+    residual_stride,
+    y_stride,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    GATE: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    IEEE: tl.constexpr,
+    TURNED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    program = tl.program_id(0).to(tl.int64)
+    blocks_m = tl.cdiv(rows, BLOCK_M)
+    blocks_n = tl.cdiv(n, BLOCK_N)
+    if GROUP == 1:
+        block_m = program // blocks_n
+        block_n = program % blocks_n
+    else:
+        band = program // (GROUP * blocks_n)
+        height = tl.minimum(blocks_m - band * GROUP, GROUP)
+        within = program % (GROUP * blocks_n)
+        block_m = band * GROUP + within % height
+        block_n = within // height
+    m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    live = m < rows
+    inside = columns < n
+    safe = columns if EVEN_N else tl.where(inside, columns, 0)
+    x_at = x + m[:, None] * x_stride + k[None, :]
+    if TURNED:
+        w_at = weight + safe[:, None] * K + k[None, :]
+        inner = k[None, :]
+        accumulator = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    else:
+        w_at = weight + safe[None, :] * K + k[:, None]
+        inner = k[:, None]
+        accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start in range(0, K, BLOCK_K):
+        if K % BLOCK_K == 0:
+            left = tl.load(x_at + start, mask=live[:, None], other=0.0)
+            right = tl.load(w_at + start)
+        else:
+            left = tl.load(x_at + start, mask=live[:, None] & (k[None, :] < K - start), other=0.0)
+            right = tl.load(w_at + start, mask=inner < K - start, other=0.0)
+        if TURNED:
+            accumulator = tl.dot(right, tl.trans(left), accumulator, input_precision="ieee" if IEEE else "tf32")
+        else:
+            accumulator = tl.dot(left, right, accumulator, input_precision="ieee" if IEEE else "tf32")
+    if TURNED:
+        accumulator = tl.trans(accumulator)
+    let_next_start(PDL)
+    kind = y.dtype.element_ty
+    out = accumulator.to(kind)
+    if HAS_BIAS:
+        out = (out.to(tl.float32) + tl.load(bias + safe)[None, :].to(tl.float32)).to(kind)
+    keep = live[:, None] if EVEN_N else live[:, None] & inside[None, :]
+    if HAS_RESIDUAL:
+        add = tl.load(residual + m[:, None] * residual_stride + safe[None, :], mask=keep, other=0.0)
+        out = (out.to(tl.float32) + add.to(tl.float32)).to(kind)
+    if GATE == 0:
+        tl.store(y + m[:, None] * y_stride + columns[None, :], out, mask=keep)
+    else:
+        gate, up = tl.split(tl.reshape(out, (BLOCK_M, BLOCK_N // 2, 2)))
+        opened = activated(gate.to(tl.float32), GATE).to(kind)
+        half = block_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        result = (opened.to(tl.float32) * up.to(tl.float32)).to(kind)
+        tl.store(y + m[:, None] * y_stride + half[None, :], result, mask=live[:, None] & (half * 2 < n)[None, :])
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    gate: int = 0,
+    out: Tensor | None = None,
+    tile: Tile | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """x [T, K], rows of stride 1 → [T, N], into `out` where it is given, which may be columns of a wider tensor. With a `gate`
+    (an activation's number) the weight's rows are pairs of a gate and what it opens, and out comes activation(gate) times the
+    other: [T, N / 2], rounded as `gated` rounds."""
+    (rows, depth), n = x.shape, weight.shape[0]
+    y = torch.empty(rows, n // 2 if gate else n, dtype=x.dtype, device=x.device) if out is None else out
+    if rows == 0:
+        return y
+    tile = tile or choose_tile(rows, n, depth, x.dtype, shared_memory(x.device))
+    grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.columns),)
+    _linear[grid](
+        x,
+        weight,
+        bias,
+        residual,
+        y,
+        rows,
+        n,
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        y.stride(0),
+        K=depth,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.columns,
+        BLOCK_K=tile.depth,
+        GROUP=tile.group,
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        GATE=gate,
+        EVEN_N=n % tile.columns == 0,
+        IEEE=x.dtype == torch.float32,
+        TURNED=tile.turned,
+        PDL=pdl,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        enable_fp_fusion=False,
+        **launch_options(pdl),
+    )
+    return y
+
+
+def launch_options(pdl: bool) -> dict[str, Any]:
+    """Programmatic launch: the next kernel's start overlaps this one's end. Every kernel waits before it reads
+    what another of the turn writes."""
+    return {"launch_pdl": True} if pdl else {}
+
+
+@lru_cache(maxsize=8)
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one block may have; under the interpreter, those of a small card."""
+    if device.type != "cuda":
+        return SMALL_SHARED
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", SMALL_SHARED))
+
+
+# ------------------------------------------------------------------ which tile
+
+
+def _flat(rows: int, columns: int, depth: int, stages: int, warps: int = 4) -> Tile:
+    return Tile(rows, columns, depth, warps, stages)
+
+
+def _turned(rows: int, columns: int, depth: int, stages: int, warps: int = 4) -> Tile:
+    return Tile(rows, columns, depth, warps, stages, turned=True)
+
+
+Skinny = tuple[Tile, Tile, Tile]  # for up to 16, 32 and 64 rows
+# Measured on an H200 in bf16 with cold weights (bench/gpu_tiles.py products), by (N, K).
+_SKINNY: dict[tuple[int, int], Skinny] = {
+    (6144, 4096): (_flat(16, 64, 256, 4), _turned(32, 64, 128, 7), _flat(64, 64, 128, 5)),
+    (4096, 4096): (_flat(16, 32, 512, 4), _turned(32, 64, 128, 7), _flat(64, 32, 128, 5)),
+    (28672, 4096): (_flat(16, 64, 256, 3), _turned(32, 64, 128, 4), _turned(64, 128, 128, 4, 8)),
+    (4096, 14336): (_flat(16, 32, 512, 4), _turned(32, 64, 128, 7), _flat(64, 32, 256, 4)),
+    (128256, 4096): (_flat(16, 32, 256, 4), _turned(32, 128, 128, 4, 8), _turned(64, 128, 128, 4, 8)),
+    (16480, 5120): (_flat(16, 64, 128, 4), _turned(32, 128, 128, 4, 8), _turned(64, 128, 128, 4)),
+    (14336, 5120): (_turned(16, 128, 128, 4), _turned(32, 128, 128, 4), _turned(64, 128, 128, 4, 8)),
+    (5120, 6144): (_turned(16, 64, 256, 5), _turned(32, 64, 128, 7), _turned(64, 64, 128, 6)),
+    (34816, 5120): (_flat(16, 32, 256, 4), _turned(32, 128, 64, 3), _turned(64, 64, 128, 6)),
+    (5120, 17408): (_turned(16, 64, 256, 5), _turned(32, 64, 128, 7), _turned(64, 64, 128, 6)),
+    (248320, 5120): (_flat(16, 64, 256, 5), _turned(32, 128, 128, 4), _turned(64, 128, 128, 4, 8)),
+}
+
+
+@lru_cache(maxsize=4096)
+def choose_tile(rows: int, n: int, k: int, dtype: torch.dtype, shared: int) -> Tile:
+    """The tile for so many rows of a product, small enough for the device's shared memory."""
+    if dtype == torch.float32:  # no matrix unit: small tiles, which still walk K in the same order
+        return Tile(16 if rows <= 16 else 32, 32, 32, 4, 2, group=8 if rows > 32 else 1)
+    if rows <= 64:
+        low, middle, high = _SKINNY.get((n, k)) or _skinny_rule(n)
+        tile = low if rows <= 16 else middle if rows <= 32 else high
+    elif rows <= 128:
+        tile = Tile(64, 64, 64, 4, 4, group=8)
+    elif rows <= 256:
+        tile = Tile(128, 64, 64, 4, 4, group=8)
+    else:
+        tile = Tile(128, 128, 64, 8, 4, group=8)
+    return fitted(tile, dtype.itemsize, shared)
+
+
+def tile_borders(n: int, k: int, dtype: torch.dtype, shared: int) -> tuple[int, ...]:
+    """Row counts from which on another tile serves."""
+    tiles = [choose_tile.__wrapped__(rows, n, k, dtype, shared) for rows in range(1, MOST_TILED + 1)]
+    return tuple(rows for rows, (before, here) in enumerate(pairwise(tiles), start=2) if before != here)
+
+
+def _skinny_rule(n: int) -> Skinny:
+    """Few columns: narrow, deep tiles, so that a lone program per multiprocessor has enough on its way."""
+    if n <= 4608:
+        return _flat(16, 32, 512, 4), _turned(32, 64, 128, 7), _flat(64, 32, 128, 5)
+    if n <= 12288:
+        return _flat(16, 64, 256, 4), _turned(32, 64, 128, 7), _turned(64, 64, 128, 6)
+    return _flat(16, 64, 128, 4), _turned(32, 64, 128, 4), _turned(64, 128, 128, 4, 8)
+
+
+def fitted(tile: Tile, itemsize: int, shared: int) -> Tile:
+    """Fewer stages, then less depth, until the tile fits. What comes out is the same sum in the same order."""
+    while tile.shared(itemsize) > shared:
+        if tile.stages > 3 or (tile.stages > 2 and tile.depth <= 64):
+            tile = replace(tile, stages=tile.stages - 1)
+        elif tile.depth > 32:
+            tile = replace(tile, depth=tile.depth // 2)
+        else:
+            break
+    return tile

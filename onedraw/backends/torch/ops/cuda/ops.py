@@ -1,0 +1,399 @@
+"""The Triton kernels as operations of a stack, on an NVIDIA GPU.
+
+In: a device and a dtype the kernels serve. Out: `TritonOps`, which a stack uses like `TorchOps`. Rows may come in any
+number: no kernel's bits depend on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from onedraw.backends.torch.ops.base import FloatOps, Preparation
+from onedraw.backends.torch.ops.cuda import commit as triton_awaited
+from onedraw.backends.torch.ops.cuda import delta as delta_kernels
+from onedraw.backends.torch.ops.cuda.attention import LEAST, attend
+from onedraw.backends.torch.ops.cuda.attention_inputs import DeviceView, Heads, to_view
+from onedraw.backends.torch.ops.cuda.commit import move_kept, walk
+from onedraw.backends.torch.ops.cuda.delta_chunked import chunked
+from onedraw.backends.torch.ops.cuda.delta_inputs import Recurrence, commit_tables, take_steps
+from onedraw.backends.torch.ops.cuda.delta_recurrent import MANY_PATHS, commit
+from onedraw.backends.torch.ops.cuda.expert_routing import choose_experts, join
+from onedraw.backends.torch.ops.cuda.experts import experts, route, route_borders
+from onedraw.backends.torch.ops.cuda.linear import SMALL_SHARED, linear, shared_memory, tile_borders
+from onedraw.backends.torch.ops.cuda.norm import ACTIVATIONS, MOST_WARPS, gated, opened, rms_norm
+from onedraw.backends.torch.ops.cuda.rope import prepare_heads
+from onedraw.backends.torch.ops.cuda.sampler import TritonSampler
+from onedraw.backends.torch.ops.plain.delta import DeltaWeights
+from onedraw.backends.torch.ops.plain.linear import Linear, RowRule
+from onedraw.backends.torch.runner.inputs import Bucket, Inputs
+from onedraw.backends.torch.sampling.sampler import Sampler
+from onedraw.backends.torch.state.kv_pages import PageStore
+from onedraw.backends.torch.state.model_state import State
+from onedraw.backends.torch.state.recurrent_spans import runs_of
+from onedraw.backends.torch.state.recurrent_state import Kept, LaneStore
+from onedraw.errors import UnsupportedModel
+from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, Gate, MoeSpec
+
+LIBRARY_ROWS = 2048  # the library is offered exactly so many rows, so it always picks the kernel that was checked
+OLDEST = (8, 0)  # compute capability that Triton's bf16 products need
+
+
+def serves(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernels run on this device."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return torch.cuda.get_device_capability(device) >= OLDEST
+
+
+class TritonLinear(Linear):
+    """A weight [N, K] as it is. Blocks of 2,048 rows go to the library where it was found to give the same bits."""
+
+    def __init__(self, weight: Tensor, *, bias: Tensor | None, pdl: bool) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.dtype, self.device, self.rule = weight.dtype, weight.device, RowRule(floor=1)
+        self.bias, self._weight, self._pdl = bias, weight.contiguous(), pdl
+        self.library = _library_agrees(self._weight)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x [T, K] → x Wᵀ + b + residual, each sum rounded."""
+        x = _straight(x)
+        whole = self._for_library(len(x))
+        if not whole:
+            return linear(x, self._weight, bias=self.bias, residual=residual, pdl=self._pdl)
+        y = torch.empty(len(x), self.out_features, dtype=x.dtype, device=x.device)
+        for start in range(0, whole, LIBRARY_ROWS):
+            part = slice(start, start + LIBRARY_ROWS)
+            self._library_product(x[part], y[part])
+            if residual is not None:
+                y[part] += residual[part]
+        if whole < len(x):
+            rest = None if residual is None else residual[whole:]
+            y[whole:] = linear(x[whole:], self._weight, bias=self.bias, residual=rest, pdl=self._pdl)
+        return y
+
+    def added(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self(x, residual) if residual.dtype == self.dtype else super().added(x, residual)
+
+    @property
+    def borders(self) -> tuple[int, ...]:
+        """Of tiles. Whether the library has the kernel's bits was asked when the weight was made ready."""
+        if self.device.type != "cuda":  # the interpreter takes seconds for so many rows
+            return ()
+        return tile_borders(self.out_features, self.in_features, self.dtype, shared_memory(self.device))
+
+    def _for_library(self, rows: int) -> int:
+        return rows // LIBRARY_ROWS * LIBRARY_ROWS if self.library else 0
+
+    def _library_product(self, x: Tensor, y: Tensor) -> None:
+        torch.mm(x, self._weight.t(), out=y)
+        if self.bias is not None:
+            y += self.bias
+
+
+class TritonGated(TritonLinear):
+    """Gate and up in one product, opened on its way out. The weight's rows lie in pairs; the linear it comes from is used up."""
+
+    def __init__(self, joined: TritonLinear, activation: Activation) -> None:
+        half = joined.out_features // 2
+        weight = joined._weight.view(2, half, -1).transpose(0, 1).reshape(joined.out_features, -1)
+        bias = None if joined.bias is None else joined.bias.view(2, half).t().reshape(-1)
+        super().__init__(weight, bias=bias, pdl=joined._pdl)
+        self._activation = activation
+
+    def opened(self, x: Tensor) -> Tensor:
+        """activation(gate x) · up x: [T, K] → [T, F]."""
+        x = _straight(x)
+        whole = self._for_library(len(x))
+        if not whole:
+            return linear(x, self._weight, bias=self.bias, gate=ACTIVATIONS[self._activation], pdl=self._pdl)
+        return gated(self(x), self._activation, paired=True, pdl=self._pdl)
+
+
+def _straight(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+_AGREEMENTS: dict[tuple[int, int, torch.dtype, torch.device], bool] = {}
+
+
+def _library_agrees(weight: Tensor) -> bool:
+    """Does the library's product of 2,048 rows have the kernel's bits? Asked once per shape."""
+    shape = (*weight.shape, weight.dtype, weight.device)
+    if weight.device.type != "cuda":
+        return False
+    if shape not in _AGREEMENTS:
+        generator = torch.Generator(device=weight.device).manual_seed(3)
+        x = torch.randn(LIBRARY_ROWS, weight.shape[1], generator=generator, device=weight.device).to(weight.dtype)
+        _AGREEMENTS[shape] = weight.dtype != torch.float32 and torch.equal(x @ weight.t(), linear(x, weight))
+    return _AGREEMENTS[shape]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What layers of one kind read alike in one turn."""
+
+    turns: Tensor  # [positions, 2, d/2]
+    device: DeviceView
+
+
+class TritonBank:
+    """All experts' matrices, stacked."""
+
+    def __init__(self, gate_up: Tensor, down: Tensor, activation: Activation, *, pdl: bool) -> None:
+        self._gate_up, self._down, self._activation, self._pdl = gate_up, down, activation, pdl
+
+    @property
+    def kind(self) -> str:
+        return str(self._down.dtype).removeprefix("torch.")
+
+    @property
+    def linears(self) -> list[Linear]:
+        """None that must be offered rows by a rule."""
+        return []
+
+    def borders(self, used: int) -> tuple[int, ...]:
+        return route_borders(len(self._gate_up), used) if self._down.device.type == "cuda" else ()
+
+    def __call__(self, h: Tensor, ids: Tensor, weights: Tensor, scale: float) -> Tensor:
+        routes = route(ids, weights, count=len(self._gate_up), pdl=self._pdl)
+        return experts(
+            h,
+            routes,
+            gate_up=self._gate_up,
+            down=self._down,
+            activation=self._activation,
+            scale=scale,
+            pdl=self._pdl,
+        )
+
+
+class TritonOps(FloatOps):
+    """`pdl`: a kernel may start while the one before it ends (Hopper and later)."""
+
+    rule = RowRule(floor=1)
+    records = True
+    first_split, norm_warps = LEAST, MOST_WARPS  # they decide about bits: of attention, and of norms
+
+    def __init__(self, device: torch.device, *, pdl: bool = False) -> None:
+        self.name = f"{device.type}-triton"
+        self._device, self._pdl = device, pdl
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> TritonLinear:
+        return TritonLinear(weight, bias=bias, pdl=self._pdl)
+
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        return rms_norm(x, weight, eps, pdl=self._pdl)
+
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        return gated(gate_up, activation, pdl=self._pdl)
+
+    def opening(self, gate_up: Linear, activation: Activation) -> TritonGated | None:
+        return TritonGated(gate_up, activation) if isinstance(gate_up, TritonLinear) else None
+
+    def opened(self, x: Tensor, gate: Tensor, kind: Gate) -> Tensor:
+        return opened(x, gate, kind, pdl=self._pdl)
+
+    def bank(self, gate_up: list[Tensor], down: list[Tensor], activation: Activation) -> TritonBank:
+        return TritonBank(torch.stack(gate_up), torch.stack(down), activation, pdl=self._pdl)
+
+    def choose_experts(
+        self, logits: Tensor, spec: MoeSpec, *, bias: Tensor | None, factors: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return choose_experts(logits, spec, bias=bias, factors=factors, pdl=self._pdl)
+
+    def join_shared(self, out: Tensor, always: Tensor, gate: Tensor | None, residual: Tensor | None) -> Tensor:
+        return join(out, always, gate, residual, pdl=self._pdl)
+
+    def sampler(self, *, vocab: int, lanes: int, device: torch.device) -> Sampler:
+        return TritonSampler(vocab=vocab, lanes=lanes, device=device, pdl=self._pdl)
+
+    def prepare(self, inputs: Inputs, mixer: AttentionSpec, turns: Tensor) -> Prepared:
+        return Prepared(turns, to_view(inputs, self.heads(mixer)))
+
+    def heads(self, mixer: AttentionSpec) -> Heads:
+        small = shared_memory(self._device) <= SMALL_SHARED
+        return Heads(mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.window, _busy(self._device), small)
+
+    def attention(
+        self,
+        qkv: Tensor,
+        prepared: Prepared,
+        *,
+        spec: AttentionSpec,
+        store: PageStore,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        q = self._heads(qkv, prepared, spec=spec, store=store, q_norm=q_norm, k_norm=k_norm, eps=eps, heads=spec.heads)
+        return attend(
+            q,
+            store.keys,
+            store.values,
+            scales=store.scales,
+            view=prepared.device.view,
+            sets=list(prepared.device.sets),
+            heads=spec.heads,
+            kv_heads=spec.kv_heads,
+            dim=spec.head_dim,
+            scale=spec.scale,
+            pdl=self._pdl,
+        )
+
+    def remember(
+        self, kv: Tensor, prepared: Prepared, *, spec: AttentionSpec, store: PageStore, k_norm: Tensor | None, eps: float
+    ) -> None:
+        self._heads(kv, prepared, spec=spec, store=store, q_norm=None, k_norm=k_norm, eps=eps, heads=0)
+
+    def turn_borders(self, mixers: Collection[AttentionSpec | DeltaSpec]) -> tuple[int, ...]:
+        """Where programs that walk all keys of a token are enough to fill the device; where states are stepped in other parts."""
+        if self._device.type != "cuda":  # the interpreter takes a second for every turn
+            return ()
+        found = {-(-_busy(self._device) // one.kv_heads) for one in mixers if isinstance(one, AttentionSpec)}
+        return tuple(sorted(found | {MANY_PATHS for one in mixers if isinstance(one, DeltaSpec)}))
+
+    def require(self, mixer: DeltaSpec) -> None:
+        why = delta_kernels.why_not(mixer)
+        if why:
+            raise UnsupportedModel(f"this model's delta layers have {why}; use --device cpu")
+
+    def prepare_delta(self, inputs: Inputs, mixer: DeltaSpec) -> Recurrence:
+        runs = runs_of(inputs, conv=mixer.conv)
+        return Recurrence(runs, feed=inputs.feed, bucket=inputs.bucket)
+
+    def delta(self, projected: Tensor, prepared: Recurrence, *, weights: DeltaWeights, store: LaneStore) -> Tensor:
+        spec, projected = store.spec, _straight(projected)
+        drafted = None
+        if prepared.held is not None:
+            drafted = delta_kernels.Drafted(prepared.held, store.decays, store.keys, store.changes, store.fed)
+        gates = delta_kernels.gate(
+            projected,
+            store.windows,
+            prepared.taps,
+            conv=weights.conv,
+            decay=weights.decay,
+            bias=weights.bias,
+            key_heads=spec.key_heads,
+            value_heads=spec.value_heads,
+            key_dim=spec.key_dim,
+            value_dim=spec.value_dim,
+            drafted=drafted,
+            pdl=self._pdl,
+        )
+        out = torch.empty(len(projected), spec.value_heads, spec.value_dim, device=projected.device)  # padding: anything
+        chunks = {"chunks": prepared.chunks, "runs": prepared.chunk_runs, "slots": prepared.chunk_slots}
+        chunked(gates, store.states, store.saved_states, out, **chunks)
+        take_steps(gates, store.states, out, prepared.steps, drafted=drafted, pdl=self._pdl)
+        delta_kernels.shift_windows(projected, store.windows, store.saved_windows, prepared.kept, pdl=self._pdl)
+        return delta_kernels.close(
+            out,
+            projected,
+            weights.norm,
+            weights.eps,
+            channels=spec.channels,
+            windows=store.windows,
+            sources=prepared.closings,
+            pdl=self._pdl,
+        )
+
+    def settles(self, bucket: Bucket, state: State) -> bool:
+        """Whether there is anything to bring home: without states a kept chain stands at its positions already."""
+        return bucket.longest > 1 and (bool(state.lanes) or bucket.depth is not None)
+
+    def awaited(self, tokens: Tensor, last: Tensor) -> Tensor:
+        """All tokens of a turn; those that stand as -1 - lane are the lanes' last choices."""
+        return triton_awaited.awaited(tokens, last)
+
+    def leave(self, answers: Tensor, lanes: Tensor, last: Tensor) -> None:
+        """What a turn chose, for the turn behind it."""
+        triton_awaited.leave(answers, lanes, last)
+
+    def settle(
+        self,
+        chosen: Tensor,
+        *,
+        tokens: Tensor,
+        parents: Tensor,
+        rows: Tensor,
+        bucket: Bucket,
+        preparation: Preparation,
+        state: State,
+    ) -> None:
+        """Kept drafts of a steady turn brought home without a look at the host: `State.commit` on the device."""
+        if not self.settles(bucket, state):
+            return
+        first = next(iter(state.lanes), None)
+        taps, held = (1, 0) if first is None else (first.spec.conv, len(first.fed))
+        walked = walk(
+            chosen, tokens=tokens, parents=parents, rows=rows, longest=bucket.longest, taps=taps, held=held, pdl=self._pdl
+        )
+        for block in state.blocks.values():
+            given = (block.decays, block.keys, block.changes)
+            commit(block.states, held=given, lanes=walked.lanes, places=walked.places, pdl=self._pdl)
+            delta_kernels.shift_windows(block.fed, block.windows, block.windows, walked.sources, pdl=self._pdl)
+        for mixer, placed in state.addresses.items() if bucket.depth is not None else ():
+            view = preparation.of(mixer).device.view
+            for stores, head_bytes in placed:
+                move_kept(
+                    stores,
+                    walked,
+                    rows=rows,
+                    table=view.table,
+                    kv_heads=mixer.kv_heads,
+                    head_bytes=head_bytes,
+                    page_size=view.page_size,
+                    pdl=self._pdl,
+                )
+
+    def commit_delta(self, store: LaneStore, kept: Sequence[Kept]) -> None:
+        held, device = (store.decays, store.keys, store.changes), store.states.device
+        lanes, places, sources = commit_tables(kept, conv=store.spec.conv, held=len(store.fed), device=device)
+        commit(store.states, held=held, lanes=lanes, places=places)
+        delta_kernels.shift_windows(store.fed, store.windows, store.windows, sources)
+
+    def _heads(
+        self,
+        x: Tensor,
+        prepared: Prepared,
+        *,
+        spec: AttentionSpec,
+        store: PageStore,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        heads: int,
+    ) -> Tensor:
+        device = prepared.device
+        return prepare_heads(
+            _straight(x),
+            store,
+            turns=prepared.turns,
+            positions=device.positions,
+            rows=device.view.rows,
+            slots=device.slots,
+            table=device.view.table,
+            heads=heads,
+            kv_heads=spec.kv_heads,
+            dim=spec.head_dim,
+            page_size=device.view.page_size,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=eps,
+            v_norm=spec.v_norm,
+            keys_as_values=spec.keys_as_values,
+            writes=spec.reuses is None,
+            pdl=self._pdl,
+        )
+
+
+@lru_cache(maxsize=8)
+def _busy(device: torch.device) -> int:
+    """Programs that fill the device twice."""
+    if device.type != "cuda":  # the interpreter's
+        return 64
+    return 2 * int(torch.cuda.get_device_properties(device).multi_processor_count)

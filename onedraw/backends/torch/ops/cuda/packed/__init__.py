@@ -1,0 +1,1 @@
+"""Matrix products with quantized weights on a GPU."""

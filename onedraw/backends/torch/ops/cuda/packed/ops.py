@@ -1,0 +1,81 @@
+"""The operations of a GPU whose weights stay in their blocks.
+
+In: a device and the dtype of activations. Out: `PackedOps`: TritonOps whose products, experts and tables read weights as they
+are stored. What no kernel reads in blocks is a float tensor there as it is everywhere else. Norms and gates make their rows ready
+for the packed product that follows them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from onedraw.backends.packing import FEW_ROWS, why_not_in_blocks
+from onedraw.backends.torch.model.weight_loader import LANE
+from onedraw.backends.torch.ops.cuda.norm import gated, rms_norm
+from onedraw.backends.torch.ops.cuda.ops import TritonOps
+from onedraw.backends.torch.ops.cuda.packed.activations import Ready, empty_prepared
+from onedraw.backends.torch.ops.cuda.packed.experts import PackedBank, load_bank
+from onedraw.backends.torch.ops.cuda.packed.linear import Courier, PackedLinear, packed_linear
+from onedraw.backends.torch.ops.cuda.packed.workspace import Workspace
+from onedraw.models.source import Tensor as Stored
+from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec
+
+
+class PackedOps(TritonOps):
+    def __init__(self, device: torch.device, dtype: torch.dtype, *, pdl: bool = False) -> None:
+        super().__init__(device, pdl=pdl)
+        self.name = f"{device.type}-triton-packed"
+        self._dtype, self._courier, self._ready, self._workspace = dtype, Courier(device), Ready(), Workspace(device)
+
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        if x.dim() != 2 or x.dtype != self._dtype:
+            return super().rms_norm(x, weight, eps)
+        prepared = empty_prepared(len(x), x.shape[1], x.device)
+        y = rms_norm(x, weight, eps, ready=prepared, pdl=self._pdl)
+        self._ready.put(y, prepared)
+        return y
+
+    def turn_borders(self, mixers: Collection[AttentionSpec | DeltaSpec]) -> tuple[int, ...]:
+        """And up to how many rows several programs share a norm."""
+        known = super().turn_borders(mixers)
+        return tuple(sorted({*known, FEW_ROWS + 1})) if known else ()
+
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        prepared = empty_prepared(len(gate_up), gate_up.shape[1] // 2, gate_up.device)
+        y = gated(gate_up, activation, ready=prepared, pdl=self._pdl)
+        self._ready.put(y, prepared)
+        return y
+
+    def stored(self, tensors: Sequence[Stored], *, bias: Tensor | None, pad: int, pad_columns: int) -> PackedLinear | None:
+        return packed_linear(
+            tensors,
+            dtype=self._dtype,
+            device=self._device,
+            courier=self._courier,
+            workspace=self._workspace,
+            bias=bias,
+            pad=pad,
+            pad_columns=pad_columns,
+            ready=self._ready,
+            pdl=self._pdl,
+        )
+
+    def stored_bank(self, gate_up: Sequence[Stored], down: Stored, activation: Activation) -> PackedBank | None:
+        if any(map(why_not_in_blocks, [*gate_up, down])):
+            return None
+        return load_bank(
+            gate_up,
+            down,
+            activation,
+            pad=LANE,
+            courier=self._courier,
+            device=self._device,
+            ready=self._ready,
+            pdl=self._pdl,
+        )
+
+    def table(self, tensor: Stored) -> PackedLinear | None:
+        return self.stored([tensor], bias=None, pad=LANE, pad_columns=1)

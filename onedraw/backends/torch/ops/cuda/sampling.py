@@ -1,0 +1,300 @@
+"""Sampling on a GPU by the rule of `sampling/law.py`: the same tokens and checksums as `backends/torch/sampling/sampler.py`.
+
+In: logits [C, V'] and a table of what each row wishes. Out: tokens [C], and the deficits and limits they came from.
+
+    scores    block by block: bias, penalties by counts, DRY, bans; the largest of each block
+    deficits  (best - score) / temperature
+    search    top-k and top-p as one limit (`triton_search.py`)
+    pick      noise by integer hash less deficit; the largest, the lowest id among equals
+    checksum  whole numbers, where a row asks for it
+
+Blocks of one row meet only in maxima and in sums of whole numbers, so their number and order do not show. Nothing here
+reads the host or waits for it: a turn that was captured may hold all of it.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onedraw.backends.torch.ops.cuda.linear import launch_options
+from onedraw.backends.torch.ops.cuda.top_k_top_p import TALLY, _limit_so_far, _number, _row_top, searched
+from onedraw.backends.torch.ops.cuda.triton_math import begin_kernel, log, log1p
+
+BLOCK = 2048
+
+# Columns of the table [C, COLUMNS] int64; the first six are float64 by their bits.
+DIVISOR, LIMIT, REPETITION, FREQUENCY, PRESENCE, TOP_P, TOP_K, KEY_0, KEY_1, GREEDY, LANE = range(11)
+BIAS, DRY, BANS, DRAFTS, ENTRIES_END = range(11, 16)  # where a row's entries of each kind begin
+COLUMNS = 16
+
+
+@dataclass(slots=True)
+class Wishes:
+    """What the rows ask for, on the device. Entries: token ids with a number each, row by row, kind by kind."""
+
+    table: Tensor  # [C, COLUMNS] int64
+    tokens: Tensor  # [entries] int32
+    values: Tensor  # [entries] float32
+    output: Tensor | None  # [lanes, V'] int32, how often each token stands in a lane's output
+    prompt: Tensor | None  # [lanes, V'] bool
+    grown: Tensor | None  # [n] int64: places in `output` that become one more before anything is chosen
+    counted: bool  # some row wants top-k
+    shared: bool  # some row wants top-p
+    adjusted: bool  # some row wants bias, penalties, DRY or bans
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    tokens: Tensor  # [C] int64, -1 where the law leaves none
+    deficits: Tensor  # [C, W] float32, infinite past the vocabulary
+    limits: Tensor  # [C] float32
+
+
+@triton.jit
+def _entries(scores, ids, tokens, values, begin, stop, KIND: tl.constexpr):
+    """Bias (0) adds, DRY (1) takes away, bans (2) leave nothing."""
+    for entry in range(begin, stop):
+        here = ids == tl.load(tokens + entry)
+        if KIND == 0:
+            scores = tl.where(here, scores + tl.load(values + entry), scores)
+        elif KIND == 1:
+            scores = tl.where(here, scores - tl.load(values + entry), scores)
+        else:
+            scores = tl.where(here, float("-inf"), scores)
+    return scores
+
+
+@triton.jit
+def _penalized(scores, ids, inside, table, row, tokens, output, prompt, stride):
+    """Repetition, frequency, presence, in this order, where the row counts its history; drafts before it count too."""
+    at = table + row * 16
+    lane = tl.load(at + 10)
+    if lane >= 0:
+        count = tl.load(output + lane * stride + ids, mask=inside, other=0)
+        for entry in range(tl.load(at + 14), tl.load(at + 15)):
+            count += (ids == tl.load(tokens + entry)).to(tl.int32)
+        seen = (count > 0) | (tl.load(prompt + lane * stride + ids, mask=inside, other=0) != 0)
+        penalty = _number(table, row, 2).to(tl.float32)
+        less = tl.where(scores > 0, tl.div_rn(scores, tl.zeros_like(scores) + penalty), scores * penalty)
+        scores = tl.where(seen, less, scores)
+        scores = scores - count.to(tl.float32) * _number(table, row, 3).to(tl.float32)
+        scores = scores - (count > 0).to(tl.float32) * _number(table, row, 4).to(tl.float32)
+    return scores
+
+
+@triton.jit
+def _scores(
+    logits,
+    table,
+    tokens,
+    values,
+    output,
+    prompt,
+    deficits,
+    tops,
+    logits_stride,
+    counts_stride,
+    width,
+    VOCAB: tl.constexpr,
+    ADJUSTED: tl.constexpr,
+    COUNTED: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Steps 1 to 3, and the largest score and logit of each block; NaN where there is one."""
+    begin_kernel(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    ids = block * BLOCK_V + tl.arange(0, BLOCK_V)
+    inside = ids < VOCAB
+    raw = tl.load(logits + row * logits_stride + ids, mask=inside, other=float("-inf")).to(tl.float32)
+    scores = raw
+    if ADJUSTED:
+        at = table + row * 16
+        scores = _entries(scores, ids, tokens, values, tl.load(at + 11), tl.load(at + 12), 0)
+        if COUNTED:
+            scores = _penalized(scores, ids, inside, table, row, tokens, output, prompt, counts_stride)
+        scores = _entries(scores, ids, tokens, values, tl.load(at + 12), tl.load(at + 13), 1)
+        scores = _entries(scores, ids, tokens, values, tl.load(at + 13), tl.load(at + 14), 2)
+        tl.store(deficits + row * width + ids, scores, mask=ids < width)
+    blocks = tl.num_programs(1)
+    _keep_top(tops + (row * 2) * blocks + block, scores)
+    _keep_top(tops + (row * 2 + 1) * blocks + block, raw)
+
+
+@triton.jit
+def _keep_top(place, x):
+    broken = tl.max((x != x).to(tl.int32), 0)
+    tl.store(place, tl.where(broken != 0, float("nan"), tl.max(x, 0)))
+
+
+@triton.jit
+def _mix32(word):
+    word = word ^ (word >> 16)
+    word = word * 0x7FEB352D
+    word = word ^ (word >> 15)
+    word = word * 0x846CA68B
+    return word ^ (word >> 16)
+
+
+@triton.jit
+def _gumbel(ids, first, second):
+    """-log(-log u) of the hash of (key, id): the logarithm of u itself in the lower half, of 1 - (1 - u) in the upper."""
+    word = _mix32(_mix32(ids.to(tl.uint32) ^ first) + second) >> 8
+    odd = (word.to(tl.int32) * 2 + 1).to(tl.int32)  # u * 2^25
+    rest = tl.where(odd > 16777216, odd - 33554432, 0)
+    above = rest.to(tl.float32) * 2.9802322387695312e-08
+    below = (odd - rest).to(tl.float32) * 2.9802322387695312e-08
+    return 0.0 - log(0.0 - (log1p(above) + log(below)))
+
+
+@triton.jit
+def _pick(
+    logits,
+    table,
+    deficits,
+    found,
+    limits,
+    best_values,
+    best_ids,
+    weights,
+    checksums,
+    logits_stride,
+    width,
+    VOCAB: tl.constexpr,
+    COUNTED: tl.constexpr,
+    SHARED: tl.constexpr,
+    CHECKSUMS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Each block's best value under noise, and the lowest id that has it."""
+    begin_kernel(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    limit = _limit_so_far(table, found, row, COUNTED)
+    if SHARED:  # noqa: SIM102 - known when compiled, and the other is not
+        if _number(table, row, 5) < 1.0:
+            limit = tl.minimum(limit, tl.load(found + tl.num_programs(0) + row))
+    if block == 0:
+        tl.store(limits + row, limit)
+    ids = block * BLOCK_V + tl.arange(0, BLOCK_V)
+    inside = ids < VOCAB
+    deficit = tl.load(deficits + row * width + ids, mask=inside, other=float("inf"))
+    kept = inside & (deficit <= limit)
+    best = tl.full((), float("-inf"), dtype=tl.float32)
+    best_id = tl.full((), 2147483647, dtype=tl.int32)
+    if tl.max(kept.to(tl.int32), 0) > 0:  # most blocks have nothing that may be chosen
+        value = 0.0 - deficit
+        if tl.load(table + row * 16 + 9) == 0:
+            first = tl.load(table + row * 16 + 7).to(tl.uint32)
+            second = tl.load(table + row * 16 + 8).to(tl.uint32)
+            value = _gumbel(ids, first, second) - deficit
+        value = tl.where(kept, value, float("-inf"))
+        best = tl.max(value, 0)
+        best_id = tl.min(tl.where(value == best, ids, 2147483647), 0)
+    place = row * tl.num_programs(1) + block
+    tl.store(best_values + place, best)
+    tl.store(best_ids + place, best_id)
+    if CHECKSUMS:
+        raw = tl.load(logits + row * logits_stride + ids, mask=inside, other=0.0).to(tl.float32)
+        left = 0.0 - tl.where(deficit > limit, float("inf"), deficit)
+        one = raw.to(tl.int32, bitcast=True).to(tl.int64) * tl.load(weights + ids, mask=inside, other=0)
+        two = left.to(tl.int32, bitcast=True).to(tl.int64) * tl.load(weights + VOCAB + ids, mask=inside, other=0)
+        tl.atomic_add(checksums + row, tl.sum(tl.where(inside, one + two, 0), 0), sem="relaxed")
+
+
+@triton.jit
+def _conclude(tokens, tops, best_values, best_ids, blocks, BLOCKS: tl.constexpr, PDL: tl.constexpr):
+    """The best of the blocks' best; -1 where the logits are no distribution or nothing is left."""
+    begin_kernel(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCKS)
+    value = tl.load(best_values + row * blocks + at, mask=at < blocks, other=float("-inf"))
+    ids = tl.load(best_ids + row * blocks + at, mask=at < blocks, other=2147483647)
+    token = tl.min(tl.where(value == tl.max(value, 0), ids, 2147483647), 0).to(tl.int64)
+    best = _row_top(tops + row * 2 * blocks, blocks, BLOCKS)
+    raw = _row_top(tops + (row * 2 + 1) * blocks, blocks, BLOCKS)
+    sound = (best > float("-inf")) & (best < float("inf")) & (raw < float("inf"))
+    tl.store(tokens + row, tl.where(sound, token, -1))
+
+
+def choose(
+    logits: Tensor, wishes: Wishes, *, vocab: int, width: int, weights: Tensor | None = None, pdl: bool = False
+) -> tuple[Chosen, Tensor | None]:
+    """logits [C, ≥ V] in any dtype, rows of stride 1. With `weights` [2, V] int64 also the checksums [C]."""
+    rows, device = len(logits), logits.device
+    blocks = triton.cdiv(width, BLOCK)
+    grid, all_blocks = (rows, blocks), triton.next_power_of_2(blocks)
+    deficits = torch.empty(rows, width, dtype=torch.float32, device=device)
+    tops = torch.empty(rows, 2, blocks, dtype=torch.float32, device=device)
+    # What is cleared is cleared first: the kernels then follow each other without a gap.
+    tallies = torch.zeros(2, rows, 2, TALLY, dtype=torch.int64, device=device)
+    checksums = None if weights is None else torch.zeros(rows, dtype=torch.int64, device=device)
+    _scores[grid](
+        logits,
+        wishes.table,
+        wishes.tokens,
+        wishes.values,
+        wishes.output,
+        wishes.prompt,
+        deficits,
+        tops,
+        logits.stride(0),
+        0 if wishes.output is None else wishes.output.stride(0),
+        width,
+        VOCAB=vocab,
+        ADJUSTED=wishes.adjusted,
+        COUNTED=wishes.output is not None,
+        BLOCK_V=BLOCK,
+        enable_fp_fusion=False,
+        PDL=pdl,
+        **launch_options(pdl),
+    )
+    found = searched(
+        logits,
+        wishes.table,
+        deficits,
+        tops,
+        tallies,
+        vocab=vocab,
+        adjusted=wishes.adjusted,
+        counted=wishes.counted,
+        shared=wishes.shared,
+        pdl=pdl,
+    )
+    limits = torch.empty(rows, dtype=torch.float32, device=device)
+    best_values = torch.empty(rows, blocks, dtype=torch.float32, device=device)
+    best_ids = torch.empty(rows, blocks, dtype=torch.int32, device=device)
+    _pick[grid](
+        logits,
+        wishes.table,
+        deficits,
+        found,
+        limits,
+        best_values,
+        best_ids,
+        weights,
+        checksums,
+        logits.stride(0),
+        width,
+        VOCAB=vocab,
+        COUNTED=wishes.counted,
+        SHARED=wishes.shared,
+        CHECKSUMS=weights is not None,
+        BLOCK_V=BLOCK,
+        enable_fp_fusion=False,
+        PDL=pdl,
+        **launch_options(pdl),
+    )
+    tokens = torch.empty(rows, dtype=torch.int64, device=device)
+    _conclude[(rows,)](
+        tokens, tops, best_values, best_ids, blocks, BLOCKS=all_blocks, PDL=pdl, num_warps=1, **launch_options(pdl)
+    )
+    return Chosen(tokens, deficits, limits), None if checksums is None else checksums & (2**63 - 1)

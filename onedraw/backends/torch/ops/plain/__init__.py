@@ -1,0 +1,1 @@
+"""Operations in plain torch: they serve where no kernel does, and tests compare kernels with them."""

@@ -1,0 +1,126 @@
+"""Paged attention in one form for all rows: prompt chunks, single tokens, drafts.
+
+In: queries q [T, H, D], the layer's pages (numbers of q's dtype or a narrower one, or codes with scales: `codes.py`), and the
+turn's groups of tiles (`inputs.py`). Out: [T, H * D].
+
+Keys are read in blocks of 64 absolute positions. A tile is a few neighbouring queries of one row; every (tile, block)
+pair is one product of a fixed shape. The maximum over blocks is exact in any order; block sums are added in pairs of
+neighbours inside spans of 16 blocks that lie on absolute multiples, spans one after the other. Blocks a query does not
+see add exact zeros, so neither batch, nor chunk, nor tile changes a bit of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onedraw.backends.torch.ops.plain.elementwise import exp_
+from onedraw.backends.torch.sampling.exact import ordered_sum
+from onedraw.backends.torch.state.kv_pages import PageStore, bits
+from onedraw.models.spec import AttentionSpec
+
+BLOCK = 64  # keys per block
+SPAN = 16  # blocks per span
+LAUNCH = 64  # products per launch on a GPU
+
+
+@dataclass(frozen=True, slots=True)
+class TileGroup:
+    """Tiles of one height, and the blocks they read. All index tensors are made once per turn."""
+
+    height: int  # queries per tile
+    queries: Tensor  # [N * height] token behind each tile slot; the last query repeats as padding
+    slots: Tensor  # [t] tile slot of each token of this group
+    tokens: Tensor  # [t] the tokens of this group
+    pair_tile: Tensor  # [X] tile of each pair
+    reads: Tensor  # [X * BLOCK / S] pages of each pair's block, or [X * BLOCK] slots of its keys
+    by_slot: bool  # which of the two
+    pair_place: Tensor  # [X] where the pair's sums go in the padded [N, spans * leaves]
+    mask: Tensor  # [X, 1, 1, height, BLOCK] true where the query does not see the key
+    tiles: int
+    spans: int
+    leaves: int  # blocks per span that are kept, a power of two up to SPAN
+
+
+def store_rows(group: TileGroup, *, kv_heads: int, page_size: int) -> Tensor:
+    """Rows of a page store in the order (pair, head, page or key): of [P * K, S * D], or by slot of [P * K * S, D]."""
+    heads = torch.arange(kv_heads, device=group.reads.device).view(1, -1, 1)
+    reads = group.reads.view(len(group.pair_tile), 1, -1)
+    if not group.by_slot:
+        return (reads * kv_heads + heads).reshape(-1)
+    return ((reads // page_size * kv_heads + heads) * page_size + reads % page_size).reshape(-1)
+
+
+def attend(q: Tensor, store: PageStore, *, groups: list[TileGroup], rows: list[Tensor], spec: AttentionSpec) -> Tensor:
+    """q [T, H, D] over a layer's pages; rows[i] is store_rows of groups[i]."""
+    out = q.new_empty(q.shape[0], spec.heads * spec.head_dim)
+    scaled = q * spec.scale
+    for group, row in zip(groups, rows, strict=True):
+        result = _attend_group(scaled, store, group=group, rows=row, spec=spec)
+        out.index_copy_(0, group.tokens, result.index_select(0, group.slots))
+    return out
+
+
+def _attend_group(q: Tensor, store: PageStore, *, group: TileGroup, rows: Tensor, spec: AttentionSpec) -> Tensor:
+    kv, per, dim, height = spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim, group.height
+    tiles, pairs = group.tiles, len(group.pair_tile)
+    tiled = q.index_select(0, group.queries).view(tiles, height, kv, per, dim).permute(0, 2, 3, 1, 4)
+    tiled = tiled.reshape(tiles, kv * per * height * dim)
+    left = tiled.index_select(0, group.pair_tile).view(pairs * kv, per * height, dim)
+    right = _gathered(store.keys, group, rows, dim, pairs * kv)
+    if store.key_scales is None:
+        scores = _products(left, right.to(q.dtype).transpose(1, 2)).float()  # [X * K, G * height, BLOCK]
+    else:  # in float32: products with codes may leave the range of f16
+        scores = _products(left.float(), right.float().transpose(1, 2))
+        scores *= _gathered(store.key_scales, group, rows, 1, pairs * kv).transpose(1, 2)
+    scores.view(pairs, kv, per, height, BLOCK).masked_fill_(group.mask, float("-inf"))  # also where an unseen key is NaN
+    peak = scores.amax(-1).view(pairs, -1)  # [X, K * G * height]
+    peak = _spread(peak, group, fill=float("-inf")).amax(1)  # [N, K * G * height]
+    scores.view(pairs, -1, BLOCK).sub_(peak.index_select(0, group.pair_tile).unsqueeze(-1))
+    weights = exp_(scores)
+    total = _ordered_sum(ordered_sum(weights).view(pairs, -1), group)  # [N, K * G * height]
+    if store.value_scales is not None:
+        weights *= _gathered(store.value_scales, group, rows, 1, pairs * kv).transpose(1, 2)
+    mixed = _products(weights.to(q.dtype), _gathered(store.values, group, rows, dim, pairs * kv).to(q.dtype)).float()
+    mixed = _ordered_sum(mixed.view(pairs, -1), group).view(tiles, kv * per, height, dim)
+    mixed = mixed / total.view(tiles, kv * per, height, 1)
+    return mixed.transpose(1, 2).reshape(tiles * height, kv * per * dim).to(q.dtype)
+
+
+def _gathered(store: Tensor, group: TileGroup, rows: Tensor, width: int, blocks: int) -> Tensor:
+    """The slots that a group reads, of keys or values or (width 1) their scales: [X * K, BLOCK, width]."""
+    found = bits(store).view(-1, width) if group.by_slot else bits(store)
+    return found.index_select(0, rows).view(store.dtype).view(blocks, BLOCK, width)
+
+
+def _products(left: Tensor, right: Tensor) -> Tensor:
+    """One small product per pair. A GPU library picks its kernel by their number, so there it is always the same."""
+    if left.device.type == "cpu":
+        return torch.bmm(left, right)
+    missing = -len(left) % LAUNCH
+    if missing:
+        left = torch.cat([left, left.new_zeros(missing, *left.shape[1:])])
+        right = torch.cat([right, right.new_zeros(missing, *right.shape[1:])])
+    parts = [torch.bmm(left[i : i + LAUNCH], right[i : i + LAUNCH]) for i in range(0, len(left), LAUNCH)]
+    return torch.cat(parts)[: len(left) - missing]
+
+
+def _spread(parts: Tensor, group: TileGroup, *, fill: float) -> Tensor:
+    """Pairs [X, W] at their places among all blocks of their tile: [N, spans * leaves, W]."""
+    places = group.tiles * group.spans * group.leaves
+    wide = parts.new_full((places, parts.shape[1]), fill)
+    wide.index_copy_(0, group.pair_place, parts)
+    return wide.view(group.tiles, group.spans * group.leaves, -1)
+
+
+def _ordered_sum(parts: Tensor, group: TileGroup) -> Tensor:
+    """Sum over the blocks of each tile in the one order: neighbours in a span, then span after span. [N, W]"""
+    wide = _spread(parts, group, fill=0.0).view(group.tiles, group.spans, group.leaves, -1)
+    while wide.shape[2] > 1:
+        wide = wide[:, :, 0::2] + wide[:, :, 1::2]
+    total = wide[:, 0, 0]
+    for span in range(1, group.spans):
+        total = total + wide[:, span, 0]
+    return total

@@ -1,0 +1,200 @@
+"""Gated DeltaNet in plain torch: the slow twin of the kernels, and what runs where there are none.
+
+In: projections of the turn's tokens, the turn's runs, a layer's states. Out: what the state gave at every token.
+
+    u = silu(conv(projected qkv)); q, k ← L2-normed per head, q / sqrt(dk);  β = sigmoid(b);  g = decay · softplus(a + bias)
+    step    S ← e^g S;  d = β (v - Sᵀk);  S ← S + k dᵀ;  o = Sᵀq
+    chunk   Γ = cumsum(g), D_ij = e^(Γi - Γj):  (I + tril₋₁(β KKᵀ D)) V' = β (V - e^Γ KS);
+            O = e^Γ QS + tril(QKᵀ D) V';  S ← e^Γn S + (K e^(Γn - Γ))ᵀ V'
+    out     rms(o) · weight · silu(z)
+
+Value head i reads with key head i // (value_heads // key_heads). Everything is float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onedraw.backends.torch.ops.plain.elementwise import activated, opened
+from onedraw.backends.torch.sampling.exact import apply_elementwise, ordered_sum
+from onedraw.backends.torch.state.recurrent_spans import CHUNK, Run, Runs
+from onedraw.backends.torch.state.recurrent_state import Kept, LaneStore
+from onedraw.models.spec import DeltaSpec
+from onedraw.sampling.verify import trails
+
+L2_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaWeights:
+    """What a delta layer has besides its projections; float32."""
+
+    conv: Tensor  # [K, C]
+    decay: Tensor  # [Hv], negative
+    bias: Tensor  # [Hv]
+    norm: Tensor  # [Dv]
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gated:
+    """Every token's queries, keys, values and gates."""
+
+    q: Tensor  # [T, Hk, Dk]
+    k: Tensor  # [T, Hk, Dk]
+    v: Tensor  # [T, Hv, Dv]
+    g: Tensor  # [T, Hv] log of the decay
+    decay: Tensor  # [T, Hv]
+    beta: Tensor  # [T, Hv]
+
+
+def delta(projected: Tensor, runs: Runs, *, weights: DeltaWeights, store: LaneStore) -> Tensor:
+    """projected [T, C + Hv * Dv + 2 Hv] (qkv, z, a, b) → [T, Hv * Dv]. Lanes move on, drafts go to the rollback buffer."""
+    spec, total = store.spec, len(projected)
+    heads, inner = spec.value_heads, spec.value_heads * spec.value_dim
+    wide = projected.float()
+    fed, z, a, b = torch.split(wide, [spec.channels, inner, heads, heads], dim=1)
+    # Rows that taps name: the turn's tokens, then the windows of all lanes, then (ZERO) zeros.
+    source = torch.cat([fed, store.windows.view(-1, spec.channels), fed.new_zeros(1, spec.channels)])
+    gated = _gate(source, a, b, runs, weights, spec)
+    out = fed.new_zeros(total, heads, spec.value_dim)
+    for run in runs.runs:
+        _recur(run, gated, out, store)
+    if runs.runs:
+        store.windows[runs.lanes] = source[runs.closings]
+        store.saved_windows[runs.slots] = source[runs.kept]
+        tokens, places = runs.drafted
+        store.fed[places] = fed[tokens]
+    return _close(out, z, weights, spec)
+
+
+def commit(store: LaneStore, kept: Sequence[Kept]) -> None:
+    """Bring the kept drafts home: the same step arithmetic, from the increments the turn left."""
+    for one in kept:
+        window = store.windows[one.lane]
+        for place in one.places:
+            _replay(store.states[one.lane], store, place)
+        line = torch.cat([window, store.fed[list(one.places)]])
+        window.copy_(line[len(line) - len(window) :])
+
+
+# ------------------------------------------------------------------ before and after the state
+
+
+def _gate(source: Tensor, a: Tensor, b: Tensor, runs: Runs, weights: DeltaWeights, spec: DeltaSpec) -> Gated:
+    total = len(a)
+    mixed = source[runs.taps[:, 0]] * weights.conv[0]  # [T, C]
+    for tap in range(1, spec.conv):
+        mixed += source[runs.taps[:, tap]] * weights.conv[tap]
+    mixed = activated(mixed, "silu")
+    keys = spec.key_heads * spec.key_dim
+    q, k, v = torch.split(mixed, [keys, keys, spec.value_heads * spec.value_dim], dim=1)
+    q, k = q.reshape(total, spec.key_heads, -1), k.reshape(total, spec.key_heads, -1)
+    g = weights.decay * opened(a + weights.bias, "softplus")
+    return Gated(
+        q=_unit(q) * spec.key_dim**-0.5,
+        k=_unit(k),
+        v=v.reshape(total, spec.value_heads, -1),
+        g=g,
+        decay=apply_elementwise(torch.exp, g),
+        beta=opened(b.contiguous(), "sigmoid"),
+    )
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * (ordered_sum(x.square()) + L2_EPS).rsqrt_().unsqueeze(-1)
+
+
+def _close(out: Tensor, z: Tensor, weights: DeltaWeights, spec: DeltaSpec) -> Tensor:
+    scale = ordered_sum(out.square()).mul_(1 / spec.value_dim).add_(weights.eps).rsqrt_().unsqueeze(-1)
+    normed = out.mul_(scale).mul_(weights.norm)
+    return normed.view(len(out), -1).mul_(activated(z.clone(), "silu"))
+
+
+# ------------------------------------------------------------------ the state
+
+
+def _recur(run: Run, gated: Gated, out: Tensor, store: LaneStore) -> None:
+    state = store.states[run.lane]  # [Hv, Dk, Dv], moved in place
+    if run.fresh:
+        state.zero_()
+    saves = dict(run.saves)
+    for start in range(0, run.prompt, CHUNK):
+        stop = min(start + CHUNK, run.prompt)
+        _chunk(state, gated, slice(run.first + start, run.first + stop), out)
+        if stop in saves:
+            store.saved_states[saves[stop]] = state
+    for token in range(run.first + run.prompt, run.first + run.known):
+        _step(state, gated, token, out)
+    if run.drafts:
+        _draft(run, state, gated, out, store)
+
+
+def _draft(run: Run, state: Tensor, gated: Gated, out: Tensor, store: LaneStore) -> None:
+    """Every draft from its parent's state, which is rebuilt from the increments where the parent is not the last one."""
+    paths = trails(run.drafts)
+    work, last = state.clone(), -1
+    for index, draft in enumerate(run.drafts):
+        if draft.parent != last:
+            work = state.clone()
+            for index_before in paths[1 + draft.parent]:
+                _replay(work, store, run.held + index_before)
+        token, place = run.first + run.known + index, run.held + index
+        store.decays[place], store.keys[place] = gated.decay[token], gated.k[token]
+        store.changes[place] = _step(work, gated, token, out)
+        last = index
+
+
+def _replay(state: Tensor, store: LaneStore, place: int) -> None:
+    repeats = store.spec.value_heads // store.spec.key_heads
+    _advance(state, store.decays[place], store.keys[place].repeat_interleave(repeats, 0), store.changes[place])
+
+
+def _advance(state: Tensor, decay: Tensor, key: Tensor, change: Tensor) -> None:
+    """state ← state · decay + key ⊗ change, each product rounded, then the sum."""
+    state.mul_(decay[:, None, None]).add_(key.unsqueeze(2) * change.unsqueeze(1))
+
+
+def _step(state: Tensor, gated: Gated, token: int, out: Tensor) -> Tensor:
+    """One position; returns the change [Hv, Dv] that was written into the state."""
+    repeats = state.shape[0] // gated.k.shape[1]
+    key, query = gated.k[token].repeat_interleave(repeats, 0), gated.q[token].repeat_interleave(repeats, 0)  # [Hv, Dk]
+    decay = gated.decay[token]
+    held = ordered_sum((state * decay[:, None, None] * key.unsqueeze(2)).transpose(1, 2))  # [Hv, Dv]
+    change = (gated.v[token] - held) * gated.beta[token].unsqueeze(1)
+    _advance(state, decay, key, change)
+    out[token] = ordered_sum((state * query.unsqueeze(2)).transpose(1, 2))
+    return change
+
+
+def _chunk(state: Tensor, gated: Gated, tokens: slice, out: Tensor) -> None:
+    """Up to CHUNK positions at once, always in the shape of a whole chunk: what is missing changes nothing."""
+    repeats = state.shape[0] // gated.k.shape[1]
+    count = tokens.stop - tokens.start
+    q, k = (_tile(x[tokens]).repeat_interleave(repeats, 0) for x in (gated.q, gated.k))  # [Hv, n, Dk]
+    v, beta = _tile(gated.v[tokens]), _tile(gated.beta[tokens].unsqueeze(2))  # [Hv, n, Dv], [Hv, n, 1]
+    total = _tile(gated.g[tokens].unsqueeze(2)).squeeze(2).cumsum(1)  # [Hv, n]
+    apart = (total.unsqueeze(2) - total.unsqueeze(1)).masked_fill_(_above(state.device), float("-inf"))
+    fade = apply_elementwise(torch.exp, apart)  # [Hv, n, n], zero above the diagonal
+    so_far = apply_elementwise(torch.exp, total).unsqueeze(2)
+    lower = torch.tril(beta * torch.bmm(k, k.transpose(1, 2)) * fade, diagonal=-1)
+    right = beta * (v - so_far * torch.bmm(k, state))
+    changes = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
+    seen = so_far * torch.bmm(q, state) + torch.bmm(torch.bmm(q, k.transpose(1, 2)) * fade, changes)
+    out[tokens] = seen.transpose(0, 1)[:count]
+    rest = apply_elementwise(torch.exp, total[:, -1:] - total).unsqueeze(2)
+    state.mul_(so_far[:, -1:]).add_(torch.bmm((k * rest).transpose(1, 2), changes))
+
+
+def _tile(x: Tensor) -> Tensor:
+    """[n, heads, W] → [heads, CHUNK, W], zeros behind the last."""
+    return F.pad(x, (0, 0, 0, 0, 0, CHUNK - len(x))).transpose(0, 1).contiguous()
+
+
+def _above(device: torch.device) -> Tensor:
+    return torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=device).triu_(1)

@@ -1,0 +1,101 @@
+"""Experts that answer for the tokens that chose them: one expert after the other, in plain products.
+
+In: tokens h [T, E], the experts of each token and their weights. Out: [T, E], the answers added in expert order, so neither
+the batch nor the grouping changes a token's sum. Kernels answer the same question in fewer launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from onedraw.backends.torch.ops.plain.elementwise import opened, softcapped
+from onedraw.backends.torch.ops.plain.linear import Linear
+from onedraw.backends.torch.sampling.exact import apply_elementwise, ordered_sum
+from onedraw.models.spec import Activation, MoeSpec
+
+
+class Bank(Protocol):
+    """All experts of one layer, ready for one device."""
+
+    @property
+    def kind(self) -> str:
+        """What its matrices are made of: banks of other kinds have other kernels."""
+        ...
+
+    @property
+    def linears(self) -> list[Linear]:
+        """Products that the self-check compares and that obey its rule."""
+        ...
+
+    def borders(self, used: int) -> tuple[int, ...]:
+        """Row counts from which on other kernels serve, where `used` experts answer for each row."""
+        ...
+
+    def __call__(self, h: Tensor, ids: Tensor, weights: Tensor, scale: float) -> Tensor:
+        """ids and weights [T, used] → scale · Σ weight · expert(h), the lowest expert first, in h's dtype."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlainBank:
+    gate_up: tuple[Linear, ...]
+    down: tuple[Linear, ...]
+    activation: Activation
+    gated: Callable[[Tensor, Activation], Tensor]
+
+    @property
+    def kind(self) -> str:
+        return "+".join(dict.fromkeys(linear.kind for linear in (self.gate_up[0], self.down[0])))
+
+    @property
+    def linears(self) -> list[Linear]:
+        return [*self.gate_up, *self.down]
+
+    def borders(self, used: int) -> tuple[int, ...]:
+        return ()  # the products are compared by themselves
+
+    def __call__(self, h: Tensor, ids: Tensor, weights: Tensor, scale: float) -> Tensor:
+        out = torch.zeros_like(h, dtype=torch.float32)
+        for number, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
+            tokens, place = torch.nonzero(ids == number, as_tuple=True)  # in order of tokens, each at most once
+            if len(tokens):
+                padding = down.rule.padded(len(tokens)) - len(tokens)  # rows are offered as the products want them
+                chosen = h.index_select(0, torch.cat([tokens, tokens[-1:].expand(padding)]) if padding else tokens)
+                answer = down(self.gated(gate_up(chosen), self.activation))[: len(tokens)].float()
+                out.index_add_(0, tokens, answer * weights[tokens, place].unsqueeze(1))
+        return (out if scale == 1 else out.mul_(scale)).to(h.dtype)
+
+
+def choose_experts(logits: Tensor, spec: MoeSpec, *, bias: Tensor | None, factors: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Experts of each token, best first, the lowest number among equals, and their weights: [T, used] each.
+
+    logits [T, ≥ experts]; `bias` is added for selecting, `factors` are of the experts, after normalising.
+    """
+    logits = logits[:, : spec.experts].float().contiguous()
+    if spec.softcap is not None:
+        logits = softcapped(logits, spec.softcap)
+    if spec.scores == "sigmoid":
+        scores = opened(logits, "sigmoid")
+    else:
+        shares = apply_elementwise(torch.exp, logits - logits.amax(1, keepdim=True))
+        scores = shares / ordered_sum(shares).unsqueeze(1)
+    order = scores if bias is None else scores + bias
+    ids = order.sort(dim=1, descending=True, stable=True).indices[:, : spec.used]
+    weights = scores.gather(1, ids)
+    if spec.normalised:
+        weights = weights / ordered_sum(weights).unsqueeze(1)
+    return ids, weights if factors is None else weights * factors[ids]
+
+
+def join_shared(out: Tensor, always: Tensor, gate: Tensor | None, residual: Tensor | None) -> Tensor:
+    """What the experts gave, plus what always answers times the sigmoid of the gate's first column; plus the residual."""
+    wide = always.float()
+    if gate is not None:
+        wide = wide * opened(gate.float(), "sigmoid")[:, :1]
+    total = wide.add_(out).to(out.dtype)
+    return total if residual is None else residual + total.to(residual.dtype)

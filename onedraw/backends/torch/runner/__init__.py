@@ -1,0 +1,1 @@
+"""One step of the model: inputs, pipeline stages, CUDA graphs."""

@@ -1,0 +1,137 @@
+"""One stage's part of a steady turn: what the stage reads, laid out in an arena of its own, and its work, recorded.
+
+In: a turn's inputs, and what the stage before left. Out: what this one leaves, still on its device. A stage other than the last
+brings its kept drafts home in a second work, once the last has chosen: the choices cross into a buffer that keeps its place.
+One thread starts all parts of a turn, and the next turn's behind them, so the order on each device is the order of turns: a
+part may still read its arena, and the rows at its entrance, when the next turn is already on its way there. Beside a stage
+that records nothing (on a CPU) a part goes by itself, in the turn's own order (`advance`), and the host brings drafts home.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from onedraw.backends.torch.model.transformer import Ready, Stack, Stream, Watch
+from onedraw.backends.torch.runner.cuda_graphs import Recorder
+from onedraw.backends.torch.runner.inputs import Bucket, Inputs, Shape, fed_inputs
+from onedraw.backends.torch.runner.stage_boundary import current
+from onedraw.backends.torch.runner.staging_buffers import Arena
+from onedraw.backends.torch.state.model_state import State
+from onedraw.types import Plan
+
+ARENA_BYTES = 16 * 2**20
+NOTHING = np.zeros(0, dtype=np.int32)
+NOBODY: AbstractContextManager[Any] = nullcontext()
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class LaidPart:
+    """What a stage's work reads beside weights and state."""
+
+    bucket: Bucket
+    inputs: Inputs
+    ready: Ready
+    rows: Tensor  # [R, 5]
+    parents: Tensor  # [T]
+
+
+class Part:
+    """Owner: the backend. `tokens`: of a turn at most. `lock`: held while work is started, where others start some there.
+    `sides`: of the arena, one more than turns may be under way."""
+
+    def __init__(
+        self,
+        stack: Stack,
+        number: int,
+        state: State,
+        recorder: Recorder,
+        *,
+        tokens: int,
+        lock: AbstractContextManager[Any] = NOBODY,
+        sides: int = 2,
+    ) -> None:
+        stage = stack.stages[number]
+        self.device = stage.device
+        self._stack, self._number, self._state, self._recorder = stack, number, state, recorder
+        self._ops: Any = stage.ops
+        self._lock = lock
+        self.arena = Arena(stage.device, ARENA_BYTES, sides=sides)
+        self._chosen = torch.zeros(tokens, dtype=torch.int64, device=stage.device)
+        # Turns that run kernel by kernel, perhaps on threads of their own, have the stage's own entrance.
+        self._entrance = None if number == 0 else stack.boundary(number, rows=tokens)
+
+    def lay(self, inputs: Inputs, bucket: Bucket, rows: npt.NDArray[Any], parents: npt.NDArray[Any]) -> LaidPart:
+        arena = self.arena
+        arena.begin()
+        own = inputs if inputs.feed is arena else replace(inputs, feed=arena)
+        ready = self._stack.prepare(own, self._number)  # the tokens come first
+        arena.note((self._number, bucket))
+        return LaidPart(bucket, own, ready, arena.put(rows), arena.put(parents))
+
+    def send(self, captures: Hashable) -> Hashable:
+        self.arena.note(captures)
+        with current(self.device):
+            return self.arena.send()
+
+    def record(self, signature: Hashable | None, work: Callable[[], Result]) -> Result:
+        """Without a signature it is done and not recorded."""
+        with self._lock, current(self.device):
+            return work() if signature is None else self._recorder.run(signature, work)
+
+    def enter(self, before: Stream | None, bucket: Bucket) -> Stream | None:
+        """Over the way from the stage before, into memory that keeps its place."""
+        if before is None or self._entrance is None:
+            return None
+        with current(self.device):
+            x, own = self._entrance.cross(before.x, before.own, bucket.tokens)
+        return Stream(x, own, before.left)
+
+    def pass_through(self, laid: LaidPart, entered: Stream | None, last: Tensor | None, watch: Watch) -> Stream:
+        """`last`: what each lane chose last, where tokens may await it."""
+        ready = laid.ready if last is None else replace(laid.ready, tokens=self._ops.awaited(laid.ready.tokens, last))
+        return self._stack.pass_stage(self._number, ready, entered, self._state, watch=watch)
+
+    def advance(self, before: Stream | None, plan: Plan, bucket: Bucket, shape: Shape, watch: Watch) -> Stream:
+        """The whole of it, for a stage beside others that record nothing: `Stack.advance` for a steady turn. What comes out
+        lies in memory of its own. May raise `ArenaFull`, before anything is done."""
+        laid = self.lay(fed_inputs(plan, shape=shape, feed=self.arena, bucket=bucket), bucket, NOTHING, NOTHING)
+        signature, entered = self.send(watch.captures), self.enter(before, bucket)
+
+        def work() -> tuple[Stream, Watch]:
+            own = Watch(watch.captures)
+            return self.pass_through(laid, entered, None, own), own
+
+        stream, seen = self.record(signature, work)
+        with current(self.device):
+            watch.features.extend(feature.to(self._stack.device, copy=True) for feature in seen.features)
+            return Stream(stream.x.clone(), None if stream.own is None else stream.own.clone(), stream.left)
+
+    def settle(self, laid: LaidPart, chosen: Tensor) -> None:
+        """Bring kept drafts home; chosen [T] on this device."""
+        self._ops.settle(
+            chosen,
+            tokens=laid.ready.tokens,
+            parents=laid.parents,
+            rows=laid.rows,
+            bucket=laid.bucket,
+            preparation=laid.ready.preparation,
+            state=self._state,
+        )
+
+    def settle_late(self, signature: Hashable, laid: LaidPart, answers: Tensor) -> None:
+        """The same from the answers [T, columns] of the last stage, wherever that is."""
+        if not self._ops.settles(laid.bucket, self._state):
+            return
+        with self._lock, current(self.device):
+            chosen = self._chosen[: len(answers)]
+            chosen.copy_(answers[:, 0])
+            self._recorder.run(("settle", signature), lambda: self.settle(laid, chosen))

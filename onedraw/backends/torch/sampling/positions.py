@@ -1,0 +1,107 @@
+"""Which positions of a turn choose or are scored, their logits, and what the sampler says of them.
+
+In: a plan, its inputs and the hidden states of its tokens. Out: choices and logprobs by row. Logits are computed a slice of
+positions at a time, or come from a checkpoint that kept those of its prompt's last position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onedraw.backends.memory_plan import LOGITS_BYTES
+from onedraw.backends.sampled_rows import Position
+from onedraw.backends.torch.model.transformer import Stack
+from onedraw.backends.torch.ops.plain.linear import RowRule
+from onedraw.backends.torch.runner.inputs import Inputs
+from onedraw.backends.torch.sampling.sampler import Sampler
+from onedraw.backends.torch.state.model_state import KeptLogits
+from onedraw.sampling.verify import hypotheses
+from onedraw.types import Choice, Logprobs, Plan, Row
+
+SCORED = 64  # positions at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """A position to choose at: after a token of the turn, or after the prompt of a checkpoint."""
+
+    row: int
+    token: int | None  # of the turn; None: the logits lie in the checkpoint `restore`
+    position: Position
+    restore: int | None
+    keep: int | None  # the checkpoint that wants these logits
+
+
+class Picker:
+    """Owner: the backend. `rule`: how many rows the head is offered at once."""
+
+    def __init__(self, stack: Stack, sampler: Sampler, kept: KeptLogits, rule: RowRule) -> None:
+        self._stack, self._sampler, self._kept, self._rule = stack, sampler, kept, rule
+        self._slice = max(LOGITS_BYTES // (4 * stack.spec.vocab), 1)
+
+    def logits(self, hidden: Tensor, tokens: list[int]) -> Tensor:
+        """Logits of these tokens of the turn: [C', V'], the first C rows wanted."""
+        padding = self._rule.padded(len(tokens)) - len(tokens)
+        index = torch.tensor([*tokens, *tokens[-1:] * padding], dtype=torch.long, device=self._stack.device)
+        return self._stack.logits(hidden.index_select(0, index))[: len(tokens)]
+
+    def choose(self, plan: Plan, inputs: Inputs, hidden: Tensor) -> dict[int, list[Choice | None]]:
+        """Per choosing row, a choice after its last known token and after each draft."""
+        picks = [
+            pick
+            for i, (row, span) in enumerate(zip(plan.rows, inputs.spans, strict=False))  # padding has spans of its own
+            for pick in _picks(i, row, span.first)
+        ]
+        chosen: dict[int, list[Choice | None]] = {}
+        for start in range(0, len(picks), self._slice):
+            part = picks[start : start + self._slice]
+            choices = self._sampler.choose(self._logits_at(part, hidden), [pick.position for pick in part])
+            for pick, choice in zip(part, choices, strict=True):
+                chosen.setdefault(pick.row, []).append(choice)
+        return chosen
+
+    def _logits_at(self, picks: Sequence[Pick], hidden: Tensor) -> Tensor:
+        """Logits of these picks [C, V']: computed, or from checkpoints; those that checkpoints want are kept."""
+        computed = [pick.token for pick in picks if pick.token is not None]
+        logits = self.logits(hidden, computed) if computed else self._kept.rows[:0]
+        if len(computed) < len(picks):
+            places, found = iter(range(len(computed))), logits
+            logits = torch.stack(
+                [self._kept.rows[pick.restore or 0] if pick.token is None else found[next(places)] for pick in picks]
+            )
+        for pick, row in zip(picks, logits, strict=True):
+            if pick.keep is not None:
+                self._kept.keep(pick.keep, row)
+        return logits
+
+    def score(self, plan: Plan, inputs: Inputs, hidden: Tensor) -> dict[int, tuple[Logprobs, ...]]:
+        """Per scoring row, the logprobs of the prompt tokens its positions predict."""
+        scored: dict[int, tuple[Logprobs, ...]] = {}
+        for i, (row, span) in enumerate(zip(plan.rows, inputs.spans, strict=False)):
+            if not row.scores:
+                continue
+            targets = row.history.prompt[row.start + 1 : row.stop + 1]
+            found: list[Logprobs] = []
+            step = min(self._slice, SCORED)
+            for start in range(0, len(targets), step):
+                part = targets[start : start + step]
+                logits = self.logits(hidden, list(range(span.first + start, span.first + start + len(part))))
+                found.extend(self._sampler.score(logits, part, row.params.prompt_logprobs or 0))
+            scored[i] = tuple(found)
+        return scored
+
+
+def _picks(index: int, row: Row, first: int) -> Iterator[Pick]:
+    """Of one row whose tokens begin at `first`: behind its last known token, and behind each draft."""
+    if not row.chooses:
+        return
+    kept = next((save.slot for save in row.saves if save.position == row.stop), None)
+    for k, drafts in enumerate(hypotheses(row.drafts)):
+        drafts = (*row.tokens, *drafts) if row.awaits else drafts  # what it awaited is not in the history yet
+        position = Position(row.lane, row.params, row.history, drafts, row.request_id)
+        token = first + len(row.tokens) - 1 + k if row.tokens else None
+        yield Pick(index, token, position, row.restore, kept if k == 0 else None)

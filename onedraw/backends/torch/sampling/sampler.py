@@ -1,0 +1,379 @@
+"""Choosing tokens for many positions at once, by the law of `sampling/law.py`.
+
+In: logits [C, V'] and for each row its parameters, history and drafts. Out: a Choice per row, or None where the law
+left no token. A row's token, logprobs and checksum have the same bits whatever the other rows are (see `exact.py`).
+
+Work that no row asks for is skipped; work that some rows ask for is done on those rows alone. Nothing is copied to the
+host before the end, where one small integer tensor has everything.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onedraw.backends.sampled_rows import CHECKSUM, TOKEN, TOP, TOTAL, Position, read_choices, read_logprobs
+from onedraw.backends.torch.sampling.exact import (
+    Scratch,
+    apply_elementwise,
+    drop_beyond,
+    first_best,
+    likeliest,
+    masses,
+    padded,
+    reach,
+)
+from onedraw.backends.torch.sampling.token_counts import LaneCounts
+from onedraw.sampling.adjustments import Recall, adjustment, inside
+from onedraw.sampling.law import NO_TOKEN, checksum_weights, filters
+from onedraw.sampling.noise import BITS, MULTIPLIERS_32, SHIFTS_32, key
+from onedraw.types import Bits, Choice, Logprobs
+
+# -------------------- The noise of `sampling/noise.py` for many positions at once: the same integers, this backe
+
+
+def key_words(keys: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Keys as two columns of int32, which wraps like the unsigned definition.   [C, 1] each"""
+    words = torch.tensor(keys, dtype=torch.int64).to(torch.int32).to(device)
+    return words[:, :1], words[:, 1:]
+
+
+def uniform_bits(first: Tensor, second: Tensor, vocab: int, scratch: Scratch) -> Tensor:
+    """24 uniform bits for every token id.   [C, 1] and [C, 1] -> [C, V] int32"""
+    words, spare = (scratch.take(name, (len(first), vocab), torch.int32) for name in ("words", "spare"))
+    torch.bitwise_xor(_ids(vocab, first.device), first, out=words)
+    _mix32(words, spare)
+    words += second
+    _mix32(words, spare)
+    return _shift(words, 32 - BITS, words)
+
+
+def gumbel(first: Tensor, second: Tensor, vocab: int, scratch: Scratch) -> Tensor:
+    """-log(-log u) for every token id.   [C, 1] and [C, 1] -> [C, V] float32"""
+    odd = uniform_bits(first, second, vocab, scratch).mul_(2).add_(1)  # u * 2^25
+    rest, upper = (scratch.take(name, odd.shape, torch.int32) for name in ("rest", "spare"))
+    above, below = (scratch.take(name, odd.shape, torch.float32) for name in ("above", "below"))
+    # Without a branch: `below` is u in the lower half and 1 in the upper, `above` is u - 1 in the upper half and 0 in
+    # the lower, both exact. So one of the two logarithms is 0.
+    torch.sub(odd, _word(2 ** (BITS + 1), odd.device), out=rest)
+    torch.sub(_word(2**BITS, odd.device), odd, out=upper).bitwise_right_shift_(_word(31, odd.device))
+    rest &= upper
+    above.copy_(rest).mul_(2.0 ** -(BITS + 1))
+    below.copy_(odd.sub_(rest)).mul_(2.0 ** -(BITS + 1))
+    apply_elementwise(torch.log, below, out=below)
+    noise = apply_elementwise(torch.log1p, above, out=above).add_(below).neg_()
+    return apply_elementwise(torch.log, noise, out=noise).neg_()
+
+
+@lru_cache(maxsize=8)
+def _ids(vocab: int, device: torch.device) -> Tensor:
+    return torch.arange(vocab, dtype=torch.int32, device=device)
+
+
+def _mix32(words: Tensor, spare: Tensor) -> None:
+    first, second, third = SHIFTS_32
+    words ^= _shift(words, first, spare)
+    words *= _word(MULTIPLIERS_32[0], words.device)
+    words ^= _shift(words, second, spare)
+    words *= _word(MULTIPLIERS_32[1], words.device)
+    words ^= _shift(words, third, spare)
+
+
+def _shift(words: Tensor, count: int, out: Tensor) -> Tensor:
+    """A shift that brings in zeros; torch's own copies the sign."""
+    torch.bitwise_right_shift(words, _word(count, words.device), out=out)
+    return out.bitwise_and_(_word(2 ** (32 - count) - 1, words.device))
+
+
+@lru_cache(maxsize=64)
+def _word(value: int, device: torch.device) -> Tensor:
+    """A 32-bit constant. Kept as a tensor, since torch converts a Python number at every use."""
+    return torch.tensor(value - 2**32 if value >= 2**31 else value, dtype=torch.int32, device=device)
+
+
+# -------------------- Choosing tokens for many positions at once, by the law of `sampling/law.py`.
+
+
+SLAB_ELEMENTS = {"cpu": 2**19, "cuda": 2**24}  # logits worked on at a time: bounds the temporaries, fits caches
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """The law's result for the rows of a slab: deficits, the largest one each row keeps, and whether a token is left."""
+
+    deficit: Tensor  # [C, V] float32
+    limit: Tensor | None  # [C, 1] float32; None: everything is kept
+    sound: Tensor  # [C] bool
+
+    def kept(self, rows: Tensor | None = None) -> Tensor:
+        """Deficits with the dropped tokens at infinity.   [C, V]"""
+        deficit = self.deficit if rows is None else self.deficit[rows]
+        if self.limit is None:
+            return deficit
+        limit = self.limit if rows is None else self.limit[rows]
+        return deficit.masked_fill(deficit > limit, torch.inf)
+
+
+class Sampler:
+    """Owner: the backend. Remembers nothing that could change an answer, only counts that save time."""
+
+    def __init__(self, *, vocab: int, lanes: int, device: torch.device) -> None:
+        self._vocab = vocab
+        self._width = padded(vocab)
+        self._lanes = lanes
+        self._device = device
+        self._scratch = Scratch(device)
+        self._counts: LaneCounts | None = None
+        self._recalls: dict[int, tuple[str, Recall]] = {}
+        self._weights: Tensor | None = None  # [2, V] int64, of logits and of scores
+        self._lock = threading.RLock()  # turns under way at once may be prepared and chosen for on two threads
+
+    def choose(self, logits: Tensor, positions: Sequence[Position]) -> list[Choice | None]:
+        """One choice per row of `logits` ([C, V'] float32; columns past the vocabulary are never chosen)."""
+        return read_choices(self.answers(logits, positions).cpu().numpy(), positions) if positions else []
+
+    def answers(self, logits: Tensor, positions: Sequence[Position]) -> Tensor:
+        """The same, still on the device and not waited for: [C, columns] int64, for `read_choices`."""
+        wishes = [p.params.logprobs for p in positions if p.params.logprobs is not None]
+        columns = TOP + min(max(wishes, default=0), self._vocab)
+        if not wishes and not any(p.params.checksums for p in positions):
+            columns = 1
+        with torch.inference_mode(), self._lock:
+            return torch.cat([self._slab(logits[span], positions[span], columns) for span in self._spans(len(positions))])
+
+    def score(self, logits: Tensor, tokens: Sequence[int], top: int) -> list[Logprobs]:
+        """The model's own logprobs of given tokens, and of the `top` likeliest beside them."""
+        if not tokens:
+            return []
+        with torch.inference_mode(), self._lock:
+            answers = torch.cat([self._scored(logits[span], tokens[span], top) for span in self._spans(len(tokens))])
+            rows = answers.cpu().numpy()
+        return [read_logprobs(row, top) for row in rows]
+
+    def _scored(self, logits: Tensor, tokens: Sequence[int], top: int) -> Tensor:
+        raw = self._padded(logits)
+        answers = torch.zeros(len(raw), TOP + min(top, self._vocab), dtype=torch.int64, device=self._device)
+        self._describe(answers, None, _deficits(raw), self._index(tokens))
+        return answers
+
+    def _spans(self, rows: int) -> list[slice]:
+        step = max(1, SLAB_ELEMENTS.get(self._device.type, 2**19) // self._width)
+        return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+    def _padded(self, logits: Tensor) -> Tensor:
+        """Exactly the vocabulary, then -inf up to a whole number of vectors."""
+        if logits.shape[1] == self._width == self._vocab:
+            return logits
+        raw = torch.full((len(logits), self._width), -torch.inf, dtype=torch.float32, device=self._device)
+        raw[:, : self._vocab] = logits[:, : self._vocab]
+        return raw
+
+    # ── one slab ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _slab(self, logits: Tensor, positions: Sequence[Position], columns: int) -> Tensor:
+        """What the host needs to know of these rows.   [C, columns] int64"""
+        raw = self._padded(logits)
+        law, tokens = self._chosen(raw, self._adjusted(raw, positions), positions)
+        answers = torch.zeros(len(positions), columns, dtype=torch.int64, device=self._device)
+        answers[:, TOKEN] = torch.where(law.sound, tokens, NO_TOKEN)
+        own = [row for row, p in enumerate(positions) if p.params.logprobs is not None and p.params.logprobs_mode == "raw"]
+        if own:
+            rows = self._rows(own, len(positions))
+            self._describe(answers, rows, _deficits(raw if rows is None else raw[rows]), tokens)
+        lawful = [
+            row for row, p in enumerate(positions) if p.params.logprobs is not None and p.params.logprobs_mode == "processed"
+        ]
+        if lawful:
+            rows = self._rows(lawful, len(positions))
+            self._describe(answers, rows, law.kept(rows), tokens)
+        if any(p.params.checksums for p in positions):
+            answers[:, CHECKSUM] = self._checksums(raw, law)
+        return answers
+
+    def _chosen(self, raw: Tensor, scores: Tensor, positions: Sequence[Position]) -> tuple[Law, Tensor]:
+        """From scores, adjusted or `raw` itself, to the law and the tokens; any token where nothing sound is left."""
+        law = self._law(raw, scores, positions)
+        return law, first_best(self._values(law, positions))
+
+    def _law(self, raw: Tensor, scores: Tensor, positions: Sequence[Position]) -> Law:
+        best = scores.amax(1) + 0.0  # -0.0 becomes 0.0
+        sound = (best > -torch.inf) & (best < torch.inf)
+        if scores is not raw:
+            sound &= raw.amax(1) < torch.inf  # a ban may have hidden what is wrong with the logits
+        deficit = self._scratch.take("deficit", scores.shape, torch.float32)
+        torch.sub(best[:, None], scores, out=deficit)
+        if any(p.params.temperature not in (0, 1) for p in positions):
+            deficit /= self._column([filters(p.params, self._vocab).divisor for p in positions])
+        return Law(deficit, self._limit(deficit, positions), sound)
+
+    def _values(self, law: Law, positions: Sequence[Position]) -> Tensor:
+        """What is compared: noise less deficit, or the deficit alone where the choice is greedy.   [C, V]"""
+        noisy = [row for row, p in enumerate(positions) if not p.params.greedy]
+        if noisy:
+            noise = gumbel(*key_words(self._keys([positions[row] for row in noisy]), self._device), self._width, self._scratch)
+        if len(noisy) == len(positions):
+            values = noise.sub_(law.deficit)
+        else:
+            values = torch.neg(law.deficit, out=self._scratch.take("values", law.deficit.shape, torch.float32))
+            if noisy:
+                values[self._index(noisy)] += noise
+        if law.limit is not None:
+            drop_beyond(values, law.deficit, law.limit, self._scratch)
+        return values
+
+    def _keys(self, positions: Sequence[Position]) -> list[tuple[int, int]]:
+        return [key(p.params.seed, p.at) for p in positions]
+
+    # ── steps 1 to 3: bias, penalties, bans ───────────────────────────────────────────────────────────────────────
+
+    def _adjusted(self, raw: Tensor, positions: Sequence[Position]) -> Tensor:
+        """`raw` itself where nothing is asked for."""
+        host = [adjustment(p.params, p.history, p.drafts, self._recall(p)) for p in positions]
+        biased = [(row, *pair) for row, p in enumerate(positions) for pair in p.params.logit_bias if 0 <= pair[0] < self._vocab]
+        counting = [row for row, p in enumerate(positions) if p.params.counts_history]
+        penalized = [(row, *pair) for row, known in enumerate(host) for pair in known.penalized]
+        banned = [(row, token) for row, known in enumerate(host) for token in inside(known.banned, self._vocab)]
+        constrained = [(row, known.allowed) for row, known in enumerate(host) if known.allowed is not None]
+        if not (biased or counting or penalized or banned or constrained):
+            return raw
+        scores = raw.clone()
+        if biased:
+            rows, tokens, values = self._entries(biased)
+            scores[rows, tokens] += values
+        if counting:
+            self._penalize(scores, counting, positions)
+        if penalized:
+            rows, tokens, values = self._entries(penalized)
+            scores[rows, tokens] -= values
+        if banned:
+            rows, tokens = torch.tensor(banned, device=self._device).unbind(1)
+            scores[rows, tokens] = -torch.inf
+        if constrained:
+            self._keep_only(scores, constrained)
+        return scores
+
+    def _keep_only(self, scores: Tensor, constrained: Sequence[tuple[int, Bits]]) -> None:
+        """Nothing but the allowed tokens is left on these rows. The sets travel to the device packed, a bit per token."""
+        words = -(-self._width // 32)
+        packed = np.zeros((len(constrained), words), dtype=np.uint32)
+        for line, (_, bits) in zip(packed, constrained, strict=True):
+            line[: len(bits)] = bits[:words]
+        sets = torch.from_numpy(packed.view(np.int32)).to(self._device)  # [R, W]
+        allowed = (sets[:, :, None] >> torch.arange(32, dtype=torch.int32, device=self._device)) & 1
+        allowed = allowed.reshape(len(constrained), -1)[:, : self._width]  # [R, V]
+        rows = self._index([row for row, _ in constrained])
+        scores[rows] = scores[rows].masked_fill_(allowed == 0, -torch.inf)
+
+    def _penalize(self, scores: Tensor, counting: Sequence[int], positions: Sequence[Position]) -> None:
+        """Repetition, frequency, presence, in this order, on the rows that count their history."""
+        if self._counts is None:
+            self._counts = LaneCounts(vocab=self._width, lanes=self._lanes, device=self._device)
+        places = [positions[row] for row in counting]
+        output, seen = self._counts.read(places)
+        rows = self._rows(counting, len(positions))
+        part = scores if rows is None else scores[rows]
+        if any(p.params.repetition_penalty != 1 for p in places):
+            penalty = self._column([p.params.repetition_penalty for p in places])
+            part = torch.where(seen, torch.where(part > 0, part / penalty, part * penalty), part)
+        if any(p.params.frequency_penalty != 0 for p in places):
+            part -= output.to(torch.float32) * self._column([p.params.frequency_penalty for p in places])
+        if any(p.params.presence_penalty != 0 for p in places):
+            part -= (output > 0).to(torch.float32) * self._column([p.params.presence_penalty for p in places])
+        if rows is None:
+            scores.copy_(part)
+        else:
+            scores[rows] = part
+
+    def _recall(self, position: Position) -> Recall | None:
+        if position.params.dry is None:
+            return None
+        known = self._recalls.get(position.lane)
+        if known is None or known[0] != position.request_id:
+            known = self._recalls[position.lane] = (position.request_id, Recall())
+        return known[1]
+
+    # ── steps 5 to 7: the filters as one limit per row ────────────────────────────────────────────────────────────
+
+    def _limit(self, deficit: Tensor, positions: Sequence[Position]) -> Tensor | None:
+        asked = [filters(p.params, self._vocab) for p in positions]
+        counted = [(row, f.top_k) for row, f in enumerate(asked) if f.top_k]
+        shared = [(row, f.top_p) for row, f in enumerate(asked) if f.top_p < 1]
+        if not (counted or shared or any(f.limit < torch.inf for f in asked)):
+            return None
+        limit = self._column([f.limit for f in asked])
+        if counted:
+            self._lower(limit, deficit, counted, by_mass=False)
+        if shared:
+            self._lower(limit, deficit, shared, by_mass=True)
+        return limit
+
+    def _lower(self, limit: Tensor, deficit: Tensor, wishes: Sequence[tuple[int, float]], *, by_mass: bool) -> None:
+        """top-k (`by_mass` false: wishes are counts) or top-p (wishes are shares of the mass within the limit so far)."""
+        rows = self._rows([row for row, _ in wishes], len(deficit))
+        part = deficit if rows is None else deficit[rows]
+        wish = torch.tensor([value for _, value in wishes], dtype=torch.float64).to(self._device)
+        bound = limit if rows is None else limit[rows]
+        if by_mass:
+            weights = masses(part, self._scratch, bound)
+            total = weights.sum(1)
+            target = torch.minimum((wish * total.to(torch.float64)).ceil().to(torch.int64).clamp_(min=1), total)
+        else:
+            weights = torch.ones((), dtype=torch.int64, device=self._device).expand_as(part)
+            target = wish.to(torch.int64)
+        bound = torch.minimum(bound, reach(part, weights, target, self._scratch)[:, None])
+        if rows is None:
+            limit.copy_(bound)
+        else:
+            limit[rows] = bound
+
+    # ── what is reported beside the token ─────────────────────────────────────────────────────────────────────────
+
+    def _describe(self, answers: Tensor, rows: Tensor | None, deficit: Tensor, tokens: Tensor) -> None:
+        """Total mass, deficit of the token and the likeliest tokens, for these rows of `answers`."""
+        chosen = deficit.gather(1, (tokens if rows is None else tokens[rows])[:, None])
+        parts = [masses(deficit, self._scratch).sum(1, keepdim=True), chosen.view(torch.int32).to(torch.int64)]
+        top = answers.shape[1] - TOP
+        if top:
+            parts.append(likeliest(deficit, top))
+        found = torch.cat(parts, 1)
+        if rows is None:
+            answers[:, TOTAL : TOTAL + found.shape[1]] = found
+        else:
+            answers[rows, TOTAL : TOTAL + found.shape[1]] = found
+
+    def _checksums(self, raw: Tensor, law: Law) -> Tensor:
+        if self._weights is None:
+            weights = np.stack(checksum_weights(self._vocab))
+            self._weights = torch.nn.functional.pad(torch.from_numpy(weights), (0, self._width - self._vocab)).to(self._device)
+        first, second = self._weights
+        scores = 0.0 - law.kept()
+        total: Tensor = (raw.view(torch.int32).to(torch.int64) * first).sum(1)
+        total += (scores.view(torch.int32).to(torch.int64) * second).sum(1)
+        total &= 2**63 - 1
+        return total
+
+    # ── small tensors ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _rows(self, rows: Sequence[int], count: int) -> Tensor | None:
+        """Row numbers as an index; None for all rows, which then need no copy."""
+        return None if len(rows) == count else self._index(rows)
+
+    def _index(self, rows: Sequence[int]) -> Tensor:
+        return torch.tensor(rows, dtype=torch.int64).to(self._device)
+
+    def _column(self, values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32).to(self._device)[:, None]
+
+    def _entries(self, entries: Sequence[tuple[int, int, float]]) -> tuple[Tensor, Tensor, Tensor]:
+        rows, tokens, values = zip(*entries, strict=True)
+        return self._index(rows), self._index(tokens), self._column(values)[:, 0]
+
+
+def _deficits(raw: Tensor) -> Tensor:
+    return (raw.amax(1) + 0.0)[:, None] - raw

@@ -1,0 +1,1 @@
+"""What a model keeps between steps: KV pages, recurrent state, snapshots."""

@@ -1,0 +1,160 @@
+"""Keys and values of one layer in pages, and where a token's own go.
+
+In: the turn's new keys and values. Out: page stores that attention reads. Allocated once, zeroed, one scratch page more
+than the ledger lends: padding tokens write there, and blocks past a sequence's end read it under a mask. Codes of 8 bits
+(`codes.py`) have their scales in pages of their own under the same numbers, and whatever moves a page moves both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onedraw.errors import NoRoom
+from onedraw.models.spec import AttentionSpec
+
+# -------------------- Keys and values as codes of 8 bits with one scale per token and key head.
+
+
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+KV_DTYPES = {
+    "f32": torch.float32,
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
+
+
+def coded(dtype: torch.dtype) -> bool:
+    """Whether such pages have scales beside them."""
+    return dtype in LARGEST
+
+
+def encode(heads: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Finite numbers [..., D] → codes [..., D] and scales [...]. Ties go to the even code."""
+    wide, largest = heads.float(), LARGEST[dtype]
+    scales = wide.abs().amax(-1) / largest
+    ratios = torch.where(scales.unsqueeze(-1) > 0, wide / scales.unsqueeze(-1), 0.0).clamp_(-largest, largest)
+    return (ratios.round_() if dtype == torch.int8 else ratios).to(dtype), scales
+
+
+def bits(store: Tensor) -> Tensor:
+    """The same memory in a dtype that every operation moves: few know fp8."""
+    return store.view(torch.uint8) if store.dtype == torch.float8_e4m3fn else store
+
+
+# -------------------- Keys and values of one layer in pages, and where a token's own go.
+
+
+class PageStore:
+    """Keys and values of one layer: [P * K, S * D], a row per (page, head); scales of codes: [P * K, S]."""
+
+    def __init__(self, spec: AttentionSpec, *, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        rows = (pages + 1) * spec.kv_heads
+        shape = (rows, page_size * spec.head_dim)
+        self.key_scales: Tensor | None = None
+        self.value_scales: Tensor | None = None
+        if rows * page_size >= 2**31:  # kernels look places up before they know how wide they are
+            raise NoRoom(f"{pages} pages of {page_size} positions are more than 32 bits count in one layer; lower --kv-memory")
+        try:
+            self.keys, self.values = zeros(shape, dtype, device), zeros(shape, dtype, device)
+            if coded(dtype):
+                self.key_scales, self.value_scales = (zeros((rows, page_size), torch.float32, device) for _ in range(2))
+        except (RuntimeError, MemoryError):  # how torch says that there is not enough
+            raise NoRoom(
+                f"{pages} pages of {page_size} positions do not fit into the memory of {device}; "
+                f"lower --kv-memory, --max-context or --max-batch"
+            ) from None
+        self.dim = spec.head_dim
+        self._page_size, self._heads = page_size, spec.kv_heads
+
+    @property
+    def scales(self) -> tuple[Tensor, Tensor] | None:
+        """Of keys and of values, where they are codes."""
+        return None if self.key_scales is None or self.value_scales is None else (self.key_scales, self.value_scales)
+
+    def parts(self) -> dict[str, Tensor]:
+        """Everything that is in a page, by name: [P, K, S * D] or [P, K, S]."""
+        named = {"keys": self.keys, "values": self.values, "key_scales": self.key_scales, "value_scales": self.value_scales}
+        return {name: bits(x).view(-1, self._heads, x.shape[1]) for name, x in named.items() if x is not None}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts().values())
+
+    def copy_pages(self, sources: list[int], targets: list[int]) -> None:
+        for part in self.parts().values():
+            part[targets] = part[sources]
+
+    def read(self, pages: Sequence[int]) -> dict[str, Tensor]:
+        """Copies of the parts on the host: [n, K, S * D] or [n, K, S]."""
+        return {name: part[list(pages)].cpu() for name, part in self.parts().items()}
+
+    def fill(self, places: Mapping[int, int], given: Mapping[str, Tensor]) -> None:
+        """Stored pages → pages here. What is stored under another dtype of the same size are the same bits."""
+        for name, part in self.parts().items():
+            stored_part = given[name]
+            if stored_part.shape[1:] != part.shape[1:] or stored_part.dtype.itemsize != part.dtype.itemsize:
+                raise ValueError(f"{name}: pages of {tuple(stored_part.shape[1:])}, not of {tuple(part.shape[1:])}")
+            own = stored_part.view(part.dtype)
+            for stored, here, count in _runs(places):
+                part[here : here + count].copy_(own[stored : stored + count])
+
+    def move(self, table: Tensor) -> None:
+        """Slots to slots: rows of (from page, from slot, to page, to slot). All are read before any is written."""
+        from_page, from_slot, to_page, to_slot = table.unbind(1)
+        for part in self.parts().values():
+            slots = part.view(len(part), self._heads, self._page_size, -1)
+            slots[to_page, :, to_slot] = slots[from_page, :, from_slot]
+
+    def write(self, keys: Tensor, values: Tensor, places: Tensor) -> None:
+        """Keys and values [T, K, D] at places [T * K], counted in heads' slots.
+
+        A value that is not finite lies here as a key of NaN and a value of zero: whoever sees it gets NaN, and whoever
+        does not (a neighbour in a tile, the next owner of the page) is not touched, since zero times zero is zero. Codes
+        know no NaN, so there it is the key's scale, for a key that is not finite too.
+        """
+        if self.key_scales is not None and self.value_scales is not None:
+            sound = (torch.isfinite(keys) & torch.isfinite(values)).all(-1)
+            for given, store, scales in ((keys, self.keys, self.key_scales), (values, self.values, self.value_scales)):
+                codes, found = encode(given.masked_fill(~sound.unsqueeze(-1), 0.0), store.dtype)
+                found = found.masked_fill(~sound, torch.nan) if store is self.keys else found
+                self._put(bits(store), bits(codes), places)
+                scales.view(-1).index_copy_(0, places, found.reshape(-1))
+            return
+        keys, values = keys.to(self.keys.dtype), values.to(self.values.dtype)
+        broken = torch.isfinite(values).all(-1, keepdim=True).logical_not_()
+        self._put(self.keys, keys.masked_fill(broken, torch.nan), places)
+        self._put(self.values, values.masked_fill(broken, 0.0), places)
+
+    def _put(self, store: Tensor, heads: Tensor, places: Tensor) -> None:
+        store.view(-1, self.dim).index_copy_(0, places, heads.reshape(-1, self.dim))
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros. On a CPU the system's own untouched pages, which take no time and no memory before they are written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = np.zeros((*shape[:-1], shape[-1] * dtype.itemsize), np.uint8)
+    return torch.from_numpy(raw).view(dtype)
+
+
+def write_places(pages: Tensor, slots: Tensor, *, kv_heads: int, page_size: int) -> Tensor:
+    """Where each (token, head) goes in a store seen as slots of one head's key: [T * K]."""
+    heads = torch.arange(kv_heads, device=pages.device)
+    return ((pages[:, None] * kv_heads + heads) * page_size + slots[:, None]).reshape(-1)
+
+
+def _runs(places: Mapping[int, int]) -> list[tuple[int, int, int]]:
+    """Neighbours that stay neighbours: (first key, first value, how many)."""
+    runs: list[tuple[int, int, int]] = []
+    for key, value in sorted(places.items()):
+        if runs and (key, value) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+        else:
+            runs.append((key, value, 1))
+    return runs

@@ -1,0 +1,181 @@
+"""What a stack remembers between turns: pages per layer group, lanes of delta layers, checkpoints of prompts.
+
+In: sizes, then rows and what became of them. Out: stores that the layers read and write. Everything is allocated once.
+After every turn the state behind a row's kept tokens lies in its pages and its lane, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onedraw.backends.torch.ops.base import Ops
+from onedraw.backends.torch.state.kv_pages import PageStore
+from onedraw.backends.torch.state.recurrent_state import Kept, LaneBlock, LaneStore
+from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec
+from onedraw.types import Row
+
+Store = PageStore | LaneStore
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much of everything a state holds."""
+
+    pages: tuple[int, ...]  # per group
+    page_size: int
+    windows: tuple[int | None, ...] = (None,)  # of the groups
+    lanes: int = 0
+    drafts: int = 0  # places of the rollback buffer
+    checkpoints: int = 0
+
+
+class State:
+    """The stores of the layers on one device, `first` and those behind it. A layer that reuses another's keys and values has
+    that one's store. `dtype` is that of the pages."""
+
+    def __init__(
+        self, layers: Sequence[LayerSpec], sizes: Sizes, *, dtype: torch.dtype, device: torch.device, first: int = 0
+    ) -> None:
+        self.sizes, self._first = sizes, first
+        self._device = device
+        self.stores: list[Store] = []
+        self._groups: list[list[PageStore]] = [[] for _ in sizes.pages]
+        self.lanes: list[LaneStore] = []
+        deltas = Counter(layer.mixer for layer in layers if isinstance(layer.mixer, DeltaSpec))
+        given = {"lanes": sizes.lanes, "drafts": sizes.drafts, "checkpoints": sizes.checkpoints}
+        self.blocks = {spec: LaneBlock(spec, count, device=device, **given) for spec, count in deltas.items()}
+        self.attending: list[tuple[AttentionSpec, PageStore]] = []  # those that write
+        for layer in layers:
+            self.stores.append(self._make(layer.mixer, dtype))
+        # Where what pages hold of the layers of one kind lies, which is for good: one kernel can then reach all of them.
+        self.addresses = {mixer: self._addresses(mixer) for mixer in dict.fromkeys(mixer for mixer, _ in self.attending)}
+
+    def _make(self, mixer: AttentionSpec | DeltaSpec, dtype: torch.dtype) -> Store:
+        sizes = self.sizes
+        if isinstance(mixer, DeltaSpec):
+            store = LaneStore(self.blocks[mixer], sum(store.spec == mixer for store in self.lanes))
+            self.lanes.append(store)
+            return store
+        if mixer.reuses is not None:
+            return self.stores[mixer.reuses - self._first]
+        group = sizes.windows.index(mixer.window) if mixer.window in sizes.windows else 0
+        pages = PageStore(mixer, pages=sizes.pages[group], page_size=sizes.page_size, dtype=dtype, device=self._device)
+        self._groups[group].append(pages)
+        self.attending.append((mixer, pages))
+        return pages
+
+    def _addresses(self, kind: AttentionSpec) -> list[tuple[Tensor, int]]:
+        """[layers, 2] int64 of keys and values, and of their scales where they have any; and bytes of one position of a head."""
+        stores = [pages for mixer, pages in self.attending if mixer == kind]
+        pairs = [[(pages.keys, pages.values) for pages in stores], [pages.scales for pages in stores if pages.scales]]
+        found = []
+        for layers in filter(None, pairs):
+            places = torch.tensor([[part.data_ptr() for part in pair] for pair in layers], dtype=torch.int64, device=self._device)
+            first = layers[0][0]
+            found.append((places, first.dtype.itemsize * first.shape[1] // self.sizes.page_size))
+        return found
+
+    @property
+    def page_bytes(self) -> int:
+        return sum(store.nbytes for group in self._groups for store in group)
+
+    @property
+    def lane_bytes(self) -> int:
+        return sum(store.lane_bytes for store in self.lanes)
+
+    @property
+    def draft_bytes(self) -> int:
+        return sum(store.draft_bytes for store in self.lanes)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return sum(store.checkpoint_bytes for store in self.lanes)
+
+    # ------------------------------------------------------------------ before a turn
+
+    def open(self, rows: Sequence[Row]) -> None:
+        """Copy the pages that rows want of their own, and give lanes the states of their checkpoints."""
+        for group, stores in enumerate(self._groups):
+            copies = [copy for row in rows for copy in row.copies if copy.group == group]
+            for store in stores if copies else ():
+                store.copy_pages([copy.source for copy in copies], [copy.target for copy in copies])
+        restored = [(row.restore, row.lane) for row in rows if row.restore is not None]
+        if restored:
+            slots, lanes = [slot for slot, _ in restored], [lane for _, lane in restored]
+            for states in self.lanes:
+                states.restore(slots, lanes)
+
+    # ------------------------------------------------------------------ after a turn
+
+    def commit(self, rows: Sequence[Row], kept: Sequence[Sequence[int]], ops: Ops, held: int = 0) -> None:
+        """Bring kept drafts home: nodes of trees to the slots of their positions, states to their lanes. `held`: the turn's
+        first place in the rollback buffer."""
+        self._compact(rows, kept)
+        homes = []
+        for row, path in zip(rows, kept, strict=True):
+            if path:
+                homes.append(Kept(row.lane, tuple(held + index for index in path)))
+            held += len(row.drafts)
+        for store in self.lanes if homes else ():
+            ops.commit_delta(store, homes)
+
+    def _compact(self, rows: Sequence[Row], kept: Sequence[Sequence[int]]) -> None:
+        """All are read before any is written. A kept chain stands at its positions already."""
+        size = self.sizes.page_size
+        for group, stores in enumerate(self._groups):
+            moves = []
+            for row, path in zip(rows, kept, strict=True):
+                pages = row.pages[group]
+                for depth, index in enumerate(path):
+                    source, target = row.stop + index, row.stop + depth
+                    if index != depth:
+                        moves.append((pages[source // size], source % size, pages[target // size], target % size))
+            if moves:
+                table = torch.tensor(moves, dtype=torch.long, device=self._device)
+                for store in stores:
+                    store.move(table)
+
+    # ------------------------------------------------------------------ to and from the disk
+
+    def export(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+        """Copies on the host, by the layers' numbers in the model."""
+        found: dict[str, Tensor] = {}
+        for name, group, store in self._named():
+            if isinstance(store, LaneStore):
+                found[f"{name}.state"] = store.saved_states[slot].clone().cpu()
+                found[f"{name}.window"] = store.saved_windows[slot].clone().cpu()
+            else:
+                found |= {f"{name}.{part}": tensor for part, tensor in store.read(pages[group]).items()}
+        return found
+
+    def adopt(self, slot: int | None, places: Sequence[Mapping[int, int]], arrays: Mapping[str, Tensor]) -> None:
+        for name, group, store in self._named():
+            if isinstance(store, PageStore):
+                store.fill(places[group], {part: arrays[f"{name}.{part}"] for part in store.parts()})
+            elif slot is not None:
+                store.saved_states[slot] = arrays[f"{name}.state"].to(self._device)
+                store.saved_windows[slot] = arrays[f"{name}.window"].to(self._device)
+
+    def _named(self) -> Iterator[tuple[str, int, Store]]:
+        """Every store once: under the number of the layer that writes to it, with its page group."""
+        groups = {id(store): number for number, group in enumerate(self._groups) for store in group}
+        seen: set[int] = set()
+        for index, store in enumerate(self.stores):
+            if id(store) not in seen:
+                seen.add(id(store))
+                yield str(self._first + index), groups.get(id(store), 0), store
+
+
+class KeptLogits:
+    """The logits behind a prompt's last position, per checkpoint: float32 [slots, V']. Owner: the backend."""
+
+    def __init__(self, checkpoints: int, width: int, device: torch.device) -> None:
+        self.rows = torch.zeros(checkpoints, width, dtype=torch.float32, device=device)
+
+    def keep(self, slot: int, logits: Tensor) -> None:
+        self.rows[slot, : len(logits)] = logits

@@ -1,0 +1,196 @@
+"""The model as compiled programs: Inputs → what the last layer gave at the positions asked for. One stage per device.
+
+In: weights read layer by layer, a Shape, the turn's Inputs. Out: Stages, each with its weights, its state and its programs:
+`open` (copies before a turn), `run` (the layers, one program per bucket), `commit` (kept drafts come home). Embeddings lie
+with the first stage, last norm and head with the last. One device is a split of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy.typing as npt
+
+from onedraw.backends.xla.delta import delta
+from onedraw.backends.xla.inputs import Bucket, Inputs, Shape
+from onedraw.backends.xla.layers import attend, feed_forward, in_pieces, linear, opened, project, rms_norm, write
+from onedraw.backends.xla.platform import DTYPES, OPTIONS, Array
+from onedraw.backends.xla.state import State, adopt, allocate, commit_turn, export, open_turn, openings
+from onedraw.backends.xla.weights import Loader, Weights, WeightSource
+from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+from onedraw.types import Row
+
+Result = tuple[State, list[Weights], Array, Array]
+
+
+def run_layers(
+    weights: dict[str, Any],
+    state: State,
+    x: Array,
+    inputs: dict[str, Any],
+    runs: dict[str, Any],
+    picks: Array,
+    *,
+    stage: Stage,
+    bucket: Bucket,
+) -> Result:
+    """The stage's layers over tokens (the first stage) or their residuals x [T, E]. Gives the state, what drafts did to it,
+    the residuals, and those of the picked tokens."""
+    spec = stage.spec
+    if stage.first:
+        x = _embedded(weights, x, spec).astype(stage.activation)
+    moved: State = []
+    increments: list[Weights] = []
+    for layer, own, store in zip(stage.layers, weights["layers"], state, strict=True):
+        if isinstance(layer.mixer, AttentionSpec):
+            turns = weights["ropes"][stage.ropes[layer.mixer.rope]][inputs["positions"]]
+            x, store = _attention_layer(x, layer, own, store, inputs, turns, stage, bucket)
+            increments.append({})
+        else:
+            x, store, did = _delta_layer(x, layer, own, store, inputs, runs, stage, bucket)
+            increments.append(did)
+        moved.append(store)
+    return moved, increments, x, x[picks]
+
+
+def _embedded(weights: dict[str, Any], tokens: Array, spec: ModelSpec) -> Array:
+    """A tied embedding is read from the head's columns: there is no second table."""
+    return weights["embed"][tokens] if "embed" in weights else weights["head"][:, tokens].T
+
+
+def _attention_layer(
+    x: Array,
+    layer: LayerSpec,
+    weights: Weights,
+    store: Weights,
+    inputs: dict[str, Any],
+    turns: Array,
+    stage: Stage,
+    bucket: Bucket,
+) -> tuple[Array, Weights]:
+    spec, eps = layer.attention, stage.spec.eps
+
+    def before(x: Array, turn: Array) -> tuple[Array, ...]:
+        return project(rms_norm(x, weights["attn_norm"], eps).astype(stage.dtype), turn, weights, spec, eps)
+
+    def after(x: Array, mixed: Array, gate: Array) -> tuple[Array, ...]:
+        if spec.gate is not None:
+            wide = mixed.astype(jnp.float32).reshape(len(mixed), spec.gate_width, -1)
+            mixed = (wide * opened(gate.astype(jnp.float32), spec.gate)[:, :, None]).reshape(len(mixed), -1).astype(mixed.dtype)
+        return (_fed(x + linear(mixed, weights["o"], weights.get("o_bias")).astype(x.dtype), layer, weights, stage),)
+
+    q, k, v, gate = in_pieces(before, bucket, inputs["pieces"], x, turns)
+    store = write(store, k, v, inputs["places"][stage.shape.windows.index(spec.window)])
+    mixed = attend(q, store, inputs, bucket, stage.shape, spec)
+    (x,) = in_pieces(after, bucket, inputs["pieces"], x, mixed, gate)
+    return x, store
+
+
+def _delta_layer(
+    x: Array,
+    layer: LayerSpec,
+    weights: Weights,
+    store: Weights,
+    inputs: dict[str, Any],
+    runs: dict[str, Any],
+    stage: Stage,
+    bucket: Bucket,
+) -> tuple[Array, Weights, Weights]:
+    mixer, eps = layer.mixer, stage.spec.eps
+    assert not isinstance(mixer, AttentionSpec)
+
+    def before(x: Array) -> tuple[Array, ...]:
+        h = rms_norm(x, weights["attn_norm"], eps).astype(stage.dtype)
+        return (linear(h, weights["projections"]).astype(jnp.float32),)
+
+    def after(x: Array, mixed: Array) -> tuple[Array, ...]:
+        return (_fed(x + linear(mixed.astype(stage.dtype), weights["o"]).astype(x.dtype), layer, weights, stage),)
+
+    (projected,) = in_pieces(before, bucket, inputs["pieces"], x)
+    mixed, store, did = delta(projected, store, runs, weights, mixer, bucket, eps)
+    (x,) = in_pieces(after, bucket, inputs["pieces"], x, mixed)
+    return x, store, did
+
+
+def _fed(x: Array, layer: LayerSpec, weights: Weights, stage: Stage) -> Array:
+    assert isinstance(layer.feed_forward, MlpSpec)
+    h = rms_norm(x, weights["mlp_norm"], stage.spec.eps).astype(stage.dtype)
+    return x + feed_forward(h, weights, layer.feed_forward).astype(x.dtype)
+
+
+class Stage:
+    """Layers [start, stop) on one device. Owner of their weights and state; complete when constructed."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        source: WeightSource,
+        shape: Shape,
+        *,
+        dtype: str,
+        activation: str,
+        device: jax.Device,
+        start: int,
+        stop: int,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.spec, self.shape, self.device, self.start = spec, shape, device, start
+        self.dtype, self.activation = DTYPES[dtype], DTYPES[activation]
+        self.layers: Sequence[LayerSpec] = spec.layers[start:stop]
+        self.first, self.last = start == 0, stop == len(spec.layers)
+        loader = Loader(spec, source, dtype=dtype, device=device)
+        ropes = list(dict.fromkeys(layer.mixer.rope for layer in self.layers if isinstance(layer.mixer, AttentionSpec)))
+        self.ropes: dict[RopeSpec, int] = {rope: number for number, rope in enumerate(ropes)}
+        self.weights: dict[str, Any] = dict(loader.head()) if self.last else {}
+        if self.first and not (self.last and spec.tied):
+            self.weights |= loader.embedding()
+        self.weights["ropes"] = [loader.rope(rope, shape.max_context + shape.drafts + 1) for rope in ropes]
+        self.weights["layers"] = []
+        for index in range(start, stop):
+            self.weights["layers"].append(loader.layer(index))
+            if progress is not None:
+                progress(index + 1, len(spec.layers))
+        self.state = allocate(self.layers, shape, dtype=dtype, device=device)
+        self.reshape(shape)
+
+    def reshape(self, shape: Shape) -> None:
+        """Make the programs anew, for other buckets."""
+        self.shape = shape
+        fixed: dict[str, Any] = {"layers": self.layers, "shape": shape}
+        self._open = jax.jit(partial(open_turn, **fixed), donate_argnums=0, compiler_options=OPTIONS)
+        self._commit = jax.jit(partial(commit_turn, **fixed), donate_argnums=0, compiler_options=OPTIONS)
+        self._run = {
+            bucket: jax.jit(partial(run_layers, stage=self, bucket=bucket), donate_argnums=1, compiler_options=OPTIONS)
+            for bucket in (shape.decode, shape.mixed)
+        }
+
+    def close(self) -> None:
+        """Let go of weights, state and programs; jax remembers what it traced, and the stage itself with it."""
+        self.weights, self.state, self._run = {}, [], {}
+
+    def open(self, rows: Sequence[Row]) -> None:
+        for part in openings(rows, self.shape):
+            self.copy(part)
+
+    def copy(self, part: dict[str, Any]) -> None:
+        self.state = self._open(self.state, part)
+
+    def run(self, x: Any, inputs: Inputs, picks: Any) -> tuple[list[Weights], Array, Array]:
+        """x: tokens, or the residuals of the stage before. Gives what drafts did, residuals [T, E], picked ones [C, E]."""
+        given = jax.device_put(x, self.device)
+        program = self._run[inputs.bucket]
+        self.state, increments, x, picked = program(self.weights, self.state, given, inputs.arrays, inputs.delta, picks)
+        return increments, x, picked
+
+    def commit(self, increments: list[Weights], chosen: Array, inputs: Inputs) -> None:
+        self.state = self._commit(self.state, increments, jax.device_put(chosen, self.device), inputs.drafts)
+
+    def export(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, npt.NDArray[Any]]:
+        return export(self.state, self.layers, slot, pages, shape=self.shape, first=self.start)
+
+    def adopt(self, slot: int | None, places: Sequence[Mapping[int, int]], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        adopt(self.state, self.layers, slot, places, arrays, shape=self.shape, first=self.start)

@@ -1,0 +1,43 @@
+"""A model's name → its open checkpoint, and the text that comes with it.
+
+In: Settings, or an open checkpoint. Out: the checkpoint; its tokenizer and chat template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from onedraw.checkpoints.base import Checkpoint, open_checkpoint
+from onedraw.checkpoints.download import resolve
+from onedraw.checkpoints.random_shapes import is_random, open_random, open_random_drafter
+from onedraw.settings import Settings, default_cache_dir
+from onedraw.text.chat_template import ChatTemplate
+from onedraw.text.fake_tokenizer import toy_template, toy_tokenizer
+from onedraw.text.tokenizer import Tokenizer
+
+Progress = Callable[[str], None]  # hears one line per stage
+
+
+def find_checkpoint(settings: Settings, progress: Progress | None = None) -> Checkpoint:
+    """The model's name → an open checkpoint, pulled first where it must be, or random weights of a shape."""
+    if is_random(settings.model):
+        return open_random(settings.model)
+    path = resolve(settings.model, settings.cache_dir or default_cache_dir(), progress=progress)
+    return open_checkpoint(path)
+
+
+def open_drafter(path: Path) -> Checkpoint:
+    """A drafter or draft model by its path, or a drafter of a known shape with random weights."""
+    return open_random_drafter(str(path)) if is_random(str(path)) else open_checkpoint(path)
+
+
+def read_text(checkpoint: Checkpoint) -> tuple[Tokenizer, ChatTemplate | None]:
+    """Tokenizer and chat template, from the folder's files or the GGUF's key-values. Random weights have nothing to say, and
+    a toy's letters to say it with."""
+    if checkpoint.dialect == "plain":
+        return toy_tokenizer(), toy_template()
+    if checkpoint.dialect == "gguf":
+        return Tokenizer.from_gguf(checkpoint.config), ChatTemplate.from_gguf(checkpoint.config)
+    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    return Tokenizer.from_folder(folder), ChatTemplate.from_folder(folder)

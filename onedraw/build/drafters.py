@@ -1,0 +1,186 @@
+"""Who guesses: those on the host by their names, and the one on the device beside its target.
+
+In: Settings, and for a drafter on the device an open target. Out: a Speculator; a Drafting, which knows its fingerprint and
+makes the drafter once the target is loaded; the bytes it takes. Who does not fit the target is refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from onedraw.backends.memory_plan import MemoryPlan
+from onedraw.backends.packing import reads_spans, saved_in_blocks
+from onedraw.backends.precision import float_dtype
+from onedraw.build.checkpoint import open_drafter, read_text
+from onedraw.build.sizing import DrafterBytes
+from onedraw.checkpoints.base import Checkpoint
+from onedraw.checkpoints.drafters import built_in
+from onedraw.checkpoints.random_shapes import DRAFTERS
+from onedraw.errors import BadSetting, UnsupportedModel
+from onedraw.models.dflash import check_fit, describe_drafter, is_drafter
+from onedraw.models.model_info import Described, describe
+from onedraw.models.mtp import MtpSpec, describe_mtp, has_mtp
+from onedraw.models.spec import DTYPE_BYTES, AttentionSpec, DrafterSpec, ModelSpec
+from onedraw.settings import DRAFT_WORDS, Settings
+from onedraw.speculation.draft_tree import build_tree
+from onedraw.speculation.ngram import NgramProposer
+from onedraw.speculation.prediction import PredictionProposer
+from onedraw.speculation.proposer import Proposer
+from onedraw.speculation.speculator import Speculator
+from onedraw.text.tokenizer import Tokenizer
+
+DRAFT_MODEL_TOKENS = 4  # how far a draft model runs ahead where nobody said
+PROPOSERS: Mapping[str, Callable[[], Proposer]] = {"prediction": PredictionProposer, "ngram": NgramProposer}
+
+
+def make_speculator(settings: Settings) -> Speculator:
+    """Those who guess on the host. What a backend's own drafter guesses is offered to it turn by turn."""
+    return Speculator([PROPOSERS[name]() for name in proposer_names(settings)], draft_tokens=settings.draft_tokens)
+
+
+def proposer_names(settings: Settings) -> tuple[str, ...]:
+    """Who guesses on the host under --draft, in order of cost. What it costs to ask, not how --draft was written, decides."""
+    return tuple(name for name in PROPOSERS if name in settings.draft or "auto" in settings.draft)
+
+
+def drafter_paths(settings: Settings) -> tuple[Path, ...]:
+    """The drafters and draft models that --draft names, which the backend runs."""
+    return tuple(Path(entry) for entry in settings.draft if entry not in DRAFT_WORDS)
+
+
+def chosen_drafter(settings: Settings, described: Described, checkpoint: Checkpoint) -> Path | Literal["mtp"] | None:
+    """Who drafts on the device: who --draft names, or under auto what comes with this model, a shipped drafter or its head."""
+    named: list[Path | Literal["mtp"]] = [*drafter_paths(settings)]
+    if "mtp" in settings.draft:
+        named.append("mtp")
+    if len(named) > 1:
+        raise BadSetting(f"--draft: one drafter on the device, not {len(named)}; auto, ngram and prediction may stand beside it")
+    if named:
+        return named[0]
+    if "auto" not in settings.draft:
+        return None
+    return built_in(described.spec, checkpoint) or ("mtp" if has_mtp(checkpoint, described) else None)
+
+
+def known_drafter(described: Described, *, packed: bool) -> Path | None:
+    """A DFlash drafter of a known shape that fits this model, to plan with where none was named; packed as the model is."""
+    for name in DRAFTERS:
+        path = Path(f"random:{name}-q4_k_m" if packed else f"random:{name}")
+        try:
+            check_fit(describe_drafter(open_drafter(path)).spec, described.spec)
+        except UnsupportedModel:
+            continue
+        return path
+    return None
+
+
+def drafter_bytes(chosen: Path | Literal["mtp"] | None, described: Described, checkpoint: Checkpoint) -> DrafterBytes | None:
+    """What a drafter takes beside the model. It reads the model's own embedding and head, so there is no copy of those."""
+    if chosen is None:
+        return None
+    spec: DrafterSpec | ModelSpec | MtpSpec
+    saved = twice = 0  # bytes, where its blocks stay packed; weights that are kept twice
+    if isinstance(chosen, Path):
+        own = open_drafter(chosen)
+        try:
+            if is_drafter(own):
+                drafter = describe_drafter(own)
+                spec = drafter.spec
+                # Keys and values of the context are a product of their own.
+                contexts = [drafter.weights.tensor(index, name) for index in range(len(spec.layers)) for name in ("k", "v")]
+                twice, saved = sum(math.prod(tensor.shape) for tensor in contexts), saved_in_blocks(contexts)
+            else:
+                spec = describe(own).spec
+            saved += saved_in_blocks(own.tensors.values())
+        finally:
+            own.close()
+    else:
+        spec = describe_mtp(checkpoint, described).spec
+    numbers = sum(2 * m.kv_heads * m.head_dim for layer in spec.layers if isinstance(m := layer.mixer, AttentionSpec))
+
+    def size(plan: MemoryPlan) -> int:
+        weights = DTYPE_BYTES[float_dtype(plan.dtype)] * (spec.parameters + twice) - (saved if reads_spans(plan.dtype) else 0)
+        # Its keys and values are never codes: they are few, and it decides nothing.
+        return weights + DTYPE_BYTES[float_dtype(plan.dtype)] * numbers * plan.page_size * (plan.pages[0] + 1)
+
+    return size
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """A drafter and what it is to draft for: a block drafter, the target's own head, or any smaller model."""
+
+    source: Path | Literal["mtp"]
+    tokenizer: Tokenizer
+    target: Checkpoint  # open while the backend is being made
+
+    @property
+    def named(self) -> str:
+        return self.source.name if isinstance(self.source, Path) else "the model's own head"
+
+    @property
+    def fingerprint(self) -> str:
+        """Of its weights; those of a model's own head are in the model's."""
+        if not isinstance(self.source, Path):
+            return "its own head"
+        checkpoint = open_drafter(self.source)
+        try:
+            return f"{checkpoint.fingerprint()} {checkpoint.stamp()}"
+        finally:
+            checkpoint.close()
+
+    def maker(self, settings: Settings, target: Described, *, max_context: int) -> Callable[[Any, Any, Any], Any]:
+        """Makes the drafter around the target's stack, once that is loaded. What does not fit is refused here."""
+        from onedraw.backends.torch.drafters.dflash import DflashDrafter
+        from onedraw.backends.torch.drafters.draft_model import Ahead, DraftModel, SmallModel
+        from onedraw.backends.torch.drafters.mtp import MtpHead
+        from onedraw.backends.torch.model.transformer import Stack
+        from onedraw.backends.torch.runner.stages import Site
+
+        sizes = {"lanes": settings.max_batch, "max_context": max_context}
+
+        def ahead(model: Ahead, shape: Any) -> DraftModel:
+            return DraftModel(model, shape=shape, length=settings.draft_tokens or DRAFT_MODEL_TOKENS, **sizes)
+
+        def make(stack: Stack, sampler: object, shape: Any) -> DflashDrafter | DraftModel:
+            if not isinstance(self.source, Path):
+                head = describe_mtp(self.target, target)
+                return ahead(MtpHead(head.spec, head.weights, target=stack, shape=shape, max_context=max_context), shape)
+            checkpoint = open_drafter(self.source)
+            try:
+                if is_drafter(checkpoint):
+                    drafter = describe_drafter(checkpoint)
+                    check_fit(drafter.spec, target.spec)
+                    arrange = lambda candidates: build_tree(candidates, settings.tree_budget)  # noqa: E731
+                    return DflashDrafter(drafter.spec, drafter.weights, target=stack, shape=shape, arrange=arrange, **sizes)
+                model = describe(checkpoint)
+                self._check_model(self.source, checkpoint, model, target)
+                small = Stack(
+                    model.spec,
+                    model.weights,
+                    dtype=stack.dtype,
+                    sites=[Site(stack.device, stack.ops)],
+                    max_context=max_context + 1,
+                )
+                return ahead(SmallModel(small, shape=shape), shape)
+            finally:
+                checkpoint.close()
+
+        return make
+
+    def _check_model(self, path: Path, checkpoint: Checkpoint, model: Described, target: Described) -> None:
+        if model.spec.recurrent:
+            raise UnsupportedModel(
+                f"{path.name} cannot draft: its state only moves forward, and a draft model runs ahead and comes back; "
+                "pass a model without recurrent layers, or a DFlash drafter"
+            )
+        if model.spec.vocab != target.spec.vocab:
+            raise UnsupportedModel(
+                f"{path.name} cannot draft: its vocabulary has {model.spec.vocab} tokens, the model's {target.spec.vocab}"
+            )
+        if read_text(checkpoint)[0].fingerprint != self.tokenizer.fingerprint:
+            raise UnsupportedModel(f"{path.name} cannot draft: its tokenizer is not the model's")

@@ -1,0 +1,343 @@
+"""Settings → a running model behind its door. The only file that names concrete backends (`drafting` beside it: drafters).
+
+In: Settings. Out: a Door whose service is ready. Errors say what is missing; nothing half-built stays behind.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onedraw import __version__
+from onedraw.backends.base import Backend, Capacity, Exports, SelfCheck, require_state_dtype
+from onedraw.backends.devices import apart
+from onedraw.backends.fake import FakeBackend
+from onedraw.backends.packing import SPANS, matrix_kinds, reads_blocks
+from onedraw.backends.precision import float_dtype
+from onedraw.backends.stage_memory import SplitPlan
+from onedraw.build.checkpoint import Progress, find_checkpoint, read_text
+from onedraw.build.drafters import Drafting, chosen_drafter, drafter_bytes, drafter_paths, make_speculator
+from onedraw.build.sizing import longest_draft, plan_devices
+from onedraw.build.xla import require_jax, xla_backend
+from onedraw.engine.checkpoint_offload import Shelf
+from onedraw.engine.engine import Engine, Observer
+from onedraw.engine.scheduler import Scheduler
+from onedraw.engine.service import Service
+from onedraw.errors import BadSetting, NoRoom
+from onedraw.llm.llm import Door
+from onedraw.memory.allocator import Ledger
+from onedraw.memory.disk_snapshots import SnapshotFolder
+from onedraw.models.model_info import Described, describe
+from onedraw.settings import Settings, default_cache_dir
+from onedraw.speculation.speculator import Speculator
+from onedraw.text.fake_tokenizer import READABLE, toy_template, toy_tokenizer
+from onedraw.text.tokenizer import Tokenizer
+from onedraw.text.verify_trace import Tracer
+from onedraw.types import ModelCard
+
+if TYPE_CHECKING:
+    from onedraw.backends.torch.ops.base import Ops
+    from onedraw.backends.torch.runner.pipeline import Line
+    from onedraw.backends.torch.runner.stages import Site
+
+log = logging.getLogger("onedraw")
+
+
+def open_door(
+    settings: Settings, progress: Progress | None = None, *, speculator: Speculator | None = None, rehearse: bool = True
+) -> Door:
+    """Load a model and start its engine. `progress` hears one line per stage. `rehearse`: turns that will come are recorded
+    before the first request, where turns are recorded."""
+    tell = progress or (lambda line: None)
+    _require_snapshot_dir(settings)
+    match settings.backend:
+        case "fake":
+            return _fake_door(settings, speculator or make_speculator(settings))
+        case "torch" | "xla":
+            return _model_door(settings, tell, speculator or make_speculator(settings), rehearse=rehearse)
+
+
+def make_service(
+    make_backend: Callable[[], Backend],
+    settings: Settings,
+    speculator: Speculator,
+    *,
+    weights: str = "",
+    observer: Observer | None = None,
+) -> Service:
+    """The engine around a backend, both made on the engine's own thread. `weights`: a fingerprint of the model, and of the
+    drafter beside it."""
+
+    def make_engine() -> Engine:
+        backend = make_backend()
+        capacity = backend.capacity
+        ledger = Ledger(capacity, reuse=settings.prefix_cache)
+        scheduler = Scheduler(ledger=ledger, capacity=capacity, speculator=speculator, turn_tokens=settings.turn_tokens)
+        shelf = _shelf(settings, backend, ledger, weights)
+        return Engine(backend=backend, scheduler=scheduler, observer=observer, shelf=shelf)
+
+    return Service(make_engine, queue_limit=settings.queue_limit)
+
+
+def _shelf(settings: Settings, backend: Backend, ledger: Ledger, weights: str) -> Shelf | None:
+    """Snapshots in the cache folder, where a budget was given. Their fingerprint is all that decides about bits."""
+    if settings.cache_budget is None:
+        return None
+    assert isinstance(backend, Exports)
+    capacity = backend.capacity
+    fingerprint = (
+        f"onedraw {__version__}, weights {weights}, {backend.identity}, {_dtypes(capacity)}, chunk {capacity.chunk}, "
+        f"page {capacity.page_size}, windows {[group.window for group in capacity.groups]}, drafter {capacity.drafter or 'none'}"
+    )
+    root = _snapshot_dir(settings)
+    try:
+        folder = SnapshotFolder(root, fingerprint=fingerprint, page_size=capacity.page_size, budget=settings.cache_budget)
+    except OSError as error:
+        raise _unusable(root, error) from None
+    return Shelf(folder, ledger=ledger, backend=backend)
+
+
+def _snapshot_dir(settings: Settings) -> Path:
+    return settings.snapshot_dir or (settings.cache_dir or default_cache_dir()) / "snapshots"
+
+
+def _require_snapshot_dir(settings: Settings) -> None:
+    """Said before a model is loaded."""
+    if settings.cache_budget is None:
+        return
+    root = _snapshot_dir(settings)
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root):
+            pass
+    except OSError as error:
+        raise _unusable(root, error) from None
+
+
+def _unusable(root: Path, error: OSError) -> BadSetting:
+    return BadSetting(
+        f"--snapshot-dir: {root} cannot be used ({error.strerror or error}); name a folder that can be made and written to, "
+        f"or leave --cache-budget away to keep no snapshots"
+    )
+
+
+# ---------------------------------------------------------------------- the two kinds of door
+
+
+def _fake_door(settings: Settings, speculator: Speculator) -> Door:
+    require_state_dtype(settings.state_dtype, "states of recurrent layers")
+    if settings.kv_dtype != "auto":
+        raise BadSetting("--kv-dtype: the fake backend has no keys and values; leave it at auto")
+    if drafter_paths(settings) or "mtp" in settings.draft:
+        raise BadSetting("--draft: the fake backend runs no drafter; auto, none, ngram and prediction work there")
+    tokenizer = toy_tokenizer()
+    context = settings.max_context or 2048
+    per_sequence = -(-context // settings.page_size)
+    if settings.kv_memory is not None and settings.kv_memory < per_sequence:
+        raise NoRoom(f"one sequence of {context} tokens needs {per_sequence} pages and --kv-memory gives {settings.kv_memory}")
+
+    def make_backend() -> Backend:
+        return FakeBackend(
+            vocab=tokenizer.vocab_size,
+            pages=settings.kv_memory or settings.max_batch * per_sequence,  # a fake page weighs one byte
+            lanes=settings.max_batch,
+            page_size=settings.page_size,
+            max_context=context,
+            checkpoints=16 if settings.cache_budget is not None else 0,
+            ahead=settings.ahead == "on",
+            favoured=tokenizer.encode(READABLE, add_special=False),
+        )
+
+    service = make_service(make_backend, settings, speculator, weights="fake", observer=_observer(settings, tokenizer))
+    card = _card(settings, family="fake", weights="fake", capacity=service.capacity, eos=(tokenizer.eos_id or 0,), defaults={})
+    return Door(service=service, tokenizer=tokenizer, template=toy_template(), card=card)
+
+
+def _model_door(settings: Settings, tell: Progress, speculator: Speculator, *, rehearse: bool) -> Door:
+    """A checkpoint behind a backend that computes."""
+    if settings.backend == "xla":
+        require_jax()
+    checkpoint = find_checkpoint(settings, tell)
+    try:
+        described = describe(checkpoint)
+        spec = described.spec
+        tell(f"loading {checkpoint.path.name} ({spec.family}, {spec.parameters / 1e6:.0f} M parameters)")
+        tokenizer, template = read_text(checkpoint)
+        weights = checkpoint.fingerprint()
+        chosen = None if settings.backend == "xla" else chosen_drafter(settings, described, checkpoint)
+        drafting = None if chosen is None else Drafting(chosen, tokenizer, checkpoint)
+
+        def make_backend() -> Backend:
+            if settings.backend == "xla":
+                backend = xla_backend(settings, described, tell, progress=partial(_tell_layers, tell))
+                _tell_check(backend.report, tell)
+                return backend
+            return torch_backend(settings, described, tell, drafting, rehearse=rehearse)
+
+        service = make_service(
+            make_backend,
+            settings,
+            speculator,
+            weights=f"{weights} {checkpoint.stamp()}" + ("" if drafting is None else f" and {drafting.fingerprint}"),
+            observer=_observer(settings, tokenizer),
+        )
+    finally:
+        checkpoint.close()
+    card = _card(
+        settings,
+        family=spec.family,
+        weights=weights,
+        capacity=service.capacity,
+        eos=tuple(described.eos_ids),
+        defaults=described.defaults,
+    )
+    return Door(service=service, tokenizer=tokenizer, template=template, card=card)
+
+
+def torch_backend(
+    settings: Settings, described: Described, tell: Progress, drafting: Drafting | None, *, rehearse: bool = True
+) -> Backend:
+    from onedraw.backends.torch.backend import TorchBackend
+    from onedraw.backends.torch.device import find_devices, why_no_blocks, why_no_kernels
+
+    require_state_dtype(settings.state_dtype, "states of recurrent layers")
+    cache = settings.cache_dir or default_cache_dir()
+    size = None if drafting is None else drafter_bytes(drafting.source, described, drafting.target)
+    devices = find_devices(settings.device_names)
+    on_cpu = all(device.kind == "cpu" for device in devices)
+    in_blocks = all(map(reads_blocks, devices)) and not SPANS.keys().isdisjoint(matrix_kinds(described.weights))
+    no_kernels = why_no_kernels(cache) if on_cpu and settings.dtype != "f32" else why_no_blocks() if in_blocks else ""
+    plan, split = plan_devices(settings, described, devices, drafter=size, no_kernels=no_kernels)
+    if no_kernels and in_blocks and settings.dtype == "auto":
+        log.warning("packed weights become %s, which Triton's kernels multiply: %s", plan.dtype, no_kernels)
+
+    overlap = len(devices) > 1 and (settings.overlap == "on" or (settings.overlap == "auto" and apart(devices)))
+    if overlap and described.spec.recurrent and 0 < plan.draft_positions < len(split.stages):
+        log.warning(
+            "--draft-memory: gives %d positions, fewer than the %d turns at work at once, so nothing is drafted; raise it, or "
+            "pass --overlap off",
+            plan.draft_positions,
+            len(split.stages),
+        )
+    sites, line = _sites(settings, split, dtype=plan.dtype, cache=cache, overlap=overlap)
+    try:
+        backend = TorchBackend(
+            described.spec,
+            described.weights,
+            dtype=plan.dtype,
+            activation=split.activation,
+            kv_dtype=plan.kv_dtype,
+            sites=sites,
+            rows=split.staging.rows,
+            lanes=settings.max_batch,
+            pages=plan.pages,
+            page_size=settings.page_size,
+            max_context=plan.max_context,
+            drafts=plan.draft_positions,
+            checkpoints=plan.checkpoints,
+            check=settings.self_check,
+            line=line,
+            tickets=len(sites) if overlap else 1,
+            ahead={"auto": None, "on": True, "off": False}[settings.ahead],
+            make_drafter=None if drafting is None else drafting.maker(settings, described, max_context=plan.max_context),
+            progress=partial(_tell_layers, tell),
+        )
+    except BaseException:
+        if line is not None:
+            line.close()
+        raise
+    _tell_check(backend.report, tell)
+    if rehearse:
+        try:
+            backend.rehearse(tell, drafts=longest_draft(settings))
+        except BaseException:
+            backend.close()
+            raise
+    if backend.capacity.drafter and drafting is not None:
+        tell(f"drafting with {drafting.named} ({backend.capacity.drafter})")
+    return backend
+
+
+def _sites(settings: Settings, split: SplitPlan, *, dtype: str, cache: Path, overlap: bool) -> tuple[list[Site], Line | None]:
+    """Where each stage runs, and with what; and a line of threads where stages work at once, or on processors of their own."""
+    from onedraw.backends.torch.device import on_cores, pick_ops, set_threads
+    from onedraw.backends.torch.runner.pipeline import Line
+    from onedraw.backends.torch.runner.stages import Site
+
+    given: dict[str, Any] = {"activation": split.activation, "cache": cache, "warn": log.warning}
+    made: dict[object, Ops] = {}  # stages on one device share its team of threads, unless they work at once
+    sites, openings = [], []
+    for number, stage in enumerate(split.stages):
+        device, key = stage.device, number if overlap else stage.device.name
+        place = "cpu" if device.kind == "cpu" else device.name
+        threads = min(settings.threads or len(device.cores), len(device.cores)) if device.cores else settings.threads
+        if key not in made:
+            with on_cores(device.cores):  # a team's threads stay where they were made
+                made[key] = pick_ops(place, dtype, threads=threads, **given)
+        sites.append(Site.named(place, made[key], stop=stage.stop))
+        openings.append(partial(set_threads, settings.threads, [made[key]], device.cores))
+    line = Line(openings) if overlap or any(stage.device.cores for stage in split.stages) else None
+    set_threads(settings.threads, list(made.values()))
+    return sites, line
+
+
+def _observer(settings: Settings, tokenizer: Tokenizer) -> Observer | None:
+    return Tracer(tokenizer) if settings.trace_verify else None
+
+
+def _tell_layers(tell: Progress, done: int, layers: int) -> None:
+    """A line for every quarter of a model that has many layers."""
+    if layers >= 16 and done < layers and 4 * done // layers != 4 * (done - 1) // layers:
+        tell(f"loaded {done} of {layers} layers")
+
+
+def _tell_check(report: SelfCheck | None, tell: Progress) -> None:
+    if report is None or not report.findings:
+        tell("self-check skipped")
+    elif report.holds:
+        tell(f"self-check: {len(report.findings)} of {len(report.findings)} hold, a row computes from its row")
+    else:
+        for finding in report.findings:
+            if not finding.holds:
+                log.warning("self-check: does NOT hold on this machine: %s; batching may change low bits", finding.what)
+
+
+def _card(
+    settings: Settings,
+    *,
+    family: str,
+    weights: str,
+    capacity: Capacity,
+    eos: tuple[int, ...],
+    defaults: dict[str, float | int],
+) -> ModelCard:
+    return ModelCard(
+        name=settings.served_name or _name_of(settings.model),
+        family=family,
+        vocab=capacity.vocab,
+        max_context=capacity.max_context,
+        eos_ids=eos,
+        defaults=defaults,
+        fingerprint=f"onedraw-{__version__}-{weights[:12]}-{capacity.device}-{_dtypes(capacity)}-c{capacity.chunk}",
+        created=int(time.time()),
+        dtype=capacity.dtype,
+        device=capacity.device,
+    )
+
+
+def _dtypes(capacity: Capacity) -> str:
+    """Of the products, and of the residual stream and of keys and values where they have another than goes with them."""
+    usual = float_dtype(capacity.dtype)
+    stream = "" if capacity.activation in (usual, capacity.dtype) else f"-{capacity.activation}"
+    return capacity.dtype + stream + ("" if capacity.kv_dtype in (usual, "") else f"-kv-{capacity.kv_dtype}")
+
+
+def _name_of(model: str) -> str:
+    """What clients call the model: of a path the last part, else the name as it was given (a hub id has dots of its own)."""
+    path = Path(model)
+    return path.resolve().name.removesuffix(".gguf") if path.exists() else model

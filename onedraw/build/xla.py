@@ -1,0 +1,123 @@
+"""The backend that compiles, from Settings: what it runs with, what it will compile, and its graphs for elsewhere. A part of
+`assemble.py`.
+
+In: Settings and a described model. Out: an XlaBackend, words for `inspect`, the path of exported graphs. jax is loaded when one
+of them is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from onedraw import __version__
+from onedraw.backends.base import require_state_dtype
+from onedraw.backends.devices import Device
+from onedraw.backends.memory_plan import MemoryPlan
+from onedraw.backends.precision import activation_precision, product_precision
+from onedraw.build.checkpoint import Progress, find_checkpoint
+from onedraw.build.sizing import plan_devices, plan_memory
+from onedraw.errors import BadSetting
+from onedraw.models.model_info import Described, describe
+from onedraw.settings import Settings, default_cache_dir
+
+if TYPE_CHECKING:
+    from onedraw.backends.xla.backend import XlaBackend
+
+
+def require_jax() -> None:
+    if importlib.util.find_spec("jax") is None:
+        raise BadSetting('--backend xla needs jax, which is not installed here: pip install "onedraw[xla]"')
+
+
+def xla_backend(settings: Settings, described: Described, tell: Progress, *, progress: Callable[[int, int], None]) -> XlaBackend:
+    from onedraw.backends.xla.backend import DRAFTS, Site, XlaBackend
+    from onedraw.backends.xla.families import require_interpreted
+    from onedraw.backends.xla.platform import find_devices, keep_compiled, resolve_platform
+
+    require_state_dtype(settings.state_dtype, "states of recurrent layers")
+    require_interpreted(described.spec)
+    platform = resolve_platform(settings.xla_platform)
+    devices, found = find_devices(platform, settings.device_names)
+    kept = keep_compiled((settings.cache_dir or default_cache_dir()) / "xla")
+    settings = xla_settings(settings, devices)
+    plan, split = plan_devices(settings, described, devices)
+    drafts = 0 if "none" in settings.draft else DRAFTS
+    by_name = dict(zip((device.name for device in devices), found, strict=True))
+    begin = time.perf_counter()
+    backend = XlaBackend(
+        described.spec,
+        described.weights,
+        dtype=plan.dtype,
+        activation=split.activation,
+        sites=[Site(by_name[stage.device.name], stage.stop) for stage in split.stages],
+        lanes=settings.max_batch,
+        pages=plan.pages,
+        page_size=settings.page_size,
+        max_context=plan.max_context,
+        turn_tokens=settings.turn_tokens,
+        drafts=min(drafts, plan.draft_positions) if described.spec.recurrent else drafts,
+        checkpoints=plan.checkpoints,
+        check=settings.self_check,
+        tell=tell,
+        progress=progress,
+    )
+    tell(f"xla: ready after {time.perf_counter() - begin:.1f} s on {platform}; {kept}")
+    return backend
+
+
+def xla_settings(settings: Settings, devices: Sequence[Device]) -> Settings:
+    """The same with the dtype that --backend xla takes on these devices: float32 or bf16 there, and weights never as stored."""
+    found = product_precision(devices, asked=settings.dtype)
+    dtype = "f32" if found == "f16" else found
+    stream = activation_precision(devices, asked=settings.activation_dtype, products=dtype)
+    return replace(settings, dtype=dtype, activation_dtype="f32" if stream == "f16" else stream)
+
+
+def compiled_turns(settings: Settings, described: Described, plan: MemoryPlan, device: Device) -> list[str]:
+    """What --backend xla compiles with its last stage on this device, in words; UnsupportedModel where it cannot run it."""
+    from onedraw.backends.xla.families import require_interpreted
+    from onedraw.backends.xla.inputs import make_shape, product_rows
+
+    require_interpreted(described.spec)
+    shape = make_shape(
+        lanes=settings.max_batch,
+        page_size=settings.page_size,
+        pages=plan.pages,
+        windows=described.spec.windows,
+        max_context=plan.max_context,
+        turn_tokens=settings.turn_tokens,
+        drafts=0,
+        checkpoints=plan.checkpoints,
+        rows=product_rows("cpu" if device.kind == "cpu" else "gpu", plan.dtype),
+    )
+    return [f"{shape.decode.tokens} single tokens", f"up to {shape.mixed.tokens} tokens of any rows"]
+
+
+def export_graphs(settings: Settings, folder: Path, tell: Progress) -> Path:
+    """A model as StableHLO graphs, in the sizes of these settings; gives the manifest's path."""
+    require_jax()
+    from onedraw.backends.xla.export import export_model
+
+    checkpoint = find_checkpoint(settings, tell)
+    try:
+        described = describe(checkpoint)
+        plan = plan_memory(settings, described, dtype="f32")
+        return export_model(
+            described.spec,
+            described.weights,
+            folder,
+            lanes=settings.max_batch,
+            page_size=settings.page_size,
+            pages=plan.pages,
+            max_context=plan.max_context,
+            turn_tokens=settings.turn_tokens,
+            version=__version__,
+            tell=tell,
+        )
+    finally:
+        checkpoint.close()

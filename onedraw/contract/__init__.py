@@ -1,0 +1,1 @@
+"""Prove, record and replay: the contract as tools for users."""

@@ -1,0 +1,132 @@
+"""Recorded requests run again, and which tokens differ: the contract as a user's tool.
+
+In: records and a running door, under whatever drafter, batch or memory its settings say. Out: a Report, one verdict per
+record. "same" means: every token, the ending, and the checksums where they were recorded; what could not be run is never
+the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from onedraw.contract.record import Record
+from onedraw.engine.stats import Stats
+from onedraw.errors import OnedrawError
+from onedraw.llm.llm import Ask, Door, Reply, settled_stats
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of one record. `index` counts the reply's tokens from 0, and is past its end where only the ending differs;
+    `recorded` and `found` are the tokens there."""
+
+    where: str
+    id: str
+    seed: int | None
+    tokens: int  # as recorded
+    result: Literal["same", "different", "not run"]
+    index: int | None = None
+    recorded: int | None = None
+    found: int | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    model: str
+    fingerprint: str
+    recorded_by: tuple[str, ...]  # fingerprints of the records
+    verdicts: tuple[Verdict, ...]
+    counted: Stats  # what happened meanwhile: drafts, batches, preemptions
+
+    def of(self, result: Literal["same", "different", "not run"]) -> list[Verdict]:
+        return [verdict for verdict in self.verdicts if verdict.result == result]
+
+    @property
+    def holds(self) -> bool:
+        return all(verdict.result == "same" for verdict in self.verdicts)
+
+
+def replay(records: Sequence[Record], door: Door, *, tell: Tell = lambda text: None) -> Report:
+    """Run the records again, as many at once as the door takes, in their order."""
+    before = settled_stats(door)
+    verdicts = asyncio.run(_all(records, door, tell))
+    return Report(
+        model=door.card.name,
+        fingerprint=door.card.fingerprint,
+        recorded_by=tuple(sorted({record.fingerprint for record in records})),
+        verdicts=tuple(verdicts),
+        counted=settled_stats(door).since(before),
+    )
+
+
+async def _all(records: Sequence[Record], door: Door, tell: Tell) -> list[Verdict]:
+    turnstile = asyncio.Semaphore(min(door.service.most, 2 * door.service.capacity.lanes))
+    done = 0
+
+    async def one(record: Record) -> Verdict:
+        nonlocal done
+        async with turnstile:
+            verdict = await _again(record, door)
+        done += 1
+        tell(f"replayed {done} of {len(records)}")
+        return verdict
+
+    return list(await asyncio.gather(*(one(record) for record in records)))
+
+
+async def _again(record: Record, door: Door) -> Verdict:
+    if record.ask is None:
+        return _verdict(record, "not run", note=record.unwritten or "its request was not written down")
+    params = replace(record.ask.params, checksums=record.checksums is not None)
+    ask = replace(record.ask, params=params, label="replay")
+    try:
+        door.check(ask)
+        (reply,) = await door.agenerate(ask)
+    except OnedrawError as error:
+        return _verdict(record, "not run", note=str(error))
+    return judge(record, reply)
+
+
+def judge(record: Record, reply: Reply) -> Verdict:
+    """The first place where a run differs from its record."""
+    found = reply.token_ids
+    for index, (then, now) in enumerate(zip(record.reply, found)):
+        if then != now:
+            return _verdict(record, "different", index=index, recorded=then, found=now, note="another token")
+        if record.checksums is not None and record.checksums[index] != reply.choices[index].checksum:
+            return _verdict(record, "different", index=index, recorded=then, found=now, note="the same token by other scores")
+    if (len(record.reply), record.finish) != (len(found), reply.finish):
+        end = min(len(record.reply), len(found))
+        longer = {"recorded": record.reply[end]} if len(record.reply) > end else {"found": found[end]} if len(found) > end else {}
+        note = f"ended by {record.finish} after {len(record.reply)}, now by {reply.finish} after {len(found)}"
+        return _verdict(record, "different", index=end, note=note, **longer)
+    return _verdict(record, "same")
+
+
+def _verdict(
+    record: Record,
+    result: Literal["same", "different", "not run"],
+    *,
+    index: int | None = None,
+    recorded: int | None = None,
+    found: int | None = None,
+    note: str = "",
+) -> Verdict:
+    ask: Ask | None = record.ask
+    return Verdict(
+        where=record.where,
+        id=record.id,
+        seed=None if ask is None else ask.params.seed,
+        tokens=len(record.reply),
+        result=result,
+        index=index,
+        recorded=recorded,
+        found=found,
+        note=note,
+    )

@@ -1,0 +1,1 @@
+"""What benchmarks need and serving does not: peers, recorded drafts, floors."""

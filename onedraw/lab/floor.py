@@ -1,0 +1,64 @@
+"""The least time a decode turn can take: the bytes it must read, at the speed of the memory. Pure arithmetic.
+
+In: a spec, the bytes of its matrices, rows and their context. Out: bytes. Every matrix is read once whatever the rows; of
+experts those that the rows choose at most, and of keys and values what each row sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from onedraw.backends.packing import matrix_kinds, product_dtype, reads_blocks, stored_sizes
+from onedraw.backends.precision import kv_precision
+from onedraw.backends.torch.device import copy_bandwidth, find_devices, why_no_blocks
+from onedraw.build.checkpoint import find_checkpoint
+from onedraw.models.model_info import describe
+from onedraw.models.spec import KV_BYTES, KV_SCALE_BYTES, STATE_BYTES, AttentionSpec, ModelSpec, MoeSpec
+from onedraw.models.weight_names import Where, all_shapes
+from onedraw.settings import Settings
+
+
+def turn_bytes(spec: ModelSpec, sizes: Mapping[Where, int], *, dtype: str, rows: int, context: int) -> int:
+    """Bytes that a turn of so many rows, each with so much context, reads. `sizes`: of matrices; `dtype`: of keys."""
+    weights = 0
+    for (layer, weight), shape in all_shapes(spec).items():
+        if len(shape) < 2 or weight == "inputs_embed" or (weight == "embed" and not spec.tied):
+            continue  # small, or looked up row by row
+        share = 1.0
+        if weight.startswith("expert_") and layer is not None:
+            experts = next(
+                part for part in (spec.layers[layer].feed_forward, spec.layers[layer].beside) if isinstance(part, MoeSpec)
+            )
+            share = min(1.0, rows * experts.used / experts.experts)
+        weights += int(sizes[layer, weight] * share)
+    return weights + rows * sum(_state_bytes(spec, index, context, dtype) for index in range(len(spec.layers)))
+
+
+def _state_bytes(spec: ModelSpec, index: int, context: int, dtype: str) -> int:
+    mixer = spec.layers[index].mixer
+    if isinstance(mixer, AttentionSpec):
+        seen = context if mixer.window is None else min(context, mixer.window)
+        return 2 * seen * mixer.kv_heads * (mixer.head_dim * KV_BYTES[dtype] + KV_SCALE_BYTES.get(dtype, 0))
+    return 2 * STATE_BYTES * mixer.value_heads * mixer.key_dim * mixer.value_dim  # read and written
+
+
+def turn_floor(settings: Settings) -> Callable[[int, int], float] | None:
+    """Seconds that a decode turn of (rows, context) takes at least, at the memory's measured speed; None but on a GPU."""
+    if settings.backend != "torch":
+        return None
+    device = find_devices(settings.device_names)[0]
+    if device.kind == "cpu" or len(settings.device_names) > 1:
+        return None
+    no_kernels = why_no_blocks() if reads_blocks(device) else ""
+    checkpoint = find_checkpoint(settings)
+    try:
+        described = describe(checkpoint)
+        spec, kinds = described.spec, matrix_kinds(described.weights)
+        stream = {"activations": "f32", "stream": "auto"}
+        dtype = product_dtype([device], asked=settings.dtype, **stream, kinds=kinds, no_kernels=no_kernels)
+        sizes = stored_sizes(described.weights, dtype)
+    finally:
+        checkpoint.close()
+    speed = copy_bandwidth(device.name)
+    kept_as = kv_precision(settings.kv_dtype, products=dtype)
+    return lambda rows, context: turn_bytes(spec, sizes, dtype=kept_as, rows=rows, context=context) / speed

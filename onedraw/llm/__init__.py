@@ -1,0 +1,1 @@
+"""The running model as every interface uses it."""

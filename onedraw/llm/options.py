@@ -1,0 +1,313 @@
+"""What a caller may wish of a reply, in the caller's words: strings, missing values, the checkpoint's defaults.
+
+In: keyword wishes from HTTP, the command line or Python. Out: an Ask for the door, with every value settled and checked.
+This is the one place where user-level names become SamplingParams.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from onedraw.errors import BadParameter, BadRequest, ContextOverflow
+from onedraw.llm.llm import Ask, Door, fresh_seed
+from onedraw.text.constraints.grammar import with_bounds
+from onedraw.text.constraints.response_format import ChoiceGuide, Guide, JsonGuide, LarkGuide, RegexGuide, grammar_guide
+from onedraw.text.reasoning import Reasoning
+from onedraw.text.reply_parser import PLAIN, Reading
+from onedraw.text.surrogates import is_text
+from onedraw.text.tools.dialects import ToolUse
+from onedraw.text.tools.grammar import CallGrammar
+from onedraw.types import DryParams, LogprobsMode, SamplingParams
+
+DEFAULT_BREAKERS = ("\n", ":", '"', "*")
+MOST_FORM = 1 << 25  # characters of what a reply is held to: any that fits into a body
+MOST_CHARACTERS = 1 << 16  # of all stop strings, of all words that are not to be said, of all texts that break a sequence
+GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+# Tokens of thinking, for models whose template knows no effort of its own; None: as much as they like.
+EFFORTS: Mapping[Effort, int | None] = {
+    **{"none": 0, "minimal": 512, "low": 2048, "medium": 8192},
+    **{"high": None, "xhigh": None, "max": None},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """None: not asked for; then the checkpoint's generation_config decides, then the neutral value."""
+
+    temperature: float | None = None
+    top_k: int | None = None  # 0 or -1: off
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_range: int | None = None  # 0 or -1: the whole history
+    dry_sequence_breakers: tuple[str, ...] | None = None
+    logit_bias: Mapping[int, float] | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    n: int = 1
+    logprobs: int | None = None
+    logprobs_mode: LogprobsMode = "raw"
+    prompt_logprobs: int | None = None
+    checksums: bool = False
+    skip_special_tokens: bool = True
+    prediction: str | None = None  # text the reply is expected to be; drafted, never trusted
+    speculation: bool = True  # False: this request carries no drafts
+    reasoning_effort: Effort | None = None  # how much a model that thinks aloud should think
+    thinking_budget: int | None = None  # tokens of thinking, after which it is closed
+    guided_json: str | Mapping[str, Any] | None = None  # a JSON schema, or its text; the reply is a value that it describes
+    guided_regex: str | None = None  # a regular expression that the whole reply matches
+    guided_choice: tuple[str, ...] | None = None  # the reply is one of these
+    guided_grammar: str | None = None  # a grammar, Lark or GBNF, that the reply follows
+
+    @classmethod
+    def of(cls, **wishes: Any) -> Wishes:
+        """Wishes from keywords; an unknown name is refused with the known ones; None means not asked for."""
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(wishes) - known)
+        if unknown:
+            raise BadParameter(unknown[0], f"unknown; known: {', '.join(sorted(known))}")
+        for name in ("stop", "bad_words"):
+            if isinstance(wishes.get(name), str):
+                wishes[name] = (wishes[name],)
+        given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in wishes.items() if v is not None}
+        return cls(**given)
+
+
+def settle_chat(
+    wishes: Wishes,
+    *,
+    door: Door,
+    messages: Sequence[dict[str, Any]],
+    template_kwargs: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool = True,
+    use: ToolUse | None = None,
+    default_max_tokens: int | None = None,
+    label: str = "",
+) -> Ask:
+    """Chat messages → an Ask. `template_kwargs` stand above what the effort says."""
+    switches = {**thinking_switches(wishes, door.reasoning), **(template_kwargs or {})}
+    prompted = door.chat(messages, use=use, add_generation_prompt=add_generation_prompt, **switches)
+    ask = settle(
+        wishes,
+        door=door,
+        prompt=prompted.ids,
+        reading=prompted.reading,
+        default_max_tokens=default_max_tokens,
+        label=label,
+    )
+    if use is None:
+        return ask
+    guide = call_guide(use, ask.guide, door=door)
+    if guide is not None and wishes.ignore_eos:
+        raise BadParameter("ignore_eos", "a reply whose calls are held to their schemas ends by itself")
+    return replace(ask, guide=guide, origin=prompted.origin)
+
+
+def call_guide(use: ToolUse, other: Guide | None, *, door: Door) -> Guide | None:
+    """What a reply with tools is held to: calls where they are required or strict, beside the form of its content."""
+    if other is not None and use.must:
+        raise BadParameter(other.param, "a reply that must call a tool has no other form; use tool_choice auto")
+    if other is not None and not isinstance(other, JsonGuide):
+        raise BadParameter(other.param, "a reply that may call tools can only be held to JSON; send no tools with it")
+    if other is None and not use.must and not use.narrowed and not any(tool.strict for tool in use.callable):
+        return None
+    grammars = door.grammars
+    content = None if other is None else json.dumps(with_bounds(grammars.checked(json.loads(other.schema), other.param)))
+    grammar = CallGrammar(door.tool_syntax.dialect, tokenizer=door.tokenizer, spell=grammars.spelled, check=grammars.checked)
+    lark = grammar.write(use.callable, must=use.must, parallel=use.parallel, content=content)
+    return LarkGuide(lark, "tools", numbers=True)
+
+
+def thinking_switches(wishes: Wishes, reasoning: Reasoning | None) -> dict[str, Any]:
+    """What the chat template is told about the effort."""
+    effort = wishes.reasoning_effort
+    if effort is None:
+        return {}
+    if reasoning is None:
+        if effort == "none":
+            return {}
+        raise BadParameter("reasoning_effort", "this model does not think aloud, so none can be asked of it")
+    switches: dict[str, Any] = {"enable_thinking": effort != "none"} if reasoning.switch else {}
+    return switches | ({"reasoning_effort": effort} if reasoning.effort else {})
+
+
+def settle(
+    wishes: Wishes,
+    *,
+    door: Door,
+    prompt: tuple[int, ...],
+    default_max_tokens: int | None = None,
+    reading: Reading = PLAIN,
+    label: str = "",
+) -> Ask:
+    """An Ask with every value decided. default_max_tokens None: as many as the context has room for; it yields to the
+    context, only a length that was asked for can be too long. `reading`: how the reply's text is read.
+    """
+    card = door.card
+    check_ids("prompt", prompt, vocab=card.vocab)
+    if not prompt:
+        raise BadRequest("the prompt is empty; it needs at least one token", param="prompt", code="empty_prompt")
+    max_tokens = _length(wishes.max_tokens, default_max_tokens, prompt=len(prompt), context=card.max_context)
+    check_ids("stop_token_ids", wishes.stop_token_ids, vocab=card.vocab)
+    eos = () if wishes.ignore_eos else card.eos_ids
+    params = SamplingParams(
+        **_sampling_values(wishes, card.defaults),
+        dry=_dry(wishes, door),
+        logit_bias=_bias(wishes.logit_bias, vocab=card.vocab),
+        seed=fresh_seed() if wishes.seed is None else wishes.seed,
+        max_tokens=max_tokens,
+        min_tokens=wishes.min_tokens or 0,
+        stop_ids=frozenset((*eos, *wishes.stop_token_ids)),
+        bad_words=_bad_words(wishes.bad_words, door),
+        logprobs=wishes.logprobs,
+        logprobs_mode=wishes.logprobs_mode,
+        prompt_logprobs=wishes.prompt_logprobs,
+        checksums=wishes.checksums,
+    )
+    guide = guide_of(wishes)
+    if guide is not None and wishes.ignore_eos:
+        raise BadParameter("ignore_eos", "a reply that is held to a form ends where the form ends")
+    if any(not s for s in wishes.stop):
+        raise BadParameter("stop", "an empty stop string would stop everything")
+    _check_texts("stop", wishes.stop)
+    return Ask(
+        prompt=prompt,
+        params=params,
+        stop=wishes.stop,
+        n=wishes.n,
+        skip_special=wishes.skip_special_tokens,
+        reading=reading,
+        thinking_budget=_budget(wishes, reading),
+        guide=guide,
+        predicted=door.encode(wishes.prediction, add_special=False) if wishes.prediction else (),
+        speculate=wishes.speculation,
+        label=label,
+    )
+
+
+def _length(asked: int | None, default: int | None, *, prompt: int, context: int) -> int:
+    """The most tokens of a reply: those asked for, which must fit, else as many as the default and the context allow."""
+    room = context - prompt
+    if asked is None:
+        asked = max(room, 1) if default is None else min(default, max(room, 1))
+    if asked > room:
+        raise ContextOverflow(
+            f"the prompt has {prompt} tokens and the reply may have {asked}: together {prompt + asked}, "
+            f"over the context of {context}; shorten the prompt, ask for fewer tokens or raise --max-context",
+            param="max_tokens" if room > 0 else "prompt",
+            prompt=prompt,
+        )
+    return asked
+
+
+def check_ids(name: str, ids: tuple[int, ...], *, vocab: int) -> None:
+    for token in ids:
+        if not 0 <= token < vocab:
+            raise BadParameter(name, f"token id {token} is outside the vocabulary of {vocab}")
+
+
+def _check_texts(name: str, texts: Sequence[str], *, most: int = MOST_CHARACTERS) -> None:
+    if sum(map(len, texts)) > most:
+        raise BadParameter(name, f"at most {most:,} characters in all")
+    if not all(map(is_text, texts)):
+        raise BadParameter(name, "half of a surrogate pair is no text")
+
+
+def _sampling_values(wishes: Wishes, defaults: Mapping[str, float | int]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
+        wish = getattr(wishes, name)
+        if wish is None:
+            wish = defaults.get(name)
+        if wish is not None:
+            values[name] = wish
+    if values.get("top_k") == -1:
+        values["top_k"] = 0
+    return values
+
+
+def _dry(wishes: Wishes, door: Door) -> DryParams | None:
+    if wishes.dry_range is not None and wishes.dry_range < -1:
+        raise BadParameter("dry_range", f"must be >= -1, not {wishes.dry_range}")
+    texts = DEFAULT_BREAKERS if wishes.dry_sequence_breakers is None else wishes.dry_sequence_breakers
+    if any(not text for text in texts):
+        raise BadParameter("dry_sequence_breakers", "an empty text stands in every token and would break everything")
+    _check_texts("dry_sequence_breakers", texts)
+    found = DryParams(
+        multiplier=wishes.dry_multiplier or 0.0,
+        base=1.75 if wishes.dry_base is None else wishes.dry_base,
+        allowed_length=2 if wishes.dry_allowed_length is None else wishes.dry_allowed_length,
+        range=0 if wishes.dry_range is None or wishes.dry_range == -1 else wishes.dry_range,
+        breakers=door.tokenizer.ids_containing(texts) if wishes.dry_multiplier else frozenset(),
+    )
+    return found if wishes.dry_multiplier else None  # what is asked for is checked, whether it has an effect or not
+
+
+def _budget(wishes: Wishes, reading: Reading) -> int | None:
+    limit, reasoning = wishes.thinking_budget, reading.reasoning
+    if limit is not None and limit < 0:
+        raise BadParameter("thinking_budget", f"must be >= 0, not {limit}")
+    if reasoning is None:
+        for name, wish in (("thinking_budget", limit), ("reasoning_effort", wishes.reasoning_effort)):
+            if wish not in (None, "none"):
+                raise BadParameter(name, "this model does not think aloud, or the prompt is no chat")
+        return None
+    if limit is None and wishes.reasoning_effort is not None and not reasoning.effort:
+        return EFFORTS[wishes.reasoning_effort]
+    return limit
+
+
+def guide_of(wishes: Wishes) -> Guide | None:
+    """The one form that the reply is held to, if any."""
+    given = [name for name in GUIDED if getattr(wishes, name) is not None]
+    if len(given) > 1:
+        raise BadParameter(given[1], f"a reply is held to one form; {given[0]} is given too")
+    for name in given:
+        form = getattr(wishes, name)
+        _check_texts(name, [form] if isinstance(form, str) else form if isinstance(form, tuple) else [], most=MOST_FORM)
+    match given:
+        case ["guided_json"]:
+            return JsonGuide.of(wishes.guided_json, "guided_json")
+        case ["guided_regex"]:
+            return RegexGuide(wishes.guided_regex or "", "guided_regex")
+        case ["guided_choice"]:
+            return ChoiceGuide(wishes.guided_choice or (), "guided_choice")
+        case ["guided_grammar"]:
+            return grammar_guide(wishes.guided_grammar or "", "guided_grammar")
+        case _:
+            return None
+
+
+def _bias(bias: Mapping[int, float] | None, *, vocab: int) -> tuple[tuple[int, float], ...]:
+    if not bias:
+        return ()
+    check_ids("logit_bias", tuple(bias), vocab=vocab)
+    return tuple(sorted((int(k), float(v)) for k, v in bias.items()))
+
+
+def _bad_words(words: tuple[str, ...], door: Door) -> tuple[tuple[int, ...], ...]:
+    """Each word as it is spelled at the start of a text and after a space."""
+    spelled: dict[tuple[int, ...], None] = {}
+    if any(not word.strip(" ") for word in words):
+        raise BadParameter("bad_words", "a word needs a character beside spaces")
+    _check_texts("bad_words", words)
+    for word in words:
+        for text in (word, " " + word.lstrip(" ")):
+            ids = door.encode(text, add_special=False)
+            if ids:
+                spelled[ids] = None
+    return tuple(spelled)

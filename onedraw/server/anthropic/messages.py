@@ -1,0 +1,412 @@
+"""`/v1/messages`: Anthropic's shape of the same replies.
+
+In: a Messages request. Out: the chat request it means, and its reply written as content blocks, whole or as events. Nothing is
+decided here: a message is one more rendering of the stream of pieces.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from pydantic import PlainValidator, model_validator
+from pydantic_core import PydanticCustomError
+
+from onedraw.errors import BadParameter, OnedrawError
+from onedraw.server.blocks import Block, Blocks, Change, Closed, Grew, Opened
+from onedraw.server.errors import message_error
+from onedraw.server.fields import Rule, inert, neutral, read, refused, sift
+from onedraw.server.generation import Job
+from onedraw.server.openai.chat import Json
+from onedraw.server.openai.choice_parts import Part
+from onedraw.server.strict_model import TOOL_NAME, Strict, Whole, wish
+from onedraw.types import SEED_LIMIT, Finish, ModelCard, Usage
+
+RULES: tuple[Rule, ...] = (
+    inert("metadata", "the caller's own notes"),
+    inert("service_tier", "there is one tier", "auto", "standard_only"),
+    inert("cache_control", "the prefix cache needs no marks"),
+    neutral("inference_geo", "there is one place", "global"),
+    neutral("speed", "there is one speed", "standard"),
+    refused("container", "the server runs no code"),
+    refused("mcp_servers", "the server reads nothing but the request"),
+    inert("user_profile_id", "who asked"),
+    inert("workspace_id", "who asked"),
+    inert("diagnostics", "there is nothing to tell of", {}, {"previous_message_id": None}),
+    neutral(
+        "context_management",
+        "a shortened prompt is another prompt; shorten it before sending",
+        {"edits": []},
+        {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    ),
+    refused("compaction", "a shortened prompt is another prompt; shorten it before sending"),
+    refused("fallbacks", "there is one model"),
+    refused("fallback_credit_token", "there is one model"),
+    refused("thread", "send the whole conversation as messages"),
+)
+_MARKED = (inert("cache_control", "the prefix cache needs no marks"),)
+BLOCK_RULES: Mapping[str, tuple[Rule, ...]] = {
+    "text": (*read("type", "text"), *_MARKED, inert("citations", "as they came")),
+    "thinking": (*read("type", "thinking"), inert("signature", "as it came")),
+    "tool_use": (*read("type", "id", "name", "input"), *_MARKED, inert("caller", "as it came")),
+    "tool_result": (*read("type", "tool_use_id", "content", "is_error"), *_MARKED),
+}
+
+
+def sifted(blocks: list[Any], *, path: str, ignored: list[str] | None) -> list[Any]:
+    """The honoured fields of blocks, and of the blocks inside. What cannot be read is judged with the request."""
+    kept: list[Any] = []
+    for number, block in enumerate(blocks):
+        rules = BLOCK_RULES.get(str(block.get("type"))) if isinstance(block, dict) else None
+        if rules is None:
+            kept.append(block)
+            continue
+        at = f"{path}[{number}]"
+        found = sift(block, {rule.name: rule for rule in rules}, path=f"{at}.", ignored=ignored)
+        if isinstance(found.get("content"), list):
+            found["content"] = sifted(found["content"], path=f"{at}.content", ignored=ignored)
+        kept.append(found)
+    return kept
+
+
+def _text_of(value: object) -> str:
+    """A text, or text blocks, which are joined by line breaks."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise PydanticCustomError("content", "must be a text or a list of blocks")
+    texts = []
+    for number, block in enumerate(value):
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind != "text" or not isinstance(block.get("text"), str):
+            shown = kind if isinstance(kind, str) else "this kind"
+            raise PydanticCustomError("block", "blocks of {kind} are not read here", {"kind": shown, "at": f"[{number}]"})
+        texts.append(block["text"])
+    return "\n".join(texts)
+
+
+def _blocks(value: object) -> str | list[dict[str, Any]]:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value or not all(isinstance(block, dict) for block in value):
+        raise PydanticCustomError("content", "must be a text or a list of blocks")
+    for number, block in enumerate(value):
+        if not isinstance(block.get("type"), str) or block["type"] not in _READ:
+            at = {"at": f"[{number}].type", "kind": str(block.get("type"))}
+            raise PydanticCustomError("block", "blocks of type {kind} are not supported; this model reads text", at)
+        for name, kind in _READ[block["type"]].items():
+            if not isinstance(block.get(name), kind):
+                raise PydanticCustomError("block", "is missing or of the wrong kind", {"at": f"[{number}].{name}"})
+        if isinstance(block.get("content"), list):
+            try:
+                _text_of(block["content"])
+            except PydanticCustomError:
+                at = {"at": f"[{number}].content"}
+                raise PydanticCustomError("block", "results of tools are read as text blocks alone", at) from None
+    return value
+
+
+# What a block of each type must have.
+_READ: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
+    "text": {"text": str},
+    "thinking": {"thinking": str},
+    "tool_use": {"id": str, "name": str, "input": dict},
+    "tool_result": {"tool_use_id": str, "content": (str, list, type(None)), "is_error": (bool, type(None))},
+}
+
+
+class SpokenMessage(Strict):
+    role: Literal["user", "assistant"] = wish('"user" or "assistant"', "required", ...)
+    content: Annotated[Any, PlainValidator(_blocks)] = wish(
+        "string or list of blocks", "blocks of type text, thinking, tool_use and tool_result; required", ...
+    )
+
+
+class MessageTool(Strict):
+    name: str = wish("string", "required", ..., pattern=TOOL_NAME)
+    description: str | None = wish("string", "told to the model")
+    input_schema: dict[str, Any] = wish("object", "a JSON schema of the input; required", ...)
+    strict: bool = wish("boolean", "calls of this tool are held to its schema", False)
+    type: Literal["custom"] | None = wish('"custom"', "the server has no tools of its own")
+    cache_control: Any = wish("any", "accepted: the prefix cache needs no marks")
+    input_examples: Any = wish("any", "accepted: not told to the model")
+    eager_input_streaming: Any = wish("any", "accepted: input is always streamed as it comes")
+
+
+class MessageToolChoice(Strict):
+    type: Literal["auto", "any", "tool", "none"] = wish('"auto", "any", "tool", "none"', "required", ...)
+    name: str | None = wish("string", 'with type "tool"')
+    disable_parallel_tool_use: bool = wish("boolean", "at most one call in a reply", False)
+
+    @model_validator(mode="after")
+    def _agree(self) -> MessageToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise PydanticCustomError("agree", 'goes with type "tool", and that with it', {"at": ".name"})
+        return self
+
+
+class Thinking(Strict):
+    type: Literal["enabled", "disabled", "adaptive"] = wish('"enabled", "disabled", "adaptive"', "required", ...)
+    budget_tokens: Whole | None = wish("integer >= 0", "tokens of thinking, after which it is closed")
+    display: Literal["summarized", "omitted"] | None = wish(
+        '"summarized", "omitted"', "`omitted`: the reply says that there was thinking, not what; else it is shown as it is"
+    )
+
+
+class OutputFormat(Strict):
+    type: Literal["json_schema"] = wish('"json_schema"', "required", ...)
+    schema_: dict[str, Any] = wish("object", "the JSON schema that the reply is held to; required", ..., alias="schema")
+
+
+class OutputConfig(Strict):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = wish("string", "as `reasoning_effort` of a chat")
+    format: OutputFormat | None = wish("object", "`type` and `schema`")
+
+
+class CountRequest(Strict):
+    """What a prompt is made of."""
+
+    model: str | None = wish("string", "the served model; may be left out")
+    messages: list[SpokenMessage] = wish("list of objects", "see below; required", ..., min_length=1)
+    system: Annotated[str, PlainValidator(_text_of)] | None = wish("string or list of text blocks", "said before the messages")
+    tools: list[MessageTool] = wish("list of objects", "see below", [])
+    tool_choice: MessageToolChoice | None = wish("object", "`type`, `name`, `disable_parallel_tool_use`")
+    thinking: Thinking | None = wish("object", "`type`, `budget_tokens`; without it a model that can be told does not think")
+    chat_template_kwargs: dict[str, Any] = wish("object", "variables of the checkpoint's chat template", {})
+    output_config: OutputConfig | None = wish("object", "`effort`, `format`")
+
+    @model_validator(mode="after")
+    def _ends_with_the_user(self) -> CountRequest:
+        if self.messages[-1].role == "assistant":
+            at = {"at": f"messages[{len(self.messages) - 1}].role"}
+            raise PydanticCustomError("agree", "the last message must be the user's: a reply cannot be begun for the model", at)
+        return self
+
+    @cached_property
+    def said(self) -> list[tuple[int, dict[str, Any]]]:
+        """The messages of a chat that these mean, each with the number of the one it comes from."""
+        return [(number, one) for number, message in enumerate(self.messages) for one in _said(message)]
+
+    def chat(self) -> dict[str, Any]:
+        """The fields of the chat request that this means."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        asked: dict[str, Any] = {
+            "messages": [*system, *(message for _, message in self.said)],
+            "tools": [_tool(tool) for tool in self.tools],
+            "chat_template_kwargs": self.chat_template_kwargs,
+        }
+        return asked | self._choice() | self._thinking() | self._format()
+
+    def _choice(self) -> dict[str, Any]:
+        if self.tool_choice is None or not (self.tools or self.tool_choice.type in ("any", "tool")):
+            return {}
+        named = {"type": "function", "function": {"name": self.tool_choice.name}}
+        choice = {"auto": "auto", "any": "required", "none": "none", "tool": named}[self.tool_choice.type]
+        return {"tool_choice": choice, "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use}
+
+    @property
+    def omits_thinking(self) -> bool:
+        return self.thinking is not None and self.thinking.display == "omitted"
+
+    def _thinking(self) -> dict[str, Any]:
+        effort = self.output_config.effort if self.output_config is not None else None
+        if self.thinking is not None and self.thinking.type == "disabled" and self.thinking.budget_tokens is not None:
+            raise BadParameter("thinking.budget_tokens", "goes with thinking, and it is disabled")
+        if self.thinking is None or self.thinking.type == "disabled":
+            return {"reasoning_effort": "none"}
+        told = {"thinking_budget": self.thinking.budget_tokens} if self.thinking.budget_tokens is not None else {}
+        if effort is None and self.thinking.type == "adaptive":
+            return told  # as the model itself does it, if it does
+        return {"reasoning_effort": effort or "high", **told}
+
+    def _format(self) -> dict[str, Any]:
+        if self.output_config is None or self.output_config.format is None:
+            return {}
+        return {"response_format": {"type": "json_schema", "json_schema": {"schema": self.output_config.format.schema_}}}
+
+    def names(self) -> dict[str, str]:
+        """Names of the chat request → the caller's."""
+        places = enumerate(self.said, 1 if self.system else 0)
+        messages = {f"messages[{place}]": f"messages[{number}]" for place, (number, _) in places}
+        tools = {f"tools[{n}].function.parameters": f"tools[{n}].input_schema" for n in range(len(self.tools))}
+        return {
+            **tools,
+            **{f"tools[{n}].function": f"tools[{n}]" for n in range(len(self.tools))},
+            **messages,
+            "response_format.json_schema.schema": "output_config.format.schema",
+            "thinking_budget": "thinking.budget_tokens",
+            "reasoning_effort": "thinking",
+            "stop": "stop_sequences",
+            "tool_choice.function.name": "tool_choice.name",
+        }
+
+
+class MessagesRequest(CountRequest):
+    max_tokens: Whole = wish("integer >= 1", "the most tokens of the reply; required", ...)
+    stream: bool = wish("boolean", "answer in server-sent events", False)
+    stop_sequences: list[str] = wish(
+        "list of strings", "ends the reply, not part of its text; looked for in the answer, not in thinking or calls", []
+    )
+    temperature: float | None = wish("number, 0 … 100", "0 is greedy")
+    top_p: float | None = wish("number, over 0 … 1", "1: off")
+    top_k: Whole | None = wish("integer >= -1", "0 and -1: off")
+    min_p: float | None = wish("number, 0 … 1", "0: off")
+    seed: int | None = wish("integer, 0 … 2^53 - 1", "left out, the server draws one; the reply says which", ge=0, lt=SEED_LIMIT)
+    speculation: bool = wish("boolean", "false: nothing is guessed ahead; guesses never change a reply", True)
+
+    def chat(self) -> dict[str, Any]:
+        same = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "speculation", "stream")
+        given = {name: getattr(self, name) for name in same if getattr(self, name) is not None}
+        return super().chat() | given | ({"stop": self.stop_sequences} if self.stop_sequences else {})
+
+
+def _tool(tool: MessageTool) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
+    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+
+
+def _said(message: SpokenMessage) -> list[dict[str, Any]]:
+    """Chat messages: results of tools are messages of their own, and stand before what else the user says."""
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    by_type: dict[str, list[dict[str, Any]]] = {name: [] for name in _READ}
+    for block in message.content:
+        by_type[block["type"]].append(block)
+    results = [
+        {"role": "tool", "tool_call_id": block["tool_use_id"], "content": _result(block)} for block in by_type["tool_result"]
+    ]
+    said: dict[str, Any] = {"role": message.role, "content": "\n".join(block["text"] for block in by_type["text"])}
+    if by_type["thinking"]:
+        said["reasoning_content"] = "\n".join(block["thinking"] for block in by_type["thinking"])
+    if by_type["tool_use"]:
+        said["tool_calls"] = [
+            {"id": b["id"], "type": "function", "function": {"name": b["name"], "arguments": json.dumps(b["input"])}}
+            for b in by_type["tool_use"]
+        ]
+    spoken = by_type["text"] or by_type["tool_use"] or by_type["thinking"]
+    return [*results, said] if spoken else results
+
+
+def _result(block: Mapping[str, Any]) -> str:
+    """The text of a tool's result. Chat templates know no failed ones, so the text says it."""
+    text = _text_of(block.get("content") or "")
+    return f"Error: {text}" if block.get("is_error") else text
+
+
+# ---------------------------------------------------------------------------------------------- the reply
+
+
+class MessageScribe:
+    """Writes one reply as a message. `omits`: that there was thinking is told, what it was is not."""
+
+    def __init__(self, job: Job, *, card: ModelCard, omits: bool = False) -> None:
+        self._job = job
+        self._omits = omits
+        self._card = card
+        self._blocks = Blocks()
+        self._last: Part | None = None
+
+    def chunks(self, part: Part) -> list[Json]:
+        events: list[Json] = []
+        if self._last is None:
+            prompt = len(self._job.asks[0].prompt)
+            started = self._message([], usage=Usage(prompt=prompt), finish=None, part=part)
+            events.append({"type": "message_start", "message": started})
+        self._last = part
+        return [*events, *self._events(self._blocks.take(part))]
+
+    def ending(self, usage: Usage) -> list[Json]:
+        assert self._last is not None
+        return [
+            *self._events(self._blocks.end()),
+            {"type": "message_delta", "delta": self._stop(self._last), "usage": write_usage(usage)},
+            {"type": "message_stop"},
+        ]
+
+    def failed(self, error: OnedrawError) -> list[Json]:
+        return [message_error(error)]
+
+    def whole(self, parts: Mapping[int, Sequence[Part]], usage: Usage) -> Json:
+        for part in parts[0]:
+            self._blocks.take(part)
+        self._blocks.end()
+        last = parts[0][-1]
+        content = [_content(block, empty=self._omits and block.kind == "thinking") for block in self._blocks.blocks]
+        return self._message(content, usage=usage, finish=last.finish, part=last)
+
+    def _events(self, changes: Sequence[Change]) -> list[Json]:
+        hidden = [isinstance(change, Grew) and change.block.kind == "thinking" and self._omits for change in changes]
+        return [self._event(change) for change, unseen in zip(changes, hidden, strict=True) if not unseen]
+
+    def _event(self, change: Change) -> Json:
+        index = change.block.index
+        match change:
+            case Opened(block):
+                return {"type": "content_block_start", "index": index, "content_block": _content(block, empty=True)}
+            case Grew(block, text):
+                delta = {
+                    "thinking": {"type": "thinking_delta", "thinking": text},
+                    "text": {"type": "text_delta", "text": text},
+                    "call": {"type": "input_json_delta", "partial_json": text},
+                }[block.kind]
+                return {"type": "content_block_delta", "index": index, "delta": delta}
+            case Closed():
+                return {"type": "content_block_stop", "index": index}
+
+    def _message(self, content: list[Json], *, usage: Usage, finish: Finish | None, part: Part) -> Json:
+        stop = self._stop(part) if finish is not None else {"stop_reason": None, "stop_sequence": None}
+        return {
+            "id": self._job.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._card.name,
+            "content": content,
+            **stop,
+            "usage": write_usage(usage),
+            "seed": part.seed,
+            "system_fingerprint": self._card.fingerprint,
+        }
+
+    def _stop(self, part: Part) -> Json:
+        if part.finish == "stop" and isinstance(part.stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": part.stop_reason}
+        reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+        return {"stop_reason": reasons.get(part.finish or ""), "stop_sequence": None}
+
+
+def _content(block: Block, *, empty: bool = False) -> Json:
+    text = "" if empty else block.text
+    match block.kind:
+        case "thinking":
+            return {"type": "thinking", "thinking": text, "signature": ""}
+        case "text":
+            return {"type": "text", "text": text}
+        case "call":
+            assert block.call is not None
+            return {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": _input(text)}
+
+
+def _input(arguments: str) -> Json:
+    """Arguments as an object; what was cut off in the middle is none. JSON has no number without end: one that is too large
+    becomes the largest, and what is none is null."""
+    try:
+        found = json.loads(arguments, parse_float=_finite, parse_constant=lambda _: None)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _finite(number: str) -> float:
+    return max(-sys.float_info.max, min(float(number), sys.float_info.max))
+
+
+def write_usage(usage: Usage) -> Json:
+    return {
+        "input_tokens": usage.prompt - usage.cached,
+        "output_tokens": usage.completion,
+        "cache_read_input_tokens": usage.cached,
+        "cache_creation_input_tokens": 0,
+    }

@@ -1,0 +1,177 @@
+"""docs/api.md, written from the tables that judge requests: `python -m onedraw.server.api_docs > docs/api.md`.
+
+In: the rules of every request kind. Out: Markdown. A test compares it with the file, so the page cannot lie.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from onedraw.server.anthropic import messages
+from onedraw.server.fields import Rule, Treatment
+from onedraw.server.openai import responses_request as items
+from onedraw.server.parsing import TABLES
+from onedraw.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    JsonSchema,
+    Message,
+    Prediction,
+    ResponseFormat,
+    StreamOptions,
+    StructuredOutputs,
+    TokenizeRequest,
+)
+from onedraw.server.tool_fields import FunctionTool, ToolSpec
+
+_HEAD = """# The HTTP interface
+
+This page is generated: `python -m onedraw.server.api_docs > docs/api.md`. A test keeps it current.
+
+| path | what it does |
+|---|---|
+| `GET /v1/models`, `GET /v1/models/{id}` | the served model: `max_model_len`, sampling `defaults`, `fingerprint` |
+| `POST /v1/completions` | continues prompts |
+| `POST /v1/chat/completions` | answers messages |
+| `POST /v1/responses` | answers items, in the shape of OpenAI's Responses |
+| `GET /v1/responses/{id}`, `DELETE /v1/responses/{id}` | a response that is remembered; forgets it |
+| `GET /v1/responses/{id}/input_items` | what it was asked: `limit`, `order`, `after` |
+| `POST /v1/responses/input_tokens` | counts the tokens of a prompt |
+| `POST /v1/messages`, `POST /v1/messages/count_tokens` | answers messages, in Anthropic's shape; counts the tokens of a prompt |
+| `POST /tokenize` | `{prompt, add_special_tokens}` or `{messages}` → `{tokens, count, max_model_len}` |
+| `POST /detokenize` | `{tokens}` → `{prompt}`, special tokens spelled out |
+| `GET /health` | 200 when a request would be answered, else 503; needs no key |
+| `GET /metrics` | Prometheus text |
+| `GET /openapi.json` | what is accepted, as an OpenAPI 3.1 document |
+| `GET /` | the web page, whose files need no key |
+
+With `--api-key` or `--api-key-file`, everything but `/health` and the web page's files needs the header
+`Authorization: Bearer KEY` (or `x-api-key: KEY`).
+
+Without a key the server answers to addresses, to names without a dot and to names of the local network alone, but for
+`/health` (403 `unknown_host`): a web page could let any other name lead to the reader's own machine. `--allow-host NAME`
+allows one more. And a browser's request from a web page elsewhere is refused (403 `foreign_page`) unless `--cors-origin`
+names the page's origin.
+
+## What happens to a field
+
+A field is **honoured**, **accepted** because it cannot change the answer, taken **only with values that ask for nothing**,
+or **refused**: a 400 whose `param` names it. An unknown field is refused too; with `--lenient` it is ignored, and the
+response header `x-onedraw-ignored` lists it. `null` always means "not asked for". Numbers must be finite, and types are
+not converted: `"1"` is no number. A sampling value that is left out comes from the checkpoint's `generation_config.json`
+(see `/v1/models`), else it is off. Without `max_tokens` a completion has at most 16 tokens,
+a chat reply as many as the context has room for; 0 goes only with `echo`, which then gives the prompt alone.
+"""
+
+_REPLIES = """## Replies
+
+Replies have OpenAI's shapes. A whole reply is the sum of its streamed chunks. Beyond OpenAI's fields:
+
+| field | meaning |
+|---|---|
+| `choices[].seed` | the seed of this choice; with `n: 1` and one prompt it replays the choice |
+| `choices[].stop_reason` | the stop string or token id that ended the reply, else null |
+| `choices[].token_ids`, `choices[].prompt_token_ids` | with `return_token_ids`; in a stream the prompt's come once |
+| `prompt_token_ids` | the same beside `choices`, where there is one prompt |
+| `choices[].score_checksums` | with `return_checksums`: one string per token, equal exactly when the scores had equal bits |
+| `choices[].token_details` | with `return_token_details`: `id`, `text`, `kept`, `rejected` of each token, see below |
+| `system_fingerprint` | version, weights (by samples), device, dtypes, chunk length: equal for equal replies to one prompt |
+| `usage.prompt_tokens_details.cached_tokens` | prompt tokens that no choice had to compute |
+| `usage.completion_tokens_details.reasoning_tokens` | tokens of thinking, its markers included |
+| `usage.completion_tokens_details` | `accepted_prediction_tokens` and `rejected_prediction_tokens`: drafts kept and thrown away |
+| `message.reasoning_content`, `delta.reasoning_content` | what a model that thinks aloud thought, without its markers |
+
+A prompt counts once in `usage`, however many choices continue it. A token that is no whole character is spelled
+`bytes:\\xe2\\x82` in logprobs. A logprob of minus infinity is written -9999. `text_offset` counts characters of the
+choice's text; the tokens of a stop string lie beyond its end. In `token_details` a token is `kept` where a draft had guessed
+it, and `rejected` counts the drafts that were thrown away where it was chosen; its `text` has the characters it completes.
+
+A stream ends with `data: [DONE]`. If something fails after it began, its last event is `{"error": …}`, without `[DONE]`; on
+`/v1/responses` it is `error` and then `response.failed`, on `/v1/messages` `error`. A client that hangs up cancels its request.
+
+Stored responses (`store`, on by default there) live in memory, within bounds, and belong to the key that asked for them.
+
+## Errors
+
+`{"error": {"message", "type", "param", "code"}}`, always; below `/v1/messages` it is
+`{"type": "error", "error": {"type", "message", "param"}}`.
+
+| status | when |
+|---|---|
+| 400 | the request is wrong: `param` names the field, `code` the reason |
+| 401 | wrong or missing key |
+| 404 | unknown path, a model that is not served (`model_not_found`), a response that is not remembered (`response_not_found`) |
+| 405 | the path does not take this method |
+| 408 | the body did not arrive within a minute |
+| 413 | the body is over `--max-body` |
+| 429 | the queue is full; `Retry-After` says when to try again |
+| 500 | our mistake, with an id that the server's log has too |
+| 503 | the server is shutting down |
+| 504 | the request took longer than `--request-seconds` |
+
+Every answer has an `x-request-id`, which the server's log has too; for a reply it is the reply's `id`.
+"""
+
+
+def page() -> str:
+    sections = (
+        ("`POST /v1/completions`", CompletionRequest),
+        ("`POST /v1/chat/completions`", ChatRequest),
+        ("A message", Message),
+        ("A tool", ToolSpec),
+        ("The function of a tool", FunctionTool),
+        ("`stream_options`", StreamOptions),
+        ("`prediction`", Prediction),
+        ("`response_format`", ResponseFormat),
+        ("`response_format.json_schema`", JsonSchema),
+        ("`structured_outputs`", StructuredOutputs),
+        ("`POST /v1/responses`", items.ResponsesRequest),
+        ("A tool of a response", items.ResponseTool),
+        ("`POST /v1/messages`", messages.MessagesRequest),
+        ("`POST /v1/messages/count_tokens`", messages.CountRequest),
+        ("A message in Anthropic's shape", messages.SpokenMessage),
+        ("A tool in Anthropic's shape", messages.MessageTool),
+        ("`POST /tokenize`", TokenizeRequest),
+        ("`POST /detokenize`", DetokenizeRequest),
+    )
+    tables = (f"## {title}\n\n{_table(TABLES[kind])}" for title, kind in sections)
+    inside = (_inside("Items of a response", items.ITEM_RULES), _inside("Blocks in Anthropic's shape", messages.BLOCK_RULES))
+    return "\n".join([_HEAD, *tables, *inside, _REPLIES])
+
+
+def _inside(title: str, kinds: Mapping[str, tuple[Rule, ...]]) -> str:
+    """What is read of each kind of thing in a list, and what may stand beside it."""
+    lines = [f"## {title}", "", "| type | honoured | accepted, cannot change the answer |", "|---|---|---|"]
+    for kind, rules in kinds.items():
+        named = [
+            ", ".join(f"`{rule.name}`" for rule in rules if rule.treatment is treatment and rule.name != "type")
+            for treatment in (Treatment.HONOURED, Treatment.INERT)
+        ]
+        lines.append(f"| `{kind}` | {named[0]} | {named[1]} |")
+    return "\n".join(lines) + "\n"
+
+
+def _table(rules: Mapping[str, Rule]) -> str:
+    order = list(Treatment)
+    lines = ["| field | what we do with it | values | note |", "|---|---|---|---|"]
+    for rule in sorted(rules.values(), key=lambda rule: (order.index(rule.treatment), rule.name)):
+        lines.append(f"| `{rule.name}` | {rule.treatment} | {_values(rule)} | {rule.note} |")
+    return "\n".join(lines) + "\n"
+
+
+def _values(rule: Rule) -> str:
+    match rule.treatment:
+        case Treatment.HONOURED:
+            return rule.values
+        case Treatment.INERT if not rule.neutral:
+            return "any"
+        case Treatment.REFUSED:
+            return "`null`"
+        case _:
+            return ", ".join(dict.fromkeys(f"`{json.dumps(value)}`" for value in (*rule.neutral, None)))
+
+
+if __name__ == "__main__":
+    print(page(), end="")

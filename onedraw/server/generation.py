@@ -1,0 +1,174 @@
+"""From a request to pieces, without HTTP: prompts, asks, and one stream over all prompts and choices.
+
+In: a typed request and a door. Out: a Job (what to run and what to show), then its pieces, numbered over prompts × n.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from onedraw.errors import BadParameter, BadRequest, ContextOverflow, Draining
+from onedraw.llm.llm import Ask, Door, fresh_seed
+from onedraw.llm.options import settle, settle_chat
+from onedraw.sampling.noise import child_seed, prompt_seed
+from onedraw.server.protocol import (
+    COMPLETION_MAX_TOKENS,
+    MAX_REPLIES,
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    Prompt,
+    TokenizeRequest,
+)
+from onedraw.types import Piece
+
+TEMPLATE_NAMES = frozenset({"messages", "add_generation_prompt", "tools", "self", "use"})  # not for chat_template_kwargs
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request made ready. Choice `c` is child `c % n` of prompt `c // n`."""
+
+    id: str
+    kind: Literal["chat", "completion"]
+    asks: tuple[Ask, ...]
+    n: int
+    echoes: tuple[str | None, ...]  # per prompt: what stands before the reply
+    logprobs: bool
+    token_ids: bool
+    checksums: bool
+    details: bool = False  # how each token came
+
+    def ask_of(self, choice: int) -> Ask:
+        return self.asks[choice // self.n]
+
+    def seed_of(self, choice: int) -> int:
+        return child_seed(self.ask_of(choice).params.seed, choice % self.n)
+
+    @property
+    def choices(self) -> int:
+        return len(self.asks) * self.n
+
+    @property
+    def shows_tokens(self) -> bool:
+        """Whether the reply tells of its tokens, beside their text."""
+        return self.logprobs or self.token_ids or self.checksums or self.details
+
+
+def prepare(
+    request: CompletionRequest | ChatRequest, door: Door, *, prefix: str | None = None, names: Mapping[str, str] | None = None
+) -> Job:
+    """Everything that can be wrong with a request is found here. Tokenizes, so it may take a while.
+
+    `prefix` begins the job's id; `names` are the caller's names for our fields, where they are others.
+    """
+    try:
+        match request:
+            case ChatRequest():
+                job = _chat(request, door, prefix or "chatcmpl-")
+            case CompletionRequest():
+                job = _completion(request, door)
+        for ask in job.asks:
+            door.check(ask)
+    except BadParameter as error:
+        told = error.renamed({ours: theirs for theirs, (ours, _) in request.guided().items()})
+        raise told.renamed(names or {}) from None
+    except BadRequest as error:
+        error.param = (names or {}).get(error.param or "", error.param)
+        raise
+    return job
+
+
+def count_prompt(request: ChatRequest, door: Door, *, names: Mapping[str, str]) -> int:
+    """Tokens of a chat's prompt, also of one that is longer than the context."""
+    try:
+        return len(prepare(request, door, names=names).asks[0].prompt)
+    except ContextOverflow as error:
+        return error.prompt
+
+
+def _completion(request: CompletionRequest, door: Door) -> Job:
+    identity = f"cmpl-{secrets.token_hex(12)}"
+    seed = fresh_seed() if request.seed is None else request.seed
+    scored = (request.logprobs or 0) if request.echo and (request.logprobs is not None or request.token_limit == 0) else None
+    if len(request.prompt) * request.n > MAX_REPLIES:
+        raise BadParameter(
+            "prompt", f"{len(request.prompt)} prompts × n = {request.n} is over {MAX_REPLIES} replies; split the list"
+        )
+    asks, echoes = [], []
+    for number, prompt in enumerate(request.prompt):
+        ids = door.encode(prompt, add_special=request.add_special_tokens) if isinstance(prompt, str) else prompt
+        wishes = request.wishes(seed=prompt_seed(seed, number), prompt_logprobs=scored)
+        asks.append(settle(wishes, door=door, prompt=ids, default_max_tokens=COMPLETION_MAX_TOKENS, label=identity))
+        echoes.append(_echo(prompt, request, door) if request.echo else None)
+    return _job(identity, "completion", request, asks, echoes=echoes, logprobs=request.logprobs is not None)
+
+
+def _echo(prompt: Prompt, request: CompletionRequest, door: Door) -> str:
+    return prompt if isinstance(prompt, str) else door.tokenizer.decode(prompt, skip_special=request.skip_special_tokens)
+
+
+def _chat(request: ChatRequest, door: Door, prefix: str) -> Job:
+    identity = f"{prefix}{secrets.token_hex(12)}"
+    wishes = request.wishes(logprobs=(request.top_logprobs or 0) if request.logprobs else None)
+    try:
+        ask = settle_chat(wishes, door=door, label=identity, use=request.tool_use(), **_spoken(request))
+    except BadRequest as error:
+        if error.param == "prompt":
+            error.param = "messages"  # the caller's name for it
+        raise
+    return _job(identity, "chat", request, [ask], echoes=[None], logprobs=request.logprobs)
+
+
+def _job(
+    identity: str,
+    kind: Literal["chat", "completion"],
+    request: CompletionRequest | ChatRequest,
+    asks: list[Ask],
+    *,
+    echoes: list[str | None],
+    logprobs: bool,
+) -> Job:
+    return Job(
+        id=identity,
+        kind=kind,
+        asks=tuple(asks),
+        n=request.n,
+        echoes=tuple(echoes),
+        logprobs=logprobs,
+        token_ids=request.return_token_ids,
+        checksums=request.return_checksums,
+        details=request.return_token_details,
+    )
+
+
+def chat_prompt(request: TokenizeRequest, door: Door) -> tuple[int, ...]:
+    """The ids of a chat, through the checkpoint's template."""
+    said = _spoken(request)
+    return door.render(said["messages"], add_generation_prompt=said["add_generation_prompt"], **said["template_kwargs"])
+
+
+def _spoken(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    """The messages, and what the template is told beside them."""
+    taken = sorted(TEMPLATE_NAMES & set(request.chat_template_kwargs))
+    if taken:
+        raise BadParameter("chat_template_kwargs", f"{taken[0]} cannot be set here")
+    messages: list[Message] = request.messages or []
+    return {
+        "messages": [message.plain() for message in messages],
+        "add_generation_prompt": request.add_generation_prompt,
+        "template_kwargs": request.chat_template_kwargs,
+    }
+
+
+async def bursts(job: Job, door: Door) -> AsyncGenerator[list[Piece], None]:
+    """The pieces of all choices as they come, prompt after prompt in number. Closing it cancels what still runs."""
+    async with aclosing(door.bursts(*job.asks)) as stream:
+        async for burst in stream:
+            if any(piece.finish == "cancelled" for piece in burst):
+                raise Draining("the request was cancelled before it finished")
+            yield burst

@@ -1,0 +1,312 @@
+"""What `/v1/responses` is asked: its items and fields, and the chat request that they mean.
+
+In: the honoured fields of a body. Out: a frozen request, chat messages, and the names under which the caller knows our fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import PlainValidator
+from pydantic_core import PydanticCustomError
+
+from onedraw.errors import BadParameter
+from onedraw.llm.options import EFFORTS, Effort
+from onedraw.server.fields import Rule, inert, neutral, read, refused, sift
+from onedraw.server.strict_model import TOOL_NAME, Strict, Whole, wish
+from onedraw.server.tool_fields import ToolChoice, response_choice
+from onedraw.types import MAX_TOP_LOGPROBS, SEED_LIMIT
+
+LOGPROBS = "message.output_text.logprobs"
+TEXT_PARTS = ("input_text", "output_text", "text")
+
+RULES: tuple[Rule, ...] = (
+    inert("user", "who asked"),
+    inert("safety_identifier", "who asked"),
+    inert("prompt_cache_key", "the prefix cache needs no key"),
+    inert("prompt_cache_retention", "the prefix cache keeps what was used last"),
+    inert("prompt_cache_options", "the prefix cache needs no marks"),
+    inert("service_tier", "there is one tier", "auto", "default"),
+    inert("stream_options", "events are not padded", {"include_obfuscation": False}, {}),
+    neutral("background", "a reply is given where it was asked for", False),
+    neutral("truncation", "a shortened prompt is another prompt", "disabled"),
+    neutral("max_tool_calls", "the server has no tools of its own"),
+    refused("conversation", "use `previous_response_id`"),
+    refused("prompt", "there are no stored prompts"),
+    refused("moderation", "nothing is moderated here"),
+    refused("context_management", "a shortened prompt is another prompt; shorten it before sending"),
+)
+# What is done with the fields of items and of the parts of their content, by type.
+_OUTPUT = (*read("id"), inert("status", "as it came"))
+ITEM_RULES: Mapping[str, tuple[Rule, ...]] = {
+    "message": (*read("role", "content"), *_OUTPUT, inert("phase", "as it came")),
+    "function_call": (*read("call_id", "name", "arguments"), *_OUTPUT),
+    "function_call_output": (*read("call_id", "output"), *_OUTPUT),
+    "reasoning": (
+        *read("content", "summary"),
+        *_OUTPUT,
+        inert("encrypted_content", "the reasoning itself is read"),
+    ),
+    "item_reference": read("id"),
+}
+PART_RULES: tuple[Rule, ...] = (
+    *read("type", "text"),
+    inert("annotations", "as they came"),
+    inert("logprobs", "as they came"),
+    inert("prompt_cache_breakpoint", "the prefix cache needs no marks"),
+)
+_NEEDED: Mapping[str, tuple[tuple[str, Any], ...]] = {
+    "message": (("role", str), ("content", (str, list))),
+    "function_call": (("call_id", str), ("name", str), ("arguments", str)),
+    "function_call_output": (("call_id", str), ("output", (str, list))),
+    "reasoning": (),
+    "item_reference": (("id", str),),
+}
+
+
+def kind_of(item: Mapping[str, Any]) -> str:
+    """The type of an item; two may leave it out."""
+    kind = item.get("type")
+    if kind is None:
+        return "item_reference" if set(item) == {"id"} else "message"
+    if not isinstance(kind, str) or kind not in ITEM_RULES:
+        shown = {"at": ".type", "kind": str(kind)}
+        raise PydanticCustomError("item", "items of type {kind} are not supported; this model reads text", shown)
+    return kind
+
+
+def sifted(item: Mapping[str, Any], *, path: str, ignored: list[str] | None) -> dict[str, Any]:
+    """An item's honoured fields; parts of its content likewise. What cannot be read yet is judged with the request."""
+    try:
+        kind = kind_of(item)
+    except PydanticCustomError:
+        return dict(item)
+    rules = {rule.name: rule for rule in (*read("type"), *ITEM_RULES[kind])}
+    kept = {**sift(item, rules, path=path, ignored=ignored), "type": kind}
+    parts = {rule.name: rule for rule in PART_RULES}
+    for name in ("content", "output"):
+        if isinstance(kept.get(name), list) and kind != "reasoning":
+            kept[name] = [
+                sift(part, parts, path=f"{path}{name}[{number}].", ignored=ignored)
+                if isinstance(part, dict) and part.get("type") in TEXT_PARTS
+                else part
+                for number, part in enumerate(kept[name])
+            ]
+    return kept
+
+
+def _items(value: object) -> str | list[dict[str, Any]]:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value or not all(isinstance(item, dict) for item in value):
+        raise PydanticCustomError("input", "must be a text or a list of items")
+    for number, item in enumerate(value):
+        try:
+            kind = kind_of(item)
+        except PydanticCustomError as error:
+            context = {**(error.context or {}), "at": f"[{number}].type"}
+            raise PydanticCustomError("item", error.message_template, context) from None
+        for name, of in _NEEDED[kind]:
+            if not isinstance(item.get(name), of):
+                raise PydanticCustomError("item", "is missing or of the wrong kind", {"at": f"[{number}].{name}"})
+        if not isinstance(item.get("id"), str | None):
+            raise PydanticCustomError("item", "must be a text", {"at": f"[{number}].id"})
+    return value
+
+
+Said = tuple[int, dict[str, Any]]  # a chat message, and the number of the item that it begins with
+
+
+class ResponseTool(Strict):
+    type: Literal["function"] = wish('"function"', "the server has no tools of its own; required", ...)
+    name: str = wish("string", "required", ..., pattern=TOOL_NAME)
+    description: str | None = wish("string", "told to the model")
+    parameters: dict[str, Any] | None = wish("object", "a JSON schema of the arguments; none: no arguments")
+    strict: bool | None = wish("boolean", "calls of this tool are held to its schema; default false")
+
+
+class ResponseTextFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"] = wish('"text", "json_object", "json_schema"', "required", ...)
+    name: str | None = wish("string", "the caller's name for it")
+    description: str | None = wish("string", "the caller's own note")
+    schema_: dict[str, Any] | None = wish("object", 'with type "json_schema"', alias="schema")
+    strict: bool | None = wish("boolean", "a reply is held to the schema either way")
+
+
+class ResponseText(Strict):
+    format: ResponseTextFormat | None = wish("object", "`type`, `schema`")
+    verbosity: Literal["medium"] | None = wish('"medium"', "ask for it in a message")
+
+
+class ResponseReasoning(Strict):
+    effort: Effort | None = wish(", ".join(f'"{effort}"' for effort in EFFORTS), "as `reasoning_effort` of a chat")
+    context: Literal["auto", "all_turns"] | None = wish('"auto", "all_turns"', "what is sent is what the chat template is told")
+    mode: Literal["standard"] | None = wish('"standard"', "there is one mode")
+    summary: Literal["auto", "concise", "detailed"] | None = wish(
+        '"auto", "concise", "detailed"', "reasoning is told where summaries are, as it is"
+    )
+    generate_summary: Literal["auto", "concise", "detailed"] | None = wish("string", "the older name of `summary`")
+
+
+class ResponsesRequest(Strict):
+    model: str | None = wish("string", "the served model; may be left out")
+    input: Annotated[Any, PlainValidator(_items)] = wish(
+        "string or list of items",
+        "items of type message, function_call, function_call_output, reasoning and item_reference; required",
+        ...,
+    )
+    instructions: str | None = wish("string", "said before everything else; not kept for the next response")
+    previous_response_id: str | None = wish("string", "go on from that response, if it is still remembered")
+    store: bool = wish("boolean", "remember the response in memory, for `previous_response_id`", True)
+    stream: bool = wish("boolean", "answer in server-sent events", False)
+    max_output_tokens: Whole | None = wish("integer >= 1", "the most tokens of the reply")
+    temperature: float | None = wish("number, 0 … 100", "0 is greedy")
+    top_p: float | None = wish("number, over 0 … 1", "1: off")
+    top_logprobs: int | None = wish(
+        f"integer, 0 … {MAX_TOP_LOGPROBS}", f"alternatives of each token; with `include: [{LOGPROBS}]`", ge=0, le=MAX_TOP_LOGPROBS
+    )
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = wish(
+        "list of strings", f"`{LOGPROBS}` is honoured; `reasoning.encrypted_content` is accepted: reasoning is in the clear", []
+    )
+    tools: list[ResponseTool] = wish("list of objects", "see below", [])
+    tool_choice: Annotated[ToolChoice, PlainValidator(response_choice)] | None = wish(
+        '"none", "auto", "required", {"type": "function", "name": …} or {"type": "allowed_tools", "mode": …, "tools": […]}',
+        "as in a chat; default `auto`",
+    )
+    parallel_tool_calls: bool = wish("boolean", "false: at most one call in a reply", True)
+    text: ResponseText | None = wish("object", "`format`: what the reply is held to")
+    reasoning: ResponseReasoning | None = wish("object", "`effort`")
+    metadata: dict[str, str] | None = wish("object", "the caller's own notes, given back")
+    top_k: Whole | None = wish("integer >= -1", "0 and -1: off")
+    min_p: float | None = wish("number, 0 … 1", "0: off")
+    seed: int | None = wish("integer, 0 … 2^53 - 1", "left out, the server draws one; the reply says which", ge=0, lt=SEED_LIMIT)
+    thinking_budget: Whole | None = wish("integer >= 0", "tokens of thinking, after which it is closed")
+    chat_template_kwargs: dict[str, Any] = wish("object", "variables of the checkpoint's chat template", {})
+    speculation: bool = wish("boolean", "false: nothing is guessed ahead; guesses never change a reply", True)
+
+    @property
+    def summary(self) -> str | None:
+        return None if self.reasoning is None else self.reasoning.summary or self.reasoning.generate_summary
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """The input as items."""
+        if isinstance(self.input, str):
+            return [{"type": "message", "role": "user", "content": self.input}]
+        found: list[dict[str, Any]] = self.input
+        return found
+
+    def chat(self, before: Sequence[dict[str, Any]], said: Sequence[Said]) -> dict[str, Any]:
+        """The fields of the chat request that this means, behind an earlier conversation. `said`: the input."""
+        opening = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        same = ("temperature", "top_p", "top_k", "min_p", "seed", "thinking_budget", "speculation", "tool_choice")
+        given = {name: getattr(self, name) for name in same if getattr(self, name) is not None}
+        if self.max_output_tokens is not None:
+            given["max_tokens"] = self.max_output_tokens
+        if LOGPROBS in self.include:
+            given |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
+        elif self.top_logprobs:
+            raise BadParameter("top_logprobs", f"needs {LOGPROBS!r} in include")
+        if self.reasoning is not None and self.reasoning.effort is not None:
+            given["reasoning_effort"] = self.reasoning.effort
+        return {
+            "messages": [*opening, *before, *(message for _, message in said)],
+            "stream": self.stream,
+            "tools": [_tool(tool) for tool in self.tools],
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "chat_template_kwargs": self.chat_template_kwargs,
+            **given,
+            **self._format(),
+        }
+
+    def _format(self) -> dict[str, Any]:
+        shape = None if self.text is None else self.text.format
+        if shape is not None and shape.type != "json_schema" and shape.schema_ is not None:
+            raise BadParameter("text.format.schema", f"goes with the type json_schema, not with {shape.type}")
+        if shape is None or shape.type == "text":
+            return {}
+        if shape.type == "json_object":
+            return {"response_format": {"type": "json_object"}}
+        return {"response_format": {"type": "json_schema", "json_schema": {"schema": shape.schema_ or {}}}}
+
+    def names(self, before: Sequence[dict[str, Any]], said: Sequence[Said]) -> dict[str, str]:
+        """Names of the chat request that `chat` makes → the caller's."""
+        tools = {f"tools[{n}].function": f"tools[{n}]" for n in range(len(self.tools))}
+        opening = len(before) + bool(self.instructions)
+        return {
+            **tools,
+            **{f"messages[{place}]": f"input[{number}]" for place, (number, _) in enumerate(said, opening)},
+            "messages": "input",
+            "max_tokens": "max_output_tokens",
+            "response_format.json_schema.schema": "text.format.schema",
+            "response_format": "text.format",
+            "reasoning_effort": "reasoning.effort",
+        }
+
+
+def _tool(tool: ResponseTool) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
+    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+
+
+def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Items as chat messages: what the assistant thought, said and called in a row is one message."""
+    return [message for _, message in numbered(items)]
+
+
+def numbered(items: Sequence[dict[str, Any]]) -> list[Said]:
+    """The same, each with the number of its first item."""
+    messages: list[Said] = []
+
+    def assistant() -> dict[str, Any]:
+        if not messages or messages[-1][1]["role"] != "assistant":
+            messages.append((number, {"role": "assistant", "content": ""}))
+        return messages[-1][1]
+
+    for number, item in enumerate(items):
+        at = f"input[{number}]"
+        match item.get("type", "message"):
+            case "message" if item["role"] == "assistant":
+                said = assistant()
+                said["content"] += _text(item["content"], f"{at}.content")
+            case "message":
+                messages.append((number, {"role": item["role"], "content": _text(item["content"], f"{at}.content")}))
+            case "function_call":
+                call = {"id": item["call_id"], "type": "function"}
+                call["function"] = {"name": item["name"], "arguments": item["arguments"]}
+                assistant().setdefault("tool_calls", []).append(call)
+            case "function_call_output":
+                content = _text(item["output"], f"{at}.output")
+                messages.append((number, {"role": "tool", "tool_call_id": item["call_id"], "content": content}))
+            case "reasoning":
+                told = _thoughts(item.get("content"), f"{at}.content") or _thoughts(item.get("summary"), f"{at}.summary")
+                thought = "".join(told)
+                if thought:
+                    assistant()["reasoning_content"] = thought
+    return messages
+
+
+def _thoughts(content: Any, at: str) -> list[str]:
+    if content is None:
+        return []
+    if not isinstance(content, list):
+        raise BadParameter(at, "must be a list of parts")
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("reasoning_text", "summary_text", "text") or not isinstance(part.get("text"), str):
+            raise BadParameter(f"{at}[{number}]", "must be a part of type reasoning_text or summary_text, with its text")
+    return [part["text"] for part in content]
+
+
+def _text(content: Any, at: str) -> str:
+    """A text, or parts of it, joined by line breaks."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
+            raise BadParameter(f"{at}[{number}]", f"parts of type {kind} are not supported; this model reads text")
+        texts.append(part["text"])
+    return "\n".join(texts)

@@ -1,0 +1,242 @@
+"""Chat messages to the text of a prompt, by the checkpoint's own Jinja template.
+
+In: the template's source, messages, tools, keyword arguments. Out: text, with special tokens written out.
+
+A template is foreign code. It runs in Jinja's immutable sandbox, set up as transformers does, sees plain JSON values
+only, and is bounded in: a single range() (100,000), the length of a repeated string or list, the size of a power, and
+the length of the output. Not bounded: the time and memory of loops that print nothing, and the width that padding
+filters and format strings ask for. Serve only templates whose source you trust as much as that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.exceptions
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import jinja2.utils
+
+from onedraw.errors import BadRequest, Corrupt
+from onedraw.text.checkpoint_files import read_text, special_text, tokenizer_config
+from onedraw.text.gguf_tokenizer import require_types
+
+MAX_OUTPUT = 2**26  # characters; far beyond any context
+MAX_REPEATED = 2**20  # elements of a repeated string or list
+MAX_POWER_BITS = 2**12
+
+
+class ChatTemplate:
+    """A compiled template. Immutable; may be used from several threads."""
+
+    def __init__(self, source: str, *, bos_token: str, eos_token: str) -> None:
+        self.source = source
+        self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise Corrupt(f"the checkpoint's chat template cannot be compiled: line {error.lineno}: {error.message}") from None
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> ChatTemplate | None:
+        """The template of a checkpoint folder: chat_template.jinja, else the one in tokenizer_config.json."""
+        folder = Path(path)
+        config = tokenizer_config(folder)
+        file = folder / "chat_template.jinja"
+        source = read_text(file) if file.is_file() else _default_source(config.get("chat_template"))
+        if source is None:
+            return None
+        bos, eos = (special_text(config, name) or "" for name in ("bos_token", "eos_token"))
+        return cls(source, bos_token=bos, eos_token=eos)
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> ChatTemplate | None:
+        """The template in a GGUF file's metadata."""
+        require_types(metadata)
+        source = metadata.get("tokenizer.chat_template")
+        if source is None:
+            return None
+        tokens = metadata.get("tokenizer.ggml.tokens", ())
+        bos, eos = (
+            tokens[i] if i is not None and 0 <= i < len(tokens) else ""
+            for i in (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos"))
+        )
+        return cls(source, bos_token=bos, eos_token=eos)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt's text. What the template refuses, or stumbles over, is a BadRequest with its own words."""
+        for name in ("messages", "documents"):
+            if name in kwargs:
+                raise BadRequest(f"{name} cannot be given as a template argument", param="chat_template_kwargs")
+        context = {
+            **self._tokens,
+            "messages": [_with_reasoning(message) for message in messages],
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **kwargs,
+        }
+        try:
+            return self._run(_plain(context))
+        except BadRequest:
+            raise
+        except RecursionError:
+            reason = "the template or the messages are nested too deep"
+        except jinja2.TemplateError as error:
+            reason = str(error.message or error)
+        except Exception as error:  # a template may fail in any way that Python code can
+            reason = f"{type(error).__name__}: {error}"
+        raise BadRequest(f"the chat template refused the messages: {reason}", param="messages", code="chat_template_error")
+
+    def _run(self, context: dict[str, Any]) -> str:
+        pieces, length = [], 0
+        for piece in self._template.generate(context):
+            length += len(piece)
+            if length > MAX_OUTPUT:
+                raise jinja2.TemplateError(f"its output passes {MAX_OUTPUT} characters")
+            pieces.append(piece)
+        return "".join(pieces)
+
+
+def _default_source(found: Any) -> str | None:
+    """One template, or the one called `default` of a list of named ones."""
+    if isinstance(found, list):
+        found = {str(entry.get("name")): entry.get("template") for entry in found if isinstance(entry, dict)}
+    if isinstance(found, dict):
+        found = found.get("default")
+    return found if isinstance(found, str) else None
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A past turn's reasoning under every name that templates read it by."""
+    reasoning = next(
+        (message[name] for name in ("reasoning_content", "thinking", "reasoning") if message.get(name) is not None), None
+    )
+    return dict(message) if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _plain(value: Any) -> Any:
+    """A copy made of plain JSON types, so that a template can reach no object with methods of its own."""
+    match value:
+        case None | bool():
+            return value
+        case str():
+            return str.__str__(value)
+        case int():
+            return int(value)
+        case float():
+            return float(value)
+        case Mapping():
+            return {_plain(key): _plain(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_plain(item) for item in value]
+        case _:
+            raise BadRequest(
+                f"a {type(value).__name__} cannot be given to the chat template; use JSON values",
+                param="messages",
+                code="chat_template_error",
+            )
+
+
+# ---------------------------------------------------------------------- the environment
+
+
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, with a bound on the two operators that make much of little."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "*":
+            for many, times in ((left, right), (right, left)):
+                if isinstance(many, str | list | tuple) and isinstance(times, int) and len(many) * times > MAX_REPEATED:
+                    raise jinja2.exceptions.SecurityError(f"a repetition passes {MAX_REPEATED} elements")
+        elif isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > MAX_POWER_BITS:
+            raise jinja2.exceptions.SecurityError(f"a power passes {MAX_POWER_BITS} bits")
+        return super().call_binop(context, operator, left, right)
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %} … {% endgeneration %}` marks what the assistant said, for training; here it is only a scope."""
+
+    tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body).set_lineno(line)
+
+
+class _Dictionary:
+    """`dict` for templates: the type itself would be a way out."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, keys: Any, value: Any = None) -> dict[Any, Any]:
+        return dict.fromkeys(keys, value)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """`namespace` for templates, without underscore names."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        # Positional only, as in jinja2, so that namespace(self=…) works.
+        self, *rest = args
+        attributes = dict(*rest, **kwargs)
+        for name in attributes:
+            _refuse_underscore(name)
+        jinja2.utils.Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_underscore(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_underscore(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name!r}")
+
+
+def _environment() -> _Sandbox:
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["dict"] = _Dictionary()
+    environment.globals["namespace"] = _Namespace
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as it is: jinja2's own filter escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)

@@ -1,0 +1,1 @@
+"""Structured output: JSON schema, regular expression, choice, grammar, thinking budget."""

@@ -1,0 +1,1 @@
+"""Tool calls: prompt, grammar and parser of each dialect."""

@@ -1,0 +1,177 @@
+"""Tool calls told apart from content in a stream of text, their arguments as JSON, piece by piece.
+
+In: the content of a reply in pieces of any size, and the dialect. Out: events: text, the beginning of a call with its name,
+pieces of its arguments, its end. A parser is a generator that takes characters one by one, so how the text was cut does
+not matter. What turns out to be no call before it has a name is text after all: nothing is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+
+from onedraw.text.reasoning import SPACE
+from onedraw.text.tools.call_parsers import Another, Arguments, Begin, End, Event, Malformed, Parser, parser_of
+from onedraw.text.tools.dialects import MARKERS, Calls
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    text: str
+    read: bool = True  # else nobody knows what it would have been: a call was begun, and the reply ended before its name
+
+
+class CallReader:
+    """One owner: the stream of one reply."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._make = parser_of(calls)
+        self._markers = MARKERS.get(calls.dialect)
+        self._opens = None if self._markers is None else self._markers[0]
+        self._held = ""  # content that may begin a call, or is space before one
+        self._running: Running | None = None
+        self._began = False  # something other than space was said, outside of calls
+        self._fresh = False  # nothing since the last call
+        self._calls = 0
+
+    @property
+    def calls(self) -> int:
+        """Calls that came to their end."""
+        return self._calls
+
+    def push(self, text: str) -> list[Event | Text]:
+        out: list[Event | Text] = []
+        for character in text:
+            self._take(character, out)
+        return _joined(out)
+
+    def finish(self) -> list[Event | Text]:
+        """What was held back, when no more text comes."""
+        out: list[Event | Text] = []
+        if self._running is not None:
+            self._give_up(out, read=False)
+        self._say(self._held, out)
+        self._held = ""
+        return _joined(out)
+
+    def _take(self, character: str, out: list[Event | Text]) -> None:
+        if self._running is not None:
+            self._go_on(character, out)
+        elif self._opens is None:
+            self._bare(character, out)
+        else:
+            self._marked(character, out)
+
+    def _marked(self, character: str, out: list[Event | Text]) -> None:
+        """Outside of a call, in a dialect whose calls stand between markers."""
+        assert self._opens is not None
+        self._held += character
+        if self._held.endswith(self._opens):
+            before = self._held[: -len(self._opens)].rstrip(SPACE)
+            self._say(before, out)
+            self._held = ""
+            self._running = Running(self._make, self._opens)
+            return
+        keep = max((n for n in range(1, len(self._opens)) if self._held.endswith(self._opens[:n])), default=0)
+        safe = self._held[: len(self._held) - keep].rstrip(SPACE)
+        self._say(safe, out)
+        self._held = self._held[len(safe) :]
+
+    def _bare(self, character: str, out: list[Event | Text]) -> None:
+        """Calls without markers stand at the beginning, or behind another call."""
+        if self._began:
+            self._say(character, out)
+        elif character in SPACE or (self._fresh and character in ";,"):
+            self._held += character
+        else:
+            self._running = Running(self._make, self._held)
+            self._held = ""
+            self._go_on(character, out)
+
+    def _go_on(self, character: str, out: list[Event | Text]) -> None:
+        assert self._running is not None
+        try:
+            ended = self._running.take(character)
+        except Malformed:
+            self._give_up(out)
+            return
+        except Another:
+            assert self._opens is not None
+            self._give_up(out)
+            self._running = Running(self._make, self._opens)
+            return
+        out.extend(self._running.events())
+        if ended:
+            self._calls += self._running.ended
+            self._running, self._fresh = None, True
+
+    def _give_up(self, out: list[Event | Text], *, read: bool = True) -> None:
+        """Not a call after all, or one that was cut off."""
+        assert self._running is not None
+        running, self._running = self._running, None
+        out.extend(running.events())
+        self._calls += running.ended
+        if running.begun:
+            self._fresh = True
+            if running.begun > running.ended:
+                out.append(End())
+            elif self._markers is not None:
+                opens, closes = self._markers
+                behind = running.behind.removesuffix(opens)
+                self._say("" if closes.startswith(behind.strip(SPACE)) else behind.rstrip(SPACE), out)
+        else:
+            self._say(running.raw, out, read=read)
+
+    def _say(self, text: str, out: list[Event | Text], *, read: bool = True) -> None:
+        """Content; space behind a call is part of the call."""
+        if self._fresh:
+            text = text.lstrip(SPACE)
+        if text:
+            self._began, self._fresh = True, False
+            out.append(Text(text, read))
+
+
+class Running:
+    """A call being read. Owner: the reader."""
+
+    def __init__(self, make: Callable[[list[Event]], Parser], opening: str) -> None:
+        self._events: list[Event] = []
+        self._parser: Generator[None, str, None] = make(self._events)
+        next(self._parser)
+        self.raw = opening
+        self.begun = self.ended = 0
+        self.behind = ""  # what came behind the end of a call
+
+    def take(self, character: str) -> bool:
+        """Whether the call is over."""
+        self.raw += character
+        self.behind += character
+        try:
+            self._parser.send(character)
+        except StopIteration:
+            return True
+        finally:
+            self.begun += sum(isinstance(event, Begin) for event in self._events)
+            if self._events:
+                self.behind = ""
+        return False
+
+    def events(self) -> list[Event]:
+        events, self._events[:] = list(self._events), []
+        self.ended += sum(isinstance(event, End) for event in events)
+        return events
+
+
+def _joined(out: list[Event | Text]) -> list[Event | Text]:
+    """Neighbouring texts and neighbouring pieces of arguments as one."""
+    joined: list[Event | Text] = []
+    for event in out:
+        last = joined[-1] if joined else None
+        match last, event:
+            case Text(before, one), Text(text, other) if one == other:
+                joined[-1] = Text(before + text, one)
+            case Arguments(before), Arguments(text):
+                joined[-1] = Arguments(before + text)
+            case _:
+                joined.append(event)
+    return joined

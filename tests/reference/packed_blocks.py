@@ -1,0 +1,123 @@
+"""Stored blocks as the rule of packed products has them (spans.py), step by step: the twin that judges the kernels.
+
+In: the stored bytes of a matrix, on any device. Out: an `Opened`. No kernel and no layout of ours is on the way, so what both
+have in common with it they have from the file.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onedraw.backends.packing import SPAN
+from onedraw.backends.torch.ops.cuda.packed.activations import TINY, Opened, beside
+from onedraw.checkpoints.quants import KINDS
+
+TWICE = (0, 1, 2, 3, 4, 6, 8, 12)  # codes of a sign, two bits of exponent and one of mantissa stand for half of these
+
+
+def opened_slowly(raw: Tensor, kind: str, factors: Tensor | None = None) -> Opened:
+    """Stored rows [n, bytes] → all outputs. `factors` [n]: of NVFP4, where they are not all 1."""
+    blocks = _spans(raw, kind)  # [n, spans, blocks, bytes]
+    rows = len(raw)
+    match kind:
+        case "Q4_K" | "Q5_K":
+            whole = blocks[:, :, 0]
+            scale, least = _six_bits(whole)
+            tiny = _tiny(rows, raw.device)
+            weights = (_codes(blocks, kind) * scale[..., None] * tiny[:, :, None, None]).half().view(rows, -1)
+            minima = (least * tiny[:, :, None]).half()
+            return Opened(weights, _side_by_side(_half(whole, 0) / tiny), minima, _side_by_side(_half(whole, 2) / tiny))
+        case "Q6_K":
+            whole = blocks[:, :, 0]
+            scale = whole[..., 192:208].contiguous().view(torch.int8).int()
+            tiny = _tiny(rows, raw.device)
+            weights = _split(_codes(blocks, kind) - 32, -1, 2, 16) * _split(scale, -1, 8, 2)[..., None]
+            weights = (weights * tiny[:, :, None, None, None]).half().view(rows, -1)
+            return Opened(weights, _side_by_side(_half(whole, 208) / tiny))
+        case "Q4_1" | "Q5_1":
+            scale, least = (_side_by_side(_half(blocks, at).reshape(rows, -1)) for at in (0, 2))
+            return Opened(_codes(blocks, kind).half().view(rows, -1), scale, None, least)
+        case "NVFP4":
+            bytes_ = blocks[..., :4].flatten(2)  # [n, spans, 16]
+            exponents, mantissas = bytes_.int() >> 3 & 15, (bytes_ & 7).double()
+            sizes = torch.where(exponents == 0, mantissas * 2.0**-9, torch.ldexp(1 + mantissas / 8, exponents - 7))
+            sizes = torch.where(bytes_ == 0x7F, 0.0, sizes)
+            signed = torch.tensor([*TWICE, *(-value for value in TWICE)], dtype=torch.float64, device=raw.device)
+            weights = _split(signed[_codes(blocks, kind)].flatten(2), -1, 16, 16) * sizes[..., None] / 2
+            scale = torch.ones(rows, device=raw.device) if factors is None else factors
+            return Opened(weights.half().view(rows, -1), _side_by_side(scale[:, None].expand(-1, blocks.shape[1])))
+        case "MXFP4":
+            table = torch.tensor([*TWICE, *(-value for value in TWICE)], dtype=torch.float16, device=raw.device)
+            powers = np.ldexp(np.float32(1), blocks[..., 0].cpu().numpy().astype(np.int32) - 128)
+            scale = torch.from_numpy(powers).to(raw.device).reshape(rows, -1)
+            return Opened(table[_codes(blocks, kind)].view(rows, -1), _side_by_side(scale))
+        case _:
+            centre = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 0}[kind]
+            weights = (_codes(blocks, kind) - centre).half().view(rows, -1)
+            return Opened(weights, _side_by_side(_half(blocks, 0).reshape(rows, -1)))
+
+
+def _tiny(rows: int, device: torch.device) -> Tensor:
+    """What each output's numbers are multiplied with: [n, 1]"""
+    return torch.tensor(TINY, device=device).repeat_interleave(8).repeat(-(-rows // 16))[:rows, None]
+
+
+def _spans(raw: Tensor, kind: str) -> Tensor:
+    """[n, bytes] → [n, spans, blocks, bytes]; blocks of zeros fill the last span up."""
+    per_span = SPAN // KINDS[kind].values
+    blocks = raw.view(len(raw), -1, KINDS[kind].size)
+    blocks = torch.nn.functional.pad(blocks, (0, 0, 0, -blocks.shape[1] % per_span))
+    return _split(blocks, 1, -1, per_span)
+
+
+def _codes(blocks: Tensor, kind: str) -> Tensor:
+    """Whole numbers as they are stored: [n, spans, 8, 32] int32."""
+    whole = blocks[:, :, 0]
+    match kind:
+        case "Q4_K":
+            return _halves(_split(whole[..., 16:], -1, 4, 32))
+        case "Q5_K":
+            shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)[:, None]
+            return _halves(_split(whole[..., 48:], -1, 4, 32)) | (whole[..., None, 16:48] >> shifts & 1).int() << 4
+        case "Q6_K":
+            low = _halves(_split(whole[..., :128], -1, 2, 64))
+            shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device)[:, None]
+            return low | (_split(whole[..., 128:192], -1, 2, 1, 32) >> shifts & 3).flatten(2, 3).int() << 4
+        case "NVFP4":
+            return _halves(_split(blocks[..., 4:], -1, 4, 8).flatten(2, 3))
+        case "Q8_0":
+            return blocks[..., 2:].contiguous().view(torch.int8).int()
+        case "Q5_0" | "Q5_1":
+            shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)
+            fifths = (blocks[..., -20:-16, None] >> shifts & 1).flatten(-2)  # a bit per input, eight in a byte
+            return _halves(blocks[..., -16:]) | fifths.int() << 4
+        case _:
+            return _halves(blocks[..., -16:])
+
+
+def _halves(stored: Tensor) -> Tensor:
+    """Bytes [n, spans, groups, m] → codes [n, spans, 8, 32]: of a group the low halves come first, then the high ones."""
+    return _split(torch.cat([stored & 15, stored >> 4], -1).flatten(2).int(), -1, 8, 32)
+
+
+def _six_bits(whole: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and minima of Q4_K and Q5_K: [n, spans, 8] int32 each."""
+    one, two, three = (whole[..., start : start + 4].int() for start in (4, 8, 12))
+    return torch.cat([one & 63, three & 15 | one >> 6 << 4], -1), torch.cat([two & 63, three >> 4 | two >> 6 << 4], -1)
+
+
+def _half(stored: Tensor, at: int) -> Tensor:
+    """The float16 at a place of every block, as float32."""
+    return stored[..., at : at + 2].contiguous().view(torch.float16)[..., 0].float()
+
+
+def _split(tensor: Tensor, dim: int, *sizes: int) -> Tensor:
+    """One axis as several."""
+    return torch.unflatten(tensor, dim, sizes)
+
+
+def _side_by_side(numbers: Tensor) -> Tensor:
+    """[rows, n] → [n, rows filled up]"""
+    return torch.nn.functional.pad(numbers.t(), (0, beside(len(numbers)) - len(numbers))).contiguous()
