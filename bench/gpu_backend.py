@@ -28,7 +28,7 @@ import torch
 
 from bench.gpu_sections import MORE, drafter_maker
 from onedraw.backends.memory_plan import DRAFTS_PER_LANE
-from onedraw.backends.packing import stored_sizes
+from onedraw.backends.packing import matrix_sizes
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import copy_bandwidth, pick_ops
 from onedraw.backends.torch.runner.cuda_graphs import Graphs
@@ -36,7 +36,7 @@ from onedraw.backends.torch.runner.graph_runner import Steady
 from onedraw.checkpoints.random_shapes import named_mixture, open_random
 from onedraw.engine.engine import Engine
 from onedraw.engine.scheduler import Scheduler
-from onedraw.lab.floor import turn_bytes
+from onedraw.lab.floor import step_bytes
 from onedraw.lab.recorded_drafts import RecordedProposer
 from onedraw.memory.allocator import Ledger
 from onedraw.models.model_info import describe
@@ -85,8 +85,8 @@ class Bench:
         self.kv = kv or self.dtype
         packed = bool(named_mixture(model)[1])
         products = f"packed-{self.dtype}" if packed else self.dtype
-        self.sizes = stored_sizes(described.weights, products)
-        self.plain_sizes = stored_sizes(described.weights, "bf16")  # two bytes a number
+        self.sizes = matrix_sizes(described.weights, products)
+        self.plain_sizes = matrix_sizes(described.weights, "bf16")  # two bytes a number
         self.backend = TorchBackend(
             self.spec,
             described.weights,
@@ -112,7 +112,7 @@ class Bench:
 
     def bytes(self, *, rows: int, context: int) -> int:
         """That a turn reads."""
-        return turn_bytes(self.spec, self.sizes, dtype=self.kv, rows=rows, context=context)
+        return step_bytes(self.spec, self.sizes, dtype=self.kv, rows=rows, context=context)
 
     def plan(self, rows: Sequence[tuple[int, tuple[Draft, ...]]], params: SamplingParams) -> Plan:
         """Rows that stand at a position, each with pages of its own."""
@@ -157,7 +157,7 @@ class Bench:
 
     def engine(self, speculator: Speculator, *, pages: int | None = None, turn_tokens: int = 2048, ahead: bool = True) -> Engine:
         capacity = self.backend.capacity
-        capacity = replace(capacity, ahead=ahead and capacity.ahead)
+        capacity = replace(capacity, async_scheduling=ahead and capacity.async_scheduling)
         if pages is not None:
             capacity = replace(capacity, groups=tuple(replace(group, pages=pages) for group in capacity.groups))
         ledger = Ledger(capacity, reuse=False)
@@ -241,7 +241,7 @@ def decode(bench: Bench) -> None:
             continue
         asked = _requests(bench, count, prompt, 148 + -(-prompt * count // 1024), SAMPLED)
         bench.answers(asked, bench.engine(Speculator([])))
-        for ahead in bench.ways if bench.backend.capacity.ahead else (False,):
+        for ahead in bench.ways if bench.backend.capacity.async_scheduling else (False,):
             times = _steady_turns(bench.engine(Speculator([]), ahead=ahead), asked, 128)
             ms, mean, worst = 1e3 * statistics.median(times), 1e3 * statistics.mean(times), 1e3 * max(times)
             floor = 1e3 * bench.bytes(rows=count, context=prompt + 64) / bench.speed
@@ -325,7 +325,7 @@ def _ran(bench: Bench, requests: Sequence[Request], engine: Engine) -> tuple[lis
 def prefill(bench: Bench) -> None:
     spec = bench.spec
     given = {"dtype": bench.dtype, "rows": 1, "context": 0}
-    read = turn_bytes(spec, bench.plain_sizes, **given) - turn_bytes(spec, dict.fromkeys(bench.plain_sizes, 0), **given)
+    read = step_bytes(spec, bench.plain_sizes, **given) - step_bytes(spec, dict.fromkeys(bench.plain_sizes, 0), **given)
     matrices = read / 2 - spec.vocab * spec.hidden  # numbers that every token meets
     for count in (2048, 8192):
         asked = _requests(bench, 1, count, 1, SAMPLED)

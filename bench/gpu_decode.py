@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onedraw.backends.sampled_rows import Position
+from onedraw.backends.sampled_rows import SamplingPosition
 from onedraw.backends.torch.ops.cuda import delta_chunked as triton_delta_chunks
 from onedraw.backends.torch.ops.cuda import delta_recurrent as triton_delta_steps
 from onedraw.backends.torch.ops.cuda.attention import attend
@@ -299,7 +299,7 @@ class CapturedTurn:
         if params is not None:
             history = History((1, 2, 3), [])
             count = len(inputs.host_tokens)
-            positions = [Position(i, replace(params, seed=i), history, (), str(i)) for i in range(count)]
+            positions = [SamplingPosition(i, replace(params, seed=i), history, (), str(i)) for i in range(count)]
             sampler = TritonSampler(vocab=model.shape.vocab, lanes=count, device=DEVICE)
             self.wishes = sampler.wishes(positions)
         self.graph = captured(partial(self._work, model))
@@ -557,7 +557,7 @@ def sampler() -> None:
             "greedy": SamplingParams(temperature=0.0),
         }
         for name, params in kinds.items():
-            positions = [Position(i, replace(params, seed=i), history, (), str(i)) for i in range(rows)]
+            positions = [SamplingPosition(i, replace(params, seed=i), history, (), str(i)) for i in range(rows)]
             fast = TritonSampler(vocab=vocab, lanes=rows, device=DEVICE)
             plain = Sampler(vocab=vocab, lanes=rows, device=DEVICE)
             wishes = fast.wishes(positions)
@@ -576,7 +576,7 @@ def choosing() -> None:
             line = []
             for rows in (1, 8, 16, 24, 32):
                 logits = normal(rows, vocab, spread=spread)
-                positions = [Position(i, replace(params, seed=i), History((1,), []), (), str(i)) for i in range(rows)]
+                positions = [SamplingPosition(i, replace(params, seed=i), History((1,), []), (), str(i)) for i in range(rows)]
                 wishes = TritonSampler(vocab=vocab, lanes=rows, device=DEVICE).wishes(positions)
                 work = partial(choose, logits, wishes, vocab=vocab, width=padded(vocab), pdl=True)
                 line.append(round(1000 * replay_ms(work, repeats=10, inner=4), 1))

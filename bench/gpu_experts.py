@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu_decode import captured, timed_ms
-from onedraw.backends.packing import SPANS, span_bytes
+from onedraw.backends.packing import SPAN_BYTES, gpu_packed_bytes
 from onedraw.backends.torch.ops.cuda.experts import Routes, route
 from onedraw.backends.torch.ops.cuda.linear import shared_memory
 from onedraw.backends.torch.ops.cuda.nvrtc import keep_in
@@ -122,7 +122,7 @@ def check(kinds: tuple[str, str, str]) -> None:
 
 def chosen_bytes(parts: Iterable[Fragments], ids: Tensor) -> int:
     """Of the experts that somebody chose."""
-    return sum(span_bytes((part.rows, part.width), part.kind) for part in parts) * len(ids.unique())
+    return sum(gpu_packed_bytes((part.rows, part.width), part.kind) for part in parts) * len(ids.unique())
 
 
 def said(name: str, us: float, size: int, flops: float) -> str:
@@ -186,7 +186,9 @@ def heights(kinds: tuple[str, str, str], rows: Iterable[int], limit: float) -> N
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("section", choices=("check", "time", "heights"))
-    parser.add_argument("--kinds", nargs=3, default=["Q4_K", "Q4_K", "Q6_K"], choices=list(SPANS), metavar=("GATE", "UP", "DOWN"))
+    parser.add_argument(
+        "--kinds", nargs=3, default=["Q4_K", "Q4_K", "Q6_K"], choices=list(SPAN_BYTES), metavar=("GATE", "UP", "DOWN")
+    )
     parser.add_argument("--rows", nargs="*", type=int, default=list(ROWS))
     parser.add_argument("--limit", type=float, default=60)
     parser.add_argument("--cache", type=Path, default=Path("build"))

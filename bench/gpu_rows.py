@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu_decode import captured, timed_ms
-from onedraw.backends.packing import SPANS, span_bytes
+from onedraw.backends.packing import SPAN_BYTES, gpu_packed_bytes
 from onedraw.backends.torch.ops.cuda.nvrtc import keep_in
 from onedraw.backends.torch.ops.cuda.packed.activations import Prepared, prepare_rows, product_slowly
 from onedraw.backends.torch.ops.cuda.packed.few_rows import make_ready, opened, skinny_product, unpacked_rows
@@ -146,7 +146,7 @@ def timed(rows: Iterable[int], kinds: Iterable[str], limit: float, forms: Iterab
     for kind, n, k in SHAPES:
         if kind not in kinds or time.monotonic() - began > limit:
             continue
-        size = span_bytes((n, k), kind)
+        size = gpu_packed_bytes((n, k), kind)
         copies = copies_of(made(kind, n, k)[0], size)
         floor = size / COPY_BYTES * 1e6
         for form, pdl in [*((one, True) for one in forms), (None, False)]:
@@ -159,7 +159,7 @@ def timed(rows: Iterable[int], kinds: Iterable[str], limit: float, forms: Iterab
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("section", choices=("check", "time"))
-    parser.add_argument("--kinds", nargs="*", default=list(SPANS))
+    parser.add_argument("--kinds", nargs="*", default=list(SPAN_BYTES))
     parser.add_argument("--rows", nargs="*", type=int, default=[1, 8, 16, 24, 64])
     parser.add_argument("--all-forms", action="store_true")
     parser.add_argument("--limit", type=float, default=60)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onedraw.backends.sampled_rows import Position
+from onedraw.backends.sampled_rows import SamplingPosition
 from onedraw.backends.torch.runner.staging_buffers import Direct
 from onedraw.backends.torch.state.kv_pages import PageStore
 from onedraw.checkpoints.random_weights import RandomCheckpoint
@@ -40,11 +40,11 @@ def drafter_maker(
     name: str, checkpoint: RandomCheckpoint, described: Described, *, context: int, lanes: int
 ) -> Callable[[Any, Any, Any], Any]:
     """As the server makes it: by its path, or `random:SHAPE-dflash`."""
-    from onedraw.build.drafters import Drafting
+    from onedraw.build.drafters import DrafterBuilder
     from onedraw.settings import Settings
     from onedraw.text.fake_tokenizer import toy_tokenizer
 
-    drafting = Drafting(Path(name), toy_tokenizer(), checkpoint)
+    drafting = DrafterBuilder(Path(name), toy_tokenizer(), checkpoint)
     return drafting.maker(Settings(model=str(checkpoint.path), max_batch=lanes), described, max_context=context)
 
 
@@ -128,13 +128,13 @@ def choosing(bench: Bench) -> None:
         logits = 3 * torch.randn(rows, -(-bench.spec.vocab // 64) * 64, device=bench.device).to(bench.backend._stack.dtype)
         for name, params in cases.items():
             own = [replace(params, seed=i) for i in range(rows)]
-            positions = [Position(i, own[i], History((1, 2, 3), [4]), (), f"c{i}") for i in range(rows)]
+            positions = [SamplingPosition(i, own[i], History((1, 2, 3), [4]), (), f"c{i}") for i in range(rows)]
             ms = _choosing_ms(bench, logits, positions)
             bench.say(f"{bench.name}: choosing {rows} x {bench.spec.vocab}, {name}, ms", ms)
 
 
 @torch.inference_mode()
-def _choosing_ms(bench: Bench, logits: Tensor, positions: list[Position]) -> float:
+def _choosing_ms(bench: Bench, logits: Tensor, positions: list[SamplingPosition]) -> float:
     sampler: Any = bench.backend._sampler
     if not hasattr(sampler, "prepare"):
         begin = time.perf_counter()

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onedraw.backends.memory_plan import OPENED_BYTES
-from onedraw.backends.packing import SPANS
+from onedraw.backends.memory_plan import DEQUANT_BYTES
+from onedraw.backends.packing import SPAN_BYTES
 from onedraw.backends.torch.ops.cuda import nvrtc
 from onedraw.backends.torch.ops.cuda.packed import few_rows as packed_rows
 from onedraw.backends.torch.ops.cuda.packed import linear as packed_linear
@@ -174,7 +174,7 @@ def time() -> None:
             x, flops, weight = normal(rows, k), 2 * rows * n * k, kept(kind, n, k)
             out = torch.empty(rows, n, dtype=torch.bfloat16, device=DEVICE)
             prepared = prepare_rows(x)
-            count = min(n, (OPENED_BYTES // (2 * k)) // 128 * 128)
+            count = min(n, (DEQUANT_BYTES // (2 * k)) // 128 * 128)
             some = packed_rows.empty_opened(weight, count)
             opening = timed(partial(packed_rows.opened, weight, 0, count, some)) * n / count
             product = timed(partial(wide.wide_product, prepared, some, out=out[:, :count])) * n / count
@@ -250,7 +250,7 @@ def variants(numbers: Iterable[str]) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("probe", "check", "time", "few", "compile", "variants"))
-    parser.add_argument("--kinds", nargs="*", default=list(SPANS))
+    parser.add_argument("--kinds", nargs="*", default=list(SPAN_BYTES))
     parser.add_argument("--numbers", nargs="*", default=["2,4", "1,16"], help="cluster,group; probe takes the first")
     given = parser.parse_args()
     nvrtc.keep_in(Path("build"))

@@ -82,7 +82,7 @@ def backend_of(recorder: Scripted, *, recurrent: bool, lanes: int) -> TorchBacke
         check=False,
         recorder=recorder,
     )
-    backend._capacity = replace(backend.capacity, ahead=False, starts=256)
+    backend._capacity = replace(backend.capacity, async_scheduling=False, async_tokens=256)
     return backend
 
 

@@ -65,7 +65,7 @@ def load_weights(path: str, dtype: str) -> dict[str, float]:
     """Builds a stack under the eyes of the parent: speaks before and after, and waits for a line each time."""
     import torch
 
-    from onedraw.backends.packing import PACKED_DTYPES, hold
+    from onedraw.backends.packing import PACKED_DTYPES, plan_weight_storage
     from onedraw.backends.torch.device import DTYPES, pick_ops
     from onedraw.backends.torch.model.transformer import Stack
     from onedraw.backends.torch.runner.stages import Site
@@ -89,7 +89,7 @@ def load_weights(path: str, dtype: str) -> dict[str, float]:
         stack = thread.submit(build).result()
         _meet("loaded")
     packed = chosen in PACKED_DTYPES
-    plan = hold(described.weights, chosen).weights.total if packed else spec.parameters * DTYPE_BYTES[chosen]
+    plan = plan_weight_storage(described.weights, chosen).weights.total if packed else spec.parameters * DTYPE_BYTES[chosen]
     ropes = sum(table.numel() * table.element_size() for table in stack.stages[0].ropes.values())
     return {
         "parameters": float(plan),

@@ -139,7 +139,7 @@ def measure(way: str, service: Service, given: argparse.Namespace) -> tuple[Meas
     for runs, tokens in ((prompts, given.requests * given.prompt_tokens), (replies, given.requests * given.new_tokens)):
         best = min(runs, key=lambda run: run.seconds)
         figures += [tokens / best.seconds, 1000 * min(run.computing for run in runs) / tokens, best.at_work / best.seconds]
-    return Measure(way, service.capacity.tickets, *(round(figure, 2) for figure in figures)), judged
+    return Measure(way, service.capacity.max_in_flight, *(round(figure, 2) for figure in figures)), judged
 
 
 def open_one(given: argparse.Namespace, described: Described, **place: Any) -> Service:

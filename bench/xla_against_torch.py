@@ -47,13 +47,13 @@ def source_of(model: str, *, random: bool) -> tuple[Any, Any]:
 def make_backend(side: str, spec: Any, weights: Any, *, device: str, compiled: Path) -> Any:
     dtype = "bf16" if device == "cuda" else "f32"
     if side == "xla":
-        from onedraw.backends.xla.backend import Site, XlaBackend
+        from onedraw.backends.xla.backend import XlaBackend, XlaStageDevice
         from onedraw.backends.xla.platform import find_devices, keep_compiled
 
         keep_compiled(compiled)
         _, [found] = find_devices(device, ["auto"])
-        backend = XlaBackend(spec, weights, dtype=dtype, sites=[Site(found)], turn_tokens=512, **SIZES)
-        print(f"self-check: {[(f.what, f.holds) for f in backend.report.findings]}", file=sys.stderr)
+        backend = XlaBackend(spec, weights, dtype=dtype, sites=[XlaStageDevice(found)], turn_tokens=512, **SIZES)
+        print(f"self-check: {[(f.check, f.passed) for f in backend.report.results]}", file=sys.stderr)
         return backend
     from onedraw.backends.torch.backend import TorchBackend
     from onedraw.backends.torch.device import pick_ops, set_threads

@@ -7,14 +7,14 @@ OnedrawError                 anything we say on purpose
 │   └── Unsupported          a wish this backend or build cannot honour, by name
 ├── Barren                   the law left no token to choose
 ├── QueueFull                too many waiting: 429, try again
-├── Draining                 the server is shutting down: 503
-├── NotFinite                a model's numbers overflowed: 500, and which dtype holds them
+├── ShuttingDown                 the server is shutting down: 503
+├── NonFiniteLogits                a model's numbers overflowed: 500, and which dtype holds them
 ├── TurnFailed               an exception in a turn: 500, with an id that the log has too
 ├── ModelError               the checkpoint cannot be used
-│   ├── NotFound             no such model, and how to get it
-│   ├── Corrupt              names file and tensor
+│   ├── ModelNotFound             no such model, and how to get it
+│   ├── CorruptFile              names file and tensor
 │   └── UnsupportedModel     names the architecture or config key, lists what is supported
-├── NoRoom                   memory for not even one sequence, or a full disk: says how much is needed
+├── OutOfMemory                   memory for not even one sequence, or a full disk: says how much is needed
 └── BadSetting               a flag or environment variable is wrong
 """
 
@@ -78,11 +78,11 @@ class QueueFull(OnedrawError):
     code, status = "queue_full", 429
 
 
-class Draining(OnedrawError):
+class ShuttingDown(OnedrawError):
     code, status = "shutting_down", 503
 
 
-class NotFinite(OnedrawError):
+class NonFiniteLogits(OnedrawError):
     code, status = "not_finite", 500
 
 
@@ -94,11 +94,11 @@ class ModelError(OnedrawError):
     code = "model_error"
 
 
-class NotFound(ModelError):
+class ModelNotFound(ModelError):
     code, status = "model_not_found", 404
 
 
-class Corrupt(ModelError):
+class CorruptFile(ModelError):
     code = "corrupt_checkpoint"
 
 
@@ -106,7 +106,7 @@ class UnsupportedModel(ModelError):
     code = "unsupported_model"
 
 
-class NoRoom(OnedrawError):
+class OutOfMemory(OnedrawError):
     code = "no_room"
 
 

@@ -79,5 +79,5 @@ def backend_of(
         make_drafter=make_drafter,
         ahead=ahead,
         line=Line([lambda: None for _ in range(len(cuts) + 1)]) if overlap else None,
-        tickets=len(cuts) + 1 if overlap else 1,
+        max_in_flight=len(cuts) + 1 if overlap else 1,
     )

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 import onedraw
-from onedraw.errors import BadParameter, BadRequest, BadSetting, Draining
+from onedraw.errors import BadParameter, BadRequest, BadSetting, ShuttingDown
 from onedraw.llm.llm import Reply
 
 
@@ -103,7 +103,7 @@ def test_a_prompt_of_no_known_kind_is_refused(model: onedraw.Model, prompt: list
 def test_a_closed_model_answers_no_more() -> None:
     model = onedraw.load("fake", backend="fake")
     model.close()
-    with pytest.raises(Draining):
+    with pytest.raises(ShuttingDown):
         model.generate("hello")
 
 

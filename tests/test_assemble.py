@@ -14,7 +14,7 @@ from onedraw.backends.torch import device
 from onedraw.build import llm as assemble
 from onedraw.build.llm import _tell_layers, open_door
 from onedraw.checkpoints.base import open_checkpoint
-from onedraw.errors import BadSetting, NoRoom, UnsupportedModel
+from onedraw.errors import BadSetting, OutOfMemory, UnsupportedModel
 from onedraw.llm.options import Wishes, settle
 from onedraw.models.model_info import describe
 from onedraw.settings import Settings
@@ -35,7 +35,7 @@ def test_a_path_is_served_under_its_last_part(tmp_path: Path, path: str, name: s
 
 
 def test_pages_for_less_than_one_sequence_are_refused_at_the_start() -> None:
-    with pytest.raises(NoRoom, match="needs 4 pages"):
+    with pytest.raises(OutOfMemory, match="needs 4 pages"):
         open_door(Settings(backend="fake", max_context=64, kv_memory=3))
 
 

@@ -44,12 +44,12 @@ class Capacity:
     logits_per_position: bool = True  # can verify drafts
     max_drafts: int = 64  # drafts of one row in one turn
     draft_positions: int | None = None  # drafts of all rows in one turn, where a rollback buffer bounds them
-    turn_tokens: int | None = None  # tokens of one turn, where buffers between devices bound them
+    step_tokens: int | None = None  # tokens of one turn, where buffers between devices bound them
     stages: int = 1  # parts that the layers lie in, one behind the other
-    tickets: int = 1  # plans that may be under way at once; stages on devices of their own work on one each
-    ticket_rows: int = 1  # sequences that ride together before a second plan is made: fewer would take as long by themselves
-    starts: int = 0  # tokens of a steady turn that `submit` only starts; 0: it computes every turn
-    ahead: bool = False  # a plan may follow one that is under way: its rows await the tokens of that one's rows
+    max_in_flight: int = 1  # plans that may be under way at once; stages on devices of their own work on one each
+    min_step_rows: int = 1  # sequences that ride together before a second plan is made: fewer would take as long by themselves
+    async_tokens: int = 0  # tokens of a steady turn that `submit` only starts; 0: it computes every turn
+    async_scheduling: bool = False  # a plan may follow one that is under way: its rows await the tokens of that one's rows
     lookahead: int = 0  # positions past a row that the backend's own drafter writes to; covered where pages allow
     drafter: str = ""  # the backend's own drafter, if it has one
     device: str = "cpu"
@@ -57,13 +57,13 @@ class Capacity:
     activation: str = "f32"  # dtype of the residual stream
     kv_dtype: str = ""  # of keys and values; empty: that of the products
 
-    def only_starts(self, rows: Sequence[Row]) -> bool:
+    def submits_async(self, rows: Sequence[Row]) -> bool:
         """`submit` of these rows returns at once."""
         tokens = sum(len(row.tokens) + len(row.drafts) for row in rows)
-        return tokens <= self.starts and all(is_steady(row, recurrent=self.recurrent) for row in rows)
+        return tokens <= self.async_tokens and all(is_plain_decode(row, recurrent=self.recurrent) for row in rows)
 
 
-def is_steady(row: Row, *, recurrent: bool) -> bool:
+def is_plain_decode(row: Row, *, recurrent: bool) -> bool:
     """A row of a turn that repeats: it chooses, from one generated token, with what sampling kernels can do alone. Logprobs and
     constraints are left to the host's part of the sampler, and checkpoints and prompts come once per request."""
     plain = row.chooses and len(row.tokens) == 1 and not (row.scores or row.copies or row.saves) and row.restore is None
@@ -72,27 +72,27 @@ def is_steady(row: Row, *, recurrent: bool) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckResult:
     """One thing that was looked at before anything is served."""
 
-    what: str
-    holds: bool
+    check: str
+    passed: bool
 
 
 @dataclass(frozen=True, slots=True)
 class SelfCheck:
     """Whether a row computes from its row on this machine."""
 
-    findings: tuple[Finding, ...]
+    results: tuple[CheckResult, ...]
 
     @property
-    def holds(self) -> bool:
-        return all(finding.holds for finding in self.findings)
+    def passed(self) -> bool:
+        return all(result.passed for result in self.results)
 
 
 class Backend(Protocol):
     """One device, or several under one roof. A sequence rides in one ticket at a time; tickets are collected in the order of
-    their submission, and no more than `Capacity.tickets` are under way; with `Capacity.ahead` one more, whose rows await what
+    their submission, and no more than `max_in_flight` are under way; with `async_scheduling` one more, whose rows await what
     the one before it chooses. With one ticket, `submit` may compute."""
 
     @property
@@ -106,7 +106,7 @@ class Backend(Protocol):
 
 
 @runtime_checkable
-class Exports(Protocol):
+class SupportsSnapshots(Protocol):
     """A backend whose checkpoints can leave it and come back, bit for bit. Names and shapes do not depend on a split."""
 
     @property

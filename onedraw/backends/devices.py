@@ -28,7 +28,7 @@ def cpu_model() -> str:
     return _said("model name") or platform.machine()
 
 
-def cpu_vectors() -> str:
+def cpu_features_digest() -> str:
     """Eight digits that differ where the vector instructions do."""
     offered = (_said("flags") or _said("Features")).split()
     return sha256(" ".join(sorted(word for word in offered if word.startswith(VECTOR))).encode()).hexdigest()[:8]
@@ -63,16 +63,16 @@ class Device:
     cores: tuple[int, ...] = ()
 
     @property
-    def described(self) -> bool:
+    def hypothetical(self) -> bool:
         return "/" in self.name
 
     @property
-    def home(self) -> str:
+    def memory_pool(self) -> str:
         """Whose memory it takes: processors of one machine share theirs."""
-        return self.kind if self.kind == "cpu" and not self.described else self.name
+        return self.kind if self.kind == "cpu" and not self.hypothetical else self.name
 
 
-def apart(devices: Sequence[Device]) -> bool:
+def can_overlap(devices: Sequence[Device]) -> bool:
     """Several devices of one kind, none of which another takes computing time from: each can be kept busy by itself.
 
     A CPU beside an accelerator is left out: the slower one decides, and two small turns cost it more than one large one.

@@ -31,7 +31,7 @@ _STEP_FORM = 2**32  # what a generated position leaves in a page, where there ar
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class SavedCheckpoint:
     """A checkpoint's content."""
 
     state: bytes
@@ -54,12 +54,12 @@ class FakeBackend:
         recurrent: bool = False,
         checkpoints: int = 0,
         draft_positions: int | None = None,
-        tickets: int = 1,
-        ticket_rows: int = 1,
+        max_in_flight: int = 1,
+        min_step_rows: int = 1,
         state_dtype: str = "f32",
         returns_logits: bool = True,
-        ahead: bool = False,
-        starts: int = 0,
+        async_scheduling: bool = False,
+        async_tokens: int = 0,
         favoured: Sequence[int] = (),
     ) -> None:
         require_state_dtype(state_dtype, "recurrent state of the fake backend")
@@ -74,18 +74,18 @@ class FakeBackend:
             recurrent=recurrent,
             checkpoints=checkpoints,
             draft_positions=draft_positions,
-            tickets=tickets,
-            ticket_rows=ticket_rows,
+            max_in_flight=max_in_flight,
+            min_step_rows=min_step_rows,
             returns_logits=returns_logits,
             logits_per_position=returns_logits,
-            ahead=ahead,
-            starts=starts,
+            async_scheduling=async_scheduling,
+            async_tokens=async_tokens,
             device="fake",
         )
         self._stores = [np.full((count, page_size), -1, dtype=np.int64) for count in counts]
         self._lanes: list[bytes] = [b""] * lanes
         self._chosen: list[tuple[str, int, int]] = [("", 0, 0)] * lanes  # request, position and token of a lane's last choice
-        self._kept = [Kept(b"", None)] * checkpoints
+        self._kept = [SavedCheckpoint(b"", None)] * checkpoints
         self._taste = np.zeros(vocab, dtype=np.float32)
         self._taste[list(favoured)] = 6.0
         self._tickets = itertools.count()
@@ -100,7 +100,7 @@ class FakeBackend:
         begin = time.perf_counter()
         most = self._capacity.draft_positions
         assert most is None or sum(len(row.drafts) for row in plan.rows) <= most, "more drafts than can be rolled back"
-        most = self._capacity.tickets + any(row.awaits for row in plan.rows)
+        most = self._capacity.max_in_flight + any(row.awaits for row in plan.rows)
         assert len(self._under_way) < most, "more plans than may be under way"
         self._homeward = []
         rows = tuple(self.run(self.awaited(row) if row.awaits else row) for row in plan.rows)
@@ -191,7 +191,7 @@ class FakeBackend:
 
     def save(self, row: Row, save: Save, state: bytes, logits: Logits | None) -> None:
         assert not row.drafts, "a row that saves carries no drafts"
-        self._kept[save.slot] = Kept(state, logits)
+        self._kept[save.slot] = SavedCheckpoint(state, logits)
 
     @property
     def identity(self) -> str:
@@ -208,7 +208,7 @@ class FakeBackend:
             for stored, page in own.items():
                 self._stores[group][page] = arrays[f"pages.{group}"][stored]
         if slot is not None:
-            self._kept[slot] = Kept(arrays["state"].tobytes(), arrays.get("logits"))
+            self._kept[slot] = SavedCheckpoint(arrays["state"].tobytes(), arrays.get("logits"))
 
     # ------------------------------------------------------------------ state
 

@@ -1,6 +1,6 @@
 """How much memory a model needs before a byte of it is allocated: weights, pages, states, total. Pure arithmetic.
 
-In: a ModelSpec and the asked sizes. Out: a MemoryPlan, or NoRoom that names the bytes missing.
+In: a ModelSpec and the asked sizes. Out: a MemoryPlan, or OutOfMemory that names the bytes missing.
 `inspect` prints it, `assemble` allocates by it, so what was promised is what is taken.
 """
 
@@ -10,15 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from onedraw.backends.precision import float_dtype
-from onedraw.errors import BadSetting, NoRoom
+from onedraw.errors import BadSetting, OutOfMemory
 from onedraw.models.spec import DTYPE_BYTES, KV_BYTES, STATE_BYTES, LayerSpec, ModelSpec, MoeSpec
 
 # -------------------- What crosses from one stage of layers to the next, in bytes. Pure arithmetic.
 
 
-MOST_BYTES = 64 * 2**20  # of one boundary
-STEP = 64  # rows come in multiples of it: rows are padded to blocks of up to 64 (see layers/linear.py)
-FEWEST_ROWS = 256  # what the self-check of the torch backend runs at once
+MAX_BOUNDARY_BYTES = 64 * 2**20  # of one boundary
+ROW_MULTIPLE = 64  # rows come in multiples of it: rows are padded to blocks of up to 64 (see layers/linear.py)
+MIN_STAGING_ROWS = 256  # what the self-check of the torch backend runs at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +38,23 @@ def row_bytes(hidden: int, dtype: str, *, inputs: int = 0) -> int:
     return (2 * hidden + inputs) * DTYPE_BYTES[dtype]
 
 
-def inputs_behind(spec: ModelSpec, cut: int) -> int:
+def layer_inputs_after(spec: ModelSpec, cut: int) -> int:
     return (len(spec.layers) - cut) * spec.inputs
 
 
 def staging_plan(spec: ModelSpec, cuts: tuple[int, ...], *, tokens: int, dtype: str) -> StagingPlan:
-    """Buffers for turns of up to `tokens` tokens, or fewer where those would take more than MOST_BYTES."""
-    sizes = [row_bytes(spec.hidden, dtype, inputs=inputs_behind(spec, cut)) for cut in cuts]
-    wanted = -(-max(tokens, FEWEST_ROWS) // STEP) * STEP
-    rows = min([wanted, *(MOST_BYTES // size // STEP * STEP for size in sizes)])
-    if rows < FEWEST_ROWS:
-        raise NoRoom(f"a boundary of {max(sizes)} bytes per row leaves {rows} rows within {MOST_BYTES} bytes; use one device")
+    """Buffers for turns of up to `tokens` tokens, or fewer where those would take more than MAX_BOUNDARY_BYTES."""
+    sizes = [row_bytes(spec.hidden, dtype, inputs=layer_inputs_after(spec, cut)) for cut in cuts]
+    wanted = -(-max(tokens, MIN_STAGING_ROWS) // ROW_MULTIPLE) * ROW_MULTIPLE
+    rows = min([wanted, *(MAX_BOUNDARY_BYTES // size // ROW_MULTIPLE * ROW_MULTIPLE for size in sizes)])
+    if rows < MIN_STAGING_ROWS:
+        raise OutOfMemory(
+            f"a boundary of {max(sizes)} bytes per row leaves {rows} rows within {MAX_BOUNDARY_BYTES} bytes; use one device"
+        )
     return StagingPlan(rows, tuple(rows * size for size in sizes))
 
 
-def most_tokens(rows: int, *, chunk: int) -> int:
+def max_step_tokens(rows: int, *, chunk: int) -> int:
     """The token budget that keeps a turn within so many rows: a prompt moves by one chunk beside whatever else runs."""
     return rows - chunk
 
@@ -68,17 +70,17 @@ def context_bytes(hidden: int, *, buffers: int, context: int, dtype: str) -> int
 DEFAULT_KV_BYTES = 2**30  # of pages, where nobody said how many; one full sequence always fits
 DEFAULT_DRAFT_BYTES = 2**30  # of the rollback buffer, at most
 DEFAULT_CHECKPOINT_BYTES = 2**30  # of checkpoints, at most
-MOST_CHECKPOINTS = 64
+MAX_CHECKPOINTS = 64
 DRAFTS_PER_LANE = 16  # places of the rollback buffer, where nobody asked for more
-MOST_DRAFTS = 64  # of one row
+MAX_ROW_DRAFTS = 64  # of one row
 LOGITS_BYTES = 256 * 2**20  # float32 logits held at once
 GRAPH_BYTES = 512 * 2**20  # of recorded turns
-OPENED_BYTES = 256 * 2**20  # of packed weights that a GPU writes out for products with many rows, a slice at a time
-PARTS_BYTES = (
+DEQUANT_BYTES = 256 * 2**20  # of packed weights that a GPU writes out for products with many rows, a slice at a time
+PARTIAL_SUM_BYTES = (
     160 * 2**20
 )  # of sums that wait in a packed product with few rows, whose outputs come a slab at a time where it has more
-RESERVE = 0.05  # of an accelerator's memory: what its runtime takes
-SMALLEST_DEFAULT_CONTEXT = 4096  # a default context is not cut below this to save pages
+RUNTIME_RESERVE = 0.05  # of an accelerator's memory: what its runtime takes
+MIN_DEFAULT_CONTEXT = 4096  # a default context is not cut below this to save pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ class GroupPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class WeightBytes:
+class PackedWeightBytes:
     """Bytes of packed weights: with the first layer, of each layer, with the last one."""
 
     first: int
@@ -121,7 +123,7 @@ class MemoryPlan:
     checkpoints: int
     checkpoint_bytes: int  # of one
     kv_dtype: str  # of keys and values
-    weights: WeightBytes | None = None  # where they are packed
+    weights: PackedWeightBytes | None = None  # where they are packed
 
     @property
     def pages(self) -> tuple[int, ...]:
@@ -151,7 +153,7 @@ def memory_plan(
     spec: ModelSpec,
     *,
     dtype: str,
-    weights: WeightBytes | None = None,
+    weights: PackedWeightBytes | None = None,
     max_context: int | None = None,
     max_batch: int,
     page_size: int,
@@ -176,7 +178,7 @@ def memory_plan(
 
     def needs(context: int) -> list[tuple[int, int]]:
         """(pages of one sequence, bytes of a page) per group."""
-        turn = turn_tokens + MOST_DRAFTS
+        turn = turn_tokens + MAX_ROW_DRAFTS
         spans = [context if window is None else min(context, window + turn) for window in spec.windows]
         return [
             (pages_for(span, page_size) + (span < context), spec.group_page_bytes(group, page_size, kv_dtype))
@@ -187,7 +189,7 @@ def memory_plan(
     context = _context(spec, max_context, fits=lambda tokens: _bytes(needs(tokens)) <= memory, fixed=kv_memory is not None)
     one = _bytes(needs(context))
     if kv_memory is not None and kv_memory < one:
-        raise NoRoom(
+        raise OutOfMemory(
             f"one sequence of {context} tokens needs {one} bytes of pages ({human_bytes(one)}) and "
             f"--kv-memory gives {kv_memory} ({human_bytes(kv_memory)}); raise --kv-memory or lower --max-context",
         )
@@ -216,17 +218,17 @@ def memory_plan(
     )
 
 
-def room_for_pages(plan: MemoryPlan, spec: ModelSpec, *, memory: int, turn_tokens: int, beside: int = 0) -> int:
+def page_budget(plan: MemoryPlan, spec: ModelSpec, *, memory: int, turn_tokens: int, beside: int = 0) -> int:
     """Bytes of an accelerator's free memory that pages may take: what weights, states, a drafter `beside`, the numbers of a
     turn, what packed products write and recorded turns leave, less a share that its runtime takes. 0 where they leave nothing."""
     nobodys = sum(group.page_bytes for group in plan.groups)  # where padding writes
-    turns = turn_bytes(spec, plan.dtype, turn_tokens=turn_tokens, weights=plan.weights, recorded=True)
+    turns = step_bytes(spec, plan.dtype, turn_tokens=turn_tokens, weights=plan.weights, recorded=True)
     taken = plan.total_bytes - plan.kv_bytes + nobodys + beside + turns.total
-    return max(int(memory * (1 - RESERVE)) - taken, 0)
+    return max(int(memory * (1 - RUNTIME_RESERVE)) - taken, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class TurnBytes:
+class StepBytes:
     """What turns take on an accelerator beside what they read."""
 
     numbers: int  # of a turn, and logits
@@ -239,17 +241,17 @@ class TurnBytes:
         return self.numbers + self.opened + self.parts + self.recorded
 
 
-def turn_bytes(spec: ModelSpec, dtype: str, *, turn_tokens: int, weights: WeightBytes | None, recorded: bool) -> TurnBytes:
+def step_bytes(spec: ModelSpec, dtype: str, *, turn_tokens: int, weights: PackedWeightBytes | None, recorded: bool) -> StepBytes:
     """`weights`: packed ones, where they are."""
-    return TurnBytes(
-        numbers=turn_scratch(spec, float_dtype(dtype), turn_tokens),
-        opened=0 if weights is None else OPENED_BYTES,
+    return StepBytes(
+        numbers=activation_bytes(spec, float_dtype(dtype), turn_tokens),
+        opened=0 if weights is None else DEQUANT_BYTES,
         parts=0 if weights is None else weights.parts,
         recorded=GRAPH_BYTES if recorded else 0,
     )
 
 
-def turn_scratch(spec: ModelSpec, dtype: str, turn_tokens: int) -> int:
+def activation_bytes(spec: ModelSpec, dtype: str, turn_tokens: int) -> int:
     """Bytes of numbers that a turn of so many tokens holds at once, as an upper bound: a layer's widest rows, and logits."""
     rows = [
         sum(shape[0] for shape in layer.shapes(spec.hidden).values() if len(shape) == 2)
@@ -280,7 +282,7 @@ def _draft_positions(spec: ModelSpec, wanted: int, memory: int | None) -> int:
         return 0
     affordable = (DEFAULT_DRAFT_BYTES if memory is None else memory) // spec.draft_bytes()
     if memory is not None and not affordable:
-        raise NoRoom(
+        raise OutOfMemory(
             f"one drafted position needs {spec.draft_bytes()} bytes ({human_bytes(spec.draft_bytes())}) and --draft-memory "
             f"gives {memory}; raise it, or say --draft none"
         )
@@ -289,7 +291,7 @@ def _draft_positions(spec: ModelSpec, wanted: int, memory: int | None) -> int:
 
 def _checkpoints(size: int, memory: int | None) -> int:
     """How many prompts' states and last logits are kept. 0 bytes: none."""
-    return min(MOST_CHECKPOINTS, (DEFAULT_CHECKPOINT_BYTES if memory is None else memory) // size)
+    return min(MAX_CHECKPOINTS, (DEFAULT_CHECKPOINT_BYTES if memory is None else memory) // size)
 
 
 def _context(spec: ModelSpec, asked: int | None, *, fits: Callable[[int], bool], fixed: bool) -> int:
@@ -298,7 +300,7 @@ def _context(spec: ModelSpec, asked: int | None, *, fits: Callable[[int], bool],
         if asked > spec.max_context:
             raise BadSetting(f"--max-context: {asked} is over the {spec.max_context} tokens this model was made for")
         return asked
-    low, high = 1 if fixed else min(SMALLEST_DEFAULT_CONTEXT, spec.max_context), spec.max_context
+    low, high = 1 if fixed else min(MIN_DEFAULT_CONTEXT, spec.max_context), spec.max_context
     while low < high:  # the longest that fits
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)

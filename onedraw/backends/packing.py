@@ -1,7 +1,7 @@
 """Which stored weights a CPU or a GPU keeps as they are, what that costs in memory, and why the others are converted. Pure
 arithmetic.
 
-In: a model's weights, not read. Out: a Holding, which `inspect` prints and the memory plan counts with. Products read kept
+In: a model's weights, not read. Out: a WeightStorage, which `inspect` prints and the memory plan counts with. Products read kept
 weights in their stored width; the layout in memory is that of `torch/kernels/packed.h` on a CPU, and on a GPU that of
 `torch/kernels/fragments.py`, with the same bytes in another order.
 """
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from onedraw.backends.devices import Device
-from onedraw.backends.memory_plan import PARTS_BYTES, WeightBytes
+from onedraw.backends.memory_plan import PARTIAL_SUM_BYTES, PackedWeightBytes
 from onedraw.backends.precision import PACKED, device_precision, float_dtype, product_precision
 from onedraw.errors import BadSetting
 from onedraw.models.source import Tensor
@@ -23,7 +23,7 @@ from onedraw.models.tensor_views import Columns
 from onedraw.models.weight_names import Weights, Where, all_shapes
 
 # Kinds that products read as they are, by their numbers in GGUF, which the kernels use too.
-KEPT_KINDS = {
+CPU_PACKED_KINDS = {
     **{"F32": 0, "F16": 1, "BF16": 30},
     **{"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14},
 }
@@ -42,24 +42,24 @@ FEW_ROWS = 64  # rows of a product that reads a matrix in blocks, at most; more 
 UNIT_ROWS = 16  # outputs that lie together on a GPU; a matrix whose outputs are no whole number of them is filled up
 # Kinds that a GPU's products read as they are, and what 256 inputs of one output take there: the bytes stored, and for NVFP4 the
 # factor of its matrix.
-SPANS = {
+SPAN_BYTES = {
     **{"Q4_0": 144, "Q4_1": 160, "Q5_0": 176, "Q5_1": 192, "Q8_0": 272, "MXFP4": 136},
     **{"Q4_K": 144, "Q5_K": 176, "Q6_K": 210, "NVFP4": 148},
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class WeightStorage:
     """What a stack with packed weights keeps. Counts are of weights, not of tensors in the file."""
 
-    weights: WeightBytes
+    weights: PackedWeightBytes
     kept: tuple[tuple[str, int], ...]  # (kind, how many)
     converted: tuple[tuple[str, str, int], ...]  # (kind, why, how many)
 
 
-def is_narrow(kinds: Iterable[str]) -> bool:
+def saves_memory(kinds: Iterable[str]) -> bool:
     """Whether keeping weights as stored saves anything: some kept kind is narrower than float32."""
-    return any(kind in KEPT_KINDS and kind != "F32" for kind in kinds)
+    return any(kind in CPU_PACKED_KINDS and kind != "F32" for kind in kinds)
 
 
 def product_dtype(
@@ -69,8 +69,8 @@ def product_dtype(
     asked for, or if nobody asked and it saves something. Where CPUs compute it goes with float32 alone.
 
     `kinds`: of the model's matrices. `no_kernels`: why it cannot be done here."""
-    wanted = asked == "packed" or (asked == "auto" and not SPANS.keys().isdisjoint(kinds))
-    if wanted and all(map(reads_blocks, devices)):
+    wanted = asked == "packed" or (asked == "auto" and not SPAN_BYTES.keys().isdisjoint(kinds))
+    if wanted and all(map(supports_gpu_packed, devices)):
         if not no_kernels:
             return "packed-f16" if stream == "f16" else "packed-bf16"
         if asked == "packed":
@@ -86,19 +86,19 @@ def product_dtype(
             raise BadSetting(f"--dtype packed computes in float32; --activation-dtype {stream} needs another --dtype")
         if no_kernels:
             raise BadSetting(f"--dtype packed: no CPU kernels: {no_kernels}; use --dtype f32")
-    elif asked != "auto" or not (on_cpu and is_narrow(kinds) and stream in ("auto", "f32") and not no_kernels):
+    elif asked != "auto" or not (on_cpu and saves_memory(kinds) and stream in ("auto", "f32") and not no_kernels):
         return product_precision(devices, asked=asked)
     return "packed-f32" if activations == "f32" else "packed"
 
 
-def reads_blocks(device: Device) -> bool:
+def supports_gpu_packed(device: Device) -> bool:
     """Whether kernels for weights in blocks run on this device."""
     return device.kind == "cuda" and device_precision(device) == "bf16"
 
 
-def hold(weights: Weights, dtype: str) -> Holding:
+def plan_weight_storage(weights: Weights, dtype: str) -> WeightStorage:
     """Decide for every weight of a model. Matrices may be kept; norms, biases and convolutions are a few float32."""
-    spec, on_gpu = weights.spec, reads_spans(dtype)
+    spec, on_gpu = weights.spec, is_gpu_packed(dtype)
     layers, ends = [0] * len(spec.layers), {"first": 0, "last": 0}
     kept: Counter[str] = Counter()
     converted: Counter[tuple[str, str]] = Counter()
@@ -111,63 +111,63 @@ def hold(weights: Weights, dtype: str) -> Holding:
             continue
         size = 4 * math.prod(shape)
         if len(shape) > 1 and weight != "conv":
-            why = why_not_in_blocks(tensor) if on_gpu else why_converted(tensor)
+            why = why_not_gpu_packed(tensor) if on_gpu else why_not_cpu_packed(tensor)
             size = _matrix_bytes(shape, tensor.kind, dtype, kept=not why)
             if not why:
                 kept[tensor.kind] += 1
                 if on_gpu and len(shape) == 2:
                     together[weight if layer is None else layer, shape[1]] += _padded(shape[0])
-            elif why != PLAIN_NUMBERS:
+            elif why != NOT_QUANTIZED:
                 converted[tensor.kind, why] += 1
         if layer is not None:
             layers[layer] += size
         else:
             ends["first" if embeds or weight.startswith("inputs") else "last"] += size
-    parts = max((parts_bytes(outputs, width) for (_, width), outputs in together.items()), default=0)
-    found = WeightBytes(ends["first"], tuple(layers), ends["last"], parts)
-    return Holding(found, tuple(sorted(kept.items())), tuple((*key, count) for key, count in sorted(converted.items())))
+    parts = max((partial_sum_bytes(outputs, width) for (_, width), outputs in together.items()), default=0)
+    found = PackedWeightBytes(ends["first"], tuple(layers), ends["last"], parts)
+    return WeightStorage(found, tuple(sorted(kept.items())), tuple((*key, count) for key, count in sorted(converted.items())))
 
 
 def _matrix_bytes(shape: tuple[int, ...], kind: str, dtype: str, *, kept: bool) -> int:
-    if not reads_spans(dtype):
-        return panel_bytes(shape, kind if kept else "F32")
-    return span_bytes(shape, kind) if kept else math.prod(shape) * DTYPE_BYTES[float_dtype(dtype)]
+    if not is_gpu_packed(dtype):
+        return cpu_packed_bytes(shape, kind if kept else "F32")
+    return gpu_packed_bytes(shape, kind) if kept else math.prod(shape) * DTYPE_BYTES[float_dtype(dtype)]
 
 
-def why_converted(tensor: Tensor) -> str:
+def why_not_cpu_packed(tensor: Tensor) -> str:
     """Why a matrix becomes float32; nothing where it is kept."""
     if tensor.kind == "F32":
         return ""
-    if tensor.kind not in KEPT_KINDS:
+    if tensor.kind not in CPU_PACKED_KINDS:
         return "no kernel reads this kind"
     if not tensor.stays_packed:
         return "its columns or values change on the way"
     return ""
 
 
-PLAIN_NUMBERS = "plain numbers"  # nothing to keep packed
+NOT_QUANTIZED = "plain numbers"  # nothing to keep packed
 
 
-def why_not_in_blocks(tensor: Tensor) -> str:
+def why_not_gpu_packed(tensor: Tensor) -> str:
     """Why a GPU cannot keep a matrix in its blocks; nothing where it can. Columns in another order are kept as they are stored:
     what they are multiplied with is brought into their order."""
-    if tensor.kind not in SPANS:
-        return PLAIN_NUMBERS if tensor.kind in ("F32", "F16", "BF16") else "no kernel reads this kind"
+    if tensor.kind not in SPAN_BYTES:
+        return NOT_QUANTIZED if tensor.kind in ("F32", "F16", "BF16") else "no kernel reads this kind"
     stored = tensor.stored if isinstance(tensor, Columns) else tensor
     return "" if stored.stays_packed else "its values change on the way"
 
 
-def span_bytes(shape: tuple[int, ...], kind: str) -> int:
+def gpu_packed_bytes(shape: tuple[int, ...], kind: str) -> int:
     """Bytes of a matrix, or of a stack of them, in blocks on a GPU."""
     *stack, rows, width = shape
-    return math.prod(stack) * -(-rows // UNIT_ROWS) * -(-width // SPAN) * unit_bytes(kind)
+    return math.prod(stack) * -(-rows // UNIT_ROWS) * -(-width // SPAN) * gpu_unit_bytes(kind)
 
 
-def parts_bytes(outputs: int, width: int) -> int:
+def partial_sum_bytes(outputs: int, width: int) -> int:
     """Bytes of the sums that wait while a product of few rows with such a matrix is under way: one per output, row and segment.
     The memory plan counts with them, and the products are given no more."""
     segments = -(-width // (SPAN * SEGMENT))
-    return min(PARTS_BYTES, segments * -(-outputs // UNIT_ROWS) * UNIT_ROWS * FEW_ROWS * 4)
+    return min(PARTIAL_SUM_BYTES, segments * -(-outputs // UNIT_ROWS) * UNIT_ROWS * FEW_ROWS * 4)
 
 
 def _padded(outputs: int) -> int:
@@ -175,38 +175,38 @@ def _padded(outputs: int) -> int:
     return -(-outputs // 64) * 64
 
 
-def unit_bytes(kind: str) -> int:
+def gpu_unit_bytes(kind: str) -> int:
     """Bytes of 16 outputs by 256 inputs of a matrix on a GPU."""
-    return UNIT_ROWS * SPANS[kind]
+    return UNIT_ROWS * SPAN_BYTES[kind]
 
 
-def saved_in_blocks(tensors: Iterable[Tensor]) -> int:
+def gpu_packed_savings(tensors: Iterable[Tensor]) -> int:
     """Bytes that matrices save on a GPU by staying in their blocks, against two for every number."""
-    kept = [tensor for tensor in tensors if len(tensor.shape) > 1 and not why_not_in_blocks(tensor)]
-    return sum(2 * math.prod(tensor.shape) - span_bytes(tensor.shape, tensor.kind) for tensor in kept)
+    kept = [tensor for tensor in tensors if len(tensor.shape) > 1 and not why_not_gpu_packed(tensor)]
+    return sum(2 * math.prod(tensor.shape) - gpu_packed_bytes(tensor.shape, tensor.kind) for tensor in kept)
 
 
-def panel_bytes(shape: tuple[int, ...], kind: str) -> int:
+def cpu_packed_bytes(shape: tuple[int, ...], kind: str) -> int:
     """Bytes of a matrix, or of a stack of them, in panels."""
     *stack, rows, width = shape
     height = -(-rows // PANEL_ROWS) * PANEL_ROWS
     return math.prod(stack) * round(height * width / 32 * _BYTES_OF_32[kind])
 
 
-def stored_sizes(weights: Weights, dtype: str) -> dict[Where, int]:
+def matrix_sizes(weights: Weights, dtype: str) -> dict[Where, int]:
     """Bytes of every matrix under products of this dtype, by where it belongs."""
     sizes: dict[Where, int] = {}
     for where, shape in all_shapes(weights.spec).items():
         if len(shape) < 2:
             continue
         tensor = weights.tensor(*where)
-        why = why_not_in_blocks(tensor) if reads_spans(dtype) else why_converted(tensor)
+        why = why_not_gpu_packed(tensor) if is_gpu_packed(dtype) else why_not_cpu_packed(tensor)
         packed = dtype in PACKED_DTYPES
         sizes[where] = _matrix_bytes(shape, tensor.kind, dtype, kept=not why) if packed else math.prod(shape) * DTYPE_BYTES[dtype]
     return sizes
 
 
-def reads_spans(dtype: str) -> bool:
+def is_gpu_packed(dtype: str) -> bool:
     """Whether weights under this dtype lie in blocks on a GPU, not in panels on a CPU."""
     return dtype in PACKED_DTYPES and float_dtype(dtype) != "f32"
 

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from onedraw.backends.devices import Device
-from onedraw.errors import BadSetting, NoRoom
+from onedraw.errors import BadSetting, OutOfMemory
 from onedraw.models.spec import AttentionSpec, LayerSpec
 
 Ranges = tuple[range, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Loads:
+class StageLoads:
     """Bytes: of every layer with all it keeps, and of what comes with the first range, the last, and each boundary."""
 
     layers: tuple[int, ...]
@@ -46,7 +46,7 @@ def legal_cuts(layers: Sequence[LayerSpec]) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
-def place(loads: Loads, devices: Sequence[Device], *, cuts: Sequence[int], split: str = "auto") -> Ranges:
+def place_layers(loads: StageLoads, devices: Sequence[Device], *, cuts: Sequence[int], split: str = "auto") -> Ranges:
     """One range per device. What does not fit into a device's memory is refused."""
     total, count = len(loads.layers), len(devices)
     if count - 1 > len(cuts):
@@ -60,17 +60,17 @@ def place(loads: Loads, devices: Sequence[Device], *, cuts: Sequence[int], split
     return ranges
 
 
-def check_fit(loads: Loads, ranges: Ranges, devices: Sequence[Device]) -> None:
+def check_fit(loads: StageLoads, ranges: Ranges, devices: Sequence[Device]) -> None:
     """A device that is named twice holds both of its ranges."""
     rooms: dict[object, list[tuple[Device, range]]] = {}
     for index, (device, layers) in enumerate(zip(devices, ranges, strict=True)):
-        key = index if device.described else device.home  # a description named twice is two devices alike
+        key = index if device.hypothetical else device.memory_pool  # a description named twice is two devices alike
         rooms.setdefault(key, []).append((device, layers))
     for held in rooms.values():
         device, needed = held[0][0], sum(loads.of(layers) for _, layers in held)
         if device.memory is not None and needed > device.memory:
             parts = ", ".join(f"{layers.start}–{layers.stop - 1}" for _, layers in held)
-            raise NoRoom(
+            raise OutOfMemory(
                 f"layers {parts} need {needed} bytes and {device.name} has {device.memory}: {needed - device.memory} too many. "
                 f"Lower --max-context, --max-batch or --kv-memory, use a smaller --dtype, another --split, or more devices"
             )
@@ -83,11 +83,11 @@ def _weight(device: Device, devices: Sequence[Device]) -> float:
     """Its memory, shared among the ranges it holds; of which nobody knows, as much as the largest that is known."""
     known = [d.memory for d in devices if d.memory is not None]
     memory = device.memory if device.memory is not None else max(known, default=1)
-    times = 1 if device.described else sum(d.home == device.home for d in devices)
+    times = 1 if device.hypothetical else sum(d.memory_pool == device.memory_pool for d in devices)
     return max(memory, 1) / times
 
 
-def _fastest(loads: Loads, devices: Sequence[Device], cuts: Sequence[int]) -> Ranges:
+def _fastest(loads: StageLoads, devices: Sequence[Device], cuts: Sequence[int]) -> Ranges:
     """Of the ranges that fit, those with the least on a CPU beside an accelerator, and then those whose fullest device is
     least full; among equals the earliest cuts. Where none fits, the least overfull, for the error's sake."""
     total = len(loads.layers)
@@ -130,12 +130,12 @@ def _explicit(split: str, total: int, count: int, cuts: Sequence[int]) -> tuple[
     if not all(0 < share <= 1 for share in shares) or not math.isclose(sum(shares), 1.0, abs_tol=0.01):
         raise BadSetting(f"--split: shares lie between 0 and 1 and add up to 1, {split!r} does not; for layers write 24,8")
     sums = [sum(shares[: i + 1]) for i in range(count - 1)]
-    return nearest([share * total for share in sums], cuts)
+    return nearest_cuts([share * total for share in sums], cuts)
 
 
 def _counted(counts: list[int], total: int, cuts: Sequence[int]) -> tuple[int, ...]:
     asked = tuple(sum(counts[: i + 1]) for i in range(len(counts) - 1))
-    legal = nearest(asked, cuts)
+    legal = nearest_cuts(asked, cuts)
     if sum(counts) != total or 0 in counts:
         raise BadSetting(
             f"--split: {','.join(map(str, counts))} does not place {total} layers, at least one per device; "
@@ -150,7 +150,7 @@ def _counted(counts: list[int], total: int, cuts: Sequence[int]) -> tuple[int, .
     return asked
 
 
-def nearest(asked: Sequence[float], cuts: Sequence[int]) -> tuple[int, ...]:
+def nearest_cuts(asked: Sequence[float], cuts: Sequence[int]) -> tuple[int, ...]:
     """Legal cuts, one behind the other, whose distances from the asked ones add up to the least."""
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for wish in asked:

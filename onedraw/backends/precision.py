@@ -17,7 +17,7 @@ PRECISIONS: tuple[Precision, ...] = ("f32", "f16", "bf16")  # the weakest first:
 # Weights as they are stored, and the dtype of everything else: on a CPU with activations as codes of 8 bits or as they are, and
 # on a GPU.
 PACKED: dict[str, Precision] = {"packed": "f32", "packed-f32": "f32", "packed-bf16": "bf16", "packed-f16": "f16"}
-KV_CODES = ("fp8", "int8")  # keys and values as codes of 8 bits with scales
+KV_QUANT_DTYPES = ("fp8", "int8")  # keys and values as codes of 8 bits with scales
 FP8_CAPABILITY = (8, 9)  # the oldest NVIDIA GPU that converts fp8
 NATIVE_BF16 = ("gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
 NATIVE_F16 = ("gfx9", "gfx10")
@@ -70,7 +70,7 @@ def kv_precision(asked: str, *, products: str, devices: Iterable[Device] = ()) -
     own = float_dtype(products)
     if asked in ("auto", own) or (own == "f32" and asked in PRECISIONS):
         return own if asked == "auto" else asked
-    if asked not in KV_CODES:
+    if asked not in KV_QUANT_DTYPES:
         raise BadSetting(f"--kv-dtype: keys and values are computed in {own} here, not for {asked}; say auto, fp8 or int8")
     for device in devices if asked == "fp8" else ():
         if device.kind == "hip" or (device.kind == "cuda" and (compute_capability(device.arch) or (0, 0)) < FP8_CAPABILITY):

@@ -25,7 +25,7 @@ Integers = npt.NDArray[np.int64]
 TOKEN, CHECKSUM, TOTAL, CHOSEN, TOP = range(5)
 
 
-class Position(NamedTuple):
+class SamplingPosition(NamedTuple):
     """One position at which a token is chosen. `drafts` are the guessed tokens between history and position."""
 
     lane: int
@@ -39,7 +39,7 @@ class Position(NamedTuple):
         return len(self.history) + len(self.drafts)
 
 
-def read_choices(rows: Integers, positions: Sequence[Position]) -> list[Choice | None]:
+def read_samples(rows: Integers, positions: Sequence[SamplingPosition]) -> list[Choice | None]:
     """What rows say of positions, as far as there are both."""
     asked = enumerate(zip(rows[:, TOKEN].tolist(), positions, strict=False))
     return [None if token == NO_TOKEN else _choice(token, p.params, rows, line) for line, (token, p) in asked]

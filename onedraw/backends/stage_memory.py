@@ -1,6 +1,6 @@
 """A memory plan divided among devices: which layers lie where, and the bytes of each stage. Pure arithmetic.
 
-In: a spec, its MemoryPlan, devices, a wish. Out: a SplitPlan, or NoRoom. `inspect` prints it and the backend is made by it.
+In: a spec, its MemoryPlan, devices, a wish. Out: a SplitPlan, or OutOfMemory. `inspect` prints it and the backend is made by it.
 One device is a split of one.
 """
 
@@ -11,9 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from onedraw.backends.devices import Device
-from onedraw.backends.memory_plan import RESERVE, MemoryPlan, StagingPlan, inputs_behind, padded_vocab, row_bytes, staging_plan
-from onedraw.backends.placement import Loads, legal_cuts, place
-from onedraw.errors import NoRoom
+from onedraw.backends.memory_plan import (
+    RUNTIME_RESERVE,
+    MemoryPlan,
+    StagingPlan,
+    layer_inputs_after,
+    padded_vocab,
+    row_bytes,
+    staging_plan,
+)
+from onedraw.backends.placement import StageLoads, legal_cuts, place_layers
+from onedraw.errors import OutOfMemory
 from onedraw.models.spec import DTYPE_BYTES, STATE_BYTES, DeltaSpec, ModelSpec
 
 CHUNK = 64  # prompt positions of a recurrent layer that are computed at once, the most that any backend asks for
@@ -58,16 +66,20 @@ def plan_split(
     tokens = max(turn_tokens, plan.max_batch) + CHUNK  # a prompt moves by one chunk beside whatever else runs
     widest = min(1, len(spec.layers) - 1)
     rows = staging_plan(spec, (widest,) * (len(devices) - 1), tokens=tokens, dtype=activation).rows
-    boundary = rows * row_bytes(spec.hidden, activation, inputs=inputs_behind(spec, widest)) if len(devices) > 1 else 0
+    boundary = rows * row_bytes(spec.hidden, activation, inputs=layer_inputs_after(spec, widest)) if len(devices) > 1 else 0
     figures = [_layer(spec, plan, index) for index in range(len(spec.layers))]
-    one = len({d.home for d in devices}) == 1 and not (len(devices) > 1 and devices[0].described)  # two descriptions are two
+    one = len({d.memory_pool for d in devices}) == 1 and not (
+        len(devices) > 1 and devices[0].hypothetical
+    )  # two descriptions are two
     first, last = _outer(spec, plan, apart=not one)
     logits = plan.checkpoints * padded_vocab(spec) * STATE_BYTES
-    loads = Loads(tuple(map(sum, figures)), first, last + logits + beside, boundary)
-    ranges = place(loads, devices, cuts=legal_cuts(spec.layers), split=split)
+    loads = StageLoads(tuple(map(sum, figures)), first, last + logits + beside, boundary)
+    ranges = place_layers(loads, devices, cuts=legal_cuts(spec.layers), split=split)
     staging = staging_plan(spec, tuple(layers.start for layers in ranges[1:]), tokens=tokens, dtype=activation)
     if staging.boundaries and staging.rows < plan.max_batch + CHUNK:
-        raise NoRoom(f"a boundary between devices holds {staging.rows} rows, too few for {plan.max_batch}; lower --max-batch")
+        raise OutOfMemory(
+            f"a boundary between devices holds {staging.rows} rows, too few for {plan.max_batch}; lower --max-batch"
+        )
     stages = []
     for index, (device, layers) in enumerate(zip(devices, ranges, strict=True)):
         weights, pages, states = (sum(part) for part in zip(*figures[layers.start : layers.stop], strict=True))
@@ -78,14 +90,14 @@ def plan_split(
     return SplitPlan(tuple(stages), staging, activation)
 
 
-def with_advice(make: Callable[[int], SplitPlan], context: int) -> SplitPlan:
-    """The plan for this context, or NoRoom that names the longest context that has room."""
+def plan_or_advise(make: Callable[[int], SplitPlan], context: int) -> SplitPlan:
+    """The plan for this context, or OutOfMemory that names the longest context that has room."""
     try:
         return make(context)
-    except NoRoom as error:
+    except OutOfMemory as error:
         longest = longest_context(make, context)
         advice = f"--max-context {longest} has room here" if longest else "no context has room here"
-        raise NoRoom(f"{error}. {advice}") from None
+        raise OutOfMemory(f"{error}. {advice}") from None
 
 
 def longest_context(make: Callable[[int], SplitPlan], most: int) -> int:
@@ -102,7 +114,7 @@ def longest_context(make: Callable[[int], SplitPlan], most: int) -> int:
 def _fits(make: Callable[[int], SplitPlan], context: int) -> bool:
     try:
         make(context)
-    except NoRoom:
+    except OutOfMemory:
         return False
     return True
 
@@ -110,7 +122,7 @@ def _fits(make: Callable[[int], SplitPlan], context: int) -> bool:
 def _usable(device: Device) -> Device:
     if device.memory is None or device.kind == "cpu":
         return device
-    return replace(device, memory=int(device.memory * (1 - RESERVE)))
+    return replace(device, memory=int(device.memory * (1 - RUNTIME_RESERVE)))
 
 
 def _layer(spec: ModelSpec, plan: MemoryPlan, index: int) -> tuple[int, int, int]:

@@ -11,7 +11,7 @@ from typing import Protocol
 from onedraw.types import History
 
 
-class Place(Protocol):
+class HasHistory(Protocol):
     """What a position says about where it stands."""
 
     @property
@@ -25,14 +25,14 @@ class Place(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class CountedHistory:
     """What a lane's buffer holds: this request's prompt, and this many known tokens."""
 
     request_id: str
     prompt: tuple[int, ...]
     known: int
 
-    def leads_to(self, place: Place) -> bool:
+    def is_prefix_of(self, place: HasHistory) -> bool:
         """The place has the same request, as far on or farther. Known tokens never change, prompts are compared last."""
         same = self.request_id == place.request_id and self.known <= len(place.history)
         return same and (self.prompt is place.history.prompt or self.prompt == place.history.prompt)

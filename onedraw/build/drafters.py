@@ -1,6 +1,6 @@
 """Who guesses: those on the host by their names, and the one on the device beside its target.
 
-In: Settings, and for a drafter on the device an open target. Out: a Speculator; a Drafting, which knows its fingerprint and
+In: Settings, and for a drafter on the device an open target. Out: a Speculator; a DrafterBuilder, which knows its fingerprint and
 makes the drafter once the target is loaded; the bytes it takes. Who does not fit the target is refused by name.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from onedraw.backends.memory_plan import MemoryPlan
-from onedraw.backends.packing import reads_spans, saved_in_blocks
+from onedraw.backends.packing import gpu_packed_savings, is_gpu_packed
 from onedraw.backends.precision import float_dtype
 from onedraw.build.checkpoint import open_drafter, read_text
 from onedraw.build.sizing import DrafterBytes
@@ -52,7 +52,7 @@ def drafter_paths(settings: Settings) -> tuple[Path, ...]:
     return tuple(Path(entry) for entry in settings.draft if entry not in DRAFT_WORDS)
 
 
-def chosen_drafter(settings: Settings, described: Described, checkpoint: Checkpoint) -> Path | Literal["mtp"] | None:
+def select_drafter(settings: Settings, described: Described, checkpoint: Checkpoint) -> Path | Literal["mtp"] | None:
     """Who drafts on the device: who --draft names, or under auto what comes with this model, a shipped drafter or its head."""
     named: list[Path | Literal["mtp"]] = [*drafter_paths(settings)]
     if "mtp" in settings.draft:
@@ -92,10 +92,10 @@ def drafter_bytes(chosen: Path | Literal["mtp"] | None, described: Described, ch
                 spec = drafter.spec
                 # Keys and values of the context are a product of their own.
                 contexts = [drafter.weights.tensor(index, name) for index in range(len(spec.layers)) for name in ("k", "v")]
-                twice, saved = sum(math.prod(tensor.shape) for tensor in contexts), saved_in_blocks(contexts)
+                twice, saved = sum(math.prod(tensor.shape) for tensor in contexts), gpu_packed_savings(contexts)
             else:
                 spec = describe(own).spec
-            saved += saved_in_blocks(own.tensors.values())
+            saved += gpu_packed_savings(own.tensors.values())
         finally:
             own.close()
     else:
@@ -103,7 +103,7 @@ def drafter_bytes(chosen: Path | Literal["mtp"] | None, described: Described, ch
     numbers = sum(2 * m.kv_heads * m.head_dim for layer in spec.layers if isinstance(m := layer.mixer, AttentionSpec))
 
     def size(plan: MemoryPlan) -> int:
-        weights = DTYPE_BYTES[float_dtype(plan.dtype)] * (spec.parameters + twice) - (saved if reads_spans(plan.dtype) else 0)
+        weights = DTYPE_BYTES[float_dtype(plan.dtype)] * (spec.parameters + twice) - (saved if is_gpu_packed(plan.dtype) else 0)
         # Its keys and values are never codes: they are few, and it decides nothing.
         return weights + DTYPE_BYTES[float_dtype(plan.dtype)] * numbers * plan.page_size * (plan.pages[0] + 1)
 
@@ -111,7 +111,7 @@ def drafter_bytes(chosen: Path | Literal["mtp"] | None, described: Described, ch
 
 
 @dataclass(frozen=True, slots=True)
-class Drafting:
+class DrafterBuilder:
     """A drafter and what it is to draft for: a block drafter, the target's own head, or any smaller model."""
 
     source: Path | Literal["mtp"]

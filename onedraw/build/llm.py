@@ -14,21 +14,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onedraw import __version__
-from onedraw.backends.base import Backend, Capacity, Exports, SelfCheck, require_state_dtype
-from onedraw.backends.devices import apart
+from onedraw.backends.base import Backend, Capacity, SelfCheck, SupportsSnapshots, require_state_dtype
+from onedraw.backends.devices import can_overlap
 from onedraw.backends.fake import FakeBackend
-from onedraw.backends.packing import SPANS, matrix_kinds, reads_blocks
+from onedraw.backends.packing import SPAN_BYTES, matrix_kinds, supports_gpu_packed
 from onedraw.backends.precision import float_dtype
 from onedraw.backends.stage_memory import SplitPlan
 from onedraw.build.checkpoint import Progress, find_checkpoint, read_text
-from onedraw.build.drafters import Drafting, chosen_drafter, drafter_bytes, drafter_paths, make_speculator
+from onedraw.build.drafters import DrafterBuilder, drafter_bytes, drafter_paths, make_speculator, select_drafter
 from onedraw.build.sizing import longest_draft, plan_devices
 from onedraw.build.xla import require_jax, xla_backend
 from onedraw.engine.checkpoint_offload import Shelf
 from onedraw.engine.engine import Engine, Observer
 from onedraw.engine.scheduler import Scheduler
 from onedraw.engine.service import Service
-from onedraw.errors import BadSetting, NoRoom
+from onedraw.errors import BadSetting, OutOfMemory
 from onedraw.llm.llm import Door
 from onedraw.memory.allocator import Ledger
 from onedraw.memory.disk_snapshots import SnapshotFolder
@@ -88,7 +88,7 @@ def _shelf(settings: Settings, backend: Backend, ledger: Ledger, weights: str) -
     """Snapshots in the cache folder, where a budget was given. Their fingerprint is all that decides about bits."""
     if settings.cache_budget is None:
         return None
-    assert isinstance(backend, Exports)
+    assert isinstance(backend, SupportsSnapshots)
     capacity = backend.capacity
     fingerprint = (
         f"onedraw {__version__}, weights {weights}, {backend.identity}, {_dtypes(capacity)}, chunk {capacity.chunk}, "
@@ -139,7 +139,9 @@ def _fake_door(settings: Settings, speculator: Speculator) -> Door:
     context = settings.max_context or 2048
     per_sequence = -(-context // settings.page_size)
     if settings.kv_memory is not None and settings.kv_memory < per_sequence:
-        raise NoRoom(f"one sequence of {context} tokens needs {per_sequence} pages and --kv-memory gives {settings.kv_memory}")
+        raise OutOfMemory(
+            f"one sequence of {context} tokens needs {per_sequence} pages and --kv-memory gives {settings.kv_memory}"
+        )
 
     def make_backend() -> Backend:
         return FakeBackend(
@@ -149,7 +151,7 @@ def _fake_door(settings: Settings, speculator: Speculator) -> Door:
             page_size=settings.page_size,
             max_context=context,
             checkpoints=16 if settings.cache_budget is not None else 0,
-            ahead=settings.ahead == "on",
+            async_scheduling=settings.ahead == "on",
             favoured=tokenizer.encode(READABLE, add_special=False),
         )
 
@@ -169,8 +171,8 @@ def _model_door(settings: Settings, tell: Progress, speculator: Speculator, *, r
         tell(f"loading {checkpoint.path.name} ({spec.family}, {spec.parameters / 1e6:.0f} M parameters)")
         tokenizer, template = read_text(checkpoint)
         weights = checkpoint.fingerprint()
-        chosen = None if settings.backend == "xla" else chosen_drafter(settings, described, checkpoint)
-        drafting = None if chosen is None else Drafting(chosen, tokenizer, checkpoint)
+        chosen = None if settings.backend == "xla" else select_drafter(settings, described, checkpoint)
+        drafting = None if chosen is None else DrafterBuilder(chosen, tokenizer, checkpoint)
 
         def make_backend() -> Backend:
             if settings.backend == "xla":
@@ -200,7 +202,7 @@ def _model_door(settings: Settings, tell: Progress, speculator: Speculator, *, r
 
 
 def torch_backend(
-    settings: Settings, described: Described, tell: Progress, drafting: Drafting | None, *, rehearse: bool = True
+    settings: Settings, described: Described, tell: Progress, drafting: DrafterBuilder | None, *, rehearse: bool = True
 ) -> Backend:
     from onedraw.backends.torch.backend import TorchBackend
     from onedraw.backends.torch.device import find_devices, why_no_blocks, why_no_kernels
@@ -210,13 +212,13 @@ def torch_backend(
     size = None if drafting is None else drafter_bytes(drafting.source, described, drafting.target)
     devices = find_devices(settings.device_names)
     on_cpu = all(device.kind == "cpu" for device in devices)
-    in_blocks = all(map(reads_blocks, devices)) and not SPANS.keys().isdisjoint(matrix_kinds(described.weights))
+    in_blocks = all(map(supports_gpu_packed, devices)) and not SPAN_BYTES.keys().isdisjoint(matrix_kinds(described.weights))
     no_kernels = why_no_kernels(cache) if on_cpu and settings.dtype != "f32" else why_no_blocks() if in_blocks else ""
     plan, split = plan_devices(settings, described, devices, drafter=size, no_kernels=no_kernels)
     if no_kernels and in_blocks and settings.dtype == "auto":
         log.warning("packed weights become %s, which Triton's kernels multiply: %s", plan.dtype, no_kernels)
 
-    overlap = len(devices) > 1 and (settings.overlap == "on" or (settings.overlap == "auto" and apart(devices)))
+    overlap = len(devices) > 1 and (settings.overlap == "on" or (settings.overlap == "auto" and can_overlap(devices)))
     if overlap and described.spec.recurrent and 0 < plan.draft_positions < len(split.stages):
         log.warning(
             "--draft-memory: gives %d positions, fewer than the %d turns at work at once, so nothing is drafted; raise it, or "
@@ -242,7 +244,7 @@ def torch_backend(
             checkpoints=plan.checkpoints,
             check=settings.self_check,
             line=line,
-            tickets=len(sites) if overlap else 1,
+            max_in_flight=len(sites) if overlap else 1,
             ahead={"auto": None, "on": True, "off": False}[settings.ahead],
             make_drafter=None if drafting is None else drafting.maker(settings, described, max_context=plan.max_context),
             progress=partial(_tell_layers, tell),
@@ -297,14 +299,14 @@ def _tell_layers(tell: Progress, done: int, layers: int) -> None:
 
 
 def _tell_check(report: SelfCheck | None, tell: Progress) -> None:
-    if report is None or not report.findings:
+    if report is None or not report.results:
         tell("self-check skipped")
-    elif report.holds:
-        tell(f"self-check: {len(report.findings)} of {len(report.findings)} hold, a row computes from its row")
+    elif report.passed:
+        tell(f"self-check: {len(report.results)} of {len(report.results)} hold, a row computes from its row")
     else:
-        for finding in report.findings:
-            if not finding.holds:
-                log.warning("self-check: does NOT hold on this machine: %s; batching may change low bits", finding.what)
+        for finding in report.results:
+            if not finding.passed:
+                log.warning("self-check: does NOT hold on this machine: %s; batching may change low bits", finding.check)
 
 
 def _card(

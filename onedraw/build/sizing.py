@@ -1,6 +1,6 @@
 """How large a run will be: Settings, a described model and devices → the bytes of each, before one is allocated.
 
-In: Settings, Described, devices, what a drafter takes beside the model. Out: MemoryPlan and SplitPlan, or NoRoom with advice.
+In: Settings, Described, devices, bytes of a drafter. Out: MemoryPlan and SplitPlan, or OutOfMemory with advice.
 `inspect` prints what `assemble` allocates, because both ask here.
 """
 
@@ -14,17 +14,17 @@ from onedraw.backends.devices import Device
 from onedraw.backends.memory_plan import (
     DEFAULT_KV_BYTES,
     DRAFTS_PER_LANE,
-    RESERVE,
+    RUNTIME_RESERVE,
     MemoryPlan,
-    TurnBytes,
+    StepBytes,
     memory_plan,
-    room_for_pages,
-    turn_bytes,
+    page_budget,
+    step_bytes,
 )
-from onedraw.backends.packing import PACKED_DTYPES, hold, matrix_kinds, product_dtype
-from onedraw.backends.precision import KV_CODES, activation_precision, kv_precision
-from onedraw.backends.stage_memory import SplitPlan, longest_context, plan_split, with_advice
-from onedraw.errors import BadSetting, NoRoom
+from onedraw.backends.packing import PACKED_DTYPES, matrix_kinds, plan_weight_storage, product_dtype
+from onedraw.backends.precision import KV_QUANT_DTYPES, activation_precision, kv_precision
+from onedraw.backends.stage_memory import SplitPlan, longest_context, plan_or_advise, plan_split
+from onedraw.errors import BadSetting, OutOfMemory
 from onedraw.models.model_info import Described
 from onedraw.settings import Settings
 
@@ -47,7 +47,7 @@ def plan_memory(
     return memory_plan(
         described.spec,
         dtype=dtype,
-        weights=hold(described.weights, dtype).weights if dtype in PACKED_DTYPES else None,
+        weights=plan_weight_storage(described.weights, dtype).weights if dtype in PACKED_DTYPES else None,
         max_context=settings.max_context,
         max_batch=settings.max_batch,
         page_size=settings.page_size,
@@ -65,7 +65,7 @@ ROOM_STEP = 64 << 20  # bytes that a search for room is content with
 
 
 @dataclass(frozen=True, slots=True)
-class Fitting:
+class DeviceFit:
     """What is asked of these devices, but for the context. `room`: bytes that pages may take where nobody said how many."""
 
     settings: Settings
@@ -76,14 +76,14 @@ class Fitting:
     room: int
 
     def split(self, context: int, kv_dtype: str | None = None, *, drafter: DrafterBytes | None = None) -> SplitPlan:
-        """The bytes of every device with this context, or NoRoom. Numbers of a turn and recorded turns have their share."""
+        """The bytes of every device with this context, or OutOfMemory. Numbers of a turn and recorded turns have their share."""
         asked = replace(self.settings, max_context=context)
         sizes = plan_memory(asked, self.described, dtype=self.dtype, kv_dtype=kv_dtype, default_kv_bytes=self.room)
-        scratch = turns_beside(asked, self.described, sizes, self.devices).total
+        scratch = step_memory(asked, self.described, sizes, self.devices).total
         return plan_split(
             self.described.spec,
             sizes,
-            [left_for_us(device, scratch) for device in self.devices],
+            [without_scratch(device, scratch) for device in self.devices],
             split=asked.split,
             activation=self.activation,
             turn_tokens=asked.turn_tokens,
@@ -91,17 +91,17 @@ class Fitting:
         )
 
 
-def turns_beside(settings: Settings, described: Described, plan: MemoryPlan, devices: Sequence[Device]) -> TurnBytes:
+def step_memory(settings: Settings, described: Described, plan: MemoryPlan, devices: Sequence[Device]) -> StepBytes:
     """What turns take on each of these devices beside what the plan has."""
     recorded = len(devices) == 1
-    return turn_bytes(described.spec, plan.dtype, turn_tokens=settings.turn_tokens, weights=plan.weights, recorded=recorded)
+    return step_bytes(described.spec, plan.dtype, turn_tokens=settings.turn_tokens, weights=plan.weights, recorded=recorded)
 
 
-def left_for_us(device: Device, scratch: int) -> Device:
+def without_scratch(device: Device, scratch: int) -> Device:
     """An accelerator with so much less memory; a CPU's is not counted so closely."""
     if device.memory is None or device.kind == "cpu":
         return device
-    return replace(device, memory=max(device.memory - int(scratch / (1 - RESERVE)), 0))
+    return replace(device, memory=max(device.memory - int(scratch / (1 - RUNTIME_RESERVE)), 0))
 
 
 def plan_devices(
@@ -112,16 +112,16 @@ def plan_devices(
     drafter: DrafterBytes | None = None,
     no_kernels: str = "",
 ) -> tuple[MemoryPlan, SplitPlan]:
-    """Sizes for these devices and the bytes of each, or NoRoom that says what would fit. One device is a split of one.
+    """Sizes for these devices and the bytes of each, or OutOfMemory that says what would fit. One device is a split of one.
 
     `no_kernels`: why these devices cannot multiply with packed weights here.
     """
     fitting, plan = _fitting(settings, described, devices, drafter=drafter, no_kernels=no_kernels)
     try:
-        return plan, with_advice(lambda context: fitting.split(context, drafter=drafter), plan.max_context)
-    except NoRoom as error:
+        return plan, plan_or_advise(lambda context: fitting.split(context, drafter=drafter), plan.max_context)
+    except OutOfMemory as error:
         others: dict[str, Callable[[int], SplitPlan]] = {}
-        smaller = smaller_kv(plan, devices)
+        smaller = smaller_kv_dtypes(plan, devices)
         if smaller:
             how = f"with --kv-dtype {' or '.join(smaller)}"
             others[how] = lambda context: fitting.split(context, smaller[0], drafter=drafter)
@@ -129,12 +129,12 @@ def plan_devices(
             others["without a drafter (--draft none)"] = lambda context: fitting.split(context)
         longest = {how: longest_context(make, plan.max_context) for how, make in others.items()}
         told = [f"{context} {how}" for how, context in longest.items() if context]
-        raise NoRoom(", ".join([str(error), *([" and ".join(told)] if told else [])])) from None
+        raise OutOfMemory(", ".join([str(error), *([" and ".join(told)] if told else [])])) from None
 
 
 def _fitting(
     settings: Settings, described: Described, devices: Sequence[Device], *, drafter: DrafterBytes | None, no_kernels: str = ""
-) -> tuple[Fitting, MemoryPlan]:
+) -> tuple[DeviceFit, MemoryPlan]:
     dtype = product_dtype(
         devices,
         asked=settings.dtype,
@@ -150,16 +150,16 @@ def _fitting(
     if len(devices) == 1 and devices[0].kind != "cpu" and devices[0].memory is not None:
         given = {"memory": devices[0].memory, "turn_tokens": settings.turn_tokens}
         for _ in range(2):  # a drafter has pages too, as many as the model: too many at first, then what fits
-            room = room_for_pages(plan, described.spec, beside=0 if drafter is None else drafter(plan), **given)
+            room = page_budget(plan, described.spec, beside=0 if drafter is None else drafter(plan), **given)
             plan = plan_memory(settings, described, dtype=dtype, default_kv_bytes=room)
-    fitting = Fitting(settings, described, tuple(devices), dtype, activation, room)
+    fitting = DeviceFit(settings, described, tuple(devices), dtype, activation, room)
     if len(devices) > 1 and all(device.kind != "cpu" and device.memory is not None for device in devices):
         fitting = replace(fitting, room=_room_over(fitting, drafter))
         plan = plan_memory(settings, described, dtype=dtype, default_kv_bytes=fitting.room)
     return fitting, plan
 
 
-def _room_over(fitting: Fitting, drafter: DrafterBytes | None) -> int:
+def _room_over(fitting: DeviceFit, drafter: DrafterBytes | None) -> int:
     """Bytes for pages that all devices have room for together; where there is room for none, what everybody has."""
 
     def fits(room: int) -> bool:
@@ -167,7 +167,7 @@ def _room_over(fitting: Fitting, drafter: DrafterBytes | None) -> int:
         sizes = plan_memory(asked.settings, asked.described, dtype=asked.dtype, default_kv_bytes=room)
         try:
             asked.split(sizes.max_context, drafter=drafter)
-        except NoRoom:
+        except OutOfMemory:
             return False
         return True
 
@@ -183,7 +183,7 @@ def _room_over(fitting: Fitting, drafter: DrafterBytes | None) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class ContextLimit:
     """The longest context that has room under one choice."""
 
     kv_dtype: str
@@ -191,25 +191,25 @@ class Reach:
     context: int
 
 
-def reaches(
+def longest_contexts(
     settings: Settings, described: Described, devices: Sequence[Device], *, drafters: Mapping[str, DrafterBytes]
-) -> tuple[Reach, ...]:
-    """How far one sequence reaches on these devices: with keys and values as they are and smaller, without a drafter and
+) -> tuple[ContextLimit, ...]:
+    """How far one sequence longest_contexts on these devices: with keys and values as they are and smaller, without a drafter and
     with each of these."""
     fitting, plan = _fitting(replace(settings, max_batch=1, kv_memory=None), described, devices, drafter=None)
     fitting = replace(fitting, room=0)
     found = []
-    for kv_dtype in (plan.kv_dtype, *smaller_kv(plan, devices)[:1]):
+    for kv_dtype in (plan.kv_dtype, *smaller_kv_dtypes(plan, devices)[:1]):
         for name, size in {"": None, **drafters}.items():
             make = partial(fitting.split, kv_dtype=kv_dtype, drafter=size)
-            found.append(Reach(kv_dtype, name, longest_context(make, described.spec.max_context)))
+            found.append(ContextLimit(kv_dtype, name, longest_context(make, described.spec.max_context)))
     return tuple(found)
 
 
-def smaller_kv(plan: MemoryPlan, devices: Sequence[Device]) -> list[str]:
+def smaller_kv_dtypes(plan: MemoryPlan, devices: Sequence[Device]) -> list[str]:
     """The dtypes of keys and values that these devices read and that take less than the plan's; they are of one size."""
     found = []
-    for name in ("int8", "fp8") if plan.kv_dtype not in KV_CODES else ():
+    for name in ("int8", "fp8") if plan.kv_dtype not in KV_QUANT_DTYPES else ():
         try:
             found.append(kv_precision(name, products=plan.dtype, devices=devices))
         except BadSetting:

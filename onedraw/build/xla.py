@@ -35,12 +35,12 @@ def require_jax() -> None:
 
 
 def xla_backend(settings: Settings, described: Described, tell: Progress, *, progress: Callable[[int, int], None]) -> XlaBackend:
-    from onedraw.backends.xla.backend import DRAFTS, Site, XlaBackend
-    from onedraw.backends.xla.families import require_interpreted
+    from onedraw.backends.xla.backend import DRAFTS, XlaBackend, XlaStageDevice
+    from onedraw.backends.xla.families import require_supported
     from onedraw.backends.xla.platform import find_devices, keep_compiled, resolve_platform
 
     require_state_dtype(settings.state_dtype, "states of recurrent layers")
-    require_interpreted(described.spec)
+    require_supported(described.spec)
     platform = resolve_platform(settings.xla_platform)
     devices, found = find_devices(platform, settings.device_names)
     kept = keep_compiled((settings.cache_dir or default_cache_dir()) / "xla")
@@ -54,7 +54,7 @@ def xla_backend(settings: Settings, described: Described, tell: Progress, *, pro
         described.weights,
         dtype=plan.dtype,
         activation=split.activation,
-        sites=[Site(by_name[stage.device.name], stage.stop) for stage in split.stages],
+        sites=[XlaStageDevice(by_name[stage.device.name], stage.stop) for stage in split.stages],
         lanes=settings.max_batch,
         pages=plan.pages,
         page_size=settings.page_size,
@@ -78,13 +78,13 @@ def xla_settings(settings: Settings, devices: Sequence[Device]) -> Settings:
     return replace(settings, dtype=dtype, activation_dtype="f32" if stream == "f16" else stream)
 
 
-def compiled_turns(settings: Settings, described: Described, plan: MemoryPlan, device: Device) -> list[str]:
+def compiled_steps(settings: Settings, described: Described, plan: MemoryPlan, device: Device) -> list[str]:
     """What --backend xla compiles with its last stage on this device, in words; UnsupportedModel where it cannot run it."""
-    from onedraw.backends.xla.families import require_interpreted
-    from onedraw.backends.xla.inputs import make_shape, product_rows
+    from onedraw.backends.xla.families import require_supported
+    from onedraw.backends.xla.inputs import compiled_shapes, product_rows
 
-    require_interpreted(described.spec)
-    shape = make_shape(
+    require_supported(described.spec)
+    shape = compiled_shapes(
         lanes=settings.max_batch,
         page_size=settings.page_size,
         pages=plan.pages,

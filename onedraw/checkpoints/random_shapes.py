@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from onedraw.checkpoints.random_weights import MIXTURES, RandomCheckpoint, RandomPacked, mixture_kind, random_tensor
-from onedraw.errors import Corrupt, NotFound
+from onedraw.errors import CorruptFile, ModelNotFound
 from onedraw.models.dflash import RULES, layout_of, outer_shapes, read_description
 from onedraw.models.registry import identify
 from onedraw.models.source import Dialect, Tensor
@@ -203,13 +203,13 @@ def _config(model: str, known: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     path = Path(name)
     if not path.is_file():
         told = f"{', '.join(known)}; packed with -q4_k_m or a kind behind"
-        raise NotFound(f"{model}: neither a known shape ({told}) nor the path of a config.json")
+        raise ModelNotFound(f"{model}: neither a known shape ({told}) nor the path of a config.json")
     try:
         found = json.loads(path.read_text())
     except ValueError as error:
-        raise Corrupt(f"{path} is no JSON: {error}") from None
+        raise CorruptFile(f"{path} is no JSON: {error}") from None
     if not isinstance(found, dict):
-        raise Corrupt(f"{path}: a config.json holds one object")
+        raise CorruptFile(f"{path}: a config.json holds one object")
     return found
 
 

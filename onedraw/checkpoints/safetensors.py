@@ -15,7 +15,7 @@ from typing import Any
 from onedraw.checkpoints.files import fingerprint, map_file, read_json, refuse_overlaps, stamp
 from onedraw.checkpoints.quants import KINDS, Bytes
 from onedraw.checkpoints.tensor import StoredTensor
-from onedraw.errors import Corrupt, NotFound
+from onedraw.errors import CorruptFile, ModelNotFound
 from onedraw.models.source import Dialect
 
 INDEX = "model.safetensors.index.json"
@@ -30,7 +30,7 @@ class SafetensorsCheckpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         if not (path / "config.json").is_file():
-            raise NotFound(f"{path}: has weights but no config.json, which says what they mean")
+            raise ModelNotFound(f"{path}: has weights but no config.json, which says what they mean")
         self.config: Mapping[str, Any] = read_json(path / "config.json")
         generation = path / "generation_config.json"
         self.generation_config: Mapping[str, Any] = read_json(generation) if generation.is_file() else {}
@@ -52,15 +52,15 @@ class SafetensorsCheckpoint:
             return
         index = read_json(self.path / INDEX).get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(file, str) and "/" not in file for file in index.values()):
-            raise Corrupt(f"{self.path / INDEX}: weight_map must map tensor names to file names in the same folder")
+            raise CorruptFile(f"{self.path / INDEX}: weight_map must map tensor names to file names in the same folder")
         shards: dict[str, dict[str, StoredTensor]] = {}
         for name, file in index.items():
             if file not in shards:
                 if not (self.path / file).is_file():
-                    raise Corrupt(f"{self.path / file}: the file is missing; tensor {name} should be in it")
+                    raise CorruptFile(f"{self.path / file}: the file is missing; tensor {name} should be in it")
                 shards[file] = read_file(self.path / file)
             if name not in shards[file]:
-                raise Corrupt(f"{self.path / file}: tensor {name} is missing")
+                raise CorruptFile(f"{self.path / file}: tensor {name} is missing")
             yield name, shards[file][name]
 
 
@@ -70,7 +70,7 @@ def _single(folder: Path) -> Iterator[tuple[str, StoredTensor]]:
     if (folder / "model.safetensors") in files:
         files = [folder / "model.safetensors"]
     if len(files) != 1:
-        raise Corrupt(f"{folder}: {len(files)} safetensors files and no {INDEX} to say which holds what")
+        raise CorruptFile(f"{folder}: {len(files)} safetensors files and no {INDEX} to say which holds what")
     yield from read_file(files[0]).items()
 
 
@@ -79,13 +79,13 @@ def read_file(path: Path) -> dict[str, StoredTensor]:
     data = map_file(path)
     start = 8 + int.from_bytes(data[:8].tobytes(), "little") if len(data) >= 8 else 0
     if not 8 < start <= min(len(data), HEADER_LIMIT):
-        raise Corrupt(f"{path}: not a whole safetensors file: its header does not fit in its {len(data)} bytes")
+        raise CorruptFile(f"{path}: not a whole safetensors file: its header does not fit in its {len(data)} bytes")
     try:
         header = json.loads(data[8:start].tobytes())
     except (ValueError, RecursionError):
-        raise Corrupt(f"{path}: its header is not JSON") from None
+        raise CorruptFile(f"{path}: its header is not JSON") from None
     if not isinstance(header, dict):
-        raise Corrupt(f"{path}: its header is not a JSON object")
+        raise CorruptFile(f"{path}: its header is not a JSON object")
     header.pop("__metadata__", None)
     tensors = {name: _tensor(path, name, entry, data[start:]) for name, entry in header.items()}
     refuse_overlaps(path, ((*map(int, header[name]["data_offsets"]), name) for name in tensors))
@@ -97,11 +97,11 @@ def _tensor(path: Path, name: str, entry: Any, data: Bytes) -> StoredTensor:
         kind, shape, (begin, end) = str(entry["dtype"]), tuple(int(n) for n in entry["shape"]), entry["data_offsets"]
         begin, end = int(begin), int(end)
     except (TypeError, KeyError, ValueError, OverflowError):
-        raise Corrupt(f"{path}: tensor {name}: its header entry lacks dtype, shape or data_offsets") from None
+        raise CorruptFile(f"{path}: tensor {name}: its header entry lacks dtype, shape or data_offsets") from None
     if kind not in KINDS:
-        raise Corrupt(f"{path}: tensor {name}: unknown dtype {kind}")
+        raise CorruptFile(f"{path}: tensor {name}: unknown dtype {kind}")
     if not 0 <= begin <= end or min(shape, default=0) < 0 or end - begin != math.prod(shape) * KINDS[kind].size:
-        raise Corrupt(f"{path}: tensor {name}: {end - begin} bytes cannot hold {kind} of shape {list(shape)}")
+        raise CorruptFile(f"{path}: tensor {name}: {end - begin} bytes cannot hold {kind} of shape {list(shape)}")
     if end > len(data):
-        raise Corrupt(f"{path}: tensor {name} ends {end - len(data)} bytes beyond the end of the file; it is truncated")
+        raise CorruptFile(f"{path}: tensor {name} ends {end - len(data)} bytes beyond the end of the file; it is truncated")
     return StoredTensor(name=name, shape=shape, kind=kind, data=data[begin:end])

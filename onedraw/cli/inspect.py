@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal, assert_never
 
 from onedraw.backends.devices import Device, parse_device
 from onedraw.backends.memory_plan import MemoryPlan, human_bytes
-from onedraw.backends.packing import PACKED_DTYPES, SPANS, hold, matrix_kinds
-from onedraw.backends.precision import KV_CODES, float_dtype
+from onedraw.backends.packing import PACKED_DTYPES, SPAN_BYTES, matrix_kinds, plan_weight_storage
+from onedraw.backends.precision import KV_QUANT_DTYPES, float_dtype
 from onedraw.backends.stage_memory import SplitPlan
 from onedraw.cli import terminal as screen
 from onedraw.cli.flags import add_settings, read_settings
-from onedraw.errors import NoRoom
+from onedraw.errors import OutOfMemory
 from onedraw.models.model_info import Described, describe
 from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, MoeSpec
 from onedraw.settings import Settings
@@ -49,9 +49,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from onedraw.backends.base import require_state_dtype
     from onedraw.build.checkpoint import find_checkpoint
-    from onedraw.build.drafters import chosen_drafter, drafter_bytes, proposer_names
-    from onedraw.build.sizing import plan_devices, turns_beside
-    from onedraw.build.xla import compiled_turns, xla_settings
+    from onedraw.build.drafters import drafter_bytes, proposer_names, select_drafter
+    from onedraw.build.sizing import plan_devices, step_memory
+    from onedraw.build.xla import compiled_steps, xla_settings
 
     settings = read_settings(arguments)
     require_state_dtype(settings.state_dtype, "states of recurrent layers")
@@ -60,16 +60,16 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         described = describe(checkpoint)
         xla = settings.backend == "xla"
-        drafter = None if xla else chosen_drafter(settings, described, checkpoint)
+        drafter = None if xla else select_drafter(settings, described, checkpoint)
         size = drafter_bytes(drafter, described, checkpoint)
         devices = planned_devices(settings)
         settings = xla_settings(settings, devices) if xla else settings
         fits = [] if xla else reach_rows(settings, described, devices, checkpoint, drafter)
         try:
             plan, split = plan_devices(settings, described, devices, drafter=size)
-        except NoRoom as error:
+        except OutOfMemory as error:
             told = [f"  {reach_words(fit)}" for fit in fits]
-            raise NoRoom("\n".join([str(error), *told])) from None
+            raise OutOfMemory("\n".join([str(error), *told])) from None
         drafts = [*proposer_names(settings), *([] if drafter is None else [str(drafter)])]
         report = {
             **identity(settings, checkpoint, described),
@@ -78,9 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
         }
         report |= {"activation_dtype": split.activation, "stages": stages_json(split), "fits": fits}
         on_device = not xla and any(device.kind != "cpu" for device in devices)
-        report["turns"] = asdict(turns_beside(settings, described, plan, devices)) if on_device else None
-        report["compiled_turns"] = compiled_turns(settings, described, plan, split.stages[-1].device) if xla else []
-        report["holding"] = asdict(hold(described.weights, plan.dtype)) if plan.dtype in PACKED_DTYPES else None
+        report["turns"] = asdict(step_memory(settings, described, plan, devices)) if on_device else None
+        report["compiled_turns"] = compiled_steps(settings, described, plan, split.stages[-1].device) if xla else []
+        report["holding"] = asdict(plan_weight_storage(described.weights, plan.dtype)) if plan.dtype in PACKED_DTYPES else None
     finally:
         checkpoint.close()
     if arguments.json:
@@ -99,14 +99,14 @@ def reach_rows(
 ) -> list[dict[str, Any]]:
     """How long a context fits, where memory is known: with the drafter that was chosen, or with one of a known shape."""
     from onedraw.build.drafters import drafter_bytes, known_drafter
-    from onedraw.build.sizing import reaches
+    from onedraw.build.sizing import longest_contexts
 
     if all(device.kind == "cpu" or device.memory is None for device in devices):
         return []
-    packed = not SPANS.keys().isdisjoint(matrix_kinds(described.weights))
+    packed = not SPAN_BYTES.keys().isdisjoint(matrix_kinds(described.weights))
     drafter = chosen or known_drafter(described, packed=packed)
     size = drafter_bytes(drafter, described, checkpoint)
-    found = reaches(settings, described, devices, drafters={} if size is None else {str(drafter): size})
+    found = longest_contexts(settings, described, devices, drafters={} if size is None else {str(drafter): size})
     return [asdict(reach) for reach in found if reach.context]
 
 
@@ -249,7 +249,7 @@ def stage_rows(stages: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 def kv_words(memory: Mapping[str, Any]) -> str:
     size = sum(group["page_bytes"] for group in memory["groups"]) // memory["page_size"]
-    scales = ", with scales" if memory["kv_dtype"] in KV_CODES else ""
+    scales = ", with scales" if memory["kv_dtype"] in KV_QUANT_DTYPES else ""
     return f"{memory['kv_dtype']}: {human_bytes(size)} per position{scales}"
 
 

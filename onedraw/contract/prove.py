@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Literal, TypeAlias, assert_never
 
 from onedraw.contract.variations import Drive, Evidence, Facts, Variation, requests, variations
-from onedraw.errors import BadSetting, Barren, NoRoom
+from onedraw.errors import BadSetting, Barren, OutOfMemory
 from onedraw.llm.llm import Ask, Door, Reply, settled_stats
 from onedraw.models.model_info import describe
 from onedraw.settings import Settings
@@ -128,7 +128,7 @@ def _vary(
             if not variation.applies(door):
                 return None
             replies, happened = drive(door, predicting, variation.drive, settings=settings)
-    except (BadSetting, NoRoom) as error:
+    except (BadSetting, OutOfMemory) as error:
         return Finding(variation.name, "not exercised", note=str(error))
     return judge(variation, plain, replies, exercised=variation.exercised(evidence, happened))
 

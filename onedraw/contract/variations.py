@@ -174,7 +174,7 @@ def ahead(base: Settings) -> tuple[Variation, ...]:
         lambda facts: {"ahead": "on"},
         "one by one",
         lambda plain, now: now.counted.turns_ahead > 0,
-        applies=lambda door: door.service.capacity.ahead,
+        applies=lambda door: door.service.capacity.async_scheduling,
     )
     return () if base.backend == "xla" else (row,)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from onedraw.backends.base import Backend, Exports
+from onedraw.backends.base import Backend, SupportsSnapshots
 from onedraw.memory.allocator import Ledger
 from onedraw.memory.disk_snapshots import Snapshot, SnapshotFolder
 from onedraw.memory.pages import first_needed
@@ -34,7 +34,7 @@ class Shelf:
     """Owner: the engine."""
 
     def __init__(self, folder: SnapshotFolder, *, ledger: Ledger, backend: Backend, fewest: int = FEWEST) -> None:
-        if not isinstance(backend, Exports):
+        if not isinstance(backend, SupportsSnapshots):
             raise AssertionError("this backend does not export checkpoints")
         self._folder, self._ledger, self._backend, self._fewest = folder, ledger, backend, fewest
         self.restored = 0

@@ -20,7 +20,7 @@ from onedraw.engine.isolated_constraint import Watched
 from onedraw.engine.scheduler import Member, Scheduler
 from onedraw.engine.sequence import Sequence
 from onedraw.engine.stats import Drafted, Stats
-from onedraw.errors import Barren, NotFinite, OnedrawError, TurnFailed
+from onedraw.errors import Barren, NonFiniteLogits, OnedrawError, TurnFailed
 from onedraw.speculation.draft_tree import chain_length, depth
 from onedraw.types import Choice, Finish, Logprobs, Outcome, Plan, Request, Row, RowOutcome, Usage
 
@@ -117,7 +117,7 @@ class Engine:
             if member.sequence not in gone:
                 self._settle(member, result)
         keeps = self._shelf is not None and self._shelf.keeps
-        if keeps or not self.backend.capacity.starts:
+        if keeps or not self.backend.capacity.async_tokens:
             self._tell()
         if self._shelf is not None and keeps:  # when everybody has heard
             self._shelf.keep()
@@ -129,7 +129,7 @@ class Engine:
             sink(event)
 
     def _send(self) -> None:
-        while len(self._under_way) < self.backend.capacity.tickets:
+        while len(self._under_way) < self.backend.capacity.max_in_flight:
             if not self._sent(self.scheduler.plan(), "overlapped_turns", bool(self._under_way)):
                 return
 
@@ -158,7 +158,7 @@ class Engine:
         """To submit these takes no time worth speaking of: they are only started, and nothing else that computes is under way,
         which could hold a device."""
         plans = [members, *(others for _, others in self._under_way)]
-        return all(self.backend.capacity.only_starts([member.row for member in plan]) for plan in plans)
+        return all(self.backend.capacity.submits_async([member.row for member in plan]) for plan in plans)
 
     def _let_go(self, members: list[Member]) -> set[Sequence]:
         """Their plan is back. Those who ended on the way are, and give back what they hold, unless they still ride."""
@@ -303,12 +303,12 @@ class Engine:
 
 def _barren(sequence: Sequence, result: RowOutcome) -> OnedrawError:
     if result.fault:
-        return NotFinite(f"the model's numbers overflowed: {result.fault}")
+        return NonFiniteLogits(f"the model's numbers overflowed: {result.fault}")
     constraint = sequence.request.params.constraint
     failure = constraint.failure(sequence.history.output) if isinstance(constraint, Watched) else None
     if failure is not None:
         return failure
-    return Barren(_BARREN) if sequence.request.params.may_ban_all else NotFinite(_NOT_FINITE)
+    return Barren(_BARREN) if sequence.request.params.may_ban_all else NonFiniteLogits(_NOT_FINITE)
 
 
 _NOT_FINITE = (

@@ -48,7 +48,7 @@ class Scheduler:
         self.capacity = capacity
         self.speculator = speculator
         # Every running sequence can take its token and a prompt still moves by one chunk.
-        most = turn_tokens if capacity.turn_tokens is None else min(turn_tokens, capacity.turn_tokens)
+        most = turn_tokens if capacity.step_tokens is None else min(turn_tokens, capacity.step_tokens)
         self.turn_tokens = max(most, capacity.chunk)
         self.longest_row = min(
             self.turn_tokens,
@@ -68,7 +68,7 @@ class Scheduler:
         self._admit()
         members: list[Member] = []
         planned: set[Sequence] = set()
-        share = max(-(-len(self.running) // self.capacity.tickets), self.capacity.ticket_rows)
+        share = max(-(-len(self.running) // self.capacity.max_in_flight), self.capacity.min_step_rows)
         free = [s for s in self.running if s not in self.riding]
         generating = [s for s in free if s.remaining <= 1][:share]
         prompts = [s for s in free if s.remaining > 1][: share - len(generating)]
@@ -90,7 +90,7 @@ class Scheduler:
     def behind(self, members: List[Member]) -> list[Member]:
         """The plan behind the one under way: every sequence by the one token that is being chosen for it. Nobody, where
         the next plan is better made when this one is back: somebody does not ride, has drafts, or lacks a page."""
-        if not self.capacity.ahead or any(member.row.drafts for member in members):
+        if not self.capacity.async_scheduling or any(member.row.drafts for member in members):
             return []
         self._admit()
         riding = {member.sequence for member in members}

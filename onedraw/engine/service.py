@@ -20,9 +20,9 @@ from onedraw.errors import (
     BadParameter,
     BadRequest,
     ContextOverflow,
-    Draining,
     OnedrawError,
     QueueFull,
+    ShuttingDown,
     TurnFailed,
     Unsupported,
 )
@@ -109,9 +109,9 @@ class Service:
             self.check(request)
         with self._news:
             if self._draining:
-                raise Draining("the server is shutting down and takes no new requests")
+                raise ShuttingDown("the server is shutting down and takes no new requests")
             if self._stop or not self._thread.is_alive():
-                raise Draining("the engine failed and takes no new requests; the server's log says why")
+                raise ShuttingDown("the engine failed and takes no new requests; the server's log says why")
             if self._stats.waiting + len(self._arrivals) + len(requests) > self._queue_limit + self._free_lanes():
                 raise QueueFull(f"{self._queue_limit} requests are waiting already; try again in a moment")
             self._arrivals.extend(requests)
@@ -152,7 +152,7 @@ class Service:
         try:
             while self._go_on(engine):
                 pass
-            end = Draining("the server was shut down before this request finished")
+            end = ShuttingDown("the server was shut down before this request finished")
         except BaseException:
             log.exception("the engine failed and cannot go on")
         finally:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from onedraw.backends.packing import matrix_kinds, product_dtype, reads_blocks, stored_sizes
+from onedraw.backends.packing import matrix_kinds, matrix_sizes, product_dtype, supports_gpu_packed
 from onedraw.backends.precision import kv_precision
 from onedraw.backends.torch.device import copy_bandwidth, find_devices, why_no_blocks
 from onedraw.build.checkpoint import find_checkpoint
@@ -18,7 +18,7 @@ from onedraw.models.weight_names import Where, all_shapes
 from onedraw.settings import Settings
 
 
-def turn_bytes(spec: ModelSpec, sizes: Mapping[Where, int], *, dtype: str, rows: int, context: int) -> int:
+def step_bytes(spec: ModelSpec, sizes: Mapping[Where, int], *, dtype: str, rows: int, context: int) -> int:
     """Bytes that a turn of so many rows, each with so much context, reads. `sizes`: of matrices; `dtype`: of keys."""
     weights = 0
     for (layer, weight), shape in all_shapes(spec).items():
@@ -49,16 +49,16 @@ def turn_floor(settings: Settings) -> Callable[[int, int], float] | None:
     device = find_devices(settings.device_names)[0]
     if device.kind == "cpu" or len(settings.device_names) > 1:
         return None
-    no_kernels = why_no_blocks() if reads_blocks(device) else ""
+    no_kernels = why_no_blocks() if supports_gpu_packed(device) else ""
     checkpoint = find_checkpoint(settings)
     try:
         described = describe(checkpoint)
         spec, kinds = described.spec, matrix_kinds(described.weights)
         stream = {"activations": "f32", "stream": "auto"}
         dtype = product_dtype([device], asked=settings.dtype, **stream, kinds=kinds, no_kernels=no_kernels)
-        sizes = stored_sizes(described.weights, dtype)
+        sizes = matrix_sizes(described.weights, dtype)
     finally:
         checkpoint.close()
     speed = copy_bandwidth(device.name)
     kept_as = kv_precision(settings.kv_dtype, products=dtype)
-    return lambda rows, context: turn_bytes(spec, sizes, dtype=kept_as, rows=rows, context=context) / speed
+    return lambda rows, context: step_bytes(spec, sizes, dtype=kept_as, rows=rows, context=context) / speed

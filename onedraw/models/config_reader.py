@@ -1,7 +1,7 @@
 """Reads a checkpoint's description key by key, and judges what nobody read.
 
 In: config.json or the key-values of a GGUF file. Out: typed values. A key of the wrong type, or a missing one, is
-Corrupt; a key that no family reads and that may change the model is refused by name. Null counts as absent.
+CorruptFile; a key that no family reads and that may change the model is refused by name. Null counts as absent.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from onedraw.errors import Corrupt, UnsupportedModel
+from onedraw.errors import CorruptFile, UnsupportedModel
 
 # Keys of config.json that say nothing about what the model computes.
 HARMLESS = frozenset(
@@ -137,7 +137,7 @@ MOST_LAYERS = 4096
 def share_of_head(hidden: int, heads: int, origin: str) -> int:
     """How wide a head is where nothing says it."""
     if hidden < heads:
-        raise Corrupt(f"{origin}: {heads} heads share {hidden} numbers, and nothing says how wide a head is")
+        raise CorruptFile(f"{origin}: {heads} heads share {hidden} numbers, and nothing says how wide a head is")
     return hidden // heads
 
 
@@ -169,7 +169,7 @@ class Keys:
         if value is None:
             value = default
         if value is None:
-            raise Corrupt(f"{self._origin}: {self._prefix}{name} is missing")
+            raise CorruptFile(f"{self._origin}: {self._prefix}{name} is missing")
         return value
 
     def optional_whole(self, name: str, *, least: int = 1, most: int = MOST) -> int | None:
@@ -177,7 +177,9 @@ class Keys:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise Corrupt(f"{self._origin}: {self._prefix}{name} must be a whole number from {least} to {most}, not {value!r}")
+            raise CorruptFile(
+                f"{self._origin}: {self._prefix}{name} must be a whole number from {least} to {most}, not {value!r}"
+            )
         return value
 
     def wholes(self, name: str, count: int, default: list[int] | None = None) -> list[int]:
@@ -188,7 +190,7 @@ class Keys:
         if not isinstance(value, list):
             return [self.whole(name)] * count
         if len(value) != count or not all(isinstance(item, int) and item > 0 for item in value):
-            raise Corrupt(f"{self._origin}: {self._prefix}{name} must be {count} positive whole numbers, not {value!r}")
+            raise CorruptFile(f"{self._origin}: {self._prefix}{name} must be {count} positive whole numbers, not {value!r}")
         return value
 
     def flags(self, name: str, count: int, default: list[bool]) -> list[bool]:
@@ -197,7 +199,7 @@ class Keys:
         if value is None:
             return default
         if not isinstance(value, list) or len(value) != count or not all(item in (0, 1) for item in value):
-            raise Corrupt(f"{self._origin}: {self._prefix}{name} must be {count} times true or false, not {value!r}")
+            raise CorruptFile(f"{self._origin}: {self._prefix}{name} must be {count} times true or false, not {value!r}")
         return [bool(item) for item in value]
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -207,7 +209,7 @@ class Keys:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             wrong = "is missing" if value is None else f"must be a positive number, not {value!r}"
-            raise Corrupt(f"{self._origin}: {self._prefix}{name} {wrong}")
+            raise CorruptFile(f"{self._origin}: {self._prefix}{name} {wrong}")
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -215,13 +217,13 @@ class Keys:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise Corrupt(f"{self._origin}: {self._prefix}{name} must be true or false, not {value!r}")
+            raise CorruptFile(f"{self._origin}: {self._prefix}{name} must be true or false, not {value!r}")
         return value
 
     def mapping(self, name: str) -> dict[str, Any] | None:
         value = self.get(name)
         if value is not None and not isinstance(value, dict):
-            raise Corrupt(f"{self._origin}: {self._prefix}{name} must be an object, not {value!r}")
+            raise CorruptFile(f"{self._origin}: {self._prefix}{name} must be an object, not {value!r}")
         return value
 
     def only(self, name: str, *accepted: Any) -> None:
@@ -262,7 +264,7 @@ def layer_types(keys: Keys, count: int, *, accepted: Collection[str], default: l
     if types is None:
         return default
     if not isinstance(types, list) or len(types) != count:
-        raise Corrupt(f"{origin}: layer_types must name {count} layers")
+        raise CorruptFile(f"{origin}: layer_types must name {count} layers")
     for kind in types:
         if kind not in accepted:
             raise UnsupportedModel(f"{origin}: layer_types: {kind!r} is not supported; supported: {', '.join(accepted)}")

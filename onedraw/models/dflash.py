@@ -29,7 +29,7 @@ from typing import Any, assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from onedraw.errors import Corrupt, UnsupportedModel
+from onedraw.errors import CorruptFile, UnsupportedModel
 from onedraw.models.config_reader import HARMLESS, MOST_LAYERS, Keys, share_of_head
 from onedraw.models.family import check_heads
 from onedraw.models.rope import rope_from_config, rope_from_metadata
@@ -132,7 +132,7 @@ def _from_zlab(source: Source) -> DrafterSpec:
     window = inner.optional_whole("swa_window_size") or keys.optional_whole("sliding_window")
     if inner.flag("use_swa"):  # a window on every layer, whatever layer_types says
         if window is None:
-            raise Corrupt(f"{origin}: dflash_config.use_swa is set, but neither swa_window_size nor sliding_window")
+            raise CorruptFile(f"{origin}: dflash_config.use_swa is set, but neither swa_window_size nor sliding_window")
         layers = tuple(replace(layer, mixer=replace(layer.attention, window=window)) for layer in layers)
     depth = _either(keys, inner, "num_target_layers", origin)
     ids = _ids(keys, inner, count=len(layers), depth=depth, origin=origin)
@@ -169,7 +169,7 @@ def _from_speculators(source: Source) -> DrafterSpec:
     non_causal = keys.flag("sliding_window_non_causal")
     counted = keys.get("aux_hidden_state_layer_ids")
     if counted is None:
-        raise Corrupt(f"{origin}: aux_hidden_state_layer_ids is missing")
+        raise CorruptFile(f"{origin}: aux_hidden_state_layer_ids is missing")
     _refuse_variants(keys)
     _refuse_variants(stack)
     keys.only("pure_draft_prefix_len", 1)
@@ -204,7 +204,7 @@ def _layers(keys: Keys, origin: str) -> tuple[LayerSpec, ...]:
     heads, max_context = keys.whole("num_attention_heads"), keys.whole("max_position_embeddings")
     described: Mapping[str, Any] = keys.mapping("rope_parameters") or keys.mapping("rope_scaling") or {}
     if keys.get("rope_theta") is None and "rope_theta" not in described:
-        raise Corrupt(f"{origin}: rope_theta is missing; a drafter with a wrong one drafts badly without a sign of it")
+        raise CorruptFile(f"{origin}: rope_theta is missing; a drafter with a wrong one drafts badly without a sign of it")
     mixer = AttentionSpec(
         heads=heads,
         kv_heads=keys.whole("num_key_value_heads", heads),
@@ -224,13 +224,13 @@ def _windows(keys: Keys, count: int, origin: str) -> list[int | None]:
     if types is None:
         return [window if used and index >= first else None for index in range(count)]
     if not isinstance(types, list) or len(types) != count:
-        raise Corrupt(f"{origin}: layer_types must name {count} layers")
+        raise CorruptFile(f"{origin}: layer_types must name {count} layers")
     known = ("full_attention", "sliding_attention")
     for kind in types:
         if kind not in known:
             raise UnsupportedModel(f"{origin}: layer_types: {kind!r} is not supported; supported: {', '.join(known)}")
     if window is None and "sliding_attention" in types:
-        raise Corrupt(f"{origin}: layer_types names sliding layers, but no sliding_window is set")
+        raise CorruptFile(f"{origin}: layer_types names sliding layers, but no sliding_window is set")
     return [window if kind == "sliding_attention" else None for kind in types]
 
 
@@ -238,11 +238,11 @@ def _ids(keys: Keys, inner: Keys, *, count: int, depth: int | None, origin: str)
     """The features' layers: as listed, or spread evenly as z-lab does."""
     listed, named = keys.get("target_layer_ids"), inner.get("target_layer_ids")
     if listed is not None and named is not None and listed != named:
-        raise Corrupt(f"{origin}: target_layer_ids and dflash_config.target_layer_ids contradict each other; keep one")
+        raise CorruptFile(f"{origin}: target_layer_ids and dflash_config.target_layer_ids contradict each other; keep one")
     if listed is not None or named is not None:
         return _zero_based(named if listed is None else listed, "target_layer_ids", offset=0, origin=origin)
     if depth is None:
-        raise Corrupt(f"{origin}: target_layer_ids and num_target_layers are both missing")
+        raise CorruptFile(f"{origin}: target_layer_ids and num_target_layers are both missing")
     return default_layers(count, depth)
 
 
@@ -323,9 +323,9 @@ def _metadata_windows(keys: Keys, count: int, origin: str) -> list[int | None]:
     if pattern is None:
         return [window] * count
     if not isinstance(pattern, list) or len(pattern) != count or not all(isinstance(slides, bool) for slides in pattern):
-        raise Corrupt(f"{origin}: dflash.attention.sliding_window_pattern must be {count} truth values, not {pattern!r}")
+        raise CorruptFile(f"{origin}: dflash.attention.sliding_window_pattern must be {count} truth values, not {pattern!r}")
     if window is None and any(pattern):
-        raise Corrupt(f"{origin}: dflash.attention.sliding_window_pattern names sliding layers, but no sliding_window is set")
+        raise CorruptFile(f"{origin}: dflash.attention.sliding_window_pattern names sliding layers, but no sliding_window is set")
     return [window if slides else None for slides in pattern]
 
 
@@ -336,20 +336,20 @@ def _either(keys: Keys, inner: Keys, name: str, origin: str, *, least: int = 1) 
     """A number that stands at the top or in dflash_config, or in both alike."""
     outside, inside = keys.optional_whole(name, least=least), inner.optional_whole(name, least=least)
     if outside is not None and inside is not None and outside != inside:
-        raise Corrupt(f"{origin}: {name} is {outside}, but dflash_config.{name} is {inside}; keep one")
+        raise CorruptFile(f"{origin}: {name} is {outside}, but dflash_config.{name} is {inside}; keep one")
     return inside if outside is None else outside
 
 
 def _mask(token: int | None, origin: str) -> int:
     if token is None:
-        raise Corrupt(f"{origin}: mask_token_id is missing: the token that fills a block's open slots")
+        raise CorruptFile(f"{origin}: mask_token_id is missing: the token that fills a block's open slots")
     return token
 
 
 def _zero_based(ids: Any, name: str, *, offset: int, origin: str) -> tuple[int, ...]:
     whole = isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) and i >= offset for i in ids)
     if not whole or not ids:
-        raise Corrupt(f"{origin}: {name} must be a list of layers counted from {offset}, not {ids!r}")
+        raise CorruptFile(f"{origin}: {name} must be a list of layers counted from {offset}, not {ids!r}")
     return tuple(i - offset for i in ids)
 
 
@@ -363,11 +363,11 @@ def _checked(spec: DrafterSpec, origin: str) -> DrafterSpec:
     """The sums that must come out even."""
     check_heads(spec.layers, origin)
     if spec.mask_token >= spec.vocab:
-        raise Corrupt(f"{origin}: mask token {spec.mask_token} is outside the vocabulary of {spec.vocab}")
+        raise CorruptFile(f"{origin}: mask token {spec.mask_token} is outside the vocabulary of {spec.vocab}")
     reduced = spec.draft_vocab != spec.vocab
     if (spec.mapped and not spec.own_head) or (reduced and not spec.mapped):
         needed = "a head and d2t of its own"
-        raise Corrupt(f"{origin}: a draft vocabulary of {spec.draft_vocab} beside the target's {spec.vocab} needs {needed}")
+        raise CorruptFile(f"{origin}: a draft vocabulary of {spec.draft_vocab} beside the target's {spec.vocab} needs {needed}")
     return spec
 
 
@@ -464,7 +464,7 @@ class DrafterWeights:
             ids = ids + np.arange(len(ids))
         if ids.min(initial=0) < 0 or ids.max(initial=0) >= self.spec.vocab:
             worst = ids.max() if ids.max() >= self.spec.vocab else ids.min()
-            raise Corrupt(f"{self._origin}: d2t names token {worst}, outside the vocabulary of {self.spec.vocab}")
+            raise CorruptFile(f"{self._origin}: d2t names token {worst}, outside the vocabulary of {self.spec.vocab}")
         return ids
 
 

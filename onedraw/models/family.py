@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, assert_never
 
-from onedraw.errors import Corrupt, UnsupportedModel
+from onedraw.errors import CorruptFile, UnsupportedModel
 from onedraw.models.config_reader import (
     HARMLESS,
     HARMLESS_OF_EXPERTS,
@@ -139,7 +139,7 @@ def _windows(keys: Keys, count: int, traits: Traits, origin: str) -> list[int | 
     by_index = [sliding if window and index >= first else full for index in range(count)]
     types = layer_types(keys, count, accepted=kinds, default=by_index, origin=origin)
     if window is None and "sliding_attention" in types:
-        raise Corrupt(f"{origin}: layer_types names sliding layers, but no sliding_window is set")
+        raise CorruptFile(f"{origin}: layer_types names sliding layers, but no sliding_window is set")
     return [window if kind == "sliding_attention" else None for kind in types]
 
 
@@ -155,7 +155,7 @@ def _feed_forwards(keys: Keys, count: int, traits: Traits, origin: str) -> list[
     )
     step, named = keys.whole("decoder_sparse_step", 1), keys.get("mlp_only_layers") or []
     if not isinstance(named, list) or not all(isinstance(index, int) for index in named):
-        raise Corrupt(f"{origin}: mlp_only_layers must be a list of layers, not {named!r}")
+        raise CorruptFile(f"{origin}: mlp_only_layers must be a list of layers, not {named!r}")
     flat = [index in named or (index + 1) % step != 0 for index in range(count)]
     dense = MlpSpec(keys.whole("intermediate_size", None if any(flat) else 1))
     return [dense if each else sparse for each in flat]
@@ -248,14 +248,14 @@ def check_heads(layers: tuple[LayerSpec, ...], origin: str) -> None:
         match layer.mixer:
             case AttentionSpec(heads=heads, kv_heads=kv_heads, head_dim=head_dim):
                 if heads % kv_heads:
-                    raise Corrupt(f"{origin}: {heads} query heads cannot share {kv_heads} key/value heads evenly")
+                    raise CorruptFile(f"{origin}: {heads} query heads cannot share {kv_heads} key/value heads evenly")
                 if head_dim % 2 or layer.mixer.rope.dims % 2:
-                    raise Corrupt(f"{origin}: a head size of {head_dim} is odd, rotary positions need pairs")
+                    raise CorruptFile(f"{origin}: a head size of {head_dim} is odd, rotary positions need pairs")
             case DeltaSpec(key_heads=key_heads, value_heads=value_heads):
                 if value_heads % key_heads:
-                    raise Corrupt(f"{origin}: {value_heads} value heads cannot share {key_heads} key heads evenly")
+                    raise CorruptFile(f"{origin}: {value_heads} value heads cannot share {key_heads} key heads evenly")
             case _:
                 assert_never(layer.mixer)
         for experts in (layer.feed_forward, layer.beside):
             if isinstance(experts, MoeSpec) and experts.used > experts.experts:
-                raise Corrupt(f"{origin}: {experts.used} experts of {experts.experts} cannot be used")
+                raise CorruptFile(f"{origin}: {experts.used} experts of {experts.experts} cannot be used")

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from onedraw.errors import Corrupt, UnsupportedModel
+from onedraw.errors import CorruptFile, UnsupportedModel
 from onedraw.models.config_reader import HARMLESS, MOST_LAYERS, Keys, code_notes, layer_types, refuse_quantized, text_part
 from onedraw.models.family import HARMLESS_METADATA, Family, checked, stored_ends
 from onedraw.models.rope import DEFAULT_THETA, rope_of_divisors, ropes_by_layer_type
@@ -55,7 +55,7 @@ def _layers(
         if index >= own:
             alike = [i for i in range(own) if shapes[i].full == shape.full]
             if not alike:
-                raise Corrupt(f"{origin}: layer {index} reads the keys and values of another, and none of its kind has any")
+                raise CorruptFile(f"{origin}: layer {index} reads the keys and values of another, and none of its kind has any")
             reuses = alike[-1]
         attention = AttentionSpec(
             heads=heads,
@@ -92,7 +92,7 @@ def _from_config(config: Mapping[str, Any], origin: str) -> ModelSpec:
     default = [SLIDING if (index + 1) % PATTERN else FULL for index in range(count - 1)] + [FULL]
     types = layer_types(keys, count, accepted=(SLIDING, FULL), default=default, origin=origin)
     if types[-1] != FULL:
-        raise Corrupt(f"{origin}: layer_types: the last layer must be {FULL}, not {types[-1]}")
+        raise CorruptFile(f"{origin}: layer_types: the last layer must be {FULL}, not {types[-1]}")
     shared = keys.whole("num_kv_shared_layers", 0, least=0, most=count - 1)
     hidden, vocab = keys.whole("hidden_size"), keys.whole("vocab_size")
     inputs = keys.whole("hidden_size_per_layer_input", 0, least=0)
@@ -239,7 +239,7 @@ def _full_rope(keys: Keys, source: Source, *, head_dim: int, origin: str) -> Rop
     if divisors is None:
         return RopeSpec(theta=theta, dims=head_dim)
     if divisors.shape != (head_dim // 2,):
-        raise Corrupt(
+        raise CorruptFile(
             f"{origin}: tensor {divisors.name} has shape {list(divisors.shape)}, a head of {head_dim} needs [{head_dim // 2}]"
         )
     return rope_of_divisors(divisors, theta=theta, dims=head_dim)

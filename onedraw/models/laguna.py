@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from onedraw.errors import Corrupt, UnsupportedModel
+from onedraw.errors import CorruptFile, UnsupportedModel
 from onedraw.models.config_reader import (
     HARMLESS,
     HARMLESS_OF_EXPERTS,
@@ -46,7 +46,7 @@ def _from_config(config: Mapping[str, Any], origin: str) -> ModelSpec:
     types = layer_types(keys, count, accepted=(FULL, SLIDING), default=[FULL] * count, origin=origin)
     window = keys.optional_whole("sliding_window")
     if window is None and SLIDING in types:
-        raise Corrupt(f"{origin}: layer_types names sliding layers, but no sliding_window is set")
+        raise CorruptFile(f"{origin}: layer_types names sliding layers, but no sliding_window is set")
     head_dim, bias = keys.whole("head_dim", HEAD_DIM), keys.flag("attention_bias")
     heads = keys.wholes("num_attention_heads_per_layer", count, [keys.whole("num_attention_heads")] * count)
     kv_heads, gate_per = keys.whole("num_key_value_heads"), _gate_per(keys, origin)
@@ -104,10 +104,10 @@ def _dense(keys: Keys, count: int, origin: str) -> list[bool]:
     if types is None:
         return by_index
     if not isinstance(types, list) or len(types) != count or not {*types} <= {DENSE, SPARSE}:
-        raise Corrupt(f"{origin}: mlp_layer_types must name {count} layers, each {DENSE} or {SPARSE}, not {types!r}")
+        raise CorruptFile(f"{origin}: mlp_layer_types must name {count} layers, each {DENSE} or {SPARSE}, not {types!r}")
     dense = [kind == DENSE for kind in types]
     if named is not None and dense != by_index:
-        raise Corrupt(f"{origin}: mlp_layer_types and mlp_only_layers contradict each other; keep one")
+        raise CorruptFile(f"{origin}: mlp_layer_types and mlp_only_layers contradict each other; keep one")
     return dense
 
 

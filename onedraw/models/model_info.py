@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from onedraw.errors import BadParameter, Corrupt
+from onedraw.errors import BadParameter, CorruptFile
 from onedraw.models.family import Family
 from onedraw.models.registry import identify
 from onedraw.models.source import Dialect, Source
@@ -32,16 +32,16 @@ def generation_defaults(source: Source) -> dict[str, float | int]:
 
 def _number(source: Source, name: str, value: Any) -> float | int:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise Corrupt(f"{source.path}: the default {name} must be a number, not {value!r}")
+        raise CorruptFile(f"{source.path}: the default {name} must be a number, not {value!r}")
     number: float | int = float(value)
     if name == "top_k":
         if value != int(value):
-            raise Corrupt(f"{source.path}: the default top_k must be a whole number, not {value!r}")
+            raise CorruptFile(f"{source.path}: the default top_k must be a whole number, not {value!r}")
         number = 0 if value == -1 else int(value)  # -1: as some say that it is off
     try:
         SamplingParams(**{name: number})  # type: ignore[arg-type]  # one of the numbers
     except BadParameter as error:
-        raise Corrupt(f"{source.path}: the default {error}") from None
+        raise CorruptFile(f"{source.path}: the default {error}") from None
     return number
 
 
@@ -70,7 +70,7 @@ def _unnamed_ends(source: Source) -> list[int]:
 def _ids(source: Source, *values: Any) -> list[int]:
     flat = [one for value in values if value is not None for one in (value if isinstance(value, list) else [value])]
     if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in flat):
-        raise Corrupt(f"{source.path}: eos_token_id must be a token id or a list of them, not {flat!r}")
+        raise CorruptFile(f"{source.path}: eos_token_id must be a token id or a list of them, not {flat!r}")
     return list(dict.fromkeys(flat))
 
 

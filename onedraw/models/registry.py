@@ -6,7 +6,7 @@ In: an open checkpoint. Out: its Family, by `architectures` and `model_type` of 
 
 from __future__ import annotations
 
-from onedraw.errors import Corrupt, UnsupportedModel
+from onedraw.errors import CorruptFile, UnsupportedModel
 from onedraw.models.family import Family
 from onedraw.models.gemma4 import GEMMA4
 from onedraw.models.laguna import LAGUNA
@@ -25,7 +25,7 @@ def identify(source: Source) -> Family:
     names = config.get("architectures") or []
     model_type = config.get("model_type")
     if not isinstance(names, list) or not (names or model_type):
-        raise Corrupt(f"{source.path}: config.json names neither architectures nor a model_type")
+        raise CorruptFile(f"{source.path}: config.json names neither architectures nor a model_type")
     for family in FAMILIES:
         known = family.architectures[0] if not names else names[0]
         if known in family.architectures and model_type in (None, *family.model_types):
@@ -40,7 +40,7 @@ def identify(source: Source) -> Family:
 def _by_gguf(source: Source) -> Family:
     name = source.config.get("general.architecture")
     if not isinstance(name, str):
-        raise Corrupt(f"{source.path}: the key general.architecture is missing")
+        raise CorruptFile(f"{source.path}: the key general.architecture is missing")
     for family in FAMILIES:
         if name in family.gguf:
             return family

@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from onedraw.errors import Corrupt, UnsupportedModel
+from onedraw.errors import CorruptFile, UnsupportedModel
 from onedraw.models.config_reader import Keys
 from onedraw.models.source import Tensor
 from onedraw.models.spec import RopeSpec
@@ -27,7 +27,7 @@ def rope_from_config(
     parameters, scaling = keys.mapping("rope_parameters"), keys.mapping("rope_scaling")
     theta = keys.number("rope_theta", DEFAULT_THETA)
     if parameters and scaling and parameters != scaling:
-        raise Corrupt(f"{origin}: rope_parameters and rope_scaling contradict each other; keep one")
+        raise CorruptFile(f"{origin}: rope_parameters and rope_scaling contradict each other; keep one")
     name = "rope_parameters" if parameters else "rope_scaling"
     described: Mapping[str, Any] = parameters or scaling or {}
     if any(isinstance(value, dict) for value in described.values()):
@@ -53,7 +53,7 @@ def ropes_by_layer_type(
     for layer_type, head_dim in head_dims.items():
         parameters = outer.mapping(layer_type)
         if parameters is None:
-            raise Corrupt(f"{origin}: {name} says nothing about {layer_type}")
+            raise CorruptFile(f"{origin}: {name} says nothing about {layer_type}")
         inner = Keys(parameters, origin=f"{origin}: {name}: {layer_type}")
         ropes[layer_type] = _described(
             inner, theta=DEFAULT_THETA, head_dim=head_dim, share=1.0, max_context=max_context, origin=origin
@@ -68,7 +68,7 @@ def _described(keys: Keys, *, theta: float, head_dim: int, share: float, max_con
     kind, older = keys.get("rope_type"), keys.get("type")
     theta, share = keys.number("rope_theta", theta), keys.number("partial_rotary_factor", share)
     if share > 1:
-        raise Corrupt(f"{origin}: partial_rotary_factor = {share} is more than all")
+        raise CorruptFile(f"{origin}: partial_rotary_factor = {share} is more than all")
     rope = _rope(
         keys, kind or older or "default", theta=theta, head_dim=head_dim, share=share, max_context=max_context, origin=origin
     )
@@ -82,7 +82,7 @@ def _sound(rope: RopeSpec, origin: str) -> RopeSpec:
     except (ArithmeticError, ValueError):
         sound = False
     if not sound:
-        raise Corrupt(f"{origin}: the values of this {rope.kind} rope give frequencies that are no numbers: {rope}")
+        raise CorruptFile(f"{origin}: the values of this {rope.kind} rope give frequencies that are no numbers: {rope}")
     return rope
 
 
@@ -173,7 +173,7 @@ def turning_dims(keys: Keys, name: str, *, head_dim: int, partial: bool, origin:
         return head_dim
     dims = keys.whole(name, head_dim)
     if dims > head_dim or dims % 2:
-        raise Corrupt(f"{origin}: {name} = {dims} dimensions of a head of {head_dim} cannot turn in pairs")
+        raise CorruptFile(f"{origin}: {name} = {dims} dimensions of a head of {head_dim} cannot turn in pairs")
     return dims
 
 

@@ -74,3 +74,9 @@ class Source(Protocol):
     @property
     def generation_config(self) -> Mapping[str, Any]:
         """generation_config.json; empty where there is none."""
+
+
+class WeightSource(Protocol):
+    """A model's weights by layer and name; layer None for weights outside the layers. Each is read when requested."""
+
+    def tensor(self, layer: int | None, weight: str) -> Tensor: ...

@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from onedraw.errors import Corrupt, UnsupportedModel
+from onedraw.errors import CorruptFile, UnsupportedModel
 from onedraw.models.source import Source, Tensor
 from onedraw.models.spec import AttentionSpec, LayerSpec, ModelSpec
 from onedraw.models.tensor_views import Rows
@@ -232,7 +232,7 @@ def renamed(source: Source, rules: Rules) -> Mapping[str, Tensor]:
         for pattern, replacement in patterns:
             ours = pattern.sub(replacement, ours)
         if ours in tensors:
-            raise Corrupt(f"{source.path}: tensors {tensors[ours].name} and {name} are the same weight")
+            raise CorruptFile(f"{source.path}: tensors {tensors[ours].name} and {name} are the same weight")
         tensors[ours] = tensor
     return tensors
 
@@ -273,9 +273,9 @@ def find(source: Source, name: str, shape: Shape) -> Tensor:
 def _find(origin: str, tensors: Mapping[str, Tensor], name: str, shape: Shape) -> Tensor:
     tensor = tensors.get(name)
     if tensor is None:
-        raise Corrupt(f"{origin}: tensor {name} is missing")
+        raise CorruptFile(f"{origin}: tensor {name} is missing")
     if tensor.shape != shape:
-        raise Corrupt(f"{origin}: tensor {tensor.name} has shape {list(tensor.shape)}, the model needs {list(shape)}")
+        raise CorruptFile(f"{origin}: tensor {tensor.name} has shape {list(tensor.shape)}, the model needs {list(shape)}")
     return tensor
 
 

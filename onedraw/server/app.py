@@ -18,7 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from onedraw.errors import Draining, NotFound, OnedrawError
+from onedraw.errors import ModelNotFound, OnedrawError, ShuttingDown
 from onedraw.llm.llm import Door
 from onedraw.llm.options import check_ids
 from onedraw.server import page as assets
@@ -218,12 +218,12 @@ class Desk:
     def _check_model(self, name: str | None) -> None:
         card = self.door.card
         if name is not None and name != card.name and name not in self.options.aliases:
-            raise NotFound(f"the model {name!r} is not served here; this server has {card.name!r}", param="model")
+            raise ModelNotFound(f"the model {name!r} is not served here; this server has {card.name!r}", param="model")
 
     def _refuse_when_closed(self) -> None:
         if self.draining or not self.door.service.ready:
             reason = "the server is shutting down" if self.draining else "the engine has stopped"
-            raise Draining(f"{reason} and takes no new requests")
+            raise ShuttingDown(f"{reason} and takes no new requests")
 
     def _card(self) -> Json:
         card = self.door.card

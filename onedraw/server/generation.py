@@ -11,7 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from onedraw.errors import BadParameter, BadRequest, ContextOverflow, Draining
+from onedraw.errors import BadParameter, BadRequest, ContextOverflow, ShuttingDown
 from onedraw.llm.llm import Ask, Door, fresh_seed
 from onedraw.llm.options import settle, settle_chat
 from onedraw.sampling.noise import child_seed, prompt_seed
@@ -170,5 +170,5 @@ async def bursts(job: Job, door: Door) -> AsyncGenerator[list[Piece], None]:
     async with aclosing(door.bursts(*job.asks)) as stream:
         async for burst in stream:
             if any(piece.finish == "cancelled" for piece in burst):
-                raise Draining("the request was cancelled before it finished")
+                raise ShuttingDown("the request was cancelled before it finished")
             yield burst

@@ -24,7 +24,7 @@ import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
 
-from onedraw.errors import BadRequest, Corrupt
+from onedraw.errors import BadRequest, CorruptFile
 from onedraw.text.checkpoint_files import read_text, special_text, tokenizer_config
 from onedraw.text.gguf_tokenizer import require_types
 
@@ -42,7 +42,9 @@ class ChatTemplate:
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
-            raise Corrupt(f"the checkpoint's chat template cannot be compiled: line {error.lineno}: {error.message}") from None
+            raise CorruptFile(
+                f"the checkpoint's chat template cannot be compiled: line {error.lineno}: {error.message}"
+            ) from None
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ChatTemplate | None:

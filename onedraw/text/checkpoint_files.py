@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from onedraw.errors import Corrupt
+from onedraw.errors import CorruptFile
 from onedraw.text.surrogates import is_text
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -20,7 +20,7 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise Corrupt(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); get the file again") from None
+        raise CorruptFile(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); get the file again") from None
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -30,9 +30,9 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(read_text(path))
     except (json.JSONDecodeError, RecursionError) as error:
-        raise Corrupt(f"{path} is not valid JSON ({error}); get the file again") from None
+        raise CorruptFile(f"{path} is not valid JSON ({error}); get the file again") from None
     if not isinstance(value, dict):
-        raise Corrupt(f"{path} holds no JSON object; get the file again")
+        raise CorruptFile(f"{path} holds no JSON object; get the file again")
     return value
 
 
@@ -47,5 +47,5 @@ def special_text(config: dict[str, Any], name: str) -> str | None:
     if isinstance(value, dict):
         value = value.get("content")
     if isinstance(value, str) and not is_text(value):
-        raise Corrupt(f"tokenizer_config.json: {name} holds half of a surrogate pair, which is no character")
+        raise CorruptFile(f"tokenizer_config.json: {name} holds half of a surrogate pair, which is no character")
     return value if isinstance(value, str) and value else None

@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from onedraw.errors import Corrupt, NotFound, UnsupportedModel
+from onedraw.errors import CorruptFile, ModelNotFound, UnsupportedModel
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # values of tokenizer.ggml.token_type
 SPACE = "▁"  # how SentencePiece spells a space
@@ -86,7 +86,7 @@ _TEXTS = ("model", "pre", "chat_template")
 
 
 def require_types(metadata: Mapping[str, Any]) -> None:
-    """Corrupt where a key of the tokenizer holds something else than such a key holds."""
+    """CorruptFile where a key of the tokenizer holds something else than such a key holds."""
     for key, value in metadata.items():
         room, _, name = key.rpartition(".")
         if room not in ("tokenizer", "tokenizer.ggml") or value is None:
@@ -101,7 +101,7 @@ def require_types(metadata: Mapping[str, Any]) -> None:
         elif name.endswith("_token_id"):
             wanted, fits = "a whole number", isinstance(value, int) and not isinstance(value, bool)
         if not fits:
-            raise Corrupt(f"the GGUF file's {key} is not {wanted}; convert the model again")
+            raise CorruptFile(f"the GGUF file's {key} is not {wanted}; convert the model again")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +118,11 @@ class Vocabulary:
         require_types(metadata)
         tokens = metadata.get("tokenizer.ggml.tokens")
         if tokens is None:
-            raise NotFound("this GGUF file has no tokenizer (tokenizer.ggml.tokens); use a file that carries one")
+            raise ModelNotFound("this GGUF file has no tokenizer (tokenizer.ggml.tokens); use a file that carries one")
         types = metadata.get("tokenizer.ggml.token_type")
         types = [NORMAL] * len(tokens) if types is None else types
         if len(types) != len(tokens):
-            raise Corrupt(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
+            raise CorruptFile(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
         return cls(metadata=metadata, tokens=tokens, types=types, ids={token: i for i, token in enumerate(tokens)})
 
     def value(self, name: str, default: Any = None) -> Any:
@@ -233,19 +233,21 @@ def _bpe(vocabulary: Vocabulary, merges: list[tuple[str, str]], **options: Any) 
     try:
         return models.BPE(vocab=vocabulary.ids, merges=merges, **options)
     except Exception as error:  # the library raises bare Exception for a merge of unknown parts
-        raise Corrupt(f"the GGUF file's vocabulary and merges do not fit together: {error}") from None
+        raise CorruptFile(f"the GGUF file's vocabulary and merges do not fit together: {error}") from None
 
 
 def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     """Merges are written as two tokens with a space between; the first token may itself begin with one."""
     lines = vocabulary.value("merges")
     if lines is None:
-        raise Corrupt("the GGUF file has no tokenizer.ggml.merges, which its kind of tokenizer needs; convert the model again")
+        raise CorruptFile(
+            "the GGUF file has no tokenizer.ggml.merges, which its kind of tokenizer needs; convert the model again"
+        )
     merges = []
     for line in lines:
         cut = line.find(" ", 1)
         if cut < 0:
-            raise Corrupt(f"tokenizer.ggml.merges: {line!r} is not two tokens with a space between")
+            raise CorruptFile(f"tokenizer.ggml.merges: {line!r} is not two tokens with a space between")
         merges.append((line[:cut], line[cut + 1 :]))
     return merges
 
@@ -257,7 +259,7 @@ def _scored_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     """
     scores = vocabulary.value("scores")
     if scores is None or len(scores) != len(vocabulary.tokens):
-        raise Corrupt("the GGUF file's tokenizer.ggml.scores are missing or of the wrong number; convert the model again")
+        raise CorruptFile("the GGUF file's tokenizer.ggml.scores are missing or of the wrong number; convert the model again")
     normal = {token: i for token, i in vocabulary.ids.items() if vocabulary.types[i] == NORMAL}
     ranked: list[tuple[float, int, str, str]] = []
     for token, i in normal.items():

@@ -21,7 +21,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from onedraw.errors import BadRequest, Corrupt, NotFound, UnsupportedModel
+from onedraw.errors import BadRequest, CorruptFile, ModelNotFound, UnsupportedModel
 from onedraw.text import gguf_tokenizer as gguf_vocab
 from onedraw.text.checkpoint_files import SPECIAL_NAMES, special_text, tokenizer_config
 
@@ -91,14 +91,14 @@ class Tokenizer:
         folder = Path(path)
         file = folder / "tokenizer.json"
         if not file.is_file():
-            raise NotFound(
+            raise ModelNotFound(
                 f"{file} is missing; get the model's tokenizer.json, or write one from its other tokenizer files with "
                 f"transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
             )
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
-            raise Corrupt(f"{file} cannot be read as a tokenizer ({error}); get the file again") from None
+            raise CorruptFile(f"{file} cannot be read as a tokenizer ({error}); get the file again") from None
         backend.no_truncation()
         backend.no_padding()
         config = tokenizer_config(folder)
@@ -224,7 +224,9 @@ def _configured_tokens(config: dict[str, Any], folder: Path) -> list[tuple[int, 
             _utf8(content)
             found.append((int(number), AddedToken(content, **{name: bool(entry.get(name, False)) for name in _FLAGS})))
     except (AttributeError, KeyError, TypeError, ValueError, BadRequest):
-        raise Corrupt(f"{folder}: added_tokens_decoder of tokenizer_config.json is not made of ids and their tokens") from None
+        raise CorruptFile(
+            f"{folder}: added_tokens_decoder of tokenizer_config.json is not made of ids and their tokens"
+        ) from None
     return sorted(found, key=lambda pair: pair[0])
 
 
@@ -238,7 +240,7 @@ def _add_configured_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]
         if before is None or (number in added and _flags(added[number]) != _flags(token)):
             (backend.add_special_tokens if token.special else backend.add_tokens)([token])
         if before is None and backend.token_to_id(token.content) != number:
-            raise Corrupt(
+            raise CorruptFile(
                 f"{folder}: tokenizer_config.json gives {token.content!r} the id {number}, "
                 f"which does not follow the ids of tokenizer.json"
             )

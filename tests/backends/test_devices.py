@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onedraw.backends.devices import Device, apart, compute_capability, parse_device
+from onedraw.backends.devices import Device, can_overlap, compute_capability, parse_device
 from onedraw.errors import BadSetting
 
 
@@ -24,7 +24,7 @@ from onedraw.errors import BadSetting
 )
 def test_a_device_is_read_from_its_name(text: str, device: Device) -> None:
     assert parse_device(text) == device
-    assert device.described == ("/" in text)
+    assert device.hypothetical == ("/" in text)
 
 
 @pytest.mark.parametrize(
@@ -79,9 +79,9 @@ def test_the_last_digit_of_an_architecture_is_the_minor_version() -> None:
     ],
 )
 def test_devices_are_apart_where_none_takes_time_from_another(names: str, each_by_itself: bool) -> None:
-    assert apart([parse_device(name) for name in names.split()]) == each_by_itself
+    assert can_overlap([parse_device(name) for name in names.split()]) == each_by_itself
 
 
 def test_processors_of_one_machine_share_its_memory() -> None:
-    homes = [parse_device(name).home for name in ("cpu", "cpu:0", "cpu:1-2", "cuda:0", "cpu/8GiB")]
+    homes = [parse_device(name).memory_pool for name in ("cpu", "cpu:0", "cpu:1-2", "cuda:0", "cpu/8GiB")]
     assert homes == ["cpu", "cpu", "cpu", "cuda:0", "cpu/8GiB"]

@@ -10,15 +10,15 @@ import pytest
 from onedraw.backends.devices import Device
 from onedraw.backends.memory_plan import memory_plan
 from onedraw.backends.packing import (
-    hold,
-    is_narrow,
+    cpu_packed_bytes,
+    gpu_packed_bytes,
+    gpu_packed_savings,
     matrix_kinds,
-    panel_bytes,
-    parts_bytes,
+    partial_sum_bytes,
+    plan_weight_storage,
     product_dtype,
-    saved_in_blocks,
-    span_bytes,
-    why_not_in_blocks,
+    saves_memory,
+    why_not_gpu_packed,
 )
 from onedraw.checkpoints.quants import KINDS
 from onedraw.checkpoints.random_weights import RandomPacked
@@ -34,20 +34,20 @@ ASKED = {"asked": "auto", "activations": "int8", "stream": "auto", "kinds": {"Q4
 
 def test_a_panel_takes_what_the_file_takes_but_for_six_bit_scales() -> None:
     for kind in (*PACKED, *PLAIN_KINDS):
-        size = panel_bytes((64, 512), kind)
+        size = cpu_packed_bytes((64, 512), kind)
         on_disk = 64 * 512 // KINDS[kind].values * KINDS[kind].size
         assert on_disk <= size <= on_disk * (1.03 if kind in ("Q4_K", "Q5_K") else 1)
 
 
 def test_rows_are_padded_to_whole_panels_also_in_a_stack_of_experts() -> None:
-    assert panel_bytes((3, 33, 64), "Q8_0") == 3 * 64 * 64 // 32 * 34
+    assert cpu_packed_bytes((3, 33, 64), "Q8_0") == 3 * 64 * 64 // 32 * 34
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_plan_counts_what_is_kept(tied: bool) -> None:
     spec = tiny_spec(tied=tied)
     weights = packed_weights(spec, ("Q4_1",))
-    holding = hold(weights, "packed")
+    holding = plan_weight_storage(weights, "packed")
     matrices = sum(weights.tensor(i, name).data.nbytes for i in range(2) for name in ("q", "k", "v", "o", "gate", "up", "down"))
     norms = 5 * 256 * 4
     head = 320 * 256 // 32 * 20  # 300 rows in whole panels; an untied embedding stays in the file
@@ -62,12 +62,12 @@ def test_the_plan_counts_what_is_kept(tied: bool) -> None:
 def test_what_is_converted_says_why() -> None:
     spec = tiny_spec(tied=True)
     weights = packed_weights(spec, ("Q4_1", "Q3_K"))
-    converted = hold(weights, "packed").converted
+    converted = plan_weight_storage(weights, "packed").converted
     assert {(kind, why) for kind, why, _ in converted} == {("Q3_K", "no kernel reads this kind")}
-    assert is_narrow(matrix_kinds(weights))
+    assert saves_memory(matrix_kinds(weights))
     plain = packed_weights(spec, ("F32",))
-    assert not is_narrow(matrix_kinds(plain))
-    assert not hold(plain, "packed").converted
+    assert not saves_memory(matrix_kinds(plain))
+    assert not plan_weight_storage(plain, "packed").converted
 
 
 def test_rows_in_another_order_stay_packed_and_columns_do_not() -> None:
@@ -125,32 +125,34 @@ def test_auto_is_packed_on_gpus_that_have_kernels_where_the_file_has_blocks() ->
 def test_a_gpu_keeps_blocks_and_the_embedding_with_them(tied: bool) -> None:
     spec = tiny_spec(tied=tied)
     weights = packed_weights(spec, ("Q4_K", "Q6_K"))
-    holding = hold(weights, "packed-bf16")
+    holding = plan_weight_storage(weights, "packed-bf16")
     tensors = {where: weights.tensor(*where) for where in all_shapes(spec)}
     matrices = [tensor for tensor in tensors.values() if len(tensor.shape) > 1]
     norms = sum(4 * tensor.shape[0] for tensor in tensors.values() if len(tensor.shape) == 1)
-    assert holding.weights.total == sum(span_bytes(tensor.shape, tensor.kind) for tensor in matrices) + norms
+    assert holding.weights.total == sum(gpu_packed_bytes(tensor.shape, tensor.kind) for tensor in matrices) + norms
     assert (holding.weights.first > 0) == (not tied)
     assert dict(holding.kept) == dict(Counter(tensor.kind for tensor in matrices))
     plan = memory_plan(spec, dtype="packed-bf16", weights=holding.weights, max_batch=1, page_size=16)
     assert plan.kv_dtype == "bf16"
     # Sums of a product with few rows wait for its last segment: those of the widest product are counted.
     joined = sum(-(-shape[0] // 64) * 64 for (layer, _), shape in all_shapes(spec).items() if layer == 0 and len(shape) == 2)
-    assert holding.weights.parts == parts_bytes(max(joined, 320), 256) == max(joined, 320) * 64 * 4
-    assert hold(weights, "packed").weights.parts == 0  # a CPU has no such sums
+    assert holding.weights.parts == partial_sum_bytes(max(joined, 320), 256) == max(joined, 320) * 64 * 4
+    assert plan_weight_storage(weights, "packed").weights.parts == 0  # a CPU has no such sums
 
 
 def test_a_gpu_keeps_columns_in_their_stored_order_and_converts_what_it_cannot_read() -> None:
     tensor: StoredTensor = stored("w", (4, 256), "Q4_K", np.random.default_rng(0))
-    assert why_not_in_blocks(Columns(tensor, np.arange(256)[::-1].copy())) == ""
-    assert why_not_in_blocks(Changed(tensor, ADD_ONE)) == "its values change on the way"
-    assert why_not_in_blocks(RandomPacked("w", (2**22, 4096), "Q8_0", 0, 1.0)) == ""  # of any size: counted, not made
+    assert why_not_gpu_packed(Columns(tensor, np.arange(256)[::-1].copy())) == ""
+    assert why_not_gpu_packed(Changed(tensor, ADD_ONE)) == "its values change on the way"
+    assert why_not_gpu_packed(RandomPacked("w", (2**22, 4096), "Q8_0", 0, 1.0)) == ""  # of any size: counted, not made
     weights = packed_weights(tiny_spec(tied=True), ("Q4_1", "Q3_K", "F16"))
-    assert {(kind, why) for kind, why, _ in hold(weights, "packed-bf16").converted} == {("Q3_K", "no kernel reads this kind")}
+    assert {(kind, why) for kind, why, _ in plan_weight_storage(weights, "packed-bf16").converted} == {
+        ("Q3_K", "no kernel reads this kind")
+    }
 
 
 def test_what_blocks_save_is_counted_against_two_bytes_a_number() -> None:
     rng = np.random.default_rng(0)
     tensors = [stored("w", (16, 256), "Q4_K", rng), stored("w", (16, 256), "F16", rng), stored("n", (256,), "F32", rng)]
-    assert saved_in_blocks(tensors) == 2 * 16 * 256 - 16 * 144
-    assert saved_in_blocks(tensors[1:]) == 0
+    assert gpu_packed_savings(tensors) == 2 * 16 * 256 - 16 * 144
+    assert gpu_packed_savings(tensors[1:]) == 0

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onedraw.backends.devices import Device
-from onedraw.backends.placement import Loads, legal_cuts, nearest, place
-from onedraw.errors import BadSetting, NoRoom
+from onedraw.backends.placement import StageLoads, legal_cuts, nearest_cuts, place_layers
+from onedraw.errors import BadSetting, OutOfMemory
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, RopeSpec
 from tests.tiny_modern import spec
 
@@ -27,11 +27,11 @@ def machine(*memories: int | None) -> list[Device]:
 
 
 @st.composite
-def models(draw: st.DrawFn) -> tuple[Loads, list[LayerSpec]]:
+def models(draw: st.DrawFn) -> tuple[StageLoads, list[LayerSpec]]:
     count = draw(st.integers(1, 12))
     sources = [draw(st.one_of(st.none(), st.integers(0, i - 1))) if i and draw(st.booleans()) else None for i in range(count)]
     sizes = draw(st.lists(st.integers(0, 50), min_size=count, max_size=count))
-    loads = Loads(tuple(sizes), draw(st.integers(0, 60)), draw(st.integers(0, 60)), draw(st.integers(0, 5)))
+    loads = StageLoads(tuple(sizes), draw(st.integers(0, 60)), draw(st.integers(0, 60)), draw(st.integers(0, 5)))
     return loads, layers_that_reuse(sources)
 
 
@@ -44,7 +44,7 @@ def every_placement(cuts: tuple[int, ...], total: int, count: int) -> list[tuple
 
 
 @given(models())
-def test_a_cut_is_legal_where_nobody_behind_it_reads_from_before_it(model: tuple[Loads, list[LayerSpec]]) -> None:
+def test_a_cut_is_legal_where_nobody_behind_it_reads_from_before_it(model: tuple[StageLoads, list[LayerSpec]]) -> None:
     layers = model[1]
     for cut in range(1, len(layers)):
         free = all(layer.attention.reuses is None or layer.attention.reuses >= cut for layer in layers[cut:])
@@ -53,7 +53,7 @@ def test_a_cut_is_legal_where_nobody_behind_it_reads_from_before_it(model: tuple
 
 @given(models(), st.lists(st.one_of(st.none(), st.integers(1, 400)), min_size=1, max_size=4), st.integers(0, 3))
 def test_auto_places_every_layer_once_in_order_within_budget(
-    model: tuple[Loads, list[LayerSpec]], memories: list[int | None], host: int
+    model: tuple[StageLoads, list[LayerSpec]], memories: list[int | None], host: int
 ) -> None:
     loads, layers = model
     cuts, devices = legal_cuts(layers), machine(*memories)
@@ -61,11 +61,11 @@ def test_auto_places_every_layer_once_in_order_within_budget(
     possible = every_placement(cuts, len(layers), len(devices))
     fitting = [p for p in possible if all(m is None or loads.of(r) <= m for r, m in zip(p, memories, strict=True))]
     try:
-        ranges = place(loads, devices, cuts=cuts)
+        ranges = place_layers(loads, devices, cuts=cuts)
     except BadSetting:
         assert not possible
         return
-    except NoRoom:
+    except OutOfMemory:
         assert not fitting or None in memories  # nobody knows how much an unknown device may take
         return
     assert ranges in fitting
@@ -74,7 +74,7 @@ def test_auto_places_every_layer_once_in_order_within_budget(
         assert _cost(loads, ranges, devices) == min(_cost(loads, p, devices) for p in fitting)
 
 
-def _cost(loads: Loads, ranges: tuple[range, ...], devices: list[Device]) -> tuple[int, float]:
+def _cost(loads: StageLoads, ranges: tuple[range, ...], devices: list[Device]) -> tuple[int, float]:
     """Bytes on the CPU where there is an accelerator, and how full the fullest device is."""
     slow = sum(loads.of(r) for r, d in zip(ranges, devices, strict=True) if d.kind == "cpu") if len(devices) > 1 else 0
     return slow, max(loads.of(r) / (d.memory or 1) for r, d in zip(ranges, devices, strict=True))
@@ -82,7 +82,7 @@ def _cost(loads: Loads, ranges: tuple[range, ...], devices: list[Device]) -> tup
 
 @given(models(), st.integers(1, 4), st.data())
 def test_a_split_by_hand_stands_or_is_refused_with_the_nearest_legal_one(
-    model: tuple[Loads, list[LayerSpec]], count: int, data: st.DataObject
+    model: tuple[StageLoads, list[LayerSpec]], count: int, data: st.DataObject
 ) -> None:
     loads, layers = model
     total, cuts = len(layers), legal_cuts(layers)
@@ -94,61 +94,65 @@ def test_a_split_by_hand_stands_or_is_refused_with_the_nearest_legal_one(
     devices = machine(*[None] * count)
     legal = all(cut in cuts for cut in asked) and len(set(asked)) == len(asked)
     if legal:
-        assert [len(r) for r in place(loads, devices, cuts=cuts, split=split)] == counts
+        assert [len(r) for r in place_layers(loads, devices, cuts=cuts, split=split)] == counts
         return
     with pytest.raises(BadSetting) as refused:
-        place(loads, devices, cuts=cuts, split=split)
+        place_layers(loads, devices, cuts=cuts, split=split)
     offered = str(refused.value).rsplit(" ", 1)[1]
-    sizes = [len(r) for r in place(loads, devices, cuts=cuts, split=offered)]
+    sizes = [len(r) for r in place_layers(loads, devices, cuts=cuts, split=offered)]
     distance = sum(abs(a - b) for a, b in zip(itertools.accumulate(sizes[:-1]), asked))
     assert distance == min(sum(abs(r.start - a) for r, a in zip(p[1:], asked)) for p in every_placement(cuts, total, count))
 
 
-EVEN = Loads((10,) * 32)
+EVEN = StageLoads((10,) * 32)
 CUTS = tuple(range(1, 32))
 
 
 def test_shares_and_layers_say_the_same_split() -> None:
     devices = machine(None, None)
     expected = (range(24), range(24, 32))
-    assert place(EVEN, devices, cuts=CUTS, split="24,8") == place(EVEN, devices, cuts=CUTS, split="0.75,0.25") == expected
+    assert (
+        place_layers(EVEN, devices, cuts=CUTS, split="24,8")
+        == place_layers(EVEN, devices, cuts=CUTS, split="0.75,0.25")
+        == expected
+    )
 
 
 def test_auto_follows_the_memory_of_the_devices() -> None:
-    assert [len(r) for r in place(EVEN, machine(900, 300), cuts=CUTS)] == [24, 8]
-    assert [len(r) for r in place(EVEN, machine(None, None), cuts=CUTS)] == [16, 16]
+    assert [len(r) for r in place_layers(EVEN, machine(900, 300), cuts=CUTS)] == [24, 8]
+    assert [len(r) for r in place_layers(EVEN, machine(None, None), cuts=CUTS)] == [16, 16]
 
 
 def test_a_cpu_takes_what_accelerators_do_not_hold() -> None:
     devices = [Device("cuda:0", "cuda", "sm90", 200), Device("cpu", "cpu", memory=10**6)]
-    assert [len(r) for r in place(EVEN, devices, cuts=CUTS)] == [20, 12]
+    assert [len(r) for r in place_layers(EVEN, devices, cuts=CUTS)] == [20, 12]
     roomy = [Device("cuda:0", "cuda", "sm90", 10**6), devices[1]]
-    assert [len(r) for r in place(EVEN, roomy, cuts=CUTS)] == [31, 1]
+    assert [len(r) for r in place_layers(EVEN, roomy, cuts=CUTS)] == [31, 1]
 
 
 def test_the_head_weighs_on_the_last_device() -> None:
-    assert [len(r) for r in place(Loads((10,) * 32, last=80), machine(400, 400), cuts=CUTS)] == [20, 12]
+    assert [len(r) for r in place_layers(StageLoads((10,) * 32, last=80), machine(400, 400), cuts=CUTS)] == [20, 12]
 
 
 def test_a_device_that_is_named_twice_holds_both_parts() -> None:
     twice = [Device("cuda:0", "cuda", memory=300), Device("cuda:0", "cuda", memory=300)]
-    with pytest.raises(NoRoom, match="20 too many"):
-        place(EVEN, twice, cuts=CUTS)
+    with pytest.raises(OutOfMemory, match="20 too many"):
+        place_layers(EVEN, twice, cuts=CUTS)
     described = [Device("cuda/300", "cuda", memory=300)] * 2  # two alike
-    assert [len(r) for r in place(EVEN, described, cuts=CUTS)] == [16, 16]
+    assert [len(r) for r in place_layers(EVEN, described, cuts=CUTS)] == [16, 16]
 
 
 def test_processors_of_one_machine_take_from_one_memory() -> None:
     halves = [Device(f"cpu:{core}", "cpu", memory=10, cores=(core,)) for core in (0, 1)]
-    with pytest.raises(NoRoom, match="layers 0–5, 6–11 need 12 bytes and cpu:0 has 10"):
-        place(Loads((1,) * 12), halves, cuts=range(1, 12))
+    with pytest.raises(OutOfMemory, match="layers 0–5, 6–11 need 12 bytes and cpu:0 has 10"):
+        place_layers(StageLoads((1,) * 12), halves, cuts=range(1, 12))
     alike = [Device("cpu/10MiB", "cpu", memory=10)] * 2
-    assert place(Loads((1,) * 12), alike, cuts=range(1, 12)) == (range(6), range(6, 12))
+    assert place_layers(StageLoads((1,) * 12), alike, cuts=range(1, 12)) == (range(6), range(6, 12))
 
 
 def test_uneven_splits_drop_no_layer() -> None:
     """61 layers over three devices once lost two of them elsewhere."""
-    ranges = place(Loads((7,) * 61), machine(None, None, None), cuts=tuple(range(1, 61)))
+    ranges = place_layers(StageLoads((7,) * 61), machine(None, None, None), cuts=tuple(range(1, 61)))
     assert [i for r in ranges for i in r] == list(range(61))
 
 
@@ -157,7 +161,7 @@ def test_gemma_is_never_cut_between_a_layer_and_its_keys() -> None:
     assert legal_cuts(spec("gemma4_e2b").layers) == (1,)
     assert legal_cuts(spec("gemma4_31b").layers) == (1, 2, 3, 4, 5)
     with pytest.raises(BadSetting, match=r"layers behind 3 read keys .* nearest legal split is 1,5"):
-        place(Loads((1,) * 6), machine(None, None), cuts=(1,), split="3,3")
+        place_layers(StageLoads((1,) * 6), machine(None, None), cuts=(1,), split="3,3")
 
 
 @pytest.mark.parametrize(
@@ -173,13 +177,13 @@ def test_gemma_is_never_cut_between_a_layer_and_its_keys() -> None:
 )
 def test_a_split_that_makes_no_sense_is_refused(split: str, said: str) -> None:
     with pytest.raises(BadSetting, match=said):
-        place(EVEN, machine(None, None), cuts=CUTS, split=split)
+        place_layers(EVEN, machine(None, None), cuts=CUTS, split=split)
 
 
 def test_more_devices_than_parts_are_refused() -> None:
     with pytest.raises(BadSetting, match="can be cut into at most 2; name fewer"):
-        place(Loads((1,) * 6), machine(None, None, None), cuts=(1,))
+        place_layers(StageLoads((1,) * 6), machine(None, None, None), cuts=(1,))
 
 
 def test_the_nearest_cuts_stay_one_behind_the_other() -> None:
-    assert nearest([3.0, 3.0], (2, 4, 9)) == (2, 4)
+    assert nearest_cuts([3.0, 3.0], (2, 4, 9)) == (2, 4)

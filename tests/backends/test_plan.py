@@ -8,16 +8,16 @@ import pytest
 
 from onedraw.backends.memory_plan import (
     DEFAULT_KV_BYTES,
+    DEQUANT_BYTES,
     GRAPH_BYTES,
-    OPENED_BYTES,
-    RESERVE,
-    WeightBytes,
+    RUNTIME_RESERVE,
+    PackedWeightBytes,
+    activation_bytes,
     human_bytes,
     memory_plan,
-    room_for_pages,
-    turn_scratch,
+    page_budget,
 )
-from onedraw.errors import BadSetting, NoRoom
+from onedraw.errors import BadSetting, OutOfMemory
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec
 
 
@@ -91,13 +91,13 @@ def test_asked_memory_is_used_whole() -> None:
 def test_no_room_for_one_sequence_names_the_bytes_needed() -> None:
     spec = a_spec()
     page = a_plan(spec).groups[0].page_bytes
-    with pytest.raises(NoRoom, match=rf"needs {16 * page} bytes .* gives {15 * page} "):
+    with pytest.raises(OutOfMemory, match=rf"needs {16 * page} bytes .* gives {15 * page} "):
         a_plan(spec, max_context=256, kv_memory=15 * page)
     assert a_plan(spec, max_context=256, kv_memory=16 * page).pages == (16,)
 
 
 def test_memory_for_less_than_one_page_is_no_room_even_without_an_asked_context() -> None:
-    with pytest.raises(NoRoom):
+    with pytest.raises(OutOfMemory):
         a_plan(a_spec(), kv_memory=1)
 
 
@@ -122,11 +122,11 @@ def test_bytes_are_said_in_units_of_1024(count: int, said: str) -> None:
 def test_pages_get_what_weights_states_recorded_turns_and_scratch_leave() -> None:
     spec, memory = a_spec(), 8 * 2**30
     plan = a_plan(spec)
-    room = room_for_pages(plan, spec, memory=memory, turn_tokens=512)
-    taken = plan.weight_bytes + plan.checkpoints * plan.checkpoint_bytes + turn_scratch(spec, "f32", 512) + GRAPH_BYTES
+    room = page_budget(plan, spec, memory=memory, turn_tokens=512)
+    taken = plan.weight_bytes + plan.checkpoints * plan.checkpoint_bytes + activation_bytes(spec, "f32", 512) + GRAPH_BYTES
     taken += sum(group.page_bytes for group in plan.groups)  # padding has a page of its own
-    assert room == int(memory * (1 - RESERVE)) - taken
-    assert room - room_for_pages(plan, spec, memory=memory, turn_tokens=512, beside=1000) == 1000
+    assert room == int(memory * (1 - RUNTIME_RESERVE)) - taken
+    assert room - page_budget(plan, spec, memory=memory, turn_tokens=512, beside=1000) == 1000
 
 
 def test_a_turn_needs_room_for_every_expert_of_every_token() -> None:
@@ -135,15 +135,15 @@ def test_a_turn_needs_room_for_every_expert_of_every_token() -> None:
         replace(spec, layers=(replace(spec.layers[0], feed_forward=MoeSpec(experts=16, used=used, width=64)),)) for used in (2, 6)
     )
     # of each of four experts more: 64 gates, 64 that they open, both rounded and as products read them, 32 of the answer
-    assert turn_scratch(more, "bf16", 100) - turn_scratch(few, "bf16", 100) == 100 * 4 * (4 * 64 + 32) * 2
+    assert activation_bytes(more, "bf16", 100) - activation_bytes(few, "bf16", 100) == 100 * 4 * (4 * 64 + 32) * 2
 
 
 def test_packed_weights_leave_room_to_be_written_out_and_for_the_sums_of_their_products() -> None:
     spec, given = a_spec(), {"memory": 8 * 2**30, "turn_tokens": 512}
     plain = a_plan(spec)
-    packed = a_plan(spec, weights=WeightBytes(0, (plain.weight_bytes,), 0, parts=3 << 20))
-    assert room_for_pages(plain, spec, **given) - room_for_pages(packed, spec, **given) == OPENED_BYTES + (3 << 20)
+    packed = a_plan(spec, weights=PackedWeightBytes(0, (plain.weight_bytes,), 0, parts=3 << 20))
+    assert page_budget(plain, spec, **given) - page_budget(packed, spec, **given) == DEQUANT_BYTES + (3 << 20)
 
 
 def test_a_device_that_the_weights_fill_has_no_room_for_pages() -> None:
-    assert room_for_pages(a_plan(a_spec()), a_spec(), memory=2**20, turn_tokens=512) == 0
+    assert page_budget(a_plan(a_spec()), a_spec(), memory=2**20, turn_tokens=512) == 0

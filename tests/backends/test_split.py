@@ -6,8 +6,8 @@ import pytest
 
 from onedraw.backends.devices import parse_device
 from onedraw.backends.memory_plan import MemoryPlan, memory_plan
-from onedraw.backends.stage_memory import SplitPlan, plan_split, with_advice
-from onedraw.errors import NoRoom
+from onedraw.backends.stage_memory import SplitPlan, plan_or_advise, plan_split
+from onedraw.errors import OutOfMemory
 from onedraw.models.spec import ModelSpec
 from tests.tiny_modern import NAMES, spec
 
@@ -50,14 +50,14 @@ def test_what_does_not_fit_names_the_longest_context_that_does() -> None:
     def make(context: int) -> SplitPlan:
         return split_of(model, "cuda/3MiB", "cuda/3MiB", context=context)
 
-    with pytest.raises(NoRoom, match=r"too many.*--max-context (\d+) has room") as refused:
-        with_advice(make, 1024)
+    with pytest.raises(OutOfMemory, match=r"too many.*--max-context (\d+) has room") as refused:
+        plan_or_advise(make, 1024)
     longest = int(str(refused.value).split("--max-context ")[-1].split()[0])
-    assert with_advice(make, longest).stages[0].stop < len(model.layers)
-    with pytest.raises(NoRoom):
+    assert plan_or_advise(make, longest).stages[0].stop < len(model.layers)
+    with pytest.raises(OutOfMemory):
         make(longest + 64)
 
 
 def test_no_context_at_all_is_said() -> None:
-    with pytest.raises(NoRoom, match="no context has room"):
-        with_advice(lambda context: split_of(spec("qwen3_5"), "cuda/1MiB", "cpu", split="3,1", context=context), 256)
+    with pytest.raises(OutOfMemory, match="no context has room"):
+        plan_or_advise(lambda context: split_of(spec("qwen3_5"), "cuda/1MiB", "cpu", split="3,1", context=context), 256)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onedraw.backends.memory_plan import FEWEST_ROWS, MOST_BYTES, context_bytes, row_bytes, staging_plan
-from onedraw.errors import NoRoom
+from onedraw.backends.memory_plan import MAX_BOUNDARY_BYTES, MIN_STAGING_ROWS, context_bytes, row_bytes, staging_plan
+from onedraw.errors import OutOfMemory
 from onedraw.models.spec import ModelSpec
 from tests.tiny_modern import spec
 
@@ -52,14 +52,14 @@ def test_the_layers_own_inputs_cross_as_a_third_buffer() -> None:
 )
 def test_no_boundary_takes_more_than_64_mebibytes(hidden: int, inputs: int, tokens: int, dtype: str, boundaries: int) -> None:
     plan = staging_plan(shaped(hidden, inputs=inputs), tuple(range(1, boundaries + 1)), tokens=tokens, dtype=dtype)
-    assert max(plan.boundaries) <= MOST_BYTES
+    assert max(plan.boundaries) <= MAX_BOUNDARY_BYTES
     assert plan.rows % 64 == 0
-    assert FEWEST_ROWS <= plan.rows < max(tokens, FEWEST_ROWS) + 64
+    assert MIN_STAGING_ROWS <= plan.rows < max(tokens, MIN_STAGING_ROWS) + 64
 
 
 def test_rows_too_wide_for_any_turn_are_refused() -> None:
-    assert row_bytes(2**20, "f32") * FEWEST_ROWS > MOST_BYTES
-    with pytest.raises(NoRoom, match="use one device"):
+    assert row_bytes(2**20, "f32") * MIN_STAGING_ROWS > MAX_BOUNDARY_BYTES
+    with pytest.raises(OutOfMemory, match="use one device"):
         staging_plan(shaped(2**20), (1,), tokens=64, dtype="f32")
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from bench.gguf_files import Part, cut_gguf, write_gguf, write_random
-from onedraw.backends.packing import hold
+from onedraw.backends.packing import plan_weight_storage
 from onedraw.checkpoints.base import open_checkpoint
 from onedraw.checkpoints.gguf import read_file
 from onedraw.checkpoints.random_shapes import SHAPES
@@ -86,6 +86,6 @@ def test_an_nvfp4_weight_reaches_the_model_with_its_factor(tmp_path: Path) -> No
     described = describe(open_checkpoint(tmp_path / "nvfp4.gguf"))
     judge = gguf.quants.dequantize(raw.reshape(rows, -1), gguf.GGMLQuantizationType.NVFP4) * np.float32(0.25)
     np.testing.assert_array_equal(described.weights.layer(1)["up"], judge)
-    holding = hold(described.weights, "packed-bf16")
+    holding = plan_weight_storage(described.weights, "packed-bf16")
     assert dict(holding.kept)["NVFP4"] == 1
     assert not any(kind == "NVFP4" for kind, *_ in holding.converted)

@@ -8,7 +8,7 @@ import pytest
 from onedraw.checkpoints.base import open_checkpoint
 from onedraw.checkpoints.gguf import GgufCheckpoint
 from onedraw.checkpoints.safetensors import SafetensorsCheckpoint
-from onedraw.errors import Corrupt, NotFound
+from onedraw.errors import CorruptFile, ModelNotFound
 from tests import tiny
 
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "gguf" / "llama.gguf"
@@ -27,13 +27,13 @@ def test_a_path_says_which_reader_it_needs(tmp_path: Path) -> None:
 def test_a_folder_with_several_models_lists_them(tmp_path: Path) -> None:
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).write_bytes(b"")
-    with pytest.raises(NotFound, match=r"several models.*a\.gguf, b\.gguf"):
+    with pytest.raises(ModelNotFound, match=r"several models.*a\.gguf, b\.gguf"):
         open_checkpoint(tmp_path)
 
 
 def test_a_folder_without_the_first_part_says_so(tmp_path: Path) -> None:
     (tmp_path / "m-00002-of-00002.gguf").write_bytes(b"")
-    with pytest.raises(Corrupt, match="first part is missing"):
+    with pytest.raises(CorruptFile, match="first part is missing"):
         open_checkpoint(tmp_path)
 
 
@@ -41,20 +41,20 @@ def test_a_folder_without_the_first_part_says_so(tmp_path: Path) -> None:
 def test_a_pickle_is_refused_by_name_and_never_opened(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(NotFound, match=rf"{re.escape(name)}.*never opened; convert it to safetensors"):
+    with pytest.raises(ModelNotFound, match=rf"{re.escape(name)}.*never opened; convert it to safetensors"):
         open_checkpoint(tmp_path)
 
 
 def test_what_is_no_checkpoint_says_what_was_looked_for(tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match=r"looked for \*\.safetensors"):
+    with pytest.raises(ModelNotFound, match=r"looked for \*\.safetensors"):
         open_checkpoint(tmp_path)
-    with pytest.raises(NotFound, match="no such file or folder"):
+    with pytest.raises(ModelNotFound, match="no such file or folder"):
         open_checkpoint(tmp_path / "nothing")
     (tmp_path / "notes.txt").write_text("hello")
-    with pytest.raises(NotFound, match=r"pass a \.gguf file or a folder"):
+    with pytest.raises(ModelNotFound, match=r"pass a \.gguf file or a folder"):
         open_checkpoint(tmp_path / "notes.txt")
     (tmp_path / "model.safetensors").write_text("hello")
-    with pytest.raises(NotFound, match="pass the folder"):
+    with pytest.raises(ModelNotFound, match="pass the folder"):
         open_checkpoint(tmp_path / "model.safetensors")
 
 

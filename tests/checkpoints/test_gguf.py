@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onedraw.checkpoints.gguf import GgufCheckpoint
-from onedraw.errors import Corrupt, ModelError, UnsupportedModel
+from onedraw.errors import CorruptFile, ModelError, UnsupportedModel
 from tests.work import counted
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "gguf"
@@ -72,7 +72,7 @@ def test_a_file_cut_anywhere_is_called_corrupt(tmp_path: Path) -> None:
     cut = tmp_path / "cut.gguf"
     for size in [*range(0, end, 7), end - 1]:
         cut.write_bytes(whole[:size])
-        with pytest.raises(Corrupt, match=r"cut\.gguf"):
+        with pytest.raises(CorruptFile, match=r"cut\.gguf"):
             GgufCheckpoint(cut)
 
 
@@ -82,7 +82,7 @@ def test_tensors_that_lie_on_the_same_bytes_are_refused(tmp_path: Path) -> None:
     at = data.index(b"part1.weight") + len(b"part1.weight") + 4 + 2 * 8 + 4  # behind name, dimensions and kind
     assert int.from_bytes(data[at : at + 8], "little") == 160
     path.write_bytes(data[:at] + (128).to_bytes(8, "little") + data[at + 8 :])
-    with pytest.raises(Corrupt, match=r"tensors part0\.weight and part1\.weight lie on the same bytes"):
+    with pytest.raises(CorruptFile, match=r"tensors part0\.weight and part1\.weight lie on the same bytes"):
         GgufCheckpoint(path)
 
 
@@ -90,7 +90,7 @@ def test_a_truncated_file_names_the_tensor_it_lost(tmp_path: Path) -> None:
     path = write(tmp_path / "short.gguf")
     last = gguf.GGUFReader(path).tensors[-1]
     path.write_bytes(path.read_bytes()[: last.data_offset + 100])
-    with pytest.raises(Corrupt, match=r"short\.gguf: tensor part2\.weight ends 36 bytes beyond the end"):
+    with pytest.raises(CorruptFile, match=r"short\.gguf: tensor part2\.weight ends 36 bytes beyond the end"):
         GgufCheckpoint(path)
 
 
@@ -121,7 +121,7 @@ def test_other_versions_are_refused_by_name(tmp_path: Path, version: int, words:
 def test_something_else_named_gguf_is_corrupt(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     path.write_bytes(b"PK\x03\x04" + bytes(100))
-    with pytest.raises(Corrupt, match="does not begin with GGUF"):
+    with pytest.raises(CorruptFile, match="does not begin with GGUF"):
         GgufCheckpoint(path)
 
 
@@ -154,20 +154,20 @@ def test_a_split_model_opens_from_any_of_its_parts(tmp_path: Path) -> None:
 def test_a_missing_part_is_named(tmp_path: Path) -> None:
     first, second = split(tmp_path)
     second.unlink()
-    with pytest.raises(Corrupt, match=r"big-00002-of-00002\.gguf: the file is missing"):
+    with pytest.raises(CorruptFile, match=r"big-00002-of-00002\.gguf: the file is missing"):
         GgufCheckpoint(first)
 
 
 @pytest.mark.parametrize("name", ["m-00000-of-00000.gguf", "m-00000-of-00002.gguf", "m-00003-of-00002.gguf"])
 def test_a_part_that_there_cannot_be_is_named(tmp_path: Path, name: str) -> None:
     write(tmp_path / name, tensors=1)
-    with pytest.raises(Corrupt, match=name):
+    with pytest.raises(CorruptFile, match=name):
         GgufCheckpoint(tmp_path / name)
 
 
 def test_a_part_under_another_name_is_not_taken_for_the_model(tmp_path: Path) -> None:
     lone = split(tmp_path)[0].rename(tmp_path / "model.gguf")
-    with pytest.raises(Corrupt, match="one of 2 parts"):
+    with pytest.raises(CorruptFile, match="one of 2 parts"):
         GgufCheckpoint(lone)
 
 
@@ -239,7 +239,7 @@ def test_nvfp4_experts_have_a_factor_each_or_are_refused(tmp_path: Path) -> None
     np.testing.assert_array_equal(each.tensors[name].float32(), one.tensors[name].float32() * factors)
     folded = each.tensors[name].reshaped((6, 128)).float32()
     np.testing.assert_array_equal(folded, each.tensors[name].float32())
-    with pytest.raises(Corrupt, match="2 factors"):
+    with pytest.raises(CorruptFile, match="2 factors"):
         GgufCheckpoint(nvfp4_file(tmp_path / "bad.gguf", factors=(1, 2)))
     with pytest.raises(UnsupportedModel, match=r"Gemma 4.*Q4_K_M"):
         GgufCheckpoint(nvfp4_file(tmp_path / "gemma.gguf", arch="gemma4", name="blk.0.ffn_down_exps.weight"))

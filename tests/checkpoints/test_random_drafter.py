@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from onedraw.backends.devices import parse_device
-from onedraw.backends.packing import saved_in_blocks
+from onedraw.backends.packing import gpu_packed_savings
 from onedraw.build.drafters import drafter_bytes
 from onedraw.build.llm import open_door
 from onedraw.build.sizing import plan_devices
 from onedraw.checkpoints.random_shapes import DRAFTERS, SHAPES, open_random, open_random_drafter
-from onedraw.errors import NoRoom, NotFound
+from onedraw.errors import ModelNotFound, OutOfMemory
 from onedraw.llm.llm import settled_stats
 from onedraw.llm.options import Wishes, settle
 from onedraw.models.dflash import check_fit, describe_drafter
@@ -34,12 +34,12 @@ def test_the_drafter_of_qwen_fits_qwen_and_has_its_size() -> None:
 def test_a_packed_drafter_saves_most_of_its_bytes() -> None:
     packed = open_random_drafter("random:qwen3.6-27b-dflash-q4_k_m")
     parameters = describe_drafter(packed).spec.parameters
-    assert 0.6 * 2 * parameters < saved_in_blocks(packed.tensors.values()) < 0.75 * 2 * parameters
+    assert 0.6 * 2 * parameters < gpu_packed_savings(packed.tensors.values()) < 0.75 * 2 * parameters
     assert packed.fingerprint() != open_random_drafter("random:qwen3.6-27b-dflash").fingerprint()
 
 
 def test_what_is_no_drafter_is_refused_by_name() -> None:
-    with pytest.raises(NotFound, match=r"qwen3\.6-27b-dflash"):
+    with pytest.raises(ModelNotFound, match=r"qwen3\.6-27b-dflash"):
         open_random_drafter("random:llama3-8b")
 
 
@@ -73,5 +73,5 @@ def test_a_card_of_24_gigabytes_holds_a_packed_drafter_beside_a_packed_model(dra
         assert plan.max_context == context
         assert split.stages[0].weight_bytes > plan.weight_bytes + 10**9  # the drafter is counted
     else:
-        with pytest.raises(NoRoom, match="without a drafter"):
+        with pytest.raises(OutOfMemory, match="without a drafter"):
             plan_devices(settings, described, [device], drafter=size)

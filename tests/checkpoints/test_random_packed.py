@@ -7,10 +7,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from onedraw.backends.packing import hold
+from onedraw.backends.packing import plan_weight_storage
 from onedraw.checkpoints.random_shapes import named_mixture, open_random, shape_config
 from onedraw.checkpoints.random_weights import MIXTURES, RandomPacked, mixture_kind
-from onedraw.errors import NotFound
+from onedraw.errors import ModelNotFound
 from onedraw.models.model_info import describe
 
 
@@ -48,14 +48,14 @@ def test_a_name_ends_in_its_mixture() -> None:
     assert named_mixture("random:llama3-8b-q4_k") == ("llama3-8b", "q4_k")
     assert named_mixture("random:llama3-8b") == ("llama3-8b", "")
     assert shape_config("random:llama3-8b-q8_0") == shape_config("random:llama3-8b")
-    with pytest.raises(NotFound, match="packed with -q4_k_m"):
+    with pytest.raises(ModelNotFound, match="packed with -q4_k_m"):
         shape_config("random:unheard-q4_k_m")
     assert len(set(MIXTURES)) == len(MIXTURES)
 
 
 def test_a_27b_model_in_four_bits_takes_sixteen_gigabytes_and_is_planned_without_making_it() -> None:
     described = describe(open_random("random:qwen3.6-27b-q4_k_m"))
-    holding = hold(described.weights, "packed-bf16")
+    holding = plan_weight_storage(described.weights, "packed-bf16")
     assert 15.5e9 < holding.weights.total < 17.5e9
     kinds = Counter(dict(holding.kept))
     assert kinds["Q4_K"] > 300

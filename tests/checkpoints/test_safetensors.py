@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 
 from onedraw.checkpoints.safetensors import SafetensorsCheckpoint
-from onedraw.errors import Corrupt, NotFound
+from onedraw.errors import CorruptFile, ModelNotFound
 from tests import tiny
 
 
@@ -42,7 +42,7 @@ def test_a_missing_shard_names_file_and_tensor(tmp_path: Path) -> None:
     tiny.write_safetensors("llama", tmp_path, shard="200KB")
     lost = sorted(tmp_path.glob("*.safetensors"))[1]
     lost.unlink()
-    with pytest.raises(Corrupt, match=rf"{lost.name}: the file is missing; tensor model\.\S+ should be in it"):
+    with pytest.raises(CorruptFile, match=rf"{lost.name}: the file is missing; tensor model\.\S+ should be in it"):
         SafetensorsCheckpoint(tmp_path)
 
 
@@ -52,7 +52,7 @@ def test_a_tensor_that_the_index_promises_is_missed(tmp_path: Path) -> None:
     index = json.loads(path.read_text())
     index["weight_map"]["model.extra.weight"] = next(iter(index["weight_map"].values()))
     path.write_text(json.dumps(index))
-    with pytest.raises(Corrupt, match=r"tensor model\.extra\.weight is missing"):
+    with pytest.raises(CorruptFile, match=r"tensor model\.extra\.weight is missing"):
         SafetensorsCheckpoint(tmp_path)
 
 
@@ -60,7 +60,7 @@ def test_a_truncated_file_names_the_tensor_it_lost(tmp_path: Path) -> None:
     tiny.write_safetensors("llama", tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-5000])
-    with pytest.raises(Corrupt, match=r"model\.safetensors: tensor \S+ ends \d+ bytes beyond"):
+    with pytest.raises(CorruptFile, match=r"model\.safetensors: tensor \S+ ends \d+ bytes beyond"):
         SafetensorsCheckpoint(tmp_path)
 
 
@@ -76,7 +76,7 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 def test_tensors_that_lie_on_the_same_bytes_are_refused(tmp_path: Path) -> None:
     other = {**ENTRY, "data_offsets": [4, 12]}
-    with pytest.raises(Corrupt, match="tensors a and b lie on the same bytes"):
+    with pytest.raises(CorruptFile, match="tensors a and b lie on the same bytes"):
         SafetensorsCheckpoint(write(tmp_path, {"b": other, "a": ENTRY}, bytes(16)))
 
 
@@ -96,7 +96,7 @@ def test_tensors_that_lie_on_the_same_bytes_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_a_broken_header_is_corrupt(tmp_path: Path, header: Any, words: str) -> None:
-    with pytest.raises(Corrupt, match=words):
+    with pytest.raises(CorruptFile, match=words):
         SafetensorsCheckpoint(write(tmp_path, header, bytes(8)))
 
 
@@ -104,14 +104,14 @@ def test_a_broken_header_is_corrupt(tmp_path: Path, header: Any, words: str) -> 
 def test_a_file_without_a_header_is_corrupt(tmp_path: Path, content: bytes) -> None:
     write(tmp_path, {})
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(Corrupt, match=r"model\.safetensors"):
+    with pytest.raises(CorruptFile, match=r"model\.safetensors"):
         SafetensorsCheckpoint(tmp_path)
 
 
 def test_weights_without_a_config_are_not_a_model(tmp_path: Path) -> None:
     write(tmp_path, {"x": ENTRY}, bytes(8))
     (tmp_path / "config.json").unlink()
-    with pytest.raises(NotFound, match=r"no config\.json"):
+    with pytest.raises(ModelNotFound, match=r"no config\.json"):
         SafetensorsCheckpoint(tmp_path)
 
 
@@ -119,5 +119,5 @@ def test_weights_without_a_config_are_not_a_model(tmp_path: Path) -> None:
 def test_a_broken_config_names_its_file(tmp_path: Path, text: str) -> None:
     write(tmp_path, {"x": ENTRY}, bytes(8))
     (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
-    with pytest.raises(Corrupt, match=r"config\.json"):
+    with pytest.raises(CorruptFile, match=r"config\.json"):
         SafetensorsCheckpoint(tmp_path)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from onedraw.checkpoints.random_shapes import SHAPES, open_random
-from onedraw.errors import Corrupt, NotFound, UnsupportedModel
+from onedraw.errors import CorruptFile, ModelNotFound, UnsupportedModel
 from onedraw.models.model_info import describe
 
 BILLIONS = {"llama3-8b": 8.03, "qwen3.6-27b": 26.9, "qwen3.6-35b-a3b": 34.7, "gemma4-31b": 30.7}
@@ -27,11 +27,11 @@ def test_any_config_is_a_shape(tmp_path: Path) -> None:
 
 
 def test_what_is_no_shape_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match="llama3-8b"):
+    with pytest.raises(ModelNotFound, match="llama3-8b"):
         open_random("random:llama9")
     path = tmp_path / "config.json"
     path.write_text("[1]")
-    with pytest.raises(Corrupt, match="one object"):
+    with pytest.raises(CorruptFile, match="one object"):
         open_random(f"random:{path}")
     path.write_text('{"architectures": ["Nobody"]}')
     with pytest.raises(UnsupportedModel, match="Nobody"):

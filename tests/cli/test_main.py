@@ -11,7 +11,7 @@ import pytest
 from onedraw import __version__
 from onedraw.cli import generate
 from onedraw.cli.main import COMMANDS, command_module, main
-from onedraw.errors import NotFound
+from onedraw.errors import ModelNotFound
 from tests.cli.running import FAKE, Terminal
 
 WEB_AND_TERMINAL = (
@@ -74,7 +74,7 @@ def test_a_bad_setting_is_one_line_and_status_2(terminal: Terminal) -> None:
 
 def test_what_is_missing_is_one_line_and_status_1(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(arguments: object) -> int:
-        raise NotFound("no such model; pull it first")
+        raise ModelNotFound("no such model; pull it first")
 
     monkeypatch.setattr(generate, "run", missing)
     assert terminal.run("generate", *FAKE, "x") == 1

@@ -79,7 +79,7 @@ def schedules_agree(name: str, *, kv_dtype: str | None = None) -> list[Answer]:
     asked = requests()
     lonely = backend_of(name, lanes=1, kv_dtype=kv_dtype)
     assert lonely.report is not None
-    assert lonely.report.holds, lonely.report.findings
+    assert lonely.report.passed, lonely.report.results
     expected = plain(lambda: lonely, asked)
     drafts = Clairvoyant({r.id: a.tokens for r, a in zip(asked, expected, strict=True)}, VOCAB)
     trees = dataclasses.replace(drafts, tree=True)
@@ -96,7 +96,7 @@ def schedules_agree(name: str, *, kv_dtype: str | None = None) -> list[Answer]:
         got, stats = run(backend, asked, schedule)
         assert same(got, expected), label
         counted.update(kept=stats.accepted_tokens, rejected=stats.draft_tokens - stats.accepted_tokens)
-        if backend.capacity.ahead:
+        if backend.capacity.async_scheduling:
             counted.update(ahead=stats.turns_ahead)
         counted.update(trees=stats.draft_trees, hits=stats.prefix_hits, whole=stats.whole_prompts)
     assert all(counted.values()), counted

@@ -34,7 +34,7 @@ if torch.cuda.is_available() or INTERPRETED:
     from onedraw.backends.torch.ops.plain.norm_and_rope import rope_table
     from onedraw.backends.torch.runner.inputs import Shape, Span, lay_out
     from onedraw.backends.torch.state.kv_pages import KV_DTYPES, PageStore
-    from onedraw.errors import NoRoom
+    from onedraw.errors import OutOfMemory
     from onedraw.models.spec import AttentionSpec, RopeSpec
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() and not INTERPRETED else "cpu")
@@ -107,7 +107,7 @@ def test_keys_and_values_in_pages_far_behind_are_written_read_and_moved(kind: st
     for pages, table in ((8, [2, 5, 1]), (first + 8, [first + 2, first + 5, first + 1])):
         try:
             store = PageStore(spec, pages=pages, page_size=PAGE, dtype=dtype, device=DEVICE)
-        except NoRoom:
+        except OutOfMemory:
             pytest.skip("this system lends no memory that it may not have")
         shape = Shape(PAGE, (pages,), RowRule(floor=1))
         inputs = lay_out([0] * length, [Span(0, length, 0, ())], [(table,)], shape=shape, device=DEVICE)
@@ -132,7 +132,7 @@ def test_keys_and_values_in_pages_far_behind_are_written_read_and_moved(kind: st
 
 def test_more_slots_than_32_bits_count_are_refused() -> None:
     spec = AttentionSpec(heads=8, kv_heads=8, head_dim=64, rope=RopeSpec(1e4, 64), scale=0.125)
-    with pytest.raises(NoRoom, match="more than 32 bits count"):
+    with pytest.raises(OutOfMemory, match="more than 32 bits count"):
         PageStore(spec, pages=2**24, page_size=16, dtype=torch.int8, device=DEVICE)
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from onedraw.backends.packing import SPAN, SPANS
+from onedraw.backends.packing import SPAN, SPAN_BYTES
 from onedraw.checkpoints.quants import KINDS
 from onedraw.checkpoints.tensor import StoredTensor
 from onedraw.models.spec import MoeSpec
@@ -98,7 +98,7 @@ def short(kind: str) -> int:
 
 
 @on_device
-@pytest.mark.parametrize("kind", list(SPANS))
+@pytest.mark.parametrize("kind", list(SPAN_BYTES))
 def test_rows_that_are_looked_up_and_outputs_that_are_opened_are_those_of_the_file(kind: str) -> None:
     fragments, expected, values = weight(kind, 40, short(kind))
     everything = packed_rows.unpacked_rows(fragments, None, out=torch.full(values.shape, torch.nan, device=DEVICE))
@@ -119,7 +119,7 @@ def test_rows_that_are_looked_up_and_outputs_that_are_opened_are_those_of_the_fi
 # ------------------------------------------------------------------ products
 
 
-@pytest.mark.parametrize("kind", list(SPANS))
+@pytest.mark.parametrize("kind", list(SPAN_BYTES))
 def test_a_wide_product_is_near_the_rule_in_float64(kind: str) -> None:
     width = 1280 if kind in ("Q4_K", "Q4_1") else short(kind)  # more than a segment
     outputs = 24 if INTERPRETED else 200
@@ -157,7 +157,7 @@ def test_a_planted_fault_is_caught(fault: str) -> None:
 
 
 @on_device
-@pytest.mark.parametrize("kind", list(SPANS))
+@pytest.mark.parametrize("kind", list(SPAN_BYTES))
 def test_a_row_has_its_bits_alone_and_in_a_batch_whichever_kernel_serves(kind: str) -> None:
     """Few rows read the blocks, many an opened weight; neither the kernel nor its tile shows."""
     width = 1536 if KINDS[kind].values == SPAN else 1088
@@ -352,7 +352,7 @@ def test_experts_answer_with_the_bits_of_products_with_their_matrices_one_after_
 
 
 @on_device
-@pytest.mark.parametrize("kind", list(SPANS))
+@pytest.mark.parametrize("kind", list(SPAN_BYTES))
 def test_an_expert_gives_the_bits_of_a_product_with_its_matrix_alone(kind: str) -> None:
     """For 1 to 300 rows of an expert, in tiles of any height; tests/backends/torch/test_packed_rows.py asks the same on a CPU."""
     width = 1536 if KINDS[kind].values == SPAN else 1088

@@ -179,8 +179,8 @@ def test_recorded_turns_that_are_under_way_at_once_have_the_bits_of_plain_ones(
         )
     ):
         recorder = Replays() if DEVICE == "cpu" else Graphs(torch.device(DEVICE))
-        backend = backend_of(kind, recorder, cuts=cuts, lanes=4, line=Line([lambda: None] * stages), tickets=stages)
-        backend._capacity = dataclasses.replace(backend.capacity, ticket_rows=1)
+        backend = backend_of(kind, recorder, cuts=cuts, lanes=4, line=Line([lambda: None] * stages), max_in_flight=stages)
+        backend._capacity = dataclasses.replace(backend.capacity, min_step_rows=1)
         got, stats = run(backend, asked, schedule)
         backend.close()
         assert got == expected

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from onedraw.backends.sampled_rows import Position
+from onedraw.backends.sampled_rows import SamplingPosition
 from onedraw.backends.torch.sampling.sampler import Sampler
 from onedraw.types import History, SamplingParams
 from tests.backends.torch.judge import Case, choices, disagreements, make, random_case
@@ -90,7 +90,7 @@ def test_a_limit_is_found_however_many_tokens_are_near_it(spread: float, short: 
         SamplingParams(checksums=True, seed=i, **wishes) for i, wishes in enumerate(FILTERS[:: 5 if INTERPRETED else 1])
     ]
     logits = logits[: len(parameters)]
-    case = Case(logits, [Position(i, p, History((1,), []), (), str(i)) for i, p in enumerate(parameters)])
+    case = Case(logits, [SamplingPosition(i, p, History((1,), []), (), str(i)) for i, p in enumerate(parameters)])
     plain, fast = make(vocab, device=DEVICE), make(vocab, device=DEVICE, kind=KINDS[-1])
     expected = choices(plain, case, DEVICE)
     assert choices(fast, case, DEVICE) == expected

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from onedraw.backends.sampled_rows import Position
+from onedraw.backends.sampled_rows import SamplingPosition
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.runner.cuda_graphs import Graphs, Recorder, Replays, Straight
 from onedraw.checkpoints.random_weights import random_weights
 from onedraw.engine.engine import Engine, Event
 from onedraw.engine.scheduler import Scheduler
-from onedraw.errors import NotFinite
+from onedraw.errors import NonFiniteLogits
 from onedraw.memory.allocator import Ledger
 from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from onedraw.speculation.speculator import Speculator
@@ -208,7 +208,9 @@ def test_a_planted_fault_of_a_turn_ahead_is_caught(fault: str, monkeypatch: pyte
             monkeypatch.setattr(steady.SteadyTurns, "_launch", twice)
         case "short history":
             monkeypatch.setattr(
-                steady, "positions_of", lambda rows: [Position(r.lane, r.params, r.history, (), r.request_id) for r in rows]
+                steady,
+                "positions_of",
+                lambda rows: [SamplingPosition(r.lane, r.params, r.history, (), r.request_id) for r in rows],
             )
     got, stats = run(backend_of("hybrid", Straight()), asked, Schedule())
     assert stats.turns_ahead
@@ -267,7 +269,7 @@ def test_numbers_that_overflow_end_their_rows_and_name_the_layer_though_a_turn_i
     assert engine.stats().turns_ahead > 1
     errors = {event.request_id: event.error for event in heard if event.error is not None}
     assert set(errors) == {"c0", "c1"}
-    assert all(isinstance(error, NotFinite) and "layer 1 " in str(error) for error in errors.values())
+    assert all(isinstance(error, NonFiniteLogits) and "layer 1 " in str(error) for error in errors.values())
     ledger.audit_all()
     norm.copy_(kept)
     assert all(answer.error is None for answer in run(backend, asked, Schedule())[0])

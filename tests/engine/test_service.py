@@ -13,7 +13,7 @@ from onedraw.backends.base import Ticket
 from onedraw.backends.fake import FakeBackend
 from onedraw.build.llm import make_service
 from onedraw.engine.service import Event, Service
-from onedraw.errors import BadParameter, BadRequest, ContextOverflow, Draining, NotFinite, QueueFull, Unsupported
+from onedraw.errors import BadParameter, BadRequest, ContextOverflow, NonFiniteLogits, QueueFull, ShuttingDown, Unsupported
 from onedraw.settings import Settings
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import Outcome, Request, Row, RowOutcome, SamplingParams
@@ -154,7 +154,7 @@ def test_what_was_chosen_before_an_error_is_told_before_it() -> None:
     service.submit([(request("a"), inbox.put)])
     first, second = inbox.get(timeout=PATIENCE), inbox.get(timeout=PATIENCE)
     assert (len(first.chosen), first.error) == (1, None)
-    assert isinstance(second.error, NotFinite)
+    assert isinstance(second.error, NonFiniteLogits)
     assert not second.chosen
     service.close()
 
@@ -165,7 +165,7 @@ def test_closing_lets_running_requests_finish() -> None:
     service.submit([(request("a", max_tokens=20), inbox.put)])
     service.close(drain_seconds=PATIENCE)
     assert read(inbox)[1].finish == "length"
-    with pytest.raises(Draining):
+    with pytest.raises(ShuttingDown):
         service.submit([(request("b"), inbox.put)])
 
 
@@ -174,7 +174,7 @@ def test_closing_without_patience_fails_what_runs_by_name() -> None:
     inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
     service.submit([(request("a", max_tokens=200), inbox.put)])
     service.close()
-    assert isinstance(read(inbox)[1].error, Draining)
+    assert isinstance(read(inbox)[1].error, ShuttingDown)
 
 
 def test_what_cannot_be_served_is_refused_before_any_work() -> None:
@@ -262,7 +262,7 @@ def test_an_engine_that_cannot_go_on_tells_everybody_and_takes_nobody() -> None:
     assert read(heard)[1].error is not None
     service._thread.join(PATIENCE)
     assert not service.ready
-    with pytest.raises(Draining, match="the engine failed"):
+    with pytest.raises(ShuttingDown, match="the engine failed"):
         service.submit([(request("c"), heard.put)])
     service.close()
 
@@ -273,7 +273,7 @@ def test_an_outcome_of_too_few_rows_leaves_nothing_held() -> None:
             found = super().collect(ticket)
             return Outcome(found.rows[:-1], found.seconds) if ticket == 1 else found
 
-    service = start(Short(tickets=2, lanes=2))
+    service = start(Short(max_in_flight=2, lanes=2))
     inboxes: list[queue.SimpleQueue[Event]] = [queue.SimpleQueue() for _ in range(2)]
     service.submit([(request(f"a{i}"), inbox.put) for i, inbox in enumerate(inboxes)])
     assert all(read(inbox)[1].error is not None for inbox in inboxes)

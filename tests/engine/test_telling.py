@@ -18,7 +18,7 @@ from onedraw.types import Plan, Request, SamplingParams
 
 class Logged(FakeBackend):
     def __init__(self, *, log: list[str], starts: int = 256, fails_at: int | None = None) -> None:
-        super().__init__(starts=starts, lanes=2)
+        super().__init__(async_tokens=starts, lanes=2)
         self._log, self._left = log, fails_at
 
     def submit(self, plan: Plan) -> Ticket:

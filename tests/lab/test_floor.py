@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from onedraw.lab.floor import turn_bytes
+from onedraw.lab.floor import step_bytes
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec
 from onedraw.models.weight_names import all_shapes
 
@@ -19,7 +19,7 @@ def a_spec(layer: LayerSpec) -> ModelSpec:
 def least(spec: ModelSpec, *, rows: int, context: int) -> int:
     """Of two bytes per number."""
     sizes = {where: 2 * math.prod(shape) for where, shape in all_shapes(spec).items()}
-    return turn_bytes(spec, sizes, dtype="bf16", rows=rows, context=context)
+    return step_bytes(spec, sizes, dtype="bf16", rows=rows, context=context)
 
 
 def test_matrices_are_read_once_and_keys_by_every_row() -> None:

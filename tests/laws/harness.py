@@ -64,7 +64,7 @@ class Schedule:
 
 def run(backend: Backend, requests: Sequence[Request], schedule: Schedule) -> tuple[list[Answer], Stats]:
     """All requests through one engine, until it is idle. Fails if a page or a lane is lost on the way."""
-    capacity = replace(backend.capacity, ahead=schedule.ahead and backend.capacity.ahead)
+    capacity = replace(backend.capacity, async_scheduling=schedule.ahead and backend.capacity.async_scheduling)
     ledger = schedule.ledger(capacity, reuse=schedule.reuse)
     proposers = [schedule.proposer] if schedule.proposer else []
     speculator = schedule.speculator or Speculator(proposers, draft_tokens=64)

@@ -49,7 +49,7 @@ def met_ahead(seed: int, kind: str | None = None, *, drafting: bool = False) -> 
     """Drawn worlds on a backend that goes ahead, with a request or two cancelled on the way. Every other one is told of a turn
     when the next is under way."""
     met = world(seed, kind)
-    met.backend |= {"ahead": True, "starts": 256 * (seed // 2 % 2)}
+    met.backend |= {"async_scheduling": True, "async_tokens": 256 * (seed // 2 % 2)}
     rng = np.random.default_rng(seed + 2)
     gone = {int(i) for i in rng.integers(0, len(met.requests), 2)}
     cancels = tuple((int(rng.integers(0, 25)), i) for i in sorted(gone))
@@ -101,7 +101,7 @@ class Noting(FakeBackend):
     """Notes who rides in which plan, and when each comes back."""
 
     def __init__(self, **sizes: int) -> None:
-        super().__init__(vocab=61, ahead=True, **sizes)  # type: ignore[arg-type]
+        super().__init__(vocab=61, async_scheduling=True, **sizes)  # type: ignore[arg-type]
         self.log: list[str] = []
 
     def submit(self, plan: Plan) -> Ticket:
@@ -125,7 +125,7 @@ def test_who_is_computed_again_a_token_at_a_time_has_nothing_sent_off_behind_a_k
     asked = [ask(name, max_tokens=24, temperature=1.0, seed=seed) for seed, name in enumerate("abc")]
     told = []
     for ahead in (False, True):
-        backend = FakeBackend(pages=14, lanes=3, page_size=4, max_context=56, ahead=ahead)
+        backend = FakeBackend(pages=14, lanes=3, page_size=4, max_context=56, async_scheduling=ahead)
         answers, stats = run(backend, asked, Schedule(turn_tokens=turn_tokens))
         assert stats.preemptions
         told.append(answers)
@@ -280,7 +280,7 @@ def test_a_planted_fault_is_caught(fault: Callable[[pytest.MonkeyPatch], None], 
     met = [world(seed, "both") for seed in range(12)]
     fault(monkeypatch)
     for one in met:
-        one.backend |= {"ahead": True}
+        one.backend |= {"async_scheduling": True}
         try:
             got, _ = one.run()
         except AssertionError:

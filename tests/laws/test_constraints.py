@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from onedraw.backends.fake import FakeBackend
-from onedraw.backends.sampled_rows import Position
+from onedraw.backends.sampled_rows import SamplingPosition
 from onedraw.backends.torch.sampling.sampler import Sampler
 from onedraw.sampling.law import choice
 from onedraw.text.constraints.base import all_of, packed
@@ -281,7 +281,7 @@ def test_the_device_keeps_only_what_is_allowed_and_gives_the_laws_bits() -> None
         members = rng.choice(vocab, 9, replace=False)
         bits = packed([*members, 220] if row == 2 else members[members < 90], 256 if row == 2 else 96)
         params = SamplingParams(temperature=1.2, top_p=0.9, seed=row, checksums=True, constraint=Fixed(bits) if row % 3 else None)
-        positions.append(Position(row, params, History((1,)), (), f"q{row}"))
+        positions.append(SamplingPosition(row, params, History((1,)), (), f"q{row}"))
     chosen = sampler.choose(torch.from_numpy(logits), positions)
     for row, position in enumerate(positions):
         expected = choice(logits[row], position.params, position.history)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from onedraw.backends.sampled_rows import Position
+from onedraw.backends.sampled_rows import SamplingPosition
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import pick_ops
 from onedraw.backends.torch.drafters.base import Drafter
@@ -199,7 +199,7 @@ def test_a_planted_fault_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) 
         case "no compaction":
             monkeypatch.setattr("onedraw.backends.torch.state.model_state.State._compact", lambda self, rows, kept: None)
         case "noise position":
-            monkeypatch.setattr(Position, "at", property(lambda position: len(position.history)))
+            monkeypatch.setattr(SamplingPosition, "at", property(lambda position: len(position.history)))
         case "sibling's path":
             from onedraw.backends.torch.runner import inputs
 

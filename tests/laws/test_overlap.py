@@ -42,7 +42,7 @@ EXERCISED: Counter[str] = Counter()
 def overlapping(seed: int, kind: str | None = None) -> World:
     """Drawn worlds, on a backend that takes two or three plans at once."""
     met = world(seed, kind)
-    met.backend |= {"tickets": 2 + seed % 2, "ticket_rows": 1 + seed // 2 % 3, "lanes": max(met.backend["lanes"], 2)}
+    met.backend |= {"max_in_flight": 2 + seed % 2, "min_step_rows": 1 + seed // 2 % 3, "lanes": max(met.backend["lanes"], 2)}
     return met
 
 
@@ -106,27 +106,27 @@ class Noting(FakeBackend):
 
 @pytest.mark.parametrize(("count", "sizes"), [(1, {1}), (2, {1}), (3, {1, 2}), (5, {2, 3}), (8, {4})])
 def test_two_plans_share_the_sequences_evenly(count: int, sizes: set[int]) -> None:
-    backend = Noting(tickets=2, lanes=8)
+    backend = Noting(max_in_flight=2, lanes=8)
     run(backend, [ask(f"q{i}") for i in range(count)], Schedule())
     assert {len(plan) for plan in backend.plans[:6]} == sizes
 
 
 @pytest.mark.parametrize(("count", "sizes"), [(2, {2}), (3, {3}), (5, {3, 2}), (8, {4})])
 def test_those_who_ride_for_nothing_ride_together(count: int, sizes: set[int]) -> None:
-    backend = Noting(tickets=2, ticket_rows=3, lanes=8)
+    backend = Noting(max_in_flight=2, min_step_rows=3, lanes=8)
     run(backend, [ask(f"q{i}") for i in range(count)], Schedule())
     assert {len(plan) for plan in backend.plans[:6]} == sizes
 
 
 def test_two_long_prompts_have_a_plan_each_however_many_ride_for_nothing() -> None:
-    backend = Noting(tickets=2, ticket_rows=64, lanes=8)
+    backend = Noting(max_in_flight=2, min_step_rows=64, lanes=8)
     _, stats = run(backend, [ask("one", 40), ask("two", 41)], Schedule(turn_tokens=16))
     assert backend.plans[:2] == [["one"], ["two"]]
     assert stats.overlapped_turns
 
 
 def test_one_sequence_has_one_plan_at_a_time() -> None:
-    _, stats = run(FakeBackend(vocab=61, tickets=2), [ask("alone")], Schedule())
+    _, stats = run(FakeBackend(vocab=61, max_in_flight=2), [ask("alone")], Schedule())
     assert stats.turns == 6
     assert stats.overlapped_turns == 0
 
@@ -141,21 +141,21 @@ def test_a_plan_that_fails_fails_its_own_rows_alone() -> None:
 
     requests = [ask("one"), ask("two", 7)]
     expected = plain(lambda: FakeBackend(vocab=61), requests)
-    got, stats = run(Fragile(vocab=61, tickets=2), requests, Schedule())
+    got, stats = run(Fragile(vocab=61, max_in_flight=2), requests, Schedule())
     assert [answer.error for answer in got].count("internal_error") == stats.failed_turns == 1
     assert sum(same([answer], [whole]) for answer, whole in zip(got, expected, strict=True)) == 1
 
 
 def test_an_engine_that_ends_waits_for_what_is_under_way() -> None:
-    from onedraw.errors import Draining
+    from onedraw.errors import ShuttingDown
 
     events: list[str | None] = []
-    engine = engine_of(FakeBackend(vocab=61, tickets=2, lanes=2))
+    engine = engine_of(FakeBackend(vocab=61, max_in_flight=2, lanes=2))
     for name in ("one", "two", "three"):
         engine.add(ask(name), lambda event: events.append(event.error and event.error.code))
     engine.turn()
     assert engine.busy
-    engine.fail_all(Draining("over"))
+    engine.fail_all(ShuttingDown("over"))
     assert not engine.busy
     assert [event for event in events if event] == ["shutting_down"] * 3
     engine.scheduler.ledger.audit_all()

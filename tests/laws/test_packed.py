@@ -59,7 +59,7 @@ def check_schedules(name: str, ops: CpuOps, *, seed: int = 3) -> Counter[str]:
     requests = requests_of(seed)
     lonely = backend_of(name, ops, lanes=1)
     assert lonely.report is not None
-    assert lonely.report.holds, lonely.report.findings
+    assert lonely.report.passed, lonely.report.results
     expected = plain(lambda: lonely, requests)
     drafts = Clairvoyant({r.id: a.tokens for r, a in zip(requests, expected, strict=True)}, 300)
     longest = max(len(r.prompt) + r.params.max_tokens for r in requests)
@@ -132,7 +132,7 @@ def test_a_kernel_whose_order_follows_the_rows_is_caught(tmp_path: Path, monkeyp
     ops = CpuOps(built.library, threads=2, packing=Packing(as_stored=True, coded=True), path=BEST)
     report = backend_of("Q4_1", ops).report
     assert report is not None
-    assert not report.holds or report.rule.block is not None  # only blocks of one fixed size can hold here
+    assert not report.passed or report.rule.block is not None  # only blocks of one fixed size can hold here
     requests = requests_of(3)
     free = {"lanes": 4, "pages": 200, "page_size": 8, "max_context": 400, "check": False}
     spec = spec_of("Q4_1")

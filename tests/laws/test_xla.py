@@ -181,14 +181,14 @@ def key_noise_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def lose_the_last_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Histories of drafted positions are short by one."""
-    real = backend_module.make_wants
+    real = backend_module.sampling_inputs
     short = lambda p: p._replace(drafts=p.drafts[:-1])  # noqa: E731
 
     def wants(positions: Any, *given: Any, **named: Any) -> dict[str, Any]:
         found, keys = real([short(p) for p in positions], *given, **named), real(positions, *given, **named)["keys"]
         return {**found, "keys": keys}
 
-    monkeypatch.setattr(backend_module, "make_wants", wants)
+    monkeypatch.setattr(backend_module, "sampling_inputs", wants)
 
 
 def sum_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,8 +231,8 @@ def test_a_planted_fault_is_caught(
 def test_the_self_check_holds_on_this_machine(benches: dict[str, Bench]) -> None:
     backend = xla_backend(benches[DENSE].folder, check=True)
     assert backend.report is not None
-    assert backend.report.holds, backend.report.findings
-    assert len(backend.report.findings) == 3
+    assert backend.report.passed, backend.report.results
+    assert len(backend.report.results) == 3
     assert backend.shape != backend.shape.uniform
 
 
@@ -242,7 +242,7 @@ def test_a_sum_that_follows_the_rows_is_noticed_and_products_get_one_height(
     sum_by_rows(monkeypatch)
     backend = xla_backend(benches[DENSE].folder, check=True)
     assert backend.report is not None
-    assert backend.report.holds
+    assert backend.report.passed
     assert backend.shape == backend.shape.uniform
 
 
@@ -250,7 +250,7 @@ def test_bf16_has_one_height_from_the_start_and_holds(benches: dict[str, Bench])
     backend = xla_backend(benches[DENSE].folder, dtype="bf16", check=True)
     assert backend.shape == backend.shape.uniform
     assert backend.report is not None
-    assert backend.report.holds, backend.report.findings
+    assert backend.report.passed, backend.report.results
 
 
 def test_the_number_of_lanes_and_of_tokens_in_a_turn_changes_no_bit(benches: dict[str, Bench]) -> None:

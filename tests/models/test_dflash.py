@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from onedraw.checkpoints.base import open_checkpoint
-from onedraw.errors import Corrupt, ModelError, UnsupportedModel
+from onedraw.errors import CorruptFile, ModelError, UnsupportedModel
 from onedraw.models.dflash import DescribedDrafter, check_fit, default_layers, describe_drafter, is_drafter
 from onedraw.models.model_info import describe
 from onedraw.models.spec import AttentionSpec, DrafterSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
@@ -113,7 +113,7 @@ def test_a_word_on_causality_holds_for_every_layer(tmp_path: Path) -> None:
     assert zlab(tmp_path / "a", is_causal=True).causal_in_block == (True, True)
     assert zlab(tmp_path / "b", dflash_config={**inner, "causal": True}).causal_in_block == (True, True)
     assert zlab(tmp_path / "c", is_causal=False, dflash_config={**inner, "causal": True}).causal_in_block == (False, False)
-    with pytest.raises(Corrupt, match="is_causal must be true or false"):
+    with pytest.raises(CorruptFile, match="is_causal must be true or false"):
         zlab(tmp_path / "d", is_causal="never")
 
 
@@ -122,7 +122,7 @@ def test_a_window_for_all_layers_overrides_their_types(tmp_path: Path) -> None:
     spec = zlab(tmp_path, dflash_config=inner)
     assert [layer.mixer.window for layer in spec.layers] == [9, 9]
     assert spec.causal_in_block == (True, True)
-    with pytest.raises(Corrupt, match="use_swa is set, but neither"):
+    with pytest.raises(CorruptFile, match="use_swa is set, but neither"):
         zlab(tmp_path / "b", dflash_config={**inner, "swa_window_size": None})
 
 
@@ -183,7 +183,7 @@ def test_a_map_out_of_the_vocabulary_is_corrupt(tmp_path: Path) -> None:
     stored["d2t"][-1] = tiny.VOCAB
     folder = tiny.write(tmp_path, tiny.speculators_config(draft_vocab=tiny.DRAFT_VOCAB), stored)
     with pytest.raises(
-        Corrupt, match=rf"d2t names token {tiny.VOCAB + tiny.DRAFT_VOCAB - 1}, outside the vocabulary of {tiny.VOCAB}"
+        CorruptFile, match=rf"d2t names token {tiny.VOCAB + tiny.DRAFT_VOCAB - 1}, outside the vocabulary of {tiny.VOCAB}"
     ):
         described(folder).weights.target_ids()
 
@@ -326,14 +326,14 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_description_that_cannot_be_right_is_corrupt(tmp_path: Path, name: str) -> None:
     changes, message = BROKEN[name]
-    with pytest.raises(Corrupt, match=message):
+    with pytest.raises(CorruptFile, match=message):
         zlab(tmp_path, **changes)
 
 
 def test_speculators_must_name_their_layers_counted_from_one(tmp_path: Path) -> None:
-    with pytest.raises(Corrupt, match="aux_hidden_state_layer_ids is missing"):
+    with pytest.raises(CorruptFile, match="aux_hidden_state_layer_ids is missing"):
         described(tiny.write_speculators(tmp_path / "a", aux_hidden_state_layer_ids=None))
-    with pytest.raises(Corrupt, match=r"aux_hidden_state_layer_ids must be a list of layers counted from 1, not \[0, 2\]"):
+    with pytest.raises(CorruptFile, match=r"aux_hidden_state_layer_ids must be a list of layers counted from 1, not \[0, 2\]"):
         described(tiny.write_speculators(tmp_path / "b", aux_hidden_state_layer_ids=[0, 2]))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onedraw.errors import Corrupt, UnsupportedModel
+from onedraw.errors import CorruptFile, UnsupportedModel
 from onedraw.models.config_reader import HARMLESS
 from onedraw.models.llama import LLAMA, MISTRAL
 from onedraw.models.qwen import QWEN2, QWEN3
@@ -40,7 +40,7 @@ def test_absent_and_null_keys_take_the_defaults_of_the_family() -> None:
 def test_llama_without_key_value_heads_has_as_many_as_query_heads() -> None:
     config = {key: value for key, value in BASE.items() if key != "num_key_value_heads"}
     assert LLAMA.from_config(config, "config.json").layers[0].mixer.kv_heads == 4
-    with pytest.raises(Corrupt, match="num_key_value_heads is missing"):
+    with pytest.raises(CorruptFile, match="num_key_value_heads is missing"):
         QWEN2.from_config(config, "config.json")
 
 
@@ -92,7 +92,7 @@ def test_mistral_slides_unless_it_says_that_it_does_not() -> None:
     ],
 )
 def test_what_cannot_be_computed_is_corrupt(changed: dict[str, Any], words: str) -> None:
-    with pytest.raises(Corrupt, match=words):
+    with pytest.raises(CorruptFile, match=words):
         llama(**changed)
 
 
@@ -125,7 +125,7 @@ def test_code_in_a_checkpoint_is_noted_as_not_run() -> None:
     ],
 )
 def test_a_value_that_makes_no_sense_is_corrupt(changed: dict[str, Any], words: str) -> None:
-    with pytest.raises(Corrupt, match=words):
+    with pytest.raises(CorruptFile, match=words):
         llama(**changed)
 
 
@@ -148,7 +148,7 @@ def test_qwen_slides_only_when_told_and_only_above_max_window_layers() -> None:
     assert windows(QWEN2.from_config({**named, "use_sliding_window": True}, "c")) == [None, None, 32]
     types = ["sliding_attention", "full_attention", "full_attention"]
     assert windows(QWEN3.from_config({**named, "use_sliding_window": True, "layer_types": types}, "c")) == [32, None, None]
-    with pytest.raises(Corrupt, match="no sliding_window is set"):
+    with pytest.raises(CorruptFile, match="no sliding_window is set"):
         QWEN3.from_config({**named, "layer_types": types}, "c")
 
 
@@ -187,7 +187,7 @@ def from_gguf(**changed: Any) -> ModelSpec:
 def test_metadata_may_give_one_number_for_all_layers_or_one_for_each() -> None:
     spec = from_gguf(attention__head_count=[4, 2], attention__head_count_kv=[2, 1], attention__key_length=16)
     assert [(layer.mixer.heads, layer.mixer.kv_heads) for layer in spec.layers] == [(4, 2), (2, 1)]
-    with pytest.raises(Corrupt, match="head_count must be 2 positive whole numbers"):
+    with pytest.raises(CorruptFile, match="head_count must be 2 positive whole numbers"):
         from_gguf(attention__head_count=[4])
 
 
@@ -224,5 +224,5 @@ def test_metadata_that_would_change_the_model_is_refused_by_name(changed: dict[s
 
 
 def test_metadata_without_a_needed_key_is_corrupt() -> None:
-    with pytest.raises(Corrupt, match=r"llama\.embedding_length is missing"):
+    with pytest.raises(CorruptFile, match=r"llama\.embedding_length is missing"):
         from_gguf(embedding_length=None)

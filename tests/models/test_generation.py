@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from onedraw.errors import Corrupt
+from onedraw.errors import CorruptFile
 from onedraw.models.model_info import eos_ids, generation_defaults
 from tests.models.sources import MadeSource
 
@@ -28,7 +28,7 @@ def test_a_gguf_may_carry_its_own_values() -> None:
 
 @pytest.mark.parametrize("value", ["0.7", True, float("nan"), [1]])
 def test_a_default_that_is_no_number_is_corrupt(value: object) -> None:
-    with pytest.raises(Corrupt, match="the default temperature must be a number"):
+    with pytest.raises(CorruptFile, match="the default temperature must be a number"):
         generation_defaults(MadeSource(generation_config={"do_sample": True, "temperature": value}))
 
 
@@ -41,7 +41,7 @@ def test_a_default_that_is_no_number_is_corrupt(value: object) -> None:
     ],
 )
 def test_a_default_that_no_request_could_ask_for_is_the_files_fault(name: str, value: object, words: str) -> None:
-    with pytest.raises(Corrupt, match=words):
+    with pytest.raises(CorruptFile, match=words):
         generation_defaults(MadeSource(generation_config={"do_sample": True, name: value}))
 
 
@@ -54,7 +54,7 @@ def test_eos_comes_from_the_generation_config_then_the_config() -> None:
     assert eos_ids(MadeSource({"eos_token_id": 5}, generation_config={"eos_token_id": [7, 5, 7]})) == [7, 5]
     assert eos_ids(MadeSource({"eos_token_id": 5})) == [5]
     assert eos_ids(MadeSource()) == []
-    with pytest.raises(Corrupt, match="eos_token_id"):
+    with pytest.raises(CorruptFile, match="eos_token_id"):
         eos_ids(MadeSource({"eos_token_id": "</s>"}))
 
 

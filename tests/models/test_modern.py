@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from onedraw.checkpoints.base import open_checkpoint
-from onedraw.errors import Corrupt, UnsupportedModel
+from onedraw.errors import CorruptFile, UnsupportedModel
 from onedraw.models.model_info import describe
 from onedraw.models.registry import FAMILIES
 from onedraw.models.spec import AttentionSpec, DeltaSpec, MlpSpec, ModelSpec, MoeSpec
@@ -256,7 +256,7 @@ def test_a_key_that_would_change_the_model_is_refused_by_name(name: str, changed
     ],
 )
 def test_a_value_that_makes_no_sense_is_corrupt(name: str, changed: Config, words: str) -> None:
-    with pytest.raises(Corrupt, match=words):
+    with pytest.raises(CorruptFile, match=words):
         spec_of({**config_of(name), **changed})
 
 
@@ -298,7 +298,7 @@ def test_rope_freqs_of_another_kind_stay_divisors() -> None:
     rope = describe(source).spec.layers[5].attention.rope
     assert (rope.kind, rope.divisors) == ("divisors", (1.0,) * 8 + (4.0,) * 8)
     source.add("rope_freqs.weight", np.ones(8))
-    with pytest.raises(Corrupt, match=r"rope_freqs\.weight has shape \[8\]"):
+    with pytest.raises(CorruptFile, match=r"rope_freqs\.weight has shape \[8\]"):
         describe(source)
 
 
@@ -369,7 +369,7 @@ def test_keys_and_values_that_a_layer_does_not_use_may_be_stored(tmp_path: Path)
 def test_two_names_of_one_weight_are_refused(tmp_path: Path) -> None:
     folder = tiny.write_safetensors("qwen3_5", tmp_path)
     rewrite(folder, lambda t: {**t, "model.language_model.norm.weight": t["model.norm.weight"]})
-    with pytest.raises(Corrupt, match=r"model\.(language_model\.)?norm\.weight and .* are the same weight"):
+    with pytest.raises(CorruptFile, match=r"model\.(language_model\.)?norm\.weight and .* are the same weight"):
         describe(open_checkpoint(folder))
 
 

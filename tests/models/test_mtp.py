@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from onedraw.checkpoints.base import open_checkpoint
-from onedraw.errors import Corrupt, UnsupportedModel
+from onedraw.errors import CorruptFile, UnsupportedModel
 from onedraw.models.model_info import describe
 from onedraw.models.mtp import DescribedMtp, describe_mtp, has_mtp
 from onedraw.models.spec import AttentionSpec, MoeSpec
@@ -91,7 +91,7 @@ def test_half_a_head_and_one_and_a_half_are_refused_by_name(tmp_path: Path) -> N
     with pytest.raises(UnsupportedModel, match=r"mtp\.embed_tokens\.weight has no place in a MTP head"):
         read(folder)
     save_file({name: value for name, value in stored.items() if name != "mtp.fc.weight"}, file)
-    with pytest.raises(Corrupt, match=r"tensor mtp\.fc\.weight is missing"):
+    with pytest.raises(CorruptFile, match=r"tensor mtp\.fc\.weight is missing"):
         read(folder)
 
 

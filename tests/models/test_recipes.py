@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from onedraw.errors import Corrupt
+from onedraw.errors import CorruptFile
 from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, MoeSpec, RopeSpec
 from onedraw.models.weight_names import Recipe, Site
 from onedraw.models.weight_transforms import (
@@ -136,5 +136,5 @@ def test_a_missing_expert_is_named() -> None:
     apart(source)
     del source.tensors["l.7.experts.1.up_proj.weight"]
     site = Site("made", source.tensors, index=7, layer=SPARSE, shape=(3, 5, 4), claimed=set())
-    with pytest.raises(Corrupt, match=r"tensor l\.7\.experts\.1\.up_proj\.weight is missing"):
+    with pytest.raises(CorruptFile, match=r"tensor l\.7\.experts\.1\.up_proj\.weight is missing"):
         experts("l.{layer}.experts.")["expert_up"](site)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from onedraw.errors import Corrupt, UnsupportedModel
+from onedraw.errors import CorruptFile, UnsupportedModel
 from onedraw.models.registry import FAMILIES, identify
 from tests.models.sources import MadeSource
 
@@ -40,7 +40,7 @@ def test_an_unsupported_gguf_is_named_with_what_is_supported() -> None:
 
 
 def test_a_description_without_a_name_is_corrupt() -> None:
-    with pytest.raises(Corrupt, match="neither architectures nor a model_type"):
+    with pytest.raises(CorruptFile, match="neither architectures nor a model_type"):
         identify(MadeSource({}))
-    with pytest.raises(Corrupt, match=r"general\.architecture is missing"):
+    with pytest.raises(CorruptFile, match=r"general\.architecture is missing"):
         identify(MadeSource({}, "gguf"))

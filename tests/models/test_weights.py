@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from onedraw.errors import Corrupt, UnsupportedModel
+from onedraw.errors import CorruptFile, UnsupportedModel
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from onedraw.models.weight_names import (
     GGUF,
@@ -78,14 +78,14 @@ def test_permuted_rows_go_back_to_half_split_order() -> None:
 def test_a_missing_tensor_is_named() -> None:
     source = made(SAFETENSORS)
     del source.tensors["model.layers.1.mlp.up_proj.weight"]
-    with pytest.raises(Corrupt, match=r"made: tensor model\.layers\.1\.mlp\.up_proj\.weight is missing"):
+    with pytest.raises(CorruptFile, match=r"made: tensor model\.layers\.1\.mlp\.up_proj\.weight is missing"):
         Weights(source, SPEC, SAFETENSORS)
 
 
 def test_a_misshapen_tensor_is_named_with_both_shapes() -> None:
     source = made(SAFETENSORS)
     source.add("model.norm.weight", np.zeros(17))
-    with pytest.raises(Corrupt, match=r"tensor model\.norm\.weight has shape \[17\], the model needs \[16\]"):
+    with pytest.raises(CorruptFile, match=r"tensor model\.norm\.weight has shape \[17\], the model needs \[16\]"):
         Weights(source, SPEC, SAFETENSORS)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onedraw.errors import Corrupt, NotFound, UnsupportedModel
+from onedraw.errors import CorruptFile, ModelNotFound, UnsupportedModel
 from onedraw.text.chat_template import ChatTemplate
 from onedraw.text.gguf_tokenizer import SPLITS
 from onedraw.text.tokenizer import Tokenizer
@@ -149,7 +149,7 @@ def test_an_unknown_kind_is_refused_with_the_known_ones(tiny_metadata: dict[str,
 
 
 def test_a_file_without_a_vocabulary_is_named() -> None:
-    with pytest.raises(NotFound, match=r"tokenizer\.ggml\.tokens"):
+    with pytest.raises(ModelNotFound, match=r"tokenizer\.ggml\.tokens"):
         Tokenizer.from_gguf({})
 
 
@@ -163,7 +163,7 @@ def test_a_file_without_a_vocabulary_is_named() -> None:
     ],
 )
 def test_a_damaged_vocabulary_is_refused(tiny_metadata: dict[str, Any], key: str, value: Any, words: str) -> None:
-    with pytest.raises(Corrupt, match=words):
+    with pytest.raises(CorruptFile, match=words):
         Tokenizer.from_gguf({**tiny_metadata, f"tokenizer.ggml.{key}": value})
 
 
@@ -247,7 +247,7 @@ def test_text_that_spells_a_byte_token_stays_text() -> None:
 
 
 def test_scores_of_the_wrong_number_are_refused() -> None:
-    with pytest.raises(Corrupt, match="scores"):
+    with pytest.raises(CorruptFile, match="scores"):
         Tokenizer.from_gguf({**SPM, "tokenizer.ggml.scores": SCORES[:-1]})
 
 
@@ -284,12 +284,12 @@ def test_gemma4_merges_text_keeps_its_spaces_and_falls_back_to_bytes() -> None:
 def test_a_key_of_the_tokenizer_that_holds_something_else_is_named(key: str, value: object) -> None:
     metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.merges": [], key: value}
     for read in (Tokenizer.from_gguf, ChatTemplate.from_gguf):
-        with pytest.raises(Corrupt, match=key):
+        with pytest.raises(CorruptFile, match=key):
             read(metadata)
 
 
 @pytest.mark.parametrize("name", ["tokens", "merges"])
 def test_lists_of_something_else_than_texts_are_refused(tiny_metadata: dict[str, Any], name: str) -> None:
     key = f"tokenizer.ggml.{name}"
-    with pytest.raises(Corrupt, match=rf"{key} is not a list of texts"):
+    with pytest.raises(CorruptFile, match=rf"{key} is not a list of texts"):
         Tokenizer.from_gguf({**tiny_metadata, key: [1] * len(tiny_metadata[key])})

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from onedraw.errors import BadRequest, Corrupt
+from onedraw.errors import BadRequest, CorruptFile
 from onedraw.text.chat_template import ChatTemplate
 
 CONVERSATIONS: list[list[dict[str, Any]]] = [
@@ -138,7 +138,7 @@ def test_no_template_is_none(tmp_path: Path) -> None:
 
 
 def test_a_template_that_is_no_jinja_is_refused_with_its_line() -> None:
-    with pytest.raises(Corrupt, match="line 2"):
+    with pytest.raises(CorruptFile, match="line 2"):
         ChatTemplate("fine\n{% if %}", bos_token="", eos_token="")
 
 

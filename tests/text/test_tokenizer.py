@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from onedraw.errors import BadRequest, Corrupt, NotFound, UnsupportedModel
+from onedraw.errors import BadRequest, CorruptFile, ModelNotFound, UnsupportedModel
 from onedraw.text.tokenizer import Tokenizer
 from tests.work import counted
 
@@ -130,13 +130,13 @@ def test_the_config_has_the_last_word_about_a_tokens_flags(folder: Path) -> None
 )
 def test_added_tokens_that_are_none_are_refused(folder: Path, said: object) -> None:
     configure(folder, added_tokens_decoder=said)
-    with pytest.raises(Corrupt, match="added_tokens_decoder"):
+    with pytest.raises(CorruptFile, match="added_tokens_decoder"):
         Tokenizer.from_folder(folder)
 
 
 def test_a_config_with_ids_out_of_place_is_refused(folder: Path) -> None:
     configure(folder, added_tokens_decoder={"2000": {"content": "<|extra|>", "special": True}})
-    with pytest.raises(Corrupt, match="2000"):
+    with pytest.raises(CorruptFile, match="2000"):
         Tokenizer.from_folder(folder)
 
 
@@ -150,14 +150,14 @@ def test_truncation_saved_in_the_file_does_not_shorten_prompts(folder: Path) -> 
 
 def test_a_missing_file_is_named_with_what_to_do(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(NotFound, match=r"tokenizer\.json is missing; get"):
+    with pytest.raises(ModelNotFound, match=r"tokenizer\.json is missing; get"):
         Tokenizer.from_folder(folder)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 def test_a_damaged_file_is_named(folder: Path, name: str) -> None:
     (folder / name).write_bytes((folder / name).read_bytes()[:100])
-    with pytest.raises(Corrupt, match=name):
+    with pytest.raises(CorruptFile, match=name):
         Tokenizer.from_folder(folder)
 
 

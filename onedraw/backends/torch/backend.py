@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.base import Capacity, PageGroup, Ticket
-from onedraw.backends.memory_plan import FEWEST_ROWS, most_tokens
+from onedraw.backends.memory_plan import MIN_STAGING_ROWS, max_step_tokens
 from onedraw.backends.precision import kv_precision
-from onedraw.backends.sampled_rows import read_choices, row_outcome
+from onedraw.backends.sampled_rows import read_samples, row_outcome
 from onedraw.backends.torch.device import DTYPES, hardware_name
 from onedraw.backends.torch.drafters.base import Drafter, Turned
 from onedraw.backends.torch.model.transformer import Stack, Stream, Watch
-from onedraw.backends.torch.model.weight_loader import LANE, WeightSource, padded
+from onedraw.backends.torch.model.weight_loader import LANE, padded
 from onedraw.backends.torch.ops.base import Ops, TorchOps
 from onedraw.backends.torch.ops.plain.linear import strictest
 from onedraw.backends.torch.runner.cuda_graphs import Recorder, recorders_of
@@ -48,6 +48,7 @@ from onedraw.backends.torch.state.kv_pages import KV_DTYPES
 from onedraw.backends.torch.state.model_state import KeptLogits, Sizes
 from onedraw.backends.torch.state.recurrent_spans import CHUNK
 from onedraw.backends.torch.state.snapshots import Snapshots
+from onedraw.models.source import WeightSource
 from onedraw.models.spec import ModelSpec
 from onedraw.types import Choice, Logprobs, Outcome, Plan, RowOutcome
 
@@ -88,16 +89,16 @@ class TorchBackend:
         sites: Sequence[Site] = (),
         activation: str | None = None,
         kv_dtype: str | None = None,
-        rows: int = FEWEST_ROWS,
+        rows: int = MIN_STAGING_ROWS,
         check: bool = True,
         line: Line | None = None,
-        tickets: int = 1,
+        max_in_flight: int = 1,
         make_drafter: Callable[[Stack, Sampler, Shape], Drafter] | None = None,
         progress: Callable[[int, int], None] | None = None,
         recorder: Recorder | None = None,
         ahead: bool | None = None,
     ) -> None:
-        assert tickets == 1 or line is not None, "stages that work at once have threads of their own"
+        assert max_in_flight == 1 or line is not None, "stages that work at once have threads of their own"
         sites = sites or [Site(torch.device(device), ops or TorchOps(torch.device(device)))]
         self._stack = Stack(
             spec,
@@ -131,9 +132,9 @@ class TorchBackend:
         drafted = None if self._drafter is None else self._drafter.state
         self._snapshots = Snapshots(self._states, drafted, self._kept, self._stack.dtype)
         self._locks = locks_of([site.device for site in sites]) if line is not None else [nullcontext() for _ in sites]
-        self._parts, self._steady = self._recorded(recorders_of(sites, recorder), lanes=lanes, tickets=tickets)
+        self._parts, self._steady = self._recorded(recorders_of(sites, recorder), lanes=lanes, max_in_flight=max_in_flight)
         # A drafter looks at what a turn left before the next one runs, and a thread of its own would read histories late.
-        waits = self._drafter is not None or tickets > 1 or line is not None
+        waits = self._drafter is not None or max_in_flight > 1 or line is not None
         self._capacity = _capacity(
             spec,
             sizes,
@@ -141,14 +142,14 @@ class TorchBackend:
             self._drafter,
             max_context=max_context,
             rows=rows,
-            tickets=tickets,
+            max_in_flight=max_in_flight,
             starts=STEPS[-1] if self._steady is not None and self._device.type == "cuda" else 0,
             ahead=not waits and (self._keeps_tokens if ahead is None else ahead),
             dtype=dtype,
             activation=activation or dtype,
             kv_dtype=kept_as,
         )
-        self._under_way = UnderWay(berths=tickets)
+        self._under_way = UnderWay(berths=max_in_flight)
         self._back = 0.0  # when the last steady turn was collected
         self._line: Line | Here = Here() if line is None else line
         self._hang_up = None
@@ -157,19 +158,21 @@ class TorchBackend:
             self._hang_up.atexit = False  # a stage that computes while the program ends is not waited for
 
     def _recorded(
-        self, recorders: Sequence[Recorder | None], *, lanes: int, tickets: int
+        self, recorders: Sequence[Recorder | None], *, lanes: int, max_in_flight: int
     ) -> tuple[list[Part | None], SteadyTurns | None]:
         """The parts of stages that record, beside others that do not; where all do, the parts belong to the steady turns."""
         parts = [
             None
             if recorder is None
-            else Part(self._stack, i, state, recorder, tokens=STEPS[-1], lock=self._locks[i], sides=tickets + 1)
+            else Part(self._stack, i, state, recorder, tokens=STEPS[-1], lock=self._locks[i], sides=max_in_flight + 1)
             for i, (state, recorder) in enumerate(zip(self._states, recorders, strict=True))
         ]
         found = [part for part in parts if part is not None]
         if len(found) < len(parts):
             return parts, None
-        return [None] * len(parts), SteadyTurns(self._stack, found, self._sampler, self._shape, lanes=lanes, tickets=tickets)
+        return [None] * len(parts), SteadyTurns(
+            self._stack, found, self._sampler, self._shape, lanes=lanes, max_in_flight=max_in_flight
+        )
 
     @property
     def capacity(self) -> Capacity:
@@ -270,7 +273,7 @@ class TorchBackend:
         plan, steady, worked = started.plan, started.steady, started.steady.worked
         steady.wait()
         begin, self._back = max(started.begin, self._back), time.perf_counter()
-        choices = iter(read_choices(steady.answers.numpy(), steady.positions))
+        choices = iter(read_samples(steady.answers.numpy(), steady.positions))
         chosen = {i: [next(choices) for _ in range(1 + len(row.drafts))] for i, row in enumerate(plan.rows)}
         turn = Turn(plan, steady.inputs, worked.watch, held=0)
         with current(self._device):
@@ -342,7 +345,7 @@ def _capacity(
     *,
     max_context: int,
     rows: int,
-    tickets: int,
+    max_in_flight: int,
     starts: int,
     ahead: bool,
     dtype: str,
@@ -358,15 +361,15 @@ def _capacity(
         checkpoints=sizes.checkpoints,
         chunk=CHUNK if spec.recurrent else 1,
         recurrent=spec.recurrent,
-        draft_positions=sizes.drafts // tickets if spec.recurrent else None,
+        draft_positions=sizes.drafts // max_in_flight if spec.recurrent else None,
         stages=len(sites),
-        tickets=tickets,
-        starts=starts,
-        ticket_rows=GPU_ROWS if sites[-1].device.type == "cuda" else 1,
-        ahead=ahead,
+        max_in_flight=max_in_flight,
+        async_tokens=starts,
+        min_step_rows=GPU_ROWS if sites[-1].device.type == "cuda" else 1,
+        async_scheduling=ahead,
         lookahead=0 if drafter is None else drafter.lookahead,
         drafter="" if drafter is None else drafter.name,
-        turn_tokens=most_tokens(rows, chunk=CHUNK) if len(sites) > 1 else None,
+        step_tokens=max_step_tokens(rows, chunk=CHUNK) if len(sites) > 1 else None,
         device="+".join(sorted({site.ops.name for site in sites})),
         dtype=dtype,
         activation=activation,

@@ -35,7 +35,7 @@ def _find(device: Device, *, several: bool) -> Device:
         free = _free_memory() if several and device.memory is None else device.memory
         name = device.name if _usable(device) else "cpu"
         return Device(name, "cpu", memory=free, cores=device.cores)
-    if device.described:
+    if device.hypothetical:
         raise BadSetting(f"--devices: {device.name} is only described, which is enough for `inspect`; to run, name cuda:0 or cpu")
     if not torch.cuda.is_available():
         raise BadSetting(f"--device {device.name}: this torch finds no CUDA device; use --device cpu")

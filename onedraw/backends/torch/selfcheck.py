@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from onedraw.backends.base import Finding, SelfCheck
+from onedraw.backends.base import CheckResult, SelfCheck
 from onedraw.backends.memory_plan import LOGITS_BYTES
 from onedraw.backends.torch.model.feed_forward import Experts
 from onedraw.backends.torch.model.transformer import Stack
@@ -49,9 +49,9 @@ def _checked(stack: Stack, states: Sequence[State], shape: Shape) -> RowCheck:
     samples = _one_per_shape(stack.linears())
     rule = next((r for r in rules if all(_rows_agree(linear, r) for linear in samples)), rules[-1])
     stack.obey(rule)
-    findings = [Finding(_words(x), _rows_agree(x, rule)) for x in samples]
+    findings = [CheckResult(_words(x), _rows_agree(x, rule)) for x in samples]
     for x, ops in _experts(stack):
-        findings.append(Finding(f"{x.spec.used} of {x.spec.experts} experts, {x.bank.kind}", _experts_agree(x, ops)))
+        findings.append(CheckResult(f"{x.spec.used} of {x.spec.experts} experts, {x.bank.kind}", _experts_agree(x, ops)))
     shape = replace(shape, rule=rule)
     whole = _turns_agree(stack, states, shape)
     tiled = [stage.ops for stage in stack.stages if isinstance(stage.ops, TorchOps)]
@@ -59,11 +59,11 @@ def _checked(stack: Stack, states: Sequence[State], shape: Shape) -> RowCheck:
         for ops in tiled:
             ops.tile_heights = ops.tile_heights[-1:]
         whole = _turns_agree(stack, states, shape)
-    findings.append(Finding("a row alone, in a batch, and in chunks", whole))
+    findings.append(CheckResult("a row alone, in a batch, and in chunks", whole))
     counts = _step_counts(stack, states, shape)
     if counts:
         among = ", ".join(map(str, counts))
-        findings.append(Finding(f"a generated token alone and among {among}", _steps_agree(stack, states, shape, counts)))
+        findings.append(CheckResult(f"a generated token alone and among {among}", _steps_agree(stack, states, shape, counts)))
     return RowCheck(tuple(findings), rule)
 
 

@@ -20,16 +20,17 @@ import numpy.typing as npt
 from jaxlib.version import __version__ as jaxlib_version
 
 from onedraw.backends.base import Capacity, PageGroup, SelfCheck, Ticket
-from onedraw.backends.sampled_rows import Integers, Position, read_choices, read_logprobs, row_outcome
-from onedraw.backends.xla.families import conv_of, require_interpreted
-from onedraw.backends.xla.inputs import CHUNK, Inputs, make_inputs, make_shape, product_rows, round_up
-from onedraw.backends.xla.model import Stage
+from onedraw.backends.sampled_rows import Integers, SamplingPosition, read_logprobs, read_samples, row_outcome
+from onedraw.backends.xla.families import conv_width, require_supported
+from onedraw.backends.xla.inputs import CHUNK, XlaInputs, compiled_shapes, make_inputs, product_rows, round_up
+from onedraw.backends.xla.model import XlaStage
 from onedraw.backends.xla.platform import OPTIONS, Array, hardware_name
-from onedraw.backends.xla.sampler import Recalls, choose, make_wants, score
+from onedraw.backends.xla.sampler import DryHistories, choose, sampling_inputs, score
 from onedraw.backends.xla.selfcheck import self_check
 from onedraw.backends.xla.state import nothing_to_copy
-from onedraw.backends.xla.token_counts import LaneCounts
-from onedraw.backends.xla.weights import VECTOR, Weights, WeightSource
+from onedraw.backends.xla.token_counts import XlaTokenCounts
+from onedraw.backends.xla.weights import VECTOR, Weights
+from onedraw.models.source import WeightSource
 from onedraw.models.spec import ModelSpec
 from onedraw.sampling.law import checksum_weights
 from onedraw.sampling.verify import hypotheses
@@ -39,7 +40,7 @@ DRAFTS = 64  # of a turn, all rows together
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class XlaStageDevice:
     """A device, and how far the layers on it go: from where the site before ends to `stop`; None: to the last."""
 
     device: jax.Device
@@ -47,12 +48,12 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True)
-class Pick:
+class SamplingSlot:
     """A position to choose at: after a token of the turn, or after the prompt of a checkpoint."""
 
     row: int
     token: int  # of the turn
-    position: Position
+    position: SamplingPosition
     restore: int  # the checkpoint whose logits are taken instead; -1: none
     keep: int  # the checkpoint that wants these logits, or nobody's
 
@@ -67,7 +68,7 @@ class XlaBackend:
         *,
         dtype: str = "f32",
         activation: str | None = None,
-        sites: Sequence[Site],
+        sites: Sequence[XlaStageDevice],
         lanes: int,
         pages: int | tuple[int, ...],
         page_size: int,
@@ -81,12 +82,12 @@ class XlaBackend:
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """`warm`: compile everything now; else each program when a turn first needs it. `progress` hears of loaded layers."""
-        require_interpreted(spec)
+        require_supported(spec)
         self._spec, self._sites = spec, tuple(sites)
-        self._conv = conv_of(spec)
+        self._conv = conv_width(spec)
         self._width = round_up(spec.vocab, VECTOR)
         platform = sites[-1].device.platform
-        self.shape = make_shape(
+        self.shape = compiled_shapes(
             lanes=lanes,
             page_size=page_size,
             pages=(pages,) * len(spec.windows) if isinstance(pages, int) else pages,
@@ -97,7 +98,7 @@ class XlaBackend:
             checkpoints=checkpoints,
             rows=product_rows(platform, dtype),
         )
-        self._stages: list[Stage] = []
+        self._stages: list[XlaStage] = []
         for start, site in zip([0, *(site.stop or 0 for site in sites)], sites, strict=False):
             stop = len(spec.layers) if site.stop is None else site.stop
             sizes: dict[str, Any] = {
@@ -106,14 +107,14 @@ class XlaBackend:
                 "device": site.device,
                 "progress": progress,
             }
-            self._stages.append(Stage(spec, source, self.shape, **sizes, start=start, stop=stop))
+            self._stages.append(XlaStage(spec, source, self.shape, **sizes, start=start, stop=stop))
         last = sites[-1].device
         put = partial(jax.device_put, device=last)
         self._kept = put(np.zeros((checkpoints + 1, self._width), np.float32))
         sums = np.stack(checksum_weights(spec.vocab))
         self._sums = put(np.pad(sums, ((0, 0), (0, self._width - spec.vocab))))
-        self._counts = LaneCounts(width=self._width, lanes=lanes, device=last)
-        self._recalls = Recalls()
+        self._counts = XlaTokenCounts(width=self._width, lanes=lanes, device=last)
+        self._recalls = DryHistories()
         self._make_programs()
         self._capacity = Capacity(
             vocab=spec.vocab,
@@ -126,7 +127,7 @@ class XlaBackend:
             recurrent=spec.recurrent,
             max_drafts=min(64, drafts),
             draft_positions=drafts,
-            turn_tokens=self.shape.mixed.tokens - CHUNK,
+            step_tokens=self.shape.mixed.tokens - CHUNK,
             stages=len(sites),
             device=f"xla-{platform}",
             dtype=dtype,
@@ -167,7 +168,7 @@ class XlaBackend:
     def _checked(self, tell: Callable[[str], None]) -> SelfCheck:
         """What holds here; where something does not, with products and tiles of one height in all turns instead."""
         report = self_check(self)
-        if not report.holds and self.shape != self.shape.uniform:
+        if not report.passed and self.shape != self.shape.uniform:
             tell("xla: bits follow the number of rows here; compiling again with products of one height")
             self.shape = self.shape.uniform
             for stage in self._stages:
@@ -215,13 +216,13 @@ class XlaBackend:
         choices: dict[int, list[Choice | None]] = {}
         positions, read = [pick.position for pick in picks], list[Choice | None]()
         for part in answers:
-            read += read_choices(np.asarray(part), positions[len(read) :])
+            read += read_samples(np.asarray(part), positions[len(read) :])
         for pick, choice in zip(picks, read, strict=True):
             choices.setdefault(pick.row, []).append(choice)
         outcomes = (row_outcome(row, choices.get(i, []), scored.get(i, ())) for i, row in enumerate(rows))
         return Outcome(tuple(outcomes), time.perf_counter() - begin)
 
-    def _forward(self, inputs: Inputs, places: Any) -> tuple[Array, Array, list[list[Weights]]]:
+    def _forward(self, inputs: XlaInputs, places: Any) -> tuple[Array, Array, list[list[Weights]]]:
         """Through all stages: residuals [T, E], those of the picked tokens, and per stage what drafts did to its state."""
         x: Any = inputs.arrays["tokens"]
         picked: Any = None
@@ -231,7 +232,7 @@ class XlaBackend:
             increments.append(did)
         return x, picked, increments
 
-    def _picks(self, rows: Sequence[Row], inputs: Inputs) -> list[Pick]:
+    def _picks(self, rows: Sequence[Row], inputs: XlaInputs) -> list[SamplingSlot]:
         """Per choosing row: after its last known token, and after each draft."""
         picks = []
         nobody = self.shape.checkpoints
@@ -239,13 +240,13 @@ class XlaBackend:
             if not row.chooses:
                 continue
             for k, drafts in enumerate(hypotheses(row.drafts)):
-                position = Position(row.lane, row.params, row.history, drafts, row.request_id)
+                position = SamplingPosition(row.lane, row.params, row.history, drafts, row.request_id)
                 keep = next((save.slot for save in row.saves if save.position == row.stop), nobody) if k == 0 else nobody
                 restore = -1 if row.tokens or row.restore is None else row.restore
-                picks.append(Pick(i, max(first + len(row.tokens) - 1 + k, 0), position, restore, keep))
+                picks.append(SamplingSlot(i, max(first + len(row.tokens) - 1 + k, 0), position, restore, keep))
         return picks
 
-    def _chosen(self, picked: Array, picks: Sequence[Pick], *, slabs: int = 0) -> tuple[Array, list[Array]]:
+    def _chosen(self, picked: Array, picks: Sequence[SamplingSlot], *, slabs: int = 0) -> tuple[Array, list[Array]]:
         """The chosen tokens of all picks, and their rows of answers, a slab after the other, all still on the device."""
         rows = self.shape.slab
         self._counts.follow([pick.position for pick in picks])
@@ -261,7 +262,7 @@ class XlaBackend:
                 "keep": np.asarray([*(pick.keep for pick in part), *[self.shape.checkpoints] * padding], dtype=np.int32),
             }
             sizes = {"rows": rows, "vocab": self._spec.vocab, "width": self._width, "lanes": self.shape.lanes}
-            wants = make_wants([pick.position for pick in part], self._recalls, **sizes)
+            wants = sampling_inputs([pick.position for pick in part], self._recalls, **sizes)
             given = (self._head, self._sums, self._kept, chosen, counts, picked, slab, wants)
             self._kept, chosen, found = self._choose(*given)
             answers.append(found)
@@ -272,7 +273,7 @@ class XlaBackend:
         last = self._stages[-1].weights
         return {"norm": last["norm"], "head": last["head"]}
 
-    def _scored(self, rows: Sequence[Row], inputs: Inputs, x: Array) -> dict[int, tuple[Logprobs, ...]]:
+    def _scored(self, rows: Sequence[Row], inputs: XlaInputs, x: Array) -> dict[int, tuple[Logprobs, ...]]:
         """Per scoring row, the logprobs of the prompt tokens its positions predict."""
         scored: dict[int, tuple[Logprobs, ...]] = {}
         step = self.shape.slab

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.scipy.linalg import solve_triangular
 
-from onedraw.backends.xla.inputs import CHUNK, Bucket
+from onedraw.backends.xla.inputs import CHUNK, ShapeBucket
 from onedraw.backends.xla.layers import activated, opened, row_sum, times
 from onedraw.backends.xla.platform import Array
 from onedraw.backends.xla.weights import Weights
@@ -22,11 +22,11 @@ from onedraw.models.spec import DeltaSpec
 
 L2_EPS = 1e-6
 HIGHEST = lax.Precision.HIGHEST
-Runs = dict[str, Any]
+RecurrentInputs = dict[str, Any]
 
 
 def delta(
-    projected: Array, store: Weights, runs: Runs, weights: Weights, spec: DeltaSpec, bucket: Bucket, eps: float
+    projected: Array, store: Weights, runs: RecurrentInputs, weights: Weights, spec: DeltaSpec, bucket: ShapeBucket, eps: float
 ) -> tuple[Array, Weights, Weights]:
     """projected [T, C + Hv * Dv + 2 Hv] (qkv, z, a, b) → [T, Hv * Dv], the store moved on, and the drafts' increments."""
     heads, inner = spec.value_heads, spec.value_heads * spec.value_dim
@@ -50,7 +50,7 @@ def delta(
     return _close(out, z, weights, spec, eps), moved, increments
 
 
-def commit(store: Weights, increments: Weights, kept: Array, drafts: Runs) -> Weights:
+def commit(store: Weights, increments: Weights, kept: Array, drafts: RecurrentInputs) -> Weights:
     """Bring the kept drafts home: the same step arithmetic, from the increments the turn left."""
 
     def one(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -69,7 +69,7 @@ def commit(store: Weights, increments: Weights, kept: Array, drafts: Runs) -> We
 # ------------------------------------------------------------------ before and after the state
 
 
-def _gate(source: Array, a: Array, b: Array, runs: Runs, weights: Weights, spec: DeltaSpec) -> Weights:
+def _gate(source: Array, a: Array, b: Array, runs: RecurrentInputs, weights: Weights, spec: DeltaSpec) -> Weights:
     """Every token's queries, keys [T, Hk, Dk], values [T, Hv, Dv] and gates [T, Hv]."""
     total = len(a)
     mixed = source[runs["taps"][:, 0]] * weights["conv"][0]
@@ -102,7 +102,7 @@ def _close(out: Array, z: Array, weights: Weights, spec: DeltaSpec, eps: float) 
 # ------------------------------------------------------------------ the state
 
 
-def _chunks(states: Array, saved: Array, out: Array, gated: Weights, runs: Runs) -> tuple[Array, Array, Array]:
+def _chunks(states: Array, saved: Array, out: Array, gated: Weights, runs: RecurrentInputs) -> tuple[Array, Array, Array]:
     """Prompt positions, a chunk at a time, always in the shape of a whole one: what is missing changes nothing."""
     padded = {name: jnp.pad(x, ((0, CHUNK), *((0, 0),) * (x.ndim - 1))) for name, x in gated.items()}
     out = jnp.pad(out, ((0, CHUNK), (0, 0), (0, 0)))
@@ -171,7 +171,7 @@ def _step(state: Array, gated: Weights, token: Array) -> tuple[Array, Array, Arr
     return state, jnp.einsum("hkv,hk->hv", state, query, precision=HIGHEST), change
 
 
-def _steps(states: Array, out: Array, gated: Weights, runs: Runs) -> tuple[Array, Array]:
+def _steps(states: Array, out: Array, gated: Weights, runs: RecurrentInputs) -> tuple[Array, Array]:
     """Generated positions, one at a time."""
 
     def one(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -184,7 +184,7 @@ def _steps(states: Array, out: Array, gated: Weights, runs: Runs) -> tuple[Array
     return lax.fori_loop(0, runs["steps"], one, (states, out))
 
 
-def _nodes(states: Array, out: Array, gated: Weights, runs: Runs, bucket: Bucket) -> tuple[Array, Weights]:
+def _nodes(states: Array, out: Array, gated: Weights, runs: RecurrentInputs, bucket: ShapeBucket) -> tuple[Array, Weights]:
     """Every draft from its parent's state, which is rebuilt from the increments where the parent is not the last one."""
     tokens = runs["node_token"]
     increments = {"decay": gated["decay"][tokens], "key": gated["k"][tokens]}

@@ -18,13 +18,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from onedraw.backends.xla.families import conv_of, require_interpreted
-from onedraw.backends.xla.inputs import Bucket, make_inputs, make_shape
-from onedraw.backends.xla.model import Stage, run_layers
+from onedraw.backends.xla.families import conv_width, require_supported
+from onedraw.backends.xla.inputs import ShapeBucket, compiled_shapes, make_inputs
+from onedraw.backends.xla.model import XlaStage, run_layers
 from onedraw.backends.xla.platform import find_devices
 from onedraw.backends.xla.sampler import logits_of
-from onedraw.backends.xla.weights import WeightSource
 from onedraw.errors import BadSetting, UnsupportedModel
+from onedraw.models.source import WeightSource
 from onedraw.models.spec import ModelSpec
 
 FORMAT = 2  # of the manifest
@@ -44,7 +44,7 @@ def export_model(
     tell: Callable[[str], None] = lambda line: None,
 ) -> Path:
     """Write everything; gives the manifest's path. Float32: what the graphs compute is what the backend computes."""
-    require_interpreted(spec)
+    require_supported(spec)
     if spec.recurrent:
         raise UnsupportedModel(
             f"{spec.family} cannot be exported: its recurrent layers solve triangular systems with LAPACK, which other runtimes "
@@ -53,9 +53,9 @@ def export_model(
     _require_writable(folder)
     sizes: dict[str, Any] = {"lanes": lanes, "page_size": page_size, "pages": pages, "windows": spec.windows}
     sizes |= {"max_context": max_context, "turn_tokens": turn_tokens, "drafts": 0, "checkpoints": 0}
-    shape = make_shape(**sizes)
+    shape = compiled_shapes(**sizes)
     _, (device,) = find_devices("cpu", ["auto"])
-    stage = Stage(spec, source, shape, dtype="f32", activation="f32", device=device, start=0, stop=len(spec.layers))
+    stage = XlaStage(spec, source, shape, dtype="f32", activation="f32", device=device, start=0, stop=len(spec.layers))
     graphs = {}
     for name, bucket in (("prefill", shape.mixed), ("decode", shape.decode)):
         tell(f"writing {name}.mlir: turns of up to {bucket.tokens} tokens")
@@ -72,7 +72,7 @@ def export_model(
         "family": spec.family,
         "vocab": spec.vocab,
         "recurrent": spec.recurrent,
-        "conv": conv_of(spec),
+        "conv": conv_width(spec),
         "sizes": sizes,
         "buckets": {"prefill": asdict(shape.mixed), "decode": asdict(shape.decode)},
         "state": state,
@@ -93,7 +93,7 @@ def _require_writable(folder: Path) -> None:
         raise BadSetting(f"--out {folder}: {error.strerror or error}; name a folder that can be written to") from None
 
 
-def _graph(stage: Stage, bucket: Bucket) -> tuple[str, dict[str, Any]]:
+def _graph(stage: XlaStage, bucket: ShapeBucket) -> tuple[str, dict[str, Any]]:
     """The text of a graph, and what it takes and gives, in order."""
     spec = stage.spec
 
@@ -103,7 +103,7 @@ def _graph(stage: Stage, bucket: Bucket) -> tuple[str, dict[str, Any]]:
         state, _, _, picked = run_layers(*layers, stage=stage, bucket=bucket)
         return {"state": state, "logits": logits_of(weights, picked, eps=spec.eps, vocab=spec.vocab)}
 
-    inputs = make_inputs((), stage.shape, conv=conv_of(spec), bucket=bucket)
+    inputs = make_inputs((), stage.shape, conv=conv_width(spec), bucket=bucket)
     picks = np.zeros(stage.shape.picks, dtype=np.int32)
     given = {"weights": stage.weights, "state": stage.state, "inputs": inputs.arrays, "runs": inputs.delta, "picks": picks}
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(np.shape(a), a.dtype), given)

@@ -11,7 +11,7 @@ from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, Mo
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5")
 
 
-def require_interpreted(spec: ModelSpec) -> None:
+def require_supported(spec: ModelSpec) -> None:
     """Refuse, by name, what the layers of this backend do not compute."""
     if spec.family not in FAMILIES or spec.softcap is not None or not all(map(_plain, spec.layers)):
         raise UnsupportedModel(
@@ -27,6 +27,6 @@ def _plain(layer: LayerSpec) -> bool:
     return isinstance(layer.feed_forward, MlpSpec) and not odd and not added
 
 
-def conv_of(spec: ModelSpec) -> int:
+def conv_width(spec: ModelSpec) -> int:
     """Positions that the convolutions of recurrent layers read; 0 where there are none. All layers have the same."""
     return next((layer.mixer.conv for layer in spec.layers if isinstance(layer.mixer, DeltaSpec)), 0)

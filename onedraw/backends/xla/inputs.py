@@ -1,6 +1,6 @@
 """A ragged plan → the index arrays of one bucket. Padding is private to this file.
 
-In: rows of a plan and a Shape. Out: Inputs: numpy arrays of the bucket's fixed shapes, and how much of each is real. They
+In: rows of a plan, CompiledShapes. Out: XlaInputs: numpy arrays of the bucket's fixed shapes, and how much of each is real. They
 cross to the device once per turn.
 
 A token has a position and a place: where its key and value lie, counted in slots through all pages of a group. The nodes of
@@ -23,8 +23,8 @@ from onedraw.types import Row
 # -------------------- The fixed shapes that turns are compiled for. Pure arithmetic.
 
 
-FEWEST_ROWS = 4  # of a product: with fewer, libraries take other ways through it
-MOST_ROWS = 32  # of a product at once; with more, the order along the reduced axis was seen to change
+MIN_PRODUCT_ROWS = 4  # of a product: with fewer, libraries take other ways through it
+MAX_PRODUCT_ROWS = 32  # of a product at once; with more, the order along the reduced axis was seen to change
 KEYS = 128  # positions of a block of keys, on absolute multiples
 TILE = 16  # queries of a tile in a mixed turn
 TILES = 8  # tiles computed at once
@@ -33,7 +33,7 @@ ROW_TILE = {"cpu": None, "gpu": 64, "tpu": 64}  # rows of every product on a pla
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class ShapeBucket:
     """The shape of one compiled turn."""
 
     tokens: int
@@ -50,7 +50,7 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class CompiledShapes:
     """What all turns of a backend have in common."""
 
     lanes: int
@@ -60,8 +60,8 @@ class Shape:
     max_context: int
     drafts: int  # of a turn, all rows together
     checkpoints: int
-    decode: Bucket
-    mixed: Bucket
+    decode: ShapeBucket
+    mixed: ShapeBucket
 
     @property
     def table(self) -> int:
@@ -71,7 +71,7 @@ class Shape:
     @property
     def slab(self) -> int:
         """Positions that are chosen at in one program."""
-        return FEWEST_ROWS if self.lanes <= FEWEST_ROWS else 8
+        return MIN_PRODUCT_ROWS if self.lanes <= MIN_PRODUCT_ROWS else 8
 
     @property
     def picks(self) -> int:
@@ -79,14 +79,14 @@ class Shape:
         return round_up(self.lanes + self.drafts, self.slab)
 
     @property
-    def uniform(self) -> Shape:
+    def uniform(self) -> CompiledShapes:
         """The same with products and tiles of one height in both buckets: for libraries whose bits follow the rows."""
         rows, step = self.mixed.rows, self.mixed.step
         tokens = round_up(self.decode.tokens, rows)
-        return replace(self, decode=Bucket(tokens, rows, self.mixed.tile, round_up(tokens, step), step, 0))
+        return replace(self, decode=ShapeBucket(tokens, rows, self.mixed.tile, round_up(tokens, step), step, 0))
 
 
-def make_shape(
+def compiled_shapes(
     *,
     lanes: int,
     page_size: int,
@@ -97,15 +97,15 @@ def make_shape(
     drafts: int,
     checkpoints: int,
     rows: int | None = None,
-) -> Shape:
-    """`rows`: every product has exactly so many rows, every tile the same height; None: products of FEWEST_ROWS to MOST_ROWS."""
-    few = next((n for n in (FEWEST_ROWS, 8, 16, MOST_ROWS) if n >= lanes), MOST_ROWS)
+) -> CompiledShapes:
+    """`rows`: every product has exactly so many rows, every tile the same height; None: MIN_PRODUCT_ROWS to MAX_PRODUCT_ROWS."""
+    few = next((n for n in (MIN_PRODUCT_ROWS, 8, 16, MAX_PRODUCT_ROWS) if n >= lanes), MAX_PRODUCT_ROWS)
     height = rows or few
     tokens = round_up(lanes, height)
     step = min(TILES, tokens)
-    most = rows or MOST_ROWS
+    most = rows or MAX_PRODUCT_ROWS
     mixed = round_up(max(turn_tokens, lanes, 2 * CHUNK) + CHUNK, most)  # the self-check's prompts fit, however few are asked for
-    shape = Shape(
+    shape = CompiledShapes(
         lanes=lanes,
         page_size=page_size,
         pages=pages,
@@ -113,16 +113,16 @@ def make_shape(
         max_context=max_context,
         drafts=drafts,
         checkpoints=checkpoints,
-        decode=Bucket(tokens, height, 1, round_up(tokens, step), step, 0),
-        mixed=Bucket(mixed, most, TILE, round_up(mixed // TILE + lanes + drafts, TILES), TILES, drafts),
+        decode=ShapeBucket(tokens, height, 1, round_up(tokens, step), step, 0),
+        mixed=ShapeBucket(mixed, most, TILE, round_up(mixed // TILE + lanes + drafts, TILES), TILES, drafts),
     )
     return shape if rows is None else shape.uniform
 
 
 def product_rows(platform: str, dtype: str) -> int | None:
-    """Rows of every product on a platform of jax; None: FEWEST_ROWS to MOST_ROWS, which float32 on a CPU allows."""
+    """Rows of every product on a platform of jax; None: MIN_PRODUCT_ROWS to MAX_PRODUCT_ROWS, which float32 on a CPU allows."""
     rows = ROW_TILE.get(platform, 64)
-    return rows if dtype == "f32" else rows or MOST_ROWS
+    return rows if dtype == "f32" else rows or MAX_PRODUCT_ROWS
 
 
 def round_up(count: int, multiple: int) -> int:
@@ -138,10 +138,10 @@ ZERO = -1  # a tap before the sequence's beginning
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class XlaInputs:
     """One turn. `arrays` go to the layers, `delta` to recurrent layers, `drafts` to the commit."""
 
-    bucket: Bucket
+    bucket: ShapeBucket
     firsts: tuple[int, ...]  # the first token of each row
     arrays: dict[str, Any]
     delta: dict[str, Any]
@@ -150,7 +150,7 @@ class Inputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Laid:
+class RowLayout:
     """A row in its turn: tokens [first, first + known + drafts)."""
 
     row: Row
@@ -171,20 +171,20 @@ class Laid:
         return any(draft.parent != index - 1 for index, draft in enumerate(self.row.drafts))
 
 
-def make_inputs(rows: Sequence[Row], shape: Shape, *, conv: int = 0, bucket: Bucket | None = None) -> Inputs:
+def make_inputs(rows: Sequence[Row], shape: CompiledShapes, *, conv: int = 0, bucket: ShapeBucket | None = None) -> XlaInputs:
     """`conv`: positions that recurrent layers' convolutions read; 0: there are no such layers. `bucket` None: the smallest."""
     single = all(len(row.tokens) <= 1 and not row.drafts and not row.scores for row in rows)
     bucket = bucket or (shape.decode if single else shape.mixed)
     laid, first = [], 0
     for number, row in enumerate(rows):
-        laid.append(Laid(row, number, first, trails(row.drafts)))
+        laid.append(RowLayout(row, number, first, trails(row.drafts)))
         first += laid[-1].count
     if first > bucket.tokens:
         raise AssertionError(f"a turn of {first} tokens meets a bucket of {bucket.tokens}")
     tables = _tables(rows, shape)
     arrays = _tokens(laid, bucket, shape, tables) | _tiles(laid, bucket, shape)
     arrays["tables"] = tables
-    return Inputs(
+    return XlaInputs(
         bucket=bucket,
         firsts=tuple(one.first for one in laid),
         arrays=arrays,
@@ -198,7 +198,7 @@ def _full(shape: int | tuple[int, ...], value: int = 0) -> Ints:
     return np.full(shape, value, dtype=np.int32)
 
 
-def _tables(rows: Sequence[Row], shape: Shape) -> Ints:
+def _tables(rows: Sequence[Row], shape: CompiledShapes) -> Ints:
     """[groups, rows + 1, pages]; nobody's page past a row's end and where one was let go."""
     tables = _full((len(shape.pages), shape.lanes + 1, shape.table))
     for group, scratch in enumerate(shape.pages):
@@ -215,7 +215,7 @@ def _places(tables: Ints, rows: Ints, slots: Ints, page_size: int) -> Ints:
     return found
 
 
-def _tokens(laid: Sequence[Laid], bucket: Bucket, shape: Shape, tables: Ints) -> dict[str, Any]:
+def _tokens(laid: Sequence[RowLayout], bucket: ShapeBucket, shape: CompiledShapes, tables: Ints) -> dict[str, Any]:
     tokens, positions, slots = (_full(bucket.tokens) for _ in range(3))
     rows = _full(bucket.tokens, shape.lanes)
     slots[:] = np.arange(bucket.tokens) % shape.page_size
@@ -236,7 +236,7 @@ def _tokens(laid: Sequence[Laid], bucket: Bucket, shape: Shape, tables: Ints) ->
     }
 
 
-def _tiles(laid: Sequence[Laid], bucket: Bucket, shape: Shape) -> dict[str, Any]:
+def _tiles(laid: Sequence[RowLayout], bucket: ShapeBucket, shape: CompiledShapes) -> dict[str, Any]:
     """Neighbouring queries of one row in tiles; a node of a tree is a tile by itself."""
     rows, tails = _full(bucket.tiles, shape.lanes), _full(bucket.tiles, NOWHERE)
     queries = _full((bucket.tiles, bucket.tile), bucket.tokens - 1)
@@ -273,7 +273,7 @@ def _tiles(laid: Sequence[Laid], bucket: Bucket, shape: Shape) -> dict[str, Any]
     }
 
 
-def _drafts(laid: Sequence[Laid], shape: Shape, tables: Ints) -> dict[str, Any]:
+def _drafts(laid: Sequence[RowLayout], shape: CompiledShapes, tables: Ints) -> dict[str, Any]:
     """Drafts of all rows in order: what verification compares, and where a kept one goes."""
     most = max(shape.drafts, 1)
     tokens, parents, picks, rows = _full(most), _full(most, -1), _full(most), _full(most, shape.lanes)
@@ -301,7 +301,7 @@ def _drafts(laid: Sequence[Laid], shape: Shape, tables: Ints) -> dict[str, Any]:
     }
 
 
-def _runs(laid: Sequence[Laid], bucket: Bucket, shape: Shape, conv: int) -> dict[str, Any]:
+def _runs(laid: Sequence[RowLayout], bucket: ShapeBucket, shape: CompiledShapes, conv: int) -> dict[str, Any]:
     """What recurrent layers do: chunks of prompts, then single steps, then drafts, each from its parent's state.
 
     Taps are rows of [the turn's tokens, conv - 1 window rows per lane, zeros].
@@ -362,11 +362,11 @@ def _runs(laid: Sequence[Laid], bucket: Bucket, shape: Shape, conv: int) -> dict
     }
 
 
-def _chunk_fields(shape: Shape) -> tuple[tuple[str, int], ...]:
+def _chunk_fields(shape: CompiledShapes) -> tuple[tuple[str, int], ...]:
     return ("first", 0), ("count", 0), ("lane", shape.lanes), ("fresh", 0), ("slot", shape.checkpoints)
 
 
-def _prompt(one: Laid) -> int:
+def _prompt(one: RowLayout) -> int:
     """How many of a row's known tokens are in the chunked form; a chunk off the grid is refused."""
     row = one.row
     prompt = min(max(row.prompt_stop - row.start, 0), one.known)

@@ -18,8 +18,8 @@ import numpy as np
 
 from onedraw.backends.base import Capacity, PageGroup, Ticket
 from onedraw.backends.sampled_rows import row_outcome
-from onedraw.backends.xla.inputs import CHUNK, Inputs, make_inputs, make_shape
-from onedraw.errors import NotFound, Unsupported, UnsupportedModel
+from onedraw.backends.xla.inputs import CHUNK, XlaInputs, compiled_shapes, make_inputs
+from onedraw.errors import ModelNotFound, Unsupported, UnsupportedModel
 from onedraw.sampling.law import choice
 from onedraw.types import Outcome, Plan
 
@@ -33,14 +33,16 @@ class IreeBackend:
     def __init__(self, folder: Path, *, tell: Callable[[str], None] = lambda line: None) -> None:
         path = folder / "manifest.json"
         if not path.exists():
-            raise NotFound(f"{folder} is no export: it has no manifest.json; make one with `onedraw export MODEL --out {folder}`")
+            raise ModelNotFound(
+                f"{folder} is no export: it has no manifest.json; make one with `onedraw export MODEL --out {folder}`"
+            )
         self._manifest = manifest = json.loads(path.read_text())
         if manifest["format"] != FORMAT:
             raise UnsupportedModel(f"{path} has format {manifest['format']}, this version reads {FORMAT}; export it again")
         sizes: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in manifest["sizes"].items()
         }
-        self._shape = make_shape(**sizes)
+        self._shape = compiled_shapes(**sizes)
         self._runtime = Runtime()
         self._graphs = {}
         for name, graph in manifest["graphs"].items():
@@ -61,7 +63,7 @@ class IreeBackend:
             chunk=CHUNK if manifest["recurrent"] else 1,
             recurrent=manifest["recurrent"],
             logits_per_position=False,
-            turn_tokens=self._shape.mixed.tokens - CHUNK,
+            step_tokens=self._shape.mixed.tokens - CHUNK,
             device=f"iree-{DRIVER}",
         )
         self._tickets = itertools.count()
@@ -98,7 +100,7 @@ class IreeBackend:
             rows.append(row_outcome(row, chosen))
         return Outcome(tuple(rows), time.perf_counter() - begin)
 
-    def _turn(self, inputs: Inputs, picks: Any) -> Any:
+    def _turn(self, inputs: XlaInputs, picks: Any) -> Any:
         """Pages and states are consumed by a turn, and what it gave takes their place."""
         name = "decode" if inputs.bucket == self._shape.decode else "prefill"
         given = {f"inputs/{key}": value for key, value in inputs.arrays.items()} | {"picks": picks}

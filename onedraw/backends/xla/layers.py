@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onedraw.backends.xla.inputs import FEWEST_ROWS, KEYS, Bucket, Shape
+from onedraw.backends.xla.inputs import KEYS, MIN_PRODUCT_ROWS, CompiledShapes, ShapeBucket
 from onedraw.backends.xla.platform import Array
 from onedraw.backends.xla.weights import Weights
 from onedraw.models.spec import Activation, AttentionSpec, Gate, MlpSpec
@@ -23,7 +23,7 @@ COLUMNS = 8  # of the product that adds up rows
 Piece = tuple[Array, ...]
 
 
-def in_pieces(function: Callable[..., Piece], bucket: Bucket, pieces: Array, *arrays: Array) -> Piece:
+def in_pieces(function: Callable[..., Piece], bucket: ShapeBucket, pieces: Array, *arrays: Array) -> Piece:
     """`function` over the turn's rows, `bucket.rows` at a time; pieces without a token are left out, and stay zero."""
     if bucket.tokens == bucket.rows:
         return function(*arrays)
@@ -132,11 +132,13 @@ def write(pages: Weights, k: Array, v: Array, places: Array) -> Weights:
     return {"keys": pages["keys"].at[places].set(k), "values": pages["values"].at[places].set(v)}
 
 
-def attend(q: Array, pages: Weights, inputs: dict[str, Any], bucket: Bucket, shape: Shape, spec: AttentionSpec) -> Array:
+def attend(
+    q: Array, pages: Weights, inputs: dict[str, Any], bucket: ShapeBucket, shape: CompiledShapes, spec: AttentionSpec
+) -> Array:
     """q [T, H, D] over the pages of a layer: [T, H * D]."""
     group = shape.windows.index(spec.window)
     kv, per, dim = spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim
-    height = max(per * bucket.tile, FEWEST_ROWS)
+    height = max(per * bucket.tile, MIN_PRODUCT_ROWS)
     tiles = (q.astype(jnp.float32) * spec.scale).astype(q.dtype)[inputs["tile_queries"]]  # [N, h, H, D]
     tiles = tiles.reshape(-1, bucket.tile, kv, per, dim).transpose(0, 2, 3, 1, 4).reshape(-1, kv, per * bucket.tile, dim)
     tiles = jnp.pad(tiles, ((0, 0), (0, 0), (0, height - per * bucket.tile), (0, 0)))
@@ -174,7 +176,7 @@ def attend(q: Array, pages: Weights, inputs: dict[str, Any], bucket: Bucket, sha
     return out[inputs["token_slots"]].astype(q.dtype)
 
 
-def _places(positions: Array, rows: Piece, table: Array, shape: Shape) -> Array:
+def _places(positions: Array, rows: Piece, table: Array, shape: CompiledShapes) -> Array:
     """Where a tile's keys lie, [tiles, KEYS]: known positions as they are, then a node's own path."""
     row, tail, path = rows
     depth = jnp.clip(positions - tail[:, None], 0, path.shape[1] - 1)

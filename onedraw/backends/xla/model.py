@@ -1,6 +1,6 @@
-"""The model as compiled programs: Inputs → what the last layer gave at the positions asked for. One stage per device.
+"""The model as compiled programs: XlaInputs → what the last layer gave at the positions asked for. One stage per device.
 
-In: weights read layer by layer, a Shape, the turn's Inputs. Out: Stages, each with its weights, its state and its programs:
+In: weights read layer by layer, CompiledShapes, the turn's XlaInputs. Out: XlaStages, each with weights, state and programs:
 `open` (copies before a turn), `run` (the layers, one program per bucket), `commit` (kept drafts come home). Embeddings lie
 with the first stage, last norm and head with the last. One device is a split of one.
 """
@@ -16,11 +16,12 @@ import jax.numpy as jnp
 import numpy.typing as npt
 
 from onedraw.backends.xla.delta import delta
-from onedraw.backends.xla.inputs import Bucket, Inputs, Shape
+from onedraw.backends.xla.inputs import CompiledShapes, ShapeBucket, XlaInputs
 from onedraw.backends.xla.layers import attend, feed_forward, in_pieces, linear, opened, project, rms_norm, write
 from onedraw.backends.xla.platform import DTYPES, OPTIONS, Array
 from onedraw.backends.xla.state import State, adopt, allocate, commit_turn, export, open_turn, openings
-from onedraw.backends.xla.weights import Loader, Weights, WeightSource
+from onedraw.backends.xla.weights import Weights, XlaWeightLoader
+from onedraw.models.source import WeightSource
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from onedraw.types import Row
 
@@ -35,8 +36,8 @@ def run_layers(
     runs: dict[str, Any],
     picks: Array,
     *,
-    stage: Stage,
-    bucket: Bucket,
+    stage: XlaStage,
+    bucket: ShapeBucket,
 ) -> Result:
     """The stage's layers over tokens (the first stage) or their residuals x [T, E]. Gives the state, what drafts did to it,
     the residuals, and those of the picked tokens."""
@@ -69,8 +70,8 @@ def _attention_layer(
     store: Weights,
     inputs: dict[str, Any],
     turns: Array,
-    stage: Stage,
-    bucket: Bucket,
+    stage: XlaStage,
+    bucket: ShapeBucket,
 ) -> tuple[Array, Weights]:
     spec, eps = layer.attention, stage.spec.eps
 
@@ -97,8 +98,8 @@ def _delta_layer(
     store: Weights,
     inputs: dict[str, Any],
     runs: dict[str, Any],
-    stage: Stage,
-    bucket: Bucket,
+    stage: XlaStage,
+    bucket: ShapeBucket,
 ) -> tuple[Array, Weights, Weights]:
     mixer, eps = layer.mixer, stage.spec.eps
     assert not isinstance(mixer, AttentionSpec)
@@ -116,20 +117,20 @@ def _delta_layer(
     return x, store, did
 
 
-def _fed(x: Array, layer: LayerSpec, weights: Weights, stage: Stage) -> Array:
+def _fed(x: Array, layer: LayerSpec, weights: Weights, stage: XlaStage) -> Array:
     assert isinstance(layer.feed_forward, MlpSpec)
     h = rms_norm(x, weights["mlp_norm"], stage.spec.eps).astype(stage.dtype)
     return x + feed_forward(h, weights, layer.feed_forward).astype(x.dtype)
 
 
-class Stage:
+class XlaStage:
     """Layers [start, stop) on one device. Owner of their weights and state; complete when constructed."""
 
     def __init__(
         self,
         spec: ModelSpec,
         source: WeightSource,
-        shape: Shape,
+        shape: CompiledShapes,
         *,
         dtype: str,
         activation: str,
@@ -142,7 +143,7 @@ class Stage:
         self.dtype, self.activation = DTYPES[dtype], DTYPES[activation]
         self.layers: Sequence[LayerSpec] = spec.layers[start:stop]
         self.first, self.last = start == 0, stop == len(spec.layers)
-        loader = Loader(spec, source, dtype=dtype, device=device)
+        loader = XlaWeightLoader(spec, source, dtype=dtype, device=device)
         ropes = list(dict.fromkeys(layer.mixer.rope for layer in self.layers if isinstance(layer.mixer, AttentionSpec)))
         self.ropes: dict[RopeSpec, int] = {rope: number for number, rope in enumerate(ropes)}
         self.weights: dict[str, Any] = dict(loader.head()) if self.last else {}
@@ -157,7 +158,7 @@ class Stage:
         self.state = allocate(self.layers, shape, dtype=dtype, device=device)
         self.reshape(shape)
 
-    def reshape(self, shape: Shape) -> None:
+    def reshape(self, shape: CompiledShapes) -> None:
         """Make the programs anew, for other buckets."""
         self.shape = shape
         fixed: dict[str, Any] = {"layers": self.layers, "shape": shape}
@@ -179,14 +180,14 @@ class Stage:
     def copy(self, part: dict[str, Any]) -> None:
         self.state = self._open(self.state, part)
 
-    def run(self, x: Any, inputs: Inputs, picks: Any) -> tuple[list[Weights], Array, Array]:
+    def run(self, x: Any, inputs: XlaInputs, picks: Any) -> tuple[list[Weights], Array, Array]:
         """x: tokens, or the residuals of the stage before. Gives what drafts did, residuals [T, E], picked ones [C, E]."""
         given = jax.device_put(x, self.device)
         program = self._run[inputs.bucket]
         self.state, increments, x, picked = program(self.weights, self.state, given, inputs.arrays, inputs.delta, picks)
         return increments, x, picked
 
-    def commit(self, increments: list[Weights], chosen: Array, inputs: Inputs) -> None:
+    def commit(self, increments: list[Weights], chosen: Array, inputs: XlaInputs) -> None:
         self.state = self._commit(self.state, increments, jax.device_put(chosen, self.device), inputs.drafts)
 
     def export(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, npt.NDArray[Any]]:

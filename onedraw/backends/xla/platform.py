@@ -13,7 +13,7 @@ from tempfile import TemporaryFile
 import jax
 import jax.numpy as jnp
 
-from onedraw.backends.devices import Device, cpu_model, cpu_vectors
+from onedraw.backends.devices import Device, cpu_features_digest, cpu_model
 from onedraw.errors import BadSetting
 
 # Masses, checksums and ranked tokens are 64-bit integers (see sampling/law.py).
@@ -99,5 +99,5 @@ def keep_compiled(folder: Path) -> str:
 def hardware_name(device: jax.Device) -> str:
     """The kind of chip behind a device. jax calls every CPU `cpu`, so the system is asked which one it is."""
     if device.platform == "cpu":
-        return f"cpu {cpu_model()} (vectors {cpu_vectors()})"
+        return f"cpu {cpu_model()} (vectors {cpu_features_digest()})"
     return f"{device.platform} {device.device_kind}"

@@ -1,6 +1,6 @@
 """Choosing tokens on the device for a slab of positions, by the law of `sampling/law.py`.
 
-In: residuals of picked tokens (or logits kept with checkpoints) and Wants. Out: a row of integers per position
+In: residuals of picked tokens (or logits kept with checkpoints) and SamplingInputs. Out: a row of integers per position
 (`backends/sampled_rows.py`), the kept logits, and the chosen tokens, which the commit reads without the host in between.
 
 One program has everything; what no row of a slab asks for is skipped on the device. Sums over the vocabulary are sums of
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
-from onedraw.backends.sampled_rows import Position
+from onedraw.backends.sampled_rows import SamplingPosition
 from onedraw.backends.xla.inputs import round_up
 from onedraw.backends.xla.layers import linear, over, rms_norm, times
 from onedraw.backends.xla.platform import Array
@@ -35,13 +35,13 @@ OFF = 2.0  # a top-p that filters nothing
 Entries = list[tuple[int, int, float]]
 
 
-class Recalls:
+class DryHistories:
     """Histories as arrays, one per lane, for DRY. Owner: the sampler."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[str, Recall]] = {}
 
-    def of(self, position: Position) -> Recall | None:
+    def of(self, position: SamplingPosition) -> Recall | None:
         if position.params.dry is None:
             return None
         known = self._known.get(position.lane)
@@ -50,8 +50,8 @@ class Recalls:
         return known[1]
 
 
-def make_wants(
-    positions: Sequence[Position], recalls: Recalls, *, rows: int, vocab: int, width: int, lanes: int
+def sampling_inputs(
+    positions: Sequence[SamplingPosition], recalls: DryHistories, *, rows: int, vocab: int, width: int, lanes: int
 ) -> dict[str, Any]:
     """Arrays of `rows` rows, of which the first are the positions and the others ask for nothing."""
     wants = _dense(positions, rows, vocab, lanes)
@@ -79,7 +79,7 @@ def make_wants(
     return wants
 
 
-def _dense(positions: Sequence[Position], rows: int, vocab: int, lanes: int) -> dict[str, Any]:
+def _dense(positions: Sequence[SamplingPosition], rows: int, vocab: int, lanes: int) -> dict[str, Any]:
     """A number per row for every parameter; neutral behind the last position."""
 
     def column(values: Sequence[Any], neutral: Any, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -141,7 +141,7 @@ def _mix32(words: Array) -> Array:
 # -------------------- Choosing tokens on the device for a slab of positions, by the law of `sampling/law.py`.
 
 
-Wants = dict[str, Any]
+SamplingInputs = dict[str, Any]
 NO_BITS = 0x7F800000  # of infinity: no deficit has more
 
 
@@ -160,7 +160,7 @@ def choose(
     counts: tuple[Array, Array],
     picked: Array,
     slab: dict[str, Any],
-    wants: Wants,
+    wants: SamplingInputs,
     *,
     rows: int,
     eps: float,
@@ -175,7 +175,7 @@ def choose(
     return kept, lax.dynamic_update_slice_in_dim(chosen, answers[:, 0].astype(jnp.int32), slab["offset"], 0), answers
 
 
-def answer(logits: Array, sums: Array, counts: tuple[Array, Array], wants: Wants, *, vocab: int) -> Array:
+def answer(logits: Array, sums: Array, counts: tuple[Array, Array], wants: SamplingInputs, *, vocab: int) -> Array:
     """What the host needs to know of these rows.   [C, TOP + most logprobs] int64"""
     scores = adjusted(logits, counts, wants)
     best = _top(scores)
@@ -202,7 +202,7 @@ def score(weights: dict[str, Any], x: Array, index: Array, tokens: Array, top: A
 # ── steps 1 to 3: bias, penalties, bans ───────────────────────────────────────────────────────────────────────────────
 
 
-def adjusted(logits: Array, counts: tuple[Array, Array], wants: Wants) -> Array:
+def adjusted(logits: Array, counts: tuple[Array, Array], wants: SamplingInputs) -> Array:
     def sparse(name: str, scores: Array, change: Any) -> Array:
         flat = scores.reshape(-1)
         changed = lambda: change(flat.at[wants[f"{name}_at"]], wants[f"{name}_by"]).reshape(scores.shape)  # noqa: E731
@@ -215,7 +215,7 @@ def adjusted(logits: Array, counts: tuple[Array, Array], wants: Wants) -> Array:
     return lax.cond(wants["constrained"].any(), lambda: _held(scores, wants), lambda: scores)
 
 
-def _penalized(scores: Array, counts: tuple[Array, Array], wants: Wants) -> Array:
+def _penalized(scores: Array, counts: tuple[Array, Array], wants: SamplingInputs) -> Array:
     """Repetition, frequency, presence, in this order, on the rows that count their history."""
     lanes = wants["lane"]
     output = counts[0][lanes].astype(jnp.float32)
@@ -228,7 +228,7 @@ def _penalized(scores: Array, counts: tuple[Array, Array], wants: Wants) -> Arra
     return jnp.where(wants["counting"][:, None], part, scores)
 
 
-def _held(scores: Array, wants: Wants) -> Array:
+def _held(scores: Array, wants: SamplingInputs) -> Array:
     """Nothing but the allowed tokens on constrained rows. The sets come packed, a bit per token."""
     bits = wants["allowed"][:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
     allowed = (bits > 0).reshape(len(scores), -1) | ~wants["constrained"][:, None]
@@ -238,7 +238,7 @@ def _held(scores: Array, wants: Wants) -> Array:
 # ── steps 5 to 7: the filters as one limit per row ────────────────────────────────────────────────────────────────────
 
 
-def _limit(deficit: Array, wants: Wants) -> Array:
+def _limit(deficit: Array, wants: SamplingInputs) -> Array:
     limit = wants["limit"]
     counted, shared = wants["top_k"] > 0, wants["top_p"] < 1
 
@@ -305,7 +305,7 @@ def _described(deficit: Array, token: Array, wanted: Array, top: Array, vocab: i
     ]
 
 
-def _checksums(logits: Array, lawful: Array, sums: Array, wants: Wants) -> Array:
+def _checksums(logits: Array, lawful: Array, sums: Array, wants: SamplingInputs) -> Array:
     """63 bits over the exact bits of logits and scores."""
 
     def summed() -> Array:

@@ -9,22 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
-from onedraw.backends.base import Capacity, Finding, SelfCheck, Ticket
-from onedraw.types import Choice, History, Outcome, Plan, Row, SamplingParams
+from onedraw.backends.base import Backend, Capacity, CheckResult, SelfCheck
+from onedraw.types import Choice, History, Plan, Row, SamplingParams
 
 LONGEST = 140  # past a block of keys and two chunks
 PARAMS = SamplingParams(temperature=1.0, seed=7, checksums=True, max_tokens=2)
-
-
-class Runs(Protocol):
-    @property
-    def capacity(self) -> Capacity: ...
-    def submit(self, plan: Plan) -> Ticket: ...
-    def collect(self, ticket: Ticket) -> Outcome: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +43,7 @@ class Sample:
         )
 
 
-def self_check(backend: Runs) -> SelfCheck:
+def self_check(backend: Backend) -> SelfCheck:
     samples = _samples(backend.capacity)
     if not samples:
         return SelfCheck(())
@@ -61,17 +53,17 @@ def self_check(backend: Runs) -> SelfCheck:
     cuts = [cut for cut in (64, 128) if cut < prompt]
     for start, stop in zip([0, *cuts], [*cuts, prompt], strict=True):
         parts = _turn(backend, [first.row(start, stop)])
-    findings = [Finding("a prompt in parts", parts == alone[:1])]
+    findings = [CheckResult("a prompt in parts", parts == alone[:1])]
     if len(samples) > 1:
         together = _turn(backend, [sample.row(0, len(sample.tokens) - 1) for sample in samples])
-        findings.append(Finding("a prompt beside others", together[:1] == alone[:1]))
+        findings.append(CheckResult("a prompt beside others", together[:1] == alone[:1]))
         beside = [sample.row(0, len(sample.tokens) - 1) for sample in samples[1:]]
         mixed = _turn(backend, [first.row(prompt, end), *beside])
-        findings.append(Finding("a token beside prompts", mixed[:1] == alone[1:]))
+        findings.append(CheckResult("a token beside prompts", mixed[:1] == alone[1:]))
     return SelfCheck(tuple(findings))
 
 
-def _turn(backend: Runs, rows: Sequence[Row]) -> list[tuple[Choice, ...]]:
+def _turn(backend: Backend, rows: Sequence[Row]) -> list[tuple[Choice, ...]]:
     outcome = backend.collect(backend.submit(Plan(tuple(rows))))
     return [row.chosen for row in outcome.rows]
 

@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from onedraw.backends.xla import delta
-from onedraw.backends.xla.inputs import Shape
+from onedraw.backends.xla.inputs import CompiledShapes
 from onedraw.backends.xla.platform import DTYPES, Array
 from onedraw.backends.xla.weights import Weights
-from onedraw.errors import NoRoom
+from onedraw.errors import OutOfMemory
 from onedraw.models.spec import AttentionSpec, LayerSpec
 from onedraw.types import Row
 
@@ -28,7 +28,7 @@ State = list[Weights]
 COPIES = 16  # page copies and restored lanes of one program
 
 
-def allocate(layers: Sequence[LayerSpec], shape: Shape, *, dtype: str, device: jax.Device) -> State:
+def allocate(layers: Sequence[LayerSpec], shape: CompiledShapes, *, dtype: str, device: jax.Device) -> State:
     found: State = []
     try:
         with jax.default_device(device):
@@ -36,14 +36,14 @@ def allocate(layers: Sequence[LayerSpec], shape: Shape, *, dtype: str, device: j
                 found.append({name: jnp.zeros(size, kind) for name, (size, kind) in _sizes(layer, shape, dtype).items()})
             jax.block_until_ready(found)
     except (RuntimeError, MemoryError):  # how jax says that there is not enough
-        raise NoRoom(
+        raise OutOfMemory(
             f"pages of {shape.max_context} tokens and the states of {shape.lanes} lanes do not fit into the memory of {device}; "
             f"lower --kv-memory, --max-context or --max-batch"
         ) from None
     return [{name: jax.device_put(array, device) for name, array in layer.items()} for layer in found]
 
 
-def _sizes(layer: LayerSpec, shape: Shape, dtype: str) -> dict[str, tuple[tuple[int, ...], Any]]:
+def _sizes(layer: LayerSpec, shape: CompiledShapes, dtype: str) -> dict[str, tuple[tuple[int, ...], Any]]:
     mixer = layer.mixer
     if isinstance(mixer, AttentionSpec):
         slots = (shape.pages[shape.windows.index(mixer.window)] + 1) * shape.page_size
@@ -60,7 +60,7 @@ def _sizes(layer: LayerSpec, shape: Shape, dtype: str) -> dict[str, tuple[tuple[
     }
 
 
-def openings(rows: Sequence[Row], shape: Shape) -> list[dict[str, npt.NDArray[np.int32]]]:
+def openings(rows: Sequence[Row], shape: CompiledShapes) -> list[dict[str, npt.NDArray[np.int32]]]:
     """What is to be copied before a turn, in parts of a fixed size; nothing where nobody asked."""
     copies = [[(c.source, c.target) for row in rows for c in row.copies if c.group == group] for group in range(len(shape.pages))]
     restored = [(row.restore, row.lane) for row in rows if row.restore is not None]
@@ -74,7 +74,7 @@ def openings(rows: Sequence[Row], shape: Shape) -> list[dict[str, npt.NDArray[np
     ]
 
 
-def nothing_to_copy(shape: Shape) -> dict[str, npt.NDArray[np.int32]]:
+def nothing_to_copy(shape: CompiledShapes) -> dict[str, npt.NDArray[np.int32]]:
     pages = np.stack([_padded((), 0, scratch) for scratch in shape.pages])
     return {"pages": pages, "lanes": _padded((), 0, shape.checkpoints, shape.lanes)}
 
@@ -89,7 +89,7 @@ def _padded(pairs: Sequence[tuple[int, int]], part: int, *nobodys: int) -> npt.N
     return found
 
 
-def open_turn(state: State, copied: dict[str, Array], *, layers: Sequence[LayerSpec], shape: Shape) -> State:
+def open_turn(state: State, copied: dict[str, Array], *, layers: Sequence[LayerSpec], shape: CompiledShapes) -> State:
     """Pages of one's own, and the states of checkpoints into lanes."""
     found: State = []
     for layer, store in zip(layers, state, strict=True):
@@ -112,7 +112,7 @@ def commit_turn(
     drafts: dict[str, Any],
     *,
     layers: Sequence[LayerSpec],
-    shape: Shape,
+    shape: CompiledShapes,
 ) -> State:
     """Bring kept drafts home: nodes of trees to the slots of their positions, states to their lanes."""
     kept = verified(chosen, drafts, shape)
@@ -129,7 +129,7 @@ def commit_turn(
     return found
 
 
-def verified(chosen: Array, drafts: dict[str, Any], shape: Shape) -> Array:
+def verified(chosen: Array, drafts: dict[str, Any], shape: CompiledShapes) -> Array:
     """Which drafts equal the choice at their parent, the parent kept: `sampling/verify.kept` for all rows.   [D] bool"""
     rows = shape.lanes + 1
 
@@ -170,7 +170,7 @@ def as_given(array: npt.NDArray[Any], like: Array) -> npt.NDArray[Any]:
 
 
 def export(
-    state: State, layers: Sequence[LayerSpec], slot: int, pages: Sequence[Sequence[int]], *, shape: Shape, first: int
+    state: State, layers: Sequence[LayerSpec], slot: int, pages: Sequence[Sequence[int]], *, shape: CompiledShapes, first: int
 ) -> dict[str, npt.NDArray[Any]]:
     """Copies on the host, by the layers' numbers in the model."""
     found: dict[str, npt.NDArray[Any]] = {}
@@ -194,7 +194,7 @@ def adopt(
     places: Sequence[Mapping[int, int]],
     arrays: Mapping[str, npt.NDArray[Any]],
     *,
-    shape: Shape,
+    shape: CompiledShapes,
     first: int,
 ) -> None:
     """Stored pages to pages here, and a checkpoint's states, where there is a slot. The state's dictionaries are changed."""
@@ -212,5 +212,5 @@ def adopt(
                 store[saved] = put(store[saved], np.int32(slot), as_given(arrays[f"{first + index}.{name}"], store[saved]))
 
 
-def slots_of(page: int, shape: Shape) -> Any:
+def slots_of(page: int, shape: CompiledShapes) -> Any:
     return page * shape.page_size + np.arange(shape.page_size, dtype=np.int32)

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from onedraw.backends.sampled_rows import Position
-from onedraw.backends.token_counts import Mark
+from onedraw.backends.sampled_rows import SamplingPosition
+from onedraw.backends.token_counts import CountedHistory
 from onedraw.backends.xla.platform import Array
 
 GROWTH = 512  # tokens that one program adds
@@ -26,17 +26,17 @@ def grow(output: Array, prompt: Array, opened: Array, grown: Array, prompted: Ar
     return output.at[grown[:, 0], grown[:, 1]].add(1), prompt.at[prompted[:, 0], prompted[:, 1]].set(True)
 
 
-class LaneCounts:
+class XlaTokenCounts:
     """Owner: the sampler."""
 
     def __init__(self, *, width: int, lanes: int, device: jax.Device) -> None:
         self.output = jax.device_put(np.zeros((lanes + 1, width), np.int32), device)
         self.prompt = jax.device_put(np.zeros((lanes + 1, width), np.bool_), device)
-        self._marks: list[Mark | None] = [None] * lanes
+        self._marks: list[CountedHistory | None] = [None] * lanes
         self._lanes = lanes
         self._grow = jax.jit(grow, donate_argnums=(0, 1))
 
-    def follow(self, positions: Sequence[Position]) -> None:
+    def follow(self, positions: Sequence[SamplingPosition]) -> None:
         """Bring the lanes of positions that count their history up to date."""
         opened = np.zeros(self._lanes + 1, dtype=np.bool_)
         grown: list[tuple[int, int]] = []
@@ -46,13 +46,13 @@ class LaneCounts:
                 continue
             history, mark, lane = position.history, self._marks[position.lane], position.lane
             start = len(history.prompt)
-            if mark is None or not mark.leads_to(position):
+            if mark is None or not mark.is_prefix_of(position):
                 opened[lane] = True
                 prompted += [(lane, token) for token in history.prompt]
             else:
                 start = mark.known
             grown += [(lane, token) for token in history.slice(start, len(history))]
-            self._marks[lane] = Mark(position.request_id, history.prompt, len(history))
+            self._marks[lane] = CountedHistory(position.request_id, history.prompt, len(history))
         for part in range(-(-max(len(grown), len(prompted), int(opened.any())) // GROWTH)):
             pairs = self._part(grown, part), self._part(prompted, part)
             self.output, self.prompt = self._grow(self.output, self.prompt, opened & (part == 0), *pairs)

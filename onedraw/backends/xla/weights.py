@@ -6,15 +6,13 @@ ones. Leaves rather than stacks: a slice of a stack is copied at every use. What
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import jax
 import numpy as np
 import numpy.typing as npt
 
 from onedraw.backends.xla.inputs import round_up
 from onedraw.backends.xla.platform import DTYPES, Array
-from onedraw.models.source import Tensor as Stored
+from onedraw.models.source import WeightSource
 from onedraw.models.spec import AttentionSpec, MlpSpec, ModelSpec, RopeSpec
 
 VECTOR = 64  # the vocabulary is padded to a multiple of it
@@ -23,13 +21,7 @@ Floats = npt.NDArray[np.float32]
 Weights = dict[str, Array]
 
 
-class WeightSource(Protocol):
-    """Named weights, each read when asked for; layer None for the outer ones."""
-
-    def tensor(self, layer: int | None, weight: str) -> Stored: ...
-
-
-class Loader:
+class XlaWeightLoader:
     """Owner: the stack, while it is being made."""
 
     def __init__(self, spec: ModelSpec, source: WeightSource, *, dtype: str, device: jax.Device) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from onedraw.backends.sampled_rows import Position
+from onedraw.backends.sampled_rows import SamplingPosition
 from onedraw.backends.torch.sampling.sampler import Sampler
 from onedraw.sampling.law import choice, law
 from onedraw.sampling.noise import gumbel
@@ -22,7 +22,7 @@ NEAR = 5e-6  # two values this close under noise may change places between backe
 @dataclass(frozen=True)
 class Case:
     logits: torch.Tensor  # [C, V] float32
-    positions: list[Position]
+    positions: list[SamplingPosition]
 
     def rows(self, rows: Sequence[int]) -> Case:
         return Case(self.logits[list(rows)], [self.positions[row] for row in rows])
@@ -80,7 +80,7 @@ def random_case(seed: int, *, rows: int, vocab: int, whole_numbers: bool = False
         length = rng.integers(1, 12), rng.integers(0, 12), rng.integers(0, 4)
         prompt, output, drafts = (rng.integers(0, few, size=n).tolist() for n in length)
         history = History(tuple(prompt), output)
-        positions.append(Position(row, random_params(rng, vocab), history, tuple(drafts), f"request-{row}"))
+        positions.append(SamplingPosition(row, random_params(rng, vocab), history, tuple(drafts), f"request-{row}"))
     return Case(torch.from_numpy(logits), positions)
 
 
@@ -98,7 +98,7 @@ def disagreements(case: Case, found: Sequence[Choice | None]) -> list[int]:
     return [row for row, (logits, position, given) in enumerate(rows) if not _agrees(logits, position, given)]
 
 
-def _agrees(logits: np.ndarray, position: Position, found: Choice | None) -> bool:
+def _agrees(logits: np.ndarray, position: SamplingPosition, found: Choice | None) -> bool:
     arguments = logits, position.params, position.history, position.drafts
     expected = choice(*arguments)
     if expected is None or found is None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from onedraw.backends.sampled_rows import Position
+from onedraw.backends.sampled_rows import SamplingPosition
 from onedraw.backends.torch.ops.cpu import build as builder
 from onedraw.backends.torch.ops.cpu.library import Kernels, runnable
 from onedraw.backends.torch.ops.cpu.sampler import WISH, CpuSampler
@@ -55,7 +55,7 @@ def test_noise_is_the_noise_of_the_definition(path: str) -> None:
         gap = noise[best] - noise[other]
         logits = torch.zeros(2, vocab)
         logits[0, other], logits[1, other] = gap * (1 - 1e-6) - 3e-6, gap * (1 + 1e-6) + 3e-6
-        place = Position(0, SamplingParams(seed=seed), History((1,)), (), "r")
+        place = SamplingPosition(0, SamplingParams(seed=seed), History((1,)), (), "r")
         assert [choice.token for choice in sampler.choose(logits, [place, place]) if choice] == [best, other]
 
 
@@ -82,7 +82,7 @@ def test_a_rows_bits_are_its_own(vocab: int, rows: int, path: str) -> None:
 class KeyedByRow(CpuSampler):
     """A planted fault: noise that follows the row's place in the batch."""
 
-    def _wishes(self, positions: list[Position]) -> np.ndarray:  # type: ignore[override]
+    def _wishes(self, positions: list[SamplingPosition]) -> np.ndarray:  # type: ignore[override]
         table = super()._wishes(positions)
         table["first"] += np.arange(len(table), dtype=np.uint32)
         return table

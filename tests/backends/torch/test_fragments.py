@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from onedraw.backends.packing import SPANS, UNIT_ROWS, span_bytes, unit_bytes
+from onedraw.backends.packing import SPAN_BYTES, UNIT_ROWS, gpu_packed_bytes, gpu_unit_bytes
 from onedraw.backends.torch.ops.cuda.packed import tensor_core_layout as fragments_module
 from onedraw.backends.torch.ops.cuda.packed.tensor_core_layout import Fragments, empty_fragments, fill_fragments, slices_of
 from onedraw.checkpoints.quants import KINDS, dequantize_into
 from onedraw.checkpoints.random_weights import random_blocks
 
 CPU = torch.device("cpu")
-KINDS_HERE = tuple(SPANS)
+KINDS_HERE = tuple(SPAN_BYTES)
 FIVES, WHOLES = ("Q5_0", "Q5_1", "Q5_K"), ("Q4_K", "Q5_K")
 CENTRES = {"Q4_0": 8, "Q5_0": 16, "Q6_K": 32}
 TWICE = (0, 1, 2, 3, 4, 6, 8, 12)
@@ -127,11 +127,13 @@ def test_rows_may_come_in_any_slices_and_the_rest_is_zero(kind: str, monkeypatch
 @pytest.mark.parametrize("kind", KINDS_HERE)
 def test_units_take_what_is_stored_and_what_the_plan_says(kind: str) -> None:
     factors = 4 * UNIT_ROWS if kind == "NVFP4" else 0  # a file has them once per matrix
-    assert unit_bytes(kind) == UNIT_ROWS * 256 // KINDS[kind].values * KINDS[kind].size + factors
-    assert unit_bytes(kind) % 16 == 0  # loads of 16 bytes
+    assert gpu_unit_bytes(kind) == UNIT_ROWS * 256 // KINDS[kind].values * KINDS[kind].size + factors
+    assert gpu_unit_bytes(kind) % 16 == 0  # loads of 16 bytes
     for rows, width in ((32, 512), (7, 768), (33, 256)):
-        assert empty_fragments(kind, rows=rows, width=width, device=CPU).nbytes == span_bytes((rows, width), kind)
-        assert empty_fragments(kind, rows=rows, width=width, device=CPU, count=3).nbytes == span_bytes((3, rows, width), kind)
+        assert empty_fragments(kind, rows=rows, width=width, device=CPU).nbytes == gpu_packed_bytes((rows, width), kind)
+        assert empty_fragments(kind, rows=rows, width=width, device=CPU, count=3).nbytes == gpu_packed_bytes(
+            (3, rows, width), kind
+        )
 
 
 def test_matrices_of_a_stack_lie_one_behind_the_other_each_as_if_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import pytest
 from onedraw.backends.memory_plan import memory_plan
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.checkpoints.random_weights import random_weights
-from onedraw.errors import NoRoom
+from onedraw.errors import OutOfMemory
 from onedraw.models.spec import DeltaSpec
 from tests import tiny_modern
 from tests.models.released import CONFIGS
@@ -59,7 +59,7 @@ def test_draft_memory_bounds_the_drafts_of_a_turn() -> None:
     sizes = {"dtype": "f32", "max_context": 256, "max_batch": 4, "page_size": 16, "drafts": 16}
     assert memory_plan(spec, **sizes, draft_memory=10 * spec.draft_bytes()).draft_positions == 10  # type: ignore[arg-type]
     assert memory_plan(spec, **{**sizes, "drafts": 0}).draft_positions == 0  # type: ignore[arg-type]
-    with pytest.raises(NoRoom, match="--draft none"):
+    with pytest.raises(OutOfMemory, match="--draft none"):
         memory_plan(spec, **sizes, draft_memory=spec.draft_bytes() - 1)  # type: ignore[arg-type]
 
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 import triton
 
-from onedraw.backends.packing import SPANS
+from onedraw.backends.packing import SPAN_BYTES
 from onedraw.backends.torch.ops.cuda import nvrtc
 from onedraw.backends.torch.ops.cuda.packed.few_rows import EXPERTS, OPENED, PRODUCT, _group_defines
 from onedraw.backends.torch.ops.cuda.packed.work_split import share_out
@@ -33,7 +33,7 @@ SMALL_SHARED = 99 << 10  # of an sm_86
 
 
 @needs_compiler
-@pytest.mark.parametrize("kind", list(SPANS))
+@pytest.mark.parametrize("kind", list(SPAN_BYTES))
 def test_weights_are_opened_on_every_card(kind: str) -> None:
     for architecture in ARCHITECTURES:
         assert nvrtc.compile_source(OPENED, architecture, {"KIND": KINDS[kind].code or 0})[:4] == b"\x7fELF"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from onedraw.backends.packing import SPAN, SPANS
+from onedraw.backends.packing import SPAN, SPAN_BYTES
 from onedraw.backends.torch.ops.cuda.experts import Routes
 from onedraw.backends.torch.ops.cuda.packed import few_rows as packed_rows
 from onedraw.backends.torch.ops.cuda.packed import work_split as shares
@@ -69,7 +69,7 @@ def dense(prepared: Prepared, weight: Fragments) -> Tensor:
 # ------------------------------------------------------------------ one weight
 
 
-@pytest.mark.parametrize("kind", list(SPANS))
+@pytest.mark.parametrize("kind", list(SPAN_BYTES))
 def test_outputs_that_are_opened_and_rows_that_are_looked_up_are_those_of_the_file(kind: str) -> None:
     width = width_of(kind)
     weight, raw = made(kind, rows=40, width=width)
@@ -87,7 +87,7 @@ def test_outputs_that_are_opened_and_rows_that_are_looked_up_are_those_of_the_fi
     assert np.array_equal(looked_up.numpy(), values[wanted])
 
 
-@pytest.mark.parametrize("kind", list(SPANS))
+@pytest.mark.parametrize("kind", list(SPAN_BYTES))
 def test_a_product_is_near_the_rule_in_float64(kind: str) -> None:
     weight, raw = made(kind, rows=40, width=width_of(kind))
     prepared = prepared_slowly(normal(5, width_of(kind), seed=1))
@@ -231,7 +231,7 @@ def agrees(prepared: Prepared, experts: Fragments, counts: Sequence[int], height
     return all(whole) and all(bool(found[count:, e].isnan().all()) for e, count in enumerate(counts))
 
 
-@pytest.mark.parametrize(("kind", "height"), list(zip(SPANS, (8, 16, 32, 64, 8, 16, 64, 32, 16, 8), strict=True)))
+@pytest.mark.parametrize(("kind", "height"), list(zip(SPAN_BYTES, (8, 16, 32, 64, 8, 16, 64, 32, 16, 8), strict=True)))
 def test_an_expert_gives_the_bits_of_a_product_with_its_matrix_alone(
     kind: str, height: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

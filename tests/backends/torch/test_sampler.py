@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onedraw.backends.sampled_rows import Position
+from onedraw.backends.sampled_rows import SamplingPosition
 from onedraw.backends.torch.sampling import sampler as noise
 from onedraw.backends.torch.sampling.sampler import Sampler
-from onedraw.backends.torch.sampling.token_counts import LaneCounts, Mark, Place
+from onedraw.backends.torch.sampling.token_counts import CountedHistory, HasHistory, LaneCounts
 from onedraw.sampling.law import logprobs
 from onedraw.sampling.noise import key
 from onedraw.types import Choice, History, SamplingParams
@@ -48,7 +48,7 @@ def test_equal_values_under_noise_go_to_the_lowest_id(monkeypatch: pytest.Monkey
     monkeypatch.setattr(noise, "uniform_bits", lambda first, *_: torch.full((len(first), 128), 5_000_000, dtype=torch.int32))
     logits = torch.zeros(2, 100)
     logits[:, 0] = -1
-    found = make(100).choose(logits, [Position(lane, SamplingParams(), History((1,)), (), "r") for lane in range(2)])
+    found = make(100).choose(logits, [SamplingPosition(lane, SamplingParams(), History((1,)), (), "r") for lane in range(2)])
     assert [choice.token for choice in found if choice] == [1, 1]
 
 
@@ -109,7 +109,7 @@ def grow(sampler: Sampler, seed: int) -> list[int]:
             histories[rider].output.extend(rng.integers(0, 20, size=rng.integers(0, 4)).tolist())
             guesses = tuple(rng.integers(0, 20, size=rng.integers(0, 3)).tolist())
             for count in range(len(guesses) + 1):
-                positions.append(Position(lane, params, histories[rider], guesses[:count], f"request-{rider}"))
+                positions.append(SamplingPosition(lane, params, histories[rider], guesses[:count], f"request-{rider}"))
         logits = rng.normal(size=(len(positions), 20)).astype(np.float32)
         case = Case(torch.from_numpy(logits), positions)
         wrong.append(len(disagreements(case, choices(sampler, case))))
@@ -127,7 +127,7 @@ def test_a_request_id_used_again_with_another_prompt_starts_anew() -> None:
     params = SamplingParams(temperature=0, frequency_penalty=5)
     logits = torch.tensor([[3.0, 2, 0, 0, 0, 0, 0, 0]])
     for prompt, output, expected in (((1,), [0], 1), ((2,), [1, 1], 0)):
-        (found,) = sampler.choose(logits, [Position(0, params, History(prompt, output), (), "same")])
+        (found,) = sampler.choose(logits, [SamplingPosition(0, params, History(prompt, output), (), "same")])
         assert found == Choice(expected)
 
 
@@ -137,14 +137,14 @@ def test_a_request_id_used_again_with_another_prompt_starts_anew() -> None:
 class KeyedByRow(Sampler):
     """Noise that depends on where a row stands in the batch."""
 
-    def _keys(self, positions: Sequence[Position]) -> list[tuple[int, int]]:
+    def _keys(self, positions: Sequence[SamplingPosition]) -> list[tuple[int, int]]:
         return [key(row, p.at) for row, p in enumerate(positions)]
 
 
 class ShortByOne(Sampler):
     """Histories that lack their last token, at the right position."""
 
-    def _adjusted(self, raw: torch.Tensor, positions: Sequence[Position]) -> torch.Tensor:
+    def _adjusted(self, raw: torch.Tensor, positions: Sequence[SamplingPosition]) -> torch.Tensor:
         return super()._adjusted(raw, [p._replace(drafts=p.drafts[:-1]) for p in positions])
 
 
@@ -164,7 +164,7 @@ def test_penalties_leaking_to_a_neighbour_are_caught(monkeypatch: pytest.MonkeyP
     case = random_case(13, rows=40, vocab=100, tokens=6)
     honest = LaneCounts.read
 
-    def leaking(self: LaneCounts, places: Sequence[Place]) -> tuple[torch.Tensor, torch.Tensor]:
+    def leaking(self: LaneCounts, places: Sequence[HasHistory]) -> tuple[torch.Tensor, torch.Tensor]:
         output, seen = honest(self, places)
         return output.roll(1, 0), seen.roll(1, 0)
 
@@ -173,14 +173,14 @@ def test_penalties_leaking_to_a_neighbour_are_caught(monkeypatch: pytest.MonkeyP
 
 
 def test_counts_of_a_lanes_former_request_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Mark, "leads_to", lambda mark, place: mark.known <= len(place.history))
+    monkeypatch.setattr(CountedHistory, "is_prefix_of", lambda mark, place: mark.known <= len(place.history))
     assert sum(sum(grow(make(20, lanes=3), seed)) for seed in range(3)) > 0
 
 
 def test_drafts_left_in_the_counts_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = LaneCounts.read
 
-    def keeping(self: LaneCounts, places: Sequence[Place]) -> tuple[torch.Tensor, torch.Tensor]:
+    def keeping(self: LaneCounts, places: Sequence[HasHistory]) -> tuple[torch.Tensor, torch.Tensor]:
         output, seen = honest(self, places)
         self.output[[place.lane for place in places]] = output
         return output, seen
@@ -241,7 +241,7 @@ def test_prompt_scores_are_equal_however_many_rows_are_scored() -> None:
 class LastPlace(Sampler):
     """Scores that differ in the last place between one row and several."""
 
-    def _adjusted(self, raw: torch.Tensor, positions: Sequence[Position]) -> torch.Tensor:
+    def _adjusted(self, raw: torch.Tensor, positions: Sequence[SamplingPosition]) -> torch.Tensor:
         scores = super()._adjusted(raw, positions)
         return scores if len(positions) == 1 else scores * (1 + 2**-23)
 

@@ -66,7 +66,7 @@ def test_few_pages_and_a_short_context_are_not_left(
     shape = dataclasses.replace(backend._shape, scratch=(pages,))
     with torch.inference_mode():
         report = selfcheck.self_check(stack, states, shape=shape)
-    assert report.holds, report.findings
+    assert report.passed, report.results
     assert seen
     for inputs in seen:
         assert int(inputs.positions.max()) < max(max_context, page_size)  # padding stands on the scratch page
@@ -82,7 +82,7 @@ def test_padding_finds_its_turn_where_the_context_is_shorter_than_a_page(folder:
         described.spec, described.weights, dtype="f32", device="cpu", lanes=1, pages=1, page_size=64, max_context=5, ops=ops
     )
     assert backend.report is not None
-    assert backend.report.holds
+    assert backend.report.passed
 
 
 # ------------------------------------------------------------------ borders: where another kernel takes over
@@ -179,7 +179,7 @@ def test_what_was_compared_over_borders_stands_among_the_findings(folder: Path) 
     backend = backend_with(folder, OtherSteps(differs=True))
     with torch.inference_mode():
         report = selfcheck.self_check(backend._stack, backend._states, shape=backend._shape)
-    assert "a generated token alone and among 3, 4, 99, 100" in [one.what for one in report.findings if not one.holds]
+    assert "a generated token alone and among 3, 4, 99, 100" in [one.check for one in report.results if not one.holds]
 
 
 class OtherExperts:

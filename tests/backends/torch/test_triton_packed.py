@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from onedraw.backends.packing import SPANS
+from onedraw.backends.packing import SPAN_BYTES
 from onedraw.backends.torch.ops.cuda import nvrtc
 from onedraw.backends.torch.ops.cuda.linear import SMALL_SHARED
 from onedraw.backends.torch.ops.cuda.packed import many_rows_hopper as wide
@@ -26,7 +26,7 @@ WITH_CPP = pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler
 
 
 @pytest.mark.parametrize(
-    ("name", "passed"), [("test_spans.py", 14), pytest.param("test_packed.py", len(SPANS) + 9, marks=WITH_CPP)]
+    ("name", "passed"), [("test_spans.py", 14), pytest.param("test_packed.py", len(SPAN_BYTES) + 9, marks=WITH_CPP)]
 )
 def test_what_is_written_in_triton_is_right_under_the_interpreter(name: str, passed: int) -> None:
     """In a process of its own: the interpreter is chosen when Triton is imported."""
@@ -65,7 +65,7 @@ def test_wide_products_compile_for_cards_that_are_not_here(per: int, minima: boo
 @pytest.mark.parametrize(("spans", "warps"), [(4, 4), (8, 4)])
 def test_rows_are_prepared_by_kernels_that_compile_for_cards_that_are_not_here(spans: int, warps: int) -> None:
     pointers = {"x": "*bf16", "order": "*i32", "x_out": "*fp16", "factors": "*fp32", "sums": "*fp16"}
-    numbers = {"SPANS": spans, "ORDERED": True, "PDL": False}
+    numbers = {"SPAN_BYTES": spans, "ORDERED": True, "PDL": False}
     lean(compiled(_prepare, pointers, numbers, capability=86, num_warps=warps, enable_fp_fusion=False))
 
 

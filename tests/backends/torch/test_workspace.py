@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from onedraw.backends.memory_plan import OPENED_BYTES, PARTS_BYTES
-from onedraw.backends.packing import SPANS, parts_bytes
+from onedraw.backends.memory_plan import DEQUANT_BYTES, PARTIAL_SUM_BYTES
+from onedraw.backends.packing import SPAN_BYTES, partial_sum_bytes
 from onedraw.backends.torch.ops.cuda.packed import few_rows as packed_rows
 from onedraw.backends.torch.ops.cuda.packed.activations import Opened, Ready, empty_prepared
 from onedraw.backends.torch.ops.cuda.packed.few_rows import JOINED, JOINS, PDL
@@ -25,7 +25,7 @@ from tests.packed import stored
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("kind", list(SPANS))
+@pytest.mark.parametrize("kind", list(SPAN_BYTES))
 @pytest.mark.parametrize("most", [300 << 10, 1 << 20])
 def test_slices_are_all_outputs_once_and_fit_where_they_are_opened(kind: str, most: int) -> None:
     weight = empty_fragments(kind, rows=600, width=512, device=CPU)
@@ -52,7 +52,7 @@ def test_a_workspace_is_as_large_as_its_weights_ask_for_within_the_plan() -> Non
     assert opened.weights.untyped_storage().nbytes() <= 128 * 600
     (_, again), *_ = room.slices(large)
     assert again.weights.data_ptr() == opened.weights.data_ptr()  # it was there before
-    assert OPENED_BYTES == 256 << 20
+    assert DEQUANT_BYTES == 256 << 20
 
 
 def test_sums_have_the_room_that_the_plan_counts() -> None:
@@ -60,10 +60,10 @@ def test_sums_have_the_room_that_the_plan_counts() -> None:
     room, most = Workspace(CPU), 0
     for rows, width in ((600, 512), (4096, 2304), (600, 512)):
         weight = empty_fragments("Q4_K", rows=rows, width=width, device=CPU)
-        most = max(most, parts_bytes(rows, width))
+        most = max(most, partial_sum_bytes(rows, width))
         assert room.parts(weight).nbytes == most
-    assert parts_bytes(248_320, 5120) == PARTS_BYTES
-    assert parts_bytes(128_256, 4096) == 4 * 128_256 * 64 * 4 < PARTS_BYTES
+    assert partial_sum_bytes(248_320, 5120) == PARTIAL_SUM_BYTES
+    assert partial_sum_bytes(128_256, 4096) == 4 * 128_256 * 64 * 4 < PARTIAL_SUM_BYTES
 
 
 def test_sums_that_recorded_turns_hold_stay_where_they_are() -> None:

@@ -12,7 +12,7 @@ pytest.importorskip("jax", reason='--backend xla needs jax: pip install "onedraw
 
 import jax
 
-from onedraw.backends.xla.backend import Site, XlaBackend
+from onedraw.backends.xla.backend import XlaBackend, XlaStageDevice
 from onedraw.backends.xla.platform import keep_compiled
 from onedraw.checkpoints.base import open_checkpoint
 from onedraw.models.model_info import describe
@@ -29,5 +29,5 @@ def xla_backend(path: Path, *, cuts: tuple[int, ...] = (), **changes: Any) -> Xl
     described = describe(open_checkpoint(path))
     devices = jax.devices("cpu")
     stops = (*cuts, None)
-    sites = [Site(devices[number % len(devices)], stop) for number, stop in enumerate(stops)]
+    sites = [XlaStageDevice(devices[number % len(devices)], stop) for number, stop in enumerate(stops)]
     return XlaBackend(described.spec, described.weights, sites=sites, **{"warm": False, "check": False, **SIZES, **changes})

@@ -11,7 +11,7 @@ from jaxlib.version import __version__ as jaxlib_version
 from tests.backends.xla.making import xla_backend
 
 # isort: split
-from onedraw.backends.devices import cpu_model, cpu_vectors
+from onedraw.backends.devices import cpu_features_digest, cpu_model
 from tests import tiny
 from tests.laws.harness import Schedule, run
 from tests.laws.test_xla import conversation
@@ -36,8 +36,8 @@ def test_a_backend_of_small_turns_checks_itself(turn_tokens: int, tmp_path: Path
     path = tiny.write_safetensors("qwen2", tmp_path / "model")
     backend = xla_backend(path, turn_tokens=turn_tokens, check=True)
     assert backend.report is not None
-    assert len(backend.report.findings) == 3
-    assert backend.report.holds
+    assert len(backend.report.results) == 3
+    assert backend.report.passed
     answers, _ = run(backend, conversation()[:2], Schedule())
     assert all(answer.tokens for answer in answers)
 
@@ -47,8 +47,8 @@ def test_a_context_too_short_to_compare_is_no_error(max_context: int, tmp_path: 
     path = tiny.write_safetensors("qwen2", tmp_path / "model")
     report = xla_backend(path, max_context=max_context, check=True).report
     assert report is not None
-    assert report.holds
-    assert bool(report.findings) == (max_context >= 3)
+    assert report.passed
+    assert bool(report.results) == (max_context >= 3)
 
 
 def test_loaded_layers_are_told_through_all_stages(tmp_path: Path) -> None:
@@ -60,5 +60,5 @@ def test_loaded_layers_are_told_through_all_stages(tmp_path: Path) -> None:
 
 def test_the_identity_names_the_processor_and_both_libraries(tmp_path: Path) -> None:
     identity = xla_backend(tiny.write_safetensors("qwen2", tmp_path / "model")).identity
-    assert f"cpu {cpu_model()} (vectors {cpu_vectors()})" in identity
+    assert f"cpu {cpu_model()} (vectors {cpu_features_digest()})" in identity
     assert f"jax {jax.__version__}, jaxlib {jaxlib_version}" in identity

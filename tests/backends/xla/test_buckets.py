@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from onedraw.backends.xla.inputs import CHUNK, FEWEST_ROWS, KEYS, MOST_ROWS, Shape, make_shape
+from onedraw.backends.xla.inputs import CHUNK, KEYS, MAX_PRODUCT_ROWS, MIN_PRODUCT_ROWS, CompiledShapes, compiled_shapes
 
 
-def shape_of(lanes: int, *, rows: int | None = None, drafts: int = 64, turn_tokens: int = 512) -> Shape:
+def shape_of(lanes: int, *, rows: int | None = None, drafts: int = 64, turn_tokens: int = 512) -> CompiledShapes:
     sizes = {"page_size": 16, "pages": (100,), "windows": (None,), "max_context": 1000, "checkpoints": 4}
-    return make_shape(lanes=lanes, drafts=drafts, rows=rows, turn_tokens=turn_tokens, **sizes)  # type: ignore[arg-type]
+    return compiled_shapes(lanes=lanes, drafts=drafts, rows=rows, turn_tokens=turn_tokens, **sizes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("lanes", [1, 4, 5, 8, 17, 32, 33, 100])
 def test_every_lane_has_a_token_and_products_have_few_to_many_rows(lanes: int) -> None:
     shape = shape_of(lanes)
     assert shape.decode.tokens >= lanes
-    assert FEWEST_ROWS <= shape.decode.rows <= MOST_ROWS == shape.mixed.rows
+    assert MIN_PRODUCT_ROWS <= shape.decode.rows <= MAX_PRODUCT_ROWS == shape.mixed.rows
     for bucket in (shape.decode, shape.mixed):
         assert bucket.tokens % bucket.rows == 0
         assert bucket.tiles % bucket.step == 0
@@ -29,7 +29,7 @@ def test_fixed_rows_give_both_shapes_the_same_products_and_tiles() -> None:
     shape = shape_of(8, rows=64)
     assert (shape.decode.rows, shape.decode.tile, shape.decode.step) == (shape.mixed.rows, shape.mixed.tile, shape.mixed.step)
     assert shape == shape.uniform
-    assert shape_of(8).uniform.decode.rows == MOST_ROWS
+    assert shape_of(8).uniform.decode.rows == MAX_PRODUCT_ROWS
 
 
 @pytest.mark.parametrize("rows", [None, 64])

@@ -18,7 +18,7 @@ pytest.importorskip("iree.runtime", reason='an export is run by IREE: pip instal
 from onedraw.backends.xla.iree import IreeBackend, Runtime
 from onedraw.build.xla import export_graphs
 from onedraw.cli.main import main
-from onedraw.errors import BadSetting, NotFound, UnsupportedModel
+from onedraw.errors import BadSetting, ModelNotFound, UnsupportedModel
 from onedraw.settings import Settings
 from onedraw.types import Request, SamplingParams
 from tests import tiny
@@ -117,5 +117,5 @@ def test_a_compiled_graph_is_whole_or_not_there(folders: tuple[Path, Path], monk
 
 
 def test_a_folder_that_is_no_export_is_named(tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match=r"has no manifest\.json"):
+    with pytest.raises(ModelNotFound, match=r"has no manifest\.json"):
         IreeBackend(tmp_path)

@@ -15,10 +15,10 @@ from tests.backends.xla import making
 import jax
 import jax.numpy as jnp
 
-from onedraw.backends.sampled_rows import Position, read_choices
+from onedraw.backends.sampled_rows import SamplingPosition, read_samples
 from onedraw.backends.xla import sampler as wants
-from onedraw.backends.xla.sampler import Recalls, answer, make_wants, reach, uniform_bits
-from onedraw.backends.xla.token_counts import LaneCounts
+from onedraw.backends.xla.sampler import DryHistories, answer, reach, sampling_inputs, uniform_bits
+from onedraw.backends.xla.token_counts import XlaTokenCounts
 from onedraw.sampling.law import checksum_weights
 from onedraw.sampling.noise import key
 from onedraw.sampling.noise import uniform_bits as defined_bits
@@ -35,8 +35,8 @@ class Chooser:
     def __init__(self, vocab: int, *, lanes: int = 64) -> None:
         self.vocab, self.width, self.lanes = vocab, -(-vocab // 64) * 64, lanes
         device = jax.devices("cpu")[0]
-        self.counts = LaneCounts(width=self.width, lanes=lanes, device=device)
-        self.recalls = Recalls()
+        self.counts = XlaTokenCounts(width=self.width, lanes=lanes, device=device)
+        self.recalls = DryHistories()
         sums = np.pad(np.stack(checksum_weights(vocab)), ((0, 0), (0, self.width - vocab)))
         self.program = jax.jit(partial(answer, vocab=vocab))
         self.sums = jnp.asarray(sums)
@@ -44,18 +44,18 @@ class Chooser:
     def forget(self) -> None:
         self.counts._marks = [None] * self.lanes
 
-    def choose(self, logits: np.ndarray, positions: Sequence[Position]) -> list[Choice | None]:
+    def choose(self, logits: np.ndarray, positions: Sequence[SamplingPosition]) -> list[Choice | None]:
         found: list[Choice | None] = []
-        self.recalls = Recalls()  # cases use the same names of requests for other histories
+        self.recalls = DryHistories()  # cases use the same names of requests for other histories
         self.counts.follow(positions)
         for start in range(0, len(positions), ROWS):
             part = positions[start : start + ROWS]
             rows = np.full((ROWS, self.width), -np.inf, dtype=np.float32)
             rows[: len(part), : self.vocab] = logits[start : start + ROWS]
             sizes = {"rows": ROWS, "vocab": self.vocab, "width": self.width, "lanes": self.lanes}
-            wants = make_wants(part, self.recalls, **sizes)
+            wants = sampling_inputs(part, self.recalls, **sizes)
             answers = np.asarray(self.program(rows, self.sums, (self.counts.output, self.counts.prompt), wants))
-            found += read_choices(answers, part)
+            found += read_samples(answers, part)
         return found
 
 
@@ -118,7 +118,7 @@ def test_more_entries_than_the_largest_program_holds_get_a_larger_one(chooser: C
     biased = replace(case.positions[0].params, logit_bias=tuple((token, 0.5) for token in range(37)))
     positions = [case.positions[0]._replace(params=biased), *case.positions[1:]]
     sizes = {"rows": ROWS, "vocab": chooser.vocab, "width": chooser.width, "lanes": chooser.lanes}
-    assert len(make_wants(positions[:1], Recalls(), **sizes)["bias_at"]) == 40
+    assert len(sampling_inputs(positions[:1], DryHistories(), **sizes)["bias_at"]) == 40
     case = Case(case.logits, positions)
     assert disagreements(case, chooser.choose(case.logits.numpy(), positions)) == []
 
@@ -133,7 +133,9 @@ def test_penalties_follow_histories_through_growth_drafts_and_changing_lanes() -
         for lane, rider in enumerate(rng.permutation(5)[: rng.integers(1, 4)].tolist()):
             histories[rider].output.extend(rng.integers(0, 20, size=rng.integers(0, 4)).tolist())
             guesses = tuple(rng.integers(0, 20, size=rng.integers(0, 3)).tolist())
-            positions += [Position(lane, params, histories[rider], guesses[:n], f"r{rider}") for n in range(len(guesses) + 1)]
+            positions += [
+                SamplingPosition(lane, params, histories[rider], guesses[:n], f"r{rider}") for n in range(len(guesses) + 1)
+            ]
         case = Case(making_tensor(rng.normal(size=(len(positions), 20))), positions)
         assert disagreements(case, chooser.choose(case.logits.numpy(), positions)) == []
 

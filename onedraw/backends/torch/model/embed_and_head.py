@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onedraw.backends.torch.model.weight_loader import LANE, Loader, Rows, WeightSource, kept_rows, looked_up, table_rows
+from onedraw.backends.torch.model.weight_loader import LANE, Loader, Rows, kept_rows, looked_up, table_rows
 from onedraw.backends.torch.ops.base import Ops
 from onedraw.backends.torch.ops.plain.linear import Linear
 from onedraw.backends.torch.runner.inputs import Inputs
 from onedraw.backends.torch.runner.stages import Site
+from onedraw.models.source import WeightSource
 from onedraw.models.spec import ModelSpec
 
 

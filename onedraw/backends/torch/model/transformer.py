@@ -13,11 +13,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from onedraw.backends.memory_plan import FEWEST_ROWS
+from onedraw.backends.memory_plan import MIN_STAGING_ROWS
 from onedraw.backends.torch.model.embed_and_head import load_ends
 from onedraw.backends.torch.model.fused_layers import run_fused
 from onedraw.backends.torch.model.layer import Layer, run_layer
-from onedraw.backends.torch.model.weight_loader import WeightSource
 from onedraw.backends.torch.ops.base import Ops, Preparation
 from onedraw.backends.torch.ops.plain.elementwise import softcapped
 from onedraw.backends.torch.ops.plain.linear import Linear, RowRule
@@ -25,6 +24,7 @@ from onedraw.backends.torch.runner.inputs import Inputs
 from onedraw.backends.torch.runner.stage_boundary import Boundary, current
 from onedraw.backends.torch.runner.stages import Site, Stage, load_stage, way
 from onedraw.backends.torch.state.model_state import Sizes, State
+from onedraw.models.source import WeightSource
 from onedraw.models.spec import ModelSpec
 
 
@@ -75,7 +75,7 @@ class Stack:
         sites: Sequence[Site],
         max_context: int,
         activation: torch.dtype | None = None,
-        rows: int = FEWEST_ROWS,
+        rows: int = MIN_STAGING_ROWS,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.spec, self.dtype, self.activation, self.max_context = spec, dtype, activation or dtype, max_context

@@ -18,6 +18,7 @@ from torch import Tensor
 from onedraw.backends.torch.ops.plain.experts import Bank
 from onedraw.checkpoints.random_weights import RandomTensor
 from onedraw.models.source import Tensor as Stored
+from onedraw.models.source import WeightSource
 from onedraw.models.spec import Activation, Norm
 
 # -------------------- Random weights made where they are used: a model of many billions of numbers in seconds, a
@@ -45,12 +46,6 @@ if TYPE_CHECKING:
     from onedraw.backends.torch.ops.plain.linear import Linear
 
 LANE = 64  # widths are padded to a multiple of it: see layers/elementwise.py
-
-
-class WeightSource(Protocol):
-    """Named weights, each read when asked for; layer None for the outer ones."""
-
-    def tensor(self, layer: int | None, weight: str) -> Stored: ...
 
 
 class Loader:

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onedraw.backends.base import is_steady
-from onedraw.backends.sampled_rows import Position
+from onedraw.backends.base import is_plain_decode
+from onedraw.backends.sampled_rows import SamplingPosition
 from onedraw.backends.torch.model.transformer import Stack, Stream, Watch
 from onedraw.backends.torch.runner.graph_segment import NOTHING, LaidPart, Part
 from onedraw.backends.torch.runner.inputs import Bucket, Inputs, Shape, Span, fed_inputs
@@ -50,7 +50,7 @@ REHEARSED = (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0), S
 def bucket_of(plan: Plan, *, recurrent: bool) -> Bucket | None:
     """The shape that a turn is padded to; None where some row is not steady, or there are too many."""
     rows = plan.rows
-    if not rows or not all(is_steady(row, recurrent=recurrent) for row in rows):
+    if not rows or not all(is_plain_decode(row, recurrent=recurrent) for row in rows):
         return None
     tokens = sum(1 + len(row.drafts) for row in rows)
     if tokens > STEPS[-1]:
@@ -96,7 +96,7 @@ class Laid:
 class Asked:
     """What choosing reads: in an arena of its own, and then it has a signature."""
 
-    positions: list[Position]
+    positions: list[SamplingPosition]
     lanes: Tensor  # [T], of single tokens
     choosing: Choosing
     signature: Hashable | None
@@ -108,7 +108,7 @@ class Steady:
 
     inputs: Inputs
     worked: Worked
-    positions: list[Position]
+    positions: list[SamplingPosition]
     answers: Tensor
     arrived: Any
 
@@ -151,7 +151,7 @@ def _within(starts: Sequence[int], stop: int) -> list[int]:
 
 class SteadyTurns:
     """Owner: the backend. A part per stage, and a sampler whose work can be recorded. What a turn of several stages leaves is
-    copied out of the recorder's memory: others work there before it is read. `tickets`: turns under way at once."""
+    copied out of the recorder's memory: others work there before it is read. `max_in_flight`: turns under way at once."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class SteadyTurns:
         shape: Shape,
         *,
         lanes: int,
-        tickets: int = 1,
+        max_in_flight: int = 1,
     ) -> None:
         self._stack, self._sampler, self._shape = stack, sampler, shape
         self._parts = list(parts)
@@ -172,10 +172,10 @@ class SteadyTurns:
         self._last = torch.zeros(lanes + 1, dtype=torch.int64, device=stack.device)
         first = self._parts[0].device
         self._next = self._last if first == stack.device else torch.zeros_like(self._last, device=first)
-        self._mail = Mail(tickets + 2)
+        self._mail = Mail(max_in_flight + 2)
         # Out of the memory that recorded works share: what the layers left, for the choosing.
         self._hidden = torch.zeros(STEPS[-1], stack.spec.hidden, dtype=stack.dtype, device=stack.device)
-        self._wishes, self._tickets = Arena(stack.device, WISHES_BYTES, sides=tickets + 1), tickets
+        self._wishes, self._tickets = Arena(stack.device, WISHES_BYTES, sides=max_in_flight + 1), max_in_flight
         self.awaited = 0  # turns that began before their tokens were known to the host
 
     def serves(self, plan: Plan) -> Bucket | None:
@@ -272,7 +272,7 @@ class SteadyTurns:
                 lanes, choosing = self._wished(laid, positions, Direct(arena.device))
                 return Asked(positions, lanes, choosing, None)
 
-    def _wished(self, laid: Laid, positions: list[Position], feed: Feed) -> tuple[Tensor, Choosing]:
+    def _wished(self, laid: Laid, positions: list[SamplingPosition], feed: Feed) -> tuple[Tensor, Choosing]:
         bucket = laid.bucket
         lanes = feed.put(_lane_words(laid.plan, bucket, self._lanes) if bucket.longest == 1 else NOTHING)
         feed.note(bucket.tokens)
@@ -351,10 +351,10 @@ def _box(answers: Tensor) -> tuple[Tensor, Any]:
     return torch.empty(answers.shape, dtype=answers.dtype, pin_memory=True), event
 
 
-def positions_of(rows: Sequence[Row]) -> list[Position]:
+def positions_of(rows: Sequence[Row]) -> list[SamplingPosition]:
     """Where a steady turn chooses: after every token. A token that its row awaits is not in the history yet."""
     return [
-        Position(row.lane, row.params, row.history, (*row.tokens, *drafts) if row.awaits else drafts, row.request_id)
+        SamplingPosition(row.lane, row.params, row.history, (*row.tokens, *drafts) if row.awaits else drafts, row.request_id)
         for row in rows
         for drafts in hypotheses(row.drafts)
     ]

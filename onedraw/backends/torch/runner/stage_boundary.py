@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from onedraw.errors import NoRoom
+from onedraw.errors import OutOfMemory
 
 
 class Boundary:
@@ -29,7 +29,7 @@ class Boundary:
             self._received = torch.zeros(rows, hidden, dtype=dtype, device=target)
             self._inputs = torch.zeros(rows, inputs, dtype=dtype, device=target)
         except (RuntimeError, MemoryError):  # how torch says that there is not enough
-            raise NoRoom(f"the {rows} rows between {source} and {target} do not fit; lower --turn-tokens") from None
+            raise OutOfMemory(f"the {rows} rows between {source} and {target} do not fit; lower --turn-tokens") from None
         self._gpu = next((device for device in (source, target) if device.type == "cuda"), None) if pinned else None
 
     @property

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onedraw.backends.memory_plan import inputs_behind
+from onedraw.backends.memory_plan import layer_inputs_after
 from onedraw.backends.torch.model.fused_layers import LayerRun, runs_of_layers
 from onedraw.backends.torch.model.layer import Layer, load_layer, rope_tables
-from onedraw.backends.torch.model.weight_loader import LANE, Loader, WeightSource
+from onedraw.backends.torch.model.weight_loader import LANE, Loader
 from onedraw.backends.torch.ops.base import Ops
 from onedraw.backends.torch.runner.stage_boundary import Boundary
+from onedraw.models.source import WeightSource
 from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, ModelSpec, RopeSpec
 
 
@@ -87,4 +88,4 @@ def load_stage(
 
 def way(source: torch.device, target: torch.device, spec: ModelSpec, start: int, *, rows: int, dtype: torch.dtype) -> Boundary:
     """From one device to the stage that begins with layer `start` on another."""
-    return Boundary(source, target, rows=rows, hidden=spec.hidden, inputs=inputs_behind(spec, start), dtype=dtype)
+    return Boundary(source, target, rows=rows, hidden=spec.hidden, inputs=layer_inputs_after(spec, start), dtype=dtype)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.memory_plan import LOGITS_BYTES
-from onedraw.backends.sampled_rows import Position
+from onedraw.backends.sampled_rows import SamplingPosition
 from onedraw.backends.torch.model.transformer import Stack
 from onedraw.backends.torch.ops.plain.linear import RowRule
 from onedraw.backends.torch.runner.inputs import Inputs
@@ -31,7 +31,7 @@ class Pick:
 
     row: int
     token: int | None  # of the turn; None: the logits lie in the checkpoint `restore`
-    position: Position
+    position: SamplingPosition
     restore: int | None
     keep: int | None  # the checkpoint that wants these logits
 
@@ -102,6 +102,6 @@ def _picks(index: int, row: Row, first: int) -> Iterator[Pick]:
     kept = next((save.slot for save in row.saves if save.position == row.stop), None)
     for k, drafts in enumerate(hypotheses(row.drafts)):
         drafts = (*row.tokens, *drafts) if row.awaits else drafts  # what it awaited is not in the history yet
-        position = Position(row.lane, row.params, row.history, drafts, row.request_id)
+        position = SamplingPosition(row.lane, row.params, row.history, drafts, row.request_id)
         token = first + len(row.tokens) - 1 + k if row.tokens else None
         yield Pick(index, token, position, row.restore, kept if k == 0 else None)

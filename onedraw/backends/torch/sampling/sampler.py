@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onedraw.backends.sampled_rows import CHECKSUM, TOKEN, TOP, TOTAL, Position, read_choices, read_logprobs
+from onedraw.backends.sampled_rows import CHECKSUM, TOKEN, TOP, TOTAL, SamplingPosition, read_logprobs, read_samples
 from onedraw.backends.torch.sampling.exact import (
     Scratch,
     apply_elementwise,
@@ -134,12 +134,12 @@ class Sampler:
         self._weights: Tensor | None = None  # [2, V] int64, of logits and of scores
         self._lock = threading.RLock()  # turns under way at once may be prepared and chosen for on two threads
 
-    def choose(self, logits: Tensor, positions: Sequence[Position]) -> list[Choice | None]:
+    def choose(self, logits: Tensor, positions: Sequence[SamplingPosition]) -> list[Choice | None]:
         """One choice per row of `logits` ([C, V'] float32; columns past the vocabulary are never chosen)."""
-        return read_choices(self.answers(logits, positions).cpu().numpy(), positions) if positions else []
+        return read_samples(self.answers(logits, positions).cpu().numpy(), positions) if positions else []
 
-    def answers(self, logits: Tensor, positions: Sequence[Position]) -> Tensor:
-        """The same, still on the device and not waited for: [C, columns] int64, for `read_choices`."""
+    def answers(self, logits: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:
+        """The same, still on the device and not waited for: [C, columns] int64, for `read_samples`."""
         wishes = [p.params.logprobs for p in positions if p.params.logprobs is not None]
         columns = TOP + min(max(wishes, default=0), self._vocab)
         if not wishes and not any(p.params.checksums for p in positions):
@@ -176,7 +176,7 @@ class Sampler:
 
     # ── one slab ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _slab(self, logits: Tensor, positions: Sequence[Position], columns: int) -> Tensor:
+    def _slab(self, logits: Tensor, positions: Sequence[SamplingPosition], columns: int) -> Tensor:
         """What the host needs to know of these rows.   [C, columns] int64"""
         raw = self._padded(logits)
         law, tokens = self._chosen(raw, self._adjusted(raw, positions), positions)
@@ -196,12 +196,12 @@ class Sampler:
             answers[:, CHECKSUM] = self._checksums(raw, law)
         return answers
 
-    def _chosen(self, raw: Tensor, scores: Tensor, positions: Sequence[Position]) -> tuple[Law, Tensor]:
+    def _chosen(self, raw: Tensor, scores: Tensor, positions: Sequence[SamplingPosition]) -> tuple[Law, Tensor]:
         """From scores, adjusted or `raw` itself, to the law and the tokens; any token where nothing sound is left."""
         law = self._law(raw, scores, positions)
         return law, first_best(self._values(law, positions))
 
-    def _law(self, raw: Tensor, scores: Tensor, positions: Sequence[Position]) -> Law:
+    def _law(self, raw: Tensor, scores: Tensor, positions: Sequence[SamplingPosition]) -> Law:
         best = scores.amax(1) + 0.0  # -0.0 becomes 0.0
         sound = (best > -torch.inf) & (best < torch.inf)
         if scores is not raw:
@@ -212,7 +212,7 @@ class Sampler:
             deficit /= self._column([filters(p.params, self._vocab).divisor for p in positions])
         return Law(deficit, self._limit(deficit, positions), sound)
 
-    def _values(self, law: Law, positions: Sequence[Position]) -> Tensor:
+    def _values(self, law: Law, positions: Sequence[SamplingPosition]) -> Tensor:
         """What is compared: noise less deficit, or the deficit alone where the choice is greedy.   [C, V]"""
         noisy = [row for row, p in enumerate(positions) if not p.params.greedy]
         if noisy:
@@ -227,12 +227,12 @@ class Sampler:
             drop_beyond(values, law.deficit, law.limit, self._scratch)
         return values
 
-    def _keys(self, positions: Sequence[Position]) -> list[tuple[int, int]]:
+    def _keys(self, positions: Sequence[SamplingPosition]) -> list[tuple[int, int]]:
         return [key(p.params.seed, p.at) for p in positions]
 
     # ── steps 1 to 3: bias, penalties, bans ───────────────────────────────────────────────────────────────────────
 
-    def _adjusted(self, raw: Tensor, positions: Sequence[Position]) -> Tensor:
+    def _adjusted(self, raw: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:
         """`raw` itself where nothing is asked for."""
         host = [adjustment(p.params, p.history, p.drafts, self._recall(p)) for p in positions]
         biased = [(row, *pair) for row, p in enumerate(positions) for pair in p.params.logit_bias if 0 <= pair[0] < self._vocab]
@@ -270,7 +270,7 @@ class Sampler:
         rows = self._index([row for row, _ in constrained])
         scores[rows] = scores[rows].masked_fill_(allowed == 0, -torch.inf)
 
-    def _penalize(self, scores: Tensor, counting: Sequence[int], positions: Sequence[Position]) -> None:
+    def _penalize(self, scores: Tensor, counting: Sequence[int], positions: Sequence[SamplingPosition]) -> None:
         """Repetition, frequency, presence, in this order, on the rows that count their history."""
         if self._counts is None:
             self._counts = LaneCounts(vocab=self._width, lanes=self._lanes, device=self._device)
@@ -290,7 +290,7 @@ class Sampler:
         else:
             scores[rows] = part
 
-    def _recall(self, position: Position) -> Recall | None:
+    def _recall(self, position: SamplingPosition) -> Recall | None:
         if position.params.dry is None:
             return None
         known = self._recalls.get(position.lane)
@@ -300,7 +300,7 @@ class Sampler:
 
     # ── steps 5 to 7: the filters as one limit per row ────────────────────────────────────────────────────────────
 
-    def _limit(self, deficit: Tensor, positions: Sequence[Position]) -> Tensor | None:
+    def _limit(self, deficit: Tensor, positions: Sequence[SamplingPosition]) -> Tensor | None:
         asked = [filters(p.params, self._vocab) for p in positions]
         counted = [(row, f.top_k) for row, f in enumerate(asked) if f.top_k]
         shared = [(row, f.top_p) for row, f in enumerate(asked) if f.top_p < 1]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from onedraw.backends.token_counts import Mark, Place
+from onedraw.backends.token_counts import CountedHistory, HasHistory
 
 
 class LaneCounts:
@@ -21,10 +21,10 @@ class LaneCounts:
         # One lane more than there are: what pads a turn is counted there, and nobody reads it.
         self.output = torch.zeros(lanes + 1, vocab, dtype=torch.int32, device=device)
         self.prompt = torch.zeros(lanes + 1, vocab, dtype=torch.bool, device=device)
-        self._marks: list[Mark | None] = [None] * lanes
+        self._marks: list[CountedHistory | None] = [None] * lanes
         self._device = device
 
-    def read(self, places: Sequence[Place]) -> tuple[Tensor, Tensor]:
+    def read(self, places: Sequence[HasHistory]) -> tuple[Tensor, Tensor]:
         """Counts in the output, and whether a token stands in prompt or output, drafts included.   [C, V] each"""
         _add(self.output, self.grown(places))
         lanes = torch.tensor([place.lane for place in places], device=self._device)
@@ -32,27 +32,27 @@ class LaneCounts:
         _add(counts, [(row, token) for row, place in enumerate(places) for token in place.drafts])
         return counts, (counts > 0).logical_or_(self.prompt[lanes])
 
-    def grown(self, places: Sequence[Place]) -> list[tuple[int, int]]:
+    def grown(self, places: Sequence[HasHistory]) -> list[tuple[int, int]]:
         """What became known since these lanes were last read, as (lane, token): the caller adds it to `output`, and the
         lanes are then as far as their histories. Lanes of other requests begin anew."""
         grown: list[tuple[int, int]] = []
-        before: Place | None = None
+        before: HasHistory | None = None
         for place in places:
             if before is not None and place.history is before.history and place.lane == before.lane:
                 continue  # another position of the same row
             before = place
             history, mark = place.history, self._marks[place.lane]
             known = len(history)
-            if mark is None or not mark.leads_to(place):
+            if mark is None or not mark.is_prefix_of(place):
                 self._open(place.lane, history.prompt)
                 start = len(history.prompt)
             else:
                 start = mark.known
             grown.extend((place.lane, token) for token in history.slice(start, known))
-            self._marks[place.lane] = Mark(place.request_id, history.prompt, known)
+            self._marks[place.lane] = CountedHistory(place.request_id, history.prompt, known)
         return grown
 
-    def forget(self, places: Sequence[Place]) -> None:
+    def forget(self, places: Sequence[HasHistory]) -> None:
         """These lanes begin anew: what `grown` gave for them was not added."""
         for place in places:
             self._marks[place.lane] = None

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onedraw.errors import NoRoom
+from onedraw.errors import OutOfMemory
 from onedraw.models.spec import AttentionSpec
 
 # -------------------- Keys and values as codes of 8 bits with one scale per token and key head.
@@ -59,13 +59,15 @@ class PageStore:
         self.key_scales: Tensor | None = None
         self.value_scales: Tensor | None = None
         if rows * page_size >= 2**31:  # kernels look places up before they know how wide they are
-            raise NoRoom(f"{pages} pages of {page_size} positions are more than 32 bits count in one layer; lower --kv-memory")
+            raise OutOfMemory(
+                f"{pages} pages of {page_size} positions are more than 32 bits count in one layer; lower --kv-memory"
+            )
         try:
             self.keys, self.values = zeros(shape, dtype, device), zeros(shape, dtype, device)
             if coded(dtype):
                 self.key_scales, self.value_scales = (zeros((rows, page_size), torch.float32, device) for _ in range(2))
         except (RuntimeError, MemoryError):  # how torch says that there is not enough
-            raise NoRoom(
+            raise OutOfMemory(
                 f"{pages} pages of {page_size} positions do not fit into the memory of {device}; "
                 f"lower --kv-memory, --max-context or --max-batch"
             ) from None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onedraw.errors import NoRoom
+from onedraw.errors import OutOfMemory
 from onedraw.models.spec import DeltaSpec
 
 
@@ -45,7 +45,7 @@ class LaneBlock:
             self.changes = _zeros(layers, drafts, spec.value_heads, spec.value_dim, device=device)
             self.fed = _zeros(layers, drafts, spec.channels, device=device)
         except (RuntimeError, MemoryError):  # how torch says that there is not enough
-            raise NoRoom(
+            raise OutOfMemory(
                 f"the states of {lanes} lanes, {checkpoints} checkpoints and {drafts} drafts do not fit into the memory of "
                 f"{device}; lower --max-batch, --checkpoint-memory or --draft-memory"
             ) from None

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onedraw.backends.packing import KEPT_KINDS, PANEL_ROWS
+from onedraw.backends.packing import CPU_PACKED_KINDS, PANEL_ROWS
 from onedraw.backends.torch.ops.cpu.library import LONG, POINTER, Kernels
 from onedraw.backends.torch.ops.plain.linear import Linear, RowRule
 from onedraw.models.source import Tensor as Stored
@@ -47,7 +47,7 @@ class Panels:
 
 def panels_of_rows(kernels: Kernels, raw: np.ndarray, kind: str, *, rows: int, width: int, height: int) -> Panels:
     """Stored rows → panels of `height` rows; those that are not stored are zero."""
-    code = KEPT_KINDS[kind]
+    code = CPU_PACKED_KINDS[kind]
     data = kernels.keep(kernels.packed_bytes(code, height, width))
     raw = np.ascontiguousarray(raw)
     kernels.pack(raw.ctypes.data, data.data_ptr(), code, rows, width, height, kernels.team)
@@ -57,7 +57,7 @@ def panels_of_rows(kernels: Kernels, raw: np.ndarray, kind: str, *, rows: int, w
 def panels_of(kernels: Kernels, tensor: Stored, *, height: int) -> Panels:
     """A stored matrix in panels: as it is where a kernel knows its kind, else as float32."""
     rows, width = tensor.shape
-    raw = tensor.packed() if tensor.kind in KEPT_KINDS else None
+    raw = tensor.packed() if tensor.kind in CPU_PACKED_KINDS else None
     if raw is None:
         return panels_of_rows(kernels, tensor.float32(), "F32", rows=rows, width=width, height=height)
     return panels_of_rows(kernels, raw, tensor.kind, rows=rows, width=width, height=height)
@@ -77,7 +77,7 @@ class CpuLinear(Linear):
         self._array = (_Part * len(parts))()
         column = 0
         for place, part in enumerate(parts):
-            self._array[place] = _Part(KEPT_KINDS[part.kind], part.rows, column, part.data.data_ptr())
+            self._array[place] = _Part(CPU_PACKED_KINDS[part.kind], part.rows, column, part.data.data_ptr())
             column += part.rows
         self._arguments = _Product(
             input=parts[0].width,
@@ -102,7 +102,7 @@ class CpuLinear(Linear):
         """Rows of a product of one weight, as numbers: [T, in]."""
         (part,) = self.parts
         out = torch.empty(len(wanted), part.width, dtype=torch.float32, device="cpu")
-        kernels, code, team = self._kernels, KEPT_KINDS[part.kind], getattr(by, "team", self._kernels.team)
+        kernels, code, team = self._kernels, CPU_PACKED_KINDS[part.kind], getattr(by, "team", self._kernels.team)
         kernels.rows(part.data.data_ptr(), code, part.width, wanted.data_ptr(), len(wanted), out.data_ptr(), team)
         return out
 

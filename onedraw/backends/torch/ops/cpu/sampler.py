@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onedraw.backends.sampled_rows import Position
+from onedraw.backends.sampled_rows import SamplingPosition
 from onedraw.backends.torch.ops.cpu.library import LONG, POINTER, Kernels
 from onedraw.backends.torch.sampling.sampler import Law, Sampler
 from onedraw.sampling.law import NO_TOKEN, filters
@@ -43,7 +43,7 @@ class CpuSampler(Sampler):
         super().__init__(vocab=vocab, lanes=lanes, device=device)
         self._kernels = kernels
 
-    def _chosen(self, raw: Tensor, scores: Tensor, positions: Sequence[Position]) -> tuple[Law, Tensor]:
+    def _chosen(self, raw: Tensor, scores: Tensor, positions: Sequence[SamplingPosition]) -> tuple[Law, Tensor]:
         adjusted = scores is not raw
         raw = raw.contiguous()
         scores = scores.contiguous() if adjusted else raw
@@ -69,7 +69,7 @@ class CpuSampler(Sampler):
         self._kernels.choose(ctypes.addressof(arguments), rows, self._kernels.team)
         return Law(deficits, limits[:, None], tokens != NO_TOKEN), tokens.clamp_(min=0)
 
-    def _wishes(self, positions: Sequence[Position]) -> np.ndarray[tuple[int], np.dtype[np.void]]:
+    def _wishes(self, positions: Sequence[SamplingPosition]) -> np.ndarray[tuple[int], np.dtype[np.void]]:
         return np.array([self._wish(p.params, p.at) for p in positions], dtype=WISH)
 
     def _wish(self, params: SamplingParams, index: int) -> tuple[float, ...]:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from onedraw.backends.sampled_rows import CHECKSUM, TOKEN, Position
+from onedraw.backends.sampled_rows import CHECKSUM, TOKEN, SamplingPosition
 from onedraw.backends.torch.ops.cuda.commit import awaited
 from onedraw.backends.torch.ops.cuda.sampling import COLUMNS, GREEDY, KEY_0, LANE, TOP_K, Chosen, Wishes, choose
 from onedraw.backends.torch.runner.staging_buffers import ArenaFull, Direct, Feed
@@ -90,7 +90,7 @@ class TritonSampler(Sampler):
         self._pdl = pdl
         self._known: dict[int, Wish] = {}
 
-    def _slab(self, logits: Tensor, positions: Sequence[Position], columns: int) -> Tensor:
+    def _slab(self, logits: Tensor, positions: Sequence[SamplingPosition], columns: int) -> Tensor:
         if any(p.params.constraint is not None for p in positions):  # the plain sampler chooses alike, and takes sets of tokens
             return super()._slab(logits.float(), positions, columns)
         choosing = self.prepare(positions, feed=Direct(self._device), columns=columns)
@@ -99,7 +99,7 @@ class TritonSampler(Sampler):
         self._report(answers, logits, chosen, positions)
         return answers
 
-    def prepare(self, positions: Sequence[Position], *, feed: Feed, columns: int = 1, rows: int = 0) -> Choosing:
+    def prepare(self, positions: Sequence[SamplingPosition], *, feed: Feed, columns: int = 1, rows: int = 0) -> Choosing:
         """Everything the kernels need to know of the positions, as many rows as asked for: those behind the last position
         choose greedily and concern nobody."""
         checksums = any(p.params.checksums for p in positions)
@@ -140,7 +140,7 @@ class TritonSampler(Sampler):
             answers[:, CHECKSUM] = checksums
         return answers, chosen
 
-    def _report(self, answers: Tensor, logits: Tensor, chosen: Chosen, positions: Sequence[Position]) -> None:
+    def _report(self, answers: Tensor, logits: Tensor, chosen: Chosen, positions: Sequence[SamplingPosition]) -> None:
         """Logprobs of the rows that ask for them."""
         tokens = chosen.tokens.clamp(min=0)
         for mode in ("raw", "processed"):
@@ -155,14 +155,14 @@ class TritonSampler(Sampler):
                 law = Law(chosen.deficits, chosen.limits[:, None], chosen.tokens != NO_TOKEN)
                 self._describe(answers, rows, law.kept(rows), tokens)
 
-    def wishes(self, positions: Sequence[Position]) -> Wishes:
+    def wishes(self, positions: Sequence[SamplingPosition]) -> Wishes:
         """For who calls the kernels by hand."""
         return self._wishes(positions, Direct(self._device), 0)
 
-    def _wishes(self, positions: Sequence[Position], feed: Feed, rows: int) -> Wishes:
+    def _wishes(self, positions: Sequence[SamplingPosition], feed: Feed, rows: int) -> Wishes:
         table = np.zeros((max(len(positions), rows), COLUMNS), dtype=np.int64)
         table[len(positions) :] = _NOBODY
-        entries, words, asking = Entries(), list[tuple[int, ...]](), list[Position]()
+        entries, words, asking = Entries(), list[tuple[int, ...]](), list[SamplingPosition]()
         counted = shared = adjusted = False
         for first, own in _rows_of(positions):
             head, wish = own[0], self._wish(own[0].params)
@@ -195,7 +195,7 @@ class TritonSampler(Sampler):
             adjusted=adjusted,
         )
 
-    def _fences(self, own: Sequence[Position], wish: Wish, entries: Entries) -> Iterator[tuple[int, ...]]:
+    def _fences(self, own: Sequence[SamplingPosition], wish: Wish, entries: Entries) -> Iterator[tuple[int, ...]]:
         """Where the entries of each kind begin, and the last ends, for each position of a row."""
         if wish.more:
             for p in own:
@@ -225,13 +225,13 @@ class TritonSampler(Sampler):
             self._known[id(params)] = known
         return known
 
-    def _entries_of(self, p: Position, host: Adjustment) -> list[list[tuple[int, float]]]:
+    def _entries_of(self, p: SamplingPosition, host: Adjustment) -> list[list[tuple[int, float]]]:
         """Tokens with a number each: bias, DRY, bans, and drafts where they count."""
         bias = [(t, v) for t, v in p.params.logit_bias if 0 <= t < self._vocab]
         kinds = [bias, list(host.penalized), [(t, 0.0) for t in inside(host.banned, self._vocab)]]
         return [*kinds, [(t, 0.0) for t in _counted_drafts(p)] if p.params.counts_history else []]
 
-    def _counted(self, counting: Sequence[Position], rows: int) -> tuple[LaneCounts | None, npt.NDArray[np.int64]]:
+    def _counted(self, counting: Sequence[SamplingPosition], rows: int) -> tuple[LaneCounts | None, npt.NDArray[np.int64]]:
         """The lanes' counts, and where one is to be added to them; padding goes to the lane that nobody reads."""
         if not counting:
             return None, np.zeros(0, dtype=np.int64)
@@ -250,7 +250,7 @@ class TritonSampler(Sampler):
         return self._weights
 
 
-def _counted_drafts(p: Position) -> tuple[int, ...]:
+def _counted_drafts(p: SamplingPosition) -> tuple[int, ...]:
     """What stands between history and position; a token that only the device knows as -1 - lane."""
     return (-1 - p.lane,) if p.drafts == (UNKNOWN,) else p.drafts
 
@@ -260,7 +260,7 @@ def _padded(count: int) -> int:
     return max(64, 1 << (count - 1).bit_length())
 
 
-def _rows_of(positions: Sequence[Position]) -> Iterator[tuple[int, Sequence[Position]]]:
+def _rows_of(positions: Sequence[SamplingPosition]) -> Iterator[tuple[int, Sequence[SamplingPosition]]]:
     """Neighbours of one history and its parameters, and the place of the first."""
     first = 0
     for place, p in enumerate(positions):

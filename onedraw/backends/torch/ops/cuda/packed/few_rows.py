@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onedraw.backends.packing import FEW_ROWS, SEGMENT, SPAN, UNIT_ROWS, unit_bytes
+from onedraw.backends.packing import FEW_ROWS, SEGMENT, SPAN, UNIT_ROWS, gpu_unit_bytes
 from onedraw.backends.torch.ops.cuda.experts import Routes
 from onedraw.backends.torch.ops.cuda.linear import shared_memory
 from onedraw.backends.torch.ops.cuda.nvrtc import Kernel, Module, compile_for
@@ -264,7 +264,12 @@ def grouped_product(
         *(experts.units.data_ptr(), prepared.x.data_ptr(), prepared.factors.data_ptr(), prepared.sums.data_ptr()),
         *(None, None, out.data_ptr(), None, None, 0, out.stride(0), experts.rows, experts.tall, experts.spans, rows),
         *(0, 0, DTYPE_NUMBERS[out.dtype], int(pdl), None, divide),
-        *(routes.order.data_ptr(), routes.tiles.data_ptr(), experts.tall * experts.spans * unit_bytes(experts.kind), share.sides),
+        *(
+            routes.order.data_ptr(),
+            routes.tiles.data_ptr(),
+            experts.tall * experts.spans * gpu_unit_bytes(experts.kind),
+            share.sides,
+        ),
     )
     kernel = _group(experts.kind, device, tiles)
     kernel.launch(given, grid=(len(routes.tiles), share.across), threads=share.threads, shared=share.shared, pdl=pdl)

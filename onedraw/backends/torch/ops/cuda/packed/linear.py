@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onedraw.backends.packing import FEW_ROWS, why_not_in_blocks
+from onedraw.backends.packing import FEW_ROWS, why_not_gpu_packed
 from onedraw.backends.torch.model.weight_loader import padded
 from onedraw.backends.torch.ops.cuda.linear import linear, shared_memory, tile_borders
 from onedraw.backends.torch.ops.cuda.packed import many_rows as triton_wide
@@ -280,11 +280,11 @@ def packed_linear(
     pdl: bool = False,
 ) -> PackedLinear | None:
     """None where none of these weights can stay in blocks: one matrix serves better then."""
-    if all(map(why_not_in_blocks, tensors)):
+    if all(map(why_not_gpu_packed, tensors)):
         return None
     tensors, order = _in_stored_order(tensors, device)
     parts: list[Fragments | Tensor] = []
-    for kind, same in groupby(tensors, key=lambda tensor: "" if why_not_in_blocks(tensor) else tensor.kind):
+    for kind, same in groupby(tensors, key=lambda tensor: "" if why_not_gpu_packed(tensor) else tensor.kind):
         together = list(same)
         if kind:
             parts.append(load_fragments(together, pad=pad, courier=courier, device=device, workspace=workspace))

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from onedraw.backends.packing import FEW_ROWS, why_not_in_blocks
+from onedraw.backends.packing import FEW_ROWS, why_not_gpu_packed
 from onedraw.backends.torch.model.weight_loader import LANE
 from onedraw.backends.torch.ops.cuda.norm import gated, rms_norm
 from onedraw.backends.torch.ops.cuda.ops import TritonOps
@@ -64,7 +64,7 @@ class PackedOps(TritonOps):
         )
 
     def stored_bank(self, gate_up: Sequence[Stored], down: Stored, activation: Activation) -> PackedBank | None:
-        if any(map(why_not_in_blocks, [*gate_up, down])):
+        if any(map(why_not_gpu_packed, [*gate_up, down])):
             return None
         return load_bank(
             gate_up,

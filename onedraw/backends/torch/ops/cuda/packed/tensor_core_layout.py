@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onedraw.backends.packing import SPAN, UNIT_ROWS, unit_bytes
+from onedraw.backends.packing import SPAN, UNIT_ROWS, gpu_unit_bytes
 from onedraw.checkpoints.quants import KINDS
 
 VALUES_AT_ONCE = 1 << 24  # values that are put in order at once: what is needed besides the result stays small
@@ -70,7 +70,7 @@ class Fragments:
 
 def empty_fragments(kind: str, *, rows: int, width: int, device: torch.device, count: int = 1) -> Fragments:
     tall, spans = -(-rows // UNIT_ROWS), -(-width // SPAN)
-    units = torch.zeros(count * tall, spans, unit_bytes(kind), dtype=torch.uint8, device=device)
+    units = torch.zeros(count * tall, spans, gpu_unit_bytes(kind), dtype=torch.uint8, device=device)
     return Fragments(kind, rows, width, units, torch.zeros(tall + 1, dtype=torch.int32, device=device), count)
 
 

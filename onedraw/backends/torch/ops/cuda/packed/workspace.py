@@ -1,7 +1,7 @@
 """Where packed products on a GPU write what only they read: weights that are opened, and sums that wait to be added.
 
 In: the weights that will be multiplied with. Out: room for slices of their outputs, opened, and for the sums of a product with
-few rows; both within what the memory plan has for them (`packing.parts_bytes`, `OPENED_BYTES`), allocated when the first product
+few rows; both within the memory plan (`packing.partial_sum_bytes`, `DEQUANT_BYTES`), allocated when the first product
 comes. What blocks hand on to each other has some 100 KiB, which nobody counts.
 """
 
@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onedraw.backends.memory_plan import OPENED_BYTES
-from onedraw.backends.packing import SPAN, parts_bytes
+from onedraw.backends.memory_plan import DEQUANT_BYTES
+from onedraw.backends.packing import SPAN, partial_sum_bytes
 from onedraw.backends.torch.model.weight_loader import padded
 from onedraw.backends.torch.ops.cuda.packed import many_rows_hopper as wide
 from onedraw.backends.torch.ops.cuda.packed.activations import Opened, beside
@@ -28,7 +28,7 @@ class Workspace:
     """Owner: the operations of one engine on one device, which launch one product behind the other. Two engines may be in the
     middle of a product at once, each on a thread and a stream of its own, so no two of them have one workspace."""
 
-    def __init__(self, device: torch.device, most: int = OPENED_BYTES) -> None:
+    def __init__(self, device: torch.device, most: int = DEQUANT_BYTES) -> None:
         self._device, self._most, self._needed, self._summed = device, most, 0, 0
         self._room = torch.empty(0, dtype=torch.uint8, device=device)
         self._parts = [torch.empty(0, dtype=torch.float32, device=device)]  # the last is used; recorded turns hold the others
@@ -39,7 +39,7 @@ class Workspace:
         """Say that this weight will be multiplied with here."""
         rows = beside(weight.rows)
         self._needed = max(self._needed, min(self._most, rows * _opened_bytes(weight) + 4 * _ALIGNED))
-        self._summed = max(self._summed, parts_bytes(weight.rows, weight.width))
+        self._summed = max(self._summed, partial_sum_bytes(weight.rows, weight.width))
 
     def parts(self, weight: Fragments) -> Tensor:
         """Room for the sums of a product with few rows, in float32: of all its outputs, or of as many as the plan has it for."""
