@@ -42,9 +42,9 @@ def drafter_maker(
     """As the server makes it: by its path, or `random:SHAPE-dflash`."""
     from onedraw.build.drafters import DrafterBuilder
     from onedraw.settings import Settings
-    from onedraw.text.fake_tokenizer import toy_tokenizer
+    from onedraw.text.fake_tokenizer import fake_tokenizer
 
-    drafting = DrafterBuilder(Path(name), toy_tokenizer(), checkpoint)
+    drafting = DrafterBuilder(Path(name), fake_tokenizer(), checkpoint)
     return drafting.maker(Settings(model=str(checkpoint.path), max_batch=lanes), described, max_context=context)
 
 

@@ -22,9 +22,9 @@ from typing import Any
 from onedraw.checkpoints.base import open_checkpoint
 from onedraw.checkpoints.download import resolve
 from onedraw.settings import default_cache_dir
-from onedraw.text.constraints.grammar import Grammars
-from onedraw.text.constraints.response_format import ANY_OBJECT, Guide, JsonGuide, RegexGuide
-from onedraw.text.reply_parser import PLAIN
+from onedraw.text.constraints.grammar import GrammarCompiler
+from onedraw.text.constraints.response_format import ANY_OBJECT, ReplyFormat, JsonFormat, RegexFormat
+from onedraw.text.reply_parser import PLAIN_TEXT
 from onedraw.text.tokenizer import Tokenizer
 
 DRAFTS = 8
@@ -70,14 +70,14 @@ LOG = "".join(f"2026-11-{day:02d} wind {day * 3 % 40} knots, sea {'calm' if day 
 @dataclass(frozen=True, slots=True)
 class Form:
     name: str
-    guide: Guide
+    guide: ReplyFormat
     reply: str
 
 
 FORMS = (
-    Form("JSON schema, nested", JsonGuide.of(ORDER, "schema"), json.dumps(VALUE)),
-    Form("any JSON object", JsonGuide.of(ANY_OBJECT, "schema"), json.dumps(VALUE, indent=2)),
-    Form("regular expression", RegexGuide(r"(\d{4}-\d{2}-\d{2} wind \d+ knots, sea (calm|rough)\n)+", "regex"), LOG),
+    Form("JSON schema, nested", JsonFormat.of(ORDER, "schema"), json.dumps(VALUE)),
+    Form("any JSON object", JsonFormat.of(ANY_OBJECT, "schema"), json.dumps(VALUE, indent=2)),
+    Form("regular expression", RegexFormat(r"(\d{4}-\d{2}-\d{2} wind \d+ knots, sea (calm|rough)\n)+", "regex"), LOG),
 )
 
 
@@ -129,18 +129,18 @@ def turns(tokens: list[int]) -> Iterator[tuple[list[int], list[int]]]:
         known += half + 1
 
 
-def ours(tokenizer: Tokenizer, guide: Guide) -> Callable[[], Mask]:
+def ours(tokenizer: Tokenizer, guide: ReplyFormat) -> Callable[[], Mask]:
     eos = (tokenizer.eos_id if tokenizer.eos_id is not None else 0,)
-    grammars = Grammars(tokenizer, eos)
+    grammars = GrammarCompiler(tokenizer, eos)
 
     def make() -> Mask:
         grammars._compiled.clear()
-        return grammars.constraint(guide, PLAIN).allowed
+        return grammars.constraint(guide, PLAIN_TEXT).allowed
 
     return make
 
 
-def peer(tokenizer: Tokenizer, guide: Guide) -> Callable[[], Mask]:
+def peer(tokenizer: Tokenizer, guide: ReplyFormat) -> Callable[[], Mask]:
     """xgrammar with the same vocabulary, following by the same rule."""
     import xgrammar
 
@@ -152,10 +152,10 @@ def peer(tokenizer: Tokenizer, guide: Guide) -> Callable[[], Mask]:
     def make() -> Mask:
         compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
         compiled: Any
-        if isinstance(guide, JsonGuide):
+        if isinstance(guide, JsonFormat):
             compiled = compiler.compile_json_schema(guide.schema)
         else:
-            assert isinstance(guide, RegexGuide)
+            assert isinstance(guide, RegexFormat)
             compiled = compiler.compile_regex(guide.pattern)
         matcher = xgrammar.GrammarMatcher(compiled, max_rollback_tokens=1024)
         bits = xgrammar.allocate_token_bitmask(1, tokenizer.vocab_size)

@@ -14,10 +14,10 @@ from onedraw.errors import BadParameter, Barren
 from onedraw.llm.llm import Ask, Door
 from onedraw.llm.options import Wishes, settle
 from onedraw.settings import Settings
-from onedraw.text.fake_tokenizer import toy_tokenizer
+from onedraw.text.fake_tokenizer import fake_tokenizer
 from onedraw.types import Choice, ModelCard, Request, SamplingParams
 
-TOKENIZER = toy_tokenizer()
+TOKENIZER = fake_tokenizer()
 CARD = ModelCard(name="x", family="x", vocab=259, max_context=64, eos_ids=(), defaults={}, fingerprint="x")
 Script = Callable[[Sequence[tuple[Request, Sink]]], None]
 

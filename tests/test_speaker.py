@@ -11,17 +11,17 @@ from onedraw.engine.engine import Event
 from onedraw.llm.reply_stream import Ask, Speaker
 from onedraw.server.blocks import Blocks
 from onedraw.server.openai.choice_parts import Part, Token
-from onedraw.text.fake_tokenizer import toy_tokenizer
-from onedraw.text.reasoning import Reasoning
-from onedraw.text.reply_parser import PLAIN, Reading
-from onedraw.text.tools.dialects import Calls
+from onedraw.text.fake_tokenizer import fake_tokenizer
+from onedraw.text.reasoning import ReasoningSyntax
+from onedraw.text.reply_parser import PLAIN_TEXT, ReplySyntax
+from onedraw.text.tools.dialects import CallableTools
 from onedraw.types import Choice, Finish, Piece, SamplingParams
 
-TOKENIZER = toy_tokenizer()
+TOKENIZER = fake_tokenizer()
 EOS = 256
-THINK = Reasoning("<think>", "</think>", "\n</think>\n\n")
+THINK = ReasoningSyntax("<think>", "</think>", "\n</think>\n\n")
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>'
-READING = Reading(reasoning=THINK, thinking="may", calls=Calls("hermes"))
+READING = ReplySyntax(reasoning=THINK, thinking="may", calls=CallableTools("hermes"))
 REPLIES = {
     "all": f"<think>\nhm é😀\n</think>\n\nAh, so 😀é.\n{CALL}\n{CALL} and more stopp",
     "text": "😀é" * 5 + " sto and st",
@@ -34,7 +34,7 @@ def ids(text: str) -> list[int]:
     return TOKENIZER.encode(text, add_special=False)
 
 
-def pieces(tokens: Sequence[int], cuts: Sequence[int], *, reading: Reading, stop: tuple[str, ...], finish: Finish) -> list[Piece]:
+def pieces(tokens: Sequence[int], cuts: Sequence[int], *, reading: ReplySyntax, stop: tuple[str, ...], finish: Finish) -> list[Piece]:
     ask = Ask(prompt=(1,), params=SamplingParams(stop_ids=frozenset({EOS})), stop=stop, reading=reading)
     speaker = Speaker(0, ask, TOKENIZER)
     found: list[Piece] = []
@@ -79,8 +79,8 @@ def blocks(found: Sequence[Piece]) -> list[tuple[str, str, list[int], bool]]:
 
 @pytest.mark.parametrize("name", list(REPLIES))
 @pytest.mark.parametrize("stop", [(), ("stop",), ("t",)])
-@pytest.mark.parametrize("reading", [READING, PLAIN], ids=["read", "plain"])
-def test_how_many_tokens_come_at_a_time_shows_nowhere(name: str, stop: tuple[str, ...], reading: Reading) -> None:
+@pytest.mark.parametrize("reading", [READING, PLAIN_TEXT], ids=["read", "plain"])
+def test_how_many_tokens_come_at_a_time_shows_nowhere(name: str, stop: tuple[str, ...], reading: ReplySyntax) -> None:
     for ends in (True, False):
         tokens = [*ids(REPLIES[name]), *([EOS] if ends else [])]
         finish: Finish = "stop" if ends else "length"
@@ -96,7 +96,7 @@ def test_how_many_tokens_come_at_a_time_shows_nowhere(name: str, stop: tuple[str
 
 def test_every_token_of_an_answer_stands_in_a_text() -> None:
     tokens = [*ids("😀é 😀"), EOS]
-    found = pieces(tokens, range(1, len(tokens)), reading=PLAIN, stop=("é é",), finish="stop")
+    found = pieces(tokens, range(1, len(tokens)), reading=PLAIN_TEXT, stop=("é é",), finish="stop")
     assert blocks(found) == [("text", "😀é 😀", tokens, False)]
 
 

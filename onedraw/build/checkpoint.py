@@ -13,7 +13,7 @@ from onedraw.checkpoints.download import resolve
 from onedraw.checkpoints.random_shapes import is_random, open_random, open_random_drafter
 from onedraw.settings import Settings, default_cache_dir
 from onedraw.text.chat_template import ChatTemplate
-from onedraw.text.fake_tokenizer import toy_template, toy_tokenizer
+from onedraw.text.fake_tokenizer import fake_chat_template, fake_tokenizer
 from onedraw.text.tokenizer import Tokenizer
 
 Progress = Callable[[str], None]  # hears one line per stage
@@ -36,7 +36,7 @@ def read_text(checkpoint: Checkpoint) -> tuple[Tokenizer, ChatTemplate | None]:
     """Tokenizer and chat template, from the folder's files or the GGUF's key-values. Random weights have nothing to say, and
     a toy's letters to say it with."""
     if checkpoint.dialect == "plain":
-        return toy_tokenizer(), toy_template()
+        return fake_tokenizer(), fake_chat_template()
     if checkpoint.dialect == "gguf":
         return Tokenizer.from_gguf(checkpoint.config), ChatTemplate.from_gguf(checkpoint.config)
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent

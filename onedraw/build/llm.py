@@ -35,9 +35,9 @@ from onedraw.memory.disk_snapshots import SnapshotFolder
 from onedraw.models.model_info import Described, describe
 from onedraw.settings import Settings, default_cache_dir
 from onedraw.speculation.speculator import Speculator
-from onedraw.text.fake_tokenizer import READABLE, toy_template, toy_tokenizer
+from onedraw.text.fake_tokenizer import READABLE, fake_chat_template, fake_tokenizer
 from onedraw.text.tokenizer import Tokenizer
-from onedraw.text.verify_trace import Tracer
+from onedraw.text.verify_trace import VerifyTracer
 from onedraw.types import ModelCard
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def _fake_door(settings: Settings, speculator: Speculator) -> Door:
         raise BadSetting("--kv-dtype: the fake backend has no keys and values; leave it at auto")
     if drafter_paths(settings) or "mtp" in settings.draft:
         raise BadSetting("--draft: the fake backend runs no drafter; auto, none, ngram and prediction work there")
-    tokenizer = toy_tokenizer()
+    tokenizer = fake_tokenizer()
     context = settings.max_context or 2048
     per_sequence = -(-context // settings.page_size)
     if settings.kv_memory is not None and settings.kv_memory < per_sequence:
@@ -157,7 +157,7 @@ def _fake_door(settings: Settings, speculator: Speculator) -> Door:
 
     service = make_service(make_backend, settings, speculator, weights="fake", observer=_observer(settings, tokenizer))
     card = _card(settings, family="fake", weights="fake", capacity=service.capacity, eos=(tokenizer.eos_id or 0,), defaults={})
-    return Door(service=service, tokenizer=tokenizer, template=toy_template(), card=card)
+    return Door(service=service, tokenizer=tokenizer, template=fake_chat_template(), card=card)
 
 
 def _model_door(settings: Settings, tell: Progress, speculator: Speculator, *, rehearse: bool) -> Door:
@@ -289,7 +289,7 @@ def _sites(settings: Settings, split: SplitPlan, *, dtype: str, cache: Path, ove
 
 
 def _observer(settings: Settings, tokenizer: Tokenizer) -> Observer | None:
-    return Tracer(tokenizer) if settings.trace_verify else None
+    return VerifyTracer(tokenizer) if settings.trace_verify else None
 
 
 def _tell_layers(tell: Progress, done: int, layers: int) -> None:

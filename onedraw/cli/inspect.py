@@ -194,12 +194,12 @@ def feed_forward_in_words(feed_forward: MlpSpec | MoeSpec) -> str:
 def tokenizer_kind(checkpoint: Checkpoint) -> str:
     """Read from the metadata alone; the tokenizer itself is not built."""
     if checkpoint.dialect == "gguf":
-        from onedraw.text.gguf_tokenizer import why_not
+        from onedraw.text.gguf_tokenizer import unsupported_reason
 
         kind, split = (checkpoint.config.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
         if kind is None:
             return "missing"
-        reason = why_not(checkpoint.config)
+        reason = unsupported_reason(checkpoint.config)
         return f"{kind} in GGUF" + (f", split {split}" if split else "") + (f": {reason}" if reason else "")
     file = checkpoint.path / "tokenizer.json"
     if not file.is_file():

@@ -23,7 +23,7 @@ from onedraw.errors import BadSetting, Barren, OutOfMemory
 from onedraw.llm.llm import Ask, Door, Reply, settled_stats
 from onedraw.models.model_info import describe
 from onedraw.settings import Settings
-from onedraw.text.constraints.grammar import available
+from onedraw.text.constraints.grammar import structured_output_available
 
 # -------------------- The contract's table for one model on one machine: every variation against the plain run.
 
@@ -86,7 +86,7 @@ def prove(
         base, threads=told, prefix_cache=False, max_batch=1, draft=("none",), tree_budget=0, cache_budget=None, ahead="off"
     )
     new_tokens = QUICK_NEW_TOKENS if quick else NEW_TOKENS
-    if not available():
+    if not structured_output_available():
         tell("llguidance is not installed: no reply is held to a form")
     tell("the plain run")
     with open_one(plain_settings) as door:

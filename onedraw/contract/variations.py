@@ -17,7 +17,7 @@ from onedraw.llm.llm import Ask, Door, Reply
 from onedraw.llm.options import GUIDED, Wishes, settle
 from onedraw.settings import DRAFT_WORDS, Settings
 from onedraw.speculation.speculator import DEVICE
-from onedraw.text.constraints.grammar import available
+from onedraw.text.constraints.grammar import structured_output_available
 
 NOTICE = (
     "The lighthouse stood at the end of a long stone pier. Every evening the keeper climbed its two hundred steps, trimmed the "
@@ -62,7 +62,7 @@ def requests(door: Door, *, new_tokens: int) -> list[Ask]:
     room = max(door.card.max_context - new_tokens, 1)
     asks = []
     for number, (text, wishes) in enumerate(PROMPTS):
-        if held(wishes) and not available():
+        if held(wishes) and not structured_output_available():
             continue
         # A form ends where it ends; all other replies have the whole length.
         whole = {"temperature": 1.0, "max_tokens": new_tokens, "ignore_eos": not held(wishes)}

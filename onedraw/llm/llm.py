@@ -24,15 +24,15 @@ from onedraw.llm.mailbox import Inbox, Post
 from onedraw.llm.reply_stream import Ask, Reply, Speaker
 from onedraw.sampling.noise import child_seed
 from onedraw.text.chat_template import ChatTemplate
-from onedraw.text.constraints.base import all_of
-from onedraw.text.constraints.grammar import Grammars
+from onedraw.text.constraints.base import combine
+from onedraw.text.constraints.grammar import GrammarCompiler
 from onedraw.text.constraints.thinking_budget import ThinkingBudget
-from onedraw.text.reasoning import Reasoning, reasoning_of, thinking_after
-from onedraw.text.reply_parser import Reading, chat_reading
+from onedraw.text.reasoning import ReasoningSyntax, detect_reasoning, initial_thinking
+from onedraw.text.reply_parser import ReplySyntax, chat_reply_syntax
 from onedraw.text.tokenizer import Tokenizer
-from onedraw.text.tools.call_cache import CallMemory, Remembered, origin_of, recalled
-from onedraw.text.tools.dialects import Calls, ToolSyntax, ToolUse, tool_syntax
-from onedraw.text.tools.prompt import prepared
+from onedraw.text.tools.call_cache import ToolCallCache, CachedReply, prompt_hash, cached_prompt
+from onedraw.text.tools.dialects import CallableTools, ToolSyntax, ToolUse, tool_syntax
+from onedraw.text.tools.prompt import template_inputs
 from onedraw.types import SEED_LIMIT, Constraint, ModelCard, Piece, Request
 
 SETTLE_SECONDS = 10.0  # the counters follow the last event within one turn
@@ -55,7 +55,7 @@ class Prompted:
     """The ids of a chat, and how the reply to it is read. `origin` stands for the text as the template rendered it."""
 
     ids: tuple[int, ...]
-    reading: Reading
+    reading: ReplySyntax
     origin: str
 
 
@@ -67,7 +67,7 @@ class Door:
         self.tokenizer = tokenizer
         self.template = template
         self.card = card
-        self.memory = CallMemory()
+        self.memory = ToolCallCache()
         self._numbers = itertools.count()
         self._posts: dict[asyncio.AbstractEventLoop, Post] = {}  # of loops that are open, and the last that closed
 
@@ -86,9 +86,9 @@ class Door:
         return tuple(self.tokenizer.encode(text, add_special=add_special))
 
     @cached_property
-    def reasoning(self) -> Reasoning | None:
+    def reasoning(self) -> ReasoningSyntax | None:
         """How this model thinks aloud, if it does."""
-        reasoning = None if self.template is None else reasoning_of(self.template.source)
+        reasoning = None if self.template is None else detect_reasoning(self.template.source)
         if reasoning is None or self.template is None:
             return None
         switch: dict[str, Any] = {"enable_thinking": True} if reasoning.switch else {}
@@ -96,12 +96,12 @@ class Door:
             probe = self.template.render([{"role": "user", "content": "?"}], **switch)
         except BadRequest:  # a template with wishes of its own
             return reasoning
-        return replace(reasoning, prompted=thinking_after(probe, reasoning) == "open")
+        return replace(reasoning, prompted=initial_thinking(probe, reasoning) == "open")
 
     @cached_property
-    def grammars(self) -> Grammars:
+    def grammars(self) -> GrammarCompiler:
         """What replies are held to, compiled for this tokenizer. Made when it is first needed."""
-        return Grammars(self.tokenizer, self.card.eos_ids)
+        return GrammarCompiler(self.tokenizer, self.card.eos_ids)
 
     @cached_property
     def tool_syntax(self) -> ToolSyntax:
@@ -130,17 +130,17 @@ class Door:
             )
 
         def render(said: Sequence[Mapping[str, Any]], follows: bool) -> str:
-            prepared_messages, told = prepared(said, tools, self.tool_syntax)
+            prepared_messages, told = template_inputs(said, tools, self.tool_syntax)
             return template.render(prepared_messages, add_generation_prompt=follows, **told, **template_kwargs)
 
         text = render(messages, add_generation_prompt)
         ends = [self.tokenizer.decode([token], skip_special=False) for token in self.card.eos_ids]
         marks = self.tokenizer.special_texts
-        known = recalled(messages, text, memory=self.memory, render=render, ends=ends, marks=marks)
+        known = cached_prompt(messages, text, memory=self.memory, render=render, ends=ends, marks=marks)
         begun, rest = ((), text) if known is None else known
         ids = (*begun, *self.tokenizer.encode(rest, add_special=False))
-        calls = None if use is None else Calls(self.tool_syntax.dialect, use.callable, use.parallel)
-        return Prompted(ids, chat_reading(text, self.reasoning, calls, self.tokenizer), origin_of(text))
+        calls = None if use is None else CallableTools(self.tool_syntax.dialect, use.callable, use.parallel)
+        return Prompted(ids, chat_reply_syntax(text, self.reasoning, calls, self.tokenizer), prompt_hash(text))
 
     def render(self, messages: Sequence[dict[str, Any]], **template_kwargs: Any) -> tuple[int, ...]:
         """The prompt ids alone."""
@@ -241,7 +241,7 @@ class Door:
             )
         if ask.guide is not None:
             grammar = self.grammars.constraint(ask.guide, reading)
-        return all_of(budget, grammar)
+        return combine(budget, grammar)
 
     def _begin(self, asks: Sequence[Ask], sink: Callable[[int], Sink]) -> list[Voice]:
         voices: list[Voice] = []
@@ -294,7 +294,7 @@ class Door:
             if ids and ids[-1] in voice.ask.params.stop_ids:
                 ids.pop()
             calls = tuple((called.call.name, called.arguments) for called in reply.calls)
-            self.memory.keep(reply.calls[0].call.id, Remembered(voice.ask.origin, (*voice.ask.prompt, *ids), reply.text, calls))
+            self.memory.keep(reply.calls[0].call.id, CachedReply(voice.ask.origin, (*voice.ask.prompt, *ids), reply.text, calls))
 
     def _end(self, voices: list[Voice]) -> None:
         for voice in voices:

@@ -13,13 +13,13 @@ from typing import Any, Literal
 
 from onedraw.errors import BadParameter, BadRequest, ContextOverflow
 from onedraw.llm.llm import Ask, Door, fresh_seed
-from onedraw.text.constraints.grammar import with_bounds
-from onedraw.text.constraints.response_format import ChoiceGuide, Guide, JsonGuide, LarkGuide, RegexGuide, grammar_guide
-from onedraw.text.reasoning import Reasoning
-from onedraw.text.reply_parser import PLAIN, Reading
+from onedraw.text.constraints.grammar import bound_whitespace
+from onedraw.text.constraints.response_format import ChoiceFormat, ReplyFormat, JsonFormat, LarkFormat, RegexFormat, grammar_format
+from onedraw.text.reasoning import ReasoningSyntax
+from onedraw.text.reply_parser import PLAIN_TEXT, ReplySyntax
 from onedraw.text.surrogates import is_text
 from onedraw.text.tools.dialects import ToolUse
-from onedraw.text.tools.grammar import CallGrammar
+from onedraw.text.tools.grammar import ToolCallGrammar
 from onedraw.types import DryParams, LogprobsMode, SamplingParams
 
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")
@@ -117,22 +117,22 @@ def settle_chat(
     return replace(ask, guide=guide, origin=prompted.origin)
 
 
-def call_guide(use: ToolUse, other: Guide | None, *, door: Door) -> Guide | None:
+def call_guide(use: ToolUse, other: ReplyFormat | None, *, door: Door) -> ReplyFormat | None:
     """What a reply with tools is held to: calls where they are required or strict, beside the form of its content."""
     if other is not None and use.must:
         raise BadParameter(other.param, "a reply that must call a tool has no other form; use tool_choice auto")
-    if other is not None and not isinstance(other, JsonGuide):
+    if other is not None and not isinstance(other, JsonFormat):
         raise BadParameter(other.param, "a reply that may call tools can only be held to JSON; send no tools with it")
     if other is None and not use.must and not use.narrowed and not any(tool.strict for tool in use.callable):
         return None
     grammars = door.grammars
-    content = None if other is None else json.dumps(with_bounds(grammars.checked(json.loads(other.schema), other.param)))
-    grammar = CallGrammar(door.tool_syntax.dialect, tokenizer=door.tokenizer, spell=grammars.spelled, check=grammars.checked)
+    content = None if other is None else json.dumps(bound_whitespace(grammars.checked(json.loads(other.schema), other.param)))
+    grammar = ToolCallGrammar(door.tool_syntax.dialect, tokenizer=door.tokenizer, spell=grammars.spelled, check=grammars.checked)
     lark = grammar.write(use.callable, must=use.must, parallel=use.parallel, content=content)
-    return LarkGuide(lark, "tools", numbers=True)
+    return LarkFormat(lark, "tools", numbers=True)
 
 
-def thinking_switches(wishes: Wishes, reasoning: Reasoning | None) -> dict[str, Any]:
+def thinking_switches(wishes: Wishes, reasoning: ReasoningSyntax | None) -> dict[str, Any]:
     """What the chat template is told about the effort."""
     effort = wishes.reasoning_effort
     if effort is None:
@@ -151,7 +151,7 @@ def settle(
     door: Door,
     prompt: tuple[int, ...],
     default_max_tokens: int | None = None,
-    reading: Reading = PLAIN,
+    reading: ReplySyntax = PLAIN_TEXT,
     label: str = "",
 ) -> Ask:
     """An Ask with every value decided. default_max_tokens None: as many as the context has room for; it yields to the
@@ -257,7 +257,7 @@ def _dry(wishes: Wishes, door: Door) -> DryParams | None:
     return found if wishes.dry_multiplier else None  # what is asked for is checked, whether it has an effect or not
 
 
-def _budget(wishes: Wishes, reading: Reading) -> int | None:
+def _budget(wishes: Wishes, reading: ReplySyntax) -> int | None:
     limit, reasoning = wishes.thinking_budget, reading.reasoning
     if limit is not None and limit < 0:
         raise BadParameter("thinking_budget", f"must be >= 0, not {limit}")
@@ -271,7 +271,7 @@ def _budget(wishes: Wishes, reading: Reading) -> int | None:
     return limit
 
 
-def guide_of(wishes: Wishes) -> Guide | None:
+def guide_of(wishes: Wishes) -> ReplyFormat | None:
     """The one form that the reply is held to, if any."""
     given = [name for name in GUIDED if getattr(wishes, name) is not None]
     if len(given) > 1:
@@ -281,13 +281,13 @@ def guide_of(wishes: Wishes) -> Guide | None:
         _check_texts(name, [form] if isinstance(form, str) else form if isinstance(form, tuple) else [], most=MOST_FORM)
     match given:
         case ["guided_json"]:
-            return JsonGuide.of(wishes.guided_json, "guided_json")
+            return JsonFormat.of(wishes.guided_json, "guided_json")
         case ["guided_regex"]:
-            return RegexGuide(wishes.guided_regex or "", "guided_regex")
+            return RegexFormat(wishes.guided_regex or "", "guided_regex")
         case ["guided_choice"]:
-            return ChoiceGuide(wishes.guided_choice or (), "guided_choice")
+            return ChoiceFormat(wishes.guided_choice or (), "guided_choice")
         case ["guided_grammar"]:
-            return grammar_guide(wishes.guided_grammar or "", "guided_grammar")
+            return grammar_format(wishes.guided_grammar or "", "guided_grammar")
         case _:
             return None
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from onedraw.engine.service import Event
-from onedraw.text.constraints.response_format import Guide
+from onedraw.text.constraints.response_format import ReplyFormat
 from onedraw.text.detokenizer import Detokenizer
 from onedraw.text.reasoning import beginning, walk
-from onedraw.text.reply_parser import PLAIN, Reader, Reading
+from onedraw.text.reply_parser import PLAIN_TEXT, ReplyParser, ReplySyntax
 from onedraw.text.stop_strings import StopFinder
 from onedraw.text.tokenizer import Tokenizer
 from onedraw.types import Call, Channel, Choice, Finish, Logprobs, Piece, SamplingParams, Usage
@@ -30,9 +30,9 @@ class Ask:
     stop: tuple[str, ...] = ()
     n: int = 1
     skip_special: bool = True  # leave special tokens out of the text
-    reading: Reading = PLAIN  # how the reply's text is read
+    reading: ReplySyntax = PLAIN_TEXT  # how the reply's text is read
     thinking_budget: int | None = None  # tokens of reasoning before it is closed
-    guide: Guide | None = None  # the form that the reply is held to
+    guide: ReplyFormat | None = None  # the form that the reply is held to
     origin: str = ""  # of the prompt's text, where the reply may call tools and is to be remembered
     predicted: tuple[int, ...] = ()  # what the reply is expected to be
     speculate: bool = True  # may be drafted
@@ -106,7 +106,7 @@ class Speaker:
             tokenizer, skip_special=ask.skip_special, opening=reading.opening, spelled=reading.spelled
         )
         self._stops = StopFinder(ask.stop)
-        self._reader = Reader(reading)
+        self._reader = ReplyParser(reading)
         self._reasoning = reading.reasoning
         self._place = beginning(reading.reasoning, reading.thinking)
         self._reasoned = 0  # tokens of reasoning so far

@@ -21,7 +21,7 @@ TEMPLATE = (
 )
 
 
-def toy_tokenizer() -> Tokenizer:
+def fake_tokenizer() -> Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {letter: number for number, letter in enumerate(alphabet)}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -31,5 +31,5 @@ def toy_tokenizer() -> Tokenizer:
     return Tokenizer(backend, bos_id=None, eos_id=len(alphabet))
 
 
-def toy_template() -> ChatTemplate:
+def fake_chat_template() -> ChatTemplate:
     return ChatTemplate(TEMPLATE, bos_token="", eos_token=END)

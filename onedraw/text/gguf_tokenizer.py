@@ -158,7 +158,7 @@ def rebuild(metadata: Mapping[str, Any]) -> Rebuilt:
     return Rebuilt(backend, bos_id, eos_id)
 
 
-def why_not(metadata: Mapping[str, Any]) -> str:
+def unsupported_reason(metadata: Mapping[str, Any]) -> str:
     """Why a tokenizer of this kind cannot be rebuilt, as far as two words tell; nothing where it can."""
     kind, split = (metadata.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
     if kind not in KINDS:

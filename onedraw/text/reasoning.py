@@ -1,4 +1,4 @@
-"""Reasoning and content told apart in a stream of text.
+"""ReasoningSyntax and content told apart in a stream of text.
 
 In: text in pieces of any size, and how a family marks its reasoning. Out: (channel, text) pieces without the markers and
 without the white space around them. How the text was cut into pieces does not matter: what could still become a marker is
@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 TextChannel = Literal["content", "reasoning"]
-Thinking = Literal["may", "open", "over"]  # where a reply begins: before thinking, inside it, behind it
+InitialThinking = Literal["may", "open", "over"]  # where a reply begins: before thinking, inside it, behind it
 Pieces = list[tuple[TextChannel, str]]
 
 SPACE = " \t\r\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Reasoning:
+class ReasoningSyntax:
     """How a family thinks aloud: the markers around it, and the words with which its own template ends it."""
 
     opens: str
@@ -31,19 +31,19 @@ class Reasoning:
     prompted: bool = False  # the prompt itself opens the reasoning, where there is to be some
 
 
-def reasoning_of(template_source: str) -> Reasoning | None:
+def detect_reasoning(template_source: str) -> ReasoningSyntax | None:
     """How the family that this chat template belongs to reasons; None if it does not reason aloud."""
     source = template_source.replace("\\n", "\n")
     switch, effort = "enable_thinking" in source, "reasoning_effort" in source
     if "<|channel>" in source and "<channel|>" in source:
-        return Reasoning("<|channel>thought\n", "<channel|>", "\n<channel|>", anywhere=True, switch=switch, effort=effort)
+        return ReasoningSyntax("<|channel>thought\n", "<channel|>", "\n<channel|>", anywhere=True, switch=switch, effort=effort)
     if "<think>" in source and "</think>" in source:
         written = ("\n</think>\n\n", "\n</think>\n", "</think>")
-        return Reasoning("<think>", "</think>", next(words for words in written if words in source), switch=switch, effort=effort)
+        return ReasoningSyntax("<think>", "</think>", next(words for words in written if words in source), switch=switch, effort=effort)
     return None
 
 
-def thinking_after(prompt: str, reasoning: Reasoning | None) -> Thinking:
+def initial_thinking(prompt: str, reasoning: ReasoningSyntax | None) -> InitialThinking:
     """Where the reply to a rendered prompt begins: a template may open the reasoning, or open and close it."""
     end = prompt.rstrip(SPACE)
     if reasoning is None or end.endswith(reasoning.closes.rstrip(SPACE)):
@@ -66,13 +66,13 @@ class Place:
         return self.mode == "reasoning"
 
 
-def beginning(reasoning: Reasoning | None, thinking: Thinking) -> Place:
+def beginning(reasoning: ReasoningSyntax | None, thinking: InitialThinking) -> Place:
     if reasoning is None or thinking == "over":
         return Place("content")
     return Place("reasoning", fresh=True) if thinking == "open" else Place("start")
 
 
-def walk(place: Place, text: str, reasoning: Reasoning | None) -> tuple[Place, Pieces]:
+def walk(place: Place, text: str, reasoning: ReasoningSyntax | None) -> tuple[Place, Pieces]:
     """Where the reply stands after `text`, and the pieces that are final now, in order."""
     if reasoning is None:
         return place, [("content", text)] if text else []
@@ -84,7 +84,7 @@ def walk(place: Place, text: str, reasoning: Reasoning | None) -> tuple[Place, P
         text = rest
 
 
-def _step(place: Place, text: str, reasoning: Reasoning, pieces: Pieces) -> tuple[Place, str | None]:
+def _step(place: Place, text: str, reasoning: ReasoningSyntax, pieces: Pieces) -> tuple[Place, str | None]:
     """Up to the next marker: the place after it and the rest of the text, or None if there was no whole marker."""
     if place.mode == "start":
         said = text.lstrip(SPACE)
@@ -112,10 +112,10 @@ def _step(place: Place, text: str, reasoning: Reasoning, pieces: Pieces) -> tupl
     return Place(place.mode, text[len(safe) :], fresh=place.fresh and not safe), None
 
 
-class ChannelSplitter:
+class ReasoningParser:
     """One owner: the stream of one reply. Without a way to reason everything is content."""
 
-    def __init__(self, reasoning: Reasoning | None, thinking: Thinking = "may") -> None:
+    def __init__(self, reasoning: ReasoningSyntax | None, thinking: InitialThinking = "may") -> None:
         self._reasoning = reasoning
         self._place = beginning(reasoning, thinking)
 

@@ -1,6 +1,6 @@
 """How the text of a reply is to be read: which part of it is reasoning, which the answer, which a tool call.
 
-In: a Reading, made with the prompt, and text in pieces of any size. Out: parts that are final, each of one channel. A
+In: a ReplySyntax, made with the prompt, and text in pieces of any size. Out: parts that are final, each of one channel. A
 completion is read plainly: everything is content.
 """
 
@@ -10,37 +10,37 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from onedraw.text.reasoning import ChannelSplitter, Pieces, Reasoning, Thinking, thinking_after
+from onedraw.text.reasoning import ReasoningParser, Pieces, ReasoningSyntax, InitialThinking, initial_thinking
 from onedraw.text.tokenizer import Tokenizer
 from onedraw.text.tools.call_parsers import Arguments, Begin, End
-from onedraw.text.tools.call_stream import CallReader, Text
-from onedraw.text.tools.dialects import GEMMA_QUOTE, MARKERS, Calls
+from onedraw.text.tools.call_stream import ToolCallParser, Text
+from onedraw.text.tools.dialects import GEMMA_QUOTE, MARKERS, CallableTools
 from onedraw.types import Call, Channel
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ReplySyntax:
     """What is known of a reply before it begins."""
 
     opening: bool = False  # it begins a text of its own: a first space that only marks a word is dropped
-    reasoning: Reasoning | None = None
-    thinking: Thinking = "over"  # where the reply begins
+    reasoning: ReasoningSyntax | None = None
+    thinking: InitialThinking = "over"  # where the reply begins
     spelled: frozenset[int] = frozenset()  # special tokens that are markers, spelled out for the reader
-    calls: Calls | None = None  # tools that may be called
+    calls: CallableTools | None = None  # tools that may be called
 
 
-PLAIN = Reading()
+PLAIN_TEXT = ReplySyntax()
 
 
-def chat_reading(prompt: str, reasoning: Reasoning | None, calls: Calls | None, tokenizer: Tokenizer) -> Reading:
+def chat_reply_syntax(prompt: str, reasoning: ReasoningSyntax | None, calls: CallableTools | None, tokenizer: Tokenizer) -> ReplySyntax:
     """How the reply to a rendered chat is read."""
     markers: list[str] = [] if reasoning is None else [reasoning.opens, reasoning.closes]
     if calls is not None:
         markers += [*MARKERS.get(calls.dialect, ()), *([GEMMA_QUOTE] if calls.dialect == "gemma" else [])]
-    return Reading(
+    return ReplySyntax(
         opening=True,
         reasoning=reasoning,
-        thinking=thinking_after(prompt, reasoning),
+        thinking=initial_thinking(prompt, reasoning),
         spelled=special_ids(markers, tokenizer),
         calls=calls,
     )
@@ -62,18 +62,18 @@ class Part:
     read: bool = True  # else it is the beginning of a call that was cut off before it had a name
 
 
-class Reader:
+class ReplyParser:
     """One owner: the stream of one reply."""
 
-    def __init__(self, reading: Reading) -> None:
-        self._splitter = ChannelSplitter(reading.reasoning, reading.thinking)
-        self._calls = None if reading.calls is None else CallReader(reading.calls)
+    def __init__(self, reading: ReplySyntax) -> None:
+        self._splitter = ReasoningParser(reading.reasoning, reading.thinking)
+        self._calls = None if reading.calls is None else ToolCallParser(reading.calls)
         self._parallel = reading.calls is None or reading.calls.parallel
         self._call: Call | None = None
 
     @property
     def calls(self) -> int:
-        """Calls that came to their end."""
+        """CallableTools that came to their end."""
         return 0 if self._calls is None else self._calls.calls
 
     @property

@@ -51,7 +51,7 @@ def lines(row: Row, outcome: RowOutcome, spell: Callable[[int], str]) -> list[st
     return told
 
 
-class Tracer:
+class VerifyTracer:
     """Prints the walks to stderr as they happen, on the engine's thread. A stream that is gone stops no reply."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -15,13 +15,13 @@ from onedraw.backends.fake import FakeBackend
 from onedraw.backends.sampled_rows import SamplingPosition
 from onedraw.backends.torch.sampling.sampler import Sampler
 from onedraw.sampling.law import choice
-from onedraw.text.constraints.base import all_of, packed
-from onedraw.text.constraints.grammar import GrammarConstraint, Grammars
-from onedraw.text.constraints.response_format import ChoiceGuide, Guide, JsonGuide, RegexGuide
+from onedraw.text.constraints.base import combine, token_mask
+from onedraw.text.constraints.grammar import GrammarConstraint, GrammarCompiler
+from onedraw.text.constraints.response_format import ChoiceFormat, ReplyFormat, JsonFormat, RegexFormat
 from onedraw.text.constraints.thinking_budget import ThinkingBudget
-from onedraw.text.fake_tokenizer import toy_tokenizer
-from onedraw.text.reasoning import Reasoning
-from onedraw.text.reply_parser import PLAIN, Reading
+from onedraw.text.fake_tokenizer import fake_tokenizer
+from onedraw.text.reasoning import ReasoningSyntax
+from onedraw.text.reply_parser import PLAIN_TEXT, ReplySyntax
 from onedraw.text.tokenizer import Tokenizer
 from onedraw.types import Bits, Choice, Constraint, History, Request, Row, SamplingParams
 from tests import tiny
@@ -29,9 +29,9 @@ from tests.backends.torch.judge import Fixed
 from tests.laws import test_torch
 from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, random_params, run
 
-TOKENIZER = toy_tokenizer()
+TOKENIZER = fake_tokenizer()
 VOCAB = TOKENIZER.vocab_size
-THINK = Reasoning("<think>", "</think>", "\n</think>\n\n")
+THINK = ReasoningSyntax("<think>", "</think>", "\n</think>\n\n")
 
 
 def budget(limit: int) -> Constraint:
@@ -117,14 +117,14 @@ def test_a_constraint_that_fails_behind_wrong_drafts_changes_nothing() -> None:
 
 def test_drafts_that_no_token_of_the_tokenizer_stands_for_change_nothing() -> None:
     """A model's head may have more rows than there are tokens."""
-    grammars = Grammars(TOKENIZER, (256,))
+    grammars = GrammarCompiler(TOKENIZER, (256,))
     size = VOCAB + 40
 
     def larger() -> FakeBackend:
         return FakeBackend(vocab=size, pages=64, lanes=4, page_size=4, max_context=256)
 
     def wanted() -> list[Request]:
-        return requests([grammars.constraint(RegexGuide("([a-f]{1,4}-[0-9]{1,3};)+", "x"), PLAIN) for _ in range(3)], seed=4)
+        return requests([grammars.constraint(RegexFormat("([a-f]{1,4}-[0-9]{1,3};)+", "x"), PLAIN_TEXT) for _ in range(3)], seed=4)
 
     expected = plain(larger, wanted())
     truth = {f"q{i}": answer.tokens for i, answer in enumerate(expected)}
@@ -180,19 +180,19 @@ SCHEMA = {
     "required": ["name", "age", "kind"],
     "additionalProperties": False,
 }
-GUIDES: tuple[Guide, ...] = (
-    JsonGuide.of(SCHEMA, "x"),
-    RegexGuide("([a-f]{2,4}-[0-9]{1,3};)+", "x"),
-    ChoiceGuide(("yes, of course", "yes, perhaps", "no"), "x"),
+GUIDES: tuple[ReplyFormat, ...] = (
+    JsonFormat.of(SCHEMA, "x"),
+    RegexFormat("([a-f]{2,4}-[0-9]{1,3};)+", "x"),
+    ChoiceFormat(("yes, of course", "yes, perhaps", "no"), "x"),
 )
-GRAMMARS = Grammars(TOKENIZER, (256,))
+GRAMMARS = GrammarCompiler(TOKENIZER, (256,))
 
 
 def held() -> list[Constraint]:
     """Each guide alone, and one behind a thinking budget."""
-    thinking = Reading(reasoning=THINK, thinking="open")
-    plainly = [GRAMMARS.constraint(guide, PLAIN) for guide in GUIDES]
-    behind = all_of(budget(4), GRAMMARS.constraint(GUIDES[0], thinking))
+    thinking = ReplySyntax(reasoning=THINK, thinking="open")
+    plainly = [GRAMMARS.constraint(guide, PLAIN_TEXT) for guide in GUIDES]
+    behind = combine(budget(4), GRAMMARS.constraint(GUIDES[0], thinking))
     assert behind is not None
     return [*plainly, behind]
 
@@ -235,10 +235,10 @@ class NotRolledBack(GrammarConstraint):
 
 
 def test_a_matcher_that_is_not_rolled_back_is_caught() -> None:
-    guide = RegexGuide("([a-f]{2,4}-[0-9]{1,3};)+", "x")
-    wanted = requests([GRAMMARS.constraint(guide, PLAIN)], seed=10, max_tokens=60)
+    guide = RegexFormat("([a-f]{2,4}-[0-9]{1,3};)+", "x")
+    wanted = requests([GRAMMARS.constraint(guide, PLAIN_TEXT)], seed=10, max_tokens=60)
     expected = plain(backend, wanted)
-    faulty = NotRolledBack(GRAMMARS._compile(guide, PLAIN), VOCAB, "x")
+    faulty = NotRolledBack(GRAMMARS._compile(guide, PLAIN_TEXT), VOCAB, "x")
     broken = [replace(wanted[0], params=replace(wanted[0].params, constraint=faulty)), *wanted[1:]]
     for name in ("chain", "tree"):
         answers, _ = run(backend(), broken, schedules(expected)[name])
@@ -253,10 +253,10 @@ def test_the_same_on_real_arithmetic(ops: str, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setitem(test_torch.OPS, "kind", ops)
     folder = tiny.write_safetensors("qwen3", tmp_path / "hf")
     tokenizer = Tokenizer.from_folder(folder)
-    grammars = Grammars(tokenizer, (tiny.IM_END,))
+    grammars = GrammarCompiler(tokenizer, (tiny.IM_END,))
 
     def wanted() -> list[Request]:
-        made = requests([grammars.constraint(guide, PLAIN) for guide in GUIDES], seed=5, max_tokens=40)
+        made = requests([grammars.constraint(guide, PLAIN_TEXT) for guide in GUIDES], seed=5, max_tokens=40)
         return [replace(r, params=replace(r.params, stop_ids=frozenset({tiny.IM_END}))) for r in made]
 
     expected = plain(lambda: test_torch.backend_of(folder), wanted())
@@ -279,7 +279,7 @@ def test_the_device_keeps_only_what_is_allowed_and_gives_the_laws_bits() -> None
     positions = []
     for row in range(6):
         members = rng.choice(vocab, 9, replace=False)
-        bits = packed([*members, 220] if row == 2 else members[members < 90], 256 if row == 2 else 96)
+        bits = token_mask([*members, 220] if row == 2 else members[members < 90], 256 if row == 2 else 96)
         params = SamplingParams(temperature=1.2, top_p=0.9, seed=row, checksums=True, constraint=Fixed(bits) if row % 3 else None)
         positions.append(SamplingPosition(row, params, History((1,)), (), f"q{row}"))
     chosen = sampler.choose(torch.from_numpy(logits), positions)

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from onedraw.text.fake_tokenizer import toy_tokenizer
+from onedraw.text.fake_tokenizer import fake_tokenizer
 from tests.serve.running import Served, fake_door, serving
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello."}]
-LETTERS = {str(token): -100 for token in range(259) if not toy_tokenizer().token_bytes(token).isalpha()}
+LETTERS = {str(token): -100 for token in range(259) if not fake_tokenizer().token_bytes(token).isalpha()}
 ASKED: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True, "seed": 4, "temperature": 0.7, "logit_bias": LETTERS}
 
 

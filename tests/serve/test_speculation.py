@@ -8,12 +8,12 @@ import pytest
 
 from onedraw.server.parsing import parse
 from onedraw.server.protocol import ChatRequest
-from onedraw.text.fake_tokenizer import toy_tokenizer
+from onedraw.text.fake_tokenizer import fake_tokenizer
 from tests.serve.running import Served, fake_door, serving
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello."}]
-LETTERS = {str(token): -100 for token in range(259) if not toy_tokenizer().token_bytes(token).isalpha()}
+LETTERS = {str(token): -100 for token in range(259) if not fake_tokenizer().token_bytes(token).isalpha()}
 ASKED = {
     **{"max_tokens": 24, "ignore_eos": True, "seed": 11, "return_token_ids": True, "return_checksums": True},
     "logit_bias": LETTERS,  # a reply of letters, so that its text has its tokens

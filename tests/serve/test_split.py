@@ -15,7 +15,7 @@ from onedraw.build.drafters import make_speculator
 from onedraw.build.llm import _card, make_service, open_door
 from onedraw.llm.llm import Door, settled_stats
 from onedraw.settings import Settings
-from onedraw.text.fake_tokenizer import toy_template, toy_tokenizer
+from onedraw.text.fake_tokenizer import fake_chat_template, fake_tokenizer
 from tests import tiny
 from tests.serve.running import Served, serving
 
@@ -86,7 +86,7 @@ def test_every_kind_of_request_is_served_on_a_split_with_its_stages_at_work(tmp_
 @pytest.fixture(scope="module")
 def argmax_only() -> Iterator[Served]:
     """A fake backend that gives no logits."""
-    tokenizer = toy_tokenizer()
+    tokenizer = fake_tokenizer()
     settings = Settings(backend="fake", model="fake")
     service = make_service(
         lambda: FakeBackend(vocab=tokenizer.vocab_size, max_context=512, pages=200, returns_logits=False),
@@ -94,7 +94,7 @@ def argmax_only() -> Iterator[Served]:
         make_speculator(settings),
     )
     card = _card(settings, family="fake", weights="fake", capacity=service.capacity, eos=(tokenizer.eos_id or 0,), defaults={})
-    with Door(service=service, tokenizer=tokenizer, template=toy_template(), card=card) as door, serving(door) as served:
+    with Door(service=service, tokenizer=tokenizer, template=fake_chat_template(), card=card) as door, serving(door) as served:
         yield served
 
 

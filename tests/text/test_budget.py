@@ -8,18 +8,18 @@ import pytest
 from onedraw.sampling.adjustments import unpacked
 from onedraw.text.constraints.base import Walk, shared
 from onedraw.text.constraints.thinking_budget import ThinkingBudget, missing_bytes, single
-from onedraw.text.fake_tokenizer import toy_tokenizer
-from onedraw.text.reasoning import Reasoning, Thinking
+from onedraw.text.fake_tokenizer import fake_tokenizer
+from onedraw.text.reasoning import ReasoningSyntax, InitialThinking
 
-TOKENIZER = toy_tokenizer()
-THINK = Reasoning("<think>", "</think>", "\n</think>\n\n")
+TOKENIZER = fake_tokenizer()
+THINK = ReasoningSyntax("<think>", "</think>", "\n</think>\n\n")
 
 
 def ids(text: str) -> list[int]:
     return TOKENIZER.encode(text, add_special=False)
 
 
-def budget(limit: int, thinking: Thinking = "open") -> ThinkingBudget:
+def budget(limit: int, thinking: InitialThinking = "open") -> ThinkingBudget:
     return ThinkingBudget(THINK, limit=limit, closing=ids(THINK.closing), spell=TOKENIZER.token_bytes, thinking=thinking)
 
 

@@ -1,4 +1,4 @@
-"""Grammars of calls: whatever a blind model writes under them is a call that is valid by the tool's schema."""
+"""GrammarCompiler of calls: whatever a blind model writes under them is a call that is valid by the tool's schema."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 
 from onedraw.errors import BadParameter
 from onedraw.sampling.adjustments import unpacked
-from onedraw.text.constraints.grammar import Grammars
-from onedraw.text.constraints.response_format import LarkGuide
-from onedraw.text.reply_parser import PLAIN
+from onedraw.text.constraints.grammar import GrammarCompiler
+from onedraw.text.constraints.response_format import LarkFormat
+from onedraw.text.reply_parser import PLAIN_TEXT
 from onedraw.text.tokenizer import Tokenizer
-from onedraw.text.tools.call_stream import CallReader
-from onedraw.text.tools.dialects import Calls, Dialect, Tool
-from onedraw.text.tools.grammar import CallGrammar
+from onedraw.text.tools.call_stream import ToolCallParser
+from onedraw.text.tools.dialects import CallableTools, Dialect, Tool
+from onedraw.text.tools.grammar import ToolCallGrammar
 from tests.calls import gathered
 
 EOS = 256
@@ -68,7 +68,7 @@ class Blind:
 
     def __init__(self, tokenizer: Tokenizer, lark: str, seed: int) -> None:
         self.tokenizer = tokenizer
-        self.held = Grammars(tokenizer, (EOS,)).constraint(LarkGuide(lark, "tools", numbers=True), PLAIN)
+        self.held = GrammarCompiler(tokenizer, (EOS,)).constraint(LarkFormat(lark, "tools", numbers=True), PLAIN_TEXT)
         self.rng = np.random.default_rng(seed)
 
     def write(self) -> str | None:
@@ -93,13 +93,13 @@ class Blind:
 
 
 def lark(dialect: Dialect, tokenizer: Tokenizer, *tools: Tool, must: bool = True, parallel: bool = True, **more: Any) -> str:
-    grammars = Grammars(tokenizer, (EOS,))
-    writer = CallGrammar(dialect, tokenizer=tokenizer, spell=grammars.spelled, check=grammars.checked)
+    grammars = GrammarCompiler(tokenizer, (EOS,))
+    writer = ToolCallGrammar(dialect, tokenizer=tokenizer, spell=grammars.spelled, check=grammars.checked)
     return writer.write(tools, must=must, parallel=parallel, **more)
 
 
 def calls_in(dialect: Dialect, text: str) -> tuple[str, list[tuple[str, str]]]:
-    reader = CallReader(Calls(dialect, (WEATHER, STOP)))
+    reader = ToolCallParser(CallableTools(dialect, (WEATHER, STOP)))
     return gathered([*reader.push(text), *reader.finish()])
 
 
@@ -123,12 +123,12 @@ def test_a_blind_model_that_must_call_calls_validly(dialect: Dialect, tokenizer:
 @pytest.mark.parametrize("tokenizer", [PLAIN_BYTES, WITH_MARKERS], ids=["spelled", "special"])
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_model_that_may_call_is_free_until_it_does(dialect: Dialect, tokenizer: Tokenizer) -> None:
-    grammars = Grammars(tokenizer, (EOS,))
+    grammars = GrammarCompiler(tokenizer, (EOS,))
     source = lark(dialect, tokenizer, STOP, must=False)
 
     def fits(text: str) -> bool:
         tokens = [*tokenizer.encode(text, add_special=False)]
-        bits = grammars.constraint(LarkGuide(source, "tools"), PLAIN).allowed(tokens, [])
+        bits = grammars.constraint(LarkFormat(source, "tools"), PLAIN_TEXT).allowed(tokens, [])
         return bits is not None and bool(unpacked(bits, tokenizer.vocab_size)[EOS])
 
     good = {
@@ -146,14 +146,14 @@ def test_a_model_that_may_call_is_free_until_it_does(dialect: Dialect, tokenizer
     if dialect in ("hermes", "qwen_xml", "laguna", "gemma"):
         assert fits(f"Let me see.\n{good}\n{good} done")
         once = lark(dialect, tokenizer, STOP, must=False, parallel=False)
-        bits = grammars.constraint(LarkGuide(once, "tools"), PLAIN).allowed(tokenizer.encode(good, add_special=False), [])
+        bits = grammars.constraint(LarkFormat(once, "tools"), PLAIN_TEXT).allowed(tokenizer.encode(good, add_special=False), [])
         assert bits is not None
         assert np.flatnonzero(unpacked(bits, tokenizer.vocab_size)).tolist() == [EOS]
 
 
 def test_content_may_have_a_form_of_its_own_beside_calls() -> None:
     source = lark("hermes", PLAIN_BYTES, STOP, must=False, content='{"enum": [1, 2]}')
-    bits = Grammars(PLAIN_BYTES, (EOS,)).constraint(LarkGuide(source, "tools"), PLAIN).allowed([], [])
+    bits = GrammarCompiler(PLAIN_BYTES, (EOS,)).constraint(LarkFormat(source, "tools"), PLAIN_TEXT).allowed([], [])
     assert bits is not None
     allowed = {PLAIN_BYTES.decode([t]) for t in np.flatnonzero(unpacked(bits, PLAIN_BYTES.vocab_size)).tolist()}
     assert allowed == {"1", "2", "<"}
@@ -191,7 +191,7 @@ def test_a_value_between_tags_is_read_as_it_was_written(dialect: Dialect, part: 
     for _ in range(6):
         text = blind.write()
         assert text is not None
-        reader = CallReader(Calls(dialect, (tool,)))
+        reader = ToolCallParser(CallableTools(dialect, (tool,)))
         ((_, arguments),) = gathered([*reader.push(text), *reader.finish()])[1]
         jsonschema.validate(json.loads(arguments), schema)
 
@@ -266,7 +266,7 @@ def test_a_blind_model_keeps_to_a_strict_schema(dialect: Dialect, schema: dict[s
     written = [text for text in (blind.write() for _ in range(6)) if text is not None]
     assert len(written) >= 4
     for text in written:
-        reader = CallReader(Calls(dialect, (tool,)))
+        reader = ToolCallParser(CallableTools(dialect, (tool,)))
         content, ((_, arguments),) = gathered([*reader.push(text), *reader.finish()])
         assert content == ""
         jsonschema.validate(json.loads(arguments), {"type": "object", **schema})
@@ -303,7 +303,7 @@ def test_a_parameter_of_a_tool_that_is_not_strict_may_be_anything_and_the_others
     written = [text for text in (blind.write() for _ in range(4)) if text is not None]
     assert written
     for text in written:
-        reader = CallReader(Calls(dialect, (tool,)))
+        reader = ToolCallParser(CallableTools(dialect, (tool,)))
         _, ((_, arguments),) = gathered([*reader.push(text), *reader.finish()])
         assert isinstance(json.loads(arguments)["c"], int)
         assert "a" in json.loads(arguments)
@@ -323,7 +323,7 @@ def test_what_cannot_be_held_to_keeps_its_type_in_a_tool_that_is_not_strict(dial
     source = lark(dialect, PLAIN_BYTES, tool, parallel=False)
     opens = {"gemma": "<|tool_call>", "pythonic": "[", "qwen_xml": "<tool_call>\n"}[dialect]
     tokens = PLAIN_BYTES.encode(opens + text, add_special=False)
-    bits = Grammars(PLAIN_BYTES, (EOS,)).constraint(LarkGuide(source, "tools"), PLAIN).allowed(tokens, [])
+    bits = GrammarCompiler(PLAIN_BYTES, (EOS,)).constraint(LarkFormat(source, "tools"), PLAIN_TEXT).allowed(tokens, [])
     assert bits is not None
     assert unpacked(bits, PLAIN_BYTES.vocab_size).any()
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onedraw.text.tools.call_parsers import Arguments
-from onedraw.text.tools.call_stream import CallReader
-from onedraw.text.tools.dialects import Calls, Dialect, Tool, ToolSyntax, tool_syntax
-from onedraw.text.tools.prompt import prepared
+from onedraw.text.tools.call_stream import ToolCallParser
+from onedraw.text.tools.dialects import CallableTools, Dialect, Tool, ToolSyntax, tool_syntax
+from onedraw.text.tools.prompt import template_inputs
 from tests.calls import gathered
 
 WEATHER = Tool(
@@ -54,7 +54,7 @@ MARKED = ("hermes", "qwen_xml", "laguna", "gemma")
 
 def read(dialect: Dialect, text: str, width: int = 1000) -> tuple[str, list[tuple[str, str]], int]:
     """Content, calls with their arguments, and how many came to an end."""
-    reader = CallReader(Calls(dialect, (WEATHER,)))
+    reader = ToolCallParser(CallableTools(dialect, (WEATHER,)))
     events = [event for start in range(0, len(text), width) for event in reader.push(text[start : start + width])]
     return *gathered([*events, *reader.finish()]), reader.calls
 
@@ -79,7 +79,7 @@ def test_text_stands_before_between_and_behind_calls(dialect: Dialect, width: in
 
 @pytest.mark.parametrize("dialect", SPELLED)
 def test_arguments_come_piece_by_piece(dialect: Dialect) -> None:
-    reader = CallReader(Calls(dialect, (WEATHER,)))
+    reader = ToolCallParser(CallableTools(dialect, (WEATHER,)))
     pieces = [e for character in SPELLED[dialect] for e in reader.push(character) if isinstance(e, Arguments)]
     assert len(pieces) > (20 if dialect in ("hermes", "llama") else 4)
 
@@ -146,7 +146,7 @@ def test_a_stray_brace_behind_a_call_is_nothing() -> None:
 
 @pytest.mark.parametrize("name", ["a/b", "a:b", "2fa", "a-b.c"])
 def test_a_tool_is_called_by_its_name_in_python_too(name: str) -> None:
-    reader = CallReader(Calls("pythonic", (Tool(name),)))
+    reader = ToolCallParser(CallableTools("pythonic", (Tool(name),)))
     assert gathered([*reader.push(f"[{name}(a=9)]"), *reader.finish()]) == ("", [(name, '{"a": 9}')])
     assert read("pythonic", "[a/b(a=9)]")[0] == "[a/b(a=9)]", "nobody's name"
 
@@ -225,7 +225,7 @@ def test_the_template_tells_the_dialect(source: str, dialect: Dialect, native: b
 @pytest.mark.parametrize("arguments", ["", '{"city": "Par', "[" * 100_000, "5"])
 def test_a_template_that_walks_over_arguments_gets_an_object_of_a_call_that_was_cut_off(arguments: str) -> None:
     said = [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "w", "arguments": arguments}}]}]
-    (message,), _ = prepared(said, [], ToolSyntax("qwen_xml", native=True))
+    (message,), _ = template_inputs(said, [], ToolSyntax("qwen_xml", native=True))
     assert message["tool_calls"][0]["function"]["arguments"] == {}
-    (message,), _ = prepared(said, [], ToolSyntax("hermes", native=True))
+    (message,), _ = template_inputs(said, [], ToolSyntax("hermes", native=True))
     assert message["tool_calls"][0]["function"]["arguments"] == arguments

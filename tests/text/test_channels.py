@@ -1,4 +1,4 @@
-"""Reasoning and content, however the text is cut."""
+"""ReasoningSyntax and content, however the text is cut."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onedraw.text.reasoning import SPACE, ChannelSplitter, Reasoning, reasoning_of, thinking_after
+from onedraw.text.reasoning import SPACE, ReasoningParser, ReasoningSyntax, detect_reasoning, initial_thinking
 
-THINK = Reasoning("<think>", "</think>", "\n</think>\n\n")
-SHORT = Reasoning("<t>", "</t>", "</t>")
-ANYWHERE = Reasoning("<t>", "</t>", "</t>", anywhere=True)
+THINK = ReasoningSyntax("<think>", "</think>", "\n</think>\n\n")
+SHORT = ReasoningSyntax("<t>", "</t>", "</t>")
+ANYWHERE = ReasoningSyntax("<t>", "</t>", "</t>", anywhere=True)
 
 
-def slow(text: str, how: Reasoning, *, reasoning: bool) -> list[tuple[str, str]]:
+def slow(text: str, how: ReasoningSyntax, *, reasoning: bool) -> list[tuple[str, str]]:
     """The whole text at once: spans by regular splitting, white space around markers taken away."""
     pieces: list[tuple[str, str]] = []
     fresh = reasoning
@@ -47,9 +47,9 @@ def folded(pieces: list[tuple[str, str]]) -> list[tuple[str, str]]:
     st.sampled_from([SHORT, ANYWHERE]),
 )
 @settings(max_examples=500)
-def test_however_a_text_is_cut_the_channels_are_the_same(parts: list[str], width: int, reasoning: bool, how: Reasoning) -> None:
+def test_however_a_text_is_cut_the_channels_are_the_same(parts: list[str], width: int, reasoning: bool, how: ReasoningSyntax) -> None:
     text = "".join(parts)
-    splitter = ChannelSplitter(how, "open" if reasoning else "may")
+    splitter = ReasoningParser(how, "open" if reasoning else "may")
     pieces = [piece for start in range(0, len(text), width) for piece in splitter.push(text[start : start + width])]
     pieces += splitter.finish()
     assert all(text for _, text in pieces)
@@ -57,7 +57,7 @@ def test_however_a_text_is_cut_the_channels_are_the_same(parts: list[str], width
 
 
 def test_a_reply_that_thinks_first() -> None:
-    splitter = ChannelSplitter(THINK)
+    splitter = ReasoningParser(THINK)
     assert splitter.push("<thi") == []
     assert splitter.push("nk>\nso ") == [("reasoning", "so")]
     assert splitter.push("it is\n") == [("reasoning", " it is")]
@@ -66,25 +66,25 @@ def test_a_reply_that_thinks_first() -> None:
 
 
 def test_a_prompt_may_have_opened_the_reasoning() -> None:
-    splitter = ChannelSplitter(THINK, "open")
+    splitter = ReasoningParser(THINK, "open")
     assert splitter.push("so</think>yes") == [("reasoning", "so"), ("content", "yes")]
 
 
 def test_a_marker_in_the_middle_of_an_answer_is_text() -> None:
     """A model that explains its own markers must not lose half of its answer."""
-    splitter = ChannelSplitter(THINK)
+    splitter = ReasoningParser(THINK)
     assert splitter.push("Write <think> and </think> around it.") == [("content", "Write <think> and </think> around it.")]
 
 
 def test_half_a_marker_at_the_end_is_text() -> None:
-    splitter = ChannelSplitter(THINK, "open")
+    splitter = ReasoningParser(THINK, "open")
     assert splitter.push("a </thin") == [("reasoning", "a")]
     assert splitter.finish() == [("reasoning", " </thin")]
     assert splitter.finish() == []
 
 
 def test_without_reasoning_everything_is_content() -> None:
-    splitter = ChannelSplitter(None, "open")
+    splitter = ReasoningParser(None, "open")
     assert splitter.push("<think>x</think>") == [("content", "<think>x</think>")]
     assert splitter.push("") == []
     assert splitter.finish() == []
@@ -99,28 +99,28 @@ GEMMA = "{{- '<|channel>thought\\n' + text + '\\n<channel|>' -}}{% if enable_thi
     ("source", "reasoning"),
     [
         (QWEN, THINK),
-        (LAGUNA, Reasoning("<think>", "</think>", "\n</think>\n")),
-        (GEMMA, Reasoning("<|channel>thought\n", "<channel|>", "\n<channel|>", anywhere=True)),
-        ("{{ '<think>' }}{{ '</think>' }}", Reasoning("<think>", "</think>", "</think>", switch=False)),
-        ("{{ '<think></think>' + reasoning_effort }}", Reasoning("<think>", "</think>", "</think>", switch=False, effort=True)),
+        (LAGUNA, ReasoningSyntax("<think>", "</think>", "\n</think>\n")),
+        (GEMMA, ReasoningSyntax("<|channel>thought\n", "<channel|>", "\n<channel|>", anywhere=True)),
+        ("{{ '<think>' }}{{ '</think>' }}", ReasoningSyntax("<think>", "</think>", "</think>", switch=False)),
+        ("{{ '<think></think>' + reasoning_effort }}", ReasoningSyntax("<think>", "</think>", "</think>", switch=False, effort=True)),
         ("{{ messages }}", None),
         ("a <think> alone", None),
     ],
 )
-def test_the_template_tells_how_a_family_reasons(source: str, reasoning: Reasoning | None) -> None:
-    assert reasoning_of(source) == reasoning
+def test_the_template_tells_how_a_family_reasons(source: str, reasoning: ReasoningSyntax | None) -> None:
+    assert detect_reasoning(source) == reasoning
 
 
 def test_the_prompts_end_tells_where_the_reply_begins() -> None:
-    gemma = reasoning_of(GEMMA)
-    assert thinking_after("<|im_start|>assistant\n<think>\n", THINK) == "open"
-    assert thinking_after("<think>\n\n</think>\n\n", THINK) == "over"
-    assert thinking_after("<|im_start|>assistant\n", THINK) == "may"
-    assert thinking_after("<|im_start|>assistant\n", replace(THINK, prompted=True)) == "over"
-    assert thinking_after("<think>", None) == "over"
-    assert thinking_after("<|turn>model\n<|channel>thought\n<channel|>", gemma) == "over"
-    assert thinking_after("<|turn>model\n<|channel>thought\n", gemma) == "open"
+    gemma = detect_reasoning(GEMMA)
+    assert initial_thinking("<|im_start|>assistant\n<think>\n", THINK) == "open"
+    assert initial_thinking("<think>\n\n</think>\n\n", THINK) == "over"
+    assert initial_thinking("<|im_start|>assistant\n", THINK) == "may"
+    assert initial_thinking("<|im_start|>assistant\n", replace(THINK, prompted=True)) == "over"
+    assert initial_thinking("<think>", None) == "over"
+    assert initial_thinking("<|turn>model\n<|channel>thought\n<channel|>", gemma) == "over"
+    assert initial_thinking("<|turn>model\n<|channel>thought\n", gemma) == "open"
 
 
 def test_behind_its_thinking_a_reply_is_content() -> None:
-    assert ChannelSplitter(THINK, "over").push("<think>x") == [("content", "<think>x")]
+    assert ReasoningParser(THINK, "over").push("<think>x") == [("content", "<think>x")]

@@ -13,29 +13,29 @@ import pytest
 
 from onedraw.errors import BadParameter, Unsupported
 from onedraw.sampling.adjustments import unpacked
-from onedraw.text.constraints.base import LONGEST_NUMBER, All, BoundedNumbers, all_of, both, packed
-from onedraw.text.constraints.grammar import Grammars
+from onedraw.text.constraints.base import LONGEST_NUMBER, All, BoundedNumbers, combine, both, token_mask
+from onedraw.text.constraints.grammar import GrammarCompiler
 from onedraw.text.constraints.response_format import (
     ANY_OBJECT,
-    ChoiceGuide,
-    GbnfGuide,
-    Guide,
-    JsonGuide,
-    LarkGuide,
-    RegexGuide,
-    grammar_guide,
+    ChoiceFormat,
+    GbnfFormat,
+    ReplyFormat,
+    JsonFormat,
+    LarkFormat,
+    RegexFormat,
+    grammar_format,
 )
 from onedraw.text.constraints.thinking_budget import single
-from onedraw.text.fake_tokenizer import toy_tokenizer
-from onedraw.text.reasoning import Reasoning
-from onedraw.text.reply_parser import PLAIN, Reading
+from onedraw.text.fake_tokenizer import fake_tokenizer
+from onedraw.text.reasoning import ReasoningSyntax
+from onedraw.text.reply_parser import PLAIN_TEXT, ReplySyntax
 from onedraw.text.tokenizer import Tokenizer
 from onedraw.types import Bits, Constraint
 
-TOKENIZER = toy_tokenizer()
+TOKENIZER = fake_tokenizer()
 EOS = 256
-GRAMMARS = Grammars(TOKENIZER, (EOS,))
-THINK = Reasoning("<think>", "</think>", "\n</think>\n\n")
+GRAMMARS = GrammarCompiler(TOKENIZER, (EOS,))
+THINK = ReasoningSyntax("<think>", "</think>", "\n</think>\n\n")
 PERSON = {
     "type": "object",
     "properties": {
@@ -52,7 +52,7 @@ def ids(text: str) -> list[int]:
     return TOKENIZER.encode(text, add_special=False)
 
 
-def constraint(guide: Guide, reading: Reading = PLAIN) -> Constraint:
+def constraint(guide: ReplyFormat, reading: ReplySyntax = PLAIN_TEXT) -> Constraint:
     return GRAMMARS.constraint(guide, reading)
 
 
@@ -64,7 +64,7 @@ def allowed(held: Constraint, said: str, drafts: str = "") -> set[str]:
 
 
 def test_a_choice_is_spelled_to_its_end_and_then_ends() -> None:
-    held = constraint(ChoiceGuide(("yes", "yellow", 'n"o\n'), "guided_choice"))
+    held = constraint(ChoiceFormat(("yes", "yellow", 'n"o\n'), "guided_choice"))
     assert allowed(held, "") == {"y", "n"}
     assert allowed(held, "ye") == {"s", "l"}
     assert allowed(held, 'n"o') == {"\n"}
@@ -72,20 +72,20 @@ def test_a_choice_is_spelled_to_its_end_and_then_ends() -> None:
 
 
 def test_a_choice_that_begins_like_another_may_end_or_go_on() -> None:
-    held = constraint(ChoiceGuide(("yes", "yes, but"), "guided_choice"))
+    held = constraint(ChoiceFormat(("yes", "yes, but"), "guided_choice"))
     assert allowed(held, "yes") == {"END", ","}
     assert allowed(held, "yes, but") == {"END"}
 
 
 def test_thousands_of_choices_are_held_to() -> None:
-    held = constraint(ChoiceGuide(tuple(f"c{i}" for i in range(5000)), "guided_choice"))
+    held = constraint(ChoiceFormat(tuple(f"c{i}" for i in range(5000)), "guided_choice"))
     assert allowed(held, "c499") == {"END", *"0123456789"}
     assert allowed(held, "c4999") == {"END"}
 
 
 def test_what_is_spelled_like_a_special_token_is_text_where_a_form_wants_it() -> None:
     marker = TOKENIZER.special_texts[0]
-    for guide, said in ((ChoiceGuide((f"a{marker}b",), "x"), "a"), (JsonGuide.of({"const": f"a{marker}b"}, "x"), '"a')):
+    for guide, said in ((ChoiceFormat((f"a{marker}b",), "x"), "a"), (JsonFormat.of({"const": f"a{marker}b"}, "x"), '"a')):
         held = constraint(guide)
         plain = TOKENIZER.encode_plain(said + marker)
         assert EOS not in plain
@@ -98,7 +98,7 @@ def test_what_is_spelled_like_a_special_token_is_text_where_a_form_wants_it() ->
 @pytest.mark.parametrize("rule", ["a[max_tokens=30]: /[a-z ]*/", 'a[stop="e"]: /[a-z ]*/'])
 def test_rules_with_limits_of_their_own_allow_the_same_behind_drafts_that_were_dropped(rule: str) -> None:
     """Their matcher cannot go back by itself."""
-    guide = LarkGuide(f'start: a "x"\n{rule}', "guided_grammar")
+    guide = LarkFormat(f'start: a "x"\n{rule}', "guided_grammar")
     held, alone = constraint(guide), constraint(guide)
     said = "do this and"
     for length in range(len(said)):
@@ -110,23 +110,23 @@ def test_rules_with_limits_of_their_own_allow_the_same_behind_drafts_that_were_d
 @pytest.mark.parametrize(
     "guide",
     [
-        JsonGuide.of({"$ref": "#"}, "x"),
-        RegexGuide(r"[^\s\S]", "x"),
-        LarkGuide("start: start", "x"),
-        GbnfGuide("root ::= root", "x"),
+        JsonFormat.of({"$ref": "#"}, "x"),
+        RegexFormat(r"[^\s\S]", "x"),
+        LarkFormat("start: start", "x"),
+        GbnfFormat("root ::= root", "x"),
     ],
 )
-def test_a_form_that_no_text_has_is_refused(guide: Guide) -> None:
+def test_a_form_that_no_text_has_is_refused(guide: ReplyFormat) -> None:
     with pytest.raises(BadParameter, match=r"no text is of this form|cannot be"):
         constraint(guide)
 
 
 def test_a_form_that_nothing_at_all_has_may_end_at_once() -> None:
-    assert "END" in allowed(constraint(RegexGuide("(a)?", "x")), "")
+    assert "END" in allowed(constraint(RegexFormat("(a)?", "x")), "")
 
 
 def test_a_regular_expression_holds_from_first_to_last() -> None:
-    held = constraint(RegexGuide(r"[a-c]{2}/\d", "guided_regex"))
+    held = constraint(RegexFormat(r"[a-c]{2}/\d", "guided_regex"))
     assert allowed(held, "") == {"a", "b", "c"}
     assert allowed(held, "ab") == {"/"}
     assert {str(n) for n in range(10)} <= allowed(held, "ab/")
@@ -135,29 +135,29 @@ def test_a_regular_expression_holds_from_first_to_last() -> None:
 @pytest.mark.parametrize(
     "guide",
     [
-        GbnfGuide('root ::= "a" digit{1,2} | "b"\ndigit ::= [0-9]', "grammar"),
-        LarkGuide('start: "a" DIGIT{1,2} | "b"\nDIGIT: /[0-9]/', "guided_grammar"),
+        GbnfFormat('root ::= "a" digit{1,2} | "b"\ndigit ::= [0-9]', "grammar"),
+        LarkFormat('start: "a" DIGIT{1,2} | "b"\nDIGIT: /[0-9]/', "guided_grammar"),
     ],
 )
-def test_a_grammar_in_either_notation(guide: Guide) -> None:
+def test_a_grammar_in_either_notation(guide: ReplyFormat) -> None:
     held = constraint(guide)
     assert allowed(held, "") == {"a", "b"}
     assert allowed(held, "b") == {"END"}
     assert "END" in allowed(held, "a1")
     assert "END" not in allowed(held, "a")
-    assert type(grammar_guide(getattr(guide, "lark", "") or guide.gbnf, "x")) is type(guide)
+    assert type(grammar_format(getattr(guide, "lark", "") or guide.gbnf, "x")) is type(guide)
 
 
 def test_thinking_stands_free_before_the_form() -> None:
-    guide = ChoiceGuide(("yes",), "guided_choice")
-    reading = Reading(opening=True, reasoning=THINK, thinking="open")
+    guide = ChoiceFormat(("yes",), "guided_choice")
+    reading = ReplySyntax(opening=True, reasoning=THINK, thinking="open")
     held = constraint(guide, reading)
     assert {"y", "<", "{"} <= allowed(held, "")
     assert "END" not in allowed(held, "hm")
     assert allowed(held, "hm</think>\n\n") == {"y", " ", "\t", "\r", "\n"}
     assert allowed(held, "hm</think>yes") == {"END"}
-    assert allowed(constraint(guide, Reading(reasoning=THINK, thinking="may")), "") == {"y", "<"}
-    assert allowed(constraint(guide, Reading(reasoning=THINK, thinking="over")), "") == {"y"}
+    assert allowed(constraint(guide, ReplySyntax(reasoning=THINK, thinking="may")), "") == {"y", "<"}
+    assert allowed(constraint(guide, ReplySyntax(reasoning=THINK, thinking="over")), "") == {"y"}
 
 
 def special_tokenizer() -> Tokenizer:
@@ -174,8 +174,8 @@ def special_tokenizer() -> Tokenizer:
 
 def test_markers_that_are_special_tokens_are_those_tokens_and_nothing_else() -> None:
     tokenizer = special_tokenizer()
-    gemma = Reasoning("<|channel>thought\n", "<channel|>", "\n<channel|>", anywhere=True)
-    held = Grammars(tokenizer, (EOS,)).constraint(ChoiceGuide(("yes",), "x"), Reading(reasoning=gemma, thinking="may"))
+    gemma = ReasoningSyntax("<|channel>thought\n", "<channel|>", "\n<channel|>", anywhere=True)
+    held = GrammarCompiler(tokenizer, (EOS,)).constraint(ChoiceFormat(("yes",), "x"), ReplySyntax(reasoning=gemma, thinking="may"))
 
     def after(text: str) -> set[int]:
         bits = held.allowed(tokenizer.encode(text, add_special=False), [])
@@ -192,21 +192,21 @@ def test_markers_that_are_special_tokens_are_those_tokens_and_nothing_else() -> 
 def test_any_beginning_has_the_same_set_however_it_was_reached() -> None:
     """Rolled back, branched or fresh: the set is a function of the tokens alone."""
     rng = np.random.default_rng(3)
-    held = constraint(JsonGuide.of(PERSON, "x"))
+    held = constraint(JsonFormat.of(PERSON, "x"))
     truth = ids('{"name": "Ada \\u00e9", "age": 36, "tags": ["a", "b"]}')
     for _ in range(150):
         output = truth[: int(rng.integers(0, len(truth) + 1))]
         drafts = truth[len(output) : len(output) + int(rng.integers(0, 6))]
         if rng.random() < 0.4:
             drafts = [*drafts, int(rng.integers(0, 256))]
-        found, expected = held.allowed(output, drafts), constraint(JsonGuide.of(PERSON, "x")).allowed(output, drafts)
+        found, expected = held.allowed(output, drafts), constraint(JsonFormat.of(PERSON, "x")).allowed(output, drafts)
         assert found is not None
         assert expected is not None
         assert found.tolist() == expected.tolist()
 
 
 def test_nothing_stands_behind_a_draft_that_may_not_stand_there() -> None:
-    held = constraint(ChoiceGuide(("yes",), "x"))
+    held = constraint(ChoiceFormat(("yes",), "x"))
     assert allowed(held, "y", "x") == set()
     assert allowed(held, "y", "xes") == set()
     assert allowed(held, "y", "e") == {"s"}
@@ -214,7 +214,7 @@ def test_nothing_stands_behind_a_draft_that_may_not_stand_there() -> None:
 
 def random_value(schema: Any, rng: np.random.Generator) -> Any:
     """A reply drawn blindly from what is allowed, byte by byte."""
-    held, said = constraint(JsonGuide.of(schema, "x")), []
+    held, said = constraint(JsonFormat.of(schema, "x")), []
     for _ in range(4000):
         bits = held.allowed(said, [])
         assert bits is not None
@@ -247,7 +247,7 @@ def test_even_a_blind_model_writes_valid_json() -> None:
 
 
 def test_numbers_and_white_space_come_to_an_end() -> None:
-    held = constraint(JsonGuide.of(PERSON, "x"))
+    held = constraint(JsonFormat.of(PERSON, "x"))
     begun = '{"name": "a", "age": '
     assert "7" in allowed(held, begun + "1" * (LONGEST_NUMBER - 1))
     assert not {"7", "0"} & allowed(held, begun + "1" * LONGEST_NUMBER)
@@ -264,14 +264,14 @@ def test_numbers_come_to_an_end_whatever_the_size_of_the_vocabulary(vocab: int) 
         def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> Bits:
             return np.full(-(-(vocab + 1) // 32), 0xFFFFFFFF, dtype=np.uint32)
 
-    held = BoundedNumbers(Anything(), spell=lambda token: b"%d" % (token % 10), digits=packed(range(10), vocab))
+    held = BoundedNumbers(Anything(), spell=lambda token: b"%d" % (token % 10), digits=token_mask(range(10), vocab))
     bits = held.allowed([1] * LONGEST_NUMBER, ())
     assert bits is not None
     assert np.flatnonzero(unpacked(bits, vocab)).tolist() == list(range(10, vocab))
 
 
 def test_a_grammar_that_wants_a_long_number_has_it() -> None:
-    held = constraint(JsonGuide.of({"const": 10**60}, "x"))
+    held = constraint(JsonFormat.of({"const": 10**60}, "x"))
     assert allowed(held, "1" + "0" * 55) == {"0"}
 
 
@@ -288,21 +288,21 @@ def test_a_grammar_that_wants_a_long_number_has_it() -> None:
 )
 def test_the_keyword_that_cannot_be_held_to_is_named_with_its_path(schema: Any, path: str) -> None:
     with pytest.raises(BadParameter) as refusal:
-        constraint(JsonGuide.of(schema, "schema"))
+        constraint(JsonFormat.of(schema, "schema"))
     assert refusal.value.param == "schema" + path
 
 
 @pytest.mark.parametrize(
     ("guide", "words"),
     [
-        (RegexGuide("(?=a)b", "guided_regex"), "look-around"),
-        (RegexGuide("[", "guided_regex"), "cannot be compiled"),
-        (GbnfGuide("root ::= <[10]>", "grammar"), "cannot be translated"),
-        (GbnfGuide("x ::= [0-9]", "grammar"), "cannot be translated"),
-        (LarkGuide("start: nothing", "guided_grammar"), "nothing"),
+        (RegexFormat("(?=a)b", "guided_regex"), "look-around"),
+        (RegexFormat("[", "guided_regex"), "cannot be compiled"),
+        (GbnfFormat("root ::= <[10]>", "grammar"), "cannot be translated"),
+        (GbnfFormat("x ::= [0-9]", "grammar"), "cannot be translated"),
+        (LarkFormat("start: nothing", "guided_grammar"), "nothing"),
     ],
 )
-def test_a_guide_that_cannot_be_compiled_is_refused_by_name(guide: Guide, words: str) -> None:
+def test_a_guide_that_cannot_be_compiled_is_refused_by_name(guide: ReplyFormat, words: str) -> None:
     with pytest.raises(BadParameter, match=words) as refusal:
         constraint(guide)
     assert refusal.value.param == guide.param
@@ -311,44 +311,44 @@ def test_a_guide_that_cannot_be_compiled_is_refused_by_name(guide: Guide, words:
 def test_what_is_no_schema_or_no_choice_is_refused() -> None:
     for wrong in ("{", "[]", 5):
         with pytest.raises(BadParameter):
-            JsonGuide.of(wrong, "x")
+            JsonFormat.of(wrong, "x")
     for texts in ((), ("",)):
         with pytest.raises(BadParameter):
-            ChoiceGuide(texts, "x")
+            ChoiceFormat(texts, "x")
 
 
 def test_a_model_without_an_end_cannot_be_held_to_a_form() -> None:
     with pytest.raises(Unsupported, match="no token that ends"):
-        Grammars(TOKENIZER, ())
+        GrammarCompiler(TOKENIZER, ())
 
 
 def test_several_constraints_allow_what_all_of_them_allow() -> None:
-    digits, held = constraint(RegexGuide("[0-9]", "x")), constraint(RegexGuide("[5-9a]", "x"))
-    together = all_of(digits, None, held)
+    digits, held = constraint(RegexFormat("[0-9]", "x")), constraint(RegexFormat("[5-9a]", "x"))
+    together = combine(digits, None, held)
     assert isinstance(together, All)
     assert allowed(together, "") == {"5", "6", "7", "8", "9"}
-    assert all_of(None, held) is held
-    assert all_of(None) is None
+    assert combine(None, held) is held
+    assert combine(None) is None
     assert both(single(3), single(200)).tolist() == [0]
-    assert np.flatnonzero(unpacked(packed([1, 40], 64), 64)).tolist() == [1, 40]
+    assert np.flatnonzero(unpacked(token_mask([1, 40], 64), 64)).tolist() == [1, 40]
 
 
 def test_an_equal_guide_is_compiled_once() -> None:
     for _ in range(2):
-        constraint(JsonGuide.of(ANY_OBJECT, "x"))
-    compiled = [guide for guide, _ in GRAMMARS._compiled if guide == JsonGuide.of(ANY_OBJECT, "x")]
+        constraint(JsonFormat.of(ANY_OBJECT, "x"))
+    compiled = [guide for guide, _ in GRAMMARS._compiled if guide == JsonFormat.of(ANY_OBJECT, "x")]
     assert len(compiled) == 1
 
 
 def test_without_the_library_the_refusal_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(Unsupported, match=r"onedraw\[structured\]"):
-        Grammars(TOKENIZER, (EOS,))
+        GrammarCompiler(TOKENIZER, (EOS,))
 
 
 def test_a_token_outside_the_vocabulary_ends_nothing() -> None:
-    guide = RegexGuide("[a-z]{5}", "x")
-    held = Grammars(TOKENIZER, (EOS, 10**6)).constraint(guide, PLAIN)
-    assert np.array_equal(held.allowed([], []), GRAMMARS.constraint(guide, PLAIN).allowed([], []))
+    guide = RegexFormat("[a-z]{5}", "x")
+    held = GrammarCompiler(TOKENIZER, (EOS, 10**6)).constraint(guide, PLAIN_TEXT)
+    assert np.array_equal(held.allowed([], []), GRAMMARS.constraint(guide, PLAIN_TEXT).allowed([], []))
     with pytest.raises(Unsupported, match="no token that ends"):
-        Grammars(TOKENIZER, (10**6,))
+        GrammarCompiler(TOKENIZER, (10**6,))

@@ -1,12 +1,12 @@
-"""Calls as they were written, found again by the message that tells of them."""
+"""CallableTools as they were written, found again by the message that tells of them."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from onedraw.text.tools.call_cache import CallMemory, Remembered, origin_of, recalled
+from onedraw.text.tools.call_cache import ToolCallCache, CachedReply, prompt_hash, cached_prompt
 from onedraw.text.tools.dialects import Tool, ToolSyntax
-from onedraw.text.tools.prompt import prepared
+from onedraw.text.tools.prompt import template_inputs
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 ASSISTANT = {"role": "assistant", "content": "", "tool_calls": [CALL]}
@@ -22,15 +22,15 @@ def render(messages: Any, follows: bool) -> str:
     return text + ("[assistant]" if follows else "")
 
 
-def memory_of(**changes: Any) -> CallMemory:
-    memory = CallMemory()
-    kept = {"origin": origin_of(render([USER], True)), "ids": (1, 2, 3), "content": "", "calls": (("f", '{"a":1}'),)}
-    memory.keep("call_1", Remembered(**kept | changes))
+def memory_of(**changes: Any) -> ToolCallCache:
+    memory = ToolCallCache()
+    kept = {"origin": prompt_hash(render([USER], True)), "ids": (1, 2, 3), "content": "", "calls": (("f", '{"a":1}'),)}
+    memory.keep("call_1", CachedReply(**kept | changes))
     return memory
 
 
-def found(memory: CallMemory, messages: Any) -> Any:
-    return recalled(messages, render(messages, True), memory=memory, render=render, ends=["<end>"], marks=["<end>"])
+def found(memory: ToolCallCache, messages: Any) -> Any:
+    return cached_prompt(messages, render(messages, True), memory=memory, render=render, ends=["<end>"], marks=["<end>"])
 
 
 def test_the_prompt_begins_with_the_remembered_tokens() -> None:
@@ -50,7 +50,7 @@ def test_another_beginning_another_call_or_another_content_is_not_it() -> None:
     assert found(memory_of(calls=(("f", '{"a":true}'),)), messages) is None
     assert found(memory_of(content="x"), messages) is None
     assert found(memory_of(), [USER, {**ASSISTANT, "tool_calls": [{**CALL, "id": "call_2"}]}, RESULT]) is None
-    assert found(CallMemory(), messages) is None
+    assert found(ToolCallCache(), messages) is None
 
 
 def test_a_template_that_writes_the_last_message_otherwise_is_seen_through() -> None:
@@ -60,22 +60,22 @@ def test_a_template_that_writes_the_last_message_otherwise_is_seen_through() -> 
 
     messages = [USER, ASSISTANT, RESULT]
     text = moody(messages, True)
-    assert recalled(messages, text, memory=memory_of(), render=moody, ends=["<end>"], marks=["<end>"]) == (
+    assert cached_prompt(messages, text, memory=memory_of(), render=moody, ends=["<end>"], marks=["<end>"]) == (
         (1, 2, 3),
         "<end>\n[tool]5<end>\n[assistant]",
     )
 
 
 def test_memory_is_bounded() -> None:
-    memory = CallMemory(most_tokens=10)
+    memory = ToolCallCache(most_tokens=10)
     for number in range(5):
-        memory.keep(f"call_{number}", Remembered("o", (0,) * 4, "", (("f", "{}"),)))
+        memory.keep(f"call_{number}", CachedReply("o", (0,) * 4, "", (("f", "{}"),)))
     assert list(memory._kept) == ["call_3", "call_4"]
 
 
 def test_a_template_that_knows_tools_gets_them_with_arguments_as_objects() -> None:
     tool = Tool("f", "does f", '{"type": "object"}')
-    messages, told = prepared([USER, ASSISTANT, RESULT], [tool], ToolSyntax("hermes", native=True))
+    messages, told = template_inputs([USER, ASSISTANT, RESULT], [tool], ToolSyntax("hermes", native=True))
     assert messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
     assert told["tools"][0]["function"] == {"name": "f", "description": "does f", "parameters": {"type": "object"}}
 
@@ -83,11 +83,11 @@ def test_a_template_that_knows_tools_gets_them_with_arguments_as_objects() -> No
 def test_a_template_that_knows_none_has_them_explained() -> None:
     tool = Tool("f", "does f", '{"type": "object"}')
     spoken = [{"role": "system", "content": "Be brief."}, USER, ASSISTANT, RESULT, {**RESULT, "content": "6"}]
-    messages, told = prepared(spoken, [tool], ToolSyntax("hermes", native=False))
+    messages, told = template_inputs(spoken, [tool], ToolSyntax("hermes", native=False))
     assert told == {}
     assert [m["role"] for m in messages] == ["system", "user", "assistant", "user"]
     assert messages[0]["content"].startswith("Be brief.")
     assert '"name": "f"' in messages[0]["content"]
     assert messages[2]["content"] == '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     assert messages[3]["content"] == "<tool_response>\n5\n</tool_response>\n<tool_response>\n6\n</tool_response>"
-    assert prepared([USER], [], ToolSyntax("hermes", native=False)) == ([USER], {})
+    assert template_inputs([USER], [], ToolSyntax("hermes", native=False)) == ([USER], {})

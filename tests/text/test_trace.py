@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from onedraw.text.fake_tokenizer import toy_tokenizer
-from onedraw.text.verify_trace import Step, Tracer, lines, walk
+from onedraw.text.fake_tokenizer import fake_tokenizer
+from onedraw.text.verify_trace import Step, VerifyTracer, lines, walk
 from onedraw.types import Choice, Draft, History, Row, RowOutcome, SamplingParams
 
 
@@ -69,7 +69,7 @@ def test_a_line_has_ids_and_texts() -> None:
 
 
 def test_the_tracer_writes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    Tracer(toy_tokenizer())(row((5, -1)), chosen(6))
+    VerifyTracer(fake_tokenizer())(row((5, -1)), chosen(6))
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("verify r 10: draft 5 ")

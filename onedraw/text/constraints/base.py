@@ -54,7 +54,7 @@ LONGEST_NUMBER = 48  # digits in a row; a number of more is a model that does no
 _DIGITS = b"0123456789"
 
 
-def all_of(*constraints: Constraint | None) -> Constraint | None:
+def combine(*constraints: Constraint | None) -> Constraint | None:
     """What all of them allow."""
     given = tuple(constraint for constraint in constraints if constraint is not None)
     return None if not given else given[0] if len(given) == 1 else All(given)
@@ -106,7 +106,7 @@ class BoundedNumbers:
         return run + tail if tail == len(text) else tail
 
 
-def packed(members: Sequence[int], vocab: int) -> Bits:
+def token_mask(members: Sequence[int], vocab: int) -> Bits:
     """A set of tokens."""
     bits = np.zeros(-(-vocab // 32) * 32, dtype=np.uint8)
     bits[list(members)] = 1

@@ -1,6 +1,6 @@
 """Guides compiled to constraints, through llguidance: the set of tokens that may follow any beginning of a reply.
 
-In: a guide and how the reply is read. Out: a Constraint. Thinking, where the model may think, stands before the guided part
+In: a guide and how the reply is read. Out: a Constraint. InitialThinking, where the model may think, stands before the guided part
 and is free. The matcher follows history and drafts, and rolls back to where another draft or another branch parts. A
 guide that cannot be compiled is a BadParameter, with the path of the keyword that is to blame.
 """
@@ -18,10 +18,10 @@ from typing import Any, assert_never
 import numpy as np
 
 from onedraw.errors import BadParameter, Unsupported
-from onedraw.text.constraints.base import BoundedNumbers, begins_with_digit, packed, shared
-from onedraw.text.constraints.response_format import WHITESPACE, ChoiceGuide, GbnfGuide, Guide, JsonGuide, LarkGuide, RegexGuide
-from onedraw.text.reasoning import Reasoning
-from onedraw.text.reply_parser import Reading
+from onedraw.text.constraints.base import BoundedNumbers, begins_with_digit, token_mask, shared
+from onedraw.text.constraints.response_format import WHITESPACE, ChoiceFormat, GbnfFormat, ReplyFormat, JsonFormat, LarkFormat, RegexFormat
+from onedraw.text.reasoning import ReasoningSyntax
+from onedraw.text.reply_parser import ReplySyntax
 from onedraw.text.tokenizer import Tokenizer
 from onedraw.types import NO_TOKEN, Bits, Constraint
 
@@ -127,7 +127,7 @@ class GrammarConstraint:
         return 0
 
 
-class Grammars:
+class GrammarCompiler:
     """Compiles guides for one tokenizer and remembers the last ones. May be used from several threads."""
 
     def __init__(self, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> None:
@@ -140,11 +140,11 @@ class Grammars:
         self._library = _library()
         self._vocabulary = _vocabulary(self._library, tokenizer, eos_ids)
         members = [i for i in range(tokenizer.vocab_size) if begins_with_digit(tokenizer.token_bytes(i))]
-        self._digits = packed(members, tokenizer.vocab_size)
-        self._compiled: OrderedDict[tuple[Guide, Reading], Any] = OrderedDict()
+        self._digits = token_mask(members, tokenizer.vocab_size)
+        self._compiled: OrderedDict[tuple[ReplyFormat, ReplySyntax], Any] = OrderedDict()
         self._lock = threading.Lock()
 
-    def constraint(self, guide: Guide, reading: Reading) -> Constraint:
+    def constraint(self, guide: ReplyFormat, reading: ReplySyntax) -> Constraint:
         """A constraint of its own for one request, whose reply is read in this way."""
         with self._lock:
             pristine = self._compiled.get((guide, reading))
@@ -154,11 +154,11 @@ class Grammars:
                     self._compiled.popitem(last=False)
             self._compiled.move_to_end((guide, reading))
         grammar = GrammarConstraint(pristine, self._tokenizer.vocab_size, guide.param)
-        if isinstance(guide, JsonGuide) or (isinstance(guide, LarkGuide) and guide.numbers):
+        if isinstance(guide, JsonFormat) or (isinstance(guide, LarkFormat) and guide.numbers):
             return BoundedNumbers(grammar, spell=self._tokenizer.token_bytes, digits=self._digits)
         return grammar
 
-    def _compile(self, guide: Guide, reading: Reading) -> Any:
+    def _compile(self, guide: ReplyFormat, reading: ReplySyntax) -> Any:
         opening = {"lark_grammar": self._opening(reading)}
         body = {"name": "body", **self._body(guide)}
         matcher = self._matcher({"grammars": [opening, body]})
@@ -166,7 +166,7 @@ class Grammars:
             self._require_text(matcher, guide.param)
             return matcher
         error = matcher.get_error()
-        if isinstance(guide, JsonGuide):
+        if isinstance(guide, JsonFormat):
             self.checked(json.loads(guide.schema), guide.param)
         raise BadParameter(guide.param, f"cannot be compiled: {_first_line(error)}")
 
@@ -197,23 +197,23 @@ class Grammars:
         matcher = self._matcher({"grammars": [{"json_schema": schema}]})
         return _first_line(matcher.get_error()) if matcher.is_error() else ""
 
-    def _body(self, guide: Guide) -> dict[str, Any]:
+    def _body(self, guide: ReplyFormat) -> dict[str, Any]:
         match guide:
-            case JsonGuide(schema):
-                return {"json_schema": with_bounds(json.loads(schema))}
-            case RegexGuide(pattern):
+            case JsonFormat(schema):
+                return {"json_schema": bound_whitespace(json.loads(schema))}
+            case RegexFormat(pattern):
                 return {"lark_grammar": f"start: /{self._library.regex_to_lark(pattern, '')}/"}
-            case ChoiceGuide(texts):
+            case ChoiceFormat(texts):
                 # One word of many shapes: as many rules would be more than a parser follows at once.
                 return {"lark_grammar": "start: CHOICE\nCHOICE: " + " | ".join(literal(text) for text in texts)}
-            case LarkGuide(lark):
+            case LarkFormat(lark):
                 return {"lark_grammar": lark}
-            case GbnfGuide(gbnf, param):
+            case GbnfFormat(gbnf, param):
                 return {"lark_grammar": _lark_of(gbnf, param)}
             case _:
                 assert_never(guide)
 
-    def _opening(self, reading: Reading) -> str:
+    def _opening(self, reading: ReplySyntax) -> str:
         """What may stand before the guided part: thinking, begun by the prompt or by the model."""
         if reading.reasoning is None or reading.thinking == "over":
             return "start: @body"
@@ -222,7 +222,7 @@ class Grammars:
             return f"start: thought gap @body\n{_GAP}\n{thought}"
         return f"start: (opens thought gap)? @body\nopens: {self.spelled(reading.reasoning.opens)}\n{_GAP}\n{thought}"
 
-    def _thought(self, reasoning: Reasoning) -> str:
+    def _thought(self, reasoning: ReasoningSyntax) -> str:
         (first, *rest) = self._tokenizer.encode(reasoning.closes, add_special=False)
         if not rest and self._tokenizer.is_special(first):
             return f"thought: /(.|\\n)*/ <[{first}]>"
@@ -248,7 +248,7 @@ def literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def with_bounds(schema: Any) -> Any:
+def bound_whitespace(schema: Any) -> Any:
     """A schema whose white space is bounded."""
     if not isinstance(schema, dict):
         return schema
@@ -256,7 +256,7 @@ def with_bounds(schema: Any) -> Any:
     return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE, **(given if isinstance(given, dict) else {})}}
 
 
-def available() -> bool:
+def structured_output_available() -> bool:
     """Whether replies can be held to a form here."""
     try:
         _library()

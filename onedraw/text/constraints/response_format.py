@@ -18,14 +18,14 @@ WHITESPACE = r"(\r?\n)?[ \t]{0,24}"
 
 
 @dataclass(frozen=True, slots=True)
-class JsonGuide:
+class JsonFormat:
     """A value that a JSON schema describes. The schema is kept as text: equal texts compile once."""
 
     schema: str
     param: str
 
     @classmethod
-    def of(cls, schema: Any, param: str) -> JsonGuide:
+    def of(cls, schema: Any, param: str) -> JsonFormat:
         if isinstance(schema, str):
             try:
                 schema = json.loads(schema)
@@ -39,7 +39,7 @@ class JsonGuide:
 
 
 @dataclass(frozen=True, slots=True)
-class RegexGuide:
+class RegexFormat:
     """A text that a regular expression matches from its first to its last character."""
 
     pattern: str
@@ -47,7 +47,7 @@ class RegexGuide:
 
 
 @dataclass(frozen=True, slots=True)
-class ChoiceGuide:
+class ChoiceFormat:
     """One of these texts."""
 
     texts: tuple[str, ...]
@@ -59,7 +59,7 @@ class ChoiceGuide:
 
 
 @dataclass(frozen=True, slots=True)
-class LarkGuide:
+class LarkFormat:
     """A Lark grammar, in llguidance's dialect; its first rule is `start`. `numbers`: runs of digits are bounded."""
 
     lark: str
@@ -68,16 +68,16 @@ class LarkGuide:
 
 
 @dataclass(frozen=True, slots=True)
-class GbnfGuide:
+class GbnfFormat:
     """A grammar as llama.cpp writes them; its first rule is `root`."""
 
     gbnf: str
     param: str
 
 
-Guide = JsonGuide | RegexGuide | ChoiceGuide | LarkGuide | GbnfGuide
+ReplyFormat = JsonFormat | RegexFormat | ChoiceFormat | LarkFormat | GbnfFormat
 
 
-def grammar_guide(source: str, param: str) -> LarkGuide | GbnfGuide:
+def grammar_format(source: str, param: str) -> LarkFormat | GbnfFormat:
     """A grammar in either notation, told apart by how rules are written."""
-    return GbnfGuide(source, param) if "::=" in source else LarkGuide(source, param)
+    return GbnfFormat(source, param) if "::=" in source else LarkFormat(source, param)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from onedraw.text.constraints.base import Walk
-from onedraw.text.reasoning import Place, Reasoning, Thinking, beginning, walk
+from onedraw.text.reasoning import Place, ReasoningSyntax, InitialThinking, beginning, walk
 from onedraw.types import Bits
 
 NOT_CLOSING = -1
@@ -34,7 +34,7 @@ class ThinkingBudget:
     """Owner: one request. `spell` gives the bytes of a token."""
 
     def __init__(
-        self, reasoning: Reasoning, *, limit: int, closing: Sequence[int], spell: Callable[[int], bytes], thinking: Thinking
+        self, reasoning: ReasoningSyntax, *, limit: int, closing: Sequence[int], spell: Callable[[int], bytes], thinking: InitialThinking
     ) -> None:
         assert closing
         self._reasoning = reasoning

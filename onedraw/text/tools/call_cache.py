@@ -22,7 +22,7 @@ Render = Callable[[Sequence[Mapping[str, Any]], bool], str]  # messages, whether
 
 
 @dataclass(frozen=True, slots=True)
-class Remembered:
+class CachedReply:
     """A reply that called tools. `origin`: of the prompt's text, as the template rendered it."""
 
     origin: str
@@ -31,16 +31,16 @@ class Remembered:
     calls: tuple[tuple[str, str], ...]  # name and arguments, as they were told
 
 
-class CallMemory:
+class ToolCallCache:
     """Replies by the id of their first call. Any thread may use it."""
 
     def __init__(self, most_tokens: int = MOST_TOKENS) -> None:
         self._most = most_tokens
         self._tokens = 0
-        self._kept: OrderedDict[str, Remembered] = OrderedDict()
+        self._kept: OrderedDict[str, CachedReply] = OrderedDict()
         self._lock = threading.Lock()
 
-    def keep(self, call_id: str, reply: Remembered) -> None:
+    def keep(self, call_id: str, reply: CachedReply) -> None:
         with self._lock:
             self._kept[call_id] = reply
             self._tokens += len(reply.ids)
@@ -48,7 +48,7 @@ class CallMemory:
                 _, oldest = self._kept.popitem(last=False)
                 self._tokens -= len(oldest.ids)
 
-    def find(self, message: Mapping[str, Any]) -> Remembered | None:
+    def find(self, message: Mapping[str, Any]) -> CachedReply | None:
         """The reply that this message tells of, if it tells of it as it was."""
         calls = message.get("tool_calls") or ()
         if message.get("role") != "assistant" or not calls:
@@ -61,15 +61,15 @@ class CallMemory:
         return reply if told == [(name, _spelled(arguments)) for name, arguments in reply.calls] else None
 
 
-def origin_of(text: str) -> str:
+def prompt_hash(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def recalled(
+def cached_prompt(
     messages: Sequence[Mapping[str, Any]],
     text: str,
     *,
-    memory: CallMemory,
+    memory: ToolCallCache,
     render: Render,
     ends: Sequence[str],
     marks: Sequence[str],
@@ -83,7 +83,7 @@ def recalled(
         reply = memory.find(messages[number])
         if reply is None:
             continue
-        if origin_of(render(messages[:number], True)) != reply.origin:
+        if prompt_hash(render(messages[:number], True)) != reply.origin:
             return None
         rest = _behind(messages, number, text, render, ends, marks)
         return None if rest is None else (reply.ids, rest)

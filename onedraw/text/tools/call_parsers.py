@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from onedraw.text.reasoning import SPACE
 from onedraw.text.surrogates import whole
-from onedraw.text.tools.dialects import GEMMA_QUOTE, MARKERS, Calls, Dialect
+from onedraw.text.tools.dialects import GEMMA_QUOTE, MARKERS, CallableTools, Dialect
 from onedraw.text.tools.schema import kind_of, types_of
 
 # -------------------- Characters of a call, one by one: what parsers of every syntax ask of them.
@@ -90,7 +90,7 @@ Event: TypeAlias = Begin | Arguments | End
 Types: TypeAlias = dict[str, dict[str, tuple[str, ...]]]  # tool → parameter → JSON types it may have; none: any
 
 
-def parser_of(calls: Calls) -> Callable[[list[Event]], Parser]:
+def parser_of(calls: CallableTools) -> Callable[[list[Event]], Parser]:
     types = {tool.name: types_of(tool.schema) for tool in calls.tools}
     match calls.dialect:
         case "hermes":

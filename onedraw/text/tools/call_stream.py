@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from onedraw.text.reasoning import SPACE
 from onedraw.text.tools.call_parsers import Another, Arguments, Begin, End, Event, Malformed, Parser, parser_of
-from onedraw.text.tools.dialects import MARKERS, Calls
+from onedraw.text.tools.dialects import MARKERS, CallableTools
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +21,10 @@ class Text:
     read: bool = True  # else nobody knows what it would have been: a call was begun, and the reply ended before its name
 
 
-class CallReader:
+class ToolCallParser:
     """One owner: the stream of one reply."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: CallableTools) -> None:
         self._make = parser_of(calls)
         self._markers = MARKERS.get(calls.dialect)
         self._opens = None if self._markers is None else self._markers[0]
@@ -36,7 +36,7 @@ class CallReader:
 
     @property
     def calls(self) -> int:
-        """Calls that came to their end."""
+        """CallableTools that came to their end."""
         return self._calls
 
     def push(self, text: str) -> list[Event | Text]:
@@ -78,7 +78,7 @@ class CallReader:
         self._held = self._held[len(safe) :]
 
     def _bare(self, character: str, out: list[Event | Text]) -> None:
-        """Calls without markers stand at the beginning, or behind another call."""
+        """CallableTools without markers stand at the beginning, or behind another call."""
         if self._began:
             self._say(character, out)
         elif character in SPACE or (self._fresh and character in ";,"):

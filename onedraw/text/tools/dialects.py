@@ -53,8 +53,8 @@ class ToolUse:
 
 
 @dataclass(frozen=True, slots=True)
-class Calls:
-    """How calls in a reply are read: part of its Reading."""
+class CallableTools:
+    """How calls in a reply are read: part of its ReplySyntax."""
 
     dialect: Dialect
     tools: tuple[Tool, ...] = ()

@@ -1,4 +1,4 @@
-"""Grammars of tool calls: the tools' own schemas, written in the family's syntax.
+"""GrammarCompiler of tool calls: the tools' own schemas, written in the family's syntax.
 
 In: tools, the dialect, a tokenizer. Out: a Lark grammar of a reply that must call, or may. In a reply that may call, text is
 free until a call begins; from there on every character of it is held to a tool that exists and to that tool's schema.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onedraw.errors import BadParameter
-from onedraw.text.constraints.grammar import literal, with_bounds
+from onedraw.text.constraints.grammar import literal, bound_whitespace
 from onedraw.text.tokenizer import Tokenizer
 from onedraw.text.tools.dialects import GEMMA_QUOTE, MARKERS, Dialect, Tool
 from onedraw.text.tools.schema import (
@@ -262,14 +262,14 @@ def text_terminal(part: dict[str, Any], *, avoiding: str, param: str) -> str | N
     return " & ".join([*bounds, rf"~/(.|\n)*{shut}(.|\n)*/"])
 
 
-# -------------------- Grammars of tool calls: the tools' own schemas, written in the family's syntax.
+# -------------------- GrammarCompiler of tool calls: the tools' own schemas, written in the family's syntax.
 
 
 Spell = Callable[[str], str]  # a text as a Lark grammar writes it
 Check = Callable[[Any, str], Any]  # a schema and the caller's path to it → the schema, or a refusal
 
 
-class CallGrammar:
+class ToolCallGrammar:
     """Writes one grammar. `spell` knows which markers are special tokens; `check` judges schemas."""
 
     def __init__(self, dialect: Dialect, *, tokenizer: Tokenizer, spell: Spell, check: Check) -> None:
@@ -335,7 +335,7 @@ class CallGrammar:
             case "hermes" | "llama":
                 word = "arguments" if self._dialect == "hermes" else "parameters"
                 head = literal(f'{{"name": {json.dumps(tool.name)}, "{word}": ')
-                self._rules += [f'{name}: {head} {name}_a "}}"', f"{name}_a: %json {json.dumps(with_bounds(schema))}"]
+                self._rules += [f'{name}: {head} {name}_a "}}"', f"{name}_a: %json {json.dumps(bound_whitespace(schema))}"]
             case "qwen_xml":
                 body = self._tagged(name, tool, schema, head="<parameter={}>\n", tail="\n</parameter>", behind="\n")
                 self._rules.append(f'{name}: {literal(f"<function={tool.name}>" + chr(10))} {body} "</function>"')
@@ -396,7 +396,7 @@ class CallGrammar:
     def _tagged_value(self, rule: str, part: Any, shared: dict[str, Any], *, tail: str, param: str) -> str:
         if not isinstance(part, dict) or kinds_of(part) != ("string",):
             schema = self._check({**shared, **part} if isinstance(part, dict) else part, param)
-            self._rules.append(f"{rule}_v: %json {json.dumps(with_bounds(schema))}")
+            self._rules.append(f"{rule}_v: %json {json.dumps(bound_whitespace(schema))}")
             return f"{rule}_v {literal(tail)}"
         if "enum" in part or "const" in part:
             texts = constants({**part, "type": "string"}, param)
@@ -417,7 +417,7 @@ class CallGrammar:
         kinds = kinds_of(part) if isinstance(part, dict) else ()
         if not kinds or "string" in kinds or not set(kinds) <= KINDS:
             return self._anything(rule, tail)
-        self._rules.append(f"{rule}_l: %json {json.dumps(with_bounds({'type': list(kinds)}))}")
+        self._rules.append(f"{rule}_l: %json {json.dumps(bound_whitespace({'type': list(kinds)}))}")
         return f"{rule}_l {literal(tail)}"
 
     def _anything(self, rule: str, tail: str) -> str:

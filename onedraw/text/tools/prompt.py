@@ -24,7 +24,7 @@ To call a function, write its name and its arguments as JSON between tags, and t
 </tool_call>"""
 
 
-def prepared(
+def template_inputs(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], syntax: ToolSyntax
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Messages and keyword arguments for the template."""

@@ -13,7 +13,7 @@ from onedraw.backends.sampled_rows import SamplingPosition
 from onedraw.backends.torch.sampling.sampler import Sampler
 from onedraw.sampling.law import choice, law
 from onedraw.sampling.noise import gumbel
-from onedraw.text.constraints.base import packed
+from onedraw.text.constraints.base import token_mask
 from onedraw.types import Bits, Choice, DryParams, History, Logprobs, SamplingParams
 
 NEAR = 5e-6  # two values this close under noise may change places between backends, whose logarithms differ
@@ -54,7 +54,7 @@ def random_params(rng: np.random.Generator, vocab: int) -> SamplingParams:
         logprobs=maybe(int(rng.choice([0, 1, 5, 20])), None, 0.5),
         logprobs_mode="raw" if rng.random() < 0.5 else "processed",
         checksums=bool(rng.random() < 0.7),
-        constraint=maybe(Fixed(packed(tokens(9), vocab)), None, 0.2),
+        constraint=maybe(Fixed(token_mask(tokens(9), vocab)), None, 0.2),
     )
 
 
