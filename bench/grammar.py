@@ -23,7 +23,7 @@ from onedraw.checkpoints.base import open_checkpoint
 from onedraw.checkpoints.download import resolve
 from onedraw.settings import default_cache_dir
 from onedraw.text.constraints.grammar import GrammarCompiler
-from onedraw.text.constraints.response_format import ANY_OBJECT, ReplyFormat, JsonFormat, RegexFormat
+from onedraw.text.constraints.response_format import ANY_OBJECT, JsonFormat, RegexFormat, ReplyFormat
 from onedraw.text.reply_parser import PLAIN_TEXT
 from onedraw.text.tokenizer import Tokenizer
 
@@ -144,7 +144,7 @@ def peer(tokenizer: Tokenizer, guide: ReplyFormat) -> Callable[[], Mask]:
     """xgrammar with the same vocabulary, following by the same rule."""
     import xgrammar
 
-    from onedraw.text.constraints.base import shared
+    from onedraw.text.constraints.base import common_prefix
 
     words = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
     info = xgrammar.TokenizerInfo(words, vocab_type=xgrammar.VocabType.RAW, stop_token_ids=[tokenizer.eos_id])
@@ -163,7 +163,7 @@ def peer(tokenizer: Tokenizer, guide: ReplyFormat) -> Callable[[], Mask]:
 
         def mask(output: list[int], drafts: list[int]) -> object:
             tokens = [*output, *drafts]
-            common = shared(known, tokens)
+            common = common_prefix(known, tokens)
             if common < len(known):
                 matcher.rollback(len(known) - common)
                 del known[common:]

@@ -103,7 +103,7 @@ def _tool_use(
     may = tuple(tool for tool in known if tool_choice in ("auto", "required", tool.name))
     if not may:
         raise BadParameter("tool_choice", f"{tool_choice} is no tool of this request; else auto, none or required")
-    return ToolUse(tuple(known), may, must=tool_choice != "auto", parallel=parallel_tool_calls)
+    return ToolUse(tuple(known), may, required=tool_choice != "auto", parallel=parallel_tool_calls)
 
 
 def _ids(door: Door, prompt: Prompt) -> tuple[int, ...]:

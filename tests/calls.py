@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from onedraw.text.tools.call_parsers import Arguments, Begin, End, Event
-from onedraw.text.tools.call_stream import Text
+from onedraw.text.tools.call_parsers import CallArguments, CallEnd, CallEvent, CallStart
+from onedraw.text.tools.call_stream import Content
 
 
-def gathered(events: Iterable[Event | Text]) -> tuple[str, list[tuple[str, str]]]:
+def gathered(events: Iterable[CallEvent | Content]) -> tuple[str, list[tuple[str, str]]]:
     """The content, and the calls by name with their arguments."""
     content, calls = "", []
     for event in events:
         match event:
-            case Text(said):
+            case Content(said):
                 content += said
-            case Begin(name):
+            case CallStart(name):
                 calls.append([name, ""])
-            case Arguments(said):
+            case CallArguments(said):
                 calls[-1][1] += said
-            case End():
+            case CallEnd():
                 pass
     return content, [(name, arguments) for name, arguments in calls]

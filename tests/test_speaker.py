@@ -34,7 +34,9 @@ def ids(text: str) -> list[int]:
     return TOKENIZER.encode(text, add_special=False)
 
 
-def pieces(tokens: Sequence[int], cuts: Sequence[int], *, reading: ReplySyntax, stop: tuple[str, ...], finish: Finish) -> list[Piece]:
+def pieces(
+    tokens: Sequence[int], cuts: Sequence[int], *, reading: ReplySyntax, stop: tuple[str, ...], finish: Finish
+) -> list[Piece]:
     ask = Ask(prompt=(1,), params=SamplingParams(stop_ids=frozenset({EOS})), stop=stop, reading=reading)
     speaker = Speaker(0, ask, TOKENIZER)
     found: list[Piece] = []

@@ -30,8 +30,8 @@ from onedraw.text.constraints.thinking_budget import ThinkingBudget
 from onedraw.text.reasoning import ReasoningSyntax, detect_reasoning, initial_thinking
 from onedraw.text.reply_parser import ReplySyntax, chat_reply_syntax
 from onedraw.text.tokenizer import Tokenizer
-from onedraw.text.tools.call_cache import ToolCallCache, CachedReply, prompt_hash, cached_prompt
-from onedraw.text.tools.dialects import CallableTools, ToolSyntax, ToolUse, tool_syntax
+from onedraw.text.tools.call_cache import CachedReply, ToolCallCache, cached_prompt, prompt_hash
+from onedraw.text.tools.dialects import CallableTools, ToolSyntax, ToolUse, detect_tool_syntax
 from onedraw.text.tools.prompt import template_inputs
 from onedraw.types import SEED_LIMIT, Constraint, ModelCard, Piece, Request
 
@@ -106,7 +106,7 @@ class Door:
     @cached_property
     def tool_syntax(self) -> ToolSyntax:
         """How this model calls tools."""
-        return tool_syntax("" if self.template is None else self.template.source)
+        return detect_tool_syntax("" if self.template is None else self.template.source)
 
     def chat(
         self,
@@ -139,7 +139,7 @@ class Door:
         known = cached_prompt(messages, text, memory=self.memory, render=render, ends=ends, marks=marks)
         begun, rest = ((), text) if known is None else known
         ids = (*begun, *self.tokenizer.encode(rest, add_special=False))
-        calls = None if use is None else CallableTools(self.tool_syntax.dialect, use.callable, use.parallel)
+        calls = None if use is None else CallableTools(self.tool_syntax.dialect, use.allowed, use.parallel)
         return Prompted(ids, chat_reply_syntax(text, self.reasoning, calls, self.tokenizer), prompt_hash(text))
 
     def render(self, messages: Sequence[dict[str, Any]], **template_kwargs: Any) -> tuple[int, ...]:
@@ -236,7 +236,7 @@ class Door:
                 reading.reasoning,
                 limit=ask.thinking_budget,
                 closing=self.encode(reading.reasoning.closing, add_special=False),
-                spell=self.tokenizer.token_bytes,
+                token_bytes=self.tokenizer.token_bytes,
                 thinking=reading.thinking,
             )
         if ask.guide is not None:
@@ -294,7 +294,7 @@ class Door:
             if ids and ids[-1] in voice.ask.params.stop_ids:
                 ids.pop()
             calls = tuple((called.call.name, called.arguments) for called in reply.calls)
-            self.memory.keep(reply.calls[0].call.id, CachedReply(voice.ask.origin, (*voice.ask.prompt, *ids), reply.text, calls))
+            self.memory.put(reply.calls[0].call.id, CachedReply(voice.ask.origin, (*voice.ask.prompt, *ids), reply.text, calls))
 
     def _end(self, voices: list[Voice]) -> None:
         for voice in voices:

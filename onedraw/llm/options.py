@@ -14,10 +14,17 @@ from typing import Any, Literal
 from onedraw.errors import BadParameter, BadRequest, ContextOverflow
 from onedraw.llm.llm import Ask, Door, fresh_seed
 from onedraw.text.constraints.grammar import bound_whitespace
-from onedraw.text.constraints.response_format import ChoiceFormat, ReplyFormat, JsonFormat, LarkFormat, RegexFormat, grammar_format
+from onedraw.text.constraints.response_format import (
+    ChoiceFormat,
+    JsonFormat,
+    LarkFormat,
+    RegexFormat,
+    ReplyFormat,
+    grammar_format,
+)
 from onedraw.text.reasoning import ReasoningSyntax
 from onedraw.text.reply_parser import PLAIN_TEXT, ReplySyntax
-from onedraw.text.surrogates import is_text
+from onedraw.text.tokenizer import has_surrogate
 from onedraw.text.tools.dialects import ToolUse
 from onedraw.text.tools.grammar import ToolCallGrammar
 from onedraw.types import DryParams, LogprobsMode, SamplingParams
@@ -119,16 +126,20 @@ def settle_chat(
 
 def call_guide(use: ToolUse, other: ReplyFormat | None, *, door: Door) -> ReplyFormat | None:
     """What a reply with tools is held to: calls where they are required or strict, beside the form of its content."""
-    if other is not None and use.must:
+    if other is not None and use.required:
         raise BadParameter(other.param, "a reply that must call a tool has no other form; use tool_choice auto")
     if other is not None and not isinstance(other, JsonFormat):
         raise BadParameter(other.param, "a reply that may call tools can only be held to JSON; send no tools with it")
-    if other is None and not use.must and not use.narrowed and not any(tool.strict for tool in use.callable):
+    if other is None and not use.required and not use.restricted and not any(tool.strict for tool in use.allowed):
         return None
     grammars = door.grammars
-    content = None if other is None else json.dumps(bound_whitespace(grammars.checked(json.loads(other.schema), other.param)))
-    grammar = ToolCallGrammar(door.tool_syntax.dialect, tokenizer=door.tokenizer, spell=grammars.spelled, check=grammars.checked)
-    lark = grammar.write(use.callable, must=use.must, parallel=use.parallel, content=content)
+    content = (
+        None if other is None else json.dumps(bound_whitespace(grammars.check_schema(json.loads(other.schema), other.param)))
+    )
+    grammar = ToolCallGrammar(
+        door.tool_syntax.dialect, tokenizer=door.tokenizer, spell=grammars.lark_text, check=grammars.check_schema
+    )
+    lark = grammar.write(use.allowed, required=use.required, parallel=use.parallel, content=content)
     return LarkFormat(lark, "tools", numbers=True)
 
 
@@ -223,7 +234,7 @@ def check_ids(name: str, ids: tuple[int, ...], *, vocab: int) -> None:
 def _check_texts(name: str, texts: Sequence[str], *, most: int = MOST_CHARACTERS) -> None:
     if sum(map(len, texts)) > most:
         raise BadParameter(name, f"at most {most:,} characters in all")
-    if not all(map(is_text, texts)):
+    if any(map(has_surrogate, texts)):
         raise BadParameter(name, "half of a surrogate pair is no text")
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from onedraw.engine.service import Event
 from onedraw.text.constraints.response_format import ReplyFormat
 from onedraw.text.detokenizer import Detokenizer
-from onedraw.text.reasoning import beginning, walk
 from onedraw.text.reply_parser import PLAIN_TEXT, ReplyParser, ReplySyntax
 from onedraw.text.stop_strings import StopFinder
 from onedraw.text.tokenizer import Tokenizer
@@ -106,10 +105,7 @@ class Speaker:
             tokenizer, skip_special=ask.skip_special, opening=reading.opening, spelled=reading.spelled
         )
         self._stops = StopFinder(ask.stop)
-        self._reader = ReplyParser(reading)
-        self._reasoning = reading.reasoning
-        self._place = beginning(reading.reasoning, reading.thinking)
-        self._reasoned = 0  # tokens of reasoning so far
+        self._parser = ReplyParser(reading)
         self._channel: Channel = "reasoning" if reading.thinking == "open" else "content"
         self._call: Call | None = None
         self._hidden = ask.params.stop_ids  # ids that end a reply: part of the ids, never of the text
@@ -124,7 +120,7 @@ class Speaker:
         heard, hit = 0, None
         for choice in event.chosen:
             heard += 1
-            self._count(choice.token)
+            self._parser.count_token(self._tokenizer.token_bytes(choice.token))
             ends = choice.token in self._hidden and event.finish == "stop" and choice is event.chosen[-1]
             self._searching = self._said + heard >= self._least
             now, before, length = len(sayings) - 1, sayings[-1], len(sayings[-1].text)
@@ -132,10 +128,10 @@ class Speaker:
             # Where its text begins, however many tokens came before it in this event.
             elsewhere = len(sayings) > now + 1 and len(before.text) == length
             sayings[now + elsewhere].choices.append(choice)
-            if ends or hit is not None or self._reader.over:
+            if ends or hit is not None or self._parser.done:
                 break
         self._said += heard
-        finish: Finish | None = "stop" if hit is not None or self._reader.over else event.finish
+        finish: Finish | None = "stop" if hit is not None or self._parser.done else event.finish
         if finish is not None:
             finish, hit = self._end(sayings, finish, hit)
         usage = None
@@ -143,7 +139,7 @@ class Speaker:
             unsaid = max(event.kept - heard, 0)  # drafts that were right, behind a stop string
             usage = self._usage(event, unsaid)
         self._channel, self._call = sayings[-1].channel, sayings[-1].call
-        reason = hit if hit is not None else None if self._reader.over else event.stop_id
+        reason = hit if hit is not None else None if self._parser.done else event.stop_id
         last = len(sayings) - 1
         return [
             Piece(
@@ -163,12 +159,12 @@ class Speaker:
     def _read(self, sayings: list[Saying], text: str, *, last: bool = False) -> str | None:
         """Read text on, up to a stop string, which is given back. It is looked for in the answer, as the caller sees it:
         thinking and calls have markers and spaces of their own."""
-        for part in [*self._reader.push(text), *(self._reader.finish() if last else ())]:
+        for part in [*self._parser.push(text), *(self._parser.finish() if last else ())]:
             if part.channel == "content":
-                if part.read:
-                    shown, hit = self._stops.push(part.text) if self._searching else (part.text, None)
-                else:
+                if part.truncated_call:
                     shown, hit = self._stops.finish() + part.text, None
+                else:
+                    shown, hit = self._stops.push(part.text) if self._searching else (part.text, None)
                 self._say(sayings, part.channel, None, shown)
                 if hit is not None:
                     return hit
@@ -195,16 +191,9 @@ class Speaker:
         if hit is None:
             hit = self._read(sayings, self._detokenizer.finish(), last=True)
             finish = finish if hit is None else "stop"
-        return "tool_calls" if finish == "stop" and self._reader.calls else finish, hit
-
-    def _count(self, token: int) -> None:
-        if self._reasoning is not None:
-            before = self._place.reasoning
-            text = self._tokenizer.token_bytes(token).decode("latin-1")  # the markers are ASCII
-            self._place, _ = walk(self._place, text, self._reasoning)
-            self._reasoned += before or self._place.reasoning
+        return "tool_calls" if finish == "stop" and self._parser.completed_calls else finish, hit
 
     def _usage(self, event: Event, unsaid: int) -> Usage:
         usage = event.usage
         kept, rejected = usage.kept - unsaid, usage.rejected + unsaid
-        return replace(usage, completion=self._said, kept=kept, rejected=rejected, reasoning=self._reasoned)
+        return replace(usage, completion=self._said, kept=kept, rejected=rejected, reasoning=self._parser.reasoning_tokens)

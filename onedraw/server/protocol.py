@@ -339,7 +339,7 @@ class ChatRequest(Sampling):
             return None
         tools = tuple(_tool(number, spec.function) for number, spec in enumerate(self.tools))
         callable = tuple(tool for tool in tools if wanted.allows(tool.name))
-        return ToolUse(tools, callable, must=wanted.mode == "required", parallel=self.parallel_tool_calls)
+        return ToolUse(tools, callable, required=wanted.mode == "required", parallel=self.parallel_tool_calls)
 
 
 def _tool(number: int, function: FunctionTool) -> Tool:

@@ -25,8 +25,8 @@ import jinja2.sandbox
 import jinja2.utils
 
 from onedraw.errors import BadRequest, CorruptFile
-from onedraw.text.checkpoint_files import read_text, special_text, tokenizer_config
 from onedraw.text.gguf_tokenizer import require_types
+from onedraw.text.tokenizer import read_text, special_text, tokenizer_config
 
 MAX_OUTPUT = 2**26  # characters; far beyond any context
 MAX_REPEATED = 2**20  # elements of a repeated string or list

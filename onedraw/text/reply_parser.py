@@ -1,7 +1,7 @@
-"""How the text of a reply is to be read: which part of it is reasoning, which the answer, which a tool call.
+"""Parse the text of a reply into reasoning, content and tool calls.
 
-In: a ReplySyntax, made with the prompt, and text in pieces of any size. Out: parts that are final, each of one channel. A
-completion is read plainly: everything is content.
+In: a ReplySyntax, which is known with the prompt, and text in chunks of any size. Out: ReplyParts that are final, each of one
+channel. The text of a completion is all content.
 """
 
 from __future__ import annotations
@@ -10,106 +10,119 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from onedraw.text.reasoning import ReasoningParser, Pieces, ReasoningSyntax, InitialThinking, initial_thinking
+from onedraw.text.reasoning import (
+    ChannelTexts,
+    InitialThinking,
+    ReasoningParser,
+    ReasoningSyntax,
+    ReasoningTokenCounter,
+    initial_thinking,
+)
 from onedraw.text.tokenizer import Tokenizer
-from onedraw.text.tools.call_parsers import Arguments, Begin, End
-from onedraw.text.tools.call_stream import ToolCallParser, Text
+from onedraw.text.tools.call_parsers import CallArguments, CallEnd, CallEvent, CallStart
+from onedraw.text.tools.call_stream import Content, ToolCallParser
 from onedraw.text.tools.dialects import GEMMA_QUOTE, MARKERS, CallableTools
 from onedraw.types import Call, Channel
 
 
 @dataclass(frozen=True, slots=True)
 class ReplySyntax:
-    """What is known of a reply before it begins."""
+    """How the text of a reply is parsed. Part of recorded requests, which hold it by its field names."""
 
-    opening: bool = False  # it begins a text of its own: a first space that only marks a word is dropped
+    opening: bool = False  # the reply begins a text of its own: a first space that only marks a word is dropped
     reasoning: ReasoningSyntax | None = None
-    thinking: InitialThinking = "over"  # where the reply begins
-    spelled: frozenset[int] = frozenset()  # special tokens that are markers, spelled out for the reader
-    calls: CallableTools | None = None  # tools that may be called
+    thinking: InitialThinking = "over"
+    spelled: frozenset[int] = frozenset()  # special tokens that are markers: they are kept in the text that is parsed
+    calls: CallableTools | None = None
 
 
 PLAIN_TEXT = ReplySyntax()
 
 
-def chat_reply_syntax(prompt: str, reasoning: ReasoningSyntax | None, calls: CallableTools | None, tokenizer: Tokenizer) -> ReplySyntax:
-    """How the reply to a rendered chat is read."""
+def chat_reply_syntax(
+    prompt: str, reasoning: ReasoningSyntax | None, calls: CallableTools | None, tokenizer: Tokenizer
+) -> ReplySyntax:
+    """The syntax of the reply to a rendered chat."""
     markers: list[str] = [] if reasoning is None else [reasoning.opens, reasoning.closes]
     if calls is not None:
         markers += [*MARKERS.get(calls.dialect, ()), *([GEMMA_QUOTE] if calls.dialect == "gemma" else [])]
+    tokens = (token for marker in markers for token in tokenizer.encode(marker, add_special=False))
     return ReplySyntax(
         opening=True,
         reasoning=reasoning,
         thinking=initial_thinking(prompt, reasoning),
-        spelled=special_ids(markers, tokenizer),
+        spelled=frozenset(token for token in tokens if tokenizer.is_special(token)),
         calls=calls,
     )
 
 
-def special_ids(markers: Iterable[str], tokenizer: Tokenizer) -> frozenset[int]:
-    """The special tokens that these markers are written with."""
-    ids = (token for marker in markers for token in tokenizer.encode(marker, add_special=False))
-    return frozenset(token for token in ids if tokenizer.is_special(token))
-
-
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A final part of a reply's text; of a call, a part of its arguments."""
+class ReplyPart:
+    """Final text of one channel; for a tool call, JSON of its arguments."""
 
     channel: Channel
     text: str
     call: Call | None = None
-    read: bool = True  # else it is the beginning of a call that was cut off before it had a name
+    truncated_call: bool = False  # the reply ended inside a tool call that had no name yet; its text is content
 
 
 class ReplyParser:
-    """One owner: the stream of one reply."""
+    """Owner: the stream of one reply."""
 
-    def __init__(self, reading: ReplySyntax) -> None:
-        self._splitter = ReasoningParser(reading.reasoning, reading.thinking)
-        self._calls = None if reading.calls is None else ToolCallParser(reading.calls)
-        self._parallel = reading.calls is None or reading.calls.parallel
+    def __init__(self, syntax: ReplySyntax) -> None:
+        self._reasoning = ReasoningParser(syntax.reasoning, syntax.thinking)
+        self._counter = ReasoningTokenCounter(syntax.reasoning, syntax.thinking)
+        self._calls = None if syntax.calls is None else ToolCallParser(syntax.calls)
+        self._parallel = syntax.calls is None or syntax.calls.parallel
         self._call: Call | None = None
 
     @property
-    def calls(self) -> int:
-        """CallableTools that came to their end."""
-        return 0 if self._calls is None else self._calls.calls
+    def completed_calls(self) -> int:
+        return 0 if self._calls is None else self._calls.completed
 
     @property
-    def over(self) -> bool:
-        """The reply has said all that it may: the one call it was asked for."""
-        return not self._parallel and self.calls > 0
+    def done(self) -> bool:
+        """The reply ends here: it may hold one call, and that call is complete."""
+        return not self._parallel and self.completed_calls > 0
 
-    def push(self, text: str) -> list[Part]:
-        return self._parts(self._splitter.push(text))
+    @property
+    def reasoning_tokens(self) -> int:
+        return self._counter.count
 
-    def finish(self) -> list[Part]:
-        rest = self._parts(self._splitter.finish())
-        return rest if self._calls is None else [*rest, *self._told(self._calls.finish())]
+    def count_token(self, token: bytes) -> None:
+        """Count a token of the reply, given by its bytes, if it belongs to the reasoning."""
+        self._counter.push(token)
 
-    def _parts(self, pieces: Pieces) -> list[Part]:
-        parts: list[Part] = []
-        for channel, text in pieces:
+    def push(self, text: str) -> list[ReplyPart]:
+        return self._parse(self._reasoning.push(text))
+
+    def finish(self) -> list[ReplyPart]:
+        """The text that was held back, at the end of the reply."""
+        parts = self._parse(self._reasoning.finish())
+        return parts if self._calls is None else [*parts, *self._convert(self._calls.finish())]
+
+    def _parse(self, texts: ChannelTexts) -> list[ReplyPart]:
+        parts: list[ReplyPart] = []
+        for channel, text in texts:
             if channel == "content" and self._calls is not None:
-                parts += self._told(self._calls.push(text))
+                parts += self._convert(self._calls.push(text))
             else:
-                parts.append(Part(channel, text))
+                parts.append(ReplyPart(channel, text))
         return parts
 
-    def _told(self, events: Iterable[Begin | Arguments | End | Text]) -> list[Part]:
-        parts: list[Part] = []
+    def _convert(self, events: Iterable[CallEvent | Content]) -> list[ReplyPart]:
+        parts: list[ReplyPart] = []
         for event in events:
             match event:
-                case Begin(name):
+                case CallStart(name):
                     index = 0 if self._call is None else self._call.index + 1
-                    # By chance, not by seed: a client sends the ids of all turns back together.
+                    # Random and independent of the seed: a client may send the calls of several replies in one request.
                     self._call = Call(index, f"call_{secrets.token_hex(12)}", name)
-                    parts.append(Part("tool", "", self._call))
-                case Arguments(text):
-                    parts.append(Part("tool", text, self._call))
-                case Text(text, read):
-                    parts.append(Part("content", text, read=read))
-                case End():
+                    parts.append(ReplyPart("tool", "", self._call))
+                case CallArguments(text):
+                    parts.append(ReplyPart("tool", text, self._call))
+                case Content(text, truncated_call):
+                    parts.append(ReplyPart("content", text, truncated_call=truncated_call))
+                case CallEnd():
                     pass
         return parts

@@ -23,9 +23,10 @@ from tokenizers import AddedToken
 
 from onedraw.errors import BadRequest, CorruptFile, ModelNotFound, UnsupportedModel
 from onedraw.text import gguf_tokenizer as gguf_vocab
-from onedraw.text.checkpoint_files import SPECIAL_NAMES, special_text, tokenizer_config
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 def _alphabet() -> dict[str, int]:
@@ -249,3 +250,55 @@ def _add_configured_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]
         text = special_text(config, name)
         if text is not None and text not in known and backend.token_to_id(text) is not None:
             backend.add_special_tokens([AddedToken(text, normalized=False, special=True)])
+
+
+# ---------------------------------------------------------------------- tokenizer_config.json
+
+
+def read_text(path: Path) -> str:
+    """The text of a file; what is not UTF-8 is named as damage."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CorruptFile(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); get the file again") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object, empty when there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(read_text(path))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise CorruptFile(f"{path} is not valid JSON ({error}); get the file again") from None
+    if not isinstance(value, dict):
+        raise CorruptFile(f"{path} holds no JSON object; get the file again")
+    return value
+
+
+def tokenizer_config(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json over the older special_tokens_map.json."""
+    return {**read_object(folder / "special_tokens_map.json"), **read_object(folder / "tokenizer_config.json")}
+
+
+def special_text(config: dict[str, Any], name: str) -> str | None:
+    """The text of a special token, which is written as a string or as an object with its content."""
+    value = config.get(name)
+    if isinstance(value, dict):
+        value = value.get("content")
+    if isinstance(value, str) and has_surrogate(value):
+        raise CorruptFile(f"tokenizer_config.json: {name} holds half of a surrogate pair, which is no character")
+    return value if isinstance(value, str) and value else None
+
+
+# ---------------------------------------------------------------------- lone surrogates
+
+
+def has_surrogate(text: str) -> bool:
+    """Whether a string holds one half of a surrogate pair: JSON can spell it, but it is not a character."""
+    return _SURROGATE.search(text) is not None
+
+
+def replace_surrogates(text: str) -> str:
+    """The text with U+FFFD in place of every lone surrogate."""
+    return _SURROGATE.sub("\ufffd", text)

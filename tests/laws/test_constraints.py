@@ -16,8 +16,8 @@ from onedraw.backends.sampled_rows import SamplingPosition
 from onedraw.backends.torch.sampling.sampler import Sampler
 from onedraw.sampling.law import choice
 from onedraw.text.constraints.base import combine, token_mask
-from onedraw.text.constraints.grammar import GrammarConstraint, GrammarCompiler
-from onedraw.text.constraints.response_format import ChoiceFormat, ReplyFormat, JsonFormat, RegexFormat
+from onedraw.text.constraints.grammar import GrammarCompiler, GrammarConstraint
+from onedraw.text.constraints.response_format import ChoiceFormat, JsonFormat, RegexFormat, ReplyFormat
 from onedraw.text.constraints.thinking_budget import ThinkingBudget
 from onedraw.text.fake_tokenizer import fake_tokenizer
 from onedraw.text.reasoning import ReasoningSyntax
@@ -36,7 +36,7 @@ THINK = ReasoningSyntax("<think>", "</think>", "\n</think>\n\n")
 
 def budget(limit: int) -> Constraint:
     closing = TOKENIZER.encode(THINK.closing, add_special=False)
-    return ThinkingBudget(THINK, limit=limit, closing=closing, spell=TOKENIZER.token_bytes, thinking="open")
+    return ThinkingBudget(THINK, limit=limit, closing=closing, token_bytes=TOKENIZER.token_bytes, thinking="open")
 
 
 def backend() -> FakeBackend:
@@ -124,7 +124,9 @@ def test_drafts_that_no_token_of_the_tokenizer_stands_for_change_nothing() -> No
         return FakeBackend(vocab=size, pages=64, lanes=4, page_size=4, max_context=256)
 
     def wanted() -> list[Request]:
-        return requests([grammars.constraint(RegexFormat("([a-f]{1,4}-[0-9]{1,3};)+", "x"), PLAIN_TEXT) for _ in range(3)], seed=4)
+        return requests(
+            [grammars.constraint(RegexFormat("([a-f]{1,4}-[0-9]{1,3};)+", "x"), PLAIN_TEXT) for _ in range(3)], seed=4
+        )
 
     expected = plain(larger, wanted())
     truth = {f"q{i}": answer.tokens for i, answer in enumerate(expected)}

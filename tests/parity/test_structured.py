@@ -26,7 +26,7 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 TOOL = Tool("forecast", "The weather of the next days in a city.", json.dumps(SCHEMA), strict=True)
-MUST = ToolUse((TOOL,), (TOOL,), must=True, parallel=False)
+MUST = ToolUse((TOOL,), (TOOL,), required=True, parallel=False)
 QUESTIONS = ("What will the weather be in Paris?", "Will it rain in Oslo this week?", "Is it hot in Cairo?", "Snow in the Alps?")
 
 pytestmark = pytest.mark.weights

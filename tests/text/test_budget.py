@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from onedraw.sampling.adjustments import unpacked
-from onedraw.text.constraints.base import Walk, shared
-from onedraw.text.constraints.thinking_budget import ThinkingBudget, missing_bytes, single
+from onedraw.text.constraints.base import PrefixStates, common_prefix
+from onedraw.text.constraints.thinking_budget import ThinkingBudget, missing_bytes, single_token_mask
 from onedraw.text.fake_tokenizer import fake_tokenizer
-from onedraw.text.reasoning import ReasoningSyntax, InitialThinking
+from onedraw.text.reasoning import InitialThinking, ReasoningSyntax
 
 TOKENIZER = fake_tokenizer()
 THINK = ReasoningSyntax("<think>", "</think>", "\n</think>\n\n")
@@ -20,7 +20,7 @@ def ids(text: str) -> list[int]:
 
 
 def budget(limit: int, thinking: InitialThinking = "open") -> ThinkingBudget:
-    return ThinkingBudget(THINK, limit=limit, closing=ids(THINK.closing), spell=TOKENIZER.token_bytes, thinking=thinking)
+    return ThinkingBudget(THINK, limit=limit, closing=ids(THINK.closing), token_bytes=TOKENIZER.token_bytes, thinking=thinking)
 
 
 def only(constraint: ThinkingBudget, said: str, drafts: str = "") -> str | None:
@@ -80,12 +80,12 @@ def test_a_character_is_not_cut_in_two() -> None:
 
 def test_a_set_of_one_has_one_token() -> None:
     for token in (0, 31, 32, 258):
-        assert np.flatnonzero(unpacked(single(token), 259)).tolist() == [token]
+        assert np.flatnonzero(unpacked(single_token_mask(token), 259)).tolist() == [token]
 
 
 def test_a_walk_gives_what_a_walk_from_the_start_gives() -> None:
     rng = np.random.default_rng(1)
-    walk: Walk[tuple[int, ...]] = Walk((), lambda state, token: (*state, token))
+    walk: PrefixStates[tuple[int, ...]] = PrefixStates((), lambda state, token: (*state, token))
     truth = rng.integers(0, 2, 60).tolist()
     for _ in range(300):
         output = truth[: int(rng.integers(0, 61))]
@@ -94,7 +94,7 @@ def test_a_walk_gives_what_a_walk_from_the_start_gives() -> None:
 
 
 def test_two_lists_share_what_they_both_begin_with() -> None:
-    assert shared([1, 2, 3], [1, 2, 3, 4]) == 3
-    assert shared([1, 2, 3], [1, 9, 3]) == 1
-    assert shared([], [1]) == 0
-    assert shared([*range(40)], [*range(5), 99, *range(6, 40)]) == 5
+    assert common_prefix([1, 2, 3], [1, 2, 3, 4]) == 3
+    assert common_prefix([1, 2, 3], [1, 9, 3]) == 1
+    assert common_prefix([], [1]) == 0
+    assert common_prefix([*range(40)], [*range(5), 99, *range(6, 40)]) == 5

@@ -92,10 +92,10 @@ class Blind:
         return None
 
 
-def lark(dialect: Dialect, tokenizer: Tokenizer, *tools: Tool, must: bool = True, parallel: bool = True, **more: Any) -> str:
+def lark(dialect: Dialect, tokenizer: Tokenizer, *tools: Tool, required: bool = True, parallel: bool = True, **more: Any) -> str:
     grammars = GrammarCompiler(tokenizer, (EOS,))
-    writer = ToolCallGrammar(dialect, tokenizer=tokenizer, spell=grammars.spelled, check=grammars.checked)
-    return writer.write(tools, must=must, parallel=parallel, **more)
+    writer = ToolCallGrammar(dialect, tokenizer=tokenizer, spell=grammars.lark_text, check=grammars.check_schema)
+    return writer.write(tools, required=required, parallel=parallel, **more)
 
 
 def calls_in(dialect: Dialect, text: str) -> tuple[str, list[tuple[str, str]]]:
@@ -124,7 +124,7 @@ def test_a_blind_model_that_must_call_calls_validly(dialect: Dialect, tokenizer:
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_model_that_may_call_is_free_until_it_does(dialect: Dialect, tokenizer: Tokenizer) -> None:
     grammars = GrammarCompiler(tokenizer, (EOS,))
-    source = lark(dialect, tokenizer, STOP, must=False)
+    source = lark(dialect, tokenizer, STOP, required=False)
 
     def fits(text: str) -> bool:
         tokens = [*tokenizer.encode(text, add_special=False)]
@@ -145,14 +145,14 @@ def test_a_model_that_may_call_is_free_until_it_does(dialect: Dialect, tokenizer
     assert not fits(good.replace("stop", "halt"))
     if dialect in ("hermes", "qwen_xml", "laguna", "gemma"):
         assert fits(f"Let me see.\n{good}\n{good} done")
-        once = lark(dialect, tokenizer, STOP, must=False, parallel=False)
+        once = lark(dialect, tokenizer, STOP, required=False, parallel=False)
         bits = grammars.constraint(LarkFormat(once, "tools"), PLAIN_TEXT).allowed(tokenizer.encode(good, add_special=False), [])
         assert bits is not None
         assert np.flatnonzero(unpacked(bits, tokenizer.vocab_size)).tolist() == [EOS]
 
 
 def test_content_may_have_a_form_of_its_own_beside_calls() -> None:
-    source = lark("hermes", PLAIN_BYTES, STOP, must=False, content='{"enum": [1, 2]}')
+    source = lark("hermes", PLAIN_BYTES, STOP, required=False, content='{"enum": [1, 2]}')
     bits = GrammarCompiler(PLAIN_BYTES, (EOS,)).constraint(LarkFormat(source, "tools"), PLAIN_TEXT).allowed([], [])
     assert bits is not None
     allowed = {PLAIN_BYTES.decode([t]) for t in np.flatnonzero(unpacked(bits, PLAIN_BYTES.vocab_size)).tolist()}

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onedraw.text.tools.call_parsers import Arguments
+from onedraw.text.tools.call_parsers import CallArguments
 from onedraw.text.tools.call_stream import ToolCallParser
-from onedraw.text.tools.dialects import CallableTools, Dialect, Tool, ToolSyntax, tool_syntax
+from onedraw.text.tools.dialects import CallableTools, Dialect, Tool, ToolSyntax, detect_tool_syntax
 from onedraw.text.tools.prompt import template_inputs
 from tests.calls import gathered
 
@@ -56,7 +56,7 @@ def read(dialect: Dialect, text: str, width: int = 1000) -> tuple[str, list[tupl
     """Content, calls with their arguments, and how many came to an end."""
     reader = ToolCallParser(CallableTools(dialect, (WEATHER,)))
     events = [event for start in range(0, len(text), width) for event in reader.push(text[start : start + width])]
-    return *gathered([*events, *reader.finish()]), reader.calls
+    return *gathered([*events, *reader.finish()]), reader.completed
 
 
 @pytest.mark.parametrize("dialect", SPELLED)
@@ -80,7 +80,7 @@ def test_text_stands_before_between_and_behind_calls(dialect: Dialect, width: in
 @pytest.mark.parametrize("dialect", SPELLED)
 def test_arguments_come_piece_by_piece(dialect: Dialect) -> None:
     reader = ToolCallParser(CallableTools(dialect, (WEATHER,)))
-    pieces = [e for character in SPELLED[dialect] for e in reader.push(character) if isinstance(e, Arguments)]
+    pieces = [e for character in SPELLED[dialect] for e in reader.push(character) if isinstance(e, CallArguments)]
     assert len(pieces) > (20 if dialect in ("hermes", "llama") else 4)
 
 
@@ -218,7 +218,7 @@ def test_any_text_survives_tags(value: str, width: int) -> None:
     ],
 )
 def test_the_template_tells_the_dialect(source: str, dialect: Dialect, native: bool) -> None:
-    syntax = tool_syntax(source)
+    syntax = detect_tool_syntax(source)
     assert (syntax.dialect, syntax.native) == (dialect, native)
 
 

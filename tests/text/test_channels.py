@@ -47,7 +47,9 @@ def folded(pieces: list[tuple[str, str]]) -> list[tuple[str, str]]:
     st.sampled_from([SHORT, ANYWHERE]),
 )
 @settings(max_examples=500)
-def test_however_a_text_is_cut_the_channels_are_the_same(parts: list[str], width: int, reasoning: bool, how: ReasoningSyntax) -> None:
+def test_however_a_text_is_cut_the_channels_are_the_same(
+    parts: list[str], width: int, reasoning: bool, how: ReasoningSyntax
+) -> None:
     text = "".join(parts)
     splitter = ReasoningParser(how, "open" if reasoning else "may")
     pieces = [piece for start in range(0, len(text), width) for piece in splitter.push(text[start : start + width])]
@@ -102,7 +104,10 @@ GEMMA = "{{- '<|channel>thought\\n' + text + '\\n<channel|>' -}}{% if enable_thi
         (LAGUNA, ReasoningSyntax("<think>", "</think>", "\n</think>\n")),
         (GEMMA, ReasoningSyntax("<|channel>thought\n", "<channel|>", "\n<channel|>", anywhere=True)),
         ("{{ '<think>' }}{{ '</think>' }}", ReasoningSyntax("<think>", "</think>", "</think>", switch=False)),
-        ("{{ '<think></think>' + reasoning_effort }}", ReasoningSyntax("<think>", "</think>", "</think>", switch=False, effort=True)),
+        (
+            "{{ '<think></think>' + reasoning_effort }}",
+            ReasoningSyntax("<think>", "</think>", "</think>", switch=False, effort=True),
+        ),
         ("{{ messages }}", None),
         ("a <think> alone", None),
     ],

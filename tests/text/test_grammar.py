@@ -13,19 +13,19 @@ import pytest
 
 from onedraw.errors import BadParameter, Unsupported
 from onedraw.sampling.adjustments import unpacked
-from onedraw.text.constraints.base import LONGEST_NUMBER, All, BoundedNumbers, combine, both, token_mask
+from onedraw.text.constraints.base import LONGEST_NUMBER, AllOf, BoundedNumbers, combine, intersect, token_mask
 from onedraw.text.constraints.grammar import GrammarCompiler
 from onedraw.text.constraints.response_format import (
     ANY_OBJECT,
     ChoiceFormat,
     GbnfFormat,
-    ReplyFormat,
     JsonFormat,
     LarkFormat,
     RegexFormat,
+    ReplyFormat,
     grammar_format,
 )
-from onedraw.text.constraints.thinking_budget import single
+from onedraw.text.constraints.thinking_budget import single_token_mask
 from onedraw.text.fake_tokenizer import fake_tokenizer
 from onedraw.text.reasoning import ReasoningSyntax
 from onedraw.text.reply_parser import PLAIN_TEXT, ReplySyntax
@@ -175,7 +175,9 @@ def special_tokenizer() -> Tokenizer:
 def test_markers_that_are_special_tokens_are_those_tokens_and_nothing_else() -> None:
     tokenizer = special_tokenizer()
     gemma = ReasoningSyntax("<|channel>thought\n", "<channel|>", "\n<channel|>", anywhere=True)
-    held = GrammarCompiler(tokenizer, (EOS,)).constraint(ChoiceFormat(("yes",), "x"), ReplySyntax(reasoning=gemma, thinking="may"))
+    held = GrammarCompiler(tokenizer, (EOS,)).constraint(
+        ChoiceFormat(("yes",), "x"), ReplySyntax(reasoning=gemma, thinking="may")
+    )
 
     def after(text: str) -> set[int]:
         bits = held.allowed(tokenizer.encode(text, add_special=False), [])
@@ -264,7 +266,7 @@ def test_numbers_come_to_an_end_whatever_the_size_of_the_vocabulary(vocab: int) 
         def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> Bits:
             return np.full(-(-(vocab + 1) // 32), 0xFFFFFFFF, dtype=np.uint32)
 
-    held = BoundedNumbers(Anything(), spell=lambda token: b"%d" % (token % 10), digits=token_mask(range(10), vocab))
+    held = BoundedNumbers(Anything(), token_bytes=lambda token: b"%d" % (token % 10), digits=token_mask(range(10), vocab))
     bits = held.allowed([1] * LONGEST_NUMBER, ())
     assert bits is not None
     assert np.flatnonzero(unpacked(bits, vocab)).tolist() == list(range(10, vocab))
@@ -325,11 +327,11 @@ def test_a_model_without_an_end_cannot_be_held_to_a_form() -> None:
 def test_several_constraints_allow_what_all_of_them_allow() -> None:
     digits, held = constraint(RegexFormat("[0-9]", "x")), constraint(RegexFormat("[5-9a]", "x"))
     together = combine(digits, None, held)
-    assert isinstance(together, All)
+    assert isinstance(together, AllOf)
     assert allowed(together, "") == {"5", "6", "7", "8", "9"}
     assert combine(None, held) is held
     assert combine(None) is None
-    assert both(single(3), single(200)).tolist() == [0]
+    assert intersect(single_token_mask(3), single_token_mask(200)).tolist() == [0]
     assert np.flatnonzero(unpacked(token_mask([1, 40], 64), 64)).tolist() == [1, 40]
 
 

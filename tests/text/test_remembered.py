@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from onedraw.text.tools.call_cache import ToolCallCache, CachedReply, prompt_hash, cached_prompt
+from onedraw.text.tools.call_cache import CachedReply, ToolCallCache, cached_prompt, prompt_hash
 from onedraw.text.tools.dialects import Tool, ToolSyntax
 from onedraw.text.tools.prompt import template_inputs
 
@@ -25,7 +25,7 @@ def render(messages: Any, follows: bool) -> str:
 def memory_of(**changes: Any) -> ToolCallCache:
     memory = ToolCallCache()
     kept = {"origin": prompt_hash(render([USER], True)), "ids": (1, 2, 3), "content": "", "calls": (("f", '{"a":1}'),)}
-    memory.keep("call_1", CachedReply(**kept | changes))
+    memory.put("call_1", CachedReply(**kept | changes))
     return memory
 
 
@@ -69,7 +69,7 @@ def test_a_template_that_writes_the_last_message_otherwise_is_seen_through() -> 
 def test_memory_is_bounded() -> None:
     memory = ToolCallCache(most_tokens=10)
     for number in range(5):
-        memory.keep(f"call_{number}", CachedReply("o", (0,) * 4, "", (("f", "{}"),)))
+        memory.put(f"call_{number}", CachedReply("o", (0,) * 4, "", (("f", "{}"),)))
     assert list(memory._kept) == ["call_3", "call_4"]
 
 

@@ -1,27 +1,40 @@
-"""Constraints made of constraints: several at once, and a bound on runs of digits.
+"""Parts that constraints are built from: token masks, the state after every prefix of a reply, the intersection of several
+constraints, and a limit on runs of digits.
 
-In: constraints. Out: a constraint. Each stays a pure function of the reply so far.
+A constraint is a pure function of the reply so far and of the drafts behind it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Generic, TypeVar
 
 import numpy as np
 
 from onedraw.types import Bits, Constraint
 
-# -------------------- A state after every token of a reply, walked once: what constraints stand on.
-
+LONGEST_NUMBER = 48  # digits in a row; a model that writes more is stuck in the number
+_DIGITS = b"0123456789"
 
 StateT = TypeVar("StateT")
 
 
-class Walk(Generic[StateT]):
-    """One owner: a constraint."""
+def token_mask(tokens: Sequence[int], vocab: int) -> Bits:
+    """The set of these tokens, one bit per token of the vocabulary."""
+    bits = np.zeros(-(-vocab // 32) * 32, dtype=np.uint8)
+    bits[list(tokens)] = 1
+    return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
+def intersect(first: Bits, second: Bits) -> Bits:
+    length = min(len(first), len(second))
+    return first[:length] & second[:length]
+
+
+class PrefixStates(Generic[StateT]):
+    """The state after every prefix of a token sequence. Only what follows the prefix shared with the last call is computed again.
+    Owner: one constraint."""
 
     def __init__(self, first: StateT, step: Callable[[StateT, int], StateT]) -> None:
         self._step = step
@@ -30,7 +43,7 @@ class Walk(Generic[StateT]):
 
     def after(self, output: Sequence[int], drafts: Sequence[int]) -> StateT:
         tokens = [*output, *drafts]
-        common = shared(self._tokens, tokens)
+        common = common_prefix(self._tokens, tokens)
         del self._tokens[common:], self._states[common + 1 :]
         for token in tokens[common:]:
             self._states.append(self._step(self._states[-1], token))
@@ -38,8 +51,8 @@ class Walk(Generic[StateT]):
         return self._states[-1]
 
 
-def shared(known: list[int], tokens: list[int]) -> int:
-    """How many tokens both begin with. Mostly all of the shorter one, or all but a few: so whole slices are tried first."""
+def common_prefix(known: list[int], tokens: list[int]) -> int:
+    """The length of the common prefix. It is mostly the whole shorter list, or all but a few, so slices are compared first."""
     length = min(len(known), len(tokens))
     for back in range(0, min(length, 16) + 1):
         if known[: length - back] == tokens[: length - back]:
@@ -47,21 +60,14 @@ def shared(known: list[int], tokens: list[int]) -> int:
     return next(i for i, (a, b) in enumerate(zip(known, tokens, strict=False)) if a != b)
 
 
-# -------------------- Constraints made of constraints: several at once, and a bound on runs of digits.
-
-
-LONGEST_NUMBER = 48  # digits in a row; a number of more is a model that does not come to an end
-_DIGITS = b"0123456789"
-
-
 def combine(*constraints: Constraint | None) -> Constraint | None:
-    """What all of them allow."""
+    """A constraint that allows the tokens that all of these allow; None if there is none."""
     given = tuple(constraint for constraint in constraints if constraint is not None)
-    return None if not given else given[0] if len(given) == 1 else All(given)
+    return None if not given else given[0] if len(given) == 1 else AllOf(given)
 
 
 @dataclass(frozen=True, slots=True)
-class All:
+class AllOf:
     """Owner: one request."""
 
     constraints: tuple[Constraint, ...]
@@ -71,48 +77,29 @@ class All:
         for constraint in self.constraints:
             bits = constraint.allowed(output, drafts)
             if bits is not None:
-                common = bits if common is None else both(common, bits)
+                common = bits if common is None else intersect(common, bits)
         return common
 
 
-def both(first: Bits, second: Bits) -> Bits:
-    length = min(len(first), len(second))
-    return first[:length] & second[:length]
-
-
 class BoundedNumbers:
-    """A grammar in which no run of digits goes on for ever. Owner: one request.
+    """A grammar with at most LONGEST_NUMBER digits in a row; where the grammar allows only digits, the limit does not apply.
+    Owner: one request."""
 
-    Where only a digit can follow, the grammar wants a longer number than the bound, and has it.
-    """
-
-    def __init__(self, grammar: Constraint, *, spell: Callable[[int], bytes], digits: Bits) -> None:
+    def __init__(self, grammar: Constraint, *, token_bytes: Callable[[int], bytes], digits: Bits) -> None:
         self._grammar = grammar
-        self._spell = spell
+        self._token_bytes = token_bytes
         self._digits = digits  # the tokens that begin with a digit
-        self._walk: Walk[int] = Walk(0, self._step)
+        self._digit_runs: PrefixStates[int] = PrefixStates(0, self._next)
 
     def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> Bits | None:
         bits = self._grammar.allowed(output, drafts)
-        if bits is None or self._walk.after(output, drafts) < LONGEST_NUMBER:
+        if bits is None or self._digit_runs.after(output, drafts) < LONGEST_NUMBER:
             return bits
-        others = both(bits, ~self._digits)  # a grammar's sets may be a word longer than the vocabulary
+        others = intersect(bits, ~self._digits)  # a grammar's mask may be a word longer than the vocabulary
         return others if others.any() else bits
 
-    def _step(self, run: int, token: int) -> int:
+    def _next(self, run: int, token: int) -> int:
         """How many digits the reply ends with."""
-        text = self._spell(token)
+        text = self._token_bytes(token)
         tail = len(text) - len(text.rstrip(_DIGITS))
         return run + tail if tail == len(text) else tail
-
-
-def token_mask(members: Sequence[int], vocab: int) -> Bits:
-    """A set of tokens."""
-    bits = np.zeros(-(-vocab // 32) * 32, dtype=np.uint8)
-    bits[list(members)] = 1
-    return np.packbits(bits, bitorder="little").view(np.uint32)
-
-
-@cache
-def begins_with_digit(text: bytes) -> bool:
-    return text[:1] in (b"0", b"1", b"2", b"3", b"4", b"5", b"6", b"7", b"8", b"9")

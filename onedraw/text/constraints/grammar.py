@@ -1,6 +1,6 @@
 """Guides compiled to constraints, through llguidance: the set of tokens that may follow any beginning of a reply.
 
-In: a guide and how the reply is read. Out: a Constraint. InitialThinking, where the model may think, stands before the guided part
+In: a guide and how the reply is read. Out: a Constraint. Thinking, where the model may think, stands before the guided part
 and is free. The matcher follows history and drafts, and rolls back to where another draft or another branch parts. A
 guide that cannot be compiled is a BadParameter, with the path of the keyword that is to blame.
 """
@@ -18,8 +18,16 @@ from typing import Any, assert_never
 import numpy as np
 
 from onedraw.errors import BadParameter, Unsupported
-from onedraw.text.constraints.base import BoundedNumbers, begins_with_digit, token_mask, shared
-from onedraw.text.constraints.response_format import WHITESPACE, ChoiceFormat, GbnfFormat, ReplyFormat, JsonFormat, LarkFormat, RegexFormat
+from onedraw.text.constraints.base import BoundedNumbers, common_prefix, token_mask
+from onedraw.text.constraints.response_format import (
+    WHITESPACE,
+    ChoiceFormat,
+    GbnfFormat,
+    JsonFormat,
+    LarkFormat,
+    RegexFormat,
+    ReplyFormat,
+)
 from onedraw.text.reasoning import ReasoningSyntax
 from onedraw.text.reply_parser import ReplySyntax
 from onedraw.text.tokenizer import Tokenizer
@@ -107,7 +115,7 @@ class GrammarConstraint:
         tokens = [*output, *drafts]
         if any(token >= self._vocab for token in drafts):  # a row of the model's head that stands for no token
             return NO_TOKEN
-        common = self._back_to(shared(self._tokens, tokens))
+        common = self._back_to(common_prefix(self._tokens, tokens))
         fitting = self._matcher.try_consume_tokens(tokens[common:])
         self._tokens = tokens[: common + fitting]
         if len(self._tokens) < len(tokens) and not self._matcher.is_error():
@@ -139,7 +147,7 @@ class GrammarCompiler:
         self._tokenizer, self._ends = tokenizer, tuple(eos_ids)
         self._library = _library()
         self._vocabulary = _vocabulary(self._library, tokenizer, eos_ids)
-        members = [i for i in range(tokenizer.vocab_size) if begins_with_digit(tokenizer.token_bytes(i))]
+        members = [i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i)[:1].isdigit()]
         self._digits = token_mask(members, tokenizer.vocab_size)
         self._compiled: OrderedDict[tuple[ReplyFormat, ReplySyntax], Any] = OrderedDict()
         self._lock = threading.Lock()
@@ -155,7 +163,7 @@ class GrammarCompiler:
             self._compiled.move_to_end((guide, reading))
         grammar = GrammarConstraint(pristine, self._tokenizer.vocab_size, guide.param)
         if isinstance(guide, JsonFormat) or (isinstance(guide, LarkFormat) and guide.numbers):
-            return BoundedNumbers(grammar, spell=self._tokenizer.token_bytes, digits=self._digits)
+            return BoundedNumbers(grammar, token_bytes=self._tokenizer.token_bytes, digits=self._digits)
         return grammar
 
     def _compile(self, guide: ReplyFormat, reading: ReplySyntax) -> Any:
@@ -167,7 +175,7 @@ class GrammarCompiler:
             return matcher
         error = matcher.get_error()
         if isinstance(guide, JsonFormat):
-            self.checked(json.loads(guide.schema), guide.param)
+            self.check_schema(json.loads(guide.schema), guide.param)
         raise BadParameter(guide.param, f"cannot be compiled: {_first_line(error)}")
 
     def _require_text(self, matcher: Any, param: str) -> None:
@@ -184,7 +192,7 @@ class GrammarCompiler:
     def _matcher(self, grammar: dict[str, Any]) -> Any:
         return self._library.LLMatcher(self._vocabulary, json.dumps(grammar), log_level=0)
 
-    def checked(self, schema: Any, param: str) -> Any:
+    def check_schema(self, schema: Any, param: str) -> Any:
         """The schema, if it can be held to; else BadParameter with the path of the keyword that is to blame."""
         if self._schema_error(schema):
             blame = find_blame(schema, self._schema_error)
@@ -220,7 +228,7 @@ class GrammarCompiler:
         thought = self._thought(reading.reasoning)
         if reading.thinking == "open":
             return f"start: thought gap @body\n{_GAP}\n{thought}"
-        return f"start: (opens thought gap)? @body\nopens: {self.spelled(reading.reasoning.opens)}\n{_GAP}\n{thought}"
+        return f"start: (opens thought gap)? @body\nopens: {self.lark_text(reading.reasoning.opens)}\n{_GAP}\n{thought}"
 
     def _thought(self, reasoning: ReasoningSyntax) -> str:
         (first, *rest) = self._tokenizer.encode(reasoning.closes, add_special=False)
@@ -228,7 +236,7 @@ class GrammarCompiler:
             return f"thought: /(.|\\n)*/ <[{first}]>"
         return f"thought[suffix={literal(reasoning.closes)}]: /(.|\\n)*/"
 
-    def spelled(self, text: str) -> str:
+    def lark_text(self, text: str) -> str:
         """A text as a Lark grammar writes it: special tokens by their number, the rest between quotes."""
         parts: list[str] = []
         plain: list[int] = []

@@ -1,9 +1,8 @@
-"""A thinking budget: reasoning that has used up its tokens is closed with the family's own words.
+"""Thinking budget: a constraint that ends reasoning after a number of tokens.
 
-In: how a family reasons, a limit in tokens, the ids of the closing words. Out: a Constraint that allows everything until the
-limit is reached inside reasoning, and then, behind a whole character, one token after the other of the closing words. It
-counts by the same walk that tells the channels of a reply apart, over history and drafts alike, so drafts cannot change
-where thinking ends.
+In: the reasoning syntax, a limit in tokens, the token ids of the closing text. Out: a Constraint that allows every token until
+the limit is reached inside the reasoning, and then, at the next character boundary, forces the closing tokens one after the
+other. The state is a function of the reply and the drafts behind it, so drafts cannot change where the reasoning ends.
 """
 
 from __future__ import annotations
@@ -13,65 +12,67 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from onedraw.text.constraints.base import Walk
-from onedraw.text.reasoning import Place, ReasoningSyntax, InitialThinking, beginning, walk
+from onedraw.text.constraints.base import PrefixStates
+from onedraw.text.reasoning import InitialThinking, ReasoningState, ReasoningSyntax, advance, initial_state
 from onedraw.types import Bits
 
 NOT_CLOSING = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Spent:
-    """Where a reply stands, how many tokens of reasoning it has had, and which closing token is due."""
-
-    place: Place
-    tokens: int = 0
-    due: int = NOT_CLOSING
+class BudgetState:
+    reasoning: ReasoningState
+    used: int = 0  # tokens of reasoning
+    closing: int = NOT_CLOSING  # index of the closing token that must come next
     missing: int = 0  # bytes that the last character still needs
 
 
 class ThinkingBudget:
-    """Owner: one request. `spell` gives the bytes of a token."""
+    """Owner: one request. `token_bytes` gives the bytes of a token."""
 
     def __init__(
-        self, reasoning: ReasoningSyntax, *, limit: int, closing: Sequence[int], spell: Callable[[int], bytes], thinking: InitialThinking
+        self,
+        reasoning: ReasoningSyntax,
+        *,
+        limit: int,
+        closing: Sequence[int],
+        token_bytes: Callable[[int], bytes],
+        thinking: InitialThinking,
     ) -> None:
         assert closing
         self._reasoning = reasoning
         self._limit = limit
         self._closing = tuple(closing)
-        self._spell = spell
-        self._masks = {token: single(token) for token in closing}
-        first = Spent(beginning(reasoning, thinking))
-        self._walk = Walk(self._judged(first), self._step)
+        self._token_bytes = token_bytes
+        self._masks = {token: single_token_mask(token) for token in closing}
+        first = BudgetState(initial_state(reasoning, thinking))
+        self._states = PrefixStates(self._close_if_spent(first), self._next)
 
     def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> Bits | None:
-        due = self._walk.after(output, drafts).due
-        return None if due == NOT_CLOSING else self._masks[self._closing[due]]
+        index = self._states.after(output, drafts).closing
+        return None if index == NOT_CLOSING else self._masks[self._closing[index]]
 
-    def _step(self, spent: Spent, token: int) -> Spent:
-        # The markers are ASCII, so bytes may be read as characters one by one.
-        said = self._spell(token)
-        place, _ = walk(spent.place, said.decode("latin-1"), self._reasoning)
-        if spent.due != NOT_CLOSING:
-            if spent.due + 1 < len(self._closing):
-                return replace(spent, place=place, due=spent.due + 1)
-            # After the last closing token thinking is over, whatever the text before it made of the marker.
-            return replace(spent, place=_over(place), due=NOT_CLOSING)
-        return self._judged(Spent(place, spent.tokens + spent.place.reasoning, missing=missing_bytes(spent.missing, said)))
+    def _next(self, state: BudgetState, token: int) -> BudgetState:
+        data = self._token_bytes(token)
+        reasoning = advance(state.reasoning, data, self._reasoning)
+        if state.closing == NOT_CLOSING:
+            used = state.used + state.reasoning.reasoning
+            return self._close_if_spent(BudgetState(reasoning, used, missing=missing_bytes(state.missing, data)))
+        if state.closing + 1 < len(self._closing):
+            return replace(state, reasoning=reasoning, closing=state.closing + 1)
+        # After the last closing token the reasoning is over, even if the text before it keeps the end marker from being found.
+        if reasoning.reasoning:
+            reasoning = ReasoningState("content", trim_left=True)
+        return replace(state, reasoning=reasoning, closing=NOT_CLOSING)
 
-    def _judged(self, spent: Spent) -> Spent:
-        over = spent.place.reasoning and spent.tokens >= self._limit and not spent.missing
-        return replace(spent, due=0) if over else spent
-
-
-def _over(place: Place) -> Place:
-    return Place("content", fresh=True) if place.reasoning else place
+    def _close_if_spent(self, state: BudgetState) -> BudgetState:
+        spent = state.reasoning.reasoning and state.used >= self._limit and not state.missing
+        return replace(state, closing=0) if spent else state
 
 
-def missing_bytes(missing: int, said: bytes) -> int:
-    """How many bytes the last character still needs, where it needed so many before."""
-    for byte in said:
+def missing_bytes(missing: int, data: bytes) -> int:
+    """How many bytes the last UTF-8 character still needs after `data`, if it needed `missing` before."""
+    for byte in data:
         if missing and 0x80 <= byte < 0xC0:
             missing -= 1
         else:
@@ -79,8 +80,7 @@ def missing_bytes(missing: int, said: bytes) -> int:
     return missing
 
 
-def single(token: int) -> Bits:
-    """The set of one token."""
+def single_token_mask(token: int) -> Bits:
     bits = np.zeros(token // 32 + 1, dtype=np.uint32)
     bits[token // 32] = np.uint32(1 << (token % 32))
     return bits

@@ -40,7 +40,7 @@ class ToolCallCache:
         self._kept: OrderedDict[str, CachedReply] = OrderedDict()
         self._lock = threading.Lock()
 
-    def keep(self, call_id: str, reply: CachedReply) -> None:
+    def put(self, call_id: str, reply: CachedReply) -> None:
         with self._lock:
             self._kept[call_id] = reply
             self._tokens += len(reply.ids)
@@ -48,7 +48,7 @@ class ToolCallCache:
                 _, oldest = self._kept.popitem(last=False)
                 self._tokens -= len(oldest.ids)
 
-    def find(self, message: Mapping[str, Any]) -> CachedReply | None:
+    def get(self, message: Mapping[str, Any]) -> CachedReply | None:
         """The reply that this message tells of, if it tells of it as it was."""
         calls = message.get("tool_calls") or ()
         if message.get("role") != "assistant" or not calls:
@@ -80,7 +80,7 @@ def cached_prompt(
     all special tokens are: the text is only ever parted before one, where tokenization begins anew.
     """
     for number in range(len(messages) - 1, -1, -1):
-        reply = memory.find(messages[number])
+        reply = memory.get(messages[number])
         if reply is None:
             continue
         if prompt_hash(render(messages[:number], True)) != reply.origin:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from onedraw.text.reasoning import SPACE
-from onedraw.text.surrogates import whole
+from onedraw.text.tokenizer import replace_surrogates
 from onedraw.text.tools.dialects import GEMMA_QUOTE, MARKERS, CallableTools, Dialect
 from onedraw.text.tools.schema import kind_of, types_of
 
@@ -72,25 +72,25 @@ def until(ends: Sequence[str]) -> Generator[None, str, tuple[str, str]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Begin:
+class CallStart:
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Arguments:
+class CallArguments:
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class CallEnd:
     pass
 
 
-Event: TypeAlias = Begin | Arguments | End
+CallEvent: TypeAlias = CallStart | CallArguments | CallEnd
 Types: TypeAlias = dict[str, dict[str, tuple[str, ...]]]  # tool → parameter → JSON types it may have; none: any
 
 
-def parser_of(calls: CallableTools) -> Callable[[list[Event]], Parser]:
+def parser_of(calls: CallableTools) -> Callable[[list[CallEvent]], Parser]:
     types = {tool.name: types_of(tool.schema) for tool in calls.tools}
     match calls.dialect:
         case "hermes":
@@ -110,18 +110,18 @@ def parser_of(calls: CallableTools) -> Callable[[list[Event]], Parser]:
 # ---------------------------------------------------------------------------------------------- JSON: Hermes, Qwen, Llama
 
 
-def _hermes(out: list[Event]) -> Parser:
+def _hermes(out: list[CallEvent]) -> Parser:
     """{"name": …, "arguments": {…}} and the marker behind it."""
     yield from _json_call(out, (yield from skip((yield))))
     yield from closed("hermes")
 
 
-def _llama(out: list[Event]) -> Parser:
+def _llama(out: list[CallEvent]) -> Parser:
     """{"name": …, "parameters": {…}} where a reply begins."""
     yield from _json_call(out, (yield from skip((yield))))
 
 
-def _json_call(out: list[Event], first: str) -> Parser:
+def _json_call(out: list[CallEvent], first: str) -> Parser:
     """An object with a name and arguments, in either order; arguments pass through as they are written."""
     demand(first == "{")
     name: str | None = None
@@ -135,9 +135,9 @@ def _json_call(out: list[Event], first: str) -> Parser:
         character = yield from skip((yield))
         if key == "name":
             name = yield from _string(character)
-            out.append(Begin(name))
+            out.append(CallStart(name))
             if early:
-                out.append(Arguments("".join(early)))
+                out.append(CallArguments("".join(early)))
             character = yield from skip((yield))
         elif key in ("arguments", "parameters"):
             given = True
@@ -149,18 +149,18 @@ def _json_call(out: list[Event], first: str) -> Parser:
             character = yield from skip((yield))
     demand(name is not None)
     if not given:
-        out.append(Arguments("{}"))
-    out.append(End())
+        out.append(CallArguments("{}"))
+    out.append(CallEnd())
 
 
-def _raw(first: str, out: list[Event], early: list[str] | None) -> Generator[None, str, str]:
+def _raw(first: str, out: list[CallEvent], early: list[str] | None) -> Generator[None, str, str]:
     """A JSON value as it is written, given out character by character; the character behind it is returned."""
 
     def say(text: str) -> None:
         if early is not None:
             early.append(text)
         else:
-            out.append(Arguments(text))
+            out.append(CallArguments(text))
 
     if first == '"':  # arguments as a text that holds JSON
         said = yield from _string(first)
@@ -193,7 +193,7 @@ def _string(first: str) -> Generator[None, str, str]:
             break
         escaped = character == "\\" and not escaped
     try:
-        return whole(json.loads(raw))
+        return replace_surrogates(json.loads(raw))
     except ValueError:
         raise Malformed from None
 
@@ -201,11 +201,11 @@ def _string(first: str) -> Generator[None, str, str]:
 # ---------------------------------------------------------------------------------------------- tags: Qwen3-Coder and 3.5, Laguna
 
 
-def _qwen_xml(out: list[Event], *, types: Types) -> Parser:
+def _qwen_xml(out: list[CallEvent], *, types: Types) -> Parser:
     """<function=name> <parameter=key> value </parameter> … </function> and the marker behind it."""
     yield from expect("<function=", (yield from skip((yield))))
     name, _ = yield from until((">",))
-    out.append(Begin(name.strip()))
+    out.append(CallStart(name.strip()))
     members = Members(out, types.get(name.strip(), {}))
     while True:
         head, which = yield from until(("<parameter=", "</function>"))
@@ -218,14 +218,14 @@ def _qwen_xml(out: list[Event], *, types: Types) -> Parser:
     yield from closed("qwen_xml")
 
 
-def _laguna(out: list[Event], *, types: Types) -> Parser:
+def _laguna(out: list[CallEvent], *, types: Types) -> Parser:
     """name <arg_key>key</arg_key> <arg_value>value</arg_value> … and the marker behind it."""
     opens, close = MARKERS["laguna"]
     name, which = yield from until(("<arg_key>", close, opens))
     if which == opens and not name.strip(SPACE):
         raise Another
     demand(bool(name.strip(SPACE)))
-    out.append(Begin(name.strip(SPACE)))
+    out.append(CallStart(name.strip(SPACE)))
     members = Members(out, types.get(name.strip(SPACE), {}))
     while which == "<arg_key>":
         key, _ = yield from until(("</arg_key>",))
@@ -240,14 +240,14 @@ def _laguna(out: list[Event], *, types: Types) -> Parser:
 class Members:
     """Writes tagged parameters as the members of a JSON object. A text is given out as it comes, anything else when whole."""
 
-    def __init__(self, out: list[Event], types: dict[str, tuple[str, ...]]) -> None:
+    def __init__(self, out: list[CallEvent], types: dict[str, tuple[str, ...]]) -> None:
         self._out = out
         self._types = types
         self._any = False
 
     def read(self, key: str, close: str, *, trim: bool) -> Parser:
         """A value up to its closing tag. `trim`: a line break at each end belongs to the tags."""
-        self._out.append(Arguments((", " if self._any else "{") + json.dumps(key, ensure_ascii=False) + ": "))
+        self._out.append(CallArguments((", " if self._any else "{") + json.dumps(key, ensure_ascii=False) + ": "))
         self._any = True
         kinds = self._types.get(key, ())
         if kinds == ("string",):
@@ -258,16 +258,16 @@ class Members:
             value += close + (yield from until((close,)))[0]
         if trim:
             value = value.removeprefix("\n").removesuffix("\n")
-        self._out.append(Arguments(_value(value, kinds)))
+        self._out.append(CallArguments(_value(value, kinds)))
 
     def end(self) -> None:
-        self._out.append(Arguments("}" if self._any else "{}"))
-        self._out.append(End())
+        self._out.append(CallArguments("}" if self._any else "{}"))
+        self._out.append(CallEnd())
 
     def _text(self, close: str, *, trim: bool) -> Parser:
         ends = ("\n" + close, close) if trim else (close,)
         held, first = "", trim
-        self._out.append(Arguments('"'))
+        self._out.append(CallArguments('"'))
         while True:
             character = yield
             if first and character == "\n":
@@ -282,11 +282,11 @@ class Members:
             keep = max((n for n in range(len(ends[0])) if held.endswith(ends[0][:n]) or held.endswith(close[:n])), default=0)
             self._say(held[: len(held) - keep])
             held = held[len(held) - keep :]
-        self._out.append(Arguments('"'))
+        self._out.append(CallArguments('"'))
 
     def _say(self, text: str) -> None:
         if text:
-            self._out.append(Arguments(json.dumps(text, ensure_ascii=False)[1:-1]))
+            self._out.append(CallArguments(json.dumps(text, ensure_ascii=False)[1:-1]))
 
 
 def _in_quotes(text: str) -> bool:
@@ -310,24 +310,24 @@ def _value(text: str, kinds: tuple[str, ...]) -> str:
         value = text
     if kinds and kind_of(value) not in kinds and not (kind_of(value) == "integer" and "number" in kinds) and "string" in kinds:
         value = text
-    return text.strip() if not isinstance(value, str) else whole(json.dumps(value, ensure_ascii=False))
+    return text.strip() if not isinstance(value, str) else replace_surrogates(json.dumps(value, ensure_ascii=False))
 
 
 # ---------------------------------------------------------------------------------------------- literals: Gemma, pythonic
 
 
-def _gemma(out: list[Event]) -> Parser:
+def _gemma(out: list[CallEvent]) -> Parser:
     """call:name{key:value,…} with strings between their own quotes, and the marker behind it."""
     yield from expect("call:", (yield from skip((yield))))
     name, _ = yield from until(("{",))
-    out.append(Begin(name.strip(SPACE)))
-    out.append(Arguments("{"))
+    out.append(CallStart(name.strip(SPACE)))
+    out.append(CallArguments("{"))
     yield from _gemma_members(out, "}")
-    out.append(End())
+    out.append(CallEnd())
     yield from closed("gemma")
 
 
-def _gemma_members(out: list[Event], close: str) -> Parser:
+def _gemma_members(out: list[CallEvent], close: str) -> Parser:
     """What stands between braces or brackets; the opening one is read already."""
     character = yield from skip((yield))
     while character != close:
@@ -339,67 +339,67 @@ def _gemma_members(out: list[Event], close: str) -> Parser:
             else:
                 rest, _ = yield from until((":",))
                 key = character + rest
-            out.append(Arguments(json.dumps(key.strip(SPACE), ensure_ascii=False) + ": "))
+            out.append(CallArguments(json.dumps(key.strip(SPACE), ensure_ascii=False) + ": "))
             character = yield from skip((yield))
         character = yield from skip((yield from _gemma_value(out, character)))
         demand(character in (",", close))
         if character == ",":
-            out.append(Arguments(", "))
+            out.append(CallArguments(", "))
             character = yield from skip((yield))
-    out.append(Arguments(close))
+    out.append(CallArguments(close))
 
 
-def _gemma_value(out: list[Event], first: str) -> Generator[None, str, str]:
+def _gemma_value(out: list[CallEvent], first: str) -> Generator[None, str, str]:
     """A value; the character behind it is returned."""
     if first in "{[":
-        out.append(Arguments(first))
+        out.append(CallArguments(first))
         yield from _gemma_members(out, "}" if first == "{" else "]")
         return (yield)
     if first == GEMMA_QUOTE[0]:
         yield from expect(GEMMA_QUOTE, first)
-        out.append(Arguments('"'))
+        out.append(CallArguments('"'))
         held = ""
         while not held.endswith(GEMMA_QUOTE):
             held += yield
             keep = max(n for n in range(len(GEMMA_QUOTE) + 1) if held.endswith(GEMMA_QUOTE[:n]))
-            out.append(Arguments(json.dumps(held[: len(held) - keep], ensure_ascii=False)[1:-1]))
+            out.append(CallArguments(json.dumps(held[: len(held) - keep], ensure_ascii=False)[1:-1]))
             held = held[len(held) - keep :]
-        out.append(Arguments('"'))
+        out.append(CallArguments('"'))
         return (yield)
     text = ""
     character = first
     while character not in ",}]":
         text += character
         character = yield
-    out.append(Arguments(_value(text.strip(SPACE), ())))
+    out.append(CallArguments(_value(text.strip(SPACE), ())))
     return character
 
 
-def _pythonic(out: list[Event], *, names: Set[str]) -> Parser:
+def _pythonic(out: list[CallEvent], *, names: Set[str]) -> Parser:
     """[name(key=value, …), …], as Python would write it. `names`: of tools, which need not be names there."""
     demand((yield from skip((yield))) == "[")
     while True:
         name, _ = yield from until(("(",))
         name = name.strip(SPACE)
         demand(name in names or name.replace(".", "_").replace("-", "_").isidentifier())
-        out.append(Begin(name))
-        out.append(Arguments("{"))
+        out.append(CallStart(name))
+        out.append(CallArguments("{"))
         character = yield from skip((yield))
         while character != ")":
             rest, _ = yield from until(("=",))
-            out.append(Arguments(json.dumps((character + rest).strip(SPACE), ensure_ascii=False) + ": "))
+            out.append(CallArguments(json.dumps((character + rest).strip(SPACE), ensure_ascii=False) + ": "))
             character = yield from _literal(out)
             if character == ",":
-                out.append(Arguments(", "))
+                out.append(CallArguments(", "))
                 character = yield from skip((yield))
-        out += [Arguments("}"), End()]
+        out += [CallArguments("}"), CallEnd()]
         character = yield from skip((yield))
         demand(character in ",]")
         if character == "]":
             return
 
 
-def _literal(out: list[Event]) -> Generator[None, str, str]:
+def _literal(out: list[CallEvent]) -> Generator[None, str, str]:
     """A Python literal, given out as JSON when it is whole; the comma or parenthesis behind it is returned."""
     text, depth, quote, escaped = "", 0, "", False
     while True:
@@ -414,7 +414,7 @@ def _literal(out: list[Event]) -> Generator[None, str, str]:
         else:
             depth += (character in "([{") - (character in ")]}")
         text += character
-    out.append(Arguments(whole(json.dumps(_python_value(text.strip(SPACE)), ensure_ascii=False))))
+    out.append(CallArguments(replace_surrogates(json.dumps(_python_value(text.strip(SPACE)), ensure_ascii=False))))
     return character
 
 

@@ -11,14 +11,14 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 from onedraw.text.reasoning import SPACE
-from onedraw.text.tools.call_parsers import Another, Arguments, Begin, End, Event, Malformed, Parser, parser_of
+from onedraw.text.tools.call_parsers import Another, CallArguments, CallEnd, CallEvent, CallStart, Malformed, Parser, parser_of
 from onedraw.text.tools.dialects import MARKERS, CallableTools
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class Content:
     text: str
-    read: bool = True  # else nobody knows what it would have been: a call was begun, and the reply ended before its name
+    truncated_call: bool = False  # the reply ended inside a call that had no name yet
 
 
 class ToolCallParser:
@@ -32,29 +32,28 @@ class ToolCallParser:
         self._running: Running | None = None
         self._began = False  # something other than space was said, outside of calls
         self._fresh = False  # nothing since the last call
-        self._calls = 0
+        self._completed = 0
 
     @property
-    def calls(self) -> int:
-        """CallableTools that came to their end."""
-        return self._calls
+    def completed(self) -> int:
+        return self._completed
 
-    def push(self, text: str) -> list[Event | Text]:
-        out: list[Event | Text] = []
+    def push(self, text: str) -> list[CallEvent | Content]:
+        out: list[CallEvent | Content] = []
         for character in text:
             self._take(character, out)
         return _joined(out)
 
-    def finish(self) -> list[Event | Text]:
+    def finish(self) -> list[CallEvent | Content]:
         """What was held back, when no more text comes."""
-        out: list[Event | Text] = []
+        out: list[CallEvent | Content] = []
         if self._running is not None:
-            self._give_up(out, read=False)
+            self._give_up(out, truncated=True)
         self._say(self._held, out)
         self._held = ""
         return _joined(out)
 
-    def _take(self, character: str, out: list[Event | Text]) -> None:
+    def _take(self, character: str, out: list[CallEvent | Content]) -> None:
         if self._running is not None:
             self._go_on(character, out)
         elif self._opens is None:
@@ -62,7 +61,7 @@ class ToolCallParser:
         else:
             self._marked(character, out)
 
-    def _marked(self, character: str, out: list[Event | Text]) -> None:
+    def _marked(self, character: str, out: list[CallEvent | Content]) -> None:
         """Outside of a call, in a dialect whose calls stand between markers."""
         assert self._opens is not None
         self._held += character
@@ -77,7 +76,7 @@ class ToolCallParser:
         self._say(safe, out)
         self._held = self._held[len(safe) :]
 
-    def _bare(self, character: str, out: list[Event | Text]) -> None:
+    def _bare(self, character: str, out: list[CallEvent | Content]) -> None:
         """CallableTools without markers stand at the beginning, or behind another call."""
         if self._began:
             self._say(character, out)
@@ -88,7 +87,7 @@ class ToolCallParser:
             self._held = ""
             self._go_on(character, out)
 
-    def _go_on(self, character: str, out: list[Event | Text]) -> None:
+    def _go_on(self, character: str, out: list[CallEvent | Content]) -> None:
         assert self._running is not None
         try:
             ended = self._running.take(character)
@@ -102,40 +101,40 @@ class ToolCallParser:
             return
         out.extend(self._running.events())
         if ended:
-            self._calls += self._running.ended
+            self._completed += self._running.ended
             self._running, self._fresh = None, True
 
-    def _give_up(self, out: list[Event | Text], *, read: bool = True) -> None:
+    def _give_up(self, out: list[CallEvent | Content], *, truncated: bool = False) -> None:
         """Not a call after all, or one that was cut off."""
         assert self._running is not None
         running, self._running = self._running, None
         out.extend(running.events())
-        self._calls += running.ended
+        self._completed += running.ended
         if running.begun:
             self._fresh = True
             if running.begun > running.ended:
-                out.append(End())
+                out.append(CallEnd())
             elif self._markers is not None:
                 opens, closes = self._markers
                 behind = running.behind.removesuffix(opens)
                 self._say("" if closes.startswith(behind.strip(SPACE)) else behind.rstrip(SPACE), out)
         else:
-            self._say(running.raw, out, read=read)
+            self._say(running.raw, out, truncated=truncated)
 
-    def _say(self, text: str, out: list[Event | Text], *, read: bool = True) -> None:
+    def _say(self, text: str, out: list[CallEvent | Content], *, truncated: bool = False) -> None:
         """Content; space behind a call is part of the call."""
         if self._fresh:
             text = text.lstrip(SPACE)
         if text:
             self._began, self._fresh = True, False
-            out.append(Text(text, read))
+            out.append(Content(text, truncated))
 
 
 class Running:
     """A call being read. Owner: the reader."""
 
-    def __init__(self, make: Callable[[list[Event]], Parser], opening: str) -> None:
-        self._events: list[Event] = []
+    def __init__(self, make: Callable[[list[CallEvent]], Parser], opening: str) -> None:
+        self._events: list[CallEvent] = []
         self._parser: Generator[None, str, None] = make(self._events)
         next(self._parser)
         self.raw = opening
@@ -151,27 +150,27 @@ class Running:
         except StopIteration:
             return True
         finally:
-            self.begun += sum(isinstance(event, Begin) for event in self._events)
+            self.begun += sum(isinstance(event, CallStart) for event in self._events)
             if self._events:
                 self.behind = ""
         return False
 
-    def events(self) -> list[Event]:
+    def events(self) -> list[CallEvent]:
         events, self._events[:] = list(self._events), []
-        self.ended += sum(isinstance(event, End) for event in events)
+        self.ended += sum(isinstance(event, CallEnd) for event in events)
         return events
 
 
-def _joined(out: list[Event | Text]) -> list[Event | Text]:
+def _joined(out: list[CallEvent | Content]) -> list[CallEvent | Content]:
     """Neighbouring texts and neighbouring pieces of arguments as one."""
-    joined: list[Event | Text] = []
+    joined: list[CallEvent | Content] = []
     for event in out:
         last = joined[-1] if joined else None
         match last, event:
-            case Text(before, one), Text(text, other) if one == other:
-                joined[-1] = Text(before + text, one)
-            case Arguments(before), Arguments(text):
-                joined[-1] = Arguments(before + text)
+            case Content(before, one), Content(text, other) if one == other:
+                joined[-1] = Content(before + text, one)
+            case CallArguments(before), CallArguments(text):
+                joined[-1] = CallArguments(before + text)
             case _:
                 joined.append(event)
     return joined

@@ -42,14 +42,14 @@ class ToolUse:
     """What a request says of tools: which the model hears of, which it may call, and whether it must."""
 
     tools: tuple[Tool, ...]
-    callable: tuple[Tool, ...]
-    must: bool = False
+    allowed: tuple[Tool, ...]
+    required: bool = False
     parallel: bool = True
 
     @property
-    def narrowed(self) -> bool:
+    def restricted(self) -> bool:
         """The model hears of tools that it may not call."""
-        return len(self.callable) < len(self.tools)
+        return len(self.allowed) < len(self.tools)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class ToolSyntax:
     native: bool  # the template itself tells the model of tools
 
 
-def tool_syntax(template_source: str) -> ToolSyntax:
+def detect_tool_syntax(template_source: str) -> ToolSyntax:
     """How the family that this chat template belongs to calls tools."""
     if "tools" in template_source:
         for dialect, signs in _SIGNS:

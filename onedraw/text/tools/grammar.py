@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onedraw.errors import BadParameter
-from onedraw.text.constraints.grammar import literal, bound_whitespace
+from onedraw.text.constraints.grammar import bound_whitespace, literal
 from onedraw.text.tokenizer import Tokenizer
 from onedraw.text.tools.dialects import GEMMA_QUOTE, MARKERS, Dialect, Tool
 from onedraw.text.tools.schema import (
@@ -279,12 +279,12 @@ class ToolCallGrammar:
         self._check = check
         self._rules: list[str] = []
 
-    def write(self, tools: Sequence[Tool], *, must: bool, parallel: bool, content: str | None = None) -> str:
+    def write(self, tools: Sequence[Tool], *, required: bool, parallel: bool, content: str | None = None) -> str:
         """A reply that calls (`must`), or one that may. `content`: a JSON schema for the reply that does not call."""
         one = " | ".join(self._function(number, tool) for number, tool in enumerate(tools))
         self._rules.append(f"one: {one}")
         calls = self._calls(parallel=parallel and self._dialect != "llama")
-        if must:
+        if required:
             start = calls
         elif content is not None:
             self._rules.append(f"content: %json {content}")
@@ -309,7 +309,7 @@ class ToolCallGrammar:
         return {"hermes": '"\\n" one "\\n"', "qwen_xml": '"\\n" one "\\n"', "laguna": "one", "gemma": "one"}[self._dialect]
 
     def _free(self, calls: str, *, parallel: bool) -> str:
-        """Text, and calls where they begin."""
+        """Content, and calls where they begin."""
         if self._dialect not in MARKERS:  # a call stands alone, at the beginning
             first = "\\[" if self._dialect == "pythonic" else "{"
             self._rules.append(rf"TEXT: /([^\s{first}](.|\n)*)?/")
