@@ -22,8 +22,8 @@ from onedraw.backends.torch.device import pick_ops
 from onedraw.backends.torch.drafters import base as ranking
 from onedraw.backends.torch.drafters.dflash import DflashDrafter
 from onedraw.backends.torch.drafters.draft_model import DraftModel, SmallModel
-from onedraw.backends.torch.model.transformer import Stack
-from onedraw.backends.torch.runner.stages import Site
+from onedraw.backends.torch.model.transformer import Transformer
+from onedraw.backends.torch.runner.stages import StageDevice
 from onedraw.build.checkpoint import read_text
 from onedraw.checkpoints.base import open_checkpoint
 from onedraw.checkpoints.download import resolve
@@ -72,20 +72,24 @@ class Bench:
         self.new_tokens, self.layers = new_tokens, layers
 
     def block(self, budget: int) -> Make:
-        def make(stack: Any, sampler: Any, shape: Any) -> Any:
+        def make(target: Any, sampler: Any, layout: Any) -> Any:
             arrange = lambda candidates: build_tree(candidates, budget)  # noqa: E731
             spec, weights = self.drafter.spec, self.drafter.weights
-            return DflashDrafter(spec, weights, target=stack, shape=shape, lanes=1, max_context=CONTEXT, arrange=arrange)
+            return DflashDrafter(spec, weights, target=target, layout=layout, lanes=1, max_context=CONTEXT, arrange=arrange)
 
         return make
 
     def model(self) -> Make:
-        def make(stack: Any, sampler: Any, shape: Any) -> Any:
+        def make(target: Any, sampler: Any, layout: Any) -> Any:
             spec = dataclasses.replace(self.target.spec, layers=self.target.spec.layers[: self.layers])
-            small = Stack(
-                spec, self.target.weights, dtype=torch.float32, sites=[Site(stack.device, stack.ops)], max_context=CONTEXT + 1
+            small = Transformer(
+                spec,
+                self.target.weights,
+                dtype=torch.float32,
+                stage_devices=[StageDevice(target.device, target.ops)],
+                max_context=CONTEXT + 1,
             )
-            return DraftModel(SmallModel(small, shape=shape), shape=shape, lanes=1, max_context=CONTEXT, length=4)
+            return DraftModel(SmallModel(small, layout=layout), layout=layout, lanes=1, max_context=CONTEXT, length=4)
 
         return make
 

@@ -19,7 +19,7 @@ import torch
 from onedraw.backends.torch.device import pick_ops
 from onedraw.backends.torch.ops.plain.delta import DeltaWeights
 from onedraw.backends.torch.ops.plain.linear import RowRule
-from onedraw.backends.torch.runner.inputs import Shape, make_inputs
+from onedraw.backends.torch.runner.inputs import InputLayout, make_inputs
 from onedraw.backends.torch.state.recurrent_state import LaneStore
 from onedraw.models.spec import DeltaSpec
 from onedraw.settings import default_cache_dir
@@ -68,7 +68,7 @@ def main() -> None:
             history=History((1,)),
             saves=saves,
         )
-        inputs = make_inputs(Plan((row,)), shape=Shape(8, (8,), RowRule(1)), device=CPU)
+        inputs = make_inputs(Plan((row,)), layout=InputLayout(8, (8,), RowRule(1)), device=CPU)
         prepared = ops.prepare_delta(inputs, SPEC)
         for store in stores:
             ops.delta(projected, prepared, weights=weights, store=store)

@@ -31,8 +31,8 @@ from onedraw.backends.memory_plan import DRAFTS_PER_LANE
 from onedraw.backends.packing import matrix_sizes
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import copy_bandwidth, pick_ops
-from onedraw.backends.torch.runner.cuda_graphs import Graphs
-from onedraw.backends.torch.runner.graph_runner import Steady
+from onedraw.backends.torch.runner.cuda_graphs import CudaGraphs
+from onedraw.backends.torch.runner.graph_runner import CapturedStep
 from onedraw.checkpoints.random_shapes import named_mixture, open_random
 from onedraw.engine.engine import Engine
 from onedraw.engine.scheduler import Scheduler
@@ -350,7 +350,7 @@ def host(bench: Bench) -> None:
         with _Clock() as clock:
             clock.time(bench.backend, "submit")
             clock.time(bench.backend, "collect")
-            clock.time(Steady, "wait")
+            clock.time(CapturedStep, "wait")
             wholes = _steady_turns(bench.engine(Speculator([])), asked, 100, clock.begin)
         parts = [1e3 * statistics.mean(clock.spent[name][:100]) for name in ("submit", "collect", "wait")]
         turn = 1e3 * statistics.mean(wholes)
@@ -399,7 +399,7 @@ def rehearse(bench: Bench) -> None:
     begin = time.perf_counter()
     bench.backend.rehearse(lambda line: None, drafts=DRAFTS_PER_LANE)
     steady = bench.backend._steady
-    count = 0 if steady is None or not isinstance(steady._parts[-1]._recorder, Graphs) else len(steady._parts[-1]._recorder)
+    count = 0 if steady is None or not isinstance(steady._parts[-1]._recorder, CudaGraphs) else len(steady._parts[-1]._recorder)
     say(f"{bench.name}: turns recorded before the first request, and s", [count, round(time.perf_counter() - begin, 1)])
 
 

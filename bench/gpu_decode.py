@@ -31,16 +31,16 @@ from onedraw.backends.torch.ops.cuda.delta import Drafted, Gated, close, gate
 from onedraw.backends.torch.ops.cuda.delta_chunked import chunked
 from onedraw.backends.torch.ops.cuda.delta_inputs import Recurrence, take_steps
 from onedraw.backends.torch.ops.cuda.norm import opened
-from onedraw.backends.torch.ops.cuda.ops import Prepared, TritonLinear, TritonOps
+from onedraw.backends.torch.ops.cuda.ops import TritonAttentionInputs, TritonLinear, TritonOps
 from onedraw.backends.torch.ops.cuda.sampler import TritonSampler
 from onedraw.backends.torch.ops.cuda.sampling import Wishes, choose
 from onedraw.backends.torch.ops.plain.linear import RowRule
 from onedraw.backends.torch.ops.plain.norm_and_rope import rope_table
-from onedraw.backends.torch.runner.inputs import Inputs, Shape, Span, lay_out
+from onedraw.backends.torch.runner.inputs import InputLayout, Inputs, Span, lay_out
 from onedraw.backends.torch.sampling.exact import padded
 from onedraw.backends.torch.sampling.sampler import Sampler
 from onedraw.backends.torch.state.kv_pages import PageStore
-from onedraw.backends.torch.state.recurrent_spans import runs_of
+from onedraw.backends.torch.state.recurrent_spans import recurrent_spans
 from onedraw.models.spec import AttentionSpec, RopeSpec
 from onedraw.sampling.noise import key
 from onedraw.types import Draft, History, SamplingParams
@@ -157,10 +157,14 @@ class DenseModel:
             first, page = first + count, page + need
         assert page <= self.pages, (page, self.pages)
         return lay_out(
-            [7] * first, spans, [(table,) for table in tables], shape=Shape(PAGE, (self.pages,), RowRule(floor=1)), device=DEVICE
+            [7] * first,
+            spans,
+            [(table,) for table in tables],
+            layout=InputLayout(PAGE, (self.pages,), RowRule(floor=1)),
+            device=DEVICE,
         )
 
-    def hidden(self, tokens: Tensor, prepared: Prepared) -> Tensor:
+    def hidden(self, tokens: Tensor, prepared: TritonAttentionInputs) -> Tensor:
         ops, eps = self.ops, 1e-5
         x = self.embedding.index_select(0, tokens)
         for index, (qkv, out, gate_up, down) in enumerate(self.layers):
@@ -177,7 +181,7 @@ class DenseModel:
             x = down(ops.gated(gate_up(ops.rms_norm(x, self.norms[2 * index + 1], eps)), "silu"), x)
         return ops.rms_norm(x, self.norms[-1], eps)
 
-    def logits(self, tokens: Tensor, prepared: Prepared) -> Tensor:
+    def logits(self, tokens: Tensor, prepared: TritonAttentionInputs) -> Tensor:
         return self.head(self.hidden(tokens, prepared))
 
 
@@ -240,7 +244,7 @@ class HybridModel:
         return found
 
     def step_plan(self, inputs: Inputs) -> Recurrence:
-        return Recurrence(runs_of(inputs, conv=self.taps), feed=inputs.feed)
+        return Recurrence(recurrent_spans(inputs, conv=self.taps), staging=inputs.staging)
 
     def mix(self, projected: Tensor, index: int, plan: Recurrence) -> Tensor:
         drafted = None if plan.held is None else Drafted(plan.held, *self.held)
@@ -268,7 +272,7 @@ class HybridModel:
             key_dim=128, value_dim=128, drafted=drafted, pdl=True,
         )  # fmt: skip
 
-    def logits(self, tokens: Tensor, prepared: Prepared) -> Tensor:
+    def logits(self, tokens: Tensor, prepared: TritonAttentionInputs) -> Tensor:
         ops, eps, attended = self.ops, 1e-6, self.heads * self.dim
         x = self.embedding.index_select(0, tokens)
         for index, (into, out, gate_up, down) in enumerate(self.layers):
@@ -294,7 +298,7 @@ class CapturedTurn:
         host = host_view(inputs, model.ops.heads(model.mixer))
         self.words, self.layout = torch.from_numpy(host.words).to(DEVICE), host.layout
         self.tokens = inputs.tokens.clone()
-        self.prepared = Prepared(model.turns, device_view(self.words, host.layout))
+        self.prepared = TritonAttentionInputs(model.turns, device_view(self.words, host.layout))
         self.wishes: Wishes | None = None
         if params is not None:
             history = History((1, 2, 3), [])
@@ -461,7 +465,7 @@ def _loose_turn(
     model: DenseModel,
     weights: list[list[Tensor]],
     tokens: Tensor,
-    prepared: Prepared,
+    prepared: TritonAttentionInputs,
     dense: list[Tensor] | None,
     library: bool,
     count: int,
@@ -504,7 +508,7 @@ def parts() -> None:
                 say(f"per layer at {at}, {what}, pdl {pdl}, us", round(1000 * ms / 12, 2))
 
 
-def _partial_turn(model: DenseModel, tokens: Tensor, prepared: Prepared, level: int) -> Tensor:
+def _partial_turn(model: DenseModel, tokens: Tensor, prepared: TritonAttentionInputs, level: int) -> Tensor:
     ops, eps, spec = model.ops, 1e-5, model.mixer
     x = model.embedding.index_select(0, tokens)
     for index, (qkv, out, gate_up, down) in enumerate(model.layers):
@@ -628,8 +632,8 @@ def _stores(heads: int, kv: int, dim: int) -> list[PageStore]:
 def _one_layer(
     heads: int, kv: int, dim: int, start: int, count: int, *, merged: bool = True, **options: Any
 ) -> tuple[Callable[..., Any], list[PageStore]]:
-    shape = Shape(PAGE, (8300,), RowRule(floor=1))
-    inputs = lay_out([0] * count, [Span(0, count, start)], [(list(range(8300)),)], shape=shape, device=DEVICE)
+    layout = InputLayout(PAGE, (8300,), RowRule(floor=1))
+    inputs = lay_out([0] * count, [Span(0, count, start)], [(list(range(8300)),)], layout=layout, device=DEVICE)
     device = to_view(inputs, Heads(heads, kv, dim, None, 264))
     q = normal(count, heads * dim)
     sets = [group if merged else replace(group, tokens=group.tokens[:0]) for group in device.sets]

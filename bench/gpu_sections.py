@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.sampled_rows import SamplingPosition
-from onedraw.backends.torch.runner.staging_buffers import Direct
+from onedraw.backends.torch.runner.staging_buffers import DirectStaging
 from onedraw.backends.torch.state.kv_pages import PageStore
 from onedraw.checkpoints.random_weights import RandomCheckpoint
 from onedraw.models.model_info import Described
@@ -97,7 +97,7 @@ def long(bench: Bench) -> None:
     if bench.backend.capacity.max_context < FAR + 32:
         bench.say(f"{bench.name}: long", f"needs --context {FAR + 64} and --pages {(FAR + 64) // 16 + 8}")
         return
-    for store in bench.backend._states[0].stores:
+    for store in bench.backend.states[0].stores:
         for tensor in vars(store).values() if isinstance(store, PageStore) else ():
             if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype.itemsize > 1:
                 tensor.normal_()
@@ -125,7 +125,7 @@ def choosing(bench: Bench) -> None:
     for rows in (1, 8, 32):
         if rows > bench.lanes:
             continue
-        logits = 3 * torch.randn(rows, -(-bench.spec.vocab // 64) * 64, device=bench.device).to(bench.backend._stack.dtype)
+        logits = 3 * torch.randn(rows, -(-bench.spec.vocab // 64) * 64, device=bench.device).to(bench.backend.model.dtype)
         for name, params in cases.items():
             own = [replace(params, seed=i) for i in range(rows)]
             positions = [SamplingPosition(i, own[i], History((1, 2, 3), [4]), (), f"c{i}") for i in range(rows)]
@@ -140,7 +140,7 @@ def _choosing_ms(bench: Bench, logits: Tensor, positions: list[SamplingPosition]
         begin = time.perf_counter()
         sampler.choose(logits.float(), positions)
         return 1e3 * (time.perf_counter() - begin)
-    ready = sampler.prepare(positions, feed=Direct(bench.device), rows=len(positions))
+    ready = sampler.prepare(positions, staging=DirectStaging(bench.device), rows=len(positions))
     if bench.device.type != "cuda":
         begin = time.perf_counter()
         sampler.chosen(lambda rows: logits[rows], ready)

@@ -27,7 +27,7 @@ from onedraw.backends.torch.ops.cuda.attention import LEAST, attend
 from onedraw.backends.torch.ops.cuda.attention_inputs import Heads, to_view
 from onedraw.backends.torch.ops.cuda.linear import Tile, choose_tile, linear, shared_memory
 from onedraw.backends.torch.ops.plain.linear import RowRule
-from onedraw.backends.torch.runner.inputs import Shape, Span, lay_out
+from onedraw.backends.torch.runner.inputs import InputLayout, Span, lay_out
 from onedraw.types import Draft
 
 CHECK = False
@@ -177,8 +177,8 @@ def _launch(
     Heads.heights = property(lambda self: (16, 32, 64, 128))  # type: ignore[method-assign, assignment]
     real, views._height = views._height, lambda h, c, kind, splits: v.height if kind != triton_attention.OWN else 16  # type: ignore[assignment]
     table = torch.randperm(1600, generator=torch.Generator().manual_seed(1)).tolist()
-    shape = Shape(PAGE, (1600,), RowRule(floor=1))
-    inputs = lay_out([0] * count, [Span(0, count, start, drafts)], [(table,)], shape=shape, device=DEVICE)
+    layout = InputLayout(PAGE, (1600,), RowRule(floor=1))
+    inputs = lay_out([0] * count, [Span(0, count, start, drafts)], [(table,)], layout=layout, device=DEVICE)
     device = to_view(inputs, Heads(heads, kv, dim, None, 264))
     views._height = real
     sizes: dict[str, Any] = {"heads": heads, "kv_heads": kv, "dim": dim, "scale": dim**-0.5, "pdl": True}

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 
 from onedraw.backends.torch.backend import TorchBackend
-from onedraw.backends.torch.model.transformer import Stream, Watch
+from onedraw.backends.torch.model.transformer import LayerProbe, ResidualStream
 from onedraw.backends.torch.ops.cuda.ops import TritonOps
-from onedraw.backends.torch.runner.graph_runner import Steady
-from onedraw.backends.torch.runner.graph_segment import Part
+from onedraw.backends.torch.runner.graph_runner import CapturedStep
+from onedraw.backends.torch.runner.graph_segment import GraphStage
 from onedraw.checkpoints.random_weights import random_weights
 from onedraw.engine.engine import Engine
 from onedraw.engine.scheduler import Scheduler
@@ -55,9 +55,9 @@ class Scripted:
 
     def run(self, signature: Hashable, work: Callable[[], Any]) -> Any:
         given = work.args  # type: ignore[attr-defined]
-        if isinstance(given[0], Part):
+        if isinstance(given[0], GraphStage):
             self.waited.append(time.perf_counter() - self.arrived)
-            return Stream(torch.zeros(given[1].bucket.tokens, HIDDEN), None, 0), Watch()
+            return ResidualStream(torch.zeros(given[1].bucket.tokens, HIDDEN), None, 0), LayerProbe()
         laid, asked, _ = given
         answers = torch.zeros(laid.bucket.tokens, 1, dtype=torch.int64)
         places = torch.tensor([len(p.history.output) + len(p.drafts) for p in asked.positions])
@@ -126,7 +126,7 @@ def main() -> None:
     torch.set_num_threads(1)
     found: dict[str, list[float]] = {}
     script = Scripted()
-    Steady.wait = lambda steady: setattr(script, "arrived", time.perf_counter())  # type: ignore[method-assign]
+    CapturedStep.wait = lambda steady: setattr(script, "arrived", time.perf_counter())  # type: ignore[method-assign]
     for recurrent in (False, True):
         backend = backend_of(script, recurrent=recurrent, lanes=8)
         for label, params in (("T 1.0 with penalties", PENALIZED), ("T 0.8, top-p .95", SAMPLED)):

@@ -67,8 +67,8 @@ def load_weights(path: str, dtype: str) -> dict[str, float]:
 
     from onedraw.backends.packing import PACKED_DTYPES, plan_weight_storage
     from onedraw.backends.torch.device import DTYPES, pick_ops
-    from onedraw.backends.torch.model.transformer import Stack
-    from onedraw.backends.torch.runner.stages import Site
+    from onedraw.backends.torch.model.transformer import Transformer
+    from onedraw.backends.torch.runner.stages import StageDevice
     from onedraw.checkpoints.base import open_checkpoint
     from onedraw.models.model_info import describe
     from onedraw.models.spec import DTYPE_BYTES
@@ -78,11 +78,15 @@ def load_weights(path: str, dtype: str) -> dict[str, float]:
     spec = described.spec
     ops = pick_ops(device, chosen, cache=default_cache_dir())
 
-    def build() -> Stack:
+    def build() -> Transformer:
         ops.linear(torch.zeros(64, 64))  # the thread pool and its stacks are there
         _meet("ready")
-        return Stack(
-            spec, described.weights, dtype=DTYPES[chosen], sites=[Site(torch.device(device), ops)], max_context=spec.max_context
+        return Transformer(
+            spec,
+            described.weights,
+            dtype=DTYPES[chosen],
+            stage_devices=[StageDevice(torch.device(device), ops)],
+            max_context=spec.max_context,
         )
 
     with ThreadPoolExecutor(1) as thread:  # as in the service, where a thread of its own loads and then computes

@@ -11,8 +11,8 @@ import torch
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import pick_ops
 from onedraw.backends.torch.ops.base import Ops, TorchOps
-from onedraw.backends.torch.runner.pipeline import Line
-from onedraw.backends.torch.runner.stages import Site
+from onedraw.backends.torch.runner.pipeline import Pipeline
+from onedraw.backends.torch.runner.stages import StageDevice
 from onedraw.checkpoints.base import open_checkpoint
 from onedraw.models.model_info import describe
 from onedraw.settings import default_cache_dir
@@ -67,7 +67,7 @@ def backend_of(
         dtype=dtype,
         activation=activation,
         kv_dtype=kv_dtype,
-        sites=[Site(cpu, ops(), stop) for stop in (*cuts, None)],
+        stage_devices=[StageDevice(cpu, ops(), stop) for stop in (*cuts, None)],
         rows=8192,
         lanes=lanes,
         pages=pages,
@@ -78,6 +78,6 @@ def backend_of(
         check=check,
         make_drafter=make_drafter,
         ahead=ahead,
-        line=Line([lambda: None for _ in range(len(cuts) + 1)]) if overlap else None,
+        pipeline=Pipeline([lambda: None for _ in range(len(cuts) + 1)]) if overlap else None,
         max_in_flight=len(cuts) + 1 if overlap else 1,
     )

@@ -124,7 +124,7 @@ def test_packed_weights_become_numbers_where_a_gpu_has_no_kernels_for_them_and_o
 
     monkeypatch.setattr(device, "find_devices", lambda names: [Device("cuda:0", "cuda", "sm90", 8 * 2**30)])
     monkeypatch.setattr(device, "why_no_blocks", lambda: why)
-    monkeypatch.setattr(assemble, "_sites", stop)
+    monkeypatch.setattr(assemble, "_stage_devices", stop)
     checkpoint = open_checkpoint(tiny.write_gguf("llama31", tmp_path / "tiny.gguf", kind="Q8_0"))
     with pytest.raises(StopAsyncIteration):
         assemble.torch_backend(Settings(draft=("none",)), describe(checkpoint), print, None)

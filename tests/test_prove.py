@@ -154,10 +154,10 @@ def test_splits_and_restarts_of_a_real_model_are_proved(
 
 
 def test_a_split_that_rounds_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from onedraw.backends.torch.runner.stage_boundary import Boundary
+    from onedraw.backends.torch.runner.stage_boundary import StageBoundary
 
-    real = Boundary.cross
-    monkeypatch.setattr(Boundary, "cross", lambda self, x, *given: real(self, x.bfloat16().float(), *given))
+    real = StageBoundary.cross
+    monkeypatch.setattr(StageBoundary, "cross", lambda self, x, *given: real(self, x.bfloat16().float(), *given))
     settings = Settings(model=str(tiny.write_safetensors("qwen3", tmp_path / "hf")), device="cpu", threads=1)
     some_rows(monkeypatch, HALVES, TOGETHER)
     assert results(prove(settings, quick=True)) == {HALVES: "different", TOGETHER: "different"}

@@ -134,39 +134,41 @@ class DrafterBuilder:
             checkpoint.close()
 
     def maker(self, settings: Settings, target: Described, *, max_context: int) -> Callable[[Any, Any, Any], Any]:
-        """Makes the drafter around the target's stack, once that is loaded. What does not fit is refused here."""
+        """Makes the drafter around the target's layers, once that is loaded. What does not fit is refused here."""
         from onedraw.backends.torch.drafters.dflash import DflashDrafter
-        from onedraw.backends.torch.drafters.draft_model import Ahead, DraftModel, SmallModel
+        from onedraw.backends.torch.drafters.draft_model import DraftingModel, DraftModel, SmallModel
         from onedraw.backends.torch.drafters.mtp import MtpHead
-        from onedraw.backends.torch.model.transformer import Stack
-        from onedraw.backends.torch.runner.stages import Site
+        from onedraw.backends.torch.model.transformer import Transformer
+        from onedraw.backends.torch.runner.stages import StageDevice
 
         sizes = {"lanes": settings.max_batch, "max_context": max_context}
 
-        def ahead(model: Ahead, shape: Any) -> DraftModel:
-            return DraftModel(model, shape=shape, length=settings.draft_tokens or DRAFT_MODEL_TOKENS, **sizes)
+        def ahead(model: DraftingModel, layout: Any) -> DraftModel:
+            return DraftModel(model, layout=layout, length=settings.draft_tokens or DRAFT_MODEL_TOKENS, **sizes)
 
-        def make(stack: Stack, sampler: object, shape: Any) -> DflashDrafter | DraftModel:
+        def make(transformer: Transformer, sampler: object, layout: Any) -> DflashDrafter | DraftModel:
             if not isinstance(self.source, Path):
                 head = describe_mtp(self.target, target)
-                return ahead(MtpHead(head.spec, head.weights, target=stack, shape=shape, max_context=max_context), shape)
+                return ahead(MtpHead(head.spec, head.weights, target=transformer, layout=layout, max_context=max_context), layout)
             checkpoint = open_drafter(self.source)
             try:
                 if is_drafter(checkpoint):
                     drafter = describe_drafter(checkpoint)
                     check_fit(drafter.spec, target.spec)
                     arrange = lambda candidates: build_tree(candidates, settings.tree_budget)  # noqa: E731
-                    return DflashDrafter(drafter.spec, drafter.weights, target=stack, shape=shape, arrange=arrange, **sizes)
+                    return DflashDrafter(
+                        drafter.spec, drafter.weights, target=transformer, layout=layout, arrange=arrange, **sizes
+                    )
                 model = describe(checkpoint)
                 self._check_model(self.source, checkpoint, model, target)
-                small = Stack(
+                small = Transformer(
                     model.spec,
                     model.weights,
-                    dtype=stack.dtype,
-                    sites=[Site(stack.device, stack.ops)],
+                    dtype=transformer.dtype,
+                    stage_devices=[StageDevice(transformer.device, transformer.ops)],
                     max_context=max_context + 1,
                 )
-                return ahead(SmallModel(small, shape=shape), shape)
+                return ahead(SmallModel(small, layout=layout), layout)
             finally:
                 checkpoint.close()
 

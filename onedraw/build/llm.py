@@ -42,8 +42,8 @@ from onedraw.types import ModelCard
 
 if TYPE_CHECKING:
     from onedraw.backends.torch.ops.base import Ops
-    from onedraw.backends.torch.runner.pipeline import Line
-    from onedraw.backends.torch.runner.stages import Site
+    from onedraw.backends.torch.runner.pipeline import Pipeline
+    from onedraw.backends.torch.runner.stages import StageDevice
 
 log = logging.getLogger("onedraw")
 
@@ -226,7 +226,7 @@ def torch_backend(
             plan.draft_positions,
             len(split.stages),
         )
-    sites, line = _sites(settings, split, dtype=plan.dtype, cache=cache, overlap=overlap)
+    stage_devices, pipeline = _stage_devices(settings, split, dtype=plan.dtype, cache=cache, overlap=overlap)
     try:
         backend = TorchBackend(
             described.spec,
@@ -234,7 +234,7 @@ def torch_backend(
             dtype=plan.dtype,
             activation=split.activation,
             kv_dtype=plan.kv_dtype,
-            sites=sites,
+            stage_devices=stage_devices,
             rows=split.staging.rows,
             lanes=settings.max_batch,
             pages=plan.pages,
@@ -243,15 +243,15 @@ def torch_backend(
             drafts=plan.draft_positions,
             checkpoints=plan.checkpoints,
             check=settings.self_check,
-            line=line,
-            max_in_flight=len(sites) if overlap else 1,
+            pipeline=pipeline,
+            max_in_flight=len(stage_devices) if overlap else 1,
             ahead={"auto": None, "on": True, "off": False}[settings.ahead],
             make_drafter=None if drafting is None else drafting.maker(settings, described, max_context=plan.max_context),
             progress=partial(_tell_layers, tell),
         )
     except BaseException:
-        if line is not None:
-            line.close()
+        if pipeline is not None:
+            pipeline.close()
         raise
     _tell_check(backend.report, tell)
     if rehearse:
@@ -265,15 +265,17 @@ def torch_backend(
     return backend
 
 
-def _sites(settings: Settings, split: SplitPlan, *, dtype: str, cache: Path, overlap: bool) -> tuple[list[Site], Line | None]:
+def _stage_devices(
+    settings: Settings, split: SplitPlan, *, dtype: str, cache: Path, overlap: bool
+) -> tuple[list[StageDevice], Pipeline | None]:
     """Where each stage runs, and with what; and a line of threads where stages work at once, or on processors of their own."""
     from onedraw.backends.torch.device import on_cores, pick_ops, set_threads
-    from onedraw.backends.torch.runner.pipeline import Line
-    from onedraw.backends.torch.runner.stages import Site
+    from onedraw.backends.torch.runner.pipeline import Pipeline
+    from onedraw.backends.torch.runner.stages import StageDevice
 
     given: dict[str, Any] = {"activation": split.activation, "cache": cache, "warn": log.warning}
     made: dict[object, Ops] = {}  # stages on one device share its team of threads, unless they work at once
-    sites, openings = [], []
+    stage_devices, openings = [], []
     for number, stage in enumerate(split.stages):
         device, key = stage.device, number if overlap else stage.device.name
         place = "cpu" if device.kind == "cpu" else device.name
@@ -281,11 +283,11 @@ def _sites(settings: Settings, split: SplitPlan, *, dtype: str, cache: Path, ove
         if key not in made:
             with on_cores(device.cores):  # a team's threads stay where they were made
                 made[key] = pick_ops(place, dtype, threads=threads, **given)
-        sites.append(Site.named(place, made[key], stop=stage.stop))
+        stage_devices.append(StageDevice.named(place, made[key], stop=stage.stop))
         openings.append(partial(set_threads, settings.threads, [made[key]], device.cores))
-    line = Line(openings) if overlap or any(stage.device.cores for stage in split.stages) else None
+    pipeline = Pipeline(openings) if overlap or any(stage.device.cores for stage in split.stages) else None
     set_threads(settings.threads, list(made.values()))
-    return sites, line
+    return stage_devices, pipeline
 
 
 def _observer(settings: Settings, tokenizer: Tokenizer) -> Observer | None:

@@ -9,7 +9,7 @@ import pytest
 
 import bench.split_overlap
 from bench.split_overlap import Answer
-from onedraw.backends.torch.runner.stage_boundary import Boundary
+from onedraw.backends.torch.runner.stage_boundary import StageBoundary
 
 FEW = [
     "--shape",
@@ -37,8 +37,8 @@ def test_three_ways_are_measured_and_give_the_same(capsys: pytest.CaptureFixture
 
 
 def test_a_split_that_rounds_is_noticed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Boundary.cross
-    monkeypatch.setattr(Boundary, "cross", lambda self, x, *given: real(self, x.bfloat16().float(), *given))
+    real = StageBoundary.cross
+    monkeypatch.setattr(StageBoundary, "cross", lambda self, x, *given: real(self, x.bfloat16().float(), *given))
     assert bench.split_overlap.main(FEW) == 1
     assert "DIFFER" in capsys.readouterr().out
 

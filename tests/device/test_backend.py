@@ -12,9 +12,9 @@ import torch
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import pick_ops
 from onedraw.backends.torch.ops.base import Ops, TorchOps
-from onedraw.backends.torch.runner.cuda_graphs import Graphs
-from onedraw.backends.torch.runner.pipeline import Line
-from onedraw.backends.torch.runner.stages import Site
+from onedraw.backends.torch.runner.cuda_graphs import CudaGraphs
+from onedraw.backends.torch.runner.pipeline import Pipeline
+from onedraw.backends.torch.runner.stages import StageDevice
 from onedraw.checkpoints.random_weights import random_weights
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from onedraw.settings import default_cache_dir
@@ -84,13 +84,13 @@ def test_stages_at_work_on_one_device_give_the_bits_of_one(dtype: str, cuts: tup
     whole = backend_of(dtype, lanes=1, ops=ops())
     expected = plain(lambda: whole, requests)
     count = len(cuts) + 1
-    sites = [Site.named("cuda:0", ops(), stop=stop) for stop in (*cuts, None)]
+    stage_devices = [StageDevice.named("cuda:0", ops(), stop=stop) for stop in (*cuts, None)]
     sizes: dict[str, Any] = {"rows": 4096, "lanes": 4, "pages": 200, "page_size": 16, "max_context": 512}
     split = TorchBackend(
         *(SPEC, random_weights(SPEC, seed=1)),
         dtype=dtype,
-        sites=sites,
-        line=Line([lambda: None] * count),
+        stage_devices=stage_devices,
+        pipeline=Pipeline([lambda: None] * count),
         max_in_flight=count,
         **sizes,
     )
@@ -110,17 +110,17 @@ def test_recorded_turns_of_a_split_have_the_bits_of_the_whole(cuts: tuple[int, .
     expected = plain(lambda: backend_of("bf16", lanes=1, ops=ops()), requests)
     known = {r.id: a.tokens for r, a in zip(requests, expected, strict=True)}
     drafts = None if drafting == "nobody" else Clairvoyant(known, VOCAB, tree=drafting == "trees")
-    sites = [Site.named("cuda:0", ops(), stop=stop) for stop in (*cuts, None)]
+    stage_devices = [StageDevice.named("cuda:0", ops(), stop=stop) for stop in (*cuts, None)]
     sizes: dict[str, Any] = {"rows": 4096, "lanes": 4, "pages": 200, "page_size": 16, "max_context": 512}
-    split = TorchBackend(SPEC, random_weights(SPEC, seed=1), dtype="bf16", sites=sites, **sizes)
+    split = TorchBackend(SPEC, random_weights(SPEC, seed=1), dtype="bf16", stage_devices=stage_devices, **sizes)
     for _ in range(2):  # what the first run recorded, the second has replayed
         got, stats = run(split, requests, Schedule(proposer=drafts))
         assert got == expected
         assert drafts is None or stats.accepted_tokens
     assert split._steady is not None
     recorder = split._steady._parts[0]._recorder
-    assert isinstance(recorder, Graphs)
-    assert recorder.replayed >= len(sites) * (stats.turns - 1)
+    assert isinstance(recorder, CudaGraphs)
+    assert recorder.replayed >= len(stage_devices) * (stats.turns - 1)
 
 
 @pytest.mark.parametrize("names", [["cuda:0", "cpu"], ["cpu", "cuda:0"]], ids="-".join)
@@ -133,6 +133,10 @@ def test_a_part_on_the_cpu_gives_the_tokens_of_the_device(names: list[str]) -> N
 
 
 def split_of(dtype: str, names: list[str], cuts: tuple[int, ...]) -> TorchBackend:
-    sites = [Site.named(name, TorchOps(torch.device(name)), stop=stop) for name, stop in zip(names, (*cuts, None), strict=True)]
+    stage_devices = [
+        StageDevice.named(name, TorchOps(torch.device(name)), stop=stop) for name, stop in zip(names, (*cuts, None), strict=True)
+    ]
     weights = random_weights(SPEC, seed=1)
-    return TorchBackend(SPEC, weights, dtype=dtype, sites=sites, rows=4096, lanes=4, pages=200, page_size=16, max_context=512)
+    return TorchBackend(
+        SPEC, weights, dtype=dtype, stage_devices=stage_devices, rows=4096, lanes=4, pages=200, page_size=16, max_context=512
+    )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.torch.ops.plain.linear import RowRule
-from onedraw.backends.torch.runner.inputs import Inputs, Shape, Span, lay_out
+from onedraw.backends.torch.runner.inputs import InputLayout, Inputs, Span, lay_out
 from onedraw.types import Draft
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -52,8 +52,8 @@ class Scene:
 
     def inputs(self, start: int, drafts: tuple[Draft, ...]) -> Inputs:
         count = 1 + len(drafts)
-        shape = Shape(PAGE, (PAGES,), RowRule(floor=1), windows=(self.window,))
-        return lay_out([0] * count, [Span(0, count, start, drafts)], [(self.table,)], shape=shape, device=DEVICE)
+        layout = InputLayout(PAGE, (PAGES,), RowRule(floor=1), windows=(self.window,))
+        return lay_out([0] * count, [Span(0, count, start, drafts)], [(self.table,)], layout=layout, device=DEVICE)
 
     def attended(self, q: Tensor, inputs: Inputs, keys: Tensor, values: Tensor) -> Tensor:
         from onedraw.backends.torch.ops.cuda.attention import attend

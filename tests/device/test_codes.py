@@ -23,7 +23,7 @@ from onedraw.backends.torch.ops.cuda.kv_quant import halves
 from onedraw.backends.torch.ops.cuda.ops import TritonOps
 from onedraw.backends.torch.ops.plain.linear import RowRule
 from onedraw.backends.torch.ops.plain.norm_and_rope import rms_norm, rope_table, rotate
-from onedraw.backends.torch.runner.inputs import Inputs, Shape, Span, lay_out
+from onedraw.backends.torch.runner.inputs import InputLayout, Inputs, Span, lay_out
 from onedraw.backends.torch.state.kv_pages import KV_DTYPES, PageStore, encode
 from onedraw.models.spec import AttentionSpec, RopeSpec
 from onedraw.types import Draft
@@ -64,8 +64,8 @@ def turn(spans: list[tuple[int, int, tuple[Draft, ...]]], tables: list[list[int]
     for start, count, drafts in spans:
         laid.append(Span(first, count, start, drafts))
         first += count
-    shape = Shape(PAGE, (PAGES,), RowRule(floor=1))
-    return lay_out([0] * first, laid, [(table,) for table in tables], shape=shape, device=DEVICE)
+    layout = InputLayout(PAGE, (PAGES,), RowRule(floor=1))
+    return lay_out([0] * first, laid, [(table,) for table in tables], layout=layout, device=DEVICE)
 
 
 class Scene:

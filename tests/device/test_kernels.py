@@ -21,7 +21,7 @@ if torch.cuda.is_available():
     from onedraw.backends.torch.ops.plain.linear import RowRule
     from onedraw.backends.torch.ops.plain.norm_and_rope import rms_norm as plain_norm
     from onedraw.backends.torch.ops.plain.norm_and_rope import rope_table, rotate
-    from onedraw.backends.torch.runner.inputs import Inputs, Shape, Span, lay_out
+    from onedraw.backends.torch.runner.inputs import InputLayout, Inputs, Span, lay_out
     from onedraw.backends.torch.state.kv_pages import PageStore
     from onedraw.models.spec import AttentionSpec, RopeSpec
     from onedraw.types import Draft
@@ -130,7 +130,7 @@ def turn(spans: list[tuple[int, int, tuple[Draft, ...]]], tables: list[list[int]
         laid.append(Span(first, count, start, drafts))
         first += count
     return lay_out(
-        [0] * first, laid, [(table,) for table in tables], shape=Shape(PAGE, (PAGES,), RowRule(floor=1)), device=DEVICE
+        [0] * first, laid, [(table,) for table in tables], layout=InputLayout(PAGE, (PAGES,), RowRule(floor=1)), device=DEVICE
     )
 
 

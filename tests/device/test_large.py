@@ -32,7 +32,7 @@ if torch.cuda.is_available() or INTERPRETED:
     from onedraw.backends.torch.ops.cuda.packed.activations import prepare_rows
     from onedraw.backends.torch.ops.plain.linear import RowRule
     from onedraw.backends.torch.ops.plain.norm_and_rope import rope_table
-    from onedraw.backends.torch.runner.inputs import Shape, Span, lay_out
+    from onedraw.backends.torch.runner.inputs import InputLayout, Span, lay_out
     from onedraw.backends.torch.state.kv_pages import KV_DTYPES, PageStore
     from onedraw.errors import OutOfMemory
     from onedraw.models.spec import AttentionSpec, RopeSpec
@@ -109,8 +109,8 @@ def test_keys_and_values_in_pages_far_behind_are_written_read_and_moved(kind: st
             store = PageStore(spec, pages=pages, page_size=PAGE, dtype=dtype, device=DEVICE)
         except OutOfMemory:
             pytest.skip("this system lends no memory that it may not have")
-        shape = Shape(PAGE, (pages,), RowRule(floor=1))
-        inputs = lay_out([0] * length, [Span(0, length, 0, ())], [(table,)], shape=shape, device=DEVICE)
+        layout = InputLayout(PAGE, (pages,), RowRule(floor=1))
+        inputs = lay_out([0] * length, [Span(0, length, 0, ())], [(table,)], layout=layout, device=DEVICE)
         given = {"spec": spec, "store": store, "q_norm": None, "k_norm": None, "eps": 1e-6}
         out = ops.attention(qkv, ops.prepare(inputs, spec, turns), **given)  # type: ignore[arg-type]
         kept = settle.Walked(words([[1, -1]]), words([[0, -1]]), words([0]), words([[-1] * 5]))

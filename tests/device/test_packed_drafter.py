@@ -37,9 +37,9 @@ def test_a_packed_drafter_drafts_beside_a_packed_model_and_changes_no_bit() -> N
     check_fit(drafter.spec, spec)
     made: list[DflashDrafter] = []
 
-    def make(stack: Any, sampler: object, shape: Any) -> DflashDrafter:
+    def make(stack: Any, sampler: object, layout: Any) -> DflashDrafter:
         sizes = {"lanes": 1, "max_context": 64, "arrange": lambda candidates: build_tree(candidates, 0)}
-        made.append(DflashDrafter(drafter.spec, drafter.weights, target=stack, shape=shape, **sizes))
+        made.append(DflashDrafter(drafter.spec, drafter.weights, target=stack, layout=layout, **sizes))
         return made[-1]
 
     backend = TorchBackend(

@@ -1,7 +1,7 @@
 """The parts of a split: turns that are recorded stage by stage have the tokens and checksums of the whole, kernel by kernel.
 
 On an accelerator with CUDA graphs, its device named two or three times. Without one under Triton's interpreter, where a recorded
-part is its first work called again (`Replays`).
+part is its first work called again (`ReplayedWork`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 from onedraw.backends.torch import backend as backend_module
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.ops.base import TorchOps
-from onedraw.backends.torch.runner.cuda_graphs import Graphs, Recorder, Replays
-from onedraw.backends.torch.runner.graph_segment import Part
-from onedraw.backends.torch.runner.pipeline import Line
-from onedraw.backends.torch.runner.stages import Site
-from onedraw.backends.torch.runner.staging_buffers import Arena
+from onedraw.backends.torch.runner.cuda_graphs import CudaGraphs, GraphCache, ReplayedWork
+from onedraw.backends.torch.runner.graph_segment import GraphStage
+from onedraw.backends.torch.runner.pipeline import Pipeline
+from onedraw.backends.torch.runner.stages import StageDevice
+from onedraw.backends.torch.runner.staging_buffers import StagingBuffer
 from onedraw.checkpoints.random_weights import random_weights
 from tests.device.test_steady import (
     ATTENTION,
@@ -48,16 +48,24 @@ WAYS = [("two", (1,))] if INTERPRETED else [("three", (1,)), ("three", (1, 2))] 
 
 
 def backend_of(
-    kind: str, recorder: Recorder | None, *, cuts: tuple[int, ...] = (), given: Sequence[Site] = (), lanes: int = 3, **more: Any
+    kind: str,
+    recorder: GraphCache | None,
+    *,
+    cuts: tuple[int, ...] = (),
+    given: Sequence[StageDevice] = (),
+    lanes: int = 3,
+    **more: Any,
 ) -> TorchBackend:
     """`cuts`: where the layers are divided into stages, all on the one device, unless others are given."""
     from onedraw.backends.torch.ops.cuda.ops import TritonOps
 
     spec, device = SPECS[kind], torch.device(DEVICE)
     pdl = DEVICE != "cpu" and torch.cuda.get_device_capability() >= (9, 0)
-    sites = given or [Site(device, TritonOps(device, pdl=pdl), stop) for stop in (*cuts, None)]
+    stage_devices = given or [StageDevice(device, TritonOps(device, pdl=pdl), stop) for stop in (*cuts, None)]
     sizes: dict[str, Any] = {"lanes": lanes, "page_size": 16, "max_context": 256, "drafts": 64, **{"pages": 60, **more}}
-    return TorchBackend(spec, random_weights(spec, seed=1), dtype=DTYPE, sites=sites, check=False, recorder=recorder, **sizes)
+    return TorchBackend(
+        spec, random_weights(spec, seed=1), dtype=DTYPE, stage_devices=stage_devices, check=False, recorder=recorder, **sizes
+    )
 
 
 def one_by_one(kind: str, asked: list[Any]) -> list[Answer]:
@@ -87,7 +95,7 @@ def test_recorded_parts_have_the_bits_of_the_whole(kind: str, cuts: tuple[int, .
                 assert got == expected, (name, label)
                 replayed.append(getattr(recorder, "replayed", 0))
             assert label == "batched" or 0 < stats.accepted_tokens < stats.draft_tokens, (name, label)
-            if isinstance(recorder, Replays | Graphs):
+            if isinstance(recorder, ReplayedWork | CudaGraphs):
                 assert replayed[-1] > replayed[0] or replayed[0] > 2 * len(cuts), (label, replayed)
         assert backend._steady is not None
         assert backend._steady.awaited > 1
@@ -112,19 +120,19 @@ def test_a_stage_that_reads_the_arena_of_another_turn_is_caught(monkeypatch: pyt
     """Planted: what the host says to the second stage arrives every other time."""
     asked = requests(1)
     expected = one_by_one("windows", asked)
-    real, calls = Part.send, itertools.count()
+    real, calls = GraphStage.send, itertools.count()
 
-    def send(self: Part, captures: Hashable) -> Hashable:
+    def send(self: GraphStage, captures: Hashable) -> Hashable:
         forgets = self._number == 1 and next(calls) % 2 == 1
         with monkeypatch.context() as patch:
             if forgets:
-                patch.setattr(Arena, "send", lambda arena: tuple(arena._facts))
+                patch.setattr(StagingBuffer, "send", lambda arena: tuple(arena._facts))
             return real(self, captures)
 
     for kept in recorders():
         assert run(backend_of("windows", recorders()[kept], cuts=(1,)), asked, Schedule())[0] == expected
         with monkeypatch.context() as patch:
-            patch.setattr(Part, "send", send)
+            patch.setattr(GraphStage, "send", send)
             assert run(backend_of("windows", recorders()[kept], cuts=(1,)), asked, Schedule())[0] != expected
 
 
@@ -135,12 +143,12 @@ def test_a_stage_that_records_beside_one_that_does_not_has_the_bits_of_one_that_
 
     cpu, device = torch.device("cpu"), torch.device(DEVICE)
     order = [(cpu, TorchOps(cpu)), (device, TritonOps(device))] if last else [(device, TritonOps(device)), (cpu, TorchOps(cpu))]
-    sites = [Site(*one, stop) for one, stop in zip(order, (1, None), strict=True)]
+    stage_devices = [StageDevice(*one, stop) for one, stop in zip(order, (1, None), strict=True)]
     asked = requests(2)
     expected: list[Answer] = []
     for records in (False, True):
-        recorder = Replays() if DEVICE == "cpu" else Graphs(device)
-        backend = backend_of("two", recorder, given=sites)
+        recorder = ReplayedWork() if DEVICE == "cpu" else CudaGraphs(device)
+        backend = backend_of("two", recorder, given=stage_devices)
         backend._narrow = lambda: None  # type: ignore[method-assign]  # the interpreter has no bf16, and f16 is watched
         if not records:
             backend._parts = [None, None]
@@ -165,7 +173,7 @@ def test_recorded_turns_that_are_under_way_at_once_have_the_bits_of_plain_ones(
     """Prompts on the threads of the stages, and beside them as many turns of one row each as there are stages."""
     kind, stages, lock = "two" if INTERPRETED else "three", len(cuts) + 1, threading.RLock()
     if INTERPRETED:  # it runs one kernel at a time, as a GPU is launched on by one at a time
-        monkeypatch.setattr(backend_module, "locks_of", lambda devices: [lock for _ in devices])
+        monkeypatch.setattr(backend_module, "device_locks", lambda devices: [lock for _ in devices])
     count = 1 if INTERPRETED else 3
     asked = [dataclasses.replace(request, id=f"{request.id}.{n}") for n in range(count) for request in requests()]
     expected = one_by_one(kind, asked)
@@ -178,8 +186,8 @@ def test_recorded_turns_that_are_under_way_at_once_have_the_bits_of_plain_ones(
             Schedule(proposer=drafts, turn_tokens=64),
         )
     ):
-        recorder = Replays() if DEVICE == "cpu" else Graphs(torch.device(DEVICE))
-        backend = backend_of(kind, recorder, cuts=cuts, lanes=4, line=Line([lambda: None] * stages), max_in_flight=stages)
+        recorder = ReplayedWork() if DEVICE == "cpu" else CudaGraphs(torch.device(DEVICE))
+        backend = backend_of(kind, recorder, cuts=cuts, lanes=4, pipeline=Pipeline([lambda: None] * stages), max_in_flight=stages)
         backend._capacity = dataclasses.replace(backend.capacity, min_step_rows=1)
         got, stats = run(backend, asked, schedule)
         backend.close()

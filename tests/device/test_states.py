@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.torch.ops.plain.experts import choose_experts, join_shared
-from onedraw.backends.torch.runner.staging_buffers import Direct
-from onedraw.backends.torch.state.recurrent_spans import Run
+from onedraw.backends.torch.runner.staging_buffers import DirectStaging
+from onedraw.backends.torch.state.recurrent_spans import RecurrentSpan
 from onedraw.models.spec import MoeSpec
 from onedraw.types import Draft
 
@@ -221,15 +221,15 @@ def test_branches_side_by_side_have_the_bits_of_one_walk(count: int, known: int)
     projected = projections(total, seed=11)
     places = [*[-1] * known, *range(21), -1, 21, 22, 23]
     runs = [
-        Run(first=0, lane=1, known=known, prompt=0, fresh=False, drafts=tree, saves=(), held=0),
-        Run(first=first, lane=3, known=1, prompt=0, fresh=True, drafts=chain, saves=(), held=21),
+        RecurrentSpan(first=0, lane=1, known=known, prompt=0, fresh=False, drafts=tree, saves=(), held=0),
+        RecurrentSpan(first=first, lane=3, known=1, prompt=0, fresh=True, drafts=chain, saves=(), held=21),
     ]
     found = []
     for strands in (1, count):
         paths = _Paths(strands)
         for run in runs:
             _walk(run, paths)
-        laid = paths.steps(Direct(DEVICE), rows=3, entries=len(paths.order))
+        laid = paths.steps(DirectStaging(DEVICE), rows=3, entries=len(paths.order))
         drafted = drafts(places)
         parts = gated(projected, line(total), windows(), drafted)
         now, out = states(), outputs(total)

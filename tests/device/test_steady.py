@@ -1,7 +1,7 @@
 """Turns that are padded, recorded and replayed: the same tokens and checksums as turns that run kernel by kernel.
 
 On an accelerator with CUDA graphs. Without one under Triton's interpreter, where a recorded turn is its first work called again
-(`Replays`): what does not come through the arena is then stale, and padding that is no exact no-op shows.
+(`ReplayedWork`): what does not come through the arena is then stale, and padding that is no exact no-op shows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from onedraw.backends.sampled_rows import SamplingPosition
 from onedraw.backends.torch.backend import TorchBackend
-from onedraw.backends.torch.runner.cuda_graphs import Graphs, Recorder, Replays, Straight
+from onedraw.backends.torch.runner.cuda_graphs import CudaGraphs, GraphCache, NoCapture, ReplayedWork
 from onedraw.checkpoints.random_weights import random_weights
 from onedraw.engine.engine import Engine, Event
 from onedraw.engine.scheduler import Scheduler
@@ -56,7 +56,7 @@ KINDS = ["hybrid"] if INTERPRETED else list(SPECS)  # the interpreter takes a se
 
 
 def backend_of(
-    kind: str, recorder: Recorder | None, *, lanes: int = 3, dtype: str = DTYPE, pages: int = 60, max_context: int = 256
+    kind: str, recorder: GraphCache | None, *, lanes: int = 3, dtype: str = DTYPE, pages: int = 60, max_context: int = 256
 ) -> TorchBackend:
     from onedraw.backends.torch.ops.cuda.ops import TritonOps
 
@@ -103,10 +103,10 @@ def one_by_one(kind: str, asked: list[Request]) -> list[Answer]:
     return [run(backend, [request], Schedule(ahead=False))[0][0] for request in asked]
 
 
-def recorders() -> dict[str, Recorder]:
+def recorders() -> dict[str, GraphCache]:
     if DEVICE == "cpu":
-        return {"replays": Replays()}
-    return {"straight": Straight(), "graphs": Graphs(torch.device(DEVICE))}
+        return {"replays": ReplayedWork()}
+    return {"straight": NoCapture(), "graphs": CudaGraphs(torch.device(DEVICE))}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -129,13 +129,13 @@ def test_a_recorded_turn_has_the_bits_of_a_plain_one(kind: str) -> None:
             assert got == expected, (name, label)
             if label != "batched":
                 assert 0 < stats.accepted_tokens < stats.draft_tokens, (name, label)
-            if isinstance(recorder, Replays):
+            if isinstance(recorder, ReplayedWork):
                 replayed.append(recorder.replayed)
-        if isinstance(recorder, Replays):
+        if isinstance(recorder, ReplayedWork):
             assert 2 < replayed[1] < replayed[-1], replayed
         assert backend._steady is not None
         assert backend._steady.awaited > 1
-        if isinstance(recorder, Graphs):
+        if isinstance(recorder, CudaGraphs):
             assert len(recorder) > 2
 
 
@@ -197,7 +197,7 @@ def test_a_planted_fault_of_a_turn_ahead_is_caught(fault: str, monkeypatch: pyte
         case "stale token":
             monkeypatch.setattr(TritonOps, "leave", lambda self, answers, lanes, last: None)
         case "stepped twice":
-            real = steady.SteadyTurns._launch
+            real = steady.GraphRunner._launch
 
             def twice(self, laid, watch):  # type: ignore[no-untyped-def]
                 first = real(self, laid, watch)
@@ -205,14 +205,14 @@ def test_a_planted_fault_of_a_turn_ahead_is_caught(fault: str, monkeypatch: pyte
                     self._pass(self._parts[-1], laid.parts[-1], None, watch)
                 return first
 
-            monkeypatch.setattr(steady.SteadyTurns, "_launch", twice)
+            monkeypatch.setattr(steady.GraphRunner, "_launch", twice)
         case "short history":
             monkeypatch.setattr(
                 steady,
                 "positions_of",
                 lambda rows: [SamplingPosition(r.lane, r.params, r.history, (), r.request_id) for r in rows],
             )
-    got, stats = run(backend_of("hybrid", Straight()), asked, Schedule())
+    got, stats = run(backend_of("hybrid", NoCapture()), asked, Schedule())
     assert stats.turns_ahead
     assert got != expected
 
@@ -235,19 +235,19 @@ def test_wishes_that_are_too_many_to_be_recorded_change_nothing(room: int, monke
 @pytest.mark.skipif(DEVICE != "cpu", reason="what shares memory on a device is luck")
 def test_choosing_that_reads_the_memory_of_the_layers_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: what the layers left stays where other recorded works put theirs."""
-    from onedraw.backends.torch.model.transformer import Stream
-    from onedraw.backends.torch.runner.graph_runner import SteadyTurns
+    from onedraw.backends.torch.model.transformer import ResidualStream
+    from onedraw.backends.torch.runner.graph_runner import GraphRunner
 
     asked = calm(1, max_tokens=4, length=5)
     expected = one_by_one("hybrid", asked)
-    real = SteadyTurns._pass
+    real = GraphRunner._pass
 
     def shares(self, part, own, entered, watch):  # type: ignore[no-untyped-def]
         stream, watch = real(self, part, own, entered, watch)
-        return Stream(stream.x.clone(), None, 0), watch
+        return ResidualStream(stream.x.clone(), None, 0), watch
 
-    monkeypatch.setattr(SteadyTurns, "_pass", shares)
-    assert run(backend_of("hybrid", Replays()), asked, Schedule())[0] != expected
+    monkeypatch.setattr(GraphRunner, "_pass", shares)
+    assert run(backend_of("hybrid", ReplayedWork()), asked, Schedule())[0] != expected
 
 
 def test_numbers_that_overflow_end_their_rows_and_name_the_layer_though_a_turn_is_behind_them() -> None:
@@ -261,7 +261,7 @@ def test_numbers_that_overflow_end_their_rows_and_name_the_layer_though_a_turn_i
         engine.add(request, heard.append)
     for _ in range(3):
         engine.turn()
-    norm = backend._stack.layers[1].attn_norm
+    norm = backend.model.layers[1].attn_norm
     kept = norm.clone()
     norm.fill_(torch.inf)
     while engine.busy:
@@ -282,7 +282,7 @@ def test_what_was_rehearsed_is_not_recorded_again_and_leaves_nothing_behind() ->
     plain_one = backend_of("hybrid", None, lanes=1, pages=80, max_context=4096)
     plain_one._steady = None
     expected = [run(plain_one, asked, Schedule(ahead=False))[0][0]]
-    recorder = Graphs(torch.device(DEVICE))
+    recorder = CudaGraphs(torch.device(DEVICE))
     backend = backend_of("hybrid", recorder, pages=80, max_context=4096)
     backend.rehearse(lambda line: None)
     asked_plainly = [dataclasses.replace(r, params=dataclasses.replace(r.params, checksums=False)) for r in asked]
@@ -302,7 +302,7 @@ def test_drafts_that_were_rehearsed_are_not_recorded_again_and_leave_nothing_beh
         monkeypatch.setattr(steady, "REHEARSED", steady.REHEARSED[:1])
     asked = [dataclasses.replace(request, params=SamplingParams(temperature=0.0, max_tokens=8)) for request in requests(1)]
     expected = one_by_one("hybrid", asked)
-    recorder: Replays | Graphs = Replays() if DEVICE == "cpu" else Graphs(torch.device(DEVICE))
+    recorder: ReplayedWork | CudaGraphs = ReplayedWork() if DEVICE == "cpu" else CudaGraphs(torch.device(DEVICE))
     backend, lines = backend_of("hybrid", recorder, lanes=1), list[str]()
     backend.rehearse(lines.append, drafts=7)
     assert lines[0].startswith("recording turns, 1 of ")
@@ -313,8 +313,8 @@ def test_drafts_that_were_rehearsed_are_not_recorded_again_and_leave_nothing_beh
     assert recorded(recorder) == before
 
 
-def recorded(recorder: Replays | Graphs) -> int:
-    return len(recorder._works if isinstance(recorder, Replays) else recorder)
+def recorded(recorder: ReplayedWork | CudaGraphs) -> int:
+    return len(recorder._works if isinstance(recorder, ReplayedWork) else recorder)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter takes a second for every turn")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.torch.backend import TorchBackend
-from onedraw.backends.torch.ops.base import Prepared, TorchOps
+from onedraw.backends.torch.ops.base import TorchAttentionInputs, TorchOps
 from onedraw.backends.torch.state.kv_pages import PageStore
 from onedraw.models.spec import AttentionSpec
 from tests import tiny
@@ -126,7 +126,7 @@ def test_a_chunk_that_reads_its_own_keys_before_they_are_codes_is_caught(
     real = TorchOps.attention
 
     def unrounded(
-        self: TorchOps, qkv: Tensor, prepared: Prepared, *, spec: AttentionSpec, store: PageStore, **given: Any
+        self: TorchOps, qkv: Tensor, prepared: TorchAttentionInputs, *, spec: AttentionSpec, store: PageStore, **given: Any
     ) -> Tensor:
         pages = len(store.keys) // spec.kv_heads - 1
         wide = PageStore(spec, pages=pages, page_size=8, dtype=torch.float32, device=store.keys.device)

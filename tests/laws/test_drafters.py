@@ -17,10 +17,10 @@ from onedraw.backends.torch.device import pick_ops
 from onedraw.backends.torch.drafters.base import Drafter
 from onedraw.backends.torch.drafters.dflash import DflashDrafter
 from onedraw.backends.torch.drafters.draft_model import DraftModel, SmallModel
-from onedraw.backends.torch.model.transformer import Stack
+from onedraw.backends.torch.model.transformer import Transformer
 from onedraw.backends.torch.ops.base import Ops, TorchOps
-from onedraw.backends.torch.runner.inputs import Shape
-from onedraw.backends.torch.runner.stages import Site
+from onedraw.backends.torch.runner.inputs import InputLayout
+from onedraw.backends.torch.runner.stages import StageDevice
 from onedraw.backends.torch.sampling.sampler import Sampler
 from onedraw.checkpoints.base import open_checkpoint
 from onedraw.models.dflash import describe_drafter
@@ -33,7 +33,7 @@ from tests.laws.harness import Answer, Schedule, plain, random_requests, run
 TRAINED = Path(__file__).parents[1] / "fixtures" / "trained"
 VOCAB = 1024
 CONTEXT = 400
-Make = Callable[[Stack, Sampler, Shape], Drafter]
+Make = Callable[[Transformer, Sampler, InputLayout], Drafter]
 
 
 def ops_of(kind: str) -> Ops:
@@ -43,12 +43,12 @@ def ops_of(kind: str) -> Ops:
 def dflash(budget: int, kind: type[DflashDrafter] = DflashDrafter) -> Make:
     described = describe_drafter(open_checkpoint(TRAINED / "trained_dflash_qwen3"))
 
-    def make(stack: Stack, sampler: Sampler, shape: Shape) -> Drafter:
+    def make(target: Transformer, sampler: Sampler, layout: InputLayout) -> Drafter:
         return kind(
             described.spec,
             described.weights,
-            target=stack,
-            shape=shape,
+            target=target,
+            layout=layout,
             lanes=4,
             max_context=CONTEXT,
             arrange=lambda candidates: build_tree(candidates, budget),
@@ -60,13 +60,17 @@ def dflash(budget: int, kind: type[DflashDrafter] = DflashDrafter) -> Make:
 def draft_model(layers: int) -> Make:
     """The target itself, cut after its first layers: right often enough to keep, wrong often enough to reject."""
 
-    def make(stack: Stack, sampler: Sampler, shape: Shape) -> Drafter:
+    def make(target: Transformer, sampler: Sampler, layout: InputLayout) -> Drafter:
         described = describe(open_checkpoint(TRAINED / "trained_qwen3"))
         spec = dataclasses.replace(described.spec, layers=described.spec.layers[:layers])
-        small = Stack(
-            spec, described.weights, dtype=torch.float32, sites=[Site(stack.device, stack.ops)], max_context=CONTEXT + 8
+        small = Transformer(
+            spec,
+            described.weights,
+            dtype=torch.float32,
+            stage_devices=[StageDevice(target.device, target.ops)],
+            max_context=CONTEXT + 8,
         )
-        return DraftModel(SmallModel(small, shape=shape), shape=shape, lanes=4, max_context=CONTEXT, length=4)
+        return DraftModel(SmallModel(small, layout=layout), layout=layout, lanes=4, max_context=CONTEXT, length=4)
 
     return make
 
@@ -197,7 +201,7 @@ def test_a_planted_fault_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) 
     expected = plain(lambda: backend_of(None, lanes=1), requests)
     match fault:
         case "no compaction":
-            monkeypatch.setattr("onedraw.backends.torch.state.model_state.State._compact", lambda self, rows, kept: None)
+            monkeypatch.setattr("onedraw.backends.torch.state.model_state.ModelState._compact", lambda self, rows, kept: None)
         case "noise position":
             monkeypatch.setattr(SamplingPosition, "at", property(lambda position: len(position.history)))
         case "sibling's path":

@@ -17,8 +17,8 @@ import torch
 from onedraw.backends.torch.drafters.dflash import DflashDrafter
 from onedraw.backends.torch.drafters.draft_model import DraftModel, SmallModel
 from onedraw.backends.torch.drafters.mtp import MtpHead
-from onedraw.backends.torch.model.transformer import Stack
-from onedraw.backends.torch.runner.stages import Site
+from onedraw.backends.torch.model.transformer import Transformer
+from onedraw.backends.torch.runner.stages import StageDevice
 from onedraw.checkpoints.base import open_checkpoint
 from onedraw.engine.stats import Stats
 from onedraw.models.dflash import check_fit, describe_drafter
@@ -79,10 +79,12 @@ def alone(place: Path, name: str, temperature: float) -> tuple[Answer, ...]:
 def small_model(place: Path, target: Described) -> Callable[..., Any]:
     described = describe(open_checkpoint(model(place, "llama")))
 
-    def make(stack: Stack, sampler: object, shape: Any) -> DraftModel:
-        site = Site(stack.device, stack.ops)
-        small = Stack(described.spec, described.weights, dtype=torch.float32, sites=[site], max_context=CONTEXT + 8)
-        return DraftModel(SmallModel(small, shape=shape), shape=shape, length=3, **SHAPE)
+    def make(target: Transformer, sampler: object, layout: Any) -> DraftModel:
+        stage_device = StageDevice(target.device, target.ops)
+        small = Transformer(
+            described.spec, described.weights, dtype=torch.float32, stage_devices=[stage_device], max_context=CONTEXT + 8
+        )
+        return DraftModel(SmallModel(small, layout=layout), layout=layout, length=3, **SHAPE)
 
     return make
 
@@ -96,17 +98,17 @@ def block_drafter(place: Path, target: Described, budget: int) -> Callable[..., 
     found = describe_drafter(open_checkpoint(folder))
     check_fit(found.spec, target.spec)
     arrange = lambda candidates: build_tree(candidates, budget)  # noqa: E731
-    return lambda stack, sampler, shape: DflashDrafter(
-        found.spec, found.weights, target=stack, shape=shape, arrange=arrange, **SHAPE
+    return lambda target, sampler, layout: DflashDrafter(
+        found.spec, found.weights, target=target, layout=layout, arrange=arrange, **SHAPE
     )
 
 
 def own_head(place: Path, name: str, target: Described) -> Callable[..., Any]:
     head = describe_mtp(open_checkpoint(model(place, name)), target)
 
-    def make(stack: Stack, sampler: object, shape: Any) -> DraftModel:
-        ahead = MtpHead(head.spec, head.weights, target=stack, shape=shape, max_context=CONTEXT)
-        return DraftModel(ahead, shape=shape, length=3, **SHAPE)
+    def make(target: Transformer, sampler: object, layout: Any) -> DraftModel:
+        ahead = MtpHead(head.spec, head.weights, target=target, layout=layout, max_context=CONTEXT)
+        return DraftModel(ahead, layout=layout, length=3, **SHAPE)
 
     return make
 

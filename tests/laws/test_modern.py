@@ -126,29 +126,29 @@ def forget_to_roll_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts move the lane itself, kept or not."""
     real = delta._recur
 
-    def recur(run: runs.Run, gated: delta.Gated, out: torch.Tensor, store: lanes.LaneStore) -> None:
+    def recur(run: runs.RecurrentSpan, gated: delta.DeltaGates, out: torch.Tensor, store: lanes.LaneStore) -> None:
         real(run, gated, out, store)
         if run.drafts:
-            delta.commit(store, [lanes.Kept(run.lane, tuple(run.held + i for i in range(len(run.drafts))))])
+            delta.commit(store, [lanes.KeptDrafts(run.lane, tuple(run.held + i for i in range(len(run.drafts))))])
 
     monkeypatch.setattr(delta, "_recur", recur)
 
 
 def read_stale_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A commit takes the place after the one the turn wrote."""
-    real = state.Kept
-    monkeypatch.setattr(state, "Kept", lambda lane, places: real(lane, tuple(place + 1 for place in places)))
+    real = state.KeptDrafts
+    monkeypatch.setattr(state, "KeptDrafts", lambda lane, places: real(lane, tuple(place + 1 for place in places)))
 
 
 def shift_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """The convolution's window closes one position early."""
-    real = runs.runs_of
+    real = runs.recurrent_spans
 
-    def off_by_one(*given: object, **named: object) -> runs.Runs:
+    def off_by_one(*given: object, **named: object) -> runs.RecurrentSpans:
         found = real(*given, **named)  # type: ignore[arg-type]
         return dataclasses.replace(found, host_closings=np.maximum(found.host_closings - 1, 0))
 
-    monkeypatch.setattr("onedraw.backends.torch.ops.base.runs_of", off_by_one)
+    monkeypatch.setattr("onedraw.backends.torch.ops.base.recurrent_spans", off_by_one)
 
 
 def cut_off_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,8 +164,10 @@ def keep_the_old_state(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def take_anybodys_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = state.KeptLogits.keep
-    monkeypatch.setattr(state.KeptLogits, "keep", lambda self, slot, logits: real(self, (slot + 1) % len(self.rows), logits))
+    real = state.CheckpointLogits.keep
+    monkeypatch.setattr(
+        state.CheckpointLogits, "keep", lambda self, slot, logits: real(self, (slot + 1) % len(self.rows), logits)
+    )
 
 
 FAULTS = (

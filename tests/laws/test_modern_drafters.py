@@ -14,8 +14,8 @@ import torch
 from onedraw.backends.torch.drafters.dflash import DflashDrafter
 from onedraw.backends.torch.drafters.draft_model import DraftModel, SmallModel
 from onedraw.backends.torch.drafters.mtp import MtpHead
-from onedraw.backends.torch.model.transformer import Stack
-from onedraw.backends.torch.runner.stages import Site
+from onedraw.backends.torch.model.transformer import Transformer
+from onedraw.backends.torch.runner.stages import StageDevice
 from onedraw.checkpoints.base import open_checkpoint
 from onedraw.models.dflash import describe_drafter
 from onedraw.models.model_info import describe
@@ -35,19 +35,23 @@ SIZES = {"lanes": 4, "max_context": CONTEXT}
 def dflash(target: Path, budget: int) -> Callable[..., Any]:
     described = describe_drafter(open_checkpoint(TRAINED / "trained_dflash_qwen3_5"))
     arrange = lambda candidates: build_tree(candidates, budget)  # noqa: E731
-    return lambda stack, sampler, shape: DflashDrafter(
-        described.spec, described.weights, target=stack, shape=shape, arrange=arrange, **SIZES
+    return lambda target, sampler, layout: DflashDrafter(
+        described.spec, described.weights, target=target, layout=layout, arrange=arrange, **SIZES
     )
 
 
 def dense(target: Path) -> Callable[..., Any]:
     described = describe(open_checkpoint(TRAINED / "trained_qwen3"))
 
-    def make(stack: Stack, sampler: object, shape: Any) -> DraftModel:
-        small = Stack(
-            described.spec, described.weights, dtype=torch.float32, sites=[Site(stack.device, stack.ops)], max_context=CONTEXT + 8
+    def make(target: Transformer, sampler: object, layout: Any) -> DraftModel:
+        small = Transformer(
+            described.spec,
+            described.weights,
+            dtype=torch.float32,
+            stage_devices=[StageDevice(target.device, target.ops)],
+            max_context=CONTEXT + 8,
         )
-        return DraftModel(SmallModel(small, shape=shape), shape=shape, length=4, **SIZES)
+        return DraftModel(SmallModel(small, layout=layout), layout=layout, length=4, **SIZES)
 
     return make
 
@@ -55,8 +59,8 @@ def dense(target: Path) -> Callable[..., Any]:
 def mtp(target: Path) -> Callable[..., Any]:
     source = open_checkpoint(target)
     head = describe_mtp(source, describe(source))
-    return lambda stack, sampler, shape: DraftModel(
-        MtpHead(head.spec, head.weights, target=stack, shape=shape, max_context=CONTEXT), shape=shape, length=3, **SIZES
+    return lambda target, sampler, layout: DraftModel(
+        MtpHead(head.spec, head.weights, target=target, layout=layout, max_context=CONTEXT), layout=layout, length=3, **SIZES
     )
 
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from onedraw.backends.fake import FakeBackend
 from onedraw.backends.torch.backend import TorchBackend
-from onedraw.backends.torch.model.transformer import Stack, Stream
+from onedraw.backends.torch.model.transformer import ResidualStream, Transformer
 from onedraw.checkpoints.base import open_checkpoint
 from onedraw.engine.engine import Engine, Sink
 from onedraw.engine.scheduler import Member, Scheduler
@@ -310,9 +310,9 @@ def one_rollback_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def one_buffer_of_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan waits for the third stage with its inputs where the next one crosses to the second."""
-    real = Stack.advance
+    real = Transformer.advance
 
-    def advance(self: Stack, stream: Stream, number: int, *given: Any, **how: Any) -> Stream:
+    def advance(self: Transformer, stream: ResidualStream, number: int, *given: Any, **how: Any) -> ResidualStream:
         stream = real(self, stream, number, *given, **how)
         stage = self.stages[number]
         if stage.entrance is None or stream.own is None:
@@ -320,7 +320,7 @@ def one_buffer_of_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
         rows = stage.entrance._inputs[: len(stream.own)].view(len(stream.own), -1, stream.own.shape[2])
         return dataclasses.replace(stream, own=rows[:, len(stage.layers) :])
 
-    monkeypatch.setattr(Stack, "advance", advance)
+    monkeypatch.setattr(Transformer, "advance", advance)
 
 
 @pytest.mark.parametrize(

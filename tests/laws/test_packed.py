@@ -98,8 +98,8 @@ def hidden_of(name: str, ops: CpuOps, dtype: str = "packed") -> torch.Tensor:
     made = TorchBackend(spec, packed_weights(spec, MODELS[name]), dtype=dtype, device="cpu", ops=ops, **sizes)
     plan = Plan((_row(0, 0, 70, range(10)),))
     with torch.inference_mode():
-        hidden = made._stack.hidden(make_inputs(plan, shape=made._shape, device=torch.device("cpu")), made._states)
-        return torch.cat([hidden, made._stack.logits(hidden)], dim=1)
+        hidden = made.model.hidden(make_inputs(plan, layout=made.layout, device=torch.device("cpu")), made.states)
+        return torch.cat([hidden, made.model.logits(hidden)], dim=1)
 
 
 @pytest.mark.parametrize("name", ["Q4_1", "mixed"])

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from onedraw.backends.placement import legal_cuts
-from onedraw.backends.torch.model.weight_loader import Loader
-from onedraw.backends.torch.runner.stage_boundary import Boundary
+from onedraw.backends.torch.model.weight_loader import WeightLoader
+from onedraw.backends.torch.runner.stage_boundary import StageBoundary
 from onedraw.backends.torch.sampling import positions as picking
-from onedraw.backends.torch.state.model_state import State
+from onedraw.backends.torch.state.model_state import ModelState
 from onedraw.checkpoints.base import open_checkpoint
 from onedraw.models.model_info import describe
 from onedraw.types import DryParams, History, Request, SamplingParams
@@ -152,9 +152,9 @@ def test_a_drafter_on_a_split_has_no_embedding_and_no_head_of_its_own(
 
     def making(*given: object) -> object:
         for method in ("linear", "kept", "norm"):
-            real = getattr(Loader, method)
+            real = getattr(WeightLoader, method)
             noting = lambda self, layer, *names, real=real, **how: asked.extend(names) or real(self, layer, *names, **how)  # noqa: E731
-            monkeypatch.setattr(Loader, method, noting)
+            monkeypatch.setattr(WeightLoader, method, noting)
         return make(*given)
 
     backend_of(target, kernels=False, check=False, cuts=(1, 3), make_drafter=making)
@@ -166,9 +166,9 @@ def test_a_drafter_on_a_split_has_no_embedding_and_no_head_of_its_own(
 
 
 def round_at_the_boundary(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Boundary.cross
+    real = StageBoundary.cross
     rounded = lambda self, x, *given: real(self, x.bfloat16().float(), *given)  # noqa: E731
-    monkeypatch.setattr(Boundary, "cross", rounded)
+    monkeypatch.setattr(StageBoundary, "cross", rounded)
 
 
 def forget_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,19 +182,19 @@ def forget_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def commit_the_last_stage_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = State.commit
-    monkeypatch.setattr(State, "commit", lambda self, *given: real(self, *given) if self._first else None)
+    real = ModelState.commit
+    monkeypatch.setattr(ModelState, "commit", lambda self, *given: real(self, *given) if self._first else None)
 
 
 def open_the_last_stage_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = State.open
-    monkeypatch.setattr(State, "open", lambda self, rows: real(self, rows) if self._first else None)
+    real = ModelState.open
+    monkeypatch.setattr(ModelState, "open", lambda self, rows: real(self, rows) if self._first else None)
 
 
 def lose_a_layers_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Boundary.cross
+    real = StageBoundary.cross
     shifted = lambda self, x, own, *given: real(self, x, own.roll(1, dims=1), *given)  # noqa: E731
-    monkeypatch.setattr(Boundary, "cross", shifted)
+    monkeypatch.setattr(StageBoundary, "cross", shifted)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_a_stream_of_another_dtype_than_the_products_holds_the_law(folders: dict
 
 
 def test_a_boundary_holds_a_turn_and_no_more(folders: dict[str, Path]) -> None:
-    boundary = backend_of(folders["gemma4_e4b"], cuts=(1,), **SIZES)._stack.stages[1].entrance
+    boundary = backend_of(folders["gemma4_e4b"], cuts=(1,), **SIZES).model.stages[1].entrance
     assert boundary is not None
     assert boundary.nbytes == 8192 * (2 * 64 + 5 * 16) * 4
     with pytest.raises(AssertionError, match="8193 rows meets a boundary of 8192"):

@@ -11,7 +11,7 @@ import torch
 
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import pick_ops
-from onedraw.backends.torch.drafters.dflash import Block, DflashDrafter
+from onedraw.backends.torch.drafters.dflash import DflashDrafter, DraftBlock
 from onedraw.backends.torch.ops.base import TorchOps
 from onedraw.checkpoints.base import open_checkpoint
 from onedraw.models.dflash import DescribedDrafter, describe_drafter
@@ -28,9 +28,9 @@ TRAINED = Path(__file__).parents[1] / "fixtures" / "trained"
 class Recording(DflashDrafter):
     """Keeps what it would rank: each block with its candidates' ids and logits."""
 
-    seen: list[tuple[Block, np.ndarray, np.ndarray]]
+    seen: list[tuple[DraftBlock, np.ndarray, np.ndarray]]
 
-    def _arranged(self, blocks: list[Block], ids: np.ndarray, logits: np.ndarray) -> list[tuple[Draft, ...]]:
+    def _arranged(self, blocks: list[DraftBlock], ids: np.ndarray, logits: np.ndarray) -> list[tuple[Draft, ...]]:
         slot = 0
         for block in blocks:
             self.seen.append((block, ids[slot : slot + block.count - 1], logits[slot : slot + block.count - 1]))
@@ -58,12 +58,12 @@ def recorded(
     target = describe(open_checkpoint(TRAINED / "trained_qwen3"))
     made: list[Recording] = []
 
-    def make(stack, sampler, shape):  # type: ignore[no-untyped-def]
+    def make(target, sampler, layout):  # type: ignore[no-untyped-def]
         recording = Recording(
             described.spec,
             described.weights,
-            target=stack,
-            shape=shape,
+            target=target,
+            layout=layout,
             lanes=2,
             max_context=300,
             arrange=lambda candidates: build_tree(candidates, 0),

@@ -26,8 +26,8 @@ def hidden_logits(backend: TorchBackend, tokens: list[int], cuts: list[int], *, 
     out = []
     for start, stop in itertools.pairwise(cuts):
         row = part_of(tokens, start, stop, prompt=prompt, groups=len(backend.capacity.groups))
-        inputs = make_inputs(Plan((row,)), shape=backend._shape, device=torch.device("cpu"))
-        hidden = backend._stack.hidden(inputs, backend._states)
+        inputs = make_inputs(Plan((row,)), layout=backend.layout, device=torch.device("cpu"))
+        hidden = backend.model.hidden(inputs, backend.states)
         out.append(backend._picker.logits(hidden, list(range(stop - start))))
     return torch.cat(out)
 

@@ -50,9 +50,9 @@ class Recording(DraftModel):
 def recorded(folder: Path, head: DescribedMtp, *, kernels: bool, turn_tokens: int) -> list[Guess]:
     made: list[Recording] = []
 
-    def make(stack: Any, sampler: object, shape: Any) -> DraftModel:
-        model = MtpHead(head.spec, head.weights, target=stack, shape=shape, max_context=300)
-        made.append(Recording(model, shape=shape, lanes=1, max_context=300, length=LENGTH))
+    def make(target: Any, sampler: object, layout: Any) -> DraftModel:
+        model = MtpHead(head.spec, head.weights, target=target, layout=layout, max_context=300)
+        made.append(Recording(model, layout=layout, lanes=1, max_context=300, length=LENGTH))
         made[0].seen = []
         return made[0]
 

@@ -1,6 +1,6 @@
 """The torch backend: a plan in, an outcome out, on a CPU or a CUDA device.
 
-In: a spec, a source of weights, sizes, perhaps a drafter. Out: outcomes. inputs → stack → sampler → verification →
+In: a spec, a source of weights, sizes, perhaps a drafter. Out: outcomes. inputs → model → sampler → verification →
 commit → guesses. A commit brings kept drafts home: a tree's path to its positions, a state's steps to its lane; the
 rejected rest is never read again. Where stages have threads of their own several plans are under way, each in one stage
 at a time, and the last stage's thread chooses, commits and guesses. Turns that repeat are recorded where all devices can
@@ -27,25 +27,25 @@ from onedraw.backends.memory_plan import MIN_STAGING_ROWS, max_step_tokens
 from onedraw.backends.precision import kv_precision
 from onedraw.backends.sampled_rows import read_samples, row_outcome
 from onedraw.backends.torch.device import DTYPES, hardware_name
-from onedraw.backends.torch.drafters.base import Drafter, Turned
-from onedraw.backends.torch.model.transformer import Stack, Stream, Watch
+from onedraw.backends.torch.drafters.base import CompletedStep, Drafter
+from onedraw.backends.torch.model.transformer import LayerProbe, ResidualStream, Transformer
 from onedraw.backends.torch.model.weight_loader import LANE, padded
 from onedraw.backends.torch.ops.base import Ops, TorchOps
 from onedraw.backends.torch.ops.plain.linear import strictest
-from onedraw.backends.torch.runner.cuda_graphs import Recorder, recorders_of
-from onedraw.backends.torch.runner.graph_runner import STEPS, SteadyTurns, bucket_of, fault_of, faults_of
-from onedraw.backends.torch.runner.graph_segment import Part
-from onedraw.backends.torch.runner.in_flight import Started, UnderWay
-from onedraw.backends.torch.runner.inputs import Bucket, Inputs, Shape, make_inputs
-from onedraw.backends.torch.runner.pipeline import Here, Line, locks_of
-from onedraw.backends.torch.runner.stage_boundary import current
-from onedraw.backends.torch.runner.stages import Site
-from onedraw.backends.torch.runner.staging_buffers import ArenaFull
-from onedraw.backends.torch.sampling.positions import Picker
+from onedraw.backends.torch.runner.cuda_graphs import GraphCache, graph_caches
+from onedraw.backends.torch.runner.graph_runner import STEPS, GraphRunner, bucket_of, fault_text, first_faults
+from onedraw.backends.torch.runner.graph_segment import GraphStage
+from onedraw.backends.torch.runner.in_flight import InFlightSteps, StartedStep
+from onedraw.backends.torch.runner.inputs import Bucket, InputLayout, Inputs, make_inputs
+from onedraw.backends.torch.runner.pipeline import Pipeline, SameThread, device_locks
+from onedraw.backends.torch.runner.stage_boundary import current_device
+from onedraw.backends.torch.runner.stages import StageDevice
+from onedraw.backends.torch.runner.staging_buffers import StagingBufferFull
+from onedraw.backends.torch.sampling.positions import PositionSampler
 from onedraw.backends.torch.sampling.sampler import Sampler
 from onedraw.backends.torch.selfcheck import RowCheck, self_check
 from onedraw.backends.torch.state.kv_pages import KV_DTYPES
-from onedraw.backends.torch.state.model_state import KeptLogits, Sizes
+from onedraw.backends.torch.state.model_state import CheckpointLogits, StateSizes
 from onedraw.backends.torch.state.recurrent_spans import CHUNK
 from onedraw.backends.torch.state.snapshots import Snapshots
 from onedraw.models.source import WeightSource
@@ -62,10 +62,10 @@ class Turn:
 
     plan: Plan
     inputs: Inputs
-    watch: Watch
+    watch: LayerProbe
     held: int  # its first place in the rollback buffer
     bucket: Bucket | None = None  # what stages that record pad it to, beside others that do not
-    stream: Stream | None = None  # once it has entered
+    stream: ResidualStream | None = None  # once it has entered
     seconds: float = 0.0  # in stages, not between them
 
 
@@ -86,32 +86,32 @@ class TorchBackend:
         drafts: int = 0,
         checkpoints: int = 0,
         ops: Ops | None = None,
-        sites: Sequence[Site] = (),
+        stage_devices: Sequence[StageDevice] = (),
         activation: str | None = None,
         kv_dtype: str | None = None,
         rows: int = MIN_STAGING_ROWS,
         check: bool = True,
-        line: Line | None = None,
+        pipeline: Pipeline | None = None,
         max_in_flight: int = 1,
-        make_drafter: Callable[[Stack, Sampler, Shape], Drafter] | None = None,
+        make_drafter: Callable[[Transformer, Sampler, InputLayout], Drafter] | None = None,
         progress: Callable[[int, int], None] | None = None,
-        recorder: Recorder | None = None,
+        recorder: GraphCache | None = None,
         ahead: bool | None = None,
     ) -> None:
-        assert max_in_flight == 1 or line is not None, "stages that work at once have threads of their own"
-        sites = sites or [Site(torch.device(device), ops or TorchOps(torch.device(device)))]
-        self._stack = Stack(
+        assert max_in_flight == 1 or pipeline is not None, "stages that work at once have threads of their own"
+        stage_devices = stage_devices or [StageDevice(torch.device(device), ops or TorchOps(torch.device(device)))]
+        self.model = Transformer(
             spec,
             source,
             dtype=DTYPES[dtype],
             activation=DTYPES[activation or dtype],
-            sites=sites,
+            stage_devices=stage_devices,
             rows=rows,
             max_context=max_context,
             progress=progress,
         )
-        self._first, self._device = sites[0].device, self._stack.device
-        sizes = Sizes(
+        self._first, self._device = stage_devices[0].device, self.model.device
+        sizes = StateSizes(
             pages=(pages,) * len(spec.windows) if isinstance(pages, int) else pages,
             page_size=page_size,
             windows=spec.windows,
@@ -120,25 +120,33 @@ class TorchBackend:
             checkpoints=checkpoints,
         )
         kept_as = kv_precision(kv_dtype or "auto", products=dtype)
-        self._states = self._stack.states(sizes, KV_DTYPES[kept_as])
-        self._kept = KeptLogits(checkpoints, padded(spec.vocab, LANE), self._device)
-        shape = Shape(page_size, sizes.pages, strictest([site.ops.rule for site in sites]), spec.windows)
-        self.report: RowCheck | None = self_check(self._stack, self._states, shape=shape) if check else None
-        self._shape = shape if self.report is None else replace(shape, rule=self.report.rule)
-        self._sampler = sites[-1].ops.sampler(vocab=spec.vocab, lanes=lanes, device=self._device)
-        with current(self._device):
-            self._drafter = None if make_drafter is None else make_drafter(self._stack, self._sampler, self._shape)
-        self._picker = Picker(self._stack, self._sampler, self._kept, self._shape.rule)
+        self.states = self.model.states(sizes, KV_DTYPES[kept_as])
+        self._kept = CheckpointLogits(checkpoints, padded(spec.vocab, LANE), self._device)
+        layout = InputLayout(
+            page_size, sizes.pages, strictest([stage_device.ops.rule for stage_device in stage_devices]), spec.windows
+        )
+        self.report: RowCheck | None = self_check(self.model, self.states, layout=layout) if check else None
+        self.layout = layout if self.report is None else replace(layout, rule=self.report.rule)
+        self._sampler = stage_devices[-1].ops.sampler(vocab=spec.vocab, lanes=lanes, device=self._device)
+        with current_device(self._device):
+            self._drafter = None if make_drafter is None else make_drafter(self.model, self._sampler, self.layout)
+        self._picker = PositionSampler(self.model, self._sampler, self._kept, self.layout.rule)
         drafted = None if self._drafter is None else self._drafter.state
-        self._snapshots = Snapshots(self._states, drafted, self._kept, self._stack.dtype)
-        self._locks = locks_of([site.device for site in sites]) if line is not None else [nullcontext() for _ in sites]
-        self._parts, self._steady = self._recorded(recorders_of(sites, recorder), lanes=lanes, max_in_flight=max_in_flight)
+        self._snapshots = Snapshots(self.states, drafted, self._kept, self.model.dtype)
+        self._locks = (
+            device_locks([stage_device.device for stage_device in stage_devices])
+            if pipeline is not None
+            else [nullcontext() for _ in stage_devices]
+        )
+        self._parts, self._steady = self._recorded(
+            graph_caches(stage_devices, recorder), lanes=lanes, max_in_flight=max_in_flight
+        )
         # A drafter looks at what a turn left before the next one runs, and a thread of its own would read histories late.
-        waits = self._drafter is not None or max_in_flight > 1 or line is not None
+        waits = self._drafter is not None or max_in_flight > 1 or pipeline is not None
         self._capacity = _capacity(
             spec,
             sizes,
-            sites,
+            stage_devices,
             self._drafter,
             max_context=max_context,
             rows=rows,
@@ -149,29 +157,29 @@ class TorchBackend:
             activation=activation or dtype,
             kv_dtype=kept_as,
         )
-        self._under_way = UnderWay(berths=max_in_flight)
+        self._under_way = InFlightSteps(berths=max_in_flight)
         self._back = 0.0  # when the last steady turn was collected
-        self._line: Line | Here = Here() if line is None else line
+        self._pipeline: Pipeline | SameThread = SameThread() if pipeline is None else pipeline
         self._hang_up = None
-        if line is not None:
-            self._hang_up = weakref.finalize(self, line.close)
+        if pipeline is not None:
+            self._hang_up = weakref.finalize(self, pipeline.close)
             self._hang_up.atexit = False  # a stage that computes while the program ends is not waited for
 
     def _recorded(
-        self, recorders: Sequence[Recorder | None], *, lanes: int, max_in_flight: int
-    ) -> tuple[list[Part | None], SteadyTurns | None]:
+        self, recorders: Sequence[GraphCache | None], *, lanes: int, max_in_flight: int
+    ) -> tuple[list[GraphStage | None], GraphRunner | None]:
         """The parts of stages that record, beside others that do not; where all do, the parts belong to the steady turns."""
         parts = [
             None
             if recorder is None
-            else Part(self._stack, i, state, recorder, tokens=STEPS[-1], lock=self._locks[i], sides=max_in_flight + 1)
-            for i, (state, recorder) in enumerate(zip(self._states, recorders, strict=True))
+            else GraphStage(self.model, i, state, recorder, tokens=STEPS[-1], lock=self._locks[i], sides=max_in_flight + 1)
+            for i, (state, recorder) in enumerate(zip(self.states, recorders, strict=True))
         ]
         found = [part for part in parts if part is not None]
         if len(found) < len(parts):
             return parts, None
-        return [None] * len(parts), SteadyTurns(
-            self._stack, found, self._sampler, self._shape, lanes=lanes, max_in_flight=max_in_flight
+        return [None] * len(parts), GraphRunner(
+            self.model, found, self._sampler, self.layout, lanes=lanes, max_in_flight=max_in_flight
         )
 
     @property
@@ -185,17 +193,17 @@ class TorchBackend:
             capacity = self._capacity
             limits = (drafts, capacity.max_drafts, capacity.draft_positions)
             most = min(limit for limit in limits if limit is not None)
-            with current(self._device):
+            with current_device(self._device):
                 self._steady.rehearse(capacity.lanes, most, self._watch(), tell)
 
     def submit(self, plan: Plan) -> Ticket:
         awaits = any(row.awaits for row in plan.rows)
         bucket = None if self._steady is None else self._steady.serves(plan)
-        if awaits and bucket is not None and not (self._keeps_tokens and isinstance(self._under_way.latest.turn, Started)):
+        if awaits and bucket is not None and not (self._keeps_tokens and isinstance(self._under_way.latest.turn, StartedStep)):
             plan = self._under_way.heard(plan)
         berth = None if awaits else self._under_way.take_berth()  # who awaits a token has no drafts to find a place for
         try:
-            turn: Started | Future[Outcome] | None = None if bucket is None else self._begin(plan, bucket, berth=berth or 0)
+            turn: StartedStep | Future[Outcome] | None = None if bucket is None else self._begin(plan, bucket, berth=berth or 0)
             if turn is None:
                 plan = self._under_way.heard(plan) if awaits else plan
                 turn = self._board(plan, berth=berth or 0)
@@ -207,21 +215,21 @@ class TorchBackend:
     def collect(self, ticket: Ticket) -> Outcome:
         boarded = self._under_way.leave(ticket)
         try:
-            return self._arrive(boarded.turn) if isinstance(boarded.turn, Started) else boarded.turn.result()
+            return self._arrive(boarded.turn) if isinstance(boarded.turn, StartedStep) else boarded.turn.result()
         finally:
             self._under_way.give_berth_back(boarded.berth)
 
     @property
     def _keeps_tokens(self) -> bool:
         """Steady turns find their tokens on the device. Layers with inputs of their own look them up on the host."""
-        return self._steady is not None and not self._stack.spec.inputs
+        return self._steady is not None and not self.model.spec.inputs
 
     def close(self) -> None:
         """Let go of weights and pages now, whoever still holds this object."""
         if self._hang_up is not None:
             self._hang_up()
         self._under_way.plans.clear()
-        for name in ("_stack", "_states", "_sampler", "_drafter", "_steady", "_parts", "_picker", "_snapshots"):
+        for name in ("model", "states", "_sampler", "_drafter", "_steady", "_parts", "_picker", "_snapshots"):
             self.__dict__.pop(name, None)
 
     # ------------------------------------------------------------------ to and from the disk
@@ -229,10 +237,10 @@ class TorchBackend:
     @property
     def identity(self) -> str:
         """What computes the bits: operations, hardware, library and how rows are offered to it; not the split."""
-        stages = self._stack.stages
+        stages = self.model.stages
         parts = sorted({f"{stage.ops.name} on {hardware_name(stage.device)}" for stage in stages})
         choices = sorted({f"{name} {getattr(stage.ops, name, '')}" for stage in stages for name in CHOICES})
-        return f"{', '.join(parts)}; torch {torch.__version__}; {self._shape.rule}; {choices}"
+        return f"{', '.join(parts)}; torch {torch.__version__}; {self.layout.rule}; {choices}"
 
     def export(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, npt.NDArray[Any]]:
         return self._snapshots.export(slot, pages)
@@ -249,26 +257,26 @@ class TorchBackend:
     def _board(self, plan: Plan, *, berth: int) -> Future[Outcome]:
         """A turn that goes kernel by kernel: through all stages now, or on their threads."""
         held = self._held(berth)
-        inputs, watch = make_inputs(plan, shape=replace(self._shape, held=held), device=self._first), self._watch()
+        inputs, watch = make_inputs(plan, layout=replace(self.layout, held=held), device=self._first), self._watch()
         records = any(self._parts) and watch.finite is None
         turn = Turn(plan, inputs, watch, held, bucket_of(plan, recurrent=self._capacity.recurrent) if records else None)
-        steps = [partial(self._step, turn, number) for number in range(len(self._states))]
-        return self._line.start(steps)
+        steps = [partial(self._step, turn, number) for number in range(len(self.states))]
+        return self._pipeline.start(steps)
 
-    def _watch(self) -> Watch:
-        return Watch(() if self._drafter is None else self._drafter.captures, finite=self._narrow())
+    def _watch(self) -> LayerProbe:
+        return LayerProbe(() if self._drafter is None else self._drafter.captures, finite=self._narrow())
 
     @torch.inference_mode()
-    def _begin(self, plan: Plan, bucket: Bucket, *, berth: int) -> Started | None:
+    def _begin(self, plan: Plan, bucket: Bucket, *, berth: int) -> StartedStep | None:
         """A steady turn, begun in all stages and not waited for; None where it brings too much."""
         begin = time.perf_counter()
         assert self._steady is not None
-        with current(self._device):
+        with current_device(self._device):
             steady = self._steady.begin(plan, bucket, self._watch(), held=self._held(berth))
-        return None if steady is None else Started(plan, steady, begin)
+        return None if steady is None else StartedStep(plan, steady, begin)
 
     @torch.inference_mode()
-    def _arrive(self, started: Started) -> Outcome:
+    def _arrive(self, started: StartedStep) -> Outcome:
         """What a steady turn chose; what it kept is home already."""
         plan, steady, worked = started.plan, started.steady, started.steady.worked
         steady.wait()
@@ -276,7 +284,7 @@ class TorchBackend:
         choices = iter(read_samples(steady.answers.numpy(), steady.positions))
         chosen = {i: [next(choices) for _ in range(1 + len(row.drafts))] for i, row in enumerate(plan.rows)}
         turn = Turn(plan, steady.inputs, worked.watch, held=0)
-        with current(self._device):
+        with current_device(self._device):
             rows = self._conclude(turn, worked.hidden, chosen, {}, faults=steady.faults)
         return Outcome(rows, time.perf_counter() - begin)
 
@@ -284,20 +292,20 @@ class TorchBackend:
     def _step(self, turn: Turn, number: int) -> Outcome | None:
         """A plan through one stage, on that stage's thread where it has one; through the last: what became of it."""
         begin = time.perf_counter()
-        with self._locks[number], current(self._stack.stages[number].device):
-            self._states[number].open(turn.plan.rows)
+        with self._locks[number], current_device(self.model.stages[number].device):
+            self.states[number].open(turn.plan.rows)
             turn.stream = self._advance(turn, number)
-            rows = self._finish(turn, self._stack.leave(turn.stream)) if number == len(self._states) - 1 else None
+            rows = self._finish(turn, self.model.leave(turn.stream)) if number == len(self.states) - 1 else None
         turn.seconds += time.perf_counter() - begin
         return None if rows is None else Outcome(rows, turn.seconds)
 
-    def _advance(self, turn: Turn, number: int) -> Stream:
+    def _advance(self, turn: Turn, number: int) -> ResidualStream:
         part = self._parts[number]
         if part is not None and turn.bucket is not None:
-            with suppress(ArenaFull):
-                return part.advance(turn.stream, turn.plan, turn.bucket, replace(self._shape, held=turn.held), turn.watch)
-        stream = self._stack.enter(turn.inputs) if turn.stream is None else turn.stream
-        return self._stack.advance(stream, number, turn.inputs, self._states[number], watch=turn.watch)
+            with suppress(StagingBufferFull):
+                return part.advance(turn.stream, turn.plan, turn.bucket, replace(self.layout, held=turn.held), turn.watch)
+        stream = self.model.enter(turn.inputs) if turn.stream is None else turn.stream
+        return self.model.advance(stream, number, turn.inputs, self.states[number], watch=turn.watch)
 
     def _finish(self, turn: Turn, hidden: Tensor) -> tuple[RowOutcome, ...]:
         """Choose, commit what was kept on every stage, guess on."""
@@ -317,30 +325,30 @@ class TorchBackend:
         plan, inputs, watch = turn.plan, turn.inputs, turn.watch
         rows = tuple(row_outcome(row, chosen.get(i, []), scored.get(i, ())) for i, row in enumerate(plan.rows))
         if any(row.barren for row in rows):
-            found = faults_of(watch) if faults is None else faults
+            found = first_faults(watch) if faults is None else faults
             rows = tuple(
-                replace(row, fault=fault_of(found, inputs.spans[i])) if row.barren else row for i, row in enumerate(rows)
+                replace(row, fault=fault_text(found, inputs.spans[i])) if row.barren else row for i, row in enumerate(rows)
             )
         if faults is None:
-            for state, stage in zip(self._states, self._stack.stages, strict=True):
-                with current(stage.device):
+            for state, stage in zip(self.states, self.model.stages, strict=True):
+                with current_device(stage.device):
                     state.commit(plan.rows, [row.kept for row in rows], stage.ops, turn.held)
         if self._drafter is not None:
             with self._locks[-1]:
                 self._drafter.open(plan.rows)
-                guesses = self._drafter.guess(Turned(plan, inputs, hidden, watch.features, rows))
+                guesses = self._drafter.guess(CompletedStep(plan, inputs, hidden, watch.features, rows))
             rows = tuple(replace(row, guesses=own) for row, own in zip(rows, guesses, strict=True))
         return rows
 
     def _narrow(self) -> list[Tensor] | None:
         """Models trained in bf16 may leave the range of f16, so where there is any every layer is looked at."""
-        return [] if torch.float16 in (self._stack.dtype, self._stack.activation) else None
+        return [] if torch.float16 in (self.model.dtype, self.model.activation) else None
 
 
 def _capacity(
     spec: ModelSpec,
-    sizes: Sizes,
-    sites: Sequence[Site],
+    sizes: StateSizes,
+    stage_devices: Sequence[StageDevice],
     drafter: Drafter | None,
     *,
     max_context: int,
@@ -362,15 +370,15 @@ def _capacity(
         chunk=CHUNK if spec.recurrent else 1,
         recurrent=spec.recurrent,
         draft_positions=sizes.drafts // max_in_flight if spec.recurrent else None,
-        stages=len(sites),
+        stages=len(stage_devices),
         max_in_flight=max_in_flight,
         async_tokens=starts,
-        min_step_rows=GPU_ROWS if sites[-1].device.type == "cuda" else 1,
+        min_step_rows=GPU_ROWS if stage_devices[-1].device.type == "cuda" else 1,
         async_scheduling=ahead,
         lookahead=0 if drafter is None else drafter.lookahead,
         drafter="" if drafter is None else drafter.name,
-        step_tokens=max_step_tokens(rows, chunk=CHUNK) if len(sites) > 1 else None,
-        device="+".join(sorted({site.ops.name for site in sites})),
+        step_tokens=max_step_tokens(rows, chunk=CHUNK) if len(stage_devices) > 1 else None,
+        device="+".join(sorted({stage_device.ops.name for stage_device in stage_devices})),
         dtype=dtype,
         activation=activation,
         kv_dtype=kv_dtype,

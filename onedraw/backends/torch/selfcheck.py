@@ -1,6 +1,6 @@
 """Does a row compute from its row on this machine? Asked at start, answered in bits.
 
-In: a stack and its state before anything is served. Out: the row rule that holds, and findings that say plainly what
+In: a model and its state before anything is served. Out: the row rule that holds, and findings that say plainly what
 does not. Libraries change with versions, processors and shapes, so this is measured, not assumed. Where our own code takes
 another kernel from some number of rows on, it says so (`borders`), and bits are compared on both sides of every such border.
 """
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from onedraw.backends.base import CheckResult, SelfCheck
 from onedraw.backends.memory_plan import LOGITS_BYTES
-from onedraw.backends.torch.model.feed_forward import Experts
-from onedraw.backends.torch.model.transformer import Stack
+from onedraw.backends.torch.model.feed_forward import MixtureOfExperts
+from onedraw.backends.torch.model.transformer import Transformer
 from onedraw.backends.torch.ops.base import Ops, TorchOps
 from onedraw.backends.torch.ops.plain.linear import Linear, RowRule
-from onedraw.backends.torch.runner.inputs import Shape, make_inputs
-from onedraw.backends.torch.runner.stage_boundary import current
-from onedraw.backends.torch.state.model_state import State
+from onedraw.backends.torch.runner.inputs import InputLayout, make_inputs
+from onedraw.backends.torch.runner.stage_boundary import current_device
+from onedraw.backends.torch.state.model_state import ModelState
 from onedraw.backends.torch.state.recurrent_spans import CHUNK
 from onedraw.types import History, Plan, Row, SamplingParams
 
@@ -38,32 +38,32 @@ class RowCheck(SelfCheck):
 
 
 @torch.inference_mode()
-def self_check(stack: Stack, states: Sequence[State], *, shape: Shape) -> RowCheck:
+def self_check(model: Transformer, states: Sequence[ModelState], *, layout: InputLayout) -> RowCheck:
     """Find the first row rule that holds, and tile heights where the operations have any; say what holds with them."""
-    with current(stack.device):
-        return _checked(stack, states, shape)
+    with current_device(model.device):
+        return _checked(model, states, layout)
 
 
-def _checked(stack: Stack, states: Sequence[State], shape: Shape) -> RowCheck:
-    rules = _candidates(shape.rule)
-    samples = _one_per_shape(stack.linears())
+def _checked(model: Transformer, states: Sequence[ModelState], layout: InputLayout) -> RowCheck:
+    rules = _candidates(layout.rule)
+    samples = _one_per_shape(model.linears())
     rule = next((r for r in rules if all(_rows_agree(linear, r) for linear in samples)), rules[-1])
-    stack.obey(rule)
+    model.obey(rule)
     findings = [CheckResult(_words(x), _rows_agree(x, rule)) for x in samples]
-    for x, ops in _experts(stack):
+    for x, ops in _experts(model):
         findings.append(CheckResult(f"{x.spec.used} of {x.spec.experts} experts, {x.bank.kind}", _experts_agree(x, ops)))
-    shape = replace(shape, rule=rule)
-    whole = _turns_agree(stack, states, shape)
-    tiled = [stage.ops for stage in stack.stages if isinstance(stage.ops, TorchOps)]
+    layout = replace(layout, rule=rule)
+    whole = _turns_agree(model, states, layout)
+    tiled = [stage.ops for stage in model.stages if isinstance(stage.ops, TorchOps)]
     if not whole and tiled:
         for ops in tiled:
             ops.tile_heights = ops.tile_heights[-1:]
-        whole = _turns_agree(stack, states, shape)
+        whole = _turns_agree(model, states, layout)
     findings.append(CheckResult("a row alone, in a batch, and in chunks", whole))
-    counts = _step_counts(stack, states, shape)
+    counts = _step_counts(model, states, layout)
     if counts:
         among = ", ".join(map(str, counts))
-        findings.append(CheckResult(f"a generated token alone and among {among}", _steps_agree(stack, states, shape, counts)))
+        findings.append(CheckResult(f"a generated token alone and among {among}", _steps_agree(model, states, layout, counts)))
     return RowCheck(tuple(findings), rule)
 
 
@@ -93,108 +93,113 @@ def _rows_agree(linear: Linear, rule: RowRule) -> bool:
     x = torch.randn(max(whole, max(ROWS) + 64), linear.in_features, generator=generator).to(linear.dtype).to(linear.device)
     kept, linear.rule = linear.rule, rule
     try:
-        with current(linear.device):
+        with current_device(linear.device):
             full = linear(x[: rule.padded(len(x))])
             return all(torch.equal(linear(x[: rule.padded(n)])[:n], full[:n]) for n in counts)
     finally:
         linear.rule = kept
 
 
-def _experts(stack: Stack) -> list[tuple[Experts, Ops]]:
+def _experts(model: Transformer) -> list[tuple[MixtureOfExperts, Ops]]:
     """One of each kind whose kernels change with the rows, and who computes it."""
     found = {}
-    for stage in stack.stages:
+    for stage in model.stages:
         for layer in stage.layers:
             beside = [] if layer.beside is None else [layer.beside.experts]
             for one in (layer.feed_forward, *beside):
-                if isinstance(one, Experts) and one.bank.borders(one.spec.used):
+                if isinstance(one, MixtureOfExperts) and one.bank.borders(one.spec.used):
                     found[one.spec, one.bank.kind] = (one, stage.ops)
     return list(found.values())
 
 
-def _experts_agree(experts: Experts, ops: Ops) -> bool:
+def _experts_agree(experts: MixtureOfExperts, ops: Ops) -> bool:
     borders, router = experts.bank.borders(experts.spec.used), experts.router
     generator = torch.Generator().manual_seed(4)
     x = torch.randn(max(max(borders), max(ROWS)) + 1, router.in_features, generator=generator).to(router.dtype).to(router.device)
-    with current(router.device):
+    with current_device(router.device):
         full = experts(x, x, ops)
         return all(torch.equal(experts(x[:n], x[:n], ops), full[:n]) for n in _rows_compared(borders, len(x)))
 
 
-def _turns_agree(stack: Stack, states: Sequence[State], shape: Shape) -> bool:
+def _turns_agree(model: Transformer, states: Sequence[ModelState], layout: InputLayout) -> bool:
     """Three sequences in one batch, alone, and cut into chunks: equal hidden states at every position.
 
     They lie in the pages and the context there are: kernels do not look where they write. Fewer pages, fewer sequences.
     """
-    pages = min(shape.scratch)  # as many as are lent; the scratch page comes after them
-    count = min(3, pages, *([states[0].sizes.lanes] if stack.spec.recurrent else []))
-    per = min(-(-96 // shape.page_size), pages // count)
-    longest = min(per * shape.page_size, 90, stack.max_context)
+    pages = min(layout.scratch)  # as many as are lent; the scratch page comes after them
+    count = min(3, pages, *([states[0].sizes.lanes] if model.spec.recurrent else []))
+    per = min(-(-96 // layout.page_size), pages // count)
+    longest = min(per * layout.page_size, 90, model.max_context)
     lengths = [longest, max(longest // 2, 1), 1][:count]
     generator = torch.Generator().manual_seed(2)
-    texts = [torch.randint(0, stack.spec.vocab, (n,), generator=generator).tolist() for n in lengths]
-    whole = _run(stack, states, shape, [[(0, n)] for n in lengths], texts, per)
-    alone = [_run(stack, states, shape, [[(0, len(t))]], [t], per)[0] for t in texts]
-    inner = [CHUNK] if stack.spec.recurrent else [1, longest // 6, longest // 3, longest - 1]
+    texts = [torch.randint(0, model.spec.vocab, (n,), generator=generator).tolist() for n in lengths]
+    whole = _run(model, states, layout, [[(0, n)] for n in lengths], texts, per)
+    alone = [_run(model, states, layout, [[(0, len(t))]], [t], per)[0] for t in texts]
+    inner = [CHUNK] if model.spec.recurrent else [1, longest // 6, longest // 3, longest - 1]
     cuts = [sorted({0, n, *(cut for cut in inner if 0 < cut < n)}) for n in lengths]
-    chunked = [_run(stack, states, shape, [list(itertools.pairwise(c))], [t], per)[0] for c, t in zip(cuts, texts, strict=True)]
+    chunked = [_run(model, states, layout, [list(itertools.pairwise(c))], [t], per)[0] for c, t in zip(cuts, texts, strict=True)]
     return all(torch.equal(w, a) and torch.equal(w, c) for w, a, c in zip(whole, alone, chunked, strict=True))
 
 
-def _step_counts(stack: Stack, states: Sequence[State], shape: Shape) -> list[int]:
+def _step_counts(model: Transformer, states: Sequence[ModelState], layout: InputLayout) -> list[int]:
     """How many generated tokens ride together on both sides of a border, as far as there are lanes for them. Without states
     rows need none: they may be of one sequence."""
-    stage, most = stack.stages[0], states[0].sizes.lanes if stack.spec.recurrent else MOST_STEPS
-    mixers = {layer.mixer for layer in stack.spec.layers[: _depth(stack)]}
+    stage, most = model.stages[0], states[0].sizes.lanes if model.spec.recurrent else MOST_STEPS
+    mixers = {layer.mixer for layer in model.spec.layers[: _depth(model)]}
     borders = stage.ops.turn_borders(mixers)
-    room = min(shape.scratch) * shape.page_size >= 2 and stack.max_context >= 2
+    room = min(layout.scratch) * layout.page_size >= 2 and model.max_context >= 2
     return sorted({n for border in borders for n in (border - 1, border) if 1 < n <= most}) if room else []
 
 
-def _steps_agree(stack: Stack, states: Sequence[State], shape: Shape, counts: Sequence[int]) -> bool:
+def _steps_agree(model: Transformer, states: Sequence[ModelState], layout: InputLayout, counts: Sequence[int]) -> bool:
     """The token behind a prompt, generated in one row and in many: all are of one text in the same pages, so all are alike."""
-    per = min(-(-STEP_LENGTH // shape.page_size), min(shape.scratch))
-    length = min(per * shape.page_size, STEP_LENGTH, stack.max_context)
+    per = min(-(-STEP_LENGTH // layout.page_size), min(layout.scratch))
+    length = min(per * layout.page_size, STEP_LENGTH, model.max_context)
     generator = torch.Generator().manual_seed(5)
-    text = torch.randint(0, stack.spec.vocab, (length,), generator=generator).tolist()
-    pages = (range(per),) * len(shape.scratch)
+    text = torch.randint(0, model.spec.vocab, (length,), generator=generator).tolist()
+    pages = (range(per),) * len(layout.scratch)
     edges = [*range(0, length - 1, 2 * CHUNK), length - 1]
 
     def steps(count: int) -> Tensor:
-        for lane in range(count if stack.spec.recurrent else 1):
+        for lane in range(count if model.spec.recurrent else 1):
             for part in itertools.pairwise(edges):
-                _turn(stack, states, shape, [_row(text, part, lane, pages, prompt_stop=length - 1)])
+                _turn(model, states, layout, [_row(text, part, lane, pages, prompt_stop=length - 1)])
         rows = [_row(text, (length - 1, length), lane, pages, prompt_stop=length - 1) for lane in range(count)]
-        return _turn(stack, states, shape, rows)[:count]
+        return _turn(model, states, layout, rows)[:count]
 
     alone = steps(1)
     return all(torch.equal(steps(count), alone.expand(count, -1)) for count in counts)
 
 
-def _turn(stack: Stack, states: Sequence[State], shape: Shape, rows: list[Row]) -> Tensor:
-    inputs = make_inputs(Plan(tuple(rows)), shape=shape, device=stack.stages[0].device)
-    return stack.hidden(inputs, states, depth=_depth(stack)).clone()
+def _turn(model: Transformer, states: Sequence[ModelState], layout: InputLayout, rows: list[Row]) -> Tensor:
+    inputs = make_inputs(Plan(tuple(rows)), layout=layout, device=model.stages[0].device)
+    return model.hidden(inputs, states, depth=_depth(model)).clone()
 
 
 def _run(
-    stack: Stack, states: Sequence[State], shape: Shape, parts: list[list[tuple[int, int]]], texts: list[list[int]], per: int
+    model: Transformer,
+    states: Sequence[ModelState],
+    layout: InputLayout,
+    parts: list[list[tuple[int, int]]],
+    texts: list[list[int]],
+    per: int,
 ) -> list[Tensor]:
     """Hidden states of each text, computed part by part; texts ride together, part i of all in one turn."""
     out: list[list[Tensor]] = [[] for _ in texts]
     for step in range(max(len(p) for p in parts)):
         riders = [i for i, p in enumerate(parts) if step < len(p)]
-        groups = len(shape.scratch)
+        groups = len(layout.scratch)
         rows = [_row(texts[i], parts[i][step], i, (range(i * per, (i + 1) * per),) * groups) for i in riders]
-        inputs = make_inputs(Plan(tuple(rows)), shape=shape, device=stack.stages[0].device)
-        hidden = stack.hidden(inputs, states, depth=_depth(stack))
+        inputs = make_inputs(Plan(tuple(rows)), layout=layout, device=model.stages[0].device)
+        hidden = model.hidden(inputs, states, depth=_depth(model))
         for i, span in zip(riders, inputs.spans, strict=False):  # padding has spans of its own
             out[i].append(hidden[span.first : span.first + span.count].clone())
     return [torch.cat(parts_) for parts_ in out]
 
 
-def _depth(stack: Stack) -> int:
+def _depth(model: Transformer) -> int:
     """Enough layers to meet every kind of mixer there is."""
-    kinds = [type(layer.mixer) for layer in stack.spec.layers]
+    kinds = [type(layer.mixer) for layer in model.spec.layers]
     return max(DEPTH, *(kinds.index(kind) + 1 for kind in set(kinds)))
 
 

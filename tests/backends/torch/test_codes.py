@@ -102,12 +102,12 @@ def test_numbers_are_rounded_to_narrow_ones_as_torch_rounds_them() -> None:
 def value_pages(ops: object, spec: AttentionSpec, values: torch.Tensor, kept: torch.dtype) -> PageStore:
     from onedraw.backends.torch.ops.plain.linear import RowRule
     from onedraw.backends.torch.ops.plain.norm_and_rope import rope_table
-    from onedraw.backends.torch.runner.inputs import Shape, make_inputs
+    from onedraw.backends.torch.runner.inputs import InputLayout, make_inputs
     from onedraw.types import Plan
     from tests.backends.torch.test_kernels import _row
 
     store = PageStore(spec, pages=50, page_size=8, dtype=kept, device=CPU)
-    inputs = make_inputs(Plan((_row(0, 0, 400, range(50)),)), shape=Shape(8, (50,), RowRule(1)), device=CPU)
+    inputs = make_inputs(Plan((_row(0, 0, 400, range(50)),)), layout=InputLayout(8, (50,), RowRule(1)), device=CPU)
     prepared = ops.prepare(inputs, spec, rope_table(spec.rope, 400, dtype=torch.float32, device=CPU))  # type: ignore[attr-defined]
     qkv = torch.cat([torch.zeros(400, 32), values], 1)
     ops.attention(qkv, prepared, spec=spec, store=store, q_norm=None, k_norm=None, eps=1e-6)  # type: ignore[attr-defined]

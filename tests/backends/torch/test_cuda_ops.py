@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from onedraw.backends.torch.model.mixers import Delta
-from onedraw.backends.torch.model.weight_loader import Loader
+from onedraw.backends.torch.model.mixers import DeltaMixer
+from onedraw.backends.torch.model.weight_loader import WeightLoader
 from onedraw.backends.torch.ops.cuda.delta import why_not
 from onedraw.backends.torch.ops.cuda.ops import TritonOps
 from onedraw.errors import UnsupportedModel
@@ -39,9 +39,9 @@ class Nothing:
     ],
 )
 def test_delta_layers_that_kernels_would_get_wrong_are_refused_before_anything_is_read(change: dict[str, Any], said: str) -> None:
-    loader = Loader(Nothing(), ops=TritonOps(CPU), dtype=torch.bfloat16, device=CPU)
+    loader = WeightLoader(Nothing(), ops=TritonOps(CPU), dtype=torch.bfloat16, device=CPU)
     with pytest.raises(UnsupportedModel, match=f"{said}.*use --device cpu"):
-        Delta.load(0, replace(QWEN, **change), loader, 1e-6)
+        DeltaMixer.load(0, replace(QWEN, **change), loader, 1e-6)
 
 
 @pytest.mark.parametrize("change", [{}, {"key_dim": 64}, {"key_dim": 16, "value_dim": 24}, {"key_heads": 48}, {"conv": 2}])

@@ -12,8 +12,8 @@ from onedraw.backends.torch.device import pick_ops
 from onedraw.backends.torch.ops.base import Ops, TorchOps
 from onedraw.backends.torch.ops.plain.delta import DeltaWeights
 from onedraw.backends.torch.ops.plain.linear import RowRule
-from onedraw.backends.torch.runner.inputs import Shape, make_inputs
-from onedraw.backends.torch.state.recurrent_state import Kept, LaneStore
+from onedraw.backends.torch.runner.inputs import InputLayout, make_inputs
+from onedraw.backends.torch.state.recurrent_state import KeptDrafts, LaneStore
 from onedraw.models.spec import DeltaSpec
 from onedraw.settings import default_cache_dir
 from onedraw.types import Draft, History, Plan, Row, SamplingParams, Save
@@ -70,7 +70,7 @@ def row(
 
 
 def turn(ops: Ops, store: LaneStore, rows: list[Row], projected: torch.Tensor) -> torch.Tensor:
-    inputs = make_inputs(Plan(tuple(rows)), shape=Shape(8, (30,), RowRule(1)), device=CPU)
+    inputs = make_inputs(Plan(tuple(rows)), layout=InputLayout(8, (30,), RowRule(1)), device=CPU)
     return ops.delta(projected, ops.prepare_delta(inputs, SPEC), weights=WEIGHTS, store=store)
 
 
@@ -149,7 +149,7 @@ def test_kept_drafts_leave_what_known_tokens_would(ops: Ops, drafts: tuple[Draft
     expected = turn(ops, known, [row(80, 81 + len(path), prompt=78)], PROJECTED[80 : 81 + len(path)])
     assert torch.equal(got[[0, *(1 + index for index in path)]], expected)
     if path:
-        ops.commit_delta(drafted, [Kept(0, path)])
+        ops.commit_delta(drafted, [KeptDrafts(0, path)])
     assert torch.equal(drafted.states, known.states)
     assert torch.equal(drafted.windows, known.windows)
 

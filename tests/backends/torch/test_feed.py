@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from onedraw.backends.torch.runner.cuda_graphs import Replays, Straight
-from onedraw.backends.torch.runner.staging_buffers import Arena, ArenaFull
+from onedraw.backends.torch.runner.cuda_graphs import NoCapture, ReplayedWork
+from onedraw.backends.torch.runner.staging_buffers import StagingBuffer, StagingBufferFull
 
 CPU = torch.device("cpu")
 
 
 def test_turns_that_lay_out_alike_share_a_signature_and_addresses() -> None:
-    arena = Arena(CPU, 4096)
+    arena = StagingBuffer(CPU, 4096)
     found = []
     for value in (1, 2):
         arena.begin()
@@ -28,7 +28,7 @@ def test_turns_that_lay_out_alike_share_a_signature_and_addresses() -> None:
 
 
 def test_another_shape_or_fact_is_another_signature() -> None:
-    arena = Arena(CPU, 4096)
+    arena = StagingBuffer(CPU, 4096)
     signatures = set()
     for size, fact in ((3, 1), (4, 1), (3, 2)):
         arena.begin()
@@ -39,9 +39,9 @@ def test_another_shape_or_fact_is_another_signature() -> None:
 
 
 def test_what_comes_after_the_sending_is_an_error_and_so_is_too_much() -> None:
-    arena = Arena(CPU, 256)
+    arena = StagingBuffer(CPU, 256)
     arena.begin()
-    with pytest.raises(ArenaFull):
+    with pytest.raises(StagingBufferFull):
         arena.put(np.zeros(100, dtype=np.int64))
     arena.send()
     with pytest.raises(RuntimeError, match="after the turn was sent"):
@@ -49,11 +49,11 @@ def test_what_comes_after_the_sending_is_an_error_and_so_is_too_much() -> None:
 
 
 def test_what_was_made_of_a_place_and_its_layout_is_made_once() -> None:
-    arena, made = Arena(CPU, 256), []
+    arena, made = StagingBuffer(CPU, 256), []
     for value, layout in ((1, "a"), (2, "a"), (3, "b")):
         arena.begin()
         words = arena.put(np.full(2, value, dtype=np.int32))
-        made.append(arena.remembered(words, layout, lambda words=words: [words.view(2, 1)]))  # type: ignore[misc]
+        made.append(arena.cached(words, layout, lambda words=words: [words.view(2, 1)]))  # type: ignore[misc]
         arena.send()
     assert made[0] is made[1]
     assert made[1] is not made[2]
@@ -61,11 +61,11 @@ def test_what_was_made_of_a_place_and_its_layout_is_made_once() -> None:
 
 
 def test_a_replay_reads_what_lies_there_now_and_a_stale_closure_shows() -> None:
-    arena, recorder = Arena(CPU, 256), Replays()
+    arena, recorder = StagingBuffer(CPU, 256), ReplayedWork()
     for value in (3, 5):
         arena.begin()
         there = arena.put(np.asarray([value]))
         signature = arena.send()
         assert recorder.run(signature, lambda there=there, value=value: (int(there[0]), value)) == (value, 3)
-        assert Straight().run(signature, lambda value=value: value) == value
+        assert NoCapture().run(signature, lambda value=value: value) == value
     assert recorder.replayed == 1

@@ -18,7 +18,7 @@ from onedraw.backends.torch.ops.cpu.build import build
 from onedraw.backends.torch.ops.cpu.ops import CpuOps
 from onedraw.backends.torch.ops.plain.linear import RowRule
 from onedraw.backends.torch.ops.plain.norm_and_rope import rope_table
-from onedraw.backends.torch.runner.inputs import Shape, make_inputs
+from onedraw.backends.torch.runner.inputs import InputLayout, make_inputs
 from onedraw.backends.torch.state.kv_pages import PageStore
 from onedraw.models.spec import AttentionSpec, RopeSpec
 from onedraw.settings import default_cache_dir
@@ -95,7 +95,7 @@ def attention_case(
     for start, stop in itertools.pairwise(cuts):
         rows = [_row(i, start, stop, range(i * per, (i + 1) * per)) for i in range(1 + beside)]
         inputs = make_inputs(
-            Plan(tuple(rows)), shape=Shape(page_size, (per * (1 + beside),), RowRule(1)), device=torch.device("cpu")
+            Plan(tuple(rows)), layout=InputLayout(page_size, (per * (1 + beside),), RowRule(1)), device=torch.device("cpu")
         )
         part = torch.cat([qkv[start:stop] * (i + 1) for i in range(1 + beside)])
         mixed = ops.attention(

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 
 from onedraw.backends.torch.device import find_devices, on_cores, set_threads
-from onedraw.backends.torch.runner.pipeline import Line
+from onedraw.backends.torch.runner.pipeline import Pipeline
 from onedraw.errors import BadSetting
 
 PATIENCE = 120.0  # seconds
@@ -22,7 +22,7 @@ def nothing() -> None: ...
 
 
 def test_a_stage_takes_one_thing_at_a_time_and_in_order() -> None:
-    line, seen, inside = Line([nothing] * 3), list[tuple[int, int]](), [0, 0, 0]
+    pipeline, seen, inside = Pipeline([nothing] * 3), list[tuple[int, int]](), [0, 0, 0]
 
     def step(thing: int, stage: int) -> int:
         inside[stage] += 1
@@ -32,45 +32,45 @@ def test_a_stage_takes_one_thing_at_a_time_and_in_order() -> None:
         inside[stage] -= 1
         return thing
 
-    found = [line.start([partial(step, thing, stage) for stage in range(3)]) for thing in range(12)]
+    found = [pipeline.start([partial(step, thing, stage) for stage in range(3)]) for thing in range(12)]
     assert [one.result(PATIENCE) for one in found] == list(range(12))
     assert all([thing for at, thing in seen if at == stage] == list(range(12)) for stage in range(3))
-    line.close()
+    pipeline.close()
 
 
 def test_two_stages_are_at_work_at_once() -> None:
     """Each of two things waits in its stage for the other: one after the other they would wait for ever."""
-    line, meet = Line([nothing] * 2), threading.Barrier(2)
-    first = line.start([nothing, lambda: meet.wait(PATIENCE)])
-    second = line.start([lambda: meet.wait(PATIENCE), lambda: "through"])
+    pipeline, meet = Pipeline([nothing] * 2), threading.Barrier(2)
+    first = pipeline.start([nothing, lambda: meet.wait(PATIENCE)])
+    second = pipeline.start([lambda: meet.wait(PATIENCE), lambda: "through"])
     assert first.result(PATIENCE) in (0, 1)
     assert second.result(PATIENCE) == "through"
-    line.close()
+    pipeline.close()
 
 
 def test_a_step_that_fails_ends_its_own_thing_alone() -> None:
-    line = Line([nothing] * 2)
+    pipeline = Pipeline([nothing] * 2)
 
     def fails() -> None:
         raise RuntimeError("planted")
 
-    bad, late, good = line.start([fails, nothing]), line.start([nothing, fails]), line.start([nothing, lambda: 7])
+    bad, late, good = pipeline.start([fails, nothing]), pipeline.start([nothing, fails]), pipeline.start([nothing, lambda: 7])
     for one in (bad, late):
         with pytest.raises(RuntimeError, match="planted"):
             one.result(PATIENCE)
     assert good.result(PATIENCE) == 7
-    line.close()
+    pipeline.close()
 
 
 def test_a_stage_that_could_not_open_says_so_to_whoever_comes_through() -> None:
     def fails() -> None:
         raise RuntimeError("planted")
 
-    line = Line([nothing, fails])
+    pipeline = Pipeline([nothing, fails])
     for _ in range(2):
         with pytest.raises(RuntimeError, match="planted"):
-            line.start([nothing, nothing]).result(PATIENCE)
-    line.close()
+            pipeline.start([nothing, nothing]).result(PATIENCE)
+    pipeline.close()
 
 
 def test_an_opening_is_let_go_of_once_it_is_done() -> None:
@@ -78,12 +78,12 @@ def test_an_opening_is_let_go_of_once_it_is_done() -> None:
         def __call__(self) -> None: ...
 
     opening = Opening()
-    line, held = Line([opening]), weakref.ref(opening)
+    pipeline, held = Pipeline([opening]), weakref.ref(opening)
     del opening
-    line.start([nothing]).result(PATIENCE)
+    pipeline.start([nothing]).result(PATIENCE)
     gc.collect()
     assert held() is None
-    line.close()
+    pipeline.close()
 
 
 needs_affinity = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no choice of processors on this system")
@@ -92,11 +92,11 @@ needs_affinity = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason
 @needs_affinity
 def test_a_stage_stays_on_its_processors_and_nobody_else_moves() -> None:
     cores = sorted(os.sched_getaffinity(0))
-    line = Line([partial(set_threads, 1, [], (cores[0],)), partial(set_threads, 1, [], (cores[-1],))])
+    pipeline = Pipeline([partial(set_threads, 1, [], (cores[0],)), partial(set_threads, 1, [], (cores[-1],))])
     where: list[set[int]] = []
     steps = [lambda: where.append(os.sched_getaffinity(0))] * 2
-    line.start(steps).result(PATIENCE)
-    line.close()
+    pipeline.start(steps).result(PATIENCE)
+    pipeline.close()
     assert where == [{cores[0]}, {cores[-1]}]
     with on_cores((cores[0],)):
         assert os.sched_getaffinity(0) == {cores[0]}

@@ -37,7 +37,7 @@ def test_the_plan_is_what_is_allocated(name: str, kv: str) -> None:
         checkpoints=plan.checkpoints,
         check=False,
     )
-    [state] = backend._states
+    [state] = backend.states
     kept = backend._kept.rows.nbytes + state.checkpoint_bytes
     assert state.page_bytes == pytest.approx(plan.kv_bytes, rel=0.01)  # a scratch page per group is more
     assert state.lane_bytes == plan.lane_bytes * 3

@@ -50,8 +50,8 @@ def backend(request: pytest.FixtureRequest, folder: Path) -> TorchBackend:
         ops=pick_ops("cpu", dtype, cache=default_cache_dir()) if kernels else TorchOps(torch.device("cpu")),
         check=False,
     )
-    rows = made._stack._embedding
-    made._stack._embedding = lambda tokens, by=None: torch.where(tokens[:, None] == BROKEN, torch.inf, rows(tokens))
+    rows = made.model._embedding
+    made.model._embedding = lambda tokens, by=None: torch.where(tokens[:, None] == BROKEN, torch.inf, rows(tokens))
     return made
 
 
@@ -86,7 +86,7 @@ def test_what_stands_before_it_in_its_own_prompt_does_not_notice(backend: TorchB
     """Those pages are shared with requests that begin alike."""
     run(backend, row(PROMPT, (0, 1, 2)))
     run(backend, row((*PROMPT[:35], BROKEN, *PROMPT[36:]), (3, 4, 5)))
-    for layer in backend._states[0].stores:
+    for layer in backend.states[0].stores:
         for store in (layer.keys, layer.values):
             pages = store.view(13, -1)
             assert torch.equal(pages[:2], pages[3:5])
@@ -117,7 +117,7 @@ def test_a_stream_that_leaves_the_range_of_f16_names_the_layer_and_is_never_serv
     folder: Path, dtype: str, activation: str
 ) -> None:
     backend = backend_of(folder, kernels=False, check=False, dtype=dtype, activation=activation)
-    layers = backend._stack.stages[0].layers
+    layers = backend.model.stages[0].layers
     layers[1] = dataclasses.replace(layers[1], feed_forward=Loud(layers[1].feed_forward))  # type: ignore[arg-type]
     [failed] = run(backend, dataclasses.replace(row(PROMPT, (0, 1, 2, 3, 4)), scores=False))
     assert failed.barren
@@ -130,7 +130,7 @@ def test_a_stream_that_leaves_the_range_of_f16_names_the_layer_and_is_never_serv
 
 def test_a_stream_that_overflows_behind_a_boundary_names_the_layer_by_its_number_in_the_model(folder: Path) -> None:
     backend = backend_of(folder, kernels=False, check=False, dtype="f16", activation="f16", cuts=(1,))
-    layers = backend._stack.stages[1].layers
+    layers = backend.model.stages[1].layers
     layers[1] = dataclasses.replace(layers[1], feed_forward=Loud(layers[1].feed_forward))  # type: ignore[arg-type]
     [failed] = run(backend, dataclasses.replace(row(PROMPT, (0, 1, 2, 3, 4)), scores=False))
     assert (failed.chosen, failed.fault[:8]) == ((), "layer 2 ")
@@ -138,7 +138,7 @@ def test_a_stream_that_overflows_behind_a_boundary_names_the_layer_by_its_number
 
 def test_the_same_model_is_served_with_a_wider_stream(folder: Path) -> None:
     backend = backend_of(folder, kernels=False, check=False, dtype="bf16", activation="bf16")
-    layers = backend._stack.stages[0].layers
+    layers = backend.model.stages[0].layers
     layers[1] = dataclasses.replace(layers[1], feed_forward=Loud(layers[1].feed_forward))  # type: ignore[arg-type]
     [answer], _ = served(backend, [Request("q", PROMPT, SamplingParams(max_tokens=3))], Schedule())
     assert (len(answer.tokens), answer.error) == (3, None)
@@ -147,8 +147,8 @@ def test_the_same_model_is_served_with_a_wider_stream(folder: Path) -> None:
 @pytest.mark.parametrize("wishes", [{}, {"top_k": 3, "min_p": 0.1}, {"repetition_penalty": 1.3}])
 def test_numbers_that_are_none_are_not_the_callers_fault(folder: Path, wishes: dict[str, float]) -> None:
     backend = backend_of(folder, kernels=False, check=False, dtype="f32")
-    rows = backend._stack._embedding
-    backend._stack._embedding = lambda tokens, by=None: torch.where(tokens[:, None] == BROKEN, torch.nan, rows(tokens))
+    rows = backend.model._embedding
+    backend.model._embedding = lambda tokens, by=None: torch.where(tokens[:, None] == BROKEN, torch.nan, rows(tokens))
     [answer], _ = served(backend, [Request("q", (*PROMPT, BROKEN), SamplingParams(max_tokens=3, **wishes))], Schedule())
     assert (answer.tokens, answer.error) == ([], "not_finite")
     banned = SamplingParams(max_tokens=3, bad_words=((5,),))

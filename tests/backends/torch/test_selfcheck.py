@@ -21,7 +21,7 @@ from onedraw.backends.torch.ops.cuda.experts import route_borders
 from onedraw.backends.torch.ops.cuda.linear import MOST_TILED, choose_tile, tile_borders
 from onedraw.backends.torch.ops.cuda.packed import few_rows as packed_rows
 from onedraw.backends.torch.ops.cuda.packed.ops import PackedOps
-from onedraw.backends.torch.ops.plain.experts import Bank
+from onedraw.backends.torch.ops.plain.experts import ExpertBank
 from onedraw.backends.torch.ops.plain.linear import Linear, RowRule
 from onedraw.backends.torch.runner.inputs import Inputs
 from onedraw.checkpoints.base import open_checkpoint
@@ -61,11 +61,11 @@ def test_few_pages_and_a_short_context_are_not_left(
         ops=ops,
         check=False,
     )
-    stack, states = backend._stack, backend._states
+    stack, states = backend.model, backend.states
     stack.max_context = max_context
-    shape = dataclasses.replace(backend._shape, scratch=(pages,))
+    layout = dataclasses.replace(backend.layout, scratch=(pages,))
     with torch.inference_mode():
-        report = selfcheck.self_check(stack, states, shape=shape)
+        report = selfcheck.self_check(stack, states, layout=layout)
     assert report.passed, report.results
     assert seen
     for inputs in seen:
@@ -168,7 +168,7 @@ def test_generated_tokens_are_compared_over_the_borders_of_a_turn(family: str, f
     place = folder if family == "qwen3" else tiny.write_safetensors(family, tmp_path / "hf")
     for differs in (False, True):
         backend = backend_with(place, OtherSteps(differs=differs))
-        given = (backend._stack, backend._states, backend._shape)
+        given = (backend.model, backend.states, backend.layout)
         with torch.inference_mode():
             counts = selfcheck._step_counts(*given)
             assert counts == ([3, 4] if family == "qwen3_5" else [3, 4, 99, 100])  # as far as there are lanes
@@ -178,14 +178,14 @@ def test_generated_tokens_are_compared_over_the_borders_of_a_turn(family: str, f
 def test_what_was_compared_over_borders_stands_among_the_findings(folder: Path) -> None:
     backend = backend_with(folder, OtherSteps(differs=True))
     with torch.inference_mode():
-        report = selfcheck.self_check(backend._stack, backend._states, shape=backend._shape)
+        report = selfcheck.self_check(backend.model, backend.states, layout=backend.layout)
     assert "a generated token alone and among 3, 4, 99, 100" in [one.check for one in report.results if not one.holds]
 
 
 class OtherExperts:
     """A bank that answers rows past a border with other bits, where it is told so."""
 
-    def __init__(self, bank: Bank, *, differs: bool, kind: str) -> None:
+    def __init__(self, bank: ExpertBank, *, differs: bool, kind: str) -> None:
         self._bank, self._differs, self.kind = bank, differs, kind
 
     @property
@@ -214,10 +214,10 @@ def test_experts_are_compared_over_their_borders(tmp_path: Path) -> None:
         ops = Ops(CPU)
         ops.differs = differs
         backend = backend_with(place, ops)
-        ((experts, by),) = selfcheck._experts(backend._stack)
+        ((experts, by),) = selfcheck._experts(backend.model)
         with torch.inference_mode():
             assert selfcheck._experts_agree(experts, by) != differs
     ops.kinds = ["Q4_K", "Q6_K"]  # every kind has kernels of its own
-    found = selfcheck._experts(backend_with(place, ops)._stack)
+    found = selfcheck._experts(backend_with(place, ops).model)
     assert sorted(experts.bank.kind for experts, _ in found) == ops.kinds
     assert route_borders(256, 8) == (65, 1025)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from onedraw.backends.torch.model.transformer import Stack
-from onedraw.backends.torch.model.weight_loader import LANE, Loader
+from onedraw.backends.torch.model.transformer import Transformer
+from onedraw.backends.torch.model.weight_loader import LANE, WeightLoader
 from onedraw.backends.torch.ops.base import TorchOps
-from onedraw.backends.torch.runner.stages import Site
+from onedraw.backends.torch.runner.stages import StageDevice
 from onedraw.checkpoints.random_weights import random_weights
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 
@@ -20,8 +20,8 @@ SPEC = ModelSpec(family="llama", layers=(LAYER, LAYER), hidden=48, vocab=101, ep
 WEIGHTS = random_weights(SPEC, seed=3)
 
 
-def loader() -> Loader:
-    return Loader(WEIGHTS, ops=TorchOps(CPU), dtype=torch.float32, device=CPU)
+def loader() -> WeightLoader:
+    return WeightLoader(WEIGHTS, ops=TorchOps(CPU), dtype=torch.float32, device=CPU)
 
 
 def test_matrices_are_joined_by_rows_each_padded_with_zeros() -> None:
@@ -54,9 +54,9 @@ def test_what_is_kept_is_not_touched_by_what_passes() -> None:
 
 def test_a_stack_in_float32_keeps_nothing_of_the_buffer() -> None:
     """Whoever takes a passing matrix packs a copy; a product that kept the tensor itself would hold its successor's numbers."""
-    stack = Stack(SPEC, WEIGHTS, dtype=torch.float32, sites=[Site(CPU, TorchOps(CPU))], max_context=64)
+    model = Transformer(SPEC, WEIGHTS, dtype=torch.float32, stage_devices=[StageDevice(CPU, TorchOps(CPU))], max_context=64)
     x = torch.randn(4, 48, generator=torch.Generator().manual_seed(1))
-    for index, layer in enumerate(stack.layers):
+    for index, layer in enumerate(model.layers):
         expected = x @ torch.from_numpy(WEIGHTS.read(index, "q")).T + torch.from_numpy(WEIGHTS.read(index, "q_bias"))
         assert torch.allclose(layer.mixer.qkv(x)[:, : expected.shape[1]], expected, atol=1e-5)
-    assert torch.allclose(stack.head(x)[:, :101], x @ torch.from_numpy(WEIGHTS.read(None, "head")).T, atol=1e-5)
+    assert torch.allclose(model.head(x)[:, :101], x @ torch.from_numpy(WEIGHTS.read(None, "head")).T, atol=1e-5)

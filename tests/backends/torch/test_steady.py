@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from onedraw.backends.torch.ops.base import TorchOps
-from onedraw.backends.torch.runner.cuda_graphs import Replays, recorders_of
-from onedraw.backends.torch.runner.graph_runner import Place, bucket_of, rehearsed_places
-from onedraw.backends.torch.runner.stages import Site
+from onedraw.backends.torch.runner.cuda_graphs import ReplayedWork, graph_caches
+from onedraw.backends.torch.runner.graph_runner import WarmUpShape, bucket_of, warm_up_shapes
+from onedraw.backends.torch.runner.stages import StageDevice
 from onedraw.types import Draft, DryParams, History, PageCopy, Plan, Row, SamplingParams, Save
 
 ROW = Row("r", 0, ((0, 1),), 20, (5,), (), 20, True, SamplingParams(), History((1,) * 20, [5]))
@@ -56,18 +56,22 @@ def test_prompts_checkpoints_and_what_the_host_must_see_are_not_steady() -> None
 
 
 def test_rehearsed_rows_stand_within_the_context_and_reach_as_far_as_it_goes() -> None:
-    near, alone, drafted, more = (places for _, places in rehearsed_places(2, 4096))
-    assert near == [Place(1, 256), Place(1, 512), Place(2, 256), Place(2, 512)]
-    assert (alone, drafted, more) == ([Place(1, 1024), Place(1, 2048)], [], [Place(2, 1024), Place(2, 2048)])
-    assert [places for _, places in rehearsed_places(1, 512)] == [[Place(1, 256), Place(1, 511)], [], [], []]
-    assert [places for _, places in rehearsed_places(1, 100)] == [[Place(1, 99)], [], [], []]
+    near, alone, drafted, more = (places for _, places in warm_up_shapes(2, 4096))
+    assert near == [WarmUpShape(1, 256), WarmUpShape(1, 512), WarmUpShape(2, 256), WarmUpShape(2, 512)]
+    assert (alone, drafted, more) == (
+        [WarmUpShape(1, 1024), WarmUpShape(1, 2048)],
+        [],
+        [WarmUpShape(2, 1024), WarmUpShape(2, 2048)],
+    )
+    assert [places for _, places in warm_up_shapes(1, 512)] == [[WarmUpShape(1, 256), WarmUpShape(1, 511)], [], [], []]
+    assert [places for _, places in warm_up_shapes(1, 100)] == [[WarmUpShape(1, 99)], [], [], []]
     starts = {place.start for place in (*near, *alone, *more)}
     reaches = {bucket_of(Plan((replace(ROW, start=start, prompt_stop=0),)), recurrent=False).reach for start in starts}  # type: ignore[union-attr]
     assert reaches == {512, 1024, 2048, 4096}
 
 
-def drafted(max_context: int, drafts: int) -> list[Place]:
-    return rehearsed_places(2, max_context, drafts)[2][1]
+def drafted(max_context: int, drafts: int) -> list[WarmUpShape]:
+    return warm_up_shapes(2, max_context, drafts)[2][1]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +95,7 @@ def test_rehearsed_drafts_end_within_the_context() -> None:
 def test_a_recorder_that_holds_nothing_yet_is_used_where_it_is_given() -> None:
     """A recorder of graphs is as long as it has graphs, and so was taken for none while it was empty."""
 
-    class Empty(Replays):
+    class Empty(ReplayedWork):
         def __len__(self) -> int:
             return 0
 
@@ -99,7 +103,7 @@ def test_a_recorder_that_holds_nothing_yet_is_used_where_it_is_given() -> None:
         records = True
 
     cpu, given = torch.device("cpu"), Empty()
-    sites = [Site(cpu, Records(cpu), 1), Site(cpu, TorchOps(cpu), 2), Site(cpu, Records(cpu))]
-    assert recorders_of(sites, given) == [given, None, given]
-    own = recorders_of(sites, None)
+    stage_devices = [StageDevice(cpu, Records(cpu), 1), StageDevice(cpu, TorchOps(cpu), 2), StageDevice(cpu, Records(cpu))]
+    assert graph_caches(stage_devices, given) == [given, None, given]
+    own = graph_caches(stage_devices, None)
     assert own[0] is own[2] is not None

@@ -9,8 +9,8 @@ import torch
 from onedraw.backends.torch.ops.cuda.attention import OWN, SHARED, TILE_WORDS
 from onedraw.backends.torch.ops.cuda.attention_inputs import Heads, device_view, host_view
 from onedraw.backends.torch.ops.plain.linear import RowRule
-from onedraw.backends.torch.runner.inputs import Bucket, Shape, Span, fed_layout
-from onedraw.backends.torch.runner.staging_buffers import Direct
+from onedraw.backends.torch.runner.inputs import Bucket, InputLayout, Span, fed_layout
+from onedraw.backends.torch.runner.staging_buffers import DirectStaging
 from onedraw.types import Draft
 
 TREE = tuple(Draft(i, -1 if i < 4 else (i - 4) // 2) for i in range(21))
@@ -21,14 +21,14 @@ BUCKET = Bucket(rows=1, tokens=24, longest=24, reach=32_768, depth=32)
 @pytest.mark.parametrize("count", [22, 4])
 def test_every_node_is_in_one_tile_of_what_is_shared(group: int, count: int) -> None:
     drafts = TREE[: count - 1]
-    shape = Shape(16, (2048,), RowRule(floor=1))
+    layout = InputLayout(16, (2048,), RowRule(floor=1))
     table = tuple(range(2000))
     inputs = fed_layout(
         [0] * count,
         [Span(0, count, 24_000, drafts, lane=0)],
         [(table,)],
-        shape=shape,
-        feed=Direct(torch.device("cpu")),
+        layout=layout,
+        staging=DirectStaging(torch.device("cpu")),
         bucket=BUCKET,
     )
     host = host_view(inputs, Heads(4 * group, 4, 256, None, 264))

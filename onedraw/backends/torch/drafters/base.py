@@ -15,13 +15,13 @@ import numpy.typing as npt
 from torch import Tensor
 
 from onedraw.backends.torch.runner.inputs import Inputs
-from onedraw.backends.torch.state.model_state import State
+from onedraw.backends.torch.state.model_state import ModelState
 from onedraw.sampling.draft_ranking import Tally, rank
 from onedraw.types import Draft, Plan, Row, RowOutcome
 
 
 @dataclass(frozen=True, slots=True)
-class Turned:
+class CompletedStep:
     """What a turn gave, as a drafter sees it."""
 
     plan: Plan
@@ -48,7 +48,7 @@ class Drafter(Protocol):
         ...
 
     @property
-    def state(self) -> State:
+    def state(self) -> ModelState:
         """Its pages, numbered like those of the target's first group."""
         ...
 
@@ -56,7 +56,7 @@ class Drafter(Protocol):
         """Before a turn: copy what rows want copied."""
         ...
 
-    def guess(self, turn: Turned) -> list[tuple[Draft, ...]]:
+    def guess(self, turn: CompletedStep) -> list[tuple[Draft, ...]]:
         """Take in what the turn settled and guess on: drafts per row for the row after it."""
         ...
 

@@ -15,16 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onedraw.backends.torch.drafters.base import Ranker, Turned, room_ahead
+from onedraw.backends.torch.drafters.base import CompletedStep, Ranker, room_ahead
 from onedraw.backends.torch.model.layer import Layer, load_layer, rope_tables, run_layer
-from onedraw.backends.torch.model.mixers import Attention
-from onedraw.backends.torch.model.transformer import Stack
-from onedraw.backends.torch.model.weight_loader import Loader
+from onedraw.backends.torch.model.mixers import AttentionMixer
+from onedraw.backends.torch.model.transformer import Transformer
+from onedraw.backends.torch.model.weight_loader import WeightLoader
 from onedraw.backends.torch.ops.base import Preparation
 from onedraw.backends.torch.ops.plain.linear import Linear
-from onedraw.backends.torch.runner.inputs import Inputs, Shape, Span, lay_out
+from onedraw.backends.torch.runner.inputs import InputLayout, Inputs, Span, lay_out
 from onedraw.backends.torch.state.kv_pages import PageStore
-from onedraw.backends.torch.state.model_state import Sizes, State
+from onedraw.backends.torch.state.model_state import ModelState, StateSizes
 from onedraw.models.dflash import DrafterWeights
 from onedraw.models.spec import DrafterSpec
 from onedraw.sampling.draft_ranking import Floats, Ids
@@ -35,7 +35,7 @@ Arrange = Callable[[Sequence[Sequence[tuple[int, float]]]], tuple[Draft, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class DraftBlock:
     """One row's turn to guess: the last chosen token at `start`, and masks behind it."""
 
     index: int  # of the row in the plan
@@ -53,16 +53,16 @@ class DflashDrafter:
         spec: DrafterSpec,
         weights: DrafterWeights,
         *,
-        target: Stack,
-        shape: Shape,
+        target: Transformer,
+        layout: InputLayout,
         lanes: int,
         max_context: int,
         arrange: Arrange,
     ) -> None:
-        self._spec, self._target, self._shape, self._arrange = spec, target, shape.alone, arrange
+        self._spec, self._target, self._layout, self._arrange = spec, target, layout.alone, arrange
         self._max_context = max_context
         self._ops, self._device = target.ops, target.device
-        loader = Loader(weights, ops=self._ops, dtype=target.dtype, device=self._device)
+        loader = WeightLoader(weights, ops=self._ops, dtype=target.dtype, device=self._device)
         self._fc = loader.linear(None, "fc")
         self._hidden_norm, self._norm = loader.kept(None, "hidden_norm"), loader.kept(None, "norm")
         self._embedding = loader.kept(None, "embed") if spec.own_embedding else None
@@ -73,8 +73,8 @@ class DflashDrafter:
         for index, layer in enumerate(spec.layers):
             self._layers.append(load_layer(index, layer, loader, self._ops, spec.eps))
             self._contexts.append(loader.linear(index, "k", "v"))
-        sizes = Sizes(pages=self._shape.scratch, page_size=shape.page_size)
-        self.state = State(spec.layers, sizes, dtype=target.dtype, device=self._device)
+        sizes = StateSizes(pages=self._layout.scratch, page_size=layout.page_size)
+        self.state = ModelState(spec.layers, sizes, dtype=target.dtype, device=self._device)
         self._ropes = rope_tables(spec.layers, max_context + spec.block, dtype=target.dtype, device=self._device)
         self._ranker = Ranker(lanes)
 
@@ -94,7 +94,7 @@ class DflashDrafter:
     def open(self, rows: Sequence[Row]) -> None:
         self.state.open(rows)
 
-    def guess(self, turn: Turned) -> list[tuple[Draft, ...]]:
+    def guess(self, turn: CompletedStep) -> list[tuple[Draft, ...]]:
         plan, rows = turn.plan, turn.rows
         self._ranker.learn(plan, rows)
         self._remember(plan, turn.inputs, turn.features, rows)
@@ -118,7 +118,7 @@ class DflashDrafter:
             taken.extend(span.first + known + index for index in outcome.kept)
         if not taken:  # every row came whole from a checkpoint
             return
-        placed = lay_out([0] * len(taken), spans, [row.pages[:1] for row in plan.rows], shape=self._shape, device=self._device)
+        placed = lay_out([0] * len(taken), spans, [row.pages[:1] for row in plan.rows], layout=self._layout, device=self._device)
         padding = len(placed.host_tokens) - len(taken)
         index = torch.tensor([*taken, *taken[-1:] * padding], dtype=torch.long, device=self._device)
         found = dict(zip(self.captures, (feature.index_select(0, index) for feature in features), strict=True))
@@ -127,21 +127,21 @@ class DflashDrafter:
         preparation = Preparation(self._ops, placed, self._ropes)
         for layer, linear, store in zip(self._layers, self._contexts, self.state.stores, strict=True):
             own, mixer, prepared = layer.mixer, layer.spec.attention, preparation.of(layer.spec.attention)
-            assert isinstance(own, Attention)
+            assert isinstance(own, AttentionMixer)
             assert isinstance(store, PageStore)
             self._ops.remember(linear(context), prepared, spec=mixer, store=store, k_norm=own.k_norm, eps=self._spec.eps)
 
     # ------------------------------------------------------------------ block
 
-    def _block(self, index: int, row: Row, outcome: RowOutcome) -> Block | None:
+    def _block(self, index: int, row: Row, outcome: RowOutcome) -> DraftBlock | None:
         """None where the row goes on without a guess: a middle chunk, its end, or no room for a draft."""
-        limits = {"page_size": self._shape.page_size, "max_context": self._max_context}
+        limits = {"page_size": self._layout.page_size, "max_context": self._max_context}
         drafts = room_ahead(row, outcome, limit=self._spec.block - 1, **limits)
         if not drafts:
             return None
-        return Block(index, row, outcome.chosen[-1].token, row.stop + len(outcome.kept), drafts + 1)
+        return DraftBlock(index, row, outcome.chosen[-1].token, row.stop + len(outcome.kept), drafts + 1)
 
-    def _draft(self, blocks: list[Block]) -> list[tuple[Draft, ...]]:
+    def _draft(self, blocks: list[DraftBlock]) -> list[tuple[Draft, ...]]:
         mask = self._spec.mask_token
         tokens = [token for block in blocks for token in (block.token, *[mask] * (block.count - 1))]
         firsts = np.cumsum([0, *(block.count for block in blocks)]).tolist()
@@ -149,7 +149,7 @@ class DflashDrafter:
         pages = [block.row.pages[:1] for block in blocks]
         placed = {
             causal: lay_out(
-                tokens, [replace(span, whole=not causal) for span in spans], pages, shape=self._shape, device=self._device
+                tokens, [replace(span, whole=not causal) for span in spans], pages, layout=self._layout, device=self._device
             )
             for causal in set(self._spec.causal_in_block)
         }
@@ -160,7 +160,7 @@ class DflashDrafter:
             x = run_layer(x, layer, ops=self._ops, store=store, prepared=prepared, eps=self._spec.eps)
         x = self._ops.rms_norm(x, self._norm, self._spec.eps)
         slots = [span.first + slot for span in spans for slot in range(1, span.count)]
-        padding = self._shape.rule.padded(len(slots)) - len(slots)
+        padding = self._layout.rule.padded(len(slots)) - len(slots)
         index = torch.tensor([*slots, *slots[-1:] * padding], dtype=torch.long, device=self._device)
         logits = self._head(x.index_select(0, index))[: len(slots), : self._spec.draft_vocab].float()
         ids, values = self._ranker.best(logits)
@@ -169,7 +169,7 @@ class DflashDrafter:
     def _embed(self, tokens: Tensor) -> Tensor:
         return self._target.embed(tokens) if self._embedding is None else self._embedding.index_select(0, tokens)
 
-    def _arranged(self, blocks: list[Block], ids: Ids, logits: Floats) -> list[tuple[Draft, ...]]:
+    def _arranged(self, blocks: list[DraftBlock], ids: Ids, logits: Floats) -> list[tuple[Draft, ...]]:
         found: list[tuple[Draft, ...]] = []
         arm, slot = self._ranker.choose_arm(), 0
         for block in blocks:

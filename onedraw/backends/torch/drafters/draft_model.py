@@ -14,14 +14,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from onedraw.backends.torch.drafters.base import Ranker, Turned, room_ahead
-from onedraw.backends.torch.model.transformer import Stack
-from onedraw.backends.torch.runner.inputs import Inputs, Shape, Span, lay_out
-from onedraw.backends.torch.state.model_state import Sizes, State
+from onedraw.backends.torch.drafters.base import CompletedStep, Ranker, room_ahead
+from onedraw.backends.torch.model.transformer import Transformer
+from onedraw.backends.torch.runner.inputs import InputLayout, Inputs, Span, lay_out
+from onedraw.backends.torch.state.model_state import ModelState, StateSizes
 from onedraw.types import Draft, Row, RowOutcome
 
 
-class Ahead(Protocol):
+class DraftingModel(Protocol):
     """What runs ahead. `late`: at position t it reads token t + 1 and what the model before it gave at t."""
 
     @property
@@ -31,12 +31,12 @@ class Ahead(Protocol):
     def late(self) -> bool: ...
 
     @property
-    def stack(self) -> Stack:
+    def transformer(self) -> Transformer:
         """Whose device it runs on."""
         ...
 
     @property
-    def state(self) -> State: ...
+    def state(self) -> ModelState: ...
 
     def run(self, inputs: Inputs, before: Tensor | None) -> Tensor:
         """[T, E]; before [T, E] where late."""
@@ -51,20 +51,20 @@ class SmallModel:
     name = "model"
     late = False
 
-    def __init__(self, stack: Stack, *, shape: Shape) -> None:
-        self.stack = stack
-        sizes = Sizes(pages=shape.alone.scratch, page_size=shape.page_size)
-        [self.state] = stack.states(sizes)
+    def __init__(self, transformer: Transformer, *, layout: InputLayout) -> None:
+        self.transformer = transformer
+        sizes = StateSizes(pages=layout.alone.scratch, page_size=layout.page_size)
+        [self.state] = transformer.states(sizes)
 
     def run(self, inputs: Inputs, before: Tensor | None) -> Tensor:
-        return self.stack.hidden(inputs, [self.state])
+        return self.transformer.hidden(inputs, [self.state])
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.stack.logits(hidden)
+        return self.transformer.logits(hidden)
 
 
 @dataclass(slots=True)
-class Runner:
+class DraftingRow:
     """One row running ahead. Owner: one call of `guess`."""
 
     index: int
@@ -79,9 +79,9 @@ class DraftModel:
 
     captures: tuple[int, ...] = ()
 
-    def __init__(self, model: Ahead, *, shape: Shape, lanes: int, max_context: int, length: int) -> None:
-        self._model, self._shape, self._length, self._max_context = model, shape.alone, length, max_context
-        self._device, self._vocab = model.stack.device, model.stack.spec.vocab
+    def __init__(self, model: DraftingModel, *, layout: InputLayout, lanes: int, max_context: int, length: int) -> None:
+        self._model, self._layout, self._length, self._max_context = model, layout.alone, length, max_context
+        self._device, self._vocab = model.transformer.device, model.transformer.spec.vocab
         self._ranker = Ranker(lanes)
 
     @property
@@ -93,13 +93,13 @@ class DraftModel:
         return self._length + 1
 
     @property
-    def state(self) -> State:
+    def state(self) -> ModelState:
         return self._model.state
 
     def open(self, rows: Sequence[Row]) -> None:
         self._model.state.open(rows)
 
-    def guess(self, turn: Turned) -> list[tuple[Draft, ...]]:
+    def guess(self, turn: CompletedStep) -> list[tuple[Draft, ...]]:
         self._ranker.learn(turn.plan, turn.rows)
         guesses: list[tuple[Draft, ...]] = [()] * len(turn.rows)
         runners, hidden, ends = self._follow(turn)
@@ -121,7 +121,7 @@ class DraftModel:
             self._ranker.remember(runner.row, guesses[runner.index], arm)
         return guesses
 
-    def _follow(self, turn: Turned) -> tuple[list[Runner], Tensor, list[int]]:
+    def _follow(self, turn: CompletedStep) -> tuple[list[DraftingRow], Tensor, list[int]]:
         """Compute what the turn settled and, where a row goes on, its last chosen token. Ends: where those stand.
 
         A late model computes position t from token t + 1, so its tokens are the settled ones but the first, and then the
@@ -131,7 +131,7 @@ class DraftModel:
         tokens: list[int] = []
         sources: list[int] = []  # tokens of the turn, for a late model
         spans: list[Span] = []
-        runners: list[Runner] = []
+        runners: list[DraftingRow] = []
         ends: list[int] = []
         for index, (row, span, outcome) in enumerate(zip(turn.plan.rows, turn.inputs.spans, turn.rows, strict=False)):
             settled = [*row.tokens, *(row.drafts[i].token for i in outcome.kept)]
@@ -155,12 +155,12 @@ class DraftModel:
         before = turn.hidden.index_select(0, self._index(sources)) if late else None
         return runners, self._run(tokens, spans, [row.pages[:1] for row in turn.plan.rows], before), ends
 
-    def _runner(self, index: int, row: Row, outcome: RowOutcome) -> Runner | None:
-        limits = {"page_size": self._shape.page_size, "max_context": self._max_context}
+    def _runner(self, index: int, row: Row, outcome: RowOutcome) -> DraftingRow | None:
+        limits = {"page_size": self._layout.page_size, "max_context": self._max_context}
         room = room_ahead(row, outcome, limit=self._length, **limits)
-        return Runner(index, row, row.stop + len(outcome.kept), room, []) if room else None
+        return DraftingRow(index, row, row.stop + len(outcome.kept), room, []) if room else None
 
-    def _step(self, running: list[Runner], hidden: Tensor, going: list[int]) -> tuple[Tensor, list[int]]:
+    def _step(self, running: list[DraftingRow], hidden: Tensor, going: list[int]) -> tuple[Tensor, list[int]]:
         tokens = [runner.drafts[-1].token for runner in running]
         back = 1 if self._model.late else 0
         spans = [Span(i, 1, runner.start + len(runner.drafts) - back) for i, runner in enumerate(running)]
@@ -170,10 +170,10 @@ class DraftModel:
     def _run(
         self, tokens: list[int], spans: list[Span], pages: Sequence[tuple[Sequence[int], ...]], before: Tensor | None
     ) -> Tensor:
-        return self._model.run(lay_out(tokens, spans, pages, shape=self._shape, device=self._device), before)
+        return self._model.run(lay_out(tokens, spans, pages, layout=self._layout, device=self._device), before)
 
     def _index(self, rows: list[int]) -> Tensor:
         return torch.tensor(self._padded(rows), dtype=torch.long, device=self._device)
 
     def _padded(self, rows: list[int]) -> list[int]:
-        return [*rows, *rows[-1:] * (self._shape.rule.padded(len(rows)) - len(rows))]
+        return [*rows, *rows[-1:] * (self._layout.rule.padded(len(rows)) - len(rows))]

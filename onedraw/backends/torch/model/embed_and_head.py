@@ -1,6 +1,6 @@
 """What stands before the first layer and behind the last: the table of tokens, the layers' own inputs, the norm, the head.
 
-In: a spec, weights, the sites of the first stage and of the last. Out: Ends. A table that is tied to the head is kept once
+In: a spec, weights, the devices of the first and the last stage. Out: EmbedAndHead. A table that is tied to the head is kept once
 wherever the operations can look up what they multiply with.
 """
 
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onedraw.backends.torch.model.weight_loader import LANE, Loader, Rows, kept_rows, looked_up, table_rows
+from onedraw.backends.torch.model.weight_loader import LANE, EmbeddingRows, WeightLoader, kept_rows, looked_up, table_rows
 from onedraw.backends.torch.ops.base import Ops
 from onedraw.backends.torch.ops.plain.linear import Linear
 from onedraw.backends.torch.runner.inputs import Inputs
-from onedraw.backends.torch.runner.stages import Site
+from onedraw.backends.torch.runner.stages import StageDevice
 from onedraw.models.source import WeightSource
 from onedraw.models.spec import ModelSpec
 
@@ -27,7 +27,7 @@ class InputTable:
     checkpoint lies and the turn's rows are gathered from there.
     """
 
-    def __init__(self, spec: ModelSpec, source: WeightSource, loader: Loader, ops: Ops) -> None:
+    def __init__(self, spec: ModelSpec, source: WeightSource, loader: WeightLoader, ops: Ops) -> None:
         self._spec, self._ops = spec, ops
         self._embedding = source.tensor(None, "inputs_embed")
         self.project = loader.linear(None, "inputs_project")
@@ -35,7 +35,7 @@ class InputTable:
 
     def rows(self, inputs: Inputs) -> Tensor:
         """Of the turn's tokens, [T, layers * width] float32."""
-        return inputs.feed.put(self._embedding.take_rows(inputs.host_tokens).float32())
+        return inputs.staging.put(self._embedding.take_rows(inputs.host_tokens).float32())
 
     def __call__(self, rows: Tensor, x: Tensor) -> Tensor:
         """[T, layers, width] of embedded tokens x [T, E]."""
@@ -49,22 +49,24 @@ class InputTable:
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class EmbedAndHead:
     """Table and inputs on the first device, norm and head on the last."""
 
-    embedding: Rows
+    embedding: EmbeddingRows
     input_table: InputTable | None
     norm: Tensor
     head: Linear
 
 
-def load_ends(spec: ModelSpec, source: WeightSource, first: Site, last: Site, *, dtype: torch.dtype) -> Ends:
-    loader = Loader(source, ops=first.ops, dtype=dtype, device=first.device, norm=spec.norm)
+def load_embed_and_head(
+    spec: ModelSpec, source: WeightSource, first: StageDevice, last: StageDevice, *, dtype: torch.dtype
+) -> EmbedAndHead:
+    loader = WeightLoader(source, ops=first.ops, dtype=dtype, device=first.device, norm=spec.norm)
     looks_up = first.ops.looks_up and last.ops.looks_up
     stored = None if looks_up else first.ops.table(source.tensor(None, "embed"))
     table = None if looks_up or stored is not None else loader.kept(None, "embed", pad=LANE)  # [V', E]
     input_table = InputTable(spec, source, loader, first.ops) if spec.inputs else None
-    loader = Loader(source, ops=last.ops, dtype=dtype, device=last.device, norm=spec.norm)
+    loader = WeightLoader(source, ops=last.ops, dtype=dtype, device=last.device, norm=spec.norm)
     norm = loader.norm(None, "norm")
     if table is not None and spec.tied:
         head = last.ops.linear(table.to(last.device))  # a second copy only where the devices differ
@@ -78,4 +80,4 @@ def load_ends(spec: ModelSpec, source: WeightSource, first: Site, last: Site, *,
         embedding = looked_up(stored)
     else:
         embedding = kept_rows(head, source, tied=spec.tied)
-    return Ends(embedding, input_table, norm, head)
+    return EmbedAndHead(embedding, input_table, norm, head)

@@ -1,6 +1,6 @@
 """The feed-forward of a layer: one gated product, or a mixture of experts.
 
-In: normed tokens h [T, E] (and, for a router of its own, the residual). Out: [T, E]. Experts answer for the tokens that
+In: normed tokens h [T, E] (and, for a router of its own, the residual). Out: [T, E]. MixtureOfExperts answer for the tokens that
 chose them and are added in expert order, so neither the batch nor the grouping changes a token's sum.
 """
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from onedraw.backends.torch.model.weight_loader import LANE, Loader
-from onedraw.backends.torch.ops.base import Opening, Ops
-from onedraw.backends.torch.ops.plain.experts import Bank
+from onedraw.backends.torch.model.weight_loader import LANE, WeightLoader
+from onedraw.backends.torch.ops.base import GatedProduct, Ops
+from onedraw.backends.torch.ops.plain.experts import ExpertBank
 from onedraw.backends.torch.ops.plain.linear import Linear
 from onedraw.models.spec import Activation, MlpSpec, MoeSpec
 
@@ -22,12 +22,12 @@ class Mlp:
     """down(act(gate) * up). Padding adds zero rows and columns whose products are exact zeros."""
 
     gate_up: Linear
-    opening: Opening | None  # the same product with the gate behind it, where there is such an operation
+    opening: GatedProduct | None  # the same product with the gate behind it, where there is such an operation
     down: Linear
     activation: Activation
 
     @staticmethod
-    def load(index: int, spec: MlpSpec, loader: Loader, names: tuple[str, str, str] = ("gate", "up", "down")) -> Mlp:
+    def load(index: int, spec: MlpSpec, loader: WeightLoader, names: tuple[str, str, str] = ("gate", "up", "down")) -> Mlp:
         gate, up, down = names
         gate_up = loader.linear(
             index,
@@ -60,21 +60,21 @@ class Mlp:
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class MixtureOfExperts:
     spec: MoeSpec
     router: Linear
     select_bias: Tensor | None
     expert_scale: Tensor | None
     router_scale: Tensor | None  # of the router's own norm
-    bank: Bank
+    bank: ExpertBank
     shared: Mlp | None
     shared_route: Linear | None
     eps: float
 
     @staticmethod
-    def load(index: int, spec: MoeSpec, loader: Loader, eps: float) -> Experts:
+    def load(index: int, spec: MoeSpec, loader: WeightLoader, eps: float) -> MixtureOfExperts:
         shared = MlpSpec(spec.shared, spec.activation)
-        return Experts(
+        return MixtureOfExperts(
             spec=spec,
             router=loader.linear(index, "router", pad=LANE),
             select_bias=loader.wide(index, "select_bias") if spec.select_bias else None,
@@ -114,10 +114,10 @@ class Experts:
         return self.bank(h, ids, weights, self.spec.scale)
 
 
-FeedForward = Mlp | Experts
+FeedForward = Mlp | MixtureOfExperts
 
 
-def load_feed_forward(index: int, spec: MlpSpec | MoeSpec, loader: Loader, eps: float) -> FeedForward:
+def load_feed_forward(index: int, spec: MlpSpec | MoeSpec, loader: WeightLoader, eps: float) -> FeedForward:
     if isinstance(spec, MoeSpec):
-        return Experts.load(index, spec, loader, eps)
+        return MixtureOfExperts.load(index, spec, loader, eps)
     return Mlp.load(index, spec, loader)

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from onedraw.backends.torch.model.feed_forward import Mlp
-from onedraw.backends.torch.model.mixers import Attention
+from onedraw.backends.torch.model.mixers import AttentionMixer
 from onedraw.backends.torch.ops.base import DenseLayer, Fused, Ops, Preparation
 from onedraw.backends.torch.state.kv_pages import PageStore
-from onedraw.backends.torch.state.model_state import State
+from onedraw.backends.torch.state.model_state import ModelState
 
 if TYPE_CHECKING:
     from onedraw.backends.torch.model.layer import Layer
-    from onedraw.backends.torch.model.transformer import Watch
+    from onedraw.backends.torch.model.transformer import LayerProbe
     from onedraw.backends.torch.runner.stages import Stage
 
 
@@ -29,7 +29,7 @@ def dense_layer(layer: Layer, eps: float) -> DenseLayer | None:
     spec, mixer, feed_forward = layer.spec, layer.mixer, layer.feed_forward
     if spec.sandwich or spec.beside is not None or spec.inputs or spec.scaled:
         return None
-    if not isinstance(mixer, Attention) or not isinstance(feed_forward, Mlp):
+    if not isinstance(mixer, AttentionMixer) or not isinstance(feed_forward, Mlp):
         return None
     return DenseLayer(
         spec=mixer.spec,
@@ -65,7 +65,9 @@ def runs_of_layers(layers: Sequence[Layer], ops: Ops, eps: float) -> list[LayerR
     return runs
 
 
-def run_fused(fused: Fused, span: range, x: Tensor, stage: Stage, state: State, preparation: Preparation, watch: Watch) -> Tensor:
+def run_fused(
+    fused: Fused, span: range, x: Tensor, stage: Stage, state: ModelState, preparation: Preparation, watch: LayerProbe
+) -> Tensor:
     """Layers `span` of a stage in one operation."""
     prepared = [preparation.of(stage.layers[index].spec.mixer) for index in span]
     stores = [store for store in state.stores[span.start : span.stop] if isinstance(store, PageStore)]

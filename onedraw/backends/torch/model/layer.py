@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onedraw.backends.torch.model.feed_forward import Experts, FeedForward, load_feed_forward
+from onedraw.backends.torch.model.feed_forward import FeedForward, MixtureOfExperts, load_feed_forward
 from onedraw.backends.torch.model.fused_layers import dense_layer
 from onedraw.backends.torch.model.mixers import Mixer, load_mixer
-from onedraw.backends.torch.model.weight_loader import LANE, Loader
+from onedraw.backends.torch.model.weight_loader import LANE, WeightLoader
 from onedraw.backends.torch.ops.base import Fused, Ops
 from onedraw.backends.torch.ops.plain.elementwise import activated
 from onedraw.backends.torch.ops.plain.linear import Linear
 from onedraw.backends.torch.ops.plain.norm_and_rope import rope_table
 from onedraw.backends.torch.state.kv_pages import PageStore
-from onedraw.backends.torch.state.model_state import Store
+from onedraw.backends.torch.state.model_state import LayerStore
 from onedraw.models.spec import Activation, AttentionSpec, LayerSpec, RopeSpec
 
 
@@ -43,10 +43,10 @@ class LayerInput:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class ParallelExperts:
     """Experts next to a feed-forward: both answers are normed, then added."""
 
-    experts: Experts
+    experts: MixtureOfExperts
     dense_norm: Tensor
     norm: Tensor
     post_norm: Tensor
@@ -61,7 +61,7 @@ class Layer:
     mlp_norm: Tensor
     feed_forward: FeedForward
     post_mlp_norm: Tensor | None
-    beside: Beside | None
+    beside: ParallelExperts | None
     own_input: LayerInput | None
     scale: Tensor | None  # [1]
     dtype: torch.dtype  # of its products; the residual stream may have another
@@ -74,11 +74,11 @@ class Layer:
         return [*self.mixer.linears, *self.feed_forward.linears, *beside, *inputs]
 
 
-def load_layer(index: int, spec: LayerSpec, loader: Loader, ops: Ops, eps: float) -> Layer:
+def load_layer(index: int, spec: LayerSpec, loader: WeightLoader, ops: Ops, eps: float) -> Layer:
     beside = own_input = None
     if spec.beside is not None:
         norms = [loader.norm(index, name) for name in ("dense_norm", "experts_norm", "post_experts_norm")]
-        beside = Beside(Experts.load(index, spec.beside, loader, eps), *norms)
+        beside = ParallelExperts(MixtureOfExperts.load(index, spec.beside, loader, eps), *norms)
     if spec.inputs:
         own_input = LayerInput(
             gate=loader.linear(index, "inputs_gate", pad=LANE),
@@ -105,7 +105,7 @@ def load_layer(index: int, spec: LayerSpec, loader: Loader, ops: Ops, eps: float
 
 
 def run_layer(
-    x: Tensor, layer: Layer, *, ops: Ops, store: Store, prepared: Any, eps: float, own_input: Tensor | None = None
+    x: Tensor, layer: Layer, *, ops: Ops, store: LayerStore, prepared: Any, eps: float, own_input: Tensor | None = None
 ) -> Tensor:
     """One layer over the turn's tokens: x [T, E] → [T, E]. own_input [T, width] where the layer has one."""
     if layer.fused is not None:

@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onedraw.backends.torch.model.weight_loader import Loader
+from onedraw.backends.torch.model.weight_loader import WeightLoader
 from onedraw.backends.torch.ops.base import Ops
 from onedraw.backends.torch.ops.plain.delta import DeltaWeights
 from onedraw.backends.torch.ops.plain.linear import Linear
 from onedraw.backends.torch.state.kv_pages import PageStore
-from onedraw.backends.torch.state.model_state import Store
+from onedraw.backends.torch.state.model_state import LayerStore
 from onedraw.backends.torch.state.recurrent_state import LaneStore
 from onedraw.models.spec import AttentionSpec, DeltaSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class AttentionMixer:
     spec: AttentionSpec
     qkv: Linear  # q, k, v and the gate in one product, whichever there are
     q_norm: Tensor | None
@@ -32,7 +32,7 @@ class Attention:
     eps: float
 
     @staticmethod
-    def load(index: int, spec: AttentionSpec, loader: Loader, eps: float) -> Attention:
+    def load(index: int, spec: AttentionSpec, loader: WeightLoader, eps: float) -> AttentionMixer:
         own = spec.reuses is None
         parts = ["q", *(["k"] if own else []), *(["v"] if own and not spec.keys_as_values else [])]
         gate = ["attn_gate"] if spec.gate is not None else []
@@ -40,7 +40,7 @@ class Attention:
         if spec.qkv_bias:
             bias = loader.kept(index, *(f"{part}_bias" for part in parts))
             bias = torch.cat([bias, bias.new_zeros(spec.gate_width)])  # a gate has none
-        return Attention(
+        return AttentionMixer(
             spec=spec,
             qkv=loader.linear(index, *parts, *gate, bias=bias),
             q_norm=loader.norm(index, "q_norm") if spec.qk_norm else None,
@@ -53,7 +53,7 @@ class Attention:
     def linears(self) -> list[Linear]:
         return [self.qkv, self.out]
 
-    def __call__(self, h: Tensor, prepared: Any, store: Store, ops: Ops, residual: Tensor | None = None) -> Tensor:
+    def __call__(self, h: Tensor, prepared: Any, store: LayerStore, ops: Ops, residual: Tensor | None = None) -> Tensor:
         assert isinstance(store, PageStore)
         spec = self.spec
         qkv = self.qkv(h)  # [T, (H + 2K) * D + gate]
@@ -66,16 +66,16 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class DeltaMixer:
     spec: DeltaSpec
     projections: Linear  # qkv, z, a, b in one product
     weights: DeltaWeights
     out: Linear
 
     @staticmethod
-    def load(index: int, spec: DeltaSpec, loader: Loader, eps: float) -> Delta:
+    def load(index: int, spec: DeltaSpec, loader: WeightLoader, eps: float) -> DeltaMixer:
         loader.ops.require(spec)
-        return Delta(
+        return DeltaMixer(
             spec=spec,
             projections=loader.linear(index, "delta_qkv", "delta_z", "delta_a", "delta_b"),
             weights=DeltaWeights(
@@ -92,16 +92,16 @@ class Delta:
     def linears(self) -> list[Linear]:
         return [self.projections, self.out]
 
-    def __call__(self, h: Tensor, prepared: Any, store: Store, ops: Ops, residual: Tensor | None = None) -> Tensor:
+    def __call__(self, h: Tensor, prepared: Any, store: LayerStore, ops: Ops, residual: Tensor | None = None) -> Tensor:
         assert isinstance(store, LaneStore)
         mixed = ops.delta(self.projections(h), prepared, weights=self.weights, store=store).to(h.dtype)
         return self.out(mixed) if residual is None else self.out.added(mixed, residual)
 
 
-Mixer = Attention | Delta
+Mixer = AttentionMixer | DeltaMixer
 
 
-def load_mixer(index: int, spec: AttentionSpec | DeltaSpec, loader: Loader, eps: float) -> Mixer:
+def load_mixer(index: int, spec: AttentionSpec | DeltaSpec, loader: WeightLoader, eps: float) -> Mixer:
     if isinstance(spec, DeltaSpec):
-        return Delta.load(index, spec, loader, eps)
-    return Attention.load(index, spec, loader, eps)
+        return DeltaMixer.load(index, spec, loader, eps)
+    return AttentionMixer.load(index, spec, loader, eps)

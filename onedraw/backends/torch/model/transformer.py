@@ -14,22 +14,22 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.memory_plan import MIN_STAGING_ROWS
-from onedraw.backends.torch.model.embed_and_head import load_ends
+from onedraw.backends.torch.model.embed_and_head import load_embed_and_head
 from onedraw.backends.torch.model.fused_layers import run_fused
 from onedraw.backends.torch.model.layer import Layer, run_layer
 from onedraw.backends.torch.ops.base import Ops, Preparation
 from onedraw.backends.torch.ops.plain.elementwise import softcapped
 from onedraw.backends.torch.ops.plain.linear import Linear, RowRule
 from onedraw.backends.torch.runner.inputs import Inputs
-from onedraw.backends.torch.runner.stage_boundary import Boundary, current
-from onedraw.backends.torch.runner.stages import Site, Stage, load_stage, way
-from onedraw.backends.torch.state.model_state import Sizes, State
+from onedraw.backends.torch.runner.stage_boundary import StageBoundary, current_device
+from onedraw.backends.torch.runner.stages import Stage, StageDevice, load_stage, stage_boundary
+from onedraw.backends.torch.state.model_state import ModelState, StateSizes
 from onedraw.models.source import WeightSource
 from onedraw.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class LayerProbe:
     """What somebody wants to see of a pass over the layers. Owner: who asked."""
 
     captures: tuple[int, ...] = ()  # layers whose outputs are wanted
@@ -37,11 +37,11 @@ class Watch:
     finite: list[Tensor] | None = None  # per layer: which tokens are finite after it, [T], on its device
 
 
-NOTHING = Watch()
+NOTHING = LayerProbe()
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class ResidualStream:
     """What goes from stage to stage."""
 
     x: Tensor  # the residual stream, [T, E]
@@ -50,15 +50,15 @@ class Stream:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """What a pass over the layers of one stage reads beside weights and state, on its way there."""
+class StageInputs:
+    """What a pass over the layers of one stage reads beside weights and state, on its stage_boundary there."""
 
     tokens: Tensor
     own_rows: Tensor | None  # of the layers' own inputs
     preparation: Preparation
 
 
-class Stack:
+class Transformer:
     """All layers, on one device or several. Complete when constructed.
 
     `device` and `ops` are those of the last stage, where hidden states come out and drafters live. `dtype` is that of
@@ -72,39 +72,41 @@ class Stack:
         source: WeightSource,
         *,
         dtype: torch.dtype,
-        sites: Sequence[Site],
+        stage_devices: Sequence[StageDevice],
         max_context: int,
         activation: torch.dtype | None = None,
         rows: int = MIN_STAGING_ROWS,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.spec, self.dtype, self.activation, self.max_context = spec, dtype, activation or dtype, max_context
-        first, last = sites[0], sites[-1]
+        first, last = stage_devices[0], stage_devices[-1]
         self.device, self.ops = last.device, last.ops
-        ends = load_ends(spec, source, first, last, dtype=dtype)
+        ends = load_embed_and_head(spec, source, first, last, dtype=dtype)
         self.norm, self.head = ends.norm, ends.head
         self._embedding, self._input_table = ends.embedding, ends.input_table
         self._embed_scale = torch.tensor(spec.embed_scale, dtype=dtype, device=first.device)
         self.stages: list[Stage] = []
         sizes = {"max_context": max_context, "rows": rows}
         stage: Stage | None = None
-        for site in sites:
-            with current(site.device):
-                stage = load_stage(site, stage, spec, source, dtype=dtype, activation=self.activation, progress=progress, **sizes)
+        for stage_device in stage_devices:
+            with current_device(stage_device.device):
+                stage = load_stage(
+                    stage_device, stage, spec, source, dtype=dtype, activation=self.activation, progress=progress, **sizes
+                )
             self.stages.append(stage)
 
-    def boundary(self, number: int, *, rows: int) -> Boundary:
-        """One more way to a stage, for turns of so many rows."""
+    def boundary(self, number: int, *, rows: int) -> StageBoundary:
+        """One more stage_boundary to a stage, for turns of so many rows."""
         source, stage = self.stages[number - 1].device, self.stages[number]
-        return way(source, stage.device, self.spec, stage.start, rows=rows, dtype=self.activation)
+        return stage_boundary(source, stage.device, self.spec, stage.start, rows=rows, dtype=self.activation)
 
     @property
     def layers(self) -> list[Layer]:
         return [layer for stage in self.stages for layer in stage.layers]
 
-    def states(self, sizes: Sizes, pages: torch.dtype | None = None) -> list[State]:
+    def states(self, sizes: StateSizes, pages: torch.dtype | None = None) -> list[ModelState]:
         """Fresh states, one per stage. `pages`: the dtype of keys and values, where it is another than that of products."""
-        return [State(s.specs, sizes, dtype=pages or self.dtype, device=s.device, first=s.start) for s in self.stages]
+        return [ModelState(s.specs, sizes, dtype=pages or self.dtype, device=s.device, first=s.start) for s in self.stages]
 
     def linears(self) -> list[Linear]:
         inner = [linear for layer in self.layers for linear in layer.linears]
@@ -120,11 +122,13 @@ class Stack:
     def embed(self, tokens: Tensor, *, by: Ops | None = None) -> Tensor:
         """Rows [T, E] where the tokens are; they are looked up on the first stage, so there is one table. `by`: by the
         threads of these operations, since those of the head, else asked, may be at work on another turn."""
-        with current(self.stages[0].device):
+        with current_device(self.stages[0].device):
             x = self._embedding(tokens, by)
             return (x if self.spec.embed_scale == 1 else x * self._embed_scale).to(tokens.device)
 
-    def hidden(self, inputs: Inputs, states: Sequence[State], *, depth: int | None = None, watch: Watch = NOTHING) -> Tensor:
+    def hidden(
+        self, inputs: Inputs, states: Sequence[ModelState], *, depth: int | None = None, watch: LayerProbe = NOTHING
+    ) -> Tensor:
         """Hidden states after the last norm: [T, E]. What the turn's tokens leave in pages and lanes is written on the way.
 
         `depth` runs the first layers only: the self-check needs no more.
@@ -134,7 +138,7 @@ class Stack:
             stream = self.advance(stream, number, inputs, state, watch=watch)
         return self.leave(stream)
 
-    def prepare(self, inputs: Inputs, number: int) -> Ready:
+    def prepare(self, inputs: Inputs, number: int) -> StageInputs:
         """All that the host has to say about a turn in one stage. What `pass_stage` does with it reads the device alone."""
         stage = self.stages[number]
         preparation = Preparation(stage.ops, inputs, stage.ropes)
@@ -142,30 +146,34 @@ class Stack:
         own_rows = None if self._input_table is None or number else self._input_table.rows(inputs)
         for mixer in stage.mixers:
             preparation.of(mixer)
-        return Ready(tokens, own_rows, preparation)
+        return StageInputs(tokens, own_rows, preparation)
 
-    def pass_stage(self, number: int, ready: Ready, entered: Stream | None, state: State, *, watch: Watch = NOTHING) -> Stream:
+    def pass_stage(
+        self, number: int, ready: StageInputs, entered: ResidualStream | None, state: ModelState, *, watch: LayerProbe = NOTHING
+    ) -> ResidualStream:
         """A turn that was prepared through one stage. What comes into it has crossed already; None: the first embeds."""
         stage = self.stages[number]
         stream = self._enter(ready.tokens, ready.own_rows, None) if entered is None else entered
         return self._passed(stage, stream, ready.preparation, state, watch)
 
-    def enter(self, inputs: Inputs, *, depth: int | None = None) -> Stream:
+    def enter(self, inputs: Inputs, *, depth: int | None = None) -> ResidualStream:
         """On the first stage."""
         return self._enter(inputs.tokens, None if self._input_table is None else self._input_table.rows(inputs), depth)
 
-    def _enter(self, tokens: Tensor, own_rows: Tensor | None, depth: int | None) -> Stream:
+    def _enter(self, tokens: Tensor, own_rows: Tensor | None, depth: int | None) -> ResidualStream:
         x = self.embed(tokens, by=self.stages[0].ops).to(self.activation)
-        with current(self.stages[0].device):
+        with current_device(self.stages[0].device):
             own = None if self._input_table is None or own_rows is None else self._input_table(own_rows, x)
-        return Stream(x, own, len(self.spec.layers) if depth is None else depth)
+        return ResidualStream(x, own, len(self.spec.layers) if depth is None else depth)
 
-    def advance(self, stream: Stream, number: int, inputs: Inputs, state: State, *, watch: Watch = NOTHING) -> Stream:
-        """Over the way to a stage, and through its layers."""
+    def advance(
+        self, stream: ResidualStream, number: int, inputs: Inputs, state: ModelState, *, watch: LayerProbe = NOTHING
+    ) -> ResidualStream:
+        """Over the boundary to a stage, and through its layers."""
         stage, seen = self.stages[number], len(watch.features)
-        with current(stage.device):
+        with current_device(stage.device):
             if stage.entrance is not None:
-                stream = Stream(*stage.entrance.cross(stream.x, stream.own, len(inputs.host_tokens)), stream.left)
+                stream = ResidualStream(*stage.entrance.cross(stream.x, stream.own, len(inputs.host_tokens)), stream.left)
             preparation = Preparation(stage.ops, inputs.on(stage.device), stage.ropes)
             stream = self._passed(stage, stream, preparation, state, watch)
             if stage.entrance is not None and stream.own is not None:
@@ -173,14 +181,16 @@ class Stack:
         watch.features[seen:] = [feature.to(self.device) for feature in watch.features[seen:]]
         return stream
 
-    def _passed(self, stage: Stage, stream: Stream, preparation: Preparation, state: State, watch: Watch) -> Stream:
+    def _passed(
+        self, stage: Stage, stream: ResidualStream, preparation: Preparation, state: ModelState, watch: LayerProbe
+    ) -> ResidualStream:
         x = self._run(stage, stream.x, stream.own, preparation, state, count=stream.left, watch=watch)
         own = None if stream.own is None else stream.own[:, len(stage.layers) :]
-        return Stream(x, own, max(stream.left - len(stage.layers), 0))
+        return ResidualStream(x, own, max(stream.left - len(stage.layers), 0))
 
-    def leave(self, stream: Stream) -> Tensor:
+    def leave(self, stream: ResidualStream) -> Tensor:
         """On the last stage: hidden states after the last norm."""
-        with current(self.device):
+        with current_device(self.device):
             return self.ops.rms_norm(stream.x, self.norm, self.spec.eps).to(self.dtype)
 
     def _run(
@@ -189,10 +199,10 @@ class Stack:
         x: Tensor,
         own: Tensor | None,
         preparation: Preparation,
-        state: State,
+        state: ModelState,
         *,
         count: int,
-        watch: Watch,
+        watch: LayerProbe,
     ) -> Tensor:
         """The stage's first `count` layers."""
         ops = stage.ops

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onedraw.backends.torch.ops.plain.experts import Bank
+from onedraw.backends.torch.ops.plain.experts import ExpertBank
 from onedraw.checkpoints.random_weights import RandomTensor
 from onedraw.models.source import Tensor as Stored
 from onedraw.models.source import WeightSource
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 LANE = 64  # widths are padded to a multiple of it: see layers/elementwise.py
 
 
-class Loader:
+class WeightLoader:
     """Owner: the stack, while it is being made.
 
     Matrices pass through one buffer on the host. Fresh ones, freed after every layer, would leave holes between the
@@ -84,7 +84,7 @@ class Loader:
         call, so whoever takes them there keeps a copy, never the tensor itself."""
         return self._joined(layer, names, pad=pad, pad_columns=pad_columns, take=self._take)
 
-    def bank(self, layer: int, activation: Activation) -> Bank:
+    def bank(self, layer: int, activation: Activation) -> ExpertBank:
         """The experts of a layer, as they are stored where the operations take them so."""
         gate, up, down = (self._source.tensor(layer, name) for name in ("expert_gate", "expert_up", "expert_down"))
         found = self.ops.stored_bank([gate, up], down, activation)
@@ -150,23 +150,23 @@ def padded(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-class Rows(Protocol):
-    """Rows of the embedding by token, [T] → [T, E]. `by`: whose threads read them, where it matters."""
+class EmbeddingRows(Protocol):
+    """EmbeddingRows of the embedding by token, [T] → [T, E]. `by`: whose threads read them, where it matters."""
 
     def __call__(self, tokens: Tensor, by: object = None) -> Tensor: ...
 
 
-def table_rows(table: Tensor) -> Rows:
+def table_rows(table: Tensor) -> EmbeddingRows:
     """Of a table [V', E], on its device."""
     return lambda tokens, by=None: table.index_select(0, tokens.to(table.device))
 
 
-def looked_up(table: Linear) -> Rows:
+def looked_up(table: Linear) -> EmbeddingRows:
     """Of a weight that is kept as it is stored, on its device."""
     return lambda tokens, by=None: table.rows(tokens.to(table.device), by)
 
 
-def kept_rows(head: Linear, source: WeightSource, *, tied: bool) -> Rows:
+def kept_rows(head: Linear, source: WeightSource, *, tied: bool) -> EmbeddingRows:
     """Where weights can be looked up: a tied one is there once, in the head, and the few rows of another are read where the
     checkpoint lies."""
     if tied:

@@ -18,14 +18,14 @@ from onedraw.backends.torch.ops.plain.attention import TileGroup, attend, store_
 from onedraw.backends.torch.ops.plain.attention_tiles import tile_groups
 from onedraw.backends.torch.ops.plain.delta import DeltaWeights
 from onedraw.backends.torch.ops.plain.elementwise import gated, times_gate
-from onedraw.backends.torch.ops.plain.experts import Bank, PlainBank, choose_experts, join_shared
+from onedraw.backends.torch.ops.plain.experts import ExpertBank, PlainExpertBank, choose_experts, join_shared
 from onedraw.backends.torch.ops.plain.linear import Linear, RowRule, default_rule
 from onedraw.backends.torch.ops.plain.norm_and_rope import rms_norm, rotate
 from onedraw.backends.torch.runner.inputs import Inputs
 from onedraw.backends.torch.sampling.sampler import Sampler
 from onedraw.backends.torch.state.kv_pages import PageStore, write_places
-from onedraw.backends.torch.state.recurrent_spans import Runs, runs_of
-from onedraw.backends.torch.state.recurrent_state import Kept, LaneStore
+from onedraw.backends.torch.state.recurrent_spans import RecurrentSpans, recurrent_spans
+from onedraw.backends.torch.state.recurrent_state import KeptDrafts, LaneStore
 from onedraw.models.source import Tensor as Stored
 from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, Gate, MoeSpec, RopeSpec
 
@@ -48,7 +48,7 @@ class Ops(Protocol):
         """
         ...
 
-    def stored_bank(self, gate_up: Sequence[Stored], down: Stored, activation: Activation) -> Bank | None:
+    def stored_bank(self, gate_up: Sequence[Stored], down: Stored, activation: Activation) -> ExpertBank | None:
         """Experts from stacks of matrices as they are stored; None where `bank` is to have float tensors."""
         ...
 
@@ -77,7 +77,7 @@ class Ops(Protocol):
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor: ...
 
-    def opening(self, gate_up: Linear, activation: Activation) -> Opening | None:
+    def opening(self, gate_up: Linear, activation: Activation) -> GatedProduct | None:
         """The product and `gated` behind it as one operation with their bits, which takes the product's place; None where
         there is no such operation."""
         ...
@@ -86,7 +86,7 @@ class Ops(Protocol):
         """x [T, W] times the gate [T, W], or [T, W / n] with one number for n neighbours."""
         ...
 
-    def bank(self, gate_up: list[Tensor], down: list[Tensor], activation: Activation) -> Bank:
+    def bank(self, gate_up: list[Tensor], down: list[Tensor], activation: Activation) -> ExpertBank:
         """Experts from their matrices: [2F, E] and [E, F] of each."""
         ...
 
@@ -145,12 +145,12 @@ class Ops(Protocol):
         """projected [T, C + Hv * Dv + 2 Hv] → [T, Hv * Dv]; lanes move on, drafts are held in the rollback buffer."""
         ...
 
-    def commit_delta(self, store: LaneStore, kept: Sequence[Kept]) -> None:
+    def commit_delta(self, store: LaneStore, kept: Sequence[KeptDrafts]) -> None:
         """Bring kept drafts from the rollback buffer to their lanes."""
         ...
 
 
-class Opening(Protocol):
+class GatedProduct(Protocol):
     """A product of gate and up, opened on its way out."""
 
     def opened(self, x: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ class Preparation:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class TorchAttentionInputs:
     turn: Tensor  # [T, 2, d/2] cos and sin
     places: Tensor  # [T * K]
     groups: list[TileGroup]
@@ -216,7 +216,7 @@ class FloatOps:
     def stored(self, tensors: Sequence[Stored], *, bias: Tensor | None, pad: int, pad_columns: int) -> Linear | None:
         return None
 
-    def stored_bank(self, gate_up: Sequence[Stored], down: Stored, activation: Activation) -> Bank | None:
+    def stored_bank(self, gate_up: Sequence[Stored], down: Stored, activation: Activation) -> ExpertBank | None:
         return None
 
     def table(self, tensor: Stored) -> Linear | None:
@@ -233,7 +233,7 @@ class FloatOps:
     def fuse(self, layers: Sequence[DenseLayer]) -> Fused | None:
         return None
 
-    def opening(self, gate_up: Linear, activation: Activation) -> Opening | None:
+    def opening(self, gate_up: Linear, activation: Activation) -> GatedProduct | None:
         return None
 
     def turn_borders(self, mixers: Collection[AttentionSpec | DeltaSpec]) -> tuple[int, ...]:
@@ -263,17 +263,17 @@ class TorchOps(FloatOps):
     def opened(self, x: Tensor, gate: Tensor, kind: Gate) -> Tensor:
         return times_gate(x, gate, kind)
 
-    def bank(self, gate_up: list[Tensor], down: list[Tensor], activation: Activation) -> PlainBank:
-        return PlainBank(tuple(map(self.linear, gate_up)), tuple(map(self.linear, down)), activation, self.gated)
+    def bank(self, gate_up: list[Tensor], down: list[Tensor], activation: Activation) -> PlainExpertBank:
+        return PlainExpertBank(tuple(map(self.linear, gate_up)), tuple(map(self.linear, down)), activation, self.gated)
 
     def sampler(self, *, vocab: int, lanes: int, device: torch.device) -> Sampler:
         return Sampler(vocab=vocab, lanes=lanes, device=device)
 
-    def prepare(self, inputs: Inputs, mixer: AttentionSpec, turns: Tensor) -> Prepared:
+    def prepare(self, inputs: Inputs, mixer: AttentionSpec, turns: Tensor) -> TorchAttentionInputs:
         groups = tile_groups(inputs, window=mixer.window, heights=self.tile_heights)
         pages = inputs.tables[inputs.group(mixer.window)][inputs.rows, inputs.slots // inputs.page_size]
         slots = inputs.slots % inputs.page_size
-        return Prepared(
+        return TorchAttentionInputs(
             turn=turns.index_select(0, inputs.positions),
             places=write_places(pages, slots, kv_heads=mixer.kv_heads, page_size=inputs.page_size),
             groups=groups,
@@ -283,7 +283,7 @@ class TorchOps(FloatOps):
     def attention(
         self,
         qkv: Tensor,
-        prepared: Prepared,
+        prepared: TorchAttentionInputs,
         *,
         spec: AttentionSpec,
         store: PageStore,
@@ -299,7 +299,14 @@ class TorchOps(FloatOps):
         return attend(q, store, groups=prepared.groups, rows=prepared.rows, spec=spec)
 
     def remember(
-        self, kv: Tensor, prepared: Prepared, *, spec: AttentionSpec, store: PageStore, k_norm: Tensor | None, eps: float
+        self,
+        kv: Tensor,
+        prepared: TorchAttentionInputs,
+        *,
+        spec: AttentionSpec,
+        store: PageStore,
+        k_norm: Tensor | None,
+        eps: float,
     ) -> None:
         width = spec.kv_heads * spec.head_dim
         keys = kv[:, :width].reshape(len(kv), spec.kv_heads, spec.head_dim)
@@ -308,11 +315,11 @@ class TorchOps(FloatOps):
         keys = keys if k_norm is None else rms_norm(keys, k_norm, eps)
         store.write(rotate(keys, prepared.turn), values, prepared.places)
 
-    def prepare_delta(self, inputs: Inputs, mixer: DeltaSpec) -> Runs:
-        return runs_of(inputs, conv=mixer.conv)
+    def prepare_delta(self, inputs: Inputs, mixer: DeltaSpec) -> RecurrentSpans:
+        return recurrent_spans(inputs, conv=mixer.conv)
 
-    def delta(self, projected: Tensor, prepared: Runs, *, weights: DeltaWeights, store: LaneStore) -> Tensor:
+    def delta(self, projected: Tensor, prepared: RecurrentSpans, *, weights: DeltaWeights, store: LaneStore) -> Tensor:
         return plain_delta.delta(projected, prepared, weights=weights, store=store).to(projected.dtype)
 
-    def commit_delta(self, store: LaneStore, kept: Sequence[Kept]) -> None:
+    def commit_delta(self, store: LaneStore, kept: Sequence[KeptDrafts]) -> None:
         plain_delta.commit(store, kept)

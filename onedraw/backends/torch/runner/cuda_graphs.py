@@ -1,7 +1,7 @@
 """Turns that repeat: recorded once, then replayed in one launch.
 
 In: a signature and the work of a turn, which reads nothing but device memory that keeps its place. Out: what the work gives.
-The work is the same whether it is recorded or not, so `Straight` is the fallback and `Graphs` the fast one. `Replays` keeps
+The work is the same whether it is captured or not, so `NoCapture` is the fallback of `CudaGraphs`. `ReplayedWork` keeps
 the first work of a signature and calls it again, as a graph would: without a GPU it shows whether a turn reads anything that
 does not come through its feed.
 """
@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from onedraw.backends.torch.runner.stages import Site
+from onedraw.backends.torch.runner.stages import StageDevice
 
 log = logging.getLogger("onedraw")
 Result = TypeVar("Result")
@@ -25,20 +25,20 @@ SCRIBBLE = 60_000  # no token of a small model, and a number that float16 still 
 MOST = 128  # graphs kept of a stage; the one that was used least recently goes
 
 
-class Recorder(Protocol):
+class GraphCache(Protocol):
     def run(self, signature: Hashable, work: Callable[[], Result]) -> Result:
         """Do the work, or what was recorded of a work with this signature."""
         ...
 
 
-class Straight:
+class NoCapture:
     """Records nothing."""
 
     def run(self, signature: Hashable, work: Callable[[], Result]) -> Result:
         return work()
 
 
-class Replays:
+class ReplayedWork:
     """The first work of a signature again and again; what a work left is gone when the next begins, as in memory that recorded
     works share. Owner: a test."""
 
@@ -79,7 +79,7 @@ class Graph:
 UNSEEN = Graph(None, None)
 
 
-class Graphs:
+class CudaGraphs:
     """CUDA graphs in one pool of memory, since no two of them run at once. Owner: the backend.
 
     The first turn of a signature runs as it is, which also compiles its kernels; then its work is recorded, which computes
@@ -131,9 +131,12 @@ class Graphs:
         return Graph(graph, result)
 
 
-def recorders_of(sites: Sequence[Site], given: Recorder | None = None) -> list[Recorder | None]:
+def graph_caches(stage_devices: Sequence[StageDevice], given: GraphCache | None = None) -> list[GraphCache | None]:
     """One per device, for the stages that record."""
-    made: dict[torch.device, Recorder] = {}
-    for device, stages in Counter(site.device for site in sites if site.ops.records).items():
-        made[device] = Graphs(device, (stages + 1) * MOST) if device.type == "cuda" else Straight()
-    return [None if not site.ops.records else made[site.device] if given is None else given for site in sites]
+    made: dict[torch.device, GraphCache] = {}
+    for device, stages in Counter(stage_device.device for stage_device in stage_devices if stage_device.ops.records).items():
+        made[device] = CudaGraphs(device, (stages + 1) * MOST) if device.type == "cuda" else NoCapture()
+    return [
+        None if not stage_device.ops.records else made[stage_device.device] if given is None else given
+        for stage_device in stage_devices
+    ]

@@ -27,11 +27,11 @@ from torch import Tensor
 
 from onedraw.backends.base import is_plain_decode
 from onedraw.backends.sampled_rows import SamplingPosition
-from onedraw.backends.torch.model.transformer import Stack, Stream, Watch
-from onedraw.backends.torch.runner.graph_segment import NOTHING, LaidPart, Part
-from onedraw.backends.torch.runner.inputs import Bucket, Inputs, Shape, Span, fed_inputs
-from onedraw.backends.torch.runner.stage_boundary import current
-from onedraw.backends.torch.runner.staging_buffers import Arena, ArenaFull, Array, Direct, Feed
+from onedraw.backends.torch.model.transformer import LayerProbe, ResidualStream, Transformer
+from onedraw.backends.torch.runner.graph_segment import NOTHING, GraphStage, GraphStageInputs
+from onedraw.backends.torch.runner.inputs import Bucket, InputLayout, Inputs, Span, fed_inputs
+from onedraw.backends.torch.runner.stage_boundary import current_device
+from onedraw.backends.torch.runner.staging_buffers import Array, DirectStaging, Staging, StagingBuffer, StagingBufferFull
 from onedraw.sampling.verify import hypotheses
 from onedraw.types import UNKNOWN, Draft, History, Plan, Row, SamplingParams
 
@@ -48,7 +48,7 @@ REHEARSED = (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0), S
 
 
 def bucket_of(plan: Plan, *, recurrent: bool) -> Bucket | None:
-    """The shape that a turn is padded to; None where some row is not steady, or there are too many."""
+    """The layout that a turn is padded to; None where some row is not steady, or there are too many."""
     rows = plan.rows
     if not rows or not all(is_plain_decode(row, recurrent=recurrent) for row in rows):
         return None
@@ -79,7 +79,7 @@ class Worked:
     """What a turn left on the device of the last stage."""
 
     hidden: Tensor  # [T, E]
-    watch: Watch
+    watch: LayerProbe
     answers: Tensor  # [T, columns], and the first layer that was not finite where that is watched
 
 
@@ -89,7 +89,7 @@ class Laid:
 
     plan: Plan
     bucket: Bucket
-    parts: list[LaidPart]
+    parts: list[GraphStageInputs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Steady:
+class CapturedStep:
     """A turn under way. `answers` is being copied to the host; `arrived` says when it is there."""
 
     inputs: Inputs
@@ -123,7 +123,7 @@ class Steady:
         return [] if self.worked.watch.finite is None else self.answers[:, -1].tolist()
 
 
-class Place(NamedTuple):
+class WarmUpShape(NamedTuple):
     """Of a turn that is rehearsed: so many rows at this position, each with so many drafts."""
 
     rows: int
@@ -131,16 +131,19 @@ class Place(NamedTuple):
     drafts: int = 0
 
 
-def rehearsed_places(lanes: int, max_context: int, drafts: int = 0) -> list[tuple[float, list[Place]]]:
+def warm_up_shapes(lanes: int, max_context: int, drafts: int = 0) -> list[tuple[float, list[WarmUpShape]]]:
     """What is rehearsed, in this order, and until how many seconds after the beginning: every number of rows in the first two
     reaches; one row as far as the context goes; one row with drafts, up to so many; and more rows from near to far."""
     counts = [count for count in STEPS if count <= lanes] or [1]
     lengths = sorted({min(step - 1, drafts) for step in STEPS} - {0})  # the longest of each bucket
     starts = (LEAST_REACH // 2, LEAST_REACH)
     far = [LEAST_REACH << step for step in range(1, 32) if LEAST_REACH << step < max_context]
-    near = [Place(rows, start) for rows in counts for start in _within(starts, max_context)]
-    drafted = [Place(1, start, length) for length in lengths for start in _within(starts, max_context - length)]
-    alone, more = [Place(1, start) for start in far], [Place(rows, start) for start in far for rows in counts if rows > 1]
+    near = [WarmUpShape(rows, start) for rows in counts for start in _within(starts, max_context)]
+    drafted = [WarmUpShape(1, start, length) for length in lengths for start in _within(starts, max_context - length)]
+    alone, more = (
+        [WarmUpShape(1, start) for start in far],
+        [WarmUpShape(rows, start) for start in far for rows in counts if rows > 1],
+    )
     return [(NEAR_SECONDS, near), (FAR_SECONDS, alone), (DRAFTS_SECONDS, drafted), (FAR_SECONDS, more)]
 
 
@@ -149,77 +152,77 @@ def _within(starts: Sequence[int], stop: int) -> list[int]:
     return sorted({min(start, stop - 1) for start in starts}) if stop > 0 else []
 
 
-class SteadyTurns:
+class GraphRunner:
     """Owner: the backend. A part per stage, and a sampler whose work can be recorded. What a turn of several stages leaves is
     copied out of the recorder's memory: others work there before it is read. `max_in_flight`: turns under way at once."""
 
     def __init__(
         self,
-        stack: Stack,
-        parts: Sequence[Part],
+        model: Transformer,
+        parts: Sequence[GraphStage],
         sampler: Any,
-        shape: Shape,
+        layout: InputLayout,
         *,
         lanes: int,
         max_in_flight: int = 1,
     ) -> None:
-        self._stack, self._sampler, self._shape = stack, sampler, shape
+        self._model, self._sampler, self._layout = model, sampler, layout
         self._parts = list(parts)
-        self._ops: Any = stack.ops
-        self._recurrent = stack.spec.recurrent
+        self._ops: Any = model.ops
+        self._recurrent = model.spec.recurrent
         self._lanes = lanes
         # What each lane chose last, padding has one more: where it is chosen, and where the next turn begins.
-        self._last = torch.zeros(lanes + 1, dtype=torch.int64, device=stack.device)
+        self._last = torch.zeros(lanes + 1, dtype=torch.int64, device=model.device)
         first = self._parts[0].device
-        self._next = self._last if first == stack.device else torch.zeros_like(self._last, device=first)
-        self._mail = Mail(max_in_flight + 2)
+        self._next = self._last if first == model.device else torch.zeros_like(self._last, device=first)
+        self._mail = ResultBuffers(max_in_flight + 2)
         # Out of the memory that recorded works share: what the layers left, for the choosing.
-        self._hidden = torch.zeros(STEPS[-1], stack.spec.hidden, dtype=stack.dtype, device=stack.device)
-        self._wishes, self._tickets = Arena(stack.device, WISHES_BYTES, sides=max_in_flight + 1), max_in_flight
+        self._hidden = torch.zeros(STEPS[-1], model.spec.hidden, dtype=model.dtype, device=model.device)
+        self._wishes, self._tickets = StagingBuffer(model.device, WISHES_BYTES, sides=max_in_flight + 1), max_in_flight
         self.awaited = 0  # turns that began before their tokens were known to the host
 
     def serves(self, plan: Plan) -> Bucket | None:
-        """The shape of a steady turn; None where the turn is none."""
+        """The layout of a steady turn; None where the turn is none."""
         return bucket_of(plan, recurrent=self._recurrent)
 
-    def begin(self, plan: Plan, bucket: Bucket, watch: Watch, *, held: int = 0) -> Steady | None:
+    def begin(self, plan: Plan, bucket: Bucket, watch: LayerProbe, *, held: int = 0) -> CapturedStep | None:
         """Start a turn; None where it brings too much. `held`: its first place in the rollback buffer."""
         try:
             laid = self._lay(plan, bucket, held)
-        except ArenaFull:
+        except StagingBufferFull:
             return None
         self.awaited += plan.rows[0].tokens == (UNKNOWN,)
         return self._launch(laid, watch)
 
-    def _launch(self, laid: Laid, watch: Watch) -> Steady:
+    def _launch(self, laid: Laid, watch: LayerProbe) -> CapturedStep:
         """Start a turn that was laid out: all stages, one behind the other, then the choosing, and nobody waits."""
         signatures = [part.send(watch.captures) for part in self._parts]
-        seen = Watch(watch.captures, finite=None if watch.finite is None else [])
-        stream: Stream | None = None
+        seen = LayerProbe(watch.captures, finite=None if watch.finite is None else [])
+        stream: ResidualStream | None = None
         for part, own, signature in zip(self._parts, laid.parts, signatures, strict=True):
             work = partial(self._pass, part, own, part.enter(stream, laid.bucket), watch)
             stream, watched = part.record(signature, work)
-            with current(part.device):
+            with current_device(part.device):
                 self._gather(seen, watched)
         assert stream is not None
         asked = self._ask(laid)
         answers = self._answered(laid, asked, stream.x, signatures[-1])
-        with current(self._parts[-1].device):
+        with current_device(self._parts[-1].device):
             worked = self._taken(stream.x, answers, seen)
         for part, own, signature in zip(self._parts[:-1], laid.parts, signatures):
             part.settle_late(signature, own, worked.answers)
-        with current(self._parts[-1].device):
+        with current_device(self._parts[-1].device):
             if self._next is not self._last and self._tickets == 1:  # else nobody awaits a token, and devices would wait for it
                 self._next.copy_(self._last)
-            return Steady(laid.parts[-1].inputs, worked, asked.positions, *self._mail.send(worked.answers))
+            return CapturedStep(laid.parts[-1].inputs, worked, asked.positions, *self._mail.send(worked.answers))
 
-    def _gather(self, seen: Watch, watched: Watch) -> None:
+    def _gather(self, seen: LayerProbe, watched: LayerProbe) -> None:
         """What a stage showed, out of the memory that the next work has."""
-        seen.features.extend(feature.to(self._stack.device, copy=True) for feature in watched.features)
+        seen.features.extend(feature.to(self._model.device, copy=True) for feature in watched.features)
         if seen.finite is not None and watched.finite:
-            seen.finite.extend(torch.stack(watched.finite).to(self._stack.device))
+            seen.finite.extend(torch.stack(watched.finite).to(self._model.device))
 
-    def _taken(self, hidden: Tensor, answers: Tensor, seen: Watch) -> Worked:
+    def _taken(self, hidden: Tensor, answers: Tensor, seen: LayerProbe) -> Worked:
         """What all stages left, as if there were one; out of the memory that works share where others settle next."""
         several = len(self._parts) > 1
         if seen.finite is not None:
@@ -228,10 +231,10 @@ class SteadyTurns:
             answers = answers.clone()
         return Worked(hidden.clone() if several else hidden, seen, answers)
 
-    def rehearse(self, lanes: int, drafts: int, watch: Watch, tell: Callable[[str], None]) -> None:
+    def rehearse(self, lanes: int, drafts: int, watch: LayerProbe, tell: Callable[[str], None]) -> None:
         """Record the turns of decoding before anybody waits for them, greedy and sampled, without drafts and with up to so many.
         Rehearsed rows lie on the page that nobody reads. What takes too long is recorded when it first comes."""
-        begin, groups = time.monotonic(), rehearsed_places(lanes, self._stack.max_context, drafts)
+        begin, groups = time.monotonic(), warm_up_shapes(lanes, self._model.max_context, drafts)
         asked = [(seconds, place) for seconds, places in groups for place in places][:MOST_REHEARSED]
         late = False
         for number, (seconds, place) in enumerate(asked, start=1):
@@ -247,15 +250,15 @@ class SteadyTurns:
         if late:
             tell(f"recording turns: the rest when they first come, after {time.monotonic() - begin:.0f} s")
 
-    def _rehearsed(self, lane: int, place: Place, params: SamplingParams) -> Row:
+    def _rehearsed(self, lane: int, place: WarmUpShape, params: SamplingParams) -> Row:
         start, drafts = place.start, tuple(Draft(0, i - 1) for i in range(place.drafts))
-        pages = tuple((page,) * ((start + len(drafts)) // self._shape.page_size + 1) for page in self._shape.scratch)
+        pages = tuple((page,) * ((start + len(drafts)) // self._layout.page_size + 1) for page in self._layout.scratch)
         history = History((0,) * start, [0])
         return Row(f"rehearsal {lane}", lane, pages, start, (0,), drafts, start, True, params, history)
 
     def _lay(self, plan: Plan, bucket: Bucket, held: int) -> Laid:
-        shape, last = replace(self._shape, held=held) if held else self._shape, self._parts[-1].arena
-        inputs = fed_inputs(plan, shape=shape, feed=last, bucket=bucket)
+        layout, last = replace(self._layout, held=held) if held else self._layout, self._parts[-1].arena
+        inputs = fed_inputs(plan, layout=layout, staging=last, bucket=bucket)
         single = bucket.longest == 1
         rows, parents = (NOTHING, NOTHING) if single else (_row_words(plan, bucket, held), _parents(plan, bucket))
         return Laid(plan, bucket, [part.lay(inputs, bucket, rows, parents) for part in self._parts])
@@ -263,30 +266,32 @@ class SteadyTurns:
     def _ask(self, laid: Laid) -> Asked:
         """The layers run by now, so what is too much for the arena goes without it, and is not recorded."""
         positions, arena = positions_of(laid.plan.rows), self._wishes
-        with current(self._parts[-1].device):
+        with current_device(self._parts[-1].device):
             try:
                 arena.begin()
                 lanes, choosing = self._wished(laid, positions, arena)
                 return Asked(positions, lanes, choosing, arena.send())
-            except ArenaFull:
-                lanes, choosing = self._wished(laid, positions, Direct(arena.device))
+            except StagingBufferFull:
+                lanes, choosing = self._wished(laid, positions, DirectStaging(arena.device))
                 return Asked(positions, lanes, choosing, None)
 
-    def _wished(self, laid: Laid, positions: list[SamplingPosition], feed: Feed) -> tuple[Tensor, Choosing]:
+    def _wished(self, laid: Laid, positions: list[SamplingPosition], staging: Staging) -> tuple[Tensor, Choosing]:
         bucket = laid.bucket
-        lanes = feed.put(_lane_words(laid.plan, bucket, self._lanes) if bucket.longest == 1 else NOTHING)
-        feed.note(bucket.tokens)
-        return lanes, self._sampler.prepare(positions, feed=feed, rows=bucket.tokens)
+        lanes = staging.put(_lane_words(laid.plan, bucket, self._lanes) if bucket.longest == 1 else NOTHING)
+        staging.note(bucket.tokens)
+        return lanes, self._sampler.prepare(positions, staging=staging, rows=bucket.tokens)
 
-    def _pass(self, part: Part, own: LaidPart, entered: Stream | None, watch: Watch) -> tuple[Stream, Watch]:
+    def _pass(
+        self, part: GraphStage, own: GraphStageInputs, entered: ResidualStream | None, watch: LayerProbe
+    ) -> tuple[ResidualStream, LayerProbe]:
         """A stage's layers; the first finds the tokens that the host does not know, the last leaves what choosing reads."""
-        watch = Watch(watch.captures, finite=None if watch.finite is None else [])
+        watch = LayerProbe(watch.captures, finite=None if watch.finite is None else [])
         awaits = entered is None and own.bucket.longest == 1
         stream = part.pass_through(own, entered, self._next if awaits else None, watch)
         if part is self._parts[-1]:
             hidden = self._hidden[: own.bucket.tokens]
-            hidden.copy_(self._stack.leave(stream))
-            stream = Stream(hidden, None, 0)
+            hidden.copy_(self._model.leave(stream))
+            stream = ResidualStream(hidden, None, 0)
         return stream, watch
 
     def _answered(self, laid: Laid, asked: Asked, hidden: Tensor, signature: Hashable) -> Tensor:
@@ -298,7 +303,7 @@ class SteadyTurns:
     def _choose(self, laid: Laid, asked: Asked, hidden: Tensor) -> Tensor:
         """Choose, and bring the last stage's kept drafts home."""
         single = laid.bucket.longest == 1
-        scores = lambda rows: self._stack.scores(hidden[rows])  # noqa: E731
+        scores = lambda rows: self._model.scores(hidden[rows])  # noqa: E731
         answers: Tensor = self._sampler.chosen(scores, asked.choosing, self._last if single else None)
         if single:
             self._ops.leave(answers, asked.lanes, self._last)
@@ -313,20 +318,20 @@ def first_fault(finite: Sequence[Tensor]) -> Tensor:
     return torch.where(sound == len(finite), -1, sound)[:, None]
 
 
-def faults_of(watch: Watch) -> list[int]:
+def first_faults(watch: LayerProbe) -> list[int]:
     """The same on the host, per token; nothing where nobody looked."""
     return [] if not watch.finite else first_fault([finite.cpu() for finite in watch.finite])[:, 0].tolist()
 
 
-def fault_of(found: Sequence[int], span: Span) -> str:
+def fault_text(found: Sequence[int], span: Span) -> str:
     """Where the numbers of a row stopped being finite; empty where they are, or nobody looked."""
     layers = [layer for layer in found[span.first : span.first + span.count] if layer >= 0]
     return "" if not layers else f"layer {min(layers)} left the range of f16; run with --dtype and --activation-dtype bf16 or f32"
 
 
-class Mail:
+class ResultBuffers:
     """Answers on their way to the host, in buffers that are used again; `boxes`: more than turns may be under way. Owner:
-    SteadyTurns."""
+    GraphRunner."""
 
     def __init__(self, boxes: int) -> None:
         self._count = boxes

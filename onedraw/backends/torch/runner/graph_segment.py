@@ -19,12 +19,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from onedraw.backends.torch.model.transformer import Ready, Stack, Stream, Watch
-from onedraw.backends.torch.runner.cuda_graphs import Recorder
-from onedraw.backends.torch.runner.inputs import Bucket, Inputs, Shape, fed_inputs
-from onedraw.backends.torch.runner.stage_boundary import current
-from onedraw.backends.torch.runner.staging_buffers import Arena
-from onedraw.backends.torch.state.model_state import State
+from onedraw.backends.torch.model.transformer import LayerProbe, ResidualStream, StageInputs, Transformer
+from onedraw.backends.torch.runner.cuda_graphs import GraphCache
+from onedraw.backends.torch.runner.inputs import Bucket, InputLayout, Inputs, fed_inputs
+from onedraw.backends.torch.runner.stage_boundary import current_device
+from onedraw.backends.torch.runner.staging_buffers import StagingBuffer
+from onedraw.backends.torch.state.model_state import ModelState
 from onedraw.types import Plan
 
 ARENA_BYTES = 16 * 2**20
@@ -34,88 +34,92 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
-class LaidPart:
+class GraphStageInputs:
     """What a stage's work reads beside weights and state."""
 
     bucket: Bucket
     inputs: Inputs
-    ready: Ready
+    ready: StageInputs
     rows: Tensor  # [R, 5]
     parents: Tensor  # [T]
 
 
-class Part:
+class GraphStage:
     """Owner: the backend. `tokens`: of a turn at most. `lock`: held while work is started, where others start some there.
     `sides`: of the arena, one more than turns may be under way."""
 
     def __init__(
         self,
-        stack: Stack,
+        model: Transformer,
         number: int,
-        state: State,
-        recorder: Recorder,
+        state: ModelState,
+        recorder: GraphCache,
         *,
         tokens: int,
         lock: AbstractContextManager[Any] = NOBODY,
         sides: int = 2,
     ) -> None:
-        stage = stack.stages[number]
+        stage = model.stages[number]
         self.device = stage.device
-        self._stack, self._number, self._state, self._recorder = stack, number, state, recorder
+        self._model, self._number, self._state, self._recorder = model, number, state, recorder
         self._ops: Any = stage.ops
         self._lock = lock
-        self.arena = Arena(stage.device, ARENA_BYTES, sides=sides)
+        self.arena = StagingBuffer(stage.device, ARENA_BYTES, sides=sides)
         self._chosen = torch.zeros(tokens, dtype=torch.int64, device=stage.device)
         # Turns that run kernel by kernel, perhaps on threads of their own, have the stage's own entrance.
-        self._entrance = None if number == 0 else stack.boundary(number, rows=tokens)
+        self._entrance = None if number == 0 else model.boundary(number, rows=tokens)
 
-    def lay(self, inputs: Inputs, bucket: Bucket, rows: npt.NDArray[Any], parents: npt.NDArray[Any]) -> LaidPart:
+    def lay(self, inputs: Inputs, bucket: Bucket, rows: npt.NDArray[Any], parents: npt.NDArray[Any]) -> GraphStageInputs:
         arena = self.arena
         arena.begin()
-        own = inputs if inputs.feed is arena else replace(inputs, feed=arena)
-        ready = self._stack.prepare(own, self._number)  # the tokens come first
+        own = inputs if inputs.staging is arena else replace(inputs, staging=arena)
+        ready = self._model.prepare(own, self._number)  # the tokens come first
         arena.note((self._number, bucket))
-        return LaidPart(bucket, own, ready, arena.put(rows), arena.put(parents))
+        return GraphStageInputs(bucket, own, ready, arena.put(rows), arena.put(parents))
 
     def send(self, captures: Hashable) -> Hashable:
         self.arena.note(captures)
-        with current(self.device):
+        with current_device(self.device):
             return self.arena.send()
 
     def record(self, signature: Hashable | None, work: Callable[[], Result]) -> Result:
         """Without a signature it is done and not recorded."""
-        with self._lock, current(self.device):
+        with self._lock, current_device(self.device):
             return work() if signature is None else self._recorder.run(signature, work)
 
-    def enter(self, before: Stream | None, bucket: Bucket) -> Stream | None:
+    def enter(self, before: ResidualStream | None, bucket: Bucket) -> ResidualStream | None:
         """Over the way from the stage before, into memory that keeps its place."""
         if before is None or self._entrance is None:
             return None
-        with current(self.device):
+        with current_device(self.device):
             x, own = self._entrance.cross(before.x, before.own, bucket.tokens)
-        return Stream(x, own, before.left)
+        return ResidualStream(x, own, before.left)
 
-    def pass_through(self, laid: LaidPart, entered: Stream | None, last: Tensor | None, watch: Watch) -> Stream:
+    def pass_through(
+        self, laid: GraphStageInputs, entered: ResidualStream | None, last: Tensor | None, watch: LayerProbe
+    ) -> ResidualStream:
         """`last`: what each lane chose last, where tokens may await it."""
         ready = laid.ready if last is None else replace(laid.ready, tokens=self._ops.awaited(laid.ready.tokens, last))
-        return self._stack.pass_stage(self._number, ready, entered, self._state, watch=watch)
+        return self._model.pass_stage(self._number, ready, entered, self._state, watch=watch)
 
-    def advance(self, before: Stream | None, plan: Plan, bucket: Bucket, shape: Shape, watch: Watch) -> Stream:
-        """The whole of it, for a stage beside others that record nothing: `Stack.advance` for a steady turn. What comes out
+    def advance(
+        self, before: ResidualStream | None, plan: Plan, bucket: Bucket, layout: InputLayout, watch: LayerProbe
+    ) -> ResidualStream:
+        """The whole of it, for a stage beside others that record nothing: `Transformer.advance` for a steady turn. What comes out
         lies in memory of its own. May raise `ArenaFull`, before anything is done."""
-        laid = self.lay(fed_inputs(plan, shape=shape, feed=self.arena, bucket=bucket), bucket, NOTHING, NOTHING)
+        laid = self.lay(fed_inputs(plan, layout=layout, staging=self.arena, bucket=bucket), bucket, NOTHING, NOTHING)
         signature, entered = self.send(watch.captures), self.enter(before, bucket)
 
-        def work() -> tuple[Stream, Watch]:
-            own = Watch(watch.captures)
+        def work() -> tuple[ResidualStream, LayerProbe]:
+            own = LayerProbe(watch.captures)
             return self.pass_through(laid, entered, None, own), own
 
         stream, seen = self.record(signature, work)
-        with current(self.device):
-            watch.features.extend(feature.to(self._stack.device, copy=True) for feature in seen.features)
-            return Stream(stream.x.clone(), None if stream.own is None else stream.own.clone(), stream.left)
+        with current_device(self.device):
+            watch.features.extend(feature.to(self._model.device, copy=True) for feature in seen.features)
+            return ResidualStream(stream.x.clone(), None if stream.own is None else stream.own.clone(), stream.left)
 
-    def settle(self, laid: LaidPart, chosen: Tensor) -> None:
+    def settle(self, laid: GraphStageInputs, chosen: Tensor) -> None:
         """Bring kept drafts home; chosen [T] on this device."""
         self._ops.settle(
             chosen,
@@ -127,11 +131,11 @@ class Part:
             state=self._state,
         )
 
-    def settle_late(self, signature: Hashable, laid: LaidPart, answers: Tensor) -> None:
+    def settle_late(self, signature: Hashable, laid: GraphStageInputs, answers: Tensor) -> None:
         """The same from the answers [T, columns] of the last stage, wherever that is."""
         if not self._ops.settles(laid.bucket, self._state):
             return
-        with self._lock, current(self.device):
+        with self._lock, current_device(self.device):
             chosen = self._chosen[: len(answers)]
             chosen.copy_(answers[:, 0])
             self._recorder.run(("settle", signature), lambda: self.settle(laid, chosen))

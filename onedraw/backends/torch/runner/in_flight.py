@@ -11,29 +11,29 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from onedraw.backends.base import Ticket
-from onedraw.backends.torch.runner.graph_runner import Steady
+from onedraw.backends.torch.runner.graph_runner import CapturedStep
 from onedraw.sampling.law import NO_TOKEN
 from onedraw.types import Outcome, Plan
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class StartedStep:
     """A steady turn under way. Owner: the backend, until it is collected."""
 
     plan: Plan
-    steady: Steady
+    steady: CapturedStep
     begin: float
 
 
 @dataclass(frozen=True, slots=True)
-class Boarded:
+class InFlightStep:
     plan: Plan
-    turn: Future[Outcome] | Started
+    turn: Future[Outcome] | StartedStep
     berth: int | None  # None: it has no drafts
 
     def chosen(self) -> dict[int, int]:
         """By lane, the token that each row chose last; waits for it."""
-        if isinstance(self.turn, Started):
+        if isinstance(self.turn, StartedStep):
             steady = self.turn.steady
             steady.wait()
             return {row.lane: int(token) for row, token in zip(self.plan.rows, steady.answers[:, 0].tolist())}
@@ -41,16 +41,16 @@ class Boarded:
         return {row.lane: outcome.chosen[-1].token if outcome.chosen else NO_TOKEN for row, outcome in rows}
 
 
-class UnderWay:
+class InFlightSteps:
     """Owner: the backend."""
 
     def __init__(self, berths: int) -> None:
         self._tickets = itertools.count()
         self.berths = list(range(berths))  # free ones
-        self.plans: dict[Ticket, Boarded] = {}
+        self.plans: dict[Ticket, InFlightStep] = {}
 
     @property
-    def latest(self) -> Boarded:
+    def latest(self) -> InFlightStep:
         return self.plans[max(self.plans)]
 
     def take_berth(self) -> int:
@@ -60,12 +60,12 @@ class UnderWay:
         if berth is not None:
             self.berths.append(berth)
 
-    def enter(self, plan: Plan, turn: Future[Outcome] | Started, berth: int | None) -> Ticket:
+    def enter(self, plan: Plan, turn: Future[Outcome] | StartedStep, berth: int | None) -> Ticket:
         ticket = Ticket(next(self._tickets))
-        self.plans[ticket] = Boarded(plan, turn, berth)
+        self.plans[ticket] = InFlightStep(plan, turn, berth)
         return ticket
 
-    def leave(self, ticket: Ticket) -> Boarded:
+    def leave(self, ticket: Ticket) -> InFlightStep:
         """Its berth is given back when the turn has arrived."""
         return self.plans.pop(ticket)
 

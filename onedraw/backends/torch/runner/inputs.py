@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.torch.ops.plain.linear import RowRule
-from onedraw.backends.torch.runner.staging_buffers import Direct, Feed
+from onedraw.backends.torch.runner.staging_buffers import DirectStaging, Staging
 from onedraw.sampling.verify import trails
 from onedraw.types import UNKNOWN, Draft, Plan, Save
 
@@ -30,7 +30,7 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class InputLayout:
     """What of the backend shapes its inputs."""
 
     page_size: int
@@ -40,7 +40,7 @@ class Shape:
     held: int = 0  # the turn's first place in the rollback buffer
 
     @property
-    def alone(self) -> Shape:
+    def alone(self) -> InputLayout:
         """For a model of its own beside the target: all its layers lie in pages numbered like those of the first group."""
         return replace(self, scratch=self.scratch[:1], windows=(None,))
 
@@ -102,40 +102,40 @@ class Inputs:
     host_paths: Ints | None  # [T, depth] slots of the path, counted from the tail
     page_size: int
     windows: tuple[int | None, ...]  # of the page groups
-    feed: Feed
+    staging: Staging
     bucket: Bucket | None = None  # what the turn was padded to, if it was
 
     @property
     def device(self) -> torch.device:
-        return self.feed.device
+        return self.staging.device
 
     @cached_property
     def tokens(self) -> Tensor:
-        return self.feed.put(self.host_tokens)
+        return self.staging.put(self.host_tokens)
 
     @cached_property
     def positions(self) -> Tensor:
-        return self.feed.put(self.host_positions)
+        return self.staging.put(self.host_positions)
 
     @cached_property
     def slots(self) -> Tensor:
-        return self.feed.put(self.host_slots)
+        return self.staging.put(self.host_slots)
 
     @cached_property
     def ends(self) -> Tensor:
-        return self.feed.put(self.host_ends)
+        return self.staging.put(self.host_ends)
 
     @cached_property
     def rows(self) -> Tensor:
-        return self.feed.put(self.host_rows)
+        return self.staging.put(self.host_rows)
 
     @cached_property
     def tables(self) -> tuple[Tensor, ...]:
-        return tuple(self.feed.put(table) for table in self.host_tables)
+        return tuple(self.staging.put(table) for table in self.host_tables)
 
     def on(self, device: torch.device) -> Inputs:
         """The same turn on another device."""
-        return self if device == self.device else replace(self, feed=Direct(device))
+        return self if device == self.device else replace(self, staging=DirectStaging(device))
 
     def group(self, window: int | None) -> int:
         """Where layers with this window keep their pages."""
@@ -143,11 +143,11 @@ class Inputs:
 
     @cached_property
     def tails(self) -> Tensor | None:
-        return None if self.host_tails is None else self.feed.put(self.host_tails)
+        return None if self.host_tails is None else self.staging.put(self.host_tails)
 
     @cached_property
     def paths(self) -> Tensor | None:
-        return None if self.host_paths is None else self.feed.put(self.host_paths)
+        return None if self.host_paths is None else self.staging.put(self.host_paths)
 
     def host_firsts(self, window: int | None) -> Ints:
         """[T] the first position each token sees."""
@@ -160,17 +160,17 @@ class Inputs:
         return np.maximum(firsts, 0)
 
     def firsts(self, window: int | None) -> Tensor:
-        return self.feed.put(self.host_firsts(window))
+        return self.staging.put(self.host_firsts(window))
 
 
-def make_inputs(plan: Plan, *, shape: Shape, device: torch.device) -> Inputs:
-    return fed_inputs(plan, shape=shape, feed=Direct(device))
+def make_inputs(plan: Plan, *, layout: InputLayout, device: torch.device) -> Inputs:
+    return fed_inputs(plan, layout=layout, staging=DirectStaging(device))
 
 
-def fed_inputs(plan: Plan, *, shape: Shape, feed: Feed, bucket: Bucket | None = None) -> Inputs:
+def fed_inputs(plan: Plan, *, layout: InputLayout, staging: Staging, bucket: Bucket | None = None) -> Inputs:
     tokens: list[int] = []
     spans: list[Span] = []
-    held = shape.held
+    held = layout.held
     for row in plan.rows:
         span = Span(
             first=len(tokens),
@@ -186,7 +186,7 @@ def fed_inputs(plan: Plan, *, shape: Shape, feed: Feed, bucket: Bucket | None = 
         tokens += row.tokens if row.tokens != (UNKNOWN,) else (-1 - row.lane,)
         tokens += (draft.token for draft in row.drafts)
         held += len(row.drafts)
-    return fed_layout(tokens, spans, [row.pages for row in plan.rows], shape=shape, feed=feed, bucket=bucket)
+    return fed_layout(tokens, spans, [row.pages for row in plan.rows], layout=layout, staging=staging, bucket=bucket)
 
 
 def lay_out(
@@ -194,11 +194,11 @@ def lay_out(
     spans: list[Span],
     pages: Sequence[tuple[Sequence[int], ...]],
     *,
-    shape: Shape,
+    layout: InputLayout,
     device: torch.device,
 ) -> Inputs:
     """Inputs of any spans of tokens, each with the pages of its row, per group."""
-    return fed_layout(tokens, spans, pages, shape=shape, feed=Direct(device))
+    return fed_layout(tokens, spans, pages, layout=layout, staging=DirectStaging(device))
 
 
 def fed_layout(
@@ -206,13 +206,13 @@ def fed_layout(
     spans: list[Span],
     pages: Sequence[tuple[Sequence[int], ...]],
     *,
-    shape: Shape,
-    feed: Feed,
+    layout: InputLayout,
+    staging: Staging,
     bucket: Bucket | None = None,
 ) -> Inputs:
-    padding = (shape.rule.padded(len(tokens)) if bucket is None else bucket.tokens) - len(tokens)
-    spans = [*spans, *(Span(len(tokens) + i, 1, i % shape.page_size) for i in range(padding))]
-    pages = [*pages, *[tuple((page,) for page in shape.scratch)] * padding]
+    padding = (layout.rule.padded(len(tokens)) if bucket is None else bucket.tokens) - len(tokens)
+    spans = [*spans, *(Span(len(tokens) + i, 1, i % layout.page_size) for i in range(padding))]
+    pages = [*pages, *[tuple((page,) for page in layout.scratch)] * padding]
     tokens = [*tokens, *[0] * padding]
     counts = [span.count for span in spans]
     rows = np.repeat(np.arange(len(spans), dtype=np.int64), counts)
@@ -236,14 +236,14 @@ def fed_layout(
         host_ends=ends,
         host_rows=rows,
         host_tables=tuple(
-            _table([held[group] for held in pages], scratch, shape.page_size, bucket)
-            for group, scratch in enumerate(shape.scratch)
+            _table([held[group] for held in pages], scratch, layout.page_size, bucket)
+            for group, scratch in enumerate(layout.scratch)
         ),
         host_tails=tails,
         host_paths=paths,
-        page_size=shape.page_size,
-        windows=shape.windows,
-        feed=feed,
+        page_size=layout.page_size,
+        windows=layout.windows,
+        staging=staging,
         bucket=bucket,
     )
 

@@ -21,16 +21,16 @@ Step = Callable[[], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class StageJob:
     steps: Sequence[Step]
     result: Future[Any] = field(default_factory=Future)
 
 
-class Line:
+class Pipeline:
     """Owner: the backend. The threads hold nothing but their queues between jobs, so they do not keep it alive."""
 
     def __init__(self, openings: Sequence[Callable[[], None]]) -> None:
-        self._queues: list[SimpleQueue[Job | None]] = [SimpleQueue() for _ in openings]
+        self._queues: list[SimpleQueue[StageJob | None]] = [SimpleQueue() for _ in openings]
         behind = [*self._queues[1:], None]
         self._threads = [
             threading.Thread(target=_work, args=(number, [opening], own, ahead), name=f"onedraw-stage-{number}", daemon=True)
@@ -42,7 +42,7 @@ class Line:
     def start(self, steps: Sequence[Step]) -> Future[Any]:
         """One step per stage. Returns at once."""
         assert len(steps) == len(self._queues)
-        job = Job(steps)
+        job = StageJob(steps)
         self._queues[0].put(job)
         return job.result
 
@@ -54,7 +54,7 @@ class Line:
                 thread.join()
 
 
-class Here:
+class SameThread:
     """Where stages have no threads: one step after the other, before `start` returns. What a step raises is raised there."""
 
     def start(self, steps: Sequence[Step]) -> Future[Any]:
@@ -65,7 +65,7 @@ class Here:
         return result
 
 
-def locks_of(devices: Sequence[torch.device]) -> list[AbstractContextManager[Any]]:
+def device_locks(devices: Sequence[torch.device]) -> list[AbstractContextManager[Any]]:
     """Who launches work on a GPU has it alone: operations keep what goes from one kernel to the next in places of their own,
     and a thread that records must not meet another's launches. CPUs are left to their threads."""
     made = {device: threading.RLock() for device in devices}
@@ -73,7 +73,7 @@ def locks_of(devices: Sequence[torch.device]) -> list[AbstractContextManager[Any
 
 
 def _work(
-    number: int, openings: list[Callable[[], None]], own: SimpleQueue[Job | None], ahead: SimpleQueue[Job | None] | None
+    number: int, openings: list[Callable[[], None]], own: SimpleQueue[StageJob | None], ahead: SimpleQueue[StageJob | None] | None
 ) -> None:
     failed: BaseException | None = None
     try:

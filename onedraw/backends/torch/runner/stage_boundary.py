@@ -15,7 +15,7 @@ from torch import Tensor
 from onedraw.errors import OutOfMemory
 
 
-class Boundary:
+class StageBoundary:
     """Owner: the stage behind it. Rows that crossed are good until the next turn crosses."""
 
     def __init__(
@@ -62,6 +62,6 @@ class Boundary:
             torch.cuda.current_stream(self._gpu).synchronize()
 
 
-def current(device: torch.device) -> AbstractContextManager[object]:
-    """Kernels are launched on the current device, whatever their arguments lie on."""
+def current_device(device: torch.device) -> AbstractContextManager[object]:
+    """Kernels are launched on the current_device device, whatever their arguments lie on."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

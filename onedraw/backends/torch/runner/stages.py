@@ -1,6 +1,6 @@
-"""Layers in stages, one per device: where each stage runs, what it holds, and the way to it.
+"""Layers in stages, one per device: where each stage runs, what it holds, and the boundary before it.
 
-In: a site, and the stage before it. Out: a Stage with its layers loaded. One device is one stage.
+In: a stage_device, and the stage before it. Out: a Stage with its layers loaded. One device is one stage.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from torch import Tensor
 from onedraw.backends.memory_plan import layer_inputs_after
 from onedraw.backends.torch.model.fused_layers import LayerRun, runs_of_layers
 from onedraw.backends.torch.model.layer import Layer, load_layer, rope_tables
-from onedraw.backends.torch.model.weight_loader import LANE, Loader
+from onedraw.backends.torch.model.weight_loader import LANE, WeightLoader
 from onedraw.backends.torch.ops.base import Ops
-from onedraw.backends.torch.runner.stage_boundary import Boundary
+from onedraw.backends.torch.runner.stage_boundary import StageBoundary
 from onedraw.models.source import WeightSource
 from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, ModelSpec, RopeSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
-    """A device, and how far the layers on it go: from where the site before ends to `stop`; None: to the last."""
+class StageDevice:
+    """A device, and how far the layers on it go: from where the stage_device before ends to `stop`; None: to the last."""
 
     device: torch.device
     ops: Ops
     stop: int | None = None
 
     @staticmethod
-    def named(device: str, ops: Ops, *, stop: int | None = None) -> Site:
-        return Site(torch.device(device), ops, stop)
+    def named(device: str, ops: Ops, *, stop: int | None = None) -> StageDevice:
+        return StageDevice(torch.device(device), ops, stop)
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Layers [start, start + len(layers)) on one device, and the way to it."""
+    """Layers [start, start + len(layers)) on one device, and the boundary before it."""
 
     device: torch.device
     ops: Ops
@@ -44,7 +44,7 @@ class Stage:
     layers: list[Layer]
     runs: list[LayerRun]
     ropes: dict[RopeSpec, Tensor]
-    entrance: Boundary | None  # None for the first
+    entrance: StageBoundary | None  # None for the first
     mixers: tuple[AttentionSpec | DeltaSpec, ...]  # each kind once
 
     @property
@@ -53,7 +53,7 @@ class Stage:
 
 
 def load_stage(
-    site: Site,
+    stage_device: StageDevice,
     before: Stage | None,
     spec: ModelSpec,
     source: WeightSource,
@@ -64,28 +64,32 @@ def load_stage(
     rows: int,
     progress: Callable[[int, int], None] | None,
 ) -> Stage:
-    """The layers behind those of `before`, up to where the site ends."""
+    """The layers behind those of `before`, up to where the stage_device ends."""
     start = 0 if before is None else before.start + len(before.layers)
-    stop = len(spec.layers) if site.stop is None else site.stop
-    loader = Loader(source, ops=site.ops, dtype=dtype, device=site.device, norm=spec.norm)
+    stop = len(spec.layers) if stage_device.stop is None else stage_device.stop
+    loader = WeightLoader(source, ops=stage_device.ops, dtype=dtype, device=stage_device.device, norm=spec.norm)
     layers = []
     for index in range(start, stop):
-        layers.append(load_layer(index, spec.layers[index], loader, site.ops, spec.eps))
+        layers.append(load_layer(index, spec.layers[index], loader, stage_device.ops, spec.eps))
         if progress is not None:
             progress(index + 1, len(spec.layers))
     positions = max(max_context, LANE)  # padding tokens stand anywhere on a page, also where the context is shorter
     return Stage(
-        device=site.device,
-        ops=site.ops,
+        device=stage_device.device,
+        ops=stage_device.ops,
         start=start,
         layers=layers,
-        runs=runs_of_layers(layers, site.ops, spec.eps),
-        ropes=rope_tables(spec.layers[start:stop], positions, dtype=dtype, device=site.device),
-        entrance=None if before is None else way(before.device, site.device, spec, start, rows=rows, dtype=activation),
+        runs=runs_of_layers(layers, stage_device.ops, spec.eps),
+        ropes=rope_tables(spec.layers[start:stop], positions, dtype=dtype, device=stage_device.device),
+        entrance=None
+        if before is None
+        else stage_boundary(before.device, stage_device.device, spec, start, rows=rows, dtype=activation),
         mixers=tuple(dict.fromkeys(layer.spec.mixer for layer in layers)),
     )
 
 
-def way(source: torch.device, target: torch.device, spec: ModelSpec, start: int, *, rows: int, dtype: torch.dtype) -> Boundary:
+def stage_boundary(
+    source: torch.device, target: torch.device, spec: ModelSpec, start: int, *, rows: int, dtype: torch.dtype
+) -> StageBoundary:
     """From one device to the stage that begins with layer `start` on another."""
-    return Boundary(source, target, rows=rows, hidden=spec.hidden, inputs=layer_inputs_after(spec, start), dtype=dtype)
+    return StageBoundary(source, target, rows=rows, hidden=spec.hidden, inputs=layer_inputs_after(spec, start), dtype=dtype)

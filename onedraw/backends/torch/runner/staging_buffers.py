@@ -1,8 +1,8 @@
 """What a turn brings to its device: small arrays from the host, and the facts that shape its kernels.
 
-In: numpy arrays, one after the other. Out: tensors on the device. `Direct` copies each by itself. `Arena` lays all of them
-into one buffer that crosses in one copy and lies at the same addresses in every turn: turns that laid out alike (equal
-signatures) read the same addresses, so the kernels of one, recorded, serve the others.
+In: numpy arrays, one after the other. Out: tensors on the device. `DirectStaging` copies each array by itself. `StagingBuffer`
+writes all arrays into one buffer that is copied at once and has the same addresses in every step: steps with equal signatures
+read the same addresses, so the captured kernels of one serve the others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST_VIEWS = 4096
 DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64, np.dtype(np.float32): torch.float32}
 
 
-class Feed(Protocol):
+class Staging(Protocol):
     @property
     def device(self) -> torch.device: ...
 
@@ -35,12 +35,12 @@ class Feed(Protocol):
         """Something the host decided that shapes the kernels of this turn beside the arrays' shapes."""
         ...
 
-    def remembered(self, tensor: Tensor, layout: Hashable, make: Callable[[], Made]) -> Made:
+    def cached(self, tensor: Tensor, layout: Hashable, make: Callable[[], Made]) -> Made:
         """What `make` makes of a tensor of this feed and its layout alone, not of its content: perhaps an earlier turn did."""
         ...
 
 
-class Direct:
+class DirectStaging:
     """Every array by itself, into memory of its own."""
 
     def __init__(self, device: torch.device) -> None:
@@ -52,12 +52,12 @@ class Direct:
     def note(self, fact: Hashable) -> None:
         """Nobody asks."""
 
-    def remembered(self, tensor: Tensor, layout: Hashable, make: Callable[[], Made]) -> Made:
+    def cached(self, tensor: Tensor, layout: Hashable, make: Callable[[], Made]) -> Made:
         return make()
 
 
-class ArenaFull(Exception):
-    """The turn brings more than the arena holds; it goes by `Direct` instead."""
+class StagingBufferFull(Exception):
+    """The turn brings more than the arena holds; it goes by `DirectStaging` instead."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +67,7 @@ class Signature:
     facts: Hashable
 
 
-class Arena:
+class StagingBuffer:
     """Owner: the backend. `begin`, then `put` and `note` in any number, then `send`; after that the turn may run.
 
     What is put after `send` would not reach a recorded turn, so it is an error. On the host there are several buffers (`sides`):
@@ -100,7 +100,7 @@ class Arena:
             raise RuntimeError("an array came after the turn was sent: a recorded turn would miss it")
         begin, stop = self._used, self._used + array.nbytes
         if stop > len(self._bytes):
-            raise ArenaFull
+            raise StagingBufferFull
         self._bytes[begin:stop] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         self._used = -(-stop // ALIGNED) * ALIGNED
         place = (begin, array.dtype.char, array.shape)
@@ -113,7 +113,7 @@ class Arena:
             view = self._views[place] = self._there[begin:stop].view(DTYPES[array.dtype]).view(array.shape)
         return view
 
-    def remembered(self, tensor: Tensor, layout: Hashable, make: Callable[[], Made]) -> Made:
+    def cached(self, tensor: Tensor, layout: Hashable, make: Callable[[], Made]) -> Made:
         key = (id(tensor), layout)  # views live as long as what was made of them
         made: Made | None = self._made.get(key)
         if made is None:

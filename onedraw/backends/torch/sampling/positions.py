@@ -14,11 +14,11 @@ from torch import Tensor
 
 from onedraw.backends.memory_plan import LOGITS_BYTES
 from onedraw.backends.sampled_rows import SamplingPosition
-from onedraw.backends.torch.model.transformer import Stack
+from onedraw.backends.torch.model.transformer import Transformer
 from onedraw.backends.torch.ops.plain.linear import RowRule
 from onedraw.backends.torch.runner.inputs import Inputs
 from onedraw.backends.torch.sampling.sampler import Sampler
-from onedraw.backends.torch.state.model_state import KeptLogits
+from onedraw.backends.torch.state.model_state import CheckpointLogits
 from onedraw.sampling.verify import hypotheses
 from onedraw.types import Choice, Logprobs, Plan, Row
 
@@ -26,7 +26,7 @@ SCORED = 64  # positions at a time
 
 
 @dataclass(frozen=True, slots=True)
-class Pick:
+class RowPosition:
     """A position to choose at: after a token of the turn, or after the prompt of a checkpoint."""
 
     row: int
@@ -36,18 +36,18 @@ class Pick:
     keep: int | None  # the checkpoint that wants these logits
 
 
-class Picker:
+class PositionSampler:
     """Owner: the backend. `rule`: how many rows the head is offered at once."""
 
-    def __init__(self, stack: Stack, sampler: Sampler, kept: KeptLogits, rule: RowRule) -> None:
-        self._stack, self._sampler, self._kept, self._rule = stack, sampler, kept, rule
-        self._slice = max(LOGITS_BYTES // (4 * stack.spec.vocab), 1)
+    def __init__(self, model: Transformer, sampler: Sampler, kept: CheckpointLogits, rule: RowRule) -> None:
+        self._model, self._sampler, self._kept, self._rule = model, sampler, kept, rule
+        self._slice = max(LOGITS_BYTES // (4 * model.spec.vocab), 1)
 
     def logits(self, hidden: Tensor, tokens: list[int]) -> Tensor:
         """Logits of these tokens of the turn: [C', V'], the first C rows wanted."""
         padding = self._rule.padded(len(tokens)) - len(tokens)
-        index = torch.tensor([*tokens, *tokens[-1:] * padding], dtype=torch.long, device=self._stack.device)
-        return self._stack.logits(hidden.index_select(0, index))[: len(tokens)]
+        index = torch.tensor([*tokens, *tokens[-1:] * padding], dtype=torch.long, device=self._model.device)
+        return self._model.logits(hidden.index_select(0, index))[: len(tokens)]
 
     def choose(self, plan: Plan, inputs: Inputs, hidden: Tensor) -> dict[int, list[Choice | None]]:
         """Per choosing row, a choice after its last known token and after each draft."""
@@ -64,7 +64,7 @@ class Picker:
                 chosen.setdefault(pick.row, []).append(choice)
         return chosen
 
-    def _logits_at(self, picks: Sequence[Pick], hidden: Tensor) -> Tensor:
+    def _logits_at(self, picks: Sequence[RowPosition], hidden: Tensor) -> Tensor:
         """Logits of these picks [C, V']: computed, or from checkpoints; those that checkpoints want are kept."""
         computed = [pick.token for pick in picks if pick.token is not None]
         logits = self.logits(hidden, computed) if computed else self._kept.rows[:0]
@@ -95,7 +95,7 @@ class Picker:
         return scored
 
 
-def _picks(index: int, row: Row, first: int) -> Iterator[Pick]:
+def _picks(index: int, row: Row, first: int) -> Iterator[RowPosition]:
     """Of one row whose tokens begin at `first`: behind its last known token, and behind each draft."""
     if not row.chooses:
         return
@@ -104,4 +104,4 @@ def _picks(index: int, row: Row, first: int) -> Iterator[Pick]:
         drafts = (*row.tokens, *drafts) if row.awaits else drafts  # what it awaited is not in the history yet
         position = SamplingPosition(row.lane, row.params, row.history, drafts, row.request_id)
         token = first + len(row.tokens) - 1 + k if row.tokens else None
-        yield Pick(index, token, position, row.restore, kept if k == 0 else None)
+        yield RowPosition(index, token, position, row.restore, kept if k == 0 else None)

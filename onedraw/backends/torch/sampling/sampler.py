@@ -104,7 +104,7 @@ SLAB_ELEMENTS = {"cpu": 2**19, "cuda": 2**24}  # logits worked on at a time: bou
 
 
 @dataclass(frozen=True, slots=True)
-class Law:
+class FilteredScores:
     """The law's result for the rows of a slab: deficits, the largest one each row keeps, and whether a token is left."""
 
     deficit: Tensor  # [C, V] float32
@@ -196,12 +196,12 @@ class Sampler:
             answers[:, CHECKSUM] = self._checksums(raw, law)
         return answers
 
-    def _chosen(self, raw: Tensor, scores: Tensor, positions: Sequence[SamplingPosition]) -> tuple[Law, Tensor]:
+    def _chosen(self, raw: Tensor, scores: Tensor, positions: Sequence[SamplingPosition]) -> tuple[FilteredScores, Tensor]:
         """From scores, adjusted or `raw` itself, to the law and the tokens; any token where nothing sound is left."""
         law = self._law(raw, scores, positions)
         return law, first_best(self._values(law, positions))
 
-    def _law(self, raw: Tensor, scores: Tensor, positions: Sequence[SamplingPosition]) -> Law:
+    def _law(self, raw: Tensor, scores: Tensor, positions: Sequence[SamplingPosition]) -> FilteredScores:
         best = scores.amax(1) + 0.0  # -0.0 becomes 0.0
         sound = (best > -torch.inf) & (best < torch.inf)
         if scores is not raw:
@@ -210,9 +210,9 @@ class Sampler:
         torch.sub(best[:, None], scores, out=deficit)
         if any(p.params.temperature not in (0, 1) for p in positions):
             deficit /= self._column([filters(p.params, self._vocab).divisor for p in positions])
-        return Law(deficit, self._limit(deficit, positions), sound)
+        return FilteredScores(deficit, self._limit(deficit, positions), sound)
 
-    def _values(self, law: Law, positions: Sequence[SamplingPosition]) -> Tensor:
+    def _values(self, law: FilteredScores, positions: Sequence[SamplingPosition]) -> Tensor:
         """What is compared: noise less deficit, or the deficit alone where the choice is greedy.   [C, V]"""
         noisy = [row for row, p in enumerate(positions) if not p.params.greedy]
         if noisy:
@@ -347,7 +347,7 @@ class Sampler:
         else:
             answers[rows, TOTAL : TOTAL + found.shape[1]] = found
 
-    def _checksums(self, raw: Tensor, law: Law) -> Tensor:
+    def _checksums(self, raw: Tensor, law: FilteredScores) -> Tensor:
         if self._weights is None:
             weights = np.stack(checksum_weights(self._vocab))
             self._weights = torch.nn.functional.pad(torch.from_numpy(weights), (0, self._width - self._vocab)).to(self._device)

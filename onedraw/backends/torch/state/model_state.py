@@ -15,15 +15,15 @@ from torch import Tensor
 
 from onedraw.backends.torch.ops.base import Ops
 from onedraw.backends.torch.state.kv_pages import PageStore
-from onedraw.backends.torch.state.recurrent_state import Kept, LaneBlock, LaneStore
+from onedraw.backends.torch.state.recurrent_state import KeptDrafts, LaneBlock, LaneStore
 from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec
 from onedraw.types import Row
 
-Store = PageStore | LaneStore
+LayerStore = PageStore | LaneStore
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class StateSizes:
     """How much of everything a state holds."""
 
     pages: tuple[int, ...]  # per group
@@ -34,16 +34,16 @@ class Sizes:
     checkpoints: int = 0
 
 
-class State:
+class ModelState:
     """The stores of the layers on one device, `first` and those behind it. A layer that reuses another's keys and values has
     that one's store. `dtype` is that of the pages."""
 
     def __init__(
-        self, layers: Sequence[LayerSpec], sizes: Sizes, *, dtype: torch.dtype, device: torch.device, first: int = 0
+        self, layers: Sequence[LayerSpec], sizes: StateSizes, *, dtype: torch.dtype, device: torch.device, first: int = 0
     ) -> None:
         self.sizes, self._first = sizes, first
         self._device = device
-        self.stores: list[Store] = []
+        self.stores: list[LayerStore] = []
         self._groups: list[list[PageStore]] = [[] for _ in sizes.pages]
         self.lanes: list[LaneStore] = []
         deltas = Counter(layer.mixer for layer in layers if isinstance(layer.mixer, DeltaSpec))
@@ -55,7 +55,7 @@ class State:
         # Where what pages hold of the layers of one kind lies, which is for good: one kernel can then reach all of them.
         self.addresses = {mixer: self._addresses(mixer) for mixer in dict.fromkeys(mixer for mixer, _ in self.attending)}
 
-    def _make(self, mixer: AttentionSpec | DeltaSpec, dtype: torch.dtype) -> Store:
+    def _make(self, mixer: AttentionSpec | DeltaSpec, dtype: torch.dtype) -> LayerStore:
         sizes = self.sizes
         if isinstance(mixer, DeltaSpec):
             store = LaneStore(self.blocks[mixer], sum(store.spec == mixer for store in self.lanes))
@@ -119,7 +119,7 @@ class State:
         homes = []
         for row, path in zip(rows, kept, strict=True):
             if path:
-                homes.append(Kept(row.lane, tuple(held + index for index in path)))
+                homes.append(KeptDrafts(row.lane, tuple(held + index for index in path)))
             held += len(row.drafts)
         for store in self.lanes if homes else ():
             ops.commit_delta(store, homes)
@@ -161,7 +161,7 @@ class State:
                 store.saved_states[slot] = arrays[f"{name}.state"].to(self._device)
                 store.saved_windows[slot] = arrays[f"{name}.window"].to(self._device)
 
-    def _named(self) -> Iterator[tuple[str, int, Store]]:
+    def _named(self) -> Iterator[tuple[str, int, LayerStore]]:
         """Every store once: under the number of the layer that writes to it, with its page group."""
         groups = {id(store): number for number, group in enumerate(self._groups) for store in group}
         seen: set[int] = set()
@@ -171,7 +171,7 @@ class State:
                 yield str(self._first + index), groups.get(id(store), 0), store
 
 
-class KeptLogits:
+class CheckpointLogits:
     """The logits behind a prompt's last position, per checkpoint: float32 [slots, V']. Owner: the backend."""
 
     def __init__(self, checkpoints: int, width: int, device: torch.device) -> None:

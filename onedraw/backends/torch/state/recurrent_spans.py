@@ -1,6 +1,6 @@
 """A turn as layers with a state see it: who starts from which lane, in which form, and where the convolution reads.
 
-In: Inputs. Out: Runs, made once per turn and shape of convolution. A run is the tokens of one row: first prompt positions
+In: Inputs. Out: RecurrentSpans, made once per step and convolution width. A span is the tokens of one row: first prompt positions
 in chunks that lie on absolute multiples, then generated positions step by step, then drafts, each from its parent's state.
 """
 
@@ -23,7 +23,7 @@ ZERO = -1  # a tap before the sequence's beginning
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RecurrentSpan:
     """One row's tokens [first, first + known + drafts) of the turn."""
 
     first: int
@@ -37,10 +37,10 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Runs:
+class RecurrentSpans:
     """Taps are rows of [the turn's tokens, then K - 1 window rows per lane]; ZERO stands for zeros."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[RecurrentSpan, ...]
     host_taps: Ints  # [T, K] what the convolution reads at each token, oldest first
     host_closings: Ints  # [R, K - 1] the window after each run's known tokens
     host_kept: Ints  # [saves, K - 1] the window of each checkpoint, saves in order of runs
@@ -75,7 +75,7 @@ class Runs:
         return pair[0], pair[1]
 
 
-def runs_of(inputs: Inputs, *, conv: int) -> Runs:
+def recurrent_spans(inputs: Inputs, *, conv: int) -> RecurrentSpans:
     spans = [span for span in inputs.spans if span.lane is not None and span.count]
     total, before = len(inputs.host_tokens), conv - 1
     taps = np.full((total, conv), ZERO, dtype=np.int64)
@@ -96,7 +96,7 @@ def runs_of(inputs: Inputs, *, conv: int) -> Runs:
         closings.append(line[len(line) - before :])
         kept += [line[count : count + before] for count, _ in run.saves]
     empty = np.zeros((0, before), dtype=np.int64)
-    return Runs(
+    return RecurrentSpans(
         runs=tuple(runs),
         host_taps=taps,
         host_closings=np.stack(closings) if closings else empty,
@@ -105,7 +105,7 @@ def runs_of(inputs: Inputs, *, conv: int) -> Runs:
     )
 
 
-def _run(span: Span) -> Run:
+def _run(span: Span) -> RecurrentSpan:
     assert span.lane is not None
     known = span.count - len(span.drafts)
     prompt = min(max(span.prompt_stop - span.start, 0), known)
@@ -115,7 +115,7 @@ def _run(span: Span) -> Run:
         raise AssertionError("a row leaves its prompt before the prompt ends")
     if prompt == known and span.start + known < span.prompt_stop and (span.start + known) % CHUNK:
         raise AssertionError(f"a prompt row stops at {span.start + known}, inside a chunk")
-    return Run(
+    return RecurrentSpan(
         first=span.first,
         lane=span.lane,
         fresh=span.start == 0,

@@ -17,7 +17,7 @@ from onedraw.models.spec import DeltaSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptDrafts:
     """A commit of one lane: the places in the rollback buffer of the drafts that were kept, in order of position."""
 
     lane: int

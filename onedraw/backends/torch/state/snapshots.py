@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from onedraw.backends.torch.state.model_state import KeptLogits, State
+from onedraw.backends.torch.state.model_state import CheckpointLogits, ModelState
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
@@ -21,7 +21,9 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 class Snapshots:
     """Owner: the backend. `dtype`: of weights and products; where it is bf16, integers of 16 bits that come back are its bits."""
 
-    def __init__(self, states: Sequence[State], drafter: State | None, kept: KeptLogits, dtype: torch.dtype) -> None:
+    def __init__(
+        self, states: Sequence[ModelState], drafter: ModelState | None, kept: CheckpointLogits, dtype: torch.dtype
+    ) -> None:
         self._named = [("layer", state) for state in states]
         if drafter is not None:
             self._named.append(("drafter", drafter))

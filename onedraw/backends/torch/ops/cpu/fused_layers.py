@@ -48,7 +48,7 @@ def point_to_pages(arguments: Any, store: PageStore) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class CpuAttentionInputs:
     """A turn's arguments, and the tensors whose memory they point to."""
 
     arguments: AttentionArguments
@@ -96,7 +96,7 @@ class FusedLayers:
         self._stores: list[PageStore] = []
 
     def __call__(
-        self, x: Tensor, prepared: Sequence[Prepared], stores: Sequence[PageStore], kept: Sequence[int] = ()
+        self, x: Tensor, prepared: Sequence[CpuAttentionInputs], stores: Sequence[PageStore], kept: Sequence[int] = ()
     ) -> dict[int, Tensor]:
         """Run the first layers, as many as are prepared: x [T, E] → what the last of them and the `kept` ones give."""
         count, kernels = len(prepared), self._kernels

@@ -14,19 +14,19 @@ from torch import Tensor
 
 from onedraw.backends.torch.model.weight_loader import LANE, padded
 from onedraw.backends.torch.ops.base import DenseLayer
-from onedraw.backends.torch.ops.cpu.fused_layers import AttentionArguments, FusedLayers, Prepared
+from onedraw.backends.torch.ops.cpu.fused_layers import AttentionArguments, CpuAttentionInputs, FusedLayers
 from onedraw.backends.torch.ops.cpu.library import Kernels
 from onedraw.backends.torch.ops.cpu.packed_linear import CpuLinear, panels_of, panels_of_rows
 from onedraw.backends.torch.ops.cpu.sampler import CpuSampler
 from onedraw.backends.torch.ops.plain.delta import DeltaWeights
 from onedraw.backends.torch.ops.plain.elementwise import gated, times_gate
-from onedraw.backends.torch.ops.plain.experts import PlainBank, choose_experts, join_shared
+from onedraw.backends.torch.ops.plain.experts import PlainExpertBank, choose_experts, join_shared
 from onedraw.backends.torch.ops.plain.linear import Linear, RowRule
 from onedraw.backends.torch.runner.inputs import Inputs
 from onedraw.backends.torch.sampling.sampler import Sampler
 from onedraw.backends.torch.state.kv_pages import PageStore
-from onedraw.backends.torch.state.recurrent_spans import CHUNK, Runs, runs_of
-from onedraw.backends.torch.state.recurrent_state import Kept, LaneStore
+from onedraw.backends.torch.state.recurrent_spans import CHUNK, RecurrentSpans, recurrent_spans
+from onedraw.backends.torch.state.recurrent_state import KeptDrafts, LaneStore
 from onedraw.errors import UnsupportedModel
 from onedraw.models.source import Tensor as Stored
 from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, Gate, MoeSpec
@@ -58,10 +58,10 @@ class _Delta(ctypes.Structure):
     )
 
 
-class Recurrence:
+class CpuDeltaInputs:
     """A turn's runs as the kernel reads them, and the memory its pointers name."""
 
-    def __init__(self, runs: Runs) -> None:
+    def __init__(self, runs: RecurrentSpans) -> None:
         self._runs = runs
         parents = torch.full((len(runs.host_taps),), -1, dtype=torch.int64)
         saves = [save for run in runs.runs for save in run.saves]
@@ -121,14 +121,14 @@ class CpuOps:
     def stored(self, tensors: Sequence[Stored], *, bias: Tensor | None, pad: int, pad_columns: int) -> CpuLinear | None:
         return self._side_by_side(tensors, bias=bias, pad=pad, pad_columns=pad_columns) if self._packing.as_stored else None
 
-    def stored_bank(self, gate_up: Sequence[Stored], down: Stored, activation: Activation) -> PlainBank | None:
+    def stored_bank(self, gate_up: Sequence[Stored], down: Stored, activation: Activation) -> PlainExpertBank | None:
         if not self._packing.as_stored:
             return None
         first, second = [], []
         for number in range(down.shape[0]):
             first.append(self._side_by_side([Matrix(tensor, number) for tensor in gate_up], pad=LANE))
             second.append(self._side_by_side([Matrix(down, number)], pad_columns=LANE))
-        return PlainBank(tuple(first), tuple(second), activation, self.gated)
+        return PlainExpertBank(tuple(first), tuple(second), activation, self.gated)
 
     def table(self, tensor: Stored) -> None:
         """Rows are read in the head's panels, or where the file is mapped."""
@@ -165,8 +165,8 @@ class CpuOps:
     def opened(self, x: Tensor, gate: Tensor, kind: Gate) -> Tensor:
         return times_gate(x, gate, kind)
 
-    def bank(self, gate_up: list[Tensor], down: list[Tensor], activation: Activation) -> PlainBank:
-        return PlainBank(tuple(map(self.linear, gate_up)), tuple(map(self.linear, down)), activation, self.gated)
+    def bank(self, gate_up: list[Tensor], down: list[Tensor], activation: Activation) -> PlainExpertBank:
+        return PlainExpertBank(tuple(map(self.linear, gate_up)), tuple(map(self.linear, down)), activation, self.gated)
 
     def choose_experts(
         self, logits: Tensor, spec: MoeSpec, *, bias: Tensor | None, factors: Tensor | None
@@ -179,7 +179,7 @@ class CpuOps:
     def sampler(self, *, vocab: int, lanes: int, device: torch.device) -> Sampler:
         return CpuSampler(self._kernels, vocab=vocab, lanes=lanes, device=device)
 
-    def prepare(self, inputs: Inputs, mixer: AttentionSpec, turns: Tensor) -> Prepared:
+    def prepare(self, inputs: Inputs, mixer: AttentionSpec, turns: Tensor) -> CpuAttentionInputs:
         firsts = inputs.firsts(mixer.window)
         tails, paths, table = inputs.tails, inputs.paths, inputs.tables[inputs.group(mixer.window)]
         arguments = AttentionArguments(
@@ -204,12 +204,12 @@ class CpuOps:
             tails=None if tails is None else tails.data_ptr(),
             paths=None if paths is None else paths.data_ptr(),
         )
-        return Prepared(arguments, inputs, firsts, turns)
+        return CpuAttentionInputs(arguments, inputs, firsts, turns)
 
     def attention(
         self,
         qkv: Tensor,
-        prepared: Prepared,
+        prepared: CpuAttentionInputs,
         *,
         spec: AttentionSpec,
         store: PageStore,
@@ -223,7 +223,14 @@ class CpuOps:
         return out
 
     def remember(
-        self, kv: Tensor, prepared: Prepared, *, spec: AttentionSpec, store: PageStore, k_norm: Tensor | None, eps: float
+        self,
+        kv: Tensor,
+        prepared: CpuAttentionInputs,
+        *,
+        spec: AttentionSpec,
+        store: PageStore,
+        k_norm: Tensor | None,
+        eps: float,
     ) -> None:
         headless = replace(spec, heads=0)  # no queries: the kernel prepares and writes, and has nothing to attend
         prepared.arguments.heads = 0
@@ -236,10 +243,10 @@ class CpuOps:
     def require(self, mixer: DeltaSpec) -> None:
         """They compute every layer."""
 
-    def prepare_delta(self, inputs: Inputs, mixer: DeltaSpec) -> Recurrence:
-        return Recurrence(runs_of(inputs, conv=mixer.conv))
+    def prepare_delta(self, inputs: Inputs, mixer: DeltaSpec) -> CpuDeltaInputs:
+        return CpuDeltaInputs(recurrent_spans(inputs, conv=mixer.conv))
 
-    def delta(self, projected: Tensor, prepared: Recurrence, *, weights: DeltaWeights, store: LaneStore) -> Tensor:
+    def delta(self, projected: Tensor, prepared: CpuDeltaInputs, *, weights: DeltaWeights, store: LaneStore) -> Tensor:
         spec, tokens = store.spec, len(projected)
         arguments = _delta_arguments(store)
         prepared.fill(arguments, weights)
@@ -260,7 +267,7 @@ class CpuOps:
         )
         return out
 
-    def commit_delta(self, store: LaneStore, kept: Sequence[Kept]) -> None:
+    def commit_delta(self, store: LaneStore, kept: Sequence[KeptDrafts]) -> None:
         arguments, window = _delta_arguments(store), _floats(store.spec.conv - 1, store.spec.channels)
         for one in kept:
             places = torch.tensor(one.places, dtype=torch.int64)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onedraw.backends.sampled_rows import SamplingPosition
 from onedraw.backends.torch.ops.cpu.library import LONG, POINTER, Kernels
-from onedraw.backends.torch.sampling.sampler import Law, Sampler
+from onedraw.backends.torch.sampling.sampler import FilteredScores, Sampler
 from onedraw.sampling.law import NO_TOKEN, filters
 from onedraw.sampling.noise import key
 from onedraw.types import SamplingParams
@@ -43,7 +43,7 @@ class CpuSampler(Sampler):
         super().__init__(vocab=vocab, lanes=lanes, device=device)
         self._kernels = kernels
 
-    def _chosen(self, raw: Tensor, scores: Tensor, positions: Sequence[SamplingPosition]) -> tuple[Law, Tensor]:
+    def _chosen(self, raw: Tensor, scores: Tensor, positions: Sequence[SamplingPosition]) -> tuple[FilteredScores, Tensor]:
         adjusted = scores is not raw
         raw = raw.contiguous()
         scores = scores.contiguous() if adjusted else raw
@@ -67,7 +67,7 @@ class CpuSampler(Sampler):
             masses=masses.data_ptr(),
         )
         self._kernels.choose(ctypes.addressof(arguments), rows, self._kernels.team)
-        return Law(deficits, limits[:, None], tokens != NO_TOKEN), tokens.clamp_(min=0)
+        return FilteredScores(deficits, limits[:, None], tokens != NO_TOKEN), tokens.clamp_(min=0)
 
     def _wishes(self, positions: Sequence[SamplingPosition]) -> np.ndarray[tuple[int], np.dtype[np.void]]:
         return np.array([self._wish(p.params, p.at) for p in positions], dtype=WISH)

@@ -181,9 +181,9 @@ def device_view(words: Tensor, layout: Layout) -> DeviceView:
 
 def to_view(inputs: Inputs, heads: Heads) -> DeviceView:
     host = host_view(inputs, heads)
-    inputs.feed.note(host.layout)
-    words = inputs.feed.put(host.words)
-    return inputs.feed.remembered(words, host.layout, lambda: device_view(words, host.layout))
+    inputs.staging.note(host.layout)
+    words = inputs.staging.put(host.words)
+    return inputs.staging.cached(words, host.layout, lambda: device_view(words, host.layout))
 
 
 def _cuts(inputs: Inputs, heads: Heads) -> list[tuple[Cut, Ints, Ints]]:

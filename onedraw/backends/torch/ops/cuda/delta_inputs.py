@@ -1,6 +1,6 @@
 """A turn's runs as the delta kernels read them: tables of 32-bit integers on the device.
 
-In: Runs. Out: Recurrence: taps, chunks, paths of steps, and where windows come from. A path is what one program steps
+In: RecurrentSpans. Out: Recurrence: taps, chunks, paths of steps, and where windows come from. A path is what one program steps
 through: a row's known tokens and its drafts, a tree branch by branch.
 """
 
@@ -20,9 +20,9 @@ from onedraw.backends.torch.ops.cuda.delta_recurrent import PATH_WORDS
 from onedraw.backends.torch.ops.cuda.delta_recurrent import steps as step_chains
 from onedraw.backends.torch.ops.cuda.delta_tree import AGAIN, FROM_KNOWN, strands
 from onedraw.backends.torch.runner.inputs import Bucket, Ints
-from onedraw.backends.torch.runner.staging_buffers import Feed
-from onedraw.backends.torch.state.recurrent_spans import CHUNK, Run, Runs
-from onedraw.backends.torch.state.recurrent_state import Kept
+from onedraw.backends.torch.runner.staging_buffers import Staging
+from onedraw.backends.torch.state.recurrent_spans import CHUNK, RecurrentSpan, RecurrentSpans
+from onedraw.backends.torch.state.recurrent_state import KeptDrafts
 from onedraw.speculation.draft_tree import chain_length
 from onedraw.types import Draft
 
@@ -73,17 +73,17 @@ class _Paths:
         walks = [*walks, *[[]] * (self.strands - len(walks))]
         self.order += itertools.chain(*itertools.zip_longest(*walks, fillvalue=idle))
 
-    def steps(self, feed: Feed, rows: int = 0, entries: int = 0) -> Steps:
+    def steps(self, staging: Staging, rows: int = 0, entries: int = 0) -> Steps:
         """With room for so many paths and entries; a path without entries does nothing."""
         table = _filled(self.rows, (max(rows, len(self.rows)), PATH_WORDS), 0)
         order = _filled(self.order, (max(entries * self.strands, len(self.order)),), 0)
-        return Steps(feed.put(table), feed.put(order), self.strands)
+        return Steps(staging.put(table), staging.put(order), self.strands)
 
 
 class Recurrence:
     """Everything is on the device when it is constructed. Owner: the pass over the layers that made it."""
 
-    def __init__(self, runs: Runs, *, feed: Feed, bucket: Bucket | None = None) -> None:
+    def __init__(self, runs: RecurrentSpans, *, staging: Staging, bucket: Bucket | None = None) -> None:
         chunks: list[list[int]] = []
         slots: list[int] = []
         rows: list[list[int]] = []
@@ -98,14 +98,14 @@ class Recurrence:
             if run.prompt:
                 rows.append([run.lane, begin, len(chunks), int(run.fresh)])
             _walk(run, paths)
-        put = feed.put
+        put = staging.put
         self.chunks, self.chunk_runs = put(_filled(chunks, (len(chunks), 2))), put(_filled(rows, (len(rows), 4)))
         self.chunk_slots = put(_filled(slots, (len(slots),)))
         if bucket is None:
-            self.steps = paths.steps(feed)
+            self.steps = paths.steps(staging)
         else:  # a draft is taken again at most once for each draft behind it
             entries = bucket.tokens * (1 if bucket.depth is None else bucket.depth)
-            self.steps = paths.steps(feed, bucket.rows, entries)
+            self.steps = paths.steps(staging, bucket.rows, entries)
         self.taps = put(runs.host_taps.astype(np.int32))
         room = 0 if bucket is None else bucket.rows
         self.closings = put(_sources([run.lane for run in runs.runs], runs.host_closings, room))
@@ -121,7 +121,7 @@ def _sources(places: list[int], rows: Ints, room: int = 0) -> Words:
     return padded
 
 
-def _held(runs: Runs) -> Words:
+def _held(runs: RecurrentSpans) -> Words:
     places = np.full(len(runs.host_taps), -1, dtype=np.int32)
     for run in runs.runs:
         first = run.first + run.known
@@ -129,7 +129,7 @@ def _held(runs: Runs) -> Words:
     return places
 
 
-def _walk(run: Run, paths: _Paths) -> None:
+def _walk(run: RecurrentSpan, paths: _Paths) -> None:
     """Known tokens, and the drafts behind them."""
     known = [4 * token for token in range(run.first + run.prompt, run.first + run.known)]
     node = 4 * (run.first + run.known)
@@ -144,7 +144,7 @@ def _walk(run: Run, paths: _Paths) -> None:
     paths.add(known, walks, lane=run.lane, fresh=run.fresh and not run.prompt)
 
 
-def _branches(run: Run) -> bool:
+def _branches(run: RecurrentSpan) -> bool:
     """Whether some draft does not follow the one before it."""
     return chain_length(run.drafts) != len(run.drafts)
 
@@ -182,7 +182,7 @@ def _branch_by_branch(drafts: Sequence[Draft]) -> list[tuple[int, list[int]]]:
     return found
 
 
-def commit_tables(kept: Sequence[Kept], *, conv: int, held: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def commit_tables(kept: Sequence[KeptDrafts], *, conv: int, held: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Lanes [n], places [n, longest] and window sources [n, 1 + K] of a commit; `held`: places the rollback buffer has."""
     longest = max(len(one.places) for one in kept)
     places = np.full((len(kept), longest), -1, dtype=np.int32)

@@ -33,9 +33,9 @@ from onedraw.backends.torch.ops.plain.linear import Linear, RowRule
 from onedraw.backends.torch.runner.inputs import Bucket, Inputs
 from onedraw.backends.torch.sampling.sampler import Sampler
 from onedraw.backends.torch.state.kv_pages import PageStore
-from onedraw.backends.torch.state.model_state import State
-from onedraw.backends.torch.state.recurrent_spans import runs_of
-from onedraw.backends.torch.state.recurrent_state import Kept, LaneStore
+from onedraw.backends.torch.state.model_state import ModelState
+from onedraw.backends.torch.state.recurrent_spans import recurrent_spans
+from onedraw.backends.torch.state.recurrent_state import KeptDrafts, LaneStore
 from onedraw.errors import UnsupportedModel
 from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, Gate, MoeSpec
 
@@ -134,7 +134,7 @@ def _library_agrees(weight: Tensor) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class TritonAttentionInputs:
     """What layers of one kind read alike in one turn."""
 
     turns: Tensor  # [positions, 2, d/2]
@@ -212,8 +212,8 @@ class TritonOps(FloatOps):
     def sampler(self, *, vocab: int, lanes: int, device: torch.device) -> Sampler:
         return TritonSampler(vocab=vocab, lanes=lanes, device=device, pdl=self._pdl)
 
-    def prepare(self, inputs: Inputs, mixer: AttentionSpec, turns: Tensor) -> Prepared:
-        return Prepared(turns, to_view(inputs, self.heads(mixer)))
+    def prepare(self, inputs: Inputs, mixer: AttentionSpec, turns: Tensor) -> TritonAttentionInputs:
+        return TritonAttentionInputs(turns, to_view(inputs, self.heads(mixer)))
 
     def heads(self, mixer: AttentionSpec) -> Heads:
         small = shared_memory(self._device) <= SMALL_SHARED
@@ -222,7 +222,7 @@ class TritonOps(FloatOps):
     def attention(
         self,
         qkv: Tensor,
-        prepared: Prepared,
+        prepared: TritonAttentionInputs,
         *,
         spec: AttentionSpec,
         store: PageStore,
@@ -246,7 +246,14 @@ class TritonOps(FloatOps):
         )
 
     def remember(
-        self, kv: Tensor, prepared: Prepared, *, spec: AttentionSpec, store: PageStore, k_norm: Tensor | None, eps: float
+        self,
+        kv: Tensor,
+        prepared: TritonAttentionInputs,
+        *,
+        spec: AttentionSpec,
+        store: PageStore,
+        k_norm: Tensor | None,
+        eps: float,
     ) -> None:
         self._heads(kv, prepared, spec=spec, store=store, q_norm=None, k_norm=k_norm, eps=eps, heads=0)
 
@@ -263,8 +270,8 @@ class TritonOps(FloatOps):
             raise UnsupportedModel(f"this model's delta layers have {why}; use --device cpu")
 
     def prepare_delta(self, inputs: Inputs, mixer: DeltaSpec) -> Recurrence:
-        runs = runs_of(inputs, conv=mixer.conv)
-        return Recurrence(runs, feed=inputs.feed, bucket=inputs.bucket)
+        runs = recurrent_spans(inputs, conv=mixer.conv)
+        return Recurrence(runs, staging=inputs.staging, bucket=inputs.bucket)
 
     def delta(self, projected: Tensor, prepared: Recurrence, *, weights: DeltaWeights, store: LaneStore) -> Tensor:
         spec, projected = store.spec, _straight(projected)
@@ -301,7 +308,7 @@ class TritonOps(FloatOps):
             pdl=self._pdl,
         )
 
-    def settles(self, bucket: Bucket, state: State) -> bool:
+    def settles(self, bucket: Bucket, state: ModelState) -> bool:
         """Whether there is anything to bring home: without states a kept chain stands at its positions already."""
         return bucket.longest > 1 and (bool(state.lanes) or bucket.depth is not None)
 
@@ -322,9 +329,9 @@ class TritonOps(FloatOps):
         rows: Tensor,
         bucket: Bucket,
         preparation: Preparation,
-        state: State,
+        state: ModelState,
     ) -> None:
-        """Kept drafts of a steady turn brought home without a look at the host: `State.commit` on the device."""
+        """Kept drafts of a steady turn brought home without a look at the host: `ModelState.commit` on the device."""
         if not self.settles(bucket, state):
             return
         first = next(iter(state.lanes), None)
@@ -350,7 +357,7 @@ class TritonOps(FloatOps):
                     pdl=self._pdl,
                 )
 
-    def commit_delta(self, store: LaneStore, kept: Sequence[Kept]) -> None:
+    def commit_delta(self, store: LaneStore, kept: Sequence[KeptDrafts]) -> None:
         held, device = (store.decays, store.keys, store.changes), store.states.device
         lanes, places, sources = commit_tables(kept, conv=store.spec.conv, held=len(store.fed), device=device)
         commit(store.states, held=held, lanes=lanes, places=places)
@@ -359,7 +366,7 @@ class TritonOps(FloatOps):
     def _heads(
         self,
         x: Tensor,
-        prepared: Prepared,
+        prepared: TritonAttentionInputs,
         *,
         spec: AttentionSpec,
         store: PageStore,

@@ -17,8 +17,8 @@ from torch import Tensor
 from onedraw.backends.sampled_rows import CHECKSUM, TOKEN, SamplingPosition
 from onedraw.backends.torch.ops.cuda.commit import awaited
 from onedraw.backends.torch.ops.cuda.sampling import COLUMNS, GREEDY, KEY_0, LANE, TOP_K, Chosen, Wishes, choose
-from onedraw.backends.torch.runner.staging_buffers import ArenaFull, Direct, Feed
-from onedraw.backends.torch.sampling.sampler import Law, Sampler, _deficits
+from onedraw.backends.torch.runner.staging_buffers import DirectStaging, Staging, StagingBufferFull
+from onedraw.backends.torch.sampling.sampler import FilteredScores, Sampler, _deficits
 from onedraw.backends.torch.sampling.token_counts import LaneCounts
 from onedraw.sampling.adjustments import Adjustment, adjustment, inside
 from onedraw.sampling.law import NO_TOKEN, Filters, checksum_weights, filters
@@ -93,24 +93,24 @@ class TritonSampler(Sampler):
     def _slab(self, logits: Tensor, positions: Sequence[SamplingPosition], columns: int) -> Tensor:
         if any(p.params.constraint is not None for p in positions):  # the plain sampler chooses alike, and takes sets of tokens
             return super()._slab(logits.float(), positions, columns)
-        choosing = self.prepare(positions, feed=Direct(self._device), columns=columns)
+        choosing = self.prepare(positions, staging=DirectStaging(self._device), columns=columns)
         self.count(choosing)
         answers, chosen = self._choose(logits, choosing, slice(0, len(positions)))
         self._report(answers, logits, chosen, positions)
         return answers
 
-    def prepare(self, positions: Sequence[SamplingPosition], *, feed: Feed, columns: int = 1, rows: int = 0) -> Choosing:
+    def prepare(self, positions: Sequence[SamplingPosition], *, staging: Staging, columns: int = 1, rows: int = 0) -> Choosing:
         """Everything the kernels need to know of the positions, as many rows as asked for: those behind the last position
         choose greedily and concern nobody."""
         checksums = any(p.params.checksums for p in positions)
         with self._lock:
             choosing = Choosing(
-                wishes=self._wishes(positions, feed, rows),
+                wishes=self._wishes(positions, staging, rows),
                 columns=max(columns, CHECKSUM + 1) if checksums else columns,
                 weights=self._checksum_weights() if checksums else None,
             )
         wishes = choosing.wishes
-        feed.note((wishes.counted, wishes.shared, wishes.adjusted, wishes.output is None, checksums, choosing.columns))
+        staging.note((wishes.counted, wishes.shared, wishes.adjusted, wishes.output is None, checksums, choosing.columns))
         return choosing
 
     def count(self, choosing: Choosing) -> None:
@@ -152,14 +152,14 @@ class TritonSampler(Sampler):
                 raw = self._padded(logits.float())
                 self._describe(answers, rows, _deficits(raw if rows is None else raw[rows]), tokens)
             else:
-                law = Law(chosen.deficits, chosen.limits[:, None], chosen.tokens != NO_TOKEN)
+                law = FilteredScores(chosen.deficits, chosen.limits[:, None], chosen.tokens != NO_TOKEN)
                 self._describe(answers, rows, law.kept(rows), tokens)
 
     def wishes(self, positions: Sequence[SamplingPosition]) -> Wishes:
         """For who calls the kernels by hand."""
-        return self._wishes(positions, Direct(self._device), 0)
+        return self._wishes(positions, DirectStaging(self._device), 0)
 
-    def _wishes(self, positions: Sequence[SamplingPosition], feed: Feed, rows: int) -> Wishes:
+    def _wishes(self, positions: Sequence[SamplingPosition], staging: Staging, rows: int) -> Wishes:
         table = np.zeros((max(len(positions), rows), COLUMNS), dtype=np.int64)
         table[len(positions) :] = _NOBODY
         entries, words, asking = Entries(), list[tuple[int, ...]](), list[SamplingPosition]()
@@ -175,11 +175,11 @@ class TritonSampler(Sampler):
                 asking.append(head)
         if words:
             table[: len(positions), KEY_0:] = words
-        there = [feed.put(array) for array in (table, *entries.lines(padded=rows > 0))]
+        there = [staging.put(array) for array in (table, *entries.lines(padded=rows > 0))]
         counts, grown = self._counted(asking, rows)
         try:
-            added = None if counts is None else feed.put(grown)
-        except ArenaFull:  # nobody adds what these lanes' marks say was added
+            added = None if counts is None else staging.put(grown)
+        except StagingBufferFull:  # nobody adds what these lanes' marks say was added
             if counts is not None:
                 counts.forget(asking)
             raise

@@ -1,4 +1,4 @@
-"""Gated DeltaNet in plain torch: the slow twin of the kernels, and what runs where there are none.
+"""DeltaGates DeltaNet in plain torch: the slow twin of the kernels, and what runs where there are none.
 
 In: projections of the turn's tokens, the turn's runs, a layer's states. Out: what the state gave at every token.
 
@@ -22,8 +22,8 @@ from torch import Tensor
 
 from onedraw.backends.torch.ops.plain.elementwise import activated, opened
 from onedraw.backends.torch.sampling.exact import apply_elementwise, ordered_sum
-from onedraw.backends.torch.state.recurrent_spans import CHUNK, Run, Runs
-from onedraw.backends.torch.state.recurrent_state import Kept, LaneStore
+from onedraw.backends.torch.state.recurrent_spans import CHUNK, RecurrentSpan, RecurrentSpans
+from onedraw.backends.torch.state.recurrent_state import KeptDrafts, LaneStore
 from onedraw.models.spec import DeltaSpec
 from onedraw.sampling.verify import trails
 
@@ -42,7 +42,7 @@ class DeltaWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class Gated:
+class DeltaGates:
     """Every token's queries, keys, values and gates."""
 
     q: Tensor  # [T, Hk, Dk]
@@ -53,7 +53,7 @@ class Gated:
     beta: Tensor  # [T, Hv]
 
 
-def delta(projected: Tensor, runs: Runs, *, weights: DeltaWeights, store: LaneStore) -> Tensor:
+def delta(projected: Tensor, runs: RecurrentSpans, *, weights: DeltaWeights, store: LaneStore) -> Tensor:
     """projected [T, C + Hv * Dv + 2 Hv] (qkv, z, a, b) → [T, Hv * Dv]. Lanes move on, drafts go to the rollback buffer."""
     spec, total = store.spec, len(projected)
     heads, inner = spec.value_heads, spec.value_heads * spec.value_dim
@@ -73,7 +73,7 @@ def delta(projected: Tensor, runs: Runs, *, weights: DeltaWeights, store: LaneSt
     return _close(out, z, weights, spec)
 
 
-def commit(store: LaneStore, kept: Sequence[Kept]) -> None:
+def commit(store: LaneStore, kept: Sequence[KeptDrafts]) -> None:
     """Bring the kept drafts home: the same step arithmetic, from the increments the turn left."""
     for one in kept:
         window = store.windows[one.lane]
@@ -86,7 +86,7 @@ def commit(store: LaneStore, kept: Sequence[Kept]) -> None:
 # ------------------------------------------------------------------ before and after the state
 
 
-def _gate(source: Tensor, a: Tensor, b: Tensor, runs: Runs, weights: DeltaWeights, spec: DeltaSpec) -> Gated:
+def _gate(source: Tensor, a: Tensor, b: Tensor, runs: RecurrentSpans, weights: DeltaWeights, spec: DeltaSpec) -> DeltaGates:
     total = len(a)
     mixed = source[runs.taps[:, 0]] * weights.conv[0]  # [T, C]
     for tap in range(1, spec.conv):
@@ -96,7 +96,7 @@ def _gate(source: Tensor, a: Tensor, b: Tensor, runs: Runs, weights: DeltaWeight
     q, k, v = torch.split(mixed, [keys, keys, spec.value_heads * spec.value_dim], dim=1)
     q, k = q.reshape(total, spec.key_heads, -1), k.reshape(total, spec.key_heads, -1)
     g = weights.decay * opened(a + weights.bias, "softplus")
-    return Gated(
+    return DeltaGates(
         q=_unit(q) * spec.key_dim**-0.5,
         k=_unit(k),
         v=v.reshape(total, spec.value_heads, -1),
@@ -119,7 +119,7 @@ def _close(out: Tensor, z: Tensor, weights: DeltaWeights, spec: DeltaSpec) -> Te
 # ------------------------------------------------------------------ the state
 
 
-def _recur(run: Run, gated: Gated, out: Tensor, store: LaneStore) -> None:
+def _recur(run: RecurrentSpan, gated: DeltaGates, out: Tensor, store: LaneStore) -> None:
     state = store.states[run.lane]  # [Hv, Dk, Dv], moved in place
     if run.fresh:
         state.zero_()
@@ -135,7 +135,7 @@ def _recur(run: Run, gated: Gated, out: Tensor, store: LaneStore) -> None:
         _draft(run, state, gated, out, store)
 
 
-def _draft(run: Run, state: Tensor, gated: Gated, out: Tensor, store: LaneStore) -> None:
+def _draft(run: RecurrentSpan, state: Tensor, gated: DeltaGates, out: Tensor, store: LaneStore) -> None:
     """Every draft from its parent's state, which is rebuilt from the increments where the parent is not the last one."""
     paths = trails(run.drafts)
     work, last = state.clone(), -1
@@ -160,7 +160,7 @@ def _advance(state: Tensor, decay: Tensor, key: Tensor, change: Tensor) -> None:
     state.mul_(decay[:, None, None]).add_(key.unsqueeze(2) * change.unsqueeze(1))
 
 
-def _step(state: Tensor, gated: Gated, token: int, out: Tensor) -> Tensor:
+def _step(state: Tensor, gated: DeltaGates, token: int, out: Tensor) -> Tensor:
     """One position; returns the change [Hv, Dv] that was written into the state."""
     repeats = state.shape[0] // gated.k.shape[1]
     key, query = gated.k[token].repeat_interleave(repeats, 0), gated.q[token].repeat_interleave(repeats, 0)  # [Hv, Dk]
@@ -172,7 +172,7 @@ def _step(state: Tensor, gated: Gated, token: int, out: Tensor) -> Tensor:
     return change
 
 
-def _chunk(state: Tensor, gated: Gated, tokens: slice, out: Tensor) -> None:
+def _chunk(state: Tensor, gated: DeltaGates, tokens: slice, out: Tensor) -> None:
     """Up to CHUNK positions at once, always in the shape of a whole chunk: what is missing changes nothing."""
     repeats = state.shape[0] // gated.k.shape[1]
     count = tokens.stop - tokens.start

@@ -19,7 +19,7 @@ from onedraw.backends.torch.sampling.exact import apply_elementwise, ordered_sum
 from onedraw.models.spec import Activation, MoeSpec
 
 
-class Bank(Protocol):
+class ExpertBank(Protocol):
     """All experts of one layer, ready for one device."""
 
     @property
@@ -42,7 +42,7 @@ class Bank(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class PlainBank:
+class PlainExpertBank:
     gate_up: tuple[Linear, ...]
     down: tuple[Linear, ...]
     activation: Activation
