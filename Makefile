@@ -1,7 +1,8 @@
-# Two commands do all set-up on a fresh machine with Python 3.11+, make and gcc:
+# Two commands set everything up on a machine with Python 3.11+, make and gcc:
 #   make serve    .venv, packages, the default model, a server on 127.0.0.1:8000
 #   make test     .venv, packages, the tests
-# Every installation runs through constraints.txt. A stamp inside .venv is written last, so what was cut off is done again.
+# Packages are installed with the versions in constraints.txt. The stamp file in .venv is written last, so an interrupted
+# installation is repeated.
 
 PYTHON ?= python3
 VENV := .venv
@@ -10,25 +11,29 @@ CLIENTS := .venv-clients
 MODEL ?= smollm2
 ARGS ?=
 JOBS ?= 2
-# Workers side by side with one compute thread each: thread pools that outnumber the cores wait for each other.
+# One compute thread per test worker: more threads than cores make every worker slower.
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-long test-device test-clients check format bench docs clean
+.PHONY: help serve quick test test-long test-device test-clients check format bench docs clean
 
 help:
 	@echo "make serve        set up and serve $(MODEL) on 127.0.0.1:8000 (MODEL=…, ARGS='--port 9000')"
 	@echo "make test         set up and run the tests"
-	@echo "make check        format, lint, types, import walls"
+	@echo "make quick        under a minute: make check, and the contract on the fake backend"
+	@echo "make check        format, lint, types, import contracts, duplicate names and import cycles"
 	@echo "make format       rewrite the sources in the project's format"
-	@echo "make test-long    soak, kill loops, large statistics, and properties with what nobody drew before"
-	@echo "make test-device  what needs an accelerator"
-	@echo "make test-clients other people's clients (Python and npm) against a server, in an environment of their own"
+	@echo "make test-long    soak, kill loops, large statistics, and property tests with new random cases"
+	@echo "make test-device  the tests that need an accelerator"
+	@echo "make test-clients third-party clients (Python and npm) against a server, in an environment of their own"
 	@echo "make bench        measure $(MODEL) on this machine"
-	@echo "make docs         write the generated parts of docs/ again"
+	@echo "make docs         regenerate docs/cli.md and docs/api.md"
 	@echo "make clean        remove .venv and all caches of this folder"
 
 serve: $(VENV)/.stamp-serve
 	exec $(BIN)/onedraw serve $(MODEL) $(ARGS)
+
+quick: check
+	$(PYTEST) -q --dist load tests/laws/test_fake.py $(ARGS)
 
 test: $(VENV)/.stamp-test
 	$(PYTEST) -m "not long and not device" $(ARGS)
@@ -39,7 +44,7 @@ test-long: $(VENV)/.stamp-test
 test-device: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -m device tests/device $(ARGS)
 
-# Clients as they come from their registries; what they warn about is theirs.
+# Unmodified third-party clients; their own warnings are not errors here.
 test-clients: $(VENV)/.stamp-test $(CLIENTS)/.stamp
 	ONEDRAW_PYTHON=$(CURDIR)/$(BIN)/python $(CLIENTS)/bin/python -m pytest tests/clients -o filterwarnings=ignore $(ARGS)
 
@@ -48,6 +53,7 @@ check: $(VENV)/.stamp-check
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.census
 
 format: $(VENV)/.stamp-check
 	$(BIN)/ruff check --fix .
@@ -72,7 +78,7 @@ $(VENV)/.stamp-serve: EXTRAS := serve,structured,terminal,models
 $(VENV)/.stamp-test: EXTRAS := serve,structured,terminal,models,xla,test,browser
 $(VENV)/.stamp-check: EXTRAS := serve,structured,terminal,models,xla,test,browser,check
 
-# A .venv counts for nothing if its Python does not run, if it was moved, or if an installation in it was cut off.
+# Remove a .venv whose Python does not run, that was moved, or in which an installation was interrupted.
 $(shell [ ! -e $(VENV) ] || { $(BIN)/python -c 'import pip' && grep -qF '$(CURDIR)/$(VENV)' $(VENV)/pyvenv.cfg \
     && [ ! -e $(VENV)/.installing ]; } 2>/dev/null || rm -rf $(VENV))
 
@@ -86,7 +92,7 @@ $(VENV)/.stamp-%: pyproject.toml constraints.txt
 	@rm $(VENV)/.installing
 	@touch $@
 
-# Node's packages only where there is a node; their tests say so where there is none.
+# npm packages are installed only if npm is there; their tests are skipped with a reason otherwise.
 $(CLIENTS)/.stamp: tests/clients/requirements.txt tests/clients/node/package-lock.json
 	@[ -x $(CLIENTS)/bin/python ] || $(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install --disable-pip-version-check -r tests/clients/requirements.txt
