@@ -1,6 +1,6 @@
 """The time a GPU waits for its host between two turns: from the arrival of a turn's answers to the start of the next turn.
 
-    python -m bench.host_turn [--turns 400] [--profile] [--json out.json]
+    python -m bench.host_step [--turns 400] [--profile] [--json out.json]
 
 In: nothing. Out: microseconds per turn, median and best, of the engine with the backend for GPUs whose recorded work is left out:
 what was chosen comes from a script (4 drafts of 15 kept). No GPU is needed, and none of its calls are in the figure: a small

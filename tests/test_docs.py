@@ -12,7 +12,31 @@ from onedraw.models.registry import FAMILIES
 
 ROOT = Path(__file__).parents[1]
 MODELS = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "bench" / "RESULTS.md"]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "bench").rglob("*.md")]
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+
+def test_the_architecture_page_has_a_line_for_every_package() -> None:
+    packages = [file.parent.relative_to(ROOT / "onedraw").as_posix() for file in (ROOT / "onedraw").rglob("__init__.py")]
+    assert [package for package in packages if package != "." and f"`{package}/`" not in ARCHITECTURE] == []
+
+
+@pytest.mark.parametrize("page", ["architecture.md", "design/*.md", "glossary.md"])
+def test_every_source_file_a_design_page_names_exists(page: str) -> None:
+    files = [file.relative_to(ROOT).as_posix() for part in ("onedraw", "docs", "tests") for file in (ROOT / part).rglob("*.*")]
+    named = [
+        path
+        for document in (ROOT / "docs").glob(page)
+        for path in re.findall(r"`([\w/.-]+\.(?:py|c|h|cu|cuh|md))`", document.read_text(encoding="utf-8"))
+    ]
+    assert named or page == "glossary.md"
+    assert [path for path in named if not any(f"/{file}".endswith(f"/{path}") for file in files)] == []
+
+
+def test_the_long_pages_stay_short() -> None:
+    """A page that nobody reads to the end is not documentation: details belong in docs/design, old figures in bench/history."""
+    assert len(ARCHITECTURE.splitlines()) <= 200
+    assert len((ROOT / "bench" / "RESULTS.md").read_text(encoding="utf-8").splitlines()) <= 200
 
 
 def test_the_page_of_models_names_every_family_and_every_kind_that_can_be_read() -> None:
