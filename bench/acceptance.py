@@ -25,11 +25,11 @@ from onedraw.backends.torch.drafters.draft_model import DraftModel, SmallModel
 from onedraw.backends.torch.model.transformer import Transformer
 from onedraw.backends.torch.runner.stages import StageDevice
 from onedraw.build.checkpoint import read_text
-from onedraw.checkpoints.base import open_checkpoint
-from onedraw.checkpoints.download import resolve
+from onedraw.checkpoints.download import resolve_model
 from onedraw.checkpoints.drafters import built_in
-from onedraw.models.dflash import describe_drafter
-from onedraw.models.model_info import describe
+from onedraw.checkpoints.open import open_checkpoint
+from onedraw.models.dflash import read_drafter_info
+from onedraw.models.model_info import read_model_info
 from onedraw.settings import default_cache_dir
 from onedraw.speculation.draft_tree import build_tree
 from onedraw.types import Request, SamplingParams
@@ -61,13 +61,13 @@ Make = Callable[[Any, Any, Any], Any]
 
 class Bench:
     def __init__(self, model: str, *, new_tokens: int, layers: int) -> None:
-        path = resolve(model, default_cache_dir())
-        self.target = describe(open_checkpoint(path))
+        path = resolve_model(model, default_cache_dir())
+        self.target = read_model_info(open_checkpoint(path))
         source = open_checkpoint(path)
         self.tokenizer, self.template = read_text(source)
         drafter = built_in(self.target.spec, source)
         assert drafter is not None, "this program needs a model with a shipped drafter"
-        self.drafter = describe_drafter(open_checkpoint(drafter))
+        self.drafter = read_drafter_info(open_checkpoint(drafter))
         self.ops = pick_ops("cpu", "f32", cache=default_cache_dir())
         self.new_tokens, self.layers = new_tokens, layers
 

@@ -64,16 +64,16 @@ def measure_rows(path: str, *, threads: int) -> dict[str, float]:
     """Seconds of one turn with a row of one token, and with one of a token and seven drafts."""
     from onedraw.backends.torch.backend import TorchBackend
     from onedraw.backends.torch.device import pick_ops, set_threads
-    from onedraw.checkpoints.base import open_checkpoint
-    from onedraw.models.model_info import describe
+    from onedraw.checkpoints.open import open_checkpoint
+    from onedraw.models.model_info import read_model_info
     from onedraw.settings import default_cache_dir
     from onedraw.types import Draft, History, Plan, Row, SamplingParams
 
-    described = describe(open_checkpoint(path))
+    info = read_model_info(open_checkpoint(path))
     ops = pick_ops("cpu", "packed", cache=default_cache_dir(), threads=threads)
     set_threads(threads, [ops])
     sizes = {"lanes": 1, "pages": 16, "page_size": 16, "max_context": 256, "check": False}
-    backend = TorchBackend(described.spec, described.weights, dtype="packed", device="cpu", ops=ops, **sizes)
+    backend = TorchBackend(info.spec, info.weights, dtype="packed", device="cpu", ops=ops, **sizes)
     history, params = History(PROMPT[: BEFORE + 1]), SamplingParams(temperature=0.0)
 
     def turn(drafts: int) -> None:
@@ -182,10 +182,10 @@ def main() -> None:
     if options.side:
         print(json.dumps(SIDES[options.side](options.model, threads=options.threads, new_tokens=options.new_tokens)))
         return
-    from onedraw.checkpoints.download import resolve
+    from onedraw.checkpoints.download import resolve_model
     from onedraw.settings import default_cache_dir
 
-    path = str(resolve(options.model, default_cache_dir()))
+    path = str(resolve_model(options.model, default_cache_dir()))
     load = os.getloadavg()[0]
     runs: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
     for _ in range(options.repeats):

@@ -22,7 +22,7 @@ import torch
 
 from bench.peer import llama_in_transformers
 from onedraw.build.llm import open_door
-from onedraw.checkpoints.download import resolve
+from onedraw.checkpoints.download import resolve_model
 from onedraw.llm.llm import Door
 from onedraw.llm.options import Wishes, settle
 from onedraw.settings import Settings, default_cache_dir
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    path = str(resolve(options.model, default_cache_dir()))
+    path = str(resolve_model(options.model, default_cache_dir()))
     if options.side:
         print(json.dumps(SIDES[options.side](path, new_tokens=options.new_tokens)))
         return

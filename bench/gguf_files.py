@@ -18,14 +18,14 @@ from typing import Any
 
 import numpy as np
 
+from onedraw.checkpoints.base import packed_bytes
+from onedraw.checkpoints.dequantize import QUANT_TYPES, Bytes
 from onedraw.checkpoints.gguf import read_file
-from onedraw.checkpoints.quants import KINDS, Bytes
 from onedraw.checkpoints.random_shapes import open_random, shape_config
-from onedraw.checkpoints.random_weights import RandomCheckpoint, RandomPacked, random_blocks
-from onedraw.checkpoints.tensor import packed_bytes
-from onedraw.models.model_info import describe
+from onedraw.checkpoints.random_weights import RandomCheckpoint, RandomQuantTensor, random_blocks
+from onedraw.models.model_info import read_model_info
 from onedraw.models.spec import DeltaSpec, ModelSpec
-from onedraw.models.weight_names import PLAIN, Where, all_shapes
+from onedraw.models.weight_names import PLAIN_NAMES, WeightKey, weight_shapes
 
 ALIGNMENT = 32
 PIECE = 8 << 20  # bytes of random blocks that a tensor repeats
@@ -61,7 +61,9 @@ def write_gguf(path: Path, metadata: Mapping[str, Any], parts: Sequence[Part]) -
     head += b"".join(_text(key) + _value(value) for key, value in metadata.items())
     for part, offset in zip(parts, offsets, strict=True):
         head += _text(part.name) + struct.pack("<I", len(part.shape))
-        head += struct.pack(f"<{len(part.shape)}Q", *reversed(part.shape)) + struct.pack("<IQ", KINDS[part.kind].code, offset)
+        head += struct.pack(f"<{len(part.shape)}Q", *reversed(part.shape)) + struct.pack(
+            "<IQ", QUANT_TYPES[part.kind].ggml_type, offset
+        )
     start = -(-len(head) // ALIGNMENT) * ALIGNMENT
     with path.open("wb") as file, ThreadPoolExecutor(WRITERS) as pool:
         file.truncate(start + end)
@@ -143,7 +145,7 @@ OUTER = {"embed": "token_embd.weight", "norm": "output_norm.weight", "head": "ou
 def write_random(path: Path, model: str) -> int:
     """A file of `random:SHAPE-MIXTURE`; the families of Llama 3 and of Qwen3.5 without experts. Gives its size."""
     checkpoint = open_random(model)
-    spec, config = describe(checkpoint).spec, shape_config(model)
+    spec, config = read_model_info(checkpoint).spec, shape_config(model)
     hybrid = spec.recurrent
     metadata = {"general.architecture": "qwen35" if hybrid else "llama", "general.name": model}
     metadata |= _metadata(spec, config, "qwen35" if hybrid else "llama")
@@ -172,8 +174,8 @@ def _metadata(spec: ModelSpec, config: Mapping[str, Any], arch: str) -> dict[str
 
 
 def _parts(spec: ModelSpec, checkpoint: RandomCheckpoint, names: Mapping[str, str]) -> Iterator[Part]:
-    for (layer, weight), shape in all_shapes(spec).items():
-        tensor = checkpoint.tensors[PLAIN.stored((layer, weight))]
+    for (layer, weight), shape in weight_shapes(spec).items():
+        tensor = checkpoint.tensors[PLAIN_NAMES.stored_name((layer, weight))]
         if weight == "attn_gate":  # lies beside q, head by head
             continue
         if weight == "q" and spec.layers[layer or 0].attention.gate:
@@ -181,7 +183,7 @@ def _parts(spec: ModelSpec, checkpoint: RandomCheckpoint, names: Mapping[str, st
         yield Part(_name(spec, (layer, weight), names), shape, tensor.kind, _content(tensor, shape))
 
 
-def _name(spec: ModelSpec, where: Where, names: Mapping[str, str]) -> str:
+def _name(spec: ModelSpec, where: WeightKey, names: Mapping[str, str]) -> str:
     layer, weight = where
     if layer is None:
         return OUTER[weight]
@@ -194,7 +196,7 @@ def _content(tensor: Any, shape: tuple[int, ...]) -> Callable[[], Bytes]:
     """Random rows of a kind, as many as fit a piece; a small tensor of numbers whole."""
 
     def content() -> Bytes:
-        if not isinstance(tensor, RandomPacked):
+        if not isinstance(tensor, RandomQuantTensor):
             return np.ascontiguousarray(tensor.float32()).reshape(-1).view(np.uint8)
         row = packed_bytes(shape[-1:], tensor.kind)
         assert row is not None

@@ -39,7 +39,7 @@ from onedraw.engine.scheduler import Scheduler
 from onedraw.lab.floor import step_bytes
 from onedraw.lab.recorded_drafts import RecordedProposer
 from onedraw.memory.allocator import Ledger
-from onedraw.models.model_info import describe
+from onedraw.models.model_info import read_model_info
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import Draft, History, Plan, Request, Row, SamplingParams
 
@@ -78,18 +78,18 @@ class Bench:
         begin = time.perf_counter()
         self.name, self.device = model.removeprefix("random:") + ("" if kv is None else f", kv {kv}"), torch.device(device)
         self.only = only
-        described = describe(checkpoint := open_random(model))
-        self.spec = replace(described.spec, layers=described.spec.layers[:layers])
+        info = read_model_info(checkpoint := open_random(model))
+        self.spec = replace(info.spec, layers=info.spec.layers[:layers])
         self.speed = copy_bandwidth(device) if self.device.type == "cuda" else 1e10
         self.dtype = "bf16" if self.device.type == "cuda" else "f32"
         self.kv = kv or self.dtype
         packed = bool(named_mixture(model)[1])
         products = f"packed-{self.dtype}" if packed else self.dtype
-        self.sizes = matrix_sizes(described.weights, products)
-        self.plain_sizes = matrix_sizes(described.weights, "bf16")  # two bytes a number
+        self.sizes = matrix_sizes(info.weights, products)
+        self.plain_sizes = matrix_sizes(info.weights, "bf16")  # two bytes a number
         self.backend = TorchBackend(
             self.spec,
-            described.weights,
+            info.weights,
             dtype=products,
             activation=self.dtype,
             kv_dtype=kv,
@@ -101,7 +101,7 @@ class Bench:
             drafts=64,
             ops=pick_ops(device, products, cache=Path("build")),
             check=False,
-            make_drafter=drafter_maker(drafter, checkpoint, described, context=context, lanes=lanes) if drafter else None,
+            make_drafter=drafter_maker(drafter, checkpoint, info, context=context, lanes=lanes) if drafter else None,
         )
         self.pages, self.lanes = pages, lanes
         self.cases = [(128, 1), (960, 1), (960, 8), (960, 32)]  # prompt tokens, rows

@@ -24,7 +24,7 @@ from onedraw.backends.torch.ops.cuda.packed.activations import Prepared, prepare
 from onedraw.backends.torch.ops.cuda.packed.few_rows import make_ready, opened, skinny_product, unpacked_rows
 from onedraw.backends.torch.ops.cuda.packed.tensor_core_layout import Fragments, empty_fragments, fill_fragments
 from onedraw.backends.torch.ops.cuda.packed.workspace import Workspace
-from onedraw.checkpoints.quants import KINDS, dequantize_into
+from onedraw.checkpoints.dequantize import QUANT_TYPES, dequantize_into
 from onedraw.checkpoints.random_weights import random_blocks
 
 DEVICE = torch.device("cuda:0")
@@ -87,7 +87,7 @@ def product_of_opened(x: Tensor, weight: Fragments) -> Tensor:
 def check(kinds: Iterable[str]) -> None:
     for kind in kinds:
         make_ready(kind, DEVICE)
-        for n, k in ((1000, 1536), (512, 6144), (2600, 2560), *(((200, 576),) if KINDS[kind].values == 32 else ())):
+        for n, k in ((1000, 1536), (512, 6144), (2600, 2560), *(((200, 576),) if QUANT_TYPES[kind].block_values == 32 else ())):
             weight, raw = made(kind, n, k)
             twin = numbers(raw, kind, k).repeat(-(-n // len(raw)), 1)[:n]
             same = torch.equal(unpacked_rows(weight, None, out=torch.empty(n, k, device=DEVICE)), twin)

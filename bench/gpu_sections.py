@@ -20,7 +20,7 @@ from onedraw.backends.sampled_rows import SamplingPosition
 from onedraw.backends.torch.runner.staging_buffers import DirectStaging
 from onedraw.backends.torch.state.kv_pages import PageStore
 from onedraw.checkpoints.random_weights import RandomCheckpoint
-from onedraw.models.model_info import Described
+from onedraw.models.model_info import ModelInfo
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import Draft, History, Request, SamplingParams
 
@@ -37,7 +37,7 @@ FAR = 131_000
 
 
 def drafter_maker(
-    name: str, checkpoint: RandomCheckpoint, described: Described, *, context: int, lanes: int
+    name: str, checkpoint: RandomCheckpoint, info: ModelInfo, *, context: int, lanes: int
 ) -> Callable[[Any, Any, Any], Any]:
     """As the server makes it: by its path, or `random:SHAPE-dflash`."""
     from onedraw.build.drafters import DrafterBuilder
@@ -45,7 +45,7 @@ def drafter_maker(
     from onedraw.text.fake_tokenizer import fake_tokenizer
 
     drafting = DrafterBuilder(Path(name), fake_tokenizer(), checkpoint)
-    return drafting.maker(Settings(model=str(checkpoint.path), max_batch=lanes), described, max_context=context)
+    return drafting.maker(Settings(model=str(checkpoint.path), max_batch=lanes), info, max_context=context)
 
 
 def drafter(bench: Bench) -> None:

@@ -39,7 +39,7 @@ from onedraw.backends.torch.ops.cuda.packed.linear import packed_product
 from onedraw.backends.torch.ops.cuda.packed.many_rows import WideTile
 from onedraw.backends.torch.ops.cuda.packed.tensor_core_layout import Fragments, empty_fragments, fill_fragments
 from onedraw.backends.torch.ops.cuda.packed.workspace import Workspace
-from onedraw.checkpoints.quants import dequantize_into
+from onedraw.checkpoints.dequantize import dequantize_into
 from onedraw.checkpoints.random_weights import random_blocks
 from tests.reference.packed_blocks import opened_slowly
 

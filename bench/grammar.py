@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from onedraw.checkpoints.base import open_checkpoint
-from onedraw.checkpoints.download import resolve
+from onedraw.checkpoints.download import resolve_model
+from onedraw.checkpoints.open import open_checkpoint
 from onedraw.settings import default_cache_dir
 from onedraw.text.constraints.grammar import GrammarCompiler
 from onedraw.text.constraints.response_format import ANY_OBJECT, JsonFormat, RegexFormat, ReplyFormat
@@ -180,7 +180,7 @@ def peer(tokenizer: Tokenizer, guide: ReplyFormat) -> Callable[[], Mask]:
 
 
 def read_tokenizer(path: str | None) -> tuple[str, Tokenizer]:
-    place = Path(path) if path is not None else Path(resolve("smollm2", default_cache_dir()))
+    place = Path(path) if path is not None else Path(resolve_model("smollm2", default_cache_dir()))
     if place.is_dir():
         return place.name, Tokenizer.from_folder(place)
     checkpoint = open_checkpoint(place)

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from onedraw.checkpoints.download import resolve
+from onedraw.checkpoints.download import resolve_model
 from onedraw.settings import Settings, default_cache_dir
 
 MEBIBYTE = 2**20
@@ -69,13 +69,13 @@ def load_weights(path: str, dtype: str) -> dict[str, float]:
     from onedraw.backends.torch.device import DTYPES, pick_ops
     from onedraw.backends.torch.model.transformer import Transformer
     from onedraw.backends.torch.runner.stages import StageDevice
-    from onedraw.checkpoints.base import open_checkpoint
-    from onedraw.models.model_info import describe
+    from onedraw.checkpoints.open import open_checkpoint
+    from onedraw.models.model_info import read_model_info
     from onedraw.models.spec import DTYPE_BYTES
 
     device, chosen = "cpu", "packed" if dtype == "auto" else dtype
-    described = describe(open_checkpoint(path))
-    spec = described.spec
+    info = read_model_info(open_checkpoint(path))
+    spec = info.spec
     ops = pick_ops(device, chosen, cache=default_cache_dir())
 
     def build() -> Transformer:
@@ -83,7 +83,7 @@ def load_weights(path: str, dtype: str) -> dict[str, float]:
         _meet("ready")
         return Transformer(
             spec,
-            described.weights,
+            info.weights,
             dtype=DTYPES[chosen],
             stage_devices=[StageDevice(torch.device(device), ops)],
             max_context=spec.max_context,
@@ -93,7 +93,7 @@ def load_weights(path: str, dtype: str) -> dict[str, float]:
         stack = thread.submit(build).result()
         _meet("loaded")
     packed = chosen in PACKED_DTYPES
-    plan = plan_weight_storage(described.weights, chosen).weights.total if packed else spec.parameters * DTYPE_BYTES[chosen]
+    plan = plan_weight_storage(info.weights, chosen).weights.total if packed else spec.parameters * DTYPE_BYTES[chosen]
     ropes = sum(table.numel() * table.element_size() for table in stack.stages[0].ropes.values())
     return {
         "parameters": float(plan),
@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    path = str(resolve(options.model, default_cache_dir()))
+    path = str(resolve_model(options.model, default_cache_dir()))
     if options.side:
         print(json.dumps(SIDES[options.side](path, options.dtype)))
         return

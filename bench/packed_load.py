@@ -23,11 +23,11 @@ import torch
 from bench.gguf_files import write_random
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import pick_ops
-from onedraw.checkpoints import quants
-from onedraw.checkpoints.base import open_checkpoint
+from onedraw.checkpoints import dequantize
+from onedraw.checkpoints.base import packed_bytes
+from onedraw.checkpoints.open import open_checkpoint
 from onedraw.checkpoints.random_shapes import open_random
-from onedraw.checkpoints.tensor import packed_bytes
-from onedraw.models.model_info import describe
+from onedraw.models.model_info import read_model_info
 from onedraw.types import History, Plan, Row, SamplingParams
 
 GIB = 2**30
@@ -99,11 +99,11 @@ def load(path: Path, device: str) -> None:
 
     with Memory() as memory:
         checkpoint = open_checkpoint(path)
-        described = describe(checkpoint)
+        info = read_model_info(checkpoint)
         say("opened and described, s", time.perf_counter() - begin)
         backend = TorchBackend(
-            described.spec,
-            described.weights,
+            info.spec,
+            info.weights,
             dtype=products,
             activation="bf16" if cuda else "f32",
             device=device,
@@ -174,7 +174,7 @@ def main() -> None:
         return
     try:
         for count in wishes.threads.split(","):
-            quants.MAX_THREADS = int(count)
+            dequantize.MAX_THREADS = int(count)
             say("threads that read", int(count))
             load(path, wishes.device)
     finally:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from onedraw.checkpoints.base import open_checkpoint
-from onedraw.models.model_info import describe
+from onedraw.checkpoints.open import open_checkpoint
+from onedraw.models.model_info import read_model_info
 
 NAMES = {
     "attn_norm": "input_layernorm.weight",
@@ -31,8 +31,8 @@ def llama_in_transformers(path: Path, dtype: torch.dtype = torch.float32) -> Any
     from transformers import LlamaConfig, LlamaForCausalLM
 
     checkpoint = open_checkpoint(path)
-    described = describe(checkpoint)
-    spec, mixer = described.spec, described.spec.layers[0].attention
+    info = read_model_info(checkpoint)
+    spec, mixer = info.spec, info.spec.layers[0].attention
     config = LlamaConfig(
         vocab_size=spec.vocab,
         hidden_size=spec.hidden,
@@ -50,11 +50,11 @@ def llama_in_transformers(path: Path, dtype: torch.dtype = torch.float32) -> Any
         pad_token_id=None,
     )
     model = LlamaForCausalLM(config)
-    outer = described.weights.outer()
+    outer = info.weights.outer()
     state = {"model.embed_tokens.weight": outer["embed"], "model.norm.weight": outer["norm"]}
     state["lm_head.weight"] = outer["embed"] if spec.tied else outer["head"]
     for index in range(len(spec.layers)):
-        for name, array in described.weights.layer(index).items():
+        for name, array in info.weights.layer(index).items():
             state[f"model.layers.{index}.{NAMES[name]}"] = array
     model.load_state_dict({name: torch.from_numpy(array) for name, array in state.items()})
     checkpoint.close()

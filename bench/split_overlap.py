@@ -32,7 +32,7 @@ from onedraw.build.llm import make_service, torch_backend
 from onedraw.checkpoints.random_weights import random_weights
 from onedraw.engine.service import Event, Service
 from onedraw.models.llama import LLAMA
-from onedraw.models.model_info import Described, describe
+from onedraw.models.model_info import ModelInfo, read_model_info
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from onedraw.settings import Settings
 from onedraw.types import Request, SamplingParams
@@ -77,7 +77,7 @@ class Answer:
             self.done.set()
 
 
-def random_model(shape: str) -> Described:
+def random_model(shape: str) -> ModelInfo:
     layers, hidden, heads, kv_heads, dim, inner, vocab = SHAPES[shape]
     mixer = AttentionSpec(heads=heads, kv_heads=kv_heads, head_dim=dim, rope=RopeSpec(5e5, dim), scale=dim**-0.5)
     spec = ModelSpec(
@@ -89,7 +89,7 @@ def random_model(shape: str) -> Described:
         tied=False,
         max_context=8192,
     )
-    return Described(spec, LLAMA, "plain", random_weights(spec, seed=1), (), {})
+    return ModelInfo(spec, LLAMA, "plain", random_weights(spec, seed=1), (), {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ def measure(way: str, service: Service, given: argparse.Namespace) -> tuple[Meas
     return Measure(way, service.capacity.max_in_flight, *(round(figure, 2) for figure in figures)), judged
 
 
-def open_one(given: argparse.Namespace, described: Described, **place: Any) -> Service:
+def open_one(given: argparse.Namespace, info: ModelInfo, **place: Any) -> Service:
     settings = Settings.of(
         max_batch=given.requests,
         max_context=max(given.prompt_tokens, 64) + given.new_tokens + 16,
@@ -154,7 +154,7 @@ def open_one(given: argparse.Namespace, described: Described, **place: Any) -> S
     )
 
     def make() -> Backend:
-        return torch_backend(settings, described, lambda line: None, None)
+        return torch_backend(settings, info, lambda line: None, None)
 
     return make_service(make, settings, make_speculator(settings))
 
@@ -177,7 +177,7 @@ def judge(ways: Sequence[Sequence[Answer]], names: Sequence[str]) -> Verdict:
 
 def compare(given: argparse.Namespace) -> tuple[list[Measure], Verdict]:
     checkpoint = None if given.shape else find_checkpoint(Settings.of(model=given.model))
-    described = random_model(given.shape) if checkpoint is None else describe(checkpoint)
+    info = random_model(given.shape) if checkpoint is None else read_model_info(checkpoint)
     names = given.devices.split(",")
     ways = {
         f"whole on {names[0]}": {"device": names[0]},
@@ -186,7 +186,7 @@ def compare(given: argparse.Namespace) -> tuple[list[Measure], Verdict]:
     }
     measures, judged = [], []
     for way, place in ways.items():
-        service = open_one(given, described, **place)
+        service = open_one(given, info, **place)
         try:
             found, answers = measure(way, service, given)
         finally:

@@ -35,13 +35,13 @@ def source_of(model: str, *, random: bool) -> tuple[Any, Any]:
         layers = (LayerSpec(mixer, MlpSpec(8192)),) * 16
         spec = ModelSpec("llama", layers, hidden=2048, vocab=128256, eps=1e-5, tied=True, max_context=131072)
         return spec, random_weights(spec)
-    from onedraw.checkpoints.base import open_checkpoint
-    from onedraw.checkpoints.download import resolve
-    from onedraw.models.model_info import describe
+    from onedraw.checkpoints.download import resolve_model
+    from onedraw.checkpoints.open import open_checkpoint
+    from onedraw.models.model_info import read_model_info
     from onedraw.settings import default_cache_dir
 
-    described = describe(open_checkpoint(resolve(model, default_cache_dir())))
-    return described.spec, described.weights
+    info = read_model_info(open_checkpoint(resolve_model(model, default_cache_dir())))
+    return info.spec, info.weights
 
 
 def make_backend(side: str, spec: Any, weights: Any, *, device: str, compiled: Path) -> Any:

@@ -22,9 +22,9 @@ settings.load_profile("repeating")
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The default model's GGUF file, pulled into the cache when it is not there. For tests marked `weights`."""
-    from onedraw.checkpoints.download import resolve
+    from onedraw.checkpoints.download import resolve_model
 
-    return Path(resolve("smollm2", default_cache_dir()))
+    return Path(resolve_model("smollm2", default_cache_dir()))
 
 
 @pytest.fixture(scope="session")

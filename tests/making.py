@@ -13,8 +13,8 @@ from onedraw.backends.torch.device import pick_ops
 from onedraw.backends.torch.ops.base import Ops, TorchOps
 from onedraw.backends.torch.runner.pipeline import Pipeline
 from onedraw.backends.torch.runner.stages import StageDevice
-from onedraw.checkpoints.base import open_checkpoint
-from onedraw.models.model_info import describe
+from onedraw.checkpoints.open import open_checkpoint
+from onedraw.models.model_info import read_model_info
 from onedraw.settings import default_cache_dir
 from onedraw.types import History, Row, SamplingParams
 
@@ -55,15 +55,15 @@ def backend_of(
     ahead: bool | None = None,
 ) -> TorchBackend:
     """On the CPU, with our kernels or with plain torch, in one stage or cut before some layers, one by one or all at work."""
-    described = describe(open_checkpoint(path))
+    info = read_model_info(open_checkpoint(path))
     cpu = torch.device("cpu")
 
     def ops() -> Ops:
         return pick_ops("cpu", "f32", cache=default_cache_dir()) if kernels else TorchOps(cpu)
 
     return TorchBackend(
-        described.spec,
-        described.weights,
+        info.spec,
+        info.weights,
         dtype=dtype,
         activation=activation,
         kv_dtype=kv_dtype,

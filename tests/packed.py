@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from onedraw.checkpoints.base import StoredTensor
 from onedraw.checkpoints.random_weights import random_blocks
-from onedraw.checkpoints.tensor import StoredTensor
-from onedraw.models.source import Dialect
+from onedraw.models.source import CheckpointFormat
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
-from onedraw.models.weight_names import PLAIN, Weights, all_shapes
+from onedraw.models.weight_names import PLAIN_NAMES, ModelWeights, weight_shapes
 
 PACKED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 PLAIN_KINDS = ("F32", "F16", "BF16")
@@ -31,7 +31,7 @@ def tiny_spec(*, tied: bool, width: int = 256, qk_norm: bool = False) -> ModelSp
 class PackedCheckpoint:
     """A source whose matrices are stored as these kinds, one after the other."""
 
-    dialect: Dialect = "plain"
+    format: CheckpointFormat = "plain"
 
     def __init__(self, spec: ModelSpec, kinds: tuple[str, ...], seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
@@ -39,8 +39,8 @@ class PackedCheckpoint:
         self.config: dict[str, Any] = {}
         self.generation_config: dict[str, Any] = {}
         self.tensors: dict[str, StoredTensor] = {}
-        for number, (where, shape) in enumerate(all_shapes(spec).items()):
-            name = PLAIN.stored(where)
+        for number, (where, shape) in enumerate(weight_shapes(spec).items()):
+            name = PLAIN_NAMES.stored_name(where)
             if len(shape) == 1:
                 values = (1 + 0.1 * rng.standard_normal(shape)).astype(np.float32)
                 self.tensors[name] = StoredTensor(name, shape, "F32", values.view(np.uint8).reshape(-1))
@@ -55,5 +55,5 @@ class PackedCheckpoint:
         """Nothing is held."""
 
 
-def packed_weights(spec: ModelSpec, kinds: tuple[str, ...], seed: int = 0) -> Weights:
-    return Weights(PackedCheckpoint(spec, kinds, seed), spec, PLAIN)
+def packed_weights(spec: ModelSpec, kinds: tuple[str, ...], seed: int = 0) -> ModelWeights:
+    return ModelWeights(PackedCheckpoint(spec, kinds, seed), spec, PLAIN_NAMES)

@@ -13,10 +13,10 @@ from onedraw.backends.devices import Device
 from onedraw.backends.torch import device
 from onedraw.build import llm as assemble
 from onedraw.build.llm import _tell_layers, open_door
-from onedraw.checkpoints.base import open_checkpoint
+from onedraw.checkpoints.open import open_checkpoint
 from onedraw.errors import BadSetting, OutOfMemory, UnsupportedModel
 from onedraw.llm.options import Wishes, settle
-from onedraw.models.model_info import describe
+from onedraw.models.model_info import read_model_info
 from onedraw.settings import Settings
 from tests import tiny
 
@@ -127,7 +127,7 @@ def test_packed_weights_become_numbers_where_a_gpu_has_no_kernels_for_them_and_o
     monkeypatch.setattr(assemble, "_stage_devices", stop)
     checkpoint = open_checkpoint(tiny.write_gguf("llama31", tmp_path / "tiny.gguf", kind="Q8_0"))
     with pytest.raises(StopAsyncIteration):
-        assemble.torch_backend(Settings(draft=("none",)), describe(checkpoint), print, None)
+        assemble.torch_backend(Settings(draft=("none",)), read_model_info(checkpoint), print, None)
     assert seen == [dtype]
     said = [record.getMessage() for record in caplog.records]
     assert said == ([f"packed weights become bf16, which Triton's kernels multiply: {why}"] if why else [])

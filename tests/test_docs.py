@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from onedraw.checkpoints.quants import KINDS
+from onedraw.checkpoints.dequantize import QUANT_TYPES
 from onedraw.models.registry import FAMILIES
 
 ROOT = Path(__file__).parents[1]
@@ -42,7 +42,7 @@ def test_the_long_pages_stay_short() -> None:
 def test_the_page_of_models_names_every_family_and_every_kind_that_can_be_read() -> None:
     names = {name for family in FAMILIES for name in (family.architectures[0], *family.gguf)}
     assert sorted(name for name in names if f"`{name}`" not in MODELS) == []
-    kinds = [kind.name for kind in KINDS.values() if kind.unpack is not None or kind.elsewhere]
+    kinds = [kind.name for kind in QUANT_TYPES.values() if kind.unpack is not None or kind.in_gguf_package]
     assert [kind for kind in kinds if not re.search(rf"\b{kind}\b", MODELS)] == []
 
 

@@ -15,15 +15,15 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from onedraw.checkpoints.base import open_checkpoint
+from onedraw.checkpoints.open import open_checkpoint
 from onedraw.errors import UnsupportedModel
-from onedraw.models.dflash import RULES, DescribedDrafter, DrafterSpec, describe_drafter
+from onedraw.models.dflash import DRAFTER_WEIGHT_NAMES, DrafterInfo, DrafterSpec, read_drafter_info
 
 KINDS = {"Q8_0": gguf.LlamaFileType.MOSTLY_Q8_0, "F16": gguf.LlamaFileType.MOSTLY_F16, "F32": gguf.LlamaFileType.ALL_F32}
 
 
 def convert(folder: Path, out: Path, *, kind: str = "Q8_0", name: str = "", license_name: str = "") -> DrafterSpec:
-    drafter = describe_drafter(open_checkpoint(folder))
+    drafter = read_drafter_info(open_checkpoint(folder))
     refuse_unwritable(drafter.spec)
     writer = gguf.GGUFWriter(str(out), "dflash")
     writer.add_type(gguf.GGUFType.MODEL)
@@ -71,13 +71,13 @@ def write_keys(writer: gguf.GGUFWriter, spec: DrafterSpec) -> None:
         writer.add_array("dflash.attention.sliding_window_pattern", [window is not None for window in windows])
 
 
-def write_tensors(writer: gguf.GGUFWriter, drafter: DescribedDrafter, kind: str) -> None:
-    rules = RULES["gguf"]
+def write_tensors(writer: gguf.GGUFWriter, drafter: DrafterInfo, kind: str) -> None:
+    rules = DRAFTER_WEIGHT_NAMES["gguf"]
     for weight, values in drafter.weights.outer().items():
-        write_tensor(writer, rules.stored((None, weight)), values, kind)
+        write_tensor(writer, rules.stored_name((None, weight)), values, kind)
     for index in range(len(drafter.spec.layers)):
         for weight, values in drafter.weights.layer(index).items():
-            write_tensor(writer, rules.stored((index, weight)), values, kind)
+            write_tensor(writer, rules.stored_name((index, weight)), values, kind)
     target_ids = drafter.weights.target_ids()
     if target_ids is not None:
         writer.add_tensor(rules.outer["d2t"], target_ids)

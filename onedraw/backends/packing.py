@@ -17,10 +17,10 @@ from onedraw.backends.devices import Device
 from onedraw.backends.memory_plan import PARTIAL_SUM_BYTES, PackedWeightBytes
 from onedraw.backends.precision import PACKED, device_precision, float_dtype, product_precision
 from onedraw.errors import BadSetting
-from onedraw.models.source import Tensor
+from onedraw.models.source import LazyTensor
 from onedraw.models.spec import DTYPE_BYTES
-from onedraw.models.tensor_views import Columns
-from onedraw.models.weight_names import Weights, Where, all_shapes
+from onedraw.models.tensor_views import ColumnSelection
+from onedraw.models.weight_names import ModelWeights, WeightKey, weight_shapes
 
 # Kinds that products read as they are, by their numbers in GGUF, which the kernels use too.
 CPU_PACKED_KINDS = {
@@ -96,14 +96,14 @@ def supports_gpu_packed(device: Device) -> bool:
     return device.kind == "cuda" and device_precision(device) == "bf16"
 
 
-def plan_weight_storage(weights: Weights, dtype: str) -> WeightStorage:
+def plan_weight_storage(weights: ModelWeights, dtype: str) -> WeightStorage:
     """Decide for every weight of a model. Matrices may be kept; norms, biases and convolutions are a few float32."""
     spec, on_gpu = weights.spec, is_gpu_packed(dtype)
     layers, ends = [0] * len(spec.layers), {"first": 0, "last": 0}
     kept: Counter[str] = Counter()
     converted: Counter[tuple[str, str]] = Counter()
     together: Counter[tuple[object, int]] = Counter()  # outputs of matrices that may be one product: of a layer, and of one width
-    for (layer, weight), shape in all_shapes(spec).items():
+    for (layer, weight), shape in weight_shapes(spec).items():
         tensor = weights.tensor(layer, weight)
         embeds = layer is None and weight == "embed" and not spec.tied
         if layer is None and (weight == "inputs_embed" or (embeds and not on_gpu)):
@@ -134,7 +134,7 @@ def _matrix_bytes(shape: tuple[int, ...], kind: str, dtype: str, *, kept: bool) 
     return gpu_packed_bytes(shape, kind) if kept else math.prod(shape) * DTYPE_BYTES[float_dtype(dtype)]
 
 
-def why_not_cpu_packed(tensor: Tensor) -> str:
+def why_not_cpu_packed(tensor: LazyTensor) -> str:
     """Why a matrix becomes float32; nothing where it is kept."""
     if tensor.kind == "F32":
         return ""
@@ -148,12 +148,12 @@ def why_not_cpu_packed(tensor: Tensor) -> str:
 NOT_QUANTIZED = "plain numbers"  # nothing to keep packed
 
 
-def why_not_gpu_packed(tensor: Tensor) -> str:
+def why_not_gpu_packed(tensor: LazyTensor) -> str:
     """Why a GPU cannot keep a matrix in its blocks; nothing where it can. Columns in another order are kept as they are stored:
     what they are multiplied with is brought into their order."""
     if tensor.kind not in SPAN_BYTES:
         return NOT_QUANTIZED if tensor.kind in ("F32", "F16", "BF16") else "no kernel reads this kind"
-    stored = tensor.stored if isinstance(tensor, Columns) else tensor
+    stored = tensor.stored if isinstance(tensor, ColumnSelection) else tensor
     return "" if stored.stays_packed else "its values change on the way"
 
 
@@ -180,7 +180,7 @@ def gpu_unit_bytes(kind: str) -> int:
     return UNIT_ROWS * SPAN_BYTES[kind]
 
 
-def gpu_packed_savings(tensors: Iterable[Tensor]) -> int:
+def gpu_packed_savings(tensors: Iterable[LazyTensor]) -> int:
     """Bytes that matrices save on a GPU by staying in their blocks, against two for every number."""
     kept = [tensor for tensor in tensors if len(tensor.shape) > 1 and not why_not_gpu_packed(tensor)]
     return sum(2 * math.prod(tensor.shape) - gpu_packed_bytes(tensor.shape, tensor.kind) for tensor in kept)
@@ -193,10 +193,10 @@ def cpu_packed_bytes(shape: tuple[int, ...], kind: str) -> int:
     return math.prod(stack) * round(height * width / 32 * _BYTES_OF_32[kind])
 
 
-def matrix_sizes(weights: Weights, dtype: str) -> dict[Where, int]:
+def matrix_sizes(weights: ModelWeights, dtype: str) -> dict[WeightKey, int]:
     """Bytes of every matrix under products of this dtype, by where it belongs."""
-    sizes: dict[Where, int] = {}
-    for where, shape in all_shapes(weights.spec).items():
+    sizes: dict[WeightKey, int] = {}
+    for where, shape in weight_shapes(weights.spec).items():
         if len(shape) < 2:
             continue
         tensor = weights.tensor(*where)
@@ -211,7 +211,7 @@ def is_gpu_packed(dtype: str) -> bool:
     return dtype in PACKED_DTYPES and float_dtype(dtype) != "f32"
 
 
-def matrix_kinds(weights: Weights) -> set[str]:
+def matrix_kinds(weights: ModelWeights) -> set[str]:
     """The kinds that a model's matrices are stored as."""
-    found = (weights.tensor(*where) for where in all_shapes(weights.spec))
+    found = (weights.tensor(*where) for where in weight_shapes(weights.spec))
     return {tensor.kind for tensor in found if len(tensor.shape) > 1}

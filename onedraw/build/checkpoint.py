@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from onedraw.checkpoints.base import Checkpoint, open_checkpoint
-from onedraw.checkpoints.download import resolve
+from onedraw.checkpoints.base import Checkpoint
+from onedraw.checkpoints.download import resolve_model
+from onedraw.checkpoints.open import open_checkpoint
 from onedraw.checkpoints.random_shapes import is_random, open_random, open_random_drafter
 from onedraw.settings import Settings, default_cache_dir
 from onedraw.text.chat_template import ChatTemplate
@@ -23,7 +24,7 @@ def find_checkpoint(settings: Settings, progress: Progress | None = None) -> Che
     """The model's name → an open checkpoint, pulled first where it must be, or random weights of a shape."""
     if is_random(settings.model):
         return open_random(settings.model)
-    path = resolve(settings.model, settings.cache_dir or default_cache_dir(), progress=progress)
+    path = resolve_model(settings.model, settings.cache_dir or default_cache_dir(), progress=progress)
     return open_checkpoint(path)
 
 
@@ -35,9 +36,9 @@ def open_drafter(path: Path) -> Checkpoint:
 def read_text(checkpoint: Checkpoint) -> tuple[Tokenizer, ChatTemplate | None]:
     """Tokenizer and chat template, from the folder's files or the GGUF's key-values. Random weights have nothing to say, and
     a toy's letters to say it with."""
-    if checkpoint.dialect == "plain":
+    if checkpoint.format == "plain":
         return fake_tokenizer(), fake_chat_template()
-    if checkpoint.dialect == "gguf":
+    if checkpoint.format == "gguf":
         return Tokenizer.from_gguf(checkpoint.config), ChatTemplate.from_gguf(checkpoint.config)
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     return Tokenizer.from_folder(folder), ChatTemplate.from_folder(folder)

@@ -19,11 +19,11 @@ from onedraw.build.checkpoint import open_drafter, read_text
 from onedraw.build.sizing import DrafterBytes
 from onedraw.checkpoints.base import Checkpoint
 from onedraw.checkpoints.drafters import built_in
-from onedraw.checkpoints.random_shapes import DRAFTERS
+from onedraw.checkpoints.random_shapes import DRAFTER_SHAPES
 from onedraw.errors import BadSetting, UnsupportedModel
-from onedraw.models.dflash import check_fit, describe_drafter, is_drafter
-from onedraw.models.model_info import Described, describe
-from onedraw.models.mtp import MtpSpec, describe_mtp, has_mtp
+from onedraw.models.dflash import check_drafter_fits, is_drafter, read_drafter_info
+from onedraw.models.model_info import ModelInfo, read_model_info
+from onedraw.models.mtp import MtpSpec, has_mtp, read_mtp_info
 from onedraw.models.spec import DTYPE_BYTES, AttentionSpec, DrafterSpec, ModelSpec
 from onedraw.settings import DRAFT_WORDS, Settings
 from onedraw.speculation.draft_tree import build_tree
@@ -52,7 +52,7 @@ def drafter_paths(settings: Settings) -> tuple[Path, ...]:
     return tuple(Path(entry) for entry in settings.draft if entry not in DRAFT_WORDS)
 
 
-def select_drafter(settings: Settings, described: Described, checkpoint: Checkpoint) -> Path | Literal["mtp"] | None:
+def select_drafter(settings: Settings, info: ModelInfo, checkpoint: Checkpoint) -> Path | Literal["mtp"] | None:
     """Who drafts on the device: who --draft names, or under auto what comes with this model, a shipped drafter or its head."""
     named: list[Path | Literal["mtp"]] = [*drafter_paths(settings)]
     if "mtp" in settings.draft:
@@ -63,22 +63,22 @@ def select_drafter(settings: Settings, described: Described, checkpoint: Checkpo
         return named[0]
     if "auto" not in settings.draft:
         return None
-    return built_in(described.spec, checkpoint) or ("mtp" if has_mtp(checkpoint, described) else None)
+    return built_in(info.spec, checkpoint) or ("mtp" if has_mtp(checkpoint, info) else None)
 
 
-def known_drafter(described: Described, *, packed: bool) -> Path | None:
+def known_drafter(info: ModelInfo, *, packed: bool) -> Path | None:
     """A DFlash drafter of a known shape that fits this model, to plan with where none was named; packed as the model is."""
-    for name in DRAFTERS:
+    for name in DRAFTER_SHAPES:
         path = Path(f"random:{name}-q4_k_m" if packed else f"random:{name}")
         try:
-            check_fit(describe_drafter(open_drafter(path)).spec, described.spec)
+            check_drafter_fits(read_drafter_info(open_drafter(path)).spec, info.spec)
         except UnsupportedModel:
             continue
         return path
     return None
 
 
-def drafter_bytes(chosen: Path | Literal["mtp"] | None, described: Described, checkpoint: Checkpoint) -> DrafterBytes | None:
+def drafter_bytes(chosen: Path | Literal["mtp"] | None, info: ModelInfo, checkpoint: Checkpoint) -> DrafterBytes | None:
     """What a drafter takes beside the model. It reads the model's own embedding and head, so there is no copy of those."""
     if chosen is None:
         return None
@@ -88,18 +88,18 @@ def drafter_bytes(chosen: Path | Literal["mtp"] | None, described: Described, ch
         own = open_drafter(chosen)
         try:
             if is_drafter(own):
-                drafter = describe_drafter(own)
+                drafter = read_drafter_info(own)
                 spec = drafter.spec
                 # Keys and values of the context are a product of their own.
                 contexts = [drafter.weights.tensor(index, name) for index in range(len(spec.layers)) for name in ("k", "v")]
                 twice, saved = sum(math.prod(tensor.shape) for tensor in contexts), gpu_packed_savings(contexts)
             else:
-                spec = describe(own).spec
+                spec = read_model_info(own).spec
             saved += gpu_packed_savings(own.tensors.values())
         finally:
             own.close()
     else:
-        spec = describe_mtp(checkpoint, described).spec
+        spec = read_mtp_info(checkpoint, info).spec
     numbers = sum(2 * m.kv_heads * m.head_dim for layer in spec.layers if isinstance(m := layer.mixer, AttentionSpec))
 
     def size(plan: MemoryPlan) -> int:
@@ -133,7 +133,7 @@ class DrafterBuilder:
         finally:
             checkpoint.close()
 
-    def maker(self, settings: Settings, target: Described, *, max_context: int) -> Callable[[Any, Any, Any], Any]:
+    def maker(self, settings: Settings, target: ModelInfo, *, max_context: int) -> Callable[[Any, Any, Any], Any]:
         """Makes the drafter around the target's layers, once that is loaded. What does not fit is refused here."""
         from onedraw.backends.torch.drafters.dflash import DflashDrafter
         from onedraw.backends.torch.drafters.draft_model import DraftingModel, DraftModel, SmallModel
@@ -148,18 +148,18 @@ class DrafterBuilder:
 
         def make(transformer: Transformer, sampler: object, layout: Any) -> DflashDrafter | DraftModel:
             if not isinstance(self.source, Path):
-                head = describe_mtp(self.target, target)
+                head = read_mtp_info(self.target, target)
                 return ahead(MtpHead(head.spec, head.weights, target=transformer, layout=layout, max_context=max_context), layout)
             checkpoint = open_drafter(self.source)
             try:
                 if is_drafter(checkpoint):
-                    drafter = describe_drafter(checkpoint)
-                    check_fit(drafter.spec, target.spec)
+                    drafter = read_drafter_info(checkpoint)
+                    check_drafter_fits(drafter.spec, target.spec)
                     arrange = lambda candidates: build_tree(candidates, settings.tree_budget)  # noqa: E731
                     return DflashDrafter(
                         drafter.spec, drafter.weights, target=transformer, layout=layout, arrange=arrange, **sizes
                     )
-                model = describe(checkpoint)
+                model = read_model_info(checkpoint)
                 self._check_model(self.source, checkpoint, model, target)
                 small = Transformer(
                     model.spec,
@@ -174,7 +174,7 @@ class DrafterBuilder:
 
         return make
 
-    def _check_model(self, path: Path, checkpoint: Checkpoint, model: Described, target: Described) -> None:
+    def _check_model(self, path: Path, checkpoint: Checkpoint, model: ModelInfo, target: ModelInfo) -> None:
         if model.spec.recurrent:
             raise UnsupportedModel(
                 f"{path.name} cannot draft: its state only moves forward, and a draft model runs ahead and comes back; "

@@ -32,7 +32,7 @@ from onedraw.errors import BadSetting, OutOfMemory
 from onedraw.llm.llm import Door
 from onedraw.memory.allocator import Ledger
 from onedraw.memory.disk_snapshots import SnapshotFolder
-from onedraw.models.model_info import Described, describe
+from onedraw.models.model_info import ModelInfo, read_model_info
 from onedraw.settings import Settings, default_cache_dir
 from onedraw.speculation.speculator import Speculator
 from onedraw.text.fake_tokenizer import READABLE, fake_chat_template, fake_tokenizer
@@ -166,20 +166,20 @@ def _model_door(settings: Settings, tell: Progress, speculator: Speculator, *, r
         require_jax()
     checkpoint = find_checkpoint(settings, tell)
     try:
-        described = describe(checkpoint)
-        spec = described.spec
+        info = read_model_info(checkpoint)
+        spec = info.spec
         tell(f"loading {checkpoint.path.name} ({spec.family}, {spec.parameters / 1e6:.0f} M parameters)")
         tokenizer, template = read_text(checkpoint)
         weights = checkpoint.fingerprint()
-        chosen = None if settings.backend == "xla" else select_drafter(settings, described, checkpoint)
+        chosen = None if settings.backend == "xla" else select_drafter(settings, info, checkpoint)
         drafting = None if chosen is None else DrafterBuilder(chosen, tokenizer, checkpoint)
 
         def make_backend() -> Backend:
             if settings.backend == "xla":
-                backend = xla_backend(settings, described, tell, progress=partial(_tell_layers, tell))
+                backend = xla_backend(settings, info, tell, progress=partial(_tell_layers, tell))
                 _tell_check(backend.report, tell)
                 return backend
-            return torch_backend(settings, described, tell, drafting, rehearse=rehearse)
+            return torch_backend(settings, info, tell, drafting, rehearse=rehearse)
 
         service = make_service(
             make_backend,
@@ -195,31 +195,31 @@ def _model_door(settings: Settings, tell: Progress, speculator: Speculator, *, r
         family=spec.family,
         weights=weights,
         capacity=service.capacity,
-        eos=tuple(described.eos_ids),
-        defaults=described.defaults,
+        eos=tuple(info.eos_ids),
+        defaults=info.defaults,
     )
     return Door(service=service, tokenizer=tokenizer, template=template, card=card)
 
 
 def torch_backend(
-    settings: Settings, described: Described, tell: Progress, drafting: DrafterBuilder | None, *, rehearse: bool = True
+    settings: Settings, info: ModelInfo, tell: Progress, drafting: DrafterBuilder | None, *, rehearse: bool = True
 ) -> Backend:
     from onedraw.backends.torch.backend import TorchBackend
     from onedraw.backends.torch.device import find_devices, why_no_blocks, why_no_kernels
 
     require_state_dtype(settings.state_dtype, "states of recurrent layers")
     cache = settings.cache_dir or default_cache_dir()
-    size = None if drafting is None else drafter_bytes(drafting.source, described, drafting.target)
+    size = None if drafting is None else drafter_bytes(drafting.source, info, drafting.target)
     devices = find_devices(settings.device_names)
     on_cpu = all(device.kind == "cpu" for device in devices)
-    in_blocks = all(map(supports_gpu_packed, devices)) and not SPAN_BYTES.keys().isdisjoint(matrix_kinds(described.weights))
+    in_blocks = all(map(supports_gpu_packed, devices)) and not SPAN_BYTES.keys().isdisjoint(matrix_kinds(info.weights))
     no_kernels = why_no_kernels(cache) if on_cpu and settings.dtype != "f32" else why_no_blocks() if in_blocks else ""
-    plan, split = plan_devices(settings, described, devices, drafter=size, no_kernels=no_kernels)
+    plan, split = plan_devices(settings, info, devices, drafter=size, no_kernels=no_kernels)
     if no_kernels and in_blocks and settings.dtype == "auto":
         log.warning("packed weights become %s, which Triton's kernels multiply: %s", plan.dtype, no_kernels)
 
     overlap = len(devices) > 1 and (settings.overlap == "on" or (settings.overlap == "auto" and can_overlap(devices)))
-    if overlap and described.spec.recurrent and 0 < plan.draft_positions < len(split.stages):
+    if overlap and info.spec.recurrent and 0 < plan.draft_positions < len(split.stages):
         log.warning(
             "--draft-memory: gives %d positions, fewer than the %d turns at work at once, so nothing is drafted; raise it, or "
             "pass --overlap off",
@@ -229,8 +229,8 @@ def torch_backend(
     stage_devices, pipeline = _stage_devices(settings, split, dtype=plan.dtype, cache=cache, overlap=overlap)
     try:
         backend = TorchBackend(
-            described.spec,
-            described.weights,
+            info.spec,
+            info.weights,
             dtype=plan.dtype,
             activation=split.activation,
             kv_dtype=plan.kv_dtype,
@@ -246,7 +246,7 @@ def torch_backend(
             pipeline=pipeline,
             max_in_flight=len(stage_devices) if overlap else 1,
             ahead={"auto": None, "on": True, "off": False}[settings.ahead],
-            make_drafter=None if drafting is None else drafting.maker(settings, described, max_context=plan.max_context),
+            make_drafter=None if drafting is None else drafting.maker(settings, info, max_context=plan.max_context),
             progress=partial(_tell_layers, tell),
         )
     except BaseException:

@@ -25,7 +25,7 @@ from onedraw.backends.packing import PACKED_DTYPES, matrix_kinds, plan_weight_st
 from onedraw.backends.precision import KV_QUANT_DTYPES, activation_precision, kv_precision
 from onedraw.backends.stage_memory import SplitPlan, longest_context, plan_or_advise, plan_split
 from onedraw.errors import BadSetting, OutOfMemory
-from onedraw.models.model_info import Described
+from onedraw.models.model_info import ModelInfo
 from onedraw.settings import Settings
 
 DrafterBytes = Callable[[MemoryPlan], int]
@@ -38,16 +38,16 @@ def longest_draft(settings: Settings) -> int:
 
 def plan_memory(
     settings: Settings,
-    described: Described,
+    info: ModelInfo,
     *,
     dtype: str,
     kv_dtype: str | None = None,
     default_kv_bytes: int = DEFAULT_KV_BYTES,
 ) -> MemoryPlan:
     return memory_plan(
-        described.spec,
+        info.spec,
         dtype=dtype,
-        weights=plan_weight_storage(described.weights, dtype).weights if dtype in PACKED_DTYPES else None,
+        weights=plan_weight_storage(info.weights, dtype).weights if dtype in PACKED_DTYPES else None,
         max_context=settings.max_context,
         max_batch=settings.max_batch,
         page_size=settings.page_size,
@@ -69,7 +69,7 @@ class DeviceFit:
     """What is asked of these devices, but for the context. `room`: bytes that pages may take where nobody said how many."""
 
     settings: Settings
-    described: Described
+    info: ModelInfo
     devices: tuple[Device, ...]
     dtype: str
     activation: str
@@ -78,10 +78,10 @@ class DeviceFit:
     def split(self, context: int, kv_dtype: str | None = None, *, drafter: DrafterBytes | None = None) -> SplitPlan:
         """The bytes of every device with this context, or OutOfMemory. Numbers of a turn and recorded turns have their share."""
         asked = replace(self.settings, max_context=context)
-        sizes = plan_memory(asked, self.described, dtype=self.dtype, kv_dtype=kv_dtype, default_kv_bytes=self.room)
-        scratch = step_memory(asked, self.described, sizes, self.devices).total
+        sizes = plan_memory(asked, self.info, dtype=self.dtype, kv_dtype=kv_dtype, default_kv_bytes=self.room)
+        scratch = step_memory(asked, self.info, sizes, self.devices).total
         return plan_split(
-            self.described.spec,
+            self.info.spec,
             sizes,
             [without_scratch(device, scratch) for device in self.devices],
             split=asked.split,
@@ -91,10 +91,10 @@ class DeviceFit:
         )
 
 
-def step_memory(settings: Settings, described: Described, plan: MemoryPlan, devices: Sequence[Device]) -> StepBytes:
+def step_memory(settings: Settings, info: ModelInfo, plan: MemoryPlan, devices: Sequence[Device]) -> StepBytes:
     """What turns take on each of these devices beside what the plan has."""
     recorded = len(devices) == 1
-    return step_bytes(described.spec, plan.dtype, turn_tokens=settings.turn_tokens, weights=plan.weights, recorded=recorded)
+    return step_bytes(info.spec, plan.dtype, turn_tokens=settings.turn_tokens, weights=plan.weights, recorded=recorded)
 
 
 def without_scratch(device: Device, scratch: int) -> Device:
@@ -106,7 +106,7 @@ def without_scratch(device: Device, scratch: int) -> Device:
 
 def plan_devices(
     settings: Settings,
-    described: Described,
+    info: ModelInfo,
     devices: Sequence[Device],
     *,
     drafter: DrafterBytes | None = None,
@@ -116,7 +116,7 @@ def plan_devices(
 
     `no_kernels`: why these devices cannot multiply with packed weights here.
     """
-    fitting, plan = _fitting(settings, described, devices, drafter=drafter, no_kernels=no_kernels)
+    fitting, plan = _fitting(settings, info, devices, drafter=drafter, no_kernels=no_kernels)
     try:
         return plan, plan_or_advise(lambda context: fitting.split(context, drafter=drafter), plan.max_context)
     except OutOfMemory as error:
@@ -133,29 +133,29 @@ def plan_devices(
 
 
 def _fitting(
-    settings: Settings, described: Described, devices: Sequence[Device], *, drafter: DrafterBytes | None, no_kernels: str = ""
+    settings: Settings, info: ModelInfo, devices: Sequence[Device], *, drafter: DrafterBytes | None, no_kernels: str = ""
 ) -> tuple[DeviceFit, MemoryPlan]:
     dtype = product_dtype(
         devices,
         asked=settings.dtype,
         activations=settings.cpu_activations,
         stream=settings.activation_dtype,
-        kinds=matrix_kinds(described.weights),
+        kinds=matrix_kinds(info.weights),
         no_kernels=no_kernels,
     )
     activation = activation_precision(devices, asked=settings.activation_dtype, products=settings.dtype)
     kv_precision(settings.kv_dtype, products=dtype, devices=devices)
-    plan = plan_memory(settings, described, dtype=dtype)
+    plan = plan_memory(settings, info, dtype=dtype)
     room = DEFAULT_KV_BYTES
     if len(devices) == 1 and devices[0].kind != "cpu" and devices[0].memory is not None:
         given = {"memory": devices[0].memory, "turn_tokens": settings.turn_tokens}
         for _ in range(2):  # a drafter has pages too, as many as the model: too many at first, then what fits
-            room = page_budget(plan, described.spec, beside=0 if drafter is None else drafter(plan), **given)
-            plan = plan_memory(settings, described, dtype=dtype, default_kv_bytes=room)
-    fitting = DeviceFit(settings, described, tuple(devices), dtype, activation, room)
+            room = page_budget(plan, info.spec, beside=0 if drafter is None else drafter(plan), **given)
+            plan = plan_memory(settings, info, dtype=dtype, default_kv_bytes=room)
+    fitting = DeviceFit(settings, info, tuple(devices), dtype, activation, room)
     if len(devices) > 1 and all(device.kind != "cpu" and device.memory is not None for device in devices):
         fitting = replace(fitting, room=_room_over(fitting, drafter))
-        plan = plan_memory(settings, described, dtype=dtype, default_kv_bytes=fitting.room)
+        plan = plan_memory(settings, info, dtype=dtype, default_kv_bytes=fitting.room)
     return fitting, plan
 
 
@@ -164,7 +164,7 @@ def _room_over(fitting: DeviceFit, drafter: DrafterBytes | None) -> int:
 
     def fits(room: int) -> bool:
         asked = replace(fitting, room=room)
-        sizes = plan_memory(asked.settings, asked.described, dtype=asked.dtype, default_kv_bytes=room)
+        sizes = plan_memory(asked.settings, asked.info, dtype=asked.dtype, default_kv_bytes=room)
         try:
             asked.split(sizes.max_context, drafter=drafter)
         except OutOfMemory:
@@ -192,17 +192,17 @@ class ContextLimit:
 
 
 def longest_contexts(
-    settings: Settings, described: Described, devices: Sequence[Device], *, drafters: Mapping[str, DrafterBytes]
+    settings: Settings, info: ModelInfo, devices: Sequence[Device], *, drafters: Mapping[str, DrafterBytes]
 ) -> tuple[ContextLimit, ...]:
     """How far one sequence longest_contexts on these devices: with keys and values as they are and smaller, without a drafter and
     with each of these."""
-    fitting, plan = _fitting(replace(settings, max_batch=1, kv_memory=None), described, devices, drafter=None)
+    fitting, plan = _fitting(replace(settings, max_batch=1, kv_memory=None), info, devices, drafter=None)
     fitting = replace(fitting, room=0)
     found = []
     for kv_dtype in (plan.kv_dtype, *smaller_kv_dtypes(plan, devices)[:1]):
         for name, size in {"": None, **drafters}.items():
             make = partial(fitting.split, kv_dtype=kv_dtype, drafter=size)
-            found.append(ContextLimit(kv_dtype, name, longest_context(make, described.spec.max_context)))
+            found.append(ContextLimit(kv_dtype, name, longest_context(make, info.spec.max_context)))
     return tuple(found)
 
 

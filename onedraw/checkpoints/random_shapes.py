@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from onedraw.checkpoints.random_weights import MIXTURES, RandomCheckpoint, RandomPacked, mixture_kind, random_tensor
+from onedraw.checkpoints.random_weights import MIXTURES, RandomCheckpoint, RandomQuantTensor, mixture_kind, random_tensor
 from onedraw.errors import CorruptFile, ModelNotFound
-from onedraw.models.dflash import RULES, layout_of, outer_shapes, read_description
-from onedraw.models.registry import identify
-from onedraw.models.source import Dialect, Tensor
-from onedraw.models.weight_names import Shape, Where
+from onedraw.models.dflash import DRAFTER_WEIGHT_NAMES, detect_layout, outer_shapes, read_drafter_spec
+from onedraw.models.registry import find_family
+from onedraw.models.source import CheckpointFormat, LazyTensor
+from onedraw.models.weight_names import TensorShape, WeightKey
 
 # -------------------- A DFlash drafter of a known shape without a file: `random:qwen3.6-27b-dflash`, for benchma
 
@@ -29,8 +29,8 @@ class RandomDrafter:
     config: Mapping[str, Any]
     path: Path
     mixture: str = ""
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    dialect: Dialect = "safetensors"
+    tensors: Mapping[str, LazyTensor] = field(default_factory=dict)
+    format: CheckpointFormat = "safetensors"
     generation_config: Mapping[str, Any] = field(default_factory=dict)
 
     def fingerprint(self) -> str:
@@ -44,18 +44,18 @@ class RandomDrafter:
         """Nothing is held."""
 
 
-def make_drafter(config: Mapping[str, Any], name: str, *, mixture: str = "", seed: int = 0) -> RandomDrafter:
+def make_random_drafter(config: Mapping[str, Any], name: str, *, mixture: str = "", seed: int = 0) -> RandomDrafter:
     bare = RandomDrafter(config, Path(name), mixture)
-    layout = layout_of(bare)
-    spec = read_description(bare, layout)
-    shapes: dict[Where, Shape] = {(None, weight): shape for weight, shape in outer_shapes(spec).items()}
+    layout = detect_layout(bare)
+    spec = read_drafter_spec(bare, layout)
+    shapes: dict[WeightKey, TensorShape] = {(None, weight): shape for weight, shape in outer_shapes(spec).items()}
     for index, layer in enumerate(spec.layers):
         shapes |= {(index, weight): shape for weight, shape in layer.shapes(spec.hidden).items()}
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, LazyTensor] = {}
     for where, shape in shapes.items():
-        made = random_tensor(RULES[layout].stored(where), where[1], shape, tied=False, seed=seed)
+        made = random_tensor(DRAFTER_WEIGHT_NAMES[layout].stored_name(where), where[1], shape, tied=False, seed=seed)
         kind = mixture_kind(mixture, *where, shape, layers=len(spec.layers), tied=False) if mixture else "F32"
-        packed = RandomPacked(made.name, shape, kind, seed, made.spread)
+        packed = RandomQuantTensor(made.name, shape, kind, seed, made.spread)
         tensors[made.name] = replace(made, anywhere=True) if kind == "F32" else packed
     return replace(bare, tensors=tensors)
 
@@ -147,7 +147,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 
-DRAFTERS: dict[str, dict[str, Any]] = {
+DRAFTER_SHAPES: dict[str, dict[str, Any]] = {
     "qwen3.6-27b-dflash": {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
@@ -170,13 +170,13 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class ConfigOnly:
     """A config alone, to ask which family it is."""
 
     config: Mapping[str, Any]
     path: Path
-    dialect: Dialect = "plain"
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    format: CheckpointFormat = "plain"
+    tensors: Mapping[str, LazyTensor] = field(default_factory=dict)
     generation_config: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -215,12 +215,12 @@ def _config(model: str, known: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 
 def open_random_drafter(model: str) -> RandomDrafter:
     """`random:qwen3.6-27b-dflash` or `random:PATH/config.json`, perhaps with a mixture behind it."""
-    return make_drafter(_config(model, DRAFTERS), model, mixture=named_mixture(model)[1])
+    return make_random_drafter(_config(model, DRAFTER_SHAPES), model, mixture=named_mixture(model)[1])
 
 
 def open_random(model: str, seed: int = 0) -> RandomCheckpoint:
     config = shape_config(model)
-    family = identify(Described(config, Path(model)))
+    family = find_family(ConfigOnly(config, Path(model)))
     mixture = named_mixture(model)[1]
     spec = family.from_config(config, model)
     return RandomCheckpoint(spec, seed, config=config, name=model, anywhere=True, mixture=mixture)

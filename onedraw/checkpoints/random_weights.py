@@ -17,25 +17,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from onedraw.checkpoints.quants import KINDS, Bytes, Floats
-from onedraw.checkpoints.tensor import StoredTensor
+from onedraw.checkpoints.base import StoredTensor
+from onedraw.checkpoints.dequantize import QUANT_TYPES, Bytes, Floats
 from onedraw.errors import UnsupportedModel
-from onedraw.models.source import Dialect, Tensor
+from onedraw.models.source import CheckpointFormat, LazyTensor
 from onedraw.models.spec import ModelSpec
-from onedraw.models.tensor_views import Folded
-from onedraw.models.weight_names import PLAIN, Weights, all_shapes
+from onedraw.models.tensor_views import ReshapedRows
+from onedraw.models.weight_names import PLAIN_NAMES, ModelWeights, weight_shapes
 
 # -------------------- Random blocks of the packed kinds: weights without a file, as GGUF has them.
 
 
 def random_blocks(kind: str, rows: int, width: int, rng: np.random.Generator, size: float = 1.0) -> Bytes:
     """Rows of random codes whose values have about this size: [rows, bytes]."""
-    packing = KINDS[kind]
-    if packing.values == 1:
+    packing = QUANT_TYPES[kind]
+    if packing.block_values == 1:
         values = (rng.standard_normal((rows, width)) * size).astype(np.float32)
         made = {"F32": values, "F16": values.astype(np.float16), "BF16": (values.view(np.uint32) >> 16).astype(np.uint16)}[kind]
         return np.ascontiguousarray(made).view(np.uint8)
-    blocks = rng.integers(0, 256, (rows * width // packing.values, packing.size), dtype=np.uint8)
+    blocks = rng.integers(0, 256, (rows * width // packing.block_values, packing.block_bytes), dtype=np.uint8)
     count = len(blocks)
 
     def put(at: int, typical: float) -> None:
@@ -81,7 +81,7 @@ def mixture_kind(mixture: str, layer: int | None, weight: str, shape: tuple[int,
     if len(shape) < 2 or weight in NEVER or shape[-1] % 32:
         return "F32"
     kind = PURE.get(mixture) or _q4_k_m(layer, weight, layers=layers, tied=tied)
-    return NARROWER.get(kind, kind) if shape[-1] % KINDS[kind].values else kind
+    return NARROWER.get(kind, kind) if shape[-1] % QUANT_TYPES[kind].block_values else kind
 
 
 def _q4_k_m(layer: int | None, weight: str, *, layers: int, tied: bool) -> str:
@@ -97,7 +97,7 @@ def _q4_k_m(layer: int | None, weight: str, *, layers: int, tied: bool) -> str:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RandomPacked:
+class RandomQuantTensor:
     name: str
     shape: tuple[int, ...]
     kind: str
@@ -113,11 +113,13 @@ class RandomPacked:
 
     def packed(self) -> Bytes:
         """Windows into the pool, [rows, bytes]; nothing is copied."""
-        packing = KINDS[self.kind]
-        rows, blocks = math.prod(self.shape[:-1]), self.shape[-1] // packing.values
+        packing = QUANT_TYPES[self.kind]
+        rows, blocks = math.prod(self.shape[:-1]), self.shape[-1] // packing.block_values
         first = int.from_bytes(hashlib.sha256(f"{self.seed} {self.name}".encode()).digest()[:2], "little")
         pool = _block_pool(self.kind, self.spread, 1 << (first + rows + blocks).bit_length())
-        return np.lib.stride_tricks.as_strided(pool[first:], (rows, blocks * packing.size), (packing.size, 1), writeable=False)
+        return np.lib.stride_tricks.as_strided(
+            pool[first:], (rows, blocks * packing.block_bytes), (packing.block_bytes, 1), writeable=False
+        )
 
     def factors(self) -> None:
         return None
@@ -131,12 +133,12 @@ class RandomPacked:
     def int64(self) -> NDArray[np.int64]:
         raise UnsupportedModel(f"tensor {self.name}: random blocks are no whole numbers")
 
-    def take_rows(self, order: NDArray[np.intp]) -> Tensor:
+    def take_rows(self, order: NDArray[np.intp]) -> LazyTensor:
         rows = self.packed().reshape(self.shape[0], -1) if len(self.shape) > 2 else self.packed()
         return StoredTensor(self.name, (len(order), *self.shape[1:]), self.kind, rows[order].reshape(-1))
 
-    def reshaped(self, shape: tuple[int, ...]) -> Tensor:
-        return RandomPacked(self.name, shape, self.kind, self.seed, self.spread)
+    def reshaped(self, shape: tuple[int, ...]) -> LazyTensor:
+        return RandomQuantTensor(self.name, shape, self.kind, self.seed, self.spread)
 
     def _stored(self) -> StoredTensor:
         return StoredTensor(self.name, self.shape, self.kind, np.ascontiguousarray(self.packed()).reshape(-1))
@@ -145,7 +147,7 @@ class RandomPacked:
 @lru_cache(maxsize=32)  # a model of 27 billion has thirty
 def _block_pool(kind: str, spread: float, count: int) -> Bytes:
     """So many blocks, one below the other."""
-    return random_blocks(kind, count, KINDS[kind].values, np.random.default_rng(7), spread)
+    return random_blocks(kind, count, QUANT_TYPES[kind].block_values, np.random.default_rng(7), spread)
 
 
 # -------------------- Weights of a given shape without a checkpoint, for benchmarks and tests.
@@ -216,9 +218,9 @@ class RandomTensor:
         taken = np.asarray(order) if self.order is None else self.order[order]
         return replace(self, shape=(len(taken), *self.shape[1:]), order=taken, height=self.height or self.shape[0])
 
-    def reshaped(self, shape: tuple[int, ...]) -> Tensor:
+    def reshaped(self, shape: tuple[int, ...]) -> LazyTensor:
         if self.order is not None:
-            return Folded(self, shape)
+            return ReshapedRows(self, shape)
         return replace(self, shape=shape)
 
 
@@ -253,7 +255,7 @@ def _repeat(pool: Floats, out: Floats, order: NDArray[np.intp] | None) -> None:
 class RandomCheckpoint:
     """A source whose tensors are made when read: numbers, or the blocks of a quantizer's mixture."""
 
-    dialect: Dialect = "plain"
+    format: CheckpointFormat = "plain"
 
     def __init__(
         self,
@@ -269,11 +271,13 @@ class RandomCheckpoint:
         self.config: dict[str, Any] = config or {}
         self.generation_config: dict[str, Any] = {}
         self._name = f"{seed} {spec} {mixture}"
-        self.tensors: dict[str, Tensor] = {}
-        for where, shape in all_shapes(spec).items():
-            tensor = replace(random_tensor(PLAIN.stored(where), where[1], shape, tied=spec.tied, seed=seed), anywhere=anywhere)
+        self.tensors: dict[str, LazyTensor] = {}
+        for where, shape in weight_shapes(spec).items():
+            tensor = replace(
+                random_tensor(PLAIN_NAMES.stored_name(where), where[1], shape, tied=spec.tied, seed=seed), anywhere=anywhere
+            )
             kind = mixture_kind(mixture, *where, shape, layers=len(spec.layers), tied=spec.tied) if mixture else "F32"
-            packed = RandomPacked(tensor.name, shape, kind, seed, tensor.spread)
+            packed = RandomQuantTensor(tensor.name, shape, kind, seed, tensor.spread)
             self.tensors[tensor.name] = tensor if kind == "F32" else packed
 
     def fingerprint(self) -> str:
@@ -316,5 +320,5 @@ def random_tensor(name: str, weight: str, shape: tuple[int, ...], *, tied: bool,
     return RandomTensor(name, shape, seed, spread=1 / math.sqrt(shape[-1]))
 
 
-def random_weights(spec: ModelSpec, seed: int = 0) -> Weights:
-    return Weights(RandomCheckpoint(spec, seed), spec, PLAIN)
+def random_weights(spec: ModelSpec, seed: int = 0) -> ModelWeights:
+    return ModelWeights(RandomCheckpoint(spec, seed), spec, PLAIN_NAMES)

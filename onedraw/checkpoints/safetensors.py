@@ -12,11 +12,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from onedraw.checkpoints.files import fingerprint, map_file, read_json, refuse_overlaps, stamp
-from onedraw.checkpoints.quants import KINDS, Bytes
-from onedraw.checkpoints.tensor import StoredTensor
+from onedraw.checkpoints.base import StoredTensor, fingerprint, map_file, read_json, refuse_overlaps, stamp
+from onedraw.checkpoints.dequantize import QUANT_TYPES, Bytes
 from onedraw.errors import CorruptFile, ModelNotFound
-from onedraw.models.source import Dialect
+from onedraw.models.source import CheckpointFormat
 
 INDEX = "model.safetensors.index.json"
 HEADER_LIMIT = 100_000_000  # bytes; the format's own limit
@@ -25,7 +24,7 @@ HEADER_LIMIT = 100_000_000  # bytes; the format's own limit
 class SafetensorsCheckpoint:
     """A transformers folder. One owner: whoever opened it."""
 
-    dialect: Dialect = "safetensors"
+    format: CheckpointFormat = "safetensors"
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -98,9 +97,9 @@ def _tensor(path: Path, name: str, entry: Any, data: Bytes) -> StoredTensor:
         begin, end = int(begin), int(end)
     except (TypeError, KeyError, ValueError, OverflowError):
         raise CorruptFile(f"{path}: tensor {name}: its header entry lacks dtype, shape or data_offsets") from None
-    if kind not in KINDS:
+    if kind not in QUANT_TYPES:
         raise CorruptFile(f"{path}: tensor {name}: unknown dtype {kind}")
-    if not 0 <= begin <= end or min(shape, default=0) < 0 or end - begin != math.prod(shape) * KINDS[kind].size:
+    if not 0 <= begin <= end or min(shape, default=0) < 0 or end - begin != math.prod(shape) * QUANT_TYPES[kind].block_bytes:
         raise CorruptFile(f"{path}: tensor {name}: {end - begin} bytes cannot hold {kind} of shape {list(shape)}")
     if end > len(data):
         raise CorruptFile(f"{path}: tensor {name} ends {end - len(data)} bytes beyond the end of the file; it is truncated")

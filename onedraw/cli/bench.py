@@ -23,7 +23,7 @@ from onedraw.cli import terminal as screen
 from onedraw.cli.flags import add_settings, add_wishes, argument_type, read_settings, read_wishes, token_ids
 from onedraw.engine.stats import Stats
 from onedraw.errors import BadSetting, OnedrawError
-from onedraw.lab.recorded_drafts import LENGTH, RecordedProposer
+from onedraw.lab.recorded_drafts import DEFAULT_LENGTH, RecordedProposer
 from onedraw.llm.llm import Ask, Door, settled_stats
 from onedraw.llm.options import Wishes, settle
 from onedraw.speculation.speculator import Speculator
@@ -157,7 +157,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from onedraw.build.llm import open_door
-    from onedraw.lab.floor import turn_floor
+    from onedraw.lab.floor import decode_step_floor
     from onedraw.lab.transformers_peer import peer_rates
 
     batches: tuple[int, ...] = arguments.batch
@@ -176,7 +176,7 @@ def run(arguments: argparse.Namespace) -> int:
     work = {"prompt_tokens": arguments.prompt_tokens, "repeats": arguments.repeats}
     contexts: list[tuple[int, float]] = []
     with screen.progress() as tell:
-        floor = turn_floor(settings)
+        floor = decode_step_floor(settings)
         speculator = None if recorded is None else Speculator([recorded], draft_tokens=recorded.length)
         # Each batch size runs once before it is measured: that records its turns, and no others.
         with open_door(settings, tell, speculator=speculator, rehearse=False) as door:
@@ -211,7 +211,7 @@ def _recorded(arguments: argparse.Namespace) -> RecordedProposer | None:
     if len(arguments.draft) > 1 or not kept.isdecimal():
         raise BadSetting("--draft replay:K stands alone, K being how many drafts are kept per turn")
     arguments.draft = ["ngram"]  # room for drafts, and no drafter on the device
-    length = arguments.draft_tokens or max(LENGTH, int(kept))
+    length = arguments.draft_tokens or max(DEFAULT_LENGTH, int(kept))
     return RecordedProposer(kept=int(kept), length=int(length))
 
 

@@ -21,7 +21,7 @@ from onedraw.backends.stage_memory import SplitPlan
 from onedraw.cli import terminal as screen
 from onedraw.cli.flags import add_settings, read_settings
 from onedraw.errors import OutOfMemory
-from onedraw.models.model_info import Described, describe
+from onedraw.models.model_info import ModelInfo, read_model_info
 from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, MoeSpec
 from onedraw.settings import Settings
 
@@ -58,29 +58,29 @@ def run(arguments: argparse.Namespace) -> int:
     with screen.progress() as tell:
         checkpoint = find_checkpoint(settings, tell)
     try:
-        described = describe(checkpoint)
+        info = read_model_info(checkpoint)
         xla = settings.backend == "xla"
-        drafter = None if xla else select_drafter(settings, described, checkpoint)
-        size = drafter_bytes(drafter, described, checkpoint)
+        drafter = None if xla else select_drafter(settings, info, checkpoint)
+        size = drafter_bytes(drafter, info, checkpoint)
         devices = planned_devices(settings)
         settings = xla_settings(settings, devices) if xla else settings
-        fits = [] if xla else reach_rows(settings, described, devices, checkpoint, drafter)
+        fits = [] if xla else reach_rows(settings, info, devices, checkpoint, drafter)
         try:
-            plan, split = plan_devices(settings, described, devices, drafter=size)
+            plan, split = plan_devices(settings, info, devices, drafter=size)
         except OutOfMemory as error:
             told = [f"  {reach_words(fit)}" for fit in fits]
             raise OutOfMemory("\n".join([str(error), *told])) from None
         drafts = [*proposer_names(settings), *([] if drafter is None else [str(drafter)])]
         report = {
-            **identity(settings, checkpoint, described),
+            **identity(settings, checkpoint, info),
             "drafts": drafts,
             "memory": memory_json(plan, 0 if size is None else size(plan)),
         }
         report |= {"activation_dtype": split.activation, "stages": stages_json(split), "fits": fits}
         on_device = not xla and any(device.kind != "cpu" for device in devices)
-        report["turns"] = asdict(step_memory(settings, described, plan, devices)) if on_device else None
-        report["compiled_turns"] = compiled_steps(settings, described, plan, split.stages[-1].device) if xla else []
-        report["holding"] = asdict(plan_weight_storage(described.weights, plan.dtype)) if plan.dtype in PACKED_DTYPES else None
+        report["turns"] = asdict(step_memory(settings, info, plan, devices)) if on_device else None
+        report["compiled_turns"] = compiled_steps(settings, info, plan, split.stages[-1].device) if xla else []
+        report["holding"] = asdict(plan_weight_storage(info.weights, plan.dtype)) if plan.dtype in PACKED_DTYPES else None
     finally:
         checkpoint.close()
     if arguments.json:
@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def reach_rows(
     settings: Settings,
-    described: Described,
+    info: ModelInfo,
     devices: Sequence[Device],
     checkpoint: Checkpoint,
     chosen: Path | Literal["mtp"] | None,
@@ -103,10 +103,10 @@ def reach_rows(
 
     if all(device.kind == "cpu" or device.memory is None for device in devices):
         return []
-    packed = not SPAN_BYTES.keys().isdisjoint(matrix_kinds(described.weights))
-    drafter = chosen or known_drafter(described, packed=packed)
-    size = drafter_bytes(drafter, described, checkpoint)
-    found = longest_contexts(settings, described, devices, drafters={} if size is None else {str(drafter): size})
+    packed = not SPAN_BYTES.keys().isdisjoint(matrix_kinds(info.weights))
+    drafter = chosen or known_drafter(info, packed=packed)
+    size = drafter_bytes(drafter, info, checkpoint)
+    found = longest_contexts(settings, info, devices, drafters={} if size is None else {str(drafter): size})
     return [asdict(reach) for reach in found if reach.context]
 
 
@@ -122,13 +122,13 @@ def planned_devices(settings: Settings) -> list[Device]:
     return [replace(d, arch="sm90") if d.kind == "cuda" and not d.arch else d for d in found]
 
 
-def identity(settings: Settings, checkpoint: Checkpoint, described: Described) -> dict[str, Any]:
+def identity(settings: Settings, checkpoint: Checkpoint, info: ModelInfo) -> dict[str, Any]:
     """What the checkpoint says of itself."""
-    spec = described.spec
+    spec = info.spec
     return {
         "model": settings.model,
         "path": str(checkpoint.path),
-        "format": checkpoint.dialect,
+        "format": checkpoint.format,
         "fingerprint": checkpoint.fingerprint(),
         "architecture": spec.family,
         "parameters": spec.parameters,
@@ -139,8 +139,8 @@ def identity(settings: Settings, checkpoint: Checkpoint, described: Described) -
         "layers": [{"count": count, **asdict(layer)} for layer, count in Counter(spec.layers).items()],
         "layers_in_words": [f"{count} × {in_words(layer)}" for layer, count in Counter(spec.layers).items()],
         "stored": dict(Counter(t.kind for t in checkpoint.tensors.values())),
-        "defaults": described.defaults,
-        "eos_ids": list(described.eos_ids),
+        "defaults": info.defaults,
+        "eos_ids": list(info.eos_ids),
         "tokenizer": tokenizer_kind(checkpoint),
         "not_used": list(spec.notes),
     }
@@ -193,7 +193,7 @@ def feed_forward_in_words(feed_forward: MlpSpec | MoeSpec) -> str:
 
 def tokenizer_kind(checkpoint: Checkpoint) -> str:
     """Read from the metadata alone; the tokenizer itself is not built."""
-    if checkpoint.dialect == "gguf":
+    if checkpoint.format == "gguf":
         from onedraw.text.gguf_tokenizer import unsupported_reason
 
         kind, split = (checkpoint.config.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
@@ -205,10 +205,10 @@ def tokenizer_kind(checkpoint: Checkpoint) -> str:
     if not file.is_file():
         return "missing: the folder has no tokenizer.json"
     try:
-        described = json.loads(file.read_text(encoding="utf-8"))
+        info = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
         return "unreadable: tokenizer.json is no JSON text"
-    model = described.get("model") if isinstance(described, dict) else None
+    model = info.get("model") if isinstance(info, dict) else None
     if not isinstance(model, dict):
         return "unreadable: tokenizer.json names no model"
     return f"{model.get('type', 'unnamed')} in tokenizer.json"

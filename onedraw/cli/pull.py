@@ -25,10 +25,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from onedraw.checkpoints.download import resolve
+    from onedraw.checkpoints.download import resolve_model
 
     settings = Settings.of(model=arguments.model, cache_dir=arguments.cache_dir)
     with screen.progress() as tell:
-        path = resolve(settings.model, settings.cache_dir or default_cache_dir(), progress=tell)
+        path = resolve_model(settings.model, settings.cache_dir or default_cache_dir(), progress=tell)
     print(path)
     return 0

@@ -21,7 +21,7 @@ from typing import Literal, TypeAlias, assert_never
 from onedraw.contract.variations import Drive, Evidence, Facts, Variation, requests, variations
 from onedraw.errors import BadSetting, Barren, OutOfMemory
 from onedraw.llm.llm import Ask, Door, Reply, settled_stats
-from onedraw.models.model_info import describe
+from onedraw.models.model_info import read_model_info
 from onedraw.settings import Settings
 from onedraw.text.constraints.grammar import structured_output_available
 
@@ -234,6 +234,6 @@ def bytes_per_page(settings: Settings, *, dtype: str) -> int:
         return 1
     checkpoint = find_checkpoint(settings)
     try:
-        return sum(group.page_bytes for group in plan_memory(settings, describe(checkpoint), dtype=dtype).groups)
+        return sum(group.page_bytes for group in plan_memory(settings, read_model_info(checkpoint), dtype=dtype).groups)
     finally:
         checkpoint.close()

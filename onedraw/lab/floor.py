@@ -12,16 +12,16 @@ from onedraw.backends.packing import matrix_kinds, matrix_sizes, product_dtype, 
 from onedraw.backends.precision import kv_precision
 from onedraw.backends.torch.device import copy_bandwidth, find_devices, why_no_blocks
 from onedraw.build.checkpoint import find_checkpoint
-from onedraw.models.model_info import describe
+from onedraw.models.model_info import read_model_info
 from onedraw.models.spec import KV_BYTES, KV_SCALE_BYTES, STATE_BYTES, AttentionSpec, ModelSpec, MoeSpec
-from onedraw.models.weight_names import Where, all_shapes
+from onedraw.models.weight_names import WeightKey, weight_shapes
 from onedraw.settings import Settings
 
 
-def step_bytes(spec: ModelSpec, sizes: Mapping[Where, int], *, dtype: str, rows: int, context: int) -> int:
+def step_bytes(spec: ModelSpec, sizes: Mapping[WeightKey, int], *, dtype: str, rows: int, context: int) -> int:
     """Bytes that a turn of so many rows, each with so much context, reads. `sizes`: of matrices; `dtype`: of keys."""
     weights = 0
-    for (layer, weight), shape in all_shapes(spec).items():
+    for (layer, weight), shape in weight_shapes(spec).items():
         if len(shape) < 2 or weight == "inputs_embed" or (weight == "embed" and not spec.tied):
             continue  # small, or looked up row by row
         share = 1.0
@@ -42,7 +42,7 @@ def _state_bytes(spec: ModelSpec, index: int, context: int, dtype: str) -> int:
     return 2 * STATE_BYTES * mixer.value_heads * mixer.key_dim * mixer.value_dim  # read and written
 
 
-def turn_floor(settings: Settings) -> Callable[[int, int], float] | None:
+def decode_step_floor(settings: Settings) -> Callable[[int, int], float] | None:
     """Seconds that a decode turn of (rows, context) takes at least, at the memory's measured speed; None but on a GPU."""
     if settings.backend != "torch":
         return None
@@ -52,11 +52,11 @@ def turn_floor(settings: Settings) -> Callable[[int, int], float] | None:
     no_kernels = why_no_blocks() if supports_gpu_packed(device) else ""
     checkpoint = find_checkpoint(settings)
     try:
-        described = describe(checkpoint)
-        spec, kinds = described.spec, matrix_kinds(described.weights)
+        info = read_model_info(checkpoint)
+        spec, kinds = info.spec, matrix_kinds(info.weights)
         stream = {"activations": "f32", "stream": "auto"}
         dtype = product_dtype([device], asked=settings.dtype, **stream, kinds=kinds, no_kernels=no_kernels)
-        sizes = matrix_sizes(described.weights, dtype)
+        sizes = matrix_sizes(info.weights, dtype)
     finally:
         checkpoint.close()
     speed = copy_bandwidth(device.name)

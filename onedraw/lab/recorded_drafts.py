@@ -9,7 +9,7 @@ from __future__ import annotations
 from onedraw.speculation.proposer import chain
 from onedraw.types import Draft, History, Request
 
-LENGTH = 15  # drafts of a chain, where nobody said
+DEFAULT_LENGTH = 15  # drafts of a chain, where nobody said
 
 
 class RecordedProposer:

@@ -21,14 +21,14 @@ import torch
 
 from onedraw.backends.packing import product_dtype
 from onedraw.backends.torch.device import DTYPES, find_devices
-from onedraw.checkpoints.download import resolve
+from onedraw.checkpoints.download import resolve_model
 from onedraw.checkpoints.random_shapes import is_random, shape_config
 from onedraw.errors import BadSetting
 from onedraw.settings import Settings, default_cache_dir
 
-WARMING = 3  # tokens whose time does not count
-COUNTED = 16
-LONGEST_PROMPT = (
+WARMUP_TOKENS = 3  # tokens whose time does not count
+TIMED_TOKENS = 16
+MAX_PROMPT_TOKENS = (
     256  # a longer one takes transformers longer to read, and tells nothing of its decoding that is not in its favour
 )
 
@@ -62,7 +62,7 @@ def transformers_rates(
     found = {}
     for batch in batches:
         tell(f"transformers: batch {batch}")
-        prompt = torch.randint(0, vocab, (batch, min(prompt_tokens, LONGEST_PROMPT)), device=place)
+        prompt = torch.randint(0, vocab, (batch, min(prompt_tokens, MAX_PROMPT_TOKENS)), device=place)
         found[batch] = batch / max(_between_tokens(transformers, model, prompt, sampling), 1e-9)
     return found
 
@@ -96,7 +96,7 @@ def _between_tokens(transformers: Any, model: Any, prompt: torch.Tensor, samplin
         moments.append(time.perf_counter())
         return scores
 
-    count = WARMING + COUNTED + 1
+    count = WARMUP_TOKENS + TIMED_TOKENS + 1
     with torch.inference_mode():
         model.generate(
             prompt,
@@ -109,7 +109,7 @@ def _between_tokens(transformers: Any, model: Any, prompt: torch.Tensor, samplin
             **({"do_sample": True, **sampling} if sampling else {"do_sample": False}),
         )
     gaps = [after - before for before, after in pairwise(moments)]
-    return statistics.median(gaps[WARMING:])
+    return statistics.median(gaps[WARMUP_TOKENS:])
 
 
 def peer_rates(
@@ -122,7 +122,7 @@ def peer_rates(
     if is_random(settings.model):
         source = shape_config(settings.model)
     else:
-        source = str(resolve(settings.model, settings.cache_dir or default_cache_dir()))
+        source = str(resolve_model(settings.model, settings.cache_dir or default_cache_dir()))
         if not Path(source).is_dir():
             raise BadSetting("--against transformers: needs a folder with safetensors, or a random: shape")
     asked: dict[str, Any] = {"batches": batches, "prompt_tokens": prompt_tokens, "sampling": sampling}

@@ -13,7 +13,7 @@ from typing import Any
 from onedraw.errors import CorruptFile, UnsupportedModel
 
 # Keys of config.json that say nothing about what the model computes.
-HARMLESS = frozenset(
+IGNORED_KEYS = frozenset(
     {
         "architectures",
         "model_type",
@@ -99,10 +99,10 @@ HARMLESS = frozenset(
 )
 
 # What configs of mixtures of experts add: it is about training, or about what a run reports.
-HARMLESS_OF_EXPERTS = frozenset({"router_aux_loss_coef", "output_router_logits", "router_z_loss_coef", "router_jitter_noise"})
+IGNORED_MOE_KEYS = frozenset({"router_aux_loss_coef", "output_router_logits", "router_z_loss_coef", "router_jitter_noise"})
 
 # What a multimodal model says beside its text model. Images, video and sound are not read.
-HARMLESS_OF_WRAPPERS = frozenset(
+IGNORED_MULTIMODAL_KEYS = frozenset(
     {
         "vision_config",
         "audio_config",
@@ -130,8 +130,8 @@ HARMLESS_OF_WRAPPERS = frozenset(
     }
 )
 
-MOST = 2**31 - 1  # of any count
-MOST_LAYERS = 4096
+MAX_INTEGER = 2**31 - 1  # of any count
+MAX_LAYERS = 4096
 
 
 def share_of_head(hidden: int, heads: int, origin: str) -> int:
@@ -146,7 +146,7 @@ def neutral(value: Any) -> bool:
     return value is None or value is False or (not isinstance(value, bool) and value in (0, "", [], {}))
 
 
-class Keys:
+class ConfigReader:
     """One description being read. Owner: the function that reads it."""
 
     def __init__(self, values: Mapping[str, Any], *, origin: str, prefix: str = "") -> None:
@@ -163,7 +163,7 @@ class Keys:
         """Whether the key is there at all, if only with null."""
         return self._prefix + name in self._values
 
-    def whole(self, name: str, default: int | None = None, *, least: int = 1, most: int = MOST) -> int:
+    def whole(self, name: str, default: int | None = None, *, least: int = 1, most: int = MAX_INTEGER) -> int:
         """A whole number; without a default the key must be there."""
         value = self.optional_whole(name, least=least, most=most)
         if value is None:
@@ -172,7 +172,7 @@ class Keys:
             raise CorruptFile(f"{self._origin}: {self._prefix}{name} is missing")
         return value
 
-    def optional_whole(self, name: str, *, least: int = 1, most: int = MOST) -> int | None:
+    def optional_whole(self, name: str, *, least: int = 1, most: int = MAX_INTEGER) -> int | None:
         value = self.get(name)
         if value is None:
             return None
@@ -242,23 +242,23 @@ class Keys:
                 raise UnsupportedModel(f"{self._origin}: {name} = {shown} is not supported; what it changes is unknown here")
 
 
-def text_part(config: Mapping[str, Any], *, origin: str) -> tuple[Keys, bool | None]:
+def text_part(config: Mapping[str, Any], *, origin: str) -> tuple[ConfigReader, bool | None]:
     """The keys that describe the text model, wherever they are, and whether a wrapper around them ties the head.
 
     A multimodal model's config nests them in text_config.
     """
     inner = config.get("text_config")
     if inner is None:
-        return Keys(config, origin=origin), None
-    outer = Keys(config, origin=origin)
+        return ConfigReader(config, origin=origin), None
+    outer = ConfigReader(config, origin=origin)
     outer.mapping("text_config")
     refuse_quantized(outer, origin)
     tied = outer.flag("tie_word_embeddings") if outer.get("tie_word_embeddings") is not None else None
-    outer.refuse_rest(HARMLESS | HARMLESS_OF_WRAPPERS)
-    return Keys(inner, origin=f"{origin}: text_config"), tied
+    outer.refuse_rest(IGNORED_KEYS | IGNORED_MULTIMODAL_KEYS)
+    return ConfigReader(inner, origin=f"{origin}: text_config"), tied
 
 
-def layer_types(keys: Keys, count: int, *, accepted: Collection[str], default: list[str], origin: str) -> list[str]:
+def layer_types(keys: ConfigReader, count: int, *, accepted: Collection[str], default: list[str], origin: str) -> list[str]:
     """The kind of every layer, as the config lists it."""
     types = keys.get("layer_types")
     if types is None:
@@ -271,10 +271,10 @@ def layer_types(keys: Keys, count: int, *, accepted: Collection[str], default: l
     return types
 
 
-def code_notes(keys: Keys) -> tuple[str, ...]:
+def code_notes(keys: ConfigReader) -> tuple[str, ...]:
     return ("auto_map: code that comes with a checkpoint is never run",) if keys.get("auto_map") else ()
 
 
-def refuse_quantized(keys: Keys, origin: str) -> None:
+def refuse_quantized(keys: ConfigReader, origin: str) -> None:
     if keys.get("quantization_config") is not None:
         raise UnsupportedModel(f"{origin}: quantization_config: quantized safetensors are not supported; use a GGUF file")

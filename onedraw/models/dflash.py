@@ -30,12 +30,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onedraw.errors import CorruptFile, UnsupportedModel
-from onedraw.models.config_reader import HARMLESS, MOST_LAYERS, Keys, share_of_head
+from onedraw.models.config_reader import IGNORED_KEYS, MAX_LAYERS, ConfigReader, share_of_head
 from onedraw.models.family import check_heads
 from onedraw.models.rope import rope_from_config, rope_from_metadata
-from onedraw.models.source import Source, Tensor
+from onedraw.models.source import LazyTensor, ModelSource
 from onedraw.models.spec import AttentionSpec, DrafterLayout, DrafterSpec, LayerSpec, MlpSpec, ModelSpec
-from onedraw.models.weight_names import GGUF, SAFETENSORS, Read, Rules, Shape, Where, find, pairs, refuse_unclaimed
+from onedraw.models.weight_names import (
+    GGUF_NAMES,
+    SAFETENSORS_NAMES,
+    TensorShape,
+    WeightArrays,
+    WeightKey,
+    WeightNames,
+    find_tensor,
+    name_table,
+    refuse_unused_tensors,
+)
 
 # -------------------- The three ways a DFlash drafter describes itself → one DrafterSpec.
 
@@ -52,7 +62,7 @@ RELATIVES = {
     r"domino": "Domino, which adds a recurrent head",
     r"dflare|fusion_": "DFlare, which fuses features per layer",
 }
-HARMLESS_DRAFTER = HARMLESS | {"auto_map", "tie_word_embeddings", "max_anchors", "mask_token"}
+HARMLESS_DRAFTER = IGNORED_KEYS | {"auto_map", "tie_word_embeddings", "max_anchors", "mask_token"}
 HARMLESS_SPECULATOR = {"speculators_version", "speculators_config", "has_no_defaults_at_init", *HARMLESS_DRAFTER}
 HARMLESS_METADATA = frozenset({"tensor_data_layout", "source.url"})
 NO_CODE = "auto_map: code that comes with a checkpoint is never run"
@@ -61,16 +71,16 @@ NO_CODE = "auto_map: code that comes with a checkpoint is never run"
 # ------------------------------------------------------------------ which one
 
 
-def looks_like_drafter(source: Source) -> bool:
+def looks_like_drafter(source: ModelSource) -> bool:
     config = source.config
     return (
         "speculators_model_type" in config or "dflash_config" in config or bool(re.search("dflash|dspark", _name(source), re.I))
     )
 
 
-def layout_of(source: Source) -> DrafterLayout:
+def detect_layout(source: ModelSource) -> DrafterLayout:
     name = _name(source)
-    if source.dialect == "gguf":
+    if source.format == "gguf":
         if name == "dflash":
             return "gguf"
     elif "speculators_model_type" in source.config:  # such files may name z-lab's architecture too
@@ -84,7 +94,7 @@ def layout_of(source: Source) -> DrafterLayout:
     )
 
 
-def refuse_relatives(source: Source) -> None:
+def refuse_relatives(source: ModelSource) -> None:
     """Heads and norms that plain DFlash does not have would be half of the drafter left out."""
     for name in (_name(source), *source.tensors):
         if relative := _relative(name):
@@ -93,9 +103,9 @@ def refuse_relatives(source: Source) -> None:
         raise UnsupportedModel(f"{source.path}: mask_embedding.pt is a pickle that could run code and is never opened")
 
 
-def _name(source: Source) -> str:
+def _name(source: ModelSource) -> str:
     """What the checkpoint calls itself."""
-    if source.dialect == "gguf":
+    if source.format == "gguf":
         return str(source.config.get("general.architecture", ""))
     names = source.config.get("architectures") or [source.config.get("model_type", "")]
     return str(names[0]) if isinstance(names, list) else str(names)
@@ -108,7 +118,7 @@ def _relative(name: str) -> str:
     return ""
 
 
-def read_description(source: Source, layout: DrafterLayout) -> DrafterSpec:
+def read_drafter_spec(source: ModelSource, layout: DrafterLayout) -> DrafterSpec:
     match layout:
         case "z-lab":
             spec = _from_zlab(source)
@@ -124,10 +134,10 @@ def read_description(source: Source, layout: DrafterLayout) -> DrafterSpec:
 # ------------------------------------------------------------------ safetensors
 
 
-def _from_zlab(source: Source) -> DrafterSpec:
+def _from_zlab(source: ModelSource) -> DrafterSpec:
     origin = str(source.path / "config.json")
-    keys = Keys(source.config, origin=origin)
-    inner = Keys(keys.mapping("dflash_config") or {}, origin=f"{origin}: dflash_config")
+    keys = ConfigReader(source.config, origin=origin)
+    inner = ConfigReader(keys.mapping("dflash_config") or {}, origin=f"{origin}: dflash_config")
     layers = _layers(keys, origin)
     window = inner.optional_whole("swa_window_size") or keys.optional_whole("sliding_window")
     if inner.flag("use_swa"):  # a window on every layer, whatever layer_types says
@@ -161,10 +171,10 @@ def _from_zlab(source: Source) -> DrafterSpec:
     return _with_own_tensors(spec, source, embed="embed_tokens.weight", head="lm_head.weight")
 
 
-def _from_speculators(source: Source) -> DrafterSpec:
+def _from_speculators(source: ModelSource) -> DrafterSpec:
     origin = str(source.path / "config.json")
-    keys = Keys(source.config, origin=origin)
-    stack = Keys(keys.mapping("transformer_layer_config") or {}, origin=f"{origin}: transformer_layer_config")
+    keys = ConfigReader(source.config, origin=origin)
+    stack = ConfigReader(keys.mapping("transformer_layer_config") or {}, origin=f"{origin}: transformer_layer_config")
     layers = _layers(stack, f"{origin}: transformer_layer_config")
     non_causal = keys.flag("sliding_window_non_causal")
     counted = keys.get("aux_hidden_state_layer_ids")
@@ -195,15 +205,15 @@ def _from_speculators(source: Source) -> DrafterSpec:
     return _with_own_tensors(spec, source, embed="embed_tokens.weight", head="lm_head.weight")
 
 
-def _layers(keys: Keys, origin: str) -> tuple[LayerSpec, ...]:
+def _layers(keys: ConfigReader, origin: str) -> tuple[LayerSpec, ...]:
     """The Qwen3-style stack that both folder layouts describe in transformers' words."""
     keys.only("hidden_act", "silu")
     keys.only("attention_bias", False)
     keys.only("quantization_config")
-    count, head_dim = keys.whole("num_hidden_layers", most=MOST_LAYERS), keys.whole("head_dim", HEAD_DIM)
+    count, head_dim = keys.whole("num_hidden_layers", most=MAX_LAYERS), keys.whole("head_dim", HEAD_DIM)
     heads, max_context = keys.whole("num_attention_heads"), keys.whole("max_position_embeddings")
-    described: Mapping[str, Any] = keys.mapping("rope_parameters") or keys.mapping("rope_scaling") or {}
-    if keys.get("rope_theta") is None and "rope_theta" not in described:
+    info: Mapping[str, Any] = keys.mapping("rope_parameters") or keys.mapping("rope_scaling") or {}
+    if keys.get("rope_theta") is None and "rope_theta" not in info:
         raise CorruptFile(f"{origin}: rope_theta is missing; a drafter with a wrong one drafts badly without a sign of it")
     mixer = AttentionSpec(
         heads=heads,
@@ -217,7 +227,7 @@ def _layers(keys: Keys, origin: str) -> tuple[LayerSpec, ...]:
     return tuple(LayerSpec(replace(mixer, window=window), feed_forward) for window in _windows(keys, count, origin))
 
 
-def _windows(keys: Keys, count: int, origin: str) -> list[int | None]:
+def _windows(keys: ConfigReader, count: int, origin: str) -> list[int | None]:
     """layer_types decides; without it Qwen3's rule, a window from max_window_layers on where use_sliding_window is set."""
     window, used = keys.optional_whole("sliding_window"), keys.flag("use_sliding_window")
     first, types = keys.whole("max_window_layers", 0, least=0), keys.get("layer_types")
@@ -234,7 +244,7 @@ def _windows(keys: Keys, count: int, origin: str) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in types]
 
 
-def _ids(keys: Keys, inner: Keys, *, count: int, depth: int | None, origin: str) -> tuple[int, ...]:
+def _ids(keys: ConfigReader, inner: ConfigReader, *, count: int, depth: int | None, origin: str) -> tuple[int, ...]:
     """The features' layers: as listed, or spread evenly as z-lab does."""
     listed, named = keys.get("target_layer_ids"), inner.get("target_layer_ids")
     if listed is not None and named is not None and listed != named:
@@ -243,17 +253,17 @@ def _ids(keys: Keys, inner: Keys, *, count: int, depth: int | None, origin: str)
         return _zero_based(named if listed is None else listed, "target_layer_ids", offset=0, origin=origin)
     if depth is None:
         raise CorruptFile(f"{origin}: target_layer_ids and num_target_layers are both missing")
-    return default_layers(count, depth)
+    return default_target_layers(count, depth)
 
 
-def default_layers(count: int, depth: int) -> tuple[int, ...]:
+def default_target_layers(count: int, depth: int) -> tuple[int, ...]:
     """What z-lab chooses for `count` draft layers and a target of `depth` layers."""
     if count == 1:
         return (depth // 2,)
     return tuple(round(1 + index * (depth - 4) / (count - 1)) for index in range(count))
 
 
-def _refuse_variants(keys: Keys) -> None:
+def _refuse_variants(keys: ConfigReader) -> None:
     """Switches that change what a drafter computes, in any of the objects that may hold them."""
     keys.only("sample_from_anchor", False)
     keys.only("use_aux_hidden_state", True)
@@ -267,10 +277,10 @@ def _refuse_variants(keys: Keys) -> None:
 # ------------------------------------------------------------------ GGUF
 
 
-def _from_metadata(source: Source) -> DrafterSpec:
+def _from_metadata(source: ModelSource) -> DrafterSpec:
     metadata, tensors, origin = source.config, source.tensors, source.path.name
-    keys = Keys(metadata, origin=origin, prefix="dflash.")
-    vocabulary = Keys(metadata, origin=origin, prefix="tokenizer.ggml.")
+    keys = ConfigReader(metadata, origin=origin, prefix="dflash.")
+    vocabulary = ConfigReader(metadata, origin=origin, prefix="tokenizer.ggml.")
     keys.only("sample_from_anchor", False)
     hidden, layers = keys.whole("embedding_length"), _metadata_layers(keys, source)
     ids = _zero_based(keys.get("target_layers"), "dflash.target_layers", offset=1, origin=origin)
@@ -295,9 +305,9 @@ def _from_metadata(source: Source) -> DrafterSpec:
     return _with_own_tensors(spec, source, embed="token_embd.weight", head="output.weight")
 
 
-def _metadata_layers(keys: Keys, source: Source) -> tuple[LayerSpec, ...]:
+def _metadata_layers(keys: ConfigReader, source: ModelSource) -> tuple[LayerSpec, ...]:
     origin, divisors = source.path.name, source.tensors.get("rope_freqs.weight")
-    count, max_context = keys.whole("block_count", most=MOST_LAYERS), keys.whole("context_length")
+    count, max_context = keys.whole("block_count", most=MAX_LAYERS), keys.whole("context_length")
     heads = keys.wholes("attention.head_count", count)
     kv_heads = keys.wholes("attention.head_count_kv", count, heads)
     widths = keys.wholes("feed_forward_length", count)
@@ -315,7 +325,7 @@ def _metadata_layers(keys: Keys, source: Source) -> tuple[LayerSpec, ...]:
     )
 
 
-def _metadata_windows(keys: Keys, count: int, origin: str) -> list[int | None]:
+def _metadata_windows(keys: ConfigReader, count: int, origin: str) -> list[int | None]:
     window, pattern = (
         keys.optional_whole("attention.sliding_window", least=0) or None,
         keys.get("attention.sliding_window_pattern"),
@@ -332,7 +342,7 @@ def _metadata_windows(keys: Keys, count: int, origin: str) -> list[int | None]:
 # ------------------------------------------------------------------ what all share
 
 
-def _either(keys: Keys, inner: Keys, name: str, origin: str, *, least: int = 1) -> int | None:
+def _either(keys: ConfigReader, inner: ConfigReader, name: str, origin: str, *, least: int = 1) -> int | None:
     """A number that stands at the top or in dflash_config, or in both alike."""
     outside, inside = keys.optional_whole(name, least=least), inner.optional_whole(name, least=least)
     if outside is not None and inside is not None and outside != inside:
@@ -353,7 +363,7 @@ def _zero_based(ids: Any, name: str, *, offset: int, origin: str) -> tuple[int, 
     return tuple(i - offset for i in ids)
 
 
-def _with_own_tensors(spec: DrafterSpec, source: Source, *, embed: str, head: str) -> DrafterSpec:
+def _with_own_tensors(spec: DrafterSpec, source: ModelSource, *, embed: str, head: str) -> DrafterSpec:
     """A description does not say what of embedding, head and map is in the file: it is there or not."""
     tensors = source.tensors
     return replace(spec, own_embedding=embed in tensors, own_head=head in tensors, mapped="d2t" in tensors)
@@ -374,52 +384,50 @@ def _checked(spec: DrafterSpec, origin: str) -> DrafterSpec:
 # -------------------- DFlash drafters as data: what a drafter file says, which of its tensors is which weight, a
 
 
-__all__ = ["DescribedDrafter", "DrafterSpec", "DrafterWeights", "check_fit", "describe_drafter", "is_drafter"]
-
-_FOLDER = Rules(
-    outer=pairs("", "fc=fc.weight hidden_norm=hidden_norm.weight norm=norm.weight embed=embed_tokens.weight")
-    | pairs("", "head=lm_head.weight d2t=d2t"),
-    layer={weight: stored.removeprefix("model.") for weight, stored in SAFETENSORS.layer.items()},
+_FOLDER = WeightNames(
+    outer=name_table("", "fc=fc.weight hidden_norm=hidden_norm.weight norm=norm.weight embed=embed_tokens.weight")
+    | name_table("", "head=lm_head.weight d2t=d2t"),
+    layer={weight: stored.removeprefix("model.") for weight, stored in SAFETENSORS_NAMES.layer.items()},
     ignored=r"t2d|(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",  # t2d is d2t read backwards, for training
 )
-RULES: dict[DrafterLayout, Rules] = {
+DRAFTER_WEIGHT_NAMES: dict[DrafterLayout, WeightNames] = {
     "z-lab": _FOLDER,
     "speculators": _FOLDER,
-    "gguf": Rules(
-        outer=pairs("", "fc=fc.weight hidden_norm=enc.output_norm.weight norm=output_norm.weight")
-        | pairs("", "embed=token_embd.weight head=output.weight d2t=d2t"),
-        layer=GGUF.layer,
-        ignored=GGUF.ignored,
+    "gguf": WeightNames(
+        outer=name_table("", "fc=fc.weight hidden_norm=enc.output_norm.weight norm=output_norm.weight")
+        | name_table("", "embed=token_embd.weight head=output.weight d2t=d2t"),
+        layer=GGUF_NAMES.layer,
+        ignored=GGUF_NAMES.ignored,
     ),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class DescribedDrafter:
+class DrafterInfo:
     spec: DrafterSpec
     weights: DrafterWeights
 
 
-def is_drafter(source: Source) -> bool:
+def is_drafter(source: ModelSource) -> bool:
     """Whether a checkpoint is a block drafter rather than a model, be it one that is supported or not."""
     return looks_like_drafter(source)
 
 
-def describe_drafter(source: Source) -> DescribedDrafter:
+def read_drafter_info(source: ModelSource) -> DrafterInfo:
     """Read the description, and check that the weights fit it. No weight is read."""
-    layout = layout_of(source)
+    layout = detect_layout(source)
     refuse_relatives(source)
-    spec = read_description(source, layout)
-    return DescribedDrafter(spec, DrafterWeights(source, spec, RULES[layout]))
+    spec = read_drafter_spec(source, layout)
+    return DrafterInfo(spec, DrafterWeights(source, spec, DRAFTER_WEIGHT_NAMES[layout]))
 
 
 # ------------------------------------------------------------------ weights
 
 
-def outer_shapes(spec: DrafterSpec) -> dict[str, Shape]:
+def outer_shapes(spec: DrafterSpec) -> dict[str, TensorShape]:
     """The float32 weights outside the layers."""
     hidden = spec.hidden
-    shapes: dict[str, Shape] = {"fc": (hidden, spec.feature_width)}
+    shapes: dict[str, TensorShape] = {"fc": (hidden, spec.feature_width)}
     shapes |= {"hidden_norm": (hidden,), "norm": (hidden,)}
     if spec.own_embedding:
         shapes |= {"embed": (spec.vocab, hidden)}
@@ -431,28 +439,28 @@ def outer_shapes(spec: DrafterSpec) -> dict[str, Shape]:
 class DrafterWeights:
     """The weights of one drafter. Complete when made: what is missing, misshapen or unclaimed was refused."""
 
-    def __init__(self, source: Source, spec: DrafterSpec, rules: Rules) -> None:
+    def __init__(self, source: ModelSource, spec: DrafterSpec, rules: WeightNames) -> None:
         self.spec = spec
         self._origin = str(source.path)
-        shapes: dict[Where, Shape] = {(None, weight): shape for weight, shape in outer_shapes(spec).items()}
+        shapes: dict[WeightKey, TensorShape] = {(None, weight): shape for weight, shape in outer_shapes(spec).items()}
         for index in range(len(spec.layers)):
             shapes |= {(index, weight): shape for weight, shape in spec.layers[index].shapes(spec.hidden).items()}
-        self._tensors = {where: find(source, rules.stored(where), shape) for where, shape in shapes.items()}
+        self._tensors = {where: find_tensor(source, rules.stored_name(where), shape) for where, shape in shapes.items()}
         for tensor in self._tensors.values():
             tensor.require_readable()
-        self._map = find(source, rules.outer["d2t"], (spec.draft_vocab,)) if spec.mapped else None
+        self._map = find_tensor(source, rules.outer["d2t"], (spec.draft_vocab,)) if spec.mapped else None
         claimed = {tensor.name for tensor in self._tensors.values()} | ({self._map.name} if self._map else set())
-        refuse_unclaimed(source, claimed, ignored=rules.ignored, kind="DFlash drafter")
+        refuse_unused_tensors(source, claimed, ignored=rules.ignored, kind="DFlash drafter")
 
-    def tensor(self, layer: int | None, weight: str) -> Tensor:
+    def tensor(self, layer: int | None, weight: str) -> LazyTensor:
         """One weight, still packed."""
         return self._tensors[layer, weight]
 
-    def outer(self) -> Read:
+    def outer(self) -> WeightArrays:
         """fc, hidden_norm, norm and, where they are the drafter's own, embed and head."""
         return {weight: self._tensors[None, weight].float32() for weight in outer_shapes(self.spec)}
 
-    def layer(self, index: int) -> Read:
+    def layer(self, index: int) -> WeightArrays:
         return {weight: self._tensors[index, weight].float32() for weight in self.spec.layers[index].shapes(self.spec.hidden)}
 
     def target_ids(self) -> NDArray[np.int64] | None:
@@ -471,7 +479,7 @@ class DrafterWeights:
 # ------------------------------------------------------------------ fit
 
 
-def check_fit(spec: DrafterSpec, target: ModelSpec) -> None:
+def check_drafter_fits(spec: DrafterSpec, target: ModelSpec) -> None:
     """Refuse a drafter made for another model, with both numbers."""
     depth = len(target.layers)
     if spec.vocab != target.vocab:

@@ -12,19 +12,19 @@ from typing import Any, Literal, assert_never
 
 from onedraw.errors import CorruptFile, UnsupportedModel
 from onedraw.models.config_reader import (
-    HARMLESS,
-    HARMLESS_OF_EXPERTS,
-    MOST_LAYERS,
-    Keys,
+    IGNORED_KEYS,
+    IGNORED_MOE_KEYS,
+    MAX_LAYERS,
+    ConfigReader,
     code_notes,
     layer_types,
     refuse_quantized,
     share_of_head,
 )
 from onedraw.models.rope import rope_from_config, rope_from_metadata
-from onedraw.models.source import Dialect, Source
+from onedraw.models.source import CheckpointFormat, ModelSource
 from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
-from onedraw.models.weight_names import GGUF, GGUF_PERMUTED, PLAIN, SAFETENSORS, Rules
+from onedraw.models.weight_names import GGUF_NAMES, GGUF_PERMUTED_NAMES, PLAIN_NAMES, SAFETENSORS_NAMES, WeightNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class Family:
     architectures: tuple[str, ...]  # config.json architectures
     gguf: tuple[str, ...]  # GGUF general.architecture
     from_config: Callable[[Mapping[str, Any], str], ModelSpec]  # config, what to call it in errors
-    from_metadata: Callable[[Source], ModelSpec]
-    rules: Mapping[Dialect, Rules]
+    from_metadata: Callable[[ModelSource], ModelSpec]
+    weight_names: Mapping[CheckpointFormat, WeightNames]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def dense_family(
     model_types: tuple[str, ...],
     architectures: tuple[str, ...],
     gguf: tuple[str, ...],
-    rules: Mapping[Dialect, Rules] | None = None,
+    weight_names: Mapping[CheckpointFormat, WeightNames] | None = None,
 ) -> Family:
     return Family(
         name=traits.family,
@@ -69,7 +69,12 @@ def dense_family(
         gguf=gguf,
         from_config=lambda config, origin: _from_config(config, origin, traits),
         from_metadata=lambda source: _from_metadata(source, traits),
-        rules=rules or {"safetensors": SAFETENSORS, "gguf": GGUF_PERMUTED if traits.permuted else GGUF, "plain": PLAIN},
+        weight_names=weight_names
+        or {
+            "safetensors": SAFETENSORS_NAMES,
+            "gguf": GGUF_PERMUTED_NAMES if traits.permuted else GGUF_NAMES,
+            "plain": PLAIN_NAMES,
+        },
     )
 
 
@@ -77,10 +82,10 @@ def dense_family(
 
 
 def _from_config(config: Mapping[str, Any], origin: str, traits: Traits) -> ModelSpec:
-    keys = Keys(config, origin=origin)
+    keys = ConfigReader(config, origin=origin)
     keys.only("hidden_act", "silu")
     refuse_quantized(keys, origin)
-    count, max_context = keys.whole("num_hidden_layers", most=MOST_LAYERS), keys.whole("max_position_embeddings")
+    count, max_context = keys.whole("num_hidden_layers", most=MAX_LAYERS), keys.whole("max_position_embeddings")
     mixer = _mixer(keys, traits, max_context=max_context, origin=origin)
     windows, fed = _windows(keys, count, traits, origin), _feed_forwards(keys, count, traits, origin)
     spec = ModelSpec(
@@ -93,11 +98,11 @@ def _from_config(config: Mapping[str, Any], origin: str, traits: Traits) -> Mode
         max_context=max_context,
         notes=code_notes(keys),
     )
-    keys.refuse_rest(HARMLESS | HARMLESS_OF_EXPERTS if traits.experts else HARMLESS)
+    keys.refuse_rest(IGNORED_KEYS | IGNORED_MOE_KEYS if traits.experts else IGNORED_KEYS)
     return checked(spec, origin)
 
 
-def _mixer(keys: Keys, traits: Traits, *, max_context: int, origin: str) -> AttentionSpec:
+def _mixer(keys: ConfigReader, traits: Traits, *, max_context: int, origin: str) -> AttentionSpec:
     """The attention of every layer, before its window."""
     heads = keys.whole("num_attention_heads")
     head_dim = keys.optional_whole("head_dim") or traits.head_dim or share_of_head(keys.whole("hidden_size"), heads, origin)
@@ -119,7 +124,7 @@ def _mixer(keys: Keys, traits: Traits, *, max_context: int, origin: str) -> Atte
 UNNAMED_WINDOW = 4096  # of a family whose layers all slide, where the config has no such key; null is none
 
 
-def _windows(keys: Keys, count: int, traits: Traits, origin: str) -> list[int | None]:
+def _windows(keys: ConfigReader, count: int, traits: Traits, origin: str) -> list[int | None]:
     """The sliding window of every layer."""
     if traits.window == "never":
         keys.only("layer_types", ["full_attention"] * count)
@@ -143,7 +148,7 @@ def _windows(keys: Keys, count: int, traits: Traits, origin: str) -> list[int | 
     return [window if kind == "sliding_attention" else None for kind in types]
 
 
-def _feed_forwards(keys: Keys, count: int, traits: Traits, origin: str) -> list[MlpSpec | MoeSpec]:
+def _feed_forwards(keys: ConfigReader, count: int, traits: Traits, origin: str) -> list[MlpSpec | MoeSpec]:
     """The feed-forward of every layer: one, or experts in every so many layers but those that are named."""
     if not traits.experts:
         return [MlpSpec(keys.whole("intermediate_size"), bias=traits.mlp_bias and keys.flag("mlp_bias"))] * count
@@ -164,13 +169,13 @@ def _feed_forwards(keys: Keys, count: int, traits: Traits, origin: str) -> list[
 # ------------------------------------------------------------------ GGUF
 
 # Keys below the architecture's name that say nothing about what the model computes.
-HARMLESS_METADATA = frozenset({"tensor_data_layout", "source.url"})
+IGNORED_METADATA = frozenset({"tensor_data_layout", "source.url"})
 
 
-def _from_metadata(source: Source, traits: Traits) -> ModelSpec:
+def _from_metadata(source: ModelSource, traits: Traits) -> ModelSpec:
     metadata, tensors, origin = source.config, source.tensors, source.path.name
-    keys = Keys(metadata, origin=origin, prefix=f"{metadata['general.architecture']}.")
-    count = keys.whole("block_count", most=MOST_LAYERS)
+    keys = ConfigReader(metadata, origin=origin, prefix=f"{metadata['general.architecture']}.")
+    count = keys.whole("block_count", most=MAX_LAYERS)
     hidden, max_context = keys.whole("embedding_length"), keys.whole("context_length")
     heads = keys.wholes("attention.head_count", count)
     kv_heads = keys.wholes("attention.head_count_kv", count, heads)
@@ -204,11 +209,11 @@ def _from_metadata(source: Source, traits: Traits) -> ModelSpec:
         max_context=max_context,
         **stored_ends(keys, source),
     )
-    keys.refuse_rest(HARMLESS_METADATA)
+    keys.refuse_rest(IGNORED_METADATA)
     return checked(spec, origin)
 
 
-def stored_ends(keys: Keys, source: Source) -> dict[str, Any]:
+def stored_ends(keys: ConfigReader, source: ModelSource) -> dict[str, Any]:
     """What every GGUF says alike of what is outside the layers. It need not tell the size of the vocabulary, and has no key
     for a tied head: it has the head's own tensor or not."""
     embedding = source.tensors.get("token_embd.weight")
@@ -219,7 +224,7 @@ def stored_ends(keys: Keys, source: Source) -> dict[str, Any]:
     }
 
 
-def _stored_feed_forwards(keys: Keys, source: Source, count: int, traits: Traits) -> list[MlpSpec | MoeSpec]:
+def _stored_feed_forwards(keys: ConfigReader, source: ModelSource, count: int, traits: Traits) -> list[MlpSpec | MoeSpec]:
     """A GGUF has no key for biases, nor for which layers have experts: it has their tensors or not."""
     if not traits.experts:
         widths = keys.wholes("feed_forward_length", count)

@@ -15,12 +15,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from onedraw.errors import CorruptFile, UnsupportedModel
-from onedraw.models.config_reader import HARMLESS, MOST_LAYERS, Keys, code_notes, layer_types, refuse_quantized, text_part
-from onedraw.models.family import HARMLESS_METADATA, Family, checked, stored_ends
+from onedraw.models.config_reader import (
+    IGNORED_KEYS,
+    MAX_LAYERS,
+    ConfigReader,
+    code_notes,
+    layer_types,
+    refuse_quantized,
+    text_part,
+)
+from onedraw.models.family import IGNORED_METADATA, Family, checked, stored_ends
 from onedraw.models.rope import DEFAULT_THETA, rope_of_divisors, ropes_by_layer_type
-from onedraw.models.source import Source
+from onedraw.models.source import ModelSource
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec
-from onedraw.models.weight_names import GGUF, PLAIN, SAFETENSORS, Rules, pairs
+from onedraw.models.weight_names import GGUF_NAMES, PLAIN_NAMES, SAFETENSORS_NAMES, WeightNames, name_table
 from onedraw.models.weight_transforms import PLAIN_EXPERT_NAMES, experts, gguf_experts
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -88,7 +96,7 @@ def _from_config(config: Mapping[str, Any], origin: str) -> ModelSpec:
     keys.only("hidden_act", ACTIVATION)
     keys.only("attention_bias", False)
     keys.only("use_bidirectional_attention", "vision")  # inside images alone
-    count, max_context = keys.whole("num_hidden_layers", most=MOST_LAYERS), keys.whole("max_position_embeddings")
+    count, max_context = keys.whole("num_hidden_layers", most=MAX_LAYERS), keys.whole("max_position_embeddings")
     default = [SLIDING if (index + 1) % PATTERN else FULL for index in range(count - 1)] + [FULL]
     types = layer_types(keys, count, accepted=(SLIDING, FULL), default=default, origin=origin)
     if types[-1] != FULL:
@@ -120,11 +128,11 @@ def _from_config(config: Mapping[str, Any], origin: str) -> ModelSpec:
         embed_scale=math.sqrt(hidden),
         notes=code_notes(keys),
     )
-    keys.refuse_rest(HARMLESS | {"tie_word_embeddings"})
+    keys.refuse_rest(IGNORED_KEYS | {"tie_word_embeddings"})
     return checked(spec, origin)
 
 
-def _shapes(keys: Keys, types: list[str], *, shared: int, max_context: int, origin: str) -> list[Shape]:
+def _shapes(keys: ConfigReader, types: list[str], *, shared: int, max_context: int, origin: str) -> list[Shape]:
     head_dim, kv_heads = keys.whole("head_dim", HEAD_DIM), keys.whole("num_key_value_heads")
     width = keys.whole("intermediate_size")
     widened = 2 * width if keys.flag("use_double_wide_mlp") else width
@@ -146,7 +154,7 @@ def _shapes(keys: Keys, types: list[str], *, shared: int, max_context: int, orig
 
 
 def _sizes(
-    keys: Keys, types: list[str], *, head_dim: int, kv_heads: int, keys_as_values: bool, origin: str
+    keys: ConfigReader, types: list[str], *, head_dim: int, kv_heads: int, keys_as_values: bool, origin: str
 ) -> list[tuple[int, int]]:
     """Head size and key/value heads of every layer. The hub names those of full layers, transformers those of each index."""
     global_dim = keys.whole("global_head_dim", GLOBAL_HEAD_DIM)
@@ -155,9 +163,9 @@ def _sizes(
     if named is None:
         wide = (global_dim, global_kv if keys_as_values else kv_heads)
         return [wide if kind == FULL else (head_dim, kv_heads) for kind in types]
-    sizes, outer = [], Keys(named, origin=f"{origin}: per_layer_config")
+    sizes, outer = [], ConfigReader(named, origin=f"{origin}: per_layer_config")
     for index in range(len(types)):
-        inner = Keys(outer.mapping(str(index)) or {}, origin=f"{origin}: per_layer_config: {index}")
+        inner = ConfigReader(outer.mapping(str(index)) or {}, origin=f"{origin}: per_layer_config: {index}")
         sizes.append((inner.whole("head_dim", head_dim), inner.whole("num_key_value_heads", kv_heads)))
         inner.refuse_rest()
     outer.refuse_rest()
@@ -167,7 +175,7 @@ def _sizes(
     return sizes
 
 
-def _config_experts(keys: Keys) -> MoeSpec | None:
+def _config_experts(keys: ConfigReader) -> MoeSpec | None:
     if not keys.flag("enable_moe_block"):
         for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
             keys.get(name)  # switched off
@@ -178,10 +186,10 @@ def _config_experts(keys: Keys) -> MoeSpec | None:
 # ------------------------------------------------------------------ GGUF
 
 
-def _from_metadata(source: Source) -> ModelSpec:
+def _from_metadata(source: ModelSource) -> ModelSpec:
     origin = source.path.name
-    keys = Keys(source.config, origin=origin, prefix="gemma4.")
-    count = keys.whole("block_count", most=MOST_LAYERS)
+    keys = ConfigReader(source.config, origin=origin, prefix="gemma4.")
+    count = keys.whole("block_count", most=MAX_LAYERS)
     shared = keys.whole("attention.shared_kv_layers", 0, least=0, most=count - 1)
     hidden = keys.whole("embedding_length")
     spec = ModelSpec(
@@ -202,11 +210,11 @@ def _from_metadata(source: Source) -> ModelSpec:
         norm="wide",
         embed_scale=math.sqrt(hidden),
     )
-    keys.refuse_rest(HARMLESS_METADATA)
+    keys.refuse_rest(IGNORED_METADATA)
     return checked(spec, origin)
 
 
-def _gguf_shapes(keys: Keys, source: Source, *, count: int, shared: int, origin: str) -> list[Shape]:
+def _gguf_shapes(keys: ConfigReader, source: ModelSource, *, count: int, shared: int, origin: str) -> list[Shape]:
     full_dim = keys.whole("attention.key_length", GLOBAL_HEAD_DIM)
     sliding_dim = keys.whole("attention.key_length_swa", HEAD_DIM)
     for suffix, size in (("", full_dim), ("_swa", sliding_dim)):
@@ -232,7 +240,7 @@ def _gguf_shapes(keys: Keys, source: Source, *, count: int, shared: int, origin:
     ]
 
 
-def _full_rope(keys: Keys, source: Source, *, head_dim: int, origin: str) -> RopeSpec:
+def _full_rope(keys: ConfigReader, source: ModelSource, *, head_dim: int, origin: str) -> RopeSpec:
     theta = keys.number("rope.freq_base", ROPES[FULL]["rope_theta"])
     keys.only("rope.scaling.type", "none")
     divisors = source.tensors.get("rope_freqs.weight")
@@ -245,7 +253,7 @@ def _full_rope(keys: Keys, source: Source, *, head_dim: int, origin: str) -> Rop
     return rope_of_divisors(divisors, theta=theta, dims=head_dim)
 
 
-def _gguf_experts(keys: Keys) -> MoeSpec | None:
+def _gguf_experts(keys: ConfigReader) -> MoeSpec | None:
     count, used = keys.whole("expert_count", 0, least=0), keys.whole("expert_used_count", 0, least=0)
     width = keys.whole("expert_feed_forward_length", 0, least=0)
     keys.only("expert_gating_func", 1)  # softmax
@@ -257,43 +265,45 @@ def _gguf_experts(keys: Keys) -> MoeSpec | None:
 # ------------------------------------------------------------------ weights
 
 IN = "model.layers.{layer}."
-FROM_FOLDER = Rules(
-    outer={**SAFETENSORS.outer}
-    | pairs("model.", "inputs_embed=embed_tokens_per_layer.weight inputs_project=per_layer_model_projection.weight")
-    | pairs("model.", "inputs_project_norm=per_layer_projection_norm.weight"),
-    layer={**SAFETENSORS.layer}
-    | pairs(IN, "post_attn_norm=post_attention_layernorm.weight mlp_norm=pre_feedforward_layernorm.weight")
-    | pairs(IN, "post_mlp_norm=post_feedforward_layernorm.weight dense_norm=post_feedforward_layernorm_1.weight")
-    | pairs(IN, "experts_norm=pre_feedforward_layernorm_2.weight post_experts_norm=post_feedforward_layernorm_2.weight")
-    | pairs(IN, "router=router.proj.weight router_scale=router.scale expert_scale=router.per_expert_scale")
-    | pairs(IN, "inputs_gate=per_layer_input_gate.weight inputs_out=per_layer_projection.weight")
-    | pairs(IN, "inputs_norm=post_per_layer_input_norm.weight layer_scale=layer_scalar"),
-    made=experts(IN + "experts."),
-    renamed=(
+FROM_FOLDER = WeightNames(
+    outer={**SAFETENSORS_NAMES.outer}
+    | name_table("model.", "inputs_embed=embed_tokens_per_layer.weight inputs_project=per_layer_model_projection.weight")
+    | name_table("model.", "inputs_project_norm=per_layer_projection_norm.weight"),
+    layer={**SAFETENSORS_NAMES.layer}
+    | name_table(IN, "post_attn_norm=post_attention_layernorm.weight mlp_norm=pre_feedforward_layernorm.weight")
+    | name_table(IN, "post_mlp_norm=post_feedforward_layernorm.weight dense_norm=post_feedforward_layernorm_1.weight")
+    | name_table(IN, "experts_norm=pre_feedforward_layernorm_2.weight post_experts_norm=post_feedforward_layernorm_2.weight")
+    | name_table(IN, "router=router.proj.weight router_scale=router.scale expert_scale=router.per_expert_scale")
+    | name_table(IN, "inputs_gate=per_layer_input_gate.weight inputs_out=per_layer_projection.weight")
+    | name_table(IN, "inputs_norm=post_per_layer_input_norm.weight layer_scale=layer_scalar"),
+    transforms=experts(IN + "experts."),
+    aliases=(
         (r"^model\.language_model\.", "model."),
         (r"^(model\.layers\.\d+\.)moe\.((?:gate_up|gate|up|down)_proj)", r"\1experts.\2"),  # an older name
         (r"^(model\.layers\.\d+\.)moe\.per_expert_scale$", r"\1router.per_expert_scale"),
         PLAIN_EXPERT_NAMES,
     ),
-    ignored=SAFETENSORS.ignored,
+    ignored=SAFETENSORS_NAMES.ignored,
     unused=(
         (r"model\.(vision_tower|embed_vision|vision_embedder)\..*", "the vision tower: images are not read"),
         (r"model\.(audio_tower|embed_audio)\..*", "the audio tower: sound is not read"),
     ),
 )
 BLK = "blk.{layer}."
-FROM_GGUF = Rules(
-    outer={**GGUF.outer}
-    | pairs("", "inputs_embed=per_layer_token_embd.weight inputs_project=per_layer_model_proj.weight")
-    | pairs("", "inputs_project_norm=per_layer_proj_norm.weight"),
-    layer={**GGUF.layer}
-    | pairs(BLK, "post_attn_norm=post_attention_norm.weight mlp_norm=ffn_norm.weight post_mlp_norm=post_ffw_norm.weight")
-    | pairs(BLK, "dense_norm=post_ffw_norm_1.weight experts_norm=pre_ffw_norm_2.weight post_experts_norm=post_ffw_norm_2.weight")
-    | pairs(BLK, "router=ffn_gate_inp.weight router_scale=ffn_gate_inp.scale expert_scale=ffn_down_exps.scale")
-    | pairs(BLK, "inputs_gate=inp_gate.weight inputs_out=proj.weight inputs_norm=post_norm.weight")
-    | pairs(BLK, "layer_scale=layer_output_scale.weight"),
-    made=gguf_experts(),
-    ignored=GGUF.ignored,
+FROM_GGUF = WeightNames(
+    outer={**GGUF_NAMES.outer}
+    | name_table("", "inputs_embed=per_layer_token_embd.weight inputs_project=per_layer_model_proj.weight")
+    | name_table("", "inputs_project_norm=per_layer_proj_norm.weight"),
+    layer={**GGUF_NAMES.layer}
+    | name_table(BLK, "post_attn_norm=post_attention_norm.weight mlp_norm=ffn_norm.weight post_mlp_norm=post_ffw_norm.weight")
+    | name_table(
+        BLK, "dense_norm=post_ffw_norm_1.weight experts_norm=pre_ffw_norm_2.weight post_experts_norm=post_ffw_norm_2.weight"
+    )
+    | name_table(BLK, "router=ffn_gate_inp.weight router_scale=ffn_gate_inp.scale expert_scale=ffn_down_exps.scale")
+    | name_table(BLK, "inputs_gate=inp_gate.weight inputs_out=proj.weight inputs_norm=post_norm.weight")
+    | name_table(BLK, "layer_scale=layer_output_scale.weight"),
+    transforms=gguf_experts(),
+    ignored=GGUF_NAMES.ignored,
 )
 
 GEMMA4 = Family(
@@ -303,5 +313,5 @@ GEMMA4 = Family(
     gguf=("gemma4",),
     from_config=_from_config,
     from_metadata=_from_metadata,
-    rules={"safetensors": FROM_FOLDER, "gguf": FROM_GGUF, "plain": PLAIN},
+    weight_names={"safetensors": FROM_FOLDER, "gguf": FROM_GGUF, "plain": PLAIN_NAMES},
 )

@@ -11,19 +11,19 @@ from typing import Any, Literal
 
 from onedraw.errors import CorruptFile, UnsupportedModel
 from onedraw.models.config_reader import (
-    HARMLESS,
-    HARMLESS_OF_EXPERTS,
-    MOST_LAYERS,
-    Keys,
+    IGNORED_KEYS,
+    IGNORED_MOE_KEYS,
+    MAX_LAYERS,
+    ConfigReader,
     code_notes,
     layer_types,
     refuse_quantized,
 )
-from onedraw.models.family import HARMLESS_METADATA, Family, checked, stored_ends
+from onedraw.models.family import IGNORED_METADATA, Family, checked, stored_ends
 from onedraw.models.rope import DEFAULT_THETA, rope_from_metadata, ropes_by_layer_type, turning_dims
-from onedraw.models.source import Source
+from onedraw.models.source import ModelSource
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec
-from onedraw.models.weight_names import GGUF, PLAIN, SAFETENSORS, Rules, pairs
+from onedraw.models.weight_names import GGUF_NAMES, PLAIN_NAMES, SAFETENSORS_NAMES, WeightNames, name_table
 from onedraw.models.weight_transforms import PLAIN_EXPERT_NAMES, experts, gguf_experts
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -38,11 +38,11 @@ GatePer = Literal["element", "head"]
 
 
 def _from_config(config: Mapping[str, Any], origin: str) -> ModelSpec:
-    keys = Keys(config, origin=origin)
+    keys = ConfigReader(config, origin=origin)
     refuse_quantized(keys, origin)
     keys.only("hidden_act", "silu")
     keys.only("rope_style", "rotate-half")
-    count, max_context = keys.whole("num_hidden_layers", most=MOST_LAYERS), keys.whole("max_position_embeddings")
+    count, max_context = keys.whole("num_hidden_layers", most=MAX_LAYERS), keys.whole("max_position_embeddings")
     types = layer_types(keys, count, accepted=(FULL, SLIDING), default=[FULL] * count, origin=origin)
     window = keys.optional_whole("sliding_window")
     if window is None and SLIDING in types:
@@ -82,11 +82,11 @@ def _from_config(config: Mapping[str, Any], origin: str) -> ModelSpec:
         max_context=max_context,
         notes=code_notes(keys),
     )
-    keys.refuse_rest(HARMLESS | HARMLESS_OF_EXPERTS)
+    keys.refuse_rest(IGNORED_KEYS | IGNORED_MOE_KEYS)
     return checked(spec, origin)
 
 
-def _gate_per(keys: Keys, origin: str) -> GatePer:
+def _gate_per(keys: ConfigReader, origin: str) -> GatePer:
     gating = keys.get("gating")
     if gating not in (None, True, "per-head", "per-element"):
         raise UnsupportedModel(f"{origin}: gating = {gating!r} is not supported; supported: true, 'per-head', 'per-element'")
@@ -97,7 +97,7 @@ def _gate_per(keys: Keys, origin: str) -> GatePer:
     return per
 
 
-def _dense(keys: Keys, count: int, origin: str) -> list[bool]:
+def _dense(keys: ConfigReader, count: int, origin: str) -> list[bool]:
     """Which layers have one feed-forward in place of experts: named one by one, or by the older pair of keys, or both."""
     types, named, step = keys.get("mlp_layer_types"), keys.get("mlp_only_layers"), keys.whole("decoder_sparse_step", 1)
     by_index = [index in ([0] if named is None else named) or (index + 1) % step != 0 for index in range(count)]
@@ -111,7 +111,7 @@ def _dense(keys: Keys, count: int, origin: str) -> list[bool]:
     return dense
 
 
-def _ropes(keys: Keys, origin: str) -> Keys:
+def _ropes(keys: ConfigReader, origin: str) -> ConfigReader:
     """Older configs describe the rope of full layers in place of all, and that of sliding layers beside it."""
     described, sliding = keys.mapping("rope_parameters"), keys.mapping("swa_rope_parameters")
     nested = described is not None and any(isinstance(value, dict) for value in described.values())
@@ -120,10 +120,10 @@ def _ropes(keys: Keys, origin: str) -> Keys:
         keys.get("partial_rotary_factor")
     if nested or described is None:
         return keys
-    return Keys({"rope_parameters": {FULL: described} | ({} if sliding is None else {SLIDING: sliding})}, origin=origin)
+    return ConfigReader({"rope_parameters": {FULL: described} | ({} if sliding is None else {SLIDING: sliding})}, origin=origin)
 
 
-def _config_experts(keys: Keys) -> MoeSpec:
+def _config_experts(keys: ConfigReader) -> MoeSpec:
     keys.only("norm_topk_prob", True)
     keys.only("moe_router_use_sigmoid", True)
     keys.only("moe_router_score_func", "sigmoid")
@@ -142,10 +142,10 @@ def _config_experts(keys: Keys) -> MoeSpec:
 # ------------------------------------------------------------------ GGUF
 
 
-def _from_metadata(source: Source) -> ModelSpec:
+def _from_metadata(source: ModelSource) -> ModelSpec:
     tensors, origin = source.tensors, source.path.name
-    keys = Keys(source.config, origin=origin, prefix="laguna.")
-    count, max_context = keys.whole("block_count", most=MOST_LAYERS), keys.whole("context_length")
+    keys = ConfigReader(source.config, origin=origin, prefix="laguna.")
+    count, max_context = keys.whole("block_count", most=MAX_LAYERS), keys.whole("context_length")
     head_dim = keys.whole("attention.key_length", HEAD_DIM)
     keys.only("attention.value_length", head_dim)
     heads, kv_heads = keys.wholes("attention.head_count", count), keys.wholes("attention.head_count_kv", count)
@@ -182,17 +182,17 @@ def _from_metadata(source: Source) -> ModelSpec:
         **stored_ends(keys, source),
         max_context=max_context,
     )
-    keys.refuse_rest(HARMLESS_METADATA)
+    keys.refuse_rest(IGNORED_METADATA)
     return checked(spec, origin)
 
 
-def _stored_gate(source: Source, index: int, heads: int) -> GatePer:
+def _stored_gate(source: ModelSource, index: int, heads: int) -> GatePer:
     """A GGUF has no key for it: the gate is as wide as it is."""
     gate = source.tensors.get(f"blk.{index}.attn_gate.weight")
     return "element" if gate is not None and gate.shape[0] != heads else "head"
 
 
-def _gguf_experts(keys: Keys) -> MoeSpec:
+def _gguf_experts(keys: ConfigReader) -> MoeSpec:
     keys.only("expert_gating_func", 2)  # sigmoid
     keys.only("expert_weights_norm", True)
     keys.only("expert_shared_count", 1)
@@ -210,28 +210,28 @@ def _gguf_experts(keys: Keys) -> MoeSpec:
 # ------------------------------------------------------------------ weights
 
 MLP = "model.layers.{layer}.mlp."
-FROM_FOLDER = Rules(
-    outer=SAFETENSORS.outer,
-    layer={**SAFETENSORS.layer}
-    | pairs("model.layers.{layer}.", "attn_gate=self_attn.g_proj.weight")
-    | pairs(MLP, "router=gate.weight select_bias=experts.e_score_correction_bias")
-    | pairs(MLP + "shared_expert.", "shared_gate=gate_proj.weight shared_up=up_proj.weight shared_down=down_proj.weight"),
-    made=experts(MLP + "experts."),
-    renamed=(
+FROM_FOLDER = WeightNames(
+    outer=SAFETENSORS_NAMES.outer,
+    layer={**SAFETENSORS_NAMES.layer}
+    | name_table("model.layers.{layer}.", "attn_gate=self_attn.g_proj.weight")
+    | name_table(MLP, "router=gate.weight select_bias=experts.e_score_correction_bias")
+    | name_table(MLP + "shared_expert.", "shared_gate=gate_proj.weight shared_up=up_proj.weight shared_down=down_proj.weight"),
+    transforms=experts(MLP + "experts."),
+    aliases=(
         (r"\.mlp\.shared_experts\.", ".mlp.shared_expert."),
         (r"\.mlp\.gate\.e_score_correction_bias$", ".mlp.experts.e_score_correction_bias"),
         PLAIN_EXPERT_NAMES,
     ),
-    ignored=SAFETENSORS.ignored,
+    ignored=SAFETENSORS_NAMES.ignored,
 )
 BLK = "blk.{layer}."
-FROM_GGUF = Rules(
-    outer=GGUF.outer,
-    layer={**GGUF.layer}
-    | pairs(BLK, "attn_gate=attn_gate.weight router=ffn_gate_inp.weight select_bias=exp_probs_b.bias")
-    | pairs(BLK, "shared_gate=ffn_gate_shexp.weight shared_up=ffn_up_shexp.weight shared_down=ffn_down_shexp.weight"),
-    made=gguf_experts(),
-    ignored=GGUF.ignored,
+FROM_GGUF = WeightNames(
+    outer=GGUF_NAMES.outer,
+    layer={**GGUF_NAMES.layer}
+    | name_table(BLK, "attn_gate=attn_gate.weight router=ffn_gate_inp.weight select_bias=exp_probs_b.bias")
+    | name_table(BLK, "shared_gate=ffn_gate_shexp.weight shared_up=ffn_up_shexp.weight shared_down=ffn_down_shexp.weight"),
+    transforms=gguf_experts(),
+    ignored=GGUF_NAMES.ignored,
 )
 
 LAGUNA = Family(
@@ -241,5 +241,5 @@ LAGUNA = Family(
     gguf=("laguna",),
     from_config=_from_config,
     from_metadata=_from_metadata,
-    rules={"safetensors": FROM_FOLDER, "gguf": FROM_GGUF, "plain": PLAIN},
+    weight_names={"safetensors": FROM_FOLDER, "gguf": FROM_GGUF, "plain": PLAIN_NAMES},
 )

@@ -8,10 +8,10 @@ from typing import Any
 
 from onedraw.errors import BadParameter, CorruptFile
 from onedraw.models.family import Family
-from onedraw.models.registry import identify
-from onedraw.models.source import Dialect, Source
+from onedraw.models.registry import find_family
+from onedraw.models.source import CheckpointFormat, ModelSource
 from onedraw.models.spec import ModelSpec
-from onedraw.models.weight_names import Weights
+from onedraw.models.weight_names import ModelWeights
 from onedraw.types import SamplingParams
 
 # -------------------- What a checkpoint says about sampling: default values and the ids that end a reply.
@@ -21,8 +21,8 @@ SAMPLED = ("temperature", "top_k", "top_p", "min_p")
 GGUF_NAMES = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat"}
 
 
-def generation_defaults(source: Source) -> dict[str, float | int]:
-    if source.dialect == "gguf":
+def generation_defaults(source: ModelSource) -> dict[str, float | int]:
+    if source.format == "gguf":
         named = {name: source.config.get(f"general.sampling.{key}") for name, key in GGUF_NAMES.items()}
     else:
         wanted = ("repetition_penalty", *(SAMPLED if source.generation_config.get("do_sample") is True else ()))
@@ -30,7 +30,7 @@ def generation_defaults(source: Source) -> dict[str, float | int]:
     return {name: _number(source, name, value) for name, value in named.items() if value is not None}
 
 
-def _number(source: Source, name: str, value: Any) -> float | int:
+def _number(source: ModelSource, name: str, value: Any) -> float | int:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise CorruptFile(f"{source.path}: the default {name} must be a number, not {value!r}")
     number: float | int = float(value)
@@ -49,25 +49,25 @@ def _number(source: Source, name: str, value: Any) -> float | int:
 ENDING_TOKENS = {"gemma4": ("<turn|>", "<|tool_response>")}
 
 
-def eos_ids(source: Source) -> list[int]:
+def eos_ids(source: ModelSource) -> list[int]:
     """The ids that end a reply, without repetition; generation_config.json goes before config.json."""
-    if source.dialect == "gguf":
+    if source.format == "gguf":
         named = [source.config.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
         return _ids(source, *named, _unnamed_ends(source))
     inner = source.config.get("text_config")
-    for described in (source.generation_config, source.config, inner if isinstance(inner, dict) else {}):
-        if described.get("eos_token_id") is not None:
-            return _ids(source, described["eos_token_id"])
+    for info in (source.generation_config, source.config, inner if isinstance(inner, dict) else {}):
+        if info.get("eos_token_id") is not None:
+            return _ids(source, info["eos_token_id"])
     return []
 
 
-def _unnamed_ends(source: Source) -> list[int]:
+def _unnamed_ends(source: ModelSource) -> list[int]:
     texts = ENDING_TOKENS.get(str(source.config.get("general.architecture")), ())
     vocabulary = source.config.get("tokenizer.ggml.tokens")
     return [vocabulary.index(text) for text in texts if text in vocabulary] if texts and isinstance(vocabulary, list) else []
 
 
-def _ids(source: Source, *values: Any) -> list[int]:
+def _ids(source: ModelSource, *values: Any) -> list[int]:
     flat = [one for value in values if value is not None for one in (value if isinstance(value, list) else [value])]
     if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in flat):
         raise CorruptFile(f"{source.path}: eos_token_id must be a token id or a list of them, not {flat!r}")
@@ -78,27 +78,27 @@ def _ids(source: Source, *values: Any) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class ModelInfo:
     spec: ModelSpec
     family: Family
-    dialect: Dialect
-    weights: Weights
+    format: CheckpointFormat
+    weights: ModelWeights
     eos_ids: tuple[int, ...]
     defaults: dict[str, float | int]
 
 
-def describe(source: Source) -> Described:
+def read_model_info(source: ModelSource) -> ModelInfo:
     """Identify, read the description, and check that the weights fit it."""
-    family = identify(source)
-    if source.dialect == "gguf":
+    family = find_family(source)
+    if source.format == "gguf":
         spec = family.from_metadata(source)
     else:
         spec = family.from_config(source.config, str(source.path / "config.json"))
-    weights = Weights(source, spec, family.rules[source.dialect])
-    return Described(
+    weights = ModelWeights(source, spec, family.weight_names[source.format])
+    return ModelInfo(
         spec=weights.spec,
         family=family,
-        dialect=source.dialect,
+        format=source.format,
         weights=weights,
         eos_ids=tuple(eos_ids(source)),
         defaults=generation_defaults(source),

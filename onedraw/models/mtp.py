@@ -20,11 +20,19 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from onedraw.errors import UnsupportedModel
-from onedraw.models.model_info import Described
+from onedraw.models.model_info import ModelInfo
 from onedraw.models.qwen3_5 import QWEN3_5, QWEN3_5_MOE
-from onedraw.models.source import Source, Tensor
+from onedraw.models.source import LazyTensor, ModelSource
 from onedraw.models.spec import AttentionSpec, LayerSpec, ModelSpec, Norm, Shapes
-from onedraw.models.weight_names import Read, Rules, Shape, Where, gather, pairs, refuse_unclaimed
+from onedraw.models.weight_names import (
+    TensorShape,
+    WeightArrays,
+    WeightKey,
+    WeightNames,
+    find_weights,
+    name_table,
+    refuse_unused_tensors,
+)
 from onedraw.models.weight_transforms import add_one
 
 FAMILIES = (QWEN3_5.name, QWEN3_5_MOE.name)
@@ -53,53 +61,53 @@ class MtpSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class DescribedMtp:
+class MtpInfo:
     spec: MtpSpec
     weights: MtpWeights
 
 
-def has_mtp(source: Source, described: Described) -> bool:
+def has_mtp(source: ModelSource, info: ModelInfo) -> bool:
     """Whether the checkpoint has such a head, be it one that is supported or not."""
-    if described.family.name not in FAMILIES:
+    if info.family.name not in FAMILIES:
         return False
-    if described.dialect == "gguf":
-        return f"blk.{len(described.spec.layers)}.nextn.eh_proj.weight" in source.tensors
+    if info.format == "gguf":
+        return f"blk.{len(info.spec.layers)}.nextn.eh_proj.weight" in source.tensors
     return any(name.startswith(("mtp.", "model.mtp.")) for name in source.tensors)
 
 
-def describe_mtp(source: Source, described: Described) -> DescribedMtp:
+def read_mtp_info(source: ModelSource, info: ModelInfo) -> MtpInfo:
     """Read the description, and check that the weights fit it. No weight is read."""
-    target = described.spec
-    if described.family.name not in FAMILIES:
+    target = info.spec
+    if info.family.name not in FAMILIES:
         raise UnsupportedModel(f"{source.path}: a {target.family} model has no MTP head; supported: {', '.join(FAMILIES)}")
-    if not has_mtp(source, described):
+    if not has_mtp(source, info):
         raise UnsupportedModel(f"{source.path}: the checkpoint has no MTP head (mtp.* or nextn tensors); pass another --draft")
     attending = next((layer for layer in target.layers if isinstance(layer.mixer, AttentionSpec)), None)
     if attending is None:
         raise UnsupportedModel(f"{source.path}: an MTP head attends, and no layer of this model says how")
     spec = MtpSpec(attending, target.hidden, target.vocab, eps=target.eps, norm=target.norm, max_context=target.max_context)
-    rules = _from_gguf(described, target) if described.dialect == "gguf" else _from_folder(described, target)
-    return DescribedMtp(spec, MtpWeights(source, spec, rules, depth=len(target.layers)))
+    rules = _from_gguf(info, target) if info.format == "gguf" else _from_folder(info, target)
+    return MtpInfo(spec, MtpWeights(source, spec, rules, depth=len(target.layers)))
 
 
-def _from_folder(described: Described, target: ModelSpec) -> Rules:
+def _from_folder(info: ModelInfo, target: ModelSpec) -> WeightNames:
     """The head's layer is read as the layer after the target's last."""
-    rules = described.family.rules[described.dialect]
-    norms = pairs("mtp.", "embed_norm=pre_fc_norm_embedding.weight hidden_norm=pre_fc_norm_hidden.weight norm=norm.weight")
+    rules = info.family.weight_names[info.format]
+    norms = name_table("mtp.", "embed_norm=pre_fc_norm_embedding.weight hidden_norm=pre_fc_norm_hidden.weight norm=norm.weight")
     own = (r"^(?:model\.)?mtp\.layers\.0\.", f"model.layers.{len(target.layers)}."), (r"^model\.mtp\.", "mtp.")
     return replace(
         rules,
         outer={"fc": "mtp.fc.weight"} | norms,
-        made={**rules.made} | {weight: add_one(name) for weight, name in norms.items()},
-        renamed=(*own, *rules.renamed),
+        transforms={**rules.transforms} | {weight: add_one(name) for weight, name in norms.items()},
+        aliases=(*own, *rules.aliases),
         ignored=rf"(?!(model\.)?mtp\.).*|{rules.ignored}",
     )
 
 
-def _from_gguf(described: Described, target: ModelSpec) -> Rules:
-    rules, depth = described.family.rules[described.dialect], len(target.layers)
+def _from_gguf(info: ModelInfo, target: ModelSpec) -> WeightNames:
+    rules, depth = info.family.weight_names[info.format], len(target.layers)
     names = "fc=eh_proj.weight embed_norm=enorm.weight hidden_norm=hnorm.weight norm=shared_head_norm.weight"
-    return replace(rules, outer=pairs(f"blk.{depth}.nextn.", names), ignored=rf"(?!blk\.{depth}\.).*|{rules.ignored}")
+    return replace(rules, outer=name_table(f"blk.{depth}.nextn.", names), ignored=rf"(?!blk\.{depth}\.).*|{rules.ignored}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,22 +121,22 @@ class _Longer:
 class MtpWeights:
     """The weights of one head. Complete when made: what is missing, misshapen or unclaimed was refused."""
 
-    def __init__(self, source: Source, spec: MtpSpec, rules: Rules, *, depth: int) -> None:
+    def __init__(self, source: ModelSource, spec: MtpSpec, rules: WeightNames, *, depth: int) -> None:
         self.spec = spec
-        shapes: dict[Where, Shape] = {(None, weight): shape for weight, shape in spec.outer_shapes().items()}
+        shapes: dict[WeightKey, TensorShape] = {(None, weight): shape for weight, shape in spec.outer_shapes().items()}
         shapes |= {(depth, weight): shape for weight, shape in spec.layer.shapes(spec.hidden).items()}
         stack, claimed = _Longer((spec.layer,) * (depth + 1), spec.hidden), set[str]()
-        found = gather(source, stack, rules, shapes=shapes, claimed=claimed)
+        found = find_weights(source, stack, rules, shapes=shapes, claimed=claimed)
         self._tensors = {(None if layer is None else 0, weight): tensor for (layer, weight), tensor in found.items()}
-        refuse_unclaimed(source, claimed, ignored=rules.ignored, kind="MTP head")
+        refuse_unused_tensors(source, claimed, ignored=rules.ignored, kind="MTP head")
 
-    def tensor(self, layer: int | None, weight: str) -> Tensor:
+    def tensor(self, layer: int | None, weight: str) -> LazyTensor:
         """One weight in our form, its rows still packed. The one layer has the number 0."""
         return self._tensors[layer, weight]
 
-    def outer(self) -> Read:
+    def outer(self) -> WeightArrays:
         """fc, embed_norm, hidden_norm, norm."""
         return {weight: self._tensors[None, weight].float32() for weight in self.spec.outer_shapes()}
 
-    def layer(self, index: int = 0) -> Read:
+    def layer(self, index: int = 0) -> WeightArrays:
         return {weight: self._tensors[index, weight].float32() for weight in self.spec.layer.shapes(self.spec.hidden)}

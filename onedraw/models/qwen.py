@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from onedraw.models.family import Traits, dense_family
-from onedraw.models.weight_names import GGUF, PLAIN, SAFETENSORS, Rules, pairs
+from onedraw.models.weight_names import GGUF_NAMES, PLAIN_NAMES, SAFETENSORS_NAMES, WeightNames, name_table
 from onedraw.models.weight_transforms import PLAIN_EXPERT_NAMES, experts, gguf_experts
 
 # -------------------- Qwen2 and Qwen2.5: Llama's form with biases on q, k and v, and a window that is mostly swi
@@ -32,18 +32,18 @@ QWEN3 = dense_family(
 
 
 MLP = "model.layers.{layer}.mlp."
-FROM_FOLDER = Rules(
-    outer=SAFETENSORS.outer,
-    layer={**SAFETENSORS.layer} | pairs(MLP, "router=gate.weight"),
-    made=experts(MLP + "experts."),
-    renamed=(PLAIN_EXPERT_NAMES,),
-    ignored=SAFETENSORS.ignored,
+FROM_FOLDER = WeightNames(
+    outer=SAFETENSORS_NAMES.outer,
+    layer={**SAFETENSORS_NAMES.layer} | name_table(MLP, "router=gate.weight"),
+    transforms=experts(MLP + "experts."),
+    aliases=(PLAIN_EXPERT_NAMES,),
+    ignored=SAFETENSORS_NAMES.ignored,
 )
-FROM_GGUF = Rules(
-    outer=GGUF.outer,
-    layer={**GGUF.layer} | pairs("blk.{layer}.", "router=ffn_gate_inp.weight"),
-    made=gguf_experts(),
-    ignored=GGUF.ignored,
+FROM_GGUF = WeightNames(
+    outer=GGUF_NAMES.outer,
+    layer={**GGUF_NAMES.layer} | name_table("blk.{layer}.", "router=ffn_gate_inp.weight"),
+    transforms=gguf_experts(),
+    ignored=GGUF_NAMES.ignored,
 )
 
 QWEN3_MOE = dense_family(
@@ -51,5 +51,5 @@ QWEN3_MOE = dense_family(
     model_types=("qwen3_moe",),
     architectures=("Qwen3MoeForCausalLM",),
     gguf=("qwen3moe",),
-    rules={"safetensors": FROM_FOLDER, "gguf": FROM_GGUF, "plain": PLAIN},
+    weight_names={"safetensors": FROM_FOLDER, "gguf": FROM_GGUF, "plain": PLAIN_NAMES},
 )

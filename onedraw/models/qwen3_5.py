@@ -11,20 +11,20 @@ from typing import Any
 
 from onedraw.errors import UnsupportedModel
 from onedraw.models.config_reader import (
-    HARMLESS,
-    HARMLESS_OF_EXPERTS,
-    MOST_LAYERS,
-    Keys,
+    IGNORED_KEYS,
+    IGNORED_MOE_KEYS,
+    MAX_LAYERS,
+    ConfigReader,
     code_notes,
     layer_types,
     refuse_quantized,
     text_part,
 )
-from onedraw.models.family import HARMLESS_METADATA, Family, checked, stored_ends
+from onedraw.models.family import IGNORED_METADATA, Family, checked, stored_ends
 from onedraw.models.rope import TEXT_ALIKE, rope_from_config, rope_from_metadata
-from onedraw.models.source import Source
+from onedraw.models.source import ModelSource
 from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
-from onedraw.models.weight_names import GGUF, GUESSES, PLAIN, SAFETENSORS, Rules, as_stored, pairs
+from onedraw.models.weight_names import GGUF_NAMES, MTP_NOTE, PLAIN_NAMES, SAFETENSORS_NAMES, WeightNames, as_stored, name_table
 from onedraw.models.weight_transforms import (
     PLAIN_EXPERT_NAMES,
     add_one,
@@ -59,7 +59,7 @@ def _from_config(config: Mapping[str, Any], origin: str, *, family: str, sparse:
     keys.only("attn_output_gate", True)
     keys.only("output_gate_type", "swish", "silu")
     keys.only("mamba_ssm_dtype", "float32")
-    count, max_context = keys.whole("num_hidden_layers", most=MOST_LAYERS), keys.whole("max_position_embeddings")
+    count, max_context = keys.whole("num_hidden_layers", most=MAX_LAYERS), keys.whole("max_position_embeddings")
     interval = keys.whole("full_attention_interval", INTERVAL)
     default = [LINEAR if (index + 1) % interval else FULL for index in range(count)]
     types = layer_types(keys, count, accepted=(LINEAR, FULL), default=default, origin=origin)
@@ -94,11 +94,11 @@ def _from_config(config: Mapping[str, Any], origin: str, *, family: str, sparse:
         norm="wide",
         notes=code_notes(keys),
     )
-    keys.refuse_rest(HARMLESS | HARMLESS_OF_EXPERTS | GUESSING_KEYS | {"tie_word_embeddings"})
+    keys.refuse_rest(IGNORED_KEYS | IGNORED_MOE_KEYS | GUESSING_KEYS | {"tie_word_embeddings"})
     return checked(spec, origin)
 
 
-def _experts(keys: Keys) -> MoeSpec:
+def _experts(keys: ConfigReader) -> MoeSpec:
     keys.only("norm_topk_prob", True)
     keys.only("decoder_sparse_step", 1)
     keys.get("intermediate_size")  # of a dense layer, and there is none
@@ -114,13 +114,13 @@ def _experts(keys: Keys) -> MoeSpec:
 # ------------------------------------------------------------------ GGUF
 
 
-def _from_metadata(source: Source, *, family: str, sparse: bool) -> ModelSpec:
+def _from_metadata(source: ModelSource, *, family: str, sparse: bool) -> ModelSpec:
     metadata, origin = source.config, source.path.name
-    keys = Keys(metadata, origin=origin, prefix=f"{metadata['general.architecture']}.")
+    keys = ConfigReader(metadata, origin=origin, prefix=f"{metadata['general.architecture']}.")
     guessing = keys.whole("nextn_predict_layers", 0, least=0)
     if guessing > 1:
         raise UnsupportedModel(f"{origin}: nextn_predict_layers = {guessing} is not supported; supported: 0, 1")
-    count = keys.whole("block_count", least=guessing + 1, most=MOST_LAYERS) - guessing
+    count = keys.whole("block_count", least=guessing + 1, most=MAX_LAYERS) - guessing
     hidden, max_context = keys.whole("embedding_length"), keys.whole("context_length")
     head_dim = keys.whole("attention.key_length", HEAD_DIM)
     keys.only("attention.value_length", head_dim)
@@ -153,17 +153,17 @@ def _from_metadata(source: Source, *, family: str, sparse: bool) -> ModelSpec:
         max_context=max_context,
         norm="wide",
     )
-    keys.refuse_rest(HARMLESS_METADATA)
+    keys.refuse_rest(IGNORED_METADATA)
     return checked(spec, origin)
 
 
-def _linear(keys: Keys, count: int) -> list[bool]:
+def _linear(keys: ConfigReader, count: int) -> list[bool]:
     """Which blocks are Gated DeltaNet."""
     interval = keys.whole("full_attention_interval", INTERVAL)
     return keys.flags("attention.recurrent_layers", count, [(index + 1) % interval != 0 for index in range(count)])
 
 
-def _gguf_experts(keys: Keys) -> MoeSpec:
+def _gguf_experts(keys: ConfigReader) -> MoeSpec:
     keys.only("expert_weights_norm", True)
     keys.only("expert_weights_scale", 1, 1.0)
     keys.only("expert_gating_func", 1)  # softmax
@@ -181,37 +181,37 @@ def _gguf_experts(keys: Keys) -> MoeSpec:
 # ------------------------------------------------------------------ weights
 
 MIX, MLP = "model.layers.{layer}.linear_attn.", "model.layers.{layer}.mlp."
-FROM_FOLDER = Rules(
-    outer=SAFETENSORS.outer,
-    layer={**SAFETENSORS.layer}
-    | pairs(MIX, "delta_qkv=in_proj_qkv.weight delta_z=in_proj_z.weight delta_a=in_proj_a.weight delta_b=in_proj_b.weight")
-    | pairs(MIX, "delta_bias=dt_bias delta_norm=norm.weight")
-    | pairs(MLP, "router=gate.weight shared_route=shared_expert_gate.weight")
-    | pairs(MLP + "shared_expert.", "shared_gate=gate_proj.weight shared_up=up_proj.weight shared_down=down_proj.weight"),
-    made={
-        **{name: add_one(SAFETENSORS.layer[name]) for name in ("attn_norm", "mlp_norm", "q_norm", "k_norm")},
-        "norm": add_one(SAFETENSORS.outer["norm"]),
-        "q": of_each_head(SAFETENSORS.layer["q"], 0),
-        "attn_gate": of_each_head(SAFETENSORS.layer["q"], 1),
+FROM_FOLDER = WeightNames(
+    outer=SAFETENSORS_NAMES.outer,
+    layer={**SAFETENSORS_NAMES.layer}
+    | name_table(MIX, "delta_qkv=in_proj_qkv.weight delta_z=in_proj_z.weight delta_a=in_proj_a.weight delta_b=in_proj_b.weight")
+    | name_table(MIX, "delta_bias=dt_bias delta_norm=norm.weight")
+    | name_table(MLP, "router=gate.weight shared_route=shared_expert_gate.weight")
+    | name_table(MLP + "shared_expert.", "shared_gate=gate_proj.weight shared_up=up_proj.weight shared_down=down_proj.weight"),
+    transforms={
+        **{name: add_one(SAFETENSORS_NAMES.layer[name]) for name in ("attn_norm", "mlp_norm", "q_norm", "k_norm")},
+        "norm": add_one(SAFETENSORS_NAMES.outer["norm"]),
+        "q": of_each_head(SAFETENSORS_NAMES.layer["q"], 0),
+        "attn_gate": of_each_head(SAFETENSORS_NAMES.layer["q"], 1),
         "conv": squeezed(MIX + "conv1d.weight"),
         "decay": negative_exponential(MIX + "A_log"),
-        "o": by_mixer(attention=as_stored(SAFETENSORS.layer["o"]), delta=as_stored(MIX + "out_proj.weight")),
+        "o": by_mixer(attention=as_stored(SAFETENSORS_NAMES.layer["o"]), delta=as_stored(MIX + "out_proj.weight")),
         **experts(MLP + "experts."),
     },
-    renamed=((r"^model\.language_model\.", "model."), PLAIN_EXPERT_NAMES),
-    ignored=SAFETENSORS.ignored,
-    unused=((r"(model\.)?mtp\..*", GUESSES), (r"model\.visual\..*", "the vision tower: images are not read")),
+    aliases=((r"^model\.language_model\.", "model."), PLAIN_EXPERT_NAMES),
+    ignored=SAFETENSORS_NAMES.ignored,
+    unused=((r"(model\.)?mtp\..*", MTP_NOTE), (r"model\.visual\..*", "the vision tower: images are not read")),
 )
 BLK = "blk.{layer}."
-FROM_GGUF = Rules(
-    outer=GGUF.outer,
-    layer={**GGUF.layer}
-    | pairs(BLK, "mlp_norm=post_attention_norm.weight delta_norm=ssm_norm.weight")
-    | pairs(BLK, "router=ffn_gate_inp.weight")
-    | pairs(BLK, "shared_gate=ffn_gate_shexp.weight shared_up=ffn_up_shexp.weight shared_down=ffn_down_shexp.weight"),
-    made={
-        "q": of_each_head(GGUF.layer["q"], 0),
-        "attn_gate": of_each_head(GGUF.layer["q"], 1),
+FROM_GGUF = WeightNames(
+    outer=GGUF_NAMES.outer,
+    layer={**GGUF_NAMES.layer}
+    | name_table(BLK, "mlp_norm=post_attention_norm.weight delta_norm=ssm_norm.weight")
+    | name_table(BLK, "router=ffn_gate_inp.weight")
+    | name_table(BLK, "shared_gate=ffn_gate_shexp.weight shared_up=ffn_up_shexp.weight shared_down=ffn_down_shexp.weight"),
+    transforms={
+        "q": of_each_head(GGUF_NAMES.layer["q"], 0),
+        "attn_gate": of_each_head(GGUF_NAMES.layer["q"], 1),
         "delta_qkv": grouped_rows(BLK + "attn_qkv.weight", "channels"),
         "conv": grouped_rows(BLK + "ssm_conv1d.weight", "channels"),
         "delta_z": grouped_rows(BLK + "attn_gate.weight", "values"),
@@ -219,12 +219,12 @@ FROM_GGUF = Rules(
         "delta_b": grouped_rows(BLK + "ssm_beta.weight", "heads"),
         "decay": grouped_rows(BLK + "ssm_a", "heads"),
         "delta_bias": grouped_rows(BLK + "ssm_dt.bias", "heads"),
-        "o": by_mixer(attention=as_stored(GGUF.layer["o"]), delta=grouped_columns(BLK + "ssm_out.weight")),
+        "o": by_mixer(attention=as_stored(GGUF_NAMES.layer["o"]), delta=grouped_columns(BLK + "ssm_out.weight")),
         "shared_route": as_row(BLK + "ffn_gate_inp_shexp.weight"),
         **gguf_experts(),
     },
-    ignored=GGUF.ignored,
-    guessing=BLK + "nextn.eh_proj.weight",
+    ignored=GGUF_NAMES.ignored,
+    mtp_marker=BLK + "nextn.eh_proj.weight",
 )
 
 
@@ -236,7 +236,7 @@ def _family(name: str, *, model_types: tuple[str, ...], classes: tuple[str, ...]
         gguf=(gguf,),
         from_config=lambda config, origin: _from_config(config, origin, family=name, sparse=sparse),
         from_metadata=lambda source: _from_metadata(source, family=name, sparse=sparse),
-        rules={"safetensors": FROM_FOLDER, "gguf": FROM_GGUF, "plain": PLAIN},
+        weight_names={"safetensors": FROM_FOLDER, "gguf": FROM_GGUF, "plain": PLAIN_NAMES},
     )
 
 

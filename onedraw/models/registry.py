@@ -13,13 +13,13 @@ from onedraw.models.laguna import LAGUNA
 from onedraw.models.llama import LLAMA, MISTRAL
 from onedraw.models.qwen import QWEN2, QWEN3, QWEN3_MOE
 from onedraw.models.qwen3_5 import QWEN3_5, QWEN3_5_MOE
-from onedraw.models.source import Source
+from onedraw.models.source import ModelSource
 
 FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, QWEN3_5, QWEN3_5_MOE, GEMMA4, LAGUNA)
 
 
-def identify(source: Source) -> Family:
-    if source.dialect == "gguf":
+def find_family(source: ModelSource) -> Family:
+    if source.format == "gguf":
         return _by_gguf(source)
     config = source.config
     names = config.get("architectures") or []
@@ -37,7 +37,7 @@ def identify(source: Source) -> Family:
     raise UnsupportedModel(f"{source.path}: {wanted} is not supported; supported: {supported}")
 
 
-def _by_gguf(source: Source) -> Family:
+def _by_gguf(source: ModelSource) -> Family:
     name = source.config.get("general.architecture")
     if not isinstance(name, str):
         raise CorruptFile(f"{source.path}: the key general.architecture is missing")

@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from onedraw.errors import CorruptFile, UnsupportedModel
-from onedraw.models.config_reader import Keys
-from onedraw.models.source import Tensor
+from onedraw.models.config_reader import ConfigReader
+from onedraw.models.source import LazyTensor
 from onedraw.models.spec import RopeSpec
 
 SUPPORTED = "default, linear, llama3, yarn, proportional"
@@ -21,7 +21,13 @@ TEXT_ALIKE = ("mrope_section", "mrope_interleaved")  # how images are placed; fo
 
 
 def rope_from_config(
-    keys: Keys, *, head_dim: int, max_context: int, origin: str, share: float | None = None, harmless: Collection[str] = ()
+    keys: ConfigReader,
+    *,
+    head_dim: int,
+    max_context: int,
+    origin: str,
+    share: float | None = None,
+    harmless: Collection[str] = (),
 ) -> RopeSpec:
     """One rope for all layers. `share` is how much of a head turns where the config does not say; None: all, always."""
     parameters, scaling = keys.mapping("rope_parameters"), keys.mapping("rope_scaling")
@@ -32,7 +38,7 @@ def rope_from_config(
     described: Mapping[str, Any] = parameters or scaling or {}
     if any(isinstance(value, dict) for value in described.values()):
         raise UnsupportedModel(f"{origin}: {name} per layer type is not supported for this family")
-    inner = Keys(described, origin=f"{origin}: {name}")
+    inner = ConfigReader(described, origin=f"{origin}: {name}")
     if share is None:
         keys.only("partial_rotary_factor", 1, 1.0)
         inner.only("partial_rotary_factor", 1, 1.0)
@@ -44,17 +50,17 @@ def rope_from_config(
 
 
 def ropes_by_layer_type(
-    keys: Keys, *, head_dims: Mapping[str, int], defaults: Mapping[str, Mapping[str, Any]], max_context: int, origin: str
+    keys: ConfigReader, *, head_dims: Mapping[str, int], defaults: Mapping[str, Mapping[str, Any]], max_context: int, origin: str
 ) -> dict[str, RopeSpec]:
     """A rope for each layer type; the defaults hold where the config says nothing about ropes."""
     name = "rope_parameters"
     described: Mapping[str, Any] = keys.mapping(name) or defaults
-    outer, ropes = Keys(described, origin=f"{origin}: {name}"), {}
+    outer, ropes = ConfigReader(described, origin=f"{origin}: {name}"), {}
     for layer_type, head_dim in head_dims.items():
         parameters = outer.mapping(layer_type)
         if parameters is None:
             raise CorruptFile(f"{origin}: {name} says nothing about {layer_type}")
-        inner = Keys(parameters, origin=f"{origin}: {name}: {layer_type}")
+        inner = ConfigReader(parameters, origin=f"{origin}: {name}: {layer_type}")
         ropes[layer_type] = _described(
             inner, theta=DEFAULT_THETA, head_dim=head_dim, share=1.0, max_context=max_context, origin=origin
         )
@@ -64,7 +70,7 @@ def ropes_by_layer_type(
     return ropes
 
 
-def _described(keys: Keys, *, theta: float, head_dim: int, share: float, max_context: int, origin: str) -> RopeSpec:
+def _described(keys: ConfigReader, *, theta: float, head_dim: int, share: float, max_context: int, origin: str) -> RopeSpec:
     kind, older = keys.get("rope_type"), keys.get("type")
     theta, share = keys.number("rope_theta", theta), keys.number("partial_rotary_factor", share)
     if share > 1:
@@ -86,7 +92,7 @@ def _sound(rope: RopeSpec, origin: str) -> RopeSpec:
     return rope
 
 
-def _rope(keys: Keys, kind: str, *, theta: float, head_dim: int, share: float, max_context: int, origin: str) -> RopeSpec:
+def _rope(keys: ConfigReader, kind: str, *, theta: float, head_dim: int, share: float, max_context: int, origin: str) -> RopeSpec:
     dims = int(head_dim * share)
     match kind:
         case "default":
@@ -124,13 +130,15 @@ def _rope(keys: Keys, kind: str, *, theta: float, head_dim: int, share: float, m
 
 
 def rope_from_metadata(
-    keys: Keys, divisors: Tensor | None, *, head_dim: int, max_context: int, origin: str, partial: bool = False
+    keys: ConfigReader, divisors: LazyTensor | None, *, head_dim: int, max_context: int, origin: str, partial: bool = False
 ) -> RopeSpec:
     """One rope for all layers, as a GGUF file has it."""
     return _sound(_stored(keys, divisors, head_dim=head_dim, max_context=max_context, origin=origin, partial=partial), origin)
 
 
-def _stored(keys: Keys, divisors: Tensor | None, *, head_dim: int, max_context: int, origin: str, partial: bool) -> RopeSpec:
+def _stored(
+    keys: ConfigReader, divisors: LazyTensor | None, *, head_dim: int, max_context: int, origin: str, partial: bool
+) -> RopeSpec:
     """`divisors` is the rope_freqs tensor: what a converter makes of llama3 scaling. `partial`: not all of a head may turn."""
     theta = keys.number("rope.freq_base", DEFAULT_THETA)
     dims = turning_dims(keys, "rope.dimension_count", head_dim=head_dim, partial=partial, origin=origin)
@@ -166,7 +174,7 @@ def _stored(keys: Keys, divisors: Tensor | None, *, head_dim: int, max_context: 
             raise UnsupportedModel(f"{origin}: rope type {kind!r} is not supported; supported: {supported}")
 
 
-def turning_dims(keys: Keys, name: str, *, head_dim: int, partial: bool, origin: str) -> int:
+def turning_dims(keys: ConfigReader, name: str, *, head_dim: int, partial: bool, origin: str) -> int:
     """How many dimensions of a head turn."""
     if not partial:
         keys.only(name, head_dim)
@@ -180,7 +188,7 @@ def turning_dims(keys: Keys, name: str, *, head_dim: int, partial: bool, origin:
 STANDS_STILL = 1e30  # a divisor that stops a frequency
 
 
-def rope_of_divisors(divisors: Tensor, *, theta: float, dims: int) -> RopeSpec:
+def rope_of_divisors(divisors: LazyTensor, *, theta: float, dims: int) -> RopeSpec:
     """A row of ones and then of divisors beyond all measure is a rope of which the first pairs turn."""
     values = divisors.float32().tolist()
     turning = values.count(1.0)

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 # How a checkpoint names its tensors and describes its model: a transformers folder, a GGUF file, or our own names.
-Dialect = Literal["safetensors", "gguf", "plain"]
+CheckpointFormat = Literal["safetensors", "gguf", "plain"]
 
 
-class Tensor(Protocol):
+class LazyTensor(Protocol):
     """A named tensor, not read yet. The shape is row-major."""
 
     @property
@@ -48,24 +48,24 @@ class Tensor(Protocol):
     def factors(self) -> NDArray[np.float32] | None:
         """What each of those rows is multiplied with besides, [rows]; None for 1. NVFP4 alone has factors."""
 
-    def take_rows(self, order: NDArray[np.intp]) -> Tensor:
+    def take_rows(self, order: NDArray[np.intp]) -> LazyTensor:
         """Some rows in some order, still packed; the others are not read."""
 
-    def reshaped(self, shape: tuple[int, ...]) -> Tensor:
+    def reshaped(self, shape: tuple[int, ...]) -> LazyTensor:
         """The same values in the same order; a packed tensor keeps its last axis."""
 
 
-class Source(Protocol):
+class ModelSource(Protocol):
     """Named tensors and the description that came with them."""
 
     @property
     def path(self) -> Path: ...
 
     @property
-    def dialect(self) -> Dialect: ...
+    def format(self) -> CheckpointFormat: ...
 
     @property
-    def tensors(self) -> Mapping[str, Tensor]: ...
+    def tensors(self) -> Mapping[str, LazyTensor]: ...
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -79,4 +79,4 @@ class Source(Protocol):
 class WeightSource(Protocol):
     """A model's weights by layer and name; layer None for weights outside the layers. Each is read when requested."""
 
-    def tensor(self, layer: int | None, weight: str) -> Tensor: ...
+    def tensor(self, layer: int | None, weight: str) -> LazyTensor: ...

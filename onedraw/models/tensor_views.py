@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onedraw.errors import UnsupportedModel
-from onedraw.models.source import Tensor
+from onedraw.models.source import LazyTensor
 
 Floats = NDArray[np.float32]
 Order = NDArray[np.intp]
 
 
-class View:
+class TensorView:
     """What all views share. A view writes itself with `into` and knows how to take rows of itself."""
 
     name: str
@@ -48,14 +48,14 @@ class View:
     def factors(self) -> Floats | None:
         return None
 
-    def reshaped(self, shape: tuple[int, ...]) -> Tensor:
+    def reshaped(self, shape: tuple[int, ...]) -> LazyTensor:
         raise ValueError(f"tensor {self.name}: its rows have no other shape")
 
 
-class Rows(View):
+class RowSelection(TensorView):
     """Row i is row order[i] of another tensor, still packed."""
 
-    def __init__(self, tensor: Tensor, order: Order) -> None:
+    def __init__(self, tensor: LazyTensor, order: Order) -> None:
         self.name, self.kind = tensor.name, tensor.kind
         self.shape = (len(order), *tensor.shape[1:])
         self._tensor, self._order = tensor, order
@@ -77,17 +77,17 @@ class Rows(View):
     def into(self, out: Floats) -> None:
         self._tensor.take_rows(self._order).into(out)
 
-    def take_rows(self, order: Order) -> Tensor:
-        return Rows(self._tensor, self._order[order])
+    def take_rows(self, order: Order) -> LazyTensor:
+        return RowSelection(self._tensor, self._order[order])
 
-    def reshaped(self, shape: tuple[int, ...]) -> Tensor:
-        return Folded(self, shape)
+    def reshaped(self, shape: tuple[int, ...]) -> LazyTensor:
+        return ReshapedRows(self, shape)
 
 
-class Folded(View):
+class ReshapedRows(TensorView):
     """The same values in the same order, with runs of rows folded into rows of their own: [E·F, H] as [E, F, H]."""
 
-    def __init__(self, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    def __init__(self, tensor: LazyTensor, shape: tuple[int, ...]) -> None:
         if math.prod(shape) != math.prod(tensor.shape) or tensor.shape[0] % shape[0]:
             raise ValueError(f"tensor {tensor.name} of shape {tensor.shape} does not fold to {shape}")
         self.name, self.kind, self.shape = tensor.name, tensor.kind, shape
@@ -112,15 +112,15 @@ class Folded(View):
         else:  # a reshape would copy
             out[...] = self._tensor.float32().reshape(self.shape)
 
-    def take_rows(self, order: Order) -> Tensor:
+    def take_rows(self, order: Order) -> LazyTensor:
         rows = (np.asarray(order)[:, None] * self._run + np.arange(self._run)).reshape(-1)
-        return Folded(Rows(self._tensor, rows), (len(order), *self.shape[1:]))
+        return ReshapedRows(RowSelection(self._tensor, rows), (len(order), *self.shape[1:]))
 
 
-class Columns(View):
+class ColumnSelection(TensorView):
     """Column i is column order[i]. Blocks run along columns, so these are unpacked first."""
 
-    def __init__(self, tensor: Tensor, order: Order) -> None:
+    def __init__(self, tensor: LazyTensor, order: Order) -> None:
         self.name, self.kind = tensor.name, tensor.kind
         self.shape = (*tensor.shape[:-1], len(order))
         self.stored, self.order = tensor, order
@@ -131,14 +131,14 @@ class Columns(View):
     def into(self, out: Floats) -> None:
         np.take(self.stored.float32(), self.order, axis=-1, out=out)
 
-    def take_rows(self, order: Order) -> Tensor:
-        return Columns(self.stored.take_rows(order), self.order)
+    def take_rows(self, order: Order) -> LazyTensor:
+        return ColumnSelection(self.stored.take_rows(order), self.order)
 
 
-class Scaled(View):
+class ScaledRows(TensorView):
     """Every row of the first axis by a factor of its own: [E, …] times [E]."""
 
-    def __init__(self, tensor: Tensor, factors: Floats) -> None:
+    def __init__(self, tensor: LazyTensor, factors: Floats) -> None:
         if factors.shape != tensor.shape[:1]:
             raise ValueError(f"tensor {tensor.name} of shape {tensor.shape} has {len(factors)} factors")
         self.name, self.kind, self.shape = tensor.name, tensor.kind, tensor.shape
@@ -162,20 +162,20 @@ class Scaled(View):
         self._tensor.into(out)
         out *= self._factors.reshape(-1, *(1,) * (out.ndim - 1))
 
-    def take_rows(self, order: Order) -> Tensor:
-        return Scaled(self._tensor.take_rows(order), self._factors[order])
+    def take_rows(self, order: Order) -> LazyTensor:
+        return ScaledRows(self._tensor.take_rows(order), self._factors[order])
 
-    def reshaped(self, shape: tuple[int, ...]) -> Tensor:
+    def reshaped(self, shape: tuple[int, ...]) -> LazyTensor:
         """The first axis divided into rows, or kept."""
         if shape[0] % len(self._factors):
             raise ValueError(f"tensor {self.name} of shape {self.shape} has no factors for {shape}")
-        return Scaled(self._tensor.reshaped(shape), np.repeat(self._factors, shape[0] // len(self._factors)))
+        return ScaledRows(self._tensor.reshaped(shape), np.repeat(self._factors, shape[0] // len(self._factors)))
 
 
-class Stacked(View):
+class StackedTensors(TensorView):
     """Tensors of one shape as the rows of a tensor with one axis more."""
 
-    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+    def __init__(self, tensors: tuple[LazyTensor, ...]) -> None:
         self.name, self.kind = tensors[0].name, tensors[0].kind
         self.shape = (len(tensors), *tensors[0].shape)
         self._tensors = tensors
@@ -203,14 +203,14 @@ class Stacked(View):
         for tensor, room in zip(self._tensors, out, strict=True):
             tensor.into(room)
 
-    def take_rows(self, order: Order) -> Tensor:
-        return Stacked(tuple(self._tensors[index] for index in order))
+    def take_rows(self, order: Order) -> LazyTensor:
+        return StackedTensors(tuple(self._tensors[index] for index in order))
 
 
-class Matrix(View):
+class StackItem(TensorView):
     """One matrix of a stack of them: number i of [experts, rows, columns]."""
 
-    def __init__(self, stack: Tensor, number: int) -> None:
+    def __init__(self, stack: LazyTensor, number: int) -> None:
         self.name, self.kind, self.shape = stack.name, stack.kind, stack.shape[1:]
         self._stack, self._number = stack, number
 
@@ -230,16 +230,16 @@ class Matrix(View):
     def into(self, out: Floats) -> None:
         self._alone().into(out[None])
 
-    def take_rows(self, order: Order) -> Tensor:
+    def take_rows(self, order: Order) -> LazyTensor:
         raise ValueError(f"tensor {self.name}: a matrix of a stack is read whole")
 
-    def _alone(self) -> Tensor:
+    def _alone(self) -> LazyTensor:
         """A stack of this one matrix."""
         return self._stack.take_rows(np.array([self._number], dtype=np.intp))
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ElementwiseOp:
     """What is done to every value, in place."""
 
     name: str
@@ -254,14 +254,14 @@ def _negative_exponential(values: Floats) -> None:
     values[...] = -np.exp(values.astype(np.float64))  # rounded once
 
 
-ADD_ONE = Change("w + 1", _add_one)
-NEGATIVE_EXPONENTIAL = Change("-exp(w)", _negative_exponential)
+ADD_ONE = ElementwiseOp("w + 1", _add_one)
+NEGATIVE_EXPONENTIAL = ElementwiseOp("-exp(w)", _negative_exponential)
 
 
-class Changed(View):
+class ElementwiseTensor(TensorView):
     """Every value changed by itself."""
 
-    def __init__(self, tensor: Tensor, change: Change) -> None:
+    def __init__(self, tensor: LazyTensor, change: ElementwiseOp) -> None:
         self.name, self.kind, self.shape = tensor.name, tensor.kind, tensor.shape
         self._tensor, self._change = tensor, change
 
@@ -272,5 +272,5 @@ class Changed(View):
         self._tensor.into(out)
         self._change.apply(out)
 
-    def take_rows(self, order: Order) -> Tensor:
-        return Changed(self._tensor.take_rows(order), self._change)
+    def take_rows(self, order: Order) -> LazyTensor:
+        return ElementwiseTensor(self._tensor.take_rows(order), self._change)

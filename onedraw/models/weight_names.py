@@ -19,37 +19,39 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onedraw.errors import CorruptFile, UnsupportedModel
-from onedraw.models.source import Source, Tensor
+from onedraw.models.source import LazyTensor, ModelSource
 from onedraw.models.spec import AttentionSpec, LayerSpec, ModelSpec
-from onedraw.models.tensor_views import Rows
+from onedraw.models.tensor_views import RowSelection
 
-Where = tuple[int | None, str]  # (layer, weight); layer None for the outer ones
-Shape = tuple[int, ...]
-Read = dict[str, NDArray[np.float32]]
-Recipe = Callable[["Site"], Tensor]  # makes a weight of one or several stored tensors
+WeightKey = tuple[int | None, str]  # (layer, weight); layer None for the outer ones
+TensorShape = tuple[int, ...]
+WeightArrays = dict[str, NDArray[np.float32]]
+WeightTransform = Callable[["WeightLookup"], LazyTensor]  # makes a weight of one or several stored tensors
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class WeightNames:
     """One dialect's names: weight → stored name, with {layer} for the index; and what a name alone does not say."""
 
     outer: Mapping[str, str]
     layer: Mapping[str, str]
     ignored: str = r"(?!)"  # a pattern of names that hold nothing we need
-    made: Mapping[str, Recipe] = field(default_factory=dict)  # weights that are more than one tensor as it is stored
-    renamed: tuple[tuple[str, str], ...] = ()  # patterns of other names for the same tensors, and ours
+    transforms: Mapping[str, WeightTransform] = field(
+        default_factory=dict
+    )  # weights that are more than one tensor as it is stored
+    aliases: tuple[tuple[str, str], ...] = ()  # patterns of other names for the same tensors, and ours
     unused: tuple[tuple[str, str], ...] = ()  # patterns of tensors that are no part of the model, and what to tell of them
-    guessing: str = ""  # by this tensor the block after the model's last is known to guess ahead and nothing else
+    mtp_marker: str = ""  # by this tensor the block after the model's last is known to guess ahead and nothing else
 
-    def stored(self, where: Where) -> str:
+    def stored_name(self, where: WeightKey) -> str:
         layer, weight = where
         return self.outer[weight] if layer is None else self.layer[weight].format(layer=layer)
 
-    def recipe(self, where: Where) -> Recipe:
-        return self.made.get(where[1]) or as_stored(self.stored(where))
+    def transform(self, where: WeightKey) -> WeightTransform:
+        return self.transforms.get(where[1]) or as_stored(self.stored_name(where))
 
 
-class Stack(Protocol):
+class LayerStack(Protocol):
     """What the weights of a layer depend on; a model is one, a drafter too."""
 
     @property
@@ -59,7 +61,7 @@ class Stack(Protocol):
     def hidden(self) -> int: ...
 
 
-def pairs(prefix: str, names: str) -> dict[str, str]:
+def name_table(prefix: str, names: str) -> dict[str, str]:
     """'q=attn_q.weight k=…' → a table, each stored name behind the prefix."""
     return {weight: prefix + stored for weight, _, stored in (pair.partition("=") for pair in names.split())}
 
@@ -68,14 +70,14 @@ def pairs(prefix: str, names: str) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class WeightLookup:
     """One weight being looked for: what there is, what it must become, and what was used for it."""
 
     origin: str
-    tensors: Mapping[str, Tensor]  # by our names
+    tensors: Mapping[str, LazyTensor]  # by our names
     index: int | None
     layer: LayerSpec | None
-    shape: Shape
+    shape: TensorShape
     claimed: set[str]
 
     def named(self, name: str) -> str:
@@ -84,7 +86,7 @@ class Site:
     def has(self, name: str) -> bool:
         return self.named(name) in self.tensors
 
-    def find(self, name: str, shape: Shape | None = None) -> Tensor:
+    def find(self, name: str, shape: TensorShape | None = None) -> LazyTensor:
         """A stored tensor, which must have this shape; without one, that of the weight."""
         tensor = _find(self.origin, self.tensors, self.named(name), self.shape if shape is None else shape)
         self.claimed.add(tensor.name)
@@ -97,20 +99,20 @@ class Site:
         return self.layer.attention
 
 
-def as_stored(name: str) -> Recipe:
+def as_stored(name: str) -> WeightTransform:
     return lambda site: site.find(name)
 
 
-def half_split(name: str, heads: Callable[[AttentionSpec], int]) -> Recipe:
+def unpermute_rows(name: str, heads: Callable[[AttentionSpec], int]) -> WeightTransform:
     """Rows that a converter put side by side in pairs."""
 
-    def recipe(site: Site) -> Tensor:
-        return Rows(site.find(name), half_split_order(heads(site.attention), site.attention.head_dim))
+    def recipe(site: WeightLookup) -> LazyTensor:
+        return RowSelection(site.find(name), unpermuted_row_order(heads(site.attention), site.attention.head_dim))
 
     return recipe
 
 
-def half_split_order(heads: int, head_dim: int) -> NDArray[np.intp]:
+def unpermuted_row_order(heads: int, head_dim: int) -> NDArray[np.intp]:
     """Undoes what converters do to q and k: pairs that stand side by side go back to (i, i + head_dim / 2)."""
     return np.arange(heads * head_dim).reshape(heads, head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
 
@@ -118,9 +120,9 @@ def half_split_order(heads: int, head_dim: int) -> NDArray[np.intp]:
 # ------------------------------------------------------------------ the dialects of the dense families
 
 
-SAFETENSORS = Rules(
-    outer=pairs("", "embed=model.embed_tokens.weight norm=model.norm.weight head=lm_head.weight"),
-    layer=pairs(
+SAFETENSORS_NAMES = WeightNames(
+    outer=name_table("", "embed=model.embed_tokens.weight norm=model.norm.weight head=lm_head.weight"),
+    layer=name_table(
         "model.layers.{layer}.",
         """attn_norm=input_layernorm.weight mlp_norm=post_attention_layernorm.weight
         q=self_attn.q_proj.weight k=self_attn.k_proj.weight v=self_attn.v_proj.weight o=self_attn.o_proj.weight
@@ -131,9 +133,9 @@ SAFETENSORS = Rules(
     ),
     ignored=r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
 )
-GGUF = Rules(
-    outer=pairs("", "embed=token_embd.weight norm=output_norm.weight head=output.weight"),
-    layer=pairs(
+GGUF_NAMES = WeightNames(
+    outer=name_table("", "embed=token_embd.weight norm=output_norm.weight head=output.weight"),
+    layer=name_table(
         "blk.{layer}.",
         """attn_norm=attn_norm.weight mlp_norm=ffn_norm.weight
         q=attn_q.weight k=attn_k.weight v=attn_v.weight o=attn_output.weight
@@ -144,12 +146,12 @@ GGUF = Rules(
     ),
     ignored=r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd(\.weight)?",  # the first is read with the rope
 )
-GGUF_PERMUTED = Rules(
-    outer=GGUF.outer,
-    layer=GGUF.layer,
-    ignored=GGUF.ignored,
-    made={weight: half_split(GGUF.layer[weight], lambda mixer: mixer.heads) for weight in ("q", "q_bias")}
-    | {weight: half_split(GGUF.layer[weight], lambda mixer: mixer.kv_heads) for weight in ("k", "k_bias")},
+GGUF_PERMUTED_NAMES = WeightNames(
+    outer=GGUF_NAMES.outer,
+    layer=GGUF_NAMES.layer,
+    ignored=GGUF_NAMES.ignored,
+    transforms={weight: unpermute_rows(GGUF_NAMES.layer[weight], lambda mixer: mixer.heads) for weight in ("q", "q_bias")}
+    | {weight: unpermute_rows(GGUF_NAMES.layer[weight], lambda mixer: mixer.kv_heads) for weight in ("k", "k_bias")},
 )
 _OUTER = "embed norm head inputs_embed inputs_project inputs_project_norm"
 _LAYER = """
@@ -161,7 +163,7 @@ _LAYER = """
     post_attn_norm post_mlp_norm dense_norm experts_norm post_experts_norm
     inputs_gate inputs_out inputs_norm layer_scale
 """
-PLAIN = Rules(
+PLAIN_NAMES = WeightNames(
     outer={name: name for name in _OUTER.split()},
     layer={name: f"layers.{{layer}}.{name}" for name in _LAYER.split()},
 )
@@ -170,8 +172,8 @@ PLAIN = Rules(
 # ------------------------------------------------------------------ what a spec needs
 
 
-def all_shapes(spec: ModelSpec) -> dict[Where, Shape]:
-    shapes: dict[Where, Shape] = {(None, weight): shape for weight, shape in spec.outer_shapes().items()}
+def weight_shapes(spec: ModelSpec) -> dict[WeightKey, TensorShape]:
+    shapes: dict[WeightKey, TensorShape] = {(None, weight): shape for weight, shape in spec.outer_shapes().items()}
     for index in range(len(spec.layers)):
         shapes |= {(index, weight): shape for weight, shape in spec.layers[index].shapes(spec.hidden).items()}
     return shapes
@@ -180,53 +182,53 @@ def all_shapes(spec: ModelSpec) -> dict[Where, Shape]:
 # ------------------------------------------------------------------ reading
 
 
-class Weights:
+class ModelWeights:
     """The weights of one checkpoint. Complete when made: what is missing, misshapen or unclaimed was refused."""
 
-    def __init__(self, source: Source, spec: ModelSpec, rules: Rules) -> None:
+    def __init__(self, source: ModelSource, spec: ModelSpec, rules: WeightNames) -> None:
         claimed: set[str] = set()
-        self._tensors = gather(source, spec, rules, shapes=all_shapes(spec), claimed=claimed)
+        self._tensors = find_weights(source, spec, rules, shapes=weight_shapes(spec), claimed=claimed)
         claimed |= _copies(spec, rules, renamed(source, rules))
         self.spec = replace(spec, notes=(*spec.notes, *_leftovers(source, spec, rules, claimed)))
 
-    def tensor(self, layer: int | None, weight: str) -> Tensor:
+    def tensor(self, layer: int | None, weight: str) -> LazyTensor:
         """One weight in our form, its rows still packed."""
         return self._tensors[layer, weight]
 
     def read(self, layer: int | None, weight: str) -> NDArray[np.float32]:
         return self.tensor(layer, weight).float32()
 
-    def outer(self) -> Read:
+    def outer(self) -> WeightArrays:
         """embed, norm and, unless tied, head."""
         return {weight: self.read(None, weight) for weight in self.spec.outer_shapes()}
 
-    def layer(self, index: int) -> Read:
+    def layer(self, index: int) -> WeightArrays:
         return {weight: self.read(index, weight) for weight in self.spec.layers[index].shapes(self.spec.hidden)}
 
 
-def gather(
-    source: Source, stack: Stack, rules: Rules, *, shapes: Mapping[Where, Shape], claimed: set[str]
-) -> dict[Where, Tensor]:
+def find_weights(
+    source: ModelSource, stack: LayerStack, rules: WeightNames, *, shapes: Mapping[WeightKey, TensorShape], claimed: set[str]
+) -> dict[WeightKey, LazyTensor]:
     """Every weight, checked and not read; the names of the tensors they are made of are added to `claimed`."""
     tensors = renamed(source, rules)
-    found: dict[Where, Tensor] = {}
+    found: dict[WeightKey, LazyTensor] = {}
     for where, shape in shapes.items():
         index = where[0]
         layer = None if index is None else stack.layers[index]
-        site = Site(str(source.path), tensors, index=index, layer=layer, shape=shape, claimed=claimed)
-        found[where] = rules.recipe(where)(site)
+        site = WeightLookup(str(source.path), tensors, index=index, layer=layer, shape=shape, claimed=claimed)
+        found[where] = rules.transform(where)(site)
         if found[where].shape != shape:
             raise ValueError(f"the rule for {where} gives shape {found[where].shape}, the model needs {shape}")
         found[where].require_readable()
     return found
 
 
-def renamed(source: Source, rules: Rules) -> Mapping[str, Tensor]:
+def renamed(source: ModelSource, rules: WeightNames) -> Mapping[str, LazyTensor]:
     """The source's tensors by the names that the rules use."""
-    if not rules.renamed:
+    if not rules.aliases:
         return source.tensors
-    patterns = [(re.compile(pattern), ours) for pattern, ours in rules.renamed]
-    tensors: dict[str, Tensor] = {}
+    patterns = [(re.compile(pattern), ours) for pattern, ours in rules.aliases]
+    tensors: dict[str, LazyTensor] = {}
     for name, tensor in source.tensors.items():
         ours = name
         for pattern, replacement in patterns:
@@ -237,20 +239,20 @@ def renamed(source: Source, rules: Rules) -> Mapping[str, Tensor]:
     return tensors
 
 
-def _copies(spec: ModelSpec, rules: Rules, tensors: Mapping[str, Tensor]) -> set[str]:
+def _copies(spec: ModelSpec, rules: WeightNames, tensors: Mapping[str, LazyTensor]) -> set[str]:
     """Tensors that may be stored although another is used in their place."""
     names = {rules.outer["head"]} if spec.tied else set()
     for index, layer in enumerate(spec.layers):
         if isinstance(layer.mixer, AttentionSpec) and layer.mixer.reuses is not None:
-            names |= {rules.stored((index, weight)) for weight in ("k", "v", "k_norm")}
+            names |= {rules.stored_name((index, weight)) for weight in ("k", "v", "k_norm")}
     return {tensors[name].name for name in names if name in tensors}
 
 
-def _leftovers(source: Source, spec: ModelSpec, rules: Rules, claimed: Collection[str]) -> tuple[str, ...]:
+def _leftovers(source: ModelSource, spec: ModelSpec, rules: WeightNames, claimed: Collection[str]) -> tuple[str, ...]:
     """What is told of tensors that are no part of the model; one that has no such excuse is refused."""
     unused, depth = dict(rules.unused), len(spec.layers)
-    if rules.guessing and rules.guessing.format(layer=depth) in source.tensors:
-        unused[rf"blk\.{depth}\..*"] = GUESSES
+    if rules.mtp_marker and rules.mtp_marker.format(layer=depth) in source.tensors:
+        unused[rf"blk\.{depth}\..*"] = MTP_NOTE
     counts = dict.fromkeys(unused, 0)
     ignored = re.compile(rules.ignored)
     for name in source.tensors:
@@ -263,14 +265,14 @@ def _leftovers(source: Source, spec: ModelSpec, rules: Rules, claimed: Collectio
     return tuple(f"{unused[pattern]} ({count} tensors)" for pattern, count in counts.items() if count)
 
 
-GUESSES = "a head that guesses the token after the next: it drafts with --draft mtp and is no part of the model"
+MTP_NOTE = "a head that guesses the token after the next: it drafts with --draft mtp and is no part of the model"
 
 
-def find(source: Source, name: str, shape: Shape) -> Tensor:
+def find_tensor(source: ModelSource, name: str, shape: TensorShape) -> LazyTensor:
     return _find(str(source.path), source.tensors, name, shape)
 
 
-def _find(origin: str, tensors: Mapping[str, Tensor], name: str, shape: Shape) -> Tensor:
+def _find(origin: str, tensors: Mapping[str, LazyTensor], name: str, shape: TensorShape) -> LazyTensor:
     tensor = tensors.get(name)
     if tensor is None:
         raise CorruptFile(f"{origin}: tensor {name} is missing")
@@ -279,7 +281,7 @@ def _find(origin: str, tensors: Mapping[str, Tensor], name: str, shape: Shape) -
     return tensor
 
 
-def refuse_unclaimed(source: Source, claimed: Collection[str], *, ignored: str, kind: str) -> None:
+def refuse_unused_tensors(source: ModelSource, claimed: Collection[str], *, ignored: str, kind: str) -> None:
     """A tensor nobody reads may be half of the model."""
     pattern = re.compile(ignored)
     for name in source.tensors:
@@ -287,5 +289,5 @@ def refuse_unclaimed(source: Source, claimed: Collection[str], *, ignored: str, 
             raise _unclaimed(source, name, kind)
 
 
-def _unclaimed(source: Source, name: str, kind: str) -> UnsupportedModel:
+def _unclaimed(source: ModelSource, name: str, kind: str) -> UnsupportedModel:
     return UnsupportedModel(f"{source.path}: tensor {name} has no place in a {kind} of this description")

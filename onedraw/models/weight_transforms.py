@@ -12,54 +12,61 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from onedraw.models.source import Tensor
+from onedraw.models.source import LazyTensor
 from onedraw.models.spec import DeltaSpec
-from onedraw.models.tensor_views import ADD_ONE, NEGATIVE_EXPONENTIAL, Changed, Columns, Rows, Stacked
-from onedraw.models.weight_names import Recipe, Site
+from onedraw.models.tensor_views import (
+    ADD_ONE,
+    NEGATIVE_EXPONENTIAL,
+    ColumnSelection,
+    ElementwiseTensor,
+    RowSelection,
+    StackedTensors,
+)
+from onedraw.models.weight_names import WeightLookup, WeightTransform
 
 # ------------------------------------------------------------------ one tensor, changed
 
 
-def add_one(name: str) -> Recipe:
+def add_one(name: str) -> WeightTransform:
     """A norm that is stored as its distance from one."""
-    return lambda site: Changed(site.find(name), ADD_ONE)
+    return lambda site: ElementwiseTensor(site.find(name), ADD_ONE)
 
 
-def negative_exponential(name: str) -> Recipe:
+def negative_exponential(name: str) -> WeightTransform:
     """A decay that is stored as the logarithm of its size."""
-    return lambda site: Changed(site.find(name), NEGATIVE_EXPONENTIAL)
+    return lambda site: ElementwiseTensor(site.find(name), NEGATIVE_EXPONENTIAL)
 
 
-def squeezed(name: str) -> Recipe:
+def squeezed(name: str) -> WeightTransform:
     """[channels, 1, positions] → [channels, positions]"""
     return lambda site: site.find(name, (site.shape[0], 1, site.shape[1])).reshaped(site.shape)
 
 
-def of_each_head(name: str, part: Literal[0, 1]) -> Recipe:
+def of_each_head(name: str, part: Literal[0, 1]) -> WeightTransform:
     """q (0) or its gate (1), which lie side by side in every head of one matrix."""
 
-    def recipe(site: Site) -> Tensor:
+    def recipe(site: WeightLookup) -> LazyTensor:
         heads, width = site.attention.heads, site.attention.head_dim
         rows = np.arange(2 * heads * width).reshape(heads, 2, width)[:, part].reshape(-1)
-        return Rows(site.find(name, (2 * heads * width, site.shape[1])), rows)
+        return RowSelection(site.find(name, (2 * heads * width, site.shape[1])), rows)
 
     return recipe
 
 
-def as_row(name: str) -> Recipe:
+def as_row(name: str) -> WeightTransform:
     """One row, which a file may hold as a vector."""
 
-    def recipe(site: Site) -> Tensor:
+    def recipe(site: WeightLookup) -> LazyTensor:
         flat = site.has(name) and len(site.tensors[site.named(name)].shape) == 1
         return site.find(name, site.shape[1:]).reshaped(site.shape) if flat else site.find(name)
 
     return recipe
 
 
-def by_mixer(*, attention: Recipe, delta: Recipe) -> Recipe:
+def by_mixer(*, attention: WeightTransform, delta: WeightTransform) -> WeightTransform:
     """A weight that has one name under attention and another under Gated DeltaNet."""
 
-    def recipe(site: Site) -> Tensor:
+    def recipe(site: WeightLookup) -> LazyTensor:
         of_delta = site.layer is not None and isinstance(site.layer.mixer, DeltaSpec)
         return delta(site) if of_delta else attention(site)
 
@@ -71,13 +78,13 @@ def by_mixer(*, attention: Recipe, delta: Recipe) -> Recipe:
 TiledPart = Literal["heads", "values", "channels"]  # one row per value head, its values, or q and k before its values
 
 
-def grouped_rows(name: str, part: TiledPart) -> Recipe:
+def grouped_rows(name: str, part: TiledPart) -> WeightTransform:
     """Rows that a converter laid out by tiles: value heads of all key heads in turn. Ours are grouped by key head."""
-    return lambda site: Rows(site.find(name), grouped_order(_delta(site), part))
+    return lambda site: RowSelection(site.find(name), grouped_order(_delta(site), part))
 
 
-def grouped_columns(name: str) -> Recipe:
-    return lambda site: Columns(site.find(name), grouped_order(_delta(site), "values"))
+def grouped_columns(name: str) -> WeightTransform:
+    return lambda site: ColumnSelection(site.find(name), grouped_order(_delta(site), "values"))
 
 
 def grouped_order(delta: DeltaSpec, part: TiledPart) -> NDArray[np.intp]:
@@ -93,7 +100,7 @@ def grouped_order(delta: DeltaSpec, part: TiledPart) -> NDArray[np.intp]:
     return np.concatenate([np.arange(before), before + values])
 
 
-def _delta(site: Site) -> DeltaSpec:
+def _delta(site: WeightLookup) -> DeltaSpec:
     if site.layer is None or not isinstance(site.layer.mixer, DeltaSpec):
         raise TypeError("this weight belongs to no delta layer")
     return site.layer.mixer
@@ -102,34 +109,34 @@ def _delta(site: Site) -> DeltaSpec:
 # ------------------------------------------------------------------ experts
 
 
-def experts(prefix: str) -> dict[str, Recipe]:
+def experts(prefix: str) -> dict[str, WeightTransform]:
     """From a transformers folder: gate and up fused or not, all experts in one tensor or each in its own."""
 
-    def inner(part: Literal["gate", "up"]) -> Recipe:
-        def recipe(site: Site) -> Tensor:
+    def inner(part: Literal["gate", "up"]) -> WeightTransform:
+        def recipe(site: WeightLookup) -> LazyTensor:
             if site.has(f"{prefix}gate_up_proj"):
                 return half_of_fused(f"{prefix}gate_up_proj", part)(site)
             return together_or_apart(f"{part}_proj")(site)
 
         return recipe
 
-    def together_or_apart(name: str) -> Recipe:
-        def recipe(site: Site) -> Tensor:
+    def together_or_apart(name: str) -> WeightTransform:
+        def recipe(site: WeightLookup) -> LazyTensor:
             if site.has(prefix + name):
                 return site.find(prefix + name)
             count, *shape = site.shape
-            return Stacked(tuple(site.find(f"{prefix}{expert}.{name}.weight", tuple(shape)) for expert in range(count)))
+            return StackedTensors(tuple(site.find(f"{prefix}{expert}.{name}.weight", tuple(shape)) for expert in range(count)))
 
         return recipe
 
     return {"expert_gate": inner("gate"), "expert_up": inner("up"), "expert_down": together_or_apart("down_proj")}
 
 
-def gguf_experts() -> dict[str, Recipe]:
+def gguf_experts() -> dict[str, WeightTransform]:
     """From a GGUF file: gate and up fused or not."""
 
-    def inner(part: Literal["gate", "up"]) -> Recipe:
-        def recipe(site: Site) -> Tensor:
+    def inner(part: Literal["gate", "up"]) -> WeightTransform:
+        def recipe(site: WeightLookup) -> LazyTensor:
             fused = "blk.{layer}.ffn_gate_up_exps.weight"
             if site.has(fused):
                 return half_of_fused(fused, part)(site)
@@ -144,14 +151,14 @@ def gguf_experts() -> dict[str, Recipe]:
     }
 
 
-def half_of_fused(name: str, part: Literal["gate", "up"]) -> Recipe:
+def half_of_fused(name: str, part: Literal["gate", "up"]) -> WeightTransform:
     """[experts, 2 · width, hidden] → its gates, which come first, or its ups."""
 
-    def recipe(site: Site) -> Tensor:
+    def recipe(site: WeightLookup) -> LazyTensor:
         count, width, hidden = site.shape
         stored = site.find(name, (count, 2 * width, hidden)).reshaped((count * 2 * width, hidden))
         rows = np.arange(count * 2 * width).reshape(count, 2, width)[:, 0 if part == "gate" else 1].reshape(-1)
-        return Rows(stored, rows).reshaped(site.shape)
+        return RowSelection(stored, rows).reshaped(site.shape)
 
     return recipe
 

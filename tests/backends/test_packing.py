@@ -20,12 +20,12 @@ from onedraw.backends.packing import (
     saves_memory,
     why_not_gpu_packed,
 )
-from onedraw.checkpoints.quants import KINDS
-from onedraw.checkpoints.random_weights import RandomPacked
-from onedraw.checkpoints.tensor import StoredTensor
+from onedraw.checkpoints.base import StoredTensor
+from onedraw.checkpoints.dequantize import QUANT_TYPES
+from onedraw.checkpoints.random_weights import RandomQuantTensor
 from onedraw.errors import BadSetting
-from onedraw.models.tensor_views import ADD_ONE, Changed, Columns, Rows
-from onedraw.models.weight_names import all_shapes
+from onedraw.models.tensor_views import ADD_ONE, ColumnSelection, ElementwiseTensor, RowSelection
+from onedraw.models.weight_names import weight_shapes
 from tests.packed import PACKED, PLAIN_KINDS, packed_weights, stored, tiny_spec
 
 CPU, GPU = Device("cpu", "cpu"), Device("cuda:0", "cuda", "sm90")
@@ -35,7 +35,7 @@ ASKED = {"asked": "auto", "activations": "int8", "stream": "auto", "kinds": {"Q4
 def test_a_panel_takes_what_the_file_takes_but_for_six_bit_scales() -> None:
     for kind in (*PACKED, *PLAIN_KINDS):
         size = cpu_packed_bytes((64, 512), kind)
-        on_disk = 64 * 512 // KINDS[kind].values * KINDS[kind].size
+        on_disk = 64 * 512 // QUANT_TYPES[kind].block_values * QUANT_TYPES[kind].block_bytes
         assert on_disk <= size <= on_disk * (1.03 if kind in ("Q4_K", "Q5_K") else 1)
 
 
@@ -72,12 +72,12 @@ def test_what_is_converted_says_why() -> None:
 
 def test_rows_in_another_order_stay_packed_and_columns_do_not() -> None:
     tensor: StoredTensor = stored("w", (4, 64), "Q8_0", np.random.default_rng(0))
-    taken = Rows(tensor, np.array([3, 1]))
+    taken = RowSelection(tensor, np.array([3, 1]))
     assert taken.stays_packed
     raw = taken.packed()
     assert raw is not None
     assert np.array_equal(raw, tensor.packed()[[3, 1]])
-    moved = Columns(tensor, np.arange(64)[::-1].copy())
+    moved = ColumnSelection(tensor, np.arange(64)[::-1].copy())
     assert not moved.stays_packed
     assert moved.packed() is None
 
@@ -126,7 +126,7 @@ def test_a_gpu_keeps_blocks_and_the_embedding_with_them(tied: bool) -> None:
     spec = tiny_spec(tied=tied)
     weights = packed_weights(spec, ("Q4_K", "Q6_K"))
     holding = plan_weight_storage(weights, "packed-bf16")
-    tensors = {where: weights.tensor(*where) for where in all_shapes(spec)}
+    tensors = {where: weights.tensor(*where) for where in weight_shapes(spec)}
     matrices = [tensor for tensor in tensors.values() if len(tensor.shape) > 1]
     norms = sum(4 * tensor.shape[0] for tensor in tensors.values() if len(tensor.shape) == 1)
     assert holding.weights.total == sum(gpu_packed_bytes(tensor.shape, tensor.kind) for tensor in matrices) + norms
@@ -135,16 +135,16 @@ def test_a_gpu_keeps_blocks_and_the_embedding_with_them(tied: bool) -> None:
     plan = memory_plan(spec, dtype="packed-bf16", weights=holding.weights, max_batch=1, page_size=16)
     assert plan.kv_dtype == "bf16"
     # Sums of a product with few rows wait for its last segment: those of the widest product are counted.
-    joined = sum(-(-shape[0] // 64) * 64 for (layer, _), shape in all_shapes(spec).items() if layer == 0 and len(shape) == 2)
+    joined = sum(-(-shape[0] // 64) * 64 for (layer, _), shape in weight_shapes(spec).items() if layer == 0 and len(shape) == 2)
     assert holding.weights.parts == partial_sum_bytes(max(joined, 320), 256) == max(joined, 320) * 64 * 4
     assert plan_weight_storage(weights, "packed").weights.parts == 0  # a CPU has no such sums
 
 
 def test_a_gpu_keeps_columns_in_their_stored_order_and_converts_what_it_cannot_read() -> None:
     tensor: StoredTensor = stored("w", (4, 256), "Q4_K", np.random.default_rng(0))
-    assert why_not_gpu_packed(Columns(tensor, np.arange(256)[::-1].copy())) == ""
-    assert why_not_gpu_packed(Changed(tensor, ADD_ONE)) == "its values change on the way"
-    assert why_not_gpu_packed(RandomPacked("w", (2**22, 4096), "Q8_0", 0, 1.0)) == ""  # of any size: counted, not made
+    assert why_not_gpu_packed(ColumnSelection(tensor, np.arange(256)[::-1].copy())) == ""
+    assert why_not_gpu_packed(ElementwiseTensor(tensor, ADD_ONE)) == "its values change on the way"
+    assert why_not_gpu_packed(RandomQuantTensor("w", (2**22, 4096), "Q8_0", 0, 1.0)) == ""  # of any size: counted, not made
     weights = packed_weights(tiny_spec(tied=True), ("Q4_1", "Q3_K", "F16"))
     assert {(kind, why) for kind, why, _ in plan_weight_storage(weights, "packed-bf16").converted} == {
         ("Q3_K", "no kernel reads this kind")

@@ -12,10 +12,10 @@ import pytest
 
 from bench.gguf_files import Part, cut_gguf, write_gguf, write_random
 from onedraw.backends.packing import plan_weight_storage
-from onedraw.checkpoints.base import open_checkpoint
 from onedraw.checkpoints.gguf import read_file
+from onedraw.checkpoints.open import open_checkpoint
 from onedraw.checkpoints.random_shapes import SHAPES
-from onedraw.models.model_info import describe
+from onedraw.models.model_info import read_model_info
 from tests import tiny
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -34,12 +34,12 @@ def test_a_random_file_is_read_as_the_model_of_its_shape(name: str, tmp_path: Pa
     path = tmp_path / "random.gguf"
     size = write_random(path, f"random:{config}-q4_k_m")
     assert size == path.stat().st_size
-    described = describe(open_checkpoint(path))
-    assert len(described.spec.layers) == 8
+    info = read_model_info(open_checkpoint(path))
+    assert len(info.spec.layers) == 8
     kinds = {tensor.kind for tensor in open_checkpoint(path).tensors.values()}
     assert {"F32", "Q4_K", "Q6_K"} <= kinds
     for index in (0, 3):
-        for weight, values in described.weights.layer(index).items():
+        for weight, values in info.weights.layer(index).items():
             assert np.isfinite(values).all(), weight
             assert 0 < np.abs(values).max() < 10, weight
 
@@ -64,7 +64,7 @@ def test_what_was_written_is_what_the_other_reader_finds(tmp_path: Path) -> None
 def test_a_cut_model_is_its_first_layers(tmp_path: Path) -> None:
     whole = tiny.write_gguf("llama", tmp_path / "whole.gguf")
     cut_gguf(whole, tmp_path / "cut.gguf", layers=1)
-    full, cut = describe(open_checkpoint(whole)), describe(open_checkpoint(tmp_path / "cut.gguf"))
+    full, cut = read_model_info(open_checkpoint(whole)), read_model_info(open_checkpoint(tmp_path / "cut.gguf"))
     assert (len(full.spec.layers), len(cut.spec.layers)) == (len(full.spec.layers), 1)
     for name, values in cut.weights.layer(0).items():
         np.testing.assert_array_equal(values, full.weights.layer(0)[name])
@@ -83,9 +83,9 @@ def test_an_nvfp4_weight_reaches_the_model_with_its_factor(tmp_path: Path) -> No
     parts.append(Part("blk.1.ffn_up.scale", (1,), "F32", lambda: np.array([0.25], np.float32).view(np.uint8)))
     parts.append(Part("blk.1.ffn_up.input_scale", (1,), "F32", lambda: np.array([9], np.float32).view(np.uint8)))
     write_gguf(tmp_path / "nvfp4.gguf", file.metadata, parts)
-    described = describe(open_checkpoint(tmp_path / "nvfp4.gguf"))
+    info = read_model_info(open_checkpoint(tmp_path / "nvfp4.gguf"))
     judge = gguf.quants.dequantize(raw.reshape(rows, -1), gguf.GGMLQuantizationType.NVFP4) * np.float32(0.25)
-    np.testing.assert_array_equal(described.weights.layer(1)["up"], judge)
-    holding = plan_weight_storage(described.weights, "packed-bf16")
+    np.testing.assert_array_equal(info.weights.layer(1)["up"], judge)
+    holding = plan_weight_storage(info.weights, "packed-bf16")
     assert dict(holding.kept)["NVFP4"] == 1
     assert not any(kind == "NVFP4" for kind, *_ in holding.converted)

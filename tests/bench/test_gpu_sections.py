@@ -8,7 +8,7 @@ from typing import Any
 
 from bench import gpu_backend
 from bench.gpu_sections import MORE
-from onedraw.checkpoints.random_shapes import DRAFTERS, SHAPES
+from onedraw.checkpoints.random_shapes import DRAFTER_SHAPES, SHAPES
 
 SMALL: dict[str, Any] = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
 SMALL |= {"num_key_value_heads": 2, "head_dim": 32}
@@ -16,7 +16,7 @@ SMALL |= {"num_key_value_heads": 2, "head_dim": 32}
 
 def test_a_drafter_beside_its_model_and_choosing_alone(tmp_path: Path) -> None:
     target = {**SHAPES["qwen3.6-27b"], **SMALL, "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
-    drafter = {**DRAFTERS["qwen3.6-27b-dflash"], **SMALL, "num_target_layers": 4}
+    drafter = {**DRAFTER_SHAPES["qwen3.6-27b-dflash"], **SMALL, "num_target_layers": 4}
     drafter["dflash_config"] = {"block_size": 8, "mask_token_id": 500, "target_layer_ids": [0, 2]}
     for name, config in (("target", target), ("drafter", drafter)):
         (tmp_path / f"{name}.json").write_text(json.dumps(config))

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from onedraw.checkpoints.base import open_checkpoint
 from onedraw.checkpoints.gguf import GgufCheckpoint
+from onedraw.checkpoints.open import open_checkpoint
 from onedraw.checkpoints.safetensors import SafetensorsCheckpoint
 from onedraw.errors import CorruptFile, ModelNotFound
 from tests import tiny

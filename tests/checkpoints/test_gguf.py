@@ -82,7 +82,7 @@ def test_tensors_that_lie_on_the_same_bytes_are_refused(tmp_path: Path) -> None:
     at = data.index(b"part1.weight") + len(b"part1.weight") + 4 + 2 * 8 + 4  # behind name, dimensions and kind
     assert int.from_bytes(data[at : at + 8], "little") == 160
     path.write_bytes(data[:at] + (128).to_bytes(8, "little") + data[at + 8 :])
-    with pytest.raises(CorruptFile, match=r"tensors part0\.weight and part1\.weight lie on the same bytes"):
+    with pytest.raises(CorruptFile, match=r"the byte ranges of tensors part0\.weight and part1\.weight overlap"):
         GgufCheckpoint(path)
 
 

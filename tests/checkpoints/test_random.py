@@ -6,7 +6,7 @@ import pytest
 from onedraw.checkpoints import random_weights as random
 from onedraw.checkpoints.random_weights import POOL, RandomCheckpoint, RandomTensor, random_weights
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
-from onedraw.models.weight_names import all_shapes
+from onedraw.models.weight_names import weight_shapes
 from tests import tiny_modern
 from tests.models.forward import logits
 
@@ -42,7 +42,7 @@ def test_a_random_model_computes_numbers_of_a_sane_size() -> None:
 def test_every_family_has_random_weights_of_a_sane_size(name: str) -> None:
     spec = tiny_modern.spec(name)
     weights = random_weights(spec)
-    assert sum(weights.tensor(*where).float32().size for where in all_shapes(spec)) == spec.parameters
+    assert sum(weights.tensor(*where).float32().size for where in weight_shapes(spec)) == spec.parameters
     found = logits(weights, list(range(20)))
     assert 0.1 < found.std() < 10
     assert len(set(found.argmax(-1).tolist())) > 5

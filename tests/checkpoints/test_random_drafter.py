@@ -13,27 +13,27 @@ from onedraw.backends.packing import gpu_packed_savings
 from onedraw.build.drafters import drafter_bytes
 from onedraw.build.llm import open_door
 from onedraw.build.sizing import plan_devices
-from onedraw.checkpoints.random_shapes import DRAFTERS, SHAPES, open_random, open_random_drafter
+from onedraw.checkpoints.random_shapes import DRAFTER_SHAPES, SHAPES, open_random, open_random_drafter
 from onedraw.errors import ModelNotFound, OutOfMemory
 from onedraw.llm.llm import settled_stats
 from onedraw.llm.options import Wishes, settle
-from onedraw.models.dflash import check_fit, describe_drafter
-from onedraw.models.model_info import describe
+from onedraw.models.dflash import check_drafter_fits, read_drafter_info
+from onedraw.models.model_info import read_model_info
 from onedraw.settings import Settings
 
 SMALL = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def test_the_drafter_of_qwen_fits_qwen_and_has_its_size() -> None:
-    described = describe_drafter(open_random_drafter("random:qwen3.6-27b-dflash"))
-    check_fit(described.spec, describe(open_random("random:qwen3.6-27b")).spec)
-    assert described.spec.parameters / 1e9 == pytest.approx(1.73, rel=0.01)
-    assert [layer.attention.window for layer in described.spec.layers] == [2048] * 4 + [None]
+    info = read_drafter_info(open_random_drafter("random:qwen3.6-27b-dflash"))
+    check_drafter_fits(info.spec, read_model_info(open_random("random:qwen3.6-27b")).spec)
+    assert info.spec.parameters / 1e9 == pytest.approx(1.73, rel=0.01)
+    assert [layer.attention.window for layer in info.spec.layers] == [2048] * 4 + [None]
 
 
 def test_a_packed_drafter_saves_most_of_its_bytes() -> None:
     packed = open_random_drafter("random:qwen3.6-27b-dflash-q4_k_m")
-    parameters = describe_drafter(packed).spec.parameters
+    parameters = read_drafter_info(packed).spec.parameters
     assert 0.6 * 2 * parameters < gpu_packed_savings(packed.tensors.values()) < 0.75 * 2 * parameters
     assert packed.fingerprint() != open_random_drafter("random:qwen3.6-27b-dflash").fingerprint()
 
@@ -45,7 +45,7 @@ def test_what_is_no_drafter_is_refused_by_name() -> None:
 
 def test_random_drafts_change_no_token(tmp_path: Path) -> None:
     target: dict[str, Any] = {**SHAPES["llama3-8b"], **SMALL, "num_hidden_layers": 4}
-    drafter: dict[str, Any] = {**DRAFTERS["qwen3.6-27b-dflash"], **SMALL, "head_dim": 32, "num_target_layers": 4}
+    drafter: dict[str, Any] = {**DRAFTER_SHAPES["qwen3.6-27b-dflash"], **SMALL, "head_dim": 32, "num_target_layers": 4}
     drafter |= {"dflash_config": {"block_size": 8, "mask_token_id": 500, "target_layer_ids": [0, 2]}}
     (tmp_path / "target.json").write_text(json.dumps(target))
     (tmp_path / "drafter.json").write_text(json.dumps(drafter))
@@ -65,13 +65,13 @@ def test_random_drafts_change_no_token(tmp_path: Path) -> None:
 def test_a_card_of_24_gigabytes_holds_a_packed_drafter_beside_a_packed_model(drafter: str, fits: bool) -> None:
     context = 32_768
     checkpoint = open_random("random:qwen3.6-27b-q4_k_m")
-    described, path = describe(checkpoint), Path(f"random:qwen3.6-27b-dflash{drafter}")
+    info, path = read_model_info(checkpoint), Path(f"random:qwen3.6-27b-dflash{drafter}")
     settings = Settings(model="random:qwen3.6-27b-q4_k_m", max_context=context, max_batch=1, checkpoint_memory=0)
-    size, device = drafter_bytes(path, described, checkpoint), parse_device("cuda/sm86/24GiB")
+    size, device = drafter_bytes(path, info, checkpoint), parse_device("cuda/sm86/24GiB")
     if fits:
-        plan, split = plan_devices(settings, described, [device], drafter=size)
+        plan, split = plan_devices(settings, info, [device], drafter=size)
         assert plan.max_context == context
         assert split.stages[0].weight_bytes > plan.weight_bytes + 10**9  # the drafter is counted
     else:
         with pytest.raises(OutOfMemory, match="without a drafter"):
-            plan_devices(settings, described, [device], drafter=size)
+            plan_devices(settings, info, [device], drafter=size)

@@ -9,13 +9,13 @@ import pytest
 
 from onedraw.backends.packing import plan_weight_storage
 from onedraw.checkpoints.random_shapes import named_mixture, open_random, shape_config
-from onedraw.checkpoints.random_weights import MIXTURES, RandomPacked, mixture_kind
+from onedraw.checkpoints.random_weights import MIXTURES, RandomQuantTensor, mixture_kind
 from onedraw.errors import ModelNotFound
-from onedraw.models.model_info import describe
+from onedraw.models.model_info import read_model_info
 
 
 def test_rows_are_windows_that_hold_the_same_numbers_however_they_are_read() -> None:
-    tensor = RandomPacked("w", (40, 512), "Q4_K", 0, 0.05)
+    tensor = RandomQuantTensor("w", (40, 512), "Q4_K", 0, 0.05)
     whole = tensor.float32()
     assert whole.shape == (40, 512)
     assert 0.02 < float(whole.std()) < 0.1
@@ -26,7 +26,7 @@ def test_rows_are_windows_that_hold_the_same_numbers_however_they_are_read() -> 
     order = np.array([7, 0, 39])
     assert np.array_equal(tensor.take_rows(order).float32(), whole[order])
     assert np.array_equal(tensor.reshaped((8, 5, 512)).float32(), whole.reshape(8, 5, 512))
-    assert not np.array_equal(RandomPacked("other", (40, 512), "Q4_K", 0, 0.05).packed(), raw)
+    assert not np.array_equal(RandomQuantTensor("other", (40, 512), "Q4_K", 0, 0.05).packed(), raw)
 
 
 def test_a_mixture_gives_more_bits_where_they_matter() -> None:
@@ -54,8 +54,8 @@ def test_a_name_ends_in_its_mixture() -> None:
 
 
 def test_a_27b_model_in_four_bits_takes_sixteen_gigabytes_and_is_planned_without_making_it() -> None:
-    described = describe(open_random("random:qwen3.6-27b-q4_k_m"))
-    holding = plan_weight_storage(described.weights, "packed-bf16")
+    info = read_model_info(open_random("random:qwen3.6-27b-q4_k_m"))
+    holding = plan_weight_storage(info.weights, "packed-bf16")
     assert 15.5e9 < holding.weights.total < 17.5e9
     kinds = Counter(dict(holding.kept))
     assert kinds["Q4_K"] > 300

@@ -9,21 +9,21 @@ import pytest
 
 from onedraw.checkpoints.random_shapes import SHAPES, open_random
 from onedraw.errors import CorruptFile, ModelNotFound, UnsupportedModel
-from onedraw.models.model_info import describe
+from onedraw.models.model_info import read_model_info
 
 BILLIONS = {"llama3-8b": 8.03, "qwen3.6-27b": 26.9, "qwen3.6-35b-a3b": 34.7, "gemma4-31b": 30.7}
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_named_shape_has_the_size_in_its_name(name: str) -> None:
-    described = describe(open_random(f"random:{name}"))
-    assert described.spec.parameters / 1e9 == pytest.approx(BILLIONS[name], rel=0.01)
+    info = read_model_info(open_random(f"random:{name}"))
+    assert info.spec.parameters / 1e9 == pytest.approx(BILLIONS[name], rel=0.01)
 
 
 def test_any_config_is_a_shape(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**SHAPES["llama3-8b"], "num_hidden_layers": 2, "vocab_size": 64, "hidden_size": 128}))
-    assert len(describe(open_random(f"random:{path}")).spec.layers) == 2
+    assert len(read_model_info(open_random(f"random:{path}")).spec.layers) == 2
 
 
 def test_what_is_no_shape_is_refused_by_name(tmp_path: Path) -> None:

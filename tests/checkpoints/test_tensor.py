@@ -4,7 +4,7 @@ import gguf
 import numpy as np
 import pytest
 
-from onedraw.checkpoints.tensor import StoredTensor, packed_bytes
+from onedraw.checkpoints.base import StoredTensor, packed_bytes
 
 
 def packed(values: np.ndarray, kind: str) -> StoredTensor:

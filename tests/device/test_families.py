@@ -15,8 +15,8 @@ import torch
 
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import pick_ops
-from onedraw.checkpoints.base import open_checkpoint
-from onedraw.models.model_info import describe
+from onedraw.checkpoints.open import open_checkpoint
+from onedraw.models.model_info import read_model_info
 from onedraw.types import Request, SamplingParams
 from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, run
 
@@ -33,10 +33,10 @@ def backend_of(
         pytest.skip("no CUDA device")
     if not (FOLDER / name).is_dir():
         pytest.skip(f"build/tiny/{name} is not there: python -m tests.device.make_families")
-    described = describe(open_checkpoint(FOLDER / name))
+    info = read_model_info(open_checkpoint(FOLDER / name))
     return TorchBackend(
-        described.spec,
-        described.weights,
+        info.spec,
+        info.weights,
         dtype=dtype,
         kv_dtype=kv_dtype,
         device="cuda:0",

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.packing import SPAN, SPAN_BYTES
-from onedraw.checkpoints.quants import KINDS
-from onedraw.checkpoints.tensor import StoredTensor
+from onedraw.checkpoints.base import StoredTensor
+from onedraw.checkpoints.dequantize import QUANT_TYPES
 from onedraw.models.spec import MoeSpec
-from onedraw.models.tensor_views import Columns
+from onedraw.models.tensor_views import ColumnSelection
 from onedraw.types import History, Plan, Row, SamplingParams
 from tests.packed import packed_weights, stored, tiny_spec
 
@@ -91,7 +91,7 @@ def weight(kind: str, rows: int, width: int) -> tuple[Fragments, Opened, Tensor]
 
 def short(kind: str) -> int:
     """A width that is no whole number of spans, where the kind's blocks allow it."""
-    return 768 if KINDS[kind].values == SPAN else 576
+    return 768 if QUANT_TYPES[kind].block_values == SPAN else 576
 
 
 # ------------------------------------------------------------------ weights
@@ -160,7 +160,7 @@ def test_a_planted_fault_is_caught(fault: str) -> None:
 @pytest.mark.parametrize("kind", list(SPAN_BYTES))
 def test_a_row_has_its_bits_alone_and_in_a_batch_whichever_kernel_serves(kind: str) -> None:
     """Few rows read the blocks, many an opened weight; neither the kernel nor its tile shows."""
-    width = 1536 if KINDS[kind].values == SPAN else 1088
+    width = 1536 if QUANT_TYPES[kind].block_values == SPAN else 1088
     fragments, opened, values = weight(kind, 200, width)
     x = normal(MOST, width, seed=1)
     prepared = prepare_rows(x)
@@ -265,7 +265,7 @@ def test_products_of_the_same_rows_that_run_at_once_answer_as_one_behind_the_oth
 def test_columns_stay_as_stored_and_rows_come_in_their_order() -> None:
     tensor = stored("w", (16, 512), "Q4_K", RNG, 512**-0.5)
     order = np.arange(512).reshape(4, 128)[[2, 0, 3, 1]].reshape(-1)
-    ours = Columns(tensor, order)
+    ours = ColumnSelection(tensor, order)
     made = packed_linear([ours], dtype=DTYPE, device=DEVICE, courier=Courier(DEVICE), workspace=ROOM)
     assert made is not None
     x = normal(5, 512, seed=5)
@@ -355,7 +355,7 @@ def test_experts_answer_with_the_bits_of_products_with_their_matrices_one_after_
 @pytest.mark.parametrize("kind", list(SPAN_BYTES))
 def test_an_expert_gives_the_bits_of_a_product_with_its_matrix_alone(kind: str) -> None:
     """For 1 to 300 rows of an expert, in tiles of any height; tests/backends/torch/test_packed_rows.py asks the same on a CPU."""
-    width = 1536 if KINDS[kind].values == SPAN else 1088
+    width = 1536 if QUANT_TYPES[kind].block_values == SPAN else 1088
     count, outputs = 9, 200
     made = bring_fragments(
         [stored("w", (count, outputs, width), kind, RNG, width**-0.5)], pad=1, courier=Courier(DEVICE), device=DEVICE

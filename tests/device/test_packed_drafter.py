@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from onedraw.checkpoints.random_shapes import DRAFTERS, make_drafter
+from onedraw.checkpoints.random_shapes import DRAFTER_SHAPES, make_random_drafter
 from onedraw.engine.engine import Engine
 from onedraw.engine.scheduler import Scheduler
 from onedraw.memory.allocator import Ledger
-from onedraw.models.dflash import check_fit, describe_drafter
+from onedraw.models.dflash import check_drafter_fits, read_drafter_info
 from onedraw.speculation.draft_tree import build_tree
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import Request, SamplingParams
@@ -33,8 +33,8 @@ TINY |= {"num_target_layers": 2, "dflash_config": {"block_size": 4, "mask_token_
 
 def test_a_packed_drafter_drafts_beside_a_packed_model_and_changes_no_bit() -> None:
     spec = tiny_spec(tied=True)
-    drafter = describe_drafter(make_drafter({**DRAFTERS["qwen3.6-27b-dflash"], **TINY}, "tiny", mixture="q4_0"))
-    check_fit(drafter.spec, spec)
+    drafter = read_drafter_info(make_random_drafter({**DRAFTER_SHAPES["qwen3.6-27b-dflash"], **TINY}, "tiny", mixture="q4_0"))
+    check_drafter_fits(drafter.spec, spec)
     made: list[DflashDrafter] = []
 
     def make(stack: Any, sampler: object, layout: Any) -> DflashDrafter:

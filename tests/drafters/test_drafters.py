@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onedraw.checkpoints.base import open_checkpoint
 from onedraw.checkpoints.drafters import SHIPPED, built_in
-from onedraw.models.dflash import check_fit, describe_drafter, is_drafter
-from onedraw.models.model_info import describe
+from onedraw.checkpoints.open import open_checkpoint
+from onedraw.models.dflash import check_drafter_fits, is_drafter, read_drafter_info
+from onedraw.models.model_info import read_model_info
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from tests.models.sources import MadeSource
 from tests.oracle.dflash import Drafter, Target, along
@@ -55,8 +55,8 @@ def test_what_is_shipped_is_a_whole_drafter_of_its_target(shipped: Any) -> None:
     assert path is not None
     checkpoint = open_checkpoint(path)
     assert is_drafter(checkpoint)
-    drafter = describe_drafter(checkpoint)
-    check_fit(drafter.spec, SMOLLM2)
+    drafter = read_drafter_info(checkpoint)
+    check_drafter_fits(drafter.spec, SMOLLM2)
     assert (drafter.spec.block, drafter.spec.mask_token, drafter.spec.target_layers) == (8, 16, (1, 8, 14, 20, 27))
     assert drafter.spec.causal_in_block == (False,) * 4
     assert path.stat().st_size < 13_000_000
@@ -68,7 +68,7 @@ def test_the_package_carries_what_it_names() -> None:
     root = Path(__file__).parent.parent.parent
     carried = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["onedraw"]
     files = {file for pattern in carried for file in (root / "onedraw").glob(pattern)}
-    assert {root / "onedraw" / "drafters" / shipped.file for shipped in SHIPPED} <= files
+    assert {root / "onedraw" / "checkpoints" / "drafters" / shipped.file for shipped in SHIPPED} <= files
 
 
 # "Write a Python function that reverses a string." after the default system message, and the greedy answer of SmolLM2.
@@ -87,10 +87,10 @@ TOKENS = [
 @pytest.mark.weights
 def test_the_shipped_drafter_keeps_drafts_of_the_default_model(smollm2_path: Path) -> None:
     checkpoint = open_checkpoint(smollm2_path)
-    described = describe(checkpoint)
-    path = built_in(described.spec, checkpoint)
+    info = read_model_info(checkpoint)
+    path = built_in(info.spec, checkpoint)
     assert path is not None
-    target, drafter = Target(described.weights), Drafter(describe_drafter(open_checkpoint(path)).weights)
+    target, drafter = Target(info.weights), Drafter(read_drafter_info(open_checkpoint(path)).weights)
     right = along(target, drafter, TOKENS, ANSWER)
     assert right.tokens_per_step > 2.8
     # The text is the target's own whatever the features are; wrong ones show in what is kept.

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from onedraw.lab.floor import step_bytes
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec
-from onedraw.models.weight_names import all_shapes
+from onedraw.models.weight_names import weight_shapes
 
 MIXER = AttentionSpec(heads=4, kv_heads=2, head_dim=8, rope=RopeSpec(theta=1e4, dims=8), scale=1.0)
 
@@ -18,7 +18,7 @@ def a_spec(layer: LayerSpec) -> ModelSpec:
 
 def least(spec: ModelSpec, *, rows: int, context: int) -> int:
     """Of two bytes per number."""
-    sizes = {where: 2 * math.prod(shape) for where, shape in all_shapes(spec).items()}
+    sizes = {where: 2 * math.prod(shape) for where, shape in weight_shapes(spec).items()}
     return step_bytes(spec, sizes, dtype="bf16", rows=rows, context=context)
 
 

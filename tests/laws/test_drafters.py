@@ -22,9 +22,9 @@ from onedraw.backends.torch.ops.base import Ops, TorchOps
 from onedraw.backends.torch.runner.inputs import InputLayout
 from onedraw.backends.torch.runner.stages import StageDevice
 from onedraw.backends.torch.sampling.sampler import Sampler
-from onedraw.checkpoints.base import open_checkpoint
-from onedraw.models.dflash import describe_drafter
-from onedraw.models.model_info import describe
+from onedraw.checkpoints.open import open_checkpoint
+from onedraw.models.dflash import read_drafter_info
+from onedraw.models.model_info import read_model_info
 from onedraw.settings import default_cache_dir
 from onedraw.speculation.draft_tree import build_tree
 from onedraw.types import Draft, Request, SamplingParams
@@ -41,12 +41,12 @@ def ops_of(kind: str) -> Ops:
 
 
 def dflash(budget: int, kind: type[DflashDrafter] = DflashDrafter) -> Make:
-    described = describe_drafter(open_checkpoint(TRAINED / "trained_dflash_qwen3"))
+    info = read_drafter_info(open_checkpoint(TRAINED / "trained_dflash_qwen3"))
 
     def make(target: Transformer, sampler: Sampler, layout: InputLayout) -> Drafter:
         return kind(
-            described.spec,
-            described.weights,
+            info.spec,
+            info.weights,
             target=target,
             layout=layout,
             lanes=4,
@@ -61,11 +61,11 @@ def draft_model(layers: int) -> Make:
     """The target itself, cut after its first layers: right often enough to keep, wrong often enough to reject."""
 
     def make(target: Transformer, sampler: Sampler, layout: InputLayout) -> Drafter:
-        described = describe(open_checkpoint(TRAINED / "trained_qwen3"))
-        spec = dataclasses.replace(described.spec, layers=described.spec.layers[:layers])
+        info = read_model_info(open_checkpoint(TRAINED / "trained_qwen3"))
+        spec = dataclasses.replace(info.spec, layers=info.spec.layers[:layers])
         small = Transformer(
             spec,
-            described.weights,
+            info.weights,
             dtype=torch.float32,
             stage_devices=[StageDevice(target.device, target.ops)],
             max_context=CONTEXT + 8,
@@ -84,10 +84,10 @@ MAKERS: dict[str, Callable[[], Make]] = {
 
 
 def backend_of(make: Make | None, *, kind: str = "kernels", pages: int = 200, lanes: int = 4) -> TorchBackend:
-    described = describe(open_checkpoint(TRAINED / "trained_qwen3"))
+    info = read_model_info(open_checkpoint(TRAINED / "trained_qwen3"))
     return TorchBackend(
-        described.spec,
-        described.weights,
+        info.spec,
+        info.weights,
         dtype="f32",
         device="cpu",
         lanes=lanes,
@@ -169,7 +169,7 @@ def test_a_long_answer_at_temperature_one_with_penalties_equals_plain_decoding()
 
 def greedy_tokens_per_turn(make: Make) -> float:
     tokens = turns = 0
-    target = describe(open_checkpoint(TRAINED / "trained_qwen3"))
+    target = read_model_info(open_checkpoint(TRAINED / "trained_qwen3"))
     assert target.spec.vocab == VOCAB
     for seed in range(4):
         prompt = tuple(np.random.default_rng(seed).integers(8, VOCAB, 16).tolist())

@@ -19,11 +19,11 @@ from onedraw.backends.torch.drafters.draft_model import DraftModel, SmallModel
 from onedraw.backends.torch.drafters.mtp import MtpHead
 from onedraw.backends.torch.model.transformer import Transformer
 from onedraw.backends.torch.runner.stages import StageDevice
-from onedraw.checkpoints.base import open_checkpoint
+from onedraw.checkpoints.open import open_checkpoint
 from onedraw.engine.stats import Stats
-from onedraw.models.dflash import check_fit, describe_drafter
-from onedraw.models.model_info import Described, describe
-from onedraw.models.mtp import describe_mtp
+from onedraw.models.dflash import check_drafter_fits, read_drafter_info
+from onedraw.models.model_info import ModelInfo, read_model_info
+from onedraw.models.mtp import read_mtp_info
 from onedraw.speculation.draft_tree import build_tree
 from onedraw.speculation.ngram import NgramProposer
 from onedraw.types import Request, SamplingParams
@@ -76,35 +76,33 @@ def alone(place: Path, name: str, temperature: float) -> tuple[Answer, ...]:
 # ---------------------------------------------------------------------- who drafts on the device
 
 
-def small_model(place: Path, target: Described) -> Callable[..., Any]:
-    described = describe(open_checkpoint(model(place, "llama")))
+def small_model(place: Path, target: ModelInfo) -> Callable[..., Any]:
+    info = read_model_info(open_checkpoint(model(place, "llama")))
 
     def make(target: Transformer, sampler: object, layout: Any) -> DraftModel:
         stage_device = StageDevice(target.device, target.ops)
-        small = Transformer(
-            described.spec, described.weights, dtype=torch.float32, stage_devices=[stage_device], max_context=CONTEXT + 8
-        )
+        small = Transformer(info.spec, info.weights, dtype=torch.float32, stage_devices=[stage_device], max_context=CONTEXT + 8)
         return DraftModel(SmallModel(small, layout=layout), layout=layout, length=3, **SHAPE)
 
     return make
 
 
-def block_drafter(place: Path, target: Described, budget: int) -> Callable[..., Any]:
+def block_drafter(place: Path, target: ModelInfo, budget: int) -> Callable[..., Any]:
     """Random, reading the first layer and the last: features of the first stage cross to the last."""
     depth = len(target.spec.layers)
     folder = place / f"dflash {depth}"
     if not folder.exists():
         tiny_drafters.write_zlab(folder, ids=(0, depth - 1), num_target_layers=depth)
-    found = describe_drafter(open_checkpoint(folder))
-    check_fit(found.spec, target.spec)
+    found = read_drafter_info(open_checkpoint(folder))
+    check_drafter_fits(found.spec, target.spec)
     arrange = lambda candidates: build_tree(candidates, budget)  # noqa: E731
     return lambda target, sampler, layout: DflashDrafter(
         found.spec, found.weights, target=target, layout=layout, arrange=arrange, **SHAPE
     )
 
 
-def own_head(place: Path, name: str, target: Described) -> Callable[..., Any]:
-    head = describe_mtp(open_checkpoint(model(place, name)), target)
+def own_head(place: Path, name: str, target: ModelInfo) -> Callable[..., Any]:
+    head = read_mtp_info(open_checkpoint(model(place, name)), target)
 
     def make(target: Transformer, sampler: object, layout: Any) -> DraftModel:
         ahead = MtpHead(head.spec, head.weights, target=target, layout=layout, max_context=CONTEXT)
@@ -114,7 +112,7 @@ def own_head(place: Path, name: str, target: Described) -> Callable[..., Any]:
 
 
 def drafters_of(place: Path, name: str) -> dict[str, Callable[[], Callable[..., Any]] | None]:
-    target = describe(open_checkpoint(model(place, name)))
+    target = read_model_info(open_checkpoint(model(place, name)))
     found: dict[str, Callable[[], Callable[..., Any]] | None] = dict.fromkeys(ON_THE_HOST)
     found["a small model"] = lambda: small_model(place, target)
     if target.spec.hidden == tiny_drafters.HIDDEN:

@@ -16,10 +16,10 @@ from onedraw.backends.torch.drafters.draft_model import DraftModel, SmallModel
 from onedraw.backends.torch.drafters.mtp import MtpHead
 from onedraw.backends.torch.model.transformer import Transformer
 from onedraw.backends.torch.runner.stages import StageDevice
-from onedraw.checkpoints.base import open_checkpoint
-from onedraw.models.dflash import describe_drafter
-from onedraw.models.model_info import describe
-from onedraw.models.mtp import describe_mtp
+from onedraw.checkpoints.open import open_checkpoint
+from onedraw.models.dflash import read_drafter_info
+from onedraw.models.model_info import read_model_info
+from onedraw.models.mtp import read_mtp_info
 from onedraw.speculation.draft_tree import build_tree
 from onedraw.types import Request, SamplingParams
 from tests import tiny
@@ -33,20 +33,20 @@ SIZES = {"lanes": 4, "max_context": CONTEXT}
 
 
 def dflash(target: Path, budget: int) -> Callable[..., Any]:
-    described = describe_drafter(open_checkpoint(TRAINED / "trained_dflash_qwen3_5"))
+    info = read_drafter_info(open_checkpoint(TRAINED / "trained_dflash_qwen3_5"))
     arrange = lambda candidates: build_tree(candidates, budget)  # noqa: E731
     return lambda target, sampler, layout: DflashDrafter(
-        described.spec, described.weights, target=target, layout=layout, arrange=arrange, **SIZES
+        info.spec, info.weights, target=target, layout=layout, arrange=arrange, **SIZES
     )
 
 
 def dense(target: Path) -> Callable[..., Any]:
-    described = describe(open_checkpoint(TRAINED / "trained_qwen3"))
+    info = read_model_info(open_checkpoint(TRAINED / "trained_qwen3"))
 
     def make(target: Transformer, sampler: object, layout: Any) -> DraftModel:
         small = Transformer(
-            described.spec,
-            described.weights,
+            info.spec,
+            info.weights,
             dtype=torch.float32,
             stage_devices=[StageDevice(target.device, target.ops)],
             max_context=CONTEXT + 8,
@@ -58,7 +58,7 @@ def dense(target: Path) -> Callable[..., Any]:
 
 def mtp(target: Path) -> Callable[..., Any]:
     source = open_checkpoint(target)
-    head = describe_mtp(source, describe(source))
+    head = read_mtp_info(source, read_model_info(source))
     return lambda target, sampler, layout: DraftModel(
         MtpHead(head.spec, head.weights, target=target, layout=layout, max_context=CONTEXT), layout=layout, length=3, **SIZES
     )
@@ -94,7 +94,7 @@ def requests_of(vocab: int) -> list[Request]:
 def test_no_drafter_changes_tokens_or_scores_of_a_hybrid(name: str, kernels: bool, with_head: Path) -> None:
     target = with_head if name == "mtp" else TRAINED / "trained_qwen3_5"
     make = {"dflash": lambda: dflash(target, 0), "dflash tree": lambda: dflash(target, 20), "dense model": lambda: dense(target)}
-    requests = requests_of(describe(open_checkpoint(target)).spec.vocab)
+    requests = requests_of(read_model_info(open_checkpoint(target)).spec.vocab)
     lonely = backend_of(target, kernels=kernels, lanes=1)
     expected = plain(lambda: lonely, requests)
     counted: Counter[str] = Counter()

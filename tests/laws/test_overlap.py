@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from onedraw.backends.fake import FakeBackend
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.model.transformer import ResidualStream, Transformer
-from onedraw.checkpoints.base import open_checkpoint
+from onedraw.checkpoints.open import open_checkpoint
 from onedraw.engine.engine import Engine, Sink
 from onedraw.engine.scheduler import Member, Scheduler
 from onedraw.engine.sequence import Sequence
-from onedraw.models.model_info import describe
+from onedraw.models.model_info import read_model_info
 from onedraw.types import Request, SamplingParams
 from tests import tiny
 from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, run
@@ -231,7 +231,7 @@ def test_kernels_at_work_together_change_no_bit(folders: dict[str, Path], name: 
 def test_a_drafter_beside_stages_at_work_changes_no_bit(name: str, tmp_path: Path) -> None:
     target = tiny.write_safetensors("qwen3_5_mtp", tmp_path / "mtp") if name == "mtp" else TRAINED / "trained_qwen3_5"
     make = {"dflash": lambda: dflash(target, 0), "dense model": lambda: dense(target), "mtp": lambda: mtp(target)}[name]
-    requests = drafted_requests(describe(open_checkpoint(target)).spec.vocab)[:4]
+    requests = drafted_requests(read_model_info(open_checkpoint(target)).spec.vocab)[:4]
     lonely = backend_of(target, kernels=False, lanes=1, check=False)
     expected = plain(lambda: lonely, requests)
     backend = backend_of(target, kernels=False, check=False, cuts=(2,), overlap=True, make_drafter=make())

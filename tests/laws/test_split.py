@@ -17,8 +17,8 @@ from onedraw.backends.torch.model.weight_loader import WeightLoader
 from onedraw.backends.torch.runner.stage_boundary import StageBoundary
 from onedraw.backends.torch.sampling import positions as picking
 from onedraw.backends.torch.state.model_state import ModelState
-from onedraw.checkpoints.base import open_checkpoint
-from onedraw.models.model_info import describe
+from onedraw.checkpoints.open import open_checkpoint
+from onedraw.models.model_info import read_model_info
 from onedraw.types import DryParams, History, Request, SamplingParams
 from tests import tiny
 from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, run
@@ -78,7 +78,7 @@ def answers_of(folder: Path) -> tuple[list[Answer], Clairvoyant]:
 
 def splits_of(folder: Path) -> list[tuple[int, ...]]:
     """Every legal cut into two and into three."""
-    cuts = legal_cuts(describe(open_checkpoint(folder)).spec.layers)
+    cuts = legal_cuts(read_model_info(open_checkpoint(folder)).spec.layers)
     return [*itertools.combinations(cuts, 1), *itertools.combinations(cuts, 2)]
 
 
@@ -117,7 +117,7 @@ def test_every_drafter_works_on_a_split(name: str, folders: dict[str, Path]) -> 
         "dense model": lambda: dense(target),
         "mtp": lambda: mtp(target),
     }
-    requests = drafted_requests(describe(open_checkpoint(target)).spec.vocab)[:4]
+    requests = drafted_requests(read_model_info(open_checkpoint(target)).spec.vocab)[:4]
     lonely = backend_of(target, kernels=False, lanes=1, check=False)
     expected = plain(lambda: lonely, requests)
     counted: Counter[str] = Counter()
@@ -132,7 +132,7 @@ def test_every_drafter_works_on_a_split(name: str, folders: dict[str, Path]) -> 
 def test_a_drafter_on_a_split_guesses_what_it_guesses_on_one_device() -> None:
     """The features that it reads crossed from other stages; a lost one would keep the tokens and spoil the guesses."""
     target = TRAINED / "trained_qwen3_5"
-    requests = drafted_requests(describe(open_checkpoint(target)).spec.vocab)[:3]
+    requests = drafted_requests(read_model_info(open_checkpoint(target)).spec.vocab)[:3]
     figures = []
     for cuts in ((), (1, 3)):
         backend = backend_of(target, kernels=False, check=False, cuts=cuts, make_drafter=dflash(target, 0))

@@ -14,8 +14,8 @@ from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import pick_ops
 from onedraw.backends.torch.ops.base import TorchOps
 from onedraw.backends.torch.ops.plain import attention
-from onedraw.checkpoints.base import open_checkpoint
-from onedraw.models.model_info import describe
+from onedraw.checkpoints.open import open_checkpoint
+from onedraw.models.model_info import read_model_info
 from onedraw.settings import default_cache_dir
 from onedraw.types import Request
 from tests import tiny
@@ -38,13 +38,13 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def backend_of(path: Path, *, lanes: int = 4, pages: int = 200, threads: int | None = None) -> TorchBackend:
-    described = describe(open_checkpoint(path))
+    info = read_model_info(open_checkpoint(path))
     device = torch.device("cpu")
     ours = OPS["kind"] == "kernels"
     chosen = pick_ops("cpu", "f32", cache=default_cache_dir(), threads=threads) if ours else TorchOps(device)
     return TorchBackend(
-        described.spec,
-        described.weights,
+        info.spec,
+        info.weights,
         dtype="f32",
         device="cpu",
         lanes=lanes,

@@ -21,9 +21,9 @@ from tests.backends.xla.making import xla_backend
 from onedraw.backends.xla import backend as backend_module
 from onedraw.backends.xla import inputs, layers, sampler, state
 from onedraw.build import xla as compiling
-from onedraw.checkpoints.base import open_checkpoint
+from onedraw.checkpoints.open import open_checkpoint
 from onedraw.memory.allocator import Ledger
-from onedraw.models.model_info import describe
+from onedraw.models.model_info import read_model_info
 from onedraw.settings import Settings
 from onedraw.types import DryParams, Request, SamplingParams
 from tests import tiny
@@ -145,7 +145,7 @@ def test_layers_on_several_devices_give_the_bits_of_one(benches: dict[str, Bench
 
 def test_eight_devices_share_eight_layers_as_the_placement_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(tiny.COMMON, "num_hidden_layers", 8)
-    described = describe(open_checkpoint(tiny.write_safetensors("llama", tmp_path / "hf")))
+    info = read_model_info(open_checkpoint(tiny.write_safetensors("llama", tmp_path / "hf")))
     names = ",".join(f"cpu:{number}" for number in range(8))
     found = []
     for devices in (None, names):
@@ -153,7 +153,7 @@ def test_eight_devices_share_eight_layers_as_the_placement_says(tmp_path: Path, 
             backend="xla", devices=devices, max_batch=4, max_context=256, turn_tokens=64, self_check=False, draft="none"
         )
         backend = compiling.xla_backend(
-            dataclasses.replace(settings, cache_dir=tmp_path), described, lambda line: None, progress=lambda done, layers: None
+            dataclasses.replace(settings, cache_dir=tmp_path), info, lambda line: None, progress=lambda done, layers: None
         )
         found.append((backend, run(backend, [dataclasses.replace(r, prompt=r.prompt[:90]) for r in REQUESTS[:4]], Schedule())[0]))
     assert len(found[0][0]._stages) == 1

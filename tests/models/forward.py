@@ -11,17 +11,17 @@ import math
 import numpy as np
 
 from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
-from onedraw.models.weight_names import Read, Weights
+from onedraw.models.weight_names import ModelWeights, WeightArrays
 
 L2_EPS = 1e-6  # of the delta layers' queries and keys, under the root
 KeysValues = tuple[np.ndarray, np.ndarray]
 
 
-def logits(weights: Weights, tokens: list[int]) -> np.ndarray:
+def logits(weights: ModelWeights, tokens: list[int]) -> np.ndarray:
     return forward(weights, tokens)[0]
 
 
-def forward(weights: Weights, tokens: list[int]) -> tuple[np.ndarray, list[np.ndarray]]:
+def forward(weights: ModelWeights, tokens: list[int]) -> tuple[np.ndarray, list[np.ndarray]]:
     """The logits [T, V], and the residual stream [T, E] after every layer."""
     spec, outer = weights.spec, weights.outer()
     x = outer["embed"][tokens].astype(np.float64) * spec.embed_scale  # [T, E]
@@ -42,7 +42,7 @@ def head(h: np.ndarray, matrix: np.ndarray, spec: ModelSpec) -> np.ndarray:
 
 def run_layer(
     x: np.ndarray,
-    w: Read,
+    w: WeightArrays,
     layer: LayerSpec,
     spec: ModelSpec,
     *,
@@ -67,7 +67,7 @@ def run_layer(
     return x * w["layer_scale"] if layer.scaled else x
 
 
-def layer_inputs(x: np.ndarray, tokens: list[int], outer: Read, spec: ModelSpec) -> np.ndarray:
+def layer_inputs(x: np.ndarray, tokens: list[int], outer: WeightArrays, spec: ModelSpec) -> np.ndarray:
     """[T, L, P]: from the token, and from its embedding as it enters the stack."""
     shape = (len(tokens), len(spec.layers), spec.inputs)
     from_token = outer["inputs_embed"][tokens].reshape(shape) * math.sqrt(spec.inputs)
@@ -97,7 +97,7 @@ def act(x: np.ndarray, name: str) -> np.ndarray:
 # ------------------------------------------------------------------ feed-forwards
 
 
-def feed(h: np.ndarray, w: Read, f: MlpSpec | MoeSpec, spec: ModelSpec, *, residual: np.ndarray) -> np.ndarray:
+def feed(h: np.ndarray, w: WeightArrays, f: MlpSpec | MoeSpec, spec: ModelSpec, *, residual: np.ndarray) -> np.ndarray:
     if isinstance(f, MoeSpec):
         return mixture(h, w, f, spec, residual=residual)
     gate = h @ w["gate"].T + w.get("gate_bias", 0)
@@ -105,7 +105,7 @@ def feed(h: np.ndarray, w: Read, f: MlpSpec | MoeSpec, spec: ModelSpec, *, resid
     return (act(gate, f.activation) * up) @ w["down"].T + w.get("down_bias", 0)
 
 
-def mixture(h: np.ndarray, w: Read, f: MoeSpec, spec: ModelSpec, *, residual: np.ndarray) -> np.ndarray:
+def mixture(h: np.ndarray, w: WeightArrays, f: MoeSpec, spec: ModelSpec, *, residual: np.ndarray) -> np.ndarray:
     read = norm(residual, w["router_scale"], spec) / math.sqrt(spec.hidden) if f.own_router_norm else h
     scores = read @ w["router"].T
     if f.softcap is not None:
@@ -134,7 +134,13 @@ def mixture(h: np.ndarray, w: Read, f: MoeSpec, spec: ModelSpec, *, residual: np
 
 
 def attention(
-    h: np.ndarray, w: Read, a: AttentionSpec, spec: ModelSpec, *, index: int = 0, made: dict[int, KeysValues] | None = None
+    h: np.ndarray,
+    w: WeightArrays,
+    a: AttentionSpec,
+    spec: ModelSpec,
+    *,
+    index: int = 0,
+    made: dict[int, KeysValues] | None = None,
 ) -> np.ndarray:
     length, made = len(h), {} if made is None else made
     q = (h @ w["q"].T + w.get("q_bias", 0)).reshape(length, a.heads, a.head_dim)
@@ -156,7 +162,7 @@ def attention(
     return out.reshape(length, -1) @ w["o"].T + w.get("o_bias", 0)
 
 
-def keys_and_values(h: np.ndarray, w: Read, a: AttentionSpec, spec: ModelSpec) -> KeysValues:
+def keys_and_values(h: np.ndarray, w: WeightArrays, a: AttentionSpec, spec: ModelSpec) -> KeysValues:
     shape = (len(h), a.kv_heads, a.head_dim)
     k = (h @ w["k"].T + w.get("k_bias", 0)).reshape(shape)
     v = k if a.keys_as_values else (h @ w["v"].T + w.get("v_bias", 0)).reshape(shape)
@@ -172,7 +178,7 @@ def rotate(x: np.ndarray, a: AttentionSpec) -> np.ndarray:
     return np.concatenate([first * cos - second * sin, second * cos + first * sin, x[..., a.rope.dims :]], axis=-1)
 
 
-def delta(h: np.ndarray, w: Read, d: DeltaSpec, spec: ModelSpec) -> np.ndarray:
+def delta(h: np.ndarray, w: WeightArrays, d: DeltaSpec, spec: ModelSpec) -> np.ndarray:
     length, keys = len(h), d.key_heads * d.key_dim
     u = h @ w["delta_qkv"].T  # [T, C]
     padded = np.concatenate([np.zeros((d.conv - 1, d.channels)), u])

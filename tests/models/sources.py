@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from onedraw.checkpoints.tensor import StoredTensor
-from onedraw.models.source import Dialect
+from onedraw.checkpoints.base import StoredTensor
+from onedraw.models.source import CheckpointFormat
 
 
 @dataclass
 class MadeSource:
     config: Mapping[str, Any] = field(default_factory=dict)
-    dialect: Dialect = "safetensors"
+    format: CheckpointFormat = "safetensors"
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     generation_config: Mapping[str, Any] = field(default_factory=dict)
     path: Path = Path("made")

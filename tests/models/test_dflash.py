@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onedraw.checkpoints.base import open_checkpoint
+from onedraw.checkpoints.open import open_checkpoint
 from onedraw.errors import CorruptFile, ModelError, UnsupportedModel
-from onedraw.models.dflash import DescribedDrafter, check_fit, default_layers, describe_drafter, is_drafter
-from onedraw.models.model_info import describe
+from onedraw.models.dflash import DrafterInfo, check_drafter_fits, default_target_layers, is_drafter, read_drafter_info
+from onedraw.models.model_info import read_model_info
 from onedraw.models.spec import AttentionSpec, DrafterSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from tests import tiny_drafters as tiny
 from tests.models.sources import MadeSource
@@ -23,15 +23,15 @@ GGUF = FIXTURES / "gguf"
 TRAINED = FIXTURES / "trained"
 
 
-def described(path: Path) -> DescribedDrafter:
-    return describe_drafter(open_checkpoint(path))
+def info(path: Path) -> DrafterInfo:
+    return read_drafter_info(open_checkpoint(path))
 
 
 def zlab(folder: Path, **changes: Any) -> DrafterSpec:
-    return described(tiny.write_zlab(folder, **changes)).spec
+    return info(tiny.write_zlab(folder, **changes)).spec
 
 
-def every_weight(drafter: DescribedDrafter) -> dict[str, np.ndarray]:
+def every_weight(drafter: DrafterInfo) -> dict[str, np.ndarray]:
     read = dict(drafter.weights.outer())
     for index in range(len(drafter.spec.layers)):
         read |= {f"{index}.{name}": value for name, value in drafter.weights.layer(index).items()}
@@ -62,10 +62,10 @@ def test_a_zlab_folder_is_read_whole(tmp_path: Path) -> None:
 
 
 def test_every_layout_reads_the_same_body(tmp_path: Path) -> None:
-    bodies = [described(tiny.write_zlab(tmp_path / "zlab"))]
-    bodies += [described(tiny.write(tmp_path / "speculators", tiny.speculators_config(), tiny.tensors()))]
+    bodies = [info(tiny.write_zlab(tmp_path / "zlab"))]
+    bodies += [info(tiny.write(tmp_path / "speculators", tiny.speculators_config(), tiny.tensors()))]
     convert(tmp_path / "zlab", tmp_path / "twin.gguf", kind="F32")
-    bodies += [described(tmp_path / "twin.gguf")]
+    bodies += [info(tmp_path / "twin.gguf")]
     first = every_weight(bodies[0])
     np.testing.assert_array_equal(first["fc"], tiny.tensors()["fc.weight"])
     np.testing.assert_array_equal(first["1.k_norm"], tiny.tensors()["layers.1.self_attn.k_norm.weight"])
@@ -78,13 +78,13 @@ def test_every_layout_reads_the_same_body(tmp_path: Path) -> None:
 
 def test_parameters_count_every_weight(tmp_path: Path) -> None:
     for path in (tiny.write_zlab(tmp_path / "a"), tiny.write_speculators(tmp_path / "b", draft_vocab=tiny.DRAFT_VOCAB)):
-        drafter = described(path)
+        drafter = info(path)
         assert drafter.spec.parameters == sum(value.size for value in every_weight(drafter).values())
         assert drafter.spec.position_bytes("bf16") == 2 * 2 * 2 * 2 * 16  # layers, k and v, heads, bytes, head size
 
 
 def test_a_gguf_of_llama_cpp_counts_layers_one_higher() -> None:
-    spec = described(GGUF / "dflash_qwen3.gguf").spec
+    spec = info(GGUF / "dflash_qwen3.gguf").spec
     assert open_checkpoint(GGUF / "dflash_qwen3.gguf").config["dflash.target_layers"] == [2, 4]
     assert spec.target_layers == (1, 3)
     assert (spec.block, spec.mask_token, spec.vocab, spec.hidden, spec.target_hidden) == (8, 7, 1024, 64, 64)
@@ -96,14 +96,14 @@ def test_sliding_layers_are_causal_in_the_block_and_full_ones_are_not(tmp_path: 
     kinds = ["sliding_attention", "full_attention"]
     stack = {"layer_types": kinds, "sliding_window": 24, "use_sliding_window": True}
     specs = [
-        described(GGUF / "dflash_qwen3_swa.gguf").spec,
+        info(GGUF / "dflash_qwen3_swa.gguf").spec,
         zlab(tmp_path / "a", **stack),
-        described(tiny.write_speculators(tmp_path / "b", stack=stack)).spec,
+        info(tiny.write_speculators(tmp_path / "b", stack=stack)).spec,
     ]
     for spec in specs:
         assert [layer.mixer.window for layer in spec.layers] == [24, None]
         assert spec.causal_in_block == (True, False)
-    other = described(tiny.write_speculators(tmp_path / "c", stack=stack, sliding_window_non_causal=True)).spec
+    other = info(tiny.write_speculators(tmp_path / "c", stack=stack, sliding_window_non_causal=True)).spec
     assert other.causal_in_block == (False, False)
     assert [layer.mixer.window for layer in other.layers] == [24, None]
 
@@ -153,15 +153,15 @@ def test_a_block_of_sixteen_where_no_size_is_named(tmp_path: Path) -> None:
 
 
 def test_features_are_spread_evenly_where_no_layers_are_named(tmp_path: Path) -> None:
-    assert default_layers(1, 30) == (15,)
-    assert default_layers(5, 36) == (1, 9, 17, 25, 33)
-    assert default_layers(5, 64) == (1, 16, 31, 46, 61)
+    assert default_target_layers(1, 30) == (15,)
+    assert default_target_layers(5, 36) == (1, 9, 17, 25, 33)
+    assert default_target_layers(5, 64) == (1, 16, 31, 46, 61)
     spec = zlab(tmp_path, num_target_layers=28, dflash_config={"mask_token_id": 5})
-    assert spec.target_layers == default_layers(2, 28) == (1, 25)
+    assert spec.target_layers == default_target_layers(2, 28) == (1, 25)
 
 
 def test_a_reduced_vocabulary_is_mapped_to_the_targets_ids(tmp_path: Path) -> None:
-    drafter = described(tiny.write_speculators(tmp_path / "folder", draft_vocab=tiny.DRAFT_VOCAB))
+    drafter = info(tiny.write_speculators(tmp_path / "folder", draft_vocab=tiny.DRAFT_VOCAB))
     spec, stored = drafter.spec, tiny.own_tensors(tiny.DRAFT_VOCAB)
     assert (spec.own_embedding, spec.own_head, spec.mapped) == (True, True, True)
     assert (spec.vocab, spec.draft_vocab) == (tiny.VOCAB, tiny.DRAFT_VOCAB)
@@ -173,7 +173,7 @@ def test_a_reduced_vocabulary_is_mapped_to_the_targets_ids(tmp_path: Path) -> No
     np.testing.assert_array_equal(drafter.weights.outer()["embed"], stored["embed_tokens.weight"])
     # GGUF holds the ids themselves, not distances.
     convert(tmp_path / "folder", tmp_path / "twin.gguf", kind="F32")
-    twin = described(tmp_path / "twin.gguf")
+    twin = info(tmp_path / "twin.gguf")
     np.testing.assert_array_equal(twin.weights.target_ids(), ids)
     assert replace(twin.spec, layout="speculators", eps=1e-6) == spec
 
@@ -185,17 +185,17 @@ def test_a_map_out_of_the_vocabulary_is_corrupt(tmp_path: Path) -> None:
     with pytest.raises(
         CorruptFile, match=rf"d2t names token {tiny.VOCAB + tiny.DRAFT_VOCAB - 1}, outside the vocabulary of {tiny.VOCAB}"
     ):
-        described(folder).weights.target_ids()
+        info(folder).weights.target_ids()
 
 
 def test_a_drafter_without_a_map_uses_the_targets_ids(tmp_path: Path) -> None:
-    drafter = described(tiny.write_speculators(tmp_path))
+    drafter = info(tiny.write_speculators(tmp_path))
     assert drafter.spec.own_head
     assert drafter.weights.target_ids() is None
 
 
 def test_speculators_may_call_themselves_by_zlabs_name(tmp_path: Path) -> None:
-    assert described(tiny.write_speculators(tmp_path, architectures=["DFlashDraftModel"])).spec.layout == "speculators"
+    assert info(tiny.write_speculators(tmp_path, architectures=["DFlashDraftModel"])).spec.layout == "speculators"
 
 
 # ------------------------------------------------------------------ what is a drafter
@@ -284,14 +284,14 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
 def test_what_plain_dflash_does_not_have_is_refused_by_name(tmp_path: Path, name: str) -> None:
     make, message = REFUSED[name]
     with pytest.raises(UnsupportedModel, match=message):
-        described(make(tmp_path))
+        info(make(tmp_path))
 
 
 def test_a_pickled_mask_embedding_is_refused(tmp_path: Path) -> None:
     tiny.write_zlab(tmp_path)
     (tmp_path / "mask_embedding.pt").write_bytes(b"")
     with pytest.raises(UnsupportedModel, match=r"mask_embedding\.pt is a pickle"):
-        described(tmp_path)
+        info(tmp_path)
 
 
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
@@ -332,9 +332,9 @@ def test_a_description_that_cannot_be_right_is_corrupt(tmp_path: Path, name: str
 
 def test_speculators_must_name_their_layers_counted_from_one(tmp_path: Path) -> None:
     with pytest.raises(CorruptFile, match="aux_hidden_state_layer_ids is missing"):
-        described(tiny.write_speculators(tmp_path / "a", aux_hidden_state_layer_ids=None))
+        info(tiny.write_speculators(tmp_path / "a", aux_hidden_state_layer_ids=None))
     with pytest.raises(CorruptFile, match=r"aux_hidden_state_layer_ids must be a list of layers counted from 1, not \[0, 2\]"):
-        described(tiny.write_speculators(tmp_path / "b", aux_hidden_state_layer_ids=[0, 2]))
+        info(tiny.write_speculators(tmp_path / "b", aux_hidden_state_layer_ids=[0, 2]))
 
 
 def gguf_source(**changes: Any) -> MadeSource:
@@ -358,7 +358,7 @@ def gguf_source(**changes: Any) -> MadeSource:
 )
 def test_a_gguf_is_refused_with_the_key(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        describe_drafter(gguf_source(**changes))
+        read_drafter_info(gguf_source(**changes))
 
 
 def test_other_gguf_drafters_are_refused_by_name() -> None:
@@ -366,13 +366,13 @@ def test_other_gguf_drafters_are_refused_by_name() -> None:
     for name, value in (("markov_w1.weight", "DSpark"), ("conf_proj.weight", "DSpark"), ("enc.aux_norm.weight", "Laguna")):
         made = replace(source, tensors=source.tensors | {name: source.tensors["fc.weight"]})
         with pytest.raises(UnsupportedModel, match=rf"{name}.*{value}.*supported drafters: "):
-            describe_drafter(made)
+            read_drafter_info(made)
     other = replace(source, config={"general.architecture": "qwen35-dflash-draft"})
     assert is_drafter(other)
     with pytest.raises(
         UnsupportedModel, match=r"qwen35-dflash-draft is not supported as a drafter; supported: .*GGUF of architecture dflash"
     ):
-        describe_drafter(other)
+        read_drafter_info(other)
 
 
 # ------------------------------------------------------------------ fit
@@ -389,8 +389,8 @@ def fitting(tmp_path: Path) -> DrafterSpec:
 
 
 def test_a_drafter_fits_its_target(fitting: DrafterSpec) -> None:
-    check_fit(fitting, TARGET)
-    check_fit(replace(fitting, target_depth=None), TARGET)
+    check_drafter_fits(fitting, TARGET)
+    check_drafter_fits(replace(fitting, target_depth=None), TARGET)
 
 
 @pytest.mark.parametrize(
@@ -410,13 +410,15 @@ def test_a_drafter_that_does_not_fit_is_refused_with_both_numbers(
     fitting: DrafterSpec, drafter: dict[str, Any], target: dict[str, Any], numbers: str
 ) -> None:
     with pytest.raises(UnsupportedModel, match=f"does not fit the target: .*{numbers}"):
-        check_fit(replace(fitting, **drafter), replace(TARGET, **target))
+        check_drafter_fits(replace(fitting, **drafter), replace(TARGET, **target))
 
 
 def test_a_drafter_with_its_own_embedding_and_head_may_be_of_another_size(fitting: DrafterSpec) -> None:
-    check_fit(replace(fitting, hidden=48, own_embedding=True, own_head=True), TARGET)
+    check_drafter_fits(replace(fitting, hidden=48, own_embedding=True, own_head=True), TARGET)
 
 
 def test_the_trained_pair_fits() -> None:
-    check_fit(described(TRAINED / "trained_dflash_qwen3").spec, describe(open_checkpoint(TRAINED / "trained_qwen3")).spec)
+    check_drafter_fits(
+        info(TRAINED / "trained_dflash_qwen3").spec, read_model_info(open_checkpoint(TRAINED / "trained_qwen3")).spec
+    )
     assert json.loads((TRAINED / "trained_dflash_qwen3" / "config.json").read_text())["num_target_layers"] == 6

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from onedraw.errors import CorruptFile, UnsupportedModel
-from onedraw.models.config_reader import HARMLESS
+from onedraw.models.config_reader import IGNORED_KEYS
 from onedraw.models.llama import LLAMA, MISTRAL
 from onedraw.models.qwen import QWEN2, QWEN3
 from onedraw.models.spec import ModelSpec
@@ -99,7 +99,7 @@ def test_what_cannot_be_computed_is_corrupt(changed: dict[str, Any], words: str)
 def test_what_is_switched_off_or_harmless_is_accepted() -> None:
     plain = llama()
     assert llama(use_mrope=False, pretraining_tp=2, num_experts=0, extra=None, quantization_config=None) == plain
-    assert llama(**dict.fromkeys(HARMLESS, "anything")) == plain
+    assert llama(**dict.fromkeys(IGNORED_KEYS, "anything")) == plain
 
 
 def test_code_in_a_checkpoint_is_noted_as_not_run() -> None:

@@ -14,9 +14,9 @@ import pytest
 import torch
 import transformers
 
-from onedraw.checkpoints.base import open_checkpoint
-from onedraw.models.model_info import Described, describe
-from onedraw.models.weight_names import all_shapes
+from onedraw.checkpoints.open import open_checkpoint
+from onedraw.models.model_info import ModelInfo, read_model_info
+from onedraw.models.weight_names import weight_shapes
 from tests import tiny
 from tests.models.forward import logits
 from tests.work import counted
@@ -31,27 +31,27 @@ def judge(model: transformers.PreTrainedModel) -> np.ndarray:
         return model.double()(torch.tensor([TOKENS])).logits[0].numpy()
 
 
-def assert_understood(described: Described, expected: np.ndarray) -> None:
-    found = logits(described.weights, TOKENS)
+def assert_understood(info: ModelInfo, expected: np.ndarray) -> None:
+    found = logits(info.weights, TOKENS)
     np.testing.assert_allclose(found, expected, atol=1e-4)
     np.testing.assert_array_equal(found.argmax(-1), expected.argmax(-1))
 
 
 @pytest.mark.parametrize("name", [*tiny.NAMES, *tiny.MODERN])
 def test_a_transformers_folder_computes_what_transformers_computes(name: str, tmp_path: Path) -> None:
-    assert_understood(describe(open_checkpoint(tiny.write_safetensors(name, tmp_path))), judge(tiny.build(name)))
+    assert_understood(read_model_info(open_checkpoint(tiny.write_safetensors(name, tmp_path))), judge(tiny.build(name)))
 
 
 @pytest.mark.parametrize("name", tiny.NAMES)
 def test_a_gguf_twin_computes_the_same(name: str, tmp_path: Path) -> None:
-    assert_understood(describe(open_checkpoint(tiny.write_gguf(name, tmp_path / "m.gguf"))), judge(tiny.build(name)))
+    assert_understood(read_model_info(open_checkpoint(tiny.write_gguf(name, tmp_path / "m.gguf"))), judge(tiny.build(name)))
 
 
 @pytest.mark.parametrize("name", [name for name in tiny.TWINS if name in tiny.MODERN])
 def test_a_gguf_twin_is_the_same_model_bit_by_bit(name: str, tmp_path: Path) -> None:
     """Which computes what transformers computes, as the test above shows of the folder."""
-    folder = describe(open_checkpoint(tiny.write_safetensors(name, tmp_path / "folder")))
-    twin = describe(open_checkpoint(tiny.write_gguf(name, tmp_path / "m.gguf")))
+    folder = read_model_info(open_checkpoint(tiny.write_safetensors(name, tmp_path / "folder")))
+    twin = read_model_info(open_checkpoint(tiny.write_gguf(name, tmp_path / "m.gguf")))
     assert replace(twin.spec, notes=(), eps=0.0) == replace(folder.spec, notes=(), eps=0.0)
     assert np.float32(twin.spec.eps) == np.float32(folder.spec.eps)
     assert digest(twin) == digest(folder)
@@ -91,11 +91,11 @@ def test_what_a_config_may_switch_on_is_honoured(variant: str, tmp_path: Path) -
             parameter.copy_(tiny._spread(name, noise, tied=False))
     transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(tmp_path)
-    assert_understood(describe(open_checkpoint(tmp_path)), judge(model))
+    assert_understood(read_model_info(open_checkpoint(tmp_path)), judge(model))
 
 
 def test_the_older_dialect_of_configs_means_the_same(tmp_path: Path) -> None:
-    newer = describe(open_checkpoint(tiny.write_safetensors("llama31", tmp_path))).spec
+    newer = read_model_info(open_checkpoint(tiny.write_safetensors("llama31", tmp_path))).spec
     config = json.loads((tmp_path / "config.json").read_text())
     rope = config.pop("rope_parameters")
     config["rope_theta"] = rope.pop("rope_theta")
@@ -104,7 +104,7 @@ def test_the_older_dialect_of_configs_means_the_same(tmp_path: Path) -> None:
     for kind in ("rope_type", "type"):
         config["rope_scaling"] = {**{k: v for k, v in rope.items() if k != "rope_type"}, kind: "llama3"}
         (tmp_path / "config.json").write_text(json.dumps(config))
-        assert describe(open_checkpoint(tmp_path)).spec == newer
+        assert read_model_info(open_checkpoint(tmp_path)).spec == newer
 
 
 # ------------------------------------------------------------------ llama.cpp's own conversions
@@ -124,21 +124,23 @@ DIGESTS = {
 }
 
 
-def digest(described: Described) -> str:
+def digest(info: ModelInfo) -> str:
     total = hashlib.sha256()
-    for layer, weight in sorted(all_shapes(described.spec), key=lambda at: (-1 if at[0] is None else at[0], at[1])):
+    for layer, weight in sorted(weight_shapes(info.spec), key=lambda at: (-1 if at[0] is None else at[0], at[1])):
         total.update(f"{layer} {weight}".encode())
-        total.update(described.weights.read(layer, weight).tobytes())
+        total.update(info.weights.read(layer, weight).tobytes())
     return total.hexdigest()
 
 
 @pytest.mark.parametrize("name", DIGESTS)
 def test_a_conversion_by_llama_cpp_maps_back_to_the_bits_it_came_from(name: str) -> None:
-    assert digest(describe(open_checkpoint(FIXTURES / f"{name}.gguf"))) == DIGESTS[name]
+    assert digest(read_model_info(open_checkpoint(FIXTURES / f"{name}.gguf"))) == DIGESTS[name]
 
 
 def test_the_conversions_are_described_right() -> None:
-    llama, scaled, qwen3 = (describe(open_checkpoint(FIXTURES / f"{name}.gguf")).spec for name in ("llama", "llama31", "qwen3"))
+    llama, scaled, qwen3 = (
+        read_model_info(open_checkpoint(FIXTURES / f"{name}.gguf")).spec for name in ("llama", "llama31", "qwen3")
+    )
     assert (llama.family, len(llama.layers), llama.hidden, llama.vocab, llama.tied) == ("llama", 4, 64, 1024, True)
     assert (llama.max_context, llama.layers[0].feed_forward.width) == (2048, 160)
     assert np.float32(llama.eps) == np.float32(1e-5)
@@ -149,7 +151,7 @@ def test_the_conversions_are_described_right() -> None:
 
 
 def test_rope_divisors_in_a_gguf_are_the_scaled_rope_of_its_config() -> None:
-    rope = describe(open_checkpoint(FIXTURES / "llama31.gguf")).spec.layers[0].mixer.rope
+    rope = read_model_info(open_checkpoint(FIXTURES / "llama31.gguf")).spec.layers[0].mixer.rope
     assert rope.kind == "divisors"
     named = replace(rope, kind="llama3", divisors=(), factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=512)
     np.testing.assert_allclose(rope.inverse_frequencies(), named.inverse_frequencies(), rtol=1e-6)
@@ -158,14 +160,14 @@ def test_rope_divisors_in_a_gguf_are_the_scaled_rope_of_its_config() -> None:
 
 @pytest.mark.weights
 def test_the_default_model_is_described_and_read_with_few_calls(smollm2_path: Path) -> None:
-    def read() -> tuple[Described, int]:
-        described = describe(open_checkpoint(smollm2_path))
-        count = sum(value.size for value in described.weights.outer().values())
-        for index in range(len(described.spec.layers)):
-            count += sum(value.size for value in described.weights.layer(index).values())
-        return described, count
+    def read() -> tuple[ModelInfo, int]:
+        info = read_model_info(open_checkpoint(smollm2_path))
+        count = sum(value.size for value in info.weights.outer().values())
+        for index in range(len(info.spec.layers)):
+            count += sum(value.size for value in info.weights.layer(index).values())
+        return info, count
 
-    (described, count), calls = counted(read)
-    assert count == described.spec.parameters == 134_515_008
-    assert described.eos_ids == (2,)
-    assert calls < 20 * described.spec.vocab  # its vocabulary takes most of them; half a second in all
+    (info, count), calls = counted(read)
+    assert count == info.spec.parameters == 134_515_008
+    assert info.eos_ids == (2,)
+    assert calls < 20 * info.spec.vocab  # its vocabulary takes most of them; half a second in all

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from onedraw.checkpoints.base import open_checkpoint
+from onedraw.checkpoints.open import open_checkpoint
 from onedraw.errors import CorruptFile, UnsupportedModel
-from onedraw.models.model_info import describe
+from onedraw.models.model_info import read_model_info
 from onedraw.models.registry import FAMILIES
 from onedraw.models.spec import AttentionSpec, DeltaSpec, MlpSpec, ModelSpec, MoeSpec
 from tests import tiny, tiny_modern
@@ -280,26 +280,26 @@ def test_metadata_that_would_change_the_model_is_refused_by_name(name: str, chan
     stored = open_checkpoint(FIXTURES / f"{name}.gguf")
     source = MadeSource({**stored.config, **changed}, "gguf", dict(stored.tensors))
     with pytest.raises(UnsupportedModel, match=words):
-        describe(source)
+        read_model_info(source)
 
 
 def test_recurrent_layers_may_be_listed() -> None:
     stored = open_checkpoint(FIXTURES / "qwen3_5.gguf")
     listed = {**stored.config, "qwen35.attention.recurrent_layers": [True, True, True, False] * 2}
     listed["qwen35.full_attention_interval"] = 3  # the list counts
-    assert describe(MadeSource(listed, "gguf", dict(stored.tensors))).spec == describe(stored).spec
+    assert read_model_info(MadeSource(listed, "gguf", dict(stored.tensors))).spec == read_model_info(stored).spec
 
 
 def test_rope_freqs_of_another_kind_stay_divisors() -> None:
     stored = open_checkpoint(FIXTURES / "gemma4_31b.gguf")
     source = MadeSource(stored.config, "gguf", dict(stored.tensors))
-    assert describe(source).spec.layers[5].attention.rope.kind == "proportional"
+    assert read_model_info(source).spec.layers[5].attention.rope.kind == "proportional"
     source.add("rope_freqs.weight", np.array([1.0] * 8 + [4.0] * 8))
-    rope = describe(source).spec.layers[5].attention.rope
+    rope = read_model_info(source).spec.layers[5].attention.rope
     assert (rope.kind, rope.divisors) == ("divisors", (1.0,) * 8 + (4.0,) * 8)
     source.add("rope_freqs.weight", np.ones(8))
     with pytest.raises(CorruptFile, match=r"rope_freqs\.weight has shape \[8\]"):
-        describe(source)
+        read_model_info(source)
 
 
 # ------------------------------------------------------------------ files of weights
@@ -310,7 +310,9 @@ def rewrite(folder: Path, change: Callable[[dict[str, np.ndarray]], dict[str, np
 
 
 def same_weights(folder: Path, name: str, tmp_path: Path) -> None:
-    found, expected = (describe(open_checkpoint(at)).weights for at in (folder, tiny.write_safetensors(name, tmp_path / "as-is")))
+    found, expected = (
+        read_model_info(open_checkpoint(at)).weights for at in (folder, tiny.write_safetensors(name, tmp_path / "as-is"))
+    )
     for index in range(len(expected.spec.layers)):
         for weight, value in expected.layer(index).items():
             np.testing.assert_array_equal(found.read(index, weight), value)
@@ -363,29 +365,29 @@ def test_keys_and_values_that_a_layer_does_not_use_may_be_stored(tmp_path: Path)
     same_weights(folder, "gemma4_e4b", tmp_path)
     rewrite(folder, lambda tensors: {**tensors, "model.layers.5.self_attn.k_proj.bias": np.zeros(2, np.float32)})
     with pytest.raises(UnsupportedModel, match=r"layers\.5\.self_attn\.k_proj\.bias has no place"):
-        describe(open_checkpoint(folder))
+        read_model_info(open_checkpoint(folder))
 
 
 def test_two_names_of_one_weight_are_refused(tmp_path: Path) -> None:
     folder = tiny.write_safetensors("qwen3_5", tmp_path)
     rewrite(folder, lambda t: {**t, "model.language_model.norm.weight": t["model.norm.weight"]})
     with pytest.raises(CorruptFile, match=r"model\.(language_model\.)?norm\.weight and .* are the same weight"):
-        describe(open_checkpoint(folder))
+        read_model_info(open_checkpoint(folder))
 
 
 def test_what_is_not_part_of_the_text_model_is_said(tmp_path: Path) -> None:
-    described = describe(open_checkpoint(tiny.write_safetensors("qwen3_5_vl", tmp_path)))
-    assert described.spec.notes == described.weights.spec.notes
-    assert len(described.spec.notes) == 1
-    assert "images are not read (21 tensors)" in described.spec.notes[0]
-    assert describe(open_checkpoint(FIXTURES / "qwen3_5.gguf")).spec.notes == ()
+    info = read_model_info(open_checkpoint(tiny.write_safetensors("qwen3_5_vl", tmp_path)))
+    assert info.spec.notes == info.weights.spec.notes
+    assert len(info.spec.notes) == 1
+    assert "images are not read (21 tensors)" in info.spec.notes[0]
+    assert read_model_info(open_checkpoint(FIXTURES / "qwen3_5.gguf")).spec.notes == ()
 
 
 def test_packed_weights_keep_their_values_in_every_order(tmp_path: Path) -> None:
     """Rows of a Q8_0 file are taken packed; the columns of the output matrix are unpacked first."""
     name = "qwen3_5"
-    packed = describe(open_checkpoint(tiny.write_gguf(name, tmp_path / "q.gguf", kind="Q8_0"))).weights
-    plain = describe(open_checkpoint(tiny.write_gguf(name, tmp_path / "f.gguf"))).weights
+    packed = read_model_info(open_checkpoint(tiny.write_gguf(name, tmp_path / "q.gguf", kind="Q8_0"))).weights
+    plain = read_model_info(open_checkpoint(tiny.write_gguf(name, tmp_path / "f.gguf"))).weights
     assert packed.tensor(0, "delta_qkv").kind == "Q8_0"
     for index in range(4):
         for weight, value in plain.layer(index).items():

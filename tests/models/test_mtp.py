@@ -9,25 +9,25 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from onedraw.checkpoints.base import open_checkpoint
+from onedraw.checkpoints.open import open_checkpoint
 from onedraw.errors import CorruptFile, UnsupportedModel
-from onedraw.models.model_info import describe
-from onedraw.models.mtp import DescribedMtp, describe_mtp, has_mtp
+from onedraw.models.model_info import read_model_info
+from onedraw.models.mtp import MtpInfo, has_mtp, read_mtp_info
 from onedraw.models.spec import AttentionSpec, MoeSpec
 from tests import tiny
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "gguf"
 
 
-def read(path: Path) -> DescribedMtp:
+def read(path: Path) -> MtpInfo:
     checkpoint = open_checkpoint(path)
-    return describe_mtp(checkpoint, describe(checkpoint))
+    return read_mtp_info(checkpoint, read_model_info(checkpoint))
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_mtp", "qwen3_5_moe_mtp"])
 def test_a_head_is_one_layer_of_the_targets_kind_and_what_leads_to_it(name: str, tmp_path: Path) -> None:
     folder = tiny.write_safetensors(name, tmp_path)
-    target, mtp = describe(open_checkpoint(folder)).spec, read(folder)
+    target, mtp = read_model_info(open_checkpoint(folder)).spec, read(folder)
     assert mtp.spec.layer == target.layers[3]
     assert isinstance(mtp.spec.layer.mixer, AttentionSpec)
     assert isinstance(mtp.spec.layer.feed_forward, MoeSpec) == ("moe" in name)
@@ -57,11 +57,11 @@ def test_a_gguf_holds_the_same_head(name: str, tmp_path: Path) -> None:
 
 def test_the_target_does_not_count_the_head_among_its_layers(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tiny.write_gguf("qwen3_5_mtp", tmp_path / "m.gguf"))
-    described = describe(checkpoint)
+    info = read_model_info(checkpoint)
     assert checkpoint.config["qwen35.block_count"] == 5
-    assert len(described.spec.layers) == 4
-    assert has_mtp(checkpoint, described)
-    assert "--draft mtp" in described.spec.notes[0]
+    assert len(info.spec.layers) == 4
+    assert has_mtp(checkpoint, info)
+    assert "--draft mtp" in info.spec.notes[0]
 
 
 def test_a_block_too_many_that_is_no_such_head_is_refused(tmp_path: Path) -> None:
@@ -70,16 +70,16 @@ def test_a_block_too_many_that_is_no_such_head_is_refused(tmp_path: Path) -> Non
     checkpoint = open_checkpoint(tiny.write_gguf("qwen3_5_mtp", tmp_path / "m.gguf"))
     tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if "nextn" not in name}
     with pytest.raises(UnsupportedModel, match=r"blk\.4\.\S+ has no place"):
-        describe(MadeSource(checkpoint.config, "gguf", tensors))
+        read_model_info(MadeSource(checkpoint.config, "gguf", tensors))
 
 
 def test_a_checkpoint_without_a_head_is_refused_by_name(tmp_path: Path) -> None:
     folder = tiny.write_safetensors("qwen3_5", tmp_path / "without")
     for path in (folder, FIXTURES / "qwen3_5.gguf"):
         checkpoint = open_checkpoint(path)
-        assert not has_mtp(checkpoint, describe(checkpoint))
+        assert not has_mtp(checkpoint, read_model_info(checkpoint))
         with pytest.raises(UnsupportedModel, match=r"has no MTP head \(mtp\.\* or nextn tensors\); pass another --draft"):
-            describe_mtp(checkpoint, describe(checkpoint))
+            read_mtp_info(checkpoint, read_model_info(checkpoint))
     with pytest.raises(UnsupportedModel, match="a llama model has no MTP head; supported: qwen3_5, qwen3_5_moe"):
         read(FIXTURES / "llama.gguf")
 

@@ -9,7 +9,7 @@ import pytest
 
 from onedraw.errors import CorruptFile
 from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, MoeSpec, RopeSpec
-from onedraw.models.weight_names import Recipe, Site
+from onedraw.models.weight_names import WeightLookup, WeightTransform
 from onedraw.models.weight_transforms import (
     add_one,
     as_row,
@@ -30,9 +30,9 @@ MOE = MoeSpec(experts=3, used=2, width=5)
 RANDOM = np.random.default_rng(0)
 
 
-def follow(recipe: Recipe, source: MadeSource, shape: tuple[int, ...], layer: LayerSpec | None = None) -> np.ndarray:
+def follow(recipe: WeightTransform, source: MadeSource, shape: tuple[int, ...], layer: LayerSpec | None = None) -> np.ndarray:
     layer = layer or LayerSpec(ATTENTION, MlpSpec(8))
-    site = Site("made", source.tensors, index=7, layer=layer, shape=shape, claimed=set())
+    site = WeightLookup("made", source.tensors, index=7, layer=layer, shape=shape, claimed=set())
     tensor = recipe(site)
     assert tensor.shape == shape
     assert {name for name in source.tensors if name.startswith("blk.7") or name.startswith("l.7")} == site.claimed
@@ -109,7 +109,7 @@ def test_experts_are_the_same_however_a_folder_holds_them(layout: object) -> Non
     source, claimed = MadeSource(), set[str]()
     layout(source)  # type: ignore[operator]
     for weight, expected in (("expert_gate", GATE), ("expert_up", UP), ("expert_down", DOWN)):
-        site = Site("made", source.tensors, index=7, layer=SPARSE, shape=expected.shape, claimed=claimed)
+        site = WeightLookup("made", source.tensors, index=7, layer=SPARSE, shape=expected.shape, claimed=claimed)
         found = experts("l.{layer}.experts.")[weight](site)
         np.testing.assert_array_equal(found.float32(), expected)
         np.testing.assert_array_equal(found.take_rows(np.array([2])).float32(), expected[[2]])
@@ -126,7 +126,7 @@ def test_experts_are_the_same_however_a_gguf_holds_them(joined: bool) -> None:
         source.add("blk.7.ffn_up_exps.weight", UP)
     source.add("blk.7.ffn_down_exps.weight", DOWN)
     for weight, expected in (("expert_gate", GATE), ("expert_up", UP), ("expert_down", DOWN)):
-        site = Site("made", source.tensors, index=7, layer=SPARSE, shape=expected.shape, claimed=claimed)
+        site = WeightLookup("made", source.tensors, index=7, layer=SPARSE, shape=expected.shape, claimed=claimed)
         np.testing.assert_array_equal(gguf_experts()[weight](site).float32(), expected)
     assert claimed == set(source.tensors)
 
@@ -135,6 +135,6 @@ def test_a_missing_expert_is_named() -> None:
     source = MadeSource()
     apart(source)
     del source.tensors["l.7.experts.1.up_proj.weight"]
-    site = Site("made", source.tensors, index=7, layer=SPARSE, shape=(3, 5, 4), claimed=set())
+    site = WeightLookup("made", source.tensors, index=7, layer=SPARSE, shape=(3, 5, 4), claimed=set())
     with pytest.raises(CorruptFile, match=r"tensor l\.7\.experts\.1\.up_proj\.weight is missing"):
         experts("l.{layer}.experts.")["expert_up"](site)

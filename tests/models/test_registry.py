@@ -5,18 +5,18 @@ from typing import Any
 import pytest
 
 from onedraw.errors import CorruptFile, UnsupportedModel
-from onedraw.models.registry import FAMILIES, identify
+from onedraw.models.registry import FAMILIES, find_family
 from tests.models.sources import MadeSource
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_a_family_is_known_by_each_of_its_names(family: Any) -> None:
     for name in family.architectures:
-        assert identify(MadeSource({"architectures": [name], "model_type": family.model_types[0]})) is family
-        assert identify(MadeSource({"architectures": [name]})) is family
-    assert identify(MadeSource({"model_type": family.model_types[0]})) is family
+        assert find_family(MadeSource({"architectures": [name], "model_type": family.model_types[0]})) is family
+        assert find_family(MadeSource({"architectures": [name]})) is family
+    assert find_family(MadeSource({"model_type": family.model_types[0]})) is family
     for name in family.gguf:
-        assert identify(MadeSource({"general.architecture": name}, "gguf")) is family
+        assert find_family(MadeSource({"general.architecture": name}, "gguf")) is family
 
 
 @pytest.mark.parametrize(
@@ -31,16 +31,16 @@ def test_a_family_is_known_by_each_of_its_names(family: Any) -> None:
 def test_an_unsupported_architecture_is_named_with_what_is_supported(config: dict[str, Any]) -> None:
     named = (config.get("architectures") or ["gpt2"])[0]
     with pytest.raises(UnsupportedModel, match=rf"{named}.* supported: LlamaForCausalLM, .*Qwen3ForCausalLM"):
-        identify(MadeSource(config))
+        find_family(MadeSource(config))
 
 
 def test_an_unsupported_gguf_is_named_with_what_is_supported() -> None:
     with pytest.raises(UnsupportedModel, match=r"the architecture mamba .*supported: llama, qwen2, qwen3"):
-        identify(MadeSource({"general.architecture": "mamba"}, "gguf"))
+        find_family(MadeSource({"general.architecture": "mamba"}, "gguf"))
 
 
 def test_a_description_without_a_name_is_corrupt() -> None:
     with pytest.raises(CorruptFile, match="neither architectures nor a model_type"):
-        identify(MadeSource({}))
+        find_family(MadeSource({}))
     with pytest.raises(CorruptFile, match=r"general\.architecture is missing"):
-        identify(MadeSource({}, "gguf"))
+        find_family(MadeSource({}, "gguf"))

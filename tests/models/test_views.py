@@ -6,10 +6,20 @@ import gguf
 import numpy as np
 import pytest
 
-from onedraw.checkpoints.tensor import StoredTensor
+from onedraw.checkpoints.base import StoredTensor
 from onedraw.errors import UnsupportedModel
-from onedraw.models.source import Tensor
-from onedraw.models.tensor_views import ADD_ONE, NEGATIVE_EXPONENTIAL, Changed, Columns, Folded, Matrix, Rows, Scaled, Stacked
+from onedraw.models.source import LazyTensor
+from onedraw.models.tensor_views import (
+    ADD_ONE,
+    NEGATIVE_EXPONENTIAL,
+    ColumnSelection,
+    ElementwiseTensor,
+    ReshapedRows,
+    RowSelection,
+    ScaledRows,
+    StackedTensors,
+    StackItem,
+)
 
 RANDOM = np.random.default_rng(0)
 
@@ -20,7 +30,7 @@ def stored(shape: tuple[int, ...], kind: str = "F32") -> StoredTensor:
     return StoredTensor("x", shape, kind, np.frombuffer(raw.tobytes(), np.uint8))
 
 
-def check(view: Tensor, expected: np.ndarray) -> None:
+def check(view: LazyTensor, expected: np.ndarray) -> None:
     """Everything that may be asked of a tensor."""
     view.require_readable()
     assert view.shape == expected.shape
@@ -38,7 +48,7 @@ def check(view: Tensor, expected: np.ndarray) -> None:
 def test_rows_are_some_rows_in_some_order(kind: str) -> None:
     tensor = stored((6, 64), kind)
     order = np.array([5, 1, 1, 2])
-    view = Rows(tensor, order)
+    view = RowSelection(tensor, order)
     check(view, tensor.float32()[order])
     assert view.kind == kind
 
@@ -63,32 +73,32 @@ def test_rows_that_nobody_asks_for_are_not_read() -> None:
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
 def test_folded_rows_become_rows_of_their_own(kind: str) -> None:
     tensor = stored((6, 32), kind)
-    check(Folded(tensor, (3, 2, 32)), tensor.float32().reshape(3, 2, 32))
-    check(Rows(tensor, np.array([4, 5, 0, 1])).reshaped((2, 2, 32)), tensor.float32()[[4, 5, 0, 1]].reshape(2, 2, 32))
+    check(ReshapedRows(tensor, (3, 2, 32)), tensor.float32().reshape(3, 2, 32))
+    check(RowSelection(tensor, np.array([4, 5, 0, 1])).reshaped((2, 2, 32)), tensor.float32()[[4, 5, 0, 1]].reshape(2, 2, 32))
     room = np.zeros((3, 2, 64), np.float32)
-    Folded(tensor, (3, 2, 32)).into(room[:, :, ::2])  # a place that no reshape reaches
+    ReshapedRows(tensor, (3, 2, 32)).into(room[:, :, ::2])  # a place that no reshape reaches
     np.testing.assert_array_equal(room[:, :, ::2], tensor.float32().reshape(3, 2, 32))
     for shape in ((4, 3, 16), (5, 32), (12, 16)):
         with pytest.raises(ValueError, match="does not fold"):
-            Folded(tensor, shape)
+            ReshapedRows(tensor, shape)
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
 def test_columns_are_unpacked_and_then_ordered(kind: str) -> None:
     tensor, order = stored((4, 64), kind), np.random.default_rng(1).permutation(64)
-    check(Columns(tensor, order), tensor.float32()[:, order])
+    check(ColumnSelection(tensor, order), tensor.float32()[:, order])
 
 
 def test_stacked_tensors_are_rows_of_one() -> None:
     tensors = tuple(stored((2, 32), kind) for kind in ("F32", "Q8_0", "BF16"))
-    check(Stacked(tensors), np.stack([tensor.float32() for tensor in tensors]))
+    check(StackedTensors(tensors), np.stack([tensor.float32() for tensor in tensors]))
 
 
 def test_changed_values() -> None:
     tensor = stored((5,))
-    check(Changed(tensor, ADD_ONE), tensor.float32() + 1)
+    check(ElementwiseTensor(tensor, ADD_ONE), tensor.float32() + 1)
     expected = (-np.exp(tensor.float32().astype(np.float64))).astype(np.float32)
-    check(Changed(tensor, NEGATIVE_EXPONENTIAL), expected)
+    check(ElementwiseTensor(tensor, NEGATIVE_EXPONENTIAL), expected)
     assert (expected < 0).all()
 
 
@@ -98,18 +108,18 @@ def test_a_stored_tensor_has_every_shape_that_keeps_its_blocks() -> None:
     plain = stored((6, 1, 4))
     check(plain.reshaped((6, 4)), plain.float32().reshape(6, 4))
     for shape in ((6, 16, 2), (5, 32)):
-        with pytest.raises(ValueError, match="has no shape"):
+        with pytest.raises(ValueError, match="cannot be reshaped"):
             tensor.reshaped(shape)
 
 
 def test_a_kind_that_cannot_be_read_is_refused_through_every_view() -> None:
     bad = StoredTensor("x", (4, 2), "F8_E4M3", np.zeros(8, np.uint8))
-    views: list[Tensor] = [
-        Rows(bad, np.array([0])),
-        Folded(bad, (2, 2, 2)),
-        Columns(bad, np.array([1, 0])),
-        Stacked((stored((4, 2)), bad)),
-        Changed(bad, ADD_ONE),
+    views: list[LazyTensor] = [
+        RowSelection(bad, np.array([0])),
+        ReshapedRows(bad, (2, 2, 2)),
+        ColumnSelection(bad, np.array([1, 0])),
+        StackedTensors((stored((4, 2)), bad)),
+        ElementwiseTensor(bad, ADD_ONE),
     ]
     for view in views:
         with pytest.raises(UnsupportedModel, match="F8_E4M3"):
@@ -122,10 +132,16 @@ def test_factors_go_with_the_blocks_they_belong_to() -> None:
     """Whichever way the rows come, blocks times factors are the numbers."""
     whole = StoredTensor("x", (4, 3, 64), "NVFP4", RANDOM.integers(0, 127, 4 * 3 * 36, dtype=np.uint8))
     one, two = (StoredTensor("y", (3, 64), "NVFP4", RANDOM.integers(0, 127, 3 * 36, dtype=np.uint8)) for _ in range(2))
-    scaled = Scaled(whole, np.array([2, 3, 5, 7], np.float32))
+    scaled = ScaledRows(whole, np.array([2, 3, 5, 7], np.float32))
     check(scaled, whole.float32() * np.array([2, 3, 5, 7], np.float32)[:, None, None])
-    views = [scaled, Rows(scaled, np.array([3, 0, 0])), Matrix(scaled, 2), scaled.reshaped((12, 64)), Folded(scaled, (4, 3, 64))]
-    views.append(Stacked((Scaled(one, np.full(3, 0.5, np.float32)), two)))
+    views = [
+        scaled,
+        RowSelection(scaled, np.array([3, 0, 0])),
+        StackItem(scaled, 2),
+        scaled.reshaped((12, 64)),
+        ReshapedRows(scaled, (4, 3, 64)),
+    ]
+    views.append(StackedTensors((ScaledRows(one, np.full(3, 0.5, np.float32)), two)))
     for view in views:
         raw, factors = view.packed(), view.factors()
         assert view.stays_packed
@@ -133,12 +149,12 @@ def test_factors_go_with_the_blocks_they_belong_to() -> None:
         assert factors is not None
         numbers = StoredTensor("z", (len(raw), 64), "NVFP4", np.ascontiguousarray(raw).reshape(-1)).float32()
         np.testing.assert_array_equal((numbers * factors[:, None]).reshape(view.shape), view.float32())
-    assert Stacked((one, two)).factors() is None
+    assert StackedTensors((one, two)).factors() is None
     assert whole.factors() is None
 
 
 def test_a_factor_on_any_other_kind_changes_its_values() -> None:
     """Nobody who reads their blocks looks for one."""
-    view = Scaled(stored((6, 64), "Q8_0"), np.arange(6, dtype=np.float32))
+    view = ScaledRows(stored((6, 64), "Q8_0"), np.arange(6, dtype=np.float32))
     assert not view.stays_packed
     assert view.packed() is None

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from onedraw.models.dflash import DrafterWeights
-from onedraw.models.weight_names import Weights
+from onedraw.models.weight_names import ModelWeights
 from tests.models.forward import forward
 
 Reads = Any  # DrafterWeights, or a Drafter that holds them
@@ -112,7 +112,7 @@ class Drafter(Held):
 
 
 class Target(Held):
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: ModelWeights) -> None:
         super().__init__(weights)
         self._last: tuple[list[int], list[int], list[np.ndarray]] = [], [], []  # several walks along one text ask for it
 

@@ -13,9 +13,9 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 
-from onedraw.checkpoints.base import open_checkpoint
-from onedraw.models.dflash import DrafterWeights, describe_drafter
-from onedraw.models.model_info import describe
+from onedraw.checkpoints.open import open_checkpoint
+from onedraw.models.dflash import DrafterWeights, read_drafter_info
+from onedraw.models.model_info import read_model_info
 from onedraw.models.spec import DrafterSpec
 from tests import tiny_drafters as tiny
 from tests.oracle.dflash import (
@@ -43,7 +43,7 @@ PROMPTS = (
 
 def weights_of(path: Path, **changes: Any) -> DrafterWeights:
     """The drafter at `path`, with its spec changed where the weights allow it."""
-    weights = describe_drafter(open_checkpoint(path)).weights
+    weights = read_drafter_info(open_checkpoint(path)).weights
     weights.spec = replace(weights.spec, **changes)
     return weights
 
@@ -175,12 +175,12 @@ def test_an_own_head_drafts_in_the_targets_ids(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    return Target(describe(open_checkpoint(TRAINED / "trained_qwen3")).weights)
+    return Target(read_model_info(open_checkpoint(TRAINED / "trained_qwen3")).weights)
 
 
 @pytest.fixture(scope="module")
 def drafter() -> Drafter:
-    return Drafter(describe_drafter(open_checkpoint(TRAINED / "trained_dflash_qwen3")).weights)
+    return Drafter(read_drafter_info(open_checkpoint(TRAINED / "trained_dflash_qwen3")).weights)
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from onedraw.checkpoints.base import open_checkpoint
-from onedraw.models.model_info import describe
-from onedraw.models.mtp import describe_mtp
+from onedraw.checkpoints.open import open_checkpoint
+from onedraw.models.model_info import read_model_info
+from onedraw.models.mtp import read_mtp_info
 from tests import tiny, tiny_modern
 from tests.models.forward import forward, norm
 from tests.oracle.mtp import guesses
@@ -21,8 +21,8 @@ TOKENS = np.random.default_rng(0).integers(0, tiny.VOCAB, 40).tolist()
 @pytest.mark.parametrize("name", ["qwen3_5_mtp", "qwen3_5_moe_mtp"])
 def test_the_oracle_computes_what_transformers_modules_compute(name: str, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tiny.write_safetensors(name, tmp_path))
-    described = describe(checkpoint)
-    target, mtp = described.weights, describe_mtp(checkpoint, described).weights
+    info = read_model_info(checkpoint)
+    target, mtp = info.weights, read_mtp_info(checkpoint, info).weights
     hidden = norm(forward(target, TOKENS[:-1])[1][-1], target.outer()["norm"], target.spec)
     found, _ = guesses(target, mtp, hidden, TOKENS[1:])
     expected = by_transformers(name, torch.from_numpy(hidden))

@@ -13,9 +13,9 @@ from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import pick_ops
 from onedraw.backends.torch.drafters.dflash import DflashDrafter, DraftBlock
 from onedraw.backends.torch.ops.base import TorchOps
-from onedraw.checkpoints.base import open_checkpoint
-from onedraw.models.dflash import DescribedDrafter, describe_drafter
-from onedraw.models.model_info import describe
+from onedraw.checkpoints.open import open_checkpoint
+from onedraw.models.dflash import DrafterInfo, read_drafter_info
+from onedraw.models.model_info import read_model_info
 from onedraw.settings import default_cache_dir
 from onedraw.speculation.draft_tree import build_tree
 from onedraw.types import Draft, Request, SamplingParams
@@ -38,9 +38,9 @@ class Recording(DflashDrafter):
         return super()._arranged(blocks, ids, logits)
 
 
-def described_drafter(kind: str) -> DescribedDrafter:
+def described_drafter(kind: str) -> DrafterInfo:
     """The trained drafter as it is, or with a first layer that sees a window of the context and its block causally."""
-    found = describe_drafter(open_checkpoint(TRAINED / "trained_dflash_qwen3"))
+    found = read_drafter_info(open_checkpoint(TRAINED / "trained_dflash_qwen3"))
     if kind == "trained":
         return found
     first, *rest = found.spec.layers
@@ -48,20 +48,18 @@ def described_drafter(kind: str) -> DescribedDrafter:
     causal = (True, *found.spec.causal_in_block[1:])
     spec = dataclasses.replace(found.spec, layers=(sliding, *rest), causal_in_block=causal)
     found.weights.spec = spec
-    return DescribedDrafter(spec, found.weights)
+    return DrafterInfo(spec, found.weights)
 
 
-def recorded(
-    described: DescribedDrafter, *, kernels: bool, turn_tokens: int
-) -> list[tuple[list[int], int, np.ndarray, np.ndarray]]:
+def recorded(info: DrafterInfo, *, kernels: bool, turn_tokens: int) -> list[tuple[list[int], int, np.ndarray, np.ndarray]]:
     """(tokens before the anchor, anchor, candidate ids, logits) of every block of a greedy run."""
-    target = describe(open_checkpoint(TRAINED / "trained_qwen3"))
+    target = read_model_info(open_checkpoint(TRAINED / "trained_qwen3"))
     made: list[Recording] = []
 
     def make(target, sampler, layout):  # type: ignore[no-untyped-def]
         recording = Recording(
-            described.spec,
-            described.weights,
+            info.spec,
+            info.weights,
             target=target,
             layout=layout,
             lanes=2,
@@ -95,16 +93,16 @@ def recorded(
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
 @pytest.mark.parametrize("kind", ["trained", "sliding"])
 def test_logits_equal_the_oracle_and_the_schedule_does_not_show(kind: str, kernels: bool) -> None:
-    described = described_drafter(kind)
-    target, drafter = Target(describe(open_checkpoint(TRAINED / "trained_qwen3")).weights), Drafter(described.weights)
-    whole = recorded(described, kernels=kernels, turn_tokens=4096)
+    info = described_drafter(kind)
+    target, drafter = Target(read_model_info(open_checkpoint(TRAINED / "trained_qwen3")).weights), Drafter(info.weights)
+    whole = recorded(info, kernels=kernels, turn_tokens=4096)
     assert len(whole) > 3
     for context, anchor, ids, logits in whole[:6]:
-        features = target.run(context, described.spec.target_layers)[1]
+        features = target.run(context, info.spec.target_layers)[1]
         expected = block_logits(drafter, features, anchor, embed=target.embed, head=target.head)[: len(ids)]
         error = np.abs(np.take_along_axis(expected, ids, axis=1) - logits).max()
         assert error < 1e-5 * max(1.0, np.abs(expected).max())
-    pieces = recorded(described, kernels=kernels, turn_tokens=9)  # context appended in other pieces, never recomputed
+    pieces = recorded(info, kernels=kernels, turn_tokens=9)  # context appended in other pieces, never recomputed
     for (_, _, ids, logits), (_, _, other_ids, other) in zip(whole, pieces, strict=True):
         assert (ids == other_ids).all()
         assert (logits == other).all()

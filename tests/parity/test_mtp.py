@@ -10,10 +10,10 @@ import pytest
 
 from onedraw.backends.torch.drafters.draft_model import DraftModel
 from onedraw.backends.torch.drafters.mtp import MtpHead
-from onedraw.checkpoints.base import open_checkpoint
+from onedraw.checkpoints.open import open_checkpoint
 from onedraw.errors import UnsupportedModel
-from onedraw.models.model_info import describe
-from onedraw.models.mtp import DescribedMtp, describe_mtp
+from onedraw.models.model_info import read_model_info
+from onedraw.models.mtp import MtpInfo, read_mtp_info
 from onedraw.types import Request, SamplingParams
 from tests import tiny
 from tests.laws.harness import Schedule, run
@@ -47,7 +47,7 @@ class Recording(DraftModel):
         return drafts
 
 
-def recorded(folder: Path, head: DescribedMtp, *, kernels: bool, turn_tokens: int) -> list[Guess]:
+def recorded(folder: Path, head: MtpInfo, *, kernels: bool, turn_tokens: int) -> list[Guess]:
     made: list[Recording] = []
 
     def make(target: Any, sampler: object, layout: Any) -> DraftModel:
@@ -69,8 +69,8 @@ def recorded(folder: Path, head: DescribedMtp, *, kernels: bool, turn_tokens: in
 def test_every_guess_is_the_oracles(name: str, kernels: bool, tmp_path: Path) -> None:
     folder = tiny.write_safetensors(name, tmp_path / "hf")
     source = open_checkpoint(folder)
-    target = describe(source)
-    head = describe_mtp(source, target)
+    target = read_model_info(source)
+    head = read_mtp_info(source, target)
     seen = recorded(folder, head, kernels=kernels, turn_tokens=64)
     assert len({len(text) for text, _ in seen}) > 8
     for guesses in by_turn(seen):
@@ -90,7 +90,7 @@ def by_turn(seen: list[Guess]) -> list[list[Guess]]:
     return found
 
 
-def expected_logits(weights: Any, head: DescribedMtp, text: list[int], *, guesses: int) -> np.ndarray:
+def expected_logits(weights: Any, head: MtpInfo, text: list[int], *, guesses: int) -> np.ndarray:
     """The head over the whole text: hidden states of the target where it has computed them, then the head's own."""
     known = len(text) - 1 - guesses  # positions the target computed: all but the last chosen token and the drafts
     residuals = forward.forward(weights, text[:known])[1]
@@ -105,4 +105,4 @@ def test_a_checkpoint_without_a_head_is_refused_by_name(tmp_path: Path) -> None:
     for name, said in (("qwen3_5", "has no MTP head"), ("llama", "llama model has no MTP head")):
         source = open_checkpoint(tiny.write_safetensors(name, tmp_path / name))
         with pytest.raises(UnsupportedModel, match=said):
-            describe_mtp(source, describe(source))
+            read_mtp_info(source, read_model_info(source))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from onedraw.backends.packing import SPAN
 from onedraw.backends.torch.ops.cuda.packed.activations import TINY, Opened, beside
-from onedraw.checkpoints.quants import KINDS
+from onedraw.checkpoints.dequantize import QUANT_TYPES
 
 TWICE = (0, 1, 2, 3, 4, 6, 8, 12)  # codes of a sign, two bits of exponent and one of mantissa stand for half of these
 
@@ -66,8 +66,8 @@ def _tiny(rows: int, device: torch.device) -> Tensor:
 
 def _spans(raw: Tensor, kind: str) -> Tensor:
     """[n, bytes] → [n, spans, blocks, bytes]; blocks of zeros fill the last span up."""
-    per_span = SPAN // KINDS[kind].values
-    blocks = raw.view(len(raw), -1, KINDS[kind].size)
+    per_span = SPAN // QUANT_TYPES[kind].block_values
+    blocks = raw.view(len(raw), -1, QUANT_TYPES[kind].block_bytes)
     blocks = torch.nn.functional.pad(blocks, (0, 0, 0, -blocks.shape[1] % per_span))
     return _split(blocks, 1, -1, per_span)
 

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from onedraw.build.llm import open_door
-from onedraw.checkpoints.base import open_checkpoint
+from onedraw.checkpoints.open import open_checkpoint
 from onedraw.llm.options import Wishes, settle
 from onedraw.settings import Settings
 from tests import tiny

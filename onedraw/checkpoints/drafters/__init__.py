@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from onedraw.models.source import Source
+from onedraw.models.source import ModelSource
 from onedraw.models.spec import ModelSpec
 
 NAMING = ("general.name", "general.basename", "_name_or_path")
@@ -35,7 +35,7 @@ class Shipped:
 SHIPPED = (Shipped("smollm2-dflash.q8_0.gguf", family="llama", layers=30, hidden=576, vocab=49152, name="smollm2"),)
 
 
-def built_in(spec: ModelSpec, source: Source) -> Path | None:
+def built_in(spec: ModelSpec, source: ModelSource) -> Path | None:
     """The shipped drafter of this target."""
     told = [source.config.get(key) for key in NAMING]
     # Of the path only the name and its folder: a path further up says where a model is kept, not what it is.

@@ -13,7 +13,7 @@ from onedraw.backends.torch.model.weight_loader import WeightLoader
 from onedraw.backends.torch.ops.cuda.delta import why_not
 from onedraw.backends.torch.ops.cuda.ops import TritonOps
 from onedraw.errors import UnsupportedModel
-from onedraw.models.source import Tensor as Stored
+from onedraw.models.source import LazyTensor
 from onedraw.models.spec import DeltaSpec
 
 CPU = torch.device("cpu")
@@ -23,7 +23,7 @@ QWEN = DeltaSpec(key_heads=16, value_heads=48, key_dim=128, value_dim=128, conv=
 class Nothing:
     """A checkpoint of which nothing may be read."""
 
-    def tensor(self, layer: int | None, weight: str) -> Stored:
+    def tensor(self, layer: int | None, weight: str) -> LazyTensor:
         raise AssertionError(f"{weight} was read")
 
 

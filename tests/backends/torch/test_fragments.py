@@ -9,7 +9,7 @@ import torch
 from onedraw.backends.packing import SPAN_BYTES, UNIT_ROWS, gpu_packed_bytes, gpu_unit_bytes
 from onedraw.backends.torch.ops.cuda.packed import tensor_core_layout as fragments_module
 from onedraw.backends.torch.ops.cuda.packed.tensor_core_layout import Fragments, empty_fragments, fill_fragments, slices_of
-from onedraw.checkpoints.quants import KINDS, dequantize_into
+from onedraw.checkpoints.dequantize import QUANT_TYPES, dequantize_into
 from onedraw.checkpoints.random_weights import random_blocks
 
 CPU = torch.device("cpu")
@@ -110,7 +110,7 @@ def test_a_warp_finds_the_numbers_of_the_file_in_its_registers(kind: str) -> Non
 
 @pytest.mark.parametrize("kind", KINDS_HERE)
 def test_rows_may_come_in_any_slices_and_the_rest_is_zero(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    width = 256 if KINDS[kind].values == 256 else 192
+    width = 256 if QUANT_TYPES[kind].block_values == 256 else 192
     monkeypatch.setattr(fragments_module, "VALUES_AT_ONCE", 16 * width)
     raw = random_blocks(kind, 21, width, np.random.default_rng(2))
     made = empty_fragments(kind, rows=40, width=width, device=CPU)
@@ -127,7 +127,7 @@ def test_rows_may_come_in_any_slices_and_the_rest_is_zero(kind: str, monkeypatch
 @pytest.mark.parametrize("kind", KINDS_HERE)
 def test_units_take_what_is_stored_and_what_the_plan_says(kind: str) -> None:
     factors = 4 * UNIT_ROWS if kind == "NVFP4" else 0  # a file has them once per matrix
-    assert gpu_unit_bytes(kind) == UNIT_ROWS * 256 // KINDS[kind].values * KINDS[kind].size + factors
+    assert gpu_unit_bytes(kind) == UNIT_ROWS * 256 // QUANT_TYPES[kind].block_values * QUANT_TYPES[kind].block_bytes + factors
     assert gpu_unit_bytes(kind) % 16 == 0  # loads of 16 bytes
     for rows, width in ((32, 512), (7, 768), (33, 256)):
         assert empty_fragments(kind, rows=rows, width=width, device=CPU).nbytes == gpu_packed_bytes((rows, width), kind)

@@ -24,7 +24,7 @@ from onedraw.backends.packing import SPAN_BYTES
 from onedraw.backends.torch.ops.cuda import nvrtc
 from onedraw.backends.torch.ops.cuda.packed.few_rows import EXPERTS, OPENED, PRODUCT, _group_defines
 from onedraw.backends.torch.ops.cuda.packed.work_split import share_out
-from onedraw.checkpoints.quants import KINDS
+from onedraw.checkpoints.dequantize import QUANT_TYPES
 from onedraw.errors import BadSetting
 
 needs_compiler = pytest.mark.skipif(nvrtc.compiler() is None, reason="NVRTC is not installed")
@@ -36,7 +36,7 @@ SMALL_SHARED = 99 << 10  # of an sm_86
 @pytest.mark.parametrize("kind", list(SPAN_BYTES))
 def test_weights_are_opened_on_every_card(kind: str) -> None:
     for architecture in ARCHITECTURES:
-        assert nvrtc.compile_source(OPENED, architecture, {"KIND": KINDS[kind].code or 0})[:4] == b"\x7fELF"
+        assert nvrtc.compile_source(OPENED, architecture, {"KIND": QUANT_TYPES[kind].ggml_type or 0})[:4] == b"\x7fELF"
 
 
 @needs_compiler
@@ -45,7 +45,7 @@ def test_products_compile(kind: str, architecture: str) -> None:
     for rows, inside in ((1, True), (17, False)):
         share = share_out(rows, 64, 1, multiprocessors=128, shared=SMALL_SHARED, inside=inside)
         assert share.inside == inside
-        code = nvrtc.compile_source(PRODUCT, architecture, {"KIND": KINDS[kind].code or 0, **share.defines})
+        code = nvrtc.compile_source(PRODUCT, architecture, {"KIND": QUANT_TYPES[kind].ggml_type or 0, **share.defines})
         assert b"rows_product" in code
 
 

@@ -12,8 +12,8 @@ from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import pick_ops
 from onedraw.backends.torch.model.feed_forward import FeedForward
 from onedraw.backends.torch.ops.base import TorchOps
-from onedraw.checkpoints.base import open_checkpoint
-from onedraw.models.model_info import describe
+from onedraw.checkpoints.open import open_checkpoint
+from onedraw.models.model_info import read_model_info
 from onedraw.settings import default_cache_dir
 from onedraw.types import History, Plan, Request, Row, RowOutcome, SamplingParams
 from tests import tiny
@@ -35,12 +35,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def backend(request: pytest.FixtureRequest, folder: Path) -> TorchBackend:
     packed = request.param == "packed"
     path = tiny.write_gguf("llama", folder / "packed.gguf", kind="Q8_0") if packed else folder
-    described = describe(open_checkpoint(path))
+    info = read_model_info(open_checkpoint(path))
     kernels = request.param in ("kernels", "packed")
     dtype = {"bf16": "bf16", "packed": "packed"}.get(request.param, "f32")
     made = TorchBackend(
-        described.spec,
-        described.weights,
+        info.spec,
+        info.weights,
         dtype=dtype,
         device="cpu",
         lanes=2,

@@ -13,8 +13,8 @@ from onedraw.backends.torch.ops.cpu.build import build
 from onedraw.backends.torch.ops.cpu.library import runnable
 from onedraw.backends.torch.ops.cpu.ops import CpuOps, Packing
 from onedraw.backends.torch.ops.cpu.packed_linear import CpuLinear
-from onedraw.checkpoints.quants import KINDS, dequantize_into
-from onedraw.checkpoints.tensor import StoredTensor
+from onedraw.checkpoints.base import StoredTensor
+from onedraw.checkpoints.dequantize import QUANT_TYPES, dequantize_into
 from onedraw.settings import default_cache_dir
 from tests.packed import PACKED, PLAIN_KINDS, random_blocks, stored
 
@@ -37,7 +37,13 @@ def linear_of(tensors: list[StoredTensor], bias: torch.Tensor | None = None, pad
 
 
 def widths(kind: str) -> list[int]:
-    return [256, 512, 768] if KINDS[kind].values == 256 else [32, 96, 160, 576] if KINDS[kind].values == 32 else [1, 7, 72, 130]
+    return (
+        [256, 512, 768]
+        if QUANT_TYPES[kind].block_values == 256
+        else [32, 96, 160, 576]
+        if QUANT_TYPES[kind].block_values == 32
+        else [1, 7, 72, 130]
+    )
 
 
 # ---------------------------------------------------------------------- the slow twin
@@ -89,7 +95,7 @@ def test_sums_of_whole_numbers_are_exact(kind: str, path: str) -> None:
     rng = np.random.default_rng(2)
     width, height = 256, 48
     raw = random_blocks(kind, height, width, rng)
-    blocks = raw.reshape(-1, KINDS[kind].size)
+    blocks = raw.reshape(-1, QUANT_TYPES[kind].block_bytes)
     one = np.frombuffer(np.float16(1).tobytes(), np.uint8)
     at = 208 if kind == "Q6_K" else 0
     blocks[:, at : at + 2] = one

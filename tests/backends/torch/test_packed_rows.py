@@ -18,10 +18,10 @@ from onedraw.backends.torch.ops.cuda.packed.few_rows import grouped_product, ope
 from onedraw.backends.torch.ops.cuda.packed.linear import Courier, bring_fragments
 from onedraw.backends.torch.ops.cuda.packed.tensor_core_layout import Fragments, empty_fragments, fill_fragments
 from onedraw.backends.torch.ops.cuda.packed.work_split import GROUP_BLOCKS, RESERVED, group_fits, share_group, tiles_of
-from onedraw.checkpoints.quants import KINDS, dequantize_into
+from onedraw.checkpoints.base import StoredTensor
+from onedraw.checkpoints.dequantize import QUANT_TYPES, dequantize_into
 from onedraw.checkpoints.random_weights import random_blocks
-from onedraw.checkpoints.tensor import StoredTensor
-from onedraw.models.tensor_views import Scaled
+from onedraw.models.tensor_views import ScaledRows
 from tests.backends.torch import emulated
 from tests.reference.packed_blocks import opened_slowly
 
@@ -37,7 +37,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def width_of(kind: str) -> int:
     """More than a segment, and no whole number of spans where the kind's blocks allow it."""
-    return 1280 if KINDS[kind].values == SPAN else 1088
+    return 1280 if QUANT_TYPES[kind].block_values == SPAN else 1088
 
 
 def made(kind: str, *, rows: int, width: int, count: int = 1, seed: int = 0) -> tuple[Fragments, Tensor]:
@@ -181,7 +181,7 @@ def test_nvfp4_is_what_numpy_makes_of_it_times_the_factor_of_its_matrix(factors:
     """With every byte there is for a scale, also those that are no numbers; three experts, and rows that nobody filled."""
     rng, width = np.random.default_rng(7), 320
     stored = StoredTensor("w", (3, 20, width), "NVFP4", rng.integers(0, 256, 3 * 20 * width // 64 * 36, dtype=np.uint8))
-    tensor = stored if factors is None else Scaled(stored, np.array(factors, np.float32))
+    tensor = stored if factors is None else ScaledRows(stored, np.array(factors, np.float32))
     made = bring_fragments([tensor], pad=32, courier=Courier(CPU), device=CPU)
     assert (made.count, made.rows) == (3, 32)
     known = torch.ones(60) if factors is None else torch.tensor(factors).repeat_interleave(20)

@@ -6,7 +6,7 @@ import pytest
 import transformers
 
 from onedraw.checkpoints.random_shapes import SHAPES
-from onedraw.lab.transformers_peer import COUNTED, LONGEST_PROMPT, WARMING, transformers_rates
+from onedraw.lab.transformers_peer import MAX_PROMPT_TOKENS, TIMED_TOKENS, WARMUP_TOKENS, transformers_rates
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
 
@@ -28,5 +28,5 @@ def test_every_batch_has_a_rate_from_a_few_tokens(monkeypatch: pytest.MonkeyPatc
     )
     assert list(rates) == [1, 3]
     assert min(rates.values()) > 1
-    assert asked == [(batch, LONGEST_PROMPT, WARMING + COUNTED + 1) for batch in (1, 3)]
+    assert asked == [(batch, MAX_PROMPT_TOKENS, WARMUP_TOKENS + TIMED_TOKENS + 1) for batch in (1, 3)]
     assert told[-1] == "transformers: batch 3"

@@ -24,8 +24,8 @@ from onedraw.backends.torch.ops.cuda.packed.ops import PackedOps
 from onedraw.backends.torch.ops.plain.experts import ExpertBank
 from onedraw.backends.torch.ops.plain.linear import Linear, RowRule
 from onedraw.backends.torch.runner.inputs import Inputs
-from onedraw.checkpoints.base import open_checkpoint
-from onedraw.models.model_info import describe
+from onedraw.checkpoints.open import open_checkpoint
+from onedraw.models.model_info import read_model_info
 from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec
 from onedraw.settings import default_cache_dir
 from tests import tiny
@@ -47,11 +47,11 @@ def test_few_pages_and_a_short_context_are_not_left(
     seen: list[Inputs] = []
     make = selfcheck.make_inputs
     monkeypatch.setattr(selfcheck, "make_inputs", lambda *given, **named: seen.append(make(*given, **named)) or seen[-1])
-    described = describe(open_checkpoint(folder))
+    info = read_model_info(open_checkpoint(folder))
     ops = pick_ops("cpu", "f32", cache=default_cache_dir()) if kind == "kernels" else TorchOps(torch.device("cpu"))
     backend = TorchBackend(  # larger than the check is told, so that a wrong place is seen here and not by the allocator
-        described.spec,
-        described.weights,
+        info.spec,
+        info.weights,
         dtype="f32",
         device="cpu",
         lanes=1,
@@ -75,11 +75,11 @@ def test_few_pages_and_a_short_context_are_not_left(
 
 def test_padding_finds_its_turn_where_the_context_is_shorter_than_a_page(folder: Path) -> None:
     """Where rows come in blocks of 64, padding stands at every position of a page."""
-    described = describe(open_checkpoint(folder))
+    info = read_model_info(open_checkpoint(folder))
     ops = TorchOps(torch.device("cpu"))
     ops.rule = RowRule(block=64)
     backend = TorchBackend(
-        described.spec, described.weights, dtype="f32", device="cpu", lanes=1, pages=1, page_size=64, max_context=5, ops=ops
+        info.spec, info.weights, dtype="f32", device="cpu", lanes=1, pages=1, page_size=64, max_context=5, ops=ops
     )
     assert backend.report is not None
     assert backend.report.passed
@@ -158,9 +158,9 @@ class OtherSteps(TorchOps):
 
 
 def backend_with(folder: Path, ops: TorchOps) -> TorchBackend:
-    described = describe(open_checkpoint(folder))
+    info = read_model_info(open_checkpoint(folder))
     sizes = {"lanes": 5, "pages": 20, "page_size": 16, "max_context": 20}
-    return TorchBackend(described.spec, described.weights, dtype="f32", device="cpu", ops=ops, check=False, **sizes)
+    return TorchBackend(info.spec, info.weights, dtype="f32", device="cpu", ops=ops, check=False, **sizes)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])

@@ -14,8 +14,8 @@ import jax
 
 from onedraw.backends.xla.backend import XlaBackend, XlaStageDevice
 from onedraw.backends.xla.platform import keep_compiled
-from onedraw.checkpoints.base import open_checkpoint
-from onedraw.models.model_info import describe
+from onedraw.checkpoints.open import open_checkpoint
+from onedraw.models.model_info import read_model_info
 
 jax.config.update("jax_num_cpu_devices", 8)  # virtual ones, for splits; read before the first device is asked for
 COMPILED = tempfile.TemporaryDirectory()  # a program that two tests of a process need is compiled once
@@ -26,8 +26,8 @@ SIZES: dict[str, Any] = {"lanes": 4, "pages": 200, "page_size": 8, "max_context"
 
 def xla_backend(path: Path, *, cuts: tuple[int, ...] = (), **changes: Any) -> XlaBackend:
     """On the CPU, in one stage or cut before some layers, each stage on the next of jax's CPU devices."""
-    described = describe(open_checkpoint(path))
+    info = read_model_info(open_checkpoint(path))
     devices = jax.devices("cpu")
     stops = (*cuts, None)
     sites = [XlaStageDevice(devices[number % len(devices)], stop) for number, stop in enumerate(stops)]
-    return XlaBackend(described.spec, described.weights, sites=sites, **{"warm": False, "check": False, **SIZES, **changes})
+    return XlaBackend(info.spec, info.weights, sites=sites, **{"warm": False, "check": False, **SIZES, **changes})

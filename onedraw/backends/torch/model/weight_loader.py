@@ -17,18 +17,17 @@ from torch import Tensor
 
 from onedraw.backends.torch.ops.plain.experts import ExpertBank
 from onedraw.checkpoints.random_weights import RandomTensor
-from onedraw.models.source import Tensor as Stored
-from onedraw.models.source import WeightSource
+from onedraw.models.source import LazyTensor, WeightSource
 from onedraw.models.spec import Activation, Norm
 
 # -------------------- Random weights made where they are used: a model of many billions of numbers in seconds, a
 
 
-def can_make(tensor: Stored, device: torch.device) -> bool:
+def can_make(tensor: LazyTensor, device: torch.device) -> bool:
     return device.type == "cuda" and isinstance(tensor, RandomTensor) and tensor.anywhere and tensor.order is None
 
 
-def make(tensor: Stored, *, device: torch.device, dtype: torch.dtype) -> Tensor:
+def make(tensor: LazyTensor, *, device: torch.device, dtype: torch.dtype) -> Tensor:
     assert isinstance(tensor, RandomTensor)
     digest = hashlib.sha256(f"{tensor.seed} {tensor.name}".encode()).digest()
     generator = torch.Generator(device=device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
@@ -102,7 +101,7 @@ class WeightLoader:
             found.append(torch.cat(padded).to(device=self._device, dtype=self.dtype))
         return found
 
-    def _stack(self, tensor: Stored) -> Tensor:
+    def _stack(self, tensor: LazyTensor) -> Tensor:
         if can_make(tensor, self._device):
             return make(tensor, device=self._device, dtype=self.dtype)
         return torch.from_numpy(tensor.float32())
@@ -138,7 +137,7 @@ class WeightLoader:
                 part[:rows] = F.pad(torch.from_numpy(tensor.float32()), (0, width[0] - tensor.shape[1]))
         return out.to(device=self._device, dtype=self.dtype)
 
-    def _made(self, stored: list[Stored], heights: list[int], width: tuple[int, ...]) -> Tensor:
+    def _made(self, stored: list[LazyTensor], heights: list[int], width: tuple[int, ...]) -> Tensor:
         """Random weights, joined and padded on the device."""
         out = torch.zeros((sum(heights), *width), device=self._device, dtype=self.dtype)
         for part, tensor in zip(torch.split(out, heights), stored, strict=True):

@@ -26,7 +26,7 @@ from onedraw.backends.torch.sampling.sampler import Sampler
 from onedraw.backends.torch.state.kv_pages import PageStore, write_places
 from onedraw.backends.torch.state.recurrent_spans import RecurrentSpans, recurrent_spans
 from onedraw.backends.torch.state.recurrent_state import KeptDrafts, LaneStore
-from onedraw.models.source import Tensor as Stored
+from onedraw.models.source import LazyTensor
 from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, Gate, MoeSpec, RopeSpec
 
 
@@ -41,18 +41,18 @@ class Ops(Protocol):
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear: ...
 
-    def stored(self, tensors: Sequence[Stored], *, bias: Tensor | None, pad: int, pad_columns: int) -> Linear | None:
+    def stored(self, tensors: Sequence[LazyTensor], *, bias: Tensor | None, pad: int, pad_columns: int) -> Linear | None:
         """A product of weights as they are stored, side by side; None where products want float tensors.
 
         Each weight has zero rows up to a multiple of `pad`; a row that is offered is padded to a multiple of `pad_columns`.
         """
         ...
 
-    def stored_bank(self, gate_up: Sequence[Stored], down: Stored, activation: Activation) -> ExpertBank | None:
+    def stored_bank(self, gate_up: Sequence[LazyTensor], down: LazyTensor, activation: Activation) -> ExpertBank | None:
         """Experts from stacks of matrices as they are stored; None where `bank` is to have float tensors."""
         ...
 
-    def table(self, tensor: Stored) -> Linear | None:
+    def table(self, tensor: LazyTensor) -> Linear | None:
         """A weight as it is stored, to be looked up on this device (`Linear.rows`) and perhaps multiplied with; None where a
         float table is wanted."""
         ...
@@ -213,13 +213,13 @@ class FloatOps:
     looks_up = False
     records = False
 
-    def stored(self, tensors: Sequence[Stored], *, bias: Tensor | None, pad: int, pad_columns: int) -> Linear | None:
+    def stored(self, tensors: Sequence[LazyTensor], *, bias: Tensor | None, pad: int, pad_columns: int) -> Linear | None:
         return None
 
-    def stored_bank(self, gate_up: Sequence[Stored], down: Stored, activation: Activation) -> ExpertBank | None:
+    def stored_bank(self, gate_up: Sequence[LazyTensor], down: LazyTensor, activation: Activation) -> ExpertBank | None:
         return None
 
-    def table(self, tensor: Stored) -> Linear | None:
+    def table(self, tensor: LazyTensor) -> Linear | None:
         return None
 
     def choose_experts(

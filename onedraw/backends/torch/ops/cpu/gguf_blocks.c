@@ -1,5 +1,5 @@
 /* Stored rows → panels, once, when a model is loaded; and rows of panels → numbers, for looking up embeddings.
- * In: rows of blocks as GGUF has them. Out: the layout of gguf_blocks.h. Slow twins: ../../../checkpoints/quants.py. */
+ * In: rows of blocks as GGUF has them. Out: the layout of gguf_blocks.h. Slow twins: ../../../checkpoints/dequantize.py. */
 
 #include <stdlib.h>
 

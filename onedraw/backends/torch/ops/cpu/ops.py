@@ -28,9 +28,9 @@ from onedraw.backends.torch.state.kv_pages import PageStore
 from onedraw.backends.torch.state.recurrent_spans import CHUNK, RecurrentSpans, recurrent_spans
 from onedraw.backends.torch.state.recurrent_state import KeptDrafts, LaneStore
 from onedraw.errors import UnsupportedModel
-from onedraw.models.source import Tensor as Stored
+from onedraw.models.source import LazyTensor
 from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, Gate, MoeSpec
-from onedraw.models.tensor_views import Matrix
+from onedraw.models.tensor_views import StackItem
 
 MOST_DELTA_DIMS = 512  # of a head, as in delta.c
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
@@ -118,23 +118,23 @@ class CpuOps:
         panels = panels_of_rows(self._kernels, weight.contiguous().numpy(), "F32", rows=rows, width=width, height=rows)
         return CpuLinear(self._kernels, [panels], bias=bias, coded=False)
 
-    def stored(self, tensors: Sequence[Stored], *, bias: Tensor | None, pad: int, pad_columns: int) -> CpuLinear | None:
+    def stored(self, tensors: Sequence[LazyTensor], *, bias: Tensor | None, pad: int, pad_columns: int) -> CpuLinear | None:
         return self._side_by_side(tensors, bias=bias, pad=pad, pad_columns=pad_columns) if self._packing.as_stored else None
 
-    def stored_bank(self, gate_up: Sequence[Stored], down: Stored, activation: Activation) -> PlainExpertBank | None:
+    def stored_bank(self, gate_up: Sequence[LazyTensor], down: LazyTensor, activation: Activation) -> PlainExpertBank | None:
         if not self._packing.as_stored:
             return None
         first, second = [], []
         for number in range(down.shape[0]):
-            first.append(self._side_by_side([Matrix(tensor, number) for tensor in gate_up], pad=LANE))
-            second.append(self._side_by_side([Matrix(down, number)], pad_columns=LANE))
+            first.append(self._side_by_side([StackItem(tensor, number) for tensor in gate_up], pad=LANE))
+            second.append(self._side_by_side([StackItem(down, number)], pad_columns=LANE))
         return PlainExpertBank(tuple(first), tuple(second), activation, self.gated)
 
-    def table(self, tensor: Stored) -> None:
+    def table(self, tensor: LazyTensor) -> None:
         """Rows are read in the head's panels, or where the file is mapped."""
 
     def _side_by_side(
-        self, tensors: Sequence[Stored], *, bias: Tensor | None = None, pad: int = 1, pad_columns: int = 1
+        self, tensors: Sequence[LazyTensor], *, bias: Tensor | None = None, pad: int = 1, pad_columns: int = 1
     ) -> CpuLinear:
         parts = [panels_of(self._kernels, tensor, height=padded(tensor.shape[0], pad)) for tensor in tensors]
         width = padded(parts[0].width, pad_columns)

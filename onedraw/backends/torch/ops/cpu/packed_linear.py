@@ -17,7 +17,7 @@ from torch import Tensor
 from onedraw.backends.packing import CPU_PACKED_KINDS, PANEL_ROWS
 from onedraw.backends.torch.ops.cpu.library import LONG, POINTER, Kernels
 from onedraw.backends.torch.ops.plain.linear import Linear, RowRule
-from onedraw.models.source import Tensor as Stored
+from onedraw.models.source import LazyTensor
 
 GROUP = 32  # activations that share a scale
 GROUP_BYTES = 16  # of a group's scale and sums
@@ -54,7 +54,7 @@ def panels_of_rows(kernels: Kernels, raw: np.ndarray, kind: str, *, rows: int, w
     return Panels(kind, height, width, data)
 
 
-def panels_of(kernels: Kernels, tensor: Stored, *, height: int) -> Panels:
+def panels_of(kernels: Kernels, tensor: LazyTensor, *, height: int) -> Panels:
     """A stored matrix in panels: as it is where a kernel knows its kind, else as float32."""
     rows, width = tensor.shape
     raw = tensor.packed() if tensor.kind in CPU_PACKED_KINDS else None

@@ -21,7 +21,7 @@ from onedraw.backends.torch.ops.cuda.packed.linear import Courier, bring_fragmen
 from onedraw.backends.torch.ops.cuda.packed.tensor_core_layout import Fragments
 from onedraw.backends.torch.ops.cuda.packed.work_split import group_borders
 from onedraw.backends.torch.ops.plain.linear import Linear
-from onedraw.models.source import Tensor as Stored
+from onedraw.models.source import LazyTensor
 from onedraw.models.spec import Activation
 
 
@@ -84,8 +84,8 @@ class PackedBank:
 
 
 def load_bank(
-    gate_up: Sequence[Stored],
-    down: Stored,
+    gate_up: Sequence[LazyTensor],
+    down: LazyTensor,
     activation: Activation,
     *,
     pad: int,

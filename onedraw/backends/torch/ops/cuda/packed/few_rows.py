@@ -39,7 +39,7 @@ from onedraw.backends.torch.ops.cuda.packed.work_split import (
     share_out,
     slabs_of,
 )
-from onedraw.checkpoints.quants import KINDS
+from onedraw.checkpoints.dequantize import QUANT_TYPES
 
 PRODUCT, EXPERTS, OPENED = "few_rows.cu", "experts.cu", "dequantize.cu"
 WHOLE_KINDS = ("Q4_K", "Q5_K", "Q6_K", "NVFP4")  # one scale for a span of 256, on top of small ones
@@ -139,7 +139,7 @@ def _group_defines(kind: str, tiles: int) -> dict[str, int]:
 
 
 def _number(kind: str) -> int:
-    return KINDS[kind].code or 0
+    return QUANT_TYPES[kind].ggml_type or 0
 
 
 @lru_cache(maxsize=8)

@@ -38,9 +38,9 @@ from onedraw.backends.torch.ops.cuda.packed.few_rows import (
 from onedraw.backends.torch.ops.cuda.packed.tensor_core_layout import Fragments, empty_fragments, fill_fragments, slices_of
 from onedraw.backends.torch.ops.cuda.packed.workspace import Workspace
 from onedraw.backends.torch.ops.plain.linear import Linear, RowRule
-from onedraw.checkpoints.quants import copy_rows
-from onedraw.models.source import Tensor as Stored
-from onedraw.models.tensor_views import Columns
+from onedraw.checkpoints.dequantize import copy_rows
+from onedraw.models.source import LazyTensor
+from onedraw.models.tensor_views import ColumnSelection
 
 # -------------------- Stored bytes on their way from a mapped file to a device.
 
@@ -136,7 +136,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def load_fragments(
-    tensors: Sequence[Stored], *, pad: int, courier: Courier, device: torch.device, workspace: Workspace
+    tensors: Sequence[LazyTensor], *, pad: int, courier: Courier, device: torch.device, workspace: Workspace
 ) -> Fragments:
     """Weights of one kind as one, made ready for products and look-ups."""
     made = bring_fragments(tensors, pad=pad, courier=courier, device=device)
@@ -146,7 +146,7 @@ def load_fragments(
     return made
 
 
-def bring_fragments(tensors: Sequence[Stored], *, pad: int, courier: Courier, device: torch.device) -> Fragments:
+def bring_fragments(tensors: Sequence[LazyTensor], *, pad: int, courier: Courier, device: torch.device) -> Fragments:
     """Weights of one kind as one: rows below each other, each padded to a multiple of `pad` rows. Stacks of matrices are joined
     matrix by matrix."""
     heights, width = [padded(tensor.shape[-2], pad) for tensor in tensors], tensors[0].shape[-1]
@@ -267,7 +267,7 @@ class PackedLinear(Linear):
 
 
 def packed_linear(
-    tensors: Sequence[Stored],
+    tensors: Sequence[LazyTensor],
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -309,10 +309,10 @@ def packed_linear(
     )
 
 
-def _in_stored_order(tensors: Sequence[Stored], device: torch.device) -> tuple[Sequence[Stored], Tensor | None]:
+def _in_stored_order(tensors: Sequence[LazyTensor], device: torch.device) -> tuple[Sequence[LazyTensor], Tensor | None]:
     """Weights with their columns as they are stored, and the order that a row must come in."""
     (first, *others) = tensors
-    if not isinstance(first, Columns):
+    if not isinstance(first, ColumnSelection):
         return tensors, None
     assert not others, "columns in an order of their own come alone"
     return [first.stored], torch.from_numpy(np.argsort(first.order)).to(device, torch.int32)

@@ -20,7 +20,7 @@ from onedraw.backends.torch.ops.cuda.packed.activations import Ready, empty_prep
 from onedraw.backends.torch.ops.cuda.packed.experts import PackedBank, load_bank
 from onedraw.backends.torch.ops.cuda.packed.linear import Courier, PackedLinear, packed_linear
 from onedraw.backends.torch.ops.cuda.packed.workspace import Workspace
-from onedraw.models.source import Tensor as Stored
+from onedraw.models.source import LazyTensor
 from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec
 
 
@@ -49,7 +49,7 @@ class PackedOps(TritonOps):
         self._ready.put(y, prepared)
         return y
 
-    def stored(self, tensors: Sequence[Stored], *, bias: Tensor | None, pad: int, pad_columns: int) -> PackedLinear | None:
+    def stored(self, tensors: Sequence[LazyTensor], *, bias: Tensor | None, pad: int, pad_columns: int) -> PackedLinear | None:
         return packed_linear(
             tensors,
             dtype=self._dtype,
@@ -63,7 +63,7 @@ class PackedOps(TritonOps):
             pdl=self._pdl,
         )
 
-    def stored_bank(self, gate_up: Sequence[Stored], down: Stored, activation: Activation) -> PackedBank | None:
+    def stored_bank(self, gate_up: Sequence[LazyTensor], down: LazyTensor, activation: Activation) -> PackedBank | None:
         if any(map(why_not_gpu_packed, [*gate_up, down])):
             return None
         return load_bank(
@@ -77,5 +77,5 @@ class PackedOps(TritonOps):
             pdl=self._pdl,
         )
 
-    def table(self, tensor: Stored) -> PackedLinear | None:
+    def table(self, tensor: LazyTensor) -> PackedLinear | None:
         return self.stored([tensor], bias=None, pad=LANE, pad_columns=1)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.packing import SPAN, UNIT_ROWS, gpu_unit_bytes
-from onedraw.checkpoints.quants import KINDS
+from onedraw.checkpoints.dequantize import QUANT_TYPES
 
 VALUES_AT_ONCE = 1 << 24  # values that are put in order at once: what is needed besides the result stays small
 SIGN_PLACES = (13, 14, 12, 15)
@@ -81,7 +81,7 @@ def fill_fragments(fragments: Fragments, raw: Tensor, *, first: int, number: int
     many, rows, _ = raw.shape
     begin, end = first // UNIT_ROWS, -(-(first + rows) // UNIT_ROWS)
     above, below = first - begin * UNIT_ROWS, end * UNIT_ROWS - first - rows
-    size, per_span = KINDS[fragments.kind].size, SPAN // KINDS[fragments.kind].values
+    size, per_span = QUANT_TYPES[fragments.kind].block_bytes, SPAN // QUANT_TYPES[fragments.kind].block_values
     blocks = raw.view(many, rows, -1, size)
     missing = fragments.spans * per_span - blocks.shape[2]
     if missing or above or below:

@@ -9,15 +9,22 @@ import gguf
 import numpy as np
 import pytest
 
-from onedraw.checkpoints.quants import KIND_OF_CODE, KINDS, OURS, RUN_VALUES, copy_rows, dequantize_into
+from onedraw.checkpoints.dequantize import (
+    BUILT_IN_TYPES,
+    QUANT_TYPE_BY_GGML_TYPE,
+    QUANT_TYPES,
+    RUN_VALUES,
+    copy_rows,
+    dequantize_into,
+)
 from onedraw.errors import UnsupportedModel
 
-READABLE = [name for name, kind in KINDS.items() if kind.unpack is not None or kind.elsewhere]
+READABLE = [name for name, kind in QUANT_TYPES.items() if kind.unpack is not None or kind.in_gguf_package]
 
 
 def judge(raw: np.ndarray, kind: str) -> np.ndarray:
     with np.errstate(all="ignore"):
-        return gguf.quants.dequantize(raw.reshape(-1, KINDS[kind].size), gguf.GGMLQuantizationType[kind]).reshape(-1)
+        return gguf.quants.dequantize(raw.reshape(-1, QUANT_TYPES[kind].block_bytes), gguf.GGMLQuantizationType[kind]).reshape(-1)
 
 
 def assert_same_bits(found: np.ndarray, expected: np.ndarray) -> None:
@@ -29,22 +36,22 @@ def assert_same_bits(found: np.ndarray, expected: np.ndarray) -> None:
 
 @pytest.mark.parametrize("kind", READABLE)
 def test_every_kind_unpacks_to_the_bits_of_the_gguf_package(kind: str) -> None:
-    packing = KINDS[kind]
-    blocks = 3 * 4099 if packing.values == 1 else 517
-    raw = np.random.default_rng(7).integers(0, 256, blocks * packing.size, dtype=np.uint8)
-    out = np.full(blocks * packing.values, 5, np.float32)
+    packing = QUANT_TYPES[kind]
+    blocks = 3 * 4099 if packing.block_values == 1 else 517
+    raw = np.random.default_rng(7).integers(0, 256, blocks * packing.block_bytes, dtype=np.uint8)
+    out = np.full(blocks * packing.block_values, 5, np.float32)
     dequantize_into(raw, kind, out)
     assert_same_bits(out, judge(raw, kind))
     assert (~np.isnan(out)).mean() > 0.8
 
 
-@pytest.mark.parametrize("kind", OURS)
+@pytest.mark.parametrize("kind", BUILT_IN_TYPES)
 def test_runs_and_threads_leave_no_seam(kind: str) -> None:
     """More values than a run and than a thread's share, and no multiple of either."""
-    packing = KINDS[kind]
-    blocks = (5 * RUN_VALUES + 999) // packing.values
-    raw = np.random.default_rng(8).integers(0, 256, blocks * packing.size, dtype=np.uint8)
-    out = np.full(blocks * packing.values, 5, np.float32)
+    packing = QUANT_TYPES[kind]
+    blocks = (5 * RUN_VALUES + 999) // packing.block_values
+    raw = np.random.default_rng(8).integers(0, 256, blocks * packing.block_bytes, dtype=np.uint8)
+    out = np.full(blocks * packing.block_values, 5, np.float32)
     dequantize_into(raw, kind, out)
     assert_same_bits(out, judge(raw, kind))
 
@@ -60,11 +67,11 @@ def test_bytes_may_begin_anywhere() -> None:
 
 
 def test_sizes_and_numbers_of_kinds_are_those_of_the_format() -> None:
-    assert len(KIND_OF_CODE) > 25
-    for code, kind in KIND_OF_CODE.items():
+    assert len(QUANT_TYPE_BY_GGML_TYPE) > 25
+    for code, kind in QUANT_TYPE_BY_GGML_TYPE.items():
         packing = gguf.GGMLQuantizationType(code)
         assert packing.name == kind.name
-        assert gguf.GGML_QUANT_SIZES[packing] == (kind.values, kind.size)
+        assert gguf.GGML_QUANT_SIZES[packing] == (kind.block_values, kind.block_bytes)
 
 
 def test_an_output_of_another_size_or_type_is_refused() -> None:

@@ -32,15 +32,15 @@ MAX_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class QuantType:
     """How a kind is packed; `unpack` is None where the `gguf` package has to do it, `code` None outside GGUF."""
 
     name: str
-    values: int
-    size: int
-    code: int | None = None
+    block_values: int
+    block_bytes: int
+    ggml_type: int | None = None
     unpack: Unpack | None = None
-    elsewhere: bool = False  # the gguf package may know how
+    in_gguf_package: bool = False  # the gguf package may know how
 
 
 # ------------------------------------------------------------------ our own kinds
@@ -214,55 +214,57 @@ def _scale_and_min(blocks: Bytes, out: Floats) -> None:
 
 # ------------------------------------------------------------------ the table
 
-KINDS: dict[str, Kind] = {
+QUANT_TYPES: dict[str, QuantType] = {
     kind.name: kind
     for kind in (
-        Kind("F32", 1, 4, 0, _f32),
-        Kind("F16", 1, 2, 1, _f16),
-        Kind("BF16", 1, 2, 30, _bf16),
-        Kind("Q4_0", 32, 18, 2, _q4_0),
-        Kind("Q4_1", 32, 20, 3, _q4_1),
-        Kind("Q5_0", 32, 22, 6, _q5_0),
-        Kind("Q5_1", 32, 24, 7, _q5_1),
-        Kind("Q8_0", 32, 34, 8, _q8_0),
-        Kind("Q2_K", 256, 84, 10, _q2_k),
-        Kind("Q3_K", 256, 110, 11, _q3_k),
-        Kind("Q4_K", 256, 144, 12, _q4_k),
-        Kind("Q5_K", 256, 176, 13, _q5_k),
-        Kind("Q6_K", 256, 210, 14, _q6_k),
-        Kind("IQ2_XXS", 256, 66, 16, elsewhere=True),
-        Kind("IQ2_XS", 256, 74, 17, elsewhere=True),
-        Kind("IQ3_XXS", 256, 98, 18, elsewhere=True),
-        Kind("IQ1_S", 256, 50, 19, elsewhere=True),
-        Kind("IQ4_NL", 32, 18, 20, elsewhere=True),
-        Kind("IQ3_S", 256, 110, 21, elsewhere=True),
-        Kind("IQ2_S", 256, 82, 22, elsewhere=True),
-        Kind("IQ4_XS", 256, 136, 23, elsewhere=True),
-        Kind("IQ1_M", 256, 56, 29, elsewhere=True),
-        Kind("TQ1_0", 256, 54, 34, elsewhere=True),
-        Kind("TQ2_0", 256, 66, 35, elsewhere=True),
-        Kind("MXFP4", 32, 17, 39, _mxfp4),
-        Kind("NVFP4", 64, 36, 40, _nvfp4),  # with a factor for the whole tensor beside it: see `gguf.py`
+        QuantType("F32", 1, 4, 0, _f32),
+        QuantType("F16", 1, 2, 1, _f16),
+        QuantType("BF16", 1, 2, 30, _bf16),
+        QuantType("Q4_0", 32, 18, 2, _q4_0),
+        QuantType("Q4_1", 32, 20, 3, _q4_1),
+        QuantType("Q5_0", 32, 22, 6, _q5_0),
+        QuantType("Q5_1", 32, 24, 7, _q5_1),
+        QuantType("Q8_0", 32, 34, 8, _q8_0),
+        QuantType("Q2_K", 256, 84, 10, _q2_k),
+        QuantType("Q3_K", 256, 110, 11, _q3_k),
+        QuantType("Q4_K", 256, 144, 12, _q4_k),
+        QuantType("Q5_K", 256, 176, 13, _q5_k),
+        QuantType("Q6_K", 256, 210, 14, _q6_k),
+        QuantType("IQ2_XXS", 256, 66, 16, in_gguf_package=True),
+        QuantType("IQ2_XS", 256, 74, 17, in_gguf_package=True),
+        QuantType("IQ3_XXS", 256, 98, 18, in_gguf_package=True),
+        QuantType("IQ1_S", 256, 50, 19, in_gguf_package=True),
+        QuantType("IQ4_NL", 32, 18, 20, in_gguf_package=True),
+        QuantType("IQ3_S", 256, 110, 21, in_gguf_package=True),
+        QuantType("IQ2_S", 256, 82, 22, in_gguf_package=True),
+        QuantType("IQ4_XS", 256, 136, 23, in_gguf_package=True),
+        QuantType("IQ1_M", 256, 56, 29, in_gguf_package=True),
+        QuantType("TQ1_0", 256, 54, 34, in_gguf_package=True),
+        QuantType("TQ2_0", 256, 66, 35, in_gguf_package=True),
+        QuantType("MXFP4", 32, 17, 39, _mxfp4),
+        QuantType("NVFP4", 64, 36, 40, _nvfp4),  # with a factor for the whole tensor beside it: see `gguf.py`
         # No weights we can use come in these, but a header that names them is no reason to call a file broken.
-        Kind("Q8_1", 32, 40, 9),
-        Kind("Q8_K", 256, 292, 15),
-        Kind("I8", 1, 1, 24),
-        Kind("I16", 1, 2, 25),
-        Kind("I32", 1, 4, 26),
-        Kind("I64", 1, 8, 27),
-        Kind("F64", 1, 8, 28),
-        Kind("U8", 1, 1),
-        Kind("U16", 1, 2),
-        Kind("U32", 1, 4),
-        Kind("U64", 1, 8),
-        Kind("BOOL", 1, 1),
-        Kind("F8_E4M3", 1, 1),
-        Kind("F8_E5M2", 1, 1),
-        Kind("F8_E8M0", 1, 1),
+        QuantType("Q8_1", 32, 40, 9),
+        QuantType("Q8_K", 256, 292, 15),
+        QuantType("I8", 1, 1, 24),
+        QuantType("I16", 1, 2, 25),
+        QuantType("I32", 1, 4, 26),
+        QuantType("I64", 1, 8, 27),
+        QuantType("F64", 1, 8, 28),
+        QuantType("U8", 1, 1),
+        QuantType("U16", 1, 2),
+        QuantType("U32", 1, 4),
+        QuantType("U64", 1, 8),
+        QuantType("BOOL", 1, 1),
+        QuantType("F8_E4M3", 1, 1),
+        QuantType("F8_E5M2", 1, 1),
+        QuantType("F8_E8M0", 1, 1),
     )
 }
-KIND_OF_CODE: dict[int, Kind] = {kind.code: kind for kind in KINDS.values() if kind.code is not None}
-OURS: tuple[str, ...] = tuple(name for name, kind in KINDS.items() if kind.unpack is not None)
+QUANT_TYPE_BY_GGML_TYPE: dict[int, QuantType] = {
+    kind.ggml_type: kind for kind in QUANT_TYPES.values() if kind.ggml_type is not None
+}
+BUILT_IN_TYPES: tuple[str, ...] = tuple(name for name, kind in QUANT_TYPES.items() if kind.unpack is not None)
 
 
 # ------------------------------------------------------------------ the work
@@ -273,14 +275,16 @@ def dequantize_into(raw: Bytes, kind: str, out: Floats, *, tensor: str = "") -> 
 
     `tensor` is named in the error when this kind cannot be read here.
     """
-    packing = KINDS[kind]
+    packing = QUANT_TYPES[kind]
     unpack = unpacker(kind, tensor)
-    blocks = raw.reshape(-1, packing.size)
-    if not out.flags.c_contiguous or out.dtype != np.float32 or out.size != len(blocks) * packing.values:
-        raise ValueError(f"out must be {len(blocks) * packing.values} float32 values in C order, not {out.dtype} {out.shape}")
-    if packing.values == 1:  # whole runs of plain numbers, not one number per block
+    blocks = raw.reshape(-1, packing.block_bytes)
+    if not out.flags.c_contiguous or out.dtype != np.float32 or out.size != len(blocks) * packing.block_values:
+        raise ValueError(
+            f"out must be {len(blocks) * packing.block_values} float32 values in C order, not {out.dtype} {out.shape}"
+        )
+    if packing.block_values == 1:  # whole runs of plain numbers, not one number per block
         unpack = _flat(unpack)
-    values = out.reshape(-1, packing.values)
+    values = out.reshape(-1, packing.block_values)
     shares = max(1, min(_threads(), out.size // THREAD_VALUES))
     edges = [len(blocks) * i // shares for i in range(shares + 1)]
     work = [(blocks[start:stop], values[start:stop]) for start, stop in pairwise(edges)]
@@ -303,7 +307,7 @@ def copy_rows(raw: Bytes, out: Bytes) -> None:
 
 def unpacker(kind: str, tensor: str = "") -> Unpack:
     """What unpacks this kind; UnsupportedModel, naming kind and tensor, when nothing here does."""
-    return KINDS[kind].unpack or _elsewhere(KINDS[kind], tensor)
+    return QUANT_TYPES[kind].unpack or _elsewhere(QUANT_TYPES[kind], tensor)
 
 
 def _run(unpack: Unpack, blocks: Bytes, out: Floats) -> None:
@@ -317,18 +321,18 @@ def _flat(unpack: Unpack) -> Unpack:
     return lambda blocks, out: unpack(blocks.reshape(-1), out.reshape(-1))
 
 
-def _elsewhere(kind: Kind, tensor: str) -> Unpack:
+def _elsewhere(kind: QuantType, tensor: str) -> Unpack:
     """The gguf package's way to unpack a kind."""
     where = f"tensor {tensor}: " if tensor else ""
-    if not kind.elsewhere:
-        raise UnsupportedModel(f"{where}kind {kind.name} cannot be read as weights; supported: {', '.join(OURS)}")
+    if not kind.in_gguf_package:
+        raise UnsupportedModel(f"{where}kind {kind.name} cannot be read as weights; supported: {', '.join(BUILT_IN_TYPES)}")
     try:
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
     except ImportError:
         raise UnsupportedModel(
             f"{where}kind {kind.name} needs the gguf package: pip install 'onedraw[models]'; "
-            f"without it these kinds are supported: {', '.join(OURS)}"
+            f"without it these kinds are supported: {', '.join(BUILT_IN_TYPES)}"
         ) from None
     code = GGMLQuantizationType[kind.name]
 
