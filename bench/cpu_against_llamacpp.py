@@ -38,25 +38,25 @@ def best(work: Any, times: int) -> float:
 def measure_ours(path: str, *, threads: int, new_tokens: int) -> dict[str, Any]:
     from bench.cpu_decode import ours
     from onedraw.backends.torch import backend as imported  # noqa: F401  imports are not part of opening a model
-    from onedraw.build.llm import open_door
-    from onedraw.llm.options import Wishes, settle
+    from onedraw.build.llm import build_llm
+    from onedraw.llm.options import RequestOptions, make_generation
     from onedraw.settings import Settings
 
     begin = time.perf_counter()
     settings = Settings(model=path, device="cpu", threads=threads, max_context=1024, draft=("none",), prefix_cache=False)
-    door = open_door(settings)
+    llm = build_llm(settings)
     opened = time.perf_counter() - begin
-    ours(door, count=1, new_tokens=4)
-    wishes = Wishes(temperature=0.0, max_tokens=1, ignore_eos=True, seed=1)
-    prefill = best(lambda: door.generate(settle(wishes, door=door, prompt=PROMPT)), 3)
+    ours(llm, count=1, new_tokens=4)
+    request_options = RequestOptions(temperature=0.0, max_tokens=1, ignore_eos=True, seed=1)
+    prefill = best(lambda: llm.generate(make_generation(request_options, llm=llm, prompt=PROMPT)), 3)
     found: dict[str, Any] = {
         "open": opened,
         "prefill": len(PROMPT) / prefill,
-        "decode": max(ours(door, count=1, new_tokens=new_tokens) for _ in range(2)),
-        "decode 8": max(ours(door, count=8, new_tokens=new_tokens) for _ in range(2)),
-        "fingerprint": door.card.fingerprint,
+        "decode": max(ours(llm, count=1, new_tokens=new_tokens) for _ in range(2)),
+        "decode 8": max(ours(llm, count=8, new_tokens=new_tokens) for _ in range(2)),
+        "fingerprint": llm.card.fingerprint,
     }
-    door.close()
+    llm.close()
     return {**found, **measure_rows(path, threads=threads)}
 
 

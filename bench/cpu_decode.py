@@ -21,24 +21,24 @@ from typing import Any
 import torch
 
 from bench.peer import llama_in_transformers
-from onedraw.build.llm import open_door
+from onedraw.build.llm import build_llm
 from onedraw.checkpoints.download import resolve_model
-from onedraw.llm.llm import Door
-from onedraw.llm.options import Wishes, settle
+from onedraw.llm.llm import LLM
+from onedraw.llm.options import RequestOptions, make_generation
 from onedraw.settings import Settings, default_cache_dir
 
 PROMPT = tuple((7 * i) % 4000 + 100 for i in range(64))
 
 
-def ours(door: Door, *, count: int, new_tokens: int) -> float:
+def ours(llm: LLM, *, count: int, new_tokens: int) -> float:
     """Tokens per second after the first token of all, over `count` requests at once."""
     stamps: list[list[float]] = [[] for _ in range(count)]
 
     def one(index: int) -> None:
-        wishes = Wishes(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, seed=1)
+        request_options = RequestOptions(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, seed=1)
         prompt = (PROMPT[index], *PROMPT[1:])
-        for piece in door.stream(settle(wishes, door=door, prompt=prompt)):
-            stamps[index].extend([time.perf_counter()] * len(piece.choices))
+        for piece in llm.stream(make_generation(request_options, llm=llm, prompt=prompt)):
+            stamps[index].extend([time.perf_counter()] * len(piece.tokens))
 
     threads = [threading.Thread(target=one, args=(i,)) for i in range(count)]
     for thread in threads:
@@ -65,11 +65,11 @@ def theirs(model: Any, *, new_tokens: int) -> float:
 
 def measure_ours(path: str, *, new_tokens: int) -> dict[str, float]:
     begin = time.perf_counter()
-    door = open_door(Settings(model=path, dtype="f32", max_context=1024, draft=("none",)))
+    llm = build_llm(Settings(model=path, dtype="f32", max_context=1024, draft=("none",)))
     opened = time.perf_counter() - begin
-    ours(door, count=1, new_tokens=4)
-    found = {f"onedraw {count}": ours(door, count=count, new_tokens=new_tokens) for count in (1, 8)}
-    door.close()
+    ours(llm, count=1, new_tokens=4)
+    found = {f"onedraw {count}": ours(llm, count=count, new_tokens=new_tokens) for count in (1, 8)}
+    llm.close()
     return {**found, "open_seconds": opened}
 
 

@@ -15,9 +15,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from onedraw.build.llm import open_door
-from onedraw.llm.llm import Door
-from onedraw.llm.options import Wishes, settle
+from onedraw.build.llm import build_llm
+from onedraw.llm.llm import LLM
+from onedraw.llm.options import RequestOptions, make_generation
 from onedraw.settings import Settings
 
 TEXT = Path(__file__).parent / "prompts" / "prose.txt"
@@ -40,31 +40,31 @@ KV_SIDES: dict[str, dict[str, Any]] = {
 }
 
 
-def logprobs(door: Door) -> list[float]:
+def logprobs(llm: LLM) -> list[float]:
     """Of every token of the text but the first of each stretch."""
-    ids = door.encode(TEXT.read_text(encoding="utf-8"), add_special=False)
-    wishes = Wishes(temperature=0.0, max_tokens=0, prompt_logprobs=0, seed=1)
+    ids = llm.encode(TEXT.read_text(encoding="utf-8"), add_special=False)
+    request_options = RequestOptions(temperature=0.0, max_tokens=0, prompt_logprobs=0, seed=1)
     found: list[float] = []
     for start in range(0, len(ids), STRETCH):
         part = ids[start : start + STRETCH]
         if len(part) > 1:
-            (reply,) = door.generate(settle(wishes, door=door, prompt=part))
+            (reply,) = llm.generate(make_generation(request_options, llm=llm, prompt=part))
             found += [one.logprob for one in reply.prompt_logprobs or ()]
     return found
 
 
-def replies(door: Door, new_tokens: int) -> list[tuple[tuple[int, ...], str]]:
-    wishes = Wishes(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, seed=1)
-    asks = [settle(wishes, door=door, prompt=door.encode(opening)) for opening in OPENINGS]
-    return [(tuple(c.token for c in reply.choices), reply.text) for reply in door.generate(*asks)]
+def replies(llm: LLM, new_tokens: int) -> list[tuple[tuple[int, ...], str]]:
+    request_options = RequestOptions(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, seed=1)
+    generations = [make_generation(request_options, llm=llm, prompt=llm.encode(opening)) for opening in OPENINGS]
+    return [(tuple(c.token for c in reply.tokens), reply.text) for reply in llm.generate(*generations)]
 
 
 def measure(model: str, settings: dict[str, Any], new_tokens: int) -> dict[str, Any]:
-    with open_door(Settings(model=model, device="cpu", draft=("none",), max_context=1024, **settings)) as door:
-        found = logprobs(door)
-        said = replies(door, new_tokens)
+    with build_llm(Settings(model=model, device="cpu", draft=("none",), max_context=1024, **settings)) as llm:
+        found = logprobs(llm)
+        said = replies(llm, new_tokens)
         return {
-            "fingerprint": door.card.fingerprint,
+            "fingerprint": llm.card.fingerprint,
             "tokens": len(found),
             "perplexity": math.exp(-sum(found) / len(found)),
             "replies": [text for _, text in said],

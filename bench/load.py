@@ -26,9 +26,9 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from onedraw.build.llm import open_door
-from onedraw.llm.llm import Door
-from onedraw.llm.options import Wishes, settle
+from onedraw.build.llm import build_llm
+from onedraw.llm.llm import LLM
+from onedraw.llm.options import RequestOptions, make_generation
 from onedraw.settings import Settings
 
 CASES = 48
@@ -92,7 +92,7 @@ def settings(clients: int) -> Settings:
 def cases() -> list[Case]:
     """Requests of differing length and law, and what they say alone, one after the other, cold, without drafts."""
     made = []
-    with open_door(Settings(backend="fake", model="fake", max_batch=1, draft=("none",), prefix_cache=False)) as door:
+    with build_llm(Settings(backend="fake", model="fake", max_batch=1, draft=("none",), prefix_cache=False)) as llm:
         for number in range(CASES):
             dice = random.Random(number)
             prompt = [dice.randrange(97, 122) for _ in range(dice.randrange(4, 40))]
@@ -103,7 +103,7 @@ def cases() -> list[Case]:
                 "max_tokens": dice.randrange(8, LONGEST),
                 "ignore_eos": True,
             }
-            (reply,) = door.generate(settle(Wishes.of(**asked), door=door, prompt=tuple(prompt)))
+            (reply,) = llm.generate(make_generation(RequestOptions.of(**asked), llm=llm, prompt=tuple(prompt)))
             body = {"prompt": prompt, "stream": True, "return_token_ids": True, **asked}
             made.append(Case(json.dumps(body).encode(), tuple(reply.token_ids)))
     return made
@@ -269,16 +269,16 @@ class Spread:
 class Overhead:
     """Times every event of the engine until its bytes have been handed to the socket. Between an app and its door."""
 
-    def __init__(self, app: Any, door: Door) -> None:
+    def __init__(self, app: Any, llm: LLM) -> None:
         self._app = app
         self._told: dict[str, deque[float]] = defaultdict(deque)
         self.spread = Spread()
-        submit = door.service.submit
+        submit = llm.service.submit
 
         def stamped(requests: Any) -> None:
             submit([(request, self._stamp(request.id.rsplit("-", 2)[0], sink)) for request, sink in requests])
 
-        door.service.submit = stamped  # type: ignore[method-assign]
+        llm.service.submit = stamped  # type: ignore[method-assign]
 
     def _stamp(self, key: str, sink: Any) -> Any:
         stamps = self._told[key]
@@ -314,9 +314,9 @@ def serve(clients: int) -> None:
     from onedraw.server.options import ServerOptions
     from onedraw.server.serve import Server
 
-    door = open_door(settings(clients))
-    server = Server(door, ServerOptions(port=0, log_level="error", drain_seconds=5))
-    overhead = Overhead(server.config.app, door)
+    llm = build_llm(settings(clients))
+    server = Server(llm, ServerOptions(port=0, log_level="error", drain_seconds=5))
+    overhead = Overhead(server.config.app, llm)
     server.config.app = overhead
     server.run()
     print(json.dumps({"median_ms": overhead.spread.at(0.5), "p99_ms": overhead.spread.at(0.99)}))

@@ -49,15 +49,15 @@ def status(pid: int | str, field: str) -> int:
 # ---------------------------------------------------------------------- in the measured process
 
 
-def open_a_door(path: str, dtype: str) -> dict[str, float]:
+def build_an_llm(path: str, dtype: str) -> dict[str, float]:
     import onedraw.backends.torch.backend  # noqa: F401  imported before the clock starts
-    from onedraw.build.llm import open_door
+    from onedraw.build.llm import build_llm
 
     begin = time.perf_counter()
-    door = open_door(Settings(model=path, dtype=dtype))
+    llm = build_llm(Settings(model=path, dtype=dtype))
     seconds = time.perf_counter() - begin
     found = {"open_seconds": seconds, "resident_peak": float(status("self", "VmHWM"))}
-    door.close()
+    llm.close()
     return found
 
 
@@ -108,7 +108,7 @@ def _meet(word: str) -> None:
     sys.stdin.readline()
 
 
-SIDES = {"door": open_a_door, "weights": load_weights}
+SIDES = {"llm": build_an_llm, "weights": load_weights}
 
 # ---------------------------------------------------------------------- in the measuring one
 
@@ -117,8 +117,8 @@ def _command(side: str, path: str, dtype: str) -> list[str]:
     return [sys.executable, "-m", "bench.load_time", path, "--dtype", dtype, "--side", side]
 
 
-def time_a_door(path: str, dtype: str) -> dict[str, float]:
-    done = subprocess.run(_command("door", path, dtype), capture_output=True, text=True, check=True)
+def time_an_llm(path: str, dtype: str) -> dict[str, float]:
+    done = subprocess.run(_command("llm", path, dtype), capture_output=True, text=True, check=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -170,11 +170,11 @@ def main() -> None:
     if options.side:
         print(json.dumps(SIDES[options.side](path, options.dtype)))
         return
-    doors = [time_a_door(path, options.dtype) for _ in range(options.repeats)]
+    llms = [time_an_llm(path, options.dtype) for _ in range(options.repeats)]
     weights = watch_weights(path, options.dtype)
     result = {
-        "open_seconds": statistics.median(door["open_seconds"] for door in doors),
-        "resident_peak": max(door["resident_peak"] for door in doors),
+        "open_seconds": statistics.median(llm["open_seconds"] for llm in llms),
+        "resident_peak": max(llm["resident_peak"] for llm in llms),
         "weights": weights,
         "over_final": weights["peak"] - weights["final"],
         "within": weights["peak"] <= weights["final"] + weights["largest_layer"],

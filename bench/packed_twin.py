@@ -13,27 +13,31 @@ import argparse
 import statistics
 from collections.abc import Sequence
 
-from onedraw.build.llm import open_door
+from onedraw.build.llm import build_llm
 from onedraw.contract.variations import PROMPTS, held
-from onedraw.llm.llm import Door
-from onedraw.llm.options import Wishes, settle
+from onedraw.llm.llm import LLM
+from onedraw.llm.options import RequestOptions, make_generation
 from onedraw.settings import Settings
 from onedraw.types import Logprobs
 
 
-def replies(door: Door, new_tokens: int) -> list[tuple[int, ...]]:
+def replies(llm: LLM, new_tokens: int) -> list[tuple[int, ...]]:
     """Prompts with their greedy answers behind them."""
-    wishes = Wishes(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, seed=0)
-    asks = [settle(wishes, door=door, prompt=door.encode(text), label="twin") for text, own in PROMPTS if not held(own)]
-    return [(*ask.prompt, *reply.token_ids) for ask, reply in zip(asks, door.generate(*asks), strict=True)]
+    options = RequestOptions(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, seed=0)
+    generations = [
+        make_generation(options, llm=llm, prompt=llm.encode(text), label="twin") for text, own in PROMPTS if not held(own)
+    ]
+    return [
+        (*generation.prompt, *reply.token_ids) for generation, reply in zip(generations, llm.generate(*generations), strict=True)
+    ]
 
 
-def scored(door: Door, texts: Sequence[tuple[int, ...]]) -> list[Logprobs]:
+def scored(llm: LLM, texts: Sequence[tuple[int, ...]]) -> list[Logprobs]:
     """Every position of every text: the logprob of the next token, and the two likeliest."""
-    wishes = Wishes(temperature=0.0, max_tokens=1, prompt_logprobs=2, seed=0)
+    options = RequestOptions(temperature=0.0, max_tokens=1, prompt_logprobs=2, seed=0)
     found: list[Logprobs] = []
     for text in texts:
-        (reply,) = door.generate(settle(wishes, door=door, prompt=text, label="twin"))
+        (reply,) = llm.generate(make_generation(options, llm=llm, prompt=text, label="twin"))
         found += reply.prompt_logprobs or ()
     return found
 
@@ -44,16 +48,16 @@ def main() -> None:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--twin", default="f32", help="dtype of the twin: f32, bf16")
     parser.add_argument("--new-tokens", type=int, default=64)
-    wishes = parser.parse_args()
-    given = {"model": wishes.model, "devices": wishes.device, "max_context": 1024, "max_batch": 16, "draft": "none"}
+    options = parser.parse_args()
+    given = {"model": options.model, "devices": options.device, "max_context": 1024, "max_batch": 16, "draft": "none"}
     texts: list[tuple[int, ...]] = []
     sides: dict[str, list[Logprobs]] = {}
-    for dtype in (wishes.twin, "packed"):
-        with open_door(Settings.of(**given, dtype=dtype), rehearse=False) as door:
-            texts = texts or replies(door, wishes.new_tokens)
-            sides[dtype] = scored(door, texts)
-            print(f"{dtype}: {door.card.device}, {door.card.dtype}, {len(sides[dtype])} positions", flush=True)
-    report(sides[wishes.twin], sides["packed"])
+    for dtype in (options.twin, "packed"):
+        with build_llm(Settings.of(**given, dtype=dtype), rehearse=False) as llm:
+            texts = texts or replies(llm, options.new_tokens)
+            sides[dtype] = scored(llm, texts)
+            print(f"{dtype}: {llm.card.device}, {llm.card.dtype}, {len(sides[dtype])} positions", flush=True)
+    report(sides[options.twin], sides["packed"])
 
 
 def report(twin: Sequence[Logprobs], packed: Sequence[Logprobs]) -> None:

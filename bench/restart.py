@@ -25,8 +25,8 @@ RULE = 10.0  # times sooner
 
 def live(given: argparse.Namespace) -> dict[str, Any]:
     """One life: open, ask, close."""
-    from onedraw.build.llm import open_door
-    from onedraw.llm.options import Wishes, settle
+    from onedraw.build.llm import build_llm
+    from onedraw.llm.options import RequestOptions, make_generation
     from onedraw.settings import Settings
 
     settings = Settings.of(
@@ -37,25 +37,25 @@ def live(given: argparse.Namespace) -> dict[str, Any]:
         cache_budget=8 * 2**30,
         snapshot_dir=Path(given.folder),
     )
-    with open_door(settings) as door:
-        list(door.generate(settle(Wishes(max_tokens=4, seed=1), door=door, prompt=tuple(range(10, 40)))))
+    with build_llm(settings) as llm:
+        list(llm.generate(make_generation(RequestOptions(max_tokens=4, seed=1), llm=llm, prompt=tuple(range(10, 40)))))
         text = "The keeper wrote the weather into a book with a blue cover: wind, swell, visibility, and the ships. "
-        words = door.encode(" ".join(f"Day {day}. {text}" for day in range(given.prompt_tokens // 10)))
+        words = llm.encode(" ".join(f"Day {day}. {text}" for day in range(given.prompt_tokens // 10)))
         prompt = tuple(words[: given.prompt_tokens])
         assert len(prompt) == given.prompt_tokens
         found: dict[str, Any] = {"prompt_tokens": len(prompt)}
         for name, seed in (("first", 7), ("another_seed", 8)):
-            wishes = Wishes(temperature=0.7, max_tokens=NEW_TOKENS, seed=seed, ignore_eos=True, checksums=True)
-            ask = settle(wishes, door=door, prompt=prompt)
+            options = RequestOptions(temperature=0.7, max_tokens=NEW_TOKENS, seed=seed, ignore_eos=True, checksums=True)
+            generation = make_generation(options, llm=llm, prompt=prompt)
             choices: list[Any] = []
             begin, seconds = time.perf_counter(), None
-            for piece in door.stream(ask):
-                if piece.choices and seconds is None:
+            for piece in llm.stream(generation):
+                if piece.tokens and seconds is None:
                     seconds = time.perf_counter() - begin
-                choices += [(choice.token, choice.checksum) for choice in piece.choices]
+                choices += [(choice.token, choice.checksum) for choice in piece.tokens]
             found[name] = {"first_token_ms": 1000 * (seconds or 0.0), "choices": choices}
-        found["restored"] = door.service.stats().snapshots_restored
-        found["device"], found["dtype"] = door.card.device, door.card.dtype
+        found["restored"] = llm.service.stats().snapshots_restored
+        found["device"], found["dtype"] = llm.card.device, llm.card.dtype
     return found  # the door is closed: what it had to write is written
 
 

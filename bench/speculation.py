@@ -27,10 +27,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from onedraw.build.llm import open_door
+from onedraw.build.llm import build_llm
 from onedraw.cli.terminal import table
-from onedraw.llm.llm import Door, settled_stats
-from onedraw.llm.options import Wishes, settle_chat
+from onedraw.llm.llm import LLM, settled_stats
+from onedraw.llm.options import RequestOptions, make_chat_generation
 from onedraw.settings import Settings
 from onedraw.speculation.speculator import Speculator
 
@@ -98,7 +98,7 @@ def read_prompts() -> list[Prompt]:
 # ---------------------------------------------------------------------- in the measured process
 
 
-def open_side(options: argparse.Namespace) -> Door:
+def open_side(options: argparse.Namespace) -> LLM:
     """dflash is `auto` with nobody guessing on the host."""
     side: str = options.side
     settings = Settings.of(
@@ -111,25 +111,25 @@ def open_side(options: argparse.Namespace) -> Door:
         tree_budget=options.tree_budget,
     )
     alone = Speculator(draft_tokens=options.draft_tokens) if side == "dflash" else None
-    return open_door(settings, speculator=alone)
+    return build_llm(settings, speculator=alone)
 
 
 def measure_side(options: argparse.Namespace) -> list[Answer] | None:
     """Every prompt at every temperature; None where this side has nobody to guess."""
-    with open_side(options) as door:
-        if options.side == "dflash" and not door.service.capacity.drafter:
+    with open_side(options) as llm:
+        if options.side == "dflash" and not llm.service.capacity.drafter:
             return None
         prompts = [p for p in read_prompts() if p.kind in options.kinds and (options.side != "prediction" or p.prediction)]
-        answer(door, prompts[0], temperature=0.0, new_tokens=8)
+        answer(llm, prompts[0], temperature=0.0, new_tokens=8)
         return [
-            answer(door, prompt, temperature=t, new_tokens=options.new_tokens, predict=options.side == "prediction")
+            answer(llm, prompt, temperature=t, new_tokens=options.new_tokens, predict=options.side == "prediction")
             for prompt in prompts
             for t in options.temperatures
         ]
 
 
-def answer(door: Door, prompt: Prompt, *, temperature: float, new_tokens: int, predict: bool = False) -> Answer:
-    wishes = Wishes(
+def answer(llm: LLM, prompt: Prompt, *, temperature: float, new_tokens: int, predict: bool = False) -> Answer:
+    request_options = RequestOptions(
         temperature=temperature,
         top_p=1.0,
         top_k=0,
@@ -138,15 +138,15 @@ def answer(door: Door, prompt: Prompt, *, temperature: float, new_tokens: int, p
         seed=SEED,
         prediction=prompt.prediction if predict else None,
     )
-    ask = settle_chat(wishes, door=door, messages=prompt.messages)
-    before = settled_stats(door)
+    generation = make_chat_generation(request_options, llm=llm, messages=prompt.messages)
+    before = settled_stats(llm)
     tokens: list[int] = []
     stamps: list[tuple[float, int]] = []
-    for piece in door.stream(ask):
-        if piece.choices:
-            stamps.append((time.perf_counter(), len(piece.choices)))
-            tokens += [choice.token for choice in piece.choices]
-    counted = settled_stats(door).since(before)
+    for piece in llm.stream(generation):
+        if piece.tokens:
+            stamps.append((time.perf_counter(), len(piece.tokens)))
+            tokens += [choice.token for choice in piece.tokens]
+    counted = settled_stats(llm).since(before)
     return Answer(
         kind=prompt.kind,
         name=prompt.name,

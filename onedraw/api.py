@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from onedraw.errors import BadParameter, BadRequest
-from onedraw.llm.llm import Ask, Door, Reply
-from onedraw.llm.options import Wishes, settle, settle_chat
+from onedraw.llm.llm import LLM, Generation, Reply
+from onedraw.llm.options import RequestOptions, make_chat_generation, make_generation
 from onedraw.settings import Settings
 from onedraw.text.tools.dialects import NO_PARAMETERS, Tool, ToolUse
 from onedraw.types import ModelCard, Piece
@@ -25,42 +25,42 @@ DEFAULT_MAX_TOKENS = 256  # where the caller named none; less where the context 
 
 def load(model: str = "smollm2", *, progress: Callable[[str], None] | None = None, **settings: Any) -> Model:
     """Load a model and start its engine. Settings are the serving flags: max_context=4096, dtype="f32", threads=2 …"""
-    from onedraw.build.llm import open_door
+    from onedraw.build.llm import build_llm
 
-    return Model(open_door(Settings.of(model=model, **settings), progress))
+    return Model(build_llm(Settings.of(model=model, **settings), progress))
 
 
 class Model:
     """A running model. Owner: whoever loaded it, and closes it (or uses it in a `with`). Its methods are thread-safe."""
 
-    def __init__(self, door: Door) -> None:
-        self.door = door
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
 
     @property
     def card(self) -> ModelCard:
         """What is known of the model: family, vocabulary, context, sampling defaults, fingerprint."""
-        return self.door.card
+        return self.llm.card
 
-    def generate(self, prompt: Prompt, **wishes: Any) -> Reply | list[Reply]:
+    def generate(self, prompt: Prompt, **options: Any) -> Reply | list[Reply]:
         """The whole reply; a list of them when n is over 1. In a chat also tools, tool_choice, parallel_tool_calls."""
-        return _one_or_all(self.door.generate(self._ask(prompt, wishes)))
+        return _one_or_all(self.llm.generate(self._generation(prompt, options)))
 
-    def stream(self, prompt: Prompt, **wishes: Any) -> Iterator[Piece]:
+    def stream(self, prompt: Prompt, **options: Any) -> Iterator[Piece]:
         """The reply piece by piece; leaving the loop cancels the rest. A mistake raises here, not in the loop."""
-        ask = self._ask(prompt, wishes)
-        self.door.check(ask)
-        return self.door.stream(ask)
+        generation = self._generation(prompt, options)
+        self.llm.check(generation)
+        return self.llm.stream(generation)
 
-    async def agenerate(self, prompt: Prompt, **wishes: Any) -> Reply | list[Reply]:
-        return _one_or_all(await self.door.agenerate(self._ask(prompt, wishes)))
+    async def agenerate(self, prompt: Prompt, **options: Any) -> Reply | list[Reply]:
+        return _one_or_all(await self.llm.agenerate(self._generation(prompt, options)))
 
-    def astream(self, prompt: Prompt, **wishes: Any) -> AsyncIterator[Piece]:
-        ask = self._ask(prompt, wishes)
-        self.door.check(ask)
-        return self.door.astream(ask)
+    def astream(self, prompt: Prompt, **options: Any) -> AsyncIterator[Piece]:
+        generation = self._generation(prompt, options)
+        self.llm.check(generation)
+        return self.llm.astream(generation)
 
     def close(self) -> None:
-        self.door.close()
+        self.llm.close()
 
     def __enter__(self) -> Model:
         return self
@@ -68,22 +68,22 @@ class Model:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ask(self, prompt: Prompt, wishes: Mapping[str, Any]) -> Ask:
-        named = {name: value for name, value in wishes.items() if name not in TOOL_WISHES}
-        tools = {name: wishes[name] for name in TOOL_WISHES if wishes.get(name) is not None}
-        return settle_ask(self.door, prompt, Wishes.of(**named), use=_tool_use(**tools))
+    def _generation(self, prompt: Prompt, options: Mapping[str, Any]) -> Generation:
+        named = {name: value for name, value in options.items() if name not in TOOL_WISHES}
+        tools = {name: options[name] for name in TOOL_WISHES if options.get(name) is not None}
+        return generation_for(self.llm, prompt, RequestOptions.of(**named), use=_tool_use(**tools))
 
 
-def settle_ask(
-    door: Door, prompt: Prompt, wishes: Wishes, *, use: ToolUse | None = None, default_max_tokens: int = DEFAULT_MAX_TOKENS
-) -> Ask:
+def generation_for(
+    llm: LLM, prompt: Prompt, options: RequestOptions, *, use: ToolUse | None = None, default_max_tokens: int = DEFAULT_MAX_TOKENS
+) -> Generation:
     """A text, chat messages or token ids → an Ask."""
     if is_chat(prompt):
         messages = [dict(item) for item in prompt]  # type: ignore[arg-type]
-        return settle_chat(wishes, door=door, messages=messages, use=use, default_max_tokens=default_max_tokens)
+        return make_chat_generation(options, llm=llm, messages=messages, use=use, default_max_tokens=default_max_tokens)
     if use is not None:
         raise BadParameter("tools", "only chat messages can have tools")
-    return settle(wishes, door=door, prompt=_ids(door, prompt), default_max_tokens=default_max_tokens)
+    return make_generation(options, llm=llm, prompt=_ids(llm, prompt), default_max_tokens=default_max_tokens)
 
 
 def _tool_use(
@@ -106,9 +106,9 @@ def _tool_use(
     return ToolUse(tuple(known), may, required=tool_choice != "auto", parallel=parallel_tool_calls)
 
 
-def _ids(door: Door, prompt: Prompt) -> tuple[int, ...]:
+def _ids(llm: LLM, prompt: Prompt) -> tuple[int, ...]:
     if isinstance(prompt, str):
-        return door.encode(prompt)
+        return llm.encode(prompt)
     items = list(prompt)
     if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
         return tuple(items)  # type: ignore[arg-type]

@@ -317,7 +317,7 @@ class Piece:
     index: int = 0  # which choice
     channel: Channel = "content"
     text: str = ""
-    choices: tuple[Choice, ...] = ()
+    tokens: tuple[Choice, ...] = ()
     finish: Finish | None = None
     stop_reason: str | int | None = None  # the stop string or stop id that ended the reply
     usage: Usage | None = None

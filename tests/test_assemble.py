@@ -12,10 +12,10 @@ import pytest
 from onedraw.backends.devices import Device
 from onedraw.backends.torch import device
 from onedraw.build import llm as assemble
-from onedraw.build.llm import _tell_layers, open_door
+from onedraw.build.llm import _tell_layers, build_llm
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.errors import BadSetting, OutOfMemory, UnsupportedModel
-from onedraw.llm.options import Wishes, settle
+from onedraw.llm.options import RequestOptions, make_generation
 from onedraw.models.model_info import read_model_info
 from onedraw.settings import Settings
 from tests import tiny
@@ -23,31 +23,31 @@ from tests import tiny
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "Qwen/Qwen2.5-0.5B-Instruct", "smollm2"])
 def test_a_model_is_served_under_the_name_it_was_asked_for(name: str) -> None:
-    with open_door(Settings(model=name, backend="fake")) as door:
-        assert door.card.name == name
+    with build_llm(Settings(model=name, backend="fake")) as llm:
+        assert llm.card.name == name
 
 
 @pytest.mark.parametrize(("path", "name"), [("tiny-v1.5.gguf", "tiny-v1.5"), ("folder-0.6B", "folder-0.6B")])
 def test_a_path_is_served_under_its_last_part(tmp_path: Path, path: str, name: str) -> None:
     (tmp_path / path).touch()
-    with open_door(Settings(model=str(tmp_path / path), backend="fake")) as door:
-        assert door.card.name == name
+    with build_llm(Settings(model=str(tmp_path / path), backend="fake")) as llm:
+        assert llm.card.name == name
 
 
 def test_pages_for_less_than_one_sequence_are_refused_at_the_start() -> None:
     with pytest.raises(OutOfMemory, match="needs 4 pages"):
-        open_door(Settings(backend="fake", max_context=64, kv_memory=3))
+        build_llm(Settings(backend="fake", max_context=64, kv_memory=3))
 
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16", "q8_0"])
 def test_a_state_dtype_that_would_change_the_answer_is_refused_at_start(dtype: str) -> None:
     with pytest.raises(BadSetting, match=rf"--state-dtype: {dtype} cannot hold the states of recurrent layers"):
-        open_door(Settings(backend="fake", state_dtype=dtype))
+        build_llm(Settings(backend="fake", state_dtype=dtype))
 
 
 def test_the_fake_backend_refuses_a_dtype_of_keys_and_values() -> None:
     with pytest.raises(BadSetting, match="--kv-dtype: the fake backend has no keys and values"):
-        open_door(Settings(backend="fake", kv_dtype="int8"))
+        build_llm(Settings(backend="fake", kv_dtype="int8"))
 
 
 @pytest.mark.parametrize(
@@ -63,32 +63,32 @@ def test_the_fake_backend_refuses_a_dtype_of_keys_and_values() -> None:
 def test_a_packed_file_stays_packed_on_a_cpu_unless_told_otherwise(tmp_path: Path, changes: dict[str, Any], dtype: str) -> None:
     file = tiny.write_gguf("llama31", tmp_path / "tiny.gguf", kind="Q8_0")
     place = {"device": "cpu"} if "devices" not in changes else {}
-    with open_door(Settings(model=str(file), draft=("none",), **place, **changes)) as door:
-        if "torch" in door.card.device:
+    with build_llm(Settings(model=str(file), draft=("none",), **place, **changes)) as llm:
+        if "torch" in llm.card.device:
             pytest.skip("no C compiler")
-        assert door.card.dtype == dtype.partition("-kv-")[0]
-        assert f"-{dtype}-c" in door.card.fingerprint
-        wishes = Wishes(temperature=0.0, max_tokens=8, ignore_eos=True, seed=1, checksums=True)
-        (reply,) = door.generate(settle(wishes, door=door, prompt=(5, 6, 7)))
-    assert len(reply.choices) == 8
+        assert llm.card.dtype == dtype.partition("-kv-")[0]
+        assert f"-{dtype}-c" in llm.card.fingerprint
+        options = RequestOptions(temperature=0.0, max_tokens=8, ignore_eos=True, seed=1, checksums=True)
+        (reply,) = llm.generate(make_generation(options, llm=llm, prompt=(5, 6, 7)))
+    assert len(reply.tokens) == 8
 
 
 def test_packed_weights_give_one_answer_on_one_device_and_on_two(tmp_path: Path) -> None:
     file = tiny.write_gguf("llama", tmp_path / "tiny.gguf", kind="Q4_1")
     found = []
     for where in ({"device": "cpu"}, {"devices": "cpu,cpu", "split": "1,2"}, {"device": "cpu", "threads": 1}):
-        with open_door(Settings(model=str(file), draft=("none",), **where)) as door:
-            wishes = Wishes(temperature=1.0, max_tokens=12, ignore_eos=True, seed=3, checksums=True)
-            found += door.generate(settle(wishes, door=door, prompt=tuple(range(5, 40))))
-    assert [(c.token, c.checksum) for c in found[0].choices] == [(c.token, c.checksum) for c in found[1].choices]
-    assert [(c.token, c.checksum) for c in found[0].choices] == [(c.token, c.checksum) for c in found[2].choices]
+        with build_llm(Settings(model=str(file), draft=("none",), **where)) as llm:
+            options = RequestOptions(temperature=1.0, max_tokens=12, ignore_eos=True, seed=3, checksums=True)
+            found += llm.generate(make_generation(options, llm=llm, prompt=tuple(range(5, 40))))
+    assert [(c.token, c.checksum) for c in found[0].tokens] == [(c.token, c.checksum) for c in found[1].tokens]
+    assert [(c.token, c.checksum) for c in found[0].tokens] == [(c.token, c.checksum) for c in found[2].tokens]
 
 
 def test_a_model_that_could_not_be_loaded_leaves_no_thread_behind(tmp_path: Path) -> None:
     model, bad = tiny.write_safetensors("llama", tmp_path / "m"), tiny.write_safetensors("qwen3_5", tmp_path / "bad")
     before = set(threading.enumerate())
     with pytest.raises(UnsupportedModel, match="cannot draft"):
-        open_door(Settings(model=str(model), devices="cpu,cpu", overlap="on", dtype="f32", draft=(str(bad),)))
+        build_llm(Settings(model=str(model), devices="cpu,cpu", overlap="on", dtype="f32", draft=(str(bad),)))
     assert {thread.name for thread in set(threading.enumerate()) - before} <= {"onedraw-engine"}  # which is ending
 
 
@@ -98,7 +98,7 @@ def test_a_folder_of_snapshots_that_cannot_be_used_is_refused_before_loading(tmp
     flags: dict[str, Any] = {"cache_budget": 10**6, "snapshot_dir": tmp_path / "file" / below}
     for settings in (Settings(backend="fake", **flags), Settings(model=str(tmp_path / "no-model"), **flags)):
         with pytest.raises(BadSetting, match=r"--snapshot-dir: .* cannot be used .*; name a folder"):
-            open_door(settings)
+            build_llm(settings)
 
 
 def test_a_long_model_tells_of_its_quarters() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from onedraw.build.drafters import drafter_paths, make_speculator, proposer_names
-from onedraw.build.llm import open_door
+from onedraw.build.llm import build_llm
 from onedraw.build.sizing import longest_draft
 from onedraw.errors import BadSetting, UnsupportedModel
-from onedraw.llm.options import Wishes, settle
+from onedraw.llm.options import RequestOptions, make_generation
 from onedraw.settings import Settings
 from onedraw.types import History, Request, SamplingParams
 from tests import tiny
@@ -45,7 +45,7 @@ def test_what_is_no_word_is_a_drafter_for_the_backend(tmp_path: Path) -> None:
     assert drafter_paths(settings) == (tmp_path,)
     assert drafter_paths(Settings(draft=("ngram", "prediction"))) == ()
     with pytest.raises(BadSetting, match="runs no drafter"):
-        open_door(settings)
+        build_llm(settings)
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +60,10 @@ def small_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def answer(**settings: Any) -> tuple[list[int], str, int]:
-    with open_door(Settings.of(max_context=128, self_check=False, **settings)) as door:
-        wishes = Wishes(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True)
-        [reply] = door.generate(settle(wishes, door=door, prompt=door.encode("Hello there, how are you?")))
-        return reply.token_ids, door.service.capacity.drafter, reply.usage.kept
+    with build_llm(Settings.of(max_context=128, self_check=False, **settings)) as llm:
+        options = RequestOptions(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True)
+        [reply] = llm.generate(make_generation(options, llm=llm, prompt=llm.encode("Hello there, how are you?")))
+        return reply.token_ids, llm.service.capacity.drafter, reply.usage.kept
 
 
 def test_a_smaller_model_drafts_and_changes_nothing(small_models: dict[str, Path]) -> None:
@@ -92,17 +92,19 @@ def test_a_hybrid_opens_drafts_with_its_own_head_and_answers_alike(tmp_path: Pat
     folder = tiny.write_safetensors("qwen3_5_mtp", tmp_path / "mtp")
     replies = []
     for draft in (("auto",), ("none",)):
-        with open_door(Settings(model=str(folder), max_context=256, draft=draft, draft_tokens=3)) as door:
-            assert door.service.capacity.drafter == ("mtp" if draft == ("auto",) else "")
-            ask = settle(Wishes.of(max_tokens=12, seed=3), door=door, prompt=tuple(range(3, 80)), label="test")
-            (reply,) = door.generate(ask)
+        with build_llm(Settings(model=str(folder), max_context=256, draft=draft, draft_tokens=3)) as llm:
+            assert llm.service.capacity.drafter == ("mtp" if draft == ("auto",) else "")
+            generation = make_generation(
+                RequestOptions.of(max_tokens=12, seed=3), llm=llm, prompt=tuple(range(3, 80)), label="test"
+            )
+            (reply,) = llm.generate(generation)
             replies.append(reply.token_ids)
     assert replies[0] == replies[1]
     bare = tiny.write_safetensors("qwen3_5", tmp_path / "bare")
     with pytest.raises(UnsupportedModel, match="has no MTP head"):
-        open_door(Settings(model=str(bare), max_context=256, draft=("mtp",)))
+        build_llm(Settings(model=str(bare), max_context=256, draft=("mtp",)))
     with pytest.raises(UnsupportedModel, match="its state only moves forward"):
-        open_door(Settings(model=str(folder), max_context=256, draft=(str(bare),)))
+        build_llm(Settings(model=str(folder), max_context=256, draft=(str(bare),)))
 
 
 @pytest.mark.parametrize(("given", "expected"), [({}, 16), ({"draft": ("none",)}, 0), ({"draft_tokens": 5}, 5)])

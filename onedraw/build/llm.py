@@ -29,7 +29,7 @@ from onedraw.engine.engine import Engine, Observer
 from onedraw.engine.scheduler import Scheduler
 from onedraw.engine.service import Service
 from onedraw.errors import BadSetting, OutOfMemory
-from onedraw.llm.llm import Door
+from onedraw.llm.llm import LLM
 from onedraw.memory.allocator import Ledger
 from onedraw.memory.disk_snapshots import SnapshotFolder
 from onedraw.models.model_info import ModelInfo, read_model_info
@@ -48,18 +48,18 @@ if TYPE_CHECKING:
 log = logging.getLogger("onedraw")
 
 
-def open_door(
+def build_llm(
     settings: Settings, progress: Progress | None = None, *, speculator: Speculator | None = None, rehearse: bool = True
-) -> Door:
+) -> LLM:
     """Load a model and start its engine. `progress` hears one line per stage. `rehearse`: turns that will come are recorded
     before the first request, where turns are recorded."""
     tell = progress or (lambda line: None)
     _require_snapshot_dir(settings)
     match settings.backend:
         case "fake":
-            return _fake_door(settings, speculator or make_speculator(settings))
+            return _build_fake(settings, speculator or make_speculator(settings))
         case "torch" | "xla":
-            return _model_door(settings, tell, speculator or make_speculator(settings), rehearse=rehearse)
+            return _build_model(settings, tell, speculator or make_speculator(settings), rehearse=rehearse)
 
 
 def make_service(
@@ -129,7 +129,7 @@ def _unusable(root: Path, error: OSError) -> BadSetting:
 # ---------------------------------------------------------------------- the two kinds of door
 
 
-def _fake_door(settings: Settings, speculator: Speculator) -> Door:
+def _build_fake(settings: Settings, speculator: Speculator) -> LLM:
     require_state_dtype(settings.state_dtype, "states of recurrent layers")
     if settings.kv_dtype != "auto":
         raise BadSetting("--kv-dtype: the fake backend has no keys and values; leave it at auto")
@@ -157,10 +157,10 @@ def _fake_door(settings: Settings, speculator: Speculator) -> Door:
 
     service = make_service(make_backend, settings, speculator, weights="fake", observer=_observer(settings, tokenizer))
     card = _card(settings, family="fake", weights="fake", capacity=service.capacity, eos=(tokenizer.eos_id or 0,), defaults={})
-    return Door(service=service, tokenizer=tokenizer, template=fake_chat_template(), card=card)
+    return LLM(service=service, tokenizer=tokenizer, template=fake_chat_template(), card=card)
 
 
-def _model_door(settings: Settings, tell: Progress, speculator: Speculator, *, rehearse: bool) -> Door:
+def _build_model(settings: Settings, tell: Progress, speculator: Speculator, *, rehearse: bool) -> LLM:
     """A checkpoint behind a backend that computes."""
     if settings.backend == "xla":
         require_jax()
@@ -198,7 +198,7 @@ def _model_door(settings: Settings, tell: Progress, speculator: Speculator, *, r
         eos=tuple(info.eos_ids),
         defaults=info.defaults,
     )
-    return Door(service=service, tokenizer=tokenizer, template=template, card=card)
+    return LLM(service=service, tokenizer=tokenizer, template=template, card=card)
 
 
 def torch_backend(

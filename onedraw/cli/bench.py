@@ -20,12 +20,12 @@ from pathlib import Path
 from onedraw.checkpoints.random_shapes import SHAPES
 from onedraw.cli import bench as plot
 from onedraw.cli import terminal as screen
-from onedraw.cli.flags import add_settings, add_wishes, argument_type, read_settings, read_wishes, token_ids
+from onedraw.cli.flags import add_request_options, add_settings, argument_type, read_request_options, read_settings, token_ids
 from onedraw.engine.stats import Stats
 from onedraw.errors import BadSetting, OnedrawError
 from onedraw.lab.recorded_drafts import DEFAULT_LENGTH, RecordedProposer
-from onedraw.llm.llm import Ask, Door, settled_stats
-from onedraw.llm.options import Wishes, settle
+from onedraw.llm.llm import LLM, Generation, settled_stats
+from onedraw.llm.options import RequestOptions, make_generation
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import ModelCard
 
@@ -151,12 +151,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw throughput over batch and latency over context (matplotlib)"
     )
-    add_wishes(parser, leave_out=SET_HERE)
+    add_request_options(parser, leave_out=SET_HERE)
     add_settings(parser, leave_out=("served_name", "queue_limit"))
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from onedraw.build.llm import open_door
+    from onedraw.build.llm import build_llm
     from onedraw.lab.floor import decode_step_floor
     from onedraw.lab.transformers_peer import peer_rates
 
@@ -172,22 +172,24 @@ def run(arguments: argparse.Namespace) -> int:
         max_context=needed if arguments.max_context is None else arguments.max_context,
         queue_limit=max(batches),
     )
-    wishes = read_wishes(arguments, max_tokens=arguments.new_tokens, ignore_eos=True, seed=0)
+    options = read_request_options(arguments, max_tokens=arguments.new_tokens, ignore_eos=True, seed=0)
     work = {"prompt_tokens": arguments.prompt_tokens, "repeats": arguments.repeats}
     contexts: list[tuple[int, float]] = []
     with screen.progress() as tell:
         floor = decode_step_floor(settings)
         speculator = None if recorded is None else Speculator([recorded], draft_tokens=recorded.length)
         # Each batch size runs once before it is measured: that records its turns, and no others.
-        with open_door(settings, tell, speculator=speculator, rehearse=False) as door:
-            measures = measure_all(door, wishes, batches=batches, tell=tell, recorded=recorded, **work)
+        with build_llm(settings, tell, speculator=speculator, rehearse=False) as llm:
+            measures = measure_all(llm, options, batches=batches, tell=tell, recorded=recorded, **work)
             if arguments.plot is not None:
-                contexts = _over_contexts(door, wishes, arguments.prompt_tokens, tell)
-            card = door.card
+                contexts = _over_contexts(llm, options, arguments.prompt_tokens, tell)
+            card = llm.card
         if floor is not None:
             measures = [with_floor(m, floor, arguments.prompt_tokens + arguments.new_tokens // 2) for m in measures]
         if arguments.against is not None:
-            sampling = {"temperature": wishes.temperature or 1.0, "top_p": wishes.top_p or 1.0} if wishes.temperature != 0 else {}
+            sampling = (
+                {"temperature": options.temperature or 1.0, "top_p": options.top_p or 1.0} if options.temperature != 0 else {}
+            )
             rates = peer_rates(settings, tell, batches=batches, prompt_tokens=arguments.prompt_tokens, sampling=sampling)
             measures = [replace(m, peer_tokens_per_second=rates[m.batch]) for m in measures]
     title = f"{card.name} · {card.device} · {card.dtype} · {arguments.prompt_tokens} + {arguments.new_tokens} tokens"
@@ -222,8 +224,8 @@ def _print(measures: Sequence[Measure], card: ModelCard, arguments: argparse.Nam
 
 
 def measure_all(
-    door: Door,
-    wishes: Wishes,
+    llm: LLM,
+    options: RequestOptions,
     *,
     batches: Sequence[int],
     prompt_tokens: int,
@@ -232,22 +234,22 @@ def measure_all(
     recorded: RecordedProposer | None = None,
 ) -> list[Measure]:
     """Every batch size, each after one run that is not counted."""
-    prompts = Prompts(door, prompt_tokens)
+    prompts = Prompts(llm, prompt_tokens)
     measures = []
     for batch in batches:
         tell(f"batch {batch}, a run that is not counted")
-        asks = [_ask(door, wishes, prompts.next()) for _ in range(batch)]
-        first = _together(door, asks)
+        generations = [_generation(llm, options, prompts.next()) for _ in range(batch)]
+        first = _together(llm, generations)
         if recorded is not None:
-            _replayed(door, asks, first, recorded)
+            _replayed(llm, generations, first, recorded)
         runs, plain = [], []
         for repeat in range(repeats):
             tell(f"batch {batch}, run {repeat + 1} of {repeats}")
-            asks = [_ask(door, wishes, prompts.next()) for _ in range(batch)]
-            runs.append(_together(door, asks))
+            generations = [_generation(llm, options, prompts.next()) for _ in range(batch)]
+            runs.append(_together(llm, generations))
             if recorded is not None:
                 plain.append(runs[-1])
-                runs[-1] = _replayed(door, asks, plain[-1], recorded)
+                runs[-1] = _replayed(llm, generations, plain[-1], recorded)
         measure = summarise(batch, runs)
         measures.append(
             replace(measure, plain_tokens_per_second=summarise(batch, plain).decode_tokens_per_second) if plain else measure
@@ -255,11 +257,11 @@ def measure_all(
     return measures
 
 
-def _replayed(door: Door, asks: Sequence[Ask], plain: Run, recorded: RecordedProposer) -> Run:
+def _replayed(llm: LLM, generations: Sequence[Generation], plain: Run, recorded: RecordedProposer) -> Run:
     """The same asks with their own answers as drafts. A draft cannot change an answer, and here that is seen to."""
-    recorded.vocab = door.card.vocab
-    recorded.answers = {ask.prompt: timing.ids for ask, timing in zip(asks, plain.timings, strict=True)}
-    again = _together(door, asks)
+    recorded.vocab = llm.card.vocab
+    recorded.answers = {generation.prompt: timing.ids for generation, timing in zip(generations, plain.timings, strict=True)}
+    again = _together(llm, generations)
     recorded.answers = {}
     if [t.ids for t in again.timings] != [t.ids for t in plain.timings]:
         raise OnedrawError("drafts changed an answer: the contract does not hold here; `onedraw prove` says where")
@@ -272,12 +274,12 @@ def with_floor(measure: Measure, floor: Callable[[int, int], float], context: in
     return replace(measure, floor_share=floor(measure.batch, context) / turn)
 
 
-def _over_contexts(door: Door, wishes: Wishes, longest: int, tell: Callable[[str], None]) -> list[tuple[int, float]]:
+def _over_contexts(llm: LLM, options: RequestOptions, longest: int, tell: Callable[[str], None]) -> list[tuple[int, float]]:
     """Milliseconds per token of one request, for prompts up to the asked length."""
     found = []
     for length in sorted({max(longest // part, 1) for part in (16, 8, 4, 2, 1)}):
         tell(f"context of {length}")
-        measured = summarise(1, [_together(door, [_ask(door, wishes, Prompts(door, length).next())])])
+        measured = summarise(1, [_together(llm, [_generation(llm, options, Prompts(llm, length).next())])])
         found.append((length, measured.inter_token_ms))
     return found
 
@@ -285,8 +287,8 @@ def _over_contexts(door: Door, wishes: Wishes, longest: int, tell: Callable[[str
 class Prompts:
     """Prompts of one length that share no beginning. Owner: the bench that made it."""
 
-    def __init__(self, door: Door, length: int) -> None:
-        self._allowed = [i for i in range(door.card.vocab) if i not in door.card.eos_ids]
+    def __init__(self, llm: LLM, length: int) -> None:
+        self._allowed = [i for i in range(llm.card.vocab) if i not in llm.card.eos_ids]
         self._length = length
         self._random = random.Random(0)
 
@@ -294,36 +296,36 @@ class Prompts:
         return tuple(self._random.choices(self._allowed, k=self._length))
 
 
-def _ask(door: Door, wishes: Wishes, prompt: tuple[int, ...]) -> Ask:
-    return settle(wishes, door=door, prompt=prompt, label="bench")
+def _generation(llm: LLM, options: RequestOptions, prompt: tuple[int, ...]) -> Generation:
+    return make_generation(options, llm=llm, prompt=prompt, label="bench")
 
 
-def _together(door: Door, asks: Sequence[Ask]) -> Run:
-    before = settled_stats(door)
-    seconds, timings = asyncio.run(_at_once(door, asks))
-    return Run(seconds, timings, settled_stats(door).since(before))
+def _together(llm: LLM, generations: Sequence[Generation]) -> Run:
+    before = settled_stats(llm)
+    seconds, timings = asyncio.run(_at_once(llm, generations))
+    return Run(seconds, timings, settled_stats(llm).since(before))
 
 
-async def _at_once(door: Door, asks: Sequence[Ask]) -> tuple[float, tuple[Timing, ...]]:
+async def _at_once(llm: LLM, generations: Sequence[Generation]) -> tuple[float, tuple[Timing, ...]]:
     start = time.perf_counter()
-    timings = await asyncio.gather(*(_timed(door, ask, start) for ask in asks))
+    timings = await asyncio.gather(*(_timed(llm, generation, start) for generation in generations))
     return time.perf_counter() - start, tuple(timings)
 
 
-async def _timed(door: Door, ask: Ask, start: float) -> Timing:
+async def _timed(llm: LLM, generation: Generation, start: float) -> Timing:
     """Tokens that arrive in one piece share the time since the piece before."""
     first, last, gaps, tokens, ids = 0.0, start, [], 0, []
-    async for piece in door.astream(ask):
-        if not piece.choices:
+    async for piece in llm.astream(generation):
+        if not piece.tokens:
             continue
         now = time.perf_counter()
         if not tokens:
             first = now - start
-            gaps += [0.0] * (len(piece.choices) - 1)
+            gaps += [0.0] * (len(piece.tokens) - 1)
         else:
-            gaps += [(now - last) / len(piece.choices)] * len(piece.choices)
-        tokens, last = tokens + len(piece.choices), now
-        ids += [choice.token for choice in piece.choices]
+            gaps += [(now - last) / len(piece.tokens)] * len(piece.tokens)
+        tokens, last = tokens + len(piece.tokens), now
+        ids += [choice.token for choice in piece.tokens]
     return Timing(first=first, gaps=tuple(gaps), tokens=tokens, ids=tuple(ids))
 
 

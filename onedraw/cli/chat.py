@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from onedraw.api import settle_ask
+from onedraw.api import generation_for
 from onedraw.cli import terminal as screen
-from onedraw.cli.flags import add_settings, add_wishes, read_settings, read_wishes
+from onedraw.cli.flags import add_request_options, add_settings, read_request_options, read_settings
 from onedraw.errors import BadParameter, BadRequest, OnedrawError
-from onedraw.llm.llm import Ask, Door, Reply
-from onedraw.llm.options import Wishes
+from onedraw.llm.llm import LLM, Generation, Reply
+from onedraw.llm.options import RequestOptions
 
 HELP = "talk with a model in the terminal"
 EXAMPLES = """examples:
@@ -49,7 +49,7 @@ HELP_LINES = (
 class Conversation:
     """What was said and how to answer. Owner: the chat loop."""
 
-    wishes: Wishes
+    options: RequestOptions
     system: str | None = None
     turns: list[dict[str, Any]] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)  # one per answer
@@ -70,25 +70,25 @@ class Conversation:
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", nargs="?", default="smollm2", help="the model to talk with (default: smollm2)")
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
-    add_wishes(parser, leave_out=("n", "logprobs", "logprobs_mode", "prompt_logprobs", "checksums", "prediction"))
+    add_request_options(parser, leave_out=("n", "logprobs", "logprobs_mode", "prompt_logprobs", "checksums", "prediction"))
     add_settings(parser, leave_out=("served_name", "queue_limit"))
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from onedraw.build.llm import open_door
+    from onedraw.build.llm import build_llm
 
-    settings, wishes = read_settings(arguments), read_wishes(arguments)
+    settings, options = read_settings(arguments), read_request_options(arguments)
     with screen.progress() as tell:
-        door = open_door(settings, tell)
-    with door:
-        if door.template is None:
+        llm = build_llm(settings, tell)
+    with llm:
+        if llm.template is None:
             raise BadRequest("this model has no chat template; use `onedraw generate`", param="messages", code="no_chat_template")
-        screen.dim(f"{door.card.name} · {door.card.device} · {door.card.dtype} · /help lists the commands", out=sys.stdout)
-        talk(door, Conversation(wishes, system=arguments.system), read=line_reader())
+        screen.dim(f"{llm.card.name} · {llm.card.device} · {llm.card.dtype} · /help lists the commands", out=sys.stdout)
+        talk(llm, Conversation(options, system=arguments.system), read=line_reader())
     return 0
 
 
-def talk(door: Door, conversation: Conversation, *, read: Callable[[], str]) -> None:
+def talk(llm: LLM, conversation: Conversation, *, read: Callable[[], str]) -> None:
     """Until the person leaves. Ctrl-C stops an answer, or forgets a half-typed line; it never ends the program."""
     while True:
         try:
@@ -104,19 +104,19 @@ def talk(door: Door, conversation: Conversation, *, read: Callable[[], str]) -> 
             if line.startswith("/"):
                 screen.dim(obey(conversation, line), out=sys.stdout)
             elif line:
-                answer(door, conversation, line)
+                answer(llm, conversation, line)
         except OnedrawError as error:
             screen.dim(f"onedraw: {error}", out=sys.stdout)
         except KeyboardInterrupt:  # before the answer began
             screen.dim("stopped", out=sys.stdout)
 
 
-def answer(door: Door, conversation: Conversation, question: str) -> None:
+def answer(llm: LLM, conversation: Conversation, question: str) -> None:
     """One exchange. A question that cannot be answered leaves the conversation as it was."""
     conversation.turns.append({"role": "user", "content": question})
     try:
-        ask = settle_ask(door, conversation.messages(), conversation.wishes, default_max_tokens=ANSWER_TOKENS)
-        reply, stopped = _listen(door, ask)
+        generation = generation_for(llm, conversation.messages(), conversation.options, default_max_tokens=ANSWER_TOKENS)
+        reply, stopped = _listen(llm, generation)
     except (OnedrawError, KeyboardInterrupt):
         conversation.turns.pop()
         raise
@@ -130,10 +130,10 @@ def answer(door: Door, conversation: Conversation, question: str) -> None:
     screen.dim(f"seed {reply.seed}" + (f" · {ending}" if ending else ""), out=sys.stdout)
 
 
-def _listen(door: Door, ask: Ask) -> tuple[Reply, bool]:
+def _listen(llm: LLM, generation: Generation) -> tuple[Reply, bool]:
     """Write the answer as it comes. Ctrl-C cancels the rest and keeps what was said."""
-    (reply,) = door.replies(ask)
-    pieces = door.stream(ask)
+    (reply,) = llm.replies(generation)
+    pieces = llm.stream(generation)
     stopped = False
     try:
         for piece in pieces:
@@ -155,13 +155,13 @@ def obey(conversation: Conversation, line: str) -> str:
         case "/help":
             return screen.plain_table("", ("command", "what it does"), HELP_LINES).rstrip()
         case "/seed":
-            conversation.wishes = replace(conversation.wishes, seed=_number(int, "seed", rest) if rest else None)
+            conversation.options = replace(conversation.options, seed=_number(int, "seed", rest) if rest else None)
             return f"seed {rest}" if rest else "a new seed for every answer"
         case "/temperature":
-            conversation.wishes = replace(conversation.wishes, temperature=_number(float, "temperature", rest))
+            conversation.options = replace(conversation.options, temperature=_number(float, "temperature", rest))
             return f"temperature {rest}"
         case "/max":
-            conversation.wishes = replace(conversation.wishes, max_tokens=_number(int, "max", rest))
+            conversation.options = replace(conversation.options, max_tokens=_number(int, "max", rest))
             return f"answers of at most {rest} tokens"
         case "/system":
             conversation.system = rest or None

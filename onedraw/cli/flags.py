@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from onedraw.errors import BadSetting
-from onedraw.llm.options import Wishes
+from onedraw.llm.options import RequestOptions
 from onedraw.settings import ACTIVATION_DTYPES, DTYPES, KV_DTYPES, Settings, size_in_bytes
 
 # -------------------- The options of `--record`, the same for every command that can record.
 
 
 if TYPE_CHECKING:
-    from onedraw.llm.llm import Door
+    from onedraw.llm.llm import LLM
 
 
 def add_record(parser: argparse.ArgumentParser) -> None:
@@ -42,21 +42,21 @@ def add_record(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--record-text", action="store_true", help="also write prompt and reply as text")
 
 
-def recorded(door: Door, arguments: argparse.Namespace) -> Door:
+def recorded(llm: LLM, arguments: argparse.Namespace) -> LLM:
     """The door, which writes down what it answers if --record says so."""
-    from onedraw.contract.record import DEFAULT_SIZE, Recorder, RecordingDoor
+    from onedraw.contract.record import DEFAULT_SIZE, Recorder, RecordingLLM
 
     if arguments.record is None:
         for name in ("record_size", "record_text"):
             if getattr(arguments, name):
                 raise BadSetting(f"--{name.replace('_', '-')}: only with --record")
-        return door
+        return llm
     size = DEFAULT_SIZE if arguments.record_size is None else arguments.record_size
     if size < 1:
         raise BadSetting(f"--record-size: must be at least 1 byte, not {size}")
     path = Path(arguments.model)
     source = str(path.resolve()) if path.exists() else arguments.model
-    return RecordingDoor(door, Recorder(arguments.record, size=size), source=source, text=arguments.record_text)
+    return RecordingLLM(llm, Recorder(arguments.record, size=size), source=source, text=arguments.record_text)
 
 
 # -------------------- Every serving flag and every sampling wish as an option, made from the dataclasses themsel
@@ -167,7 +167,7 @@ def settings_flags() -> list[Flag]:
 
 
 def wishes_flags() -> list[Flag]:
-    return _flags(Wishes, WISHES_HELP)
+    return _flags(RequestOptions, WISHES_HELP)
 
 
 def add_settings(parser: argparse.ArgumentParser, *, leave_out: Collection[str] = ()) -> None:
@@ -177,7 +177,7 @@ def add_settings(parser: argparse.ArgumentParser, *, leave_out: Collection[str] 
         group.add_argument("--draft-window", action=Refused, reason=NO_DRAFT_WINDOW)
 
 
-def add_wishes(parser: argparse.ArgumentParser, *, leave_out: Collection[str] = ()) -> None:
+def add_request_options(parser: argparse.ArgumentParser, *, leave_out: Collection[str] = ()) -> None:
     _add(parser.add_argument_group("how to choose tokens"), wishes_flags(), leave_out)
 
 
@@ -187,11 +187,11 @@ def read_settings(arguments: argparse.Namespace, **more: Any) -> Settings:
     return Settings.of(model=arguments.model, **{**given, **more})
 
 
-def read_wishes(arguments: argparse.Namespace, **more: Any) -> Wishes:
+def read_request_options(arguments: argparse.Namespace, **more: Any) -> RequestOptions:
     given = {f.field: getattr(arguments, f.field, None) for f in wishes_flags()}
     if getattr(arguments, "logit_bias", None):
         given["logit_bias"] = dict(arguments.logit_bias)
-    return Wishes.of(**{**given, **more})
+    return RequestOptions.of(**{**given, **more})
 
 
 class Refused(argparse.Action):

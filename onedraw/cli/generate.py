@@ -10,11 +10,20 @@ import sys
 import time
 from typing import Any
 
-from onedraw.api import Prompt, settle_ask
+from onedraw.api import Prompt, generation_for
 from onedraw.cli import terminal as screen
-from onedraw.cli.flags import add_record, add_settings, add_wishes, argument_type, read_settings, read_wishes, recorded, token_ids
+from onedraw.cli.flags import (
+    add_record,
+    add_request_options,
+    add_settings,
+    argument_type,
+    read_request_options,
+    read_settings,
+    recorded,
+    token_ids,
+)
 from onedraw.errors import BadSetting
-from onedraw.llm.llm import Ask, Door, Reply
+from onedraw.llm.llm import LLM, Generation, Reply
 from onedraw.types import Logprobs
 
 HELP = "continue a prompt, or answer it"
@@ -34,23 +43,23 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="a system message before it; needs --chat")
     parser.add_argument("--json", action="store_true", help="print one JSON object when the reply is complete")
     add_record(parser)
-    add_wishes(parser)
+    add_request_options(parser)
     add_settings(parser, leave_out=("served_name", "queue_limit"))
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from onedraw.build.llm import open_door
+    from onedraw.build.llm import build_llm
 
-    prompt, settings, wishes = read_prompt(arguments), read_settings(arguments), read_wishes(arguments)
+    prompt, settings, options = read_prompt(arguments), read_settings(arguments), read_request_options(arguments)
     with screen.progress() as tell:
-        door = open_door(settings, tell)
-    with door, recorded(door, arguments) as door:
-        ask = settle_ask(door, prompt, wishes)
-        door.check(ask)
+        llm = build_llm(settings, tell)
+    with llm, recorded(llm, arguments) as llm:
+        generation = generation_for(llm, prompt, options)
+        llm.check(generation)
         if arguments.json:
-            screen.print_json(reply_json(door, door.generate(ask)))
+            screen.print_json(reply_json(llm, llm.generate(generation)))
         else:
-            _write(door, ask)
+            _write(llm, generation)
     return 0
 
 
@@ -72,19 +81,19 @@ def read_prompt(arguments: argparse.Namespace) -> Prompt:
     return [*system, {"role": "user", "content": text}]
 
 
-def _write(door: Door, ask: Ask) -> None:
+def _write(llm: LLM, generation: Generation) -> None:
     """One reply as it comes; several one after the other, since their pieces arrive mixed."""
     start = time.perf_counter()
-    replies = door.replies(ask)
-    for piece in door.stream(ask):
+    replies = llm.replies(generation)
+    for piece in llm.stream(generation):
         replies[piece.index].add(piece)
-        if ask.n == 1:
+        if generation.n == 1:
             screen.say(piece)
     if any(reply.reasoning for reply in replies):
         sys.stderr.write("\n")
-    for index, reply in enumerate(replies if ask.n > 1 else ()):
+    for index, reply in enumerate(replies if generation.n > 1 else ()):
         sys.stdout.write(f"--- {index} (seed {reply.seed})\n{reply.text}\n")
-    if ask.n == 1:
+    if generation.n == 1:
         sys.stdout.write("\n")
     sys.stdout.flush()
     screen.dim(remark(replies, seconds=time.perf_counter() - start))
@@ -92,17 +101,17 @@ def _write(door: Door, ask: Ask) -> None:
 
 def remark(replies: list[Reply], *, seconds: float) -> str:
     """What replays the reply, how it ended and how fast it was."""
-    count = sum(len(r.choices) for r in replies)
+    count = sum(len(r.tokens) for r in replies)
     return f"seed {replies[0].seed} · {count} tokens · {count / max(seconds, 1e-9):.1f} tokens/s · {replies[0].finish}"
 
 
-def reply_json(door: Door, replies: list[Reply]) -> dict[str, Any]:
+def reply_json(llm: LLM, replies: list[Reply]) -> dict[str, Any]:
     """One reply flat; further ones (n > 1) under `choices`, the first among them."""
     first = _choice_json(replies[0])
     more = {"choices": [_choice_json(r) for r in replies]} if len(replies) > 1 else {}
     return {
-        "model": door.card.name,
-        "fingerprint": door.card.fingerprint,
+        "model": llm.card.name,
+        "fingerprint": llm.card.fingerprint,
         "prompt_ids": list(replies[0].prompt_ids),
         **first,
         **more,
@@ -111,8 +120,8 @@ def reply_json(door: Door, replies: list[Reply]) -> dict[str, Any]:
 
 def _choice_json(reply: Reply) -> dict[str, Any]:
     usage = reply.usage
-    scored = [c.logprobs for c in reply.choices if c.logprobs is not None]
-    sums = [f"{c.checksum:016x}" for c in reply.choices if c.checksum is not None]
+    scored = [c.logprobs for c in reply.tokens if c.logprobs is not None]
+    sums = [f"{c.checksum:016x}" for c in reply.tokens if c.checksum is not None]
     return {
         "token_ids": reply.token_ids,
         "text": reply.text,

@@ -19,7 +19,7 @@ from onedraw.errors import BadSetting
 if TYPE_CHECKING:
     from onedraw.contract.record import Record
     from onedraw.contract.replay import Report, Verdict
-    from onedraw.llm.llm import Door
+    from onedraw.llm.llm import LLM
 
 HELP = "run recorded requests again, and say which tokens differ"
 EXAMPLES = """examples:
@@ -42,16 +42,16 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from onedraw.build.llm import open_door
+    from onedraw.build.llm import build_llm
     from onedraw.contract.record import read_records
     from onedraw.contract.replay import replay
 
     records = read_records(arguments.records)
     arguments.model = arguments.model or source_of(records)
     settings = read_settings(arguments)
-    with screen.progress() as tell, open_door(settings, tell) as door:
-        report = replay(records, door, tell=tell)
-        rows = [row_of(verdict, door) for verdict in report.verdicts if verdict.result != "same"]
+    with screen.progress() as tell, build_llm(settings, tell) as llm:
+        report = replay(records, llm, tell=tell)
+        rows = [row_of(verdict, llm) for verdict in report.verdicts if verdict.result != "same"]
     if arguments.json:
         screen.print_json(report_json(report))
         return 0 if report.holds else 1
@@ -90,11 +90,11 @@ def summary(report: Report, *, left_out: int = 0) -> list[str]:
     return lines
 
 
-def row_of(verdict: Verdict, door: Door) -> list[str]:
+def row_of(verdict: Verdict, llm: LLM) -> list[str]:
     def named(token: int | None) -> str:
         if token is None:
             return "-"
-        text = door.tokenizer.token_bytes(token).decode("utf-8", "replace") if token < door.card.vocab else "?"
+        text = llm.tokenizer.token_bytes(token).decode("utf-8", "replace") if token < llm.card.vocab else "?"
         return f"{token} {json.dumps(text, ensure_ascii=False)}"
 
     place = "-" if verdict.index is None else str(verdict.index)

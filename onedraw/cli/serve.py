@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
         from onedraw.server.serve import bind, serve
     except ImportError as error:
         raise BadSetting(f"serve needs the web packages, and {error.name} is missing: pip install 'onedraw[serve]'") from None
-    from onedraw.build.llm import open_door
+    from onedraw.build.llm import build_llm
 
     settings = read_settings(arguments)
     options = ServerOptions(
@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     with closing(bind(options.host, options.port)) as listener:  # a model takes a while to load, a port that is taken does not
         with screen.progress() as tell:
-            door = open_door(settings, tell)
-        with door, recorded(door, arguments) as door:
-            serve(door, options, listener)
+            llm = build_llm(settings, tell)
+        with llm, recorded(llm, arguments) as llm:
+            serve(llm, options, listener)
     return 0

@@ -20,7 +20,7 @@ from typing import Literal, TypeAlias, assert_never
 
 from onedraw.contract.variations import Drive, Evidence, Facts, Variation, requests, variations
 from onedraw.errors import BadSetting, Barren, OutOfMemory
-from onedraw.llm.llm import Ask, Door, Reply, settled_stats
+from onedraw.llm.llm import LLM, Generation, Reply, settled_stats
 from onedraw.models.model_info import read_model_info
 from onedraw.settings import Settings
 from onedraw.text.constraints.grammar import structured_output_available
@@ -28,7 +28,7 @@ from onedraw.text.constraints.grammar import structured_output_available
 # -------------------- The contract's table for one model on one machine: every variation against the plain run.
 
 
-Opener: TypeAlias = Callable[[Settings], Door]
+Opener: TypeAlias = Callable[[Settings], LLM]
 Tell: TypeAlias = Callable[[str], None]
 
 NEW_TOKENS = 48
@@ -89,45 +89,50 @@ def prove(
     if not structured_output_available():
         tell("llguidance is not installed: no reply is held to a form")
     tell("the plain run")
-    with open_one(plain_settings) as door:
-        card, asks = door.card, requests(door, new_tokens=new_tokens)
-        plain, evidence = drive(door, asks, "one by one", settings=plain_settings)
+    with open_one(plain_settings) as llm:
+        card, generations = llm.card, requests(llm, new_tokens=new_tokens)
+        plain, evidence = drive(llm, generations, "one by one", settings=plain_settings)
     findings: list[Finding] = []
     with TemporaryDirectory(prefix="onedraw-prove-") as folder:
         facts = Facts(
             plain_settings,
-            longest=max(len(a.prompt) for a in asks) + new_tokens,
+            longest=max(len(a.prompt) for a in generations) + new_tokens,
             page_bytes=page_bytes or bytes_per_page(base, dtype=card.dtype),
             folder=Path(folder),
         )
         for variation in variations(base, threads=threads):
             tell(variation.name)
-            given = {"max_batch": len(asks), "self_check": False, "ahead": base.ahead}
+            given = {"max_batch": len(generations), "self_check": False, "ahead": base.ahead}
             settings = replace(plain_settings, **{**given, **variation.changes(facts)})
-            found = _vary(variation, settings, asks, plain, evidence, open_one)
+            found = _vary(variation, settings, generations, plain, evidence, open_one)
             findings += [] if found is None else [found]
     return Table(
         model=card.name,
         fingerprint=card.fingerprint,
-        requests=len(asks),
-        tokens=sum(len(r.choices) for r in plain),
+        requests=len(generations),
+        tokens=sum(len(r.tokens) for r in plain),
         findings=tuple(findings),
     )
 
 
 def _vary(
-    variation: Variation, settings: Settings, asks: Sequence[Ask], plain: list[Reply], evidence: Evidence, open_one: Opener
+    variation: Variation,
+    settings: Settings,
+    generations: Sequence[Generation],
+    plain: list[Reply],
+    evidence: Evidence,
+    open_one: Opener,
 ) -> Finding | None:
     """One row, or None where it does not apply. What cannot be opened that way here was not exercised, and says why."""
-    predicting = [replace(a, predicted=variation.predict(i, plain[i])) for i, a in enumerate(asks)]
+    predicting = [replace(a, predicted=variation.predict(i, plain[i])) for i, a in enumerate(generations)]
     try:
         if variation.rehearsed:
-            with open_one(settings) as door:
-                drive(door, predicting, variation.drive, settings=settings)
-        with open_one(settings) as door:
-            if not variation.applies(door):
+            with open_one(settings) as llm:
+                drive(llm, predicting, variation.drive, settings=settings)
+        with open_one(settings) as llm:
+            if not variation.applies(llm):
                 return None
-            replies, happened = drive(door, predicting, variation.drive, settings=settings)
+            replies, happened = drive(llm, predicting, variation.drive, settings=settings)
     except (BadSetting, OutOfMemory) as error:
         return Finding(variation.name, "not exercised", note=str(error))
     return judge(variation, plain, replies, exercised=variation.exercised(evidence, happened))
@@ -144,85 +149,91 @@ def judge(variation: Variation, plain: Sequence[Reply], replies: Sequence[Reply]
 
 def first_difference(expected: Reply, found: Reply) -> int | None:
     """Index of the first chosen token whose id, logprobs or checksum differ; past the end when only the ending does."""
-    for index, (a, b) in enumerate(zip(expected.choices, found.choices)):
+    for index, (a, b) in enumerate(zip(expected.tokens, found.tokens)):
         if a != b:
             return index
-    if (len(expected.choices), expected.finish, expected.text) != (len(found.choices), found.finish, found.text):
-        return min(len(expected.choices), len(found.choices))
+    if (len(expected.tokens), expected.finish, expected.text) != (len(found.tokens), found.finish, found.text):
+        return min(len(expected.tokens), len(found.tokens))
     return None
 
 
 # ---------------------------------------------------------------------------------------------- driving
 
 
-def drive(door: Door, asks: Sequence[Ask], how: Drive, *, settings: Settings) -> tuple[list[Reply], Evidence]:
+def drive(llm: LLM, generations: Sequence[Generation], how: Drive, *, settings: Settings) -> tuple[list[Reply], Evidence]:
     """Replies in the order of the asks, and what happened meanwhile."""
     if how == "after a part":
-        _one_by_one(door, [replace(ask, prompt=ask.prompt[: max(len(ask.prompt) * 3 // 4, 1)]) for ask in asks])
-    before = settled_stats(door)
+        _one_by_one(
+            llm,
+            [
+                replace(generation, prompt=generation.prompt[: max(len(generation.prompt) * 3 // 4, 1)])
+                for generation in generations
+            ],
+        )
+    before = settled_stats(llm)
     match how:
         case "one by one" | "after a part":
-            replies, pieces = _one_by_one(door, asks), 0
+            replies, pieces = _one_by_one(llm, generations), 0
         case "each twice":
-            replies, pieces = [_one_by_one(door, (ask, ask))[1] for ask in asks], 0
+            replies, pieces = [_one_by_one(llm, (generation, generation))[1] for generation in generations], 0
         case "at once":
-            replies, pieces = asyncio.run(_at_once(door, asks))
+            replies, pieces = asyncio.run(_at_once(llm, generations))
         case "streamed":
-            replies, pieces = asyncio.run(_streamed(door, asks))
+            replies, pieces = asyncio.run(_streamed(llm, generations))
         case _:
             assert_never(how)
     evidence = Evidence(
-        counted=settled_stats(door).since(before),
+        counted=settled_stats(llm).since(before),
         replies=len(replies),
         pieces=pieces,
         cached=sum(r.usage.cached for r in replies),
         settings=settings,
-        device=door.card.device,
-        stages=door.service.capacity.stages,
+        device=llm.card.device,
+        stages=llm.service.capacity.stages,
     )
     return replies, evidence
 
 
-def _one_by_one(door: Door, asks: Sequence[Ask]) -> list[Reply]:
-    return [_told(door, ask) for ask in asks]
+def _one_by_one(llm: LLM, generations: Sequence[Generation]) -> list[Reply]:
+    return [_told(llm, generation) for generation in generations]
 
 
-def _told(door: Door, ask: Ask) -> Reply:
+def _told(llm: LLM, generation: Generation) -> Reply:
     """A reply that ran out of tokens to choose ends there, without a finish: a difference like any other."""
-    (reply,) = door.replies(ask)
+    (reply,) = llm.replies(generation)
     with contextlib.suppress(Barren):
-        for piece in door.stream(ask):
+        for piece in llm.stream(generation):
             reply.add(piece)
     return reply
 
 
-async def _at_once(door: Door, asks: Sequence[Ask]) -> tuple[list[Reply], int]:
+async def _at_once(llm: LLM, generations: Sequence[Generation]) -> tuple[list[Reply], int]:
     """All of them in one moment, in an order that has nothing to do with their numbers."""
-    order = list(range(len(asks)))
+    order = list(range(len(generations)))
     random.Random(1).shuffle(order)
-    answered = await asyncio.gather(*(_folded(door, asks[number]) for number in order))
+    answered = await asyncio.gather(*(_folded(llm, generations[number]) for number in order))
     by_number = dict(zip(order, answered, strict=True))
-    return [by_number[n][0] for n in range(len(asks))], sum(pieces for _, pieces in answered)
+    return [by_number[n][0] for n in range(len(generations))], sum(pieces for _, pieces in answered)
 
 
-async def _streamed(door: Door, asks: Sequence[Ask]) -> tuple[list[Reply], int]:
-    answered = [await _folded(door, ask) for ask in asks]
+async def _streamed(llm: LLM, generations: Sequence[Generation]) -> tuple[list[Reply], int]:
+    answered = [await _folded(llm, generation) for generation in generations]
     return [reply for reply, _ in answered], sum(pieces for _, pieces in answered)
 
 
-async def _folded(door: Door, ask: Ask) -> tuple[Reply, int]:
-    (reply,), count = door.replies(ask), 0
+async def _folded(llm: LLM, generation: Generation) -> tuple[Reply, int]:
+    (reply,), count = llm.replies(generation), 0
     with contextlib.suppress(Barren):
-        async for piece in door.astream(ask):
+        async for piece in llm.astream(generation):
             reply.add(piece)
             count += 1
     return reply, count
 
 
-def _default_opener(settings: Settings) -> Door:
-    from onedraw.build.llm import open_door
+def _default_opener(settings: Settings) -> LLM:
+    from onedraw.build.llm import build_llm
 
-    return open_door(settings, rehearse=False)  # recorded when they come, turns have the same bits
+    return build_llm(settings, rehearse=False)  # recorded when they come, turns have the same bits
 
 
 def bytes_per_page(settings: Settings, *, dtype: str) -> int:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from onedraw.errors import BadSetting, OnedrawError
-from onedraw.llm.llm import Ask, Door, Reply
+from onedraw.llm.llm import LLM, Generation, Reply
 from onedraw.sampling.noise import child_seed
 from onedraw.types import Finish, Piece
 
@@ -127,7 +127,7 @@ class Record:
     model: str  # what clients call it
     source: str  # what it was opened by
     fingerprint: str
-    ask: Ask | None
+    generation: Generation | None
     reply: tuple[int, ...]
     finish: Finish
     stop_reason: str | int | None
@@ -193,12 +193,12 @@ class Recorder:
             os.close(folder)
 
 
-class RecordingDoor(Door):
+class RecordingLLM(LLM):
     """A door whose finished replies are recorded. It takes the place of the one it is made from, and closes it."""
 
-    def __init__(self, door: Door, recorder: Recorder, *, source: str, text: bool = False) -> None:
-        super().__init__(service=door.service, tokenizer=door.tokenizer, template=door.template, card=door.card)
-        self._numbers = door._numbers  # requests of both keep names of their own
+    def __init__(self, llm: LLM, recorder: Recorder, *, source: str, text: bool = False) -> None:
+        super().__init__(service=llm.service, tokenizer=llm.tokenizer, template=llm.template, card=llm.card)
+        self._numbers = llm._numbers  # requests of both keep names of their own
         self._recorder = recorder
         self._source = source
         self._text = text
@@ -207,39 +207,39 @@ class RecordingDoor(Door):
         super().close(drain_seconds)
         self._recorder.close()
 
-    def stream(self, *asks: Ask) -> Generator[Piece, None, None]:
-        replies = self.replies(*asks)
-        with closing(super().stream(*asks)) as pieces:
+    def stream(self, *generations: Generation) -> Generator[Piece, None, None]:
+        replies = self.replies(*generations)
+        with closing(super().stream(*generations)) as pieces:
             for piece in pieces:
                 replies[piece.index].add(piece)
                 if piece.finish is not None:
-                    self._record(asks, piece.index, replies[piece.index])
+                    self._record(generations, piece.index, replies[piece.index])
                 yield piece
 
-    async def bursts(self, *asks: Ask) -> AsyncGenerator[list[Piece], None]:
-        replies = self.replies(*asks)
-        async with aclosing(super().bursts(*asks)) as bursts:
+    async def bursts(self, *generations: Generation) -> AsyncGenerator[list[Piece], None]:
+        replies = self.replies(*generations)
+        async with aclosing(super().bursts(*generations)) as bursts:
             async for burst in bursts:
                 for piece in burst:
                     replies[piece.index].add(piece)
                     if piece.finish is not None:  # a disk may take its time, and others wait for this loop
-                        await asyncio.to_thread(self._record, asks, piece.index, replies[piece.index])
+                        await asyncio.to_thread(self._record, generations, piece.index, replies[piece.index])
                 yield burst
 
-    def _record(self, asks: tuple[Ask, ...], index: int, reply: Reply) -> None:
+    def _record(self, generations: tuple[Generation, ...], index: int, reply: Reply) -> None:
         """A disk that fails costs the record, never the reply."""
         if reply.finish is None or reply.finish == "cancelled":
             return
-        ask, child = _choice_of(asks, index)
-        alone = replace(ask, n=1, params=replace(ask.params, seed=child_seed(ask.params.seed, child)))
-        identity = f"{ask.label or 'request'}-{index}"
+        generation, child = _choice_of(generations, index)
+        alone = replace(generation, n=1, params=replace(generation.params, seed=child_seed(generation.params.seed, child)))
+        identity = f"{generation.label or 'request'}-{index}"
         try:
             self._recorder.write(self._line(identity, alone, reply))
         except (OSError, ValueError) as error:  # a text that is no text may be in it
             log.error("%s is not recorded: %s", identity, getattr(error, "strerror", None) or error)
 
-    def _line(self, identity: str, ask: Ask, reply: Reply) -> dict[str, Any]:
-        checksums = [choice.checksum for choice in reply.choices if choice.checksum is not None]
+    def _line(self, identity: str, generation: Generation, reply: Reply) -> dict[str, Any]:
+        checksums = [choice.checksum for choice in reply.tokens if choice.checksum is not None]
         line: dict[str, Any] = {
             "version": VERSION,
             "id": identity,
@@ -249,23 +249,23 @@ class RecordingDoor(Door):
             "fingerprint": self.card.fingerprint,
         }
         try:
-            line["ask"] = write(ask)
+            line["ask"] = write(generation)
         except Unwritable as error:
             line |= {"ask": None, "unwritten": str(error)}
         line |= {"reply": reply.token_ids, "finish": reply.finish, "stop_reason": reply.stop_reason}
         if checksums:
             line["checksums"] = [str(number) for number in checksums]  # as text: other readers round numbers of 64 bits
         if self._text:
-            line["text"] = [self.tokenizer.decode(ask.prompt, skip_special=False), reply.reasoning + reply.text]
+            line["text"] = [self.tokenizer.decode(generation.prompt, skip_special=False), reply.reasoning + reply.text]
         return line
 
 
-def _choice_of(asks: tuple[Ask, ...], index: int) -> tuple[Ask, int]:
+def _choice_of(generations: tuple[Generation, ...], index: int) -> tuple[Generation, int]:
     """The ask behind a choice, and which of its children the choice is."""
-    for ask in asks:
-        if index < ask.n:
-            return ask, index
-        index -= ask.n
+    for generation in generations:
+        if index < generation.n:
+            return generation, index
+        index -= generation.n
     raise AssertionError("a choice nobody asked for")
 
 
@@ -313,7 +313,7 @@ def _record(line: dict[str, Any], where: str) -> Record:
         model=line["model"],
         source=line["source"],
         fingerprint=line["fingerprint"],
-        ask=None if line["ask"] is None else _single(read(Ask, line["ask"])),
+        generation=None if line["ask"] is None else _single(read(Generation, line["ask"])),
         reply=tuple(int(token) for token in line["reply"]),
         finish=line["finish"],
         stop_reason=line["stop_reason"],
@@ -324,10 +324,10 @@ def _record(line: dict[str, Any], where: str) -> Record:
     )
 
 
-def _single(ask: Ask) -> Ask:
-    if ask.n != 1:
-        raise ValueError(f"a request of {ask.n} replies, where a record has one")
-    return ask
+def _single(generation: Generation) -> Generation:
+    if generation.n != 1:
+        raise ValueError(f"a request of {generation.n} replies, where a record has one")
+    return generation
 
 
 def _number(path: Path) -> int:

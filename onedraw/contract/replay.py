@@ -15,7 +15,7 @@ from typing import Literal
 from onedraw.contract.record import Record
 from onedraw.engine.stats import Stats
 from onedraw.errors import OnedrawError
-from onedraw.llm.llm import Ask, Door, Reply, settled_stats
+from onedraw.llm.llm import LLM, Generation, Reply, settled_stats
 
 Tell = Callable[[str], None]
 
@@ -52,27 +52,27 @@ class Report:
         return all(verdict.result == "same" for verdict in self.verdicts)
 
 
-def replay(records: Sequence[Record], door: Door, *, tell: Tell = lambda text: None) -> Report:
+def replay(records: Sequence[Record], llm: LLM, *, tell: Tell = lambda text: None) -> Report:
     """Run the records again, as many at once as the door takes, in their order."""
-    before = settled_stats(door)
-    verdicts = asyncio.run(_all(records, door, tell))
+    before = settled_stats(llm)
+    verdicts = asyncio.run(_all(records, llm, tell))
     return Report(
-        model=door.card.name,
-        fingerprint=door.card.fingerprint,
+        model=llm.card.name,
+        fingerprint=llm.card.fingerprint,
         recorded_by=tuple(sorted({record.fingerprint for record in records})),
         verdicts=tuple(verdicts),
-        counted=settled_stats(door).since(before),
+        counted=settled_stats(llm).since(before),
     )
 
 
-async def _all(records: Sequence[Record], door: Door, tell: Tell) -> list[Verdict]:
-    turnstile = asyncio.Semaphore(min(door.service.most, 2 * door.service.capacity.lanes))
+async def _all(records: Sequence[Record], llm: LLM, tell: Tell) -> list[Verdict]:
+    turnstile = asyncio.Semaphore(min(llm.service.most, 2 * llm.service.capacity.lanes))
     done = 0
 
     async def one(record: Record) -> Verdict:
         nonlocal done
         async with turnstile:
-            verdict = await _again(record, door)
+            verdict = await _again(record, llm)
         done += 1
         tell(f"replayed {done} of {len(records)}")
         return verdict
@@ -80,14 +80,14 @@ async def _all(records: Sequence[Record], door: Door, tell: Tell) -> list[Verdic
     return list(await asyncio.gather(*(one(record) for record in records)))
 
 
-async def _again(record: Record, door: Door) -> Verdict:
-    if record.ask is None:
+async def _again(record: Record, llm: LLM) -> Verdict:
+    if record.generation is None:
         return _verdict(record, "not run", note=record.unwritten or "its request was not written down")
-    params = replace(record.ask.params, checksums=record.checksums is not None)
-    ask = replace(record.ask, params=params, label="replay")
+    params = replace(record.generation.params, checksums=record.checksums is not None)
+    generation = replace(record.generation, params=params, label="replay")
     try:
-        door.check(ask)
-        (reply,) = await door.agenerate(ask)
+        llm.check(generation)
+        (reply,) = await llm.agenerate(generation)
     except OnedrawError as error:
         return _verdict(record, "not run", note=str(error))
     return judge(record, reply)
@@ -99,7 +99,7 @@ def judge(record: Record, reply: Reply) -> Verdict:
     for index, (then, now) in enumerate(zip(record.reply, found)):
         if then != now:
             return _verdict(record, "different", index=index, recorded=then, found=now, note="another token")
-        if record.checksums is not None and record.checksums[index] != reply.choices[index].checksum:
+        if record.checksums is not None and record.checksums[index] != reply.tokens[index].checksum:
             return _verdict(record, "different", index=index, recorded=then, found=now, note="the same token by other scores")
     if (len(record.reply), record.finish) != (len(found), reply.finish):
         end = min(len(record.reply), len(found))
@@ -118,11 +118,11 @@ def _verdict(
     found: int | None = None,
     note: str = "",
 ) -> Verdict:
-    ask: Ask | None = record.ask
+    generation: Generation | None = record.generation
     return Verdict(
         where=record.where,
         id=record.id,
-        seed=None if ask is None else ask.params.seed,
+        seed=None if generation is None else generation.params.seed,
         tokens=len(record.reply),
         result=result,
         index=index,

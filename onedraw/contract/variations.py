@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from onedraw.engine.stats import Drafted, Stats
-from onedraw.llm.llm import Ask, Door, Reply
-from onedraw.llm.options import GUIDED, Wishes, settle
+from onedraw.llm.llm import LLM, Generation, Reply
+from onedraw.llm.options import GUIDED, RequestOptions, make_generation
 from onedraw.settings import DRAFT_WORDS, Settings
 from onedraw.speculation.speculator import DEVICE
 from onedraw.text.constraints.grammar import structured_output_available
@@ -51,24 +51,24 @@ PROMPTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
 )
 
 
-def held(wishes: Mapping[str, Any]) -> bool:
+def held(options: Mapping[str, Any]) -> bool:
     """Whether a reply is held to a form."""
-    return any(name in wishes for name in GUIDED)
+    return any(name in options for name in GUIDED)
 
 
-def requests(door: Door, *, new_tokens: int) -> list[Ask]:
+def requests(llm: LLM, *, new_tokens: int) -> list[Generation]:
     """Prompts of differing length, some with a common beginning, under differing laws; each with its own seed. Those that are
     held to a form come last, and only where what holds them is installed."""
-    room = max(door.card.max_context - new_tokens, 1)
-    asks = []
-    for number, (text, wishes) in enumerate(PROMPTS):
-        if held(wishes) and not structured_output_available():
+    room = max(llm.card.max_context - new_tokens, 1)
+    generations = []
+    for number, (text, options) in enumerate(PROMPTS):
+        if held(options) and not structured_output_available():
             continue
         # A form ends where it ends; all other replies have the whole length.
-        whole = {"temperature": 1.0, "max_tokens": new_tokens, "ignore_eos": not held(wishes)}
-        settled = Wishes.of(**{**whole, **wishes}, checksums=True, seed=1000 + number)
-        asks.append(settle(settled, door=door, prompt=door.encode(text)[:room], label="prove"))
-    return asks
+        whole = {"temperature": 1.0, "max_tokens": new_tokens, "ignore_eos": not held(options)}
+        settled = RequestOptions.of(**{**whole, **options}, checksums=True, seed=1000 + number)
+        generations.append(make_generation(settled, llm=llm, prompt=llm.encode(text)[:room], label="prove"))
+    return generations
 
 
 # "after a part": every request after the first three quarters of its prompt; "each twice": every request and the same again.
@@ -117,7 +117,7 @@ class Variation:
     changes: Callable[[Facts], Mapping[str, Any]]  # to the plain settings
     drive: Drive
     exercised: Callable[[Evidence, Evidence], bool]  # (plain, this): did it happen?
-    applies: Callable[[Door], bool] = lambda door: True  # without it the row is left out
+    applies: Callable[[LLM], bool] = lambda llm: True  # without it the row is left out
     predict: Callable[[int, Reply], tuple[int, ...]] = lambda number, plain: ()  # what request `number` is said to become
     rehearsed: bool = False  # all of it once before, behind a door that is closed again
 
@@ -141,7 +141,7 @@ def variations(base: Settings, *, threads: int) -> tuple[Variation, ...]:
             lambda facts: {"prefix_cache": True},
             "each twice",
             lambda plain, now: now.counted.whole_prompts > 0,
-            applies=lambda door: door.service.capacity.checkpoints > 0,
+            applies=lambda llm: llm.service.capacity.checkpoints > 0,
         ),
         Variation(
             "batched, small turns, few pages, prefix cache",
@@ -174,7 +174,7 @@ def ahead(base: Settings) -> tuple[Variation, ...]:
         lambda facts: {"ahead": "on"},
         "one by one",
         lambda plain, now: now.counted.turns_ahead > 0,
-        applies=lambda door: door.service.capacity.async_scheduling,
+        applies=lambda llm: llm.service.capacity.async_scheduling,
     )
     return () if base.backend == "xla" else (row,)
 
@@ -203,8 +203,8 @@ def splits(base: Settings) -> tuple[Variation, ...]:
     return (halves, together) if twice else (together,)
 
 
-def _is_split(door: Door) -> bool:
-    return door.service.capacity.stages > 1
+def _is_split(llm: LLM) -> bool:
+    return llm.service.capacity.stages > 1
 
 
 def drafting(base: Settings) -> tuple[Variation, ...]:
@@ -256,13 +256,13 @@ def _drafter(base: Settings, name: str, who: str) -> tuple[Variation, Variation]
             lambda facts: tree,
             "one by one",
             lambda plain, now: now.counted.draft_trees > 0 and chain(plain, now),
-            applies=lambda door: _drafts(door) and door.service.capacity.drafter not in RUN_AHEAD,
+            applies=lambda llm: _drafts(llm) and llm.service.capacity.drafter not in RUN_AHEAD,
         ),
     )
 
 
-def _drafts(door: Door) -> bool:
-    return bool(door.service.capacity.drafter)
+def _drafts(llm: LLM) -> bool:
+    return bool(llm.service.capacity.drafter)
 
 
 def _draft(base: Settings, *who: str) -> Callable[[Facts], Mapping[str, Any]]:

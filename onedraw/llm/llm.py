@@ -20,8 +20,8 @@ from typing import Any
 from onedraw.engine.service import Event, Service, Sink
 from onedraw.engine.stats import Stats
 from onedraw.errors import BadParameter, BadRequest, OnedrawError
-from onedraw.llm.mailbox import Inbox, Post
-from onedraw.llm.reply_stream import Ask, Reply, Speaker
+from onedraw.llm.mailbox import LoopWakeup, Mailbox
+from onedraw.llm.reply_stream import Generation, Reply, ReplyStream
 from onedraw.sampling.noise import child_seed
 from onedraw.text.chat_template import ChatTemplate
 from onedraw.text.constraints.base import combine
@@ -37,16 +37,16 @@ from onedraw.types import SEED_LIMIT, Constraint, ModelCard, Piece, Request
 
 SETTLE_SECONDS = 10.0  # the counters follow the last event within one turn
 
-__all__ = ["Ask", "Door", "Prompted", "Reply", "fresh_seed", "settled_stats"]
+__all__ = ["LLM", "Generation", "Prompted", "Reply", "fresh_seed", "settled_stats"]
 
 
 @dataclass(frozen=True, slots=True)
-class Voice:
+class ActiveChoice:
     """A request, what turns its events into pieces, and their fold, where calls are to be remembered."""
 
     request: Request
-    speaker: Speaker
-    ask: Ask
+    speaker: ReplyStream
+    generation: Generation
     reply: Reply
 
 
@@ -59,7 +59,7 @@ class Prompted:
     origin: str
 
 
-class Door:
+class LLM:
     """A running model: card, tokenizer, template and the service behind them."""
 
     def __init__(self, *, service: Service, tokenizer: Tokenizer, template: ChatTemplate | None, card: ModelCard) -> None:
@@ -69,9 +69,9 @@ class Door:
         self.card = card
         self.memory = ToolCallCache()
         self._numbers = itertools.count()
-        self._posts: dict[asyncio.AbstractEventLoop, Post] = {}  # of loops that are open, and the last that closed
+        self._posts: dict[asyncio.AbstractEventLoop, LoopWakeup] = {}  # of loops that are open, and the last that closed
 
-    def __enter__(self) -> Door:
+    def __enter__(self) -> LLM:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -148,18 +148,18 @@ class Door:
 
     # ------------------------------------------------------------------ streams
 
-    def check(self, ask: Ask) -> None:
+    def check(self, generation: Generation) -> None:
         """Raise what makes this ask impossible, before any work. Streams do so before their first piece."""
-        for request in self._requests(ask):
+        for request in self._requests(generation):
             self.service.check(request)
 
-    def stream(self, *asks: Ask) -> Generator[Piece, None, None]:
+    def stream(self, *generations: Generation) -> Generator[Piece, None, None]:
         """Pieces of all choices of all asks as they come, choices numbered through. All asks are taken or none.
 
         Leaving the loop early cancels what still runs.
         """
         inbox: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
-        voices = self._begin(asks, lambda index: lambda event: inbox.put((index, event)))
+        voices = self._begin(generations, lambda index: lambda event: inbox.put((index, event)))
         try:
             while not all(voice.speaker.done for voice in voices):
                 index, event = inbox.get()
@@ -167,14 +167,14 @@ class Door:
         finally:
             self._end(voices)
 
-    async def bursts(self, *asks: Ask) -> AsyncGenerator[list[Piece], None]:
+    async def bursts(self, *generations: Generation) -> AsyncGenerator[list[Piece], None]:
         """`stream` for asyncio, in lists: what has come at once is told at once."""
-        inbox: Inbox[tuple[int, Event]] = Inbox(self._post())
+        inbox: Mailbox[tuple[int, Event]] = Mailbox(self._post())
 
         def sink(index: int) -> Sink:
             return lambda event: inbox.put((index, event))
 
-        voices = self._begin(asks, sink)
+        voices = self._begin(generations, sink)
         try:
             while not all(voice.speaker.done for voice in voices):
                 heard, failed = self._hear_all(voices, await inbox.take())
@@ -185,73 +185,81 @@ class Door:
         finally:
             self._end(voices)
 
-    async def astream(self, *asks: Ask) -> AsyncGenerator[Piece, None]:
+    async def astream(self, *generations: Generation) -> AsyncGenerator[Piece, None]:
         """`stream` for asyncio."""
-        async with aclosing(self.bursts(*asks)) as bursts:
+        async with aclosing(self.bursts(*generations)) as bursts:
             async for burst in bursts:
                 for piece in burst:
                     yield piece
 
-    def generate(self, *asks: Ask) -> list[Reply]:
+    def generate(self, *generations: Generation) -> list[Reply]:
         """Whole replies, one per choice: the fold of `stream`."""
-        replies = self.replies(*asks)
-        for piece in self.stream(*asks):
+        replies = self.replies(*generations)
+        for piece in self.stream(*generations):
             replies[piece.index].add(piece)
         return replies
 
-    async def agenerate(self, *asks: Ask) -> list[Reply]:
-        replies = self.replies(*asks)
-        async for piece in self.astream(*asks):
+    async def agenerate(self, *generations: Generation) -> list[Reply]:
+        replies = self.replies(*generations)
+        async for piece in self.astream(*generations):
             replies[piece.index].add(piece)
         return replies
 
-    def replies(self, *asks: Ask) -> list[Reply]:
+    def replies(self, *generations: Generation) -> list[Reply]:
         """Empty replies to fold pieces into, one per choice, each with its seed."""
-        return [Reply(seed=child_seed(ask.params.seed, i), prompt_ids=ask.prompt) for ask in asks for i in range(ask.n)]
+        return [
+            Reply(seed=child_seed(generation.params.seed, i), prompt_ids=generation.prompt)
+            for generation in generations
+            for i in range(generation.n)
+        ]
 
     # ------------------------------------------------------------------ inside
 
-    def _requests(self, ask: Ask) -> list[Request]:
-        if ask.n < 1:
-            raise BadParameter("n", f"must be at least 1, not {ask.n}")
-        if ask.n > self.service.most:
-            raise BadParameter("n", f"must be at most {self.service.most}, which is what may run and wait here, not {ask.n}")
-        name = f"{ask.label or 'r'}-{next(self._numbers)}"
+    def _requests(self, generation: Generation) -> list[Request]:
+        if generation.n < 1:
+            raise BadParameter("n", f"must be at least 1, not {generation.n}")
+        if generation.n > self.service.most:
+            raise BadParameter(
+                "n", f"must be at most {self.service.most}, which is what may run and wait here, not {generation.n}"
+            )
+        name = f"{generation.label or 'r'}-{next(self._numbers)}"
         return [
             Request(
                 id=f"{name}-{i}",
-                prompt=ask.prompt,
-                params=replace(ask.params, seed=child_seed(ask.params.seed, i), constraint=self._constraint(ask)),
-                predicted=ask.predicted,
-                speculate=ask.speculate,
+                prompt=generation.prompt,
+                params=replace(
+                    generation.params, seed=child_seed(generation.params.seed, i), constraint=self._constraint(generation)
+                ),
+                predicted=generation.predicted,
+                speculate=generation.speculate,
             )
-            for i in range(ask.n)
+            for i in range(generation.n)
         ]
 
-    def _constraint(self, ask: Ask) -> Constraint | None:
+    def _constraint(self, generation: Generation) -> Constraint | None:
         """What a reply is held to: its thinking to a budget, its text to a form. Every request walks by itself."""
-        reading, budget, grammar = ask.reading, None, None
-        if ask.thinking_budget is not None and reading.reasoning is not None:
+        reading, budget, grammar = generation.reading, None, None
+        if generation.thinking_budget is not None and reading.reasoning is not None:
             budget = ThinkingBudget(
                 reading.reasoning,
-                limit=ask.thinking_budget,
+                limit=generation.thinking_budget,
                 closing=self.encode(reading.reasoning.closing, add_special=False),
                 token_bytes=self.tokenizer.token_bytes,
                 thinking=reading.thinking,
             )
-        if ask.guide is not None:
-            grammar = self.grammars.constraint(ask.guide, reading)
+        if generation.guide is not None:
+            grammar = self.grammars.constraint(generation.guide, reading)
         return combine(budget, grammar)
 
-    def _begin(self, asks: Sequence[Ask], sink: Callable[[int], Sink]) -> list[Voice]:
-        voices: list[Voice] = []
-        for ask in asks:
-            for request in self._requests(ask):
-                voices.append(Voice(request, Speaker(len(voices), ask, self.tokenizer), ask, Reply()))
+    def _begin(self, generations: Sequence[Generation], sink: Callable[[int], Sink]) -> list[ActiveChoice]:
+        voices: list[ActiveChoice] = []
+        for generation in generations:
+            for request in self._requests(generation):
+                voices.append(ActiveChoice(request, ReplyStream(len(voices), generation, self.tokenizer), generation, Reply()))
         self.service.submit([(voice.request, sink(index)) for index, voice in enumerate(voices)])
         return voices
 
-    def _hear(self, voice: Voice, event: Event) -> list[Piece]:
+    def _hear(self, voice: ActiveChoice, event: Event) -> list[Piece]:
         if voice.speaker.done:  # what happened between a stop string and the engine's reading of the cancellation
             return []
         if event.error is not None:
@@ -259,11 +267,13 @@ class Door:
         pieces = voice.speaker.hear(event)
         if pieces[-1].finish is not None and event.finish is None:  # a stop string: the engine does not know yet
             self.service.cancel(voice.request.id)
-        if voice.ask.origin:
+        if voice.generation.origin:
             self._remember(voice, pieces)
         return pieces
 
-    def _hear_all(self, voices: Sequence[Voice], events: Sequence[tuple[int, Event]]) -> tuple[list[Piece], OnedrawError | None]:
+    def _hear_all(
+        self, voices: Sequence[ActiveChoice], events: Sequence[tuple[int, Event]]
+    ) -> tuple[list[Piece], OnedrawError | None]:
         """The pieces behind events, up to one that is an error."""
         heard: list[Piece] = []
         for index, event in events:
@@ -273,7 +283,7 @@ class Door:
                 return heard, error
         return heard, None
 
-    def _post(self) -> Post:
+    def _post(self) -> LoopWakeup:
         """The post of the loop that runs here."""
         loop = asyncio.get_running_loop()
         found = self._posts.get(loop)
@@ -281,22 +291,24 @@ class Door:
             for known in list(self._posts):  # loops of other threads come and go meanwhile
                 if known.is_closed():
                     self._posts.pop(known, None)
-            found = self._posts[loop] = Post(loop)
+            found = self._posts[loop] = LoopWakeup(loop)
         return found
 
-    def _remember(self, voice: Voice, pieces: Sequence[Piece]) -> None:
+    def _remember(self, voice: ActiveChoice, pieces: Sequence[Piece]) -> None:
         """Keep a reply that ended with calls, before anybody can answer them."""
         reply = voice.reply
         for piece in pieces:
             reply.add(piece)
         if reply.finish == "tool_calls":
             ids = reply.token_ids
-            if ids and ids[-1] in voice.ask.params.stop_ids:
+            if ids and ids[-1] in voice.generation.params.stop_ids:
                 ids.pop()
             calls = tuple((called.call.name, called.arguments) for called in reply.calls)
-            self.memory.put(reply.calls[0].call.id, CachedReply(voice.ask.origin, (*voice.ask.prompt, *ids), reply.text, calls))
+            self.memory.put(
+                reply.calls[0].call.id, CachedReply(voice.generation.origin, (*voice.generation.prompt, *ids), reply.text, calls)
+            )
 
-    def _end(self, voices: list[Voice]) -> None:
+    def _end(self, voices: list[ActiveChoice]) -> None:
         for voice in voices:
             if not voice.speaker.done:
                 self.service.cancel(voice.request.id)
@@ -307,10 +319,10 @@ def fresh_seed() -> int:
     return secrets.randbelow(SEED_LIMIT)
 
 
-def settled_stats(door: Door) -> Stats:
+def settled_stats(llm: LLM) -> Stats:
     """The counters once the engine is idle: they are published after a turn's events, not before."""
     deadline = time.monotonic() + SETTLE_SECONDS
-    while (stats := door.service.stats()).running or stats.waiting:
+    while (stats := llm.service.stats()).running or stats.waiting:
         if time.monotonic() > deadline:
             break
         time.sleep(0.001)

@@ -10,24 +10,24 @@ import asyncio
 from collections import deque
 from typing import Generic, TypeVar
 
-Letter = TypeVar("Letter")
+MessageT = TypeVar("MessageT")
 MOST_LETTERS = 256  # that a reader takes at once
 
 
-class Inbox(Generic[Letter]):
+class Mailbox(Generic[MessageT]):
     """The letters of one reader. One owner: the task that takes them; `post` delivers."""
 
-    def __init__(self, post: Post) -> None:
+    def __init__(self, post: LoopWakeup) -> None:
         self._post = post
-        self._letters: deque[Letter] = deque()
+        self._letters: deque[MessageT] = deque()
         self._awaited: asyncio.Future[None] | None = None
 
-    def put(self, letter: Letter) -> None:
+    def put(self, letter: MessageT) -> None:
         """On any thread."""
         self._letters.append(letter)
         self._post.touch(self)
 
-    async def take(self) -> list[Letter]:
+    async def take(self) -> list[MessageT]:
         """All that have come, at least one; of very many the first, and others have their turn before the next."""
         while not self._letters:
             self._awaited = asyncio.get_running_loop().create_future()
@@ -45,15 +45,15 @@ class Inbox(Generic[Letter]):
             self._awaited.set_result(None)
 
 
-class Post:
+class LoopWakeup:
     """Knocks at one loop. Any thread may touch; the loop delivers."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._touched: deque[Inbox[object]] = deque()
+        self._touched: deque[Mailbox[object]] = deque()
         self._knocked = False
 
-    def touch(self, inbox: Inbox[Letter]) -> None:
+    def touch(self, inbox: Mailbox[MessageT]) -> None:
         self._touched.append(inbox)  # type: ignore[arg-type]  # of every kind
         if self._knocked:
             return

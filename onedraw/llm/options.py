@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from onedraw.errors import BadParameter, BadRequest, ContextOverflow
-from onedraw.llm.llm import Ask, Door, fresh_seed
+from onedraw.llm.llm import LLM, Generation, fresh_seed
 from onedraw.text.constraints.grammar import bound_whitespace
 from onedraw.text.constraints.response_format import (
     ChoiceFormat,
@@ -42,7 +42,7 @@ EFFORTS: Mapping[Effort, int | None] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class RequestOptions:
     """None: not asked for; then the checkpoint's generation_config decides, then the neutral value."""
 
     temperature: float | None = None
@@ -81,50 +81,50 @@ class Wishes:
     guided_grammar: str | None = None  # a grammar, Lark or GBNF, that the reply follows
 
     @classmethod
-    def of(cls, **wishes: Any) -> Wishes:
+    def of(cls, **options: Any) -> RequestOptions:
         """Wishes from keywords; an unknown name is refused with the known ones; None means not asked for."""
         known = {f.name for f in fields(cls)}
-        unknown = sorted(set(wishes) - known)
+        unknown = sorted(set(options) - known)
         if unknown:
             raise BadParameter(unknown[0], f"unknown; known: {', '.join(sorted(known))}")
         for name in ("stop", "bad_words"):
-            if isinstance(wishes.get(name), str):
-                wishes[name] = (wishes[name],)
-        given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in wishes.items() if v is not None}
+            if isinstance(options.get(name), str):
+                options[name] = (options[name],)
+        given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items() if v is not None}
         return cls(**given)
 
 
-def settle_chat(
-    wishes: Wishes,
+def make_chat_generation(
+    options: RequestOptions,
     *,
-    door: Door,
+    llm: LLM,
     messages: Sequence[dict[str, Any]],
     template_kwargs: Mapping[str, Any] | None = None,
     add_generation_prompt: bool = True,
     use: ToolUse | None = None,
     default_max_tokens: int | None = None,
     label: str = "",
-) -> Ask:
+) -> Generation:
     """Chat messages → an Ask. `template_kwargs` stand above what the effort says."""
-    switches = {**thinking_switches(wishes, door.reasoning), **(template_kwargs or {})}
-    prompted = door.chat(messages, use=use, add_generation_prompt=add_generation_prompt, **switches)
-    ask = settle(
-        wishes,
-        door=door,
+    switches = {**thinking_switches(options, llm.reasoning), **(template_kwargs or {})}
+    prompted = llm.chat(messages, use=use, add_generation_prompt=add_generation_prompt, **switches)
+    generation = make_generation(
+        options,
+        llm=llm,
         prompt=prompted.ids,
         reading=prompted.reading,
         default_max_tokens=default_max_tokens,
         label=label,
     )
     if use is None:
-        return ask
-    guide = call_guide(use, ask.guide, door=door)
-    if guide is not None and wishes.ignore_eos:
+        return generation
+    guide = call_guide(use, generation.guide, llm=llm)
+    if guide is not None and options.ignore_eos:
         raise BadParameter("ignore_eos", "a reply whose calls are held to their schemas ends by itself")
-    return replace(ask, guide=guide, origin=prompted.origin)
+    return replace(generation, guide=guide, origin=prompted.origin)
 
 
-def call_guide(use: ToolUse, other: ReplyFormat | None, *, door: Door) -> ReplyFormat | None:
+def call_guide(use: ToolUse, other: ReplyFormat | None, *, llm: LLM) -> ReplyFormat | None:
     """What a reply with tools is held to: calls where they are required or strict, beside the form of its content."""
     if other is not None and use.required:
         raise BadParameter(other.param, "a reply that must call a tool has no other form; use tool_choice auto")
@@ -132,20 +132,20 @@ def call_guide(use: ToolUse, other: ReplyFormat | None, *, door: Door) -> ReplyF
         raise BadParameter(other.param, "a reply that may call tools can only be held to JSON; send no tools with it")
     if other is None and not use.required and not use.restricted and not any(tool.strict for tool in use.allowed):
         return None
-    grammars = door.grammars
+    grammars = llm.grammars
     content = (
         None if other is None else json.dumps(bound_whitespace(grammars.check_schema(json.loads(other.schema), other.param)))
     )
     grammar = ToolCallGrammar(
-        door.tool_syntax.dialect, tokenizer=door.tokenizer, spell=grammars.lark_text, check=grammars.check_schema
+        llm.tool_syntax.dialect, tokenizer=llm.tokenizer, spell=grammars.lark_text, check=grammars.check_schema
     )
     lark = grammar.write(use.allowed, required=use.required, parallel=use.parallel, content=content)
     return LarkFormat(lark, "tools", numbers=True)
 
 
-def thinking_switches(wishes: Wishes, reasoning: ReasoningSyntax | None) -> dict[str, Any]:
+def thinking_switches(options: RequestOptions, reasoning: ReasoningSyntax | None) -> dict[str, Any]:
     """What the chat template is told about the effort."""
-    effort = wishes.reasoning_effort
+    effort = options.reasoning_effort
     if effort is None:
         return {}
     if reasoning is None:
@@ -156,56 +156,56 @@ def thinking_switches(wishes: Wishes, reasoning: ReasoningSyntax | None) -> dict
     return switches | ({"reasoning_effort": effort} if reasoning.effort else {})
 
 
-def settle(
-    wishes: Wishes,
+def make_generation(
+    options: RequestOptions,
     *,
-    door: Door,
+    llm: LLM,
     prompt: tuple[int, ...],
     default_max_tokens: int | None = None,
     reading: ReplySyntax = PLAIN_TEXT,
     label: str = "",
-) -> Ask:
+) -> Generation:
     """An Ask with every value decided. default_max_tokens None: as many as the context has room for; it yields to the
     context, only a length that was asked for can be too long. `reading`: how the reply's text is read.
     """
-    card = door.card
+    card = llm.card
     check_ids("prompt", prompt, vocab=card.vocab)
     if not prompt:
         raise BadRequest("the prompt is empty; it needs at least one token", param="prompt", code="empty_prompt")
-    max_tokens = _length(wishes.max_tokens, default_max_tokens, prompt=len(prompt), context=card.max_context)
-    check_ids("stop_token_ids", wishes.stop_token_ids, vocab=card.vocab)
-    eos = () if wishes.ignore_eos else card.eos_ids
+    max_tokens = _length(options.max_tokens, default_max_tokens, prompt=len(prompt), context=card.max_context)
+    check_ids("stop_token_ids", options.stop_token_ids, vocab=card.vocab)
+    eos = () if options.ignore_eos else card.eos_ids
     params = SamplingParams(
-        **_sampling_values(wishes, card.defaults),
-        dry=_dry(wishes, door),
-        logit_bias=_bias(wishes.logit_bias, vocab=card.vocab),
-        seed=fresh_seed() if wishes.seed is None else wishes.seed,
+        **_sampling_values(options, card.defaults),
+        dry=_dry(options, llm),
+        logit_bias=_bias(options.logit_bias, vocab=card.vocab),
+        seed=fresh_seed() if options.seed is None else options.seed,
         max_tokens=max_tokens,
-        min_tokens=wishes.min_tokens or 0,
-        stop_ids=frozenset((*eos, *wishes.stop_token_ids)),
-        bad_words=_bad_words(wishes.bad_words, door),
-        logprobs=wishes.logprobs,
-        logprobs_mode=wishes.logprobs_mode,
-        prompt_logprobs=wishes.prompt_logprobs,
-        checksums=wishes.checksums,
+        min_tokens=options.min_tokens or 0,
+        stop_ids=frozenset((*eos, *options.stop_token_ids)),
+        bad_words=_bad_words(options.bad_words, llm),
+        logprobs=options.logprobs,
+        logprobs_mode=options.logprobs_mode,
+        prompt_logprobs=options.prompt_logprobs,
+        checksums=options.checksums,
     )
-    guide = guide_of(wishes)
-    if guide is not None and wishes.ignore_eos:
+    guide = guide_of(options)
+    if guide is not None and options.ignore_eos:
         raise BadParameter("ignore_eos", "a reply that is held to a form ends where the form ends")
-    if any(not s for s in wishes.stop):
+    if any(not s for s in options.stop):
         raise BadParameter("stop", "an empty stop string would stop everything")
-    _check_texts("stop", wishes.stop)
-    return Ask(
+    _check_texts("stop", options.stop)
+    return Generation(
         prompt=prompt,
         params=params,
-        stop=wishes.stop,
-        n=wishes.n,
-        skip_special=wishes.skip_special_tokens,
+        stop=options.stop,
+        n=options.n,
+        skip_special=options.skip_special_tokens,
         reading=reading,
-        thinking_budget=_budget(wishes, reading),
+        thinking_budget=_budget(options, reading),
         guide=guide,
-        predicted=door.encode(wishes.prediction, add_special=False) if wishes.prediction else (),
-        speculate=wishes.speculation,
+        predicted=llm.encode(options.prediction, add_special=False) if options.prediction else (),
+        speculate=options.speculation,
         label=label,
     )
 
@@ -238,10 +238,10 @@ def _check_texts(name: str, texts: Sequence[str], *, most: int = MOST_CHARACTERS
         raise BadParameter(name, "half of a surrogate pair is no text")
 
 
-def _sampling_values(wishes: Wishes, defaults: Mapping[str, float | int]) -> dict[str, Any]:
+def _sampling_values(options: RequestOptions, defaults: Mapping[str, float | int]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
-        wish = getattr(wishes, name)
+        wish = getattr(options, name)
         if wish is None:
             wish = defaults.get(name)
         if wish is not None:
@@ -251,54 +251,54 @@ def _sampling_values(wishes: Wishes, defaults: Mapping[str, float | int]) -> dic
     return values
 
 
-def _dry(wishes: Wishes, door: Door) -> DryParams | None:
-    if wishes.dry_range is not None and wishes.dry_range < -1:
-        raise BadParameter("dry_range", f"must be >= -1, not {wishes.dry_range}")
-    texts = DEFAULT_BREAKERS if wishes.dry_sequence_breakers is None else wishes.dry_sequence_breakers
+def _dry(options: RequestOptions, llm: LLM) -> DryParams | None:
+    if options.dry_range is not None and options.dry_range < -1:
+        raise BadParameter("dry_range", f"must be >= -1, not {options.dry_range}")
+    texts = DEFAULT_BREAKERS if options.dry_sequence_breakers is None else options.dry_sequence_breakers
     if any(not text for text in texts):
         raise BadParameter("dry_sequence_breakers", "an empty text stands in every token and would break everything")
     _check_texts("dry_sequence_breakers", texts)
     found = DryParams(
-        multiplier=wishes.dry_multiplier or 0.0,
-        base=1.75 if wishes.dry_base is None else wishes.dry_base,
-        allowed_length=2 if wishes.dry_allowed_length is None else wishes.dry_allowed_length,
-        range=0 if wishes.dry_range is None or wishes.dry_range == -1 else wishes.dry_range,
-        breakers=door.tokenizer.ids_containing(texts) if wishes.dry_multiplier else frozenset(),
+        multiplier=options.dry_multiplier or 0.0,
+        base=1.75 if options.dry_base is None else options.dry_base,
+        allowed_length=2 if options.dry_allowed_length is None else options.dry_allowed_length,
+        range=0 if options.dry_range is None or options.dry_range == -1 else options.dry_range,
+        breakers=llm.tokenizer.ids_containing(texts) if options.dry_multiplier else frozenset(),
     )
-    return found if wishes.dry_multiplier else None  # what is asked for is checked, whether it has an effect or not
+    return found if options.dry_multiplier else None  # what is asked for is checked, whether it has an effect or not
 
 
-def _budget(wishes: Wishes, reading: ReplySyntax) -> int | None:
-    limit, reasoning = wishes.thinking_budget, reading.reasoning
+def _budget(options: RequestOptions, reading: ReplySyntax) -> int | None:
+    limit, reasoning = options.thinking_budget, reading.reasoning
     if limit is not None and limit < 0:
         raise BadParameter("thinking_budget", f"must be >= 0, not {limit}")
     if reasoning is None:
-        for name, wish in (("thinking_budget", limit), ("reasoning_effort", wishes.reasoning_effort)):
+        for name, wish in (("thinking_budget", limit), ("reasoning_effort", options.reasoning_effort)):
             if wish not in (None, "none"):
                 raise BadParameter(name, "this model does not think aloud, or the prompt is no chat")
         return None
-    if limit is None and wishes.reasoning_effort is not None and not reasoning.effort:
-        return EFFORTS[wishes.reasoning_effort]
+    if limit is None and options.reasoning_effort is not None and not reasoning.effort:
+        return EFFORTS[options.reasoning_effort]
     return limit
 
 
-def guide_of(wishes: Wishes) -> ReplyFormat | None:
+def guide_of(options: RequestOptions) -> ReplyFormat | None:
     """The one form that the reply is held to, if any."""
-    given = [name for name in GUIDED if getattr(wishes, name) is not None]
+    given = [name for name in GUIDED if getattr(options, name) is not None]
     if len(given) > 1:
         raise BadParameter(given[1], f"a reply is held to one form; {given[0]} is given too")
     for name in given:
-        form = getattr(wishes, name)
+        form = getattr(options, name)
         _check_texts(name, [form] if isinstance(form, str) else form if isinstance(form, tuple) else [], most=MOST_FORM)
     match given:
         case ["guided_json"]:
-            return JsonFormat.of(wishes.guided_json, "guided_json")
+            return JsonFormat.of(options.guided_json, "guided_json")
         case ["guided_regex"]:
-            return RegexFormat(wishes.guided_regex or "", "guided_regex")
+            return RegexFormat(options.guided_regex or "", "guided_regex")
         case ["guided_choice"]:
-            return ChoiceFormat(wishes.guided_choice or (), "guided_choice")
+            return ChoiceFormat(options.guided_choice or (), "guided_choice")
         case ["guided_grammar"]:
-            return grammar_format(wishes.guided_grammar or "", "guided_grammar")
+            return grammar_format(options.guided_grammar or "", "guided_grammar")
         case _:
             return None
 
@@ -310,7 +310,7 @@ def _bias(bias: Mapping[int, float] | None, *, vocab: int) -> tuple[tuple[int, f
     return tuple(sorted((int(k), float(v)) for k, v in bias.items()))
 
 
-def _bad_words(words: tuple[str, ...], door: Door) -> tuple[tuple[int, ...], ...]:
+def _bad_words(words: tuple[str, ...], llm: LLM) -> tuple[tuple[int, ...], ...]:
     """Each word as it is spelled at the start of a text and after a space."""
     spelled: dict[tuple[int, ...], None] = {}
     if any(not word.strip(" ") for word in words):
@@ -318,7 +318,7 @@ def _bad_words(words: tuple[str, ...], door: Door) -> tuple[tuple[int, ...], ...
     _check_texts("bad_words", words)
     for word in words:
         for text in (word, " " + word.lstrip(" ")):
-            ids = door.encode(text, add_special=False)
+            ids = llm.encode(text, add_special=False)
             if ids:
                 spelled[ids] = None
     return tuple(spelled)

@@ -18,7 +18,7 @@ from onedraw.types import Call, Channel, Choice, Finish, Logprobs, Piece, Sampli
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class Generation:
     """One prompt to be continued `n` times: data alone, which can be written down and asked again.
 
     `params.seed` is the seed of child 0; constraints of its requests are made from the budget and the guide.
@@ -55,7 +55,7 @@ class Reply:
     calls: list[Called] = field(default_factory=list)
     seed: int = 0
     prompt_ids: tuple[int, ...] = ()
-    choices: list[Choice] = field(default_factory=list)
+    tokens: list[Choice] = field(default_factory=list)
     finish: Finish | None = None
     stop_reason: str | int | None = None
     usage: Usage = field(default_factory=Usage)
@@ -63,7 +63,7 @@ class Reply:
 
     @property
     def token_ids(self) -> list[int]:
-        return [c.token for c in self.choices]
+        return [c.token for c in self.tokens]
 
     def add(self, piece: Piece) -> None:
         match piece.channel:
@@ -76,7 +76,7 @@ class Reply:
                 self.calls[-1].arguments += piece.text
             case "content":
                 self.text += piece.text
-        self.choices.extend(piece.choices)
+        self.tokens.extend(piece.tokens)
         if piece.prompt_logprobs is not None:
             self.prompt_logprobs = piece.prompt_logprobs
         if piece.finish is not None:
@@ -85,38 +85,38 @@ class Reply:
 
 
 @dataclass(slots=True)
-class Saying:
+class OpenPiece:
     """A piece in the making."""
 
     channel: Channel
     call: Call | None = None
     text: str = ""
-    choices: list[Choice] = field(default_factory=list)
+    tokens: list[Choice] = field(default_factory=list)
 
 
-class Speaker:
+class ReplyStream:
     """Turns the events of one request into pieces. One owner: the stream that reads them."""
 
-    def __init__(self, index: int, ask: Ask, tokenizer: Tokenizer) -> None:
-        reading = ask.reading
+    def __init__(self, index: int, generation: Generation, tokenizer: Tokenizer) -> None:
+        reading = generation.reading
         self._index = index
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(
-            tokenizer, skip_special=ask.skip_special, opening=reading.opening, spelled=reading.spelled
+            tokenizer, skip_special=generation.skip_special, opening=reading.opening, spelled=reading.spelled
         )
-        self._stops = StopFinder(ask.stop)
+        self._stops = StopFinder(generation.stop)
         self._parser = ReplyParser(reading)
         self._channel: Channel = "reasoning" if reading.thinking == "open" else "content"
         self._call: Call | None = None
-        self._hidden = ask.params.stop_ids  # ids that end a reply: part of the ids, never of the text
-        self._least = ask.params.min_tokens  # text of earlier tokens is not searched for stop strings
+        self._hidden = generation.params.stop_ids  # ids that end a reply: part of the ids, never of the text
+        self._least = generation.params.min_tokens  # text of earlier tokens is not searched for stop strings
         self._searching = False
         self._said = 0
         self.done = False
 
     def hear(self, event: Event) -> list[Piece]:
         """The pieces behind an event, at least one. After a stop string the rest is dropped and `done` is set."""
-        sayings = [Saying(self._channel, self._call)]
+        sayings = [OpenPiece(self._channel, self._call)]
         heard, hit = 0, None
         for choice in event.chosen:
             heard += 1
@@ -127,7 +127,7 @@ class Speaker:
             hit = None if ends else self._read(sayings, self._detokenizer.push(choice.token))
             # Where its text begins, however many tokens came before it in this event.
             elsewhere = len(sayings) > now + 1 and len(before.text) == length
-            sayings[now + elsewhere].choices.append(choice)
+            sayings[now + elsewhere].tokens.append(choice)
             if ends or hit is not None or self._parser.done:
                 break
         self._said += heard
@@ -146,7 +146,7 @@ class Speaker:
                 self._index,
                 saying.channel,
                 saying.text,
-                tuple(saying.choices),
+                tuple(saying.tokens),
                 finish=finish if number == last else None,
                 stop_reason=reason if number == last else None,
                 usage=usage if number == last else None,
@@ -156,7 +156,7 @@ class Speaker:
             for number, saying in enumerate(sayings)
         ]
 
-    def _read(self, sayings: list[Saying], text: str, *, last: bool = False) -> str | None:
+    def _read(self, sayings: list[OpenPiece], text: str, *, last: bool = False) -> str | None:
         """Read text on, up to a stop string, which is given back. It is looked for in the answer, as the caller sees it:
         thinking and calls have markers and spaces of their own."""
         for part in [*self._parser.push(text), *(self._parser.finish() if last else ())]:
@@ -175,17 +175,17 @@ class Speaker:
             self._say(sayings, "content", None, self._stops.finish())
         return None
 
-    def _say(self, sayings: list[Saying], channel: Channel, call: Call | None, text: str) -> None:
+    def _say(self, sayings: list[OpenPiece], channel: Channel, call: Call | None, text: str) -> None:
         """What belongs to another channel begins a new piece."""
         if channel == "content" and not text:
             return
         now = sayings[-1]
-        if (now.channel, now.call) != (channel, call) and (now.text or now.choices or now.call is not None):
-            sayings.append(Saying(channel, call))
+        if (now.channel, now.call) != (channel, call) and (now.text or now.tokens or now.call is not None):
+            sayings.append(OpenPiece(channel, call))
         sayings[-1].channel, sayings[-1].call = channel, call
         sayings[-1].text += text
 
-    def _end(self, sayings: list[Saying], finish: Finish, hit: str | None) -> tuple[Finish, str | None]:
+    def _end(self, sayings: list[OpenPiece], finish: Finish, hit: str | None) -> tuple[Finish, str | None]:
         """What was held back, when no more tokens come."""
         self.done = True
         if hit is None:

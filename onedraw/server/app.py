@@ -19,20 +19,29 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from onedraw.errors import ModelNotFound, OnedrawError, ShuttingDown
-from onedraw.llm.llm import Door
+from onedraw.llm.llm import LLM
 from onedraw.llm.options import check_ids
 from onedraw.server import page as assets
-from onedraw.server.anthropic.messages import CountRequest, MessageScribe, MessagesRequest
-from onedraw.server.auth import Keyring
+from onedraw.server.anthropic.messages import CountRequest, MessagesRequest, MessagesWriter
+from onedraw.server.auth import ApiKeys
 from onedraw.server.errors import TimedOut, error_response
-from onedraw.server.generation import Job, bursts, chat_prompt, count_prompt, prepare
+from onedraw.server.generation import PreparedRequest, bursts, chat_prompt, count_prompt, prepare
 from onedraw.server.logs import RequestLog, note
-from onedraw.server.metrics import Meters, Watch
-from onedraw.server.middleware import OPEN_PATHS, Catcher, HomeGuard, KeyGuard, caller, read_body, read_json, until_gone
-from onedraw.server.openai.chat import Json, Scribe
-from onedraw.server.openai.choice_parts import Part, Tally, Teller
-from onedraw.server.openai.response_store import ResponseMemory, check_query, listing, page_of
-from onedraw.server.openai.responses import ResponseScribe
+from onedraw.server.metrics import Meters, RequestTimer
+from onedraw.server.middleware import (
+    OPEN_PATHS,
+    ApiKeyMiddleware,
+    ErrorMiddleware,
+    LocalAccessMiddleware,
+    caller,
+    read_body,
+    read_json,
+    until_gone,
+)
+from onedraw.server.openai.chat import Json, OpenAIWriter
+from onedraw.server.openai.choice_parts import ReplyPart, Tally, Teller
+from onedraw.server.openai.response_store import ResponseStore, check_query, listing, page_of
+from onedraw.server.openai.responses import ResponsesWriter
 from onedraw.server.openai.responses_request import ResponsesRequest, numbered
 from onedraw.server.openapi import document
 from onedraw.server.options import ServerOptions
@@ -44,28 +53,28 @@ from onedraw.types import Piece, Usage
 LONG_BODY = 1 << 18  # bytes
 
 
-class Desk:
+class Endpoints:
     """Answers requests for one door. `draining` is set once, by `serve`, when the server is told to stop."""
 
-    def __init__(self, door: Door, options: ServerOptions) -> None:
-        self.door = door
+    def __init__(self, llm: LLM, options: ServerOptions) -> None:
+        self.llm = llm
         self.options = options
-        self.meters = Meters(door.service.stats, door.card.name)
+        self.meters = Meters(llm.service.stats, llm.card.name)
         self.draining = False
-        self._memory = ResponseMemory()
+        self._memory = ResponseStore()
 
     # ------------------------------------------------------------------ replies
 
     async def complete(self, request: Request) -> Response:
-        watch, parsed = Watch(self.meters), await self._read(request, CompletionRequest)
+        watch, parsed = RequestTimer(self.meters), await self._read(request, CompletionRequest)
         return await self._answer(request, parsed.request, parsed.ignored, watch=watch, write=self._openai(parsed.request))
 
     async def chat(self, request: Request) -> Response:
-        watch, parsed = Watch(self.meters), await self._read(request, ChatRequest)
+        watch, parsed = RequestTimer(self.meters), await self._read(request, ChatRequest)
         return await self._answer(request, parsed.request, parsed.ignored, watch=watch, write=self._openai(parsed.request))
 
     async def respond(self, request: Request) -> Response:
-        watch, parsed = Watch(self.meters), await self._read(request, ResponsesRequest)
+        watch, parsed = RequestTimer(self.meters), await self._read(request, ResponsesRequest)
         asked = parsed.request
         owner = caller(request)
         before, items = self._recall(asked, owner)
@@ -73,10 +82,10 @@ class Desk:
         names = asked.names(before, said)
         wanted = as_chat(asked.chat(before, said), names)
 
-        def write(job: Job) -> ResponseScribe:
-            scribe = Scribe(job, card=self.door.card, tokenizer=self.door.tokenizer)
-            return ResponseScribe(
-                job, asked, before=before, items=items, card=self.door.card, scribe=scribe, memory=self._memory, owner=owner
+        def write(job: PreparedRequest) -> ResponsesWriter:
+            scribe = OpenAIWriter(job, card=self.llm.card, tokenizer=self.llm.tokenizer)
+            return ResponsesWriter(
+                job, asked, before=before, items=items, card=self.llm.card, scribe=scribe, memory=self._memory, owner=owner
             )
 
         return await self._answer(
@@ -101,7 +110,7 @@ class Desk:
         said = numbered(items)
         names = asked.names(before, said)
         wanted = as_chat({**asked.chat(before, said), "max_tokens": 1}, names)
-        counted = await asyncio.to_thread(count_prompt, wanted, self.door, names=names)
+        counted = await asyncio.to_thread(count_prompt, wanted, self.llm, names=names)
         body = {"object": "response.input_tokens", "input_tokens": counted}
         return JSONResponse(body, headers=_headers(parsed.ignored))
 
@@ -110,12 +119,12 @@ class Desk:
         return self._memory.before(asked.previous_response_id, owner), self._memory.resolved(asked.items, owner)
 
     async def message(self, request: Request) -> Response:
-        watch, parsed = Watch(self.meters), await self._read(request, MessagesRequest)
+        watch, parsed = RequestTimer(self.meters), await self._read(request, MessagesRequest)
         names = parsed.request.names()
         wanted = as_chat(parsed.request.chat(), names)
 
-        def write(job: Job) -> MessageScribe:
-            return MessageScribe(job, card=self.door.card, omits=parsed.request.omits_thinking)
+        def write(job: PreparedRequest) -> MessagesWriter:
+            return MessagesWriter(job, card=self.llm.card, omits=parsed.request.omits_thinking)
 
         return await self._answer(
             request, wanted, parsed.ignored, watch=watch, write=write, framing=NAMED, prefix="msg_", names=names
@@ -125,12 +134,12 @@ class Desk:
         parsed = await self._read(request, CountRequest)
         names = parsed.request.names()
         wanted = as_chat({**parsed.request.chat(), "max_tokens": 1}, names)
-        counted = await asyncio.to_thread(count_prompt, wanted, self.door, names=names)
+        counted = await asyncio.to_thread(count_prompt, wanted, self.llm, names=names)
         return JSONResponse({"input_tokens": counted}, headers=_headers(parsed.ignored))
 
-    def _openai(self, wanted: CompletionRequest | ChatRequest) -> Callable[[Job], Scribe]:
+    def _openai(self, wanted: CompletionRequest | ChatRequest) -> Callable[[PreparedRequest], OpenAIWriter]:
         include_usage = wanted.stream_options is not None and wanted.stream_options.include_usage
-        return lambda job: Scribe(job, card=self.door.card, tokenizer=self.door.tokenizer, include_usage=include_usage)
+        return lambda job: OpenAIWriter(job, card=self.llm.card, tokenizer=self.llm.tokenizer, include_usage=include_usage)
 
     async def _answer(
         self,
@@ -138,8 +147,8 @@ class Desk:
         wanted: CompletionRequest | ChatRequest,
         ignored: tuple[str, ...],
         *,
-        watch: Watch,
-        write: Callable[[Job], Writer],
+        watch: RequestTimer,
+        write: Callable[[PreparedRequest], Writer],
         framing: Framing = OPENAI,
         prefix: str | None = None,
         names: Mapping[str, str] | None = None,
@@ -147,13 +156,13 @@ class Desk:
         """One way to answer, whatever the shape: `write` makes the scribe that knows it."""
         self._refuse_when_closed()
         # A long text takes long to tokenize.
-        job = await asyncio.to_thread(prepare, wanted, self.door, prefix=prefix, names=names or {})
+        job = await asyncio.to_thread(prepare, wanted, self.llm, prefix=prefix, names=names or {})
         note(id=job.id, seed=job.seed_of(0))
         if self.options.log_prompts:
-            note(prompts=[self.door.tokenizer.decode(ask.prompt, skip_special=False) for ask in job.asks])
+            note(prompts=[self.llm.tokenizer.decode(generation.prompt, skip_special=False) for generation in job.generations])
         headers = _headers(ignored) | {"x-request-id": job.id}
         writer = write(job)
-        telling = Telling(job, writer, door=self.door, watch=watch, seconds=self.options.request_seconds)
+        telling = ReplyRun(job, writer, llm=self.llm, watch=watch, seconds=self.options.request_seconds)
         if not wanted.stream:
             return JSONResponse(await until_gone(request.receive, telling.whole()), headers=headers)
         chunks = telling.chunks()
@@ -166,18 +175,18 @@ class Desk:
     async def tokenize(self, request: Request) -> Response:
         parsed = await self._read(request, TokenizeRequest)
         ids = await asyncio.to_thread(self._tokens, parsed.request)
-        body = {"tokens": list(ids), "count": len(ids), "max_model_len": self.door.card.max_context}
+        body = {"tokens": list(ids), "count": len(ids), "max_model_len": self.llm.card.max_context}
         return JSONResponse(body, headers=_headers(parsed.ignored))
 
     def _tokens(self, wanted: TokenizeRequest) -> tuple[int, ...]:
         if wanted.prompt is None:
-            return chat_prompt(wanted, self.door)
-        return self.door.encode(wanted.prompt, add_special=wanted.add_special_tokens)
+            return chat_prompt(wanted, self.llm)
+        return self.llm.encode(wanted.prompt, add_special=wanted.add_special_tokens)
 
     async def detokenize(self, request: Request) -> Response:
         parsed = await self._read(request, DetokenizeRequest)
-        check_ids("tokens", tuple(parsed.request.tokens), vocab=self.door.card.vocab)
-        text = await asyncio.to_thread(self.door.tokenizer.decode, parsed.request.tokens, skip_special=False)
+        check_ids("tokens", tuple(parsed.request.tokens), vocab=self.llm.card.vocab)
+        text = await asyncio.to_thread(self.llm.tokenizer.decode, parsed.request.tokens, skip_special=False)
         return JSONResponse({"prompt": text}, headers=_headers(parsed.ignored))
 
     # ------------------------------------------------------------------ about the server
@@ -197,7 +206,7 @@ class Desk:
         return JSONResponse({"status": "ok"})
 
     async def openapi(self) -> Response:
-        return JSONResponse(document(self.door.card, lenient=self.options.lenient, locked=bool(self.options.keys)))
+        return JSONResponse(document(self.llm.card, lenient=self.options.lenient, locked=bool(self.options.keys)))
 
     async def metrics(self) -> Response:
         return Response(self.meters.text(), headers={"content-type": CONTENT_TYPE_LATEST})
@@ -216,17 +225,17 @@ class Desk:
         return parsed
 
     def _check_model(self, name: str | None) -> None:
-        card = self.door.card
+        card = self.llm.card
         if name is not None and name != card.name and name not in self.options.aliases:
             raise ModelNotFound(f"the model {name!r} is not served here; this server has {card.name!r}", param="model")
 
     def _refuse_when_closed(self) -> None:
-        if self.draining or not self.door.service.ready:
+        if self.draining or not self.llm.service.ready:
             reason = "the server is shutting down" if self.draining else "the engine has stopped"
             raise ShuttingDown(f"{reason} and takes no new requests")
 
     def _card(self) -> Json:
-        card = self.door.card
+        card = self.llm.card
         return {
             "id": card.name,
             "object": "model",
@@ -250,30 +259,32 @@ class Desk:
 class Writer(Protocol):
     """Writes the parts of one job down, in the shape that it knows: one by one, or joined."""
 
-    def chunks(self, part: Part) -> list[Json]: ...
+    def chunks(self, part: ReplyPart) -> list[Json]: ...
 
     def ending(self, usage: Usage) -> list[Json]: ...
 
     def failed(self, error: OnedrawError) -> list[Json]: ...
 
-    def whole(self, parts: Mapping[int, Sequence[Part]], usage: Usage) -> Json: ...
+    def whole(self, parts: Mapping[int, Sequence[ReplyPart]], usage: Usage) -> Json: ...
 
 
-class Telling:
+class ReplyRun:
     """One job being told: as chunks, or folded into a whole reply."""
 
-    def __init__(self, job: Job, writer: Writer, *, door: Door, watch: Watch, seconds: float | None = None) -> None:
+    def __init__(
+        self, job: PreparedRequest, writer: Writer, *, llm: LLM, watch: RequestTimer, seconds: float | None = None
+    ) -> None:
         self._seconds = seconds
         self._deadline = None if seconds is None else watch.arrival + seconds  # a loop's time is that of time.monotonic
         self._job = job
         self._writer = writer
-        self._door = door
+        self._llm = llm
         self._watch = watch
         self._tally = Tally(job)
 
-    async def _parts(self) -> AsyncGenerator[list[Part], None]:
-        teller = Teller(self._job, self._door.tokenizer)
-        async with aclosing(bursts(self._job, self._door)) as stream:
+    async def _parts(self) -> AsyncGenerator[list[ReplyPart], None]:
+        teller = Teller(self._job, self._llm.tokenizer)
+        async with aclosing(bursts(self._job, self._llm)) as stream:
             while (burst := await self._next(stream)) is not None:
                 for piece in burst:
                     self._watch.see(piece)
@@ -302,7 +313,7 @@ class Telling:
             yield ending
 
     async def whole(self) -> Json:
-        said: dict[int, list[Part]] = {}
+        said: dict[int, list[ReplyPart]] = {}
         async with aclosing(self._parts()) as stream:
             async for parts in stream:
                 for part in parts:
@@ -327,38 +338,38 @@ async def _on_error(request: Request, error: Exception) -> Response:
     return error_response(error, path=request.url.path)
 
 
-def create_app(door: Door, options: ServerOptions) -> FastAPI:
+def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
     """The app; `app.state.desk` answers."""
     app = FastAPI(title="onedraw", docs_url=None, redoc_url=None, openapi_url=None)
-    app.state.desk = desk = Desk(door, options)
-    for path, get in (("/v1/models", desk.models), ("/v1/models/{name:path}", desk.model)):
+    app.state.endpoints = endpoints = Endpoints(llm, options)
+    for path, get in (("/v1/models", endpoints.models), ("/v1/models/{name:path}", endpoints.model)):
         app.add_api_route(path, get, methods=["GET"], response_model=None)
-    for path, get in (("/health", desk.health), ("/metrics", desk.metrics), ("/openapi.json", desk.openapi)):
+    for path, get in (("/health", endpoints.health), ("/metrics", endpoints.metrics), ("/openapi.json", endpoints.openapi)):
         app.add_api_route(path, get, methods=["GET"], response_model=None)
     posts = {
-        "/v1/completions": desk.complete,
-        "/v1/chat/completions": desk.chat,
-        "/v1/responses": desk.respond,
-        "/v1/responses/input_tokens": desk.count_response,
-        "/v1/messages": desk.message,
-        "/v1/messages/count_tokens": desk.count,
-        "/tokenize": desk.tokenize,
-        "/detokenize": desk.detokenize,
+        "/v1/completions": endpoints.complete,
+        "/v1/chat/completions": endpoints.chat,
+        "/v1/responses": endpoints.respond,
+        "/v1/responses/input_tokens": endpoints.count_response,
+        "/v1/messages": endpoints.message,
+        "/v1/messages/count_tokens": endpoints.count,
+        "/tokenize": endpoints.tokenize,
+        "/detokenize": endpoints.detokenize,
     }
     for path, post in posts.items():
         app.add_api_route(path, post, methods=["POST"], response_model=None)
     stored = "/v1/responses/{response_id}"
-    app.add_api_route(stored, desk.response, methods=["GET", "DELETE"], response_model=None)
-    app.add_api_route(f"{stored}/input_items", desk.response_items, methods=["GET"], response_model=None)
+    app.add_api_route(stored, endpoints.response, methods=["GET", "DELETE"], response_model=None)
+    app.add_api_route(f"{stored}/input_items", endpoints.response_items, methods=["GET"], response_model=None)
     app.router.routes.extend(assets.routes(page := assets.load()))
     app.add_exception_handler(OnedrawError, _on_error)
     app.add_exception_handler(HTTPException, _on_error)
     # The last one added stands outermost: cross-origin headers go on every answer, errors included.
     if options.keys:
-        app.add_middleware(KeyGuard, keyring=Keyring(options.keys), open_paths=OPEN_PATHS | page.keys())
+        app.add_middleware(ApiKeyMiddleware, keyring=ApiKeys(options.keys), open_paths=OPEN_PATHS | page.keys())
     else:
-        app.add_middleware(HomeGuard, hosts=(options.host, *options.allow_hosts), origins=options.cors_origins)
-    app.add_middleware(Catcher)
+        app.add_middleware(LocalAccessMiddleware, hosts=(options.host, *options.allow_hosts), origins=options.cors_origins)
+    app.add_middleware(ErrorMiddleware)
     if options.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -33,7 +33,7 @@ class ApiKey:
             raise BadSetting(f"the key of {self.name} must not be empty, nor begin or end with a space")
 
 
-class Keyring:
+class ApiKeys:
     """Finds whose key it is. Every key is compared, as a digest, in constant time: how long it takes tells nothing."""
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:

@@ -12,14 +12,14 @@ import json
 from dataclasses import dataclass
 from typing import Literal
 
-from onedraw.server.openai.choice_parts import Part, Token
+from onedraw.server.openai.choice_parts import ReplyPart, Token
 from onedraw.types import Call
 
 Kind = Literal["thinking", "text", "call"]
 
 
 @dataclass(slots=True)
-class Block:
+class ContentBlock:
     """Owner: the Blocks it stands in."""
 
     index: int
@@ -31,35 +31,35 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    block: Block
+class BlockOpened:
+    block: ContentBlock
 
 
 @dataclass(frozen=True, slots=True)
-class Grew:
-    block: Block
+class BlockGrew:
+    block: ContentBlock
     text: str
     tokens: tuple[Token, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Closed:
-    block: Block
+class BlockClosed:
+    block: ContentBlock
 
 
-Change = Opened | Grew | Closed
+BlockChange = BlockOpened | BlockGrew | BlockClosed
 
 
-class Blocks:
+class ContentBlocks:
     """One owner: the scribe of one reply."""
 
     def __init__(self) -> None:
-        self.blocks: list[Block] = []
-        self._open: Block | None = None
+        self.blocks: list[ContentBlock] = []
+        self._open: ContentBlock | None = None
         self._held: tuple[Token, ...] = ()  # of the answer, and not in a block yet
 
-    def take(self, part: Part) -> list[Change]:
-        changes: list[Change] = []
+    def take(self, part: ReplyPart) -> list[BlockChange]:
+        changes: list[BlockChange] = []
         if part.answers:
             self._held += part.said
         if part.reasoning:
@@ -70,7 +70,7 @@ class Blocks:
             changes += self._grow("call", call, text)
         return changes
 
-    def end(self, *, cut: bool = False) -> list[Change]:
+    def end(self, *, cut: bool = False) -> list[BlockChange]:
         """A reply that said nothing has one empty text. `cut`: it was to go on; what it was saying is cut with it, but for a
         call that was whole by then."""
         changes = [] if self.blocks else self._grow("text", None, "")
@@ -78,29 +78,29 @@ class Blocks:
             self._open.cut = cut and not (self._open.kind == "call" and _is_json(self._open.text))
         return [*changes, *self._close()]
 
-    def _grow(self, kind: Kind, call: Call | None, text: str) -> list[Change]:
-        changes: list[Change] = []
+    def _grow(self, kind: Kind, call: Call | None, text: str) -> list[BlockChange]:
+        changes: list[BlockChange] = []
         if self._open is None or (self._open.kind, self._open.call) != (kind, call):
             changes += self._close()
             if kind != "text":
                 self._held = ()  # what thinking and calls begin with
-            self._open = Block(len(self.blocks), kind, call)
+            self._open = ContentBlock(len(self.blocks), kind, call)
             self.blocks.append(self._open)
-            changes.append(Opened(self._open))
+            changes.append(BlockOpened(self._open))
         return [*changes, *self._said(self._open, text)] if text else changes
 
-    def _said(self, block: Block, text: str) -> list[Change]:
+    def _said(self, block: ContentBlock, text: str) -> list[BlockChange]:
         """More of a block, with the tokens that wait for it."""
         tokens: tuple[Token, ...] = ()
         if block.kind == "text":
             tokens, self._held = self._held, ()
             block.tokens = [*(block.tokens or ()), *tokens]
         block.text += text
-        return [Grew(block, text, tokens)] if text or tokens else []
+        return [BlockGrew(block, text, tokens)] if text or tokens else []
 
-    def _close(self) -> list[Change]:
+    def _close(self) -> list[BlockChange]:
         closed, self._open = self._open, None
-        return [] if closed is None else [*self._said(closed, ""), Closed(closed)]
+        return [] if closed is None else [*self._said(closed, ""), BlockClosed(closed)]
 
 
 def _is_json(text: str) -> bool:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from onedraw.errors import BadParameter, BadRequest, ContextOverflow, ShuttingDown
-from onedraw.llm.llm import Ask, Door, fresh_seed
-from onedraw.llm.options import settle, settle_chat
+from onedraw.llm.llm import LLM, Generation, fresh_seed
+from onedraw.llm.options import make_chat_generation, make_generation
 from onedraw.sampling.noise import child_seed, prompt_seed
 from onedraw.server.protocol import (
     COMPLETION_MAX_TOKENS,
@@ -30,12 +30,12 @@ TEMPLATE_NAMES = frozenset({"messages", "add_generation_prompt", "tools", "self"
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class PreparedRequest:
     """A request made ready. Choice `c` is child `c % n` of prompt `c // n`."""
 
     id: str
     kind: Literal["chat", "completion"]
-    asks: tuple[Ask, ...]
+    generations: tuple[Generation, ...]
     n: int
     echoes: tuple[str | None, ...]  # per prompt: what stands before the reply
     logprobs: bool
@@ -43,15 +43,15 @@ class Job:
     checksums: bool
     details: bool = False  # how each token came
 
-    def ask_of(self, choice: int) -> Ask:
-        return self.asks[choice // self.n]
+    def ask_of(self, choice: int) -> Generation:
+        return self.generations[choice // self.n]
 
     def seed_of(self, choice: int) -> int:
         return child_seed(self.ask_of(choice).params.seed, choice % self.n)
 
     @property
     def choices(self) -> int:
-        return len(self.asks) * self.n
+        return len(self.generations) * self.n
 
     @property
     def shows_tokens(self) -> bool:
@@ -60,8 +60,8 @@ class Job:
 
 
 def prepare(
-    request: CompletionRequest | ChatRequest, door: Door, *, prefix: str | None = None, names: Mapping[str, str] | None = None
-) -> Job:
+    request: CompletionRequest | ChatRequest, llm: LLM, *, prefix: str | None = None, names: Mapping[str, str] | None = None
+) -> PreparedRequest:
     """Everything that can be wrong with a request is found here. Tokenizes, so it may take a while.
 
     `prefix` begins the job's id; `names` are the caller's names for our fields, where they are others.
@@ -69,11 +69,11 @@ def prepare(
     try:
         match request:
             case ChatRequest():
-                job = _chat(request, door, prefix or "chatcmpl-")
+                job = _chat(request, llm, prefix or "chatcmpl-")
             case CompletionRequest():
-                job = _completion(request, door)
-        for ask in job.asks:
-            door.check(ask)
+                job = _completion(request, llm)
+        for generation in job.generations:
+            llm.check(generation)
     except BadParameter as error:
         told = error.renamed({ours: theirs for theirs, (ours, _) in request.guided().items()})
         raise told.renamed(names or {}) from None
@@ -83,15 +83,15 @@ def prepare(
     return job
 
 
-def count_prompt(request: ChatRequest, door: Door, *, names: Mapping[str, str]) -> int:
+def count_prompt(request: ChatRequest, llm: LLM, *, names: Mapping[str, str]) -> int:
     """Tokens of a chat's prompt, also of one that is longer than the context."""
     try:
-        return len(prepare(request, door, names=names).asks[0].prompt)
+        return len(prepare(request, llm, names=names).generations[0].prompt)
     except ContextOverflow as error:
         return error.prompt
 
 
-def _completion(request: CompletionRequest, door: Door) -> Job:
+def _completion(request: CompletionRequest, llm: LLM) -> PreparedRequest:
     identity = f"cmpl-{secrets.token_hex(12)}"
     seed = fresh_seed() if request.seed is None else request.seed
     scored = (request.logprobs or 0) if request.echo and (request.logprobs is not None or request.token_limit == 0) else None
@@ -99,44 +99,46 @@ def _completion(request: CompletionRequest, door: Door) -> Job:
         raise BadParameter(
             "prompt", f"{len(request.prompt)} prompts × n = {request.n} is over {MAX_REPLIES} replies; split the list"
         )
-    asks, echoes = [], []
+    generations, echoes = [], []
     for number, prompt in enumerate(request.prompt):
-        ids = door.encode(prompt, add_special=request.add_special_tokens) if isinstance(prompt, str) else prompt
-        wishes = request.wishes(seed=prompt_seed(seed, number), prompt_logprobs=scored)
-        asks.append(settle(wishes, door=door, prompt=ids, default_max_tokens=COMPLETION_MAX_TOKENS, label=identity))
-        echoes.append(_echo(prompt, request, door) if request.echo else None)
-    return _job(identity, "completion", request, asks, echoes=echoes, logprobs=request.logprobs is not None)
+        ids = llm.encode(prompt, add_special=request.add_special_tokens) if isinstance(prompt, str) else prompt
+        options = request.options(seed=prompt_seed(seed, number), prompt_logprobs=scored)
+        generations.append(
+            make_generation(options, llm=llm, prompt=ids, default_max_tokens=COMPLETION_MAX_TOKENS, label=identity)
+        )
+        echoes.append(_echo(prompt, request, llm) if request.echo else None)
+    return _job(identity, "completion", request, generations, echoes=echoes, logprobs=request.logprobs is not None)
 
 
-def _echo(prompt: Prompt, request: CompletionRequest, door: Door) -> str:
-    return prompt if isinstance(prompt, str) else door.tokenizer.decode(prompt, skip_special=request.skip_special_tokens)
+def _echo(prompt: Prompt, request: CompletionRequest, llm: LLM) -> str:
+    return prompt if isinstance(prompt, str) else llm.tokenizer.decode(prompt, skip_special=request.skip_special_tokens)
 
 
-def _chat(request: ChatRequest, door: Door, prefix: str) -> Job:
+def _chat(request: ChatRequest, llm: LLM, prefix: str) -> PreparedRequest:
     identity = f"{prefix}{secrets.token_hex(12)}"
-    wishes = request.wishes(logprobs=(request.top_logprobs or 0) if request.logprobs else None)
+    options = request.options(logprobs=(request.top_logprobs or 0) if request.logprobs else None)
     try:
-        ask = settle_chat(wishes, door=door, label=identity, use=request.tool_use(), **_spoken(request))
+        generation = make_chat_generation(options, llm=llm, label=identity, use=request.tool_use(), **_spoken(request))
     except BadRequest as error:
         if error.param == "prompt":
             error.param = "messages"  # the caller's name for it
         raise
-    return _job(identity, "chat", request, [ask], echoes=[None], logprobs=request.logprobs)
+    return _job(identity, "chat", request, [generation], echoes=[None], logprobs=request.logprobs)
 
 
 def _job(
     identity: str,
     kind: Literal["chat", "completion"],
     request: CompletionRequest | ChatRequest,
-    asks: list[Ask],
+    generations: list[Generation],
     *,
     echoes: list[str | None],
     logprobs: bool,
-) -> Job:
-    return Job(
+) -> PreparedRequest:
+    return PreparedRequest(
         id=identity,
         kind=kind,
-        asks=tuple(asks),
+        generations=tuple(generations),
         n=request.n,
         echoes=tuple(echoes),
         logprobs=logprobs,
@@ -146,10 +148,10 @@ def _job(
     )
 
 
-def chat_prompt(request: TokenizeRequest, door: Door) -> tuple[int, ...]:
+def chat_prompt(request: TokenizeRequest, llm: LLM) -> tuple[int, ...]:
     """The ids of a chat, through the checkpoint's template."""
     said = _spoken(request)
-    return door.render(said["messages"], add_generation_prompt=said["add_generation_prompt"], **said["template_kwargs"])
+    return llm.render(said["messages"], add_generation_prompt=said["add_generation_prompt"], **said["template_kwargs"])
 
 
 def _spoken(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
@@ -165,9 +167,9 @@ def _spoken(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     }
 
 
-async def bursts(job: Job, door: Door) -> AsyncGenerator[list[Piece], None]:
+async def bursts(job: PreparedRequest, llm: LLM) -> AsyncGenerator[list[Piece], None]:
     """The pieces of all choices as they come, prompt after prompt in number. Closing it cancels what still runs."""
-    async with aclosing(door.bursts(*job.asks)) as stream:
+    async with aclosing(llm.bursts(*job.generations)) as stream:
         async for burst in stream:
             if any(piece.finish == "cancelled" for piece in burst):
                 raise ShuttingDown("the request was cancelled before it finished")

@@ -100,7 +100,7 @@ class Meters:
         return generate_latest(self._registry)
 
 
-class Watch:
+class RequestTimer:
     """Times the pieces of one request. One owner: its reply."""
 
     def __init__(self, meters: Meters) -> None:
@@ -110,8 +110,8 @@ class Watch:
 
     def see(self, piece: Piece) -> None:
         now = time.monotonic()
-        if piece.choices:
-            self._tokens(piece.index, len(piece.choices), now)
+        if piece.tokens:
+            self._tokens(piece.index, len(piece.tokens), now)
         if piece.finish is not None:
             self._meters.whole.observe(now - self.arrival)
             self._meters.ended(piece.finish)

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from onedraw.errors import BadRequest
-from onedraw.server.auth import Keyring
+from onedraw.server.auth import ApiKeys
 from onedraw.server.errors import BodyTooLarge, BodyTooSlow, ClientGone, ForeignPage, UnknownHost, WrongKey, error_response
 from onedraw.server.logs import note
 
@@ -33,10 +33,10 @@ NEAR = (
 Result = TypeVar("Result")
 
 
-class KeyGuard:
+class ApiKeyMiddleware:
     """Lets a request pass with a right key, and notes whose it was."""
 
-    def __init__(self, app: ASGIApp, keyring: Keyring, open_paths: Set[str] = OPEN_PATHS) -> None:
+    def __init__(self, app: ASGIApp, keyring: ApiKeys, open_paths: Set[str] = OPEN_PATHS) -> None:
         self._app = app
         self._keyring = keyring
         self._open_paths = open_paths
@@ -62,7 +62,7 @@ class KeyGuard:
         return True
 
 
-class HomeGuard:
+class LocalAccessMiddleware:
     """Stands before a server without keys: it answers to names of this machine and its network, and to no foreign web page.
 
     A page that somebody looks at may send requests from their browser to their own machine. It can let a name of its own lead
@@ -132,7 +132,7 @@ def caller(request: Request) -> str | None:
     return found
 
 
-class Catcher:
+class ErrorMiddleware:
     """Answers what nobody foresaw with 500 and an id. A client that hung up needs no answer."""
 
     def __init__(self, app: ASGIApp) -> None:

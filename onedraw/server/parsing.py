@@ -40,7 +40,7 @@ from onedraw.server.protocol import (
     StructuredOutputs,
     TokenizeRequest,
 )
-from onedraw.server.strict_model import Strict
+from onedraw.server.strict_model import StrictModel
 from onedraw.server.tool_fields import FunctionTool, ToolSpec
 
 RequestT = TypeVar("RequestT", bound=BaseModel)
@@ -158,7 +158,7 @@ def _objects_of(kind: type[BaseModel]) -> tuple[tuple[str, type[BaseModel]], ...
 
 def _object_in(annotation: Any) -> type[BaseModel] | None:
     """The kind of object that a field holds, alone, in a list or as one of several things."""
-    if isinstance(annotation, type) and issubclass(annotation, Strict):
+    if isinstance(annotation, type) and issubclass(annotation, StrictModel):
         return annotation
     found = [part for one in get_args(annotation) if (part := _object_in(one)) is not None]
     return found[0] if len(found) == 1 else None

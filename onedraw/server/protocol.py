@@ -14,8 +14,8 @@ from pydantic import BaseModel, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from onedraw.errors import BadParameter
-from onedraw.llm.options import EFFORTS, GUIDED, Effort, Wishes
-from onedraw.server.strict_model import Strict, Whole, wish
+from onedraw.llm.options import EFFORTS, GUIDED, Effort, RequestOptions
+from onedraw.server.strict_model import StrictModel, Whole, field_doc
 from onedraw.server.tool_fields import FunctionTool, ToolCall, ToolChoice, ToolSpec, chat_choice
 from onedraw.text.constraints.response_format import ANY_OBJECT
 from onedraw.text.tools.dialects import NO_PARAMETERS, Tool, ToolUse
@@ -101,29 +101,29 @@ def _content(value: object) -> str:
     return "\n".join(texts)
 
 
-class StreamOptions(Strict):
-    include_usage: bool = wish("boolean", "a last chunk without choices carries `usage`", False)
+class StreamOptions(StrictModel):
+    include_usage: bool = field_doc("boolean", "a last chunk without choices carries `usage`", False)
 
 
-class Prediction(Strict):
-    type: Literal["content"] = wish('"content"', "required", ...)
-    content: Annotated[str, PlainValidator(_content)] = wish(
+class Prediction(StrictModel):
+    type: Literal["content"] = field_doc('"content"', "required", ...)
+    content: Annotated[str, PlainValidator(_content)] = field_doc(
         "string or list of text parts", "required; text parts are joined by line breaks", ...
     )
 
 
-class JsonSchema(Strict):
-    name: str | None = wish("string", "the caller's name for it")
-    description: str | None = wish("string", "the caller's own note")
-    schema_: dict[str, Any] = wish(
+class JsonSchema(StrictModel):
+    name: str | None = field_doc("string", "the caller's name for it")
+    description: str | None = field_doc("string", "the caller's own note")
+    schema_: dict[str, Any] = field_doc(
         "object", "the JSON schema; a keyword that cannot be held to is refused with its path", {}, alias="schema"
     )
-    strict: bool = wish("boolean", "a reply is held to the schema either way", True)
+    strict: bool = field_doc("boolean", "a reply is held to the schema either way", True)
 
 
-class ResponseFormat(Strict):
-    type: Literal["text", "json_object", "json_schema"] = wish('"text", "json_object", "json_schema"', "required", ...)
-    json_schema: JsonSchema | None = wish("object", 'see below; with type "json_schema"')
+class ResponseFormat(StrictModel):
+    type: Literal["text", "json_object", "json_schema"] = field_doc('"text", "json_object", "json_schema"', "required", ...)
+    json_schema: JsonSchema | None = field_doc("object", 'see below; with type "json_schema"')
 
     @model_validator(mode="after")
     def _schema_with_its_type(self) -> ResponseFormat:
@@ -132,66 +132,74 @@ class ResponseFormat(Strict):
         return self
 
 
-class StructuredOutputs(Strict):
-    json_: dict[str, Any] | str | None = wish("object or string", "a JSON schema, or its text", alias="json")
-    json_object: bool = wish("boolean", "any JSON object", False)
-    regex: str | None = wish("string", "the same as `guided_regex`")
-    choice: list[str] | None = wish("list of strings", "the same as `guided_choice`")
-    grammar: str | None = wish("string", "the same as `guided_grammar`")
+class StructuredOutputs(StrictModel):
+    json_: dict[str, Any] | str | None = field_doc("object or string", "a JSON schema, or its text", alias="json")
+    json_object: bool = field_doc("boolean", "any JSON object", False)
+    regex: str | None = field_doc("string", "the same as `guided_regex`")
+    choice: list[str] | None = field_doc("list of strings", "the same as `guided_choice`")
+    grammar: str | None = field_doc("string", "the same as `guided_grammar`")
 
 
-class Sampling(Strict):
+class Sampling(StrictModel):
     """What both endpoints honour alike."""
 
-    model: str | None = wish("string", "the served model; may be left out")
-    stream: bool = wish("boolean", "answer in server-sent events", False)
-    stream_options: StreamOptions | None = wish("object", "see below; only with `stream`")
-    max_tokens: Whole | None = wish("integer >= 1", "the most tokens of a reply")
-    max_completion_tokens: Whole | None = wish("integer >= 1", "the same as `max_tokens`")
-    min_tokens: Whole | None = wish("integer >= 0", "no end of the reply before these many tokens")
-    temperature: float | None = wish("number, 0 … 100", "0 is greedy")
-    top_k: Whole | None = wish("integer >= -1", "0 and -1: off; 1 is greedy at any temperature")
-    top_p: float | None = wish("number, over 0 … 1", "nucleus over what top_k left; 1: off")
-    min_p: float | None = wish("number, 0 … 1", "relative to the likeliest token; 0: off")
-    repetition_penalty: float | None = wish("number over 0", "over prompt and reply; 1: off")
-    frequency_penalty: float | None = wish("number, -100 … 100", "over the reply; 0: off")
-    presence_penalty: float | None = wish("number, -100 … 100", "over the reply; 0: off")
-    dry_multiplier: float | None = wish("number >= 0", "penalty on continuing a repetition; 0: off")
-    dry_base: float | None = wish("number >= 1", "growth of that penalty per repeated token; default 1.75")
-    dry_allowed_length: Whole | None = wish("integer >= 1", "repetitions shorter than this are free; default 2")
-    dry_range: Whole | None = wish("integer >= -1", "how many of the last tokens are searched; 0 and -1: all")
-    dry_sequence_breakers: Annotated[tuple[str, ...], PlainValidator(_texts)] | None = wish(
+    model: str | None = field_doc("string", "the served model; may be left out")
+    stream: bool = field_doc("boolean", "answer in server-sent events", False)
+    stream_options: StreamOptions | None = field_doc("object", "see below; only with `stream`")
+    max_tokens: Whole | None = field_doc("integer >= 1", "the most tokens of a reply")
+    max_completion_tokens: Whole | None = field_doc("integer >= 1", "the same as `max_tokens`")
+    min_tokens: Whole | None = field_doc("integer >= 0", "no end of the reply before these many tokens")
+    temperature: float | None = field_doc("number, 0 … 100", "0 is greedy")
+    top_k: Whole | None = field_doc("integer >= -1", "0 and -1: off; 1 is greedy at any temperature")
+    top_p: float | None = field_doc("number, over 0 … 1", "nucleus over what top_k left; 1: off")
+    min_p: float | None = field_doc("number, 0 … 1", "relative to the likeliest token; 0: off")
+    repetition_penalty: float | None = field_doc("number over 0", "over prompt and reply; 1: off")
+    frequency_penalty: float | None = field_doc("number, -100 … 100", "over the reply; 0: off")
+    presence_penalty: float | None = field_doc("number, -100 … 100", "over the reply; 0: off")
+    dry_multiplier: float | None = field_doc("number >= 0", "penalty on continuing a repetition; 0: off")
+    dry_base: float | None = field_doc("number >= 1", "growth of that penalty per repeated token; default 1.75")
+    dry_allowed_length: Whole | None = field_doc("integer >= 1", "repetitions shorter than this are free; default 2")
+    dry_range: Whole | None = field_doc("integer >= -1", "how many of the last tokens are searched; 0 and -1: all")
+    dry_sequence_breakers: Annotated[tuple[str, ...], PlainValidator(_texts)] | None = field_doc(
         "list of strings", "no repetition reaches over these; default line break, colon, quote, asterisk"
     )
-    logit_bias: Annotated[dict[int, float], PlainValidator(_bias)] | None = wish(
+    logit_bias: Annotated[dict[int, float], PlainValidator(_bias)] | None = field_doc(
         "object: token id → -100 … 100", "added to the logits of these tokens"
     )
-    seed: int | None = wish(
+    seed: int | None = field_doc(
         "integer, 0 … 2^53 - 1", "left out, the server draws one; every choice says which", ge=0, lt=SEED_LIMIT
     )
-    n: int = wish(f"integer, 1 … {MAX_CHOICES}", "choices per prompt, each with its own seed", 1, ge=1, le=MAX_CHOICES)
-    stop: Annotated[tuple[str, ...], PlainValidator(_texts)] = wish(
+    n: int = field_doc(f"integer, 1 … {MAX_CHOICES}", "choices per prompt, each with its own seed", 1, ge=1, le=MAX_CHOICES)
+    stop: Annotated[tuple[str, ...], PlainValidator(_texts)] = field_doc(
         "string or list", "ends the reply, not part of its text; looked for in the answer, not in thinking or calls", ()
     )
-    stop_token_ids: list[int] = wish("list of integers", "token ids that end the reply", [])
-    ignore_eos: bool = wish("boolean", "go on after the model's own end", False)
-    bad_words: Annotated[tuple[str, ...], PlainValidator(_texts)] = wish("list of strings", "words that are never completed", ())
-    logprobs_mode: Literal["raw", "processed"] = wish(
+    stop_token_ids: list[int] = field_doc("list of integers", "token ids that end the reply", [])
+    ignore_eos: bool = field_doc("boolean", "go on after the model's own end", False)
+    bad_words: Annotated[tuple[str, ...], PlainValidator(_texts)] = field_doc(
+        "list of strings", "words that are never completed", ()
+    )
+    logprobs_mode: Literal["raw", "processed"] = field_doc(
         '"raw" or "processed"', "the model's own distribution, or the one it was drawn from", "raw"
     )
-    skip_special_tokens: bool = wish("boolean", "leave special tokens out of the text", True)
-    prediction: Prediction | None = wish("object", "see below; what the reply is expected to be: sooner where right, never other")
-    speculation: bool = wish("boolean", "false: nothing is guessed ahead for this request; guesses never change a reply", True)
-    response_format: ResponseFormat | None = wish("object", "see below; the reply is JSON, of a schema if one is given")
-    guided_json: dict[str, Any] | str | None = wish("object or string", "a JSON schema, or its text, that the reply is held to")
-    guided_regex: str | None = wish("string", "a regular expression that the whole reply matches; no look-around")
-    guided_choice: list[str] | None = wish("list of strings", "the reply is one of these")
-    guided_grammar: str | None = wish("string", "a grammar that the reply follows: Lark (llguidance's dialect) or GBNF")
-    grammar: str | None = wish("string", "a grammar as llama.cpp takes them (GBNF)")
-    structured_outputs: StructuredOutputs | None = wish("object", "see below; another spelling of the guided fields")
-    return_token_ids: bool = wish("boolean", "adds `token_ids` and `prompt_token_ids` to each choice", False)
-    return_checksums: bool = wish("boolean", "adds `score_checksums` to each choice, one string per token", False)
-    return_token_details: bool = wish("boolean", "adds `token_details` to each choice: how each token came", False)
+    skip_special_tokens: bool = field_doc("boolean", "leave special tokens out of the text", True)
+    prediction: Prediction | None = field_doc(
+        "object", "see below; what the reply is expected to be: sooner where right, never other"
+    )
+    speculation: bool = field_doc(
+        "boolean", "false: nothing is guessed ahead for this request; guesses never change a reply", True
+    )
+    response_format: ResponseFormat | None = field_doc("object", "see below; the reply is JSON, of a schema if one is given")
+    guided_json: dict[str, Any] | str | None = field_doc(
+        "object or string", "a JSON schema, or its text, that the reply is held to"
+    )
+    guided_regex: str | None = field_doc("string", "a regular expression that the whole reply matches; no look-around")
+    guided_choice: list[str] | None = field_doc("list of strings", "the reply is one of these")
+    guided_grammar: str | None = field_doc("string", "a grammar that the reply follows: Lark (llguidance's dialect) or GBNF")
+    grammar: str | None = field_doc("string", "a grammar as llama.cpp takes them (GBNF)")
+    structured_outputs: StructuredOutputs | None = field_doc("object", "see below; another spelling of the guided fields")
+    return_token_ids: bool = field_doc("boolean", "adds `token_ids` and `prompt_token_ids` to each choice", False)
+    return_checksums: bool = field_doc("boolean", "adds `score_checksums` to each choice, one string per token", False)
+    return_token_details: bool = field_doc("boolean", "adds `token_details` to each choice: how each token came", False)
 
     @model_validator(mode="after")
     def _agree(self) -> Sampling:
@@ -229,9 +237,9 @@ class Sampling(Strict):
                     found[f"structured_outputs.{name}"] = (f"guided_{name}", value)
         return found
 
-    def wishes(self, **changes: Any) -> Wishes:
+    def options(self, **changes: Any) -> RequestOptions:
         """The fields that have the same name there, and the endpoint's changes."""
-        named = {f.name: getattr(self, f.name) for f in fields(Wishes) if f.name in type(self).model_fields}
+        named = {f.name: getattr(self, f.name) for f in fields(RequestOptions) if f.name in type(self).model_fields}
         spelled = {
             "max_tokens": self.token_limit,
             "checksums": self.return_checksums,
@@ -242,34 +250,34 @@ class Sampling(Strict):
             first, second, *_ = guided
             raise BadParameter(second, f"a reply is held to one form; {first} is given too")
         spelled |= dict.fromkeys(GUIDED) | dict(guided.values())
-        return Wishes.of(**named | spelled | changes)
+        return RequestOptions.of(**named | spelled | changes)
 
 
 class CompletionRequest(Sampling):
-    prompt: Annotated[tuple[Prompt, ...], PlainValidator(_prompts)] = wish(
+    prompt: Annotated[tuple[Prompt, ...], PlainValidator(_prompts)] = field_doc(
         "string, list of strings, list of token ids, list of such lists", "what to continue; required", ...
     )
-    echo: bool = wish("boolean", "the prompt stands before the reply; with `max_tokens: 0` it is the whole reply", False)
-    logprobs: int | None = wish(
+    echo: bool = field_doc("boolean", "the prompt stands before the reply; with `max_tokens: 0` it is the whole reply", False)
+    logprobs: int | None = field_doc(
         f"integer, 0 … {MAX_TOP_LOGPROBS}",
         "logprobs of the tokens and of that many alternatives; with `echo` also of the prompt",
         ge=0,
         le=MAX_TOP_LOGPROBS,
     )
-    add_special_tokens: bool = wish("boolean", "a text prompt begins as the tokenizer begins a text", True)
+    add_special_tokens: bool = field_doc("boolean", "a text prompt begins as the tokenizer begins a text", True)
 
 
-class Message(Strict):
-    role: Literal["system", "developer", "user", "assistant", "tool"] = wish(
+class Message(StrictModel):
+    role: Literal["system", "developer", "user", "assistant", "tool"] = field_doc(
         '"system", "developer", "user", "assistant" or "tool"', "required", ...
     )
-    content: Annotated[str, PlainValidator(_content)] | None = wish(
+    content: Annotated[str, PlainValidator(_content)] | None = field_doc(
         "string or list of text parts", "text parts are joined by line breaks; only a message with `tool_calls` may do without"
     )
-    name: str | None = wish("string", "handed to the chat template")
-    reasoning_content: str | None = wish("string", "handed to the chat template")
-    tool_calls: list[ToolCall] | None = wish("list of objects", "the assistant's calls: `id`, `type`, `function`")
-    tool_call_id: str | None = wish("string", 'with role "tool": whose result this is')
+    name: str | None = field_doc("string", "handed to the chat template")
+    reasoning_content: str | None = field_doc("string", "handed to the chat template")
+    tool_calls: list[ToolCall] | None = field_doc("list of objects", "the assistant's calls: `id`, `type`, `function`")
+    tool_call_id: str | None = field_doc("string", 'with role "tool": whose result this is')
 
     @model_validator(mode="after")
     def _complete(self) -> Message:
@@ -290,30 +298,30 @@ class Message(Strict):
 
 
 class ChatRequest(Sampling):
-    messages: list[Message] = wish("list of objects", "see below; required", ..., min_length=1)
-    logprobs: bool = wish("boolean", "logprobs of the tokens", False)
-    top_logprobs: int | None = wish(
+    messages: list[Message] = field_doc("list of objects", "see below; required", ..., min_length=1)
+    logprobs: bool = field_doc("boolean", "logprobs of the tokens", False)
+    top_logprobs: int | None = field_doc(
         f"integer, 0 … {MAX_TOP_LOGPROBS}", "and of that many alternatives; only with `logprobs`", ge=0, le=MAX_TOP_LOGPROBS
     )
-    add_generation_prompt: bool = wish("boolean", "the prompt ends where the assistant begins to speak", True)
-    chat_template_kwargs: dict[str, Any] = wish("object", "variables of the checkpoint's chat template", {})
-    reasoning_effort: Effort | None = wish(
+    add_generation_prompt: bool = field_doc("boolean", "the prompt ends where the assistant begins to speak", True)
+    chat_template_kwargs: dict[str, Any] = field_doc("object", "variables of the checkpoint's chat template", {})
+    reasoning_effort: Effort | None = field_doc(
         ", ".join(f'"{effort}"' for effort in EFFORTS),
         "told to the chat template where it knows of it; else thinking is off for `none`, and has a budget of "
         + ", ".join(f"{tokens} tokens for `{effort}`" for effort, tokens in EFFORTS.items() if tokens),
     )
-    thinking_budget: Whole | None = wish(
+    thinking_budget: Whole | None = field_doc(
         "integer >= 0", "tokens of thinking, after which it is closed with the model's own words; above the effort's"
     )
 
-    tools: list[ToolSpec] = wish("list of objects", "see below; functions that the model may call", [])
-    tool_choice: Annotated[ToolChoice, PlainValidator(chat_choice)] | None = wish(
+    tools: list[ToolSpec] = field_doc("list of objects", "see below; functions that the model may call", [])
+    tool_choice: Annotated[ToolChoice, PlainValidator(chat_choice)] | None = field_doc(
         '"none", "auto", "required", {"type": "function", "function": {"name": …}} or '
         '{"type": "allowed_tools", "allowed_tools": {"mode": …, "tools": […]}}',
         "`required` and a name hold the reply to calls; `none` hides the tools; of `allowed_tools` the model hears of all "
         "and may call these; default `auto`",
     )
-    parallel_tool_calls: bool = wish("boolean", "false: at most one call in a reply", True)
+    parallel_tool_calls: bool = field_doc("boolean", "false: at most one call in a reply", True)
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ChatRequest:
@@ -348,13 +356,13 @@ def _tool(number: int, function: FunctionTool) -> Tool:
     return Tool(function.name, function.description or "", schema, strict=function.strict, param=path)
 
 
-class TokenizeRequest(Strict):
-    model: str | None = wish("string", "the served model; may be left out")
-    prompt: str | None = wish("string", "a text; this or `messages`")
-    add_special_tokens: bool = wish("boolean", "begin as the tokenizer begins a text", True)
-    messages: list[Message] | None = wish("list of objects", "a chat, through the chat template", min_length=1)
-    add_generation_prompt: bool = wish("boolean", "the prompt ends where the assistant begins to speak", True)
-    chat_template_kwargs: dict[str, Any] = wish("object", "variables of the checkpoint's chat template", {})
+class TokenizeRequest(StrictModel):
+    model: str | None = field_doc("string", "the served model; may be left out")
+    prompt: str | None = field_doc("string", "a text; this or `messages`")
+    add_special_tokens: bool = field_doc("boolean", "begin as the tokenizer begins a text", True)
+    messages: list[Message] | None = field_doc("list of objects", "a chat, through the chat template", min_length=1)
+    add_generation_prompt: bool = field_doc("boolean", "the prompt ends where the assistant begins to speak", True)
+    chat_template_kwargs: dict[str, Any] = field_doc("object", "variables of the checkpoint's chat template", {})
 
     @model_validator(mode="after")
     def _one_of_them(self) -> TokenizeRequest:
@@ -363,6 +371,6 @@ class TokenizeRequest(Strict):
         return self
 
 
-class DetokenizeRequest(Strict):
-    model: str | None = wish("string", "the served model; may be left out")
-    tokens: list[int] = wish("list of integers", "required", ...)
+class DetokenizeRequest(StrictModel):
+    model: str | None = field_doc("string", "the served model; may be left out")
+    tokens: list[int] = field_doc("list of integers", "required", ...)

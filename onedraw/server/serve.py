@@ -19,8 +19,8 @@ from typing import Any
 import uvicorn
 
 from onedraw.errors import BadSetting
-from onedraw.llm.llm import Door
-from onedraw.server.app import Desk, create_app
+from onedraw.llm.llm import LLM
+from onedraw.server.app import Endpoints, create_app
 from onedraw.server.logs import log_config
 from onedraw.server.options import ServerOptions
 
@@ -33,8 +33,8 @@ FLUSH_SECONDS = 5  # for the last bytes of finished replies, after the engine ha
 class Server(uvicorn.Server):
     """Uvicorn with our way of stopping. Closes the door when told to stop."""
 
-    def __init__(self, door: Door, options: ServerOptions, listener: socket.socket | None = None) -> None:
-        app = create_app(door, options)
+    def __init__(self, llm: LLM, options: ServerOptions, listener: socket.socket | None = None) -> None:
+        app = create_app(llm, options)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -46,7 +46,7 @@ class Server(uvicorn.Server):
                 access_log=False,
             )
         )
-        self._desk: Desk = app.state.desk
+        self._desk: Endpoints = app.state.endpoints
         self._options = options
         self._listener = listener or bind(options.host, options.port)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -78,7 +78,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
-        print(greeting(self.url, self._desk.door, self._options), flush=True)
+        print(greeting(self.url, self._desk.llm, self._options), flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Uvicorn's own way would end the process by the signal; ours ends it with status 0."""
@@ -98,14 +98,14 @@ class Server(uvicorn.Server):
 
     async def _finish(self) -> None:
         try:
-            await asyncio.to_thread(self._desk.door.close, self._options.drain_seconds)
+            await asyncio.to_thread(self._desk.llm.close, self._options.drain_seconds)
         finally:
             self.should_exit = True
 
 
-def serve(door: Door, options: ServerOptions, listener: socket.socket | None = None) -> None:
+def serve(llm: LLM, options: ServerOptions, listener: socket.socket | None = None) -> None:
     """Serve until a signal says stop. BadSetting when the port cannot be had. `listener`: it is had already (`bind`)."""
-    Server(door, options, listener).run()
+    Server(llm, options, listener).run()
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -135,9 +135,9 @@ def _no_port(host: str, port: int, error: OSError) -> BadSetting:
     return BadSetting(f"--port: {port} on {host} {reason}; stop the other program or choose another port with --port")
 
 
-def greeting(url: str, door: Door, options: ServerOptions) -> str:
+def greeting(url: str, llm: LLM, options: ServerOptions) -> str:
     """One line that works when pasted into a shell. The key itself is never printed."""
-    chat = door.template is not None
+    chat = llm.template is not None
     asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Say hello."}]} if chat else {"prompt": "Once upon a time"}
     body = json.dumps(asked | {"max_tokens": 32})
     path = "/v1/chat/completions" if chat else "/v1/completions"

@@ -10,10 +10,10 @@ TOOL_NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
 Whole = Annotated[int, Field(ge=-(2**31), lt=2**31)]  # counts; every backend has room for these
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False, extra="forbid", arbitrary_types_allowed=True)
 
 
-def wish(values: str, note: str, default: Any = None, **limits: Any) -> Any:
+def field_doc(values: str, note: str, default: Any = None, **limits: Any) -> Any:
     """A field with what docs/api.md says of it: the values it takes, and what it does."""
     return Field(default, description=note, json_schema_extra={"values": values}, **limits)

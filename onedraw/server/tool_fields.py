@@ -12,33 +12,33 @@ from typing import Any, Literal
 
 from pydantic_core import PydanticCustomError
 
-from onedraw.server.strict_model import TOOL_NAME, Strict, Whole, wish
+from onedraw.server.strict_model import TOOL_NAME, StrictModel, Whole, field_doc
 
 Mode = Literal["none", "auto", "required"]
 
 
-class CalledFunction(Strict):
-    name: str = wish("string", "required", ..., pattern=TOOL_NAME)
-    arguments: str = wish("string", "a JSON object, as text", "{}")
+class CalledFunction(StrictModel):
+    name: str = field_doc("string", "required", ..., pattern=TOOL_NAME)
+    arguments: str = field_doc("string", "a JSON object, as text", "{}")
 
 
-class ToolCall(Strict):
-    id: str = wish("string", "as it came with the reply; required", ...)
-    type: Literal["function"] = wish('"function"', "", "function")
-    function: CalledFunction = wish("object", "`name` and `arguments`, as they came", ...)
-    index: Whole | None = wish("integer", "accepted, as it came in a stream", exclude=True)
+class ToolCall(StrictModel):
+    id: str = field_doc("string", "as it came with the reply; required", ...)
+    type: Literal["function"] = field_doc('"function"', "", "function")
+    function: CalledFunction = field_doc("object", "`name` and `arguments`, as they came", ...)
+    index: Whole | None = field_doc("integer", "accepted, as it came in a stream", exclude=True)
 
 
-class FunctionTool(Strict):
-    name: str = wish("string", "letters, digits, `_ . : / -`; required", ..., pattern=TOOL_NAME)
-    description: str | None = wish("string", "told to the model")
-    parameters: dict[str, Any] | None = wish("object", "a JSON schema of the arguments; none: no arguments")
-    strict: bool = wish("boolean", "calls of this tool are held to its schema, at any temperature", False)
+class FunctionTool(StrictModel):
+    name: str = field_doc("string", "letters, digits, `_ . : / -`; required", ..., pattern=TOOL_NAME)
+    description: str | None = field_doc("string", "told to the model")
+    parameters: dict[str, Any] | None = field_doc("object", "a JSON schema of the arguments; none: no arguments")
+    strict: bool = field_doc("boolean", "calls of this tool are held to its schema, at any temperature", False)
 
 
-class ToolSpec(Strict):
-    type: Literal["function"] = wish('"function"', "required", ...)
-    function: FunctionTool = wish("object", "see below; required", ...)
+class ToolSpec(StrictModel):
+    type: Literal["function"] = field_doc('"function"', "required", ...)
+    function: FunctionTool = field_doc("object", "see below; required", ...)
 
 
 @dataclass(frozen=True, slots=True)

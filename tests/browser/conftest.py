@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from onedraw.build.llm import open_door
+from onedraw.build.llm import build_llm
 from onedraw.settings import Settings
-from tests.serve.running import Served, serving, slowed
+from tests.server.running import Served, serving, slowed
 
 TRAINED = Path(__file__).parents[1] / "fixtures" / "trained"
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -68,5 +68,5 @@ def model(browser: Any, pace: Pace) -> Iterator[Served]:
         threads=1,
         self_check=False,
     )
-    with open_door(settings) as door, serving(slowed(door, pace.usual, pace)) as served:
+    with build_llm(settings) as llm, serving(slowed(llm, pace.usual, pace)) as served:
         yield served

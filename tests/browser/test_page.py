@@ -13,7 +13,7 @@ import pytest
 from onedraw.server.options import ServerOptions
 from onedraw.server.page import POLICY
 from tests.browser.conftest import Pace
-from tests.serve.running import Served, fake_door, serving
+from tests.server.running import Served, fake_llm, serving
 
 AXE = (Path(__file__).parent / "vendor" / "axe.min.js").read_text(encoding="utf-8")
 PATIENCE = 120_000  # milliseconds
@@ -418,7 +418,7 @@ def test_the_colours_can_be_chosen(visit: Visit) -> None:
 
 
 def test_a_key_locks_the_interface_and_not_the_page(browser: Any) -> None:
-    with fake_door() as door, serving(door, ServerOptions(api_key="sesame")) as served:
+    with fake_llm() as llm, serving(llm, ServerOptions(api_key="sesame")) as served:
         context = browser.new_context()
         visit = Visit(context.new_page(), served.url)
         visit.page.locator("#locked").wait_for()

@@ -11,12 +11,12 @@ import pytest
 from onedraw.backends.devices import parse_device
 from onedraw.backends.packing import gpu_packed_savings
 from onedraw.build.drafters import drafter_bytes
-from onedraw.build.llm import open_door
+from onedraw.build.llm import build_llm
 from onedraw.build.sizing import plan_devices
 from onedraw.checkpoints.random_shapes import DRAFTER_SHAPES, SHAPES, open_random, open_random_drafter
 from onedraw.errors import ModelNotFound, OutOfMemory
 from onedraw.llm.llm import settled_stats
-from onedraw.llm.options import Wishes, settle
+from onedraw.llm.options import RequestOptions, make_generation
 from onedraw.models.dflash import check_drafter_fits, read_drafter_info
 from onedraw.models.model_info import read_model_info
 from onedraw.settings import Settings
@@ -52,11 +52,11 @@ def test_random_drafts_change_no_token(tmp_path: Path) -> None:
     replies, drafted = [], 0
     for draft in ("none", f"random:{tmp_path / 'drafter.json'}-q4_k_m"):
         given: dict[str, Any] = {"draft": draft, "dtype": "f32", "max_context": 256, "self_check": False, "draft_tokens": 5}
-        with open_door(Settings.of(model=f"random:{tmp_path / 'target.json'}", **given)) as door:
-            wishes = Wishes(temperature=1.0, seed=3, max_tokens=20, ignore_eos=True)
-            [reply] = door.generate(settle(wishes, door=door, prompt=(5, 6, 7), label="test"))
+        with build_llm(Settings.of(model=f"random:{tmp_path / 'target.json'}", **given)) as llm:
+            options = RequestOptions(temperature=1.0, seed=3, max_tokens=20, ignore_eos=True)
+            [reply] = llm.generate(make_generation(options, llm=llm, prompt=(5, 6, 7), label="test"))
             replies.append(reply.token_ids)
-            drafted = settled_stats(door).draft_tokens
+            drafted = settled_stats(llm).draft_tokens
     assert replies[0] == replies[1]
     assert drafted > 20
 

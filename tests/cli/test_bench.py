@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onedraw.build.llm import open_door
+from onedraw.build.llm import build_llm
 from onedraw.cli.bench import Prompts, Run, Timing, summarise
 from onedraw.engine.stats import Stats
 from onedraw.settings import Settings
@@ -88,8 +88,8 @@ def test_one_token_each_has_no_gap() -> None:
 
 
 def test_no_two_prompts_begin_alike() -> None:
-    with open_door(Settings(model="fake", backend="fake")) as door:
-        prompts = Prompts(door, 40)
+    with build_llm(Settings(model="fake", backend="fake")) as llm:
+        prompts = Prompts(llm, 40)
         made = [prompts.next() for _ in range(8)]
     assert len({prompt[:8] for prompt in made}) == 8
     assert {len(prompt) for prompt in made} == {40}

@@ -11,7 +11,7 @@ import pytest
 from onedraw.cli import flags
 from onedraw.cli.main import UsageError, command_parser
 from onedraw.errors import BadSetting
-from onedraw.llm.options import Wishes
+from onedraw.llm.options import RequestOptions
 from onedraw.settings import Settings, size_in_bytes
 
 
@@ -21,7 +21,7 @@ def parsed(*given: str, command: str = "generate") -> argparse.Namespace:
 
 def test_every_wish_is_an_option_of_generate() -> None:
     spellings = {a.dest for a in command_parser("generate")._actions if a.option_strings}
-    assert {f.name for f in fields(Wishes)} <= spellings
+    assert {f.name for f in fields(RequestOptions)} <= spellings
 
 
 def test_every_setting_but_the_model_is_an_option_of_serve() -> None:
@@ -42,7 +42,7 @@ def test_a_field_without_a_line_of_help_is_an_error() -> None:
 def test_nothing_given_leaves_every_default() -> None:
     arguments = parsed()
     assert flags.read_settings(arguments) == Settings.of(model="tiny")
-    assert flags.read_wishes(arguments) == Wishes()
+    assert flags.read_request_options(arguments) == RequestOptions()
 
 
 def test_settings_come_through(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_settings_come_through(tmp_path: Path) -> None:
 
 
 def test_wishes_come_through() -> None:
-    wishes = flags.read_wishes(
+    options = flags.read_request_options(
         parsed(
             *("--temperature", "0.5", "--top-k", "40", "--stop", "END", "--stop", "\n", "--stop-token-ids", "3,4"),
             *("--logit-bias", "7=-inf", "--logit-bias", "5=1.5", "--ignore-eos", "--bad-words", "no", "--seed", "0"),
@@ -84,7 +84,7 @@ def test_wishes_come_through() -> None:
             *("--prediction", "so it is", "--no-speculation"),
         )
     )
-    assert wishes == Wishes(
+    assert options == RequestOptions(
         temperature=0.5,
         top_k=40,
         stop=("END", "\n"),

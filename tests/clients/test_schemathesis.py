@@ -2,7 +2,7 @@
 that the document rules out, no way around the key.
 
 The other direction is left out (`positive_data_acceptance`): rules between fields, the vocabulary and the context cannot be
-written in a schema, and what breaks them is a documented 400. `tests/serve/test_openapi.py` holds the ranges from inside.
+written in a schema, and what breaks them is a documented 400. `tests/server/test_openapi.py` holds the ranges from inside.
 """
 
 from __future__ import annotations

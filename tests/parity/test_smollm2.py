@@ -16,9 +16,9 @@ from scipy.stats import chisquare
 
 from bench.cpu_quality import SIDES, measure
 from bench.peer import llama_in_transformers
-from onedraw.build.llm import open_door
-from onedraw.llm.llm import Door
-from onedraw.llm.options import Wishes, settle
+from onedraw.build.llm import build_llm
+from onedraw.llm.llm import LLM
+from onedraw.llm.options import RequestOptions, make_generation
 from onedraw.sampling.law import law
 from onedraw.settings import Settings
 from onedraw.types import History, Request, SamplingParams
@@ -43,8 +43,8 @@ SEEDS = 5000
 
 
 @pytest.fixture(scope="module")
-def door(smollm2_path: Path) -> Iterator[Door]:
-    with open_door(Settings(model=str(smollm2_path), dtype="f32", max_context=512, max_batch=64)) as opened:
+def llm(smollm2_path: Path) -> Iterator[LLM]:
+    with build_llm(Settings(model=str(smollm2_path), dtype="f32", max_context=512, max_batch=64)) as opened:
         yield opened
 
 
@@ -53,11 +53,11 @@ def peer(smollm2_path: Path) -> Any:
     return llama_in_transformers(smollm2_path)
 
 
-def test_greedy_equals_transformers(door: Door, peer: Any) -> None:
+def test_greedy_equals_transformers(llm: LLM, peer: Any) -> None:
     """Every token is the peer's argmax after the same tokens, so the two greedy answers are one, by induction."""
-    prompts = [door.encode(text) for text in PROMPTS]
-    wishes = Wishes(temperature=0.0, max_tokens=64, ignore_eos=True)
-    replies = door.generate(*(settle(wishes, door=door, prompt=prompt) for prompt in prompts))
+    prompts = [llm.encode(text) for text in PROMPTS]
+    options = RequestOptions(temperature=0.0, max_tokens=64, ignore_eos=True)
+    replies = llm.generate(*(make_generation(options, llm=llm, prompt=prompt) for prompt in prompts))
     for text, reply in zip(PROMPTS, replies, strict=True):
         with torch.inference_mode():
             logits = peer(torch.tensor([[*reply.prompt_ids, *reply.token_ids]])).logits[0]
@@ -66,11 +66,11 @@ def test_greedy_equals_transformers(door: Door, peer: Any) -> None:
         assert len(reply.token_ids) == 64
 
 
-def test_logits_are_those_of_transformers(door: Door, peer: Any) -> None:
+def test_logits_are_those_of_transformers(llm: LLM, peer: Any) -> None:
     """Prompt logprobs of both, over a text long enough to cross several blocks of keys."""
-    prompt = door.encode(" ".join(PROMPTS) * 3)[:200]
-    wishes = Wishes(max_tokens=0, prompt_logprobs=0)
-    [reply] = door.generate(settle(wishes, door=door, prompt=prompt))
+    prompt = llm.encode(" ".join(PROMPTS) * 3)[:200]
+    options = RequestOptions(max_tokens=0, prompt_logprobs=0)
+    [reply] = llm.generate(make_generation(options, llm=llm, prompt=prompt))
     with torch.inference_mode():
         expected = peer(torch.tensor([prompt])).logits[0].log_softmax(-1)
     targets = torch.tensor(prompt[1:])
@@ -80,38 +80,38 @@ def test_logits_are_those_of_transformers(door: Door, peer: Any) -> None:
     assert (found - expected).abs().max() < 1e-3
 
 
-def first_tokens(door: Door, prompt: tuple[int, ...], wishes: dict[str, Any]) -> Counter[int]:
+def first_tokens(llm: LLM, prompt: tuple[int, ...], options: dict[str, Any]) -> Counter[int]:
     """The first token of many seeds, all at once."""
     counts: Counter[int] = Counter()
     done = threading.Semaphore(0)
-    base = settle(Wishes(max_tokens=1, ignore_eos=True, **wishes), door=door, prompt=prompt).params
-    door.service._queue_limit = SEEDS + 1
+    base = make_generation(RequestOptions(max_tokens=1, ignore_eos=True, **options), llm=llm, prompt=prompt).params
+    llm.service._queue_limit = SEEDS + 1
 
     def hear(event: Any) -> None:
         assert event.error is None
         counts.update(choice.token for choice in event.chosen)
         done.release()
 
-    door.service.submit([(Request(f"seed-{seed}", prompt, dataclasses.replace(base, seed=seed)), hear) for seed in range(SEEDS)])
+    llm.service.submit([(Request(f"seed-{seed}", prompt, dataclasses.replace(base, seed=seed)), hear) for seed in range(SEEDS)])
     for _ in range(SEEDS):
         done.acquire()
     return counts
 
 
 @pytest.mark.parametrize(
-    "wishes",
+    "options",
     [{"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.2}],
     ids=["softmax", "filtered"],
 )
-def test_first_tokens_follow_the_law(door: Door, peer: Any, wishes: dict[str, Any]) -> None:
-    prompt = door.encode("There are many animals in the world, big and small ones, and yet my own favourite animal is the")
+def test_first_tokens_follow_the_law(llm: LLM, peer: Any, options: dict[str, Any]) -> None:
+    prompt = llm.encode("There are many animals in the world, big and small ones, and yet my own favourite animal is the")
     assert len(prompt) > 16  # a page and more: all seeds share the prompt's first page
     with torch.inference_mode():
         logits = peer(torch.tensor([prompt])).logits[0, -1].numpy()
-    scores = law(logits, SamplingParams(**wishes), History(prompt)).astype(np.float64)
+    scores = law(logits, SamplingParams(**options), History(prompt)).astype(np.float64)
     share = np.exp(scores - scores.max())
     share /= share.sum()
-    counts = first_tokens(door, prompt, wishes)
+    counts = first_tokens(llm, prompt, options)
     assert all(share[token] > 0 for token in counts), "a token outside the law was drawn"
     often = [token for token in np.argsort(-share) if share[token] * SEEDS >= 8]
     expected = np.array([*share[often], 1 - share[often].sum()]) * SEEDS
@@ -122,11 +122,11 @@ def test_first_tokens_follow_the_law(door: Door, peer: Any, wishes: dict[str, An
     assert result.pvalue > 1e-4, result
 
 
-def test_temperature_zero_and_top_k_one_are_greedy_and_seeds_mean_something(door: Door) -> None:
-    prompt = door.encode("The weather today is")
+def test_temperature_zero_and_top_k_one_are_greedy_and_seeds_mean_something(llm: LLM) -> None:
+    prompt = llm.encode("The weather today is")
 
-    def tokens(**wishes: Any) -> list[int]:
-        [reply] = door.generate(settle(Wishes(max_tokens=24, ignore_eos=True, **wishes), door=door, prompt=prompt))
+    def tokens(**options: Any) -> list[int]:
+        [reply] = llm.generate(make_generation(RequestOptions(max_tokens=24, ignore_eos=True, **options), llm=llm, prompt=prompt))
         return reply.token_ids
 
     greedy = tokens(temperature=0.0, seed=1)

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from onedraw.build.llm import open_door
-from onedraw.llm.llm import Ask, Door
-from onedraw.llm.options import Wishes, settle
+from onedraw.build.llm import build_llm
+from onedraw.llm.llm import LLM, Generation
+from onedraw.llm.options import RequestOptions, make_generation
 from onedraw.settings import Settings
 from onedraw.speculation.prediction import PredictionProposer
 from onedraw.speculation.speculator import Speculator
@@ -33,21 +33,21 @@ SEEDS = 5000
 
 
 @pytest.fixture(scope="module")
-def plain(smollm2_path: Path) -> Iterator[Door]:
-    with open_door(Settings(model=str(smollm2_path), dtype="f32", max_context=1536, draft=("none",))) as door:
-        yield door
+def plain(smollm2_path: Path) -> Iterator[LLM]:
+    with build_llm(Settings(model=str(smollm2_path), dtype="f32", max_context=1536, draft=("none",))) as llm:
+        yield llm
 
 
-def drafting(path: Path, **settings: Any) -> Door:
-    return open_door(Settings(model=str(path), dtype="f32", **{"max_context": 1536, "draft": ("auto",), **settings}))
+def drafting(path: Path, **settings: Any) -> LLM:
+    return build_llm(Settings(model=str(path), dtype="f32", **{"max_context": 1536, "draft": ("auto",), **settings}))
 
 
-def asks(door: Door, **wishes: Any) -> list[Ask]:
+def generations(llm: LLM, **options: Any) -> list[Generation]:
     return [
-        settle(
-            Wishes(seed=10 + i, checksums=True, **{"max_tokens": 48, **wishes}),
-            door=door,
-            prompt=door.render([{"role": "user", "content": text}]),
+        make_generation(
+            RequestOptions(seed=10 + i, checksums=True, **{"max_tokens": 48, **options}),
+            llm=llm,
+            prompt=llm.render([{"role": "user", "content": text}]),
         )
         for i, text in enumerate(CHATS)
     ]
@@ -62,33 +62,33 @@ MIXES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("budget", [0, 16], ids=["chain", "tree"])
-def test_drafts_never_change_an_answer(plain: Door, smollm2_path: Path, budget: int) -> None:
+def test_drafts_never_change_an_answer(plain: LLM, smollm2_path: Path, budget: int) -> None:
     kept = 0
-    with drafting(smollm2_path, tree_budget=budget, draft_tokens=8) as door:
-        assert door.service.capacity.drafter == "dflash"
-        for name, wishes in MIXES.items():
-            expected = plain.generate(*asks(plain, **wishes))
-            together = door.generate(*asks(door, **wishes))
-            alone = [door.generate(ask)[0] for ask in asks(door, **wishes)[:2]]
-            assert [r.choices for r in together] == [r.choices for r in expected], name
-            assert [r.choices for r in alone] == [r.choices for r in expected[:2]], name
+    with drafting(smollm2_path, tree_budget=budget, draft_tokens=8) as llm:
+        assert llm.service.capacity.drafter == "dflash"
+        for name, options in MIXES.items():
+            expected = plain.generate(*generations(plain, **options))
+            together = llm.generate(*generations(llm, **options))
+            alone = [llm.generate(generation)[0] for generation in generations(llm, **options)[:2]]
+            assert [r.tokens for r in together] == [r.tokens for r in expected], name
+            assert [r.tokens for r in alone] == [r.tokens for r in expected[:2]], name
             kept += sum(r.usage.kept for r in together)
-        stats = door.service.stats()
+        stats = llm.service.stats()
     assert kept > 20
     assert stats.draft_tokens > stats.accepted_tokens
 
 
 def test_the_shipped_drafter_reaches_its_acceptance(smollm2_path: Path) -> None:
     """Greedy, first 96 tokens: about 2 tokens per turn on chat, 2.7 on code; wrong features would give little over 1."""
-    with drafting(smollm2_path, draft=(str(_shipped(smollm2_path)),), draft_tokens=7) as door:
+    with drafting(smollm2_path, draft=(str(_shipped(smollm2_path)),), draft_tokens=7) as llm:
         tokens = turns = 0
         for text in CHATS[:3]:
-            before = door.service.stats().turns
-            ask = settle(
-                Wishes(temperature=0.0, max_tokens=96), door=door, prompt=door.render([{"role": "user", "content": text}])
+            before = llm.service.stats().turns
+            generation = make_generation(
+                RequestOptions(temperature=0.0, max_tokens=96), llm=llm, prompt=llm.render([{"role": "user", "content": text}])
             )
-            [reply] = door.generate(ask)
-            tokens, turns = tokens + len(reply.choices) - 1, turns + door.service.stats().turns - before - 1
+            [reply] = llm.generate(generation)
+            tokens, turns = tokens + len(reply.tokens) - 1, turns + llm.service.stats().turns - before - 1
     assert tokens / turns > 1.8
 
 
@@ -104,29 +104,32 @@ def _shipped(model: Path) -> Path:
     return path
 
 
-def test_the_openings_of_many_seeds_vary_as_plain_ones_do(plain: Door, smollm2_path: Path) -> None:
+def test_the_openings_of_many_seeds_vary_as_plain_ones_do(plain: LLM, smollm2_path: Path) -> None:
     prompt = plain.render([{"role": "user", "content": "Write a short story about the sea."}])
-    with drafting(smollm2_path, draft_tokens=4) as door:
+    with drafting(smollm2_path, draft_tokens=4) as llm:
         openings = [
             [
                 tuple(r.token_ids)
                 for r in each.generate(
-                    *(settle(Wishes(temperature=1.0, seed=s, max_tokens=6), door=each, prompt=prompt) for s in range(150))
+                    *(
+                        make_generation(RequestOptions(temperature=1.0, seed=s, max_tokens=6), llm=each, prompt=prompt)
+                        for s in range(150)
+                    )
                 )
             ]
-            for each in (plain, door)
+            for each in (plain, llm)
         ]
-        assert door.service.stats().draft_tokens > 0
+        assert llm.service.stats().draft_tokens > 0
     assert openings[0] == openings[1]
     assert len({opening[0] for opening in openings[0]}) > 5
 
 
 @pytest.mark.parametrize(
-    "wishes",
+    "options",
     [{"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.3, "presence_penalty": 0.5}],
     ids=["plain law", "top-p and penalties"],
 )
-def test_drafted_first_tokens_follow_the_law(smollm2_path: Path, wishes: dict[str, Any]) -> None:
+def test_drafted_first_tokens_follow_the_law(smollm2_path: Path, options: dict[str, Any]) -> None:
     """All seeds share the prompt's pages, so even their first row carries drafts: kept for some seeds, rejected for others.
 
     Without checkpoints: a row that chooses from kept logits would carry none.
@@ -134,14 +137,14 @@ def test_drafted_first_tokens_follow_the_law(smollm2_path: Path, wishes: dict[st
     speculator = Speculator([PredictionProposer()], draft_tokens=1)
     sizes: dict[str, Any] = {"max_context": 256, "max_batch": 64, "queue_limit": SEEDS + 1, "checkpoint_memory": 0}
     settings = Settings(model=str(smollm2_path), dtype="f32", **sizes)
-    with open_door(settings, speculator=speculator) as door:
-        prompt = door.encode("There are many animals in the world, big and small ones, and yet my own favourite animal is the")[
+    with build_llm(settings, speculator=speculator) as llm:
+        prompt = llm.encode("There are many animals in the world, big and small ones, and yet my own favourite animal is the")[
             :17
         ]
-        base = settle(Wishes(max_tokens=2, ignore_eos=True, logprobs=20, **wishes), door=door, prompt=prompt)
-        [first] = door.generate(dataclasses.replace(base, params=dataclasses.replace(base.params, logprobs_mode="processed")))
-        assert first.choices[0].logprobs is not None
-        law = dict(first.choices[0].logprobs.top)
+        base = make_generation(RequestOptions(max_tokens=2, ignore_eos=True, logprobs=20, **options), llm=llm, prompt=prompt)
+        [first] = llm.generate(dataclasses.replace(base, params=dataclasses.replace(base.params, logprobs_mode="processed")))
+        assert first.tokens[0].logprobs is not None
+        law = dict(first.tokens[0].logprobs.top)
         guess = max(law, key=lambda token: law[token])
         counts: Counter[int] = Counter()
         done = threading.Semaphore(0)
@@ -157,10 +160,10 @@ def test_drafted_first_tokens_follow_the_law(smollm2_path: Path, wishes: dict[st
             Request(f"s{seed}", prompt, dataclasses.replace(base.params, seed=seed, logprobs=None), predicted=(guess,))
             for seed in range(SEEDS)
         ]
-        door.service.submit([(request, hear) for request in requests])
+        llm.service.submit([(request, hear) for request in requests])
         for _ in range(SEEDS):
             done.acquire()
-        stats = door.service.stats()
+        stats = llm.service.stats()
     assert stats.accepted_tokens > 100
     assert stats.draft_tokens - stats.accepted_tokens > 100
     assert sum(counts.values()) == SEEDS
@@ -174,8 +177,8 @@ def test_drafted_first_tokens_follow_the_law(smollm2_path: Path, wishes: dict[st
 
 
 @pytest.mark.long
-def test_a_long_answer_at_temperature_one_with_penalties_equals_plain_decoding(plain: Door, smollm2_path: Path) -> None:
-    wishes = Wishes(
+def test_a_long_answer_at_temperature_one_with_penalties_equals_plain_decoding(plain: LLM, smollm2_path: Path) -> None:
+    options = RequestOptions(
         temperature=1.0,
         seed=77,
         max_tokens=1200,
@@ -186,9 +189,9 @@ def test_a_long_answer_at_temperature_one_with_penalties_equals_plain_decoding(p
         checksums=True,
     )
     prompt = plain.render([{"role": "user", "content": "Tell me a long story about a lighthouse keeper."}])
-    [expected] = plain.generate(settle(wishes, door=plain, prompt=prompt))
-    with drafting(smollm2_path, tree_budget=16, draft_tokens=7) as door:
-        [found] = door.generate(settle(wishes, door=door, prompt=prompt))
-    assert len(found.choices) == 1200
-    assert found.choices == expected.choices
+    [expected] = plain.generate(make_generation(options, llm=plain, prompt=prompt))
+    with drafting(smollm2_path, tree_budget=16, draft_tokens=7) as llm:
+        [found] = llm.generate(make_generation(options, llm=llm, prompt=prompt))
+    assert len(found.tokens) == 1200
+    assert found.tokens == expected.tokens
     assert found.usage.kept > 50

@@ -9,9 +9,9 @@ from typing import Any
 import jsonschema
 import pytest
 
-from onedraw.build.llm import open_door
-from onedraw.llm.llm import Door, Reply
-from onedraw.llm.options import Wishes, settle_chat
+from onedraw.build.llm import build_llm
+from onedraw.llm.llm import LLM, Reply
+from onedraw.llm.options import RequestOptions, make_chat_generation
 from onedraw.settings import Settings
 from onedraw.text.tools.dialects import Tool, ToolUse
 
@@ -33,42 +33,42 @@ pytestmark = pytest.mark.weights
 
 
 @pytest.fixture(scope="module")
-def door() -> Iterator[Door]:
-    with open_door(Settings(model="smollm2", max_context=1024, draft_tokens=4)) as opened:
+def llm() -> Iterator[LLM]:
+    with build_llm(Settings(model="smollm2", max_context=1024, draft_tokens=4)) as opened:
         yield opened
 
 
-def answers(door: Door, count: int, *, use: ToolUse | None, speculation: bool) -> list[Reply]:
+def answers(llm: LLM, count: int, *, use: ToolUse | None, speculation: bool) -> list[Reply]:
     form = {} if use is not None else {"guided_json": json.dumps(SCHEMA)}
-    asks = [
-        settle_chat(
-            Wishes.of(temperature=1.0, seed=seed, max_tokens=250, speculation=speculation, checksums=True, **form),
-            door=door,
+    generations = [
+        make_chat_generation(
+            RequestOptions.of(temperature=1.0, seed=seed, max_tokens=250, speculation=speculation, checksums=True, **form),
+            llm=llm,
             messages=[{"role": "user", "content": QUESTIONS[seed % len(QUESTIONS)] + " Answer as JSON."}],
             use=use,
         )
         for seed in range(count)
     ]
-    return door.generate(*asks)
+    return llm.generate(*generations)
 
 
-def judge(door: Door, count: int, use: ToolUse | None) -> None:
-    drafted = answers(door, count, use=use, speculation=True)
+def judge(llm: LLM, count: int, use: ToolUse | None) -> None:
+    drafted = answers(llm, count, use=use, speculation=True)
     for reply in drafted:
         assert reply.finish == ("stop" if use is None else "tool_calls")
         said = reply.text if use is None else reply.calls[0].arguments
         jsonschema.validate(json.loads(said), SCHEMA)
     assert sum(reply.usage.kept for reply in drafted) > 0
-    plain = answers(door, count, use=use, speculation=False)
-    assert [reply.choices for reply in plain] == [reply.choices for reply in drafted]
+    plain = answers(llm, count, use=use, speculation=False)
+    assert [reply.tokens for reply in plain] == [reply.tokens for reply in drafted]
 
 
 @pytest.mark.parametrize("use", [None, MUST], ids=["schema", "tool"])
-def test_twenty_replies_are_valid_and_the_same_without_drafts(door: Door, use: ToolUse | None) -> None:
-    judge(door, 20, use)
+def test_twenty_replies_are_valid_and_the_same_without_drafts(llm: LLM, use: ToolUse | None) -> None:
+    judge(llm, 20, use)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("use", [None, MUST], ids=["schema", "tool"])
-def test_two_hundred_replies_are_valid_and_the_same_without_drafts(door: Door, use: ToolUse | None) -> None:
-    judge(door, 200, use)
+def test_two_hundred_replies_are_valid_and_the_same_without_drafts(llm: LLM, use: ToolUse | None) -> None:
+    judge(llm, 200, use)

@@ -16,13 +16,13 @@ from pydantic import PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from onedraw.errors import BadParameter, OnedrawError
-from onedraw.server.blocks import Block, Blocks, Change, Closed, Grew, Opened
+from onedraw.server.blocks import BlockChange, BlockClosed, BlockGrew, BlockOpened, ContentBlock, ContentBlocks
 from onedraw.server.errors import message_error
 from onedraw.server.fields import Rule, inert, neutral, read, refused, sift
-from onedraw.server.generation import Job
+from onedraw.server.generation import PreparedRequest
 from onedraw.server.openai.chat import Json
-from onedraw.server.openai.choice_parts import Part
-from onedraw.server.strict_model import TOOL_NAME, Strict, Whole, wish
+from onedraw.server.openai.choice_parts import ReplyPart
+from onedraw.server.strict_model import TOOL_NAME, StrictModel, Whole, field_doc
 from onedraw.types import SEED_LIMIT, Finish, ModelCard, Usage
 
 RULES: tuple[Rule, ...] = (
@@ -118,28 +118,28 @@ _READ: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
 }
 
 
-class SpokenMessage(Strict):
-    role: Literal["user", "assistant"] = wish('"user" or "assistant"', "required", ...)
-    content: Annotated[Any, PlainValidator(_blocks)] = wish(
+class SpokenMessage(StrictModel):
+    role: Literal["user", "assistant"] = field_doc('"user" or "assistant"', "required", ...)
+    content: Annotated[Any, PlainValidator(_blocks)] = field_doc(
         "string or list of blocks", "blocks of type text, thinking, tool_use and tool_result; required", ...
     )
 
 
-class MessageTool(Strict):
-    name: str = wish("string", "required", ..., pattern=TOOL_NAME)
-    description: str | None = wish("string", "told to the model")
-    input_schema: dict[str, Any] = wish("object", "a JSON schema of the input; required", ...)
-    strict: bool = wish("boolean", "calls of this tool are held to its schema", False)
-    type: Literal["custom"] | None = wish('"custom"', "the server has no tools of its own")
-    cache_control: Any = wish("any", "accepted: the prefix cache needs no marks")
-    input_examples: Any = wish("any", "accepted: not told to the model")
-    eager_input_streaming: Any = wish("any", "accepted: input is always streamed as it comes")
+class MessageTool(StrictModel):
+    name: str = field_doc("string", "required", ..., pattern=TOOL_NAME)
+    description: str | None = field_doc("string", "told to the model")
+    input_schema: dict[str, Any] = field_doc("object", "a JSON schema of the input; required", ...)
+    strict: bool = field_doc("boolean", "calls of this tool are held to its schema", False)
+    type: Literal["custom"] | None = field_doc('"custom"', "the server has no tools of its own")
+    cache_control: Any = field_doc("any", "accepted: the prefix cache needs no marks")
+    input_examples: Any = field_doc("any", "accepted: not told to the model")
+    eager_input_streaming: Any = field_doc("any", "accepted: input is always streamed as it comes")
 
 
-class MessageToolChoice(Strict):
-    type: Literal["auto", "any", "tool", "none"] = wish('"auto", "any", "tool", "none"', "required", ...)
-    name: str | None = wish("string", 'with type "tool"')
-    disable_parallel_tool_use: bool = wish("boolean", "at most one call in a reply", False)
+class MessageToolChoice(StrictModel):
+    type: Literal["auto", "any", "tool", "none"] = field_doc('"auto", "any", "tool", "none"', "required", ...)
+    name: str | None = field_doc("string", 'with type "tool"')
+    disable_parallel_tool_use: bool = field_doc("boolean", "at most one call in a reply", False)
 
     @model_validator(mode="after")
     def _agree(self) -> MessageToolChoice:
@@ -148,35 +148,37 @@ class MessageToolChoice(Strict):
         return self
 
 
-class Thinking(Strict):
-    type: Literal["enabled", "disabled", "adaptive"] = wish('"enabled", "disabled", "adaptive"', "required", ...)
-    budget_tokens: Whole | None = wish("integer >= 0", "tokens of thinking, after which it is closed")
-    display: Literal["summarized", "omitted"] | None = wish(
+class Thinking(StrictModel):
+    type: Literal["enabled", "disabled", "adaptive"] = field_doc('"enabled", "disabled", "adaptive"', "required", ...)
+    budget_tokens: Whole | None = field_doc("integer >= 0", "tokens of thinking, after which it is closed")
+    display: Literal["summarized", "omitted"] | None = field_doc(
         '"summarized", "omitted"', "`omitted`: the reply says that there was thinking, not what; else it is shown as it is"
     )
 
 
-class OutputFormat(Strict):
-    type: Literal["json_schema"] = wish('"json_schema"', "required", ...)
-    schema_: dict[str, Any] = wish("object", "the JSON schema that the reply is held to; required", ..., alias="schema")
+class OutputFormat(StrictModel):
+    type: Literal["json_schema"] = field_doc('"json_schema"', "required", ...)
+    schema_: dict[str, Any] = field_doc("object", "the JSON schema that the reply is held to; required", ..., alias="schema")
 
 
-class OutputConfig(Strict):
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = wish("string", "as `reasoning_effort` of a chat")
-    format: OutputFormat | None = wish("object", "`type` and `schema`")
+class OutputConfig(StrictModel):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = field_doc("string", "as `reasoning_effort` of a chat")
+    format: OutputFormat | None = field_doc("object", "`type` and `schema`")
 
 
-class CountRequest(Strict):
+class CountRequest(StrictModel):
     """What a prompt is made of."""
 
-    model: str | None = wish("string", "the served model; may be left out")
-    messages: list[SpokenMessage] = wish("list of objects", "see below; required", ..., min_length=1)
-    system: Annotated[str, PlainValidator(_text_of)] | None = wish("string or list of text blocks", "said before the messages")
-    tools: list[MessageTool] = wish("list of objects", "see below", [])
-    tool_choice: MessageToolChoice | None = wish("object", "`type`, `name`, `disable_parallel_tool_use`")
-    thinking: Thinking | None = wish("object", "`type`, `budget_tokens`; without it a model that can be told does not think")
-    chat_template_kwargs: dict[str, Any] = wish("object", "variables of the checkpoint's chat template", {})
-    output_config: OutputConfig | None = wish("object", "`effort`, `format`")
+    model: str | None = field_doc("string", "the served model; may be left out")
+    messages: list[SpokenMessage] = field_doc("list of objects", "see below; required", ..., min_length=1)
+    system: Annotated[str, PlainValidator(_text_of)] | None = field_doc(
+        "string or list of text blocks", "said before the messages"
+    )
+    tools: list[MessageTool] = field_doc("list of objects", "see below", [])
+    tool_choice: MessageToolChoice | None = field_doc("object", "`type`, `name`, `disable_parallel_tool_use`")
+    thinking: Thinking | None = field_doc("object", "`type`, `budget_tokens`; without it a model that can be told does not think")
+    chat_template_kwargs: dict[str, Any] = field_doc("object", "variables of the checkpoint's chat template", {})
+    output_config: OutputConfig | None = field_doc("object", "`effort`, `format`")
 
     @model_validator(mode="after")
     def _ends_with_the_user(self) -> CountRequest:
@@ -245,17 +247,19 @@ class CountRequest(Strict):
 
 
 class MessagesRequest(CountRequest):
-    max_tokens: Whole = wish("integer >= 1", "the most tokens of the reply; required", ...)
-    stream: bool = wish("boolean", "answer in server-sent events", False)
-    stop_sequences: list[str] = wish(
+    max_tokens: Whole = field_doc("integer >= 1", "the most tokens of the reply; required", ...)
+    stream: bool = field_doc("boolean", "answer in server-sent events", False)
+    stop_sequences: list[str] = field_doc(
         "list of strings", "ends the reply, not part of its text; looked for in the answer, not in thinking or calls", []
     )
-    temperature: float | None = wish("number, 0 … 100", "0 is greedy")
-    top_p: float | None = wish("number, over 0 … 1", "1: off")
-    top_k: Whole | None = wish("integer >= -1", "0 and -1: off")
-    min_p: float | None = wish("number, 0 … 1", "0: off")
-    seed: int | None = wish("integer, 0 … 2^53 - 1", "left out, the server draws one; the reply says which", ge=0, lt=SEED_LIMIT)
-    speculation: bool = wish("boolean", "false: nothing is guessed ahead; guesses never change a reply", True)
+    temperature: float | None = field_doc("number, 0 … 100", "0 is greedy")
+    top_p: float | None = field_doc("number, over 0 … 1", "1: off")
+    top_k: Whole | None = field_doc("integer >= -1", "0 and -1: off")
+    min_p: float | None = field_doc("number, 0 … 1", "0: off")
+    seed: int | None = field_doc(
+        "integer, 0 … 2^53 - 1", "left out, the server draws one; the reply says which", ge=0, lt=SEED_LIMIT
+    )
+    speculation: bool = field_doc("boolean", "false: nothing is guessed ahead; guesses never change a reply", True)
 
     def chat(self) -> dict[str, Any]:
         same = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "speculation", "stream")
@@ -299,20 +303,20 @@ def _result(block: Mapping[str, Any]) -> str:
 # ---------------------------------------------------------------------------------------------- the reply
 
 
-class MessageScribe:
+class MessagesWriter:
     """Writes one reply as a message. `omits`: that there was thinking is told, what it was is not."""
 
-    def __init__(self, job: Job, *, card: ModelCard, omits: bool = False) -> None:
+    def __init__(self, job: PreparedRequest, *, card: ModelCard, omits: bool = False) -> None:
         self._job = job
         self._omits = omits
         self._card = card
-        self._blocks = Blocks()
-        self._last: Part | None = None
+        self._blocks = ContentBlocks()
+        self._last: ReplyPart | None = None
 
-    def chunks(self, part: Part) -> list[Json]:
+    def chunks(self, part: ReplyPart) -> list[Json]:
         events: list[Json] = []
         if self._last is None:
-            prompt = len(self._job.asks[0].prompt)
+            prompt = len(self._job.generations[0].prompt)
             started = self._message([], usage=Usage(prompt=prompt), finish=None, part=part)
             events.append({"type": "message_start", "message": started})
         self._last = part
@@ -329,7 +333,7 @@ class MessageScribe:
     def failed(self, error: OnedrawError) -> list[Json]:
         return [message_error(error)]
 
-    def whole(self, parts: Mapping[int, Sequence[Part]], usage: Usage) -> Json:
+    def whole(self, parts: Mapping[int, Sequence[ReplyPart]], usage: Usage) -> Json:
         for part in parts[0]:
             self._blocks.take(part)
         self._blocks.end()
@@ -337,26 +341,26 @@ class MessageScribe:
         content = [_content(block, empty=self._omits and block.kind == "thinking") for block in self._blocks.blocks]
         return self._message(content, usage=usage, finish=last.finish, part=last)
 
-    def _events(self, changes: Sequence[Change]) -> list[Json]:
-        hidden = [isinstance(change, Grew) and change.block.kind == "thinking" and self._omits for change in changes]
+    def _events(self, changes: Sequence[BlockChange]) -> list[Json]:
+        hidden = [isinstance(change, BlockGrew) and change.block.kind == "thinking" and self._omits for change in changes]
         return [self._event(change) for change, unseen in zip(changes, hidden, strict=True) if not unseen]
 
-    def _event(self, change: Change) -> Json:
+    def _event(self, change: BlockChange) -> Json:
         index = change.block.index
         match change:
-            case Opened(block):
+            case BlockOpened(block):
                 return {"type": "content_block_start", "index": index, "content_block": _content(block, empty=True)}
-            case Grew(block, text):
+            case BlockGrew(block, text):
                 delta = {
                     "thinking": {"type": "thinking_delta", "thinking": text},
                     "text": {"type": "text_delta", "text": text},
                     "call": {"type": "input_json_delta", "partial_json": text},
                 }[block.kind]
                 return {"type": "content_block_delta", "index": index, "delta": delta}
-            case Closed():
+            case BlockClosed():
                 return {"type": "content_block_stop", "index": index}
 
-    def _message(self, content: list[Json], *, usage: Usage, finish: Finish | None, part: Part) -> Json:
+    def _message(self, content: list[Json], *, usage: Usage, finish: Finish | None, part: ReplyPart) -> Json:
         stop = self._stop(part) if finish is not None else {"stop_reason": None, "stop_sequence": None}
         return {
             "id": self._job.id,
@@ -370,14 +374,14 @@ class MessageScribe:
             "system_fingerprint": self._card.fingerprint,
         }
 
-    def _stop(self, part: Part) -> Json:
+    def _stop(self, part: ReplyPart) -> Json:
         if part.finish == "stop" and isinstance(part.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": part.stop_reason}
         reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
         return {"stop_reason": reasons.get(part.finish or ""), "stop_sequence": None}
 
 
-def _content(block: Block, *, empty: bool = False) -> Json:
+def _content(block: ContentBlock, *, empty: bool = False) -> Json:
     text = "" if empty else block.text
     match block.kind:
         case "thinking":

@@ -13,8 +13,8 @@ from typing import Any
 
 from onedraw.errors import OnedrawError
 from onedraw.server.errors import error_object
-from onedraw.server.generation import Job
-from onedraw.server.openai.choice_parts import Part, Token, join
+from onedraw.server.generation import PreparedRequest
+from onedraw.server.openai.choice_parts import ReplyPart, Token, join
 from onedraw.text.tokenizer import Tokenizer
 from onedraw.types import ModelCard, Usage
 
@@ -23,10 +23,10 @@ FLOOR = -9999.0  # stands for minus infinity, which JSON cannot write
 Json = dict[str, Any]
 
 
-class Scribe:
+class OpenAIWriter:
     """Writes the parts of one job down."""
 
-    def __init__(self, job: Job, *, card: ModelCard, tokenizer: Tokenizer, include_usage: bool = False) -> None:
+    def __init__(self, job: PreparedRequest, *, card: ModelCard, tokenizer: Tokenizer, include_usage: bool = False) -> None:
         self._job = job
         self._tokenizer = tokenizer
         self._include_usage = include_usage
@@ -40,11 +40,11 @@ class Scribe:
 
     # ------------------------------------------------------------------ a stream
 
-    def chunks(self, part: Part) -> list[Json]:
+    def chunks(self, part: ReplyPart) -> list[Json]:
         """A chat choice begins with a chunk that names the role. A part with nothing to show gives no chunk."""
         written: list[Json] = []
         if part.prompt_ids is not None and self._job.kind == "chat":
-            opening = Part(index=part.index, seed=part.seed, prompt_ids=part.prompt_ids)
+            opening = ReplyPart(index=part.index, seed=part.seed, prompt_ids=part.prompt_ids)
             written.append(self._chunk(self._choice(opening, {"delta": {"role": "assistant", "content": ""}}), part.prompt_ids))
             part = _without_prompt(part)
         opens = part.prompt_ids is not None and self._job.token_ids
@@ -54,7 +54,7 @@ class Scribe:
             written.append(self._chunk(self._choice(part, body), part.prompt_ids))
         return written
 
-    def _deltas(self, part: Part) -> Json:
+    def _deltas(self, part: ReplyPart) -> Json:
         """Calls with what is new of them: id and name once, then pieces of the arguments."""
         written = []
         for call, text in part.calls:
@@ -91,7 +91,7 @@ class Scribe:
 
     # ------------------------------------------------------------------ whole
 
-    def whole(self, parts: Mapping[int, Sequence[Part]], usage: Usage) -> Json:
+    def whole(self, parts: Mapping[int, Sequence[ReplyPart]], usage: Usage) -> Json:
         choices = []
         for index in range(self._job.choices):
             part = join(parts[index])
@@ -101,11 +101,11 @@ class Scribe:
                 body = {"text": part.text}
             choices.append(self._choice(part, body))
         reply = self._head | {"object": "chat.completion" if self._job.kind == "chat" else "text_completion", "choices": choices}
-        return reply | {"usage": write_usage(usage)} | self._prompt_ids(self._job.asks[0].prompt)
+        return reply | {"usage": write_usage(usage)} | self._prompt_ids(self._job.generations[0].prompt)
 
     # ------------------------------------------------------------------ both
 
-    def _choice(self, part: Part, body: Json) -> Json:
+    def _choice(self, part: ReplyPart, body: Json) -> Json:
         choice = {
             "index": part.index,
             **body,
@@ -128,9 +128,11 @@ class Scribe:
 
     def _prompt_ids(self, ids: tuple[int, ...] | None) -> Json:
         """Beside the choices too where there is one prompt: some clients look there."""
-        return {"prompt_token_ids": list(ids)} if ids is not None and self._job.token_ids and len(self._job.asks) == 1 else {}
+        return (
+            {"prompt_token_ids": list(ids)} if ids is not None and self._job.token_ids and len(self._job.generations) == 1 else {}
+        )
 
-    def _logprobs(self, part: Part) -> Json | None:
+    def _logprobs(self, part: ReplyPart) -> Json | None:
         if not self._job.logprobs:
             return None
         tokens = (*part.echoed, *part.said)
@@ -190,7 +192,7 @@ def write_usage(usage: Usage) -> Json:
     }
 
 
-def _message(part: Part) -> Json:
+def _message(part: ReplyPart) -> Json:
     content = None if part.calls and not part.text else ""
     message: Json = {"role": "assistant", "content": content, "refusal": None} | _spoken(part)
     if part.calls:
@@ -201,10 +203,10 @@ def _message(part: Part) -> Json:
     return message
 
 
-def _spoken(part: Part) -> Json:
+def _spoken(part: ReplyPart) -> Json:
     said: Json = {"content": part.text} if part.text else {}
     return said | ({"reasoning_content": part.reasoning} if part.reasoning else {})
 
 
-def _without_prompt(part: Part) -> Part:
+def _without_prompt(part: ReplyPart) -> ReplyPart:
     return replace(part, prompt_ids=None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from onedraw.server.generation import Job
+from onedraw.server.generation import PreparedRequest
 from onedraw.text.detokenizer import Detokenizer
 from onedraw.text.tokenizer import Tokenizer
 from onedraw.types import Call, Choice, Finish, Logprobs, Piece, Usage
@@ -28,7 +28,7 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ReplyPart:
     """What one choice says at one time. Joined in order, the parts of a choice are its whole reply."""
 
     index: int
@@ -44,7 +44,7 @@ class Part:
     prompt_ids: tuple[int, ...] | None = None  # on the first part
 
 
-def join(parts: Sequence[Part]) -> Part:
+def join(parts: Sequence[ReplyPart]) -> ReplyPart:
     """The whole reply of a choice from its parts, first to last."""
     return replace(
         parts[0],
@@ -58,7 +58,7 @@ def join(parts: Sequence[Part]) -> Part:
     )
 
 
-def _whole_calls(parts: Sequence[Part]) -> tuple[tuple[Call, str], ...]:
+def _whole_calls(parts: Sequence[ReplyPart]) -> tuple[tuple[Call, str], ...]:
     arguments: dict[Call, str] = {}
     for call, text in (entry for part in parts for entry in part.calls):
         arguments[call] = arguments.get(call, "") + text
@@ -68,31 +68,31 @@ def _whole_calls(parts: Sequence[Part]) -> tuple[tuple[Call, str], ...]:
 class Teller:
     """Turns the pieces of a job into parts. One owner: the reply that reads them."""
 
-    def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
+    def __init__(self, job: PreparedRequest, tokenizer: Tokenizer) -> None:
         self._job = job
         self._tokenizer = tokenizer
         self._places: dict[int, Places] = {}  # per choice that has begun
 
-    def tell(self, piece: Piece) -> Part:
-        ask, text, begins = self._job.ask_of(piece.index), piece.text, piece.index not in self._places
+    def tell(self, piece: Piece) -> ReplyPart:
+        generation, text, begins = self._job.ask_of(piece.index), piece.text, piece.index not in self._places
         if begins:
-            self._places[piece.index] = Places(self._tokenizer, skip_special=ask.skip_special)
+            self._places[piece.index] = Places(self._tokenizer, skip_special=generation.skip_special)
             echo = self._job.echoes[piece.index // self._job.n]
             if echo is not None:
                 text = self._echoed(echo, piece)
         places = self._places[piece.index]
-        return Part(
+        return ReplyPart(
             index=piece.index,
             seed=self._job.seed_of(piece.index),
             text=text if piece.channel == "content" else "",
             reasoning=text if piece.channel == "reasoning" else "",
             calls=((piece.call, text),) if piece.call is not None else (),
             echoed=self._scored(piece) if begins else (),
-            said=tuple(_token(choice, places) for choice in piece.choices) if self._job.shows_tokens else (),
+            said=tuple(_token(choice, places) for choice in piece.tokens) if self._job.shows_tokens else (),
             answers=piece.channel == "content",
             finish=piece.finish,
             stop_reason=piece.stop_reason,
-            prompt_ids=ask.prompt if begins else None,
+            prompt_ids=generation.prompt if begins else None,
         )
 
     def _echoed(self, echo: str, piece: Piece) -> str:
@@ -152,7 +152,7 @@ def prompt_offsets(prompt: Sequence[int], text: str, tokenizer: Tokenizer) -> li
 class Tally:
     """Adds up the usage of a job. One owner: the reply."""
 
-    job: Job
+    job: PreparedRequest
     usages: dict[int, Usage] = field(default_factory=dict)
 
     def note(self, piece: Piece) -> None:
@@ -162,11 +162,11 @@ class Tally:
     def total(self) -> Usage:
         """A prompt counts once, however many choices continue it; what any of them had to compute was not cached."""
         cached = 0
-        for number in range(len(self.job.asks)):
+        for number in range(len(self.job.generations)):
             children = [u.cached for c, u in self.usages.items() if c // self.job.n == number]
             cached += min(children, default=0)
         return Usage(
-            prompt=sum(len(ask.prompt) for ask in self.job.asks),
+            prompt=sum(len(generation.prompt) for generation in self.job.generations),
             completion=sum(u.completion for u in self.usages.values()),
             cached=cached,
             kept=sum(u.kept for u in self.usages.values()),

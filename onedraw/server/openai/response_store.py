@@ -28,7 +28,7 @@ class NoSuchResponse(BadRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class Remembered:
+class StoredResponse:
     """A response as it was told, what it was asked, and the conversation up to its end, as chat messages."""
 
     response: Json
@@ -47,17 +47,17 @@ class Remembered:
         return [*self.items, *output]
 
 
-class ResponseMemory:
+class ResponseStore:
     """Any thread may use it."""
 
     def __init__(self, most_characters: int = MOST_CHARACTERS) -> None:
         self._most = most_characters
-        self._kept: OrderedDict[str, Remembered] = OrderedDict()
+        self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
         self._items: dict[tuple[str | None, str], list[Json]] = {}  # by owner and id
         self._size = 0
         self._lock = threading.Lock()
 
-    def keep(self, remembered: Remembered) -> None:
+    def keep(self, remembered: StoredResponse) -> None:
         if remembered.size > self._most:  # it would drive out all others, and itself
             return
         with self._lock:
@@ -68,7 +68,7 @@ class ResponseMemory:
             while self._size > self._most and self._kept:
                 self._drop(next(iter(self._kept)))
 
-    def find(self, response_id: str, owner: str | None = None) -> Remembered:
+    def find(self, response_id: str, owner: str | None = None) -> StoredResponse:
         """A response of another caller is as unknown as one that never was."""
         with self._lock:
             found = self._kept.get(response_id)
@@ -126,7 +126,7 @@ MOST = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class ItemPage:
     limit: int = 20
     newest_first: bool = True
     after: str | None = None
@@ -141,16 +141,16 @@ def check_query(request: Request, known: Mapping[str, Sequence[str]]) -> None:
             raise BadParameter(name, f"must be {' or '.join(known[name])}")
 
 
-def page_of(request: Request) -> Page:
+def page_of(request: Request) -> ItemPage:
     check_query(request, {"limit": (), "order": ("desc", "asc"), "after": (), "include": (), "include[]": ()})
     limit = request.query_params.get("limit", "20")
     if not (limit.isascii() and limit.isdecimal() and len(limit) < 10 and 1 <= int(limit) <= MOST):
         raise BadParameter("limit", f"must be a whole number in [1, {MOST}]")
     newest_first = request.query_params.get("order", "desc") == "desc"
-    return Page(int(limit), newest_first, request.query_params.get("after"))
+    return ItemPage(int(limit), newest_first, request.query_params.get("after"))
 
 
-def listing(items: Sequence[Mapping[str, Any]], page: Page) -> dict[str, Any]:
+def listing(items: Sequence[Mapping[str, Any]], page: ItemPage) -> dict[str, Any]:
     ordered = list(reversed(items)) if page.newest_first else list(items)
     if page.after is not None:
         ids = [item["id"] for item in ordered]

@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from onedraw.errors import OnedrawError
-from onedraw.server.blocks import Block, Blocks, Closed, Grew, Opened
-from onedraw.server.generation import Job
-from onedraw.server.openai.chat import Json, Scribe
-from onedraw.server.openai.choice_parts import Part, Token
-from onedraw.server.openai.response_store import Remembered, ResponseMemory
+from onedraw.server.blocks import BlockClosed, BlockGrew, BlockOpened, ContentBlock, ContentBlocks
+from onedraw.server.generation import PreparedRequest
+from onedraw.server.openai.chat import Json, OpenAIWriter
+from onedraw.server.openai.choice_parts import ReplyPart, Token
+from onedraw.server.openai.response_store import ResponseStore, StoredResponse
 from onedraw.server.openai.responses_request import ResponsesRequest, messages_of
 from onedraw.server.tool_fields import ToolChoice
 from onedraw.types import Finish, ModelCard, Usage
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class EventNames:
     """What the events of a part are called, and under which name its number stands."""
 
     part: str
@@ -31,25 +31,25 @@ class Names:
     number: str
 
 
-TEXT = Names("response.content_part", "response.output_text", "content_index")
-THOUGHT = Names("response.content_part", "response.reasoning_text", "content_index")
-SUMMARY = Names("response.reasoning_summary_part", "response.reasoning_summary_text", "summary_index")
+TEXT = EventNames("response.content_part", "response.output_text", "content_index")
+THOUGHT = EventNames("response.content_part", "response.reasoning_text", "content_index")
+SUMMARY = EventNames("response.reasoning_summary_part", "response.reasoning_summary_text", "summary_index")
 
 
-class ResponseScribe:
+class ResponsesWriter:
     """Writes one reply as a response, and has it remembered. `before`: the conversation it goes on from; `items`: what was
     asked, without references."""
 
     def __init__(
         self,
-        job: Job,
+        job: PreparedRequest,
         asked: ResponsesRequest,
         *,
         before: Sequence[Json],
         items: Sequence[Json],
         card: ModelCard,
-        scribe: Scribe,
-        memory: ResponseMemory,
+        scribe: OpenAIWriter,
+        memory: ResponseStore,
         owner: str | None = None,
     ) -> None:
         self._job = job
@@ -61,12 +61,12 @@ class ResponseScribe:
         self._memory = memory
         self._owner = owner
         self._summarizes = asked.summary is not None
-        self._blocks = Blocks()
+        self._blocks = ContentBlocks()
         self._begun = int(time.time())
         self._number = 0
-        self._last: Part | None = None
+        self._last: ReplyPart | None = None
 
-    def chunks(self, part: Part) -> list[Json]:
+    def chunks(self, part: ReplyPart) -> list[Json]:
         events: list[Json] = []
         if self._last is None:
             opened = self._response([], status="in_progress", usage=None, part=part)
@@ -92,20 +92,20 @@ class ResponseScribe:
         told = self._event("error", code=error.code, message=str(error), param=error.param)
         return [told, self._event("response.failed", response=whole)]
 
-    def whole(self, parts: Mapping[int, Sequence[Part]], usage: Usage) -> Json:
+    def whole(self, parts: Mapping[int, Sequence[ReplyPart]], usage: Usage) -> Json:
         for part in parts[0]:
             self._blocks.take(part)
         self._blocks.end(cut=_status(parts[0][-1].finish) == "incomplete")
         return self._finished(parts[0][-1], usage)
 
-    def _finished(self, last: Part, usage: Usage) -> Json:
+    def _finished(self, last: ReplyPart, usage: Usage) -> Json:
         status = _status(last.finish)
         items = [self._item(block, _standing(block)) for block in self._blocks.blocks]
         whole = self._response(items, status=status, usage=usage, part=last)
         if self._asked.store:
             said = [item for item in items if item["type"] != "reasoning"]
             messages = (*self._before, *messages_of(self._items), *messages_of(said))
-            self._memory.keep(Remembered(whole, self._given(), messages, self._owner))
+            self._memory.keep(StoredResponse(whole, self._given(), messages, self._owner))
         return whole
 
     def _given(self) -> tuple[Json, ...]:
@@ -134,55 +134,55 @@ class ResponseScribe:
         self._number += 1
         return {"type": kind, "sequence_number": self._number - 1, **fields}
 
-    def _changed(self, change: Opened | Grew | Closed) -> list[Json]:
+    def _changed(self, change: BlockOpened | BlockGrew | BlockClosed) -> list[Json]:
         block = change.block
         if block.kind == "call":
             return self._called(change, block)
         names = self._names(block)
         place = {"item_id": self._item_id(block), "output_index": block.index, names.number: 0}
         match change:
-            case Opened():
+            case BlockOpened():
                 item = self._item(block, "in_progress", empty=True)
                 added = self._event("response.output_item.added", output_index=block.index, item=item)
                 return [added, self._event(f"{names.part}.added", **place, part=self._part(block, empty=True))]
-            case Grew(_, text, tokens):
+            case BlockGrew(_, text, tokens):
                 return [self._event(f"{names.text}.delta", **place, delta=text, **self._scored(block, tokens))]
-            case Closed():
+            case BlockClosed():
                 return [
                     self._event(f"{names.text}.done", **place, text=block.text, **self._scored(block, block.tokens or ())),
                     self._event(f"{names.part}.done", **place, part=self._part(block)),
                     self._event("response.output_item.done", output_index=block.index, item=self._item(block, _standing(block))),
                 ]
 
-    def _called(self, change: Opened | Grew | Closed, block: Block) -> list[Json]:
+    def _called(self, change: BlockOpened | BlockGrew | BlockClosed, block: ContentBlock) -> list[Json]:
         """Of a call only the arguments grow."""
         place, kind = {"item_id": self._item_id(block), "output_index": block.index}, "response.function_call_arguments"
         match change:
-            case Opened():
+            case BlockOpened():
                 item = self._item(block, "in_progress", empty=True)
                 return [self._event("response.output_item.added", output_index=block.index, item=item)]
-            case Grew(_, text):
+            case BlockGrew(_, text):
                 return [self._event(f"{kind}.delta", **place, delta=text)]
-            case Closed():
+            case BlockClosed():
                 item = self._item(block, _standing(block))
                 done = self._event(f"{kind}.done", **place, arguments=block.text, name=item["name"])
                 return [done, self._event("response.output_item.done", output_index=block.index, item=item)]
 
-    def _names(self, block: Block) -> Names:
+    def _names(self, block: ContentBlock) -> EventNames:
         if block.kind == "text":
             return TEXT
         return SUMMARY if self._summarizes else THOUGHT
 
-    def _scored(self, block: Block, tokens: Sequence[Token]) -> Json:
+    def _scored(self, block: ContentBlock, tokens: Sequence[Token]) -> Json:
         return {"logprobs": self._logprobs(tokens)} if block.kind == "text" else {}
 
     # ------------------------------------------------------------------ objects
 
-    def _item_id(self, block: Block) -> str:
+    def _item_id(self, block: ContentBlock) -> str:
         kinds = {"thinking": "rs", "text": "msg", "call": "fc"}
         return f"{kinds[block.kind]}_{self._job.id.partition('_')[2]}_{block.index}"
 
-    def _item(self, block: Block, status: str, *, empty: bool = False) -> Json:
+    def _item(self, block: ContentBlock, status: str, *, empty: bool = False) -> Json:
         head: Json = {"id": self._item_id(block), "status": status}
         match block.kind:
             case "thinking":
@@ -203,7 +203,7 @@ class ResponseScribe:
                     "arguments": arguments,
                 }
 
-    def _part(self, block: Block, *, empty: bool = False) -> Json:
+    def _part(self, block: ContentBlock, *, empty: bool = False) -> Json:
         text = "" if empty else block.text
         if block.kind == "thinking":
             return {"type": "summary_text" if self._summarizes else "reasoning_text", "text": text}
@@ -217,8 +217,8 @@ class ResponseScribe:
     def _logprobs(self, tokens: Sequence[Token]) -> list[Json]:
         return self._scribe.chat_logprobs(tokens) if self._job.logprobs else []
 
-    def _response(self, items: list[Json], *, status: str, usage: Usage | None, part: Part) -> Json:
-        asked, params = self._asked, self._job.asks[0].params
+    def _response(self, items: list[Json], *, status: str, usage: Usage | None, part: ReplyPart) -> Json:
+        asked, params = self._asked, self._job.generations[0].params
         return {
             "id": self._job.id,
             "object": "response",
@@ -262,7 +262,7 @@ def _format_of(asked: ResponsesRequest) -> Json:
     return {"type": "text"} if shape is None else shape.model_dump(by_alias=True, exclude_none=True)
 
 
-def _standing(block: Block) -> str:
+def _standing(block: ContentBlock) -> str:
     return "incomplete" if block.cut else "completed"
 
 

@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 from onedraw.errors import BadParameter
 from onedraw.llm.options import EFFORTS, Effort
 from onedraw.server.fields import Rule, inert, neutral, read, refused, sift
-from onedraw.server.strict_model import TOOL_NAME, Strict, Whole, wish
+from onedraw.server.strict_model import TOOL_NAME, StrictModel, Whole, field_doc
 from onedraw.server.tool_fields import ToolChoice, response_choice
 from onedraw.types import MAX_TOP_LOGPROBS, SEED_LIMIT
 
@@ -118,72 +118,76 @@ def _items(value: object) -> str | list[dict[str, Any]]:
 Said = tuple[int, dict[str, Any]]  # a chat message, and the number of the item that it begins with
 
 
-class ResponseTool(Strict):
-    type: Literal["function"] = wish('"function"', "the server has no tools of its own; required", ...)
-    name: str = wish("string", "required", ..., pattern=TOOL_NAME)
-    description: str | None = wish("string", "told to the model")
-    parameters: dict[str, Any] | None = wish("object", "a JSON schema of the arguments; none: no arguments")
-    strict: bool | None = wish("boolean", "calls of this tool are held to its schema; default false")
+class ResponseTool(StrictModel):
+    type: Literal["function"] = field_doc('"function"', "the server has no tools of its own; required", ...)
+    name: str = field_doc("string", "required", ..., pattern=TOOL_NAME)
+    description: str | None = field_doc("string", "told to the model")
+    parameters: dict[str, Any] | None = field_doc("object", "a JSON schema of the arguments; none: no arguments")
+    strict: bool | None = field_doc("boolean", "calls of this tool are held to its schema; default false")
 
 
-class ResponseTextFormat(Strict):
-    type: Literal["text", "json_object", "json_schema"] = wish('"text", "json_object", "json_schema"', "required", ...)
-    name: str | None = wish("string", "the caller's name for it")
-    description: str | None = wish("string", "the caller's own note")
-    schema_: dict[str, Any] | None = wish("object", 'with type "json_schema"', alias="schema")
-    strict: bool | None = wish("boolean", "a reply is held to the schema either way")
+class ResponseTextFormat(StrictModel):
+    type: Literal["text", "json_object", "json_schema"] = field_doc('"text", "json_object", "json_schema"', "required", ...)
+    name: str | None = field_doc("string", "the caller's name for it")
+    description: str | None = field_doc("string", "the caller's own note")
+    schema_: dict[str, Any] | None = field_doc("object", 'with type "json_schema"', alias="schema")
+    strict: bool | None = field_doc("boolean", "a reply is held to the schema either way")
 
 
-class ResponseText(Strict):
-    format: ResponseTextFormat | None = wish("object", "`type`, `schema`")
-    verbosity: Literal["medium"] | None = wish('"medium"', "ask for it in a message")
+class ResponseText(StrictModel):
+    format: ResponseTextFormat | None = field_doc("object", "`type`, `schema`")
+    verbosity: Literal["medium"] | None = field_doc('"medium"', "ask for it in a message")
 
 
-class ResponseReasoning(Strict):
-    effort: Effort | None = wish(", ".join(f'"{effort}"' for effort in EFFORTS), "as `reasoning_effort` of a chat")
-    context: Literal["auto", "all_turns"] | None = wish('"auto", "all_turns"', "what is sent is what the chat template is told")
-    mode: Literal["standard"] | None = wish('"standard"', "there is one mode")
-    summary: Literal["auto", "concise", "detailed"] | None = wish(
+class ResponseReasoning(StrictModel):
+    effort: Effort | None = field_doc(", ".join(f'"{effort}"' for effort in EFFORTS), "as `reasoning_effort` of a chat")
+    context: Literal["auto", "all_turns"] | None = field_doc(
+        '"auto", "all_turns"', "what is sent is what the chat template is told"
+    )
+    mode: Literal["standard"] | None = field_doc('"standard"', "there is one mode")
+    summary: Literal["auto", "concise", "detailed"] | None = field_doc(
         '"auto", "concise", "detailed"', "reasoning is told where summaries are, as it is"
     )
-    generate_summary: Literal["auto", "concise", "detailed"] | None = wish("string", "the older name of `summary`")
+    generate_summary: Literal["auto", "concise", "detailed"] | None = field_doc("string", "the older name of `summary`")
 
 
-class ResponsesRequest(Strict):
-    model: str | None = wish("string", "the served model; may be left out")
-    input: Annotated[Any, PlainValidator(_items)] = wish(
+class ResponsesRequest(StrictModel):
+    model: str | None = field_doc("string", "the served model; may be left out")
+    input: Annotated[Any, PlainValidator(_items)] = field_doc(
         "string or list of items",
         "items of type message, function_call, function_call_output, reasoning and item_reference; required",
         ...,
     )
-    instructions: str | None = wish("string", "said before everything else; not kept for the next response")
-    previous_response_id: str | None = wish("string", "go on from that response, if it is still remembered")
-    store: bool = wish("boolean", "remember the response in memory, for `previous_response_id`", True)
-    stream: bool = wish("boolean", "answer in server-sent events", False)
-    max_output_tokens: Whole | None = wish("integer >= 1", "the most tokens of the reply")
-    temperature: float | None = wish("number, 0 … 100", "0 is greedy")
-    top_p: float | None = wish("number, over 0 … 1", "1: off")
-    top_logprobs: int | None = wish(
+    instructions: str | None = field_doc("string", "said before everything else; not kept for the next response")
+    previous_response_id: str | None = field_doc("string", "go on from that response, if it is still remembered")
+    store: bool = field_doc("boolean", "remember the response in memory, for `previous_response_id`", True)
+    stream: bool = field_doc("boolean", "answer in server-sent events", False)
+    max_output_tokens: Whole | None = field_doc("integer >= 1", "the most tokens of the reply")
+    temperature: float | None = field_doc("number, 0 … 100", "0 is greedy")
+    top_p: float | None = field_doc("number, over 0 … 1", "1: off")
+    top_logprobs: int | None = field_doc(
         f"integer, 0 … {MAX_TOP_LOGPROBS}", f"alternatives of each token; with `include: [{LOGPROBS}]`", ge=0, le=MAX_TOP_LOGPROBS
     )
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = wish(
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = field_doc(
         "list of strings", f"`{LOGPROBS}` is honoured; `reasoning.encrypted_content` is accepted: reasoning is in the clear", []
     )
-    tools: list[ResponseTool] = wish("list of objects", "see below", [])
-    tool_choice: Annotated[ToolChoice, PlainValidator(response_choice)] | None = wish(
+    tools: list[ResponseTool] = field_doc("list of objects", "see below", [])
+    tool_choice: Annotated[ToolChoice, PlainValidator(response_choice)] | None = field_doc(
         '"none", "auto", "required", {"type": "function", "name": …} or {"type": "allowed_tools", "mode": …, "tools": […]}',
         "as in a chat; default `auto`",
     )
-    parallel_tool_calls: bool = wish("boolean", "false: at most one call in a reply", True)
-    text: ResponseText | None = wish("object", "`format`: what the reply is held to")
-    reasoning: ResponseReasoning | None = wish("object", "`effort`")
-    metadata: dict[str, str] | None = wish("object", "the caller's own notes, given back")
-    top_k: Whole | None = wish("integer >= -1", "0 and -1: off")
-    min_p: float | None = wish("number, 0 … 1", "0: off")
-    seed: int | None = wish("integer, 0 … 2^53 - 1", "left out, the server draws one; the reply says which", ge=0, lt=SEED_LIMIT)
-    thinking_budget: Whole | None = wish("integer >= 0", "tokens of thinking, after which it is closed")
-    chat_template_kwargs: dict[str, Any] = wish("object", "variables of the checkpoint's chat template", {})
-    speculation: bool = wish("boolean", "false: nothing is guessed ahead; guesses never change a reply", True)
+    parallel_tool_calls: bool = field_doc("boolean", "false: at most one call in a reply", True)
+    text: ResponseText | None = field_doc("object", "`format`: what the reply is held to")
+    reasoning: ResponseReasoning | None = field_doc("object", "`effort`")
+    metadata: dict[str, str] | None = field_doc("object", "the caller's own notes, given back")
+    top_k: Whole | None = field_doc("integer >= -1", "0 and -1: off")
+    min_p: float | None = field_doc("number, 0 … 1", "0: off")
+    seed: int | None = field_doc(
+        "integer, 0 … 2^53 - 1", "left out, the server draws one; the reply says which", ge=0, lt=SEED_LIMIT
+    )
+    thinking_budget: Whole | None = field_doc("integer >= 0", "tokens of thinking, after which it is closed")
+    chat_template_kwargs: dict[str, Any] = field_doc("object", "variables of the checkpoint's chat template", {})
+    speculation: bool = field_doc("boolean", "false: nothing is guessed ahead; guesses never change a reply", True)
 
     @property
     def summary(self) -> str | None:

@@ -33,7 +33,7 @@ def features(folder: Path, ids: tuple[int, ...], dtype: str, monkeypatch: pytest
         with onedraw.load(str(folder / "target"), draft=str(drafter), draft_tokens=4, dtype=dtype, self_check=False) as model:
             reply = model.generate([5, 6, 7, 8], seed=3, max_tokens=8, ignore_eos=True)
     assert not isinstance(reply, list)
-    return [choice.token for choice in reply.choices], seen[0]
+    return [choice.token for choice in reply.tokens], seen[0]
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])

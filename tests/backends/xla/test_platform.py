@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from onedraw.backends.devices import parse_device
-from onedraw.build.llm import open_door
+from onedraw.build.llm import build_llm
 from onedraw.build.xla import export_graphs, xla_settings
 from onedraw.errors import BadSetting
 from onedraw.settings import Settings
@@ -20,7 +20,7 @@ def test_without_jax_the_flag_says_what_to_install(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "jax", None)
     said = r'--backend xla needs jax, which is not installed here: pip install "onedraw\[xla\]"'
     with pytest.raises(BadSetting, match=said):
-        open_door(Settings(backend="xla"))
+        build_llm(Settings(backend="xla"))
     with pytest.raises(BadSetting, match=said):
         export_graphs(Settings(backend="xla"), tmp_path, print)
 

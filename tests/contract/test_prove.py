@@ -1,0 +1,309 @@
+"""The prover itself: it sees differences, says where, and never says "same" for what did not happen."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onedraw.backends.fake import FakeBackend, Logits
+from onedraw.build.drafters import make_speculator
+from onedraw.build.llm import build_llm, make_service
+from onedraw.contract.prove import Finding, Table, drive, first_difference, prove
+from onedraw.contract.variations import PROMPTS, Evidence, drafting, held, requests, variations
+from onedraw.engine.stats import Stats
+from onedraw.errors import BadSetting
+from onedraw.llm.llm import LLM, Reply
+from onedraw.sampling.law import choice
+from onedraw.settings import Settings
+from onedraw.speculation.proposer import chain
+from onedraw.types import Choice, Draft, Row, RowOutcome, Save
+from tests import tiny
+
+FAKE = Settings(model="fake", backend="fake", threads=1)
+
+
+def results(table: Table) -> dict[str, str]:
+    return {f.name: f.result for f in table.findings}
+
+
+def opener_with(kind: type[FakeBackend], **sizes: Any) -> Callable[[Settings], LLM]:
+    """Opens the fake model, with another backend inside."""
+
+    def opener(settings: Settings) -> LLM:
+        with build_llm(settings) as model:
+            capacity = model.service.capacity
+        backend = kind(
+            vocab=capacity.vocab,
+            pages=capacity.groups[0].pages,
+            lanes=capacity.lanes,
+            page_size=capacity.page_size,
+            max_context=capacity.max_context,
+            **sizes,
+        )
+        service = make_service(lambda: backend, settings, make_speculator(settings))
+        return LLM(service=service, tokenizer=model.tokenizer, template=model.template, card=model.card)
+
+    return opener
+
+
+class KeyedByLane(FakeBackend):
+    """Planted: a lane's number leaks into the noise, so company changes tokens."""
+
+    def run(self, row: Row) -> RowOutcome:
+        return super().run(replace(row, params=replace(row.params, seed=row.params.seed + row.lane)))
+
+
+class NoiseByDraft(FakeBackend):
+    """Planted: the number of drafts before a position keys its noise."""
+
+    def choose(self, row: Row, logits: Logits, drafts: tuple[int, ...]) -> Choice | None:
+        params = replace(row.params, seed=row.params.seed + len(drafts))
+        return choice(logits, params, row.history, drafts)
+
+
+class OtherHistory(FakeBackend):
+    """Planted: the history at a position has a wrong token for every draft before it, so penalties hit the wrong ones."""
+
+    def choose(self, row: Row, logits: Logits, drafts: tuple[int, ...]) -> Choice | None:
+        return choice(logits, row.params, row.history, (0,) * len(drafts))
+
+
+class LowBits(FakeBackend):
+    """Planted: rows in another lane than the first have other low bits, too small to flip a token."""
+
+    def run(self, row: Row) -> RowOutcome:
+        outcome = super().run(row)
+        if row.lane == 0:
+            return outcome
+        return replace(outcome, chosen=tuple(replace(c, checksum=(c.checksum or 0) ^ 1) for c in outcome.chosen))
+
+
+class StaleLogits(FakeBackend):
+    """Planted: a checkpoint keeps the first logits it ever held."""
+
+    def save(self, row: Row, save: Save, state: bytes, logits: Logits | None) -> None:
+        before = self._kept[0].logits
+        super().save(row, save, state, logits if before is None else before)
+
+
+@pytest.fixture(scope="module")
+def honest() -> Table:
+    return prove(FAKE)
+
+
+def test_every_way_of_running_the_fake_model_is_the_same(honest: Table) -> None:
+    found = results(honest)
+    threads = found.pop("2 threads")
+    assert set(found.values()) == {"same"}
+    assert threads == "not exercised"  # no CPU threads compute a fake model
+    assert honest.holds
+
+
+def test_a_quick_table_exercises_the_same_rows() -> None:
+    assert results(prove(FAKE, quick=True)) == results(prove(FAKE))
+
+
+def test_a_backend_with_checkpoints_is_proved_to_choose_from_them() -> None:
+    row = "the same prompt again, from its last logits"
+    recurrent = {"recurrent": True, "chunk": 16, "checkpoints": 4}
+    found = results(prove(FAKE, quick=True, opener=opener_with(FakeBackend, **recurrent)))
+    assert found[row] == found["prefix cache hit"] == "same"
+    assert "different" not in found.values()
+    assert results(prove(FAKE, quick=True, opener=opener_with(StaleLogits, **recurrent)))[row] == "different"
+
+
+class AnothersLogits(FakeBackend):
+    """Planted: what comes back from the disk has the last logits of another prompt."""
+
+    def adopt(self, slot: int | None, places: Any, arrays: Mapping[str, Any]) -> None:
+        changed = {name: array[::-1] if name == "logits" else array for name, array in arrays.items()}
+        super().adopt(slot, places, changed)
+
+
+RESTORED = "restored from disk, after a restart"
+
+
+def test_a_restart_with_snapshots_is_proved_and_a_wrong_one_found() -> None:
+    assert results(prove(FAKE, quick=True, opener=opener_with(FakeBackend, checkpoints=16)))[RESTORED] == "same"
+    found = results(prove(FAKE, quick=True, opener=opener_with(AnothersLogits, checkpoints=16)))
+    assert found.pop(RESTORED) == "different"
+    assert "different" not in found.values()
+
+
+def some_rows(monkeypatch: pytest.MonkeyPatch, *wanted: str) -> None:
+    """Of the table, to be quick."""
+    chosen = lambda base, threads: tuple(v for v in variations(base, threads=threads) if v.name in wanted)  # noqa: E731
+    monkeypatch.setattr("onedraw.contract.prove.variations", chosen)
+
+
+HALVES, TOGETHER = "split in two", "split in two, both at work"
+
+
+@pytest.mark.parametrize(("name", "kv"), [("qwen3", "auto"), ("qwen3_5", "auto"), ("qwen3", "fp8")])
+def test_splits_and_restarts_of_a_real_model_are_proved(
+    name: str, kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(model=str(tiny.write_safetensors(name, tmp_path / name)), device="cpu", threads=1, kv_dtype=kv)
+    some_rows(monkeypatch, HALVES, TOGETHER, RESTORED)
+    assert results(prove(settings, quick=True)) == dict.fromkeys((RESTORED, HALVES, TOGETHER), "same")
+
+
+def test_a_split_that_rounds_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from onedraw.backends.torch.runner.stage_boundary import StageBoundary
+
+    real = StageBoundary.cross
+    monkeypatch.setattr(StageBoundary, "cross", lambda self, x, *given: real(self, x.bfloat16().float(), *given))
+    settings = Settings(model=str(tiny.write_safetensors("qwen3", tmp_path / "hf")), device="cpu", threads=1)
+    some_rows(monkeypatch, HALVES, TOGETHER)
+    assert results(prove(settings, quick=True)) == {HALVES: "different", TOGETHER: "different"}
+
+
+def test_what_cannot_be_opened_was_not_exercised_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def opener(settings: Settings) -> LLM:
+        if settings.cache_budget:
+            raise BadSetting("this disk is full")
+        return build_llm(settings)
+
+    some_rows(monkeypatch, RESTORED)
+    (finding,) = prove(FAKE, quick=True, opener=opener).findings
+    assert str(finding) == "not exercised (this disk is full)"
+
+
+def test_of_a_split_its_stages_at_work_are_proved() -> None:
+    names = [v.name for v in variations(Settings(devices="cpu,cpu"), threads=1) if "split" in v.name]
+    assert names == ["split, all stages at work"]
+
+
+def test_noise_that_depends_on_company_is_found() -> None:
+    table = prove(FAKE, quick=True, opener=opener_with(KeyedByLane))
+    assert not table.holds
+    assert results(table)["batched, at once, random order"] == "different"
+    assert results(table)["alone again, after a restart"] == "same"
+
+
+def test_a_difference_too_small_for_any_token_is_found_by_the_checksums() -> None:
+    table = prove(FAKE, quick=True, opener=opener_with(LowBits))
+    assert results(table)["batched, at once, random order"] == "different"
+
+
+@pytest.mark.parametrize("fault", [NoiseByDraft, OtherHistory])
+def test_drafts_that_change_an_answer_are_found(fault: type[FakeBackend]) -> None:
+    found = results(prove(FAKE, opener=opener_with(fault)))
+    assert found["drafts: prediction, right"] == "different"
+    assert found["drafts, batched, few pages"] == "different"
+    assert found["batched, at once, random order"] == "same"
+
+
+def test_every_drafter_has_its_row_and_one_that_is_not_there_has_none(honest: Table) -> None:
+    rows = [name for name in results(honest) if name.startswith("drafts")]
+    assert rows == [
+        "drafts: ngram",
+        "drafts: prediction, right",
+        "drafts: prediction, wrong",
+        "drafts: held to a form",
+        "drafts, batched, few pages",
+    ]
+    assert [v.name for v in drafting(replace(FAKE, draft=("ngram",)))] == ["drafts: ngram", "drafts, batched, few pages"]
+    assert drafting(replace(FAKE, draft=("none",))) == ()
+
+
+def test_a_drafter_of_the_callers_own_has_its_row_under_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "guesser.gguf"
+    file.touch()
+    names = [v.name for v in drafting(replace(FAKE, draft=("auto", str(file))))]
+    assert "drafts: guesser.gguf" in names
+    assert "drafts: built-in drafter" in names
+
+
+class Guessing(FakeBackend):
+    """A backend with a drafter of its own, right half of the time: it guesses what it would say, or one beside it."""
+
+    def __init__(self, **shape: Any) -> None:
+        super().__init__(**shape)
+        self._capacity = replace(self._capacity, drafter="parrot")
+
+    def run(self, row: Row) -> RowOutcome:
+        outcome = super().run(row)
+        token = outcome.chosen[-1].token if outcome.chosen else 0
+        beside = Draft((token + 1) % 2, parent=-1)  # makes a tree of what is else a chain
+        return replace(outcome, guesses=(*chain((token, (token + row.stop) % 2)), beside))
+
+
+def test_a_drafter_of_the_backend_has_its_rows() -> None:
+    found = results(prove(FAKE, opener=opener_with(Guessing)))
+    assert found["drafts: built-in drafter"] == "same"
+    assert found["drafts: built-in drafter, as a tree"] == "same"
+
+
+def test_the_place_of_the_first_difference_is_an_absolute_position() -> None:
+    plain = Reply(prompt_ids=(1, 2, 3), tokens=[Choice(5, checksum=1), Choice(6, checksum=2)], finish="length")
+    other = replace(plain, tokens=[Choice(5, checksum=1), Choice(6, checksum=9)])
+    assert first_difference(plain, plain) is None
+    assert first_difference(plain, other) == 1
+    assert first_difference(plain, replace(plain, tokens=plain.tokens[:1])) == 1
+    assert first_difference(plain, replace(plain, finish="stop")) == 2
+    assert str(Finding("x", "different", request=2, position=4)) == "different (first at request 2, position 4)"
+
+
+def test_a_row_counts_only_if_what_it_is_about_happened() -> None:
+    cold = replace(FAKE, prefix_cache=False, draft=("none",))
+    with build_llm(cold) as llm:
+        generations = requests(llm, new_tokens=4)
+        _, alone = drive(llm, generations, "one by one", settings=cold)
+        _, together = drive(llm, generations, "at once", settings=cold)
+    exercised = {v.name: v.exercised for v in variations(FAKE, threads=1)}
+    held = {name: check(alone, alone) for name, check in exercised.items()}
+    assert [name for name, happened in held.items() if happened] == ["alone again, after a restart"]
+    assert exercised["batched, at once, random order"](alone, together)
+
+
+def test_the_requests_differ_in_length_law_and_seed_and_some_share_a_beginning() -> None:
+    with build_llm(FAKE) as llm:
+        generations = requests(llm, new_tokens=4)
+    assert len({len(a.prompt) for a in generations}) == len(generations)
+    assert len({a.params.seed for a in generations}) == len(generations)
+    assert len({replace(a.params, seed=0) for a in generations}) == len(generations)
+    assert len({a.prompt[:50] for a in generations}) < len(generations)
+    assert any(a.params.greedy for a in generations)
+    assert all(a.params.checksums for a in generations)
+
+
+def test_a_short_context_shortens_the_prompts() -> None:
+    with build_llm(replace(FAKE, max_context=64)) as llm:
+        assert max(len(a.prompt) for a in requests(llm, new_tokens=12)) == 52
+
+
+def test_the_row_of_the_plain_runs_own_thread_count_is_left_out() -> None:
+    assert [v.name for v in variations(FAKE, threads=1) if "thread" in v.name] == ["2 threads"]
+    assert [v.name for v in variations(FAKE, threads=4) if "thread" in v.name] == ["1 thread", "2 threads"]
+
+
+@pytest.mark.parametrize(("device", "exercised"), [("cpu-kernels", True), ("cpu-torch", True), ("cuda-torch", False)])
+def test_another_number_of_threads_is_a_variation_wherever_a_cpu_computes(device: str, exercised: bool) -> None:
+    """A device's name also says which operations computed on it."""
+    settings = Settings(threads=1)
+    plain = Evidence(Stats(), replies=1, pieces=0, cached=0, settings=settings, device=device)
+    (row,) = (v for v in variations(settings, threads=1) if v.name == "2 threads")
+    assert row.exercised(plain, replace(plain, settings=replace(settings, threads=2))) == exercised
+    assert not row.exercised(plain, plain)
+
+
+@pytest.mark.long
+@pytest.mark.weights
+def test_every_way_of_running_the_default_model_is_the_same() -> None:
+    assert set(results(prove(Settings(model="smollm2", threads=1))).values()) == {"same"}
+
+
+def test_without_what_holds_a_form_the_rest_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    table = prove(FAKE, quick=True, tell=told.append)
+    assert told[0] == "llguidance is not installed: no reply is held to a form"
+    assert table.requests == sum(not held(options) for _, options in PROMPTS)
+    assert table.holds
+    assert results(table)["drafts: held to a form"] == "not exercised"

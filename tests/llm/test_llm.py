@@ -1,0 +1,93 @@
+"""The door: what becomes of events that arrive after, before and beside the end of a reply."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import pytest
+
+from onedraw.build.llm import build_llm
+from onedraw.engine.service import Event, Service, Sink
+from onedraw.errors import BadParameter, Barren
+from onedraw.llm.llm import LLM, Generation
+from onedraw.llm.options import RequestOptions, make_generation
+from onedraw.settings import Settings
+from onedraw.text.fake_tokenizer import fake_tokenizer
+from onedraw.types import Choice, ModelCard, Request, SamplingParams
+
+TOKENIZER = fake_tokenizer()
+CARD = ModelCard(name="x", family="x", vocab=259, max_context=64, eos_ids=(), defaults={}, fingerprint="x")
+Script = Callable[[Sequence[tuple[Request, Sink]]], None]
+
+
+class Scripted:
+    """A service whose engine says what the test wrote down."""
+
+    most = 8
+
+    def __init__(self, script: Script) -> None:
+        self.submit = script
+        self.cancelled: list[str] = []
+
+    def cancel(self, request_id: str) -> None:
+        self.cancelled.append(request_id)
+
+
+def choices(text: str) -> tuple[Choice, ...]:
+    return tuple(Choice(token) for token in TOKENIZER.encode(text, add_special=False))
+
+
+def an_llm(script: Script) -> LLM:
+    return LLM(service=cast(Service, Scripted(script)), tokenizer=TOKENIZER, template=None, card=CARD)
+
+
+def test_an_error_behind_a_stop_string_does_not_reach_the_other_choices() -> None:
+    """The engine goes on until it reads the cancellation, and may fail in what nobody will see."""
+
+    def script(requests: Sequence[tuple[Request, Sink]]) -> None:
+        (first, to_first), (second, to_second) = requests
+        to_first(Event(first.id, choices("yes.")))
+        to_first(Event(first.id, error=Barren("after the end")))
+        to_second(Event(second.id, choices("no"), finish="length"))
+
+    replies = an_llm(script).generate(Generation((1,), SamplingParams(), stop=(".",), n=2))
+    assert [(reply.text, reply.finish) for reply in replies] == [("yes", "stop"), ("no", "length")]
+
+
+def test_an_error_before_the_end_reaches_the_caller() -> None:
+    def script(requests: Sequence[tuple[Request, Sink]]) -> None:
+        ((request, sink),) = requests
+        sink(Event(request.id, choices("no end")))
+        sink(Event(request.id, error=Barren("too early")))
+
+    with pytest.raises(Barren, match="too early"):
+        an_llm(script).generate(Generation((1,), SamplingParams(), stop=(".",)))
+
+
+@pytest.mark.parametrize("pieces", [("a.b.c.d",), ("a", ".", "b", ".", "c", ".", "d"), ("a.b", ".c.", "d")], ids=len)
+def test_a_stop_string_does_not_end_a_reply_before_its_least_length(pieces: tuple[str, ...]) -> None:
+    def script(requests: Sequence[tuple[Request, Sink]]) -> None:
+        ((request, sink),) = requests
+        for piece in pieces:
+            sink(Event(request.id, choices(piece)))
+
+    (reply,) = an_llm(script).generate(Generation((1,), SamplingParams(min_tokens=3), stop=(".",)))
+    assert (reply.text, reply.finish, len(reply.tokens)) == ("a.b", "stop", 4)
+
+
+def test_more_choices_than_a_server_ever_holds_are_refused_by_name() -> None:
+    with build_llm(Settings(backend="fake", queue_limit=4, max_batch=2)) as llm:
+        with pytest.raises(BadParameter, match="n: must be at most 6"):
+            llm.check(make_generation(RequestOptions.of(n=7, max_tokens=1), llm=llm, prompt=(1,)))
+        with pytest.raises(BadParameter, match="n: must be at most 6"):
+            llm.check(make_generation(RequestOptions.of(n=10**12, max_tokens=1), llm=llm, prompt=(1,)))
+        assert len(llm.generate(make_generation(RequestOptions.of(n=6, max_tokens=1), llm=llm, prompt=(1,)))) == 6
+
+
+def test_loops_that_closed_are_not_kept() -> None:
+    with build_llm(Settings(backend="fake")) as llm:
+        for _ in range(4):
+            asyncio.run(llm.agenerate(make_generation(RequestOptions(max_tokens=2), llm=llm, prompt=(5, 6))))
+        assert len(llm._posts) == 1

@@ -1,0 +1,90 @@
+"""Wishes that cannot be meant are refused by name; whole numbers of any size get a sentence, not a traceback."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from onedraw.build.llm import build_llm
+from onedraw.contract.record import read, write
+from onedraw.errors import BadParameter, BadRequest
+from onedraw.llm.llm import LLM, Generation
+from onedraw.llm.options import RequestOptions, make_chat_generation, make_generation
+from onedraw.settings import Settings
+from onedraw.text.tools.dialects import Tool, ToolUse
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with build_llm(Settings(backend="fake")) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize(
+    ("wish", "name"),
+    [
+        ({"bad_words": [""]}, "bad_words"),  # would ban the space
+        ({"bad_words": ["fine", "  "]}, "bad_words"),
+        ({"dry_multiplier": 1.0, "dry_sequence_breakers": ["\n", ""]}, "dry_sequence_breakers"),  # would break everywhere
+        ({"dry_multiplier": 1.0, "dry_range": -2}, "dry_range"),
+        ({"dry_range": -77}, "dry_range"),
+        ({"dry_base": -1.0}, "dry_base"),
+        ({"dry_allowed_length": -5}, "dry_allowed_length"),
+        ({"dry_multiplier": 0.0, "dry_sequence_breakers": [""]}, "dry_sequence_breakers"),
+        ({"top_k": -(10**400)}, "top_k"),
+        ({"temperature": 10**400}, "temperature"),
+        ({"seed": 10**400}, "seed"),
+        ({"min_tokens": 10**5000}, "min_tokens"),
+        ({"bad_words": ["word"] * 20_000}, "bad_words"),
+        ({"dry_multiplier": 1.0, "dry_sequence_breakers": ["text"] * 20_000}, "dry_sequence_breakers"),
+        ({"logit_bias": {5: 1e39}}, "logit_bias"),
+        ({"repetition_penalty": 1e-39}, "repetition_penalty"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),  # the prompt is no chat
+        ({"guided_regex": "\ud800"}, "guided_regex"),
+        ({"guided_choice": ["a", "\ud800"]}, "guided_choice"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_name(llm: LLM, wish: dict[str, Any], name: str) -> None:
+    with pytest.raises(BadParameter) as caught:
+        make_generation(RequestOptions.of(**wish), llm=llm, prompt=(1,), default_max_tokens=4)
+    assert caught.value.param == name
+
+
+def test_a_length_of_any_size_is_over_the_context(llm: LLM) -> None:
+    with pytest.raises(BadRequest):
+        make_generation(RequestOptions.of(max_tokens=10**400), llm=llm, prompt=(1,))
+
+
+@pytest.mark.parametrize(("given", "meant"), [(None, 0), (-1, 0), (0, 0), (7, 7)])
+def test_a_dry_range_of_minus_one_is_the_whole_history(llm: LLM, given: int | None, meant: int) -> None:
+    generation = make_generation(
+        RequestOptions.of(dry_multiplier=1.0, dry_range=given), llm=llm, prompt=(1,), default_max_tokens=4
+    )
+    assert generation.params.dry is not None
+    assert generation.params.dry.range == meant
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"guided_json": {"type": "object"}},
+        {"guided_regex": "a+"},
+        {"guided_choice": ("a", "b")},
+        {"guided_grammar": 'root ::= "a"'},
+        {"guided_grammar": 'start: "a"'},
+        {},
+    ],
+    ids=str,
+)
+def test_what_is_asked_can_be_written_down_and_asked_again(llm: LLM, options: dict[str, Any]) -> None:
+    """A record must be able to replay it, whatever the reply was held to and however it was read."""
+    tool = Tool("f", strict=not options)
+    use = ToolUse((tool,), (tool,)) if not options else None
+    settled = RequestOptions.of(**options, thinking_budget=5, seed=1, max_tokens=9)
+    messages = [{"role": "user", "content": "?"}]
+    generation = make_chat_generation(settled, llm=llm, messages=messages, template_kwargs={"enable_thinking": True}, use=use)
+    assert read(Generation, json.loads(json.dumps(write(generation)))) == generation
+    assert (generation.guide is None) is False

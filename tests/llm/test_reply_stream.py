@@ -1,0 +1,139 @@
+"""A reply's pieces: how many tokens come at a time changes neither text nor which channel a token belongs to."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from onedraw.engine.engine import Event
+from onedraw.llm.reply_stream import Generation, ReplyStream
+from onedraw.server.blocks import ContentBlocks
+from onedraw.server.openai.choice_parts import ReplyPart, Token
+from onedraw.text.fake_tokenizer import fake_tokenizer
+from onedraw.text.reasoning import ReasoningSyntax
+from onedraw.text.reply_parser import PLAIN_TEXT, ReplySyntax
+from onedraw.text.tools.dialects import CallableTools
+from onedraw.types import Choice, Finish, Piece, SamplingParams
+
+TOKENIZER = fake_tokenizer()
+EOS = 256
+THINK = ReasoningSyntax("<think>", "</think>", "\n</think>\n\n")
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>'
+READING = ReplySyntax(reasoning=THINK, thinking="may", calls=CallableTools("hermes"))
+REPLIES = {
+    "all": f"<think>\nhm é😀\n</think>\n\nAh, so 😀é.\n{CALL}\n{CALL} and more stopp",
+    "text": "😀é" * 5 + " sto and st",
+    "call": f"{CALL}",
+    "cut": '😀 well <tool_call>\n{"na',
+}
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special=False)
+
+
+def pieces(
+    tokens: Sequence[int], cuts: Sequence[int], *, reading: ReplySyntax, stop: tuple[str, ...], finish: Finish
+) -> list[Piece]:
+    generation = Generation(prompt=(1,), params=SamplingParams(stop_ids=frozenset({EOS})), stop=stop, reading=reading)
+    speaker = ReplyStream(0, generation, TOKENIZER)
+    found: list[Piece] = []
+    for start, end in zip([0, *cuts], [*cuts, len(tokens)], strict=True):
+        if speaker.done:
+            break
+        chosen = tuple(Choice(token) for token in tokens[start:end])
+        found += speaker.hear(Event("r", chosen, finish if end == len(tokens) else None))
+    return found
+
+
+def told(found: Sequence[Piece]) -> tuple[list[tuple[int, str]], dict[str, str], Finish | None, object]:
+    """Tokens with their channels, texts by channel, and how it ended."""
+    channels = [
+        (choice.token, f"{piece.channel}{'' if piece.call is None else piece.call.index}")
+        for piece in found
+        for choice in piece.tokens
+    ]
+    texts: dict[str, str] = {}
+    for piece in found:
+        texts[piece.channel] = texts.get(piece.channel, "") + piece.text
+    return channels, {name: text for name, text in texts.items() if text}, found[-1].finish, found[-1].stop_reason
+
+
+def blocks(found: Sequence[Piece]) -> list[tuple[str, str, list[int], bool]]:
+    made = ContentBlocks()
+    for piece in found:
+        made.take(
+            ReplyPart(
+                0,
+                0,
+                text=piece.text if piece.channel == "content" else "",
+                reasoning=piece.text if piece.channel == "reasoning" else "",
+                calls=() if piece.call is None else ((piece.call, piece.text),),
+                said=tuple(Token(choice.token, None) for choice in piece.tokens),
+                answers=piece.channel == "content",
+            )
+        )
+    made.end(cut=found[-1].finish == "length")
+    return [(block.kind, block.text, [token.id for token in block.tokens or ()], block.cut) for block in made.blocks]
+
+
+@pytest.mark.parametrize("name", list(REPLIES))
+@pytest.mark.parametrize("stop", [(), ("stop",), ("t",)])
+@pytest.mark.parametrize("reading", [READING, PLAIN_TEXT], ids=["read", "plain"])
+def test_how_many_tokens_come_at_a_time_shows_nowhere(name: str, stop: tuple[str, ...], reading: ReplySyntax) -> None:
+    for ends in (True, False):
+        tokens = [*ids(REPLIES[name]), *([EOS] if ends else [])]
+        finish: Finish = "stop" if ends else "length"
+        one_by_one = pieces(tokens, range(1, len(tokens)), reading=reading, stop=stop, finish=finish)
+        expected, expected_blocks = told(one_by_one), blocks(one_by_one)
+        rng = random.Random(1)
+        for _ in range(40):
+            cuts = sorted(rng.sample(range(1, len(tokens)), rng.randrange(len(tokens) - 1)))
+            found = pieces(tokens, cuts, reading=reading, stop=stop, finish=finish)
+            assert told(found) == expected
+            assert blocks(found) == expected_blocks
+
+
+def test_every_token_of_an_answer_stands_in_a_text() -> None:
+    tokens = [*ids("😀é 😀"), EOS]
+    found = pieces(tokens, range(1, len(tokens)), reading=PLAIN_TEXT, stop=("é é",), finish="stop")
+    assert blocks(found) == [("text", "😀é 😀", tokens, False)]
+
+
+@pytest.mark.parametrize("stop", [(), ("{",), ("<tool",)])
+def test_a_call_that_is_cut_off_before_its_name_ends_nothing(stop: tuple[str, ...]) -> None:
+    tokens = ids(REPLIES["cut"])
+    found = pieces(tokens, [3], reading=READING, stop=stop, finish="length")
+    assert found[-1].finish == "length"
+    assert found[-1].stop_reason is None
+
+
+def test_what_may_begin_a_stop_string_stays_before_a_call_that_is_cut_off() -> None:
+    tokens = ids('well st<tool_call>\n{"na')
+    for stop in ((), ("stop",)):
+        found = pieces(tokens, [3], reading=READING, stop=stop, finish="length")
+        assert told(found)[1] == {"content": 'well st<tool_call>\n{"na'}
+
+
+@pytest.mark.parametrize(
+    ("reply", "texts"),
+    [
+        ("<think>\nhm\n</think>\n\nAh.", [("Ah.", "Ah.")]),
+        (f"{CALL} after", [("after", "after")]),
+        (f"Sure.{CALL}", [("Sure.", 'Sure.<tool_call>\n{"name": "f')]),
+    ],
+)
+def test_a_text_has_its_own_tokens(reply: str, texts: list[tuple[str, str]]) -> None:
+    tokens = ids(reply)
+    found = pieces(tokens, range(1, len(tokens)), reading=READING, stop=(), finish="stop")
+    assert [(text, TOKENIZER.decode(own)) for kind, text, own, _ in blocks(found) if kind == "text"] == texts
+
+
+def test_only_what_was_being_said_is_cut() -> None:
+    begun = '<tool_call>\n{"name": "f", "arguments": {"a"'
+    found = pieces(ids(CALL + begun), [5], reading=READING, stop=(), finish="length")
+    assert [(kind, cut) for kind, _, _, cut in blocks(found)] == [("call", False), ("call", True)]
+    found = pieces(ids(CALL), [5], reading=READING, stop=(), finish="length")
+    assert [(kind, cut) for kind, _, _, cut in blocks(found)] == [("call", False)]

@@ -1,0 +1,117 @@
+"""Real servers on loopback ports, in threads of the test process."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import httpx
+import openai
+
+from onedraw.build.llm import build_llm
+from onedraw.llm.llm import LLM
+from onedraw.server.options import ServerOptions
+from onedraw.server.serve import Server
+from onedraw.settings import Settings
+
+DEFAULTS = ServerOptions()
+PATIENCE = 120.0  # seconds a condition may take to come true, and an answer to come, on a machine that does other things
+
+
+@dataclass(frozen=True)
+class Served:
+    url: str
+    llm: LLM
+    http: httpx.Client
+    clients: list[Any] = field(default_factory=list)  # closed with the server
+
+    @property
+    def model(self) -> str:
+        return self.llm.card.name
+
+    def client(self, **kwargs: Any) -> openai.OpenAI:
+        client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE, **kwargs)
+        self.clients.append(client)
+        return client
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.http.post(path, json=body)
+
+    def send(self, path: str, content: Any) -> httpx.Response:
+        """A body as it is."""
+        return self.http.post(path, content=content)
+
+    def get(self, path: str, **kwargs: Any) -> httpx.Response:
+        return self.http.get(path, **kwargs)
+
+    def stream(self, path: str, **body: Any) -> AbstractContextManager[httpx.Response]:
+        """An answer to be read line by line; who leaves early hangs up."""
+        return self.http.stream("POST", path, json={**body, "stream": True})
+
+    @contextmanager
+    def unread(self, path: str, body: bytes, *, length: int | None = None) -> Iterator[socket.socket]:
+        """A request on a connection of its own, whose answer is left to the caller. Leaving is hanging up."""
+        address = httpx.URL(self.url)
+        with socket.create_connection((address.host, address.port), timeout=PATIENCE) as connection:
+            head = f"POST {path} HTTP/1.1\r\nhost: test\r\ncontent-length: {len(body) if length is None else length}\r\n\r\n"
+            connection.sendall(head.encode() + body)
+            yield connection
+
+    def chunks(self, path: str, **body: Any) -> list[dict[str, Any]]:
+        """The objects of a stream, which must end in [DONE]."""
+        answer = self.post(path, stream=True, **body)
+        assert answer.status_code == 200, answer.text
+        *events, last, empty = answer.text.split("\n\n")
+        assert (last, empty) == ("data: [DONE]", "")
+        return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+@contextmanager
+def serving(llm: LLM, options: ServerOptions = DEFAULTS) -> Iterator[Served]:
+    """A server in a thread, on a free port. The door stays open when it stops."""
+    server = Server(llm, replace(options, port=0, log_level="critical"))
+    server.config.timeout_keep_alive = 3600  # a client that was paused meets no connection that is just being closed
+    thread = threading.Thread(target=server.run, name="test-server")
+    thread.start()
+    try:
+        wait_until(lambda: server.started)
+        with httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
+            served = Served(server.url, llm, http)
+            yield served
+            for client in served.clients:
+                client.close()
+    finally:
+        server.should_exit = True
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < deadline, "this never came true"
+        time.sleep(0.005)
+
+
+def fake_llm(**settings: Any) -> LLM:
+    return build_llm(Settings(backend="fake", model="fake", **settings))
+
+
+def slowed(llm: LLM, seconds: float, until: Any = None) -> LLM:
+    """The same door with a device that needs this long for a turn, until it is let go: `until` is an event, or waits as one."""
+    free = until or threading.Event()
+    backend = llm.service._engine.backend
+    submit = backend.submit
+
+    def slow_submit(plan: Any) -> Any:
+        free.wait(seconds)
+        return submit(plan)
+
+    backend.submit = slow_submit
+    return llm

@@ -1,0 +1,101 @@
+"""Keys with names, from a file: who asked is known, and no key is ever shown."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onedraw.errors import BadSetting
+from onedraw.server.auth import ApiKey, ApiKeys, read_keys
+from onedraw.server.options import ServerOptions
+from tests.server.running import Served, fake_llm, serving, wait_until
+
+FILE = """# who may ask
+alice  sesame-of-alice
+
+bob sesame of bob, with spaces
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "keys"
+    path.write_text(FILE)
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture
+def locked(file: Path) -> Iterator[Served]:
+    with fake_llm() as llm, serving(llm, ServerOptions(api_key="plain", api_keys=read_keys(file))) as served:
+        yield served
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    return [record.facts for record in caplog.records if hasattr(record, "facts")]
+
+
+def test_each_key_opens_and_the_log_says_whose_it_was(locked: Served, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="onedraw.access")
+    keys = {"alice": "sesame-of-alice", "bob": "sesame of bob, with spaces", "api-key": "plain"}
+    for name, key in keys.items():
+        assert locked.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == 200
+        wait_until(lambda name=name: [facts.get("caller") for facts in logged(caplog)][-1:] == [name])
+    assert locked.get("/v1/models", headers={"authorization": "Bearer sesame"}).status_code == 401
+    wait_until(lambda: any(facts["status"] == 401 for facts in logged(caplog)))
+    assert "caller" not in next(facts for facts in logged(caplog) if facts["status"] == 401)
+    assert not any(key in caplog.text for key in list(keys.values())[:2])
+
+
+def test_every_key_is_compared_whichever_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring that stopped at the first hit would tell by its time how far down the list a key stands."""
+    compared: list[tuple[int, int]] = []
+
+    def compare(a: bytes, b: bytes) -> bool:
+        compared.append((len(a), len(b)))
+        return a == b
+
+    monkeypatch.setattr("onedraw.server.auth.hmac.compare_digest", compare)
+    ring = ApiKeys(ApiKey(f"n{i}", "k" * (i + 1)) for i in range(5))
+    assert (ring.owner(b"k"), ring.owner(b"kkkkk"), ring.owner(b"")) == ("n0", "n4", None)
+    assert compared == [(32, 32)] * 15
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("alice", "keys:1 is not NAME KEY"),
+        ("alice a\nali!ce b", "keys:2 is not NAME KEY"),
+        ("alice a\nalice b", "the same name twice"),
+        ("alice a\nbob a", "the same key twice"),
+        ("# nobody\n", "holds no key"),
+    ],
+)
+def test_a_wrong_file_is_refused_without_showing_a_key(tmp_path: Path, text: str, complaint: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(text.replace(" a", " topsecret"))
+    path.chmod(0o600)
+    with pytest.raises(BadSetting, match=f"--api-key-file: .*{complaint}") as told:
+        read_keys(path)
+    assert "topsecret" not in str(told.value)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadSetting, match="--api-key-file: cannot read"):
+        read_keys(tmp_path / "nowhere")
+
+
+def test_a_file_that_others_can_read_is_pointed_out(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, logger="onedraw.server")  # servers of other tests have made it silent
+    file.chmod(0o644)
+    read_keys(file)
+    assert "chmod 600" in caplog.text
+    assert "sesame" not in caplog.text
+
+
+def test_a_key_is_not_shown(file: Path) -> None:
+    assert "sesame" not in repr(read_keys(file)) + repr(ServerOptions(api_keys=read_keys(file)))

@@ -1,0 +1,41 @@
+"""The examples in the guides run as they stand, against a server that says something: the fake model's, under the same name."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import onedraw
+from onedraw.server.options import ServerOptions
+from tests.server.running import Served, fake_llm, serving
+
+DOCS = Path(__file__).parents[2] / "docs"
+EXAMPLES = [
+    pytest.param(example, id=f"{page}-{number}")
+    for page in ("structured", "tools")
+    for number, example in enumerate(re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(encoding="utf-8"), re.S))
+]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with fake_llm() as llm, serving(llm, ServerOptions(aliases=("smollm2",))) as running:
+        yield running
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an example closes no client
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_runs(
+    served: Served, example: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seeds = itertools.count(7)  # an example need not have one; what it is told is the same every time
+    monkeypatch.setattr("onedraw.llm.llm.secrets.randbelow", lambda limit: next(seeds))
+    load = onedraw.load
+    monkeypatch.setattr(onedraw, "load", lambda model: load(model, backend="fake"))
+    exec(compile(example.replace("http://127.0.0.1:8000", served.url), "example", "exec"), {})
+    assert capsys.readouterr().out.strip()

@@ -1,0 +1,161 @@
+"""The server as a process: it greets, it drains, it exits."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from onedraw.errors import BadSetting
+from onedraw.server.options import ServerOptions
+from onedraw.server.serve import bind, greeting, serve
+from tests.server.running import PATIENCE, fake_llm, wait_until
+
+# Its device is slow until a file says that it may be quick: what runs is still running when a test looks.
+PROGRAM = """
+import sys, time
+from pathlib import Path
+from onedraw.server.options import ServerOptions
+from onedraw.server.serve import serve
+from tests.server.running import fake_llm, slowed
+
+class Free:
+    def wait(self, seconds):
+        if not Path(sys.argv[2]).exists():
+            time.sleep(seconds)
+
+serve(slowed(fake_llm(), 0.05, Free()), ServerOptions(port=0, **eval(sys.argv[1])))
+"""
+LONG = 1500  # tokens: more than a minute
+
+
+@contextmanager
+def process(free: Path | str = "/nowhere", **options):
+    """A serving process, and the address it printed."""
+    command = [sys.executable, "-c", PROGRAM, repr(options), str(free)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        try:
+            line = child.stdout.readline()
+            assert line.startswith("curl "), child.stderr.read()
+            yield child, line, shlex.split(line)[1].split("/v1")[0]
+        finally:
+            child.kill()
+            child.wait()
+
+
+def get(url: str, **headers: str) -> int:
+    return httpx.get(url, headers=headers, timeout=PATIENCE).status_code
+
+
+def stream(url: str):
+    asked = {"prompt": "a", "max_tokens": LONG, "ignore_eos": True, "stream": True}
+    return httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=PATIENCE)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_the_printed_line_works_when_pasted():
+    with process() as (_, line, _):
+        answer = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=PATIENCE)
+        assert json.loads(answer.stdout)["object"] == "chat.completion", answer.stderr
+
+
+def test_the_greeting_never_shows_the_key():
+    with fake_llm() as llm:
+        line = greeting("http://127.0.0.1:8000", llm, ServerOptions(api_key="sesame"))
+    assert "sesame" not in line
+    assert '-H "Authorization: Bearer $ONEDRAW_API_KEY"' in line
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_the_running_finish_and_refuses_the_new(number, tmp_path):
+    with process(tmp_path / "free", drain_seconds=PATIENCE) as (child, _, url):
+        with stream(url) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            child.send_signal(number)
+            wait_until(lambda: get(f"{url}/health") == 503)
+            refused = httpx.post(f"{url}/v1/completions", json={"prompt": "a"}, timeout=PATIENCE)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+            (tmp_path / "free").touch()
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert len(rest) > 50
+        assert child.wait(PATIENCE) == 0
+
+
+def test_draining_ends_in_bounded_time_and_tells_the_client():
+    with process(drain_seconds=0.3) as (child, _, url):
+        with stream(url) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            child.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert child.wait(PATIENCE) == 0
+
+
+def test_a_second_signal_exits_at_once():
+    with process(drain_seconds=PATIENCE) as (child, _, url), stream(url) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        child.send_signal(signal.SIGTERM)
+        wait_until(lambda: get(f"{url}/health") == 503)
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(PATIENCE) == 128 + signal.SIGTERM
+        with pytest.raises(httpx.TransportError):  # in the middle of the reply
+            list(lines)
+
+
+def test_an_idle_server_stops_quietly():
+    with process() as (child, _, url):
+        assert get(f"{url}/health") == 200
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(PATIENCE) == 0
+        assert "Traceback" not in child.stderr.read()
+
+
+def test_no_secret_is_logged():
+    with process(api_key="sesame-secret", log_level="debug") as (child, line, url):
+        asked, right = {"prompt": "a", "max_tokens": 1}, {"authorization": "Bearer sesame-secret"}
+        assert httpx.post(f"{url}/v1/completions", json=asked, headers=right, timeout=PATIENCE).status_code == 200
+        assert get(f"{url}/v1/models", authorization="Bearer guessed-secret") == 401
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(PATIENCE) == 0
+        assert "secret" not in child.stderr.read() + child.stdout.read() + line
+
+
+def test_a_port_in_use_is_a_clear_error():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(BadSetting, match=f"{port} on 127.0.0.1 is in use.*--port"):
+            bind("127.0.0.1", port)
+
+
+def test_a_host_that_is_not_ours_is_a_clear_error():
+    with pytest.raises(BadSetting, match="--host"):
+        bind("no.such.host.invalid", 8000)
+    for host in ("a..b", "x" * 80):  # names that cannot be written as one
+        with pytest.raises(BadSetting, match="--host"):
+            bind(host, 8000)
+    with pytest.raises(BadSetting, match=r"192\.0\.2\.1"):
+        bind("192.0.2.1", 0)
+
+
+def test_of_two_servers_that_were_loading_at_once_one_says_that_the_port_is_in_use() -> None:
+    first = bind("127.0.0.1", 0)
+    port = first.getsockname()[1]
+    second = bind("127.0.0.1", port)  # nobody listens there yet
+    first.listen()
+    with first, fake_llm() as llm, pytest.raises(BadSetting, match=f"--port: {port} on 127.0.0.1 is in use"):
+        serve(llm, ServerOptions(port=port), second)

@@ -1,0 +1,197 @@
+"""A whole reply is a fold of the streamed one, whatever was asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from onedraw.errors import OnedrawError
+from onedraw.server.sse import NAMED, EventStream
+from tests.server.running import fake_llm, serving, slowed, wait_until
+
+HELLO = [{"role": "user", "content": "Say hello."}]
+EVERYTHING = {"return_token_ids": True, "return_checksums": True, "ignore_eos": True}
+
+
+def fold(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The obvious fold: texts and lists are joined, the last value of anything else stands."""
+    choices: dict[int, dict[str, Any]] = {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            add(choices.setdefault(choice["index"], {"index": choice["index"]}), choice)
+    return choices
+
+
+def add(whole: dict[str, Any], more: dict[str, Any]) -> None:
+    for name, value in more.items():
+        if name == "delta":
+            name = "message"
+        if isinstance(value, dict) and isinstance(whole.get(name), dict):
+            add(whole[name], value)
+        elif name in ("text", "content", "reasoning_content") and isinstance(value, str):
+            whole[name] = whole.get(name, "") + value
+        elif isinstance(value, list) and isinstance(whole.get(name), list):
+            whole[name] = whole[name] + value
+        elif value is not None or name not in whole:
+            whole[name] = json.loads(json.dumps(value))
+
+
+CHATS = [
+    {},
+    {"n": 3},
+    {"logprobs": True, "top_logprobs": 2},
+    {"n": 2, "logprobs": True, **EVERYTHING},
+    {"stop": ["e", "a"], "return_token_ids": True},
+    {"skip_special_tokens": False},
+]
+COMPLETIONS = [
+    {},
+    {"n": 2, "prompt": ["One", "Two"]},
+    {"echo": True},
+    {"echo": True, "logprobs": 2, **EVERYTHING},
+    {"echo": True, "logprobs": 0, "max_tokens": 0, "n": 2},
+    {"logprobs": 1, "stop": " ", **EVERYTHING},
+]
+
+
+@pytest.mark.parametrize("asked", CHATS, ids=str)
+def test_a_whole_chat_is_the_fold_of_its_stream(served, asked):
+    asked = {"messages": HELLO, "max_tokens": 9, "seed": 21, "temperature": 1.0, **asked}
+    whole = served.post("/v1/chat/completions", **asked).json()
+    folded = fold(served.chunks("/v1/chat/completions", **asked))
+    for choice in whole["choices"]:
+        assert choice["message"].pop("refusal") is None
+        assert folded[choice["index"]] == choice
+    assert len(folded) == len(whole["choices"])
+
+
+@pytest.mark.parametrize("asked", COMPLETIONS, ids=str)
+def test_a_whole_completion_is_the_fold_of_its_stream(served, asked):
+    asked = {"prompt": "Once upon a time", "max_tokens": 9, "seed": 21, "temperature": 1.0, **asked}
+    whole = served.post("/v1/completions", **asked).json()
+    folded = fold(served.chunks("/v1/completions", **asked))
+    assert [folded[i] for i in range(len(folded))] == whole["choices"]
+
+
+def test_every_chunk_of_every_choice_has_the_whole_set_of_fields(served):
+    chunks = served.chunks("/v1/chat/completions", messages=HELLO, max_tokens=4, n=2, stream_options={"include_usage": True})
+    *spoken, last = chunks
+    for chunk in spoken:
+        assert set(chunk) == {"id", "object", "created", "model", "system_fingerprint", "choices", "usage"}
+        (choice,) = chunk["choices"]
+        assert set(choice) == {"index", "delta", "logprobs", "finish_reason", "stop_reason", "seed"}
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] >= 2
+    assert [c["choices"][0]["delta"] for c in spoken if "role" in c["choices"][0]["delta"]] == [
+        {"role": "assistant", "content": ""}
+    ] * 2
+
+
+def test_usage_comes_only_when_it_is_asked_for(served):
+    assert all("usage" not in chunk for chunk in served.chunks("/v1/completions", prompt="One", max_tokens=2))
+
+
+def test_the_prompts_ids_come_once_per_choice(served):
+    chunks = served.chunks("/v1/chat/completions", messages=HELLO, max_tokens=3, n=2, return_token_ids=True)
+    assert sum("prompt_token_ids" in chunk["choices"][0] for chunk in chunks) == 2
+
+
+def test_a_stream_is_sent_as_events(served):
+    answer = served.post("/v1/completions", prompt="One", max_tokens=2, stream=True)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.headers["cache-control"] == "no-cache"
+    assert answer.headers["x-request-id"].startswith("cmpl-")
+
+
+LONG = {"prompt": "One", "max_tokens": 2000, "ignore_eos": True}
+TURN = 0.02  # seconds: such a reply is far from its end whenever a test looks
+
+
+def test_a_failure_after_the_start_is_an_event_and_no_done_follows():
+    with slowed(fake_llm(), TURN) as llm, serving(llm) as served:
+        backend = llm.service._engine.backend
+        with served.stream("/v1/completions", **LONG) as answer:
+            lines = answer.iter_lines()
+            assert json.loads(next(lines).removeprefix("data: "))["choices"]
+            backend.submit = lambda plan: 1 / 0
+            events = [line for line in lines if line]
+        error = json.loads(events[-1].removeprefix("data: "))["error"]
+        assert (error["type"], error["code"]) == ("server_error", "internal_error")
+        assert "ZeroDivision" not in error["message"]
+
+
+def test_the_openai_client_raises_what_fails_in_mid_stream():
+    with slowed(fake_llm(), TURN) as llm, serving(llm) as served:
+        backend = llm.service._engine.backend
+        asked = {"model": served.model, "prompt": "One", "max_tokens": 2000, "extra_body": {"ignore_eos": True}}
+        stream = served.client().completions.create(**asked, stream=True)
+        next(iter(stream))
+        backend.submit = lambda plan: 1 / 0
+        with pytest.raises(openai.APIError):
+            list(stream)
+
+
+def test_a_client_that_hangs_up_in_mid_stream_frees_its_pages():
+    with slowed(fake_llm(prefix_cache=False), TURN) as llm, serving(llm) as served:
+        idle = llm.service.stats().pages_used
+        with served.stream("/v1/completions", **LONG, n=3) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            wait_until(lambda: llm.service.stats().running == 3)
+            assert llm.service.stats().pages_used > idle
+        wait_until(lambda: (llm.service.stats().running, llm.service.stats().pages_used) == (0, idle))
+        assert llm.service.stats().completion_tokens < 1000
+        assert served.post("/v1/completions", prompt="One", max_tokens=1).status_code == 200
+
+
+def test_a_client_that_hangs_up_before_its_whole_reply_frees_its_pages():
+    with slowed(fake_llm(prefix_cache=False), TURN) as llm, serving(llm) as served:
+        idle = llm.service.stats().pages_used
+        with served.unread("/v1/completions", json.dumps(LONG | {"prompt": ["One", "Two"]}).encode()):
+            wait_until(lambda: (llm.service.stats().running, llm.service.stats().prompt_tokens) == (2, 6))
+        wait_until(lambda: (llm.service.stats().running, llm.service.stats().pages_used) == (0, idle))
+        assert llm.service.stats().completion_tokens < 1000
+
+
+def test_a_client_that_hangs_up_while_it_waits_in_the_queue_leaves_it():
+    with (
+        slowed(fake_llm(max_batch=1), TURN) as llm,
+        serving(llm) as served,
+        served.stream("/v1/completions", **LONG) as answer,
+    ):
+        lines = answer.iter_lines()
+        next(lines)
+        with served.unread("/v1/completions", json.dumps(LONG | {"stream": True}).encode()):
+            wait_until(lambda: llm.service.stats().waiting == 1)
+        wait_until(lambda: llm.service.stats().waiting == 0)
+        assert llm.service.stats().running == 1
+
+
+def test_an_error_that_cannot_be_told_in_its_shape_is_told_in_another() -> None:
+    """As where the shape repeats what was said, and that is what could not be written."""
+
+    async def chunks() -> Any:
+        yield [{"type": "a", "text": "fine"}]
+        yield [{"type": "b", "text": "\ud83d"}]
+
+    def failed(error: OnedrawError) -> list[dict[str, Any]]:
+        return [{"type": "c", "text": "\ud83d", "error": str(error)}]
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        await asyncio.sleep(60)
+
+    stream = EventStream(chunks(), {}, NAMED, failed)
+    asyncio.run(stream({"type": "http"}, receive, send))
+    assert b'"fine"' in sent[1]["body"]
+    assert sent[-1]["body"].startswith(b"event: error\ndata: ")
+    assert json.loads(sent[-1]["body"].partition(b"data: ")[2])["error"]["code"] == "internal_error"
+    assert not sent[-1]["more_body"]
