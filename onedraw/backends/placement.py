@@ -1,32 +1,205 @@
-"""Which layers run on which device: contiguous ranges, cut where the model may be cut. Pure.
+"""Placement: which layers run on which device, and the bytes of every pipeline stage. Nothing is allocated here.
 
-In: a spec, bytes, devices, and a wish (`auto`, `24,8`, `0.75,0.25`). Out: ranges, or an error that says what would do.
-A layer that reads another's keys and values stays with it. Embeddings go with the first range, last norm and head with
-the last. The same device may be named twice.
+In: a spec, its MemoryPlan, devices, and `--split` (`auto`, `24,8` or `0.75,0.25`). Out: a SplitPlan with one contiguous range
+of layers per device, or an error that names a split or a context that works. One device is a split of one.
+A layer that reads the keys and values of another layer stays on its device. The embedding is on the first device, the last norm
+and the head are on the last. A device may be named twice.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from onedraw.backends.devices import Device
+from onedraw.backends.memory_plan import RUNTIME_RESERVE, MemoryPlan, padded_vocab
 from onedraw.errors import BadSetting, OutOfMemory
-from onedraw.models.spec import AttentionSpec, LayerSpec
+from onedraw.models.spec import DTYPE_BYTES, STATE_BYTES, AttentionSpec, DeltaSpec, LayerSpec, ModelSpec
+
+CHUNK = 64  # prompt positions that a recurrent layer computes at once, the maximum over all backends
+MAX_BOUNDARY_BYTES = 64 * 2**20  # buffers of one boundary between stages
+MIN_STAGING_ROWS = 256  # rows that the self-check of the torch backend runs at once
+ROW_MULTIPLE = 64  # staging buffers have a multiple of this many rows: matrix products pad rows to blocks of up to 64
 
 Ranges = tuple[range, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class StagePlan:
+    """One device's layers and their bytes. Field names are keys of `inspect --json`."""
+
+    device: Device
+    start: int
+    stop: int  # layers [start, stop)
+    weight_bytes: int
+    page_bytes: int
+    state_bytes: int  # lanes, rollback buffer and checkpoints
+    staging_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weight_bytes + self.page_bytes + self.state_bytes + self.staging_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StagingPlan:
+    """Buffers for the activations that cross from one stage to the next."""
+
+    rows: int
+    boundaries: tuple[int, ...]  # bytes of each boundary, in order
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.boundaries)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPlan:
+    stages: tuple[StagePlan, ...]
+    staging: StagingPlan
+    activation: str  # dtype of the residual stream
+
+
+def plan_split(
+    spec: ModelSpec,
+    plan: MemoryPlan,
+    devices: Sequence[Device],
+    *,
+    split: str,
+    activation: str,
+    step_tokens: int,
+    beside: int = 0,
+) -> SplitPlan:
+    """`beside`: bytes of a drafter, which is on the last device."""
+    devices = [_without_reserve(device) for device in devices]
+    tokens = max(step_tokens, plan.max_batch) + CHUNK  # a prompt advances by one chunk beside the other rows
+    widest = min(1, len(spec.layers) - 1)
+    rows = staging_plan(spec, (widest,) * (len(devices) - 1), tokens=tokens, dtype=activation).rows
+    boundary = rows * row_bytes(spec.hidden, activation, inputs=layer_inputs_after(spec, widest)) if len(devices) > 1 else 0
+    layer_bytes = [_layer_bytes(spec, plan, index) for index in range(len(spec.layers))]
+    # Two hypothetical devices with the same description are two devices.
+    one_pool = len({d.memory_pool for d in devices}) == 1 and not (len(devices) > 1 and devices[0].hypothetical)
+    first, last = _outer_bytes(spec, plan, copy_tied_head=not one_pool)
+    logits = plan.checkpoints * padded_vocab(spec) * STATE_BYTES
+    loads = StageLoads(tuple(map(sum, layer_bytes)), first, last + logits + beside, boundary)
+    ranges = place_layers(loads, devices, cuts=legal_cuts(spec.layers), split=split)
+    staging = staging_plan(spec, tuple(layers.start for layers in ranges[1:]), tokens=tokens, dtype=activation)
+    if staging.boundaries and staging.rows < plan.max_batch + CHUNK:
+        raise OutOfMemory(
+            f"the buffer between two devices has {staging.rows} rows, too few for {plan.max_batch} sequences; lower --max-batch"
+        )
+    stages = []
+    for index, (device, layers) in enumerate(zip(devices, ranges, strict=True)):
+        weights, pages, states = (sum(part) for part in zip(*layer_bytes[layers.start : layers.stop], strict=True))
+        is_last = index == len(ranges) - 1
+        weights += (first if index == 0 else 0) + (last + beside if is_last else 0)
+        staged = sum(staging.boundaries[max(index - 1, 0) : index + 1])
+        stages.append(StagePlan(device, layers.start, layers.stop, weights, pages, states + (logits if is_last else 0), staged))
+    return SplitPlan(tuple(stages), staging, activation)
+
+
+def plan_or_advise(make: Callable[[int], SplitPlan], context: int) -> SplitPlan:
+    """The plan for this context, or OutOfMemory that names the longest context that fits."""
+    try:
+        return make(context)
+    except OutOfMemory as error:
+        longest = longest_context(make, context)
+        advice = f"--max-context {longest} fits here" if longest else "no context fits here"
+        raise OutOfMemory(f"{error}. {advice}") from None
+
+
+def longest_context(make: Callable[[int], SplitPlan], most: int) -> int:
+    """The longest context that fits: `most`, or a multiple of 64 tokens; 0 if none fits."""
+    if _fits(make, most):
+        return most
+    low, high = 0, most // 64
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if _fits(make, middle * 64) else (low, middle - 1)
+    return low * 64
+
+
+def _fits(make: Callable[[int], SplitPlan], context: int) -> bool:
+    try:
+        make(context)
+    except OutOfMemory:
+        return False
+    return True
+
+
+def _without_reserve(device: Device) -> Device:
+    if device.memory is None or device.kind == "cpu":
+        return device
+    return replace(device, memory=int(device.memory * (1 - RUNTIME_RESERVE)))
+
+
+def _layer_bytes(spec: ModelSpec, plan: MemoryPlan, index: int) -> tuple[int, int, int]:
+    """Weights, pages and states of one layer."""
+    group, mixer = spec.group(index), spec.layers[index].mixer
+    pages = 0 if group is None else (plan.pages[group] + 1) * spec.page_bytes(index, plan.page_size, plan.kv_dtype)
+    states = spec.lane_bytes(index) * (plan.max_batch + plan.checkpoints)
+    rollback = plan.draft_positions * mixer.draft_bytes if isinstance(mixer, DeltaSpec) else 0
+    weights = spec.weight_bytes(index, plan.dtype) if plan.weights is None else plan.weights.layers[index]
+    return weights, pages, states + rollback
+
+
+def _outer_bytes(spec: ModelSpec, plan: MemoryPlan, *, copy_tied_head: bool) -> tuple[int, int]:
+    """Bytes of the weights outside the layers on the first and on the last device. A tied head is stored twice if embedding and
+    head are in different memories. The table of per-layer inputs is not counted: it is read from the mapped checkpoint.
+    """
+    if plan.weights is not None:  # packed weights run on devices that share one memory, so nothing is stored twice
+        return plan.weights.first, plan.weights.last
+    size = DTYPE_BYTES[plan.dtype]
+    shapes = {name: math.prod(shape) * size for name, shape in spec.outer_shapes().items()}
+    first = sum(shapes.get(name, 0) for name in ("embed", "inputs_project", "inputs_project_norm"))
+    head = (shapes["embed"] if copy_tied_head else 0) if spec.tied else shapes["head"]
+    return first, shapes["norm"] + head
+
+
+# ---------------------------------------------------------------------- staging buffers between devices
+
+
+def staging_plan(spec: ModelSpec, cuts: tuple[int, ...], *, tokens: int, dtype: str) -> StagingPlan:
+    """Buffers for steps of up to `tokens` tokens, or fewer if those would take more than MAX_BOUNDARY_BYTES."""
+    sizes = [row_bytes(spec.hidden, dtype, inputs=layer_inputs_after(spec, cut)) for cut in cuts]
+    wanted = -(-max(tokens, MIN_STAGING_ROWS) // ROW_MULTIPLE) * ROW_MULTIPLE
+    rows = min([wanted, *(MAX_BOUNDARY_BYTES // size // ROW_MULTIPLE * ROW_MULTIPLE for size in sizes)])
+    if rows < MIN_STAGING_ROWS:
+        raise OutOfMemory(
+            f"one row between two devices takes {max(sizes)} bytes, so {MAX_BOUNDARY_BYTES} bytes hold only {rows} rows; "
+            "use one device"
+        )
+    return StagingPlan(rows, tuple(rows * size for size in sizes))
+
+
+def row_bytes(hidden: int, dtype: str, *, inputs: int = 0) -> int:
+    """Bytes of one row at a boundary; `inputs`: values of per-layer inputs that cross with it."""
+    return (2 * hidden + inputs) * DTYPE_BYTES[dtype]
+
+
+def layer_inputs_after(spec: ModelSpec, cut: int) -> int:
+    """Values per row of the per-layer inputs of all layers from `cut` on."""
+    return (len(spec.layers) - cut) * spec.inputs
+
+
+def max_step_tokens(rows: int, *, chunk: int) -> int:
+    """The token budget that keeps a step within this many rows: a prompt may exceed the budget by one chunk."""
+    return rows - chunk
+
+
+# ---------------------------------------------------------------------- layers to devices
+
+
+@dataclass(frozen=True, slots=True)
 class StageLoads:
-    """Bytes: of every layer with all it keeps, and of what comes with the first range, the last, and each boundary."""
+    """Bytes of every layer with its pages and states, of the weights outside the layers, and of one boundary."""
 
     layers: tuple[int, ...]
-    first: int = 0
-    last: int = 0
-    boundary: int = 0  # on both of its sides
+    first: int = 0  # with the first layer
+    last: int = 0  # with the last layer
+    boundary: int = 0  # on each of the two devices it connects
 
     def of(self, layers: range) -> int:
         edges = (layers.start > 0) + (layers.stop < len(self.layers))
@@ -47,64 +220,55 @@ def legal_cuts(layers: Sequence[LayerSpec]) -> tuple[int, ...]:
 
 
 def place_layers(loads: StageLoads, devices: Sequence[Device], *, cuts: Sequence[int], split: str = "auto") -> Ranges:
-    """One range per device. What does not fit into a device's memory is refused."""
+    """One range per device, or an error if the layers do not fit into a device's memory."""
     total, count = len(loads.layers), len(devices)
     if count - 1 > len(cuts):
-        most = f"at most {len(cuts) + 1}" if len(cuts) else "only one"
-        raise BadSetting(f"--devices: {count} devices, but this model's {total} layers can be cut into {most}; name fewer")
+        most = f"at most {len(cuts) + 1} parts" if len(cuts) else "only one part"
+        raise BadSetting(
+            f"--devices: {count} devices, but this model's {total} layers can be cut into {most}; name fewer devices"
+        )
     if split == "auto":
-        ranges = _fastest(loads, devices, cuts)
+        ranges = _auto_split(loads, devices, cuts)
     else:
-        ranges = _ranges(_explicit(split, total, count, cuts), total)
-    check_fit(loads, ranges, devices)
+        ranges = _ranges(_explicit_cuts(split, total, count, cuts), total)
+    check_memory(loads, ranges, devices)
     return ranges
 
 
-def check_fit(loads: StageLoads, ranges: Ranges, devices: Sequence[Device]) -> None:
-    """A device that is named twice holds both of its ranges."""
-    rooms: dict[object, list[tuple[Device, range]]] = {}
+def check_memory(loads: StageLoads, ranges: Ranges, devices: Sequence[Device]) -> None:
+    """Ranges in the same memory are added up."""
+    pools: dict[object, list[tuple[Device, range]]] = {}
     for index, (device, layers) in enumerate(zip(devices, ranges, strict=True)):
-        key = index if device.hypothetical else device.memory_pool  # a description named twice is two devices alike
-        rooms.setdefault(key, []).append((device, layers))
-    for held in rooms.values():
-        device, needed = held[0][0], sum(loads.of(layers) for _, layers in held)
+        key = index if device.hypothetical else device.memory_pool  # the same description twice means two devices
+        pools.setdefault(key, []).append((device, layers))
+    for members in pools.values():
+        device, needed = members[0][0], sum(loads.of(layers) for _, layers in members)
         if device.memory is not None and needed > device.memory:
-            parts = ", ".join(f"{layers.start}–{layers.stop - 1}" for _, layers in held)
+            parts = ", ".join(f"{layers.start}–{layers.stop - 1}" for _, layers in members)
             raise OutOfMemory(
                 f"layers {parts} need {needed} bytes and {device.name} has {device.memory}: {needed - device.memory} too many. "
                 f"Lower --max-context, --max-batch or --kv-memory, use a smaller --dtype, another --split, or more devices"
             )
 
 
-# ---------------------------------------------------------------------- auto
-
-
-def _weight(device: Device, devices: Sequence[Device]) -> float:
-    """Its memory, shared among the ranges it holds; of which nobody knows, as much as the largest that is known."""
-    known = [d.memory for d in devices if d.memory is not None]
-    memory = device.memory if device.memory is not None else max(known, default=1)
-    times = 1 if device.hypothetical else sum(d.memory_pool == device.memory_pool for d in devices)
-    return max(memory, 1) / times
-
-
-def _fastest(loads: StageLoads, devices: Sequence[Device], cuts: Sequence[int]) -> Ranges:
-    """Of the ranges that fit, those with the least on a CPU beside an accelerator, and then those whose fullest device is
-    least full; among equals the earliest cuts. Where none fits, the least overfull, for the error's sake."""
+def _auto_split(loads: StageLoads, devices: Sequence[Device], cuts: Sequence[int]) -> Ranges:
+    """Of the splits that fit: the fewest bytes on a CPU beside an accelerator, then the lowest maximum utilization of a device,
+    then the earliest cuts. If none fits, the one with the lowest maximum utilization, for the error message."""
     total = len(loads.layers)
-    weights = [_weight(device, devices) for device in devices]
+    shares = [_memory_share(device, devices) for device in devices]
     mixed = len({device.kind == "cpu" for device in devices}) > 1
     for strict in (True, False):
-        best: dict[int, tuple[int, float, tuple[int, ...]]] = {0: (0, 0.0, ())}  # layers placed → slow bytes, fullest, cuts
-        for index, (device, weight) in enumerate(zip(devices, weights, strict=True)):
+        best: dict[int, tuple[int, float, tuple[int, ...]]] = {0: (0, 0.0, ())}  # layers placed → CPU bytes, utilization, cuts
+        for index, (device, share) in enumerate(zip(devices, shares, strict=True)):
             last = index == len(devices) - 1
             reached: dict[int, tuple[int, float, tuple[int, ...]]] = {}
-            for start, (slow, fullest, before) in best.items():
+            for start, (on_cpu, utilization, before) in best.items():
                 for stop in [total] if last else [cut for cut in cuts if cut > start]:
                     size = loads.of(range(start, stop))
-                    if strict and device.memory is not None and size > weight:
+                    if strict and device.memory is not None and size > share:
                         continue
-                    slower = slow + (size if strict and mixed and device.kind == "cpu" else 0)
-                    found = (slower, max(fullest, size / weight), (*before, stop))
+                    with_cpu = on_cpu + (size if strict and mixed and device.kind == "cpu" else 0)
+                    found = (with_cpu, max(utilization, size / share), (*before, stop))
                     if start < stop and (stop not in reached or found < reached[stop]):
                         reached[stop] = found
             best = reached
@@ -113,58 +277,63 @@ def _fastest(loads: StageLoads, devices: Sequence[Device], cuts: Sequence[int]) 
     return _ranges(best[total][2][:-1], total)
 
 
-# ---------------------------------------------------------------------- said by hand
+def _memory_share(device: Device, devices: Sequence[Device]) -> float:
+    """A device's memory divided by the number of its ranges; unknown memory counts as the largest known one."""
+    known = [d.memory for d in devices if d.memory is not None]
+    memory = device.memory if device.memory is not None else max(known, default=1)
+    times = 1 if device.hypothetical else sum(d.memory_pool == device.memory_pool for d in devices)
+    return max(memory, 1) / times
 
 
-def _explicit(split: str, total: int, count: int, cuts: Sequence[int]) -> tuple[int, ...]:
-    """Whole numbers are layers per device, and stand or fall; shares are rounded to where the model may be cut."""
+def _explicit_cuts(split: str, total: int, count: int, cuts: Sequence[int]) -> tuple[int, ...]:
+    """Whole numbers are layers per device and must be legal; shares are rounded to the nearest legal cuts."""
     parts = [part.strip() for part in split.split(",")]
     if len(parts) != count:
         raise BadSetting(f"--split: {len(parts)} parts for {count} devices; write one part per device, or auto")
     if all(part.isascii() and part.isdecimal() for part in parts):
-        return _counted([int(part) for part in parts], total, cuts)
+        return _cuts_of_counts([int(part) for part in parts], total, cuts)
     try:
         shares = [float(part) for part in parts]
     except ValueError:
         raise BadSetting(f"--split: {split!r} is neither auto, layers (24,8) nor shares (0.75,0.25)") from None
     if not all(0 < share <= 1 for share in shares) or not math.isclose(sum(shares), 1.0, abs_tol=0.01):
-        raise BadSetting(f"--split: shares lie between 0 and 1 and add up to 1, {split!r} does not; for layers write 24,8")
+        raise BadSetting(f"--split: shares must be between 0 and 1 and add up to 1, {split!r} does not; for layers write 24,8")
     sums = [sum(shares[: i + 1]) for i in range(count - 1)]
     return nearest_cuts([share * total for share in sums], cuts)
 
 
-def _counted(counts: list[int], total: int, cuts: Sequence[int]) -> tuple[int, ...]:
-    asked = tuple(sum(counts[: i + 1]) for i in range(len(counts) - 1))
-    legal = nearest_cuts(asked, cuts)
+def _cuts_of_counts(counts: list[int], total: int, cuts: Sequence[int]) -> tuple[int, ...]:
+    wanted = tuple(sum(counts[: i + 1]) for i in range(len(counts) - 1))
+    legal = nearest_cuts(wanted, cuts)
     if sum(counts) != total or 0 in counts:
         raise BadSetting(
             f"--split: {','.join(map(str, counts))} does not place {total} layers, at least one per device; "
-            f"the nearest that does is {_written(legal, total)}"
+            f"the nearest that does is {_as_split(legal, total)}"
         )
-    if asked != legal:
-        wrong = next(cut for cut in asked if cut not in cuts)
+    if wanted != legal:
+        wrong = next(cut for cut in wanted if cut not in cuts)
         raise BadSetting(
-            f"--split: layers behind {wrong} read keys and values of layers before it, so no cut goes there; "
-            f"the nearest legal split is {_written(legal, total)}"
+            f"--split: layers after {wrong} read keys and values of layers before it, so the model cannot be cut there; "
+            f"the nearest legal split is {_as_split(legal, total)}"
         )
-    return asked
+    return wanted
 
 
-def nearest_cuts(asked: Sequence[float], cuts: Sequence[int]) -> tuple[int, ...]:
-    """Legal cuts, one behind the other, whose distances from the asked ones add up to the least."""
+def nearest_cuts(wanted: Sequence[float], cuts: Sequence[int]) -> tuple[int, ...]:
+    """Increasing legal cuts with the smallest sum of distances from the wanted ones."""
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
-    for wish in asked:
+    for target in wanted:
         reached: dict[int, tuple[float, tuple[int, ...]]] = {}
         for last, (distance, before) in best.items():
             for cut in cuts:
-                found = (distance + abs(cut - wish), (*before, cut))
+                found = (distance + abs(cut - target), (*before, cut))
                 if cut > last and (cut not in reached or found < reached[cut]):
                     reached[cut] = found
         best = reached
     return min(best.values())[1]
 
 
-def _written(cuts: tuple[int, ...], total: int) -> str:
+def _as_split(cuts: tuple[int, ...], total: int) -> str:
     return ",".join(str(len(layers)) for layers in _ranges(cuts, total))
 
 

@@ -1,12 +1,13 @@
-"""What a row's choices amount to: kept drafts, then one new token. The same for every backend.
+"""Sampling results: the positions to sample at, the rows of integers that a device sampler returns, and a row's outcome.
 
-In: a row and the choice after its last known token and after each draft. Out: RowOutcome.
+In: SamplingPositions, then [positions, columns] integers from the device. Out: RowOutcomes: kept drafts, then one new token.
+The same for every backend.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -16,17 +17,14 @@ from onedraw.sampling.law import NO_TOKEN, log_shares
 from onedraw.sampling.verify import kept
 from onedraw.types import Choice, History, Logprobs, Row, RowOutcome, SamplingParams
 
-# -------------------- A position to choose at, and the row of integers in which a sampler on a device answers. T
-
-
 Integers = npt.NDArray[np.int64]
 
-# Columns of what comes back to the host, in front of the likeliest tokens.
-TOKEN, CHECKSUM, TOTAL, CHOSEN, TOP = range(5)
+# Columns of a device sampler's row. From TOP on: the most likely tokens, each as (bits of its deficit) << 32 | token id.
+TOKEN, CHECKSUM, TOTAL, SAMPLED, TOP = range(5)
 
 
 class SamplingPosition(NamedTuple):
-    """One position at which a token is chosen. `drafts` are the guessed tokens between history and position."""
+    """One position to sample at. `drafts`: the drafted tokens between the history and this position."""
 
     lane: int
     params: SamplingParams
@@ -39,53 +37,66 @@ class SamplingPosition(NamedTuple):
         return len(self.history) + len(self.drafts)
 
 
+@dataclass(frozen=True, slots=True)
+class CountedHistory:
+    """The tokens that a lane's count buffer contains: this request's prompt and this many known tokens. A decode step then adds
+    only the new ones."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    known: int
+
+    def is_prefix_of(self, position: SamplingPosition) -> bool:
+        """Whether the counts may be continued for this position. Known tokens never change, so their number is enough; the
+        prompts are compared last because that is the slowest check."""
+        same = self.request_id == position.request_id and self.known <= len(position.history)
+        return same and (self.prompt is position.history.prompt or self.prompt == position.history.prompt)
+
+
 def read_samples(rows: Integers, positions: Sequence[SamplingPosition]) -> list[Choice | None]:
-    """What rows say of positions, as far as there are both."""
-    asked = enumerate(zip(rows[:, TOKEN].tolist(), positions, strict=False))
-    return [None if token == NO_TOKEN else _choice(token, p.params, rows, line) for line, (token, p) in asked]
+    """The sampled token of each position; None if no token was left. Padding rows after the last position are ignored."""
+    tokens = enumerate(zip(rows[:, TOKEN].tolist(), positions, strict=False))
+    return [None if token == NO_TOKEN else _sample(token, p.params, rows, index) for index, (token, p) in tokens]
 
 
-def _choice(token: int, params: SamplingParams, rows: Integers, line: int) -> Choice:
+def _sample(token: int, params: SamplingParams, rows: Integers, index: int) -> Choice:
     if params.logprobs is None and not params.checksums:
         return Choice(token)
-    logprobs = None if params.logprobs is None else read_logprobs(rows[line], params.logprobs)
-    return Choice(token, logprobs, int(rows[line, CHECKSUM]) if params.checksums else None)
+    logprobs = None if params.logprobs is None else read_logprobs(rows[index], params.logprobs)
+    return Choice(token, logprobs, int(rows[index, CHECKSUM]) if params.checksums else None)
 
 
 def read_logprobs(row: Integers, top: int) -> Logprobs:
-    bits = np.concatenate([row[CHOSEN : CHOSEN + 1], row[TOP : TOP + top] >> 32]).astype(np.int32)
+    bits = np.concatenate([row[SAMPLED : SAMPLED + 1], row[TOP : TOP + top] >> 32]).astype(np.int32)
     deficit = bits.view(np.float32)
     values = log_shares(deficit, int(row[TOTAL])).tolist()
     ids = (row[TOP : TOP + top] & 0xFFFFFFFF).tolist()
-    kept = zip(ids, values[1:], np.isfinite(deficit[1:]).tolist(), strict=True)
-    return Logprobs(values[0], tuple((token, value) for token, value, finite in kept if finite))
+    ranked = zip(ids, values[1:], np.isfinite(deficit[1:]).tolist(), strict=True)
+    return Logprobs(values[0], tuple((token, value) for token, value, finite in ranked if finite))
 
 
-# -------------------- What a row's choices amount to: kept drafts, then one new token. The same for every backen
+def row_outcome(row: Row, samples: Sequence[Choice | None], scored: tuple[Logprobs, ...] = ()) -> RowOutcome:
+    """samples[0] follows the last known token, samples[1 + i] follows draft i; None: no token was left at that position.
 
-
-def row_outcome(row: Row, choices: Sequence[Choice | None], scored: tuple[Logprobs, ...] = ()) -> RowOutcome:
-    """choices[0] stands after the last known token, choices[1 + i] after draft i; None: the law left no token there.
-
-    Choices a mismatch makes unreachable may be missing at the end. No choices at all: a middle chunk.
+    Samples after the first rejected draft may be missing. No samples at all: a middle chunk of a prompt.
     """
-    if not choices:
+    if not samples:
         return RowOutcome(scored=scored)
     if not row.drafts:
-        first = choices[0]
+        first = samples[0]
         return RowOutcome(scored=scored, barren=True) if first is None else RowOutcome((first,), scored)
-    tokens = [NO_TOKEN if choice is None else choice.token for choice in choices]
+    tokens = [NO_TOKEN if sample is None else sample.token for sample in samples]
     path = kept(row.drafts, tokens)
-    reached = [choices[0], *(choices[1 + index] for index in path)]
-    chosen = tuple(choice for choice in reached if choice is not None)
-    barren = len(chosen) < len(reached)
-    return RowOutcome(_told(row, chosen, kept=len(path)), scored, kept=path, barren=barren)
+    reached = [samples[0], *(samples[1 + index] for index in path)]
+    sampled = tuple(sample for sample in reached if sample is not None)
+    barren = len(sampled) < len(reached)
+    return RowOutcome(_with_draft_counts(row, sampled, kept=len(path)), scored, kept=path, barren=barren)
 
 
-def _told(row: Row, chosen: tuple[Choice, ...], *, kept: int) -> tuple[Choice, ...]:
-    """The choices, saying how they came: the first are kept drafts, the last stands where the other drafts went."""
-    if not row.drafts or not chosen:
-        return chosen
-    told = [Choice(c.token, c.logprobs, c.checksum, kept=index < kept) for index, c in enumerate(chosen)]
-    told[-1] = replace(told[-1], rejected=len(row.drafts) - kept)
-    return tuple(told)
+def _with_draft_counts(row: Row, sampled: tuple[Choice, ...], *, kept: int) -> tuple[Choice, ...]:
+    """Mark the first tokens as kept drafts, and the last one with the number of rejected drafts."""
+    if not sampled:
+        return sampled
+    marked = [Choice(s.token, s.logprobs, s.checksum, kept=index < kept) for index, s in enumerate(sampled)]
+    marked[-1] = replace(marked[-1], rejected=len(row.drafts) - kept)
+    return tuple(marked)

@@ -16,7 +16,7 @@ from onedraw.backends.memory_plan import MemoryPlan
 from onedraw.backends.packing import gpu_packed_savings, is_gpu_packed
 from onedraw.backends.precision import float_dtype
 from onedraw.build.checkpoint import open_drafter, read_text
-from onedraw.build.sizing import DrafterBytes
+from onedraw.build.fit_devices import DrafterBytes
 from onedraw.checkpoints.base import Checkpoint
 from onedraw.checkpoints.drafters import built_in
 from onedraw.checkpoints.random_shapes import DRAFTER_SHAPES

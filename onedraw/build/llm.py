@@ -18,11 +18,11 @@ from onedraw.backends.base import Backend, Capacity, SelfCheck, SupportsSnapshot
 from onedraw.backends.devices import can_overlap
 from onedraw.backends.fake import FakeBackend
 from onedraw.backends.packing import SPAN_BYTES, matrix_kinds, supports_gpu_packed
+from onedraw.backends.placement import SplitPlan
 from onedraw.backends.precision import float_dtype
-from onedraw.backends.stage_memory import SplitPlan
 from onedraw.build.checkpoint import Progress, find_checkpoint, read_text
 from onedraw.build.drafters import DrafterBuilder, drafter_bytes, drafter_paths, make_speculator, select_drafter
-from onedraw.build.sizing import longest_draft, plan_devices
+from onedraw.build.fit_devices import longest_draft, plan_devices
 from onedraw.build.xla import require_jax, xla_backend
 from onedraw.engine.checkpoint_offload import Shelf
 from onedraw.engine.engine import Engine, Observer

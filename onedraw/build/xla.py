@@ -20,7 +20,7 @@ from onedraw.backends.devices import Device
 from onedraw.backends.memory_plan import MemoryPlan
 from onedraw.backends.precision import activation_precision, product_precision
 from onedraw.build.checkpoint import Progress, find_checkpoint
-from onedraw.build.sizing import plan_devices, plan_memory
+from onedraw.build.fit_devices import plan_devices, plan_memory
 from onedraw.errors import BadSetting
 from onedraw.models.model_info import ModelInfo, read_model_info
 from onedraw.settings import Settings, default_cache_dir

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, assert_never
 from onedraw.backends.devices import Device, parse_device
 from onedraw.backends.memory_plan import MemoryPlan, human_bytes
 from onedraw.backends.packing import PACKED_DTYPES, SPAN_BYTES, matrix_kinds, plan_weight_storage
+from onedraw.backends.placement import SplitPlan
 from onedraw.backends.precision import KV_QUANT_DTYPES, float_dtype
-from onedraw.backends.stage_memory import SplitPlan
 from onedraw.cli import terminal as screen
 from onedraw.cli.flags import add_settings, read_settings
 from onedraw.errors import OutOfMemory
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     from onedraw.backends.base import require_state_dtype
     from onedraw.build.checkpoint import find_checkpoint
     from onedraw.build.drafters import drafter_bytes, proposer_names, select_drafter
-    from onedraw.build.sizing import plan_devices, step_memory
+    from onedraw.build.fit_devices import plan_devices, step_memory
     from onedraw.build.xla import compiled_steps, xla_settings
 
     settings = read_settings(arguments)
@@ -99,7 +99,7 @@ def reach_rows(
 ) -> list[dict[str, Any]]:
     """How long a context fits, where memory is known: with the drafter that was chosen, or with one of a known shape."""
     from onedraw.build.drafters import drafter_bytes, known_drafter
-    from onedraw.build.sizing import longest_contexts
+    from onedraw.build.fit_devices import longest_contexts
 
     if all(device.kind == "cpu" or device.memory is None for device in devices):
         return []

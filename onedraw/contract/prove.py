@@ -239,7 +239,7 @@ def _default_opener(settings: Settings) -> LLM:
 def bytes_per_page(settings: Settings, *, dtype: str) -> int:
     """What one page takes of --kv-memory."""
     from onedraw.build.checkpoint import find_checkpoint
-    from onedraw.build.sizing import plan_memory
+    from onedraw.build.fit_devices import plan_memory
 
     if settings.backend == "fake":
         return 1

@@ -160,7 +160,7 @@ def test_gemma_is_never_cut_between_a_layer_and_its_keys() -> None:
     assert legal_cuts(spec("gemma4_e4b").layers) == (1, 2)
     assert legal_cuts(spec("gemma4_e2b").layers) == (1,)
     assert legal_cuts(spec("gemma4_31b").layers) == (1, 2, 3, 4, 5)
-    with pytest.raises(BadSetting, match=r"layers behind 3 read keys .* nearest legal split is 1,5"):
+    with pytest.raises(BadSetting, match=r"layers after 3 read keys .* nearest legal split is 1,5"):
         place_layers(StageLoads((1,) * 6), machine(None, None), cuts=(1,), split="3,3")
 
 
@@ -181,7 +181,7 @@ def test_a_split_that_makes_no_sense_is_refused(split: str, said: str) -> None:
 
 
 def test_more_devices_than_parts_are_refused() -> None:
-    with pytest.raises(BadSetting, match="can be cut into at most 2; name fewer"):
+    with pytest.raises(BadSetting, match="can be cut into at most 2 parts; name fewer"):
         place_layers(StageLoads((1,) * 6), machine(None, None, None), cuts=(1,))
 
 

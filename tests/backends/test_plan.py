@@ -122,11 +122,11 @@ def test_bytes_are_said_in_units_of_1024(count: int, said: str) -> None:
 def test_pages_get_what_weights_states_recorded_turns_and_scratch_leave() -> None:
     spec, memory = a_spec(), 8 * 2**30
     plan = a_plan(spec)
-    room = page_budget(plan, spec, memory=memory, turn_tokens=512)
+    room = page_budget(plan, spec, memory=memory, step_tokens=512)
     taken = plan.weight_bytes + plan.checkpoints * plan.checkpoint_bytes + activation_bytes(spec, "f32", 512) + GRAPH_BYTES
     taken += sum(group.page_bytes for group in plan.groups)  # padding has a page of its own
     assert room == int(memory * (1 - RUNTIME_RESERVE)) - taken
-    assert room - page_budget(plan, spec, memory=memory, turn_tokens=512, beside=1000) == 1000
+    assert room - page_budget(plan, spec, memory=memory, step_tokens=512, beside=1000) == 1000
 
 
 def test_a_turn_needs_room_for_every_expert_of_every_token() -> None:
@@ -139,11 +139,11 @@ def test_a_turn_needs_room_for_every_expert_of_every_token() -> None:
 
 
 def test_packed_weights_leave_room_to_be_written_out_and_for_the_sums_of_their_products() -> None:
-    spec, given = a_spec(), {"memory": 8 * 2**30, "turn_tokens": 512}
+    spec, given = a_spec(), {"memory": 8 * 2**30, "step_tokens": 512}
     plain = a_plan(spec)
     packed = a_plan(spec, weights=PackedWeightBytes(0, (plain.weight_bytes,), 0, parts=3 << 20))
     assert page_budget(plain, spec, **given) - page_budget(packed, spec, **given) == DEQUANT_BYTES + (3 << 20)
 
 
 def test_a_device_that_the_weights_fill_has_no_room_for_pages() -> None:
-    assert page_budget(a_plan(a_spec()), a_spec(), memory=2**20, turn_tokens=512) == 0
+    assert page_budget(a_plan(a_spec()), a_spec(), memory=2**20, step_tokens=512) == 0

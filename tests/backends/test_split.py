@@ -6,7 +6,7 @@ import pytest
 
 from onedraw.backends.devices import parse_device
 from onedraw.backends.memory_plan import MemoryPlan, memory_plan
-from onedraw.backends.stage_memory import SplitPlan, plan_or_advise, plan_split
+from onedraw.backends.placement import SplitPlan, plan_or_advise, plan_split
 from onedraw.errors import OutOfMemory
 from onedraw.models.spec import ModelSpec
 from tests.tiny_modern import NAMES, spec
@@ -18,7 +18,7 @@ def planned(model: ModelSpec, context: int = 512) -> MemoryPlan:
 
 def split_of(model: ModelSpec, *devices: str, split: str = "auto", context: int = 512) -> SplitPlan:
     given = [parse_device(device) for device in devices]
-    return plan_split(model, planned(model, context), given, split=split, activation="f32", turn_tokens=512)
+    return plan_split(model, planned(model, context), given, split=split, activation="f32", step_tokens=512)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -50,7 +50,7 @@ def test_what_does_not_fit_names_the_longest_context_that_does() -> None:
     def make(context: int) -> SplitPlan:
         return split_of(model, "cuda/3MiB", "cuda/3MiB", context=context)
 
-    with pytest.raises(OutOfMemory, match=r"too many.*--max-context (\d+) has room") as refused:
+    with pytest.raises(OutOfMemory, match=r"too many.*--max-context (\d+) fits here") as refused:
         plan_or_advise(make, 1024)
     longest = int(str(refused.value).split("--max-context ")[-1].split()[0])
     assert plan_or_advise(make, longest).stages[0].stop < len(model.layers)
@@ -59,5 +59,5 @@ def test_what_does_not_fit_names_the_longest_context_that_does() -> None:
 
 
 def test_no_context_at_all_is_said() -> None:
-    with pytest.raises(OutOfMemory, match="no context has room"):
+    with pytest.raises(OutOfMemory, match="no context fits"):
         plan_or_advise(lambda context: split_of(spec("qwen3_5"), "cuda/1MiB", "cpu", split="3,1", context=context), 256)

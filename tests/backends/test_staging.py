@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onedraw.backends.memory_plan import MAX_BOUNDARY_BYTES, MIN_STAGING_ROWS, context_bytes, row_bytes, staging_plan
+from onedraw.backends.placement import MAX_BOUNDARY_BYTES, MIN_STAGING_ROWS, row_bytes, staging_plan
 from onedraw.errors import OutOfMemory
-from onedraw.models.spec import ModelSpec
+from onedraw.models.spec import DTYPE_BYTES, ModelSpec
 from tests.tiny_modern import spec
 
 MIB = 2**20
@@ -26,7 +26,7 @@ def shaped(hidden: int, *, inputs: int = 0) -> ModelSpec:
     ("hidden", "buffers", "wide", "narrow"), [(5120, 2, 10240, 5120), (2048, 2, 4096, 2048), (5376, 3, 16128, 8064)]
 )
 def test_what_buffers_of_a_context_take_beside_ours(hidden: int, buffers: int, wide: int, narrow: int) -> None:
-    known = [context_bytes(hidden, buffers=buffers, context=CONTEXT, dtype=dtype) for dtype in ("f32", "bf16")]
+    known = [buffers * hidden * CONTEXT * DTYPE_BYTES[dtype] for dtype in ("f32", "bf16")]
     assert known == [wide * MIB, narrow * MIB]
     ours = [staging_plan(shaped(hidden), (2,), tokens=CONTEXT, dtype=dtype).total_bytes for dtype in ("f32", "bf16")]
     assert max(ours) <= 64 * MIB

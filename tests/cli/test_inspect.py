@@ -224,11 +224,11 @@ def test_a_27b_model_in_four_bits_fits_a_card_of_24_gib(terminal: Terminal) -> N
 def test_what_would_fit_is_said_where_something_does_not(terminal: Terminal) -> None:
     model = ("inspect", "random:qwen3.6-27b-q4_k_m", "--devices", "cuda/sm86/24GiB", "--max-context", "131072")
     assert terminal.run(*model) != 0
-    found = re.search(r"--max-context (\d+) has room here, (\d+) with --kv-dtype int8", terminal.err)
+    found = re.search(r"--max-context (\d+) fits here, (\d+) with --kv-dtype int8", terminal.err)
     assert found is not None
     assert 40_000 < int(found[1]) < int(found[2]) < 131_072
     assert terminal.run(*model, "--dtype", "bf16") != 0
-    assert "no context has room here" in terminal.err
+    assert "no context fits here" in terminal.err
     assert " 0 with" not in terminal.err
     assert "sequence of 0 tokens" not in terminal.err
 
@@ -290,10 +290,10 @@ def test_what_does_not_fit_says_what_would(terminal: Terminal, tmp_path: Path) -
     folder = str(write_hollow("Qwen3.6-27B", tmp_path / "hf"))
     assert terminal.run("inspect", folder, *CARDS) != 0
     assert "too many. Lower --max-context, --max-batch or --kv-memory" in terminal.err
-    assert "no context has room here" in terminal.err  # 54 GB of weights on 48
+    assert "no context fits here" in terminal.err  # 54 GB of weights on 48
     larger = ("--devices", "cuda/sm86/32GiB,cuda/sm86/32GiB", "--max-batch", "2")
     assert terminal.run("inspect", folder, *larger, "--max-context", "262144") != 0
-    (context,) = re.findall(r"--max-context (\d+) has room here", terminal.err)
+    (context,) = re.findall(r"--max-context (\d+) fits here", terminal.err)
     report = terminal.json("inspect", folder, *larger, "--max-context", context)
     assert report["memory"]["max_context"] == int(context)
     assert terminal.run("inspect", folder, *larger, "--max-context", str(int(context) + 64)) != 0

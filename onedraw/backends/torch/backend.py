@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.base import Capacity, PageGroup, Ticket
-from onedraw.backends.memory_plan import MIN_STAGING_ROWS, max_step_tokens
+from onedraw.backends.placement import MIN_STAGING_ROWS, max_step_tokens
 from onedraw.backends.precision import kv_precision
 from onedraw.backends.sampled_rows import read_samples, row_outcome
 from onedraw.backends.torch.device import DTYPES, hardware_name

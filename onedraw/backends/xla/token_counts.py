@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from onedraw.backends.sampled_rows import SamplingPosition
-from onedraw.backends.token_counts import CountedHistory
+from onedraw.backends.sampled_rows import CountedHistory, SamplingPosition
 from onedraw.backends.xla.platform import Array
 
 GROWTH = 512  # tokens that one program adds

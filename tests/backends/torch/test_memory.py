@@ -22,7 +22,7 @@ GIB = 2**30
 )
 def test_the_plan_is_what_is_allocated(name: str, kv: str) -> None:
     spec = tiny_modern.spec(name)
-    plan = memory_plan(spec, dtype="f32", kv_dtype=kv, max_context=1000, max_batch=3, page_size=8, turn_tokens=64, drafts=16)
+    plan = memory_plan(spec, dtype="f32", kv_dtype=kv, max_context=1000, max_batch=3, page_size=8, step_tokens=64, drafts=16)
     backend = TorchBackend(
         spec,
         random_weights(spec),
@@ -70,7 +70,7 @@ def test_layers_that_only_attend_need_no_rollback_buffer() -> None:
 
 def test_a_sliding_group_is_as_large_as_its_window_and_a_turn() -> None:
     spec = spec_of(CONFIGS["Gemma 4 31B"])
-    plan = memory_plan(spec, dtype="bf16", max_context=131072, max_batch=1, page_size=16, turn_tokens=512)
+    plan = memory_plan(spec, dtype="bf16", max_context=131072, max_batch=1, page_size=16, step_tokens=512)
     full, sliding = plan.groups
     assert (full.window, sliding.window) == (None, 1024)
     assert full.pages == 131072 // 16

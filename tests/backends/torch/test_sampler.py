@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from onedraw.backends.sampled_rows import SamplingPosition
 from onedraw.backends.torch.sampling import sampler as noise
 from onedraw.backends.torch.sampling.sampler import Sampler
-from onedraw.backends.torch.sampling.token_counts import CountedHistory, HasHistory, LaneCounts
+from onedraw.backends.torch.sampling.token_counts import CountedHistory, LaneCounts
 from onedraw.sampling.law import logprobs
 from onedraw.sampling.noise import key
 from onedraw.types import Choice, History, SamplingParams
@@ -164,7 +164,7 @@ def test_penalties_leaking_to_a_neighbour_are_caught(monkeypatch: pytest.MonkeyP
     case = random_case(13, rows=40, vocab=100, tokens=6)
     honest = LaneCounts.read
 
-    def leaking(self: LaneCounts, places: Sequence[HasHistory]) -> tuple[torch.Tensor, torch.Tensor]:
+    def leaking(self: LaneCounts, places: Sequence[SamplingPosition]) -> tuple[torch.Tensor, torch.Tensor]:
         output, seen = honest(self, places)
         return output.roll(1, 0), seen.roll(1, 0)
 
@@ -180,7 +180,7 @@ def test_counts_of_a_lanes_former_request_are_caught(monkeypatch: pytest.MonkeyP
 def test_drafts_left_in_the_counts_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = LaneCounts.read
 
-    def keeping(self: LaneCounts, places: Sequence[HasHistory]) -> tuple[torch.Tensor, torch.Tensor]:
+    def keeping(self: LaneCounts, places: Sequence[SamplingPosition]) -> tuple[torch.Tensor, torch.Tensor]:
         output, seen = honest(self, places)
         self.output[[place.lane for place in places]] = output
         return output, seen

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from onedraw.backends.memory_plan import MIN_STAGING_ROWS
+from onedraw.backends.placement import MIN_STAGING_ROWS
 from onedraw.backends.torch.model.embed_and_head import load_embed_and_head
 from onedraw.backends.torch.model.fused_layers import run_fused
 from onedraw.backends.torch.model.layer import Layer, run_layer

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onedraw.backends.memory_plan import layer_inputs_after
+from onedraw.backends.placement import layer_inputs_after
 from onedraw.backends.torch.model.fused_layers import LayerRun, runs_of_layers
 from onedraw.backends.torch.model.layer import Layer, load_layer, rope_tables
 from onedraw.backends.torch.model.weight_loader import LANE, WeightLoader

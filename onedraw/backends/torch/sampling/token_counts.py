@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from onedraw.backends.token_counts import CountedHistory, HasHistory
+from onedraw.backends.sampled_rows import CountedHistory, SamplingPosition
 
 
 class LaneCounts:
@@ -24,7 +24,7 @@ class LaneCounts:
         self._marks: list[CountedHistory | None] = [None] * lanes
         self._device = device
 
-    def read(self, places: Sequence[HasHistory]) -> tuple[Tensor, Tensor]:
+    def read(self, places: Sequence[SamplingPosition]) -> tuple[Tensor, Tensor]:
         """Counts in the output, and whether a token stands in prompt or output, drafts included.   [C, V] each"""
         _add(self.output, self.grown(places))
         lanes = torch.tensor([place.lane for place in places], device=self._device)
@@ -32,11 +32,11 @@ class LaneCounts:
         _add(counts, [(row, token) for row, place in enumerate(places) for token in place.drafts])
         return counts, (counts > 0).logical_or_(self.prompt[lanes])
 
-    def grown(self, places: Sequence[HasHistory]) -> list[tuple[int, int]]:
+    def grown(self, places: Sequence[SamplingPosition]) -> list[tuple[int, int]]:
         """What became known since these lanes were last read, as (lane, token): the caller adds it to `output`, and the
         lanes are then as far as their histories. Lanes of other requests begin anew."""
         grown: list[tuple[int, int]] = []
-        before: HasHistory | None = None
+        before: SamplingPosition | None = None
         for place in places:
             if before is not None and place.history is before.history and place.lane == before.lane:
                 continue  # another position of the same row
@@ -52,7 +52,7 @@ class LaneCounts:
             self._marks[place.lane] = CountedHistory(place.request_id, history.prompt, known)
         return grown
 
-    def forget(self, places: Sequence[HasHistory]) -> None:
+    def forget(self, places: Sequence[SamplingPosition]) -> None:
         """These lanes begin anew: what `grown` gave for them was not added."""
         for place in places:
             self._marks[place.lane] = None
