@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from onedraw.build.drafters import drafter_paths, make_speculator, proposer_names
-from onedraw.build.llm import build_llm
 from onedraw.build.fit_devices import longest_draft
+from onedraw.build.llm import build_llm
 from onedraw.errors import BadSetting, UnsupportedModel
 from onedraw.llm.options import RequestOptions, make_generation
 from onedraw.settings import Settings

@@ -11,8 +11,8 @@ import pytest
 from onedraw.backends.devices import parse_device
 from onedraw.backends.packing import gpu_packed_savings
 from onedraw.build.drafters import drafter_bytes
-from onedraw.build.llm import build_llm
 from onedraw.build.fit_devices import plan_devices
+from onedraw.build.llm import build_llm
 from onedraw.checkpoints.random_shapes import DRAFTER_SHAPES, SHAPES, open_random, open_random_drafter
 from onedraw.errors import ModelNotFound, OutOfMemory
 from onedraw.llm.llm import settled_stats
