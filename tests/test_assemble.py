@@ -18,7 +18,7 @@ from onedraw.errors import BadSetting, OutOfMemory, UnsupportedModel
 from onedraw.llm.options import RequestOptions, make_generation
 from onedraw.models.model_info import read_model_info
 from onedraw.settings import Settings
-from tests import tiny
+from tests.support import tiny
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "Qwen/Qwen2.5-0.5B-Instruct", "smollm2"])

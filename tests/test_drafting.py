@@ -15,7 +15,7 @@ from onedraw.errors import BadSetting, UnsupportedModel
 from onedraw.llm.options import RequestOptions, make_generation
 from onedraw.settings import Settings
 from onedraw.types import History, Request, SamplingParams
-from tests import tiny
+from tests.support import tiny
 
 
 @pytest.mark.parametrize(

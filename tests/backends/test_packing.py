@@ -26,14 +26,14 @@ from onedraw.checkpoints.random_weights import RandomQuantTensor
 from onedraw.errors import BadSetting
 from onedraw.models.tensor_views import ADD_ONE, ColumnSelection, ElementwiseTensor, RowSelection
 from onedraw.models.weight_names import weight_shapes
-from tests.packed import PACKED, PLAIN_KINDS, packed_weights, stored, tiny_spec
+from tests.support.quantized_weights import FLOAT_KINDS, QUANTIZED_KINDS, quantized_weights, random_tensor, tiny_spec
 
 CPU, GPU = Device("cpu", "cpu"), Device("cuda:0", "cuda", "sm90")
 ASKED = {"asked": "auto", "activations": "int8", "stream": "auto", "kinds": {"Q4_1"}, "no_kernels": ""}
 
 
 def test_a_panel_takes_what_the_file_takes_but_for_six_bit_scales() -> None:
-    for kind in (*PACKED, *PLAIN_KINDS):
+    for kind in (*QUANTIZED_KINDS, *FLOAT_KINDS):
         size = cpu_packed_bytes((64, 512), kind)
         on_disk = 64 * 512 // QUANT_TYPES[kind].block_values * QUANT_TYPES[kind].block_bytes
         assert on_disk <= size <= on_disk * (1.03 if kind in ("Q4_K", "Q5_K") else 1)
@@ -46,7 +46,7 @@ def test_rows_are_padded_to_whole_panels_also_in_a_stack_of_experts() -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_plan_counts_what_is_kept(tied: bool) -> None:
     spec = tiny_spec(tied=tied)
-    weights = packed_weights(spec, ("Q4_1",))
+    weights = quantized_weights(spec, ("Q4_1",))
     holding = plan_weight_storage(weights, "packed")
     matrices = sum(weights.tensor(i, name).data.nbytes for i in range(2) for name in ("q", "k", "v", "o", "gate", "up", "down"))
     norms = 5 * 256 * 4
@@ -61,17 +61,17 @@ def test_the_plan_counts_what_is_kept(tied: bool) -> None:
 
 def test_what_is_converted_says_why() -> None:
     spec = tiny_spec(tied=True)
-    weights = packed_weights(spec, ("Q4_1", "Q3_K"))
+    weights = quantized_weights(spec, ("Q4_1", "Q3_K"))
     converted = plan_weight_storage(weights, "packed").converted
     assert {(kind, why) for kind, why, _ in converted} == {("Q3_K", "no kernel reads this kind")}
     assert saves_memory(matrix_kinds(weights))
-    plain = packed_weights(spec, ("F32",))
+    plain = quantized_weights(spec, ("F32",))
     assert not saves_memory(matrix_kinds(plain))
     assert not plan_weight_storage(plain, "packed").converted
 
 
 def test_rows_in_another_order_stay_packed_and_columns_do_not() -> None:
-    tensor: StoredTensor = stored("w", (4, 64), "Q8_0", np.random.default_rng(0))
+    tensor: StoredTensor = random_tensor("w", (4, 64), "Q8_0", np.random.default_rng(0))
     taken = RowSelection(tensor, np.array([3, 1]))
     assert taken.stays_packed
     raw = taken.packed()
@@ -124,7 +124,7 @@ def test_auto_is_packed_on_gpus_that_have_kernels_where_the_file_has_blocks() ->
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_gpu_keeps_blocks_and_the_embedding_with_them(tied: bool) -> None:
     spec = tiny_spec(tied=tied)
-    weights = packed_weights(spec, ("Q4_K", "Q6_K"))
+    weights = quantized_weights(spec, ("Q4_K", "Q6_K"))
     holding = plan_weight_storage(weights, "packed-bf16")
     tensors = {where: weights.tensor(*where) for where in weight_shapes(spec)}
     matrices = [tensor for tensor in tensors.values() if len(tensor.shape) > 1]
@@ -141,11 +141,11 @@ def test_a_gpu_keeps_blocks_and_the_embedding_with_them(tied: bool) -> None:
 
 
 def test_a_gpu_keeps_columns_in_their_stored_order_and_converts_what_it_cannot_read() -> None:
-    tensor: StoredTensor = stored("w", (4, 256), "Q4_K", np.random.default_rng(0))
+    tensor: StoredTensor = random_tensor("w", (4, 256), "Q4_K", np.random.default_rng(0))
     assert why_not_gpu_packed(ColumnSelection(tensor, np.arange(256)[::-1].copy())) == ""
     assert why_not_gpu_packed(ElementwiseTensor(tensor, ADD_ONE)) == "its values change on the way"
     assert why_not_gpu_packed(RandomQuantTensor("w", (2**22, 4096), "Q8_0", 0, 1.0)) == ""  # of any size: counted, not made
-    weights = packed_weights(tiny_spec(tied=True), ("Q4_1", "Q3_K", "F16"))
+    weights = quantized_weights(tiny_spec(tied=True), ("Q4_1", "Q3_K", "F16"))
     assert {(kind, why) for kind, why, _ in plan_weight_storage(weights, "packed-bf16").converted} == {
         ("Q3_K", "no kernel reads this kind")
     }
@@ -153,6 +153,10 @@ def test_a_gpu_keeps_columns_in_their_stored_order_and_converts_what_it_cannot_r
 
 def test_what_blocks_save_is_counted_against_two_bytes_a_number() -> None:
     rng = np.random.default_rng(0)
-    tensors = [stored("w", (16, 256), "Q4_K", rng), stored("w", (16, 256), "F16", rng), stored("n", (256,), "F32", rng)]
+    tensors = [
+        random_tensor("w", (16, 256), "Q4_K", rng),
+        random_tensor("w", (16, 256), "F16", rng),
+        random_tensor("n", (256,), "F32", rng),
+    ]
     assert gpu_packed_savings(tensors) == 2 * 16 * 256 - 16 * 144
     assert gpu_packed_savings(tensors[1:]) == 0

@@ -12,7 +12,7 @@ from onedraw.backends.devices import Device
 from onedraw.backends.placement import StageLoads, legal_cuts, nearest_cuts, place_layers
 from onedraw.errors import BadSetting, OutOfMemory
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, RopeSpec
-from tests.tiny_modern import spec
+from tests.support.tiny_modern import spec
 
 
 def layers_that_reuse(sources: list[int | None]) -> list[LayerSpec]:

@@ -9,7 +9,7 @@ from onedraw.backends.memory_plan import MemoryPlan, memory_plan
 from onedraw.backends.placement import SplitPlan, plan_or_advise, plan_split
 from onedraw.errors import OutOfMemory
 from onedraw.models.spec import ModelSpec
-from tests.tiny_modern import NAMES, spec
+from tests.support.tiny_modern import NAMES, spec
 
 
 def planned(model: ModelSpec, context: int = 512) -> MemoryPlan:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from onedraw.backends.placement import MAX_BOUNDARY_BYTES, MIN_STAGING_ROWS, row_bytes, staging_plan
 from onedraw.errors import OutOfMemory
 from onedraw.models.spec import DTYPE_BYTES, ModelSpec
-from tests.tiny_modern import spec
+from tests.support.tiny_modern import spec
 
 MIB = 2**20
 CONTEXT = 262144

@@ -16,7 +16,7 @@ from onedraw.checkpoints.gguf import read_file
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.checkpoints.random_shapes import SHAPES
 from onedraw.models.model_info import read_model_info
-from tests import tiny
+from tests.support import tiny
 
 SMALL: dict[str, dict[str, Any]] = {
     "llama3-8b": {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2},

@@ -9,7 +9,7 @@ from onedraw.checkpoints.gguf import GgufCheckpoint
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.checkpoints.safetensors import SafetensorsCheckpoint
 from onedraw.errors import CorruptFile, ModelNotFound
-from tests import tiny
+from tests.support import tiny
 
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "gguf" / "llama.gguf"
 

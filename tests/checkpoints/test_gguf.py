@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from onedraw.checkpoints.gguf import GgufCheckpoint
 from onedraw.errors import CorruptFile, ModelError, UnsupportedModel
-from tests.work import counted
+from tests.support.count_calls import count_calls
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "gguf"
 CONVERTED = [path for path in sorted(FIXTURES.glob("*.gguf")) if not path.stem.startswith("dflash")]
@@ -193,7 +193,7 @@ def test_a_vocabulary_of_a_quarter_million_parses_with_three_calls_a_word(tmp_pa
     header = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", len(key)) + key
     path = tmp_path / "vocabulary.gguf"
     path.write_bytes(header + struct.pack("<IIQ", 9, 8, len(words)) + blob + bytes(64))
-    checkpoint, calls = counted(lambda: GgufCheckpoint(path))
+    checkpoint, calls = count_calls(lambda: GgufCheckpoint(path))
     assert calls < 3 * len(words) + 10_000
     assert checkpoint.metadata["tokenizer.ggml.tokens"][-1] == "word262143"
 

@@ -7,8 +7,8 @@ from onedraw.checkpoints import random_weights as random
 from onedraw.checkpoints.random_weights import POOL, RandomCheckpoint, RandomTensor, random_weights
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from onedraw.models.weight_names import weight_shapes
-from tests import tiny_modern
-from tests.models.forward import logits
+from tests.reference.forward import logits
+from tests.support import tiny_modern
 
 MIXER = AttentionSpec(heads=4, kv_heads=2, head_dim=16, rope=RopeSpec(1e4, 16), scale=0.25, qkv_bias=True, qk_norm=True)
 SPEC = ModelSpec(

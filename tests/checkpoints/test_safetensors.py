@@ -14,7 +14,7 @@ import torch
 
 from onedraw.checkpoints.safetensors import SafetensorsCheckpoint
 from onedraw.errors import CorruptFile, ModelNotFound
-from tests import tiny
+from tests.support import tiny
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

@@ -14,9 +14,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from onedraw.cli.inspect import in_words
-from tests import tiny, tiny_modern
 from tests.cli.running import Terminal
-from tests.hollow import write_hollow
+from tests.support import tiny, tiny_modern
+from tests.support.empty_checkpoint import write_empty_checkpoint
 
 HIDDEN, WIDTH, HEADS, KV_HEADS, VOCAB, LAYERS = 32, 64, 4, 2, 96, 3
 
@@ -274,7 +274,7 @@ CARDS = ("--devices", "cuda/sm86/24GiB,cuda/sm86/24GiB", "--max-context", "26214
 
 
 def test_a_long_context_over_two_described_cards_is_planned(terminal: Terminal, tmp_path: Path) -> None:
-    report = terminal.json("inspect", str(write_hollow("Qwen3.5-0.8B", tmp_path / "hf")), *CARDS)
+    report = terminal.json("inspect", str(write_empty_checkpoint("Qwen3.5-0.8B", tmp_path / "hf")), *CARDS)
     first, second = report["stages"]
     assert (first["start"], first["stop"], second["stop"]) == (0, second["start"], 24)
     assert all(2 * 2**30 < stage["total_bytes"] <= 0.95 * 24 * 2**30 for stage in (first, second))
@@ -287,7 +287,7 @@ def test_a_long_context_over_two_described_cards_is_planned(terminal: Terminal, 
 
 
 def test_what_does_not_fit_says_what_would(terminal: Terminal, tmp_path: Path) -> None:
-    folder = str(write_hollow("Qwen3.6-27B", tmp_path / "hf"))
+    folder = str(write_empty_checkpoint("Qwen3.6-27B", tmp_path / "hf"))
     assert terminal.run("inspect", folder, *CARDS) != 0
     assert "too many. Lower --max-context, --max-batch or --kv-memory" in terminal.err
     assert "no context fits here" in terminal.err  # 54 GB of weights on 48

@@ -22,7 +22,7 @@ from onedraw.sampling.law import choice
 from onedraw.settings import Settings
 from onedraw.speculation.proposer import chain
 from onedraw.types import Choice, Draft, Row, RowOutcome, Save
-from tests import tiny
+from tests.support import tiny
 
 FAKE = Settings(model="fake", backend="fake", threads=1)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests import tiny
 from tests.device.test_families import NAMES
+from tests.support import tiny
 
 if __name__ == "__main__":
     for name in NAMES:

@@ -21,7 +21,7 @@ from onedraw.checkpoints.dequantize import QUANT_TYPES
 from onedraw.models.spec import MoeSpec
 from onedraw.models.tensor_views import ColumnSelection
 from onedraw.types import History, Plan, Row, SamplingParams
-from tests.packed import packed_weights, stored, tiny_spec
+from tests.support.quantized_weights import quantized_weights, random_tensor, tiny_spec
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [
@@ -76,14 +76,14 @@ def nothing(rows: int, columns: int) -> Tensor:
 
 def slow(kind: str, rows: int, width: int) -> tuple[Opened, Tensor]:
     """As the rule has it, found slowly; as the file's numbers in float32."""
-    tensor = stored("w", (rows, width), kind, RNG, width**-0.5)
+    tensor = random_tensor("w", (rows, width), kind, RNG, width**-0.5)
     found = opened_slowly(torch.from_numpy(tensor.packed()).to(DEVICE), kind)
     return found, torch.from_numpy(tensor.float32()).to(DEVICE)
 
 
 def weight(kind: str, rows: int, width: int) -> tuple[Fragments, Opened, Tensor]:
     """As products keep it; as the rule has it, found slowly; as the file's numbers."""
-    tensor = stored("w", (rows, width), kind, RNG, width**-0.5)
+    tensor = random_tensor("w", (rows, width), kind, RNG, width**-0.5)
     made = load_fragments([tensor], pad=1, courier=Courier(DEVICE), device=DEVICE, workspace=ROOM)
     opened = opened_slowly(torch.from_numpy(tensor.packed()).to(DEVICE), kind)
     return made, opened, torch.from_numpy(tensor.float32()).to(DEVICE)
@@ -202,7 +202,8 @@ def test_outputs_that_come_slab_by_slab_are_the_same(rows: int) -> None:
 @pytest.mark.parametrize("rows", [9, 300])
 def test_weights_of_several_kinds_stand_side_by_side_with_bias_and_residual(rows: int) -> None:
     tensors = [
-        stored(kind, (height, 256), kind, RNG, 1 / 16) for kind, height in (("Q4_K", 24), ("Q4_K", 9), ("Q6_K", 8), ("F32", 7))
+        random_tensor(kind, (height, 256), kind, RNG, 1 / 16)
+        for kind, height in (("Q4_K", 24), ("Q4_K", 9), ("Q6_K", 8), ("F32", 7))
     ]
     heights = [24, 16, 8, 8]  # padded to eight rows
     bias, x, residual = normal(56, seed=2), normal(rows, 256, seed=3), normal(rows, 56, seed=4)
@@ -231,7 +232,7 @@ def test_products_of_the_same_rows_that_run_at_once_answer_as_one_behind_the_oth
     """Recorded, four times behind each other, and played again and again: each reads what the one before it has written."""
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("kernels come one behind the other here")
-    tensors = [stored(kind, (height, 2048), kind, RNG, 2048**-0.5) for kind, height in heights.items()]
+    tensors = [random_tensor(kind, (height, 2048), kind, RNG, 2048**-0.5) for kind, height in heights.items()]
 
     def made(pdl: bool) -> PackedLinear:
         found = packed_linear(
@@ -263,7 +264,7 @@ def test_products_of_the_same_rows_that_run_at_once_answer_as_one_behind_the_oth
 
 @on_device
 def test_columns_stay_as_stored_and_rows_come_in_their_order() -> None:
-    tensor = stored("w", (16, 512), "Q4_K", RNG, 512**-0.5)
+    tensor = random_tensor("w", (16, 512), "Q4_K", RNG, 512**-0.5)
     order = np.arange(512).reshape(4, 128)[[2, 0, 3, 1]].reshape(-1)
     ours = ColumnSelection(tensor, order)
     made = packed_linear([ours], dtype=DTYPE, device=DEVICE, courier=Courier(DEVICE), workspace=ROOM)
@@ -275,7 +276,7 @@ def test_columns_stay_as_stored_and_rows_come_in_their_order() -> None:
 @on_device
 def test_rows_that_a_norm_or_a_gate_made_ready_give_the_same_product() -> None:
     ops = PackedOps(DEVICE, DTYPE)
-    made = ops.stored([stored("w", (64, 512), "Q4_K", RNG, 512**-0.5)], bias=None, pad=1, pad_columns=1)
+    made = ops.stored([random_tensor("w", (64, 512), "Q4_K", RNG, 512**-0.5)], bias=None, pad=1, pad_columns=1)
     assert made is not None
     for rows in (3, 300):
         h = ops.rms_norm(normal(rows, 512, seed=11), None, 1e-6)
@@ -300,7 +301,7 @@ KINDS_OF_EXPERTS = [("Q4_K", "Q4_K", "Q6_K"), ("Q4_K", "Q5_K", "Q8_0")]  # gate,
 def stacks(kinds: tuple[str, str, str], *, count: int, width: int, hidden: int) -> list[StoredTensor]:
     """Gate, up and down of all experts."""
     shapes = ((count, width, hidden), (count, width, hidden), (count, hidden, width))
-    return [stored("w", shape, kind, RNG, shape[2] ** -0.5) for shape, kind in zip(shapes, kinds, strict=True)]
+    return [random_tensor("w", shape, kind, RNG, shape[2] ** -0.5) for shape, kind in zip(shapes, kinds, strict=True)]
 
 
 def bank_of(tensors: list[StoredTensor], *, pdl: bool = False) -> PackedBank:
@@ -358,7 +359,7 @@ def test_an_expert_gives_the_bits_of_a_product_with_its_matrix_alone(kind: str) 
     width = 1536 if QUANT_TYPES[kind].block_values == SPAN else 1088
     count, outputs = 9, 200
     made = bring_fragments(
-        [stored("w", (count, outputs, width), kind, RNG, width**-0.5)], pad=1, courier=Courier(DEVICE), device=DEVICE
+        [random_tensor("w", (count, outputs, width), kind, RNG, width**-0.5)], pad=1, courier=Courier(DEVICE), device=DEVICE
     )
     prepared = prepare_rows(normal(300, width, seed=1))
     members = (300, 257, 65, 33, 9, 8, 7, 2, 1)  # a row's experts are the lowest ones, so each is its own place
@@ -407,7 +408,7 @@ def test_a_packed_model_answers_a_row_the_same_alone_and_in_a_batch(tied: bool, 
     gc.collect()  # the tables of a backend before
     backend = TorchBackend(
         spec,
-        packed_weights(spec, ("Q6_K", "Q4_K", "Q5_K")),
+        quantized_weights(spec, ("Q6_K", "Q4_K", "Q5_K")),
         dtype="packed-f16" if INTERPRETED else "packed-bf16",
         device=str(DEVICE),
         lanes=2,

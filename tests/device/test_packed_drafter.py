@@ -15,7 +15,7 @@ from onedraw.models.dflash import check_drafter_fits, read_drafter_info
 from onedraw.speculation.draft_tree import build_tree
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import Request, SamplingParams
-from tests.packed import packed_weights, tiny_spec
+from tests.support.quantized_weights import quantized_weights, tiny_spec
 
 pytestmark = [pytest.mark.device, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -44,7 +44,7 @@ def test_a_packed_drafter_drafts_beside_a_packed_model_and_changes_no_bit() -> N
 
     backend = TorchBackend(
         spec,
-        packed_weights(spec, ("Q4_0",)),
+        quantized_weights(spec, ("Q4_0",)),
         dtype="packed-bf16",
         device=str(DEVICE),
         lanes=1,

@@ -22,12 +22,12 @@ from onedraw.memory.allocator import Lease, Ledger
 from onedraw.speculation.proposer import chain
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import History, Outcome, Plan, Request, Row, RowOutcome, SamplingParams
-from tests import tiny
 from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, run
 from tests.laws.test_fake import KINDS, World, proposer_for, same, world
 from tests.laws.test_modern import LATE, REQUESTS
 from tests.laws.test_modern import same as torch_same
-from tests.making import backend_of
+from tests.support import tiny
+from tests.support.torch_backend import make_backend
 
 EXERCISED: Counter[str] = Counter()
 
@@ -297,7 +297,7 @@ def test_a_planted_fault_is_caught(fault: Callable[[pytest.MonkeyPatch], None], 
 def test_a_real_model_says_the_same_with_turns_ahead(name: str, tmp_path: Path) -> None:
     """States, shared keys, layers with inputs of their own: without a device that keeps tokens the host reads them."""
     folder = tiny.write_safetensors(name, tmp_path / name)
-    expected = plain(lambda: backend_of(folder, lanes=1, check=False), REQUESTS)
+    expected = plain(lambda: make_backend(folder, lanes=1, check=False), REQUESTS)
     drafts = Clairvoyant({r.id: a.tokens for r, a in zip(REQUESTS, expected, strict=True)}, tiny.VOCAB, silent_every=2)
     counted: Counter[str] = Counter()
     for schedule in (
@@ -305,7 +305,7 @@ def test_a_real_model_says_the_same_with_turns_ahead(name: str, tmp_path: Path) 
         Schedule(reuse=True, arrivals=LATE, turn_tokens=64),
         Schedule(proposer=drafts, arrivals=(3, 0, 1, 9, 4), reuse=True),
     ):
-        backend = backend_of(folder, ahead=True, check=False)
+        backend = make_backend(folder, ahead=True, check=False)
         got, stats = run(backend, REQUESTS, schedule)
         assert torch_same(got, expected)
         counted.update(ahead=stats.turns_ahead, kept=stats.accepted_tokens, hits=stats.prefix_hits)
@@ -315,7 +315,7 @@ def test_a_real_model_says_the_same_with_turns_ahead(name: str, tmp_path: Path) 
 def test_a_stage_on_a_thread_of_its_own_has_no_turn_behind_it(tmp_path: Path) -> None:
     """It would read the history when the engine has added to it already."""
     folder = tiny.write_safetensors("llama", tmp_path / "llama")
-    expected = plain(lambda: backend_of(folder, lanes=1, check=False), REQUESTS[:2])
-    got, stats = run(backend_of(folder, ahead=True, overlap=True, check=False), REQUESTS[:2], Schedule())
+    expected = plain(lambda: make_backend(folder, lanes=1, check=False), REQUESTS[:2])
+    got, stats = run(make_backend(folder, ahead=True, overlap=True, check=False), REQUESTS[:2], Schedule())
     assert torch_same(got, expected)
     assert not stats.turns_ahead

@@ -15,12 +15,12 @@ from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.ops.base import TorchAttentionInputs, TorchOps
 from onedraw.backends.torch.state.kv_pages import PageStore
 from onedraw.models.spec import AttentionSpec
-from tests import tiny
 from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, run
 from tests.laws.test_modern import LATE, PAGES, same
 from tests.laws.test_modern import REQUESTS as CONVERSATION
 from tests.laws.test_snapshots import folder_of
-from tests.making import backend_of
+from tests.support import tiny
+from tests.support.torch_backend import make_backend
 
 KINDS = ("int8", "fp8")
 FAMILIES = ("llama", "qwen3_5_odd", "gemma4_e2b", "laguna_odd")
@@ -34,7 +34,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def made(folder: Path, kind: str | None, **changes: Any) -> TorchBackend:
-    return backend_of(folder, kv_dtype=kind, **{"check": False, **changes})
+    return make_backend(folder, kv_dtype=kind, **{"check": False, **changes})
 
 
 def alone(folder: Path, kind: str, **changes: Any) -> list[Answer]:

@@ -24,10 +24,10 @@ from onedraw.text.reasoning import ReasoningSyntax
 from onedraw.text.reply_parser import PLAIN_TEXT, ReplySyntax
 from onedraw.text.tokenizer import Tokenizer
 from onedraw.types import Bits, Choice, Constraint, History, Request, Row, SamplingParams
-from tests import tiny
 from tests.backends.torch.judge import Fixed
 from tests.laws import test_torch
 from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, random_params, run
+from tests.support import tiny
 
 TOKENIZER = fake_tokenizer()
 VOCAB = TOKENIZER.vocab_size

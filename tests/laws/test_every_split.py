@@ -27,11 +27,11 @@ from onedraw.models.mtp import read_mtp_info
 from onedraw.speculation.draft_tree import build_tree
 from onedraw.speculation.ngram import NgramProposer
 from onedraw.types import Request, SamplingParams
-from tests import tiny, tiny_drafters
 from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, run
 from tests.laws.test_modern import same
 from tests.laws.test_split import FAMILIES, splits_of
-from tests.making import backend_of
+from tests.support import tiny, tiny_drafters
+from tests.support.torch_backend import make_backend
 
 ALL = (*tiny.NAMES, *tiny.MODERN)
 TEMPERATURES = (0.0, 0.7, 1.0)
@@ -69,7 +69,7 @@ def model(place: Path, name: str) -> Path:
 
 @lru_cache
 def alone(place: Path, name: str, temperature: float) -> tuple[Answer, ...]:
-    lonely = backend_of(model(place, name), **{**SIZES, "lanes": 1})
+    lonely = make_backend(model(place, name), **{**SIZES, "lanes": 1})
     return tuple(plain(lambda: lonely, requests_at(temperature)))
 
 
@@ -128,7 +128,7 @@ def compare(place: Path, name: str, cuts: tuple[int, ...], drafter: str, tempera
     make = drafters_of(place, name)[drafter]
     knowing = Clairvoyant({r.id: a.tokens for r, a in zip(requests, expected, strict=True)}, tiny.VOCAB)
     proposers = {"ngram": NgramProposer(), "a chain": knowing, "a tree": Clairvoyant(knowing.answers, tiny.VOCAB, tree=True)}
-    backend = backend_of(model(place, name), cuts=cuts, make_drafter=None if make is None else make(), **SIZES)
+    backend = make_backend(model(place, name), cuts=cuts, make_drafter=None if make is None else make(), **SIZES)
     got, stats = run(backend, requests, Schedule(proposer=proposers.get(drafter), reuse=True, turn_tokens=64, arrivals=LATE))
     assert same(got, expected), (name, cuts, drafter, temperature)
     return stats

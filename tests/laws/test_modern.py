@@ -16,9 +16,9 @@ from onedraw.backends.torch.state import model_state as state
 from onedraw.backends.torch.state import recurrent_spans as runs
 from onedraw.backends.torch.state import recurrent_state as lanes
 from onedraw.types import DryParams, Request, SamplingParams
-from tests import tiny
 from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, run
-from tests.making import backend_of
+from tests.support import tiny
+from tests.support.torch_backend import make_backend
 
 HYBRIDS = ("qwen3_5_odd", "qwen3_5_moe")
 SLIDING = ("gemma4_e2b", "gemma4_26b", "laguna_odd")
@@ -75,7 +75,7 @@ PAGES = -(-(300 + 13) // 8)
 
 def variations(folder: Path, kind: str, drafts: Clairvoyant) -> dict[str, tuple[TorchBackend, Schedule]]:
     def make(**changes: int) -> TorchBackend:
-        return backend_of(folder, kernels=kind == "kernels", **changes)
+        return make_backend(folder, kernels=kind == "kernels", **changes)
 
     trees = dataclasses.replace(drafts, tree=True)
     return {
@@ -92,7 +92,7 @@ def variations(folder: Path, kind: str, drafts: Clairvoyant) -> dict[str, tuple[
 @pytest.mark.parametrize("kind", ["kernels", "torch"])
 @pytest.mark.parametrize("name", [*HYBRIDS, *SLIDING, "qwen3_moe"])
 def test_no_schedule_changes_a_bit(folders: dict[str, Path], name: str, kind: str) -> None:
-    lonely = backend_of(folders[name], kernels=kind == "kernels", lanes=1)
+    lonely = make_backend(folders[name], kernels=kind == "kernels", lanes=1)
     expected = plain(lambda: lonely, REQUESTS)
     drafts = Clairvoyant({r.id: a.tokens for r, a in zip(REQUESTS, expected, strict=True)}, tiny.VOCAB)
     counted: Counter[str] = Counter()
@@ -110,12 +110,12 @@ def test_no_schedule_changes_a_bit(folders: dict[str, Path], name: str, kind: st
 @pytest.mark.parametrize("name", [HYBRIDS[0], SLIDING[0]])
 def test_the_second_turn_of_a_conversation_is_the_same_cold_warm_and_after_a_restart(folders: dict[str, Path], name: str) -> None:
     first = REQUESTS[0]
-    [opening] = plain(lambda: backend_of(folders[name], lanes=1), [first])
+    [opening] = plain(lambda: make_backend(folders[name], lanes=1), [first])
     second = Request("second", first.prompt + tuple(opening.tokens) + REQUESTS[4].prompt, params(2))
-    [cold] = plain(lambda: backend_of(folders[name], lanes=1), [second])
-    warm, stats = run(backend_of(folders[name]), [first, second], Schedule(reuse=True, arrivals=(0, 40)))
+    [cold] = plain(lambda: make_backend(folders[name], lanes=1), [second])
+    warm, stats = run(make_backend(folders[name]), [first, second], Schedule(reuse=True, arrivals=(0, 40)))
     assert stats.prefix_hits >= 128  # the first prompt, up to its last chunk
-    [restarted], _ = run(backend_of(folders[name]), [second], Schedule(reuse=True))
+    [restarted], _ = run(make_backend(folders[name]), [second], Schedule(reuse=True))
     assert same([warm[1], restarted], [cold, cold])
 
 
@@ -183,10 +183,10 @@ FAULTS = (
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_planted_fault_is_caught(folders: dict[str, Path], fault: object, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folders["qwen3_5_odd"]
-    lonely = backend_of(folder, kernels=False, lanes=1)
+    lonely = make_backend(folder, kernels=False, lanes=1)
     expected = plain(lambda: lonely, REQUESTS[:4])
     drafts = Clairvoyant({r.id: a.tokens for r, a in zip(REQUESTS, expected, strict=False)}, tiny.VOCAB)
     fault(monkeypatch)  # type: ignore[operator]
-    faulty = backend_of(folder, kernels=False, check=False)
+    faulty = make_backend(folder, kernels=False, check=False)
     got, _ = run(faulty, REQUESTS[:4], Schedule(proposer=drafts, reuse=True, turn_tokens=80, arrivals=LATE))
     assert not same(got, expected)

@@ -22,10 +22,10 @@ from onedraw.models.model_info import read_model_info
 from onedraw.models.mtp import read_mtp_info
 from onedraw.speculation.draft_tree import build_tree
 from onedraw.types import Request, SamplingParams
-from tests import tiny
 from tests.laws.harness import Schedule, plain, run
 from tests.laws.test_modern import same
-from tests.making import backend_of
+from tests.support import tiny
+from tests.support.torch_backend import make_backend
 
 TRAINED = Path(__file__).parents[1] / "fixtures" / "trained"
 CONTEXT = 400
@@ -95,7 +95,7 @@ def test_no_drafter_changes_tokens_or_scores_of_a_hybrid(name: str, kernels: boo
     target = with_head if name == "mtp" else TRAINED / "trained_qwen3_5"
     make = {"dflash": lambda: dflash(target, 0), "dflash tree": lambda: dflash(target, 20), "dense model": lambda: dense(target)}
     requests = requests_of(read_model_info(open_checkpoint(target)).spec.vocab)
-    lonely = backend_of(target, kernels=kernels, lanes=1)
+    lonely = make_backend(target, kernels=kernels, lanes=1)
     expected = plain(lambda: lonely, requests)
     counted: Counter[str] = Counter()
     for pages, schedule in (
@@ -103,7 +103,7 @@ def test_no_drafter_changes_tokens_or_scores_of_a_hybrid(name: str, kernels: boo
         (30, Schedule(turn_tokens=70, reuse=True)),
     ):
         drafter = make.get(name, lambda: mtp(target))()
-        got, stats = run(backend_of(target, kernels=kernels, pages=pages, make_drafter=drafter), requests, schedule)
+        got, stats = run(make_backend(target, kernels=kernels, pages=pages, make_drafter=drafter), requests, schedule)
         assert same(got, expected)
         counted.update(kept=stats.accepted_tokens, rejected=stats.draft_tokens - stats.accepted_tokens)
         counted.update(preempted=stats.preemptions, whole=stats.whole_prompts)
@@ -114,5 +114,5 @@ def test_the_trained_pair_accepts_as_it_was_trained_to() -> None:
     target = TRAINED / "trained_qwen3_5"
     prompt = tuple(int(t) for t in np.random.default_rng(1).integers(8, 1024, 16))
     request = Request("g", prompt, SamplingParams(temperature=0.0, max_tokens=120, checksums=True))
-    [answer], stats = run(backend_of(target, make_drafter=dflash(target, 0)), [request], Schedule())
+    [answer], stats = run(make_backend(target, make_drafter=dflash(target, 0)), [request], Schedule())
     assert (len(answer.tokens) - 1) / (stats.turns - 1) > 1.4

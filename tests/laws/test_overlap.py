@@ -27,14 +27,14 @@ from onedraw.engine.scheduler import Member, Scheduler
 from onedraw.engine.sequence import Sequence
 from onedraw.models.model_info import read_model_info
 from onedraw.types import Request, SamplingParams
-from tests import tiny
 from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, run
 from tests.laws.test_fake import KINDS, World, proposer_for, same, world
 from tests.laws.test_modern import same as torch_same
 from tests.laws.test_modern_drafters import TRAINED, dense, dflash, mtp
 from tests.laws.test_modern_drafters import requests_of as drafted_requests
 from tests.laws.test_split import LATE, REQUESTS, splits_of
-from tests.making import backend_of
+from tests.support import tiny
+from tests.support.torch_backend import make_backend
 
 EXERCISED: Counter[str] = Counter()
 
@@ -184,7 +184,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def answers_of(folder: Path, **changes: Any) -> tuple[list[Answer], Clairvoyant]:
-    lonely = backend_of(folder, **{**SIZES, **changes, "lanes": 1})
+    lonely = make_backend(folder, **{**SIZES, **changes, "lanes": 1})
     expected = plain(lambda: lonely, REQUESTS)
     return expected, Clairvoyant({r.id: a.tokens for r, a in zip(REQUESTS, expected, strict=True)}, tiny.VOCAB)
 
@@ -208,7 +208,7 @@ def test_stages_at_work_together_change_no_bit(folders: dict[str, Path], name: s
     for number, cuts in enumerate(splits_of(folders[name])[::2]):
         proposer = dataclasses.replace(drafts, tree=bool(number % 2))
         schedule = Schedule(proposer=proposer, reuse=True, turn_tokens=64, arrivals=LATE)
-        backend = slowly(backend_of(folders[name], cuts=cuts, overlap=True, **SIZES))
+        backend = slowly(make_backend(folders[name], cuts=cuts, overlap=True, **SIZES))
         got, stats = run(backend, REQUESTS, schedule)
         backend.close()
         assert torch_same(got, expected), cuts
@@ -220,7 +220,7 @@ def test_stages_at_work_together_change_no_bit(folders: dict[str, Path], name: s
 @pytest.mark.parametrize("name", FAMILIES)
 def test_kernels_at_work_together_change_no_bit(folders: dict[str, Path], name: str) -> None:
     expected, drafts = answers_of(folders[name], kernels=True)
-    backend = slowly(backend_of(folders[name], cuts=splits_of(folders[name])[0], overlap=True, **{**SIZES, "kernels": True}))
+    backend = slowly(make_backend(folders[name], cuts=splits_of(folders[name])[0], overlap=True, **{**SIZES, "kernels": True}))
     got, stats = run(backend, REQUESTS, Schedule(proposer=drafts, reuse=True, turn_tokens=64, arrivals=LATE))
     backend.close()
     assert torch_same(got, expected)
@@ -232,9 +232,9 @@ def test_a_drafter_beside_stages_at_work_changes_no_bit(name: str, tmp_path: Pat
     target = tiny.write_safetensors("qwen3_5_mtp", tmp_path / "mtp") if name == "mtp" else TRAINED / "trained_qwen3_5"
     make = {"dflash": lambda: dflash(target, 0), "dense model": lambda: dense(target), "mtp": lambda: mtp(target)}[name]
     requests = drafted_requests(read_model_info(open_checkpoint(target)).spec.vocab)[:4]
-    lonely = backend_of(target, kernels=False, lanes=1, check=False)
+    lonely = make_backend(target, kernels=False, lanes=1, check=False)
     expected = plain(lambda: lonely, requests)
-    backend = backend_of(target, kernels=False, check=False, cuts=(2,), overlap=True, make_drafter=make())
+    backend = make_backend(target, kernels=False, check=False, cuts=(2,), overlap=True, make_drafter=make())
     got, stats = run(backend, requests, Schedule(reuse=True, arrivals=(0, 0, 9, 9)))
     backend.close()
     assert torch_same(got, expected)
@@ -243,7 +243,7 @@ def test_a_drafter_beside_stages_at_work_changes_no_bit(name: str, tmp_path: Pat
 
 
 def test_a_stage_that_fails_fails_its_own_plan_alone(folders: dict[str, Path]) -> None:
-    backend = backend_of(folders["qwen2"], cuts=(1,), overlap=True, **SIZES)
+    backend = make_backend(folders["qwen2"], cuts=(1,), overlap=True, **SIZES)
     real, calls = backend._finish, itertools.count()
 
     def finish(*given: Any) -> Any:
@@ -260,7 +260,7 @@ def test_a_stage_that_fails_fails_its_own_plan_alone(folders: dict[str, Path]) -
 def test_a_plan_that_did_not_get_under_way_leaves_the_others_their_places(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = slowly(backend_of(folders["qwen3_5_odd"], cuts=(1, 2), overlap=True, **SIZES))
+    backend = slowly(make_backend(folders["qwen3_5_odd"], cuts=(1, 2), overlap=True, **SIZES))
     real_board, real_collect, calls = backend._board, backend.collect, itertools.count()
     boarded: list[int] = []
 
@@ -288,8 +288,8 @@ def test_the_threads_of_the_stages_end_with_the_backend(folders: dict[str, Path]
         return {thread for thread in threading.enumerate() if thread.name.startswith("onedraw-stage")}
 
     before = stages()
-    closed = backend_of(folders["qwen2"], cuts=(1,), overlap=True, **SIZES)
-    forgotten = backend_of(folders["qwen2"], cuts=(1, 2), overlap=True, **SIZES)
+    closed = make_backend(folders["qwen2"], cuts=(1,), overlap=True, **SIZES)
+    forgotten = make_backend(folders["qwen2"], cuts=(1, 2), overlap=True, **SIZES)
     assert len(stages() - before) == 5
     closed.close()
     assert len(stages() - before) == 3
@@ -336,9 +336,9 @@ def test_a_shared_buffer_is_noticed(
     fault(monkeypatch)
     cuts, schedule = splits_of(folders[name])[-1], Schedule(proposer=drafts, turn_tokens=64)
     assert len(cuts) == 2
-    assert torch_same(run(backend_of(folders[name], cuts=cuts, **SIZES), REQUESTS, schedule)[0], expected)  # one at a time
+    assert torch_same(run(make_backend(folders[name], cuts=cuts, **SIZES), REQUESTS, schedule)[0], expected)  # one at a time
     for _ in range(10):
-        backend = slowly(backend_of(folders[name], cuts=cuts, overlap=True, **SIZES))
+        backend = slowly(make_backend(folders[name], cuts=cuts, overlap=True, **SIZES))
         got, _ = run(backend, REQUESTS, schedule)
         if not torch_same(got, expected):
             return

@@ -21,14 +21,14 @@ from onedraw.settings import default_cache_dir
 from onedraw.types import Plan, Request
 from tests.backends.torch.test_kernels import _row
 from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, random_requests, run
-from tests.packed import PACKED, packed_weights, tiny_spec
+from tests.support.quantized_weights import QUANTIZED_KINDS, quantized_weights, tiny_spec
 
 LIBRARY = builder.build(default_cache_dir()).library
 if LIBRARY is None:
     pytest.skip("no C compiler", allow_module_level=True)
 BEST, *OTHERS = runnable(LIBRARY)
 MIXED = ("Q4_K", "Q6_K", "Q8_0", "F16", "Q5_1", "Q4_0", "BF16")
-MODELS = {kind: (kind,) for kind in PACKED} | {"mixed": MIXED, "F16": ("F16",)}
+MODELS = {kind: (kind,) for kind in QUANTIZED_KINDS} | {"mixed": MIXED, "F16": ("F16",)}
 
 
 def spec_of(name: str) -> ModelSpec:
@@ -43,7 +43,7 @@ def ops_of(*, path: str = BEST, threads: int = 2, coded: bool = True, fuses: boo
 def backend_of(name: str, ops: CpuOps, *, lanes: int = 4, pages: int = 200) -> TorchBackend:
     spec = spec_of(name)
     sizes = {"lanes": lanes, "pages": pages, "page_size": 8, "max_context": 400}
-    return TorchBackend(spec, packed_weights(spec, MODELS[name]), dtype="packed", device="cpu", ops=ops, **sizes)
+    return TorchBackend(spec, quantized_weights(spec, MODELS[name]), dtype="packed", device="cpu", ops=ops, **sizes)
 
 
 def requests_of(seed: int) -> list[Request]:
@@ -95,7 +95,7 @@ def test_nor_on_the_other_paths_of_this_processor(path: str) -> None:
 def hidden_of(name: str, ops: CpuOps, dtype: str = "packed") -> torch.Tensor:
     spec = spec_of(name)
     sizes = {"lanes": 2, "pages": 20, "page_size": 8, "max_context": 100, "check": False}
-    made = TorchBackend(spec, packed_weights(spec, MODELS[name]), dtype=dtype, device="cpu", ops=ops, **sizes)
+    made = TorchBackend(spec, quantized_weights(spec, MODELS[name]), dtype=dtype, device="cpu", ops=ops, **sizes)
     plan = Plan((_row(0, 0, 70, range(10)),))
     with torch.inference_mode():
         hidden = made.model.hidden(make_inputs(plan, layout=made.layout, device=torch.device("cpu")), made.states)
@@ -136,5 +136,5 @@ def test_a_kernel_whose_order_follows_the_rows_is_caught(tmp_path: Path, monkeyp
     requests = requests_of(3)
     free = {"lanes": 4, "pages": 200, "page_size": 8, "max_context": 400, "check": False}
     spec = spec_of("Q4_1")
-    make = lambda: TorchBackend(spec, packed_weights(spec, ("Q4_1",)), dtype="packed", device="cpu", ops=ops, **free)  # noqa: E731
+    make = lambda: TorchBackend(spec, quantized_weights(spec, ("Q4_1",)), dtype="packed", device="cpu", ops=ops, **free)  # noqa: E731
     assert not same(run(make(), requests, Schedule())[0], plain(make, requests))

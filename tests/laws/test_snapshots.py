@@ -15,11 +15,11 @@ from onedraw.backends.fake import FakeBackend
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.memory.disk_snapshots import Snapshot, SnapshotFolder
 from onedraw.types import Request, SamplingParams
-from tests import tiny
 from tests.laws.harness import Answer, Schedule, plain, run
 from tests.laws.test_modern import same
 from tests.laws.test_modern_drafters import TRAINED, dflash, mtp
-from tests.making import backend_of
+from tests.support import tiny
+from tests.support.torch_backend import make_backend
 
 VOCAB = 61
 PAGE = 8
@@ -124,9 +124,9 @@ SIZES: dict[str, Any] = {"kernels": False, "check": False, "max_context": 256, "
 def test_a_snapshot_of_one_split_restores_on_another(folders: dict[str, Path], name: str, dtype: str, tmp_path: Path) -> None:
     requests = requests_of(tiny.VOCAB)[: 7 if dtype == "f32" else 4]
     sizes = {**SIZES, "dtype": dtype}
-    lonely = backend_of(folders[name], **{**sizes, "lanes": 1})
+    lonely = make_backend(folders[name], **{**sizes, "lanes": 1})
     expected = plain(lambda: lonely, requests)
-    made = lambda cuts: lambda: backend_of(folders[name], cuts=cuts, **sizes)  # noqa: E731
+    made = lambda cuts: lambda: make_backend(folders[name], cuts=cuts, **sizes)  # noqa: E731
     cut = (1,) if name.startswith("gemma") else (2,)
     for number, (before, after) in enumerate((((), cut), (cut, ()))):
         got, counted = restarted(made(before), made(after), requests, tmp_path / str(number))
@@ -141,7 +141,7 @@ def test_the_drafters_context_comes_back_too(folders: dict[str, Path], drafter: 
     make = {"dflash": lambda: dflash(target, 0), "mtp": lambda: mtp(target)}[drafter]
     prompt = tuple(int(t) for t in np.random.default_rng(1).integers(8, 500, 100))
     request = Request("g", prompt, SamplingParams(temperature=0.0, max_tokens=40, checksums=True))
-    made: Callable[[], TorchBackend] = lambda: backend_of(target, make_drafter=make(), **SIZES)  # noqa: E731
+    made: Callable[[], TorchBackend] = lambda: make_backend(target, make_drafter=make(), **SIZES)  # noqa: E731
     [cold], before = run(made(), [request], Schedule(reuse=True, snapshots=folder_of(tmp_path)))
     [warm], after = run(made(), [request], Schedule(reuse=True, snapshots=folder_of(tmp_path)))
     assert same([warm], [cold])

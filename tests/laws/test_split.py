@@ -20,12 +20,12 @@ from onedraw.backends.torch.state.model_state import ModelState
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.models.model_info import read_model_info
 from onedraw.types import DryParams, History, Request, SamplingParams
-from tests import tiny
 from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, run
 from tests.laws.test_modern import same
 from tests.laws.test_modern_drafters import TRAINED, dense, dflash, mtp
 from tests.laws.test_modern_drafters import requests_of as drafted_requests
-from tests.making import backend_of
+from tests.support import tiny
+from tests.support.torch_backend import make_backend
 
 FAMILIES = (
     *("llama31", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_5_odd", "qwen3_5_moe"),
@@ -71,7 +71,7 @@ SIZES = {"kernels": False, "check": False, "max_context": 160, "pages": 60, "dra
 
 def answers_of(folder: Path) -> tuple[list[Answer], Clairvoyant]:
     """What one stage says to each alone, cold and without drafts, and who knows it."""
-    lonely = backend_of(folder, **{**SIZES, "lanes": 1})
+    lonely = make_backend(folder, **{**SIZES, "lanes": 1})
     expected = plain(lambda: lonely, REQUESTS)
     return expected, Clairvoyant({r.id: a.tokens for r, a in zip(REQUESTS, expected, strict=True)}, tiny.VOCAB)
 
@@ -89,7 +89,7 @@ def test_no_legal_cut_changes_a_bit(folders: dict[str, Path], name: str) -> None
     for number, cuts in enumerate(splits_of(folders[name])):
         proposer = replace(drafts, tree=bool(number % 2))
         schedule = Schedule(proposer=proposer, reuse=True, turn_tokens=64, arrivals=LATE)
-        got, stats = run(backend_of(folders[name], cuts=cuts, **SIZES), REQUESTS, schedule)
+        got, stats = run(make_backend(folders[name], cuts=cuts, **SIZES), REQUESTS, schedule)
         assert same(got, expected), cuts
         counted.update(kept=stats.accepted_tokens, rejected=stats.draft_tokens - stats.accepted_tokens)
         counted.update(restores=stats.restores, hits=stats.prefix_hits, middle=stats.middle_chunks, mixed=stats.mixed_turns)
@@ -98,9 +98,9 @@ def test_no_legal_cut_changes_a_bit(folders: dict[str, Path], name: str) -> None
 
 @pytest.mark.parametrize("name", ["qwen3_5_odd", "gemma4_e4b"])
 def test_kernels_and_their_self_check_hold_over_a_cut(folders: dict[str, Path], name: str) -> None:
-    lonely = backend_of(folders[name], lanes=1)
+    lonely = make_backend(folders[name], lanes=1)
     expected = plain(lambda: lonely, REQUESTS)
-    split = backend_of(folders[name], cuts=splits_of(folders[name])[0])
+    split = make_backend(folders[name], cuts=splits_of(folders[name])[0])
     assert split.report is not None
     assert split.report.passed
     assert split.capacity.device == lonely.capacity.device
@@ -118,11 +118,11 @@ def test_every_drafter_works_on_a_split(name: str, folders: dict[str, Path]) -> 
         "mtp": lambda: mtp(target),
     }
     requests = drafted_requests(read_model_info(open_checkpoint(target)).spec.vocab)[:4]
-    lonely = backend_of(target, kernels=False, lanes=1, check=False)
+    lonely = make_backend(target, kernels=False, lanes=1, check=False)
     expected = plain(lambda: lonely, requests)
     counted: Counter[str] = Counter()
     for cuts in ((2,), (1, 3)):
-        backend = backend_of(target, kernels=False, check=False, cuts=cuts, make_drafter=made[name]())
+        backend = make_backend(target, kernels=False, check=False, cuts=cuts, make_drafter=made[name]())
         got, stats = run(backend, requests, Schedule(reuse=True, arrivals=(0, 0, 9, 9)))
         assert same(got, expected)
         counted.update(kept=stats.accepted_tokens, rejected=stats.draft_tokens - stats.accepted_tokens)
@@ -135,7 +135,7 @@ def test_a_drafter_on_a_split_guesses_what_it_guesses_on_one_device() -> None:
     requests = drafted_requests(read_model_info(open_checkpoint(target)).spec.vocab)[:3]
     figures = []
     for cuts in ((), (1, 3)):
-        backend = backend_of(target, kernels=False, check=False, cuts=cuts, make_drafter=dflash(target, 0))
+        backend = make_backend(target, kernels=False, check=False, cuts=cuts, make_drafter=dflash(target, 0))
         stats = run(backend, requests, Schedule())[1]
         figures.append((stats.draft_tokens, stats.accepted_tokens, stats.turns))
     assert figures[0] == figures[1]
@@ -157,7 +157,7 @@ def test_a_drafter_on_a_split_has_no_embedding_and_no_head_of_its_own(
             monkeypatch.setattr(WeightLoader, method, noting)
         return make(*given)
 
-    backend_of(target, kernels=False, check=False, cuts=(1, 3), make_drafter=making)
+    make_backend(target, kernels=False, check=False, cuts=(1, 3), make_drafter=making)
     assert asked
     assert not {"embed", "head"} & set(asked), asked
 
@@ -213,7 +213,7 @@ def test_a_planted_fault_is_caught(
 ) -> None:
     expected, drafts = answers_of(folders[name])
     fault(monkeypatch)
-    split = backend_of(folders[name], cuts=splits_of(folders[name])[0], **SIZES)
+    split = make_backend(folders[name], cuts=splits_of(folders[name])[0], **SIZES)
     got, _ = run(split, REQUESTS, Schedule(proposer=drafts, reuse=True, turn_tokens=64, arrivals=LATE))
     assert not same(got, expected)
 
@@ -225,16 +225,16 @@ def test_a_stream_of_another_dtype_than_the_products_holds_the_law(folders: dict
     folder, seen = folders["gemma4_e4b"], []
     for dtype, activation in (("bf16", "f32"), ("bf16", "bf16"), ("f32", "bf16")):
         sizes = {**SIZES, "dtype": dtype, "activation": activation}
-        lonely = backend_of(folder, **{**sizes, "lanes": 1})
+        lonely = make_backend(folder, **{**sizes, "lanes": 1})
         expected = plain(lambda lonely=lonely: lonely, REQUESTS[:3])
-        got, _ = run(backend_of(folder, cuts=(1,), **sizes), REQUESTS[:3], Schedule(reuse=True, turn_tokens=64))
+        got, _ = run(make_backend(folder, cuts=(1,), **sizes), REQUESTS[:3], Schedule(reuse=True, turn_tokens=64))
         assert same(got, expected), (dtype, activation)
         seen.append([answer.checksums for answer in expected])
     assert seen[0] != seen[1] != seen[2] != seen[0]  # each is a precision of its own
 
 
 def test_a_boundary_holds_a_turn_and_no_more(folders: dict[str, Path]) -> None:
-    boundary = backend_of(folders["gemma4_e4b"], cuts=(1,), **SIZES).model.stages[1].entrance
+    boundary = make_backend(folders["gemma4_e4b"], cuts=(1,), **SIZES).model.stages[1].entrance
     assert boundary is not None
     assert boundary.nbytes == 8192 * (2 * 64 + 5 * 16) * 4
     with pytest.raises(AssertionError, match="8193 rows meets a boundary of 8192"):

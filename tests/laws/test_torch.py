@@ -18,8 +18,8 @@ from onedraw.checkpoints.open import open_checkpoint
 from onedraw.models.model_info import read_model_info
 from onedraw.settings import default_cache_dir
 from onedraw.types import Request
-from tests import tiny
 from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, random_requests, run
+from tests.support import tiny
 
 OPS = {"kind": "kernels"}
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")

@@ -26,10 +26,10 @@ from onedraw.memory.allocator import Ledger
 from onedraw.models.model_info import read_model_info
 from onedraw.settings import Settings
 from onedraw.types import DryParams, Request, SamplingParams
-from tests import tiny
 from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, run
 from tests.laws.test_snapshots import requests_of as disk_requests
 from tests.laws.test_snapshots import restarted
+from tests.support import tiny
 
 DENSE, HYBRID = "qwen3", "qwen3_5_odd"
 COUNTED = ("restores", "whole_prompts", "page_copies", "checkpoints_saved", "preemptions", "middle_chunks", "draft_trees")

@@ -14,8 +14,8 @@ from onedraw.errors import CorruptFile, ModelError, UnsupportedModel
 from onedraw.models.dflash import DrafterInfo, check_drafter_fits, default_target_layers, is_drafter, read_drafter_info
 from onedraw.models.model_info import read_model_info
 from onedraw.models.spec import AttentionSpec, DrafterSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
-from tests import tiny_drafters as tiny
-from tests.models.sources import MadeSource
+from tests.support import tiny_drafters as tiny
+from tests.support.memory_source import MemorySource
 from tools.convert_drafter import convert
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
@@ -337,10 +337,10 @@ def test_speculators_must_name_their_layers_counted_from_one(tmp_path: Path) -> 
         info(tiny.write_speculators(tmp_path / "b", aux_hidden_state_layer_ids=[0, 2]))
 
 
-def gguf_source(**changes: Any) -> MadeSource:
+def gguf_source(**changes: Any) -> MemorySource:
     checkpoint = open_checkpoint(GGUF / "dflash_qwen3_swa.gguf")
     config = dict(checkpoint.config) | {f"dflash.{name}": value for name, value in changes.items()}
-    return MadeSource(config, "gguf", dict(checkpoint.tensors), path=checkpoint.path)
+    return MemorySource(config, "gguf", dict(checkpoint.tensors), path=checkpoint.path)
 
 
 @pytest.mark.parametrize(

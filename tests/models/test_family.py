@@ -12,7 +12,7 @@ from onedraw.models.config_reader import IGNORED_KEYS
 from onedraw.models.llama import LLAMA, MISTRAL
 from onedraw.models.qwen import QWEN2, QWEN3
 from onedraw.models.spec import ModelSpec
-from tests.models.sources import MadeSource
+from tests.support.memory_source import MemorySource
 
 BASE: dict[str, Any] = {
     "hidden_size": 64,
@@ -181,7 +181,7 @@ METADATA: dict[str, Any] = {
 
 def from_gguf(**changed: Any) -> ModelSpec:
     named = {f"llama.{key.replace('__', '.')}": value for key, value in changed.items()}
-    return LLAMA.from_metadata(MadeSource({**METADATA, **named}, "gguf"))
+    return LLAMA.from_metadata(MemorySource({**METADATA, **named}, "gguf"))
 
 
 def test_metadata_may_give_one_number_for_all_layers_or_one_for_each() -> None:
@@ -202,7 +202,7 @@ def test_ropes_in_metadata() -> None:
     assert (linear.kind, linear.factor) == ("linear", 4.0)
     yarn = from_gguf(rope__scaling__type="yarn", rope__scaling__factor=4.0, rope__scaling__original_context_length=128)
     assert (yarn.layers[0].mixer.rope.kind, yarn.layers[0].mixer.rope.original_context) == ("yarn", 128)
-    source = MadeSource(METADATA, "gguf")
+    source = MemorySource(METADATA, "gguf")
     source.add("rope_freqs.weight", np.array([1, 1, 1, 2, 3, 4, 8, 8.0]))
     assert LLAMA.from_metadata(source).layers[0].mixer.rope.divisors == (1, 1, 1, 2, 3, 4, 8, 8)
     with pytest.raises(UnsupportedModel, match="longrope"):

@@ -4,32 +4,32 @@ import pytest
 
 from onedraw.errors import CorruptFile
 from onedraw.models.model_info import eos_ids, generation_defaults
-from tests.models.sources import MadeSource
+from tests.support.memory_source import MemorySource
 
 QWEN = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05, "max_length": 9}
 
 
 def test_sampling_values_count_where_the_checkpoint_samples() -> None:
-    found = generation_defaults(MadeSource(generation_config=QWEN))
+    found = generation_defaults(MemorySource(generation_config=QWEN))
     assert found == {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}
 
 
 @pytest.mark.parametrize("sample", [False, None])
 def test_where_it_does_not_sample_only_the_penalty_counts(sample: bool | None) -> None:
-    assert generation_defaults(MadeSource(generation_config={**QWEN, "do_sample": sample})) == {"repetition_penalty": 1.05}
-    assert generation_defaults(MadeSource()) == {}
+    assert generation_defaults(MemorySource(generation_config={**QWEN, "do_sample": sample})) == {"repetition_penalty": 1.05}
+    assert generation_defaults(MemorySource()) == {}
 
 
 def test_a_gguf_may_carry_its_own_values() -> None:
     metadata = {"general.sampling.temp": 0.6, "general.sampling.top_k": 20, "general.sampling.penalty_repeat": 1.1}
     expected = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
-    assert generation_defaults(MadeSource(metadata, "gguf")) == expected
+    assert generation_defaults(MemorySource(metadata, "gguf")) == expected
 
 
 @pytest.mark.parametrize("value", ["0.7", True, float("nan"), [1]])
 def test_a_default_that_is_no_number_is_corrupt(value: object) -> None:
     with pytest.raises(CorruptFile, match="the default temperature must be a number"):
-        generation_defaults(MadeSource(generation_config={"do_sample": True, "temperature": value}))
+        generation_defaults(MemorySource(generation_config={"do_sample": True, "temperature": value}))
 
 
 @pytest.mark.parametrize(
@@ -42,35 +42,35 @@ def test_a_default_that_is_no_number_is_corrupt(value: object) -> None:
 )
 def test_a_default_that_no_request_could_ask_for_is_the_files_fault(name: str, value: object, words: str) -> None:
     with pytest.raises(CorruptFile, match=words):
-        generation_defaults(MadeSource(generation_config={"do_sample": True, name: value}))
+        generation_defaults(MemorySource(generation_config={"do_sample": True, name: value}))
 
 
 def test_a_top_k_may_be_written_as_off_or_as_a_float() -> None:
-    assert generation_defaults(MadeSource(generation_config={"do_sample": True, "top_k": -1})) == {"top_k": 0}
-    assert generation_defaults(MadeSource(generation_config={"do_sample": True, "top_k": 50.0})) == {"top_k": 50}
+    assert generation_defaults(MemorySource(generation_config={"do_sample": True, "top_k": -1})) == {"top_k": 0}
+    assert generation_defaults(MemorySource(generation_config={"do_sample": True, "top_k": 50.0})) == {"top_k": 50}
 
 
 def test_eos_comes_from_the_generation_config_then_the_config() -> None:
-    assert eos_ids(MadeSource({"eos_token_id": 5}, generation_config={"eos_token_id": [7, 5, 7]})) == [7, 5]
-    assert eos_ids(MadeSource({"eos_token_id": 5})) == [5]
-    assert eos_ids(MadeSource()) == []
+    assert eos_ids(MemorySource({"eos_token_id": 5}, generation_config={"eos_token_id": [7, 5, 7]})) == [7, 5]
+    assert eos_ids(MemorySource({"eos_token_id": 5})) == [5]
+    assert eos_ids(MemorySource()) == []
     with pytest.raises(CorruptFile, match="eos_token_id"):
-        eos_ids(MadeSource({"eos_token_id": "</s>"}))
+        eos_ids(MemorySource({"eos_token_id": "</s>"}))
 
 
 def test_eos_of_a_gguf_includes_the_end_of_a_turn() -> None:
     metadata = {"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 9, "tokenizer.ggml.eom_token_id": 2}
-    assert eos_ids(MadeSource(metadata, "gguf")) == [2, 9]
+    assert eos_ids(MemorySource(metadata, "gguf")) == [2, 9]
 
 
 def test_eos_of_a_multimodal_model_may_stand_with_its_text_model() -> None:
-    assert eos_ids(MadeSource({"text_config": {"eos_token_id": [4, 5]}})) == [4, 5]
-    assert eos_ids(MadeSource({"eos_token_id": 3, "text_config": {"eos_token_id": 4}})) == [3]
+    assert eos_ids(MemorySource({"text_config": {"eos_token_id": [4, 5]}})) == [4, 5]
+    assert eos_ids(MemorySource({"eos_token_id": 3, "text_config": {"eos_token_id": 4}})) == [3]
 
 
 def test_tokens_that_end_a_turn_of_gemma4_end_it_in_a_gguf_that_does_not_name_them() -> None:
     metadata = {"general.architecture": "gemma4", "tokenizer.ggml.eos_token_id": 1}
     metadata["tokenizer.ggml.tokens"] = ["<pad>", "<eos>", "a", "<turn|>", "<|tool_response>"]
-    assert eos_ids(MadeSource(metadata, "gguf")) == [1, 3, 4]
-    assert eos_ids(MadeSource({**metadata, "tokenizer.ggml.tokens": ["a", "<turn|>"]}, "gguf")) == [1]
-    assert eos_ids(MadeSource({**metadata, "general.architecture": "llama"}, "gguf")) == [1]
+    assert eos_ids(MemorySource(metadata, "gguf")) == [1, 3, 4]
+    assert eos_ids(MemorySource({**metadata, "tokenizer.ggml.tokens": ["a", "<turn|>"]}, "gguf")) == [1]
+    assert eos_ids(MemorySource({**metadata, "general.architecture": "llama"}, "gguf")) == [1]

@@ -17,9 +17,9 @@ import transformers
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.models.model_info import ModelInfo, read_model_info
 from onedraw.models.weight_names import weight_shapes
-from tests import tiny
-from tests.models.forward import logits
-from tests.work import counted
+from tests.reference.forward import logits
+from tests.support import tiny
+from tests.support.count_calls import count_calls
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "gguf"
 TOKENS = [(7 * i * i + 3 * i + 5) % tiny.VOCAB for i in range(80)]  # longer than Mistral's window of 32
@@ -167,7 +167,7 @@ def test_the_default_model_is_described_and_read_with_few_calls(smollm2_path: Pa
             count += sum(value.size for value in info.weights.layer(index).values())
         return info, count
 
-    (info, count), calls = counted(read)
+    (info, count), calls = count_calls(read)
     assert count == info.spec.parameters == 134_515_008
     assert info.eos_ids == (2,)
     assert calls < 20 * info.spec.vocab  # its vocabulary takes most of them; half a second in all

@@ -17,9 +17,8 @@ from onedraw.errors import CorruptFile, UnsupportedModel
 from onedraw.models.model_info import read_model_info
 from onedraw.models.registry import FAMILIES
 from onedraw.models.spec import AttentionSpec, DeltaSpec, MlpSpec, ModelSpec, MoeSpec
-from tests import tiny, tiny_modern
-from tests.models import released
-from tests.models.sources import MadeSource
+from tests.support import released_configs, tiny, tiny_modern
+from tests.support.memory_source import MemorySource
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "gguf"
 Config = dict[str, Any]
@@ -111,7 +110,7 @@ RELEASED = {
 
 @pytest.mark.parametrize("name", RELEASED)
 def test_released_models_come_out_at_their_known_sizes(name: str) -> None:
-    spec = spec_of(released.CONFIGS[name])
+    spec = spec_of(released_configs.CONFIGS[name])
     billions, state, kept = RELEASED[name]
     assert spec.parameters / 1e9 == pytest.approx(billions, abs=0.06)
     assert sum(spec.lane_bytes(i) for i in range(len(spec.layers))) / 2**20 == pytest.approx(state, abs=0.1)
@@ -120,7 +119,7 @@ def test_released_models_come_out_at_their_known_sizes(name: str) -> None:
 
 
 def test_what_sixteen_drafts_of_eight_lanes_did_to_a_large_hybrid_fits_in_a_gibibyte() -> None:
-    assert 16 * 8 * spec_of(released.CONFIGS["Qwen3.6-27B"]).draft_bytes() < 2**30
+    assert 16 * 8 * spec_of(released_configs.CONFIGS["Qwen3.6-27B"]).draft_bytes() < 2**30
 
 
 # ------------------------------------------------------------------ dialects of configs
@@ -278,7 +277,7 @@ def test_a_value_that_makes_no_sense_is_corrupt(name: str, changed: Config, word
 )
 def test_metadata_that_would_change_the_model_is_refused_by_name(name: str, changed: Config, words: str) -> None:
     stored = open_checkpoint(FIXTURES / f"{name}.gguf")
-    source = MadeSource({**stored.config, **changed}, "gguf", dict(stored.tensors))
+    source = MemorySource({**stored.config, **changed}, "gguf", dict(stored.tensors))
     with pytest.raises(UnsupportedModel, match=words):
         read_model_info(source)
 
@@ -287,12 +286,12 @@ def test_recurrent_layers_may_be_listed() -> None:
     stored = open_checkpoint(FIXTURES / "qwen3_5.gguf")
     listed = {**stored.config, "qwen35.attention.recurrent_layers": [True, True, True, False] * 2}
     listed["qwen35.full_attention_interval"] = 3  # the list counts
-    assert read_model_info(MadeSource(listed, "gguf", dict(stored.tensors))).spec == read_model_info(stored).spec
+    assert read_model_info(MemorySource(listed, "gguf", dict(stored.tensors))).spec == read_model_info(stored).spec
 
 
 def test_rope_freqs_of_another_kind_stay_divisors() -> None:
     stored = open_checkpoint(FIXTURES / "gemma4_31b.gguf")
-    source = MadeSource(stored.config, "gguf", dict(stored.tensors))
+    source = MemorySource(stored.config, "gguf", dict(stored.tensors))
     assert read_model_info(source).spec.layers[5].attention.rope.kind == "proportional"
     source.add("rope_freqs.weight", np.array([1.0] * 8 + [4.0] * 8))
     rope = read_model_info(source).spec.layers[5].attention.rope

@@ -14,7 +14,7 @@ from onedraw.errors import CorruptFile, UnsupportedModel
 from onedraw.models.model_info import read_model_info
 from onedraw.models.mtp import MtpInfo, has_mtp, read_mtp_info
 from onedraw.models.spec import AttentionSpec, MoeSpec
-from tests import tiny
+from tests.support import tiny
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "gguf"
 
@@ -65,12 +65,12 @@ def test_the_target_does_not_count_the_head_among_its_layers(tmp_path: Path) -> 
 
 
 def test_a_block_too_many_that_is_no_such_head_is_refused(tmp_path: Path) -> None:
-    from tests.models.sources import MadeSource
+    from tests.support.memory_source import MemorySource
 
     checkpoint = open_checkpoint(tiny.write_gguf("qwen3_5_mtp", tmp_path / "m.gguf"))
     tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if "nextn" not in name}
     with pytest.raises(UnsupportedModel, match=r"blk\.4\.\S+ has no place"):
-        read_model_info(MadeSource(checkpoint.config, "gguf", tensors))
+        read_model_info(MemorySource(checkpoint.config, "gguf", tensors))
 
 
 def test_a_checkpoint_without_a_head_is_refused_by_name(tmp_path: Path) -> None:

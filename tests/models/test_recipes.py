@@ -22,7 +22,7 @@ from onedraw.models.weight_transforms import (
     of_each_head,
     squeezed,
 )
-from tests.models.sources import MadeSource
+from tests.support.memory_source import MemorySource
 
 ATTENTION = AttentionSpec(heads=3, kv_heads=1, head_dim=4, rope=RopeSpec(1e4, 4), scale=1.0, gate="sigmoid")
 DELTA = DeltaSpec(key_heads=2, value_heads=6, key_dim=3, value_dim=2, conv=4)
@@ -30,7 +30,7 @@ MOE = MoeSpec(experts=3, used=2, width=5)
 RANDOM = np.random.default_rng(0)
 
 
-def follow(recipe: WeightTransform, source: MadeSource, shape: tuple[int, ...], layer: LayerSpec | None = None) -> np.ndarray:
+def follow(recipe: WeightTransform, source: MemorySource, shape: tuple[int, ...], layer: LayerSpec | None = None) -> np.ndarray:
     layer = layer or LayerSpec(ATTENTION, MlpSpec(8))
     site = WeightLookup("made", source.tensors, index=7, layer=layer, shape=shape, claimed=set())
     tensor = recipe(site)
@@ -40,7 +40,7 @@ def follow(recipe: WeightTransform, source: MadeSource, shape: tuple[int, ...], 
 
 
 def test_a_norm_stored_as_its_distance_from_one_and_a_decay_stored_as_a_logarithm() -> None:
-    source = MadeSource()
+    source = MemorySource()
     source.add("l.7.a", np.array([-0.5, 0.0, 0.25]))
     np.testing.assert_array_equal(follow(add_one("l.{layer}.a"), source, (3,)), [0.5, 1.0, 1.25])
     found = follow(negative_exponential("l.{layer}.a"), source, (3,))
@@ -48,17 +48,17 @@ def test_a_norm_stored_as_its_distance_from_one_and_a_decay_stored_as_a_logarith
 
 
 def test_an_axis_too_many_goes_and_a_vector_becomes_a_row() -> None:
-    source, values = MadeSource(), RANDOM.normal(size=(6, 1, 4)).astype(np.float32)
+    source, values = MemorySource(), RANDOM.normal(size=(6, 1, 4)).astype(np.float32)
     source.add("l.7.conv", values)
     np.testing.assert_array_equal(follow(squeezed("l.{layer}.conv"), source, (6, 4)), values[:, 0])
     for stored in (np.arange(5.0), np.arange(5.0)[None]):
-        source = MadeSource()
+        source = MemorySource()
         source.add("l.7.row", stored)
         np.testing.assert_array_equal(follow(as_row("l.{layer}.row"), source, (1, 5)), np.arange(5.0)[None])
 
 
 def test_q_and_its_gate_lie_side_by_side_in_every_head() -> None:
-    source, stored = MadeSource(), RANDOM.normal(size=(24, 6)).astype(np.float32)
+    source, stored = MemorySource(), RANDOM.normal(size=(24, 6)).astype(np.float32)
     source.add("l.7.q", stored)
     heads = stored.reshape(3, 8, 6)
     np.testing.assert_array_equal(follow(of_each_head("l.{layer}.q", 0), source, (12, 6)), heads[:, :4].reshape(12, 6))
@@ -71,11 +71,11 @@ def test_tiled_value_heads_are_grouped_again() -> None:
     assert grouped_order(DELTA, "values").tolist() == [0, 1, 4, 5, 8, 9, 2, 3, 6, 7, 10, 11]
     assert grouped_order(DELTA, "channels").tolist() == [*range(12), *(12 + i for i in (0, 1, 4, 5, 8, 9, 2, 3, 6, 7, 10, 11))]
     assert grouped_order(replace(DELTA, value_heads=2), "values").tolist() == [0, 1, 2, 3]
-    layer, source = LayerSpec(DELTA, MlpSpec(8)), MadeSource()
+    layer, source = LayerSpec(DELTA, MlpSpec(8)), MemorySource()
     rows = RANDOM.normal(size=(6, 5)).astype(np.float32)
     source.add("blk.7.a", rows)
     np.testing.assert_array_equal(follow(grouped_rows("blk.{layer}.a", "heads"), source, (6, 5), layer), rows[[0, 2, 4, 1, 3, 5]])
-    source = MadeSource()
+    source = MemorySource()
     out = RANDOM.normal(size=(5, 12)).astype(np.float32)
     source.add("blk.7.out", out)
     found = follow(grouped_columns("blk.{layer}.out"), source, (5, 12), layer)
@@ -88,17 +88,17 @@ GATE, UP, DOWN = (RANDOM.normal(size=shape).astype(np.float32) for shape in ((3,
 SPARSE = LayerSpec(ATTENTION, MOE)
 
 
-def fused(source: MadeSource) -> None:
+def fused(source: MemorySource) -> None:
     source.add("l.7.experts.gate_up_proj", np.concatenate([GATE, UP], axis=1))
     source.add("l.7.experts.down_proj", DOWN)
 
 
-def together(source: MadeSource) -> None:
+def together(source: MemorySource) -> None:
     for name, values in (("gate", GATE), ("up", UP), ("down", DOWN)):
         source.add(f"l.7.experts.{name}_proj", values)
 
 
-def apart(source: MadeSource) -> None:
+def apart(source: MemorySource) -> None:
     for expert in range(3):
         for name, values in (("gate", GATE), ("up", UP), ("down", DOWN)):
             source.add(f"l.7.experts.{expert}.{name}_proj.weight", values[expert])
@@ -106,7 +106,7 @@ def apart(source: MadeSource) -> None:
 
 @pytest.mark.parametrize("layout", [fused, together, apart], ids=lambda layout: layout.__name__)
 def test_experts_are_the_same_however_a_folder_holds_them(layout: object) -> None:
-    source, claimed = MadeSource(), set[str]()
+    source, claimed = MemorySource(), set[str]()
     layout(source)  # type: ignore[operator]
     for weight, expected in (("expert_gate", GATE), ("expert_up", UP), ("expert_down", DOWN)):
         site = WeightLookup("made", source.tensors, index=7, layer=SPARSE, shape=expected.shape, claimed=claimed)
@@ -118,7 +118,7 @@ def test_experts_are_the_same_however_a_folder_holds_them(layout: object) -> Non
 
 @pytest.mark.parametrize("joined", [True, False])
 def test_experts_are_the_same_however_a_gguf_holds_them(joined: bool) -> None:
-    source, claimed = MadeSource(), set[str]()
+    source, claimed = MemorySource(), set[str]()
     if joined:
         source.add("blk.7.ffn_gate_up_exps.weight", np.concatenate([GATE, UP], axis=1))
     else:
@@ -132,7 +132,7 @@ def test_experts_are_the_same_however_a_gguf_holds_them(joined: bool) -> None:
 
 
 def test_a_missing_expert_is_named() -> None:
-    source = MadeSource()
+    source = MemorySource()
     apart(source)
     del source.tensors["l.7.experts.1.up_proj.weight"]
     site = WeightLookup("made", source.tensors, index=7, layer=SPARSE, shape=(3, 5, 4), claimed=set())

@@ -6,17 +6,17 @@ import pytest
 
 from onedraw.errors import CorruptFile, UnsupportedModel
 from onedraw.models.registry import FAMILIES, find_family
-from tests.models.sources import MadeSource
+from tests.support.memory_source import MemorySource
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_a_family_is_known_by_each_of_its_names(family: Any) -> None:
     for name in family.architectures:
-        assert find_family(MadeSource({"architectures": [name], "model_type": family.model_types[0]})) is family
-        assert find_family(MadeSource({"architectures": [name]})) is family
-    assert find_family(MadeSource({"model_type": family.model_types[0]})) is family
+        assert find_family(MemorySource({"architectures": [name], "model_type": family.model_types[0]})) is family
+        assert find_family(MemorySource({"architectures": [name]})) is family
+    assert find_family(MemorySource({"model_type": family.model_types[0]})) is family
     for name in family.gguf:
-        assert find_family(MadeSource({"general.architecture": name}, "gguf")) is family
+        assert find_family(MemorySource({"general.architecture": name}, "gguf")) is family
 
 
 @pytest.mark.parametrize(
@@ -31,16 +31,16 @@ def test_a_family_is_known_by_each_of_its_names(family: Any) -> None:
 def test_an_unsupported_architecture_is_named_with_what_is_supported(config: dict[str, Any]) -> None:
     named = (config.get("architectures") or ["gpt2"])[0]
     with pytest.raises(UnsupportedModel, match=rf"{named}.* supported: LlamaForCausalLM, .*Qwen3ForCausalLM"):
-        find_family(MadeSource(config))
+        find_family(MemorySource(config))
 
 
 def test_an_unsupported_gguf_is_named_with_what_is_supported() -> None:
     with pytest.raises(UnsupportedModel, match=r"the architecture mamba .*supported: llama, qwen2, qwen3"):
-        find_family(MadeSource({"general.architecture": "mamba"}, "gguf"))
+        find_family(MemorySource({"general.architecture": "mamba"}, "gguf"))
 
 
 def test_a_description_without_a_name_is_corrupt() -> None:
     with pytest.raises(CorruptFile, match="neither architectures nor a model_type"):
-        find_family(MadeSource({}))
+        find_family(MemorySource({}))
     with pytest.raises(CorruptFile, match=r"general\.architecture is missing"):
-        find_family(MadeSource({}, "gguf"))
+        find_family(MemorySource({}, "gguf"))

@@ -17,7 +17,7 @@ from onedraw.models.weight_names import (
     unpermuted_row_order,
     weight_shapes,
 )
-from tests.models.sources import MadeSource
+from tests.support.memory_source import MemorySource
 
 FULL = AttentionSpec(
     heads=4, kv_heads=2, head_dim=8, rope=RopeSpec(1e4, 8), scale=1.0, qkv_bias=True, out_bias=True, qk_norm=True
@@ -33,8 +33,8 @@ SPEC = ModelSpec(
 )
 
 
-def made(rules: WeightNames, spec: ModelSpec = SPEC) -> MadeSource:
-    source = MadeSource()
+def made(rules: WeightNames, spec: ModelSpec = SPEC) -> MemorySource:
+    source = MemorySource()
     for seed, (where, shape) in enumerate(weight_shapes(spec).items()):
         source.add(rules.stored_name(where), np.random.default_rng(seed).normal(size=shape).astype(np.float32))
     return source

@@ -20,7 +20,7 @@ from onedraw.settings import default_cache_dir
 from onedraw.speculation.draft_tree import build_tree
 from onedraw.types import Draft, Request, SamplingParams
 from tests.laws.harness import Schedule, run
-from tests.oracle.dflash import Drafter, Target, block_logits
+from tests.reference.dflash import Drafter, Target, block_logits
 
 TRAINED = Path(__file__).parents[1] / "fixtures" / "trained"
 

@@ -11,9 +11,9 @@ import torch
 
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.types import Plan, Request, SamplingParams
-from tests import tiny, tiny_modern
 from tests.laws.harness import Schedule, run
-from tests.making import backend_of, part_of
+from tests.support import tiny, tiny_modern
+from tests.support.torch_backend import make_backend, slice_row
 
 LENGTH = 150  # past every window, past two blocks of keys and two chunks
 NAMES = (*tiny.NAMES, *(name for name in tiny.MODERN if not name.endswith(tiny_modern.MTP)))
@@ -25,7 +25,7 @@ def hidden_logits(backend: TorchBackend, tokens: list[int], cuts: list[int], *, 
 
     out = []
     for start, stop in itertools.pairwise(cuts):
-        row = part_of(tokens, start, stop, prompt=prompt, groups=len(backend.capacity.groups))
+        row = slice_row(tokens, start, stop, prompt=prompt, groups=len(backend.capacity.groups))
         inputs = make_inputs(Plan((row,)), layout=backend.layout, device=torch.device("cpu"))
         hidden = backend.model.hidden(inputs, backend.states)
         out.append(backend._picker.logits(hidden, list(range(stop - start))))
@@ -46,7 +46,7 @@ def test_logits_match_transformers(pair: tuple[object, Path, Path | None], form:
     model, folder, file = pair
     if form == "gguf" and file is None:
         pytest.skip("this variant has no form in GGUF")
-    backend = backend_of(file if form == "gguf" and file else folder, kernels=kernels, page_size=16)
+    backend = make_backend(file if form == "gguf" and file else folder, kernels=kernels, page_size=16)
     tokens = np.random.default_rng(0).integers(0, tiny.VOCAB, LENGTH).tolist()
     with torch.inference_mode():
         expected = model(torch.tensor([tokens])).logits[0]  # type: ignore[operator]
@@ -66,7 +66,7 @@ def test_greedy_tokens_equal_transformers(pair: tuple[object, Path, Path | None]
     model, folder, _ = pair
     prompt = np.random.default_rng(1).integers(0, tiny.VOCAB, 20).tolist()
     request = Request(id="g", prompt=tuple(prompt), params=SamplingParams(temperature=0.0, max_tokens=64))
-    [answer], _ = run(backend_of(folder, kernels=True), [request], Schedule())
+    [answer], _ = run(make_backend(folder, kernels=True), [request], Schedule())
     tokens = list(prompt)
     with torch.inference_mode():
         for _ in range(64):

@@ -15,11 +15,11 @@ from onedraw.errors import UnsupportedModel
 from onedraw.models.model_info import read_model_info
 from onedraw.models.mtp import MtpInfo, read_mtp_info
 from onedraw.types import Request, SamplingParams
-from tests import tiny
 from tests.laws.harness import Schedule, run
-from tests.making import backend_of
-from tests.models import forward
-from tests.oracle import mtp as oracle
+from tests.reference import forward
+from tests.reference import mtp as oracle
+from tests.support import tiny
+from tests.support.torch_backend import make_backend
 
 LENGTH = 3  # guesses per turn
 Guess = tuple[list[int], np.ndarray]  # the text before it, and the logits it was ranked by
@@ -58,7 +58,7 @@ def recorded(folder: Path, head: MtpInfo, *, kernels: bool, turn_tokens: int) ->
 
     prompt = tuple(np.random.default_rng(2).integers(0, tiny.VOCAB, 100).tolist())
     params = SamplingParams(temperature=0.0, logit_bias=tuple((t, 30.0) for t in range(40, 44)), max_tokens=12)
-    backend = backend_of(folder, kernels=kernels, max_context=300, lanes=1, make_drafter=make)
+    backend = make_backend(folder, kernels=kernels, max_context=300, lanes=1, make_drafter=make)
     _, stats = run(backend, [Request("m", prompt, params)], Schedule(turn_tokens=turn_tokens))
     assert stats.accepted_tokens  # kept drafts are followed from the drafts' own hidden states
     return made[0].seen
@@ -96,7 +96,7 @@ def expected_logits(weights: Any, head: MtpInfo, text: list[int], *, guesses: in
     residuals = forward.forward(weights, text[:known])[1]
     hidden = forward.norm(residuals[-1], weights.read(None, "norm"), weights.spec)
     for _ in range(guesses + 1):
-        logits, read = oracle.guesses(weights, head.weights, hidden, text[1 : len(hidden) + 1])
+        logits, read = oracle.mtp_logits(weights, head.weights, hidden, text[1 : len(hidden) + 1])
         hidden = np.concatenate([hidden, read[-1:]])
     return logits[-1]
 

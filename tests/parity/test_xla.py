@@ -17,9 +17,9 @@ from onedraw.backends.xla.inputs import make_inputs
 from onedraw.backends.xla.sampler import logits_of
 from onedraw.errors import UnsupportedModel
 from onedraw.types import Request, SamplingParams
-from tests import tiny
 from tests.laws.harness import Schedule, run
-from tests.making import backend_of, part_of
+from tests.support import tiny
+from tests.support.torch_backend import make_backend, slice_row
 
 LENGTH = 150  # past every window, past a block of keys and two chunks
 FAMILIES = ("llama31", "mistral", "qwen2", "qwen3", "qwen3_5")
@@ -29,7 +29,7 @@ def logits(backend: XlaBackend, tokens: list[int], cuts: list[int], *, prompt: i
     """Logits of every position, the text computed in parts."""
     out = []
     for start, stop in itertools.pairwise(cuts):
-        row = part_of(tokens, start, stop, prompt=prompt, groups=len(backend.capacity.groups))
+        row = slice_row(tokens, start, stop, prompt=prompt, groups=len(backend.capacity.groups))
         inputs = make_inputs([row], backend.shape, conv=backend._conv)
         x, _, _ = backend._forward(inputs, np.zeros(backend.shape.picks, dtype=np.int32))
         rows = np.asarray(x)[: stop - start]
@@ -76,7 +76,7 @@ def test_tokens_equal_the_torch_backends(pair: tuple[object, Path, XlaBackend]) 
     ]
     requests = [Request(f"r{i}", tuple(p), w) for i, (p, w) in enumerate(zip(prompts, wishes, strict=True))]
     got, _ = run(backend, requests, Schedule())
-    expected, _ = run(backend_of(folder, kernels=False, check=False), requests, Schedule())
+    expected, _ = run(make_backend(folder, kernels=False, check=False), requests, Schedule())
     assert [answer.tokens for answer in got] == [answer.tokens for answer in expected]
     assert got[5].logprobs == pytest.approx(expected[5].logprobs, abs=1e-4)
 

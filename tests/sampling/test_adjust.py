@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from onedraw.sampling.adjustments import LONGEST_MATCH, NOTHING, Recall, adjustment, dry_penalties
 from onedraw.types import DryParams, History, SamplingParams
-from tests.work import counted
+from tests.support.count_calls import count_calls
 
 
 def slow_dry(tokens: list[int], dry: DryParams) -> dict[int, float]:
@@ -72,7 +72,7 @@ def test_a_huge_base_gives_the_largest_penalty_not_an_error() -> None:
 def test_dry_over_a_long_repetitive_history_stays_affordable() -> None:
     """The worst case is one token over and over: every place matches everywhere."""
     tokens = np.zeros(100_000, dtype=np.int64)
-    _, calls = counted(lambda: dry_penalties(tokens, DryParams(multiplier=1.0)))
+    _, calls = count_calls(lambda: dry_penalties(tokens, DryParams(multiplier=1.0)))
     assert calls < 4 * LONGEST_MATCH + 100  # walks of whole arrays, a few for each length of a match
 
 

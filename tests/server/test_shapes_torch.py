@@ -12,8 +12,8 @@ import pytest
 
 from onedraw.build.llm import build_llm
 from onedraw.settings import Settings
-from tests import tiny
 from tests.server.running import Served, serving
+from tests.support import tiny
 
 SCHEMA = {
     "type": "object",

@@ -19,8 +19,8 @@ from onedraw.build.llm import build_llm
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.llm.options import RequestOptions, make_generation
 from onedraw.settings import Settings
-from tests import tiny
 from tests.server.running import PATIENCE, Served, fake_llm, serving, wait_until
+from tests.support import tiny
 
 # The disk of this server is slow and stands still before one of its writes, so that a kill finds it writing.
 PROGRAM = """

@@ -16,8 +16,8 @@ from onedraw.build.llm import _card, build_llm, make_service
 from onedraw.llm.llm import LLM, settled_stats
 from onedraw.settings import Settings
 from onedraw.text.fake_tokenizer import fake_chat_template, fake_tokenizer
-from tests import tiny
 from tests.server.running import Served, serving
+from tests.support import tiny
 
 FORMS: tuple[dict[str, Any], ...] = (
     {"guided_choice": ["yes", "no", "maybe"]},

@@ -16,8 +16,8 @@ from tests.backends.xla import making
 # isort: split
 from onedraw.build.llm import build_llm
 from onedraw.settings import Settings
-from tests import tiny
 from tests.server.running import Served, serving
+from tests.support import tiny
 
 assert making.SIZES  # skips this module where jax is not installed
 SCHEMA = {"type": "object", "properties": {"kind": {"enum": ["cat", "dog"]}}, "required": ["kind"], "additionalProperties": False}

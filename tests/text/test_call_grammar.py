@@ -18,7 +18,7 @@ from onedraw.text.tokenizer import Tokenizer
 from onedraw.text.tools.call_stream import ToolCallParser
 from onedraw.text.tools.dialects import CallableTools, Dialect, Tool
 from onedraw.text.tools.grammar import ToolCallGrammar
-from tests.calls import gathered
+from tests.support.collect_calls import collect_calls
 
 EOS = 256
 DIALECTS: tuple[Dialect, ...] = ("hermes", "qwen_xml", "laguna", "gemma", "llama", "pythonic")
@@ -100,7 +100,7 @@ def lark(dialect: Dialect, tokenizer: Tokenizer, *tools: Tool, required: bool = 
 
 def calls_in(dialect: Dialect, text: str) -> tuple[str, list[tuple[str, str]]]:
     reader = ToolCallParser(CallableTools(dialect, (WEATHER, STOP)))
-    return gathered([*reader.push(text), *reader.finish()])
+    return collect_calls([*reader.push(text), *reader.finish()])
 
 
 @pytest.mark.parametrize("tokenizer", [PLAIN_BYTES, WITH_MARKERS], ids=["spelled", "special"])
@@ -192,7 +192,7 @@ def test_a_value_between_tags_is_read_as_it_was_written(dialect: Dialect, part: 
         text = blind.write()
         assert text is not None
         reader = ToolCallParser(CallableTools(dialect, (tool,)))
-        ((_, arguments),) = gathered([*reader.push(text), *reader.finish()])[1]
+        ((_, arguments),) = collect_calls([*reader.push(text), *reader.finish()])[1]
         jsonschema.validate(json.loads(arguments), schema)
 
 
@@ -267,7 +267,7 @@ def test_a_blind_model_keeps_to_a_strict_schema(dialect: Dialect, schema: dict[s
     assert len(written) >= 4
     for text in written:
         reader = ToolCallParser(CallableTools(dialect, (tool,)))
-        content, ((_, arguments),) = gathered([*reader.push(text), *reader.finish()])
+        content, ((_, arguments),) = collect_calls([*reader.push(text), *reader.finish()])
         assert content == ""
         jsonschema.validate(json.loads(arguments), {"type": "object", **schema})
 
@@ -304,7 +304,7 @@ def test_a_parameter_of_a_tool_that_is_not_strict_may_be_anything_and_the_others
     assert written
     for text in written:
         reader = ToolCallParser(CallableTools(dialect, (tool,)))
-        _, ((_, arguments),) = gathered([*reader.push(text), *reader.finish()])
+        _, ((_, arguments),) = collect_calls([*reader.push(text), *reader.finish()])
         assert isinstance(json.loads(arguments)["c"], int)
         assert "a" in json.loads(arguments)
 

@@ -12,7 +12,7 @@ from onedraw.text.tools.call_parsers import CallArguments
 from onedraw.text.tools.call_stream import ToolCallParser
 from onedraw.text.tools.dialects import CallableTools, Dialect, Tool, ToolSyntax, detect_tool_syntax
 from onedraw.text.tools.prompt import template_inputs
-from tests.calls import gathered
+from tests.support.collect_calls import collect_calls
 
 WEATHER = Tool(
     "weather",
@@ -56,7 +56,7 @@ def read(dialect: Dialect, text: str, width: int = 1000) -> tuple[str, list[tupl
     """Content, calls with their arguments, and how many came to an end."""
     reader = ToolCallParser(CallableTools(dialect, (WEATHER,)))
     events = [event for start in range(0, len(text), width) for event in reader.push(text[start : start + width])]
-    return *gathered([*events, *reader.finish()]), reader.completed
+    return *collect_calls([*events, *reader.finish()]), reader.completed
 
 
 @pytest.mark.parametrize("dialect", SPELLED)
@@ -147,7 +147,7 @@ def test_a_stray_brace_behind_a_call_is_nothing() -> None:
 @pytest.mark.parametrize("name", ["a/b", "a:b", "2fa", "a-b.c"])
 def test_a_tool_is_called_by_its_name_in_python_too(name: str) -> None:
     reader = ToolCallParser(CallableTools("pythonic", (Tool(name),)))
-    assert gathered([*reader.push(f"[{name}(a=9)]"), *reader.finish()]) == ("", [(name, '{"a": 9}')])
+    assert collect_calls([*reader.push(f"[{name}(a=9)]"), *reader.finish()]) == ("", [(name, '{"a": 9}')])
     assert read("pythonic", "[a/b(a=9)]")[0] == "[a/b(a=9)]", "nobody's name"
 
 

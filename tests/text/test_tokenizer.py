@@ -15,7 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from onedraw.errors import BadRequest, CorruptFile, ModelNotFound, UnsupportedModel
 from onedraw.text.tokenizer import Tokenizer
-from tests.work import counted
+from tests.support.count_calls import count_calls
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "tiny_tokenizer"
 UNICODE = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
@@ -228,7 +228,7 @@ def smollm2(smollm2_path: Path) -> Tokenizer:
     from onedraw.checkpoints.gguf import GgufCheckpoint
 
     metadata = GgufCheckpoint(smollm2_path).metadata
-    tokenizer, calls = counted(lambda: Tokenizer.from_gguf(metadata))
+    tokenizer, calls = count_calls(lambda: Tokenizer.from_gguf(metadata))
     assert calls < 3 * tokenizer.vocab_size, "building takes 0.1 s"
     return tokenizer
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import onedraw
 from onedraw.backends.torch.drafters.dflash import DflashDrafter
-from tests import tiny, tiny_drafters
+from tests.support import tiny, tiny_drafters
 
 WIDTH = 64  # of the target's residual stream
 

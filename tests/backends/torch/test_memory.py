@@ -9,9 +9,9 @@ from onedraw.backends.torch.backend import TorchBackend
 from onedraw.checkpoints.random_weights import random_weights
 from onedraw.errors import OutOfMemory
 from onedraw.models.spec import DeltaSpec
-from tests import tiny_modern
-from tests.models.released import CONFIGS
 from tests.models.test_modern import spec_of
+from tests.support import tiny_modern
+from tests.support.released_configs import CONFIGS
 
 GIB = 2**30
 

@@ -16,10 +16,10 @@ from onedraw.checkpoints.open import open_checkpoint
 from onedraw.models.model_info import read_model_info
 from onedraw.settings import default_cache_dir
 from onedraw.types import History, Plan, Request, Row, RowOutcome, SamplingParams
-from tests import tiny
 from tests.laws.harness import Schedule
 from tests.laws.harness import run as served
-from tests.making import backend_of
+from tests.support import tiny
+from tests.support.torch_backend import make_backend
 
 BROKEN = 77  # the token whose embedding is not a number any more
 PROMPT = tuple(range(5, 45))
@@ -116,7 +116,7 @@ class Loud:
 def test_a_stream_that_leaves_the_range_of_f16_names_the_layer_and_is_never_served(
     folder: Path, dtype: str, activation: str
 ) -> None:
-    backend = backend_of(folder, kernels=False, check=False, dtype=dtype, activation=activation)
+    backend = make_backend(folder, kernels=False, check=False, dtype=dtype, activation=activation)
     layers = backend.model.stages[0].layers
     layers[1] = dataclasses.replace(layers[1], feed_forward=Loud(layers[1].feed_forward))  # type: ignore[arg-type]
     [failed] = run(backend, dataclasses.replace(row(PROMPT, (0, 1, 2, 3, 4)), scores=False))
@@ -129,7 +129,7 @@ def test_a_stream_that_leaves_the_range_of_f16_names_the_layer_and_is_never_serv
 
 
 def test_a_stream_that_overflows_behind_a_boundary_names_the_layer_by_its_number_in_the_model(folder: Path) -> None:
-    backend = backend_of(folder, kernels=False, check=False, dtype="f16", activation="f16", cuts=(1,))
+    backend = make_backend(folder, kernels=False, check=False, dtype="f16", activation="f16", cuts=(1,))
     layers = backend.model.stages[1].layers
     layers[1] = dataclasses.replace(layers[1], feed_forward=Loud(layers[1].feed_forward))  # type: ignore[arg-type]
     [failed] = run(backend, dataclasses.replace(row(PROMPT, (0, 1, 2, 3, 4)), scores=False))
@@ -137,7 +137,7 @@ def test_a_stream_that_overflows_behind_a_boundary_names_the_layer_by_its_number
 
 
 def test_the_same_model_is_served_with_a_wider_stream(folder: Path) -> None:
-    backend = backend_of(folder, kernels=False, check=False, dtype="bf16", activation="bf16")
+    backend = make_backend(folder, kernels=False, check=False, dtype="bf16", activation="bf16")
     layers = backend.model.stages[0].layers
     layers[1] = dataclasses.replace(layers[1], feed_forward=Loud(layers[1].feed_forward))  # type: ignore[arg-type]
     [answer], _ = served(backend, [Request("q", PROMPT, SamplingParams(max_tokens=3))], Schedule())
@@ -146,7 +146,7 @@ def test_the_same_model_is_served_with_a_wider_stream(folder: Path) -> None:
 
 @pytest.mark.parametrize("wishes", [{}, {"top_k": 3, "min_p": 0.1}, {"repetition_penalty": 1.3}])
 def test_numbers_that_are_none_are_not_the_callers_fault(folder: Path, wishes: dict[str, float]) -> None:
-    backend = backend_of(folder, kernels=False, check=False, dtype="f32")
+    backend = make_backend(folder, kernels=False, check=False, dtype="f32")
     rows = backend.model._embedding
     backend.model._embedding = lambda tokens, by=None: torch.where(tokens[:, None] == BROKEN, torch.nan, rows(tokens))
     [answer], _ = served(backend, [Request("q", (*PROMPT, BROKEN), SamplingParams(max_tokens=3, **wishes))], Schedule())

@@ -16,7 +16,7 @@ from onedraw.backends.torch.ops.cpu.packed_linear import CpuLinear
 from onedraw.checkpoints.base import StoredTensor
 from onedraw.checkpoints.dequantize import QUANT_TYPES, dequantize_into
 from onedraw.settings import default_cache_dir
-from tests.packed import PACKED, PLAIN_KINDS, random_blocks, stored
+from tests.support.quantized_weights import FLOAT_KINDS, QUANTIZED_KINDS, random_blocks, random_tensor
 
 LIBRARY = build(default_cache_dir()).library
 if LIBRARY is None:
@@ -72,12 +72,12 @@ def numbers(tensor: StoredTensor) -> np.ndarray:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.parametrize("kind", QUANTIZED_KINDS)
 def test_a_product_is_its_twin(kind: str, path: str) -> None:
     rng = np.random.default_rng(1)
     for width in widths(kind):
         for rows, height in ((1, 1), (3, 16), (9, 33), (17, 70)):
-            tensor = stored("w", (height, width), kind, rng)
+            tensor = random_tensor("w", (height, width), kind, rng)
             x = rng.standard_normal((rows, width), dtype=np.float32) * np.exp(rng.standard_normal((rows, width))).astype(
                 np.float32
             )
@@ -119,11 +119,11 @@ def test_sums_of_whole_numbers_are_exact(kind: str, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("kind", [*PACKED, *PLAIN_KINDS])
+@pytest.mark.parametrize("kind", [*QUANTIZED_KINDS, *FLOAT_KINDS])
 def test_float_activations_give_the_bits_of_a_float32_weight(kind: str, path: str) -> None:
     rng = np.random.default_rng(3)
     for width in widths(kind):
-        tensor = stored("w", (75, width), kind, rng)
+        tensor = random_tensor("w", (75, width), kind, rng)
         x = torch.from_numpy(rng.standard_normal((21, width), dtype=np.float32))
         kept = linear_of([tensor], path=path, coded=False)(x)
         plain = ops(path).linear(torch.from_numpy(numbers(tensor)))(x)
@@ -131,11 +131,11 @@ def test_float_activations_give_the_bits_of_a_float32_weight(kind: str, path: st
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("kind", [*PACKED, *PLAIN_KINDS])
+@pytest.mark.parametrize("kind", [*QUANTIZED_KINDS, *FLOAT_KINDS])
 def test_looked_up_rows_are_the_checkpoints_numbers(kind: str, path: str) -> None:
     rng = np.random.default_rng(4)
     for width in widths(kind):
-        tensor = stored("w", (75, width), kind, rng)
+        tensor = random_tensor("w", (75, width), kind, rng)
         wanted = torch.tensor([0, 74, 3, 3, 31, 32, 16])
         found = linear_of([tensor], pad=64, path=path).rows(wanted)
         assert torch.equal(found, torch.from_numpy(numbers(tensor))[wanted])
@@ -146,7 +146,7 @@ def test_looked_up_rows_are_the_checkpoints_numbers(kind: str, path: str) -> Non
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("coded", [True, False])
-@pytest.mark.parametrize("kind", [*PACKED, *PLAIN_KINDS])
+@pytest.mark.parametrize("kind", [*QUANTIZED_KINDS, *FLOAT_KINDS])
 def test_a_row_is_the_same_in_any_company(kind: str, coded: bool, path: str) -> None:
     """Over a thousand random cases per kind: alone, in any stretch of any batch, with any number of threads."""
     rng = np.random.default_rng(5)
@@ -154,7 +154,7 @@ def test_a_row_is_the_same_in_any_company(kind: str, coded: bool, path: str) -> 
     teams = [ops(path, threads=threads, coded=coded) for threads in (1, 2, 3)]
     while cases < wanted:
         width, height = int(rng.choice(widths(kind))), int(rng.integers(1, 100))
-        tensor = stored("w", (height, width), kind, rng)
+        tensor = random_tensor("w", (height, width), kind, rng)
         linears = [team.stored([tensor], bias=None, pad=1, pad_columns=1) for team in teams]
         x = torch.from_numpy(rng.standard_normal((64, width), dtype=np.float32))
         whole = linears[0](x)  # type: ignore[misc]
@@ -168,7 +168,9 @@ def test_a_row_is_the_same_in_any_company(kind: str, coded: bool, path: str) -> 
 
 def test_several_weights_of_different_kinds_stand_side_by_side() -> None:
     rng = np.random.default_rng(6)
-    tensors = [stored(kind, (height, 256), kind, rng) for kind, height in (("Q4_1", 33), ("Q6_K", 5), ("F16", 40), ("Q8_0", 64))]
+    tensors = [
+        random_tensor(kind, (height, 256), kind, rng) for kind, height in (("Q4_1", 33), ("Q6_K", 5), ("F16", 40), ("Q8_0", 64))
+    ]
     bias, x = (torch.from_numpy(rng.standard_normal(shape, dtype=np.float32)) for shape in ((142,), (11, 256)))
     together = linear_of(tensors, bias)(x)
     apart = torch.cat([linear_of([tensor])(x) for tensor in tensors], dim=1) + bias
@@ -177,7 +179,7 @@ def test_several_weights_of_different_kinds_stand_side_by_side() -> None:
 
 def test_padding_adds_zero_columns_and_reads_no_padded_inputs() -> None:
     rng = np.random.default_rng(7)
-    tensors = [stored("a", (40, 96), "Q4_0", rng), stored("b", (70, 96), "Q5_1", rng)]
+    tensors = [random_tensor("a", (40, 96), "Q4_0", rng), random_tensor("b", (70, 96), "Q5_1", rng)]
     x = torch.from_numpy(rng.standard_normal((5, 128), dtype=np.float32))
     found = ops().stored(tensors, bias=None, pad=64, pad_columns=64)
     assert found is not None
@@ -206,7 +208,7 @@ def test_rows_may_lie_anywhere_and_there_may_be_none() -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_zeros_and_the_smallest_numbers_give_zeros(path: str) -> None:
-    tensor = stored("w", (20, 64), "Q4_1", np.random.default_rng(10))
+    tensor = random_tensor("w", (20, 64), "Q4_1", np.random.default_rng(10))
     x = torch.zeros(3, 64)
     x[1] = 1e-40
     x[2] = -1e-36
@@ -216,7 +218,7 @@ def test_zeros_and_the_smallest_numbers_give_zeros(path: str) -> None:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("broken", [float("inf"), float("-inf"), float("nan")])
 def test_what_is_not_finite_breaks_its_own_row_only(broken: float, path: str) -> None:
-    tensor = stored("w", (20, 64), "Q8_0", np.random.default_rng(11))
+    tensor = random_tensor("w", (20, 64), "Q8_0", np.random.default_rng(11))
     linear = linear_of([tensor], path=path)
     x = torch.from_numpy(np.random.default_rng(14).standard_normal((9, 64), dtype=np.float32))
     clean = linear(x)
@@ -232,7 +234,7 @@ def test_a_forked_child_computes_the_same_alone() -> None:
 import os
 import numpy as np, torch
 from tests.backends.torch.test_packed import linear_of
-from tests.packed import stored
+from tests.support.quantized_weights import stored
 linear = linear_of([stored("w", (300, 512), "Q4_1", np.random.default_rng(0))], threads=3)
 x = torch.from_numpy(np.random.default_rng(1).standard_normal((9, 512), dtype=np.float32))
 before = linear(x)
@@ -247,7 +249,7 @@ for _ in range(40):  # at some of them a thread is just going to sleep, with a l
 
 
 def test_more_threads_than_processors_change_nothing() -> None:
-    tensor = stored("w", (500, 256), "Q6_K", np.random.default_rng(12))
+    tensor = random_tensor("w", (500, 256), "Q6_K", np.random.default_rng(12))
     x = torch.from_numpy(np.random.default_rng(13).standard_normal((40, 256), dtype=np.float32))
     alone = linear_of([tensor], threads=1)(x)
     crowded = linear_of([tensor], threads=13)

@@ -28,8 +28,8 @@ from onedraw.checkpoints.open import open_checkpoint
 from onedraw.models.model_info import read_model_info
 from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec
 from onedraw.settings import default_cache_dir
-from tests import tiny
-from tests.packed import stored
+from tests.support import tiny
+from tests.support.quantized_weights import random_tensor
 
 CPU = torch.device("cpu")
 
@@ -124,7 +124,7 @@ def test_packed_products_name_every_border(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(packed_rows, "_multiprocessors", lambda device: 132)
     for shared, more in ((227 << 10, set()), (99 << 10, {46})):
         monkeypatch.setattr(packed_rows, "shared_memory", lambda device, shared=shared: shared)
-        tensors = [stored("w", (2048, 5120), "Q4_K", np.random.default_rng(0))]
+        tensors = [random_tensor("w", (2048, 5120), "Q4_K", np.random.default_rng(0))]
         made = PackedOps(CPU, torch.float16).stored(tensors, bias=None, pad=1, pad_columns=1)
         assert made is not None
         assert made.kind == "Q4_K"

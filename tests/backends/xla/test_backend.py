@@ -12,9 +12,9 @@ from tests.backends.xla.making import xla_backend
 
 # isort: split
 from onedraw.backends.devices import cpu_features_digest, cpu_model
-from tests import tiny
 from tests.laws.harness import Schedule, run
 from tests.laws.test_xla import conversation
+from tests.support import tiny
 
 
 @pytest.mark.parametrize("cuts", [(), (2,)])

@@ -21,8 +21,8 @@ from onedraw.cli.main import main
 from onedraw.errors import BadSetting, ModelNotFound, UnsupportedModel
 from onedraw.settings import Settings
 from onedraw.types import Request, SamplingParams
-from tests import tiny
 from tests.laws.harness import Schedule, run
+from tests.support import tiny
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,10 @@ import numpy as np
 
 from onedraw.models.mtp import MtpWeights
 from onedraw.models.weight_names import ModelWeights
-from tests.models.forward import head, norm, run_layer
+from tests.reference.forward import head, norm, run_layer
 
 
-def guesses(target: ModelWeights, mtp: MtpWeights, hidden: np.ndarray, tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
+def mtp_logits(target: ModelWeights, mtp: MtpWeights, hidden: np.ndarray, tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """Logits [T, V] of the token after next at every position, and what the next guess reads [T, E].
 
     hidden [T, E] is the target's residual after its last norm at positions 0 … T - 1, tokens are those at 1 … T.

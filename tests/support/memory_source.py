@@ -14,7 +14,7 @@ from onedraw.models.source import CheckpointFormat
 
 
 @dataclass
-class MadeSource:
+class MemorySource:
     config: Mapping[str, Any] = field(default_factory=dict)
     format: CheckpointFormat = "safetensors"
     tensors: dict[str, StoredTensor] = field(default_factory=dict)

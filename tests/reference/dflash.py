@@ -14,13 +14,13 @@ import numpy as np
 
 from onedraw.models.dflash import DrafterWeights
 from onedraw.models.weight_names import ModelWeights
-from tests.models.forward import forward
+from tests.reference.forward import forward
 
-Reads = Any  # DrafterWeights, or a Drafter that holds them
+AnyWeights = Any  # DrafterWeights, or a Drafter that holds them
 Spoil = Callable[[np.ndarray], np.ndarray]
 
 
-def block_logits(weights: Reads, features: np.ndarray, anchor: int, *, embed: np.ndarray, head: np.ndarray) -> np.ndarray:
+def block_logits(weights: AnyWeights, features: np.ndarray, anchor: int, *, embed: np.ndarray, head: np.ndarray) -> np.ndarray:
     """Logits [B - 1, Vd] of slots 1 … B - 1, for features [C, n·Ht] and the target's embedding and head, both [V, E].
 
     Where the drafter has an embedding or a head of its own, that one is used.
@@ -28,7 +28,7 @@ def block_logits(weights: Reads, features: np.ndarray, anchor: int, *, embed: np
     return head_logits(weights, block_hidden(weights, features, anchor, embed=embed), head=head)
 
 
-def block_hidden(weights: Reads, features: np.ndarray, anchor: int, *, embed: np.ndarray) -> np.ndarray:
+def block_hidden(weights: AnyWeights, features: np.ndarray, anchor: int, *, embed: np.ndarray) -> np.ndarray:
     """The stack's output [B, E] before the last norm."""
     spec, outer = weights.spec, weights.outer()
     count, size = len(features), spec.block
@@ -41,8 +41,8 @@ def block_hidden(weights: Reads, features: np.ndarray, anchor: int, *, embed: np
         h = rms(x, spec.eps) * w["attn_norm"]
         both = np.concatenate([context, h])  # keys and values: the context as it is, the block normed
         positions = np.arange(count + size)
-        q = turned(rms((h @ w["q"].T).reshape(size, a.heads, -1), spec.eps) * w["q_norm"], positions[count:], a.rope.theta)
-        k = turned(rms((both @ w["k"].T).reshape(count + size, a.kv_heads, -1), spec.eps) * w["k_norm"], positions, a.rope.theta)
+        q = rotate(rms((h @ w["q"].T).reshape(size, a.heads, -1), spec.eps) * w["q_norm"], positions[count:], a.rope.theta)
+        k = rotate(rms((both @ w["k"].T).reshape(count + size, a.kv_heads, -1), spec.eps) * w["k_norm"], positions, a.rope.theta)
         v = (both @ w["v"].T).reshape(count + size, a.kv_heads, -1)
         mixed = np.empty((size, a.heads, v.shape[-1]))
         for slot in range(size):
@@ -60,12 +60,12 @@ def block_hidden(weights: Reads, features: np.ndarray, anchor: int, *, embed: np
     return x
 
 
-def head_logits(weights: Reads, hidden: np.ndarray, *, head: np.ndarray) -> np.ndarray:
+def head_logits(weights: AnyWeights, hidden: np.ndarray, *, head: np.ndarray) -> np.ndarray:
     outer = weights.outer()
     return (rms(hidden[1:], weights.spec.eps) * outer["norm"]) @ outer.get("head", head).T
 
 
-def proposals(weights: Reads, logits: np.ndarray) -> list[int]:
+def proposals(weights: AnyWeights, logits: np.ndarray) -> list[int]:
     """The most likely token of every slot, in the target's ids."""
     best = logits.argmax(-1)
     ids = weights.target_ids()
@@ -76,7 +76,7 @@ def rms(x: np.ndarray, eps: float) -> np.ndarray:
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps)
 
 
-def turned(x: np.ndarray, positions: np.ndarray, theta: float) -> np.ndarray:
+def rotate(x: np.ndarray, positions: np.ndarray, theta: float) -> np.ndarray:
     """x [T, heads, D] with the pair (i, i + D/2) turned by position · theta^(-2i/D), as complex numbers."""
     half = x.shape[-1] // 2
     turn = np.exp(1j * positions[:, None] * theta ** (-np.arange(half) / half))[:, None]
@@ -87,7 +87,7 @@ def turned(x: np.ndarray, positions: np.ndarray, theta: float) -> np.ndarray:
 # ------------------------------------------------------------------ with a target
 
 
-class Held:
+class LoadedWeights:
     """Weights read once: a drafter's or a target's."""
 
     def __init__(self, weights: Any) -> None:
@@ -102,7 +102,7 @@ class Held:
         return self._layers[index]
 
 
-class Drafter(Held):
+class Drafter(LoadedWeights):
     def __init__(self, weights: DrafterWeights) -> None:
         super().__init__(weights)
         self._ids = weights.target_ids()
@@ -111,7 +111,7 @@ class Drafter(Held):
         return self._ids
 
 
-class Target(Held):
+class Target(LoadedWeights):
     def __init__(self, weights: ModelWeights) -> None:
         super().__init__(weights)
         self._last: tuple[list[int], list[int], list[np.ndarray]] = [], [], []  # several walks along one text ask for it
@@ -134,7 +134,7 @@ class Target(Held):
 
 
 @dataclass(frozen=True)
-class Run:
+class GreedyRun:
     tokens: list[int]  # what was generated
     kept: list[int]  # drafts kept by each step
 
@@ -143,7 +143,9 @@ class Run:
         return sum(1 + kept for kept in self.kept) / len(self.kept)
 
 
-def greedy_with_drafts(target: Target, drafter: Drafter, prompt: list[int], steps: int, *, spoil: Spoil = lambda x: x) -> Run:
+def greedy_with_drafts(
+    target: Target, drafter: Drafter, prompt: list[int], steps: int, *, spoil: Spoil = lambda x: x
+) -> GreedyRun:
     """The loop: draft a block, verify it with one pass of the target, keep what agrees, add the target's own choice.
 
     `spoil` changes the features, to show what wrong ones do to the drafts; the tokens stay the same.
@@ -159,10 +161,10 @@ def greedy_with_drafts(target: Target, drafter: Drafter, prompt: list[int], step
         committed += [anchor, *drafts[:agreed]]
         features, anchor = seen[: len(committed)], after[agreed]
         kept.append(agreed)
-    return Run([*committed[len(prompt) :], anchor], kept)
+    return GreedyRun([*committed[len(prompt) :], anchor], kept)
 
 
-def along(target: Target, drafter: Drafter, tokens: list[int], prompt: int, *, spoil: Spoil = lambda x: x) -> Run:
+def draft_along(target: Target, drafter: Drafter, tokens: list[int], prompt: int, *, spoil: Spoil = lambda x: x) -> GreedyRun:
     """`greedy_with_drafts` when the greedy text is known: one pass of the target and one block per step.
 
     tokens[prompt:] must be the greedy answer to tokens[:prompt]. A step that runs over its end is not counted.
@@ -177,4 +179,4 @@ def along(target: Target, drafter: Drafter, tokens: list[int], prompt: int, *, s
         agreed = next((i for i, (draft, right) in enumerate(zip(drafts, truth)) if draft != right), len(truth))
         kept.append(agreed)
         place += agreed + 1
-    return Run(tokens[prompt : place + 1], kept)
+    return GreedyRun(tokens[prompt : place + 1], kept)

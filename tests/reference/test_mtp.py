@@ -11,9 +11,9 @@ import torch
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.models.model_info import read_model_info
 from onedraw.models.mtp import read_mtp_info
-from tests import tiny, tiny_modern
-from tests.models.forward import forward, norm
-from tests.oracle.mtp import guesses
+from tests.reference.forward import forward, norm
+from tests.reference.mtp import mtp_logits
+from tests.support import tiny, tiny_modern
 
 TOKENS = np.random.default_rng(0).integers(0, tiny.VOCAB, 40).tolist()
 
@@ -24,7 +24,7 @@ def test_the_oracle_computes_what_transformers_modules_compute(name: str, tmp_pa
     info = read_model_info(checkpoint)
     target, mtp = info.weights, read_mtp_info(checkpoint, info).weights
     hidden = norm(forward(target, TOKENS[:-1])[1][-1], target.outer()["norm"], target.spec)
-    found, _ = guesses(target, mtp, hidden, TOKENS[1:])
+    found, _ = mtp_logits(target, mtp, hidden, TOKENS[1:])
     expected = by_transformers(name, torch.from_numpy(hidden))
     np.testing.assert_allclose(found, expected, atol=1e-4)
     np.testing.assert_array_equal(found.argmax(-1), expected.argmax(-1))

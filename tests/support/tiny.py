@@ -22,7 +22,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tests import tiny_gguf, tiny_modern
+from tests.support import tiny_gguf, tiny_modern
 
 NAMES = ("llama", "llama31", "mistral", "qwen2", "qwen3")
 MODERN = tiny_modern.NAMES  # hybrids, experts, shared keys and values; see there

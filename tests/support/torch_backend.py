@@ -19,7 +19,7 @@ from onedraw.settings import default_cache_dir
 from onedraw.types import History, Row, SamplingParams
 
 
-def part_of(tokens: Sequence[int], start: int, stop: int, *, prompt: int, groups: int) -> Row:
+def slice_row(tokens: Sequence[int], start: int, stop: int, *, prompt: int, groups: int) -> Row:
     """Positions [start, stop) of a text whose first `prompt` tokens are a prompt: nothing is chosen."""
     return Row(
         request_id="x",
@@ -35,7 +35,7 @@ def part_of(tokens: Sequence[int], start: int, stop: int, *, prompt: int, groups
     )
 
 
-def backend_of(
+def make_backend(
     path: Path,
     *,
     kernels: bool = True,

@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 import transformers
 
-from tests import tiny_modern
+from tests.support import tiny_modern
 
 ARCHS = {
     "qwen3_5_text": "qwen35",

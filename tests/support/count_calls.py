@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def counted(work: Callable[[], T]) -> tuple[T, int]:
+def count_calls(work: Callable[[], T]) -> tuple[T, int]:
     """What it gives, and the calls of Python and C functions that it took on this thread."""
     calls = 0
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 import transformers
 
-from tests.models.released import CONFIGS
+from tests.support.released_configs import CONFIGS
 
 
-def write_hollow(name: str, folder: Path) -> Path:
+def write_empty_checkpoint(name: str, folder: Path) -> Path:
     """A safetensors folder in bf16, its data a hole."""
     given = {key: value for key, value in CONFIGS[name].items() if key != "model_type"}
     config = transformers.CONFIG_MAPPING[CONFIGS[name]["model_type"]](**given)

@@ -13,11 +13,11 @@ from onedraw.models.source import CheckpointFormat
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from onedraw.models.weight_names import PLAIN_NAMES, ModelWeights, weight_shapes
 
-PACKED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
-PLAIN_KINDS = ("F32", "F16", "BF16")
+QUANTIZED_KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+FLOAT_KINDS = ("F32", "F16", "BF16")
 
 
-def stored(name: str, shape: tuple[int, ...], kind: str, rng: np.random.Generator, size: float = 1.0) -> StoredTensor:
+def random_tensor(name: str, shape: tuple[int, ...], kind: str, rng: np.random.Generator, size: float = 1.0) -> StoredTensor:
     rows = int(np.prod(shape[:-1]))
     return StoredTensor(name, shape, kind, random_blocks(kind, rows, shape[-1], rng, size).reshape(-1))
 
@@ -28,7 +28,7 @@ def tiny_spec(*, tied: bool, width: int = 256, qk_norm: bool = False) -> ModelSp
     return ModelSpec(family="packed", layers=(layer,) * 2, hidden=256, vocab=300, eps=1e-5, tied=tied, max_context=1024)
 
 
-class PackedCheckpoint:
+class QuantizedCheckpoint:
     """A source whose matrices are stored as these kinds, one after the other."""
 
     format: CheckpointFormat = "plain"
@@ -46,7 +46,7 @@ class PackedCheckpoint:
                 self.tensors[name] = StoredTensor(name, shape, "F32", values.view(np.uint8).reshape(-1))
             else:
                 size = {"embed": 0.1 if spec.tied else 0.5, "head": 2 / 16}.get(where[1], shape[-1] ** -0.5)
-                self.tensors[name] = stored(name, shape, kinds[number % len(kinds)], rng, size)
+                self.tensors[name] = random_tensor(name, shape, kinds[number % len(kinds)], rng, size)
 
     def fingerprint(self) -> str:
         return "packed"
@@ -55,5 +55,5 @@ class PackedCheckpoint:
         """Nothing is held."""
 
 
-def packed_weights(spec: ModelSpec, kinds: tuple[str, ...], seed: int = 0) -> ModelWeights:
-    return ModelWeights(PackedCheckpoint(spec, kinds, seed), spec, PLAIN_NAMES)
+def quantized_weights(spec: ModelSpec, kinds: tuple[str, ...], seed: int = 0) -> ModelWeights:
+    return ModelWeights(QuantizedCheckpoint(spec, kinds, seed), spec, PLAIN_NAMES)

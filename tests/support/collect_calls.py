@@ -8,7 +8,7 @@ from onedraw.text.tools.call_parsers import CallArguments, CallEnd, CallEvent, C
 from onedraw.text.tools.call_stream import Content
 
 
-def gathered(events: Iterable[CallEvent | Content]) -> tuple[str, list[tuple[str, str]]]:
+def collect_calls(events: Iterable[CallEvent | Content]) -> tuple[str, list[tuple[str, str]]]:
     """The content, and the calls by name with their arguments."""
     content, calls = "", []
     for event in events:

@@ -17,18 +17,18 @@ from onedraw.checkpoints.open import open_checkpoint
 from onedraw.models.dflash import DrafterWeights, read_drafter_info
 from onedraw.models.model_info import read_model_info
 from onedraw.models.spec import DrafterSpec
-from tests import tiny_drafters as tiny
-from tests.oracle.dflash import (
+from tests.reference.dflash import (
     Drafter,
-    Run,
+    GreedyRun,
     Target,
-    along,
     block_hidden,
     block_logits,
+    draft_along,
     greedy_with_drafts,
     head_logits,
     proposals,
 )
+from tests.support import tiny_drafters as tiny
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 TRAINED = FIXTURES / "trained"
@@ -189,8 +189,8 @@ def prompts() -> list[list[int]]:
     return [tokenizer.encode(text).ids for text in PROMPTS]
 
 
-def total(runs: list[Run]) -> float:
-    return Run([], [kept for run in runs for kept in run.kept]).tokens_per_step
+def total(runs: list[GreedyRun]) -> float:
+    return GreedyRun([], [kept for run in runs for kept in run.kept]).tokens_per_step
 
 
 def test_the_trained_pair_keeps_drafts(target: Target, drafter: Drafter, prompts: list[list[int]]) -> None:
@@ -213,6 +213,6 @@ def test_drafts_do_not_change_the_tokens(target: Target, drafter: Drafter, promp
         tokens.append(target.run(tokens, (0,))[0][-1])
     assert tokens[len(prompt) :] == run.tokens
     # The short way to the same steps, for those who have the text already.
-    known = along(target, drafter, tokens, len(prompt))
+    known = draft_along(target, drafter, tokens, len(prompt))
     assert known.kept == run.kept[: len(known.kept)]
     assert len(known.kept) >= 4

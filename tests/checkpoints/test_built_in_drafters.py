@@ -13,8 +13,8 @@ from onedraw.checkpoints.open import open_checkpoint
 from onedraw.models.dflash import check_drafter_fits, is_drafter, read_drafter_info
 from onedraw.models.model_info import read_model_info
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
-from tests.models.sources import MadeSource
-from tests.oracle.dflash import Drafter, Target, along
+from tests.reference.dflash import Drafter, Target, draft_along
+from tests.support.memory_source import MemorySource
 
 MIXER = AttentionSpec(heads=9, kv_heads=3, head_dim=64, rope=RopeSpec(1e5, 64), scale=0.125)
 SMOLLM2 = ModelSpec(
@@ -23,8 +23,8 @@ SMOLLM2 = ModelSpec(
 NAMED = {"general.name": "Smollm2 135M 8k Lc100K Mix1 Ep2", "general.basename": "smollm2"}
 
 
-def source(config: dict[str, Any], path: str = "somewhere/model.gguf") -> MadeSource:
-    return MadeSource(config, "gguf" if path.endswith("gguf") else "safetensors", path=Path(path))
+def source(config: dict[str, Any], path: str = "somewhere/model.gguf") -> MemorySource:
+    return MemorySource(config, "gguf" if path.endswith("gguf") else "safetensors", path=Path(path))
 
 
 @pytest.mark.parametrize(
@@ -91,10 +91,12 @@ def test_the_shipped_drafter_keeps_drafts_of_the_default_model(smollm2_path: Pat
     path = built_in(info.spec, checkpoint)
     assert path is not None
     target, drafter = Target(info.weights), Drafter(read_drafter_info(open_checkpoint(path)).weights)
-    right = along(target, drafter, TOKENS, ANSWER)
+    right = draft_along(target, drafter, TOKENS, ANSWER)
     assert right.tokens_per_step > 2.8
     # The text is the target's own whatever the features are; wrong ones show in what is kept.
-    swapped = along(target, drafter, TOKENS, ANSWER, spoil=lambda features: np.concatenate(np.split(features, 5, -1)[::-1], -1))
-    late = along(target, drafter, TOKENS, ANSWER, spoil=lambda features: np.roll(features, 1, axis=0))
+    swapped = draft_along(
+        target, drafter, TOKENS, ANSWER, spoil=lambda features: np.concatenate(np.split(features, 5, -1)[::-1], -1)
+    )
+    late = draft_along(target, drafter, TOKENS, ANSWER, spoil=lambda features: np.roll(features, 1, axis=0))
     assert swapped.tokens_per_step < 1.5
     assert late.tokens_per_step < right.tokens_per_step - 0.5
