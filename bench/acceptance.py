@@ -127,7 +127,7 @@ class Bench:
         for request, answer in zip(requests, expected, strict=True):
             [got], stats = run(backend, [request], Schedule())
             same = same and (got.tokens, got.checksums) == (answer.tokens, answer.checksums)
-            turns, tokens, kept = turns + stats.turns - 1, tokens + len(got.tokens) - 1, kept + stats.accepted_tokens
+            turns, tokens, kept = turns + stats.steps - 1, tokens + len(got.tokens) - 1, kept + stats.accepted_tokens
         return {"tokens_per_turn": tokens / turns, "kept_per_turn": kept / turns, "same": same, "tokens": tokens}
 
 

@@ -23,7 +23,7 @@ from onedraw.backends.torch.runner.inputs import InputLayout, make_inputs
 from onedraw.backends.torch.state.recurrent_state import LaneStore
 from onedraw.models.spec import DeltaSpec
 from onedraw.settings import default_cache_dir
-from onedraw.types import History, Plan, Row, SamplingParams, Save
+from onedraw.types import CheckpointSave, History, Plan, Row, SamplingParams
 
 SPEC = DeltaSpec(key_heads=16, value_heads=16, key_dim=128, value_dim=128, conv=4)
 TOKENS = 64
@@ -54,7 +54,7 @@ def main() -> None:
         torch.randn(SPEC.conv, SPEC.channels), -torch.rand(heads), torch.randn(heads), torch.ones(SPEC.value_dim), 1e-6
     )
 
-    def turn(saves: tuple[Save, ...]) -> None:
+    def turn(saves: tuple[CheckpointSave, ...]) -> None:
         row = Row(
             request_id="x",
             lane=0,
@@ -63,7 +63,7 @@ def main() -> None:
             tokens=(1,) * TOKENS,
             drafts=(),
             prompt_stop=TOKENS,
-            chooses=True,
+            samples=True,
             params=SamplingParams(),
             history=History((1,)),
             saves=saves,
@@ -75,7 +75,7 @@ def main() -> None:
 
     megabytes = options.layers * SPEC.state_bytes / 1e6
     turn(())
-    plain, saving = timed(lambda: turn(()), options.repeats), timed(lambda: turn((Save(TOKENS, 1),)), options.repeats)
+    plain, saving = timed(lambda: turn(()), options.repeats), timed(lambda: turn((CheckpointSave(TOKENS, 1),)), options.repeats)
     restoring = timed(lambda: [store.restore([1], [0]) for store in stores], options.repeats)
     source, target = torch.ones(int(megabytes * 250_000)), torch.zeros(int(megabytes * 250_000))
     copying = timed(lambda: target.copy_(source), options.repeats)

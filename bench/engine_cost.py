@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from onedraw.backends.fake import FakeBackend
 from onedraw.engine.engine import Engine, Event
 from onedraw.engine.scheduler import Scheduler
-from onedraw.memory.allocator import Ledger
+from onedraw.memory.allocator import Allocator
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import Request, SamplingParams
 
@@ -51,15 +51,15 @@ def running_engine(*, rows: int, length: int, room: int) -> Engine:
     longest = length + room
     pages = rows * -(-longest // PAGE_SIZE)
     backend = FakeBackend(vocab=VOCAB, pages=pages, lanes=rows, page_size=PAGE_SIZE, max_context=longest)
-    ledger = Ledger(backend.capacity, reuse=True)
-    scheduler = Scheduler(ledger=ledger, capacity=backend.capacity, speculator=Speculator(), turn_tokens=512)
+    allocator = Allocator(backend.capacity, reuse=True)
+    scheduler = Scheduler(allocator=allocator, capacity=backend.capacity, speculator=Speculator(), turn_tokens=512)
     engine = Engine(backend=backend, scheduler=scheduler)
     for row in range(rows):
         prompt = tuple((row + 7 * i + i * i) % VOCAB for i in range(length))
         params = SamplingParams(temperature=0.0, max_tokens=room, seed=row)
         engine.add(Request(id=f"r{row}", prompt=prompt, params=params), _nobody)
     while any(sequence.remaining > 1 for sequence in engine.scheduler.running) or engine.scheduler.waiting:
-        engine.turn()
+        engine.step()
     return engine
 
 
@@ -72,15 +72,15 @@ def measure(*, rows: int, turns: int, context: int) -> Cost:
     length = max(context - WARM - turns // 2, PAGE_SIZE)
     engine = running_engine(rows=rows, length=length, room=turns + WARM + filling)
     for _ in range(WARM):
-        engine.turn()
+        engine.step()
     costs: list[float] = []
     gc.collect()
     for _ in range(turns):
-        before = engine.stats().turn_seconds
+        before = engine.stats().step_seconds
         begin = time.perf_counter()
-        engine.turn()
+        engine.step()
         spent = time.perf_counter() - begin
-        costs.append(1e3 * (spent - (engine.stats().turn_seconds - before)))
+        costs.append(1e3 * (spent - (engine.stats().step_seconds - before)))
     if len(engine.scheduler.running) != rows:
         raise AssertionError(f"{len(engine.scheduler.running)} of {rows} rows were left at the end: not a steady decode")
     costs.sort()

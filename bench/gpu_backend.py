@@ -38,7 +38,7 @@ from onedraw.engine.engine import Engine
 from onedraw.engine.scheduler import Scheduler
 from onedraw.lab.floor import step_bytes
 from onedraw.lab.recorded_drafts import RecordedProposer
-from onedraw.memory.allocator import Ledger
+from onedraw.memory.allocator import Allocator
 from onedraw.models.model_info import read_model_info
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import Draft, History, Plan, Request, Row, SamplingParams
@@ -160,10 +160,10 @@ class Bench:
         capacity = replace(capacity, async_scheduling=ahead and capacity.async_scheduling)
         if pages is not None:
             capacity = replace(capacity, groups=tuple(replace(group, pages=pages) for group in capacity.groups))
-        ledger = Ledger(capacity, reuse=False)
+        allocator = Allocator(capacity, reuse=False)
         return Engine(
             backend=self.backend,
-            scheduler=Scheduler(ledger=ledger, capacity=capacity, speculator=speculator, turn_tokens=turn_tokens),
+            scheduler=Scheduler(allocator=allocator, capacity=capacity, speculator=speculator, turn_tokens=turn_tokens),
         )
 
     def answers(self, requests: Sequence[Request], engine: Engine, arrivals: int = 0) -> tuple[list[list[Any]], list[float]]:
@@ -172,13 +172,13 @@ class Bench:
         seconds = []
 
         def sink(index: int) -> Callable[[Any], None]:
-            return lambda event: found[index].extend((c.token, c.checksum) for c in event.chosen)
+            return lambda event: found[index].extend((c.token, c.checksum) for c in event.sampled)
 
         for index, request in enumerate(requests):
             engine.add(request, sink(index))
         while engine.busy:
             begin = time.perf_counter()
-            engine.turn()
+            engine.step()
             seconds.append(time.perf_counter() - begin)
         return found, seconds
 
@@ -256,18 +256,18 @@ def _steady_turns(engine: Engine, asked: Sequence[Request], turns: int, begun: C
     for request in asked:
         engine.add(request, lambda event: None)
     while engine.scheduler.waiting or any(sequence.remaining > 1 for sequence in engine.scheduler.running):
-        engine.turn()
-    engine.turn()
+        engine.step()
+    engine.step()
     if begun is not None:
         begun()
     times = []
     for _ in range(turns):
         begin = time.perf_counter()
-        engine.turn()
+        engine.step()
         times.append(time.perf_counter() - begin)
     assert len(engine.scheduler.running) == len(asked)
     while engine.busy:
-        engine.turn()
+        engine.step()
     return times
 
 

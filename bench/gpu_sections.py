@@ -58,11 +58,11 @@ def drafter(bench: Bench) -> None:
     asked = _request(bench, "long", prompt, replace(SAMPLED, max_tokens=32))
     engine = bench.engine(Speculator([], draft_tokens=15), turn_tokens=2048)
     found: list[Any] = []
-    engine.add(asked, lambda event: found.extend(event.chosen))
+    engine.add(asked, lambda event: found.extend(event.sampled))
     before, turns, begin = 0.0, [], time.perf_counter()
     while engine.busy:
         start = time.perf_counter()
-        engine.turn()
+        engine.step()
         if len(found) <= 1:
             before = time.perf_counter() - begin
         else:

@@ -31,9 +31,9 @@ from onedraw.backends.torch.runner.graph_segment import GraphStage
 from onedraw.checkpoints.random_weights import random_weights
 from onedraw.engine.engine import Engine
 from onedraw.engine.scheduler import Scheduler
-from onedraw.errors import TurnFailed
+from onedraw.errors import StepFailed
 from onedraw.lab.recorded_drafts import RecordedProposer
-from onedraw.memory.allocator import Ledger
+from onedraw.memory.allocator import Allocator
 from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import Request, SamplingParams
@@ -97,7 +97,7 @@ def turns(
         proposers = [proposer]
     speculator = Speculator(proposers, draft_tokens=15 if proposers else None)
     capacity = backend.capacity
-    scheduler = Scheduler(ledger=Ledger(capacity, reuse=False), capacity=capacity, speculator=speculator, turn_tokens=2048)
+    scheduler = Scheduler(allocator=Allocator(capacity, reuse=False), capacity=capacity, speculator=speculator, turn_tokens=2048)
     engine = Engine(backend=backend, scheduler=scheduler)
     for row in range(rows):
         engine.add(Request(f"r{row}", prompt_of(row), params), lambda event: None)
@@ -108,8 +108,8 @@ def turns(
         sequence.computed = PROMPT
     script.waited.clear()
     for _ in range(count):
-        engine.turn()
-    engine.fail_all(TurnFailed("over"))
+        engine.step()
+    engine.fail_all(StepFailed("over"))
     return script.waited[10:]
 
 

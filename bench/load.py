@@ -284,7 +284,7 @@ class Overhead:
         stamps = self._told[key]
 
         def told(event: Any) -> None:
-            if event.chosen:
+            if event.sampled:
                 stamps.append(time.perf_counter())
             sink(event)
 

@@ -139,7 +139,7 @@ def _try(backend: TorchBackend) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=4, checksums=True)
     row = Row("r", 0, tuple(tuple(range(8)) for _ in windows), 0, prompt, (), len(prompt), True, params, History(prompt, []))
     outcome = backend.collect(backend.submit(Plan((row,))))
-    choice = outcome.rows[0].chosen[0]
+    choice = outcome.rows[0].sampled[0]
     say("a turn over 64 tokens: token and checksum", f"{choice.token} {choice.checksum}")
 
 

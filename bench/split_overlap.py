@@ -69,8 +69,8 @@ class Answer:
     error: str = ""
 
     def hear(self, event: Event) -> None:
-        self.tokens += [choice.token for choice in event.chosen]
-        self.checksums += [choice.checksum for choice in event.chosen]
+        self.tokens += [choice.token for choice in event.sampled]
+        self.checksums += [choice.checksum for choice in event.sampled]
         if event.error is not None:
             self.error = str(event.error)
         if event.finish is not None or event.error is not None:
@@ -105,7 +105,7 @@ class Run:
 def ask(service: Service, requests: Sequence[Request]) -> Run:
     """All at once."""
     answers = [Answer([], [], threading.Event()) for _ in requests]
-    before, begin, computed = service.stats().turn_seconds, time.perf_counter(), time.process_time()
+    before, begin, computed = service.stats().step_seconds, time.perf_counter(), time.process_time()
     service.submit([(request, answer.hear) for request, answer in zip(requests, answers, strict=True)])
     for answer in answers:
         answer.done.wait()
@@ -114,7 +114,7 @@ def ask(service: Service, requests: Sequence[Request]) -> Run:
         time.sleep(0.001)
     if errors := [answer.error for answer in answers if answer.error]:
         raise RuntimeError(errors[0])
-    return Run(answers, seconds, time.process_time() - computed, service.stats().turn_seconds - before)
+    return Run(answers, seconds, time.process_time() - computed, service.stats().step_seconds - before)
 
 
 def requests(vocab: int, *, count: int, prompt: int, new: int, seed: int, checksums: bool = False) -> list[Request]:

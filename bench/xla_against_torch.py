@@ -71,11 +71,11 @@ class Driver:
     def __init__(self, backend: Any) -> None:
         from onedraw.engine.engine import Engine
         from onedraw.engine.scheduler import Scheduler
-        from onedraw.memory.allocator import Ledger
+        from onedraw.memory.allocator import Allocator
         from onedraw.speculation.speculator import Speculator
 
-        ledger = Ledger(backend.capacity, reuse=False)
-        given = {"ledger": ledger, "capacity": backend.capacity, "speculator": Speculator([]), "turn_tokens": 512}
+        allocator = Allocator(backend.capacity, reuse=False)
+        given = {"allocator": allocator, "capacity": backend.capacity, "speculator": Speculator([]), "turn_tokens": 512}
         self.engine = Engine(backend=backend, scheduler=Scheduler(**given))
         self.count = 0
 
@@ -87,13 +87,13 @@ class Driver:
         for number, (prompt, wish) in enumerate(zip(prompts, params, strict=True)):
             self.count += 1
             request = Request(f"b{self.count}", prompt, wish)
-            self.engine.add(request, lambda event, own=found[number]: own.extend(event.chosen))
+            self.engine.add(request, lambda event, own=found[number]: own.extend(event.sampled))
         begin = time.perf_counter()
         while not all(found):
-            self.engine.turn()
+            self.engine.step()
         middle = time.perf_counter()
         while self.engine.busy:
-            self.engine.turn()
+            self.engine.step()
         return found, middle - begin, time.perf_counter() - middle
 
 

@@ -5,11 +5,11 @@ OnedrawError                 anything we say on purpose
 │   ├── BadParameter         one parameter is out of range or unknown
 │   ├── ContextOverflow      prompt + max_tokens over the context
 │   └── Unsupported          a wish this backend or build cannot honour, by name
-├── Barren                   the law left no token to choose
+├── NoTokenLeft                   the law left no token to choose
 ├── QueueFull                too many waiting: 429, try again
 ├── ShuttingDown                 the server is shutting down: 503
 ├── NonFiniteLogits                a model's numbers overflowed: 500, and which dtype holds them
-├── TurnFailed               an exception in a turn: 500, with an id that the log has too
+├── StepFailed               an exception in a turn: 500, with an id that the log has too
 ├── ModelError               the checkpoint cannot be used
 │   ├── ModelNotFound             no such model, and how to get it
 │   ├── CorruptFile              names file and tensor
@@ -70,7 +70,7 @@ class Unsupported(BadRequest):
     code = "unsupported"
 
 
-class Barren(BadRequest):
+class NoTokenLeft(BadRequest):
     code = "no_token_left"
 
 
@@ -86,7 +86,7 @@ class NonFiniteLogits(OnedrawError):
     code, status = "not_finite", 500
 
 
-class TurnFailed(OnedrawError):
+class StepFailed(OnedrawError):
     code, status = "internal_error", 500
 
 

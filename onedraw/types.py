@@ -33,13 +33,13 @@ from onedraw.errors import BadParameter
 
 SEED_LIMIT = 2**53  # seeds travel through JSON numbers, which are exact below this
 MAX_TOP_LOGPROBS = 128
-UNKNOWN = -1  # stands for the token of a row that awaits it
+PENDING_TOKEN = -1  # stands for the token of a row that awaits it
 
 LogprobsMode = Literal["raw", "processed"]
 Finish = Literal["stop", "length", "cancelled", "tool_calls"]  # the last one only the text layer can tell
 Channel = Literal["content", "reasoning", "tool"]
-Bits = npt.NDArray[np.uint32]  # a set of tokens: token i is bit i % 32 of word i // 32; ids past the end are not in it
-NO_TOKEN: Bits = np.zeros(0, dtype=np.uint32)  # the set of none
+TokenMask = npt.NDArray[np.uint32]  # a set of tokens: token i is bit i % 32 of word i // 32; ids past the end are not in it
+EMPTY_MASK: TokenMask = np.zeros(0, dtype=np.uint32)  # the set of none
 
 
 class Constraint(Protocol):
@@ -48,7 +48,7 @@ class Constraint(Protocol):
     It may remember its last walk to save time, so every request has one of its own. Used on one thread at a time.
     """
 
-    def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> Bits | None:
+    def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> TokenMask | None:
         """The tokens that may stand behind output and drafts; None: all of them."""
         ...
 
@@ -204,7 +204,7 @@ class PageCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
+class CheckpointSave:
     """Keep in `slot` the state that holds after positions [0, position): a multiple of the chunk, or the prompt's end.
 
     At the prompt's end, where the row chooses, the logits of the last position are kept with it.
@@ -229,14 +229,16 @@ class Row:
     tokens: tuple[int, ...]  # known tokens at [start, start + len(tokens))
     drafts: tuple[Draft, ...]
     prompt_stop: int  # positions before it are prompt; from it on the step form holds
-    chooses: bool  # the row reaches the end of the known tokens
+    samples: bool  # the row reaches the end of the known tokens
     params: SamplingParams
     history: History
-    scores: bool = False  # give the logprobs of prompt tokens at [start + 1, min(stop + 1, prompt_stop))
+    scores_prompt: bool = False  # give the logprobs of prompt tokens at [start + 1, min(stop + 1, prompt_stop))
     restore: int | None = None  # a checkpoint's slot
     copies: tuple[PageCopy, ...] = ()
-    saves: tuple[Save, ...] = ()  # in order of position, within (start, stop]
-    awaits: bool = False  # its one token is what the sequence's row under way chooses: UNKNOWN here, and not in the history yet
+    saves: tuple[CheckpointSave, ...] = ()  # in order of position, within (start, stop]
+    awaits_token: bool = (
+        False  # its one token is what the sequence's row under way chooses: PENDING_TOKEN here, and not in the history yet
+    )
 
     @property
     def stop(self) -> int:
@@ -257,7 +259,7 @@ class Logprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SampledToken:
     """One chosen token. How it came is no part of what it is: runs that chose alike are equal, drafts or none."""
 
     token: int
@@ -271,11 +273,11 @@ class Choice:
 class RowOutcome:
     """What a row gave: kept drafts, then one new token; nothing chosen for a middle chunk."""
 
-    chosen: tuple[Choice, ...] = ()
-    scored: tuple[Logprobs, ...] = ()  # see Row.scores
+    sampled: tuple[SampledToken, ...] = ()
+    scored: tuple[Logprobs, ...] = ()  # see Row.scores_prompt
     kept: tuple[int, ...] = ()  # which drafts they are, all but the last of `chosen`
-    guesses: tuple[Draft, ...] = ()  # the backend's own drafts for the row after this one
-    barren: bool = False  # the law left no token at the position after `chosen`
+    next_drafts: tuple[Draft, ...] = ()  # the backend's own drafts for the row after this one
+    no_token_left: bool = False  # the law left no token at the position after `chosen`
     fault: str = ""  # what made it barren, where it was not the law
 
 
@@ -317,7 +319,7 @@ class Piece:
     index: int = 0  # which choice
     channel: Channel = "content"
     text: str = ""
-    tokens: tuple[Choice, ...] = ()
+    tokens: tuple[SampledToken, ...] = ()
     finish: Finish | None = None
     stop_reason: str | int | None = None  # the stop string or stop id that ended the reply
     usage: Usage | None = None

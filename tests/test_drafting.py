@@ -31,13 +31,13 @@ def test_who_guesses_on_the_host(draft: tuple[str, ...], names: tuple[str, ...])
     assert proposer_names(Settings(draft=draft)) == names
 
 
-def test_a_forced_number_of_drafts_reaches_those_who_guess() -> None:
+def test_a_forced_number_of_drafts_reaches_those_who_propose() -> None:
     request = Request(id="r", prompt=(1, 2, 3, 1, 2, 3, 1, 2), params=SamplingParams())
     history = History(request.prompt)
-    guess = make_speculator(Settings(draft=("ngram",), draft_tokens=3)).guess(request, history, (), room=9, running=1)
+    guess = make_speculator(Settings(draft=("ngram",), draft_tokens=3)).propose(request, history, (), room=9, running=1)
     assert [draft.token for draft in guess.drafts] == [3, 1, 2]
     assert guess.source == "ngram"
-    assert make_speculator(Settings(draft=("none",))).guess(request, history, (), room=9, running=1).drafts == ()
+    assert make_speculator(Settings(draft=("none",))).propose(request, history, (), room=9, running=1).drafts == ()
 
 
 def test_what_is_no_word_is_a_drafter_for_the_backend(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from onedraw.errors import BadSetting
 from onedraw.types import Outcome, Plan, Row
 
-Ticket = NewType("Ticket", int)
+StepHandle = NewType("StepHandle", int)
 
 STATE_DTYPE = "f32"
 
@@ -66,7 +66,7 @@ class Capacity:
 def is_plain_decode(row: Row, *, recurrent: bool) -> bool:
     """A row of a turn that repeats: it chooses, from one generated token, with what sampling kernels can do alone. Logprobs and
     constraints are left to the host's part of the sampler, and checkpoints and prompts come once per request."""
-    plain = row.chooses and len(row.tokens) == 1 and not (row.scores or row.copies or row.saves) and row.restore is None
+    plain = row.samples and len(row.tokens) == 1 and not (row.scores_prompt or row.copies or row.saves) and row.restore is None
     chooses = row.params.logprobs is None and row.params.constraint is None
     return plain and chooses and (row.start >= row.prompt_stop or not recurrent)
 
@@ -98,9 +98,9 @@ class Backend(Protocol):
     @property
     def capacity(self) -> Capacity: ...
 
-    def submit(self, plan: Plan) -> Ticket: ...
+    def submit(self, plan: Plan) -> StepHandle: ...
 
-    def collect(self, ticket: Ticket) -> Outcome: ...
+    def collect(self, ticket: StepHandle) -> Outcome: ...
 
     def close(self) -> None: ...
 

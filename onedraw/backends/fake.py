@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from onedraw.backends.base import Capacity, PageGroup, Ticket, require_state_dtype
+from onedraw.backends.base import Capacity, PageGroup, StepHandle, require_state_dtype
 from onedraw.backends.sampled_rows import row_outcome
-from onedraw.sampling.law import choice, logprobs
+from onedraw.sampling.law import logprobs, sample
 from onedraw.sampling.noise import gumbel
-from onedraw.sampling.verify import hypotheses, trails
-from onedraw.types import Choice, Logprobs, Outcome, Plan, Row, RowOutcome, Save
+from onedraw.sampling.verify import draft_paths, draft_prefixes
+from onedraw.types import CheckpointSave, Logprobs, Outcome, Plan, Row, RowOutcome, SampledToken
 
 Logits = npt.NDArray[np.float32]
 _STEP_FORM = 2**32  # what a generated position leaves in a page, where there are two forms, is not what a prompt's leaves
@@ -89,26 +89,26 @@ class FakeBackend:
         self._taste = np.zeros(vocab, dtype=np.float32)
         self._taste[list(favoured)] = 6.0
         self._tickets = itertools.count()
-        self._under_way: dict[Ticket, tuple[Outcome, list[Callable[[], None]]]] = {}
+        self._under_way: dict[StepHandle, tuple[Outcome, list[Callable[[], None]]]] = {}
         self._homeward: list[Callable[[], None]] = []  # what the rows of the plan that is being submitted do in the end
 
     @property
     def capacity(self) -> Capacity:
         return self._capacity
 
-    def submit(self, plan: Plan) -> Ticket:
+    def submit(self, plan: Plan) -> StepHandle:
         begin = time.perf_counter()
         most = self._capacity.draft_positions
         assert most is None or sum(len(row.drafts) for row in plan.rows) <= most, "more drafts than can be rolled back"
-        most = self._capacity.max_in_flight + any(row.awaits for row in plan.rows)
+        most = self._capacity.max_in_flight + any(row.awaits_token for row in plan.rows)
         assert len(self._under_way) < most, "more plans than may be under way"
         self._homeward = []
-        rows = tuple(self.run(self.awaited(row) if row.awaits else row) for row in plan.rows)
-        ticket = Ticket(next(self._tickets))
+        rows = tuple(self.run(self.awaited(row) if row.awaits_token else row) for row in plan.rows)
+        ticket = StepHandle(next(self._tickets))
         self._under_way[ticket] = Outcome(rows, time.perf_counter() - begin), self._homeward
         return ticket
 
-    def collect(self, ticket: Ticket) -> Outcome:
+    def collect(self, ticket: StepHandle) -> Outcome:
         assert ticket == min(self._under_way), "plans come back in the order they were submitted"
         outcome, homeward = self._under_way.pop(ticket)
         for step in homeward:
@@ -135,17 +135,17 @@ class FakeBackend:
         self._write(row)
         states = self._states(row)
         known = len(row.tokens)
-        scored = self._score(row, states) if row.scores else ()
-        logits = self.all_logits(row, states) if row.chooses else []
-        awaited = row.tokens if row.awaits else ()  # the history has it when that row is back
-        choices = [self.choose(row, scores, (*awaited, *drafts)) for scores, drafts in zip(logits, hypotheses(row.drafts))]
+        scored = self._score(row, states) if row.scores_prompt else ()
+        logits = self.all_logits(row, states) if row.samples else []
+        awaited = row.tokens if row.awaits_token else ()  # the history has it when that row is back
+        choices = [self.sample(row, scores, (*awaited, *drafts)) for scores, drafts in zip(logits, draft_prefixes(row.drafts))]
         outcome = row_outcome(row, choices, scored)
-        if row.chooses:
-            self._chosen[row.lane] = row.request_id, row.stop, outcome.chosen[-1].token if outcome.chosen else 0
+        if row.samples:
+            self._chosen[row.lane] = row.request_id, row.stop, outcome.sampled[-1].token if outcome.sampled else 0
 
         def settle() -> None:
             for save in row.saves:
-                ends = row.chooses and save.position == row.stop == row.prompt_stop
+                ends = row.samples and save.position == row.stop == row.prompt_stop
                 self.save(row, save, states[save.position - row.start], logits[0] if ends else None)
             if outcome.kept:
                 self.compact(row, outcome.kept)
@@ -155,8 +155,8 @@ class FakeBackend:
         self._homeward.append(settle)
         return outcome
 
-    def choose(self, row: Row, logits: Logits, drafts: tuple[int, ...]) -> Choice | None:
-        return choice(logits, row.params, row.history, drafts)
+    def sample(self, row: Row, logits: Logits, drafts: tuple[int, ...]) -> SampledToken | None:
+        return sample(logits, row.params, row.history, drafts)
 
     def commit(self, row: Row, states: Sequence[bytes], index: int) -> None:
         """After every turn the state that holds after the kept tokens sits in the row's lane, drafts or none."""
@@ -177,7 +177,7 @@ class FakeBackend:
             assert logits is not None, "a checkpoint inside a prompt has no logits"
             return [logits]
         known = len(row.tokens)
-        return [self._logits(row, row.stop, states[known + i], path) for i, path in enumerate(trails(row.drafts))]
+        return [self._logits(row, row.stop, states[known + i], path) for i, path in enumerate(draft_paths(row.drafts))]
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -189,7 +189,7 @@ class FakeBackend:
         assert row.restore is not None
         self._lanes[row.lane] = self._kept[row.restore].state
 
-    def save(self, row: Row, save: Save, state: bytes, logits: Logits | None) -> None:
+    def save(self, row: Row, save: CheckpointSave, state: bytes, logits: Logits | None) -> None:
         assert not row.drafts, "a row that saves carries no drafts"
         self._kept[save.slot] = SavedCheckpoint(state, logits)
 

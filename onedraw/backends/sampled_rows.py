@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from onedraw.sampling.law import NO_TOKEN, log_shares
-from onedraw.sampling.verify import kept
-from onedraw.types import Choice, History, Logprobs, Row, RowOutcome, SamplingParams
+from onedraw.sampling.verify import kept_drafts
+from onedraw.types import History, Logprobs, Row, RowOutcome, SampledToken, SamplingParams
 
 Integers = npt.NDArray[np.int64]
 
@@ -53,17 +53,17 @@ class CountedHistory:
         return same and (self.prompt is position.history.prompt or self.prompt == position.history.prompt)
 
 
-def read_samples(rows: Integers, positions: Sequence[SamplingPosition]) -> list[Choice | None]:
+def read_samples(rows: Integers, positions: Sequence[SamplingPosition]) -> list[SampledToken | None]:
     """The sampled token of each position; None if no token was left. Padding rows after the last position are ignored."""
     tokens = enumerate(zip(rows[:, TOKEN].tolist(), positions, strict=False))
     return [None if token == NO_TOKEN else _sample(token, p.params, rows, index) for index, (token, p) in tokens]
 
 
-def _sample(token: int, params: SamplingParams, rows: Integers, index: int) -> Choice:
+def _sample(token: int, params: SamplingParams, rows: Integers, index: int) -> SampledToken:
     if params.logprobs is None and not params.checksums:
-        return Choice(token)
+        return SampledToken(token)
     logprobs = None if params.logprobs is None else read_logprobs(rows[index], params.logprobs)
-    return Choice(token, logprobs, int(rows[index, CHECKSUM]) if params.checksums else None)
+    return SampledToken(token, logprobs, int(rows[index, CHECKSUM]) if params.checksums else None)
 
 
 def read_logprobs(row: Integers, top: int) -> Logprobs:
@@ -75,7 +75,7 @@ def read_logprobs(row: Integers, top: int) -> Logprobs:
     return Logprobs(values[0], tuple((token, value) for token, value, finite in ranked if finite))
 
 
-def row_outcome(row: Row, samples: Sequence[Choice | None], scored: tuple[Logprobs, ...] = ()) -> RowOutcome:
+def row_outcome(row: Row, samples: Sequence[SampledToken | None], scored: tuple[Logprobs, ...] = ()) -> RowOutcome:
     """samples[0] follows the last known token, samples[1 + i] follows draft i; None: no token was left at that position.
 
     Samples after the first rejected draft may be missing. No samples at all: a middle chunk of a prompt.
@@ -84,19 +84,19 @@ def row_outcome(row: Row, samples: Sequence[Choice | None], scored: tuple[Logpro
         return RowOutcome(scored=scored)
     if not row.drafts:
         first = samples[0]
-        return RowOutcome(scored=scored, barren=True) if first is None else RowOutcome((first,), scored)
+        return RowOutcome(scored=scored, no_token_left=True) if first is None else RowOutcome((first,), scored)
     tokens = [NO_TOKEN if sample is None else sample.token for sample in samples]
-    path = kept(row.drafts, tokens)
+    path = kept_drafts(row.drafts, tokens)
     reached = [samples[0], *(samples[1 + index] for index in path)]
     sampled = tuple(sample for sample in reached if sample is not None)
     barren = len(sampled) < len(reached)
-    return RowOutcome(_with_draft_counts(row, sampled, kept=len(path)), scored, kept=path, barren=barren)
+    return RowOutcome(_with_draft_counts(row, sampled, kept=len(path)), scored, kept=path, no_token_left=barren)
 
 
-def _with_draft_counts(row: Row, sampled: tuple[Choice, ...], *, kept: int) -> tuple[Choice, ...]:
+def _with_draft_counts(row: Row, sampled: tuple[SampledToken, ...], *, kept: int) -> tuple[SampledToken, ...]:
     """Mark the first tokens as kept drafts, and the last one with the number of rejected drafts."""
     if not sampled:
         return sampled
-    marked = [Choice(s.token, s.logprobs, s.checksum, kept=index < kept) for index, s in enumerate(sampled)]
+    marked = [SampledToken(s.token, s.logprobs, s.checksum, kept=index < kept) for index, s in enumerate(sampled)]
     marked[-1] = replace(marked[-1], rejected=len(row.drafts) - kept)
     return tuple(marked)

@@ -24,13 +24,13 @@ from onedraw.build.checkpoint import Progress, find_checkpoint, read_text
 from onedraw.build.drafters import DrafterBuilder, drafter_bytes, drafter_paths, make_speculator, select_drafter
 from onedraw.build.fit_devices import longest_draft, plan_devices
 from onedraw.build.xla import require_jax, xla_backend
-from onedraw.engine.checkpoint_offload import Shelf
+from onedraw.engine.checkpoint_offload import CheckpointOffload
 from onedraw.engine.engine import Engine, Observer
 from onedraw.engine.scheduler import Scheduler
 from onedraw.engine.service import Service
 from onedraw.errors import BadSetting, OutOfMemory
 from onedraw.llm.llm import LLM
-from onedraw.memory.allocator import Ledger
+from onedraw.memory.allocator import Allocator
 from onedraw.memory.disk_snapshots import SnapshotFolder
 from onedraw.models.model_info import ModelInfo, read_model_info
 from onedraw.settings import Settings, default_cache_dir
@@ -76,15 +76,21 @@ def make_service(
     def make_engine() -> Engine:
         backend = make_backend()
         capacity = backend.capacity
-        ledger = Ledger(capacity, reuse=settings.prefix_cache)
-        scheduler = Scheduler(ledger=ledger, capacity=capacity, speculator=speculator, turn_tokens=settings.turn_tokens)
-        shelf = _shelf(settings, backend, ledger, weights)
-        return Engine(backend=backend, scheduler=scheduler, observer=observer, shelf=shelf)
+        allocator = Allocator(capacity, reuse=settings.prefix_cache)
+        offload = _checkpoint_offload(settings, backend, allocator, weights)
+        scheduler = Scheduler(
+            allocator=allocator,
+            capacity=capacity,
+            speculator=speculator,
+            turn_tokens=settings.turn_tokens,
+            fetch=None if offload is None else offload.fetch,
+        )
+        return Engine(backend=backend, scheduler=scheduler, observer=observer, offload=offload)
 
     return Service(make_engine, queue_limit=settings.queue_limit)
 
 
-def _shelf(settings: Settings, backend: Backend, ledger: Ledger, weights: str) -> Shelf | None:
+def _checkpoint_offload(settings: Settings, backend: Backend, allocator: Allocator, weights: str) -> CheckpointOffload | None:
     """Snapshots in the cache folder, where a budget was given. Their fingerprint is all that decides about bits."""
     if settings.cache_budget is None:
         return None
@@ -99,7 +105,7 @@ def _shelf(settings: Settings, backend: Backend, ledger: Ledger, weights: str) -
         folder = SnapshotFolder(root, fingerprint=fingerprint, page_size=capacity.page_size, budget=settings.cache_budget)
     except OSError as error:
         raise _unusable(root, error) from None
-    return Shelf(folder, ledger=ledger, backend=backend)
+    return CheckpointOffload(folder, allocator=allocator, backend=backend)
 
 
 def _snapshot_dir(settings: Settings) -> Path:

@@ -346,7 +346,7 @@ def summarise(batch: int, runs: Sequence[Run]) -> Measure:
         accepted_tokens=accepted,
         # A row that chooses gives its kept drafts and one token more.
         tokens_per_turn=chosen / max(chosen - accepted, 1),
-        turns_per_second=sum(run.counted.turns for run in runs) / seconds,
+        turns_per_second=sum(run.counted.steps for run in runs) / seconds,
     )
 
 

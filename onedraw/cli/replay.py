@@ -79,8 +79,8 @@ def summary(report: Report, *, left_out: int = 0) -> list[str]:
         f"{len(missing)} not run"
     )
     lines.append(
-        f"meanwhile {counted.accepted_tokens} of {counted.draft_tokens} drafts were kept, {counted.mixed_turns} of "
-        f"{counted.turns} turns had several rows, {counted.preemptions} times a request was driven out and came back"
+        f"meanwhile {counted.accepted_tokens} of {counted.draft_tokens} drafts were kept, {counted.mixed_steps} of "
+        f"{counted.steps} turns had several rows, {counted.preemptions} times a request was driven out and came back"
     )
     others = [fingerprint for fingerprint in report.recorded_by if fingerprint != report.fingerprint]
     if others:

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Literal, TypeAlias, assert_never
 
 from onedraw.contract.variations import Drive, Evidence, Facts, Variation, requests, variations
-from onedraw.errors import BadSetting, Barren, OutOfMemory
+from onedraw.errors import BadSetting, NoTokenLeft, OutOfMemory
 from onedraw.llm.llm import LLM, Generation, Reply, settled_stats
 from onedraw.models.model_info import read_model_info
 from onedraw.settings import Settings
@@ -201,7 +201,7 @@ def _one_by_one(llm: LLM, generations: Sequence[Generation]) -> list[Reply]:
 def _told(llm: LLM, generation: Generation) -> Reply:
     """A reply that ran out of tokens to choose ends there, without a finish: a difference like any other."""
     (reply,) = llm.replies(generation)
-    with contextlib.suppress(Barren):
+    with contextlib.suppress(NoTokenLeft):
         for piece in llm.stream(generation):
             reply.add(piece)
     return reply
@@ -223,7 +223,7 @@ async def _streamed(llm: LLM, generations: Sequence[Generation]) -> tuple[list[R
 
 async def _folded(llm: LLM, generation: Generation) -> tuple[Reply, int]:
     (reply,), count = llm.replies(generation), 0
-    with contextlib.suppress(Barren):
+    with contextlib.suppress(NoTokenLeft):
         async for piece in llm.astream(generation):
             reply.add(piece)
             count += 1

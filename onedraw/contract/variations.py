@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from onedraw.engine.stats import Drafted, Stats
+from onedraw.engine.stats import DraftStats, Stats
 from onedraw.llm.llm import LLM, Generation, Reply
 from onedraw.llm.options import GUIDED, RequestOptions, make_generation
 from onedraw.settings import DRAFT_WORDS, Settings
@@ -103,10 +103,10 @@ class Evidence:
     device: str
     stages: int = 1  # parts that the layers lie in
 
-    def drafted(self, source: str | None = None) -> Drafted:
+    def drafted(self, source: str | None = None) -> DraftStats:
         """What came of one source's guesses, or of all of them."""
         chosen = [d for d in self.counted.drafted_by if source in (None, d.source)]
-        return Drafted(source or "", sum(d.rows for d in chosen), sum(d.drafted for d in chosen), sum(d.kept for d in chosen))
+        return DraftStats(source or "", sum(d.rows for d in chosen), sum(d.drafted for d in chosen), sum(d.kept for d in chosen))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +125,9 @@ class Variation:
 def variations(base: Settings, *, threads: int) -> tuple[Variation, ...]:
     """The rows. Every one opens a model anew, so each is also "after a restart". `threads`: of the plain run."""
     return (
-        Variation("alone again, after a restart", lambda facts: {}, "one by one", lambda plain, now: now.counted.turns > 0),
+        Variation("alone again, after a restart", lambda facts: {}, "one by one", lambda plain, now: now.counted.steps > 0),
         Variation("streamed", lambda facts: {}, "streamed", lambda plain, now: now.pieces > now.replies),
-        Variation("batched, at once, random order", lambda facts: {}, "at once", lambda plain, now: now.counted.mixed_turns > 0),
+        Variation("batched, at once, random order", lambda facts: {}, "at once", lambda plain, now: now.counted.mixed_steps > 0),
         Variation(
             "small turns",
             lambda facts: {"turn_tokens": SMALL_TURN},
@@ -147,7 +147,7 @@ def variations(base: Settings, *, threads: int) -> tuple[Variation, ...]:
             "batched, small turns, few pages, prefix cache",
             lambda facts: {**_few_pages(facts), "turn_tokens": SMALL_TURN, "prefix_cache": True},
             "at once",
-            lambda plain, now: now.counted.mixed_turns > 0 and now.counted.middle_chunks > 0,
+            lambda plain, now: now.counted.mixed_steps > 0 and now.counted.middle_chunks > 0,
         ),
         Variation(
             "restored from disk, after a restart",
@@ -173,7 +173,7 @@ def ahead(base: Settings) -> tuple[Variation, ...]:
         "turns sent off ahead",
         lambda facts: {"ahead": "on"},
         "one by one",
-        lambda plain, now: now.counted.turns_ahead > 0,
+        lambda plain, now: now.counted.steps_ahead > 0,
         applies=lambda llm: llm.service.capacity.async_scheduling,
     )
     return () if base.backend == "xla" else (row,)
@@ -193,7 +193,7 @@ def splits(base: Settings) -> tuple[Variation, ...]:
         "split in two, both at work" if twice else "split, all stages at work",
         lambda facts: {**twice, "overlap": "on"},
         "at once",
-        lambda plain, now: now.counted.overlapped_turns > 0,
+        lambda plain, now: now.counted.overlapped_steps > 0,
         applies=_is_split,
     )
     if base.backend == "fake" or (base.devices and len(base.device_names) < 2):  # has no layers, or no second stage
@@ -224,7 +224,7 @@ def drafting(base: Settings) -> tuple[Variation, ...]:
                 "drafts: held to a form",
                 said,
                 "at once",
-                lambda plain, now: _both(now.drafted()) and now.counted.mixed_turns > 0,
+                lambda plain, now: _both(now.drafted()) and now.counted.mixed_steps > 0,
                 predict=_formal,
             ),
         ]
@@ -238,7 +238,7 @@ def drafting(base: Settings) -> tuple[Variation, ...]:
             "drafts, batched, few pages",
             lambda facts: {**crowd(facts), **_few_pages(facts)},
             "at once",
-            lambda plain, now: now.counted.preemptions > 0 and now.counted.mixed_turns > 0 and _both(now.drafted()),
+            lambda plain, now: now.counted.preemptions > 0 and now.counted.mixed_steps > 0 and _both(now.drafted()),
             predict=lambda number, reply: (_right if number % 2 else _scrambled)(number, reply),
         )
     )
@@ -269,7 +269,7 @@ def _draft(base: Settings, *who: str) -> Callable[[Facts], Mapping[str, Any]]:
     return lambda facts: {"draft": who, "draft_tokens": base.draft_tokens or DRAFT_TOKENS}
 
 
-def _both(drafted: Drafted) -> bool:
+def _both(drafted: DraftStats) -> bool:
     return 0 < drafted.kept < drafted.drafted
 
 

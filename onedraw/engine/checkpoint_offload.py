@@ -1,4 +1,4 @@
-"""Between the ledger's checkpoints and snapshots on disk: what was saved goes out, what a prompt begins with comes in.
+"""Between the allocator's checkpoints and snapshots on disk: what was saved goes out, what a prompt begins with comes in.
 
 In: checkpoints that rows have filled, prompts about to be admitted. Out: files, and pages and checkpoints in the prefix
 index that admission then finds there like any others. The engine thread copies and reads, never writes to the disk.
@@ -10,9 +10,10 @@ import logging
 from dataclasses import dataclass
 
 from onedraw.backends.base import Backend, SupportsSnapshots
-from onedraw.memory.allocator import Ledger
+from onedraw.memory.allocator import Allocator
 from onedraw.memory.disk_snapshots import Snapshot, SnapshotFolder
 from onedraw.memory.pages import first_needed
+from onedraw.memory.prefix_cache import Checkpoint
 from onedraw.memory.prefix_import import abandon, adopt, make_room, pages_of, reach
 from onedraw.types import History
 
@@ -30,32 +31,25 @@ class Find:
     slot: bool
 
 
-class Shelf:
+class CheckpointOffload:
     """Owner: the engine."""
 
-    def __init__(self, folder: SnapshotFolder, *, ledger: Ledger, backend: Backend, fewest: int = FEWEST) -> None:
+    def __init__(self, folder: SnapshotFolder, *, allocator: Allocator, backend: Backend, fewest: int = FEWEST) -> None:
         if not isinstance(backend, SupportsSnapshots):
             raise AssertionError("this backend does not export checkpoints")
-        self._folder, self._ledger, self._backend, self._fewest = folder, ledger, backend, fewest
+        self._folder, self._allocator, self._backend, self._fewest = folder, allocator, backend, fewest
         self.restored = 0
-        ledger.news = []
 
     @property
     def saved(self) -> int:
         return self._folder.written
 
-    @property
-    def keeps(self) -> bool:
-        """A turn made checkpoints that nobody has looked at."""
-        return bool(self._ledger.news)
-
-    def keep(self) -> None:
-        """After a turn: send out the checkpoints it made, as far as the disk keeps up."""
-        news, self._ledger.news = self._ledger.news or [], []
-        for checkpoint, tokens in news:
+    def keep(self, saved: list[tuple[Checkpoint, tuple[int, ...]]]) -> None:
+        """Write the checkpoints that a step saved, as far as the disk keeps up."""
+        for checkpoint, tokens in saved:
             if len(tokens) < self._fewest or self._folder.busy or tokens in self._folder:
                 continue
-            held = pages_of(self._ledger, checkpoint)
+            held = pages_of(self._allocator, checkpoint)
             if held is None:  # gave way within the turn
                 continue
             firsts, pages = [first for first, _ in held], [pages for _, pages in held]
@@ -72,7 +66,7 @@ class Shelf:
         """Before admission: bring in what the disk knows of a prompt beyond what the index knows."""
         if len(history.prompt) < self._fewest:
             return
-        known = reach(self._ledger, history)
+        known = reach(self._allocator, history)
         found = self._find(history)
         if found is None or found.position < known + self._fewest:
             return
@@ -80,26 +74,26 @@ class Shelf:
         if arrays is None:
             return
         tokens = history.prompt[: found.position]
-        adoption = make_room(self._ledger, tokens, slot=found.slot)
+        adoption = make_room(self._allocator, tokens, slot=found.slot)
         if adoption is None:
             return
         try:
             self._backend.adopt(adoption.slot, adoption.places(found.snapshot.firsts), arrays)
         except (KeyError, ValueError) as error:
             self._folder.discard(found.snapshot, error)
-            abandon(self._ledger, adoption)
+            abandon(self._allocator, adoption)
             return
         except Exception as error:  # the prompt is computed instead; the file may be good
             log.warning("a snapshot could not be taken in: %s", error)
-            abandon(self._ledger, adoption)
+            abandon(self._allocator, adoption)
             return
-        adopt(self._ledger, adoption, logits=found.slot and found.snapshot.logits)
+        adopt(self._allocator, adoption, logits=found.slot and found.snapshot.logits)
         self.restored += 1
 
     def _find(self, history: History) -> Find | None:
         """Exactly this prompt; else a boundary inside it where there is recurrent state, or as many full pages as possible."""
-        prompt, needs, size = history.prompt, self._ledger.needs, self._ledger.page_size
-        slots = self._ledger.slots.count > 0
+        prompt, needs, size = history.prompt, self._allocator.needs, self._allocator.page_size
+        slots = self._allocator.slots.count > 0
         whole = self._folder.whole(prompt, lengths=[len(prompt)]) if slots and not history.output else None
         if whole is not None and whole.logits:
             return Find(whole, len(prompt), slot=True)

@@ -14,15 +14,15 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from onedraw.backends.base import Backend, Ticket
-from onedraw.engine.checkpoint_offload import Shelf
+from onedraw.backends.base import Backend, StepHandle
+from onedraw.engine.checkpoint_offload import CheckpointOffload
 from onedraw.engine.isolated_constraint import Watched
 from onedraw.engine.scheduler import Member, Scheduler
 from onedraw.engine.sequence import Sequence
-from onedraw.engine.stats import Drafted, Stats
-from onedraw.errors import Barren, NonFiniteLogits, OnedrawError, TurnFailed
+from onedraw.engine.stats import DraftStats, Stats
+from onedraw.errors import NonFiniteLogits, NoTokenLeft, OnedrawError, StepFailed
 from onedraw.speculation.draft_tree import chain_length, depth
-from onedraw.types import Choice, Finish, Logprobs, Outcome, Plan, Request, Row, RowOutcome, Usage
+from onedraw.types import Finish, Logprobs, Outcome, Plan, Request, Row, RowOutcome, SampledToken, Usage
 
 log = logging.getLogger("onedraw.engine")
 
@@ -32,7 +32,7 @@ class Event:
     """What a request's sink hears after a turn. The last one has a finish or an error."""
 
     request_id: str
-    chosen: tuple[Choice, ...] = ()
+    sampled: tuple[SampledToken, ...] = ()
     finish: Finish | None = None
     stop_id: int | None = None
     usage: Usage = field(default_factory=Usage)
@@ -47,11 +47,11 @@ COUNTED = (
     *("prompt_tokens", "completion_tokens", "drafts", "draft_trees", "draft_tokens", "accepted_tokens"),
     *(
         "middle_chunks",
-        "mixed_turns",
-        "failed_turns",
-        "turns",
-        "overlapped_turns",
-        "turns_ahead",
+        "mixed_steps",
+        "failed_steps",
+        "steps",
+        "overlapped_steps",
+        "steps_ahead",
         "restores",
         "whole_prompts",
         "page_copies",
@@ -63,15 +63,18 @@ class Engine:
     """Owner: the engine thread of the service, or whoever calls `turn` in a test."""
 
     def __init__(
-        self, *, backend: Backend, scheduler: Scheduler, observer: Observer | None = None, shelf: Shelf | None = None
+        self,
+        *,
+        backend: Backend,
+        scheduler: Scheduler,
+        observer: Observer | None = None,
+        offload: CheckpointOffload | None = None,
     ) -> None:
         self.backend = backend
         self.scheduler = scheduler
-        self._observer, self._shelf = observer, shelf
-        if shelf is not None:
-            scheduler.fetch = shelf.fetch
+        self._observer, self._offload = observer, offload
         self._live: dict[str, tuple[Sequence, Sink]] = {}
-        self._under_way: deque[tuple[Ticket, list[Member]]] = deque()  # in order of submission
+        self._under_way: deque[tuple[StepHandle, list[Member]]] = deque()  # in order of submission
         self._news: deque[tuple[Sink, Event]] = deque()  # not told yet, in order
         self._totals = dict.fromkeys(COUNTED, 0)
         self._seconds = 0.0
@@ -95,7 +98,7 @@ class Engine:
             self._news.append((sink, Event(request_id, finish="cancelled", usage=sequence.usage)))
             self._tell()
 
-    def turn(self) -> None:
+    def step(self) -> None:
         """Send off what the backend takes, then hear what became of the oldest."""
         if self.scheduler.waiting:
             self._tell()  # who is admitted may be looked up on the disk
@@ -116,11 +119,12 @@ class Engine:
         for member, result in zip(members, outcome.rows, strict=True):
             if member.sequence not in gone:
                 self._settle(member, result)
-        keeps = self._shelf is not None and self._shelf.keeps
-        if keeps or not self.backend.capacity.async_tokens:
+        saved = self.scheduler.allocator.take_saved()  # in every step, so that the list stays short
+        offloads = self._offload is not None and bool(saved)
+        if offloads or not self.backend.capacity.async_tokens:
             self._tell()
-        if self._shelf is not None and keeps:  # when everybody has heard
-            self._shelf.keep()
+        if self._offload is not None and offloads:  # when everybody has heard
+            self._offload.keep(saved)
 
     def _tell(self) -> None:
         """Everybody hears what became of them so far."""
@@ -130,13 +134,13 @@ class Engine:
 
     def _send(self) -> None:
         while len(self._under_way) < self.backend.capacity.max_in_flight:
-            if not self._sent(self.scheduler.plan(), "overlapped_turns", bool(self._under_way)):
+            if not self._sent(self.scheduler.plan(), "overlapped_steps", bool(self._under_way)):
                 return
 
     def _send_ahead(self) -> None:
         """The turn behind the one under way, where that is all there is to do."""
         if len(self._under_way) == 1:
-            self._sent(self.scheduler.behind(self._under_way[0][1]), "turns_ahead", True)
+            self._sent(self.scheduler.behind(self._under_way[0][1]), "steps_ahead", True)
 
     def _sent(self, members: list[Member], counter: str, counts: bool) -> bool:
         """Whether a plan is under way now; where the backend does not take it, its rows fail."""
@@ -170,30 +174,30 @@ class Engine:
         return gone
 
     def close(self) -> None:
-        if self._shelf is not None:
-            self._shelf.close()
+        if self._offload is not None:
+            self._offload.close()
         self.backend.close()
 
     def stats(self) -> Stats:
-        ledger, guessed = self.scheduler.ledger, self.scheduler.speculator.stats()
+        allocator, guessed = self.scheduler.allocator, self.scheduler.speculator.stats()
         return Stats(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
-            pages_used=ledger.pages_held,
-            pages_total=ledger.pages_total,
-            pages_let_go=ledger.let_go,
-            checkpoints_used=ledger.slots.kept,
-            checkpoints_total=ledger.slots.count,
-            checkpoints_saved=ledger.saved,
-            checkpoints_evicted=ledger.slots.evictions,
-            prefix_queries=ledger.queried,
-            prefix_hits=ledger.hit,
+            pages_used=allocator.pages_held,
+            pages_total=allocator.pages_total,
+            pages_let_go=allocator.let_go,
+            checkpoints_used=allocator.slots.kept,
+            checkpoints_total=allocator.slots.count,
+            checkpoints_saved=allocator.saved,
+            checkpoints_evicted=allocator.slots.evictions,
+            prefix_queries=allocator.queried,
+            prefix_hits=allocator.hit,
             preemptions=self.scheduler.preemptions,
-            turn_seconds=self._seconds,
+            step_seconds=self._seconds,
             accepted_per_position=guessed.accepted_per_position,
-            drafted_by=tuple(Drafted(source, *counts) for source, counts in guessed.by_source.items()),
-            snapshots_saved=0 if self._shelf is None else self._shelf.saved,
-            snapshots_restored=0 if self._shelf is None else self._shelf.restored,
+            drafted_by=tuple(DraftStats(source, *counts) for source, counts in guessed.by_source.items()),
+            snapshots_saved=0 if self._offload is None else self._offload.saved,
+            snapshots_restored=0 if self._offload is None else self._offload.restored,
             propose_seconds=guessed.propose_seconds,
             **self._totals,
         )
@@ -242,7 +246,7 @@ class Engine:
         self._totals["completion_tokens"] += len(chosen)
         scored = self._scores(sequence)
         sink = self._live[row.request_id][1]
-        error = _barren(sequence, result) if result.barren and finish is None else None
+        error = _barren(sequence, result) if result.no_token_left and finish is None else None
         if finish is not None or error is not None:
             self._remove(row.request_id)
         if chosen or finish or scored is not None:
@@ -272,17 +276,17 @@ class Engine:
         """Their turn failed, and they with it."""
         number = secrets.token_hex(6)
         log.error("turn failed, error id %s", number, exc_info=error)
-        self._totals["failed_turns"] += 1
+        self._totals["failed_steps"] += 1
         for member in members:
             _, sink = self._remove(member.row.request_id)
-            told = TurnFailed(f"the turn failed; error id {number} stands in the server's log")
+            told = StepFailed(f"the turn failed; error id {number} stands in the server's log")
             self._news.append((sink, Event(member.row.request_id, error=told)))
         self._tell()
 
     def _count(self, members: list[Member], outcome: Outcome) -> None:
         totals = self._totals
-        totals["turns"] += 1
-        totals["mixed_turns"] += len(members) > 1
+        totals["steps"] += 1
+        totals["mixed_steps"] += len(members) > 1
         self._seconds += outcome.seconds
         if all(len(member.row.tokens) == 1 for member in members):
             tokens = sum(1 + len(member.row.drafts) for member in members)
@@ -308,13 +312,13 @@ def _barren(sequence: Sequence, result: RowOutcome) -> OnedrawError:
     failure = constraint.failure(sequence.history.output) if isinstance(constraint, Watched) else None
     if failure is not None:
         return failure
-    return Barren(_BARREN) if sequence.request.params.may_ban_all else NonFiniteLogits(_NOT_FINITE)
+    return NoTokenLeft(_NO_TOKEN_LEFT) if sequence.request.params.may_ban_all else NonFiniteLogits(_NOT_FINITE)
 
 
 _NOT_FINITE = (
     "the model's numbers are not finite, so there is no token to choose; its weights may be damaged, or need a wider --dtype"
 )
-_BARREN = (
+_NO_TOKEN_LEFT = (
     "the sampling parameters leave no token to choose at this position (bans, bias of -inf, a constraint and filters "
     "together); relax logit_bias, bad_words, min_tokens or the constraint"
 )

@@ -10,8 +10,8 @@ import logging
 import secrets
 from collections.abc import Sequence
 
-from onedraw.errors import OnedrawError, TurnFailed
-from onedraw.types import NO_TOKEN, Bits, Constraint
+from onedraw.errors import OnedrawError, StepFailed
+from onedraw.types import EMPTY_MASK, Constraint, TokenMask
 
 log = logging.getLogger(__name__)
 
@@ -22,9 +22,9 @@ class Watched:
     def __init__(self, constraint: Constraint) -> None:
         self._constraint = constraint
 
-    def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> Bits | None:
+    def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> TokenMask | None:
         answer = self._asked(output, drafts)
-        return NO_TOKEN if isinstance(answer, BaseException) else answer
+        return EMPTY_MASK if isinstance(answer, BaseException) else answer
 
     def failure(self, output: Sequence[int]) -> OnedrawError | None:
         """What it fails with behind this output, if it does: what it says itself, or an error id."""
@@ -35,9 +35,9 @@ class Watched:
             return None
         number = secrets.token_hex(6)
         log.error("a constraint failed, error id %s", number, exc_info=answer)
-        return TurnFailed(f"holding this reply to its form failed; error id {number} stands in the server's log")
+        return StepFailed(f"holding this reply to its form failed; error id {number} stands in the server's log")
 
-    def _asked(self, output: Sequence[int], drafts: Sequence[int]) -> Bits | BaseException | None:
+    def _asked(self, output: Sequence[int], drafts: Sequence[int]) -> TokenMask | BaseException | None:
         try:
             return self._constraint.allowed(output, drafts)
         except (KeyboardInterrupt, SystemExit):

@@ -1,6 +1,6 @@
 """Who runs this turn, and how much: sequences → Plan.
 
-In: sequences waiting and running, the ledger, a token budget. Out: rows and the sequences behind them, in one list.
+In: sequences waiting and running, the allocator, a token budget. Out: rows and the sequences behind them, in one list.
 
 Order: first come, first served. Sequences that generate take one token each (and drafts where there is room), then the
 rest of the budget goes to prompts in order of arrival. A prompt row that does not reach its prompt's end stops at a
@@ -25,10 +25,12 @@ from dataclasses import dataclass
 
 from onedraw.backends.base import Capacity
 from onedraw.engine.sequence import Sequence
-from onedraw.memory.allocator import Ledger
+from onedraw.memory.allocator import Allocator
 from onedraw.memory.pages import longest_row
-from onedraw.speculation.speculator import NOTHING, Guess, Speculator
+from onedraw.speculation.speculator import NOTHING, Proposal, Speculator
 from onedraw.types import History, Row, SamplingParams
+
+Fetch = Callable[[History], None]  # loads the snapshot of a prompt, if the disk has one, into the prefix cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +45,10 @@ class Member:
 class Scheduler:
     """Owner: the engine. `running` is in order of admission, `waiting` in order of arrival."""
 
-    def __init__(self, *, ledger: Ledger, capacity: Capacity, speculator: Speculator, turn_tokens: int) -> None:
-        self.ledger = ledger
+    def __init__(
+        self, *, allocator: Allocator, capacity: Capacity, speculator: Speculator, turn_tokens: int, fetch: Fetch | None = None
+    ) -> None:
+        self.allocator = allocator
         self.capacity = capacity
         self.speculator = speculator
         # Every running sequence can take its token and a prompt still moves by one chunk.
@@ -58,7 +62,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.riding: Counter[Sequence] = Counter()  # those with rows under way, and how many
         self.preemptions = 0
-        self.fetch: Callable[[History], None] | None = None  # brings in what is known of a prompt elsewhere
+        self._fetch = fetch
 
     @property
     def idle(self) -> bool:
@@ -77,8 +81,8 @@ class Scheduler:
             drafts_left = min(drafts_left, self.capacity.draft_positions)
         for sequence in generating:
             drafts = sequence.remaining == 1 and not sequence.saves
-            guess = self._guess(sequence, drafts_left, len(generating)) if drafts else NOTHING
-            if self._place(sequence, sequence.remaining, guess, members, planned):
+            proposal = self._propose(sequence, drafts_left, len(generating)) if drafts else NOTHING
+            if self._place(sequence, sequence.remaining, proposal, members, planned):
                 drafts_left -= len(members[-1].row.drafts)
         budget = max(self.turn_tokens - sum(1 + len(m.row.drafts) for m in members), self.capacity.chunk)
         for sequence in prompts:
@@ -104,9 +108,9 @@ class Scheduler:
     def _goes_on(self, member: Member, running: int) -> bool:
         """Nothing of the sequence's next row but its token hangs on what this one chooses."""
         sequence, row = member.sequence, member.row
-        if not row.chooses or len(row.tokens) != 1 or row.start < row.prompt_stop or not _alike(row.params):
+        if not row.samples or len(row.tokens) != 1 or row.start < row.prompt_stop or not _alike(row.params):
             return False  # who is computed again may know the next token already
-        if self._guess(sequence, self.turn_tokens, running, tentative=True).drafts:
+        if self._propose(sequence, self.turn_tokens, running, tentative=True).drafts:
             return False
         return sequence.lease is not None and sequence.lease.cover(row.stop + 1)
 
@@ -136,29 +140,29 @@ class Scheduler:
         while self.waiting:
             sequence = self.waiting[0]
             more, reuse = min(sequence.room, 1), not sequence.bypasses_cache
-            if self.fetch is not None and reuse and self.ledger.lanes.available and not sequence.looked_up:
+            if self._fetch is not None and reuse and self.allocator.lanes.available and not sequence.looked_up:
                 sequence.looked_up = True
-                self.fetch(sequence.history)
-            lease = self.ledger.lend(sequence.history, reuse=reuse, more=more, step=self.longest_row)
+                self._fetch(sequence.history)
+            lease = self.allocator.lend(sequence.history, reuse=reuse, more=more, step=self.longest_row)
             if lease is None:
                 return
             self.waiting.popleft()
             sequence.begin(lease)
             self.running.append(sequence)
 
-    def _guess(self, sequence: Sequence, left: int, running: int, *, tentative: bool = False) -> Guess:
+    def _propose(self, sequence: Sequence, left: int, running: int, *, tentative: bool = False) -> Proposal:
         room = min(left, sequence.room - 1, self.capacity.max_drafts, self.capacity.max_context - sequence.known - 1)
         if room <= 0 or not self.capacity.logits_per_position:
             return NOTHING
-        known = (sequence.request, sequence.history, sequence.guesses)
-        guess = self.speculator.guess(*known, room=room, running=running, tentative=tentative)
-        drafts = guess.drafts[:room]
+        known = (sequence.request, sequence.history, sequence.next_drafts)
+        proposal = self.speculator.propose(*known, room=room, running=running, tentative=tentative)
+        drafts = proposal.drafts[:room]
         vocab, legal = self.capacity.vocab, 0
         for token, parent in drafts:  # in the vocabulary, and after a draft that stands before it
             if not (0 <= token < vocab and -1 <= parent < legal):
                 break
             legal += 1
-        return Guess(drafts[:legal], guess.source) if legal else NOTHING
+        return Proposal(drafts[:legal], proposal.source) if legal else NOTHING
 
     def _chunk_length(self, sequence: Sequence, budget: int) -> int:
         """How many known tokens a prompt row may take: all, or up to a multiple of the chunk."""
@@ -170,13 +174,13 @@ class Scheduler:
             stop -= stop % self.capacity.chunk
         return max(stop - sequence.computed, 0)
 
-    def _place(self, sequence: Sequence, length: int, guess: Guess, members: list[Member], planned: set[Sequence]) -> bool:
+    def _place(self, sequence: Sequence, length: int, proposal: Proposal, members: list[Member], planned: set[Sequence]) -> bool:
         """Cover the row with pages, driving out latecomers if need be, and add it to the turn."""
         if sequence.lease is None:  # driven out earlier in this turn
             return False
-        needed = sequence.computed + length + len(guess.drafts)
-        if guess.drafts and not sequence.lease.cover(needed):  # nobody has to go for a guess
-            guess, needed = NOTHING, sequence.computed + length
+        needed = sequence.computed + length + len(proposal.drafts)
+        if proposal.drafts and not sequence.lease.cover(needed):  # nobody has to go for a proposal
+            proposal, needed = NOTHING, sequence.computed + length
         while not sequence.lease.cover(needed):
             victim = next((s for s in reversed(self.running) if s not in planned and s not in self.riding), sequence)
             if victim is sequence and self.riding:  # those under way will give pages back, or be driven out themselves
@@ -186,7 +190,7 @@ class Scheduler:
                 return False
         if self.capacity.lookahead:  # room for the backend's own drafter, if nobody has to go for it
             sequence.lease.cover(min(needed + self.capacity.lookahead, self.capacity.max_context))
-        members.append(Member(sequence, sequence.row(length=length, drafts=guess.drafts), guess.source))
+        members.append(Member(sequence, sequence.row(length=length, drafts=proposal.drafts), proposal.source))
         planned.add(sequence)
         return True
 

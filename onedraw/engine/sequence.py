@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from onedraw.memory.allocator import Lease
-from onedraw.types import UNKNOWN, Choice, Draft, Finish, History, Logprobs, Request, Row, RowOutcome, Usage
+from onedraw.types import PENDING_TOKEN, Draft, Finish, History, Logprobs, Request, Row, RowOutcome, SampledToken, Usage
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +27,7 @@ class Sequence:
     kept: int = 0
     rejected: int = 0
     scored: list[Logprobs] = field(default_factory=list)
-    guesses: tuple[Draft, ...] = ()  # the backend's own, for the next row
+    next_drafts: tuple[Draft, ...] = ()  # the backend's own, for the next row
     looked_up: bool = False  # on the disk, before it was first admitted
     ended: bool = False  # nobody waits for it any more; it may still ride
     told_scores: bool = False  # the prompt's logprobs went out; a recomputation need not make them again
@@ -81,12 +81,12 @@ class Sequence:
         """Preemption: give everything back, compute again later. The tokens stay."""
         assert self.lease is not None
         self.lease.release()
-        self.lease, self.computed, self.guesses = None, 0, ()
+        self.lease, self.computed, self.next_drafts = None, 0, ()
 
     def row(self, *, length: int, drafts: tuple[Draft, ...]) -> Row:
         assert self.lease is not None
         stop = self.computed + length
-        chooses = stop == self.known and self.room > 0
+        samples = stop == self.known and self.room > 0
         opening = self.lease.opening
         return Row(
             request_id=self.request.id,
@@ -96,13 +96,13 @@ class Sequence:
             tokens=tuple(self.history.slice(self.computed, stop)),
             drafts=drafts,
             prompt_stop=len(self.request.prompt),
-            chooses=chooses,
+            samples=samples,
             params=self.request.params,
             history=self.history,
-            scores=self.bypasses_cache and not self.told_scores and self.computed < len(self.request.prompt),
+            scores_prompt=self.bypasses_cache and not self.told_scores and self.computed < len(self.request.prompt),
             restore=None if opening is None else opening.slot,
             copies=() if opening is None else opening.copies,
-            saves=self.lease.saves(start=self.computed, stop=stop, chooses=chooses),
+            saves=self.lease.saves(start=self.computed, stop=stop, samples=samples),
         )
 
     def row_behind(self, row: Row) -> Row:
@@ -113,28 +113,28 @@ class Sequence:
             lane=row.lane,
             pages=self.lease.pages,
             start=row.stop,
-            tokens=(UNKNOWN,),
+            tokens=(PENDING_TOKEN,),
             drafts=(),
             prompt_stop=row.prompt_stop,
-            chooses=True,
+            samples=True,
             params=row.params,
             history=self.history,
-            awaits=True,
+            awaits_token=True,
         )
 
-    def accept(self, row: Row, outcome: RowOutcome) -> tuple[tuple[Choice, ...], Finish | None]:
+    def accept(self, row: Row, outcome: RowOutcome) -> tuple[tuple[SampledToken, ...], Finish | None]:
         """Take in what a row gave. Choices past a stop id or past max_tokens are as if never made."""
         self.scored.extend(outcome.scored)
-        self.guesses = outcome.guesses
+        self.next_drafts = outcome.next_drafts
         kept = len(outcome.kept)
         self.computed = row.stop + kept
-        chosen, finish = self._take(outcome.chosen)
+        chosen, finish = self._take(outcome.sampled)
         said = min(kept, len(chosen))  # a draft behind a stop id was right, but is no part of the reply
         self.kept += said
         self.rejected += len(row.drafts) - said
         return chosen, finish
 
-    def _take(self, chosen: tuple[Choice, ...]) -> tuple[tuple[Choice, ...], Finish | None]:
+    def _take(self, chosen: tuple[SampledToken, ...]) -> tuple[tuple[SampledToken, ...], Finish | None]:
         stop_ids = self.request.params.stop_ids
         for count, choice in enumerate(chosen, start=1):
             self.history.output.append(choice.token)

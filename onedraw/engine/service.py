@@ -23,7 +23,7 @@ from onedraw.errors import (
     OnedrawError,
     QueueFull,
     ShuttingDown,
-    TurnFailed,
+    StepFailed,
     Unsupported,
 )
 from onedraw.memory.pages import longest_context
@@ -148,7 +148,7 @@ class Service:
             made.set_exception(error)
             return
         made.set_result(engine)
-        end: OnedrawError = TurnFailed("the engine failed and takes no more requests; the server's log says why")
+        end: OnedrawError = StepFailed("the engine failed and takes no more requests; the server's log says why")
         try:
             while self._go_on(engine):
                 pass
@@ -174,12 +174,12 @@ class Service:
         try:
             if not self._listen(engine):
                 return False
-            engine.turn()
+            engine.step()
             if not engine.busy:
-                engine.scheduler.ledger.audit()
+                engine.scheduler.allocator.audit()
         except BaseException:  # a bug of ours outside the backend, or a panic below Python: nobody may wait for ever
             log.exception("the engine failed between turns")
-            engine.fail_all(TurnFailed("the engine failed; the server's log says why"))
+            engine.fail_all(StepFailed("the engine failed; the server's log says why"))
         self._stats = engine.stats()
         return True
 

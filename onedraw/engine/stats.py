@@ -10,7 +10,7 @@ from itertools import zip_longest
 
 
 @dataclass(frozen=True, slots=True)
-class Drafted:
+class DraftStats:
     """What came of one source's guesses."""
 
     source: str
@@ -45,15 +45,15 @@ class Stats:
     draft_tokens: int = 0
     accepted_tokens: int = 0  # as verification kept them, also behind a stop id
     accepted_per_position: tuple[int, ...] = ()  # how often the first draft of a row was kept, the second …
-    drafted_by: tuple[Drafted, ...] = ()
+    drafted_by: tuple[DraftStats, ...] = ()
     propose_seconds: float = 0.0  # time of the proposers on the host
     middle_chunks: int = 0  # rows that did not reach the end of the known tokens
-    mixed_turns: int = 0  # turns with more than one row
-    failed_turns: int = 0
-    turns: int = 0
-    overlapped_turns: int = 0  # sent off while another was under way
-    turns_ahead: int = 0  # sent off behind one that was under way, before its tokens were known
-    turn_seconds: float = 0.0
+    mixed_steps: int = 0  # turns with more than one row
+    failed_steps: int = 0
+    steps: int = 0
+    overlapped_steps: int = 0  # sent off while another was under way
+    steps_ahead: int = 0  # sent off behind one that was under way, before its tokens were known
+    step_seconds: float = 0.0
 
     def since(self, earlier: Stats) -> Stats:
         """What was counted after `earlier`; `running` and the like become differences too."""
@@ -61,9 +61,9 @@ class Stats:
         numbers = {f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(Stats) if f.name not in apart}
         pairs = zip_longest(self.accepted_per_position, earlier.accepted_per_position, fillvalue=0)
         before = {d.source: d for d in earlier.drafted_by}
-        drafted_by = (_less(d, before.get(d.source, Drafted(d.source))) for d in self.drafted_by)
+        drafted_by = (_less(d, before.get(d.source, DraftStats(d.source))) for d in self.drafted_by)
         return Stats(**numbers, accepted_per_position=tuple(a - b for a, b in pairs), drafted_by=tuple(drafted_by))
 
 
-def _less(now: Drafted, earlier: Drafted) -> Drafted:
+def _less(now: DraftStats, earlier: DraftStats) -> DraftStats:
     return replace(now, rows=now.rows - earlier.rows, drafted=now.drafted - earlier.drafted, kept=now.kept - earlier.kept)

@@ -14,7 +14,7 @@ from onedraw.text.detokenizer import Detokenizer
 from onedraw.text.reply_parser import PLAIN_TEXT, ReplyParser, ReplySyntax
 from onedraw.text.stop_strings import StopFinder
 from onedraw.text.tokenizer import Tokenizer
-from onedraw.types import Call, Channel, Choice, Finish, Logprobs, Piece, SamplingParams, Usage
+from onedraw.types import Call, Channel, Finish, Logprobs, Piece, SampledToken, SamplingParams, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Reply:
     calls: list[Called] = field(default_factory=list)
     seed: int = 0
     prompt_ids: tuple[int, ...] = ()
-    tokens: list[Choice] = field(default_factory=list)
+    tokens: list[SampledToken] = field(default_factory=list)
     finish: Finish | None = None
     stop_reason: str | int | None = None
     usage: Usage = field(default_factory=Usage)
@@ -91,7 +91,7 @@ class OpenPiece:
     channel: Channel
     call: Call | None = None
     text: str = ""
-    tokens: list[Choice] = field(default_factory=list)
+    tokens: list[SampledToken] = field(default_factory=list)
 
 
 class ReplyStream:
@@ -118,10 +118,10 @@ class ReplyStream:
         """The pieces behind an event, at least one. After a stop string the rest is dropped and `done` is set."""
         sayings = [OpenPiece(self._channel, self._call)]
         heard, hit = 0, None
-        for choice in event.chosen:
+        for choice in event.sampled:
             heard += 1
             self._parser.count_token(self._tokenizer.token_bytes(choice.token))
-            ends = choice.token in self._hidden and event.finish == "stop" and choice is event.chosen[-1]
+            ends = choice.token in self._hidden and event.finish == "stop" and choice is event.sampled[-1]
             self._searching = self._said + heard >= self._least
             now, before, length = len(sayings) - 1, sayings[-1], len(sayings[-1].text)
             hit = None if ends else self._read(sayings, self._detokenizer.push(choice.token))

@@ -1,4 +1,4 @@
-"""The ledger lends lanes, pages and checkpoints; a lease is what one sequence holds.
+"""The allocator lends lanes, pages and checkpoints; a lease is what one sequence holds.
 
 In: a sequence's tokens and lengths. Out: Lease, whose numbers go into rows. Everything a lease took it gives back in
 `release`; `audit` proves it whenever the engine is idle, `audit_all` in every turn of a test.
@@ -15,7 +15,7 @@ from typing import Protocol
 from onedraw.memory.pages import NO_PAGE, GroupSizes, PagePool, Pages, first_needed, most_pages, pages_for, pages_of
 from onedraw.memory.prefix_cache import Checkpoint, Needs, Node, PrefixIndex, Resume, longest
 from onedraw.memory.slots import CheckpointSlots, Slots
-from onedraw.types import History, PageCopy, Save
+from onedraw.types import CheckpointSave, History, PageCopy
 
 # -------------------- Which positions of a prompt are worth a checkpoint. A pure function of numbers; it can cha
 
@@ -43,10 +43,10 @@ def _regular(prompt: int, *, chunk: int, most: int) -> range:
     return range(prompt - prompt % distance, 0, -distance) if most else range(0)
 
 
-# -------------------- The ledger lends lanes, pages and checkpoints; a lease is what one sequence holds.
+# -------------------- The allocator lends lanes, pages and checkpoints; a lease is what one sequence holds.
 
 
-class Sizes(Protocol):
+class CacheSizes(Protocol):
     """What of a backend's capacity the books are kept by."""
 
     @property
@@ -68,10 +68,10 @@ class Sizes(Protocol):
     def recurrent(self) -> bool: ...
 
 
-class Ledger:
+class Allocator:
     """Owner: the scheduler, on the engine thread."""
 
-    def __init__(self, sizes: Sizes, *, reuse: bool) -> None:
+    def __init__(self, sizes: CacheSizes, *, reuse: bool) -> None:
         self.page_size = sizes.page_size
         self.reuse = reuse  # prefixes may be shared
         self.needs = Needs(
@@ -93,7 +93,7 @@ class Ledger:
         self.hit = 0  # tokens found there
         self.let_go = 0  # pages that a window had passed
         self.saved = 0  # checkpoints
-        self.news: list[tuple[Checkpoint, tuple[int, ...]]] | None = None  # ends of prompts in this turn, where somebody asks
+        self._saved_ends: list[tuple[Checkpoint, tuple[int, ...]]] = []  # see take_saved
 
     @property
     def pages_held(self) -> int:
@@ -167,7 +167,7 @@ class Ledger:
         assert lane is not None
         prompt = len(history.prompt)
         lease = Lease(
-            ledger=self,
+            allocator=self,
             lane=lane,
             pages=pages,
             firsts=[held.count(NO_PAGE) for held in pages],
@@ -237,8 +237,13 @@ class Ledger:
         self.slots.keep(checkpoint)
         self.saved += 1
         last = len(lease.prompt) - len(lease.prompt) % self.needs.chunk
-        if self.news is not None and (pending.logits or pending.position == last):
-            self.news.append((checkpoint, pending.tokens))
+        if pending.logits or pending.position == last:
+            self._saved_ends.append((checkpoint, pending.tokens))
+
+    def take_saved(self) -> list[tuple[Checkpoint, tuple[int, ...]]]:
+        """Checkpoints at the end or last chunk boundary of a prompt, saved since the last call, with their tokens."""
+        saved, self._saved_ends = self._saved_ends, []
+        return saved
 
     def give_back(self, lease: Lease) -> None:
         if lease.opening is not None:
@@ -328,7 +333,7 @@ class Pending:
 class Lease:
     """Lane and pages of one sequence. Owner: the sequence that was lent it."""
 
-    ledger: Ledger
+    allocator: Allocator
     lane: int
     pages: tuple[Pages, ...]  # per group; NO_PAGE where the window has passed
     firsts: list[int]  # per group: places of pages let go already
@@ -343,12 +348,12 @@ class Lease:
 
     def cover(self, length: int) -> bool:
         """Hold pages for positions up to `length` in every group; False, with nothing taken, where a pool cannot."""
-        ledger = self.ledger
-        count = pages_for(length, ledger.page_size)
-        for pool, pages in zip(ledger.pools, self.pages):
+        allocator = self.allocator
+        count = pages_for(length, allocator.page_size)
+        for pool, pages in zip(allocator.pools, self.pages):
             if count > len(pages) and count - len(pages) > pool.available:
                 return False
-        for pool, pages in zip(ledger.pools, self.pages):
+        for pool, pages in zip(allocator.pools, self.pages):
             while len(pages) < count:
                 pages.append(pool.take())
         return True
@@ -356,54 +361,54 @@ class Lease:
     def held(self, group: int) -> int:
         return len(self.pages[group]) - self.firsts[group]
 
-    def saves(self, *, start: int, stop: int, chooses: bool) -> tuple[Save, ...]:
+    def saves(self, *, start: int, stop: int, samples: bool) -> tuple[CheckpointSave, ...]:
         """Slots for the checkpoints worth making in a row of these positions, as far as there are any."""
         if not self.wishes:
             return ()
         for position in self.wishes:
             if start < position <= stop:
-                self._save(position, logits=position == len(self.prompt) == stop and chooses)
+                self._save(position, logits=position == len(self.prompt) == stop and samples)
         self.wishes = tuple(position for position in self.wishes if position > stop)
-        return tuple(Save(p.position, p.slot) for p in sorted(self.pending, key=lambda p: p.position))
+        return tuple(CheckpointSave(p.position, p.slot) for p in sorted(self.pending, key=lambda p: p.position))
 
     def _save(self, position: int, *, logits: bool) -> None:
-        ledger = self.ledger
-        if not logits and not (ledger.needs.recurrent and ledger.needs.boundary(position)):
+        allocator = self.allocator
+        if not logits and not (allocator.needs.recurrent and allocator.needs.boundary(position)):
             return
         tokens = self.prompt[:position]
-        there = ledger.index.find(tokens)
-        if tokens in ledger.saving or (there is not None and (there.logits or not logits)):
+        there = allocator.index.find(tokens)
+        if tokens in allocator.saving or (there is not None and (there.logits or not logits)):
             return
-        slot = ledger.slots.take()
+        slot = allocator.slots.take()
         if slot is not None:
-            ledger.saving.add(tokens)
+            allocator.saving.add(tokens)
             self.pending.append(Pending(position, slot, tokens, logits))
 
     def settle(self, length: int, history: History, *, ahead: int = 0) -> None:
         """Positions up to `length` are final: give back the pages past them, let others share the full ones and the
         checkpoints, and let go of what no window sees any more. A row under way is writing the `ahead` positions behind them."""
-        ledger = self.ledger
+        allocator = self.allocator
         if self.opening is not None:
-            ledger.close(self.opening)
+            allocator.close(self.opening)
             self.opening = None
-        keep = pages_for(length + ahead, ledger.page_size)
+        keep = pages_for(length + ahead, allocator.page_size)
         for group, pages in enumerate(self.pages):
             if len(pages) > keep:
-                ledger.drop(group, pages[keep:])
+                allocator.drop(group, pages[keep:])
                 del pages[keep:]
-        full = min(length, self.indexable) // ledger.page_size
+        full = min(length, self.indexable) // allocator.page_size
         if full > self.node.depth:
             self._index(full, history)
         if self.pending:
             for pending in self.pending:
-                ledger.keep(self, pending)
+                allocator.keep(self, pending)
             self.pending.clear()
-        for group, pool in enumerate(ledger.pools):
+        for group, pool in enumerate(allocator.pools):
             if pool.window is not None:
-                self._let_go(group, ledger.seen_from(length, pool.window) // ledger.page_size)
+                self._let_go(group, allocator.seen_from(length, pool.window) // allocator.page_size)
 
     def _index(self, full: int, history: History) -> None:
-        index, size, node = self.ledger.index, self.ledger.page_size, self.node
+        index, size, node = self.allocator.index, self.allocator.page_size, self.node
         for number in range(node.depth, full):
             node = index.below(node, tuple(history.slice(number * size, (number + 1) * size)))
             for group, pages in enumerate(self.pages):
@@ -417,10 +422,10 @@ class Lease:
         pages, before = self.pages[group], self.firsts[group]
         if first <= before:
             return
-        self.ledger.drop(group, pages[before:first][::-1])  # the longest unseen is forgotten first
+        self.allocator.drop(group, pages[before:first][::-1])  # the longest unseen is forgotten first
         pages[before:first] = pages_of([NO_PAGE] * (first - before))
         self.firsts[group] = first
-        self.ledger.let_go += first - before
+        self.allocator.let_go += first - before
 
     def release(self) -> None:
-        self.ledger.give_back(self)
+        self.allocator.give_back(self)

@@ -70,7 +70,7 @@ def pages_of(numbers: Iterable[int]) -> Pages:
 
 
 class PagePool:
-    """Owner: the ledger."""
+    """Owner: the allocator."""
 
     def __init__(self, count: int, *, window: int | None = None, forget: Callable[[int], None]) -> None:
         self.count = count

@@ -50,7 +50,7 @@ class Checkpoint:
 
 
 class PrefixIndex:
-    """Owner: the ledger."""
+    """Owner: the allocator."""
 
     def __init__(self, *, page_size: int, groups: int) -> None:
         self.root = Node(None, (), 0, [])

@@ -1,6 +1,6 @@
 """Numbered slots: lanes, lent one at a time, and the slots of checkpoints, the least recently used one given up first.
 
-In: take, give back, keep, pin. Out: slot numbers. Owner: the ledger.
+In: take, give back, keep, pin. Out: slot numbers. Owner: the allocator.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from onedraw.types import Bits, DryParams, History, SamplingParams
+from onedraw.types import DryParams, History, SamplingParams, TokenMask
 
 LONGEST_MATCH = 64  # a longer repetition is penalized like one of this length; bounds the work of one choice
 _LARGEST = float(np.finfo(np.float32).max)
@@ -26,7 +26,7 @@ class Adjustment:
 
     penalized: tuple[tuple[int, float], ...] = ()
     banned: tuple[int, ...] = ()
-    allowed: Bits | None = None
+    allowed: TokenMask | None = None
 
 
 NOTHING = Adjustment()
@@ -75,7 +75,7 @@ def adjustment(params: SamplingParams, history: History, drafts: Sequence[int] =
     return Adjustment(penalized, tuple(sorted(banned)), allowed)
 
 
-def unpacked(bits: Bits, vocab: int) -> npt.NDArray[np.bool_]:
+def unpacked(bits: TokenMask, vocab: int) -> npt.NDArray[np.bool_]:
     """A set of tokens as a truth value per token.   [V]"""
     found = np.unpackbits(np.ascontiguousarray(bits).view(np.uint8), bitorder="little")[:vocab].view(np.bool_)
     return found if len(found) == vocab else np.pad(found, (0, vocab - len(found)))

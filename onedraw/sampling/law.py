@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from onedraw.sampling.adjustments import adjustment, inside, unpacked
 from onedraw.sampling.noise import Floats, gumbel
-from onedraw.types import Choice, History, Logprobs, SamplingParams
+from onedraw.types import History, Logprobs, SampledToken, SamplingParams
 
 MASS_BITS = 40
 SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)  # a smaller one would be 0 in float32
@@ -66,12 +66,7 @@ def law(logits: Floats, params: SamplingParams, history: History, drafts: Sequen
     return np.subtract(np.float32(0), deficit)
 
 
-def choose(logits: Floats, params: SamplingParams, history: History, drafts: Sequence[int] = ()) -> int:
-    """The token of the position after `history` and `drafts`; NO_TOKEN if the law leaves none."""
-    return _pick(law(logits, params, history, drafts), params, len(history) + len(drafts))
-
-
-def choice(logits: Floats, params: SamplingParams, history: History, drafts: Sequence[int] = ()) -> Choice | None:
+def sample(logits: Floats, params: SamplingParams, history: History, drafts: Sequence[int] = ()) -> SampledToken | None:
     """The token with whatever the parameters ask to know about it; None if the law leaves none."""
     scores = law(logits, params, history, drafts)
     token = _pick(scores, params, len(history) + len(drafts))
@@ -80,7 +75,7 @@ def choice(logits: Floats, params: SamplingParams, history: History, drafts: Seq
     found: Logprobs | None = None
     if params.logprobs is not None:
         found = logprobs(logits if params.logprobs_mode == "raw" else scores, token, params.logprobs)
-    return Choice(token, found, checksum(logits, scores) if params.checksums else None)
+    return SampledToken(token, found, checksum(logits, scores) if params.checksums else None)
 
 
 def logprobs(scores: Floats, token: int, top: int) -> Logprobs:

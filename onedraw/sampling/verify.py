@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from onedraw.types import Draft
 
 
-def kept(drafts: Sequence[Draft], chosen: Sequence[int]) -> tuple[int, ...]:
+def kept_drafts(drafts: Sequence[Draft], chosen: Sequence[int]) -> tuple[int, ...]:
     """Indices of the kept drafts, in order.
 
     chosen[0] is the choice after the last known token, chosen[1 + i] the choice after draft i. A draft is kept if it
@@ -27,7 +27,7 @@ def kept(drafts: Sequence[Draft], chosen: Sequence[int]) -> tuple[int, ...]:
     return tuple(path)
 
 
-def trails(drafts: Sequence[Draft]) -> tuple[tuple[int, ...], ...]:
+def draft_paths(drafts: Sequence[Draft]) -> tuple[tuple[int, ...], ...]:
     """For each position of a row (after the last known token, then after each draft): the drafts on the way to it, by
     index. In a tree these are the ancestors alone."""
     paths: list[tuple[int, ...]] = [()]
@@ -36,9 +36,9 @@ def trails(drafts: Sequence[Draft]) -> tuple[tuple[int, ...], ...]:
     return tuple(paths)
 
 
-def hypotheses(drafts: Sequence[Draft]) -> tuple[tuple[int, ...], ...]:
+def draft_prefixes(drafts: Sequence[Draft]) -> tuple[tuple[int, ...], ...]:
     """The same as tokens: what stands between the history and each position, if the drafts on the way were right."""
     if all(draft.parent == index - 1 for index, draft in enumerate(drafts)):
         tokens = tuple(draft.token for draft in drafts)
         return tuple(tokens[:count] for count in range(len(tokens) + 1))
-    return tuple(tuple(drafts[index].token for index in path) for path in trails(drafts))
+    return tuple(tuple(drafts[index].token for index in path) for path in draft_paths(drafts))

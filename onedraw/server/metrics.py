@@ -42,8 +42,8 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("sliding_pages_let_go", "Pages of sliding layers that no later position sees.", lambda s: s.pages_let_go),
     ("spec_decode_num_drafts", "Rows that carried drafts.", lambda s: s.drafts),
     ("spec_decode_num_draft_tokens", "Tokens drafted.", lambda s: s.draft_tokens),
-    ("spec_decode_num_accepted_tokens", "Drafted tokens kept.", lambda s: s.accepted_tokens),
-    ("engine_turns", "Turns of the engine.", lambda s: s.turns),
+    ("spec_decode_num_accepted_tokens", "DraftStats tokens kept.", lambda s: s.accepted_tokens),
+    ("engine_turns", "Turns of the engine.", lambda s: s.steps),
 )
 
 
@@ -68,7 +68,7 @@ class EngineCollector(Collector):
 
     def _per_position(self, stats: Stats) -> Family:
         """Position 0 is the first draft of a row. Divided by the rows that carried drafts: how often it was right."""
-        says = "Drafted tokens kept, by their place in the draft."
+        says = "DraftStats tokens kept, by their place in the draft."
         family = CounterMetricFamily("spec_decode_num_accepted_tokens_per_pos", says, labels=["model_name", "position"])
         for position, kept in enumerate(stats.accepted_per_position):
             family.add_metric([self._model, str(position)], kept)

@@ -23,12 +23,12 @@ PREFERENCE = 0.8  # a proposer goes before the backend's own guesses unless it i
 
 
 @dataclass(frozen=True, slots=True)
-class Guess:
+class Proposal:
     drafts: tuple[Draft, ...] = ()
     source: str = ""
 
 
-NOTHING = Guess()
+NOTHING = Proposal()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class SpeculationStats:
 
 
 @dataclass(slots=True)
-class Record:
+class SourceEstimate:
     """What is known of one source for one request."""
 
     acceptance: Acceptance
@@ -52,19 +52,19 @@ class Record:
 
 
 class Speculator:
-    """`draft_tokens` forces the length of every guess; None: as long as pays off, and a small probe where nothing does."""
+    """`draft_tokens` forces the length of every proposal; None: as long as pays off, and a small probe where nothing does."""
 
     def __init__(self, proposers: Sequence[Proposer] = (), *, draft_tokens: int | None = None) -> None:
         self._proposers = tuple(proposers)
         self._forced = draft_tokens
         self._meter = CostMeter()
-        self._records: dict[str, dict[str, Record]] = {}  # by request, then source
+        self._records: dict[str, dict[str, SourceEstimate]] = {}  # by request, then source
         self._overall: dict[str, Acceptance] = {}  # by source, over all requests
         self._by_source: dict[str, tuple[int, int, int]] = {}
         self._kept_depths = [0] * (POSITIONS + 1)  # rows by how many drafts they kept
         self._seconds = 0.0
 
-    def guess(
+    def propose(
         self,
         request: Request,
         history: History,
@@ -73,18 +73,18 @@ class Speculator:
         room: int,
         running: int,
         tentative: bool = False,
-    ) -> Guess:
+    ) -> Proposal:
         """Drafts for the row that reaches the end of `history`. `own` are the backend's; `running` rows share the turn.
-        `tentative`: nobody will carry them; is there anything to guess?"""
+        `tentative`: nobody will carry them; is there anything to propose?"""
         if not request.speculate or room <= 0 or self._forced == 0 or not (own or self._proposers):
             return NOTHING
         begin = perf_counter()
-        guess = self._decide(request, history, own[:room], room, running, tentative)
+        proposal = self._decide(request, history, own[:room], room, running, tentative)
         self._seconds += perf_counter() - begin
-        return guess
+        return proposal
 
     def learn(self, request_id: str, source: str, *, drafted: int, kept: int, depth: int | None = None) -> None:
-        """What verification made of a guess: of `drafted` drafts, at most `depth` of which fit together, `kept` were kept."""
+        """What verification made of a proposal: of `drafted` drafts, at most `depth` of which fit together, `kept` were kept."""
         rows, drafts, accepted = self._by_source.get(source, (0, 0, 0))
         self._by_source[source] = (rows + 1, drafts + drafted, accepted + kept)
         self._kept_depths[min(kept, POSITIONS)] += 1
@@ -112,7 +112,7 @@ class Speculator:
 
     def _decide(
         self, request: Request, history: History, own: tuple[Draft, ...], room: int, running: int, tentative: bool
-    ) -> Guess:
+    ) -> Proposal:
         records = self._records.setdefault(request.id, {})
         own_count, own_expected = self._own(records, own, running) if own else (0, 0.0)
         least = PREFERENCE * own_expected
@@ -131,7 +131,7 @@ class Speculator:
                 record.probe.rest()
             elif not tentative:  # else it stays due
                 record.probe.spend()
-            return Guess(drafts, proposer.name)
+            return Proposal(drafts, proposer.name)
         if not own:
             return NOTHING
         probe = self._record(records, DEVICE).probe
@@ -141,9 +141,9 @@ class Speculator:
             if not tentative:
                 probe.spend()
             own_count = PROBE_TOKENS
-        return Guess(own[:own_count], DEVICE) if own_count else NOTHING
+        return Proposal(own[:own_count], DEVICE) if own_count else NOTHING
 
-    def _own(self, records: dict[str, Record], own: tuple[Draft, ...], running: int) -> tuple[int, float]:
+    def _own(self, records: dict[str, SourceEstimate], own: tuple[Draft, ...], running: int) -> tuple[int, float]:
         """How many of the backend's guesses to take, from the first on, and how many are kept on average."""
         rate = self._record(records, DEVICE).acceptance.rate
         chain = chain_length(own)
@@ -161,9 +161,9 @@ class Speculator:
             return min(self._forced, limit)
         return how_many(rate, cost=self._meter.cost, running=running, limit=min(limit, LONGEST))
 
-    def _record(self, records: dict[str, Record], source: str) -> Record:
+    def _record(self, records: dict[str, SourceEstimate], source: str) -> SourceEstimate:
         record = records.get(source)
         if record is None:
             overall = self._overall.get(source)
-            record = records[source] = Record(overall.successor() if overall else Acceptance())
+            record = records[source] = SourceEstimate(overall.successor() if overall else Acceptance())
         return record

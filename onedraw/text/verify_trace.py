@@ -34,7 +34,7 @@ def walk(row: Row, outcome: RowOutcome) -> list[Step]:
     for index, draft in enumerate(row.drafts):
         depths.append(0 if draft.parent < 0 else depths[draft.parent] + 1)
         reached = draft.parent < 0 or draft.parent in outcome.kept
-        choice = outcome.chosen[depths[index]].token if reached and depths[index] < len(outcome.chosen) else None
+        choice = outcome.sampled[depths[index]].token if reached and depths[index] < len(outcome.sampled) else None
         steps.append(Step(row.stop + depths[index], draft.token, choice, index in outcome.kept))
     return steps
 

@@ -65,7 +65,7 @@ def test_more_may_wait_than_run(terminal: Terminal) -> None:
 def test_figures_are_medians_and_rates() -> None:
     even = Timing(first=1.0, gaps=(0.1,) * 10, tokens=11)
     late = Timing(first=3.0, gaps=(0.1,) * 9 + (0.5,), tokens=11)
-    counted = Stats(turns=9, completion_tokens=22, draft_tokens=16, accepted_tokens=11)
+    counted = Stats(steps=9, completion_tokens=22, draft_tokens=16, accepted_tokens=11)
     measure = summarise(2, [Run(4.5, (even, late), counted)])
     assert measure.first_token_ms == pytest.approx(2000)
     assert measure.inter_token_ms == pytest.approx(100)

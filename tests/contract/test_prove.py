@@ -18,10 +18,10 @@ from onedraw.contract.variations import PROMPTS, Evidence, drafting, held, reque
 from onedraw.engine.stats import Stats
 from onedraw.errors import BadSetting
 from onedraw.llm.llm import LLM, Reply
-from onedraw.sampling.law import choice
+from onedraw.sampling.law import sample
 from onedraw.settings import Settings
 from onedraw.speculation.proposer import chain
-from onedraw.types import Choice, Draft, Row, RowOutcome, Save
+from onedraw.types import CheckpointSave, Draft, Row, RowOutcome, SampledToken
 from tests.support import tiny
 
 FAKE = Settings(model="fake", backend="fake", threads=1)
@@ -61,16 +61,16 @@ class KeyedByLane(FakeBackend):
 class NoiseByDraft(FakeBackend):
     """Planted: the number of drafts before a position keys its noise."""
 
-    def choose(self, row: Row, logits: Logits, drafts: tuple[int, ...]) -> Choice | None:
+    def sample(self, row: Row, logits: Logits, drafts: tuple[int, ...]) -> SampledToken | None:
         params = replace(row.params, seed=row.params.seed + len(drafts))
-        return choice(logits, params, row.history, drafts)
+        return sample(logits, params, row.history, drafts)
 
 
 class OtherHistory(FakeBackend):
     """Planted: the history at a position has a wrong token for every draft before it, so penalties hit the wrong ones."""
 
-    def choose(self, row: Row, logits: Logits, drafts: tuple[int, ...]) -> Choice | None:
-        return choice(logits, row.params, row.history, (0,) * len(drafts))
+    def sample(self, row: Row, logits: Logits, drafts: tuple[int, ...]) -> SampledToken | None:
+        return sample(logits, row.params, row.history, (0,) * len(drafts))
 
 
 class LowBits(FakeBackend):
@@ -80,13 +80,13 @@ class LowBits(FakeBackend):
         outcome = super().run(row)
         if row.lane == 0:
             return outcome
-        return replace(outcome, chosen=tuple(replace(c, checksum=(c.checksum or 0) ^ 1) for c in outcome.chosen))
+        return replace(outcome, sampled=tuple(replace(c, checksum=(c.checksum or 0) ^ 1) for c in outcome.sampled))
 
 
 class StaleLogits(FakeBackend):
     """Planted: a checkpoint keeps the first logits it ever held."""
 
-    def save(self, row: Row, save: Save, state: bytes, logits: Logits | None) -> None:
+    def save(self, row: Row, save: CheckpointSave, state: bytes, logits: Logits | None) -> None:
         before = self._kept[0].logits
         super().save(row, save, state, logits if before is None else before)
 
@@ -229,9 +229,9 @@ class Guessing(FakeBackend):
 
     def run(self, row: Row) -> RowOutcome:
         outcome = super().run(row)
-        token = outcome.chosen[-1].token if outcome.chosen else 0
+        token = outcome.sampled[-1].token if outcome.sampled else 0
         beside = Draft((token + 1) % 2, parent=-1)  # makes a tree of what is else a chain
-        return replace(outcome, guesses=(*chain((token, (token + row.stop) % 2)), beside))
+        return replace(outcome, next_drafts=(*chain((token, (token + row.stop) % 2)), beside))
 
 
 def test_a_drafter_of_the_backend_has_its_rows() -> None:
@@ -241,8 +241,8 @@ def test_a_drafter_of_the_backend_has_its_rows() -> None:
 
 
 def test_the_place_of_the_first_difference_is_an_absolute_position() -> None:
-    plain = Reply(prompt_ids=(1, 2, 3), tokens=[Choice(5, checksum=1), Choice(6, checksum=2)], finish="length")
-    other = replace(plain, tokens=[Choice(5, checksum=1), Choice(6, checksum=9)])
+    plain = Reply(prompt_ids=(1, 2, 3), tokens=[SampledToken(5, checksum=1), SampledToken(6, checksum=2)], finish="length")
+    other = replace(plain, tokens=[SampledToken(5, checksum=1), SampledToken(6, checksum=9)])
     assert first_difference(plain, plain) is None
     assert first_difference(plain, other) == 1
     assert first_difference(plain, replace(plain, tokens=plain.tokens[:1])) == 1

@@ -16,7 +16,7 @@ from onedraw.contract.replay import judge, replay
 from onedraw.llm.llm import LLM
 from onedraw.llm.options import RequestOptions, make_generation
 from onedraw.settings import Settings
-from onedraw.types import Choice, Row, RowOutcome
+from onedraw.types import Row, RowOutcome, SampledToken
 
 TRAINED = Path(__file__).parents[1] / "fixtures" / "trained"
 FAKE = Settings(backend="fake", model="fake")
@@ -60,7 +60,7 @@ def test_settings_never_change_a_token(changes: dict[str, Any], tmp_path: Path) 
     assert report.recorded_by == (report.fingerprint,)
     if changes["max_batch"] > 1:
         assert 0 < report.counted.accepted_tokens < report.counted.draft_tokens
-        assert report.counted.mixed_turns > 0
+        assert report.counted.mixed_steps > 0
 
 
 def test_a_real_model_with_a_drafter_says_what_it_said_without(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_fault_of_the_engine_is_found(tmp_path: Path, monkeypatch: pytest.Monk
             outcome = run(row)
             if len(outcome.kept) < 2:
                 return outcome
-            return replace(outcome, chosen=(outcome.chosen[0], Choice(7), *outcome.chosen[2:]))
+            return replace(outcome, sampled=(outcome.sampled[0], SampledToken(7), *outcome.sampled[2:]))
 
         monkeypatch.setattr(backend, "run", faulty)
         report = replay(records, llm)

@@ -97,7 +97,7 @@ def test_stages_at_work_on_one_device_give_the_bits_of_one(dtype: str, cuts: tup
     got, stats = run(split, requests, Schedule(reuse=True, turn_tokens=64))  # prompts have plans of their own
     split.close()
     assert [dataclasses.replace(a, cached=0) for a in got] == [dataclasses.replace(a, cached=0) for a in expected]
-    assert stats.overlapped_turns
+    assert stats.overlapped_steps
 
 
 @pytest.mark.parametrize("cuts", [(2,), (1, 3)])
@@ -120,7 +120,7 @@ def test_recorded_turns_of_a_split_have_the_bits_of_the_whole(cuts: tuple[int, .
     assert split._steady is not None
     recorder = split._steady._parts[0]._recorder
     assert isinstance(recorder, CudaGraphs)
-    assert recorder.replayed >= len(stage_devices) * (stats.turns - 1)
+    assert recorder.replayed >= len(stage_devices) * (stats.steps - 1)
 
 
 @pytest.mark.parametrize("names", [["cuda:0", "cpu"], ["cpu", "cuda:0"]], ids="-".join)

@@ -97,7 +97,7 @@ def schedules_agree(name: str, *, kv_dtype: str | None = None) -> list[Answer]:
         assert same(got, expected), label
         counted.update(kept=stats.accepted_tokens, rejected=stats.draft_tokens - stats.accepted_tokens)
         if backend.capacity.async_scheduling:
-            counted.update(ahead=stats.turns_ahead)
+            counted.update(ahead=stats.steps_ahead)
         counted.update(trees=stats.draft_trees, hits=stats.prefix_hits, whole=stats.whole_prompts)
     assert all(counted.values()), counted
     return expected

@@ -10,7 +10,7 @@ import torch
 from onedraw.checkpoints.random_shapes import DRAFTER_SHAPES, make_random_drafter
 from onedraw.engine.engine import Engine
 from onedraw.engine.scheduler import Scheduler
-from onedraw.memory.allocator import Ledger
+from onedraw.memory.allocator import Allocator
 from onedraw.models.dflash import check_drafter_fits, read_drafter_info
 from onedraw.speculation.draft_tree import build_tree
 from onedraw.speculation.speculator import Speculator
@@ -61,15 +61,15 @@ def test_a_packed_drafter_drafts_beside_a_packed_model_and_changes_no_bit() -> N
     for count in (0, 3):
         chosen: list[Any] = []
         scheduler = Scheduler(
-            ledger=Ledger(backend.capacity, reuse=False),
+            allocator=Allocator(backend.capacity, reuse=False),
             capacity=backend.capacity,
             speculator=Speculator([], draft_tokens=count),
             turn_tokens=16,
         )
         engine = Engine(backend=backend, scheduler=scheduler)
-        engine.add(Request("r", (1, 5, 9, 200, 7), params), lambda event, chosen=chosen: chosen.extend(event.chosen))  # type: ignore[misc]
+        engine.add(Request("r", (1, 5, 9, 200, 7), params), lambda event, chosen=chosen: chosen.extend(event.sampled))  # type: ignore[misc]
         while engine.busy:
-            engine.turn()
+            engine.step()
         found.append([(choice.token, choice.checksum) for choice in chosen])
         drafted.append(engine.stats().draft_tokens)
     assert found[0] == found[1]

@@ -112,7 +112,7 @@ def test_turns_ahead_on_a_split_have_the_bits_of_the_whole(kind: str, cuts: tupl
     for pages, arrivals in ((60, (0, 0, 5)), (5, ())):
         got, stats = run(backend_of(kind, None, cuts=cuts, pages=pages), asked, Schedule(arrivals=arrivals))
         assert got == expected
-        assert stats.turns_ahead
+        assert stats.steps_ahead
         assert pages == 60 or stats.preemptions
 
 
@@ -192,5 +192,5 @@ def test_recorded_turns_that_are_under_way_at_once_have_the_bits_of_plain_ones(
         got, stats = run(backend, asked, schedule)
         backend.close()
         assert got == expected
-        assert stats.overlapped_turns > 4
+        assert stats.overlapped_steps > 4
         assert recorder.replayed > 2

@@ -20,7 +20,7 @@ from onedraw.checkpoints.random_weights import random_weights
 from onedraw.engine.engine import Engine, Event
 from onedraw.engine.scheduler import Scheduler
 from onedraw.errors import NonFiniteLogits
-from onedraw.memory.allocator import Ledger
+from onedraw.memory.allocator import Allocator
 from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import Request, SamplingParams
@@ -174,7 +174,7 @@ def test_a_turn_that_begins_before_its_tokens_are_known_has_the_bits_of_a_plain_
             got, stats = run(backend, asked, schedule)
             assert [dataclasses.replace(a, cached=0) for a in got] == expected, name
             assert backend._steady.awaited > before, name
-            assert stats.turns_ahead == backend._steady.awaited - before, name
+            assert stats.steps_ahead == backend._steady.awaited - before, name
         if INTERPRETED:
             continue
         got, _ = run(backend, asked, Schedule(cancels=((12, 1),)))
@@ -183,7 +183,7 @@ def test_a_turn_that_begins_before_its_tokens_are_known_has_the_bits_of_a_plain_
         got, stats = run(backend_of(kind, recorders()[kept], pages=7), asked, Schedule())
         assert got == expected
         assert stats.preemptions
-        assert stats.turns_ahead
+        assert stats.steps_ahead
 
 
 @pytest.mark.parametrize("fault", ["stale token", "stepped twice", "short history"])
@@ -201,7 +201,7 @@ def test_a_planted_fault_of_a_turn_ahead_is_caught(fault: str, monkeypatch: pyte
 
             def twice(self, laid, watch):  # type: ignore[no-untyped-def]
                 first = real(self, laid, watch)
-                if laid.plan.rows[0].awaits:
+                if laid.plan.rows[0].awaits_token:
                     self._pass(self._parts[-1], laid.parts[-1], None, watch)
                 return first
 
@@ -213,7 +213,7 @@ def test_a_planted_fault_of_a_turn_ahead_is_caught(fault: str, monkeypatch: pyte
                 lambda rows: [SamplingPosition(r.lane, r.params, r.history, (), r.request_id) for r in rows],
             )
     got, stats = run(backend_of("hybrid", NoCapture()), asked, Schedule())
-    assert stats.turns_ahead
+    assert stats.steps_ahead
     assert got != expected
 
 
@@ -253,24 +253,24 @@ def test_choosing_that_reads_the_memory_of_the_layers_is_caught(monkeypatch: pyt
 def test_numbers_that_overflow_end_their_rows_and_name_the_layer_though_a_turn_is_behind_them() -> None:
     asked = calm(2, max_tokens=6, length=5)
     backend = backend_of("hybrid", next(iter(recorders().values())), dtype="f16")
-    ledger = Ledger(backend.capacity, reuse=False)
-    scheduler = Scheduler(ledger=ledger, capacity=backend.capacity, speculator=Speculator(), turn_tokens=64)
+    allocator = Allocator(backend.capacity, reuse=False)
+    scheduler = Scheduler(allocator=allocator, capacity=backend.capacity, speculator=Speculator(), turn_tokens=64)
     engine = Engine(backend=backend, scheduler=scheduler)
     heard: list[Event] = []
     for request in asked:
         engine.add(request, heard.append)
     for _ in range(3):
-        engine.turn()
+        engine.step()
     norm = backend.model.layers[1].attn_norm
     kept = norm.clone()
     norm.fill_(torch.inf)
     while engine.busy:
-        engine.turn()
-    assert engine.stats().turns_ahead > 1
+        engine.step()
+    assert engine.stats().steps_ahead > 1
     errors = {event.request_id: event.error for event in heard if event.error is not None}
     assert set(errors) == {"c0", "c1"}
     assert all(isinstance(error, NonFiniteLogits) and "layer 1 " in str(error) for error in errors.values())
-    ledger.audit_all()
+    allocator.audit_all()
     norm.copy_(kept)
     assert all(answer.error is None for answer in run(backend, asked, Schedule())[0])
 
@@ -288,7 +288,7 @@ def test_what_was_rehearsed_is_not_recorded_again_and_leaves_nothing_behind() ->
     asked_plainly = [dataclasses.replace(r, params=dataclasses.replace(r.params, checksums=False)) for r in asked]
     before = len(recorder)
     got, stats = run(backend, asked_plainly, Schedule())
-    assert stats.turns_ahead > 3
+    assert stats.steps_ahead > 3
     assert len(recorder) == before >= 12
     assert got[0].tokens == expected[0].tokens
     assert run(backend, asked, Schedule())[0] == expected
@@ -337,4 +337,4 @@ def test_a_checkpoint_of_a_family_decodes_alike_with_turns_ahead_and_without(nam
     ):
         got, stats = run(family_of(name), asked, schedule)
         assert [dataclasses.replace(a, cached=0) for a in got] == expected, label
-        assert stats.turns_ahead > 10, label
+        assert stats.steps_ahead > 10, label

@@ -5,10 +5,10 @@ from __future__ import annotations
 from onedraw.backends.base import Capacity, PageGroup
 from onedraw.engine.scheduler import Member, Scheduler
 from onedraw.engine.sequence import Sequence
-from onedraw.memory.allocator import Ledger
+from onedraw.memory.allocator import Allocator
 from onedraw.speculation.proposer import Proposer, chain
 from onedraw.speculation.speculator import Speculator
-from onedraw.types import Choice, Draft, History, Request, RowOutcome, SamplingParams
+from onedraw.types import Draft, History, Request, RowOutcome, SampledToken, SamplingParams
 
 
 def make(
@@ -32,8 +32,10 @@ def make(
         checkpoints=checkpoints,
         draft_positions=draft_positions,
     )
-    ledger = Ledger(capacity, reuse=checkpoints > 0)
-    return Scheduler(ledger=ledger, capacity=capacity, speculator=Speculator(proposers, draft_tokens=64), turn_tokens=turn_tokens)
+    allocator = Allocator(capacity, reuse=checkpoints > 0)
+    return Scheduler(
+        allocator=allocator, capacity=capacity, speculator=Speculator(proposers, draft_tokens=64), turn_tokens=turn_tokens
+    )
 
 
 class Eager:
@@ -58,7 +60,7 @@ def step(scheduler: Scheduler) -> dict[str, Member]:
     members = scheduler.plan()
     for member in members:
         sequence = member.sequence
-        sequence.accept(member.row, RowOutcome((Choice(2),) if member.row.chooses else ()))
+        sequence.accept(member.row, RowOutcome((SampledToken(2),) if member.row.samples else ()))
         assert sequence.lease is not None
         sequence.lease.settle(sequence.computed, sequence.history)
     return {m.row.request_id: m for m in members}
@@ -71,7 +73,7 @@ def test_a_long_prompt_never_starves_what_runs() -> None:
     add(scheduler, "long", 60)
     for _ in range(5):
         turn = step(scheduler)
-        assert turn["short"].row.chooses
+        assert turn["short"].row.samples
         assert len(turn["long"].row.tokens) == 7
 
 
@@ -111,7 +113,7 @@ def test_the_latest_comer_is_driven_out_first_and_waits_in_front() -> None:
     assert scheduler.waiting[0] is second
     assert second.computed == 0
     assert len(second.history.output) > 0  # what was chosen stays chosen
-    scheduler.ledger.audit_all()
+    scheduler.allocator.audit_all()
 
 
 def test_drafts_of_a_turn_stay_within_what_can_be_rolled_back() -> None:
@@ -128,7 +130,7 @@ def test_a_row_is_no_longer_than_a_window_leaves_pages_for() -> None:
     rows = [step(scheduler)["long"].row for _ in range(8)]
     assert max(len(row.tokens) for row in rows) == 12  # of 14 that six pages leave beside the window
     assert all(row.stop % 4 == 0 or row.stop == 90 for row in rows if row.start < 90)
-    assert rows[-1].chooses
+    assert rows[-1].samples
     assert scheduler.preemptions == 0
 
 
@@ -138,10 +140,10 @@ def test_a_prompt_known_as_a_whole_generates_at_once_from_a_row_without_tokens()
     (save,) = step(scheduler)["first"].row.saves
     add(scheduler, "again", 6)
     row = step(scheduler)["again"].row
-    assert (row.start, row.tokens, row.drafts, row.restore, row.chooses) == (6, (), (), save.slot, True)
+    assert (row.start, row.tokens, row.drafts, row.restore, row.samples) == (6, (), (), save.slot, True)
     assert len(row.copies) == 1
     assert step(scheduler)["again"].row.tokens == (2,)
-    scheduler.ledger.audit_all()
+    scheduler.allocator.audit_all()
 
 
 def test_a_row_that_fills_a_checkpoint_carries_no_drafts() -> None:

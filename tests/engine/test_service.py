@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from onedraw.backends.base import Ticket
+from onedraw.backends.base import StepHandle
 from onedraw.backends.fake import FakeBackend
 from onedraw.build.llm import make_service
 from onedraw.engine.service import Event, Service
@@ -41,7 +41,7 @@ def read(inbox: queue.SimpleQueue[Event]) -> tuple[list[int], Event]:
     tokens: list[int] = []
     while True:
         event = inbox.get(timeout=PATIENCE)
-        tokens.extend(c.token for c in event.chosen)
+        tokens.extend(c.token for c in event.sampled)
         if event.finish or event.error:
             return tokens, event
 
@@ -144,7 +144,7 @@ class BarrenBehindTheFirst(FakeBackend):
     """The law leaves a token and, at the position after it, none: what a kept draft can show in one turn."""
 
     def run(self, row: Row) -> RowOutcome:
-        return RowOutcome(super().run(row).chosen[:1], barren=True)
+        return RowOutcome(super().run(row).sampled[:1], no_token_left=True)
 
 
 def test_what_was_chosen_before_an_error_is_told_before_it() -> None:
@@ -153,9 +153,9 @@ def test_what_was_chosen_before_an_error_is_told_before_it() -> None:
     inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
     service.submit([(request("a"), inbox.put)])
     first, second = inbox.get(timeout=PATIENCE), inbox.get(timeout=PATIENCE)
-    assert (len(first.chosen), first.error) == (1, None)
+    assert (len(first.sampled), first.error) == (1, None)
     assert isinstance(second.error, NonFiniteLogits)
-    assert not second.chosen
+    assert not second.sampled
     service.close()
 
 
@@ -269,7 +269,7 @@ def test_an_engine_that_cannot_go_on_tells_everybody_and_takes_nobody() -> None:
 
 def test_an_outcome_of_too_few_rows_leaves_nothing_held() -> None:
     class Short(FakeBackend):
-        def collect(self, ticket: Ticket) -> Outcome:
+        def collect(self, ticket: StepHandle) -> Outcome:
             found = super().collect(ticket)
             return Outcome(found.rows[:-1], found.seconds) if ticket == 1 else found
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from onedraw.backends.fake import FakeBackend
-from onedraw.engine.checkpoint_offload import Shelf
+from onedraw.engine.checkpoint_offload import CheckpointOffload
 from onedraw.engine.engine import Engine
 from onedraw.engine.scheduler import Scheduler
-from onedraw.memory.allocator import Ledger
+from onedraw.memory.allocator import Allocator
 from onedraw.memory.disk_snapshots import SnapshotFolder
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import Request, SamplingParams
@@ -18,20 +18,22 @@ from onedraw.types import Request, SamplingParams
 PROMPT = tuple(i % 59 for i in range(100))
 
 
-def asked(place: Path, *requests: Request, fewest: int = 64, **changes: object) -> tuple[Engine, Shelf]:
+def asked(place: Path, *requests: Request, fewest: int = 64, **changes: object) -> tuple[Engine, CheckpointOffload]:
     """All requests through one life of an engine."""
     backend = FakeBackend(**{"pages": 60, "checkpoints": 4, **changes})  # type: ignore[arg-type]
-    ledger = Ledger(backend.capacity, reuse=True)
+    allocator = Allocator(backend.capacity, reuse=True)
     folder = SnapshotFolder(place, fingerprint="f", page_size=backend.capacity.page_size, budget=10**9)
-    shelf = Shelf(folder, ledger=ledger, backend=backend, fewest=fewest)
+    shelf = CheckpointOffload(folder, allocator=allocator, backend=backend, fewest=fewest)
     speculator = Speculator([], draft_tokens=0)
-    scheduler = Scheduler(ledger=ledger, capacity=backend.capacity, speculator=speculator, turn_tokens=512)
-    engine = Engine(backend=backend, scheduler=scheduler, shelf=shelf)
+    scheduler = Scheduler(
+        allocator=allocator, capacity=backend.capacity, speculator=speculator, turn_tokens=512, fetch=shelf.fetch
+    )
+    engine = Engine(backend=backend, scheduler=scheduler, offload=shelf)
     for request in requests:
         engine.add(request, lambda event: None)
         while engine.busy:
-            engine.turn()
-            ledger.audit_all()
+            engine.step()
+            allocator.audit_all()
     engine.close()
     return engine, shelf
 

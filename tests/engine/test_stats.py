@@ -5,8 +5,8 @@ from __future__ import annotations
 from onedraw.backends.fake import FakeBackend
 from onedraw.engine.engine import Engine, Event
 from onedraw.engine.scheduler import Scheduler
-from onedraw.engine.stats import Drafted, Stats
-from onedraw.memory.allocator import Ledger
+from onedraw.engine.stats import DraftStats, Stats
+from onedraw.memory.allocator import Allocator
 from onedraw.speculation.prediction import PredictionProposer
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import Request, Row, RowOutcome, SamplingParams
@@ -16,16 +16,16 @@ def run(*requests: Request, observed: list[tuple[Row, RowOutcome]] | None = None
     """All requests through an engine that drafts four predicted tokens a row."""
     backend = FakeBackend()
     capacity = backend.capacity
-    ledger = Ledger(capacity, reuse=False)
+    allocator = Allocator(capacity, reuse=False)
     speculator = Speculator([PredictionProposer()], draft_tokens=4)
-    scheduler = Scheduler(ledger=ledger, capacity=capacity, speculator=speculator, turn_tokens=512)
+    scheduler = Scheduler(allocator=allocator, capacity=capacity, speculator=speculator, turn_tokens=512)
     observer = None if observed is None else lambda row, outcome: observed.append((row, outcome))
     engine = Engine(backend=backend, scheduler=scheduler, observer=observer)
     heard: dict[str, list[Event]] = {request.id: [] for request in requests}
     for request in requests:
         engine.add(request, heard[request.id].append)
     while engine.busy:
-        engine.turn()
+        engine.step()
     return heard, engine.stats()
 
 
@@ -35,22 +35,22 @@ def request(name: str = "r", *, predicted: tuple[int, ...] = (), stop: int | Non
 
 
 def tokens(events: list[Event]) -> tuple[int, ...]:
-    return tuple(choice.token for event in events for choice in event.chosen)
+    return tuple(choice.token for event in events for choice in event.sampled)
 
 
 def test_what_was_counted_since_is_a_difference() -> None:
-    early = Stats(turns=3, propose_seconds=0.5, accepted_per_position=(4, 1), drafted_by=(Drafted("ngram", 5, 9, 5),))
+    early = Stats(steps=3, propose_seconds=0.5, accepted_per_position=(4, 1), drafted_by=(DraftStats("ngram", 5, 9, 5),))
     late = Stats(
-        turns=10,
+        steps=10,
         propose_seconds=0.75,
         accepted_per_position=(6, 1, 1),
-        drafted_by=(Drafted("ngram", 6, 12, 6), Drafted("device", 2, 8, 2)),
+        drafted_by=(DraftStats("ngram", 6, 12, 6), DraftStats("device", 2, 8, 2)),
     )
     assert late.since(early) == Stats(
-        turns=7,
+        steps=7,
         propose_seconds=0.25,
         accepted_per_position=(2, 0, 1),
-        drafted_by=(Drafted("ngram", 1, 3, 1), Drafted("device", 2, 8, 2)),
+        drafted_by=(DraftStats("ngram", 1, 3, 1), DraftStats("device", 2, 8, 2)),
     )
     assert late.since(Stats()) == late
 
@@ -60,7 +60,7 @@ def test_the_engine_says_who_guessed_and_what_came_of_it() -> None:
     heard, stats = run(request(predicted=answer))
     assert tokens(heard["r"]) == answer
     # One token of the prompt's row, then rows of five: 4 + 1 three times.
-    assert stats.drafted_by == (Drafted("prediction", 3, 12, 12),)
+    assert stats.drafted_by == (DraftStats("prediction", 3, 12, 12),)
     assert stats.accepted_per_position[:5] == (3, 3, 3, 3, 0)
     assert (stats.drafts, stats.draft_tokens, stats.accepted_tokens) == (3, 12, 12)
     assert stats.propose_seconds > 0
@@ -87,4 +87,4 @@ def test_an_observer_sees_every_row_that_carried_drafts_and_no_other() -> None:
     run(request("plain"), request("drafted", predicted=answer), observed=observed)
     assert {row.request_id for row, _ in observed} == {"drafted"}
     assert [len(row.drafts) for row, _ in observed] == [4, 4, 4]
-    assert [len(outcome.chosen) for _, outcome in observed] == [5, 5, 5]
+    assert [len(outcome.sampled) for _, outcome in observed] == [5, 5, 5]

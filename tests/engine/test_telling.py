@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from onedraw.backends.base import Ticket
+from onedraw.backends.base import StepHandle
 from onedraw.backends.fake import FakeBackend
 from onedraw.engine.engine import Engine, Event
-from onedraw.engine.scheduler import Scheduler
-from onedraw.errors import TurnFailed
-from onedraw.memory.allocator import Ledger
+from onedraw.engine.scheduler import Fetch, Scheduler
+from onedraw.errors import StepFailed
+from onedraw.memory.allocator import Allocator
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import Plan, Request, SamplingParams
 
@@ -21,7 +21,7 @@ class Logged(FakeBackend):
         super().__init__(async_tokens=starts, lanes=2)
         self._log, self._left = log, fails_at
 
-    def submit(self, plan: Plan) -> Ticket:
+    def submit(self, plan: Plan) -> StepHandle:
         self._log.append(f"submit {'+'.join(str(len(row.tokens)) for row in plan.rows)}")
         if self._left is not None:
             self._left -= 1
@@ -30,16 +30,17 @@ class Logged(FakeBackend):
         return super().submit(plan)
 
 
-def engine_of(backend: FakeBackend) -> Engine:
+def engine_of(backend: FakeBackend, fetch: Fetch | None = None) -> Engine:
     capacity = backend.capacity
-    ledger = Ledger(capacity, reuse=False)
-    return Engine(backend=backend, scheduler=Scheduler(ledger=ledger, capacity=capacity, speculator=Speculator(), turn_tokens=64))
+    allocator = Allocator(capacity, reuse=False)
+    scheduler = Scheduler(allocator=allocator, capacity=capacity, speculator=Speculator(), turn_tokens=64, fetch=fetch)
+    return Engine(backend=backend, scheduler=scheduler)
 
 
 def hearing(log: list[str], name: str) -> Callable[[Event], None]:
     def hear(event: Event) -> None:
         end = event.finish if event.error is None else type(event.error).__name__
-        log.append(f"{name} {len(event.chosen)} {end}")
+        log.append(f"{name} {len(event.sampled)} {end}")
 
     return hear
 
@@ -54,7 +55,7 @@ def test_what_a_turn_gave_is_told_beside_the_next_where_that_is_only_started(sta
     engine = engine_of(Logged(starts=starts, log=log))
     engine.add(request("a", 5, 3), hearing(log, "a"))
     while engine.busy:
-        engine.turn()
+        engine.step()
     told = ["a 1 None", "a 1 None", "a 1 length"]
     if starts:
         assert log == ["submit 5", "submit 1", told[0], "submit 1", told[1], told[2]]
@@ -66,9 +67,9 @@ def test_nobody_waits_for_a_prompt_to_hear_of_a_token() -> None:
     log: list[str] = []
     engine = engine_of(Logged(log=log))
     engine.add(request("a", 5, 4), hearing(log, "a"))
-    engine.turn()
+    engine.step()
     engine.add(request("b", 7, 1), hearing(log, "b"))
-    engine.turn()
+    engine.step()
     assert log == ["submit 5", "a 1 None", "submit 1+7"]
 
 
@@ -78,19 +79,18 @@ def test_nobody_waits_for_a_turn_that_is_too_large_to_be_only_started() -> None:
     engine.add(request("a", 3, 2), hearing(log, "a"))
     engine.add(request("b", 3, 2), hearing(log, "b"))
     while engine.busy:
-        engine.turn()
+        engine.step()
     assert log == ["submit 3+3", "a 1 None", "b 1 None", "submit 1+1", "a 1 length", "b 1 length"]
 
 
 def test_nobody_waits_for_the_disk() -> None:
     """Who is admitted may be looked up there first."""
     log: list[str] = []
-    engine = engine_of(Logged(log=log))
-    engine.scheduler.fetch = lambda history: log.append(f"look up {len(history)}")
+    engine = engine_of(Logged(log=log), fetch=lambda history: log.append(f"look up {len(history)}"))
     engine.add(request("a", 5, 3), hearing(log, "a"))
-    engine.turn()
+    engine.step()
     engine.add(request("b", 1, 1), hearing(log, "b"))
-    engine.turn()
+    engine.step()
     assert log == ["look up 5", "submit 5", "a 1 None", "look up 1", "submit 1+1"]
 
 
@@ -99,13 +99,13 @@ def test_who_fails_or_is_cancelled_hears_first_what_was_chosen() -> None:
     engine = engine_of(Logged(log=log, fails_at=2))
     engine.add(request("a", 5, 4), hearing(log, "a"))
     for _ in range(3):
-        engine.turn()
-    assert log == ["submit 5", "submit 1", "a 1 None", "submit 1", "a 1 None", "a 0 TurnFailed"]
+        engine.step()
+    assert log == ["submit 5", "submit 1", "a 1 None", "submit 1", "a 1 None", "a 0 StepFailed"]
     assert not engine.busy
     log.clear()
     engine = engine_of(Logged(log=log))
     engine.add(request("a", 5, 4), hearing(log, "a"))
-    engine.turn()
+    engine.step()
     engine.cancel("a")
     assert log == ["submit 5", "a 1 None", "a 0 cancelled"]
 
@@ -120,9 +120,9 @@ def test_a_sink_that_breaks_keeps_nobody_from_hearing() -> None:
 
     engine.add(request("a", 2, 4), breaks)
     engine.add(request("b", 2, 4), hearing(log, "b"))
-    engine.turn()
+    engine.step()
     with pytest.raises(ValueError, match="planted"):
-        engine.turn()
-    engine.fail_all(TurnFailed("over"))
-    assert log == ["submit 2+2", "submit 1+1", "broken", "b 1 None", "broken", "b 0 TurnFailed"]
+        engine.step()
+    engine.fail_all(StepFailed("over"))
+    assert log == ["submit 2+2", "submit 1+1", "broken", "b 1 None", "broken", "b 0 StepFailed"]
     assert not engine.busy

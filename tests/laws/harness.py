@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from onedraw.backends.base import Backend
-from onedraw.engine.checkpoint_offload import Shelf
+from onedraw.engine.checkpoint_offload import CheckpointOffload
 from onedraw.engine.engine import Engine, Event
 from onedraw.engine.scheduler import Scheduler
 from onedraw.engine.stats import Stats
-from onedraw.memory.allocator import Ledger
+from onedraw.memory.allocator import Allocator
 from onedraw.memory.disk_snapshots import SnapshotFolder
 from onedraw.speculation.proposer import Proposer, chain
 from onedraw.speculation.speculator import Speculator
@@ -34,7 +34,7 @@ class Answer:
     cached: int = 0
 
     def hear(self, event: Event) -> None:
-        for choice in event.chosen:
+        for choice in event.sampled:
             self.tokens.append(choice.token)
             self.checksums.append(choice.checksum)
             if choice.logprobs is not None:
@@ -56,7 +56,7 @@ class Schedule:
     speculator: Speculator | None = None  # instead of `proposer`: decides by itself who drafts and how much
     arrivals: tuple[int, ...] = ()  # the turn before which each request arrives; missing: 0
     cancels: tuple[tuple[int, int], ...] = ()  # (turn, index of the request)
-    ledger: type[Ledger] = Ledger
+    allocator: type[Allocator] = Allocator
     snapshots: SnapshotFolder | None = None  # on disk, and closed at the end
     fewest: int = 8  # tokens that are worth a snapshot
     ahead: bool = True  # turns may be sent off behind others, where the backend takes them
@@ -65,13 +65,19 @@ class Schedule:
 def run(backend: Backend, requests: Sequence[Request], schedule: Schedule) -> tuple[list[Answer], Stats]:
     """All requests through one engine, until it is idle. Fails if a page or a lane is lost on the way."""
     capacity = replace(backend.capacity, async_scheduling=schedule.ahead and backend.capacity.async_scheduling)
-    ledger = schedule.ledger(capacity, reuse=schedule.reuse)
+    allocator = schedule.allocator(capacity, reuse=schedule.reuse)
     proposers = [schedule.proposer] if schedule.proposer else []
     speculator = schedule.speculator or Speculator(proposers, draft_tokens=64)
-    scheduler = Scheduler(ledger=ledger, capacity=capacity, speculator=speculator, turn_tokens=schedule.turn_tokens)
     folder = schedule.snapshots
-    shelf = None if folder is None else Shelf(folder, ledger=ledger, backend=backend, fewest=schedule.fewest)
-    engine = Engine(backend=backend, scheduler=scheduler, shelf=shelf)
+    offload = None if folder is None else CheckpointOffload(folder, allocator=allocator, backend=backend, fewest=schedule.fewest)
+    scheduler = Scheduler(
+        allocator=allocator,
+        capacity=capacity,
+        speculator=speculator,
+        turn_tokens=schedule.turn_tokens,
+        fetch=None if offload is None else offload.fetch,
+    )
+    engine = Engine(backend=backend, scheduler=scheduler, offload=offload)
     answers = [Answer() for _ in requests]
     pending = sorted(range(len(requests)), key=lambda i: schedule.arrivals[i] if i < len(schedule.arrivals) else 0)
     turn = 0
@@ -82,14 +88,14 @@ def run(backend: Backend, requests: Sequence[Request], schedule: Schedule) -> tu
         for when, index in schedule.cancels:
             if when == turn:
                 engine.cancel(requests[index].id)
-        engine.turn()
-        ledger.audit_all()
+        engine.step()
+        allocator.audit_all()
         turn += 1
         assert turn < 20_000, "the engine does not come to an end"
     if folder is not None:
         folder.close()
-    assert ledger.pages_held == 0
-    assert ledger.lanes.available == capacity.lanes
+    assert allocator.pages_held == 0
+    assert allocator.lanes.available == capacity.lanes
     return answers, engine.stats()
 
 

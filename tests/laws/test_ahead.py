@@ -14,11 +14,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from onedraw.backends.base import Ticket
+from onedraw.backends.base import StepHandle
 from onedraw.backends.fake import FakeBackend
 from onedraw.engine.engine import Engine
 from onedraw.engine.scheduler import Scheduler
-from onedraw.memory.allocator import Lease, Ledger
+from onedraw.memory.allocator import Allocator, Lease
 from onedraw.speculation.proposer import chain
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import History, Outcome, Plan, Request, Row, RowOutcome, SamplingParams
@@ -39,9 +39,9 @@ class Watching(FakeBackend):
 
     def run(self, row: Row) -> RowOutcome:
         size = self.capacity.page_size
-        self.noted["rows"] += row.awaits
-        self.noted["borders"] += row.awaits and row.start % size == 0
-        self.noted["counting"] += row.awaits and row.params.counts_history
+        self.noted["rows"] += row.awaits_token
+        self.noted["borders"] += row.awaits_token and row.start % size == 0
+        self.noted["counting"] += row.awaits_token and row.params.counts_history
         return super().run(row)
 
 
@@ -56,13 +56,13 @@ def met_ahead(seed: int, kind: str | None = None, *, drafting: bool = False) -> 
     Watching.noted = Counter()
     got, stats = met.run(Watching, proposer=proposer_for(seed, met) if drafting else None, cancels=cancels)
     EXERCISED.update(Watching.noted)
-    EXERCISED.update(turns=stats.turns_ahead, cancelled=sum(a.finish == "cancelled" for a in got if stats.turns_ahead))
+    EXERCISED.update(turns=stats.steps_ahead, cancelled=sum(a.finish == "cancelled" for a in got if stats.steps_ahead))
     chosen = sum(len(a.tokens) for a in got)
-    EXERCISED.update(stopped=sum(a.finish == "stop" for a in got if stats.turns_ahead), chosen=chosen)
+    EXERCISED.update(stopped=sum(a.finish == "stop" for a in got if stats.steps_ahead), chosen=chosen)
     EXERCISED.update(
-        drafted=stats.accepted_tokens * bool(stats.turns_ahead), preempted=stats.preemptions * bool(stats.turns_ahead)
+        drafted=stats.accepted_tokens * bool(stats.steps_ahead), preempted=stats.preemptions * bool(stats.steps_ahead)
     )
-    EXERCISED.update(restores=stats.restores * bool(stats.turns_ahead), hits=stats.prefix_hits * bool(stats.turns_ahead))
+    EXERCISED.update(restores=stats.restores * bool(stats.steps_ahead), hits=stats.prefix_hits * bool(stats.steps_ahead))
     for i in gone:
         if got[i].finish == "cancelled":
             assert got[i].tokens == met.expected[i].tokens[: len(got[i].tokens)]
@@ -104,11 +104,11 @@ class Noting(FakeBackend):
         super().__init__(vocab=61, async_scheduling=True, **sizes)  # type: ignore[arg-type]
         self.log: list[str] = []
 
-    def submit(self, plan: Plan) -> Ticket:
-        self.log.append(f"{'+' if plan.rows[0].awaits else ''}{','.join(row.request_id for row in plan.rows)}")
+    def submit(self, plan: Plan) -> StepHandle:
+        self.log.append(f"{'+' if plan.rows[0].awaits_token else ''}{','.join(row.request_id for row in plan.rows)}")
         return super().submit(plan)
 
-    def collect(self, ticket: Ticket) -> Outcome:
+    def collect(self, ticket: StepHandle) -> Outcome:
         self.log.append("back")
         return super().collect(ticket)
 
@@ -154,7 +154,7 @@ def test_who_has_drafts_waits_and_who_is_silent_goes_ahead() -> None:
     answers = {"a": expected[0].tokens}
     got, stats = run(backend, asked, Schedule(proposer=Clairvoyant(answers, 61, silent_every=5)))
     assert same(got, expected)
-    assert stats.turns_ahead
+    assert stats.steps_ahead
     assert stats.accepted_tokens
 
 
@@ -172,22 +172,22 @@ def test_a_probe_is_carried_though_turns_go_ahead() -> None:
     class Steady(Noting):
         """What a turn costs is known, and not the clock's."""
 
-        def submit(self, plan: Plan) -> Ticket:
+        def submit(self, plan: Plan) -> StepHandle:
             self.tokens = sum(max(len(row.tokens), 1) + len(row.drafts) for row in plan.rows)
             return super().submit(plan)
 
-        def collect(self, ticket: Ticket) -> Outcome:
+        def collect(self, ticket: StepHandle) -> Outcome:
             return dataclasses.replace(super().collect(ticket), seconds=1.0 + 0.05 * self.tokens)
 
     speculator = Speculator([Wrong()])
     _, stats = run(Steady(lanes=1), [ask("a", 150)], Schedule(speculator=speculator))
-    assert stats.turns_ahead > 60
+    assert stats.steps_ahead > 60
     assert stats.drafts > 3
 
 
 def test_a_turn_that_fails_fails_its_rows_and_the_one_behind_it_is_dropped() -> None:
     class Fragile(Noting):
-        def collect(self, ticket: Ticket) -> Outcome:
+        def collect(self, ticket: StepHandle) -> Outcome:
             outcome = super().collect(ticket)
             if ticket == 3:
                 raise RuntimeError("planted")
@@ -195,21 +195,21 @@ def test_a_turn_that_fails_fails_its_rows_and_the_one_behind_it_is_dropped() -> 
 
     got, stats = run(Fragile(lanes=2), [ask("a"), ask("later")], Schedule(arrivals=(0, 9)))
     assert [a.error for a in got] == ["internal_error", None]
-    assert stats.failed_turns == 1
+    assert stats.failed_steps == 1
     (expected,) = plain(lambda: FakeBackend(vocab=61), [ask("later")])
     assert same(got[1:], [expected])
 
 
 def test_a_turn_that_cannot_be_sent_off_ahead_fails_its_rows_alone() -> None:
     class Refusing(Noting):
-        def submit(self, plan: Plan) -> Ticket:
-            if len(self.log) > 6 and plan.rows[0].awaits and plan.rows[0].request_id == "a":
+        def submit(self, plan: Plan) -> StepHandle:
+            if len(self.log) > 6 and plan.rows[0].awaits_token and plan.rows[0].request_id == "a":
                 raise RuntimeError("planted")
             return super().submit(plan)
 
     got, stats = run(Refusing(lanes=2), [ask("a"), ask("later")], Schedule(arrivals=(0, 9)))
     assert [a.error for a in got] == ["internal_error", None]
-    assert stats.failed_turns == 1
+    assert stats.failed_steps == 1
 
 
 def test_a_reply_that_stops_is_told_at_once_and_keeps_its_pages_until_the_turn_behind_it_is_back() -> None:
@@ -217,16 +217,16 @@ def test_a_reply_that_stops_is_told_at_once_and_keeps_its_pages_until_the_turn_b
     asked = ask("a", stop_ids=frozenset({whole.tokens[3]}))
     heard: list[str | None] = []
     backend = Noting(lanes=2)
-    ledger = Ledger(backend.capacity, reuse=False)
-    scheduler = Scheduler(ledger=ledger, capacity=backend.capacity, speculator=Speculator(), turn_tokens=64)
+    allocator = Allocator(backend.capacity, reuse=False)
+    scheduler = Scheduler(allocator=allocator, capacity=backend.capacity, speculator=Speculator(), turn_tokens=64)
     engine = Engine(backend=backend, scheduler=scheduler)
     engine.add(asked, lambda event: heard.append(event.finish))
     while "stop" not in heard:
-        engine.turn()
-    assert ledger.pages_held > 0  # a row of it is under way
+        engine.step()
+    assert allocator.pages_held > 0  # a row of it is under way
     assert engine.busy
-    engine.turn()
-    assert ledger.pages_held == 0
+    engine.step()
+    assert allocator.pages_held == 0
     assert not engine.busy
 
 
@@ -253,7 +253,7 @@ def stepped_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run_twice(self: FakeBackend, row: Row) -> RowOutcome:
         outcome = real(self, row)
-        if row.awaits:
+        if row.awaits_token:
             self.commit(row, self._states(row), len(row.tokens))
         return outcome
 
@@ -268,8 +268,10 @@ def page_given_away(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def history_short_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A choice is made as if the token that the row awaited had not been said."""
-    real = FakeBackend.choose
-    monkeypatch.setattr(FakeBackend, "choose", lambda self, row, logits, drafts: real(self, row, logits, drafts[row.awaits :]))
+    real = FakeBackend.sample
+    monkeypatch.setattr(
+        FakeBackend, "sample", lambda self, row, logits, drafts: real(self, row, logits, drafts[row.awaits_token :])
+    )
 
 
 FAULTS = [stale_token, stepped_twice, page_given_away, history_short_by_one]
@@ -308,7 +310,7 @@ def test_a_real_model_says_the_same_with_turns_ahead(name: str, tmp_path: Path) 
         backend = make_backend(folder, ahead=True, check=False)
         got, stats = run(backend, REQUESTS, schedule)
         assert torch_same(got, expected)
-        counted.update(ahead=stats.turns_ahead, kept=stats.accepted_tokens, hits=stats.prefix_hits)
+        counted.update(ahead=stats.steps_ahead, kept=stats.accepted_tokens, hits=stats.prefix_hits)
     assert all(counted.values()), counted
 
 
@@ -318,4 +320,4 @@ def test_a_stage_on_a_thread_of_its_own_has_no_turn_behind_it(tmp_path: Path) ->
     expected = plain(lambda: make_backend(folder, lanes=1, check=False), REQUESTS[:2])
     got, stats = run(make_backend(folder, ahead=True, overlap=True, check=False), REQUESTS[:2], Schedule())
     assert torch_same(got, expected)
-    assert not stats.turns_ahead
+    assert not stats.steps_ahead

@@ -14,7 +14,7 @@ import torch
 from onedraw.backends.fake import FakeBackend
 from onedraw.backends.sampled_rows import SamplingPosition
 from onedraw.backends.torch.sampling.sampler import Sampler
-from onedraw.sampling.law import choice
+from onedraw.sampling.law import sample
 from onedraw.text.constraints.base import combine, token_mask
 from onedraw.text.constraints.grammar import GrammarCompiler, GrammarConstraint
 from onedraw.text.constraints.response_format import ChoiceFormat, JsonFormat, RegexFormat, ReplyFormat
@@ -23,7 +23,7 @@ from onedraw.text.fake_tokenizer import fake_tokenizer
 from onedraw.text.reasoning import ReasoningSyntax
 from onedraw.text.reply_parser import PLAIN_TEXT, ReplySyntax
 from onedraw.text.tokenizer import Tokenizer
-from onedraw.types import Bits, Choice, Constraint, History, Request, Row, SamplingParams
+from onedraw.types import Constraint, History, Request, Row, SampledToken, SamplingParams, TokenMask
 from tests.backends.torch.judge import Fixed
 from tests.laws import test_torch
 from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, random_params, run
@@ -87,7 +87,7 @@ class Breaks:
     def __init__(self, length: int, only: Sequence[int] | None = None) -> None:
         self._length, self._only = length, only
 
-    def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> Bits | None:
+    def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> TokenMask | None:
         tokens = [*output, *drafts]
         if len(tokens) >= self._length or (self._only is not None and tokens != [*self._only[: len(tokens)]]):
             raise ValueError("planted")
@@ -104,7 +104,7 @@ def test_a_constraint_that_fails_fails_its_own_request_and_nobody_elses() -> Non
     for name, schedule in schedules(expected).items():
         answers, stats = run(backend(), wanted(), schedule)
         assert answers == expected, name
-        assert not stats.failed_turns
+        assert not stats.failed_steps
 
 
 def test_a_constraint_that_fails_behind_wrong_drafts_changes_nothing() -> None:
@@ -140,17 +140,17 @@ def test_drafts_that_no_token_of_the_tokenizer_stands_for_change_nothing() -> No
 class Forgetful(FakeBackend):
     """Planted fault: the mask of a position is made without the draft just before it."""
 
-    def choose(self, row: Row, logits: np.ndarray, drafts: tuple[int, ...]) -> Choice | None:
+    def sample(self, row: Row, logits: np.ndarray, drafts: tuple[int, ...]) -> SampledToken | None:
         constraint = row.params.constraint
         late = None if constraint is None else Late(constraint)
-        return choice(logits, replace(row.params, constraint=late), row.history, drafts)
+        return sample(logits, replace(row.params, constraint=late), row.history, drafts)
 
 
 class Late:
     def __init__(self, constraint: Constraint) -> None:
         self._constraint = constraint
 
-    def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> Bits | None:
+    def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> TokenMask | None:
         return self._constraint.allowed(output, drafts[:-1])
 
 
@@ -169,7 +169,7 @@ def test_the_law_lets_no_other_token_through() -> None:
     logits = np.zeros(VOCAB, dtype=np.float32)
     for seed in range(20):
         params = SamplingParams(temperature=1.5, seed=seed, constraint=budget(2))
-        chosen = choice(logits, params, History((1,), [65, 66]))
+        chosen = sample(logits, params, History((1,), [65, 66]))
         assert chosen is not None
         assert chosen.token == TOKENIZER.encode("\n", add_special=False)[0]
 
@@ -229,7 +229,7 @@ def test_a_grammar_that_misses_the_last_draft_is_caught() -> None:
 class NotRolledBack(GrammarConstraint):
     """Planted fault: the matcher stays where the last draft took it."""
 
-    def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> Bits | None:
+    def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> TokenMask | None:
         known = len(self._tokens)
         self._matcher.try_consume_tokens([*output, *drafts][known:])
         self._tokens = [*output, *drafts]
@@ -286,5 +286,5 @@ def test_the_device_keeps_only_what_is_allowed_and_gives_the_laws_bits() -> None
         positions.append(SamplingPosition(row, params, History((1,)), (), f"q{row}"))
     chosen = sampler.choose(torch.from_numpy(logits), positions)
     for row, position in enumerate(positions):
-        expected = choice(logits[row], position.params, position.history)
+        expected = sample(logits[row], position.params, position.history)
         assert chosen[row] == expected

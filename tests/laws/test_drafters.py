@@ -175,7 +175,7 @@ def greedy_tokens_per_turn(make: Make) -> float:
         prompt = tuple(np.random.default_rng(seed).integers(8, VOCAB, 16).tolist())
         request = Request("g", prompt, SamplingParams(temperature=0.0, max_tokens=100))
         [answer], stats = run(backend_of(make), [request], Schedule())
-        tokens, turns = tokens + len(answer.tokens) - 1, turns + stats.turns - 1
+        tokens, turns = tokens + len(answer.tokens) - 1, turns + stats.steps - 1
     return tokens / turns
 
 
@@ -220,7 +220,7 @@ def test_guesses_are_legal_trees() -> None:
     class Listening(TorchBackend):
         def collect(self, ticket):  # type: ignore[no-untyped-def]
             outcome = super().collect(ticket)
-            seen.extend(row.guesses for row in outcome.rows)
+            seen.extend(row.next_drafts for row in outcome.rows)
             return outcome
 
     backend = backend_of(make)

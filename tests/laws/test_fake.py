@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from onedraw.backends.fake import FakeBackend
 from onedraw.engine.stats import Stats
-from onedraw.memory.allocator import Lease, Ledger, Sizes
+from onedraw.memory.allocator import Allocator, CacheSizes, Lease
 from onedraw.memory.pages import most_pages
 from onedraw.memory.prefix_cache import Needs
 from onedraw.types import History, Request, Row, RowOutcome, SamplingParams
@@ -130,7 +130,7 @@ def test_no_schedule_changes_tokens_or_scores(seed: int, kind: str, drafting: bo
         preemptions=stats.preemptions,
         hits=stats.prefix_hits,
         middle_chunks=stats.middle_chunks,
-        mixed=stats.mixed_turns,
+        mixed=stats.mixed_steps,
         scored=sum(bool(a.scored) for a in got),
         stopped=sum(a.finish == "stop" for a in got),
         saved=stats.checkpoints_saved,
@@ -220,20 +220,20 @@ class ForgetsToRollBack(FakeBackend):
 class NoiseByLane(FakeBackend):
     """Draws by the row's place in the batch instead of the request's seed."""
 
-    def choose(self, row, logits, drafts):  # type: ignore[no-untyped-def]
+    def sample(self, row, logits, drafts):  # type: ignore[no-untyped-def]
         params = dataclasses.replace(row.params, seed=row.lane + 17)
-        return super().choose(dataclasses.replace(row, params=params), logits, drafts)
+        return super().sample(dataclasses.replace(row, params=params), logits, drafts)
 
 
 class HistoryShortByOne(FakeBackend):
     """Verifies each draft as if the draft before it had not been said."""
 
-    def choose(self, row, logits, drafts):  # type: ignore[no-untyped-def]
-        from onedraw.sampling.law import choice
+    def sample(self, row, logits, drafts):  # type: ignore[no-untyped-def]
+        from onedraw.sampling.law import sample
         from onedraw.types import History
 
         short = History(row.history.prompt, [*row.history.output, *drafts[:-1]][:-1] if not drafts else [*row.history.output])
-        return choice(logits, row.params, short, drafts[:-1]) if drafts else super().choose(row, logits, drafts)
+        return sample(logits, row.params, short, drafts[:-1]) if drafts else super().sample(row, logits, drafts)
 
 
 class ChunkCutOffTheGrid(FakeBackend):
@@ -338,14 +338,14 @@ def test_a_planted_fault_is_caught(faulty: type[FakeBackend]) -> None:
     pytest.fail("the fault went unnoticed in 60 schedules")
 
 
-class CheckpointsOffTheGrid(Ledger):
+class CheckpointsOffTheGrid(Allocator):
     """Saves and resumes at positions inside a chunk."""
 
     class Anywhere(Needs):
         def boundary(self, position: int) -> bool:
             return True
 
-    def __init__(self, sizes: Sizes, *, reuse: bool) -> None:
+    def __init__(self, sizes: CacheSizes, *, reuse: bool) -> None:
         super().__init__(sizes, reuse=reuse)
         self.needs = self.Anywhere(**{f.name: getattr(self.needs, f.name) for f in dataclasses.fields(Needs)})
 
@@ -356,7 +356,7 @@ class CheckpointsOffTheGrid(Ledger):
         return lease
 
 
-class IndexesAnswers(Ledger):
+class IndexesAnswers(Allocator):
     """Shares pages of generated positions on a backend with two forms."""
 
     def lend(self, history: History, **how: Any) -> Lease | None:
@@ -366,7 +366,7 @@ class IndexesAnswers(Ledger):
         return lease
 
 
-class LetsGoTooEarly(Ledger):
+class LetsGoTooEarly(Allocator):
     """Counts a window one position short when it lets go of pages."""
 
     def seen_from(self, length: int, window: int | None) -> int:
@@ -374,10 +374,10 @@ class LetsGoTooEarly(Ledger):
 
 
 @pytest.mark.parametrize("faulty", [CheckpointsOffTheGrid, IndexesAnswers, LetsGoTooEarly], ids=lambda c: c.__name__)
-def test_a_fault_in_the_books_is_caught(faulty: type[Ledger]) -> None:
+def test_a_fault_in_the_books_is_caught(faulty: type[Allocator]) -> None:
     for seed in range(120):
         met = world(seed)
-        if not same(met.run(ledger=faulty)[0], met.expected):
+        if not same(met.run(allocator=faulty)[0], met.expected):
             return
     pytest.fail("the fault went unnoticed in 120 schedules")
 
@@ -403,4 +403,4 @@ def test_a_failing_turn_fails_its_rows_and_the_others_go_on() -> None:
     got, stats = run(Fragile(vocab=VOCAB), requests, Schedule(arrivals=(0, 3)))
     assert got[0].error == "internal_error"
     assert same(got[1:], expected)
-    assert stats.failed_turns == 1
+    assert stats.failed_steps == 1

@@ -115,4 +115,4 @@ def test_the_trained_pair_accepts_as_it_was_trained_to() -> None:
     prompt = tuple(int(t) for t in np.random.default_rng(1).integers(8, 1024, 16))
     request = Request("g", prompt, SamplingParams(temperature=0.0, max_tokens=120, checksums=True))
     [answer], stats = run(make_backend(target, make_drafter=dflash(target, 0)), [request], Schedule())
-    assert (len(answer.tokens) - 1) / (stats.turns - 1) > 1.4
+    assert (len(answer.tokens) - 1) / (stats.steps - 1) > 1.4

@@ -53,7 +53,7 @@ def met_with_cancels(seed: int, kind: str | None = None) -> tuple[World, list[An
     gone = {int(i) for i in rng.integers(0, len(met.requests), 2)}
     got, stats = met.run(proposer=proposer_for(seed, met), cancels=tuple((int(rng.integers(0, 25)), i) for i in sorted(gone)))
     EXERCISED.update(cancelled=sum(answer.finish == "cancelled" for answer in got))
-    EXERCISED.update(overlapped=stats.overlapped_turns, preempted=stats.preemptions * bool(stats.overlapped_turns))
+    EXERCISED.update(overlapped=stats.overlapped_steps, preempted=stats.preemptions * bool(stats.overlapped_steps))
     EXERCISED.update(kept=stats.accepted_tokens, rejected=stats.draft_tokens - stats.accepted_tokens)
     EXERCISED.update(restores=stats.restores, hits=stats.prefix_hits, saved=stats.checkpoints_saved)
     for i in gone:
@@ -122,13 +122,13 @@ def test_two_long_prompts_have_a_plan_each_however_many_ride_for_nothing() -> No
     backend = Noting(max_in_flight=2, min_step_rows=64, lanes=8)
     _, stats = run(backend, [ask("one", 40), ask("two", 41)], Schedule(turn_tokens=16))
     assert backend.plans[:2] == [["one"], ["two"]]
-    assert stats.overlapped_turns
+    assert stats.overlapped_steps
 
 
 def test_one_sequence_has_one_plan_at_a_time() -> None:
     _, stats = run(FakeBackend(vocab=61, max_in_flight=2), [ask("alone")], Schedule())
-    assert stats.turns == 6
-    assert stats.overlapped_turns == 0
+    assert stats.steps == 6
+    assert stats.overlapped_steps == 0
 
 
 def test_a_plan_that_fails_fails_its_own_rows_alone() -> None:
@@ -142,7 +142,7 @@ def test_a_plan_that_fails_fails_its_own_rows_alone() -> None:
     requests = [ask("one"), ask("two", 7)]
     expected = plain(lambda: FakeBackend(vocab=61), requests)
     got, stats = run(Fragile(vocab=61, max_in_flight=2), requests, Schedule())
-    assert [answer.error for answer in got].count("internal_error") == stats.failed_turns == 1
+    assert [answer.error for answer in got].count("internal_error") == stats.failed_steps == 1
     assert sum(same([answer], [whole]) for answer, whole in zip(got, expected, strict=True)) == 1
 
 
@@ -153,21 +153,21 @@ def test_an_engine_that_ends_waits_for_what_is_under_way() -> None:
     engine = engine_of(FakeBackend(vocab=61, max_in_flight=2, lanes=2))
     for name in ("one", "two", "three"):
         engine.add(ask(name), lambda event: events.append(event.error and event.error.code))
-    engine.turn()
+    engine.step()
     assert engine.busy
     engine.fail_all(ShuttingDown("over"))
     assert not engine.busy
     assert [event for event in events if event] == ["shutting_down"] * 3
-    engine.scheduler.ledger.audit_all()
-    assert engine.scheduler.ledger.pages_held == 0
+    engine.scheduler.allocator.audit_all()
+    assert engine.scheduler.allocator.pages_held == 0
 
 
 def engine_of(backend: FakeBackend) -> Engine:
-    from onedraw.memory.allocator import Ledger
+    from onedraw.memory.allocator import Allocator
     from onedraw.speculation.speculator import Speculator
 
-    ledger = Ledger(backend.capacity, reuse=True)
-    scheduler = Scheduler(ledger=ledger, capacity=backend.capacity, speculator=Speculator([]), turn_tokens=64)
+    allocator = Allocator(backend.capacity, reuse=True)
+    scheduler = Scheduler(allocator=allocator, capacity=backend.capacity, speculator=Speculator([]), turn_tokens=64)
     return Engine(backend=backend, scheduler=scheduler)
 
 
@@ -212,7 +212,7 @@ def test_stages_at_work_together_change_no_bit(folders: dict[str, Path], name: s
         got, stats = run(backend, REQUESTS, schedule)
         backend.close()
         assert torch_same(got, expected), cuts
-        counted.update(overlapped=stats.overlapped_turns, kept=stats.accepted_tokens, restores=stats.restores)
+        counted.update(overlapped=stats.overlapped_steps, kept=stats.accepted_tokens, restores=stats.restores)
         counted.update(rejected=stats.draft_tokens - stats.accepted_tokens)
     assert all(counted.values()), counted
 
@@ -224,7 +224,7 @@ def test_kernels_at_work_together_change_no_bit(folders: dict[str, Path], name: 
     got, stats = run(backend, REQUESTS, Schedule(proposer=drafts, reuse=True, turn_tokens=64, arrivals=LATE))
     backend.close()
     assert torch_same(got, expected)
-    assert stats.overlapped_turns
+    assert stats.overlapped_steps
 
 
 @pytest.mark.parametrize("name", ["dflash", "dense model", "mtp"])
@@ -238,7 +238,7 @@ def test_a_drafter_beside_stages_at_work_changes_no_bit(name: str, tmp_path: Pat
     got, stats = run(backend, requests, Schedule(reuse=True, arrivals=(0, 0, 9, 9)))
     backend.close()
     assert torch_same(got, expected)
-    assert stats.overlapped_turns
+    assert stats.overlapped_steps
     assert stats.accepted_tokens
 
 
@@ -254,7 +254,7 @@ def test_a_stage_that_fails_fails_its_own_plan_alone(folders: dict[str, Path]) -
     backend._finish = finish  # type: ignore[method-assign]
     got, stats = run(backend, REQUESTS[:2], Schedule())
     assert sorted(answer.error or "" for answer in got) == ["", "internal_error"]
-    assert stats.failed_turns == 1
+    assert stats.failed_steps == 1
 
 
 def test_a_plan_that_did_not_get_under_way_leaves_the_others_their_places(
@@ -279,7 +279,7 @@ def test_a_plan_that_did_not_get_under_way_leaves_the_others_their_places(
     monkeypatch.setattr(backend, "collect", collect)
     _, stats = run(backend, REQUESTS, Schedule())
     backend.close()
-    assert stats.failed_turns == 2
+    assert stats.failed_steps == 2
     assert sorted(backend._under_way.berths) == [0, 1, 2]
 
 

@@ -77,7 +77,7 @@ def check_schedules(name: str, ops: CpuOps, *, seed: int = 3) -> Counter[str]:
         got, stats = run(backend_of(name, used, pages=pages), requests, schedule)
         assert same(got, expected), what
         counted.update(kept=stats.accepted_tokens, rejected=stats.draft_tokens - stats.accepted_tokens)
-        counted.update(chunks=stats.middle_chunks, mixed=stats.mixed_turns, hits=stats.prefix_hits)
+        counted.update(chunks=stats.middle_chunks, mixed=stats.mixed_steps, hits=stats.prefix_hits)
     return counted
 
 

@@ -61,7 +61,7 @@ def restarted(
     answers, counted = [], Counter[str]()
     backend = again()
     for request in requests:
-        # A fresh ledger knows nothing of what a backend's pages hold.
+        # A fresh allocator knows nothing of what a backend's pages hold.
         [answer], stats = run(backend, [request], Schedule(reuse=True, snapshots=folder_of(place)))
         answers.append(answer)
         counted.update(restored=stats.snapshots_restored, whole=stats.whole_prompts, hits=stats.prefix_hits)

@@ -92,7 +92,7 @@ def test_no_legal_cut_changes_a_bit(folders: dict[str, Path], name: str) -> None
         got, stats = run(make_backend(folders[name], cuts=cuts, **SIZES), REQUESTS, schedule)
         assert same(got, expected), cuts
         counted.update(kept=stats.accepted_tokens, rejected=stats.draft_tokens - stats.accepted_tokens)
-        counted.update(restores=stats.restores, hits=stats.prefix_hits, middle=stats.middle_chunks, mixed=stats.mixed_turns)
+        counted.update(restores=stats.restores, hits=stats.prefix_hits, middle=stats.middle_chunks, mixed=stats.mixed_steps)
     assert all(counted[what] for what in ("kept", "rejected", "restores", "middle", "mixed")), counted
 
 
@@ -137,7 +137,7 @@ def test_a_drafter_on_a_split_guesses_what_it_guesses_on_one_device() -> None:
     for cuts in ((), (1, 3)):
         backend = make_backend(target, kernels=False, check=False, cuts=cuts, make_drafter=dflash(target, 0))
         stats = run(backend, requests, Schedule())[1]
-        figures.append((stats.draft_tokens, stats.accepted_tokens, stats.turns))
+        figures.append((stats.draft_tokens, stats.accepted_tokens, stats.steps))
     assert figures[0] == figures[1]
 
 

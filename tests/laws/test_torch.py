@@ -98,7 +98,7 @@ def test_no_schedule_changes_a_bit(folder: Path, ops: str) -> None:
         got, stats = run(backend, requests, schedule)
         assert same(got, expected), name
         counted.update(kept=stats.accepted_tokens, preemptions=stats.preemptions, hits=stats.prefix_hits)
-        counted.update(rejected=stats.draft_tokens - stats.accepted_tokens, chunks=stats.middle_chunks, mixed=stats.mixed_turns)
+        counted.update(rejected=stats.draft_tokens - stats.accepted_tokens, chunks=stats.middle_chunks, mixed=stats.mixed_steps)
     assert all(counted[what] > 0 for what in ("kept", "rejected", "preemptions", "hits", "chunks", "mixed")), counted
 
 
@@ -158,16 +158,16 @@ def test_a_planted_fault_is_caught(folder: Path, fault: str, monkeypatch: pytest
             short = lambda highest: np.maximum(highest - len(highest) % 2, 0)  # noqa: E731
             monkeypatch.setattr(tiles, "_mask", lambda lowest, highest, block: mask(lowest, short(highest), block))
         case "stale page":  # reused pages are one short: the last shared position keeps an older key
-            from onedraw.memory.allocator import Ledger
+            from onedraw.memory.allocator import Allocator
 
-            lend = Ledger.lend
+            lend = Allocator.lend
 
-            def stale(self: Ledger, history: object, **named: object) -> object:
+            def stale(self: Allocator, history: object, **named: object) -> object:
                 lease = lend(self, history, **named)  # type: ignore[arg-type]
                 if lease is not None and lease.cached:
                     lease.cached += 1
                 return lease
 
-            monkeypatch.setattr(Ledger, "lend", stale)
+            monkeypatch.setattr(Allocator, "lend", stale)
     got, _ = run(backend_of(folder), requests, Schedule(turn_tokens=33, reuse=True, arrivals=(0, 3, 6, 9, 12, 15)))
     assert not same(got, expected)

@@ -22,7 +22,7 @@ from onedraw.backends.xla import backend as backend_module
 from onedraw.backends.xla import inputs, layers, sampler, state
 from onedraw.build import xla as compiling
 from onedraw.checkpoints.open import open_checkpoint
-from onedraw.memory.allocator import Ledger
+from onedraw.memory.allocator import Allocator
 from onedraw.models.model_info import read_model_info
 from onedraw.settings import Settings
 from onedraw.types import DryParams, Request, SamplingParams
@@ -71,7 +71,7 @@ def same(got: list[Answer], expected: list[Answer]) -> bool:
     return [dataclasses.replace(a, cached=0) for a in got] == [dataclasses.replace(a, cached=0) for a in expected]
 
 
-class FewPages(Ledger):
+class FewPages(Allocator):
     """Lends only as many pages as one long request needs and a few more, of a backend that has plenty."""
 
     def __init__(self, capacity: Any, **named: Any) -> None:
@@ -108,10 +108,10 @@ def test_no_schedule_changes_a_bit(benches: dict[str, Bench], name: str) -> None
         "batched": Schedule(),
         "small turns": Schedule(turn_tokens=64, arrivals=(5, 0, 2, 9, 1, 3)),
         "checkpoints": Schedule(reuse=True, arrivals=LATE),
-        "few pages": Schedule(reuse=True, turn_tokens=100, ledger=FewPages),
+        "few pages": Schedule(reuse=True, turn_tokens=100, allocator=FewPages),
         "drafts": Schedule(proposer=drafts, reuse=True, arrivals=LATE[::2]),
         "trees": Schedule(proposer=trees),
-        "trees, few pages": Schedule(proposer=trees, turn_tokens=80, reuse=True, ledger=FewPages),
+        "trees, few pages": Schedule(proposer=trees, turn_tokens=80, reuse=True, allocator=FewPages),
     }
     counted: Counter[str] = Counter()
     for label, schedule in variations.items():
@@ -119,7 +119,7 @@ def test_no_schedule_changes_a_bit(benches: dict[str, Bench], name: str) -> None
         assert same(got, bench.expected), label
         counted.update({field: getattr(stats, field) for field in COUNTED})
         counted.update(kept=stats.accepted_tokens, rejected=stats.draft_tokens - stats.accepted_tokens)
-        counted.update(hits=stats.prefix_hits, mixed=stats.mixed_turns)
+        counted.update(hits=stats.prefix_hits, mixed=stats.mixed_steps)
     assert [what for what, count in counted.items() if not count] == [], counted
 
 
@@ -140,7 +140,7 @@ def test_layers_on_several_devices_give_the_bits_of_one(benches: dict[str, Bench
     proposer = dataclasses.replace(bench.drafts, tree=True)
     got, stats = run(split, REQUESTS, Schedule(proposer=proposer, reuse=True, turn_tokens=80, arrivals=(0, 9, 9)))
     assert same(got, bench.expected)
-    assert min(stats.restores, stats.accepted_tokens, stats.draft_trees, stats.middle_chunks, stats.mixed_turns) > 0
+    assert min(stats.restores, stats.accepted_tokens, stats.draft_trees, stats.middle_chunks, stats.mixed_steps) > 0
 
 
 def test_eight_devices_share_eight_layers_as_the_placement_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,12 @@ import pytest
 
 from onedraw.build.llm import build_llm
 from onedraw.engine.service import Event, Service, Sink
-from onedraw.errors import BadParameter, Barren
+from onedraw.errors import BadParameter, NoTokenLeft
 from onedraw.llm.llm import LLM, Generation
 from onedraw.llm.options import RequestOptions, make_generation
 from onedraw.settings import Settings
 from onedraw.text.fake_tokenizer import fake_tokenizer
-from onedraw.types import Choice, ModelCard, Request, SamplingParams
+from onedraw.types import ModelCard, Request, SampledToken, SamplingParams
 
 TOKENIZER = fake_tokenizer()
 CARD = ModelCard(name="x", family="x", vocab=259, max_context=64, eos_ids=(), defaults={}, fingerprint="x")
@@ -35,8 +35,8 @@ class Scripted:
         self.cancelled.append(request_id)
 
 
-def choices(text: str) -> tuple[Choice, ...]:
-    return tuple(Choice(token) for token in TOKENIZER.encode(text, add_special=False))
+def choices(text: str) -> tuple[SampledToken, ...]:
+    return tuple(SampledToken(token) for token in TOKENIZER.encode(text, add_special=False))
 
 
 def an_llm(script: Script) -> LLM:
@@ -49,7 +49,7 @@ def test_an_error_behind_a_stop_string_does_not_reach_the_other_choices() -> Non
     def script(requests: Sequence[tuple[Request, Sink]]) -> None:
         (first, to_first), (second, to_second) = requests
         to_first(Event(first.id, choices("yes.")))
-        to_first(Event(first.id, error=Barren("after the end")))
+        to_first(Event(first.id, error=NoTokenLeft("after the end")))
         to_second(Event(second.id, choices("no"), finish="length"))
 
     replies = an_llm(script).generate(Generation((1,), SamplingParams(), stop=(".",), n=2))
@@ -60,9 +60,9 @@ def test_an_error_before_the_end_reaches_the_caller() -> None:
     def script(requests: Sequence[tuple[Request, Sink]]) -> None:
         ((request, sink),) = requests
         sink(Event(request.id, choices("no end")))
-        sink(Event(request.id, error=Barren("too early")))
+        sink(Event(request.id, error=NoTokenLeft("too early")))
 
-    with pytest.raises(Barren, match="too early"):
+    with pytest.raises(NoTokenLeft, match="too early"):
         an_llm(script).generate(Generation((1,), SamplingParams(), stop=(".",)))
 
 

@@ -15,7 +15,7 @@ from onedraw.text.fake_tokenizer import fake_tokenizer
 from onedraw.text.reasoning import ReasoningSyntax
 from onedraw.text.reply_parser import PLAIN_TEXT, ReplySyntax
 from onedraw.text.tools.dialects import CallableTools
-from onedraw.types import Choice, Finish, Piece, SamplingParams
+from onedraw.types import Finish, Piece, SampledToken, SamplingParams
 
 TOKENIZER = fake_tokenizer()
 EOS = 256
@@ -43,7 +43,7 @@ def pieces(
     for start, end in zip([0, *cuts], [*cuts, len(tokens)], strict=True):
         if speaker.done:
             break
-        chosen = tuple(Choice(token) for token in tokens[start:end])
+        chosen = tuple(SampledToken(token) for token in tokens[start:end])
         found += speaker.hear(Event("r", chosen, finish if end == len(tokens) else None))
     return found
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onedraw.backends.base import Capacity, PageGroup
-from onedraw.memory.allocator import Lease, Ledger
+from onedraw.memory.allocator import Allocator, Lease
 from onedraw.memory.pages import NO_PAGE
 from onedraw.types import History
 
@@ -14,11 +14,11 @@ SIZE = 2
 MET = {"hit": 0, "whole": 0, "midway": 0, "gap": 0, "none": 0}
 
 
-def everything(ledger: Ledger) -> tuple[set[tuple[int, tuple[int, ...]]], dict[tuple[int, ...], bool]]:
+def everything(allocator: Allocator) -> tuple[set[tuple[int, tuple[int, ...]]], dict[tuple[int, ...], bool]]:
     """All the index knows, spelt out: (group, prefix that ends with the page), and prefix of a checkpoint → has logits."""
     pages: set[tuple[int, tuple[int, ...]]] = set()
     checkpoints: dict[tuple[int, ...], bool] = {}
-    heap = [(ledger.index.root, ())]
+    heap = [(allocator.index.root, ())]
     while heap:
         node, prefix = heap.pop()
         pages |= {(group, prefix) for group, page in enumerate(node.pages) if page != NO_PAGE}
@@ -27,9 +27,9 @@ def everything(ledger: Ledger) -> tuple[set[tuple[int, tuple[int, ...]]], dict[t
     return pages, checkpoints
 
 
-def oracle(ledger: Ledger, history: History, capacity: Capacity) -> int:
+def oracle(allocator: Allocator, history: History, capacity: Capacity) -> int:
     """The largest n from which this history may go on."""
-    pages, checkpoints = everything(ledger)
+    pages, checkpoints = everything(allocator)
     tokens, prompt, known = tuple(history.slice(0, len(history))), len(history.prompt), len(history)
     for n in range(known, 0, -1):
         kept = checkpoints.get(tokens[:n])
@@ -56,7 +56,7 @@ def run(lease: Lease, history: History, length: int) -> None:
     start = max(lease.cached, lease.node.depth * SIZE)
     if not lease.cover(length):
         return
-    lease.saves(start=start, stop=length, chooses=length == len(history))
+    lease.saves(start=start, stop=length, samples=length == len(history))
     lease.settle(length, history)
 
 
@@ -80,14 +80,14 @@ def test_exactly_what_a_cold_run_would_pass_through_is_resumed(
 ) -> None:
     groups = tuple(PageGroup(pages, window) for window in windows)
     capacity = Capacity(9, 99, 3, groups, SIZE, checkpoints=slots, chunk=chunk if recurrent else 1, recurrent=recurrent)
-    ledger = Ledger(capacity, reuse=True)
+    allocator = Allocator(capacity, reuse=True)
     held: list[tuple[Lease, History]] = []
     for kind, number in events:
         match kind:
             case 0 | 1:
                 history = History(tuple((number >> i) & 1 for i in range(1 + number % 9)), [0] * (number % 3 == 0))
-                expected = oracle(ledger, history, capacity)
-                lease = ledger.lend(history, reuse=True)
+                expected = oracle(allocator, history, capacity)
+                lease = allocator.lend(history, reuse=True)
                 if lease is not None:
                     # A page to be copied may be one page too many; then the next best serves.
                     assert lease.cached == expected or (lease.cached < expected and expected % SIZE)
@@ -102,11 +102,11 @@ def test_exactly_what_a_cold_run_would_pass_through_is_resumed(
                 lease, history = held[number % len(held)]
                 if lease.pages and len(lease.pages[0]) * SIZE >= len(history):
                     history.output.append(number % 2)
-        ledger.audit_all()
+        allocator.audit_all()
     for lease, _ in held:
         lease.release()
-    ledger.audit_all()
-    assert ledger.pages_held == 0
+    allocator.audit_all()
+    assert allocator.pages_held == 0
 
 
 def test_the_oracle_met_everything() -> None:

@@ -32,7 +32,7 @@ class Recording(DraftModel):
 
     def guess(self, turn: Any) -> list[Any]:
         [row], [outcome] = turn.plan.rows, turn.rows
-        settled = [*row.history.prompt, *row.history.output, *(choice.token for choice in outcome.chosen)]
+        settled = [*row.history.prompt, *row.history.output, *(choice.token for choice in outcome.sampled)]
         best, ranked = self._ranker.best, []
 
         def keep(logits: Any) -> Any:

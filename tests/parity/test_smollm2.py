@@ -89,7 +89,7 @@ def first_tokens(llm: LLM, prompt: tuple[int, ...], options: dict[str, Any]) -> 
 
     def hear(event: Any) -> None:
         assert event.error is None
-        counts.update(choice.token for choice in event.chosen)
+        counts.update(choice.token for choice in event.sampled)
         done.release()
 
     llm.service.submit([(Request(f"seed-{seed}", prompt, dataclasses.replace(base, seed=seed)), hear) for seed in range(SEEDS)])

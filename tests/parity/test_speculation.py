@@ -83,12 +83,12 @@ def test_the_shipped_drafter_reaches_its_acceptance(smollm2_path: Path) -> None:
     with drafting(smollm2_path, draft=(str(_shipped(smollm2_path)),), draft_tokens=7) as llm:
         tokens = turns = 0
         for text in CHATS[:3]:
-            before = llm.service.stats().turns
+            before = llm.service.stats().steps
             generation = make_generation(
                 RequestOptions(temperature=0.0, max_tokens=96), llm=llm, prompt=llm.render([{"role": "user", "content": text}])
             )
             [reply] = llm.generate(generation)
-            tokens, turns = tokens + len(reply.tokens) - 1, turns + llm.service.stats().turns - before - 1
+            tokens, turns = tokens + len(reply.tokens) - 1, turns + llm.service.stats().steps - before - 1
     assert tokens / turns > 1.8
 
 
@@ -151,8 +151,8 @@ def test_drafted_first_tokens_follow_the_law(smollm2_path: Path, options: dict[s
 
         def hear(event: Any) -> None:
             assert event.error is None
-            if event.chosen and event.usage.completion == len(event.chosen):
-                counts[event.chosen[0].token] += 1
+            if event.sampled and event.usage.completion == len(event.sampled):
+                counts[event.sampled[0].token] += 1
             if event.finish:
                 done.release()
 

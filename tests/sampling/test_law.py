@@ -11,11 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from onedraw.sampling.law import NO_TOKEN, checksum, choice, choose, law, logprobs
+from onedraw.sampling.law import NO_TOKEN, checksum, law, logprobs, sample
 from onedraw.sampling.noise import gumbel
 from onedraw.types import DryParams, History, SamplingParams
 
 EMPTY = History((0,))
+
+
+def sampled_id(logits: np.ndarray, params: SamplingParams, history: History, drafts: tuple[int, ...] = ()) -> int:
+    found = sample(logits, params, history, drafts)
+    return NO_TOKEN if found is None else found.token
 
 
 def floats(*values: float) -> np.ndarray:
@@ -108,24 +113,24 @@ def test_ids_outside_the_vocabulary_change_nothing() -> None:
 
 def test_a_tie_goes_to_the_lowest_id() -> None:
     for params in (SamplingParams(temperature=0), SamplingParams(top_k=1), SamplingParams(top_k=1, temperature=50)):
-        assert choose(floats(1, 7, 7, 7), params, EMPTY) == 1
+        assert sampled_id(floats(1, 7, 7, 7), params, EMPTY) == 1
 
 
 def test_a_top_k_of_one_is_greedy_at_any_temperature() -> None:
     """Dividing before subtracting the best would make a tie of neighbouring floats at high temperature."""
     close = floats(20.0, np.nextafter(np.float32(20), np.float32(21)), 3)
     for temperature in (0, 1e-30, 0.3, 1, 7, 100):
-        assert choose(close, SamplingParams(top_k=1, temperature=temperature), EMPTY) == 1
+        assert sampled_id(close, SamplingParams(top_k=1, temperature=temperature), EMPTY) == 1
 
 
 def test_a_tiny_temperature_is_greedy_not_an_overflow() -> None:
-    assert choose(floats(30, 29.9, -30), SamplingParams(temperature=1e-45), EMPTY) == 0
+    assert sampled_id(floats(30, 29.9, -30), SamplingParams(temperature=1e-45), EMPTY) == 0
 
 
 def test_the_noise_is_that_of_the_absolute_position() -> None:
     logits = np.zeros(50, dtype=np.float32)
     history = History((1, 2, 3), [4])
-    assert choose(logits, SamplingParams(seed=9), history, (5, 6)) == int(gumbel(9, 6, 50).argmax())
+    assert sampled_id(logits, SamplingParams(seed=9), history, (5, 6)) == int(gumbel(9, 6, 50).argmax())
 
 
 def test_a_draft_in_its_place_and_a_known_token_there_choose_alike() -> None:
@@ -136,21 +141,21 @@ def test_a_draft_in_its_place_and_a_known_token_there_choose_alike() -> None:
     for _ in range(50):
         logits = rng.normal(size=12).astype(np.float32)
         tokens = rng.integers(0, 12, size=9).tolist()
-        known = choice(logits, params, History(tuple(tokens[:4]), tokens[4:]))
-        assert known == choice(logits, params, History(tuple(tokens[:4]), tokens[4:7]), tokens[7:])
+        known = sample(logits, params, History(tuple(tokens[:4]), tokens[4:]))
+        assert known == sample(logits, params, History(tuple(tokens[:4]), tokens[4:7]), tokens[7:])
 
 
 def test_a_law_that_leaves_no_token_says_so() -> None:
     banned = SamplingParams(bad_words=tuple((i,) for i in range(3)))
-    assert choose(floats(1, 2, 3), banned, EMPTY) == NO_TOKEN
-    assert choice(floats(1, 2, 3), banned, EMPTY) is None
-    assert choose(floats(-np.inf, -np.inf), SamplingParams(), EMPTY) == NO_TOKEN
+    assert sampled_id(floats(1, 2, 3), banned, EMPTY) == NO_TOKEN
+    assert sample(floats(1, 2, 3), banned, EMPTY) is None
+    assert sampled_id(floats(-np.inf, -np.inf), SamplingParams(), EMPTY) == NO_TOKEN
 
 
 @pytest.mark.parametrize("fault", [np.nan, np.inf])
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0), SamplingParams(bad_words=((1,),))])
 def test_logits_that_are_no_distribution_leave_no_token(fault: float, params: SamplingParams) -> None:
-    assert choose(floats(1, fault, 2), params, EMPTY) == NO_TOKEN
+    assert sampled_id(floats(1, fault, 2), params, EMPTY) == NO_TOKEN
 
 
 def filtered_frequencies(draws: int) -> float:
@@ -159,7 +164,7 @@ def filtered_frequencies(draws: int) -> float:
     params = {"temperature": 0.8, "top_k": 6, "top_p": 0.9, "min_p": 0.05}
     counts = np.zeros(8)
     for seed in range(draws):
-        counts[choose(logits, SamplingParams(seed=seed, **params), EMPTY)] += 1  # type: ignore[arg-type]
+        counts[sampled_id(logits, SamplingParams(seed=seed, **params), EMPTY)] += 1  # type: ignore[arg-type]
     left = [0, 1, 2, 3]  # by hand: the shares of the top six are .39 .21 .21 .11 .06 .03, and the first four have .91
     weights = np.exp(logits[left].astype(np.float64) / 0.8)
     assert counts[4:].sum() == 0
@@ -231,7 +236,7 @@ def test_processed_logprobs_are_those_of_the_law_and_raw_ones_of_the_model() -> 
     logits = np.log(floats(0.4, 0.3, 0.2, 0.1))
     for mode, top in (("raw", [0.4, 0.3, 0.2, 0.1]), ("processed", [0.4 / 0.7, 0.3 / 0.7])):
         params = SamplingParams(top_k=2, logprobs=4, logprobs_mode=mode)  # type: ignore[arg-type]
-        found = choice(logits, params, EMPTY)
+        found = sample(logits, params, EMPTY)
         assert found is not None
         assert found.logprobs is not None
         assert [math.exp(value) for _, value in found.logprobs.top] == pytest.approx(top, rel=1e-5)

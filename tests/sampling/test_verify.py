@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onedraw.sampling.verify import hypotheses, kept
+from onedraw.sampling.verify import draft_prefixes, kept_drafts
 from onedraw.types import Draft
 
 
@@ -14,26 +14,26 @@ def chain(*tokens: int) -> list[Draft]:
 
 
 def test_a_chain_is_kept_up_to_the_first_unequal_choice() -> None:
-    assert kept(chain(5, 6, 7), [5, 6, 7, 8]) == (0, 1, 2)
-    assert kept(chain(5, 6, 7), [5, 9, 7, 8]) == (0,)
-    assert kept(chain(5, 6, 7), [4, 6, 7, 8]) == ()
-    assert kept([], [4]) == ()
+    assert kept_drafts(chain(5, 6, 7), [5, 6, 7, 8]) == (0, 1, 2)
+    assert kept_drafts(chain(5, 6, 7), [5, 9, 7, 8]) == (0,)
+    assert kept_drafts(chain(5, 6, 7), [4, 6, 7, 8]) == ()
+    assert kept_drafts([], [4]) == ()
 
 
 def test_a_later_equal_draft_does_not_revive_a_broken_chain() -> None:
-    assert kept(chain(5, 6, 6), [5, 1, 6, 6]) == (0,)
+    assert kept_drafts(chain(5, 6, 6), [5, 1, 6, 6]) == (0,)
 
 
 def test_a_tree_keeps_one_path() -> None:
     # 0:a ── 2:c        after the last token: b; after b: d
     # 1:b ── 3:c ; 4:d
     drafts = [Draft(10, -1), Draft(11, -1), Draft(12, 0), Draft(12, 1), Draft(13, 1)]
-    assert kept(drafts, [11, 12, 13, 0, 0, 0]) == (1, 4)
-    assert hypotheses(drafts) == ((), (10,), (11,), (10, 12), (11, 12), (11, 13))
+    assert kept_drafts(drafts, [11, 12, 13, 0, 0, 0]) == (1, 4)
+    assert draft_prefixes(drafts) == ((), (10,), (11,), (10, 12), (11, 12), (11, 13))
 
 
 def test_no_draft_follows_a_position_without_a_token() -> None:
-    assert kept(chain(5, 6), [5, -1, 3]) == (0,)
+    assert kept_drafts(chain(5, 6), [5, -1, 3]) == (0,)
 
 
 @st.composite
@@ -53,6 +53,6 @@ def test_kept_drafts_are_the_walk_of_the_choices(tree: tuple[list[Draft], list[i
             break
         at = step[0]
         path.append(at)
-    assert kept(drafts, chosen) == tuple(path)
+    assert kept_drafts(drafts, chosen) == tuple(path)
     if path:
-        assert hypotheses(drafts)[1 + path[-1]] == tuple(drafts[i].token for i in path)
+        assert draft_prefixes(drafts)[1 + path[-1]] == tuple(drafts[i].token for i in path)

@@ -104,7 +104,7 @@ def test_the_same_requests_give_the_same_tokens_and_scores(variation: tuple[str,
     assert answers == plain
     match name:
         case "eight at once":
-            assert stats.mixed_turns > 0
+            assert stats.mixed_steps > 0
         case "small turns":
             assert stats.middle_chunks > 0
         case "few pages":

@@ -45,4 +45,4 @@ def test_every_kind_of_request_is_replayed(tmp_path: Path) -> None:
     with build_llm(again) as other:
         report = replay(records, other)
     assert report.holds, [verdict for verdict in report.verdicts if verdict.result != "same"]
-    assert report.counted.mixed_turns > 0
+    assert report.counted.mixed_steps > 0

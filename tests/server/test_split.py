@@ -79,7 +79,7 @@ def test_every_kind_of_request_is_served_on_a_split_with_its_stages_at_work(tmp_
             got = list(crowd.map(partial(ask, served), bodies))
         stats = settled_stats(llm)
     assert got == expected
-    assert stats.overlapped_turns
+    assert stats.overlapped_steps
     assert stats.accepted_tokens
 
 
@@ -125,8 +125,8 @@ def test_plain_greedy_is_served_without_logits(argmax_only: Served) -> None:
     ids=str,
 )
 def test_anything_but_plain_argmax_is_refused_before_any_work(argmax_only: Served, wish: dict[str, Any]) -> None:
-    before = settled_stats(argmax_only.llm).turns
+    before = settled_stats(argmax_only.llm).steps
     answer = argmax_only.post("/v1/completions", **{"model": "fake", "prompt": "hello", "max_tokens": 4, **wish})
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "sampling_unsupported", answer.text
-    assert settled_stats(argmax_only.llm).turns == before
+    assert settled_stats(argmax_only.llm).steps == before

@@ -68,7 +68,7 @@ def hold(
         rejected=stats.draft_tokens - stats.accepted_tokens,
         preemptions=stats.preemptions,
         hits=stats.prefix_hits,
-        mixed=stats.mixed_turns,
+        mixed=stats.mixed_steps,
         stopped=sum(a.finish == "stop" for a in got),
         **{f"kept by {source}": kept for source, (_, _, kept) in spoken.by_source.items()},
     )
@@ -198,9 +198,9 @@ class GuessingBackend(FakeBackend):
 
     def run(self, row: Row) -> RowOutcome:
         outcome = super().run(row)
-        done = len(row.history.output) + len(outcome.chosen)
+        done = len(row.history.output) + len(outcome.sampled)
         truth = self.answers[row.request_id][done : done + 6]
-        return replace(outcome, guesses=chain(tuple((t + ((done + i) % 5 == 0)) % VOCAB for i, t in enumerate(truth))))
+        return replace(outcome, next_drafts=chain(tuple((t + ((done + i) % 5 == 0)) % VOCAB for i, t in enumerate(truth))))
 
 
 def test_proposers_in_a_row_and_the_backend_behind_them_never_change_an_answer() -> None:
@@ -227,8 +227,8 @@ def test_proposers_in_a_row_and_the_backend_behind_them_never_change_an_answer()
 class BelievesDrafts(FakeBackend):
     """Takes the first draft for granted."""
 
-    def choose(self, row: Row, logits: Any, drafts: tuple[int, ...]) -> Any:
-        choice = super().choose(row, logits, drafts)
+    def sample(self, row: Row, logits: Any, drafts: tuple[int, ...]) -> Any:
+        choice = super().sample(row, logits, drafts)
         if choice is not None and not drafts and row.drafts:
             return replace(choice, token=row.drafts[0].token)
         return choice

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from onedraw.speculation.proposer import chain
-from onedraw.speculation.speculator import DEVICE, NOTHING, Guess, Speculator
+from onedraw.speculation.speculator import DEVICE, NOTHING, Proposal, Speculator
 from onedraw.types import Draft, History, Request, SamplingParams
 
 REQUEST = Request(id="r", prompt=(1, 2, 3), params=SamplingParams(max_tokens=1000))
@@ -34,19 +34,21 @@ class Constant:
         self.forgotten.append(request_id)
 
 
-def ask(speculator: Speculator, own: tuple[Draft, ...] = (), *, room: int = 20, running: int = 1, name: str = "r") -> Guess:
-    return speculator.guess(replace(REQUEST, id=name), HISTORY, own, room=room, running=running)
+def ask(speculator: Speculator, own: tuple[Draft, ...] = (), *, room: int = 20, running: int = 1, name: str = "r") -> Proposal:
+    return speculator.propose(replace(REQUEST, id=name), HISTORY, own, room=room, running=running)
 
 
-def live(speculator: Speculator, turns: int, kept: dict[str, int], own: tuple[Draft, ...] = (), running: int = 1) -> list[Guess]:
+def live(
+    speculator: Speculator, turns: int, kept: dict[str, int], own: tuple[Draft, ...] = (), running: int = 1
+) -> list[Proposal]:
     """Turns in which each source keeps at most so many drafts."""
     guesses = []
     for _ in range(turns):
-        guess = ask(speculator, own, running=running)
-        guesses.append(guess)
-        if guess.drafts:
-            drafted = len(guess.drafts)
-            speculator.learn("r", guess.source, drafted=drafted, kept=min(kept[guess.source], drafted))
+        proposal = ask(speculator, own, running=running)
+        guesses.append(proposal)
+        if proposal.drafts:
+            drafted = len(proposal.drafts)
+            speculator.learn("r", proposal.source, drafted=drafted, kept=min(kept[proposal.source], drafted))
     return guesses
 
 
@@ -77,16 +79,16 @@ def test_drafts_never_exceed_the_room() -> None:
     for own in ((), OWN, TREE):
         for room in range(-1, 9):
             for forced in (None, 5, 64):
-                guess = ask(Speculator([Constant()] if not own else [], draft_tokens=forced), own, room=room)
-                assert len(guess.drafts) <= max(room, 0)
+                proposal = ask(Speculator([Constant()] if not own else [], draft_tokens=forced), own, room=room)
+                assert len(proposal.drafts) <= max(room, 0)
                 if own:
-                    assert guess.drafts == own[: len(guess.drafts)]
+                    assert proposal.drafts == own[: len(proposal.drafts)]
 
 
 def test_a_request_that_wants_no_drafts_gets_none() -> None:
     proposer = Constant()
     request = replace(REQUEST, speculate=False)
-    assert Speculator([proposer]).guess(request, HISTORY, OWN, room=9, running=1) == NOTHING
+    assert Speculator([proposer]).propose(request, HISTORY, OWN, room=9, running=1) == NOTHING
     assert proposer.rooms == []
 
 
@@ -111,11 +113,11 @@ def test_a_full_turn_carries_next_to_no_drafts_even_fair_ones() -> None:
     speculator, rng = Speculator([Constant()]), random.Random(1)
     drafted = 0
     for _ in range(640):
-        guess = ask(speculator, running=256)
-        drafted += len(guess.drafts)
-        kept = next((i for i in range(len(guess.drafts)) if rng.random() > 0.6), len(guess.drafts))
-        if guess.drafts:
-            speculator.learn("r", guess.source, drafted=len(guess.drafts), kept=kept)
+        proposal = ask(speculator, running=256)
+        drafted += len(proposal.drafts)
+        kept = next((i for i in range(len(proposal.drafts)) if rng.random() > 0.6), len(proposal.drafts))
+        if proposal.drafts:
+            speculator.learn("r", proposal.source, drafted=len(proposal.drafts), kept=kept)
     assert 0 < drafted < 32
     assert len(ask(speculator).drafts) > 1
 

@@ -29,7 +29,7 @@ def slice_row(tokens: Sequence[int], start: int, stop: int, *, prompt: int, grou
         tokens=tuple(tokens[start:stop]),
         drafts=(),
         prompt_stop=prompt,
-        chooses=False,
+        samples=False,
         params=SamplingParams(),
         history=History(tuple(tokens)),
     )

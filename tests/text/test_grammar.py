@@ -30,7 +30,7 @@ from onedraw.text.fake_tokenizer import fake_tokenizer
 from onedraw.text.reasoning import ReasoningSyntax
 from onedraw.text.reply_parser import PLAIN_TEXT, ReplySyntax
 from onedraw.text.tokenizer import Tokenizer
-from onedraw.types import Bits, Constraint
+from onedraw.types import Constraint, TokenMask
 
 TOKENIZER = fake_tokenizer()
 EOS = 256
@@ -263,7 +263,7 @@ def test_numbers_come_to_an_end_whatever_the_size_of_the_vocabulary(vocab: int) 
     """A grammar's sets have room for one token more than there are."""
 
     class Anything:
-        def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> Bits:
+        def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> TokenMask:
             return np.full(-(-(vocab + 1) // 32), 0xFFFFFFFF, dtype=np.uint32)
 
     held = BoundedNumbers(Anything(), token_bytes=lambda token: b"%d" % (token % 10), digits=token_mask(range(10), vocab))

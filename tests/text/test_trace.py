@@ -6,7 +6,7 @@ import pytest
 
 from onedraw.text.fake_tokenizer import fake_tokenizer
 from onedraw.text.verify_trace import Step, VerifyTracer, lines, walk
-from onedraw.types import Choice, Draft, History, Row, RowOutcome, SamplingParams
+from onedraw.types import Draft, History, Row, RowOutcome, SampledToken, SamplingParams
 
 
 def row(*drafts: tuple[int, int]) -> Row:
@@ -20,14 +20,14 @@ def row(*drafts: tuple[int, int]) -> Row:
         tokens=(1,),
         drafts=tuple(Draft(*draft) for draft in drafts),
         prompt_stop=10,
-        chooses=True,
+        samples=True,
         params=SamplingParams(),
         history=history,
     )
 
 
-def chosen(*tokens: int, kept: tuple[int, ...] = (), barren: bool = False) -> RowOutcome:
-    return RowOutcome(tuple(Choice(token) for token in tokens), kept=kept, barren=barren)
+def chosen(*tokens: int, kept: tuple[int, ...] = (), no_token_left: bool = False) -> RowOutcome:
+    return RowOutcome(tuple(SampledToken(token) for token in tokens), kept=kept, no_token_left=no_token_left)
 
 
 def test_a_chain_is_kept_until_the_first_unequal_choice() -> None:
@@ -56,7 +56,10 @@ def test_of_two_equal_siblings_the_first_is_kept() -> None:
 
 
 def test_where_the_law_left_no_token_no_choice_is_shown() -> None:
-    assert walk(row((5, -1), (6, 0)), chosen(5, kept=(0,), barren=True)) == [Step(10, 5, 5, True), Step(11, 6, None, False)]
+    assert walk(row((5, -1), (6, 0)), chosen(5, kept=(0,), no_token_left=True)) == [
+        Step(10, 5, 5, True),
+        Step(11, 6, None, False),
+    ]
 
 
 def test_a_line_has_ids_and_texts() -> None:

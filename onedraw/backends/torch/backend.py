@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from onedraw.backends.base import Capacity, PageGroup, Ticket
+from onedraw.backends.base import Capacity, PageGroup, StepHandle
 from onedraw.backends.placement import MIN_STAGING_ROWS, max_step_tokens
 from onedraw.backends.precision import kv_precision
 from onedraw.backends.sampled_rows import read_samples, row_outcome
@@ -50,7 +50,7 @@ from onedraw.backends.torch.state.recurrent_spans import CHUNK
 from onedraw.backends.torch.state.snapshots import Snapshots
 from onedraw.models.source import WeightSource
 from onedraw.models.spec import ModelSpec
-from onedraw.types import Choice, Logprobs, Outcome, Plan, RowOutcome
+from onedraw.types import Logprobs, Outcome, Plan, RowOutcome, SampledToken
 
 GPU_ROWS = 64  # rows of one token that a GPU computes in about the time of one
 CHOICES = ("tile_heights", "first_split", "norm_warps")  # of operations, which decide about bits
@@ -196,8 +196,8 @@ class TorchBackend:
             with current_device(self._device):
                 self._steady.rehearse(capacity.lanes, most, self._watch(), tell)
 
-    def submit(self, plan: Plan) -> Ticket:
-        awaits = any(row.awaits for row in plan.rows)
+    def submit(self, plan: Plan) -> StepHandle:
+        awaits = any(row.awaits_token for row in plan.rows)
         bucket = None if self._steady is None else self._steady.serves(plan)
         if awaits and bucket is not None and not (self._keeps_tokens and isinstance(self._under_way.latest.turn, StartedStep)):
             plan = self._under_way.heard(plan)
@@ -212,7 +212,7 @@ class TorchBackend:
             raise
         return self._under_way.enter(plan, turn, berth)
 
-    def collect(self, ticket: Ticket) -> Outcome:
+    def collect(self, ticket: StepHandle) -> Outcome:
         boarded = self._under_way.leave(ticket)
         try:
             return self._arrive(boarded.turn) if isinstance(boarded.turn, StartedStep) else boarded.turn.result()
@@ -316,7 +316,7 @@ class TorchBackend:
         self,
         turn: Turn,
         hidden: Tensor,
-        chosen: Mapping[int, Sequence[Choice | None]],
+        chosen: Mapping[int, Sequence[SampledToken | None]],
         scored: Mapping[int, tuple[Logprobs, ...]],
         *,
         faults: Sequence[int] | None = None,
@@ -324,10 +324,10 @@ class TorchBackend:
         """`faults`: of a steady turn, which has brought home what it kept, the first layer of each token that was not finite."""
         plan, inputs, watch = turn.plan, turn.inputs, turn.watch
         rows = tuple(row_outcome(row, chosen.get(i, []), scored.get(i, ())) for i, row in enumerate(plan.rows))
-        if any(row.barren for row in rows):
+        if any(row.no_token_left for row in rows):
             found = first_faults(watch) if faults is None else faults
             rows = tuple(
-                replace(row, fault=fault_text(found, inputs.spans[i])) if row.barren else row for i, row in enumerate(rows)
+                replace(row, fault=fault_text(found, inputs.spans[i])) if row.no_token_left else row for i, row in enumerate(rows)
             )
         if faults is None:
             for state, stage in zip(self.states, self.model.stages, strict=True):
@@ -337,7 +337,7 @@ class TorchBackend:
             with self._locks[-1]:
                 self._drafter.open(plan.rows)
                 guesses = self._drafter.guess(CompletedStep(plan, inputs, hidden, watch.features, rows))
-            rows = tuple(replace(row, guesses=own) for row, own in zip(rows, guesses, strict=True))
+            rows = tuple(replace(row, next_drafts=own) for row, own in zip(rows, guesses, strict=True))
         return rows
 
     def _narrow(self) -> list[Tensor] | None:

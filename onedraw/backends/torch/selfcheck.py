@@ -212,7 +212,7 @@ def _row(text: list[int], part: tuple[int, int], lane: int, pages: tuple[range, 
         tokens=tuple(text[part[0] : part[1]]),
         drafts=(),
         prompt_stop=len(text) if prompt_stop is None else prompt_stop,
-        chooses=False,
+        samples=False,
         params=SamplingParams(),
         history=History(tuple(text)),
     )

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxlib.version import __version__ as jaxlib_version
 
-from onedraw.backends.base import Capacity, PageGroup, SelfCheck, Ticket
+from onedraw.backends.base import Capacity, PageGroup, SelfCheck, StepHandle
 from onedraw.backends.sampled_rows import Integers, SamplingPosition, read_logprobs, read_samples, row_outcome
 from onedraw.backends.xla.families import conv_width, require_supported
 from onedraw.backends.xla.inputs import CHUNK, XlaInputs, compiled_shapes, make_inputs, product_rows, round_up
@@ -33,8 +33,8 @@ from onedraw.backends.xla.weights import VECTOR, Weights
 from onedraw.models.source import WeightSource
 from onedraw.models.spec import ModelSpec
 from onedraw.sampling.law import checksum_weights
-from onedraw.sampling.verify import hypotheses
-from onedraw.types import Choice, Logprobs, Outcome, Plan, Row
+from onedraw.sampling.verify import draft_prefixes
+from onedraw.types import Logprobs, Outcome, Plan, Row, SampledToken
 
 DRAFTS = 64  # of a turn, all rows together
 
@@ -134,7 +134,7 @@ class XlaBackend:
             activation=activation or dtype,
         )
         self._tickets = itertools.count()
-        self._outcomes: dict[Ticket, Outcome] = {}
+        self._outcomes: dict[StepHandle, Outcome] = {}
         if warm:
             self._warm(tell)
         self.report = self._checked(tell) if check else None
@@ -180,12 +180,12 @@ class XlaBackend:
     def capacity(self) -> Capacity:
         return self._capacity
 
-    def submit(self, plan: Plan) -> Ticket:
-        ticket = Ticket(next(self._tickets))
+    def submit(self, plan: Plan) -> StepHandle:
+        ticket = StepHandle(next(self._tickets))
         self._outcomes[ticket] = self._run(plan)
         return ticket
 
-    def collect(self, ticket: Ticket) -> Outcome:
+    def collect(self, ticket: StepHandle) -> Outcome:
         return self._outcomes.pop(ticket)
 
     def close(self) -> None:
@@ -213,8 +213,8 @@ class XlaBackend:
             for stage, did in zip(self._stages, increments, strict=True):
                 stage.commit(did, chosen, inputs)
         scored = self._scored(rows, inputs, x)
-        choices: dict[int, list[Choice | None]] = {}
-        positions, read = [pick.position for pick in picks], list[Choice | None]()
+        choices: dict[int, list[SampledToken | None]] = {}
+        positions, read = [pick.position for pick in picks], list[SampledToken | None]()
         for part in answers:
             read += read_samples(np.asarray(part), positions[len(read) :])
         for pick, choice in zip(picks, read, strict=True):
@@ -237,9 +237,9 @@ class XlaBackend:
         picks = []
         nobody = self.shape.checkpoints
         for i, (row, first) in enumerate(zip(rows, inputs.firsts, strict=True)):
-            if not row.chooses:
+            if not row.samples:
                 continue
-            for k, drafts in enumerate(hypotheses(row.drafts)):
+            for k, drafts in enumerate(draft_prefixes(row.drafts)):
                 position = SamplingPosition(row.lane, row.params, row.history, drafts, row.request_id)
                 keep = next((save.slot for save in row.saves if save.position == row.stop), nobody) if k == 0 else nobody
                 restore = -1 if row.tokens or row.restore is None else row.restore
@@ -278,7 +278,7 @@ class XlaBackend:
         scored: dict[int, tuple[Logprobs, ...]] = {}
         step = self.shape.slab
         for i, (row, first) in enumerate(zip(rows, inputs.firsts, strict=True)):
-            if not row.scores:
+            if not row.scores_prompt:
                 continue
             targets = row.history.prompt[row.start + 1 : row.stop + 1]
             top = min(row.params.prompt_logprobs or 0, self._spec.vocab)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from onedraw.sampling.verify import trails
+from onedraw.sampling.verify import draft_paths
 from onedraw.types import Row
 
 # -------------------- The fixed shapes that turns are compiled for. Pure arithmetic.
@@ -156,7 +156,7 @@ class RowLayout:
     row: Row
     number: int
     first: int
-    trails: tuple[tuple[int, ...], ...]
+    draft_paths: tuple[tuple[int, ...], ...]
 
     @property
     def known(self) -> int:
@@ -173,11 +173,11 @@ class RowLayout:
 
 def make_inputs(rows: Sequence[Row], shape: CompiledShapes, *, conv: int = 0, bucket: ShapeBucket | None = None) -> XlaInputs:
     """`conv`: positions that recurrent layers' convolutions read; 0: there are no such layers. `bucket` None: the smallest."""
-    single = all(len(row.tokens) <= 1 and not row.drafts and not row.scores for row in rows)
+    single = all(len(row.tokens) <= 1 and not row.drafts and not row.scores_prompt for row in rows)
     bucket = bucket or (shape.decode if single else shape.mixed)
     laid, first = [], 0
     for number, row in enumerate(rows):
-        laid.append(RowLayout(row, number, first, trails(row.drafts)))
+        laid.append(RowLayout(row, number, first, draft_paths(row.drafts)))
         first += laid[-1].count
     if first > bucket.tokens:
         raise AssertionError(f"a turn of {first} tokens meets a bucket of {bucket.tokens}")
@@ -225,7 +225,7 @@ def _tokens(laid: Sequence[RowLayout], bucket: ShapeBucket, shape: CompiledShape
         rows[here] = one.number
         slots[here] = np.arange(row.start, row.start + one.count)
         positions[here] = slots[here]
-        for index, path in enumerate(one.trails[1:]):
+        for index, path in enumerate(one.draft_paths[1:]):
             positions[one.first + one.known + index] = row.stop + len(path) - 1
     count = sum(one.count for one in laid)
     return {
@@ -253,7 +253,7 @@ def _tiles(laid: Sequence[RowLayout], bucket: ShapeBucket, shape: CompiledShapes
             slots[one.first + start : one.first + start + count] = number * bucket.tile + np.arange(count)
             low, high = one.row.start + start, one.row.start + start + count - 1
             if start >= plain:
-                path = one.trails[1 + start - one.known]
+                path = one.draft_paths[1 + start - one.known]
                 tails[number], paths[number, : len(path)] = one.row.stop, path
                 low = high = one.row.stop + len(path) - 1
             highs[number] = high
@@ -286,9 +286,9 @@ def _drafts(laid: Sequence[RowLayout], shape: CompiledShapes, tables: Ints) -> d
             parents[here] = -1 if draft.parent < 0 else number + draft.parent
             picks[here] = pick + 1 + draft.parent
             sources[here] = one.row.stop + index
-            targets[here] = one.row.stop + len(one.trails[1 + index]) - 1
+            targets[here] = one.row.stop + len(one.draft_paths[1 + index]) - 1
         number += len(one.row.drafts)
-        pick += (1 + len(one.row.drafts)) * one.row.chooses
+        pick += (1 + len(one.row.drafts)) * one.row.samples
     return {
         "count": np.int32(number),
         "tokens": tokens,
@@ -325,7 +325,7 @@ def _runs(laid: Sequence[RowLayout], bucket: ShapeBucket, shape: CompiledShapes,
         opening = [zeros] * before if fresh else [total + lane * before + i for i in range(before)]
         line = np.asarray([*opening, *range(one.first, one.first + one.known)], dtype=np.int32)
         taps[one.first : one.first + one.known] = np.lib.stride_tricks.sliding_window_view(line, conv)
-        for index, path in enumerate(one.trails[1:]):
+        for index, path in enumerate(one.draft_paths[1:]):
             node = one.first + one.known
             taps[node + index] = [*line[len(line) - before :], *(node + i for i in path)][-conv:]
         closings[one.number], closing_lanes[one.number] = line[len(line) - before :], lane
@@ -343,7 +343,7 @@ def _runs(laid: Sequence[RowLayout], bucket: ShapeBucket, shape: CompiledShapes,
             counts["steps"] += 1
         first = counts["nodes"]
         for index, draft in enumerate(row.drafts):
-            path = one.trails[1 + draft.parent]
+            path = one.draft_paths[1 + draft.parent]
             here = counts["nodes"]
             nodes["token"][here], nodes["lane"][here] = one.first + one.known + index, lane
             nodes["goes_on"][here], nodes["depth"][here] = index > 0 and draft.parent == index - 1, len(path)

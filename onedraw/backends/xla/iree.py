@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from onedraw.backends.base import Capacity, PageGroup, Ticket
+from onedraw.backends.base import Capacity, PageGroup, StepHandle
 from onedraw.backends.sampled_rows import row_outcome
 from onedraw.backends.xla.inputs import CHUNK, XlaInputs, compiled_shapes, make_inputs
 from onedraw.errors import ModelNotFound, Unsupported, UnsupportedModel
-from onedraw.sampling.law import choice
+from onedraw.sampling.law import sample
 from onedraw.types import Outcome, Plan
 
 DRIVER = "local-task"
@@ -67,18 +67,18 @@ class IreeBackend:
             device=f"iree-{DRIVER}",
         )
         self._tickets = itertools.count()
-        self._outcomes: dict[Ticket, Outcome] = {}
+        self._outcomes: dict[StepHandle, Outcome] = {}
 
     @property
     def capacity(self) -> Capacity:
         return self._capacity
 
-    def submit(self, plan: Plan) -> Ticket:
-        ticket = Ticket(next(self._tickets))
+    def submit(self, plan: Plan) -> StepHandle:
+        ticket = StepHandle(next(self._tickets))
         self._outcomes[ticket] = self._run(plan)
         return ticket
 
-    def collect(self, ticket: Ticket) -> Outcome:
+    def collect(self, ticket: StepHandle) -> Outcome:
         return self._outcomes.pop(ticket)
 
     def close(self) -> None:
@@ -87,16 +87,16 @@ class IreeBackend:
 
     def _run(self, plan: Plan) -> Outcome:
         begin = time.perf_counter()
-        if any(row.scores for row in plan.rows):
+        if any(row.scores_prompt for row in plan.rows):
             raise Unsupported("prompt_logprobs: an exported graph gives the logits of chosen positions alone")
         inputs = make_inputs(plan.rows, self._shape, conv=self._manifest["conv"])
-        choosing = [number for number, row in enumerate(plan.rows) if row.chooses]
+        choosing = [number for number, row in enumerate(plan.rows) if row.samples]
         picks = np.zeros(self._shape.picks, dtype=np.int32)
         picks[: len(choosing)] = [inputs.firsts[number] + len(plan.rows[number].tokens) - 1 for number in choosing]
         logits = self._turn(inputs, picks)[:, : self._capacity.vocab]
         rows = []
         for number, row in enumerate(plan.rows):
-            chosen = [choice(logits[choosing.index(number)], row.params, row.history)] if row.chooses else []
+            chosen = [sample(logits[choosing.index(number)], row.params, row.history)] if row.samples else []
             rows.append(row_outcome(row, chosen))
         return Outcome(tuple(rows), time.perf_counter() - begin)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from onedraw.backends.base import Backend, Capacity, CheckResult, SelfCheck
-from onedraw.types import Choice, History, Plan, Row, SamplingParams
+from onedraw.types import History, Plan, Row, SampledToken, SamplingParams
 
 LONGEST = 140  # past a block of keys and two chunks
 PARAMS = SamplingParams(temperature=1.0, seed=7, checksums=True, max_tokens=2)
@@ -37,7 +37,7 @@ class Sample:
             tokens=self.tokens[start:stop],
             drafts=(),
             prompt_stop=len(prompt),
-            chooses=stop >= len(prompt),
+            samples=stop >= len(prompt),
             params=PARAMS,
             history=History(prompt, list(self.tokens[len(prompt) : stop])),
         )
@@ -63,9 +63,9 @@ def self_check(backend: Backend) -> SelfCheck:
     return SelfCheck(tuple(findings))
 
 
-def _turn(backend: Backend, rows: Sequence[Row]) -> list[tuple[Choice, ...]]:
+def _turn(backend: Backend, rows: Sequence[Row]) -> list[tuple[SampledToken, ...]]:
     outcome = backend.collect(backend.submit(Plan(tuple(rows))))
-    return [row.chosen for row in outcome.rows]
+    return [row.sampled for row in outcome.rows]
 
 
 def _samples(capacity: Capacity) -> list[Sample]:

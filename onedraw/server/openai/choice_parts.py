@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from onedraw.server.generation import PreparedRequest
 from onedraw.text.detokenizer import Detokenizer
 from onedraw.text.tokenizer import Tokenizer
-from onedraw.types import Call, Choice, Finish, Logprobs, Piece, Usage
+from onedraw.types import Call, Finish, Logprobs, Piece, SampledToken, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Teller:
         return tuple(Token(id, logprobs, None, at) for id, logprobs, at in zip(prompt, scored, offsets, strict=True))
 
 
-def _token(choice: Choice, places: Places) -> Token:
+def _token(choice: SampledToken, places: Places) -> Token:
     offset, text = places.next(choice.token)
     return Token(choice.token, choice.logprobs, choice.checksum, offset, text, choice.kept, choice.rejected)
 

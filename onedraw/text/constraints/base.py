@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from onedraw.types import Bits, Constraint
+from onedraw.types import Constraint, TokenMask
 
 LONGEST_NUMBER = 48  # digits in a row; a model that writes more is stuck in the number
 _DIGITS = b"0123456789"
@@ -20,14 +20,14 @@ _DIGITS = b"0123456789"
 StateT = TypeVar("StateT")
 
 
-def token_mask(tokens: Sequence[int], vocab: int) -> Bits:
+def token_mask(tokens: Sequence[int], vocab: int) -> TokenMask:
     """The set of these tokens, one bit per token of the vocabulary."""
     bits = np.zeros(-(-vocab // 32) * 32, dtype=np.uint8)
     bits[list(tokens)] = 1
     return np.packbits(bits, bitorder="little").view(np.uint32)
 
 
-def intersect(first: Bits, second: Bits) -> Bits:
+def intersect(first: TokenMask, second: TokenMask) -> TokenMask:
     length = min(len(first), len(second))
     return first[:length] & second[:length]
 
@@ -72,8 +72,8 @@ class AllOf:
 
     constraints: tuple[Constraint, ...]
 
-    def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> Bits | None:
-        common: Bits | None = None
+    def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> TokenMask | None:
+        common: TokenMask | None = None
         for constraint in self.constraints:
             bits = constraint.allowed(output, drafts)
             if bits is not None:
@@ -85,13 +85,13 @@ class BoundedNumbers:
     """A grammar with at most LONGEST_NUMBER digits in a row; where the grammar allows only digits, the limit does not apply.
     Owner: one request."""
 
-    def __init__(self, grammar: Constraint, *, token_bytes: Callable[[int], bytes], digits: Bits) -> None:
+    def __init__(self, grammar: Constraint, *, token_bytes: Callable[[int], bytes], digits: TokenMask) -> None:
         self._grammar = grammar
         self._token_bytes = token_bytes
         self._digits = digits  # the tokens that begin with a digit
         self._digit_runs: PrefixStates[int] = PrefixStates(0, self._next)
 
-    def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> Bits | None:
+    def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> TokenMask | None:
         bits = self._grammar.allowed(output, drafts)
         if bits is None or self._digit_runs.after(output, drafts) < LONGEST_NUMBER:
             return bits

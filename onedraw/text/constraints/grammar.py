@@ -31,7 +31,7 @@ from onedraw.text.constraints.response_format import (
 from onedraw.text.reasoning import ReasoningSyntax
 from onedraw.text.reply_parser import ReplySyntax
 from onedraw.text.tokenizer import Tokenizer
-from onedraw.types import NO_TOKEN, Bits, Constraint
+from onedraw.types import EMPTY_MASK, Constraint, TokenMask
 
 # -------------------- Which keyword of a JSON schema is to blame that it cannot be compiled.
 
@@ -111,15 +111,15 @@ class GrammarConstraint:
         self._pristine, self._matcher, self._vocab, self._param = pristine, pristine.deep_copy(), vocab, param
         self._tokens: list[int] = []
 
-    def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> Bits | None:
+    def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> TokenMask | None:
         tokens = [*output, *drafts]
         if any(token >= self._vocab for token in drafts):  # a row of the model's head that stands for no token
-            return NO_TOKEN
+            return EMPTY_MASK
         common = self._back_to(common_prefix(self._tokens, tokens))
         fitting = self._matcher.try_consume_tokens(tokens[common:])
         self._tokens = tokens[: common + fitting]
         if len(self._tokens) < len(tokens) and not self._matcher.is_error():
-            return NO_TOKEN  # a draft that may not stand there: nothing behind it is ever reached
+            return EMPTY_MASK  # a draft that may not stand there: nothing behind it is ever reached
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)
         if self._matcher.is_error():  # it says no more than that a reply may end
             raise BadParameter(self._param, f"cannot be followed any further: {_first_line(self._matcher.get_error())}")

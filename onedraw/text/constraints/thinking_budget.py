@@ -14,7 +14,7 @@ import numpy as np
 
 from onedraw.text.constraints.base import PrefixStates
 from onedraw.text.reasoning import InitialThinking, ReasoningState, ReasoningSyntax, advance, initial_state
-from onedraw.types import Bits
+from onedraw.types import TokenMask
 
 NOT_CLOSING = -1
 
@@ -48,7 +48,7 @@ class ThinkingBudget:
         first = BudgetState(initial_state(reasoning, thinking))
         self._states = PrefixStates(self._close_if_spent(first), self._next)
 
-    def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> Bits | None:
+    def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> TokenMask | None:
         index = self._states.after(output, drafts).closing
         return None if index == NOT_CLOSING else self._masks[self._closing[index]]
 
@@ -80,7 +80,7 @@ def missing_bytes(missing: int, data: bytes) -> int:
     return missing
 
 
-def single_token_mask(token: int) -> Bits:
+def single_token_mask(token: int) -> TokenMask:
     bits = np.zeros(token // 32 + 1, dtype=np.uint32)
     bits[token // 32] = np.uint32(1 << (token % 32))
     return bits

@@ -11,10 +11,10 @@ import torch
 
 from onedraw.backends.sampled_rows import SamplingPosition
 from onedraw.backends.torch.sampling.sampler import Sampler
-from onedraw.sampling.law import choice, law
+from onedraw.sampling.law import law, sample
 from onedraw.sampling.noise import gumbel
 from onedraw.text.constraints.base import token_mask
-from onedraw.types import Bits, Choice, DryParams, History, Logprobs, SamplingParams
+from onedraw.types import DryParams, History, Logprobs, SampledToken, SamplingParams, TokenMask
 
 NEAR = 5e-6  # two values this close under noise may change places between backends, whose logarithms differ
 
@@ -62,9 +62,9 @@ def random_params(rng: np.random.Generator, vocab: int) -> SamplingParams:
 class Fixed:
     """A constraint that always allows the same tokens."""
 
-    bits: Bits
+    bits: TokenMask
 
-    def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> Bits:
+    def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> TokenMask:
         return self.bits
 
 
@@ -88,19 +88,19 @@ def make(vocab: int, *, lanes: int = 512, device: str = "cpu", kind: type[Sample
     return kind(vocab=vocab, lanes=lanes, device=torch.device(device))
 
 
-def choices(sampler: Sampler, case: Case, device: str = "cpu") -> list[Choice | None]:
+def choices(sampler: Sampler, case: Case, device: str = "cpu") -> list[SampledToken | None]:
     return sampler.choose(case.logits.to(device), case.positions)
 
 
-def disagreements(case: Case, found: Sequence[Choice | None]) -> list[int]:
+def disagreements(case: Case, found: Sequence[SampledToken | None]) -> list[int]:
     """Rows whose choice is not the law's."""
     rows = zip(case.logits.numpy(), case.positions, found, strict=True)
     return [row for row, (logits, position, given) in enumerate(rows) if not _agrees(logits, position, given)]
 
 
-def _agrees(logits: np.ndarray, position: SamplingPosition, found: Choice | None) -> bool:
+def _agrees(logits: np.ndarray, position: SamplingPosition, found: SampledToken | None) -> bool:
     arguments = logits, position.params, position.history, position.drafts
-    expected = choice(*arguments)
+    expected = sample(*arguments)
     if expected is None or found is None:
         return expected is found
     if expected.token != found.token:

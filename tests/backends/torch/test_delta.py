@@ -16,7 +16,7 @@ from onedraw.backends.torch.runner.inputs import InputLayout, make_inputs
 from onedraw.backends.torch.state.recurrent_state import KeptDrafts, LaneStore
 from onedraw.models.spec import DeltaSpec
 from onedraw.settings import default_cache_dir
-from onedraw.types import Draft, History, Plan, Row, SamplingParams, Save
+from onedraw.types import CheckpointSave, Draft, History, Plan, Row, SamplingParams
 
 CPU = torch.device("cpu")
 SPEC = DeltaSpec(key_heads=2, value_heads=6, key_dim=12, value_dim=20, conv=4)
@@ -52,7 +52,7 @@ def store_of(*, lanes: int = 3, drafts: int = 24, checkpoints: int = 4) -> LaneS
 
 
 def row(
-    start: int, stop: int, *, prompt: int, lane: int = 0, drafts: tuple[Draft, ...] = (), saves: tuple[Save, ...] = ()
+    start: int, stop: int, *, prompt: int, lane: int = 0, drafts: tuple[Draft, ...] = (), saves: tuple[CheckpointSave, ...] = ()
 ) -> Row:
     return Row(
         request_id=str(lane),
@@ -62,7 +62,7 @@ def row(
         tokens=(1,) * (stop - start),
         drafts=drafts,
         prompt_stop=prompt,
-        chooses=True,
+        samples=True,
         params=SamplingParams(),
         history=History((1,)),
         saves=saves,
@@ -184,7 +184,7 @@ def test_rows_without_drafts_write_nothing_to_the_rollback_buffer(ops: Ops) -> N
 
 def test_checkpoints_hold_what_a_cold_run_passes_through(ops: Ops) -> None:
     store, cold = store_of(), store_of()
-    saves = (Save(64, 2), Save(128, 0), Save(150, 3))
+    saves = (CheckpointSave(64, 2), CheckpointSave(128, 0), CheckpointSave(150, 3))
     turn(ops, store, [row(0, LENGTH, prompt=LENGTH, saves=saves)], PROJECTED)
     for save in saves:
         turn(ops, cold, [row(0, save.position, prompt=save.position, lane=1)], PROJECTED[: save.position])
@@ -197,7 +197,7 @@ def test_a_prompt_of_one_token_keeps_its_window(ops: Ops) -> None:
     """Windows shorter than the convolution begin with zeros, in lanes and in checkpoints alike."""
     store = store_of()
     store.windows.fill_(9.0)  # another sequence's
-    turn(ops, store, [row(0, 1, prompt=1, lane=1, saves=(Save(1, 0),))], PROJECTED[:1])
+    turn(ops, store, [row(0, 1, prompt=1, lane=1, saves=(CheckpointSave(1, 0),))], PROJECTED[:1])
     for window in (store.windows[1], store.saved_windows[0]):
         assert not window[:2].any()
         assert torch.equal(window[2], PROJECTED[0, : SPEC.channels])

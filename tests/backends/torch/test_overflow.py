@@ -64,10 +64,10 @@ def row(prompt: tuple[int, ...], pages: tuple[int, ...], *, lane: int = 0) -> Ro
         tokens=prompt,
         drafts=(),
         prompt_stop=len(prompt),
-        chooses=True,
+        samples=True,
         params=PARAMS,
         history=History(prompt),
-        scores=True,
+        scores_prompt=True,
     )
 
 
@@ -78,7 +78,7 @@ def run(backend: TorchBackend, *rows: Row) -> tuple[RowOutcome, ...]:
 def test_the_next_owner_of_its_pages_does_not_notice(backend: TorchBackend) -> None:
     (clean,) = run(backend, row(PROMPT, (0, 1, 2)))
     (failed,) = run(backend, row((*PROMPT[:3], BROKEN, *PROMPT[4:], 9, 9, 9), (3, 4, 5)))
-    assert failed.barren
+    assert failed.no_token_left
     assert run(backend, row(PROMPT, (3, 4, 5))) == (clean,)
 
 
@@ -95,7 +95,7 @@ def test_what_stands_before_it_in_its_own_prompt_does_not_notice(backend: TorchB
 def test_a_neighbour_in_the_turn_does_not_notice(backend: TorchBackend) -> None:
     (clean,) = run(backend, row(PROMPT, (0, 1, 2)))
     failed, beside = run(backend, row((BROKEN,) * 20, (6, 7), lane=1), row(PROMPT, (3, 4, 5)))
-    assert failed.barren
+    assert failed.no_token_left
     assert beside == clean
 
 
@@ -119,9 +119,9 @@ def test_a_stream_that_leaves_the_range_of_f16_names_the_layer_and_is_never_serv
     backend = make_backend(folder, kernels=False, check=False, dtype=dtype, activation=activation)
     layers = backend.model.stages[0].layers
     layers[1] = dataclasses.replace(layers[1], feed_forward=Loud(layers[1].feed_forward))  # type: ignore[arg-type]
-    [failed] = run(backend, dataclasses.replace(row(PROMPT, (0, 1, 2, 3, 4)), scores=False))
-    assert failed.barren
-    assert not failed.chosen
+    [failed] = run(backend, dataclasses.replace(row(PROMPT, (0, 1, 2, 3, 4)), scores_prompt=False))
+    assert failed.no_token_left
+    assert not failed.sampled
     assert failed.fault.startswith("layer 1 left the range of f16; run with")
     request = Request("q", PROMPT, SamplingParams(max_tokens=3))
     [answer], _ = served(backend, [request], Schedule())
@@ -132,8 +132,8 @@ def test_a_stream_that_overflows_behind_a_boundary_names_the_layer_by_its_number
     backend = make_backend(folder, kernels=False, check=False, dtype="f16", activation="f16", cuts=(1,))
     layers = backend.model.stages[1].layers
     layers[1] = dataclasses.replace(layers[1], feed_forward=Loud(layers[1].feed_forward))  # type: ignore[arg-type]
-    [failed] = run(backend, dataclasses.replace(row(PROMPT, (0, 1, 2, 3, 4)), scores=False))
-    assert (failed.chosen, failed.fault[:8]) == ((), "layer 2 ")
+    [failed] = run(backend, dataclasses.replace(row(PROMPT, (0, 1, 2, 3, 4)), scores_prompt=False))
+    assert (failed.sampled, failed.fault[:8]) == ((), "layer 2 ")
 
 
 def test_the_same_model_is_served_with_a_wider_stream(folder: Path) -> None:

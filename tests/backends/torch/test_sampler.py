@@ -16,7 +16,7 @@ from onedraw.backends.torch.sampling.sampler import Sampler
 from onedraw.backends.torch.sampling.token_counts import CountedHistory, LaneCounts
 from onedraw.sampling.law import logprobs
 from onedraw.sampling.noise import key
-from onedraw.types import Choice, History, SamplingParams
+from onedraw.types import History, SampledToken, SamplingParams
 from tests.backends.torch.judge import Case, choices, disagreements, make, random_case
 
 seeds = st.integers(0, 2**32 - 1)
@@ -128,7 +128,7 @@ def test_a_request_id_used_again_with_another_prompt_starts_anew() -> None:
     logits = torch.tensor([[3.0, 2, 0, 0, 0, 0, 0, 0]])
     for prompt, output, expected in (((1,), [0], 1), ((2,), [1, 1], 0)):
         (found,) = sampler.choose(logits, [SamplingPosition(0, params, History(prompt, output), (), "same")])
-        assert found == Choice(expected)
+        assert found == SampledToken(expected)
 
 
 # ── planted faults must show ──────────────────────────────────────────────────────────────────────────────────────

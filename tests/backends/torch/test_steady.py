@@ -11,7 +11,7 @@ from onedraw.backends.torch.ops.base import TorchOps
 from onedraw.backends.torch.runner.cuda_graphs import ReplayedWork, graph_caches
 from onedraw.backends.torch.runner.graph_runner import WarmUpShape, bucket_of, warm_up_shapes
 from onedraw.backends.torch.runner.stages import StageDevice
-from onedraw.types import Draft, DryParams, History, PageCopy, Plan, Row, SamplingParams, Save
+from onedraw.types import CheckpointSave, Draft, DryParams, History, PageCopy, Plan, Row, SamplingParams
 
 ROW = Row("r", 0, ((0, 1),), 20, (5,), (), 20, True, SamplingParams(), History((1,) * 20, [5]))
 CHAIN = tuple(Draft(1, i - 1) for i in range(5))
@@ -40,11 +40,11 @@ def test_prompts_checkpoints_and_what_the_host_must_see_are_not_steady() -> None
     for row in (
         replace(ROW, tokens=(5, 6)),
         replace(ROW, tokens=()),
-        replace(ROW, chooses=False),
+        replace(ROW, samples=False),
         replace(ROW, restore=1),
         replace(ROW, copies=(PageCopy(0, 1, 2),)),
-        replace(ROW, saves=(Save(21, 0),)),
-        replace(ROW, scores=True),
+        replace(ROW, saves=(CheckpointSave(21, 0),)),
+        replace(ROW, scores_prompt=True),
         replace(ROW, params=asks),
     ):
         assert bucket_of(Plan((ROW, row)), recurrent=False) is None

@@ -57,7 +57,7 @@ def test_whole_generations_under_iree_are_the_backends(folders: tuple[Path, Path
     expected, _ = run(xla_backend(model), requests(), Schedule())
     assert [answer.tokens for answer in got] == [answer.tokens for answer in expected]
     assert stats.middle_chunks > 0  # prompts longer than a turn
-    assert stats.mixed_turns > 0
+    assert stats.mixed_steps > 0
     alone = [run(loaded, [request], Schedule())[0][0].tokens for request in requests()[:2]]
     assert alone == [answer.tokens for answer in got[:2]]
 

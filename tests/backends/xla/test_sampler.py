@@ -22,7 +22,7 @@ from onedraw.backends.xla.token_counts import XlaTokenCounts
 from onedraw.sampling.law import checksum_weights
 from onedraw.sampling.noise import key
 from onedraw.sampling.noise import uniform_bits as defined_bits
-from onedraw.types import Choice, History, SamplingParams
+from onedraw.types import History, SampledToken, SamplingParams
 from tests.backends.torch.judge import Case, disagreements, random_case
 
 ROWS = 8
@@ -44,8 +44,8 @@ class Chooser:
     def forget(self) -> None:
         self.counts._marks = [None] * self.lanes
 
-    def choose(self, logits: np.ndarray, positions: Sequence[SamplingPosition]) -> list[Choice | None]:
-        found: list[Choice | None] = []
+    def choose(self, logits: np.ndarray, positions: Sequence[SamplingPosition]) -> list[SampledToken | None]:
+        found: list[SampledToken | None] = []
         self.recalls = DryHistories()  # cases use the same names of requests for other histories
         self.counts.follow(positions)
         for start in range(0, len(positions), ROWS):

@@ -72,9 +72,9 @@ def room_ahead(row: Row, outcome: RowOutcome, *, limit: int, page_size: int, max
 
     The last token of a reply is chosen, never drafted, and every draft but the last needs a slot behind the chosen token.
     """
-    if not outcome.chosen or outcome.barren or outcome.chosen[-1].token in row.params.stop_ids:
+    if not outcome.sampled or outcome.no_token_left or outcome.sampled[-1].token in row.params.stop_ids:
         return 0
-    left = row.params.max_tokens - len(row.history.output) - len(outcome.chosen)
+    left = row.params.max_tokens - len(row.history.output) - len(outcome.sampled)
     held = min(len(row.pages[0]) * page_size, max_context) - row.stop - len(outcome.kept)
     return max(min(limit, left - 1, held - 1), 0)
 

@@ -139,7 +139,7 @@ class DflashDrafter:
         drafts = room_ahead(row, outcome, limit=self._spec.block - 1, **limits)
         if not drafts:
             return None
-        return DraftBlock(index, row, outcome.chosen[-1].token, row.stop + len(outcome.kept), drafts + 1)
+        return DraftBlock(index, row, outcome.sampled[-1].token, row.stop + len(outcome.kept), drafts + 1)
 
     def _draft(self, blocks: list[DraftBlock]) -> list[tuple[Draft, ...]]:
         mask = self._spec.mask_token

@@ -138,7 +138,7 @@ class DraftModel:
             runner = self._runner(index, row, outcome)
             if late and not settled:  # came whole from a checkpoint, which has no hidden state to go on from
                 runner = None
-            behind = [outcome.chosen[-1].token] if outcome.chosen else row.history.slice(row.stop, row.stop + 1)
+            behind = [outcome.sampled[-1].token] if outcome.sampled else row.history.slice(row.stop, row.stop + 1)
             if late:
                 places = [*range(len(row.tokens)), *(len(row.tokens) + i for i in outcome.kept)]
                 part = [*settled[1:], *behind][: len(settled)]

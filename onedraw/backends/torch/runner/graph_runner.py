@@ -32,8 +32,8 @@ from onedraw.backends.torch.runner.graph_segment import NOTHING, GraphStage, Gra
 from onedraw.backends.torch.runner.inputs import Bucket, InputLayout, Inputs, Span, fed_inputs
 from onedraw.backends.torch.runner.stage_boundary import current_device
 from onedraw.backends.torch.runner.staging_buffers import Array, DirectStaging, Staging, StagingBuffer, StagingBufferFull
-from onedraw.sampling.verify import hypotheses
-from onedraw.types import UNKNOWN, Draft, History, Plan, Row, SamplingParams
+from onedraw.sampling.verify import draft_prefixes
+from onedraw.types import PENDING_TOKEN, Draft, History, Plan, Row, SamplingParams
 
 if TYPE_CHECKING:
     from onedraw.backends.torch.ops.cuda.sampler import Choosing
@@ -191,7 +191,7 @@ class GraphRunner:
             laid = self._lay(plan, bucket, held)
         except StagingBufferFull:
             return None
-        self.awaited += plan.rows[0].tokens == (UNKNOWN,)
+        self.awaited += plan.rows[0].tokens == (PENDING_TOKEN,)
         return self._launch(laid, watch)
 
     def _launch(self, laid: Laid, watch: LayerProbe) -> CapturedStep:
@@ -359,9 +359,11 @@ def _box(answers: Tensor) -> tuple[Tensor, Any]:
 def positions_of(rows: Sequence[Row]) -> list[SamplingPosition]:
     """Where a steady turn chooses: after every token. A token that its row awaits is not in the history yet."""
     return [
-        SamplingPosition(row.lane, row.params, row.history, (*row.tokens, *drafts) if row.awaits else drafts, row.request_id)
+        SamplingPosition(
+            row.lane, row.params, row.history, (*row.tokens, *drafts) if row.awaits_token else drafts, row.request_id
+        )
         for row in rows
-        for drafts in hypotheses(row.drafts)
+        for drafts in draft_prefixes(row.drafts)
     ]
 
 

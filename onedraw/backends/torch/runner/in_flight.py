@@ -10,7 +10,7 @@ import itertools
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-from onedraw.backends.base import Ticket
+from onedraw.backends.base import StepHandle
 from onedraw.backends.torch.runner.graph_runner import CapturedStep
 from onedraw.sampling.law import NO_TOKEN
 from onedraw.types import Outcome, Plan
@@ -31,14 +31,14 @@ class InFlightStep:
     turn: Future[Outcome] | StartedStep
     berth: int | None  # None: it has no drafts
 
-    def chosen(self) -> dict[int, int]:
+    def sampled(self) -> dict[int, int]:
         """By lane, the token that each row chose last; waits for it."""
         if isinstance(self.turn, StartedStep):
             steady = self.turn.steady
             steady.wait()
             return {row.lane: int(token) for row, token in zip(self.plan.rows, steady.answers[:, 0].tolist())}
         rows = zip(self.plan.rows, self.turn.result().rows, strict=True)
-        return {row.lane: outcome.chosen[-1].token if outcome.chosen else NO_TOKEN for row, outcome in rows}
+        return {row.lane: outcome.sampled[-1].token if outcome.sampled else NO_TOKEN for row, outcome in rows}
 
 
 class InFlightSteps:
@@ -47,7 +47,7 @@ class InFlightSteps:
     def __init__(self, berths: int) -> None:
         self._tickets = itertools.count()
         self.berths = list(range(berths))  # free ones
-        self.plans: dict[Ticket, InFlightStep] = {}
+        self.plans: dict[StepHandle, InFlightStep] = {}
 
     @property
     def latest(self) -> InFlightStep:
@@ -60,17 +60,17 @@ class InFlightSteps:
         if berth is not None:
             self.berths.append(berth)
 
-    def enter(self, plan: Plan, turn: Future[Outcome] | StartedStep, berth: int | None) -> Ticket:
-        ticket = Ticket(next(self._tickets))
+    def enter(self, plan: Plan, turn: Future[Outcome] | StartedStep, berth: int | None) -> StepHandle:
+        ticket = StepHandle(next(self._tickets))
         self.plans[ticket] = InFlightStep(plan, turn, berth)
         return ticket
 
-    def leave(self, ticket: Ticket) -> InFlightStep:
+    def leave(self, ticket: StepHandle) -> InFlightStep:
         """Its berth is given back when the turn has arrived."""
         return self.plans.pop(ticket)
 
     def heard(self, plan: Plan) -> Plan:
         """The plan with the tokens that its rows await; waits for them."""
-        chosen = self.latest.chosen()
-        rows = (replace(row, tokens=(max(chosen[row.lane], 0),)) if row.awaits else row for row in plan.rows)
+        chosen = self.latest.sampled()
+        rows = (replace(row, tokens=(max(chosen[row.lane], 0),)) if row.awaits_token else row for row in plan.rows)
         return Plan(tuple(rows))

@@ -7,7 +7,7 @@ A token has a position (what rope and visibility go by) and a slot (where its ke
 are the same but in a draft tree, whose nodes have slots of their own: there a token reads, from its row's last known
 position on, the slots of its own path in order of position, so its arithmetic is a chain's.
 
-A token that only the device knows (`Row.awaits`) stands as -1 - lane.
+A token that only the device knows (`Row.awaits_token`) stands as -1 - lane.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch import Tensor
 
 from onedraw.backends.torch.ops.plain.linear import RowRule
 from onedraw.backends.torch.runner.staging_buffers import DirectStaging, Staging
-from onedraw.sampling.verify import trails
-from onedraw.types import UNKNOWN, Draft, Plan, Save
+from onedraw.sampling.verify import draft_paths
+from onedraw.types import PENDING_TOKEN, CheckpointSave, Draft, Plan
 
 Ints = npt.NDArray[np.int64]
 
@@ -74,7 +74,7 @@ class Span:
     anchored: bool = False
     lane: int | None = None
     prompt_stop: int = 0
-    saves: tuple[Save, ...] = ()
+    saves: tuple[CheckpointSave, ...] = ()
     held: int = 0
 
     @property
@@ -183,7 +183,7 @@ def fed_inputs(plan: Plan, *, layout: InputLayout, staging: Staging, bucket: Buc
             held=held,
         )
         spans.append(span)
-        tokens += row.tokens if row.tokens != (UNKNOWN,) else (-1 - row.lane,)
+        tokens += row.tokens if row.tokens != (PENDING_TOKEN,) else (-1 - row.lane,)
         tokens += (draft.token for draft in row.drafts)
         held += len(row.drafts)
     return fed_layout(tokens, spans, [row.pages for row in plan.rows], layout=layout, staging=staging, bucket=bucket)
@@ -268,7 +268,7 @@ def _paths(spans: list[Span], slots: Ints, depth: int) -> tuple[Ints, Ints, Ints
     found: dict[int, tuple[int, ...]] = {}
     for span in spans:
         known = span.count - len(span.drafts)
-        for index, path in enumerate(trails(span.drafts)[1:]):
+        for index, path in enumerate(draft_paths(span.drafts)[1:]):
             token = span.first + known + index
             positions[token] = span.stop + len(path) - 1
             tails[token] = span.stop

@@ -19,8 +19,8 @@ from onedraw.backends.torch.ops.plain.linear import RowRule
 from onedraw.backends.torch.runner.inputs import Inputs
 from onedraw.backends.torch.sampling.sampler import Sampler
 from onedraw.backends.torch.state.model_state import CheckpointLogits
-from onedraw.sampling.verify import hypotheses
-from onedraw.types import Choice, Logprobs, Plan, Row
+from onedraw.sampling.verify import draft_prefixes
+from onedraw.types import Logprobs, Plan, Row, SampledToken
 
 SCORED = 64  # positions at a time
 
@@ -49,14 +49,14 @@ class PositionSampler:
         index = torch.tensor([*tokens, *tokens[-1:] * padding], dtype=torch.long, device=self._model.device)
         return self._model.logits(hidden.index_select(0, index))[: len(tokens)]
 
-    def choose(self, plan: Plan, inputs: Inputs, hidden: Tensor) -> dict[int, list[Choice | None]]:
+    def choose(self, plan: Plan, inputs: Inputs, hidden: Tensor) -> dict[int, list[SampledToken | None]]:
         """Per choosing row, a choice after its last known token and after each draft."""
         picks = [
             pick
             for i, (row, span) in enumerate(zip(plan.rows, inputs.spans, strict=False))  # padding has spans of its own
             for pick in _picks(i, row, span.first)
         ]
-        chosen: dict[int, list[Choice | None]] = {}
+        chosen: dict[int, list[SampledToken | None]] = {}
         for start in range(0, len(picks), self._slice):
             part = picks[start : start + self._slice]
             choices = self._sampler.choose(self._logits_at(part, hidden), [pick.position for pick in part])
@@ -82,7 +82,7 @@ class PositionSampler:
         """Per scoring row, the logprobs of the prompt tokens its positions predict."""
         scored: dict[int, tuple[Logprobs, ...]] = {}
         for i, (row, span) in enumerate(zip(plan.rows, inputs.spans, strict=False)):
-            if not row.scores:
+            if not row.scores_prompt:
                 continue
             targets = row.history.prompt[row.start + 1 : row.stop + 1]
             found: list[Logprobs] = []
@@ -97,11 +97,11 @@ class PositionSampler:
 
 def _picks(index: int, row: Row, first: int) -> Iterator[RowPosition]:
     """Of one row whose tokens begin at `first`: behind its last known token, and behind each draft."""
-    if not row.chooses:
+    if not row.samples:
         return
     kept = next((save.slot for save in row.saves if save.position == row.stop), None)
-    for k, drafts in enumerate(hypotheses(row.drafts)):
-        drafts = (*row.tokens, *drafts) if row.awaits else drafts  # what it awaited is not in the history yet
+    for k, drafts in enumerate(draft_prefixes(row.drafts)):
+        drafts = (*row.tokens, *drafts) if row.awaits_token else drafts  # what it awaited is not in the history yet
         position = SamplingPosition(row.lane, row.params, row.history, drafts, row.request_id)
         token = first + len(row.tokens) - 1 + k if row.tokens else None
         yield RowPosition(index, token, position, row.restore, kept if k == 0 else None)

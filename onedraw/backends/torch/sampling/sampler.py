@@ -1,6 +1,6 @@
 """Choosing tokens for many positions at once, by the law of `sampling/law.py`.
 
-In: logits [C, V'] and for each row its parameters, history and drafts. Out: a Choice per row, or None where the law
+In: logits [C, V'] and for each row its parameters, history and drafts. Out: a SampledToken per row, or None where the law
 left no token. A row's token, logprobs and checksum have the same bits whatever the other rows are (see `exact.py`).
 
 Work that no row asks for is skipped; work that some rows ask for is done on those rows alone. Nothing is copied to the
@@ -33,7 +33,7 @@ from onedraw.backends.torch.sampling.token_counts import LaneCounts
 from onedraw.sampling.adjustments import Recall, adjustment, inside
 from onedraw.sampling.law import NO_TOKEN, checksum_weights, filters
 from onedraw.sampling.noise import BITS, MULTIPLIERS_32, SHIFTS_32, key
-from onedraw.types import Bits, Choice, Logprobs
+from onedraw.types import Logprobs, SampledToken, TokenMask
 
 # -------------------- The noise of `sampling/noise.py` for many positions at once: the same integers, this backe
 
@@ -134,7 +134,7 @@ class Sampler:
         self._weights: Tensor | None = None  # [2, V] int64, of logits and of scores
         self._lock = threading.RLock()  # turns under way at once may be prepared and chosen for on two threads
 
-    def choose(self, logits: Tensor, positions: Sequence[SamplingPosition]) -> list[Choice | None]:
+    def choose(self, logits: Tensor, positions: Sequence[SamplingPosition]) -> list[SampledToken | None]:
         """One choice per row of `logits` ([C, V'] float32; columns past the vocabulary are never chosen)."""
         return read_samples(self.answers(logits, positions).cpu().numpy(), positions) if positions else []
 
@@ -258,7 +258,7 @@ class Sampler:
             self._keep_only(scores, constrained)
         return scores
 
-    def _keep_only(self, scores: Tensor, constrained: Sequence[tuple[int, Bits]]) -> None:
+    def _keep_only(self, scores: Tensor, constrained: Sequence[tuple[int, TokenMask]]) -> None:
         """Nothing but the allowed tokens is left on these rows. The sets travel to the device packed, a bit per token."""
         words = -(-self._width // 32)
         packed = np.zeros((len(constrained), words), dtype=np.uint32)

@@ -1,7 +1,7 @@
 """Keys and values of one layer in pages, and where a token's own go.
 
 In: the turn's new keys and values. Out: page stores that attention reads. Allocated once, zeroed, one scratch page more
-than the ledger lends: padding tokens write there, and blocks past a sequence's end read it under a mask. Codes of 8 bits
+than the allocator lends: padding tokens write there, and blocks past a sequence's end read it under a mask. Codes of 8 bits
 (`codes.py`) have their scales in pages of their own under the same numbers, and whatever moves a page moves both.
 """
 

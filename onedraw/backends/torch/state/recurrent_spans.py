@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.torch.runner.inputs import Inputs, Ints, Span, to_device
-from onedraw.sampling.verify import trails
+from onedraw.sampling.verify import draft_paths
 from onedraw.speculation.draft_tree import chain_length
 from onedraw.types import Draft
 
@@ -91,7 +91,7 @@ def recurrent_spans(inputs: Inputs, *, conv: int) -> RecurrentSpans:
         taps[run.first : run.first + run.known + chain] = row[np.arange(run.known + chain)[:, None] + np.arange(conv)]
         if chain < len(run.drafts):
             node = run.first + run.known
-            for index, path in enumerate(trails(run.drafts)[1 + chain :], start=chain):
+            for index, path in enumerate(draft_paths(run.drafts)[1 + chain :], start=chain):
                 taps[node + index] = [*line[-before:], *(node + i for i in path)][-conv:]
         closings.append(line[len(line) - before :])
         kept += [line[count : count + before] for count, _ in run.saves]

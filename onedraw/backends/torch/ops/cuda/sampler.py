@@ -23,7 +23,7 @@ from onedraw.backends.torch.sampling.token_counts import LaneCounts
 from onedraw.sampling.adjustments import Adjustment, adjustment, inside
 from onedraw.sampling.law import NO_TOKEN, Filters, checksum_weights, filters
 from onedraw.sampling.noise import key
-from onedraw.types import UNKNOWN, SamplingParams
+from onedraw.types import PENDING_TOKEN, SamplingParams
 
 MOST_KNOWN = 4096  # parameters that are remembered
 
@@ -252,7 +252,7 @@ class TritonSampler(Sampler):
 
 def _counted_drafts(p: SamplingPosition) -> tuple[int, ...]:
     """What stands between history and position; a token that only the device knows as -1 - lane."""
-    return (-1 - p.lane,) if p.drafts == (UNKNOWN,) else p.drafts
+    return (-1 - p.lane,) if p.drafts == (PENDING_TOKEN,) else p.drafts
 
 
 def _padded(count: int) -> int:

@@ -25,7 +25,7 @@ from onedraw.backends.torch.sampling.exact import apply_elementwise, ordered_sum
 from onedraw.backends.torch.state.recurrent_spans import CHUNK, RecurrentSpan, RecurrentSpans
 from onedraw.backends.torch.state.recurrent_state import KeptDrafts, LaneStore
 from onedraw.models.spec import DeltaSpec
-from onedraw.sampling.verify import trails
+from onedraw.sampling.verify import draft_paths
 
 L2_EPS = 1e-6
 
@@ -137,7 +137,7 @@ def _recur(run: RecurrentSpan, gated: DeltaGates, out: Tensor, store: LaneStore)
 
 def _draft(run: RecurrentSpan, state: Tensor, gated: DeltaGates, out: Tensor, store: LaneStore) -> None:
     """Every draft from its parent's state, which is rebuilt from the increments where the parent is not the last one."""
-    paths = trails(run.drafts)
+    paths = draft_paths(run.drafts)
     work, last = state.clone(), -1
     for index, draft in enumerate(run.drafts):
         if draft.parent != last:
