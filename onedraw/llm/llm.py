@@ -136,7 +136,7 @@ class LLM:
         text = render(messages, add_generation_prompt)
         ends = [self.tokenizer.decode([token], skip_special=False) for token in self.card.eos_ids]
         marks = self.tokenizer.special_texts
-        known = cached_prompt(messages, text, memory=self.memory, render=render, ends=ends, marks=marks)
+        known = cached_prompt(messages, text, cache=self.memory, render=render, eos_texts=ends, special_texts=marks)
         begun, rest = ((), text) if known is None else known
         ids = (*begun, *self.tokenizer.encode(rest, add_special=False))
         calls = None if use is None else CallableTools(self.tool_syntax.dialect, use.allowed, use.parallel)

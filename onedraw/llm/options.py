@@ -137,7 +137,7 @@ def call_guide(use: ToolUse, other: ReplyFormat | None, *, llm: LLM) -> ReplyFor
         None if other is None else json.dumps(bound_whitespace(grammars.check_schema(json.loads(other.schema), other.param)))
     )
     grammar = ToolCallGrammar(
-        llm.tool_syntax.dialect, tokenizer=llm.tokenizer, spell=grammars.lark_text, check=grammars.check_schema
+        llm.tool_syntax.dialect, tokenizer=llm.tokenizer, lark_text=grammars.lark_text, check=grammars.check_schema
     )
     lark = grammar.write(use.allowed, required=use.required, parallel=use.parallel, content=content)
     return LarkFormat(lark, "tools", numbers=True)

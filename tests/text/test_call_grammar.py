@@ -1,4 +1,4 @@
-"""GrammarCompiler of calls: whatever a blind model writes under them is a call that is valid by the tool's schema."""
+"""Grammars of tool calls: whatever tokens are sampled under them, the call is valid by the tool's schema."""
 
 from __future__ import annotations
 
@@ -63,22 +63,22 @@ PLAIN_BYTES = tokenizer_with()
 WITH_MARKERS = tokenizer_with("<tool_call>", "</tool_call>", "<|tool_call>", "<tool_call|>", '<|"|>')
 
 
-class Blind:
-    """Draws from what is allowed, and now and then tries how a text ends in some dialect."""
+class RandomWriter:
+    """Samples allowed tokens at random, and sometimes tries the text that ends a value in some dialect."""
 
     def __init__(self, tokenizer: Tokenizer, lark: str, seed: int) -> None:
         self.tokenizer = tokenizer
-        self.held = GrammarCompiler(tokenizer, (EOS,)).constraint(LarkFormat(lark, "tools", numbers=True), PLAIN_TEXT)
+        self.constraint = GrammarCompiler(tokenizer, (EOS,)).constraint(LarkFormat(lark, "tools", numbers=True), PLAIN_TEXT)
         self.rng = np.random.default_rng(seed)
 
     def write(self) -> str | None:
-        said: list[int] = []
+        tokens: list[int] = []
         phrase: list[int] = []
         for _ in range(3000):
-            bits = self.held.allowed(said, [])
+            bits = self.constraint.allowed(tokens, [])
             assert bits is not None
             choices = np.flatnonzero(unpacked(bits, self.tokenizer.vocab_size)).tolist()
-            assert choices, self.tokenizer.decode(said, skip_special=False)
+            assert choices, self.tokenizer.decode(tokens, skip_special=False)
             if self.rng.random() < 0.2 and not phrase:
                 ends = ("\n</parameter>", "</arg_value>", '<|"|>', '"', "}", "]", "<|end|>")
                 phrase = self.tokenizer.encode(str(self.rng.choice(ends)), add_special=False)
@@ -87,27 +87,27 @@ class Blind:
             else:
                 phrase, pick = [], int(self.rng.choice(choices))
             if pick == EOS:
-                return self.tokenizer.decode(said, skip_special=False)
-            said.append(pick)
+                return self.tokenizer.decode(tokens, skip_special=False)
+            tokens.append(pick)
         return None
 
 
 def lark(dialect: Dialect, tokenizer: Tokenizer, *tools: Tool, required: bool = True, parallel: bool = True, **more: Any) -> str:
     grammars = GrammarCompiler(tokenizer, (EOS,))
-    writer = ToolCallGrammar(dialect, tokenizer=tokenizer, spell=grammars.lark_text, check=grammars.check_schema)
-    return writer.write(tools, required=required, parallel=parallel, **more)
+    grammar = ToolCallGrammar(dialect, tokenizer=tokenizer, lark_text=grammars.lark_text, check=grammars.check_schema)
+    return grammar.write(tools, required=required, parallel=parallel, **more)
 
 
 def calls_in(dialect: Dialect, text: str) -> tuple[str, list[tuple[str, str]]]:
-    reader = ToolCallParser(CallableTools(dialect, (WEATHER, STOP)))
-    return collect_calls([*reader.push(text), *reader.finish()])
+    parser = ToolCallParser(CallableTools(dialect, (WEATHER, STOP)))
+    return collect_calls([*parser.push(text), *parser.finish()])
 
 
 @pytest.mark.parametrize("tokenizer", [PLAIN_BYTES, WITH_MARKERS], ids=["spelled", "special"])
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_a_blind_model_that_must_call_calls_validly(dialect: Dialect, tokenizer: Tokenizer) -> None:
-    blind = Blind(tokenizer, lark(dialect, tokenizer, WEATHER, STOP), 1)
-    written = [text for text in (blind.write() for _ in range(12)) if text is not None]
+def test_random_replies_that_must_call_are_valid_calls(dialect: Dialect, tokenizer: Tokenizer) -> None:
+    writer = RandomWriter(tokenizer, lark(dialect, tokenizer, WEATHER, STOP), 1)
+    written = [text for text in (writer.write() for _ in range(12)) if text is not None]
     assert len(written) >= 8
     names = set()
     for text in written:
@@ -122,7 +122,7 @@ def test_a_blind_model_that_must_call_calls_validly(dialect: Dialect, tokenizer:
 
 @pytest.mark.parametrize("tokenizer", [PLAIN_BYTES, WITH_MARKERS], ids=["spelled", "special"])
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_a_model_that_may_call_is_free_until_it_does(dialect: Dialect, tokenizer: Tokenizer) -> None:
+def test_a_reply_that_may_call_is_free_text_until_a_call_begins(dialect: Dialect, tokenizer: Tokenizer) -> None:
     grammars = GrammarCompiler(tokenizer, (EOS,))
     source = lark(dialect, tokenizer, STOP, required=False)
 
@@ -151,7 +151,7 @@ def test_a_model_that_may_call_is_free_until_it_does(dialect: Dialect, tokenizer
         assert np.flatnonzero(unpacked(bits, tokenizer.vocab_size)).tolist() == [EOS]
 
 
-def test_content_may_have_a_form_of_its_own_beside_calls() -> None:
+def test_content_without_calls_may_have_its_own_schema() -> None:
     source = lark("hermes", PLAIN_BYTES, STOP, required=False, content='{"enum": [1, 2]}')
     bits = GrammarCompiler(PLAIN_BYTES, (EOS,)).constraint(LarkFormat(source, "tools"), PLAIN_TEXT).allowed([], [])
     assert bits is not None
@@ -160,12 +160,12 @@ def test_content_may_have_a_form_of_its_own_beside_calls() -> None:
 
 
 @pytest.mark.parametrize("dialect", ["qwen_xml", "laguna", "gemma"])
-def test_a_text_without_quotes_keeps_its_length_and_pattern(dialect: Dialect) -> None:
+def test_a_string_without_quotes_matches_its_length_and_pattern(dialect: Dialect) -> None:
     schema = {"type": "object", "properties": {"code": {"type": "string", "pattern": "^[a-c]+$", "minLength": 2, "maxLength": 4}}}
     tool = Tool("f", parameters=json.dumps({**schema, "required": ["code"]}), strict=True)
-    blind = Blind(WITH_MARKERS, lark(dialect, WITH_MARKERS, tool, parallel=False), 2)
+    writer = RandomWriter(WITH_MARKERS, lark(dialect, WITH_MARKERS, tool, parallel=False), 2)
     for _ in range(6):
-        text = blind.write()
+        text = writer.write()
         assert text is not None
         ((_, arguments),) = calls_in(dialect, text)[1]
         jsonschema.validate(json.loads(arguments), schema)
@@ -184,15 +184,15 @@ def test_a_text_without_quotes_keeps_its_length_and_pattern(dialect: Dialect) ->
     ids=str,
 )
 @pytest.mark.parametrize("dialect", ["qwen_xml", "laguna"])
-def test_a_value_between_tags_is_read_as_it_was_written(dialect: Dialect, part: dict[str, Any]) -> None:
+def test_a_value_between_tags_is_parsed_as_it_was_written(dialect: Dialect, part: dict[str, Any]) -> None:
     schema = {"type": "object", "properties": {"v": part}, "required": ["v"], "additionalProperties": False}
     tool = Tool("f", parameters=json.dumps(schema), strict=True)
-    blind = Blind(WITH_MARKERS, lark(dialect, WITH_MARKERS, tool, parallel=False), 3)
+    writer = RandomWriter(WITH_MARKERS, lark(dialect, WITH_MARKERS, tool, parallel=False), 3)
     for _ in range(6):
-        text = blind.write()
+        text = writer.write()
         assert text is not None
-        reader = ToolCallParser(CallableTools(dialect, (tool,)))
-        ((_, arguments),) = collect_calls([*reader.push(text), *reader.finish()])[1]
+        parser = ToolCallParser(CallableTools(dialect, (tool,)))
+        ((_, arguments),) = collect_calls([*parser.push(text), *parser.finish()])[1]
         jsonschema.validate(json.loads(arguments), schema)
 
 
@@ -215,11 +215,11 @@ def test_a_value_between_tags_is_read_as_it_was_written(dialect: Dialect, part: 
         ("gemma", {"type": "object", "required": ["b"]}, ".properties.a.required"),
     ],
 )
-def test_what_a_strict_tool_cannot_be_held_to_is_named_with_its_path(dialect: Dialect, part: Any, path: str) -> None:
+def test_a_keyword_that_a_strict_tool_cannot_enforce_is_refused_by_its_path(dialect: Dialect, part: Any, path: str) -> None:
     tool = Tool("f", parameters=json.dumps({"type": "object", "properties": {"a": part}}), strict=True, param="tools[0].x")
-    with pytest.raises(BadParameter) as refusal:
+    with pytest.raises(BadParameter) as error:
         lark(dialect, PLAIN_BYTES, tool)
-    assert refusal.value.param == "tools[0].x" + path
+    assert error.value.param == "tools[0].x" + path
 
 
 @pytest.mark.parametrize(
@@ -232,24 +232,26 @@ def test_what_a_strict_tool_cannot_be_held_to_is_named_with_its_path(dialect: Di
         ("gemma", {"$ref": "#"}, ".$ref"),
     ],
 )
-def test_what_would_bind_all_arguments_and_cannot_be_written_is_named(dialect: Dialect, schema: Any, path: str) -> None:
+def test_a_keyword_for_all_arguments_that_cannot_be_enforced_is_refused_by_its_path(
+    dialect: Dialect, schema: Any, path: str
+) -> None:
     tool = Tool("f", parameters=json.dumps(schema), strict=True, param="tools[0].x")
-    with pytest.raises(BadParameter) as refusal:
+    with pytest.raises(BadParameter) as error:
         lark(dialect, PLAIN_BYTES, tool)
-    assert refusal.value.param == "tools[0].x" + path
+    assert error.value.param == "tools[0].x" + path
 
 
-OUTSIDE_OF_JSON: tuple[Dialect, ...] = ("qwen_xml", "laguna", "gemma", "pythonic")
-MEANT = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 3}}, "required": ["a"]}
-HELD: dict[str, dict[str, Any]] = {
-    "refers to another": {"$ref": "#/$defs/a~1b", "$defs": {"a/b": MEANT}},
-    "is all of one": {"allOf": [MEANT]},
+NOT_JSON: tuple[Dialect, ...] = ("qwen_xml", "laguna", "gemma", "pythonic")
+TARGET = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 3}}, "required": ["a"]}
+ENFORCED: dict[str, dict[str, Any]] = {
+    "a reference": {"$ref": "#/$defs/a~1b", "$defs": {"a/b": TARGET}},
+    "allOf of one schema": {"allOf": [TARGET]},
     "several types": {"properties": {"a": {"type": ["string", "null"], "maxLength": 2}}, "required": ["a"]},
-    "a slash": {"properties": {"a": {"type": "string", "pattern": "^\\/[a-z]{1,3}/x$"}}, "required": ["a"]},
-    "lists and objects": {"properties": {"a": {"enum": [["x", 1], {"k": "v", "n": None}]}}, "required": ["a"]},
+    "a slash in a pattern": {"properties": {"a": {"type": "string", "pattern": "^\\/[a-z]{1,3}/x$"}}, "required": ["a"]},
+    "lists and objects as constants": {"properties": {"a": {"enum": [["x", 1], {"k": "v", "n": None}]}}, "required": ["a"]},
     "excluded constants": {"properties": {"a": {"type": "string", "enum": ["x", "long"], "maxLength": 2}}, "required": ["a"]},
     "whole floats": {"properties": {"a": {"type": "integer", "enum": [1.0, 2.5, 7], "maximum": 5}}, "required": ["a"]},
-    "words that bind nothing": {
+    "keywords that restrict nothing": {
         "properties": {"a": {"type": "string", "maxLength": 2, "x-order": 1, "readOnly": True, "$comment": "x", "example": "y"}},
         "required": ["a"],
         "$id": "x",
@@ -258,21 +260,21 @@ HELD: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dialect", OUTSIDE_OF_JSON)
-@pytest.mark.parametrize("schema", HELD.values(), ids=HELD.keys())
-def test_a_blind_model_keeps_to_a_strict_schema(dialect: Dialect, schema: dict[str, Any]) -> None:
+@pytest.mark.parametrize("dialect", NOT_JSON)
+@pytest.mark.parametrize("schema", ENFORCED.values(), ids=ENFORCED.keys())
+def test_random_replies_match_a_strict_schema(dialect: Dialect, schema: dict[str, Any]) -> None:
     tool = Tool("f", parameters=json.dumps({"type": "object", **schema}), strict=True)
-    blind = Blind(PLAIN_BYTES, lark(dialect, PLAIN_BYTES, tool, parallel=False), 3)
-    written = [text for text in (blind.write() for _ in range(6)) if text is not None]
+    writer = RandomWriter(PLAIN_BYTES, lark(dialect, PLAIN_BYTES, tool, parallel=False), 3)
+    written = [text for text in (writer.write() for _ in range(6)) if text is not None]
     assert len(written) >= 4
     for text in written:
-        reader = ToolCallParser(CallableTools(dialect, (tool,)))
-        content, ((_, arguments),) = collect_calls([*reader.push(text), *reader.finish()])
+        parser = ToolCallParser(CallableTools(dialect, (tool,)))
+        content, ((_, arguments),) = collect_calls([*parser.push(text), *parser.finish()])
         assert content == ""
         jsonschema.validate(json.loads(arguments), {"type": "object", **schema})
 
 
-@pytest.mark.parametrize("dialect", OUTSIDE_OF_JSON)
+@pytest.mark.parametrize("dialect", NOT_JSON)
 @pytest.mark.parametrize(
     "part",
     [
@@ -296,15 +298,17 @@ def test_a_blind_model_keeps_to_a_strict_schema(dialect: Dialect, schema: dict[s
     ],
     ids=str,
 )
-def test_a_parameter_of_a_tool_that_is_not_strict_may_be_anything_and_the_others_stay(dialect: Dialect, part: Any) -> None:
+def test_an_unsupported_parameter_of_a_tool_that_is_not_strict_may_be_anything_and_the_others_stay(
+    dialect: Dialect, part: Any
+) -> None:
     schema = {"type": "object", "properties": {"a": part, "b:=>": {}, "c": {"type": "integer"}}, "required": ["a", "c", "d"]}
     tool = Tool("f", parameters=json.dumps(schema))
-    blind = Blind(PLAIN_BYTES, lark(dialect, PLAIN_BYTES, tool, parallel=False), 4)
-    written = [text for text in (blind.write() for _ in range(4)) if text is not None]
+    writer = RandomWriter(PLAIN_BYTES, lark(dialect, PLAIN_BYTES, tool, parallel=False), 4)
+    written = [text for text in (writer.write() for _ in range(4)) if text is not None]
     assert written
     for text in written:
-        reader = ToolCallParser(CallableTools(dialect, (tool,)))
-        _, ((_, arguments),) = collect_calls([*reader.push(text), *reader.finish()])
+        parser = ToolCallParser(CallableTools(dialect, (tool,)))
+        _, ((_, arguments),) = collect_calls([*parser.push(text), *parser.finish()])
         assert isinstance(json.loads(arguments)["c"], int)
         assert "a" in json.loads(arguments)
 
@@ -317,7 +321,7 @@ def test_a_parameter_of_a_tool_that_is_not_strict_may_be_anything_and_the_others
         ("qwen_xml", '<function=f>\n<parameter=a>\n["x", "y"]\n</parameter>\n</function>'),
     ],
 )
-def test_what_cannot_be_held_to_keeps_its_type_in_a_tool_that_is_not_strict(dialect: Dialect, text: str) -> None:
+def test_an_unsupported_parameter_of_a_tool_that_is_not_strict_keeps_its_type(dialect: Dialect, text: str) -> None:
     part = {"type": "array", "items": {"type": "string"}, "minItems": 1, "uniqueItems": True}
     tool = Tool("f", parameters=json.dumps({"type": "object", "properties": {"a": part}, "required": ["a"]}))
     source = lark(dialect, PLAIN_BYTES, tool, parallel=False)
@@ -337,12 +341,12 @@ def test_what_cannot_be_held_to_keeps_its_type_in_a_tool_that_is_not_strict(dial
     ],
     ids=str,
 )
-def test_what_stands_beside_constants_is_refused_or_held_to(part: dict[str, Any]) -> None:
+def test_a_keyword_beside_constants_is_enforced_or_refused(part: dict[str, Any]) -> None:
     tool = Tool("f", parameters=json.dumps({"type": "object", "properties": {"a": part}}), strict=True, param="x")
     with pytest.raises(BadParameter, match=r"x\.properties\.a"):
         lark("gemma", PLAIN_BYTES, tool)
 
 
-def test_a_tool_that_is_not_strict_takes_any_object_where_its_schema_cannot_be_held_to() -> None:
+def test_a_tool_that_is_not_strict_takes_any_object_if_its_schema_is_unsupported() -> None:
     tool = Tool("f", parameters='{"type": "object", "not": {}}')
     assert '"type": "object"' in lark("hermes", PLAIN_BYTES, tool)

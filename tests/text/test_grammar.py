@@ -117,7 +117,7 @@ def test_rules_with_limits_of_their_own_allow_the_same_behind_drafts_that_were_d
     ],
 )
 def test_a_form_that_no_text_has_is_refused(guide: ReplyFormat) -> None:
-    with pytest.raises(BadParameter, match=r"no text is of this form|cannot be"):
+    with pytest.raises(BadParameter, match=r"no text matches it|cannot be"):
         constraint(guide)
 
 
@@ -320,7 +320,7 @@ def test_what_is_no_schema_or_no_choice_is_refused() -> None:
 
 
 def test_a_model_without_an_end_cannot_be_held_to_a_form() -> None:
-    with pytest.raises(Unsupported, match="no token that ends"):
+    with pytest.raises(Unsupported, match="end-of-sequence token"):
         GrammarCompiler(TOKENIZER, ())
 
 
@@ -352,5 +352,5 @@ def test_a_token_outside_the_vocabulary_ends_nothing() -> None:
     guide = RegexFormat("[a-z]{5}", "x")
     held = GrammarCompiler(TOKENIZER, (EOS, 10**6)).constraint(guide, PLAIN_TEXT)
     assert np.array_equal(held.allowed([], []), GRAMMARS.constraint(guide, PLAIN_TEXT).allowed([], []))
-    with pytest.raises(Unsupported, match="no token that ends"):
+    with pytest.raises(Unsupported, match="end-of-sequence token"):
         GrammarCompiler(TOKENIZER, (10**6,))

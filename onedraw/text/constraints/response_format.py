@@ -1,6 +1,7 @@
-"""What a reply may be held to: a JSON schema, a regular expression, a choice, a grammar. As data, with its own names.
+"""The formats that a reply can be constrained to: JSON schema, regular expression, list of choices, grammar.
 
-In: what a caller wrote. Out: guides, which `grammar.py` compiles. `param` is the caller's name for it: what a refusal names.
+They are plain data, which `grammar.py` compiles. `param` is the caller's name of the setting, which errors report. Recorded
+requests hold a format by its field names, so these stay.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from typing import Any
 from onedraw.errors import BadParameter
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
-# Between two parts of JSON: a line break, then some indentation. Unbounded, a model could go on with it for ever.
-WHITESPACE = r"(\r?\n)?[ \t]{0,24}"
+# Between two JSON tokens: a line break, then some indentation. Without a limit a model could repeat white space until max_tokens.
+JSON_WHITESPACE = r"(\r?\n)?[ \t]{0,24}"
 
 
 @dataclass(frozen=True, slots=True)
 class JsonFormat:
-    """A value that a JSON schema describes. The schema is kept as text: equal texts compile once."""
+    """A value that matches a JSON schema. The schema is kept as text, so that equal texts are compiled once."""
 
     schema: str
     param: str
@@ -60,16 +61,16 @@ class ChoiceFormat:
 
 @dataclass(frozen=True, slots=True)
 class LarkFormat:
-    """A Lark grammar, in llguidance's dialect; its first rule is `start`. `numbers`: runs of digits are bounded."""
+    """A Lark grammar in llguidance's dialect, whose first rule is `start`."""
 
     lark: str
     param: str
-    numbers: bool = False
+    numbers: bool = False  # limit runs of digits, as in JSON
 
 
 @dataclass(frozen=True, slots=True)
 class GbnfFormat:
-    """A grammar as llama.cpp writes them; its first rule is `root`."""
+    """A grammar in llama.cpp's notation, whose first rule is `root`."""
 
     gbnf: str
     param: str
@@ -79,5 +80,5 @@ ReplyFormat = JsonFormat | RegexFormat | ChoiceFormat | LarkFormat | GbnfFormat
 
 
 def grammar_format(source: str, param: str) -> LarkFormat | GbnfFormat:
-    """A grammar in either notation, told apart by how rules are written."""
+    """A grammar in either notation; only GBNF writes rules with `::=`."""
     return GbnfFormat(source, param) if "::=" in source else LarkFormat(source, param)

@@ -1,7 +1,7 @@
-"""The inside of a call, in every family's syntax: characters in, name and JSON arguments out.
+"""Parse one tool call in each dialect: characters in, name and JSON arguments out.
 
-A parser is a generator: it is sent one character at a time, appends events to a list, and returns when the call is over.
-What cannot be a call raises Malformed. Arguments are given out as soon as they are known to be JSON.
+A parser is a generator: it is sent one character at a time, appends events to a list, and returns when the call is complete.
+Text that cannot be a call raises NotACall. Arguments are emitted as soon as they are known to be JSON.
 """
 
 from __future__ import annotations
@@ -16,59 +16,7 @@ from typing import Any, TypeAlias
 from onedraw.text.reasoning import SPACE
 from onedraw.text.tokenizer import replace_surrogates
 from onedraw.text.tools.dialects import GEMMA_QUOTE, MARKERS, CallableTools, Dialect
-from onedraw.text.tools.schema import kind_of, types_of
-
-# -------------------- Characters of a call, one by one: what parsers of every syntax ask of them.
-
-
-Parser: TypeAlias = Generator[None, str, None]
-
-
-class Malformed(Exception):
-    """These characters are no call."""
-
-
-class Another(Exception):
-    """A call that is over was not closed, and another one begins."""
-
-
-def demand(holds: bool) -> None:
-    if not holds:
-        raise Malformed
-
-
-def closed(dialect: Dialect) -> Parser:
-    """The marker behind a call. What else stands before it is nothing; before another call, it is the reader's."""
-    opens, closes = MARKERS[dialect]
-    _, found = yield from until((closes, opens))
-    if found == opens:
-        raise Another
-
-
-def skip(character: str) -> Generator[None, str, str]:
-    """The first character that is no space, this one included."""
-    while character in SPACE:
-        character = yield
-    return character
-
-
-def expect(text: str, first: str) -> Parser:
-    demand(text[0] == first)
-    for wanted in text[1:]:
-        demand((yield) == wanted)
-
-
-def until(ends: Sequence[str]) -> Generator[None, str, tuple[str, str]]:
-    """The text before the first of these, and which one it was."""
-    text = ""
-    while True:
-        text += yield
-        found = next((end for end in ends if text.endswith(end)), None)
-        if found is not None:
-            return text[: -len(found)], found
-
-
-# -------------------- The inside of a call, in every family's syntax: characters in, name and JSON arguments out
+from onedraw.text.tools.schema import json_type, parameter_types
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +35,21 @@ class CallEnd:
 
 
 CallEvent: TypeAlias = CallStart | CallArguments | CallEnd
-Types: TypeAlias = dict[str, dict[str, tuple[str, ...]]]  # tool → parameter → JSON types it may have; none: any
+Parser: TypeAlias = Generator[None, str, None]
+ParameterTypes: TypeAlias = dict[str, tuple[str, ...]]  # JSON types that each parameter may have; empty: any
 
 
-def parser_of(calls: CallableTools) -> Callable[[list[CallEvent]], Parser]:
-    types = {tool.name: types_of(tool.schema) for tool in calls.tools}
+class NotACall(Exception):
+    """The characters are not a tool call."""
+
+
+class NextCallStarted(Exception):
+    """A complete call was not closed by its marker, and another call begins."""
+
+
+def call_parser(calls: CallableTools) -> Callable[[list[CallEvent]], Parser]:
+    """A function that starts a parser of one call."""
+    types = {tool.name: parameter_types(tool.schema) for tool in calls.tools}
     match calls.dialect:
         case "hermes":
             return _hermes
@@ -107,66 +65,105 @@ def parser_of(calls: CallableTools) -> Callable[[list[CallEvent]], Parser]:
             return partial(_pythonic, names=frozenset(types))
 
 
-# ---------------------------------------------------------------------------------------------- JSON: Hermes, Qwen, Llama
+# ---------------------------------------------------------------------- reading characters
+
+
+def require(condition: bool) -> None:
+    if not condition:
+        raise NotACall
+
+
+def skip_space(character: str) -> Generator[None, str, str]:
+    """The first character that is not white space, beginning with this one."""
+    while character in SPACE:
+        character = yield
+    return character
+
+
+def expect(text: str, first: str) -> Parser:
+    """Require this text, whose first character was read already."""
+    require(text[0] == first)
+    for wanted in text[1:]:
+        require((yield) == wanted)
+
+
+def read_until(ends: Sequence[str]) -> Generator[None, str, tuple[str, str]]:
+    """The text before the first of these, and which one it was."""
+    text = ""
+    while True:
+        text += yield
+        found = next((end for end in ends if text.endswith(end)), None)
+        if found is not None:
+            return text[: -len(found)], found
+
+
+def close_marker(dialect: Dialect) -> Parser:
+    """Read up to the marker that closes a call, ignoring other text before it. A marker that opens another call also ends it."""
+    opens, closes = MARKERS[dialect]
+    _, found = yield from read_until((closes, opens))
+    if found == opens:
+        raise NextCallStarted
+
+
+# ---------------------------------------------------------------------- JSON: Hermes, Qwen3, Llama
 
 
 def _hermes(out: list[CallEvent]) -> Parser:
-    """{"name": …, "arguments": {…}} and the marker behind it."""
-    yield from _json_call(out, (yield from skip((yield))))
-    yield from closed("hermes")
+    """{"name": …, "arguments": {…}} and the closing marker."""
+    yield from _json_call(out, (yield from skip_space((yield))))
+    yield from close_marker("hermes")
 
 
 def _llama(out: list[CallEvent]) -> Parser:
-    """{"name": …, "parameters": {…}} where a reply begins."""
-    yield from _json_call(out, (yield from skip((yield))))
+    """{"name": …, "parameters": {…}} without markers."""
+    yield from _json_call(out, (yield from skip_space((yield))))
 
 
 def _json_call(out: list[CallEvent], first: str) -> Parser:
-    """An object with a name and arguments, in either order; arguments pass through as they are written."""
-    demand(first == "{")
+    """An object with a name and arguments, in either order; the text of the arguments is not changed."""
+    require(first == "{")
     name: str | None = None
     early: list[str] = []  # arguments that came before the name
     given = False
-    character = yield from skip((yield))
+    character = yield from skip_space((yield))
     while character != "}":
-        key = yield from _string(character)
-        demand(key in ("name", "arguments", "parameters", "type", "id"))
-        demand((yield from skip((yield))) == ":")
-        character = yield from skip((yield))
+        key = yield from _json_string(character)
+        require(key in ("name", "arguments", "parameters", "type", "id"))
+        require((yield from skip_space((yield))) == ":")
+        character = yield from skip_space((yield))
         if key == "name":
-            name = yield from _string(character)
+            name = yield from _json_string(character)
             out.append(CallStart(name))
             if early:
                 out.append(CallArguments("".join(early)))
-            character = yield from skip((yield))
+            character = yield from skip_space((yield))
         elif key in ("arguments", "parameters"):
             given = True
-            character = yield from skip((yield from _raw(character, out, early if name is None else None)))
+            character = yield from skip_space((yield from _json_value(character, out, early if name is None else None)))
         else:
-            character = yield from skip((yield from _raw(character, out, [])))
-        demand(character in ",}")
+            character = yield from skip_space((yield from _json_value(character, out, [])))
+        require(character in ",}")
         if character == ",":
-            character = yield from skip((yield))
-    demand(name is not None)
+            character = yield from skip_space((yield))
+    require(name is not None)
     if not given:
         out.append(CallArguments("{}"))
     out.append(CallEnd())
 
 
-def _raw(first: str, out: list[CallEvent], early: list[str] | None) -> Generator[None, str, str]:
-    """A JSON value as it is written, given out character by character; the character behind it is returned."""
+def _json_value(first: str, out: list[CallEvent], early: list[str] | None) -> Generator[None, str, str]:
+    """Emit a JSON value, unchanged, character by character, or append it to `early`; return the character after it."""
 
-    def say(text: str) -> None:
+    def emit(text: str) -> None:
         if early is not None:
             early.append(text)
         else:
             out.append(CallArguments(text))
 
-    if first == '"':  # arguments as a text that holds JSON
-        said = yield from _string(first)
-        say(said)
+    if first == '"':  # the arguments are a string that holds JSON
+        emit((yield from _json_string(first)))
         return (yield)
-    demand(first not in ",:]}")
+    require(first not in ",:]}")
     depth, quoted, escaped, character = 0, False, False, first
     while True:
         if quoted:
@@ -176,15 +173,15 @@ def _raw(first: str, out: list[CallEvent], early: list[str] | None) -> Generator
         else:
             quoted = character == '"'
             depth += (character in "{[") - (character in "}]")
-        say(character)
+        emit(character)
         if depth == 0 and not quoted and character in '}]"':
             return (yield)
         character = yield
 
 
-def _string(first: str) -> Generator[None, str, str]:
+def _json_string(first: str) -> Generator[None, str, str]:
     """A JSON string, decoded."""
-    demand(first == '"')
+    require(first == '"')
     raw, escaped = first, False
     while True:
         character = yield
@@ -195,52 +192,52 @@ def _string(first: str) -> Generator[None, str, str]:
     try:
         return replace_surrogates(json.loads(raw))
     except ValueError:
-        raise Malformed from None
+        raise NotACall from None
 
 
-# ---------------------------------------------------------------------------------------------- tags: Qwen3-Coder and 3.5, Laguna
+# ---------------------------------------------------------------------- tags: Qwen3-Coder and 3.5, Laguna
 
 
-def _qwen_xml(out: list[CallEvent], *, types: Types) -> Parser:
-    """<function=name> <parameter=key> value </parameter> … </function> and the marker behind it."""
-    yield from expect("<function=", (yield from skip((yield))))
-    name, _ = yield from until((">",))
+def _qwen_xml(out: list[CallEvent], *, types: dict[str, ParameterTypes]) -> Parser:
+    """<function=name> <parameter=key> value </parameter> … </function> and the closing marker."""
+    yield from expect("<function=", (yield from skip_space((yield))))
+    name, _ = yield from read_until((">",))
     out.append(CallStart(name.strip()))
-    members = Members(out, types.get(name.strip(), {}))
+    arguments = _TaggedArguments(out, types.get(name.strip(), {}))
     while True:
-        head, which = yield from until(("<parameter=", "</function>"))
-        demand(not head.strip(SPACE))
+        head, which = yield from read_until(("<parameter=", "</function>"))
+        require(not head.strip(SPACE))
         if which == "</function>":
             break
-        key, _ = yield from until((">",))
-        yield from members.read(key, "</parameter>", trim=True)
-    members.end()
-    yield from closed("qwen_xml")
+        key, _ = yield from read_until((">",))
+        yield from arguments.read(key, "</parameter>", trim=True)
+    arguments.end()
+    yield from close_marker("qwen_xml")
 
 
-def _laguna(out: list[CallEvent], *, types: Types) -> Parser:
-    """name <arg_key>key</arg_key> <arg_value>value</arg_value> … and the marker behind it."""
+def _laguna(out: list[CallEvent], *, types: dict[str, ParameterTypes]) -> Parser:
+    """name <arg_key>key</arg_key> <arg_value>value</arg_value> … and the closing marker."""
     opens, close = MARKERS["laguna"]
-    name, which = yield from until(("<arg_key>", close, opens))
+    name, which = yield from read_until(("<arg_key>", close, opens))
     if which == opens and not name.strip(SPACE):
-        raise Another
-    demand(bool(name.strip(SPACE)))
+        raise NextCallStarted
+    require(bool(name.strip(SPACE)))
     out.append(CallStart(name.strip(SPACE)))
-    members = Members(out, types.get(name.strip(SPACE), {}))
+    arguments = _TaggedArguments(out, types.get(name.strip(SPACE), {}))
     while which == "<arg_key>":
-        key, _ = yield from until(("</arg_key>",))
-        yield from until(("<arg_value>",))
-        yield from members.read(key.strip(SPACE), "</arg_value>", trim=False)
-        _, which = yield from until(("<arg_key>", close, opens))
-    members.end()
+        key, _ = yield from read_until(("</arg_key>",))
+        yield from read_until(("<arg_value>",))
+        yield from arguments.read(key.strip(SPACE), "</arg_value>", trim=False)
+        _, which = yield from read_until(("<arg_key>", close, opens))
+    arguments.end()
     if which == opens:
-        raise Another
+        raise NextCallStarted
 
 
-class Members:
-    """Writes tagged parameters as the members of a JSON object. A text is given out as it comes, anything else when whole."""
+class _TaggedArguments:
+    """Writes tagged parameters as a JSON object. A string is emitted as it arrives, any other value when it is complete."""
 
-    def __init__(self, out: list[CallEvent], types: dict[str, tuple[str, ...]]) -> None:
+    def __init__(self, out: list[CallEvent], types: ParameterTypes) -> None:
         self._out = out
         self._types = types
         self._any = False
@@ -249,22 +246,22 @@ class Members:
         """A value up to its closing tag. `trim`: a line break at each end belongs to the tags."""
         self._out.append(CallArguments((", " if self._any else "{") + json.dumps(key, ensure_ascii=False) + ": "))
         self._any = True
-        kinds = self._types.get(key, ())
-        if kinds == ("string",):
-            yield from self._text(close, trim=trim)
+        types = self._types.get(key, ())
+        if types == ("string",):
+            yield from self._string(close, trim=trim)
             return
-        value, _ = yield from until((close,))
-        while kinds and "string" not in kinds and _in_quotes(value):  # a text inside of it may hold what ends it
-            value += close + (yield from until((close,)))[0]
+        value, _ = yield from read_until((close,))
+        while types and "string" not in types and _ends_inside_string(value):  # a string inside may contain the closing tag
+            value += close + (yield from read_until((close,)))[0]
         if trim:
             value = value.removeprefix("\n").removesuffix("\n")
-        self._out.append(CallArguments(_value(value, kinds)))
+        self._out.append(CallArguments(_as_json(value, types)))
 
     def end(self) -> None:
         self._out.append(CallArguments("}" if self._any else "{}"))
         self._out.append(CallEnd())
 
-    def _text(self, close: str, *, trim: bool) -> Parser:
+    def _string(self, close: str, *, trim: bool) -> Parser:
         ends = ("\n" + close, close) if trim else (close,)
         held, first = "", trim
         self._out.append(CallArguments('"'))
@@ -277,20 +274,20 @@ class Members:
             held += character
             ended = next((end for end in ends if held.endswith(end)), None)
             if ended is not None:
-                self._say(held[: -len(ended)])
+                self._emit(held[: -len(ended)])
                 break
             keep = max((n for n in range(len(ends[0])) if held.endswith(ends[0][:n]) or held.endswith(close[:n])), default=0)
-            self._say(held[: len(held) - keep])
+            self._emit(held[: len(held) - keep])
             held = held[len(held) - keep :]
         self._out.append(CallArguments('"'))
 
-    def _say(self, text: str) -> None:
+    def _emit(self, text: str) -> None:
         if text:
             self._out.append(CallArguments(json.dumps(text, ensure_ascii=False)[1:-1]))
 
 
-def _in_quotes(text: str) -> bool:
-    """Whether an object or an array ends inside of a text."""
+def _ends_inside_string(text: str) -> bool:
+    """Whether an object or an array ends inside of a string."""
     if not text.lstrip().startswith(("{", "[")):
         return False
     try:
@@ -302,55 +299,60 @@ def _in_quotes(text: str) -> bool:
     return False
 
 
-def _value(text: str, kinds: tuple[str, ...]) -> str:
-    """A tagged value as JSON: what it is where that is allowed, else a text."""
+def _as_json(text: str, types: tuple[str, ...]) -> str:
+    """A value as JSON: text that is JSON of an allowed type stays, any other text becomes a string."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         value = text
-    if kinds and kind_of(value) not in kinds and not (kind_of(value) == "integer" and "number" in kinds) and "string" in kinds:
+    if (
+        types
+        and json_type(value) not in types
+        and not (json_type(value) == "integer" and "number" in types)
+        and "string" in types
+    ):
         value = text
     return text.strip() if not isinstance(value, str) else replace_surrogates(json.dumps(value, ensure_ascii=False))
 
 
-# ---------------------------------------------------------------------------------------------- literals: Gemma, pythonic
+# ---------------------------------------------------------------------- literals: Gemma, pythonic
 
 
 def _gemma(out: list[CallEvent]) -> Parser:
-    """call:name{key:value,…} with strings between their own quotes, and the marker behind it."""
-    yield from expect("call:", (yield from skip((yield))))
-    name, _ = yield from until(("{",))
+    """call:name{key:value,…} with strings between Gemma's own quotes, and the closing marker."""
+    yield from expect("call:", (yield from skip_space((yield))))
+    name, _ = yield from read_until(("{",))
     out.append(CallStart(name.strip(SPACE)))
     out.append(CallArguments("{"))
     yield from _gemma_members(out, "}")
     out.append(CallEnd())
-    yield from closed("gemma")
+    yield from close_marker("gemma")
 
 
 def _gemma_members(out: list[CallEvent], close: str) -> Parser:
-    """What stands between braces or brackets; the opening one is read already."""
-    character = yield from skip((yield))
+    """The members of an object or an array, whose opening bracket was read already."""
+    character = yield from skip_space((yield))
     while character != close:
         if close == "}":
             if character == GEMMA_QUOTE[0]:
                 yield from expect(GEMMA_QUOTE, character)
-                key, _ = yield from until((GEMMA_QUOTE,))
-                demand((yield from skip((yield))) == ":")
+                key, _ = yield from read_until((GEMMA_QUOTE,))
+                require((yield from skip_space((yield))) == ":")
             else:
-                rest, _ = yield from until((":",))
+                rest, _ = yield from read_until((":",))
                 key = character + rest
             out.append(CallArguments(json.dumps(key.strip(SPACE), ensure_ascii=False) + ": "))
-            character = yield from skip((yield))
-        character = yield from skip((yield from _gemma_value(out, character)))
-        demand(character in (",", close))
+            character = yield from skip_space((yield))
+        character = yield from skip_space((yield from _gemma_value(out, character)))
+        require(character in (",", close))
         if character == ",":
             out.append(CallArguments(", "))
-            character = yield from skip((yield))
+            character = yield from skip_space((yield))
     out.append(CallArguments(close))
 
 
 def _gemma_value(out: list[CallEvent], first: str) -> Generator[None, str, str]:
-    """A value; the character behind it is returned."""
+    """Emit a value; return the character after it."""
     if first in "{[":
         out.append(CallArguments(first))
         yield from _gemma_members(out, "}" if first == "{" else "]")
@@ -371,36 +373,36 @@ def _gemma_value(out: list[CallEvent], first: str) -> Generator[None, str, str]:
     while character not in ",}]":
         text += character
         character = yield
-    out.append(CallArguments(_value(text.strip(SPACE), ())))
+    out.append(CallArguments(_as_json(text.strip(SPACE), ())))
     return character
 
 
 def _pythonic(out: list[CallEvent], *, names: Set[str]) -> Parser:
-    """[name(key=value, …), …], as Python would write it. `names`: of tools, which need not be names there."""
-    demand((yield from skip((yield))) == "[")
+    """[name(key=value, …), …], as Python would write it. `names`: the tools, whose names need not be Python identifiers."""
+    require((yield from skip_space((yield))) == "[")
     while True:
-        name, _ = yield from until(("(",))
+        name, _ = yield from read_until(("(",))
         name = name.strip(SPACE)
-        demand(name in names or name.replace(".", "_").replace("-", "_").isidentifier())
+        require(name in names or name.replace(".", "_").replace("-", "_").isidentifier())
         out.append(CallStart(name))
         out.append(CallArguments("{"))
-        character = yield from skip((yield))
+        character = yield from skip_space((yield))
         while character != ")":
-            rest, _ = yield from until(("=",))
+            rest, _ = yield from read_until(("=",))
             out.append(CallArguments(json.dumps((character + rest).strip(SPACE), ensure_ascii=False) + ": "))
-            character = yield from _literal(out)
+            character = yield from _python_literal(out)
             if character == ",":
                 out.append(CallArguments(", "))
-                character = yield from skip((yield))
+                character = yield from skip_space((yield))
         out += [CallArguments("}"), CallEnd()]
-        character = yield from skip((yield))
-        demand(character in ",]")
+        character = yield from skip_space((yield))
+        require(character in ",]")
         if character == "]":
             return
 
 
-def _literal(out: list[CallEvent]) -> Generator[None, str, str]:
-    """A Python literal, given out as JSON when it is whole; the comma or parenthesis behind it is returned."""
+def _python_literal(out: list[CallEvent]) -> Generator[None, str, str]:
+    """Emit a Python literal as JSON when it is complete; return the comma or parenthesis after it."""
     text, depth, quote, escaped = "", 0, "", False
     while True:
         character = yield
@@ -426,4 +428,4 @@ def _python_value(text: str) -> Any:
             return value
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             continue
-    raise Malformed
+    raise NotACall

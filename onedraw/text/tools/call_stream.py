@@ -1,17 +1,26 @@
-"""Tool calls told apart from content in a stream of text, their arguments as JSON, piece by piece.
+"""Separate tool calls from content in a stream of text.
 
-In: the content of a reply in pieces of any size, and the dialect. Out: events: text, the beginning of a call with its name,
-pieces of its arguments, its end. A parser is a generator that takes characters one by one, so how the text was cut does
-not matter. What turns out to be no call before it has a name is text after all: nothing is lost.
+In: the content of a reply in chunks of any size, and the dialect of its calls. Out: events: content, the start of a call with its
+name, JSON of its arguments, the end of a call. Parsers take one character at a time, so the chunking does not change the result.
+Text that turns out not to be a call before it has a name becomes content: nothing is lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from onedraw.text.reasoning import SPACE
-from onedraw.text.tools.call_parsers import Another, CallArguments, CallEnd, CallEvent, CallStart, Malformed, Parser, parser_of
+from onedraw.text.tools.call_parsers import (
+    CallArguments,
+    CallEnd,
+    CallEvent,
+    CallStart,
+    NextCallStarted,
+    NotACall,
+    Parser,
+    call_parser,
+)
 from onedraw.text.tools.dialects import MARKERS, CallableTools
 
 
@@ -22,155 +31,150 @@ class Content:
 
 
 class ToolCallParser:
-    """One owner: the stream of one reply."""
+    """Owner: the stream of one reply."""
 
     def __init__(self, calls: CallableTools) -> None:
-        self._make = parser_of(calls)
+        self._new_parser = call_parser(calls)
         self._markers = MARKERS.get(calls.dialect)
         self._opens = None if self._markers is None else self._markers[0]
-        self._held = ""  # content that may begin a call, or is space before one
-        self._running: Running | None = None
-        self._began = False  # something other than space was said, outside of calls
-        self._fresh = False  # nothing since the last call
+        self._held = ""  # content that may begin a call, or white space before one
+        self._call: _OpenCall | None = None
+        self._content_begun = False  # there was content other than white space
+        self._after_call = False  # nothing but white space since the last call
         self._completed = 0
 
     @property
     def completed(self) -> int:
+        """How many calls are complete."""
         return self._completed
 
     def push(self, text: str) -> list[CallEvent | Content]:
         out: list[CallEvent | Content] = []
         for character in text:
-            self._take(character, out)
-        return _joined(out)
+            if self._call is not None:
+                self._continue_call(character, out)
+            elif self._opens is None:
+                self._find_unmarked_call(character, out)
+            else:
+                self._find_marker(character, self._opens, out)
+        return _merged(out)
 
     def finish(self) -> list[CallEvent | Content]:
-        """What was held back, when no more text comes."""
+        """The text that was held back, at the end of the reply."""
         out: list[CallEvent | Content] = []
-        if self._running is not None:
-            self._give_up(out, truncated=True)
-        self._say(self._held, out)
+        if self._call is not None:
+            self._abort_call(out, truncated=True)
+        self._add_content(self._held, out)
         self._held = ""
-        return _joined(out)
+        return _merged(out)
 
-    def _take(self, character: str, out: list[CallEvent | Content]) -> None:
-        if self._running is not None:
-            self._go_on(character, out)
-        elif self._opens is None:
-            self._bare(character, out)
-        else:
-            self._marked(character, out)
-
-    def _marked(self, character: str, out: list[CallEvent | Content]) -> None:
-        """Outside of a call, in a dialect whose calls stand between markers."""
-        assert self._opens is not None
+    def _find_marker(self, character: str, opens: str, out: list[CallEvent | Content]) -> None:
         self._held += character
-        if self._held.endswith(self._opens):
-            before = self._held[: -len(self._opens)].rstrip(SPACE)
-            self._say(before, out)
+        if self._held.endswith(opens):
+            self._add_content(self._held[: -len(opens)].rstrip(SPACE), out)
             self._held = ""
-            self._running = Running(self._make, self._opens)
+            self._call = _OpenCall(self._new_parser, opens)
             return
-        keep = max((n for n in range(1, len(self._opens)) if self._held.endswith(self._opens[:n])), default=0)
+        keep = max((n for n in range(1, len(opens)) if self._held.endswith(opens[:n])), default=0)
         safe = self._held[: len(self._held) - keep].rstrip(SPACE)
-        self._say(safe, out)
+        self._add_content(safe, out)
         self._held = self._held[len(safe) :]
 
-    def _bare(self, character: str, out: list[CallEvent | Content]) -> None:
-        """CallableTools without markers stand at the beginning, or behind another call."""
-        if self._began:
-            self._say(character, out)
-        elif character in SPACE or (self._fresh and character in ";,"):
+    def _find_unmarked_call(self, character: str, out: list[CallEvent | Content]) -> None:
+        """Calls without markers are only found at the beginning of the reply or right after another call."""
+        if self._content_begun:
+            self._add_content(character, out)
+        elif character in SPACE or (self._after_call and character in ";,"):
             self._held += character
         else:
-            self._running = Running(self._make, self._held)
+            self._call = _OpenCall(self._new_parser, self._held)
             self._held = ""
-            self._go_on(character, out)
+            self._continue_call(character, out)
 
-    def _go_on(self, character: str, out: list[CallEvent | Content]) -> None:
-        assert self._running is not None
+    def _continue_call(self, character: str, out: list[CallEvent | Content]) -> None:
+        assert self._call is not None
         try:
-            ended = self._running.take(character)
-        except Malformed:
-            self._give_up(out)
+            complete = self._call.push(character)
+        except NotACall:
+            self._abort_call(out)
             return
-        except Another:
+        except NextCallStarted:
             assert self._opens is not None
-            self._give_up(out)
-            self._running = Running(self._make, self._opens)
+            self._abort_call(out)
+            self._call = _OpenCall(self._new_parser, self._opens)
             return
-        out.extend(self._running.events())
-        if ended:
-            self._completed += self._running.ended
-            self._running, self._fresh = None, True
+        out.extend(self._call.take_events())
+        if complete:
+            self._completed += self._call.ended
+            self._call, self._after_call = None, True
 
-    def _give_up(self, out: list[CallEvent | Content], *, truncated: bool = False) -> None:
-        """Not a call after all, or one that was cut off."""
-        assert self._running is not None
-        running, self._running = self._running, None
-        out.extend(running.events())
-        self._completed += running.ended
-        if running.begun:
-            self._fresh = True
-            if running.begun > running.ended:
+    def _abort_call(self, out: list[CallEvent | Content], *, truncated: bool = False) -> None:
+        """Stop parsing a call. One with a name is ended; text without a name, and text after a complete call, is content."""
+        assert self._call is not None
+        call, self._call = self._call, None
+        out.extend(call.take_events())
+        self._completed += call.ended
+        if call.started:
+            self._after_call = True
+            if call.started > call.ended:
                 out.append(CallEnd())
             elif self._markers is not None:
                 opens, closes = self._markers
-                behind = running.behind.removesuffix(opens)
-                self._say("" if closes.startswith(behind.strip(SPACE)) else behind.rstrip(SPACE), out)
+                rest = call.unparsed.removesuffix(opens)
+                self._add_content("" if closes.startswith(rest.strip(SPACE)) else rest.rstrip(SPACE), out)
         else:
-            self._say(running.raw, out, truncated=truncated)
+            self._add_content(call.text, out, truncated=truncated)
 
-    def _say(self, text: str, out: list[CallEvent | Content], *, truncated: bool = False) -> None:
-        """Content; space behind a call is part of the call."""
-        if self._fresh:
+    def _add_content(self, text: str, out: list[CallEvent | Content], *, truncated: bool = False) -> None:
+        """White space right after a call belongs to the call."""
+        if self._after_call:
             text = text.lstrip(SPACE)
         if text:
-            self._began, self._fresh = True, False
+            self._content_begun, self._after_call = True, False
             out.append(Content(text, truncated))
 
 
-class Running:
-    """A call being read. Owner: the reader."""
+class _OpenCall:
+    """A call that is being parsed. In the pythonic dialect it may hold several. Owner: the ToolCallParser."""
 
-    def __init__(self, make: Callable[[list[CallEvent]], Parser], opening: str) -> None:
+    def __init__(self, new_parser: Callable[[list[CallEvent]], Parser], text: str) -> None:
         self._events: list[CallEvent] = []
-        self._parser: Generator[None, str, None] = make(self._events)
+        self._parser = new_parser(self._events)
         next(self._parser)
-        self.raw = opening
-        self.begun = self.ended = 0
-        self.behind = ""  # what came behind the end of a call
+        self.text = text  # all of it, from its opening marker
+        self.started = self.ended = 0
+        self.unparsed = ""  # text since the last event
 
-    def take(self, character: str) -> bool:
-        """Whether the call is over."""
-        self.raw += character
-        self.behind += character
+    def push(self, character: str) -> bool:
+        """Whether the call is complete."""
+        self.text += character
+        self.unparsed += character
         try:
             self._parser.send(character)
         except StopIteration:
             return True
         finally:
-            self.begun += sum(isinstance(event, CallStart) for event in self._events)
+            self.started += sum(isinstance(event, CallStart) for event in self._events)
             if self._events:
-                self.behind = ""
+                self.unparsed = ""
         return False
 
-    def events(self) -> list[CallEvent]:
+    def take_events(self) -> list[CallEvent]:
         events, self._events[:] = list(self._events), []
         self.ended += sum(isinstance(event, CallEnd) for event in events)
         return events
 
 
-def _joined(out: list[CallEvent | Content]) -> list[CallEvent | Content]:
-    """Neighbouring texts and neighbouring pieces of arguments as one."""
-    joined: list[CallEvent | Content] = []
+def _merged(out: list[CallEvent | Content]) -> list[CallEvent | Content]:
+    """Adjacent content, and adjacent pieces of arguments, become one event."""
+    merged: list[CallEvent | Content] = []
     for event in out:
-        last = joined[-1] if joined else None
+        last = merged[-1] if merged else None
         match last, event:
             case Content(before, one), Content(text, other) if one == other:
-                joined[-1] = Content(before + text, one)
+                merged[-1] = Content(before + text, one)
             case CallArguments(before), CallArguments(text):
-                joined[-1] = CallArguments(before + text)
+                merged[-1] = CallArguments(before + text)
             case _:
-                joined.append(event)
-    return joined
+                merged.append(event)
+    return merged

@@ -1,7 +1,7 @@
-"""Tools as data: what may be called, and in which family's syntax calls are written.
+"""Tools as data, and the dialects in which model families write tool calls.
 
-In: a chat template's source. Out: the dialect of its calls. A template that knows no tools, or writes calls in a way that we
-do not read, gets Hermes' syntax, explained to the model in the system message (`tool_prompt.py`).
+In: a chat template's source. Out: the dialect of its calls. A template without tools, or with a call syntax that is not
+supported, gets the Hermes syntax, which the system message then explains to the model (`prompt.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ NO_PARAMETERS = '{"type": "object", "properties": {}, "additionalProperties": fa
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may call. `parameters` is the text of a JSON schema, `param` the caller's path to it."""
+    """A function that the model may call. `parameters` is the text of a JSON schema, `param` the caller's path to it, for errors.
+    Part of recorded requests, which hold it by its field names."""
 
     name: str
     description: str = ""
@@ -31,37 +32,38 @@ class Tool:
         found: dict[str, Any] = json.loads(self.parameters)
         return found
 
-    def told(self) -> dict[str, Any]:
-        """As chat templates expect it."""
-        described = {"description": self.description} if self.description else {}
-        return {"type": "function", "function": {"name": self.name, **described, "parameters": self.schema}}
+    def as_openai(self) -> dict[str, Any]:
+        """OpenAI's JSON form, which chat templates expect."""
+        description = {"description": self.description} if self.description else {}
+        return {"type": "function", "function": {"name": self.name, **description, "parameters": self.schema}}
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What a request says of tools: which the model hears of, which it may call, and whether it must."""
+    """The tool settings of a request."""
 
-    tools: tuple[Tool, ...]
-    allowed: tuple[Tool, ...]
-    required: bool = False
-    parallel: bool = True
+    tools: tuple[Tool, ...]  # described to the model
+    allowed: tuple[Tool, ...]  # those of them that it may call
+    required: bool = False  # the reply must call a tool
+    parallel: bool = True  # it may make several calls
 
     @property
     def restricted(self) -> bool:
-        """The model hears of tools that it may not call."""
+        """Some of the tools that the model knows may not be called."""
         return len(self.allowed) < len(self.tools)
 
 
 @dataclass(frozen=True, slots=True)
 class CallableTools:
-    """How calls in a reply are read: part of its ReplySyntax."""
+    """The tools that a reply may call, and the dialect of the calls. Part of recorded requests, which hold it by its field
+    names."""
 
     dialect: Dialect
     tools: tuple[Tool, ...] = ()
     parallel: bool = True  # else the reply ends with its first call
 
 
-# Markers around a call, which may be special tokens; the last two dialects have none.
+# Markers around a call, which may be special tokens. The dialects llama and pythonic have none.
 MARKERS: dict[Dialect, tuple[str, str]] = {
     "hermes": ("<tool_call>", "</tool_call>"),
     "qwen_xml": ("<tool_call>", "</tool_call>"),
@@ -74,20 +76,11 @@ GEMMA_QUOTE = '<|"|>'
 @dataclass(frozen=True, slots=True)
 class ToolSyntax:
     dialect: Dialect
-    native: bool  # the template itself tells the model of tools
+    native: bool  # the chat template renders tools itself
 
 
-def detect_tool_syntax(template_source: str) -> ToolSyntax:
-    """How the family that this chat template belongs to calls tools."""
-    if "tools" in template_source:
-        for dialect, signs in _SIGNS:
-            if all(sign in template_source for sign in signs):
-                return ToolSyntax(dialect, native=True)
-    return ToolSyntax("hermes", native=False)
-
-
-# What only this dialect's templates say; the most particular first.
-_SIGNS: Sequence[tuple[Dialect, tuple[str, ...]]] = (
+# Texts that only templates of this dialect contain, the most specific dialect first.
+_TEMPLATE_SIGNS: Sequence[tuple[Dialect, tuple[str, ...]]] = (
     ("gemma", ("<|tool_call>", "call:")),
     ("laguna", ("<tool_call>", "<arg_key>", "<arg_value>")),
     ("qwen_xml", ("<tool_call>", "<function=", "<parameter=")),
@@ -95,3 +88,12 @@ _SIGNS: Sequence[tuple[Dialect, tuple[str, ...]]] = (
     ("pythonic", ("[func_name1(params_name1=params_value1",)),
     ("llama", ("ipython", '"parameters": ')),
 )
+
+
+def detect_tool_syntax(template_source: str) -> ToolSyntax:
+    """The tool syntax of the family that this chat template belongs to."""
+    if "tools" in template_source:
+        for dialect, signs in _TEMPLATE_SIGNS:
+            if all(sign in template_source for sign in signs):
+                return ToolSyntax(dialect, native=True)
+    return ToolSyntax("hermes", native=False)
