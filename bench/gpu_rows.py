@@ -20,12 +20,13 @@ from torch import Tensor
 from bench.gpu_decode import captured, timed_ms
 from onedraw.backends.packing import SPAN_BYTES, gpu_packed_bytes
 from onedraw.backends.torch.ops.cuda.nvrtc import keep_in
-from onedraw.backends.torch.ops.cuda.packed.activations import Prepared, prepare_rows, product_slowly
+from onedraw.backends.torch.ops.cuda.packed.activations import Prepared, prepare_rows
 from onedraw.backends.torch.ops.cuda.packed.few_rows import make_ready, opened, skinny_product, unpacked_rows
 from onedraw.backends.torch.ops.cuda.packed.tensor_core_layout import Fragments, empty_fragments, fill_fragments
 from onedraw.backends.torch.ops.cuda.packed.workspace import Workspace
 from onedraw.checkpoints.dequantize import QUANT_TYPES, dequantize_into
 from onedraw.checkpoints.random_weights import random_blocks
+from tests.reference.packed_blocks import reference_product
 
 DEVICE = torch.device("cuda:0")
 COPY_BYTES = 4.21e12  # per second: a copy on an H200, bytes read and written
@@ -81,7 +82,7 @@ def numbers(raw: np.ndarray, kind: str, k: int) -> Tensor:
 
 def product_of_opened(x: Tensor, weight: Fragments) -> Tensor:
     """The rule in float64 over the opened weight."""
-    return product_slowly(prepare_rows(x), opened(weight, 0, weight.rows))
+    return reference_product(prepare_rows(x), opened(weight, 0, weight.rows))
 
 
 def check(kinds: Iterable[str]) -> None:

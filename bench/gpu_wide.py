@@ -32,8 +32,6 @@ from onedraw.backends.torch.ops.cuda.packed.activations import (
     Opened,
     Prepared,
     prepare_rows,
-    prepared_slowly,
-    product_slowly,
 )
 from onedraw.backends.torch.ops.cuda.packed.linear import packed_product
 from onedraw.backends.torch.ops.cuda.packed.many_rows import WideTile
@@ -41,7 +39,7 @@ from onedraw.backends.torch.ops.cuda.packed.tensor_core_layout import Fragments,
 from onedraw.backends.torch.ops.cuda.packed.workspace import Workspace
 from onedraw.checkpoints.dequantize import dequantize_into
 from onedraw.checkpoints.random_weights import random_blocks
-from tests.reference.packed_blocks import opened_slowly
+from tests.reference.packed_blocks import reference_activations, reference_product, reference_weights
 
 DEVICE = torch.device("cuda:0")
 SHAPES = (("Q4_K", 34816, 5120), ("Q4_K", 5120, 17408), ("Q6_K", 5120, 17408), ("Q5_K", 10240, 5120), ("Q8_0", 5120, 6144))
@@ -59,7 +57,7 @@ def made(kind: str, n: int, k: int, seed: int = 0) -> tuple[Fragments, Opened, T
     fill_fragments(fragments, raw, first=0)
     values = np.empty((n, k), np.float32)
     dequantize_into(raw.cpu().numpy().reshape(-1), kind, values)
-    return fragments, opened_slowly(raw, kind), torch.from_numpy(values).to(DEVICE)
+    return fragments, reference_weights(raw, kind), torch.from_numpy(values).to(DEVICE)
 
 
 def nothing(rows: int, n: int, dtype: torch.dtype) -> Tensor:
@@ -71,7 +69,7 @@ def check(kinds: Iterable[str]) -> None:
         fragments, opened, weight = made(kind, n, k)
         x, bias, residual = normal(2100, k, dtype=dtype, seed=1), normal(n, dtype=dtype), normal(2100, n, dtype=dtype)
         prepared = prepare_rows(x)
-        found = {"prepared": same(prepared, prepared_slowly(x)), "opened": same(packed_rows.opened(fragments, 0, n), opened)}
+        found = {"prepared": same(prepared, reference_activations(x)), "opened": same(packed_rows.opened(fragments, 0, n), opened)}
         full = wide.wide_product(prepared, opened, out=nothing(2100, n, dtype))
         torch.cuda.synchronize()
         expected = x.double() @ weight.double().t()
@@ -120,7 +118,7 @@ def probe() -> None:
             ("both", Opened(weights, scales, minima, scales)),
         ):
             found = wide.wide_product(prepared, opened, out=nothing(300, 128, torch.float16))
-            expected = product_slowly(prepared, opened)
+            expected = reference_product(prepared, opened)
             wrong = (found.double() - expected).abs() > 1e-2 * expected.abs().max()
             print(f"probe {per} {name}: {int(wrong.sum())} wrong, first {wrong.nonzero()[:3].tolist()}", flush=True)
             if bool(wrong.any()):

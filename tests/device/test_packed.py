@@ -36,7 +36,7 @@ if torch.cuda.is_available() or INTERPRETED:
     from onedraw.backends.torch.ops.cuda.norm import gated
     from onedraw.backends.torch.ops.cuda.packed import few_rows as packed_rows
     from onedraw.backends.torch.ops.cuda.packed import many_rows as triton_wide
-    from onedraw.backends.torch.ops.cuda.packed.activations import Opened, Prepared, prepare_rows, product_slowly
+    from onedraw.backends.torch.ops.cuda.packed.activations import Opened, Prepared, prepare_rows
     from onedraw.backends.torch.ops.cuda.packed.experts import PackedBank, load_bank
     from onedraw.backends.torch.ops.cuda.packed.linear import (
         Courier,
@@ -51,7 +51,7 @@ if torch.cuda.is_available() or INTERPRETED:
     from onedraw.backends.torch.ops.cuda.packed.tensor_core_layout import Fragments
     from onedraw.backends.torch.ops.cuda.packed.workspace import Workspace
     from tests.backends.torch import emulated
-    from tests.reference.packed_blocks import opened_slowly
+    from tests.reference.packed_blocks import reference_product, reference_weights
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter cuts numbers to bf16, and does not round
@@ -77,7 +77,7 @@ def nothing(rows: int, columns: int) -> Tensor:
 def slow(kind: str, rows: int, width: int) -> tuple[Opened, Tensor]:
     """As the rule has it, found slowly; as the file's numbers in float32."""
     tensor = random_tensor("w", (rows, width), kind, RNG, width**-0.5)
-    found = opened_slowly(torch.from_numpy(tensor.packed()).to(DEVICE), kind)
+    found = reference_weights(torch.from_numpy(tensor.packed()).to(DEVICE), kind)
     return found, torch.from_numpy(tensor.float32()).to(DEVICE)
 
 
@@ -85,7 +85,7 @@ def weight(kind: str, rows: int, width: int) -> tuple[Fragments, Opened, Tensor]
     """As products keep it; as the rule has it, found slowly; as the file's numbers."""
     tensor = random_tensor("w", (rows, width), kind, RNG, width**-0.5)
     made = load_fragments([tensor], pad=1, courier=Courier(DEVICE), device=DEVICE, workspace=ROOM)
-    opened = opened_slowly(torch.from_numpy(tensor.packed()).to(DEVICE), kind)
+    opened = reference_weights(torch.from_numpy(tensor.packed()).to(DEVICE), kind)
     return made, opened, torch.from_numpy(tensor.float32()).to(DEVICE)
 
 
@@ -128,8 +128,8 @@ def test_a_wide_product_is_near_the_rule_in_float64(kind: str) -> None:
     prepared = prepare_rows(x)
     tile = WideTile(32, 32, 64, 4, 2) if INTERPRETED else WideTile()
     found = triton_wide.wide_product(prepared, opened, out=nothing(MOST, outputs), tile=tile)
-    assert error(product_slowly(prepared, opened), x.double() @ values.double().t()) < 2e-4  # Q6_K rounds above 2,048
-    assert error(found, product_slowly(prepared, opened)) < ROUNDING
+    assert error(reference_product(prepared, opened), x.double() @ values.double().t()) < 2e-4  # Q6_K rounds above 2,048
+    assert error(found, reference_product(prepared, opened)) < ROUNDING
     more = triton_wide.wide_product(prepared, opened, out=nothing(MOST, outputs), bias=bias, residual=residual, tile=tile)
     assert torch.equal(more, (found + bias) + residual)
 

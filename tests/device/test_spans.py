@@ -18,7 +18,8 @@ if torch.cuda.is_available() or INTERPRETED:
     from onedraw.backends.torch.ops.cuda import norm as triton_norm
     from onedraw.backends.torch.ops.cuda.norm import gated, rms_norm
     from onedraw.backends.torch.ops.cuda.packed import activations as spans
-    from onedraw.backends.torch.ops.cuda.packed.activations import Prepared, Ready, empty_prepared, prepare_rows, prepared_slowly
+    from onedraw.backends.torch.ops.cuda.packed.activations import Prepared, Ready, empty_prepared, prepare_rows
+    from tests.reference.packed_blocks import reference_activations
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 DTYPES = (torch.float16,) if INTERPRETED else (torch.bfloat16, torch.float16)
@@ -41,7 +42,7 @@ def equal(one: Prepared, other: Prepared) -> bool:
 def test_rows_are_prepared_as_the_twin_does(dtype: torch.dtype, width: int) -> None:
     x = normal(5, width + 7, dtype=dtype)
     found = prepare_rows(x, width=width)
-    assert equal(found, prepared_slowly(x, width=width))
+    assert equal(found, reference_activations(x, width=width))
     back = found.x.double() * found.factors.double().repeat_interleave(256, 1)
     assert float((back[:, :width] - x[:, :width].double()).abs().max()) <= float(x.double().abs().max()) * 2**-11
     assert not back[:, width:].any()
@@ -54,7 +55,7 @@ def test_a_row_is_prepared_alike_alone_and_among_thousands(monkeypatch: pytest.M
     monkeypatch.setattr(spans, "FEW", 0)
     many = prepare_rows(x)
     monkeypatch.undo()
-    assert equal(many, prepared_slowly(x))
+    assert equal(many, reference_activations(x))
     for row in (0, 1, rows - 1):
         assert equal(prepare_rows(x[row : row + 1]), many.rows(slice(row, row + 1)))
 
@@ -73,7 +74,7 @@ def test_zeros_and_extremes_are_prepared_too(dtype: torch.dtype) -> None:
     x[2, ::2] = torch.finfo(dtype).smallest_normal
     x[3, 5], x[3, 300] = -torch.finfo(dtype).max, torch.finfo(dtype).tiny
     found = prepare_rows(x)
-    assert equal(found, prepared_slowly(x))
+    assert equal(found, reference_activations(x))
     assert found.factors[0].tolist() == [1.0, 1.0]
     assert bool(found.x.isfinite().all())
     assert bool(found.sums.isfinite().all())
@@ -91,7 +92,7 @@ def test_sums_of_blocks_are_exact_whatever_stands_beside_each_other() -> None:
     x[3], x[4, ::2] = -x[3].abs(), 0
     x[5], x[:5, ::256] = 1023.9, 1000  # the largest of each span: with it numbers stay as they are
     for dtype in DTYPES:
-        assert equal(prepare_rows(x.to(dtype)), prepared_slowly(x.to(dtype)))
+        assert equal(prepare_rows(x.to(dtype)), reference_activations(x.to(dtype)))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # the interpreter computes with numpy
@@ -99,7 +100,7 @@ def test_what_is_not_finite_stays_so_and_stays_in_its_row() -> None:
     x = normal(4, 256, seed=4)
     x[1, 7], x[2, 200] = float("inf"), float("nan")
     found = prepare_rows(x)
-    assert equal(found, prepared_slowly(x))
+    assert equal(found, reference_activations(x))
     assert found.x.isfinite().all(1).tolist() == [True, False, False, True]
     assert found.sums.isfinite().flatten(1).all(1).tolist() == [True, False, False, True]
     assert bool(found.factors.isfinite().all())
@@ -111,10 +112,10 @@ def test_norms_and_gates_make_rows_ready_on_the_way(width: int) -> None:
     x, weight = normal(rows, width, dtype=DTYPES[0], seed=5), normal(1, width, dtype=DTYPES[0], seed=6)[0]
     ready = empty_prepared(rows, width, DEVICE)
     normed = rms_norm(x, weight, 1e-6, ready=ready)
-    assert equal(ready, prepared_slowly(normed))
+    assert equal(ready, reference_activations(normed))
     both = normal(rows, 2 * width, dtype=DTYPES[0], seed=7)
     opened = gated(both, "silu", ready=ready)
-    assert equal(ready, prepared_slowly(opened))
+    assert equal(ready, reference_activations(opened))
     assert torch.equal(opened, gated(both, "silu"))
 
 

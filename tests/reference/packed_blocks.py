@@ -1,7 +1,7 @@
-"""Stored blocks as the rule of packed products has them (spans.py), step by step: the twin that judges the kernels.
+"""Reference implementation of the packed products: activations, weights and product step by step, in plain torch.
 
-In: the stored bytes of a matrix, on any device. Out: an `Opened`. No kernel and no layout of ours is on the way, so what both
-have in common with it they have from the file.
+In: rows of activations, or the stored bytes of a matrix, on any device. Out: `Prepared`, `Opened`, or the product in float64.
+No kernel and no layout of the package is used, so agreement with the kernels comes from the file format alone.
 """
 
 from __future__ import annotations
@@ -10,14 +10,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onedraw.backends.packing import SPAN
-from onedraw.backends.torch.ops.cuda.packed.activations import TINY, Opened, beside
+from onedraw.backends.packing import SEGMENT, SPAN
+from onedraw.backends.torch.ops.cuda.packed.activations import BLOCK, LEAST, MOST, TINY, Opened, Prepared, beside
 from onedraw.checkpoints.dequantize import QUANT_TYPES
 
 TWICE = (0, 1, 2, 3, 4, 6, 8, 12)  # codes of a sign, two bits of exponent and one of mantissa stand for half of these
 
 
-def opened_slowly(raw: Tensor, kind: str, factors: Tensor | None = None) -> Opened:
+def reference_activations(x: Tensor, *, width: int | None = None, order: Tensor | None = None) -> Prepared:
+    """Rows scaled to float16 by rule 1 of `activations.py`."""
+    rows, width = len(x), x.shape[1] if width is None else width
+    values = x[:, :width].float() if order is None else x.float().index_select(1, order.long())
+    values = torch.nn.functional.pad(values, (0, -width % SPAN)).view(rows, -1, SPAN)
+    largest = values.view(torch.int32).bitwise_and(0x7FFFFFFF).amax(2)
+    largest = torch.cat([part.amax(1, keepdim=True).expand_as(part) for part in largest.split(SEGMENT, 1)], 1)
+    exponents = torch.where(largest == 0, 0, ((largest >> 23) - 136).clamp(LEAST, MOST))
+    scaled = torch.ldexp(values, -exponents[..., None]).half()
+    whole = scaled.double().view(rows, -1, SPAN // BLOCK, BLOCK).sum(3).float()
+    hi = whole.half()
+    lo = (whole - hi.float()).half()
+    factors = torch.ldexp(torch.ones_like(largest, dtype=torch.float32), exponents)
+    return Prepared(scaled.view(rows, -1), factors, torch.cat([hi, lo], 2))
+
+
+def reference_weights(raw: Tensor, kind: str, factors: Tensor | None = None) -> Opened:
     """Stored rows [n, bytes] → all outputs. `factors` [n]: of NVFP4, where they are not all 1."""
     blocks = _spans(raw, kind)  # [n, spans, blocks, bytes]
     rows = len(raw)
@@ -57,6 +73,25 @@ def opened_slowly(raw: Tensor, kind: str, factors: Tensor | None = None) -> Open
             centre = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 0}[kind]
             weights = (_codes(blocks, kind) - centre).half().view(rows, -1)
             return Opened(weights, _side_by_side(_half(blocks, 0).reshape(rows, -1)))
+
+
+def reference_product(prepared: Prepared, opened: Opened) -> Tensor:
+    """The product in float64, [T, N]; the kernels must agree with it up to float32 rounding."""
+    rows, n = len(prepared), len(opened.weights)
+    x = prepared.x.double().view(rows, -1, SPAN // BLOCK, BLOCK)  # [T, S, 8, 32]
+    weights = opened.weights.double().view(n, -1, SPAN // BLOCK, BLOCK)
+    factors = prepared.factors.double()
+    sums = prepared.sums[..., :8].double() + prepared.sums[..., 8:].double()  # [T, S, 8]
+    if opened.by_block:
+        scales = opened.scales[:, :n].double().view(-1, 8, n)
+        found = torch.einsum("tsbk,nsbk,ts,sbn->tn", x, weights, factors, scales)
+        if opened.least is not None:
+            found += torch.einsum("tsb,sbn,ts->tn", sums, opened.least[:, :n].double().view(-1, 8, n), factors)
+        return found
+    found = torch.einsum("tsbk,nsbk,ts,sn->tn", x, weights, factors, opened.scales[:, :n].double())
+    if opened.minima is not None and opened.least is not None:
+        found -= torch.einsum("tsb,nsb,ts,sn->tn", sums, opened.minima.double(), factors, opened.least[:, :n].double())
+    return found
 
 
 def _tiny(rows: int, device: torch.device) -> Tensor:

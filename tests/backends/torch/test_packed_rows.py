@@ -13,7 +13,7 @@ from onedraw.backends.packing import SPAN, SPAN_BYTES
 from onedraw.backends.torch.ops.cuda.experts import Routes
 from onedraw.backends.torch.ops.cuda.packed import few_rows as packed_rows
 from onedraw.backends.torch.ops.cuda.packed import work_split as shares
-from onedraw.backends.torch.ops.cuda.packed.activations import Prepared, prepared_slowly, product_slowly
+from onedraw.backends.torch.ops.cuda.packed.activations import Prepared
 from onedraw.backends.torch.ops.cuda.packed.few_rows import grouped_product, opened, skinny_product, unpacked_rows
 from onedraw.backends.torch.ops.cuda.packed.linear import Courier, bring_fragments
 from onedraw.backends.torch.ops.cuda.packed.tensor_core_layout import Fragments, empty_fragments, fill_fragments
@@ -23,7 +23,7 @@ from onedraw.checkpoints.dequantize import QUANT_TYPES, dequantize_into
 from onedraw.checkpoints.random_weights import random_blocks
 from onedraw.models.tensor_views import ScaledRows
 from tests.backends.torch import emulated
-from tests.reference.packed_blocks import opened_slowly
+from tests.reference.packed_blocks import reference_activations, reference_product, reference_weights
 
 pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler here")
 CPU = torch.device("cpu")
@@ -73,7 +73,7 @@ def dense(prepared: Prepared, weight: Fragments) -> Tensor:
 def test_outputs_that_are_opened_and_rows_that_are_looked_up_are_those_of_the_file(kind: str) -> None:
     width = width_of(kind)
     weight, raw = made(kind, rows=40, width=width)
-    expected, found = opened_slowly(raw[0], kind), opened(weight, 16, 24)
+    expected, found = reference_weights(raw[0], kind), opened(weight, 16, 24)
     assert torch.equal(found.weights, expected.weights[16:])
     assert torch.equal(found.scales[:, :24], expected.scales[:, 16:40])
     assert (found.minima is None) == (expected.minima is None)
@@ -90,8 +90,8 @@ def test_outputs_that_are_opened_and_rows_that_are_looked_up_are_those_of_the_fi
 @pytest.mark.parametrize("kind", list(SPAN_BYTES))
 def test_a_product_is_near_the_rule_in_float64(kind: str) -> None:
     weight, raw = made(kind, rows=40, width=width_of(kind))
-    prepared = prepared_slowly(normal(5, width_of(kind), seed=1))
-    expected = product_slowly(prepared, opened_slowly(raw[0], kind))
+    prepared = reference_activations(normal(5, width_of(kind), seed=1))
+    expected = reference_product(prepared, reference_weights(raw[0], kind))
     found = dense(prepared, weight)
     assert float((found.double() - expected).norm() / expected.norm()) < 4e-3
     assert torch.equal(skinny_product(prepared, weight, out=nothing(5, 40), inside=False), found)
@@ -101,8 +101,8 @@ def test_a_product_is_near_the_rule_in_float64(kind: str) -> None:
 @pytest.mark.parametrize("size", [2.0**113, 2.0**-100])
 def test_products_of_very_large_and_very_small_rows_are_near_the_rule(kind: str, size: float) -> None:
     weight, raw = made(kind, rows=40, width=width_of(kind))
-    prepared = prepared_slowly(normal(3, width_of(kind), seed=1).float().clamp(-2, 2).mul(size).bfloat16())
-    expected = product_slowly(prepared, opened_slowly(raw[0], kind))
+    prepared = reference_activations(normal(3, width_of(kind), seed=1).float().clamp(-2, 2).mul(size).bfloat16())
+    expected = reference_product(prepared, reference_weights(raw[0], kind))
     found = dense(prepared, weight).double()
     assert bool(found.isfinite().all())
     assert float((found - expected).norm() / expected.norm()) < 4e-3
@@ -113,7 +113,7 @@ def test_shares_of_two_segments_have_the_bits_of_blocks_by_themselves(processors
     """Blocks whose items begin in one segment and end in another, or that have to bring rows again."""
     monkeypatch.setattr(packed_rows, "_multiprocessors", lambda device: processors)
     weight, _ = made("Q4_K", rows=5 * 16, width=2816)
-    prepared = prepared_slowly(normal(3, 2816, seed=1))
+    prepared = reference_activations(normal(3, 2816, seed=1))
     found = skinny_product(prepared, weight, out=nothing(3, weight.rows), inside=False)
     assert torch.equal(found, dense(prepared, weight))
     assert not weight.counters.any()
@@ -126,7 +126,7 @@ def test_a_warp_with_many_items_settles_all_of_them(kind: str, monkeypatch: pyte
     monkeypatch.setitem(shares.APART_WARPS, 1, 2)
     monkeypatch.setattr(packed_rows, "share_out", shares.share_out.__wrapped__)
     weight, _ = made(kind, rows=9 * 16 - 3, width=2816)
-    prepared = prepared_slowly(normal(3, 2816, seed=1))
+    prepared = reference_activations(normal(3, 2816, seed=1))
     found = skinny_product(prepared, weight, out=nothing(3, weight.rows), inside=False)
     assert torch.equal(found, dense(prepared, weight))
     assert not weight.counters.any()
@@ -153,7 +153,7 @@ def test_units_whole_in_a_warp_and_units_spread_over_all_have_the_bits_of_items(
     handed = packed_rows.empty_handed(CPU)
     given = {"bias": bias[0], "residual": residual, "handed": handed}
     found, expected = (
-        skinny_product(prepared_slowly(prepared), weight, out=nothing(rows, weight.rows), inside=inside, **given)
+        skinny_product(reference_activations(prepared), weight, out=nothing(rows, weight.rows), inside=inside, **given)
         for inside in (True, False)
     )
     assert torch.equal(found, expected)
@@ -164,7 +164,11 @@ def test_units_whole_in_a_warp_and_units_spread_over_all_have_the_bits_of_items(
 def test_outputs_that_come_slab_by_slab_have_the_bits_of_all_at_once(rows: int) -> None:
     """Where there is room for the sums of two units of outputs at a time, and of seven in all."""
     weight, _ = made("Q4_K", rows=104, width=1280)
-    prepared, bias, residual = prepared_slowly(normal(rows, 1280, seed=1)), normal(1, 104, seed=2)[0], normal(rows, 104, seed=3)
+    prepared, bias, residual = (
+        reference_activations(normal(rows, 1280, seed=1)),
+        normal(1, 104, seed=2)[0],
+        normal(rows, 104, seed=3),
+    )
     follows = {"bias": bias, "residual": residual, "inside": False}
     whole = skinny_product(prepared, weight, out=nothing(rows, 104), **follows)
     few = torch.full((2 * 16 * 8 * tiles_of(rows) * 2,), torch.nan)
@@ -191,12 +195,12 @@ def test_nvfp4_is_what_numpy_makes_of_it_times_the_factor_of_its_matrix(factors:
         numbers = unpacked_rows(matrix, None, out=torch.full((32, width), torch.nan))
         assert torch.equal(numbers[:20], values[number])
         assert not numbers[20:].any()
-        expected = opened_slowly(raw[number], "NVFP4", known[20 * number : 20 * number + 20])
+        expected = reference_weights(raw[number], "NVFP4", known[20 * number : 20 * number + 20])
         found = opened(matrix, 0, 32)
         assert torch.equal(found.weights[:20], expected.weights)
         assert torch.equal(found.scales[:, :20], expected.scales[:, :20])
-        prepared = prepared_slowly(normal(3, width, seed=number))
-        product, judge = dense(prepared, matrix)[:, :20].double(), product_slowly(prepared, expected)
+        prepared = reference_activations(normal(3, width, seed=number))
+        product, judge = dense(prepared, matrix)[:, :20].double(), reference_product(prepared, expected)
         assert float((product - judge).norm() / judge.norm()) < 4e-3
 
 
@@ -239,7 +243,7 @@ def test_an_expert_gives_the_bits_of_a_product_with_its_matrix_alone(
     monkeypatch.setattr(packed_rows, "shared_memory", lambda device: LARGE_SHARED)
     counts = (1, 2, 0, 300, 7, 8, 9, 65, 33) if kind == "Q4_K" else (1, 0, 9, 300)
     experts, _ = made(kind, rows=24, width=width_of(kind), count=len(counts))
-    prepared = prepared_slowly(normal(max(counts), width_of(kind), seed=2))
+    prepared = reference_activations(normal(max(counts), width_of(kind), seed=2))
     assert agrees(prepared, experts, counts, height)
 
 
@@ -248,7 +252,7 @@ def test_neither_tiles_nor_warps_that_share_outputs_show_in_the_bits(shared: int
     monkeypatch.setattr(packed_rows, "shared_memory", lambda device: shared)
     counts, width = (1, 19), 9 * 256
     experts, _ = made("Q4_0", rows=40, width=width, count=2)
-    prepared = prepared_slowly(normal(19, width, seed=3))
+    prepared = reference_activations(normal(19, width, seed=3))
     heights = [8 * tiles for tiles in (1, 2, 4) if group_fits(tiles, shared)]
     sides = {share_group(min(height, 19), height // 8, 3, 3, shared=shared).sides for height in heights}
     assert sides == ({1, 2} if shared < LARGE_SHARED else {2, 4})
@@ -259,13 +263,13 @@ def test_a_tile_may_have_more_rows_than_its_block_has_threads(monkeypatch: pytes
     monkeypatch.setattr(packed_rows, "shared_memory", lambda device: LARGE_SHARED)
     experts, _ = made("Q4_K", rows=8, width=256, count=2)
     assert share_group(64, 8, experts.tall, 1, shared=LARGE_SHARED).threads == 32
-    assert agrees(prepared_slowly(normal(70, 256, seed=6)), experts, (70, 40), 64)
+    assert agrees(reference_activations(normal(70, 256, seed=6)), experts, (70, 40), 64)
 
 
 def test_a_row_of_its_own_for_every_pair_is_read_where_it_stands() -> None:
     """As the second product of an expert reads what the first one made."""
     experts, _ = made("Q8_0", rows=24, width=288, count=3)
-    routes, prepared = routes_to((2, 4, 3), 8), prepared_slowly(normal(12, 288, seed=4))
+    routes, prepared = routes_to((2, 4, 3), 8), reference_activations(normal(12, 288, seed=4))
     found = grouped_product(prepared, experts, routes, divide=1, out=nothing(12, 24))
     for pair in routes.order.tolist():
         alone = dense(prepared.rows(slice(pair, pair + 1)), experts.matrix(pair % 3))
@@ -276,7 +280,7 @@ def test_a_row_of_its_own_for_every_pair_is_read_where_it_stands() -> None:
 def test_a_planted_fault_is_caught(fault: str) -> None:
     counts = (3, 5)
     experts, _ = made("Q4_0", rows=24, width=512, count=2)
-    prepared = prepared_slowly(normal(5, 512, seed=5))
+    prepared = reference_activations(normal(5, 512, seed=5))
     assert agrees(prepared, experts, counts, 8)
     routes, given = routes_to(counts, 8), prepared
     match fault:

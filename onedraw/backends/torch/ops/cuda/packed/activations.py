@@ -186,24 +186,6 @@ def prepare_rows(
     return made
 
 
-# ------------------------------------------------------------------ the same, slowly: the twin that judges the kernel
-
-
-def prepared_slowly(x: Tensor, *, width: int | None = None, order: Tensor | None = None) -> Prepared:
-    rows, width = len(x), x.shape[1] if width is None else width
-    values = x[:, :width].float() if order is None else x.float().index_select(1, order.long())
-    values = torch.nn.functional.pad(values, (0, -width % SPAN)).view(rows, -1, SPAN)
-    largest = values.view(torch.int32).bitwise_and(0x7FFFFFFF).amax(2)
-    largest = torch.cat([part.amax(1, keepdim=True).expand_as(part) for part in largest.split(SEGMENT, 1)], 1)
-    exponents = torch.where(largest == 0, 0, ((largest >> 23) - 136).clamp(LEAST, MOST))
-    scaled = torch.ldexp(values, -exponents[..., None]).half()
-    whole = scaled.double().view(rows, -1, SPAN // BLOCK, BLOCK).sum(3).float()
-    hi = whole.half()
-    lo = (whole - hi.float()).half()
-    factors = torch.ldexp(torch.ones_like(largest, dtype=torch.float32), exponents)
-    return Prepared(scaled.view(rows, -1), factors, torch.cat([hi, lo], 2))
-
-
 # ------------------------------------------------------------------ weights as the rule has them
 
 
@@ -229,22 +211,3 @@ TINY = (2.0**-24, 2.0**-20)  # t of K kinds: for eight outputs, and for the next
 def beside(outputs: int) -> int:
     """Places for so many outputs' scales: whole tiles of the widest product."""
     return -(-outputs // 128) * 128
-
-
-def product_slowly(prepared: Prepared, opened: Opened) -> Tensor:
-    """The product by the rule in float64: what both kernels come near to, [T, N]."""
-    rows, n = len(prepared), len(opened.weights)
-    x = prepared.x.double().view(rows, -1, SPAN // BLOCK, BLOCK)  # [T, S, 8, 32]
-    weights = opened.weights.double().view(n, -1, SPAN // BLOCK, BLOCK)
-    factors = prepared.factors.double()
-    sums = prepared.sums[..., :8].double() + prepared.sums[..., 8:].double()  # [T, S, 8]
-    if opened.by_block:
-        scales = opened.scales[:, :n].double().view(-1, 8, n)
-        found = torch.einsum("tsbk,nsbk,ts,sbn->tn", x, weights, factors, scales)
-        if opened.least is not None:
-            found += torch.einsum("tsb,sbn,ts->tn", sums, opened.least[:, :n].double().view(-1, 8, n), factors)
-        return found
-    found = torch.einsum("tsbk,nsbk,ts,sn->tn", x, weights, factors, opened.scales[:, :n].double())
-    if opened.minima is not None and opened.least is not None:
-        found -= torch.einsum("tsb,nsb,ts,sn->tn", sums, opened.minima.double(), factors, opened.least[:, :n].double())
-    return found
