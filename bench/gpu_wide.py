@@ -69,7 +69,10 @@ def check(kinds: Iterable[str]) -> None:
         fragments, opened, weight = made(kind, n, k)
         x, bias, residual = normal(2100, k, dtype=dtype, seed=1), normal(n, dtype=dtype), normal(2100, n, dtype=dtype)
         prepared = prepare_rows(x)
-        found = {"prepared": same(prepared, reference_activations(x)), "opened": same(packed_rows.opened(fragments, 0, n), opened)}
+        found = {
+            "prepared": same(prepared, reference_activations(x)),
+            "opened": same(packed_rows.opened(fragments, 0, n), opened),
+        }
         full = wide.wide_product(prepared, opened, out=nothing(2100, n, dtype))
         torch.cuda.synchronize()
         expected = x.double() @ weight.double().t()
