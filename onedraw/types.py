@@ -309,6 +309,14 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplyToken(SampledToken):
+    """A sampled token with its text. `offset` is where the text begins in the text of all tokens of the reply."""
+
+    text: str = field(default="", compare=False)  # the characters that the token completes
+    offset: int = field(default=0, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """What a client sees: text that is final, and the ids, logprobs and checksums behind it.
 
@@ -319,7 +327,7 @@ class Piece:
     index: int = 0  # which choice
     channel: Channel = "content"
     text: str = ""
-    tokens: tuple[SampledToken, ...] = ()
+    tokens: tuple[ReplyToken, ...] = ()
     finish: Finish | None = None
     stop_reason: str | int | None = None  # the stop string or stop id that ended the reply
     usage: Usage | None = None

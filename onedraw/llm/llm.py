@@ -20,8 +20,10 @@ from typing import Any
 from onedraw.engine.service import Event, Service, Sink
 from onedraw.engine.stats import Stats
 from onedraw.errors import BadParameter, BadRequest, OnedrawError
+from onedraw.llm.generation import Generation
 from onedraw.llm.mailbox import LoopWakeup, Mailbox
-from onedraw.llm.reply_stream import Generation, Reply, ReplyStream
+from onedraw.llm.reply import Reply
+from onedraw.llm.reply_stream import ReplyStream
 from onedraw.sampling.noise import child_seed
 from onedraw.text.chat_template import ChatTemplate
 from onedraw.text.constraints.base import combine
@@ -45,7 +47,7 @@ class ActiveChoice:
     """A request, what turns its events into pieces, and their fold, where calls are to be remembered."""
 
     request: Request
-    speaker: ReplyStream
+    stream: ReplyStream
     generation: Generation
     reply: Reply
 
@@ -161,7 +163,7 @@ class LLM:
         inbox: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
         voices = self._begin(generations, lambda index: lambda event: inbox.put((index, event)))
         try:
-            while not all(voice.speaker.done for voice in voices):
+            while not all(voice.stream.done for voice in voices):
                 index, event = inbox.get()
                 yield from self._hear(voices[index], event)
         finally:
@@ -176,7 +178,7 @@ class LLM:
 
         voices = self._begin(generations, sink)
         try:
-            while not all(voice.speaker.done for voice in voices):
+            while not all(voice.stream.done for voice in voices):
                 heard, failed = self._hear_all(voices, await inbox.take())
                 if heard:
                     yield heard
@@ -260,11 +262,11 @@ class LLM:
         return voices
 
     def _hear(self, voice: ActiveChoice, event: Event) -> list[Piece]:
-        if voice.speaker.done:  # what happened between a stop string and the engine's reading of the cancellation
+        if voice.stream.done:  # what happened between a stop string and the engine's reading of the cancellation
             return []
         if event.error is not None:
             raise event.error
-        pieces = voice.speaker.hear(event)
+        pieces = voice.stream.push(event)
         if pieces[-1].finish is not None and event.finish is None:  # a stop string: the engine does not know yet
             self.service.cancel(voice.request.id)
         if voice.generation.origin:
@@ -310,7 +312,7 @@ class LLM:
 
     def _end(self, voices: list[ActiveChoice]) -> None:
         for voice in voices:
-            if not voice.speaker.done:
+            if not voice.stream.done:
                 self.service.cancel(voice.request.id)
 
 

@@ -21,11 +21,11 @@ from starlette.responses import JSONResponse, Response
 from onedraw.errors import ModelNotFound, OnedrawError, ShuttingDown
 from onedraw.llm.llm import LLM
 from onedraw.llm.options import check_ids
+from onedraw.llm.reply import Reply, new_replies
 from onedraw.server import page as assets
 from onedraw.server.anthropic.messages import CountRequest, MessagesRequest, MessagesWriter
 from onedraw.server.auth import ApiKeys
 from onedraw.server.errors import TimedOut, error_response
-from onedraw.server.generation import PreparedRequest, bursts, chat_prompt, count_prompt, prepare
 from onedraw.server.logs import RequestLog, note
 from onedraw.server.metrics import Meters, RequestTimer
 from onedraw.server.middleware import (
@@ -39,13 +39,13 @@ from onedraw.server.middleware import (
     until_gone,
 )
 from onedraw.server.openai.chat import Json, OpenAIWriter
-from onedraw.server.openai.choice_parts import ReplyPart, Tally, Teller
 from onedraw.server.openai.response_store import ResponseStore, check_query, listing, page_of
 from onedraw.server.openai.responses import ResponsesWriter
 from onedraw.server.openai.responses_request import ResponsesRequest, numbered
 from onedraw.server.openapi import document
 from onedraw.server.options import ServerOptions
 from onedraw.server.parsing import Parsed, RequestT, as_chat, parse
+from onedraw.server.prepare import PreparedRequest, bursts, chat_prompt, count_prompt, prepare, total_usage
 from onedraw.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from onedraw.server.sse import NAMED, OPENAI, EventStream, Framing
 from onedraw.types import Piece, Usage
@@ -61,20 +61,20 @@ class Endpoints:
         self.options = options
         self.meters = Meters(llm.service.stats, llm.card.name)
         self.draining = False
-        self._memory = ResponseStore()
+        self._store = ResponseStore()
 
     # ------------------------------------------------------------------ replies
 
     async def complete(self, request: Request) -> Response:
-        watch, parsed = RequestTimer(self.meters), await self._read(request, CompletionRequest)
-        return await self._answer(request, parsed.request, parsed.ignored, watch=watch, write=self._openai(parsed.request))
+        timer, parsed = RequestTimer(self.meters), await self._read(request, CompletionRequest)
+        return await self._answer(request, parsed.request, parsed.ignored, timer=timer, write=self._openai(parsed.request))
 
     async def chat(self, request: Request) -> Response:
-        watch, parsed = RequestTimer(self.meters), await self._read(request, ChatRequest)
-        return await self._answer(request, parsed.request, parsed.ignored, watch=watch, write=self._openai(parsed.request))
+        timer, parsed = RequestTimer(self.meters), await self._read(request, ChatRequest)
+        return await self._answer(request, parsed.request, parsed.ignored, timer=timer, write=self._openai(parsed.request))
 
     async def respond(self, request: Request) -> Response:
-        watch, parsed = RequestTimer(self.meters), await self._read(request, ResponsesRequest)
+        timer, parsed = RequestTimer(self.meters), await self._read(request, ResponsesRequest)
         asked = parsed.request
         owner = caller(request)
         before, items = self._recall(asked, owner)
@@ -82,25 +82,25 @@ class Endpoints:
         names = asked.names(before, said)
         wanted = as_chat(asked.chat(before, said), names)
 
-        def write(job: PreparedRequest) -> ResponsesWriter:
-            scribe = OpenAIWriter(job, card=self.llm.card, tokenizer=self.llm.tokenizer)
+        def write(prepared: PreparedRequest) -> ResponsesWriter:
+            openai = OpenAIWriter(prepared, card=self.llm.card, tokenizer=self.llm.tokenizer)
             return ResponsesWriter(
-                job, asked, before=before, items=items, card=self.llm.card, scribe=scribe, memory=self._memory, owner=owner
+                prepared, asked, before=before, items=items, card=self.llm.card, openai=openai, store=self._store, owner=owner
             )
 
         return await self._answer(
-            request, wanted, parsed.ignored, watch=watch, write=write, framing=NAMED, prefix="resp_", names=names
+            request, wanted, parsed.ignored, timer=timer, write=write, framing=NAMED, prefix="resp_", names=names
         )
 
     async def response(self, request: Request, response_id: str) -> Response:
         if request.method == "DELETE":
-            self._memory.forget(response_id, caller(request))
+            self._store.forget(response_id, caller(request))
             return JSONResponse({"id": response_id, "object": "response", "deleted": True})
         check_query(request, {"stream": ("false",), "include": (), "include[]": ()})
-        return JSONResponse(self._memory.find(response_id, caller(request)).response)
+        return JSONResponse(self._store.find(response_id, caller(request)).response)
 
     async def response_items(self, request: Request, response_id: str) -> Response:
-        items = self._memory.find(response_id, caller(request)).items
+        items = self._store.find(response_id, caller(request)).items
         return JSONResponse(listing(items, page_of(request)))
 
     async def count_response(self, request: Request) -> Response:
@@ -116,18 +116,18 @@ class Endpoints:
 
     def _recall(self, asked: ResponsesRequest, owner: str | None) -> tuple[Sequence[Json], Sequence[Json]]:
         """What was said before, and the items of the input without references."""
-        return self._memory.before(asked.previous_response_id, owner), self._memory.resolved(asked.items, owner)
+        return self._store.before(asked.previous_response_id, owner), self._store.resolved(asked.items, owner)
 
     async def message(self, request: Request) -> Response:
-        watch, parsed = RequestTimer(self.meters), await self._read(request, MessagesRequest)
+        timer, parsed = RequestTimer(self.meters), await self._read(request, MessagesRequest)
         names = parsed.request.names()
         wanted = as_chat(parsed.request.chat(), names)
 
-        def write(job: PreparedRequest) -> MessagesWriter:
-            return MessagesWriter(job, card=self.llm.card, omits=parsed.request.omits_thinking)
+        def write(prepared: PreparedRequest) -> MessagesWriter:
+            return MessagesWriter(prepared, card=self.llm.card, omit_thinking=parsed.request.omits_thinking)
 
         return await self._answer(
-            request, wanted, parsed.ignored, watch=watch, write=write, framing=NAMED, prefix="msg_", names=names
+            request, wanted, parsed.ignored, timer=timer, write=write, framing=NAMED, prefix="msg_", names=names
         )
 
     async def count(self, request: Request) -> Response:
@@ -139,7 +139,9 @@ class Endpoints:
 
     def _openai(self, wanted: CompletionRequest | ChatRequest) -> Callable[[PreparedRequest], OpenAIWriter]:
         include_usage = wanted.stream_options is not None and wanted.stream_options.include_usage
-        return lambda job: OpenAIWriter(job, card=self.llm.card, tokenizer=self.llm.tokenizer, include_usage=include_usage)
+        return lambda prepared: OpenAIWriter(
+            prepared, card=self.llm.card, tokenizer=self.llm.tokenizer, include_usage=include_usage
+        )
 
     async def _answer(
         self,
@@ -147,7 +149,7 @@ class Endpoints:
         wanted: CompletionRequest | ChatRequest,
         ignored: tuple[str, ...],
         *,
-        watch: RequestTimer,
+        timer: RequestTimer,
         write: Callable[[PreparedRequest], Writer],
         framing: Framing = OPENAI,
         prefix: str | None = None,
@@ -156,16 +158,18 @@ class Endpoints:
         """One way to answer, whatever the shape: `write` makes the scribe that knows it."""
         self._refuse_when_closed()
         # A long text takes long to tokenize.
-        job = await asyncio.to_thread(prepare, wanted, self.llm, prefix=prefix, names=names or {})
-        note(id=job.id, seed=job.seed_of(0))
+        prepared = await asyncio.to_thread(prepare, wanted, self.llm, prefix=prefix, names=names or {})
+        note(id=prepared.id, seed=prepared.seed_of(0))
         if self.options.log_prompts:
-            note(prompts=[self.llm.tokenizer.decode(generation.prompt, skip_special=False) for generation in job.generations])
-        headers = _headers(ignored) | {"x-request-id": job.id}
-        writer = write(job)
-        telling = ReplyRun(job, writer, llm=self.llm, watch=watch, seconds=self.options.request_seconds)
+            note(
+                prompts=[self.llm.tokenizer.decode(generation.prompt, skip_special=False) for generation in prepared.generations]
+            )
+        headers = _headers(ignored) | {"x-request-id": prepared.id}
+        writer = write(prepared)
+        run = ReplyRun(prepared, writer, llm=self.llm, timer=timer, seconds=self.options.request_seconds)
         if not wanted.stream:
-            return JSONResponse(await until_gone(request.receive, telling.whole()), headers=headers)
-        chunks = telling.chunks()
+            return JSONResponse(await until_gone(request.receive, run.whole()), headers=headers)
+        chunks = run.chunks()
         # What fails before the first token still gets a status of its own.
         first = await until_gone(request.receive, anext(chunks))
         return EventStream(_after(first, chunks), headers, framing, writer.failed)
@@ -257,68 +261,73 @@ class Endpoints:
 
 
 class Writer(Protocol):
-    """Writes the parts of one job down, in the shape that it knows: one by one, or joined."""
+    """Writes the reply of one request in the shape of its endpoint: a stream piece by piece, or a whole reply."""
 
-    def chunks(self, part: ReplyPart) -> list[Json]: ...
+    def chunks(self, piece: Piece) -> list[Json]: ...
 
     def ending(self, usage: Usage) -> list[Json]: ...
 
     def failed(self, error: OnedrawError) -> list[Json]: ...
 
-    def whole(self, parts: Mapping[int, Sequence[ReplyPart]], usage: Usage) -> Json: ...
+    def whole(self, replies: Sequence[Reply], usage: Usage) -> Json: ...
 
 
 class ReplyRun:
-    """One job being told: as chunks, or folded into a whole reply."""
+    """Runs one prepared request and writes its reply, as chunks or whole."""
 
     def __init__(
-        self, job: PreparedRequest, writer: Writer, *, llm: LLM, watch: RequestTimer, seconds: float | None = None
+        self, prepared: PreparedRequest, writer: Writer, *, llm: LLM, timer: RequestTimer, seconds: float | None = None
     ) -> None:
         self._seconds = seconds
-        self._deadline = None if seconds is None else watch.arrival + seconds  # a loop's time is that of time.monotonic
-        self._job = job
+        self._deadline = None if seconds is None else timer.arrival + seconds  # a loop's time is that of time.monotonic
+        self._prepared = prepared
         self._writer = writer
         self._llm = llm
-        self._watch = watch
-        self._tally = Tally(job)
+        self._timer = timer
+        self._usages: dict[int, Usage] = {}  # of choices that have ended
 
-    async def _parts(self) -> AsyncGenerator[list[ReplyPart], None]:
-        teller = Teller(self._job, self._llm.tokenizer)
-        async with aclosing(bursts(self._job, self._llm)) as stream:
+    async def chunks(self) -> AsyncGenerator[list[Json], None]:
+        """Chunks in non-empty lists: pieces that arrive together are sent together."""
+        async with aclosing(self._bursts()) as bursts:
+            async for burst in bursts:
+                if written := [chunk for piece in burst for chunk in self._writer.chunks(piece)]:
+                    yield written
+        if ending := self._writer.ending(self._usage()):
+            yield ending
+
+    async def whole(self) -> Json:
+        replies = new_replies(self._prepared.generations)
+        async with aclosing(self._bursts()) as bursts:
+            async for burst in bursts:
+                for piece in burst:
+                    replies[piece.index].add(piece)
+        return self._writer.whole(replies, self._usage())
+
+    async def _bursts(self) -> AsyncGenerator[list[Piece], None]:
+        async with aclosing(bursts(self._prepared, self._llm)) as stream:
             while (burst := await self._next(stream)) is not None:
                 for piece in burst:
-                    self._watch.see(piece)
-                    self._tally.note(piece)
-                yield [teller.tell(piece) for piece in burst]
-        usage = self._tally.total()
+                    self._timer.see(piece)
+                    if piece.usage is not None:
+                        self._usages[piece.index] = piece.usage
+                yield burst
+        usage = self._usage()
         note(prompt_tokens=usage.prompt, completion_tokens=usage.completion, cached_tokens=usage.cached)
 
+    def _usage(self) -> Usage:
+        return total_usage(self._prepared, self._usages)
+
     async def _next(self, stream: AsyncGenerator[list[Piece], None]) -> list[Piece] | None:
-        """The next pieces, None behind the last. A deadline that passes while they are awaited cancels what still runs."""
+        """The next pieces, None at the end. If the deadline passes while waiting, the requests are cancelled."""
         if self._deadline is None:
             return await anext(stream, None)
         try:
             async with asyncio.timeout_at(self._deadline):
                 return await anext(stream, None)
         except TimeoutError:
-            raise TimedOut(f"the request took longer than {self._seconds:g} seconds, which is this server's limit") from None
-
-    async def chunks(self) -> AsyncGenerator[list[Json], None]:
-        """Chunks in lists, none of them empty: what came at once is sent at once."""
-        async with aclosing(self._parts()) as stream:
-            async for parts in stream:
-                if written := [chunk for part in parts for chunk in self._writer.chunks(part)]:
-                    yield written
-        if ending := self._writer.ending(self._tally.total()):
-            yield ending
-
-    async def whole(self) -> Json:
-        said: dict[int, list[ReplyPart]] = {}
-        async with aclosing(self._parts()) as stream:
-            async for parts in stream:
-                for part in parts:
-                    said.setdefault(part.index, []).append(part)
-        return self._writer.whole(said, self._tally.total())
+            raise TimedOut(
+                f"the request took longer than {self._seconds:g} seconds, the limit set by --request-seconds"
+            ) from None
 
 
 async def _after(first: list[Json], chunks: AsyncGenerator[list[Json], None]) -> AsyncGenerator[list[Json], None]:

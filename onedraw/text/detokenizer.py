@@ -7,10 +7,19 @@ character whose bytes are not complete is held back. Work per token does not gro
 from __future__ import annotations
 
 import codecs
+from typing import NamedTuple
 
 from onedraw.text.tokenizer import Tokenizer
 
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class TokenText(NamedTuple):
+    """What a token adds to a reply."""
+
+    text: str  # characters of the reply that are final now
+    own: str  # the same with a first space, and without the markers of reasoning and calls
+    after_broken: bool = False  # one character that never became complete stands before these
 
 
 class Detokenizer:
@@ -30,16 +39,28 @@ class Detokenizer:
         self._decoder = _Utf8Decoder(errors="replace")
         self._strips_space = opening and tokenizer.strips_space
 
-    @property
-    def holds(self) -> bool:
-        """Whether there are bytes of a character that is not complete."""
-        return bool(self._decoder.getstate()[0])
-
     def push(self, token_id: int) -> str:
         """The text that is final now."""
-        if self._skip_special and self._tokenizer.is_special(token_id) and token_id not in self._spelled:
-            return ""
-        return self._opened(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+        return self.push_token(token_id).text
+
+    def push_token(self, token_id: int) -> TokenText:
+        """The same, with what the token alone contributes."""
+        hidden = self._skip_special and self._tokenizer.is_special(token_id)
+        if hidden and token_id not in self._spelled:
+            return TokenText("", "")
+        data, held = self._tokenizer.token_bytes(token_id), bool(self._decoder.getstate()[0])
+        text = self._decoder.decode(data)
+        if hidden:
+            return TokenText(self._opened(text), "")
+        return TokenText(self._opened(text), text, held and bool(text) and not _continues_character(data))
+
+    def peek(self, token_id: int) -> TokenText:
+        """What the token would add, without adding it."""
+        state, strips_space = self._decoder.getstate(), self._strips_space
+        found = self.push_token(token_id)
+        self._decoder.setstate(state)
+        self._strips_space = strips_space
+        return found
 
     def finish(self) -> str:
         """The rest: U+FFFD for a character that never became complete."""
@@ -50,3 +71,8 @@ class Detokenizer:
             self._strips_space = False
             return text.removeprefix(" ")
         return text
+
+
+def _continues_character(data: bytes) -> bool:
+    """Whether bytes begin inside a UTF-8 character."""
+    return data[:1] != b"" and data[0] & 0xC0 == 0x80

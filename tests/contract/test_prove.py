@@ -21,7 +21,7 @@ from onedraw.llm.llm import LLM, Reply
 from onedraw.sampling.law import sample
 from onedraw.settings import Settings
 from onedraw.speculation.proposer import chain
-from onedraw.types import CheckpointSave, Draft, Row, RowOutcome, SampledToken
+from onedraw.types import CheckpointSave, Draft, ReplyToken, Row, RowOutcome, SampledToken
 from tests.support import tiny
 
 FAKE = Settings(model="fake", backend="fake", threads=1)
@@ -241,8 +241,8 @@ def test_a_drafter_of_the_backend_has_its_rows() -> None:
 
 
 def test_the_place_of_the_first_difference_is_an_absolute_position() -> None:
-    plain = Reply(prompt_ids=(1, 2, 3), tokens=[SampledToken(5, checksum=1), SampledToken(6, checksum=2)], finish="length")
-    other = replace(plain, tokens=[SampledToken(5, checksum=1), SampledToken(6, checksum=9)])
+    plain = Reply(prompt_ids=(1, 2, 3), tokens=[ReplyToken(5, checksum=1), ReplyToken(6, checksum=2)], finish="length")
+    other = replace(plain, tokens=[ReplyToken(5, checksum=1), ReplyToken(6, checksum=9)])
     assert first_difference(plain, plain) is None
     assert first_difference(plain, other) == 1
     assert first_difference(plain, replace(plain, tokens=plain.tokens[:1])) == 1

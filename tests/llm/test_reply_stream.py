@@ -1,4 +1,4 @@
-"""A reply's pieces: how many tokens come at a time changes neither text nor which channel a token belongs to."""
+"""Pieces of a reply: the number of tokens per event changes neither the text nor the channel of a token."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import pytest
 
 from onedraw.engine.engine import Event
-from onedraw.llm.reply_stream import Generation, ReplyStream
-from onedraw.server.blocks import ContentBlocks
-from onedraw.server.openai.choice_parts import ReplyPart, Token
+from onedraw.llm.generation import Generation
+from onedraw.llm.reply import Reply
+from onedraw.llm.reply_stream import ReplyStream
 from onedraw.text.fake_tokenizer import fake_tokenizer
 from onedraw.text.reasoning import ReasoningSyntax
 from onedraw.text.reply_parser import PLAIN_TEXT, ReplySyntax
@@ -38,13 +38,13 @@ def pieces(
     tokens: Sequence[int], cuts: Sequence[int], *, reading: ReplySyntax, stop: tuple[str, ...], finish: Finish
 ) -> list[Piece]:
     generation = Generation(prompt=(1,), params=SamplingParams(stop_ids=frozenset({EOS})), stop=stop, reading=reading)
-    speaker = ReplyStream(0, generation, TOKENIZER)
+    stream = ReplyStream(0, generation, TOKENIZER)
     found: list[Piece] = []
     for start, end in zip([0, *cuts], [*cuts, len(tokens)], strict=True):
-        if speaker.done:
+        if stream.done:
             break
         chosen = tuple(SampledToken(token) for token in tokens[start:end])
-        found += speaker.hear(Event("r", chosen, finish if end == len(tokens) else None))
+        found += stream.push(Event("r", chosen, finish if end == len(tokens) else None))
     return found
 
 
@@ -62,21 +62,10 @@ def told(found: Sequence[Piece]) -> tuple[list[tuple[int, str]], dict[str, str],
 
 
 def blocks(found: Sequence[Piece]) -> list[tuple[str, str, list[int], bool]]:
-    made = ContentBlocks()
+    reply = Reply()
     for piece in found:
-        made.take(
-            ReplyPart(
-                0,
-                0,
-                text=piece.text if piece.channel == "content" else "",
-                reasoning=piece.text if piece.channel == "reasoning" else "",
-                calls=() if piece.call is None else ((piece.call, piece.text),),
-                said=tuple(Token(choice.token, None) for choice in piece.tokens),
-                answers=piece.channel == "content",
-            )
-        )
-    made.end(cut=found[-1].finish == "length")
-    return [(block.kind, block.text, [token.id for token in block.tokens or ()], block.cut) for block in made.blocks]
+        reply.add(piece)
+    return [(block.channel, block.text, [token.token for token in block.tokens], block.cut) for block in reply.blocks]
 
 
 @pytest.mark.parametrize("name", list(REPLIES))
@@ -99,7 +88,7 @@ def test_how_many_tokens_come_at_a_time_shows_nowhere(name: str, stop: tuple[str
 def test_every_token_of_an_answer_stands_in_a_text() -> None:
     tokens = [*ids("😀é 😀"), EOS]
     found = pieces(tokens, range(1, len(tokens)), reading=PLAIN_TEXT, stop=("é é",), finish="stop")
-    assert blocks(found) == [("text", "😀é 😀", tokens, False)]
+    assert blocks(found) == [("content", "😀é 😀", tokens, False)]
 
 
 @pytest.mark.parametrize("stop", [(), ("{",), ("<tool",)])
@@ -128,12 +117,42 @@ def test_what_may_begin_a_stop_string_stays_before_a_call_that_is_cut_off() -> N
 def test_a_text_has_its_own_tokens(reply: str, texts: list[tuple[str, str]]) -> None:
     tokens = ids(reply)
     found = pieces(tokens, range(1, len(tokens)), reading=READING, stop=(), finish="stop")
-    assert [(text, TOKENIZER.decode(own)) for kind, text, own, _ in blocks(found) if kind == "text"] == texts
+    assert [(text, TOKENIZER.decode(own)) for kind, text, own, _ in blocks(found) if kind == "content"] == texts
 
 
 def test_only_what_was_being_said_is_cut() -> None:
     begun = '<tool_call>\n{"name": "f", "arguments": {"a"'
     found = pieces(ids(CALL + begun), [5], reading=READING, stop=(), finish="length")
-    assert [(kind, cut) for kind, _, _, cut in blocks(found)] == [("call", False), ("call", True)]
+    assert [(kind, cut) for kind, _, _, cut in blocks(found)] == [("tool", False), ("tool", True)]
     found = pieces(ids(CALL), [5], reading=READING, stop=(), finish="length")
-    assert [(kind, cut) for kind, _, _, cut in blocks(found)] == [("call", False)]
+    assert [(kind, cut) for kind, _, _, cut in blocks(found)] == [("tool", False)]
+
+
+def test_a_token_behind_a_broken_character_begins_behind_it() -> None:
+    class Bytes:
+        def token_bytes(self, token: int) -> bytes:
+            return [b"\xe6\x97", b"y", b"\xa5", b"z", b"\xff"][token]
+
+        def is_special(self, token: int) -> bool:
+            return False
+
+        strips_space = False
+
+    stream = ReplyStream(0, Generation(prompt=(1,), params=SamplingParams()), Bytes())  # type: ignore[arg-type]
+
+    def places(*tokens: int) -> list[tuple[int, str]]:
+        (piece,) = stream.push(Event("r", tuple(map(SampledToken, tokens))))
+        return [(token.offset, token.text) for token in piece.tokens]
+
+    assert places(0, 1) == [(0, ""), (1, "\ufffdy")]
+    assert places(0, 2, 3) == [(2, ""), (2, "日"), (3, "z")]
+    assert places(4, 3) == [(4, "\ufffd"), (5, "z")]
+
+
+def test_the_token_that_ends_a_reply_has_a_text_of_its_own_and_adds_none() -> None:
+    params = SamplingParams(stop_ids=frozenset(ids("!")))
+    stream = ReplyStream(0, Generation(prompt=(1,), params=params), TOKENIZER)
+    tokens = [*ids("é")[:1], *ids("!")]  # half a character, then the stop token
+    (piece,) = stream.push(Event("r", tuple(map(SampledToken, tokens)), "stop", tokens[-1]))
+    assert (piece.text, piece.stop_reason) == ("\ufffd", tokens[-1])
+    assert [(token.offset, token.text) for token in piece.tokens] == [(0, ""), (1, "\ufffd!")]

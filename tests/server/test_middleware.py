@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from onedraw.errors import BadSetting
-from onedraw.server.generation import prepare
 from onedraw.server.options import ServerOptions
+from onedraw.server.prepare import prepare
 from tests.server.running import Served, fake_llm, serving, slowed, wait_until
 
 KEY = "sesame-Ω-key"  # a key may hold any characters

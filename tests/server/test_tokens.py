@@ -1,18 +1,17 @@
-"""How pieces add up: usage over choices, and the places of tokens."""
+"""Usage over all choices, and where prompt tokens begin in the echoed text."""
 
 from __future__ import annotations
 
 import pytest
 
-from onedraw.llm.llm import Generation
-from onedraw.server.generation import PreparedRequest
-from onedraw.server.openai.chat import write_usage
-from onedraw.server.openai.choice_parts import Places, Tally, prompt_offsets
-from onedraw.types import Piece, SamplingParams, Usage
+from onedraw.llm.generation import Generation
+from onedraw.server.openai.chat import prompt_offsets, write_usage
+from onedraw.server.prepare import PreparedRequest, total_usage
+from onedraw.types import SamplingParams, Usage
 from tests.server.running import fake_llm
 
 
-def job(*lengths: int, n: int) -> PreparedRequest:
+def prepared(*lengths: int, n: int) -> PreparedRequest:
     generations = tuple(Generation(prompt=(1,) * length, params=SamplingParams(), n=n) for length in lengths)
     return PreparedRequest(
         id="cmpl-1",
@@ -26,12 +25,12 @@ def job(*lengths: int, n: int) -> PreparedRequest:
     )
 
 
-def test_usage_counts_prompts_once_and_only_what_nobody_computed_as_cached():
-    tally = Tally(job(10, 20, n=2))
-    for index, (cached, kept, rejected) in enumerate([(0, 1, 2), (8, 3, 4), (16, 0, 0), (12, 0, 1)]):
-        usage = Usage(prompt=10, completion=5, cached=cached, kept=kept, rejected=rejected)
-        tally.note(Piece(index=index, finish="stop", usage=usage))
-    assert write_usage(tally.total()) == {
+def test_usage_counts_a_prompt_once_and_as_cached_only_tokens_that_no_choice_computed():
+    usages = {
+        index: Usage(prompt=10, completion=5, cached=cached, kept=kept, rejected=rejected)
+        for index, (cached, kept, rejected) in enumerate([(0, 1, 2), (8, 3, 4), (16, 0, 0), (12, 0, 1)])
+    }
+    assert write_usage(total_usage(prepared(10, 20, n=2), usages)) == {
         "prompt_tokens": 30,
         "completion_tokens": 20,
         "total_tokens": 50,
@@ -48,7 +47,7 @@ def test_the_offset_of_a_token_is_where_its_character_begins(text):
         assert prompt_offsets(ids, text, llm.tokenizer) == expected
 
 
-def test_a_token_the_text_does_not_spell_has_no_width():
+def test_a_token_that_is_not_in_the_text_has_no_width():
     with fake_llm() as llm:
         (eos,) = llm.card.eos_ids
         assert prompt_offsets((eos, *llm.encode("ab", add_special=False)), "ab", llm.tokenizer) == [0, 0, 1]
@@ -56,19 +55,3 @@ def test_a_token_the_text_does_not_spell_has_no_width():
         ids = llm.encode(f"a{spelled}b", add_special=False)
         assert ids[1] == eos
         assert prompt_offsets(ids, f"a{spelled}b", llm.tokenizer) == [0, 1, 1 + len(spelled)]
-
-
-def test_a_token_behind_a_broken_character_begins_behind_it() -> None:
-    class Bytes:
-        def token_bytes(self, token: int) -> bytes:
-            return [b"\xe6\x97", b"y", b"\xa5", b"z", b"\xff"][token]
-
-        def is_special(self, token: int) -> bool:
-            return False
-
-        strips_space = False
-
-    places = Places(Bytes(), skip_special=True)  # type: ignore[arg-type]
-    assert [places.next(token) for token in (0, 1)] == [(0, ""), (1, "\ufffdy")]
-    assert [places.next(token) for token in (0, 2, 3)] == [(2, ""), (2, "日"), (3, "z")]
-    assert [places.next(token) for token in (4, 3)] == [(4, "\ufffd"), (5, "z")]

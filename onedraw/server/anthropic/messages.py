@@ -16,14 +16,13 @@ from pydantic import PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from onedraw.errors import BadParameter, OnedrawError
-from onedraw.server.blocks import BlockChange, BlockClosed, BlockGrew, BlockOpened, ContentBlock, ContentBlocks
+from onedraw.llm.reply import BlockChange, BlockClosed, BlockGrew, BlockOpened, ContentBlock, Reply
 from onedraw.server.errors import message_error
 from onedraw.server.fields import Rule, inert, neutral, read, refused, sift
-from onedraw.server.generation import PreparedRequest
 from onedraw.server.openai.chat import Json
-from onedraw.server.openai.choice_parts import ReplyPart
+from onedraw.server.prepare import PreparedRequest
 from onedraw.server.strict_model import TOOL_NAME, StrictModel, Whole, field_doc
-from onedraw.types import SEED_LIMIT, Finish, ModelCard, Usage
+from onedraw.types import SEED_LIMIT, ModelCard, Piece, Usage
 
 RULES: tuple[Rule, ...] = (
     inert("metadata", "the caller's own notes"),
@@ -304,46 +303,40 @@ def _result(block: Mapping[str, Any]) -> str:
 
 
 class MessagesWriter:
-    """Writes one reply as a message. `omits`: that there was thinking is told, what it was is not."""
+    """Writes one reply as a message. `omit_thinking`: thinking blocks are written without their text."""
 
-    def __init__(self, job: PreparedRequest, *, card: ModelCard, omits: bool = False) -> None:
-        self._job = job
-        self._omits = omits
+    def __init__(self, prepared: PreparedRequest, *, card: ModelCard, omit_thinking: bool = False) -> None:
+        self._prepared = prepared
+        self._omit_thinking = omit_thinking
         self._card = card
-        self._blocks = ContentBlocks()
-        self._last: ReplyPart | None = None
+        self._reply: Reply | None = None  # of a stream that has begun
 
-    def chunks(self, part: ReplyPart) -> list[Json]:
+    def chunks(self, piece: Piece) -> list[Json]:
         events: list[Json] = []
-        if self._last is None:
-            prompt = len(self._job.generations[0].prompt)
-            started = self._message([], usage=Usage(prompt=prompt), finish=None, part=part)
-            events.append({"type": "message_start", "message": started})
-        self._last = part
-        return [*events, *self._events(self._blocks.take(part))]
+        if self._reply is None:
+            self._reply = Reply()
+            prompt = len(self._prepared.generations[0].prompt)
+            events.append({"type": "message_start", "message": self._message([], Reply(), Usage(prompt=prompt))})
+        return [*events, *(self._event(change) for change in self._reply.add(piece) if not self._hides(change))]
+
+    def _hides(self, change: BlockChange) -> bool:
+        omitted = self._omit_thinking and change.block.channel == "reasoning"
+        return isinstance(change, BlockGrew) and (omitted or not change.text)
 
     def ending(self, usage: Usage) -> list[Json]:
-        assert self._last is not None
+        assert self._reply is not None
         return [
-            *self._events(self._blocks.end()),
-            {"type": "message_delta", "delta": self._stop(self._last), "usage": write_usage(usage)},
+            {"type": "message_delta", "delta": _stop(self._reply), "usage": write_usage(usage)},
             {"type": "message_stop"},
         ]
 
     def failed(self, error: OnedrawError) -> list[Json]:
         return [message_error(error)]
 
-    def whole(self, parts: Mapping[int, Sequence[ReplyPart]], usage: Usage) -> Json:
-        for part in parts[0]:
-            self._blocks.take(part)
-        self._blocks.end()
-        last = parts[0][-1]
-        content = [_content(block, empty=self._omits and block.kind == "thinking") for block in self._blocks.blocks]
-        return self._message(content, usage=usage, finish=last.finish, part=last)
-
-    def _events(self, changes: Sequence[BlockChange]) -> list[Json]:
-        hidden = [isinstance(change, BlockGrew) and change.block.kind == "thinking" and self._omits for change in changes]
-        return [self._event(change) for change, unseen in zip(changes, hidden, strict=True) if not unseen]
+    def whole(self, replies: Sequence[Reply], usage: Usage) -> Json:
+        (reply,) = replies
+        content = [_content(block, empty=self._omit_thinking and block.channel == "reasoning") for block in reply.blocks]
+        return self._message(content, reply, usage)
 
     def _event(self, change: BlockChange) -> Json:
         index = change.block.index
@@ -352,43 +345,43 @@ class MessagesWriter:
                 return {"type": "content_block_start", "index": index, "content_block": _content(block, empty=True)}
             case BlockGrew(block, text):
                 delta = {
-                    "thinking": {"type": "thinking_delta", "thinking": text},
-                    "text": {"type": "text_delta", "text": text},
-                    "call": {"type": "input_json_delta", "partial_json": text},
-                }[block.kind]
+                    "reasoning": {"type": "thinking_delta", "thinking": text},
+                    "content": {"type": "text_delta", "text": text},
+                    "tool": {"type": "input_json_delta", "partial_json": text},
+                }[block.channel]
                 return {"type": "content_block_delta", "index": index, "delta": delta}
             case BlockClosed():
                 return {"type": "content_block_stop", "index": index}
 
-    def _message(self, content: list[Json], *, usage: Usage, finish: Finish | None, part: ReplyPart) -> Json:
-        stop = self._stop(part) if finish is not None else {"stop_reason": None, "stop_sequence": None}
+    def _message(self, content: list[Json], reply: Reply, usage: Usage) -> Json:
         return {
-            "id": self._job.id,
+            "id": self._prepared.id,
             "type": "message",
             "role": "assistant",
             "model": self._card.name,
             "content": content,
-            **stop,
+            **_stop(reply),
             "usage": write_usage(usage),
-            "seed": part.seed,
+            "seed": self._prepared.seed_of(0),
             "system_fingerprint": self._card.fingerprint,
         }
 
-    def _stop(self, part: ReplyPart) -> Json:
-        if part.finish == "stop" and isinstance(part.stop_reason, str):
-            return {"stop_reason": "stop_sequence", "stop_sequence": part.stop_reason}
-        reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-        return {"stop_reason": reasons.get(part.finish or ""), "stop_sequence": None}
+
+def _stop(reply: Reply) -> Json:
+    if reply.finish == "stop" and isinstance(reply.stop_reason, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": reply.stop_reason}
+    reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+    return {"stop_reason": reasons.get(reply.finish or ""), "stop_sequence": None}
 
 
 def _content(block: ContentBlock, *, empty: bool = False) -> Json:
     text = "" if empty else block.text
-    match block.kind:
-        case "thinking":
+    match block.channel:
+        case "reasoning":
             return {"type": "thinking", "thinking": text, "signature": ""}
-        case "text":
+        case "content":
             return {"type": "text", "text": text}
-        case "call":
+        case "tool":
             assert block.call is not None
             return {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": _input(text)}
 

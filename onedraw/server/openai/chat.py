@@ -1,38 +1,38 @@
-"""Replies in OpenAI's shapes, from parts: chunk objects for a stream, one object for a whole reply.
+"""Replies of /v1/chat/completions and /v1/completions, from pieces: chunks of a stream, or one object.
 
-In: a job's parts and usage. Out: plain dictionaries, ready for JSON.
-A whole choice is its joined parts, written by the same hand.
+In: pieces, or whole replies, and usage. Out: dictionaries in OpenAI's shapes, ready for JSON.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 from onedraw.errors import OnedrawError
+from onedraw.llm.reply import Reply
 from onedraw.server.errors import error_object
-from onedraw.server.generation import PreparedRequest
-from onedraw.server.openai.choice_parts import ReplyPart, Token, join
+from onedraw.server.prepare import PreparedRequest
+from onedraw.text.detokenizer import Detokenizer
 from onedraw.text.tokenizer import Tokenizer
-from onedraw.types import ModelCard, Usage
+from onedraw.types import Finish, Logprobs, ModelCard, Piece, ReplyToken, Usage
 
-FLOOR = -9999.0  # stands for minus infinity, which JSON cannot write
+MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot write
 
 Json = dict[str, Any]
 
 
 class OpenAIWriter:
-    """Writes the parts of one job down."""
+    """Writes the choices of one request."""
 
-    def __init__(self, job: PreparedRequest, *, card: ModelCard, tokenizer: Tokenizer, include_usage: bool = False) -> None:
-        self._job = job
+    def __init__(self, prepared: PreparedRequest, *, card: ModelCard, tokenizer: Tokenizer, include_usage: bool = False) -> None:
+        self._prepared = prepared
         self._tokenizer = tokenizer
         self._include_usage = include_usage
-        self._begun: set[tuple[int, int]] = set()  # choice and call, of calls that were named
+        self._begun: set[int] = set()  # choices that have a chunk
+        self._named: set[tuple[int, int]] = set()  # choice and call, of calls whose name was sent
         self._head = {
-            "id": job.id,
+            "id": prepared.id,
             "created": int(time.time()),
             "model": card.name,
             "system_fingerprint": card.fingerprint,
@@ -40,43 +40,64 @@ class OpenAIWriter:
 
     # ------------------------------------------------------------------ a stream
 
-    def chunks(self, part: ReplyPart) -> list[Json]:
-        """A chat choice begins with a chunk that names the role. A part with nothing to show gives no chunk."""
-        written: list[Json] = []
-        if part.prompt_ids is not None and self._job.kind == "chat":
-            opening = ReplyPart(index=part.index, seed=part.seed, prompt_ids=part.prompt_ids)
-            written.append(self._chunk(self._choice(opening, {"delta": {"role": "assistant", "content": ""}}), part.prompt_ids))
-            part = _without_prompt(part)
-        opens = part.prompt_ids is not None and self._job.token_ids
-        calls = self._deltas(part)
-        if part.text or part.reasoning or calls or part.finish is not None or opens or part.said:
-            body = {"delta": _spoken(part) | calls} if self._job.kind == "chat" else {"text": part.text}
-            written.append(self._chunk(self._choice(part, body), part.prompt_ids))
+    def chunks(self, piece: Piece) -> list[Json]:
+        """A chat choice begins with a chunk that names the role. A piece with nothing to show gives no chunk."""
+        prepared, index, written = self._prepared, piece.index, []
+        first = index not in self._begun
+        self._begun.add(index)
+        prompt_ids = prepared.generation_of(index).prompt if first else None
+        if first and prepared.kind == "chat":
+            opening = self._choice(index, {"delta": {"role": "assistant", "content": ""}}, prompt_ids=prompt_ids)
+            written.append(self._chunk(opening, prompt_ids))
+            first, prompt_ids = False, None
+        tokens = piece.tokens if prepared.shows_tokens else ()
+        if prepared.kind == "chat":
+            delta = self._delta(piece)
+            body: Json = {"delta": delta}
+            shown = bool(delta)
+        else:
+            text = (prepared.echo_of(index) or "") + piece.text if first else piece.text
+            body, shown = {"text": text}, bool(text)
+        if shown or piece.finish is not None or (first and prepared.token_ids) or tokens:
+            choice = self._choice(
+                index,
+                body,
+                tokens=tokens,
+                echoed=self._echoed(index, piece.prompt_logprobs) if first else (),
+                finish=piece.finish,
+                stop_reason=piece.stop_reason,
+                prompt_ids=prompt_ids,
+            )
+            written.append(self._chunk(choice, prompt_ids))
         return written
 
-    def _deltas(self, part: ReplyPart) -> Json:
-        """Calls with what is new of them: id and name once, then pieces of the arguments."""
-        written = []
-        for call, text in part.calls:
-            entry: Json = {"index": call.index}
-            if (part.index, call.index) not in self._begun:
-                self._begun.add((part.index, call.index))
-                entry |= {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": text}}
-            elif text:
-                entry |= {"function": {"arguments": text}}
-            else:
-                continue
-            written.append(entry)
-        return {"tool_calls": written} if written else {}
+    def _delta(self, piece: Piece) -> Json:
+        match piece.channel:
+            case "content":
+                return {"content": piece.text} if piece.text else {}
+            case "reasoning":
+                return {"reasoning_content": piece.text} if piece.text else {}
+            case "tool":
+                return self._call_delta(piece)
+
+    def _call_delta(self, piece: Piece) -> Json:
+        """Id and name of a call once, then parts of its arguments."""
+        call = piece.call
+        assert call is not None
+        if (piece.index, call.index) not in self._named:
+            self._named.add((piece.index, call.index))
+            function = {"name": call.name, "arguments": piece.text}
+            return {"tool_calls": [{"index": call.index, "id": call.id, "type": "function", "function": function}]}
+        return {"tool_calls": [{"index": call.index, "function": {"arguments": piece.text}}]} if piece.text else {}
 
     def ending(self, usage: Usage) -> list[Json]:
-        """A last chunk without choices, where it was asked for."""
+        """With `include_usage`, a last chunk without choices."""
         if not self._include_usage:
             return []
         return [self._head | {"object": self._chunk_object, "choices": [], "usage": write_usage(usage)}]
 
     def failed(self, error: OnedrawError) -> list[Json]:
-        """What ends a stream that cannot come to its end."""
+        """The last chunk of a stream that failed."""
         return [error_object(error)]
 
     def _chunk(self, choice: Json, prompt_ids: tuple[int, ...] | None) -> Json:
@@ -87,86 +108,109 @@ class OpenAIWriter:
 
     @property
     def _chunk_object(self) -> str:
-        return "chat.completion.chunk" if self._job.kind == "chat" else "text_completion"
+        return "chat.completion.chunk" if self._prepared.kind == "chat" else "text_completion"
 
     # ------------------------------------------------------------------ whole
 
-    def whole(self, parts: Mapping[int, Sequence[ReplyPart]], usage: Usage) -> Json:
+    def whole(self, replies: Sequence[Reply], usage: Usage) -> Json:
+        chat = self._prepared.kind == "chat"
         choices = []
-        for index in range(self._job.choices):
-            part = join(parts[index])
-            if self._job.kind == "chat":
-                body: Json = {"message": _message(part)}
-            else:
-                body = {"text": part.text}
-            choices.append(self._choice(part, body))
-        reply = self._head | {"object": "chat.completion" if self._job.kind == "chat" else "text_completion", "choices": choices}
-        return reply | {"usage": write_usage(usage)} | self._prompt_ids(self._job.generations[0].prompt)
+        for index, reply in enumerate(replies):
+            choice = self._choice(
+                index,
+                {"message": _message(reply)} if chat else {"text": (self._prepared.echo_of(index) or "") + reply.text},
+                tokens=reply.tokens,
+                echoed=self._echoed(index, reply.prompt_logprobs),
+                finish=reply.finish,
+                stop_reason=reply.stop_reason,
+                prompt_ids=reply.prompt_ids,
+            )
+            choices.append(choice)
+        whole = self._head | {"object": "chat.completion" if chat else "text_completion", "choices": choices}
+        return whole | {"usage": write_usage(usage)} | self._prompt_ids(self._prepared.generations[0].prompt)
 
     # ------------------------------------------------------------------ both
 
-    def _choice(self, part: ReplyPart, body: Json) -> Json:
+    def _choice(
+        self,
+        index: int,
+        body: Json,
+        *,
+        tokens: Sequence[ReplyToken] = (),
+        echoed: Sequence[ReplyToken] = (),
+        finish: Finish | None = None,
+        stop_reason: str | int | None = None,
+        prompt_ids: tuple[int, ...] | None = None,
+    ) -> Json:
+        prepared = self._prepared
         choice = {
-            "index": part.index,
+            "index": index,
             **body,
-            "logprobs": self._logprobs(part),
-            "finish_reason": part.finish,
-            "stop_reason": part.stop_reason,
-            "seed": part.seed,
+            "logprobs": self._logprobs(index, tokens, echoed) if prepared.logprobs else None,
+            "finish_reason": finish,
+            "stop_reason": stop_reason,
+            "seed": prepared.seed_of(index),
         }
-        if self._job.token_ids:
-            choice["token_ids"] = [token.id for token in part.said]
-            if part.prompt_ids is not None:
-                choice["prompt_token_ids"] = list(part.prompt_ids)
-        if self._job.checksums:
-            choice["score_checksums"] = [str(token.checksum) for token in part.said]
-        if self._job.details:
+        if prepared.token_ids:
+            choice["token_ids"] = [token.token for token in tokens]
+            if prompt_ids is not None:
+                choice["prompt_token_ids"] = list(prompt_ids)
+        if prepared.checksums:
+            choice["score_checksums"] = [str(token.checksum) for token in tokens]
+        if prepared.details:
             choice["token_details"] = [
-                {"id": token.id, "text": token.text, "kept": token.kept, "rejected": token.rejected} for token in part.said
+                {"id": token.token, "text": token.text, "kept": token.kept, "rejected": token.rejected} for token in tokens
             ]
         return choice
 
     def _prompt_ids(self, ids: tuple[int, ...] | None) -> Json:
         """Beside the choices too where there is one prompt: some clients look there."""
-        return (
-            {"prompt_token_ids": list(ids)} if ids is not None and self._job.token_ids and len(self._job.generations) == 1 else {}
-        )
+        one_prompt = len(self._prepared.generations) == 1
+        return {"prompt_token_ids": list(ids)} if ids is not None and self._prepared.token_ids and one_prompt else {}
 
-    def _logprobs(self, part: ReplyPart) -> Json | None:
-        if not self._job.logprobs:
-            return None
-        tokens = (*part.echoed, *part.said)
-        if self._job.kind == "chat":
+    def _logprobs(self, index: int, tokens: Sequence[ReplyToken], echoed: Sequence[ReplyToken]) -> Json | None:
+        if self._prepared.kind == "chat":
             return {"content": self.chat_logprobs(tokens), "refusal": None} if tokens else None
+        start = len(self._prepared.echo_of(index) or "")
         return {
-            "tokens": [self._spell(token.id) for token in tokens],
-            "token_logprobs": [None if token.logprobs is None else finite(token.logprobs.logprob) for token in tokens],
-            "top_logprobs": [self._alternatives(token) for token in tokens],
-            "text_offset": [token.offset for token in tokens],
+            "tokens": [self._token_text(token.token) for token in (*echoed, *tokens)],
+            "token_logprobs": [_finite_or_none(token.logprobs) for token in (*echoed, *tokens)],
+            "top_logprobs": [self._alternatives(token) for token in (*echoed, *tokens)],
+            "text_offset": [*(token.offset for token in echoed), *(start + token.offset for token in tokens)],
         }
 
-    def chat_logprobs(self, tokens: Sequence[Token]) -> list[Json]:
+    def _echoed(self, index: int, logprobs: Sequence[Logprobs] | None) -> list[ReplyToken]:
+        """The prompt's tokens, where it is echoed with logprobs. The first token has no logprob."""
+        echo = self._prepared.echo_of(index)
+        if echo is None or not self._prepared.logprobs:
+            return []
+        prompt = self._prepared.generation_of(index).prompt
+        offsets = prompt_offsets(prompt, echo, self._tokenizer)
+        scored = (None, *(logprobs or ()))
+        return [ReplyToken(id, one, offset=offset) for id, one, offset in zip(prompt, scored, offsets, strict=True)]
+
+    def chat_logprobs(self, tokens: Sequence[ReplyToken]) -> list[Json]:
         return [self._chat_entry(token) for token in tokens]
 
-    def _chat_entry(self, token: Token) -> Json:
-        assert token.logprobs is not None  # they were asked for with the request
+    def _chat_entry(self, token: ReplyToken) -> Json:
+        assert token.logprobs is not None  # the request asked for them
         top = [self._entry(id, logprob) for id, logprob in token.logprobs.top]
-        return self._entry(token.id, token.logprobs.logprob) | {"top_logprobs": top}
+        return self._entry(token.token, token.logprobs.logprob) | {"top_logprobs": top}
 
     def _entry(self, id: int, logprob: float) -> Json:
-        return {"token": self._spell(id), "logprob": finite(logprob), "bytes": list(self._tokenizer.token_bytes(id))}
+        return {"token": self._token_text(id), "logprob": finite(logprob), "bytes": list(self._tokenizer.token_bytes(id))}
 
-    def _alternatives(self, token: Token) -> dict[str, float] | None:
-        """Spelling → logprob, the token itself included; of two tokens spelled alike the likelier stands."""
+    def _alternatives(self, token: ReplyToken) -> dict[str, float] | None:
+        """Text → logprob, the token itself included; of two tokens with the same text the likelier one is kept."""
         if token.logprobs is None:
             return None
-        spelled: dict[str, float] = {}
-        for id, logprob in (*token.logprobs.top, (token.id, token.logprobs.logprob)):
-            spelled.setdefault(self._spell(id), finite(logprob))
-        return spelled
+        found: dict[str, float] = {}
+        for id, logprob in (*token.logprobs.top, (token.token, token.logprobs.logprob)):
+            found.setdefault(self._token_text(id), finite(logprob))
+        return found
 
-    def _spell(self, id: int) -> str:
-        """A token as text; one that is no whole character as its bytes, so that two such tokens stay apart."""
+    def _token_text(self, id: int) -> str:
+        """A token that is no whole character is written as its bytes, so that two such tokens stay apart."""
         raw = self._tokenizer.token_bytes(id)
         try:
             return raw.decode("utf-8")
@@ -175,7 +219,22 @@ class OpenAIWriter:
 
 
 def finite(logprob: float) -> float:
-    return max(logprob, FLOOR)
+    return max(logprob, MIN_LOGPROB)
+
+
+def _finite_or_none(logprobs: Logprobs | None) -> float | None:
+    return None if logprobs is None else finite(logprobs.logprob)
+
+
+def prompt_offsets(prompt: Sequence[int], text: str, tokenizer: Tokenizer) -> list[int]:
+    """Where each prompt token begins in the echoed text. Tokens that the tokenizer added itself have no width there."""
+    detokenizer, offsets, at = Detokenizer(tokenizer, skip_special=False), [], 0
+    for token in prompt:
+        offsets.append(at)
+        found = detokenizer.push(token)
+        if not tokenizer.is_special(token) or text.startswith(found, at):
+            at = min(at + len(found), len(text))
+    return offsets
 
 
 def write_usage(usage: Usage) -> Json:
@@ -192,21 +251,14 @@ def write_usage(usage: Usage) -> Json:
     }
 
 
-def _message(part: ReplyPart) -> Json:
-    content = None if part.calls and not part.text else ""
-    message: Json = {"role": "assistant", "content": content, "refusal": None} | _spoken(part)
-    if part.calls:
+def _message(reply: Reply) -> Json:
+    calls, text, reasoning = reply.calls, reply.text, reply.reasoning
+    message: Json = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
         message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
-            for call, arguments in part.calls
+            {"id": one.call.id, "type": "function", "function": {"name": one.call.name, "arguments": one.arguments}}
+            for one in calls
         ]
     return message
-
-
-def _spoken(part: ReplyPart) -> Json:
-    said: Json = {"content": part.text} if part.text else {}
-    return said | ({"reasoning_content": part.reasoning} if part.reasoning else {})
-
-
-def _without_prompt(part: ReplyPart) -> ReplyPart:
-    return replace(part, prompt_ids=None)

@@ -1,30 +1,29 @@
-"""`/v1/responses`: OpenAI's newer shape of the same replies.
+"""Replies of /v1/responses, from pieces: events of a stream, or one object.
 
-In: the parts of a reply, and the conversations of earlier ones. Out: output items, whole or as events. Nothing is decided
-here: a response is one more rendering of the stream of pieces. `memory.py` keeps what it is told to.
+In: pieces, or a whole reply, and the conversation before it. Out: output items in OpenAI's shapes; finished responses go to
+the ResponseStore.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from onedraw.errors import OnedrawError
-from onedraw.server.blocks import BlockClosed, BlockGrew, BlockOpened, ContentBlock, ContentBlocks
-from onedraw.server.generation import PreparedRequest
+from onedraw.llm.reply import BlockChange, BlockClosed, BlockGrew, BlockOpened, ContentBlock, Reply
 from onedraw.server.openai.chat import Json, OpenAIWriter
-from onedraw.server.openai.choice_parts import ReplyPart, Token
 from onedraw.server.openai.response_store import ResponseStore, StoredResponse
 from onedraw.server.openai.responses_request import ResponsesRequest, messages_of
+from onedraw.server.prepare import PreparedRequest
 from onedraw.server.tool_fields import ToolChoice
-from onedraw.types import Finish, ModelCard, Usage
+from onedraw.types import Finish, ModelCard, Piece, ReplyToken, Usage
 
 
 @dataclass(frozen=True, slots=True)
 class EventNames:
-    """What the events of a part are called, and under which name its number stands."""
+    """Names of the events of a content part, and of the field that holds its number."""
 
     part: str
     text: str
@@ -32,95 +31,87 @@ class EventNames:
 
 
 TEXT = EventNames("response.content_part", "response.output_text", "content_index")
-THOUGHT = EventNames("response.content_part", "response.reasoning_text", "content_index")
+REASONING = EventNames("response.content_part", "response.reasoning_text", "content_index")
 SUMMARY = EventNames("response.reasoning_summary_part", "response.reasoning_summary_text", "summary_index")
 
 
 class ResponsesWriter:
-    """Writes one reply as a response, and has it remembered. `before`: the conversation it goes on from; `items`: what was
-    asked, without references."""
+    """Writes one reply as a response and stores it. `before`: the earlier conversation; `items`: the input, without
+    references."""
 
     def __init__(
         self,
-        job: PreparedRequest,
+        prepared: PreparedRequest,
         asked: ResponsesRequest,
         *,
         before: Sequence[Json],
         items: Sequence[Json],
         card: ModelCard,
-        scribe: OpenAIWriter,
-        memory: ResponseStore,
+        openai: OpenAIWriter,
+        store: ResponseStore,
         owner: str | None = None,
     ) -> None:
-        self._job = job
+        self._prepared = prepared
         self._asked = asked
         self._before = before
         self._items = items
         self._card = card
-        self._scribe = scribe  # knows how logprobs are written
-        self._memory = memory
+        self._openai = openai  # writes logprobs
+        self._store = store
         self._owner = owner
         self._summarizes = asked.summary is not None
-        self._blocks = ContentBlocks()
-        self._begun = int(time.time())
-        self._number = 0
-        self._last: ReplyPart | None = None
+        self._reply: Reply | None = None  # of a stream that has begun
+        self._created = int(time.time())
+        self._sequence_number = 0
 
-    def chunks(self, part: ReplyPart) -> list[Json]:
+    def chunks(self, piece: Piece) -> list[Json]:
         events: list[Json] = []
-        if self._last is None:
-            opened = self._response([], status="in_progress", usage=None, part=part)
-            events += [self._event("response.created", response=opened), self._event("response.in_progress", response=opened)]
-        self._last = part
-        for change in self._blocks.take(part):
+        if self._reply is None:
+            self._reply = Reply()
+            created = self._response([], status="in_progress", usage=None)
+            events += [self._event("response.created", response=created), self._event("response.in_progress", response=created)]
+        for change in self._reply.add(piece):
             events += self._changed(change)
         return events
 
     def ending(self, usage: Usage) -> list[Json]:
-        assert self._last is not None
-        events: list[Json] = []
-        for change in self._blocks.end(cut=_status(self._last.finish) == "incomplete"):
-            events += self._changed(change)
-        whole = self._finished(self._last, usage)
-        return [*events, self._event(f"response.{whole['status']}", response=whole)]
+        assert self._reply is not None
+        whole = self._finished(self._reply, usage)
+        return [self._event(f"response.{whole['status']}", response=whole)]
 
     def failed(self, error: OnedrawError) -> list[Json]:
-        assert self._last is not None
-        items = [self._item(block, "incomplete") for block in self._blocks.blocks]
-        whole = self._response(items, status="failed", usage=None, part=self._last)
+        assert self._reply is not None
+        items = [self._item(block, "incomplete") for block in self._reply.blocks]
+        whole = self._response(items, status="failed", usage=None)
         whole["error"] = {"code": error.code, "message": str(error)}
-        told = self._event("error", code=error.code, message=str(error), param=error.param)
-        return [told, self._event("response.failed", response=whole)]
+        event = self._event("error", code=error.code, message=str(error), param=error.param)
+        return [event, self._event("response.failed", response=whole)]
 
-    def whole(self, parts: Mapping[int, Sequence[ReplyPart]], usage: Usage) -> Json:
-        for part in parts[0]:
-            self._blocks.take(part)
-        self._blocks.end(cut=_status(parts[0][-1].finish) == "incomplete")
-        return self._finished(parts[0][-1], usage)
+    def whole(self, replies: Sequence[Reply], usage: Usage) -> Json:
+        return self._finished(replies[0], usage)
 
-    def _finished(self, last: ReplyPart, usage: Usage) -> Json:
-        status = _status(last.finish)
-        items = [self._item(block, _standing(block)) for block in self._blocks.blocks]
-        whole = self._response(items, status=status, usage=usage, part=last)
+    def _finished(self, reply: Reply, usage: Usage) -> Json:
+        items = [self._done_item(block) for block in reply.blocks]
+        whole = self._response(items, status=_status(reply.finish), usage=usage)
         if self._asked.store:
-            said = [item for item in items if item["type"] != "reasoning"]
-            messages = (*self._before, *messages_of(self._items), *messages_of(said))
-            self._memory.keep(StoredResponse(whole, self._given(), messages, self._owner))
+            spoken = [item for item in items if item["type"] != "reasoning"]
+            messages = (*self._before, *messages_of(self._items), *messages_of(spoken))
+            self._store.keep(StoredResponse(whole, self._input_items(), messages, self._owner))
         return whole
 
-    def _given(self) -> tuple[Json, ...]:
-        """The input as it is given back. An id is that of one item, or nobody could turn pages: of several the first has it."""
+    def _input_items(self) -> tuple[Json, ...]:
+        """The input with an id for every item. Paging needs distinct ids, so only the first of several equal ones is kept."""
         seen: set[str] = set()
         found: list[Json] = []
         for number, item in enumerate(self._items):
-            own = f"in_{self._job.id.partition('_')[2]}_{number}"
+            own = f"in_{self._prepared.id.partition('_')[2]}_{number}"
             name = item.get("id") or own
             name = own if name in seen else name
             seen.add(name)
-            found.append(self._named(name, item))
+            found.append(self._with_id(name, item))
         return tuple(found)
 
-    def _named(self, name: str, item: Json) -> Json:
+    def _with_id(self, name: str, item: Json) -> Json:
         """An item with an id, its text as parts."""
         content = item.get("content")
         if item["type"] == "message" and isinstance(content, str):
@@ -131,13 +122,15 @@ class ResponsesWriter:
     # ------------------------------------------------------------------ events
 
     def _event(self, kind: str, **fields: Any) -> Json:
-        self._number += 1
-        return {"type": kind, "sequence_number": self._number - 1, **fields}
+        self._sequence_number += 1
+        return {"type": kind, "sequence_number": self._sequence_number - 1, **fields}
 
-    def _changed(self, change: BlockOpened | BlockGrew | BlockClosed) -> list[Json]:
+    def _changed(self, change: BlockChange) -> list[Json]:
         block = change.block
-        if block.kind == "call":
-            return self._called(change, block)
+        if isinstance(change, BlockGrew) and not change.text and not self._prepared.logprobs:
+            return []
+        if block.channel == "tool":
+            return self._call_changed(change, block)
         names = self._names(block)
         place = {"item_id": self._item_id(block), "output_index": block.index, names.number: 0}
         match change:
@@ -149,12 +142,12 @@ class ResponsesWriter:
                 return [self._event(f"{names.text}.delta", **place, delta=text, **self._scored(block, tokens))]
             case BlockClosed():
                 return [
-                    self._event(f"{names.text}.done", **place, text=block.text, **self._scored(block, block.tokens or ())),
+                    self._event(f"{names.text}.done", **place, text=block.text, **self._scored(block, block.tokens)),
                     self._event(f"{names.part}.done", **place, part=self._part(block)),
-                    self._event("response.output_item.done", output_index=block.index, item=self._item(block, _standing(block))),
+                    self._event("response.output_item.done", output_index=block.index, item=self._done_item(block)),
                 ]
 
-    def _called(self, change: BlockOpened | BlockGrew | BlockClosed, block: ContentBlock) -> list[Json]:
+    def _call_changed(self, change: BlockChange, block: ContentBlock) -> list[Json]:
         """Of a call only the arguments grow."""
         place, kind = {"item_id": self._item_id(block), "output_index": block.index}, "response.function_call_arguments"
         match change:
@@ -164,35 +157,38 @@ class ResponsesWriter:
             case BlockGrew(_, text):
                 return [self._event(f"{kind}.delta", **place, delta=text)]
             case BlockClosed():
-                item = self._item(block, _standing(block))
+                item = self._done_item(block)
                 done = self._event(f"{kind}.done", **place, arguments=block.text, name=item["name"])
                 return [done, self._event("response.output_item.done", output_index=block.index, item=item)]
 
     def _names(self, block: ContentBlock) -> EventNames:
-        if block.kind == "text":
+        if block.channel == "content":
             return TEXT
-        return SUMMARY if self._summarizes else THOUGHT
+        return SUMMARY if self._summarizes else REASONING
 
-    def _scored(self, block: ContentBlock, tokens: Sequence[Token]) -> Json:
-        return {"logprobs": self._logprobs(tokens)} if block.kind == "text" else {}
+    def _scored(self, block: ContentBlock, tokens: Sequence[ReplyToken]) -> Json:
+        return {"logprobs": self._logprobs(tokens)} if block.channel == "content" else {}
 
     # ------------------------------------------------------------------ objects
 
     def _item_id(self, block: ContentBlock) -> str:
-        kinds = {"thinking": "rs", "text": "msg", "call": "fc"}
-        return f"{kinds[block.kind]}_{self._job.id.partition('_')[2]}_{block.index}"
+        prefixes = {"reasoning": "rs", "content": "msg", "tool": "fc"}
+        return f"{prefixes[block.channel]}_{self._prepared.id.partition('_')[2]}_{block.index}"
+
+    def _done_item(self, block: ContentBlock) -> Json:
+        return self._item(block, "incomplete" if block.cut else "completed")
 
     def _item(self, block: ContentBlock, status: str, *, empty: bool = False) -> Json:
         head: Json = {"id": self._item_id(block), "status": status}
-        match block.kind:
-            case "thinking":
+        match block.channel:
+            case "reasoning":
                 shown = [] if empty else [self._part(block)]
                 summary, content = (shown, []) if self._summarizes else ([], shown)
                 return {**head, "type": "reasoning", "summary": summary, "content": content}
-            case "text":
+            case "content":
                 content = [] if empty else [self._part(block)]
                 return {**head, "type": "message", "role": "assistant", "content": content}
-            case "call":
+            case "tool":
                 assert block.call is not None
                 arguments = "" if empty else block.text
                 return {
@@ -205,24 +201,24 @@ class ResponsesWriter:
 
     def _part(self, block: ContentBlock, *, empty: bool = False) -> Json:
         text = "" if empty else block.text
-        if block.kind == "thinking":
+        if block.channel == "reasoning":
             return {"type": "summary_text" if self._summarizes else "reasoning_text", "text": text}
         return {
             "type": "output_text",
             "text": text,
             "annotations": [],
-            "logprobs": self._logprobs(() if empty else block.tokens or ()),
+            "logprobs": self._logprobs(() if empty else block.tokens),
         }
 
-    def _logprobs(self, tokens: Sequence[Token]) -> list[Json]:
-        return self._scribe.chat_logprobs(tokens) if self._job.logprobs else []
+    def _logprobs(self, tokens: Sequence[ReplyToken]) -> list[Json]:
+        return self._openai.chat_logprobs(tokens) if self._prepared.logprobs else []
 
-    def _response(self, items: list[Json], *, status: str, usage: Usage | None, part: ReplyPart) -> Json:
-        asked, params = self._asked, self._job.generations[0].params
+    def _response(self, items: list[Json], *, status: str, usage: Usage | None) -> Json:
+        asked, params = self._asked, self._prepared.generations[0].params
         return {
-            "id": self._job.id,
+            "id": self._prepared.id,
             "object": "response",
-            "created_at": self._begun,
+            "created_at": self._created,
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
@@ -242,7 +238,7 @@ class ResponsesWriter:
             "truncation": "disabled",
             "metadata": asked.metadata or {},
             "usage": None if usage is None else write_usage(usage),
-            "seed": part.seed,
+            "seed": self._prepared.seed_of(0),
             "system_fingerprint": self._card.fingerprint,
         }
 
@@ -260,10 +256,6 @@ def _choice_of(choice: ToolChoice | None) -> Any:
 def _format_of(asked: ResponsesRequest) -> Json:
     shape = None if asked.text is None else asked.text.format
     return {"type": "text"} if shape is None else shape.model_dump(by_alias=True, exclude_none=True)
-
-
-def _standing(block: ContentBlock) -> str:
-    return "incomplete" if block.cut else "completed"
 
 
 def _status(finish: Finish | None) -> str:

@@ -1,6 +1,6 @@
-"""From a request to pieces, without HTTP: prompts, asks, and one stream over all prompts and choices.
+"""A typed request → its generations, and which details of each choice the reply shows. No HTTP here.
 
-In: a typed request and a door. Out: a Job (what to run and what to show), then its pieces, numbered over prompts × n.
+In: a request of `protocol.py` and the LLM. Out: a PreparedRequest, in which everything is checked, and the stream of its pieces.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from onedraw.errors import BadParameter, BadRequest, ContextOverflow, ShuttingDown
-from onedraw.llm.llm import LLM, Generation, fresh_seed
+from onedraw.llm.generation import Generation
+from onedraw.llm.llm import LLM, fresh_seed
 from onedraw.llm.options import make_chat_generation, make_generation
-from onedraw.sampling.noise import child_seed, prompt_seed
+from onedraw.sampling.noise import prompt_seed
 from onedraw.server.protocol import (
     COMPLETION_MAX_TOKENS,
     MAX_REPLIES,
@@ -24,63 +25,62 @@ from onedraw.server.protocol import (
     Prompt,
     TokenizeRequest,
 )
-from onedraw.types import Piece
+from onedraw.types import Piece, Usage
 
 TEMPLATE_NAMES = frozenset({"messages", "add_generation_prompt", "tools", "self", "use"})  # not for chat_template_kwargs
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A request made ready. Choice `c` is child `c % n` of prompt `c // n`."""
+    """What to generate and what to show of it. Choice `c` is choice `c % n` of prompt `c // n`."""
 
     id: str
     kind: Literal["chat", "completion"]
     generations: tuple[Generation, ...]
     n: int
-    echoes: tuple[str | None, ...]  # per prompt: what stands before the reply
+    echoes: tuple[str | None, ...]  # per prompt: the text that is repeated before the reply
     logprobs: bool
     token_ids: bool
     checksums: bool
-    details: bool = False  # how each token came
+    details: bool = False  # text of each token, and whether it was drafted
 
-    def ask_of(self, choice: int) -> Generation:
+    def generation_of(self, choice: int) -> Generation:
         return self.generations[choice // self.n]
 
-    def seed_of(self, choice: int) -> int:
-        return child_seed(self.ask_of(choice).params.seed, choice % self.n)
+    def echo_of(self, choice: int) -> str | None:
+        return self.echoes[choice // self.n]
 
-    @property
-    def choices(self) -> int:
-        return len(self.generations) * self.n
+    def seed_of(self, choice: int) -> int:
+        return self.generation_of(choice).seed_of(choice % self.n)
 
     @property
     def shows_tokens(self) -> bool:
-        """Whether the reply tells of its tokens, beside their text."""
+        """Whether the reply lists its tokens."""
         return self.logprobs or self.token_ids or self.checksums or self.details
 
 
 def prepare(
     request: CompletionRequest | ChatRequest, llm: LLM, *, prefix: str | None = None, names: Mapping[str, str] | None = None
 ) -> PreparedRequest:
-    """Everything that can be wrong with a request is found here. Tokenizes, so it may take a while.
+    """Everything that can be wrong with a request is found here. A long prompt takes long to tokenize: call it on a thread.
 
-    `prefix` begins the job's id; `names` are the caller's names for our fields, where they are others.
+    `prefix` begins the reply's id; `names` maps our field names to the caller's, where they differ.
     """
     try:
         match request:
             case ChatRequest():
-                job = _chat(request, llm, prefix or "chatcmpl-")
+                prepared = _chat(request, llm, prefix or "chatcmpl-")
             case CompletionRequest():
-                job = _completion(request, llm)
-        for generation in job.generations:
+                prepared = _completion(request, llm)
+        for generation in prepared.generations:
             llm.check(generation)
     except BadParameter as error:
-        told = error.renamed({ours: theirs for theirs, (ours, _) in request.guided().items()})
-        raise told.renamed(names or {}) from None
+        renamed = error.renamed({ours: theirs for theirs, (ours, _) in request.guided().items()})
+        raise renamed.renamed(names or {}) from None
     except BadRequest as error:
         error.param = (names or {}).get(error.param or "", error.param)
         raise
-    return job
+    return prepared
 
 
 def count_prompt(request: ChatRequest, llm: LLM, *, names: Mapping[str, str]) -> int:
@@ -107,7 +107,7 @@ def _completion(request: CompletionRequest, llm: LLM) -> PreparedRequest:
             make_generation(options, llm=llm, prompt=ids, default_max_tokens=COMPLETION_MAX_TOKENS, label=identity)
         )
         echoes.append(_echo(prompt, request, llm) if request.echo else None)
-    return _job(identity, "completion", request, generations, echoes=echoes, logprobs=request.logprobs is not None)
+    return _prepared(identity, "completion", request, generations, echoes=echoes, logprobs=request.logprobs is not None)
 
 
 def _echo(prompt: Prompt, request: CompletionRequest, llm: LLM) -> str:
@@ -123,10 +123,10 @@ def _chat(request: ChatRequest, llm: LLM, prefix: str) -> PreparedRequest:
         if error.param == "prompt":
             error.param = "messages"  # the caller's name for it
         raise
-    return _job(identity, "chat", request, [generation], echoes=[None], logprobs=request.logprobs)
+    return _prepared(identity, "chat", request, [generation], echoes=[None], logprobs=request.logprobs)
 
 
-def _job(
+def _prepared(
     identity: str,
     kind: Literal["chat", "completion"],
     request: CompletionRequest | ChatRequest,
@@ -167,10 +167,26 @@ def _spoken(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     }
 
 
-async def bursts(job: PreparedRequest, llm: LLM) -> AsyncGenerator[list[Piece], None]:
+async def bursts(prepared: PreparedRequest, llm: LLM) -> AsyncGenerator[list[Piece], None]:
     """The pieces of all choices as they come, prompt after prompt in number. Closing it cancels what still runs."""
-    async with aclosing(llm.bursts(*job.generations)) as stream:
+    async with aclosing(llm.bursts(*prepared.generations)) as stream:
         async for burst in stream:
             if any(piece.finish == "cancelled" for piece in burst):
                 raise ShuttingDown("the request was cancelled before it finished")
             yield burst
+
+
+def total_usage(prepared: PreparedRequest, usages: Mapping[int, Usage]) -> Usage:
+    """The usage of all choices (choice → usage). A prompt counts once, however many choices continue it; prompt tokens that
+    any of them had to compute were not cached."""
+    cached = 0
+    for number in range(len(prepared.generations)):
+        cached += min((usage.cached for choice, usage in usages.items() if choice // prepared.n == number), default=0)
+    return Usage(
+        prompt=sum(len(generation.prompt) for generation in prepared.generations),
+        completion=sum(usage.completion for usage in usages.values()),
+        cached=cached,
+        kept=sum(usage.kept for usage in usages.values()),
+        rejected=sum(usage.rejected for usage in usages.values()),
+        reasoning=sum(usage.reasoning for usage in usages.values()),
+    )

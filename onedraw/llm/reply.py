@@ -1,0 +1,154 @@
+"""A whole reply: the fold of its pieces.
+
+In: the pieces of one choice, in order. Out: a Reply. Its content blocks are consecutive text of one channel (reasoning,
+content, one tool call); every interface that shows a whole reply reads them. `Reply.add` returns what changed, which is what
+the streamed events of Responses and Messages are written from, so a whole reply always equals its stream.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from onedraw.llm.generation import Generation
+from onedraw.types import Call, Channel, Finish, Logprobs, Piece, ReplyToken, Usage
+
+
+@dataclass(slots=True)
+class ContentBlock:
+    """Consecutive text of one channel. Owner: its Reply.
+
+    A content token belongs to the content block that is open, together with the tokens that lead from there into reasoning
+    or a call, which cannot be told apart before; where no content block is open, to the next block if that one is content.
+    So the tokens of a block do not depend on how the reply was cut into pieces.
+    """
+
+    index: int
+    channel: Channel
+    call: Call | None = None  # of a tool call: `text` is the JSON of its arguments
+    text: str = ""
+    tokens: list[ReplyToken] = field(default_factory=list)  # of content only
+    cut: bool = False  # max_tokens ended the reply inside this block
+
+
+@dataclass(frozen=True, slots=True)
+class BlockOpened:
+    block: ContentBlock
+
+
+@dataclass(frozen=True, slots=True)
+class BlockGrew:
+    """`text` is empty where only tokens were added."""
+
+    block: ContentBlock
+    text: str
+    tokens: tuple[ReplyToken, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BlockClosed:
+    block: ContentBlock
+
+
+BlockChange = BlockOpened | BlockGrew | BlockClosed
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyCall:
+    """A tool call and its arguments, as JSON."""
+
+    call: Call
+    arguments: str
+
+
+@dataclass(slots=True)
+class Reply:
+    """One choice. `seed` with n = 1 replays it."""
+
+    seed: int = 0
+    prompt_ids: tuple[int, ...] = ()
+    tokens: list[ReplyToken] = field(default_factory=list)
+    blocks: list[ContentBlock] = field(default_factory=list)
+    finish: Finish | None = None
+    stop_reason: str | int | None = None
+    usage: Usage = field(default_factory=Usage)
+    prompt_logprobs: tuple[Logprobs, ...] | None = None
+    _open: ContentBlock | None = field(default=None, init=False, repr=False, compare=False)
+    _pending: tuple[ReplyToken, ...] = field(default=(), init=False, repr=False, compare=False)  # content, not in a block yet
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token.token for token in self.tokens]
+
+    @property
+    def text(self) -> str:
+        """The answer, without reasoning and tool calls."""
+        return "".join(block.text for block in self.blocks if block.channel == "content")
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(block.text for block in self.blocks if block.channel == "reasoning")
+
+    @property
+    def calls(self) -> list[ReplyCall]:
+        return [ReplyCall(block.call, block.text) for block in self.blocks if block.call is not None]
+
+    def add(self, piece: Piece) -> list[BlockChange]:
+        """Take in the next piece; what it changed. The piece with a finish closes the last block."""
+        changes: list[BlockChange] = []
+        self.tokens.extend(piece.tokens)
+        if piece.channel == "content":
+            self._pending += piece.tokens
+        if piece.prompt_logprobs is not None:
+            self.prompt_logprobs = piece.prompt_logprobs
+        if piece.text or piece.call is not None:
+            changes += self._extend(piece.channel, piece.call, piece.text)
+        if piece.finish is not None:
+            self.finish, self.stop_reason = piece.finish, piece.stop_reason
+            self.usage = piece.usage or self.usage
+            changes += self._end()
+        return changes
+
+    def _extend(self, channel: Channel, call: Call | None, text: str) -> list[BlockChange]:
+        changes: list[BlockChange] = []
+        if self._open is None or (self._open.channel, self._open.call) != (channel, call):
+            changes += self._close()
+            if channel != "content":
+                self._pending = ()  # tokens that lead into reasoning or a call
+            self._open = ContentBlock(len(self.blocks), channel, call)
+            self.blocks.append(self._open)
+            changes.append(BlockOpened(self._open))
+        return [*changes, *self._grow(self._open, text)] if text else changes
+
+    def _grow(self, block: ContentBlock, text: str) -> list[BlockChange]:
+        tokens: tuple[ReplyToken, ...] = ()
+        if block.channel == "content":
+            tokens, self._pending = self._pending, ()
+            block.tokens.extend(tokens)
+        block.text += text
+        return [BlockGrew(block, text, tokens)] if text or tokens else []
+
+    def _close(self) -> list[BlockChange]:
+        closed, self._open = self._open, None
+        return [] if closed is None else [*self._grow(closed, ""), BlockClosed(closed)]
+
+    def _end(self) -> list[BlockChange]:
+        """A reply without text has one empty content block. A call whose JSON is complete is not cut."""
+        changes = [] if self.blocks else self._extend("content", None, "")
+        if self._open is not None and self.finish == "length":
+            self._open.cut = self._open.call is None or not _is_json(self._open.text)
+        return [*changes, *self._close()]
+
+
+def new_replies(generations: Sequence[Generation]) -> list[Reply]:
+    """Empty replies to fold pieces into, one per choice, each with its seed."""
+    return [Reply(seed=one.seed_of(i), prompt_ids=one.prompt) for one in generations for i in range(one.n)]
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
