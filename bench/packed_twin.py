@@ -53,7 +53,7 @@ def main() -> None:
     texts: list[tuple[int, ...]] = []
     sides: dict[str, list[Logprobs]] = {}
     for dtype in (options.twin, "packed"):
-        with build_llm(Settings.of(**given, dtype=dtype), rehearse=False) as llm:
+        with build_llm(Settings.of(**given, dtype=dtype), warm_up=False) as llm:
             texts = texts or replies(llm, options.new_tokens)
             sides[dtype] = scored(llm, texts)
             print(f"{dtype}: {llm.card.device}, {llm.card.dtype}, {len(sides[dtype])} positions", flush=True)

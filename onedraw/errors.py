@@ -1,21 +1,21 @@
-"""The exception tree. Every error a user can cause has a class, a code and a sentence that says what to do.
+"""The exception tree. Every error that a user can cause has a class, a code for programs and a message that says what to do.
 
-OnedrawError                 anything we say on purpose
+OnedrawError                 base class of all errors raised on purpose
 ├── BadRequest               the caller's mistake: 400, with `param` and `code`
 │   ├── BadParameter         one parameter is out of range or unknown
-│   ├── ContextOverflow      prompt + max_tokens over the context
-│   └── Unsupported          a wish this backend or build cannot honour, by name
-├── NoTokenLeft                   the law left no token to choose
-├── QueueFull                too many waiting: 429, try again
-├── ShuttingDown                 the server is shutting down: 503
-├── NonFiniteLogits                a model's numbers overflowed: 500, and which dtype holds them
-├── StepFailed               an exception in a turn: 500, with an id that the log has too
+│   ├── ContextOverflow      prompt + max_tokens exceed the context
+│   ├── Unsupported          this backend or build does not support the feature that the message names
+│   └── NoTokenLeft          the sampling parameters leave no token to sample
+├── QueueFull                too many requests are waiting: 429
+├── ShuttingDown             the server is shutting down: 503
+├── NonFiniteLogits          the model's activations overflowed: 500; the message names a dtype that avoids it
+├── StepFailed           an exception in an engine step: 500, with an id that is also in the log
 ├── ModelError               the checkpoint cannot be used
-│   ├── ModelNotFound             no such model, and how to get it
-│   ├── CorruptFile              names file and tensor
-│   └── UnsupportedModel     names the architecture or config key, lists what is supported
-├── OutOfMemory                   memory for not even one sequence, or a full disk: says how much is needed
-└── BadSetting               a flag or environment variable is wrong
+│   ├── ModelNotFound        no such model; the message says how to get it
+│   ├── CorruptFile          a file is damaged or incomplete; the message names file and tensor
+│   └── UnsupportedModel     names the architecture or config key, and lists what is supported
+├── OutOfMemory              not enough memory for even one sequence, or a full disk; the message says how much is needed
+└── BadSetting               a flag or an environment variable is wrong
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Mapping
 
 
 class OnedrawError(Exception):
-    """`code` is for programs, the message for people. `status` is the HTTP status it becomes."""
+    """`code` is for programs, the message for people, `status` is the HTTP status."""
 
     code: str = "error"
     status: int = 500
@@ -50,14 +50,14 @@ class BadParameter(BadRequest):
         self._message = message
 
     def renamed(self, names: Mapping[str, str]) -> BadParameter:
-        """The same about a parameter that the caller knows by another name, which may be the beginning of a path."""
+        """The same error under the caller's name of the parameter. A key of `names` may be the first part of a path."""
         param = self.param or ""
         head = next((name for name in names if param == name or param.startswith((f"{name}.", f"{name}["))), None)
         return self if head is None else BadParameter(names[head] + param[len(head) :], self._message)
 
 
 class ContextOverflow(BadRequest):
-    """`prompt`: tokens that the prompt has."""
+    """`prompt`: number of prompt tokens."""
 
     code = "context_length_exceeded"
 

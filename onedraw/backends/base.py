@@ -1,7 +1,7 @@
-"""What the engine knows of a device: a backend takes a plan and gives an outcome.
+"""The backend protocol: a backend takes a plan and returns an outcome. The engine knows devices only through this file.
 
-In: Plan. Out: Outcome. What a backend cannot do stands in its Capacity, is checked once at the border
-(`engine/service.py`) and refused by name; nothing is silently downgraded.
+In: Plan. Out: Outcome. A capability that a backend lacks is a field of its Capacity; `engine/service.py` checks it once per
+request and rejects the request with an error that names it.
 """
 
 from __future__ import annotations
@@ -22,50 +22,50 @@ STATE_DTYPE = "f32"
 
 @dataclass(frozen=True, slots=True)
 class PageGroup:
-    """Layers that keep the same positions: all of them, or only those that the next position's window still sees."""
+    """KV pages of layers with the same attention window. With a window, pages that no later position reads are freed."""
 
     pages: int
-    window: int | None = None  # position i sees keys j with i - window < j <= i
+    window: int | None = None  # position i attends to keys j with i - window < j <= i; None: all keys
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The numbers and abilities the engine plans with."""
+    """Sizes and capabilities of a backend, which the engine plans with."""
 
     vocab: int
     max_context: int
     lanes: int
-    groups: tuple[PageGroup, ...]  # the unbounded one first, where there is one
+    groups: tuple[PageGroup, ...]  # the one without a window first, if there is one
     page_size: int
-    checkpoints: int = 0  # slots for the state and last logits of prompts
-    chunk: int = 1  # prompt rows that do not reach the prompt's end stop at multiples of it
-    recurrent: bool = False  # has state that only moves forward: pages alone do not restore a prefix
-    returns_logits: bool = True  # can choose by any law; without it only plain argmax
+    checkpoints: int = 0  # slots for the recurrent state and last logits of prompt prefixes
+    chunk: int = 1  # a prompt row that does not reach the prompt's end stops at a multiple of this
+    recurrent: bool = False  # has recurrent layers: pages alone do not restore a prefix
+    returns_logits: bool = True  # supports every sampling parameter; otherwise greedy only
     logits_per_position: bool = True  # can verify drafts
-    max_drafts: int = 64  # drafts of one row in one turn
-    draft_positions: int | None = None  # drafts of all rows in one turn, where a rollback buffer bounds them
-    step_tokens: int | None = None  # tokens of one turn, where buffers between devices bound them
-    stages: int = 1  # parts that the layers lie in, one behind the other
-    max_in_flight: int = 1  # plans that may be under way at once; stages on devices of their own work on one each
-    min_step_rows: int = 1  # sequences that ride together before a second plan is made: fewer would take as long by themselves
-    async_tokens: int = 0  # tokens of a steady turn that `submit` only starts; 0: it computes every turn
-    async_scheduling: bool = False  # a plan may follow one that is under way: its rows await the tokens of that one's rows
-    lookahead: int = 0  # positions past a row that the backend's own drafter writes to; covered where pages allow
-    drafter: str = ""  # the backend's own drafter, if it has one
+    max_drafts: int = 64  # drafts of one row in one step
+    draft_positions: int | None = None  # drafts of all rows in one step, if a rollback buffer limits them
+    step_tokens: int | None = None  # tokens of one step, if buffers between devices limit them
+    stages: int = 1  # pipeline stages
+    max_in_flight: int = 1  # plans between submit and collect; one per stage if the stages run in parallel
+    min_step_rows: int = 1  # rows per plan before a second plan is made: a smaller plan would not run faster
+    async_tokens: int = 0  # `submit` of plain decode rows with at most this many tokens returns at once; 0: never
+    async_scheduling: bool = False  # a plan may follow one in flight, with rows that await its sampled tokens
+    lookahead: int = 0  # positions after a row that the backend's drafter writes to, as far as the row has pages
+    drafter: str = ""  # name of the backend's own drafter
     device: str = "cpu"
     dtype: str = "f32"
     activation: str = "f32"  # dtype of the residual stream
-    kv_dtype: str = ""  # of keys and values; empty: that of the products
+    kv_dtype: str = ""  # dtype of keys and values; empty: the compute dtype
 
     def submits_async(self, rows: Sequence[Row]) -> bool:
-        """`submit` of these rows returns at once."""
+        """Whether `submit` of these rows returns before they are computed."""
         tokens = sum(len(row.tokens) + len(row.drafts) for row in rows)
         return tokens <= self.async_tokens and all(is_plain_decode(row, recurrent=self.recurrent) for row in rows)
 
 
 def is_plain_decode(row: Row, *, recurrent: bool) -> bool:
-    """A row of a turn that repeats: it chooses, from one generated token, with what sampling kernels can do alone. Logprobs and
-    constraints are left to the host's part of the sampler, and checkpoints and prompts come once per request."""
+    """Whether a row is a decode step that CUDA graphs and sampling kernels can run alone: one generated token (and drafts), no
+    logprobs, no constraint, no checkpoint. The other rows need the host part of the sampler, or occur once per request."""
     plain = row.samples and len(row.tokens) == 1 and not (row.scores_prompt or row.copies or row.saves) and row.restore is None
     chooses = row.params.logprobs is None and row.params.constraint is None
     return plain and chooses and (row.start >= row.prompt_stop or not recurrent)
@@ -73,7 +73,7 @@ def is_plain_decode(row: Row, *, recurrent: bool) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """One thing that was looked at before anything is served."""
+    """One comparison of the self-check at start."""
 
     check: str
     passed: bool
@@ -81,7 +81,7 @@ class CheckResult:
 
 @dataclass(frozen=True, slots=True)
 class SelfCheck:
-    """Whether a row computes from its row on this machine."""
+    """Whether a row's results on this machine are independent of the other rows of its batch."""
 
     results: tuple[CheckResult, ...]
 
@@ -91,9 +91,9 @@ class SelfCheck:
 
 
 class Backend(Protocol):
-    """One device, or several under one roof. A sequence rides in one ticket at a time; tickets are collected in the order of
-    their submission, and no more than `max_in_flight` are under way; with `async_scheduling` one more, whose rows await what
-    the one before it chooses. With one ticket, `submit` may compute."""
+    """One device or several. Plans are collected in the order of their submission, and a sequence is in one plan at a time. At
+    most `Capacity.max_in_flight` plans are in flight; with `async_scheduling` one more, whose rows await tokens that the plan
+    before it samples. With one plan in flight, `submit` may compute."""
 
     @property
     def capacity(self) -> Capacity: ...
@@ -107,25 +107,26 @@ class Backend(Protocol):
 
 @runtime_checkable
 class SupportsSnapshots(Protocol):
-    """A backend whose checkpoints can leave it and come back, bit for bit. Names and shapes do not depend on a split."""
+    """A backend that can export checkpoints to the host and import them bit for bit. Array names and shapes do not depend on
+    how the layers are split over devices."""
 
     @property
     def identity(self) -> str:
-        """What computes the bits; where it is equal, equal inputs have equal bits."""
+        """Kernels, hardware and libraries. Backends with equal identity compute equal bits from equal inputs."""
         ...
 
     def export(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, npt.NDArray[Any]]:
-        """Copies on the host: these pages of every group, and the slot's states and logits."""
+        """Host copies of these pages of every group, and of the checkpoint slot's states and logits."""
         ...
 
     def adopt(self, slot: int | None, places: Sequence[Mapping[int, int]], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Per group, stored page → page here; the slot's states and logits, where there is a slot. Raises KeyError or
-        ValueError where the arrays are not this backend's."""
+        """Import what `export` returned. `places`: per group, stored page → page here. `slot` None: pages only. Raises KeyError
+        or ValueError if the arrays do not fit this backend."""
         ...
 
 
 def require_state_dtype(dtype: str, buffer: str) -> None:
-    """Recurrent state is kept in float32: it feeds on itself, so what a narrower buffer rounds away comes back in every
-    later token, and a state that went through a checkpoint would differ from one that did not."""
+    """Recurrent state is float32 everywhere: rounding errors of a narrower dtype would accumulate over all later tokens, and a
+    state restored from a checkpoint would differ from one that was never saved."""
     if dtype != STATE_DTYPE:
-        raise BadSetting(f"--state-dtype: {dtype} cannot hold the {buffer}; recurrent state is kept in {STATE_DTYPE}")
+        raise BadSetting(f"--state-dtype: {dtype} is not supported for the {buffer}; recurrent state is always {STATE_DTYPE}")

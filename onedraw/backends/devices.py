@@ -1,7 +1,7 @@
-"""Devices by name: those of this machine, and those that are only described. Pure.
+"""Devices by name, and the CPU of this machine.
 
-In: `cuda:0`, `cpu`, some processors of it (`cpu:0-3`), or a description such as `cuda/sm86/24GiB`. Out: Device. A description
-plans; it cannot run.
+In: `cuda:0`, `cpu`, some of its cores (`cpu:0-3`), or a hypothetical device such as `cuda/sm86/24GiB`. Out: Device. A
+hypothetical device can be planned for, but not run on.
 """
 
 from __future__ import annotations
@@ -16,35 +16,6 @@ from typing import Literal
 
 from onedraw.errors import BadSetting
 
-# -------------------- The processor of this machine by name: equal names compute equal bits. Pure but for one fi
-
-
-CPUINFO = Path("/proc/cpuinfo")
-VECTOR = ("sse", "ssse", "avx", "fma", "f16c", "amx", "asimd", "sve", "sme", "bf16", "i8mm", "fphp")
-
-
-def cpu_model() -> str:
-    """As the system names it; where it does not say, the architecture."""
-    return _said("model name") or platform.machine()
-
-
-def cpu_features_digest() -> str:
-    """Eight digits that differ where the vector instructions do."""
-    offered = (_said("flags") or _said("Features")).split()
-    return sha256(" ".join(sorted(word for word in offered if word.startswith(VECTOR))).encode()).hexdigest()[:8]
-
-
-def _said(name: str) -> str:
-    try:
-        lines = CPUINFO.read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == name), "")
-
-
-# -------------------- Devices by name: those of this machine, and those that are only described. Pure.
-
-
 Kind = Literal["cpu", "cuda", "hip"]
 KINDS: tuple[Kind, ...] = ("cpu", "cuda", "hip")
 UNITS = {"MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -53,14 +24,11 @@ EXAMPLES = "cpu, cpu:0-3, cuda:0, or a description such as cuda/sm86/24GiB, hip/
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """`arch`: sm86, gfx90a …, empty where nobody knows. `memory`: bytes that may be taken, None where nobody knows.
-    `cores`: the processors of a CPU that may be used; none named: all of them."""
-
-    name: str  # as it was written
+    name: str  # as written by the user
     kind: Kind
-    arch: str = ""
-    memory: int | None = None
-    cores: tuple[int, ...] = ()
+    arch: str = ""  # sm86, gfx90a …; empty if unknown
+    memory: int | None = None  # free bytes; None if unknown
+    cores: tuple[int, ...] = ()  # CPU cores to use; empty: all
 
     @property
     def hypothetical(self) -> bool:
@@ -68,14 +36,14 @@ class Device:
 
     @property
     def memory_pool(self) -> str:
-        """Whose memory it takes: processors of one machine share theirs."""
+        """Devices with the same value share one memory: all cores of this machine do."""
         return self.kind if self.kind == "cpu" and not self.hypothetical else self.name
 
 
 def can_overlap(devices: Sequence[Device]) -> bool:
-    """Several devices of one kind, none of which another takes computing time from: each can be kept busy by itself.
+    """Whether pipeline stages on these devices can run in parallel: several devices of one kind that share no cores.
 
-    A CPU beside an accelerator is left out: the slower one decides, and two small turns cost it more than one large one.
+    Not a CPU beside an accelerator: the CPU is the bottleneck, and two small steps take it longer than one large step.
     """
     names, cores = [device.name for device in devices], [core for device in devices for core in device.cores]
     alone = len(set(names)) == len(names) and len(set(cores)) == len(cores)
@@ -87,7 +55,7 @@ def parse_device(text: str) -> Device:
     base, _, index = first.partition(":")
     cores = _cores(index) if base == "cpu" else ()
     if base not in KINDS or (index and not (index.isascii() and index.isdecimal()) and not cores) or (parts and index):
-        raise BadSetting(f"--devices: {text!r} is no device; write {EXAMPLES}")
+        raise BadSetting(f"--devices: {text!r} is not a device; write {EXAMPLES}")
     kind: Kind = next(k for k in KINDS if k == base)
     arch, memory = "", None
     for part in parts:
@@ -101,12 +69,37 @@ def parse_device(text: str) -> Device:
 
 
 def _cores(text: str) -> tuple[int, ...]:
-    """3 → (3,), 4-7 → (4, 5, 6, 7); nothing where it says neither."""
+    """3 → (3,), 4-7 → (4, 5, 6, 7); empty if it is neither."""
     found = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", text)
     return () if found is None else tuple(range(int(found[1]), int(found[2] or found[1]) + 1))
 
 
 def compute_capability(arch: str) -> tuple[int, int] | None:
-    """sm86 → (8, 6), sm120 → (12, 0); None where the name says nothing."""
+    """sm86 → (8, 6), sm120 → (12, 0); None for another name."""
     found = re.fullmatch(r"sm(\d+)(\d)[a-z]?", arch)
     return None if found is None else (int(found[1]), int(found[2]))
+
+
+# ---------------------------------------------------------------------- the CPU of this machine; its name is part of fingerprints
+
+CPUINFO = Path("/proc/cpuinfo")
+VECTOR = ("sse", "ssse", "avx", "fma", "f16c", "amx", "asimd", "sve", "sme", "bf16", "i8mm", "fphp")
+
+
+def cpu_model() -> str:
+    """The CPU's name according to the system; the architecture if the system has none."""
+    return _cpuinfo("model name") or platform.machine()
+
+
+def cpu_features_digest() -> str:
+    """Eight hex digits that identify the set of vector instructions."""
+    features = (_cpuinfo("flags") or _cpuinfo("Features")).split()
+    return sha256(" ".join(sorted(word for word in features if word.startswith(VECTOR))).encode()).hexdigest()[:8]
+
+
+def _cpuinfo(name: str) -> str:
+    try:
+        lines = CPUINFO.read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == name), "")

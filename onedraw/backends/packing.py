@@ -1,9 +1,8 @@
-"""Which stored weights a CPU or a GPU keeps as they are, what that costs in memory, and why the others are converted. Pure
-arithmetic.
+"""Packed weights: which quantized tensors stay quantized in memory, their bytes, and why the others are dequantized.
 
-In: a model's weights, not read. Out: a WeightStorage, which `inspect` prints and the memory plan counts with. Products read kept
-weights in their stored width; the layout in memory is that of `torch/kernels/packed.h` on a CPU, and on a GPU that of
-`torch/kernels/fragments.py`, with the same bytes in another order.
+In: a model's weights, not read. Out: WeightStorage, which `inspect` prints and the memory plan counts. Kernels read packed
+weights in their stored width. Layouts: `torch/ops/cpu/packed_linear.h` on a CPU (panels of 32 outputs), and on a GPU
+`torch/ops/cuda/packed/tensor_core_layout.py` (units of 16 outputs by one span of 256 inputs).
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from onedraw.models.spec import DTYPE_BYTES
 from onedraw.models.tensor_views import ColumnSelection
 from onedraw.models.weight_names import ModelWeights, WeightKey, weight_shapes
 
-# Kinds that products read as they are, by their numbers in GGUF, which the kernels use too.
+# Tensor kinds that CPU kernels read as stored, with their GGUF numbers, which the kernels use too.
 CPU_PACKED_KINDS = {
     **{"F32": 0, "F16": 1, "BF16": 30},
     **{"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14},
 }
-PANEL_ROWS = 32  # outputs are padded to a multiple of it
-# Bytes of 32 values in a panel: as stored, but for the six-bit scales of Q4_K and Q5_K, which take a byte each.
+PANEL_ROWS = 32  # outputs of one panel; the outputs of a matrix are padded to a multiple
+# Bytes of 32 values in a panel. The 6-bit scales of Q4_K and Q5_K are expanded to a byte each.
 _BYTES_OF_32 = {
     **{"F32": 128.0, "F16": 64.0, "BF16": 64.0, "Q4_0": 18.0, "Q4_1": 20.0, "Q5_0": 22.0, "Q5_1": 24.0, "Q8_0": 34.0},
     **{"Q4_K": 18.5, "Q5_K": 22.5, "Q6_K": 26.25},
@@ -36,12 +35,11 @@ _BYTES_OF_32 = {
 PACKED_DTYPES = tuple(PACKED)
 
 
-SPAN = 256  # inputs; a row that is no whole number of them is filled up with zeros
-SEGMENT = 4  # spans that a product adds up by themselves, whoever computes them
-FEW_ROWS = 64  # rows of a product that reads a matrix in blocks, at most; more rows come so many at a time
-UNIT_ROWS = 16  # outputs that lie together on a GPU; a matrix whose outputs are no whole number of them is filled up
-# Kinds that a GPU's products read as they are, and what 256 inputs of one output take there: the bytes stored, and for NVFP4 the
-# factor of its matrix.
+SPAN = 256  # inputs of one span; a matrix is padded with zeros to a whole number of spans
+SEGMENT = 4  # spans that are summed separately before the sums are added, so the order of additions does not depend on the kernel
+FEW_ROWS = 64  # maximum rows of a product that reads packed weights directly; more rows run in slices of this many
+UNIT_ROWS = 16  # outputs of one unit on a GPU; the outputs of a matrix are padded to a multiple
+# Tensor kinds that GPU kernels read as stored → bytes of one span of one output. NVFP4 includes the scale of its matrix.
 SPAN_BYTES = {
     **{"Q4_0": 144, "Q4_1": 160, "Q5_0": 176, "Q5_1": 192, "Q8_0": 272, "MXFP4": 136},
     **{"Q4_K": 144, "Q5_K": 176, "Q6_K": 210, "NVFP4": 148},
@@ -50,25 +48,26 @@ SPAN_BYTES = {
 
 @dataclass(frozen=True, slots=True)
 class WeightStorage:
-    """What a stack with packed weights keeps. Counts are of weights, not of tensors in the file."""
+    """How a model's weights are stored. Counts are of weights, not of tensors in the file. Field names are keys of `inspect
+    --json`."""
 
     weights: PackedWeightBytes
-    kept: tuple[tuple[str, int], ...]  # (kind, how many)
-    converted: tuple[tuple[str, str, int], ...]  # (kind, why, how many)
+    kept: tuple[tuple[str, int], ...]  # stay as stored: (kind, count)
+    converted: tuple[tuple[str, str, int], ...]  # dequantized: (kind, reason, count)
 
 
 def saves_memory(kinds: Iterable[str]) -> bool:
-    """Whether keeping weights as stored saves anything: some kept kind is narrower than float32."""
+    """Whether packed weights save memory on a CPU: some kind is narrower than float32."""
     return any(kind in CPU_PACKED_KINDS and kind != "F32" for kind in kinds)
 
 
 def product_dtype(
     devices: Sequence[Device], *, asked: str, activations: str, stream: str, kinds: Iterable[str], no_kernels: str
 ) -> str:
-    """What products are made of: `product_precision`, but weights as they are stored where kernels read them so, if that is
-    asked for, or if nobody asked and it saves something. Where CPUs compute it goes with float32 alone.
+    """The dtype of weights and products: `product_precision`, or a packed dtype if --dtype is packed, or if it is auto and packed
+    weights save memory. On CPUs packed weights need a float32 residual stream.
 
-    `kinds`: of the model's matrices. `no_kernels`: why it cannot be done here."""
+    `kinds`: of the model's matrices. `no_kernels`: why kernels for packed weights cannot run here; empty if they can."""
     wanted = asked == "packed" or (asked == "auto" and not SPAN_BYTES.keys().isdisjoint(kinds))
     if wanted and all(map(supports_gpu_packed, devices)):
         if not no_kernels:
@@ -79,8 +78,8 @@ def product_dtype(
     if asked == "packed":
         if not on_cpu:
             raise BadSetting(
-                "--dtype packed: kernels for packed weights exist for CPUs, and for NVIDIA GPUs from sm80 on, but not for both "
-                "at once; use bf16 or f16"
+                "--dtype packed: packed weights run on CPUs or on NVIDIA GPUs from sm80 on, but not on both at once; "
+                "use --dtype bf16 or f16"
             )
         if stream not in ("auto", "f32"):
             raise BadSetting(f"--dtype packed computes in float32; --activation-dtype {stream} needs another --dtype")
@@ -92,22 +91,22 @@ def product_dtype(
 
 
 def supports_gpu_packed(device: Device) -> bool:
-    """Whether kernels for weights in blocks run on this device."""
+    """Whether GPU kernels for packed weights run on this device."""
     return device.kind == "cuda" and device_precision(device) == "bf16"
 
 
 def plan_weight_storage(weights: ModelWeights, dtype: str) -> WeightStorage:
-    """Decide for every weight of a model. Matrices may be kept; norms, biases and convolutions are a few float32."""
+    """Decide for every weight of a model. Only matrices may stay packed; norms, biases and convolutions are float32."""
     spec, on_gpu = weights.spec, is_gpu_packed(dtype)
     layers, ends = [0] * len(spec.layers), {"first": 0, "last": 0}
     kept: Counter[str] = Counter()
     converted: Counter[tuple[str, str]] = Counter()
-    together: Counter[tuple[object, int]] = Counter()  # outputs of matrices that may be one product: of a layer, and of one width
+    together: Counter[tuple[object, int]] = Counter()  # outputs that may be one product: (layer, input width)
     for (layer, weight), shape in weight_shapes(spec).items():
         tensor = weights.tensor(layer, weight)
         embeds = layer is None and weight == "embed" and not spec.tied
         if layer is None and (weight == "inputs_embed" or (embeds and not on_gpu)):
-            kept[tensor.kind] += 1  # looked up where the file is mapped; in memory as far as it is read
+            kept[tensor.kind] += 1  # rows are read from the mapped file, so it takes no memory here
             continue
         size = 4 * math.prod(shape)
         if len(shape) > 1 and weight != "conv":
@@ -135,66 +134,66 @@ def _matrix_bytes(shape: tuple[int, ...], kind: str, dtype: str, *, kept: bool) 
 
 
 def why_not_cpu_packed(tensor: LazyTensor) -> str:
-    """Why a matrix becomes float32; nothing where it is kept."""
+    """Why a CPU dequantizes a matrix to float32; empty if it stays packed."""
     if tensor.kind == "F32":
         return ""
     if tensor.kind not in CPU_PACKED_KINDS:
         return "no kernel reads this kind"
     if not tensor.stays_packed:
-        return "its columns or values change on the way"
+        return "its columns or values change on loading"
     return ""
 
 
-NOT_QUANTIZED = "plain numbers"  # nothing to keep packed
+NOT_QUANTIZED = "not quantized"
 
 
 def why_not_gpu_packed(tensor: LazyTensor) -> str:
-    """Why a GPU cannot keep a matrix in its blocks; nothing where it can. Columns in another order are kept as they are stored:
-    what they are multiplied with is brought into their order."""
+    """Why a GPU dequantizes a matrix; empty if it stays packed. A matrix with permuted columns stays as stored: its inputs are
+    permuted instead."""
     if tensor.kind not in SPAN_BYTES:
         return NOT_QUANTIZED if tensor.kind in ("F32", "F16", "BF16") else "no kernel reads this kind"
     stored = tensor.stored if isinstance(tensor, ColumnSelection) else tensor
-    return "" if stored.stays_packed else "its values change on the way"
+    return "" if stored.stays_packed else "its values change on loading"
 
 
 def gpu_packed_bytes(shape: tuple[int, ...], kind: str) -> int:
-    """Bytes of a matrix, or of a stack of them, in blocks on a GPU."""
+    """Bytes of a packed matrix, or of a stack of matrices, on a GPU."""
     *stack, rows, width = shape
     return math.prod(stack) * -(-rows // UNIT_ROWS) * -(-width // SPAN) * gpu_unit_bytes(kind)
 
 
 def partial_sum_bytes(outputs: int, width: int) -> int:
-    """Bytes of the sums that wait while a product of few rows with such a matrix is under way: one per output, row and segment.
-    The memory plan counts with them, and the products are given no more."""
+    """Bytes of partial sums of a product with few rows: one float32 per output, row and segment. The memory plan reserves them,
+    and the kernels get no more."""
     segments = -(-width // (SPAN * SEGMENT))
     return min(PARTIAL_SUM_BYTES, segments * -(-outputs // UNIT_ROWS) * UNIT_ROWS * FEW_ROWS * 4)
 
 
 def _padded(outputs: int) -> int:
-    """As a product has them, at most: inner widths are whole vectors."""
+    """Upper bound of a product's outputs: widths are padded to a multiple of 64."""
     return -(-outputs // 64) * 64
 
 
 def gpu_unit_bytes(kind: str) -> int:
-    """Bytes of 16 outputs by 256 inputs of a matrix on a GPU."""
+    """Bytes of one unit on a GPU: 16 outputs by 256 inputs."""
     return UNIT_ROWS * SPAN_BYTES[kind]
 
 
 def gpu_packed_savings(tensors: Iterable[LazyTensor]) -> int:
-    """Bytes that matrices save on a GPU by staying in their blocks, against two for every number."""
+    """Bytes that packed matrices save on a GPU compared with 2 bytes per value."""
     kept = [tensor for tensor in tensors if len(tensor.shape) > 1 and not why_not_gpu_packed(tensor)]
     return sum(2 * math.prod(tensor.shape) - gpu_packed_bytes(tensor.shape, tensor.kind) for tensor in kept)
 
 
 def cpu_packed_bytes(shape: tuple[int, ...], kind: str) -> int:
-    """Bytes of a matrix, or of a stack of them, in panels."""
+    """Bytes of a packed matrix, or of a stack of matrices, on a CPU."""
     *stack, rows, width = shape
     height = -(-rows // PANEL_ROWS) * PANEL_ROWS
     return math.prod(stack) * round(height * width / 32 * _BYTES_OF_32[kind])
 
 
 def matrix_sizes(weights: ModelWeights, dtype: str) -> dict[WeightKey, int]:
-    """Bytes of every matrix under products of this dtype, by where it belongs."""
+    """Bytes of every matrix with this dtype of products."""
     sizes: dict[WeightKey, int] = {}
     for where, shape in weight_shapes(weights.spec).items():
         if len(shape) < 2:
@@ -207,11 +206,11 @@ def matrix_sizes(weights: ModelWeights, dtype: str) -> dict[WeightKey, int]:
 
 
 def is_gpu_packed(dtype: str) -> bool:
-    """Whether weights under this dtype lie in blocks on a GPU, not in panels on a CPU."""
+    """Whether this dtype stores packed weights in the GPU layout."""
     return dtype in PACKED_DTYPES and float_dtype(dtype) != "f32"
 
 
 def matrix_kinds(weights: ModelWeights) -> set[str]:
-    """The kinds that a model's matrices are stored as."""
+    """The tensor kinds of a model's matrices."""
     found = (weights.tensor(*where) for where in weight_shapes(weights.spec))
     return {tensor.kind for tensor in found if len(tensor.shape) > 1}

@@ -1,7 +1,6 @@
-"""Which dtype the residual stream and the buffers between devices have. A pure table.
+"""Precision tables: dtypes of the residual stream, of weights and products, and of keys and values, by device.
 
-In: devices, and an override. Out: f32, f16 or bf16, one for the whole set: a boundary between devices adds no rounding.
-The dtype of weights and products is another setting, and takes this table's answer where nobody chose one.
+In: devices and the settings. Out: f32, f16 or bf16, one for all devices together, so a boundary between devices adds no rounding.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from onedraw.backends.devices import Device, compute_capability
 from onedraw.errors import BadSetting
 
 Precision = Literal["f32", "f16", "bf16"]
-PRECISIONS: tuple[Precision, ...] = ("f32", "f16", "bf16")  # the weakest first: one member decides for the set
-# Weights as they are stored, and the dtype of everything else: on a CPU with activations as codes of 8 bits or as they are, and
-# on a GPU.
+PRECISIONS: tuple[Precision, ...] = ("f32", "f16", "bf16")  # least capable devices first
+# Dtypes with packed (quantized) weights, and the dtype of everything else. On a CPU activations are quantized to 8 bits
+# ("packed") or float32 ("packed-f32"); the other two are for GPUs.
 PACKED: dict[str, Precision] = {"packed": "f32", "packed-f32": "f32", "packed-bf16": "bf16", "packed-f16": "f16"}
-KV_QUANT_DTYPES = ("fp8", "int8")  # keys and values as codes of 8 bits with scales
-FP8_CAPABILITY = (8, 9)  # the oldest NVIDIA GPU that converts fp8
+KV_QUANT_DTYPES = ("fp8", "int8")  # 8-bit keys and values with scales
+FP8_CAPABILITY = (8, 9)  # first NVIDIA compute capability with fp8 conversion
 NATIVE_BF16 = ("gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
 NATIVE_F16 = ("gfx9", "gfx10")
 
@@ -32,7 +31,7 @@ def cuda_precision(capability: tuple[int, int] | None) -> Precision:
 
 
 def hip_precision(name: str) -> Precision:
-    """`name` as the runtime gives it, perhaps with features behind: gfx90a:sramecc+:xnack-."""
+    """`name` as the runtime reports it, perhaps followed by features: gfx90a:sramecc+:xnack-."""
     if name.startswith(NATIVE_BF16):
         return "bf16"
     return "f16" if name.startswith(NATIVE_F16) else "f32"
@@ -51,39 +50,39 @@ def device_precision(device: Device) -> Precision:
 
 
 def float_dtype(products: str) -> str:
-    """The dtype of keys, values and norms beside such products."""
+    """The dtype of keys, values and norms for this dtype of products."""
     return PACKED.get(products, products)
 
 
 def weakest(found: Iterable[Precision]) -> Precision:
-    """Of no device at all: f32."""
+    """The dtype that all of these support; f32 for none."""
     return min(found, key=PRECISIONS.index, default="f32")
 
 
 def product_precision(devices: Iterable[Device], *, asked: str = "auto") -> str:
-    """Dtype of weights and products: what was asked for, else the table's answer for the set."""
+    """Dtype of weights and products: the requested one, else the best that all devices support."""
     return asked if asked != "auto" else weakest(map(device_precision, devices))
 
 
 def kv_precision(asked: str, *, products: str, devices: Iterable[Device] = ()) -> str:
-    """Dtype of keys and values: what was asked for, else that of the products. What a device cannot read is refused."""
+    """Dtype of keys and values: the requested one, else that of the products. BadSetting if a device does not support it."""
     own = float_dtype(products)
     if asked in ("auto", own) or (own == "f32" and asked in PRECISIONS):
         return own if asked == "auto" else asked
     if asked not in KV_QUANT_DTYPES:
-        raise BadSetting(f"--kv-dtype: keys and values are computed in {own} here, not for {asked}; say auto, fp8 or int8")
+        raise BadSetting(f"--kv-dtype: {asked} does not fit {own} products; use auto, fp8 or int8")
     for device in devices if asked == "fp8" else ():
         if device.kind == "hip" or (device.kind == "cuda" and (compute_capability(device.arch) or (0, 0)) < FP8_CAPABILITY):
             raise BadSetting(
-                f"--kv-dtype fp8: {device.name} ({device.arch or 'unknown'}) does not convert fp8, NVIDIA GPUs do from sm89 on; "
-                "int8 has the same size and works there"
+                f"--kv-dtype fp8: {device.name} ({device.arch or 'unknown'}) has no fp8 conversion, which NVIDIA GPUs have "
+                "from sm89 on; use int8, which has the same size"
             )
     return asked
 
 
 def activation_precision(devices: Iterable[Device], *, asked: str = "auto", products: str = "auto") -> Precision:
-    """`asked` wins. Else the table's answer for the set, but float32 where float32 products were asked for: what they
-    compute would be rounded away between every two layers."""
+    """Dtype of the residual stream: the requested one, else the best that all devices support. With float32 products it is
+    float32: a narrower stream would round their results away between layers."""
     if asked != "auto":
         for precision in PRECISIONS:
             if asked == precision:

@@ -1,4 +1,4 @@
-"""A model's name → its open checkpoint, and the text that comes with it.
+"""A model's name → its open checkpoint, tokenizer and chat template.
 
 In: Settings, or an open checkpoint. Out: the checkpoint; its tokenizer and chat template.
 """
@@ -17,11 +17,11 @@ from onedraw.text.chat_template import ChatTemplate
 from onedraw.text.fake_tokenizer import fake_chat_template, fake_tokenizer
 from onedraw.text.tokenizer import Tokenizer
 
-Progress = Callable[[str], None]  # hears one line per stage
+Progress = Callable[[str], None]  # receives one line per stage
 
 
 def find_checkpoint(settings: Settings, progress: Progress | None = None) -> Checkpoint:
-    """The model's name → an open checkpoint, pulled first where it must be, or random weights of a shape."""
+    """Open the model's checkpoint, downloaded first if needed; `random:SHAPE` has random weights."""
     if is_random(settings.model):
         return open_random(settings.model)
     path = resolve_model(settings.model, settings.cache_dir or default_cache_dir(), progress=progress)
@@ -29,13 +29,13 @@ def find_checkpoint(settings: Settings, progress: Progress | None = None) -> Che
 
 
 def open_drafter(path: Path) -> Checkpoint:
-    """A drafter or draft model by its path, or a drafter of a known shape with random weights."""
+    """Open a drafter or draft model by its path; `random:SHAPE` has random weights."""
     return open_random_drafter(str(path)) if is_random(str(path)) else open_checkpoint(path)
 
 
 def read_text(checkpoint: Checkpoint) -> tuple[Tokenizer, ChatTemplate | None]:
-    """Tokenizer and chat template, from the folder's files or the GGUF's key-values. Random weights have nothing to say, and
-    a toy's letters to say it with."""
+    """Tokenizer and chat template, from the folder's files or the GGUF metadata. Random weights have neither and get those of the
+    fake backend."""
     if checkpoint.format == "plain":
         return fake_tokenizer(), fake_chat_template()
     if checkpoint.format == "gguf":

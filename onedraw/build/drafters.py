@@ -1,7 +1,7 @@
-"""Who guesses: those on the host by their names, and the one on the device beside its target.
+"""Drafters for a model: proposers on the host, and at most one drafter on the device.
 
-In: Settings, and for a drafter on the device an open target. Out: a Speculator; a DrafterBuilder, which knows its fingerprint and
-makes the drafter once the target is loaded; the bytes it takes. Who does not fit the target is refused by name.
+In: Settings, and for a device drafter the open target checkpoint. Out: a Speculator; a DrafterBuilder, which makes the drafter once
+the target is loaded; the drafter's bytes. A drafter that does not fit the target is an error that says why.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ from onedraw.speculation.proposer import Proposer
 from onedraw.speculation.speculator import Speculator
 from onedraw.text.tokenizer import Tokenizer
 
-DRAFT_MODEL_TOKENS = 4  # how far a draft model runs ahead where nobody said
+DRAFT_MODEL_TOKENS = 4  # drafts of a draft model without --draft-tokens
 PROPOSERS: Mapping[str, Callable[[], Proposer]] = {"prediction": PredictionProposer, "ngram": NgramProposer}
 
 
 def make_speculator(settings: Settings) -> Speculator:
-    """Those who guess on the host. What a backend's own drafter guesses is offered to it turn by turn."""
+    """The proposers on the host. Drafts of the backend's own drafter reach the Speculator with every step's outcome."""
     return Speculator([PROPOSERS[name]() for name in proposer_names(settings)], draft_tokens=settings.draft_tokens)
 
 
 def proposer_names(settings: Settings) -> tuple[str, ...]:
-    """Who guesses on the host under --draft, in order of cost. What it costs to ask, not how --draft was written, decides."""
+    """Host proposers that --draft enables, cheapest first regardless of their order in --draft."""
     return tuple(name for name in PROPOSERS if name in settings.draft or "auto" in settings.draft)
 
 
 def drafter_paths(settings: Settings) -> tuple[Path, ...]:
-    """The drafters and draft models that --draft names, which the backend runs."""
+    """Paths in --draft: drafters and draft models that run on the device."""
     return tuple(Path(entry) for entry in settings.draft if entry not in DRAFT_WORDS)
 
 
 def select_drafter(settings: Settings, info: ModelInfo, checkpoint: Checkpoint) -> Path | Literal["mtp"] | None:
-    """Who drafts on the device: who --draft names, or under auto what comes with this model, a shipped drafter or its head."""
+    """The drafter on the device: the one that --draft names; with auto, a drafter shipped for this model or the model's MTP head."""
     named: list[Path | Literal["mtp"]] = [*drafter_paths(settings)]
     if "mtp" in settings.draft:
         named.append("mtp")
     if len(named) > 1:
-        raise BadSetting(f"--draft: one drafter on the device, not {len(named)}; auto, ngram and prediction may stand beside it")
+        raise BadSetting(f"--draft: only one drafter can run on the device, not {len(named)}; auto, ngram and prediction may be added")
     if named:
         return named[0]
     if "auto" not in settings.draft:
@@ -67,7 +67,7 @@ def select_drafter(settings: Settings, info: ModelInfo, checkpoint: Checkpoint) 
 
 
 def known_drafter(info: ModelInfo, *, packed: bool) -> Path | None:
-    """A DFlash drafter of a known shape that fits this model, to plan with where none was named; packed as the model is."""
+    """A DFlash drafter of a known shape that fits this model, for planning without a named drafter. `packed`: as the model is."""
     for name in DRAFTER_SHAPES:
         path = Path(f"random:{name}-q4_k_m" if packed else f"random:{name}")
         try:
@@ -79,18 +79,18 @@ def known_drafter(info: ModelInfo, *, packed: bool) -> Path | None:
 
 
 def drafter_bytes(chosen: Path | Literal["mtp"] | None, info: ModelInfo, checkpoint: Checkpoint) -> DrafterBytes | None:
-    """What a drafter takes beside the model. It reads the model's own embedding and head, so there is no copy of those."""
+    """Bytes of a drafter as a function of the memory plan. It shares the model's embedding and head."""
     if chosen is None:
         return None
     spec: DrafterSpec | ModelSpec | MtpSpec
-    saved = twice = 0  # bytes, where its blocks stay packed; weights that are kept twice
+    saved = twice = 0  # bytes that packed weights save; values that are stored twice
     if isinstance(chosen, Path):
         own = open_drafter(chosen)
         try:
             if is_drafter(own):
                 drafter = read_drafter_info(own)
                 spec = drafter.spec
-                # Keys and values of the context are a product of their own.
+                # The projections to keys and values exist a second time, for the context.
                 contexts = [drafter.weights.tensor(index, name) for index in range(len(spec.layers)) for name in ("k", "v")]
                 twice, saved = sum(math.prod(tensor.shape) for tensor in contexts), gpu_packed_savings(contexts)
             else:
@@ -104,7 +104,7 @@ def drafter_bytes(chosen: Path | Literal["mtp"] | None, info: ModelInfo, checkpo
 
     def size(plan: MemoryPlan) -> int:
         weights = DTYPE_BYTES[float_dtype(plan.dtype)] * (spec.parameters + twice) - (saved if is_gpu_packed(plan.dtype) else 0)
-        # Its keys and values are never codes: they are few, and it decides nothing.
+        # A drafter's keys and values are never quantized: they are small.
         return weights + DTYPE_BYTES[float_dtype(plan.dtype)] * numbers * plan.page_size * (plan.pages[0] + 1)
 
     return size
@@ -112,11 +112,11 @@ def drafter_bytes(chosen: Path | Literal["mtp"] | None, info: ModelInfo, checkpo
 
 @dataclass(frozen=True, slots=True)
 class DrafterBuilder:
-    """A drafter and what it is to draft for: a block drafter, the target's own head, or any smaller model."""
+    """A device drafter for a target: a DFlash drafter, the target's own MTP head, or a smaller model."""
 
     source: Path | Literal["mtp"]
     tokenizer: Tokenizer
-    target: Checkpoint  # open while the backend is being made
+    target: Checkpoint  # open until the backend is built
 
     @property
     def named(self) -> str:
@@ -124,7 +124,7 @@ class DrafterBuilder:
 
     @property
     def fingerprint(self) -> str:
-        """Of its weights; those of a model's own head are in the model's."""
+        """Of its weights; the MTP head's weights are part of the model's fingerprint. Part of snapshot fingerprints, so it never changes."""
         if not isinstance(self.source, Path):
             return "its own head"
         checkpoint = open_drafter(self.source)
@@ -134,7 +134,7 @@ class DrafterBuilder:
             checkpoint.close()
 
     def maker(self, settings: Settings, target: ModelInfo, *, max_context: int) -> Callable[[Any, Any, Any], Any]:
-        """Makes the drafter around the target's layers, once that is loaded. What does not fit is refused here."""
+        """A function that makes the drafter once the target is loaded; UnsupportedModel if the drafter does not fit."""
         from onedraw.backends.torch.drafters.dflash import DflashDrafter
         from onedraw.backends.torch.drafters.draft_model import DraftingModel, DraftModel, SmallModel
         from onedraw.backends.torch.drafters.mtp import MtpHead
@@ -177,12 +177,12 @@ class DrafterBuilder:
     def _check_model(self, path: Path, checkpoint: Checkpoint, model: ModelInfo, target: ModelInfo) -> None:
         if model.spec.recurrent:
             raise UnsupportedModel(
-                f"{path.name} cannot draft: its state only moves forward, and a draft model runs ahead and comes back; "
-                "pass a model without recurrent layers, or a DFlash drafter"
+                f"{path.name} cannot draft: its recurrent state cannot be rolled back; "
+                "use a model without recurrent layers, or a DFlash drafter"
             )
         if model.spec.vocab != target.spec.vocab:
             raise UnsupportedModel(
                 f"{path.name} cannot draft: its vocabulary has {model.spec.vocab} tokens, the model's {target.spec.vocab}"
             )
         if read_text(checkpoint)[0].fingerprint != self.tokenizer.fingerprint:
-            raise UnsupportedModel(f"{path.name} cannot draft: its tokenizer is not the model's")
+            raise UnsupportedModel(f"{path.name} cannot draft: its tokenizer differs from the model's")

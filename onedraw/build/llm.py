@@ -1,6 +1,6 @@
-"""Settings → a running model behind its door. The only file that names concrete backends (`drafting` beside it: drafters).
+"""Settings → a running LLM: checkpoint, backend, engine, service. Only the `build` package names concrete backends.
 
-In: Settings. Out: a Door whose service is ready. Errors say what is missing; nothing half-built stays behind.
+In: Settings. Out: an LLM whose service is ready. If a step fails, everything built before it is closed.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ log = logging.getLogger("onedraw")
 
 
 def build_llm(
-    settings: Settings, progress: Progress | None = None, *, speculator: Speculator | None = None, rehearse: bool = True
+    settings: Settings, progress: Progress | None = None, *, speculator: Speculator | None = None, warm_up: bool = True
 ) -> LLM:
-    """Load a model and start its engine. `progress` hears one line per stage. `rehearse`: turns that will come are recorded
-    before the first request, where turns are recorded."""
+    """Load a model and start its engine. `progress` receives one line per stage. `warm_up`: capture CUDA graphs before the first
+    request, on devices that use them."""
     tell = progress or (lambda line: None)
     _require_snapshot_dir(settings)
     match settings.backend:
         case "fake":
             return _build_fake(settings, speculator or make_speculator(settings))
         case "torch" | "xla":
-            return _build_model(settings, tell, speculator or make_speculator(settings), rehearse=rehearse)
+            return _build_model(settings, tell, speculator or make_speculator(settings), warm_up=warm_up)
 
 
 def make_service(
@@ -70,8 +70,7 @@ def make_service(
     weights: str = "",
     observer: Observer | None = None,
 ) -> Service:
-    """The engine around a backend, both made on the engine's own thread. `weights`: a fingerprint of the model, and of the
-    drafter beside it."""
+    """A service whose engine and backend are made on the engine's thread. `weights`: fingerprint of the model and its drafter."""
 
     def make_engine() -> Engine:
         backend = make_backend()
@@ -91,7 +90,7 @@ def make_service(
 
 
 def _checkpoint_offload(settings: Settings, backend: Backend, allocator: Allocator, weights: str) -> CheckpointOffload | None:
-    """Snapshots in the cache folder, where a budget was given. Their fingerprint is all that decides about bits."""
+    """Disk snapshots, if --cache-budget is set. Their fingerprint contains everything that influences the bits of a state."""
     if settings.cache_budget is None:
         return None
     assert isinstance(backend, SupportsSnapshots)
@@ -113,7 +112,7 @@ def _snapshot_dir(settings: Settings) -> Path:
 
 
 def _require_snapshot_dir(settings: Settings) -> None:
-    """Said before a model is loaded."""
+    """Check the snapshot folder before a model is loaded."""
     if settings.cache_budget is None:
         return
     root = _snapshot_dir(settings)
@@ -127,12 +126,12 @@ def _require_snapshot_dir(settings: Settings) -> None:
 
 def _unusable(root: Path, error: OSError) -> BadSetting:
     return BadSetting(
-        f"--snapshot-dir: {root} cannot be used ({error.strerror or error}); name a folder that can be made and written to, "
-        f"or leave --cache-budget away to keep no snapshots"
+        f"--snapshot-dir: {root} cannot be used ({error.strerror or error}); name a writable folder, or omit --cache-budget "
+        f"to keep no snapshots"
     )
 
 
-# ---------------------------------------------------------------------- the two kinds of door
+# ---------------------------------------------------------------------- with and without weights
 
 
 def _build_fake(settings: Settings, speculator: Speculator) -> LLM:
@@ -140,7 +139,7 @@ def _build_fake(settings: Settings, speculator: Speculator) -> LLM:
     if settings.kv_dtype != "auto":
         raise BadSetting("--kv-dtype: the fake backend has no keys and values; leave it at auto")
     if drafter_paths(settings) or "mtp" in settings.draft:
-        raise BadSetting("--draft: the fake backend runs no drafter; auto, none, ngram and prediction work there")
+        raise BadSetting("--draft: the fake backend has no drafters on the device; use auto, none, ngram or prediction")
     tokenizer = fake_tokenizer()
     context = settings.max_context or 2048
     per_sequence = -(-context // settings.page_size)
@@ -152,7 +151,7 @@ def _build_fake(settings: Settings, speculator: Speculator) -> LLM:
     def make_backend() -> Backend:
         return FakeBackend(
             vocab=tokenizer.vocab_size,
-            pages=settings.kv_memory or settings.max_batch * per_sequence,  # a fake page weighs one byte
+            pages=settings.kv_memory or settings.max_batch * per_sequence,  # a page of the fake backend counts as one byte
             lanes=settings.max_batch,
             page_size=settings.page_size,
             max_context=context,
@@ -166,8 +165,8 @@ def _build_fake(settings: Settings, speculator: Speculator) -> LLM:
     return LLM(service=service, tokenizer=tokenizer, template=fake_chat_template(), card=card)
 
 
-def _build_model(settings: Settings, tell: Progress, speculator: Speculator, *, rehearse: bool) -> LLM:
-    """A checkpoint behind a backend that computes."""
+def _build_model(settings: Settings, tell: Progress, speculator: Speculator, *, warm_up: bool) -> LLM:
+    """An LLM that runs a checkpoint."""
     if settings.backend == "xla":
         require_jax()
     checkpoint = find_checkpoint(settings, tell)
@@ -185,7 +184,7 @@ def _build_model(settings: Settings, tell: Progress, speculator: Speculator, *, 
                 backend = xla_backend(settings, info, tell, progress=partial(_tell_layers, tell))
                 _tell_check(backend.report, tell)
                 return backend
-            return torch_backend(settings, info, tell, drafting, rehearse=rehearse)
+            return torch_backend(settings, info, tell, drafting, warm_up=warm_up)
 
         service = make_service(
             make_backend,
@@ -208,7 +207,7 @@ def _build_model(settings: Settings, tell: Progress, speculator: Speculator, *, 
 
 
 def torch_backend(
-    settings: Settings, info: ModelInfo, tell: Progress, drafting: DrafterBuilder | None, *, rehearse: bool = True
+    settings: Settings, info: ModelInfo, tell: Progress, drafting: DrafterBuilder | None, *, warm_up: bool = True
 ) -> Backend:
     from onedraw.backends.torch.backend import TorchBackend
     from onedraw.backends.torch.device import find_devices, why_no_blocks, why_no_kernels
@@ -218,17 +217,17 @@ def torch_backend(
     size = None if drafting is None else drafter_bytes(drafting.source, info, drafting.target)
     devices = find_devices(settings.device_names)
     on_cpu = all(device.kind == "cpu" for device in devices)
-    in_blocks = all(map(supports_gpu_packed, devices)) and not SPAN_BYTES.keys().isdisjoint(matrix_kinds(info.weights))
-    no_kernels = why_no_kernels(cache) if on_cpu and settings.dtype != "f32" else why_no_blocks() if in_blocks else ""
+    gpu_packed = all(map(supports_gpu_packed, devices)) and not SPAN_BYTES.keys().isdisjoint(matrix_kinds(info.weights))
+    no_kernels = why_no_kernels(cache) if on_cpu and settings.dtype != "f32" else why_no_blocks() if gpu_packed else ""
     plan, split = plan_devices(settings, info, devices, drafter=size, no_kernels=no_kernels)
-    if no_kernels and in_blocks and settings.dtype == "auto":
-        log.warning("packed weights become %s, which Triton's kernels multiply: %s", plan.dtype, no_kernels)
+    if no_kernels and gpu_packed and settings.dtype == "auto":
+        log.warning("packed weights are dequantized to %s, because their kernels cannot run: %s", plan.dtype, no_kernels)
 
     overlap = len(devices) > 1 and (settings.overlap == "on" or (settings.overlap == "auto" and can_overlap(devices)))
     if overlap and info.spec.recurrent and 0 < plan.draft_positions < len(split.stages):
         log.warning(
-            "--draft-memory: gives %d positions, fewer than the %d turns at work at once, so nothing is drafted; raise it, or "
-            "pass --overlap off",
+            "--draft-memory gives %d positions, fewer than the %d steps in flight, so nothing is drafted; raise it or use "
+            "--overlap off",
             plan.draft_positions,
             len(split.stages),
         )
@@ -260,7 +259,7 @@ def torch_backend(
             pipeline.close()
         raise
     _tell_check(backend.report, tell)
-    if rehearse:
+    if warm_up:
         try:
             backend.rehearse(tell, drafts=longest_draft(settings))
         except BaseException:
@@ -274,20 +273,20 @@ def torch_backend(
 def _stage_devices(
     settings: Settings, split: SplitPlan, *, dtype: str, cache: Path, overlap: bool
 ) -> tuple[list[StageDevice], Pipeline | None]:
-    """Where each stage runs, and with what; and a line of threads where stages work at once, or on processors of their own."""
+    """The device and operations of each stage; and a pipeline of threads if stages run in parallel or on their own cores."""
     from onedraw.backends.torch.device import on_cores, pick_ops, set_threads
     from onedraw.backends.torch.runner.pipeline import Pipeline
     from onedraw.backends.torch.runner.stages import StageDevice
 
     given: dict[str, Any] = {"activation": split.activation, "cache": cache, "warn": log.warning}
-    made: dict[object, Ops] = {}  # stages on one device share its team of threads, unless they work at once
+    made: dict[object, Ops] = {}  # stages on one device share its thread pool, unless they run in parallel
     stage_devices, openings = [], []
     for number, stage in enumerate(split.stages):
         device, key = stage.device, number if overlap else stage.device.name
         place = "cpu" if device.kind == "cpu" else device.name
         threads = min(settings.threads or len(device.cores), len(device.cores)) if device.cores else settings.threads
         if key not in made:
-            with on_cores(device.cores):  # a team's threads stay where they were made
+            with on_cores(device.cores):  # a thread pool keeps the cores it was created on
                 made[key] = pick_ops(place, dtype, threads=threads, **given)
         stage_devices.append(StageDevice.named(place, made[key], stop=stage.stop))
         openings.append(partial(set_threads, settings.threads, [made[key]], device.cores))
@@ -301,20 +300,20 @@ def _observer(settings: Settings, tokenizer: Tokenizer) -> Observer | None:
 
 
 def _tell_layers(tell: Progress, done: int, layers: int) -> None:
-    """A line for every quarter of a model that has many layers."""
+    """Report every loaded quarter of a model with many layers."""
     if layers >= 16 and done < layers and 4 * done // layers != 4 * (done - 1) // layers:
         tell(f"loaded {done} of {layers} layers")
 
 
 def _tell_check(report: SelfCheck | None, tell: Progress) -> None:
     if report is None or not report.results:
-        tell("self-check skipped")
+        tell("Self-check skipped.")
     elif report.passed:
-        tell(f"self-check: {len(report.results)} of {len(report.results)} hold, a row computes from its row")
+        tell(f"Self-check passed ({len(report.results)}/{len(report.results)}): batching does not change results.")
     else:
-        for finding in report.results:
-            if not finding.passed:
-                log.warning("self-check: does NOT hold on this machine: %s; batching may change low bits", finding.check)
+        for result in report.results:
+            if not result.passed:
+                log.warning("Self-check FAILED on this machine: %s. Batching may change the rounding of results.", result.check)
 
 
 def _card(
@@ -341,13 +340,13 @@ def _card(
 
 
 def _dtypes(capacity: Capacity) -> str:
-    """Of the products, and of the residual stream and of keys and values where they have another than goes with them."""
+    """The dtype of the products; those of the residual stream and of keys and values only if they differ from the default."""
     usual = float_dtype(capacity.dtype)
     stream = "" if capacity.activation in (usual, capacity.dtype) else f"-{capacity.activation}"
     return capacity.dtype + stream + ("" if capacity.kv_dtype in (usual, "") else f"-kv-{capacity.kv_dtype}")
 
 
 def _name_of(model: str) -> str:
-    """What clients call the model: of a path the last part, else the name as it was given (a hub id has dots of its own)."""
+    """The default model name for clients: the last part of a path without .gguf, or the name as given (hub ids contain dots)."""
     path = Path(model)
     return path.resolve().name.removesuffix(".gguf") if path.exists() else model

@@ -1,8 +1,7 @@
-"""The backend that compiles, from Settings: what it runs with, what it will compile, and its graphs for elsewhere. A part of
-`assemble.py`.
+"""The xla backend from Settings: its construction, the shapes it compiles (for `inspect`), and the export of graphs.
 
-In: Settings and a described model. Out: an XlaBackend, words for `inspect`, the path of exported graphs. jax is loaded when one
-of them is asked for.
+In: Settings and a model's description. Out: an XlaBackend, lines for `inspect`, the path of exported graphs. jax is imported only when
+one of these functions runs.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 def require_jax() -> None:
     if importlib.util.find_spec("jax") is None:
-        raise BadSetting('--backend xla needs jax, which is not installed here: pip install "onedraw[xla]"')
+        raise BadSetting('--backend xla needs jax, which is not installed: pip install "onedraw[xla]"')
 
 
 def xla_backend(settings: Settings, info: ModelInfo, tell: Progress, *, progress: Callable[[int, int], None]) -> XlaBackend:
@@ -71,7 +70,7 @@ def xla_backend(settings: Settings, info: ModelInfo, tell: Progress, *, progress
 
 
 def xla_settings(settings: Settings, devices: Sequence[Device]) -> Settings:
-    """The same with the dtype that --backend xla takes on these devices: float32 or bf16 there, and weights never as stored."""
+    """The settings with the dtypes that --backend xla uses on these devices: f32 or bf16, never packed."""
     found = product_precision(devices, asked=settings.dtype)
     dtype = "f32" if found == "f16" else found
     stream = activation_precision(devices, asked=settings.activation_dtype, products=dtype)
@@ -79,7 +78,7 @@ def xla_settings(settings: Settings, devices: Sequence[Device]) -> Settings:
 
 
 def compiled_steps(settings: Settings, info: ModelInfo, plan: MemoryPlan, device: Device) -> list[str]:
-    """What --backend xla compiles with its last stage on this device, in words; UnsupportedModel where it cannot run it."""
+    """The step shapes that --backend xla compiles with its last stage on this device; UnsupportedModel if it cannot run the model."""
     from onedraw.backends.xla.families import require_supported
     from onedraw.backends.xla.inputs import compiled_shapes, product_rows
 
@@ -99,7 +98,7 @@ def compiled_steps(settings: Settings, info: ModelInfo, plan: MemoryPlan, device
 
 
 def export_graphs(settings: Settings, folder: Path, tell: Progress) -> Path:
-    """A model as StableHLO graphs, in the sizes of these settings; gives the manifest's path."""
+    """Write a model as StableHLO graphs with the sizes of these settings; returns the manifest's path."""
     require_jax()
     from onedraw.backends.xla.export import export_model
 

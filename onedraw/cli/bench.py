@@ -179,7 +179,7 @@ def run(arguments: argparse.Namespace) -> int:
         floor = decode_step_floor(settings)
         speculator = None if recorded is None else Speculator([recorded], draft_tokens=recorded.length)
         # Each batch size runs once before it is measured: that records its turns, and no others.
-        with build_llm(settings, tell, speculator=speculator, rehearse=False) as llm:
+        with build_llm(settings, tell, speculator=speculator, warm_up=False) as llm:
             measures = measure_all(llm, options, batches=batches, tell=tell, recorded=recorded, **work)
             if arguments.plot is not None:
                 contexts = _over_contexts(llm, options, arguments.prompt_tokens, tell)

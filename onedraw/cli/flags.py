@@ -64,45 +64,47 @@ def recorded(llm: LLM, arguments: argparse.Namespace) -> LLM:
 
 # A switch that is on by default is spelled --no-…, and its line says what that does.
 SETTINGS_HELP: Mapping[str, str] = {
-    "served_name": "name under which clients ask for the model (default: the name given here)",
-    "backend": "what computes: torch, xla (through jax), or fake (no weights, for trying out clients)",
-    "xla_platform": "what --backend xla computes on; auto: what jax finds",
-    "device": "auto, cpu, some processors of it (cpu:0-3), cuda, cuda:0 …",
-    "devices": "several instead of one, like cuda:0,cuda:1,cpu: layers are divided among them, in this order; the same may be "
-    "named twice",
-    "split": "how: auto (by their memory, accelerators first), layers (24,8) or shares (0.75,0.25)",
-    "overlap": "whether devices work on several turns at once, each on requests of its own; auto: where all are of one kind and "
-    "none is named twice, as in cuda:0,cuda:1 or cpu:0-7,cpu:8-15",
-    "ahead": "whether plain decoding sends a turn off before the host knows the tokens of the one before it; auto: where the "
-    "device works by itself, as a GPU with recorded turns does",
-    "dtype": "of weights and products; packed: weights as they are stored; auto: packed where that is narrower and kernels read "
-    "it, on a CPU and on NVIDIA GPUs from sm80 on, the device's own elsewhere",
-    "cpu_activations": "what packed weights meet on a CPU: int8, rounded per 32 numbers, or f32, exact and slower",
-    "activation_dtype": "of the residual stream and of what crosses between devices; auto: what the weakest device computes in "
+    "served_name": "model name for clients (default: the name given here)",
+    "backend": "torch, xla (through jax), or fake (no weights, for testing clients)",
+    "xla_platform": "platform of --backend xla; auto: jax's default",
+    "device": "auto, cpu, some of its cores (cpu:0-3), cuda, cuda:0 …",
+    "devices": "several devices instead of one, like cuda:0,cuda:1,cpu: the layers are split over them in this order; a device "
+    "may be named twice",
+    "split": "layers per device: auto (by memory, accelerators first), layers (24,8) or shares (0.75,0.25)",
+    "overlap": "whether the devices run several steps in parallel, each with different requests; auto: if all devices are of one "
+    "kind and none is named twice, as in cuda:0,cuda:1 or cpu:0-7,cpu:8-15",
+    "ahead": "async scheduling: submit a decode step before the tokens of the step before it are known on the host; auto: on "
+    "devices that run asynchronously, such as a GPU with CUDA graphs",
+    "dtype": "of weights and products; packed: quantized weights stay quantized; auto: packed if that saves memory and kernels "
+    "exist (CPUs, NVIDIA GPUs from sm80 on), otherwise the device's best dtype",
+    "cpu_activations": "activations in products with packed weights on a CPU: int8, quantized per 32 values, or f32, exact and "
+    "slower",
+    "activation_dtype": "of the residual stream, also between devices; auto: the best that all devices support "
     "(default: ONEDRAW_ACTIVATION_DTYPE, or auto)",
-    "max_context": "tokens of one sequence, prompt and reply (default: the model's, as far as memory goes)",
+    "max_context": "tokens of one sequence, prompt and reply (default: the model's maximum, or as much as fits into memory)",
     "max_batch": "sequences running at once",
-    "turn_tokens": "tokens computed in one turn; smaller turns keep other replies flowing during a long prompt",
-    "page_size": "positions per key/value page; a divisor of 64",
-    "kv_memory": "memory for key/value pages, like 512MiB or 2GiB",
-    "kv_dtype": "of keys and values in their pages; fp8 and int8: codes with a scale per token and head, half the bytes of bf16; "
-    "bf16 and f16 also beside products in f32; auto: that of the products (default: ONEDRAW_KV_DTYPE, or auto)",
-    "state_dtype": "of the states of recurrent layers; f32 is the only one that keeps the answer",
-    "draft_memory": "memory for undoing drafts on recurrent layers, like 1GiB; it bounds the drafts of a turn",
-    "checkpoint_memory": "memory for states and last logits of prompts, which a prompt that begins alike starts from; 0: none",
+    "turn_tokens": "maximum tokens computed in one step; smaller steps keep other replies streaming during a long prompt",
+    "page_size": "positions per KV page; a divisor of 64",
+    "kv_memory": "memory for KV pages, like 512MiB or 2GiB",
+    "kv_dtype": "of keys and values; fp8 and int8: 8 bits with a scale per token and head, half the bytes of bf16; "
+    "bf16 and f16 also with f32 products; auto: that of the products (default: ONEDRAW_KV_DTYPE, or auto)",
+    "state_dtype": "of recurrent states; only f32 is supported, because others would change answers",
+    "draft_memory": "memory for rolling back rejected drafts on recurrent layers, like 1GiB; it limits the drafts of a step",
+    "checkpoint_memory": "memory for checkpoints (recurrent states and last logits of prompts), from which a prompt with the same "
+    "beginning resumes; 0: none",
     "threads": "CPU threads (default: all cores)",
-    "prefix_cache": "compute every prompt from its start; reuse never changes an answer, only the time it takes",
-    "queue_limit": "requests that may wait before new ones are turned away",
-    "draft": "who guesses tokens ahead: auto, none, ngram, prediction, mtp (the model's own head), or the path of a drafter or "
+    "prefix_cache": "compute every prompt from its start; the prefix cache never changes an answer, only its latency",
+    "queue_limit": "waiting requests before new ones are rejected with 429",
+    "draft": "speculative decoding: auto, none, ngram, prediction, mtp (the model's own head), or the path of a drafter or "
     "draft model; may be given several times (default: auto: prediction, ngram, and the drafter that comes with the model)",
-    "draft_tokens": "guesses per sequence and turn; auto: as many as pay off (default: auto)",
+    "draft_tokens": "drafted tokens per sequence and step; auto: adapted to the acceptance rate (default: auto)",
     "tree_budget": "nodes of a draft tree; 0: a chain",
-    "trace_verify": "print to stderr what became of every guess",
-    "self_check": "do not compare one row with many at start",
+    "trace_verify": "print to stderr which drafts were accepted",
+    "self_check": "skip the self-check at start, which compares one row with batches of rows",
     "snapshot_dir": "folder for snapshots of prompts (default: snapshots in the cache folder)",
-    "cache_budget": "keep snapshots of prompts in the cache folder, within so much, like 20GiB: a prompt that was computed "
-    "before a restart need not be computed after it",
-    "cache_dir": "where pulled models are kept (default: ONEDRAW_CACHE, or the user's cache folder)",
+    "cache_budget": "keep snapshots of prompts on disk, up to this size, like 20GiB: after a restart, prompts that were computed "
+    "before are read from disk",
+    "cache_dir": "folder for downloaded models (default: ONEDRAW_CACHE, or the user's cache folder)",
 }
 
 WISHES_HELP: Mapping[str, str] = {

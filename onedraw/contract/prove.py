@@ -233,7 +233,7 @@ async def _folded(llm: LLM, generation: Generation) -> tuple[Reply, int]:
 def _default_opener(settings: Settings) -> LLM:
     from onedraw.build.llm import build_llm
 
-    return build_llm(settings, rehearse=False)  # recorded when they come, turns have the same bits
+    return build_llm(settings, warm_up=False)  # recorded when they come, turns have the same bits
 
 
 def bytes_per_page(settings: Settings, *, dtype: str) -> int:

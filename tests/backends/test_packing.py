@@ -143,7 +143,7 @@ def test_a_gpu_keeps_blocks_and_the_embedding_with_them(tied: bool) -> None:
 def test_a_gpu_keeps_columns_in_their_stored_order_and_converts_what_it_cannot_read() -> None:
     tensor: StoredTensor = random_tensor("w", (4, 256), "Q4_K", np.random.default_rng(0))
     assert why_not_gpu_packed(ColumnSelection(tensor, np.arange(256)[::-1].copy())) == ""
-    assert why_not_gpu_packed(ElementwiseTensor(tensor, ADD_ONE)) == "its values change on the way"
+    assert why_not_gpu_packed(ElementwiseTensor(tensor, ADD_ONE)) == "its values change on loading"
     assert why_not_gpu_packed(RandomQuantTensor("w", (2**22, 4096), "Q8_0", 0, 1.0)) == ""  # of any size: counted, not made
     weights = quantized_weights(tiny_spec(tied=True), ("Q4_1", "Q3_K", "F16"))
     assert {(kind, why) for kind, why, _ in plan_weight_storage(weights, "packed-bf16").converted} == {

@@ -187,7 +187,7 @@ def test_a_weaker_device_decides_for_all(folder: Path, terminal: Terminal) -> No
         (("--devices", "cpu,tpu"), "'tpu' is no device"),
         (("--devices", "cpu,cpu", "--split", "3,1"), "the nearest that does is 2,1"),
         (("--devices", "cpu,cpu", "--device", "cpu"), "give one of them"),
-        (("--split", "2,1"), "which was not given"),
+        (("--split", "2,1"), "needs --devices"),
     ],
 )
 def test_a_split_that_cannot_be_is_said(folder: Path, terminal: Terminal, given: tuple[str, ...], said: str) -> None:
@@ -264,7 +264,7 @@ def test_a_dtype_of_keys_and_values_is_planned_with_its_scales(terminal: Termina
     assert terminal.run(*model, "--kv-dtype", "int8") == 0
     assert "int8: 32.5 KiB per position, with scales" in terminal.out
     assert terminal.run(*model, "--kv-dtype", "fp8") != 0
-    assert "--kv-dtype fp8: cuda/sm86/24GiB (sm86) does not convert fp8" in terminal.err
+    assert "--kv-dtype fp8: cuda/sm86/24GiB (sm86) has no fp8 conversion" in terminal.err
     ada = ("inspect", "random:qwen3.6-27b-q4_k_m", "--devices", "cuda/sm89/24GiB", "--max-context", "131072")
     assert terminal.run(*ada) != 0
     assert " with --kv-dtype int8 or fp8" in terminal.err

@@ -124,7 +124,7 @@ class Runtime:
         try:
             from iree import runtime
         except ImportError:
-            raise UnsupportedModel('an export is run by IREE, which is not installed here: pip install "onedraw[xla]"') from None
+            raise UnsupportedModel('an export is run by IREE, which is not installed: pip install "onedraw[xla]"') from None
         self._runtime = runtime
         self._config = runtime.Config(DRIVER)
 

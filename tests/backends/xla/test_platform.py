@@ -18,7 +18,7 @@ from onedraw.settings import Settings
 
 def test_without_jax_the_flag_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "jax", None)
-    said = r'--backend xla needs jax, which is not installed here: pip install "onedraw\[xla\]"'
+    said = r'--backend xla needs jax, which is not installed: pip install "onedraw\[xla\]"'
     with pytest.raises(BadSetting, match=said):
         build_llm(Settings(backend="xla"))
     with pytest.raises(BadSetting, match=said):

@@ -1,4 +1,4 @@
-"""Settings become a running model, under the name its caller gave it, or say what is missing."""
+"""build_llm: model name, refused settings, packed weights on CPU and GPU, cleanup after a failed start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from onedraw.backends.devices import Device
 from onedraw.backends.torch import device
-from onedraw.build import llm as assemble
+from onedraw.build import llm as build
 from onedraw.build.llm import _tell_layers, build_llm
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.errors import BadSetting, OutOfMemory, UnsupportedModel
@@ -22,7 +22,7 @@ from tests.support import tiny
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "Qwen/Qwen2.5-0.5B-Instruct", "smollm2"])
-def test_a_model_is_served_under_the_name_it_was_asked_for(name: str) -> None:
+def test_a_model_is_served_under_its_given_name(name: str) -> None:
     with build_llm(Settings(model=name, backend="fake")) as llm:
         assert llm.card.name == name
 
@@ -34,18 +34,18 @@ def test_a_path_is_served_under_its_last_part(tmp_path: Path, path: str, name: s
         assert llm.card.name == name
 
 
-def test_pages_for_less_than_one_sequence_are_refused_at_the_start() -> None:
+def test_kv_memory_for_less_than_one_sequence_is_rejected_at_start() -> None:
     with pytest.raises(OutOfMemory, match="needs 4 pages"):
         build_llm(Settings(backend="fake", max_context=64, kv_memory=3))
 
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16", "q8_0"])
-def test_a_state_dtype_that_would_change_the_answer_is_refused_at_start(dtype: str) -> None:
-    with pytest.raises(BadSetting, match=rf"--state-dtype: {dtype} cannot hold the states of recurrent layers"):
+def test_a_state_dtype_that_would_change_answers_is_rejected_at_start(dtype: str) -> None:
+    with pytest.raises(BadSetting, match=rf"--state-dtype: {dtype} is not supported for the states of recurrent layers"):
         build_llm(Settings(backend="fake", state_dtype=dtype))
 
 
-def test_the_fake_backend_refuses_a_dtype_of_keys_and_values() -> None:
+def test_the_fake_backend_rejects_a_kv_dtype() -> None:
     with pytest.raises(BadSetting, match="--kv-dtype: the fake backend has no keys and values"):
         build_llm(Settings(backend="fake", kv_dtype="int8"))
 
@@ -60,7 +60,7 @@ def test_the_fake_backend_refuses_a_dtype_of_keys_and_values() -> None:
         ({"devices": "cpu,cpu", "split": "1,2"}, "packed"),
     ],
 )
-def test_a_packed_file_stays_packed_on_a_cpu_unless_told_otherwise(tmp_path: Path, changes: dict[str, Any], dtype: str) -> None:
+def test_a_packed_file_stays_packed_on_a_cpu_by_default(tmp_path: Path, changes: dict[str, Any], dtype: str) -> None:
     file = tiny.write_gguf("llama31", tmp_path / "tiny.gguf", kind="Q8_0")
     place = {"device": "cpu"} if "devices" not in changes else {}
     with build_llm(Settings(model=str(file), draft=("none",), **place, **changes)) as llm:
@@ -73,7 +73,7 @@ def test_a_packed_file_stays_packed_on_a_cpu_unless_told_otherwise(tmp_path: Pat
     assert len(reply.tokens) == 8
 
 
-def test_packed_weights_give_one_answer_on_one_device_and_on_two(tmp_path: Path) -> None:
+def test_packed_weights_give_the_same_answer_on_one_device_and_on_two(tmp_path: Path) -> None:
     file = tiny.write_gguf("llama", tmp_path / "tiny.gguf", kind="Q4_1")
     found = []
     for where in ({"device": "cpu"}, {"devices": "cpu,cpu", "split": "1,2"}, {"device": "cpu", "threads": 1}):
@@ -84,24 +84,24 @@ def test_packed_weights_give_one_answer_on_one_device_and_on_two(tmp_path: Path)
     assert [(c.token, c.checksum) for c in found[0].tokens] == [(c.token, c.checksum) for c in found[2].tokens]
 
 
-def test_a_model_that_could_not_be_loaded_leaves_no_thread_behind(tmp_path: Path) -> None:
+def test_a_failed_start_leaves_no_thread_running(tmp_path: Path) -> None:
     model, bad = tiny.write_safetensors("llama", tmp_path / "m"), tiny.write_safetensors("qwen3_5", tmp_path / "bad")
     before = set(threading.enumerate())
     with pytest.raises(UnsupportedModel, match="cannot draft"):
         build_llm(Settings(model=str(model), devices="cpu,cpu", overlap="on", dtype="f32", draft=(str(bad),)))
-    assert {thread.name for thread in set(threading.enumerate()) - before} <= {"onedraw-engine"}  # which is ending
+    assert {thread.name for thread in set(threading.enumerate()) - before} <= {"onedraw-engine"}  # which is about to end
 
 
 @pytest.mark.parametrize("below", ["", "under/it"])
-def test_a_folder_of_snapshots_that_cannot_be_used_is_refused_before_loading(tmp_path: Path, below: str) -> None:
+def test_an_unusable_snapshot_folder_is_rejected_before_loading(tmp_path: Path, below: str) -> None:
     (tmp_path / "file").touch()
     flags: dict[str, Any] = {"cache_budget": 10**6, "snapshot_dir": tmp_path / "file" / below}
     for settings in (Settings(backend="fake", **flags), Settings(model=str(tmp_path / "no-model"), **flags)):
-        with pytest.raises(BadSetting, match=r"--snapshot-dir: .* cannot be used .*; name a folder"):
+        with pytest.raises(BadSetting, match=r"--snapshot-dir: .* cannot be used .*; name a writable folder"):
             build_llm(settings)
 
 
-def test_a_long_model_tells_of_its_quarters() -> None:
+def test_loading_many_layers_reports_every_quarter() -> None:
     lines: list[str] = []
     for done in range(1, 65):
         _tell_layers(lines.append, done, 64)
@@ -111,12 +111,12 @@ def test_a_long_model_tells_of_its_quarters() -> None:
 
 
 @pytest.mark.parametrize(("why", "dtype"), [("", "packed-bf16"), ("torch is made for CUDA 13.0 and NVRTC here is 12.8", "bf16")])
-def test_packed_weights_become_numbers_where_a_gpu_has_no_kernels_for_them_and_one_line_says_so(
+def test_packed_weights_are_dequantized_with_a_warning_if_a_gpu_has_no_kernels_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, why: str, dtype: str
 ) -> None:
-    """The plan knows it before anything is allocated."""
+    """The dtype is decided before anything is allocated."""
     seen: list[str] = []
-    caplog.set_level(logging.WARNING, logger="onedraw")  # a server of another test may have made it silent
+    caplog.set_level(logging.WARNING, logger="onedraw")  # a server of another test may have silenced the logger
 
     def stop(settings: Settings, split: Any, *, dtype: str, **given: Any) -> None:
         seen.append(dtype)
@@ -124,10 +124,10 @@ def test_packed_weights_become_numbers_where_a_gpu_has_no_kernels_for_them_and_o
 
     monkeypatch.setattr(device, "find_devices", lambda names: [Device("cuda:0", "cuda", "sm90", 8 * 2**30)])
     monkeypatch.setattr(device, "why_no_blocks", lambda: why)
-    monkeypatch.setattr(assemble, "_stage_devices", stop)
+    monkeypatch.setattr(build, "_stage_devices", stop)
     checkpoint = open_checkpoint(tiny.write_gguf("llama31", tmp_path / "tiny.gguf", kind="Q8_0"))
     with pytest.raises(StopAsyncIteration):
-        assemble.torch_backend(Settings(draft=("none",)), read_model_info(checkpoint), print, None)
+        build.torch_backend(Settings(draft=("none",)), read_model_info(checkpoint), print, None)
     assert seen == [dtype]
-    said = [record.getMessage() for record in caplog.records]
-    assert said == ([f"packed weights become bf16, which Triton's kernels multiply: {why}"] if why else [])
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == ([f"packed weights are dequantized to bf16, because their kernels cannot run: {why}"] if why else [])

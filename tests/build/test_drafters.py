@@ -1,4 +1,4 @@
-"""Who guesses is who was asked for, and who does not fit its target is refused by name."""
+"""Selection of drafters, and errors for drafters that do not fit their target."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from tests.support import tiny
         (("auto",), ("prediction", "ngram")),
         (("none",), ()),
         (("ngram",), ("ngram",)),
-        (("ngram", "prediction"), ("prediction", "ngram")),  # in order of cost, however they were named
+        (("ngram", "prediction"), ("prediction", "ngram")),  # cheapest first, in whatever order they were named
     ],
 )
-def test_who_guesses_on_the_host(draft: tuple[str, ...], names: tuple[str, ...]) -> None:
+def test_host_proposers_follow_the_draft_setting(draft: tuple[str, ...], names: tuple[str, ...]) -> None:
     assert proposer_names(Settings(draft=draft)) == names
 
 
-def test_a_forced_number_of_drafts_reaches_those_who_propose() -> None:
+def test_draft_tokens_sets_the_length_of_proposals() -> None:
     request = Request(id="r", prompt=(1, 2, 3, 1, 2, 3, 1, 2), params=SamplingParams())
     history = History(request.prompt)
     guess = make_speculator(Settings(draft=("ngram",), draft_tokens=3)).propose(request, history, (), room=9, running=1)
@@ -40,11 +40,11 @@ def test_a_forced_number_of_drafts_reaches_those_who_propose() -> None:
     assert make_speculator(Settings(draft=("none",))).propose(request, history, (), room=9, running=1).drafts == ()
 
 
-def test_what_is_no_word_is_a_drafter_for_the_backend(tmp_path: Path) -> None:
+def test_paths_in_draft_are_device_drafters(tmp_path: Path) -> None:
     settings = Settings(backend="fake", draft=("ngram", str(tmp_path)))
     assert drafter_paths(settings) == (tmp_path,)
     assert drafter_paths(Settings(draft=("ngram", "prediction"))) == ()
-    with pytest.raises(BadSetting, match="runs no drafter"):
+    with pytest.raises(BadSetting, match="no drafters on the device"):
         build_llm(settings)
 
 
@@ -66,29 +66,29 @@ def answer(**settings: Any) -> tuple[list[int], str, int]:
         return reply.token_ids, llm.service.capacity.drafter, reply.usage.kept
 
 
-def test_a_smaller_model_drafts_and_changes_nothing(small_models: dict[str, Path]) -> None:
+def test_a_draft_model_does_not_change_the_tokens(small_models: dict[str, Path]) -> None:
     model = str(small_models["qwen3"])
-    plain, nobody, _ = answer(model=model, draft="none")
+    plain, no_drafter, _ = answer(model=model, draft="none")
     own, drafter, kept = answer(model=model, draft=model, draft_tokens=4)
     other, _, _ = answer(model=model, draft=str(small_models["llama"]), draft_tokens=4)
-    assert (nobody, drafter) == ("", "model")
+    assert (no_drafter, drafter) == ("", "model")
     assert plain == own == other
-    assert kept > 10  # the same weights guess well
+    assert kept > 10  # the draft model has the weights of the target
 
 
-def test_a_draft_model_with_another_tokenizer_is_refused(small_models: dict[str, Path]) -> None:
+def test_a_draft_model_with_another_tokenizer_is_rejected(small_models: dict[str, Path]) -> None:
     with pytest.raises(UnsupportedModel, match="tokenizer"):
         answer(model=str(small_models["qwen3"]), draft=str(small_models["other"]))
 
 
-def test_a_block_drafter_of_another_shape_is_refused_with_both_numbers(small_models: dict[str, Path]) -> None:
-    drafter = Path(__file__).parent / "fixtures" / "trained" / "trained_dflash_qwen3"
+def test_a_dflash_drafter_of_another_shape_is_rejected_with_both_sizes(small_models: dict[str, Path]) -> None:
+    drafter = Path(__file__).parents[1] / "fixtures" / "trained" / "trained_dflash_qwen3"
     with pytest.raises(UnsupportedModel, match=r"1024.*512|512.*1024"):
         answer(model=str(small_models["qwen3"]), draft=str(drafter))
 
 
-def test_a_hybrid_opens_drafts_with_its_own_head_and_answers_alike(tmp_path: Path) -> None:
-    """Under auto the head that comes with the checkpoint drafts; asking for one that is not there is refused by name."""
+def test_auto_drafts_with_the_mtp_head_of_the_checkpoint(tmp_path: Path) -> None:
+    """The tokens are the same with and without it; --draft mtp without an MTP head is an error."""
     folder = tiny.write_safetensors("qwen3_5_mtp", tmp_path / "mtp")
     replies = []
     for draft in (("auto",), ("none",)):
@@ -103,10 +103,10 @@ def test_a_hybrid_opens_drafts_with_its_own_head_and_answers_alike(tmp_path: Pat
     bare = tiny.write_safetensors("qwen3_5", tmp_path / "bare")
     with pytest.raises(UnsupportedModel, match="has no MTP head"):
         build_llm(Settings(model=str(bare), max_context=256, draft=("mtp",)))
-    with pytest.raises(UnsupportedModel, match="its state only moves forward"):
+    with pytest.raises(UnsupportedModel, match="its recurrent state cannot be rolled back"):
         build_llm(Settings(model=str(folder), max_context=256, draft=(str(bare),)))
 
 
 @pytest.mark.parametrize(("given", "expected"), [({}, 16), ({"draft": ("none",)}, 0), ({"draft_tokens": 5}, 5)])
-def test_turns_are_rehearsed_with_as_many_drafts_as_will_come(given: dict[str, Any], expected: int) -> None:
+def test_longest_draft_follows_the_settings(given: dict[str, Any], expected: int) -> None:
     assert longest_draft(Settings(model="smollm2", **given)) == expected
