@@ -9,7 +9,7 @@ OnedrawError                 base class of all errors raised on purpose
 ├── QueueFull                too many requests are waiting: 429
 ├── ShuttingDown             the server is shutting down: 503
 ├── NonFiniteLogits          the model's activations overflowed: 500; the message names a dtype that avoids it
-├── StepFailed           an exception in an engine step: 500, with an id that is also in the log
+├── StepFailed               an exception in an engine step: 500, with an id that is also in the log
 ├── ModelError               the checkpoint cannot be used
 │   ├── ModelNotFound        no such model; the message says how to get it
 │   ├── CorruptFile          a file is damaged or incomplete; the message names file and tensor

@@ -150,7 +150,9 @@ class Settings:
         if not self.draft or ("none" in self.draft and len(set(self.draft)) > 1):
             raise BadSetting("--draft: give at least one value; none (no speculative decoding) cannot be combined with others")
         if self.draft_tokens is not None and self.draft_tokens < 1:
-            raise BadSetting(f"--draft-tokens: must be at least 1, or auto, not {self.draft_tokens}; use --draft none for no drafts")
+            raise BadSetting(
+                f"--draft-tokens: must be at least 1, or auto, not {self.draft_tokens}; --draft none turns drafting off"
+            )
         if self.tree_budget < 0:
             raise BadSetting(f"--tree-budget: must be 0 (a chain) or more nodes, not {self.tree_budget}")
 

@@ -1,10 +1,9 @@
-"""A backend without a device: pages, a recurrent state, checkpoints, and logits that depend on all of them. Public; every
-host test uses it.
+"""A backend without weights or device, for host tests and client development: logits are a hash of everything the engine manages.
 
-In: plans. Out: outcomes chosen by the numpy law. Logits at a position depend on every token read back through the pages
-of every layer group (of a sliding one, its last window), and, where `recurrent`, on a state that only moves forward and
-has two forms: prompt positions by chunks on absolute multiples, generated positions step by step. Whatever an engine
-does wrong with pages, lanes, chunks, checkpoints or drafts changes the logits here, and so the tokens.
+In: plans. Out: outcomes sampled with `sampling/law.py`. The logits of a position depend on every token read back through the
+pages of every layer group (with a window: the last tokens), and, if `recurrent`, on a state with two forms: chunked on absolute
+multiples for prompt positions, recurrent for generated ones. So an engine error with pages, lanes, chunks, checkpoints or
+drafts changes the tokens.
 """
 
 from __future__ import annotations
@@ -27,19 +26,18 @@ from onedraw.sampling.verify import draft_paths, draft_prefixes
 from onedraw.types import CheckpointSave, Logprobs, Outcome, Plan, Row, RowOutcome, SampledToken
 
 Logits = npt.NDArray[np.float32]
-_STEP_FORM = 2**32  # what a generated position leaves in a page, where there are two forms, is not what a prompt's leaves
+_RECURRENT_FORM = 2**32  # added to the page entry of a generated position, which differs from that of a prompt position
 
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """A checkpoint's content."""
-
     state: bytes
     logits: Logits | None
 
 
 class FakeBackend:
-    """`windows`: one per layer group, None for one that sees everything. `pages`: of each group, or one number for all."""
+    """`windows`: one per layer group, None for full attention. `pages`: per group, or one number for all. `favoured`: token ids
+    that are sampled more often."""
 
     def __init__(
         self,
@@ -84,13 +82,13 @@ class FakeBackend:
         )
         self._stores = [np.full((count, page_size), -1, dtype=np.int64) for count in counts]
         self._lanes: list[bytes] = [b""] * lanes
-        self._chosen: list[tuple[str, int, int]] = [("", 0, 0)] * lanes  # request, position and token of a lane's last choice
+        self._last_sampled: list[tuple[str, int, int]] = [("", 0, 0)] * lanes  # per lane: request, position, token
         self._kept = [SavedCheckpoint(b"", None)] * checkpoints
-        self._taste = np.zeros(vocab, dtype=np.float32)
-        self._taste[list(favoured)] = 6.0
-        self._tickets = itertools.count()
-        self._under_way: dict[StepHandle, tuple[Outcome, list[Callable[[], None]]]] = {}
-        self._homeward: list[Callable[[], None]] = []  # what the rows of the plan that is being submitted do in the end
+        self._bias = np.zeros(vocab, dtype=np.float32)
+        self._bias[list(favoured)] = 6.0
+        self._handles = itertools.count()
+        self._in_flight: dict[StepHandle, tuple[Outcome, list[Callable[[], None]]]] = {}
+        self._on_collect: list[Callable[[], None]] = []  # deferred work of the plan being submitted
 
     @property
     def capacity(self) -> Capacity:
@@ -101,34 +99,34 @@ class FakeBackend:
         most = self._capacity.draft_positions
         assert most is None or sum(len(row.drafts) for row in plan.rows) <= most, "more drafts than can be rolled back"
         most = self._capacity.max_in_flight + any(row.awaits_token for row in plan.rows)
-        assert len(self._under_way) < most, "more plans than may be under way"
-        self._homeward = []
+        assert len(self._in_flight) < most, "more plans in flight than the capacity allows"
+        self._on_collect = []
         rows = tuple(self.run(self.awaited(row) if row.awaits_token else row) for row in plan.rows)
-        ticket = StepHandle(next(self._tickets))
-        self._under_way[ticket] = Outcome(rows, time.perf_counter() - begin), self._homeward
-        return ticket
+        handle = StepHandle(next(self._handles))
+        self._in_flight[handle] = Outcome(rows, time.perf_counter() - begin), self._on_collect
+        return handle
 
-    def collect(self, ticket: StepHandle) -> Outcome:
-        assert ticket == min(self._under_way), "plans come back in the order they were submitted"
-        outcome, homeward = self._under_way.pop(ticket)
-        for step in homeward:
-            step()
+    def collect(self, handle: StepHandle) -> Outcome:
+        assert handle == min(self._in_flight), "plans are collected in the order of their submission"
+        outcome, deferred = self._in_flight.pop(handle)
+        for work in deferred:
+            work()
         return outcome
 
     def close(self) -> None:
-        self._under_way.clear()
+        self._in_flight.clear()
 
     # ------------------------------------------------------------------ one row
 
     def awaited(self, row: Row) -> Row:
-        """With the token that the row under way has chosen."""
-        request, position, token = self._chosen[row.lane]
-        assert (request, position) == (row.request_id, row.start), "the row before it is not under way"
+        """The row with the token that the row in flight has sampled."""
+        request, position, token = self._last_sampled[row.lane]
+        assert (request, position) == (row.request_id, row.start), "the row before it is not in flight"
         return replace(row, tokens=(token,))
 
     def run(self, row: Row) -> RowOutcome:
-        """Restore, write, walk, choose after every position that may be reached, commit what was known; when the plan is
-        collected, save and commit what was kept: as late as stages that work on several plans at once may do it."""
+        """Restore, write, compute states, sample after every position, commit the known tokens. Checkpoints and kept drafts are
+        committed when the plan is collected, as late as pipeline stages with several plans in flight may do it."""
         self.copy(row)
         if row.restore is not None:
             self.restore(row)
@@ -137,13 +135,13 @@ class FakeBackend:
         known = len(row.tokens)
         scored = self._score(row, states) if row.scores_prompt else ()
         logits = self.all_logits(row, states) if row.samples else []
-        awaited = row.tokens if row.awaits_token else ()  # the history has it when that row is back
-        choices = [self.sample(row, scores, (*awaited, *drafts)) for scores, drafts in zip(logits, draft_prefixes(row.drafts))]
-        outcome = row_outcome(row, choices, scored)
+        awaited = row.tokens if row.awaits_token else ()  # the history gets it when that row is collected
+        samples = [self.sample(row, scores, (*awaited, *drafts)) for scores, drafts in zip(logits, draft_prefixes(row.drafts))]
+        outcome = row_outcome(row, samples, scored)
         if row.samples:
-            self._chosen[row.lane] = row.request_id, row.stop, outcome.sampled[-1].token if outcome.sampled else 0
+            self._last_sampled[row.lane] = row.request_id, row.stop, outcome.sampled[-1].token if outcome.sampled else 0
 
-        def settle() -> None:
+        def finish() -> None:
             for save in row.saves:
                 ends = row.samples and save.position == row.stop == row.prompt_stop
                 self.save(row, save, states[save.position - row.start], logits[0] if ends else None)
@@ -152,27 +150,27 @@ class FakeBackend:
                 self.commit(row, states, known + outcome.kept[-1] + 1)
 
         self.commit(row, states, known)
-        self._homeward.append(settle)
+        self._on_collect.append(finish)
         return outcome
 
     def sample(self, row: Row, logits: Logits, drafts: tuple[int, ...]) -> SampledToken | None:
         return sample(logits, row.params, row.history, drafts)
 
     def commit(self, row: Row, states: Sequence[bytes], index: int) -> None:
-        """After every turn the state that holds after the kept tokens sits in the row's lane, drafts or none."""
+        """Store the state after the kept tokens in the row's lane."""
         self._lanes[row.lane] = states[index]
 
     def compact(self, row: Row, kept: Sequence[int]) -> None:
-        """Bring the kept path of a tree from its nodes' slots to its positions."""
+        """Copy the kept path of a draft tree from its nodes' slots to its positions."""
         groups = range(len(self._stores))
         tokens = [[self._at(row, group, row.stop + index) for group in groups] for index in kept]
         for depth, entry in enumerate(tokens):
             self._put(row, row.stop + depth, entry)
 
     def all_logits(self, row: Row, states: Sequence[bytes]) -> list[Logits]:
-        """After the last known token and after each draft; those of a whole prompt come from its checkpoint."""
+        """Logits after the last known token and after each draft; for a row without tokens, those of its checkpoint."""
         if not row.tokens:
-            assert row.restore is not None, "a row without tokens has its logits from a checkpoint"
+            assert row.restore is not None, "a row without tokens takes its logits from a checkpoint"
             logits = self._kept[row.restore].logits
             assert logits is not None, "a checkpoint inside a prompt has no logits"
             return [logits]
@@ -214,7 +212,7 @@ class FakeBackend:
 
     def _page(self, row: Row, group: int, slot: int) -> int:
         page = row.pages[group][slot // self._capacity.page_size]
-        assert page >= 0, f"slot {slot} lies in a page that group {group} let go"
+        assert page >= 0, f"slot {slot} is in a page that group {group} has freed"
         return page
 
     def _put(self, row: Row, slot: int, tokens: Sequence[int]) -> None:
@@ -226,15 +224,15 @@ class FakeBackend:
         return int(self._stores[group][self._page(row, group, slot), slot % self._capacity.page_size])
 
     def _write(self, row: Row) -> None:
-        """Every token in a slot of its own: known ones at their positions, drafts behind them in order."""
+        """Known tokens go to the slots of their positions, drafts to the slots after them in order."""
         for slot, token in enumerate((*row.tokens, *(d.token for d in row.drafts)), start=row.start):
-            form = _STEP_FORM if self._capacity.recurrent and slot >= row.prompt_stop else 0
+            form = _RECURRENT_FORM if self._capacity.recurrent and slot >= row.prompt_stop else 0
             self._put(row, slot, [token + form] * len(self._stores))
 
     def _states(self, row: Row) -> list[bytes]:
         """states[i]: after i known tokens; states[known + 1 + i]: after draft i, from its parent's state.
 
-        Prompt positions chunk by chunk on absolute multiples, the rest step by step.
+        Prompt positions use the chunked form on absolute multiples, the others the recurrent form.
         """
         known = len(row.tokens)
         if not self._capacity.recurrent:
@@ -255,21 +253,21 @@ class FakeBackend:
         return states
 
     def _logits(self, row: Row, stop: int, state: bytes, path: Sequence[int] = ()) -> Logits:
-        """Logits after positions [0, stop) and a path of drafts behind them, read back through the pages."""
+        """Logits after positions [0, stop) and a path of drafts, read back through the pages."""
         seen = [self._seen(row, group, stop, path) for group in range(len(self._stores))]
         weights = np.arange(1, stop + len(path) + 1, dtype=np.int64) * 2654435761
         totals = [int((tokens * weights[: len(tokens)]).sum()) & (2**64 - 1) for tokens in seen]
         recent = seen[0][-2:].tobytes() + bytes(total % 11 for total in totals)
         key = int.from_bytes(_mix(b"logits", recent, state[:1])[:6], "little")
-        return (2.0 * gumbel(key, 0, self._capacity.vocab) + self._taste).astype(np.float32)
+        return (2.0 * gumbel(key, 0, self._capacity.vocab) + self._bias).astype(np.float32)
 
     def _seen(self, row: Row, group: int, stop: int, path: Sequence[int]) -> npt.NDArray[np.int64]:
-        """What the last of `stop` positions and a path behind them sees of a group: its last window, or all."""
+        """Page entries of a group that the last position of a path after `stop` attends to: the last window, or all."""
         size, window = self._capacity.page_size, self._capacity.groups[group].window
         first = 0 if window is None else max(stop + len(path) - window, 0)
         low = min(first, stop) // size
         pages = np.asarray(row.pages[group][low : -(-stop // size)], dtype=np.int64)
-        assert (pages >= 0).all(), f"group {group} let go of a page that position {stop + len(path) - 1} sees"
+        assert (pages >= 0).all(), f"group {group} has freed a page that position {stop + len(path) - 1} attends to"
         seen = self._stores[group][pages].reshape(-1)[min(first, stop) - low * size : stop - low * size]
         if path:
             drafts = [self._at(row, group, row.stop + index) for index in path]

@@ -1,7 +1,7 @@
 """Drafters for a model: proposers on the host, and at most one drafter on the device.
 
-In: Settings, and for a device drafter the open target checkpoint. Out: a Speculator; a DrafterBuilder, which makes the drafter once
-the target is loaded; the drafter's bytes. A drafter that does not fit the target is an error that says why.
+In: Settings, and for a device drafter the open target checkpoint. Out: a Speculator; a DrafterBuilder, which makes the drafter
+once the target is loaded; the drafter's bytes. A drafter that does not fit the target is an error that says why.
 """
 
 from __future__ import annotations
@@ -53,12 +53,15 @@ def drafter_paths(settings: Settings) -> tuple[Path, ...]:
 
 
 def select_drafter(settings: Settings, info: ModelInfo, checkpoint: Checkpoint) -> Path | Literal["mtp"] | None:
-    """The drafter on the device: the one that --draft names; with auto, a drafter shipped for this model or the model's MTP head."""
+    """The drafter on the device: the one that --draft names; with auto, a drafter shipped for this model or the model's MTP
+    head."""
     named: list[Path | Literal["mtp"]] = [*drafter_paths(settings)]
     if "mtp" in settings.draft:
         named.append("mtp")
     if len(named) > 1:
-        raise BadSetting(f"--draft: only one drafter can run on the device, not {len(named)}; auto, ngram and prediction may be added")
+        raise BadSetting(
+            f"--draft: only one drafter can run on the device, not {len(named)}; auto, ngram and prediction may be added"
+        )
     if named:
         return named[0]
     if "auto" not in settings.draft:
@@ -124,7 +127,8 @@ class DrafterBuilder:
 
     @property
     def fingerprint(self) -> str:
-        """Of its weights; the MTP head's weights are part of the model's fingerprint. Part of snapshot fingerprints, so it never changes."""
+        """Of its weights; the MTP head's weights are part of the model's fingerprint. Part of snapshot fingerprints, so it
+        never changes."""
         if not isinstance(self.source, Path):
             return "its own head"
         checkpoint = open_drafter(self.source)

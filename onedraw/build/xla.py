@@ -1,7 +1,7 @@
 """The xla backend from Settings: its construction, the shapes it compiles (for `inspect`), and the export of graphs.
 
-In: Settings and a model's description. Out: an XlaBackend, lines for `inspect`, the path of exported graphs. jax is imported only when
-one of these functions runs.
+In: Settings and a model's description. Out: an XlaBackend, lines for `inspect`, the path of exported graphs. jax is imported
+only when one of these functions runs.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def xla_settings(settings: Settings, devices: Sequence[Device]) -> Settings:
 
 
 def compiled_steps(settings: Settings, info: ModelInfo, plan: MemoryPlan, device: Device) -> list[str]:
-    """The step shapes that --backend xla compiles with its last stage on this device; UnsupportedModel if it cannot run the model."""
+    """The step shapes that --backend xla compiles with its last stage on this device; UnsupportedModel if it cannot run the
+    model."""
     from onedraw.backends.xla.families import require_supported
     from onedraw.backends.xla.inputs import compiled_shapes, product_rows
 

@@ -90,8 +90,8 @@ SETTINGS_HELP: Mapping[str, str] = {
     "bf16 and f16 also with f32 products; auto: that of the products (default: ONEDRAW_KV_DTYPE, or auto)",
     "state_dtype": "of recurrent states; only f32 is supported, because others would change answers",
     "draft_memory": "memory for rolling back rejected drafts on recurrent layers, like 1GiB; it limits the drafts of a step",
-    "checkpoint_memory": "memory for checkpoints (recurrent states and last logits of prompts), from which a prompt with the same "
-    "beginning resumes; 0: none",
+    "checkpoint_memory": "memory for checkpoints (recurrent states and last logits of prompts), from which a prompt with "
+    "the same beginning resumes; 0: none",
     "threads": "CPU threads (default: all cores)",
     "prefix_cache": "compute every prompt from its start; the prefix cache never changes an answer, only its latency",
     "queue_limit": "waiting requests before new ones are rejected with 429",

@@ -1,4 +1,4 @@
-"""What a backend refuses before it begins."""
+"""The dtype of recurrent state is checked when a backend is made."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from onedraw.errors import BadSetting
 
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16", "q8_0"])
-def test_a_recurrent_state_narrower_than_float32_is_refused_naming_dtype_and_buffer(dtype: str) -> None:
+def test_a_state_dtype_other_than_float32_is_rejected_with_dtype_and_buffer(dtype: str) -> None:
     with pytest.raises(BadSetting, match=f"--state-dtype: {dtype} is not supported for the delta state"):
         require_state_dtype(dtype, "delta state")
 
 
-def test_the_stop_stands_at_the_making_of_a_backend() -> None:
+def test_a_backend_checks_the_state_dtype_when_it_is_made() -> None:
     FakeBackend(recurrent=True, state_dtype="f32")
     with pytest.raises(BadSetting, match="f16 is not supported for the recurrent state of the fake backend"):
         FakeBackend(recurrent=True, state_dtype="f16")

@@ -1,10 +1,13 @@
-"""Devices are named or described; what is neither is refused with an example."""
+"""Device names, hypothetical devices, and the name of the CPU in fingerprints."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from onedraw.backends.devices import Device, can_overlap, compute_capability, parse_device
+from onedraw.backends import devices
+from onedraw.backends.devices import Device, can_overlap, compute_capability, cpu_features_digest, cpu_model, parse_device
 from onedraw.errors import BadSetting
 
 
@@ -22,7 +25,7 @@ from onedraw.errors import BadSetting
         (" cpu/1.5GiB ", Device("cpu/1.5GiB", "cpu", "", 3 * 2**29)),
     ],
 )
-def test_a_device_is_read_from_its_name(text: str, device: Device) -> None:
+def test_a_device_is_parsed_from_its_name(text: str, device: Device) -> None:
     assert parse_device(text) == device
     assert device.hypothetical == ("/" in text)
 
@@ -47,7 +50,7 @@ def test_a_device_is_read_from_its_name(text: str, device: Device) -> None:
         "cuda/24GiB/8GiB",
     ],
 )
-def test_what_is_no_device_is_refused_with_an_example(text: str) -> None:
+def test_an_invalid_device_is_rejected_with_an_example(text: str) -> None:
     with pytest.raises(BadSetting, match="cuda/sm86/24GiB"):
         parse_device(text)
 
@@ -64,7 +67,7 @@ def test_the_last_digit_of_an_architecture_is_the_minor_version() -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "each_by_itself"),
+    ("names", "expected"),
     [
         ("cuda:0 cuda:1", True),
         ("cpu:0 cpu:1", True),
@@ -78,10 +81,30 @@ def test_the_last_digit_of_an_architecture_is_the_minor_version() -> None:
         ("cuda:0 cpu:0-3", False),
     ],
 )
-def test_devices_are_apart_where_none_takes_time_from_another(names: str, each_by_itself: bool) -> None:
-    assert can_overlap([parse_device(name) for name in names.split()]) == each_by_itself
+def test_devices_of_one_kind_that_share_no_cores_can_overlap(names: str, expected: bool) -> None:
+    assert can_overlap([parse_device(name) for name in names.split()]) == expected
 
 
-def test_processors_of_one_machine_share_its_memory() -> None:
-    homes = [parse_device(name).memory_pool for name in ("cpu", "cpu:0", "cpu:1-2", "cuda:0", "cpu/8GiB")]
-    assert homes == ["cpu", "cpu", "cpu", "cuda:0", "cpu/8GiB"]
+def test_the_cores_of_this_machine_share_one_memory_pool() -> None:
+    pools = [parse_device(name).memory_pool for name in ("cpu", "cpu:0", "cpu:1-2", "cuda:0", "cpu/8GiB")]
+    assert pools == ["cpu", "cpu", "cpu", "cuda:0", "cpu/8GiB"]
+
+
+CPUINFO = "processor\t: 0\nmodel name\t: Some Chip 9\ncpu MHz\t: {mhz}\nflags\t\t: fpu {flags} avx2 fma\n"
+
+
+def test_a_cpu_is_identified_by_its_model_and_its_vector_instructions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "cpuinfo"
+    monkeypatch.setattr(devices, "CPUINFO", file)
+    found = []
+    for mhz, flags in (("2000", "sse2"), ("3000", "tsc sse2"), ("2000", "sse2 avx512f")):
+        file.write_text(CPUINFO.format(mhz=mhz, flags=flags))
+        assert cpu_model() == "Some Chip 9"
+        found.append(cpu_features_digest())
+    assert found[0] == found[1] != found[2]
+
+
+def test_without_cpuinfo_the_architecture_is_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "CPUINFO", tmp_path / "missing")
+    assert cpu_model()
+    assert len(cpu_features_digest()) == 8

@@ -1,4 +1,4 @@
-"""What a CPU and a GPU keep as it is stored, what that costs, and when packed is what `auto` becomes."""
+"""Packed weights on CPUs and GPUs: which tensors stay quantized, their bytes, and when --dtype auto selects them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from onedraw.models.weight_names import weight_shapes
 from tests.support.quantized_weights import FLOAT_KINDS, QUANTIZED_KINDS, quantized_weights, random_tensor, tiny_spec
 
 CPU, GPU = Device("cpu", "cpu"), Device("cuda:0", "cuda", "sm90")
-ASKED = {"asked": "auto", "activations": "int8", "stream": "auto", "kinds": {"Q4_1"}, "no_kernels": ""}
+REQUEST = {"asked": "auto", "activations": "int8", "stream": "auto", "kinds": {"Q4_1"}, "no_kernels": ""}
 
 
-def test_a_panel_takes_what_the_file_takes_but_for_six_bit_scales() -> None:
+def test_packed_weights_take_the_bytes_of_the_file_except_for_six_bit_scales() -> None:
     for kind in (*QUANTIZED_KINDS, *FLOAT_KINDS):
         size = cpu_packed_bytes((64, 512), kind)
         on_disk = 64 * 512 // QUANT_TYPES[kind].block_values * QUANT_TYPES[kind].block_bytes
@@ -44,22 +44,22 @@ def test_rows_are_padded_to_whole_panels_also_in_a_stack_of_experts() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_plan_counts_what_is_kept(tied: bool) -> None:
+def test_the_memory_plan_counts_packed_weights(tied: bool) -> None:
     spec = tiny_spec(tied=tied)
     weights = quantized_weights(spec, ("Q4_1",))
-    holding = plan_weight_storage(weights, "packed")
+    storage = plan_weight_storage(weights, "packed")
     matrices = sum(weights.tensor(i, name).data.nbytes for i in range(2) for name in ("q", "k", "v", "o", "gate", "up", "down"))
     norms = 5 * 256 * 4
-    head = 320 * 256 // 32 * 20  # 300 rows in whole panels; an untied embedding stays in the file
-    assert holding.weights.total == matrices + norms + head
-    plan = memory_plan(spec, dtype="packed", weights=holding.weights, max_batch=1, page_size=16)
-    assert plan.weight_bytes == holding.weights.total
+    head = 320 * 256 // 32 * 20  # 300 rows padded to whole panels; an untied embedding is read from the file
+    assert storage.weights.total == matrices + norms + head
+    plan = memory_plan(spec, dtype="packed", weights=storage.weights, max_batch=1, page_size=16)
+    assert plan.weight_bytes == storage.weights.total
     assert plan.kv_dtype == "f32"
-    assert dict(holding.kept) == {"Q4_1": 15 if tied else 16}
-    assert not holding.converted
+    assert dict(storage.kept) == {"Q4_1": 15 if tied else 16}
+    assert not storage.converted
 
 
-def test_what_is_converted_says_why() -> None:
+def test_dequantized_tensors_are_listed_with_the_reason() -> None:
     spec = tiny_spec(tied=True)
     weights = quantized_weights(spec, ("Q4_1", "Q3_K"))
     converted = plan_weight_storage(weights, "packed").converted
@@ -70,7 +70,7 @@ def test_what_is_converted_says_why() -> None:
     assert not plan_weight_storage(plain, "packed").converted
 
 
-def test_rows_in_another_order_stay_packed_and_columns_do_not() -> None:
+def test_tensors_with_permuted_rows_stay_packed_and_with_permuted_columns_do_not() -> None:
     tensor: StoredTensor = random_tensor("w", (4, 64), "Q8_0", np.random.default_rng(0))
     taken = RowSelection(tensor, np.array([3, 1]))
     assert taken.stays_packed
@@ -82,76 +82,76 @@ def test_rows_in_another_order_stay_packed_and_columns_do_not() -> None:
     assert moved.packed() is None
 
 
-def test_auto_is_packed_where_only_cpus_compute_and_it_saves_something() -> None:
-    assert product_dtype([CPU], **ASKED) == "packed"
-    assert product_dtype([CPU, CPU], **ASKED | {"activations": "f32"}) == "packed-f32"
-    assert product_dtype([CPU], **ASKED | {"kinds": {"F32"}}) == "f32"
-    assert product_dtype([CPU], **ASKED | {"no_kernels": "no compiler"}) == "f32"
-    assert product_dtype([CPU], **ASKED | {"asked": "f32"}) == "f32"
-    assert product_dtype([CPU], **ASKED | {"asked": "bf16", "activations": "f32"}) == "bf16"
-    assert product_dtype([GPU], **ASKED | {"asked": "bf16"}) == "bf16"
-    assert product_dtype([GPU, CPU], **ASKED) == "f32"
-    assert product_dtype([CPU], **ASKED | {"asked": "packed", "kinds": {"F32"}}) == "packed"
+def test_auto_is_packed_on_cpus_if_it_saves_memory() -> None:
+    assert product_dtype([CPU], **REQUEST) == "packed"
+    assert product_dtype([CPU, CPU], **REQUEST | {"activations": "f32"}) == "packed-f32"
+    assert product_dtype([CPU], **REQUEST | {"kinds": {"F32"}}) == "f32"
+    assert product_dtype([CPU], **REQUEST | {"no_kernels": "no compiler"}) == "f32"
+    assert product_dtype([CPU], **REQUEST | {"asked": "f32"}) == "f32"
+    assert product_dtype([CPU], **REQUEST | {"asked": "bf16", "activations": "f32"}) == "bf16"
+    assert product_dtype([GPU], **REQUEST | {"asked": "bf16"}) == "bf16"
+    assert product_dtype([GPU, CPU], **REQUEST) == "f32"
+    assert product_dtype([CPU], **REQUEST | {"asked": "packed", "kinds": {"F32"}}) == "packed"
 
 
 @pytest.mark.parametrize(
-    ("devices", "changes", "said"),
+    ("devices", "changes", "message"),
     [
-        ([GPU, CPU], {}, "not for both at once"),
+        ([GPU, CPU], {}, "not on both at once"),
         ([CPU], {"no_kernels": "no compiler"}, "no compiler; use --dtype f32"),
         ([CPU], {"stream": "bf16"}, "computes in float32"),
     ],
 )
-def test_packed_weights_that_cannot_be_are_refused_by_name(devices: list[Device], changes: dict[str, str], said: str) -> None:
-    with pytest.raises(BadSetting, match=said):
-        product_dtype(devices, **ASKED | {"asked": "packed"} | changes)
+def test_packed_weights_that_cannot_run_are_rejected(devices: list[Device], changes: dict[str, str], message: str) -> None:
+    with pytest.raises(BadSetting, match=message):
+        product_dtype(devices, **REQUEST | {"asked": "packed"} | changes)
 
 
-def test_auto_is_packed_on_gpus_that_have_kernels_where_the_file_has_blocks() -> None:
+def test_auto_is_packed_on_gpus_with_kernels_if_the_file_is_quantized() -> None:
     old, new = Device("cuda:0", "cuda", "sm75"), Device("cuda:1", "cuda", "sm86")
-    assert product_dtype([GPU, new], **ASKED) == "packed-bf16"
-    assert product_dtype([GPU], **ASKED | {"stream": "f16"}) == "packed-f16"
-    assert product_dtype([GPU], **ASKED | {"kinds": {"F16", "BF16"}}) == "bf16"
-    assert product_dtype([GPU], **ASKED | {"kinds": {"F16"}, "asked": "packed"}) == "packed-bf16"
-    assert product_dtype([GPU, old], **ASKED) == "f16"
-    # Where their kernels cannot be compiled, weights become numbers, unless that was asked for.
-    assert product_dtype([GPU], **ASKED | {"no_kernels": "no NVRTC"}) == "bf16"
+    assert product_dtype([GPU, new], **REQUEST) == "packed-bf16"
+    assert product_dtype([GPU], **REQUEST | {"stream": "f16"}) == "packed-f16"
+    assert product_dtype([GPU], **REQUEST | {"kinds": {"F16", "BF16"}}) == "bf16"
+    assert product_dtype([GPU], **REQUEST | {"kinds": {"F16"}, "asked": "packed"}) == "packed-bf16"
+    assert product_dtype([GPU, old], **REQUEST) == "f16"
+    # If the kernels cannot be compiled, auto dequantizes and an explicit --dtype packed is an error.
+    assert product_dtype([GPU], **REQUEST | {"no_kernels": "no NVRTC"}) == "bf16"
     with pytest.raises(BadSetting, match="no GPU kernels: no NVRTC, or use --dtype bf16"):
-        product_dtype([GPU], **ASKED | {"asked": "packed", "no_kernels": "no NVRTC"})
-    assert product_dtype([Device("hip:0", "hip", "gfx942")], **ASKED) == "bf16"
+        product_dtype([GPU], **REQUEST | {"asked": "packed", "no_kernels": "no NVRTC"})
+    assert product_dtype([Device("hip:0", "hip", "gfx942")], **REQUEST) == "bf16"
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_gpu_keeps_blocks_and_the_embedding_with_them(tied: bool) -> None:
+def test_a_gpu_keeps_all_matrices_packed_including_the_embedding(tied: bool) -> None:
     spec = tiny_spec(tied=tied)
     weights = quantized_weights(spec, ("Q4_K", "Q6_K"))
-    holding = plan_weight_storage(weights, "packed-bf16")
+    storage = plan_weight_storage(weights, "packed-bf16")
     tensors = {where: weights.tensor(*where) for where in weight_shapes(spec)}
     matrices = [tensor for tensor in tensors.values() if len(tensor.shape) > 1]
     norms = sum(4 * tensor.shape[0] for tensor in tensors.values() if len(tensor.shape) == 1)
-    assert holding.weights.total == sum(gpu_packed_bytes(tensor.shape, tensor.kind) for tensor in matrices) + norms
-    assert (holding.weights.first > 0) == (not tied)
-    assert dict(holding.kept) == dict(Counter(tensor.kind for tensor in matrices))
-    plan = memory_plan(spec, dtype="packed-bf16", weights=holding.weights, max_batch=1, page_size=16)
+    assert storage.weights.total == sum(gpu_packed_bytes(tensor.shape, tensor.kind) for tensor in matrices) + norms
+    assert (storage.weights.first > 0) == (not tied)
+    assert dict(storage.kept) == dict(Counter(tensor.kind for tensor in matrices))
+    plan = memory_plan(spec, dtype="packed-bf16", weights=storage.weights, max_batch=1, page_size=16)
     assert plan.kv_dtype == "bf16"
-    # Sums of a product with few rows wait for its last segment: those of the widest product are counted.
+    # Partial sums of a product with few rows: the widest product is counted.
     joined = sum(-(-shape[0] // 64) * 64 for (layer, _), shape in weight_shapes(spec).items() if layer == 0 and len(shape) == 2)
-    assert holding.weights.parts == partial_sum_bytes(max(joined, 320), 256) == max(joined, 320) * 64 * 4
-    assert plan_weight_storage(weights, "packed").weights.parts == 0  # a CPU has no such sums
+    assert storage.weights.parts == partial_sum_bytes(max(joined, 320), 256) == max(joined, 320) * 64 * 4
+    assert plan_weight_storage(weights, "packed").weights.parts == 0  # a CPU has none
 
 
-def test_a_gpu_keeps_columns_in_their_stored_order_and_converts_what_it_cannot_read() -> None:
+def test_a_gpu_keeps_permuted_columns_packed_and_dequantizes_unsupported_kinds() -> None:
     tensor: StoredTensor = random_tensor("w", (4, 256), "Q4_K", np.random.default_rng(0))
     assert why_not_gpu_packed(ColumnSelection(tensor, np.arange(256)[::-1].copy())) == ""
     assert why_not_gpu_packed(ElementwiseTensor(tensor, ADD_ONE)) == "its values change on loading"
-    assert why_not_gpu_packed(RandomQuantTensor("w", (2**22, 4096), "Q8_0", 0, 1.0)) == ""  # of any size: counted, not made
+    assert why_not_gpu_packed(RandomQuantTensor("w", (2**22, 4096), "Q8_0", 0, 1.0)) == ""  # allocates nothing
     weights = quantized_weights(tiny_spec(tied=True), ("Q4_1", "Q3_K", "F16"))
     assert {(kind, why) for kind, why, _ in plan_weight_storage(weights, "packed-bf16").converted} == {
         ("Q3_K", "no kernel reads this kind")
     }
 
 
-def test_what_blocks_save_is_counted_against_two_bytes_a_number() -> None:
+def test_packed_savings_are_relative_to_two_bytes_per_value() -> None:
     rng = np.random.default_rng(0)
     tensors = [
         random_tensor("w", (16, 256), "Q4_K", rng),

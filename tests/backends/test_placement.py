@@ -1,4 +1,4 @@
-"""Where layers go: every one once, in order, within budget, and never away from the keys and values they read."""
+"""Placement: every layer once, in order, within memory, and never on another device than the keys and values it reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, RopeSpec
 from tests.support.tiny_modern import spec
 
 
-def layers_that_reuse(sources: list[int | None]) -> list[LayerSpec]:
+def layers_with_sources(sources: list[int | None]) -> list[LayerSpec]:
     def mixer(source: int | None) -> AttentionSpec:
         return AttentionSpec(heads=1, kv_heads=1, head_dim=8, rope=RopeSpec(1e4, 8), scale=1.0, reuses=source)
 
@@ -32,7 +32,7 @@ def models(draw: st.DrawFn) -> tuple[StageLoads, list[LayerSpec]]:
     sources = [draw(st.one_of(st.none(), st.integers(0, i - 1))) if i and draw(st.booleans()) else None for i in range(count)]
     sizes = draw(st.lists(st.integers(0, 50), min_size=count, max_size=count))
     loads = StageLoads(tuple(sizes), draw(st.integers(0, 60)), draw(st.integers(0, 60)), draw(st.integers(0, 5)))
-    return loads, layers_that_reuse(sources)
+    return loads, layers_with_sources(sources)
 
 
 def every_placement(cuts: tuple[int, ...], total: int, count: int) -> list[tuple[range, ...]]:
@@ -44,7 +44,7 @@ def every_placement(cuts: tuple[int, ...], total: int, count: int) -> list[tuple
 
 
 @given(models())
-def test_a_cut_is_legal_where_nobody_behind_it_reads_from_before_it(model: tuple[StageLoads, list[LayerSpec]]) -> None:
+def test_a_cut_is_legal_if_no_later_layer_reads_keys_from_before_it(model: tuple[StageLoads, list[LayerSpec]]) -> None:
     layers = model[1]
     for cut in range(1, len(layers)):
         free = all(layer.attention.reuses is None or layer.attention.reuses >= cut for layer in layers[cut:])
@@ -52,7 +52,7 @@ def test_a_cut_is_legal_where_nobody_behind_it_reads_from_before_it(model: tuple
 
 
 @given(models(), st.lists(st.one_of(st.none(), st.integers(1, 400)), min_size=1, max_size=4), st.integers(0, 3))
-def test_auto_places_every_layer_once_in_order_within_budget(
+def test_auto_places_every_layer_once_in_order_within_memory(
     model: tuple[StageLoads, list[LayerSpec]], memories: list[int | None], host: int
 ) -> None:
     loads, layers = model
@@ -66,7 +66,9 @@ def test_auto_places_every_layer_once_in_order_within_budget(
         assert not possible
         return
     except OutOfMemory:
-        assert not fitting or None in memories  # nobody knows how much an unknown device may take
+        assert (
+            not fitting or None in memories
+        )  # unknown memory counts as the largest known one
         return
     assert ranges in fitting
     assert [i for layers_ in ranges for i in layers_] == list(range(len(layers)))
@@ -75,13 +77,13 @@ def test_auto_places_every_layer_once_in_order_within_budget(
 
 
 def _cost(loads: StageLoads, ranges: tuple[range, ...], devices: list[Device]) -> tuple[int, float]:
-    """Bytes on the CPU where there is an accelerator, and how full the fullest device is."""
+    """Bytes on a CPU beside an accelerator, and the highest utilization of a device."""
     slow = sum(loads.of(r) for r, d in zip(ranges, devices, strict=True) if d.kind == "cpu") if len(devices) > 1 else 0
     return slow, max(loads.of(r) / (d.memory or 1) for r, d in zip(ranges, devices, strict=True))
 
 
 @given(models(), st.integers(1, 4), st.data())
-def test_a_split_by_hand_stands_or_is_refused_with_the_nearest_legal_one(
+def test_an_explicit_split_is_used_or_rejected_with_the_nearest_legal_one(
     model: tuple[StageLoads, list[LayerSpec]], count: int, data: st.DataObject
 ) -> None:
     loads, layers = model
@@ -108,7 +110,7 @@ EVEN = StageLoads((10,) * 32)
 CUTS = tuple(range(1, 32))
 
 
-def test_shares_and_layers_say_the_same_split() -> None:
+def test_shares_and_layer_counts_give_the_same_split() -> None:
     devices = machine(None, None)
     expected = (range(24), range(24, 32))
     assert (
@@ -123,26 +125,26 @@ def test_auto_follows_the_memory_of_the_devices() -> None:
     assert [len(r) for r in place_layers(EVEN, machine(None, None), cuts=CUTS)] == [16, 16]
 
 
-def test_a_cpu_takes_what_accelerators_do_not_hold() -> None:
+def test_a_cpu_gets_the_layers_that_do_not_fit_on_accelerators() -> None:
     devices = [Device("cuda:0", "cuda", "sm90", 200), Device("cpu", "cpu", memory=10**6)]
     assert [len(r) for r in place_layers(EVEN, devices, cuts=CUTS)] == [20, 12]
     roomy = [Device("cuda:0", "cuda", "sm90", 10**6), devices[1]]
     assert [len(r) for r in place_layers(EVEN, roomy, cuts=CUTS)] == [31, 1]
 
 
-def test_the_head_weighs_on_the_last_device() -> None:
+def test_the_head_counts_on_the_last_device() -> None:
     assert [len(r) for r in place_layers(StageLoads((10,) * 32, last=80), machine(400, 400), cuts=CUTS)] == [20, 12]
 
 
-def test_a_device_that_is_named_twice_holds_both_parts() -> None:
+def test_the_ranges_of_a_device_named_twice_are_added_up() -> None:
     twice = [Device("cuda:0", "cuda", memory=300), Device("cuda:0", "cuda", memory=300)]
     with pytest.raises(OutOfMemory, match="20 too many"):
         place_layers(EVEN, twice, cuts=CUTS)
-    described = [Device("cuda/300", "cuda", memory=300)] * 2  # two alike
-    assert [len(r) for r in place_layers(EVEN, described, cuts=CUTS)] == [16, 16]
+    hypothetical = [Device("cuda/300", "cuda", memory=300)] * 2  # two devices with the same description
+    assert [len(r) for r in place_layers(EVEN, hypothetical, cuts=CUTS)] == [16, 16]
 
 
-def test_processors_of_one_machine_take_from_one_memory() -> None:
+def test_cores_of_one_machine_share_one_memory() -> None:
     halves = [Device(f"cpu:{core}", "cpu", memory=10, cores=(core,)) for core in (0, 1)]
     with pytest.raises(OutOfMemory, match="layers 0–5, 6–11 need 12 bytes and cpu:0 has 10"):
         place_layers(StageLoads((1,) * 12), halves, cuts=range(1, 12))
@@ -151,12 +153,12 @@ def test_processors_of_one_machine_take_from_one_memory() -> None:
 
 
 def test_uneven_splits_drop_no_layer() -> None:
-    """61 layers over three devices once lost two of them elsewhere."""
+    """Another server lost two of 61 layers when it split them over three devices."""
     ranges = place_layers(StageLoads((7,) * 61), machine(None, None, None), cuts=tuple(range(1, 61)))
     assert [i for r in ranges for i in r] == list(range(61))
 
 
-def test_gemma_is_never_cut_between_a_layer_and_its_keys() -> None:
+def test_gemma_is_never_cut_between_a_layer_and_the_keys_it_reads() -> None:
     assert legal_cuts(spec("gemma4_e4b").layers) == (1, 2)
     assert legal_cuts(spec("gemma4_e2b").layers) == (1,)
     assert legal_cuts(spec("gemma4_31b").layers) == (1, 2, 3, 4, 5)
@@ -165,7 +167,7 @@ def test_gemma_is_never_cut_between_a_layer_and_its_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    ("split", "said"),
+    ("split", "message"),
     [
         ("24,9", "does not place 32 layers.* is 24,8"),
         ("32,0", "does not place 32 layers.* is 31,1"),
@@ -175,15 +177,15 @@ def test_gemma_is_never_cut_between_a_layer_and_its_keys() -> None:
         ("1.5,-0.5", "add up to 1"),
     ],
 )
-def test_a_split_that_makes_no_sense_is_refused(split: str, said: str) -> None:
-    with pytest.raises(BadSetting, match=said):
+def test_an_invalid_split_is_rejected(split: str, message: str) -> None:
+    with pytest.raises(BadSetting, match=message):
         place_layers(EVEN, machine(None, None), cuts=CUTS, split=split)
 
 
-def test_more_devices_than_parts_are_refused() -> None:
+def test_more_devices_than_parts_are_rejected() -> None:
     with pytest.raises(BadSetting, match="can be cut into at most 2 parts; name fewer"):
         place_layers(StageLoads((1,) * 6), machine(None, None, None), cuts=(1,))
 
 
-def test_the_nearest_cuts_stay_one_behind_the_other() -> None:
+def test_nearest_cuts_are_increasing() -> None:
     assert nearest_cuts([3.0, 3.0], (2, 4, 9)) == (2, 4)

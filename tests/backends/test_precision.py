@@ -1,4 +1,4 @@
-"""The whole table of activation dtypes, without a device."""
+"""The precision tables: dtypes by device, for activations and for keys and values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from onedraw.errors import BadSetting
 
 
 @pytest.mark.parametrize(("major", "minor"), list(itertools.product(range(13), range(10))))
-def test_cuda_goes_by_compute_capability(major: int, minor: int) -> None:
+def test_cuda_precision_follows_the_compute_capability(major: int, minor: int) -> None:
     if major >= 8:
         expected = "bf16"
     elif major == 7 or (major, minor) == (6, 0):
@@ -38,24 +38,24 @@ def test_cuda_goes_by_compute_capability(major: int, minor: int) -> None:
         (["", "gfx803", "gfx701", "gfx600", "unknown", "gfx13"], "f32"),
     ],
 )
-def test_hip_goes_by_name(names: list[str], expected: str) -> None:
+def test_hip_precision_follows_the_architecture_name(names: list[str], expected: str) -> None:
     assert {hip_precision(name) for name in names} == {expected}
     assert {device_precision(Device("x", "hip", name)) for name in names} == {expected}
 
 
-def test_a_cpu_and_an_unknown_device_keep_float32() -> None:
+def test_a_cpu_and_an_unknown_device_use_float32() -> None:
     assert device_precision(parse_device("cpu")) == device_precision(parse_device("cuda")) == cuda_precision(None) == "f32"
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_a_set_takes_its_weakest_member(count: int) -> None:
+def test_several_devices_use_the_dtype_that_all_support(count: int) -> None:
     for found in itertools.product(("f32", "f16", "bf16"), repeat=count):
         expected = "f32" if "f32" in found else "f16" if "f16" in found else "bf16"
         assert weakest(found) == expected
     assert weakest([]) == "f32"
 
 
-def test_an_override_wins_and_an_unknown_one_is_an_error() -> None:
+def test_an_explicit_activation_dtype_wins_and_an_unknown_one_is_an_error() -> None:
     pair = [parse_device("cuda/sm86"), parse_device("cuda/sm75")]
     assert activation_precision(pair) == "f16"
     assert [activation_precision(pair, asked=asked) for asked in ("f32", "f16", "bf16")] == ["f32", "f16", "bf16"]
@@ -63,7 +63,7 @@ def test_an_override_wins_and_an_unknown_one_is_an_error() -> None:
         activation_precision(pair, asked="fp8")
 
 
-def test_products_in_float32_are_not_rounded_between_layers_unless_asked() -> None:
+def test_float32_products_have_a_float32_residual_stream_by_default() -> None:
     modern = [parse_device("cuda/sm90")]
     assert activation_precision(modern, products="f32") == "f32"
     assert activation_precision(modern, products="f32", asked="bf16") == "bf16"
@@ -79,18 +79,18 @@ def test_keys_and_values_have_the_dtype_of_the_products_or_a_narrower_one() -> N
         "f32", "bf16", "f16", "fp8", "int8",
     ]  # fmt: skip
     for products, asked in (("bf16", "f32"), ("bf16", "f16"), ("f16", "bf16"), ("packed-f16", "f32")):
-        with pytest.raises(BadSetting, match="say auto, fp8 or int8"):
+        with pytest.raises(BadSetting, match="use auto, fp8 or int8"):
             kv_precision(asked, products=products)
 
 
 @pytest.mark.parametrize(
-    ("device", "reads"), [("cuda/sm86", False), ("cuda/sm80", False), ("cuda/sm89", True), ("cuda/sm90", True), ("cpu", True)]
+    ("device", "supported"), [("cuda/sm86", False), ("cuda/sm80", False), ("cuda/sm89", True), ("cuda/sm90", True), ("cpu", True)]
 )
-def test_fp8_is_refused_where_no_instruction_makes_it_and_int8_never_is(device: str, reads: bool) -> None:
+def test_fp8_needs_hardware_conversion_and_int8_does_not(device: str, supported: bool) -> None:
     given = {"products": "bf16", "devices": [parse_device("cuda/sm90"), parse_device(device)]}
     assert kv_precision("int8", **given) == "int8"  # type: ignore[arg-type]
-    if reads:
+    if supported:
         assert kv_precision("fp8", **given) == "fp8"  # type: ignore[arg-type]
     else:
-        with pytest.raises(BadSetting, match="from sm89 on; int8 has the same size and works there"):
+        with pytest.raises(BadSetting, match="from sm89 on; use int8, which has the same size"):
             kv_precision("fp8", **given)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A split's bytes: what stages hold together is what the plan promised, and what does not fit says what would."""
+"""Split plans: the bytes of all stages add up to the memory plan, and errors name a context that fits."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def split_of(model: ModelSpec, *devices: str, split: str = "auto", context: int 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_stages_hold_what_the_whole_holds(name: str) -> None:
+def test_the_bytes_of_the_stages_add_up_to_those_of_one_device(name: str) -> None:
     model = spec(name)
     plan = planned(model)
     [whole] = split_of(model, "cpu").stages
     two = split_of(model, "cpu", "cpu").stages
     for field in ("weight_bytes", "page_bytes", "state_bytes"):
         assert sum(getattr(stage, field) for stage in two) == getattr(whole, field), field
-    scratch = sum(group.page_bytes for group in plan.groups)  # a page of each group that nobody is lent
+    scratch = sum(group.page_bytes for group in plan.groups)  # one page per group for padding
     assert whole.page_bytes == plan.kv_bytes + scratch
     states = plan.lane_bytes * plan.max_batch + plan.draft_positions * plan.draft_bytes
     assert whole.state_bytes == states + plan.checkpoints * plan.checkpoint_bytes
@@ -37,14 +37,14 @@ def test_the_stages_hold_what_the_whole_holds(name: str) -> None:
     assert two[0].staging_bytes == two[1].staging_bytes > 0
 
 
-def test_a_tied_head_is_counted_twice_where_devices_differ() -> None:
+def test_a_tied_head_is_counted_twice_on_different_devices() -> None:
     model = spec("gemma4_31b")
     apart, together = split_of(model, "cpu", "cuda/24GiB").stages, split_of(model, "cpu", "cpu").stages
     extra = sum(s.weight_bytes for s in apart) - sum(s.weight_bytes for s in together)
     assert extra == model.vocab * model.hidden * 4
 
 
-def test_what_does_not_fit_names_the_longest_context_that_does() -> None:
+def test_out_of_memory_names_the_longest_context_that_fits() -> None:
     model = spec("gemma4_31b")
 
     def make(context: int) -> SplitPlan:
@@ -58,6 +58,6 @@ def test_what_does_not_fit_names_the_longest_context_that_does() -> None:
         make(longest + 64)
 
 
-def test_no_context_at_all_is_said() -> None:
+def test_out_of_memory_says_if_no_context_fits() -> None:
     with pytest.raises(OutOfMemory, match="no context fits"):
         plan_or_advise(lambda context: split_of(spec("qwen3_5"), "cuda/1MiB", "cpu", split="3,1", context=context), 256)

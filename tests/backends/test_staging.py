@@ -1,4 +1,4 @@
-"""Buffers between stages hold one turn, not one context."""
+"""Staging buffers between stages have the size of one step, not of one context."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def shaped(hidden: int, *, inputs: int = 0) -> ModelSpec:
 @pytest.mark.parametrize(
     ("hidden", "buffers", "wide", "narrow"), [(5120, 2, 10240, 5120), (2048, 2, 4096, 2048), (5376, 3, 16128, 8064)]
 )
-def test_what_buffers_of_a_context_take_beside_ours(hidden: int, buffers: int, wide: int, narrow: int) -> None:
+def test_buffers_of_a_whole_context_would_be_much_larger(hidden: int, buffers: int, wide: int, narrow: int) -> None:
     known = [buffers * hidden * CONTEXT * DTYPE_BYTES[dtype] for dtype in ("f32", "bf16")]
     assert known == [wide * MIB, narrow * MIB]
     ours = [staging_plan(shaped(hidden), (2,), tokens=CONTEXT, dtype=dtype).total_bytes for dtype in ("f32", "bf16")]
@@ -33,14 +33,14 @@ def test_what_buffers_of_a_context_take_beside_ours(hidden: int, buffers: int, w
     assert known[1] >= 32 * max(ours)
 
 
-def test_a_turn_of_2048_rows_in_bf16_takes_40_mebibytes() -> None:
+def test_a_step_of_2048_rows_in_bf16_takes_40_mebibytes() -> None:
     assert staging_plan(shaped(5120), (2,), tokens=2048, dtype="bf16").total_bytes == 40 * MIB
 
 
-def test_the_layers_own_inputs_cross_as_a_third_buffer() -> None:
+def test_per_layer_inputs_cross_as_a_third_buffer() -> None:
     model = shaped(64, inputs=16)
     plan = staging_plan(model, (1, 3), tokens=512, dtype="f32")
-    assert plan.boundaries == (512 * 4 * (2 * 64 + 3 * 16), 512 * 4 * (2 * 64 + 1 * 16))  # of the layers behind the cut
+    assert plan.boundaries == (512 * 4 * (2 * 64 + 3 * 16), 512 * 4 * (2 * 64 + 1 * 16))  # only those of the layers after the cut
 
 
 @given(
@@ -50,14 +50,14 @@ def test_the_layers_own_inputs_cross_as_a_third_buffer() -> None:
     st.sampled_from(["f32", "bf16", "f16"]),
     st.integers(1, 3),
 )
-def test_no_boundary_takes_more_than_64_mebibytes(hidden: int, inputs: int, tokens: int, dtype: str, boundaries: int) -> None:
+def test_a_boundary_takes_at_most_64_mebibytes(hidden: int, inputs: int, tokens: int, dtype: str, boundaries: int) -> None:
     plan = staging_plan(shaped(hidden, inputs=inputs), tuple(range(1, boundaries + 1)), tokens=tokens, dtype=dtype)
     assert max(plan.boundaries) <= MAX_BOUNDARY_BYTES
     assert plan.rows % 64 == 0
     assert MIN_STAGING_ROWS <= plan.rows < max(tokens, MIN_STAGING_ROWS) + 64
 
 
-def test_rows_too_wide_for_any_turn_are_refused() -> None:
+def test_rows_too_wide_for_the_staging_buffers_are_rejected() -> None:
     assert row_bytes(2**20, "f32") * MIN_STAGING_ROWS > MAX_BOUNDARY_BYTES
     with pytest.raises(OutOfMemory, match="use one device"):
         staging_plan(shaped(2**20), (1,), tokens=64, dtype="f32")

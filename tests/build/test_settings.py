@@ -38,7 +38,7 @@ def test_a_single_drafter_may_be_given_without_a_list() -> None:
         ({"draft": ("no/such/drafter.gguf",)}, "no/such/drafter.gguf"),
         ({"draft": ("none", "ngram")}, "none .* cannot be combined"),
         ({"draft": ()}, "none .* cannot be combined"),
-        ({"draft_tokens": 0}, "--draft-tokens: must be at least 1, or auto, not 0; use --draft none"),
+        ({"draft_tokens": 0}, "--draft-tokens: must be at least 1, or auto, not 0; --draft none turns"),
         ({"tree_budget": -1}, "--tree-budget: must be 0"),
     ],
 )

@@ -184,7 +184,7 @@ def test_a_weaker_device_decides_for_all(folder: Path, terminal: Terminal) -> No
     ("given", "said"),
     [
         (("--devices", "cuda/sm86/0.2MiB,cuda/sm86/0.2MiB"), "too many"),
-        (("--devices", "cpu,tpu"), "'tpu' is no device"),
+        (("--devices", "cpu,tpu"), "'tpu' is not a device"),
         (("--devices", "cpu,cpu", "--split", "3,1"), "the nearest that does is 2,1"),
         (("--devices", "cpu,cpu", "--device", "cpu"), "give one of them"),
         (("--split", "2,1"), "needs --devices"),
