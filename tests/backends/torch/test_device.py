@@ -28,7 +28,7 @@ def test_auto_is_the_cpu_where_there_is_nothing_else() -> None:
 @without_cuda
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("cuda:0", "finds no CUDA device"), ("cuda/sm86/24GiB", "only described"), ("tpu", "is no device"), ("hip", "finds no")],
+    [("cuda:0", "finds no CUDA device"), ("cuda/sm86/24GiB", "only described"), ("tpu", "is not a device"), ("hip", "finds no")],
 )
 def test_what_is_not_there_is_refused(name: str, said: str) -> None:
     with pytest.raises(BadSetting, match=said):
