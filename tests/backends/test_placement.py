@@ -66,9 +66,7 @@ def test_auto_places_every_layer_once_in_order_within_memory(
         assert not possible
         return
     except OutOfMemory:
-        assert (
-            not fitting or None in memories
-        )  # unknown memory counts as the largest known one
+        assert not fitting or None in memories  # unknown memory counts as the largest known one
         return
     assert ranges in fitting
     assert [i for layers_ in ranges for i in layers_] == list(range(len(layers)))
