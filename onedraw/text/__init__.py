@@ -1,1 +1,1 @@
-"""Characters: tokenizer, chat template, detokenizer, stop strings, channels."""
+"""Text: tokenizer, chat template, detokenizer, stop strings, reasoning, tool calls, structured output."""

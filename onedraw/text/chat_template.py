@@ -1,11 +1,11 @@
-"""Chat messages to the text of a prompt, by the checkpoint's own Jinja template.
+"""Render chat messages to the text of a prompt, with the checkpoint's own Jinja template.
 
 In: the template's source, messages, tools, keyword arguments. Out: text, with special tokens written out.
 
-A template is foreign code. It runs in Jinja's immutable sandbox, set up as transformers does, sees plain JSON values
-only, and is bounded in: a single range() (100,000), the length of a repeated string or list, the size of a power, and
-the length of the output. Not bounded: the time and memory of loops that print nothing, and the width that padding
-filters and format strings ask for. Serve only templates whose source you trust as much as that.
+A template is untrusted code. It runs in Jinja's immutable sandbox, configured as in transformers, with plain JSON values only.
+Limited are: a single range() (100,000), the length of a repeated string or list, the size of a power, and the length of the
+output. Not limited are the time and memory of loops without output, and the width in padding filters and format strings: serve
+only templates that you trust that far.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from onedraw.errors import BadRequest, CorruptFile
 from onedraw.text.gguf_tokenizer import require_types
 from onedraw.text.tokenizer import read_text, special_text, tokenizer_config
 
-MAX_OUTPUT = 2**26  # characters; far beyond any context
+MAX_OUTPUT = 2**26  # characters, far more than any context holds
 MAX_REPEATED = 2**20  # elements of a repeated string or list
 MAX_POWER_BITS = 2**12
 
 
 class ChatTemplate:
-    """A compiled template. Immutable; may be used from several threads."""
+    """A compiled template. Immutable; safe to use from several threads."""
 
     def __init__(self, source: str, *, bos_token: str, eos_token: str) -> None:
         self.source = source
@@ -81,10 +81,10 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> str:
-        """The prompt's text. What the template refuses, or stumbles over, is a BadRequest with its own words."""
+        """The prompt's text. An error in the template, or one that it raises, becomes a BadRequest with the same message."""
         for name in ("messages", "documents"):
             if name in kwargs:
-                raise BadRequest(f"{name} cannot be given as a template argument", param="chat_template_kwargs")
+                raise BadRequest(f"{name} cannot be set as a template argument; remove it", param="chat_template_kwargs")
         context = {
             **self._tokens,
             "messages": [_with_reasoning(message) for message in messages],
@@ -101,22 +101,22 @@ class ChatTemplate:
             reason = "the template or the messages are nested too deep"
         except jinja2.TemplateError as error:
             reason = str(error.message or error)
-        except Exception as error:  # a template may fail in any way that Python code can
+        except Exception as error:  # a template can raise any Python exception
             reason = f"{type(error).__name__}: {error}"
-        raise BadRequest(f"the chat template refused the messages: {reason}", param="messages", code="chat_template_error")
+        raise BadRequest(f"the chat template cannot render the messages: {reason}", param="messages", code="chat_template_error")
 
     def _run(self, context: dict[str, Any]) -> str:
         pieces, length = [], 0
         for piece in self._template.generate(context):
             length += len(piece)
             if length > MAX_OUTPUT:
-                raise jinja2.TemplateError(f"its output passes {MAX_OUTPUT} characters")
+                raise jinja2.TemplateError(f"its output exceeds {MAX_OUTPUT} characters")
             pieces.append(piece)
         return "".join(pieces)
 
 
 def _default_source(found: Any) -> str | None:
-    """One template, or the one called `default` of a list of named ones."""
+    """The template, or the one named `default` if there are several."""
     if isinstance(found, list):
         found = {str(entry.get("name")): entry.get("template") for entry in found if isinstance(entry, dict)}
     if isinstance(found, dict):
@@ -125,7 +125,7 @@ def _default_source(found: Any) -> str | None:
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A past turn's reasoning under every name that templates read it by."""
+    """A message with its reasoning under both names that templates use."""
     reasoning = next(
         (message[name] for name in ("reasoning_content", "thinking", "reasoning") if message.get(name) is not None), None
     )
@@ -133,7 +133,7 @@ def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A copy made of plain JSON types, so that a template can reach no object with methods of its own."""
+    """A copy made of plain JSON types, so that a template gets no object with other methods."""
     match value:
         case None | bool():
             return value
@@ -149,17 +149,17 @@ def _plain(value: Any) -> Any:
             return [_plain(item) for item in value]
         case _:
             raise BadRequest(
-                f"a {type(value).__name__} cannot be given to the chat template; use JSON values",
+                f"a value of type {type(value).__name__} cannot be passed to the chat template; use JSON values",
                 param="messages",
                 code="chat_template_error",
             )
 
 
-# ---------------------------------------------------------------------- the environment
+# ---------------------------------------------------------------------- Jinja environment
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, with a bound on the two operators that make much of little."""
+    """Jinja's sandbox, with a limit on the two operators whose result can be huge."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -167,14 +167,14 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if operator == "*":
             for many, times in ((left, right), (right, left)):
                 if isinstance(many, str | list | tuple) and isinstance(times, int) and len(many) * times > MAX_REPEATED:
-                    raise jinja2.exceptions.SecurityError(f"a repetition passes {MAX_REPEATED} elements")
+                    raise jinja2.exceptions.SecurityError(f"a repetition exceeds {MAX_REPEATED} elements")
         elif isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > MAX_POWER_BITS:
-            raise jinja2.exceptions.SecurityError(f"a power passes {MAX_POWER_BITS} bits")
+            raise jinja2.exceptions.SecurityError(f"a power exceeds {MAX_POWER_BITS} bits")
         return super().call_binop(context, operator, left, right)
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %} … {% endgeneration %}` marks what the assistant said, for training; here it is only a scope."""
+    """`{% generation %} … {% endgeneration %}` marks the assistant's text for training; here it is only a scope."""
 
     tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
 
@@ -185,7 +185,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Dictionary:
-    """`dict` for templates: the type itself would be a way out."""
+    """`dict` for templates; the type itself would allow an escape from the sandbox."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -212,7 +212,7 @@ class _Namespace(jinja2.utils.Namespace):
 
 def _refuse_underscore(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name!r}")
+        raise jinja2.exceptions.SecurityError(f"a namespace cannot have the attribute {name!r}")
 
 
 def _environment() -> _Sandbox:
@@ -232,7 +232,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is: jinja2's own filter escapes for HTML."""
+    """JSON without the HTML escapes of jinja2's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

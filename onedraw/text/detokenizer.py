@@ -1,7 +1,7 @@
-"""Token by token to text that is final: what was once given out never changes.
+"""Detokenize a stream: token ids in, text out, where text that was returned never changes.
 
-In: the ids of one reply, one at a time. Out: pieces of text; joined they equal `Tokenizer.decode` of all ids. A
-character whose bytes are not complete is held back. Work per token does not grow with the length of the reply.
+The returned texts, joined, equal `Tokenizer.decode` of all ids. The bytes of an incomplete character are held back. The work per
+token does not grow with the length of the reply.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class TokenText(NamedTuple):
-    """What a token adds to a reply."""
+    """The text that a token adds to a reply."""
 
     text: str  # characters of the reply that are final now
-    own: str  # the same with a first space, and without the markers of reasoning and calls
-    after_broken: bool = False  # one character that never became complete stands before these
+    own: str  # the same with a leading space, and without the markers of reasoning and tool calls
+    after_broken: bool = False  # the character before them stayed incomplete, and became one U+FFFD
 
 
 class Detokenizer:
-    """One owner: the stream of one reply.
+    """Owner: the stream of one reply.
 
-    `opening`: the ids begin a text, so a space that encoding put in front is taken away (SentencePiece kinds only).
-    A continuation of a prompt's text is no opening and keeps its space. `spelled`: special tokens that have a text
-    all the same, because somebody reads them there.
+    `opening`: the ids begin a text, so the space that SentencePiece encoding adds in front is removed; the continuation of a
+    prompt's text keeps it. `spelled`: special tokens that are kept in the text although `skip_special` removes the others.
     """
 
     def __init__(
@@ -44,18 +43,18 @@ class Detokenizer:
         return self.push_token(token_id).text
 
     def push_token(self, token_id: int) -> TokenText:
-        """The same, with what the token alone contributes."""
+        """The text that is final now, and the token's own part of it."""
         hidden = self._skip_special and self._tokenizer.is_special(token_id)
         if hidden and token_id not in self._spelled:
             return TokenText("", "")
-        data, held = self._tokenizer.token_bytes(token_id), bool(self._decoder.getstate()[0])
+        data, pending = self._tokenizer.token_bytes(token_id), bool(self._decoder.getstate()[0])
         text = self._decoder.decode(data)
         if hidden:
-            return TokenText(self._opened(text), "")
-        return TokenText(self._opened(text), text, held and bool(text) and not _continues_character(data))
+            return TokenText(self._strip_first_space(text), "")
+        return TokenText(self._strip_first_space(text), text, pending and bool(text) and not _continues_character(data))
 
     def peek(self, token_id: int) -> TokenText:
-        """What the token would add, without adding it."""
+        """The text that the token would add, without adding it."""
         state, strips_space = self._decoder.getstate(), self._strips_space
         found = self.push_token(token_id)
         self._decoder.setstate(state)
@@ -63,10 +62,10 @@ class Detokenizer:
         return found
 
     def finish(self) -> str:
-        """The rest: U+FFFD for a character that never became complete."""
-        return self._opened(self._decoder.decode(b"", final=True))
+        """The rest: U+FFFD for a character that stayed incomplete."""
+        return self._strip_first_space(self._decoder.decode(b"", final=True))
 
-    def _opened(self, text: str) -> str:
+    def _strip_first_space(self, text: str) -> str:
         if self._strips_space and text:
             self._strips_space = False
             return text.removeprefix(" ")

@@ -1,7 +1,5 @@
-"""Text for the fake backend: one token per byte and a plain chat template. No checkpoint, no download.
-
-In: nothing. Out: a Tokenizer of 259 tokens and a ChatTemplate that the fake model is served with.
-"""
+"""The tokenizer and chat template of the fake backend: one token per byte, and a plain ChatML template. No checkpoint is
+needed."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from onedraw.text.chat_template import ChatTemplate
 from onedraw.text.tokenizer import Tokenizer
 
 END, TURN, TURN_END = "<|end|>", "<|im_start|>", "<|im_end|>"
-READABLE = "etaoin shrdlu cmfwypvbgk"  # what the fake model likes to say
+READABLE = "etaoin shrdlu cmfwypvbgk"  # characters that the fake model prefers
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -22,6 +20,7 @@ TEMPLATE = (
 
 
 def fake_tokenizer() -> Tokenizer:
+    """A tokenizer of 259 tokens: 256 bytes and three special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {letter: number for number, letter in enumerate(alphabet)}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))

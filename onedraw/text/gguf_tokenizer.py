@@ -1,8 +1,8 @@
-"""A tokenizer rebuilt from the metadata of a GGUF file.
+"""Build a tokenizer from the metadata of a GGUF file.
 
-In: the metadata dictionary (`tokenizer.ggml.*`). Out: a `tokenizers.Tokenizer` that encodes as the original did, and
-its begin and end ids. Three kinds exist: `gpt2` (byte-level BPE with a named pre-tokenizer), `llama` (SentencePiece,
-whose merges follow from the scores) and `gemma4` (BPE over text with byte fallback).
+In: the metadata (`tokenizer.ggml.*`). Out: a `tokenizers.Tokenizer` that encodes as the original does, and its bos and eos ids.
+Three kinds are supported: `gpt2` (byte-level BPE with a named pre-tokenizer), `llama` (SentencePiece, whose merges follow from
+the scores) and `gemma4` (BPE over text with byte fallback).
 """
 
 from __future__ import annotations
@@ -17,26 +17,19 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from onedraw.errors import CorruptFile, ModelNotFound, UnsupportedModel
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # values of tokenizer.ggml.token_type
-SPACE = "▁"  # how SentencePiece spells a space
+SPACE = "▁"  # SentencePiece's character for a space
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN35 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 
-_PADDING = re.compile(r"\[PAD(\d+)\]")  # a converter's name for a row of the embedding without a token
+_PADDING = re.compile(r"\[PAD(\d+)\]")  # converters write it for an embedding row without a token
 
 
 @dataclass(frozen=True, slots=True)
-class Rebuilt:
-    backend: Tokenizer
-    bos_id: int | None
-    eos_id: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """How one family of byte-level BPE prepares text, and whether it begins with its bos token by default."""
+class PreTokenization:
+    """How one family of byte-level BPE prepares text, and whether it adds a bos token by default."""
 
     pre_tokenizer: Callable[[], Any]
     normalizer: Callable[[], Any] | None = None
@@ -64,18 +57,18 @@ def _single_digits() -> Any:
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
 
 
-_LLAMA3_SPLIT = Split(_by_pattern(_LLAMA3), ignore_merges=True, add_bos=True)
-_QWEN2_SPLIT = Split(_by_pattern(_QWEN2), normalizer=normalizers.NFC)
-SPLITS: Mapping[str, Split] = {
-    "default": Split(_gpt2),
-    "gpt-2": Split(_gpt2),
-    "smollm": Split(_single_digits),
-    "llama-bpe": _LLAMA3_SPLIT,
-    "llama3": _LLAMA3_SPLIT,
-    "llama-v3": _LLAMA3_SPLIT,
-    "qwen2": _QWEN2_SPLIT,
-    "deepseek-r1-qwen": _QWEN2_SPLIT,
-    "qwen35": Split(_by_pattern(_QWEN35), normalizer=normalizers.NFC),
+_LLAMA3_PRE = PreTokenization(_by_pattern(_LLAMA3), ignore_merges=True, add_bos=True)
+_QWEN2_PRE = PreTokenization(_by_pattern(_QWEN2), normalizer=normalizers.NFC)
+PRE_TOKENIZERS: Mapping[str, PreTokenization] = {
+    "default": PreTokenization(_gpt2),
+    "gpt-2": PreTokenization(_gpt2),
+    "smollm": PreTokenization(_single_digits),
+    "llama-bpe": _LLAMA3_PRE,
+    "llama3": _LLAMA3_PRE,
+    "llama-v3": _LLAMA3_PRE,
+    "qwen2": _QWEN2_PRE,
+    "deepseek-r1-qwen": _QWEN2_PRE,
+    "qwen35": PreTokenization(_by_pattern(_QWEN35), normalizer=normalizers.NFC),
 }
 KINDS = ("gpt2", "llama", "gemma4")
 
@@ -86,22 +79,22 @@ _TEXTS = ("model", "pre", "chat_template")
 
 
 def require_types(metadata: Mapping[str, Any]) -> None:
-    """CorruptFile where a key of the tokenizer holds something else than such a key holds."""
+    """Raise CorruptFile if a tokenizer key has a value of the wrong type."""
     for key, value in metadata.items():
-        room, _, name = key.rpartition(".")
-        if room not in ("tokenizer", "tokenizer.ggml") or value is None:
+        prefix, _, name = key.rpartition(".")
+        if prefix not in ("tokenizer", "tokenizer.ggml") or value is None:
             continue
-        wanted, fits = "anything", True
+        expected, valid = "anything", True
         if name in _LISTS:
-            wanted, fits = "a list", hasattr(value, "__len__") and not isinstance(value, str)
-            if fits and name in _LISTS_OF_TEXTS:
-                wanted, fits = "a list of texts", set(map(type, value)) <= {str}
+            expected, valid = "a list", hasattr(value, "__len__") and not isinstance(value, str)
+            if valid and name in _LISTS_OF_TEXTS:
+                expected, valid = "a list of strings", set(map(type, value)) <= {str}
         elif name in _TEXTS:
-            wanted, fits = "a text", isinstance(value, str)
+            expected, valid = "a string", isinstance(value, str)
         elif name.endswith("_token_id"):
-            wanted, fits = "a whole number", isinstance(value, int) and not isinstance(value, bool)
-        if not fits:
-            raise CorruptFile(f"the GGUF file's {key} is not {wanted}; convert the model again")
+            expected, valid = "an integer", isinstance(value, int) and not isinstance(value, bool)
+        if not valid:
+            raise CorruptFile(f"the GGUF file's {key} is not {expected}; convert the model again")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +111,13 @@ class Vocabulary:
         require_types(metadata)
         tokens = metadata.get("tokenizer.ggml.tokens")
         if tokens is None:
-            raise ModelNotFound("this GGUF file has no tokenizer (tokenizer.ggml.tokens); use a file that carries one")
+            raise ModelNotFound("this GGUF file has no tokenizer (tokenizer.ggml.tokens); use a file that has one")
         types = metadata.get("tokenizer.ggml.token_type")
         types = [NORMAL] * len(tokens) if types is None else types
         if len(types) != len(tokens):
-            raise CorruptFile(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
+            raise CorruptFile(
+                f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens; convert the model again"
+            )
         return cls(metadata=metadata, tokens=tokens, types=types, ids={token: i for i, token in enumerate(tokens)})
 
     def value(self, name: str, default: Any = None) -> Any:
@@ -134,15 +129,15 @@ class Vocabulary:
         return int(number) if number is not None and 0 <= number < len(self.tokens) else None
 
 
-def rebuild(metadata: Mapping[str, Any]) -> Rebuilt:
-    """The tokenizer that a GGUF file describes."""
+def build_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, int | None, int | None]:
+    """The tokenizer that the metadata describes, its bos id and its eos id."""
     vocabulary = Vocabulary.read(metadata)
     kind = vocabulary.value("model")
     match kind:
         case "gpt2":
-            split = _split(vocabulary.value("pre"))
-            backend = _byte_level(vocabulary, split)
-            bos_id, eos_id, add_bos = vocabulary.id("bos"), vocabulary.id("eos"), split.add_bos
+            pre = _pre_tokenization(vocabulary.value("pre"))
+            backend = _byte_level(vocabulary, pre)
+            bos_id, eos_id, add_bos = vocabulary.id("bos"), vocabulary.id("eos"), pre.add_bos
         case "llama":
             backend = _sentencepiece(vocabulary)
             bos_id, eos_id, add_bos = vocabulary.id("bos", 1), vocabulary.id("eos", 2), True
@@ -150,32 +145,34 @@ def rebuild(metadata: Mapping[str, Any]) -> Rebuilt:
             backend = _gemma4(vocabulary)
             bos_id, eos_id, add_bos = vocabulary.id("bos"), vocabulary.id("eos"), True
         case _:
-            raise UnsupportedModel(_no_kind(kind))
+            raise UnsupportedModel(_unsupported_kind(kind))
     _add_tokens(backend, vocabulary, special=[bos_id, eos_id, vocabulary.id("eot")])
-    # Files of the gemma4 kind exist that deny their bos token by mistake; the model always wants it.
-    begins = kind == "gemma4" or vocabulary.value("add_bos_token", add_bos)
-    _frame(backend, bos_id=bos_id if begins else None, eos_id=eos_id if vocabulary.value("add_eos_token", False) else None)
-    return Rebuilt(backend, bos_id, eos_id)
+    # Some gemma4 files have add_bos_token = false by mistake; the model always needs its bos token.
+    adds_bos = kind == "gemma4" or vocabulary.value("add_bos_token", add_bos)
+    _set_special_frame(
+        backend, bos_id=bos_id if adds_bos else None, eos_id=eos_id if vocabulary.value("add_eos_token", False) else None
+    )
+    return backend, bos_id, eos_id
 
 
 def unsupported_reason(metadata: Mapping[str, Any]) -> str:
-    """Why a tokenizer of this kind cannot be rebuilt, as far as two words tell; nothing where it can."""
-    kind, split = (metadata.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
+    """Why a tokenizer of this kind and pre-tokenizer is not supported; empty if it is. The vocabulary is not checked."""
+    kind, pre = (metadata.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
     if kind not in KINDS:
-        return _no_kind(kind)
-    return _no_split(split) if kind == "gpt2" and split is not None and split not in SPLITS else ""
+        return _unsupported_kind(kind)
+    return _unsupported_pre_tokenizer(pre) if kind == "gpt2" and pre is not None and pre not in PRE_TOKENIZERS else ""
 
 
-def _no_kind(kind: Any) -> str:
+def _unsupported_kind(kind: Any) -> str:
     return f"tokenizer.ggml.model {kind!r} is not supported; supported: {', '.join(KINDS)}"
 
 
-def _no_split(name: Any) -> str:
-    return f"tokenizer.ggml.pre {name!r} is not supported; supported: {', '.join(sorted(SPLITS))}"
+def _unsupported_pre_tokenizer(name: Any) -> str:
+    return f"tokenizer.ggml.pre {name!r} is not supported; supported: {', '.join(sorted(PRE_TOKENIZERS))}"
 
 
-def _frame(backend: Tokenizer, *, bos_id: int | None, eos_id: int | None) -> None:
-    """Make `add_special` put these ids around a text; None for neither."""
+def _set_special_frame(backend: Tokenizer, *, bos_id: int | None, eos_id: int | None) -> None:
+    """Make `add_special` put these ids around a text; None: that id is not added."""
     ids = {name: number for name, number in (("bos", bos_id), ("eos", eos_id)) if number is not None}
     pieces = [name for name in ("bos", "$A", "eos") if name == "$A" or name in ids]
     backend.post_processor = processors.TemplateProcessing(
@@ -187,19 +184,19 @@ def _frame(backend: Tokenizer, *, bos_id: int | None, eos_id: int | None) -> Non
     )
 
 
-def _split(name: str | None) -> Split:
-    # Old files of this kind name no pre-tokenizer; GPT-2's own is what the kind's name promises.
-    found = SPLITS.get("default" if name is None else name)
+def _pre_tokenization(name: str | None) -> PreTokenization:
+    # Old files of kind gpt2 name no pre-tokenizer; then it is GPT-2's.
+    found = PRE_TOKENIZERS.get("default" if name is None else name)
     if found is None:
-        raise UnsupportedModel(_no_split(name))
+        raise UnsupportedModel(_unsupported_pre_tokenizer(name))
     return found
 
 
-def _byte_level(vocabulary: Vocabulary, split: Split) -> Tokenizer:
-    backend = Tokenizer(_bpe(vocabulary, _merges(vocabulary), ignore_merges=split.ignore_merges))
-    if split.normalizer is not None:
-        backend.normalizer = split.normalizer()
-    backend.pre_tokenizer = split.pre_tokenizer()
+def _byte_level(vocabulary: Vocabulary, pre: PreTokenization) -> Tokenizer:
+    backend = Tokenizer(_bpe(vocabulary, _merges(vocabulary), ignore_merges=pre.ignore_merges))
+    if pre.normalizer is not None:
+        backend.normalizer = pre.normalizer()
+    backend.pre_tokenizer = pre.pre_tokenizer()
     backend.decoder = decoders.ByteLevel()
     return backend
 
@@ -224,7 +221,7 @@ def _gemma4(vocabulary: Vocabulary) -> Tokenizer:
 
 
 def _fallback(vocabulary: Vocabulary) -> dict[str, Any]:
-    """Characters without a token become byte tokens; where those are missing too, one unknown token."""
+    """Characters without a token become byte tokens; if those are missing too, one unknown token."""
     unknown = vocabulary.id("unknown", 0)
     return {"byte_fallback": True, "fuse_unk": True, "unk_token": None if unknown is None else vocabulary.tokens[unknown]}
 
@@ -232,12 +229,12 @@ def _fallback(vocabulary: Vocabulary) -> dict[str, Any]:
 def _bpe(vocabulary: Vocabulary, merges: list[tuple[str, str]], **options: Any) -> models.BPE:
     try:
         return models.BPE(vocab=vocabulary.ids, merges=merges, **options)
-    except Exception as error:  # the library raises bare Exception for a merge of unknown parts
-        raise CorruptFile(f"the GGUF file's vocabulary and merges do not fit together: {error}") from None
+    except Exception as error:  # the library raises bare Exception for a merge of unknown tokens
+        raise CorruptFile(f"the GGUF file's vocabulary and merges do not match: {error}") from None
 
 
 def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """Merges are written as two tokens with a space between; the first token may itself begin with one."""
+    """Merges are written as two tokens with a space between; the first token may itself begin with a space."""
     lines = vocabulary.value("merges")
     if lines is None:
         raise CorruptFile(
@@ -247,19 +244,19 @@ def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     for line in lines:
         cut = line.find(" ", 1)
         if cut < 0:
-            raise CorruptFile(f"tokenizer.ggml.merges: {line!r} is not two tokens with a space between")
+            raise CorruptFile(f"tokenizer.ggml.merges: {line!r} is not two tokens with a space between; convert the model again")
         merges.append((line[:cut], line[cut + 1 :]))
     return merges
 
 
 def _scored_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """The merges that scores imply: every way to make a token of two, best score first, longer left part first.
+    """The merges that the scores imply: every split of a token into two tokens, best score first, longer left part first.
 
-    Only normal tokens take part: control, byte and unknown tokens never arise from text.
+    Only normal tokens are merged: control, byte and unknown tokens are never produced by merges.
     """
     scores = vocabulary.value("scores")
     if scores is None or len(scores) != len(vocabulary.tokens):
-        raise CorruptFile("the GGUF file's tokenizer.ggml.scores are missing or of the wrong number; convert the model again")
+        raise CorruptFile("the GGUF file's tokenizer.ggml.scores are missing, or not one per token; convert the model again")
     normal = {token: i for token, i in vocabulary.ids.items() if vocabulary.types[i] == NORMAL}
     ranked: list[tuple[float, int, str, str]] = []
     for token, i in normal.items():
@@ -272,7 +269,7 @@ def _scored_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
 
 
 def _add_tokens(backend: Tokenizer, vocabulary: Vocabulary, *, special: Sequence[int | None]) -> None:
-    """Control and unknown tokens become special ones, user-defined tokens are found whole in a text."""
+    """Control and unknown tokens become special tokens; user-defined tokens become added tokens, which are not split."""
     named = {i for i in special if i is not None}
     control, plain = [], []
     for i, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True)):
@@ -280,12 +277,12 @@ def _add_tokens(backend: Tokenizer, vocabulary: Vocabulary, *, special: Sequence
             continue
         if kind in (UNKNOWN, CONTROL) or i in named:
             control.append(AddedToken(token, normalized=False, special=True))
-        elif kind == USER_DEFINED and not _pads(token, i):
+        elif kind == USER_DEFINED and not _is_padding(token, i):
             plain.append(AddedToken(token, normalized=False, special=False))
     backend.add_special_tokens(control)
     backend.add_tokens(plain)
 
 
-def _pads(token: str, number: int) -> bool:
+def _is_padding(token: str, number: int) -> bool:
     found = _PADDING.fullmatch(token)
     return found is not None and int(found[1]) == number

@@ -1,11 +1,11 @@
-"""Stop strings in a stream of text.
+"""Find stop strings in a stream of text.
 
-In: text in pieces of any size, stop strings. Out: the text that may be shown, and the stop string that was hit.
+In: text in chunks of any size, stop strings. Out: the text that may be shown, and the stop string that was found.
 
-A stop is hit at the first character that completes any stop string, so a reply ends at the token that completed it and
-never waits for a longer one. If several are completed by the same character, the one that began first is the hit. The
-text before it is given out, the stop itself and all after it never. How the text was cut into pieces does not matter, and
-however many stop strings there are, a character of the text is looked at about once.
+A stop string is found at the first character that completes any of them, so a reply ends at the token that completes one and
+never waits for a longer one. If the same character completes several, the longest is reported. The text before the stop string
+is shown, the stop string and all text after it are not. The chunking does not change the result, and the work per character
+does not grow with the number of stop strings.
 """
 
 from __future__ import annotations
@@ -17,62 +17,62 @@ from onedraw.errors import BadParameter
 
 
 class StopFinder:
-    """One owner: the stream of one reply. Holds back only what could still begin a stop string."""
+    """Holds back only text that may become a stop string. Owner: the stream of one reply."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         if any(not stop for stop in stops):
-            raise BadParameter("stop", "an empty stop string would stop everything")
-        self._known = _known(tuple(stops)) if stops else None
+            raise BadParameter("stop", "an empty stop string would end every reply at once; remove it")
+        self._automaton = _automaton(tuple(stops)) if stops else None
         self._state = 0
         self._held = ""
-        self._hit: str | None = None
+        self._found: str | None = None
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """The text that is safe to show now, and the stop string hit so far."""
-        if self._known is None:
+        """The text that may be shown now, and the stop string found so far."""
+        if self._automaton is None:
             return text, None
-        if self._hit is not None:
-            return "", self._hit
+        if self._found is not None:
+            return "", self._found
         buffer = self._held + text
         for stop in range(len(self._held) + 1, len(buffer) + 1):
-            self._state = self._known.behind(self._state, buffer[stop - 1])
-            self._hit = self._known.hits[self._state]
-            if self._hit is not None:
+            self._state = self._automaton.next_state(self._state, buffer[stop - 1])
+            self._found = self._automaton.found[self._state]
+            if self._found is not None:
                 self._held = ""
-                return buffer[: stop - len(self._hit)], self._hit
-        safe = len(buffer) - self._known.lengths[self._state]
+                return buffer[: stop - len(self._found)], self._found
+        safe = len(buffer) - self._automaton.lengths[self._state]
         self._held = buffer[safe:]
         return buffer[:safe], None
 
     def finish(self) -> str:
-        """What was held back, when no more of this text comes. What is pushed later is another text."""
+        """The text that was held back, at the end of this text. Text pushed later is searched as a new text."""
         held, self._held, self._state = self._held, "", 0
         return held
 
 
-@lru_cache(maxsize=8)  # the choices of a request share one
-def _known(stops: tuple[str, ...]) -> _Prefixes:
-    return _Prefixes(stops)
+@lru_cache(maxsize=8)  # the n replies of a request share one
+def _automaton(stops: tuple[str, ...]) -> _AhoCorasick:
+    return _AhoCorasick(stops)
 
 
-class _Prefixes:
-    """All prefixes of all stop strings (Aho and Corasick). The state behind a text is the longest prefix that it ends with.
+class _AhoCorasick:
+    """The Aho-Corasick automaton of the stop strings. A state is a prefix of a stop string: the longest one that the text ends
+    with.
 
-    `lengths`: characters of each. `hits`: the longest stop string that each ends with; of several that are completed at once it
-    began first. Frozen once it is made.
+    `lengths`: characters of each prefix. `found`: the longest stop string that each prefix ends with. Immutable once constructed.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._next: list[dict[str, int]] = [{}]
-        self._shorter = [0]  # the next shorter prefix that each ends with
-        self.lengths, self.hits = [0], [None]  # type: tuple[list[int], list[str | None]]
+        self._fallback = [0]  # the longest shorter prefix that each prefix ends with
+        self.lengths, self.found = [0], [None]  # type: tuple[list[int], list[str | None]]
         for stop in stops:
             self._add(stop)
-        for state in self._by_length():
+        for state in sorted(range(len(self._next)), key=self.lengths.__getitem__):
             for character, longer in self._next[state].items():
-                shorter = self.behind(self._shorter[state], character) if state else 0
-                self._shorter[longer] = shorter
-                self.hits[longer] = self.hits[longer] or self.hits[shorter]
+                fallback = self.next_state(self._fallback[state], character) if state else 0
+                self._fallback[longer] = fallback
+                self.found[longer] = self.found[longer] or self.found[fallback]
 
     def _add(self, stop: str) -> None:
         state = 0
@@ -80,17 +80,13 @@ class _Prefixes:
             if character not in self._next[state]:
                 self._next[state][character] = len(self._next)
                 self._next.append({})
-                self._shorter.append(0)
+                self._fallback.append(0)
                 self.lengths.append(self.lengths[state] + 1)
-                self.hits.append(None)
+                self.found.append(None)
             state = self._next[state][character]
-        self.hits[state] = stop
+        self.found[state] = stop
 
-    def _by_length(self) -> list[int]:
-        return sorted(range(len(self._next)), key=self.lengths.__getitem__)
-
-    def behind(self, state: int, character: str) -> int:
-        """The state one character later."""
+    def next_state(self, state: int, character: str) -> int:
         while state and character not in self._next[state]:
-            state = self._shorter[state]
+            state = self._fallback[state]
         return self._next[state].get(character, 0)

@@ -1,10 +1,10 @@
 """Text to token ids and back, over the `tokenizers` library.
 
-In: a folder with tokenizer.json, or the metadata of a GGUF file. Out: a Tokenizer, which is immutable and may be used
-from several threads. Special tokens written in a text are parsed, since chat templates produce text.
+In: a folder with tokenizer.json, or the metadata of a GGUF file. Out: a Tokenizer, which is immutable and safe to use from
+several threads. Special tokens in a text are encoded as such, because chat templates produce text.
 
-Decoding is defined on bytes: the bytes of all tokens, joined, read as UTF-8, with U+FFFD for what is not. So a whole
-text equals its stream, whatever the ids. `clean_up_tokenization_spaces`, which alters text, is not honoured.
+Decoding is defined on bytes: the bytes of all tokens, joined and decoded as UTF-8, with U+FFFD for invalid bytes. So a text
+equals its stream, whatever the ids. `clean_up_tokenization_spaces`, which changes text, is ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from onedraw.errors import BadRequest, CorruptFile, ModelNotFound, UnsupportedModel
-from onedraw.text import gguf_tokenizer as gguf_vocab
+from onedraw.text.gguf_tokenizer import SPACE, build_tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -30,7 +30,7 @@ SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 
 
 def _alphabet() -> dict[str, int]:
-    """The 256 characters that spell bytes in byte-level BPE: printable ones spell themselves, the rest follow from 256."""
+    """The 256 characters that stand for bytes in byte-level BPE: printable bytes as themselves, the others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -41,14 +41,14 @@ _BYTE_OF = _alphabet()
 
 @dataclass(frozen=True, slots=True)
 class ByteLevel:
-    """Every character of a token spells one byte."""
+    """Every character of a token stands for one byte."""
 
     strips_space = False
 
     def bytes_of(self, token: str) -> bytes:
         try:
             return bytes([_BYTE_OF[character] for character in token])
-        except KeyError:  # an added token, written as plain text
+        except KeyError:  # an added token, which is plain text
             return token.encode()
 
 
@@ -56,20 +56,20 @@ class ByteLevel:
 class SentencePiece:
     """Tokens are text with ▁ for spaces; tokens like <0x0A> are single bytes."""
 
-    strips_space: bool  # encoding puts a space in front, so decoding takes one away
+    strips_space: bool  # encoding adds a space in front, so decoding removes it
     byte_fallback: bool
 
     def bytes_of(self, token: str) -> bytes:
         if self.byte_fallback and (found := _BYTE_TOKEN.fullmatch(token)):
             return bytes.fromhex(found[1])
-        return token.replace(gguf_vocab.SPACE, " ").encode()
+        return token.replace(SPACE, " ").encode()
 
 
 Spelling = ByteLevel | SentencePiece
 
 
 class Tokenizer:
-    """See the module. Build it with `from_folder` or `from_gguf`."""
+    """Constructed by `from_folder` or `from_gguf`."""
 
     def __init__(self, backend: tokenizers.Tokenizer, *, bos_id: int | None, eos_id: int | None) -> None:
         self._backend = backend
@@ -79,15 +79,15 @@ class Tokenizer:
         self._containing = lru_cache(maxsize=16)(self._search)
         self.bos_id = bos_id
         self.eos_id = eos_id
-        self.strips_space = self._spelling.strips_space  # whether a text's first space is not part of it
-        # Ids may have holes, so the size is not the number of tokens.
+        self.strips_space = self._spelling.strips_space  # decoding removes a leading space
+        # Ids may have gaps, so the size is not the number of tokens.
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer:
         """The tokenizer of a checkpoint folder: tokenizer.json, with tokenizer_config.json beside it.
 
-        What `add_special` adds is the business of tokenizer.json alone, as in transformers.
+        tokenizer.json alone decides what `add_special` adds, as in transformers.
         """
         folder = Path(path)
         file = folder / "tokenizer.json"
@@ -110,19 +110,19 @@ class Tokenizer:
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
         """The tokenizer that a GGUF file's metadata describes."""
-        rebuilt = gguf_vocab.rebuild(metadata)
-        return cls(rebuilt.backend, bos_id=rebuilt.bos_id, eos_id=rebuilt.eos_id)
+        backend, bos_id, eos_id = build_tokenizer(metadata)
+        return cls(backend, bos_id=bos_id, eos_id=eos_id)
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Token ids. `add_special` adds what the model wants around a text (a bos token, mostly)."""
+        """Token ids. `add_special` adds the tokens that the model expects around a text (mostly a bos token)."""
         try:
             return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
-        except TypeError:  # the library's answer to text that is not Unicode
+        except TypeError:  # raised by the library for text with lone surrogates
             _utf8(text)
             raise
 
     def encode_plain(self, text: str) -> list[int]:
-        """Token ids of a text in which nothing is a special token, however it is spelled."""
+        """Token ids of a text in which nothing is encoded as a special token."""
         return list(self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     @cached_property
@@ -138,7 +138,7 @@ class Tokenizer:
         return text.removeprefix(" ") if self.strips_space else text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token adds to a text; none for an id without a token."""
+        """The bytes that a token adds to a text; empty for an id without a token."""
         found = self._bytes.get(token_id)
         if found is None:
             token = self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
@@ -150,22 +150,22 @@ class Tokenizer:
 
     @cached_property
     def special_texts(self) -> tuple[str, ...]:
-        """How the special tokens are spelled."""
+        """The texts of the special tokens."""
         return tuple(self.token_bytes(i).decode("utf-8", "replace") for i in sorted(self._special))
 
     def ids_containing(self, texts: Sequence[str]) -> frozenset[int]:
-        """Ids of the non-special tokens whose text contains any of these. The last few answers are remembered."""
+        """Ids of the tokens, special ones aside, whose text contains any of these. The latest results are cached."""
         return self._containing(tuple(texts))
 
     def _search(self, texts: tuple[str, ...]) -> frozenset[int]:
-        # One search per token for all texts together; no texts at all are found nowhere.
+        # One search per token for all texts together. Without texts the pattern matches nothing.
         search = re.compile(b"|".join(re.escape(_utf8(text)) for text in texts) if texts else b"(?!)").search
         special = self._special
         return frozenset(i for i in range(self.vocab_size) if search(self.token_bytes(i)) and i not in special)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for tokenizers that give every id the same bytes, whatever file they came from."""
+        """Equal for tokenizers that map every id to the same bytes, whatever file they were read from."""
         digest = hashlib.sha256()
         for i in range(self.vocab_size):
             token = self.token_bytes(i)
@@ -174,14 +174,14 @@ class Tokenizer:
 
 
 def _spelling(backend: tokenizers.Tokenizer) -> Spelling:
-    """How tokens spell bytes, read from the decoder that the tokenizer came with."""
+    """How tokens stand for bytes, read from the tokenizer's decoder."""
     state: dict[str, Any] = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": None}
     steps: list[dict[str, Any]] = state["decoders"] if state["type"] == "Sequence" else [state]
     kinds = {step["type"] for step in steps}
     if "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse"}:
         return ByteLevel()
     spaced = "Metaspace" in kinds or any(
-        step["type"] == "Replace" and step["pattern"] == {"String": gguf_vocab.SPACE} and step["content"] == " " for step in steps
+        step["type"] == "Replace" and step["pattern"] == {"String": SPACE} and step["content"] == " " for step in steps
     )
     if spaced and kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
         return SentencePiece(
@@ -198,7 +198,7 @@ def _utf8(text: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError as error:
         raise BadRequest(
-            f"the text holds half of a surrogate pair ({text[error.start]!a} at {error.start}), which is no character; "
+            f"the text contains half of a surrogate pair ({text[error.start]!a} at {error.start}), which is not a character; "
             f"send valid Unicode",
             code="invalid_text",
         ) from None
@@ -216,7 +216,7 @@ def _flags(token: AddedToken) -> tuple[bool, ...]:
 
 
 def _configured_tokens(config: dict[str, Any], folder: Path) -> list[tuple[int, AddedToken]]:
-    """What tokenizer_config.json says of added tokens, by their ids."""
+    """The added tokens of tokenizer_config.json, by their ids."""
     found: list[tuple[int, AddedToken]] = []
     described = config.get("added_tokens_decoder") or {}
     try:
@@ -226,17 +226,17 @@ def _configured_tokens(config: dict[str, Any], folder: Path) -> list[tuple[int, 
             found.append((int(number), AddedToken(content, **{name: bool(entry.get(name, False)) for name in _FLAGS})))
     except (AttributeError, KeyError, TypeError, ValueError, BadRequest):
         raise CorruptFile(
-            f"{folder}: added_tokens_decoder of tokenizer_config.json is not made of ids and their tokens"
+            f"{folder}: added_tokens_decoder of tokenizer_config.json does not map ids to tokens; get the file again"
         ) from None
     return sorted(found, key=lambda pair: pair[0])
 
 
 def _add_configured_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], folder: Path) -> None:
-    """Tokens that only tokenizer_config.json knows of, and what it says of those that tokenizer.json has too."""
+    """Add the tokens that only tokenizer_config.json has, and apply its flags to tokens that tokenizer.json has too."""
     added = backend.get_added_tokens_decoder()
     for number, token in _configured_tokens(config, folder):
         before = backend.token_to_id(token.content)
-        if number in added and added[number].special:  # what is special stays so
+        if number in added and added[number].special:  # a special token stays special
             token.special = True
         if before is None or (number in added and _flags(added[number]) != _flags(token)):
             (backend.add_special_tokens if token.special else backend.add_tokens)([token])
@@ -256,7 +256,7 @@ def _add_configured_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]
 
 
 def read_text(path: Path) -> str:
-    """The text of a file; what is not UTF-8 is named as damage."""
+    """The text of a file; one that is not UTF-8 is corrupt."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -272,22 +272,22 @@ def read_object(path: Path) -> dict[str, Any]:
     except (json.JSONDecodeError, RecursionError) as error:
         raise CorruptFile(f"{path} is not valid JSON ({error}); get the file again") from None
     if not isinstance(value, dict):
-        raise CorruptFile(f"{path} holds no JSON object; get the file again")
+        raise CorruptFile(f"{path} is not a JSON object; get the file again")
     return value
 
 
 def tokenizer_config(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json over the older special_tokens_map.json."""
+    """The merged configuration: tokenizer_config.json overrides the older special_tokens_map.json."""
     return {**read_object(folder / "special_tokens_map.json"), **read_object(folder / "tokenizer_config.json")}
 
 
 def special_text(config: dict[str, Any], name: str) -> str | None:
-    """The text of a special token, which is written as a string or as an object with its content."""
+    """The text of a special token, which is a string or an object with its `content`."""
     value = config.get(name)
     if isinstance(value, dict):
         value = value.get("content")
     if isinstance(value, str) and has_surrogate(value):
-        raise CorruptFile(f"tokenizer_config.json: {name} holds half of a surrogate pair, which is no character")
+        raise CorruptFile(f"tokenizer_config.json: {name} contains half of a surrogate pair, which is not a character")
     return value if isinstance(value, str) and value else None
 
 
@@ -295,7 +295,7 @@ def special_text(config: dict[str, Any], name: str) -> str | None:
 
 
 def has_surrogate(text: str) -> bool:
-    """Whether a string holds one half of a surrogate pair: JSON can spell it, but it is not a character."""
+    """Whether a string contains half of a surrogate pair: JSON can escape it, but it is not a character."""
     return _SURROGATE.search(text) is not None
 
 

@@ -1,7 +1,7 @@
-"""What became of every draft, in words: the acceptance walks that `--trace-verify` prints.
+"""Print the result of every draft's verification (`--trace-verify`).
 
-In: a row that carried drafts, its outcome, and how a token is spelled. Out: one line per draft: request, position, the
-draft, what was chosen there, and whether the draft was kept. Nothing here takes part in choosing.
+In: a row with drafts, its outcome, and a tokenizer. Out: one line per draft: request, position, the draft, the token that was
+sampled there, and whether the draft was kept. It does not take part in sampling.
 """
 
 from __future__ import annotations
@@ -17,51 +17,49 @@ from onedraw.types import Row, RowOutcome
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One draft. `choice` is None where none was made: behind a draft that was not kept, or where the law left no token."""
-
+class DraftResult:
     position: int
     draft: int
-    choice: int | None
+    sampled: int | None  # None: nothing was sampled there, after a rejected draft or where no token was allowed
     kept: bool
 
 
-def walk(row: Row, outcome: RowOutcome) -> list[Step]:
-    """The drafts in their order. A draft stands as deep as it has ancestors; what was chosen there is known if all of
-    them were kept."""
-    steps: list[Step] = []
+def draft_results(row: Row, outcome: RowOutcome) -> list[DraftResult]:
+    """The drafts in their order. The token sampled at a draft's position is known if all ancestors of the draft were kept."""
+    results: list[DraftResult] = []
     depths: list[int] = []
     for index, draft in enumerate(row.drafts):
-        depths.append(0 if draft.parent < 0 else depths[draft.parent] + 1)
+        depth = 0 if draft.parent < 0 else depths[draft.parent] + 1
+        depths.append(depth)
         reached = draft.parent < 0 or draft.parent in outcome.kept
-        choice = outcome.sampled[depths[index]].token if reached and depths[index] < len(outcome.sampled) else None
-        steps.append(Step(row.stop + depths[index], draft.token, choice, index in outcome.kept))
-    return steps
+        sampled = outcome.sampled[depth].token if reached and depth < len(outcome.sampled) else None
+        results.append(DraftResult(row.stop + depth, draft.token, sampled, index in outcome.kept))
+    return results
 
 
-def lines(row: Row, outcome: RowOutcome, spell: Callable[[int], str]) -> list[str]:
-    def named(token: int) -> str:
-        return f"{token} {json.dumps(spell(token), ensure_ascii=False)}"
+def trace_lines(row: Row, outcome: RowOutcome, token_text: Callable[[int], str]) -> list[str]:
+    def show(token: int) -> str:
+        return f"{token} {json.dumps(token_text(token), ensure_ascii=False)}"
 
-    told = []
-    for step in walk(row, outcome):
-        choice = "not reached" if step.choice is None else f"choice {named(step.choice)}"
-        verdict = "kept" if step.kept else "not kept"
-        told.append(f"verify {row.request_id} {step.position}: draft {named(step.draft)}, {choice}, {verdict}")
-    return told
+    lines = []
+    for result in draft_results(row, outcome):
+        sampled = "not reached" if result.sampled is None else f"sampled {show(result.sampled)}"
+        verdict = "kept" if result.kept else "not kept"
+        lines.append(f"verify {row.request_id} {result.position}: draft {show(result.draft)}, {sampled}, {verdict}")
+    return lines
 
 
 class VerifyTracer:
-    """Prints the walks to stderr as they happen, on the engine's thread. A stream that is gone stops no reply."""
+    """Writes the lines to stderr during each step, on the engine's thread. A closed stderr does not stop the engine."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     def __call__(self, row: Row, outcome: RowOutcome) -> None:
-        told = lines(row, outcome, self._spell)
+        lines = trace_lines(row, outcome, self._token_text)
         with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write("".join(line + "\n" for line in told))
+            sys.stderr.write("".join(line + "\n" for line in lines))
             sys.stderr.flush()
 
-    def _spell(self, token: int) -> str:
+    def _token_text(self, token: int) -> str:
         return self._tokenizer.token_bytes(token).decode("utf-8", "replace")

@@ -98,13 +98,16 @@ def test_text_that_is_not_a_call_is_content(dialect: Dialect) -> None:
         ("qwen_xml", "<tool_call>\n<fun>\n</tool_call>"),
         ("gemma", "<|tool_call>cal<tool_call|>"),
         ("llama", '{"name": 5}'),
-        ("pythonic", "[see (1)(2)]"),
+        ("pythonic", "[see this (1)(2)]"),
     ],
 )
 def test_markers_around_text_that_is_not_a_call_are_content(dialect: Dialect, text: str) -> None:
     content, calls, completed = parse(dialect, text, 4)
-    assert (content, completed) == (text, 0) or dialect == "pythonic"
-    assert calls == [] or dialect == "pythonic"
+    assert (content, calls, completed) == (text, [], 0)
+
+
+def test_a_pythonic_call_that_turns_out_invalid_after_its_name_is_cut_off() -> None:
+    assert parse("pythonic", "[see (1)(2)]", 4) == ("", [("see", "{")], 0)
 
 
 def test_a_truncated_call_keeps_the_arguments_so_far() -> None:

@@ -1,4 +1,4 @@
-"""Chat templates against transformers, and templates that mean harm."""
+"""Chat templates render as in transformers, and hostile templates are contained."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONVERSATIONS: list[list[dict[str, Any]]] = [
 TOOLS = [
     {"type": "function", "function": {"name": "f", "description": "<é>", "parameters": {"type": "object", "properties": {}}}}
 ]
-# Every feature in which an environment could differ from transformers'.
+# Every feature in which the Jinja environment could differ from transformers'.
 FEATURES = """
 {%- set ns = namespace(count=0, last='') -%}
     {% for message in messages %}
@@ -47,7 +47,7 @@ FEATURES = """
 """
 
 
-def judge(source: str, messages: list[dict[str, Any]], **kwargs: Any) -> str:
+def render_with_transformers(source: str, messages: list[dict[str, Any]], **kwargs: Any) -> str:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     rendered, _ = render_jinja_template([messages], chat_template=source, bos_token="<b>", eos_token="<e>", **kwargs)
@@ -73,7 +73,7 @@ def test_a_folders_template_renders_as_in_transformers(
     assert tiny.render(messages, **options) == expected
 
 
-def test_the_fixtures_template_hears_its_arguments(tiny: ChatTemplate) -> None:
+def test_the_template_of_the_fixture_uses_its_arguments(tiny: ChatTemplate) -> None:
     messages = CONVERSATIONS[0]
     assert tiny.render(messages) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert tiny.render(messages, enable_thinking=False).endswith("<think>\n\n</think>\n\n")
@@ -84,7 +84,9 @@ def test_the_fixtures_template_hears_its_arguments(tiny: ChatTemplate) -> None:
 @pytest.mark.parametrize("options", [{}, {"tools": TOOLS}, {"style": "x"}, {"add_generation_prompt": False}])
 def test_every_feature_behaves_as_in_transformers(messages: list[dict[str, Any]], options: dict[str, Any]) -> None:
     template = ChatTemplate(FEATURES, bos_token="<b>", eos_token="<e>")
-    assert template.render(messages, **options) == judge(FEATURES, messages, **{"add_generation_prompt": True, **options})
+    assert template.render(messages, **options) == render_with_transformers(
+        FEATURES, messages, **{"add_generation_prompt": True, **options}
+    )
 
 
 def test_json_is_not_escaped_for_html() -> None:
@@ -92,17 +94,17 @@ def test_json_is_not_escaped_for_html() -> None:
     assert template.render([], tools=TOOLS) == json.dumps(TOOLS, ensure_ascii=False)
 
 
-def test_past_reasoning_is_found_under_every_name() -> None:
+def test_reasoning_of_past_messages_is_available_under_both_names() -> None:
     source = "{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }};{% endfor %}"
     messages = [{"role": "assistant", "reasoning": "r"}, {"role": "assistant", "thinking": "t"}, {"role": "user"}]
     template = ChatTemplate(source, bos_token="", eos_token="")
-    assert template.render(messages) == judge(source, messages, add_generation_prompt=True) == "r|r;t|t;|;"
+    assert template.render(messages) == render_with_transformers(source, messages, add_generation_prompt=True) == "r|r;t|t;|;"
 
 
-# ---------------------------------------------------------------------- where templates come from
+# ---------------------------------------------------------------------- sources of templates
 
 
-def test_the_jinja_file_goes_before_the_config(tmp_path: Path) -> None:
+def test_the_jinja_file_overrides_the_config(tmp_path: Path) -> None:
     config = {"chat_template": "config {{ bos_token }}{{ eos_token }}", "bos_token": {"content": "<b>"}, "eos_token": "<e>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     first = ChatTemplate.from_folder(tmp_path)
@@ -115,7 +117,7 @@ def test_the_jinja_file_goes_before_the_config(tmp_path: Path) -> None:
     assert second.source == "file {{ bos_token }}"
 
 
-def test_of_named_templates_the_default_is_taken(tmp_path: Path) -> None:
+def test_the_default_of_several_named_templates_is_used(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     template = ChatTemplate.from_folder(tmp_path)
@@ -123,7 +125,7 @@ def test_of_named_templates_the_default_is_taken(tmp_path: Path) -> None:
     assert template.render([]) == "plain"
 
 
-def test_a_gguf_template_knows_its_tokens(tiny_metadata: dict[str, Any], tiny: ChatTemplate) -> None:
+def test_a_gguf_template_has_its_bos_and_eos_tokens(tiny_metadata: dict[str, Any], tiny: ChatTemplate) -> None:
     template = ChatTemplate.from_gguf(tiny_metadata)
     assert template is not None
     assert template.render(CONVERSATIONS[1]) == tiny.render(CONVERSATIONS[1])
@@ -132,28 +134,28 @@ def test_a_gguf_template_knows_its_tokens(tiny_metadata: dict[str, Any], tiny: C
     assert tokens.render([]) == "<|endoftext|><|im_end|>"
 
 
-def test_no_template_is_none(tmp_path: Path) -> None:
+def test_a_model_without_a_template_has_none(tmp_path: Path) -> None:
     assert ChatTemplate.from_folder(tmp_path) is None
     assert ChatTemplate.from_gguf({}) is None
 
 
-def test_a_template_that_is_no_jinja_is_refused_with_its_line() -> None:
+def test_a_template_with_a_syntax_error_is_refused_with_the_line() -> None:
     with pytest.raises(CorruptFile, match="line 2"):
         ChatTemplate("fine\n{% if %}", bos_token="", eos_token="")
 
 
-# ---------------------------------------------------------------------- mistakes and harm
+# ---------------------------------------------------------------------- faulty and hostile templates
 
 
-def refused(source: str, messages: list[dict[str, Any]] | None = None, **kwargs: Any) -> BadRequest:
+def render_error(source: str, messages: list[dict[str, Any]] | None = None, **kwargs: Any) -> BadRequest:
     template = ChatTemplate(source, bos_token="", eos_token="")
     with pytest.raises(BadRequest) as caught:
         template.render(messages or CONVERSATIONS[0], **kwargs)
     return caught.value
 
 
-def test_the_templates_own_words_reach_the_caller() -> None:
-    error = refused("{{ raise_exception('roles must alternate') }}")
+def test_a_message_that_the_template_raises_reaches_the_caller() -> None:
+    error = render_error("{{ raise_exception('roles must alternate') }}")
     assert "roles must alternate" in str(error)
     assert (error.code, error.param, error.status) == ("chat_template_error", "messages", 400)
 
@@ -168,8 +170,8 @@ def test_the_templates_own_words_reach_the_caller() -> None:
         "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
     ],
 )
-def test_a_template_that_stumbles_is_a_bad_request(source: str) -> None:
-    assert refused(source).code == "chat_template_error"
+def test_an_error_inside_a_template_is_a_bad_request(source: str) -> None:
+    assert render_error(source).code == "chat_template_error"
 
 
 @pytest.mark.parametrize(
@@ -192,8 +194,8 @@ def test_a_template_that_stumbles_is_a_bad_request(source: str) -> None:
         "{{ messages.clear() }}",
     ],
 )
-def test_hostile_templates_get_nothing(source: str) -> None:
-    """Refused, or nothing printed: a forbidden attribute is undefined, and undefined prints as nothing."""
+def test_hostile_templates_get_no_access(source: str) -> None:
+    """They are refused or print nothing: a forbidden attribute is undefined, which prints as an empty text."""
     messages = [{"role": "user", "content": "Hi"}]
     text = ""
     with contextlib.suppress(BadRequest):
@@ -203,7 +205,7 @@ def test_hostile_templates_get_nothing(source: str) -> None:
 
 
 def test_a_forbidden_attribute_is_refused_as_soon_as_it_is_used() -> None:
-    assert "unsafe" in str(refused("{{ ''.__class__.__mro__ }}"))
+    assert "unsafe" in str(render_error("{{ ''.__class__.__mro__ }}"))
 
 
 @pytest.mark.parametrize(
@@ -217,20 +219,20 @@ def test_a_forbidden_attribute_is_refused_as_soon_as_it_is_used() -> None:
         "{% set x = 'x' * 1000000 %}{% for i in range(100) %}{{ x }}{% endfor %}",
     ],
 )
-def test_a_template_cannot_make_much_of_little(source: str) -> None:
-    assert "pass" in str(error := refused(source)) or "Range" in str(error)
+def test_a_template_cannot_produce_huge_values(source: str) -> None:
+    assert "exceeds" in str(error := render_error(source)) or "Range" in str(error)
 
 
-def test_messages_are_never_read_as_a_template(tiny: ChatTemplate) -> None:
+def test_messages_are_never_evaluated_as_a_template(tiny: ChatTemplate) -> None:
     content = "{{ 7 * 7 }}{% raw %}"
     assert content in tiny.render([{"role": "user", "content": content}])
 
 
 def test_objects_with_methods_do_not_reach_a_template() -> None:
-    assert refused("{{ path }}", path=Path("x")).code == "chat_template_error"
+    assert render_error("{{ path }}", path=Path("x")).code == "chat_template_error"
 
 
-def test_reserved_names_are_no_template_arguments(tiny: ChatTemplate) -> None:
+def test_reserved_names_are_refused_as_template_arguments(tiny: ChatTemplate) -> None:
     with pytest.raises(BadRequest, match="messages"):
         tiny.render(CONVERSATIONS[0], **{"messages": []})
     assert tiny.render(CONVERSATIONS[0], **{"self": 1})
@@ -245,5 +247,5 @@ def test_smollm2s_template_renders_as_in_transformers(smollm2_path: Path, messag
     template = ChatTemplate.from_gguf(metadata)
     assert template is not None
     for add in (True, False):
-        expected = judge(metadata["tokenizer.chat_template"], messages, add_generation_prompt=add)
+        expected = render_with_transformers(metadata["tokenizer.chat_template"], messages, add_generation_prompt=add)
         assert template.render(messages, add_generation_prompt=add) == expected

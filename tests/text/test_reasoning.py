@@ -1,4 +1,4 @@
-"""ReasoningSyntax and content, however the text is cut."""
+"""Reasoning and content are separated in the same way, whatever the chunks of text are."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ SHORT = ReasoningSyntax("<t>", "</t>", "</t>")
 ANYWHERE = ReasoningSyntax("<t>", "</t>", "</t>", anywhere=True)
 
 
-def slow(text: str, how: ReasoningSyntax, *, reasoning: bool) -> list[tuple[str, str]]:
-    """The whole text at once: spans by regular splitting, white space around markers taken away."""
-    pieces: list[tuple[str, str]] = []
-    fresh = reasoning
-    if not reasoning and text.lstrip(SPACE).startswith(how.opens):
-        text, reasoning, fresh = text.lstrip(SPACE)[len(how.opens) :], True, True
+def slow(text: str, syntax: ReasoningSyntax, *, reasoning: bool) -> list[tuple[str, str]]:
+    """Split the whole text at once, and remove the white space around markers."""
+    texts: list[tuple[str, str]] = []
+    trim_left = reasoning
+    if not reasoning and text.lstrip(SPACE).startswith(syntax.opens):
+        text, reasoning, trim_left = text.lstrip(SPACE)[len(syntax.opens) :], True, True
     while text:
         if reasoning:
-            before, found, text = text.partition(how.closes)
-            pieces.append(("reasoning", before.strip(SPACE) if found else before.lstrip(SPACE)))
-            reasoning, fresh = not found, True
+            before, found, text = text.partition(syntax.closes)
+            texts.append(("reasoning", before.strip(SPACE) if found else before.lstrip(SPACE)))
+            reasoning, trim_left = not found, True
         else:
-            before, found, text = text.partition(how.opens) if how.anywhere else (text, "", "")
-            pieces.append(("content", before.lstrip(SPACE) if fresh else before))
-            reasoning, fresh = bool(found), True
-    return folded(pieces)
+            before, found, text = text.partition(syntax.opens) if syntax.anywhere else (text, "", "")
+            texts.append(("content", before.lstrip(SPACE) if trim_left else before))
+            reasoning, trim_left = bool(found), True
+    return joined(texts)
 
 
-def folded(pieces: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Neighbours of one channel joined."""
-    grouped = groupby((piece for piece in pieces if piece[1]), key=lambda piece: piece[0])
+def joined(texts: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Adjacent texts of one channel joined."""
+    grouped = groupby((entry for entry in texts if entry[1]), key=lambda entry: entry[0])
     return [(channel, "".join(text for _, text in group)) for channel, group in grouped]
 
 
@@ -47,49 +47,49 @@ def folded(pieces: list[tuple[str, str]]) -> list[tuple[str, str]]:
     st.sampled_from([SHORT, ANYWHERE]),
 )
 @settings(max_examples=500)
-def test_however_a_text_is_cut_the_channels_are_the_same(
-    parts: list[str], width: int, reasoning: bool, how: ReasoningSyntax
+def test_the_chunks_of_text_do_not_change_the_channels(
+    parts: list[str], width: int, reasoning: bool, syntax: ReasoningSyntax
 ) -> None:
     text = "".join(parts)
-    splitter = ReasoningParser(how, "open" if reasoning else "may")
-    pieces = [piece for start in range(0, len(text), width) for piece in splitter.push(text[start : start + width])]
-    pieces += splitter.finish()
-    assert all(text for _, text in pieces)
-    assert folded(pieces) == slow(text, how, reasoning=reasoning)
+    parser = ReasoningParser(syntax, "open" if reasoning else "may")
+    texts = [entry for start in range(0, len(text), width) for entry in parser.push(text[start : start + width])]
+    texts += parser.finish()
+    assert all(text for _, text in texts)
+    assert joined(texts) == slow(text, syntax, reasoning=reasoning)
 
 
-def test_a_reply_that_thinks_first() -> None:
-    splitter = ReasoningParser(THINK)
-    assert splitter.push("<thi") == []
-    assert splitter.push("nk>\nso ") == [("reasoning", "so")]
-    assert splitter.push("it is\n") == [("reasoning", " it is")]
-    assert splitter.push("</think>\n\nyes") == [("content", "yes")]
-    assert splitter.finish() == []
+def test_a_reply_that_begins_with_reasoning() -> None:
+    parser = ReasoningParser(THINK)
+    assert parser.push("<thi") == []
+    assert parser.push("nk>\nso ") == [("reasoning", "so")]
+    assert parser.push("it is\n") == [("reasoning", " it is")]
+    assert parser.push("</think>\n\nyes") == [("content", "yes")]
+    assert parser.finish() == []
 
 
 def test_a_prompt_may_have_opened_the_reasoning() -> None:
-    splitter = ReasoningParser(THINK, "open")
-    assert splitter.push("so</think>yes") == [("reasoning", "so"), ("content", "yes")]
+    parser = ReasoningParser(THINK, "open")
+    assert parser.push("so</think>yes") == [("reasoning", "so"), ("content", "yes")]
 
 
-def test_a_marker_in_the_middle_of_an_answer_is_text() -> None:
-    """A model that explains its own markers must not lose half of its answer."""
-    splitter = ReasoningParser(THINK)
-    assert splitter.push("Write <think> and </think> around it.") == [("content", "Write <think> and </think> around it.")]
+def test_a_marker_inside_an_answer_is_content() -> None:
+    """Else a model that explains its markers would lose half of its answer."""
+    parser = ReasoningParser(THINK)
+    assert parser.push("Write <think> and </think> around it.") == [("content", "Write <think> and </think> around it.")]
 
 
-def test_half_a_marker_at_the_end_is_text() -> None:
-    splitter = ReasoningParser(THINK, "open")
-    assert splitter.push("a </thin") == [("reasoning", "a")]
-    assert splitter.finish() == [("reasoning", " </thin")]
-    assert splitter.finish() == []
+def test_half_a_marker_at_the_end_is_kept() -> None:
+    parser = ReasoningParser(THINK, "open")
+    assert parser.push("a </thin") == [("reasoning", "a")]
+    assert parser.finish() == [("reasoning", " </thin")]
+    assert parser.finish() == []
 
 
-def test_without_reasoning_everything_is_content() -> None:
-    splitter = ReasoningParser(None, "open")
-    assert splitter.push("<think>x</think>") == [("content", "<think>x</think>")]
-    assert splitter.push("") == []
-    assert splitter.finish() == []
+def test_without_a_reasoning_syntax_all_text_is_content() -> None:
+    parser = ReasoningParser(None, "open")
+    assert parser.push("<think>x</think>") == [("content", "<think>x</think>")]
+    assert parser.push("") == []
+    assert parser.finish() == []
 
 
 QWEN = "{{ '<think>\\n' }}{{ '\\n</think>\\n\\n' }}{% if enable_thinking %}{% endif %}"
@@ -112,11 +112,11 @@ GEMMA = "{{- '<|channel>thought\\n' + text + '\\n<channel|>' -}}{% if enable_thi
         ("a <think> alone", None),
     ],
 )
-def test_the_template_tells_how_a_family_reasons(source: str, reasoning: ReasoningSyntax | None) -> None:
+def test_the_reasoning_syntax_is_detected_from_the_template(source: str, reasoning: ReasoningSyntax | None) -> None:
     assert detect_reasoning(source) == reasoning
 
 
-def test_the_prompts_end_tells_where_the_reply_begins() -> None:
+def test_the_end_of_the_prompt_decides_whether_reasoning_is_open() -> None:
     gemma = detect_reasoning(GEMMA)
     assert initial_thinking("<|im_start|>assistant\n<think>\n", THINK) == "open"
     assert initial_thinking("<think>\n\n</think>\n\n", THINK) == "over"
@@ -127,5 +127,5 @@ def test_the_prompts_end_tells_where_the_reply_begins() -> None:
     assert initial_thinking("<|turn>model\n<|channel>thought\n", gemma) == "open"
 
 
-def test_behind_its_thinking_a_reply_is_content() -> None:
+def test_after_its_reasoning_a_reply_is_content() -> None:
     assert ReasoningParser(THINK, "over").push("<think>x") == [("content", "<think>x")]

@@ -1,4 +1,4 @@
-"""The tokenizer against transformers on the same files, and its own promises."""
+"""The tokenizer against transformers on the same files, and its own guarantees."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tiny(tiny_tokenizer_path: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def judge(tiny_tokenizer_path: Path) -> Any:
+def transformers_tokenizer(tiny_tokenizer_path: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(str(tiny_tokenizer_path))
@@ -44,25 +44,25 @@ def configure(folder: Path, **values: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
 
 
-def test_a_folder_tokenizes_as_in_transformers(tiny: Tokenizer, judge: Any, strings: list[str]) -> None:
+def test_a_folder_tokenizes_as_in_transformers(tiny: Tokenizer, transformers_tokenizer: Any, strings: list[str]) -> None:
     assert len(strings) > 1000
     for text in strings:
-        assert tiny.encode(text) == judge.encode(text), text
-        assert tiny.encode(text, add_special=False) == judge.encode(text, add_special_tokens=False), text
+        assert tiny.encode(text) == transformers_tokenizer.encode(text), text
+        assert tiny.encode(text, add_special=False) == transformers_tokenizer.encode(text, add_special_tokens=False), text
 
 
-def test_decoding_equals_transformers_for_any_ids(tiny: Tokenizer, judge: Any) -> None:
+def test_decoding_equals_transformers_for_any_ids(tiny: Tokenizer, transformers_tokenizer: Any) -> None:
     @given(st.lists(st.integers(0, tiny.vocab_size - 1), max_size=30), st.booleans())
     @settings(deadline=None, max_examples=300)
     def check(ids: list[int], skip: bool) -> None:
-        assert tiny.decode(ids, skip_special=skip) == judge.decode(ids, skip_special_tokens=skip)
+        assert tiny.decode(ids, skip_special=skip) == transformers_tokenizer.decode(ids, skip_special_tokens=skip)
 
     check()
 
 
 @given(UNICODE)
 @settings(deadline=None)
-def test_a_text_comes_back_from_its_ids(text: str) -> None:
+def test_a_text_is_restored_from_its_ids(text: str) -> None:
     tokenizer = _cached()
     assert tokenizer.decode(tokenizer.encode(text), skip_special=False) == text
 
@@ -73,7 +73,7 @@ def _cached(found: list[Tokenizer] = []) -> Tokenizer:  # noqa: B006  one tokeni
     return found[0]
 
 
-def test_special_tokens_in_a_text_are_parsed(tiny: Tokenizer) -> None:
+def test_special_tokens_in_a_text_are_encoded_as_such(tiny: Tokenizer) -> None:
     ids = tiny.encode("<|im_start|>user<|im_end|>")
     assert ids[0] == 1
     assert ids[-1] == 2
@@ -81,14 +81,14 @@ def test_special_tokens_in_a_text_are_parsed(tiny: Tokenizer) -> None:
     assert tiny.decode(ids, skip_special=False) == "<|im_start|>user<|im_end|>"
 
 
-def test_begin_and_end_come_from_the_config(tiny: Tokenizer, folder: Path) -> None:
+def test_bos_and_eos_come_from_the_config(tiny: Tokenizer, folder: Path) -> None:
     assert (tiny.bos_id, tiny.eos_id, tiny.vocab_size) == (0, 2, 1024)
     configure(folder, bos_token={"content": "<|im_start|>", "lstrip": False}, eos_token=None)
     changed = Tokenizer.from_folder(folder)
     assert (changed.bos_id, changed.eos_id) == (1, None)
 
 
-def test_only_tokenizer_json_decides_about_the_begin_token(folder: Path) -> None:
+def test_only_tokenizer_json_decides_about_the_bos_token(folder: Path) -> None:
     from transformers import AutoTokenizer
 
     configure(folder, add_bos_token=True)
@@ -99,12 +99,12 @@ def test_only_tokenizer_json_decides_about_the_begin_token(folder: Path) -> None
         single="<|endoftext|> $A", pair="$A $B", special_tokens=[("<|endoftext|>", 0)]
     )
     backend.save(str(folder / "tokenizer.json"))
-    begun = Tokenizer.from_folder(folder)
-    assert begun.encode("hi") == [0, *plain] == AutoTokenizer.from_pretrained(str(folder)).encode("hi")
-    assert begun.encode("hi", add_special=False) == plain
+    with_bos = Tokenizer.from_folder(folder)
+    assert with_bos.encode("hi") == [0, *plain] == AutoTokenizer.from_pretrained(str(folder)).encode("hi")
+    assert with_bos.encode("hi", add_special=False) == plain
 
 
-def test_tokens_known_only_to_the_config_are_added(folder: Path) -> None:
+def test_tokens_that_only_the_config_has_are_added(folder: Path) -> None:
     configure(folder, added_tokens_decoder={"1024": {"content": "<|extra|>", "special": True}})
     tokenizer = Tokenizer.from_folder(folder)
     assert tokenizer.encode("<|extra|>") == [1024]
@@ -112,7 +112,7 @@ def test_tokens_known_only_to_the_config_are_added(folder: Path) -> None:
     assert tokenizer.vocab_size == 1025
 
 
-def test_the_config_has_the_last_word_about_a_tokens_flags(folder: Path) -> None:
+def test_the_config_overrides_a_tokens_flags(folder: Path) -> None:
     from transformers import AutoTokenizer
 
     text = "a<|im_end|>\n b"
@@ -126,15 +126,15 @@ def test_the_config_has_the_last_word_about_a_tokens_flags(folder: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "said", [{"a": {"content": "x"}}, {"600": {}}, {"600": {"content": 5}}, {"600": {"content": "\ud800"}}, [1], 5, "x"]
+    "tokens", [{"a": {"content": "x"}}, {"600": {}}, {"600": {"content": 5}}, {"600": {"content": "\ud800"}}, [1], 5, "x"]
 )
-def test_added_tokens_that_are_none_are_refused(folder: Path, said: object) -> None:
-    configure(folder, added_tokens_decoder=said)
+def test_invalid_added_tokens_are_refused(folder: Path, tokens: object) -> None:
+    configure(folder, added_tokens_decoder=tokens)
     with pytest.raises(CorruptFile, match="added_tokens_decoder"):
         Tokenizer.from_folder(folder)
 
 
-def test_a_config_with_ids_out_of_place_is_refused(folder: Path) -> None:
+def test_added_tokens_whose_ids_do_not_follow_are_refused(folder: Path) -> None:
     configure(folder, added_tokens_decoder={"2000": {"content": "<|extra|>", "special": True}})
     with pytest.raises(CorruptFile, match="2000"):
         Tokenizer.from_folder(folder)
@@ -148,20 +148,20 @@ def test_truncation_saved_in_the_file_does_not_shorten_prompts(folder: Path) -> 
     assert len(Tokenizer.from_folder(folder).encode("one two three four five six")) > 2
 
 
-def test_a_missing_file_is_named_with_what_to_do(folder: Path) -> None:
+def test_the_error_for_a_missing_file_names_it_and_the_remedy(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ModelNotFound, match=r"tokenizer\.json is missing; get"):
         Tokenizer.from_folder(folder)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_damaged_file_is_named(folder: Path, name: str) -> None:
+def test_the_error_for_a_damaged_file_names_it(folder: Path, name: str) -> None:
     (folder / name).write_bytes((folder / name).read_bytes()[:100])
     with pytest.raises(CorruptFile, match=name):
         Tokenizer.from_folder(folder)
 
 
-def test_a_decoder_we_do_not_know_is_refused_by_name(folder: Path) -> None:
+def test_an_unsupported_decoder_is_refused_by_name(folder: Path) -> None:
     backend = Backend.from_file(str(folder / "tokenizer.json"))
     backend.decoder = decoders.WordPiece()
     backend.save(str(folder / "tokenizer.json"))
@@ -169,7 +169,7 @@ def test_a_decoder_we_do_not_know_is_refused_by_name(folder: Path) -> None:
         Tokenizer.from_folder(folder)
 
 
-def test_half_a_surrogate_pair_is_the_callers_mistake(tiny: Tokenizer) -> None:
+def test_half_a_surrogate_pair_is_a_bad_request(tiny: Tokenizer) -> None:
     with pytest.raises(BadRequest, match="at 2") as caught:
         tiny.encode("ab\ud800")
     assert caught.value.code == "invalid_text"
@@ -182,12 +182,12 @@ def test_ids_without_a_token_have_no_bytes(tiny: Tokenizer) -> None:
     assert tiny.decode([tiny.vocab_size + 5]) == ""
 
 
-def test_token_bytes_join_to_the_texts_bytes(tiny: Tokenizer, strings: list[str]) -> None:
+def test_the_bytes_of_all_tokens_are_the_bytes_of_the_text(tiny: Tokenizer, strings: list[str]) -> None:
     for text in strings[:300]:
         assert b"".join(map(tiny.token_bytes, tiny.encode(text, add_special=False))) == text.encode()
 
 
-def test_ids_containing_agrees_with_a_slow_look_at_every_token(tiny: Tokenizer) -> None:
+def test_ids_containing_equals_a_slow_search_of_every_token(tiny: Tokenizer) -> None:
     texts = ("\n", ":", "er", "é")
     slow = {
         i
@@ -209,7 +209,7 @@ def test_equal_vocabularies_have_equal_fingerprints(tiny: Tokenizer, tiny_metada
     assert Tokenizer.from_gguf({**tiny_metadata, "tokenizer.ggml.tokens": tokens}).fingerprint != tiny.fingerprint
 
 
-def test_a_metaspace_folder_decodes_as_its_library_does(tmp_path: Path) -> None:
+def test_a_metaspace_tokenizer_decodes_as_the_library_does(tmp_path: Path) -> None:
     backend = Backend(models.BPE(vocab={"<unk>": 0, "▁": 1, "a": 2, "b": 3, "▁a": 4}, merges=[("▁", "a")], unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
@@ -234,7 +234,7 @@ def smollm2(smollm2_path: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def smollm2_judge(smollm2_path: Path) -> Any:
+def smollm2_transformers(smollm2_path: Path) -> Any:
     """transformers' tokenizer of the same file.
 
     Its GGUF reader does not know the pre-tokenizer called `smollm` and falls back to GPT-2's; the model was trained with
@@ -249,30 +249,30 @@ def smollm2_judge(smollm2_path: Path) -> Any:
 
 
 @pytest.mark.weights
-def test_smollm2_tokenizes_as_in_transformers(smollm2: Tokenizer, smollm2_judge: Any, strings: list[str]) -> None:
+def test_smollm2_tokenizes_as_in_transformers(smollm2: Tokenizer, smollm2_transformers: Any, strings: list[str]) -> None:
     for text in strings:
-        assert smollm2.encode(text) == smollm2_judge.encode(text), text
+        assert smollm2.encode(text) == smollm2_transformers.encode(text), text
 
     @given(UNICODE)
     @settings(deadline=None, max_examples=300)
     def check(text: str) -> None:
-        assert smollm2.encode(text) == smollm2_judge.encode(text)
+        assert smollm2.encode(text) == smollm2_transformers.encode(text)
 
     check()
 
 
 @pytest.mark.weights
-def test_smollm2_decodes_any_ids_as_in_transformers(smollm2: Tokenizer, smollm2_judge: Any) -> None:
+def test_smollm2_decodes_any_ids_as_in_transformers(smollm2: Tokenizer, smollm2_transformers: Any) -> None:
     @given(st.lists(st.integers(0, smollm2.vocab_size - 1), max_size=30), st.booleans())
     @settings(deadline=None, max_examples=300)
     def check(ids: list[int], skip: bool) -> None:
-        assert smollm2.decode(ids, skip_special=skip) == smollm2_judge.decode(ids, skip_special_tokens=skip)
+        assert smollm2.decode(ids, skip_special=skip) == smollm2_transformers.decode(ids, skip_special_tokens=skip)
 
     check()
 
 
 @pytest.mark.weights
-def test_smollm2_knows_its_special_tokens(smollm2: Tokenizer) -> None:
+def test_smollm2_has_its_special_tokens(smollm2: Tokenizer) -> None:
     assert (smollm2.bos_id, smollm2.eos_id, smollm2.vocab_size) == (1, 2, 49152)
     assert smollm2.encode("<|im_start|>user\nHi<|im_end|>") == [1, 4093, 198, 26843, 2]
-    assert smollm2.encode("  1 12") == [256, 33, 216, 33, 34]  # digits stand alone, and do not split the run of spaces
+    assert smollm2.encode("  1 12") == [256, 33, 216, 33, 34]  # digits are single tokens, and do not split the run of spaces

@@ -1,1 +1,1 @@
-"""Structured output: JSON schema, regular expression, choice, grammar, thinking budget."""
+"""Structured output: JSON schema, regular expression, choice, grammar; and the thinking budget."""
